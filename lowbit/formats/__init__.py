@@ -1,0 +1,55 @@
+"""What a code means: number formats, their codec, granularities, schemes and the quantized tensor. Pure torch."""
+
+from lowbit.formats.codec import decode, encode
+from lowbit.formats.granularity import (
+    Granularity,
+    PerBlock,
+    PerChannel,
+    PerGroup,
+    PerTensor,
+    PerToken,
+    scale_shape,
+    spread,
+)
+from lowbit.formats.number import (
+    FloatFormat,
+    IntFormat,
+    NumberFormat,
+    code_values,
+    float_format,
+    int_format,
+    number_format,
+    uint_format,
+)
+from lowbit.formats.scheme import ALIASES, Scheme, ZeroPoint, parse_scheme
+from lowbit.formats.tensor import QuantTensor
+from lowbit.formats.words import pack_words, packed_bytes, unpack_words
+
+__all__ = [
+    "ALIASES",
+    "FloatFormat",
+    "Granularity",
+    "IntFormat",
+    "NumberFormat",
+    "PerBlock",
+    "PerChannel",
+    "PerGroup",
+    "PerTensor",
+    "PerToken",
+    "QuantTensor",
+    "Scheme",
+    "ZeroPoint",
+    "code_values",
+    "decode",
+    "encode",
+    "float_format",
+    "int_format",
+    "number_format",
+    "pack_words",
+    "packed_bytes",
+    "parse_scheme",
+    "scale_shape",
+    "spread",
+    "uint_format",
+    "unpack_words",
+]

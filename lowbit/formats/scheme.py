@@ -1,0 +1,149 @@
+"""A quantization scheme and its name.
+
+Grammar (lower case):
+
+    w<format>a<format>[_<granularity>][_<zero>]
+
+    format       <bits>            integers: w4, a8        (w16 and a16: left in fp16/bf16)
+                 <bits>e<X>m<Y>    floats:   w6e3m2, a8e4m3
+    granularity  _g<size>          groups along K          (per output channel when absent)
+                 _b<n>x<k>         blocks
+                 _t                one scale per tensor
+    zero         _z                integer zero points     w = (code - zero) * scale
+                 _fz               floating-point zeros    w = code * scale + zero
+
+`w4a16_g128`, `w6e3m2a16`, `w4a16_g32_fz`, `w8a8`. Names that other tools use are aliases, see `ALIASES`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+from lowbit.formats.granularity import Granularity, PerBlock, PerChannel, PerGroup, PerTensor
+from lowbit.formats.number import IntFormat, NumberFormat, float_format, int_format, uint_format
+
+ALIASES: dict[str, str] = {
+    # DeepSpeed-MII's quantization_mode
+    "wf6af16": "w6e3m2a16",
+    "wf5af16": "w5e2m2a16",
+    "wi8af16": "w8a16",
+    "wi4af16": "w4a16_g128",
+    # compressed-tensors' and llm-compressor's presets
+    "w8a16": "w8a16",
+    "w4a16": "w4a16_g128",
+    "w4a16_asym": "w4a16_g128_z",
+    "w8a8": "w8a8",
+    "int8": "w8a8",
+    "fp8": "w8e4m3a8e4m3_t",
+    "fp8_dynamic": "w8e4m3a8e4m3",
+    "fp8_block": "w8e4m3a8e4m3_b128x128",
+}
+"""Names of other tools (lower case; matched without regard to case) and the scheme each means.
+
+A bare `w4a16` is the compressed-tensors preset, groups of 128; write `w4a16_pc` for one scale per channel."""
+
+_NAME = re.compile(
+    r"w(?P<w>\d+(?:e\d+m\d+)?)a(?P<a>\d+(?:e\d+m\d+)?)"
+    r"(?:_(?:g(?P<group>\d+)|b(?P<bn>\d+)x(?P<bk>\d+)|(?P<tensor>t)|(?P<channel>pc)))?"
+    r"(?:_(?P<zero>z|fz))?"
+)
+_GRAMMAR = "w<bits>[e<X>m<Y>]a<bits>[e<X>m<Y>][_g<size>|_b<n>x<k>|_t|_pc][_z|_fz]"
+
+
+class ZeroPoint(Enum):
+    """What the zeros of a scheme are."""
+
+    NONE = ""
+    INTEGER = "z"
+    """An unsigned code of the weight format: w = (code - zero) * scale, as GPTQ and AWQ files have it."""
+    FLOAT = "fz"
+    """A number in units of the weight: w = code * scale + zero, as TensorRT-LLM's GPTQ path and GGUF's Q4_1 have it."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Weight format, activation format (None: fp16 or bf16), scale granularity of the weight, kind of zero point."""
+
+    weight: NumberFormat
+    activation: NumberFormat | None = None
+    granularity: Granularity = PerChannel()
+    zero: ZeroPoint = ZeroPoint.NONE
+
+    def __post_init__(self) -> None:
+        if self.zero is not ZeroPoint.NONE:
+            if not isinstance(self.weight, IntFormat):
+                raise ValueError(f"zero points go with integer weights, not with {self.weight.name}")
+            if self.weight.signed:
+                raise ValueError(f"a scheme with zero points has unsigned codes: u{self.weight.name}, not {self.weight.name}")
+        elif isinstance(self.weight, IntFormat) and not self.weight.signed:
+            raise ValueError(f"{self.weight.name} without zero points holds no negative weight; use int{self.weight.bits}")
+
+    @property
+    def name(self) -> str:
+        """Canonical name: `parse_scheme(scheme.name) == scheme`."""
+        activation = "16" if self.activation is None else _format_part(self.activation)
+        granularity = _granularity_part(self)
+        zero = f"_{self.zero.value}" if self.zero is not ZeroPoint.NONE else ""
+        return f"w{_format_part(self.weight)}a{activation}{granularity}{zero}"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def parse_scheme(name: str | Scheme) -> Scheme:
+    """The scheme called `name`, in this library's grammar or by another tool's name; a Scheme is returned as it is.
+
+    Raises ValueError with the grammar and the nearest aliases when the name means nothing.
+    """
+    if isinstance(name, Scheme):
+        return name
+    lower = name.strip().lower()
+    match = _NAME.fullmatch(ALIASES.get(lower, lower))
+    if match is None:
+        raise ValueError(
+            f"unknown scheme {name!r}; the grammar is {_GRAMMAR}, for example w4a16_g128, w6e3m2a16, w4a16_g32_fz; "
+            f"aliases: {', '.join(sorted(ALIASES))}"
+        )
+    if match["w"] == "16":
+        raise ValueError(f"scheme {name!r} leaves the weights in 16 bits: nothing to quantize")
+    zero = ZeroPoint(match["zero"] or "")
+    weight = _parse_format(match["w"], unsigned=zero is not ZeroPoint.NONE)
+    activation = None if match["a"] == "16" else _parse_format(match["a"], unsigned=False)
+    granularity: Granularity = PerChannel()
+    if match["group"]:
+        granularity = PerGroup(int(match["group"]))
+    elif match["bn"]:
+        granularity = PerBlock(int(match["bn"]), int(match["bk"]))
+    elif match["tensor"]:
+        granularity = PerTensor()
+    return Scheme(weight, activation, granularity, zero)
+
+
+def _parse_format(text: str, unsigned: bool) -> NumberFormat:
+    if "e" not in text:
+        return uint_format(int(text)) if unsigned else int_format(int(text))
+    bits, exponent, mantissa = (int(v) for v in re.split("[em]", text))
+    fmt = float_format(exponent, mantissa)
+    if fmt.bits != bits:
+        raise ValueError(f"{text!r}: 1 sign + {exponent} exponent + {mantissa} mantissa bits are {fmt.bits}, not {bits}")
+    return fmt
+
+
+def _format_part(fmt: NumberFormat) -> str:
+    return str(fmt.bits) if isinstance(fmt, IntFormat) else f"{fmt.bits}e{fmt.exponent}m{fmt.mantissa}"
+
+
+def _granularity_part(scheme: Scheme) -> str:
+    match scheme.granularity:
+        case PerGroup(size):
+            return f"_g{size}"
+        case PerBlock(n, k):
+            return f"_b{n}x{k}"
+        case PerTensor():
+            return "_t"
+    plain = f"w{_format_part(scheme.weight)}a{'16' if scheme.activation is None else _format_part(scheme.activation)}"
+    # The bare name of an alias means something else (w4a16 is a preset with groups): say "per channel" there.
+    bare_is_taken = scheme.zero is ZeroPoint.NONE and ALIASES.get(plain, plain) != plain
+    return "_pc" if bare_is_taken else ""

@@ -1,0 +1,61 @@
+"""Codes as bytes: dense little-endian n-bit words, the form in which codes lie on disk.
+
+Code i of a row occupies bits i*bits .. i*bits + bits - 1 of that row's bit stream; bit j of the stream is bit j % 8 of
+byte j // 8. No code is padded; only the last byte of a row may have unused high bits, which are zero. For 2, 4 and 8
+bits this equals compressed-tensors' `weight_packed` words read as bytes; 3, 5, 6 and 7 bits cross byte borders.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def packed_bytes(k: int, bits: int) -> int:
+    """Bytes of one row of `k` codes of `bits` bits."""
+    return -(-k * bits // 8)
+
+
+def _period(bits: int) -> tuple[int, int]:
+    """(codes, bytes) after which the bit stream of `bits`-bit codes is at a byte border again."""
+    return 8 // math.gcd(8, bits), bits // math.gcd(8, bits)
+
+
+def pack_words(codes: Tensor, bits: int) -> Tensor:
+    """Packs codes uint8 [..., K] into bytes uint8 [..., ceil(K * bits / 8)]. Codes must be below 2^bits."""
+    k = codes.shape[-1]
+    per_period, period_bytes = _period(bits)
+    periods = -(-k // per_period)
+    padded = torch.nn.functional.pad(codes, (0, periods * per_period - k))
+    c = padded.reshape(*codes.shape[:-1], periods, per_period)
+    out = torch.zeros((*codes.shape[:-1], periods, period_bytes), dtype=torch.uint8, device=codes.device)
+    for i in range(per_period):
+        byte, shift = divmod(i * bits, 8)
+        out[..., byte] |= c[..., i] << shift  # uint8 shifts drop what belongs to the next byte
+        if shift + bits > 8:
+            out[..., byte + 1] |= c[..., i] >> (8 - shift)
+    return out.flatten(-2)[..., : packed_bytes(k, bits)].contiguous()
+
+
+def unpack_words(packed: Tensor, bits: int, k: int) -> Tensor:
+    """Codes uint8 [..., k] of bytes uint8 [..., ceil(k * bits / 8)]; the inverse of `pack_words`.
+
+    Raises ValueError when the number of bytes is not that of k codes.
+    """
+    if packed.shape[-1] != packed_bytes(k, bits):
+        raise ValueError(f"{k} codes of {bits} bits are {packed_bytes(k, bits)} bytes a row, got {packed.shape[-1]}")
+    per_period, period_bytes = _period(bits)
+    periods = -(-k // per_period)
+    padded = torch.nn.functional.pad(packed, (0, periods * period_bytes - packed.shape[-1]))
+    b = padded.reshape(*packed.shape[:-1], periods, period_bytes)
+    mask = (1 << bits) - 1
+    out = torch.empty((*packed.shape[:-1], periods, per_period), dtype=torch.uint8, device=packed.device)
+    for i in range(per_period):
+        byte, shift = divmod(i * bits, 8)
+        code = b[..., byte] >> shift
+        if shift + bits > 8:
+            code = code | (b[..., byte + 1] << (8 - shift))
+        out[..., i] = code & mask
+    return out.flatten(-2)[..., :k].contiguous()

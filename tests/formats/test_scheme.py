@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import pytest
+
+from lowbit.formats import (
+    ALIASES,
+    PerBlock,
+    PerChannel,
+    PerGroup,
+    PerTensor,
+    Scheme,
+    ZeroPoint,
+    float_format,
+    int_format,
+    parse_scheme,
+    uint_format,
+)
+from tests.formats import FLOAT_FORMATS
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [
+        ("w8a16", Scheme(int_format(8))),
+        ("w6e3m2a16", Scheme(float_format(3, 2))),
+        ("wf6af16", Scheme(float_format(3, 2))),
+        ("W4A16", Scheme(int_format(4), None, PerGroup(128))),
+        ("w4a16_pc", Scheme(int_format(4))),
+        ("w4a16_g32_fz", Scheme(uint_format(4), None, PerGroup(32), ZeroPoint.FLOAT)),
+        ("w3a16_z", Scheme(uint_format(3), None, PerChannel(), ZeroPoint.INTEGER)),
+        ("W8A8", Scheme(int_format(8), int_format(8))),
+        ("FP8", Scheme(float_format(4, 3), float_format(4, 3), PerTensor())),
+        ("w8e4m3a8e4m3_b128x128", Scheme(float_format(4, 3), float_format(4, 3), PerBlock(128, 128))),
+        ("w4a8e4m3_g128", Scheme(int_format(4), float_format(4, 3), PerGroup(128))),
+    ],
+)
+def test_names(name, scheme):
+    assert parse_scheme(name) == scheme
+    assert parse_scheme(scheme.name) == scheme
+
+
+def test_every_canonical_name_parses_back():
+    weights = [int_format(b) for b in range(2, 9)] + FLOAT_FORMATS
+    for weight in weights:
+        for granularity in (PerTensor(), PerChannel(), PerGroup(64), PerBlock(128, 64)):
+            for activation in (None, int_format(8), float_format(4, 3)):
+                scheme = Scheme(weight, activation, granularity)
+                assert parse_scheme(scheme.name) == scheme
+    for bits in range(2, 9):
+        for zero in (ZeroPoint.INTEGER, ZeroPoint.FLOAT):
+            scheme = Scheme(uint_format(bits), None, PerGroup(32), zero)
+            assert parse_scheme(scheme.name) == scheme
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_aliases_parse(alias):
+    assert parse_scheme(alias.upper()) == parse_scheme(alias)
+
+
+@pytest.mark.parametrize("bad", ["w16a16", "w4", "w6e3m3a16", "w6e3m2a16_z", "w4a16_g0", "q4_k_m", "w4a16_g64_fz_z"])
+def test_nonsense_is_refused_with_help(bad):
+    with pytest.raises(ValueError):
+        parse_scheme(bad)
+
+
+def test_unknown_name_teaches_the_grammar():
+    with pytest.raises(ValueError, match="w<bits>.*for example w4a16_g128.*wf6af16"):
+        parse_scheme("int4-awq")
