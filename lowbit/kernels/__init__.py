@@ -1,0 +1,1 @@
+"""How packed weights are multiplied: the reference and the kernels."""
