@@ -1,0 +1,184 @@
+"""Packed bytes through an emulated warp to a product: loads, conversion programs and tensor-core fragments, no GPU.
+
+Weights and activations are small integers (or few-bit floats), so every product and every sum is exact and the result
+must equal x w^T to the last bit.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from lowbit.formats import IntFormat, NumberFormat, decode, float_format, int_format, uint_format
+from lowbit.hardware.emulate import Registers, Values, ldmatrix, mma
+from lowbit.hardware.mma import MMA_M16N8K16_F16, MMA_M16N8K32_S8, Fragment
+from lowbit.hardware.ptx import Builder, Program
+from lowbit.pack import ColumnMajorTileInterleave, FragmentOrder, plane_widths
+
+from .test_layout import random_codes
+
+ATOM = MMA_M16N8K16_F16
+TILE_K = 64
+
+
+def activations(m: int, k: int) -> NDArray[np.float16]:
+    """Integers x [M, K] from -4 to 3 as fp16."""
+    return np.random.default_rng(m * k).integers(-4, 4, (m, k)).astype(np.float16)
+
+
+def registers_of(fragment: Fragment, tile: NDArray[np.generic]) -> Registers:
+    """Registers [threads, registers] that hold `tile`, as if loaded element by element."""
+    held: Registers = np.ascontiguousarray(fragment.gather(tile)).view(np.uint32)
+    return held[..., 0]
+
+
+# ---- the plainest conversion of each kind: one word in, f16x2 registers out
+
+
+def int_program(bits: int, offset: int) -> Program:
+    """A word of 4-bit or 8-bit codes -> f16x2 registers: field r of both halves into the mantissa of 1024, minus 1024."""
+    b = Builder(["word"])
+    outputs = []
+    for register in range(16 // bits):
+        field = b.masked_or(b.shift("word", bits * register), ((1 << bits) - 1) * 0x00010001, 0x64006400)
+        outputs.append(b.sub("fp16", field, b.constant((0x6400 + offset) * 0x00010001)))
+    return b.build(outputs)
+
+
+def e3m2_program() -> Program:
+    """Two words of s eee and one of mm -> 8 f16x2 registers: s at bit 15, eee mm at bits 12 to 8, then times 2^12."""
+    b = Builder(["high0", "high1", "low"])
+    outputs = []
+    for register in range(8):
+        high = b.shift(f"high{register // 4}", 4 * (register % 4) - 12)  # s eee at bits 15 to 12
+        low = b.mask(b.shift("low", 2 * register - 8), 0x03000300)
+        number = b.masked_or(high, 0x80008000, b.masked_or(b.shift(high, 2), 0x1C001C00, low))
+        outputs.append(b.mul("fp16", number, b.constant(0x6C006C00)))
+    return b.build(outputs)
+
+
+def converted(words: list[Registers], bits: int, fmt: NumberFormat) -> Registers:
+    """f16x2 registers [threads, 16] of the words [threads, width] of each plane of a tile."""
+    if isinstance(fmt, IntFormat):
+        outputs = [int_program(bits, fmt.offset).run([words[0][:, word]]) for word in range(words[0].shape[1])]
+    else:
+        high, low = words
+        outputs = [e3m2_program().run([high[:, 2 * i], high[:, 2 * i + 1], low[:, i]]) for i in range(low.shape[1])]
+    return np.stack([register for run in outputs for register in run], axis=1)
+
+
+def test_conversions_know_every_code() -> None:
+    for bits in (4, 8):
+        codes = np.arange(1 << bits, dtype=np.uint32)
+        for element in range(2):
+            first = int_program(bits, 1 << (bits - 1)).run([codes << (16 * element)])[0]
+            halves = first.view(np.float16).reshape(-1, 2)[:, element]
+            np.testing.assert_array_equal(halves, codes.astype(np.float16) - (1 << (bits - 1)))
+
+
+# ---- TensorRT-LLM's way: interleaved lines -> shared memory -> ldmatrix -> conversion -> mma; weights are operand B
+
+
+def shared_tile(packed: NDArray[np.uint8], bits: int, k_tile: int) -> NDArray[np.uint8]:
+    """Shared memory [N, bytes of 64 k] of one k tile: every 128-byte line falls apart into a row per column."""
+    lines = packed.reshape(packed.shape[0], -1, 128)[:, k_tile]  # set of columns, byte
+    return lines.reshape(-1, TILE_K * bits // 8)
+
+
+def ldmatrix_of_columns(shared: NDArray[np.uint8]) -> Registers:
+    """Words [32 lanes, words] of 8 columns: each 16-byte piece of the 8 rows is one 8 x 8 matrix of "halves"."""
+    columns, row_bytes = shared.shape
+    addresses = row_bytes * np.arange(columns) + 16 * np.arange(row_bytes // 16)[:, None]  # matrix, row of the matrix
+    return ldmatrix(shared.ravel(), addresses)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_interleaved_weights(bits: int) -> None:
+    m, n, k = 16, 8, 192
+    codes = random_codes(n, k, bits, seed=bits)
+    x = activations(m, k)
+    packed = ColumnMajorTileInterleave().pack(codes, bits)[0].numpy()
+    total: Values = np.zeros((32, ATOM.c.registers))
+    for k_tile in range(k // TILE_K):
+        words = ldmatrix_of_columns(shared_tile(packed, bits, k_tile))
+        b = converted([words], bits, int_format(bits))  # registers b0 and b1 of each k step, in order
+        for step in range(TILE_K // ATOM.k):
+            first = TILE_K * k_tile + ATOM.k * step
+            a = registers_of(ATOM.a, x[:, first : first + ATOM.k])
+            total = mma(ATOM, "f16", a, b[:, 2 * step : 2 * step + 2], total)
+    y = ATOM.c.scatter(total[..., None])
+    np.testing.assert_array_equal(y, x.astype(np.float64) @ decode(codes, int_format(bits)).double().numpy().T)
+
+
+def test_without_the_row_permutation_lanes_hold_foreign_codes() -> None:
+    """Plain column-major int4: ldmatrix hands lane 0 the k of lanes 0 to 3, which is why step 1 exists."""
+    column = torch.arange(32, dtype=torch.uint8) % 16
+    nibbles = (column[::2] | column[1::2] << 4).numpy()
+    word = ldmatrix(np.tile(nibbles, 8), 16 * np.arange(8)[None, :])[0, 0]
+    assert [int(word) >> (4 * slot) & 0xF for slot in range(8)] == list(range(8))  # wanted 0 1 8 9 16 17 24 25
+
+
+# ---- fragment order: words straight from global memory to registers -> conversion -> mma; weights are operand A
+
+
+def warp_words(plane: torch.Tensor, k_tile: int, warp: int) -> Registers:
+    """Words [32 lanes, words] that the lanes of a warp load of one tile: vector by vector, each lane its own."""
+    words: Registers = plane[0, k_tile, :, 32 * warp : 32 * warp + 32].numpy().view(np.uint32)  # vector, lane, word
+    return np.concatenate(list(words), axis=1)  # lane, words of all vectors
+
+
+def b_of_step(x: NDArray[np.float16], k_tile: int, step: int) -> Registers:
+    """B registers [32, 2] of x^T for one k step, gathered as the instruction numbers k."""
+    first = TILE_K * k_tile + ATOM.k * step
+    assert ATOM.b is not None
+    return registers_of(ATOM.b, x[:, first : first + ATOM.k].T)
+
+
+def b_of_run(x: NDArray[np.float16], k_tile: int, step: int) -> Registers:
+    """The same with k_run = 8: place t of group g reads 16 bytes, k = 8t .. 8t + 7 of 32, of row g of x."""
+    lane = np.arange(32)
+    first = TILE_K * k_tile + 32 * (step // 2) + 8 * (lane % 4)
+    run = x[lane[:, None] // 4, first[:, None] + np.arange(8)]  # lane, k: 8 neighbouring halves
+    words: Registers = np.ascontiguousarray(run).view(np.uint32)
+    return words[:, 2 * (step % 2) : 2 * (step % 2) + 2]
+
+
+@pytest.mark.parametrize("k_run", [0, 8])
+@pytest.mark.parametrize("fmt", [int_format(4), uint_format(4), int_format(8), float_format(3, 2)], ids=lambda f: f.name)
+def test_fragment_order_weights(fmt: NumberFormat, k_run: int) -> None:
+    m, n, k = 8, 64, 128
+    codes = random_codes(n, k, fmt.bits, seed=fmt.bits)
+    x = activations(m, k)
+    planes = FragmentOrder(ATOM, k_run).pack(codes, fmt.bits)
+    assert len(planes) == len(plane_widths(fmt.bits))
+    y = np.empty((m, n))
+    for warp in range(4):
+        total: Values = np.zeros((32, ATOM.c.registers))
+        for k_tile in range(k // TILE_K):
+            a = converted([warp_words(plane, k_tile, warp) for plane in planes], fmt.bits, fmt)
+            for step in range(TILE_K // ATOM.k):
+                b = b_of_run(x, k_tile, step) if k_run else b_of_step(x, k_tile, step)
+                total = mma(ATOM, "f16", a[:, 4 * step : 4 * step + 4], b, total)
+        y[:, 16 * warp : 16 * warp + 16] = ATOM.c.scatter(total[..., None]).T
+    np.testing.assert_array_equal(y, x.astype(np.float64) @ decode(codes, fmt).double().numpy().T)
+
+
+def test_int8_words_are_registers_of_the_int8_tensor_core() -> None:
+    """With 8-bit operands a word needs one XOR: offset binary to two's complement, all four codes at once."""
+    m, n, k = 8, 64, 64
+    atom = MMA_M16N8K32_S8
+    assert atom.b is not None
+    codes = random_codes(n, k, 8)
+    x = np.random.default_rng(1).integers(-128, 128, (m, k)).astype(np.int8)
+    (plane,) = FragmentOrder(atom).pack(codes, 8)
+    y = np.empty((m, n))
+    for warp in range(4):
+        total: Values = np.zeros((32, atom.c.registers))
+        a = warp_words(plane, 0, warp) ^ np.uint32(0x80808080)
+        for step in range(TILE_K // atom.k):
+            b = registers_of(atom.b, x[:, atom.k * step : atom.k * (step + 1)].T)
+            total = mma(atom, "s8", a[:, 4 * step : 4 * step + 4], b, total)
+        y[:, 16 * warp : 16 * warp + 16] = atom.c.scatter(total[..., None]).T
+    np.testing.assert_array_equal(y, x.astype(np.float64) @ decode(codes, int_format(8)).double().numpy().T)
