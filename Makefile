@@ -1,0 +1,41 @@
+# Two commands matter: `make demo` and `make test`. Each makes its own virtual environment first.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+
+.PHONY: demo test lint format clean help
+
+help:
+	@echo "make demo    quantize a real language model, measure it, hear it speak (a few minutes, no GPU needed)"
+	@echo "make test    everything that needs no GPU: style, types, tests, documentation"
+	@echo "make lint    style and types only"
+	@echo "make format  let ruff lay out the code"
+	@echo "make clean   remove the virtual environment and caches"
+
+# The CPU build of PyTorch brings no Triton; a CUDA build brings the one that fits it.
+$(BIN)/.ready: constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install --quiet triton==$(TRITON)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[demo,dev]"
+	@touch $@
+
+TRITON := $(shell sed -n 's/^\# triton==\([0-9.]*\).*/\1/p' constraints.txt)
+
+demo: $(BIN)/.ready
+	$(BIN)/lowbit demo
+
+lint: $(BIN)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest
+
+format: $(BIN)/.ready
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build *.egg-info

@@ -1,0 +1,1 @@
+"""What is particular to families of models: Transformers' loading and whole checkpoints."""

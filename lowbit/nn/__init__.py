@@ -1,0 +1,8 @@
+"""Modules with quantized weights, and the conversion of a model's modules to them."""
+
+from lowbit.nn.convert import Kept, Plan, convert, plan_conversion
+from lowbit.nn.embedding import QuantEmbedding
+from lowbit.nn.linear import QuantLinear
+from lowbit.nn.packed import PackedWeight
+
+__all__ = ["Kept", "PackedWeight", "Plan", "QuantEmbedding", "QuantLinear", "convert", "plan_conversion"]

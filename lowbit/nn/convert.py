@@ -1,0 +1,185 @@
+"""Turns a model's linear layers into quantized ones, and says what it did not turn and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.formats import PerBlock, PerTensor, QuantTensor, Scheme, parse_scheme
+from lowbit.nn.embedding import QuantEmbedding
+from lowbit.nn.linear import QuantLinear
+from lowbit.nn.packed import PackedWeight
+from lowbit.ops import Problem, candidates
+from lowbit.quantize.rtn import Search, rtn
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A module with weights that stays as it is, and why."""
+
+    name: str
+    kind: str
+    weights: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which modules get quantized weights: `linears` and `embeddings` by name, `tied` (name -> name of the module whose
+    weights it shares, which is among the other two), and `kept` with reasons."""
+
+    scheme: Scheme
+    linears: dict[str, tuple[int, int]] = field(default_factory=dict)
+    embeddings: dict[str, tuple[int, int]] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    kept: list[Kept] = field(default_factory=list)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """[N, K] of every matrix to be quantized, by module name; a tied one counts once."""
+        return {**self.linears, **self.embeddings}
+
+    def lines(self) -> list[str]:
+        """The report, a line each."""
+        count = len(self.linears) + len(self.embeddings) + len(self.tied)
+        weights = sum(n * k for n, k in self.shapes.values())
+        out = [f"converted to {self.scheme}: {count} modules, {weights:,} weights"]
+        out += [f"  {name}: shares the weights of {source}" for name, source in self.tied.items()]
+        out += [f"kept: {row.name} ({row.kind}, {row.weights:,} weights): {row.reason}" for row in self.kept]
+        return out
+
+
+def plan_conversion(
+    model: nn.Module,
+    scheme: str | Scheme,
+    *,
+    skip: Iterable[str] | None = None,
+    embeddings: bool = False,
+    tied: dict[str, str] | None = None,
+) -> Plan:
+    """Decides what `convert` would do with `model` (which may be on the meta device) without touching it.
+
+    `skip` holds module names or patterns (`lm_head`, `*.mlp.gate`, `model.layers.0.*`; a plain name also matches as the
+    last part of one); None skips `lm_head`, or nothing with `embeddings=True`, which quantizes the embedding and the LM
+    head as well. Modules whose weights are one tensor are found by identity; `tied` adds ties that are not made yet,
+    module name -> name of the owner.
+    """
+    scheme = parse_scheme(scheme)
+    plan = Plan(scheme)
+    patterns = (() if embeddings else ("lm_head",)) if skip is None else tuple(skip)
+    owners: dict[int, str] = {}
+    ties = dict(tied or {})
+    for name, module in model.named_modules():
+        own = [p for p in module.parameters(recurse=False) if p.dim() >= 2]
+        if not own:
+            continue
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            owner = owners.setdefault(id(module.weight), name)
+            if owner != name:
+                ties[name] = owner
+    for name, module in model.named_modules():
+        own = [p for p in module.parameters(recurse=False) if p.dim() >= 2]
+        if not own:
+            continue
+        reason = _refusal(name, module, scheme, patterns, embeddings, ties)
+        if reason is not None:
+            plan.kept.append(Kept(name, type(module).__name__, sum(p.numel() for p in own), reason))
+        elif name in ties:
+            plan.tied[name] = ties[name]
+        elif isinstance(module, nn.Embedding):
+            plan.embeddings[name] = (module.num_embeddings, module.embedding_dim)
+        elif isinstance(module, nn.Linear):
+            plan.linears[name] = (module.out_features, module.in_features)
+    for name in [n for n, owner in plan.tied.items() if owner not in plan.shapes]:
+        plan.kept.append(Kept(name, type(model.get_submodule(name)).__name__, 0, f"shares the weights of {plan.tied.pop(name)}"))
+    return plan
+
+
+def _refusal(
+    name: str, module: nn.Module, scheme: Scheme, skip: tuple[str, ...], embeddings: bool, ties: dict[str, str]
+) -> str | None:
+    """Why a module with matrices is not converted; None when it is."""
+    matching = [p for p in skip if fnmatchcase(name, p) or name.rpartition(".")[2] == p]
+    if matching:
+        return f"skipped by {matching[0]!r}"
+    if isinstance(module, PackedWeight):
+        return "quantized already"
+    if type(module) is nn.Embedding:
+        if not embeddings:
+            return "embeddings are converted on request (embeddings=True)"
+        if isinstance(scheme.granularity, (PerTensor, PerBlock)):
+            return f"rows of an embedding need scales of their own, {scheme} shares them among rows"
+        return None
+    if type(module) is not nn.Linear:
+        dims = " and ".join(sorted({f"{p.dim()}-dimensional" for p in module.parameters(recurse=False) if p.dim() >= 2}))
+        return f"only nn.Linear and nn.Embedding are converted; {type(module).__name__} holds {dims} weights"
+    if not embeddings and name in ties:
+        return f"shares the weights of {ties[name]}, an embedding (embeddings=True converts both)"
+    problem = Problem(scheme, 1, module.out_features, module.in_features, torch.float32, "cpu")
+    rows = candidates(problem)
+    if all(reasons for _, reasons in rows):
+        return "no kernel: " + "; ".join(f"{backend.name} {', '.join(reasons)}" for backend, reasons in rows)
+    return None
+
+
+def convert(
+    model: nn.Module,
+    scheme: str | Scheme,
+    *,
+    skip: Iterable[str] | None = None,
+    embeddings: bool = False,
+    search: Search = "max",
+) -> Plan:
+    """Quantizes `model`'s linear layers in place by round-to-nearest, one layer at a time, and returns the report.
+
+    Arguments as for `plan_conversion`; `search` as for `quantize.rtn`. Raises ValueError, naming the layer, for weights
+    that cannot be quantized.
+    """
+    plan = plan_conversion(model, scheme, skip=skip, embeddings=embeddings)
+    for name in plan.shapes:
+        swap(model, name, quantized(name, model.get_submodule(name).weight, plan.scheme, search))  # type: ignore[arg-type]
+    for name, owner in plan.tied.items():
+        tie(model, name, owner)
+    return plan
+
+
+def quantized(name: str, weight: Tensor, scheme: Scheme, search: Search = "max") -> QuantTensor:
+    """`rtn` whose errors name the layer."""
+    try:
+        return rtn(weight, scheme, search=search)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def swap(model: nn.Module, name: str, q: QuantTensor) -> PackedWeight:
+    """Replaces the linear layer or embedding `name` by one with the weights `q`, on q's device; the bias stays."""
+    module = model.get_submodule(name)
+    new: PackedWeight
+    if isinstance(module, nn.Embedding):
+        new = QuantEmbedding.from_quant_tensor(q, module.weight.dtype)
+    else:
+        new = QuantLinear.from_quant_tensor(q, module.bias)  # type: ignore[arg-type]
+    new.train(module.training)
+    model.set_submodule(name, new)
+    return new
+
+
+def tie(model: nn.Module, name: str, owner: str) -> None:
+    """Replaces the linear layer or embedding `name` by a quantized one that shares the parameters of `owner`."""
+    module, source = model.get_submodule(name), model.get_submodule(owner)
+    assert isinstance(source, PackedWeight)
+    new = empty_like(module, source.scheme, device="meta")
+    new.share_weight(source)
+    model.set_submodule(name, new)
+
+
+def empty_like(module: nn.Module, scheme: Scheme, device: torch.device | str | None = None) -> PackedWeight:
+    """A quantized stand-in for a linear layer or embedding, its weights not set."""
+    if isinstance(module, nn.Embedding):
+        return QuantEmbedding(module.num_embeddings, module.embedding_dim, scheme, module.weight.dtype, device)
+    assert isinstance(module, nn.Linear)
+    return QuantLinear(module.in_features, module.out_features, scheme, bias=module.bias, device=device)

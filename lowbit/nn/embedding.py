@@ -1,0 +1,51 @@
+"""A token embedding with quantized rows, which a tied LM head can share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit.formats import PerBlock, PerTensor, QuantTensor, Scheme, unpack_words
+from lowbit.nn.packed import PackedWeight
+
+
+class QuantEmbedding(PackedWeight):
+    """Rows [.., embedding_dim] of a packed matrix [num_embeddings, embedding_dim] for token ids [..].
+
+    `dtype` is the type of the rows it returns. Only the rows asked for are decoded. Scales must belong to single rows:
+    schemes per tensor or per block raise ValueError.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        scheme: str | Scheme,
+        dtype: torch.dtype,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__((num_embeddings, embedding_dim), scheme, device)
+        if isinstance(self.scheme.granularity, (PerTensor, PerBlock)):
+            raise ValueError(f"an embedding takes scales per channel or per group, not {self.scheme}")
+        self.num_embeddings, self.embedding_dim, self.dtype = num_embeddings, embedding_dim, dtype
+
+    @classmethod
+    def from_quant_tensor(cls, q: QuantTensor, dtype: torch.dtype) -> QuantEmbedding:
+        """The embedding whose rows are those of `q`."""
+        module = cls(*q.shape, q.scheme, dtype, device="meta")
+        module.set_weight(q)
+        return module
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = ids.reshape(-1)
+        codes = unpack_words(self.weight_packed[rows], self.scheme.weight.bits, self.embedding_dim)
+        zero = None if self.weight_zero is None else self.weight_zero[rows]
+        picked = QuantTensor(codes, self.weight_scale[rows], zero, self.scheme)
+        return picked.dequantize(self.dtype).reshape(*ids.shape, self.embedding_dim)
+
+    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
+        self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype  # `.half()` changes what the rows come out as
+        return super()._apply(fn, recurse)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, {self.scheme}"

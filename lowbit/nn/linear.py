@@ -1,0 +1,46 @@
+"""A linear layer with quantized weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lowbit.formats import QuantTensor, Scheme
+from lowbit.nn.packed import PackedWeight
+from lowbit.ops import mixed_gemm
+
+
+class QuantLinear(PackedWeight):
+    """y [.., out_features] = x [.., in_features] . dequant(w)^T + bias, with w packed (see `PackedWeight`).
+
+    x is fp16, bf16 or fp32 and y has its type; bias [out_features] is kept as it was in the original layer.
+    """
+
+    # Transformers' tensor parallelism hands such modules plain local shards.
+    _hf_quantized_needs_local_tp = True
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        scheme: str | Scheme,
+        *,
+        bias: nn.Parameter | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__((out_features, in_features), scheme, device)
+        self.in_features, self.out_features = in_features, out_features
+        self.register_parameter("bias", bias)
+
+    @classmethod
+    def from_quant_tensor(cls, q: QuantTensor, bias: nn.Parameter | None = None) -> QuantLinear:
+        """The layer that computes with `q`."""
+        module = cls(q.shape[1], q.shape[0], q.scheme, bias=bias, device="meta")
+        module.set_weight(q)
+        return module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return mixed_gemm(x, self.weight_packed, self.weight_scale, self.weight_zero, self.bias, self.scheme_name)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, {self.scheme}, bias={self.bias is not None}"

@@ -1,0 +1,83 @@
+"""The project's own rules: layers import downwards only, importing is cheap and clean, files and functions stay small."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lowbit
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted((ROOT / "lowbit").rglob("*.py"))
+
+
+def layer_of(module: str) -> str | None:
+    parts = module.split(".")
+    return parts[1] if parts[0] == "lowbit" and len(parts) > 1 and parts[1] in lowbit.LAYERS else None
+
+
+def imports(path: Path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: imports are absolute"
+            yield node.lineno, node.module or ""
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_layers_import_only_earlier_ones(path):
+    own = layer_of(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    if own is None:
+        return
+    for line, module in imports(path):
+        other = layer_of(module)
+        if other is not None:
+            assert lowbit.LAYERS.index(other) <= lowbit.LAYERS.index(own), f"{path}:{line}: {own} imports {module}"
+
+
+def test_every_folder_and_file_is_a_layer():
+    names = {p.stem for p in (ROOT / "lowbit").iterdir() if (p.is_dir() and any(p.glob("*.py"))) or p.suffix == ".py"}
+    assert names - {"__init__", "_version"} == set(lowbit.LAYERS)
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_style(path):
+    """What the house style says and no linter checks."""
+    text = path.read_text()
+    tree = ast.parse(text)
+    assert text.count("\n") <= 600, "a file this long hides a missing concept"
+    assert ast.get_docstring(tree) or path.name == "_version.py", "a module says what it is for"
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_"):
+            nested = isinstance(node, ast.FunctionDef) and node.col_offset > 4
+            if not nested and not any(isinstance(d, ast.Name) and d.id == "property" for d in node.decorator_list):
+                known = node.name in ("forward", "extra_repr", "block", "convert") or _overrides(path, node)
+                assert known or ast.get_docstring(node), f"{path}:{node.lineno}: {node.name} has no docstring"
+        if isinstance(node, ast.FunctionDef):
+            assert (node.end_lineno or 0) - node.lineno <= 80, f"{path}:{node.lineno}: {node.name} is too long"
+
+
+def _overrides(path: Path, node: ast.AST) -> bool:
+    """Methods that another library names and documents."""
+    return path.name == "hf.py"
+
+
+def test_the_environment_decides_nothing():
+    """Behaviour comes from arguments: no module reads environment variables (the demo's cache folder excepted)."""
+    for path in SOURCES:
+        if path.name != "demo.py":
+            assert "environ" not in path.read_text() and "getenv" not in path.read_text(), path
+
+
+def test_import_is_clean():
+    """No CUDA initialisation, no output, no warning on import, on a machine that hides its GPUs or not."""
+    code = "import warnings; warnings.simplefilter('error', UserWarning); import lowbit, torch; assert not torch.cuda.is_initialized()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.returncode == 0 and not done.stdout, done.stderr
