@@ -1,0 +1,34 @@
+"""Where weights come from: checkpoints on disk.
+
+The library's own checkpoint is a Transformers folder (config.json, tokenizer files) whose quantized layers have, instead
+of `<layer>.weight`,
+
+    <layer>.weight_packed   uint8 [N, ceil(K * bits / 8)]   codes, dense little-endian (formats/words.py)
+    <layer>.weight_scale    float [scale_shape]             float32 per channel or tensor; fp16 or bf16 per group or block
+    <layer>.weight_zero     uint8 or float [scale_shape]    with zero points only
+
+in `model.safetensors`, or in shards with `model.safetensors.index.json`. Biases and all other tensors keep their names.
+`quantization_config` in config.json lists every quantized layer with its shape, so that each file can be checked before
+anything is used:
+
+    {"quant_method": "lowbit", "format_version": 1, "scheme": "w6e3m2a16", "modules_to_not_convert": ["lm_head"],
+     "layers": {"model.layers.0.self_attn.q_proj": {"shape": [576, 576]}, ...}}
+
+A layer with another scheme than the default states it; `tied` maps modules to the layer whose tensors they share.
+"""
+
+from lowbit.checkpoint.reader import CheckpointReader, TensorInfo
+from lowbit.checkpoint.schema import CheckpointError, LayerEntry, Manifest, expected_tensors, layer_tensors, quant_tensor
+from lowbit.checkpoint.writer import CheckpointWriter
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointReader",
+    "CheckpointWriter",
+    "LayerEntry",
+    "Manifest",
+    "TensorInfo",
+    "expected_tensors",
+    "layer_tensors",
+    "quant_tensor",
+]

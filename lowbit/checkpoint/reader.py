@@ -1,0 +1,251 @@
+"""Reads a checkpoint folder: every header is checked before a single tensor is used, and nothing is ever unpickled."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from lowbit.checkpoint.schema import CheckpointError, Manifest, expected_tensors, quant_tensor
+from lowbit.formats import QuantTensor, ZeroPoint
+
+MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
+MAX_JSON_BYTES = 64_000_000
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor lies: its file, dtype, shape, and the bytes [begin, end) of that file that hold it."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class CheckpointReader:
+    """A Transformers folder with safetensors files, quantized by lowbit or not; tensors are read one at a time.
+
+    Opening it parses config.json and every file's header and raises CheckpointError, naming file and tensor, for
+    anything truncated, foreign or inconsistent. `manifest` is None when the checkpoint is not a lowbit one.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        if not self.folder.is_dir():
+            raise CheckpointError(f"{self.folder}: no such folder")
+        self.config: dict[str, Any] = _read_json(self.folder / "config.json")
+        self._tensors = _read_headers(self.folder)
+        self._open: dict[Path, Any] = {}
+        self.manifest = self._read_manifest()
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._open.clear()
+
+    def names(self) -> list[str]:
+        """Names of all tensors, sorted."""
+        return sorted(self._tensors)
+
+    def info(self, name: str) -> TensorInfo:
+        """File, dtype, shape and byte range of a tensor."""
+        if name not in self._tensors:
+            raise CheckpointError(f"{self.folder}: has no tensor {name!r}")
+        return self._tensors[name]
+
+    def get(self, name: str) -> Tensor:
+        """One tensor, copied out of its file."""
+        info = self.info(name)
+        try:
+            if info.file not in self._open:
+                self._open[info.file] = safe_open(str(info.file), framework="pt")
+            tensor: Tensor = self._open[info.file].get_tensor(name)
+            return tensor
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{info.file}: {name}: cannot be read ({error})") from error
+
+    def layer(self, name: str) -> QuantTensor:
+        """One quantized layer."""
+        if self.manifest is None or name not in self.manifest.layers:
+            raise CheckpointError(f"{self.folder}: {name!r} is not among its quantized layers")
+        entry = self.manifest.layers[name]
+        suffixes = [full.rpartition(".")[2] for full in expected_tensors(name, entry)]
+        return quant_tensor({suffix: self.get(f"{name}.{suffix}") for suffix in suffixes}, entry)
+
+    def check(self) -> None:
+        """Reads every quantized layer: scales finite and positive, zeros finite and in range, no stray bits after a row."""
+        for name, entry in (self.manifest.layers if self.manifest else {}).items():
+            q, file = self.layer(name), self.info(f"{name}.weight_scale").file
+            if not bool((q.scale.isfinite() & (q.scale > 0)).all()):
+                raise CheckpointError(f"{file}: {name}.weight_scale: scales are finite and positive, some here are not")
+            if q.zero is not None and not bool(q.zero.isfinite().all()):
+                raise CheckpointError(f"{file}: {name}.weight_zero: some zeros are not finite")
+            if entry.scheme.zero is ZeroPoint.INTEGER and q.zero is not None and int(q.zero.max()) > entry.scheme.weight.max:
+                raise CheckpointError(f"{file}: {name}.weight_zero: {int(q.zero.max())} is beyond {entry.scheme.weight.max:.0f}")
+            packed = self.get(f"{name}.weight_packed")
+            used = entry.shape[1] * entry.scheme.weight.bits % 8
+            if used and bool((packed[:, -1] >> used).any()):
+                raise CheckpointError(f"{file}: {name}.weight_packed: unused bits after the last code are not zero")
+
+    def _read_manifest(self) -> Manifest | None:
+        config = self.config.get("quantization_config")
+        if not isinstance(config, dict) or config.get("quant_method") != "lowbit":
+            return None
+        manifest = Manifest.from_dict(config, self.folder / "config.json")
+        for name, entry in manifest.layers.items():
+            for tensor, (shape, dtypes) in expected_tensors(name, entry).items():
+                if tensor not in self._tensors:
+                    raise CheckpointError(f"{self.folder}: config.json lists the layer {name!r}, but no file has {tensor}")
+                found = self._tensors[tensor]
+                if found.shape != shape or found.dtype not in dtypes:
+                    raise CheckpointError(
+                        f"{found.file}: {tensor}: {entry.scheme} {entry.shape} has "
+                        f"{' or '.join(str(d) for d in dtypes)} {shape}, the file has {found.dtype} {found.shape}"
+                    )
+        return manifest
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise CheckpointError(f"{path}: {path.stat().st_size:,} bytes is no plausible JSON file of a checkpoint")
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: missing; a checkpoint is a folder with config.json and *.safetensors") from None
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path}: not JSON ({error})") from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: holds a {type(value).__name__}, expected a JSON object")
+    return value
+
+
+def _read_headers(folder: Path) -> dict[str, TensorInfo]:
+    index = folder / INDEX
+    if not index.exists():
+        single = folder / SINGLE
+        if not single.exists():
+            raise CheckpointError(_no_weights(folder))
+        return _read_header(single)
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
+        raise CheckpointError(f"{index}: weight_map is an object of tensor names and file names")
+    tensors: dict[str, TensorInfo] = {}
+    for file in sorted(set(weight_map.values())):
+        for name, info in _read_header(_inside(folder, file, index)).items():
+            if name in tensors:
+                raise CheckpointError(f"{info.file}: {name}: stands in {tensors[name].file.name} as well")
+            if weight_map.get(name) != file:
+                raise CheckpointError(f"{info.file}: {name}: {index.name} does not list it in this file")
+            tensors[name] = info
+    for name, file in weight_map.items():
+        if name not in tensors:
+            raise CheckpointError(f"{folder / file}: {name}: {index.name} lists it, the file does not have it")
+    return tensors
+
+
+def _inside(folder: Path, file: str, index: Path) -> Path:
+    """The path of a shard, which must be a plain name of a file that really lies in the folder."""
+    path = folder / file
+    if not file or file != os.path.basename(file) or file in (".", "..") or "\\" in file or "\0" in file:
+        raise CheckpointError(f"{index}: names the file {file!r}; only plain file names inside the folder are allowed")
+    if not path.is_file():
+        raise CheckpointError(f"{path}: missing, {index.name} lists it")
+    if not path.is_symlink():
+        return path
+    # Model caches link files to a store beside them; following that is right, following a link out of a plain folder is not.
+    store = folder.resolve().parent.parent
+    if not path.resolve().is_relative_to(store):
+        raise CheckpointError(f"{path}: a link that leaves {store}")
+    return path
+
+
+def _no_weights(folder: Path) -> str:
+    pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt"))
+    if pickles:
+        return (
+            f"{folder}: holds {pickles[0]}, a pickle, which can run code when read and is never opened here; convert it once "
+            "with Transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) writes safetensors"
+        )
+    ggufs = sorted(p.name for p in folder.glob("*.gguf"))
+    if ggufs:
+        return f"{folder}: holds {ggufs[0]}; load it with Transformers (gguf_file=...) and save_pretrained it as safetensors"
+    return f"{folder}: holds neither {SINGLE} nor {INDEX}"
+
+
+def _read_header(path: Path) -> dict[str, TensorInfo]:
+    """Parses and checks one file's header: little-endian length, JSON, then the tensors' bytes without gap or overlap."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            head = file.read(8)
+            length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
+            if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
+                raise CheckpointError(f"{path}: not a safetensors file, or truncated ({size:,} bytes)")
+            header = json.loads(file.read(length))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from error
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{path}: its header is not JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise CheckpointError(f"{path}: its header is a {type(header).__name__}, expected a JSON object")
+    header.pop("__metadata__", None)
+    start = 8 + length
+    tensors = {name: _tensor_info(path, name, entry, start, size) for name, entry in header.items()}
+    position = start
+    for name, info in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if info.begin != position:
+            raise CheckpointError(f"{path}: {name}: begins at byte {info.begin}, the data before it ends at {position}")
+        position = info.end
+    if position != size:
+        raise CheckpointError(f"{path}: {size:,} bytes, its header accounts for {position:,}; truncated or damaged")
+    return tensors
+
+
+def _tensor_info(path: Path, name: str, entry: Any, start: int, size: int) -> TensorInfo:
+    try:
+        dtype, shape, (begin, end) = _DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: {name}: dtype, shape or data_offsets missing or unknown ({error!r})") from error
+    if not all(type(v) is int and v >= 0 for v in (*shape, begin, end)):
+        raise CheckpointError(f"{path}: {name}: shape and data_offsets are lists of non-negative integers")
+    count = dtype.itemsize
+    for extent in shape:
+        count *= extent
+    if end - begin != count or start + end > size:
+        raise CheckpointError(
+            f"{path}: {name}: {dtype} {shape} takes {count:,} bytes, data_offsets give [{begin}, {end}) "
+            f"of the {size - start:,} in the file"
+        )
+    return TensorInfo(path, dtype, shape, start + begin, start + end)

