@@ -1,0 +1,424 @@
+"""Small PTX instruction sequences as data: one program, printed for a kernel and executed bit-exactly in NumPy.
+
+A `Program` is straight-line code over named 32-bit virtual registers, each written once. There is no control flow, no
+memory and no predicate. `Builder` writes one; its methods append an instruction and return the name of the register:
+
+    b = Builder(["w"])
+    pair = b.masked_or("w", 0x000F000F, 0x64006400)
+    program = b.build([b.sub("fp16", pair, b.constant(0x64086408))])
+    program.inline_asm()            # text for Triton's and Gluon's inline_asm_elementwise
+    program.run([words])            # the same instructions on uint32 arrays of any shape
+
+Source of the semantics: PTX ISA, sections on lop3, prmt, shf, shl, shr, mov and half precision floating point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from lowbit.hardware.half import HalfType, round_half, widen_half
+
+Words = npt.NDArray[np.uint32]
+Operand = str | int
+Pipe = Literal["integer", "half", "constant"]
+
+_MASK32 = 0xFFFFFFFF
+
+
+def lut(function: Callable[[int, int, int], int]) -> int:
+    """The immediate of `lop3.b32` that computes `function` bitwise: the function applied to 0xF0, 0xCC and 0xAA."""
+    return function(0xF0, 0xCC, 0xAA) & 0xFF
+
+
+AND = lut(lambda a, b, c: a & b)
+AND_OR = lut(lambda a, b, c: (a & b) | c)
+AND_XOR = lut(lambda a, b, c: (a & b) ^ c)
+SELECT = lut(lambda mask, a, b: (mask & a) | (~mask & b))
+
+
+class Instruction:
+    """One instruction: writes register `dest` once, reads its operands, knows its PTX text and its meaning."""
+
+    dest: str
+    min_sm = 50
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """What the instruction reads: register names and 32-bit immediates."""
+        raise NotImplementedError
+
+    @property
+    def opcode(self) -> str:
+        raise NotImplementedError
+
+    @property
+    def suffix(self) -> tuple[str, ...]:
+        """Trailing immediates that are no data: a lookup table, a shift amount."""
+        return ()
+
+    @property
+    def pipe(self) -> Pipe:
+        """Where it executes; constants are loop-invariant and cost nothing per weight."""
+        return "integer"
+
+    def evaluate(self, *values: Words) -> Words:
+        """The result for operand values, uint32 arrays that broadcast together."""
+        raise NotImplementedError
+
+    def ptx(self) -> str:
+        """One line of PTX."""
+        operands = [value if isinstance(value, str) else f"0x{value:08x}" for value in self.operands]
+        return f"{self.opcode} {', '.join([self.dest, *operands, *self.suffix])};"
+
+
+@dataclass(frozen=True)
+class Mov(Instruction):
+    """`mov.b32`: an immediate or a register."""
+
+    dest: str
+    value: Operand
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        return (self.value,)
+
+    @property
+    def opcode(self) -> str:
+        return "mov.b32"
+
+    @property
+    def pipe(self) -> Pipe:
+        return "constant"
+
+    def evaluate(self, *values: Words) -> Words:
+        return values[0]
+
+
+@dataclass(frozen=True)
+class Lop3(Instruction):
+    """`lop3.b32`: any bitwise function of three words, given by its 8-bit table (see `lut`)."""
+
+    dest: str
+    a: Operand
+    b: Operand
+    c: Operand
+    table: int
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        return (self.a, self.b, self.c)
+
+    @property
+    def opcode(self) -> str:
+        return "lop3.b32"
+
+    @property
+    def suffix(self) -> tuple[str, ...]:
+        return (f"0x{self.table:02x}",)
+
+    def evaluate(self, *values: Words) -> Words:
+        result = np.zeros(np.broadcast_shapes(*(value.shape for value in values)), np.uint32)
+        for row in range(8):
+            if self.table >> row & 1:
+                # Row number, from its high bit down, is one combination of bits of a, b and c.
+                terms = [value if row >> (2 - i) & 1 else ~value for i, value in enumerate(values)]
+                result |= terms[0] & terms[1] & terms[2]
+        return result
+
+
+@dataclass(frozen=True)
+class Prmt(Instruction):
+    """`prmt.b32`, default mode: four bytes out of the eight of {b, a}; bit 3 of a selector nibble replicates the sign."""
+
+    dest: str
+    a: Operand
+    b: Operand
+    selector: int
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        return (self.a, self.b)
+
+    @property
+    def opcode(self) -> str:
+        return "prmt.b32"
+
+    @property
+    def suffix(self) -> tuple[str, ...]:
+        return (f"0x{self.selector:04x}",)
+
+    def evaluate(self, *values: Words) -> Words:
+        a, b = values
+        result = np.zeros(np.broadcast_shapes(a.shape, b.shape), np.uint32)
+        for place in range(4):
+            nibble = self.selector >> (4 * place) & 0xF
+            source = b if nibble & 4 else a
+            byte = source >> np.uint32(8 * (nibble & 3)) & np.uint32(0xFF)
+            if nibble & 8:
+                byte = (byte >> np.uint32(7)) * np.uint32(0xFF)
+            result |= byte << np.uint32(8 * place)
+        return result
+
+
+@dataclass(frozen=True)
+class Shift(Instruction):
+    """`shl.b32` and `shr.u32` (zero fill) and `shf.r.wrap.b32` of a register with itself (rotate right)."""
+
+    dest: str
+    a: str
+    amount: int
+    kind: Literal["left", "right", "rotate_right"]
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        return (self.a, self.a) if self.kind == "rotate_right" else (self.a,)
+
+    @property
+    def opcode(self) -> str:
+        return {"left": "shl.b32", "right": "shr.u32", "rotate_right": "shf.r.wrap.b32"}[self.kind]
+
+    @property
+    def suffix(self) -> tuple[str, ...]:
+        return (str(self.amount),)
+
+    def evaluate(self, *values: Words) -> Words:
+        amount = np.uint32(self.amount)
+        if self.kind == "left":
+            return values[0] << amount
+        if self.kind == "right":
+            return values[0] >> amount
+        return values[0] >> amount | values[0] << np.uint32(32 - self.amount)
+
+
+@dataclass(frozen=True)
+class HalfArithmetic(Instruction):
+    """`add`, `sub`, `mul` on two halves, rounded to nearest even; subnormals kept, NaN becomes 0x7fff.
+
+    On bf16x2 these need sm_90; `HalfFma` does the same on sm_80.
+    """
+
+    dest: str
+    operation: Literal["add", "sub", "mul"]
+    dtype: HalfType
+    a: Operand
+    b: Operand
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        return (self.a, self.b)
+
+    @property
+    def opcode(self) -> str:
+        return f"{self.operation}.{'f16x2' if self.dtype == 'fp16' else 'bf16x2'}"
+
+    @property
+    def min_sm(self) -> int:  # type: ignore[override]
+        return 53 if self.dtype == "fp16" else 90
+
+    @property
+    def pipe(self) -> Pipe:
+        return "half"
+
+    def evaluate(self, *values: Words) -> Words:
+        a, b = (widen_half(value, self.dtype) for value in values)
+        with np.errstate(invalid="ignore"):
+            # Both operands have at most 11 significant bits within 41 binades (fp16), so the fp16 sum and every
+            # product are exact in float64; a bf16 sum may not be, hence the error term.
+            if self.operation == "mul":
+                return round_half(a * b, np.zeros(()), self.dtype)
+            return round_half(*_exact_sum(a, -b if self.operation == "sub" else b), self.dtype)
+
+
+@dataclass(frozen=True)
+class HalfFma(Instruction):
+    """`fma.rn` on two halves: a * b + c rounded once to nearest even; subnormals kept, NaN becomes 0x7fff."""
+
+    dest: str
+    dtype: HalfType
+    a: Operand
+    b: Operand
+    c: Operand
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        return (self.a, self.b, self.c)
+
+    @property
+    def opcode(self) -> str:
+        return f"fma.rn.{'f16x2' if self.dtype == 'fp16' else 'bf16x2'}"
+
+    @property
+    def min_sm(self) -> int:  # type: ignore[override]
+        return 53 if self.dtype == "fp16" else 80
+
+    @property
+    def pipe(self) -> Pipe:
+        return "half"
+
+    def evaluate(self, *values: Words) -> Words:
+        a, b, c = (widen_half(value, self.dtype) for value in values)
+        with np.errstate(invalid="ignore"):
+            return round_half(*_exact_sum(a * b, c), self.dtype)
+
+
+def _exact_sum(
+    a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """The float64 sum and its exact rounding error (Knuth's TwoSum; no operand is near the limits of float64)."""
+    total = a + b
+    b_part = total - a
+    error = (a - (total - b_part)) + (b - b_part)
+    return total, np.where(np.isfinite(total), error, 0.0)
+
+
+@dataclass(frozen=True)
+class Program:
+    """Straight-line code: `inputs` and `outputs` are register names, every register is written exactly once.
+
+    Raises ValueError when a register is read before it is written, written twice, or an output does not exist.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    instructions: tuple[Instruction, ...]
+
+    def __post_init__(self) -> None:
+        known = set(self.inputs)
+        for instruction in self.instructions:
+            missing = [name for name in instruction.operands if isinstance(name, str) and name not in known]
+            if missing:
+                raise ValueError(f"{instruction.ptx()} reads {missing}, which nothing wrote before")
+            if instruction.dest in known:
+                raise ValueError(f"{instruction.ptx()} writes {instruction.dest} a second time")
+            known.add(instruction.dest)
+        if unknown := set(self.outputs) - known:
+            raise ValueError(f"outputs {sorted(unknown)} are written by no instruction")
+
+    @property
+    def min_sm(self) -> int:
+        """The oldest SM version that has every instruction."""
+        return max((instruction.min_sm for instruction in self.instructions), default=50)
+
+    def count(self, pipe: Pipe) -> int:
+        """Number of instructions on a pipe."""
+        return sum(instruction.pipe == pipe for instruction in self.instructions)
+
+    def registers(self, inputs: Sequence[npt.ArrayLike]) -> dict[str, Words]:
+        """Every register after execution on `inputs`, uint32 arrays that broadcast together, in the order of `inputs`."""
+        if len(inputs) != len(self.inputs):
+            raise ValueError(f"the program takes {len(self.inputs)} inputs {self.inputs}, got {len(inputs)}")
+        values = {name: np.asarray(word, np.uint32) for name, word in zip(self.inputs, inputs, strict=True)}
+        for instruction in self.instructions:
+            operands = (
+                values[operand] if isinstance(operand, str) else np.asarray(operand, np.uint32)
+                for operand in instruction.operands
+            )
+            values[instruction.dest] = instruction.evaluate(*operands)
+        return values
+
+    def run(self, inputs: Sequence[npt.ArrayLike]) -> tuple[Words, ...]:
+        """The output registers for the input words, all of the inputs' common shape."""
+        values = self.registers(inputs)
+        shape = np.broadcast_shapes(*(values[name].shape for name in self.inputs))
+        return tuple(np.broadcast_to(values[name], shape) for name in self.outputs)
+
+    def ptx(self) -> str:
+        """The body alone: declarations of every written register, then the code; inputs are declared by the caller."""
+        names = [instruction.dest for instruction in self.instructions]
+        lines = [f".reg .b32 {', '.join(names)};"] if names else []
+        return "\n".join([*lines, *(instruction.ptx() for instruction in self.instructions)])
+
+    def inline_asm(self) -> str:
+        """The form `inline_asm_elementwise` takes: in braces, operands `$0`.. for the outputs, then for the inputs.
+
+        Outputs are written by moves after the last read of an input, so that no early-clobber constraint is needed.
+        """
+        first_input = len(self.outputs)
+        reads = [f"mov.b32 {name}, ${first_input + i};" for i, name in enumerate(self.inputs)]
+        writes = [f"mov.b32 ${i}, {name};" for i, name in enumerate(self.outputs)]
+        body = [f".reg .b32 {', '.join(self.inputs)};", *reads, self.ptx(), *writes]
+        return "{\n" + "\n".join(body) + "\n}"
+
+    def inline_constraints(self) -> str:
+        """The constraint string that goes with `inline_asm`: every operand is a 32-bit register."""
+        return ",".join(["=r"] * len(self.outputs) + ["r"] * len(self.inputs))
+
+
+class Builder:
+    """Writes a `Program`; an instruction asked for twice is emitted once, so that shifted views are shared for free."""
+
+    def __init__(self, inputs: Sequence[str]) -> None:
+        self._inputs = tuple(inputs)
+        self._instructions: list[Instruction] = []
+        self._known: dict[tuple[Any, ...], str] = {}
+
+    def _emit(self, kind: type[Instruction], arguments: Mapping[str, Operand]) -> str:
+        key = (kind, *arguments.values())
+        if key not in self._known:
+            dest = f"r{len(self._instructions)}"
+            self._instructions.append(kind(**{"dest": dest, **arguments}))  # type: ignore[call-arg]
+            self._known[key] = dest
+        return self._known[key]
+
+    def constant(self, value: int) -> str:
+        """A register holding a 32-bit constant (half arithmetic takes no immediates)."""
+        return self._emit(Mov, {"value": value & _MASK32})
+
+    def lop3(self, a: Operand, b: Operand, c: Operand, table: int) -> str:
+        """Any bitwise function of three operands; `table` comes from `lut`."""
+        return self._emit(Lop3, {"a": a, "b": b, "c": c, "table": table})
+
+    def mask(self, a: Operand, mask: int) -> str:
+        """a & mask."""
+        return self.lop3(a, mask, 0, AND)
+
+    def masked_or(self, a: Operand, mask: int, c: Operand) -> str:
+        """(a & mask) | c."""
+        return self.lop3(a, mask, c, AND_OR)
+
+    def masked_xor(self, a: Operand, mask: int, c: Operand) -> str:
+        """(a & mask) ^ c."""
+        return self.lop3(a, mask, c, AND_XOR)
+
+    def select(self, mask: int, a: Operand, b: Operand) -> str:
+        """Bit by bit, a where the mask is set and b elsewhere."""
+        return self.lop3(mask, a, b, SELECT)
+
+    def prmt(self, a: Operand, b: Operand, selector: int) -> str:
+        """Four bytes of {b, a}; nibbles 0-3 of a selector name bytes of a, 4-7 bytes of b, +8 replicates its sign."""
+        return self._emit(Prmt, {"a": a, "b": b, "selector": selector})
+
+    def shift(self, a: str, amount: int) -> str:
+        """a shifted right by `amount` bits, left when negative, with zero fill; `a` itself when zero."""
+        if amount == 0:
+            return a
+        return self._emit(Shift, {"a": a, "amount": abs(amount), "kind": "right" if amount > 0 else "left"})
+
+    def rotate(self, a: str, amount: int) -> str:
+        """a rotated right by `amount` bits, 0 < amount < 32."""
+        return self._emit(Shift, {"a": a, "amount": amount, "kind": "rotate_right"})
+
+    def add(self, dtype: HalfType, a: Operand, b: Operand) -> str:
+        """a + b on both halves."""
+        return self._emit(HalfArithmetic, {"operation": "add", "dtype": dtype, "a": a, "b": b})
+
+    def sub(self, dtype: HalfType, a: Operand, b: Operand) -> str:
+        """a - b on both halves."""
+        return self._emit(HalfArithmetic, {"operation": "sub", "dtype": dtype, "a": a, "b": b})
+
+    def mul(self, dtype: HalfType, a: Operand, b: Operand) -> str:
+        """a * b on both halves."""
+        return self._emit(HalfArithmetic, {"operation": "mul", "dtype": dtype, "a": a, "b": b})
+
+    def fma(self, dtype: HalfType, a: Operand, b: Operand, c: Operand) -> str:
+        """a * b + c on both halves, rounded once."""
+        return self._emit(HalfFma, {"dtype": dtype, "a": a, "b": b, "c": c})
+
+    def build(self, outputs: Sequence[str]) -> Program:
+        """The finished program, its outputs in the given order."""
+        return Program(self._inputs, tuple(outputs), tuple(self._instructions))

@@ -1,0 +1,90 @@
+"""What a caller asks of a pipeline and what it answers, with DeepSpeed-MII's names and defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class UnknownArgument(TypeError):
+    """An argument that does not exist; the message names the nearest one and lists all."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        names = sorted(known)
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        super().__init__(f"unknown argument {name!r}{hint} Known: {', '.join(names)}")
+
+
+class FinishReason(str, Enum):
+    """Why a text ended."""
+
+    STOP = "stop"
+    """The model's end-of-text token, or one of the caller's stop strings."""
+    LENGTH = "length"
+    """The limit of tokens."""
+
+
+@dataclass(frozen=True)
+class Response:
+    """One generated text; lengths in tokens, padding not counted."""
+
+    generated_text: str
+    prompt_length: int
+    generated_length: int
+    finish_reason: FinishReason
+
+    def __str__(self) -> str:
+        return self.generated_text
+
+
+@dataclass(frozen=True)
+class GenerateParams:
+    """How to generate. `max_length` counts prompt and new tokens together and yields to `max_new_tokens`; `seed` makes
+    sampling repeatable. Raises ValueError for values outside their range."""
+
+    max_length: int = 1024
+    max_new_tokens: int | None = None
+    min_new_tokens: int = 0
+    ignore_eos: bool = False
+    return_full_text: bool = False
+    do_sample: bool = True
+    top_p: float = 0.9
+    top_k: int | None = None
+    temperature: float | None = None
+    stop: Sequence[str] = ()
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_length < 1:
+            raise ValueError(f"max_length is at least 1, got {self.max_length}")
+        if self.max_new_tokens is not None and self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is at least 1, got {self.max_new_tokens}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is above 0 and at most 1, got {self.top_p}")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k is at least 1, got {self.top_k}")
+        if self.temperature is not None and self.temperature <= 0:
+            raise ValueError(f"temperature is above 0, got {self.temperature}; do_sample=False takes the likeliest token")
+        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+            raise ValueError(f"stop is a list of non-empty strings, got {self.stop!r}")
+
+    @classmethod
+    def from_arguments(cls, arguments: dict[str, object]) -> GenerateParams:
+        """The parameters of a call; raises UnknownArgument for a name that is none of them."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        for name in arguments:
+            if name not in known:
+                raise UnknownArgument(name, known)
+        return cls(**arguments)  # type: ignore[arg-type]
+
+    def new_tokens(self, longest_prompt: int) -> int:
+        """Limit of new tokens for a batch whose longest prompt has so many; ValueError when there is no room."""
+        if self.max_new_tokens is not None:
+            return self.max_new_tokens
+        if longest_prompt >= self.max_length:
+            raise ValueError(f"a prompt of {longest_prompt} tokens leaves no room within max_length {self.max_length}")
+        return self.max_length - longest_prompt
