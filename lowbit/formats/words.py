@@ -28,7 +28,8 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
     k = codes.shape[-1]
     per_period, period_bytes = _period(bits)
     periods = -(-k // per_period)
-    padded = torch.nn.functional.pad(codes, (0, periods * per_period - k))
+    short = periods * per_period - k
+    padded = torch.nn.functional.pad(codes, (0, short)) if short else codes
     c = padded.reshape(*codes.shape[:-1], periods, per_period)
     out = torch.zeros((*codes.shape[:-1], periods, period_bytes), dtype=torch.uint8, device=codes.device)
     for i in range(per_period):
@@ -48,7 +49,8 @@ def unpack_words(packed: Tensor, bits: int, k: int) -> Tensor:
         raise ValueError(f"{k} codes of {bits} bits are {packed_bytes(k, bits)} bytes a row, got {packed.shape[-1]}")
     per_period, period_bytes = _period(bits)
     periods = -(-k // per_period)
-    padded = torch.nn.functional.pad(packed, (0, periods * period_bytes - packed.shape[-1]))
+    short = periods * period_bytes - packed.shape[-1]
+    padded = torch.nn.functional.pad(packed, (0, short)) if short else packed
     b = padded.reshape(*packed.shape[:-1], periods, period_bytes)
     mask = (1 << bits) - 1
     out = torch.empty((*packed.shape[:-1], periods, per_period), dtype=torch.uint8, device=packed.device)

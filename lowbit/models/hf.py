@@ -24,6 +24,9 @@ from lowbit.nn.packed import PackedWeight
 from lowbit.quantize.rtn import Search
 
 METHOD = "lowbit"
+LOADING_OVERHEAD_BYTES = 100_000_000
+"""Quantizing while loading, or on disk, needs at most this much memory beyond the packed weights (on disk: one shard of
+them) and one layer in 16 bits: float32 temporaries of `quantize.rtn`, the layer's codes, and what Python holds."""
 logger = logging.get_logger(__name__)
 
 

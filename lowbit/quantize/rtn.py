@@ -27,6 +27,9 @@ from lowbit.formats import (
 
 Search = Literal["max", "mse"]
 
+WEIGHTS_AT_ONCE = 1 << 20
+"""Weights quantized at once, which bounds the float32 temporaries to some 40 MB whatever the size of a layer."""
+
 # Clip factors tried by search="mse": 1 keeps the largest weight, 0.4 saturates everything above 40 % of it.
 _CLIP_FACTORS = tuple(1.0 - 0.02 * i for i in range(31))
 
@@ -57,23 +60,35 @@ def rtn(weight: Tensor, scheme: str | Scheme, *, search: Search = "max") -> Quan
         raise ValueError(f"rtn quantizes a floating-point matrix [N, K], got {weight.dtype} {tuple(weight.shape)}")
     if search not in ("max", "mse"):
         raise ValueError(f"search is 'max' or 'mse', got {search!r}")
-    w = weight.detach().to(torch.float32)
-    bad = int((~w.isfinite()).sum())
+    step = _rows_at_once(scheme, weight)
+    bad = sum(int((~part.isfinite()).sum()) for part in weight.split(step))
     if bad:
-        raise ValueError(f"{bad} of {w.numel()} weights are not finite: such a layer cannot be quantized")
-
-    shape = (w.shape[0], w.shape[1])
-    covered = _cover(w, scheme, shape)
+        raise ValueError(f"{bad} of {weight.numel()} weights are not finite: such a layer cannot be quantized")
     factors = (1.0,) if search == "max" else _CLIP_FACTORS
-    codes, scale, zero = _best(covered, scheme, factors)
+    codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+    scales, zeros = [], []
+    for part, target in zip(weight.detach().split(step), codes.split(step), strict=True):
+        chosen, scale, zero = _quantize_rows(part, scheme, factors)
+        target.copy_(chosen)
+        scales.append(scale)
+        if zero is not None:
+            zeros.append(zero)
+    return QuantTensor(codes, torch.cat(scales), torch.cat(zeros) if zeros else None, scheme)
 
+
+def _rows_at_once(scheme: Scheme, weight: Tensor) -> int:
+    """Rows quantized together: about WEIGHTS_AT_ONCE weights, and whole blocks of rows that share scales."""
+    n = scheme.granularity.block((weight.shape[0], weight.shape[1]))[0]
+    return max(1, WEIGHTS_AT_ONCE // max(1, weight.shape[1] * n)) * n
+
+
+def _quantize_rows(w: Tensor, scheme: Scheme, factors: tuple[float, ...]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes [N, K], scales and zeros [scale_shape] of some rows that share no scale with others."""
+    w = w.to(torch.float32)
+    shape = (w.shape[0], w.shape[1])
     grid = scale_shape(scheme.granularity, shape)
-    return QuantTensor(
-        _uncover(codes, scheme, shape),
-        scale.reshape(grid),
-        None if zero is None else zero.reshape(grid),
-        scheme,
-    )
+    codes, scale, zero = _best(_cover(w, scheme, shape), scheme, factors)
+    return _uncover(codes, scheme, shape), scale.reshape(grid), None if zero is None else zero.reshape(grid)
 
 
 def _cover(w: Tensor, scheme: Scheme, shape: tuple[int, int]) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -135,3 +137,13 @@ def test_bad_weights_are_refused():
 def test_scheme_may_be_an_object_or_a_name():
     w = random(4, 64)
     assert torch.equal(rtn(w, parse_scheme("wf6af16")).codes, rtn(w, "w6e3m2a16").codes)
+
+
+@pytest.mark.parametrize("name", ["w4a16_g32_fz", "w6e3m2a16", "w8a16_b8x16", "w8a16_t", "w4a16_g48_z"])
+def test_working_in_pieces_changes_nothing(name, monkeypatch):
+    w = random(50, 96)
+    whole = rtn(w, name)
+    monkeypatch.setattr(sys.modules["lowbit.quantize.rtn"], "WEIGHTS_AT_ONCE", 96 * 7)
+    pieces = rtn(w, name)
+    assert torch.equal(pieces.codes, whole.codes) and torch.equal(pieces.scale, whole.scale)
+    assert whole.zero is None or torch.equal(pieces.zero, whole.zero)

@@ -1,0 +1,219 @@
+"""Transformers: quantize on load, save, reload with plain from_pretrained, all bit-equal to quantizing the weights by hand."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from lowbit import LowbitConfig
+from lowbit.checkpoint import CheckpointError, CheckpointReader
+from lowbit.models.hf import LOADING_OVERHEAD_BYTES
+from lowbit.models.quantize_checkpoint import quantize_checkpoint
+from lowbit.nn import QuantEmbedding, QuantLinear
+from lowbit.quantize import rtn
+
+SCHEMES = ["w8a16", "w6e3m2a16", "w4a16_g32_fz", "w3a16_g48_z"]
+IDS = torch.arange(40)[None]
+
+
+def load(path, **options):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options).eval()
+
+
+def logits(model):
+    with torch.inference_mode():
+        return model(IDS.to(model.device)).logits
+
+
+def simulated(path, scheme, embeddings=False):
+    """The plain model with every weight replaced by its dequantized value."""
+    model = load(path)
+    head = model.get_output_embeddings()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear) and (embeddings or module is not head):
+            module.weight.data = rtn(module.weight.data, scheme).dequantize()
+    if embeddings:
+        table = model.get_input_embeddings()
+        table.weight.data = rtn(load(path).get_input_embeddings().weight.data, scheme).dequantize()
+    return model
+
+
+def same_state(a, b):
+    a, b = a.state_dict(), b.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_load_save_reload(folder, scheme, tmp_path):
+    model = load(folder, quantization_config=LowbitConfig(scheme))
+    assert isinstance(model.model.layers[0].self_attn.q_proj, QuantLinear)
+    assert type(model.lm_head) is torch.nn.Linear
+    torch.testing.assert_close(logits(model), logits(simulated(folder, scheme)), rtol=1e-4, atol=1e-4)
+
+    model.save_pretrained(tmp_path / "saved")
+    again = load(tmp_path / "saved")
+    assert same_state(model, again)
+    assert torch.equal(logits(again), logits(model))
+    with CheckpointReader(tmp_path / "saved") as reader:
+        reader.check()
+        assert len(reader.manifest.layers) == 14
+
+    quantize_checkpoint(folder, tmp_path / "streamed", scheme)
+    assert same_state(load(tmp_path / "streamed"), model), "quantizing on disk and on load are the same"
+
+
+@pytest.mark.parametrize("scheme", ["w8a16", "w4a16_g32_fz"])
+def test_embeddings_on_request_stay_tied(folder, scheme, tmp_path):
+    model = load(folder, quantization_config=LowbitConfig(scheme, embeddings=True))
+    tied = model.config.tie_word_embeddings
+    assert isinstance(model.model.embed_tokens, QuantEmbedding) and isinstance(model.lm_head, QuantLinear)
+    assert (model.lm_head.weight_packed is model.model.embed_tokens.weight_packed) == tied
+    torch.testing.assert_close(logits(model), logits(simulated(folder, scheme, embeddings=True)), rtol=1e-4, atol=1e-4)
+
+    model.save_pretrained(tmp_path / "saved")
+    quantize_checkpoint(folder, tmp_path / "streamed", scheme, embeddings=True)
+    for saved in ("saved", "streamed"):
+        again = load(tmp_path / saved)
+        assert same_state(again, model), saved
+        assert (again.lm_head.weight_packed is again.model.embed_tokens.weight_packed) == tied
+        assert torch.equal(logits(again), logits(model))
+        with CheckpointReader(tmp_path / saved) as reader:
+            assert any(n.startswith("lm_head.") for n in reader.names()) != tied, "a tied matrix is stored once"
+
+
+def test_modules_to_not_convert(folder):
+    model = load(folder, quantization_config=LowbitConfig("w8a16", modules_to_not_convert=["lm_head", "*.mlp.*"]))
+    assert type(model.model.layers[1].mlp.up_proj) is torch.nn.Linear
+    assert isinstance(model.model.layers[1].self_attn.o_proj, QuantLinear)
+    kept = {row.name: row.reason for row in model.hf_quantizer.plan.kept}
+    assert kept["model.layers.1.mlp.up_proj"] == "skipped by '*.mlp.*'"
+    assert "on request" in kept["model.embed_tokens"]
+
+
+def test_sharded_checkpoints(folder, tmp_path):
+    model = load(folder, quantization_config=LowbitConfig("w4a16_g32_fz"))
+    model.save_pretrained(tmp_path / "c", max_shard_size="30KB")
+    assert (tmp_path / "c" / "model.safetensors.index.json").exists()
+    assert same_state(load(tmp_path / "c"), model)
+
+
+def test_other_types_of_activations(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, quantization_config=LowbitConfig("w8a16"))
+    assert logits(model).dtype == torch.bfloat16
+    assert model.model.layers[0].mlp.up_proj.weight_scale.dtype == torch.float32
+    torch.testing.assert_close(logits(model).float(), logits(simulated(folder, "w8a16")), rtol=0.1, atol=0.05)
+
+
+def test_compile_without_graph_breaks(folder):
+    model = load(folder, quantization_config=LowbitConfig("w8a16"))
+    compiled = torch.compile(model.model.layers[0].mlp, fullgraph=True, backend="eager")
+    x = torch.randn(1, 5, 64)
+    assert torch.equal(compiled(x), model.model.layers[0].mlp(x))
+
+
+def test_other_architectures_say_what_they_keep(tmp_path):
+    """GPT-2's Conv1D is no linear layer: nothing breaks, and the report says so."""
+    torch.manual_seed(0)
+    GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=64)).save_pretrained(tmp_path / "gpt2")
+    plan = quantize_checkpoint(tmp_path / "gpt2", tmp_path / "out", "w8a16")
+    assert not plan.shapes
+    assert any(row.kind == "Conv1D" and "only nn.Linear" in row.reason for row in plan.kept)
+    load(tmp_path / "out")
+
+
+def test_a_quantized_checkpoint_is_not_quantized_again(folder, tmp_path):
+    quantize_checkpoint(folder, tmp_path / "a", "w8a16")
+    with pytest.raises(CheckpointError, match="quantized already"):
+        quantize_checkpoint(tmp_path / "a", tmp_path / "b", "w4a16_g32")
+
+
+def test_damaged_checkpoints_are_refused_while_loading(folder, tmp_path):
+    quantize_checkpoint(folder, tmp_path / "a", "w8a16")
+    path = tmp_path / "a" / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"]["layers"]["model.layers.0.mlp.up_proj"]["shape"] = [64, 64]
+    path.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: model\.layers\.0\.mlp\.up_proj\.weight_packed"):
+        load(tmp_path / "a")
+    config["quantization_config"]["layers"] = {"model.nothing": {"shape": [4, 4]}}
+    path.write_text(json.dumps(config))
+    with pytest.raises((CheckpointError, ValueError), match=r"model\.nothing"):
+        load(tmp_path / "a")
+
+
+def test_weights_that_cannot_be_quantized_name_the_layer(tmp_path):
+    from tests.models.conftest import tiny_llama
+
+    model = tiny_llama()
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = float("inf")
+    model.save_pretrained(tmp_path / "bad")
+    with pytest.raises(ValueError, match=r"bad: model\.layers\.1\.mlp\.up_proj\.weight: 1 of 11264 weights are not finite"):
+        quantize_checkpoint(tmp_path / "bad", tmp_path / "out", "w8a16")
+    assert not (tmp_path / "out").exists()
+
+
+def test_config_round_trip_and_errors():
+    config = LowbitConfig("wf6af16")
+    assert config.scheme == "w6e3m2a16"
+    assert LowbitConfig(**config.to_dict()).to_dict() == config.to_dict()
+    with pytest.raises(ValueError, match="unknown scheme"):
+        LowbitConfig("int4")
+    with pytest.raises(TypeError):
+        LowbitConfig("w8a16", bits=4)
+
+
+MEMORY = """
+import sys, threading, time, torch
+import lowbit
+from lowbit.checkpoint import CheckpointReader
+from transformers import AutoModelForCausalLM
+peak, stop = 0, False
+def rss():
+    return int(next(line for line in open('/proc/self/status') if line.startswith('RssAnon')).split()[1]) * 1024
+base = rss()
+def watch():
+    global peak
+    while not stop:
+        peak = max(peak, rss())
+        time.sleep(0.001)
+thread = threading.Thread(target=watch); thread.start()
+if sys.argv[3] == 'stream':
+    lowbit.quantize_checkpoint(sys.argv[1], sys.argv[2], 'w4a16_g64')
+else:
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float16, quantization_config=lowbit.LowbitConfig('w4a16_g64'))
+stop = True; thread.join()
+print(peak - base)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+@pytest.mark.parametrize("how", ["load", "stream"])
+def test_peak_memory_is_packed_size_plus_one_layer_plus_a_constant(tmp_path, how):
+    """fp16 weights of this model take 294 MB, packed ones 78 MB, the largest layer 38 MB."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=2048, intermediate_size=9216, num_hidden_layers=2, num_attention_heads=16,
+        num_key_value_heads=16, dtype=torch.float16,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    model = model.to_empty(device="cpu").half()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.02)
+    model.save_pretrained(tmp_path / "fp16")
+    weights = sum(p.numel() for p in model.parameters())
+    layer = 9216 * 2048 * 2
+    del model
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(tmp_path / "fp16"), str(tmp_path / "out"), how], capture_output=True, text=True, check=True
+    )
+    peak = int(done.stdout.split()[-1])
+    packed = weights * 4.25 / 8
+    print(f"{how}: peak {peak:,}, packed {packed:,.0f}, layer {layer:,}")
+    assert peak < packed + layer + LOADING_OVERHEAD_BYTES
