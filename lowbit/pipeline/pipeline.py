@@ -19,7 +19,8 @@ class Pipeline:
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         self.model, self.tokenizer = model.eval(), tokenizer
-        self._eos = _ids(model.generation_config.eos_token_id) or _ids(tokenizer.eos_token_id)
+        # Chat models name further tokens that end a turn in their generation config.
+        self._eos = sorted({*_ids(model.generation_config.eos_token_id), *_ids(tokenizer.eos_token_id)})
 
     def __call__(self, prompts: str | list[str], **arguments: Any) -> list[Response]:
         """Responses to `prompts`, in order; arguments are the fields of `GenerateParams`.
@@ -59,8 +60,6 @@ class Pipeline:
         if params.stop:
             options |= {"stop_strings": list(params.stop), "tokenizer": self.tokenizer}
         options["eos_token_id"] = None if params.ignore_eos else (self._eos or None)
-        if params.ignore_eos:
-            options["suppress_tokens"] = None
         if params.seed is not None:
             torch.manual_seed(params.seed)
         out: Tensor = self.model.generate(tokens, attention_mask=mask, **options)

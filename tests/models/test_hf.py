@@ -16,6 +16,7 @@ from lowbit.models.hf import LOADING_OVERHEAD_BYTES
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
 from lowbit.nn import QuantEmbedding, QuantLinear
 from lowbit.quantize import rtn
+from tests.tiny import tiny_llama
 
 SCHEMES = ["w8a16", "w6e3m2a16", "w4a16_g32_fz", "w3a16_g48_z"]
 IDS = torch.arange(40)[None]
@@ -147,8 +148,6 @@ def test_damaged_checkpoints_are_refused_while_loading(folder, tmp_path):
 
 
 def test_weights_that_cannot_be_quantized_name_the_layer(tmp_path):
-    from tests.models.conftest import tiny_llama
-
     model = tiny_llama()
     model.model.layers[1].mlp.up_proj.weight.data[0, 0] = float("inf")
     model.save_pretrained(tmp_path / "bad")

@@ -1,0 +1,135 @@
+"""The pipeline: DeepSpeed-MII's call and response, batches equal to single calls, exact lengths and reasons."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import lowbit
+from lowbit.nn import QuantLinear
+from lowbit.pipeline import FinishReason, Pipeline, Response, UnknownArgument
+from tests.tiny import save_tiny, tiny_llama, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("pipeline") / "fp16")
+
+
+@pytest.fixture(scope="module")
+def pipe(folder):
+    return lowbit.pipeline(str(folder))
+
+
+PROMPTS = ["DeepSpeed is", "Seattle", "The quick brown fox jumps over"]
+
+
+def test_a_batch_answers_as_single_calls_do(pipe):
+    together = pipe(PROMPTS, max_new_tokens=12, do_sample=False, ignore_eos=True)
+    for prompt, response in zip(PROMPTS, together, strict=True):
+        assert isinstance(response, Response)
+        assert pipe(prompt, max_new_tokens=12, do_sample=False, ignore_eos=True) == [response]
+        assert response.prompt_length == len(prompt) and response.generated_length == 12
+        assert response.finish_reason is FinishReason.LENGTH and response.finish_reason == "length"
+        assert str(response) == response.generated_text
+
+
+def test_greedy_equals_transformers(pipe, folder):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    ids = pipe.tokenizer(PROMPTS[0], return_tensors="pt").input_ids
+    out = model.generate(ids, max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0)
+    expected = pipe.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+    assert pipe(PROMPTS[0], max_new_tokens=10, do_sample=False, ignore_eos=True)[0].generated_text == expected
+
+
+def scripted(text):
+    """A pipeline whose model says `text` after any prompt, then end-of-text."""
+    tokenizer = tiny_tokenizer()
+    script = [*tokenizer(text).input_ids, tokenizer.eos_token_id]
+
+    class Scripted(type(tiny_llama())):
+        def forward(self, input_ids, past_key_values=None, **kwargs):
+            out = super().forward(input_ids=input_ids, past_key_values=past_key_values, **kwargs)
+            out.logits = torch.full_like(out.logits, -100.0)
+            out.logits[..., script[min(self.step, len(script) - 1)]] = 0
+            self.step += 1
+            return out
+
+    model = Scripted(tiny_llama().config)
+    model.step = 0
+    return Pipeline(model, tokenizer)
+
+
+def test_end_of_text_stops_and_counts():
+    (response,) = scripted("hello")("x", max_new_tokens=20, do_sample=False)
+    assert response.generated_text == "hello"
+    assert response.finish_reason is FinishReason.STOP
+    assert response.generated_length == 6  # five characters and the end-of-text token
+
+
+def test_stop_strings_cut_the_text():
+    (response,) = scripted("one.two.three")("x", max_new_tokens=20, do_sample=False, stop=["two", "three"])
+    assert response.generated_text == "one."
+    assert response.finish_reason is FinishReason.STOP
+    assert response.generated_length == len("one.two")
+
+
+def test_full_text_and_length_limits(pipe):
+    (response,) = pipe("abc", max_length=10, do_sample=False, return_full_text=True, ignore_eos=True)
+    assert response.generated_text.startswith("abc") and response.generated_length == 7
+    with pytest.raises(ValueError, match="3 tokens leaves no room within max_length 3"):
+        pipe("abc", max_length=3)
+
+
+def test_sampling_is_repeatable_with_a_seed(pipe):
+    options = dict(max_new_tokens=20, ignore_eos=True)
+    a, b, c = (pipe("abc", seed=s, **options)[0].generated_text for s in (1, 1, 2))
+    assert a == b != c
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(max_new_tokens=0), "max_new_tokens is at least 1, got 0"),
+        (dict(top_p=0.0), "top_p is above 0"),
+        (dict(top_p=1.5), "top_p is above 0"),
+        (dict(top_k=0), "top_k"),
+        (dict(temperature=0.0), "do_sample=False takes the likeliest"),
+        (dict(stop="x"), "stop is a list"),
+    ],
+)
+def test_values_out_of_range(pipe, options, message):
+    with pytest.raises(ValueError, match=message):
+        pipe("abc", **options)
+
+
+@pytest.mark.parametrize("prompts", [[], "", ["a", ""], [3]])
+def test_prompts_must_be_texts(pipe, prompts):
+    with pytest.raises(ValueError, match="non-empty strings"):
+        pipe(prompts)
+
+
+def test_unknown_arguments_are_named(pipe, folder):
+    with pytest.raises(UnknownArgument, match=r"'max_tokens'; did you mean 'max_new_tokens'\?"):
+        pipe("abc", max_tokens=3)
+    with pytest.raises(UnknownArgument, match=r"'quantisation_mode'; did you mean 'quantization_mode'\?"):
+        lowbit.pipeline(str(folder), quantisation_mode="wf6af16")
+
+
+def test_quantization_mode(folder, tmp_path):
+    pipe = lowbit.pipeline(str(folder), quantization_mode="wf6af16")
+    assert isinstance(pipe.model.model.layers[0].mlp.up_proj, QuantLinear)
+    answer = pipe(PROMPTS, max_new_tokens=8, do_sample=False)
+    lowbit.quantize_checkpoint(folder, tmp_path / "fp6", "w6e3m2a16")
+    assert lowbit.pipeline(str(tmp_path / "fp6"))(PROMPTS, max_new_tokens=8, do_sample=False) == answer
+    assert lowbit.pipeline(str(tmp_path / "fp6"), quantization_mode="wf6af16")(PROMPTS, max_new_tokens=8, do_sample=False) == answer
+    with pytest.raises(ValueError, match="quantized already, to w6e3m2a16"):
+        lowbit.pipeline(str(tmp_path / "fp6"), quantization_mode="w8a16")
+
+
+def test_destroyed_pipelines_say_so(folder):
+    pipe = lowbit.pipeline(str(folder))
+    pipe.destroy()
+    with pytest.raises(RuntimeError, match="destroyed"):
+        pipe("abc")

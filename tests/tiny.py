@@ -1,0 +1,38 @@
+"""Tiny random models of real architectures, made on the spot."""
+
+from __future__ import annotations
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+
+def tiny_llama(tied=True, bias=False, dtype=torch.float16):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=160, hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        tie_word_embeddings=tied, attention_bias=bias, max_position_embeddings=256, dtype=dtype,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(dtype)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    return model
+
+
+def tiny_tokenizer(vocab_size=160):
+    """A tokenizer of single characters with BOS, EOS and no padding token of its own."""
+    characters = [chr(c) for c in range(32, 127)]
+    vocab = {token: i for i, token in enumerate(["<s>", "</s>", "<unk>", *characters])}
+    assert len(vocab) <= vocab_size
+    inner = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    inner.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+
+def save_tiny(path, **options):
+    """A folder with the tiny model and its tokenizer."""
+    tiny_llama(**options).save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return path
