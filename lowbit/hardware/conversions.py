@@ -1,0 +1,178 @@
+"""Codes to fp16 or bf16 without a conversion instruction: a few logic operations and at most one fused multiply-add.
+
+`cvt` runs at a quarter of the rate of logic operations, so weights are converted by building the bits of a half:
+
+Integers   A code c of b bits in the low mantissa bits of the half 2^m (fp16: 0x6400 = 1024; bf16: 0x4300 = 128) makes the
+           number 2^m + c exactly; subtracting 2^m + offset leaves the value. In fp16 the field may also stay s bits up:
+           2^10 + 2^s c, times 2^-s, minus 2^(10-s) + offset, one fma, which saves the shift (s = 4: 1/16 and 64 + 8).
+           bf16 has 7 mantissa bits, too few for that and for 8-bit codes: those become (128 + low 7 bits) - (128 or 256),
+           the top bit choosing the subtrahend through the exponent field.
+           Bytes are put beside the magic byte by PRMT: selector 0x5250 takes bytes 0 and 2 of the codes (digits 0 and
+           2) and byte 1 of the second operand (digit 5), 0x64, into the upper byte of each half.
+Floats     Sign to bit 15, exponent and mantissa to just below it: the half's exponent bias is larger, so the number comes
+           out 2^(bias_half - bias) too small, subnormals included. In fp16 that factor is folded into the weight's scale
+           (`scale_factor`, 2^12 for e3m2) and costs nothing; in bf16 it would be 2^120 and more, so a multiplication by
+           the power of two is part of the program. Codes of infinity and NaN (e5m2, e4m3) never occur in weights; e4m3's
+           two NaN codes would read as +-480.
+
+Words hold the codes as `pack.fragment` stores them: a plane of p bits has element e of register r at bit 16 e + p r. For
+4 and 8 bits this is also FasterTransformer's order (nibbles e7 e5 e3 e1 e6 e4 e2 e0, bytes e3 e1 e2 e0, from the top).
+
+Source: FasterTransformer and CUTLASS, FastInterleavedAndBiasedNumericArrayConverter (LOP3 0xEA, 1032, 1/16 and -72; PRMT,
+1024 and 1152); FP6-LLM, arXiv:2401.14112 (bias shift). int8 to bf16 without float32 is this library's own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from lowbit.formats import FloatFormat, IntFormat, NumberFormat
+from lowbit.hardware.half import BIAS, MANTISSA_BITS, HalfType, widen_half
+from lowbit.hardware.ptx import Builder, Program, Words
+
+PLANES: dict[int, tuple[int, ...]] = {8: (8,), 7: (4, 2, 1), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
+"""Widths of the planes that hold codes of so many bits; the widest plane has the highest bits."""
+
+_BOTH = 0x00010001  # the same bits in both halves of a register
+_MAGIC: dict[HalfType, int] = {"fp16": 0x6400, "bf16": 0x4300}
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A program that turns the words of some codes into registers of two halves, value = half * `scale_factor`.
+
+    Inputs are the words of each plane, widest plane first (`words` of each); outputs are `registers` f16x2 or bf16x2
+    registers, element 0 in the low half.
+    """
+
+    format: NumberFormat
+    dtype: HalfType
+    planes: tuple[int, ...]
+    words: tuple[int, ...]
+    program: Program
+    scale_factor: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.format.name} -> {self.dtype}"
+
+    @property
+    def registers(self) -> int:
+        return len(self.program.outputs)
+
+    @property
+    def integer_per_weight(self) -> float:
+        """Integer (logic, shift, permute) instructions per weight."""
+        return self.program.count("integer") / (2 * self.registers)
+
+    @property
+    def half_per_weight(self) -> float:
+        """Half-precision arithmetic instructions per weight (each does two)."""
+        return self.program.count("half") / (2 * self.registers)
+
+    def run(self, words: Sequence[npt.ArrayLike]) -> npt.NDArray[np.float64]:
+        """Halves [.., registers, 2] as float64, executed bit-exactly; times `scale_factor` they are the values."""
+        out: Sequence[Words] = self.program.run(words)
+        return np.stack([widen_half(register, self.dtype) for register in out], axis=-2)
+
+
+@functools.cache
+def conversion(fmt: NumberFormat, dtype: HalfType) -> Conversion:
+    """The conversion of `fmt` to `dtype` ("fp16" or "bf16").
+
+    Raises ValueError for floats whose exponents do not fit: e5m0, e5m1 and six or more exponent bits in fp16.
+    """
+    planes = PLANES[fmt.bits]
+    registers = 16 // min(planes)
+    words = tuple(registers * width // 16 for width in planes)
+    names = [f"p{width}_{i}" for width, count in zip(planes, words, strict=True) for i in range(count)]
+    builder = Builder(names)
+    factor = 1.0
+    if isinstance(fmt, FloatFormat):
+        outputs, factor = _float_outputs(builder, fmt, dtype, registers)
+    elif fmt.bits == 8:
+        outputs = _byte_outputs(builder, fmt, dtype)
+    else:
+        outputs = [_integer_output(builder, fmt, dtype, r) for r in range(registers)]
+    return Conversion(fmt, dtype, planes, words, builder.build(outputs), factor)
+
+
+def _gather(b: Builder, bits: int, register: int, places: Sequence[int], base: int) -> str:
+    """Both halves of one register: bit i of the code to bit places[i] of the half, over the constant `base`."""
+    views: dict[tuple[str, int], int] = {}
+    top = bits
+    for width in PLANES[bits]:
+        top -= width
+        word = f"p{width}_{register * width // 16}"
+        at = register * width % 16
+        for i in range(top, top + width):
+            shift = at + i - top - places[i]
+            views[word, shift] = views.get((word, shift), 0) | 1 << places[i]
+    result: str | int = base * _BOTH
+    for (word, shift), mask in views.items():
+        view = b.shift(word, shift)
+        result = b.mask(view, mask * _BOTH) if result == 0 else b.masked_or(view, mask * _BOTH, result)
+    assert isinstance(result, str)
+    return result
+
+
+def _integer_output(b: Builder, fmt: IntFormat, dtype: HalfType, register: int) -> str:
+    magic, mantissa = _MAGIC[dtype], MANTISSA_BITS[dtype]
+    (width, *more) = PLANES[fmt.bits]
+    # A single plane may leave its field where it is inside the low byte when the mantissa has room for it.
+    up = 0 if more else register * width % 8
+    if up + fmt.bits > mantissa:
+        up = 0
+    number = _gather(b, fmt.bits, register, range(up, up + fmt.bits), magic)
+    minus = _half_bits(-(2.0 ** (mantissa - up) + fmt.offset), dtype)
+    if up == 0 and dtype == "fp16":
+        return b.sub(dtype, number, b.constant((minus ^ 0x8000) * _BOTH))
+    return b.fma(dtype, number, b.constant(_half_bits(2.0**-up, dtype) * _BOTH), b.constant(minus * _BOTH))
+
+
+def _byte_outputs(b: Builder, fmt: IntFormat, dtype: HalfType) -> list[str]:
+    if dtype == "fp16":
+        magic, minus = b.constant(0x64646464), b.constant(_half_bits(1024.0 + fmt.offset, dtype) * _BOTH)
+        return [b.sub(dtype, b.prmt("p8_0", magic, selector), minus) for selector in (0x5250, 0x5351)]
+    outputs = []
+    for register in range(2):
+        view = b.shift("p8_0", 8 * register)
+        low = b.masked_or(view, 0x7F * _BOTH, 0x4300 * _BOTH)  # 128 + the low seven bits
+        if fmt.offset:  # minus 128 where the top bit is set, minus 256 where it is not
+            subtrahend = b.masked_xor(view, 0x80 * _BOTH, 0x4380 * _BOTH)
+            outputs.append(b.fma(dtype, subtrahend, b.constant(0xBF80 * _BOTH), low))
+        else:  # plus 0 where the top bit is set (256 - 256), minus 128 where it is not (128 - 256)
+            addend = b.masked_xor(view, 0x80 * _BOTH, 0x4300 * _BOTH)
+            one = b.constant(0x3F80 * _BOTH)
+            outputs.append(b.fma(dtype, low, one, b.fma(dtype, addend, one, b.constant(0xC380 * _BOTH))))
+    return outputs
+
+
+def _float_outputs(b: Builder, fmt: FloatFormat, dtype: HalfType, registers: int) -> tuple[list[str], float]:
+    mantissa, bias = MANTISSA_BITS[dtype], BIAS[dtype]
+    room = 15 - mantissa
+    if fmt.exponent > room or (fmt.exponent == room and fmt.special != "ieee"):
+        raise ValueError(f"{fmt.name} has exponents that {dtype} does not have; bf16 takes it")
+    magnitude = [i + mantissa - fmt.mantissa for i in range(fmt.bits - 1)]
+    outputs = [_gather(b, fmt.bits, r, [*magnitude, 15], 0) for r in range(registers)]
+    factor = 2.0 ** (bias - fmt.bias)
+    if dtype == "fp16":
+        return outputs, factor
+    times, nothing = b.constant(_half_bits(factor, dtype) * _BOTH), b.constant(0x8000 * _BOTH)  # -0 keeps the sign of zero
+    return [b.fma(dtype, output, times, nothing) for output in outputs], 1.0
+
+
+def _half_bits(value: float, dtype: HalfType) -> int:
+    """Bits of a half that holds `value` exactly."""
+    if dtype == "fp16":
+        half = np.float16(value)
+        assert float(half) == value
+        return int(half.view(np.uint16))
+    bits = int(np.float32(value).view(np.uint32))
+    assert bits & 0xFFFF == 0 and float(np.float32(value)) == value
+    return bits >> 16

@@ -1,0 +1,145 @@
+"""Every conversion over every code in every slot, executed bit-exactly, and assembled by ptxas."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lowbit.formats import FloatFormat, decode, float_format, int_format, number_format, uint_format
+from lowbit.hardware.conversions import PLANES, conversion
+from lowbit.hardware.half import widen_half
+from lowbit.pack import plane_widths
+from tests.formats import FLOAT_FORMATS, INT_FORMATS
+
+CASES = [(f, d) for f in INT_FORMATS + FLOAT_FORMATS for d in ("fp16", "bf16")]
+CASES = [
+    (f, d)
+    for f, d in CASES
+    if not isinstance(f, FloatFormat) or d == "bf16" or f.exponent < 5 or (f.exponent == 5 and f.special == "ieee")
+]
+IDS = [f"{f.name}-{d}" for f, d in CASES]
+
+
+def pack(codes, bits):
+    """Words of codes [cases, registers, 2], written out from the definition: plane bits at 16 e + p r of 16/p registers."""
+    words, top = [], bits
+    for width in PLANES[bits]:
+        top -= width
+        per_word = 16 // width
+        for first in range(0, codes.shape[1], per_word):
+            word = np.zeros(len(codes), np.uint64)
+            for r in range(per_word):
+                for e in range(2):
+                    part = (codes[:, first + r, e].astype(np.uint64) >> np.uint64(top)) & np.uint64((1 << width) - 1)
+                    word |= part << np.uint64(16 * e + width * r)
+            words.append(word.astype(np.uint32))
+    return words
+
+
+@pytest.mark.parametrize(("fmt", "dtype"), CASES, ids=IDS)
+def test_every_code_in_every_slot(fmt, dtype):
+    c = conversion(fmt, dtype)
+    values = decode(torch.arange(1 << fmt.bits, dtype=torch.uint8), fmt, torch.float64).numpy()
+    usable = np.flatnonzero(np.isfinite(values)).astype(np.uint8)
+    slots = 2 * c.registers
+    rng = np.random.default_rng(0)
+    codes = rng.choice(usable, (slots, len(usable), slots))
+    for slot in range(slots):
+        codes[slot, :, slot] = usable
+    codes = codes.reshape(-1, c.registers, 2)
+    got = c.run(pack(codes, fmt.bits)) * c.scale_factor
+    expected = values[codes]
+    assert np.array_equal(got, expected)
+    if isinstance(fmt, FloatFormat):
+        assert np.array_equal(np.signbit(got), np.signbit(expected)), "the sign of zero is kept"
+
+
+@pytest.mark.parametrize("fmt", [int_format(8), uint_format(8), int_format(4), uint_format(4)], ids=lambda f: f.name)
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_all_pairs_of_codes_in_one_register(fmt, dtype):
+    c = conversion(fmt, dtype)
+    n = 1 << fmt.bits
+    pairs = np.stack(np.meshgrid(np.arange(n), np.arange(n)), axis=-1).reshape(-1, 1, 2).astype(np.uint8)
+    codes = np.repeat(pairs, c.registers, axis=1)
+    assert np.array_equal(c.run(pack(codes, fmt.bits)), codes.astype(np.float64) - fmt.offset)
+
+
+def test_planes_are_those_of_the_packing():
+    assert all(plane_widths(bits) == widths for bits, widths in PLANES.items())
+
+
+def test_known_constants():
+    """The instructions and immediates of the sources: 0xEA, 1032, 1/16, -72, 0x64, 1024, 1152, 136."""
+    int4 = conversion(int_format(4), "fp16").program.ptx()
+    for text in ("0x000f000f", "0x00f000f0", "0x64006400", "0xea", "0x64086408", "0x2c002c00", "0xd480d480"):
+        assert text in int4.lower(), text
+    assert "0x64806480" in conversion(int_format(8), "fp16").program.ptx()
+    assert "0x64006400" in conversion(uint_format(8), "fp16").program.ptx() and "prmt" in conversion(uint_format(8), "fp16").program.ptx()
+    assert "0xc308c308" in conversion(int_format(4), "bf16").program.ptx()
+    assert (0x64086408 & 0xFFFF, float(np.uint16(0x6408).view(np.float16))) == (0x6408, 1032.0)
+    assert widen_half(np.array([0xC308C308], np.uint32), "bf16")[0, 0] == -136
+    assert conversion(number_format("fp6_e3m2"), "fp16").scale_factor == 2**12
+    assert conversion(number_format("fp8_e4m3"), "fp16").scale_factor == 2**8
+    assert conversion(number_format("fp8_e5m2"), "fp16").scale_factor == 1
+
+
+def test_cost_of_int4_is_that_of_the_source():
+    """8 codes: 4 LOP3, 1 shift, 2 subtractions, 2 fused multiply-adds."""
+    c = conversion(int_format(4), "fp16")
+    assert (c.registers, c.program.count("integer"), c.program.count("half")) == (4, 5, 4)
+
+
+@pytest.mark.parametrize("name", ["fp6_e5m0", "fp7_e5m1", "fp7_e6m0", "fp8_e7m0"])
+def test_exponents_that_fp16_does_not_have_are_refused(name):
+    with pytest.raises(ValueError, match="bf16 takes it"):
+        conversion(number_format(name), "fp16")
+    conversion(number_format(name), "bf16")
+
+
+def kernel(c):
+    """A PTX kernel that loads the words, converts and stores."""
+    n_in, n_out = len(c.program.inputs), len(c.program.outputs)
+    loads = "\n".join(f"ld.global.b32 {name}, [%in + {4 * i}];" for i, name in enumerate(c.program.inputs))
+    stores = "\n".join(f"st.global.b32 [%out + {4 * i}], {name};" for i, name in enumerate(c.program.outputs))
+    assert n_in and n_out
+    return f""".version 8.0
+.target sm_SM
+.address_size 64
+.visible .entry convert(.param .u64 a, .param .u64 b) {{
+.reg .b64 %in, %out;
+.reg .b32 {", ".join(c.program.inputs)};
+ld.param.u64 %in, [a];
+ld.param.u64 %out, [b];
+{loads}
+{c.program.ptx()}
+{stores}
+ret;
+}}
+"""
+
+
+@pytest.mark.parametrize("sm", ["80", "90a"])
+def test_ptxas_takes_every_program(tmp_path, sm):
+    triton = pytest.importorskip("triton", reason="Triton ships ptxas")
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    if not (tools / "ptxas").exists():
+        pytest.skip(f"no ptxas in {tools}")
+    for fmt, dtype in [(int_format(4), "fp16"), (int_format(8), "fp16"), (int_format(8), "bf16"), (int_format(4), "bf16"),
+                       (number_format("fp6_e3m2"), "fp16"), (number_format("fp6_e3m2"), "bf16"), (int_format(3), "fp16"),
+                       (number_format("fp5_e2m2"), "fp16"), (uint_format(7), "bf16"), (float_format(4, 3), "fp16")]:  # fmt: skip
+        c = conversion(fmt, dtype)
+        source = tmp_path / f"{fmt.name}-{dtype}.ptx"
+        source.write_text(kernel(c).replace("sm_SM", f"sm_{sm}"))
+        done = subprocess.run(
+            [tools / "ptxas", f"-arch=sm_{sm}", "-o", source.with_suffix(".cubin"), source], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{c.name}: {done.stderr}"
+    sass = subprocess.run([tools / "cuobjdump", "-sass", tmp_path / "int4-fp16.cubin"], capture_output=True, text=True, check=True)
+    opcodes = re.findall(r"^\s+/\*[0-9a-f]{4}\*/\s+(?:@!?U?P\d\s+)?([A-Z0-9]+)", sass.stdout, re.MULTILINE)
+    half = sum(op in ("HADD2", "HFMA2") for op in opcodes)
+    assert opcodes.count("LOP3") == 4 and half >= 4, opcodes
