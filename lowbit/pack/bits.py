@@ -15,15 +15,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lowbit.hardware.conversions import PLANES
+
 WORD_BITS = 32
-_PLANE_WIDTHS = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 7: (4, 2, 1), 8: (8,)}
 
 
 def plane_widths(bits: int) -> tuple[int, ...]:
     """Widths of the planes of a `bits`-bit code, widest first: 6 -> (4, 2). Raises ValueError unless 2 <= bits <= 8."""
-    if bits not in _PLANE_WIDTHS:
+    if bits not in PLANES:
         raise ValueError(f"codes have 2 to 8 bits, got {bits}")
-    return _PLANE_WIDTHS[bits]
+    return PLANES[bits]
 
 
 def check_codes(codes: Tensor, bits: int) -> None:

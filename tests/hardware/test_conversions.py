@@ -13,7 +13,6 @@ import torch
 from lowbit.formats import FloatFormat, decode, float_format, int_format, number_format, uint_format
 from lowbit.hardware.conversions import PLANES, conversion
 from lowbit.hardware.half import widen_half
-from lowbit.pack import plane_widths
 from tests.formats import FLOAT_FORMATS, INT_FORMATS
 
 CASES = [(f, d) for f in INT_FORMATS + FLOAT_FORMATS for d in ("fp16", "bf16")]
@@ -67,10 +66,6 @@ def test_all_pairs_of_codes_in_one_register(fmt, dtype):
     pairs = np.stack(np.meshgrid(np.arange(n), np.arange(n)), axis=-1).reshape(-1, 1, 2).astype(np.uint8)
     codes = np.repeat(pairs, c.registers, axis=1)
     assert np.array_equal(c.run(pack(codes, fmt.bits)), codes.astype(np.float64) - fmt.offset)
-
-
-def test_planes_are_those_of_the_packing():
-    assert all(plane_widths(bits) == widths for bits, widths in PLANES.items())
 
 
 def test_known_constants():

@@ -11,15 +11,16 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from lowbit.formats import IntFormat, NumberFormat, decode, float_format, int_format, uint_format
+from lowbit.formats import NumberFormat, decode, float_format, int_format, uint_format
+from lowbit.hardware.conversions import conversion
 from lowbit.hardware.emulate import Registers, Values, ldmatrix, mma
 from lowbit.hardware.mma import MMA_M16N8K16_F16, MMA_M16N8K32_S8, Fragment
-from lowbit.hardware.ptx import Builder, Program
 from lowbit.pack import ColumnMajorTileInterleave, FragmentOrder, plane_widths
 
 from .test_layout import random_codes
 
 ATOM = MMA_M16N8K16_F16
+FORMATS = [int_format(bits) for bits in range(2, 9)] + [uint_format(4), *(float_format(e, m) for e, m in ((3, 2), (2, 3), (2, 2), (2, 1)))]
 TILE_K = 64
 
 
@@ -34,48 +35,14 @@ def registers_of(fragment: Fragment, tile: NDArray[np.generic]) -> Registers:
     return held[..., 0]
 
 
-# ---- the plainest conversion of each kind: one word in, f16x2 registers out
-
-
-def int_program(bits: int, offset: int) -> Program:
-    """A word of 4-bit or 8-bit codes -> f16x2 registers: field r of both halves into the mantissa of 1024, minus 1024."""
-    b = Builder(["word"])
+def converted(words: list[Registers], fmt: NumberFormat) -> Registers:
+    """f16x2 registers [threads, registers] of the words [threads, words] of each plane."""
+    c = conversion(fmt, "fp16")
     outputs = []
-    for register in range(16 // bits):
-        field = b.masked_or(b.shift("word", bits * register), ((1 << bits) - 1) * 0x00010001, 0x64006400)
-        outputs.append(b.sub("fp16", field, b.constant((0x6400 + offset) * 0x00010001)))
-    return b.build(outputs)
-
-
-def e3m2_program() -> Program:
-    """Two words of s eee and one of mm -> 8 f16x2 registers: s at bit 15, eee mm at bits 12 to 8, then times 2^12."""
-    b = Builder(["high0", "high1", "low"])
-    outputs = []
-    for register in range(8):
-        high = b.shift(f"high{register // 4}", 4 * (register % 4) - 12)  # s eee at bits 15 to 12
-        low = b.mask(b.shift("low", 2 * register - 8), 0x03000300)
-        number = b.masked_or(high, 0x80008000, b.masked_or(b.shift(high, 2), 0x1C001C00, low))
-        outputs.append(b.mul("fp16", number, b.constant(0x6C006C00)))
-    return b.build(outputs)
-
-
-def converted(words: list[Registers], bits: int, fmt: NumberFormat) -> Registers:
-    """f16x2 registers [threads, 16] of the words [threads, width] of each plane of a tile."""
-    if isinstance(fmt, IntFormat):
-        outputs = [int_program(bits, fmt.offset).run([words[0][:, word]]) for word in range(words[0].shape[1])]
-    else:
-        high, low = words
-        outputs = [e3m2_program().run([high[:, 2 * i], high[:, 2 * i + 1], low[:, i]]) for i in range(low.shape[1])]
-    return np.stack([register for run in outputs for register in run], axis=1)
-
-
-def test_conversions_know_every_code() -> None:
-    for bits in (4, 8):
-        codes = np.arange(1 << bits, dtype=np.uint32)
-        for element in range(2):
-            first = int_program(bits, 1 << (bits - 1)).run([codes << (16 * element)])[0]
-            halves = first.view(np.float16).reshape(-1, 2)[:, element]
-            np.testing.assert_array_equal(halves, codes.astype(np.float16) - (1 << (bits - 1)))
+    for run in range(words[0].shape[1] // c.words[0]):
+        inputs = [plane[:, count * run + i] for plane, count in zip(words, c.words, strict=True) for i in range(count)]
+        outputs += c.program.run(inputs)
+    return np.stack(outputs, axis=1)
 
 
 # ---- TensorRT-LLM's way: interleaved lines -> shared memory -> ldmatrix -> conversion -> mma; weights are operand B
@@ -103,7 +70,7 @@ def test_interleaved_weights(bits: int) -> None:
     total: Values = np.zeros((32, ATOM.c.registers))
     for k_tile in range(k // TILE_K):
         words = ldmatrix_of_columns(shared_tile(packed, bits, k_tile))
-        b = converted([words], bits, int_format(bits))  # registers b0 and b1 of each k step, in order
+        b = converted([words], int_format(bits))  # registers b0 and b1 of each k step, in order
         for step in range(TILE_K // ATOM.k):
             first = TILE_K * k_tile + ATOM.k * step
             a = registers_of(ATOM.a, x[:, first : first + ATOM.k])
@@ -146,7 +113,7 @@ def b_of_run(x: NDArray[np.float16], k_tile: int, step: int) -> Registers:
 
 
 @pytest.mark.parametrize("k_run", [0, 8])
-@pytest.mark.parametrize("fmt", [int_format(4), uint_format(4), int_format(8), float_format(3, 2)], ids=lambda f: f.name)
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
 def test_fragment_order_weights(fmt: NumberFormat, k_run: int) -> None:
     m, n, k = 8, 64, 128
     codes = random_codes(n, k, fmt.bits, seed=fmt.bits)
@@ -157,12 +124,13 @@ def test_fragment_order_weights(fmt: NumberFormat, k_run: int) -> None:
     for warp in range(4):
         total: Values = np.zeros((32, ATOM.c.registers))
         for k_tile in range(k // TILE_K):
-            a = converted([warp_words(plane, k_tile, warp) for plane in planes], fmt.bits, fmt)
+            a = converted([warp_words(plane, k_tile, warp) for plane in planes], fmt)
             for step in range(TILE_K // ATOM.k):
                 b = b_of_run(x, k_tile, step) if k_run else b_of_step(x, k_tile, step)
                 total = mma(ATOM, "f16", a[:, 4 * step : 4 * step + 4], b, total)
         y[:, 16 * warp : 16 * warp + 16] = ATOM.c.scatter(total[..., None]).T
-    np.testing.assert_array_equal(y, x.astype(np.float64) @ decode(codes, fmt).double().numpy().T)
+    factor = conversion(fmt, "fp16").scale_factor  # the bias shift, folded into the scale
+    np.testing.assert_array_equal(factor * y, x.astype(np.float64) @ decode(codes, fmt).double().numpy().T)
 
 
 def test_int8_words_are_registers_of_the_int8_tensor_core() -> None:
