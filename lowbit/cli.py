@@ -87,7 +87,9 @@ def _say(line: str) -> None:
 
 def _folder(path: Path) -> Path:
     if not path.is_dir():
-        raise ValueError(f"{path}: no such folder; give the folder of a Transformers model (with config.json and *.safetensors)")
+        raise ValueError(
+            f"{path}: no such folder; give the folder of a Transformers model (with config.json and *.safetensors)"
+        )
     return path
 
 
@@ -104,7 +106,9 @@ def quantize(
     source: Annotated[Path, typer.Argument(help="Folder of the 16-bit model.")],
     target: Annotated[Path, typer.Argument(help="Folder to write; complete or not there at all.")],
     scheme: Annotated[str, typer.Option(help="Scheme, see below.")] = "w4a16_g64",
-    search: Annotated[SearchChoice, typer.Option(help="Scales from the largest weight, or of least squared error.")] = SearchChoice.max,
+    search: Annotated[
+        SearchChoice, typer.Option(help="Scales from the largest weight, or of least squared error.")
+    ] = SearchChoice.max,
     skip: Annotated[list[str] | None, typer.Option(help="Module name or pattern to leave in 16 bits; repeatable.")] = None,
     embeddings: Annotated[bool, typer.Option("--embeddings", help="Quantize the embedding and the LM head too.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it exists.")] = False,
@@ -199,11 +203,15 @@ def inspect(
     if str(json_file) != "-":
         table = Table("layer", "scheme", "N x K", "bytes", "bits per weight")
         for row in rows:
-            table.add_row(row["layer"], row["scheme"], f"{row['n']} x {row['k']}", f"{row['bytes']:,}", f"{row['bits_per_weight']:.3f}")
+            table.add_row(
+                row["layer"], row["scheme"], f"{row['n']} x {row['k']}", f"{row['bytes']:,}", f"{row['bits_per_weight']:.3f}"
+            )
         if rows:
             out.print(table)
             total, weights = sum(r["bytes"] for r in rows), sum(r["n"] * r["k"] for r in rows)
-            out.print(f"{len(rows)} quantized layers: {weights:,} weights in {total:,} bytes, {8 * total / weights:.3f} bits each")
+            out.print(
+                f"{len(rows)} quantized layers: {weights:,} weights in {total:,} bytes, {8 * total / weights:.3f} bits each"
+            )
             out.print(f"in 16 bits or more: {rest:,} bytes; not converted: {', '.join(manifest.modules_to_not_convert) or '-'}")  # type: ignore[union-attr]
         else:
             out.print(f"not a lowbit checkpoint: {rest:,} bytes of plain tensors")
@@ -214,7 +222,14 @@ def inspect(
 
 def _layer_row(reader: CheckpointReader, name: str, scheme: str) -> dict[str, Any]:
     q = reader.layer(name)
-    return {"layer": name, "scheme": scheme, "n": q.shape[0], "k": q.shape[1], "bytes": q.nbytes, "bits_per_weight": q.bits_per_weight}
+    return {
+        "layer": name,
+        "scheme": scheme,
+        "n": q.shape[0],
+        "k": q.shape[1],
+        "bytes": q.nbytes,
+        "bits_per_weight": q.bits_per_weight,
+    }
 
 
 def _tensor_bytes(reader: CheckpointReader, name: str) -> int:
@@ -267,7 +282,12 @@ def demo(
         for r in rows:
             for prompt, text in zip(demos.PROMPTS, r.texts, strict=True):
                 out.print(f"{r.scheme:14}{prompt}{text}".replace("\n", " "), markup=False, highlight=False, soft_wrap=True)
-        out.print(f"the 16-bit model: {source}\nthe checkpoints:  {out_folder.resolve()}", markup=False, highlight=False, soft_wrap=True)
+        out.print(
+            f"the 16-bit model: {source}\nthe checkpoints:  {out_folder.resolve()}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
     _write_json(json_file, demos.as_json(rows, source))
 
 

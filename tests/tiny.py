@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 def tiny_llama(tied=True, bias=False, dtype=torch.float16):
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=160, hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        tie_word_embeddings=tied, attention_bias=bias, max_position_embeddings=256, dtype=dtype,
+        vocab_size=160, hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=tied, attention_bias=bias, max_position_embeddings=256, dtype=dtype,
     )  # fmt: skip
     model = LlamaForCausalLM(config).to(dtype)
     for name, parameter in model.named_parameters():

@@ -107,7 +107,9 @@ class CheckpointReader:
             if q.zero is not None and not bool(q.zero.isfinite().all()):
                 raise CheckpointError(f"{file}: {name}.weight_zero: some zeros are not finite")
             if entry.scheme.zero is ZeroPoint.INTEGER and q.zero is not None and int(q.zero.max()) > entry.scheme.weight.max:
-                raise CheckpointError(f"{file}: {name}.weight_zero: {int(q.zero.max())} is beyond {entry.scheme.weight.max:.0f}")
+                raise CheckpointError(
+                    f"{file}: {name}.weight_zero: {int(q.zero.max())} is beyond {entry.scheme.weight.max:.0f}"
+                )
             packed = self.get(f"{name}.weight_packed")
             used = entry.shape[1] * entry.scheme.weight.bits % 8
             if used and bool((packed[:, -1] >> used).any()):

@@ -48,7 +48,9 @@ class CheckpointWriter:
         if self.folder.exists() and not self.folder.is_dir():
             raise CheckpointError(f"{self.folder}: exists and is not a folder")
         if self.folder.exists() and any(self.folder.iterdir()) and not overwrite:
-            raise CheckpointError(f"{self.folder}: exists and is not empty; choose another folder, or overwrite it (--overwrite)")
+            raise CheckpointError(
+                f"{self.folder}: exists and is not empty; choose another folder, or overwrite it (--overwrite)"
+            )
         self._temporary = self.folder.absolute().parent / f".{self.folder.name}.tmp-{os.getpid()}"
         self._shard: dict[str, Tensor] = {}
         self._pending = 0

@@ -7,7 +7,6 @@ rows are tokens) and how they spread over it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Union
 
 from torch import Tensor
 
@@ -68,7 +67,7 @@ class PerBlock:
         return self.n, self.k
 
 
-Granularity = Union[PerTensor, PerChannel, PerToken, PerGroup, PerBlock]
+Granularity = PerTensor | PerChannel | PerToken | PerGroup | PerBlock
 
 
 def scale_shape(granularity: Granularity, shape: tuple[int, int]) -> tuple[int, int]:

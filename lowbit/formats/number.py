@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import dataclass
-from typing import Union
 
 import torch
 from torch import Tensor
@@ -126,10 +125,10 @@ class FloatFormat:
         return -self.max
 
 
-NumberFormat = Union[IntFormat, FloatFormat]
+NumberFormat = IntFormat | FloatFormat
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _values(fmt: NumberFormat) -> Tensor:
     return torch.tensor([fmt.value_of(c) for c in range(1 << fmt.bits)], dtype=torch.float32)
 
@@ -159,7 +158,7 @@ _INT_NAME = re.compile(r"(u?)int(\d)")
 _FLOAT_NAME = re.compile(r"fp(\d)_e(\d)m(\d)")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def number_format(name: str) -> NumberFormat:
     """The format called `name`: `int2`..`int8`, `uint2`..`uint8`, or `fp<bits>_e<X>m<Y>` such as `fp6_e3m2`.
 
@@ -175,4 +174,6 @@ def number_format(name: str) -> NumberFormat:
         raise ValueError(
             f"{name!r}: 1 sign + {exponent} exponent + {mantissa} mantissa bits are {1 + exponent + mantissa}, not {bits}"
         )
-    raise ValueError(f"unknown number format {name!r}; supported: int2..int8, uint2..uint8, fp<bits>_e<X>m<Y> of at most 8 bits")
+    raise ValueError(
+        f"unknown number format {name!r}; supported: int2..int8, uint2..uint8, fp<bits>_e<X>m<Y> of at most 8 bits"
+    )

@@ -34,8 +34,12 @@ class Device:
 
 _AMPERE = frozenset({"cp_async", "ldmatrix", "mma_f16", "mma_bf16", "mma_s8", "mma_s4"})
 _ADA = _AMPERE | {"mma_fp8"}
-_HOPPER = frozenset({"cp_async", "ldmatrix", "mma_f16", "mma_bf16", "mma_s8", "mma_fp8", "tma", "wgmma", "cluster", "half_bf16"})
-_BLACKWELL = frozenset({"cp_async", "ldmatrix", "mma_f16", "mma_bf16", "mma_s8", "mma_fp8", "tma", "cluster", "half_bf16", "mma_fp4"})
+_HOPPER = frozenset(
+    {"cp_async", "ldmatrix", "mma_f16", "mma_bf16", "mma_s8", "mma_fp8", "tma", "wgmma", "cluster", "half_bf16"}
+)
+_BLACKWELL = frozenset(
+    {"cp_async", "ldmatrix", "mma_f16", "mma_bf16", "mma_s8", "mma_fp8", "tma", "cluster", "half_bf16", "mma_fp4"}
+)
 
 _KIB, _MIB = 1 << 10, 1 << 20
 
@@ -45,7 +49,9 @@ DEVICES: tuple[Device, ...] = (
     Device(89, "L40S", 142, 100 * _KIB, 99 * _KIB, 96 * _MIB, 864e9, 362e12, 733e12, 733e12, None, _ADA),
     # Read bandwidth measured 2026-11-21: 117 MB and more from memory, one run, docs/log.md.
     Device(90, "H200 SXM", 132, 228 * _KIB, 227 * _KIB, 50 * _MIB, 4.8e12, 989e12, 1979e12, 1979e12, None, _HOPPER, 4.58e12),
-    Device(100, "B200", 148, 228 * _KIB, 227 * _KIB, 126 * _MIB, 8e12, 2250e12, 4500e12, 4500e12, None, _BLACKWELL | {"tcgen05"}),
+    Device(
+        100, "B200", 148, 228 * _KIB, 227 * _KIB, 126 * _MIB, 8e12, 2250e12, 4500e12, 4500e12, None, _BLACKWELL | {"tcgen05"}
+    ),
     Device(120, "RTX 5090", 170, 100 * _KIB, 99 * _KIB, 96 * _MIB, 1.792e12, 210e12, 419e12, 838e12, None, _BLACKWELL),
 )
 

@@ -87,7 +87,10 @@ class LowbitQuantizer(HfQuantizer):
             _place_empty_modules(model, self.quantization_config)
         else:
             self.plan = plan_for(
-                model, self.quantization_config.scheme, self.quantization_config.modules_to_not_convert, self.quantization_config.embeddings
+                model,
+                self.quantization_config.scheme,
+                self.quantization_config.modules_to_not_convert,
+                self.quantization_config.embeddings,
             )
             self._waiting = {f"{name}.weight": name for name in self.plan.shapes}
 
@@ -131,7 +134,12 @@ class _QuantizeOnLoad(ConversionOps):
 
     @torch.no_grad()
     def convert(  # type: ignore[override]
-        self, input_dict: dict[str, Any], full_layer_name: str, model: nn.Module, missing_keys: set[str] | None = None, **kwargs: Any
+        self,
+        input_dict: dict[str, Any],
+        full_layer_name: str,
+        model: nn.Module,
+        missing_keys: set[str] | None = None,
+        **kwargs: Any,
     ) -> dict[str, Tensor]:
         (value,) = input_dict.values()
         weight = value[0] if isinstance(value, list) else value
@@ -188,7 +196,9 @@ def _layer(model: nn.Module, name: str) -> nn.Module:
     except AttributeError:
         raise ValueError(f"quantization_config names the layer {name!r}, which {type(model).__name__} does not have") from None
     if not isinstance(module, (nn.Linear, nn.Embedding)):
-        raise ValueError(f"quantization_config names {name!r}, which is a {type(module).__name__}, not a linear layer or embedding")
+        raise ValueError(
+            f"quantization_config names {name!r}, which is a {type(module).__name__}, not a linear layer or embedding"
+        )
     return module
 
 

@@ -95,7 +95,9 @@ def plan_conversion(
         elif isinstance(module, nn.Linear):
             plan.linears[name] = (module.out_features, module.in_features)
     for name in [n for n, owner in plan.tied.items() if owner not in plan.shapes]:
-        plan.kept.append(Kept(name, type(model.get_submodule(name)).__name__, 0, f"shares the weights of {plan.tied.pop(name)}"))
+        plan.kept.append(
+            Kept(name, type(model.get_submodule(name)).__name__, 0, f"shares the weights of {plan.tied.pop(name)}")
+        )
     return plan
 
 

@@ -16,6 +16,8 @@ class QuantLinear(PackedWeight):
     x is fp16, bf16 or fp32 and y has its type; bias [out_features] is kept as it was in the original layer.
     """
 
+    bias: nn.Parameter | None
+
     # Transformers' tensor parallelism hands such modules plain local shards.
     _hf_quantized_needs_local_tp = True
 

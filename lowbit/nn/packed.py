@@ -26,7 +26,9 @@ class PackedWeight(nn.Module):
         n, k = shape
         grid, dtype = scale_shape(self.scheme.granularity, shape), scale_dtype(self.scheme)
         zero_dtype = torch.uint8 if self.scheme.zero is ZeroPoint.INTEGER else dtype
-        self.weight_packed = _parameter(torch.empty(n, packed_bytes(k, self.scheme.weight.bits), dtype=torch.uint8, device=device))
+        self.weight_packed = _parameter(
+            torch.empty(n, packed_bytes(k, self.scheme.weight.bits), dtype=torch.uint8, device=device)
+        )
         self.weight_scale = _parameter(torch.empty(grid, dtype=dtype, device=device))
         if self.scheme.zero is ZeroPoint.NONE:
             self.register_parameter("weight_zero", None)

@@ -117,7 +117,9 @@ def pipeline(
             quantization = {"quantization_config": LowbitConfig(scheme.name)}
         elif stored.get("scheme") != scheme.name:
             held = stored.get("scheme", stored.get("quant_method"))
-            raise ValueError(f"{model_name_or_path} is quantized already, to {held}; leave out quantization_mode={quantization_mode!r}")
+            raise ValueError(
+                f"{model_name_or_path} is quantized already, to {held}; leave out quantization_mode={quantization_mode!r}"
+            )
     own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float16
     model = AutoModelForCausalLM.from_pretrained(
         model_name_or_path,

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor
 
 from lowbit.formats import (
-    IntFormat,
-    NumberFormat,
     PerBlock,
     PerGroup,
     QuantTensor,

@@ -16,7 +16,17 @@ from lowbit.checkpoint import CheckpointError, CheckpointReader, CheckpointWrite
 from lowbit.formats import parse_scheme
 from lowbit.quantize import rtn
 
-SCHEMES = ["w8a16", "w4a16_g64", "w3a16_g48_z", "w4a16_g32_fz", "w6e3m2a16", "w5e2m2a16", "w7a16_t", "w8e4m3a16_b8x8", "w2a16_g16_fz"]
+SCHEMES = [
+    "w8a16",
+    "w4a16_g64",
+    "w3a16_g48_z",
+    "w4a16_g32_fz",
+    "w6e3m2a16",
+    "w5e2m2a16",
+    "w7a16_t",
+    "w8e4m3a16_b8x8",
+    "w2a16_g16_fz",
+]
 
 
 def write(folder, schemes=("w4a16_g32_fz", "w6e3m2a16"), **options):
@@ -160,7 +170,10 @@ TAMPERINGS = {
     "layers a list": (edit_config(lambda c: c.update(layers=[])), r"config.json.*layers is a JSON object"),
     "negative shape": (edit_config(lambda c: c["layers"]["model.layer0"].update(shape=[-1, 75])), r"model.layer0.*shape"),
     "absurd shape": (edit_config(lambda c: c["layers"]["model.layer0"].update(shape=[2**40, 75])), r"model.layer0.*shape"),
-    "wrong shape": (edit_config(lambda c: c["layers"]["model.layer0"].update(shape=[12, 80])), rf"{PACKED}.*\(12, 40\).*\(12, 38\)"),
+    "wrong shape": (
+        edit_config(lambda c: c["layers"]["model.layer0"].update(shape=[12, 80])),
+        rf"{PACKED}.*\(12, 40\).*\(12, 38\)",
+    ),
     "layer without tensors": (edit_config(lambda c: c["layers"].update(ghost={"shape": [1, 1]})), r"ghost.weight_packed"),
     "tied to nothing": (edit_config(lambda c: c.update(tied={"lm_head": "ghost"})), r"lm_head.*tied to 'ghost'"),
     "tensor missing": (edit_tensors(lambda t: t.pop(SCALE)), rf"no file has {SCALE}"),
@@ -171,7 +184,10 @@ TAMPERINGS = {
     "offsets out of order": (edit_header(lambda h: h[PACKED].update(data_offsets=[9, 3])), rf"model.safetensors: {PACKED}"),
     "offsets beyond the end": (edit_header(lambda h: h[PACKED].update(data_offsets=[10**9, 10**9 + 456])), PACKED),
     "shape not of the bytes": (edit_header(lambda h: h[PACKED].update(shape=[10**9, 10**9])), PACKED),
-    "overlap": (edit_header(lambda h: h[SCALE].update(data_offsets=h["model.norm.weight"]["data_offsets"])), "model.safetensors"),
+    "overlap": (
+        edit_header(lambda h: h[SCALE].update(data_offsets=h["model.norm.weight"]["data_offsets"])),
+        "model.safetensors",
+    ),
     "empty file": (set_bytes("model.safetensors", b""), r"model.safetensors: not a safetensors file, or truncated"),
     "huge header": (set_bytes("model.safetensors", struct.pack("<Q", 1 << 60) + b"{}"), r"model.safetensors: not a safe"),
     "header no JSON": (set_bytes("model.safetensors", struct.pack("<Q", 4) + b"nope"), r"model.safetensors: its header"),

@@ -34,7 +34,8 @@ def by_hand(model, ids, window, stride):
 
 
 @pytest.mark.parametrize(
-    ("length", "window", "stride"), [(64, 16, 16), (70, 16, 16), (65, 16, 16), (50, 16, 4), (50, 16, 5), (9, 16, 16), (33, 16, 1), (17, 16, 16)]
+    ("length", "window", "stride"),
+    [(64, 16, 16), (70, 16, 16), (65, 16, 16), (50, 16, 4), (50, 16, 5), (9, 16, 16), (33, 16, 1), (17, 16, 16)],
 )
 def test_equals_a_computation_by_hand(model, length, window, stride):
     ids = torch.randint(0, 160, (length,), generator=torch.Generator().manual_seed(length))

@@ -15,7 +15,7 @@ def test_round_trip_and_bit_order(bits, n, k, seed):
     assert packed.shape == (n, packed_bytes(k, bits))
     assert torch.equal(unpack_words(packed, bits, k), codes)
     # The definition: a row is one little-endian integer with code i at bit i * bits.
-    for row, data in zip(codes.tolist(), packed.tolist()):
+    for row, data in zip(codes.tolist(), packed.tolist(), strict=True):
         assert int.from_bytes(bytes(data), "little") == sum(c << (i * bits) for i, c in enumerate(row))
 
 

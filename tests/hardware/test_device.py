@@ -14,7 +14,12 @@ def test_rows_are_consistent():
         assert d.peak_fp16 < (d.peak_int8 or 0)
         assert ("wgmma" in d.features) == (d.sm == 90)
         assert d.measured_read_bytes is None or d.measured_read_bytes < d.bandwidth_bytes
-        for atom, feature in ((MMA_M16N8K16_F16, "mma_f16"), (MMA_M16N8K32_S8, "mma_s8"), (MMA_M16N8K64_S4, "mma_s4"), (wgmma_f16(64), "wgmma")):
+        for atom, feature in (
+            (MMA_M16N8K16_F16, "mma_f16"),
+            (MMA_M16N8K32_S8, "mma_s8"),
+            (MMA_M16N8K64_S4, "mma_s4"),
+            (wgmma_f16(64), "wgmma"),
+        ):
             if feature in d.features:
                 assert d.sm >= atom.min_sm
 

@@ -33,7 +33,12 @@ def test_lop3_is_its_truth_table(table):
 
 @given(WORD, WORD, WORD)
 def test_lut_of_a_function_computes_it(a, b, c):
-    for f in (lambda a, b, c: a & b & c, lambda a, b, c: a | b | c, lambda a, b, c: a & b & ~c, lambda a, b, c: (a & b | c) ^ a):
+    for f in (
+        lambda a, b, c: a & b & c,
+        lambda a, b, c: a | b | c,
+        lambda a, b, c: a & b & ~c,
+        lambda a, b, c: (a & b | c) ^ a,
+    ):
         assert one(lambda p, x, y, z, f=f: p.lop3(x, y, z, lut(f)), a, b, c) == f(a, b, c) & 0xFFFFFFFF
 
 
@@ -148,7 +153,7 @@ def test_registers_are_written_once_and_read_after():
 def test_printed_forms():
     b = Builder(["w"])
     program = b.build([b.sub("fp16", b.masked_or("w", 0x000F000F, 0x64006400), b.constant(0x64086408))])
-    assert "lop3.b32" in program.ptx() and "sub.f16x2" in program.ptx() or "sub.rn.f16x2" in program.ptx()
+    assert ("lop3.b32" in program.ptx() and "sub.f16x2" in program.ptx()) or "sub.rn.f16x2" in program.ptx()
     asm = program.inline_asm()
     assert asm.startswith("{") and asm.endswith("}") and "$0" in asm and "$1" in asm and "$2" not in asm
     assert program.inline_constraints() == "=r,r"

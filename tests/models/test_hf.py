@@ -120,7 +120,9 @@ def test_compile_without_graph_breaks(folder):
 def test_other_architectures_say_what_they_keep(tmp_path):
     """GPT-2's Conv1D is no linear layer: nothing breaks, and the report says so."""
     torch.manual_seed(0)
-    GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=64)).save_pretrained(tmp_path / "gpt2")
+    GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=64)).save_pretrained(
+        tmp_path / "gpt2"
+    )
     plan = quantize_checkpoint(tmp_path / "gpt2", tmp_path / "out", "w8a16")
     assert not plan.shapes
     assert any(row.kind == "Conv1D" and "only nn.Linear" in row.reason for row in plan.kept)
@@ -184,7 +186,8 @@ thread = threading.Thread(target=watch); thread.start()
 if sys.argv[3] == 'stream':
     lowbit.quantize_checkpoint(sys.argv[1], sys.argv[2], 'w4a16_g64')
 else:
-    model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float16, quantization_config=lowbit.LowbitConfig('w4a16_g64'))
+    config = lowbit.LowbitConfig('w4a16_g64')
+    model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float16, quantization_config=config)
 stop = True; thread.join()
 print(peak - base)
 """
@@ -210,7 +213,10 @@ def test_peak_memory_is_packed_size_plus_one_layer_plus_a_constant(tmp_path, how
     layer = 9216 * 2048 * 2
     del model
     done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(tmp_path / "fp16"), str(tmp_path / "out"), how], capture_output=True, text=True, check=True
+        [sys.executable, "-c", MEMORY, str(tmp_path / "fp16"), str(tmp_path / "out"), how],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     peak = int(done.stdout.split()[-1])
     packed = weights * 4.25 / 8

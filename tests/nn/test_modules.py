@@ -23,7 +23,9 @@ def test_linear_equals_the_dequantized_layer(name, dtype):
     layer = QuantLinear.from_quant_tensor(q, bias)
     x = random(2, 3, 96, seed=2).to(dtype)
     expected = nn.functional.linear(x.double(), q.dequantize(torch.float64), bias.double())
-    torch.testing.assert_close(layer(x).double(), expected, rtol=2e-2 if dtype != torch.float32 else 1e-5, atol=0.1 if dtype != torch.float32 else 1e-4)
+    torch.testing.assert_close(
+        layer(x).double(), expected, rtol=2e-2 if dtype != torch.float32 else 1e-5, atol=0.1 if dtype != torch.float32 else 1e-4
+    )
     back = layer.quant_tensor()
     assert torch.equal(back.codes, q.codes) and torch.equal(back.dequantize(), q.dequantize())
     assert layer.weight_nbytes == q.nbytes

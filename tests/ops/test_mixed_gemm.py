@@ -30,7 +30,9 @@ ZEROED = [
     for b in range(2, 9)
     for g, zero in ((32, ZeroPoint.INTEGER), (48, ZeroPoint.FLOAT))
 ]
-OTHER = [Scheme(s.weight, None, g) for s in SYMMETRIC[:7] + SYMMETRIC[-3:] for g in (PerTensor(), PerBlock(24, 40), PerGroup(128))]
+OTHER = [
+    Scheme(s.weight, None, g) for s in SYMMETRIC[:7] + SYMMETRIC[-3:] for g in (PerTensor(), PerBlock(24, 40), PerGroup(128))
+]
 
 
 def problem(scheme, m, n, k, dtype=torch.float32, device="cpu", seed=0):

@@ -20,7 +20,10 @@ from lowbit.pack import ColumnMajorTileInterleave, FragmentOrder, plane_widths
 from .test_layout import random_codes
 
 ATOM = MMA_M16N8K16_F16
-FORMATS = [int_format(bits) for bits in range(2, 9)] + [uint_format(4), *(float_format(e, m) for e, m in ((3, 2), (2, 3), (2, 2), (2, 1)))]
+FORMATS = [int_format(bits) for bits in range(2, 9)] + [
+    uint_format(4),
+    *(float_format(e, m) for e, m in ((3, 2), (2, 3), (2, 2), (2, 1))),
+]
 TILE_K = 64
 
 

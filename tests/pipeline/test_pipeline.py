@@ -123,7 +123,10 @@ def test_quantization_mode(folder, tmp_path):
     answer = pipe(PROMPTS, max_new_tokens=8, do_sample=False)
     lowbit.quantize_checkpoint(folder, tmp_path / "fp6", "w6e3m2a16")
     assert lowbit.pipeline(str(tmp_path / "fp6"))(PROMPTS, max_new_tokens=8, do_sample=False) == answer
-    assert lowbit.pipeline(str(tmp_path / "fp6"), quantization_mode="wf6af16")(PROMPTS, max_new_tokens=8, do_sample=False) == answer
+    assert (
+        lowbit.pipeline(str(tmp_path / "fp6"), quantization_mode="wf6af16")(PROMPTS, max_new_tokens=8, do_sample=False)
+        == answer
+    )
     with pytest.raises(ValueError, match="quantized already, to w6e3m2a16"):
         lowbit.pipeline(str(tmp_path / "fp6"), quantization_mode="w8a16")
 

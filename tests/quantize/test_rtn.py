@@ -64,7 +64,9 @@ def test_weights_on_a_grid_with_float_zeros_come_back_exactly():
     assert torch.allclose(q.dequantize(), w, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["w4a16_g128", "w8a16", "w6e3m2a16", "w4a16_g32_z", "w4a16_g32_fz", "w8e4m3a16_b128x128", "w5a16_t"])
+@pytest.mark.parametrize(
+    "name", ["w4a16_g128", "w8a16", "w6e3m2a16", "w4a16_g32_z", "w4a16_g32_fz", "w8e4m3a16_b128x128", "w5a16_t"]
+)
 def test_ragged_groups_zero_channels_and_single_values(name):
     w = random(7, 576)
     w[0] = 0
@@ -86,7 +88,11 @@ def test_ragged_groups_zero_channels_and_single_values(name):
 
 @settings(max_examples=40, deadline=None)
 @given(
-    n=st.integers(1, 9), k=st.integers(1, 70), size=st.integers(1, 80), seed=st.integers(0, 10**6), fmt=st.sampled_from(SYMMETRIC)
+    n=st.integers(1, 9),
+    k=st.integers(1, 70),
+    size=st.integers(1, 80),
+    seed=st.integers(0, 10**6),
+    fmt=st.sampled_from(SYMMETRIC),
 )
 def test_any_shape_and_group(n, k, size, seed, fmt):
     w = random(n, k, seed)
