@@ -19,6 +19,7 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Table
+from transformers.utils.logging import disable_progress_bar
 
 from lowbit import demo as demos
 from lowbit._version import __version__
@@ -95,6 +96,7 @@ def _folder(path: Path) -> Path:
 
 @app.callback(invoke_without_command=True)
 def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    disable_progress_bar()  # Transformers' own bars; the commands show theirs, and only on a terminal
     if version:
         out.print(f"lowbit {__version__}, torch {torch.__version__}", highlight=False)
         raise typer.Exit
@@ -174,7 +176,7 @@ def evaluate(
         pipe = pipeline(str(_folder(folder)))
         ids = pipe.tokenizer(content, return_tensors="pt").input_ids
         ids = ids[:, : window + (windows - 1) * (stride or window)].to(pipe.model.device)
-        rows.append({"model": str(folder), **asdict(perplexity(pipe.model, ids, window=window, stride=stride, progress=True))})
+        rows.append({"model": str(folder), **asdict(perplexity(pipe.model, ids, window=window, stride=stride, progress=err.is_terminal))})
         pipe.destroy()
     table = Table("model", "perplexity", "tokens", "nats per token")
     for row in rows:
