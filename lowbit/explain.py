@@ -9,15 +9,18 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lowbit.checkpoint import CheckpointError, CheckpointReader, LayerEntry
-from lowbit.formats import IntFormat, QuantTensor, ZeroPoint, code_values, pack_words
+from lowbit.checkpoint import CheckpointError, CheckpointReader, TensorInfo
+from lowbit.formats import IntFormat, NumberFormat, QuantTensor, ZeroPoint, code_values, pack_words
 from lowbit.hardware.conversions import Conversion, conversion
-from lowbit.hardware.mma import wgmma_f16
+from lowbit.hardware.device import device_for
+from lowbit.hardware.half import HalfType
+from lowbit.hardware.mma import MMA_M16N8K16_F16, MmaAtom, wgmma_f16
+from lowbit.models.hf import plan_for
+from lowbit.models.quantize_checkpoint import skeleton
 from lowbit.ops import Problem, candidates
 from lowbit.pack import FragmentOrder
 from lowbit.pack.fragment import TILE
-
-ATOM = wgmma_f16(64)
+from lowbit.quantize import rtn
 
 
 @dataclass(frozen=True)
@@ -29,27 +32,68 @@ class Step:
     lines: tuple[str, ...]
 
 
-def explain(checkpoint: str | Path, layer: str | None = None, row: int = 0, column: int = 0) -> list[Step]:
-    """The path of weight [row, column] of a layer of a quantized checkpoint; `layer` None takes the first.
+@dataclass(frozen=True, eq=False)
+class _Weight:
+    """The weight that is followed: element [row, column] of the quantized matrix `q`."""
 
-    Raises CheckpointError for a checkpoint that is not lowbit's, ValueError for a layer or an index it does not have.
+    q: QuantTensor
+    row: int
+    column: int
+
+    @property
+    def format(self) -> NumberFormat:
+        return self.q.scheme.weight
+
+    @property
+    def code(self) -> int:
+        return int(self.q.codes[self.row, self.column])
+
+    @property
+    def scale_at(self) -> tuple[int, int]:
+        """Where its scale (and zero) stands."""
+        n, k = self.q.scheme.granularity.block(self.q.shape)
+        return self.row // n, self.column // k
+
+    @property
+    def dequantized(self) -> float:
+        return float(self.q.dequantize()[self.row, self.column])
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where an element of a 64 x 64 tile is: thread, register (counted through the k steps of the tile), half."""
+
+    thread: int
+    register: int
+    element: int
+
+    @property
+    def half(self) -> str:
+        return "upper half" if self.element else "lower half"
+
+
+def explain(
+    checkpoint: str | Path,
+    layer: str | None = None,
+    row: int = 0,
+    column: int = 0,
+    *,
+    scheme: str | None = None,
+    sm: int = 90,
+) -> list[Step]:
+    """The path of weight [row, column] of a layer of a quantized checkpoint, to the tensor cores of SM version `sm`.
+
+    `layer` None takes the first. With a `scheme`, the checkpoint is a 16-bit one, and the path goes through
+    round-to-nearest. Raises CheckpointError for a checkpoint that is not of the kind asked for, ValueError for a layer
+    or an index it does not have, a scheme or an SM version that is not known.
     """
+    atom = wgmma_f16(TILE) if "wgmma" in device_for(sm).features else MMA_M16N8K16_F16
     with CheckpointReader(checkpoint) as reader:
-        if reader.manifest is None or not reader.manifest.layers:
-            raise CheckpointError(f"{checkpoint}: holds no weights quantized by lowbit; make some with `lowbit quantize`")
-        name = _find(layer, list(reader.manifest.layers))
-        entry = reader.manifest.layers[name]
-        n, k = entry.shape
-        if not (0 <= row < n and 0 <= column < k):
-            raise ValueError(f"{name} is {n} x {k}: row {row}, column {column} is outside")
-        q = reader.layer(name)
-        return [
-            _on_disk(reader, name, entry, row, column),
-            _meaning(q, row, column),
-            _place(row, column),
-            *_registers(q, row, column),
-            _kernels(entry),
-        ]
+        if scheme is None:
+            weight, origin = _quantized(reader, layer, row, column)
+        else:
+            weight, origin = _sixteen_bit(reader, layer, row, column, scheme)
+    return [*origin, _meaning(weight), *_registers(weight, atom, sm), _kernels(weight.q)]
 
 
 def render(steps: list[Step]) -> str:
@@ -58,6 +102,83 @@ def render(steps: list[Step]) -> str:
     for number, step in enumerate(steps, 1):
         blocks.append("\n".join([f"{number}. {step.file}  {step.what}", *(f"     {line}" for line in step.lines)]))
     return "\n\n".join(blocks)
+
+
+def _quantized(reader: CheckpointReader, layer: str | None, row: int, column: int) -> tuple[_Weight, list[Step]]:
+    """The weight of a lowbit checkpoint, and its place on disk."""
+    if reader.manifest is None or not reader.manifest.layers:
+        raise CheckpointError(f"{reader.folder}: holds no weights quantized by lowbit; make some with `lowbit quantize`")
+    owner = reader.manifest.tied.get(layer or "", layer)
+    name = _find(owner, list(reader.manifest.layers))
+    entry = reader.manifest.layers[name]
+    _check_index(name, entry.shape, row, column)
+    weight = _Weight(reader.layer(name), row, column)
+    info, bits = reader.info(f"{name}.weight_packed"), entry.scheme.weight.bits
+    first, shift = divmod(column * bits, 8)
+    begin = info.begin + row * info.shape[1] + first
+    data = _bytes(info, begin, 1 + (shift + bits > 8))
+    code = int.from_bytes(data, "little") >> shift & ((1 << bits) - 1)
+    lines = [
+        _tensor_line(f"{name}.weight_packed", info),
+        f"weight [{row}, {column}] is code {column} of row {row}: bits {shift} to {shift + bits - 1} from byte {begin:,},",
+        f"where the file has {data.hex(' ')} = {' '.join(f'{b:08b}' for b in data)}: code {code} = 0b{code:0{bits}b}",
+        _tensor_line(f"{name}.weight_scale", reader.info(f"{name}.weight_scale")),
+    ]
+    if weight.q.zero is not None:
+        lines.append(_tensor_line(f"{name}.weight_zero", reader.info(f"{name}.weight_zero")))
+    return weight, [Step("lowbit/checkpoint/reader.py", "CheckpointReader", tuple(lines))]
+
+
+def _sixteen_bit(reader: CheckpointReader, layer: str | None, row: int, column: int, scheme: str) -> tuple[_Weight, list[Step]]:
+    """The weight of a plain checkpoint: its place on disk, and the code that round-to-nearest chooses."""
+    if "quantization_config" in reader.config:
+        raise CheckpointError(f"{reader.folder}: is quantized already; leave out the scheme {scheme!r}")
+    plan = plan_for(skeleton(reader.folder), scheme, None, False)
+    stored = set(reader.names())
+    layers = [name for name in plan.linears if f"{name}.weight" in stored]
+    if not layers:
+        reason = next((kept.reason for kept in plan.kept), "it has no linear layers")
+        raise ValueError(f"{reader.folder}: nothing to quantize to {plan.scheme}: {reason}")
+    name = _find(layer, layers)
+    _check_index(name, plan.linears[name], row, column)
+    info = reader.info(f"{name}.weight")
+    original = reader.get(f"{name}.weight")
+    weight = _Weight(rtn(original, plan.scheme), row, column)
+    begin = info.begin + (row * info.shape[1] + column) * info.dtype.itemsize
+    disk = Step(
+        "lowbit/checkpoint/reader.py",
+        "CheckpointReader",
+        (
+            _tensor_line(f"{name}.weight", info),
+            f"weight [{row}, {column}] is the {info.dtype.itemsize} bytes from byte {begin:,},",
+            f"where the file has {_bytes(info, begin, info.dtype.itemsize).hex(' ')}: {float(original[row, column]):.9g}",
+        ),
+    )
+    return weight, [disk, *_choice(weight, float(original[row, column]))]
+
+
+def _choice(weight: _Weight, original: float) -> list[Step]:
+    """How round-to-nearest came to the code, and the bytes that `lowbit quantize` writes for it."""
+    q, fmt = weight.q, weight.format
+    (n, k), scale = q.scheme.granularity.block(q.shape), float(q.scale[weight.scale_at])
+    lines = [f"{n} x {k} weights share one scale; it is rounded to {_dtype(q.scale.dtype)} first: {scale:.9g}"]
+    if q.zero is None:
+        wanted = original / scale
+        lines.append(f"weight / scale = {wanted:.9g}")
+    elif q.scheme.zero is ZeroPoint.INTEGER:
+        wanted = original / scale + float(q.zero[weight.scale_at])
+        lines.append(f"weight / scale + zero {int(q.zero[weight.scale_at])} = {wanted:.9g}")
+    else:
+        wanted = (original - float(q.zero[weight.scale_at])) / scale
+        lines.append(f"(weight - zero {float(q.zero[weight.scale_at]):.9g}) / scale = {wanted:.9g}")
+    lines.append(f"the nearest value of {fmt.name} is {float(code_values(fmt)[weight.code]):.9g}, code {weight.code}")
+    first, shift = divmod(weight.column * fmt.bits, 8)
+    data = pack_words(q.codes[weight.row], fmt.bits)[first : first + 1 + (shift + fmt.bits > 8)]
+    words = f"bits {shift} to {shift + fmt.bits - 1} from byte {first} of row {weight.row}: {bytes(data.tolist()).hex(' ')}"
+    return [
+        Step("lowbit/quantize/rtn.py", "rtn", tuple(lines)),
+        Step("lowbit/formats/words.py", "pack_words", (f"in a quantized checkpoint, {words}",)),
+    ]
 
 
 def _find(layer: str | None, names: list[str]) -> str:
@@ -70,34 +191,30 @@ def _find(layer: str | None, names: list[str]) -> str:
     return layer
 
 
-def _on_disk(reader: CheckpointReader, name: str, entry: LayerEntry, row: int, column: int) -> Step:
-    info, bits = reader.info(f"{name}.weight_packed"), entry.scheme.weight.bits
-    first, shift = divmod(column * bits, 8)
-    begin = info.begin + row * info.shape[1] + first
-    count = 1 + (shift + bits > 8)
+def _check_index(name: str, shape: tuple[int, int], row: int, column: int) -> None:
+    n, k = shape
+    if not (0 <= row < n and 0 <= column < k):
+        raise ValueError(f"{name} is {n} x {k}: row {row}, column {column} is outside")
+
+
+def _bytes(info: TensorInfo, begin: int, count: int) -> bytes:
     with info.file.open("rb") as file:
         file.seek(begin)
-        data = file.read(count)
-    code = int.from_bytes(data, "little") >> shift & ((1 << bits) - 1)
-    scale = reader.info(f"{name}.weight_scale")
-    return Step(
-        "lowbit/checkpoint/reader.py",
-        "CheckpointReader",
-        (
-            f"{info.file}: {name}.weight_packed uint8 {list(info.shape)}, bytes {info.begin:,} to {info.end:,}",
-            f"weight [{row}, {column}] is code {column} of row {row}: bits {shift} to {shift + bits - 1} from byte {begin:,},",
-            f"where the file has {data.hex(' ')} = {' '.join(f'{b:08b}' for b in data)}: code {code} = 0b{code:0{bits}b}",
-            f"{name}.weight_scale {str(scale.dtype).removeprefix('torch.')} {list(scale.shape)}",
-        ),
-    )
+        return file.read(count)
 
 
-def _meaning(q: QuantTensor, row: int, column: int) -> Step:
-    fmt, code = q.scheme.weight, int(q.codes[row, column])
-    value = float(code_values(fmt)[code])
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _tensor_line(name: str, info: TensorInfo) -> str:
+    return f"{info.file}: {name} {_dtype(info.dtype)} {list(info.shape)}, bytes {info.begin:,} to {info.end:,}"
+
+
+def _meaning(weight: _Weight) -> Step:
+    q, fmt, code, at = weight.q, weight.format, weight.code, weight.scale_at
+    value, scale = float(code_values(fmt)[code]), float(q.scale[at])
     n, k = q.scheme.granularity.block(q.shape)
-    at = (row // n, column // k)
-    scale = float(q.scale[at])
     lines = [f"scheme {q.scheme}: {fmt.name}, one scale for {n} x {k} weights"]
     if isinstance(fmt, IntFormat):
         lines.append(f"code {code} - offset {fmt.offset} = {value:.9g}")
@@ -107,105 +224,114 @@ def _meaning(q: QuantTensor, row: int, column: int) -> Step:
         parts = f"sign {bits[0]}, exponent {exponent} (bias {fmt.bias}), mantissa {mantissa}"
         lines.append(f"code {bits}: {parts} = {value:.9g}")
     if q.zero is None:
-        lines.append(
-            f"scale [{at[0]}, {at[1]}] = {scale:.8g}: weight = {value:g} x {scale:.8g} = {_weight(q, row, column):.8g}"
-        )
+        sum_ = f"scale [{at[0]}, {at[1]}] = {scale:.8g}: weight = {value:g} x {scale:.8g}"
     elif q.scheme.zero is ZeroPoint.INTEGER:
-        zero = int(q.zero[at])
-        lines.append(
-            f"zero {zero}, scale {scale:.8g}: weight = ({value:g} - {zero}) x {scale:.8g} = {_weight(q, row, column):.8g}"
-        )
+        sum_ = f"zero {int(q.zero[at])}, scale {scale:.8g}: weight = ({value:g} - {int(q.zero[at])}) x {scale:.8g}"
     else:
-        zero_value = float(q.zero[at])
-        product = f"{value:g} x {scale:.8g} + {zero_value:.8g}"
-        lines.append(f"scale {scale:.8g}, zero {zero_value:.8g}: weight = {product} = {_weight(q, row, column):.8g}")
+        zero = float(q.zero[at])
+        sum_ = f"scale {scale:.8g}, zero {zero:.8g}: weight = {value:g} x {scale:.8g} + {zero:.8g}"
+    lines.append(f"{sum_} = {weight.dequantized:.9g}")
     return Step("lowbit/formats/tensor.py", "QuantTensor.dequantize", tuple(lines))
 
 
-def _weight(q: QuantTensor, row: int, column: int) -> float:
-    return float(q.dequantize()[row, column])
+def _registers(weight: _Weight, atom: MmaAtom, sm: int) -> list[Step]:
+    """The register that wants this weight, the packed words that hold its code, and the conversion between the two."""
+    layout = FragmentOrder(atom)
+    rows, ks = layout.tile.coordinates()
+    here = np.argwhere((rows == weight.row % TILE) & (ks == weight.column % TILE))[0]
+    place = _Place(*(int(number) for number in here))
+    c = conversion(weight.format, _half_type(weight.format))
+    words, packing = _packing(weight, layout, c, place)
+    return [_fragment(weight, atom, sm, place), packing, _conversion(weight, c, place, words)]
 
 
-def _locate(row: int, column: int) -> tuple[int, int, int]:
-    """(thread, register, element) that holds an element of a 64 x 64 tile in fragment order."""
-    rows, ks = FragmentOrder(ATOM).tile.coordinates()
-    thread, register, element = np.argwhere((rows == row % TILE) & (ks == column % TILE))[0]
-    return int(thread), int(register), int(element)
+def _half_type(fmt: NumberFormat) -> HalfType:
+    """fp16, or bf16 for the few formats whose exponents only that has."""
+    try:
+        conversion(fmt, "fp16")
+    except ValueError:
+        return "bf16"
+    return "fp16"
 
 
-def _place(row: int, column: int) -> Step:
-    thread, register, element = _locate(row, column)
-    step, within = divmod(register, ATOM.a.registers)
+def _fragment(weight: _Weight, atom: MmaAtom, sm: int, place: _Place) -> Step:
+    step, register = divmod(place.register, atom.a.registers)
+    tile, inside = (weight.row // TILE, weight.column // TILE), (weight.row % TILE, weight.column % TILE)
+    share = "one warpgroup" if atom.threads > 32 else f"{TILE // atom.m} strips of {atom.m} rows, a warp each"
     return Step(
         "lowbit/hardware/mma.py",
-        str(ATOM.name),
+        atom.name,
         (
-            f"{ATOM.instruction}: weights are operand A, 64 rows of k {ATOM.k} in the registers of 128 threads",
-            f"tile ({row // TILE}, {column // TILE}) of {TILE} x {TILE}: row {row % TILE}, k {column % TILE} of it belongs to",
-            f"thread {thread} (warp {thread // 32}, lane {thread % 32}), k step {step}, register a{within}, "
-            f"{'upper' if element else 'lower'} half",
+            f"sm {sm}, {atom.section}",
+            f"{atom.instruction}: weights are operand A, {atom.m} rows of k {atom.k} in {atom.threads} threads' registers",
+            f"tile {list(tile)} of {TILE} x {TILE} ({share}): row {inside[0]}, k {inside[1]} of it belongs to",
+            f"thread {place.thread} (warp {place.thread // 32}, lane {place.thread % 32}), k step {step}, "
+            f"register a{register}, {place.half}",
         ),
     )
 
 
-def _registers(q: QuantTensor, row: int, column: int) -> list[Step]:
-    """Packing of this weight's tile, and the conversion of the words that hold it."""
-    fmt = q.scheme.weight
-    thread, register, element = _locate(row, column)
-    tile = q.codes[row // TILE * TILE :, column // TILE * TILE :][:TILE, :TILE]
-    planes = FragmentOrder(ATOM).pack(tile, fmt.bits)
-    dtype = "fp16" if not _needs_bf16(q) else "bf16"
-    c = conversion(fmt, dtype)  # type: ignore[arg-type]
-    run, within = divmod(register, c.registers)
-    words, notes = [], []
-    for plane, width, count in zip(planes, c.planes, c.words, strict=True):
-        mine = plane[0, 0, :, thread].reshape(-1).numpy().view(np.uint32)  # the thread's words, vector by vector
-        used = mine[run * count : (run + 1) * count]
-        words += [np.uint32(word) for word in used]
-        notes.append(
-            f"plane of {width} bits int32 {list(plane.shape)}: thread {thread} holds {len(mine)} words, here "
-            + " ".join(f"{word:08x}" for word in used)
+def _packing(weight: _Weight, layout: FragmentOrder, c: Conversion, place: _Place) -> tuple[list[np.uint32], Step]:
+    """Packs the tile of this weight: the words its conversion reads, and where its code's bits are in them."""
+    row_tile, k_tile, bits = weight.row // TILE, weight.column // TILE, weight.format.bits
+    tile = weight.q.codes[row_tile * TILE :, k_tile * TILE :][:TILE, :TILE]
+    planes, shapes = layout.pack(tile, bits), layout.plane_shapes(bits, weight.q.shape)
+    run, register = divmod(place.register, c.registers)
+    words: list[np.uint32] = []
+    lines = [f"{sum(plane.nbytes for plane in planes):,} bytes for this tile, each thread's codes side by side"]
+    for plane, shape, width, count in zip(planes, shapes, c.planes, c.words, strict=True):
+        own = plane[0, 0, :, place.thread].reshape(-1).numpy().view(np.uint32)  # vector by vector
+        words += list(own[run * count : (run + 1) * count])
+        in_run, low_bit = divmod(register * width, 16)
+        number, low_bit = run * count + in_run, low_bit + 16 * place.element
+        vector, word = divmod(number, shape[4])
+        part = int(own[number]) >> low_bit & ((1 << width) - 1)
+        lines.append(
+            f"plane of {width} bits, int32 {list(shape)}: word [{row_tile}, {k_tile}, {vector}, {place.thread}, {word}] = "
+            f"{own[number]:08x}, bits {low_bit} to {low_bit + width - 1}: 0b{part:0{width}b}"
         )
-    half = float(c.run(words)[within, element])
-    pack_step = Step(
-        "lowbit/pack/fragment.py",
-        "FragmentOrder",
-        (f"{len(pack_words(tile, fmt.bits).reshape(-1)):,} bytes of this tile, each thread's codes side by side:", *notes),
-    )
-    return [pack_step, _conversion_step(c, within, element, half, q, row, column)]
+    lines.append("(kernels that read the dense rows of the file, like those for CPUs, do without this step and the next)")
+    return words, Step("lowbit/pack/fragment.py", "FragmentOrder", tuple(lines))
 
 
-def _needs_bf16(q: QuantTensor) -> bool:
-    try:
-        conversion(q.scheme.weight, "fp16")
-    except ValueError:
-        return True
-    return False
-
-
-def _conversion_step(c: Conversion, register: int, element: int, half: float, q: QuantTensor, row: int, column: int) -> Step:
+def _conversion(weight: _Weight, c: Conversion, place: _Place, words: list[np.uint32]) -> Step:
+    """Executes the conversion of the packed words, and scales what comes out."""
+    values, register = c.program.registers(words), place.register % c.registers
     lines = [
-        f"{c.name}: {c.integer_per_weight:g} integer and {c.half_per_weight:g} half instructions per weight",
-        *c.program.ptx().splitlines(),
-        f"register {register} = {c.program.outputs[register]}, {'upper' if element else 'lower'} half: {half:.9g}",
+        f"{c.name}: {c.integer_per_weight:g} integer and {c.half_per_weight:g} half instructions per weight; executed,",
+        *(f"{name} = {int(values[name]):08x}" for name in c.program.inputs),
+        *(f"{step.ptx():52} // {int(values[step.dest]):08x}" for step in c.program.instructions),
     ]
+    half = float(c.run(words)[register, place.element])
+    lines.append(f"output {register} = {c.program.outputs[register]}, {place.half}: {half:.9g}")
     value = half * c.scale_factor
     if c.scale_factor != 1:
         lines.append(f"times {c.scale_factor:g}, which the scale takes over: {value:.9g}")
-    lines.append(f"with its scale{' and zero' if q.zero is not None else ''} the weight is {_weight(q, row, column):.8g}")
+    scaled = "with its scale" if weight.q.zero is None else "with its scale and zero"
+    lines.append(f"{scaled} the weight is {_scaled(weight, value):.9g}")
     return Step("lowbit/hardware/conversions.py", f"conversion({c.format.name}, {c.dtype})", tuple(lines))
 
 
-def _kernels(entry: LayerEntry) -> Step:
+def _scaled(weight: _Weight, value: float) -> float:
+    """Scale and zero applied in float32 to the value that the conversion gave, not to the one in the table."""
+    q, at = weight.q, weight.scale_at
+    v, scale = torch.tensor(value, dtype=torch.float32), q.scale[at].float()
+    if q.zero is None:
+        return float(v * scale)
+    zero = q.zero[at].float()
+    return float((v - zero) * scale if q.scheme.zero is ZeroPoint.INTEGER else v * scale + zero)
+
+
+def _kernels(q: QuantTensor) -> Step:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.float16 if device == "cuda" else torch.float32
     lines = []
     for m in (1, 64):
-        problem = Problem(entry.scheme, m, *entry.shape, dtype, device)
+        problem = Problem(q.scheme, m, *q.shape, dtype, device)
         lines.append(str(problem))
         chosen = False
         for backend, reasons in candidates(problem):
-            verdict = "; ".join(reasons) if reasons else ("could run too" if chosen else f"runs ({backend.where})")
+            verdict = "; ".join(reasons) if reasons else ("could run too" if chosen else f"runs (lowbit/{backend.where})")
             chosen = chosen or not reasons
             lines.append(f"  {backend.name}: {verdict}")
     return Step("lowbit/ops/dispatch.py", "choose_backend", tuple(lines))

@@ -47,8 +47,10 @@ def simulate(weight, scheme):
         scaled = (w / scale).contiguous()
         right = torch.searchsorted(grid, scaled).clamp(1, len(grid) - 1)
         low, high = grid[right - 1], grid[right]
-        # The weights hold no exact ties that matter at four digits; nearest is enough.
-        return torch.where(scaled - low <= high - scaled, low, high) * scale
+        # Ties to the even code, which is the distance from zero's place in the grid.
+        low_is_even = (right - 1 - len(codes) + 1) % 2 == 0
+        down = (scaled - low < high - scaled) | ((scaled - low == high - scaled) & low_is_even)
+        return torch.where(down, low, high) * scale
     n, k = w.shape
     if scheme == "w4a16_g64":
         groups = w.reshape(n, k // 64, 64)

@@ -42,7 +42,9 @@ def test_files_named_in_prose_exist(page):
 
 
 def test_the_table_of_formats_is_computed():
-    rows = re.findall(r"^\| (fp\w+|int\d) \| (\S+) \| (\S+) \| (\S+) \|", (ROOT / "docs" / "numerics.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| (fp\w+|int\d) \| (\S+) \| (\S+) \| (\S+) \|", (ROOT / "docs" / "numerics.md").read_text(), re.MULTILINE
+    )
     assert len(rows) >= 12
     for name, largest, smallest_normal, smallest in rows:
         fmt = number_format(name)
