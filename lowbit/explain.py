@@ -109,7 +109,7 @@ def _quantized(reader: CheckpointReader, layer: str | None, row: int, column: in
     if reader.manifest is None or not reader.manifest.layers:
         raise CheckpointError(f"{reader.folder}: holds no weights quantized by lowbit; make some with `lowbit quantize`")
     owner = reader.manifest.tied.get(layer or "", layer)
-    name = _find(owner, list(reader.manifest.layers))
+    name = _find(owner, list(reader.manifest.layers), "quantized layer")
     entry = reader.manifest.layers[name]
     _check_index(name, entry.shape, row, column)
     weight = _Weight(reader.layer(name), row, column)
@@ -137,9 +137,9 @@ def _sixteen_bit(reader: CheckpointReader, layer: str | None, row: int, column: 
     stored = set(reader.names())
     layers = [name for name in plan.linears if f"{name}.weight" in stored]
     if not layers:
-        reason = next((kept.reason for kept in plan.kept), "it has no linear layers")
-        raise ValueError(f"{reader.folder}: nothing to quantize to {plan.scheme}: {reason}")
-    name = _find(layer, layers)
+        reasons = "; ".join(dict.fromkeys(kept.reason for kept in plan.kept)) or "it has no linear layers"
+        raise ValueError(f"{reader.folder}: nothing to quantize to {plan.scheme}: {reasons}")
+    name = _find(layer, layers, "linear layer")
     _check_index(name, plan.linears[name], row, column)
     info = reader.info(f"{name}.weight")
     original = reader.get(f"{name}.weight")
@@ -181,13 +181,13 @@ def _choice(weight: _Weight, original: float) -> list[Step]:
     ]
 
 
-def _find(layer: str | None, names: list[str]) -> str:
+def _find(layer: str | None, names: list[str], kind: str) -> str:
     if layer is None:
         return names[0]
     if layer not in names:
         ending = [name for name in names if name.endswith(f".{layer}")]
         near = ending[:3] or difflib.get_close_matches(layer, names, n=3, cutoff=0.3)
-        raise ValueError(f"no quantized layer {layer!r}; near: {', '.join(near) or names[0]}; `lowbit inspect` lists all")
+        raise ValueError(f"no {kind} {layer!r}; near: {', '.join(near) or names[0]}")
     return layer
 
 
@@ -290,7 +290,7 @@ def _packing(weight: _Weight, layout: FragmentOrder, c: Conversion, place: _Plac
             f"plane of {width} bits, int32 {list(shape)}: word [{row_tile}, {k_tile}, {vector}, {place.thread}, {word}] = "
             f"{own[number]:08x}, bits {low_bit} to {low_bit + width - 1}: 0b{part:0{width}b}"
         )
-    lines.append("(kernels that read the dense rows of the file, like those for CPUs, do without this step and the next)")
+    lines.append("(a kernel that reads the file's dense rows skips this step and the next; the last step says which one runs)")
     return words, Step("lowbit/pack/fragment.py", "FragmentOrder", tuple(lines))
 
 

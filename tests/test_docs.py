@@ -7,14 +7,45 @@ from pathlib import Path
 
 import pytest
 
-from lowbit.formats import FloatFormat, code_values, number_format
+from lowbit.formats import FloatFormat, IntFormat, code_values, number_format
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^ *```+ *(.*?) *$")
+NOT_RUN = ("python no-run: needs a GPU", "python no-run: needs the real model")
+"""The only reasons for which a block of Python may go unexecuted."""
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if BLOCK.search(p.read_text())], ids=lambda p: p.name)
+def blocks(text):
+    """(what stands after the fence, line of the fence, content) of every fenced block."""
+    found, opening, content = [], None, []
+    for number, line in enumerate(text.splitlines(), 1):
+        fence = FENCE.match(line)
+        if fence and opening is None:
+            opening, content = (fence[1], number), []
+        elif fence:
+            found.append((*opening, "\n".join(content)))
+            opening = None
+        elif opening is not None:
+            content.append(line)
+    assert opening is None, f"the block of line {opening[1]} has no end"
+    return found
+
+
+def python_blocks(text):
+    """(line, code) of the blocks to run; a block of Python that is marked in any other way is an error."""
+    out = []
+    for info, line, code in blocks(text):
+        if info == "python":
+            out.append((line, code))
+        elif info not in NOT_RUN:
+            assert not info.lower().startswith("py"), (
+                f"line {line}: ```{info} would not run; write ```python or one of {NOT_RUN}"
+            )
+    return out
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if "```py" in p.read_text().lower()], ids=lambda p: p.name)
 def test_code_blocks_run(page, tmp_path, monkeypatch):
     if page.name == "README.md":
         from tests.tiny import save_tiny
@@ -22,34 +53,66 @@ def test_code_blocks_run(page, tmp_path, monkeypatch):
         save_tiny(tmp_path / "SmolLM2-135M-Instruct")  # the README's model, in small
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {}
-    text = page.read_text()
-    for block in BLOCK.finditer(text):
-        line = text.count("\n", 0, block.start()) + 1
-        exec(compile("\n" * line + block[1], str(page), "exec"), namespace)
+    for line, code in python_blocks(page.read_text()):
+        exec(compile("\n" * line + code, str(page), "exec"), namespace)
+
+
+def test_no_block_escapes():
+    assert python_blocks("```python\na\n```\n\n```\nb\n```\n```python no-run: needs a GPU\nc\n```") == [(1, "a")]
+    for info in ("python no-run", "py", "Python", "python no-run: slow", "python3"):
+        with pytest.raises(AssertionError, match="would not run"):
+            python_blocks(f"```{info}\nx\n```")
+    with pytest.raises(AssertionError, match="line 1 has no end"):
+        python_blocks("```python\nx\n")
+
+
+def anchors(text):
+    """The names under which a page's headings can be linked to."""
+    headings = re.findall(r"^#+ +(.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
-        if "://" not in target:
-            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?(?: [^)]*)?\)", page.read_text()):
+        if "://" in target or target.startswith("mailto:"):
+            continue
+        file = page.parent / target if target else page
+        assert file.exists(), f"{page.name} links to {target}"
+        if anchor and file.suffix == ".md":
+            assert anchor in anchors(file.read_text()), f"{page.name} links to {target}#{anchor}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_files_named_in_prose_exist(page):
-    for name in re.findall(r"`((?:lowbit|tests|docs)/[\w/.]+\.(?:py|md))`", page.read_text()):
-        assert (ROOT / name).is_file(), f"{page.name} names {name}"
+def test_files_and_tests_named_in_prose_exist(page):
+    """`lowbit/a/b.py`, or `a/b.py` inside lowbit, or `tests/a/test_b.py::test_c`."""
+    for name, test in re.findall(r"`([\w/.]+/[\w.]+\.(?:py|md))(?:::(\w+))?`", page.read_text()):
+        file = next((path for path in (ROOT / name, ROOT / "lowbit" / name) if path.is_file()), None)
+        assert file is not None, f"{page.name} names {name}"
+        if test:
+            assert re.search(rf"^ *(?:def|class) {test}\b", file.read_text(), re.MULTILINE), f"{page.name}: {name}::{test}"
 
 
 def test_the_table_of_formats_is_computed():
-    rows = re.findall(
-        r"^\| (fp\w+|int\d) \| (\S+) \| (\S+) \| (\S+) \|", (ROOT / "docs" / "numerics.md").read_text(), re.MULTILINE
-    )
-    assert len(rows) >= 12
-    for name, largest, smallest_normal, smallest in rows:
+    text = (ROOT / "docs" / "numerics.md").read_text()
+    rows = re.findall(r"^\| (fp\w+|int\d) \| (\S+) \| (\S+) \| (\S+) \| (\S+) \| (.*?) \|$", text, re.MULTILINE)
+    wanted = {f"int{bits}" for bits in range(2, 9)} | {
+        *("fp4_e2m1", "fp5_e2m2", "fp6_e3m2", "fp6_e2m3", "fp7_e3m3", "fp8_e4m3", "fp8_e5m2", "fp8_e3m4")
+    }
+    assert {row[0] for row in rows} == wanted
+    for name, largest, least, normal, smallest, special in rows:
         fmt = number_format(name)
-        positive = sorted(v for v in code_values(fmt).tolist() if 0 < v < float("inf"))
-        assert float(largest) == fmt.max, name
-        assert float(smallest) == positive[0], name
-        normal = 2.0 ** (1 - fmt.bias) if isinstance(fmt, FloatFormat) else 1.0
-        assert float(smallest_normal) == normal, name
+        values = code_values(fmt)
+        positive = sorted(v for v in values.tolist() if 0 < v < float("inf"))
+        assert (float(largest), float(least)) == (fmt.max, fmt.min), name
+        assert float(largest) == max(positive) and float(least) == values[values.isfinite()].min(), name
+        if isinstance(fmt, IntFormat):
+            assert (normal, smallest) == ("-", "-"), name
+        else:
+            assert isinstance(fmt, FloatFormat)
+            # The smallest normal number has exponent field 1 and no mantissa; below it lie only subnormals.
+            assert float(normal) == fmt.value_of(1 << fmt.mantissa), name
+            assert float(smallest) == positive[0] == fmt.value_of(1), name
+        infinite, not_a_number = int(values.isinf().sum()), int(values.isnan().sum())
+        said = {(0, 0): "none", (0, 2): "2 NaN", (2, 6): "2 infinities, 6 NaN"}[infinite, not_a_number]
+        assert special == said, name

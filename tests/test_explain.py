@@ -1,20 +1,40 @@
-"""The explained path ends at the weight that dequantize gives, and names files that exist."""
+"""The explained path ends, by its own steps, at the weight that dequantize gives, and names bits and files that are there."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader
 from lowbit.explain import explain, render
 from lowbit.formats import code_values
+from lowbit.hardware.conversions import PLANES
+from lowbit.hardware.half import widen_half
+from lowbit.hardware.mma import wgmma_f16
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
+from lowbit.pack import FragmentOrder
+from lowbit.quantize import rtn
 from tests.tiny import save_tiny
 
 ROOT = Path(__file__).parent.parent
 LAYER = "model.layers.1.mlp.down_proj"  # 64 x 176: tiles with tails
+PLACES = ((0, 0), (63, 175), (17, 90))
+SCHEMES = [
+    "w4a16_g64",
+    "w6e3m2a16",
+    "w8a16",
+    "w4a16_g32_fz",
+    "w3a16_g48_z",
+    "w5e2m2a16",
+    "w7a16",
+    "w8e4m3a16_b16x16",
+    "w8e6m1a16",
+    "w2a16_t",
+]
 
 
 @pytest.fixture(scope="module")
@@ -22,49 +42,155 @@ def fp16(tmp_path_factory):
     return save_tiny(tmp_path_factory.mktemp("explain") / "fp16")
 
 
-@pytest.mark.parametrize(
-    "scheme",
-    [
-        "w4a16_g64",
-        "w6e3m2a16",
-        "w8a16",
-        "w4a16_g32_fz",
-        "w3a16_g48_z",
-        "w5e2m2a16",
-        "w7a16",
-        "w8e4m3a16_b16x16",
-        "w8e6m1a16",
-        "w2a16_t",
-    ],
-)
-def test_the_path_ends_at_the_weight(fp16, tmp_path, scheme):
-    quantize_checkpoint(fp16, tmp_path / "q", scheme)
-    with CheckpointReader(tmp_path / "q") as reader:
-        q = reader.layer(LAYER)
-    for row, column in ((0, 0), (63, 175), (17, 90)):
-        steps = explain(tmp_path / "q", LAYER, row, column)
-        text = render(steps)
-        code, weight = int(q.codes[row, column]), float(q.dequantize()[row, column])
-        assert f"code {code} = 0b" in steps[0].lines[2], "the byte at the offset holds the code"
-        assert f"{weight:.8g}" in steps[1].lines[-1]
-        value = float(re.search(r"half: (\S+)", text)[1])
+@pytest.fixture(scope="module")
+def quantized(fp16, tmp_path_factory):
+    """Makes each quantized checkpoint once; returns its folder and the layer."""
+    made = {}
+
+    def make(scheme):
+        if scheme not in made:
+            folder = tmp_path_factory.mktemp("quantized") / scheme
+            quantize_checkpoint(fp16, folder, scheme)
+            with CheckpointReader(folder) as reader:
+                made[scheme] = folder, reader.layer(LAYER)
+        return made[scheme]
+
+    return make
+
+
+def number(text):
+    return int(text.replace(",", ""))
+
+
+def by_file(steps):
+    return {step.file.rpartition("/")[2]: "\n".join(step.lines) for step in steps}
+
+
+def weight_at_the_end(steps):
+    return np.float32(re.search(r"the weight is (\S+)$", by_file(steps)["conversions.py"])[1])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("row", "column"), PLACES)
+class TestPath:
+    def test_the_bytes_at_the_offset_hold_the_code(self, quantized, scheme, row, column):
+        folder, q = quantized(scheme)
+        text = by_file(explain(folder, LAYER, row, column))["reader.py"]
+        file = Path(re.match(r"(.*?\.safetensors): ", text)[1])
+        low, high, byte = (number(v) for v in re.search(r"bits (\d+) to (\d+) from byte ([\d,]+),", text).groups())
+        assert high - low + 1 == q.scheme.weight.bits
+        stream = int.from_bytes(file.read_bytes()[byte : byte + 2], "little")
+        assert stream >> low & ((1 << q.scheme.weight.bits) - 1) == int(q.codes[row, column])
+        assert f"code {int(q.codes[row, column])} = 0b" in text
+
+    def test_the_packed_words_hold_the_code(self, quantized, scheme, row, column):
+        folder, q = quantized(scheme)
+        text = by_file(explain(folder, LAYER, row, column))["fragment.py"]
+        found = re.findall(r"plane of (\d) bits, int32 (\[.*?\]): word \[(.*?)\] = (\w{8}), bits (\d+) to (\d+): 0b", text)
+        planes = FragmentOrder(wgmma_f16(64)).pack(q.codes, q.scheme.weight.bits)  # the whole layer, not one tile
+        assert tuple(int(row[0]) for row in found) == PLANES[q.scheme.weight.bits]
+        code = 0
+        for plane, (width, shape, index, word, low, high) in zip(planes, found, strict=True):
+            assert str(list(plane.shape)) == shape and int(high) - int(low) + 1 == int(width)
+            assert int(plane[tuple(int(v) for v in index.split(","))]) & 0xFFFFFFFF == int(word, 16)
+            code = code << int(width) | int(word, 16) >> int(low) & ((1 << int(width)) - 1)
+        assert code == int(q.codes[row, column])
+
+    def test_the_executed_program_ends_at_the_weight(self, quantized, scheme, row, column):
+        folder, q = quantized(scheme)
+        steps = explain(folder, LAYER, row, column)
+        text = by_file(steps)["conversions.py"]
+        name, half = re.search(r"^output \d+ = (\w+), (upper|lower) half", text, re.MULTILINE).groups()
+        bits = int(re.search(rf"^\S+ {name}, .*// (\w{{8}})$", text, re.MULTILINE)[1], 16)
         factor = re.search(r"times (\S+), which the scale takes over", text)
-        if factor:
-            value *= float(factor[1])
-        assert value == pytest.approx(float(code_values(q.scheme.weight)[code]), rel=1e-8), (
-            "the conversion program gives the code's value"
-        )
-        for step in steps:
-            assert (ROOT / step.file).is_file(), step.file
-        assert "blocked: runs (lowbit" in text or "blocked: runs (kernels/" in text
+        dtype = "bf16" if "-> bf16" in text else "fp16"
+        value = widen_half(np.array([bits], np.uint32), dtype)[0, int(half == "upper")] * float(factor[1] if factor else 1)
+        assert value == float(code_values(q.scheme.weight)[int(q.codes[row, column])])
+        expected = q.dequantize()[row, column].item()
+        assert weight_at_the_end(steps) == np.float32(expected)
+        assert by_file(steps)["tensor.py"].endswith(f" = {expected:.9g}")
+
+    def test_named_files_exist(self, quantized, scheme, row, column):
+        steps = explain(quantized(scheme)[0], LAYER, row, column)
+        text = render(steps)
+        named = set(re.findall(r"\b[\w/]+\.py\b", text))
+        assert {step.file for step in steps} < named, "and the kernel that runs"
+        for name in named:
+            assert (ROOT / name).is_file(), name
 
 
-def test_first_layer_and_mistakes(fp16, tmp_path):
-    quantize_checkpoint(fp16, tmp_path / "q", "w8a16")
-    assert "q_proj" in render(explain(tmp_path / "q")) or "layers.0" in render(explain(tmp_path / "q"))
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_16_bit_checkpoint_goes_through_rounding(fp16, quantized, scheme):
+    with CheckpointReader(fp16) as reader:
+        original = reader.get(f"{LAYER}.weight")
+    expected = rtn(original, scheme)
+    for row, column in PLACES:
+        steps = explain(fp16, LAYER, row, column, scheme=scheme)
+        text = by_file(steps)["reader.py"]
+        file = Path(re.match(r"(.*?\.safetensors): ", text)[1])
+        byte = number(re.search(r"from byte ([\d,]+),", text)[1])
+        stored = torch.frombuffer(bytearray(file.read_bytes()[byte : byte + 2]), dtype=torch.float16)[0]
+        assert stored == original[row, column]
+        assert f"code {int(expected.codes[row, column])}" in by_file(steps)["rtn.py"]
+        assert weight_at_the_end(steps) == np.float32(expected.dequantize()[row, column].item())
+        # From the meaning of the code on, the path is that of the quantized checkpoint, whose bytes it foretells.
+        folder, _ = quantized(scheme)
+        other = explain(folder, LAYER, row, column)
+        assert steps[3:] == other[1:]
+        foretold = re.search(r"row \d+: (.*)$", by_file(steps)["words.py"])[1]
+        assert f"the file has {foretold} =" in by_file(other)["reader.py"]
+
+
+@pytest.mark.parametrize(
+    ("sm", "instruction"), [(80, "mma.sync"), (86, "mma.sync"), (89, "mma.sync"), (90, "wgmma"), (100, "mma.sync")]
+)
+def test_other_machines(quantized, sm, instruction):
+    folder, q = quantized("w6e3m2a16")
+    steps = explain(folder, LAYER, 17, 90, sm=sm)
+    assert f"\n{instruction}" in by_file(steps)["mma.py"] and f"sm {sm}," in by_file(steps)["mma.py"]
+    assert weight_at_the_end(steps) == np.float32(q.dequantize()[17, 90].item())
+
+
+def test_register_by_hand(quantized):
+    """Row 17, k 26 of a tile: warp 1 has rows 16 to 31; row 17 is its group 1; k 26 is 10 of step 1: place 1, 8 k on."""
+    text = by_file(explain(quantized("w4a16_g64")[0], LAYER, 17, 64 + 26))["mma.py"]
+    assert "thread 37 (warp 1, lane 5), k step 1, register a2, lower half" in text
+
+
+def test_kernels_are_named_with_reasons(quantized):
+    text = by_file(explain(quantized("w4a16_g64")[0], LAYER))["dispatch.py"]
+    assert "M 1 N 64 K 176" in text and "M 64 N 64 K 176" in text
+    assert text.count("blocked: runs (lowbit/kernels/blocked.py)") == 2
+    assert "torch_int8: takes int8 weights with one scale per channel, not w4a16_g64" in text or torch.cuda.is_available()
+
+
+def test_first_and_tied_layers(fp16, quantized, tmp_path):
+    folder, _ = quantized("w8a16")
+    with CheckpointReader(folder) as reader:
+        first = next(iter(reader.manifest.layers))
+    assert f": {first}.weight_packed" in render(explain(folder))
+    assert f": {first}.weight " in render(explain(fp16, scheme="w8a16"))
+    quantize_checkpoint(fp16, tmp_path / "q", "w8a16", embeddings=True)
+    with CheckpointReader(tmp_path / "q") as reader:
+        ((follower, owner),) = reader.manifest.tied.items()
+    assert explain(tmp_path / "q", follower, 3, 5) == explain(tmp_path / "q", owner, 3, 5)
+
+
+def test_mistakes(fp16, quantized):
+    folder, _ = quantized("w8a16")
     with pytest.raises(ValueError, match=r"no quantized layer 'down_proj'; near: model\.layers\.0\.mlp\.down_proj"):
-        explain(tmp_path / "q", "down_proj")
+        explain(folder, "down_proj")
+    with pytest.raises(ValueError, match=r"no linear layer 'model.layers.1.mlp.down_porj'; near: model\.layers\.1\.mlp\.down"):
+        explain(fp16, "model.layers.1.mlp.down_porj", scheme="w8a16")
     with pytest.raises(ValueError, match=r"64 x 176: row 64, column 0 is outside"):
-        explain(tmp_path / "q", LAYER, 64)
+        explain(folder, LAYER, 64)
+    with pytest.raises(ValueError, match=r"64 x 176: row 0, column -1 is outside"):
+        explain(fp16, LAYER, 0, -1, scheme="w8a16")
     with pytest.raises(CheckpointError, match="holds no weights quantized by lowbit"):
         explain(fp16)
+    with pytest.raises(CheckpointError, match="is quantized already; leave out the scheme 'w8a16'"):
+        explain(folder, scheme="w8a16")
+    with pytest.raises(ValueError, match=r"nothing to quantize to w8a8: .*no kernel: "):
+        explain(fp16, scheme="w8a8")
+    with pytest.raises(ValueError, match="no row for SM 70; known: 80"):
+        explain(folder, sm=70)

@@ -2,7 +2,7 @@
 
 Isaac Newton, Opticks, fourth edition, London 1730 (public domain): the beginning of the first book, about 160,000
 characters. Prepared from the plain text in the test data of the Go distribution: paragraphs unwrapped to one line each,
-marks of italics, illustrations and footnotes removed, nothing else changed.
+marks of italics and of illustrations removed, nothing else changed (Greek letters stay spelled out, as `[Greek: d]`).
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ DEVICES: tuple[Device, ...] = (
     Device(80, "A100 SXM 80 GB", 108, 164 * _KIB, 163 * _KIB, 40 * _MIB, 2.039e12, 312e12, None, 624e12, 1248e12, _AMPERE),
     Device(86, "A10", 72, 100 * _KIB, 99 * _KIB, 6 * _MIB, 600e9, 125e12, None, 250e12, 500e12, _AMPERE),
     Device(89, "L40S", 142, 100 * _KIB, 99 * _KIB, 96 * _MIB, 864e9, 362e12, 733e12, 733e12, None, _ADA),
-    # Read bandwidth measured 2026-11-21: 117 MB and more from memory, one run, docs/log.md.
+    # Read bandwidth measured 2026-11-21 by a pure read kernel, one run: docs/log.md.
     Device(90, "H200 SXM", 132, 228 * _KIB, 227 * _KIB, 50 * _MIB, 4.8e12, 989e12, 1979e12, 1979e12, None, _HOPPER, 4.58e12),
     Device(
         100, "B200", 148, 228 * _KIB, 227 * _KIB, 126 * _MIB, 8e12, 2250e12, 4500e12, 4500e12, None, _BLACKWELL | {"tcgen05"}

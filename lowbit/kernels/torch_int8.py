@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 K_STEP = 16
-"""Torch 2.13's product walks K in steps of 16 without a tail: wrong results or a crash for other K (seen: 8, 17, 24)."""
+"""Torch 2.13's product walks K in steps of 16 without a tail: wrong results or a crash for other K (seen: 1, 8, 17, 24, 72)."""
 
 MAX_M = 16
 """Its time grows with M while decoding does not: the blocked kernel wins from about 24 rows on."""

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from lowbit.formats import parse_scheme
 from lowbit.models.hf import LowbitConfig
@@ -17,26 +26,29 @@ from lowbit.pipeline.request import FinishReason, GenerateParams, Response, Unkn
 class Pipeline:
     """A model and its tokenizer, called with one prompt or several."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, max_length: int | None = None) -> None:
         self.model, self.tokenizer = model.eval(), tokenizer
+        self._defaults: dict[str, object] = {} if max_length is None else {"max_length": max_length}
+        GenerateParams.from_arguments(self._defaults)  # a bad default is refused here, not at the first call
         # Chat models name further tokens that end a turn in their generation config.
         self._eos = sorted({*_ids(model.generation_config.eos_token_id), *_ids(tokenizer.eos_token_id)})
 
     def __call__(self, prompts: str | list[str], **arguments: Any) -> list[Response]:
-        """Responses to `prompts`, in order; arguments are the fields of `GenerateParams`.
+        """Responses to `prompts`, in order, each as if it had been asked alone; arguments are the fields of `GenerateParams`.
 
         Raises UnknownArgument for others, ValueError for values out of range, no or empty prompts.
         """
-        params = GenerateParams.from_arguments(arguments)
+        params = GenerateParams.from_arguments({**self._defaults, **arguments})
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         if not texts or not all(isinstance(t, str) and t for t in texts):
             raise ValueError(f"prompts are one or more non-empty strings, got {prompts!r}")
         if self.model is None:
             raise RuntimeError("this pipeline was destroyed")
         encoded = [self.tokenizer(t).input_ids for t in texts]
-        limit = params.new_tokens(max(len(ids) for ids in encoded))
-        generated = self._generate(encoded, params, limit)
-        return [self._response(t, ids, new, params) for t, ids, new in zip(texts, encoded, generated, strict=True)]
+        limits = [params.new_tokens(len(ids)) for ids in encoded]
+        generated = self._generate(encoded, params, max(limits))
+        rows = zip(texts, encoded, generated, limits, strict=True)
+        return [self._response(text, ids, new[:limit], params) for text, ids, new, limit in rows]
 
     def destroy(self) -> None:
         """Lets go of the model and its memory; the pipeline cannot be called afterwards."""
@@ -58,11 +70,13 @@ class Pipeline:
         else:
             options |= {"do_sample": False, "top_p": None, "top_k": None, "temperature": None}
         if params.stop:
-            options |= {"stop_strings": list(params.stop), "tokenizer": self.tokenizer}
+            options["stopping_criteria"] = StoppingCriteriaList([_StopStrings(self, encoded, longest, params.stop)])
         options["eos_token_id"] = None if params.ignore_eos else (self._eos or None)
-        if params.seed is not None:
-            torch.manual_seed(params.seed)
-        out: Tensor = self.model.generate(tokens, attention_mask=mask, **options)
+        # A seed belongs to this call: the caller's own random numbers go on as before.
+        with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=params.seed is not None):
+            if params.seed is not None:
+                torch.manual_seed(params.seed)
+            out: Tensor = self.model.generate(tokens, attention_mask=mask, **options)
         return [row.tolist() for row in out[:, longest:]]
 
     def _response(self, prompt: str, ids: list[int], new: list[int], params: GenerateParams) -> Response:
@@ -73,36 +87,68 @@ class Pipeline:
                 if token in self._eos:
                     new, reason = new[: i + 1], FinishReason.STOP
                     break
-        text = self.tokenizer.decode(new, skip_special_tokens=True)
+        text = self._text(ids, new)
         cut = min((text.find(s) for s in params.stop if s in text), default=-1)
         if cut >= 0:
             reason = FinishReason.STOP
-            new = new[: self._tokens_until(new, params.stop)]
+            new = new[: self._tokens_until(ids, new, params.stop)]
             text = text[:cut]
         return Response(prompt + text if params.return_full_text else text, len(ids), len(new), reason)
 
-    def _tokens_until(self, new: list[int], stop: Any) -> int:
+    def _text(self, ids: list[int], new: list[int]) -> str:
+        """Text of `new` after the prompt `ids`; decoded alone, some tokenizers drop the space in front of the first word."""
+        prompt, whole = (self.tokenizer.decode(part, skip_special_tokens=True) for part in (ids, [*ids, *new]))
+        return whole[len(prompt) :] if whole.startswith(prompt) else self.tokenizer.decode(new, skip_special_tokens=True)
+
+    def _tokens_until(self, ids: list[int], new: list[int], stop: Sequence[str]) -> int:
         """How many tokens there were when a stop string was complete; others of the batch may have run on."""
         for count in range(1, len(new)):
-            text = self.tokenizer.decode(new[:count], skip_special_tokens=True)
+            text = self._text(ids, new[:count])
             if any(s in text for s in stop):
                 return count
         return len(new)
+
+
+class _StopStrings(StoppingCriteria):
+    """Ends a row once what was generated, without the prompt, holds a stop string.
+
+    Transformers' own criterion looks at the prompt too, and ends a text whose first token completes a stop string that
+    the prompt's last one began.
+    """
+
+    def __init__(self, pipe: Pipeline, encoded: list[list[int]], longest: int, stop: Sequence[str]) -> None:
+        self.pipe, self.encoded, self.longest, self.stop = pipe, encoded, longest, stop
+        self.tail = 4 * max(len(s) for s in stop) + 4  # a character is at most four byte tokens
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        ended = [self._ended(ids, row) for ids, row in zip(self.encoded, input_ids.tolist(), strict=True)]
+        return torch.tensor(ended, device=input_ids.device)
+
+    def _ended(self, ids: list[int], row: list[int]) -> bool:
+        # The cheap look at the last tokens may see the prompt; only the generated text decides.
+        tail = self.pipe.tokenizer.decode(row[-self.tail :], skip_special_tokens=True)
+        if not any(s in tail for s in self.stop):
+            return False
+        text = self.pipe._text(ids, row[self.longest :])
+        return any(s in text for s in self.stop)
 
 
 def pipeline(
     model_name_or_path: str,
     *,
     quantization_mode: str | None = None,
+    tokenizer: str | PreTrainedTokenizerBase | None = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
+    max_length: int | None = None,
     **unknown: Any,
 ) -> Pipeline:
     """A pipeline over the Transformers model at a path or hub name, DeepSpeed-MII's `mii.pipeline`.
 
     quantization_mode: a scheme to quantize 16-bit weights to while loading ("wf6af16", "w4a16_g64", ...); None takes the
-    model as it is, quantized or not. device: "cuda" when torch sees a GPU, else "cpu". dtype of activations: the
-    checkpoint's own on a GPU, float32 on a CPU. Raises UnknownArgument for other arguments, and ValueError when the
+    model as it is, quantized or not. tokenizer: one, or its path, when it is not the model's. device: "cuda" when torch
+    sees a GPU, else "cpu". dtype of activations: the checkpoint's own on a GPU, float32 on a CPU. max_length: default of
+    the calls, in tokens of prompt and answer. Raises UnknownArgument for other arguments, and ValueError when the
     checkpoint is quantized to something else already.
     """
     for name in unknown:
@@ -127,7 +173,9 @@ def pipeline(
         device_map={"": device},
         **quantization,
     )
-    return Pipeline(model, AutoTokenizer.from_pretrained(model_name_or_path))
+    if tokenizer is None or isinstance(tokenizer, str):
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer or model_name_or_path)
+    return Pipeline(model, tokenizer, max_length=max_length)
 
 
 def _ids(value: int | list[int] | None) -> list[int]:

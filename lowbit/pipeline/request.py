@@ -26,6 +26,8 @@ class FinishReason(str, Enum):
     """The model's end-of-text token, or one of the caller's stop strings."""
     LENGTH = "length"
     """The limit of tokens."""
+    NONE = "none"
+    """Not ended yet; of DeepSpeed-MII's streams, never in a finished response."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +61,17 @@ class GenerateParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("max_length", "max_new_tokens", "min_new_tokens", "top_k", "seed"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+                raise ValueError(f"{name} is a whole number, got {value!r}")
         if self.max_length < 1:
             raise ValueError(f"max_length is at least 1, got {self.max_length}")
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
             raise ValueError(f"max_new_tokens is at least 1, got {self.max_new_tokens}")
+        most = self.max_length if self.max_new_tokens is None else self.max_new_tokens
+        if not 0 <= self.min_new_tokens <= most:
+            raise ValueError(f"min_new_tokens is from 0 to the limit of {most} tokens, got {self.min_new_tokens}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is above 0 and at most 1, got {self.top_p}")
         if self.top_k is not None and self.top_k < 1:
@@ -81,10 +90,10 @@ class GenerateParams:
                 raise UnknownArgument(name, known)
         return cls(**arguments)  # type: ignore[arg-type]
 
-    def new_tokens(self, longest_prompt: int) -> int:
-        """Limit of new tokens for a batch whose longest prompt has so many; ValueError when there is no room."""
+    def new_tokens(self, prompt_length: int) -> int:
+        """Limit of new tokens after a prompt of so many; ValueError when there is no room."""
         if self.max_new_tokens is not None:
             return self.max_new_tokens
-        if longest_prompt >= self.max_length:
-            raise ValueError(f"a prompt of {longest_prompt} tokens leaves no room within max_length {self.max_length}")
-        return self.max_length - longest_prompt
+        if prompt_length >= self.max_length:
+            raise ValueError(f"a prompt of {prompt_length} tokens leaves no room within max_length {self.max_length}")
+        return self.max_length - prompt_length

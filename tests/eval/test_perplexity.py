@@ -45,6 +45,9 @@ def test_equals_a_computation_by_hand(model, length, window, stride):
     assert result.tokens == count
     assert math.isclose(result.perplexity, expected, rel_tol=1e-5)
     assert math.isclose(result.perplexity, math.exp(result.nll))
+    batched = perplexity(model, ids, window=window, stride=stride, batch_size=3)
+    assert (batched.tokens, batched.windows) == (result.tokens, result.windows)
+    assert math.isclose(batched.nll, result.nll, rel_tol=1e-6)
 
 
 def test_counts_are_what_the_docstring_says(model):
@@ -60,6 +63,11 @@ def test_large_vocabularies_are_scored_in_pieces(model, monkeypatch):
     assert math.isclose(perplexity(model, ids, window=32).nll, whole.nll, rel_tol=1e-6)
 
 
+def test_no_progress_bar_without_a_terminal(model, capsys):
+    perplexity(model, torch.zeros(8, dtype=torch.long), window=4, progress=True)
+    assert capsys.readouterr().err == ""
+
+
 def test_training_mode_is_restored(model):
     model.train()
     perplexity(model, torch.zeros(8, dtype=torch.long), window=4)
@@ -72,6 +80,10 @@ def test_training_mode_is_restored(model):
     [
         (torch.zeros(1, dtype=torch.long), {}, "at least 2 tokens, got 1"),
         (torch.zeros(2, 8, dtype=torch.long), {}, "one text"),
+        (torch.tensor(3), {}, "one text"),
+        (torch.zeros(1, 2, 8, dtype=torch.long), {}, "one text"),
+        (torch.zeros(8), {}, "one text"),
+        (torch.zeros(8, dtype=torch.long), {"batch_size": 0}, "batch_size is at least 1"),
         (torch.zeros(8, dtype=torch.long), {"window": 1}, "window is at least 2"),
         (torch.zeros(8, dtype=torch.long), {"window": 4, "stride": 5}, "stride from 1 to window"),
     ],

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import lowbit
 from lowbit.nn import QuantLinear
@@ -43,9 +44,11 @@ def test_greedy_equals_transformers(pipe, folder):
     assert pipe(PROMPTS[0], max_new_tokens=10, do_sample=False, ignore_eos=True)[0].generated_text == expected
 
 
-def scripted(text):
+def scripted(text, pad=False):
     """A pipeline whose model says `text` after any prompt, then end-of-text."""
     tokenizer = tiny_tokenizer()
+    if pad:
+        tokenizer.add_special_tokens({"pad_token": "<pad>"})
     script = [*tokenizer(text).input_ids, tokenizer.eos_token_id]
 
     class Scripted(type(tiny_llama())):
@@ -75,6 +78,48 @@ def test_stop_strings_cut_the_text():
     assert response.generated_length == len("one.two")
 
 
+@pytest.mark.parametrize("prompts", [["x"], ["x", "zz"]])
+def test_a_stop_string_begun_by_the_prompt_does_not_count(prompts):
+    for response in scripted("yabcdef", pad=True)(prompts, max_new_tokens=5, do_sample=False, stop=["xy"]):
+        assert (response.generated_text, response.generated_length, response.finish_reason) == ("yabcd", 5, FinishReason.LENGTH)
+
+
+def test_stop_strings_in_a_batch_count_no_padding():
+    for response in scripted("abSTOPcd", pad=True)(["x", "zz"], max_new_tokens=20, do_sample=False, stop=["STOP"]):
+        assert (response.generated_text, response.generated_length, response.finish_reason) == ("ab", 6, FinishReason.STOP)
+
+
+def test_max_length_holds_for_each_prompt_of_a_batch(pipe):
+    together = pipe(["a", "abcde"], max_length=10, do_sample=False, ignore_eos=True)
+    assert [r.generated_length for r in together] == [9, 5]
+    assert together == [pipe(t, max_length=10, do_sample=False, ignore_eos=True)[0] for t in ("a", "abcde")]
+
+
+def test_the_space_after_the_prompt_is_kept():
+    """SentencePiece-like tokenizers drop the space of the first token they decode."""
+    inner = Tokenizer(models.WordLevel({"<s>": 0, "</s>": 1, "<unk>": 2, "▁is": 3, "▁Sea": 4}, unk_token="<unk>"))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+
+    class Is(type(tiny_llama())):
+        def forward(self, **kwargs):
+            out = super().forward(**kwargs)
+            out.logits = torch.nn.functional.one_hot(torch.full(out.logits.shape[:2], 3), out.logits.shape[-1]).float()
+            return out
+
+    pipe = Pipeline(Is(tiny_llama().config), tokenizer)
+    assert str(pipe("Sea", max_new_tokens=2, do_sample=False, return_full_text=True)[0]) == "Sea is is"
+    assert str(pipe("Sea", max_new_tokens=2, do_sample=False)[0]) == " is is"
+
+
+def test_defaults_of_the_pipeline(folder):
+    own = lowbit.pipeline(str(folder), tokenizer=tiny_tokenizer(), max_length=8)
+    assert own("abc", do_sample=False, ignore_eos=True)[0].generated_length == 5
+    assert own("abc", do_sample=False, ignore_eos=True, max_length=9)[0].generated_length == 6
+    with pytest.raises(ValueError, match="max_length is at least 1"):
+        lowbit.pipeline(str(folder), max_length=0)
+
+
 def test_full_text_and_length_limits(pipe):
     (response,) = pipe("abc", max_length=10, do_sample=False, return_full_text=True, ignore_eos=True)
     assert response.generated_text.startswith("abc") and response.generated_length == 7
@@ -86,12 +131,20 @@ def test_sampling_is_repeatable_with_a_seed(pipe):
     options = dict(max_new_tokens=20, ignore_eos=True)
     a, b, c = (pipe("abc", seed=s, **options)[0].generated_text for s in (1, 1, 2))
     assert a == b != c
+    torch.manual_seed(7)
+    expected = torch.rand(1)
+    torch.manual_seed(7)
+    pipe("abc", seed=1, **options)
+    assert torch.equal(torch.rand(1), expected)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (dict(max_new_tokens=0), "max_new_tokens is at least 1, got 0"),
+        (dict(max_new_tokens=2.5), "max_new_tokens is a whole number"),
+        (dict(min_new_tokens=-1), "min_new_tokens is from 0"),
+        (dict(max_new_tokens=3, min_new_tokens=4), "to the limit of 3 tokens, got 4"),
         (dict(top_p=0.0), "top_p is above 0"),
         (dict(top_p=1.5), "top_p is above 0"),
         (dict(top_k=0), "top_k"),
