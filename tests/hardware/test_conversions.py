@@ -127,9 +127,7 @@ def test_ptxas_takes_every_program(tmp_path, sm):
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     if not (tools / "ptxas").exists():
         pytest.skip(f"no ptxas in {tools}")
-    for fmt, dtype in [(int_format(4), "fp16"), (int_format(8), "fp16"), (int_format(8), "bf16"), (int_format(4), "bf16"),
-                       (number_format("fp6_e3m2"), "fp16"), (number_format("fp6_e3m2"), "bf16"), (int_format(3), "fp16"),
-                       (number_format("fp5_e2m2"), "fp16"), (uint_format(7), "bf16")]:  # fmt: skip
+    for fmt, dtype in CASES:
         c = conversion(fmt, dtype)
         source = tmp_path / f"{fmt.name}-{dtype}.ptx"
         source.write_text(kernel(c).replace("sm_SM", f"sm_{sm}"))
