@@ -32,6 +32,7 @@ LAYERS = (
     "eval",
     "explain",
     "demo",
+    "bench",
     "cli",
 )
 

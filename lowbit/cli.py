@@ -1,4 +1,4 @@
-"""The command line: quantize, generate, eval, inspect, explain, demo.
+"""The command line: quantize, generate, eval, inspect, explain, demo, bench.
 
 Every command exits with 0 when it did its work, 1 when it could not (one line on stderr says why and what to do), 2 when
 it was called wrongly and 130 on Ctrl-C, which leaves no half-written checkpoint.
@@ -38,6 +38,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="Run neural networks with low-bit weights: quantize, measure, generate, look inside.",
 )
+bench_app = typer.Typer(no_args_is_help=True, help="Measure kernels beside cuBLAS and the peers; make tables of the results.")
+app.add_typer(bench_app, name="bench")
 out = Console()
 err = Console(stderr=True)
 
@@ -302,6 +304,85 @@ def demo(
             soft_wrap=True,
         )
     _write_json(json_file, demos.as_json(rows, source))
+
+
+@bench_app.command(name="gemm")
+@user_errors
+def bench_gemm(
+    formats: Annotated[str | None, typer.Option(help="Schemes, separated by commas.")] = None,
+    shapes: Annotated[str | None, typer.Option(help="Weights as NxK, separated by commas: 8192x8192,8192x28672.")] = None,
+    m: Annotated[str | None, typer.Option("--m", help="Rows of x, separated by commas: 1,16,64,256,1024,4096.")] = None,
+    dtype: Annotated[str, typer.Option(help="Type of x and y: float16 or bfloat16.")] = "float16",
+    peers: Annotated[str | None, typer.Option(help="humming, gemlite, torch or none; those installed when absent.")] = None,
+    out_file: Annotated[Path | None, typer.Option("--out", help="Results; bench/results/<gpu>/<date>-gemm.json.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw them too: a .png or .svg file.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer formats, shapes and M, and no tuning of peers.")] = False,
+) -> None:
+    """Time y = x w^T with quantized weights on this GPU: us, share of the machine's limit, times cuBLAS and the best peer.
+
+    Needs an NVIDIA GPU. Each row is checked against a float64 product. The file is complete after every row, so Ctrl-C
+    keeps what was measured.
+
+    Example: lowbit bench gemm --formats w4a16_g128,w6e3m2a16 --shapes 8192x28672 --m 1,16,256 --peers none
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from lowbit.bench import report
+    from lowbit.bench.gemm import choose_peers, run
+    from lowbit.bench.request import make_request
+
+    request = make_request(formats, shapes, m, dtype, quick)
+    present, absent = choose_peers(peers)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task("starting")
+
+        def watch(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total, description=what)
+
+        results = run(request, present, absent, out_file, _say, watch)
+    out.print(report.table(results.document))
+    for line in report.failed(results.document):
+        _say(line)
+    _say(f"wrote {results.path}")
+    if plot_file is not None:
+        _plot(results.document, plot_file)
+
+
+@bench_app.command(name="report")
+@user_errors
+def bench_report(
+    file: Annotated[Path, typer.Argument(help="Result file of `lowbit bench gemm`.")],
+    m: Annotated[str | None, typer.Option("--m", help="Only these numbers of rows of x: 1,16,256.")] = None,
+    readme: Annotated[
+        Path | None, typer.Option(help="Rewrite the block between <!-- bench:gemm --> and <!-- /bench:gemm --> of this file.")
+    ] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw the results: a .png or .svg file.")] = None,
+) -> None:
+    """Print the Markdown tables of a result file; needs no GPU.
+
+    Example: lowbit bench report bench/results/h200/2026-11-21-gemm.json --readme README.md
+    """
+    from lowbit.bench import report
+    from lowbit.bench.request import parse_rows
+    from lowbit.bench.results import load
+
+    document = load(file)
+    text = report.markdown(document, None if m is None else parse_rows(m))
+    if readme is None:
+        sys.stdout.write(text)
+    else:
+        report.rewrite_readme(readme, text)
+        _say(f"wrote the table into {readme}")
+    if plot_file is not None:
+        _plot(document, plot_file)
+
+
+def _plot(document: dict[str, Any], path: Path) -> None:
+    from lowbit.bench.plot import plot
+
+    plot(document, path)
+    _say(f"wrote {path}")
 
 
 def main() -> None:

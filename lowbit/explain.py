@@ -19,7 +19,7 @@ from lowbit.models.hf import plan_for
 from lowbit.models.quantize_checkpoint import skeleton
 from lowbit.ops import Problem, candidates
 from lowbit.pack import FragmentOrder
-from lowbit.pack.fragment import TILE
+from lowbit.pack.fragment import STRIP, TILE_K, word_places
 from lowbit.quantize import rtn
 
 
@@ -87,7 +87,7 @@ def explain(
     round-to-nearest. Raises CheckpointError for a checkpoint that is not of the kind asked for, ValueError for a layer
     or an index it does not have, a scheme or an SM version that is not known.
     """
-    atom = wgmma_f16(TILE) if "wgmma" in device_for(sm).features else MMA_M16N8K16_F16
+    atom = wgmma_f16(64) if "wgmma" in device_for(sm).features else MMA_M16N8K16_F16
     with CheckpointReader(checkpoint) as reader:
         if scheme is None:
             weight, origin = _quantized(reader, layer, row, column)
@@ -236,9 +236,9 @@ def _meaning(weight: _Weight) -> Step:
 
 def _registers(weight: _Weight, atom: MmaAtom, sm: int) -> list[Step]:
     """The register that wants this weight, the packed words that hold its code, and the conversion between the two."""
-    layout = FragmentOrder(atom)
+    layout = FragmentOrder(atom, weight.format)
     rows, ks = layout.tile.coordinates()
-    here = np.argwhere((rows == weight.row % TILE) & (ks == weight.column % TILE))[0]
+    here = np.argwhere((rows == weight.row % STRIP) & (ks == weight.column % TILE_K))[0]
     place = _Place(*(int(number) for number in here))
     c = conversion(weight.format, _half_type(weight.format))
     words, packing = _packing(weight, layout, c, place)
@@ -256,42 +256,39 @@ def _half_type(fmt: NumberFormat) -> HalfType:
 
 def _fragment(weight: _Weight, atom: MmaAtom, sm: int, place: _Place) -> Step:
     step, register = divmod(place.register, atom.a.registers)
-    tile, inside = (weight.row // TILE, weight.column // TILE), (weight.row % TILE, weight.column % TILE)
-    share = "one warpgroup" if atom.threads > 32 else f"{TILE // atom.m} strips of {atom.m} rows, a warp each"
+    tile, inside = (weight.row // STRIP, weight.column // TILE_K), (weight.row % STRIP, weight.column % TILE_K)
+    share = "the share of one warp of the warpgroup" if atom.threads > 32 else "a warp's share"
     return Step(
         "lowbit/hardware/mma.py",
         atom.name,
         (
             f"sm {sm}, {atom.section}",
             f"{atom.instruction}: weights are operand A, {atom.m} rows of k {atom.k} in {atom.threads} threads' registers",
-            f"tile {list(tile)} of {TILE} x {TILE} ({share}): row {inside[0]}, k {inside[1]} of it belongs to",
-            f"thread {place.thread} (warp {place.thread // 32}, lane {place.thread % 32}), k step {step}, "
-            f"register a{register}, {place.half}",
+            f"tile {list(tile)} of {STRIP} x {TILE_K} ({share}): row {inside[0]}, k {inside[1]} of it belongs to",
+            f"lane {place.thread}, k step {step}, register a{register}, {place.half}",
         ),
     )
 
 
 def _packing(weight: _Weight, layout: FragmentOrder, c: Conversion, place: _Place) -> tuple[list[np.uint32], Step]:
     """Packs the tile of this weight: the words its conversion reads, and where its code's bits are in them."""
-    row_tile, k_tile, bits = weight.row // TILE, weight.column // TILE, weight.format.bits
-    tile = weight.q.codes[row_tile * TILE :, k_tile * TILE :][:TILE, :TILE]
-    planes, shapes = layout.pack(tile, bits), layout.plane_shapes(bits, weight.q.shape)
+    strip, k_tile, bits = weight.row // STRIP, weight.column // TILE_K, weight.format.bits
+    (plane,) = layout.pack(weight.q.codes[strip * STRIP :, k_tile * TILE_K :][:STRIP, :TILE_K], bits)
+    (shape,) = layout.plane_shapes(bits, weight.q.shape)
+    places = word_places(bits)[place.thread]
+    own = plane[0, 0][places].numpy().view(np.uint32)
     run, register = divmod(place.register, c.registers)
-    words: list[np.uint32] = []
-    lines = [f"{sum(plane.nbytes for plane in planes):,} bytes for this tile, each thread's codes side by side"]
-    for plane, shape, width, count in zip(planes, shapes, c.planes, c.words, strict=True):
-        own = plane[0, 0, :, place.thread].reshape(-1).numpy().view(np.uint32)  # vector by vector
-        words += list(own[run * count : (run + 1) * count])
-        in_run, low_bit = divmod(register * width, 16)
-        number, low_bit = run * count + in_run, low_bit + 16 * place.element
-        vector, word = divmod(number, shape[4])
-        part = int(own[number]) >> low_bit & ((1 << width) - 1)
-        lines.append(
-            f"plane of {width} bits, int32 {list(shape)}: word [{row_tile}, {k_tile}, {vector}, {place.thread}, {word}] = "
-            f"{own[number]:08x}, bits {low_bit} to {low_bit + width - 1}: 0b{part:0{width}b}"
-        )
+    first = run * c.fields.words
+    words = list(own[first : first + c.fields.words])
+    lines = [f"{plane.nbytes:,} bytes for this tile, each lane's codes side by side", f"int32 {list(shape)}:"]
+    where: dict[int, list[tuple[int, int]]] = {}
+    for bit, (word, at) in enumerate(c.fields.places[register]):
+        where.setdefault(first + word, []).append((bit, at + place.element * c.fields.window))
+    for number, bits_there in where.items():
+        parts = ", ".join(f"bit {bit} at {at}: {int(own[number]) >> at & 1}" for bit, at in reversed(bits_there))
+        lines.append(f"word [{strip}, {k_tile}, {int(places[number])}] = {own[number]:08x}, of the code {parts}")
     lines.append("(a kernel that reads the file's dense rows skips this step and the next; the last step says which one runs)")
-    return words, Step("lowbit/pack/fragment.py", "FragmentOrder", tuple(lines))
+    return words, Step("lowbit/pack/fragment.py", str(layout), tuple(lines))
 
 
 def _conversion(weight: _Weight, c: Conversion, place: _Place, words: list[np.uint32]) -> Step:

@@ -12,7 +12,6 @@ import torch
 from lowbit.checkpoint import CheckpointError, CheckpointReader
 from lowbit.explain import explain, render
 from lowbit.formats import code_values
-from lowbit.hardware.conversions import PLANES
 from lowbit.hardware.half import widen_half
 from lowbit.hardware.mma import wgmma_f16
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
@@ -86,14 +85,16 @@ class TestPath:
     def test_the_packed_words_hold_the_code(self, quantized, scheme, row, column):
         folder, q = quantized(scheme)
         text = by_file(explain(folder, LAYER, row, column))["fragment.py"]
-        found = re.findall(r"plane of (\d) bits, int32 (\[.*?\]): word \[(.*?)\] = (\w{8}), bits (\d+) to (\d+): 0b", text)
-        planes = FragmentOrder(wgmma_f16(64)).pack(q.codes, q.scheme.weight.bits)  # the whole layer, not one tile
-        assert tuple(int(row[0]) for row in found) == PLANES[q.scheme.weight.bits]
+        found = re.findall(r"word \[(.*?)\] = (\w{8}), of the code (.*)", text)
+        # the whole layer, not one tile
+        (plane,) = FragmentOrder(wgmma_f16(64), q.scheme.weight).pack(q.codes, q.scheme.weight.bits)
+        assert f"int32 {list(plane.shape)}:" in text
         code = 0
-        for plane, (width, shape, index, word, low, high) in zip(planes, found, strict=True):
-            assert str(list(plane.shape)) == shape and int(high) - int(low) + 1 == int(width)
+        for index, word, bits in found:
             assert int(plane[tuple(int(v) for v in index.split(","))]) & 0xFFFFFFFF == int(word, 16)
-            code = code << int(width) | int(word, 16) >> int(low) & ((1 << int(width)) - 1)
+            for bit, at, value in re.findall(r"bit (\d+) at (\d+): (\d)", bits):
+                assert int(word, 16) >> int(at) & 1 == int(value)
+                code |= int(value) << int(bit)
         assert code == int(q.codes[row, column])
 
     def test_the_executed_program_ends_at_the_weight(self, quantized, scheme, row, column):
@@ -152,9 +153,9 @@ def test_other_machines(quantized, sm, instruction):
 
 
 def test_register_by_hand(quantized):
-    """Row 17, k 26 of a tile: warp 1 has rows 16 to 31; row 17 is its group 1; k 26 is 10 of step 1: place 1, 8 k on."""
+    """Row 17 is row 1 of strip 1, lane group 1; k 26 of a tile is 10 of step 1: place 1, 8 k on."""
     text = by_file(explain(quantized("w4a16_g64")[0], LAYER, 17, 64 + 26))["mma.py"]
-    assert "thread 37 (warp 1, lane 5), k step 1, register a2, lower half" in text
+    assert "lane 5, k step 1, register a2, lower half" in text
 
 
 def test_kernels_are_named_with_reasons(quantized):

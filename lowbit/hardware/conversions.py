@@ -15,8 +15,8 @@ Floats     Sign to bit 15, exponent and mantissa to just below it: the half's ex
            the power of two is part of the program. Codes of infinity and NaN (e5m2, e4m3) never occur in weights; e4m3's
            two NaN codes would read as +-480.
 
-Words hold the codes as `pack.fragment` stores them: a plane of p bits has element e of register r at bit 16 e + p r. For
-4 and 8 bits this is also FasterTransformer's order (nibbles e7 e5 e3 e1 e6 e4 e2 e0, bytes e3 e1 e2 e0, from the top).
+Words hold the codes as `hardware.fields` orders them. For 4 and 8 bits that is also FasterTransformer's order (nibbles
+e7 e5 e3 e1 e6 e4 e2 e0, bytes e3 e1 e2 e0, from the top).
 
 Source: FasterTransformer and CUTLASS, FastInterleavedAndBiasedNumericArrayConverter (LOP3 0xEA, 1032, 1/16 and -72; PRMT,
 1024 and 1152); FP6-LLM, arXiv:2401.14112 (bias shift). int8 to bf16 without float32 is this library's own.
@@ -32,11 +32,9 @@ import numpy as np
 import numpy.typing as npt
 
 from lowbit.formats import FloatFormat, IntFormat, NumberFormat
+from lowbit.hardware.fields import FieldOrder, Slot, field_order
 from lowbit.hardware.half import BIAS, MANTISSA_BITS, HalfType, widen_half
 from lowbit.hardware.ptx import Builder, Program, Words
-
-PLANES: dict[int, tuple[int, ...]] = {8: (8,), 7: (4, 2, 1), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
-"""Widths of the planes that hold codes of so many bits; the widest plane has the highest bits."""
 
 _BOTH = 0x00010001  # the same bits in both halves of a register
 _MAGIC: dict[HalfType, int] = {"fp16": 0x6400, "bf16": 0x4300}
@@ -46,14 +44,12 @@ _MAGIC: dict[HalfType, int] = {"fp16": 0x6400, "bf16": 0x4300}
 class Conversion:
     """A program that turns the words of some codes into registers of two halves, value = half * `scale_factor`.
 
-    Inputs are the words of each plane, widest plane first (`words` of each); outputs are `registers` f16x2 or bf16x2
-    registers, element 0 in the low half.
+    Inputs are the words of `fields` in order; outputs are `registers` f16x2 or bf16x2 registers, element 0 in the low half.
     """
 
     format: NumberFormat
     dtype: HalfType
-    planes: tuple[int, ...]
-    words: tuple[int, ...]
+    fields: FieldOrder
     program: Program
     scale_factor: float
 
@@ -87,61 +83,74 @@ def conversion(fmt: NumberFormat, dtype: HalfType) -> Conversion:
 
     Raises ValueError for floats whose exponents do not fit: e5m0, e5m1 and six or more exponent bits in fp16.
     """
-    planes = PLANES[fmt.bits]
-    registers = 16 // min(planes)
-    words = tuple(registers * width // 16 for width in planes)
-    names = [f"p{width}_{i}" for width, count in zip(planes, words, strict=True) for i in range(count)]
-    builder = Builder(names)
+    fields = field_order(fmt)
+    builder = Builder([f"w{i}" for i in range(fields.words)])
+    codes = _codes(builder, fields)
     factor = 1.0
     if isinstance(fmt, FloatFormat):
-        outputs, factor = _float_outputs(builder, fmt, dtype, registers)
+        outputs, factor = _float_outputs(builder, fmt, dtype, codes)
     elif fmt.bits == 8:
         outputs = _byte_outputs(builder, fmt, dtype)
     else:
-        outputs = [_integer_output(builder, fmt, dtype, r) for r in range(registers)]
-    return Conversion(fmt, dtype, planes, words, builder.build(outputs), factor)
+        outputs = _integer_outputs(builder, fmt, dtype, codes)
+    return Conversion(fmt, dtype, fields, builder.build(outputs), factor)
 
 
-def _gather(b: Builder, bits: int, register: int, places: Sequence[int], base: int) -> str:
-    """Both halves of one register: bit i of the code to bit places[i] of the half, over the constant `base`."""
-    views: dict[tuple[str, int], int] = {}
-    top = bits
-    for width in PLANES[bits]:
-        top -= width
-        word = f"p{width}_{register * width // 16}"
-        at = register * width % 16
-        for i in range(top, top + width):
-            shift = at + i - top - places[i]
-            views[word, shift] = views.get((word, shift), 0) | 1 << places[i]
+def _codes(b: Builder, fields: FieldOrder) -> list[tuple[str, Slot]]:
+    """The word and the slot of each register, after the gathered words have been put together."""
+    words = [f"w{i}" for i in range(fields.words)]
+    for pieces in fields.gathered:
+        word: str | int = 0
+        for piece in pieces:
+            view = b.shift(words[piece.word], piece.shift)
+            mask = piece.mask * _BOTH
+            word = b.mask(view, mask) if word == 0 else b.masked_or(view, mask, word)
+        assert isinstance(word, str)
+        words.append(word)
+    return [(words[r // len(fields.slots)], fields.slots[r % len(fields.slots)]) for r in range(fields.registers)]
+
+
+def _moved(b: Builder, word: str, slot: Slot, places: Sequence[int], base: int = 0) -> str:
+    """Both halves of one register: bit i of the code from slot[i] to bit places[i] of the half, over a constant."""
+    views: dict[int, int] = {}
+    for bit, place in zip(slot, places, strict=True):
+        views[bit - place] = views.get(bit - place, 0) | 1 << place
     result: str | int = base * _BOTH
-    for (word, shift), mask in views.items():
+    for shift, mask in views.items():
         view = b.shift(word, shift)
         result = b.mask(view, mask * _BOTH) if result == 0 else b.masked_or(view, mask * _BOTH, result)
     assert isinstance(result, str)
     return result
 
 
-def _integer_output(b: Builder, fmt: IntFormat, dtype: HalfType, register: int) -> str:
-    magic, mantissa = _MAGIC[dtype], MANTISSA_BITS[dtype]
-    (width, *more) = PLANES[fmt.bits]
-    # A single plane may leave its field where it is inside the low byte when the mantissa has room for it.
-    up = 0 if more else register * width % 8
-    if up + fmt.bits > mantissa:
-        up = 0
-    number = _gather(b, fmt.bits, register, range(up, up + fmt.bits), magic)
-    minus = _half_bits(-(2.0 ** (mantissa - up) + fmt.offset), dtype)
-    if up == 0 and dtype == "fp16":
-        return b.sub(dtype, number, b.constant((minus ^ 0x8000) * _BOTH))
-    return b.fma(dtype, number, b.constant(_half_bits(2.0**-up, dtype) * _BOTH), b.constant(minus * _BOTH))
+def _integer_outputs(b: Builder, fmt: IntFormat, dtype: HalfType, codes: list[tuple[str, Slot]]) -> list[str]:
+    mantissa = MANTISSA_BITS[dtype]
+    outputs = []
+    down, before = 0, ""
+    for word, slot in codes:
+        # The field may stay some bits up if it fits the mantissa there; else the word is shifted, as seldom as possible.
+        if word != before or slot[0] < down:
+            down, before = 0, word
+        if slot[-1] - down >= mantissa:
+            down = slot[0]
+        up = slot[0] - down
+        number = _moved(b, word, slot, [bit - down for bit in slot], _MAGIC[dtype])
+        minus = _half_bits(-(2.0 ** (mantissa - up) + fmt.offset), dtype)
+        if up == 0 and dtype == "fp16":
+            outputs.append(b.sub(dtype, number, b.constant((minus ^ 0x8000) * _BOTH)))
+        else:
+            factor = b.constant(_half_bits(2.0**-up, dtype) * _BOTH)
+            outputs.append(b.fma(dtype, number, factor, b.constant(minus * _BOTH)))
+    return outputs
 
 
 def _byte_outputs(b: Builder, fmt: IntFormat, dtype: HalfType) -> list[str]:
     if dtype == "fp16":
         magic, minus = b.constant(0x64646464), b.constant(_half_bits(1024.0 + fmt.offset, dtype) * _BOTH)
-        return [b.sub(dtype, b.prmt("p8_0", magic, selector), minus) for selector in (0x5250, 0x5351)]
+        return [b.sub(dtype, b.prmt("w0", magic, selector), minus) for selector in (0x5250, 0x5351)]
     outputs = []
     for register in range(2):
-        view = b.shift("p8_0", 8 * register)
+        view = b.shift("w0", 8 * register)
         low = b.masked_or(view, 0x7F * _BOTH, 0x4300 * _BOTH)  # 128 + the low seven bits
         if fmt.offset:  # minus 128 where the top bit is set, minus 256 where it is not
             subtrahend = b.masked_xor(view, 0x80 * _BOTH, 0x4380 * _BOTH)
@@ -153,13 +162,13 @@ def _byte_outputs(b: Builder, fmt: IntFormat, dtype: HalfType) -> list[str]:
     return outputs
 
 
-def _float_outputs(b: Builder, fmt: FloatFormat, dtype: HalfType, registers: int) -> tuple[list[str], float]:
+def _float_outputs(b: Builder, fmt: FloatFormat, dtype: HalfType, codes: list[tuple[str, Slot]]) -> tuple[list[str], float]:
     mantissa, bias = MANTISSA_BITS[dtype], BIAS[dtype]
     room = 15 - mantissa
     if fmt.exponent > room or (fmt.exponent == room and fmt.special != "ieee"):
         raise ValueError(f"{fmt.name} has exponents that {dtype} does not have; bf16 takes it")
     magnitude = [i + mantissa - fmt.mantissa for i in range(fmt.bits - 1)]
-    outputs = [_gather(b, fmt.bits, r, [*magnitude, 15], 0) for r in range(registers)]
+    outputs = [_moved(b, word, slot, [*magnitude, 15]) for word, slot in codes]
     factor = 2.0 ** (bias - fmt.bias)
     if dtype == "fp16":
         return outputs, factor

@@ -7,13 +7,14 @@ from torch import Tensor, nn
 
 from lowbit.formats import QuantTensor, Scheme
 from lowbit.nn.packed import PackedWeight
-from lowbit.ops import mixed_gemm
+from lowbit.ops import fragment_gemm, mixed_gemm
 
 
 class QuantLinear(PackedWeight):
     """y [.., out_features] = x [.., in_features] . dequant(w)^T + bias, with w packed (see `PackedWeight`).
 
-    x is fp16, bf16 or fp32 and y has its type; bias [out_features] is kept as it was in the original layer.
+    x is fp16, bf16 or fp32 and y has its type; bias [out_features] is kept as it was in the original layer. On a GPU the
+    first call with 16-bit activations brings the weights into the order of the tensor-core kernels (`prepare`).
     """
 
     bias: nn.Parameter | None
@@ -42,6 +43,11 @@ class QuantLinear(PackedWeight):
         return module
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda and not self.is_prepared and not torch.compiler.is_compiling():
+            self.prepare(x.dtype)
+        if self.is_prepared and x.dtype in (torch.float16, torch.bfloat16):
+            return fragment_gemm(x, self.kernel_weight(), self.bias)
+        self.restore()
         return mixed_gemm(x, self.weight_packed, self.weight_scale, self.weight_zero, self.bias, self.scheme_name)
 
     def extra_repr(self) -> str:

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.formats import QuantTensor, Scheme, ZeroPoint, pack_words, packed_bytes, parse_scheme, scale_shape, unpack_words
+from lowbit.ops import kernel_refusals
+from lowbit.pack import KernelWeight, pack_weight, unpack_weight
 from lowbit.quantize.rtn import scale_dtype
 
 
@@ -17,6 +19,9 @@ class PackedWeight(nn.Module):
     """
 
     weight_zero: nn.Parameter | None
+    kernel_codes: Tensor | None
+    kernel_scale: Tensor | None
+    kernel_channel_scale: Tensor | None
 
     def __init__(self, shape: tuple[int, int], scheme: str | Scheme, device: torch.device | str | None = None) -> None:
         super().__init__()
@@ -34,11 +39,56 @@ class PackedWeight(nn.Module):
             self.register_parameter("weight_zero", None)
         else:
             self.weight_zero = _parameter(torch.empty(grid, dtype=zero_dtype, device=device))
+        for name in ("kernel_codes", "kernel_scale", "kernel_channel_scale"):
+            self.register_buffer(name, None, persistent=False)
+        self._shared = False
+        self._refused = False
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the weights are in the order of the tensor-core kernels."""
+        return self.kernel_codes is not None
+
+    def prepare(self, dtype: torch.dtype = torch.bfloat16) -> tuple[str, ...]:
+        """Brings weights on a GPU into the order of the tensor-core kernels, which replaces the form on disk in memory.
+
+        Returns the reasons why not, empty if done. Saving, moving and `quant_tensor` bring the form on disk back without
+        loss. Tied weights keep both forms, since others read the one on disk.
+        """
+        if self.is_prepared or self._refused:
+            return ()
+        reasons = kernel_refusals(self.scheme, dtype, self.weight_packed.device)
+        if not reasons and self.scheme.zero is not ZeroPoint.NONE and self.weight_scale.dtype == torch.float32:
+            reasons = (f"take scales that go with zeros in fp16 or bf16, {self.scheme} has them in float32",)
+        if reasons:
+            self._refused = self.weight_packed.device.type != "cuda" or dtype in (torch.float16, torch.bfloat16)
+            return reasons
+        packed = pack_weight(self.quant_tensor())
+        self.kernel_codes, self.kernel_scale = packed.codes, packed.scale
+        self.kernel_channel_scale = packed.channel_scale
+        if not self._shared:
+            self.weight_packed = _parameter(self.weight_packed.new_empty(0))
+        return ()
+
+    def kernel_weight(self) -> KernelWeight:
+        """The prepared weights."""
+        assert self.kernel_codes is not None
+        return KernelWeight(self.kernel_codes, self.kernel_scale, self.kernel_channel_scale, self.scheme, self.shape)
+
+    def restore(self) -> None:
+        """Undoes `prepare`."""
+        if not self.is_prepared:
+            return
+        if self.weight_packed.numel() == 0:
+            codes = unpack_weight(self.kernel_weight()).codes
+            self.weight_packed = _parameter(pack_words(codes, self.scheme.weight.bits))
+        self.kernel_codes = self.kernel_scale = self.kernel_channel_scale = None
 
     def set_weight(self, q: QuantTensor) -> None:
         """Takes over the codes, scales and zeros of `q`, which must have this module's shape and scheme."""
         if q.shape != self.shape or q.scheme != self.scheme:
             raise ValueError(f"this module holds {self.scheme} {self.shape}, got {q.scheme} {q.shape}")
+        self.kernel_codes = self.kernel_scale = self.kernel_channel_scale = None
         self.weight_packed = _parameter(pack_words(q.codes, q.scheme.weight.bits))
         self.weight_scale = _parameter(q.scale)
         if q.zero is not None:
@@ -48,13 +98,19 @@ class PackedWeight(nn.Module):
         """Ties this module to `other`: both then hold the same parameters."""
         if other.shape != self.shape or other.scheme != self.scheme:
             raise ValueError(f"cannot tie {self.scheme} {self.shape} to {other.scheme} {other.shape}")
+        other.restore()
+        self.restore()
+        self._shared = other._shared = True
         self.weight_packed, self.weight_scale = other.weight_packed, other.weight_scale
         if other.weight_zero is not None:
             self.weight_zero = other.weight_zero
 
     def quant_tensor(self) -> QuantTensor:
         """The weights as codes, scales and zeros."""
-        codes = unpack_words(self.weight_packed.data, self.scheme.weight.bits, self.shape[1])
+        if self.weight_packed.numel() == 0 and self.is_prepared:
+            codes = unpack_weight(self.kernel_weight()).codes
+        else:
+            codes = unpack_words(self.weight_packed.data, self.scheme.weight.bits, self.shape[1])
         zero = None if self.weight_zero is None else self.weight_zero.data
         return QuantTensor(codes, self.weight_scale.data, zero, self.scheme)
 
@@ -62,10 +118,18 @@ class PackedWeight(nn.Module):
     def weight_nbytes(self) -> int:
         """Bytes of the packed weights with scales and zeros."""
         zero = 0 if self.weight_zero is None else self.weight_zero.nbytes
+        if self.is_prepared:
+            return self.kernel_weight().nbytes
         return self.weight_packed.nbytes + self.weight_scale.nbytes + zero
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):  # type: ignore[no-untyped-def]
+        self.restore()  # files hold the form on disk
+        super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
         """Moves devices as any module does, but keeps the scales' type: `.half()` must not round float32 scales."""
+        self.restore()
+        self._refused = False
         exact = {id(p) for p in (self.weight_scale, self.weight_zero)}
 
         def apply(t: Tensor) -> Tensor:

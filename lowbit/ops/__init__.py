@@ -1,6 +1,20 @@
 """How torch calls the kernels: operators with schema, checks and fakes, and the choice among back ends."""
 
 from lowbit.ops.dispatch import BACKENDS, Backend, Problem, UnsupportedProblem, candidates, choose_backend
+from lowbit.ops.fragment_gemm import describe, fragment_gemm, kernel_refusals
 from lowbit.ops.mixed_gemm import mixed_gemm
+from lowbit.pack import pack_weight
 
-__all__ = ["BACKENDS", "Backend", "Problem", "UnsupportedProblem", "candidates", "choose_backend", "mixed_gemm"]
+__all__ = [
+    "BACKENDS",
+    "Backend",
+    "Problem",
+    "UnsupportedProblem",
+    "candidates",
+    "choose_backend",
+    "describe",
+    "fragment_gemm",
+    "kernel_refusals",
+    "mixed_gemm",
+    "pack_weight",
+]

@@ -1,22 +1,22 @@
 """How codes lie in memory: lossless layouts between codes [N, K] and the bytes that a kernel reads."""
 
-from lowbit.pack.bits import join_planes, pack_plane, plane_widths, split_planes, unpack_plane
 from lowbit.pack.fragment import FragmentOrder
 from lowbit.pack.layout import Layout, PackedTensor, RowMajor, pack
-from lowbit.pack.scales import ScaleOrder
+from lowbit.pack.scales import pack_scales, unpack_scales
 from lowbit.pack.tensorrt_llm import ColumnMajorTileInterleave
+from lowbit.pack.weight import KernelWeight, kernel_group, pack_weight, unpack_weight
 
 __all__ = [
     "ColumnMajorTileInterleave",
     "FragmentOrder",
+    "KernelWeight",
     "Layout",
     "PackedTensor",
     "RowMajor",
-    "ScaleOrder",
-    "join_planes",
+    "kernel_group",
     "pack",
-    "pack_plane",
-    "plane_widths",
-    "split_planes",
-    "unpack_plane",
+    "pack_scales",
+    "pack_weight",
+    "unpack_scales",
+    "unpack_weight",
 ]

@@ -1,7 +1,7 @@
 """Layouts: named, invertible orders of codes in memory, and the packed tensor that carries one.
 
-A layout turns codes uint8 [N, K] into *planes* (one tensor for most widths, one per bit plane for `FragmentOrder` at
-odd widths) and back without loss: `layout.unpack(layout.pack(codes, bits), bits, codes.shape)` equals `codes` for every
+A layout turns codes uint8 [N, K] into *planes* (one tensor for most widths, two or three for `FragmentOrder` at odd
+widths) and back without loss: `layout.unpack(layout.pack(codes, bits), bits, codes.shape)` equals `codes` for every
 shape that `refusals` accepts.
 """
 
@@ -14,9 +14,23 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.words import pack_words, packed_bytes, unpack_words
-from lowbit.pack.bits import check_codes, plane_widths
 
 Shape = tuple[int, int]
+
+
+def check_bits(bits: int) -> None:
+    """Raises ValueError unless 2 <= bits <= 8."""
+    if not 2 <= bits <= 8:
+        raise ValueError(f"codes have 2 to 8 bits, got {bits}")
+
+
+def check_codes(codes: Tensor, bits: int) -> None:
+    """Raises ValueError unless `codes` is a uint8 matrix [N, K] of values below 2^bits."""
+    check_bits(bits)
+    if codes.dtype != torch.uint8 or codes.dim() != 2:
+        raise ValueError(f"codes are a uint8 tensor [N, K], got {codes.dtype} {list(codes.shape)}")
+    if codes.numel() and int(codes.max()) >> bits:
+        raise ValueError(f"codes of {bits} bits are below {1 << bits}, got {int(codes.max())}")
 
 
 class Layout(ABC):
@@ -54,7 +68,7 @@ class Layout(ABC):
 
     def check(self, bits: int, shape: Shape) -> None:
         """Raises ValueError with every reason why the layout refuses codes of `bits` bits and shape (N, K)."""
-        plane_widths(bits)
+        check_bits(bits)
         reasons = self.refusals(bits, shape)
         if reasons:
             raise ValueError(f"{self} cannot hold {bits}-bit codes of shape {tuple(shape)}: {'; '.join(reasons)}")

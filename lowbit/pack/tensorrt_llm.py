@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.words import pack_words, unpack_words
+from lowbit.hardware.fields import WORD_BITS
 from lowbit.hardware.mma import b_fragment
-from lowbit.pack.bits import WORD_BITS
 from lowbit.pack.layout import Layout, Shape
 
 TILE_K = 64  # one step of K: 128 bytes of 16-bit activations

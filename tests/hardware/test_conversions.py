@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from lowbit.formats import FloatFormat, decode, int_format, number_format, uint_format
-from lowbit.hardware.conversions import PLANES, conversion
+from lowbit.hardware.conversions import conversion
+from lowbit.hardware.fields import field_order
 from lowbit.hardware.half import widen_half
 from tests.formats import FLOAT_FORMATS, INT_FORMATS
 
@@ -24,19 +25,15 @@ CASES = [
 IDS = [f"{f.name}-{d}" for f, d in CASES]
 
 
-def pack(codes, bits):
-    """Words of codes [cases, registers, 2], written out from the definition: plane bits at 16 e + p r of 16/p registers."""
-    words, top = [], bits
-    for width in PLANES[bits]:
-        top -= width
-        per_word = 16 // width
-        for first in range(0, codes.shape[1], per_word):
-            word = np.zeros(len(codes), np.uint64)
-            for r in range(per_word):
-                for e in range(2):
-                    part = (codes[:, first + r, e].astype(np.uint64) >> np.uint64(top)) & np.uint64((1 << width) - 1)
-                    word |= part << np.uint64(16 * e + width * r)
-            words.append(word.astype(np.uint32))
+def pack(codes, fmt):
+    """Words of codes [cases, registers, 2], bit by bit."""
+    fields = field_order(fmt)
+    words = [np.zeros(len(codes), np.uint32) for _ in range(fields.words)]
+    for register, places in enumerate(fields.places):
+        for element in range(2):
+            for bit, (word, at) in enumerate(places):
+                part = (codes[:, register, element].astype(np.uint32) >> np.uint32(bit)) & np.uint32(1)
+                words[word] |= part << np.uint32(at + 16 * element)
     return words
 
 
@@ -51,7 +48,7 @@ def test_every_code_in_every_slot(fmt, dtype):
     for slot in range(slots):
         codes[slot, :, slot] = usable
     codes = codes.reshape(-1, c.registers, 2)
-    got = c.run(pack(codes, fmt.bits)) * c.scale_factor
+    got = c.run(pack(codes, fmt)) * c.scale_factor
     expected = values[codes]
     assert np.array_equal(got, expected)
     if isinstance(fmt, FloatFormat):
@@ -65,7 +62,7 @@ def test_all_pairs_of_codes_in_one_register(fmt, dtype):
     n = 1 << fmt.bits
     pairs = np.stack(np.meshgrid(np.arange(n), np.arange(n)), axis=-1).reshape(-1, 1, 2).astype(np.uint8)
     codes = np.repeat(pairs, c.registers, axis=1)
-    assert np.array_equal(c.run(pack(codes, fmt.bits)), codes.astype(np.float64) - fmt.offset)
+    assert np.array_equal(c.run(pack(codes, fmt)), codes.astype(np.float64) - fmt.offset)
 
 
 def test_known_constants():
@@ -90,6 +87,27 @@ def test_cost_of_int4_is_that_of_the_source():
     """8 codes: 4 LOP3, 1 shift, 2 subtractions, 2 fused multiply-adds."""
     c = conversion(int_format(4), "fp16")
     assert (c.registers, c.program.count("integer"), c.program.count("half")) == (4, 5, 4)
+
+
+BUDGET = {
+    "int2": (0.6, 0.65), "int3": (0.8, 0.9), "int4": (0.65, 0.9), "int5": (1.0, 1.15), "int6": (1.15, 1.4), "int7": (1.2, 1.2),
+    "int8": (0.5, 1.25), "fp6_e3m2": (1.25, 2.25), "fp5_e2m2": (1.4, 2.3), "fp6_e2m3": (1.9, 2.35), "fp4_e2m1": (1.4, 1.65),
+    "fp8_e4m3": (1.25, 1.75), "fp8_e5m2": (0.75, 1.75),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BUDGET)
+def test_integer_instructions_per_weight(name):
+    """At full memory speed an H200 takes in 158 bits of codes per clock and has 64 integer lanes (docs/log.md): stay below.
+
+    Floats to bf16 do not (their exponents have to move, the sign must not); left shifts are multiplications on another
+    pipe, which makes up for most of it.
+    """
+    for dtype, budget in zip(("fp16", "bf16"), BUDGET[name], strict=True):
+        c = conversion(number_format(name), dtype)
+        assert c.integer_per_weight <= budget
+        assert c.half_per_weight <= 0.5
+    assert conversion(number_format(name), "fp16").integer_per_weight * 158 / number_format(name).bits < 64
 
 
 @pytest.mark.parametrize("name", ["fp6_e5m0", "fp7_e5m1", "fp7_e6m0", "fp8_e7m0"])

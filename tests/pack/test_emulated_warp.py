@@ -15,7 +15,8 @@ from lowbit.formats import NumberFormat, decode, float_format, int_format, uint_
 from lowbit.hardware.conversions import conversion
 from lowbit.hardware.emulate import Registers, Values, ldmatrix, mma
 from lowbit.hardware.mma import MMA_M16N8K16_F16, MMA_M16N8K32_S8, Fragment
-from lowbit.pack import ColumnMajorTileInterleave, FragmentOrder, plane_widths
+from lowbit.pack import ColumnMajorTileInterleave, FragmentOrder
+from lowbit.pack.fragment import word_places
 
 from .test_layout import random_codes
 
@@ -38,13 +39,12 @@ def registers_of(fragment: Fragment, tile: NDArray[np.generic]) -> Registers:
     return held[..., 0]
 
 
-def converted(words: list[Registers], fmt: NumberFormat) -> Registers:
-    """f16x2 registers [threads, registers] of the words [threads, words] of each plane."""
+def converted(words: Registers, fmt: NumberFormat) -> Registers:
+    """f16x2 registers [threads, registers] of the words [threads, words]."""
     c = conversion(fmt, "fp16")
     outputs = []
-    for run in range(words[0].shape[1] // c.words[0]):
-        inputs = [plane[:, count * run + i] for plane, count in zip(words, c.words, strict=True) for i in range(count)]
-        outputs += c.program.run(inputs)
+    for run in range(words.shape[1] // c.fields.words):
+        outputs += c.program.run([words[:, c.fields.words * run + i] for i in range(c.fields.words)])
     return np.stack(outputs, axis=1)
 
 
@@ -73,7 +73,7 @@ def test_interleaved_weights(bits: int) -> None:
     total: Values = np.zeros((32, ATOM.c.registers))
     for k_tile in range(k // TILE_K):
         words = ldmatrix_of_columns(shared_tile(packed, bits, k_tile))
-        b = converted([words], int_format(bits))  # registers b0 and b1 of each k step, in order
+        b = converted(words, int_format(bits))  # registers b0 and b1 of each k step, in order
         for step in range(TILE_K // ATOM.k):
             first = TILE_K * k_tile + ATOM.k * step
             a = registers_of(ATOM.a, x[:, first : first + ATOM.k])
@@ -93,10 +93,10 @@ def test_without_the_row_permutation_lanes_hold_foreign_codes() -> None:
 # ---- fragment order: words straight from global memory to registers -> conversion -> mma; weights are operand A
 
 
-def warp_words(plane: torch.Tensor, k_tile: int, warp: int) -> Registers:
-    """Words [32 lanes, words] that the lanes of a warp load of one tile: vector by vector, each lane its own."""
-    words: Registers = plane[0, k_tile, :, 32 * warp : 32 * warp + 32].numpy().view(np.uint32)  # vector, lane, word
-    return np.concatenate(list(words), axis=1)  # lane, words of all vectors
+def warp_words(plane: torch.Tensor, strip: int, k_tile: int, bits: int) -> Registers:
+    """Words [32 lanes, bits] that the lanes of a warp load of one tile, each its own."""
+    words: Registers = plane[strip, k_tile][word_places(bits)].numpy().view(np.uint32)
+    return words
 
 
 def b_of_step(x: NDArray[np.float16], k_tile: int, step: int) -> Registers:
@@ -106,30 +106,19 @@ def b_of_step(x: NDArray[np.float16], k_tile: int, step: int) -> Registers:
     return registers_of(ATOM.b, x[:, first : first + ATOM.k].T)
 
 
-def b_of_run(x: NDArray[np.float16], k_tile: int, step: int) -> Registers:
-    """The same with k_run = 8: place t of group g reads 16 bytes, k = 8t .. 8t + 7 of 32, of row g of x."""
-    lane = np.arange(32)
-    first = TILE_K * k_tile + 32 * (step // 2) + 8 * (lane % 4)
-    run = x[lane[:, None] // 4, first[:, None] + np.arange(8)]  # lane, k: 8 neighbouring halves
-    words: Registers = np.ascontiguousarray(run).view(np.uint32)
-    return words[:, 2 * (step % 2) : 2 * (step % 2) + 2]
-
-
-@pytest.mark.parametrize("k_run", [0, 8])
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda f: f.name)
-def test_fragment_order_weights(fmt: NumberFormat, k_run: int) -> None:
+def test_fragment_order_weights(fmt: NumberFormat) -> None:
     m, n, k = 8, 64, 128
     codes = random_codes(n, k, fmt.bits, seed=fmt.bits)
     x = activations(m, k)
-    planes = FragmentOrder(ATOM, k_run).pack(codes, fmt.bits)
-    assert len(planes) == len(plane_widths(fmt.bits))
+    (plane,) = FragmentOrder(ATOM, fmt).pack(codes, fmt.bits)
     y = np.empty((m, n))
     for warp in range(4):
         total: Values = np.zeros((32, ATOM.c.registers))
         for k_tile in range(k // TILE_K):
-            a = converted([warp_words(plane, k_tile, warp) for plane in planes], fmt)
+            a = converted(warp_words(plane, warp, k_tile, fmt.bits), fmt)
             for step in range(TILE_K // ATOM.k):
-                b = b_of_run(x, k_tile, step) if k_run else b_of_step(x, k_tile, step)
+                b = b_of_step(x, k_tile, step)
                 total = mma(ATOM, "f16", a[:, 4 * step : 4 * step + 4], b, total)
         y[:, 16 * warp : 16 * warp + 16] = ATOM.c.scatter(total[..., None]).T
     factor = conversion(fmt, "fp16").scale_factor  # the bias shift, folded into the scale
@@ -147,7 +136,7 @@ def test_int8_words_are_registers_of_the_int8_tensor_core() -> None:
     y = np.empty((m, n))
     for warp in range(4):
         total: Values = np.zeros((32, atom.c.registers))
-        a = warp_words(plane, 0, warp) ^ np.uint32(0x80808080)
+        a = warp_words(plane, warp, 0, 8) ^ np.uint32(0x80808080)
         for step in range(TILE_K // atom.k):
             b = registers_of(atom.b, x[:, atom.k * step : atom.k * (step + 1)].T)
             total = mma(atom, "s8", a[:, 4 * step : 4 * step + 4], b, total)

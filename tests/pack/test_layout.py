@@ -15,10 +15,18 @@ LAYOUTS: list[Layout] = [
     RowMajor(),
     ColumnMajorTileInterleave(),
     FragmentOrder(MMA_M16N8K16_F16),
-    FragmentOrder(MMA_M16N8K16_F16, k_run=8),
     FragmentOrder(wgmma_f16(128)),
     FragmentOrder(MMA_M16N8K32_S8),
 ]
+
+
+def test_codes_are_checked() -> None:
+    with pytest.raises(ValueError, match="codes of 4 bits are below 16, got 16"):
+        RowMajor().pack(torch.full((2, 2), 16, dtype=torch.uint8), 4)
+    with pytest.raises(ValueError, match=r"codes are a uint8 tensor \[N, K\], got torch.int32 \[2, 2\]"):
+        RowMajor().pack(torch.zeros(2, 2, dtype=torch.int32), 4)
+    with pytest.raises(ValueError, match="codes have 2 to 8 bits, got 9"):
+        RowMajor().pack(torch.zeros(2, 2, dtype=torch.uint8), 9)
 
 
 def random_codes(n: int, k: int, bits: int, seed: int = 0) -> Tensor:

@@ -1,0 +1,11 @@
+"""Benchmarks whose tables and plots are generated from result files.
+
+request.py    what to measure: schemes, shapes N x K, numbers of rows M
+limits.py     the bytes and operations a product cannot avoid, and the time they take at the measured ceilings
+protocol.py   how everything is measured: CUDA graphs, rotating weights, poisoned outputs checked in float64
+ceilings.py   what the machine reads and multiplies at best
+gemm.py       the run: ceilings, cuBLAS, this library, then every peer in a process of its own
+peers.py      one short adapter per peer
+results.py    the file: machine, versions, ceilings, rows
+report.py, plot.py
+"""

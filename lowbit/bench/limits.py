@@ -1,0 +1,59 @@
+"""What a product cannot avoid: bytes that must cross the memory bus once and operations that must be done.
+
+Every implementation of a scheme is held to the same figures, the information content of codes, scales and zeros,
+whatever padding its own layout adds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowbit.formats import Scheme, ZeroPoint, scale_shape
+from lowbit.quantize.rtn import scale_dtype
+
+ACTIVATION_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the machine did at best in the same run: bytes read per second, fp16 operations per second."""
+
+    read_bytes_per_s: float
+    fp16_flops: float
+
+
+def weight_bytes(scheme: Scheme | None, n: int, k: int) -> float:
+    """Bytes of codes, scales and zeros of a weight [n, k]; None is a 16-bit weight.
+
+    w4a16_g128 of 8192 x 8192: 8192 * 8192 * 4/8 + 8192 * 64 * 2 (fp16 scales) = 34,603,008.
+    """
+    if scheme is None:
+        return 2.0 * n * k
+    rows, columns = scale_shape(scheme.granularity, (n, k))
+    per_scale = float(scale_dtype(scheme).itemsize)
+    if scheme.zero is ZeroPoint.INTEGER:
+        per_scale += scheme.weight.bits / 8
+    elif scheme.zero is ZeroPoint.FLOAT:
+        per_scale *= 2
+    return n * k * scheme.weight.bits / 8 + rows * columns * per_scale
+
+
+def problem_bytes(scheme: Scheme | None, n: int, k: int, m: int) -> float:
+    """Bytes of the weight, x [m, k] and y [m, n]: each is read or written once."""
+    return weight_bytes(scheme, n, k) + ACTIVATION_BYTES * m * (k + n)
+
+
+def memory_us(scheme: Scheme | None, n: int, k: int, m: int, ceilings: Ceilings) -> float:
+    """Microseconds for the bytes of the problem at the measured read bandwidth."""
+    return 1e6 * problem_bytes(scheme, n, k, m) / ceilings.read_bytes_per_s
+
+
+def compute_us(n: int, k: int, m: int, ceilings: Ceilings) -> float:
+    """Microseconds for the 2 m n k operations of the problem at the measured fp16 rate."""
+    return 1e6 * 2.0 * m * n * k / ceilings.fp16_flops
+
+
+def ideal_speedup(scheme: Scheme, n: int, k: int, m: int, ceilings: Ceilings) -> float:
+    """How much faster than a 16-bit product at its limit this scheme's product is at its own: 16/bits, falling to 1."""
+    compute = compute_us(n, k, m, ceilings)
+    return max(memory_us(None, n, k, m, ceilings), compute) / max(memory_us(scheme, n, k, m, ceilings), compute)

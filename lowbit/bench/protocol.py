@@ -1,0 +1,260 @@
+"""How a product is timed and checked, the same way for this library, cuBLAS and every peer.
+
+`PROTOCOL` says it in words; it is stored in each result file.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.bench.request import Request, columns_of
+from lowbit.formats import QuantTensor, Scheme, parse_scheme
+from lowbit.kernels.reference import mixed_gemm_reference
+from lowbit.quantize import rtn
+
+REPLAYS = 24
+WARM_UP_S = 1.0
+GRAPH_US = 1000.0
+"""One graph holds at least this much work, so that its start is lost in it."""
+MOST_LAUNCHES = 128
+MOST_COPIES_BYTES = 8 << 30
+CHECKED_ROWS = 64
+TOLERANCE = 1e-2
+"""Relative error above which a result is wrong: rounding y to bf16 gives 2e-3, a wrong layout gives 1."""
+
+PROTOCOL = (
+    "Time per call inside one CUDA graph of many calls, over copies of the weight that together exceed 3 times the L2 so that "
+    f"weights come from memory; the graph is captured once and replayed 3 times, then the median of {REPLAYS} replays timed "
+    f"with events is taken, after {WARM_UP_S:g} s of matrix products to warm the machine. Weights are Gaussian and quantized "
+    "by round-to-nearest, x is Gaussian. Every output of the timed graph is filled with NaN, the graph is replayed, all "
+    f"values must be finite, and rel_err = |y - ref| / |ref| over the first {CHECKED_ROWS} rows of x against the float64 "
+    "product with the dequantized weights (a peer that stores scales in 16 bits is held to those scales). limit_us = bytes of "
+    "codes, scales, zeros, x and y at the read bandwidth measured in the same run; compute_us = 2 M N K operations at the "
+    "fp16 rate of an 8192^3 torch.matmul; the limit of a row is the larger of the two. cublas_fp16_us is torch.matmul over "
+    "fp16 weights, measured the same way. Each peer runs in its own process; of several configurations the fastest correct "
+    "one counts."
+)
+
+Product = Callable[[Tensor, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A weight as one implementation holds it, and the ways the implementation offers to multiply by it.
+
+    products(M) lists (name of the kernel and its configuration, function of x and a weight); truth(x) is the float64
+    product of what the implementation was given.
+    """
+
+    weight: Any
+    nbytes: int
+    clone: Callable[[Any], Any]
+    products: Callable[[int], Sequence[tuple[str, Product]]]
+    truth: Callable[[Tensor], Tensor]
+    dtype: torch.dtype
+
+
+Build = Callable[[QuantTensor, Request], Contender]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The fastest correct kernel of a contender."""
+
+    kernel: str
+    us: float
+    rel_err: float
+
+
+class WrongResult(RuntimeError):
+    """A kernel ran and computed something else."""
+
+
+def failures() -> tuple[type[Exception], ...]:
+    """What a kernel or a peer may raise for one row; the row records it and the run goes on."""
+    named = (RuntimeError, ValueError, AssertionError, ImportError, AttributeError, TypeError, LookupError, OSError)
+    try:
+        from triton.errors import TritonError
+    except ImportError:
+        return named
+    return (*named, TritonError)
+
+
+def reason(error: Exception) -> str:
+    """One line for a row's `error`."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " | ".join(lines[:6]) or "no message"
+    return f"{type(error).__name__}: {text}"[:500]
+
+
+def warm_up(seconds: float = WARM_UP_S) -> None:
+    """Keeps the GPU busy until its clocks are up: the first thing timed on a cold one reads up to 10 % slow."""
+    gc.freeze()  # every capture collects garbage; what was imported need not be walked each time
+    x = torch.randn(4096, 4096, device="cuda", dtype=torch.float16)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for _ in range(20):
+            torch.matmul(x, x)
+        torch.cuda.synchronize()
+
+
+def copies_needed(nbytes: int, l2_bytes: int) -> int:
+    """Copies of a weight that together exceed 3 times the L2, at least 2, of at most MOST_COPIES_BYTES where 2 fit."""
+    wanted = max(2, math.ceil(3 * l2_bytes / max(nbytes, 1)))
+    return max(2, min(wanted, MOST_COPIES_BYTES // max(nbytes, 1)))
+
+
+def l2_bytes() -> int:
+    """Size of the L2 of the current GPU."""
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
+
+
+class Graph:
+    """Calls captured once, with their outputs, which every replay writes again."""
+
+    def __init__(self, calls: Sequence[Callable[[], Tensor]]) -> None:
+        self.calls = calls
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for call in calls:  # compiles and tunes what is compiled and tuned at first use
+                call()
+        stream.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, stream=stream):
+            self.outputs = [call() for call in calls]
+
+    def times_us(self, replays: int) -> list[float]:
+        """Microseconds per call of each replay; all replays are queued at once, so that the GPU never waits for Python."""
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
+        for _ in range(3):
+            self.graph.replay()
+        for start, end in events:
+            start.record()
+            self.graph.replay()
+            end.record()
+        torch.cuda.synchronize()
+        return [1e3 * start.elapsed_time(end) / len(self.calls) for start, end in events]
+
+    def poisoned_outputs(self) -> list[Tensor]:
+        """The outputs of one more replay, filled with NaN before it."""
+        for y in self.outputs:
+            y.fill_(math.nan)
+        self.graph.replay()
+        torch.cuda.synchronize()
+        return self.outputs
+
+
+def capture(calls: Sequence[Callable[[], Tensor]]) -> Graph:
+    """A graph of the calls, repeated as often as it takes to fill GRAPH_US."""
+    graph = Graph(calls)
+    total = len(calls) * min(graph.times_us(2))
+    repeats = min(math.ceil(GRAPH_US / total), MOST_LAUNCHES // len(calls))
+    return Graph([*calls] * repeats) if repeats > 1 else graph
+
+
+def relative_error(y: Tensor, reference: Tensor) -> float:
+    """|y - ref| / |ref| over the rows of the reference; raises WrongResult when any value of y is not finite."""
+    bad = int((~y.isfinite()).sum())
+    if bad:
+        raise WrongResult(f"{bad} of {y.numel()} outputs are not finite or were not written")
+    rows = reference.shape[0]
+    return float((y[:rows].double() - reference).norm() / reference.norm())
+
+
+def measure(
+    products: Sequence[tuple[str, Product]], x: Tensor, weights: Sequence[Any], reference: Tensor, replays: int = REPLAYS
+) -> Measurement:
+    """The fastest correct one of `products`; when there is none, raises the error of the first one."""
+    best: Measurement | None = None
+    first: Exception | None = None
+    for kernel, product in products:
+        try:
+            graph = capture([lambda w=w, product=product: product(x, w) for w in weights])  # type: ignore[misc]
+            us = statistics.median(graph.times_us(replays))
+            error = max(relative_error(y, reference) for y in graph.poisoned_outputs()[: len(weights)])
+            if error > TOLERANCE:
+                raise WrongResult(f"wrong result of {kernel}: relative error {error:.3g}")
+        except failures() as failure:
+            first = first or failure
+            continue
+        if best is None or us < best.us:
+            best = Measurement(kernel, us, error)
+    if best is None:
+        raise first or RuntimeError("the implementation offers no kernel for this problem")
+    return best
+
+
+def blank_row(impl: str, scheme: Scheme | None, shape: tuple[int, int], m: int, dtype: str) -> dict[str, Any]:
+    """A row before it is measured; scheme None is the 16-bit product."""
+    named = {"scheme": "fp16", "format": "fp16", "granularity": "-"} if scheme is None else columns_of(scheme)
+    return {
+        "impl": impl, "kernel": None, **named, "activation": dtype, "n": shape[0], "k": shape[1], "m": m, "us": None,
+        "limit_us": None, "compute_us": None, "cublas_fp16_us": None, "rel_err": None, "error": None,
+    }  # fmt: skip
+
+
+def gaussian(rows: int, columns: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The same standard Gaussian matrix in every process."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    return torch.randn(rows, columns, device="cuda", generator=generator).to(dtype)
+
+
+def quantized(scheme: Scheme, shape: tuple[int, int]) -> QuantTensor:
+    """The weight of a problem: Gaussian, of deviation 1/sqrt(K) so that y is of the size of x."""
+    return rtn(gaussian(*shape, seed=1) / math.sqrt(shape[1]), scheme)
+
+
+def reference_product(x: Tensor, q: QuantTensor, rows_at_once: int = 1024) -> Tensor:
+    """`mixed_gemm_reference` by blocks of output channels, so that the float64 weights never exist at once."""
+    parts = []
+    for start in range(0, q.shape[0], rows_at_once):
+        rows = slice(start, start + rows_at_once)
+        zero = None if q.zero is None else q.zero[rows]
+        parts.append(mixed_gemm_reference(x, replace(q, codes=q.codes[rows], scale=q.scale[rows], zero=zero)))
+    return torch.cat(parts, dim=-1)
+
+
+def measured_rows(impl: str, build: Build, request: Request) -> Iterator[dict[str, Any]]:
+    """One row for each scheme, shape and M of the request; what fails carries its reason in `error`."""
+    for shape in request.shapes:
+        for name in request.schemes:
+            scheme = parse_scheme(name)
+            blanks = [blank_row(impl, scheme, shape, m, request.dtype) for m in request.rows]
+            try:
+                contender = build(quantized(scheme, shape), request)
+            except failures() as error:
+                yield from ({**row, "error": reason(error)} for row in blanks)
+            else:
+                yield from contender_rows(contender, blanks, shape[1])
+            torch.cuda.empty_cache()
+
+
+def contender_rows(contender: Contender, blanks: Sequence[dict[str, Any]], k: int) -> Iterator[dict[str, Any]]:
+    """The rows `blanks` of one weight, measured."""
+    try:
+        x = gaussian(max(row["m"] for row in blanks), k, seed=2, dtype=contender.dtype)
+        reference = contender.truth(x[:CHECKED_ROWS])
+        count = copies_needed(contender.nbytes, l2_bytes())
+        weights = [contender.weight, *(contender.clone(contender.weight) for _ in range(count - 1))]
+    except failures() as error:
+        yield from ({**row, "error": reason(error)} for row in blanks)
+        return
+    for row in blanks:
+        m = row["m"]
+        row = {**row, "activation": str(contender.dtype).removeprefix("torch.")}
+        try:
+            best = measure(contender.products(m), x[:m], weights, reference[:m])
+        except failures() as error:
+            yield {**row, "error": reason(error)}
+        else:
+            yield {**row, "kernel": best.kernel, "us": best.us, "rel_err": best.rel_err}

@@ -1,0 +1,151 @@
+"""The result file: written whole after every row, so that a crash or Ctrl-C loses nothing, and checked when read."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowbit._version import __version__
+from lowbit.bench.limits import Ceilings, compute_us, memory_us
+from lowbit.bench.protocol import PROTOCOL
+from lowbit.bench.request import Request
+from lowbit.formats import parse_scheme
+
+SCHEMA = 1
+ROW_KEYS = frozenset(
+    {
+        *("impl", "kernel", "scheme", "format", "granularity", "activation", "n", "k", "m", "us", "limit_us", "compute_us"),
+        *("cublas_fp16_us", "rel_err", "error"),
+    }
+)
+_QUERIED = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit")
+
+
+def default_path(gpu: str, today: datetime.date) -> Path:
+    """bench/results/<gpu>/<date>-gemm.json below the current directory: "NVIDIA H200" is h200."""
+    plain = re.sub(r"\b(nvidia|geforce)\b", "", gpu.lower())
+    return Path("bench", "results", re.sub(r"[^a-z0-9]+", "-", plain).strip("-"), f"{today.isoformat()}-gemm.json")
+
+
+def machine() -> dict[str, Any]:
+    """The current GPU: name, driver, SMs, L2 and clocks now; what nvidia-smi does not tell is None."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    told = _nvidia_smi()
+    return {
+        "gpu": properties.name, "driver": told.get("driver_version"), "sm": 10 * properties.major + properties.minor,
+        "sm_count": properties.multi_processor_count, "l2_bytes": properties.L2_cache_size,
+        "memory_bytes": properties.total_memory, "sm_clock_mhz": told.get("clocks.sm"),
+        "memory_clock_mhz": told.get("clocks.mem"), "max_sm_clock_mhz": told.get("clocks.max.sm"),
+        "power_limit_w": told.get("power.limit"),
+    }  # fmt: skip
+
+
+def _nvidia_smi() -> dict[str, str]:
+    command = ["nvidia-smi", f"--query-gpu={','.join(_QUERIED)}", "--format=csv,noheader,nounits"]
+    command += ["-i", str(torch.cuda.current_device())]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    values = done.stdout.strip().split("\n")[0].split(", ")
+    return dict(zip(_QUERIED, values, strict=False))
+
+
+def versions(packages: Sequence[str]) -> dict[str, str | None]:
+    """Versions of this library, what it runs on, and of `packages`; None for what is not installed."""
+    found: dict[str, str | None] = {
+        "lowbit": __version__, "python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
+    }  # fmt: skip
+    for package in ("triton", *packages):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+class Results:
+    """The document of one run and the file that mirrors it."""
+
+    def __init__(self, path: Path, request: Request, machine: dict[str, Any], versions: dict[str, str | None]) -> None:
+        self.path = path
+        self.ceilings: Ceilings | None = None
+        self.rows: list[dict[str, Any]] = []
+        self._cublas: dict[tuple[int, int, int], float] = {}
+        self.document: dict[str, Any] = {
+            "schema": SCHEMA, "benchmark": "gemm", "date": datetime.date.today().isoformat(), "complete": False,
+            "request": request.as_json(), "machine": machine, "versions": versions, "skipped": [], "ceilings": None,
+            "protocol": PROTOCOL, "rows": self.rows,
+        }  # fmt: skip
+
+    def set_ceilings(self, ceilings: Ceilings, stored: dict[str, Any]) -> None:
+        """The ceilings that every later row's limits are computed from."""
+        self.ceilings = ceilings
+        self.document["ceilings"] = stored
+        self.write()
+
+    def skip(self, impl: str, why: str) -> None:
+        """A peer that was asked for and is not measured."""
+        self.document["skipped"].append({"impl": impl, "reason": why})
+        self.write()
+
+    def add(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The row with its limits and cuBLAS's time, as it was added and written."""
+        assert self.ceilings is not None, "ceilings come first"
+        n, k, m = row["n"], row["k"], row["m"]
+        if row["impl"] == "cublas" and row["us"] is not None:
+            self._cublas[n, k, m] = row["us"]
+        scheme = None if row["scheme"] == "fp16" else parse_scheme(row["scheme"])
+        row = {
+            **row,
+            "limit_us": memory_us(scheme, n, k, m, self.ceilings),
+            "compute_us": compute_us(n, k, m, self.ceilings),
+            "cublas_fp16_us": self._cublas.get((n, k, m)),
+        }
+        self.rows.append(row)
+        self.write()
+        return row
+
+    def finish(self) -> None:
+        """Marks the run as complete."""
+        self.document["complete"] = True
+        self.write()
+
+    def write(self) -> None:
+        """Replaces the file in one step."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = self.path.with_name(self.path.name + ".part")
+        scratch.write_text(json.dumps(self.document, indent=1, allow_nan=False) + "\n")
+        os.replace(scratch, self.path)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The document of a result file; raises ValueError that says what is wrong with it."""
+    try:
+        document = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not JSON ({error})") from error
+    if not isinstance(document, dict) or document.get("benchmark") != "gemm" or document.get("schema") != SCHEMA:
+        raise ValueError(f"{path}: not a result file of `lowbit bench gemm` (schema {SCHEMA})")
+    for key in ("machine", "versions", "rows"):
+        if key not in document:
+            raise ValueError(f"{path}: holds no {key!r}")
+    for number, row in enumerate(document["rows"]):
+        missing = sorted(ROW_KEYS - set(row))
+        if missing:
+            raise ValueError(f"{path}: row {number} lacks {', '.join(missing)}")
+        if (row["us"] is None) == (row["error"] is None):
+            raise ValueError(f"{path}: row {number} has {'neither' if row['us'] is None else 'both'} a time and an error")
+    if document["rows"] and not document.get("ceilings"):
+        raise ValueError(f"{path}: rows without ceilings")
+    return document

@@ -1,0 +1,126 @@
+"""Where the bits of a code lie in 32-bit words, so that few instructions put them into registers.
+
+A 16-bit operand register has two elements; a code of element e lies in half e of a word, so one LOP3 or one shift treats
+both. A half of 16 bits is cut into *slots*, one per register, and what is left over is *spare*:
+
+    int4       | slot 3 | slot 2 | slot 1 | slot 0 |                       4 registers a word
+    int3       | x | slot 4 | slot 3 | slot 2 | slot 1 | slot 0 |          5 registers a word, 1 spare bit
+    fp6_e3m2   | A: s | x x | A: e e e m m | B: s | x x | B: e e e m m |   A where fp16 wants it, B 8 bits lower; 4 spare
+
+Codes of odd width do not fill words, so the spare bits of several words carry the codes of further registers: 3 words of
+int3 hold 15 registers and, one bit in each, the sixteenth; 3 words of fp6 hold 6 registers and, in 4 spare bits each, two
+more. Those bits are first gathered into a word of the same form, then treated as any other.
+
+The words of one lane and tile are stored in groups of 4, 2 and 1 (6 = 4 + 2, 5 = 4 + 1, 3 = 2 + 1), each aligned; that is
+`WORD_GROUPS`. Source: the idea of rebuilding every fourth FP6 code from spare bits is this library's (docs/log.md);
+storing 6 bits as 4 + 2 is FP6-LLM's, arXiv:2401.14112.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+from lowbit.formats import FloatFormat, NumberFormat
+
+WORD_BITS = 32
+
+WORD_GROUPS: dict[int, tuple[int, ...]] = {8: (4, 4), 7: (4, 2, 1), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}
+"""How the words of 32 codes (as many as a code has bits) are grouped in memory: in loads of up to 128 bits."""
+
+Slot = tuple[int, ...]
+"""Bit of the half at which each bit of a code lies, lowest first."""
+
+# Sign and magnitude of the first code lie where fp16 wants them; see the module.
+_FLOAT_SLOTS: dict[tuple[int, int], tuple[Slot, ...]] = {
+    (3, 2): ((8, 9, 10, 11, 12, 15), (0, 1, 2, 3, 4, 7)),
+    (2, 3): ((7, 8, 9, 10, 11, 15), (2, 3, 4, 5, 6, 14)),
+    (2, 2): ((8, 9, 10, 11, 15), (0, 1, 2, 3, 7)),
+    (2, 1): ((9, 10, 11, 15), (6, 7, 8, 12), (3, 4, 5, 14), (0, 1, 2, 13)),
+    (4, 3): ((7, 8, 9, 10, 11, 12, 13, 15), (0, 1, 2, 3, 4, 5, 6, 14)),
+}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bits of a gathered word: (word >> shift) & mask, in every window; a negative shift goes left."""
+
+    word: int
+    shift: int
+    mask: int
+
+
+@dataclass(frozen=True)
+class FieldOrder:
+    """The places of the codes of `registers` registers in `words` words; element e lies `window` bits higher than e - 1.
+
+    Register r is slot r % len(slots) of word r // len(slots); word numbers from `words` on are the gathered ones.
+    """
+
+    bits: int
+    window: int
+    slots: tuple[Slot, ...]
+    registers: int
+    words: int
+    gathered: tuple[tuple[Piece, ...], ...]
+
+    @property
+    def places(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """places[register][bit of the code] = (word, bit) for element 0."""
+        return tuple(
+            tuple(self._origin(register // len(self.slots), bit) for bit in self.slots[register % len(self.slots)])
+            for register in range(self.registers)
+        )
+
+    def _origin(self, word: int, bit: int) -> tuple[int, int]:
+        if word < self.words:
+            return word, bit
+        (piece,) = (piece for piece in self.gathered[word - self.words] if piece.mask >> bit & 1)
+        return piece.word, bit + piece.shift
+
+
+@functools.cache
+def field_order(fmt: NumberFormat | int, window: int = 16) -> FieldOrder:
+    """The order of codes of a format, or of integers of so many bits, in operand registers of 32 / window elements.
+
+    `window` is 16 for fp16 and bf16, 8 for int8 and fp8 operands. Raises ValueError for codes of other than 2 to 8 bits
+    or wider than the window.
+    """
+    bits = fmt if isinstance(fmt, int) else fmt.bits
+    if bits not in WORD_GROUPS or bits > window:
+        raise ValueError(f"codes have 2 to {min(window, 8)} bits here, got {bits}")
+    slots = _slots(fmt, bits, window)
+    common = math.gcd(window, bits)
+    registers, words = window // common, bits // common
+    spare = [set(range(window)) - {bit for slot in slots for bit in slot} for _ in range(words)]
+    gathered = []
+    for first in range(words * len(slots), registers, len(slots)):
+        wanted = {bit for slot in slots[: registers - first] for bit in slot}
+        gathered.append(_gather(wanted, spare))
+    return FieldOrder(bits, window, slots, registers, words, tuple(gathered))
+
+
+def _slots(fmt: NumberFormat | int, bits: int, window: int) -> tuple[Slot, ...]:
+    if isinstance(fmt, FloatFormat) and window == 16 and (fmt.exponent, fmt.mantissa) in _FLOAT_SLOTS:
+        return _FLOAT_SLOTS[fmt.exponent, fmt.mantissa]
+    # With 6 bits the spare four are at the bottom: both codes then fit the mantissa after at most one shift.
+    start = 4 if (bits, window) == (6, 16) else 0
+    return tuple(tuple(range(first, first + bits)) for first in range(start, window - bits + 1, bits))
+
+
+def _gather(wanted: set[int], spare: list[set[int]]) -> tuple[Piece, ...]:
+    """Takes spare bits for the `wanted` ones, each time the shifted word that serves most of them."""
+    pieces = []
+    wanted = set(wanted)
+    while wanted:
+        best = max(
+            ((word, shift) for word in range(len(spare)) for shift in range(-15, 16)),
+            key=lambda c: (len({bit for bit in wanted if bit + c[1] in spare[c[0]]}), c[1] == 0, c[1] < 0, -c[0], -abs(c[1])),
+        )
+        word, shift = best
+        served = {bit for bit in wanted if bit + shift in spare[word]}
+        pieces.append(Piece(word, shift, sum(1 << bit for bit in served)))
+        wanted -= served
+        spare[word] -= {bit + shift for bit in served}
+    return tuple(pieces)

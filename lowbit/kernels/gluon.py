@@ -1,0 +1,71 @@
+"""The one place that knows which Triton is installed: Gluon under one set of names, from 3.6 to the newest.
+
+Kernels import `gluon`, `gl` and what follows from here. Importing it needs Triton but no GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from lowbit.hardware.half import HalfType
+
+__all__ = [
+    "barrier",
+    "fence_async_shared",
+    "gl",
+    "gluon",
+    "half_type",
+    "mbarrier",
+    "ptx",
+    "source_digest",
+    "tma_load",
+    "tma_store",
+    "tma_store_wait",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
+]
+
+# Renamed between Triton 3.6 and 3.9: the left names are today's.
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+tma_store_wait = tma.store_wait
+
+
+def half_type(dtype: torch.dtype) -> HalfType:
+    """ "fp16" or "bf16"; raises ValueError for any other dtype."""
+    names: dict[torch.dtype, HalfType] = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+    if dtype not in names:
+        raise ValueError(f"the tensor-core kernels take fp16 and bf16, got {dtype}")
+    return names[dtype]
+
+
+@gluon.constexpr_function
+def ptx(write, *numbers):  # type: ignore[no-untyped-def]
+    """Calls a plain function that writes PTX while a kernel is compiled; kernels reach Python only through here."""
+    return write(*numbers)
+
+
+@functools.cache
+def source_digest() -> str:
+    """A digest of the Python that writes PTX for the kernels.
+
+    Triton's cache of compiled kernels notices changes of a kernel's own source, but not of plain Python that it calls
+    while compiling; configurations carry this digest so that an upgrade of the library is noticed too.
+    """
+    here = Path(__file__).parent
+    files = sorted([*here.glob("**/*.py"), *(here.parent / "hardware").glob("*.py"), *(here.parent / "formats").glob("*.py")])
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]

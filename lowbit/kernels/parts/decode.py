@@ -1,0 +1,161 @@
+"""One tile of weights in registers as PTX: the words of 16 rows x 64 k -> the A operand of wgmma, scaled.
+
+Each of the 128 threads of a warpgroup holds a row pair (g, g + 8) of its warp's strip; registers 0 to 15 are those of
+four k steps of 16, in the order of hardware/mma.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowbit.formats import number_format
+from lowbit.hardware.conversions import Conversion, conversion
+from lowbit.hardware.half import HalfType, half_pair
+from lowbit.kernels.gluon import gl
+
+TILE_K = 64
+REGISTERS = 16
+"""Registers of two halves that a thread holds of a tile."""
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Codes of `format` to fp16 or bf16, with scales per group of k (`group` 16, 32, 64, 128) or without (0).
+
+    `zero` is "none", "integer" (w = (code - zero) * scale) or "float" (w = code * scale + zero). Every weight is rounded once.
+    """
+
+    format: str
+    dtype: HalfType
+    group: int
+    zero: str
+    scale_dtype: HalfType
+
+    @property
+    def conversion(self) -> Conversion:
+        return conversion(number_format(self.format), self.dtype)
+
+    @property
+    def bits(self) -> int:
+        return self.conversion.format.bits
+
+    @property
+    def groups(self) -> int:
+        """Groups of scales in a tile; 0 without."""
+        return max(TILE_K // self.group, 1) if self.group else 0
+
+    @property
+    def group_words(self) -> int:
+        """Words of scales and zeros of a row pair and group: (scale, scale), then (zero, zero)."""
+        return 1 if self.zero == "none" else 2
+
+    @property
+    def pair_words(self) -> int:
+        """Scale and zero words of two tiles, 128 k."""
+        return 2 * TILE_K // self.group * self.group_words if self.group else 0
+
+    @property
+    def scale_words(self) -> int:
+        """Scale and zero words of one tile."""
+        return self.groups * self.group_words
+
+    @property
+    def epilogue_factor(self) -> float:
+        """What a product must still be multiplied by: the exponent shift of floats, where no scale took it."""
+        return 1.0 if self.group else self.conversion.scale_factor
+
+    @property
+    def types(self) -> tuple[gl.dtype, ...]:
+        return (gl.float16 if self.dtype == "fp16" else gl.bfloat16,) * (2 * REGISTERS)
+
+    @property
+    def constraints(self) -> str:
+        return ",".join(["=&h"] * (2 * REGISTERS) + ["r"] * (self.bits + self.scale_words))
+
+    @property
+    def asm(self) -> str:
+        """Outputs: the halves of the 16 registers. Inputs: the words, then for each group its scale and zero words."""
+        words = [f"${2 * REGISTERS + i}" for i in range(self.bits)]
+        scales = [f"${2 * REGISTERS + self.bits + i}" for i in range(self.scale_words)]
+        c, lines = self.conversion, [f".reg .b32 a<{REGISTERS}>, s<2>, z<2>, t;"]
+        for run in range(REGISTERS // c.registers):
+            inputs = words[run * c.fields.words :][: c.fields.words]
+            lines.append("{ .reg .b32 " + ", ".join(c.program.inputs) + ";")
+            lines += [f"mov.b32 {name}, {word};" for name, word in zip(c.program.inputs, inputs, strict=True)]
+            lines.append(c.program.ptx())
+            lines += [f"mov.b32 a{run * c.registers + i}, {name}; " for i, name in enumerate(c.program.outputs)]
+            lines.append("}")
+        for group in range(self.groups):
+            per_group = REGISTERS // self.groups
+            lines += self._scale(scales[group * self.group_words :], range(group * per_group, (group + 1) * per_group))
+        lines += [f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, a{i};" for i in range(REGISTERS)]
+        return "{\n" + "\n".join(lines) + "\n}"
+
+    def _scale(self, words: list[str], registers: range) -> list[str]:
+        """Scales and zeros applied to some registers; register i belongs to row g for even i, g + 8 for odd i."""
+        if self.dtype == "bf16" and self.scale_dtype == "fp16":
+            if self.zero != "float" and self.bits <= 6:
+                return self._scale_in_two_parts(words, registers)
+            return self._scale_in_float32(words, registers)
+        kind = "f16x2" if self.dtype == "fp16" else "bf16x2"
+        lines = [*_both(words[0], "s")]
+        if self.zero != "none":
+            lines += _both(words[1], "z")
+        if self.scale_dtype != self.dtype:  # bf16 scales, fp16 weights: exact within the range of fp16
+            lines += [_bf16_to_fp16(name) for name in ("s0", "s1", *(("z0", "z1") if self.zero != "none" else ()))]
+        if self.conversion.scale_factor != 1:  # fp16 only: the exponent shift of floats
+            shift = half_pair(self.conversion.scale_factor, self.dtype)
+            lines += [f"mov.b32 t, 0x{shift:08x};", *(f"mul.rn.{kind} s{row}, s{row}, t;" for row in (0, 1))]
+        for i in registers:
+            row = i % 2
+            if self.zero == "float":
+                lines.append(f"fma.rn.{kind} a{i}, a{i}, s{row}, z{row};")
+                continue
+            if self.zero == "integer":
+                lines.append(f"sub.rn.{kind} a{i}, a{i}, z{row};")
+            lines.append(f"mul.rn.{kind} a{i}, a{i}, s{row};")
+        return lines
+
+    def _scale_in_two_parts(self, words: list[str], registers: range) -> list[str]:
+        """A scale of 11 bits as bf16 high + low part: code * low has at most 5 + 3 bits and is exact, so is the sum before
+        its one rounding."""
+        lines = ["{ .reg .f32 f; .reg .b32 high<2>, low<2>, both; .reg .b16 h0, h1;", f"mov.b32 {{h0, h1}}, {words[0]};"]
+        for row in (0, 1):
+            lines += [f"cvt.f32.f16 f, h{row}; cvt.rn.bf16x2.f32 high{row}, f, f;"]
+            lines += [f"and.b32 both, high{row}, 0xffff0000;", "{ .reg .f32 g; mov.b32 g, both; sub.f32 f, f, g; }"]
+            lines += [f"cvt.rn.bf16x2.f32 low{row}, f, f;"]
+        if self.zero == "integer":
+            lines += [f"mov.b32 {{h0, h1}}, {words[1]};"]
+            lines += [f"cvt.f32.f16 f, h{row}; cvt.rn.bf16x2.f32 z{row}, f, f;" for row in (0, 1)]
+            lines += [f"sub.rn.bf16x2 a{i}, a{i}, z{i % 2};" for i in registers]
+        for i in registers:
+            lines += [f"mul.rn.bf16x2 t, a{i}, low{i % 2};", f"fma.rn.bf16x2 a{i}, a{i}, high{i % 2}, t;"]
+        return [*lines, "}"]
+
+    def _scale_in_float32(self, words: list[str], registers: range) -> list[str]:
+        """fp16 scales have more digits than bf16: the product is formed in float32 and rounded once."""
+        names = ["fs0", "fs1"] + (["fz0", "fz1"] if self.zero != "none" else [])
+        lines = ["{ .reg .f32 fs<2>, fz<2>, lo, hi; .reg .b16 h0, h1; .reg .b32 t;"]
+        for name, word in zip(("fs", "fz"), words[: len(names) // 2], strict=False):
+            lines.append(f"mov.b32 {{h0, h1}}, {word}; cvt.f32.f16 {name}0, h0; cvt.f32.f16 {name}1, h1;")
+        for i in registers:
+            row = i % 2
+            lines += [f"shl.b32 t, a{i}, 16; mov.b32 lo, t;", f"and.b32 t, a{i}, 0xffff0000; mov.b32 hi, t;"]
+            for half in ("lo", "hi"):
+                if self.zero == "float":
+                    lines.append(f"fma.rn.f32 {half}, {half}, fs{row}, fz{row};")
+                    continue
+                if self.zero == "integer":
+                    lines.append(f"sub.f32 {half}, {half}, fz{row};")
+                lines.append(f"mul.f32 {half}, {half}, fs{row};")
+            lines.append(f"cvt.rn.bf16x2.f32 a{i}, hi, lo;")
+        return [*lines, "}"]
+
+
+def _both(word: str, name: str) -> list[str]:
+    """The two halves of a word, each in both halves of a register: name0 and name1."""
+    return [f"prmt.b32 {name}0, {word}, 0, 0x1010;", f"prmt.b32 {name}1, {word}, 0, 0x3232;"]
+
+
+def _bf16_to_fp16(name: str) -> str:
+    return f"{{ .reg .b32 t; .reg .f32 f; and.b32 t, {name}, 0xffff0000; mov.b32 f, t; cvt.rn.f16x2.f32 {name}, f, f; }}"

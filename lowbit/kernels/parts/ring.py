@@ -1,0 +1,158 @@
+"""A ring of shared memory that belongs to one warp, filled by cp.async and read without any barrier of the block.
+
+Each lane copies pieces of 4, 8 or 16 bytes; a warp waits for its own copies (`cp.async.wait_group`, then `bar.warp.sync`)
+and reads them back. A slot holds one step of one strip: the codes, as they lie in memory, and the scales. Slots of x hold
+128 k of all tokens and are shared by the strips of the warp:
+
+    | slot 0: codes, scales | slot 1 | ... | slot depth - 1 | x slot 0 | ... | x slot rounds - 1 |
+
+x lies in 8 x 8 matrices of 128 bytes, so that `ldmatrix` reads B fragments without bank conflicts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowbit.hardware.fields import WORD_GROUPS
+from lowbit.kernels.gluon import gl
+from lowbit.kernels.parts.step import STEP_TILES, Step
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The ring of a warp that walks `strips` strips through `rounds` steps of K at a time.
+
+    `tail` is True where K is no whole number of such rounds: every copy is then limited to what exists, and the rest of
+    the slot is filled with zeros.
+    """
+
+    step: Step
+    strips: int
+    rounds: int
+    tail: bool
+
+    @property
+    def depth(self) -> int:
+        """Slots, all of which are in flight."""
+        return self.strips * self.rounds
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of codes of a strip in a step."""
+        return STEP_TILES * 128 * self.step.bits
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of scales and zeros of a strip in a step."""
+        return 8 * self.step.groups * self.step.pair_bytes
+
+    @property
+    def scale_copy(self) -> int:
+        """Bytes of scales that each lane copies; where there are fewer scales than lanes, several copy the same."""
+        return max(4, self.scale_bytes // 32) if self.scale_bytes else 0
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot."""
+        return self.code_bytes + 32 * self.scale_copy
+
+    @property
+    def x_bytes(self) -> int:
+        """Bytes of a slot of x."""
+        return self.step.eights * 8 * 256
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the ring."""
+        return self.depth * self.slot_bytes + self.rounds * self.x_bytes
+
+    def slot(self, d: int) -> int:
+        """Byte of the slot that step d uses."""
+        return d % self.depth * self.slot_bytes
+
+    def x_slot(self, d: int) -> int:
+        """Byte of the slot that x of step d uses."""
+        return self.depth * self.slot_bytes + d % self.depth // self.strips * self.x_bytes
+
+    # ---- PTX. The kernel passes addresses that already contain the share of the lane.
+
+    def copy_codes(self, d: int) -> str:
+        """$1 ring + 16 lane, $2 ring + scale_copy * lane, $3 codes + 16 lane, $4 scales of the lane, $5 lane, $6 tiles left."""
+        lines = [".reg .b32 left, size, scale_size; .reg .pred some, low;", "setp.lt.s32 low, $5, 16;"]
+        size, scale_size = "", ""
+        if self.tail:
+            lines.append(f"min.s32 left, $6, {STEP_TILES}; mul.lo.s32 left, left, {128 * self.step.bits};")
+            lines.append("shl.b32 size, $5, 4; sub.s32 left, left, size; setp.gt.s32 some, $6, 0;")
+            lines.append(f"selp.b32 scale_size, {self.scale_copy}, 0, some;")
+            size, scale_size = ", size", ", scale_size"
+        for done in range(0, self.code_bytes, 512):
+            if self.tail:
+                lines.append(f"setp.gt.s32 some, left, {done}; selp.b32 size, 16, 0, some;")
+            half = "@low " if self.code_bytes - done < 512 else ""
+            to = self.slot(d) + done
+            lines.append(f"{half}cp.async.cg.shared.global.L2::256B [$1+{to}], [$3+{done}], 16{size};")
+        if self.scale_copy:
+            cache, to = "cg" if self.scale_copy == 16 else "ca", self.slot(d) + self.code_bytes
+            lines.append(f"cp.async.{cache}.shared.global [$2+{to}], [$4], {self.scale_copy}{scale_size};")
+        return "{\n" + "\n".join(lines) + "\nmov.b32 $0, 0;\n}"
+
+    def copy_x(self, d: int, eight: int) -> str:
+        """$1 ring + 16 (8 t + g) for lane 4 g + t, $2 row g of the 8 tokens at k + 8 t, $3 bytes to read of each piece (16, or
+        0 where there is no such token), $4 how many k exist from there on."""
+        lines = [".reg .b32 size; .reg .pred some;", "mov.b32 size, $3;"]
+        for i in range(4):
+            if self.tail:
+                lines.append(f"setp.gt.s32 some, $4, {32 * i}; selp.b32 size, $3, 0, some;")
+            to = self.x_slot(d) + 2048 * eight + 512 * i
+            lines.append(f"cp.async.ca.shared.global [$1+{to}], [$2+{64 * i}], 16, size;")
+        return "{\n" + "\n".join(lines) + "\nmov.b32 $0, 0;\n}"
+
+    @property
+    def read_types(self) -> tuple[gl.dtype, ...]:
+        return (gl.int32,) * (self.step.words + self.step.scale_words)
+
+    @property
+    def read_constraints(self) -> str:
+        return ",".join(["=&r"] * (self.step.words + self.step.scale_words) + ["r"] * 4)
+
+    def read(self, d: int, pending: int) -> str:
+        """Waits until at most `pending` groups of copies are under way, then reads slot d: words, then scale words.
+
+        Inputs: ring + 16, 8 and 4 times the lane, ring + pair_bytes times the lane group.
+        """
+        count = self.step.words + self.step.scale_words
+        lines = [f"cp.async.wait_group {pending};", "bar.warp.sync 0xffffffff;"]
+        out, start = 0, self.slot(d)
+        for words in STEP_TILES * WORD_GROUPS[self.step.bits]:
+            base = {4: count, 2: count + 1, 1: count + 2}[words]
+            lines.append(_load(words, out, base, start))
+            out, start = out + words, start + 128 * words
+        for _ in range(self.step.groups):
+            words = self.step.pair_bytes // 4
+            lines.append(_load(words, out, count + 3, start))
+            out, start = out + words, start + 32 * words
+        return "{\n" + "\n".join(lines) + "\n}"
+
+    @property
+    def x_types(self) -> tuple[gl.dtype, ...]:
+        return (gl.int32,) * self.step.token_words
+
+    @property
+    def x_constraints(self) -> str:
+        return ",".join(["=&r"] * self.step.token_words + ["r"])
+
+    def read_x(self, d: int) -> str:
+        """Reads the B fragments of 128 k of all tokens, whose copies are older than those of slot d. Input: ring + 16 lane."""
+        count = self.step.token_words
+        lines = []
+        for i in range(count // 4):
+            out = ", ".join(f"${4 * i + j}" for j in range(4))
+            lines.append(f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{{out}}}, [${count}+{self.x_slot(d) + 512 * i}];")
+        return "{\n" + "\n".join(lines) + "\n}"
+
+
+def _load(words: int, out: int, base: int, offset: int) -> str:
+    if words == 1:
+        return f"ld.shared.b32 ${out}, [${base}+{offset}];"
+    registers = ", ".join(f"${out + i}" for i in range(words))
+    return f"ld.shared.v{words}.b32 {{{registers}}}, [${base}+{offset}];"

@@ -1,0 +1,225 @@
+"""The arithmetic of one step as PTX: 16 rows of w, 128 k, some tokens; codes -> halves -> mma.sync -> scales.
+
+PTX ISA, "Matrix Fragments for mma.m16n8k16": the four registers of A are codes of rows g and g + 8 (lane group g), the
+accumulator holds rows g and g + 8 of tokens 2t and 2t + 1 (lane t of the group).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowbit.formats import number_format
+from lowbit.hardware.conversions import Conversion, conversion
+from lowbit.hardware.half import HalfType
+from lowbit.kernels.gluon import gl
+
+STEP_K = 128
+STEP_TILES = 2
+"""Tiles of 64 k in a step."""
+
+K_STEPS = STEP_K // 16
+"""Matrix instructions along K in a step."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one warp does with one strip and 128 k.
+
+    `tokens` is a multiple of 8. `group` is 0 where the scales wait for the end (per channel, per tensor), else 16, 32, 64 or
+    128. `zero` is "none", "integer" (w = (code - zero) * scale) or "float" (w = code * scale + zero). `chains` is the
+    number of independent accumulators, which hides the latency of the matrix instruction.
+    """
+
+    format: str
+    dtype: HalfType
+    tokens: int
+    group: int
+    zero: str
+    scale_dtype: HalfType
+    chains: int
+
+    @property
+    def conversion(self) -> Conversion:
+        return conversion(number_format(self.format), self.dtype)
+
+    @property
+    def bits(self) -> int:
+        return self.conversion.format.bits
+
+    @property
+    def words(self) -> int:
+        """Words of codes per lane."""
+        return STEP_TILES * self.bits
+
+    @property
+    def groups(self) -> int:
+        """Groups of scales in a step; 0 without group scales."""
+        return STEP_K // self.group if self.group else 0
+
+    @property
+    def pair_bytes(self) -> int:
+        """Bytes of scales (and zeros) of the two rows of a lane group, for one group of k."""
+        return (4 if self.zero == "none" else 8) if self.group else 0
+
+    @property
+    def scale_words(self) -> int:
+        """Words of scales and zeros per lane."""
+        return self.groups * self.pair_bytes // 4
+
+    @property
+    def eights(self) -> int:
+        """Groups of 8 tokens."""
+        return self.tokens // 8
+
+    @property
+    def token_words(self) -> int:
+        """Words of x per lane."""
+        return 2 * K_STEPS * self.eights
+
+    @property
+    def accumulators(self) -> int:
+        """Accumulators per lane."""
+        return 4 * self.eights
+
+    @property
+    def sums(self) -> int:
+        """Sums of x per lane that zero points need: two tokens for each 8, for each group."""
+        return 2 * self.eights * self.groups if self.zero != "none" else 0
+
+    # ---- operands of the PTX, in the order in which the kernel passes them
+
+    @property
+    def types(self) -> tuple[gl.dtype, ...]:
+        return (gl.float32,) * self.accumulators
+
+    @property
+    def sum_types(self) -> tuple[gl.dtype, ...]:
+        return (gl.float32,) * self.sums
+
+    @property
+    def constraints(self) -> str:
+        integers = self.words + self.token_words + self.scale_words
+        return ",".join(["=&f"] * self.accumulators + ["r"] * integers + ["f"] * (self.sums + self.accumulators))
+
+    @property
+    def sum_constraints(self) -> str:
+        return ",".join(["=&f"] * self.sums + ["r"] * self.token_words)
+
+    @property
+    def asm(self) -> str:
+        """Outputs: accumulators. Inputs: words, words of x, scale words, sums of x, accumulators."""
+        operand = _operands(self.accumulators, self.words, self.token_words, self.scale_words, self.sums, self.accumulators)
+        out, words, x, scales, sums, acc = operand
+        per_group = K_STEPS // max(self.groups, 1)
+        chains = min(self.chains, per_group)
+        lines = [".reg .b32 a<32>;", f".reg .f32 p<{4 * self.eights * chains}>;", ".reg .f32 s<2>, z<2>, t, nought;"]
+        lines.append("mov.f32 nought, 0f00000000;")
+        lines += self._convert(words)
+        for group in range(max(self.groups, 1)):
+            for inside in range(per_group):
+                step = group * per_group + inside
+                for eight in range(self.eights):
+                    chain = inside % chains
+                    part = [f"p{4 * (eight * chains + chain) + i}" for i in range(4)]
+                    start = acc[4 * eight : 4 * eight + 4] if not self.groups and chain == 0 else ["nought"] * 4
+                    b = x[16 * eight + 2 * step : 16 * eight + 2 * step + 2]
+                    lines.append(
+                        _mma(self.dtype, part, [f"a{4 * step + i}" for i in range(4)], b, start if inside < chains else part)
+                    )
+            lines += self._join(chains)
+            lines += self._scale(group, chains, out, scales, sums, acc) if self.groups else self._copy(chains, out)
+        return "{\n" + "\n".join(lines) + "\n}"
+
+    @property
+    def sum_asm(self) -> str:
+        """Outputs: sums of x. Inputs: words of x. A matrix instruction whose A is all ones adds up its tokens."""
+        out, x = _operands(self.sums, self.token_words)
+        per_group = K_STEPS // self.groups
+        ones = "0x3c003c00" if self.dtype == "fp16" else "0x3f803f80"
+        lines = [".reg .b32 one; .reg .f32 p<4>, nought;", f"mov.b32 one, {ones};", "mov.f32 nought, 0f00000000;"]
+        part = [f"p{i}" for i in range(4)]
+        for group in range(self.groups):
+            for eight in range(self.eights):
+                for inside in range(per_group):
+                    step = group * per_group + inside
+                    b = x[16 * eight + 2 * step : 16 * eight + 2 * step + 2]
+                    lines.append(_mma(self.dtype, part, ["one"] * 4, b, part if inside else ["nought"] * 4))
+                first = 2 * (group * self.eights + eight)
+                lines += [f"mov.f32 {out[first]}, p0;", f"mov.f32 {out[first + 1]}, p1;"]
+        return "{\n" + "\n".join(lines) + "\n}"
+
+    def _convert(self, words: list[str]) -> list[str]:
+        """Fills a0 to a31, four registers for each of the 8 matrix instructions."""
+        c, lines = self.conversion, []
+        program = c.program
+        for run in range(len(words) // c.fields.words):
+            inputs = words[run * c.fields.words :][: c.fields.words]
+            lines.append("{ .reg .b32 " + ", ".join(program.inputs) + ";")
+            lines += [f"mov.b32 {name}, {word};" for name, word in zip(program.inputs, inputs, strict=True)]
+            lines.append(program.ptx())
+            lines += [f"mov.b32 a{run * c.registers + i}, {name};" for i, name in enumerate(program.outputs)]
+            lines.append("}")
+        return lines
+
+    def _join(self, chains: int) -> list[str]:
+        return [
+            f"add.f32 p{4 * eight * chains + i}, p{4 * eight * chains + i}, p{4 * (eight * chains + chain) + i};"
+            for eight in range(self.eights)
+            for chain in range(1, chains)
+            for i in range(4)
+        ]
+
+    def _copy(self, chains: int, out: list[str]) -> list[str]:
+        return [f"mov.f32 {out[4 * eight + i]}, p{4 * eight * chains + i};" for eight in range(self.eights) for i in range(4)]
+
+    def _scale(self, group: int, chains: int, out: list[str], scales: list[str], sums: list[str], acc: list[str]) -> list[str]:
+        """Adds the group's sums times its scales to the accumulators; element i of a lane's 4 is row g + 8 * (i / 2)."""
+        words = scales[group * self.pair_bytes // 4 :][: self.pair_bytes // 4]
+        lines = _widen("s", words[0], self.scale_dtype)
+        if self.zero != "none":
+            lines += _widen("z", words[1], self.scale_dtype)
+        for eight in range(self.eights):
+            for i in range(4):
+                index, row = 4 * eight + i, i // 2
+                part, before = f"p{4 * eight * chains + i}", acc[index] if group == 0 else out[index]
+                if self.zero == "none":
+                    lines.append(f"fma.rn.f32 {out[index]}, {part}, s{row}, {before};")
+                    continue
+                total = sums[2 * (group * self.eights + eight) + i % 2]
+                if self.zero == "integer":
+                    lines += [f"neg.f32 t, z{row};", f"fma.rn.f32 t, t, {total}, {part};"]
+                    lines.append(f"fma.rn.f32 {out[index]}, t, s{row}, {before};")
+                else:
+                    lines += [f"fma.rn.f32 t, z{row}, {total}, {before};", f"fma.rn.f32 {out[index]}, {part}, s{row}, t;"]
+        return lines
+
+
+def _operands(*counts: int) -> list[list[str]]:
+    """$0, $1, ... dealt to groups of so many operands."""
+    groups, first = [], 0
+    for count in counts:
+        groups.append([f"${first + i}" for i in range(count)])
+        first += count
+    return groups
+
+
+def _mma(dtype: HalfType, d: list[str], a: list[str], b: list[str], c: list[str]) -> str:
+    kind = "f16" if dtype == "fp16" else "bf16"
+    registers = ", ".join("{" + ", ".join(group) + "}" for group in (d, a, b, c))
+    return f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {registers};"
+
+
+def _widen(name: str, word: str, dtype: HalfType) -> list[str]:
+    """Both halves of a word to the float32 registers name0 and name1."""
+    if dtype == "fp16":
+        return [
+            "{ .reg .b16 lo, hi;",
+            f"mov.b32 {{lo, hi}}, {word};",
+            f"cvt.f32.f16 {name}0, lo;",
+            f"cvt.f32.f16 {name}1, hi; }}",
+        ]
+    return [
+        "{ .reg .b32 lo, hi;",
+        f"shl.b32 lo, {word}, 16; and.b32 hi, {word}, 0xffff0000;",
+        f"mov.b32 {name}0, lo; mov.b32 {name}1, hi; }}",
+    ]

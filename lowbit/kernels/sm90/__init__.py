@@ -1,0 +1,1 @@
+"""Kernels on wgmma and TMA: sm_90a (H100, H200)."""

@@ -1,0 +1,491 @@
+"""y[M, N] = x[M, K] . dequant(w)[N, K]^T for many tokens, any code width, wgmma and TMA: sm_90a.
+
+Computes y^T = w x^T: decoded weights are the register operand A of wgmma, 64 rows for each warpgroup; x is operand B.
+Reads   x by TMA in swizzled tiles of tokens x 64; w in FragmentOrder by TMA, 64 rows x 64 k a warpgroup and stage
+Roles   load: 1 warp; math: 1, 2 or 4 warpgroups: wait, decode, scale, wgmma with two steps in
+        flight, store by TMA
+Ring    `stages` of x and w; full: 1 arrival and the bytes; empty: 1 arrival
+Grid    persistent, one block per SM; tiles in groups of tokens so that a wave shares x and w in L2
+Sum     in fp32, K in order; with splits > 1 the block that comes last adds the splits in order: same input, same bits
+Exact   every weight is decoded exactly and rounded once after scaling, as a dequantized model's would be
+Source  wgmma fragments: PTX ISA; the shape of the pipeline and what was measured: docs/log.md
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from lowbit.hardware.fields import WORD_GROUPS
+from lowbit.hardware.half import HalfType
+from lowbit.kernels.choose import GemmShape, WgmmaTile
+from lowbit.kernels.gluon import (
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    half_type,
+    mbarrier,
+    ptx,
+    source_digest,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from lowbit.kernels.parts.decode import Decode
+from lowbit.pack.weight import KernelWeight
+
+TILE_K = gl.constexpr(64)
+
+
+@dataclass(frozen=True)
+class WgmmaGemm:
+    """All that is fixed when the kernel is compiled. Of two equal ones, results are equal to the last bit.
+
+    A tile is `tokens` x 64 * warpgroups rows of w. A step is 64 * `step` of k, decoded at once; `stages` (of 64 k each) is a
+    multiple of 2 * step, and K counts as if it were one of 128 * step.
+    """
+
+    decode: Decode
+    tokens: int
+    warpgroups: int
+    step: int
+    stages: int
+    splits: int
+    token_group: int
+    channel_scale: bool
+    bias: bool
+    store_by_tma: bool
+    digest: str = source_digest()
+
+    @property
+    def rows(self) -> int:
+        """Rows of w of a tile."""
+        return 64 * self.warpgroups
+
+    @property
+    def warps(self) -> int:
+        """Warps that multiply; each holds 16 rows of w."""
+        return 4 * self.warpgroups
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def planes(self) -> int:
+        """Groups of words in which the codes of a tile are loaded; 8-bit codes have two of the same kind, one load."""
+        return 1 if self.decode.bits == 8 else len(WORD_GROUPS[self.decode.bits])
+
+    def plane_words(self, plane: int) -> int:
+        """Words per lane and tile of a plane."""
+        return 8 if self.decode.bits == 8 else WORD_GROUPS[self.decode.bits][plane]
+
+    def plane_start(self, plane: int) -> int:
+        """Where a plane starts within the 32 * bits words of a tile."""
+        return 32 * sum(self.plane_words(before) for before in range(plane))
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.rows * 8 * self.decode.bits + self.tokens * 128
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of the ring and of the tile to be stored (barriers apart)."""
+        stored = self.rows * self.tokens * 2 if self.store_by_tma else 0
+        return self.stages * self.stage_bytes + stored
+
+    @property
+    def round_k(self) -> int:
+        """K of a turn of the main loop: two steps, one for each set of registers of operand A."""
+        return 128 * self.step
+
+    @property
+    def half(self) -> gl.dtype:
+        return gl.float16 if self.decode.dtype == "fp16" else gl.bfloat16
+
+    @property
+    def accumulator(self) -> gl.NVMMADistributedLayout:
+        return gl.NVMMADistributedLayout([3, 0], [4 * self.warpgroups, 1], [16, self.tokens, 16])
+
+    @property
+    def operand(self) -> gl.DotOperandLayout:
+        return gl.DotOperandLayout(0, self.accumulator, 2)
+
+    def words_layout(self, plane: int) -> gl.DistributedLinearLayout:
+        """Words [strips, 32 lanes * words]: a warp for each strip, up to four neighbouring words in one load."""
+        words = self.plane_words(plane)
+        vector = min(words, 4)
+        register = [[0, 1 << i] for i in range(vector.bit_length() - 1)]
+        lane = [[0, vector << i] for i in range(5)]
+        if words == 8:
+            register.append([0, 128])
+        warp = [[1 << i, 0] for i in range(self.warps.bit_length() - 1)]
+        return gl.DistributedLinearLayout(register, lane, warp, [], [self.warps, 32 * words])
+
+    @property
+    def threads_layout(self) -> gl.BlockedLayout:
+        """One element per thread."""
+        return gl.BlockedLayout([1], [32], [self.warps], [0])
+
+
+@gluon.jit
+def tile_at(index, token_tiles, row_tiles, C: gl.constexpr):
+    """(tile of tokens, tile of rows, split) of the index-th tile: all rows for a group of tokens, then the next group."""
+    split = index % C.splits
+    index = index // C.splits
+    group = index // (C.token_group * row_tiles)
+    first = group * C.token_group
+    size = gl.minimum(token_tiles - first, C.token_group)
+    inside = index % (C.token_group * row_tiles)
+    return first + inside % size, inside // size, split
+
+
+@gluon.jit
+def load(read, C: gl.constexpr):
+    """The warp that keeps the ring full."""
+    w_descs, x_desc, w_ring, x_ring, full, empty, token_tiles, row_tiles, turns = read
+    PLANES: gl.constexpr = C.planes
+    TILES: gl.constexpr = 2 * C.step
+    it = 0
+    for index in range(gl.program_id(0), token_tiles * row_tiles * C.splits, gl.num_programs(0)):
+        token_tile, row_tile, split = tile_at(index, token_tiles, row_tiles, C)
+        for k in range(turns * split // C.splits * TILES, turns * (split + 1) // C.splits * TILES):
+            stage = it % C.stages
+            mbarrier.wait(empty.index(stage), (it // C.stages & 1) ^ 1)
+            mbarrier.expect(full.index(stage), C.stage_bytes)
+            for plane in gl.static_range(PLANES):
+                column = k * (32 * C.decode.bits) + ptx(C.plane_start, plane)
+                tma_load(
+                    w_descs[plane], [row_tile * C.warps, column], full.index(stage), w_ring[plane].index(stage)
+                )  # fmt: skip
+            tma_load(x_desc, [token_tile * C.tokens, k * TILE_K], full.index(stage), x_ring.index(stage))
+            it += 1
+
+
+@gluon.jit
+def words_of(plane, C: gl.constexpr, p: gl.constexpr):
+    """The words of a plane [strips, 32 lanes * words] as one tensor per word, one element per thread."""
+    WORDS: gl.constexpr = ptx(C.plane_words, p)
+    if WORDS == 8:  # two vectors of 4 words
+        plane = gl.permute(gl.reshape(plane, [C.warps, 2, 32, 4]), [0, 2, 1, 3])
+    return split_words(gl.reshape(plane, [C.threads, WORDS]), WORDS, C)
+
+
+@gluon.jit
+def split_words(words, count: gl.constexpr, C: gl.constexpr):
+    """[threads, count] -> count tensors [threads], in order."""
+    if count == 1:
+        return (gl.convert_layout(gl.reshape(words, [C.threads]), C.threads_layout, assert_trivial=True),)
+    else:
+        low, high = gl.split(gl.permute(gl.reshape(words, [C.threads, 2, count // 2]), [0, 2, 1]))
+        return split_words(low, count // 2, C) + split_words(high, count // 2, C)
+
+
+@gluon.jit
+def join_halves(halves, count: gl.constexpr, C: gl.constexpr):
+    """`count` tensors [threads] -> [threads, count], in order."""
+    if count == 1:
+        return gl.reshape(halves[0], [C.threads, 1])
+    else:
+        low = join_halves(halves[0 : count // 2], count // 2, C)
+        high = join_halves(halves[count // 2 :], count // 2, C)
+        return gl.reshape(gl.permute(gl.join(low, high), [0, 2, 1]), [C.threads, count])
+
+
+@gluon.jit
+def operand_a(w_ring, stage, scales, C: gl.constexpr):
+    """The decoded, scaled weights of one stage: C.rows x 64 k in the registers of wgmma's operand A."""
+    D: gl.constexpr = C.decode
+    PLANES: gl.constexpr = C.planes
+    words = ()
+    for p in gl.static_range(PLANES):
+        words = words + words_of(w_ring[p].index(stage).load(ptx(C.words_layout, p)), C, p)
+    halves = gl.inline_asm_elementwise(D.asm, D.constraints, words + scales, dtype=D.types, is_pure=True, pack=1)
+    # [warp, lane group, lane of the group, k step, k half, row half, element] -> rows, k
+    parts = gl.reshape(join_halves(halves, 32, C), [C.warps, 8, 4, 4, 2, 2, 2])
+    matrix = gl.reshape(gl.permute(parts, [0, 5, 1, 3, 4, 2, 6]), [C.rows, 64])
+    return gl.convert_layout(matrix, C.operand, assert_trivial=True)
+
+
+@gluon.jit
+def load_scales(scale, turn, last, C: gl.constexpr):
+    """Scale and zero words of this thread's row pair for one turn of k; `scale` points to its strip.
+
+    Beyond the `last` group, where K has ended and x is zero, that group is read again.
+    """
+    WORDS: gl.constexpr = C.decode.pair_words * C.step
+    words = ()
+    for i in gl.static_range(WORDS):
+        group = gl.minimum(turn * (WORDS // C.decode.group_words) + i // C.decode.group_words, last)
+        words = words + (gl.load(scale + group * (8 * C.decode.group_words) + i % C.decode.group_words),)
+    return words
+
+
+@gluon.jit
+def scales_of(words, tile: gl.constexpr, C: gl.constexpr):
+    """Those of one tile of the turn; with groups of 128, two tiles have the same."""
+    first: gl.constexpr = tile // 2 * C.decode.pair_words + tile % 2 * (C.decode.pair_words - C.decode.scale_words)
+    return words[first : first + C.decode.scale_words]
+
+
+@gluon.jit
+def hold(a, it):
+    """Keeps the registers of `a` occupied up to here, with stores that never happen.
+
+    wgmma reads operand A while it runs, but for ptxas its registers are free once it has been issued: without this, the
+    next tile is decoded into them too early (seen with Triton 3.6: weights of 1024 and more, the magic number).
+    """
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 at; mov.u32 at, global_smem; setp.eq.u32 p, $6, 0xffffffff;"
+        " @p st.shared.v4.b32 [at], {$2, $3, $4, $5}; mov.b32 $0, 0; mov.b32 $1, 0; }",
+        "=r,=r,r,r,r,r,r,r,r,r,r,r,r,r", [a, it], dtype=gl.int8, is_pure=False, pack=8,
+    )  # fmt: skip
+
+
+@gluon.jit
+def decode_step(w_ring, full, scales, it, first: gl.constexpr, C: gl.constexpr):
+    """The weights of a step, C.step tiles from the `first` of the turn on, as soon as each is there."""
+    TILES: gl.constexpr = C.step
+    operands = ()
+    for tile in gl.static_range(TILES):
+        stage = it % C.stages + first + tile
+        mbarrier.wait(full.index(stage), it // C.stages & 1)
+        operands = operands + (operand_a(w_ring, stage, scales_of(scales, first + tile, C), C),)
+    return operands
+
+
+@gluon.jit
+def start_step(operands, x_ring, acc, it, first: gl.constexpr, C: gl.constexpr):
+    """Starts the products of a step and waits for those of the step before."""
+    TILES: gl.constexpr = C.step
+    for tile in gl.static_range(TILES):
+        x = x_ring.index(it % C.stages + first + tile).permute([1, 0])
+        acc = warpgroup_mma(operands[tile], x, acc, is_async=True)
+    return warpgroup_mma_wait(TILES, deps=[acc])
+
+
+@gluon.jit
+def release_step(empty, it, C: gl.constexpr, pred=True):
+    """Gives the stages of a step, which begins with stage number `it`, back to the loader."""
+    TILES: gl.constexpr = C.step
+    for tile in gl.static_range(TILES):
+        mbarrier.arrive(empty.index(it % C.stages + tile), count=1, pred=pred)
+
+
+@gluon.jit
+def hold_step(operands, it, C: gl.constexpr):
+    """`hold` for all operands of a step."""
+    TILES: gl.constexpr = C.step
+    for tile in gl.static_range(TILES):
+        hold(operands[tile], it)
+
+
+@gluon.jit
+def multiply(w_ring, x_ring, full, empty, scale, last_group, it, begin, end, C: gl.constexpr):
+    """The sums of one tile. While a step multiplies, the next is decoded, into the other of two sets of registers."""
+    ROWS: gl.constexpr = C.rows
+    TOKENS: gl.constexpr = C.tokens
+    SUMS: gl.constexpr = C.accumulator
+    OPERAND: gl.constexpr = C.operand
+    HALF: gl.constexpr = C.half
+    STEP: gl.constexpr = C.step
+    acc = gl.zeros((ROWS, TOKENS), gl.float32, SUMS)
+    odd = ()
+    for _ in gl.static_range(STEP):
+        odd = odd + (gl.zeros((ROWS, 64), HALF, OPERAND),)
+    scales = load_scales(scale, begin, last_group, C)
+    for turn in range(begin, end):
+        even = decode_step(w_ring, full, scales, it, 0, C)
+        hold_step(odd, it, C)
+        acc = start_step(even, x_ring, acc, it, 0, C)
+        release_step(empty, it + (C.stages - STEP), C, turn > begin)
+
+        odd = decode_step(w_ring, full, scales, it, STEP, C)
+        hold_step(even, it, C)
+        scales = load_scales(scale, turn + 1, last_group, C)
+        acc = start_step(odd, x_ring, acc, it, STEP, C)
+        release_step(empty, it, C)
+        it += 2 * STEP
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    release_step(empty, it + (C.stages - STEP), C)
+    return acc, it
+
+
+@gluon.jit
+def meet(partial, arrived, acc, tile, split, C: gl.constexpr):
+    """Leaves the sums of one split to the block that comes last for this tile; that one gets True and the total."""
+    rows = gl.arange(0, C.rows, gl.SliceLayout(1, C.accumulator))
+    tokens = gl.arange(0, C.tokens, gl.SliceLayout(0, C.accumulator))
+    # Neighbouring lanes, which hold rows g and pairs of tokens 2t (hardware/mma.py), write neighbouring words.
+    of_row = rows % 8 * 4 + rows // 16 * 32 + rows // 8 % 2 * C.threads
+    of_token = tokens % 8 // 2 + tokens % 2 * (2 * C.threads) + tokens // 8 * (4 * C.threads)
+    place = of_row[:, None] + of_token[None, :]
+    base = partial + tile.to(gl.int64) * (C.splits * C.rows * C.tokens)
+    gl.store(base + split * (C.rows * C.tokens) + place, acc)
+    barrier()
+    last = gl.atomic_add(arrived + tile, 1, sem="acq_rel") == C.splits - 1
+    total = acc
+    if last:
+        gl.store(arrived + tile, 0)
+        total = gl.load(base + place)
+        for i in range(1, C.splits):
+            total += gl.load(base + i * (C.rows * C.tokens) + place)
+    return last, total
+
+
+@gluon.jit
+def store(y_desc, y, y_tile, acc, channel_scale, bias, factor, first_row, first_token, M, N, C: gl.constexpr):
+    """Scales and bias per row, one rounding, then y: transposed through shared memory by TMA, or element by element."""
+    rows = first_row + gl.arange(0, C.rows, gl.SliceLayout(1, C.accumulator))
+    acc = acc * factor
+    if C.channel_scale:
+        acc = acc * gl.load(channel_scale + rows, mask=rows < N, other=0.0)[:, None]
+    if C.bias:
+        acc = acc + gl.load(bias + rows, mask=rows < N, other=0.0).to(gl.float32)[:, None]
+    if C.store_by_tma:
+        tma_store_wait(0)
+        barrier()
+        y_tile.permute([1, 0]).store(acc.to(C.half))
+        fence_async_shared()
+        barrier()
+        tma_store(y_desc, [first_token, first_row], y_tile)
+    else:
+        tokens = first_token + gl.arange(0, C.tokens, gl.SliceLayout(0, C.accumulator))
+        at = y + tokens.to(gl.int64)[None, :] * N + rows[:, None]
+        gl.store(at, acc.to(C.half), mask=(rows < N)[:, None] & (tokens < M)[None, :])
+
+
+@gluon.jit
+def math(work, C: gl.constexpr):
+    """The warpgroups that decode, multiply and store."""
+    (
+        w_ring, x_ring, y_tile, full, empty, y_desc, y, scale, channel_scale, bias, partial, arrived, token_tiles, row_tiles,
+        turns, scale_strip, last_group, M, N, strips, factor,
+    ) = work  # fmt: skip
+    thread = gl.arange(0, C.threads, C.threads_layout)
+    lane_group = (thread & 31) >> 2
+    it = 0
+    for index in range(gl.program_id(0), token_tiles * row_tiles * C.splits, gl.num_programs(0)):
+        token_tile, row_tile, split = tile_at(index, token_tiles, row_tiles, C)
+        first_row, first_token = row_tile * C.rows, token_tile * C.tokens
+        strip = gl.minimum(first_row // 16 + (thread >> 5), strips - 1)  # strips beyond the last are computed, not stored
+        own = scale + strip.to(gl.int64) * scale_strip + lane_group * C.decode.group_words
+        begin, end = turns * split // C.splits, turns * (split + 1) // C.splits
+        acc, it = multiply(w_ring, x_ring, full, empty, own, last_group, it, begin, end, C)
+        if C.splits == 1:
+            store(y_desc, y, y_tile, acc, channel_scale, bias, factor, first_row, first_token, M, N, C)
+        else:
+            last, total = meet(partial, arrived, acc, token_tile * row_tiles + row_tile, split, C)
+            if last:
+                store(y_desc, y, y_tile, total, channel_scale, bias, factor, first_row, first_token, M, N, C)
+    if C.store_by_tma:
+        tma_store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["M", "N", "token_tiles", "row_tiles", "turns", "scale_strip", "last_group", "strips"])
+def wgmma_gemm(
+    w_desc, w_desc_1, w_desc_2, x_desc, y_desc, y, scale, channel_scale, bias, partial, arrived, M, N, token_tiles,
+    row_tiles, turns, scale_strip, last_group, strips, factor, C: gl.constexpr,
+):  # fmt: skip
+    """The kernel: rings, barriers and roles. There is a descriptor of w for each of its `planes`; the others are not used."""
+    PLANES: gl.constexpr = C.planes
+    w_descs = (w_desc, w_desc_1, w_desc_2)
+    STAGES: gl.constexpr = C.stages
+    w_ring = ()
+    for p in gl.static_range(PLANES):
+        w_ring = w_ring + (
+            gl.allocate_shared_memory(gl.int32, [C.stages] + w_descs[p].block_type.shape, w_descs[p].layout),
+        )  # fmt: skip
+    x_ring = gl.allocate_shared_memory(C.half, [C.stages] + x_desc.block_type.shape, x_desc.layout)
+    if C.store_by_tma:
+        y_tile = gl.allocate_shared_memory(C.half, y_desc.block_type.shape, y_desc.layout)
+    else:
+        y_tile = x_ring
+    full = gl.allocate_shared_memory(gl.int64, [C.stages, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [C.stages, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    fence_async_shared()
+    read = (w_descs, x_desc, w_ring, x_ring, full, empty, token_tiles, row_tiles, turns)
+    work = (
+        w_ring, x_ring, y_tile, full, empty, y_desc, y, scale, channel_scale, bias, partial, arrived, token_tiles, row_tiles,
+        turns, scale_strip, last_group, M, N, strips, factor,
+    )  # fmt: skip
+    # All warpgroups are one role: it takes the registers that the loader leaves, 240 a thread for two. (As roles of their
+    # own, ptxas serializes their wgmma as soon as registers move between roles: Triton 3.6 and 3.9, remark C7512.)
+    gl.warp_specialize([(math, (work, C)), (load, (read, C))], [1], [24])
+
+
+def run_wgmma(x: Tensor, w: KernelWeight, tile: WgmmaTile, bias: Tensor | None, workspace: tuple[Tensor, Tensor]) -> Tensor:
+    """y [M, N] of x [M, K], whose rows start at multiples of 16 bytes. `workspace` is what splits > 1 meet in."""
+    m, k = x.shape
+    n = w.shape[0]
+    strips = w.codes.shape[0]
+    # Rows of y that do not start at multiples of 16 bytes are beyond TMA.
+    config = _config(
+        tile, w.format, w.group, w.zero, w.scale_dtype, half_type(x.dtype), bias is not None, tile.splits == 1 and n % 8 == 0
+    )  # fmt: skip
+    y = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    tile_layout = gl.NVMMASharedLayout.get_default_for([tile.tokens, 64], config.half)
+    x_desc = TensorDescriptor(x, list(x.shape), list(x.stride()), [tile.tokens, 64], tile_layout)
+    y_desc = x_desc
+    if config.store_by_tma:
+        y_desc = TensorDescriptor(y, [m, n], [n, 1], [tile.tokens, config.rows], _stored_layout(config))
+    w_descs = _weight_descriptors(w.codes, config)
+    token_tiles, row_tiles = -(-m // tile.tokens), -(-strips // config.warps)
+    blocks = min(_sm_count(x.device), token_tiles * row_tiles * tile.splits)
+    wgmma_gemm[(blocks,)](
+        *w_descs, x_desc, y_desc, y, w.codes if w.scale is None else w.scale.view(torch.int32), w.channel_scale, bias,
+        *workspace, m, n, token_tiles, row_tiles, -(-k // config.round_k),
+        0 if w.scale is None else w.scale.stride(0) // 2, (k - 1) // max(w.group, 1), strips,
+        config.decode.epilogue_factor, config, num_warps=config.warps,
+    )  # fmt: skip
+    return y
+
+
+@functools.lru_cache(maxsize=1024)
+def _config(
+    tile: WgmmaTile, fmt: str, group: int, zero: str, scale_dtype: HalfType, dtype: HalfType, bias: bool, store_by_tma: bool
+) -> WgmmaGemm:
+    decode = Decode(fmt, dtype, group, zero, scale_dtype)
+    return WgmmaGemm(
+        decode, tile.tokens, tile.warpgroups, tile.step, tile.stages, tile.splits, tile.token_group, group == 0, bias,
+        store_by_tma,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=64)
+def _stored_layout(config: WgmmaGemm) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([config.tokens, config.rows], config.half)
+
+
+def _weight_descriptors(codes: Tensor, config: WgmmaGemm) -> list[TensorDescriptor]:
+    """One for each plane, filled up to the three that the kernel takes."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    row = codes.shape[1] * codes.shape[2]
+    planes = [
+        TensorDescriptor(codes, [codes.shape[0], row], [row, 1], [config.warps, 32 * config.plane_words(p)], layout)
+        for p in range(config.planes)
+    ]
+    return (planes * 3)[:3]
+
+
+@functools.lru_cache(maxsize=16)
+def _sm_count(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def wgmma_workspace(shape: GemmShape, tile: WgmmaTile) -> tuple[int, int]:
+    """Elements of the two workspaces, float32 sums and int32 counters (which are zero before and after)."""
+    if tile.splits == 1:
+        return 0, 0
+    tiles = -(-shape.m // tile.tokens) * -(-shape.n // tile.rows)
+    return tiles * tile.splits * tile.rows * tile.tokens, tiles

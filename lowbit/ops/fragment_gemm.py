@@ -1,0 +1,175 @@
+"""The torch operator `lowbit::fragment_gemm`: the tensor-core kernels on weights in their own form (pack/weight.py).
+
+Like `lowbit::mixed_gemm` it is opaque to torch.compile and costs little per call; the choice of kernel stays inside and
+depends on shapes alone.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from lowbit.formats import Scheme, parse_scheme
+from lowbit.hardware.conversions import conversion
+from lowbit.hardware.device import Device, device_for
+from lowbit.kernels.choose import GemmShape, RingTile, Tile, choose
+from lowbit.pack import KernelWeight, kernel_group
+from lowbit.pack.fragment import LANES, k_tiles, strips
+
+torch.library.define(
+    "lowbit::fragment_gemm",
+    "(Tensor x, Tensor codes, Tensor? scale, Tensor? channel_scale, Tensor? bias, str scheme, SymInt n,"
+    " bool batch_invariant=False) -> Tensor",
+)
+
+_scheme = functools.lru_cache(maxsize=None)(parse_scheme)
+
+
+def fragment_gemm(x: Tensor, w: KernelWeight, bias: Tensor | None = None, *, batch_invariant: bool = False) -> Tensor:
+    """y [.., N] = x [.., K] . dequant(w)[N, K]^T + bias [N], in x's dtype, fp16 or bf16.
+
+    With `batch_invariant`, a row of y has the same bits in every batch; else sums of small batches are formed in another
+    order than those of large ones. Raises ValueError for tensors that do not fit together.
+    """
+    return torch.ops.lowbit.fragment_gemm(
+        x, w.codes, w.scale, w.channel_scale, bias, w.scheme.name, w.shape[0], batch_invariant
+    )
+
+
+def kernel_refusals(scheme: Scheme, dtype: torch.dtype, device: torch.device | str) -> tuple[str, ...]:
+    """Why the tensor-core kernels cannot run a scheme with activations of `dtype` on `device`; empty if they can."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return (f"run on NVIDIA GPUs, x is on {device.type}",)
+    reasons = []
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        reasons.append(f"need sm_80 or newer, {torch.cuda.get_device_name(device)} is older")
+    if dtype not in (torch.float16, torch.bfloat16):
+        reasons.append(f"take fp16 and bf16 activations, not {str(dtype).removeprefix('torch.')}")
+    if scheme.activation is not None:
+        reasons.append(f"multiply 16-bit activations, the scheme asks for {scheme.activation.name}")
+    return (*reasons, *weight_refusals(scheme, dtype))
+
+
+def weight_refusals(scheme: Scheme, dtype: torch.dtype = torch.bfloat16) -> tuple[str, ...]:
+    """Why weights of a scheme cannot be brought into the kernels' form; empty if they can."""
+    reasons = []
+    for check in (
+        lambda: kernel_group(scheme),
+        lambda: conversion(scheme.weight, "fp16" if dtype == torch.float16 else "bf16"),
+    ):
+        try:
+            check()
+        except ValueError as error:
+            reasons.append(str(error))
+    return tuple(reasons)
+
+
+def describe(scheme: str | Scheme, m: int, n: int, k: int, dtype: torch.dtype, device: Device | None = None) -> str:
+    """The kernel and the tile that a product would use, in words."""
+    scheme = parse_scheme(scheme)
+    return str(choose(GemmShape(m, n, k, scheme.weight.bits), device or device_for(90)))
+
+
+def _check(
+    x: Tensor, codes: Tensor, scale: Tensor | None, channel: Tensor | None, bias: Tensor | None, s: Scheme, n: int
+) -> None:
+    """Raises ValueError unless the tensors are of one product under the scheme."""
+    if x.dtype not in (torch.float16, torch.bfloat16) or x.dim() < 1:
+        raise ValueError(f"fragment_gemm: x is fp16 or bf16 [.., K], got {x.dtype} {tuple(x.shape)}")
+    k = x.shape[-1]
+    expected = (strips(n), k_tiles(k), LANES * s.weight.bits)
+    if tuple(codes.shape) != expected or codes.dtype != torch.int32:
+        raise ValueError(
+            f"fragment_gemm: {s} with N {n} and K {k} takes codes int32 {expected} (pack_weight makes them), "
+            f"got {codes.dtype} {tuple(codes.shape)}: another K, another scheme, or packed for another kernel"
+        )
+    group = kernel_group(s)
+    if (group == 0) != (scale is None) or (group == 0) != (channel is not None):
+        raise ValueError(f"fragment_gemm: {s} takes {'scales per channel' if group == 0 else 'scales per group'} only")
+    if scale is not None:
+        pair = 2 if s.zero.value == "" else 4
+        shape = (strips(n), -(-k // 128) * (128 // group), 8, pair)
+        if tuple(scale.shape) != shape or scale.dtype not in (torch.float16, torch.bfloat16):
+            raise ValueError(f"fragment_gemm: {s} takes fp16 or bf16 scales {shape}, got {scale.dtype} {tuple(scale.shape)}")
+    if channel is not None and (tuple(channel.shape) != (n,) or channel.dtype != torch.float32):
+        raise ValueError(f"fragment_gemm: {s} takes float32 scales [{n}], got {channel.dtype} {tuple(channel.shape)}")
+    if bias is not None and tuple(bias.shape) != (n,):
+        raise ValueError(f"fragment_gemm: bias is [{n}], got {tuple(bias.shape)}")
+    devices = {t.device for t in (x, codes, scale, channel, bias) if t is not None}
+    if len(devices) > 1:
+        raise ValueError(f"fragment_gemm: all tensors must be on one device, got {sorted(map(str, devices))}")
+
+
+@torch.library.impl("lowbit::fragment_gemm", "CUDA")
+def _fragment_gemm(
+    x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None, scheme: str, n: int,
+    batch_invariant: bool = False,
+) -> Tensor:  # fmt: skip
+    parsed = _scheme(scheme)
+    _check(x, codes, scale, channel_scale, bias, parsed, n)
+    k = x.shape[-1]
+    rows = _aligned_rows(x.reshape(-1, k))
+    if rows.shape[0] == 0 or n == 0:
+        return x.new_empty((*x.shape[:-1], n))
+    w = KernelWeight(codes, scale, channel_scale, parsed, (n, k))
+    shape = GemmShape(rows.shape[0], n, k, parsed.weight.bits)
+    tile = choose(shape, _device(x.device), batch_invariant)
+    with torch.cuda.device(x.device):
+        y = _run(rows, w, shape, tile, bias)
+    return y.reshape(*x.shape[:-1], n)
+
+
+@torch.library.register_fake("lowbit::fragment_gemm")
+def _fake(
+    x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None, scheme: str, n: int,
+    batch_invariant: bool = False,
+) -> Tensor:  # fmt: skip
+    _check(x, codes, scale, channel_scale, bias, _scheme(scheme), n)
+    return x.new_empty((*x.shape[:-1], n))
+
+
+def _run(x: Tensor, w: KernelWeight, shape: GemmShape, tile: Tile, bias: Tensor | None) -> Tensor:
+    if isinstance(tile, RingTile):
+        from lowbit.kernels.sm80.mixed_gemm import ring_workspace, run_ring
+
+        overlap = _device(x.device).sm >= 90
+        return run_ring(x, w, tile, bias, _workspace(x.device, *ring_workspace(shape, tile)), overlap)
+    from lowbit.kernels.sm90.mixed_gemm import run_wgmma, wgmma_workspace
+
+    return run_wgmma(x, w, tile, bias, _workspace(x.device, *wgmma_workspace(shape, tile)))
+
+
+def _aligned_rows(x: Tensor) -> Tensor:
+    """x [M, K] with rows of 16-byte pieces and no gap within a row, copied only if it is not so already."""
+    if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0:
+        return x
+    k = x.shape[1]
+    padded = x.new_zeros((x.shape[0], -(-k // 8) * 8))
+    padded[:, :k] = x
+    return padded[:, :k]
+
+
+@functools.lru_cache(maxsize=16)
+def _device(device: torch.device) -> Device:
+    major, minor = torch.cuda.get_device_capability(device)
+    return device_for(10 * major + minor)
+
+
+_workspaces: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
+
+
+def _workspace(device: torch.device, sums: int, counters: int) -> tuple[Tensor, Tensor]:
+    """Memory in which blocks meet, one for each stream; counters are zero whenever no kernel runs."""
+    stream = torch.cuda.current_stream(device).cuda_stream
+    held = _workspaces.get((device, stream))
+    if held is None or held[0].numel() < sums or held[1].numel() < counters:
+        before = (0, 0) if held is None else (held[0].numel(), held[1].numel())
+        held = (
+            torch.empty(max(sums, before[0], 1 << 20), dtype=torch.float32, device=device),
+            torch.zeros(max(counters, before[1], 1 << 12), dtype=torch.int32, device=device),
+        )
+        _workspaces[device, stream] = held
+    return held

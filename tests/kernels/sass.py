@@ -1,0 +1,56 @@
+"""Compiles a Gluon kernel for a GPU that need not be there, and reads its machine code with the tools in Triton's wheel."""
+
+from __future__ import annotations
+
+import collections
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The machine code of a kernel and what it uses."""
+
+    text: str
+    registers: int
+    stack_bytes: int
+    shared_bytes: int
+
+    @property
+    def opcodes(self) -> collections.Counter[str]:
+        """How often each operation occurs, with its modifiers."""
+        return collections.Counter(re.findall(r"/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9_.]+)", self.text))
+
+    def count(self, prefix: str) -> int:
+        return sum(count for opcode, count in self.opcodes.items() if opcode.startswith(prefix))
+
+    @property
+    def lines(self) -> list[str]:
+        return re.findall(r"/\*[0-9a-f]+\*/\s+(.*?) ;", self.text)
+
+
+def compile_kernel(kernel, signature, config, pointers, warps, capability) -> Compiled:
+    """`signature` maps names to Triton's type strings, "C" to "constexpr"; `pointers` are known to be aligned."""
+    triton = pytest.importorskip("triton", reason="Triton compiles the kernels")
+    from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    if not (tools / "nvdisasm").exists():
+        pytest.skip(f"no nvdisasm in {tools}")
+    names = list(signature)
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
+    source = GluonASTSource(kernel, signature, {(names.index("C"),): config}, attributes)
+    done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(done.asm["cubin"])
+        file.flush()
+        text = subprocess.run([tools / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True).stdout
+        usage = subprocess.run([tools / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
+    return Compiled(text, registers, stack, done.metadata.shared)

@@ -1,0 +1,66 @@
+"""The ring kernel compiled for machines that are not here, and what its machine code must and must not have."""
+
+from __future__ import annotations
+
+import pytest
+
+from lowbit.formats import number_format
+from lowbit.hardware.device import device_for
+from lowbit.kernels.choose import GemmShape, choose
+from tests.kernels.sass import compile_kernel
+
+pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
+
+from lowbit.kernels.sm80.mixed_gemm import _config, ring_gemm
+
+FORMATS = ["int2", "int3", "int4", "int5", "int6", "int7", "int8", "fp6_e3m2", "fp6_e2m3", "fp5_e2m2", "fp4_e2m1", "fp8_e4m3"]
+
+
+def compiled(fmt, dtype="fp16", m=1, group=128, zero="none", k=8192, n=8192, bias=False, overlap=True, sm=90):
+    shape = GemmShape(m, n, k, number_format(fmt).bits)
+    tile = choose(shape, device_for(90))
+    config = _config(tile, fmt, group, zero, "fp16", dtype, k, bias, overlap)
+    half = "*" + dtype
+    integers = ("M", "N", "K", "x_stride", "strips", "tiles", "scale_strip", "rounds")
+    signature = dict(y=half, x=half, w="*i32", scale="*fp16", channel_scale="*fp32", bias=half, partial="*fp32", arrived="*i32")
+    signature |= {name: "i32" for name in integers} | dict(factor="fp32", C="constexpr")
+    return tile, compile_kernel(ring_gemm, signature, config, ("x", "w", "scale"), config.warps, sm)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("m", [1, 16])
+def test_main_loop(fmt, m):
+    tile, kernel = compiled(fmt, m=m)
+    assert kernel.count("LDL") == 0 and kernel.count("STL") == 0 and kernel.stack_bytes == 0, "registers spilled"
+    # Two copies of the loop body (the last turn starts no copies): every strip and round has 8 products per 8 tokens.
+    assert kernel.count("HMMA.16816") == 2 * tile.strips * tile.rounds * 8 * (tile.tokens // 8)
+    assert kernel.count("LDSM.16.M88.4") > 0 and kernel.count("LDGSTS") > 0
+    if number_format(fmt).bits >= 4:
+        assert kernel.opcodes["LDS.128"] > 0, "codes are read in 128-bit pieces"
+    assert kernel.count("ACQBULK") > 0, "waits for the kernel before (programmatic dependent launch)"
+
+
+@pytest.mark.parametrize("sm", [80, 86, 89, 90, 100, 120])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_every_machine(sm, dtype):
+    _, kernel = compiled("int4", dtype, m=16, overlap=sm >= 90, sm=sm)
+    assert kernel.count("HMMA.16816") > 0 and kernel.stack_bytes == 0
+    assert kernel.shared_bytes <= device_for(sm if sm != 90 else 90).shared_per_block_bytes or sm in (86, 89, 120)
+
+
+@pytest.mark.parametrize(
+    ("zero", "group", "dtype"), [("integer", 32, "fp16"), ("integer", 128, "bf16"), ("float", 64, "fp16"), ("float", 16, "bf16")]
+)
+def test_zero_points_and_groups(zero, group, dtype):
+    _, kernel = compiled("uint4", dtype, m=8, group=group, zero=zero, k=4096, bias=True)
+    assert kernel.stack_bytes == 0
+
+
+def test_decoding_keeps_its_budget():
+    """int4, one token: 5 integer and 4 half operations decode 8 codes; all else of the loop is less than that again."""
+    tile, kernel = compiled("int4", m=1)
+    codes = 2 * tile.strips * tile.rounds * 64  # per lane, in the two copies of the body
+    half = kernel.count("HADD2") + kernel.count("HFMA2")
+    integer = kernel.count("LOP3") + kernel.count("SHF")
+    assert codes / 2 <= half < 1.25 * codes / 2
+    assert 0.625 * codes <= integer < 1.25 * codes

@@ -1,0 +1,115 @@
+"""The wgmma kernel compiled for sm_90a, and what its machine code must and must not have."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from lowbit.formats import number_format
+from lowbit.hardware.device import device_for
+from lowbit.kernels.choose import GemmShape, WgmmaTile, choose
+from tests.kernels.sass import compile_kernel
+
+pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
+
+from lowbit.kernels.gluon import gl
+from lowbit.kernels.sm90.mixed_gemm import _config, wgmma_gemm
+
+FORMATS = ["int2", "int3", "int4", "int5", "int6", "int7", "int8", "fp6_e3m2", "fp6_e2m3", "fp5_e2m2", "fp4_e2m1", "fp8_e4m3"]
+
+
+def compiled(fmt, dtype="fp16", m=4096, group=128, zero="none", scale_dtype="fp16", bias=False, n=8192, k=8192):
+    tile = choose(GemmShape(m, n, k, number_format(fmt).bits), device_for(90))
+    assert isinstance(tile, WgmmaTile)
+    config = _config(tile, fmt, group, zero, scale_dtype, dtype, bias, tile.splits == 1)
+    words = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    half = gl.NVMMASharedLayout.get_default_for([tile.tokens, 64], config.half)
+    stored = gl.NVMMASharedLayout.get_default_for([tile.tokens, config.rows], config.half)
+    planes = [f"tensordesc<i32[{config.warps}, {32 * config.plane_words(p)}],{words!r}>" for p in range(config.planes)]
+    w = (planes * 3)[:3]
+    y = f"tensordesc<{dtype}[{tile.tokens}, {config.rows}],{stored!r}>"
+    integers = ("M", "N", "token_tiles", "row_tiles", "turns", "scale_strip", "last_group", "strips")
+    signature = dict(w_desc=w[0], w_desc_1=w[1], w_desc_2=w[2], x_desc=f"tensordesc<{dtype}[{tile.tokens}, 64],{half!r}>")
+    signature |= dict(y_desc=y, y="*" + dtype, scale="*i32", channel_scale="*fp32", bias="*" + dtype, partial="*fp32")
+    signature |= dict(arrived="*i32") | {name: "i32" for name in integers} | dict(factor="fp32", C="constexpr")
+    return tile, compile_kernel(wgmma_gemm, signature, config, ("y", "scale", "partial"), config.warps, 90)
+
+
+def registers_written(line: str) -> set[int]:
+    """Numbers of the registers that an instruction writes, as far as its width tells."""
+    match = re.match(r"(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)\s+R(\d+)\b", line)
+    if match is None or match[1].startswith(("ST", "RED", "SYNCS", "UTMA", "BAR", "R2UR", "HGMMA")):
+        return set()
+    width = 4 if ".128" in match[1] or match[1].endswith(".4") else 2 if ".64" in match[1] or "WIDE" in match[1] else 1
+    return set(range(int(match[2]), int(match[2]) + width))
+
+
+def main_loop(lines: list[str]) -> list[str]:
+    """From the wait for the first stage of a turn to the branch back."""
+    products = [i for i, line in enumerate(lines) if "HGMMA" in line]
+    end = next(i for i in range(products[-1], len(lines)) if "BRA" in lines[i])
+    return lines[max(i for i in range(products[0]) if "PHASECHK" in lines[i]) : end + 1]
+
+
+def check_operands_in_flight(lines: list[str]) -> None:
+    """No instruction may write a register of operand A until the products that read it have been waited for.
+
+    Follows the straight line of the main loop twice, so that what is in flight at its end meets its beginning.
+    """
+    groups: list[set[int]] = []
+    current: set[int] = set()
+    for line in main_loop(lines) * 2:
+        busy = set().union(current, *groups)
+        assert not busy & registers_written(line), f"{line} writes operand A of a product under way"
+        if "HGMMA" in line:
+            first = int(re.search(r"HGMMA\S* R\d+, R(\d+),", line)[1])
+            current |= set(range(first, first + 4))
+            if "gsb0" in line:
+                groups.append(current)
+                current = set()
+        waited = re.search(r"WARPGROUP.DEPBAR.LE gsb0, 0x(\w+)", line)
+        if waited:
+            groups = groups[len(groups) - int(waited[1], 16) :] if int(waited[1], 16) else []
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(
+    ("dtype", "m", "n"), [("fp16", 32, 8192), ("bf16", 64, 8192), ("fp16", 64, 28672), ("fp16", 256, 8192), ("bf16", 4096, 8192)]
+)
+def test_main_loop(fmt, dtype, m, n):
+    tile, kernel = compiled(fmt, dtype, m, n=n)
+    # Some kernels keep a value or two of the epilogue in local memory while the loop runs.
+    assert kernel.stack_bytes <= 32
+    assert not any("LDL" in line or "STL" in line for line in main_loop(kernel.lines)), "registers spilled"
+    products = [line for line in kernel.lines if "HGMMA" in line]
+    assert len(products) == 8 * tile.step, "two steps of 64 k, four products each"
+    assert all(re.search(r"HGMMA\S* R\d+, R\d+, gdesc", line) for line in products), "operand A comes from registers"
+    # A serialized kernel waits after every product (ptxas' remark C7510 and its neighbours).
+    assert kernel.count("WARPGROUP.DEPBAR") == 3, "a wait for each step and one at the end"
+    check_operands_in_flight(kernel.lines)
+    if number_format(fmt).bits >= 4:
+        assert kernel.opcodes["LDS.128"] >= 2 * tile.step
+    assert kernel.count("UTMALDG") > 0
+
+
+@pytest.mark.parametrize("zero", ["integer", "float"])
+@pytest.mark.parametrize(("dtype", "scale_dtype"), [("fp16", "fp16"), ("fp16", "bf16"), ("bf16", "bf16"), ("bf16", "fp16")])
+@pytest.mark.parametrize("group", [16, 128])
+def test_zero_points_and_scale_types(zero, dtype, scale_dtype, group):
+    _, kernel = compiled("uint4", dtype, 256, group, zero, scale_dtype, bias=True)
+    assert kernel.stack_bytes == 0
+    check_operands_in_flight(kernel.lines)
+
+
+def test_per_channel():
+    _, kernel = compiled("int8", group=0)
+    assert kernel.stack_bytes == 0 and kernel.count("HMUL2") == 0, "no scale in the main loop"
+
+
+def test_the_check_of_operands_finds_a_violation():
+    loop = ["SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R3", "HGMMA.64x64x16.F32 R24, R152, gdesc[UR4], R24, gsb0"]
+    wrong = [*loop, "LOP3.LUT R153, R8, 0xf, R9, 0xea, !PT", "WARPGROUP.DEPBAR.LE gsb0, 0x0", "@P0 BRA `(.L_x_1)"]
+    with pytest.raises(AssertionError, match="R153"):
+        check_operands_in_flight(wrong)
+    check_operands_in_flight([*loop, "WARPGROUP.DEPBAR.LE gsb0, 0x0", "LOP3.LUT R153, R8, 0xf, R9, 0xea, !PT", "@P0 BRA x"])
