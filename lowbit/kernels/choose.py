@@ -195,10 +195,10 @@ def _wgmma_tiles(shape: GemmShape) -> list[WgmmaTile]:
 _STEP_CYCLES = {
     # (tokens, warpgroups): cycles for 64 k of a tile, from whole kernels on an H200 at 1.755 GHz (see the module)
     (256, 2): 1190,
-    (256, 1): 640,
-    (128, 2): 705,
+    (256, 1): 690,
+    (128, 2): 730,
     (64, 4): 940,
-    (64, 2): 640,
+    (64, 2): 550,
     (32, 4): 890,
     (32, 2): 540,
     (16, 4): 850,
@@ -229,6 +229,6 @@ def _wgmma_cost(tile: WgmmaTile, shape: GemmShape, device: Device) -> float:
     meet_us = 0.0
     if tile.splits > 1:
         sums = tile.tokens * tile.rows * 4
-        meet_us = 2.0 + (sums * (tile.splits + 1)) / 70e3 + tiles * sums / read * 1e6 / 2
+        meet_us = 1.5 + waves * (1.0 + sums * (tile.splits + 1) / 70e3) + tiles * sums / read * 1e6 / 2
     memory_us = shape.n * shape.k * shape.bits / 8 / read * 1e6
     return 3.5 + max(main_us, memory_us) + store_us + meet_us

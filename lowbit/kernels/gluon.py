@@ -10,6 +10,7 @@ import hashlib
 from pathlib import Path
 
 import torch
+from triton.compiler import CompiledKernel
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -23,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from lowbit.hardware.half import HalfType
 
 __all__ = [
+    "CompiledKernel",
     "barrier",
     "fence_async_shared",
     "gl",

@@ -20,6 +20,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from lowbit.checkpoint import CheckpointReader, Manifest
 from lowbit.formats import parse_scheme
 from lowbit.nn.convert import Plan, empty_like, plan_conversion, quantized, swap, tie
+from lowbit.nn.linear import QuantLinear
 from lowbit.nn.packed import PackedWeight
 from lowbit.quantize.rtn import Search
 
@@ -112,6 +113,9 @@ class LowbitQuantizer(HfQuantizer):
             self.quantization_config.modules_to_not_convert = sorted({row.name for row in self.plan.kept})
             for line in self.plan.lines():
                 logger.info(line)
+        for module in model.modules():
+            if isinstance(module, QuantLinear) and module.weight_packed.is_cuda:
+                module.prepare(model.dtype)  # now rather than at the first call, which torch.compile may be tracing
         return model
 
     def is_serializable(self) -> bool:

@@ -7,6 +7,7 @@ depends on shapes alone.
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,9 +15,13 @@ from torch import Tensor
 from lowbit.formats import Scheme, parse_scheme
 from lowbit.hardware.conversions import conversion
 from lowbit.hardware.device import Device, device_for
-from lowbit.kernels.choose import GemmShape, RingTile, Tile, choose
-from lowbit.pack import KernelWeight, kernel_group
+from lowbit.kernels.choose import GemmShape, RingTile, choose
+from lowbit.pack import KernelWeight, kernel_group, weight_form
 from lowbit.pack.fragment import LANES, k_tiles, strips
+
+if TYPE_CHECKING:
+    from lowbit.kernels.sm80.mixed_gemm import RingPlan
+    from lowbit.kernels.sm90.mixed_gemm import WgmmaPlan
 
 torch.library.define(
     "lowbit::fragment_gemm",
@@ -98,9 +103,6 @@ def _check(
         raise ValueError(f"fragment_gemm: {s} takes float32 scales [{n}], got {channel.dtype} {tuple(channel.shape)}")
     if bias is not None and tuple(bias.shape) != (n,):
         raise ValueError(f"fragment_gemm: bias is [{n}], got {tuple(bias.shape)}")
-    devices = {t.device for t in (x, codes, scale, channel, bias) if t is not None}
-    if len(devices) > 1:
-        raise ValueError(f"fragment_gemm: all tensors must be on one device, got {sorted(map(str, devices))}")
 
 
 @torch.library.impl("lowbit::fragment_gemm", "CUDA")
@@ -108,18 +110,55 @@ def _fragment_gemm(
     x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None, scheme: str, n: int,
     batch_invariant: bool = False,
 ) -> Tensor:  # fmt: skip
-    parsed = _scheme(scheme)
-    _check(x, codes, scale, channel_scale, bias, parsed, n)
-    k = x.shape[-1]
-    rows = _aligned_rows(x.reshape(-1, k))
-    if rows.shape[0] == 0 or n == 0:
+    rows = _aligned_rows(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
+    described = (_described(codes), _described(scale), _described(channel_scale), _described(bias))
+    plan = _plan(scheme, rows.shape[0], n, rows.shape[1], x.dtype, x.device, described, batch_invariant)
+    if plan is None:
         return x.new_empty((*x.shape[:-1], n))
-    w = KernelWeight(codes, scale, channel_scale, parsed, (n, k))
-    shape = GemmShape(rows.shape[0], n, k, parsed.weight.bits)
-    tile = choose(shape, _device(x.device), batch_invariant)
-    with torch.cuda.device(x.device):
-        y = _run(rows, w, shape, tile, bias)
-    return y.reshape(*x.shape[:-1], n)
+    if x.device.index != torch.cuda.current_device():
+        with torch.cuda.device(x.device):
+            y = plan(rows, codes, scale, channel_scale, bias, *_workspace(x.device, *plan.workspace))
+    else:
+        y = plan(rows, codes, scale, channel_scale, bias, *_workspace(x.device, *plan.workspace))
+    return y if x.dim() == 2 else y.reshape(*x.shape[:-1], n)
+
+
+_Described = tuple[torch.Size, torch.dtype, torch.device, bool]
+
+
+def _described(t: Tensor | None) -> _Described | None:
+    """What the choice and the compilation of a kernel see of a tensor."""
+    return None if t is None else (t.shape, t.dtype, t.device, t.data_ptr() % 16 == 0)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    scheme: str, m: int, n: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[_Described | None, ...],
+    batch_invariant: bool,
+) -> RingPlan | WgmmaPlan | None:  # fmt: skip
+    """The plan of a product; None where there is nothing to compute. Raises ValueError when the tensors do not fit."""
+    parsed = _scheme(scheme)
+    codes, *optional = (None if t is None else torch.empty(t[0], dtype=t[1], device="meta") for t in others)
+    assert codes is not None
+    _check(torch.empty((m, k), dtype=dtype, device="meta"), codes, optional[0], optional[1], optional[2], parsed, n)
+    devices = {on, *(t[2] for t in others if t is not None)}
+    if len(devices) > 1:
+        raise ValueError(f"fragment_gemm: all tensors must be on one device, got {sorted(map(str, devices))}")
+    if not all(t is None or t[3] for t in others[:3]):
+        raise ValueError("fragment_gemm: weights must start at multiples of 16 bytes (pack_weight's do); clone() them")
+    if m == 0 or n == 0:
+        return None
+    from lowbit.kernels.sm80.mixed_gemm import RingPlan
+    from lowbit.kernels.sm90.mixed_gemm import WgmmaPlan
+
+    device = _device(on)
+    shape = GemmShape(m, n, k, parsed.weight.bits)
+    tile = choose(shape, device, batch_invariant)
+    form = weight_form(parsed, None if others[1] is None else others[1][1])
+    bias = others[3] is not None
+    if isinstance(tile, RingTile):
+        return RingPlan(shape, tile, form, dtype, bias, overlap=device.sm >= 90)
+    return WgmmaPlan(shape, tile, form, dtype, bias, torch.cuda.get_device_properties(on).multi_processor_count)
 
 
 @torch.library.register_fake("lowbit::fragment_gemm")
@@ -129,17 +168,6 @@ def _fake(
 ) -> Tensor:  # fmt: skip
     _check(x, codes, scale, channel_scale, bias, _scheme(scheme), n)
     return x.new_empty((*x.shape[:-1], n))
-
-
-def _run(x: Tensor, w: KernelWeight, shape: GemmShape, tile: Tile, bias: Tensor | None) -> Tensor:
-    if isinstance(tile, RingTile):
-        from lowbit.kernels.sm80.mixed_gemm import ring_workspace, run_ring
-
-        overlap = _device(x.device).sm >= 90
-        return run_ring(x, w, tile, bias, _workspace(x.device, *ring_workspace(shape, tile)), overlap)
-    from lowbit.kernels.sm90.mixed_gemm import run_wgmma, wgmma_workspace
-
-    return run_wgmma(x, w, tile, bias, _workspace(x.device, *wgmma_workspace(shape, tile)))
 
 
 def _aligned_rows(x: Tensor) -> Tensor:

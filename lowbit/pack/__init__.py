@@ -4,7 +4,7 @@ from lowbit.pack.fragment import FragmentOrder
 from lowbit.pack.layout import Layout, PackedTensor, RowMajor, pack
 from lowbit.pack.scales import pack_scales, unpack_scales
 from lowbit.pack.tensorrt_llm import ColumnMajorTileInterleave
-from lowbit.pack.weight import KernelWeight, kernel_group, pack_weight, unpack_weight
+from lowbit.pack.weight import KernelWeight, WeightForm, kernel_group, pack_weight, unpack_weight, weight_form
 
 __all__ = [
     "ColumnMajorTileInterleave",
@@ -13,10 +13,12 @@ __all__ = [
     "Layout",
     "PackedTensor",
     "RowMajor",
+    "WeightForm",
     "kernel_group",
     "pack",
     "pack_scales",
     "pack_weight",
     "unpack_scales",
     "unpack_weight",
+    "weight_form",
 ]

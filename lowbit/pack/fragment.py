@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats import FloatFormat, NumberFormat
-from lowbit.hardware.fields import WORD_GROUPS, FieldOrder, field_order
+from lowbit.hardware.fields import WORD_BITS, WORD_GROUPS, FieldOrder, field_order
 from lowbit.hardware.mma import Fragment, MmaAtom, a_fragment
 from lowbit.pack.layout import Layout, Shape
 
@@ -95,24 +95,40 @@ class FragmentOrder(Layout):
         n, k = codes.shape
         padded = torch.nn.functional.pad(codes, (0, -k % TILE_K, 0, -n % STRIP))
         # (strip, row), (k_tile, k) -> strip, k_tile, (row, k)
-        tiled = padded.reshape(strips(n), STRIP, k_tiles(k), TILE_K).transpose(1, 2).flatten(2)
-        words = torch.zeros(*tiled.shape[:2], LANES, bits, dtype=torch.int32, device=codes.device)
-        for source, runs in _moves(self, bits):
-            held = tiled[:, :, source.to(codes.device)].to(torch.int32)  # strip, k_tile, lane
-            for word, shift, mask in runs:
-                words[..., word] |= _shifted(held & mask, shift)
+        tiled = padded.reshape(strips(n), STRIP, k_tiles(k), TILE_K).transpose(1, 2).flatten(2).contiguous()
+        source, moves = _moves(self, bits)
+        window, elements = self.fields(bits).window, self.tile.elements
+        # The elements of a register are neighbours along k: moved together, then set `window` bits apart.
+        together = tiled.view(_OF_ELEMENTS[elements])[:, :, source.to(codes.device)]  # strip, k_tile, lane, run, register
+        held = together.unsqueeze(-1).view(torch.uint8)
+        registers = held[..., 0].to(torch.int32)
+        for element in range(1, elements):
+            registers |= held[..., element].to(torch.int32) << (element * window)
+        words = torch.zeros(*registers.shape[:4], self.fields(bits).words, dtype=torch.int32, device=codes.device)
+        for register, word, shift, mask in moves:
+            part = registers[..., register]
+            if mask != (1 << bits) - 1:
+                part = part & _repeated(mask, elements, window)
+            words[..., word] |= _shifted(part, shift)
+        words = words.flatten(3)
         plane = torch.empty_like(words.flatten(2))
         plane[..., word_places(bits).flatten().to(codes.device)] = words.flatten(2)
         return (plane,)
 
     def _unpack(self, planes: tuple[Tensor, ...], bits: int, shape: Shape) -> Tensor:
         words = planes[0][..., word_places(bits).to(planes[0].device)]  # strip, k_tile, lane, word
+        source, moves = _moves(self, bits)
+        words = words.unflatten(-1, (-1, self.fields(bits).words))  # strip, k_tile, lane, run, word
+        window, elements = self.fields(bits).window, self.tile.elements
+        held = torch.zeros(*words.shape[:2], *source.shape, elements, dtype=torch.uint8, device=words.device)
+        for register, word, shift, mask in moves:
+            for element in range(elements):
+                part = _shifted(words[..., word], -shift - element * window)
+                held[..., register, element] |= (part & mask).to(torch.uint8)
         codes = torch.empty(*words.shape[:2], STRIP * TILE_K, dtype=torch.uint8, device=words.device)
-        for source, runs in _moves(self, bits):
-            held = torch.zeros_like(words[..., 0])
-            for word, shift, mask in runs:
-                held |= _shifted(words[..., word], -shift) & mask
-            codes[:, :, source.to(words.device)] = held.to(torch.uint8)
+        codes.view(_OF_ELEMENTS[elements])[:, :, source.flatten().to(words.device)] = held.flatten(2).view(
+            _OF_ELEMENTS[elements]
+        )
         # strip, k_tile, row, k -> (strip, row), (k_tile, k)
         tiled = codes.view(strips(shape[0]), k_tiles(shape[1]), STRIP, TILE_K).transpose(1, 2)
         whole = tiled.reshape(strips(shape[0]) * STRIP, k_tiles(shape[1]) * TILE_K)
@@ -133,23 +149,34 @@ def word_places(bits: int) -> Tensor:
     return torch.cat(places, dim=1)
 
 
-Run = tuple[int, int, int]
-"""Bits of a code that move together: word of the lane, left shift, mask of the bits in the code."""
+_OF_ELEMENTS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""As wide as the codes of a register's elements, one byte each."""
+
+
+def _repeated(mask: int, elements: int, window: int) -> int:
+    """`mask` for every element, as an int32."""
+    value = sum(mask << (window * element) for element in range(elements))
+    return value - (1 << WORD_BITS) if value >> (WORD_BITS - 1) else value
+
+
+Move = tuple[int, int, int, int]
+"""Bits of a code that move together: register of the run, word of the run, left shift, mask of the bits."""
 
 
 @functools.cache
-def _moves(layout: FragmentOrder, bits: int) -> tuple[tuple[Tensor, tuple[Run, ...]], ...]:
-    """For every (register, element) of a lane: place row * 64 + k of its code, int64 [32], and where its bits go."""
+def _moves(layout: FragmentOrder, bits: int) -> tuple[Tensor, tuple[Move, ...]]:
+    """Where codes come from and where their bits go.
+
+    First the place (row * 64 + k) / elements in the tile of each register: int64 [32 lanes, runs, registers of a run]; a
+    run is what shares words. Then, the same for all lanes, runs and elements, the moves of bits.
+    """
     fields = layout.fields(bits)
     row, k = layout.tile.coordinates()  # [lane, register, element]
-    moves = []
-    for register in range(layout.tile.registers):
-        run, inside = divmod(register, fields.registers)
-        for element in range(layout.tile.elements):
-            shifts: dict[tuple[int, int], int] = {}
-            for bit, (word, at) in enumerate(fields.places[inside]):
-                key = (run * fields.words + word, at + element * fields.window - bit)
-                shifts[key] = shifts.get(key, 0) | 1 << bit
-            source = torch.from_numpy(row[:, register, element] * TILE_K + k[:, register, element])
-            moves.append((source, tuple((word, shift, mask) for (word, shift), mask in shifts.items())))
-    return tuple(moves)
+    source = torch.from_numpy((row * TILE_K + k)[..., 0] // layout.tile.elements).unflatten(1, (-1, fields.registers))
+    moves: list[Move] = []
+    for register, places in enumerate(fields.places):
+        shifts: dict[tuple[int, int], int] = {}
+        for bit, (word, at) in enumerate(places):
+            shifts[word, at - bit] = shifts.get((word, at - bit), 0) | 1 << bit
+        moves += [(register, word, shift, mask) for (word, shift), mask in shifts.items()]
+    return source, tuple(moves)

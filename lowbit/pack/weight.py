@@ -42,6 +42,24 @@ def kernel_group(scheme: Scheme) -> int:
     return 0 if scheme.zero is ZeroPoint.NONE else 128
 
 
+@dataclass(frozen=True)
+class WeightForm:
+    """What a kernel must know of weights when it is compiled: names of formats, size of the kernels' groups, kind of zeros."""
+
+    format: str
+    group: int
+    zero: Literal["none", "integer", "float"]
+    scale_dtype: HalfType
+
+
+def weight_form(scheme: Scheme, scale_dtype: torch.dtype | None) -> WeightForm:
+    """The form of weights of a scheme; `scale_dtype` is the type of their group scales, None without."""
+    zeros: dict[ZeroPoint, Literal["none", "integer", "float"]]
+    zeros = {ZeroPoint.NONE: "none", ZeroPoint.INTEGER: "integer", ZeroPoint.FLOAT: "float"}
+    half: HalfType = "bf16" if scale_dtype == torch.bfloat16 else "fp16"
+    return WeightForm(scheme.weight.name, kernel_group(scheme), zeros[scheme.zero], half)
+
+
 @dataclass(frozen=True, eq=False)
 class KernelWeight:
     """The tensors described in the module, for a matrix of `shape` (N, K) under `scheme`."""
@@ -51,28 +69,6 @@ class KernelWeight:
     channel_scale: Tensor | None
     scheme: Scheme
     shape: tuple[int, int]
-
-    @property
-    def format(self) -> str:
-        """Name of the number format of the codes."""
-        return self.scheme.weight.name
-
-    @property
-    def group(self) -> int:
-        """Size of the kernels' groups; 0 for scales per channel."""
-        return kernel_group(self.scheme)
-
-    @property
-    def zero(self) -> Literal["none", "integer", "float"]:
-        """What the zeros are, in the kernels' words."""
-        words: dict[ZeroPoint, Literal["none", "integer", "float"]]
-        words = {ZeroPoint.NONE: "none", ZeroPoint.INTEGER: "integer", ZeroPoint.FLOAT: "float"}
-        return words[self.scheme.zero]
-
-    @property
-    def scale_dtype(self) -> HalfType:
-        """Type of the group scales; fp16 where there are none."""
-        return "bf16" if self.scale is not None and self.scale.dtype == torch.bfloat16 else "fp16"
 
     @property
     def nbytes(self) -> int:

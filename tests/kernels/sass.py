@@ -35,7 +35,7 @@ class Compiled:
 
 
 def compile_kernel(kernel, signature, config, pointers, warps, capability) -> Compiled:
-    """`signature` maps names to Triton's type strings, "C" to "constexpr"; `pointers` are known to be aligned."""
+    """`signature` maps names to Triton's type strings, or None for arguments that are None; `pointers` are aligned."""
     triton = pytest.importorskip("triton", reason="Triton compiles the kernels")
     from triton.backends.compiler import GPUTarget
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -45,12 +45,17 @@ def compile_kernel(kernel, signature, config, pointers, warps, capability) -> Co
         pytest.skip(f"no nvdisasm in {tools}")
     names = list(signature)
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
-    source = GluonASTSource(kernel, signature, {(names.index("C"),): config}, attributes)
+    constants = {(names.index(name),): None for name, kind in signature.items() if kind is None}
+    constants[(len(names),)] = config
+    types = {name: kind or "constexpr" for name, kind in signature.items()} | {"C": "constexpr"}
+    source = GluonASTSource(kernel, types, constants, attributes)
     done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(done.asm["cubin"])
         file.flush()
         text = subprocess.run([tools / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True).stdout
-        usage = subprocess.run([tools / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        usage = subprocess.run(
+            [tools / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
     registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
     return Compiled(text, registers, stack, done.metadata.shared)

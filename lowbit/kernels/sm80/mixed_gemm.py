@@ -21,10 +21,10 @@ from torch import Tensor
 
 from lowbit.hardware.half import HalfType
 from lowbit.kernels.choose import GemmShape, RingTile
-from lowbit.kernels.gluon import barrier, gl, gluon, half_type, ptx, source_digest
+from lowbit.kernels.gluon import CompiledKernel, barrier, gl, gluon, half_type, ptx, source_digest
 from lowbit.kernels.parts.ring import Ring
 from lowbit.kernels.parts.step import STEP_K, STEP_TILES, Step
-from lowbit.pack.weight import KernelWeight
+from lowbit.pack.weight import WeightForm
 
 
 @dataclass(frozen=True)
@@ -329,40 +329,49 @@ def ring_gemm(
             store(y, totals, channel_scale, bias, factor, lane, warp, first_strip, first_token, M, N, C)
 
 
-def run_ring(
-    x: Tensor, w: KernelWeight, tile: RingTile, bias: Tensor | None, workspace: tuple[Tensor, Tensor], overlap: bool
-) -> Tensor:
-    """y [M, N] of x [M, K], whose rows start at multiples of 16 bytes. `workspace` is what splits > 1 meet in."""
-    m, k = x.shape
-    n = w.shape[0]
-    strips, tiles = w.codes.shape[0], w.codes.shape[1]
-    steps = -(-k // STEP_K)
-    config = _config(tile, w.format, w.group, w.zero, w.scale_dtype, half_type(x.dtype), k, bias is not None, overlap)
-    y = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    scale = w.scale if w.scale is not None else w.channel_scale
-    ring_gemm[(-(-strips // config.block_strips), -(-m // tile.tokens), tile.splits)](
-        y, x, w.codes, scale, w.channel_scale, bias, *workspace, m, n, k, x.stride(0), strips, tiles,
-        0 if w.scale is None else w.scale.stride(0), -(-steps // (config.slices * tile.rounds)),
-        config.ring.step.conversion.scale_factor, config, num_warps=config.warps, **({"launch_pdl": True} if overlap else {}),
-    )  # fmt: skip
-    return y
+class RingPlan:
+    """All of a product that does not depend on the tensors' contents: made once for a shape, called many times."""
+
+    def __init__(
+        self, shape: GemmShape, tile: RingTile, form: WeightForm, dtype: torch.dtype, bias: bool, overlap: bool
+    ) -> None:
+        self.shape, self.tile = shape, tile
+        self.config = _config(tile, form, half_type(dtype), shape.k, bias, overlap)
+        self.grid = (-(-shape.strips // tile.block_strips), -(-shape.m // tile.tokens), tile.splits)
+        self.options = {"num_warps": self.config.warps} | ({"launch_pdl": True} if overlap else {})
+        self.turns = -(-shape.steps(STEP_K) // (self.config.slices * tile.rounds))
+        self.factor = self.config.ring.step.conversion.scale_factor
+        self.kernel: CompiledKernel | None = None
+
+    @property
+    def workspace(self) -> tuple[int, int]:
+        """Elements of the two workspaces, float32 sums and int32 counters (which are zero before and after)."""
+        if self.tile.splits == 1:
+            return 0, 0
+        blocks = self.grid[0] * self.grid[1]
+        return blocks * self.tile.splits * self.config.outputs * self.config.threads, blocks
+
+    def __call__(
+        self, x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None,
+        sums: Tensor, arrived: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """y [M, N] of x [M, K], whose rows start at multiples of 16 bytes; all tensors on the current device."""
+        m, n, k = self.shape.m, self.shape.n, self.shape.k
+        y = torch.empty((m, n), dtype=x.dtype, device=x.device)
+        arguments = (
+            y, x, codes, channel_scale if scale is None else scale, channel_scale, bias, sums, arrived, m, n, k, x.stride(0),
+            codes.shape[0], codes.shape[1], 0 if scale is None else scale.stride(0), self.turns, self.factor, self.config,
+        )  # fmt: skip
+        if self.kernel is None:
+            self.kernel = ring_gemm[self.grid](*arguments, **self.options)
+        else:
+            self.kernel[self.grid](*arguments)
+        return y
 
 
 @functools.lru_cache(maxsize=1024)
-def _config(
-    tile: RingTile, fmt: str, group: int, zero: str, scale_dtype: HalfType, dtype: HalfType, k: int, bias: bool, overlap: bool
-) -> RingGemm:
-    step = Step(fmt, dtype, tile.tokens, group, zero, scale_dtype, tile.chains)
+def _config(tile: RingTile, form: WeightForm, dtype: HalfType, k: int, bias: bool, overlap: bool) -> RingGemm:
+    step = Step(form.format, dtype, tile.tokens, form.group, form.zero, form.scale_dtype, tile.chains)
     whole = k % (STEP_K * tile.warps_k * tile.splits * tile.rounds) == 0
     ring = Ring(step, tile.strips, tile.rounds, not whole)
-    return RingGemm(ring, tile.warps_n, tile.warps_k, tile.splits, group == 0, bias, overlap)
-
-
-def ring_workspace(shape: GemmShape, tile: RingTile) -> tuple[int, int]:
-    """Elements of the two workspaces, float32 sums and int32 counters (which are zero before and after)."""
-    if tile.splits == 1:
-        return 0, 0
-    blocks = -(-shape.strips // tile.block_strips) * -(-shape.m // tile.tokens)
-    threads = 32 * tile.warps_n * tile.warps_k
-    outputs = -(-tile.strips * tile.tokens // 2 // tile.warps_k)
-    return blocks * tile.splits * outputs * threads, blocks
+    return RingGemm(ring, tile.warps_n, tile.warps_k, tile.splits, form.group == 0, bias, overlap)

@@ -24,6 +24,7 @@ from lowbit.hardware.fields import WORD_GROUPS
 from lowbit.hardware.half import HalfType
 from lowbit.kernels.choose import GemmShape, WgmmaTile
 from lowbit.kernels.gluon import (
+    CompiledKernel,
     barrier,
     fence_async_shared,
     gl,
@@ -39,7 +40,7 @@ from lowbit.kernels.gluon import (
     warpgroup_mma_wait,
 )
 from lowbit.kernels.parts.decode import Decode
-from lowbit.pack.weight import KernelWeight
+from lowbit.pack.weight import WeightForm
 
 TILE_K = gl.constexpr(64)
 
@@ -424,68 +425,91 @@ def wgmma_gemm(
     gl.warp_specialize([(math, (work, C)), (load, (read, C))], [1], [24])
 
 
-def run_wgmma(x: Tensor, w: KernelWeight, tile: WgmmaTile, bias: Tensor | None, workspace: tuple[Tensor, Tensor]) -> Tensor:
-    """y [M, N] of x [M, K], whose rows start at multiples of 16 bytes. `workspace` is what splits > 1 meet in."""
-    m, k = x.shape
-    n = w.shape[0]
-    strips = w.codes.shape[0]
-    # Rows of y that do not start at multiples of 16 bytes are beyond TMA.
-    config = _config(
-        tile, w.format, w.group, w.zero, w.scale_dtype, half_type(x.dtype), bias is not None, tile.splits == 1 and n % 8 == 0
-    )  # fmt: skip
-    y = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    tile_layout = gl.NVMMASharedLayout.get_default_for([tile.tokens, 64], config.half)
-    x_desc = TensorDescriptor(x, list(x.shape), list(x.stride()), [tile.tokens, 64], tile_layout)
-    y_desc = x_desc
-    if config.store_by_tma:
-        y_desc = TensorDescriptor(y, [m, n], [n, 1], [tile.tokens, config.rows], _stored_layout(config))
-    w_descs = _weight_descriptors(w.codes, config)
-    token_tiles, row_tiles = -(-m // tile.tokens), -(-strips // config.warps)
-    blocks = min(_sm_count(x.device), token_tiles * row_tiles * tile.splits)
-    wgmma_gemm[(blocks,)](
-        *w_descs, x_desc, y_desc, y, w.codes if w.scale is None else w.scale.view(torch.int32), w.channel_scale, bias,
-        *workspace, m, n, token_tiles, row_tiles, -(-k // config.round_k),
-        0 if w.scale is None else w.scale.stride(0) // 2, (k - 1) // max(w.group, 1), strips,
-        config.decode.epilogue_factor, config, num_warps=config.warps,
-    )  # fmt: skip
-    return y
+class WgmmaPlan:
+    """All of a product that does not depend on the tensors' contents: made once for a shape, called many times."""
+
+    def __init__(
+        self, shape: GemmShape, tile: WgmmaTile, form: WeightForm, dtype: torch.dtype, bias: bool, sm_count: int
+    ) -> None:
+        self.shape, self.tile = shape, tile
+        # Rows of y that do not start at multiples of 16 bytes are beyond TMA.
+        self.config = _config(tile, form, half_type(dtype), bias, tile.splits == 1 and shape.n % 8 == 0)
+        self.tiles = (-(-shape.m // tile.tokens), -(-shape.n // tile.rows))
+        self.grid = (min(sm_count, self.tiles[0] * self.tiles[1] * tile.splits), 1, 1)
+        self.turns = shape.steps(self.config.round_k)
+        self.last_group = (shape.k - 1) // max(form.group, 1)
+        self.factor = self.config.decode.epilogue_factor
+        self.x_layout = gl.NVMMASharedLayout.get_default_for([tile.tokens, 64], self.config.half)
+        self.y_layout = gl.NVMMASharedLayout.get_default_for([tile.tokens, self.config.rows], self.config.half)
+        self.kernel: CompiledKernel | None = None
+
+    @property
+    def workspace(self) -> tuple[int, int]:
+        """Elements of the two workspaces, float32 sums and int32 counters (which are zero before and after)."""
+        if self.tile.splits == 1:
+            return 0, 0
+        tiles = self.tiles[0] * self.tiles[1]
+        return tiles * self.tile.splits * self.config.rows * self.tile.tokens, tiles
+
+    def __call__(
+        self, x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None,
+        sums: Tensor, arrived: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """y [M, N] of x [M, K], whose rows start at multiples of 16 bytes; all tensors on the current device."""
+        m, n, k = self.shape.m, self.shape.n, self.shape.k
+        y = torch.empty((m, n), dtype=x.dtype, device=x.device)
+        x_desc = _descriptor(x.data_ptr(), x.dtype, m, k, x.stride(0), self.tile.tokens, 64, self.x_layout)
+        y_desc = None
+        if self.config.store_by_tma:
+            y_desc = _descriptor(y.data_ptr(), y.dtype, m, n, n, self.tile.tokens, self.config.rows, self.y_layout)
+        arguments = (
+            *_weight_descriptors(codes.data_ptr(), codes.shape[0], codes.shape[1] * codes.shape[2], self.config), x_desc,
+            y_desc, y, codes if scale is None else scale.view(torch.int32), channel_scale, bias, sums, arrived, m, n,
+            *self.tiles, self.turns, 0 if scale is None else scale.stride(0) // 2, self.last_group, codes.shape[0],
+            self.factor, self.config,
+        )  # fmt: skip
+        if self.kernel is None:
+            self.kernel = wgmma_gemm[self.grid](*arguments, num_warps=self.config.warps)
+        else:
+            self.kernel[self.grid](*arguments)
+        return y
 
 
 @functools.lru_cache(maxsize=1024)
-def _config(
-    tile: WgmmaTile, fmt: str, group: int, zero: str, scale_dtype: HalfType, dtype: HalfType, bias: bool, store_by_tma: bool
-) -> WgmmaGemm:
-    decode = Decode(fmt, dtype, group, zero, scale_dtype)
+def _config(tile: WgmmaTile, form: WeightForm, dtype: HalfType, bias: bool, store_by_tma: bool) -> WgmmaGemm:
+    decode = Decode(form.format, dtype, form.group, form.zero, form.scale_dtype)
     return WgmmaGemm(
-        decode, tile.tokens, tile.warpgroups, tile.step, tile.stages, tile.splits, tile.token_group, group == 0, bias,
+        decode, tile.tokens, tile.warpgroups, tile.step, tile.stages, tile.splits, tile.token_group, form.group == 0, bias,
         store_by_tma,
     )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=64)
-def _stored_layout(config: WgmmaGemm) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout.get_default_for([config.tokens, config.rows], config.half)
+@dataclass(frozen=True)
+class _Address:
+    """As much of a tensor as a descriptor needs: it must not keep the memory alive."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
 
 
-def _weight_descriptors(codes: Tensor, config: WgmmaGemm) -> list[TensorDescriptor]:
-    """One for each plane, filled up to the three that the kernel takes."""
+@functools.lru_cache(maxsize=8192)
+def _descriptor(
+    address: int, dtype: torch.dtype, rows: int, columns: int, stride: int, tile_rows: int, tile_columns: int,
+    layout: gl.NVMMASharedLayout,
+) -> TensorDescriptor:  # fmt: skip
+    """What TMA must know of a matrix at `address`; says nothing of its contents, so it may be used again."""
+    return TensorDescriptor(_Address(address, dtype), [rows, columns], [stride, 1], [tile_rows, tile_columns], layout)
+
+
+@functools.lru_cache(maxsize=4096)
+def _weight_descriptors(address: int, strips: int, row: int, config: WgmmaGemm) -> tuple[TensorDescriptor | None, ...]:
+    """One for each plane of the codes at `address`, filled up with None to the three that the kernel takes."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    row = codes.shape[1] * codes.shape[2]
     planes = [
-        TensorDescriptor(codes, [codes.shape[0], row], [row, 1], [config.warps, 32 * config.plane_words(p)], layout)
+        _descriptor(address, torch.int32, strips, row, row, config.warps, 32 * config.plane_words(p), layout)
         for p in range(config.planes)
     ]
-    return (planes * 3)[:3]
-
-
-@functools.lru_cache(maxsize=16)
-def _sm_count(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def wgmma_workspace(shape: GemmShape, tile: WgmmaTile) -> tuple[int, int]:
-    """Elements of the two workspaces, float32 sums and int32 counters (which are zero before and after)."""
-    if tile.splits == 1:
-        return 0, 0
-    tiles = -(-shape.m // tile.tokens) * -(-shape.n // tile.rows)
-    return tiles * tile.splits * tile.rows * tile.tokens, tiles
+    return (*planes, *(None,) * (3 - len(planes)))

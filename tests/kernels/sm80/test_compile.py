@@ -7,6 +7,7 @@ import pytest
 from lowbit.formats import number_format
 from lowbit.hardware.device import device_for
 from lowbit.kernels.choose import GemmShape, choose
+from lowbit.pack import WeightForm
 from tests.kernels.sass import compile_kernel
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
@@ -19,11 +20,11 @@ FORMATS = ["int2", "int3", "int4", "int5", "int6", "int7", "int8", "fp6_e3m2", "
 def compiled(fmt, dtype="fp16", m=1, group=128, zero="none", k=8192, n=8192, bias=False, overlap=True, sm=90):
     shape = GemmShape(m, n, k, number_format(fmt).bits)
     tile = choose(shape, device_for(90))
-    config = _config(tile, fmt, group, zero, "fp16", dtype, k, bias, overlap)
+    config = _config(tile, WeightForm(fmt, group, zero, "fp16"), dtype, k, bias, overlap)
     half = "*" + dtype
     integers = ("M", "N", "K", "x_stride", "strips", "tiles", "scale_strip", "rounds")
     signature = dict(y=half, x=half, w="*i32", scale="*fp16", channel_scale="*fp32", bias=half, partial="*fp32", arrived="*i32")
-    signature |= {name: "i32" for name in integers} | dict(factor="fp32", C="constexpr")
+    signature |= dict.fromkeys(integers, "i32") | dict(factor="fp32")
     return tile, compile_kernel(ring_gemm, signature, config, ("x", "w", "scale"), config.warps, sm)
 
 
@@ -49,7 +50,8 @@ def test_every_machine(sm, dtype):
 
 
 @pytest.mark.parametrize(
-    ("zero", "group", "dtype"), [("integer", 32, "fp16"), ("integer", 128, "bf16"), ("float", 64, "fp16"), ("float", 16, "bf16")]
+    ("zero", "group", "dtype"),
+    [("integer", 32, "fp16"), ("integer", 128, "bf16"), ("float", 64, "fp16"), ("float", 16, "bf16")],
 )
 def test_zero_points_and_groups(zero, group, dtype):
     _, kernel = compiled("uint4", dtype, m=8, group=group, zero=zero, k=4096, bias=True)

@@ -9,6 +9,7 @@ import pytest
 from lowbit.formats import number_format
 from lowbit.hardware.device import device_for
 from lowbit.kernels.choose import GemmShape, WgmmaTile, choose
+from lowbit.pack import WeightForm
 from tests.kernels.sass import compile_kernel
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
@@ -22,17 +23,24 @@ FORMATS = ["int2", "int3", "int4", "int5", "int6", "int7", "int8", "fp6_e3m2", "
 def compiled(fmt, dtype="fp16", m=4096, group=128, zero="none", scale_dtype="fp16", bias=False, n=8192, k=8192):
     tile = choose(GemmShape(m, n, k, number_format(fmt).bits), device_for(90))
     assert isinstance(tile, WgmmaTile)
-    config = _config(tile, fmt, group, zero, scale_dtype, dtype, bias, tile.splits == 1)
+    config = _config(tile, WeightForm(fmt, group, zero, scale_dtype), dtype, bias, tile.splits == 1)
     words = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     half = gl.NVMMASharedLayout.get_default_for([tile.tokens, 64], config.half)
     stored = gl.NVMMASharedLayout.get_default_for([tile.tokens, config.rows], config.half)
     planes = [f"tensordesc<i32[{config.warps}, {32 * config.plane_words(p)}],{words!r}>" for p in range(config.planes)]
-    w = (planes * 3)[:3]
+    w = [*planes, None, None][:3]
     y = f"tensordesc<{dtype}[{tile.tokens}, {config.rows}],{stored!r}>"
     integers = ("M", "N", "token_tiles", "row_tiles", "turns", "scale_strip", "last_group", "strips")
     signature = dict(w_desc=w[0], w_desc_1=w[1], w_desc_2=w[2], x_desc=f"tensordesc<{dtype}[{tile.tokens}, 64],{half!r}>")
-    signature |= dict(y_desc=y, y="*" + dtype, scale="*i32", channel_scale="*fp32", bias="*" + dtype, partial="*fp32")
-    signature |= dict(arrived="*i32") | {name: "i32" for name in integers} | dict(factor="fp32", C="constexpr")
+    signature |= dict(
+        y_desc=y if config.store_by_tma else None,
+        y="*" + dtype,
+        scale="*i32",
+        channel_scale="*fp32",
+        bias="*" + dtype,
+        partial="*fp32",
+    )
+    signature |= dict(arrived="*i32") | dict.fromkeys(integers, "i32") | dict(factor="fp32")
     return tile, compile_kernel(wgmma_gemm, signature, config, ("y", "scale", "partial"), config.warps, 90)
 
 
@@ -75,7 +83,8 @@ def check_operands_in_flight(lines: list[str]) -> None:
 
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize(
-    ("dtype", "m", "n"), [("fp16", 32, 8192), ("bf16", 64, 8192), ("fp16", 64, 28672), ("fp16", 256, 8192), ("bf16", 4096, 8192)]
+    ("dtype", "m", "n"),
+    [("fp16", 32, 8192), ("bf16", 64, 8192), ("fp16", 64, 28672), ("fp16", 256, 8192), ("bf16", 4096, 8192)],
 )
 def test_main_loop(fmt, dtype, m, n):
     tile, kernel = compiled(fmt, dtype, m, n=n)

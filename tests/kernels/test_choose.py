@@ -1,0 +1,60 @@
+"""The choice of tile: legal everywhere, printable, and as measured where it was measured."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowbit.hardware.device import DEVICES, device_for
+from lowbit.kernels.choose import GemmShape, RingTile, WgmmaTile, candidates, choose
+
+H200 = device_for(90)
+
+
+@settings(deadline=None, max_examples=200)
+@given(m=st.integers(1, 20000), n=st.integers(1, 160000), k=st.integers(1, 30000), bits=st.integers(2, 8))
+def test_every_shape_has_a_tile_that_fits(m, n, k, bits):
+    shape = GemmShape(m, n, k, bits)
+    tile = choose(shape, H200)
+    if isinstance(tile, RingTile):
+        assert tile.block_strips <= shape.strips and tile.warps_n * tile.warps_k in (8, 16)
+    else:
+        assert tile.stages % (2 * tile.step) == 0 and tile.stages >= 2
+        assert tile.stages * (512 * tile.warpgroups * bits + 128 * tile.tokens) <= 230_000
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda d: d.product)
+def test_other_machines_use_the_ring_kernel(device):
+    for m in (1, 16, 4096):
+        tile = choose(GemmShape(m, 4096, 4096, 4), device)
+        assert isinstance(tile, WgmmaTile) == (device.sm == 90 and m > 16)
+
+
+def test_without_room_the_reasons_say_so():
+    rows = candidates(GemmShape(1, 4096, 4096, 8), device_for(86))
+    refused = [row for row in rows if row.reasons]
+    assert refused and "bytes of shared memory, a block has 101,376" in refused[0].reasons[0]
+    assert not rows[0].reasons and rows == sorted(rows, key=lambda r: (bool(r.reasons), r.cost_us))
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "expected"),
+    [
+        # best of the candidates measured on an H200, 2026-11-21, int4 groups of 128 (docs/log.md)
+        (1, 8192, 8192, "ring 64 rows x 8 tokens"),
+        (1, 8192, 28672, "ring 64 rows x 8 tokens"),
+        (16, 8192, 28672, "ring 128 rows x 16 tokens, 1 x 8 warps of 8 strips, ring of 8, K split 2"),
+        (16, 28672, 8192, "ring 224 rows x 16 tokens, 2 x 4 warps of 7 strips"),
+        (4096, 8192, 8192, "wgmma 128 rows x 256 tokens, k 64 a step, 4 stages, K split 1"),
+    ],
+)
+def test_measured_choices(m, n, k, expected):
+    assert str(choose(GemmShape(m, n, k, 4), H200)).startswith(expected)
+
+
+@settings(deadline=None, max_examples=50)
+@given(n=st.integers(16, 30000), k=st.integers(64, 30000), bits=st.integers(2, 8), m=st.lists(st.integers(1, 8192), min_size=2))
+def test_batch_invariant_sums_do_not_depend_on_m(n, k, bits, m):
+    tiles = [choose(GemmShape(rows, n, k, bits), H200, True) for rows in m]
+    assert all(isinstance(tile, WgmmaTile) and tile.splits == 1 for tile in tiles)

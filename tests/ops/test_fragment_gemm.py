@@ -1,0 +1,184 @@
+"""The tensor-core kernels against a float64 product of the same dequantized weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lowbit.formats import QuantTensor, decode, parse_scheme
+from lowbit.kernels.reference import mixed_gemm_reference
+from lowbit.ops import fragment_gemm, pack_weight
+from lowbit.pack import unpack_weight
+from lowbit.quantize import rtn
+
+gpu = pytest.mark.gpu
+SCHEMES = [
+    "w2a16_g64", "w3a16_g128", "w3a16", "w4a16_g128", "w4a16_g32", "w4a16_g48", "w4a16_pc", "w5a16_g32", "w6a16_g128",
+    "w7a16_g64", "w8a16", "w8a16_g128", "w6e3m2a16", "w6e3m2a16_g128", "w6e2m3a16_g64", "w5e2m2a16", "w4e2m1a16_g32",
+    "w7e3m3a16", "w8e4m3a16", "w8e4m3a16_b128x128", "w8e5m2a16_t", "w4a16_g128_z", "w4a16_g16_z", "w8a16_g128_z",
+    "w4a16_g32_fz", "w4a16_g256",
+]  # fmt: skip
+HALVES = [torch.float16, torch.bfloat16]
+
+
+def quantized(scheme, n, k, seed=0, device="cuda") -> QuantTensor:
+    generator = torch.Generator(device).manual_seed(seed)
+    return rtn(torch.randn(n, k, device=device, generator=generator) * 0.05, scheme)
+
+
+def relative_error(y, reference) -> float:
+    return float((y.double() - reference).norm() / reference.norm())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("shape", [(64, 128), (100, 200), (33, 576)])
+def test_weights_survive_packing(scheme, shape):
+    q = quantized(scheme, *shape, device="cpu")
+    back = unpack_weight(pack_weight(q))
+    assert torch.equal(back.codes, q.codes) and torch.equal(back.scale, q.scale) and back.scheme == q.scheme
+    assert (back.zero is None) == (q.zero is None) and (q.zero is None or torch.equal(back.zero, q.zero))
+
+
+def test_what_cannot_be_packed_says_why():
+    q = quantized("w4a16_g24", 32, 96, device="cpu")
+    with pytest.raises(ValueError, match="groups of the kernels are multiples of 16, got 24"):
+        pack_weight(q)
+    q = quantized("w4a16_g32", 32, 96, device="cpu")
+    q.scale[3, 1] = float("nan")
+    with pytest.raises(ValueError, match="scales must be finite"):
+        pack_weight(q)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 512, 1024), (13, 1000, 576), (40, 344, 1096), (300, 520, 2048)])
+def test_against_float64(scheme, dtype, m, n, k):
+    q = quantized(scheme, n, k)
+    x = torch.randn(m, k, device="cuda", dtype=dtype)
+    bias = torch.randn(n, device="cuda", dtype=dtype)
+    w = pack_weight(q)
+    torch.full((m, n), float("nan"), dtype=dtype, device="cuda")  # what the allocator hands out next is poisoned
+    y = fragment_gemm(x, w, bias)
+    reference = mixed_gemm_reference(x, q, bias)
+    plain = torch.nn.functional.linear(x, q.dequantize(dtype), bias)
+    assert relative_error(y, reference) <= 1.5 * relative_error(plain, reference) + 1e-5
+    assert torch.equal(y, fragment_gemm(x, w, bias)), "same input, same bits"
+
+
+@gpu
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("m", [8, 32])
+def test_one_hot_activations_return_the_weights(scheme, dtype, m):
+    q = quantized(scheme, 200, 704)
+    columns = torch.randperm(704, device="cuda")[:m]
+    x = torch.nn.functional.one_hot(columns, 704).to(dtype)
+    expected = q.dequantize(torch.float32)[:, columns].T.to(dtype)
+    assert torch.equal(fragment_gemm(x, pack_weight(q)), expected)
+
+
+@gpu
+@settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
+@given(
+    m=st.integers(1, 600), n=st.integers(1, 700), k=st.integers(1, 1500), seed=st.integers(0, 99),
+    scheme=st.sampled_from(["w4a16_g128", "w6e3m2a16", "w8a16"]),
+)  # fmt: skip
+def test_random_shapes(m, n, k, seed, scheme):
+    q = quantized(scheme, n, k, seed)
+    x = torch.randn(m, k, device="cuda", dtype=torch.float16)
+    reference = mixed_gemm_reference(x, q)
+    plain = x @ q.dequantize(torch.float16).T
+    assert relative_error(fragment_gemm(x, pack_weight(q)), reference) <= 1.5 * relative_error(plain, reference) + 1e-5
+
+
+@gpu
+def test_integers_are_exact():
+    """Small integers: every product and sum is exact, so y equals the integer product to the last bit."""
+    q = quantized("w4a16_pc", 256, 1024)
+    q = QuantTensor(q.codes, torch.ones_like(q.scale), None, q.scheme)
+    for m in (1, 16, 64, 256):
+        x = torch.randint(-3, 4, (m, 1024), device="cuda").to(torch.float16)
+        expected = x.double() @ decode(q.codes, parse_scheme("w4a16_pc").weight).double().T
+        assert torch.equal(fragment_gemm(x, pack_weight(q)).double(), expected.clamp(-65504, 65504).half().double())
+
+
+@gpu
+@pytest.mark.parametrize("scheme", ["w4a16_g128", "w8a16"])
+def test_rows_do_not_depend_on_the_batch(scheme):
+    q = quantized(scheme, 1024, 2048)
+    w = pack_weight(q)
+    x = torch.randn(700, 2048, device="cuda", dtype=torch.float16)
+    whole = fragment_gemm(x, w, batch_invariant=True)
+    for m in (1, 3, 17, 64, 129, 300):
+        assert torch.equal(fragment_gemm(x[:m], w, batch_invariant=True), whole[:m])
+
+
+@gpu
+def test_opcheck_compile_and_graphs():
+    q = quantized("w4a16_g128", 512, 1024)
+    w = pack_weight(q)
+    x = torch.randn(2, 3, 1024, device="cuda", dtype=torch.float16)
+    arguments = (x, w.codes, w.scale, None, None, "w4a16_g128", 512)
+    torch.library.opcheck(torch.ops.lowbit.fragment_gemm.default, arguments)
+
+    def layer(x):
+        return torch.nn.functional.silu(fragment_gemm(x * 2, w)) + 1
+
+    assert torch.allclose(torch.compile(layer, fullgraph=True)(x), layer(x), atol=2e-2)
+    for m in (1, 16, 64, 256):
+        tokens = torch.randn(m, 1024, device="cuda", dtype=torch.float16)
+        expected = fragment_gemm(tokens, w)
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            fragment_gemm(tokens, w)
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                y = fragment_gemm(fragment_gemm(tokens, w)[:, :512].repeat(1, 2) * 0 + tokens, w)
+        for _ in range(3):
+            y.fill_(float("nan"))
+            graph.replay()
+            assert torch.equal(y, expected)
+
+
+@gpu
+def test_x_of_any_layout():
+    q = quantized("w4a16_g128", 128, 1000)
+    w = pack_weight(q)
+    wide = torch.randn(5, 2003, device="cuda", dtype=torch.float16)
+    for x in (wide[:, 1:1001], wide[:, ::2][:, :1000], torch.randn(1000, 5, device="cuda", dtype=torch.float16).T):
+        assert torch.equal(fragment_gemm(x, w), fragment_gemm(x.contiguous(), w))
+    assert fragment_gemm(x[:0], w).shape == (0, 128)
+
+
+@gpu
+def test_bad_input():
+    q = quantized("w4a16_g128", 128, 1024)
+    w = pack_weight(q)
+    x = torch.randn(4, 1024, device="cuda", dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"x is fp16 or bf16 \[\.\., K\], got torch.float32"):
+        fragment_gemm(x.float(), w)
+    with pytest.raises(ValueError, match=r"with N 128 and K 1000 takes codes int32 \(8, 16, 128\)|another K"):
+        fragment_gemm(x[:, :960], w)
+    with pytest.raises(ValueError, match="bias is \\[128\\], got \\(5,\\)"):
+        fragment_gemm(x, w, torch.zeros(5, device="cuda"))
+    with pytest.raises((ValueError, NotImplementedError), match="one device|CPU"):
+        fragment_gemm(x.cpu(), w)
+
+
+@gpu
+def test_packing_on_the_gpu_is_fast():
+    """50 GB/s of source codes or more, second call."""
+    codes = torch.randint(0, 16, (28672, 8192), dtype=torch.uint8, device="cuda")
+    scale = torch.ones(28672, 64, dtype=torch.float16, device="cuda")
+    q = QuantTensor(codes, scale, None, parse_scheme("w4a16_g128"))
+    pack_weight(q)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    pack_weight(q)
+    end.record()
+    end.synchronize()
+    assert codes.numel() / (start.elapsed_time(end) * 1e6) > 50
