@@ -354,6 +354,7 @@ def bench_gemm(
 def bench_report(
     file: Annotated[Path, typer.Argument(help="Result file of `lowbit bench gemm`.")],
     m: Annotated[str | None, typer.Option("--m", help="Only these numbers of rows of x: 1,16,256.")] = None,
+    formats: Annotated[str | None, typer.Option(help="Only these schemes, separated by commas.")] = None,
     readme: Annotated[
         Path | None, typer.Option(help="Rewrite the block between <!-- bench:gemm --> and <!-- /bench:gemm --> of this file.")
     ] = None,
@@ -368,7 +369,8 @@ def bench_report(
     from lowbit.bench.results import load
 
     document = load(file)
-    text = report.markdown(document, None if m is None else parse_rows(m))
+    chosen = None if formats is None else formats.split(",")
+    text = report.markdown(document, None if m is None else parse_rows(m), chosen)
     if readme is None:
         sys.stdout.write(text)
     else:

@@ -15,9 +15,10 @@ from lowbit.hardware.conversions import Conversion, conversion
 from lowbit.hardware.device import device_for
 from lowbit.hardware.half import HalfType
 from lowbit.hardware.mma import MMA_M16N8K16_F16, MmaAtom, wgmma_f16
+from lowbit.kernels.choose import candidates as tile_candidates
 from lowbit.models.hf import plan_for
 from lowbit.models.quantize_checkpoint import skeleton
-from lowbit.ops import Problem, candidates
+from lowbit.ops import Problem, candidates, gemm_shape, weight_refusals
 from lowbit.pack import FragmentOrder
 from lowbit.pack.fragment import STRIP, TILE_K, word_places
 from lowbit.quantize import rtn
@@ -93,7 +94,7 @@ def explain(
             weight, origin = _quantized(reader, layer, row, column)
         else:
             weight, origin = _sixteen_bit(reader, layer, row, column, scheme)
-    return [*origin, _meaning(weight), *_registers(weight, atom, sm), _kernels(weight.q)]
+    return [*origin, _meaning(weight), *_registers(weight, atom, sm), _tiles(weight.q, sm), _kernels(weight.q)]
 
 
 def render(steps: list[Step]) -> str:
@@ -332,3 +333,20 @@ def _kernels(q: QuantTensor) -> Step:
             chosen = chosen or not reasons
             lines.append(f"  {backend.name}: {verdict}")
     return Step("lowbit/ops/dispatch.py", "choose_backend", tuple(lines))
+
+
+def _tiles(q: QuantTensor, sm: int) -> Step:
+    """What the tensor-core kernels would do on a machine with this SM version, and what else they considered."""
+    reasons = weight_refusals(q.scheme)
+    device = device_for(sm)
+    if reasons:
+        return Step("lowbit/kernels/choose.py", "choose", (f"on {device.product}: {'; '.join(reasons)}",))
+    lines = []
+    for m in (1, 16, 64, 1024):
+        rows = tile_candidates(gemm_shape(q.scheme, m, *q.shape), device)
+        possible = [row for row in rows if not row.reasons]
+        lines.append(f"on {device.product}, M {m}: {possible[0].tile}, modelled {possible[0].cost_us:.1f} us")
+        lines += [f"  next: {row.tile}, {row.cost_us:.1f} us" for row in possible[1:2]]
+        refused = [row for row in rows if row.reasons]
+        lines += [f"  cannot: {row.tile}: {'; '.join(row.reasons)}" for row in refused[:1]]
+    return Step("lowbit/kernels/choose.py", "choose", tuple(lines))

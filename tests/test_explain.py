@@ -165,6 +165,13 @@ def test_kernels_are_named_with_reasons(quantized):
     assert "torch_int8: takes int8 weights with one scale per channel, not w4a16_g64" in text or torch.cuda.is_available()
 
 
+def test_the_tile_is_named_with_its_cost(quantized):
+    text = by_file(explain(quantized("w4a16_g64")[0], LAYER))["choose.py"]
+    assert "on H200 SXM, M 1: ring " in text and "on H200 SXM, M 64: wgmma " in text and "modelled" in text
+    text = by_file(explain(quantized("w4a16_g64")[0], LAYER, sm=80))["choose.py"]
+    assert "on A100 SXM 80 GB, M 64: ring " in text
+
+
 def test_first_and_tied_layers(fp16, quantized, tmp_path):
     folder, _ = quantized("w8a16")
     with CheckpointReader(folder) as reader:

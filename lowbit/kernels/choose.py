@@ -48,7 +48,6 @@ class RingTile:
     warps_n: int
     warps_k: int
     splits: int
-    chains: int = 1
 
     @property
     def block_strips(self) -> int:
@@ -225,6 +224,8 @@ def _wgmma_cost(tile: WgmmaTile, shape: GemmShape, device: Device) -> float:
         cycles += _ONE_STEP_CYCLES
     main_us = waves * turns * 2 * tile.step * cycles / 1755
     store_us = waves * tile.tokens * tile.rows * 2.2e-5
+    if tile.warpgroups == 1:  # nothing multiplies while its one warpgroup stores
+        store_us += 2.5 * (waves - 1)
     read = device.measured_read_bytes or device.bandwidth_bytes
     meet_us = 0.0
     if tile.splits > 1:

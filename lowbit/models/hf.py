@@ -115,7 +115,8 @@ class LowbitQuantizer(HfQuantizer):
                 logger.info(line)
         for module in model.modules():
             if isinstance(module, QuantLinear) and module.weight_packed.is_cuda:
-                module.prepare(model.dtype)  # now rather than at the first call, which torch.compile may be tracing
+                # Now rather than at the first call, which torch.compile may be tracing.
+                module.prepare(getattr(model, "dtype", torch.bfloat16))
         return model
 
     def is_serializable(self) -> bool:

@@ -72,10 +72,15 @@ def weight_refusals(scheme: Scheme, dtype: torch.dtype = torch.bfloat16) -> tupl
     return tuple(reasons)
 
 
+def gemm_shape(scheme: Scheme, m: int, n: int, k: int) -> GemmShape:
+    """What the choice of kernel sees of a product."""
+    return GemmShape(m, n, k, scheme.weight.bits)
+
+
 def describe(scheme: str | Scheme, m: int, n: int, k: int, dtype: torch.dtype, device: Device | None = None) -> str:
     """The kernel and the tile that a product would use, in words."""
     scheme = parse_scheme(scheme)
-    return str(choose(GemmShape(m, n, k, scheme.weight.bits), device or device_for(90)))
+    return str(choose(gemm_shape(scheme, m, n, k), device or device_for(90)))
 
 
 def _check(
@@ -152,7 +157,7 @@ def _plan(
     from lowbit.kernels.sm90.mixed_gemm import WgmmaPlan
 
     device = _device(on)
-    shape = GemmShape(m, n, k, parsed.weight.bits)
+    shape = gemm_shape(parsed, m, n, k)
     tile = choose(shape, device, batch_invariant)
     form = weight_form(parsed, None if others[1] is None else others[1][1])
     bias = others[3] is not None

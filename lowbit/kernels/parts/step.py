@@ -26,8 +26,7 @@ class Step:
     """What one warp does with one strip and 128 k.
 
     `tokens` is a multiple of 8. `group` is 0 where the scales wait for the end (per channel, per tensor), else 16, 32, 64 or
-    128. `zero` is "none", "integer" (w = (code - zero) * scale) or "float" (w = code * scale + zero). `chains` is the
-    number of independent accumulators, which hides the latency of the matrix instruction.
+    128. `zero` is "none", "integer" (w = (code - zero) * scale) or "float" (w = code * scale + zero).
     """
 
     format: str
@@ -36,7 +35,6 @@ class Step:
     group: int
     zero: str
     scale_dtype: HalfType
-    chains: int
 
     @property
     def conversion(self) -> Conversion:
@@ -111,23 +109,22 @@ class Step:
         operand = _operands(self.accumulators, self.words, self.token_words, self.scale_words, self.sums, self.accumulators)
         out, words, x, scales, sums, acc = operand
         per_group = K_STEPS // max(self.groups, 1)
-        chains = min(self.chains, per_group)
-        lines = [".reg .b32 a<32>;", f".reg .f32 p<{4 * self.eights * chains}>;", ".reg .f32 s<2>, z<2>, t, nought;"]
+        lines = [".reg .b32 a<32>;", f".reg .f32 p<{self.accumulators}>;", ".reg .f32 s<2>, z<2>, t, nought;"]
         lines.append("mov.f32 nought, 0f00000000;")
         lines += self._convert(words)
         for group in range(max(self.groups, 1)):
             for inside in range(per_group):
                 step = group * per_group + inside
                 for eight in range(self.eights):
-                    chain = inside % chains
-                    part = [f"p{4 * (eight * chains + chain) + i}" for i in range(4)]
-                    start = acc[4 * eight : 4 * eight + 4] if not self.groups and chain == 0 else ["nought"] * 4
+                    part = [f"p{4 * eight + i}" for i in range(4)]
+                    start = ["nought"] * 4 if self.groups else acc[4 * eight : 4 * eight + 4]
+                    a = [f"a{4 * step + i}" for i in range(4)]
                     b = x[16 * eight + 2 * step : 16 * eight + 2 * step + 2]
-                    lines.append(
-                        _mma(self.dtype, part, [f"a{4 * step + i}" for i in range(4)], b, start if inside < chains else part)
-                    )
-            lines += self._join(chains)
-            lines += self._scale(group, chains, out, scales, sums, acc) if self.groups else self._copy(chains, out)
+                    lines.append(_mma(self.dtype, part, a, b, part if inside else start))
+            if self.groups:
+                lines += self._scale(group, out, scales, sums, acc)
+        if not self.groups:
+            lines += [f"mov.f32 {register}, p{i};" for i, register in enumerate(out)]
         return "{\n" + "\n".join(lines) + "\n}"
 
     @property
@@ -161,18 +158,7 @@ class Step:
             lines.append("}")
         return lines
 
-    def _join(self, chains: int) -> list[str]:
-        return [
-            f"add.f32 p{4 * eight * chains + i}, p{4 * eight * chains + i}, p{4 * (eight * chains + chain) + i};"
-            for eight in range(self.eights)
-            for chain in range(1, chains)
-            for i in range(4)
-        ]
-
-    def _copy(self, chains: int, out: list[str]) -> list[str]:
-        return [f"mov.f32 {out[4 * eight + i]}, p{4 * eight * chains + i};" for eight in range(self.eights) for i in range(4)]
-
-    def _scale(self, group: int, chains: int, out: list[str], scales: list[str], sums: list[str], acc: list[str]) -> list[str]:
+    def _scale(self, group: int, out: list[str], scales: list[str], sums: list[str], acc: list[str]) -> list[str]:
         """Adds the group's sums times its scales to the accumulators; element i of a lane's 4 is row g + 8 * (i / 2)."""
         words = scales[group * self.pair_bytes // 4 :][: self.pair_bytes // 4]
         lines = _widen("s", words[0], self.scale_dtype)
@@ -181,7 +167,7 @@ class Step:
         for eight in range(self.eights):
             for i in range(4):
                 index, row = 4 * eight + i, i // 2
-                part, before = f"p{4 * eight * chains + i}", acc[index] if group == 0 else out[index]
+                part, before = f"p{index}", acc[index] if group == 0 else out[index]
                 if self.zero == "none":
                     lines.append(f"fma.rn.f32 {out[index]}, {part}, s{row}, {before};")
                     continue

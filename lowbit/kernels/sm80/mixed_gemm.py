@@ -371,7 +371,7 @@ class RingPlan:
 
 @functools.lru_cache(maxsize=1024)
 def _config(tile: RingTile, form: WeightForm, dtype: HalfType, k: int, bias: bool, overlap: bool) -> RingGemm:
-    step = Step(form.format, dtype, tile.tokens, form.group, form.zero, form.scale_dtype, tile.chains)
+    step = Step(form.format, dtype, tile.tokens, form.group, form.zero, form.scale_dtype)
     whole = k % (STEP_K * tile.warps_k * tile.splits * tile.rounds) == 0
     ring = Ring(step, tile.strips, tile.rounds, not whole)
     return RingGemm(ring, tile.warps_n, tile.warps_k, tile.splits, form.group == 0, bias, overlap)

@@ -395,7 +395,7 @@ def wgmma_gemm(
     w_desc, w_desc_1, w_desc_2, x_desc, y_desc, y, scale, channel_scale, bias, partial, arrived, M, N, token_tiles,
     row_tiles, turns, scale_strip, last_group, strips, factor, C: gl.constexpr,
 ):  # fmt: skip
-    """The kernel: rings, barriers and roles. There is a descriptor of w for each of its `planes`; the others are not used."""
+    """The kernel: rings, barriers and roles. There is a descriptor of w for each of its planes; the others are None."""
     PLANES: gl.constexpr = C.planes
     w_descs = (w_desc, w_desc_1, w_desc_2)
     STAGES: gl.constexpr = C.stages
