@@ -20,6 +20,7 @@ $(BIN)/.ready: constraints.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[demo,dev]"
 	@touch $@
 
+OLDEST_TRITON := $(shell sed -n 's/^.*triton>=\([0-9.]*\);.*/\1.0/p' pyproject.toml)
 TRITON := $(shell sed -n 's/^\# triton==\([0-9.]*\).*/\1/p' constraints.txt)
 
 demo: $(BIN)/.ready
@@ -32,6 +33,13 @@ lint: $(BIN)/.ready
 
 test: lint
 	$(BIN)/python -m pytest
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest tests/kernels/sm80 tests/kernels/sm90
+
+# The kernels are compiled with the newest Triton by all tests, and once more with the oldest supported.
+OLDEST := $(VENV)/oldest-triton
+test: $(OLDEST)
+$(OLDEST): $(BIN)/.ready
+	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==$(OLDEST_TRITON)
 
 format: $(BIN)/.ready
 	$(BIN)/ruff check --fix .
