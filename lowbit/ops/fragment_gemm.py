@@ -7,6 +7,8 @@ depends on shapes alone.
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 from typing import TYPE_CHECKING
 
 import torch
@@ -55,7 +57,18 @@ def kernel_refusals(scheme: Scheme, dtype: torch.dtype, device: torch.device | s
         reasons.append(f"take fp16 and bf16 activations, not {str(dtype).removeprefix('torch.')}")
     if scheme.activation is not None:
         reasons.append(f"multiply 16-bit activations, the scheme asks for {scheme.activation.name}")
-    return (*reasons, *weight_refusals(scheme, dtype))
+    return (*reasons, *_triton_refusals(), *weight_refusals(scheme, dtype))
+
+
+@functools.cache
+def _triton_refusals() -> tuple[str, ...]:
+    """Why the installed Triton cannot compile the kernels; empty if it can."""
+    if importlib.util.find_spec("triton") is None:
+        return ("are written in Gluon, which comes with Triton 3.6 or newer: pip install triton",)
+    version = importlib.import_module("triton").__version__
+    if tuple(int(part) for part in version.split(".")[:2]) < (3, 6):
+        return (f"are written in Gluon of Triton 3.6 or newer, installed is {version}: pip install --upgrade triton",)
+    return ()
 
 
 def weight_refusals(scheme: Scheme, dtype: torch.dtype = torch.bfloat16) -> tuple[str, ...]:

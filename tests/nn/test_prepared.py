@@ -1,0 +1,72 @@
+"""Layers whose weights were brought into the order of the tensor-core kernels, and back."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from lowbit.nn import QuantLinear
+from lowbit.nn.embedding import QuantEmbedding
+from lowbit.ops import pack_weight
+from lowbit.quantize import rtn
+
+SCHEMES = ["w4a16_g128", "w6e3m2a16", "w3a16_g64", "w4a16_g32_fz", "w4a16_g128_z", "w8a16"]
+
+
+def layer(scheme, device="cpu") -> QuantLinear:
+    weight = torch.randn(96, 200, generator=torch.Generator().manual_seed(0)).to(device)
+    return QuantLinear.from_quant_tensor(rtn(weight, scheme))
+
+
+def as_if_prepared(module: QuantLinear) -> QuantLinear:
+    """What `prepare` does on a GPU, by hand."""
+    packed = pack_weight(module.quant_tensor())
+    module.kernel_codes, module.kernel_scale = packed.codes, packed.scale
+    module.kernel_channel_scale = packed.channel_scale
+    module.weight_packed = nn.Parameter(module.weight_packed.new_empty(0), requires_grad=False)
+    return module
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_saving_moving_and_calling_bring_the_form_on_disk_back(scheme):
+    plain = layer(scheme)
+    x = torch.randn(3, 200)
+    for use in (lambda m: m.state_dict(), lambda m: m.to(torch.float64), lambda m: m(x)):
+        module = as_if_prepared(copy.deepcopy(plain))
+        assert module.is_prepared and module.weight_nbytes == module.kernel_weight().nbytes
+        assert torch.equal(module.quant_tensor().codes, plain.quant_tensor().codes) and module.is_prepared
+        use(module)
+        assert not module.is_prepared
+        assert all(torch.equal(value, plain.state_dict()[name]) for name, value in module.state_dict().items())
+        assert torch.equal(module(x), plain(x))
+
+
+def test_on_a_cpu_nothing_is_prepared():
+    module = layer("w4a16_g128")
+    assert module.prepare(torch.float16) == ("run on NVIDIA GPUs, x is on cpu",)
+    assert not module.is_prepared
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_layer_on_a_gpu_uses_the_kernels(scheme):
+    module = layer(scheme, "cuda")
+    saved = {name: value.clone() for name, value in module.state_dict().items()}
+    x = torch.randn(5, 200, device="cuda", dtype=torch.float16)
+    expected = module.quant_tensor().dequantize(torch.float64) @ x.double().T
+    assert torch.allclose(module(x).double(), expected.T, rtol=1e-2, atol=1e-2)
+    assert module.is_prepared and module.weight_packed.numel() == 0
+    assert all(torch.equal(value, saved[name]) for name, value in module.state_dict().items())
+    assert torch.allclose(module(x.float()).double(), expected.T, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.gpu
+def test_tied_weights_keep_both_forms():
+    module = layer("w8a16", "cuda")
+    embedding = QuantEmbedding(96, 200, "w8a16", torch.float16, device="cuda")
+    embedding.share_weight(module)
+    module(torch.randn(2, 200, device="cuda", dtype=torch.float16))
+    assert module.is_prepared and embedding.weight_packed.numel() > 0 and embedding.weight_packed is module.weight_packed
