@@ -2,8 +2,7 @@
 
 Computes y^T = w x^T: decoded weights are the register operand A of wgmma, 64 rows for each warpgroup; x is operand B.
 Reads   x by TMA in swizzled tiles of tokens x 64; w in FragmentOrder by TMA, 64 rows x 64 k a warpgroup and stage
-Roles   load: 1 warp; math: 1, 2 or 4 warpgroups: wait, decode, scale, wgmma with two steps in
-        flight, store by TMA
+Roles   load: 1 warp; math: 1, 2 or 4 warpgroups: wait, decode, scale, wgmma with two steps in flight, store by TMA
 Ring    `stages` of x and w; full: 1 arrival and the bytes; empty: 1 arrival
 Grid    persistent, one block per SM; tiles in groups of tokens so that a wave shares x and w in L2
 Sum     in fp32, K in order; with splits > 1 the block that comes last adds the splits in order: same input, same bits
@@ -439,9 +438,33 @@ class WgmmaPlan:
         self.turns = shape.steps(self.config.round_k)
         self.last_group = (shape.k - 1) // max(form.group, 1)
         self.factor = self.config.decode.epilogue_factor
-        self.x_layout = gl.NVMMASharedLayout.get_default_for([tile.tokens, 64], self.config.half)
-        self.y_layout = gl.NVMMASharedLayout.get_default_for([tile.tokens, self.config.rows], self.config.half)
+        self.dtype = dtype
         self.kernel: CompiledKernel | None = None
+        # Descriptors say where memory is, nothing of what is in it, so those of addresses seen before serve again.
+        self.x_descriptor = functools.lru_cache(maxsize=256)(self._x_descriptor)
+        self.y_descriptor = functools.lru_cache(maxsize=256)(self._y_descriptor)
+        self.weight_descriptors = functools.lru_cache(maxsize=1024)(self._weight_descriptors)
+
+    def _x_descriptor(self, address: int, stride: int) -> TensorDescriptor:
+        block = [self.tile.tokens, 64]
+        layout = gl.NVMMASharedLayout.get_default_for(block, self.config.half)
+        return TensorDescriptor(_Address(address, self.dtype), [self.shape.m, self.shape.k], [stride, 1], block, layout)
+
+    def _y_descriptor(self, address: int) -> TensorDescriptor | None:
+        if not self.config.store_by_tma:
+            return None
+        m, n, block = self.shape.m, self.shape.n, [self.tile.tokens, self.config.rows]
+        layout = gl.NVMMASharedLayout.get_default_for(block, self.config.half)
+        return TensorDescriptor(_Address(address, self.dtype), [m, n], [n, 1], block, layout)
+
+    def _weight_descriptors(self, address: int) -> tuple[TensorDescriptor | None, ...]:
+        """One for each plane of the codes, filled up with None to the three that the kernel takes."""
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+        row = self.shape.steps(64) * 32 * self.shape.bits
+        blocks = [[self.config.warps, 32 * self.config.plane_words(p)] for p in range(self.config.planes)]
+        codes = _Address(address, torch.int32)
+        planes = [TensorDescriptor(codes, [self.shape.strips, row], [row, 1], block, layout) for block in blocks]
+        return (*planes, *(None,) * (3 - len(planes)))
 
     @property
     def workspace(self) -> tuple[int, int]:
@@ -456,17 +479,13 @@ class WgmmaPlan:
         sums: Tensor, arrived: Tensor,
     ) -> Tensor:  # fmt: skip
         """y [M, N] of x [M, K], whose rows start at multiples of 16 bytes; all tensors on the current device."""
-        m, n, k = self.shape.m, self.shape.n, self.shape.k
+        m, n = self.shape.m, self.shape.n
         y = torch.empty((m, n), dtype=x.dtype, device=x.device)
-        x_desc = _descriptor(x.data_ptr(), x.dtype, m, k, x.stride(0), self.tile.tokens, 64, self.x_layout)
-        y_desc = None
-        if self.config.store_by_tma:
-            y_desc = _descriptor(y.data_ptr(), y.dtype, m, n, n, self.tile.tokens, self.config.rows, self.y_layout)
         arguments = (
-            *_weight_descriptors(codes.data_ptr(), codes.shape[0], codes.shape[1] * codes.shape[2], self.config), x_desc,
-            y_desc, y, codes if scale is None else scale.view(torch.int32), channel_scale, bias, sums, arrived, m, n,
-            *self.tiles, self.turns, 0 if scale is None else scale.stride(0) // 2, self.last_group, codes.shape[0],
-            self.factor, self.config,
+            *self.weight_descriptors(codes.data_ptr()), self.x_descriptor(x.data_ptr(), x.stride(0)),
+            self.y_descriptor(y.data_ptr()), y, codes if scale is None else scale.view(torch.int32), channel_scale, bias,
+            sums, arrived, m, n, *self.tiles, self.turns, 0 if scale is None else scale.stride(0) // 2, self.last_group,
+            codes.shape[0], self.factor, self.config,
         )  # fmt: skip
         if self.kernel is None:
             self.kernel = wgmma_gemm[self.grid](*arguments, num_warps=self.config.warps)
@@ -493,23 +512,3 @@ class _Address:
 
     def data_ptr(self) -> int:
         return self.address
-
-
-@functools.lru_cache(maxsize=8192)
-def _descriptor(
-    address: int, dtype: torch.dtype, rows: int, columns: int, stride: int, tile_rows: int, tile_columns: int,
-    layout: gl.NVMMASharedLayout,
-) -> TensorDescriptor:  # fmt: skip
-    """What TMA must know of a matrix at `address`; says nothing of its contents, so it may be used again."""
-    return TensorDescriptor(_Address(address, dtype), [rows, columns], [stride, 1], [tile_rows, tile_columns], layout)
-
-
-@functools.lru_cache(maxsize=4096)
-def _weight_descriptors(address: int, strips: int, row: int, config: WgmmaGemm) -> tuple[TensorDescriptor | None, ...]:
-    """One for each plane of the codes at `address`, filled up with None to the three that the kernel takes."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    planes = [
-        _descriptor(address, torch.int32, strips, row, row, config.warps, 32 * config.plane_words(p), layout)
-        for p in range(config.planes)
-    ]
-    return (*planes, *(None,) * (3 - len(planes)))
