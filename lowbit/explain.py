@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lowbit.checkpoint import CheckpointError, CheckpointReader, TensorInfo
+from lowbit.checkpoint import CheckpointError, CheckpointReader, TensorInfo, expected_tensors
 from lowbit.formats import IntFormat, NumberFormat, QuantTensor, ZeroPoint, code_values, pack_words
 from lowbit.hardware.conversions import Conversion, conversion
 from lowbit.hardware.device import device_for
@@ -35,7 +35,7 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class _Weight:
-    """The weight that is followed: element [row, column] of the quantized matrix `q`."""
+    """The weight that is followed: element [row, column] of the quantized matrix `q`, as its codes lie."""
 
     q: QuantTensor
     row: int
@@ -57,7 +57,7 @@ class _Weight:
 
     @property
     def dequantized(self) -> float:
-        return float(self.q.dequantize()[self.row, self.column])
+        return float(self.q.dequantize_codes()[self.row, self.column])
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,10 @@ def explain(
 ) -> list[Step]:
     """The path of weight [row, column] of a layer of a quantized checkpoint, to the tensor cores of SM version `sm`.
 
-    `layer` None takes the first. With a `scheme`, the checkpoint is a 16-bit one, and the path goes through
-    round-to-nearest. Raises CheckpointError for a checkpoint that is not of the kind asked for, ValueError for a layer
-    or an index it does not have, a scheme or an SM version that is not known.
+    `column` counts as the codes lie; with an order, it meets another channel of x. `layer` None takes the first. With a
+    `scheme`, the checkpoint is a 16-bit one, and the path goes through round-to-nearest. Raises CheckpointError for a
+    checkpoint that is not of the kind asked for, ValueError for a layer or an index it does not have, a scheme or an SM
+    version that is not known.
     """
     atom = wgmma_f16(64) if "wgmma" in device_for(sm).features else MMA_M16N8K16_F16
     with CheckpointReader(checkpoint) as reader:
@@ -123,10 +124,9 @@ def _quantized(reader: CheckpointReader, layer: str | None, row: int, column: in
         _tensor_line(f"{name}.weight_packed", info),
         f"weight [{row}, {column}] is code {column} of row {row}: bits {shift} to {shift + bits - 1} from byte {begin:,},",
         f"where the file has {data.hex(' ')} = {' '.join(f'{b:08b}' for b in data)}: code {code} = 0b{code:0{bits}b}",
-        _tensor_line(f"{name}.weight_scale", reader.info(f"{name}.weight_scale")),
     ]
-    if weight.q.zero is not None:
-        lines.append(_tensor_line(f"{name}.weight_zero", reader.info(f"{name}.weight_zero")))
+    beside = [tensor for tensor in expected_tensors(name, entry) if tensor != f"{name}.weight_packed"]
+    lines += [_tensor_line(tensor, reader.info(tensor)) for tensor in beside]
     return weight, [Step("lowbit/checkpoint/reader.py", "CheckpointReader", tuple(lines))]
 
 
@@ -232,6 +232,12 @@ def _meaning(weight: _Weight) -> Step:
         zero = float(q.zero[at])
         sum_ = f"scale {scale:.8g}, zero {zero:.8g}: weight = {value:g} x {scale:.8g} + {zero:.8g}"
     lines.append(f"{sum_} = {weight.dequantized:.9g}")
+    channel = weight.column
+    if q.order is not None:
+        channel = int(q.order[weight.column])
+        lines.append(f"order [{weight.column}] = {channel}: it multiplies channel {channel} of x")
+    if q.input_scale is not None:
+        lines.append(f"channel {channel} of x is multiplied by its input scale {float(q.input_scale[channel]):.9g} first")
     return Step("lowbit/formats/tensor.py", "QuantTensor.dequantize", tuple(lines))
 
 
@@ -345,7 +351,8 @@ def _tiles(q: QuantTensor, sm: int) -> Step:
     for m in (1, 16, 64, 1024):
         rows = tile_candidates(gemm_shape(q.scheme, m, *q.shape), device)
         possible = [row for row in rows if not row.reasons]
-        lines.append(f"on {device.product}, M {m}: {possible[0].tile}, modelled {possible[0].cost_us:.1f} us")
+        why = possible[0].measured or f"modelled {possible[0].cost_us:.1f} us"
+        lines.append(f"on {device.product}, M {m}: {possible[0].tile}, {why}")
         lines += [f"  next: {row.tile}, {row.cost_us:.1f} us" for row in possible[1:2]]
         refused = [row for row in rows if row.reasons]
         lines += [f"  cannot: {row.tile}: {'; '.join(row.reasons)}" for row in refused[:1]]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from lowbit.checkpoint import CheckpointError, CheckpointReader
+from lowbit.checkpoint import CheckpointError, CheckpointReader, CheckpointWriter, LayerEntry, Manifest, layer_tensors
+from lowbit.cli import app
 from lowbit.explain import explain, render
 from lowbit.formats import code_values
 from lowbit.hardware.half import widen_half
@@ -17,7 +20,7 @@ from lowbit.hardware.mma import wgmma_f16
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
 from lowbit.pack import FragmentOrder
 from lowbit.quantize import rtn
-from tests.tiny import save_tiny
+from tests.tiny import save_tiny, with_channels
 
 ROOT = Path(__file__).parent.parent
 LAYER = "model.layers.1.mlp.down_proj"  # 64 x 176: tiles with tails
@@ -170,6 +173,27 @@ def test_the_tile_is_named_with_its_cost(quantized):
     assert "on H200 SXM, M 1: ring " in text and "on H200 SXM, M 64: wgmma " in text and "modelled" in text
     text = by_file(explain(quantized("w4a16_g64")[0], LAYER, sm=80))["choose.py"]
     assert "on A100 SXM 80 GB, M 64: ring " in text
+
+
+def test_order_and_input_scale_are_named(fp16, tmp_path):
+    """They change which channel of x the weight meets, not what its code means."""
+    q = with_channels(rtn(torch.randn(8, 64), "w4a16_g32_z"), input_scale=torch.float32)
+    with CheckpointWriter(tmp_path / "c") as writer:
+        for suffix, tensor in layer_tensors(q).items():
+            writer.add(f"layer.{suffix}", tensor)
+        writer.finish({}, Manifest(q.scheme, {"layer": LayerEntry.of(q)}))
+    steps = explain(tmp_path / "c", "layer", 3, 5)
+    channel = int(q.order[5])
+    assert ": layer.weight_order int32 [64]" in by_file(steps)["reader.py"]
+    assert ": layer.input_scale float32 [64]" in by_file(steps)["reader.py"]
+    meaning = by_file(steps)["tensor.py"]
+    assert f"order [5] = {channel}: it multiplies channel {channel} of x" in meaning
+    assert f"channel {channel} of x is multiplied by its input scale {float(q.input_scale[channel]):.9g} first" in meaning
+    assert weight_at_the_end(steps) == np.float32(q.dequantize_codes()[3, 5].item())
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "c"), "--json", "-"])
+    (row,) = json.loads(shown.stdout)["layers"]
+    assert (row["order"], row["input_scale"], row["bytes"]) == (True, True, q.nbytes)
+    assert json.loads(shown.stdout)["other_bytes"] == 0
 
 
 def test_first_and_tied_layers(fp16, quantized, tmp_path):

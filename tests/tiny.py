@@ -1,10 +1,14 @@
-"""Tiny random models of real architectures, made on the spot."""
+"""Tiny random models of real architectures, made on the spot, and weights whose input is permuted and scaled."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from lowbit.formats import QuantTensor
 
 
 def tiny_llama(tied=True, bias=False, dtype=torch.float16):
@@ -36,3 +40,14 @@ def save_tiny(path, **options):
     tiny_llama(**options).save_pretrained(path)
     tiny_tokenizer().save_pretrained(path)
     return path
+
+
+def with_channels(q: QuantTensor, order=True, input_scale: torch.dtype | None = torch.float32, seed=0) -> QuantTensor:
+    """`q` with a random order and input scales between 1/2 and 2."""
+    generator = torch.Generator().manual_seed(seed)
+    k, device = q.shape[1], q.codes.device
+    permutation = torch.randperm(k, generator=generator).to(device, torch.int32)
+    factors = (0.5 + 1.5 * torch.rand(k, generator=generator)).to(device)
+    return replace(
+        q, order=permutation if order else None, input_scale=None if input_scale is None else factors.to(input_scale)
+    )

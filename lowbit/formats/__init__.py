@@ -22,7 +22,7 @@ from lowbit.formats.number import (
     uint_format,
 )
 from lowbit.formats.scheme import ALIASES, Scheme, ZeroPoint, parse_scheme
-from lowbit.formats.tensor import QuantTensor
+from lowbit.formats.tensor import QuantTensor, is_permutation
 from lowbit.formats.words import pack_words, packed_bytes, unpack_words
 
 __all__ = [
@@ -44,6 +44,7 @@ __all__ = [
     "encode",
     "float_format",
     "int_format",
+    "is_permutation",
     "number_format",
     "pack_words",
     "packed_bytes",

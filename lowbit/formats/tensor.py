@@ -4,6 +4,7 @@ kernel, layout and file is compared with."""
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,14 +18,18 @@ from lowbit.formats.scheme import Scheme, ZeroPoint
 class QuantTensor:
     """codes uint8 [N, K], scale float [scale_shape], zero None or [scale_shape], and their scheme.
 
-    zero is uint8 for `ZeroPoint.INTEGER` and has the scale's dtype for `ZeroPoint.FLOAT`. Raises ValueError when shapes
-    or dtypes do not fit the scheme.
+    zero is uint8 for `ZeroPoint.INTEGER` and has the scale's dtype for `ZeroPoint.FLOAT`. Two more belong to the input x of
+    the layer: `order` int32 [K], a permutation, says that column i of codes multiplies channel order[i] of x (GPTQ's act-order
+    groups channels by importance); `input_scale` float [K] is what each channel of x is multiplied by first (AWQ's, where it
+    is not folded into the layer before). Raises ValueError when shapes or dtypes do not fit the scheme.
     """
 
     codes: Tensor
     scale: Tensor
     zero: Tensor | None
     scheme: Scheme
+    order: Tensor | None = None
+    input_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.codes.dim() != 2 or self.codes.dtype != torch.uint8:
@@ -41,6 +46,13 @@ class QuantTensor:
             dtype = torch.uint8 if self.scheme.zero is ZeroPoint.INTEGER else self.scale.dtype
             if tuple(self.zero.shape) != expected or self.zero.dtype != dtype:
                 raise ValueError(f"{self.scheme}: zeros are {dtype} {expected}, got {self.zero.dtype} {tuple(self.zero.shape)}")
+        for name, values in (("order", self.order), ("input_scale", self.input_scale)):
+            if values is not None and tuple(values.shape) != self.shape[1:]:
+                raise ValueError(f"{self.scheme} of {self.shape}: {name} is [{self.shape[1]}], got {tuple(values.shape)}")
+        if self.order is not None and self.order.dtype != torch.int32:
+            raise ValueError(f"{self.scheme}: order is int32, got {self.order.dtype}")
+        if self.input_scale is not None and not self.input_scale.is_floating_point():
+            raise ValueError(f"{self.scheme}: input_scale is floating-point, got {self.input_scale.dtype}")
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -49,10 +61,10 @@ class QuantTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes (dense), scales and zeros together."""
+        """Bytes of codes (dense) and everything beside them."""
         n, k = self.shape
-        zeros = self.zero.nbytes if self.zero is not None else 0
-        return n * (-(-k * self.scheme.weight.bits // 8)) + self.scale.nbytes + zeros
+        beside = (self.scale, self.zero, self.order, self.input_scale)
+        return n * (-(-k * self.scheme.weight.bits // 8)) + sum(t.nbytes for t in beside if t is not None)
 
     @property
     def bits_per_weight(self) -> float:
@@ -60,7 +72,18 @@ class QuantTensor:
         return 8 * self.nbytes / max(self.codes.numel(), 1)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weights [N, K]: computed in float32 (float64 when asked for it) and rounded once to `dtype`."""
+        """The weights [N, K] that multiply x as it comes, `order` and `input_scale` applied: computed in float32 (float64 when
+        asked for it) and rounded once to `dtype`."""
+        compute = torch.float64 if dtype == torch.float64 else torch.float32
+        weight = self.dequantize_codes(compute)
+        if self.order is not None:
+            weight = torch.empty_like(weight).index_copy_(1, self.order.long(), weight)
+        if self.input_scale is not None:
+            weight *= self.input_scale.to(compute)
+        return weight.to(dtype)
+
+    def dequantize_codes(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The weights [N, K] in the order of the codes, `input_scale` left out: what the codes, scales and zeros alone mean."""
         compute = torch.float64 if dtype == torch.float64 else torch.float32
         values = decode(self.codes, self.scheme.weight, compute)
         scale = spread(self.scale.to(compute), self.scheme.granularity, self.shape)
@@ -73,9 +96,11 @@ class QuantTensor:
 
     def to(self, device: torch.device | str) -> QuantTensor:
         """The same tensor on `device`."""
-        return replace(
-            self,
-            codes=self.codes.to(device),
-            scale=self.scale.to(device),
-            zero=None if self.zero is None else self.zero.to(device),
-        )
+        held = {name: getattr(self, name) for name in ("codes", "scale", "zero", "order", "input_scale")}
+        moved: dict[str, Any] = {name: None if t is None else t.to(device) for name, t in held.items()}
+        return replace(self, **moved)
+
+
+def is_permutation(order: Tensor) -> bool:
+    """Whether `order`, integers [K], holds each of 0 to K - 1 once."""
+    return torch.equal(order.sort().values, torch.arange(order.numel(), dtype=order.dtype, device=order.device))

@@ -8,15 +8,15 @@ only have to put the candidates in the right order.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowbit.hardware.device import Device
 
 RING_TOKENS = 16
-"""Up to here the ring kernel is the faster one: it is bound by memory, the wgmma kernel by the latency of decoding."""
+"""Beyond this the ring kernel loses: its warps each bring their own x, the wgmma kernel's share it."""
 
 SMALL_TOKENS = 8
-"""Tokens of one mma.sync: up to here x costs little."""
+"""Tokens of one mma.sync: up to here x costs little, and the ring kernel, which the memory binds, always wins."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,6 @@ class WgmmaTile:
 
     tokens: int
     warpgroups: int
-    step: int
     stages: int
     splits: int
     token_group: int
@@ -76,26 +75,45 @@ class WgmmaTile:
         return 64 * self.warpgroups
 
     def __str__(self) -> str:
-        return (
-            f"wgmma {self.rows} rows x {self.tokens} tokens, k {64 * self.step} a step, {self.stages} stages, "
-            f"K split {self.splits}"
-        )
+        return f"wgmma {self.rows} rows x {self.tokens} tokens, {self.stages} stages, K split {self.splits}"
 
 
 Tile = RingTile | WgmmaTile
 
 
 @dataclass(frozen=True)
+class Measured:
+    """What a GPU said on a day: for a shape, `tile` took `us` where the modelled choice took `instead_us`."""
+
+    product: str
+    date: str
+    shape: GemmShape
+    tile: Tile
+    us: float
+    instead_us: float
+
+    def __str__(self) -> str:
+        margin = 100 * (1 - self.us / self.instead_us)
+        return f"measured on {self.product}, {self.date}, M {self.shape.m}: {self.us:g} us, {margin:.0f} % less than modelled"
+
+    def holds_for(self, shape: GemmShape, device: Device) -> bool:
+        """Whether the problem is this one, or one with fewer tokens, down to half as many."""
+        same = (self.product, self.shape.n, self.shape.k, self.shape.bits) == (device.product, shape.n, shape.k, shape.bits)
+        return same and self.shape.m < 2 * shape.m <= 2 * self.shape.m
+
+
+@dataclass(frozen=True)
 class Candidate:
-    """A tile with its reasons against the problem (empty: it can) and its modelled time."""
+    """A tile, its reasons against the problem (empty: it can), its modelled time, and the measurement that puts it first."""
 
     tile: Tile
     reasons: tuple[str, ...]
     cost_us: float
+    measured: Measured | None = None
 
 
 def candidates(shape: GemmShape, device: Device, *, batch_invariant: bool = False) -> list[Candidate]:
-    """Every tile considered for a problem, cheapest first, those that cannot last.
+    """Every tile considered for a problem: what was measured to be best, then the cheapest first, those that cannot last.
 
     With `batch_invariant`, only tiles whose sums do not depend on m: row i of y then has the same bits in any batch.
     """
@@ -103,13 +121,15 @@ def candidates(shape: GemmShape, device: Device, *, batch_invariant: bool = Fals
     if batch_invariant:
         return _ordered([row for row in rows if isinstance(row.tile, WgmmaTile) and row.tile.splits == 1])
     if shape.m <= RING_TOKENS or not rows:
-        rows = [_ring_candidate(tile, shape, device) for tile in _ring_tiles(shape, device)]
-    return _ordered(rows)
+        rings = [_ring_candidate(tile, shape, device) for tile in _ring_tiles(shape, device)]
+        rows = rings if shape.m <= SMALL_TOKENS else rows + rings
+    known = {row.tile: row for row in MEASURED if row.holds_for(shape, device)}
+    return _ordered([replace(row, measured=known.get(row.tile)) for row in rows])
 
 
 @functools.lru_cache(maxsize=4096)
 def choose(shape: GemmShape, device: Device, batch_invariant: bool = False) -> Tile:
-    """The cheapest tile that can; raises ValueError with everybody's reasons when none can."""
+    """The first of the candidates that can; raises ValueError with everybody's reasons when none can."""
     rows = candidates(shape, device, batch_invariant=batch_invariant)
     for row in rows:
         if not row.reasons:
@@ -119,7 +139,7 @@ def choose(shape: GemmShape, device: Device, batch_invariant: bool = False) -> T
 
 
 def _ordered(rows: list[Candidate]) -> list[Candidate]:
-    return sorted(rows, key=lambda row: (bool(row.reasons), row.cost_us))
+    return sorted(rows, key=lambda row: (bool(row.reasons), row.measured is None, row.cost_us))
 
 
 # ---- the ring kernel
@@ -170,7 +190,8 @@ def _ring_cost(tile: RingTile, shape: GemmShape, device: Device) -> float:
     latency_us = waves * steps_per_warp * tile.strips * (0.16 if tile.tokens > SMALL_TOKENS else 0.1)
     meet_us = 2.5 if tile.splits > 1 else 0.0
     # More warps hide more; more blocks one after the other cost their starts.
-    return 3.5 + max(memory_us, latency_us) + meet_us + 0.3 * waves - 0.02 * tile.warps_n * tile.warps_k
+    starts_us = 0.3 + (waves - 1) * (2.2 if tile.tokens > SMALL_TOKENS else 0.3)
+    return 3.5 + max(memory_us, latency_us) + meet_us + starts_us - 0.02 * tile.warps_n * tile.warps_k
 
 
 # ---- the wgmma kernel
@@ -178,39 +199,32 @@ def _ring_cost(tile: RingTile, shape: GemmShape, device: Device) -> float:
 
 def _wgmma_tiles(shape: GemmShape) -> list[WgmmaTile]:
     tiles = []
-    for tokens in (16, 32, 64, 128, 256):
-        for warpgroups, step in ((1, 1), (2, 1), (2, 2), (4, 1)):
-            if (warpgroups == 4 and tokens > 64) or (step == 2 and tokens > 64) or (warpgroups == 1 and tokens < 256):
-                continue  # more registers than there are; too little work for a block
-            stage = 64 * warpgroups * 8 * shape.bits + 128 * tokens
-            stored = 128 * warpgroups * tokens
-            fits = (230_000 - stored) // stage // (2 * step) * (2 * step)
-            stages = min(8, fits)
-            turns = -(-shape.k // (128 * step))
-            tiles += [WgmmaTile(tokens, warpgroups, step, stages, splits, 2) for splits in (1, 2, 3, 4, 8) if splits <= turns]
+    for tokens, warpgroups in _STAGE_CYCLES:
+        stage = 64 * warpgroups * 8 * shape.bits + 128 * tokens
+        stored = 128 * warpgroups * tokens
+        stages = min(8, (230_000 - stored) // stage // 2 * 2)
+        turns = shape.steps(128)
+        tiles += [WgmmaTile(tokens, warpgroups, stages, splits, 2) for splits in (1, 2, 3, 4, 8) if splits <= turns]
     return tiles
 
 
-_STEP_CYCLES = {
+_STAGE_CYCLES = {
     # (tokens, warpgroups): cycles for 64 k of a tile, from whole kernels on an H200 at 1.755 GHz (see the module)
-    (256, 2): 1190,
-    (256, 1): 690,
-    (128, 2): 730,
-    (64, 4): 940,
-    (64, 2): 550,
-    (32, 4): 890,
-    (32, 2): 540,
-    (16, 4): 850,
-    (16, 2): 520,
+    (256, 2): 1060,
+    (128, 2): 570,
+    (64, 4): 740,
+    (64, 2): 436,
+    (32, 4): 617,
+    (32, 2): 388,
+    (16, 4): 548,
+    (16, 2): 373,
 }
-_ONE_STEP_CYCLES = 60
-"""More with step 1 than with step 2, for small tiles."""
 
 
 def _wgmma_candidate(tile: WgmmaTile, shape: GemmShape, device: Device) -> Candidate:
     reasons = []
-    if tile.stages < 2 * tile.step:
-        reasons.append(f"{shape.bits}-bit tiles leave room for {tile.stages} stages, {2 * tile.step} are needed")
+    if tile.stages < 2:
+        reasons.append(f"{shape.bits}-bit tiles leave room for {tile.stages} stages, 2 are needed")
     return Candidate(tile, tuple(reasons), _wgmma_cost(tile, shape, device))
 
 
@@ -218,14 +232,9 @@ def _wgmma_cost(tile: WgmmaTile, shape: GemmShape, device: Device) -> float:
     """Launch, then waves of tiles: the steps along K, storing, and for splits the way through the L2."""
     tiles = -(-shape.m // tile.tokens) * -(-shape.n // tile.rows) * tile.splits
     waves = -(-tiles // device.sm_count)
-    turns = -(-shape.steps(128 * tile.step) // tile.splits)
-    cycles = _STEP_CYCLES[tile.tokens, tile.warpgroups]
-    if tile.step == 1 and tile.tokens <= 64 and tile.warpgroups == 2:
-        cycles += _ONE_STEP_CYCLES
-    main_us = waves * turns * 2 * tile.step * cycles / 1755
+    turns = -(-shape.steps(128) // tile.splits)
+    main_us = waves * turns * 2 * _STAGE_CYCLES[tile.tokens, tile.warpgroups] / 1755
     store_us = waves * tile.tokens * tile.rows * 2.2e-5
-    if tile.warpgroups == 1:  # nothing multiplies while its one warpgroup stores
-        store_us += 2.5 * (waves - 1)
     read = device.measured_read_bytes or device.bandwidth_bytes
     meet_us = 0.0
     if tile.splits > 1:
@@ -233,3 +242,81 @@ def _wgmma_cost(tile: WgmmaTile, shape: GemmShape, device: Device) -> float:
         meet_us = 1.5 + waves * (1.0 + sums * (tile.splits + 1) / 70e3) + tiles * sums / read * 1e6 / 2
     memory_us = shape.n * shape.k * shape.bits / 8 / read * 1e6
     return 3.5 + max(main_us, memory_us) + store_us + meet_us
+
+
+# ---- where the model is wrong by more than 3 %: rows printed by `lowbit bench tiles`
+
+MEASURED: tuple[Measured, ...] = (
+    Measured(
+        "H200 SXM",
+        "2026-11-21",
+        GemmShape(m=1, n=28672, k=8192, bits=4),
+        RingTile(tokens=8, strips=7, rounds=1, warps_n=1, warps_k=8, splits=1),
+        30.4,
+        32.3,
+    ),
+    Measured(
+        "H200 SXM",
+        "2026-11-21",
+        GemmShape(m=16, n=6144, k=4096, bits=4),
+        RingTile(tokens=16, strips=6, rounds=1, warps_n=1, warps_k=8, splits=2),
+        7.8,
+        8.4,
+    ),
+    Measured(
+        "H200 SXM",
+        "2026-11-21",
+        GemmShape(m=128, n=6144, k=4096, bits=4),
+        WgmmaTile(tokens=128, warpgroups=2, stages=8, splits=2, token_group=2),
+        18.3,
+        19.0,
+    ),
+    Measured(
+        "H200 SXM",
+        "2026-11-21",
+        GemmShape(m=1, n=4096, k=4096, bits=4),
+        RingTile(tokens=8, strips=2, rounds=4, warps_n=1, warps_k=8, splits=1),
+        4.5,
+        4.9,
+    ),
+    Measured(
+        "H200 SXM",
+        "2026-11-21",
+        GemmShape(m=16, n=4096, k=4096, bits=4),
+        RingTile(tokens=16, strips=8, rounds=1, warps_n=1, warps_k=8, splits=4),
+        7.0,
+        8.0,
+    ),
+    Measured(
+        "H200 SXM",
+        "2026-11-21",
+        GemmShape(m=256, n=4096, k=4096, bits=4),
+        WgmmaTile(tokens=128, warpgroups=2, stages=8, splits=2, token_group=2),
+        18.4,
+        19.1,
+    ),
+    Measured(
+        "H200 SXM",
+        "2026-11-21",
+        GemmShape(m=1, n=4096, k=14336, bits=4),
+        RingTile(tokens=8, strips=2, rounds=2, warps_n=1, warps_k=8, splits=1),
+        11.8,
+        12.8,
+    ),
+    Measured(
+        "H200 SXM",
+        "2026-11-21",
+        GemmShape(m=128, n=2048, k=2048, bits=4),
+        WgmmaTile(tokens=32, warpgroups=2, stages=8, splits=2, token_group=2),
+        7.9,
+        9.1,
+    ),
+    Measured(
+        "H200 SXM",
+        "2026-11-21",
+        GemmShape(m=32, n=8192, k=8192, bits=6),
+        WgmmaTile(tokens=32, warpgroups=2, stages=8, splits=2, token_group=2),
+        18.6,
+        19.4,
+    ),
+)

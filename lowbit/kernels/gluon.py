@@ -13,6 +13,7 @@ import torch
 from triton.compiler import CompiledKernel
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -31,6 +32,7 @@ __all__ = [
     "gluon",
     "half_type",
     "mbarrier",
+    "part",
     "ptx",
     "source_digest",
     "tma_load",
@@ -45,6 +47,18 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
+
+
+@builtin
+def part(memory, first, end, dtype, shape, layout, _semantic=None):  # type: ignore[no-untyped-def]
+    """Entries `first` to `end` of shared memory [entries, ..] as another type, shape and layout."""
+    first, end = int(first), int(end)
+    if hasattr(memory, "reinterpret"):
+        entries = memory.slice(first, end - first, _semantic=_semantic)
+        return entries.reinterpret(dtype, shape, layout, _semantic=_semantic)
+    # Triton 3.6 slices powers of two only, but does not mind a view that goes beyond one entry.
+    entry = memory.index(first, _semantic=_semantic)
+    return entry._reinterpret(dtype, shape, layout, _semantic=_semantic)
 
 
 def half_type(dtype: torch.dtype) -> HalfType:

@@ -179,9 +179,23 @@ def tie(model: nn.Module, name: str, owner: str) -> None:
     model.set_submodule(name, new)
 
 
-def empty_like(module: nn.Module, scheme: Scheme, device: torch.device | str | None = None) -> PackedWeight:
-    """A quantized stand-in for a linear layer or embedding, its weights not set."""
+def empty_like(
+    module: nn.Module,
+    scheme: Scheme,
+    device: torch.device | str | None = None,
+    *,
+    order: bool = False,
+    input_scale: bool = False,
+) -> PackedWeight:
+    """A quantized stand-in for a linear layer or embedding, its weights not set, with an order or an input scale if asked for.
+
+    Raises ValueError for an embedding that should have one of the two.
+    """
     if isinstance(module, nn.Embedding):
+        if order or input_scale:
+            what = "order" if order else "input scale"
+            raise ValueError(f"an embedding has no input channels, so its weights have no {what}")
         return QuantEmbedding(module.num_embeddings, module.embedding_dim, scheme, module.weight.dtype, device)
     assert isinstance(module, nn.Linear)
-    return QuantLinear(module.in_features, module.out_features, scheme, bias=module.bias, device=device)
+    features = (module.in_features, module.out_features)
+    return QuantLinear(*features, scheme, bias=module.bias, device=device, order=order, input_scale=input_scale)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowbit.formats import PerBlock, PerTensor, QuantTensor, Scheme, unpack_words
 from lowbit.nn.packed import PackedWeight
@@ -13,7 +13,8 @@ class QuantEmbedding(PackedWeight):
     """Rows [.., embedding_dim] of a packed matrix [num_embeddings, embedding_dim] for token ids [..].
 
     `dtype` is the type of the rows it returns. Only the rows asked for are decoded. Scales must belong to single rows:
-    schemes per tensor or per block raise ValueError.
+    schemes per tensor or per block raise ValueError, and so do weights with an order or an input scale, since an embedding
+    has no input channels that they could belong to.
     """
 
     def __init__(
@@ -35,6 +36,12 @@ class QuantEmbedding(PackedWeight):
         module = cls(*q.shape, q.scheme, dtype, device="meta")
         module.set_weight(q)
         return module
+
+    def _set_channels(self, order: nn.Parameter | None, input_scale: nn.Parameter | None) -> None:
+        if order is not None or input_scale is not None:
+            what = "order" if order is not None else "input scale"
+            raise ValueError(f"an embedding has no input channels, so its weights have no {what}; quantize it without")
+        super()._set_channels(order, input_scale)
 
     def forward(self, ids: Tensor) -> Tensor:
         rows = ids.reshape(-1)

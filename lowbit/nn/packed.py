@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 from lowbit.formats import QuantTensor, Scheme, ZeroPoint, pack_words, packed_bytes, parse_scheme, scale_shape, unpack_words
 from lowbit.ops import kernel_refusals
-from lowbit.pack import KernelWeight, pack_weight, unpack_weight
+from lowbit.pack import KernelWeight, pack_weight, scale_refusals, unpack_weight
 from lowbit.quantize.rtn import scale_dtype
 
 
 class PackedWeight(nn.Module):
     """A matrix [N, K] as `weight_packed` uint8 [N, ceil(K * bits / 8)], `weight_scale` and, with zeros, `weight_zero`.
 
-    Parameters rather than buffers, because tensor parallelism shards parameters only; never one called `weight`, which
-    a reader without this library would take for floats.
+    With `order`, there is `weight_order` int32 [K], with `input_scale` a parameter of this name, float [K] (float32 until
+    loaded otherwise); `QuantTensor` says what they mean. Parameters rather than buffers, because tensor parallelism shards
+    parameters only; never one called `weight`, which a reader without this library would take for floats.
     """
 
     weight_zero: nn.Parameter | None
+    weight_order: nn.Parameter | None
+    input_scale: nn.Parameter | None
     kernel_codes: Tensor | None
     kernel_scale: Tensor | None
     kernel_channel_scale: Tensor | None
 
-    def __init__(self, shape: tuple[int, int], scheme: str | Scheme, device: torch.device | str | None = None) -> None:
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        scheme: str | Scheme,
+        device: torch.device | str | None = None,
+        *,
+        order: bool = False,
+        input_scale: bool = False,
+    ) -> None:
         super().__init__()
         self.scheme = parse_scheme(scheme)
         self.scheme_name = self.scheme.name
@@ -39,10 +52,20 @@ class PackedWeight(nn.Module):
             self.register_parameter("weight_zero", None)
         else:
             self.weight_zero = _parameter(torch.empty(grid, dtype=zero_dtype, device=device))
+        self._set_channels(
+            _parameter(torch.empty(k, dtype=torch.int32, device=device)) if order else None,
+            _parameter(torch.empty(k, dtype=torch.float32, device=device)) if input_scale else None,
+        )
         for name in ("kernel_codes", "kernel_scale", "kernel_channel_scale"):
             self.register_buffer(name, None, persistent=False)
         self._shared = False
         self._refused = False
+
+    def _set_channels(self, order: nn.Parameter | None, input_scale: nn.Parameter | None) -> None:
+        self.register_parameter("weight_order", order)
+        self.register_parameter("input_scale", input_scale)
+        # Asked at every call, where finding out that a parameter is None would take longer.
+        self.has_channels = order is not None or input_scale is not None
 
     @property
     def is_prepared(self) -> bool:
@@ -58,8 +81,7 @@ class PackedWeight(nn.Module):
         if self.is_prepared or self._refused:
             return ()
         reasons = kernel_refusals(self.scheme, dtype, self.weight_packed.device)
-        if not reasons and self.scheme.zero is not ZeroPoint.NONE and self.weight_scale.dtype == torch.float32:
-            reasons = (f"take scales that go with zeros in fp16 or bf16, {self.scheme} has them in float32",)
+        reasons = reasons or scale_refusals(self.scheme, self.weight_scale.dtype)
         if reasons:
             self._refused = self.weight_packed.device.type != "cuda" or dtype in (torch.float16, torch.bfloat16)
             return reasons
@@ -72,8 +94,12 @@ class PackedWeight(nn.Module):
 
     def kernel_weight(self) -> KernelWeight:
         """The prepared weights."""
-        assert self.kernel_codes is not None
-        return KernelWeight(self.kernel_codes, self.kernel_scale, self.kernel_channel_scale, self.scheme, self.shape)
+        codes = self.kernel_codes
+        assert codes is not None
+        weight = KernelWeight(codes, self.kernel_scale, self.kernel_channel_scale, self.scheme, self.shape)
+        if self.has_channels:
+            return replace(weight, order=self.weight_order, input_scale=self.input_scale)
+        return weight
 
     def restore(self) -> None:
         """Undoes `prepare`."""
@@ -85,9 +111,10 @@ class PackedWeight(nn.Module):
         self.kernel_codes = self.kernel_scale = self.kernel_channel_scale = None
 
     def set_weight(self, q: QuantTensor) -> None:
-        """Takes over the codes, scales and zeros of `q`, which must have this module's shape and scheme."""
+        """Takes over what `q` holds, which must have this module's shape and scheme."""
         if q.shape != self.shape or q.scheme != self.scheme:
             raise ValueError(f"this module holds {self.scheme} {self.shape}, got {q.scheme} {q.shape}")
+        self._set_channels(*(None if t is None else _parameter(t) for t in (q.order, q.input_scale)))
         self.kernel_codes = self.kernel_scale = self.kernel_channel_scale = None
         self.weight_packed = _parameter(pack_words(q.codes, q.scheme.weight.bits))
         self.weight_scale = _parameter(q.scale)
@@ -98,6 +125,7 @@ class PackedWeight(nn.Module):
         """Ties this module to `other`: both then hold the same parameters."""
         if other.shape != self.shape or other.scheme != self.scheme:
             raise ValueError(f"cannot tie {self.scheme} {self.shape} to {other.scheme} {other.shape}")
+        self._set_channels(other.weight_order, other.input_scale)
         other.restore()
         self.restore()
         self._shared = other._shared = True
@@ -106,21 +134,22 @@ class PackedWeight(nn.Module):
             self.weight_zero = other.weight_zero
 
     def quant_tensor(self) -> QuantTensor:
-        """The weights as codes, scales and zeros."""
+        """The weights as codes, scales, zeros and what belongs to their input."""
         if self.weight_packed.numel() == 0 and self.is_prepared:
             codes = unpack_weight(self.kernel_weight()).codes
         else:
             codes = unpack_words(self.weight_packed.data, self.scheme.weight.bits, self.shape[1])
+        beside = (None if p is None else p.data for p in (self.weight_order, self.input_scale))
         zero = None if self.weight_zero is None else self.weight_zero.data
-        return QuantTensor(codes, self.weight_scale.data, zero, self.scheme)
+        return QuantTensor(codes, self.weight_scale.data, zero, self.scheme, *beside)
 
     @property
     def weight_nbytes(self) -> int:
-        """Bytes of the packed weights with scales and zeros."""
-        zero = 0 if self.weight_zero is None else self.weight_zero.nbytes
+        """Bytes of the packed weights and everything beside them."""
         if self.is_prepared:
             return self.kernel_weight().nbytes
-        return self.weight_packed.nbytes + self.weight_scale.nbytes + zero
+        held = (self.weight_packed, self.weight_scale, self.weight_zero, self.weight_order, self.input_scale)
+        return sum(p.nbytes for p in held if p is not None)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):  # type: ignore[no-untyped-def]
         self.restore()  # files hold the form on disk
@@ -130,7 +159,7 @@ class PackedWeight(nn.Module):
         """Moves devices as any module does, but keeps the scales' type: `.half()` must not round float32 scales."""
         self.restore()
         self._refused = False
-        exact = {id(p) for p in (self.weight_scale, self.weight_zero)}
+        exact = {id(p) for p in (self.weight_scale, self.weight_zero, self.input_scale)}
 
         def apply(t: Tensor) -> Tensor:
             moved = fn(t)

@@ -17,18 +17,20 @@ from torch import Tensor
 from lowbit.formats import Scheme, parse_scheme
 from lowbit.hardware.conversions import conversion
 from lowbit.hardware.device import Device, device_for
-from lowbit.kernels.choose import GemmShape, RingTile, choose
-from lowbit.pack import KernelWeight, kernel_group, weight_form
+from lowbit.kernels.choose import GemmShape, RingTile, Tile, choose
+from lowbit.ops.channels import check_channels
+from lowbit.pack import KernelWeight, WeightForm, has_channel_scale, kernel_group, weight_form
 from lowbit.pack.fragment import LANES, k_tiles, strips
 
 if TYPE_CHECKING:
+    from lowbit.kernels.gather import GatherPlan
     from lowbit.kernels.sm80.mixed_gemm import RingPlan
     from lowbit.kernels.sm90.mixed_gemm import WgmmaPlan
 
 torch.library.define(
     "lowbit::fragment_gemm",
     "(Tensor x, Tensor codes, Tensor? scale, Tensor? channel_scale, Tensor? bias, str scheme, SymInt n,"
-    " bool batch_invariant=False) -> Tensor",
+    " bool batch_invariant=False, Tensor? order=None, Tensor? input_scale=None) -> Tensor",
 )
 
 _scheme = functools.lru_cache(maxsize=None)(parse_scheme)
@@ -38,10 +40,15 @@ def fragment_gemm(x: Tensor, w: KernelWeight, bias: Tensor | None = None, *, bat
     """y [.., N] = x [.., K] . dequant(w)[N, K]^T + bias [N], in x's dtype, fp16 or bf16.
 
     With `batch_invariant`, a row of y has the same bits in every batch; else sums of small batches are formed in another
-    order than those of large ones. Raises ValueError for tensors that do not fit together.
+    order than those of large ones. A weight with an `order` or an `input_scale` takes one more kernel, which brings x into
+    the order of the codes (kernels/gather.py). Raises ValueError for tensors that do not fit together.
     """
+    if w.order is None and w.input_scale is None:
+        return torch.ops.lowbit.fragment_gemm(
+            x, w.codes, w.scale, w.channel_scale, bias, w.scheme.name, w.shape[0], batch_invariant
+        )
     return torch.ops.lowbit.fragment_gemm(
-        x, w.codes, w.scale, w.channel_scale, bias, w.scheme.name, w.shape[0], batch_invariant
+        x, w.codes, w.scale, w.channel_scale, bias, w.scheme.name, w.shape[0], batch_invariant, w.order, w.input_scale
     )
 
 
@@ -109,9 +116,10 @@ def _check(
             f"fragment_gemm: {s} with N {n} and K {k} takes codes int32 {expected} (pack_weight makes them), "
             f"got {codes.dtype} {tuple(codes.shape)}: another K, another scheme, or packed for another kernel"
         )
-    group = kernel_group(s)
-    if (group == 0) != (scale is None) or (group == 0) != (channel is not None):
-        raise ValueError(f"fragment_gemm: {s} takes {'scales per channel' if group == 0 else 'scales per group'} only")
+    group, of_channels = kernel_group(s), has_channel_scale(s)
+    if (group == 0) != (scale is None) or of_channels != (channel is not None):
+        kinds = (["scales per group"] if group else []) + (["scales per channel"] if of_channels else [])
+        raise ValueError(f"fragment_gemm: {s} takes {' and '.join(kinds)}, pack_weight makes them")
     if scale is not None:
         pair = 2 if s.zero.value == "" else 4
         shape = (strips(n), -(-k // 128) * (128 // group), 8, pair)
@@ -126,18 +134,22 @@ def _check(
 @torch.library.impl("lowbit::fragment_gemm", "CUDA")
 def _fragment_gemm(
     x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None, scheme: str, n: int,
-    batch_invariant: bool = False,
+    batch_invariant: bool = False, order: Tensor | None = None, input_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    rows = _aligned_rows(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    if order is None and input_scale is None:
+        rows = _aligned_rows(rows)
+    else:
+        rows = _gathered(rows, order, input_scale)
     described = (_described(codes), _described(scale), _described(channel_scale), _described(bias))
     plan = _plan(scheme, rows.shape[0], n, rows.shape[1], x.dtype, x.device, described, batch_invariant)
     if plan is None:
         return x.new_empty((*x.shape[:-1], n))
     if x.device.index != torch.cuda.current_device():
         with torch.cuda.device(x.device):
-            y = plan(rows, codes, scale, channel_scale, bias, *_workspace(x.device, *plan.workspace))
+            y = plan(rows, codes, scale, channel_scale, bias, *workspace(x.device, *plan.workspace))
     else:
-        y = plan(rows, codes, scale, channel_scale, bias, *_workspace(x.device, *plan.workspace))
+        y = plan(rows, codes, scale, channel_scale, bias, *workspace(x.device, *plan.workspace))
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], n)
 
 
@@ -149,6 +161,11 @@ def _described(t: Tensor | None) -> _Described | None:
     return None if t is None else (t.shape, t.dtype, t.device, t.data_ptr() % 16 == 0)
 
 
+def _on_meta(t: _Described) -> Tensor:
+    """A tensor without memory of this description."""
+    return torch.empty(t[0], dtype=t[1], device="meta")
+
+
 @functools.lru_cache(maxsize=4096)
 def _plan(
     scheme: str, m: int, n: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[_Described | None, ...],
@@ -156,7 +173,7 @@ def _plan(
 ) -> RingPlan | WgmmaPlan | None:  # fmt: skip
     """The plan of a product; None where there is nothing to compute. Raises ValueError when the tensors do not fit."""
     parsed = _scheme(scheme)
-    codes, *optional = (None if t is None else torch.empty(t[0], dtype=t[1], device="meta") for t in others)
+    codes, *optional = (None if t is None else _on_meta(t) for t in others)
     assert codes is not None
     _check(torch.empty((m, k), dtype=dtype, device="meta"), codes, optional[0], optional[1], optional[2], parsed, n)
     devices = {on, *(t[2] for t in others if t is not None)}
@@ -166,14 +183,19 @@ def _plan(
         raise ValueError("fragment_gemm: weights must start at multiples of 16 bytes (pack_weight's do); clone() them")
     if m == 0 or n == 0:
         return None
+    device = _device(on)
+    shape = gemm_shape(parsed, m, n, k)
+    form = weight_form(parsed, None if others[1] is None else others[1][1])
+    return plan_for(choose(shape, device, batch_invariant), shape, form, dtype, others[3] is not None, device, on)
+
+
+def plan_for(
+    tile: Tile, shape: GemmShape, form: WeightForm, dtype: torch.dtype, bias: bool, device: Device, on: torch.device
+) -> RingPlan | WgmmaPlan:
+    """The plan of a product with a given tile on the GPU `on`, whose row is `device`."""
     from lowbit.kernels.sm80.mixed_gemm import RingPlan
     from lowbit.kernels.sm90.mixed_gemm import WgmmaPlan
 
-    device = _device(on)
-    shape = gemm_shape(parsed, m, n, k)
-    tile = choose(shape, device, batch_invariant)
-    form = weight_form(parsed, None if others[1] is None else others[1][1])
-    bias = others[3] is not None
     if isinstance(tile, RingTile):
         return RingPlan(shape, tile, form, dtype, bias, overlap=device.sm >= 90)
     return WgmmaPlan(shape, tile, form, dtype, bias, torch.cuda.get_device_properties(on).multi_processor_count)
@@ -182,9 +204,10 @@ def _plan(
 @torch.library.register_fake("lowbit::fragment_gemm")
 def _fake(
     x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None, scheme: str, n: int,
-    batch_invariant: bool = False,
+    batch_invariant: bool = False, order: Tensor | None = None, input_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     _check(x, codes, scale, channel_scale, bias, _scheme(scheme), n)
+    check_channels("fragment_gemm", x.shape[-1], order, input_scale)
     return x.new_empty((*x.shape[:-1], n))
 
 
@@ -198,6 +221,38 @@ def _aligned_rows(x: Tensor) -> Tensor:
     return padded[:, :k]
 
 
+def _gathered(x: Tensor, order: Tensor | None, input_scale: Tensor | None) -> Tensor:
+    """x [M, K] as the codes want it, in rows like those of `_aligned_rows`."""
+    x = x if x.stride(1) == 1 else x.contiguous()
+    order = None if order is None else order.contiguous()
+    input_scale = None if input_scale is None else input_scale.contiguous()
+    aligned = (x.stride(0) % 8 == 0, x.data_ptr() % 16 == 0)
+    plan = _gather_plan(x.shape[0], x.shape[1], x.dtype, x.device, aligned, _described(order), _described(input_scale))
+    if x.device.index != torch.cuda.current_device():
+        with torch.cuda.device(x.device):
+            return plan(x, order, input_scale)
+    return plan(x, order, input_scale)
+
+
+@functools.lru_cache(maxsize=4096)
+def _gather_plan(
+    m: int, k: int, dtype: torch.dtype, on: torch.device, aligned: tuple[bool, bool], order: _Described | None,
+    input_scale: _Described | None,
+) -> GatherPlan:  # fmt: skip
+    """The plan that brings x into the order of the codes. Raises ValueError when the tensors do not fit."""
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise ValueError(f"fragment_gemm: x is fp16 or bf16 [.., K], got {dtype} {(m, k)}")
+    given = [t for t in (order, input_scale) if t is not None]
+    check_channels("fragment_gemm", k, *(None if t is None else _on_meta(t) for t in (order, input_scale)))
+    devices = {on, *(t[2] for t in given)}
+    if len(devices) > 1:
+        raise ValueError(f"fragment_gemm: all tensors must be on one device, got {sorted(map(str, devices))}")
+    from lowbit.kernels.gather import GatherPlan
+
+    pieces = k % 8 == 0 and all(aligned) and all(t[3] for t in given)
+    return GatherPlan(m, k, order is not None, pieces, _device(on))
+
+
 @functools.lru_cache(maxsize=16)
 def _device(device: torch.device) -> Device:
     major, minor = torch.cuda.get_device_capability(device)
@@ -207,7 +262,7 @@ def _device(device: torch.device) -> Device:
 _workspaces: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
 
 
-def _workspace(device: torch.device, sums: int, counters: int) -> tuple[Tensor, Tensor]:
+def workspace(device: torch.device, sums: int, counters: int) -> tuple[Tensor, Tensor]:
     """Memory in which blocks meet, one for each stream; counters are zero whenever no kernel runs."""
     stream = torch.cuda.current_stream(device).cuda_stream
     held = _workspaces.get((device, stream))

@@ -4,7 +4,16 @@ from lowbit.pack.fragment import FragmentOrder
 from lowbit.pack.layout import Layout, PackedTensor, RowMajor, pack
 from lowbit.pack.scales import pack_scales, unpack_scales
 from lowbit.pack.tensorrt_llm import ColumnMajorTileInterleave
-from lowbit.pack.weight import KernelWeight, WeightForm, kernel_group, pack_weight, unpack_weight, weight_form
+from lowbit.pack.weight import (
+    KernelWeight,
+    WeightForm,
+    has_channel_scale,
+    kernel_group,
+    pack_weight,
+    scale_refusals,
+    unpack_weight,
+    weight_form,
+)
 
 __all__ = [
     "ColumnMajorTileInterleave",
@@ -14,10 +23,12 @@ __all__ = [
     "PackedTensor",
     "RowMajor",
     "WeightForm",
+    "has_channel_scale",
     "kernel_group",
     "pack",
     "pack_scales",
     "pack_weight",
+    "scale_refusals",
     "unpack_scales",
     "unpack_weight",
     "weight_form",

@@ -4,6 +4,11 @@
     scale           fp16 or bf16 [N/16, G, 8, 2]             groups along K: scales of rows g and g + 8 for lane group g
                     fp16 or bf16 [N/16, G, 8, 4]             with zeros: those scales, then the zeros of both rows
     channel_scale   float32 [N]                              one scale per output channel, applied at the end
+    order           int32 [K]                                channel of x that each column of codes meets, where not the same
+    input_scale     fp32, fp16 or bf16 [K]                   what each channel of x is multiplied by first, where there is one
+
+Zeros go with the codes, so they stand in groups even where scales do not: with integer zeros, a scale per channel or tensor
+stays `channel_scale` in float32, and the groups hold scales of 1 and the zeros, all exact.
 
 The kernels know groups of 16, 32, 64 and 128, a whole number of which make a step of 128 k. Scales of other groups (48,
 256, blocks of rows and k) are repeated until they are such groups: more bytes, the same weights.
@@ -11,13 +16,13 @@ The kernels know groups of 16, 32, 64 and 128, a whole number of which make a st
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from lowbit.formats import PerBlock, PerGroup, PerTensor, QuantTensor, Scheme, ZeroPoint
+from lowbit.formats import PerBlock, PerChannel, PerGroup, PerTensor, QuantTensor, Scheme, ZeroPoint, is_permutation
 from lowbit.hardware.half import HalfType
 from lowbit.hardware.mma import MMA_M16N8K16_F16
 from lowbit.pack.fragment import FragmentOrder
@@ -42,6 +47,19 @@ def kernel_group(scheme: Scheme) -> int:
     return 0 if scheme.zero is ZeroPoint.NONE else 128
 
 
+def has_channel_scale(scheme: Scheme) -> bool:
+    """Whether scales of a scheme wait for the end: one per channel or tensor, unless its zeros are added to scaled codes."""
+    return isinstance(scheme.granularity, (PerChannel, PerTensor)) and scheme.zero is not ZeroPoint.FLOAT
+
+
+def scale_refusals(scheme: Scheme, dtype: torch.dtype) -> tuple[str, ...]:
+    """Why the kernels cannot take scales of `dtype` with a scheme; empty if they can."""
+    if has_channel_scale(scheme) or dtype in (torch.float16, torch.bfloat16):
+        return ()
+    what = "scales that go with floating-point zeros" if scheme.zero is ZeroPoint.FLOAT else "scales of groups"
+    return (f"take {what} in fp16 or bf16, {scheme} has them in {str(dtype).removeprefix('torch.')} here",)
+
+
 @dataclass(frozen=True)
 class WeightForm:
     """What a kernel must know of weights when it is compiled: names of formats, size of the kernels' groups, kind of zeros."""
@@ -50,6 +68,13 @@ class WeightForm:
     group: int
     zero: Literal["none", "integer", "float"]
     scale_dtype: HalfType
+    scaled_twice: bool = False
+    """Whether scales per channel follow those of the groups; without groups they are the only ones."""
+
+    @property
+    def channel_scale(self) -> bool:
+        """Whether there are scales per channel."""
+        return self.group == 0 or self.scaled_twice
 
 
 def weight_form(scheme: Scheme, scale_dtype: torch.dtype | None) -> WeightForm:
@@ -57,7 +82,8 @@ def weight_form(scheme: Scheme, scale_dtype: torch.dtype | None) -> WeightForm:
     zeros: dict[ZeroPoint, Literal["none", "integer", "float"]]
     zeros = {ZeroPoint.NONE: "none", ZeroPoint.INTEGER: "integer", ZeroPoint.FLOAT: "float"}
     half: HalfType = "bf16" if scale_dtype == torch.bfloat16 else "fp16"
-    return WeightForm(scheme.weight.name, kernel_group(scheme), zeros[scheme.zero], half)
+    group = kernel_group(scheme)
+    return WeightForm(scheme.weight.name, group, zeros[scheme.zero], half, group > 0 and has_channel_scale(scheme))
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,55 +95,67 @@ class KernelWeight:
     channel_scale: Tensor | None
     scheme: Scheme
     shape: tuple[int, int]
+    order: Tensor | None = None
+    input_scale: Tensor | None = None
+
+    @property
+    def _tensors(self) -> dict[str, Any]:
+        named = {name: getattr(self, name) for name in ("codes", "scale", "channel_scale", "order", "input_scale")}
+        return {name: t for name, t in named.items() if t is not None}
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors, padding included."""
-        return sum(t.nbytes for t in (self.codes, self.scale, self.channel_scale) if t is not None)
+        return sum(t.nbytes for t in self._tensors.values())
 
     def clone(self) -> KernelWeight:
         """An equal weight in memory of its own."""
-        scale = None if self.scale is None else self.scale.clone()
-        channel = None if self.channel_scale is None else self.channel_scale.clone()
-        return KernelWeight(self.codes.clone(), scale, channel, self.scheme, self.shape)
+        return replace(self, **{name: t.clone() for name, t in self._tensors.items()})
 
 
 def pack_weight(q: QuantTensor) -> KernelWeight:
     """The kernels' form of `q`, on its device.
 
-    Raises ValueError for groups that are no multiple of 16, group scales that are not 16 bits wide, and scales that are
-    not finite.
+    Raises ValueError for groups that are no multiple of 16, group scales that are not 16 bits wide, scales that are not
+    finite, and an order that is no permutation.
     """
     group = kernel_group(q.scheme)
-    for name, values in (("scales", q.scale), ("zeros", q.zero)):
+    for name, values in (("scales", q.scale), ("zeros", q.zero), ("input scales", q.input_scale)):
         if values is not None and values.is_floating_point() and not bool(torch.isfinite(values).all()):
             raise ValueError(f"{q.scheme} {q.shape}: {name} must be finite, some are not")
+    if q.order is not None and not is_permutation(q.order):
+        raise ValueError(f"{q.scheme} {q.shape}: order is a permutation of 0 to {q.shape[1] - 1}, this one is not")
+    reasons = scale_refusals(q.scheme, q.scale.dtype)
+    if reasons:
+        raise ValueError(f"the kernels {'; '.join(reasons)}")
     order = FragmentOrder(MMA_M16N8K16_F16, q.scheme.weight)
     (codes,) = order.pack(q.codes, q.scheme.weight.bits)
-    if group == 0:
-        per_row = q.scale.float().expand(q.shape[0], 1).reshape(-1).contiguous()
-        return KernelWeight(codes, None, per_row, q.scheme, q.shape)
-    if q.scale.dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(f"{q.scheme}: the kernels take scales of groups and with zeros in fp16 or bf16, got {q.scale.dtype}")
-    parts = [_by_group(q.scale, q, group)]
-    if q.zero is not None:
-        parts.append(_by_group(q.zero.to(q.scale.dtype), q, group))
-    return KernelWeight(codes, torch.cat(parts, dim=-1).contiguous(), None, q.scheme, q.shape)
+    channel = scale = None
+    scales = q.scale
+    if has_channel_scale(q.scheme):
+        channel = q.scale.float().expand(q.shape[0], 1).reshape(-1).contiguous()
+        # Integers of 8 bits are exact in bf16, which a kernel with bf16 activations need not convert.
+        scales = torch.ones_like(q.scale, dtype=torch.bfloat16)
+    if group:
+        parts = [_by_group(values.to(scales.dtype), q, group) for values in (scales, q.zero) if values is not None]
+        scale = torch.cat(parts, dim=-1).contiguous()
+    return KernelWeight(codes, scale, channel, q.scheme, q.shape, q.order, q.input_scale)
 
 
 def unpack_weight(w: KernelWeight) -> QuantTensor:
-    """The matrix that `pack_weight` packed; its inverse."""
+    """The matrix that `pack_weight` packed; its inverse, but for scales per channel or tensor, which are float32 then."""
     order = FragmentOrder(MMA_M16N8K16_F16, w.scheme.weight)
     codes = order.unpack((w.codes,), w.scheme.weight.bits, w.shape)
-    if w.scale is None:
-        assert w.channel_scale is not None
+    parts = [] if w.scale is None else [_from_groups(part, w) for part in w.scale.split(2, dim=-1)]
+    zero = parts[1] if len(parts) == 2 else None
+    if zero is not None and w.scheme.zero is ZeroPoint.INTEGER:
+        zero = zero.to(torch.uint8)
+    if w.channel_scale is None:
+        scale = parts[0]
+    else:
         rows = 1 if isinstance(w.scheme.granularity, PerTensor) else w.shape[0]
-        return QuantTensor(codes, w.channel_scale[:rows, None].clone(), None, w.scheme)
-    parts = [_from_groups(part, w) for part in w.scale.split(2, dim=-1)]
-    zero = None
-    if len(parts) == 2:
-        zero = parts[1].to(torch.uint8) if w.scheme.zero is ZeroPoint.INTEGER else parts[1]
-    return QuantTensor(codes, parts[0], zero, w.scheme)
+        scale = w.channel_scale[:rows, None].clone()
+    return QuantTensor(codes, scale, zero, w.scheme, w.order, w.input_scale)
 
 
 def _by_group(values: Tensor, q: QuantTensor, group: int) -> Tensor:

@@ -14,9 +14,10 @@ import pytest
 
 @dataclass(frozen=True)
 class Compiled:
-    """The machine code of a kernel and what it uses."""
+    """The machine code of a kernel, the PTX it came from and what it uses."""
 
     text: str
+    ptx: str
     registers: int
     stack_bytes: int
     shared_bytes: int
@@ -35,21 +36,36 @@ class Compiled:
 
 
 def compile_kernel(kernel, signature, config, pointers, warps, capability) -> Compiled:
-    """`signature` maps names to Triton's type strings, or None for arguments that are None; `pointers` are aligned."""
-    triton = pytest.importorskip("triton", reason="Triton compiles the kernels")
-    from triton.backends.compiler import GPUTarget
+    """A Gluon kernel whose last argument is the configuration C. `signature` maps names to Triton's type strings, or None for
+    arguments that are None; `pointers` are aligned."""
+    pytest.importorskip("triton", reason="Triton compiles the kernels")
     from triton.experimental.gluon._runtime import GluonASTSource
+
+    return _compile(GluonASTSource, kernel, signature, {"C": config}, pointers, warps, capability)
+
+
+def compile_triton(kernel, signature, constants, pointers, warps, capability, **options) -> Compiled:
+    """A plain Triton kernel with the compile-time arguments `constants`; otherwise as `compile_kernel`."""
+    pytest.importorskip("triton", reason="Triton compiles the kernels")
+    from triton.compiler import ASTSource
+
+    return _compile(ASTSource, kernel, signature, constants, pointers, warps, capability, **options)
+
+
+def _compile(source_type, kernel, signature, constants, pointers, warps, capability, **options) -> Compiled:
+    import triton
+    from triton.backends.compiler import GPUTarget
 
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     if not (tools / "nvdisasm").exists():
         pytest.skip(f"no nvdisasm in {tools}")
-    names = list(signature)
+    names = [*signature, *constants]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
-    constants = {(names.index(name),): None for name, kind in signature.items() if kind is None}
-    constants[(len(names),)] = config
-    types = {name: kind or "constexpr" for name, kind in signature.items()} | {"C": "constexpr"}
-    source = GluonASTSource(kernel, types, constants, attributes)
-    done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    values = {(names.index(name),): None for name, kind in signature.items() if kind is None}
+    values |= {(names.index(name),): value for name, value in constants.items()}
+    types = {name: kind or "constexpr" for name, kind in signature.items()} | dict.fromkeys(constants, "constexpr")
+    source = source_type(kernel, types, values, attributes)
+    done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, **options})
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(done.asm["cubin"])
         file.flush()
@@ -58,4 +74,4 @@ def compile_kernel(kernel, signature, config, pointers, warps, capability) -> Co
             [tools / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
     registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
-    return Compiled(text, registers, stack, done.metadata.shared)
+    return Compiled(text, done.asm["ptx"], registers, stack, done.metadata.shared)

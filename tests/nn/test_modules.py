@@ -6,7 +6,9 @@ from torch import nn
 
 from lowbit.formats import parse_scheme
 from lowbit.nn import PackedWeight, QuantEmbedding, QuantLinear, convert, plan_conversion
+from lowbit.nn.convert import empty_like
 from lowbit.quantize import rtn
+from tests.tiny import with_channels
 
 SCHEMES = ["w8a16", "w4a16_g64", "w6e3m2a16", "w5e2m2a16", "w4a16_g32_fz", "w3a16_g48_z"]
 
@@ -154,3 +156,44 @@ def test_wrong_weights_are_refused():
     with pytest.raises(ValueError, match=r"holds w8a16 \(32, 64\), got w8a16 \(64, 32\)"):
         layer.set_weight(rtn(random(64, 32), "w8a16"))
     assert isinstance(layer, PackedWeight) and layer.scheme == parse_scheme("w8a16")
+
+
+@pytest.mark.parametrize(("order", "input_scale"), [(True, None), (False, torch.float32), (True, torch.bfloat16)])
+@pytest.mark.parametrize("name", ["w4a16_g64", "w3a16_g48_z", "w8a16"])
+def test_order_and_input_scale(name, order, input_scale):
+    q = with_channels(rtn(random(48, 96), name), order, input_scale)
+    layer = QuantLinear.from_quant_tensor(q)
+    x = random(5, 96, seed=2)
+    torch.testing.assert_close(layer(x).double(), x.double() @ q.dequantize(torch.float64).T, rtol=1e-5, atol=1e-4)
+    assert torch.equal(layer.quant_tensor().dequantize(), q.dequantize())
+    assert layer.weight_nbytes == q.nbytes
+
+    state = layer.state_dict()
+    assert ("weight_order" in state) == order and ("input_scale" in state) == (input_scale is not None)
+    other = QuantLinear(96, 48, name, order=order, input_scale=input_scale is not None)
+    other.load_state_dict(state)
+    assert torch.equal(other(x), layer(x))
+    with pytest.raises(RuntimeError, match="weight_order" if order else "input_scale"):
+        QuantLinear(96, 48, name).load_state_dict(state)
+
+    layer.half()
+    assert layer.quant_tensor().order is None or layer.quant_tensor().order.dtype == torch.int32
+    assert layer.quant_tensor().input_scale is None or layer.quant_tensor().input_scale.dtype == input_scale
+    follower = QuantLinear(96, 48, name)
+    follower.share_weight(layer)
+    assert torch.equal(follower(x.half()), layer(x.half())) and follower.weight_order is layer.weight_order
+    plain = rtn(random(48, 96), name)
+    layer.set_weight(plain)
+    assert layer.weight_order is None and layer.input_scale is None and layer.weight_nbytes == plain.nbytes
+
+
+def test_an_embedding_has_no_order():
+    q = rtn(random(50, 96), "w4a16_g32")
+    with pytest.raises(ValueError, match="an embedding has no input channels, so its weights have no order"):
+        QuantEmbedding.from_quant_tensor(with_channels(q), torch.float32)
+    embedding = QuantEmbedding.from_quant_tensor(q, torch.float32)
+    with pytest.raises(ValueError, match="so its weights have no input scale"):
+        embedding.share_weight(QuantLinear.from_quant_tensor(with_channels(q, order=False)))
+    assert torch.equal(embedding(torch.arange(50)), q.dequantize()), "untouched"
+    with pytest.raises(ValueError, match="so its weights have no order"):
+        empty_like(nn.Embedding(50, 96), q.scheme, order=True)

@@ -12,13 +12,18 @@ from lowbit.nn import QuantLinear
 from lowbit.nn.embedding import QuantEmbedding
 from lowbit.ops import pack_weight
 from lowbit.quantize import rtn
+from tests.tiny import with_channels
 
-SCHEMES = ["w4a16_g128", "w6e3m2a16", "w3a16_g64", "w4a16_g32_fz", "w4a16_g128_z", "w8a16"]
+SCHEMES = [
+    "w4a16_g128", "w6e3m2a16", "w3a16_g64", "w4a16_g32_fz", "w4a16_g128_z", "w8a16", "w4a16_z", "w4a16_g128 with channels",
+]  # fmt: skip
 
 
 def layer(scheme, device="cpu") -> QuantLinear:
+    scheme, *channels = scheme.split(" with ")
     weight = torch.randn(96, 200, generator=torch.Generator().manual_seed(0)).to(device)
-    return QuantLinear.from_quant_tensor(rtn(weight, scheme))
+    q = rtn(weight, scheme)
+    return QuantLinear.from_quant_tensor(with_channels(q) if channels else q)
 
 
 def as_if_prepared(module: QuantLinear) -> QuantLinear:
@@ -61,6 +66,18 @@ def test_a_layer_on_a_gpu_uses_the_kernels(scheme):
     assert module.is_prepared and module.weight_packed.numel() == 0
     assert all(torch.equal(value, saved[name]) for name, value in module.state_dict().items())
     assert torch.allclose(module(x.float()).double(), expected.T, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.gpu
+def test_scales_that_the_kernels_cannot_take_are_refused_not_an_error():
+    """Float32 scales beside floating-point zeros: the plain path computes, the reason is told once."""
+    module = layer("w4a16_fz", "cuda")
+    assert module.prepare(torch.float16) == (
+        "take scales that go with floating-point zeros in fp16 or bf16, w4a16_fz has them in float32 here",
+    )
+    x = torch.randn(5, 200, device="cuda", dtype=torch.float16)
+    expected = x.double() @ module.quant_tensor().dequantize(torch.float64).T
+    assert torch.allclose(module(x).double(), expected, rtol=1e-2, atol=1e-2) and not module.is_prepared
 
 
 @pytest.mark.gpu

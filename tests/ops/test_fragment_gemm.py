@@ -12,13 +12,14 @@ from lowbit.kernels.reference import mixed_gemm_reference
 from lowbit.ops import fragment_gemm, pack_weight
 from lowbit.pack import unpack_weight
 from lowbit.quantize import rtn
+from tests.tiny import with_channels
 
 gpu = pytest.mark.gpu
 SCHEMES = [
     "w2a16_g64", "w3a16_g128", "w3a16", "w4a16_g128", "w4a16_g32", "w4a16_g48", "w4a16_pc", "w5a16_g32", "w6a16_g128",
     "w7a16_g64", "w8a16", "w8a16_g128", "w6e3m2a16", "w6e3m2a16_g128", "w6e2m3a16_g64", "w5e2m2a16", "w4e2m1a16_g32",
     "w7e3m3a16", "w8e4m3a16", "w8e4m3a16_b128x128", "w8e5m2a16_t", "w4a16_g128_z", "w4a16_g16_z", "w8a16_g128_z",
-    "w4a16_g32_fz", "w4a16_g256",
+    "w4a16_g32_fz", "w4a16_g256", "w4a16_z", "w8a16_z", "w4a16_t_z",
 ]  # fmt: skip
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -152,6 +153,83 @@ def test_x_of_any_layout():
     for x in (wide[:, 1:1001], wide[:, ::2][:, :1000], torch.randn(1000, 5, device="cuda", dtype=torch.float16).T):
         assert torch.equal(fragment_gemm(x, w), fragment_gemm(x.contiguous(), w))
     assert fragment_gemm(x[:0], w).shape == (0, 128)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize(("order", "input_scale"), [(True, None), (False, torch.float32), (True, torch.float16)])
+@pytest.mark.parametrize("scheme", ["w4a16_g128", "w6e3m2a16", "w4a16_g32_z", "w4a16_z"])
+@pytest.mark.parametrize("k", [200, 203, 576, 4096])
+def test_order_and_input_scale(scheme, order, input_scale, dtype, k):
+    q = with_channels(quantized(scheme, 344, k), order, input_scale)
+    w = pack_weight(q)
+    picked = slice(None) if q.order is None else q.order.long()
+    for m in (1, 16, 100):
+        x = torch.randn(m, k, device="cuda", dtype=dtype)
+        scaled = x if q.input_scale is None else (x.float() * q.input_scale.float()).to(dtype)
+        plain = torch.nn.functional.linear(scaled[:, picked], q.dequantize_codes(dtype))
+        reference = mixed_gemm_reference(x, q)
+        torch.full((m, k + 8), float("nan"), dtype=dtype, device="cuda")  # what the allocator hands out next is poisoned
+        y = fragment_gemm(x, w)
+        assert relative_error(y, reference) <= 1.5 * relative_error(plain, reference) + 1e-5
+        assert torch.equal(y, fragment_gemm(x, w)), "same input, same bits"
+        wide = torch.randn(m, k + 5, device="cuda", dtype=dtype)
+        wide[:, 3 : 3 + k] = x
+        for same in (wide[:, 3 : 3 + k], x.T.contiguous().T, x.view(m, 1, k)):
+            assert torch.equal(fragment_gemm(same, w).view(m, -1), y)
+    assert fragment_gemm(x[:0], w).shape == (0, 344)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("m", [8, 100])
+def test_one_hot_activations_find_their_column_through_an_order(dtype, m):
+    q = with_channels(quantized("w4a16_g128", 200, 704), input_scale=None)
+    channels = torch.randperm(704, device="cuda")[:m]
+    x = torch.nn.functional.one_hot(channels, 704).to(dtype)
+    assert torch.equal(fragment_gemm(x, pack_weight(q)), q.dequantize(torch.float32)[:, channels].T.to(dtype))
+
+
+@gpu
+@pytest.mark.parametrize("m", [1, 16, 100, 256])
+def test_order_in_graphs_behind_a_kernel_that_writes_x(m):
+    """Gather and product start before the kernels before them have finished; they must wait for what those write."""
+    q = with_channels(quantized("w4a16_g128", 1024, 1024), input_scale=torch.float32)
+    w = pack_weight(q)
+    x = torch.randn(m, 1024, device="cuda", dtype=torch.float16)
+    expected = x
+    for _ in range(8):
+        expected = fragment_gemm(expected * 0.5, w)
+        torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        fragment_gemm(x, w)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            y = x
+            for _ in range(8):
+                y = fragment_gemm(y * 0.5, w)
+    for _ in range(3):
+        y.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.isfinite(y).all() and torch.equal(y, expected)
+
+
+@gpu
+def test_opcheck_with_an_order():
+    q = with_channels(quantized("w4a16_g128", 512, 1024))
+    w = pack_weight(q)
+    x = torch.randn(2, 3, 1024, device="cuda", dtype=torch.float16)
+    arguments = (x, w.codes, w.scale, None, None, "w4a16_g128", 512, False, w.order, w.input_scale)
+    torch.library.opcheck(torch.ops.lowbit.fragment_gemm.default, arguments)
+    compiled = torch.compile(lambda x: fragment_gemm(x, w) * 2, fullgraph=True)
+    assert torch.equal(compiled(x), fragment_gemm(x, w) * 2)
+    with pytest.raises(ValueError, match=r"order is int32 \[1024\], got torch.int64"):
+        torch.ops.lowbit.fragment_gemm(*arguments[:8], w.order.long(), None)
+    with pytest.raises(ValueError, match="one device"):
+        torch.ops.lowbit.fragment_gemm(*arguments[:8], w.order.cpu(), None)
 
 
 @gpu

@@ -66,17 +66,17 @@ class Decode:
 
     @property
     def types(self) -> tuple[gl.dtype, ...]:
-        return (gl.float16 if self.dtype == "fp16" else gl.bfloat16,) * (2 * REGISTERS)
+        return (gl.int32,) * REGISTERS
 
     @property
     def constraints(self) -> str:
-        return ",".join(["=&h"] * (2 * REGISTERS) + ["r"] * (self.bits + self.scale_words))
+        return ",".join(["=&r"] * REGISTERS + ["r"] * (self.bits + self.scale_words))
 
     @property
     def asm(self) -> str:
-        """Outputs: the halves of the 16 registers. Inputs: the words, then for each group its scale and zero words."""
-        words = [f"${2 * REGISTERS + i}" for i in range(self.bits)]
-        scales = [f"${2 * REGISTERS + self.bits + i}" for i in range(self.scale_words)]
+        """Outputs: the 16 registers, two halves each. Inputs: the words, then for each group its scale and zero words."""
+        words = [f"${REGISTERS + i}" for i in range(self.bits)]
+        scales = [f"${REGISTERS + self.bits + i}" for i in range(self.scale_words)]
         c, lines = self.conversion, [f".reg .b32 a<{REGISTERS}>, s<2>, z<2>, t;"]
         for run in range(REGISTERS // c.registers):
             inputs = words[run * c.fields.words :][: c.fields.words]
@@ -88,7 +88,7 @@ class Decode:
         for group in range(self.groups):
             per_group = REGISTERS // self.groups
             lines += self._scale(scales[group * self.group_words :], range(group * per_group, (group + 1) * per_group))
-        lines += [f"mov.b32 {{${2 * i}, ${2 * i + 1}}}, a{i};" for i in range(REGISTERS)]
+        lines += [f"mov.b32 ${i}, a{i};" for i in range(REGISTERS)]
         return "{\n" + "\n".join(lines) + "\n}"
 
     def _scale(self, words: list[str], registers: range) -> list[str]:

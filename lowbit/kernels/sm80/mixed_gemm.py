@@ -374,4 +374,4 @@ def _config(tile: RingTile, form: WeightForm, dtype: HalfType, k: int, bias: boo
     step = Step(form.format, dtype, tile.tokens, form.group, form.zero, form.scale_dtype)
     whole = k % (STEP_K * tile.warps_k * tile.splits * tile.rounds) == 0
     ring = Ring(step, tile.strips, tile.rounds, not whole)
-    return RingGemm(ring, tile.warps_n, tile.warps_k, tile.splits, form.group == 0, bias, overlap)
+    return RingGemm(ring, tile.warps_n, tile.warps_k, tile.splits, form.channel_scale, bias, overlap)

@@ -2,8 +2,8 @@
 
 Computes y^T = w x^T: decoded weights are the register operand A of wgmma, 64 rows for each warpgroup; x is operand B.
 Reads   x by TMA in swizzled tiles of tokens x 64; w in FragmentOrder by TMA, 64 rows x 64 k a warpgroup and stage
-Roles   load: 1 warp; math: 1, 2 or 4 warpgroups: wait, decode, scale, wgmma with two steps in flight, store by TMA
-Ring    `stages` of x and w; full: 1 arrival and the bytes; empty: 1 arrival
+Roles   load: 1 warp; math: 2 or 4 warpgroups: wait, decode, scale, wgmma with two steps in flight, store by TMA
+Ring    `stages` of x and w, in one allocation with their barriers (parts/stages.py); warps run free of one another
 Grid    persistent, one block per SM; tiles in groups of tokens so that a wave shares x and w in L2
 Sum     in fp32, K in order; with splits > 1 the block that comes last adds the splits in order: same input, same bits
 Exact   every weight is decoded exactly and rounded once after scaling, as a dequantized model's would be
@@ -30,6 +30,7 @@ from lowbit.kernels.gluon import (
     gluon,
     half_type,
     mbarrier,
+    part,
     ptx,
     source_digest,
     tma_load,
@@ -38,24 +39,32 @@ from lowbit.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from lowbit.kernels.parts.decode import Decode
+from lowbit.kernels.parts.decode import REGISTERS, Decode
+from lowbit.kernels.parts.stages import StageBarriers
 from lowbit.pack.weight import WeightForm
 
 TILE_K = gl.constexpr(64)
+OPERAND_REGISTERS = gl.constexpr(REGISTERS)
+UNIT = 1024
+"""Bytes; parts of shared memory start at multiples of it, which swizzled tiles need."""
+
+UNIT_WORDS = gl.constexpr(UNIT // 4)
+
+PREFETCH_TURNS = gl.constexpr(6)
+"""Turns of k by which scales are brought into the L2 before they are loaded: more than the latency of memory."""
 
 
 @dataclass(frozen=True)
 class WgmmaGemm:
     """All that is fixed when the kernel is compiled. Of two equal ones, results are equal to the last bit.
 
-    A tile is `tokens` x 64 * warpgroups rows of w. A step is 64 * `step` of k, decoded at once; `stages` (of 64 k each) is a
-    multiple of 2 * step, and K counts as if it were one of 128 * step.
+    A tile is `tokens` x 64 * warpgroups rows of w; `stages` (of 64 k each) is even, and K counts as if it were a multiple of
+    128.
     """
 
     decode: Decode
     tokens: int
     warpgroups: int
-    step: int
     stages: int
     splits: int
     token_group: int
@@ -95,16 +104,33 @@ class WgmmaGemm:
     def stage_bytes(self) -> int:
         return self.rows * 8 * self.decode.bits + self.tokens * 128
 
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory of the ring and of the tile to be stored (barriers apart)."""
-        stored = self.rows * self.tokens * 2 if self.store_by_tma else 0
-        return self.stages * self.stage_bytes + stored
+    def w_unit(self, plane: int) -> int:
+        """Where the words of a plane start in shared memory, in units; x is at 0."""
+        before = (self.stages * self.rows * 8 * self.plane_words(p) for p in range(plane))
+        return self.stages * self.tokens * 128 // UNIT + sum(-(-size // UNIT) for size in before)
 
     @property
-    def round_k(self) -> int:
-        """K of a turn of the main loop: two steps, one for each set of registers of operand A."""
-        return 128 * self.step
+    def y_unit(self) -> int:
+        return self.w_unit(self.planes)
+
+    @property
+    def barrier_unit(self) -> int:
+        return self.y_unit + (self.rows * self.tokens * 2 // UNIT if self.store_by_tma else 0)
+
+    @property
+    def barriers(self) -> StageBarriers:
+        return StageBarriers(UNIT * self.barrier_unit, self.stages, self.warps)
+
+    @property
+    def hold(self) -> str:
+        """Stores of the registers $1 to $16 that never happen, $17 being at least 0; see `finish_step`."""
+        quads = [", ".join(f"${1 + 4 * i + j}" for j in range(4)) for i in range(REGISTERS // 4)]
+        stores = [f"@p st.shared.v4.b32 [at+{16 * i}], {{{quad}}};" for i, quad in enumerate(quads)]
+        return (
+            "{ .reg .pred p; .reg .b32 at; mov.u32 at, global_smem; setp.eq.s32 p, $17, -1;\n"
+            + "\n".join(stores)
+            + "\nmov.b32 $0, 0; }"
+        )
 
     @property
     def half(self) -> gl.dtype:
@@ -134,6 +160,11 @@ class WgmmaGemm:
         """One element per thread."""
         return gl.BlockedLayout([1], [32], [self.warps], [0])
 
+    @property
+    def pairs_layout(self) -> gl.BlockedLayout:
+        """[threads, 2]: two elements per thread."""
+        return gl.BlockedLayout([1, 2], [32, 1], [self.warps, 1], [1, 0])
+
 
 @gluon.jit
 def tile_at(index, token_tiles, row_tiles, C: gl.constexpr):
@@ -150,23 +181,28 @@ def tile_at(index, token_tiles, row_tiles, C: gl.constexpr):
 @gluon.jit
 def load(read, C: gl.constexpr):
     """The warp that keeps the ring full."""
-    w_descs, x_desc, w_ring, x_ring, full, empty, token_tiles, row_tiles, turns = read
+    w_descs, x_desc, w_ring, x_ring, barriers, token_tiles, row_tiles, turns = read
     PLANES: gl.constexpr = C.planes
-    TILES: gl.constexpr = 2 * C.step
-    it = 0
+    # The kernel after this one may start now, and this one has to wait until the kernel before, which may have made x, is
+    # through. Math needs no wait of its own: it does nothing before x is there.
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents;\n griddepcontrol.wait;\n mov.b32 $0, 0;", "=r", [],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    stage = 0
+    phase = 1
     for index in range(gl.program_id(0), token_tiles * row_tiles * C.splits, gl.num_programs(0)):
         token_tile, row_tile, split = tile_at(index, token_tiles, row_tiles, C)
-        for k in range(turns * split // C.splits * TILES, turns * (split + 1) // C.splits * TILES):
-            stage = it % C.stages
-            mbarrier.wait(empty.index(stage), (it // C.stages & 1) ^ 1)
-            mbarrier.expect(full.index(stage), C.stage_bytes)
+        for k in range(turns * split // C.splits * 2, turns * (split + 1) // C.splits * 2):
+            full = barriers.index(stage)
+            mbarrier.wait(barriers.index(C.stages + stage), phase)
+            mbarrier.expect(full, C.stage_bytes)
             for plane in gl.static_range(PLANES):
                 column = k * (32 * C.decode.bits) + ptx(C.plane_start, plane)
-                tma_load(
-                    w_descs[plane], [row_tile * C.warps, column], full.index(stage), w_ring[plane].index(stage)
-                )  # fmt: skip
-            tma_load(x_desc, [token_tile * C.tokens, k * TILE_K], full.index(stage), x_ring.index(stage))
-            it += 1
+                tma_load(w_descs[plane], [row_tile * C.warps, column], full, w_ring[plane].index(stage))
+            tma_load(x_desc, [token_tile * C.tokens, k * TILE_K], full, x_ring.index(stage))
+            stage = gl.where(stage + 1 == C.stages, 0, stage + 1)
+            phase = gl.where(stage == 0, phase ^ 1, phase)
 
 
 @gluon.jit
@@ -189,29 +225,32 @@ def split_words(words, count: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def join_halves(halves, count: gl.constexpr, C: gl.constexpr):
-    """`count` tensors [threads] -> [threads, count], in order."""
+def join_pairs(pairs, count: gl.constexpr, C: gl.constexpr):
+    """`count` tensors [threads, 2] -> [threads, 2 * count], in order."""
     if count == 1:
-        return gl.reshape(halves[0], [C.threads, 1])
+        return pairs[0]
     else:
-        low = join_halves(halves[0 : count // 2], count // 2, C)
-        high = join_halves(halves[count // 2 :], count // 2, C)
-        return gl.reshape(gl.permute(gl.join(low, high), [0, 2, 1]), [C.threads, count])
+        low = join_pairs(pairs[0 : count // 2], count // 2, C)
+        high = join_pairs(pairs[count // 2 :], count // 2, C)
+        return gl.reshape(gl.permute(gl.join(low, high), [0, 2, 1]), [C.threads, 2 * count])
 
 
 @gluon.jit
-def operand_a(w_ring, stage, scales, C: gl.constexpr):
-    """The decoded, scaled weights of one stage: C.rows x 64 k in the registers of wgmma's operand A."""
-    D: gl.constexpr = C.decode
+def read_words(w_ring, stage, phase, there, C: gl.constexpr):
+    """The words of a stage as soon as it is there.
+
+    If `there` is False, nothing comes any more: there is no wait, and what is returned is not to be used.
+    """
     PLANES: gl.constexpr = C.planes
+    thread = gl.arange(0, C.threads, C.threads_layout)
+    gl.inline_asm_elementwise(
+        C.barriers.wait, "=r,r,r,r", [thread * 0 + stage, thread * 0 + phase, (thread >= 0) & there],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
     words = ()
     for p in gl.static_range(PLANES):
         words = words + words_of(w_ring[p].index(stage).load(ptx(C.words_layout, p)), C, p)
-    halves = gl.inline_asm_elementwise(D.asm, D.constraints, words + scales, dtype=D.types, is_pure=True, pack=1)
-    # [warp, lane group, lane of the group, k step, k half, row half, element] -> rows, k
-    parts = gl.reshape(join_halves(halves, 32, C), [C.warps, 8, 4, 4, 2, 2, 2])
-    matrix = gl.reshape(gl.permute(parts, [0, 5, 1, 3, 4, 2, 6]), [C.rows, 64])
-    return gl.convert_layout(matrix, C.operand, assert_trivial=True)
+    return words
 
 
 @gluon.jit
@@ -220,102 +259,114 @@ def load_scales(scale, turn, last, C: gl.constexpr):
 
     Beyond the `last` group, where K has ended and x is zero, that group is read again.
     """
-    WORDS: gl.constexpr = C.decode.pair_words * C.step
+    WORDS: gl.constexpr = C.decode.pair_words
     words = ()
     for i in gl.static_range(WORDS):
         group = gl.minimum(turn * (WORDS // C.decode.group_words) + i // C.decode.group_words, last)
         words = words + (gl.load(scale + group * (8 * C.decode.group_words) + i % C.decode.group_words),)
+    if WORDS > 0:
+        ahead = gl.minimum((turn + PREFETCH_TURNS) * (WORDS // C.decode.group_words), last)
+        gl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [scale + ahead * (8 * C.decode.group_words)],
+            dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
     return words
 
 
 @gluon.jit
-def scales_of(words, tile: gl.constexpr, C: gl.constexpr):
-    """Those of one tile of the turn; with groups of 128, two tiles have the same."""
-    first: gl.constexpr = tile // 2 * C.decode.pair_words + tile % 2 * (C.decode.pair_words - C.decode.scale_words)
-    return words[first : first + C.decode.scale_words]
+def decode(words, scales, odd: gl.constexpr, C: gl.constexpr):
+    """The weights of the even or odd stage of a turn: the registers of operand A."""
+    D: gl.constexpr = C.decode
+    first: gl.constexpr = D.pair_words - D.scale_words if odd else 0  # with groups of 128 both have the same scale
+    own = scales[first : first + D.scale_words]
+    return gl.inline_asm_elementwise(D.asm, D.constraints, words + own, dtype=D.types, is_pure=True, pack=1)
 
 
 @gluon.jit
-def hold(a, it):
-    """Keeps the registers of `a` occupied up to here, with stores that never happen.
+def operand_a(registers, C: gl.constexpr):
+    """The decoded registers of a tile as operand A of wgmma, C.rows x 64 k; this takes no instruction.
 
-    wgmma reads operand A while it runs, but for ptxas its registers are free once it has been issued: without this, the
-    next tile is decoded into them too early (seen with Triton 3.6: weights of 1024 and more, the magic number).
+    They are kept as whole registers and not as halves because halves are copied where they have two uses: here and in `hold`.
     """
+    PAIRS: gl.constexpr = C.pairs_layout
+    ROWS: gl.constexpr = gl.SliceLayout(1, PAIRS)
+    pairs = ()
+    for i in gl.static_range(OPERAND_REGISTERS):
+        column = gl.expand_dims(gl.convert_layout(registers[i], ROWS, assert_trivial=True), 1)
+        both = gl.convert_layout(column.broadcast_to([C.threads, 2]), PAIRS, assert_trivial=True)
+        pair = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [both], dtype=C.half, is_pure=True, pack=2)
+        pairs = pairs + (pair,)
+    # [warp, lane group, lane of the group, k step, k half, row half, element] -> rows, k
+    parts = gl.reshape(join_pairs(pairs, OPERAND_REGISTERS, C), [C.warps, 8, 4, 4, 2, 2, 2])
+    matrix = gl.reshape(gl.permute(parts, [0, 5, 1, 3, 4, 2, 6]), [C.rows, 64])
+    return gl.convert_layout(matrix, C.operand, assert_trivial=True)
+
+
+@gluon.jit
+def start(registers, x_ring, acc, stage, C: gl.constexpr):
+    """Starts the products of a stage and waits for those of the stage before."""
+    acc = warpgroup_mma(operand_a(registers, C), x_ring.index(stage).permute([1, 0]), acc, is_async=True)
+    return warpgroup_mma_wait(1, deps=[acc])
+
+
+@gluon.jit
+def finish(registers, stage, exists, C: gl.constexpr):
+    """Of a stage whose products are done: it goes back to the loader, and its registers may be written again.
+
+    wgmma reads operand A while it runs, but for ptxas its registers are free once it has been issued: without C.hold, stores
+    that never happen, the next stage is decoded into them too early (seen with Triton 3.6: weights of 1024 and more, the
+    magic number).
+    """
+    thread = gl.arange(0, C.threads, C.threads_layout)
     gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .b32 at; mov.u32 at, global_smem; setp.eq.u32 p, $6, 0xffffffff;"
-        " @p st.shared.v4.b32 [at], {$2, $3, $4, $5}; mov.b32 $0, 0; mov.b32 $1, 0; }",
-        "=r,=r,r,r,r,r,r,r,r,r,r,r,r,r", [a, it], dtype=gl.int8, is_pure=False, pack=8,
+        C.hold, "=r" + ",r" * (OPERAND_REGISTERS + 1), registers + (thread * 0 + stage,),
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    gives = ((thread & 31) == 0) & exists
+    gl.inline_asm_elementwise(
+        C.barriers.give, "=r,r,r", [thread * 0 + stage, gives], dtype=gl.int32, is_pure=False, pack=1
     )  # fmt: skip
 
 
 @gluon.jit
-def decode_step(w_ring, full, scales, it, first: gl.constexpr, C: gl.constexpr):
-    """The weights of a step, C.step tiles from the `first` of the turn on, as soon as each is there."""
-    TILES: gl.constexpr = C.step
-    operands = ()
-    for tile in gl.static_range(TILES):
-        stage = it % C.stages + first + tile
-        mbarrier.wait(full.index(stage), it // C.stages & 1)
-        operands = operands + (operand_a(w_ring, stage, scales_of(scales, first + tile, C), C),)
-    return operands
+def multiply(w_ring, x_ring, scale, last_group, words, stage, phase, begin, end, more, C: gl.constexpr):
+    """The sums of one tile, two stages a turn. While one multiplies, the next is decoded, into other registers.
 
-
-@gluon.jit
-def start_step(operands, x_ring, acc, it, first: gl.constexpr, C: gl.constexpr):
-    """Starts the products of a step and waits for those of the step before."""
-    TILES: gl.constexpr = C.step
-    for tile in gl.static_range(TILES):
-        x = x_ring.index(it % C.stages + first + tile).permute([1, 0])
-        acc = warpgroup_mma(operands[tile], x, acc, is_async=True)
-    return warpgroup_mma_wait(TILES, deps=[acc])
-
-
-@gluon.jit
-def release_step(empty, it, C: gl.constexpr, pred=True):
-    """Gives the stages of a step, which begins with stage number `it`, back to the loader."""
-    TILES: gl.constexpr = C.step
-    for tile in gl.static_range(TILES):
-        mbarrier.arrive(empty.index(it % C.stages + tile), count=1, pred=pred)
-
-
-@gluon.jit
-def hold_step(operands, it, C: gl.constexpr):
-    """`hold` for all operands of a step."""
-    TILES: gl.constexpr = C.step
-    for tile in gl.static_range(TILES):
-        hold(operands[tile], it)
-
-
-@gluon.jit
-def multiply(w_ring, x_ring, full, empty, scale, last_group, it, begin, end, C: gl.constexpr):
-    """The sums of one tile. While a step multiplies, the next is decoded, into the other of two sets of registers."""
+    `words` are those of the tile's first stage; returned are those of the next tile's, if there is `more`, with the stage
+    and the phase that come next.
+    """
     ROWS: gl.constexpr = C.rows
     TOKENS: gl.constexpr = C.tokens
     SUMS: gl.constexpr = C.accumulator
-    OPERAND: gl.constexpr = C.operand
-    HALF: gl.constexpr = C.half
-    STEP: gl.constexpr = C.step
+    STAGES: gl.constexpr = C.stages
+    THREADS: gl.constexpr = C.threads
+    EACH: gl.constexpr = C.threads_layout
     acc = gl.zeros((ROWS, TOKENS), gl.float32, SUMS)
     odd = ()
-    for _ in gl.static_range(STEP):
-        odd = odd + (gl.zeros((ROWS, 64), HALF, OPERAND),)
+    for _ in gl.static_range(OPERAND_REGISTERS):
+        odd = odd + (gl.zeros((THREADS,), gl.int32, EACH),)
     scales = load_scales(scale, begin, last_group, C)
+    next_scales = load_scales(scale, begin + 1, last_group, C)
+    barrier()  # Triton wants one between the stores of the tile before and loads; better here than in the loop
     for turn in range(begin, end):
-        even = decode_step(w_ring, full, scales, it, 0, C)
-        hold_step(odd, it, C)
-        acc = start_step(even, x_ring, acc, it, 0, C)
-        release_step(empty, it + (C.stages - STEP), C, turn > begin)
+        before = gl.where(stage == 0, STAGES, stage) - 1
+        even = decode(words, scales, False, C)
+        words = read_words(w_ring, stage + 1, phase, True, C)
+        acc = start(even, x_ring, acc, stage, C)
+        finish(odd, before, turn > begin, C)
 
-        odd = decode_step(w_ring, full, scales, it, STEP, C)
-        hold_step(even, it, C)
-        scales = load_scales(scale, turn + 1, last_group, C)
-        acc = start_step(odd, x_ring, acc, it, STEP, C)
-        release_step(empty, it, C)
-        it += 2 * STEP
+        odd = decode(words, scales, True, C)
+        following = gl.where(stage + 2 == STAGES, 0, stage + 2)
+        phase = gl.where(following == 0, phase ^ 1, phase)
+        words = read_words(w_ring, following, phase, (turn + 1 < end) | more, C)
+        scales = next_scales
+        next_scales = load_scales(scale, turn + 2, last_group, C)
+        acc = start(odd, x_ring, acc, stage + 1, C)
+        finish(even, stage, True, C)
+        stage = following
     acc = warpgroup_mma_wait(0, deps=[acc])
-    release_step(empty, it + (C.stages - STEP), C)
-    return acc, it
+    finish(odd, gl.where(stage == 0, STAGES, stage) - 1, begin < end, C)
+    return acc, words, stage, phase
 
 
 @gluon.jit
@@ -327,6 +378,7 @@ def meet(partial, arrived, acc, tile, split, C: gl.constexpr):
     of_row = rows % 8 * 4 + rows // 16 * 32 + rows // 8 % 2 * C.threads
     of_token = tokens % 8 // 2 + tokens % 2 * (2 * C.threads) + tokens // 8 * (4 * C.threads)
     place = of_row[:, None] + of_token[None, :]
+    SPLITS: gl.constexpr = C.splits
     base = partial + tile.to(gl.int64) * (C.splits * C.rows * C.tokens)
     gl.store(base + split * (C.rows * C.tokens) + place, acc)
     barrier()
@@ -335,7 +387,7 @@ def meet(partial, arrived, acc, tile, split, C: gl.constexpr):
     if last:
         gl.store(arrived + tile, 0)
         total = gl.load(base + place)
-        for i in range(1, C.splits):
+        for i in gl.static_range(1, SPLITS):  # unrolled, so that all loads are under way at once
             total += gl.load(base + i * (C.rows * C.tokens) + place)
     return last, total
 
@@ -366,19 +418,25 @@ def store(y_desc, y, y_tile, acc, channel_scale, bias, factor, first_row, first_
 def math(work, C: gl.constexpr):
     """The warpgroups that decode, multiply and store."""
     (
-        w_ring, x_ring, y_tile, full, empty, y_desc, y, scale, channel_scale, bias, partial, arrived, token_tiles, row_tiles,
-        turns, scale_strip, last_group, M, N, strips, factor,
+        w_ring, x_ring, y_tile, y_desc, y, scale, channel_scale, bias, partial, arrived, token_tiles, row_tiles, turns,
+        scale_strip, last_group, M, N, strips, factor,
     ) = work  # fmt: skip
     thread = gl.arange(0, C.threads, C.threads_layout)
     lane_group = (thread & 31) >> 2
-    it = 0
-    for index in range(gl.program_id(0), token_tiles * row_tiles * C.splits, gl.num_programs(0)):
+    tiles = token_tiles * row_tiles * C.splits
+    stage = 0
+    phase = 0
+    words = read_words(w_ring, stage, phase, gl.program_id(0) < tiles, C)
+    for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
         token_tile, row_tile, split = tile_at(index, token_tiles, row_tiles, C)
         first_row, first_token = row_tile * C.rows, token_tile * C.tokens
         strip = gl.minimum(first_row // 16 + (thread >> 5), strips - 1)  # strips beyond the last are computed, not stored
         own = scale + strip.to(gl.int64) * scale_strip + lane_group * C.decode.group_words
         begin, end = turns * split // C.splits, turns * (split + 1) // C.splits
-        acc, it = multiply(w_ring, x_ring, full, empty, own, last_group, it, begin, end, C)
+        more = index + gl.num_programs(0) < tiles
+        acc, words, stage, phase = multiply(
+            w_ring, x_ring, own, last_group, words, stage, phase, begin, end, more, C
+        )  # fmt: skip
         if C.splits == 1:
             store(y_desc, y, y_tile, acc, channel_scale, bias, factor, first_row, first_token, M, N, C)
         else:
@@ -397,27 +455,33 @@ def wgmma_gemm(
     """The kernel: rings, barriers and roles. There is a descriptor of w for each of its planes; the others are None."""
     PLANES: gl.constexpr = C.planes
     w_descs = (w_desc, w_desc_1, w_desc_2)
-    STAGES: gl.constexpr = C.stages
+    # One allocation, whose parts have known addresses; see parts/stages.py.
+    shared = gl.allocate_shared_memory(
+        gl.int32, [C.barrier_unit + 1, UNIT_WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )  # fmt: skip
+    x_ring = part(shared, 0, ptx(C.w_unit, 0), C.half, [C.stages] + x_desc.block_type.shape, x_desc.layout)
     w_ring = ()
     for p in gl.static_range(PLANES):
         w_ring = w_ring + (
-            gl.allocate_shared_memory(gl.int32, [C.stages] + w_descs[p].block_type.shape, w_descs[p].layout),
+            part(
+                shared, ptx(C.w_unit, p), ptx(C.w_unit, p + 1), gl.int32, [C.stages] + w_descs[p].block_type.shape,
+                w_descs[p].layout,
+            ),
         )  # fmt: skip
-    x_ring = gl.allocate_shared_memory(C.half, [C.stages] + x_desc.block_type.shape, x_desc.layout)
+    y_tile = x_ring
     if C.store_by_tma:
-        y_tile = gl.allocate_shared_memory(C.half, y_desc.block_type.shape, y_desc.layout)
-    else:
-        y_tile = x_ring
-    full = gl.allocate_shared_memory(gl.int64, [C.stages, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [C.stages, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
+        y_tile = part(shared, C.y_unit, C.barrier_unit, C.half, y_desc.block_type.shape, y_desc.layout)
+    barriers = part(
+        shared, C.barrier_unit, C.barrier_unit + 1, gl.int64, [2 * C.stages, 1], mbarrier.MBarrierLayout()
+    )  # fmt: skip
+    thread = gl.arange(0, C.threads, C.threads_layout)
+    gl.inline_asm_elementwise(C.barriers.init, "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1)
     fence_async_shared()
-    read = (w_descs, x_desc, w_ring, x_ring, full, empty, token_tiles, row_tiles, turns)
+    barrier()
+    read = (w_descs, x_desc, w_ring, x_ring, barriers, token_tiles, row_tiles, turns)
     work = (
-        w_ring, x_ring, y_tile, full, empty, y_desc, y, scale, channel_scale, bias, partial, arrived, token_tiles, row_tiles,
-        turns, scale_strip, last_group, M, N, strips, factor,
+        w_ring, x_ring, y_tile, y_desc, y, scale, channel_scale, bias, partial, arrived, token_tiles, row_tiles, turns,
+        scale_strip, last_group, M, N, strips, factor,
     )  # fmt: skip
     # All warpgroups are one role: it takes the registers that the loader leaves, 240 a thread for two. (As roles of their
     # own, ptxas serializes their wgmma as soon as registers move between roles: Triton 3.6 and 3.9, remark C7512.)
@@ -435,7 +499,7 @@ class WgmmaPlan:
         self.config = _config(tile, form, half_type(dtype), bias, tile.splits == 1 and shape.n % 8 == 0)
         self.tiles = (-(-shape.m // tile.tokens), -(-shape.n // tile.rows))
         self.grid = (min(sm_count, self.tiles[0] * self.tiles[1] * tile.splits), 1, 1)
-        self.turns = shape.steps(self.config.round_k)
+        self.turns = shape.steps(128)
         self.last_group = (shape.k - 1) // max(form.group, 1)
         self.factor = self.config.decode.epilogue_factor
         self.dtype = dtype
@@ -488,7 +552,7 @@ class WgmmaPlan:
             codes.shape[0], self.factor, self.config,
         )  # fmt: skip
         if self.kernel is None:
-            self.kernel = wgmma_gemm[self.grid](*arguments, num_warps=self.config.warps)
+            self.kernel = wgmma_gemm[self.grid](*arguments, num_warps=self.config.warps, launch_pdl=True)
         else:
             self.kernel[self.grid](*arguments)
         return y
@@ -498,7 +562,7 @@ class WgmmaPlan:
 def _config(tile: WgmmaTile, form: WeightForm, dtype: HalfType, bias: bool, store_by_tma: bool) -> WgmmaGemm:
     decode = Decode(form.format, dtype, form.group, form.zero, form.scale_dtype)
     return WgmmaGemm(
-        decode, tile.tokens, tile.warpgroups, tile.step, tile.stages, tile.splits, tile.token_group, form.group == 0, bias,
+        decode, tile.tokens, tile.warpgroups, tile.stages, tile.splits, tile.token_group, form.channel_scale, bias,
         store_by_tma,
     )  # fmt: skip
 

@@ -41,7 +41,7 @@ def compiled(fmt, dtype="fp16", m=4096, group=128, zero="none", scale_dtype="fp1
         partial="*fp32",
     )
     signature |= dict(arrived="*i32") | dict.fromkeys(integers, "i32") | dict(factor="fp32")
-    return tile, compile_kernel(wgmma_gemm, signature, config, ("y", "scale", "partial"), config.warps, 90)
+    return config, compile_kernel(wgmma_gemm, signature, config, ("y", "scale", "partial"), config.warps, 90)
 
 
 def registers_written(line: str) -> set[int]:
@@ -81,24 +81,32 @@ def check_operands_in_flight(lines: list[str]) -> None:
             groups = groups[len(groups) - int(waited[1], 16) :] if int(waited[1], 16) else []
 
 
+def check_barriers(config, kernel) -> None:
+    """The barriers that our PTX addresses are those that Triton's operations use: the allocation lies at offset 0."""
+    waited = re.search(r"mbarrier\.try_wait\S* complete, \[(%r\d+)\]", kernel.ptx)[1]  # Triton's wait, in the loader
+    at = re.search(rf"add\.s32\s+{waited}, %r\d+, (\d+);", kernel.ptx)[1]
+    assert int(at) == config.barriers.start + 8 * config.stages
+
+
 @pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize(
     ("dtype", "m", "n"),
     [("fp16", 32, 8192), ("bf16", 64, 8192), ("fp16", 64, 28672), ("fp16", 256, 8192), ("bf16", 4096, 8192)],
 )
 def test_main_loop(fmt, dtype, m, n):
-    tile, kernel = compiled(fmt, dtype, m, n=n)
+    config, kernel = compiled(fmt, dtype, m, n=n)
     # Some kernels keep a value or two of the epilogue in local memory while the loop runs.
     assert kernel.stack_bytes <= 32
     assert not any("LDL" in line or "STL" in line for line in main_loop(kernel.lines)), "registers spilled"
     products = [line for line in kernel.lines if "HGMMA" in line]
-    assert len(products) == 8 * tile.step, "two steps of 64 k, four products each"
+    assert len(products) == 8, "two stages of 64 k, four products each"
     assert all(re.search(r"HGMMA\S* R\d+, R\d+, gdesc", line) for line in products), "operand A comes from registers"
     # A serialized kernel waits after every product (ptxas' remark C7510 and its neighbours).
-    assert kernel.count("WARPGROUP.DEPBAR") == 3, "a wait for each step and one at the end"
+    assert kernel.count("WARPGROUP.DEPBAR") == 3, "a wait for each stage and one at the end"
     check_operands_in_flight(kernel.lines)
+    check_barriers(config, kernel)
     if number_format(fmt).bits >= 4:
-        assert kernel.opcodes["LDS.128"] >= 2 * tile.step
+        assert kernel.opcodes["LDS.128"] >= 2
     assert kernel.count("UTMALDG") > 0
 
 
