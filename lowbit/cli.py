@@ -1,4 +1,4 @@
-"""The command line: quantize, generate, eval, inspect, explain, demo, bench.
+"""The command line: quantize, convert, generate, eval, inspect, explain, demo, bench.
 
 Every command exits with 0 when it did its work, 1 when it could not (one line on stderr says why and what to do), 2 when
 it was called wrongly and 130 on Ctrl-C, which leaves no half-written checkpoint.
@@ -23,14 +23,17 @@ from transformers.utils import logging
 
 from lowbit import demo as demos
 from lowbit._version import __version__
-from lowbit.checkpoint import CheckpointReader
-from lowbit.eval import perplexity, sample_text
+from lowbit.checkpoint import CheckpointReader, expected_tensors
+from lowbit.eval.command import evaluate
 from lowbit.explain import explain as explain_weight
 from lowbit.explain import render
 from lowbit.formats import ALIASES, parse_scheme
+from lowbit.models.calibrate import Calibration, unfinished_folder
+from lowbit.models.convert_checkpoint import convert_checkpoint
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
 from lowbit.ops import UnsupportedProblem
 from lowbit.pipeline import pipeline
+from lowbit.quantize import Awq, Gptq, Hqq, Mixed, Rtn, SmoothQuant
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -68,6 +71,17 @@ class SearchChoice(str, Enum):
 
     max = "max"
     mse = "mse"
+    loss = "loss"
+
+
+class MethodChoice(str, Enum):
+    """How codes are chosen."""
+
+    rtn = "rtn"
+    hqq = "hqq"
+    gptq = "gptq"
+    awq = "awq"
+    smoothquant = "smoothquant"
 
 
 Model = Annotated[Path, typer.Argument(help="Folder of a Transformers model, quantized or not.")]
@@ -111,26 +125,61 @@ def quantize(
     source: Annotated[Path, typer.Argument(help="Folder of the 16-bit model.")],
     target: Annotated[Path, typer.Argument(help="Folder to write; complete or not there at all.")],
     scheme: Annotated[str, typer.Option(help="Scheme, see below.")] = "w4a16_g64",
+    method: Annotated[MethodChoice, typer.Option(help="How codes are chosen, see below.")] = MethodChoice.rtn,
     search: Annotated[
-        SearchChoice, typer.Option(help="Scales from the largest weight, or of least squared error.")
-    ] = SearchChoice.max,
+        SearchChoice | None,
+        typer.Option(help="Scales from the largest weight (rtn's default), of least squared error, or of least loss (gptq's)."),
+    ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(help='Calibration text, plain or .jsonl with a "text" per line; Python\'s documentation when absent.'),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Pieces of the calibration text.")] = 128,
+    length: Annotated[int, typer.Option(min=2, help="Tokens in a piece.")] = 512,
+    seed: Annotated[int, typer.Option(help="Which pieces are drawn.")] = 0,
+    act_order: Annotated[bool, typer.Option("--act-order", help="gptq: channels with large inputs first.")] = False,
+    static_groups: Annotated[
+        bool, typer.Option("--static-groups", help="gptq: groups and scales of the weights as they were.")
+    ] = False,
+    alpha: Annotated[str, typer.Option(help="smoothquant: how far activations move into weights, 0 to 1, or auto.")] = "0.5",
+    mix: Annotated[
+        str | None, typer.Option(help="Schemes to choose from, layer by layer, separated by commas; wants --bits.")
+    ] = None,
+    bits: Annotated[float | None, typer.Option(help="Bits per weight with scales that --mix may take on average.")] = None,
     skip: Annotated[list[str] | None, typer.Option(help="Module name or pattern to leave in 16 bits; repeatable.")] = None,
     embeddings: Annotated[bool, typer.Option("--embeddings", help="Quantize the embedding and the LM head too.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it exists.")] = False,
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda.")] = "cpu",
     json_file: Json = None,
 ) -> None:
-    """Quantize a checkpoint by round-to-nearest, one tensor at a time.
+    """Quantize a checkpoint, one tensor or one decoder layer at a time.
 
-    A scheme is w<bits>[e<X>m<Y>]a16, then _g<size> for groups along K, then _z (integer zero points) or _fz
+    A scheme is w<bits>\\[e<X>m<Y>]a16, then _g<size> for groups along K, then _z (integer zero points) or _fz
     (floating-point zeros): w8a16, w4a16_g64, w6e3m2a16, w4a16_g32_fz. Names of other tools work too: W4A16, wf6af16.
 
+    Without data, in seconds: rtn rounds each weight; hqq moves the zeros of _fz schemes. With text to calibrate on,
+    in minutes: gptq lets later columns make up for each rounding; awq scales channels that meet large inputs;
+    smoothquant moves the range of activations into the weights. A run that was killed goes on where it was when
+    the same command is given again. Measure on another text than was calibrated on.
+
     Example: lowbit quantize SmolLM2-135M SmolLM2-135M-fp6 --scheme w6e3m2a16
+
+    Example: lowbit quantize SmolLM2-135M SmolLM2-135M-int4 --scheme w4a16_g64 --method gptq --act-order --samples 32
+
+    Example: lowbit quantize SmolLM2-135M SmolLM2-135M-mix --mix w3a16_g64,w4a16_g64,w8a16 --bits 4.5
     """
-    plan = quantize_checkpoint(
-        _folder(source), target, scheme, skip=skip, embeddings=embeddings, search=search.value, device=device,
-        overwrite=overwrite, progress=err.is_terminal,
-    )  # fmt: skip
+    chosen = _method(method, search, act_order, static_groups, alpha)
+    mixed = _mixed(mix, bits)
+    try:
+        plan = quantize_checkpoint(
+            _folder(source), target, scheme, skip=skip, embeddings=embeddings, method=chosen,
+            calibration=Calibration(samples, length, seed, calibration), mixed=mixed, device=device, overwrite=overwrite,
+            progress=err.is_terminal, say=_say,
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        if unfinished_folder(target).exists():
+            _say(f"finished layers are kept in {unfinished_folder(target)}; the same command goes on from there")
+        raise
     for line in plan.lines():
         _say(line)
     if not plan.shapes:
@@ -138,6 +187,73 @@ def quantize(
     _say(f"wrote {target}")
     result = {"scheme": plan.scheme.name, "layers": plan.shapes, "tied": plan.tied, "kept": [asdict(row) for row in plan.kept]}
     _write_json(json_file, result)
+
+
+def _method(
+    name: MethodChoice, search: SearchChoice | None, act_order: bool, static_groups: bool, alpha: str
+) -> Rtn | Hqq | Gptq | Awq | SmoothQuant:
+    """The method with its options; an option that belongs to another method is an error."""
+    if (act_order or static_groups) and name is not MethodChoice.gptq:
+        raise ValueError(f"--act-order and --static-groups belong to --method gptq, not to {name.value}")
+    if search is not None and name not in (MethodChoice.rtn, MethodChoice.gptq):
+        raise ValueError(f"--search belongs to --method rtn and gptq; {name.value} finds scales in its own way")
+    match name:
+        case MethodChoice.rtn:
+            if search is SearchChoice.loss:
+                raise ValueError("--search loss is what gptq minimises; rtn takes max or mse")
+            return Rtn("mse" if search is SearchChoice.mse else "max")
+        case MethodChoice.gptq:
+            return Gptq(act_order, static_groups, search.value if search else "loss")
+        case MethodChoice.smoothquant:
+            try:
+                return SmoothQuant(None if alpha == "auto" else float(alpha))
+            except ValueError:
+                raise ValueError(f"--alpha is a number from 0 to 1 or auto, got {alpha!r}") from None
+    return Hqq() if name is MethodChoice.hqq else Awq()
+
+
+def _mixed(mix: str | None, bits: float | None) -> Mixed | None:
+    if (mix is None) != (bits is None):
+        raise ValueError("--mix and --bits go together: schemes to choose from, and the bits per weight they may take")
+    return None if mix is None or bits is None else Mixed(tuple(mix.split(",")), bits)
+
+
+class TargetChoice(str, Enum):
+    """What a quantized checkpoint can be converted to."""
+
+    lowbit = "lowbit"
+    gptq = "gptq"
+    awq = "awq"
+    compressed_tensors = "compressed-tensors"
+    dequantized = "dequantized"
+
+
+@app.command()
+@user_errors
+def convert(
+    source: Annotated[Path, typer.Argument(help="Folder of a quantized model, or a GGUF file.")],
+    target: Annotated[Path, typer.Argument(help="Folder to write; complete or not there at all.")],
+    to: Annotated[TargetChoice, typer.Option("--to", help="Whose files to write, see below.")] = TargetChoice.lowbit,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it exists.")] = False,
+    json_file: Json = None,
+) -> None:
+    """Turn a quantized checkpoint into another tool's, without rounding a weight.
+
+    Read: GPTQ (versions 1 and 2, act-order), AWQ (gemm), compressed-tensors (integers, FP8, MX), FP8, bitsandbytes NF4 and FP4
+    (to dequantized only), GGUF (Q4_0 to Q6_K of llama, qwen2 and qwen3 models), and lowbit. The tool is found out from
+    config.json.
+
+    Written: lowbit (runs here with plain from_pretrained), gptq, awq, compressed-tensors (for vLLM and others), and
+    dequantized: plain weights in the model's 16-bit type, to quantize anew. What the files of TARGET cannot hold is refused,
+    layer and reason named; docs/checkpoints.md has the table.
+
+    Example: lowbit convert Llama-3-8B-AWQ Llama-3-8B-lowbit
+    """
+    report = convert_checkpoint(source, target, to.value, overwrite=overwrite, progress=err.is_terminal)
+    for line in report.lines():
+        _say(line)
+    _say(f"wrote {target}")
+    _write_json(json_file, asdict(report))
 
 
 @app.command()
@@ -161,37 +277,7 @@ def generate(
     _write_json(json_file, {"responses": [{"prompt": p, **asdict(r)} for p, r in zip(prompts, responses, strict=True)]})
 
 
-@app.command(name="eval")
-@user_errors
-def evaluate(
-    model: Model,
-    text: Annotated[Path | None, typer.Option(help="UTF-8 text to measure on; Newton's Opticks when absent.")] = None,
-    reference: Annotated[Path | None, typer.Option(help="16-bit model to show beside it.")] = None,
-    window: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 1024,
-    stride: Annotated[int | None, typer.Option(min=1, help="Tokens between windows; the window itself when absent.")] = None,
-    windows: Annotated[int, typer.Option(min=1, help="Windows to measure; fewer tokens when the text ends before.")] = 8,
-    json_file: Json = None,
-) -> None:
-    """Perplexity of a model on real text, with the exact number of tokens it was measured on."""
-    content = sample_text() if text is None else text.read_text(encoding="utf-8")
-    rows = []
-    for folder in [model] if reference is None else [reference, model]:
-        pipe = pipeline(str(_folder(folder)))
-        ids = pipe.tokenizer(content, return_tensors="pt").input_ids
-        ids = ids[:, : window + (windows - 1) * (stride or window)].to(pipe.model.device)
-        rows.append(
-            {
-                "model": str(folder),
-                **asdict(perplexity(pipe.model, ids, window=window, stride=stride, progress=err.is_terminal)),
-            }
-        )
-        pipe.destroy()
-    table = Table("model", "perplexity", "tokens", "nats per token")
-    for row in rows:
-        table.add_row(str(row["model"]), f"{row['perplexity']:.4f}", f"{row['tokens']:,}", f"{row['nll']:.5f}")
-    if str(json_file) != "-":
-        out.print(table)
-    _write_json(json_file, {"rows": rows})
+app.command(name="eval")(user_errors(evaluate))
 
 
 @app.command()
@@ -208,13 +294,18 @@ def inspect(
         manifest = reader.manifest
         layers = manifest.layers if manifest else {}
         rows = [_layer_row(reader, name, str(entry.scheme)) for name, entry in layers.items()]
-        packed = {f"{name}.{suffix}" for name in layers for suffix in ("weight_packed", "weight_scale", "weight_zero")}
+        packed = {tensor for name, entry in layers.items() for tensor in expected_tensors(name, entry)}
         rest = sum(_tensor_bytes(reader, name) for name in reader.names() if name not in packed)
     if str(json_file) != "-":
         table = Table("layer", "scheme", "N x K", "bytes", "bits per weight")
         for row in rows:
+            beside = " + order" * row["order"] + " + input scale" * row["input_scale"]
             table.add_row(
-                row["layer"], row["scheme"], f"{row['n']} x {row['k']}", f"{row['bytes']:,}", f"{row['bits_per_weight']:.3f}"
+                row["layer"],
+                row["scheme"] + beside,
+                f"{row['n']} x {row['k']}",
+                f"{row['bytes']:,}",
+                f"{row['bits_per_weight']:.3f}",
             )
         if rows:
             out.print(table)
@@ -239,6 +330,8 @@ def _layer_row(reader: CheckpointReader, name: str, scheme: str) -> dict[str, An
         "k": q.shape[1],
         "bytes": q.nbytes,
         "bits_per_weight": q.bits_per_weight,
+        "order": q.order is not None,
+        "input_scale": q.input_scale is not None,
     }
 
 
@@ -347,6 +440,49 @@ def bench_gemm(
     _say(f"wrote {results.path}")
     if plot_file is not None:
         _plot(results.document, plot_file)
+
+
+@bench_app.command(name="tiles")
+@user_errors
+def bench_tiles(
+    formats: Annotated[str | None, typer.Option(help="Schemes, separated by commas.")] = None,
+    shapes: Annotated[str | None, typer.Option(help="Weights as NxK, separated by commas: 8192x8192,8192x28672.")] = None,
+    m: Annotated[str | None, typer.Option("--m", help="Rows of x, separated by commas: 1,16,64,256,1024,4096.")] = None,
+    dtype: Annotated[str, typer.Option(help="Type of x and y: float16 or bfloat16.")] = "float16",
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer formats, shapes and M.")] = False,
+) -> None:
+    """Check the choice of tile on this GPU: the chosen one beside the best of the next ones and the batch-invariant one.
+
+    Needs an NVIDIA GPU. Rows in which another tile wins by more than 3 % are printed at the end in the form in which
+    kernels/choose.py keeps them.
+
+    Example: lowbit bench tiles --formats w4a16_g128 --shapes 4096x4096 --m 16,64,256
+    """
+    import torch
+    from rich.table import Table
+
+    from lowbit.bench.protocol import warm_up
+    from lowbit.bench.request import make_request
+    from lowbit.bench.tiles import measure_tiles
+    from lowbit.hardware.device import device_for
+
+    request = make_request(formats, shapes, m, dtype, quick)
+    if not torch.cuda.is_available():
+        raise ValueError(f"bench tiles measures an NVIDIA GPU and torch {torch.__version__} sees none")
+    warm_up()
+    major, minor = torch.cuda.get_device_capability()
+    device = device_for(10 * major + minor)
+    rows = list(measure_tiles(request, device, _say))
+    table = Table("format", "N x K", "M", "chosen", "us", "best us", "batch-invariant us", "cost")
+    for row in rows:
+        table.add_row(
+            row.scheme, f"{row.shape.n} x {row.shape.k}", str(row.shape.m), str(row.chosen), f"{row.chosen_us:.1f}",
+            f"{row.best_us:.1f}", f"{row.invariant_us:.1f}", f"{row.invariant_us / row.chosen_us:.2f}x",
+        )  # fmt: skip
+    out.print(table)
+    for row in rows:
+        if row.worth_a_row:
+            print(row.measured(device.product))
 
 
 @bench_app.command(name="report")
