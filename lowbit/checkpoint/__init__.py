@@ -6,6 +6,8 @@ of `<layer>.weight`,
     <layer>.weight_packed   uint8 [N, ceil(K * bits / 8)]   codes, dense little-endian (formats/words.py)
     <layer>.weight_scale    float [scale_shape]             float32 per channel or tensor; fp16 or bf16 per group or block
     <layer>.weight_zero     uint8 or float [scale_shape]    with zero points only
+    <layer>.weight_order    int32 [K]                       only where the layer's entry says "order": true
+    <layer>.input_scale     float [K]                       only where the layer's entry says "input_scale": true
 
 in `model.safetensors`, or in shards with `model.safetensors.index.json`. Biases and all other tensors keep their names.
 `quantization_config` in config.json lists every quantized layer with its shape, so that each file can be checked before
@@ -17,6 +19,9 @@ anything is used:
 A layer with another scheme than the default states it; `tied` maps modules to the layer whose tensors they share.
 """
 
+from lowbit.checkpoint.detect import ForeignReader, detect
+from lowbit.checkpoint.foreign import ForeignEntry
+from lowbit.checkpoint.gguf import GgufReader
 from lowbit.checkpoint.reader import CheckpointReader, TensorInfo
 from lowbit.checkpoint.schema import CheckpointError, LayerEntry, Manifest, expected_tensors, layer_tensors, quant_tensor
 from lowbit.checkpoint.writer import CheckpointWriter
@@ -25,9 +30,13 @@ __all__ = [
     "CheckpointError",
     "CheckpointReader",
     "CheckpointWriter",
+    "ForeignEntry",
+    "ForeignReader",
+    "GgufReader",
     "LayerEntry",
     "Manifest",
     "TensorInfo",
+    "detect",
     "expected_tensors",
     "layer_tensors",
     "quant_tensor",

@@ -14,8 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lowbit.checkpoint.schema import CheckpointError, Manifest, expected_tensors, quant_tensor
-from lowbit.formats import QuantTensor, ZeroPoint
+from lowbit.checkpoint.schema import CheckpointError, Manifest, expected_tensors, quant_tensor, unstated_tensors
+from lowbit.formats import QuantTensor, ZeroPoint, is_permutation
 
 MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 MAX_JSON_BYTES = 64_000_000
@@ -27,6 +27,7 @@ _DTYPES: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -50,15 +51,16 @@ class TensorInfo:
 class CheckpointReader:
     """A Transformers folder with safetensors files, quantized by lowbit or not; tensors are read one at a time.
 
-    Opening it parses config.json and every file's header and raises CheckpointError, naming file and tensor, for
-    anything truncated, foreign or inconsistent. `manifest` is None when the checkpoint is not a lowbit one.
+    Opening it parses config.json and every file's header, reads the orders of layers that have one, and raises
+    CheckpointError, naming file and tensor, for anything truncated, foreign or inconsistent. `manifest` is None when the
+    checkpoint is not a lowbit one.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise CheckpointError(f"{self.folder}: no such folder")
-        self.config: dict[str, Any] = _read_json(self.folder / "config.json")
+        self.config: dict[str, Any] = read_json(self.folder / "config.json")
         self._tensors = _read_headers(self.folder)
         self._open: dict[Path, Any] = {}
         self.manifest = self._read_manifest()
@@ -99,13 +101,16 @@ class CheckpointReader:
         return quant_tensor({suffix: self.get(f"{name}.{suffix}") for suffix in suffixes}, entry)
 
     def check(self) -> None:
-        """Reads every quantized layer: scales finite and positive, zeros finite and in range, no stray bits after a row."""
+        """Reads every quantized layer: scales finite (auto-round and GGUF have negative ones, GGUF zeros), zeros finite and in
+        range, input scales finite, no stray bits after a row."""
         for name, entry in (self.manifest.layers if self.manifest else {}).items():
             q, file = self.layer(name), self.info(f"{name}.weight_scale").file
-            if not bool((q.scale.isfinite() & (q.scale > 0)).all()):
-                raise CheckpointError(f"{file}: {name}.weight_scale: scales are finite and positive, some here are not")
+            if not bool(q.scale.isfinite().all()):
+                raise CheckpointError(f"{file}: {name}.weight_scale: scales are finite, some here are not")
             if q.zero is not None and not bool(q.zero.isfinite().all()):
                 raise CheckpointError(f"{file}: {name}.weight_zero: some zeros are not finite")
+            if q.input_scale is not None and not bool(q.input_scale.isfinite().all()):
+                raise CheckpointError(f"{self.info(f'{name}.input_scale').file}: {name}.input_scale: some are not finite")
             if entry.scheme.zero is ZeroPoint.INTEGER and q.zero is not None and int(q.zero.max()) > entry.scheme.weight.max:
                 raise CheckpointError(
                     f"{file}: {name}.weight_zero: {int(q.zero.max())} is beyond {entry.scheme.weight.max:.0f}"
@@ -130,10 +135,23 @@ class CheckpointReader:
                         f"{found.file}: {tensor}: {entry.scheme} {entry.shape} has "
                         f"{' or '.join(str(d) for d in dtypes)} {shape}, the file has {found.dtype} {found.shape}"
                     )
+            for tensor, key in unstated_tensors(name, entry).items():
+                if tensor in self._tensors:
+                    raise CheckpointError(
+                        f"{self._tensors[tensor].file}: {tensor}: config.json does not say that the layer has it "
+                        f'("{key}": true)'
+                    )
+            # Here rather than where a layer is read: whoever loads the tensors by other means indexes memory with them.
+            order = f"{name}.weight_order"
+            if entry.order and not is_permutation(self.get(order)):
+                raise CheckpointError(
+                    f"{self.info(order).file}: {order}: holds each of 0 to {entry.shape[1] - 1} once, this one does not"
+                )
         return manifest
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of a checkpoint; raises CheckpointError, naming the file, for anything else."""
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise CheckpointError(f"{path}: {path.stat().st_size:,} bytes is no plausible JSON file of a checkpoint")
@@ -158,7 +176,7 @@ def _read_headers(folder: Path) -> dict[str, TensorInfo]:
         if not single.exists():
             raise CheckpointError(_no_weights(folder))
         return _read_header(single)
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise CheckpointError(f"{index}: weight_map is an object of tensor names and file names")
     tensors: dict[str, TensorInfo] = {}
@@ -200,7 +218,10 @@ def _no_weights(folder: Path) -> str:
         )
     ggufs = sorted(p.name for p in folder.glob("*.gguf"))
     if ggufs:
-        return f"{folder}: holds {ggufs[0]}; load it with Transformers (gguf_file=...) and save_pretrained it as safetensors"
+        return (
+            f"{folder}: holds {ggufs[0]}; make a lowbit checkpoint of it (lowbit convert), or load it with Transformers "
+            "(gguf_file=...)"
+        )
     return f"{folder}: holds neither {SINGLE} nor {INDEX}"
 
 

@@ -16,6 +16,8 @@ METHOD = "lowbit"
 FORMAT_VERSION = 1
 MAX_DIMENSION = 1 << 31
 _SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_FLAGS = {"order": "weight_order", "input_scale": "input_scale"}
+"""Key of a layer's entry -> suffix of the tensor that the layer has if the entry says true."""
 _KEYS = {"quant_method", "format_version", "scheme", "layers", "modules_to_not_convert", "tied"}
 
 
@@ -25,10 +27,17 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class LayerEntry:
-    """One quantized matrix: its shape (N, K) and scheme."""
+    """One quantized matrix: its shape (N, K) and scheme, and whether it has an order and an input scale (`QuantTensor`)."""
 
     shape: tuple[int, int]
     scheme: Scheme
+    order: bool = False
+    input_scale: bool = False
+
+    @classmethod
+    def of(cls, q: QuantTensor) -> LayerEntry:
+        """The entry of a matrix."""
+        return cls(q.shape, q.scheme, q.order is not None, q.input_scale is not None)
 
 
 @dataclass(frozen=True)
@@ -45,10 +54,10 @@ class Manifest:
 
     def to_dict(self) -> dict[str, Any]:
         """The value of `quantization_config`; a layer states its scheme only where it is not the default."""
-        layers = {
-            name: {"shape": list(entry.shape)} | ({} if entry.scheme == self.scheme else {"scheme": entry.scheme.name})
-            for name, entry in self.layers.items()
-        }
+        layers: dict[str, dict[str, Any]] = {}
+        for name, entry in self.layers.items():
+            layers[name] = {"shape": list(entry.shape)} | ({} if entry.scheme == self.scheme else {"scheme": entry.scheme.name})
+            layers[name] |= {key: True for key in _FLAGS if getattr(entry, key)}
         return {
             "quant_method": METHOD,
             "format_version": FORMAT_VERSION,
@@ -74,7 +83,8 @@ class Manifest:
         for name, entry in _mapping(data.get("layers"), where, "layers").items():
             entry = _mapping(entry, where, f"layer {name!r}")
             scheme = _scheme(entry["scheme"], where, f"layer {name!r}") if "scheme" in entry else default
-            layers[str(name)] = LayerEntry(_shape(entry.get("shape"), where, name), scheme)
+            flags = {key: _flag(entry.get(key, False), where, f"layer {name!r}: {key!r}") for key in _FLAGS}
+            layers[str(name)] = LayerEntry(_shape(entry.get("shape"), where, name), scheme, **flags)
         kept = data.get("modules_to_not_convert", [])
         if not isinstance(kept, list) or not all(isinstance(k, str) for k in kept):
             raise CheckpointError(f"{where}: modules_to_not_convert is a list of names, got {kept!r}")
@@ -86,17 +96,23 @@ class Manifest:
 
 
 def layer_tensors(q: QuantTensor) -> dict[str, Tensor]:
-    """The tensors of a layer by suffix: weight_packed, weight_scale and, with zero points, weight_zero."""
+    """The tensors of a layer by suffix: weight_packed, weight_scale and, where there are such, weight_zero, weight_order and
+    input_scale."""
     tensors = {"weight_packed": pack_words(q.codes, q.scheme.weight.bits), "weight_scale": q.scale.contiguous()}
     if q.zero is not None:
         tensors["weight_zero"] = q.zero.contiguous()
+    if q.order is not None:
+        tensors["weight_order"] = q.order.contiguous()
+    if q.input_scale is not None:
+        tensors["input_scale"] = q.input_scale.contiguous()
     return tensors
 
 
 def quant_tensor(tensors: Mapping[str, Tensor], entry: LayerEntry) -> QuantTensor:
     """The inverse of `layer_tensors`."""
     codes = unpack_words(tensors["weight_packed"], entry.scheme.weight.bits, entry.shape[1])
-    return QuantTensor(codes, tensors["weight_scale"], tensors.get("weight_zero"), entry.scheme)
+    beside = (tensors.get(suffix) for suffix in _FLAGS.values())
+    return QuantTensor(codes, tensors["weight_scale"], tensors.get("weight_zero"), entry.scheme, *beside)
 
 
 def expected_tensors(name: str, entry: LayerEntry) -> dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]:
@@ -111,12 +127,27 @@ def expected_tensors(name: str, entry: LayerEntry) -> dict[str, tuple[tuple[int,
         expected[f"{name}.weight_zero"] = (grid, (torch.uint8,))
     elif scheme.zero is ZeroPoint.FLOAT:
         expected[f"{name}.weight_zero"] = (grid, _SCALE_DTYPES)
+    if entry.order:
+        expected[f"{name}.weight_order"] = ((k,), (torch.int32,))
+    if entry.input_scale:
+        expected[f"{name}.input_scale"] = ((k,), _SCALE_DTYPES)
     return expected
+
+
+def unstated_tensors(name: str, entry: LayerEntry) -> dict[str, str]:
+    """Full tensor name -> key that the layer's entry in config.json would state if it had this tensor, and does not."""
+    return {f"{name}.{suffix}": key for key, suffix in _FLAGS.items() if not getattr(entry, key)}
 
 
 def _mapping(value: Any, where: Path | str, what: str) -> Mapping[Any, Any]:
     if not isinstance(value, Mapping):
         raise CheckpointError(f"{where}: {what} is a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _flag(value: Any, where: Path | str, what: str) -> bool:
+    if not isinstance(value, bool):
+        raise CheckpointError(f"{where}: {what} is true or false, got {value!r}")
     return value
 
 

@@ -79,13 +79,19 @@ class CheckpointWriter:
         self._pending += tensor.nbytes
         self._total += tensor.nbytes
 
-    def finish(self, config: dict[str, Any], manifest: Manifest, copy_from: Path | None = None) -> None:
-        """Writes config.json with the manifest and the index, copies tokenizer files, and puts the folder in place."""
+    def finish(
+        self, config: dict[str, Any], quantization: Manifest | dict[str, Any] | None, copy_from: Path | None = None
+    ) -> None:
+        """Writes config.json and the index, copies tokenizer files, and puts the folder in place.
+
+        `quantization` goes into config.json: the manifest of a lowbit checkpoint, what another tool states, or None.
+        """
         self._flush()
         weight_map = self._name_shards()
         if len(self._files) > 1:
             self._write_json(INDEX, {"metadata": {"total_size": self._total}, "weight_map": weight_map})
-        self._write_json("config.json", {**config, "quantization_config": manifest.to_dict()})
+        stated = quantization.to_dict() if isinstance(quantization, Manifest) else quantization
+        self._write_json("config.json", config if stated is None else {**config, "quantization_config": stated})
         for name in _COMPANIONS:
             if copy_from is not None and (copy_from / name).is_file():
                 self._guard(name, lambda name=name: shutil.copyfile(copy_from / name, self._temporary / name))

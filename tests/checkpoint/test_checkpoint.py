@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from lowbit.checkpoint import CheckpointError, CheckpointReader, CheckpointWriter, LayerEntry, Manifest, layer_tensors
 from lowbit.formats import parse_scheme
 from lowbit.quantize import rtn
+from tests.tiny import with_channels
 
 SCHEMES = [
     "w8a16",
@@ -39,8 +40,24 @@ def write(folder, schemes=("w4a16_g32_fz", "w6e3m2a16"), **options):
             for suffix, tensor in layer_tensors(q).items():
                 writer.add(f"{name}.{suffix}", tensor)
         writer.add("model.norm.weight", torch.ones(75).half())
-        entries = {name: LayerEntry(q.shape, q.scheme) for name, q in layers.items()}
+        entries = {name: LayerEntry.of(q) for name, q in layers.items()}
         writer.finish({"model_type": "llama"}, Manifest(default, entries, ("lm_head",)))
+    return layers
+
+
+def write_with_channels(folder, **options):
+    """Three layers: with an order, with an input scale, with both."""
+    kinds = {"order": (True, None), "scale": (False, torch.bfloat16), "both": (True, torch.float32)}
+    g = torch.Generator().manual_seed(0)
+    layers = {
+        name: with_channels(rtn(torch.randn(12, 75, generator=g), "w4a16_g16_z"), *kind, seed=i)
+        for i, (name, kind) in enumerate(kinds.items())
+    }
+    with CheckpointWriter(folder, **options) as writer:
+        for name, q in layers.items():
+            for suffix, tensor in layer_tensors(q).items():
+                writer.add(f"{name}.{suffix}", tensor)
+        writer.finish({}, Manifest(parse_scheme("w4a16_g16_z"), {name: LayerEntry.of(q) for name, q in layers.items()}))
     return layers
 
 
@@ -77,6 +94,27 @@ def test_config_states_the_manifest(tmp_path):
     assert quantization["layers"] == {
         "model.layer0": {"shape": [12, 75]},
         "model.layer1": {"shape": [12, 75], "scheme": "w6e3m2a16"},
+    }
+    assert Manifest.from_dict(quantization, "x").to_dict() == quantization
+
+
+@pytest.mark.parametrize("shard_bytes", [1 << 30, 700])
+def test_order_and_input_scale_round_trip(tmp_path, shard_bytes):
+    layers = write_with_channels(tmp_path / "c", shard_bytes=shard_bytes)
+    with CheckpointReader(tmp_path / "c") as reader:
+        reader.check()
+        for name, q in layers.items():
+            back = reader.layer(name)
+            for kind in ("codes", "scale", "zero", "order", "input_scale"):
+                ours, theirs = getattr(q, kind), getattr(back, kind)
+                assert ours is theirs is None or (ours.dtype == theirs.dtype and torch.equal(ours, theirs)), (name, kind)
+            assert torch.equal(back.dequantize(), q.dequantize())
+    quantization = json.loads((tmp_path / "c" / "config.json").read_text())["quantization_config"]
+    assert quantization["format_version"] == 1
+    assert quantization["layers"] == {
+        "order": {"shape": [12, 75], "order": True},
+        "scale": {"shape": [12, 75], "input_scale": True},
+        "both": {"shape": [12, 75], "order": True, "input_scale": True},
     }
     assert Manifest.from_dict(quantization, "x").to_dict() == quantization
 
@@ -208,6 +246,54 @@ def test_tampered_files_are_refused_by_name(tmp_path, what):
         CheckpointReader(tmp_path / "c")
 
 
+ORDER, INPUT_SCALE = "both.weight_order", "both.input_scale"
+
+
+@pytest.mark.parametrize(
+    ("tamper", "message"),
+    [
+        (edit_tensors(lambda t: t[ORDER].__setitem__(3, t[ORDER][4])), rf"model.safetensors: {ORDER}: holds each of 0 to 74"),
+        (edit_tensors(lambda t: t[ORDER].add_(1)), rf"model.safetensors: {ORDER}: holds each of 0 to 74"),
+        (edit_tensors(lambda t: t[ORDER].neg_()), rf"model.safetensors: {ORDER}: holds each of 0 to 74"),
+        (
+            edit_tensors(lambda t: t.update({ORDER: t[ORDER].long()})),
+            rf"{ORDER}.*int32 \(75,\), the file has torch.int64",
+        ),
+        (edit_tensors(lambda t: t.update({ORDER: t[ORDER][:-1].clone()})), rf"{ORDER}.*torch.int32 \(75,\).*\(74,\)"),
+        (edit_tensors(lambda t: t.pop(ORDER)), rf"lists the layer 'both', but no file has {ORDER}"),
+        (edit_tensors(lambda t: t.pop(INPUT_SCALE)), rf"lists the layer 'both', but no file has {INPUT_SCALE}"),
+        (
+            edit_tensors(lambda t: t.update({INPUT_SCALE: t[INPUT_SCALE].double()})),
+            rf"{INPUT_SCALE}.*the file has torch.f",
+        ),
+        (edit_config(lambda c: c["layers"]["both"].pop("order")), rf'{ORDER}: config.json does not say.*\("order": true\)'),
+        (
+            edit_config(lambda c: c["layers"]["both"].update(input_scale=False)),
+            rf'{INPUT_SCALE}: config.json does not say.*\("input_scale": true\)',
+        ),
+        (
+            edit_config(lambda c: c["layers"]["both"].update(order=1)),
+            r"config.json: layer 'both': 'order' is true or false",
+        ),
+    ],
+)
+def test_orders_and_input_scales_that_do_not_fit_are_refused(tmp_path, tamper, message):
+    write_with_channels(tmp_path / "c")
+    tamper(tmp_path / "c")
+    with pytest.raises(CheckpointError, match=message):
+        CheckpointReader(tmp_path / "c")
+
+
+def test_check_looks_into_input_scales(tmp_path):
+    write_with_channels(tmp_path / "c")
+    edit_tensors(lambda t: t[INPUT_SCALE].__setitem__(0, float("nan")))(tmp_path / "c")
+    with (
+        CheckpointReader(tmp_path / "c") as reader,
+        pytest.raises(CheckpointError, match=rf"{INPUT_SCALE}: some are not"),
+    ):
+        reader.check()
+
+
 @pytest.mark.parametrize("cut", [1, 100, 5000])
 def test_truncated_files_are_refused(tmp_path, cut):
     write(tmp_path / "c")
@@ -220,8 +306,8 @@ def test_truncated_files_are_refused(tmp_path, cut):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t[SCALE].fill_(float("nan")), rf"{SCALE}: scales are finite and positive"),
-        (lambda t: t[SCALE].fill_(-1), rf"{SCALE}: scales are finite and positive"),
+        (lambda t: t[SCALE].fill_(float("nan")), rf"{SCALE}: scales are finite"),
+        (lambda t: t[SCALE].fill_(float("inf")), rf"{SCALE}: scales are finite"),
         (lambda t: t[ZERO].fill_(float("inf")), rf"{ZERO}: some zeros are not finite"),
         (lambda t: t[PACKED][:, -1].fill_(255), rf"{PACKED}: unused bits"),
     ],

@@ -1,0 +1,452 @@
+"""compressed-tensors files, as llm-compressor writes them. For a layer with weights w [N, K]:
+
+    pack-quantized      weight_packed int32 [N, W]: integers of 1 to 8 bits, value + 2^(bits - 1), little-endian along K
+                        weight_shape int64 [2]; with zero points weight_zero_point int32 [W', G], packed the same way along N
+    int-quantized       weight int8 [N, K]; with zero points weight_zero_point int8
+    float-quantized     weight float8_e4m3fn [N, K]
+    naive-quantized     as int- or float-quantized, whichever the type is
+    mxfp4-pack-quantized, mxfp8-quantized, mxfp6-pack-quantized
+                        weight_packed uint8 (mxfp8: weight) and weight_scale uint8 [N, K / 32], exponents of two less 127
+
+and weight_scale [1], [N, 1], [N, G] or, for blocks, [N / n, K / k], all rounded up; w = scale * (q - zero point).
+
+Since 0.18 words are dense (W = ceil(K * bits / 32)); before, each word held 32 // bits codes and its high bits stayed unused.
+Both are read, told apart by their width, and written. Which `config_groups` entry a layer belongs to shows in its tensors:
+the one they fit, so no pattern of an unknown file is ever run. Source: compressed-tensors 0.17.0, 0.18.0, 0.19.0.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.checkpoint.foreign import (
+    MAX_GROUP,
+    SCALE_DTYPES,
+    ForeignEntry,
+    ForeignLayer,
+    ForeignSchema,
+    bit_width,
+    codes_to_words,
+    config_value,
+    is_e8m0,
+    read_e8m0,
+    read_fp8,
+    words_to_codes,
+    write_e8m0,
+)
+from lowbit.checkpoint.schema import MAX_DIMENSION, CheckpointError
+from lowbit.formats import (
+    FloatFormat,
+    Granularity,
+    IntFormat,
+    NumberFormat,
+    PerBlock,
+    PerChannel,
+    PerGroup,
+    PerTensor,
+    QuantTensor,
+    Scheme,
+    ZeroPoint,
+    float_format,
+    int_format,
+    pack_words,
+    packed_bytes,
+    scale_shape,
+    uint_format,
+    unpack_words,
+)
+
+PACKED, INT, FLOAT, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
+_MX = {
+    "mxfp4-pack-quantized": float_format(2, 1),
+    "mxfp6-pack-quantized": float_format(2, 3),
+    "mxfp8-quantized": float_format(4, 3),
+}
+_E4M3 = float_format(4, 3)
+_FORMATS = (PACKED, INT, FLOAT, NAIVE, *_MX)
+
+
+@dataclass(frozen=True)
+class WeightArgs:
+    """How the weights of one config group lie: format, number format (bits 1 is kept as written), granularity, zero points;
+    `activation` of the group (None: 16 bits); `padded`: words of 32 // bits codes, as before 0.18."""
+
+    layout: str
+    bits: int
+    float: bool
+    granularity: Granularity
+    zero: bool
+    activation: NumberFormat | None = None
+    static_activation: bool = False
+    padded: bool = False
+
+    @property
+    def scheme(self) -> Scheme:
+        """The scheme of a layer's QuantTensor; integers of 1 bit become integers of 2."""
+        weight: NumberFormat
+        if self.layout in _MX:
+            weight = _MX[self.layout]
+        elif self.float:
+            weight = _E4M3
+        else:
+            weight = (uint_format if self.zero else int_format)(max(2, self.bits))
+        activation = None if self.static_activation else self.activation
+        return Scheme(weight, activation, self.granularity, ZeroPoint.INTEGER if self.zero else ZeroPoint.NONE)
+
+
+@dataclass(frozen=True)
+class CompressedTensors(ForeignSchema):
+    """The config groups of a checkpoint; `new_words`: written by 0.18 or later (None: unknown)."""
+
+    groups: tuple[WeightArgs, ...]
+    new_words: bool | None = True
+    kv_cache: bool = False
+
+    name = "compressed-tensors"
+    suffixes = (
+        *("weight_packed", "weight", "weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx"),
+        *("weight_global_scale", "input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point"),
+    )
+    markers = ("weight_packed", "weight_scale")
+    small = ("weight_shape",)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], where: Path | str) -> CompressedTensors:
+        """From `quantization_config`."""
+        groups = config.get("config_groups")
+        if not isinstance(groups, Mapping) or not groups or len(groups) > 1000:
+            raise CheckpointError(f"{where}: config_groups is an object of groups, got {str(groups)[:80]!r}")
+        if isinstance(config.get("sparsity_config"), Mapping) and config["sparsity_config"].get("format", "dense") != "dense":
+            raise CheckpointError(f"{where}: sparse weights ({config['sparsity_config']['format']!r}) are not read")
+        args = [_weight_args(group, config.get("format"), f"{where}: {name}") for name, group in groups.items()]
+        version = re.match(r"(\d{1,4})\.(\d{1,4})", str(config.get("version", "")))
+        new_words = None if version is None else (int(version[1]), int(version[2])) >= (0, 18)
+        return cls(tuple(dict.fromkeys(args)), new_words, config.get("kv_cache_scheme") is not None)
+
+    def config(self, kept: Iterable[str], targets: Mapping[WeightArgs, list[str]]) -> dict[str, Any]:
+        """`quantization_config` of a model whose layers have the given arguments; `kept` are its other linear layers."""
+        groups = {}
+        for i, (args, names) in enumerate(targets.items()):
+            groups[f"group_{i}"] = {
+                "targets": ["Linear"] if len(targets) == 1 else sorted(names),
+                "weights": _weights_json(args),
+                "input_activations": None if args.activation is None else _activation_json(args),
+                "output_activations": None,
+                "format": args.layout,
+            }
+        formats = {args.layout for args in targets}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+            "quantization_status": "compressed",
+            "config_groups": groups,
+            "ignore": list(kept),
+            "kv_cache_scheme": None,
+            "global_compression_ratio": None,
+            "version": "0.18.0",
+        }
+
+    def entry(self, layer: ForeignLayer) -> ForeignEntry:
+        shape, args = self.fit(layer)
+        notes = []
+        if args.static_activation or any(layer.has(s) for s in ("input_scale", "input_zero_point")):
+            notes.append("static activation scales are left out: activations stay in 16 bits")
+        return ForeignEntry(shape, args.scheme, notes=tuple(notes))
+
+    def read(self, layer: ForeignLayer) -> QuantTensor:
+        shape, args = self.fit(layer)
+        return read_layer(layer, shape, args)
+
+    def write(self, q: QuantTensor) -> dict[str, Tensor]:
+        return write_layer(q, args_for(q))
+
+    def fit(self, layer: ForeignLayer) -> tuple[tuple[int, int], WeightArgs]:
+        """Shape and arguments of a layer: those of the only group that its tensors fit."""
+        fits, reasons = [], []
+        for args in self.groups:
+            try:
+                fits.append(_shape_and_args(layer, args, self.new_words))
+            except CheckpointError as error:
+                reasons.append(error)
+        if not fits:
+            raise (
+                reasons[0]
+                if len(reasons) == 1
+                else CheckpointError(
+                    f"{layer.where}: {layer.name}: fits none of the {len(reasons)} config_groups; first reason: {reasons[0]}"
+                )
+            )
+        shape, args = fits[0]
+        if any(dataclasses.replace(other, activation=args.activation) != args or size != shape for size, other in fits[1:]):
+            raise CheckpointError(f"{layer.where}: {layer.name}: fits several config_groups that mean different weights")
+        if any(other.activation != args.activation for _, other in fits):
+            args = dataclasses.replace(args, activation=None)
+        return shape, args
+
+
+def args_for(q: QuantTensor) -> WeightArgs:
+    """The arguments under which `write_layer` writes `q`; ValueError with the reasons where there are none."""
+    if reasons := refusals(q):
+        raise ValueError("; ".join(reasons))
+    scheme, zero = q.scheme, q.zero is not None
+    fmt = scheme.weight
+    if isinstance(fmt, IntFormat):
+        layout = PACKED if scheme.activation is None else INT
+        return WeightArgs(layout, fmt.bits, False, scheme.granularity, zero, scheme.activation)
+    layout = FLOAT
+    if isinstance(scheme.granularity, PerGroup):
+        layout = next(name for name, known in _MX.items() if known == fmt)
+    return WeightArgs(layout, fmt.bits, True, scheme.granularity, zero, scheme.activation)
+
+
+def refusals(q: QuantTensor) -> tuple[str, ...]:
+    """Why compressed-tensors files cannot hold `q`; empty when they can."""
+    scheme, fmt, reasons = q.scheme, q.scheme.weight, []
+    if scheme.zero is ZeroPoint.FLOAT:
+        reasons.append("zero points in compressed-tensors files are integers, these are floating-point numbers")
+    if isinstance(fmt, FloatFormat):
+        if isinstance(scheme.granularity, PerGroup):
+            if fmt not in _MX.values() or scheme.granularity.size != 32 or not is_e8m0(q.scale):
+                reasons.append(
+                    f"floats in groups of compressed-tensors files are groups of 32 with power-of-two scales (MX), not {scheme}"
+                )
+        elif fmt != _E4M3:
+            reasons.append(f"floats in compressed-tensors files are e4m3, or in MX groups of 32, not {fmt.name} as in {scheme}")
+    elif isinstance(scheme.granularity, PerBlock):
+        reasons.append(
+            f"integers in compressed-tensors files have scales of groups, channels or tensors, not of blocks as in {scheme}"
+        )
+    elif isinstance(scheme.granularity, PerTensor) and q.zero is not None:
+        reasons.append("zero points in compressed-tensors files go with scales of groups or channels, not of the whole tensor")
+    if isinstance(scheme.granularity, PerGroup) and q.shape[1] % scheme.granularity.size:
+        reasons.append(f"groups in compressed-tensors files are full, {scheme.granularity.size} does not divide K {q.shape[1]}")
+    if q.order is not None:
+        reasons.append("compressed-tensors files have no channel order any more (act-order; GPTQ files have one)")
+    if q.input_scale is not None:
+        reasons.append("compressed-tensors files have no scale of the input's channels")
+    return tuple(reasons)
+
+
+def read_layer(layer: ForeignLayer, shape: tuple[int, int], args: WeightArgs) -> QuantTensor:
+    """The QuantTensor of a layer that fits its arguments; raises CheckpointError for values that mean nothing."""
+    (n, k), grid = shape, scale_shape(args.granularity, shape)
+    if args.layout in _MX:
+        scale = read_e8m0(layer, "weight_scale")
+        if args.layout == "mxfp8-quantized":
+            return QuantTensor(read_fp8(layer, "weight"), scale, None, args.scheme)
+        return QuantTensor(unpack_words(layer.tensor("weight_packed"), args.bits, k), scale, None, args.scheme)
+    scale = layer.scales("weight_scale").reshape(grid)
+    if args.float:
+        return QuantTensor(read_fp8(layer, "weight"), scale, None, args.scheme)
+    zero = None
+    if args.layout == PACKED:
+        codes = _unpack(layer.tensor("weight_packed"), args, k)
+        if args.zero:
+            zero = _unpack(layer.tensor("weight_zero_point").t(), args, n).t().contiguous()
+    else:
+        codes = _offset_binary(layer, "weight", args.bits)
+        if args.zero:
+            zero = _offset_binary(layer, "weight_zero_point", args.bits).reshape(grid)
+    if args.bits == 1:  # -1 and 0 as integers of 2 bits
+        codes, zero = codes + 1, None if zero is None else zero + 1
+    return QuantTensor(codes, scale, zero, args.scheme)
+
+
+def write_layer(q: QuantTensor, args: WeightArgs) -> dict[str, Tensor]:
+    """The tensors by suffix; the inverse of `read_layer`."""
+    per_tensor = isinstance(args.granularity, PerTensor)
+    scale = q.scale.reshape(1) if per_tensor else q.scale.contiguous()
+    if args.layout in _MX:
+        scale = write_e8m0(q.scale)
+        if args.layout != "mxfp8-quantized":
+            return {"weight_packed": pack_words(q.codes, args.bits), "weight_scale": scale}
+    if args.float:
+        return {"weight": q.codes.contiguous().view(torch.float8_e4m3fn), "weight_scale": scale}
+    codes, zero = q.codes, q.zero
+    if args.bits == 1:
+        codes, zero = codes - 1, None if zero is None else zero - 1
+    if args.layout == PACKED:
+        tensors = {"weight_packed": _pack(codes, args), "weight_scale": scale, "weight_shape": torch.tensor(q.shape)}
+        if zero is not None:
+            tensors["weight_zero_point"] = _pack(zero.t(), args).t().contiguous()
+        return tensors
+    half = 1 << (args.bits - 1)
+    tensors = {"weight": (codes.to(torch.int16) - half).to(torch.int8), "weight_scale": scale}
+    if zero is not None:
+        signed = (zero.to(torch.int16) - half).to(torch.int8)
+        tensors["weight_zero_point"] = signed.reshape(1) if per_tensor else signed
+    return tensors
+
+
+def _shape_and_args(layer: ForeignLayer, args: WeightArgs, new_words: bool | None) -> tuple[tuple[int, int], WeightArgs]:
+    """Shape of the layer and its arguments, `padded` found out; raises CheckpointError where the tensors do not fit."""
+    for suffix in ("weight_g_idx", "weight_global_scale"):
+        if layer.has(suffix):
+            meaning = "a channel order that compressed-tensors itself no longer reads" if "g_idx" in suffix else "NVFP4 scales"
+            raise layer.error(suffix, f"{meaning}: not read; quantize again, or decompress with the tool that wrote it")
+    if args.layout == PACKED:
+        return _packed_shape(layer, args, new_words)
+    if args.layout in _MX:
+        fp8 = args.layout == "mxfp8-quantized"
+        n, width = layer.matrix("weight" if fp8 else "weight_packed", (torch.float8_e4m3fn if fp8 else torch.uint8,))
+        k = width if fp8 else width * 8 // args.bits
+        if k % 32 or (not fp8 and packed_bytes(k, args.bits) != width):
+            raise layer.error("weight" if fp8 else "weight_packed", f"{width} a row are no whole groups of 32 weights")
+        layer.expect("weight_scale", (torch.uint8, torch.float8_e8m0fnu), (n, k // 32))
+        return (n, k), args
+    shape = layer.matrix("weight", (torch.float8_e4m3fn if args.float else torch.int8,))
+    layer.expect("weight_scale", SCALE_DTYPES, *_scale_shapes(args, shape))
+    if args.zero:
+        layer.expect("weight_zero_point", (torch.int8,), *_scale_shapes(args, shape))
+    return shape, args
+
+
+def _packed_shape(layer: ForeignLayer, args: WeightArgs, new_words: bool | None) -> tuple[tuple[int, int], WeightArgs]:
+    n, words = layer.matrix("weight_packed", (torch.int32,))
+    layer.expect("weight_shape", (torch.int64,), (2,))
+    rows, k = (int(v) for v in layer.tensor("weight_shape").tolist())
+    dense, padded = -(-k * args.bits // 32), -(-k // (32 // args.bits))
+    if rows != n or not 0 < k < MAX_DIMENSION or words not in (dense, padded):
+        raise layer.error(
+            "weight_packed", f"{args.bits}-bit codes of the shape in weight_shape, {(rows, k)}, are [{rows}, {dense}], or "
+            f"[{rows}, {padded}] with padded words, found {(n, words)}",
+        )  # fmt: skip
+    old = words != dense
+    if dense == padded and 32 % args.bits and k > 32 // args.bits:
+        if new_words is None:
+            raise layer.error("weight_packed", "dense and padded words are equally long here, and `version` is not stated")
+        old = not new_words
+    layer.expect("weight_scale", SCALE_DTYPES, *_scale_shapes(args, (n, k)))
+    if args.zero:
+        zero_words = -(-n // (32 // args.bits)) if old else -(-n * args.bits // 32)
+        layer.expect("weight_zero_point", (torch.int32,), (zero_words, scale_shape(args.granularity, (n, k))[1]))
+    return (n, k), dataclasses.replace(args, padded=old)
+
+
+def _scale_shapes(args: WeightArgs, shape: tuple[int, int]) -> tuple[tuple[int, ...], ...]:
+    grid = scale_shape(args.granularity, shape)
+    return ((1,), (1, 1), ()) if isinstance(args.granularity, PerTensor) else (grid,)
+
+
+def _unpack(words: Tensor, args: WeightArgs, count: int) -> Tensor:
+    """Codes uint8 [R, count] of words int32 [R, W]."""
+    if not args.padded:
+        return words_to_codes(words, args.bits, count)
+    per_word = 32 // args.bits
+    shifts = torch.arange(per_word, device=words.device) * args.bits
+    codes = (words.to(torch.int64).unsqueeze(-1) >> shifts) & ((1 << args.bits) - 1)
+    return codes.flatten(1)[:, :count].to(torch.uint8)
+
+
+def _pack(codes: Tensor, args: WeightArgs) -> Tensor:
+    """Words int32 [R, W] of codes uint8 [R, C]; the inverse of `_unpack`."""
+    if not args.padded:
+        return codes_to_words(codes, args.bits)
+    per_word = 32 // args.bits
+    filled = torch.nn.functional.pad(codes, (0, -codes.shape[1] % per_word)).unflatten(1, (-1, per_word))
+    shifts = torch.arange(per_word, device=codes.device) * args.bits
+    words = (filled.to(torch.int64) << shifts).sum(-1)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def _offset_binary(layer: ForeignLayer, suffix: str, bits: int) -> Tensor:
+    """Codes uint8 of int8 values, which must lie in the range of `bits` bits."""
+    values, half = layer.tensor(suffix).to(torch.int16), 1 << (bits - 1)
+    if bool(((values < -half) | (values >= half)).any()):
+        raise layer.error(suffix, f"values from {int(values.min())} to {int(values.max())} are beyond {bits}-bit integers")
+    return (values + half).to(torch.uint8)
+
+
+def _weight_args(group: Any, default_format: Any, where: str) -> WeightArgs:
+    """The arguments of one entry of `config_groups`."""
+    if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
+        raise CheckpointError(f"{where}: a config group is an object with weights, got {str(group)[:80]!r}")
+    weights, layout = group["weights"], group.get("format") or default_format
+    if layout not in _FORMATS:
+        raise CheckpointError(
+            f"{where}: format {layout!r} is not read; read are {', '.join(_FORMATS)}. Decompress the model with the tool that "
+            "wrote it, or start from its 16-bit checkpoint"
+        )
+    if weights.get("actorder") in ("group", "dynamic", True):
+        raise CheckpointError(f"{where}: actorder 'group' (a channel order) is not read; quantize again with actorder 'weight'")
+    kind = config_value(weights, where, ("type",), str, "int")
+    bits = config_value(weights, where, ("num_bits",), int)
+    is_float = kind == "float"
+    if (is_float != (layout in (FLOAT, *_MX)) and layout != NAIVE) or kind not in ("int", "float"):
+        raise CheckpointError(f"{where}: weights of type {kind!r} do not go with format {layout}")
+    allowed: Iterable[int] = (_MX[layout].bits,) if layout in _MX else (8,) if is_float else range(1, 9)
+    bit_width(bits, where, allowed, layout)
+    symmetric = config_value(weights, where, ("symmetric",), bool, True)
+    if is_float and not symmetric:
+        raise CheckpointError(f"{where}: floating-point weights have no zero points, but symmetric is false")
+    granularity = PerGroup(32) if layout in _MX else _granularity(weights, where)
+    if layout == PACKED and not symmetric and isinstance(granularity, (PerTensor, PerBlock)):
+        raise CheckpointError(f"{where}: packed zero points go with scales of groups or channels, not {granularity}")
+    activation, static = _activation(group.get("input_activations"), where)
+    return WeightArgs(layout, bits, is_float, granularity, not symmetric, activation, static)
+
+
+def _granularity(weights: Mapping[str, Any], where: str) -> Granularity:
+    size = config_value(weights, where, ("group_size",), int, None)
+    inferred = "tensor" if size is None else "channel" if size == -1 else "group"
+    strategy = config_value(weights, where, ("strategy",), str, inferred)
+    if strategy == "group" and size is not None and 0 < size <= MAX_GROUP:
+        return PerGroup(size)
+    if strategy == "channel":
+        return PerChannel()
+    if strategy == "tensor":
+        return PerTensor()
+    block = weights.get("block_structure")
+    pair = isinstance(block, list) and len(block) == 2 and all(type(v) is int and 0 < v <= MAX_GROUP for v in block)
+    if strategy == "block" and isinstance(block, list) and pair:
+        return PerBlock(block[0], block[1])
+    raise CheckpointError(
+        f"{where}: strategy {strategy!r} with group_size {size!r} and block_structure {block!r}; read are tensor, channel, "
+        "group with a positive group_size, and block with two positive numbers"
+    )
+
+
+def _activation(value: Any, where: str) -> tuple[NumberFormat | None, bool]:
+    """(format of the activations or None for 16 bits, whether their scales are static)."""
+    if value is None:
+        return None, False
+    if not isinstance(value, Mapping):
+        raise CheckpointError(f"{where}: input_activations is an object or null, got {str(value)[:80]!r}")
+    bits = config_value(value, where, ("num_bits",), int, 8)
+    if value.get("type") == "float":
+        return {8: _E4M3, 4: float_format(2, 1)}.get(bits), value.get("dynamic") is not True
+    plain = value.get("symmetric", True) is True and value.get("dynamic") is True and 2 <= bits <= 8
+    return int_format(bits) if 2 <= bits <= 8 else None, not plain
+
+
+def _weights_json(args: WeightArgs) -> dict[str, Any]:
+    granularity = args.granularity
+    strategy = {PerGroup: "group", PerChannel: "channel", PerTensor: "tensor", PerBlock: "block"}[type(granularity)]  # type: ignore[index]
+    return {
+        "num_bits": args.bits,
+        "type": "float" if args.float else "int",
+        "symmetric": not args.zero,
+        "strategy": strategy,
+        "group_size": granularity.size if isinstance(granularity, PerGroup) else None,
+        "block_structure": [granularity.n, granularity.k] if isinstance(granularity, PerBlock) else None,
+        "dynamic": False,
+        "actorder": None,
+        "zp_dtype": "torch.int8" if args.zero else None,
+    }
+
+
+def _activation_json(args: WeightArgs) -> dict[str, Any]:
+    """Activations quantized while running: token by token, with blocks of weights in groups as long as a block."""
+    assert args.activation is not None
+    shared = {"type": "float" if isinstance(args.activation, FloatFormat) else "int", "symmetric": True, "dynamic": True}
+    if isinstance(args.granularity, PerBlock):
+        return shared | {"num_bits": args.activation.bits, "strategy": "group", "group_size": args.granularity.k}
+    return shared | {"num_bits": args.activation.bits, "strategy": "token"}

@@ -1,0 +1,105 @@
+"""8-bit floats outside compressed-tensors. Weights are float8_e4m3fn [N, K], their scales multiply:
+
+    quant_method fp8          weight_scale_inv float32 [ceil(N / n), ceil(K / k)] with weight_block_size [n, k] (DeepSeek's
+                              128 x 128; "inv" notwithstanding, it is a factor), or exponents of two; without blocks one
+                              scale, weight_scale_inv or weight_scale, [] or [1]
+    quant_method fbgemm_fp8   weight_scale float32 [N, 1]
+
+Source: Transformers, integrations/finegrained_fp8.py and integrations/fbgemm_fp8.py; vLLM's fp8 checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.checkpoint.foreign import (
+    MAX_GROUP,
+    SCALE_DTYPES,
+    ForeignEntry,
+    ForeignLayer,
+    ForeignSchema,
+    config_value,
+    read_e8m0,
+    read_fp8,
+    write_e8m0,
+)
+from lowbit.checkpoint.schema import CheckpointError
+from lowbit.formats import Granularity, PerBlock, PerChannel, PerTensor, QuantTensor, Scheme, float_format, scale_shape
+
+_E4M3 = float_format(4, 3)
+_STATIC = ("activation_scale", "input_scale")
+
+
+@dataclass(frozen=True)
+class Fp8(ForeignSchema):
+    """Granularity of the scales, the name of their tensor (None: either of two), whether they are exponents, and whether
+    activations are quantized token by token while running. A scale of the whole tensor is written as []."""
+
+    granularity: Granularity
+    scale_name: str | None
+    exponents: bool = False
+    dynamic: bool = True
+
+    name = "fp8"
+    suffixes = ("weight", "weight_scale", "weight_scale_inv", *_STATIC, "input_scale_ub")
+    markers = ("weight_scale", "weight_scale_inv")
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], where: Path | str) -> Fp8:
+        """From `quantization_config`."""
+        if config.get("quant_method") == "fbgemm_fp8":
+            return cls(PerChannel(), "weight_scale")
+        fmt = config_value(config, where, ("fmt",), str, "e4m3")
+        if fmt not in ("e4m3", "float8_e4m3fn"):
+            raise CheckpointError(f"{where}: fmt is {fmt!r}; read are weights in e4m3")
+        dynamic = config_value(config, where, ("activation_scheme",), str, "dynamic") == "dynamic"
+        block = config.get("weight_block_size")
+        if block is None:
+            return cls(PerTensor(), None, dynamic=dynamic)
+        if not (isinstance(block, list) and len(block) == 2 and all(type(v) is int and 0 < v <= MAX_GROUP for v in block)):
+            raise CheckpointError(f"{where}: weight_block_size is two positive numbers [n, k] or null, got {block!r}")
+        return cls(PerBlock(*block), "weight_scale_inv", config.get("scale_fmt") == "ue8m0", dynamic)
+
+    def entry(self, layer: ForeignLayer) -> ForeignEntry:
+        shape = layer.matrix("weight", (torch.float8_e4m3fn,))
+        grid, name = scale_shape(self.granularity, shape), self._scale_of(layer)
+        dtypes: tuple[torch.dtype, ...] = SCALE_DTYPES
+        if self.exponents:
+            dtypes = (*SCALE_DTYPES, torch.float8_e8m0fnu, torch.uint8)
+        layer.expect(name, dtypes, *(((1,), (), (1, 1)) if isinstance(self.granularity, PerTensor) else (grid,)))
+        static = [suffix for suffix in _STATIC if layer.has(suffix)]
+        notes = ("static activation scales are left out: activations stay in 16 bits",) if static else ()
+        return ForeignEntry(shape, self._scheme(bool(static)), notes=notes)
+
+    def read(self, layer: ForeignLayer) -> QuantTensor:
+        entry = self.entry(layer)
+        assert entry.scheme is not None
+        name = self._scale_of(layer)
+        exponents = layer.tensor(name).dtype not in SCALE_DTYPES
+        scale = read_e8m0(layer, name) if exponents else layer.scales(name)
+        return QuantTensor(
+            read_fp8(layer, "weight"), scale.reshape(scale_shape(self.granularity, entry.shape)), None, entry.scheme
+        )
+
+    def write(self, q: QuantTensor) -> dict[str, Tensor]:
+        scale = q.scale.contiguous()
+        if isinstance(self.granularity, PerTensor):
+            scale = scale.reshape(())
+        elif self.exponents:
+            scale = write_e8m0(scale).view(torch.float8_e8m0fnu)
+        name = self.scale_name or "weight_scale"
+        return {"weight": q.codes.contiguous().view(torch.float8_e4m3fn), name: scale}
+
+    def _scale_of(self, layer: ForeignLayer) -> str:
+        if self.scale_name is not None:
+            return self.scale_name
+        return "weight_scale_inv" if layer.has("weight_scale_inv") else "weight_scale"
+
+    def _scheme(self, static: bool) -> Scheme:
+        return Scheme(_E4M3, _E4M3 if self.dynamic and not static else None, self.granularity)

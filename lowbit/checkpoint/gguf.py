@@ -1,0 +1,313 @@
+"""GGUF files (llama.cpp's), version 2 and 3: a header of metadata and tensors, then the tensors' blocks, row by row along K.
+
+    Q4_0 32 weights: f16 d, 16 bytes, element j in the low nibble of byte j, j + 16 in the high one     w = d (q - 8)
+    Q4_1 as Q4_0 with f16 m                                                                              w = d q + m
+    Q5_0 as Q4_0 with 32 fifth bits before the nibbles                                                   w = d (q - 16)
+    Q5_1 as Q5_0 with f16 m                                                                              w = d q + m
+    Q8_0 32 weights: f16 d, int8                                                                         w = d q
+    Q4_K 256 weights: f16 d and dmin, 8 scales and 8 minima of 6 bits, nibbles                           w = d s q - dmin m
+    Q5_K as Q4_K with fifth bits                                                                         w = d s q - dmin m
+    Q6_K 256 weights: nibbles, upper bits, 16 int8 scales, f16 d                                         w = d s (q - 32)
+
+d s, dmin m have up to 19 bits and are kept exactly, in float32; all others keep fp16. Scales may be negative or zero. Other
+types are refused: IQ4_NL and the IQ types index tables of values that lie on no line, the rest nobody asked for yet.
+Source: ggml's block structures and the package gguf 0.19 (quants.py, constants.py).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from lowbit.checkpoint.foreign import ForeignEntry
+from lowbit.checkpoint.schema import MAX_DIMENSION, CheckpointError
+from lowbit.formats import PerGroup, QuantTensor, Scheme, ZeroPoint, int_format, uint_format
+
+_MAX_COUNT = 1 << 20
+_MAX_STRING = 1 << 24
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
+_UNREAD = {9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 20: "IQ4_NL", 23: "IQ4_XS", 39: "MXFP4", 40: "NVFP4"}
+
+Decoded = tuple[Tensor, Tensor, "Tensor | None"]
+"""Codes [.., weights of a block], scales [.., groups of a block] and zeros of the same shape."""
+
+
+def _half(block: Tensor, start: int) -> Tensor:
+    return block[..., start : start + 2].contiguous().view(torch.float16)
+
+
+def _nibbles(data: Tensor) -> Tensor:
+    return torch.cat((data & 15, data >> 4), dim=-1)
+
+
+def _fifth_bits(data: Tensor) -> Tensor:
+    """32 bits in 4 bytes as uint8 [.., 32], each 0 or 16."""
+    shifts = torch.arange(8, dtype=torch.uint8)
+    return ((data.unsqueeze(-1) >> shifts) & 1).flatten(-2) << 4
+
+
+def _q4_0(block: Tensor) -> Decoded:
+    return _nibbles(block[..., 2:]), _half(block, 0), None
+
+
+def _q4_1(block: Tensor) -> Decoded:
+    return _nibbles(block[..., 4:]), _half(block, 0), _half(block, 2)
+
+
+def _q5_0(block: Tensor) -> Decoded:
+    return _nibbles(block[..., 6:]) | _fifth_bits(block[..., 2:6]), _half(block, 0), None
+
+
+def _q5_1(block: Tensor) -> Decoded:
+    return _nibbles(block[..., 8:]) | _fifth_bits(block[..., 4:8]), _half(block, 0), _half(block, 2)
+
+
+def _q8_0(block: Tensor) -> Decoded:
+    return block[..., 2:] ^ 0x80, _half(block, 0), None
+
+
+def _k_scales(block: Tensor) -> tuple[Tensor, Tensor]:
+    """d s and -dmin m float32 [.., 8] of a Q4_K or Q5_K block: 12 bytes hold 16 numbers of 6 bits, the upper two bits of the
+    last four scales (minima) at the top of the first four's bytes."""
+    a, b, c = (block[..., start : start + 4] for start in (4, 8, 12))
+    scale = torch.cat((a & 63, (c & 15) | (a >> 6 << 4)), dim=-1)
+    minimum = torch.cat((b & 63, (c >> 4) | (b >> 6 << 4)), dim=-1)
+    return _half(block, 0).float() * scale, -(_half(block, 2).float() * minimum)
+
+
+def _q4_k(block: Tensor) -> Decoded:
+    return (_nibbles(block[..., 16:].unflatten(-1, (4, 32))).flatten(-2), *_k_scales(block))
+
+
+def _q5_k(block: Tensor) -> Decoded:
+    low = _nibbles(block[..., 48:].unflatten(-1, (4, 32))).flatten(-2)
+    shifts = torch.arange(8, dtype=torch.uint8)
+    fifth = (block[..., 16:48].unsqueeze(-2) >> shifts.unsqueeze(-1)) & 1  # [.., 8 groups, 32]
+    return (low | (fifth.flatten(-2) << 4), *_k_scales(block))
+
+
+def _q6_k(block: Tensor) -> Decoded:
+    low = _nibbles(block[..., :128].unflatten(-1, (2, 64))).flatten(-2)
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)
+    high = (block[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts.unsqueeze(-1)) & 3  # [.., 2 halves, 4 quarters, 32]
+    scale = block[..., 192:208].contiguous().view(torch.int8).float() * _half(block, 208).float()
+    return low | (high.flatten(-3) << 4), scale, None
+
+
+@dataclass(frozen=True)
+class BlockType:
+    """A type of blocks: its name, weights and bytes of one, the scheme of its layers, and what decodes blocks [.., bytes]."""
+
+    name: str
+    weights: int
+    bytes: int
+    scheme: Scheme
+    decode: Callable[[Tensor], Decoded]
+
+
+def _type(
+    name: str, weights: int, size: int, bits: int, group: int, zeros: bool, decode: Callable[[Tensor], Decoded]
+) -> BlockType:
+    zero = ZeroPoint.FLOAT if zeros else ZeroPoint.NONE
+    scheme = Scheme(uint_format(bits) if zeros else int_format(bits), None, PerGroup(group), zero)
+    return BlockType(name, weights, size, scheme, decode)
+
+
+BLOCKS = {
+    2: _type("Q4_0", 32, 18, 4, 32, False, _q4_0),
+    3: _type("Q4_1", 32, 20, 4, 32, True, _q4_1),
+    6: _type("Q5_0", 32, 22, 5, 32, False, _q5_0),
+    7: _type("Q5_1", 32, 24, 5, 32, True, _q5_1),
+    8: _type("Q8_0", 32, 34, 8, 32, False, _q8_0),
+    12: _type("Q4_K", 256, 144, 4, 32, True, _q4_k),
+    13: _type("Q5_K", 256, 176, 5, 32, True, _q5_k),
+    14: _type("Q6_K", 256, 210, 6, 16, False, _q6_k),
+}
+"""By ggml's number of the type."""
+
+
+@dataclass(frozen=True)
+class GgufTensor:
+    """A tensor's type number, shape (rows first) and the bytes [begin, end) of the file that hold it; end is 0 for types that
+    are not read."""
+
+    kind: int
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class GgufReader:
+    """One GGUF file; opening it parses and checks the header and raises CheckpointError for anything amiss.
+
+    `metadata` has the scalars and strings (arrays, such as vocabularies, are skipped), `tensors` every tensor by its name.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.metadata: dict[str, Any] = {}
+        self.tensors: dict[str, GgufTensor] = {}
+        try:
+            self._size = self.path.stat().st_size
+            with self.path.open("rb") as file:
+                self._read_header(_Cursor(file, self._size, self.path))
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be read ({error})") from error
+
+    def entry(self, name: str) -> ForeignEntry | None:
+        """Shape and scheme of a tensor of blocks; None for a plain one. Raises CheckpointError for a type that is not read."""
+        tensor = self.tensors[name]
+        if tensor.kind in _PLAIN:
+            return None
+        if tensor.kind not in BLOCKS:
+            kind = _UNREAD.get(tensor.kind, f"number {tensor.kind}")
+            raise CheckpointError(
+                f"{self.path}: {name}: blocks of the type {kind} are not read; "
+                f"{', '.join(block.name for block in BLOCKS.values())} are. Load the file with Transformers (gguf_file=...), "
+                "save_pretrained it in 16 bits, and quantize that"
+            )
+        if len(tensor.shape) != 2:
+            raise CheckpointError(
+                f"{self.path}: {name}: quantized tensors are matrices here, this has the shape {tensor.shape}"
+            )
+        return ForeignEntry((tensor.shape[0], tensor.shape[1]), BLOCKS[tensor.kind].scheme)
+
+    def layer(self, name: str) -> QuantTensor:
+        """A tensor of blocks."""
+        entry, tensor = self.entry(name), self.tensors[name]
+        assert entry is not None, f"{name} is a plain tensor"
+        block = BLOCKS[tensor.kind]
+        n, k = entry.shape
+        codes, scale, zero = block.decode(self._bytes(name).reshape(n, k // block.weights, block.bytes))
+        for what, values in (("scales", scale), ("minima", zero)):
+            if values is not None and not bool(values.isfinite().all()):
+                raise CheckpointError(f"{self.path}: {name}: some {what} are not finite; the file is damaged")
+        return QuantTensor(
+            codes.reshape(n, k), scale.reshape(n, -1), None if zero is None else zero.reshape(n, -1), block.scheme
+        )
+
+    def get(self, name: str) -> Tensor:
+        """A plain tensor."""
+        tensor = self.tensors[name]
+        return self._bytes(name).view(_PLAIN[tensor.kind]).reshape(tensor.shape)
+
+    def _bytes(self, name: str) -> Tensor:
+        tensor = self.tensors[name]
+        try:
+            with self.path.open("rb") as file:
+                file.seek(tensor.begin)
+                data = bytearray(file.read(tensor.end - tensor.begin))
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: {name}: cannot be read ({error})") from error
+        if len(data) != tensor.end - tensor.begin:
+            raise CheckpointError(f"{self.path}: {name}: the file ends inside it")
+        return torch.frombuffer(data, dtype=torch.uint8)
+
+    def _read_header(self, cursor: _Cursor) -> None:
+        if cursor.take(4) != b"GGUF":
+            raise CheckpointError(f"{self.path}: not a GGUF file")
+        version = cursor.number("I")
+        if version not in (2, 3):
+            raise CheckpointError(f"{self.path}: GGUF version {version}; read are 2 and 3, little-endian")
+        tensors, pairs = cursor.count("Q"), cursor.count("Q")
+        for _ in range(pairs):
+            key = cursor.string()
+            value = cursor.value(cursor.number("I"))
+            if value is not None:
+                self.metadata[key] = value
+        rows = []
+        for _ in range(tensors):
+            name, extents = cursor.string(), cursor.number("I")
+            if extents > 4:
+                raise CheckpointError(f"{self.path}: {name}: {extents} dimensions; at most 4 are known")
+            shape = tuple(reversed([cursor.number("Q") for _ in range(extents)]))
+            rows.append((name, shape, cursor.number("I"), cursor.number("Q")))
+        alignment = self.metadata.get("general.alignment", 32)
+        if type(alignment) is not int or not 0 < alignment <= 1 << 16:
+            raise CheckpointError(f"{self.path}: general.alignment is {alignment!r}")
+        start = -(-cursor.position // alignment) * alignment
+        for name, shape, kind, offset in rows:
+            self.tensors[name] = self._placed(name, shape, kind, start + offset)
+        if len(self.tensors) != tensors:
+            raise CheckpointError(f"{self.path}: several tensors have one name")
+
+    def _placed(self, name: str, shape: tuple[int, ...], kind: int, begin: int) -> GgufTensor:
+        if not all(0 < extent < MAX_DIMENSION for extent in shape) or not shape:
+            raise CheckpointError(f"{self.path}: {name}: the shape {shape} means nothing")
+        count = 1
+        for extent in shape:
+            count *= extent
+        if kind in _PLAIN:
+            size = count * _PLAIN[kind].itemsize
+        elif kind in BLOCKS:
+            block = BLOCKS[kind]
+            if shape[-1] % block.weights:
+                raise CheckpointError(f"{self.path}: {name}: rows of {shape[-1]} are no whole {block.name} blocks")
+            size = count // block.weights * block.bytes
+        else:
+            return GgufTensor(kind, shape, begin, 0)
+        if begin + size > self._size:
+            raise CheckpointError(f"{self.path}: {name}: ends at byte {begin + size:,} of {self._size:,}; truncated or damaged")
+        return GgufTensor(kind, shape, begin, begin + size)
+
+
+class _Cursor:
+    """Reads a header front to back; never more than the file has."""
+
+    def __init__(self, file: BinaryIO, size: int, path: Path) -> None:
+        self._file, self._size, self._path = file, size, path
+        self.position = 0
+
+    def take(self, count: int) -> bytes:
+        if count > self._size - self.position:
+            raise CheckpointError(f"{self._path}: ends inside its header; truncated or damaged")
+        self.position += count
+        return self._file.read(count)
+
+    def skip(self, count: int) -> None:
+        if count > self._size - self.position:
+            raise CheckpointError(f"{self._path}: ends inside its header; truncated or damaged")
+        self.position += count
+        self._file.seek(self.position)
+
+    def number(self, code: str) -> Any:
+        return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
+
+    def count(self, code: str) -> int:
+        value: int = self.number(code)
+        if value > _MAX_COUNT:
+            raise CheckpointError(f"{self._path}: its header speaks of {value:,} entries, which is not plausible")
+        return value
+
+    def string(self) -> str:
+        length: int = self.number("Q")
+        if length > _MAX_STRING:
+            raise CheckpointError(f"{self._path}: its header has a text of {length:,} bytes, which is not plausible")
+        return self.take(length).decode("utf-8", errors="replace")
+
+    def value(self, kind: int, depth: int = 0) -> Any:
+        """A scalar or a string; None for an array, which is skipped."""
+        if kind in _SCALARS:
+            return self.number(_SCALARS[kind])
+        if kind == _STRING:
+            return self.string()
+        if kind != _ARRAY or depth > 4:
+            raise CheckpointError(f"{self._path}: its metadata has a value of the unknown type {kind}")
+        inner, length = self.number("I"), self.number("Q")
+        if inner in _SCALARS:
+            self.skip(length * struct.calcsize(f"<{_SCALARS[inner]}"))
+            return None
+        for _ in range(length):  # ends with the file at the latest
+            if inner == _STRING:
+                self.skip(self.number("Q"))
+            else:
+                self.value(inner, depth + 1)
+        return None

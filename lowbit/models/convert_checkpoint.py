@@ -1,0 +1,260 @@
+"""Converts a quantized checkpoint to another tool's files, or lowbit's own, a layer at a time and without rounding a weight."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM
+
+from lowbit.checkpoint import CheckpointError, CheckpointReader, CheckpointWriter, ForeignReader, Manifest
+from lowbit.checkpoint.foreign import ForeignEntry
+from lowbit.checkpoint.gptq import Gptq
+from lowbit.formats import PerChannel, PerTensor, QuantTensor, ZeroPoint
+from lowbit.models.conversion_targets import TARGETS, target_of
+from lowbit.models.gguf import GgufSource
+from lowbit.models.quantize_checkpoint import skeleton
+from lowbit.ops import Problem, candidates
+
+_CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale")
+_ADVICE = "--to lowbit can hold every layer that is read, --to dequantized writes 16-bit weights"
+
+
+@dataclass
+class Conversion:
+    """What `convert_checkpoint` did: the tool whose files were read (`source`), `target`, the scheme of each layer, and
+    `notes`, a line for everything that the target does not say as the source did."""
+
+    source: str
+    target: str
+    layers: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """The report, a line each."""
+        schemes = ", ".join(f"{count} of {name}" for name, count in Counter(self.layers.values()).most_common())
+        return [f"{self.source} to {self.target}: {len(self.layers)} layers ({schemes})", *self.notes]
+
+
+class Source(Protocol):
+    """Layers and plain tensors of some checkpoint."""
+
+    entries: dict[str, ForeignEntry]
+    plain: list[str]
+
+    def layer(self, name: str) -> QuantTensor: ...
+
+    def dequantize(self, name: str, dtype: torch.dtype) -> Tensor: ...
+
+    def get(self, name: str) -> Tensor: ...
+
+
+class _LowbitSource:
+    """One of lowbit's own checkpoints."""
+
+    def __init__(self, reader: CheckpointReader, manifest: Manifest) -> None:
+        self._reader = reader
+        self.entries = {name: ForeignEntry(entry.shape, entry.scheme) for name, entry in manifest.layers.items()}
+        suffixes = ("weight_packed", "weight_scale", "weight_zero", "weight_order", "input_scale")
+        taken = {f"{name}.{suffix}" for name in manifest.layers for suffix in suffixes}
+        self.plain = [name for name in reader.names() if name not in taken]
+
+    def layer(self, name: str) -> QuantTensor:
+        return self._reader.layer(name)
+
+    def dequantize(self, name: str, dtype: torch.dtype) -> Tensor:
+        return self._reader.layer(name).dequantize(dtype)
+
+    def get(self, name: str) -> Tensor:
+        return self._reader.get(name)
+
+
+@dataclass
+class _Opened:
+    """A source with what surrounds it: the tool's name, config.json without its quantization, the model on the meta device, and
+    the folder to copy tokenizer files from."""
+
+    tool: str
+    source: Source
+    config: dict[str, Any]
+    model: nn.Module
+    companions: Path
+    gptq_v2: bool | None = None
+
+
+def convert_checkpoint(
+    source: str | Path, target: str | Path, to: str = "lowbit", *, overwrite: bool = False, progress: bool = False
+) -> Conversion:
+    """Writes the quantized checkpoint `source` to the folder `target` in the files of another tool.
+
+    source: a Transformers folder quantized by AutoAWQ, GPTQ tools, compressed-tensors, FP8 or bitsandbytes (4 bits), one of
+    lowbit's own, or a GGUF file (or a folder with one). to: "lowbit", "gptq", "awq", "compressed-tensors", or "dequantized" for
+    plain weights in the model's dtype. Codes, scales and zero points are carried over as they are; only "dequantized" rounds.
+    Peak memory is one shard of the output (2 GiB at most) plus one layer. `target` appears complete or not at all.
+
+    Raises CheckpointError for files that cannot be read or written, and for layers that the target's files cannot hold: it
+    names each reason, a layer that has it, and what to do.
+    """
+    if to not in TARGETS:
+        raise CheckpointError(f"checkpoints are converted to {', '.join(TARGETS)}, not to {to!r}")
+    source, target = Path(source), Path(target)
+    with tempfile.TemporaryDirectory() as scratch:
+        opened = _open(source, Path(scratch))
+        report = Conversion(opened.tool, to)
+        if opened.tool == to == "lowbit":
+            raise CheckpointError(
+                f"{source}: is a lowbit checkpoint already; --to names what to make of it: {', '.join(TARGETS)}"
+            )
+        writer = CheckpointWriter(target, overwrite=overwrite)
+        with writer:
+            written = _Converter(source, opened, to, writer, report).run(progress)
+            writer.finish(opened.config, written, copy_from=opened.companions)
+    return report
+
+
+class _Converter:
+    """One conversion: reads, adapts and writes every layer; once one is refused, only looks for further reasons."""
+
+    def __init__(self, source: Path, opened: _Opened, to: str, writer: CheckpointWriter, report: Conversion) -> None:
+        self.where, self.opened, self.writer, self.report = source, opened, writer, report
+        self.modules = dict(opened.model.named_modules())
+        zeros = any(e.scheme is not None and e.scheme.zero is ZeroPoint.INTEGER for e in opened.source.entries.values())
+        self.target = target_of(to, gptq_v2=zeros if opened.gptq_v2 is None else opened.gptq_v2)
+        self.dtype = _model_dtype(opened.config)
+        self.refused: dict[str, list[str]] = {}
+        self.noted: dict[str, list[str]] = {}
+
+    def run(self, progress: bool) -> dict[str, Any] | None:
+        """Converts everything; the quantization configuration for config.json, None for plain weights."""
+        source = self.opened.source
+        for name in tqdm(source.entries, desc=f"to {self.report.target}", unit="layer", disable=not progress, leave=False):
+            self._layer(name, source.entries[name])
+        if self.refused:
+            advice = "" if self.report.target == "lowbit" else f"; {_ADVICE}"
+            raise CheckpointError(f"{self.where}: {self._refusals()}. Nothing was written{advice}")
+        for name in source.plain:
+            self._plain(name)
+        self.report.notes += [f"{_some(names)}: {note}" for note, names in self.noted.items()]
+        return None if self.target is None else self.target.config(self._kept(), self._tied())
+
+    def _layer(self, name: str, entry: ForeignEntry) -> None:
+        if self.target is None:
+            weight = self.opened.source.dequantize(name, self.dtype)
+            self._add({f"{name}.weight": weight})
+            self.report.layers[name] = str(self.dtype).removeprefix("torch.")
+            return
+        if entry.scheme is None:
+            self.refused.setdefault(entry.refusal, []).append(name)
+            return
+        q = self._adapted(name, self.opened.source.layer(name))
+        reasons = (*self._misplaced(name), *self.target.refusals(name, q))
+        for reason in reasons:
+            self.refused.setdefault(reason, []).append(name)
+        if self.refused:
+            return
+        for note in entry.notes:
+            self.noted.setdefault(note, []).append(name)
+        self._add({f"{name}.{suffix}": tensor for suffix, tensor in self.target.write(name, q).items()})
+        self.report.layers[name] = q.scheme.name
+
+    def _adapted(self, name: str, q: QuantTensor) -> QuantTensor:
+        """The same weights as the target can state and run them: no order where scales do not depend on it, activations in 16
+        bits where the files have no word or this library no kernel for fewer."""
+        if q.order is not None and isinstance(q.scheme.granularity, (PerChannel, PerTensor)):
+            codes = torch.empty_like(q.codes).index_copy_(1, q.order.long(), q.codes)
+            q = replace(q, codes=codes, order=None)
+        stated = self.report.target == "compressed-tensors" or (self.report.target == "lowbit" and _runs(q))
+        if q.scheme.activation is not None and not stated:
+            note = f"activations stay in 16 bits, the files asked for {q.scheme.activation.name}"
+            self.noted.setdefault(note, []).append(name)
+            q = replace(q, scheme=replace(q.scheme, activation=None))
+        return q
+
+    def _misplaced(self, name: str) -> Iterator[str]:
+        """Why the model has no place for a quantized layer of this name."""
+        module = self.modules.get(name)
+        if isinstance(module, nn.Linear) or (isinstance(module, nn.Embedding) and self.report.target == "lowbit"):
+            return
+        if isinstance(module, nn.Embedding):
+            yield f"{self.report.target} files have quantized linear layers only, this is an embedding"
+        elif self.report.target == "lowbit":
+            found = "has no such module" if module is None else f"has a {type(module).__name__} there"
+            yield f"a linear layer is expected, but Transformers' {type(self.opened.model).__name__} {found}"
+
+    def _plain(self, name: str) -> None:
+        tensor = self.opened.source.get(name)
+        if name.endswith(_CACHE_SCALES):
+            self.noted.setdefault("left out, the key and value cache stays in 16 bits", []).append(name)
+            return
+        module = self.modules.get(name.removesuffix(".bias"))
+        if name.endswith(".bias") and isinstance(module, nn.Linear) and module.bias is None and not bool(tensor.any()):
+            self.noted.setdefault("left out, the model has no such bias and it is zero", []).append(name)
+            return
+        self._add({name: tensor})
+
+    def _add(self, tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            self.writer.add(name, tensor)
+
+    def _kept(self) -> list[str]:
+        """Linear layers of the model that are not quantized."""
+        linear = [name for name, module in self.modules.items() if isinstance(module, nn.Linear)]
+        return [name for name in linear if name not in self.opened.source.entries]
+
+    def _tied(self) -> dict[str, str]:
+        """Modules that share the weights of a quantized embedding."""
+        mapping: dict[str, str] = getattr(self.opened.model, "all_tied_weights_keys", None) or {}
+        pairs = {target.removesuffix(".weight"): owner.removesuffix(".weight") for target, owner in mapping.items()}
+        return {name: owner for name, owner in pairs.items() if owner in self.report.layers and name not in self.report.layers}
+
+    def _refusals(self) -> str:
+        """All reasons, the most frequent first, each with layers that have it."""
+        rows = sorted(self.refused.items(), key=lambda row: -len(row[1]))
+        return "; ".join(f"{_some(names)}: {reason}" for reason, names in rows)
+
+
+def _open(path: Path, scratch: Path) -> _Opened:
+    """Opens whatever is at `path`."""
+    file = path if path.suffix == ".gguf" else None
+    if path.is_dir() and not (path / "config.json").exists():
+        files = sorted(path.glob("*.gguf"))
+        if len(files) > 1:
+            raise CheckpointError(f"{path}: holds {len(files)} GGUF files; name the one to convert")
+        file = files[0] if files else None
+    if file is not None:
+        gguf = GgufSource(file)
+        config = gguf.config()
+        with torch.device("meta"):
+            model: nn.Module = AutoModelForCausalLM.from_config(config)
+        gguf.save_tokenizer(scratch)
+        stated = {**config.to_dict(), "architectures": [type(model).__name__]}
+        return _Opened("gguf", gguf, stated, model, scratch)
+    files_reader = CheckpointReader(path)
+    stated = {key: value for key, value in files_reader.config.items() if key != "quantization_config"}
+    if files_reader.manifest is not None:
+        return _Opened("lowbit", _LowbitSource(files_reader, files_reader.manifest), stated, skeleton(path), path)
+    foreign = ForeignReader(path)
+    v2 = foreign.schema.v2 if isinstance(foreign.schema, Gptq) else None
+    return _Opened(foreign.schema.name, foreign, stated, skeleton(path), path, v2)
+
+
+def _runs(q: QuantTensor) -> bool:
+    """Whether some kernel multiplies the scheme's activations."""
+    problem = Problem(q.scheme, 1, q.shape[0], q.shape[1], torch.float32, "cpu")
+    return any(not reasons for _, reasons in candidates(problem))
+
+
+def _model_dtype(config: dict[str, Any]) -> torch.dtype:
+    stated = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    return {"float16": torch.float16, "float32": torch.float32}.get(stated, torch.bfloat16)
+
+
+def _some(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

@@ -1,0 +1,119 @@
+"""A GGUF file as a source of layers with Transformers' names.
+
+Config and tokenizer come from Transformers (which needs the package gguf for that), blocks from `checkpoint.gguf`, untouched.
+Only llama, qwen2 and qwen3 models are converted: for these the names and the order of rows are known. Llama's q and k rows
+are interleaved in GGUF and in halves in Transformers; they change their places.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+
+from lowbit.checkpoint import CheckpointError, GgufReader
+from lowbit.checkpoint.foreign import ForeignEntry
+from lowbit.formats import QuantTensor
+
+_GLOBAL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_BLOCK = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_PERMUTED = {"llama": ("attn_q", "attn_k"), "qwen2": (), "qwen3": ()}
+"""Architecture -> tensors whose rows GGUF keeps in another order."""
+_BLOCK_NAME = re.compile(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)")
+
+
+class GgufSource:
+    """The layers and plain tensors of one GGUF file under Transformers' names; raises CheckpointError for other architectures
+    than llama, qwen2 and qwen3, and for tensors without a counterpart."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.file = GgufReader(self.path)
+        self.architecture = str(self.file.metadata.get("general.architecture"))
+        if self.architecture not in _PERMUTED:
+            raise CheckpointError(
+                f"{self.path}: models of the architecture {self.architecture!r} are not converted, {', '.join(_PERMUTED)} "
+                "are; load the file with Transformers (gguf_file=...), save_pretrained it in 16 bits, and quantize that"
+            )
+        self._names = {self._hugging_face_name(name): name for name in self.file.tensors}
+        self.entries: dict[str, ForeignEntry] = {}
+        self.plain: list[str] = []
+        for new, old in self._names.items():
+            entry = self.file.entry(old)
+            if entry is None:
+                self.plain.append(new)
+            else:
+                self.entries[new.removesuffix(".weight")] = entry
+
+    def config(self) -> PretrainedConfig:
+        """The model's configuration, as Transformers makes it of the metadata."""
+        try:
+            return AutoConfig.from_pretrained(self.path.parent, gguf_file=self.path.name)
+        except ImportError as error:
+            raise CheckpointError(
+                f"{self.path}: Transformers needs the package gguf for GGUF files: pip install gguf"
+            ) from error
+
+    def save_tokenizer(self, folder: Path) -> None:
+        """Writes the tokenizer's files."""
+        AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name).save_pretrained(folder)
+
+    def layer(self, name: str) -> QuantTensor:
+        """One layer, rows in Transformers' order."""
+        old = self._names[f"{name}.weight"]
+        q = self.file.layer(old)
+        rows = self._rows(old, q.shape[0])
+        if rows is None:
+            return q
+        return QuantTensor(q.codes[rows], q.scale[rows], None if q.zero is None else q.zero[rows], q.scheme)
+
+    def dequantize(self, name: str, dtype: torch.dtype) -> Tensor:
+        """One layer's weights [N, K]."""
+        return self.layer(name).dequantize(dtype)
+
+    def get(self, name: str) -> Tensor:
+        """A plain tensor, rows in Transformers' order."""
+        tensor = self.file.get(self._names[name])
+        rows = self._rows(self._names[name], tensor.shape[0])
+        return tensor if rows is None else tensor[rows]
+
+    def _rows(self, name: str, n: int) -> Tensor | None:
+        """Where row i of Transformers' order is in GGUF's; None where both are the same. GGUF interleaves the two halves that
+        rotary embeddings pair."""
+        parts = name.split(".")
+        if len(parts) != 4 or parts[2] not in _PERMUTED[self.architecture]:
+            return None
+        key = "attention.head_count" + ("_kv" if parts[2] == "attn_k" else "")
+        heads = self.file.metadata.get(
+            f"{self.architecture}.{key}", self.file.metadata.get(f"{self.architecture}.attention.head_count")
+        )
+        if type(heads) is not int or heads < 1 or n % (2 * heads):
+            raise CheckpointError(f"{self.path}: {name}: {n} rows are no pairs of halves of {heads!r} heads")
+        return torch.arange(n).reshape(heads, n // heads // 2, 2).transpose(1, 2).flatten()
+
+    def _hugging_face_name(self, name: str) -> str:
+        head, _, kind = name.rpartition(".")
+        if head in _GLOBAL and kind in ("weight", "bias"):
+            return f"{_GLOBAL[head]}.{kind}"
+        match = _BLOCK_NAME.fullmatch(name)
+        if match is None or match[2] not in _BLOCK:
+            raise CheckpointError(
+                f"{self.path}: {name}: has no counterpart in Transformers' {self.architecture} that is known here; load the "
+                "file with Transformers (gguf_file=...), save_pretrained it in 16 bits, and quantize that"
+            )
+        return f"model.layers.{int(match[1])}.{_BLOCK[match[2]]}.{match[3]}"

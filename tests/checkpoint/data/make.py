@@ -1,0 +1,255 @@
+"""Makes the checkpoints of this folder with the tools that other people use. Not run by the tests: README.md says how.
+
+    python make.py TOOL MODEL OUT     with TOOL one of model, auto-round, gptqmodel, llmcompressor, bitsandbytes,
+                                      transformers, gguf
+
+Each run writes one folder per variant: what the tool wrote, and `expected.json` with the SHA-256 of every layer's
+weights [N, K] as the tool itself dequantizes them, in float32.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+
+KEEP = ("config.json", "model.safetensors", "expected.json")
+
+
+def sha(weight):
+    """SHA-256 of a matrix as float32 bytes, row by row; negative zeros count as zeros."""
+    return hashlib.sha256((weight.detach().float() + 0.0).contiguous().numpy().tobytes()).hexdigest()
+
+
+def finish(folder, expected):
+    """Keeps the files that the tests read."""
+    config = folder / "config.json"
+    if config.exists():  # a temporary path of the run says nothing
+        config.write_text(re.sub(r',?\s*"offload_to_disk_path": "[^"]*"', "", config.read_text()))
+    (folder / "expected.json").write_text(json.dumps(expected, indent=1, sort_keys=True) + "\n")
+    for path in folder.iterdir():
+        if path.name not in KEEP and path.suffix != ".gguf":
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    print(folder.name, sum(p.stat().st_size for p in folder.iterdir()), "bytes,", len(expected), "layers")
+
+
+def model(out):
+    """A random one-layer Llama whose matrices are of several shapes."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tests.tiny import tiny_tokenizer
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=100, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        tie_word_embeddings=True, max_position_embeddings=64, dtype=torch.float16,
+    )  # fmt: skip
+    LlamaForCausalLM(config).half().save_pretrained(out)
+    tiny_tokenizer(100).save_pretrained(out)
+
+
+def linears(folder, marker):
+    """Layer name -> its tensors by suffix."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(folder / "model.safetensors")
+    names = {name.removesuffix(f".{marker}") for name in tensors if name.endswith(f".{marker}")}
+    return {n: {k.removeprefix(f"{n}."): v for k, v in tensors.items() if k.startswith(f"{n}.")} for n in sorted(names)}
+
+
+def auto_round(source, out):
+    from auto_round import AutoRound
+    from auto_round.export.export_to_awq.utils import dequantize_gemm
+    from auto_round_extension.torch.qlinear_torch_zp import QuantLinear
+
+    variants = [("gptq-auto-round-w4", "auto_gptq", 4, True), ("gptq-auto-round-w4-asym", "auto_gptq", 4, False)]
+    variants += [(f"gptq-auto-round-w{bits}", "auto_gptq", bits, True) for bits in (2, 3, 8)]
+    for name, layout, bits, sym in [*variants, ("awq-auto-round", "auto_awq", 4, False)]:
+        work = out / f"{name}.work"
+        rounder = AutoRound(str(source), scheme=f"W{bits}A16", group_size=32, sym=sym, iters=0, disable_opt_rtn=True)
+        rounder.quantize_and_save(str(work), format=layout)
+        folder = next(p.parent for p in work.rglob("model.safetensors"))
+        shutil.move(folder, out / name)
+        shutil.rmtree(work, ignore_errors=True)
+        expected = {}
+        for layer, t in linears(out / name, "qweight").items():
+            if layout == "auto_awq":
+                weight = dequantize_gemm(t["qweight"], t["qzeros"], t["scales"].float(), 4, 32).T
+            else:
+                k, n = t["qweight"].shape[0] * 32 // bits, t["qweight"].shape[1]
+                reader = QuantLinear(bits, 32, k, n, bias=False)
+                reader.qweight, reader.qzeros, reader.scales = t["qweight"], t["qzeros"], t["scales"].float()
+                weight = reader(torch.eye(k)).T
+            expected[layer] = sha(weight)
+        finish(out / name, expected)
+
+
+def gptqmodel(source, out):
+    from gptqmodel import GPTQModel, QuantizeConfig
+    from gptqmodel.nn_modules.qlinear.torch import TorchLinear
+    from gptqmodel.utils.model import convert_gptq_v1_to_v2_format_module
+
+    calibration = ["the quick brown fox jumps over the lazy dog " * 4, "pack my box with five dozen liquor jugs " * 4] * 64
+    variants = [("w4-act-order", 4, False, "gptq"), ("w4-act-order-v2", 4, False, "gptq_v2"), ("w3-act-order", 3, True, "gptq")]
+    for name, bits, sym, layout in variants:
+        folder = out / f"gptq-gptqmodel-{name}"
+        config = QuantizeConfig(bits=bits, group_size=32, desc_act=True, sym=sym, format=layout, act_group_aware=False)
+        net = GPTQModel.load(str(source), config, device="cpu")
+        net.quantize(calibration, batch_size=1)
+        net.save(str(folder))
+        expected = {}
+        for layer, t in linears(folder, "qweight").items():
+            k, n = t["g_idx"].shape[0], t["qweight"].shape[1]
+            reader = TorchLinear(
+                bits=bits, group_size=32, sym=sym, desc_act=True, in_features=k, out_features=n, bias=False,
+                pack_dtype=torch.int32, register_buffers=True,
+            )  # fmt: skip
+            reader.load_state_dict(t, strict=False)
+            if layout == "gptq":
+                convert_gptq_v1_to_v2_format_module(reader, bits=bits, pack_dtype=torch.int32)
+            reader.scales = reader.scales.float()
+            expected[layer] = sha(reader.dequantize_weight().T)
+        finish(folder, expected)
+
+
+def llmcompressor(source, out):
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from transformers import AutoModelForCausalLM
+
+    def scheme(bits, symmetric=True, strategy="group", activations=None, **more):
+        weights = QuantizationArgs(
+            num_bits=bits, symmetric=symmetric, strategy=strategy, group_size=32 if strategy == "group" else None, **more
+        )
+        return {"group_0": QuantizationScheme(targets=["Linear"], weights=weights, input_activations=activations)}
+
+    tokens = QuantizationArgs(num_bits=8, strategy="token", dynamic=True, symmetric=True)
+    floats = QuantizationArgs(num_bits=8, type="float", strategy="token", dynamic=True, symmetric=True)
+    variants = {
+        "w4": {"config_groups": scheme(4)},
+        "w4-asym": {"config_groups": scheme(4, symmetric=False)},
+        "w3-asym": {"config_groups": scheme(3, symmetric=False)},
+        "w6-channel": {"config_groups": scheme(6, strategy="channel")},
+        "w8a8": {"scheme": "W8A8"},
+        "w8a8-asym": {"config_groups": scheme(8, symmetric=False, strategy="channel", activations=tokens)},
+        "fp8": {"config_groups": scheme(8, strategy="tensor", activations=floats, type="float")},
+        "fp8-channel": {"scheme": "FP8_DYNAMIC"},
+        "fp8-block": {"config_groups": scheme(8, strategy="block", activations=floats, type="float", block_structure=[32, 32])},
+        "mxfp4": {"scheme": "MXFP4A16"},
+        "mxfp8": {"scheme": "MXFP8A16"},
+    }
+    for name, options in variants.items():
+        folder = out / f"compressed-tensors-{name}"
+        net = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float16)
+        if "config_groups" not in options:
+            options["targets"] = "Linear"
+        oneshot(model=net, recipe=QuantizationModifier(ignore=["lm_head"], **options))
+        net.save_pretrained(folder, save_compressed=True)
+        # Half-precision scales times codes are exact in float32, so the tool computes in that.
+        back = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        expected = {n: sha(decompressed(m)) for n, m in back.named_modules() if hasattr(m, "quantization_scheme")}
+        finish(folder, expected)
+
+
+def decompressed(module):
+    """Weights of a layer as compressed-tensors decompresses it, scales in float32 where they are numbers."""
+    from compressed_tensors.compressors import BaseCompressor
+
+    layout = module.quantization_scheme.format
+    state = {n: p.detach() for n, p in module.named_parameters() if n.startswith("weight")}
+    if state["weight_scale"].dtype != torch.uint8:
+        state["weight_scale"] = state["weight_scale"].float()
+    compressor = BaseCompressor.get_value_from_registry(getattr(layout, "value", layout))
+    return compressor.decompress(state, module.quantization_scheme)["weight"]
+
+
+def bitsandbytes(source, out):
+    from bitsandbytes.backends.default.ops import _dequantize_4bit_compute
+    from bitsandbytes.functional import dequantize_blockwise
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    for name, nested in (("nf4", False), ("nf4-nested", True)):
+        folder = out / f"bitsandbytes-{name}"
+        config = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested, bnb_4bit_compute_dtype=torch.float16
+        )
+        net = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float16, quantization_config=config, device_map="cpu")
+        net.save_pretrained(folder)
+        expected = {}
+        for layer, module in net.named_modules():
+            if type(module).__name__ == "Linear4bit":
+                data, state = module.weight.data, module.weight.quant_state
+                absmax = dequantize_blockwise(state.absmax, state.state2) + state.offset if nested else state.absmax
+                # Its generic kernel: the CPU one of 0.50.2 is wrong where 64 does not divide a row (its error doubles).
+                weight = _dequantize_4bit_compute(data.reshape(-1), absmax, state.code, 64, state.shape, torch.float16)
+                expected[layer] = sha(weight)
+        finish(folder, expected)
+
+
+def transformers(source, out):
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+    # Its arithmetic is plain torch; only the check for a GPU stands in the way of a CPU.
+    FineGrainedFP8HfQuantizer.validate_environment = lambda *args, **kwargs: None
+    folder = out / "fp8-transformers"
+    blocks = {"weight_block_size": (32, 32)}
+    net = AutoModelForCausalLM.from_pretrained(
+        source, dtype=torch.float16, quantization_config=FineGrainedFP8Config(**blocks), device_map="cpu"
+    )
+    net.save_pretrained(folder)
+    back = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, quantization_config=FineGrainedFP8Config(**blocks, dequantize=True), device_map="cpu"
+    )
+    expected = {n: sha(m.weight) for n, m in back.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"}
+    finish(folder, expected)
+
+
+def gguf(out):
+    """Random blocks of every type that is read, and what the package says they are."""
+    import numpy as np
+    from gguf import GGMLQuantizationType, GGUFWriter
+    from gguf.quants import dequantize, quantize
+
+    rng = np.random.default_rng(0)
+    folder = out / "gguf"
+    folder.mkdir(parents=True)
+    writer = GGUFWriter(folder / "blocks.gguf", "llama")
+    expected = {}
+    for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"):
+        weights = rng.standard_normal((4, 96)).astype(np.float32)
+        blocks = quantize(weights, GGMLQuantizationType[kind])
+        writer.add_tensor(f"{kind}.weight", blocks, raw_dtype=GGMLQuantizationType[kind])
+        expected[kind] = sha(torch.from_numpy(dequantize(blocks, GGMLQuantizationType[kind])))
+    for kind, size in (("Q4_K", 144), ("Q5_K", 176), ("Q6_K", 210)):
+        blocks = rng.integers(0, 256, (3, 2, size), dtype=np.uint8)
+        halves = rng.standard_normal((3, 2, 2)).astype(np.float16).view(np.uint8)
+        blocks[..., -2:] = halves[..., :2] if kind == "Q6_K" else blocks[..., -2:]
+        blocks[..., :4] = blocks[..., :4] if kind == "Q6_K" else halves
+        blocks = blocks.reshape(3, -1)
+        writer.add_tensor(f"{kind}.weight", blocks, raw_dtype=GGMLQuantizationType[kind])
+        expected[kind] = sha(torch.from_numpy(dequantize(blocks, GGMLQuantizationType[kind])))
+    writer.add_tensor("norm.weight", np.linspace(0, 1, 5, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    finish(folder, expected)
+
+
+if __name__ == "__main__":
+    tool, source, target = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    if tool == "model":
+        model(source)
+    elif tool == "gguf":
+        gguf(target)
+    else:
+        tools = {"auto-round": auto_round, "gptqmodel": gptqmodel, "llmcompressor": llmcompressor}
+        tools |= {"bitsandbytes": bitsandbytes, "transformers": transformers}
+        tools[tool](source, target)

@@ -1,0 +1,24 @@
+"""Helpers for the tests of other tools' checkpoints."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+
+DATA = Path(__file__).parent / "data"
+FOLDERS = sorted(path for path in DATA.iterdir() if (path / "config.json").exists())
+
+
+def sha(weight):
+    """As in data/make.py."""
+    return hashlib.sha256((weight.float() + 0.0).contiguous().numpy().tobytes()).hexdigest()
+
+
+def same(a, b):
+    """Whether two tensors have one dtype, one shape and the same bytes."""
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    a, b = a.contiguous().reshape(-1), b.contiguous().reshape(-1)
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))

@@ -1,0 +1,278 @@
+"""Damaged files of other tools: always a CheckpointError that names the file or tensor, never anything else."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import struct
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lowbit.checkpoint import CheckpointError, ForeignReader, GgufReader
+from tests.checkpoint.foreign import DATA, FOLDERS
+
+Q = "model.layers.0.self_attn.q_proj"
+GPTQ, AWQ, PACKED = "gptq-gptqmodel-w4-act-order-v2", "awq-auto-round", "compressed-tensors-w3-asym"
+INT, FP8, NF4, MX = (
+    "compressed-tensors-w8a8-asym",
+    "compressed-tensors-fp8-block",
+    "bitsandbytes-nf4-nested",
+    "compressed-tensors-mxfp4",
+)
+STATE = "weight.quant_state.bitsandbytes__nf4"
+
+
+def config(change):
+    def apply(folder):
+        value = json.loads((folder / "config.json").read_text())
+        change(value["quantization_config"])
+        (folder / "config.json").write_text(json.dumps(value))
+
+    return apply
+
+
+def group(change):
+    return config(lambda c: change(next(iter(c["config_groups"].values()))))
+
+
+def weights(**change):
+    return group(lambda g: g["weights"].update(change))
+
+
+def tensor(suffix, change):
+    """Replaces one tensor of the q projection by what `change` makes of it; None takes it away."""
+
+    def apply(folder):
+        tensors = load_file(folder / "model.safetensors")
+        new = change(tensors.pop(f"{Q}.{suffix}"))
+        if new is not None:
+            tensors[f"{Q}.{suffix}"] = new.contiguous()
+        save_file(tensors, folder / "model.safetensors")
+
+    return apply
+
+
+def fill(value, where=0):
+    def change(t):
+        t = t.clone()
+        t.view(-1)[where] = value
+        return t
+
+    return change
+
+
+def state(**change):
+    def edit(t):
+        value = json.loads(bytes(t.tolist()))
+        return torch.tensor(list(json.dumps({**value, **change}).encode()), dtype=torch.uint8)
+
+    return edit
+
+
+def gone(t):
+    return None
+
+
+def cut_rows(t):
+    return t[:-1]
+
+
+def as_float(t):
+    return t.float()
+
+
+NAN = fill(float("nan"))
+CASES = {
+    "gptq bits 5": (GPTQ, config(lambda c: c.update(bits=5)), r"config\.json: GPTQ weights of 5 bits; read are 2, 3, 4, 8"),
+    "gptq bits no number": (GPTQ, config(lambda c: c.update(bits="4")), "bits is int, got '4'"),
+    "gptq bits missing": (GPTQ, config(lambda c: c.pop("bits")), "no bits or w_bit"),
+    "gptq bits not of the tensors": (GPTQ, config(lambda c: c.update(bits=8)), rf"{Q}\.|scales"),
+    "gptq group 0": (GPTQ, config(lambda c: c.update(group_size=0)), "group size is 0"),
+    "gptq other group": (GPTQ, config(lambda c: c.update(group_size=16)), r"scales: 3 groups do not divide 96"),
+    "gptq unknown version": (GPTQ, config(lambda c: c.update(checkpoint_format="gptq_v3")), "'gptq_v3'.*read are gptq"),
+    "gptq marlin": (GPTQ, config(lambda c: c.update(is_marlin_format=True)), "marlin.*bound to one kernel"),
+    "gptq words of 8 bits": (GPTQ, config(lambda c: c.update(pack_dtype="int8")), "pack_dtype is 'int8'"),
+    "gptq symmetric with zeros": (GPTQ, config(lambda c: c.update(sym=True)), "sym is true, but zero points"),
+    "gptq no zeros": (GPTQ, tensor("qzeros", gone), rf"{Q}\.qzeros: missing; the layer's tensors are: g_idx, qweight, scales"),
+    "gptq no codes": (GPTQ, tensor("qweight", gone), rf"{Q}\.qweight: missing"),
+    "gptq no order": (GPTQ, tensor("g_idx", gone), rf"{Q}\.g_idx: missing, and desc_act"),
+    "gptq float codes": (GPTQ, tensor("qweight", as_float), rf"{Q}\.qweight: a matrix of int32 .*float32"),
+    "gptq codes cut": (GPTQ, tensor("qweight", cut_rows), rf"{Q}\.g_idx: int32 \(56,\)"),
+    "gptq channels cut": (GPTQ, tensor("qweight", lambda t: t[:, :-1]), rf"{Q}\.qweight: 4-bit codes of 64 channels"),
+    "gptq flat codes": (GPTQ, tensor("qweight", torch.flatten), rf"{Q}\.qweight: a matrix"),
+    "gptq empty codes": (GPTQ, tensor("qweight", lambda t: t[:0]), rf"{Q}\.qweight: a matrix"),
+    "gptq zeros cut": (GPTQ, tensor("qzeros", cut_rows), rf"{Q}\.qzeros: int32 \(2, 8\)"),
+    "gptq scales NaN": (GPTQ, tensor("scales", NAN), rf"{Q}\.scales: scales are finite"),
+    "gptq scales of 64 bits": (GPTQ, tensor("scales", torch.Tensor.double), rf"{Q}\.scales: a matrix of float16"),
+    "gptq group out of range": (GPTQ, tensor("g_idx", fill(7)), rf"{Q}\.g_idx: the groups \(from 0 to 7\)"),
+    "gptq negative group": (GPTQ, tensor("g_idx", fill(-1)), rf"{Q}\.g_idx: the groups \(from -1 to 1\)"),
+    "gptq unequal groups": (GPTQ, tensor("g_idx", lambda t: torch.zeros_like(t)), rf"{Q}\.g_idx: the groups .* one size"),
+    "gptq order of 64 bits": (GPTQ, tensor("g_idx", torch.Tensor.long), rf"{Q}\.g_idx: int32"),
+    "awq other version": (AWQ, config(lambda c: c.update(version="gemv_fast")), "AWQ version 'gemv_fast'; read is gemm"),
+    "awq 8 bits": (AWQ, config(lambda c: c.update(bits=8)), "AWQ weights of 8 bits"),
+    "awq without zeros": (AWQ, config(lambda c: c.update(zero_point=False)), "zero_point is false"),
+    "awq codes cut": (AWQ, tensor("qweight", lambda t: t[:, :-1]), rf"{Q}\.qweight: 64 channels"),
+    "awq K not divided": (AWQ, tensor("qweight", lambda t: t[:20]), rf"{Q}\.scales: 2 groups do not divide 20"),
+    "awq scales infinite": (AWQ, tensor("scales", fill(float("inf"))), rf"{Q}\.scales: scales are finite"),
+    "packed no groups": (PACKED, config(lambda c: c.update(config_groups={})), "config_groups is an object"),
+    "packed group no object": (PACKED, config(lambda c: c.update(config_groups={"a": 1})), "a: a config group is an object"),
+    "packed format unknown": (PACKED, group(lambda g: g.update(format="marlin-24")), "'marlin-24' is not read; read are pack"),
+    "packed 9 bits": (PACKED, weights(num_bits=9), "9 bits"),
+    "packed true bits": (PACKED, weights(num_bits=True), "num_bits is int, got True"),
+    "packed float": (PACKED, weights(type="float"), "'float' do not go with format pack"),
+    "packed channel order": (PACKED, weights(actorder="group"), "actorder 'group'"),
+    "packed strategy": (PACKED, weights(strategy="tensor_group"), "strategy 'tensor_group'"),
+    "packed group size": (PACKED, weights(group_size=-3), "group_size -3"),
+    "packed sparse": (PACKED, config(lambda c: c.update(sparsity_config={"format": "sparse-24"})), "sparse weights"),
+    "packed shape gone": (PACKED, tensor("weight_shape", gone), rf"{Q}\.weight_shape: missing"),
+    "packed shape absurd": (PACKED, tensor("weight_shape", fill(1 << 40, 1)), rf"{Q}\.weight_packed: 3-bit"),
+    "packed shape negative": (PACKED, tensor("weight_shape", fill(-64, 1)), rf"{Q}\.weight_packed: 3-bit"),
+    "packed shape of rows": (PACKED, tensor("weight_shape", fill(3)), rf"{Q}\.weight_packed: 3-bit"),
+    "packed scales cut": (PACKED, tensor("weight_scale", cut_rows), rf"{Q}\.weight_scale: float16 or .* \(64, 2\)"),
+    "packed scales NaN": (PACKED, tensor("weight_scale", NAN), rf"{Q}\.weight_scale: scales are finite"),
+    "packed no zeros": (PACKED, tensor("weight_zero_point", gone), rf"{Q}\.weight_zero_point: missing"),
+    "int beyond its bits": (INT, weights(num_bits=4), r"down_proj\.weight: values from -?\d+ to \d+ are beyond 4-bit"),
+    "int other type": (INT, tensor("weight", torch.Tensor.short), rf"{Q}\.weight: a matrix of int8"),
+    "fp8 NaN weights": (
+        FP8,
+        tensor("weight", lambda t: fill(0x7F)(t.view(torch.uint8)).view(t.dtype)),
+        r"some weights are NaN",
+    ),
+    "fp8 blocks": (FP8, weights(block_structure=[0, 32]), "block_structure"),
+    "fp8 other blocks": (FP8, weights(block_structure=[16, 32]), r"down_proj\.weight_scale: .* \(4, 3\)"),
+    "mx scales NaN": (MX, tensor("weight_scale", fill(255)), rf"{Q}\.weight_scale: .*NaN \(255\)"),
+    "mx codes cut": (MX, tensor("weight_packed", lambda t: t[:, :-1]), rf"{Q}\.weight_packed: 31 a row"),
+    "nf4 8 bits": (NF4, config(lambda c: c.update(load_in_4bit=False, _load_in_4bit=False)), r"LLM\.int8\(\) is not read"),
+    "nf4 state no JSON": (NF4, tensor(STATE, fill(0)), rf"{Q}\.{STATE}: not JSON"),
+    "nf4 state gone": (NF4, tensor(STATE, gone), rf"{Q}\.{STATE}: missing"),
+    "nf4 shape": (NF4, tensor(STATE, state(shape=[64, 1 << 40])), "mean nothing"),
+    "nf4 other shape": (NF4, tensor(STATE, state(shape=[64, 65])), rf"{Q}\.weight: uint8 \(2080, 1\)"),
+    "nf4 block": (NF4, tensor(STATE, state(blocksize=0)), "mean nothing"),
+    "nf4 offset": (NF4, tensor(STATE, state(nested_offset="x")), "nested_offset is a number"),
+    "nf4 map NaN": (NF4, tensor("weight.quant_map", NAN), rf"{Q}\.weight\.quant_map: scales are finite"),
+    "nf4 map cut": (NF4, tensor("weight.quant_map", cut_rows), rf"{Q}\.weight\.quant_map: float32 \(16,\)"),
+}
+
+
+def read_all(folder):
+    """Reads every layer; what is allocated for one is bounded by the size of the file (codes of 1 bit become bytes)."""
+    size = (folder / "model.safetensors").stat().st_size
+    with ForeignReader(folder) as reader:
+        for name, entry in reader.entries.items():
+            assert entry.shape[0] * entry.shape[1] <= 8 * size
+            weight = reader.dequantize(name, torch.float16) if entry.scheme is None else reader.layer(name).codes
+            assert tuple(weight.shape) == entry.shape
+
+
+@pytest.mark.parametrize("what", CASES)
+def test_files_that_mean_nothing_are_refused_by_name(tmp_path, what):
+    name, damage, message = CASES[what]
+    shutil.copytree(DATA / name, tmp_path / "c")
+    damage(tmp_path / "c")
+    with pytest.raises(CheckpointError, match=message) as error:
+        read_all(tmp_path / "c")
+    assert str(tmp_path) in str(error.value)
+
+
+@pytest.mark.parametrize("cut", [1, 1000, 30_000])
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda p: p.name)
+def test_truncated_files_are_refused(tmp_path, folder, cut):
+    shutil.copytree(folder, tmp_path / "c")
+    path = tmp_path / "c" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-cut])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        ForeignReader(tmp_path / "c")
+
+
+def damaged(data, rng, header):
+    """Some bytes of the file at random, mostly in its header; sometimes cut."""
+    data = bytearray(data)
+    for _ in range(rng.choice([1, 1, 2, 8])):
+        data[rng.randrange(min(len(data), header)) if rng.random() < 0.8 else rng.randrange(len(data))] = rng.randrange(256)
+    if rng.random() < 0.1:
+        del data[rng.randrange(len(data)) :]
+    return data
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_damage_never_crashes(tmp_path, seed):
+    rng = random.Random(seed)
+    shutil.copytree(rng.choice(FOLDERS), tmp_path / "c")
+    path = tmp_path / "c" / rng.choice(["config.json", "model.safetensors"])
+    path.write_bytes(damaged(path.read_bytes(), rng, 4000))
+    try:
+        read_all(tmp_path / "c")
+    except CheckpointError as error:
+        assert str(tmp_path) in str(error)
+
+
+def gguf_bytes(tensors=1, pairs=0, rest=b"", version=3):
+    return b"GGUF" + struct.pack("<IQQ", version, tensors, pairs) + rest
+
+
+def gguf_tensor(name=b"a.weight", shape=(32, 1), kind=8, offset=0):
+    return struct.pack("<Q", len(name)) + name + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+
+
+GGUF_CASES = {
+    "no magic": (b"GGML" + bytes(40), "not a GGUF file"),
+    "empty": (b"", "ends inside its header"),
+    "version": (gguf_bytes(version=1), "GGUF version 1; read are 2 and 3"),
+    "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "GGUF version 50331648"),
+    "absurd count": (gguf_bytes(tensors=1 << 60), "entries, which is not plausible"),
+    "absurd text": (gguf_bytes(pairs=1, rest=struct.pack("<Q", 1 << 50)), "a text of"),
+    "truncated": (gguf_bytes(rest=gguf_tensor()[:-3]), "ends inside its header"),
+    "data missing": (gguf_bytes(rest=gguf_tensor()), r"a\.weight: ends at byte"),
+    "absurd shape": (gguf_bytes(rest=gguf_tensor(shape=(1 << 40, 1 << 40))), "the shape"),
+    "absurd size": (gguf_bytes(rest=gguf_tensor(shape=(1 << 30, 1 << 30))), "ends at byte"),
+    "no blocks": (gguf_bytes(rest=gguf_tensor(shape=(31, 1))), "no whole Q8_0 blocks"),
+    "five dimensions": (gguf_bytes(rest=gguf_tensor(shape=(32, 1, 1, 1, 1))), "5 dimensions"),
+    "one name": (gguf_bytes(tensors=2, rest=gguf_tensor() * 2 + bytes(99)), "several tensors"),
+    "endless array": (
+        gguf_bytes(tensors=0, pairs=1, rest=struct.pack("<Q1sIIQ", 1, b"k", 9, 8, 1 << 62)), "ends inside its header",
+    ),
+    "huge array": (gguf_bytes(tensors=0, pairs=1, rest=struct.pack("<Q1sIIQ", 1, b"k", 9, 4, 1 << 62)), "inside its header"),
+    "value of no type": (gguf_bytes(tensors=0, pairs=1, rest=struct.pack("<Q1sI", 1, b"k", 77)), "unknown type 77"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", GGUF_CASES)
+def test_gguf_headers_that_mean_nothing_are_refused(tmp_path, what):
+    data, message = GGUF_CASES[what]
+    (tmp_path / "m.gguf").write_bytes(data)
+    with pytest.raises(CheckpointError, match=message) as error:
+        GgufReader(tmp_path / "m.gguf")
+    assert "m.gguf" in str(error.value)
+
+
+def test_gguf_types_and_values_that_mean_nothing(tmp_path):
+    path = tmp_path / "m.gguf"
+    start = -(-len(gguf_bytes(rest=gguf_tensor())) // 32) * 32
+    for kind, message in ((20, r"a\.weight: blocks of the type IQ4_NL are not read; Q4_0.*Transformers"), (99, "number 99")):
+        path.write_bytes(gguf_bytes(rest=gguf_tensor(kind=kind)).ljust(start + 64, b"\0"))
+        with pytest.raises(CheckpointError, match=message):
+            GgufReader(path).entry("a.weight")
+    path.write_bytes(gguf_bytes(rest=gguf_tensor()).ljust(start, b"\0") + b"\x00\x7e" + bytes(32))  # d is NaN
+    with pytest.raises(CheckpointError, match=r"a\.weight: some scales are not finite"):
+        GgufReader(path).layer("a.weight")
+    path.write_bytes(gguf_bytes(rest=gguf_tensor(shape=(32, 1, 1))).ljust(start + 128, b"\0"))
+    with pytest.raises(CheckpointError, match="quantized tensors are matrices"):
+        GgufReader(path).entry("a.weight")
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_random_damage_to_gguf_never_crashes(tmp_path, seed):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(damaged((DATA / "gguf" / "blocks.gguf").read_bytes(), random.Random(seed), 600))
+    try:
+        reader = GgufReader(path)
+        for name in reader.tensors:
+            if reader.entry(name) is None:
+                reader.get(name)
+            else:
+                reader.layer(name)
+    except CheckpointError as error:
+        assert str(path) in str(error)

@@ -1,0 +1,298 @@
+"""Conversion of whole checkpoints: values as the tools that wrote them compute them, chains that end where they began."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig, LlamaConfig, LlamaForCausalLM
+
+from lowbit.checkpoint import (
+    CheckpointError,
+    CheckpointReader,
+    CheckpointWriter,
+    ForeignReader,
+    LayerEntry,
+    Manifest,
+    layer_tensors,
+)
+from lowbit.formats import parse_scheme
+from lowbit.models.convert_checkpoint import convert_checkpoint
+from lowbit.nn.packed import PackedWeight
+from lowbit.quantize import rtn
+from tests.checkpoint.foreign import DATA, same, sha
+from tests.tiny import save_tiny, tiny_llama
+
+IDS = torch.tensor([[5, 17, 60, 9, 33, 2, 80, 41]])
+
+
+def expected(name):
+    return json.loads((DATA / name / "expected.json").read_text())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [
+        ("awq-auto-round", "w4a16_g32_z"),
+        ("gptq-auto-round-w4", "w4a16_g32"),
+        ("gptq-gptqmodel-w3-act-order", "w3a16_g32"),
+        ("compressed-tensors-w6-channel", "w6a16"),
+        ("compressed-tensors-fp8-block", "w8e4m3a16_b32x32"),
+        ("compressed-tensors-mxfp4", "w4e2m1a16_g32"),
+    ],
+)
+def test_transformers_runs_what_was_converted(tmp_path, name, scheme):
+    report = convert_checkpoint(DATA / name, tmp_path / "c")
+    assert set(report.layers) == set(expected(name)) and set(report.layers.values()) == {scheme}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "c", dtype=torch.float32)
+    packed = {n: m.quant_tensor() for n, m in model.named_modules() if isinstance(m, PackedWeight)}
+    assert {n: sha(q.dequantize()) for n, q in packed.items()} == expected(name)
+    with CheckpointReader(tmp_path / "c") as reader:
+        reader.check()
+
+    # The same model with the tool's weights as plain matrices.
+    config = AutoConfig.from_pretrained(tmp_path / "c")
+    del config.quantization_config
+    dense = LlamaForCausalLM(config)
+    tensors = {k: v.float() for k, v in load_file(DATA / name / "model.safetensors").items()}
+    with ForeignReader(DATA / name) as reader:
+        state = {f"{n}.weight": reader.dequantize(n, torch.float32) for n in reader.entries}
+        state |= {n: tensors[n] for n in reader.plain}
+    dense.load_state_dict(state | {"lm_head.weight": state["model.embed_tokens.weight"]})
+    logits = dense(IDS).logits
+    assert torch.allclose(model(IDS).logits, logits, atol=1e-5 * float(logits.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("name", "tool"),
+    [
+        ("awq-auto-round", "awq"),
+        ("gptq-auto-round-w4", "gptq"),
+        ("gptq-gptqmodel-w4-act-order-v2", "gptq"),
+        ("compressed-tensors-w4", "compressed-tensors"),
+        ("compressed-tensors-w3-asym", "compressed-tensors"),
+        ("compressed-tensors-w6-channel", "compressed-tensors"),
+        ("compressed-tensors-mxfp4", "compressed-tensors"),
+    ],
+)
+def test_there_and_back_gives_the_same_bytes(tmp_path, name, tool):
+    convert_checkpoint(DATA / name, tmp_path / "lowbit")
+    convert_checkpoint(tmp_path / "lowbit", tmp_path / "back", tool)
+    before, after = (load_file(folder / "model.safetensors") for folder in (DATA / name, tmp_path / "back"))
+    assert set(before) == {n for n in after if n in before or not n.endswith("g_idx")}
+    assert all(same(after[n], tensor) for n, tensor in before.items())
+    with ForeignReader(tmp_path / "back") as reader:
+        assert {n: sha(reader.dequantize(n, torch.float32)) for n in reader.entries} == expected(name)
+    config = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == tool and config["hidden_size"] == 64
+
+
+@pytest.mark.parametrize("target", ["gptq", "compressed-tensors"])
+def test_awq_becomes_other_files_with_the_same_weights(tmp_path, target):
+    convert_checkpoint(DATA / "awq-auto-round", tmp_path / "c", target)
+    with ForeignReader(tmp_path / "c") as reader, ForeignReader(DATA / "awq-auto-round") as source:
+        assert {n: sha(reader.dequantize(n, torch.float32)) for n in reader.entries} == expected("awq-auto-round")
+        assert reader.plain == source.plain and all(same(reader.get(n), source.get(n)) for n in source.plain)
+        config = reader.files.config["quantization_config"]
+    if target == "gptq":  # zeros of 0 are ambiguous in version 1
+        assert config["checkpoint_format"] == "gptq_v2" and config["sym"] is False and config["desc_act"] is False
+    else:
+        assert config["ignore"] == ["lm_head"] and config["config_groups"]["group_0"]["targets"] == ["Linear"]
+
+
+def test_dequantized_weights_are_plain(tmp_path):
+    report = convert_checkpoint(DATA / "bitsandbytes-nf4-nested", tmp_path / "c", "dequantized")
+    assert set(report.layers.values()) == {"float16"}
+    tensors = load_file(tmp_path / "c" / "model.safetensors")
+    digests = expected("bitsandbytes-nf4-nested")
+    assert {n: sha(tensors[f"{n}.weight"]) for n in digests} == digests
+    assert "quantization_config" not in json.loads((tmp_path / "c" / "config.json").read_text())
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "c")(IDS).logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "message"),
+    [
+        (
+            "bitsandbytes-nf4-nested",
+            "lowbit",
+            r"_proj and 6 more: the 16 values of bitsandbytes' NF4.*Nothing was written$",
+        ),
+        ("gptq-gptqmodel-w4-act-order-v2", "awq", r"and 6 more: AWQ files have no channel order.*--to lowbit can hold"),
+        ("gptq-gptqmodel-w4-act-order-v2", "compressed-tensors", r"and 6 more: compressed-tensors files have no channel order"),
+        ("compressed-tensors-fp8", "gptq", r"GPTQ files hold integers, these are fp8_e4m3.*--to dequantized"),
+        ("compressed-tensors-w6-channel", "gptq", r"codes of 2, 3, 4, 8 bits, these are int6"),
+    ],
+)
+def test_what_the_target_cannot_hold_is_said_and_nothing_stays(tmp_path, name, target, message):
+    with pytest.raises(CheckpointError, match=message) as error:
+        convert_checkpoint(DATA / name, tmp_path / "c", target)
+    assert str(DATA / name) in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_activations_that_no_kernel_takes_stay_in_16_bits(tmp_path):
+    report = convert_checkpoint(DATA / "compressed-tensors-fp8", tmp_path / "c")
+    assert any("activations stay in 16 bits, the files asked for fp8_e4m3" in line for line in report.lines())
+    report = convert_checkpoint(DATA / "compressed-tensors-fp8", tmp_path / "d", "compressed-tensors")
+    config = json.loads((tmp_path / "d" / "config.json").read_text())["quantization_config"]
+    group = config["config_groups"]["group_0"]
+    assert group["input_activations"]["type"] == "float" and group["input_activations"]["dynamic"] is True
+    assert report.notes == []
+
+
+def test_existing_folders_and_unknown_targets(tmp_path):
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "mine").write_text("")
+    with pytest.raises(CheckpointError, match="not empty"):
+        convert_checkpoint(DATA / "awq-auto-round", tmp_path / "c")
+    assert (tmp_path / "c" / "mine").exists()
+    convert_checkpoint(DATA / "awq-auto-round", tmp_path / "c", overwrite=True)
+    assert not (tmp_path / "c" / "mine").exists()
+    with pytest.raises(CheckpointError, match="is a lowbit checkpoint already"):
+        convert_checkpoint(tmp_path / "c", tmp_path / "d")
+    with pytest.raises(CheckpointError, match="converted to lowbit, gptq.*not to 'onnx'"):
+        convert_checkpoint(DATA / "awq-auto-round", tmp_path / "d", "onnx")
+    save_tiny(tmp_path / "plain")
+    with pytest.raises(CheckpointError, match="is not quantized"):
+        convert_checkpoint(tmp_path / "plain", tmp_path / "d")
+    with pytest.raises(CheckpointError, match="no such folder"):
+        convert_checkpoint(tmp_path / "absent", tmp_path / "d")
+
+
+def test_what_the_model_has_no_place_for(tmp_path):
+    """Zero biases and cache scales go with a note; a layer of another name is refused."""
+    shutil.copytree(DATA / "awq-auto-round", tmp_path / "c")
+    file = tmp_path / "c" / "model.safetensors"
+    tensors = load_file(file)
+    attention = "model.layers.0.self_attn"
+    extra = {f"{attention}.q_proj.bias": torch.zeros(64).half(), f"{attention}.k_scale": torch.ones(1)}
+    save_file(tensors | extra, file)
+    report = convert_checkpoint(tmp_path / "c", tmp_path / "d")
+    assert [note.split(":")[0] for note in report.notes] == [f"{attention}.k_scale", f"{attention}.q_proj.bias"]
+    with CheckpointReader(tmp_path / "d") as reader:
+        assert not set(extra) & set(reader.names())
+    renamed = {n.replace("q_proj", "query"): t for n, t in tensors.items()}
+    save_file(renamed, file)
+    with pytest.raises(
+        CheckpointError, match=r"query: a linear layer is expected, but Transformers' Llama.* has no such module"
+    ):
+        convert_checkpoint(tmp_path / "c", tmp_path / "e")
+
+
+def lowbit_checkpoint(folder, schemes):
+    """A tiny model with the layers' schemes by the ends of their names."""
+    model = tiny_llama(tied=False)
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"}
+    entries = {}
+    with CheckpointWriter(folder) as writer:
+        for name, tensor in model.state_dict().items():
+            layer = name.removesuffix(".weight")
+            if layer not in linears:
+                writer.add(name, tensor)
+                continue
+            scheme = next((s for end, s in schemes.items() if layer.endswith(end)), schemes[""])
+            q = rtn(tensor, scheme)
+            entries[layer] = LayerEntry.of(q)
+            for suffix, part in layer_tensors(q).items():
+                writer.add(f"{layer}.{suffix}", part)
+        config = {**model.config.to_dict(), "architectures": ["LlamaForCausalLM"]}
+        writer.finish(config, Manifest(parse_scheme(schemes[""]), entries, ("lm_head",)))
+
+
+@pytest.mark.parametrize("target", ["gptq", "compressed-tensors"])
+def test_layers_of_several_schemes(tmp_path, target):
+    lowbit_checkpoint(tmp_path / "c", {"q_proj": "w8a16_g32", "": "w4a16_g16"})
+    report = convert_checkpoint(tmp_path / "c", tmp_path / "d", target)
+    assert set(report.layers.values()) == {"w8a16_g32", "w4a16_g16"}
+    with CheckpointReader(tmp_path / "c") as before, ForeignReader(tmp_path / "d") as after:
+        for name in before.manifest.layers:
+            assert torch.equal(before.layer(name).dequantize(), after.layer(name).dequantize()), name
+        config = after.files.config["quantization_config"]
+    if target == "gptq":
+        key = r"+:^model\.layers\.0\.self_attn\.q_proj$"
+        assert config["bits"] == 4 and config["dynamic"][key] == {"bits": 8, "group_size": 32}
+    else:
+        assert len(config["config_groups"]) == 2
+        assert "model.layers.0.self_attn.q_proj" in config["config_groups"]["group_0"]["targets"]
+
+
+def test_awq_files_have_groups_of_one_size(tmp_path):
+    lowbit_checkpoint(tmp_path / "c", {"q_proj": "w4a16_g32", "": "w4a16_g16"})
+    with pytest.raises(CheckpointError, match=r"k_proj and 11 more: AWQ files have groups of one size, here 16 and before 32"):
+        convert_checkpoint(tmp_path / "c", tmp_path / "d", "awq")
+
+
+GGUF_CONFIG = LlamaConfig(
+    vocab_size=160, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    tie_word_embeddings=True, max_position_embeddings=256,
+)  # fmt: skip
+
+
+def write_gguf(path, model):
+    """A GGUF file of a tiny Llama, as llama.cpp's converter lays it out, by the package gguf."""
+    gguf = pytest.importorskip("gguf")
+    config = model.config
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(256)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("llama")
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))][: config.vocab_size]
+    writer.add_token_list(tokens)
+    writer.add_token_scores([0.0] * len(tokens))
+    writer.add_token_types([2, 3, 3, *[6] * (len(tokens) - 3)])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    kinds = {"q_proj": "Q5_0", "k_proj": "Q8_0", "embed_tokens": "Q8_0", "up_proj": "Q4_1", "down_proj": "Q5_1"}
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight":
+            continue
+        data = tensor.float().numpy()
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
+        if heads:
+            data = data.reshape(heads, 2, -1, data.shape[1]).swapaxes(1, 2).reshape(data.shape)
+        kind = gguf.GGMLQuantizationType[kinds.get(name.split(".")[-2], "Q4_0") if data.ndim == 2 else "F32"]
+        new = names.get_name(name.removesuffix(".weight")) + ".weight"
+        writer.add_tensor(new, gguf.quants.quantize(np.ascontiguousarray(data), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@torch.no_grad()
+def test_gguf_becomes_a_model_that_transformers_agrees_with(tmp_path):
+    """Embedding and LM head share quantized rows; q and k rows are where Transformers' own reader puts them."""
+    model = LlamaForCausalLM(GGUF_CONFIG)
+    write_gguf(tmp_path / "m.gguf", model)
+    report = convert_checkpoint(tmp_path / "m.gguf", tmp_path / "c")
+    assert report.source == "gguf" and set(report.layers.values()) == {
+        "w4a16_g32", "w5a16_g32", "w8a16_g32", "w4a16_g32_fz", "w5a16_g32_fz",
+    }  # fmt: skip
+    with CheckpointReader(tmp_path / "c") as reader:
+        reader.check()
+        assert reader.manifest.tied == {"lm_head": "model.embed_tokens"}
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "c", dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="m.gguf", dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    )
+    for name, module in ours.named_modules():
+        if isinstance(module, PackedWeight):
+            assert torch.equal(module.quant_tensor().dequantize(), theirs.get_submodule(name).weight), name
+    logits = theirs(IDS).logits
+    assert torch.allclose(ours(IDS).logits, logits, atol=1e-5 * float(logits.abs().max()))
+    with pytest.raises(CheckpointError, match="zero points in GPTQ files are integers"):
+        convert_checkpoint(tmp_path / "m.gguf", tmp_path / "d", "gptq")
