@@ -11,6 +11,7 @@ quantization method "lowbit" with Transformers, so that saved checkpoints load w
 
 from lowbit._version import __version__
 from lowbit.formats import QuantTensor, Scheme, parse_scheme
+from lowbit.models.convert_checkpoint import convert_checkpoint
 from lowbit.models.hf import LowbitConfig
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
 from lowbit.nn import QuantLinear, convert
@@ -46,6 +47,7 @@ __all__ = [
     "Scheme",
     "__version__",
     "convert",
+    "convert_checkpoint",
     "mixed_gemm",
     "parse_scheme",
     "pipeline",

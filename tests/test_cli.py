@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from lowbit import __version__, demo
 from lowbit.checkpoint import CheckpointReader
 from lowbit.cli import app
+from tests.checkpoint.foreign import DATA
 from tests.tiny import save_tiny
 
 
@@ -37,7 +38,7 @@ def run(*arguments):
 def test_help_teaches_every_command():
     result = run("--help")
     assert result.exit_code == 0
-    for command in ("quantize", "generate", "eval", "inspect", "explain", "schemes", "demo"):
+    for command in ("quantize", "convert", "generate", "eval", "inspect", "explain", "schemes", "demo"):
         assert command in result.stdout
         page = run(command, "--help")
         assert page.exit_code == 0 and "Usage" in page.stdout
@@ -57,6 +58,47 @@ def test_quantize_reports_and_writes_json(fp16, tmp_path):
     assert "kept: model.embed_tokens" in result.stderr
     with CheckpointReader(tmp_path / "q") as reader:
         reader.check()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options"),
+    [
+        ("w4a16_g32", ["--method", "gptq"]),
+        ("w4a16_g32_z", ["--method", "gptq", "--act-order", "--search", "max"]),
+        ("w6e3m2a16", ["--method", "gptq", "--static-groups"]),
+        ("w4a16_g32_z", ["--method", "awq"]),
+        ("w8a16", ["--method", "smoothquant", "--alpha", "auto"]),
+        ("w4a16_g32_fz", ["--method", "hqq"]),
+        ("w4a16_g32", ["--mix", "w3a16_g32,w8a16", "--bits", "6"]),
+    ],
+)
+def test_quantize_by_every_method(scheme, options, fp16, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 20)
+    calibration = ["--calibration", text, "--samples", "4", "--length", "32", "--seed", "3"]
+    result = run("quantize", fp16, tmp_path / "q", "--scheme", scheme, *options, *calibration)
+    assert result.exit_code == 0, result.stderr
+    with CheckpointReader(tmp_path / "q") as reader:
+        reader.check()
+        assert len(reader.manifest.layers) == 14
+    if "gptq" in options:
+        assert "calibrating on 4 x 32 tokens" in result.stderr
+    if "--mix" in options:
+        assert "bits per weight on average in 8 units, 6.0 allowed" in result.stderr
+    assert run("generate", tmp_path / "q", "hello", "--max-new-tokens", "2").exit_code == 0
+
+
+def test_convert(tmp_path):
+    result = run("convert", DATA / "awq-auto-round", tmp_path / "c", "--json", "-")
+    assert result.exit_code == 0 and "awq to lowbit: 7 layers (7 of w4a16_g32_z)" in result.stderr
+    assert json.loads(result.stdout)["layers"]["model.layers.0.mlp.up_proj"] == "w4a16_g32_z"
+    assert run("inspect", tmp_path / "c", "--check").exit_code == 0
+    again = run("convert", DATA / "awq-auto-round", tmp_path / "c")
+    assert again.exit_code == 1 and "--overwrite" in again.stderr
+    assert run("convert", tmp_path / "c", tmp_path / "d", "--to", "compressed-tensors").exit_code == 0
+    refused = run("convert", DATA / "bitsandbytes-nf4-nested", tmp_path / "e")
+    assert refused.exit_code == 1 and "--to dequantized" in refused.stderr and not (tmp_path / "e").exists()
+    assert run("convert", tmp_path / "c", tmp_path / "f", "--to", "onnx").exit_code == 2
 
 
 def test_generate(quantized, fp16):
@@ -113,6 +155,14 @@ def test_explain(quantized):
         (["quantize", "{tmp}", "{tmp}/q"], "config.json: missing"),
         (["quantize", "{quantized}", "{tmp}/q"], "quantized already"),
         (["quantize", "{fp16}", "{tmp}/q", "--scheme", "w8a8"], "nothing in"),
+        (["quantize", "{fp16}", "{tmp}/q", "--method", "gptq", "--samples", "9999"], "take fewer or shorter samples"),
+        (["quantize", "{fp16}", "{tmp}/q", "--method", "gptq", "--calibration", "{tmp}/none.txt"], "none.txt"),
+        (["quantize", "{fp16}", "{tmp}/q", "--method", "hqq"], "hqq moves floating-point zeros, which w4a16_g64 does not"),
+        (["quantize", "{fp16}", "{tmp}/q", "--method", "awq", "--act-order"], "belong to --method gptq, not to awq"),
+        (["quantize", "{fp16}", "{tmp}/q", "--method", "awq", "--search", "mse"], "--search belongs to"),
+        (["quantize", "{fp16}", "{tmp}/q", "--search", "loss"], "rtn takes max or mse"),
+        (["quantize", "{fp16}", "{tmp}/q", "--method", "smoothquant", "--alpha", "x"], "--alpha is a number"),
+        (["quantize", "{fp16}", "{tmp}/q", "--bits", "4"], "--mix and --bits go together"),
         (["generate", "{quantized}", "x", "--scheme", "w8a16"], "is quantized already, to w4a16_g128_z"),
         (["eval", "{quantized}", "--text", "{tmp}/none.txt"], "none.txt"),
         (["explain", "{quantized}", "nothing"], "no quantized layer 'nothing'; near:"),
@@ -166,3 +216,28 @@ def test_ctrl_c_exits_130_and_leaves_nothing(fp16, tmp_path, monkeypatch):
     result = run("quantize", fp16, tmp_path / "q")
     assert result.exit_code == 130 and "nothing was left half-written" in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_while_calibrating_says_how_to_go_on(fp16, tmp_path, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lowbit.models.quantize_layer.LayerQuantizer.quantize", interrupted)
+    command = [
+        "quantize",
+        fp16,
+        tmp_path / "q",
+        "--method",
+        "gptq",
+        "--scheme",
+        "w4a16_g32",
+        "--samples",
+        "4",
+        "--length",
+        "32",
+    ]
+    result = run(*command)
+    assert result.exit_code == 130 and "the same command goes on from there" in result.stderr
+    monkeypatch.undo()
+    assert run(*command).exit_code == 0
+    assert [p.name for p in tmp_path.iterdir()] == ["q"]

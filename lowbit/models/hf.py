@@ -17,11 +17,10 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from lowbit.checkpoint import CheckpointReader, Manifest
+from lowbit.checkpoint import CheckpointReader, LayerEntry, Manifest, expected_tensors
 from lowbit.formats import parse_scheme
 from lowbit.nn.convert import Plan, empty_like, plan_conversion, quantized, swap, tie
 from lowbit.nn.linear import QuantLinear
-from lowbit.nn.packed import PackedWeight
 from lowbit.quantize.rtn import Search
 
 METHOD = "lowbit"
@@ -84,8 +83,7 @@ class LowbitQuantizer(HfQuantizer):
         self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         if self.pre_quantized:
-            _check_files(checkpoint_files)
-            _place_empty_modules(model, self.quantization_config)
+            _place_empty_modules(model, self.quantization_config, _checked_types(checkpoint_files))
         else:
             self.plan = plan_for(
                 model,
@@ -182,17 +180,28 @@ def plan_for(model: nn.Module, scheme: str, skip: Iterable[str] | None, embeddin
     return plan_conversion(model, scheme, skip=() if skip is None else skip, embeddings=embeddings, tied=ties)
 
 
-def _place_empty_modules(model: nn.Module, config: LowbitConfig) -> None:
-    """Puts quantized modules without weights where the checkpoint has quantized ones."""
+def _place_empty_modules(model: nn.Module, config: LowbitConfig, types: dict[str, torch.dtype]) -> None:
+    """Puts quantized modules without weights where the checkpoint has quantized ones; `types` are those of its tensors."""
     manifest = Manifest.from_dict(config.to_dict(), where=Path(getattr(model, "name_or_path", "") or "config.json"))
     for name, entry in manifest.layers.items():
-        model.set_submodule(name, empty_like(_layer(model, name), entry.scheme, device="meta"))
-    for follower, owner in (config.tied or {}).items():
-        source = model.get_submodule(owner)
-        if not isinstance(source, PackedWeight):
-            raise ValueError(f"quantization_config ties {follower!r} to {owner!r}, which is not among its layers")
-        model.set_submodule(follower, empty_like(_layer(model, follower), source.scheme, device="meta"))
-    _retie(model, config.tied or {})
+        _place_empty_module(model, name, entry, name, types)
+    for follower, owner in manifest.tied.items():
+        _place_empty_module(model, follower, manifest.layers[owner], owner, types)
+    _retie(model, manifest.tied)
+
+
+def _place_empty_module(model: nn.Module, name: str, entry: LayerEntry, owner: str, types: dict[str, torch.dtype]) -> None:
+    layer = _layer(model, name)
+    try:
+        new = empty_like(layer, entry.scheme, device="meta", order=entry.order, input_scale=entry.input_scale)
+    except ValueError as error:
+        raise ValueError(f"quantization_config: {name}: {error}") from error
+    # Transformers loads a tensor in the type of the parameter it finds: scales must be as wide as in the file.
+    for suffix, parameter in list(new.named_parameters(recurse=False)):
+        dtype = types.get(f"{owner}.{suffix}", parameter.dtype)
+        if dtype != parameter.dtype:
+            setattr(new, suffix, nn.Parameter(torch.empty_like(parameter, dtype=dtype), requires_grad=False))
+    model.set_submodule(name, new)
 
 
 def _layer(model: nn.Module, name: str) -> nn.Module:
@@ -228,9 +237,11 @@ def _mark_loaded(module: nn.Module) -> None:
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
-def _check_files(checkpoint_files: list[str] | None) -> None:
-    """Validates a quantized checkpoint on disk against its manifest before anything is loaded from it."""
+def _checked_types(checkpoint_files: list[str] | None) -> dict[str, torch.dtype]:
+    """Validates a quantized checkpoint on disk against its manifest before anything is loaded from it; returns the types of
+    the tensors of its quantized layers."""
     if not checkpoint_files:
-        return
-    with CheckpointReader(Path(checkpoint_files[0]).parent):
-        pass
+        return {}
+    with CheckpointReader(Path(checkpoint_files[0]).parent) as reader:
+        layers = reader.manifest.layers if reader.manifest else {}
+        return {tensor: reader.info(tensor).dtype for name, entry in layers.items() for tensor in expected_tensors(name, entry)}

@@ -1,5 +1,29 @@
-"""Which code to choose for each weight: float [N, K] -> QuantTensor."""
+"""Which code to choose for each weight: float [N, K] -> QuantTensor.
 
+`rtn` and `hqq` need nothing but the weight; `gptq`, `awq`, `smoothquant` and `mixed` also what calibration saw of the layer's
+inputs (`statistics`). `fold` moves factors into the layer before, `lorc` takes back part of the error by a low-rank matrix.
+"""
+
+from lowbit.quantize.gptq import gptq
+from lowbit.quantize.hqq import hqq
+from lowbit.quantize.lorc import LowRank, lorc
+from lowbit.quantize.method import Awq, Gptq, Hqq, Method, Rtn, SmoothQuant
+from lowbit.quantize.mixed import Mixed
 from lowbit.quantize.rtn import rtn
+from lowbit.quantize.statistics import InputStatistics
 
-__all__ = ["rtn"]
+__all__ = [
+    "Awq",
+    "Gptq",
+    "Hqq",
+    "InputStatistics",
+    "LowRank",
+    "Method",
+    "Mixed",
+    "Rtn",
+    "SmoothQuant",
+    "gptq",
+    "hqq",
+    "lorc",
+    "rtn",
+]

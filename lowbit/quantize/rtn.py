@@ -6,6 +6,7 @@ the scale that the kernels will use.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -29,7 +30,9 @@ WEIGHTS_AT_ONCE = 1 << 20
 """Weights quantized at once, which bounds the float32 temporaries to some 40 MB whatever the size of a layer."""
 
 # Clip factors tried by search="mse": 1 keeps the largest weight, 0.4 saturates everything above 40 % of it.
-_CLIP_FACTORS = tuple(1.0 - 0.02 * i for i in range(31))
+CLIP_FACTORS = tuple(1.0 - 0.02 * i for i in range(31))
+
+Metric = Callable[[Tensor], Tensor]
 
 
 def scale_dtype(scheme: Scheme) -> torch.dtype:
@@ -54,15 +57,9 @@ def rtn(weight: Tensor, scheme: str | Scheme, *, search: Search = "max") -> Quan
     usual MSE observer.
     """
     scheme = parse_scheme(scheme)
-    if weight.dim() != 2 or not weight.is_floating_point():
-        raise ValueError(f"rtn quantizes a floating-point matrix [N, K], got {weight.dtype} {tuple(weight.shape)}")
-    if search not in ("max", "mse"):
-        raise ValueError(f"search is 'max' or 'mse', got {search!r}")
-    step = _rows_at_once(scheme, weight)
-    bad = sum(int((~part.isfinite()).sum()) for part in weight.split(step))
-    if bad:
-        raise ValueError(f"{bad} of {weight.numel()} weights are not finite: such a layer cannot be quantized")
-    factors = (1.0,) if search == "max" else _CLIP_FACTORS
+    factors = clip_factors(search)
+    check_weight(weight, "rtn")
+    step = rows_at_once(scheme, weight)
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     scales, zeros = [], []
     for part, target in zip(weight.detach().split(step), codes.split(step), strict=True):
@@ -74,10 +71,82 @@ def rtn(weight: Tensor, scheme: str | Scheme, *, search: Search = "max") -> Quan
     return QuantTensor(codes, torch.cat(scales), torch.cat(zeros) if zeros else None, scheme)
 
 
-def _rows_at_once(scheme: Scheme, weight: Tensor) -> int:
+def rows_at_once(scheme: Scheme, weight: Tensor) -> int:
     """Rows quantized together: about WEIGHTS_AT_ONCE weights, and whole blocks of rows that share scales."""
     n = scheme.granularity.block((weight.shape[0], weight.shape[1]))[0]
     return max(1, WEIGHTS_AT_ONCE // max(1, weight.shape[1] * n)) * n
+
+
+def fit(w: Tensor, scheme: Scheme, factors: tuple[float, ...], metric: Metric | None = None) -> tuple[Tensor, Tensor | None]:
+    """Scale [R] and zero [R] (None where the scheme has none), in the types they are stored in, of weights [R, E] float32
+    with one scale per row: of the clip `factors`, for each row the one whose rounding error is least by `metric` (the sum
+    of squares when None). `metric` maps differences [R, E] to errors [R]."""
+    measure = _squares if metric is None else metric
+    scale, zero = _grid(w, scheme, factors[0])
+    if len(factors) == 1:
+        return scale, zero
+    least = measure(_rounded(w, scale, zero, scheme) - w)
+    for factor in factors[1:]:
+        s, z = _grid(w, scheme, factor)
+        error = measure(_rounded(w, s, z, scheme) - w)
+        better = error < least
+        least = torch.where(better, error, least)
+        scale = torch.where(better, s, scale)
+        zero = None if zero is None or z is None else torch.where(better, z, zero)
+    return scale, zero
+
+
+def fit_columns(
+    w: Tensor, scheme: Scheme, factors: tuple[float, ...], metric: Metric | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """`fit` for the columns [N, k] float32 that one column of scales covers: scale and zero [ceil(N / n), 1], where n rows
+    share a scale. `metric` maps differences [N', k] of rows to errors [N']."""
+    n = scheme.granularity.block((w.shape[0], w.shape[1]))[0]
+    rows = -(-w.shape[0] // n)
+    pick = _edge_repeated(w.shape[0], n, rows, w.device)
+    covered = (w if pick is None else w[pick]).reshape(rows, -1)
+    measure = _squares if metric is None else metric
+    inside = torch.arange(rows * n, device=w.device) < w.shape[0]
+    scale, zero = fit(
+        covered, scheme, factors, lambda d: (measure(d.reshape(rows * n, -1)) * inside).reshape(rows, n).sum(dim=1)
+    )
+    return scale[:, None], None if zero is None else zero[:, None]
+
+
+def nearest(w: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) -> Tensor:
+    """Nearest codes (uint8, the shape of `w`) for scales and zeros that broadcast with `w`."""
+    if zero is None:
+        return encode(w / scale.float(), scheme.weight)
+    if scheme.zero is ZeroPoint.INTEGER:
+        return encode(w / scale.float() + zero, scheme.weight)
+    return encode((w - zero.float()) / scale.float(), scheme.weight)
+
+
+def values(codes: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) -> Tensor:
+    """The weights (float32, the shape of `codes`) that codes stand for, with scales and zeros that broadcast with them."""
+    decoded = decode(codes, scheme.weight)
+    if zero is None:
+        return decoded * scale.float()
+    if scheme.zero is ZeroPoint.INTEGER:
+        return (decoded - zero.float()) * scale.float()
+    return decoded * scale.float() + zero.float()
+
+
+def clip_factors(search: Search) -> tuple[float, ...]:
+    """The clip factors that a search tries."""
+    if search not in ("max", "mse"):
+        raise ValueError(f"search is 'max' or 'mse', got {search!r}")
+    return (1.0,) if search == "max" else CLIP_FACTORS
+
+
+def check_weight(weight: Tensor, who: str) -> None:
+    """Raises ValueError unless `weight` is a matrix [N, K] of finite floating-point numbers."""
+    if weight.dim() != 2 or not weight.is_floating_point():
+        raise ValueError(f"{who} quantizes a floating-point matrix [N, K], got {weight.dtype} {tuple(weight.shape)}")
+    rows = max(1, WEIGHTS_AT_ONCE // max(1, weight.shape[1]))
+    bad = sum(int((~part.isfinite()).sum()) for part in weight.split(rows))
+    if bad:
+        raise ValueError(f"{bad} of {weight.numel()} weights are not finite: such a layer cannot be quantized")
 
 
 def _quantize_rows(w: Tensor, scheme: Scheme, factors: tuple[float, ...]) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -85,11 +154,15 @@ def _quantize_rows(w: Tensor, scheme: Scheme, factors: tuple[float, ...]) -> tup
     w = w.to(torch.float32)
     shape = (w.shape[0], w.shape[1])
     grid = scale_shape(scheme.granularity, shape)
-    codes, scale, zero = _best(_cover(w, scheme, shape), scheme, factors)
-    return _uncover(codes, scheme, shape), scale.reshape(grid), None if zero is None else zero.reshape(grid)
+    covered = cover(w, scheme, shape)
+    inside = _inside(scheme, shape, w.device)
+    metric = None if inside is None else (lambda d: (d * inside).square().sum(dim=1))
+    scale, zero = fit(covered, scheme, factors, metric)
+    codes = nearest(covered, scale[:, None], None if zero is None else zero[:, None], scheme)
+    return uncover(codes, scheme, shape), scale.reshape(grid), None if zero is None else zero.reshape(grid)
 
 
-def _cover(w: Tensor, scheme: Scheme, shape: tuple[int, int]) -> Tensor:
+def cover(w: Tensor, scheme: Scheme, shape: tuple[int, int]) -> Tensor:
     """Weights [S, n * k] with one row per scale; ragged edges repeat the scale's own last weights, which changes
     neither its largest nor its smallest one."""
     n, k = scheme.granularity.block(shape)
@@ -103,52 +176,43 @@ def _cover(w: Tensor, scheme: Scheme, shape: tuple[int, int]) -> Tensor:
     return w.reshape(rows, n, cols, k).transpose(1, 2).reshape(rows * cols, n * k)
 
 
+def _inside(scheme: Scheme, shape: tuple[int, int], device: torch.device) -> Tensor | None:
+    """Which elements of `cover`'s rows are weights and not repetitions, [S, n * k]; None when all are."""
+    n, k = scheme.granularity.block(shape)
+    rows, cols = scale_shape(scheme.granularity, shape)
+    if (rows * n, cols * k) == shape:
+        return None
+    row = torch.arange(rows * n, device=device) < shape[0]
+    column = torch.arange(cols * k, device=device) < shape[1]
+    return (row[:, None] & column).reshape(rows, n, cols, k).transpose(1, 2).reshape(rows * cols, n * k)
+
+
 def _edge_repeated(length: int, block: int, blocks: int, device: torch.device) -> Tensor | None:
     if blocks * block == length:
         return None
     return torch.arange(blocks * block, device=device).clamp(max=length - 1)
 
 
-def _uncover(codes: Tensor, scheme: Scheme, shape: tuple[int, int]) -> Tensor:
+def uncover(codes: Tensor, scheme: Scheme, shape: tuple[int, int]) -> Tensor:
+    """The inverse of `cover`: codes [N, K]."""
     n, k = scheme.granularity.block(shape)
     rows, cols = scale_shape(scheme.granularity, shape)
     blocks = codes.reshape(rows, cols, n, k).transpose(1, 2).reshape(rows * n, cols * k)
     return blocks[: shape[0], : shape[1]].contiguous()
 
 
-def _best(w: Tensor, scheme: Scheme, factors: tuple[float, ...]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes [S, E], scale [S] and zero [S] or None of weights [S, E]: per row, the clip factor of least error."""
-    codes, scale, zero = _quantize(w, scheme, factors[0])
-    if len(factors) == 1:
-        return codes, scale, zero
-    least = _squared_error(w, codes, scale, zero, scheme)
-    for factor in factors[1:]:
-        c, s, z = _quantize(w, scheme, factor)
-        error = _squared_error(w, c, s, z, scheme)
-        better = error < least
-        least = torch.where(better, error, least)
-        codes = torch.where(better[:, None], c, codes)
-        scale = torch.where(better, s, scale)
-        zero = None if zero is None or z is None else torch.where(better, z, zero)
-    return codes, scale, zero
-
-
-def _quantize(w: Tensor, scheme: Scheme, factor: float) -> tuple[Tensor, Tensor, Tensor | None]:
+def _grid(w: Tensor, scheme: Scheme, factor: float) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero [R] that hold `factor` of the range of each row of w [R, E]."""
     fmt, dtype = scheme.weight, scale_dtype(scheme)
     if scheme.zero is ZeroPoint.NONE:
-        scale = _stored(w.abs().amax(dim=1) * factor / fmt.max, dtype)
-        return encode(w / scale.float()[:, None], fmt), scale, None
+        return _stored(w.abs().amax(dim=1) * factor / fmt.max, dtype), None
     low, high = w.amin(dim=1) * factor, w.amax(dim=1) * factor
     if scheme.zero is ZeroPoint.INTEGER:
         # Zero itself must be on the grid, at an integer code.
         low, high = low.clamp(max=0), high.clamp(min=0)
         scale = _stored((high - low) / fmt.max, dtype)
-        zero = (-low / scale.float()).round().clamp(0, fmt.max)
-        codes = encode(w / scale.float()[:, None] + zero[:, None], fmt)
-        return codes, scale, zero.to(torch.uint8)
-    scale = _stored((high - low) / fmt.max, dtype)
-    offset = low.to(dtype)
-    return encode((w - offset.float()[:, None]) / scale.float()[:, None], fmt), scale, offset
+        return scale, (-low / scale.float()).round().clamp(0, fmt.max).to(torch.uint8)
+    return _stored((high - low) / fmt.max, dtype), low.to(dtype)
 
 
 def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -157,11 +221,10 @@ def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(scale > 0, scale.clamp(min=smallest), 1.0).to(dtype)
 
 
-def _squared_error(w: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) -> Tensor:
-    values = decode(codes, scheme.weight)
-    s = scale.float()[:, None]
-    if zero is None:
-        return (values * s - w).square().sum(dim=1)
-    z = zero.float()[:, None]
-    q = (values - z) * s if scheme.zero is ZeroPoint.INTEGER else values * s + z
-    return (q - w).square().sum(dim=1)
+def _rounded(w: Tensor, scale: Tensor, zero: Tensor | None, scheme: Scheme) -> Tensor:
+    scale, zero = scale[:, None], None if zero is None else zero[:, None]
+    return values(nearest(w, scale, zero, scheme), scale, zero, scheme)
+
+
+def _squares(difference: Tensor) -> Tensor:
+    return difference.square().sum(dim=1)

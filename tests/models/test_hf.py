@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from lowbit import LowbitConfig
-from lowbit.checkpoint import CheckpointError, CheckpointReader
-from lowbit.models.hf import LOADING_OVERHEAD_BYTES
+from lowbit.checkpoint import CheckpointError, CheckpointReader, CheckpointWriter, LayerEntry, layer_tensors
+from lowbit.models.hf import LOADING_OVERHEAD_BYTES, _place_empty_modules
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
 from lowbit.nn import QuantEmbedding, QuantLinear
 from lowbit.quantize import rtn
-from tests.tiny import tiny_llama
+from tests.tiny import tiny_llama, with_channels
 
 SCHEMES = ["w8a16", "w6e3m2a16", "w4a16_g32_fz", "w3a16_g48_z"]
 IDS = torch.arange(40)[None]
@@ -85,6 +87,59 @@ def test_embeddings_on_request_stay_tied(folder, scheme, tmp_path):
         assert torch.equal(logits(again), logits(model))
         with CheckpointReader(tmp_path / saved) as reader:
             assert any(n.startswith("lm_head.") for n in reader.names()) != tied, "a tied matrix is stored once"
+
+
+def with_channels_in_every_layer(folder, target, scheme="w4a16_g32_z"):
+    """Writes the quantized checkpoint with an order, an input scale or both in every layer; returns the dequantized model."""
+    quantize_checkpoint(folder, target / "plain", scheme)
+    model, kinds = load(folder), [(True, None), (False, torch.float16), (True, torch.float32)]
+    with CheckpointReader(target / "plain") as reader, CheckpointWriter(target / "channels") as writer:
+        layers = {}
+        for i, name in enumerate(reader.manifest.layers):
+            layers[name] = with_channels(reader.layer(name), *kinds[i % 3], seed=i)
+            model.get_submodule(name).weight.data = layers[name].dequantize()
+            for suffix, tensor in layer_tensors(layers[name]).items():
+                writer.add(f"{name}.{suffix}", tensor)
+        for tensor in reader.names():
+            if tensor.rpartition(".")[0] not in layers or tensor.endswith(".bias"):
+                writer.add(tensor, reader.get(tensor))
+        entries = {name: LayerEntry.of(q) for name, q in layers.items()}
+        writer.finish(reader.config, replace(reader.manifest, layers=entries))
+    return model
+
+
+def test_order_and_input_scale_load_and_save(folder, tmp_path):
+    simulation = with_channels_in_every_layer(folder, tmp_path)
+    model = load(tmp_path / "channels")
+    torch.testing.assert_close(logits(model), logits(simulation), rtol=1e-4, atol=1e-4)
+    q_proj, k_proj, v_proj = (getattr(model.model.layers[0].self_attn, f"{x}_proj") for x in "qkv")
+    assert {type(p) for p in (q_proj, k_proj, v_proj)} == {QuantLinear}
+    found = {p.input_scale.dtype for p in (q_proj, k_proj, v_proj) if p.input_scale is not None}
+    assert found == {torch.float16, torch.float32}, "in the types of the file, not of the model"
+
+    model.save_pretrained(tmp_path / "saved")
+    again = load(tmp_path / "saved")
+    assert same_state(again, model) and torch.equal(logits(again), logits(model))
+    with CheckpointReader(tmp_path / "saved") as reader:
+        reader.check()
+    half = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.bfloat16)
+    torch.testing.assert_close(logits(half).float(), logits(simulation), rtol=0.1, atol=0.05)
+
+
+def test_orders_that_do_not_fit_are_refused_while_loading(folder, tmp_path):
+    with_channels_in_every_layer(folder, tmp_path)
+    path = tmp_path / "channels" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.0.mlp.up_proj.weight_order"][0] = 10**6
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.up_proj\.weight_order: holds each of 0 to 63 once"):
+        load(tmp_path / "channels")
+
+
+def test_an_embedding_with_an_order_is_refused_while_loading(folder):
+    config = LowbitConfig("w4a16_g32", layers={"model.embed_tokens": {"shape": [160, 64], "order": True}})
+    with pytest.raises(ValueError, match=r"model\.embed_tokens: an embedding has no .* no order"):
+        _place_empty_modules(load(folder), config, {})
 
 
 def test_modules_to_not_convert(folder):

@@ -115,6 +115,13 @@ def test_mse_search_never_does_worse(name):
         assert error(searched) < 0.9 * error(plain)
 
 
+@pytest.mark.parametrize("name", ["w3a16_g48", "w3a16_g48_z", "w3a16_g48_fz"])
+def test_a_ragged_group_is_searched_as_if_alone(name):
+    w = random(16, 64).pow(3)
+    whole, alone = rtn(w, name, search="mse"), rtn(w[:, 48:].contiguous(), name.replace("g48", "g16"), search="mse")
+    assert torch.equal(whole.scale[:, 1], alone.scale[:, 0]) and torch.equal(whole.codes[:, 48:], alone.codes)
+
+
 def test_deterministic_and_input_untouched():
     w = random(16, 64)
     before = w.clone()

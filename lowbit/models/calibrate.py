@@ -1,0 +1,262 @@
+"""Calibrated quantization of a checkpoint on disk: one decoder layer after the other, from the inputs that it will really get.
+
+Layer i is read, its inputs on the calibration texts are observed, it is quantized, and the quantized layer makes the inputs of
+layer i + 1; then its memory is given back. What a layer brought is on disk before the next one begins, so a run that was killed
+goes on where it was: its finished layers are read back and run once more on the texts (one pass; quantizing takes several),
+which gives the same inputs, and in the end the same files, as a run that was not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+from transformers import AutoTokenizer
+
+from lowbit._version import __version__
+from lowbit.checkpoint import CheckpointError, CheckpointReader
+from lowbit.formats import QuantTensor, Scheme
+from lowbit.models.decoder import Decoder
+from lowbit.models.quantize_layer import LayerQuantizer, LayerResult
+from lowbit.quantize.method import Method
+from lowbit.quantize.mixed import Candidate, sensitivity
+from lowbit.quantize.statistics import InputStatistics
+
+_FIELDS = ("codes", "scale", "zero", "order", "input_scale")
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Text to calibrate with: `samples` pieces of `length` tokens, drawn without overlap by `seed` from the file `text`, plain
+    text or JSON lines with a "text" each. None is the topics of Python's own help, 465,000 characters that come with Python.
+    Measure on another text than this."""
+
+    samples: int = 128
+    length: int = 512
+    seed: int = 0
+    text: Path | None = None
+
+    def read(self) -> str:
+        """The text."""
+        if self.text is None:
+            from pydoc_data.topics import topics
+
+            return "\n\n".join(topics[name] for name in sorted(topics))
+        content = self.text.read_text(encoding="utf-8")
+        if self.text.suffix not in (".jsonl", ".json"):
+            return content
+        texts = []
+        for number, line in enumerate(content.splitlines(), 1):
+            if line.strip():
+                texts.append(_text_of(line, f"{self.text}:{number}"))
+        return "\n\n".join(texts)
+
+    def tokens(self, folder: Path) -> Tensor:
+        """Token ids [samples, length] by the tokenizer in `folder`. Raises ValueError when the text is too short."""
+        ids = AutoTokenizer.from_pretrained(folder)(self.read(), return_tensors="pt", verbose=False).input_ids[0]
+        pieces = len(ids) // self.length
+        if self.samples < 1 or self.length < 2 or pieces < self.samples:
+            raise ValueError(
+                f"calibration takes {self.samples} x {self.length} tokens, {self.text or 'the built-in text'} has "
+                f"{len(ids):,}, enough for {pieces} pieces; take fewer or shorter samples, or give a longer text"
+            )
+        chosen = torch.randperm(pieces, generator=torch.Generator().manual_seed(self.seed))[: self.samples].sort().values
+        return ids[: pieces * self.length].reshape(pieces, self.length)[chosen]
+
+
+def _text_of(line: str, where: str) -> str:
+    try:
+        text = json.loads(line)["text"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f'{where}: a line of calibration text is a JSON object with a "text" ({error!r})') from error
+    if not isinstance(text, str):
+        raise ValueError(f'{where}: "text" is a string, got {type(text).__name__}')
+    return text
+
+
+class Finished:
+    """The finished layers of a run, in a hidden folder beside its target: kept when the run is killed, gone when it is done.
+
+    `recipe` says what the layers come from; raises CheckpointError when the folder holds those of another one.
+    """
+
+    def __init__(self, target: Path, recipe: dict[str, Any]) -> None:
+        self.folder = unfinished_folder(target)
+        text = json.dumps(recipe, indent=2, sort_keys=True) + "\n"
+        path = self.folder / "recipe.json"
+        if path.exists() and path.read_text(encoding="utf-8") != text:
+            raise CheckpointError(
+                f"{self.folder}: holds the finished layers of another run for {target} (another method, scheme, model or "
+                "text); repeat that command to finish it, or delete the folder"
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            _replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+    def write(self, i: int, result: LayerResult) -> None:
+        """Puts what layer i brought on disk, whole or not at all."""
+        tensors = {
+            f"quantized {n} {f}": t for n, q in result.quantized.items() for f in _FIELDS if (t := getattr(q, f)) is not None
+        }
+        tensors |= {f"changed {n}": t for n, t in result.changed.items()}
+        plain = {name: t.cpu().contiguous() for name, t in tensors.items()}
+        _replace(self._path(i), lambda path: save_file(plain, str(path), {"notes": json.dumps(result.notes)}))
+
+    def read(self, i: int, schemes: Mapping[str, Scheme]) -> LayerResult | None:
+        """What layer i brought; None when it is not finished."""
+        if not self._path(i).exists():
+            return None
+        fields: dict[str, dict[str, Tensor]] = {}
+        with safe_open(str(self._path(i)), framework="pt") as file:
+            result = LayerResult(notes=json.loads(file.metadata()["notes"]))
+            for key in file.keys():  # noqa: SIM118  (not a dict)
+                kind, name, *rest = key.split(" ")
+                if kind == "changed":
+                    result.changed[name] = file.get_tensor(key)
+                else:
+                    fields.setdefault(name, {})[rest[0]] = file.get_tensor(key)
+        for name, parts in fields.items():
+            result.quantized[name] = QuantTensor(scheme=schemes[name], **{f: parts.get(f) for f in _FIELDS})  # type: ignore[arg-type]
+        return result
+
+    def clear(self) -> None:
+        """Removes the folder."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _path(self, i: int) -> Path:
+        return self.folder / f"layer-{i:05}.safetensors"
+
+
+class Results:
+    """What a calibrated run found, by the names of the model and of its files; one decoder layer in memory at a time."""
+
+    def __init__(self, decoder: Decoder, finished: Finished, schemes: Mapping[str, Scheme]) -> None:
+        self.finished = finished
+        self._decoder, self._schemes = decoder, schemes
+        self._at, self._result = -1, LayerResult()
+
+    def quantized(self, module: str) -> QuantTensor | None:
+        """The weight of a module; None when it is not in a decoder layer."""
+        found = self._layer_of(module)
+        return None if found is None else self._result.quantized[found]
+
+    def changed(self, tensor: str) -> Tensor | None:
+        """A tensor of the files that took up factors; None when it stays as it is."""
+        parameter = self._decoder.model_name(tensor)
+        found = None if parameter is None else self._layer_of(parameter)
+        return None if found is None else self._result.changed.get(found)
+
+    def _layer_of(self, name: str) -> str | None:
+        """Brings the layer that `name` is in into memory and returns the name in it."""
+        number, _, rest = name.removeprefix(f"{self._decoder.name}.").partition(".")
+        if not name.startswith(f"{self._decoder.name}.") or not rest:
+            return None
+        if int(number) != self._at:
+            prefix = f"{self._decoder.layer_name(int(number))}."
+            own = {n.removeprefix(prefix): scheme for n, scheme in self._schemes.items() if n.startswith(prefix)}
+            result = self.finished.read(int(number), own)
+            assert result is not None
+            self._at, self._result = int(number), result
+        return rest
+
+
+def unfinished_folder(target: Path) -> Path:
+    """Where a calibrated run for `target` keeps its finished layers until it is done."""
+    return target.absolute().parent / f".{target.name}.unfinished"
+
+
+def calibrate_layers(
+    decoder: Decoder,
+    schemes: Mapping[str, Scheme],
+    method: Method,
+    tokens: Tensor,
+    finished: Finished,
+    *,
+    embeddings: Mapping[str, Tensor] | None = None,
+    progress: bool = False,
+) -> list[str]:
+    """Quantizes the linear layers named in `schemes` (full names) that are in decoder layers, and leaves the results in
+    `finished`. Returns notes on layers that were only rounded.
+
+    `tokens` [S, T] are the calibration texts; `embeddings` holds parameters by name that the model will have quantized. Peak
+    memory: the embedding or one decoder layer in the type of computing, the activations of all texts twice, the Hessians of one
+    decoder layer (4 K^2 bytes for each input of K channels; GPTQ takes one at a time, and three times as much of float64 to
+    factorize it), and what Python and torch hold.
+    """
+    hidden = decoder.embed(tokens, embeddings)
+    quantizer = LayerQuantizer(decoder, method)
+    notes = []
+    for i in tqdm(range(len(decoder)), desc=type(method).__name__.lower(), unit="layer", disable=not progress, leave=False):
+        prefix = f"{decoder.layer_name(i)}."
+        own = {name.removeprefix(prefix): scheme for name, scheme in schemes.items() if name.startswith(prefix)}
+        result = finished.read(i, own)
+        if result is None:
+            decoder.load(i)
+            result = quantizer.quantize(i, hidden, own) if own else LayerResult()
+            finished.write(i, result)
+        else:
+            dense = {f"{name}.weight": q.dequantize() for name, q in result.quantized.items()}
+            decoder.load(i, {**dense, **result.changed})
+        notes += result.notes
+        hidden = list(decoder.run(i, hidden))
+        decoder.free(i)
+    return notes
+
+
+def measure_sensitivity(
+    decoder: Decoder, linears: list[str], schemes: list[Scheme], tokens: Tensor, *, progress: bool = False
+) -> dict[tuple[str, ...], list[Candidate]]:
+    """For each unit of `linears` (full names), layers that read one input and that serving engines therefore fuse, what each of
+    `schemes` costs: see `quantize.mixed`. The inputs are those of the float model."""
+    hidden = decoder.embed(tokens)
+    units = {}
+    for i in tqdm(range(len(decoder)), desc="sensitivity", unit="layer", disable=not progress, leave=False):
+        prefix = f"{decoder.layer_name(i)}."
+        layer = decoder.load(i)
+        own = [name.removeprefix(prefix) for name in linears if name.startswith(prefix)]
+        for group in decoder.inputs(i, hidden[0], own) if own else []:
+            weights = [layer.get_parameter(f"{name}.weight").data for name in group.linears]
+            statistics = InputStatistics(weights[0].shape[1], device=decoder.device)
+            decoder.observe(i, hidden, {group.linears[0]: statistics.add})
+            units[tuple(prefix + name for name in group.linears)] = sensitivity(weights, statistics.hessian, schemes)
+        hidden = list(decoder.run(i, hidden))
+        decoder.free(i)
+    return units
+
+
+def recipe_of(
+    reader: CheckpointReader, schemes: Mapping[str, Scheme], method: Method, tokens: Tensor, decoder: Decoder
+) -> dict[str, Any]:
+    """What a run's results depend on."""
+    files = sorted({reader.info(name).file for name in reader.names()})
+    return {
+        "lowbit": __version__,
+        "source": [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in files],
+        "schemes": {name: scheme.name for name, scheme in schemes.items()},
+        "method": [type(method).__name__, asdict(method)],
+        "tokens": [list(tokens.shape), sha256(tokens.numpy().tobytes()).hexdigest()],
+        "computing": [decoder.device.type, str(decoder.dtype), torch.__version__],
+    }
+
+
+def _replace(path: Path, write: Any) -> None:
+    """Writes a file under another name, brings it to the disk and only then gives it its own."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    try:
+        write(temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written ({error})") from error

@@ -1,0 +1,263 @@
+"""A causal language model's decoder, run one layer at a time with weights read from disk as they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lowbit.checkpoint import CheckpointError, CheckpointReader
+
+
+class _Stop(Exception):
+    """Ends a forward pass whose rest is not needed."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """Linear layers of one decoder layer that read the same tensor, in the order in which they run, and `producer`, the
+    module whose output that tensor is (None when it comes from other operations). Names are relative to the layer."""
+
+    linears: tuple[str, ...]
+    producer: str | None
+
+
+class Decoder:
+    """The decoder of the checkpoint that `reader` has open: a skeleton on the meta device whose layers come and go.
+
+    Computes on `device` in `dtype`. Raises CheckpointError for models that have no list of decoder layers and for files that
+    hold their weights under other names than the model's own.
+    """
+
+    def __init__(self, reader: CheckpointReader, device: torch.device | str, dtype: torch.dtype) -> None:
+        self.reader, self.device, self.dtype = reader, torch.device(device), dtype
+        config = AutoConfig.from_pretrained(reader.folder)
+        cls = getattr(transformers, (config.architectures or [""])[0], None)
+        with init_empty_weights(include_buffers=False):
+            model: nn.Module = AutoModelForCausalLM.from_config(config) if cls is None else cls(config)
+        self.model = model.eval()
+        self.name, self.layers = _decoder_layers(self.model, reader)
+        self._names = _file_names(self.model, reader)
+        self._files = {name: tensor for tensor, name in self._names.items()}
+        self._contexts: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def layer_name(self, i: int) -> str:
+        """Full name of layer i: `model.layers.3`."""
+        return f"{self.name}.{i}"
+
+    def file_name(self, parameter: str) -> str | None:
+        """The name in the files of a parameter of the model; None when they have no such tensor."""
+        return self._files.get(parameter)
+
+    def model_name(self, tensor: str) -> str | None:
+        """The model's own name of a tensor in the files; None when it has no such parameter."""
+        return self._names.get(tensor)
+
+    @torch.no_grad()
+    def embed(self, tokens: Tensor, replaced: Mapping[str, Tensor] | None = None) -> list[Tensor]:
+        """The input of the first layer for every row of `tokens` [S, T], a list of [1, T, hidden]. `replaced` holds parameters
+        by name to take instead of the files'. Also remembers what else each layer is called with (masks, positions)."""
+        inner = str(getattr(self.model, "base_model_prefix", ""))
+        base: nn.Module = getattr(self.model, inner, self.model)
+        prefix = "" if base is self.model else f"{inner}."
+        outside = [n for n, _ in base.named_parameters() if not f"{prefix}{n}".startswith(f"{self.name}.")]
+        _fill(base, {n: (replaced or {}).get(prefix + n, self._read(prefix + n)) for n in outside}, self.device, self.dtype)
+        first: list[Tensor] = []
+        self._contexts = []
+        for i, layer in enumerate(self.layers):
+            layer.forward = self._recorder(i, first)  # type: ignore[method-assign]
+        try:
+            for row in tokens:
+                with _stopped():
+                    base(input_ids=row[None].to(self.device), use_cache=False)
+        finally:
+            for layer in self.layers:
+                del layer.forward
+            _empty(base, outside)
+        return first
+
+    def _recorder(self, i: int, first: list[Tensor]) -> Callable[..., Tensor]:
+        """Stands in for layer i while embedding: keeps the layer's other arguments (of the first text; they are the same for
+        all, which have one length) and the first layer's input."""
+
+        def forward(*args: Any, **kwargs: Any) -> Tensor:
+            hidden = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
+            if len(self._contexts) == i:
+                self._contexts.append((args[1:], kwargs))
+            if i == 0:
+                first.append(hidden)
+            if i == len(self.layers) - 1 or len(self._contexts) == len(self.layers):
+                raise _Stop
+            return hidden
+
+        return forward
+
+    def load(self, i: int, replaced: Mapping[str, Tensor] | None = None) -> nn.Module:
+        """Layer i with its weights, on the device and in the type of computing. `replaced` holds parameters by their name in
+        the layer to take instead of the files'."""
+        layer = self.layers[i]
+        names = [n for n, _ in layer.named_parameters()] + [n for n, b in layer.named_buffers() if self._has(i, n)]
+        given = replaced or {}
+        values = {n: given[n] if n in given else self._read(f"{self.layer_name(i)}.{n}") for n in names}
+        _fill(layer, values, self.device, self.dtype)
+        return layer
+
+    def free(self, i: int) -> None:
+        """Gives back the memory of layer i."""
+        _empty(self.layers[i], [n for n, _ in self.layers[i].named_parameters()])
+
+    @torch.no_grad()
+    def run(self, i: int, hidden: list[Tensor], dtype: torch.dtype | None = None) -> Iterator[Tensor]:
+        """The outputs of layer i for its inputs, one [1, T, hidden] after the other; computed in `dtype` where it is given."""
+        args, kwargs = self._contexts[i] if dtype is None else _cast(self._contexts[i], dtype)
+        for x in hidden:
+            y = self.layers[i](x if dtype is None else x.to(dtype), *args, **kwargs)
+            yield y[0] if isinstance(y, tuple) else y
+
+    @torch.no_grad()
+    def inputs(self, i: int, hidden: Tensor, linears: list[str]) -> list[Input]:
+        """Which of `linears` (names in the layer) run for `hidden` [1, T, hidden], and which of them read the same tensor."""
+        layer = self.layers[i]
+        seen: list[tuple[Tensor, list[str]]] = []
+        made: list[tuple[Tensor, str]] = []
+
+        def reads(name: str) -> Callable[..., None]:
+            def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+                for x, names in seen:
+                    if _same(x, args[0]):
+                        names.append(name)
+                        return
+                seen.append((args[0], [name]))
+
+            return hook
+
+        def makes(name: str) -> Callable[..., None]:
+            return lambda module, args, output: made.append((output, name)) if isinstance(output, Tensor) else None
+
+        hooks = [layer.get_submodule(name).register_forward_pre_hook(reads(name)) for name in linears]
+        leaves = [(n, m) for n, m in layer.named_modules() if n and next(m.parameters(recurse=False), None) is not None]
+        hooks += [module.register_forward_hook(makes(name)) for name, module in leaves]
+        try:
+            list(self.run(i, [hidden]))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return [Input(tuple(names), next((name for y, name in reversed(made) if y is x), None)) for x, names in seen]
+
+    @torch.no_grad()
+    def observe(self, i: int, hidden: list[Tensor], watch: Mapping[str, Callable[[Tensor], None]]) -> None:
+        """Runs layer i on all inputs and hands the input of each linear layer named in `watch` to its function. A run ends
+        where the last of them begins: the rest of the layer is not computed."""
+        layer = self.layers[i]
+        left: set[str] = set()
+
+        def hook(name: str, take: Callable[[Tensor], None]) -> Callable[..., None]:
+            def before(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+                take(args[0])
+                left.discard(name)
+                if not left:
+                    raise _Stop
+
+            return before
+
+        hooks = [layer.get_submodule(n).register_forward_pre_hook(hook(n, take)) for n, take in watch.items()]
+        try:
+            for x in hidden:
+                left.update(watch)
+                with _stopped():
+                    list(self.run(i, [x]))
+        finally:
+            for handle in hooks:
+                handle.remove()
+
+    def stored_dtype(self, i: int, parameter: str) -> torch.dtype:
+        """The type in which the files hold a parameter of layer i."""
+        return self.reader.info(self._files[f"{self.layer_name(i)}.{parameter}"]).dtype
+
+    def head_dim(self, channels: int) -> int:
+        """Channels of an attention head, `channels` being all of them; 0 where the model's config names no heads."""
+        config: Any = self.model.config
+        heads = getattr(config, "num_attention_heads", None)
+        return int(getattr(config, "head_dim", None) or (channels // heads if heads else 0))
+
+    def _has(self, i: int, name: str) -> bool:
+        return f"{self.layer_name(i)}.{name}" in self._files
+
+    def _read(self, parameter: str) -> Tensor:
+        name = self._files.get(parameter)
+        if name is None:
+            raise CheckpointError(
+                f"{self.reader.folder}: has no tensor {parameter!r}, which {type(self.model).__name__} needs; methods that "
+                "calibrate take files whose names are the model's own. Load the model with Transformers and save_pretrained "
+                "it, or use a method without data (rtn, hqq)"
+            )
+        return self.reader.get(name)
+
+
+class _stopped:
+    """A block that `_Stop` ends."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> bool:
+        return kind is _Stop
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Every floating-point tensor in nested tuples, lists and dicts in `dtype`."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, (tuple, list)):
+        return type(value)(_cast(v, dtype) for v in value)
+    return {k: _cast(v, dtype) for k, v in value.items()} if isinstance(value, dict) else value
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride())
+
+
+def _decoder_layers(model: nn.Module, reader: CheckpointReader) -> tuple[str, nn.ModuleList]:
+    """The outermost list of modules with the most weights in it."""
+    lists = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) > 0]
+    lists = [(n, m) for n, m in lists if not any(n.startswith(f"{outer}.") for outer, _ in lists)]
+    if not lists:
+        raise CheckpointError(f"{reader.folder}: {type(model).__name__} has no list of decoder layers to go through")
+    return max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
+
+
+def _file_names(model: nn.Module, reader: CheckpointReader) -> dict[str, str]:
+    """Tensor name in the files -> name in the model; files of a base model lack the prefix that the model's names have."""
+    prefix = f"{getattr(model, 'base_model_prefix', '')}."
+    own = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    return {t: name for t in reader.names() for name in (t, prefix + t) if name in own}
+
+
+def _fill(module: nn.Module, values: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:
+    for name, value in values.items():
+        owner, _, last = name.rpartition(".")
+        target = module.get_submodule(owner)
+        value = value.to(device=device, dtype=dtype if value.is_floating_point() else value.dtype)
+        if last in target._parameters:
+            target._parameters[last] = nn.Parameter(value, requires_grad=False)
+        else:
+            target._buffers[last] = value
+    for owner_module in module.modules():
+        for name, buffer in owner_module._buffers.items():
+            if buffer is not None and buffer.device.type != "meta":
+                owner_module._buffers[name] = buffer.to(device)
+
+
+def _empty(module: nn.Module, names: list[str]) -> None:
+    for name in names:
+        owner, _, last = name.rpartition(".")
+        target = module.get_submodule(owner)
+        target._parameters[last] = nn.Parameter(target._parameters[last].to("meta"), requires_grad=False)  # type: ignore

@@ -1,0 +1,81 @@
+"""AWQ: input channels that meet large activations are scaled up before rounding, so that rounding hurts them less.
+
+Source: J. Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration", arXiv:2306.00978:
+s = (mean |x|)^ratio, the ratio by grid search, then clipping. The second family of scales, divided by the mean size of the
+weights, is the one of the authors' code. Here the error is that of the outputs of the layers which share the input, from the
+Hessian of all calibration inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lowbit.formats import QuantTensor, Scheme, scale_shape
+from lowbit.quantize.fold import pooled
+from lowbit.quantize.rtn import CLIP_FACTORS, check_weight, fit_columns, nearest, rtn
+from lowbit.quantize.statistics import InputStatistics, output_error
+
+RATIOS = tuple(i / 10 for i in range(1, 11))
+_CLIPS = CLIP_FACTORS[:26:2]
+
+
+def search_scale(
+    weights: Sequence[Tensor], schemes: Sequence[Scheme], statistics: InputStatistics, shared: Tensor | None = None
+) -> Tensor | None:
+    """The factors s [K] float32, positive, for the channels of `weights` [N_i, K] that read one input: of the candidates, those
+    for which quantizing W s and dividing by s changes the outputs least; None when no candidate is better than s = 1.
+
+    `shared` [K] holds numbers of channels of the layer before: input channels with the same number get the same factor.
+    """
+    weights = [w.float() for w in weights]
+    least = sum(_error(w, rtn(w, s).dequantize(), statistics) for w, s in zip(weights, schemes, strict=True))
+    best = None
+    for scale in _candidates(weights, statistics):
+        scale = pooled(scale, shared)
+        error = sum(
+            _error(w, rtn(w * scale, s).dequantize() / scale, statistics) for w, s in zip(weights, schemes, strict=True)
+        )
+        if error < least:
+            least, best = error, scale
+    return best
+
+
+def clipped(weight: Tensor, scheme: Scheme, hessian: Tensor) -> QuantTensor:
+    """Rounds `weight` [N, K] to nearest with, for each group, the clip factor whose error in the group's share of the output is
+    least, for inputs whose sum of x^T x is `hessian` [K, K]."""
+    check_weight(weight, "awq")
+    n, k = weight.shape
+    width = scheme.granularity.block((n, k))[1]
+    rows = torch.arange(n, device=weight.device) // scheme.granularity.block((n, k))[0]
+    codes = torch.empty(n, k, dtype=torch.uint8, device=weight.device)
+    scales, zeros = [], []
+    for start in range(0, k, width):
+        part = weight[:, start : start + width].float()
+        own = hessian[start : start + width, start : start + width]
+        scale, zero = fit_columns(part, scheme, _CLIPS, lambda d, own=own: output_error(d, own))  # type: ignore[misc]
+        codes[:, start : start + width] = nearest(part, scale[rows], None if zero is None else zero[rows], scheme)
+        scales.append(scale)
+        zeros += [] if zero is None else [zero]
+    assert len(scales) == scale_shape(scheme.granularity, (n, k))[1]
+    return QuantTensor(codes, torch.cat(scales, dim=1), torch.cat(zeros, dim=1) if zeros else None, scheme)
+
+
+def _candidates(weights: Sequence[Tensor], statistics: InputStatistics) -> list[Tensor]:
+    x = statistics.abs_mean.clamp(min=1e-4 * float(statistics.abs_mean.max()) + 1e-12)
+    relative = torch.cat([w.abs() / w.abs().amax(dim=1, keepdim=True).clamp(min=1e-12) for w in weights]).mean(dim=0)
+    relative = relative.clamp(min=1e-4 * float(relative.max()) + 1e-12)
+    both = [(x.pow(r), x.pow(r) / relative.pow(1 - r)) for r in RATIOS]
+    return [_centered(scale) for pair in both for scale in pair]
+
+
+def _centered(scale: Tensor) -> Tensor:
+    """Largest times smallest is 1, so that folded weights keep their size; at most 2^10 apart from 1."""
+    scale = scale / (scale.max() * scale.min()).sqrt()
+    return scale.clamp(2.0**-10, 2.0**10)
+
+
+def _error(w: Tensor, quantized: Tensor, statistics: InputStatistics) -> float:
+    return float(output_error(quantized - w, statistics.hessian).double().sum())

@@ -1,0 +1,152 @@
+"""GPTQ: rounds weights column by column and lets the columns still to come make up for each error.
+
+Source: E. Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers",
+arXiv:2210.17323: the order of columns, the inverse Hessian's Cholesky factor, lazy updates in blocks. `act_order` and
+`static_groups` are the options of that name in the authors' code.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lowbit.formats import QuantTensor, Scheme, ZeroPoint, parse_scheme, scale_shape
+from lowbit.quantize.rtn import CLIP_FACTORS, check_weight, fit_columns, nearest, scale_dtype, values
+
+GptqSearch = Literal["max", "mse", "loss"]
+
+BLOCK = 128
+"""Columns whose errors reach the columns beyond them in one matrix product; the paper's number."""
+
+
+def gptq(
+    weight: Tensor,
+    hessian: Tensor,
+    scheme: str | Scheme,
+    *,
+    act_order: bool = False,
+    static_groups: bool = False,
+    search: GptqSearch = "loss",
+    damping: float = 0.05,
+) -> QuantTensor:
+    """Quantizes `weight` [N, K] (any float dtype, any device) for inputs whose sum of x^T x is `hessian` [K, K].
+
+    A group's scales are found when its first column is reached, from the weights as corrected until then; with `static_groups`
+    all are found from the original weights. `search` "max" and "mse" are those of `rtn`; "loss" weighs the squared error of
+    each column by what it costs in the outputs once the columns after it have made up for it, which is the loss of the paper.
+    `act_order` takes the columns with the largest inputs first. Groups then hold columns of like size and the result has an
+    `order`, unless `static_groups` leaves them as they are, or one scale spans the row. `damping` times the mean of the
+    Hessian's diagonal is added to it; docs/quantize.md says how 0.05 was chosen. Channels that were zero in all inputs are
+    rounded to nearest. Columns are corrected in float32, the Hessian is factorized in float64. Raises ValueError for weights
+    that are no matrix of finite numbers and a Hessian that does not fit them or cannot be factorized.
+    """
+    scheme = parse_scheme(scheme)
+    if search not in ("max", "mse", "loss"):
+        raise ValueError(f"search is 'max', 'mse' or 'loss', got {search!r}")
+    check_weight(weight, "gptq")
+    k = weight.shape[1]
+    if tuple(hessian.shape) != (k, k) or not bool(hessian.isfinite().all()):
+        raise ValueError(f"the Hessian of inputs of {k} channels is a finite [{k}, {k}], got {tuple(hessian.shape)}")
+    hessian = hessian.to(weight.device)
+    order = hessian.diagonal().argsort(descending=True, stable=True) if act_order else torch.arange(k, device=weight.device)
+    factor = inverse_factor(hessian[order][:, order] if act_order else hessian, damping).float()
+    # What a column's squared error costs, by the numbers of the channels.
+    cost = torch.empty(k, device=weight.device).index_copy_(0, order, factor.diagonal().square().reciprocal())
+    grid = _Grid(weight, scheme, search)
+    w = weight.detach().float()
+    if static_groups:
+        for start in range(0, k, grid.width):
+            columns = slice(start, start + grid.width)
+            grid.fit(start // grid.width, w[:, columns], cost[columns])
+        codes = _round_columns(w[:, order].T.contiguous(), factor, order // grid.width, None, grid)
+    else:
+        groups = torch.arange(k, device=weight.device) // grid.width
+        codes = _round_columns(w[:, order].T.contiguous(), factor, groups, cost[order], grid)
+    if act_order and not static_groups and grid.width < k:
+        return QuantTensor(codes.T.contiguous(), grid.scale, grid.zero, scheme, order.to(torch.int32))
+    natural = torch.empty_like(codes).index_copy_(0, order, codes)
+    return QuantTensor(natural.T.contiguous(), grid.scale, grid.zero, scheme)
+
+
+def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
+    """The upper triangular U [K, K] with U^T U = (H + d I)^-1, d = damping * mean(diagonal), float64.
+
+    H = R R^T with R upper triangular is the Cholesky factorization of H read from its last row and column; U = R^-1. This
+    never forms the inverse of H. Raises ValueError when H + d I is not positive definite.
+    """
+    extra = damping * float(hessian.diagonal().double().mean())
+    damped = hessian.flip(0, 1).double()
+    damped.diagonal().add_(extra if extra > 0 else 1.0)
+    lower, failed = torch.linalg.cholesky_ex(damped)
+    del damped  # at most three such matrices at a time: of 28,672 channels each takes 6.6 GB
+    if int(failed):
+        raise ValueError(f"the Hessian is not positive definite with damping {damping}; give more inputs or more damping")
+    eye = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
+    inverse = torch.linalg.solve_triangular(lower, eye, upper=False)
+    del lower, eye
+    return inverse.flip(0, 1)
+
+
+class _Grid:
+    """The scales and zeros of a weight [N, K], found one column of them at a time."""
+
+    def __init__(self, weight: Tensor, scheme: Scheme, search: GptqSearch) -> None:
+        shape = (weight.shape[0], weight.shape[1])
+        rows, self.width = scheme.granularity.block(shape)
+        self.scheme = scheme
+        self._factors = (1.0,) if search == "max" else CLIP_FACTORS
+        self._by_loss = search == "loss"
+        self._rows = torch.arange(shape[0], device=weight.device) // rows
+        empty = torch.empty(scale_shape(scheme.granularity, shape), dtype=scale_dtype(scheme), device=weight.device)
+        self.scale = empty
+        self.zero = None if scheme.zero is ZeroPoint.NONE else torch.empty_like(empty)
+        if scheme.zero is ZeroPoint.INTEGER:
+            self.zero = torch.empty_like(empty, dtype=torch.uint8)
+
+    def fit(self, group: int, w: Tensor, cost: Tensor) -> None:
+        """Finds the scales of a group from its columns [N, k]; `cost` [k] is what their squared errors cost."""
+        metric = (lambda d: d.square() @ cost) if self._by_loss else None
+        scale, zero = fit_columns(w, self.scheme, self._factors, metric)
+        self.scale[:, group] = scale[:, 0]
+        if self.zero is not None and zero is not None:
+            self.zero[:, group] = zero[:, 0]
+
+    def round(self, group: int, column: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes and values of a column [N] of the group."""
+        scale, zero = self.scale[self._rows, group], None if self.zero is None else self.zero[self._rows, group]
+        codes = nearest(column, scale, zero, self.scheme)
+        return codes, values(codes, scale, zero, self.scheme)
+
+
+def _round_columns(w: Tensor, factor: Tensor, groups: Tensor, cost: Tensor | None, grid: _Grid) -> Tensor:
+    """Codes [K, N] of the columns of the weight, the rows of `w` [K, N], which is used up. `groups` [K] names the column of
+    scales of each; with `cost` [K] scales are found whenever a group begins."""
+    k, n = w.shape
+    codes = torch.empty(k, n, dtype=torch.uint8, device=w.device)
+    numbers = groups.tolist()
+    for start, end in _blocks(k, BLOCK if cost is None else grid.width):
+        errors = torch.empty(end - start, n, device=w.device)
+        for j in range(start, end):
+            if cost is not None and j % grid.width == 0:
+                grid.fit(numbers[j], w[j : j + grid.width].T, cost[j : j + grid.width])
+            codes[j], rounded = grid.round(numbers[j], w[j])
+            error = (w[j] - rounded) / factor[j, j]
+            w[j + 1 : end].addr_(factor[j, j + 1 : end], error, alpha=-1)
+            errors[j - start] = error
+        w[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
+    return codes
+
+
+def _blocks(k: int, width: int) -> list[tuple[int, int]]:
+    """Ranges of about BLOCK columns such that a group starts where a block does, or lies inside one as a whole: its scales
+    are found from weights that know of every error made before."""
+    if width <= BLOCK:
+        step = BLOCK // width * width
+        return [(start, min(start + step, k)) for start in range(0, k, step)]
+    return [
+        (start, min(start + BLOCK, group + width, k))
+        for group in range(0, k, width)
+        for start in range(group, min(group + width, k), BLOCK)
+    ]

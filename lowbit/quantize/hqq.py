@@ -1,0 +1,61 @@
+"""HQQ: floating-point zero points that make few large rounding errors out of many small ones; needs no data.
+
+Source: H. Badri and A. Shaji, "Half-Quadratic Quantization of Large Machine Learning Models", 2023 (Mobius Labs): the
+objective, the shrinking step and its constants.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit.formats import QuantTensor, Scheme, ZeroPoint, parse_scheme, scale_shape
+from lowbit.quantize.rtn import check_weight, cover, fit, nearest, rows_at_once, uncover, values
+
+POWER, BETA, GROWTH, STEPS = 0.7, 10.0, 1.01, 20
+
+
+def hqq(weight: Tensor, scheme: str | Scheme) -> QuantTensor:
+    """Quantizes `weight` [N, K] (any float dtype, any device) with zeros that minimise the sum of |error|^0.7.
+
+    Scales are round-to-nearest's, from the smallest and largest weight they cover. Each of at most 20 steps takes the errors e,
+    shrinks them to what a p-norm with p = 0.7 would keep as outliers, and moves the zero to the mean of what is left; every
+    group keeps the best zero it saw, so it is never worse than where it began. Raises ValueError for a scheme without
+    floating-point zeros, and as `rtn` does.
+    """
+    scheme = parse_scheme(scheme)
+    if scheme.zero is not ZeroPoint.FLOAT:
+        raise ValueError(f"hqq moves floating-point zeros, which {scheme} does not have; take one that ends in _fz")
+    check_weight(weight, "hqq")
+    step = rows_at_once(scheme, weight)
+    parts = [_quantize_rows(part.float(), scheme) for part in weight.detach().split(step)]
+    codes, scales, zeros = (torch.cat(t) for t in zip(*parts, strict=True))
+    return QuantTensor(codes, scales, zeros, scheme)
+
+
+def _quantize_rows(w: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor]:
+    shape = (w.shape[0], w.shape[1])
+    covered = cover(w, scheme, shape)
+    scale, zero = fit(covered, scheme, (1.0,))
+    assert zero is not None
+    zero = _best_zero(covered, scale[:, None], zero[:, None], scheme)
+    codes = nearest(covered, scale[:, None], zero, scheme)
+    grid = scale_shape(scheme.granularity, shape)
+    return uncover(codes, scheme, shape), scale.reshape(grid), zero.reshape(grid)
+
+
+def _best_zero(w: Tensor, scale: Tensor, zero: Tensor, scheme: Scheme) -> Tensor:
+    """The zero [R, 1] of least objective among those that the steps visit, for weights [R, E] and scales [R, 1]."""
+    best, least, beta = zero, None, BETA
+    for _ in range(STEPS + 1):
+        rounded = values(nearest(w, scale, zero, scheme), scale, zero, scheme)
+        error = (w - rounded) / scale.float()  # in steps of the grid, so that beta means the same for every group
+        objective = error.abs().pow(POWER).sum(dim=1, keepdim=True)
+        better = objective < least if least is not None else torch.ones_like(objective, dtype=torch.bool)
+        best, least = torch.where(better, zero, best), objective if least is None else torch.minimum(objective, least)
+        outlier = error.sign() * (error.abs() - error.abs().pow(POWER - 1) / beta).clamp(min=0)
+        moved = (zero.float() + ((error - outlier) * scale.float()).mean(dim=1, keepdim=True)).to(zero.dtype)
+        if torch.equal(moved, zero):
+            break
+        zero, beta = moved, beta * GROWTH
+    return best

@@ -1,0 +1,46 @@
+"""The algorithms by name, each with its options: what a driver is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowbit.quantize.gptq import GptqSearch
+from lowbit.quantize.rtn import Search
+
+
+@dataclass(frozen=True)
+class Rtn:
+    """Round to nearest, see `quantize.rtn`. Needs no data."""
+
+    search: Search = "max"
+
+
+@dataclass(frozen=True)
+class Hqq:
+    """Half-quadratic zero points, see `quantize.hqq`: schemes with floating-point zeros. Needs no data."""
+
+
+@dataclass(frozen=True)
+class Gptq:
+    """Columns one after the other, see `quantize.gptq`."""
+
+    act_order: bool = False
+    static_groups: bool = False
+    search: GptqSearch = "loss"
+    damping: float = 0.05
+
+
+@dataclass(frozen=True)
+class Awq:
+    """Channels scaled by their activations, then scales clipped, see `quantize.awq`."""
+
+
+@dataclass(frozen=True)
+class SmoothQuant:
+    """The range of activations moved into the weights, see `quantize.smoothquant`; `alpha` None searches it per input."""
+
+    alpha: float | None = 0.5
+
+
+Method = Rtn | Hqq | Gptq | Awq | SmoothQuant
+DATA_FREE = (Rtn, Hqq)

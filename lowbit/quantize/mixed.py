@@ -1,0 +1,89 @@
+"""Mixed bits: a scheme for each unit of layers, such that all errors together are small and the weights fit a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import Tensor
+
+from lowbit.formats import Scheme
+from lowbit.quantize.rtn import rtn
+from lowbit.quantize.statistics import output_error
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """What a driver is told: the schemes to choose from and the bits per weight, scales included, to stay within on average."""
+
+    schemes: tuple[str, ...]
+    bits: float
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One scheme for one unit: `error`, what it costs in quality (see `sensitivity`), and `bits`, all it stores."""
+
+    scheme: Scheme
+    error: float
+    bits: int
+
+
+def sensitivity(weights: Sequence[Tensor], hessian: Tensor, schemes: Sequence[Scheme]) -> list[Candidate]:
+    """What each scheme does to a unit, layers with the weights [N_i, K] that read one input and take one scheme: the squared
+    error of each layer's outputs over the outputs' own square, summed over the layers, for inputs whose sum of x^T x is
+    `hessian` [K, K]. Weights are rounded to nearest, whatever algorithm quantizes them in the end."""
+    power = [float(output_error(w, hessian).double().sum()) for w in weights]
+    out = []
+    for scheme in schemes:
+        error, bits = 0.0, 0
+        for weight, whole in zip(weights, power, strict=True):
+            q = rtn(weight, scheme, search="mse")
+            error += float(output_error(q.dequantize() - weight.float(), hessian).double().sum()) / max(whole, 1e-30)
+            bits += 8 * q.nbytes
+        out.append(Candidate(scheme, error, bits))
+    return out
+
+
+def choose(units: Mapping[str, Sequence[Candidate]], budget_bits: float) -> dict[str, Candidate]:
+    """A candidate for each unit with at most `budget_bits` in all: begins with the fewest bits everywhere, then takes the steps
+    that save the most error per bit while they fit. Raises ValueError when even the fewest bits are too many.
+
+    Only candidates on the lower convex hull of (bits, error) are considered, so the steps of a unit come in order of worth; the
+    sum of errors is within one step of the least there is.
+    """
+    hulls = {name: _hull(candidates) for name, candidates in units.items()}
+    at = dict.fromkeys(hulls, 0)
+    used = sum(hull[0].bits for hull in hulls.values())
+    if used > budget_bits:
+        raise ValueError(
+            f"the smallest candidates take {used:,} bits, the budget is {budget_bits:,.0f}; "
+            "allow more bits or offer smaller schemes"
+        )
+    steps = [
+        ((a.error - b.error) / (b.bits - a.bits), name, i)
+        for name, hull in hulls.items()
+        for i, (a, b) in enumerate(pairwise(hull))
+    ]
+    for _, name, i in sorted(steps, key=lambda step: (-step[0], step[1], step[2])):
+        more = hulls[name][i + 1].bits - hulls[name][i].bits
+        if at[name] == i and used + more <= budget_bits:
+            at[name], used = i + 1, used + more
+    return {name: hull[at[name]] for name, hull in hulls.items()}
+
+
+def _hull(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Candidates by growing bits with falling error, each step saving less per bit than the one before."""
+    hull: list[Candidate] = []
+    for c in sorted(candidates, key=lambda c: (c.bits, c.error)):
+        if hull and c.error >= hull[-1].error:
+            continue
+        while len(hull) > 1 and _slope(hull[-2], c) >= _slope(hull[-2], hull[-1]):
+            hull.pop()
+        hull.append(c)
+    return hull
+
+
+def _slope(a: Candidate, b: Candidate) -> float:
+    return (a.error - b.error) / (b.bits - a.bits)

@@ -1,0 +1,67 @@
+"""Mixed bits: within the budget, bits where they help most, as good as trying everything."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from lowbit.formats import parse_scheme
+from lowbit.quantize import rtn
+from lowbit.quantize.mixed import Candidate, choose, sensitivity
+from tests.quantize.data import inputs, output_error, statistics, weights
+
+SCHEMES = [parse_scheme(name) for name in ("w2a16_g32", "w3a16_g32", "w4a16_g32", "w8a16_g32")]
+
+
+def test_sensitivity_by_multiplying():
+    x, ws = inputs(64), [weights(16, 64), weights(8, 64, 2)]
+    rows = sensitivity(ws, statistics(x).hessian, SCHEMES)
+    for row, scheme in zip(rows, SCHEMES, strict=True):
+        qs = [rtn(w, scheme, search="mse") for w in ws]
+        expected = sum(output_error(q.dequantize() - w, x) / output_error(w, x) for q, w in zip(qs, ws, strict=True))
+        assert row.scheme == scheme and row.bits == 8 * sum(q.nbytes for q in qs)
+        assert abs(row.error / expected - 1) < 1e-3
+    assert [r.error for r in rows] == sorted((r.error for r in rows), reverse=True)
+
+
+def test_the_sensitive_layer_gets_the_bits():
+    x = inputs(64)
+    units = {
+        "calm": sensitivity([weights(16, 64).sign()], statistics(x).hessian, SCHEMES),
+        "sensitive": sensitivity([weights(16, 64).pow(5)], statistics(x).hessian, SCHEMES),
+    }
+    budget = 5.0 * 2 * 16 * 64
+    chosen = choose(units, budget)
+    assert sum(c.bits for c in chosen.values()) <= budget
+    assert chosen["sensitive"].scheme.weight.bits > chosen["calm"].scheme.weight.bits
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_within_a_step_of_the_best(seed):
+    g = torch.Generator().manual_seed(seed)
+    units = {}
+    for name in "abcdef":
+        bits = (torch.randperm(20, generator=g)[:4] + 1).sort().values.tolist()
+        errors = torch.rand(4, generator=g).sort(descending=True).values.tolist()
+        units[name] = [Candidate(s, e, b) for s, e, b in zip(SCHEMES, errors, bits, strict=True)]
+    budget = sum(min(c.bits for c in unit) for unit in units.values()) + 25
+    chosen = choose(units, budget)
+    assert sum(c.bits for c in chosen.values()) <= budget
+    every = itertools.product(*units.values())
+    best = min(sum(c.error for c in row) for row in every if sum(c.bits for c in row) <= budget)
+    # The relaxed problem is at least as good as `best`, and greedy is at most one step of one unit from it.
+    largest = max(a.error - b.error for unit in units.values() for a, b in itertools.combinations(unit, 2))
+    assert best <= sum(c.error for c in chosen.values()) <= best + largest
+
+
+def test_a_candidate_that_is_larger_and_worse_is_never_taken():
+    a, b, c, _ = SCHEMES
+    units = {"x": [Candidate(a, 1.0, 10), Candidate(b, 2.0, 20), Candidate(c, 0.5, 30)]}
+    assert choose(units, 100)["x"].bits == 30 and choose(units, 29)["x"].bits == 10
+
+
+def test_too_small_a_budget_is_said():
+    with pytest.raises(ValueError, match="smallest candidates take 10 bits, the budget is 9"):
+        choose({"x": [Candidate(SCHEMES[0], 1.0, 10)]}, 9)
