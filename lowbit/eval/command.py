@@ -1,0 +1,159 @@
+"""`lowbit eval`: perplexity of one or several models, or a whole suite with a result file and a page."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from lowbit.eval import report
+from lowbit.eval.perplexity import perplexity
+from lowbit.eval.plot import plot
+from lowbit.eval.results import Results, as_json, write_whole
+from lowbit.eval.suite import Settings, read_tasks, run_suite, token_ids
+from lowbit.eval.text import sample_text
+from lowbit.pipeline import pipeline
+
+TEXT_ONLY = "text"
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def evaluate(
+    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Folders of Transformers models, or names on a hub.")],
+    text: Annotated[Path | None, typer.Option(help="UTF-8 text to measure on; Newton's Opticks when absent.")] = None,
+    reference: Annotated[str | None, typer.Option(help="16-bit model to show beside them, and to compare them with.")] = None,
+    window: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 1024,
+    stride: Annotated[int | None, typer.Option(min=1, help="Tokens between windows; the window itself when absent.")] = None,
+    windows: Annotated[int, typer.Option(min=1, help="Windows to measure; fewer tokens when the text ends before.")] = 8,
+    suite: Annotated[
+        Path | None, typer.Option(help="Measure everything that a folder's .txt and .jsonl files allow; or: text, only text.")
+    ] = None,
+    out_folder: Annotated[
+        Path | None, typer.Option("--out", help="--suite: where results go; lowbit-eval when absent.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="--suite: at most so many records of each .jsonl file.")] = None,
+    samples: Annotated[int, typer.Option(min=1, help="--suite: programs per problem; greedy when 1.")] = 1,
+    k: Annotated[str, typer.Option("--k", help="--suite: k of pass@k, separated by commas.")] = "1",
+    temperature: Annotated[float, typer.Option(min=0.01, help="--suite: of programs, when there are several.")] = 0.8,
+    seed: Annotated[int, typer.Option(min=0, help="--suite: of programs, when there are several.")] = 0,
+    run_generated_code: Annotated[
+        bool, typer.Option("--run-generated-code", help="--suite: run the programs the models write, in a sandbox.")
+    ] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the result as JSON to this file; - for standard output.")
+    ] = None,
+) -> None:
+    """Perplexity of models on real text, with the exact number of tokens and a standard error.
+
+    With --suite, more: divergence from --reference (KL, same top-1), multiple choice ("question", "choices", "answer"),
+    summaries by ROUGE ("document", "summary"; needs lowbit\\[eval]) and programs by pass@k (HumanEval's file), whatever the
+    folder has files for. OUT gets results.json, complete after every task, a page and a plot (needs lowbit\\[plot]).
+    docs/evaluate.md says how each is measured.
+
+    Example: lowbit eval SmolLM2-int4 --reference SmolLM2
+
+    Example: lowbit eval SmolLM2-int4 SmolLM2-fp6 --reference SmolLM2 --suite my-tasks --out results
+    """  # fmt: skip
+    names = [_model(name) for name in models]
+    reference = None if reference is None else _model(reference)
+    if suite is None:
+        if (out_folder, limit, samples, k, run_generated_code) != (None, None, 1, "1", False):
+            raise ValueError("--out, --limit, --samples, --k and --run-generated-code belong to --suite")
+        document = _perplexities(names, reference, text, window, stride, windows, json_file)
+    else:
+        settings = Settings(window, stride, windows, limit, samples, _ks(k), temperature, seed, run_generated_code)
+        folder = Path("lowbit-eval") if out_folder is None else out_folder
+        document = _suite(names, reference, text, suite, settings, folder, str(json_file) == "-")
+    if json_file is not None:
+        content = as_json(document)
+        if str(json_file) == "-":
+            sys.stdout.write(content)
+        else:
+            write_whole(json_file, lambda scratch: scratch.write_text(content))
+
+
+def _model(name: str) -> str:
+    if Path(name).is_dir() or (_HUB_NAME.fullmatch(name) and not Path(name).parent.exists()):
+        return name
+    raise ValueError(
+        f"{name}: no such folder; give the folder of a Transformers model (with config.json and *.safetensors), or a name "
+        "on a hub such as owner/model"
+    )
+
+
+def _ks(text: str) -> tuple[int, ...]:
+    try:
+        ks = tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        ks = ()
+    if not ks or min(ks) < 1:
+        raise ValueError(f"--k takes whole numbers from 1, separated by commas, got {text!r}")
+    return ks
+
+
+def _perplexities(
+    models: list[str],
+    reference: str | None,
+    text: Path | None,
+    window: int,
+    stride: int | None,
+    windows: int,
+    json_file: Path | None,
+) -> dict[str, Any]:
+    content = sample_text() if text is None else text.read_text(encoding="utf-8")
+    progress = Console(stderr=True).is_terminal
+    rows = []
+    table = Table("model", "perplexity", "standard error", "tokens", "nats per token")
+    for name in models if reference is None else [reference, *models]:
+        pipe = pipeline(name)
+        ids = token_ids(pipe, content, window, stride, windows)
+        result = perplexity(pipe.model, ids, window=window, stride=stride, progress=progress)
+        pipe.destroy()
+        rows.append({"model": name, **asdict(result)})
+        error = "-" if result.standard_error is None else f"{result.standard_error:.4f}"
+        table.add_row(name, f"{result.perplexity:.4f}", error, f"{result.tokens:,}", f"{result.nll:.5f}")
+    if str(json_file) != "-":
+        Console().print(table)
+    return {"rows": rows}
+
+
+def _suite(
+    models: list[str], reference: str | None, text: Path | None, suite: Path, settings: Settings, folder: Path, quiet: bool
+) -> dict[str, Any]:
+    err = Console(stderr=True)
+
+    def say(line: str) -> None:
+        err.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    tasks = read_tasks(None if str(suite) == TEXT_ONLY else suite, text, settings)
+    try:
+        results = run_suite(models, reference, tasks, settings, folder, say, err.is_terminal)
+    except KeyboardInterrupt:
+        say(f"what was measured so far is in {folder / 'results.json'}")
+        raise
+    _page(results, folder, say)
+    if not quiet:
+        for table in report.tables(results.document):
+            Console().print(table)
+        for line in report.skipped(results.document):
+            say(f"not measured: {line}")
+    return results.document
+
+
+def _page(results: Results, folder: Path, say: Any) -> None:
+    """The plot, where it can be drawn, and the page with it."""
+    plots = ["quality.png"]
+    try:
+        plot(results.document, folder / plots[0])
+    except ValueError as error:
+        say(f"no plot: {error}")
+        plots = []
+    report.write_page(results.document, folder / "report.md", plots)
+    for name in ("results.json", *plots, "report.md"):
+        say(f"wrote {folder / name}")

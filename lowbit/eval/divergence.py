@@ -1,0 +1,129 @@
+"""How far a quantized model's next-token distribution is from that of the 16-bit model it was made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from lowbit.eval.figure import Figure, mean_of_windows
+from lowbit.eval.windows import evaluating, one_text, plan_windows
+
+# Logits turned to float64 at once: 32 MB for each of the half dozen temporaries.
+_LOGITS_AT_ONCE = 1 << 22
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """KL divergence in nats per token, over `tokens` predicted tokens in `windows`; see `divergence`.
+
+    top1: share of tokens for which both models hold the same token for the likeliest. nll_difference: mean negative
+    log-likelihood of the model minus the reference's, in nats, token by token: the logarithm of the ratio of the two
+    perplexities, with a standard error far below those of the perplexities, because both models read the same tokens.
+    Standard errors take windows as units (`lowbit.eval.figure.mean_of_windows`); None for a single window.
+    """
+
+    mean: float
+    median: float
+    percentile99: float
+    top1: float
+    nll_difference: float
+    tokens: int
+    windows: int
+    mean_standard_error: float | None
+    top1_standard_error: float | None
+    nll_difference_standard_error: float | None
+
+    def figures(self) -> list[Figure]:
+        """What tables and plots show."""
+        return [
+            Figure("KL mean", self.mean, self.mean_standard_error, self.tokens, "tokens", "lower"),
+            Figure("KL median", self.median, None, self.tokens, "tokens", "lower"),
+            Figure("KL 99 %", self.percentile99, None, self.tokens, "tokens", "lower"),
+            Figure("same top-1", self.top1, self.top1_standard_error, self.tokens, "tokens", "higher"),
+            Figure("nll difference", self.nll_difference, self.nll_difference_standard_error, self.tokens, "tokens", "lower"),
+        ]  # fmt: skip
+
+
+@torch.inference_mode()
+def divergence(
+    model: PreTrainedModel,
+    reference: PreTrainedModel,
+    input_ids: Tensor,
+    *,
+    window: int = 1024,
+    stride: int | None = None,
+    progress: bool = False,
+) -> Divergence:
+    """KL(reference || model) of the next-token distributions at every token that `perplexity` scores.
+
+    Per token, the sum over the vocabulary of p (log p - log q), p the reference's and q the model's probabilities, in
+    float64 from the logits as the models give them. Both models run window by window; the logits of one window, [T, V] each,
+    are held at a time. A token that the reference rules out (p = 0) adds nothing; one that only the model rules out (q = 0)
+    makes the divergence infinite. The 99th percentile is interpolated linearly. Raises ValueError for vocabularies of
+    different sizes, logits that are NaN, and what `perplexity` raises it for.
+    """
+    ids = one_text(input_ids, "divergence")
+    batches = plan_windows(len(ids), window, stride)
+    kl: list[Tensor] = []
+    same: list[float] = []
+    worse: list[float] = []
+    with evaluating(model, reference), tqdm(batches, desc="divergence", unit="window", leave=False,
+                                            disable=None if progress else True) as bar:  # fmt: skip
+        for (start,), length, count in bar:
+            piece = ids[start : start + length]
+            p, q = (_logits(m, piece, count).to(model.device) for m in (reference, model))
+            if p.shape != q.shape:
+                raise ValueError(
+                    f"the reference has a vocabulary of {p.shape[-1]:,} tokens, the model one of {q.shape[-1]:,}; the "
+                    "divergence compares a model with the one it was quantized from"
+                )
+            each, agree, difference = compare(p, q, piece[-count:].to(q.device))
+            kl.append(each)
+            same.append(float(agree.sum()))
+            worse.append(float(difference.sum()))
+    counts = [len(k) for k in kl]
+    whole = torch.cat(kl)
+    mean, mean_error = mean_of_windows([float(k.sum()) for k in kl], counts)
+    top1, top1_error = mean_of_windows(same, counts)
+    nll, nll_error = mean_of_windows(worse, counts)
+    median, percentile99 = _quantile(whole, 0.5), _quantile(whole, 0.99)
+    return Divergence(
+        mean, median, percentile99, top1, nll, len(whole), len(kl), mean_error, top1_error, nll_error
+    )  # fmt: skip
+
+
+def compare(reference: Tensor, model: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of logits [T, V] and the tokens [T] that came next: KL(reference || model) and the difference of the negative
+    log-likelihoods, float64 [T] on the CPU, and whether both have the same likeliest token, bool [T]."""
+    rows = max(1, _LOGITS_AT_ONCE // reference.shape[-1])
+    kl, same, difference = [], [], []
+    for p_logits, q_logits, target in zip(reference.split(rows), model.split(rows), targets.split(rows), strict=True):
+        log_p, log_q = p_logits.double().log_softmax(-1), q_logits.double().log_softmax(-1)
+        p = log_p.exp()
+        # Never below zero but for rounding, which is of the order of 1e-16 here.
+        kl.append(torch.where(p == 0, 0.0, p * (log_p - log_q)).sum(-1).clamp(min=0).cpu())
+        same.append((p_logits.argmax(-1) == q_logits.argmax(-1)).cpu())
+        difference.append((log_p - log_q).gather(-1, target[:, None])[:, 0].cpu())
+    whole = torch.cat(kl)
+    if bool(whole.isnan().any()):
+        raise ValueError("a model's logits are NaN or infinite, so there is no divergence; run it in bfloat16 or float32")
+    return whole, torch.cat(same), torch.cat(difference)
+
+
+def _logits(model: PreTrainedModel, ids: Tensor, count: int) -> Tensor:
+    """Logits [count, V] that predict the last `count` of the tokens [T]."""
+    logits: Tensor = model(ids[None].to(model.device), use_cache=False, logits_to_keep=count + 1).logits
+    return logits[0, -count - 1 : -1]
+
+
+def _quantile(values: Tensor, rank: float) -> float:
+    """Linear interpolation between neighbours in the sorted values; torch.quantile refuses more than 2^24 of them."""
+    ordered = values.sort().values
+    low = int(rank * (len(ordered) - 1))
+    below, above = float(ordered[low]), float(ordered[min(low + 1, len(ordered) - 1)])
+    # Between equals there is nothing to interpolate: infinity minus infinity is NaN.
+    return below if below == above else below + (rank * (len(ordered) - 1) - low) * (above - below)

@@ -1,0 +1,135 @@
+"""pass@k: how likely one of k programs that a model writes for a problem passes the problem's tests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from lowbit.eval.figure import Figure, mean_of_items
+from lowbit.eval.records import read_records, text_field
+from lowbit.eval.sandbox import STANDARD, Limits, run_untrusted
+from lowbit.pipeline import Pipeline
+
+STOP = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint")
+"""Where a completion ends: the next thing at the margin (Chen et al. 2021, section 3.1)."""
+MAX_NEW_TOKENS = 512
+_AT_ONCE = 16  # samples of one problem that are generated together
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A prompt that ends in a function's signature and docstring, and tests that define `check(function)`."""
+
+    name: str
+    prompt: str
+    entry_point: str
+    test: str
+
+    def program(self, completion: str) -> str:
+        """The source that passes if the completion is right."""
+        return f"{self.prompt}{completion}\n\n{self.test}\n\ncheck({self.entry_point})\n"
+
+
+@dataclass(frozen=True)
+class Solved:
+    """Of one problem: how many of `samples` completions passed, and why the others did not."""
+
+    problem: str
+    samples: int
+    passed: int
+    reasons: list[str]
+
+
+@dataclass(frozen=True)
+class PassAtK:
+    """pass@k by k, its standard error over problems (deviation / sqrt(problems); None for one problem), and each problem.
+
+    The error says how far another draw of problems would change the figure; the noise of sampling is part of it.
+    """
+
+    values: dict[int, float]
+    standard_errors: dict[int, float | None]
+    problems: list[Solved]
+
+    def figures(self) -> list[Figure]:
+        """What tables and plots show."""
+        return [
+            Figure(f"pass@{k}", value, self.standard_errors[k], len(self.problems), "problems", "higher")
+            for k, value in self.values.items()
+        ]
+
+
+def pass_at_k(samples: int, passed: int, k: int) -> float:
+    """Unbiased estimate of pass@k from `samples` completions of a problem, of which `passed` are right.
+
+    1 - C(samples - passed, k) / C(samples, k), the share of all subsets of k samples that hold a right one, as the product
+    1 - prod(1 - k / i for i in samples - passed + 1 .. samples), which does not overflow (Chen et al., Evaluating Large
+    Language Models Trained on Code, 2021, equation 1). Raises ValueError unless 0 <= passed <= samples and 1 <= k <= samples.
+    """
+    if not 0 <= passed <= samples or not 1 <= k <= samples:
+        raise ValueError(f"0 <= passed <= samples and 1 <= k <= samples, got samples {samples}, passed {passed}, k {k}")
+    if samples - passed < k:
+        return 1.0
+    return 1.0 - math.prod(1.0 - k / i for i in range(samples - passed + 1, samples + 1))
+
+
+def read_problems(path: Path, limit: int | None = None) -> list[Problem]:
+    """The problems of a file in HumanEval's format: task_id, prompt, entry_point, test; raises ValueError for others."""
+    problems = []
+    for number, record in enumerate(read_records(path, limit), 1):
+        name, prompt, entry, test = (
+            text_field(record, key, f"{path}, record {number}") for key in ("task_id", "prompt", "entry_point", "test")
+        )
+        if not entry.isidentifier():
+            raise ValueError(f"{path}, record {number}: entry_point is the name of a function, got {entry!r}")
+        problems.append(Problem(name, prompt, entry, test))
+    return problems
+
+
+def solve(
+    pipe: Pipeline,
+    problems: Sequence[Problem],
+    *,
+    samples: int = 1,
+    ks: Sequence[int] = (1,),
+    temperature: float = 0.8,
+    seed: int = 0,
+    limits: Limits = STANDARD,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    progress: bool = False,
+) -> PassAtK:
+    """Lets the model complete every problem `samples` times and RUNS what it writes (`lowbit.eval.sandbox`).
+
+    The prompt is given as it is, without a chat template, and the completion ends before the next thing at the margin
+    (`STOP`). One sample is the greedy completion; more are drawn with top-p 0.95 and `temperature`, and `seed` makes them
+    repeatable on one machine. A completion has at most `max_new_tokens`, and no more than fit into the model's context.
+    Raises ValueError for no problems, for k beyond the samples, and for a prompt that leaves no room in the context.
+    """
+    if not problems or not ks or not all(1 <= k <= samples for k in ks):
+        raise ValueError(f"at least one problem, and k from 1 to the {samples} samples; got {len(problems)} and k {list(ks)}")
+    room = getattr(pipe.model.config, "max_position_embeddings", None)
+    solved = []
+    for number, problem in enumerate(tqdm(problems, desc="programs", unit="problem", leave=False,
+                                          disable=None if progress else True)):  # fmt: skip
+        left = max_new_tokens if room is None else room - len(pipe.tokenizer(problem.prompt).input_ids)
+        if left < 1:
+            raise ValueError(f"{problem.name}: its prompt fills the model's context of {room} tokens; leave it out")
+        completions: list[str] = []
+        while len(completions) < samples:
+            count = min(_AT_ONCE, samples - len(completions))
+            drawn: dict[str, Any] = {} if samples == 1 else {
+                "temperature": temperature, "top_p": 0.95, "seed": seed + 1_000_003 * number + len(completions)
+            }  # fmt: skip
+            drawn |= {"do_sample": samples > 1, "stop": STOP, "max_new_tokens": min(max_new_tokens, left)}
+            responses = pipe([problem.prompt] * count, **drawn)
+            completions += [r.generated_text for r in responses]
+        outcomes = [run_untrusted(problem.program(c), limits) for c in completions]
+        reasons = [o.reason for o in outcomes if not o.passed]
+        solved.append(Solved(problem.name, samples, sum(o.passed for o in outcomes), reasons))
+    estimates = {k: mean_of_items([pass_at_k(s.samples, s.passed, k) for s in solved]) for k in ks}
+    return PassAtK({k: e[0] for k, e in estimates.items()}, {k: e[1] for k, e in estimates.items()}, solved)

@@ -1,0 +1,47 @@
+"""Data files of tasks: JSON objects, one a line, plain or gzipped."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+
+def read_records(path: Path, limit: int | None = None) -> list[dict[str, Any]]:
+    """The objects of a .jsonl or .jsonl.gz file, the first `limit` of them; empty lines are skipped.
+
+    Raises ValueError, naming file and line, for what is not a JSON object, for a damaged gzip file, and for a file without
+    records; OSError when it cannot be read.
+    """
+    records: list[dict[str, Any]] = []
+    opened = gzip.open if path.suffix == ".gz" else open
+    number = 0
+    try:
+        with opened(path, "rt", encoding="utf-8") as lines:
+            for line in lines:
+                number += 1
+                if limit is not None and len(records) == limit:
+                    break
+                if not line.strip():
+                    continue
+                record = json.loads(line)
+                if not isinstance(record, dict):
+                    raise ValueError(f"a {type(record).__name__}")
+                records.append(record)
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path}: a damaged gzip file ({error})") from error
+    except ValueError as error:
+        raise ValueError(f"{path}, line {number}: one JSON object a line is expected ({error})") from error
+    if not records:
+        raise ValueError(f"{path}: holds no records")
+    return records
+
+
+def text_field(record: dict[str, Any], name: str, where: str) -> str:
+    """A field that is a non-empty string; raises ValueError, saying where, if it is not."""
+    value = record.get(name)
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{where}: {name!r} is a non-empty text, got {value!r}")
+    return value

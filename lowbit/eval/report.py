@@ -1,0 +1,115 @@
+"""The page of an evaluation: a table per task with standard errors, what was measured on what, and what was not."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from lowbit.eval.results import write_whole
+
+
+def rows(document: dict[str, Any], task: str) -> tuple[list[str], list[list[str]]]:
+    """Head and cells of a task's table: a line per model, a column per metric, each figure with its standard error."""
+    metrics = list(dict.fromkeys(f["metric"] for m in document["models"] for f in m["figures"] if f["task"] == task))
+    lines = []
+    for model in document["models"]:
+        figures = {f["metric"]: f for f in model["figures"] if f["task"] == task}
+        if not figures:
+            continue
+        counts = dict.fromkeys(f"{f['count']:,} {f['unit']}" for f in figures.values())
+        cells = [number(figures[m]["value"], figures[m]["standard_error"]) if m in figures else "" for m in metrics]
+        lines.append([model["label"], *_size_cells(model), *cells, ", ".join(counts)])
+    return ["model", "bits per weight", "MB", *metrics, "measured on"], lines
+
+
+def _size_cells(model: dict[str, Any]) -> list[str]:
+    size = model["size"]
+    if size is None:
+        return ["?", "?"]
+    bits = size["bits_per_weight"]
+    return ["?" if bits is None else f"{bits:.3f}", f"{size['bytes'] / 1e6:.1f}"]
+
+
+def number(value: float | str, error: float | None) -> str:
+    """A figure with its standard error to two digits, and the figure to the same place: 21.35 ± 0.42."""
+    value = float(value)
+    if error is None or not math.isfinite(error) or not error:
+        return f"{value:.4g}"
+    places = max(0, 1 - math.floor(math.log10(error)))
+    return f"{value:.{places}f} ± {error:.{places}f}"
+
+
+def tables(document: dict[str, Any]) -> list[Table]:
+    """The tables for a terminal."""
+    out = []
+    for task in document["request"]["tasks"]:
+        head, lines = rows(document, task["task"])
+        if not lines:
+            continue
+        table = Table(title=f"{task['task']} ({task['kind']})", title_justify="left")
+        for name in head:
+            table.add_column(name, justify="left" if name == "model" else "right")
+        for line in lines:
+            table.add_row(*line)
+        out.append(table)
+    return out
+
+
+def skipped(document: dict[str, Any]) -> list[str]:
+    """A line for everything that was not measured."""
+    return [f"{m['label']}: {s['task']}: {s['reason']}" for m in document["models"] for s in m["skipped"]]
+
+
+def write_page(document: dict[str, Any], path: Path, plots: list[str]) -> None:
+    """Writes the page in Markdown; `plots` are the names of picture files beside it."""
+    text = markdown(document, plots)
+    write_whole(path, lambda scratch: scratch.write_text(text, encoding="utf-8"))
+
+
+def markdown(document: dict[str, Any], plots: list[str]) -> str:
+    """The page as a text."""
+    machine, settings = document["machine"], document["request"]["settings"]
+    device = ", ".join(machine["gpus"]) or f"{machine['processor']}, {machine['threads']} threads"
+    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items() if version)
+    lines = ["# Evaluation", "", f"{document['date']}, {device}. {versions}.", ""]
+    if not document["complete"]:
+        lines += ["**Interrupted: not everything was measured.**", ""]
+    lines += [f"![Quality against bits per weight and against bytes]({name})\n" for name in plots]
+    for task in document["request"]["tasks"]:
+        head, cells = rows(document, task["task"])
+        lines += [f"## {task['task']}", "", f"{_described(task, settings)}", ""]
+        if cells:
+            lines += [_line(head), _line(["---", *["---:"] * (len(head) - 1)]), *map(_line, cells), ""]
+    if "sandbox" in document["request"]:
+        lines += ["Generated code was contained by: "]
+        lines[-1] += "; ".join(f"{what}: {by}" for what, by in document["request"]["sandbox"].items()) + ".\n"
+    missing = skipped(document)
+    if missing:
+        lines += ["## Not measured", "", *(f"- {line}" for line in missing), ""]
+    return "\n".join([*lines, _NOTE])
+
+
+_NOTE = """± is one standard error: over windows for figures per token, binomial for accuracies, over documents for ROUGE
+and over problems for pass@k. Bits per weight are those of the linear layers with scales and zeros; MB are all tensors of the
+checkpoint, embeddings included, in millions of bytes.
+"""
+
+
+def _described(task: dict[str, Any], settings: dict[str, Any]) -> str:
+    source = "built-in text, Newton's Opticks" if task["path"] is None else f"`{Path(task['path']).name}`"
+    what = {
+        "text": f"windows of {settings['window']} tokens that start {settings['stride'] or settings['window']} apart. "
+        "KL is that of the reference to the model, in nats per token",
+        "choice": f"{task['items']} questions; the choice of the largest log-likelihood, summed or per byte",
+        "summary": f"{task['items']} documents; greedy summaries, F1",
+        "code": f"{task['items']} problems, {settings['samples']} samples each"
+        + (f" at temperature {settings['temperature']}" if settings["samples"] > 1 else ", greedy"),
+    }[task["kind"]]
+    return f"{source}, sha256 {task['sha256'][:16]}; {what}."
+
+
+def _line(cells: list[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

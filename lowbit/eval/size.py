@@ -1,0 +1,69 @@
+"""How large a model is where it is stored: bytes of all tensors, and bits per weight of its linear layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import cached_file
+
+from lowbit.checkpoint import CheckpointError, CheckpointReader, expected_tensors
+
+
+@dataclass(frozen=True)
+class Size:
+    """`bytes` of all tensors of a checkpoint; bits per weight over its `linear_weights`, scales and zeros included.
+
+    Embeddings and the LM head are not among the linear weights, whether quantized or not; they are in `bytes`. Bits per
+    weight are None for weights quantized by another tool's method, which this library does not load itself.
+    """
+
+    bytes: int
+    linear_weights: int
+    bits_per_weight: float | None
+    scheme: str | None
+
+
+def size_of(name: str, model: PreTrainedModel) -> Size | None:
+    """Size of the checkpoint in the folder `name`, or of the hub's model of that name; None if it holds no safetensors."""
+    folder = Path(name) if Path(name).is_dir() else Path(cached_file(name, "config.json")).parent  # type: ignore[arg-type]
+    try:
+        with CheckpointReader(folder) as reader:
+            return _size(reader, model)
+    except CheckpointError:
+        return None
+
+
+def _size(reader: CheckpointReader, model: PreTrainedModel) -> Size:
+    total = sum(_bytes(reader, name) for name in reader.names())
+    foreign = reader.manifest is None and "quantization_config" in reader.config
+    outside = {id(module) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
+    layers = reader.manifest.layers if reader.manifest else {}
+    weights = stored = 0
+    for name, module in model.named_modules():
+        if id(module) in outside:
+            continue
+        if name in layers:
+            n, k = layers[name].shape
+            weights += n * k
+            stored += sum(_bytes(reader, tensor) for tensor in expected_tensors(name, layers[name]))
+        elif isinstance(module, nn.Linear):
+            weights += module.weight.numel()
+            stored += module.weight.numel() * _item_bytes(reader, f"{name}.weight")
+    scheme = reader.manifest.scheme.name if reader.manifest else None
+    return Size(total, weights, None if foreign or not weights else 8 * stored / weights, scheme)
+
+
+def _bytes(reader: CheckpointReader, name: str) -> int:
+    info = reader.info(name)
+    return info.end - info.begin
+
+
+def _item_bytes(reader: CheckpointReader, name: str) -> int:
+    """Bytes of one weight in the file; 2 where the file knows the weight under another name."""
+    try:
+        return reader.info(name).dtype.itemsize
+    except CheckpointError:
+        return 2

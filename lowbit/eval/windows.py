@@ -1,0 +1,60 @@
+"""How a text is cut into windows, the same for every measurement over tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+
+def one_text(input_ids: Tensor, what: str) -> Tensor:
+    """Token ids [T] of ids [T] or [1, T]; raises ValueError for anything else and for fewer than 2 tokens."""
+    ids = input_ids[0] if input_ids.dim() == 2 and input_ids.shape[0] == 1 else input_ids
+    if ids.dim() != 1 or ids.is_floating_point():
+        raise ValueError(
+            f"{what} takes the token ids of one text, [T] or [1, T], got {input_ids.dtype} {tuple(input_ids.shape)}"
+        )
+    if len(ids) < 2:
+        raise ValueError(f"{what} needs at least 2 tokens, got {len(ids)}")
+    return ids
+
+
+def plan_windows(length: int, window: int, stride: int | None, batch_size: int = 1) -> list[tuple[list[int], int, int]]:
+    """Starts of the windows that run together, their length in tokens, and how many last tokens of each are scored.
+
+    A window scores the tokens that no earlier window has scored. `stride` None is the window itself. Raises ValueError for a
+    window below 2, a stride outside 1..window and a batch size below 1.
+    """
+    stride = window if stride is None else stride
+    if window < 2 or not 1 <= stride <= window:
+        raise ValueError(f"window is at least 2 and stride from 1 to window, got window {window} and stride {stride}")
+    if batch_size < 1:
+        raise ValueError(f"batch_size is at least 1, got {batch_size}")
+    batches: list[tuple[list[int], int, int]] = []
+    scored = 1
+    for start in range(0, length - 1, stride):
+        if scored >= length:
+            break
+        end = min(start + window, length)
+        count = end - max(scored, start + 1)  # the first token of a window cannot be predicted within it
+        scored = end
+        if batches and batches[-1][1:] == (end - start, count) and len(batches[-1][0]) < batch_size:
+            batches[-1][0].append(start)
+        else:
+            batches.append(([start], end - start, count))
+    return batches
+
+
+@contextmanager
+def evaluating(*models: PreTrainedModel) -> Iterator[None]:
+    """Without dropout inside the block; afterwards every model is in the mode it was in."""
+    training = [model.training for model in models]
+    for model in models:
+        model.eval()
+    try:
+        yield
+    finally:
+        for model, mode in zip(models, training, strict=True):
+            model.train(mode)

@@ -1,0 +1,234 @@
+"""The whole of `lowbit eval`: tiny models, every kind of task, the files it writes, and what goes wrong."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from lowbit.checkpoint import CheckpointReader
+from lowbit.cli import app
+from lowbit.eval import report, suite
+from lowbit.eval.plot import plot
+from lowbit.eval.results import as_json, write_whole
+from tests.tiny import save_tiny, tiny_tokenizer
+
+HAS_ROUGE = importlib.util.find_spec("rouge_score") is not None
+HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
+QUESTION = {"question": "Which?", "choices": ["this", "that one"], "answer": 0}
+PROBLEM = {"task_id": "t/0", "prompt": "def f():\n", "entry_point": "f", "test": "def check(f):\n    assert f() == 1\n"}
+
+
+def run(*arguments):
+    result = CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "250"})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """The 16-bit model and two quantized ones."""
+    folder = tmp_path_factory.mktemp("models")
+    save_tiny(folder / "fp16")
+    for scheme in ("w4a16_g32", "w8a16"):
+        assert run("quantize", folder / "fp16", folder / scheme, "--scheme", scheme).exit_code == 0
+    return folder / "fp16", folder / "w4a16_g32", folder / "w8a16"
+
+
+@pytest.fixture
+def data(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "fox.txt").write_text("the quick brown fox jumps over the lazy dog. " * 10)
+    (folder / "questions.jsonl").write_text("\n".join([json.dumps(QUESTION)] * 4))
+    (folder / "programs.jsonl").write_text(json.dumps(PROBLEM))
+    if HAS_ROUGE:
+        (folder / "news.jsonl").write_text(json.dumps({"document": "Dogs bark. " * 40, "summary": "Dogs bark."}))
+    return folder
+
+
+SMALL = ("--window", "64", "--windows", "4")
+
+
+def test_end_to_end(models, data, tmp_path):
+    fp16, *quantized = models
+    out = tmp_path / "out"
+    options = ("--reference", fp16, "--suite", data, "--out", out, "--limit", "3", "--run-generated-code", *SMALL)
+    result = run("eval", *quantized, *options)
+    assert result.exit_code == 0, result.stderr
+    document = json.loads((out / "results.json").read_text())
+    assert document["complete"] and document["versions"]["torch"] and document["machine"]["threads"]
+    assert document["request"]["sandbox"]["time, memory, file size"] == "resource limits"
+    assert [t["items"] for t in document["request"]["tasks"]] == [None, 3, *[1] * HAS_ROUGE, 1]
+    labels = [m["label"] for m in document["models"]]
+    assert labels == ["fp16", "w4a16_g32", "w8a16"] and [m["reference"] for m in document["models"]] == [True, False, False]
+    figures = [{f["metric"]: f for f in m["figures"]} for m in document["models"]]
+    for model, values in zip(document["models"], figures, strict=True):
+        assert values["perplexity"]["count"] == 4 * 63 and values["perplexity"]["standard_error"] > 0
+        assert values["accuracy"]["count"] == 3 and values["pass@1"]["value"] == 0
+        assert ("ROUGE-1" in values) == HAS_ROUGE and not model["skipped"]
+        assert model["details"]["programs"]["PassAtK"]["problems"][0]["samples"] == 1
+    assert "KL mean" not in figures[0]
+    assert figures[1]["KL mean"]["value"] > figures[2]["KL mean"]["value"] > 0
+    assert figures[2]["same top-1"]["value"] > 0.9
+    page = (out / "report.md").read_text()
+    assert "| w4a16_g32 | 4.5" in page and "## fox" in page and "Interrupted" not in page
+    assert "KL mean" in result.stdout and "pass@1" in result.stdout
+    assert sorted(os.listdir(out)) == sorted(["report.md", "results.json", *["quality.png"] * HAS_MATPLOTLIB])
+    assert ("![" in page) == HAS_MATPLOTLIB == ("no plot" not in result.stderr)
+
+
+def test_sizes_are_those_of_the_files(models, tmp_path):
+    fp16, q4, _ = models
+    run("eval", q4, "--reference", fp16, "--suite", "text", "--out", tmp_path, "--windows", "1", "--window", "16")
+    sizes = [m["size"] for m in json.loads((tmp_path / "results.json").read_text())["models"]]
+    linear = 2 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 64 * 176)
+    assert [s["linear_weights"] for s in sizes] == [linear, linear]
+    assert sizes[0]["bits_per_weight"] == 16 and sizes[1]["scheme"] == "w4a16_g32"
+    with CheckpointReader(q4) as reader:
+        layers = [reader.layer(name) for name in reader.manifest.layers]
+        assert sizes[1]["bits_per_weight"] == pytest.approx(8 * sum(q.nbytes for q in layers) / linear)
+        assert sizes[1]["bytes"] == sum(reader.get(name).nbytes for name in reader.names())
+    assert sizes[0]["bytes"] > sizes[1]["bytes"]
+
+
+def test_what_stays_in_16_bits_counts(models, tmp_path):
+    """Leaving layers out of quantization must not make a model look smaller than it is."""
+    assert run("quantize", models[0], tmp_path / "q", "--scheme", "w4a16_g32", "--skip", "*.mlp.*").exit_code == 0
+    run("eval", tmp_path / "q", "--suite", "text", "--out", tmp_path / "o", "--windows", "1", "--window", "16")
+    size = json.loads((tmp_path / "o" / "results.json").read_text())["models"][0]["size"]
+    attention, mlp = 2 * 64 * 64 + 2 * 32 * 64, 3 * 64 * 176
+    assert size["bits_per_weight"] == pytest.approx((4.5 * attention + 16 * mlp) / (attention + mlp))
+
+
+def test_programs_run_only_when_asked(models, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(suite, "solve", None)
+    monkeypatch.setattr(suite, "enforcement", None)
+    for task in ("news.jsonl", "questions.jsonl"):
+        (data / task).unlink(missing_ok=True)
+    result = run("eval", models[1], "--suite", data, "--out", tmp_path / "o", "--json", "-", *SMALL)
+    assert result.exit_code == 0
+    document = json.loads(result.stdout)
+    assert document == json.loads((tmp_path / "o" / "results.json").read_text())
+    assert document["models"][0]["skipped"][0]["reason"] == "generated code is run only with --run-generated-code"
+    assert "only with --run-generated-code" in (tmp_path / "o" / "report.md").read_text()
+
+
+def test_interrupted_keeps_what_was_measured(models, data, tmp_path, monkeypatch):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(suite, "choose", interrupted)
+    result = run("eval", models[1], "--suite", data, "--out", tmp_path / "o", *SMALL)
+    assert result.exit_code == 130 and "what was measured so far is in" in result.stderr
+    assert os.listdir(tmp_path / "o") == ["results.json"]
+    document = json.loads((tmp_path / "o" / "results.json").read_text())
+    assert not document["complete"] and [f["metric"] for f in document["models"][0]["figures"]] == ["perplexity"]
+    assert "Interrupted" in report.markdown(document, [])
+
+
+def test_a_file_is_whole_or_as_it_was(tmp_path):
+    target = tmp_path / "a.json"
+    target.write_text("old")
+
+    def half(path):
+        path.write_text("ne")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(target, half)
+    assert target.read_text() == "old" and os.listdir(tmp_path) == ["a.json"]
+
+
+def test_another_tokenizer_has_no_divergence(models, tmp_path):
+    other = save_tiny(tmp_path / "other")
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["th"])
+    tokenizer.save_pretrained(other)
+    result = run("eval", models[1], "--reference", other, "--suite", "text", "--out", tmp_path / "o", *SMALL)
+    assert result.exit_code == 0 and "another tokenizer" in result.stderr
+    assert json.loads((tmp_path / "o" / "results.json").read_text())["models"][1]["skipped"]
+
+
+def test_several_models_without_a_suite(models, tmp_path):
+    fp16, *quantized = models
+    result = run("eval", *quantized, "--reference", fp16, "--json", tmp_path / "r.json", *SMALL)
+    assert result.exit_code == 0
+    rows = json.loads((tmp_path / "r.json").read_text())["rows"]
+    assert [r["model"] for r in rows] == [str(m) for m in models] and all(r["standard_error"] > 0 for r in rows)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "options", "message"),
+    [
+        (None, "", ["--suite", "{data}/none"], "no such folder; --suite takes"),
+        ("a.csv", "x", [], "a suite holds .txt, .jsonl and .jsonl.gz files only"),
+        ("a.jsonl", '{"x": 1, "y": 2}', [], "its records have the fields x, y; known are choice:"),
+        ("a.jsonl", "{", [], "line 1: one JSON object a line"),
+        ("fox.jsonl", json.dumps(QUESTION), [], "two files of one name"),
+        ("b.txt", b"\xff", [], "not UTF-8 text"),
+        (None, "", ["--k", "1,10"], "pass@10 needs as many samples per problem, --samples is 1"),
+        (None, "", ["--k", "one"], "--k takes whole numbers"),
+        (None, "", ["--k", "0"], "--k takes whole numbers"),
+        (None, "", ["--text", "{data}/none.txt"], "none.txt"),
+    ],
+)
+def test_mistakes_in_suites(file, content, options, message, models, data, tmp_path):
+    if file is not None:
+        (data / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    options = [o.format(data=data) for o in options]
+    suite_options = [] if "--suite" in options else ["--suite", data]
+    result = run("eval", models[1], *suite_options, *options, "--out", tmp_path / "o")
+    assert result.exit_code == 1 and message in result.stderr.replace("\n", " ")
+    assert result.stderr.count("error: ") == 1 and not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{tmp}/nothing"], "no such folder; give the folder of a Transformers model"),
+        (["{model}", "--limit", "3"], "belong to --suite"),
+        (["{model}", "--run-generated-code"], "belong to --suite"),
+        (["{model}", "--reference", "{tmp}/nothing"], "nothing: no such folder"),
+    ],
+)
+def test_mistakes_in_calls(arguments, message, models, tmp_path):
+    result = run("eval", *[a.format(tmp=tmp_path, model=models[1]) for a in arguments])
+    assert result.exit_code == 1 and message in result.stderr.replace("\n", " ")
+
+
+def test_rouge_score_is_asked_for_before_any_work(models, data, tmp_path, monkeypatch):
+    (data / "news.jsonl").write_text(json.dumps({"document": "d", "summary": "s"}))
+    monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
+    result = run("eval", models[1], "--suite", data, "--out", tmp_path / "o")
+    assert result.exit_code == 1 and "pip install 'lowbit[eval]'" in result.stderr and not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "text"),
+    [(21.3456, 0.4219, "21.35 ± 0.42"), (0.00123456, 0.0000987, "0.001235 ± 0.000099"), (0.75, 0.0, "0.75"),
+     (1234.5, 56.7, "1234 ± 57"), (3.14159, None, "3.142"), ("inf", None, "inf")],
+)  # fmt: skip
+def test_figures_are_shown_to_the_digits_that_mean_something(value, error, text):
+    assert report.number(value, error) == text
+
+
+def test_json_has_no_infinities():
+    assert json.loads(as_json({"a": [float("inf"), (float("nan"), 1.5)]})) == {"a": ["inf", ["nan", 1.5]]}
+
+
+@pytest.mark.skipif(not HAS_MATPLOTLIB, reason="needs matplotlib, the extra lowbit[plot]")
+def test_nothing_to_plot(tmp_path):
+    with pytest.raises(ValueError, match="nothing to plot"):
+        plot({"models": [{"size": None, "figures": []}]}, tmp_path / "a.png")
+
+
+@pytest.mark.skipif(HAS_MATPLOTLIB, reason="matplotlib is installed")
+def test_without_matplotlib(tmp_path):
+    with pytest.raises(ValueError, match=r"pip install 'lowbit\[plot\]'"):
+        plot({"models": []}, tmp_path / "a.png")
