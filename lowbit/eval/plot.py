@@ -22,11 +22,8 @@ def plot(document: dict[str, Any], path: Path) -> None:
     except ImportError as error:
         raise ValueError("plots need matplotlib: pip install 'lowbit[plot]'") from error
     models = [m for m in document["models"] if m["size"] and m["size"]["bits_per_weight"] is not None]
-    panels = list(
-        dict.fromkeys(
-            (f["task"], f["metric"], f["better"]) for m in models for f in m["figures"] if f["metric"] not in _LEFT_OUT
-        )
-    )
+    shown = [(f["task"], f["metric"], f["better"]) for m in models for f in m["figures"] if f["metric"] not in _LEFT_OUT]
+    panels = sorted(dict.fromkeys(shown), key=lambda panel: [task for task, _, _ in shown].index(panel[0]))
     if not panels:
         raise ValueError("the results hold no figure of a model whose bits per weight are known; nothing to plot")
     colors = matplotlib.colormaps["tab10"]
@@ -47,5 +44,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
                 axis.errorbar(x, value, yerr=None if deviation is None else float(deviation), label=model["label"], **style)
                 if model["reference"]:
                     axis.axhline(value, color="grey", linewidth=0.8, zorder=0)
+        if better == "higher":  # shares: from 0, and up to 1 where nothing was right
+            pair[0].set_ylim(0, None if any(f["value"] for m in models for f in m["figures"] if f["metric"] == metric) else 1)
         pair[1].legend(fontsize=7)
     write_whole(path, drawing.savefig)
