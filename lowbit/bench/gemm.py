@@ -18,7 +18,8 @@ import torch
 from lowbit.bench.peers import PEERS
 from lowbit.bench.protocol import Contender, blank_row, measured_rows, reference_product, warm_up
 from lowbit.bench.request import Request
-from lowbit.bench.results import Results, default_path, machine, versions
+from lowbit.bench.results import Results, default_path, machine
+from lowbit.eval.results import versions
 from lowbit.formats import QuantTensor, parse_scheme
 
 Say = Callable[[str], None]

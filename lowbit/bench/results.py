@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import datetime
 import json
-import os
-import platform
 import re
 import subprocess
-from collections.abc import Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lowbit._version import __version__
 from lowbit.bench.limits import Ceilings, compute_us, memory_us
 from lowbit.bench.protocol import PROTOCOL
 from lowbit.bench.request import Request
+from lowbit.eval.results import write_whole
 from lowbit.formats import parse_scheme
 
 SCHEMA = 1
@@ -59,19 +55,6 @@ def _nvidia_smi() -> dict[str, str]:
         return {}
     values = done.stdout.strip().split("\n")[0].split(", ")
     return dict(zip(_QUERIED, values, strict=False))
-
-
-def versions(packages: Sequence[str]) -> dict[str, str | None]:
-    """Versions of this library, what it runs on, and of `packages`; None for what is not installed."""
-    found: dict[str, str | None] = {
-        "lowbit": __version__, "python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
-    }  # fmt: skip
-    for package in ("triton", *packages):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = None
-    return found
 
 
 class Results:
@@ -123,10 +106,8 @@ class Results:
 
     def write(self) -> None:
         """Replaces the file in one step."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = self.path.with_name(self.path.name + ".part")
-        scratch.write_text(json.dumps(self.document, indent=1, allow_nan=False) + "\n")
-        os.replace(scratch, self.path)
+        text = json.dumps(self.document, indent=1, allow_nan=False) + "\n"
+        write_whole(self.path, lambda scratch: scratch.write_text(text))
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import datetime
 import json
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -19,7 +19,7 @@ from lowbit.eval.figure import Figure
 from lowbit.eval.size import Size
 
 SCHEMA = 1
-_PACKAGES = ("transformers", "tokenizers", "triton", "numpy", "rouge-score")
+_PACKAGES = ("transformers", "tokenizers", "numpy", "rouge-score")
 
 
 def machine() -> dict[str, Any]:
@@ -32,12 +32,12 @@ def machine() -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str | None]:
-    """Versions of this library and of what it measures with; None for what is not installed."""
+def versions(packages: Sequence[str]) -> dict[str, str | None]:
+    """Versions of this library, what it runs on, and of `packages`; None for what is not installed."""
     found: dict[str, str | None] = {
         "lowbit": __version__, "python": platform.python_version(), "torch": torch.__version__, "cuda": torch.version.cuda,
     }  # fmt: skip
-    for package in _PACKAGES:
+    for package in ("triton", *packages):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
@@ -52,7 +52,7 @@ class Results:
         self.path = folder / "results.json"
         self.document: dict[str, Any] = {
             "schema": SCHEMA, "evaluation": "suite", "date": datetime.date.today().isoformat(), "complete": False,
-            "machine": machine(), "versions": versions(), "request": request, "models": [],
+            "machine": machine(), "versions": versions(_PACKAGES), "request": request, "models": [],
         }  # fmt: skip
         self.write()
 

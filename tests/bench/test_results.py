@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lowbit.bench.results import ROW_KEYS, default_path, load, versions
+from lowbit.bench.results import ROW_KEYS, default_path, load
+from lowbit.eval.results import versions
 
 
 def test_rows_are_flat_and_complete(document, result_file):
