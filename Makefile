@@ -3,11 +3,13 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint format clean help
+.PHONY: demo demo-vision study test lint format clean help
 
 help:
 	@echo "make demo    quantize a real language model, measure it, hear it speak (a few minutes, no GPU needed)"
+	@echo "make demo-vision  train a small CNN, quantize it to INT8 and INT4, count its right answers (minutes, no GPU needed)"
 	@echo "make test    everything that needs no GPU: style, types, tests, documentation"
+	@echo "make study   the study of docs/study.md again: a GPU (DEVICE=cuda, the default) or hours on a CPU (DEVICE=cpu)"
 	@echo "make lint    style and types only"
 	@echo "make format  let ruff lay out the code"
 	@echo "make clean   remove the virtual environment and caches"
@@ -25,6 +27,14 @@ TRITON := $(shell sed -n 's/^\# triton==\([0-9.]*\).*/\1/p' constraints.txt)
 
 demo: $(BIN)/.ready
 	$(BIN)/lowbit demo
+
+demo-vision: $(BIN)/.ready
+	$(BIN)/lowbit demo --vision
+
+DEVICE ?= cuda
+study: demo
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[plot]"
+	$(BIN)/lowbit study $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/lowbit/smollm2-135m-instruct --device $(DEVICE) --limit 128 --results study-results
 
 lint: $(BIN)/.ready
 	$(BIN)/ruff check .

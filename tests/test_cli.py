@@ -154,7 +154,9 @@ def test_explain(quantized):
         (["quantize", "{tmp}/nothing", "{tmp}/q"], "no such folder"),
         (["quantize", "{tmp}", "{tmp}/q"], "config.json: missing"),
         (["quantize", "{quantized}", "{tmp}/q"], "quantized already"),
-        (["quantize", "{fp16}", "{tmp}/q", "--scheme", "w8a8"], "nothing in"),
+        (["quantize", "{fp16}", "{tmp}/q", "--scheme", "w8a4"], "nothing in"),
+        (["quantize", "{fp16}", "{tmp}/q", "--scheme", "w8a16", "--a16", "down_proj"], "16-bit activations everywhere"),
+        (["quantize", "{fp16}", "{tmp}/q", "--scheme", "w8a8", "--smooth"], "--smooth belong to --method gptq, not to rtn"),
         (["quantize", "{fp16}", "{tmp}/q", "--method", "gptq", "--samples", "9999"], "take fewer or shorter samples"),
         (["quantize", "{fp16}", "{tmp}/q", "--method", "gptq", "--calibration", "{tmp}/none.txt"], "none.txt"),
         (["quantize", "{fp16}", "{tmp}/q", "--method", "hqq"], "hqq moves floating-point zeros, which w4a16_g64 does not"),
@@ -168,6 +170,9 @@ def test_explain(quantized):
         (["explain", "{quantized}", "nothing"], "no quantized layer 'nothing'; near:"),
         (["explain", "{fp16}"], "holds no weights quantized by lowbit"),
         (["demo", "--wheel", "{tmp}/none.whl"], "no such file; --wheel takes"),
+        (["demo", "--vision", "--data", "{tmp}/none"], "should hold the four files of Fashion-MNIST"),
+        (["demo", "--vision", "--wheel", "{tmp}/none.whl"], "--wheel and --model belong to the language demo"),
+        (["demo", "--data", "{tmp}"], "--data belongs to --vision"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_1(arguments, message, fp16, quantized, tmp_path, monkeypatch):

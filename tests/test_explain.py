@@ -17,6 +17,7 @@ from lowbit.explain import explain, render
 from lowbit.formats import code_values
 from lowbit.hardware.half import widen_half
 from lowbit.hardware.mma import wgmma_f16
+from lowbit.models.calibrate import Calibration
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
 from lowbit.pack import FragmentOrder
 from lowbit.quantize import rtn
@@ -196,6 +197,41 @@ def test_order_and_input_scale_are_named(fp16, tmp_path):
     assert json.loads(shown.stdout)["other_bytes"] == 0
 
 
+@pytest.mark.parametrize(
+    ("scheme", "says", "byte"),
+    [
+        ("w8a8", "x becomes int8 by a scale for each token, the largest |x| / 127 ", "codes of 8 bits are the operand"),
+        ("fp8_dynamic", "x becomes fp8_e4m3 by a scale for each token, the largest |x| / 448 ", "codes of 8 bits"),
+        ("fp8_block", "by a scale for each token and 128 columns", "codes of 8 bits"),
+        ("w4a8_g128", "x becomes int8 by a scale for each token", "made s8 in registers"),
+        ("w4a8_g64", "x becomes int8", "the kernels for 8-bit activations take scales"),
+    ],
+)
+def test_quantized_inputs(quantized, scheme, says, byte):
+    folder, q = quantized(scheme)
+    steps = explain(folder, LAYER, 17, 90)
+    named = by_file(steps)
+    assert says in named["quantize_activations.py"] and byte in named["scaled.py"]
+    assert f" = {q.dequantize()[17, 90].item():.9g}" in named["tensor.py"]
+    if byte == "codes of 8 bits are the operand":
+        code = int(q.codes[17, 90])
+        assert f"code {code} is the byte {(code - 128) & 255:#04x}, {code - 128}" in named["scaled.py"]
+    assert "runs" in named["linear.py"]
+    for name in set(re.findall(r"\b[\w/]+\.py\b", render(steps))):
+        assert (ROOT / name).is_file(), name
+
+
+def test_a_calibrated_scale_is_named(fp16, tmp_path):
+    quantize_checkpoint(fp16, tmp_path / "q", "fp8", calibration=Calibration(4, 16, text=Path(__file__)))
+    with CheckpointReader(tmp_path / "q") as reader:
+        q = reader.layer(LAYER)
+    named = by_file(explain(tmp_path / "q", LAYER))
+    assert f"by the scale {q.activation_scale.item():.9g} of this layer" in named["quantize_activations.py"]
+    assert ".activation_scale float32 [1]" in named["reader.py"]
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "q"), "--check"])
+    assert shown.exit_code == 0 and "activation" in shown.stdout
+
+
 def test_first_and_tied_layers(fp16, quantized, tmp_path):
     folder, _ = quantized("w8a16")
     with CheckpointReader(folder) as reader:
@@ -222,7 +258,7 @@ def test_mistakes(fp16, quantized):
         explain(fp16)
     with pytest.raises(CheckpointError, match="is quantized already; leave out the scheme 'w8a16'"):
         explain(folder, scheme="w8a16")
-    with pytest.raises(ValueError, match=r"nothing to quantize to w8a8: .*no kernel: "):
-        explain(fp16, scheme="w8a8")
+    with pytest.raises(ValueError, match=r"nothing to quantize to w8a4: .*no kernel: "):
+        explain(fp16, scheme="w8a4")
     with pytest.raises(ValueError, match="no row for SM 70; known: 80"):
         explain(folder, sm=70)

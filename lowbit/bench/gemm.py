@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from lowbit.bench import quantized_x
 from lowbit.bench.peers import PEERS
 from lowbit.bench.protocol import Contender, blank_row, measured_rows, reference_product, warm_up
 from lowbit.bench.request import Request
@@ -93,6 +94,8 @@ def run(
 
 def this_library(q: QuantTensor, request: Request) -> Contender:
     """This library's kernel for a weight."""
+    if q.scheme.activation is not None:
+        return quantized_x.this_library(q, request)
     from lowbit.ops import describe, fragment_gemm, pack_weight  # type: ignore[attr-defined, unused-ignore]
 
     weight = pack_weight(q)

@@ -40,7 +40,8 @@ def weight_bytes(scheme: Scheme | None, n: int, k: int) -> float:
 
 def problem_bytes(scheme: Scheme | None, n: int, k: int, m: int) -> float:
     """Bytes of the weight, x [m, k] and y [m, n]: each is read or written once."""
-    return weight_bytes(scheme, n, k) + ACTIVATION_BYTES * m * (k + n)
+    of_x = ACTIVATION_BYTES if scheme is None or scheme.activation is None else scheme.activation.bits / 8
+    return weight_bytes(scheme, n, k) + m * (of_x * k + ACTIVATION_BYTES * n)
 
 
 def memory_us(scheme: Scheme | None, n: int, k: int, m: int, ceilings: Ceilings) -> float:
@@ -48,12 +49,16 @@ def memory_us(scheme: Scheme | None, n: int, k: int, m: int, ceilings: Ceilings)
     return 1e6 * problem_bytes(scheme, n, k, m) / ceilings.read_bytes_per_s
 
 
-def compute_us(n: int, k: int, m: int, ceilings: Ceilings) -> float:
-    """Microseconds for the 2 m n k operations of the problem at the measured fp16 rate."""
-    return 1e6 * 2.0 * m * n * k / ceilings.fp16_flops
+def compute_us(n: int, k: int, m: int, ceilings: Ceilings, scheme: Scheme | None = None) -> float:
+    """Microseconds for the 2 m n k operations of the problem at the measured fp16 rate, at twice that where x has 8 bits."""
+    rate = ceilings.fp16_flops * (1 if scheme is None or scheme.activation is None else 2)
+    return 1e6 * 2.0 * m * n * k / rate
 
 
 def ideal_speedup(scheme: Scheme, n: int, k: int, m: int, ceilings: Ceilings) -> float:
-    """How much faster than a 16-bit product at its limit this scheme's product is at its own: 16/bits, falling to 1."""
-    compute = compute_us(n, k, m, ceilings)
-    return max(memory_us(None, n, k, m, ceilings), compute) / max(memory_us(scheme, n, k, m, ceilings), compute)
+    """How much faster than a 16-bit product at its limit this scheme's product is at its own: 16/bits, falling to 1.
+
+    With 8-bit x it falls to 2, the ratio of the tensor cores' rates.
+    """
+    wide, own = compute_us(n, k, m, ceilings), compute_us(n, k, m, ceilings, scheme)
+    return max(memory_us(None, n, k, m, ceilings), wide) / max(memory_us(scheme, n, k, m, ceilings), own)

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from lowbit.bench import quantized_x
 from lowbit.bench.protocol import Build, Contender, Product, failures, measured_rows, reason, reference_product, warm_up
 from lowbit.bench.request import Request, is_float
 from lowbit.formats import FloatFormat, PerGroup, QuantTensor, Scheme, ZeroPoint
@@ -71,8 +72,9 @@ def humming(q: QuantTensor, request: Request) -> Contender:
     n, k = q.shape
     q = stored_as(q, dtype)
     layer = layers.HummingLayer(
-        shape_n=n, shape_k=k, weight_config={"dtype": name, "group_size": group_size(scheme) or 0}, torch_dtype=dtype
-    ).cuda()
+        shape_n=n, shape_k=k, weight_config={"dtype": name, "group_size": group_size(scheme) or 0}, torch_dtype=dtype,
+        input_config={} if scheme.activation is None else {"dtype": _HUMMING_ACTIVATIONS[scheme.activation.name]},
+    ).cuda()  # fmt: skip
     layer.load_from_tensors({"weight": ops.pack_weight(q.codes.int(), fmt.bits), "weight_scale": q.scale})
     layer.transform()
     names = ("weight", "weight_scale", "zero_point", "weight_scale_2")
@@ -82,11 +84,18 @@ def humming(q: QuantTensor, request: Request) -> Contender:
 
     def products(m: int) -> list[tuple[str, Product]]:
         def product(tuning: str) -> Product:
-            return lambda x, w: forward(config, inputs=x, locks=locks, tuning_config=tuning, **w)
+            if scheme.activation is None:
+                return lambda x, w: forward(config, inputs=x, locks=locks, tuning_config=tuning, **w)
+            return lambda x, w: forward(config, inputs=x.codes, input_scale=x.scale, locks=locks, tuning_config=tuning, **w)
 
         return [(f"humming {_in_short(tuning)}", product(tuning)) for tuning in choices[m]]
 
+    if scheme.activation is not None:
+        return quantized_x.contender(q, request, weight, _nbytes([*weight.values()]), _cloned, products)
     return Contender(weight, _nbytes([*weight.values()]), _cloned, products, lambda x: reference_product(x, q), dtype)
+
+
+_HUMMING_ACTIVATIONS = {"int8": "int8", "fp8_e4m3": "float8e4m3"}
 
 
 def _humming_choices(config: Any, request: Request) -> dict[int, list[str]]:
@@ -132,6 +141,8 @@ def _in_short(tuning: str) -> str:
 def gemlite(q: QuantTensor, request: Request) -> Contender:
     """gemlite: 4-bit integers per group or channel, int8 per channel; it tunes itself at the first call of each shape."""
     scheme, dtype = q.scheme, request.torch_dtype
+    if scheme.activation is not None:
+        raise ValueError("this adapter measures gemlite with 16-bit activations")
     if is_float(scheme) or scheme.weight.bits not in (4, 8) or scheme.zero is not ZeroPoint.NONE:
         raise ValueError(f"gemlite has no kernel for {scheme} (its integers have 8, 4, 2 or 1 bits)")
     if scheme.weight.bits == 8 and group_size(scheme) is not None:
@@ -154,6 +165,11 @@ def gemlite(q: QuantTensor, request: Request) -> Contender:
     return Contender(
         weight, _nbytes(weight), _cloned, lambda m: [("gemlite", product)], lambda x: reference_product(x, q), dtype
     )
+
+
+def torch_products(q: QuantTensor, request: Request) -> Contender:
+    """PyTorch's own: `_int_mm` and `_scaled_mm` for 8-bit activations, else `_weight_int4pack_mm`."""
+    return torch_int4(q, request) if q.scheme.activation is None else quantized_x.torch_bytes(q, request)
 
 
 def torch_int4(q: QuantTensor, request: Request) -> Contender:
@@ -179,7 +195,7 @@ def torch_int4(q: QuantTensor, request: Request) -> Contender:
 PEERS = {
     "humming": Peer("humming-kernels", "humming", humming),
     "gemlite": Peer("gemlite", "gemlite", gemlite),
-    "torch": Peer("torch", "torch", torch_int4),
+    "torch": Peer("torch", "torch", torch_products),
 }
 
 

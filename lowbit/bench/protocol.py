@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.bench.request import Request, columns_of
+from lowbit.bench.request import DTYPES, Request, columns_of
 from lowbit.formats import QuantTensor, Scheme, parse_scheme
 from lowbit.kernels.reference import mixed_gemm_reference
 from lowbit.quantize import rtn
@@ -39,20 +39,21 @@ PROTOCOL = (
     f"values must be finite, and rel_err = |y - ref| / |ref| over the first {CHECKED_ROWS} rows of x against the float64 "
     "product with the dequantized weights (a peer that stores scales in 16 bits is held to those scales). limit_us = bytes of "
     "codes, scales, zeros, x and y at the read bandwidth measured in the same run; compute_us = 2 M N K operations at the "
-    "fp16 rate of an 8192^3 torch.matmul; the limit of a row is the larger of the two. cublas_fp16_us is torch.matmul over "
-    "fp16 weights, measured the same way. Each peer runs in its own process; of several configurations the fastest correct "
-    "one counts."
+    "fp16 rate of an 8192^3 torch.matmul, twice that rate where x has 8 bits; the limit of a row is the larger of the two. "
+    "cublas_fp16_us is torch.matmul over fp16 weights, measured the same way. Where x has 8 bits it is quantized before "
+    "anything is timed, and the reference is the product of x as quantized. Each peer runs in its own process; of several "
+    "configurations the fastest correct one counts."
 )
 
-Product = Callable[[Tensor, Any], Tensor]
+Product = Callable[[Any, Any], Tensor]
 
 
 @dataclass(frozen=True)
 class Contender:
     """A weight as one implementation holds it, and the ways the implementation offers to multiply by it.
 
-    products(M) lists (name of the kernel and its configuration, function of x and a weight); truth(x) is the float64
-    product of what the implementation was given.
+    products(M) lists (name of the kernel and its configuration, function of prepare(x) and a weight); truth(x) is the float64
+    product of what the implementation was given. prepare, such as quantizing x, is not timed.
     """
 
     weight: Any
@@ -61,6 +62,7 @@ class Contender:
     products: Callable[[int], Sequence[tuple[str, Product]]]
     truth: Callable[[Tensor], Tensor]
     dtype: torch.dtype
+    prepare: Callable[[Tensor], Any] = lambda x: x
 
 
 Build = Callable[[QuantTensor, Request], Contender]
@@ -148,7 +150,7 @@ class Graph:
     def poisoned_outputs(self) -> list[Tensor]:
         """The outputs of one more replay, filled with NaN before it."""
         for y in self.outputs:
-            y.fill_(math.nan)
+            y.fill_(math.nan if y.is_floating_point() else torch.iinfo(y.dtype).min)
         self.graph.replay()
         torch.cuda.synchronize()
         return self.outputs
@@ -172,7 +174,7 @@ def relative_error(y: Tensor, reference: Tensor) -> float:
 
 
 def measure(
-    products: Sequence[tuple[str, Product]], x: Tensor, weights: Sequence[Any], reference: Tensor, replays: int = REPLAYS
+    products: Sequence[tuple[str, Product]], x: Any, weights: Sequence[Any], reference: Tensor, replays: int = REPLAYS
 ) -> Measurement:
     """The fastest correct one of `products`; when there is none, raises the error of the first one."""
     best: Measurement | None = None
@@ -197,8 +199,9 @@ def measure(
 def blank_row(impl: str, scheme: Scheme | None, shape: tuple[int, int], m: int, dtype: str) -> dict[str, Any]:
     """A row before it is measured; scheme None is the 16-bit product."""
     named = {"scheme": "fp16", "format": "fp16", "granularity": "-"} if scheme is None else columns_of(scheme)
+    activation = dtype if scheme is None or scheme.activation is None else scheme.activation.name
     return {
-        "impl": impl, "kernel": None, **named, "activation": dtype, "n": shape[0], "k": shape[1], "m": m, "us": None,
+        "impl": impl, "kernel": None, **named, "activation": activation, "n": shape[0], "k": shape[1], "m": m, "us": None,
         "limit_us": None, "compute_us": None, "cublas_fp16_us": None, "rel_err": None, "error": None,
     }  # fmt: skip
 
@@ -220,7 +223,8 @@ def reference_product(x: Tensor, q: QuantTensor, rows_at_once: int = 1024) -> Te
     for start in range(0, q.shape[0], rows_at_once):
         rows = slice(start, start + rows_at_once)
         zero = None if q.zero is None else q.zero[rows]
-        parts.append(mixed_gemm_reference(x, replace(q, codes=q.codes[rows], scale=q.scale[rows], zero=zero)))
+        scale = q.scale if q.scale.shape[0] == 1 else q.scale[rows]
+        parts.append(mixed_gemm_reference(x, replace(q, codes=q.codes[rows], scale=scale, zero=zero)))
     return torch.cat(parts, dim=-1)
 
 
@@ -251,9 +255,10 @@ def contender_rows(contender: Contender, blanks: Sequence[dict[str, Any]], k: in
         return
     for row in blanks:
         m = row["m"]
-        row = {**row, "activation": str(contender.dtype).removeprefix("torch.")}
+        if row["activation"] in DTYPES:
+            row = {**row, "activation": str(contender.dtype).removeprefix("torch.")}
         try:
-            best = measure(contender.products(m), x[:m], weights, reference[:m])
+            best = measure(contender.products(m), contender.prepare(x[:m]), weights, reference[:m])
         except failures() as error:
             yield {**row, "error": reason(error)}
         else:

@@ -12,7 +12,9 @@ from typing import Any
 
 from rich.table import Table
 
-OPENING, CLOSING = "<!-- bench:gemm -->", "<!-- /bench:gemm -->"
+from lowbit.eval.report import replace_block
+
+MARK = "bench:gemm"
 OWN = "lowbit"
 
 
@@ -139,12 +141,7 @@ def _shape_table(found: list[Line]) -> str:
 
 def rewrite_readme(path: Path, text: str) -> None:
     """Replaces what stands between the two marks of README.md; raises ValueError unless each is there once, in order."""
-    old = path.read_text(encoding="utf-8")
-    if old.count(OPENING) != 1 or old.count(CLOSING) != 1 or old.index(OPENING) > old.index(CLOSING):
-        raise ValueError(f"{path}: the table goes between {OPENING} and {CLOSING}, once each and in this order")
-    before, rest = old.split(OPENING)
-    after = rest.split(CLOSING)[1]
-    path.write_text(f"{before}{OPENING}\n{text.strip()}\n{CLOSING}{after}", encoding="utf-8")
+    replace_block(path, MARK, text)
 
 
 def _us(value: float | None) -> str:

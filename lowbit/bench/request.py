@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lowbit.formats import FloatFormat, PerChannel, PerGroup, Scheme, ZeroPoint, parse_scheme
+from lowbit.formats import FloatFormat, PerChannel, PerGroup, PerTensor, Scheme, ZeroPoint, parse_scheme
 
 FORMATS = ("w4a16_g128", "w4a16_pc", "w3a16_g128", "w5e2m2a16", "w6e3m2a16", "w8a16")
 SHAPES = ((8192, 8192), (8192, 28672))
@@ -75,10 +75,13 @@ def make_request(
 def measurable(name: str | Scheme) -> Scheme:
     """The scheme called `name`, if the benchmark measures its kind; raises ValueError otherwise."""
     scheme = parse_scheme(name)
-    if scheme.activation is not None or not isinstance(scheme.granularity, (PerChannel, PerGroup)):
+    activation = scheme.activation
+    known = activation is None or activation.name in ("int8", "fp8_e4m3")
+    granularities = (PerChannel, PerGroup) if activation is None else (PerChannel, PerGroup, PerTensor)
+    if not known or not isinstance(scheme.granularity, granularities):
         raise ValueError(
-            f"--formats {name}: bench gemm measures 16-bit activations times weights with one scale per channel or per "
-            "group along K, for example w4a16_g128, w4a16_pc, w6e3m2a16"
+            f"--formats {name}: bench gemm measures 16-bit, int8 and e4m3 activations times weights with one scale per channel "
+            "or per group along K, for example w4a16_g128, w4a16_pc, w6e3m2a16, w8a8, fp8_dynamic, w4a8_g128"
         )
     return scheme
 
@@ -102,6 +105,8 @@ def parse_rows(text: str) -> tuple[int, ...]:
 def columns_of(scheme: Scheme) -> dict[str, str]:
     """How the results name a scheme: its name, the weight's format and the granularity of its scales."""
     granularity = f"g{scheme.granularity.size}" if isinstance(scheme.granularity, PerGroup) else "pc"
+    if isinstance(scheme.granularity, PerTensor):
+        granularity = "t"
     zero = "" if scheme.zero is ZeroPoint.NONE else f"_{scheme.zero.value}"
     return {"scheme": scheme.name, "format": scheme.weight.name, "granularity": granularity + zero}
 

@@ -92,7 +92,7 @@ class Results:
         row = {
             **row,
             "limit_us": memory_us(scheme, n, k, m, self.ceilings),
-            "compute_us": compute_us(n, k, m, self.ceilings),
+            "compute_us": compute_us(n, k, m, self.ceilings, scheme),
             "cublas_fp16_us": self._cublas.get((n, k, m)),
         }
         self.rows.append(row)

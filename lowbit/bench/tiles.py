@@ -51,8 +51,10 @@ class TileRow:
 
 
 def measure_tiles(request: Request, device: Device, watch: Callable[[str], None]) -> Iterator[TileRow]:
-    """Measures every problem of a request on the current GPU, whose row is `device`."""
+    """Measures every problem of a request on the current GPU, whose row is `device`; ValueError for 8-bit activations."""
     for scheme in map(parse_scheme, request.schemes):
+        if scheme.activation is not None:
+            raise ValueError(f"bench tiles measures tiles of the kernels for 16-bit activations, not {scheme}")
         for n, k in request.shapes:
             q = quantized(scheme, (n, k))
             weight = pack_weight(q)
@@ -80,7 +82,8 @@ def _time(tile: Tile, shape: GemmShape, device: Device, x: Tensor, weights: list
     """Microseconds per call; raises WrongResult when the product is wrong."""
     from lowbit.ops.fragment_gemm import plan_for, workspace
 
-    form = weight_form(weights[0].scheme, None if weights[0].scale is None else weights[0].scale.dtype)
+    first = weights[0]
+    form = weight_form(first.scheme, None if first.scale is None else first.scale.dtype, first.channel_scale is not None)
     plan = plan_for(tile, shape, form, x.dtype, False, device, x.device)
 
     def call(w: KernelWeight) -> Any:

@@ -8,6 +8,8 @@ of `<layer>.weight`,
     <layer>.weight_zero     uint8 or float [scale_shape]    with zero points only
     <layer>.weight_order    int32 [K]                       only where the layer's entry says "order": true
     <layer>.input_scale     float [K]                       only where the layer's entry says "input_scale": true
+    <layer>.weight_up       fp16 [N, r]                     only where the layer's entry says "low_rank": r, and
+    <layer>.weight_down     fp16 [r, K]                     so this; up . down is added to the weight
 
 in `model.safetensors`, or in shards with `model.safetensors.index.json`. Biases and all other tensors keep their names.
 `quantization_config` in config.json lists every quantized layer with its shape, so that each file can be checked before

@@ -120,6 +120,8 @@ def refusals(q: QuantTensor) -> tuple[str, ...]:
         reasons.append("AWQ files have no channel order (act-order; GPTQ files have one)")
     if q.input_scale is not None:
         reasons.append("AWQ files have no scale of the input's channels")
+    if q.low_rank is not None:
+        reasons.append("AWQ files have no low-rank correction")
     return tuple(reasons)
 
 

@@ -77,7 +77,8 @@ _FORMATS = (PACKED, INT, FLOAT, NAIVE, *_MX)
 @dataclass(frozen=True)
 class WeightArgs:
     """How the weights of one config group lie: format, number format (bits 1 is kept as written), granularity, zero points;
-    `activation` of the group (None: 16 bits); `padded`: words of 32 // bits codes, as before 0.18."""
+    `activation` of the group (None: 16 bits) and whether its scale is `static`, the layer's input_scale; `left_out`: files ask
+    for activations that no scheme says; `padded`: words of 32 // bits codes, as before 0.18."""
 
     layout: str
     bits: int
@@ -85,7 +86,8 @@ class WeightArgs:
     granularity: Granularity
     zero: bool
     activation: NumberFormat | None = None
-    static_activation: bool = False
+    static: bool = False
+    left_out: bool = False
     padded: bool = False
 
     @property
@@ -98,8 +100,7 @@ class WeightArgs:
             weight = _E4M3
         else:
             weight = (uint_format if self.zero else int_format)(max(2, self.bits))
-        activation = None if self.static_activation else self.activation
-        return Scheme(weight, activation, self.granularity, ZeroPoint.INTEGER if self.zero else ZeroPoint.NONE)
+        return Scheme(weight, self.activation, self.granularity, ZeroPoint.INTEGER if self.zero else ZeroPoint.NONE)
 
 
 @dataclass(frozen=True)
@@ -157,13 +158,22 @@ class CompressedTensors(ForeignSchema):
     def entry(self, layer: ForeignLayer) -> ForeignEntry:
         shape, args = self.fit(layer)
         notes = []
-        if args.static_activation or any(layer.has(s) for s in ("input_scale", "input_zero_point")):
+        if args.left_out:
+            notes.append("asymmetric activations are left out: activations stay in 16 bits")
+        elif layer.has("input_scale") and args.activation is None:
             notes.append("static activation scales are left out: activations stay in 16 bits")
         return ForeignEntry(shape, args.scheme, notes=tuple(notes))
 
     def read(self, layer: ForeignLayer) -> QuantTensor:
         shape, args = self.fit(layer)
-        return read_layer(layer, shape, args)
+        q = read_layer(layer, shape, args)
+        if not args.static:
+            return q
+        if layer.has("input_zero_point") and bool(layer.tensor("input_zero_point").float().any()):
+            raise layer.error(
+                "input_zero_point", "config.json says that activations are symmetric, this zero point is not zero"
+            )
+        return dataclasses.replace(q, activation_scale=layer.scales("input_scale").float().reshape(1))
 
     def write(self, q: QuantTensor) -> dict[str, Tensor]:
         return write_layer(q, args_for(q))
@@ -185,10 +195,11 @@ class CompressedTensors(ForeignSchema):
                 )
             )
         shape, args = fits[0]
-        if any(dataclasses.replace(other, activation=args.activation) != args or size != shape for size, other in fits[1:]):
+        weights = [(size, dataclasses.replace(other, activation=None, static=False, left_out=False)) for size, other in fits]
+        if any(other != weights[0] for other in weights[1:]):
             raise CheckpointError(f"{layer.where}: {layer.name}: fits several config_groups that mean different weights")
-        if any(other.activation != args.activation for _, other in fits):
-            args = dataclasses.replace(args, activation=None)
+        if any(other != args for _, other in fits):
+            args = dataclasses.replace(args, activation=None, static=False)
         return shape, args
 
 
@@ -196,15 +207,15 @@ def args_for(q: QuantTensor) -> WeightArgs:
     """The arguments under which `write_layer` writes `q`; ValueError with the reasons where there are none."""
     if reasons := refusals(q):
         raise ValueError("; ".join(reasons))
-    scheme, zero = q.scheme, q.zero is not None
+    scheme, zero, static = q.scheme, q.zero is not None, q.activation_scale is not None
     fmt = scheme.weight
     if isinstance(fmt, IntFormat):
         layout = PACKED if scheme.activation is None else INT
-        return WeightArgs(layout, fmt.bits, False, scheme.granularity, zero, scheme.activation)
+        return WeightArgs(layout, fmt.bits, False, scheme.granularity, zero, scheme.activation, static)
     layout = FLOAT
     if isinstance(scheme.granularity, PerGroup):
         layout = next(name for name, known in _MX.items() if known == fmt)
-    return WeightArgs(layout, fmt.bits, True, scheme.granularity, zero, scheme.activation)
+    return WeightArgs(layout, fmt.bits, True, scheme.granularity, zero, scheme.activation, static)
 
 
 def refusals(q: QuantTensor) -> tuple[str, ...]:
@@ -232,6 +243,8 @@ def refusals(q: QuantTensor) -> tuple[str, ...]:
         reasons.append("compressed-tensors files have no channel order any more (act-order; GPTQ files have one)")
     if q.input_scale is not None:
         reasons.append("compressed-tensors files have no scale of the input's channels")
+    if q.low_rank is not None:
+        reasons.append("compressed-tensors files have no low-rank correction")
     return tuple(reasons)
 
 
@@ -261,7 +274,13 @@ def read_layer(layer: ForeignLayer, shape: tuple[int, int], args: WeightArgs) ->
 
 
 def write_layer(q: QuantTensor, args: WeightArgs) -> dict[str, Tensor]:
-    """The tensors by suffix; the inverse of `read_layer`."""
+    """The tensors by suffix; the inverse of `CompressedTensors.read`."""
+    beside = {} if q.activation_scale is None else {"input_scale": q.activation_scale}
+    return _weight_tensors(q, args) | beside
+
+
+def _weight_tensors(q: QuantTensor, args: WeightArgs) -> dict[str, Tensor]:
+    """The inverse of `read_layer`."""
     per_tensor = isinstance(args.granularity, PerTensor)
     scale = q.scale.reshape(1) if per_tensor else q.scale.contiguous()
     if args.layout in _MX:
@@ -292,6 +311,8 @@ def _shape_and_args(layer: ForeignLayer, args: WeightArgs, new_words: bool | Non
         if layer.has(suffix):
             meaning = "a channel order that compressed-tensors itself no longer reads" if "g_idx" in suffix else "NVFP4 scales"
             raise layer.error(suffix, f"{meaning}: not read; quantize again, or decompress with the tool that wrote it")
+    if args.static:
+        layer.expect("input_scale", SCALE_DTYPES, (1,), (), (1, 1))
     if args.layout == PACKED:
         return _packed_shape(layer, args, new_words)
     if args.layout in _MX:
@@ -390,8 +411,7 @@ def _weight_args(group: Any, default_format: Any, where: str) -> WeightArgs:
     granularity = PerGroup(32) if layout in _MX else _granularity(weights, where)
     if layout == PACKED and not symmetric and isinstance(granularity, (PerTensor, PerBlock)):
         raise CheckpointError(f"{where}: packed zero points go with scales of groups or channels, not {granularity}")
-    activation, static = _activation(group.get("input_activations"), where)
-    return WeightArgs(layout, bits, is_float, granularity, not symmetric, activation, static)
+    return WeightArgs(layout, bits, is_float, granularity, not symmetric, *_activation(group.get("input_activations"), where))
 
 
 def _granularity(weights: Mapping[str, Any], where: str) -> Granularity:
@@ -414,17 +434,23 @@ def _granularity(weights: Mapping[str, Any], where: str) -> Granularity:
     )
 
 
-def _activation(value: Any, where: str) -> tuple[NumberFormat | None, bool]:
-    """(format of the activations or None for 16 bits, whether their scales are static)."""
+def _activation(value: Any, where: str) -> tuple[NumberFormat | None, bool, bool]:
+    """(format of the activations or None for 16 bits, whether their scale is static, whether they are left out)."""
     if value is None:
-        return None, False
+        return None, False, False
     if not isinstance(value, Mapping):
         raise CheckpointError(f"{where}: input_activations is an object or null, got {str(value)[:80]!r}")
     bits = config_value(value, where, ("num_bits",), int, 8)
+    fmt: NumberFormat | None
     if value.get("type") == "float":
-        return {8: _E4M3, 4: float_format(2, 1)}.get(bits), value.get("dynamic") is not True
-    plain = value.get("symmetric", True) is True and value.get("dynamic") is True and 2 <= bits <= 8
-    return int_format(bits) if 2 <= bits <= 8 else None, not plain
+        fmt = {8: _E4M3, 4: float_format(2, 1)}.get(bits)
+    else:
+        fmt = int_format(bits) if 2 <= bits <= 8 else None
+    static = value.get("dynamic", False) is False
+    said = static or value.get("dynamic") is True
+    if fmt is None or not said or value.get("symmetric", True) is not True or (static and value.get("strategy") != "tensor"):
+        return None, False, True
+    return fmt, static, False
 
 
 def _weights_json(args: WeightArgs) -> dict[str, Any]:
@@ -444,9 +470,12 @@ def _weights_json(args: WeightArgs) -> dict[str, Any]:
 
 
 def _activation_json(args: WeightArgs) -> dict[str, Any]:
-    """Activations quantized while running: token by token, with blocks of weights in groups as long as a block."""
+    """Activations quantized while running: token by token, with blocks of weights in groups as long as a block; or by the scale
+    of the layer."""
     assert args.activation is not None
     shared = {"type": "float" if isinstance(args.activation, FloatFormat) else "int", "symmetric": True, "dynamic": True}
+    if args.static:
+        return shared | {"num_bits": args.activation.bits, "strategy": "tensor", "dynamic": False}
     if isinstance(args.granularity, PerBlock):
         return shared | {"num_bits": args.activation.bits, "strategy": "group", "group_size": args.granularity.k}
     return shared | {"num_bits": args.activation.bits, "strategy": "token"}

@@ -84,7 +84,8 @@ class ForeignReader:
         schema = detect(folder, self.files.config)
         if schema is None:
             own = self.files.manifest is not None
-            raise CheckpointError(f"{folder}: {'is a lowbit checkpoint already' if own else 'is not quantized'}")
+            plain = "is not quantized; lowbit quantize makes a quantized checkpoint of it"
+            raise CheckpointError(f"{folder}: {'is a lowbit checkpoint already' if own else plain}")
         self.schema = schema
         self._layers = layers_of(schema, self.files.names())
         if not self._layers:

@@ -5,13 +5,14 @@
                               scale, weight_scale_inv or weight_scale, [] or [1]
     quant_method fbgemm_fp8   weight_scale float32 [N, 1]
 
+A layer with an input_scale or activation_scale, [] or [1], has its input divided by it and quantized with no other scale.
 Source: Transformers, integrations/finegrained_fp8.py and integrations/fbgemm_fp8.py; vLLM's fp8 checkpoints.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,8 @@ _STATIC = ("activation_scale", "input_scale")
 @dataclass(frozen=True)
 class Fp8(ForeignSchema):
     """Granularity of the scales, the name of their tensor (None: either of two), whether they are exponents, and whether
-    activations are quantized token by token while running. A scale of the whole tensor is written as []."""
+    activations are quantized token by token while running. A scale of the whole tensor is written as weight_scale [], unless a
+    schema was made to `fit` a layer with weight_scale_inv [1, 1]."""
 
     granularity: Granularity
     scale_name: str | None
@@ -73,9 +75,11 @@ class Fp8(ForeignSchema):
         if self.exponents:
             dtypes = (*SCALE_DTYPES, torch.float8_e8m0fnu, torch.uint8)
         layer.expect(name, dtypes, *(((1,), (), (1, 1)) if isinstance(self.granularity, PerTensor) else (grid,)))
-        static = [suffix for suffix in _STATIC if layer.has(suffix)]
-        notes = ("static activation scales are left out: activations stay in 16 bits",) if static else ()
-        return ForeignEntry(shape, self._scheme(bool(static)), notes=notes)
+        static = self._static_of(layer)
+        if static is not None:
+            layer.expect(static, SCALE_DTYPES, (1,), (), (1, 1))
+        notes = ("there is no scale for activations, which stay in 16 bits",) if not self.dynamic and static is None else ()
+        return ForeignEntry(shape, self._scheme(static is not None), notes=notes)
 
     def read(self, layer: ForeignLayer) -> QuantTensor:
         entry = self.entry(layer)
@@ -83,23 +87,34 @@ class Fp8(ForeignSchema):
         name = self._scale_of(layer)
         exponents = layer.tensor(name).dtype not in SCALE_DTYPES
         scale = read_e8m0(layer, name) if exponents else layer.scales(name)
+        static = self._static_of(layer)
         return QuantTensor(
-            read_fp8(layer, "weight"), scale.reshape(scale_shape(self.granularity, entry.shape)), None, entry.scheme
-        )
+            read_fp8(layer, "weight"), scale.reshape(scale_shape(self.granularity, entry.shape)), None, entry.scheme,
+            activation_scale=None if static is None else layer.scales(static).float().reshape(1),
+        )  # fmt: skip
 
     def write(self, q: QuantTensor) -> dict[str, Tensor]:
         scale = q.scale.contiguous()
+        name = self.scale_name or "weight_scale"
         if isinstance(self.granularity, PerTensor):
-            scale = scale.reshape(())
+            scale = scale.reshape(() if name == "weight_scale" else (1, 1))
         elif self.exponents:
             scale = write_e8m0(scale).view(torch.float8_e8m0fnu)
-        name = self.scale_name or "weight_scale"
-        return {"weight": q.codes.contiguous().view(torch.float8_e4m3fn), name: scale}
+        beside = {} if q.activation_scale is None else {"input_scale": q.activation_scale}
+        return {"weight": q.codes.contiguous().view(torch.float8_e4m3fn), name: scale, **beside}
+
+    def fit(self, layer: ForeignLayer) -> Fp8:
+        """This schema with the name that a layer's scale has."""
+        return replace(self, scale_name=self._scale_of(layer))
 
     def _scale_of(self, layer: ForeignLayer) -> str:
         if self.scale_name is not None:
             return self.scale_name
         return "weight_scale_inv" if layer.has("weight_scale_inv") else "weight_scale"
 
+    @staticmethod
+    def _static_of(layer: ForeignLayer) -> str | None:
+        return next((suffix for suffix in _STATIC if layer.has(suffix)), None)
+
     def _scheme(self, static: bool) -> Scheme:
-        return Scheme(_E4M3, _E4M3 if self.dynamic and not static else None, self.granularity)
+        return Scheme(_E4M3, _E4M3 if self.dynamic or static else None, self.granularity)

@@ -196,6 +196,8 @@ def refusals(q: QuantTensor) -> tuple[str, ...]:
         reasons.append("scales in GPTQ files have 16 bits, these have 32 (compressed-tensors files take them)")
     if q.input_scale is not None:
         reasons.append("GPTQ files have no scale of the input's channels")
+    if q.low_rank is not None:
+        reasons.append("GPTQ files have no low-rank correction")
     return tuple(reasons)
 
 

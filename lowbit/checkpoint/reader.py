@@ -53,15 +53,15 @@ class CheckpointReader:
 
     Opening it parses config.json and every file's header, reads the orders of layers that have one, and raises
     CheckpointError, naming file and tensor, for anything truncated, foreign or inconsistent. `manifest` is None when the
-    checkpoint is not a lowbit one.
+    checkpoint is not a lowbit one. `weights` is the name of the file, where it is one of another name than Transformers'.
     """
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, weights: str = SINGLE) -> None:
         self.folder = Path(folder)
         if not self.folder.is_dir():
             raise CheckpointError(f"{self.folder}: no such folder")
         self.config: dict[str, Any] = read_json(self.folder / "config.json")
-        self._tensors = _read_headers(self.folder)
+        self._tensors = _read_headers(self.folder, weights)
         self._open: dict[Path, Any] = {}
         self.manifest = self._read_manifest()
 
@@ -102,7 +102,7 @@ class CheckpointReader:
 
     def check(self) -> None:
         """Reads every quantized layer: scales finite (auto-round and GGUF have negative ones, GGUF zeros), zeros finite and in
-        range, input scales finite, no stray bits after a row."""
+        range, input scales and corrections finite, no stray bits after a row."""
         for name, entry in (self.manifest.layers if self.manifest else {}).items():
             q, file = self.layer(name), self.info(f"{name}.weight_scale").file
             if not bool(q.scale.isfinite().all()):
@@ -111,6 +111,11 @@ class CheckpointReader:
                 raise CheckpointError(f"{file}: {name}.weight_zero: some zeros are not finite")
             if q.input_scale is not None and not bool(q.input_scale.isfinite().all()):
                 raise CheckpointError(f"{self.info(f'{name}.input_scale').file}: {name}.input_scale: some are not finite")
+            if q.low_rank is not None and not bool(q.low_rank.dense().isfinite().all()):
+                raise CheckpointError(f"{self.info(f'{name}.weight_up').file}: {name}: some of its correction are not finite")
+            if q.activation_scale is not None and not bool((q.activation_scale > 0) & q.activation_scale.isfinite()):
+                where, found = self.info(f"{name}.activation_scale").file, q.activation_scale.item()
+                raise CheckpointError(f"{where}: {name}.activation_scale: is a positive number, not {found}")
             if entry.scheme.zero is ZeroPoint.INTEGER and q.zero is not None and int(q.zero.max()) > entry.scheme.weight.max:
                 raise CheckpointError(
                     f"{file}: {name}.weight_zero: {int(q.zero.max())} is beyond {entry.scheme.weight.max:.0f}"
@@ -138,8 +143,7 @@ class CheckpointReader:
             for tensor, key in unstated_tensors(name, entry).items():
                 if tensor in self._tensors:
                     raise CheckpointError(
-                        f"{self._tensors[tensor].file}: {tensor}: config.json does not say that the layer has it "
-                        f'("{key}": true)'
+                        f"{self._tensors[tensor].file}: {tensor}: config.json does not say that the layer has it ({key})"
                     )
             # Here rather than where a layer is read: whoever loads the tensors by other means indexes memory with them.
             order = f"{name}.weight_order"
@@ -169,10 +173,10 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _read_headers(folder: Path) -> dict[str, TensorInfo]:
+def _read_headers(folder: Path, weights: str) -> dict[str, TensorInfo]:
     index = folder / INDEX
-    if not index.exists():
-        single = folder / SINGLE
+    if weights != SINGLE or not index.exists():
+        single = folder / weights
         if not single.exists():
             raise CheckpointError(_no_weights(folder))
         return _read_header(single)

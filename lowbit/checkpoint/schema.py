@@ -10,14 +10,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.formats import QuantTensor, Scheme, ZeroPoint, pack_words, packed_bytes, parse_scheme, scale_shape, unpack_words
+from lowbit.formats import (
+    LowRank,
+    QuantTensor,
+    Scheme,
+    ZeroPoint,
+    pack_words,
+    packed_bytes,
+    parse_scheme,
+    scale_shape,
+    unpack_words,
+)
 
 METHOD = "lowbit"
 FORMAT_VERSION = 1
 MAX_DIMENSION = 1 << 31
 _SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_FLAGS = {"order": "weight_order", "input_scale": "input_scale"}
+_FLAGS = {"order": "weight_order", "input_scale": "input_scale", "activation_scale": "activation_scale"}
 """Key of a layer's entry -> suffix of the tensor that the layer has if the entry says true."""
+_FACTORS = ("weight_up", "weight_down")
+"""Tensors of a layer whose entry states a "low_rank"."""
+_ENTRY_KEYS = {"shape", "scheme", "low_rank", *_FLAGS}
 _KEYS = {"quant_method", "format_version", "scheme", "layers", "modules_to_not_convert", "tied"}
 
 
@@ -27,17 +40,22 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class LayerEntry:
-    """One quantized matrix: its shape (N, K) and scheme, and whether it has an order and an input scale (`QuantTensor`)."""
+    """One quantized matrix: its shape (N, K) and scheme, whether it has an order, an input scale and an activation scale, and
+    the rank of its low-rank correction, 0 without one (`QuantTensor`)."""
 
     shape: tuple[int, int]
     scheme: Scheme
     order: bool = False
     input_scale: bool = False
+    low_rank: int = 0
+    activation_scale: bool = False
 
     @classmethod
     def of(cls, q: QuantTensor) -> LayerEntry:
         """The entry of a matrix."""
-        return cls(q.shape, q.scheme, q.order is not None, q.input_scale is not None)
+        rank = 0 if q.low_rank is None else q.low_rank.rank
+        flags = {key: getattr(q, key) is not None for key in _FLAGS}
+        return cls(q.shape, q.scheme, low_rank=rank, **flags)
 
 
 @dataclass(frozen=True)
@@ -58,6 +76,7 @@ class Manifest:
         for name, entry in self.layers.items():
             layers[name] = {"shape": list(entry.shape)} | ({} if entry.scheme == self.scheme else {"scheme": entry.scheme.name})
             layers[name] |= {key: True for key in _FLAGS if getattr(entry, key)}
+            layers[name] |= {"low_rank": entry.low_rank} if entry.low_rank else {}
         return {
             "quant_method": METHOD,
             "format_version": FORMAT_VERSION,
@@ -82,9 +101,17 @@ class Manifest:
         layers = {}
         for name, entry in _mapping(data.get("layers"), where, "layers").items():
             entry = _mapping(entry, where, f"layer {name!r}")
+            unknown = sorted(set(map(str, entry)) - _ENTRY_KEYS)
+            if unknown:
+                raise CheckpointError(f"{where}: layer {name!r} has unknown keys {unknown}; known are {sorted(_ENTRY_KEYS)}")
             scheme = _scheme(entry["scheme"], where, f"layer {name!r}") if "scheme" in entry else default
             flags = {key: _flag(entry.get(key, False), where, f"layer {name!r}: {key!r}") for key in _FLAGS}
-            layers[str(name)] = LayerEntry(_shape(entry.get("shape"), where, name), scheme, **flags)
+            if flags["activation_scale"] and scheme.activation is None:
+                raise CheckpointError(
+                    f"{where}: layer {name!r}: an activation scale goes with a scheme that quantizes activations, not {scheme}"
+                )
+            shape = _shape(entry.get("shape"), where, name)
+            layers[str(name)] = LayerEntry(shape, scheme, **flags, low_rank=_rank(entry.get("low_rank", 0), shape, where, name))
         kept = data.get("modules_to_not_convert", [])
         if not isinstance(kept, list) or not all(isinstance(k, str) for k in kept):
             raise CheckpointError(f"{where}: modules_to_not_convert is a list of names, got {kept!r}")
@@ -96,8 +123,8 @@ class Manifest:
 
 
 def layer_tensors(q: QuantTensor) -> dict[str, Tensor]:
-    """The tensors of a layer by suffix: weight_packed, weight_scale and, where there are such, weight_zero, weight_order and
-    input_scale."""
+    """The tensors of a layer by suffix: weight_packed, weight_scale and, where there are such, weight_zero, weight_order,
+    input_scale, activation_scale, weight_up and weight_down."""
     tensors = {"weight_packed": pack_words(q.codes, q.scheme.weight.bits), "weight_scale": q.scale.contiguous()}
     if q.zero is not None:
         tensors["weight_zero"] = q.zero.contiguous()
@@ -105,14 +132,19 @@ def layer_tensors(q: QuantTensor) -> dict[str, Tensor]:
         tensors["weight_order"] = q.order.contiguous()
     if q.input_scale is not None:
         tensors["input_scale"] = q.input_scale.contiguous()
+    if q.activation_scale is not None:
+        tensors["activation_scale"] = q.activation_scale.contiguous()
+    if q.low_rank is not None:
+        tensors |= dict(zip(_FACTORS, (q.low_rank.up.contiguous(), q.low_rank.down.contiguous()), strict=True))
     return tensors
 
 
 def quant_tensor(tensors: Mapping[str, Tensor], entry: LayerEntry) -> QuantTensor:
     """The inverse of `layer_tensors`."""
     codes = unpack_words(tensors["weight_packed"], entry.scheme.weight.bits, entry.shape[1])
-    beside = (tensors.get(suffix) for suffix in _FLAGS.values())
-    return QuantTensor(codes, tensors["weight_scale"], tensors.get("weight_zero"), entry.scheme, *beside)
+    beside = {key: tensors.get(suffix) for key, suffix in _FLAGS.items()}
+    correction = LowRank(*(tensors[suffix] for suffix in _FACTORS)) if entry.low_rank else None
+    return QuantTensor(codes, tensors["weight_scale"], tensors.get("weight_zero"), entry.scheme, low_rank=correction, **beside)
 
 
 def expected_tensors(name: str, entry: LayerEntry) -> dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]:
@@ -131,12 +163,18 @@ def expected_tensors(name: str, entry: LayerEntry) -> dict[str, tuple[tuple[int,
         expected[f"{name}.weight_order"] = ((k,), (torch.int32,))
     if entry.input_scale:
         expected[f"{name}.input_scale"] = ((k,), _SCALE_DTYPES)
+    if entry.activation_scale:
+        expected[f"{name}.activation_scale"] = ((1,), (torch.float32,))
+    if entry.low_rank:
+        shapes = ((n, entry.low_rank), (entry.low_rank, k))
+        expected |= {f"{name}.{suffix}": (shape, (torch.float16,)) for suffix, shape in zip(_FACTORS, shapes, strict=True)}
     return expected
 
 
 def unstated_tensors(name: str, entry: LayerEntry) -> dict[str, str]:
-    """Full tensor name -> key that the layer's entry in config.json would state if it had this tensor, and does not."""
-    return {f"{name}.{suffix}": key for key, suffix in _FLAGS.items() if not getattr(entry, key)}
+    """Full tensor name -> what the layer's entry in config.json would state if it had this tensor, and does not."""
+    unstated = {f"{name}.{suffix}": f'"{key}": true' for key, suffix in _FLAGS.items() if not getattr(entry, key)}
+    return unstated | ({} if entry.low_rank else {f"{name}.{suffix}": '"low_rank": its rank' for suffix in _FACTORS})
 
 
 def _mapping(value: Any, where: Path | str, what: str) -> Mapping[Any, Any]:
@@ -148,6 +186,12 @@ def _mapping(value: Any, where: Path | str, what: str) -> Mapping[Any, Any]:
 def _flag(value: Any, where: Path | str, what: str) -> bool:
     if not isinstance(value, bool):
         raise CheckpointError(f"{where}: {what} is true or false, got {value!r}")
+    return value
+
+
+def _rank(value: Any, shape: tuple[int, int], where: Path | str, name: Any) -> int:
+    if type(value) is not int or not 0 <= value <= min(shape):
+        raise CheckpointError(f"{where}: layer {name!r}: the low_rank of {list(shape)} is 1 to {min(shape)}, got {value!r}")
     return value
 
 

@@ -35,16 +35,19 @@ _COMPANIONS = (
 
 
 class CheckpointWriter:
-    """Collects tensors and writes them in shards of at most `shard_bytes` to a hidden folder beside `folder`.
+    """Collects tensors and writes them in shards of at most `shard_bytes` to a hidden folder beside `folder`; the file has the
+    name `single` where it is the only one.
 
     `finish` renames it into place. Leaving the `with` block without it (an error, Ctrl-C) removes what was written; what
     was at `folder` before stays. Raises CheckpointError when `folder` exists and is not empty, unless `overwrite`.
     """
 
-    def __init__(self, folder: str | Path, *, shard_bytes: int = 2 << 30, overwrite: bool = False) -> None:
+    def __init__(
+        self, folder: str | Path, *, shard_bytes: int = 2 << 30, overwrite: bool = False, single: str = SINGLE
+    ) -> None:
         self.folder = Path(folder)
         self.overwrite = overwrite
-        self._shard_bytes = shard_bytes
+        self._shard_bytes, self._single = shard_bytes, single
         if self.folder.exists() and not self.folder.is_dir():
             raise CheckpointError(f"{self.folder}: exists and is not a folder")
         if self.folder.exists() and any(self.folder.iterdir()) and not overwrite:
@@ -124,7 +127,7 @@ class CheckpointWriter:
         count = len(self._files)
         weight_map = {}
         for i, tensors in enumerate(self._files, 1):
-            name = SINGLE if count == 1 else f"model-{i:05}-of-{count:05}.safetensors"
+            name = self._single if count == 1 else f"model-{i:05}-of-{count:05}.safetensors"
             os.replace(self._temporary / f"shard-{i}", self._temporary / name)
             weight_map.update(dict.fromkeys(tensors, name))
         return weight_map

@@ -101,35 +101,53 @@ def solve(
     seed: int = 0,
     limits: Limits = STANDARD,
     max_new_tokens: int = MAX_NEW_TOKENS,
+    batch_size: int = 1,
     progress: bool = False,
 ) -> PassAtK:
     """Lets the model complete every problem `samples` times and RUNS what it writes (`lowbit.eval.sandbox`).
 
     The prompt is given as it is, without a chat template, and the completion ends before the next thing at the margin
-    (`STOP`). One sample is the greedy completion; more are drawn with top-p 0.95 and `temperature`, and `seed` makes them
-    repeatable on one machine. A completion has at most `max_new_tokens`, and no more than fit into the model's context.
-    Raises ValueError for no problems, for k beyond the samples, and for a prompt that leaves no room in the context.
+    (`STOP`). One sample is the greedy completion, of `batch_size` problems at once; more are drawn with top-p 0.95 and
+    `temperature`, and `seed` makes them repeatable on one machine. A completion has at most `max_new_tokens`, and no more than
+    fit into the model's context beside the longest prompt of its batch. Raises ValueError for no problems, for k beyond the
+    samples, and for a prompt that leaves no room in the context.
     """
     if not problems or not ks or not all(1 <= k <= samples for k in ks):
         raise ValueError(f"at least one problem, and k from 1 to the {samples} samples; got {len(problems)} and k {list(ks)}")
-    room = getattr(pipe.model.config, "max_position_embeddings", None)
+    at_once = batch_size if samples == 1 else 1
     solved = []
-    for number, problem in enumerate(tqdm(problems, desc="programs", unit="problem", leave=False,
-                                          disable=None if progress else True)):  # fmt: skip
-        left = max_new_tokens if room is None else room - len(pipe.tokenizer(problem.prompt).input_ids)
-        if left < 1:
-            raise ValueError(f"{problem.name}: its prompt fills the model's context of {room} tokens; leave it out")
-        completions: list[str] = []
-        while len(completions) < samples:
-            count = min(_AT_ONCE, samples - len(completions))
-            drawn: dict[str, Any] = {} if samples == 1 else {
-                "temperature": temperature, "top_p": 0.95, "seed": seed + 1_000_003 * number + len(completions)
-            }  # fmt: skip
-            drawn |= {"do_sample": samples > 1, "stop": STOP, "max_new_tokens": min(max_new_tokens, left)}
-            responses = pipe([problem.prompt] * count, **drawn)
-            completions += [r.generated_text for r in responses]
-        outcomes = [run_untrusted(problem.program(c), limits) for c in completions]
-        reasons = [o.reason for o in outcomes if not o.passed]
-        solved.append(Solved(problem.name, samples, sum(o.passed for o in outcomes), reasons))
+    with tqdm(total=len(problems), desc="programs", unit="problem", leave=False, disable=None if progress else True) as bar:
+        for number in range(0, len(problems), at_once):
+            part = problems[number : number + at_once]
+            arguments = {"stop": STOP, "max_new_tokens": min(max_new_tokens, *(_room(pipe, p, max_new_tokens) for p in part))}
+            if samples == 1:
+                greedy = pipe([p.prompt for p in part], do_sample=False, **arguments)
+                completions = [[response.generated_text] for response in greedy]
+            else:
+                drawn = {**arguments, "do_sample": True, "temperature": temperature, "top_p": 0.95}
+                completions = [_draw(pipe, part[0].prompt, samples, seed + 1_000_003 * number, drawn)]
+            for problem, written in zip(part, completions, strict=True):
+                outcomes = [run_untrusted(problem.program(c), limits) for c in written]
+                reasons = [o.reason for o in outcomes if not o.passed]
+                solved.append(Solved(problem.name, samples, sum(o.passed for o in outcomes), reasons))
+            bar.update(len(part))
     estimates = {k: mean_of_items([pass_at_k(s.samples, s.passed, k) for s in solved]) for k in ks}
     return PassAtK({k: e[0] for k, e in estimates.items()}, {k: e[1] for k, e in estimates.items()}, solved)
+
+
+def _room(pipe: Pipeline, problem: Problem, max_new_tokens: int) -> int:
+    """Tokens that fit into the model's context after the problem's prompt."""
+    room = getattr(pipe.model.config, "max_position_embeddings", None)
+    left = max_new_tokens if room is None else room - len(pipe.tokenizer(problem.prompt).input_ids)
+    if left < 1:
+        raise ValueError(f"{problem.name}: its prompt fills the model's context of {room} tokens; leave it out")
+    return left
+
+
+def _draw(pipe: Pipeline, prompt: str, samples: int, seed: int, arguments: dict[str, Any]) -> list[str]:
+    """`samples` completions of a prompt, `_AT_ONCE` at a time."""
+    completions: list[str] = []
+    while len(completions) < samples:
+        count = min(_AT_ONCE, samples - len(completions))
+        completions += [r.generated_text for r in pipe([prompt] * count, seed=seed + len(completions), **arguments)]
+    return completions

@@ -69,6 +69,18 @@ def write_page(document: dict[str, Any], path: Path, plots: list[str]) -> None:
     write_whole(path, lambda scratch: scratch.write_text(text, encoding="utf-8"))
 
 
+def replace_block(path: Path, name: str, text: str) -> None:
+    """Replaces what stands between `<!-- NAME -->` and `<!-- /NAME -->` in a Markdown file; raises ValueError unless each mark
+    is there once, in this order."""
+    opening, closing = f"<!-- {name} -->", f"<!-- /{name} -->"
+    old = path.read_text(encoding="utf-8")
+    if old.count(opening) != 1 or old.count(closing) != 1 or old.index(opening) > old.index(closing):
+        raise ValueError(f"{path}: the table goes between {opening} and {closing}, once each and in this order")
+    before, rest = old.split(opening)
+    new = f"{before}{opening}\n{text.strip()}\n{closing}{rest.split(closing)[1]}"
+    write_whole(path, lambda scratch: scratch.write_text(new, encoding="utf-8"))
+
+
 def markdown(document: dict[str, Any], plots: list[str]) -> str:
     """The page as a text."""
     machine, settings = document["machine"], document["request"]["settings"]

@@ -76,19 +76,25 @@ def summarize(
     documents: Sequence[Document],
     *,
     max_new_tokens: int = MAX_NEW_TOKENS,
+    batch_size: int = 1,
     progress: bool = False,
 ) -> Rouge:
-    """Lets the model summarize every document, greedily, and scores what it says.
+    """Lets the model summarize every document, greedily, `batch_size` of them at once, and scores what it says.
 
     A summary ends at the end-of-text token or after `max_new_tokens`. A document that does not fit into the model's
     context together with the question and the answer is cut at its end, and counted in `cut`.
     """
     room = getattr(pipe.model.config, "max_position_embeddings", None)
-    said, cut = [], 0
-    for item in tqdm(documents, desc="summaries", unit="document", leave=False, disable=None if progress else True):
-        prompt, shortened = _fitting(pipe, item.document, None if room is None else room - max_new_tokens)
-        cut += shortened
-        said.append(pipe(prompt, do_sample=False, max_new_tokens=max_new_tokens)[0].generated_text.strip())
+    said: list[str] = []
+    cut = 0
+    for start in tqdm(range(0, len(documents), batch_size), desc="summaries", unit="batch", leave=False,
+                      disable=None if progress else True):  # fmt: skip
+        prompts = []
+        for item in documents[start : start + batch_size]:
+            prompt, shortened = _fitting(pipe, item.document, None if room is None else room - max_new_tokens)
+            prompts.append(prompt)
+            cut += shortened
+        said += [r.generated_text.strip() for r in pipe(prompts, do_sample=False, max_new_tokens=max_new_tokens)]
     return rouge(said, [item.summary for item in documents], cut)
 
 

@@ -22,7 +22,7 @@ from lowbit.formats.number import (
     uint_format,
 )
 from lowbit.formats.scheme import ALIASES, Scheme, ZeroPoint, parse_scheme
-from lowbit.formats.tensor import QuantTensor, is_permutation
+from lowbit.formats.tensor import LowRank, QuantTensor, is_permutation
 from lowbit.formats.words import pack_words, packed_bytes, unpack_words
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "FloatFormat",
     "Granularity",
     "IntFormat",
+    "LowRank",
     "NumberFormat",
     "PerBlock",
     "PerChannel",

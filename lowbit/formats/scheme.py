@@ -8,7 +8,7 @@ Grammar (lower case):
                  <bits>e<X>m<Y>    floats:   w6e3m2, a8e4m3
     granularity  _g<size>          groups along K          (per output channel when absent)
                  _b<n>x<k>         blocks
-                 _t                one scale per tensor
+                 _t                one scale per tensor, of activations too if they are quantized (calibrated)
     zero         _z                integer zero points     w = (code - zero) * scale
                  _fz               floating-point zeros    w = code * scale + zero
 
@@ -79,6 +79,11 @@ class Scheme:
                 raise ValueError(f"a scheme with zero points has unsigned codes: u{self.weight.name}, not {self.weight.name}")
         elif isinstance(self.weight, IntFormat) and not self.weight.signed:
             raise ValueError(f"{self.weight.name} without zero points holds no negative weight; use int{self.weight.bits}")
+
+    @property
+    def static_activations(self) -> bool:
+        """Whether activations have one calibrated scale, as the weights have one for the whole tensor."""
+        return self.activation is not None and isinstance(self.granularity, PerTensor)
 
     @property
     def name(self) -> str:

@@ -15,13 +15,53 @@ from lowbit.formats.scheme import Scheme, ZeroPoint
 
 
 @dataclass(frozen=True, eq=False)
+class LowRank:
+    """A correction beside a quantized weight [N, K]: up [N, r] and down [r, K], floats of 16 or 32 bits, whose product is added
+    to it. The layer computes y = x dequant(w)^T + (x down^T) up^T, with x as it comes. Raises ValueError for factors that do
+    not fit each other."""
+
+    up: Tensor
+    down: Tensor
+
+    def __post_init__(self) -> None:
+        shapes, types = (tuple(self.up.shape), tuple(self.down.shape)), {self.up.dtype, self.down.dtype}
+        if not (self.up.dim() == self.down.dim() == 2 and self.up.shape[1] == self.down.shape[0] > 0):
+            raise ValueError(f"a low-rank correction is up [N, r] and down [r, K], got {shapes[0]} and {shapes[1]}")
+        if len(types) != 1 or not self.up.is_floating_point():
+            raise ValueError(
+                f"the factors of a low-rank correction are floats of one type, got {self.up.dtype} {self.down.dtype}"
+            )
+
+    @property
+    def rank(self) -> int:
+        """r."""
+        return self.up.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both factors."""
+        return self.up.nbytes + self.down.nbytes
+
+    def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The matrix up . down [N, K], computed in float32 (float64 when asked for it)."""
+        compute = torch.float64 if dtype == torch.float64 else torch.float32
+        return (self.up.to(compute) @ self.down.to(compute)).to(dtype)
+
+    def to(self, device: torch.device | str) -> LowRank:
+        """The same factors on `device`."""
+        return LowRank(self.up.to(device), self.down.to(device))
+
+
+@dataclass(frozen=True, eq=False)
 class QuantTensor:
     """codes uint8 [N, K], scale float [scale_shape], zero None or [scale_shape], and their scheme.
 
     zero is uint8 for `ZeroPoint.INTEGER` and has the scale's dtype for `ZeroPoint.FLOAT`. Two more belong to the input x of
     the layer: `order` int32 [K], a permutation, says that column i of codes multiplies channel order[i] of x (GPTQ's act-order
     groups channels by importance); `input_scale` float [K] is what each channel of x is multiplied by first (AWQ's, where it
-    is not folded into the layer before). Raises ValueError when shapes or dtypes do not fit the scheme.
+    is not folded into the layer before). `low_rank` is a correction that is added to all this. `activation_scale` float32 [1]
+    is the scale by which all of x is quantized under a scheme with activations; without one, every token has its own. Raises
+    ValueError when shapes or dtypes do not fit the scheme.
     """
 
     codes: Tensor
@@ -30,6 +70,8 @@ class QuantTensor:
     scheme: Scheme
     order: Tensor | None = None
     input_scale: Tensor | None = None
+    low_rank: LowRank | None = None
+    activation_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.codes.dim() != 2 or self.codes.dtype != torch.uint8:
@@ -53,6 +95,16 @@ class QuantTensor:
             raise ValueError(f"{self.scheme}: order is int32, got {self.order.dtype}")
         if self.input_scale is not None and not self.input_scale.is_floating_point():
             raise ValueError(f"{self.scheme}: input_scale is floating-point, got {self.input_scale.dtype}")
+        if self.activation_scale is not None:
+            found = self.activation_scale
+            if self.scheme.activation is None or tuple(found.shape) != (1,) or found.dtype != torch.float32:
+                raise ValueError(
+                    f"{self.scheme}: an activation scale is float32 [1] and goes with a scheme that quantizes activations, got "
+                    f"{found.dtype} {tuple(found.shape)}"
+                )
+        if self.low_rank is not None and (self.low_rank.up.shape[0], self.low_rank.down.shape[1]) != self.shape:
+            shapes = f"{tuple(self.low_rank.up.shape)} and {tuple(self.low_rank.down.shape)}"
+            raise ValueError(f"{self.scheme} of {self.shape}: a low-rank correction is [N, r] and [r, K], got {shapes}")
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -63,7 +115,7 @@ class QuantTensor:
     def nbytes(self) -> int:
         """Bytes of codes (dense) and everything beside them."""
         n, k = self.shape
-        beside = (self.scale, self.zero, self.order, self.input_scale)
+        beside = (self.scale, self.zero, self.order, self.input_scale, self.low_rank, self.activation_scale)
         return n * (-(-k * self.scheme.weight.bits // 8)) + sum(t.nbytes for t in beside if t is not None)
 
     @property
@@ -72,18 +124,21 @@ class QuantTensor:
         return 8 * self.nbytes / max(self.codes.numel(), 1)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weights [N, K] that multiply x as it comes, `order` and `input_scale` applied: computed in float32 (float64 when
-        asked for it) and rounded once to `dtype`."""
+        """The weights [N, K] that multiply x as it comes, `order`, `input_scale` and `low_rank` applied: computed in float32
+        (float64 when asked for it) and rounded once to `dtype`."""
         compute = torch.float64 if dtype == torch.float64 else torch.float32
         weight = self.dequantize_codes(compute)
         if self.order is not None:
             weight = torch.empty_like(weight).index_copy_(1, self.order.long(), weight)
         if self.input_scale is not None:
             weight *= self.input_scale.to(compute)
+        if self.low_rank is not None:
+            weight += self.low_rank.dense(compute)
         return weight.to(dtype)
 
     def dequantize_codes(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weights [N, K] in the order of the codes, `input_scale` left out: what the codes, scales and zeros alone mean."""
+        """The weights [N, K] in the order of the codes, without `input_scale` and `low_rank`: what the codes, scales and zeros
+        alone mean."""
         compute = torch.float64 if dtype == torch.float64 else torch.float32
         values = decode(self.codes, self.scheme.weight, compute)
         scale = spread(self.scale.to(compute), self.scheme.granularity, self.shape)
@@ -96,7 +151,8 @@ class QuantTensor:
 
     def to(self, device: torch.device | str) -> QuantTensor:
         """The same tensor on `device`."""
-        held = {name: getattr(self, name) for name in ("codes", "scale", "zero", "order", "input_scale")}
+        names = ("codes", "scale", "zero", "order", "input_scale", "low_rank", "activation_scale")
+        held = {name: getattr(self, name) for name in names}
         moved: dict[str, Any] = {name: None if t is None else t.to(device) for name, t in held.items()}
         return replace(self, **moved)
 

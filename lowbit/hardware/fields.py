@@ -42,6 +42,16 @@ _FLOAT_SLOTS: dict[tuple[int, int], tuple[Slot, ...]] = {
 }
 
 
+# The same for operands of 8 bits: sign and magnitude where fp8 e4m3 wants them.
+_BYTE_FLOAT_SLOTS: dict[tuple[int, int], tuple[Slot, ...]] = {
+    (3, 3): ((0, 1, 2, 3, 4, 5, 7),),
+    (3, 2): ((1, 2, 3, 4, 5, 7),),
+    (2, 3): ((0, 1, 2, 3, 4, 7),),
+    (2, 2): ((1, 2, 3, 4, 7),),
+    (2, 1): ((2, 3, 4, 7), (0, 1, 5, 6)),
+}
+
+
 @dataclass(frozen=True)
 class Piece:
     """Bits of a gathered word: (word >> shift) & mask, in every window; a negative shift goes left."""
@@ -102,8 +112,9 @@ def field_order(fmt: NumberFormat | int, window: int = 16) -> FieldOrder:
 
 
 def _slots(fmt: NumberFormat | int, bits: int, window: int) -> tuple[Slot, ...]:
-    if isinstance(fmt, FloatFormat) and window == 16 and (fmt.exponent, fmt.mantissa) in _FLOAT_SLOTS:
-        return _FLOAT_SLOTS[fmt.exponent, fmt.mantissa]
+    known = {16: _FLOAT_SLOTS, 8: _BYTE_FLOAT_SLOTS}.get(window, {})
+    if isinstance(fmt, FloatFormat) and (fmt.exponent, fmt.mantissa) in known:
+        return known[fmt.exponent, fmt.mantissa]
     # With 6 bits the spare four are at the bottom: both codes then fit the mantissa after at most one shift.
     start = 4 if (bits, window) == (6, 16) else 0
     return tuple(tuple(range(first, first + bits)) for first in range(start, window - bits + 1, bits))

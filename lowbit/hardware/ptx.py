@@ -196,6 +196,26 @@ class Shift(Instruction):
 
 
 @dataclass(frozen=True)
+class Add(Instruction):
+    """`add.u32`: the sum of two 32-bit words, carried from byte to byte and wrapped at the end."""
+
+    dest: str
+    a: Operand
+    b: Operand
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        return (self.a, self.b)
+
+    @property
+    def opcode(self) -> str:
+        return "add.u32"
+
+    def evaluate(self, *values: Words) -> Words:
+        return values[0] + values[1]
+
+
+@dataclass(frozen=True)
 class HalfArithmetic(Instruction):
     """`add`, `sub`, `mul` on two halves, rounded to nearest even; subnormals kept, NaN becomes 0x7fff.
 
@@ -402,6 +422,10 @@ class Builder:
     def rotate(self, a: str, amount: int) -> str:
         """a rotated right by `amount` bits, 0 < amount < 32."""
         return self._emit(Shift, {"a": a, "amount": amount, "kind": "rotate_right"})
+
+    def add_words(self, a: Operand, b: Operand) -> str:
+        """a + b as 32-bit words."""
+        return self._emit(Add, {"a": a, "b": b})
 
     def add(self, dtype: HalfType, a: Operand, b: Operand) -> str:
         """a + b on both halves."""

@@ -14,6 +14,7 @@ from triton.compiler import CompiledKernel
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -32,8 +33,10 @@ __all__ = [
     "gluon",
     "half_type",
     "mbarrier",
+    "mma_v2",
     "part",
     "ptx",
+    "run",
     "source_digest",
     "tma_load",
     "tma_store",
@@ -59,6 +62,12 @@ def part(memory, first, end, dtype, shape, layout, _semantic=None):  # type: ign
     # Triton 3.6 slices powers of two only, but does not mind a view that goes beyond one entry.
     entry = memory.index(first, _semantic=_semantic)
     return entry._reinterpret(dtype, shape, layout, _semantic=_semantic)
+
+
+@builtin
+def run(asm, constraints, arguments, _semantic=None):  # type: ignore[no-untyped-def]
+    """PTX of which nothing but its effect is wanted, on tensors of one element per thread; $0 is written and dropped."""
+    gl.inline_asm_elementwise(asm, constraints, arguments, dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic)
 
 
 def half_type(dtype: torch.dtype) -> HalfType:

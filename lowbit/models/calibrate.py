@@ -26,14 +26,13 @@ from transformers import AutoTokenizer
 
 from lowbit._version import __version__
 from lowbit.checkpoint import CheckpointError, CheckpointReader
-from lowbit.formats import QuantTensor, Scheme
+from lowbit.formats import LowRank, QuantTensor, Scheme
 from lowbit.models.decoder import Decoder
+from lowbit.models.hf import give_back_freed_memory
 from lowbit.models.quantize_layer import LayerQuantizer, LayerResult
 from lowbit.quantize.method import Method
-from lowbit.quantize.mixed import Candidate, sensitivity
-from lowbit.quantize.statistics import InputStatistics
 
-_FIELDS = ("codes", "scale", "zero", "order", "input_scale")
+_FIELDS = ("codes", "scale", "zero", "order", "input_scale", "activation_scale")
 
 
 @dataclass(frozen=True)
@@ -110,6 +109,8 @@ class Finished:
             f"quantized {n} {f}": t for n, q in result.quantized.items() for f in _FIELDS if (t := getattr(q, f)) is not None
         }
         tensors |= {f"changed {n}": t for n, t in result.changed.items()}
+        for n, correction in ((n, q.low_rank) for n, q in result.quantized.items() if q.low_rank is not None):
+            tensors |= {f"quantized {n} up": correction.up, f"quantized {n} down": correction.down}
         plain = {name: t.cpu().contiguous() for name, t in tensors.items()}
         _replace(self._path(i), lambda path: save_file(plain, str(path), {"notes": json.dumps(result.notes)}))
 
@@ -127,7 +128,9 @@ class Finished:
                 else:
                     fields.setdefault(name, {})[rest[0]] = file.get_tensor(key)
         for name, parts in fields.items():
-            result.quantized[name] = QuantTensor(scheme=schemes[name], **{f: parts.get(f) for f in _FIELDS})  # type: ignore[arg-type]
+            correction = LowRank(parts["up"], parts["down"]) if "up" in parts else None
+            held: dict[str, Any] = {f: parts.get(f) for f in _FIELDS}
+            result.quantized[name] = QuantTensor(scheme=schemes[name], low_rank=correction, **held)
         return result
 
     def clear(self) -> None:
@@ -184,10 +187,11 @@ def calibrate_layers(
     finished: Finished,
     *,
     embeddings: Mapping[str, Tensor] | None = None,
+    low_rank: int = 0,
     progress: bool = False,
 ) -> list[str]:
-    """Quantizes the linear layers named in `schemes` (full names) that are in decoder layers, and leaves the results in
-    `finished`. Returns notes on layers that were only rounded.
+    """Quantizes the linear layers named in `schemes` (full names) that are in decoder layers, with corrections of the rank
+    `low_rank` unless it is 0, and leaves the results in `finished`. Returns notes on layers that were only rounded.
 
     `tokens` [S, T] are the calibration texts; `embeddings` holds parameters by name that the model will have quantized. Peak
     memory: the embedding or one decoder layer in the type of computing, the activations of all texts twice, the Hessians of one
@@ -195,7 +199,7 @@ def calibrate_layers(
     factorize it), and what Python and torch hold.
     """
     hidden = decoder.embed(tokens, embeddings)
-    quantizer = LayerQuantizer(decoder, method)
+    quantizer = LayerQuantizer(decoder, method, low_rank)
     notes = []
     for i in tqdm(range(len(decoder)), desc=type(method).__name__.lower(), unit="layer", disable=not progress, leave=False):
         prefix = f"{decoder.layer_name(i)}."
@@ -211,32 +215,12 @@ def calibrate_layers(
         notes += result.notes
         hidden = list(decoder.run(i, hidden))
         decoder.free(i)
+        give_back_freed_memory()
     return notes
 
 
-def measure_sensitivity(
-    decoder: Decoder, linears: list[str], schemes: list[Scheme], tokens: Tensor, *, progress: bool = False
-) -> dict[tuple[str, ...], list[Candidate]]:
-    """For each unit of `linears` (full names), layers that read one input and that serving engines therefore fuse, what each of
-    `schemes` costs: see `quantize.mixed`. The inputs are those of the float model."""
-    hidden = decoder.embed(tokens)
-    units = {}
-    for i in tqdm(range(len(decoder)), desc="sensitivity", unit="layer", disable=not progress, leave=False):
-        prefix = f"{decoder.layer_name(i)}."
-        layer = decoder.load(i)
-        own = [name.removeprefix(prefix) for name in linears if name.startswith(prefix)]
-        for group in decoder.inputs(i, hidden[0], own) if own else []:
-            weights = [layer.get_parameter(f"{name}.weight").data for name in group.linears]
-            statistics = InputStatistics(weights[0].shape[1], device=decoder.device)
-            decoder.observe(i, hidden, {group.linears[0]: statistics.add})
-            units[tuple(prefix + name for name in group.linears)] = sensitivity(weights, statistics.hessian, schemes)
-        hidden = list(decoder.run(i, hidden))
-        decoder.free(i)
-    return units
-
-
 def recipe_of(
-    reader: CheckpointReader, schemes: Mapping[str, Scheme], method: Method, tokens: Tensor, decoder: Decoder
+    reader: CheckpointReader, schemes: Mapping[str, Scheme], method: Method, low_rank: int, tokens: Tensor, decoder: Decoder
 ) -> dict[str, Any]:
     """What a run's results depend on."""
     files = sorted({reader.info(name).file for name in reader.names()})
@@ -244,7 +228,7 @@ def recipe_of(
         "lowbit": __version__,
         "source": [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in files],
         "schemes": {name: scheme.name for name, scheme in schemes.items()},
-        "method": [type(method).__name__, asdict(method)],
+        "method": [type(method).__name__, asdict(method), low_rank],
         "tokens": [list(tokens.shape), sha256(tokens.numpy().tobytes()).hexdigest()],
         "computing": [decoder.device.type, str(decoder.dtype), torch.__version__],
     }

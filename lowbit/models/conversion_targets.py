@@ -9,15 +9,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from lowbit.checkpoint import LayerEntry, Manifest, awq, compressed_tensors, gptq, layer_tensors
+from lowbit._version import __version__
+from lowbit.checkpoint import CheckpointError, LayerEntry, Manifest, awq, compressed_tensors, gptq, layer_tensors
 from lowbit.checkpoint.awq import Awq
 from lowbit.checkpoint.compressed_tensors import CompressedTensors, WeightArgs, args_for, write_layer
 from lowbit.checkpoint.gptq import Gptq
 from lowbit.formats import PerGroup, QuantTensor, Scheme
+from lowbit.models import tensorrt_llm
 
-TARGETS = ("lowbit", "gptq", "awq", "compressed-tensors", "dequantized")
+TARGETS = ("lowbit", "gptq", "awq", "compressed-tensors", "tensorrt-llm", "dequantized")
 
 
 class Target(ABC):
@@ -28,16 +31,31 @@ class Target(ABC):
         """Why the files cannot hold this layer beside those written before; empty when they can."""
 
     @abstractmethod
-    def write(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
-        """The layer's tensors by suffix."""
+    def tensors(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
+        """The tensors to write now that this layer is there, by their names in the files."""
+
+    def plain(self, name: str) -> tuple[str, ...]:
+        """Names in the files of a tensor that belongs to no quantized layer."""
+        return (name,)
 
     @abstractmethod
     def config(self, kept: list[str], tied: Mapping[str, str]) -> dict[str, Any]:
         """`quantization_config`; `kept` are linear layers in 16 bits, `tied` modules that share a quantized layer's weights."""
 
 
+class _LayerByLayer(Target):
+    """Files in which each layer has its own tensors, under its name."""
+
+    @abstractmethod
+    def write(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
+        """The layer's tensors by suffix."""
+
+    def tensors(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
+        return {f"{name}.{suffix}": tensor for suffix, tensor in self.write(name, q).items()}
+
+
 @dataclass
-class _Lowbit(Target):
+class _Lowbit(_LayerByLayer):
     entries: dict[str, LayerEntry] = field(default_factory=dict)
 
     def refusals(self, name: str, q: QuantTensor) -> tuple[str, ...]:
@@ -54,7 +72,7 @@ class _Lowbit(Target):
 
 
 @dataclass
-class _Gptq(Target):
+class _Gptq(_LayerByLayer):
     """GPTQ files state one width and group size, and exceptions by name."""
 
     v2: bool
@@ -83,7 +101,7 @@ class _Gptq(Target):
 
 
 @dataclass
-class _Awq(Target):
+class _Awq(_LayerByLayer):
     """AWQ files state one group size for all layers."""
 
     group: int | None = None
@@ -105,7 +123,7 @@ class _Awq(Target):
 
 
 @dataclass
-class _CompressedTensors(Target):
+class _CompressedTensors(_LayerByLayer):
     layers: dict[WeightArgs, list[str]] = field(default_factory=dict)
 
     def refusals(self, name: str, q: QuantTensor) -> tuple[str, ...]:
@@ -120,8 +138,60 @@ class _CompressedTensors(Target):
         return CompressedTensors(tuple(self.layers)).config(kept, self.layers)
 
 
-def target_of(name: str, *, gptq_v2: bool) -> Target | None:
-    """The target called `name`, one of `TARGETS`; None for plain weights. GPTQ files are of version 2 if `gptq_v2`."""
+@dataclass
+class _TensorrtLlm(Target):
+    """Fuses q, k and v; all of the decoder must be quantized, in groups of one size. `model` is Transformers' configuration."""
+
+    model: Mapping[str, Any]
+    dtype: torch.dtype
+    group: int | None = None
+    waiting: dict[str, QuantTensor] = field(default_factory=dict)
+    factors: dict[str, Tensor | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        reasons = tensorrt_llm.config_refusals(self.model)
+        if reasons:
+            raise CheckpointError("; ".join(reasons))
+
+    def refusals(self, name: str, q: QuantTensor) -> tuple[str, ...]:
+        reasons = tensorrt_llm.refusals(name, q)
+        if reasons:
+            return reasons
+        group, (fused, _) = _group(q.scheme), tensorrt_llm.fused_name(name)
+        self.group = group if self.group is None else self.group
+        if group != self.group:
+            return (f"TensorRT-LLM's checkpoints have groups of one size, here {group} and before {self.group}",)
+        first = self.factors.setdefault(fused, q.input_scale)
+        if (first is None) != (q.input_scale is None) or (first is not None and not torch.equal(first, q.input_scale)):  # type: ignore[arg-type]
+            return ("q, k and v are one layer in TensorRT-LLM, and have different scales of the input's channels here",)
+        return ()
+
+    def tensors(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
+        fused, parts = tensorrt_llm.fused_name(name)
+        self.waiting[name] = q
+        if not all(part in self.waiting for part in parts):
+            return {}
+        made = tensorrt_llm.fused_layer([self.waiting.pop(part) for part in parts], self.dtype)
+        return {f"{fused}.{suffix}": tensor for suffix, tensor in made.items()}
+
+    def plain(self, name: str) -> tuple[str, ...]:
+        new = tensorrt_llm.plain_name(name)
+        if new is None:
+            raise CheckpointError(
+                f"{name}: has no place in TensorRT-LLM's checkpoints of Llama models, whose decoder is quantized as a whole"
+            )
+        tied = name == "model.embed_tokens.weight" and self.model.get("tie_word_embeddings")
+        return (new, "lm_head.weight") if tied else (new,)
+
+    def config(self, kept: list[str], tied: Mapping[str, str]) -> dict[str, Any]:
+        if self.group is None:
+            raise CheckpointError("nothing is quantized; TensorRT-LLM's checkpoints are written of quantized models")
+        return tensorrt_llm.config_of(self.model, self.group, __version__)
+
+
+def target_of(name: str, *, gptq_v2: bool, model: Mapping[str, Any], dtype: torch.dtype) -> Target | None:
+    """The target called `name`, one of `TARGETS`; None for plain weights. GPTQ files are of version 2 if `gptq_v2`; `model` is
+    the model's configuration and `dtype` the type of its weights. Raises CheckpointError for a model the target cannot hold."""
     match name:
         case "lowbit":
             return _Lowbit()
@@ -131,6 +201,8 @@ def target_of(name: str, *, gptq_v2: bool) -> Target | None:
             return _Awq()
         case "compressed-tensors":
             return _CompressedTensors()
+        case "tensorrt-llm":
+            return _TensorrtLlm(model, dtype)
     return None
 
 

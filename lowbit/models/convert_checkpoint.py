@@ -14,14 +14,16 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
-from lowbit.checkpoint import CheckpointError, CheckpointReader, CheckpointWriter, ForeignReader, Manifest
+from lowbit.checkpoint import CheckpointError, CheckpointReader, CheckpointWriter, ForeignReader, Manifest, expected_tensors
 from lowbit.checkpoint.foreign import ForeignEntry
 from lowbit.checkpoint.gptq import Gptq
+from lowbit.checkpoint.reader import read_json
 from lowbit.formats import PerChannel, PerTensor, QuantTensor, ZeroPoint
 from lowbit.models.conversion_targets import TARGETS, target_of
 from lowbit.models.gguf import GgufSource
 from lowbit.models.quantize_checkpoint import skeleton
-from lowbit.ops import Problem, candidates
+from lowbit.models.tensorrt_llm import WEIGHTS, TensorrtLlmSource, is_tensorrt_llm
+from lowbit.ops.dispatch import scheme_refusals
 
 _CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale")
 _ADVICE = "--to lowbit can hold every layer that is read, --to dequantized writes 16-bit weights"
@@ -62,8 +64,7 @@ class _LowbitSource:
     def __init__(self, reader: CheckpointReader, manifest: Manifest) -> None:
         self._reader = reader
         self.entries = {name: ForeignEntry(entry.shape, entry.scheme) for name, entry in manifest.layers.items()}
-        suffixes = ("weight_packed", "weight_scale", "weight_zero", "weight_order", "input_scale")
-        taken = {f"{name}.{suffix}" for name in manifest.layers for suffix in suffixes}
+        taken = {tensor for name, entry in manifest.layers.items() for tensor in expected_tensors(name, entry)}
         self.plain = [name for name in reader.names() if name not in taken]
 
     def layer(self, name: str) -> QuantTensor:
@@ -87,6 +88,7 @@ class _Opened:
     model: nn.Module
     companions: Path
     gptq_v2: bool | None = None
+    notes: list[str] = field(default_factory=list)
 
 
 def convert_checkpoint(
@@ -95,8 +97,9 @@ def convert_checkpoint(
     """Writes the quantized checkpoint `source` to the folder `target` in the files of another tool.
 
     source: a Transformers folder quantized by AutoAWQ, GPTQ tools, compressed-tensors, FP8 or bitsandbytes (4 bits), one of
-    lowbit's own, or a GGUF file (or a folder with one). to: "lowbit", "gptq", "awq", "compressed-tensors", or "dequantized" for
-    plain weights in the model's dtype. Codes, scales and zero points are carried over as they are; only "dequantized" rounds.
+    lowbit's own, one of TensorRT-LLM, or a GGUF file (or a folder with one). to: "lowbit", "gptq", "awq", "compressed-tensors",
+    "tensorrt-llm" (one file, in memory as a whole), or "dequantized" for plain weights in the model's dtype. Codes, scales and
+    zero points are carried over as they are; only "dequantized" rounds.
     Peak memory is one shard of the output (2 GiB at most) plus one layer. `target` appears complete or not at all.
 
     Raises CheckpointError for files that cannot be read or written, and for layers that the target's files cannot hold: it
@@ -107,15 +110,19 @@ def convert_checkpoint(
     source, target = Path(source), Path(target)
     with tempfile.TemporaryDirectory() as scratch:
         opened = _open(source, Path(scratch))
-        report = Conversion(opened.tool, to)
+        report = Conversion(opened.tool, to, notes=list(opened.notes))
         if opened.tool == to == "lowbit":
             raise CheckpointError(
                 f"{source}: is a lowbit checkpoint already; --to names what to make of it: {', '.join(TARGETS)}"
             )
-        writer = CheckpointWriter(target, overwrite=overwrite)
+        single: dict[str, Any] = {"single": WEIGHTS, "shard_bytes": 1 << 62} if to == "tensorrt-llm" else {}
+        writer = CheckpointWriter(target, overwrite=overwrite, **single)
         with writer:
             written = _Converter(source, opened, to, writer, report).run(progress)
-            writer.finish(opened.config, written, copy_from=opened.companions)
+            if single and written is not None:
+                writer.finish(written, None, copy_from=opened.companions)
+            else:
+                writer.finish(opened.config, written, copy_from=opened.companions)
     return report
 
 
@@ -126,8 +133,9 @@ class _Converter:
         self.where, self.opened, self.writer, self.report = source, opened, writer, report
         self.modules = dict(opened.model.named_modules())
         zeros = any(e.scheme is not None and e.scheme.zero is ZeroPoint.INTEGER for e in opened.source.entries.values())
-        self.target = target_of(to, gptq_v2=zeros if opened.gptq_v2 is None else opened.gptq_v2)
         self.dtype = _model_dtype(opened.config)
+        v2 = zeros if opened.gptq_v2 is None else opened.gptq_v2
+        self.target = target_of(to, gptq_v2=v2, model=opened.config, dtype=self.dtype)
         self.refused: dict[str, list[str]] = {}
         self.noted: dict[str, list[str]] = {}
 
@@ -161,7 +169,7 @@ class _Converter:
             return
         for note in entry.notes:
             self.noted.setdefault(note, []).append(name)
-        self._add({f"{name}.{suffix}": tensor for suffix, tensor in self.target.write(name, q).items()})
+        self._add(self.target.tensors(name, q))
         self.report.layers[name] = q.scheme.name
 
     def _adapted(self, name: str, q: QuantTensor) -> QuantTensor:
@@ -174,7 +182,7 @@ class _Converter:
         if q.scheme.activation is not None and not stated:
             note = f"activations stay in 16 bits, the files asked for {q.scheme.activation.name}"
             self.noted.setdefault(note, []).append(name)
-            q = replace(q, scheme=replace(q.scheme, activation=None))
+            q = replace(q, scheme=replace(q.scheme, activation=None), activation_scale=None)
         return q
 
     def _misplaced(self, name: str) -> Iterator[str]:
@@ -197,7 +205,8 @@ class _Converter:
         if name.endswith(".bias") and isinstance(module, nn.Linear) and module.bias is None and not bool(tensor.any()):
             self.noted.setdefault("left out, the model has no such bias and it is zero", []).append(name)
             return
-        self._add({name: tensor})
+        names = (name,) if self.target is None else self.target.plain(name)
+        self._add({new: tensor if i == 0 else tensor.clone() for i, new in enumerate(names)})
 
     def _add(self, tensors: dict[str, Tensor]) -> None:
         for name, tensor in tensors.items():
@@ -236,6 +245,12 @@ def _open(path: Path, scratch: Path) -> _Opened:
         gguf.save_tokenizer(scratch)
         stated = {**config.to_dict(), "architectures": [type(model).__name__]}
         return _Opened("gguf", gguf, stated, model, scratch)
+    if path.is_dir() and (path / WEIGHTS).is_file() and is_tensorrt_llm(read_json(path / "config.json")):
+        found = TensorrtLlmSource(path)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(found.model_config)
+        stated = {**found.model_config.to_dict(), "architectures": [type(model).__name__]}
+        return _Opened("tensorrt-llm", found, stated, model, path, notes=found.notes)
     files_reader = CheckpointReader(path)
     stated = {key: value for key, value in files_reader.config.items() if key != "quantization_config"}
     if files_reader.manifest is not None:
@@ -247,8 +262,7 @@ def _open(path: Path, scratch: Path) -> _Opened:
 
 def _runs(q: QuantTensor) -> bool:
     """Whether some kernel multiplies the scheme's activations."""
-    problem = Problem(q.scheme, 1, q.shape[0], q.shape[1], torch.float32, "cpu")
-    return any(not reasons for _, reasons in candidates(problem))
+    return not scheme_refusals(q.scheme, *q.shape)
 
 
 def _model_dtype(config: dict[str, Any]) -> torch.dtype:

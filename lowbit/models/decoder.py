@@ -46,6 +46,7 @@ class Decoder:
         self._names = _file_names(self.model, reader)
         self._files = {name: tensor for tensor, name in self._names.items()}
         self._contexts: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self._returns_tuples = False
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -118,10 +119,15 @@ class Decoder:
     @torch.no_grad()
     def run(self, i: int, hidden: list[Tensor], dtype: torch.dtype | None = None) -> Iterator[Tensor]:
         """The outputs of layer i for its inputs, one [1, T, hidden] after the other; computed in `dtype` where it is given."""
-        args, kwargs = self._contexts[i] if dtype is None else _cast(self._contexts[i], dtype)
         for x in hidden:
-            y = self.layers[i](x if dtype is None else x.to(dtype), *args, **kwargs)
-            yield y[0] if isinstance(y, tuple) else y
+            yield self._call(i, x, dtype)
+
+    def _call(self, i: int, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        args, kwargs = self._contexts[i] if dtype is None else _cast(self._contexts[i], dtype)
+        y = self.layers[i](x if dtype is None else x.to(dtype), *args, **kwargs)
+        self._returns_tuples = isinstance(y, tuple)
+        out: Tensor = y[0] if isinstance(y, tuple) else y
+        return out
 
     @torch.no_grad()
     def inputs(self, i: int, hidden: Tensor, linears: list[str]) -> list[Input]:
@@ -178,6 +184,60 @@ class Decoder:
         finally:
             for handle in hooks:
                 handle.remove()
+
+    def head_gradients(self, hidden: list[Tensor], seed: int = 0) -> list[Tensor]:
+        """For the outputs of the last layer, [1, T, hidden] each, the gradients of the sum over all positions of the
+        log-probability of a token that is drawn there from the model's own distribution."""
+        inputs: nn.Module = self.model.get_input_embeddings()  # type: ignore[operator]
+        skipped = {f"{name}.weight" for name, module in self.model.named_modules() if module is inputs}
+        everything = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]
+        outside = [n for n in everything if not n.startswith(f"{self.name}.") and n not in skipped]
+        ties: Mapping[str, str] = getattr(self.model, "all_tied_weights_keys", None) or {}
+        values = {n: self._read(ties[n] if n not in self._files and n in ties else n) for n in outside}
+        _fill(self.model, values, self.device, self.dtype)
+        generator = torch.Generator(self.device).manual_seed(seed)
+        try:
+            return [self._head_gradient(x, generator) for x in hidden]
+        finally:
+            for layer in self.layers:
+                layer.__dict__.pop("forward", None)
+            _empty(self.model, outside)
+
+    def _head_gradient(self, x: Tensor, generator: torch.Generator) -> Tensor:
+        with torch.enable_grad():
+            leaf = x.detach().requires_grad_()
+            for layer in self.layers:
+                layer.forward = lambda *args, **kwargs: (leaf,) if self._returns_tuples else leaf  # type: ignore[method-assign]
+            logits = self.model(inputs_embeds=x, use_cache=False).logits
+            slope = logits.detach().float().softmax(dim=-1)
+            drawn = torch.multinomial(slope[0], 1, generator=generator)[None]
+            # The gradient of a log-probability at the logits: 1 for the token itself, less the probability of each.
+            slope = slope.neg_().scatter_add_(-1, drawn, torch.ones_like(drawn, dtype=slope.dtype))
+            logits.backward(slope.to(logits.dtype))
+        assert leaf.grad is not None
+        return leaf.grad
+
+    def backward(self, i: int, x: Tensor, slope: Tensor, watch: Mapping[str, Callable[[Tensor, Tensor], None]]) -> Tensor:
+        """The gradient at the input x [1, T, hidden] of layer i, given that at its output. The function of each linear layer in
+        `watch` (names in the layer) gets its input and the gradient at its output."""
+
+        def hook(take: Callable[[Tensor, Tensor], None]) -> Callable[..., None]:
+            def after(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+                read = args[0].detach()
+                output.register_hook(lambda gradient: take(read, gradient))
+
+            return after
+
+        hooks = [self.layers[i].get_submodule(n).register_forward_hook(hook(take)) for n, take in watch.items()]
+        try:
+            with torch.enable_grad():
+                leaf = x.detach().requires_grad_()
+                self._call(i, leaf).backward(slope)
+        finally:
+            for handle in hooks:
+                handle.remove()
+        assert leaf.grad is not None
+        return leaf.grad
 
     def stored_dtype(self, i: int, parameter: str) -> torch.dtype:
         """The type in which the files hold a parameter of layer i."""

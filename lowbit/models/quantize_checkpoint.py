@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -14,11 +15,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader, CheckpointWriter, LayerEntry, Manifest, layer_tensors
 from lowbit.formats import QuantTensor, Scheme, parse_scheme
-from lowbit.models.calibrate import Calibration, Finished, Results, calibrate_layers, measure_sensitivity, recipe_of
+from lowbit.models.calibrate import Calibration, Finished, Results, calibrate_layers, recipe_of
 from lowbit.models.decoder import Decoder
-from lowbit.models.hf import plan_for
-from lowbit.nn.convert import Kept, Plan, quantized
+from lowbit.models.hf import give_back_freed_memory, plan_for
+from lowbit.models.sensitivity import measure_sensitivity
+from lowbit.nn.convert import Kept, Plan, matches, quantized
 from lowbit.quantize.hqq import hqq
+from lowbit.quantize.lorc import lorc
 from lowbit.quantize.method import DATA_FREE, Hqq, Method, Rtn
 from lowbit.quantize.mixed import Mixed, choose
 from lowbit.quantize.rtn import Search
@@ -45,6 +48,8 @@ def quantize_checkpoint(
     method: Method | None = None,
     calibration: Calibration | None = None,
     mixed: Mixed | None = None,
+    low_rank: int = 0,
+    wide_inputs: Iterable[str] = (),
     device: str | torch.device = "cpu",
     overwrite: bool = False,
     progress: bool = False,
@@ -55,10 +60,12 @@ def quantize_checkpoint(
     By round-to-nearest with scales by `search`, or by `method` (`quantize.method`). Without calibration one tensor is read,
     quantized on `device` and written at a time, so peak memory is one shard of the output (2 GiB at most) plus one layer; with
     it, see `calibrate_layers`: layers outside the decoder are rounded to nearest, and a run that was killed goes on when it is
-    called again. `mixed` chooses a scheme for each unit of layers in the decoder. `target` appears complete or not at all.
-    `say` gets a line for every choice made on the way. Returns the report of what was converted and what was not. Other
-    arguments as for `lowbit.LowbitConfig`. Raises CheckpointError for files that cannot be read or written and ValueError for
-    schemes, weights and texts that cannot be used.
+    called again. `mixed` chooses a scheme for each unit of layers in the decoder. Unless `low_rank` is 0, each linear layer has
+    a correction of that rank (`quantize.lorc`), for its inputs where the method observes them. Layers that fit one of the
+    patterns `wide_inputs` have the scheme's weights with 16-bit activations. `target` appears complete or not at all. `say`
+    gets a line for every choice made on the way. Returns the report of what was converted and what was not. Other arguments as
+    for `lowbit.LowbitConfig`. Raises CheckpointError for files that cannot be read or written and ValueError for schemes,
+    weights, texts and patterns that cannot be used.
     """
     source, target = Path(source), Path(target)
     method = Rtn(search) if method is None else method
@@ -71,12 +78,17 @@ def quantize_checkpoint(
         modules = _modules_by_tensor(model, plan, reader.names())
         plan = _without_missing(plan, set(modules.values()))
         writer = CheckpointWriter(target, overwrite=overwrite)
-        weights = _Weights(reader, plan, method, torch.device(device))
+        _announce(low_rank, plan, say)
+        plan = dataclasses.replace(plan, others=_wide(plan, wide_inputs, mixed))
+        weights = _Weights(reader, plan, method, torch.device(device), low_rank)
         if mixed is not None:
             for candidate in mixed.schemes:
                 _same_layers(plan_for(model, candidate, skip, embeddings), plan)
-            weights.choose_schemes(mixed, calibration or Calibration(), say, progress)
-        if not isinstance(method, DATA_FREE):
+            weights.choose_schemes(mixed, target, calibration or Calibration(), say, progress)
+            others = {name: chosen for name, chosen in weights.schemes.items() if chosen != plan.scheme}
+            plan = weights.plan = dataclasses.replace(plan, others=others)
+        static = any(scheme.static_activations for scheme in weights.schemes.values())
+        if static or not isinstance(method, DATA_FREE):
             weights.calibrate(target, calibration or Calibration(), say, progress)
         entries = {}
         with writer:
@@ -87,6 +99,8 @@ def quantize_checkpoint(
                     entries[module] = LayerEntry.of(q)
                     for suffix, value in layer_tensors(q).items():
                         writer.add(f"{tensor.removesuffix('weight')}{suffix}", value)
+                    del q, value
+                    give_back_freed_memory()
                 elif module not in plan.tied:
                     writer.add(tensor, weights.plain(tensor))
             writer.finish(reader.config, manifest_of(plan, entries), copy_from=source)
@@ -107,34 +121,52 @@ def manifest_of(plan: Plan, entries: dict[str, LayerEntry]) -> Manifest:
 class _Weights:
     """The tensors to write: rounded as they are asked for, or from the finished layers of a calibrated run."""
 
-    def __init__(self, reader: CheckpointReader, plan: Plan, method: Method, device: torch.device) -> None:
-        self.reader, self.plan, self.method, self.device = reader, plan, method, device
-        self.schemes: dict[str, Scheme] = dict.fromkeys(plan.shapes, plan.scheme)
+    def __init__(self, reader: CheckpointReader, plan: Plan, method: Method, device: torch.device, low_rank: int = 0) -> None:
+        self.reader, self.plan, self.method, self.device, self.low_rank = reader, plan, method, device, low_rank
+        self.schemes: dict[str, Scheme] = dict.fromkeys(plan.shapes, plan.scheme) | plan.others
         self._results: Results | None = None
 
-    def choose_schemes(self, mixed: Mixed, calibration: Calibration, say: Callable[[str], None], progress: bool) -> None:
+    def choose_schemes(
+        self, mixed: Mixed, target: Path, calibration: Calibration, say: Callable[[str], None], progress: bool
+    ) -> None:
         """Gives each unit of linear layers in the decoder a scheme, and says which."""
-        decoder = self._decoder()
-        candidates = [parse_scheme(name) for name in mixed.schemes]
+        decoder = Decoder(self.reader, self.device, torch.float32)  # gradients may be smaller than 16 bits can say
+        schemes = [parse_scheme(name) for name in mixed.schemes]
         tokens = calibration.tokens(self.reader.folder)
-        units = measure_sensitivity(decoder, list(self.plan.linears), candidates, tokens, progress=progress)
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=_existing(target.absolute().parent)) as scratch:
+            units = measure_sensitivity(
+                decoder, list(self.plan.linears), schemes, tokens, Path(scratch), low_rank=self.low_rank, progress=progress
+            )
         weights = sum(self.plan.linears[name][0] * self.plan.linears[name][1] for unit in units for name in unit)
+        smallest = sum(min(row.bits for row in rows) for rows in units.values()) / max(weights, 1)
+        if smallest > mixed.bits:
+            raise ValueError(
+                f"the smallest of {', '.join(mixed.schemes)} take {smallest:.3f} bits per weight, scales and corrections "
+                f"included, {mixed.bits} are allowed; allow more or offer smaller schemes"
+            )
         chosen = choose({" ".join(unit): rows for unit, rows in units.items()}, mixed.bits * weights)
         for unit, candidate in chosen.items():
             self.schemes.update(dict.fromkeys(unit.split(" "), candidate.scheme))
-            say(f"{candidate.scheme.name}: {unit} (relative error {candidate.error:.2e})")
+            say(f"{candidate.scheme.name}: {unit} ({candidate.error:.2e} nats per token)")
         bits = sum(c.bits for c in chosen.values()) / max(weights, 1)
-        say(f"{bits:.3f} bits per weight on average in {len(chosen)} units, {mixed.bits} allowed")
+        nats = sum(c.error for c in chosen.values())
+        say(
+            f"{bits:.3f} bits per weight on average in {len(chosen)} units, {mixed.bits} allowed; {nats:.4f} nats per token "
+            "from the 16-bit model are expected, by second-order estimate and if rounded to nearest"
+        )
 
     def calibrate(self, target: Path, calibration: Calibration, say: Callable[[str], None], progress: bool) -> None:
         """Quantizes the decoder's layers, or what is left of them when an earlier run was killed."""
         decoder = self._decoder()
         tokens = calibration.tokens(self.reader.folder)
-        finished = Finished(target, recipe_of(self.reader, self.schemes, self.method, tokens, decoder))
+        finished = Finished(target, recipe_of(self.reader, self.schemes, self.method, self.low_rank, tokens, decoder))
         say(f"calibrating on {tokens.shape[0]} x {tokens.shape[1]} tokens; finished layers are kept in {finished.folder}")
         replaced = {f"{name}.weight": self._rounded(decoder.file_name(f"{name}.weight"), name) for name in self.plan.embeddings}
         dense = {name: q.dequantize() for name, q in replaced.items()}
-        for line in calibrate_layers(decoder, self.schemes, self.method, tokens, finished, embeddings=dense, progress=progress):
+        notes = calibrate_layers(
+            decoder, self.schemes, self.method, tokens, finished, embeddings=dense, low_rank=self.low_rank, progress=progress
+        )
+        for line in notes:
             say(line)
         self._results = Results(decoder, finished, self.schemes)
 
@@ -165,9 +197,50 @@ class _Weights:
         assert tensor is not None
         weight, scheme = self.reader.get(tensor).to(self.device), self.schemes[module]
         if isinstance(self.method, Hqq):
-            return hqq(weight, scheme).to("cpu")
-        search = self.method.search if isinstance(self.method, Rtn) else "max"
-        return quantized(f"{self.reader.folder}: {tensor}", weight, scheme, search).to("cpu")
+            q = hqq(weight, scheme)
+        else:
+            search = self.method.search if isinstance(self.method, Rtn) else "max"
+            q = quantized(f"{self.reader.folder}: {tensor}", weight, scheme, search)
+        if self.low_rank and module in self.plan.linears:
+            q = dataclasses.replace(q, low_rank=lorc(weight, q, self.low_rank))
+        return q.to("cpu")
+
+
+def _wide(plan: Plan, patterns: Iterable[str], mixed: Mixed | None) -> dict[str, Scheme]:
+    """The schemes of the linear layers that fit one of the patterns: the plan's with 16-bit activations."""
+    patterns = tuple(patterns)
+    if not patterns:
+        return {}
+    if mixed is not None:
+        raise ValueError("a mix chooses the scheme of every layer; inputs in 16 bits go with one scheme for all")
+    if plan.scheme.activation is None:
+        raise ValueError(f"{plan.scheme} has 16-bit activations everywhere; inputs in 16 bits are for schemes such as w8a8")
+    for pattern in patterns:
+        if not any(matches(name, pattern) for name in plan.linears):
+            raise ValueError(f"no linear layer that is quantized fits {pattern!r}, such as {next(iter(plan.linears), 'none')}")
+    scheme = dataclasses.replace(plan.scheme, activation=None)
+    return {name: scheme for name in plan.linears if any(matches(name, pattern) for pattern in patterns)}
+
+
+def _announce(low_rank: int, plan: Plan, say: Callable[[str], None]) -> None:
+    """Says what corrections of a rank cost; raises ValueError, naming the layer, for a rank that a layer cannot have."""
+    if low_rank == 0 or not plan.linears:
+        return
+    for name, shape in plan.linears.items():
+        if not 1 <= low_rank <= min(shape):
+            raise ValueError(f"{name}: the rank of a correction of {shape} is 1 to {min(shape)}, got {low_rank}")
+    weights = sum(n * k for n, k in plan.linears.values())
+    more = sum(16 * low_rank * (n + k) for n, k in plan.linears.values()) / weights
+    say(f"corrections of rank {low_rank} in {len(plan.linears)} linear layers take {more:.3f} bits per weight more")
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, made if it is not there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be made ({error})") from error
+    return folder
 
 
 def _same_layers(candidate: Plan, plan: Plan) -> None:

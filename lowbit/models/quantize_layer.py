@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -10,10 +10,12 @@ from torch import Tensor, nn
 
 from lowbit.formats import QuantTensor, Scheme
 from lowbit.models.decoder import Decoder, Input
+from lowbit.quantize.activations import static_scale
 from lowbit.quantize.awq import clipped, search_scale
 from lowbit.quantize.fold import Fold, divide_outputs, multiply_inputs
 from lowbit.quantize.gptq import gptq
-from lowbit.quantize.method import Awq, Gptq, Method, SmoothQuant
+from lowbit.quantize.lorc import lorc
+from lowbit.quantize.method import Awq, Gptq, Method, Rtn, SmoothQuant
 from lowbit.quantize.rtn import rtn
 from lowbit.quantize.smoothquant import best_alpha, smoothing_scale
 from lowbit.quantize.statistics import InputStatistics
@@ -36,11 +38,12 @@ class LayerResult:
 
 
 class LayerQuantizer:
-    """Quantizes the loaded layers of `decoder` one after the other by `method`. Afterwards a layer computes with its
-    dequantized weights, so its outputs are the inputs that the next layer will really get."""
+    """Quantizes the loaded layers of `decoder` one after the other by `method`, with a correction of rank `low_rank` for each
+    weight unless that is 0. Afterwards a layer computes with its dequantized weights, so its outputs are the inputs that the
+    next layer will really get."""
 
-    def __init__(self, decoder: Decoder, method: Method) -> None:
-        self.decoder, self.method = decoder, method
+    def __init__(self, decoder: Decoder, method: Method, low_rank: int = 0) -> None:
+        self.decoder, self.method, self.low_rank = decoder, method, low_rank
         self._folds: dict[object, list[Fold | None]] = {}
 
     @torch.no_grad()
@@ -49,7 +52,11 @@ class LayerQuantizer:
         inputs = self.decoder.inputs(i, hidden[0], list(schemes))
         result = LayerResult()
         match self.method:
+            case Rtn():
+                self._round(i, hidden, schemes, inputs, result)
             case Gptq():
+                if self.method.smooth is not None:
+                    self._move_factors(self.method.smooth, i, hidden, schemes, inputs, result)
                 self._gptq(i, hidden, schemes, inputs, result)
             case Awq() | SmoothQuant():
                 self._rescale(i, hidden, schemes, inputs, result)
@@ -61,6 +68,26 @@ class LayerQuantizer:
             result.notes.append(f"{full}: the first calibration text did not reach it; rounded to nearest")
             self._set(i, name, rtn(_weight(layer, name), schemes[name]), result)
         return result
+
+    def _round(
+        self, i: int, hidden: list[Tensor], schemes: Mapping[str, Scheme], inputs: list[Input], result: LayerResult
+    ) -> None:
+        """Rounds to nearest; what it looks at inputs for is their range."""
+        assert isinstance(self.method, Rtn)
+        seen = {group.linears[0]: torch.zeros(1, device=self.decoder.device) for group in inputs}
+
+        def watch(name: str) -> Callable[[Tensor], None]:
+            def take(x: Tensor) -> None:
+                seen[name] = torch.maximum(seen[name], x.abs().amax().float())
+
+            return take
+
+        self.decoder.observe(i, hidden, {name: watch(name) for name in seen})
+        for group in inputs:
+            for name in group.linears:
+                with _naming(f"{self.decoder.layer_name(i)}.{name}"):
+                    q = rtn(_weight(self.decoder.layers[i], name), schemes[name], search=self.method.search)
+                self._set(i, name, replace(q, activation_scale=static_scale(schemes[name], seen[group.linears[0]])), result)
 
     def _gptq(
         self, i: int, hidden: list[Tensor], schemes: Mapping[str, Scheme], inputs: list[Input], result: LayerResult
@@ -77,21 +104,45 @@ class LayerQuantizer:
                         _weight(layer, name), statistics.hessian, schemes[name], act_order=self.method.act_order,
                         static_groups=self.method.static_groups, search=self.method.search, damping=self.method.damping,
                     )  # fmt: skip
-                self._set(i, name, q, result)
+                q = replace(q, activation_scale=static_scale(schemes[name], statistics.abs_max))
+                self._set(i, name, q, result, statistics.hessian)
 
     def _rescale(
         self, i: int, hidden: list[Tensor], schemes: Mapping[str, Scheme], inputs: list[Input], result: LayerResult
     ) -> None:
         """AWQ and SmoothQuant: all inputs as the float layer makes them, factors folded, then every weight on its own."""
-        layer, method = self.decoder.layers[i], self.method
+        assert isinstance(self.method, (Awq, SmoothQuant))
+        statistics, input_scales = self._move_factors(self.method, i, hidden, schemes, inputs, result)
+        for group, stats in zip(inputs, statistics, strict=True):
+            for name in group.linears:
+                weight, scheme = _weight(self.decoder.layers[i], name), schemes[name]
+                with _naming(f"{self.decoder.layer_name(i)}.{name}"):
+                    q = clipped(weight, scheme, stats.hessian) if isinstance(self.method, Awq) else rtn(weight, scheme)
+                static = static_scale(scheme, stats.abs_max)
+                q = replace(q, input_scale=input_scales.get(name), activation_scale=static)
+                self._set(i, name, q, result, stats.hessian)
+
+    def _move_factors(
+        self, method: Awq | SmoothQuant, i: int, hidden: list[Tensor], schemes: Mapping[str, Scheme], inputs: list[Input],
+        result: LayerResult,
+    ) -> tuple[list[InputStatistics], dict[str, Tensor]]:  # fmt: skip
+        """Moves a factor per channel from every input into the weights. Returns the statistics of the inputs as they are then,
+        and the input scales of the layers before which no module could take the factors."""
+        layer = self.decoder.layers[i]
         keep = SAMPLE if isinstance(method, SmoothQuant) and method.alpha is None else 0
         statistics = [self._statistics(i, group, keep) for group in inputs]
         self.decoder.observe(i, hidden, {g.linears[0]: s.add for g, s in zip(inputs, statistics, strict=True)})
         input_scales: dict[str, Tensor] = {}
+        takes = [True] * len(inputs)
+        if isinstance(method, SmoothQuant) and any(scheme.activation is not None for scheme in schemes.values()):
+            # Inputs that stay in 16 bits among others that do not gain nothing.
+            takes = [any(schemes[name].activation is not None for name in group.linears) for group in inputs]
         for j, (group, fold) in enumerate(zip(inputs, self._find_folds(i, hidden[0], inputs), strict=True)):
+            if not takes[j]:
+                continue
             weights = [_weight(layer, name) for name in group.linears]
             with _naming(f"{self.decoder.layer_name(i)}.{group.linears[0]}"):
-                scale = self._scale(weights, [schemes[n] for n in group.linears], statistics[j], fold)
+                scale = _factors(method, weights, [schemes[n] for n in group.linears], statistics[j], fold)
             if scale is None:
                 continue
             statistics[j] = statistics[j].divided(scale)
@@ -102,25 +153,7 @@ class LayerQuantizer:
                     input_scales[name] = 1 / scale  # a tensor each: files hold no tensor twice
             else:
                 self._fold(i, fold, scale, schemes, result)
-        for group, stats in zip(inputs, statistics, strict=True):
-            for name in group.linears:
-                with _naming(f"{self.decoder.layer_name(i)}.{name}"):
-                    weight, scheme = _weight(layer, name), schemes[name]
-                    q = clipped(weight, scheme, stats.hessian) if isinstance(method, Awq) else rtn(weight, scheme)
-                self._set(i, name, replace(q, input_scale=input_scales.get(name)), result)
-
-    def _scale(
-        self, weights: list[Tensor], schemes: list[Scheme], statistics: InputStatistics, fold: Fold | None
-    ) -> Tensor | None:
-        """The factors for one input; None to leave it as it is."""
-        shared = None if fold is None else fold.shared
-        if isinstance(self.method, Awq):
-            return search_scale(weights, schemes, statistics, shared)
-        assert isinstance(self.method, SmoothQuant)
-        if fold is None:
-            return None  # a factor at run time would cost what it is there to save
-        alpha = best_alpha(weights, schemes[0], statistics) if self.method.alpha is None else self.method.alpha
-        return smoothing_scale(weights, statistics.abs_max, alpha, shared)
+        return statistics, input_scales
 
     def _fold(self, i: int, fold: Fold, scale: Tensor, schemes: Mapping[str, Scheme], result: LayerResult) -> None:
         """Divides the producer's outputs; what it stores in 16 bits is rounded as it will be stored."""
@@ -131,9 +164,15 @@ class LayerQuantizer:
         for n in kept:
             result.changed[f"{fold.producer}.{n}"] = getattr(module, n).detach().to(types[n])
 
-    def _set(self, i: int, name: str, q: QuantTensor, result: LayerResult) -> None:
-        result.quantized[name] = q
+    def _set(self, i: int, name: str, q: QuantTensor, result: LayerResult, hessian: Tensor | None = None) -> None:
+        """Puts `q` in place of a weight, corrected for the inputs whose sum of x^T x is `hessian`, as the weight meets them."""
         weight = _weight(self.decoder.layers[i], name)
+        if self.low_rank:
+            if q.input_scale is not None:  # the correction meets x before it is scaled
+                weight.mul_(q.input_scale)
+                hessian = None if hessian is None else hessian / q.input_scale / q.input_scale[:, None]
+            q = replace(q, low_rank=lorc(weight, q, self.low_rank, hessian))
+        result.quantized[name] = q
         weight.copy_(q.dequantize())
 
     def _statistics(self, i: int, group: Input, keep: int) -> InputStatistics:
@@ -183,6 +222,19 @@ class LayerQuantizer:
             p.copy_(before[n])
         # The layer adds to its input, which may be much larger than what it adds.
         return bool((got - expected).norm() <= 1e-4 * (expected - hidden.float()).norm())
+
+
+def _factors(
+    method: Awq | SmoothQuant, weights: list[Tensor], schemes: list[Scheme], statistics: InputStatistics, fold: Fold | None
+) -> Tensor | None:
+    """The factors for one input; None to leave it as it is."""
+    shared = None if fold is None else fold.shared
+    if isinstance(method, Awq):
+        return search_scale(weights, schemes, statistics, shared)
+    if fold is None:
+        return None  # a factor at run time would cost what it is there to save
+    alpha = best_alpha(weights, schemes[0], statistics) if method.alpha is None else method.alpha
+    return None if alpha is None else smoothing_scale(weights, statistics.abs_max, alpha, shared)
 
 
 def _sources(channels: int, outputs: int, head_dim: int) -> Tensor:

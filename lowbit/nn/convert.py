@@ -13,7 +13,7 @@ from lowbit.formats import PerBlock, PerTensor, QuantTensor, Scheme, parse_schem
 from lowbit.nn.embedding import QuantEmbedding
 from lowbit.nn.linear import QuantLinear
 from lowbit.nn.packed import PackedWeight
-from lowbit.ops import Problem, candidates
+from lowbit.ops.dispatch import scheme_refusals
 from lowbit.quantize.rtn import Search, rtn
 
 
@@ -30,13 +30,15 @@ class Kept:
 @dataclass(frozen=True)
 class Plan:
     """Which modules get quantized weights: `linears` and `embeddings` by name, `tied` (name -> name of the module whose
-    weights it shares, which is among the other two), and `kept` with reasons."""
+    weights it shares, which is among the other two), and `kept` with reasons. `others` has the modules whose scheme is another
+    than `scheme`."""
 
     scheme: Scheme
     linears: dict[str, tuple[int, int]] = field(default_factory=dict)
     embeddings: dict[str, tuple[int, int]] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     kept: list[Kept] = field(default_factory=list)
+    others: dict[str, Scheme] = field(default_factory=dict)
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
@@ -45,9 +47,14 @@ class Plan:
 
     def lines(self) -> list[str]:
         """The report, a line each."""
-        count = len(self.linears) + len(self.embeddings) + len(self.tied)
-        weights = sum(n * k for n, k in self.shapes.values())
-        out = [f"converted to {self.scheme}: {count} modules, {weights:,} weights"]
+        modules: dict[Scheme, list[str]] = {}
+        for name in self.shapes:
+            modules.setdefault(self.others.get(name, self.scheme), []).append(name)
+        out = []
+        for scheme, names in modules.items() or [(self.scheme, [])]:
+            count = len(names) + sum(owner in names for owner in self.tied.values())
+            weights = sum(self.shapes[name][0] * self.shapes[name][1] for name in names)
+            out.append(f"converted to {scheme}: {count} modules, {weights:,} weights")
         out += [f"  {name}: shares the weights of {source}" for name, source in self.tied.items()]
         out += [f"kept: {row.name} ({row.kind}, {row.weights:,} weights): {row.reason}" for row in self.kept]
         return out
@@ -101,11 +108,16 @@ def plan_conversion(
     return plan
 
 
+def matches(name: str, pattern: str) -> bool:
+    """Whether a module's name fits a pattern, or its last part is the pattern."""
+    return fnmatchcase(name, pattern) or name.rpartition(".")[2] == pattern
+
+
 def _refusal(
     name: str, module: nn.Module, scheme: Scheme, skip: tuple[str, ...], embeddings: bool, ties: dict[str, str]
 ) -> str | None:
     """Why a module with matrices is not converted; None when it is."""
-    matching = [p for p in skip if fnmatchcase(name, p) or name.rpartition(".")[2] == p]
+    matching = [p for p in skip if matches(name, p)]
     if matching:
         return f"skipped by {matching[0]!r}"
     if isinstance(module, PackedWeight):
@@ -121,11 +133,8 @@ def _refusal(
         return f"only nn.Linear and nn.Embedding are converted; {type(module).__name__} holds {dims} weights"
     if not embeddings and name in ties:
         return f"shares the weights of {ties[name]}, an embedding (embeddings=True converts both)"
-    problem = Problem(scheme, 1, module.out_features, module.in_features, torch.float32, "cpu")
-    rows = candidates(problem)
-    if all(reasons for _, reasons in rows):
-        return "no kernel: " + "; ".join(f"{backend.name} {', '.join(reasons)}" for backend, reasons in rows)
-    return None
+    reasons = scheme_refusals(scheme, module.out_features, module.in_features)
+    return f"no kernel: {'; '.join(reasons)}" if reasons else None
 
 
 def convert(
@@ -186,16 +195,23 @@ def empty_like(
     *,
     order: bool = False,
     input_scale: bool = False,
+    low_rank: int = 0,
+    activation_scale: bool = False,
 ) -> PackedWeight:
-    """A quantized stand-in for a linear layer or embedding, its weights not set, with an order or an input scale if asked for.
+    """A quantized stand-in for a linear layer or embedding, its weights not set, with an order, an input scale, a correction
+    of a rank or an activation scale if asked for.
 
-    Raises ValueError for an embedding that should have one of the two.
+    Raises ValueError for an embedding that should have one of these.
     """
     if isinstance(module, nn.Embedding):
-        if order or input_scale:
-            what = "order" if order else "input scale"
+        if order or input_scale or low_rank or activation_scale:
+            flags = {"order": order, "input scale": input_scale, "low-rank correction": low_rank, "activation scale": True}
+            what = next(name for name, has in flags.items() if has)
             raise ValueError(f"an embedding has no input channels, so its weights have no {what}")
         return QuantEmbedding(module.num_embeddings, module.embedding_dim, scheme, module.weight.dtype, device)
     assert isinstance(module, nn.Linear)
     features = (module.in_features, module.out_features)
-    return QuantLinear(*features, scheme, bias=module.bias, device=device, order=order, input_scale=input_scale)
+    return QuantLinear(
+        *features, scheme, bias=module.bias, device=device, order=order, input_scale=input_scale, low_rank=low_rank,
+        activation_scale=activation_scale,
+    )  # fmt: skip

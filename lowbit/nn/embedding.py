@@ -13,8 +13,8 @@ class QuantEmbedding(PackedWeight):
     """Rows [.., embedding_dim] of a packed matrix [num_embeddings, embedding_dim] for token ids [..].
 
     `dtype` is the type of the rows it returns. Only the rows asked for are decoded. Scales must belong to single rows:
-    schemes per tensor or per block raise ValueError, and so do weights with an order or an input scale, since an embedding
-    has no input channels that they could belong to.
+    schemes per tensor or per block raise ValueError, and so do weights with an order, an input scale or a low-rank correction,
+    since an embedding has no input channels that they could belong to.
     """
 
     def __init__(
@@ -42,6 +42,13 @@ class QuantEmbedding(PackedWeight):
             what = "order" if order is not None else "input scale"
             raise ValueError(f"an embedding has no input channels, so its weights have no {what}; quantize it without")
         super()._set_channels(order, input_scale)
+
+    def _set_correction(self, up: nn.Parameter | None, down: nn.Parameter | None) -> None:
+        if up is not None:
+            raise ValueError(
+                "an embedding multiplies no input, so its weights have no low-rank correction; quantize it without"
+            )
+        super()._set_correction(up, down)
 
     def forward(self, ids: Tensor) -> Tensor:
         rows = ids.reshape(-1)

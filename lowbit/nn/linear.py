@@ -5,17 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lowbit.formats import QuantTensor, Scheme
+from lowbit.formats import PerBlock, QuantTensor, Scheme
 from lowbit.nn.packed import PackedWeight
-from lowbit.ops import fragment_gemm, mixed_gemm
+from lowbit.ops import fragment_gemm, mixed_gemm, quantize_activations, scaled_gemm
+from lowbit.ops.byte_gemm import byte_gemm
+from lowbit.ops.channels import channels_of_codes
 
 
 class QuantLinear(PackedWeight):
     """y [.., out_features] = x [.., in_features] . dequant(w)^T + bias, with w packed (see `PackedWeight`).
 
     x is fp16, bf16 or fp32 and y has its type; bias [out_features] is kept as it was in the original layer. With an `order` or
-    an `input_scale`, x is brought into the order of the codes and scaled first, at every call. On a GPU the
-    first call with 16-bit activations brings the weights into the order of the tensor-core kernels (`prepare`).
+    an `input_scale`, x is brought into the order of the codes and scaled first, at every call. A scheme with 8-bit activations
+    has x quantized next, by the `activation_scale` or else token by token (by blocks of K where the weights have blocks). A
+    low-rank correction costs two
+    small products and two roundings to x's type: of x down^T, and of the quantized product before the correction is added. On a
+    GPU the first call with 16-bit activations brings the weights into the order of the tensor-core kernels (`prepare`).
     """
 
     bias: nn.Parameter | None
@@ -33,8 +38,14 @@ class QuantLinear(PackedWeight):
         device: torch.device | str | None = None,
         order: bool = False,
         input_scale: bool = False,
+        low_rank: int = 0,
+        activation_scale: bool = False,
     ) -> None:
-        super().__init__((out_features, in_features), scheme, device, order=order, input_scale=input_scale)
+        shape, beside = (out_features, in_features), {"order": order, "input_scale": input_scale}
+        super().__init__(shape, scheme, device, **beside, low_rank=low_rank, activation_scale=activation_scale)
+        self.activation_format = None if self.scheme.activation is None else self.scheme.activation.name
+        # Blocks of weights go with groups of activations as long as a block.
+        self.activation_group = self.scheme.granularity.k if isinstance(self.scheme.granularity, PerBlock) else 0
         self.in_features, self.out_features = in_features, out_features
         self.register_parameter("bias", bias)
 
@@ -46,6 +57,18 @@ class QuantLinear(PackedWeight):
         return module
 
     def forward(self, x: Tensor) -> Tensor:
+        return self._corrected(self._product(x), x) if self.has_correction else self._product(x)
+
+    def _corrected(self, y: Tensor, x: Tensor) -> Tensor:
+        """y + (x down^T) up^T in x's type, for 8-bit activations with x as it was in 16."""
+        up, down = self.weight_up, self.weight_down
+        assert up is not None and down is not None
+        inner = torch.nn.functional.linear(x, down.to(x.dtype))
+        return torch.addmm(y.reshape(-1, y.shape[-1]), inner.reshape(-1, len(down)), up.to(x.dtype).t()).view_as(y)
+
+    def _product(self, x: Tensor) -> Tensor:
+        if self.activation_format is not None:
+            return self._scaled_product(x, self.activation_format)
         if x.is_cuda and not self.is_prepared and not torch.compiler.is_compiling():
             self.prepare(x.dtype)
         if self.is_prepared and x.dtype in (torch.float16, torch.bfloat16):
@@ -53,6 +76,19 @@ class QuantLinear(PackedWeight):
         self.restore()
         channels = (self.weight_order, self.input_scale) if self.has_channels else ()
         return mixed_gemm(x, self.weight_packed, self.weight_scale, self.weight_zero, self.bias, self.scheme_name, *channels)
+
+    def _scaled_product(self, x: Tensor, fmt: str) -> Tensor:
+        if self.has_channels:
+            x = channels_of_codes(x, self.weight_order, self.input_scale)
+        static = self.activation_scale
+        a = quantize_activations(x, fmt, group=self.activation_group if static is None else 0, scale=static)
+        if x.is_cuda and not self.is_prepared and not torch.compiler.is_compiling():
+            self.prepare(x.dtype)
+        if self.is_prepared and x.is_cuda:
+            return byte_gemm(a.codes, a.scale, self.scaled_weight(), self.bias, dtype=x.dtype)
+        self.restore()
+        weight = (self.weight_packed, self.weight_scale, self.weight_zero)
+        return scaled_gemm(a.codes, a.scale, *weight, self.bias, self.scheme_name, x.dtype)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.scheme}, bias={self.bias is not None}"

@@ -7,9 +7,27 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from lowbit.formats import QuantTensor, Scheme, ZeroPoint, pack_words, packed_bytes, parse_scheme, scale_shape, unpack_words
+from lowbit.formats import (
+    LowRank,
+    QuantTensor,
+    Scheme,
+    ZeroPoint,
+    pack_words,
+    packed_bytes,
+    parse_scheme,
+    scale_shape,
+    unpack_words,
+)
 from lowbit.ops import kernel_refusals
-from lowbit.pack import KernelWeight, pack_weight, scale_refusals, unpack_weight
+from lowbit.ops.byte_gemm import byte_refusals
+from lowbit.pack import (
+    KernelWeight,
+    ScaledWeight,
+    pack_scaled_weight,
+    pack_weight,
+    unpack_scaled_weight,
+    unpack_weight,
+)
 from lowbit.quantize.rtn import scale_dtype
 
 
@@ -17,16 +35,21 @@ class PackedWeight(nn.Module):
     """A matrix [N, K] as `weight_packed` uint8 [N, ceil(K * bits / 8)], `weight_scale` and, with zeros, `weight_zero`.
 
     With `order`, there is `weight_order` int32 [K], with `input_scale` a parameter of this name, float [K] (float32 until
-    loaded otherwise); `QuantTensor` says what they mean. Parameters rather than buffers, because tensor parallelism shards
-    parameters only; never one called `weight`, which a reader without this library would take for floats.
+    loaded otherwise), with `low_rank` r `weight_up` [N, r] and `weight_down` [r, K], fp16, with `activation_scale` a parameter
+    of this name, float32 [1]; `QuantTensor` says what they mean. Parameters rather than buffers, because tensor parallelism
+    shards parameters only; never one called `weight`, which a reader without this library would take for floats.
     """
 
     weight_zero: nn.Parameter | None
     weight_order: nn.Parameter | None
     input_scale: nn.Parameter | None
+    weight_up: nn.Parameter | None
+    weight_down: nn.Parameter | None
+    activation_scale: nn.Parameter | None
     kernel_codes: Tensor | None
     kernel_scale: Tensor | None
     kernel_channel_scale: Tensor | None
+    kernel_sums: Tensor | None
 
     def __init__(
         self,
@@ -36,6 +59,8 @@ class PackedWeight(nn.Module):
         *,
         order: bool = False,
         input_scale: bool = False,
+        low_rank: int = 0,
+        activation_scale: bool = False,
     ) -> None:
         super().__init__()
         self.scheme = parse_scheme(scheme)
@@ -56,7 +81,12 @@ class PackedWeight(nn.Module):
             _parameter(torch.empty(k, dtype=torch.int32, device=device)) if order else None,
             _parameter(torch.empty(k, dtype=torch.float32, device=device)) if input_scale else None,
         )
-        for name in ("kernel_codes", "kernel_scale", "kernel_channel_scale"):
+        self._set_correction(
+            _parameter(torch.empty(n, low_rank, dtype=torch.float16, device=device)) if low_rank else None,
+            _parameter(torch.empty(low_rank, k, dtype=torch.float16, device=device)) if low_rank else None,
+        )
+        self._set_activation_scale(_parameter(torch.empty(1, dtype=torch.float32, device=device)) if activation_scale else None)
+        for name in ("kernel_codes", "kernel_scale", "kernel_channel_scale", "kernel_sums"):
             self.register_buffer(name, None, persistent=False)
         self._shared = False
         self._refused = False
@@ -66,6 +96,14 @@ class PackedWeight(nn.Module):
         self.register_parameter("input_scale", input_scale)
         # Asked at every call, where finding out that a parameter is None would take longer.
         self.has_channels = order is not None or input_scale is not None
+
+    def _set_correction(self, up: nn.Parameter | None, down: nn.Parameter | None) -> None:
+        self.register_parameter("weight_up", up)
+        self.register_parameter("weight_down", down)
+        self.has_correction = up is not None
+
+    def _set_activation_scale(self, scale: nn.Parameter | None) -> None:
+        self.register_parameter("activation_scale", scale)
 
     @property
     def is_prepared(self) -> bool:
@@ -80,20 +118,25 @@ class PackedWeight(nn.Module):
         """
         if self.is_prepared or self._refused:
             return ()
-        reasons = kernel_refusals(self.scheme, dtype, self.weight_packed.device)
-        reasons = reasons or scale_refusals(self.scheme, self.weight_scale.dtype)
+        device, scaled = self.weight_packed.device, self.scheme.activation is not None
+        if scaled:
+            reasons = byte_refusals(self.scheme, device, self.weight_scale.dtype)
+        else:
+            reasons = kernel_refusals(self.scheme, dtype, device)
         if reasons:
-            self._refused = self.weight_packed.device.type != "cuda" or dtype in (torch.float16, torch.bfloat16)
+            self._refused = scaled or device.type != "cuda" or dtype in (torch.float16, torch.bfloat16)
             return reasons
-        packed = pack_weight(self.quant_tensor())
+        q = replace(self.quant_tensor(), low_rank=None)
+        packed = pack_scaled_weight(q) if scaled else pack_weight(q)
         self.kernel_codes, self.kernel_scale = packed.codes, packed.scale
         self.kernel_channel_scale = packed.channel_scale
+        self.kernel_sums = packed.sums if isinstance(packed, ScaledWeight) else None
         if not self._shared:
             self.weight_packed = _parameter(self.weight_packed.new_empty(0))
         return ()
 
     def kernel_weight(self) -> KernelWeight:
-        """The prepared weights."""
+        """The prepared weights of a scheme with 16-bit activations."""
         codes = self.kernel_codes
         assert codes is not None
         weight = KernelWeight(codes, self.kernel_scale, self.kernel_channel_scale, self.scheme, self.shape)
@@ -101,21 +144,37 @@ class PackedWeight(nn.Module):
             return replace(weight, order=self.weight_order, input_scale=self.input_scale)
         return weight
 
+    def scaled_weight(self) -> ScaledWeight:
+        """The prepared weights of a scheme with 8-bit activations."""
+        codes, sums = self.kernel_codes, self.kernel_sums
+        assert codes is not None and sums is not None
+        return ScaledWeight(codes, self.kernel_scale, self.kernel_channel_scale, sums, self.scheme, self.shape)
+
+    def _prepared_codes(self) -> Tensor:
+        if self.scheme.activation is not None:
+            return unpack_scaled_weight(self.scaled_weight()).codes
+        return unpack_weight(self.kernel_weight()).codes
+
     def restore(self) -> None:
         """Undoes `prepare`."""
         if not self.is_prepared:
             return
         if self.weight_packed.numel() == 0:
-            codes = unpack_weight(self.kernel_weight()).codes
-            self.weight_packed = _parameter(pack_words(codes, self.scheme.weight.bits))
-        self.kernel_codes = self.kernel_scale = self.kernel_channel_scale = None
+            self.weight_packed = _parameter(pack_words(self._prepared_codes(), self.scheme.weight.bits))
+        self._forget_prepared()
+
+    def _forget_prepared(self) -> None:
+        self.kernel_codes = self.kernel_scale = self.kernel_channel_scale = self.kernel_sums = None
 
     def set_weight(self, q: QuantTensor) -> None:
         """Takes over what `q` holds, which must have this module's shape and scheme."""
         if q.shape != self.shape or q.scheme != self.scheme:
             raise ValueError(f"this module holds {self.scheme} {self.shape}, got {q.scheme} {q.shape}")
         self._set_channels(*(None if t is None else _parameter(t) for t in (q.order, q.input_scale)))
-        self.kernel_codes = self.kernel_scale = self.kernel_channel_scale = None
+        factors = (None, None) if q.low_rank is None else (q.low_rank.up, q.low_rank.down)
+        self._set_correction(*(None if t is None else _parameter(t) for t in factors))
+        self._set_activation_scale(None if q.activation_scale is None else _parameter(q.activation_scale))
+        self._forget_prepared()
         self.weight_packed = _parameter(pack_words(q.codes, q.scheme.weight.bits))
         self.weight_scale = _parameter(q.scale)
         if q.zero is not None:
@@ -126,6 +185,7 @@ class PackedWeight(nn.Module):
         if other.shape != self.shape or other.scheme != self.scheme:
             raise ValueError(f"cannot tie {self.scheme} {self.shape} to {other.scheme} {other.shape}")
         self._set_channels(other.weight_order, other.input_scale)
+        self._set_correction(other.weight_up, other.weight_down)
         other.restore()
         self.restore()
         self._shared = other._shared = True
@@ -134,32 +194,40 @@ class PackedWeight(nn.Module):
             self.weight_zero = other.weight_zero
 
     def quant_tensor(self) -> QuantTensor:
-        """The weights as codes, scales, zeros and what belongs to their input."""
+        """The weights as codes, scales, zeros, what belongs to their input, and their correction."""
         if self.weight_packed.numel() == 0 and self.is_prepared:
-            codes = unpack_weight(self.kernel_weight()).codes
+            codes = self._prepared_codes()
         else:
             codes = unpack_words(self.weight_packed.data, self.scheme.weight.bits, self.shape[1])
-        beside = (None if p is None else p.data for p in (self.weight_order, self.input_scale))
-        zero = None if self.weight_zero is None else self.weight_zero.data
-        return QuantTensor(codes, self.weight_scale.data, zero, self.scheme, *beside)
+        up, down = self.weight_up, self.weight_down
+        correction = None if up is None or down is None else LowRank(up.data, down.data)
+        zero, order, input_scale, static = (
+            None if p is None else p.data
+            for p in (self.weight_zero, self.weight_order, self.input_scale, self.activation_scale)
+        )
+        return QuantTensor(codes, self.weight_scale.data, zero, self.scheme, order, input_scale, correction, static)
 
     @property
     def weight_nbytes(self) -> int:
         """Bytes of the packed weights and everything beside them."""
+        beside = sum(p.nbytes for p in (self.weight_up, self.weight_down, self.activation_scale) if p is not None)
         if self.is_prepared:
-            return self.kernel_weight().nbytes
+            scaled = self.scheme.activation is not None
+            return (self.scaled_weight().nbytes if scaled else self.kernel_weight().nbytes) + beside
         held = (self.weight_packed, self.weight_scale, self.weight_zero, self.weight_order, self.input_scale)
-        return sum(p.nbytes for p in held if p is not None)
+        return sum(p.nbytes for p in held if p is not None) + beside
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):  # type: ignore[no-untyped-def]
         self.restore()  # files hold the form on disk
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
-        """Moves devices as any module does, but keeps the scales' type: `.half()` must not round float32 scales."""
+        """Moves devices as any module does, but keeps the type of scales and corrections: `.half()` must not round float32
+        scales, nor `.bfloat16()` the factors."""
         self.restore()
         self._refused = False
-        exact = {id(p) for p in (self.weight_scale, self.weight_zero, self.input_scale)}
+        scales = (self.weight_scale, self.weight_zero, self.input_scale, self.activation_scale)
+        exact = {id(p) for p in (*scales, self.weight_up, self.weight_down)}
 
         def apply(t: Tensor) -> Tensor:
             moved = fn(t)

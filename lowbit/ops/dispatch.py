@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit.formats import PerChannel, Scheme, ZeroPoint, int_format
+from lowbit.formats import PerBlock, PerChannel, Scheme, ZeroPoint, int_format
 from lowbit.kernels.blocked import mixed_gemm_blocked
+from lowbit.kernels.reference import CODE_DTYPES
+from lowbit.kernels.scaled_blocked import X_BLOCK
 from lowbit.kernels.torch_int8 import K_STEP, MAX_M, mixed_gemm_torch_int8
 
 Kernel = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None", Scheme], Tensor]
@@ -92,6 +94,22 @@ BACKENDS: tuple[Backend, ...] = (
 def candidates(problem: Problem) -> list[tuple[Backend, tuple[str, ...]]]:
     """Every back end with its reasons against the problem."""
     return [(backend, backend.refusals(problem)) for backend in BACKENDS]
+
+
+def scheme_refusals(scheme: Scheme, n: int, k: int) -> tuple[str, ...]:
+    """Why a layer [n, k] of a scheme cannot run anywhere; empty if it can, at least on a CPU in float32."""
+    if scheme.activation is None:
+        rows = candidates(Problem(scheme, 1, n, k, torch.float32, "cpu"))
+        if any(not reasons for _, reasons in rows):
+            return ()
+        return tuple(f"{backend.name} {', '.join(reasons)}" for backend, reasons in rows)
+    reasons = []
+    if scheme.activation.name not in CODE_DTYPES:
+        known = ", ".join(CODE_DTYPES)
+        reasons.append(f"scaled_gemm multiplies activations of {known}, the scheme asks for {scheme.activation.name}")
+    if isinstance(scheme.granularity, PerBlock) and scheme.granularity.k != X_BLOCK:
+        reasons.append(f"scaled_gemm takes blocks of {X_BLOCK} columns together with quantized activations, not {scheme}")
+    return tuple(reasons)
 
 
 @functools.lru_cache(maxsize=4096)

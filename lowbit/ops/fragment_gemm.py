@@ -117,7 +117,7 @@ def _check(
             f"got {codes.dtype} {tuple(codes.shape)}: another K, another scheme, or packed for another kernel"
         )
     group, of_channels = kernel_group(s), has_channel_scale(s)
-    if (group == 0) != (scale is None) or of_channels != (channel is not None):
+    if (group == 0) != (scale is None) or (of_channels and channel is None):
         kinds = (["scales per group"] if group else []) + (["scales per channel"] if of_channels else [])
         raise ValueError(f"fragment_gemm: {s} takes {' and '.join(kinds)}, pack_weight makes them")
     if scale is not None:
@@ -185,7 +185,7 @@ def _plan(
         return None
     device = _device(on)
     shape = gemm_shape(parsed, m, n, k)
-    form = weight_form(parsed, None if others[1] is None else others[1][1])
+    form = weight_form(parsed, None if others[1] is None else others[1][1], others[2] is not None)
     return plan_for(choose(shape, device, batch_invariant), shape, form, dtype, others[3] is not None, device, on)
 
 

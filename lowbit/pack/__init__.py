@@ -2,6 +2,7 @@
 
 from lowbit.pack.fragment import FragmentOrder
 from lowbit.pack.layout import Layout, PackedTensor, RowMajor, pack
+from lowbit.pack.scaled import ScaledWeight, pack_scaled_weight, scaled_refusals, unpack_scaled_weight
 from lowbit.pack.scales import pack_scales, unpack_scales
 from lowbit.pack.tensorrt_llm import ColumnMajorTileInterleave
 from lowbit.pack.weight import (
@@ -10,7 +11,6 @@ from lowbit.pack.weight import (
     has_channel_scale,
     kernel_group,
     pack_weight,
-    scale_refusals,
     unpack_weight,
     weight_form,
 )
@@ -22,13 +22,16 @@ __all__ = [
     "Layout",
     "PackedTensor",
     "RowMajor",
+    "ScaledWeight",
     "WeightForm",
     "has_channel_scale",
     "kernel_group",
     "pack",
+    "pack_scaled_weight",
     "pack_scales",
     "pack_weight",
-    "scale_refusals",
+    "scaled_refusals",
+    "unpack_scaled_weight",
     "unpack_scales",
     "unpack_weight",
     "weight_form",

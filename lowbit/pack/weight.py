@@ -4,11 +4,17 @@
     scale           fp16 or bf16 [N/16, G, 8, 2]             groups along K: scales of rows g and g + 8 for lane group g
                     fp16 or bf16 [N/16, G, 8, 4]             with zeros: those scales, then the zeros of both rows
     channel_scale   float32 [N]                              one scale per output channel, applied at the end
+                                                             (with scales of groups in 32 bits: a power of two)
     order           int32 [K]                                channel of x that each column of codes meets, where not the same
     input_scale     fp32, fp16 or bf16 [K]                   what each channel of x is multiplied by first, where there is one
 
 Zeros go with the codes, so they stand in groups even where scales do not: with integer zeros, a scale per channel or tensor
 stays `channel_scale` in float32, and the groups hold scales of 1 and the zeros, all exact.
+
+Scales of groups and floating-point zeros of 32 bits (GGUF's K types, DeepSeek's blocks) are rounded to fp16, each row divided
+by the power of two that brings its largest scale to 1/2 or beyond; that factor waits for the end. A scale is then off by 2^-11
+of itself at most, as a weight in fp16 is, or by 2^-24 of the largest of its row where it is 2^-13 of that and less. What a
+module saves are the scales as they were.
 
 The kernels know groups of 16, 32, 64 and 128, a whole number of which make a step of 128 k. Scales of other groups (48,
 256, blocks of rows and k) are repeated until they are such groups: more bytes, the same weights.
@@ -52,14 +58,6 @@ def has_channel_scale(scheme: Scheme) -> bool:
     return isinstance(scheme.granularity, (PerChannel, PerTensor)) and scheme.zero is not ZeroPoint.FLOAT
 
 
-def scale_refusals(scheme: Scheme, dtype: torch.dtype) -> tuple[str, ...]:
-    """Why the kernels cannot take scales of `dtype` with a scheme; empty if they can."""
-    if has_channel_scale(scheme) or dtype in (torch.float16, torch.bfloat16):
-        return ()
-    what = "scales that go with floating-point zeros" if scheme.zero is ZeroPoint.FLOAT else "scales of groups"
-    return (f"take {what} in fp16 or bf16, {scheme} has them in {str(dtype).removeprefix('torch.')} here",)
-
-
 @dataclass(frozen=True)
 class WeightForm:
     """What a kernel must know of weights when it is compiled: names of formats, size of the kernels' groups, kind of zeros."""
@@ -77,13 +75,14 @@ class WeightForm:
         return self.group == 0 or self.scaled_twice
 
 
-def weight_form(scheme: Scheme, scale_dtype: torch.dtype | None) -> WeightForm:
-    """The form of weights of a scheme; `scale_dtype` is the type of their group scales, None without."""
+def weight_form(scheme: Scheme, scale_dtype: torch.dtype | None, channel_scale: bool) -> WeightForm:
+    """The form of weights of a scheme; `scale_dtype` is the type of their group scales, None without; `channel_scale` says
+    whether they have scales per channel."""
     zeros: dict[ZeroPoint, Literal["none", "integer", "float"]]
     zeros = {ZeroPoint.NONE: "none", ZeroPoint.INTEGER: "integer", ZeroPoint.FLOAT: "float"}
     half: HalfType = "bf16" if scale_dtype == torch.bfloat16 else "fp16"
     group = kernel_group(scheme)
-    return WeightForm(scheme.weight.name, group, zeros[scheme.zero], half, group > 0 and has_channel_scale(scheme))
+    return WeightForm(scheme.weight.name, group, zeros[scheme.zero], half, group > 0 and channel_scale)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,34 +115,41 @@ class KernelWeight:
 def pack_weight(q: QuantTensor) -> KernelWeight:
     """The kernels' form of `q`, on its device.
 
-    Raises ValueError for groups that are no multiple of 16, group scales that are not 16 bits wide, scales that are not
-    finite, and an order that is no permutation.
+    Raises ValueError for groups that are no multiple of 16, scales that are not finite, an order that is no permutation, and a
+    low-rank correction, which the layer adds (`nn.QuantLinear`).
     """
+    if q.low_rank is not None:
+        raise ValueError(
+            f"{q.scheme} {q.shape}: a low-rank correction is no part of the kernels' form; pack the weight without"
+        )
     group = kernel_group(q.scheme)
     for name, values in (("scales", q.scale), ("zeros", q.zero), ("input scales", q.input_scale)):
         if values is not None and values.is_floating_point() and not bool(torch.isfinite(values).all()):
             raise ValueError(f"{q.scheme} {q.shape}: {name} must be finite, some are not")
     if q.order is not None and not is_permutation(q.order):
         raise ValueError(f"{q.scheme} {q.shape}: order is a permutation of 0 to {q.shape[1] - 1}, this one is not")
-    reasons = scale_refusals(q.scheme, q.scale.dtype)
-    if reasons:
-        raise ValueError(f"the kernels {'; '.join(reasons)}")
     order = FragmentOrder(MMA_M16N8K16_F16, q.scheme.weight)
     (codes,) = order.pack(q.codes, q.scheme.weight.bits)
     channel = scale = None
-    scales = q.scale
+    scales, zeros = q.scale, q.zero
     if has_channel_scale(q.scheme):
         channel = q.scale.float().expand(q.shape[0], 1).reshape(-1).contiguous()
         # Integers of 8 bits are exact in bf16, which a kernel with bf16 activations need not convert.
         scales = torch.ones_like(q.scale, dtype=torch.bfloat16)
+    elif scales.dtype not in (torch.float16, torch.bfloat16):
+        factor = _row_factors(q)
+        scales = (scales / factor[:, None]).half()
+        zeros = (zeros / factor[:, None]).half() if zeros is not None and q.scheme.zero is ZeroPoint.FLOAT else zeros
+        channel = factor.repeat_interleave(q.scheme.granularity.block(q.shape)[0])[: q.shape[0]].contiguous()
     if group:
-        parts = [_by_group(values.to(scales.dtype), q, group) for values in (scales, q.zero) if values is not None]
+        parts = [_by_group(values.to(scales.dtype), q, group) for values in (scales, zeros) if values is not None]
         scale = torch.cat(parts, dim=-1).contiguous()
     return KernelWeight(codes, scale, channel, q.scheme, q.shape, q.order, q.input_scale)
 
 
 def unpack_weight(w: KernelWeight) -> QuantTensor:
-    """The matrix that `pack_weight` packed; its inverse, but for scales per channel or tensor, which are float32 then."""
+    """The matrix that `pack_weight` packed; its inverse, but for scales per channel or tensor, which are float32 then, and
+    those of groups in 32 bits, which are as they were rounded."""
     order = FragmentOrder(MMA_M16N8K16_F16, w.scheme.weight)
     codes = order.unpack((w.codes,), w.scheme.weight.bits, w.shape)
     parts = [] if w.scale is None else [_from_groups(part, w) for part in w.scale.split(2, dim=-1)]
@@ -152,10 +158,24 @@ def unpack_weight(w: KernelWeight) -> QuantTensor:
         zero = zero.to(torch.uint8)
     if w.channel_scale is None:
         scale = parts[0]
+    elif not has_channel_scale(w.scheme):
+        factor = w.channel_scale[:: w.scheme.granularity.block(w.shape)[0], None]
+        scale = parts[0].float() * factor
+        zero = zero.float() * factor if zero is not None and w.scheme.zero is ZeroPoint.FLOAT else zero
     else:
         rows = 1 if isinstance(w.scheme.granularity, PerTensor) else w.shape[0]
         scale = w.channel_scale[:rows, None].clone()
     return QuantTensor(codes, scale, zero, w.scheme, w.order, w.input_scale)
+
+
+def _row_factors(q: QuantTensor) -> Tensor:
+    """A power of two for each row of scales, float32: the largest scale is 1/2 to 1 of it (less where zeros are more than 256
+    times as large)."""
+    largest = q.scale.float().abs().amax(dim=1)
+    if q.zero is not None and q.scheme.zero is ZeroPoint.FLOAT:
+        largest = torch.maximum(largest, q.zero.float().abs().amax(dim=1) / 256)
+    exponent = torch.frexp(largest).exponent.clamp(min=-126, max=127)
+    return torch.ldexp(torch.ones_like(largest), exponent)
 
 
 def _by_group(values: Tensor, q: QuantTensor, group: int) -> Tensor:

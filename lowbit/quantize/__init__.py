@@ -6,7 +6,7 @@ inputs (`statistics`). `fold` moves factors into the layer before, `lorc` takes 
 
 from lowbit.quantize.gptq import gptq
 from lowbit.quantize.hqq import hqq
-from lowbit.quantize.lorc import LowRank, lorc
+from lowbit.quantize.lorc import lorc
 from lowbit.quantize.method import Awq, Gptq, Hqq, Method, Rtn, SmoothQuant
 from lowbit.quantize.mixed import Mixed
 from lowbit.quantize.rtn import rtn
@@ -17,7 +17,6 @@ __all__ = [
     "Gptq",
     "Hqq",
     "InputStatistics",
-    "LowRank",
     "Method",
     "Mixed",
     "Rtn",

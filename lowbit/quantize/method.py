@@ -28,6 +28,8 @@ class Gptq:
     static_groups: bool = False
     search: GptqSearch = "loss"
     damping: float = 0.05
+    smooth: SmoothQuant | None = None
+    """Done first where it is given, for schemes with 8-bit activations."""
 
 
 @dataclass(frozen=True)

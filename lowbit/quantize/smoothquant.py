@@ -33,21 +33,22 @@ def smoothing_scale(weights: Sequence[Tensor], abs_max: Tensor, alpha: float, sh
     return pooled(torch.where((abs_max > 0) & (w > 0), scale, 1.0), shared)
 
 
-def best_alpha(weights: Sequence[Tensor], scheme: Scheme, statistics: InputStatistics) -> float:
+def best_alpha(weights: Sequence[Tensor], scheme: Scheme, statistics: InputStatistics) -> float | None:
     """The alpha of ALPHAS whose outputs on `statistics.sample` are nearest to the float ones when the weights are rounded by
-    `scheme` and the inputs, token by token, to its activation format (int8 when it has none)."""
+    `scheme` and the inputs, token by token, to its activation format (int8 when it has none); None where no factors at all are
+    better than any."""
     x = statistics.sample
     weight_only = replace(scheme, activation=None)
     errors = []
-    for alpha in ALPHAS:
-        s = smoothing_scale(weights, statistics.abs_max, alpha)
+    for alpha in (None, *ALPHAS):
+        s = torch.ones_like(statistics.abs_max) if alpha is None else smoothing_scale(weights, statistics.abs_max, alpha)
         rounded = per_token(x / s, scheme.activation or int_format(8))
         error = 0.0
         for w in weights:
             difference = rounded @ rtn(w.float() * s, weight_only).dequantize().T - x @ w.float().T
             error += float(difference.double().square().sum())
         errors.append(error)
-    return ALPHAS[errors.index(min(errors))]
+    return (None, *ALPHAS)[errors.index(min(errors))]
 
 
 def per_token(x: Tensor, fmt: NumberFormat) -> Tensor:

@@ -43,10 +43,10 @@ def test_terminal_table_and_failures(document):
 
 def test_readme_block_is_replaced_in_place(tmp_path):
     readme = tmp_path / "README.md"
-    readme.write_text(f"# Title\n{report.OPENING}\nold\n{report.CLOSING}\nend\n")
+    readme.write_text(f"# Title\n<!-- {report.MARK} -->\nold\n<!-- /{report.MARK} -->\nend\n")
     for _ in range(2):  # a second time changes nothing
         report.rewrite_readme(readme, "new\n")
-        assert readme.read_text() == f"# Title\n{report.OPENING}\nnew\n{report.CLOSING}\nend\n"
-    readme.write_text(f"{report.CLOSING}{report.OPENING}")
+        assert readme.read_text() == f"# Title\n<!-- {report.MARK} -->\nnew\n<!-- /{report.MARK} -->\nend\n"
+    readme.write_text(f"<!-- /{report.MARK} --><!-- {report.MARK} -->")
     with pytest.raises(ValueError, match="once each and in this order"):
         report.rewrite_readme(readme, "new")

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 DATA = Path(__file__).parent / "data"
-FOLDERS = sorted(path for path in DATA.iterdir() if (path / "config.json").exists())
+FOLDERS = sorted(path.parent for path in DATA.glob("*/model.safetensors"))
 
 
 def sha(weight):

@@ -61,6 +61,17 @@ def test_one_sample_is_greedy_and_many_come_in_pieces():
     assert many.asked[0][1]["seed"] != many.asked[1][1]["seed"]
 
 
+def test_greedy_problems_run_together():
+    pipe = ScriptedPipeline(["    return a + b\n", "    return 2\n", "    return a + b\n"])
+    result = solve(pipe, [ADD, ONE, ADD], batch_size=2)
+    assert [(s.problem, s.passed) for s in result.problems] == [("t/0", 1), ("t/1", 0), ("t/0", 1)]
+    assert [prompts for prompts, _ in pipe.asked] == [[ADD.prompt, ONE.prompt], [ADD.prompt]]
+    crowded = ScriptedPipeline(["    return a + b\n"] * 2, context=100)
+    solve(crowded, [ONE, ADD], batch_size=2)
+    longest = max(len(crowded.tokenizer(p.prompt).input_ids) for p in (ADD, ONE))
+    assert crowded.asked[0][1]["max_new_tokens"] == 100 - longest
+
+
 def test_completions_fit_into_the_context():
     pipe = ScriptedPipeline(["    return a + b\n"], context=40)
     solve(pipe, [ADD])

@@ -38,6 +38,14 @@ def test_summaries_are_asked_for_and_long_documents_cut():
         summarize(ScriptedPipeline([], context=4), [Document("abc", "d")], max_new_tokens=2)
 
 
+def test_batches():
+    pytest.importorskip("rouge_score", reason="needs the extra lowbit[eval]")
+    pipe = ScriptedPipeline(["a", "x", "c"])
+    result = summarize(pipe, [Document("A.", "a"), Document("B.", "b"), Document("C.", "c")], batch_size=2)
+    assert result.values["rouge1"] == pytest.approx(2 / 3) and result.documents == 3
+    assert [prompts for prompts, _ in pipe.asked] == [["A.\n\nTL;DR:", "B.\n\nTL;DR:"], ["C.\n\nTL;DR:"]]
+
+
 def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
     with pytest.raises(ValueError, match=r"pip install 'lowbit\[eval\]'"):

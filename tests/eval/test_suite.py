@@ -145,6 +145,17 @@ def test_a_file_is_whole_or_as_it_was(tmp_path):
     assert target.read_text() == "old" and os.listdir(tmp_path) == ["a.json"]
 
 
+def test_a_block_of_a_page_is_replaced(tmp_path):
+    page = tmp_path / "p.md"
+    page.write_text("a\n<!-- x:y -->\nold\n<!-- /x:y -->\nb\n")
+    for _ in range(2):
+        report.replace_block(page, "x:y", "\nnew\n")
+        assert page.read_text() == "a\n<!-- x:y -->\nnew\n<!-- /x:y -->\nb\n"
+    page.write_text("<!-- /x:y --><!-- x:y -->")
+    with pytest.raises(ValueError, match="once each and in this order"):
+        report.replace_block(page, "x:y", "new")
+
+
 def test_another_tokenizer_has_no_divergence(models, tmp_path):
     other = save_tiny(tmp_path / "other")
     tokenizer = tiny_tokenizer()

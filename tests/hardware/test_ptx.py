@@ -72,6 +72,11 @@ def test_rotation(a, amount):
     assert one(lambda p, x: p.rotate(x, amount), a) == ((a >> amount) | (a << (32 - amount))) & 0xFFFFFFFF
 
 
+@given(WORD, WORD)
+def test_words_are_added_with_wrap_around(a, b):
+    assert one(lambda p, x, y: p.add_words(x, y), a, b) == (a + b) % 2**32
+
+
 def special_words(n=200_000):
     rng = np.random.default_rng(0)
     return rng.integers(0, 2**32, n, dtype=np.uint32)

@@ -35,13 +35,13 @@ class Compiled:
         return re.findall(r"/\*[0-9a-f]+\*/\s+(.*?) ;", self.text)
 
 
-def compile_kernel(kernel, signature, config, pointers, warps, capability) -> Compiled:
+def compile_kernel(kernel, signature, config, pointers, warps, capability, **options) -> Compiled:
     """A Gluon kernel whose last argument is the configuration C. `signature` maps names to Triton's type strings, or None for
     arguments that are None; `pointers` are aligned."""
     pytest.importorskip("triton", reason="Triton compiles the kernels")
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    return _compile(GluonASTSource, kernel, signature, {"C": config}, pointers, warps, capability)
+    return _compile(GluonASTSource, kernel, signature, {"C": config}, pointers, warps, capability, **options)
 
 
 def compile_triton(kernel, signature, constants, pointers, warps, capability, **options) -> Compiled:

@@ -136,14 +136,69 @@ def test_what_the_target_cannot_hold_is_said_and_nothing_stays(tmp_path, name, t
     assert list(tmp_path.iterdir()) == []
 
 
+def edited(name, tmp_path, change, tensors=None):
+    """A copy of a folder with other activations in its config and more tensors."""
+    folder = tmp_path / "edited"
+    shutil.copytree(DATA / name, folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["input_activations"].update(change)
+    (folder / "config.json").write_text(json.dumps(config))
+    if tensors is not None:
+        held = load_file(folder / "model.safetensors")
+        save_file(held | tensors(held), folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 def test_activations_that_no_kernel_takes_stay_in_16_bits(tmp_path):
-    report = convert_checkpoint(DATA / "compressed-tensors-fp8", tmp_path / "c")
-    assert any("activations stay in 16 bits, the files asked for fp8_e4m3" in line for line in report.lines())
+    source = edited("compressed-tensors-fp8", tmp_path, {"num_bits": 4})
+    report = convert_checkpoint(source, tmp_path / "c")
+    assert any("activations stay in 16 bits, the files asked for fp4_e2m1" in line for line in report.lines())
+    assert set(report.layers.values()) == {"w8e4m3a16_t"}
     report = convert_checkpoint(DATA / "compressed-tensors-fp8", tmp_path / "d", "compressed-tensors")
     config = json.loads((tmp_path / "d" / "config.json").read_text())["quantization_config"]
     group = config["config_groups"]["group_0"]
     assert group["input_activations"]["type"] == "float" and group["input_activations"]["dynamic"] is True
     assert report.notes == []
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_activations_in_8_bits_run_as_the_files_ask(tmp_path, static):
+    """Against the model with decoded weights whose layers' inputs go through torch's own float8, by hand."""
+    source, given = DATA / "compressed-tensors-fp8", {}
+    if static:
+        source = edited(
+            "compressed-tensors-fp8", tmp_path, {"dynamic": False, "strategy": "tensor"},
+            lambda held: {n.replace("weight_scale", "input_scale"): torch.tensor([0.0078125 + 0.001 * i]).bfloat16()
+                          for i, n in enumerate(sorted(held)) if n.endswith("weight_scale")},
+        )  # fmt: skip
+        given = {n.removesuffix(".input_scale"): t.float() for n, t in load_file(source / "model.safetensors").items()
+                 if n.endswith("input_scale")}  # fmt: skip
+        assert len(given) == 7
+    report = convert_checkpoint(source, tmp_path / "own")
+    assert report.notes == [] and set(report.layers.values()) == {"w8e4m3a8e4m3_t"}
+    convert_checkpoint(source, tmp_path / "plain", "dequantized")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
+
+    def by_hand(name):
+        def hook(module, args):
+            scale = given[name] if static else args[0].abs().amax(-1, keepdim=True) / 448
+            return ((args[0] / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale,)
+
+        return hook
+
+    for name in report.layers:
+        plain.get_submodule(name).register_forward_pre_hook(by_hand(name))
+    own = AutoModelForCausalLM.from_pretrained(tmp_path / "own", dtype=torch.float32)
+    expected = plain(IDS).logits
+    assert (own(IDS).logits - expected).norm() < 2e-2 * expected.norm()
+    if static:
+        assert all(torch.equal(own.get_submodule(name).activation_scale, scale) for name, scale in given.items())
+        convert_checkpoint(tmp_path / "own", tmp_path / "back", "compressed-tensors")
+        back, first = load_file(tmp_path / "back" / "model.safetensors"), load_file(source / "model.safetensors")
+        assert back.keys() == first.keys() and all(torch.equal(back[n].float(), t.float()) for n, t in first.items())
+        config = json.loads((tmp_path / "back" / "config.json").read_text())["quantization_config"]
+        asked = config["config_groups"]["group_0"]["input_activations"]
+        assert (asked["dynamic"], asked["strategy"], asked["num_bits"]) == (False, "tensor", 8)
 
 
 def test_existing_folders_and_unknown_targets(tmp_path):

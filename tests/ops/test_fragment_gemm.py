@@ -69,6 +69,29 @@ def test_against_float64(scheme, dtype, m, n, k):
     assert torch.equal(y, fragment_gemm(x, w, bias)), "same input, same bits"
 
 
+WIDE = ["w4a16_g32", "w6a16_g16", "w4a16_g32_fz", "w5a16_g32_fz", "w4a16_g64_z", "w8e4m3a16_b128x128", "w3a16_g48", "w4a16_fz"]
+
+
+@gpu
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("scheme", WIDE)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 512, 1024), (13, 1000, 576), (40, 344, 1096), (300, 520, 2048)])
+def test_scales_of_groups_in_32_bits(scheme, dtype, m, n, k):
+    """Rows of very different sizes. The kernels add nothing to the rounding of the scales that pack/weight.py states."""
+    q = quantized(scheme, n, k)
+    sizes = torch.exp2(torch.randint(-12, 3, (len(q.scale), 1), device="cuda") + torch.rand(q.scale.shape, device="cuda"))
+    zero = q.zero if q.zero is None or q.zero.dtype == torch.uint8 else q.zero.float() * sizes
+    q = QuantTensor(q.codes, q.scale.float() * sizes, zero, q.scheme)
+    x, w = torch.randn(m, k, device="cuda", dtype=dtype), pack_weight(q)
+    y = fragment_gemm(x, w)
+    # The product and a floating-point zero are rounded apart, and are larger than their sum.
+    as_stated = 2**-11 if zero is None or zero.dtype == torch.uint8 else 2**-9
+    for stored, slack in ((unpack_weight(w), 1e-5), (q, as_stated)):
+        reference = mixed_gemm_reference(x, stored)
+        plain = torch.nn.functional.linear(x, stored.dequantize(dtype))
+        assert relative_error(y, reference) <= 1.5 * relative_error(plain, reference) + slack
+
+
 @gpu
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES)

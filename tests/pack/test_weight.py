@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lowbit.formats import QuantTensor, ZeroPoint, parse_scheme
-from lowbit.pack import pack_weight, scale_refusals, unpack_scales, unpack_weight, weight_form
+from lowbit.formats import QuantTensor, parse_scheme
+from lowbit.pack import has_channel_scale, pack_weight, unpack_scales, unpack_weight, weight_form
 from lowbit.quantize import rtn
 from tests.tiny import with_channels
 
@@ -31,13 +31,14 @@ def test_float32_scales_per_channel_stay_exact_beside_integer_zeros(scheme):
     assert torch.equal(weights, q.dequantize())
     back = unpack_weight(w)
     assert torch.equal(back.zero, q.zero) and torch.equal(back.scale, q.scale) and torch.equal(back.codes, q.codes)
-    form = weight_form(q.scheme, w.scale.dtype)
+    form = weight_form(q.scheme, w.scale.dtype, True)
     assert form.channel_scale and form.group == 128 and form.zero == "integer"
 
 
 def test_which_scales_wait_for_the_end():
     def kind(scheme):
-        form = weight_form(parse_scheme(scheme), torch.float16)
+        parsed = parse_scheme(scheme)
+        form = weight_form(parsed, torch.float16, has_channel_scale(parsed))
         return form.group, form.channel_scale
 
     assert kind("w8a16") == (0, True) and kind("w8a16_t") == (0, True)
@@ -45,17 +46,38 @@ def test_which_scales_wait_for_the_end():
     assert kind("w4a16_z") == (128, True) and kind("w4a16_fz") == (128, False)
 
 
-def test_float_zeros_of_whole_channels_need_16_bit_scales():
-    """scale * (code + zero / scale) is not code * scale + zero, so nothing can wait for the end."""
-    q = rtn(random(32, 64), "w4a16_fz")
-    with pytest.raises(ValueError, match="the kernels take scales that go with floating-point zeros in fp16 or bf16, w4a16_fz"):
-        pack_weight(q)
-    half = QuantTensor(q.codes, q.scale.half(), q.zero.half(), q.scheme)
-    assert torch.equal(unpack_weight(pack_weight(half)).dequantize(), half.dequantize())
-    assert scale_refusals(parse_scheme("w4a16_g32"), torch.float32) == (
-        "take scales of groups in fp16 or bf16, w4a16_g32 has them in float32 here",
-    )
-    assert parse_scheme("w4a16_fz").zero is ZeroPoint.FLOAT
+WIDE = ["w4a16_g32", "w6a16_g16", "w4a16_g32_fz", "w5a16_g32_fz", "w4a16_g32_z", "w8e4m3a16_b48x128", "w4a16_fz", "w4a16_t_fz"]
+
+
+@pytest.mark.parametrize("scheme", WIDE)
+def test_scales_of_groups_in_32_bits_are_rounded_as_stated(scheme):
+    """Rows of very different sizes, scales of many sizes in each, negative ones, zeros and a row of nothing else."""
+    q = rtn(random(100, 300), scheme)
+    g = torch.Generator().manual_seed(1)
+    sizes = torch.exp2(torch.randint(-60, 40, (len(q.scale), 1), generator=g) + 6 * torch.rand(q.scale.shape, generator=g))
+    scale = sizes * torch.randn(q.scale.shape, generator=g).sign()
+    scale[-1] = 0
+    if scale.shape[1] > 1:
+        scale[0, 1] = 0
+    zero = q.zero if q.zero is None or q.zero.dtype == torch.uint8 else sizes * torch.randn(sizes.shape, generator=g)
+    q = QuantTensor(q.codes, scale, zero, q.scheme)
+    w = pack_weight(q)
+    assert w.scale.dtype == torch.float16 and bool(w.scale.isfinite().all())
+    mantissa, _ = torch.frexp(w.channel_scale)
+    assert bool((mantissa == 0.5).all()), "powers of two"
+    back = unpack_weight(w)
+    assert torch.equal(back.codes, q.codes) and back.scale.dtype == torch.float32
+    for ours, stored in ((q.scale, back.scale), (q.zero, back.zero)):
+        if ours is None or ours.dtype == torch.uint8:
+            assert ours is stored is None or torch.equal(ours, stored)
+            continue
+        largest = torch.maximum(*(t.abs().amax(dim=1, keepdim=True) for t in (q.scale, ours)))
+        assert bool(((stored - ours).abs() <= torch.maximum(ours.abs() * 2**-11, largest * 2**-24)).all())
+    assert weight_form(q.scheme, w.scale.dtype, w.channel_scale is not None).channel_scale
+    half = QuantTensor(q.codes, torch.ones_like(q.scale).half(), None if zero is None else torch.ones_like(zero).to(
+        torch.uint8 if zero.dtype == torch.uint8 else torch.float16), q.scheme)  # fmt: skip
+    if not has_channel_scale(q.scheme):
+        assert pack_weight(half).channel_scale is None, "scales of 16 bits stay as they are"
 
 
 def test_order_and_input_scale_travel_with_the_weight():

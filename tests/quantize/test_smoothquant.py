@@ -53,6 +53,14 @@ def test_the_best_alpha_of_the_grid():
     assert error(got) < 0.5 * error(0.0), "an outlier channel is what smoothing is for"
 
 
+def test_no_factors_where_none_help():
+    """One token, and none of the sample, has a huge value: factors would spoil the weights for all the others."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = torch.randn(300, 64, generator=generator), torch.randn(16, 64, generator=generator)
+    x[200, 5] = 1e5
+    assert best_alpha([w], parse_scheme("w8a8"), statistics(x, keep=128)) is None
+
+
 def test_tokens_are_rounded_each_with_its_own_scale():
     x = torch.tensor([[127.0, 1.4, -3.6], [1.27, 0.014, -0.036]])
     torch.testing.assert_close(per_token(x, int_format(8)), torch.tensor([[127.0, 1.0, -4.0], [1.27, 0.01, -0.04]]))

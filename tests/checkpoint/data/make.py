@@ -1,7 +1,7 @@
 """Makes the checkpoints of this folder with the tools that other people use. Not run by the tests: README.md says how.
 
     python make.py TOOL MODEL OUT     with TOOL one of model, auto-round, gptqmodel, llmcompressor, bitsandbytes,
-                                      transformers, gguf
+                                      transformers, modelopt, gguf
 
 Each run writes one folder per variant: what the tool wrote, and `expected.json` with the SHA-256 of every layer's
 weights [N, K] as the tool itself dequantizes them, in float32.
@@ -198,17 +198,43 @@ def transformers(source, out):
 
     # Its arithmetic is plain torch; only the check for a GPU stands in the way of a CPU.
     FineGrainedFP8HfQuantizer.validate_environment = lambda *args, **kwargs: None
-    folder = out / "fp8-transformers"
-    blocks = {"weight_block_size": (32, 32)}
-    net = AutoModelForCausalLM.from_pretrained(
-        source, dtype=torch.float16, quantization_config=FineGrainedFP8Config(**blocks), device_map="cpu"
-    )
-    net.save_pretrained(folder)
-    back = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, quantization_config=FineGrainedFP8Config(**blocks, dequantize=True), device_map="cpu"
-    )
-    expected = {n: sha(m.weight) for n, m in back.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"}
-    finish(folder, expected)
+    for name, block in (("fp8-transformers", (32, 32)), ("fp8-transformers-tensor", None)):
+        folder = out / name
+        net = AutoModelForCausalLM.from_pretrained(
+            source, dtype=torch.float16, quantization_config=FineGrainedFP8Config(weight_block_size=block), device_map="cpu"
+        )
+        net.save_pretrained(folder)
+        back = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, device_map="cpu",
+            quantization_config=FineGrainedFP8Config(weight_block_size=block, dequantize=True),
+        )  # fmt: skip
+        expected = {n: sha(m.weight) for n, m in back.named_modules() if isinstance(m, torch.nn.Linear) and n != "lm_head"}
+        finish(folder, expected)
+
+
+def modelopt(out):
+    """A random Llama through ModelOpt's AWQ into TensorRT-LLM's checkpoint, and what its own simulation says for a text."""
+    import modelopt.torch.quantization as mtq
+    from modelopt.torch.export import export_tensorrt_llm_checkpoint
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=128, intermediate_size=256, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=False, max_position_embeddings=64, initializer_range=0.1,
+        architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    net = LlamaForCausalLM(config).half().float().eval()
+    texts = torch.randint(0, 128, (8, 32))
+    net = mtq.quantize(net, mtq.INT4_AWQ_CFG, lambda model: [model(row[None]) for row in texts])
+    folder = out / "tensorrt-llm-modelopt"
+    with torch.inference_mode():
+        export_tensorrt_llm_checkpoint(
+            net.half(), "llama", torch.float16, str(folder), inference_tensor_parallel=1, inference_pipeline_parallel=1
+        )
+        logits = net.float()(texts[:1, :8]).logits  # afterwards: it gives q, k and v one factor and rounds them again
+    expected = {"ids": texts[0, :8].tolist(), "logits": [[round(v, 4) for v in row] for row in logits[0].tolist()]}
+    (folder / "expected.json").write_text(json.dumps(expected) + "\n")
 
 
 def gguf(out):
@@ -247,6 +273,8 @@ if __name__ == "__main__":
     tool, source, target = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     if tool == "model":
         model(source)
+    elif tool == "modelopt":
+        modelopt(target)
     elif tool == "gguf":
         gguf(target)
     else:

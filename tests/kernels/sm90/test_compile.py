@@ -17,6 +17,9 @@ pytest.importorskip("triton.experimental.gluon", reason="kernels are written in 
 from lowbit.kernels.gluon import gl
 from lowbit.kernels.sm90.mixed_gemm import _config, wgmma_gemm
 
+PRODUCT = re.compile(r"[HIQ]GMMA\S* R\d+, R(\d+),")
+"""A wgmma of fp16, int8 or fp8, and the first register of its operand A."""
+
 FORMATS = ["int2", "int3", "int4", "int5", "int6", "int7", "int8", "fp6_e3m2", "fp6_e2m3", "fp5_e2m2", "fp4_e2m1", "fp8_e4m3"]
 
 
@@ -47,7 +50,7 @@ def compiled(fmt, dtype="fp16", m=4096, group=128, zero="none", scale_dtype="fp1
 def registers_written(line: str) -> set[int]:
     """Numbers of the registers that an instruction writes, as far as its width tells."""
     match = re.match(r"(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]+)\s+R(\d+)\b", line)
-    if match is None or match[1].startswith(("ST", "RED", "SYNCS", "UTMA", "BAR", "R2UR", "HGMMA")):
+    if match is None or match[1].startswith(("ST", "RED", "SYNCS", "UTMA", "BAR", "R2UR", "HGMMA", "QGMMA", "IGMMA")):
         return set()
     width = 4 if ".128" in match[1] or match[1].endswith(".4") else 2 if ".64" in match[1] or "WIDE" in match[1] else 1
     return set(range(int(match[2]), int(match[2]) + width))
@@ -55,8 +58,9 @@ def registers_written(line: str) -> set[int]:
 
 def main_loop(lines: list[str]) -> list[str]:
     """From the wait for the first stage of a turn to the branch back."""
-    products = [i for i, line in enumerate(lines) if "HGMMA" in line]
-    end = next(i for i in range(products[-1], len(lines)) if "BRA" in lines[i])
+    products = [i for i, line in enumerate(lines) if PRODUCT.search(line)]
+    waited = next(i for i in range(products[-1], len(lines)) if "WARPGROUP.DEPBAR" in lines[i])
+    end = next(i for i in range(waited, len(lines)) if "BRA" in lines[i])
     return lines[max(i for i in range(products[0]) if "PHASECHK" in lines[i]) : end + 1]
 
 
@@ -70,8 +74,8 @@ def check_operands_in_flight(lines: list[str]) -> None:
     for line in main_loop(lines) * 2:
         busy = set().union(current, *groups)
         assert not busy & registers_written(line), f"{line} writes operand A of a product under way"
-        if "HGMMA" in line:
-            first = int(re.search(r"HGMMA\S* R\d+, R(\d+),", line)[1])
+        if PRODUCT.search(line):
+            first = int(PRODUCT.search(line)[1])
             current |= set(range(first, first + 4))
             if "gsb0" in line:
                 groups.append(current)

@@ -1,0 +1,147 @@
+"""Codes to int8 or fp8 e4m3 operands, four to a register, with logic operations only.
+
+Integers to s8     The code goes to the top of its byte and its top bit is flipped: a two's complement number, 2^(8 - bits)
+                   times too large, which the scale takes back (`scale_factor`). 8 weights of 4 bits take a shift and 2 LOP3:
+                   (w << 4) & 0xF0F0F0F0 ^ 0x80808080 and w & 0xF0F0F0F0 ^ 0x80808080.
+Floats to e4m3     Sign to bit 7, exponent and mantissa to the top of e4m3's: 2^(7 - bias) too small, subnormals included.
+Integers to e4m3   The bytes 0x00 to 0x0F of e4m3 are the numbers 0 to 15 times 2^-9 (subnormals and the binade above them have
+                   one spacing), so a magnitude of 4 bits is its own byte. Codes are stored as sign and magnitude, those of
+                   negative numbers less one, so that -8 has a place (`stored`); the one is added back.
+
+Words hold the codes as `hardware.fields` orders them for operands of 8 bits. All values are exact; the tests run every program
+over every code. Source: this library.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from lowbit.formats import FloatFormat, IntFormat, NumberFormat
+from lowbit.hardware.fields import FieldOrder, Slot, field_order
+from lowbit.hardware.ptx import Builder, Program
+
+ByteOperand = Literal["s8", "e4m3"]
+
+_FOUR = 0x01010101
+"""The same bits in all four bytes of a register."""
+
+_E4M3_BIAS = 7
+_E4M3_MANTISSA = 3
+
+
+@dataclass(frozen=True)
+class ByteConversion:
+    """A program that turns the words of some codes into registers of four operands, value = operand * `scale_factor`.
+
+    Inputs are the words of `fields` in order, element 0 of an output in its lowest byte. `stored[code]` is what the words hold
+    instead of a code; empty where they hold the code itself.
+    """
+
+    format: NumberFormat
+    operand: ByteOperand
+    fields: FieldOrder
+    program: Program
+    scale_factor: float
+    stored: tuple[int, ...] = ()
+
+    @property
+    def registers(self) -> int:
+        return len(self.program.outputs)
+
+    @property
+    def integer_per_weight(self) -> float:
+        """Integer (logic, shift, add) instructions per weight."""
+        return self.program.count("integer") / (4 * self.registers)
+
+    def run(self, words: Sequence[npt.ArrayLike]) -> npt.NDArray[np.uint8]:
+        """The bytes of the operands [.., registers, 4], executed bit-exactly."""
+        out = np.stack(self.program.run(words), axis=-1)
+        return np.ascontiguousarray(out).astype("<u4").view(np.uint8).reshape(*out.shape, 4)
+
+
+@functools.cache
+def byte_conversion(fmt: NumberFormat, operand: ByteOperand) -> ByteConversion:
+    """The conversion of `fmt` to `operand`.
+
+    Raises ValueError for formats that the operand does not hold exactly or that need no conversion (8 bits).
+    """
+    refusal = _refusal(fmt, operand)
+    if refusal:
+        raise ValueError(refusal)
+    fields = field_order(fmt, 8)
+    b = Builder([f"w{i}" for i in range(fields.words)])
+    codes = _codes(b, fields)
+    stored: tuple[int, ...] = ()
+    if operand == "s8":
+        up = 8 - fmt.bits
+        outputs = [_moved(b, word, slot, [bit + up for bit in range(fmt.bits)], flip=0x80) for word, slot in codes]
+        factor = 2.0**-up
+    elif isinstance(fmt, FloatFormat):
+        up = _E4M3_MANTISSA - fmt.mantissa
+        places = [*(bit + up for bit in range(fmt.bits - 1)), 7]
+        outputs = [_moved(b, word, slot, places) for word, slot in codes]
+        factor = 2.0 ** (_E4M3_BIAS - fmt.bias)
+    else:
+        places = [*range(fmt.bits - 1), 7]
+        less_one = [_moved(b, word, slot, places) for word, slot in codes]
+        outputs = [b.add_words(x, b.mask(b.shift(x, 7), _FOUR)) for x in less_one]
+        factor = 2.0 ** (_E4M3_BIAS - 1 + _E4M3_MANTISSA)
+        stored = tuple(_sign_and_magnitude(code - fmt.offset, fmt.bits) for code in range(1 << fmt.bits))
+    return ByteConversion(fmt, operand, fields, b.build(outputs), factor, stored)
+
+
+def _refusal(fmt: NumberFormat, operand: ByteOperand) -> str:
+    """Why the operand cannot hold the format; empty if it can."""
+    if fmt.bits == 8:
+        return f"{fmt.name} needs no conversion: its bytes are the operand"
+    if isinstance(fmt, IntFormat) and not fmt.signed:
+        return f"{fmt.name} has zero points, which 8-bit operands do not take"
+    if operand == "s8" and isinstance(fmt, FloatFormat):
+        return f"{fmt.name} has values that int8 does not have; e4m3 activations take it"
+    if isinstance(fmt, IntFormat):
+        return (
+            f"{fmt.name} has values that e4m3 does not have; int8 activations take it"
+            if fmt.bits > 4 and operand == "e4m3"
+            else ""
+        )
+    fits = fmt.mantissa <= _E4M3_MANTISSA and 2 <= fmt.exponent <= 3
+    return "" if fits else f"{fmt.name} has values that e4m3 does not have"
+
+
+def _sign_and_magnitude(value: int, bits: int) -> int:
+    return value if value >= 0 else (1 << (bits - 1)) | (-value - 1)
+
+
+def _codes(b: Builder, fields: FieldOrder) -> list[tuple[str, Slot]]:
+    """The word and the slot of each register, after the gathered words have been put together."""
+    words = [f"w{i}" for i in range(fields.words)]
+    for pieces in fields.gathered:
+        word: str | int = 0
+        for piece in pieces:
+            view, mask = b.shift(words[piece.word], piece.shift), piece.mask * _FOUR
+            word = b.mask(view, mask) if word == 0 else b.masked_or(view, mask, word)
+        assert isinstance(word, str)
+        words.append(word)
+    return [(words[r // len(fields.slots)], fields.slots[r % len(fields.slots)]) for r in range(fields.registers)]
+
+
+def _moved(b: Builder, word: str, slot: Slot, places: Sequence[int], flip: int = 0) -> str:
+    """All bytes of one register: bit i of the code from slot[i] to bit places[i]; the bits of `flip` turned over."""
+    views: dict[int, int] = {}
+    for bit, place in zip(slot, places, strict=True):
+        views[bit - place] = views.get(bit - place, 0) | 1 << place
+    result: str | int = 0
+    for number, (shift, mask) in enumerate(views.items()):
+        view = b.shift(word, shift)
+        if number == 0:
+            result = b.masked_xor(view, mask * _FOUR, flip * _FOUR) if flip else b.mask(view, mask * _FOUR)
+        else:  # another part: its bits are 0 so far, or 1 where flipped
+            result = b.masked_xor(view, mask * _FOUR, result)
+    assert isinstance(result, str)
+    return result

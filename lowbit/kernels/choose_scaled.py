@@ -1,0 +1,182 @@
+"""Which tile multiplies 8-bit activations: candidates, why some cannot, what each would cost, the choice.
+
+Pure functions of a problem and a device row, as kernels/choose.py; costs only have to put the candidates in the right order.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from lowbit.hardware.device import Device
+
+
+@dataclass(frozen=True)
+class ScaledShape:
+    """What decides about speed: y[m, n] = x[m, k] . w[n, k]^T with 8-bit x and codes of `bits` bits.
+
+    `integer`: int8, else fp8. `grouped`: w has scales of groups of 128; `blocks`, `x_blocks`: w, x have scales of blocks.
+    """
+
+    m: int
+    n: int
+    k: int
+    bits: int
+    integer: bool = True
+    grouped: bool = False
+    blocks: bool = False
+    x_blocks: bool = False
+
+    @property
+    def apart(self) -> bool:
+        """Whether every 128 k are summed on their own and then added in fp32: scales change there, or fp8 sums would lose."""
+        return self.grouped or self.blocks or self.x_blocks or (PROMOTED and not self.integer)
+
+
+PROMOTED = True
+"""Whether fp8 products are summed in fp32 every 128 k; docs/numerics.md has the errors with and without."""
+
+
+@dataclass(frozen=True)
+class ScaledTile:
+    """Configuration of kernels/sm90/scaled_gemm.py, and of narrow_scaled_gemm.py for fewer than 8 bits; see there."""
+
+    tokens_are_rows: bool
+    warpgroups: int
+    columns: int
+    stages: int
+    splits: int
+    token_group: int
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.warpgroups
+
+    @property
+    def tokens(self) -> int:
+        return self.rows if self.tokens_are_rows else self.columns
+
+    @property
+    def channels(self) -> int:
+        return self.columns if self.tokens_are_rows else self.rows
+
+    def __str__(self) -> str:
+        order = "x . w^T" if self.tokens_are_rows else "w . x^T"
+        return (
+            f"wgmma 8-bit {order}, {self.tokens} tokens x {self.channels} channels, {self.stages} stages, K split {self.splits}"
+        )
+
+
+@dataclass(frozen=True)
+class ScaledCandidate:
+    """A tile, its reasons against the problem (empty: it can), its modelled time in microseconds."""
+
+    tile: ScaledTile
+    reasons: tuple[str, ...]
+    cost_us: float
+
+
+def candidates_scaled(shape: ScaledShape, device: Device) -> list[ScaledCandidate]:
+    """Every tile considered for a problem, the cheapest first, those that cannot last."""
+    rows = [ScaledCandidate(tile, _reasons(tile, shape), _cost(tile, shape, device)) for tile in _tiles(shape)]
+    return sorted(rows, key=lambda row: (bool(row.reasons), row.cost_us))
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_scaled(shape: ScaledShape, device: Device) -> ScaledTile:
+    """The cheapest of the candidates that can; raises ValueError with everybody's reasons when none can."""
+    rows = candidates_scaled(shape, device)
+    for row in rows:
+        if not row.reasons:
+            return row.tile
+    listed = "\n".join(f"  {row.tile}: {'; '.join(row.reasons)}" for row in rows)
+    raise ValueError(f"no tile for {shape} on {device.product}:\n{listed}")
+
+
+def shared_bytes(tile: ScaledTile, shape: ScaledShape) -> int:
+    """Shared memory that a tile takes with its stages, its store and its barriers."""
+    return tile.stages * _stage_bytes(tile, shape) + _store_bytes(tile) + 1024
+
+
+def _stage_bytes(tile: ScaledTile, shape: ScaledShape) -> int:
+    of_scales = 2 * tile.channels if shape.grouped else 0
+    return 128 * tile.tokens + 16 * shape.bits * tile.channels + of_scales
+
+
+def _store_bytes(tile: ScaledTile) -> int:
+    return 2 * tile.rows * min(tile.columns, 128) if tile.splits == 1 else 0
+
+
+SHARED_BYTES = 230_400
+"""Of the 227 KiB of a block, less what Triton takes for itself and what rounding the parts up to 1 KiB adds."""
+MOST_STAGES, MOST_NARROW_STAGES = {8: 20, 16: 20}, {8: 10, 16: 10, 128: 6}
+"""Stages by columns, 12 for others. Fewer than fit where that is faster: 10 stages of narrow weights leave room for a block of
+the kernel that comes next (e4m3, M 16, 8192 x 8192: 13.8 us, with 16 stages 14.8; H200, 2026-11-21)."""
+
+
+def _tiles(shape: ScaledShape) -> list[ScaledTile]:
+    """Tiles that may be worth it: no more tokens than needed to be a power of two, K split only into pieces worth a start."""
+    narrow = shape.bits < 8
+    tiles = []
+    # Only scales of blocks of x want tokens as rows: a thread then has two tokens to ask them for, not a quarter of the tile's.
+    for swapped in (False, True) if shape.x_blocks and not narrow and shape.m > 128 else (False,):
+        for warpgroups in (2, 4) if narrow else (1, 2):
+            for columns in (8, 16, 32, 64, 128, 256):
+                for splits in (1, 2, 3, 4, 6, 8):
+                    tile = ScaledTile(swapped, warpgroups, columns, 2, splits, 8)
+                    if splits > max(-(-shape.k // 512), 1) or tile.tokens > max(8, 2 * shape.m - 1):
+                        continue
+                    room = (SHARED_BYTES - _store_bytes(tile) - 1024) // _stage_bytes(tile, shape)
+                    stages = min((MOST_NARROW_STAGES if narrow else MOST_STAGES).get(columns, 12), room)
+                    tiles.append(ScaledTile(swapped, warpgroups, columns, stages // 2 * 2 if narrow else stages, splits, 8))
+    return tiles
+
+
+def _reasons(tile: ScaledTile, shape: ScaledShape) -> tuple[str, ...]:
+    reasons = []
+    if tile.stages < 2:
+        reasons.append(f"leaves room for {tile.stages} stages, 2 are needed")
+    most = (128 if tile.warpgroups <= 2 else 16) if shape.apart else (256 if tile.warpgroups <= 2 else 64)
+    if shape.bits == 8 and tile.warpgroups == 2 and tile.splits == 1 and not (shape.blocks or shape.x_blocks):
+        most = 256  # fp8 sums of one half of the columns after the other
+    if tile.columns > most:
+        reasons.append(f"has sums of {tile.columns} columns, more than the registers hold")
+    if shape.blocks and tile.channels > 128:
+        reasons.append("reaches beyond one block of scales")
+    return tuple(reasons)
+
+
+CLOCK_MHZ = 1755
+L2_BYTES_PER_CYCLE = 50
+"""What an SM takes in from the L2: tiles of 64 x 128 to 64 x 256 with M 128 and 256 all came to 11.5 TB/s on 132 SMs."""
+
+_NARROW_STAGE_US = {
+    # (sums apart, int8): microseconds for 128 k of a tile of 128 channels by tokens, from whole kernels on an H200
+    (False, True): {8: 0.2, 16: 0.2, 32: 0.22, 64: 0.25, 128: 0.31, 256: 0.71},
+    (False, False): {8: 0.24, 16: 0.24, 32: 0.27, 64: 0.3, 128: 0.36, 256: 0.8},
+    (True, True): {8: 0.2, 16: 0.21, 32: 0.24, 64: 0.27, 128: 0.46, 256: 1.5},
+    (True, False): {8: 0.27, 16: 0.285, 32: 0.31, 64: 0.34, 128: 0.47, 256: 1.5},
+}
+
+
+def _cost(tile: ScaledTile, shape: ScaledShape, device: Device) -> float:
+    """Launch, then waves of tiles, at the pace of the tensor cores, the L2 or the memory, and the splits' meeting."""
+    tiles = -(-shape.m // tile.tokens) * -(-shape.n // tile.channels) * tile.splits
+    waves = -(-tiles // device.sm_count)
+    steps = -(-shape.k // (128 * tile.splits))
+    read = device.measured_read_bytes or device.bandwidth_bytes
+    memory_us = shape.n * shape.k * shape.bits / 8 / read * 1e6
+    if shape.bits < 8:
+        per_stage = _NARROW_STAGE_US[shape.apart, shape.integer][tile.columns] * (1.75 if tile.warpgroups == 4 else 1.0)
+    else:
+        slower = (1.4 if tile.columns < 256 else 1.3) if shape.apart else 1.12
+        from_l2 = _stage_bytes(tile, shape) / L2_BYTES_PER_CYCLE
+        per_stage = max(from_l2, tile.rows * tile.columns / 32 * slower, 130) / CLOCK_MHZ
+    kib = tile.rows * tile.columns / 256
+    store_us = waves * tile.rows * tile.columns * 4e-5
+    meet_us = 0.5 + waves * 0.055 * kib * tile.splits if tile.splits > 1 else 0.0
+    # Tokens cost a little where the memory binds, and weights that are read once for each tile of tokens more.
+    x_us = shape.m * shape.k * 3e-6 + 0.6 * (-(-shape.m // tile.tokens) - 1)
+    if shape.x_blocks and not tile.tokens_are_rows:
+        per_stage *= 1 + tile.columns / 256
+    return 2.5 + max(waves * steps * per_stage, memory_us + x_us) + store_us + meet_us

@@ -1,0 +1,99 @@
+"""The ring of stages of a convolution, as PTX: copies by the TMA's im2col mode, and decoding of 4-bit codes.
+
+A stage holds one tap of some pixels (pixels x step_bytes) and the weights of that step (planes x outputs x step_bytes). The
+same warps copy, multiply and store; one thread issues the copies. Barriers: parts/stages.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowbit.kernels.parts.stages import StageBarriers
+
+
+@dataclass(frozen=True)
+class WindowRing:
+    """`x_start` and `w_start` are bytes from the start of shared memory; a stage of x has `pixels` rows of `step_bytes`."""
+
+    barriers: StageBarriers
+    x_start: int
+    w_start: int
+    pixels: int
+    step_bytes: int
+    w_bytes: int
+
+    @property
+    def x_bytes(self) -> int:
+        return self.pixels * self.step_bytes
+
+    @property
+    def copy(self) -> str:
+        """Where $1 is not 0: waits until stage $2 has been read (parity $3), then fills it.
+
+        From the descriptor at $4: bytes from $5 on of the windows that start with tap (0, 0) at column $6, row $7 of image $8,
+        tap at column $9, row $10. The weights are $12 bytes at $11.
+        """
+        full, empty = self.barriers.start, self.barriers.start + 8 * self.barriers.stages
+        return f"""{{ .reg .pred skip, done; .reg .b32 at, bar, to; .reg .b16 across, down;
+            setp.eq.s32 skip, $1, 0; @skip bra DONE;
+            mov.u32 at, global_smem; mad.lo.u32 bar, $2, 8, at;
+            WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [bar+{empty}], $3; @!done bra WAIT;
+            add.u32 to, $12, {self.x_bytes}; mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar+{full}], to;
+            add.u32 bar, bar, {full};
+            mad.lo.u32 to, $2, {self.x_bytes}, at; add.u32 to, to, {self.x_start};
+            cvt.u16.u32 across, $9; cvt.u16.u32 down, $10;
+            cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes
+                [to], [$4, {{$5, $6, $7, $8}}], [bar], {{across, down}};
+            mad.lo.u32 to, $2, {self.w_bytes}, at; add.u32 to, to, {self.w_start};
+            cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [to], [$11], $12, [bar];
+            DONE: mov.b32 $0, 0; }}"""
+
+    @property
+    def registers(self) -> int:
+        """32-bit registers of codes that a thread holds of a stage: two rows of its warp's 16."""
+        return self.step_bytes // 8
+
+    @property
+    def decode(self) -> str:
+        """4-bit codes of stage $n, thread $n + 1 -> `registers` words of even channels, then as many of odd ones.
+
+        Four registers are operand A of one wgmma of 32 bytes of K (ldmatrix.x4: rows 0 to 7, 8 to 15, the same 16 bytes on).
+        """
+        n, outputs = self.registers, 2 * self.registers
+        chunks = self.step_bytes // 16
+        lines = [
+            ".reg .b32 at, row, chunk, turn, word, p<4>;",
+            f"mov.u32 at, global_smem; mad.lo.u32 at, ${outputs}, {self.x_bytes}, at;",
+            f"shr.u32 row, ${outputs + 1}, 5; shl.b32 row, row, 4;",
+            f"and.b32 word, ${outputs + 1}, 15; or.b32 row, row, word;",
+            f"mad.lo.u32 at, row, {self.step_bytes}, at; bfe.u32 chunk, ${outputs + 1}, 4, 1;",
+            f"mul.lo.u32 turn, row, {self.step_bytes}; bfe.u32 turn, turn, 7, {chunks.bit_length() - 1};",
+        ]
+        for step in range(chunks // 2):
+            lines += [
+                f"add.u32 word, chunk, {2 * step}; xor.b32 word, word, turn; mad.lo.u32 word, word, 16, at;",
+                "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {p0, p1, p2, p3}, " + f"[word+{self.x_start}];",
+            ]
+            for i in range(4):
+                low, high = 4 * step + i, n + 4 * step + i
+                lines.append(f"and.b32 ${low}, p{i}, 0x0F0F0F0F; shr.b32 p{i}, p{i}, 4; and.b32 ${high}, p{i}, 0x0F0F0F0F;")
+        return "{\n" + "\n".join(lines) + "\n}"
+
+    @property
+    def decode_constraints(self) -> str:
+        return ",".join(["=&r"] * 2 * self.registers + ["r", "r"])
+
+    @property
+    def hold(self) -> str:
+        """Stores of the registers $1 to $2n that never happen, $2n + 1 being at least 0: they may not be written before.
+
+        See `finish` of sm90/mixed_gemm.py.
+        """
+        count = 2 * self.registers
+        quads = [", ".join(f"${1 + 4 * i + j}" for j in range(4)) for i in range(count // 4)]
+        stores = [f"@p st.shared.v4.b32 [at+{16 * i}], {{{quad}}};" for i, quad in enumerate(quads)]
+        return (
+            f"{{ .reg .pred p; .reg .b32 at; mov.u32 at, global_smem; setp.eq.s32 p, ${count + 1}, -1;\n"
+            + "\n".join(stores)
+            + "\nmov.b32 $0, 0; }"
+        )

@@ -1,0 +1,134 @@
+"""Pooling on packed NHWC codes: windows of maxima, and means of whole images. Plain Triton.
+
+Codes of 4 bits are compared 4 at a time: with the high bit of a byte set, the difference of two codes keeps that bit where the
+first is not smaller; prmt makes a mask of it. Codes of 8 bits become unsigned by a flip of their sign and are compared in
+halves of 16 bits alike.
+Exact: maxima are codes; means are float32(sum) * float32(scale / pixels). Tested: tests/kernels/test_pool.py
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowbit.kernels.conv_reference import output_size
+from lowbit.pack.nhwc64 import ActivationStorage
+
+BLOCK = 128
+"""Pieces of 16 bytes of a block of the maxima."""
+
+
+@triton.jit
+def larger_bytes(a, b):
+    """The larger byte of each pair; bytes are below 128."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 t; or.b32 t, $1, 0x80808080; sub.u32 t, t, $2; prmt.b32 t, t, 0, 0xba98;"
+        " lop3.b32 $0, t, $1, $2, 0xca; }", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def larger_halves(a, b):
+    """The larger 16-bit half of each pair; halves are below 2^15."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 t; or.b32 t, $1, 0x80008000; sub.u32 t, t, $2; prmt.b32 t, t, 0, 0xbb99;"
+        " lop3.b32 $0, t, $1, $2, 0xca; }", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["height", "width", "out_height", "out_width", "total"])
+def max_pool_kernel(
+    y, x, height, width, out_height, out_width, total, PIECES: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
+    SH: tl.constexpr, SW: tl.constexpr, PH: tl.constexpr, PW: tl.constexpr, FOUR: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One piece of 16 bytes per row of elements: PIECES pieces to a pixel."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    word = tl.arange(0, 4)[None, :]
+    pixel = i // PIECES
+    piece = i % PIECES
+    column = pixel % out_width
+    line = pixel // out_width
+    row = line % out_height
+    image = line // out_height
+    low = tl.zeros([BLOCK, 4], tl.int32)  # codes are compared as unsigned numbers, of which 0 is the smallest
+    high = tl.zeros([BLOCK, 4], tl.int32)
+    for r in tl.static_range(KH):
+        for s in tl.static_range(KW):
+            h = row * SH - PH + r
+            w = column * SW - PW + s
+            inside = (h >= 0) & (h < height) & (w >= 0) & (w < width) & (i < total)
+            at = (((image * height + h) * width + w) * PIECES + piece)[:, None] * 4 + word
+            if FOUR:
+                codes = tl.load(x + at, mask=inside[:, None], other=0)
+                low = larger_bytes(low, codes & 0x0F0F0F0F)
+                high = larger_bytes(high, (codes >> 4) & 0x0F0F0F0F)
+            else:
+                codes = tl.load(x + at, mask=inside[:, None], other=-2139062144) ^ -2139062144  # the smallest code
+                low = larger_halves(low, codes & 0x00FF00FF)
+                high = larger_halves(high, (codes >> 8) & 0x00FF00FF)
+    if FOUR:
+        largest = low | (high << 4)
+    else:
+        largest = (low | (high << 8)) ^ -2139062144
+    tl.store(y + i[:, None] * 4 + word, largest, mask=(i < total)[:, None])
+
+
+@triton.jit(do_not_specialize=["pixels", "channels"])
+def average_pool_kernel(
+    y, x, pixels, channels, factor, ROW: tl.constexpr, FOUR: tl.constexpr, BLOCK: tl.constexpr, PIXELS: tl.constexpr
+):  # fmt: skip
+    """Sums of BLOCK bytes of every pixel of one image, PIXELS of them at once; a byte has one or two codes."""
+    image = tl.program_id(0)
+    byte = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    low = tl.zeros([PIXELS, BLOCK], tl.int32)
+    high = tl.zeros([PIXELS, BLOCK], tl.int32)
+    for first in range(0, pixels, PIXELS):
+        pixel = first + tl.arange(0, PIXELS)
+        at = x + (image * pixels + pixel).to(tl.int64)[:, None] * ROW + byte[None, :]
+        codes = tl.load(at, mask=(pixel < pixels)[:, None] & (byte < ROW)[None, :], other=0)
+        if FOUR:
+            low += (codes & 15).to(tl.int32)
+            high += (codes >> 4).to(tl.int32)
+        else:
+            low += codes.to(tl.int8, bitcast=True).to(tl.int32)
+    mean = (tl.sum(low, 0).to(tl.float32) * factor).to(y.dtype.element_ty)
+    at = y + image * channels
+    if FOUR:
+        odd = (tl.sum(high, 0).to(tl.float32) * factor).to(y.dtype.element_ty)
+        tl.store(at + 2 * byte, mean, mask=2 * byte < channels)
+        tl.store(at + 2 * byte + 1, odd, mask=2 * byte + 1 < channels)
+    else:
+        tl.store(at + byte, mean, mask=byte < channels)
+
+
+def max_pool(
+    x: Tensor, storage: ActivationStorage, window: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int],
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Largest codes of packed codes uint8 [N, H, W, bytes], packed, on the device of x; `out` is written if given."""
+    n, height, width, pixel = x.shape
+    out_height, out_width = output_size((height, width), window, stride, padding)
+    y = torch.empty((n, out_height, out_width, pixel), dtype=torch.uint8, device=x.device) if out is None else out
+    total = y.numel() // 16
+    max_pool_kernel[(triton.cdiv(total, BLOCK),)](
+        y.view(torch.int32), x.view(torch.int32), height, width, out_height, out_width, total, pixel // 16, *window, *stride,
+        *padding, storage == "u4", BLOCK,
+    )  # fmt: skip
+    return y
+
+
+def average_pool(
+    x: Tensor, storage: ActivationStorage, channels: int, scale: float, dtype: torch.dtype = torch.float32,
+    out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Mean values [N, channels] of packed codes uint8 [N, H, W, bytes] with this scale, rounded to `dtype` at the end."""
+    n, height, width, pixel = x.shape
+    y = torch.empty((n, channels), dtype=dtype, device=x.device) if out is None else out
+    factor = torch.tensor(scale / (height * width), dtype=torch.float32).item()
+    block = 128
+    average_pool_kernel[(n, triton.cdiv(pixel, block))](
+        y, x, height * width, channels, factor, pixel, storage == "u4", block, 16, num_warps=4
+    )  # fmt: skip
+    return y

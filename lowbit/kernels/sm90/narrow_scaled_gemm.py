@@ -1,0 +1,538 @@
+"""y[M, N] = (x[M, K] . dequant(w)[N, K]^T) scaled, x of 8 bits, w of fewer, wgmma and TMA: sm_90a.
+
+Computes y^T = w x^T: codes decoded to int8 or e4m3 are the register operand A of wgmma, 64 rows a warpgroup; x is operand B.
+Reads   x by TMA, 128 k of some tokens a stage; w in FragmentOrder for 8-bit operands by TMA, two tiles of 64 k
+Roles   load: 1 warp; math: 2 or 4 warpgroups: wait, decode while the stage before multiplies, wgmma, scale, store by TMA
+Ring    `stages` of x and w, in one allocation with their barriers (parts/stages.py); warps run free of one another
+Sum     int8 in s32, exact; fp8 in the tensor core, about 14 bits. With groups (or `promote`) every 128 k go, scaled, to a sum
+        in fp32. With splits > 1 the block that comes last adds the splits in order: same input, same bits
+Exact   every weight is decoded exactly (hardware/byte_conversions.py) and never rounded; one rounding at the store
+Source  wgmma fragments: PTX ISA; the pipeline is that of mixed_gemm.py
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from lowbit.formats import Scheme
+from lowbit.kernels.choose_scaled import ScaledShape, ScaledTile
+from lowbit.kernels.gluon import (
+    CompiledKernel,
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    part,
+    ptx,
+    source_digest,
+    tma_load,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from lowbit.kernels.parts.byte_decode import OPERAND_REGISTERS, TILES, ByteDecode, decode, operand_a
+from lowbit.kernels.parts.epilogue import CODE_TYPES, OUTPUTS, TYPES, XScale
+from lowbit.kernels.parts.stages import StageBarriers
+from lowbit.kernels.sm90.mixed_gemm import UNIT, UNIT_WORDS, WgmmaGemm, finish, meet, tile_at, words_of
+from lowbit.kernels.sm90.scaled_gemm import OPERAND_LAYOUT, STAGE_K, TILE_K, Address, halves, store
+
+
+@dataclass(frozen=True)
+class NarrowGemm:
+    """All that is fixed when the kernel is compiled. Of two equal ones, results are equal to the last bit.
+
+    A tile is `tokens` x 64 * warpgroups rows of w; `stages` is even, and K counts as if it were a multiple of 256. `grouped`:
+    scales of groups of 128 k in 16 bits; without, one per channel in fp32.
+    """
+
+    format: str
+    x_type: torch.dtype
+    y_type: torch.dtype
+    tokens: int
+    warpgroups: int
+    stages: int
+    splits: int
+    token_group: int
+    grouped: bool
+    promote: bool
+    x_scale: XScale
+    x_zero: bool
+    bias: bool
+    store_by_tma: bool
+    digest: str = source_digest()
+
+    tokens_are_rows = False
+    hold = WgmmaGemm.hold
+
+    @property
+    def decode(self) -> ByteDecode:
+        return ByteDecode(self.format, "s8" if self.x_type == torch.int8 else "e4m3")
+
+    @property
+    def bits(self) -> int:
+        return self.decode.bits
+
+    @property
+    def factor(self) -> float:
+        """What the decoded numbers must still be multiplied by."""
+        return self.decode.conversion.scale_factor
+
+    @property
+    def channel_scale(self) -> bool:
+        return not self.grouped
+
+    @property
+    def apart(self) -> bool:
+        """Whether 128 k are summed on their own first."""
+        return self.grouped or self.promote
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.warpgroups
+
+    @property
+    def columns(self) -> int:
+        return self.tokens
+
+    @property
+    def tile_tokens(self) -> int:
+        return self.tokens
+
+    @property
+    def tile_channels(self) -> int:
+        return self.rows
+
+    @property
+    def warps(self) -> int:
+        return 4 * self.warpgroups
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def planes(self) -> int:
+        return self.decode.planes
+
+    def plane_words(self, plane: int) -> int:
+        """As `mixed_gemm.words_of` asks for them."""
+        return self.decode.plane_words(plane)
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of scales of a stage."""
+        return 2 * self.rows if self.grouped else 0
+
+    @property
+    def stage_bytes(self) -> int:
+        return STAGE_K * (self.rows * self.bits // 8 + self.tokens) + self.scale_bytes
+
+    def w_unit(self, plane: int) -> int:
+        """Where the words of a plane start in shared memory, in units; x is at 0."""
+        before = (self.stages * TILES * self.rows * 8 * self.plane_words(p) for p in range(plane))
+        return self.stages * self.tokens * STAGE_K // UNIT + sum(-(-size // UNIT) for size in before)
+
+    @property
+    def scale_unit(self) -> int:
+        return self.w_unit(self.planes)
+
+    @property
+    def y_unit(self) -> int:
+        return self.scale_unit + -(-self.stages * self.scale_bytes // UNIT)
+
+    @property
+    def store_columns(self) -> int:
+        """Tokens of a tile that wait in shared memory at once for being stored."""
+        return min(self.tokens, 128)
+
+    @property
+    def stores(self) -> int:
+        return self.tokens // self.store_columns
+
+    @property
+    def store_block(self) -> list[int]:
+        """[tokens, channels] of one store."""
+        return [self.store_columns, self.rows]
+
+    @property
+    def barrier_unit(self) -> int:
+        return self.y_unit + (self.rows * self.store_columns * 2 // UNIT if self.store_by_tma else 0)
+
+    @property
+    def barriers(self) -> StageBarriers:
+        return StageBarriers(UNIT * self.barrier_unit, self.stages, self.warps)
+
+    @property
+    def x(self) -> gl.dtype:
+        return TYPES[self.x_type][0]
+
+    @property
+    def y(self) -> gl.dtype:
+        return OUTPUTS[self.y_type]
+
+    @property
+    def sums(self) -> gl.dtype:
+        """Type of the tensor core's sums."""
+        return gl.int32 if self.x_type == torch.int8 else gl.float32
+
+    @property
+    def total(self) -> gl.dtype:
+        """Type of the sums over all k."""
+        return gl.float32 if self.apart else self.sums
+
+    @property
+    def accumulator(self) -> gl.NVMMADistributedLayout:
+        # Integer products of 256 columns stop Triton's compiler; two of 128 are as good.
+        columns = min(self.tokens, 128) if self.x_type == torch.int8 else self.tokens
+        return gl.NVMMADistributedLayout([3, 0], [self.warps, 1], [16, columns, 32])
+
+    @property
+    def store_layout(self) -> gl.NVMMADistributedLayout:
+        """The accumulator of C.store_columns columns."""
+        return gl.NVMMADistributedLayout([3, 0], [self.warps, 1], [16, self.store_columns, 32])
+
+    @property
+    def operand_layout(self) -> gl.DotOperandLayout:
+        return gl.DotOperandLayout(0, self.accumulator, 4)
+
+    def words_layout(self, plane: int) -> gl.DistributedLinearLayout:
+        """Words [strips, 32 lanes * words]: a warp for each strip, neighbouring words in one load."""
+        words = self.plane_words(plane)
+        register = [[0, 1 << i] for i in range(words.bit_length() - 1)]
+        lane = [[0, words << i] for i in range(5)]
+        warp = [[1 << i, 0] for i in range(self.warps.bit_length() - 1)]
+        return gl.DistributedLinearLayout(register, lane, warp, [], [self.warps, 32 * words])
+
+    @property
+    def threads_layout(self) -> gl.BlockedLayout:
+        """One element per thread."""
+        return gl.BlockedLayout([1], [32], [self.warps], [0])
+
+    @property
+    def quads_layout(self) -> gl.BlockedLayout:
+        """[threads, 4]: four elements per thread."""
+        return gl.BlockedLayout([1, 4], [32, 1], [self.warps, 1], [1, 0])
+
+
+@gluon.jit
+def load_words(w_descs, w_ring, scale_desc, scale_ring, full, stage, row_tile, k, C: gl.constexpr):
+    """Asks for the codes of a stage and their scales."""
+    PLANES: gl.constexpr = C.planes
+    if C.grouped:
+        tma_load(scale_desc, [k, row_tile * C.rows], full, scale_ring.index(stage))
+    for plane in gl.static_range(PLANES):
+        for tile in gl.static_range(2):
+            column = (2 * k + tile) * (32 * C.bits) + ptx(C.decode.plane_start, plane)
+            tma_load(w_descs[plane], [row_tile * C.warps, column], full, w_ring[plane].index(2 * stage + tile))
+
+
+@gluon.jit
+def load(read, C: gl.constexpr):
+    """The warp that keeps the ring full. Weights of the first turn do not wait for the kernel before this one."""
+    w_descs, x_desc, scale_desc, w_ring, x_ring, scale_ring, barriers, token_tiles, row_tiles, turns = read
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents;\n mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+    tiles = token_tiles * row_tiles * C.splits
+    token_tile, row_tile, split = tile_at(gl.program_id(0), token_tiles, row_tiles, C)
+    begin, end = turns * split // C.splits * 2, turns * (split + 1) // C.splits * 2
+    ahead = gl.where(gl.program_id(0) < tiles, gl.minimum(end - begin, C.stages), 0)
+    for i in range(0, ahead):
+        mbarrier.expect(barriers.index(i), C.stage_bytes)
+        load_words(w_descs, w_ring, scale_desc, scale_ring, barriers.index(i), i, row_tile, begin + i, C)
+    gl.inline_asm_elementwise("griddepcontrol.wait;\n mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    stage = 0
+    phase = 1
+    for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        token_tile, row_tile, split = tile_at(index, token_tiles, row_tiles, C)
+        for k in range(turns * split // C.splits * 2, turns * (split + 1) // C.splits * 2):
+            full = barriers.index(stage)
+            if ahead == 0:
+                mbarrier.wait(barriers.index(C.stages + stage), phase)
+                mbarrier.expect(full, C.stage_bytes)
+                load_words(w_descs, w_ring, scale_desc, scale_ring, full, stage, row_tile, k, C)
+            ahead = gl.maximum(ahead - 1, 0)
+            tma_load(x_desc, [token_tile * C.tokens, k * TILE_K], full, x_ring.index(stage))
+            stage = gl.where(stage + 1 == C.stages, 0, stage + 1)
+            phase = gl.where(stage == 0, phase ^ 1, phase)
+
+
+@gluon.jit
+def read_words(w_ring, stage, phase, there, C: gl.constexpr):
+    """The words of a stage as soon as it is there.
+
+    If `there` is False, nothing comes any more: there is no wait, and what is returned is not to be used.
+    """
+    PLANES: gl.constexpr = C.planes
+    thread = gl.arange(0, C.threads, C.threads_layout)
+    gl.inline_asm_elementwise(
+        C.barriers.wait, "=r,r,r,r", [thread * 0 + stage, thread * 0 + phase, (thread >= 0) & there],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    words = ()
+    for tile in gl.static_range(2):
+        for p in gl.static_range(PLANES):
+            words = words + words_of(w_ring[p].index(2 * stage + tile).load(ptx(C.words_layout, p)), C, p)
+    return words
+
+
+@gluon.jit
+def start(registers, x_ring, acc, stage, fresh: gl.constexpr, C: gl.constexpr):
+    """Starts the products of a stage."""
+    x = x_ring.index(stage).permute([1, 0])
+    return warpgroup_mma(operand_a(registers, C), x, acc, use_acc=not fresh, is_async=True)
+
+
+@gluon.jit
+def nothing_decoded(C: gl.constexpr):
+    """Registers for the stage before the first one, which does not exist."""
+    THREADS: gl.constexpr = C.threads
+    EACH: gl.constexpr = C.threads_layout
+    registers = ()
+    for _ in gl.static_range(OPERAND_REGISTERS):
+        registers = registers + (gl.zeros((THREADS,), gl.int32, EACH),)
+    return registers
+
+
+@gluon.jit
+def multiply(w_ring, x_ring, words, stage, phase, begin, end, more, C: gl.constexpr):
+    """The sums of one tile, two stages a turn. While one multiplies, the next is decoded, into other registers.
+
+    `words` are those of the tile's first stage; returned are those of the next tile's, if there is `more`, with the stage
+    and the phase that come next.
+    """
+    ROWS: gl.constexpr = C.rows
+    TOKENS: gl.constexpr = C.tokens
+    SUMS: gl.constexpr = C.accumulator
+    TYPE: gl.constexpr = C.sums
+    acc = gl.zeros((ROWS, TOKENS), TYPE, SUMS)
+    odd = nothing_decoded(C)
+    for turn in range(begin, end):
+        before = gl.where(stage == 0, C.stages, stage) - 1
+        even = decode(words, C)
+        words = read_words(w_ring, stage + 1, phase, True, C)
+        acc = warpgroup_mma_wait(1, deps=[start(even, x_ring, acc, stage, False, C)])
+        finish(odd, before, turn > begin, C)
+
+        odd = decode(words, C)
+        following = gl.where(stage + 2 == C.stages, 0, stage + 2)
+        phase = gl.where(following == 0, phase ^ 1, phase)
+        words = read_words(w_ring, following, phase, (turn + 1 < end) | more, C)
+        acc = warpgroup_mma_wait(1, deps=[start(odd, x_ring, acc, stage + 1, False, C)])
+        finish(even, stage, True, C)
+        stage = following
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    finish(odd, gl.where(stage == 0, C.stages, stage) - 1, begin < end, C)
+    return acc, words, stage, phase
+
+
+@gluon.jit
+def add_stage(total, sums, scales, stage, C: gl.constexpr):
+    """The total with the sums of a stage, times its scales."""
+    if C.grouped:
+        scale = scales.index(stage).load(gl.SliceLayout(1, C.accumulator)).to(gl.float32)
+        return total + sums.to(gl.float32) * scale[:, None]
+    else:
+        return total + sums.to(gl.float32)
+
+
+@gluon.jit
+def multiply_apart(w_ring, x_ring, scales, even, words, stage, phase, begin, end, more, C: gl.constexpr):
+    """As `multiply`, but each stage is summed on its own and then added, scaled, to a total in fp32.
+
+    `even` is the tile's first stage, decoded, `words` those of the second one; returned are those of the next tile. While the
+    sums of a stage are added, other warpgroups have the tensor cores.
+    """
+    ROWS: gl.constexpr = C.rows
+    TOKENS: gl.constexpr = C.tokens
+    SUMS: gl.constexpr = C.accumulator
+    TYPE: gl.constexpr = C.sums
+    nought = gl.zeros((ROWS, TOKENS), TYPE, SUMS)
+    total = gl.zeros((ROWS, TOKENS), gl.float32, SUMS)
+    for turn in range(begin, end):
+        sums = start(even, x_ring, nought, stage, True, C)
+        odd = decode(words, C)
+        following = gl.where(stage + 2 == C.stages, 0, stage + 2)
+        phase = gl.where(following == 0, phase ^ 1, phase)
+        words = read_words(w_ring, following, phase, (turn + 1 < end) | more, C)
+        sums = warpgroup_mma_wait(0, deps=[sums])
+        total = add_stage(total, sums, scales, stage, C)
+        finish(even, stage, True, C)
+
+        sums = start(odd, x_ring, nought, stage + 1, True, C)
+        even = decode(words, C)
+        words = read_words(w_ring, following + 1, phase, (turn + 1 < end) | more, C)
+        sums = warpgroup_mma_wait(0, deps=[sums])
+        total = add_stage(total, sums, scales, stage + 1, C)
+        finish(odd, stage + 1, True, C)
+        stage = following
+    return total, even, words, stage, phase
+
+
+@gluon.jit
+def math(work, C: gl.constexpr):
+    """The warpgroups that decode, multiply and store."""
+    (
+        w_ring, x_ring, scales, out, beside, partial, arrived, token_tiles, row_tiles, turns, M, N,
+    ) = work  # fmt: skip
+    tiles = token_tiles * row_tiles * C.splits
+    stage = 0
+    phase = 0
+    words = read_words(w_ring, 0, 0, gl.program_id(0) < tiles, C)
+    even = words
+    if C.apart:
+        even = decode(words, C)
+        words = read_words(w_ring, 1, 0, gl.program_id(0) < tiles, C)
+    for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        token_tile, row_tile, split = tile_at(index, token_tiles, row_tiles, C)
+        begin, end = turns * split // C.splits, turns * (split + 1) // C.splits
+        more = index + gl.num_programs(0) < tiles
+        if C.apart:
+            acc, even, words, stage, phase = multiply_apart(
+                w_ring, x_ring, scales, even, words, stage, phase, begin, end, more, C
+            )  # fmt: skip
+        else:
+            acc, words, stage, phase = multiply(w_ring, x_ring, words, stage, phase, begin, end, more, C)
+        if C.splits == 1:
+            store(out, halves(acc, C), beside, token_tile * C.tokens, row_tile * C.rows, M, N, C)
+        else:
+            last, total = meet(partial, arrived, acc, token_tile * row_tiles + row_tile, split, C)
+            if last:
+                store(out, halves(total, C), beside, token_tile * C.tokens, row_tile * C.rows, M, N, C)
+    if C.store_by_tma:
+        tma_store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["M", "N", "token_tiles", "row_tiles", "turns"])
+def narrow_scaled_gemm(
+    w_desc, w_desc_1, w_desc_2, x_desc, scale_desc, y_desc, y, x_scale, x_zero, channel_scale, sums, bias, partial, arrived,
+    M, N, token_tiles, row_tiles, turns, C: gl.constexpr,
+):  # fmt: skip
+    """The kernel: rings, barriers and roles. There is a descriptor of w for each of its planes; the others are None."""
+    PLANES: gl.constexpr = C.planes
+    w_descs = (w_desc, w_desc_1, w_desc_2)
+    shared = gl.allocate_shared_memory(
+        gl.int32, [C.barrier_unit + 1, UNIT_WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )  # fmt: skip
+    x_ring = part(shared, 0, ptx(C.w_unit, 0), C.x, [C.stages] + x_desc.block_type.shape, x_desc.layout)
+    w_ring = ()
+    for p in gl.static_range(PLANES):
+        w_ring = w_ring + (
+            part(
+                shared, ptx(C.w_unit, p), ptx(C.w_unit, p + 1), gl.int32, [2 * C.stages] + w_descs[p].block_type.shape,
+                w_descs[p].layout,
+            ),
+        )  # fmt: skip
+    scale_ring = x_ring
+    scales = x_ring  # the same, as the warps read it
+    if C.grouped:
+        kind: gl.constexpr = scale_desc.dtype
+        scale_ring = part(
+            shared, C.scale_unit, C.y_unit, kind, [C.stages] + scale_desc.block_type.shape, scale_desc.layout
+        )  # fmt: skip
+        scales = part(
+            shared, C.scale_unit, C.y_unit, kind, [C.stages, C.rows], gl.SwizzledSharedLayout(1, 1, 1, [0])
+        )  # fmt: skip
+    y_tile = x_ring
+    if C.store_by_tma:
+        y_tile = part(shared, C.y_unit, C.barrier_unit, C.y, y_desc.block_type.shape, y_desc.layout)
+    barriers = part(
+        shared, C.barrier_unit, C.barrier_unit + 1, gl.int64, [2 * C.stages, 1], mbarrier.MBarrierLayout()
+    )  # fmt: skip
+    thread = gl.arange(0, C.threads, C.threads_layout)
+    gl.inline_asm_elementwise(C.barriers.init, "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1)
+    fence_async_shared()
+    barrier()
+    read = (w_descs, x_desc, scale_desc, w_ring, x_ring, scale_ring, barriers, token_tiles, row_tiles, turns)
+    work = (
+        w_ring, x_ring, scales, (y_desc, y, y_tile), (x_scale, x_zero, channel_scale, sums, bias), partial, arrived,
+        token_tiles, row_tiles, turns, M, N,
+    )  # fmt: skip
+    gl.warp_specialize([(math, (work, C)), (load, (read, C))], [1], [24])
+
+
+@functools.lru_cache(maxsize=1024)
+def narrow_config(
+    shape: ScaledShape, tile: ScaledTile, scheme: Scheme, dtype: torch.dtype, x_scale: XScale, x_zero: bool, bias: bool
+) -> NarrowGemm:
+    """What is compiled for a product."""
+    assert scheme.activation is not None
+    by_tma = tile.splits == 1 and shape.n % 8 == 0 and dtype != torch.float32
+    return NarrowGemm(
+        scheme.weight.name, CODE_TYPES[scheme.activation.name], dtype, tile.columns, tile.warpgroups, tile.stages,
+        tile.splits, tile.token_group, shape.grouped, shape.apart, x_scale, x_zero, bias, by_tma,
+    )  # fmt: skip
+
+
+class NarrowPlan:
+    """All of a product that does not depend on the tensors' contents: made once for a shape, called many times."""
+
+    def __init__(self, shape: ScaledShape, tile: ScaledTile, config: NarrowGemm, sm_count: int) -> None:
+        self.shape, self.tile, self.config = shape, tile, config
+        self.tiles = (-(-shape.m // config.tokens), -(-shape.n // config.rows))
+        self.grid = (min(sm_count, self.tiles[0] * self.tiles[1] * tile.splits), 1, 1)
+        self.turns = -(-shape.k // (2 * STAGE_K))
+        self.kernel: CompiledKernel | None = None
+        # Descriptors say where memory is, nothing of what is in it, so those of addresses seen before serve again.
+        self.x_descriptor = functools.lru_cache(maxsize=256)(self._x_descriptor)
+        self.y_descriptor = functools.lru_cache(maxsize=256)(self._y_descriptor)
+        self.weight_descriptors = functools.lru_cache(maxsize=1024)(self._weight_descriptors)
+        self.scale_descriptor = functools.lru_cache(maxsize=1024)(self._scale_descriptor)
+
+    def _x_descriptor(self, address: int, stride: int) -> TensorDescriptor:
+        x, block = Address(address, self.config.x_type), [self.config.tokens, STAGE_K]
+        return TensorDescriptor(x, [self.shape.m, self.shape.k], [stride, 1], block, OPERAND_LAYOUT)
+
+    def _y_descriptor(self, address: int) -> TensorDescriptor | None:
+        if not self.config.store_by_tma:
+            return None
+        layout = gl.NVMMASharedLayout.get_default_for(self.config.store_block, self.config.y)
+        shape = [self.shape.m, self.shape.n]
+        return TensorDescriptor(Address(address, self.config.y_type), shape, [shape[1], 1], self.config.store_block, layout)
+
+    def _weight_descriptors(self, address: int) -> tuple[TensorDescriptor | None, ...]:
+        """One for each plane of the codes, filled up with None to the three that the kernel takes."""
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+        row = -(-self.shape.k // 64) * 32 * self.shape.bits
+        blocks = [[self.config.warps, 32 * self.config.plane_words(p)] for p in range(self.config.planes)]
+        codes = Address(address, torch.int32)
+        planes = [TensorDescriptor(codes, [-(-self.shape.n // 16), row], [row, 1], block, layout) for block in blocks]
+        return (*planes, *(None,) * (3 - len(planes)))
+
+    def _scale_descriptor(self, address: int, shape: torch.Size, dtype: torch.dtype) -> TensorDescriptor:
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=2)
+        return TensorDescriptor(Address(address, dtype), [*shape], [shape[1], 1], [1, self.config.rows], layout)
+
+    @property
+    def workspace(self) -> tuple[int, int]:
+        """Elements of the two workspaces, float32 sums and int32 counters (which are zero before and after)."""
+        if self.tile.splits == 1:
+            return 0, 0
+        tiles = self.tiles[0] * self.tiles[1]
+        return tiles * self.tile.splits * self.config.rows * self.config.tokens, tiles
+
+    def __call__(
+        self, x: Tensor, x_scale: Tensor, x_zero: Tensor | None, codes: Tensor, scale: Tensor | None,
+        channel_scale: Tensor | None, sums: Tensor, bias: Tensor | None, partial: Tensor, arrived: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """y [M, N] of x [M, K], whose rows start at multiples of 16 bytes; all tensors on the current device."""
+        m, n = self.shape.m, self.shape.n
+        y = torch.empty((m, n), dtype=self.config.y_type, device=x.device)
+        meeting = partial.view(torch.int32) if self.config.total is gl.int32 else partial
+        arguments = (
+            *self.weight_descriptors(codes.data_ptr()), self.x_descriptor(x.data_ptr(), x.stride(0)),
+            None if scale is None else self.scale_descriptor(scale.data_ptr(), scale.shape, scale.dtype),
+            self.y_descriptor(y.data_ptr()), y, x_scale, x_zero, channel_scale, sums, bias, meeting, arrived, m, n,
+            *self.tiles, self.turns, self.config,
+        )  # fmt: skip
+        if self.kernel is None:
+            self.kernel = narrow_scaled_gemm[self.grid](*arguments, num_warps=self.config.warps, launch_pdl=True)
+        else:
+            self.kernel[self.grid](*arguments)
+        return y

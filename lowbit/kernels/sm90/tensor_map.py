@@ -1,0 +1,122 @@
+"""TMA descriptors in im2col mode, made by the driver: Triton has none in its Python interface.
+
+One copy with such a descriptor brings a run of output pixels, in order over width, height and images, with one tap of the
+window and some bytes of each pixel: the rows of the matrix product that a convolution is, zeros where the window leaves the
+image. Source: CUDA driver API, cuTensorMapEncodeIm2col; PTX ISA, "Im2col mode".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MAP_BYTES = 128
+MOST_BOX = 256
+"""Elements of a box on each side."""
+
+_UINT8 = 0
+_UINT64 = 4
+_SWIZZLE = {32: 1, 64: 2, 128: 3}
+_PROMOTE_L2_128 = 2
+
+
+@dataclass(frozen=True)
+class PixelWindows:
+    """What a descriptor says, apart from the address: images [N, H, W, bytes], and which windows to take of them.
+
+    strides are bytes from pixel to pixel, row to row and image to image, multiples of 16. A copy takes `pixels` windows and
+    `step_bytes` bytes (32, 64 or 128) of one tap of each. Windows are `stride` apart; tap (0, 0) of the first one lies at
+    `first`, that of the last one at `last` pixels from the last row and column (down, across; both are often negative).
+    """
+
+    size: tuple[int, int, int, int]
+    strides: tuple[int, int, int]
+    stride: tuple[int, int]
+    first: tuple[int, int]
+    last: tuple[int, int]
+    pixels: int
+    step_bytes: int
+
+    def refusals(self) -> tuple[str, ...]:
+        """Why the hardware cannot do it; empty if it can."""
+        reasons = []
+        if min(*self.first, *self.last) < -128 or max(*self.first, *self.last) > 127:
+            reasons.append(f"windows begin 128 pixels beyond the image at most, got {self.first} to {self.last}")
+        if max(self.stride) > 8:
+            reasons.append(f"strides are 8 at most, got {self.stride}")
+        return tuple(reasons)
+
+
+def windows_of(
+    size: tuple[int, int, int, int], kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int], pixels: int,
+    step_bytes: int,
+) -> PixelWindows:  # fmt: skip
+    """The windows of a convolution of packed images [N, H, W, bytes]."""
+    _, h, w, pixel = size
+    last = (padding[0] - (kernel[0] - 1), padding[1] - (kernel[1] - 1))
+    return PixelWindows(
+        size, (pixel, w * pixel, h * w * pixel), stride, (-padding[0], -padding[1]), last, pixels, step_bytes
+    )  # fmt: skip
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def encode(windows: PixelWindows, address: int) -> bytes:
+    """The descriptor of the images at `address`, 128 bytes. Raises ValueError for what the hardware cannot do."""
+    reasons = windows.refusals()
+    if reasons:
+        raise ValueError(f"no copy of {windows}: {'; '.join(reasons)}")
+    n, h, w, row_bytes = windows.size
+    buffer = (ctypes.c_uint8 * (2 * MAP_BYTES))()
+    start = -ctypes.addressof(buffer) % MAP_BYTES
+    status = _driver().cuTensorMapEncodeIm2col(
+        ctypes.c_void_p(ctypes.addressof(buffer) + start), ctypes.c_int(_UINT8), ctypes.c_uint32(4), ctypes.c_void_p(address),
+        (ctypes.c_uint64 * 4)(row_bytes, w, h, n), (ctypes.c_uint64 * 3)(*windows.strides),
+        (ctypes.c_int * 2)(*windows.first[::-1]), (ctypes.c_int * 2)(*windows.last[::-1]),
+        ctypes.c_uint32(windows.step_bytes), ctypes.c_uint32(windows.pixels),
+        (ctypes.c_uint32 * 4)(1, windows.stride[1], windows.stride[0], 1),
+        ctypes.c_int(0), ctypes.c_int(_SWIZZLE[windows.step_bytes]), ctypes.c_int(_PROMOTE_L2_128), ctypes.c_int(0),
+    )  # fmt: skip
+    if status != 0:
+        raise ValueError(f"the driver refuses a copy of {windows} at address {address:#x}: error {status}")
+    return bytes(buffer[start : start + MAP_BYTES])
+
+
+def tensor_map(windows: PixelWindows, address: int, device: torch.device) -> Tensor:
+    """The descriptor in the memory of `device`: uint8 [128], at a multiple of 128 bytes. Not to be made during a capture."""
+    return torch.frombuffer(bytearray(encode(windows, address)), dtype=torch.uint8).to(device)
+
+
+def row_map(rows: int, row_bytes: int, box_rows: int, step_bytes: int, address: int, device: torch.device) -> Tensor:
+    """The descriptor of a matrix uint8 [rows, row_bytes], copied in boxes of box_rows x step_bytes; zeros outside it.
+
+    In the memory of `device`, as `tensor_map`'s. Source: CUDA driver API, cuTensorMapEncodeTiled.
+    """
+    return _tiled(_UINT8, (row_bytes, rows), row_bytes, (step_bytes, box_rows), _SWIZZLE[step_bytes], address, device)
+
+
+def whole_row_map(rows: int, row_bytes: int, box_rows: int, address: int, device: torch.device) -> Tensor:
+    """The descriptor of a matrix uint8 [rows, row_bytes], copied in whole rows as they lie; row_bytes up to 8 * MOST_BOX."""
+    return _tiled(_UINT64, (row_bytes // 8, rows), row_bytes, (row_bytes // 8, box_rows), 0, address, device)
+
+
+def _tiled(
+    kind: int, size: tuple[int, int], row_bytes: int, box: tuple[int, int], swizzle: int, address: int, device: torch.device
+) -> Tensor:
+    buffer = (ctypes.c_uint8 * (2 * MAP_BYTES))()
+    start = -ctypes.addressof(buffer) % MAP_BYTES
+    status = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(ctypes.addressof(buffer) + start), ctypes.c_int(kind), ctypes.c_uint32(2), ctypes.c_void_p(address),
+        (ctypes.c_uint64 * 2)(*size), (ctypes.c_uint64 * 1)(row_bytes), (ctypes.c_uint32 * 2)(*box),
+        (ctypes.c_uint32 * 2)(1, 1), ctypes.c_int(0), ctypes.c_int(swizzle), ctypes.c_int(_PROMOTE_L2_128), ctypes.c_int(0),
+    )  # fmt: skip
+    if status != 0:
+        raise ValueError(f"the driver refuses boxes of {box} of {size} at address {address:#x}: error {status}")
+    return torch.frombuffer(bytearray(buffer[start : start + MAP_BYTES]), dtype=torch.uint8).to(device)

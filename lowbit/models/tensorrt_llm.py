@@ -1,0 +1,294 @@
+"""TensorRT-LLM's checkpoints of Llama models with 4-bit weights in groups (quant_algo W4A16_AWQ), read and written.
+
+    config.json            {"architecture": "LlamaForCausalLM", "quantization": {"quant_algo": "W4A16_AWQ", ...}, ...}
+    rank0.safetensors      transformer.layers.0.attention.qkv   q, k and v, one below the other      mlp.fc     gate_proj
+                                            ....attention.dense   o_proj                             mlp.gate   up_proj
+                                                                                                     mlp.proj   down_proj
+        ...weight                    int8 [N/2, K], two's complement, the even row of two in the low nibble
+        ...weights_scaling_factor    float [N, K/g]
+        ...prequant_scaling_factor   float [K] or [1, K], what x is multiplied by first
+
+Here weights lie in plain order: `trtllm-build` brings them into the order of a GPU's kernels (pack/tensorrt_llm.py). Files of
+W8A16, W4A16 and W4A16_GPTQ hold them in that order, and do not say of which GPU; so they are not read, and not written. Source:
+TensorRT-LLM, docs/source/architecture/checkpoint.md and preprocess_perlayer_weights in tensorrt_llm/models/modeling_utils.py;
+files that ModelOpt 0.41 exports.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from lowbit.checkpoint import CheckpointError, CheckpointReader
+from lowbit.checkpoint.foreign import SCALE_DTYPES, ForeignEntry, ForeignLayer
+from lowbit.formats import IntFormat, PerGroup, QuantTensor, Scheme, ZeroPoint, int_format
+from lowbit.pack.tensorrt_llm import from_signed_row_major, to_signed_row_major
+
+ALGORITHM, WEIGHTS = "W4A16_AWQ", "rank0.safetensors"
+GROUPS = (64, 128)
+"""Group sizes that TensorRT-LLM's kernels take."""
+
+_LINEAR = {
+    "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention.dense": ("self_attn.o_proj",),
+    "mlp.fc": ("mlp.gate_proj",),
+    "mlp.gate": ("mlp.up_proj",),
+    "mlp.proj": ("mlp.down_proj",),
+}
+_FUSED = {name: fused for fused, names in _LINEAR.items() for name in names}
+_GLOBAL = {
+    "model.embed_tokens.weight": "transformer.vocab_embedding.weight",
+    "model.norm.weight": "transformer.ln_f.weight",
+    "lm_head.weight": "lm_head.weight",
+}
+_NORMS = {"input_layernorm.weight": "input_layernorm.weight", "post_attention_layernorm.weight": "post_layernorm.weight"}
+_IN_LAYER = re.compile(r"(model|transformer)\.layers\.(\d{1,5})\.(.+)")
+_SUFFIXES = ("weight", "weights_scaling_factor", "prequant_scaling_factor")
+
+
+def is_tensorrt_llm(config: Mapping[str, Any]) -> bool:
+    """Whether config.json is that of a TensorRT-LLM checkpoint."""
+    return isinstance(config.get("architecture"), str) and isinstance(config.get("quantization"), dict)
+
+
+class TensorrtLlmSource:
+    """The layers and plain tensors of a checkpoint under Transformers' names. Opening it checks names, types and shapes of all
+    tensors; raises CheckpointError for other models, algorithms and layouts than those read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.reader = CheckpointReader(folder, weights=WEIGHTS)
+        self.config, self._where = self.reader.config, folder / "config.json"
+        self._scheme = self._read_scheme()
+        self.notes: list[str] = []
+        self.model_config = self._read_config()
+        heads, shared = self.model_config.num_attention_heads, self.model_config.num_key_value_heads
+        size: int = self.model_config.head_dim  # type: ignore[assignment]
+        self._rows = {"self_attn.q_proj": (0, heads * size)}
+        self._rows["self_attn.k_proj"] = (heads * size, (heads + shared) * size)
+        self._rows["self_attn.v_proj"] = ((heads + shared) * size, (heads + 2 * shared) * size)
+        self.entries: dict[str, ForeignEntry] = {}
+        self.plain: list[str] = []
+        self._fused: dict[str, str] = {}
+        self._names: dict[str, str] = {}
+        for name in self.reader.names():
+            self._place(name)
+
+    def layer(self, name: str) -> QuantTensor:
+        """One layer; factors of x that are all 1 are left out."""
+        fused, (n, k) = self._fused[name], self.entries[name].shape
+        begin, end = self._rows.get(name.split(".", 3)[-1], (0, n))
+        weight, scale, factor = (
+            self.reader.get(f"{fused}.{suffix}") if self._has(fused, suffix) else None for suffix in _SUFFIXES
+        )
+        assert weight is not None and scale is not None
+        codes = from_signed_row_major(weight.t().contiguous(), 4, 2 * weight.shape[0])[begin:end]
+        for suffix, values in (("weights_scaling_factor", scale), ("prequant_scaling_factor", factor)):
+            if values is not None and not bool(values.isfinite().all()):
+                raise CheckpointError(
+                    f"{self.reader.folder / WEIGHTS}: {fused}.{suffix}: some are not finite; the file is damaged"
+                )
+        if factor is not None:
+            factor = None if bool((factor == 1).all()) else factor.reshape(k).clone()
+        return QuantTensor(codes.contiguous(), scale[begin:end].contiguous(), None, self._scheme, input_scale=factor)
+
+    def dequantize(self, name: str, dtype: torch.dtype) -> Tensor:
+        """One layer's weights [N, K]."""
+        return self.layer(name).dequantize(dtype)
+
+    def get(self, name: str) -> Tensor:
+        """A plain tensor."""
+        return self.reader.get(self._names[name])
+
+    def _read_scheme(self) -> Scheme:
+        stated, mapping = self.config["quantization"], self.config.get("mapping") or {}
+        algorithm, group = stated.get("quant_algo"), stated.get("group_size")
+        if algorithm != ALGORITHM:
+            raise CheckpointError(
+                f"{self._where}: quant_algo {algorithm!r}; of TensorRT-LLM's checkpoints those of {ALGORITHM} are read. W8A16, "
+                "W4A16 and W4A16_GPTQ hold weights in the order of one generation of GPUs, which they do not name; export the "
+                "model for Transformers with the tool that quantized it"
+            )
+        if mapping.get("world_size", 1) != 1:
+            raise CheckpointError(
+                f"{self._where}: the model is split over {mapping['world_size']} ranks; read are files of one"
+            )
+        if stated.get("has_zero_point"):
+            raise CheckpointError(
+                f"{self._where}: has_zero_point is true; the zero points there were rounded, and are not read"
+            )
+        if type(group) is not int or not 0 < group <= 1 << 20:
+            raise CheckpointError(f"{self._where}: group_size is a positive number, got {group!r}")
+        return Scheme(int_format(4), None, PerGroup(group))
+
+    def _read_config(self) -> LlamaConfig:
+        config = self.config
+        if config["architecture"] != "LlamaForCausalLM":
+            raise CheckpointError(
+                f"{self._where}: architecture {config['architecture']!r}; read are checkpoints of LlamaForCausalLM"
+            )
+        names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        wrong = [name for name in names if type(config.get(name)) is not int or config[name] < 1]
+        if wrong:
+            raise CheckpointError(f"{self._where}: {wrong[0]} is a positive number, got {config.get(wrong[0])!r}")
+        heads = config["num_attention_heads"]
+        if "rotary_base" not in config:
+            self.notes.append("config.json states no rotary_base; 10000 is taken")
+        scaling = config.get("rotary_scaling")
+        return LlamaConfig(
+            **{name: config[name] for name in names},
+            num_key_value_heads=config.get("num_key_value_heads", heads),
+            head_dim=config.get("head_size") or config["hidden_size"] // heads,
+            max_position_embeddings=config.get("max_position_embeddings") or 2048,
+            rms_norm_eps=config.get("norm_epsilon", 1e-5),
+            hidden_act=config.get("hidden_act", "silu"),
+            rope_parameters={"rope_type": "default", **(scaling or {}), "rope_theta": config.get("rotary_base", 10000.0)},
+            tie_word_embeddings=False,
+            dtype=config.get("dtype", "float16"),
+        )
+
+    def _place(self, tensor: str) -> None:
+        """Finds out what a tensor is under Transformers' names."""
+        base, _, suffix = tensor.rpartition(".")
+        match = _IN_LAYER.fullmatch(base)
+        if match is not None and match[3] in _LINEAR and suffix in _SUFFIXES:
+            if suffix == "weight":
+                self._check(base)
+                for name in _LINEAR[match[3]]:
+                    begin, end = self._rows.get(name, (0, 2 * self.reader.info(tensor).shape[0]))
+                    full = f"model.layers.{match[2]}.{name}"
+                    self._fused[full] = base
+                    self.entries[full] = ForeignEntry((end - begin, self.reader.info(tensor).shape[1]), self._scheme)
+            return
+        names = {old: new for new, old in _GLOBAL.items()}
+        match = _IN_LAYER.fullmatch(tensor)
+        if match is not None:
+            names |= {f"transformer.layers.{match[2]}.{old}": f"model.layers.{match[2]}.{new}" for new, old in _NORMS.items()}
+        if tensor not in names:
+            raise CheckpointError(
+                f"{self.reader.folder / WEIGHTS}: {tensor}: has no counterpart in Transformers' Llama that is known here"
+            )
+        self._names[names[tensor]] = tensor
+        self.plain.append(names[tensor])
+
+    def _check(self, base: str) -> None:
+        """Types and shapes of a quantized layer."""
+        parts = {s: self.reader.info(f"{base}.{s}") for s in _SUFFIXES if self._has(base, s)}
+        layer = ForeignLayer(base, parts, self.reader.folder / WEIGHTS)
+        rows, k = layer.matrix("weight", (torch.int8, torch.uint8))
+        group = self._scheme.granularity.block((rows, k))[1]
+        if k % group:
+            raise layer.error("weight", f"{k} input channels are no whole groups of {group}")
+        layer.expect("weights_scaling_factor", SCALE_DTYPES, (2 * rows, k // group))
+        if layer.has("prequant_scaling_factor"):
+            layer.expect("prequant_scaling_factor", SCALE_DTYPES, (k,), (1, k))
+        if base.endswith(".qkv") and 2 * rows != self._rows["self_attn.v_proj"][1]:
+            raise layer.error("weight", f"q, k and v have {self._rows['self_attn.v_proj'][1]} rows together, found {2 * rows}")
+
+    def _has(self, base: str, suffix: str) -> bool:
+        return f"{base}.{suffix}" in self.reader.names()
+
+
+def refusals(name: str, q: QuantTensor) -> tuple[str, ...]:
+    """Why a checkpoint of TensorRT-LLM cannot hold a layer of this name; empty when it can."""
+    match, scheme, reasons = _IN_LAYER.fullmatch(name), q.scheme, []
+    if match is None or match[3] not in _FUSED:
+        return ("TensorRT-LLM's checkpoints of Llama have quantized layers in the decoder only, under known names",)
+    if not isinstance(scheme.weight, IntFormat) or scheme.weight.bits != 4 or not isinstance(scheme.granularity, PerGroup):
+        return (
+            f"TensorRT-LLM's checkpoints hold 4-bit integers in groups in plain order, not {scheme}; those of 8 bits and of "
+            "whole channels lie in the order of one generation of GPUs: let TensorRT-LLM make them of the 16-bit model",
+        )
+    if scheme.zero is not ZeroPoint.NONE:
+        reasons.append("TensorRT-LLM stores (8 - zero) * scale in 16 bits, which would round zero points")
+    if scheme.granularity.size not in GROUPS:
+        reasons.append(f"TensorRT-LLM takes groups of {' and '.join(map(str, GROUPS))}, these are of {scheme.granularity.size}")
+    elif q.shape[1] % scheme.granularity.size:
+        reasons.append(f"groups there are full, {scheme.granularity.size} does not divide K {q.shape[1]}")
+    if q.shape[0] % 2:
+        reasons.append(f"bytes there hold two rows, N {q.shape[0]} is odd")
+    if q.order is not None:
+        reasons.append("TensorRT-LLM's checkpoints have no channel order (act-order)")
+    if q.low_rank is not None:
+        reasons.append("TensorRT-LLM's checkpoints have no low-rank correction")
+    return tuple(reasons)
+
+
+def fused_layer(parts: list[QuantTensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of one of TensorRT-LLM's layers by suffix, made of the layers below one another in it. Without factors of x,
+    these are ones of `dtype`, the model's."""
+    codes, factor = torch.cat([q.codes for q in parts]), parts[0].input_scale
+    factor = torch.ones(codes.shape[1], dtype=dtype) if factor is None else factor
+    return {
+        "weight": to_signed_row_major(codes, 4).t().contiguous(),
+        "weights_scaling_factor": torch.cat([q.scale for q in parts]).contiguous(),
+        "prequant_scaling_factor": factor.contiguous(),
+    }
+
+
+def fused_name(name: str) -> tuple[str, tuple[str, ...]]:
+    """TensorRT-LLM's name of the layer that a linear layer is part of, and the full names of all its parts in order."""
+    match = _IN_LAYER.fullmatch(name)
+    assert match is not None
+    fused = _FUSED[match[3]]
+    return f"transformer.layers.{match[2]}.{fused}", tuple(f"model.layers.{match[2]}.{part}" for part in _LINEAR[fused])
+
+
+def plain_name(name: str) -> str | None:
+    """TensorRT-LLM's name of a plain tensor; None when it has none."""
+    match = _IN_LAYER.fullmatch(name)
+    if match is not None and match[3] in _NORMS:
+        return f"transformer.layers.{match[2]}.{_NORMS[match[3]]}"
+    return _GLOBAL.get(name)
+
+
+def config_refusals(config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Why a model of this configuration cannot be written; empty when it can."""
+    reasons = []
+    if config.get("model_type") != "llama":
+        reasons.append(f"models of the type {config.get('model_type')!r} are not written for TensorRT-LLM, llama ones are")
+    if config.get("attention_bias") or config.get("mlp_bias"):
+        reasons.append("Llama models with biases are not written for TensorRT-LLM")
+    return tuple(reasons)
+
+
+def config_of(config: Mapping[str, Any], group: int, version: str) -> dict[str, Any]:
+    """TensorRT-LLM's config.json of a Llama model with Transformers' `config`, quantized in groups."""
+    model = LlamaConfig(**config)
+    rope = dict(model.rope_parameters or {})
+    base = rope.pop("rope_theta", 10000.0)
+    scaled = rope.get("rope_type", "default") != "default"
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float16").removeprefix("torch.")
+    return {
+        "producer": {"name": "lowbit", "version": version},
+        "architecture": "LlamaForCausalLM",
+        "dtype": dtype,
+        "logits_dtype": "float32",
+        "vocab_size": model.vocab_size,
+        "max_position_embeddings": model.max_position_embeddings,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.num_hidden_layers,
+        "num_attention_heads": model.num_attention_heads,
+        "num_key_value_heads": model.num_key_value_heads,
+        "head_size": model.head_dim or model.hidden_size // model.num_attention_heads,
+        "hidden_act": model.hidden_act,
+        "norm_epsilon": model.rms_norm_eps,
+        "position_embedding_type": "rope_gpt_neox",
+        "rotary_base": base,
+        "rotary_scaling": rope if scaled else None,
+        "mapping": {"world_size": 1, "tp_size": 1, "pp_size": 1},
+        "quantization": {
+            "quant_algo": ALGORITHM,
+            "kv_cache_quant_algo": None,
+            "group_size": group,
+            "has_zero_point": False,
+            "pre_quant_scale": True,
+            "exclude_modules": ["lm_head"],
+        },
+    }

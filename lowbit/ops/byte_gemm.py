@@ -1,0 +1,198 @@
+"""The torch operator `lowbit::byte_gemm`: 8-bit activations on the tensor cores, weights in their own form (pack/scaled.py).
+
+Like `lowbit::fragment_gemm` it is opaque to torch.compile and costs little per call; the choice of kernel stays inside and
+depends on shapes alone. `lowbit::scaled_gemm` computes the same on any device from weights as they lie on disk.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lowbit.formats import PerBlock, PerGroup, Scheme, parse_scheme
+from lowbit.hardware.device import Device, device_for
+from lowbit.kernels.choose_scaled import ScaledShape, ScaledTile, choose_scaled
+from lowbit.ops.fragment_gemm import _Described, _described, _device, _on_meta, _triton_refusals, workspace
+from lowbit.ops.scaled_gemm import check_activations
+from lowbit.pack import ScaledWeight, scaled_refusals
+from lowbit.pack.fragment import LANES, STRIP, k_tiles, strips
+from lowbit.pack.scaled import GROUP, ROW_BYTES
+
+if TYPE_CHECKING:
+    from lowbit.kernels.parts.epilogue import XScale
+    from lowbit.kernels.sm80.scaled_gemm import PlainPlan
+    from lowbit.kernels.sm90.narrow_scaled_gemm import NarrowPlan
+    from lowbit.kernels.sm90.scaled_gemm import ScaledPlan
+
+torch.library.define(
+    "lowbit::byte_gemm",
+    "(Tensor x, Tensor x_scale, Tensor codes, Tensor? scale, Tensor? channel_scale, Tensor sums, Tensor? bias, str scheme,"
+    " SymInt n, ScalarType dtype, Tensor? x_zero=None) -> Tensor",
+)
+
+_scheme = functools.lru_cache(maxsize=None)(parse_scheme)
+
+
+def byte_gemm(
+    x: Tensor, x_scale: Tensor, w: ScaledWeight, bias: Tensor | None = None, *, dtype: torch.dtype = torch.bfloat16,
+    x_zero: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """y [.., N] = ((x [.., K] - x_zero) * x_scale) . dequant(w)[N, K]^T + bias [N], of `dtype`: fp16, bf16 or fp32.
+
+    x, x_scale and x_zero are those of `scaled_gemm`; scales of x in blocks of 128 go with 8-bit weights only. Raises
+    ValueError for tensors that do not fit together.
+    """
+    return torch.ops.lowbit.byte_gemm(
+        x, x_scale, w.codes, w.scale, w.channel_scale, w.sums, bias, w.scheme.name, w.shape[0], dtype, x_zero
+    )
+
+
+def byte_refusals(scheme: Scheme, device: torch.device | str, scale_dtype: torch.dtype | None = None) -> tuple[str, ...]:
+    """Why the kernels for 8-bit activations cannot run a scheme on `device`, with scales of a type; empty if they can."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return (f"run on NVIDIA GPUs, x is on {device.type}",)
+    capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
+    reasons = []
+    if capability < (8, 0):
+        reasons.append(f"need sm_80 or newer, {name} is older")
+    elif capability < (8, 9) and scheme.activation is not None and scheme.activation.name != "int8":
+        reasons.append(f"need sm_89 or newer for fp8, {name} is older; int8 activations run there")
+    return (*reasons, *_triton_refusals(), *scaled_refusals(scheme, scale_dtype))
+
+
+def scaled_shape(scheme: Scheme, m: int, n: int, k: int, x_blocks: bool = False) -> ScaledShape:
+    """What the choice of kernel sees of a product; `x_blocks`: x has scales of blocks."""
+    blocks = isinstance(scheme.granularity, PerBlock)
+    integer = scheme.activation is not None and scheme.activation.name == "int8"
+    return ScaledShape(m, n, k, scheme.weight.bits, integer, isinstance(scheme.granularity, PerGroup), blocks, x_blocks)
+
+
+def describe_scaled(scheme: str | Scheme, m: int, n: int, k: int, device: Device | None = None) -> str:
+    """The kernel and the tile that a product would use, in words."""
+    device = device or device_for(90)
+    if "wgmma" not in device.features:
+        return "mma.sync 8-bit w . x^T, 64 channels a block"
+    return str(choose_scaled(scaled_shape(parse_scheme(scheme), m, n, k), device))
+
+
+def _check(
+    x: Tensor, x_scale: Tensor, codes: Tensor, scale: Tensor | None, channel: Tensor | None, sums: Tensor,
+    bias: Tensor | None, s: Scheme, n: int, dtype: torch.dtype, x_zero: Tensor | None,
+) -> None:  # fmt: skip
+    """Raises ValueError unless the tensors are of one product under the scheme."""
+    check_activations("byte_gemm", x, x_scale, x_zero, s, dtype)
+    reasons = scaled_refusals(s)
+    if reasons:
+        raise ValueError(f"byte_gemm: the kernels {'; '.join(reasons)}")
+    k = x.shape[-1]
+    bits = s.weight.bits
+    shape = (n, -(-k // ROW_BYTES) * ROW_BYTES) if bits == 8 else (strips(n), k_tiles(k), LANES * bits)
+    if tuple(codes.shape) != shape or codes.element_size() != (1 if bits == 8 else 4):
+        raise ValueError(
+            f"byte_gemm: {s} with N {n} and K {k} takes codes {shape} (pack_scaled_weight makes them), "
+            f"got {codes.dtype} {tuple(codes.shape)}: another K, or another scheme"
+        )
+    groups = -(-k // GROUP)
+    grouped, blocks = isinstance(s.granularity, PerGroup), isinstance(s.granularity, PerBlock)
+    expected = (groups, -(-n // STRIP) * STRIP) if grouped else (-(-n // 128), groups)
+    if (scale is not None) != (grouped or blocks) or (scale is not None and tuple(scale.shape) != expected):
+        got = None if scale is None else tuple(scale.shape)
+        raise ValueError(f"byte_gemm: {s} takes scale {expected if grouped or blocks else None}, got {got}")
+    if (channel is None) != (grouped or blocks) or (channel is not None and tuple(channel.shape) != (n,)):
+        raise ValueError(f"byte_gemm: {s} takes {'no channel_scale' if grouped or blocks else f'channel_scale [{n}]'}")
+    if tuple(sums.shape) != (n,) or (bias is not None and tuple(bias.shape) != (n,)):
+        raise ValueError(f"byte_gemm: sums and bias are [{n}], got {tuple(sums.shape)}, {None if bias is None else bias.shape}")
+    if bits < 8 and k > GROUP and x_scale.dim() and x_scale.shape[-1] > 1:
+        raise ValueError("byte_gemm: x with scales of blocks goes with 8-bit weights; `scaled_gemm` takes it with all")
+
+
+@torch.library.impl("lowbit::byte_gemm", "CUDA")
+def _byte_gemm(
+    x: Tensor, x_scale: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, sums: Tensor,
+    bias: Tensor | None, scheme: str, n: int, dtype: torch.dtype, x_zero: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    k = x.shape[-1]
+    rows = _aligned_rows(x if x.dim() == 2 else x.reshape(-1, k))
+    x_scale = x_scale.contiguous()
+    if x_zero is not None:
+        x_zero = x_zero.reshape(-1).expand(rows.shape[0]).contiguous()
+    described = tuple(_described(t) for t in (codes, scale, channel_scale, sums, bias, x_scale, x_zero))
+    plan = _plan(scheme, rows.shape[0], n, x.shape, x.dtype, x.device, dtype, described)
+    if plan is None:
+        return x.new_empty((*x.shape[:-1], n), dtype=dtype)
+    arguments = (rows, x_scale, x_zero, codes, scale, channel_scale, sums, bias)
+    if x.device.index != torch.cuda.current_device():
+        with torch.cuda.device(x.device):
+            y = plan(*arguments, *workspace(x.device, *plan.workspace))
+    else:
+        y = plan(*arguments, *workspace(x.device, *plan.workspace))
+    return y if x.dim() == 2 else y.reshape(*x.shape[:-1], n)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    scheme: str, m: int, n: int, x_shape: torch.Size, x_type: torch.dtype, on: torch.device, dtype: torch.dtype,
+    others: tuple[_Described | None, ...],
+) -> ScaledPlan | NarrowPlan | PlainPlan | None:  # fmt: skip
+    """The plan of a product; None where there is nothing to compute. Raises ValueError when the tensors do not fit."""
+    parsed = _scheme(scheme)
+    k = x_shape[-1]
+    codes, scale, channel, sums, bias, x_scale, x_zero = (None if t is None else _on_meta(t) for t in others)
+    assert codes is not None and sums is not None and x_scale is not None
+    x = torch.empty(x_shape, dtype=x_type, device="meta")
+    zero = None if x_zero is None else x_zero.new_empty((*x_shape[:-1], 1))
+    _check(x, x_scale, codes, scale, channel, sums, bias, parsed, n, dtype, zero)
+    devices = {on, *(t[2] for t in others if t is not None)}
+    if len(devices) > 1:
+        raise ValueError(f"byte_gemm: all tensors must be on one device, got {sorted(map(str, devices))}")
+    if not all(t is None or t[3] for t in others[:4]):
+        raise ValueError("byte_gemm: weights must start at multiples of 16 bytes (pack_scaled_weight's do); clone() them")
+    if m == 0 or n == 0:
+        return None
+    blocks = x_scale.numel() > m
+    kind: XScale = "block" if blocks else "tensor" if x_scale.numel() == 1 and m > 1 else "token"
+    shape = scaled_shape(parsed, m, n, k, blocks)
+    device = _device(on)
+    if "wgmma" in device.features:
+        tile = choose_scaled(shape, device)
+        return plan_for_scaled(tile, shape, parsed, dtype, kind, x_zero is not None, bias is not None, on)
+    from lowbit.kernels.sm80.scaled_gemm import PlainPlan
+
+    return PlainPlan(shape, parsed, dtype, kind, x_zero is not None, bias is not None)
+
+
+def plan_for_scaled(
+    tile: ScaledTile, shape: ScaledShape, scheme: Scheme, dtype: torch.dtype, x_scale: XScale, x_zero: bool,
+    bias: bool, on: torch.device,
+) -> ScaledPlan | NarrowPlan:  # fmt: skip
+    """The plan of a product with a given tile on the GPU `on`, a Hopper."""
+    from lowbit.kernels.sm90.narrow_scaled_gemm import NarrowPlan, narrow_config
+    from lowbit.kernels.sm90.scaled_gemm import ScaledPlan, scaled_config
+
+    sm_count = torch.cuda.get_device_properties(on).multi_processor_count
+    if shape.bits == 8:
+        return ScaledPlan(shape, tile, scaled_config(shape, tile, scheme, dtype, x_scale, x_zero, bias), sm_count)
+    return NarrowPlan(shape, tile, narrow_config(shape, tile, scheme, dtype, x_scale, x_zero, bias), sm_count)
+
+
+@torch.library.register_fake("lowbit::byte_gemm")
+def _fake(
+    x: Tensor, x_scale: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, sums: Tensor,
+    bias: Tensor | None, scheme: str, n: int, dtype: torch.dtype, x_zero: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    _check(x, x_scale, codes, scale, channel_scale, sums, bias, _scheme(scheme), n, dtype, x_zero)
+    return x.new_empty((*x.shape[:-1], n), dtype=dtype)
+
+
+def _aligned_rows(x: Tensor) -> Tensor:
+    """x [M, K] with rows of 16-byte pieces and no gap within a row, copied only if it is not so already."""
+    if x.stride(1) == 1 and x.stride(0) % ROW_BYTES == 0 and x.data_ptr() % 16 == 0:
+        return x
+    k = x.shape[1]
+    padded = torch.zeros((x.shape[0], -(-k // ROW_BYTES) * ROW_BYTES), dtype=torch.uint8, device=x.device)
+    padded[:, :k] = x.contiguous().view(torch.uint8)
+    return padded.view(x.dtype)[:, :k]

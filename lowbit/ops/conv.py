@@ -1,0 +1,277 @@
+"""Convolutions of codes as objects and as torch operators: which kernel a lowered layer gets, made once, called many times.
+
+`prepare_conv` packs a layer for a GPU and picks its kernel and tile from shapes alone; the result writes into a given output
+and allocates nothing else, so that a network of them is captured in one CUDA graph. On a CPU the same call computes the same
+bits by the reference. The operators `lowbit::conv_codes`, `lowbit::max_pool_codes` and `lowbit::average_pool_codes` are the
+same things for torch.compile and export; a prepared layer is named by a handle there.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor
+
+from lowbit.hardware.device import device_for
+from lowbit.kernels.conv_reference import (
+    DTYPES,
+    ConvLayer,
+    average_pool_reference,
+    conv_reference,
+    max_pool_reference,
+    output_size,
+)
+from lowbit.pack.nhwc64 import CODE_BITS, ActivationStorage, Nhwc64
+from lowbit.pack.stem import StemImages, quantize_images
+
+torch.library.define(
+    "lowbit::conv_codes", "(Tensor x, Tensor? residual, Tensor? second, int handle, SymInt[] shape, str y) -> Tensor"
+)
+torch.library.define(
+    "lowbit::max_pool_codes", "(Tensor x, str storage, SymInt[] window, SymInt[] stride, SymInt[] padding) -> Tensor"
+)
+torch.library.define("lowbit::average_pool_codes", "(Tensor x, str storage, SymInt channels, float scale) -> Tensor")
+
+INT4_CAPABILITIES = ((8, 0), (8, 6), (8, 9))
+"""GPUs with INT4 tensor cores, which run 4-bit layers; on others 4 bits are how codes are stored."""
+
+_PREPARED: weakref.WeakValueDictionary[int, Conv] = weakref.WeakValueDictionary()
+
+
+def conv_refusals(layer: ConvLayer, device: torch.device | str) -> tuple[str, ...]:
+    """Why the kernels cannot run a layer on `device`; empty if they can."""
+    device = torch.device(device)
+    if device.type == "cpu":
+        return ()
+    if device.type != "cuda":
+        return (f"convolutions of codes run on NVIDIA GPUs and on the CPU, not on {device.type}",)
+    reasons = []
+    capability = torch.cuda.get_device_capability(device)
+    if capability in INT4_CAPABILITIES:
+        from lowbit.kernels.sm80.conv import mma_refusals
+
+        return mma_refusals(layer)
+    if capability[0] != 9:
+        name = torch.cuda.get_device_name(device)
+        reasons.append(f"the convolution kernels are for sm_80, 86, 89 and 90, {name} is another")
+    if layer.y not in CODE_BITS and (layer.residual is not None or layer.second is not None):
+        reasons.append(f"an output in {layer.y} is written without a residual or second product")
+    if max(layer.stride) > 8:
+        reasons.append(f"strides are 8 at most, got {layer.stride}")
+    if max(*layer.padding, *(k - 1 - p for k, p in zip(layer.kernel, layer.padding, strict=True))) > 127:
+        reasons.append(f"windows reach 127 pixels beyond the image at most, got {layer.kernel} with padding {layer.padding}")
+    return tuple(reasons)
+
+
+class Conv:
+    """A lowered layer on one device; `prepare_conv` and `prepare_stem` make it. Calls read and write packed codes."""
+
+    def __init__(self, layer: ConvLayer, size: tuple[int, int, int], device: torch.device, images: StemImages | None) -> None:
+        self.layer, self.images, self.device = layer, images, device
+        self.outputs = layer.weight.shape[0]
+        self.handle = id(self)
+        _PREPARED[self.handle] = self
+        self._kernel = _kernel(layer, size, device, images) if device.type == "cuda" else None
+
+    def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]:
+        """Shape of the output [N, Ho, Wo, bytes or channels] for an input of packed shape `size`."""
+        height, width = self.layer.output_size(size[1], size[2]) if self.images is None else self.images.output
+        y = self.layer.y
+        return size[0], height, width, Nhwc64(y).pixel_bytes(self.outputs) if y in CODE_BITS else self.outputs  # type: ignore[arg-type]
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """Packed codes uint8 [N, Ho, Wo, bytes], or values [N, Ho, Wo, O] for f16 and f32, of packed x [N, H, W, bytes].
+
+        `residual` and `second` are given where the layer has them. `out` is contiguous and written if given. Raises ValueError
+        for tensors that are not the layer's.
+        """
+        self._check(x, residual, second, out)
+        if self._kernel is not None:
+            return self._kernel(x, residual, second, out)  # type: ignore[operator, no-any-return]
+        y = self._on_cpu(x, residual, second)
+        return y if out is None else out.copy_(y)
+
+    def _check(self, x: Tensor, residual: Tensor | None, second: Tensor | None, out: Tensor | None) -> None:
+        layer = self.layer
+        if self.images is None:
+            pixel = Nhwc64(layer.x).pixel_bytes(layer.weight.shape[1])  # type: ignore[arg-type]
+            wanted = f"[N, H, W, {pixel}]"
+            fits = x.dim() == 4 and x.shape[3] == pixel
+        else:
+            wanted = f"[N, {self.images.rows}, {self.images.columns}, 16]"
+            fits = x.dim() == 4 and tuple(x.shape[1:]) == (self.images.rows, self.images.columns, 16)
+        if x.dtype != torch.uint8 or not fits or not x.is_contiguous():
+            raise ValueError(f"x of {layer.name or 'the layer'} is contiguous uint8 {wanted}, got {x.dtype} {list(x.shape)}")
+        if (residual is None) == (layer.residual is not None) or (second is None) == (layer.second is not None):
+            raise ValueError(
+                f"{layer.name or 'the layer'} takes residual {layer.residual}, second product {layer.second is not None}"
+            )
+        shape = self.output_shape(tuple(x.shape))
+        if out is not None and (tuple(out.shape) != shape or out.dtype != _dtype(layer.y) or not out.is_contiguous()):
+            raise ValueError(f"the output is contiguous {_dtype(layer.y)} {list(shape)}, got {out.dtype} {list(out.shape)}")
+        if residual is not None:
+            pixel = Nhwc64(layer.residual).pixel_bytes(self.outputs)  # type: ignore[arg-type]
+            if tuple(residual.shape) != (*shape[:3], pixel) or not residual.is_contiguous():
+                raise ValueError(f"the residual is contiguous uint8 {[*shape[:3], pixel]}, got {list(residual.shape)}")
+        if any(t is not None and t.device != x.device for t in (residual, second, out)) or x.device != self.device:
+            raise ValueError(f"all tensors must be on {self.device}, where the layer was prepared")
+
+    def _on_cpu(self, x: Tensor, residual: Tensor | None, second: Tensor | None) -> Tensor:
+        layer = self.layer
+        if self.images is None:
+            codes = Nhwc64(layer.x).unpack(x, layer.weight.shape[1])  # type: ignore[arg-type]
+        else:
+            codes = self.images.unpack(x)
+        added = None if residual is None else Nhwc64(layer.residual).unpack(residual, self.outputs)  # type: ignore[arg-type]
+        other = None
+        if second is not None and layer.second is not None:
+            other = Nhwc64(layer.second.x).unpack(second, layer.second.weight.shape[1])  # type: ignore[arg-type]
+        y = conv_reference(codes, layer, added, other)
+        if layer.y in CODE_BITS:
+            return Nhwc64(layer.y).pack(y)  # type: ignore[arg-type]
+        return y.permute(0, 2, 3, 1).contiguous()
+
+
+def prepare_conv(layer: ConvLayer, size: tuple[int, int, int], device: torch.device | str | None = None) -> Conv:
+    """The layer packed for inputs of about `size` (images, height, width); other sizes run too, with this size's tile.
+
+    `device` is that of the weights when absent. Raises ValueError with every reason why the layer cannot run there.
+    """
+    device = _device(layer, device)
+    _refuse(layer, device)
+    return Conv(layer.to(device), size, device, None)
+
+
+def prepare_stem(layer: ConvLayer, size: tuple[int, int, int], device: torch.device | str | None = None) -> Conv:
+    """A first convolution of stride 2 on images of 1 to 4 channels and `size` (images, height, width), s8 codes.
+
+    Its input is what `pack_images` makes. Raises ValueError with every reason why it cannot be packed so; `prepare_conv` takes
+    any convolution, with channels filled up to 64.
+    """
+    device = _device(layer, device)
+    images = StemImages(layer.weight.shape[1], size[1], size[2], layer.kernel, layer.padding)
+    reasons = list(images.refusals())
+    if layer.stride != (2, 2):
+        reasons.append(f"stride {layer.stride}, a stem has 2 x 2")
+    if layer.x != "s8" or layer.second is not None or layer.residual is not None:
+        reasons.append("a stem reads s8 codes and adds nothing")
+    if reasons:
+        raise ValueError(f"{layer.name or 'the layer'} is no stem: {'; '.join(reasons)}")
+    _refuse(layer, device)
+    return Conv(layer.to(device), size, device, images)
+
+
+def pack_images(stem: Conv, images: Tensor, inverse_scale: float) -> Tensor:
+    """Packed input of a stem of float images [N, C, H, W]: codes clamp(rne(image * inverse_scale), -128, 127)."""
+    if stem.images is None:
+        raise ValueError("pack_images is for layers of prepare_stem; other inputs are packed by Nhwc64")
+    return stem.images.pack(quantize_images(images, inverse_scale))
+
+
+def conv_codes(conv: Conv, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None) -> Tensor:
+    """`conv(x, residual, second)` as the operator lowbit::conv_codes, which torch.compile does not look into."""
+    shape = conv.output_shape(tuple(x.shape))
+    return torch.ops.lowbit.conv_codes(x, residual, second, conv.handle, shape, conv.layer.y)  # type: ignore[no-any-return]
+
+
+def max_pool_codes(
+    x: Tensor, storage: ActivationStorage, window: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int] = (0, 0)
+) -> Tensor:
+    """Largest codes of packed codes uint8 [N, H, W, bytes], packed."""
+    return torch.ops.lowbit.max_pool_codes(x, storage, window, stride, padding)  # type: ignore[no-any-return]
+
+
+def average_pool_codes(x: Tensor, storage: ActivationStorage, channels: int, scale: float) -> Tensor:
+    """Mean values float32 [N, channels] of packed codes of this scale."""
+    return torch.ops.lowbit.average_pool_codes(x, storage, channels, scale)  # type: ignore[no-any-return]
+
+
+def _device(layer: ConvLayer, device: torch.device | str | None) -> torch.device:
+    """Where the layer is to run, with the number of the GPU."""
+    wanted = layer.weight.device if device is None else torch.device(device)
+    if wanted.type == "cuda" and wanted.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return wanted
+
+
+def _refuse(layer: ConvLayer, device: torch.device) -> None:
+    reasons = conv_refusals(layer, device)
+    if reasons:
+        raise ValueError(f"{layer.name or 'the layer'} cannot run on {device}: {'; '.join(reasons)}")
+
+
+def _dtype(y: str) -> torch.dtype:
+    return torch.uint8 if y in CODE_BITS else DTYPES[y]  # type: ignore[index]
+
+
+def _kernel(layer: ConvLayer, size: tuple[int, int, int], device: torch.device, images: StemImages | None) -> object:
+    """The layer on the GPU, with the tile of its shape."""
+    if torch.cuda.get_device_capability(device) in INT4_CAPABILITIES:
+        from lowbit.kernels.sm80.conv import PreparedMmaConv
+
+        return PreparedMmaConv(layer)
+    from lowbit.kernels.sm90.conv_plan import PreparedConv, choose_tile, stem_tile
+    from lowbit.kernels.sm90.conv_stem import PreparedStem, stem_refusals
+    from lowbit.kernels.sm90.conv_strip import PreparedStrip, strip_tile
+
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    if images is not None and not stem_refusals(layer, images):
+        return PreparedStem(layer, images, processors)
+    if images is not None:
+        return PreparedConv(layer, stem_tile(layer), processors, images)
+    tile = strip_tile(layer, size[2], device_for(90).shared_per_sm_bytes)
+    if tile is not None:
+        return PreparedStrip(layer, tile, processors)
+    height, width = layer.output_size(size[1], size[2])
+    return PreparedConv(layer, choose_tile(layer, size[0] * height * width), processors)
+
+
+@torch.library.impl("lowbit::conv_codes", "CompositeExplicitAutograd")
+def _conv_codes(x: Tensor, residual: Tensor | None, second: Tensor | None, handle: int, shape: list[int], y: str) -> Tensor:
+    conv = _PREPARED.get(handle)
+    if conv is None:
+        raise RuntimeError("lowbit::conv_codes: the prepared layer of this graph is gone; keep it as long as the graph")
+    return conv(x, residual, second)
+
+
+@torch.library.register_fake("lowbit::conv_codes")
+def _conv_fake(x: Tensor, residual: Tensor | None, second: Tensor | None, handle: int, shape: list[int], y: str) -> Tensor:
+    return x.new_empty(shape, dtype=_dtype(y))
+
+
+@torch.library.impl("lowbit::max_pool_codes", "CompositeExplicitAutograd")
+def _max_pool(x: Tensor, storage: ActivationStorage, window: list[int], stride: list[int], padding: list[int]) -> Tensor:
+    if x.is_cuda:
+        from lowbit.kernels.pool import max_pool
+
+        return max_pool(x, storage, _pair(window), _pair(stride), _pair(padding))
+    channels = x.shape[3] * 8 // CODE_BITS[storage]
+    codes = Nhwc64(storage).unpack(x, channels)
+    return Nhwc64(storage).pack(max_pool_reference(codes, _pair(window), _pair(stride), _pair(padding)))
+
+
+@torch.library.register_fake("lowbit::max_pool_codes")
+def _max_pool_fake(x: Tensor, storage: ActivationStorage, window: list[int], stride: list[int], padding: list[int]) -> Tensor:
+    height, width = output_size((x.shape[1], x.shape[2]), _pair(window), _pair(stride), _pair(padding))
+    return x.new_empty((x.shape[0], height, width, x.shape[3]))
+
+
+@torch.library.impl("lowbit::average_pool_codes", "CompositeExplicitAutograd")
+def _average_pool(x: Tensor, storage: ActivationStorage, channels: int, scale: float) -> Tensor:
+    if x.is_cuda:
+        from lowbit.kernels.pool import average_pool
+
+        return average_pool(x, storage, channels, scale)
+    return average_pool_reference(Nhwc64(storage).unpack(x, channels), scale)
+
+
+@torch.library.register_fake("lowbit::average_pool_codes")
+def _average_pool_fake(x: Tensor, storage: ActivationStorage, channels: int, scale: float) -> Tensor:
+    return x.new_empty((x.shape[0], channels), dtype=torch.float32)
+
+
+def _pair(values: list[int]) -> tuple[int, int]:
+    return int(values[0]), int(values[1])

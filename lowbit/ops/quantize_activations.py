@@ -1,0 +1,240 @@
+"""The torch operator `lowbit::quantize_activations`: 16-bit activations to codes, alone or fused with what makes them.
+
+One pass over memory on NVIDIA GPUs (kernels/quantize_activations.py), plain torch (kernels/reference.py) everywhere else.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowbit.formats import FloatFormat, NumberFormat, number_format
+from lowbit.kernels.reference import (
+    CODE_DTYPES,
+    layer_norm_reference,
+    quantize_activations_reference,
+    rms_norm_reference,
+    silu_mul_reference,
+)
+from lowbit.ops.fragment_gemm import _Described, _described, _device, _triton_refusals
+
+if TYPE_CHECKING:
+    from lowbit.kernels.quantize_activations import QuantizePlan, Request
+
+torch.library.define(
+    "lowbit::quantize_activations",
+    "(Tensor x, str format, SymInt group=0, Tensor? scale=None, bool symmetric=True, str before='', Tensor? beside=None,"
+    " Tensor? weight=None, Tensor? bias=None, float eps=0.0) -> Tensor[]",
+)
+
+BEFORE = ("", "rms_norm", "layer_norm", "silu")
+MOST_COLUMNS = 65536
+"""Widest row that the kernel's registers hold."""
+CODE_PIECE = 16
+"""Rows of codes start at multiples of so many bytes on a GPU."""
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+_format = functools.lru_cache(maxsize=None)(number_format)
+
+
+class Activations(NamedTuple):
+    """x = (codes - zero) * scale: codes int8, float8_e4m3fn or float8_e5m2 [.., K], scale float32 [.., 1], [.., groups] or the
+    given [1]; zero int32 [.., 1] or None; `sum`, x + residual where one was added, else None."""
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None = None
+    sum: Tensor | None = None
+
+
+def quantize_activations(
+    x: Tensor, fmt: str | NumberFormat, *, group: int = 0, scale: Tensor | None = None, symmetric: bool = True
+) -> Activations:
+    """x [.., K] (fp16, bf16 or fp32) in codes of `fmt`: int8, fp8_e4m3 or fp8_e5m2.
+
+    One scale per token, max|x| / the largest value of the format, or one per token and `group` columns (a power of two); or the
+    given `scale` float32 [1] for all, beyond which values saturate. Not `symmetric`, for int8 only: the scale covers max - min,
+    and there are zero points. Rounds to nearest, ties to even. Rows of zeros have the scale 2^-126; rows with an infinity or
+    a NaN have a scale that is not finite, nor is then any product. Raises ValueError for what does not fit together.
+    """
+    return _quantize(x, fmt, group, scale, symmetric)
+
+
+def rms_norm_quantize(
+    x: Tensor, weight: Tensor, eps: float, fmt: str | NumberFormat, *, residual: Tensor | None = None, group: int = 0,
+    scale: Tensor | None = None,
+) -> Activations:  # fmt: skip
+    """`quantize_activations` of x / sqrt(mean(x^2) + eps) * weight [K], in float32 and not rounded in between.
+
+    With a `residual` [.., K], x + residual in x's type takes the place of x and is returned as `sum`.
+    """
+    return _quantize(x, fmt, group, scale, True, "rms_norm", residual, weight, None, eps)
+
+
+def layer_norm_quantize(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, fmt: str | NumberFormat, *, residual: Tensor | None = None,
+    group: int = 0, scale: Tensor | None = None,
+) -> Activations:  # fmt: skip
+    """`quantize_activations` of (x - mean) / sqrt(variance + eps) * weight + bias; otherwise as `rms_norm_quantize`."""
+    return _quantize(x, fmt, group, scale, True, "layer_norm", residual, weight, bias, eps)
+
+
+def silu_mul_quantize(
+    gate: Tensor, up: Tensor, fmt: str | NumberFormat, *, group: int = 0, scale: Tensor | None = None
+) -> Activations:
+    """`quantize_activations` of silu(gate) * up, in float32 and not rounded in between."""
+    return _quantize(gate, fmt, group, scale, True, "silu", up)
+
+
+def quantize_refusals(fmt: NumberFormat, dtype: torch.dtype, k: int, device: torch.device | str) -> tuple[str, ...]:
+    """Why the kernel cannot quantize activations of `dtype` with K `k` on `device` (plain torch does then); empty if it can."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return (f"runs on NVIDIA GPUs, x is on {device.type}",)
+    reasons = []
+    # For sm_89, Triton 3.6 makes 8-bit floats in two steps, the first of which cuts off.
+    needed = (9, 0) if isinstance(fmt, FloatFormat) else (8, 0)
+    if torch.cuda.get_device_capability(device) < needed:
+        reasons.append(f"needs sm_{needed[0]}{needed[1]} for {fmt.name}, {torch.cuda.get_device_name(device)} is older")
+    if dtype not in (torch.float16, torch.bfloat16):
+        reasons.append(f"takes fp16 and bf16, not {str(dtype).removeprefix('torch.')}")
+    if k > MOST_COLUMNS:
+        reasons.append(f"holds rows of at most {MOST_COLUMNS} columns, K is {k}")
+    return (*reasons, *_triton_refusals())
+
+
+def _quantize(
+    x: Tensor, fmt: str | NumberFormat, group: int, scale: Tensor | None, symmetric: bool, before: str = "",
+    beside: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 0.0,
+) -> Activations:  # fmt: skip
+    name = fmt if isinstance(fmt, str) else fmt.name
+    made = torch.ops.lowbit.quantize_activations(x, name, group, scale, symmetric, before, beside, weight, bias, eps)
+    codes, *rest = made
+    own = scale if scale is not None else rest.pop(0)
+    zero = None if symmetric else rest.pop(0)
+    return Activations(codes, own, zero, rest.pop(0) if rest else None)
+
+
+def _check(
+    x: Tensor, fmt: str, group: int, scale: Tensor | None, symmetric: bool, before: str, beside: Tensor | None,
+    weight: Tensor | None, bias: Tensor | None,
+) -> NumberFormat:  # fmt: skip
+    """The format; raises ValueError unless everything fits together."""
+    who = "quantize_activations"
+    if fmt not in CODE_DTYPES:
+        raise ValueError(f"{who}: activations become {', '.join(CODE_DTYPES)}, not {fmt}")
+    if x.dtype not in _DTYPES or x.dim() < 1 or x.shape[-1] < 1:
+        raise ValueError(f"{who}: x is fp16, bf16 or fp32 [.., K], got {x.dtype} {tuple(x.shape)}")
+    if group < 0 or group & (group - 1):
+        raise ValueError(f"{who}: a group has a power of two of columns, or 0 for all of them, got {group}")
+    if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32 or group or not symmetric):
+        raise ValueError(
+            f"{who}: a given scale is one float32 number for all of x, without groups and zero points, "
+            f"got {scale.dtype} {tuple(scale.shape)}"
+        )
+    if not symmetric and (fmt != "int8" or group):
+        raise ValueError(f"{who}: zero points go with int8 and one scale per token, not with {fmt} in groups of {group}")
+    if before not in BEFORE:
+        raise ValueError(f"{who}: fused are {', '.join(BEFORE[1:])}, not {before!r}")
+    if (before == "silu") > (beside is not None) or (before == "" and beside is not None):
+        raise ValueError(f"{who}: {'silu needs' if before else 'nothing is'} a second tensor")
+    if beside is not None and (beside.shape != x.shape or beside.dtype != x.dtype):
+        raise ValueError(f"{who}: {x.dtype} {tuple(x.shape)} goes with its like, got {beside.dtype} {tuple(beside.shape)}")
+    for name, vector in (("weight", weight), ("bias", bias)):
+        if vector is not None and tuple(vector.shape) != x.shape[-1:]:
+            raise ValueError(f"{who}: {name} is [{x.shape[-1]}], got {tuple(vector.shape)}")
+    if (weight is None) == before.endswith("norm"):
+        raise ValueError(f"{who}: {before or 'x alone'} {'needs a' if weight is None else 'has no'} weight")
+    return _format(fmt)
+
+
+def _plain(
+    x: Tensor, fmt: str, group: int = 0, scale: Tensor | None = None, symmetric: bool = True, before: str = "",
+    beside: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 0.0,
+) -> list[Tensor]:  # fmt: skip
+    parsed = _check(x, fmt, group, scale, symmetric, before, beside, weight, bias)
+    total = None
+    if before == "silu":
+        assert beside is not None
+        values = silu_mul_reference(x, beside)
+    else:
+        if beside is not None:
+            total = (x.float() + beside.float()).to(x.dtype)
+        values = x if total is None else total
+        if weight is not None:
+            norm = rms_norm_reference(values, weight, eps) if before == "rms_norm" else None
+            values = layer_norm_reference(values, weight, bias, eps) if norm is None else norm
+    codes, own, zero = quantize_activations_reference(values, parsed, group, scale, symmetric)
+    return [t for t in (codes, None if scale is not None else own, zero, total) if t is not None]
+
+
+torch.library.impl("lowbit::quantize_activations", "CPU", _plain)
+
+
+@torch.library.impl("lowbit::quantize_activations", "CUDA")
+def _on_gpu(
+    x: Tensor, fmt: str, group: int = 0, scale: Tensor | None = None, symmetric: bool = True, before: str = "",
+    beside: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 0.0,
+) -> list[Tensor]:  # fmt: skip
+    rows = _rows(x)
+    beside_rows = None if beside is None else _rows(beside)
+    others = tuple(_described(t) for t in (beside, weight, bias, scale))
+    strides = rows.stride(0), None if beside_rows is None else beside_rows.stride(0)
+    aligned = rows.data_ptr() % 16 == 0 and all(stride is None or stride % 8 == 0 for stride in strides)
+    plan = _plan(fmt, x.shape, x.dtype, x.device, group, symmetric, before, others, aligned)
+    if plan is None:
+        return _plain(x, fmt, group, scale, symmetric, before, beside, weight, bias, eps)
+    if x.device.index != torch.cuda.current_device():
+        with torch.cuda.device(x.device):
+            made = plan(rows, beside_rows, weight, bias, scale, eps)
+    else:
+        made = plan(rows, beside_rows, weight, bias, scale, eps)
+    return made if x.dim() == 2 else [t.reshape(*x.shape[:-1], t.shape[-1]) for t in made]
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x as a matrix without gaps within a row."""
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    fmt: str, shape: torch.Size, dtype: torch.dtype, on: torch.device, group: int, symmetric: bool, before: str,
+    others: tuple[_Described | None, ...], aligned: bool,
+) -> QuantizePlan | None:  # fmt: skip
+    """The plan of a call, None where the kernel does not take it. Raises ValueError when the tensors do not fit together."""
+    beside, weight, bias, scale = (None if t is None else torch.empty(t[0], dtype=t[1], device="meta") for t in others)
+    parsed = _check(torch.empty(shape, dtype=dtype, device="meta"), fmt, group, scale, symmetric, before, beside, weight, bias)
+    devices = {on, *(t[2] for t in others if t is not None)}
+    if len(devices) > 1:
+        raise ValueError(f"quantize_activations: all tensors must be on one device, got {sorted(map(str, devices))}")
+    k = shape[-1]
+    if quantize_refusals(parsed, dtype, k, on):
+        return None
+    from lowbit.kernels.quantize_activations import QuantizePlan, Request
+
+    request: Request = Request(before, parsed, group, scale is not None, symmetric, before != "silu" and beside is not None)
+    pieces = aligned and k % 8 == 0 and all(t is None or t[3] for t in others)
+    return QuantizePlan(shape[:-1].numel(), k, request, pieces, _device(on))
+
+
+@torch.library.register_fake("lowbit::quantize_activations")
+def _fake(
+    x: Tensor, fmt: str, group: int = 0, scale: Tensor | None = None, symmetric: bool = True, before: str = "",
+    beside: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 0.0,
+) -> list[Tensor]:  # fmt: skip
+    _check(x, fmt, group, scale, symmetric, before, beside, weight, bias)
+    groups = -(-x.shape[-1] // group) if group else 1
+    filled = -(-x.shape[-1] // CODE_PIECE) * CODE_PIECE if x.device.type == "cuda" else x.shape[-1]
+    made = [x.new_empty((*x.shape[:-1], filled), dtype=CODE_DTYPES[fmt])[..., : x.shape[-1]]]
+    if scale is None:
+        made.append(x.new_empty((*x.shape[:-1], groups), dtype=torch.float32))
+    if not symmetric:
+        made.append(x.new_empty((*x.shape[:-1], groups), dtype=torch.int32))
+    if before != "silu" and beside is not None:
+        made.append(torch.empty_like(x))
+    return made

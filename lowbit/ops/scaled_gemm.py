@@ -1,0 +1,123 @@
+"""The torch operator `lowbit::scaled_gemm`: 8-bit activations times low-bit weights, on any device.
+
+It reads weights as they lie on disk and is exact but for its one rounding: the truth that the tensor-core kernels, which want
+weights in a form of their own (ops/fast_scaled_gemm.py), are compared with, and what runs where those do not.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from lowbit.formats import IntFormat, NumberFormat, Scheme, ZeroPoint, packed_bytes, parse_scheme, scale_shape
+from lowbit.kernels.scaled_blocked import X_BLOCK, scaled_gemm_blocked
+
+torch.library.define(
+    "lowbit::scaled_gemm",
+    "(Tensor x, Tensor x_scale, Tensor packed, Tensor scale, Tensor? zero, Tensor? bias, str scheme, ScalarType dtype,"
+    " Tensor? x_zero=None) -> Tensor",
+)
+
+OUTPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+_scheme = functools.lru_cache(maxsize=None)(parse_scheme)
+
+
+def scaled_gemm(
+    x: Tensor, x_scale: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, scheme: str,
+    dtype: torch.dtype = torch.bfloat16, x_zero: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """y [.., N] = ((x [.., K] - x_zero) * x_scale) . dequant(w)[N, K]^T + bias [N], of `dtype`: fp16, bf16 or fp32.
+
+    x is of the scheme's activation format: int8 (a8), float8_e4m3fn (a8e4m3) or float8_e5m2 (a8e5m2). x_scale float32 is [1]
+    (one per tensor), [.., 1] (one per token) or [.., ceil(K / 128)] (one per token and 128 columns). x_zero int32 [.., 1] or
+    [1], with int8 only and not together with blocks, is what an asymmetrically quantized x has as its zero.
+
+    packed uint8 [N, ceil(K * bits / 8)], scale and zero are the weight as nn.PackedWeight and `mixed_gemm` hold it: int8 codes
+    are offset by 128 there. `scheme` is a scheme's name, such as w8a8, w8e4m3a8e4m3_t, w4a8_g128 or w6e3m2a8e4m3. An order or
+    an input scale of the weight concern x before it is quantized and are the caller's. Everything is exact but for the one
+    rounding to `dtype`, floats but for that of a float32 product. Raises ValueError for tensors that do not fit together.
+    """
+    return torch.ops.lowbit.scaled_gemm(x, x_scale, packed, scale, zero, bias, scheme, dtype, x_zero)
+
+
+def activation_dtype(fmt: NumberFormat | None) -> torch.dtype:
+    """The dtype in which x holds numbers of an activation format; ValueError for those that have none."""
+    dtypes = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+    if fmt is None or fmt.name not in dtypes:
+        raise ValueError(f"quantized activations are int8, e4m3 or e5m2, got {'16 bits' if fmt is None else fmt.name}")
+    return dtypes[fmt.name]
+
+
+def check_activations(
+    operator: str, x: Tensor, x_scale: Tensor, x_zero: Tensor | None, scheme: Scheme, dtype: torch.dtype
+) -> None:
+    """Raises ValueError, naming the operator, unless x and what belongs to it are of the scheme."""
+    wanted = activation_dtype(scheme.activation)
+    if x.dtype != wanted or x.dim() < 1:
+        raise ValueError(f"{operator}: {scheme} takes x {wanted} [.., K], got {x.dtype} {tuple(x.shape)}")
+    k = x.shape[-1]
+    per_token = (*x.shape[:-1], 1)
+    shapes = [(), (1,), per_token, (*x.shape[:-1], -(-k // X_BLOCK))]
+    if tuple(x_scale.shape) not in shapes or x_scale.dtype != torch.float32:
+        raise ValueError(
+            f"{operator}: x of shape {tuple(x.shape)} takes x_scale float32 [1], {per_token} or {shapes[-1]}, "
+            f"got {x_scale.dtype} {tuple(x_scale.shape)}"
+        )
+    if x_zero is not None:
+        if not isinstance(scheme.activation, IntFormat):
+            raise ValueError(f"{operator}: x_zero goes with int8 activations, not with {scheme}")
+        if tuple(x_zero.shape) not in ((), (1,), per_token) or x_zero.dtype != torch.int32:
+            raise ValueError(f"{operator}: x_zero is int32 [1] or {per_token}, got {x_zero.dtype} {tuple(x_zero.shape)}")
+        if tuple(x_scale.shape) not in shapes[:3]:
+            raise ValueError(f"{operator}: x_zero goes with one scale per tensor or token, not with scales of blocks")
+    if dtype not in OUTPUT_DTYPES:
+        raise ValueError(f"{operator}: y is fp16, bf16 or fp32, got {dtype}")
+
+
+def _check(
+    x: Tensor, x_scale: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, scheme: Scheme,
+    dtype: torch.dtype, x_zero: Tensor | None,
+) -> None:  # fmt: skip
+    """Raises ValueError unless the tensors are of one product under `scheme`."""
+    check_activations("scaled_gemm", x, x_scale, x_zero, scheme, dtype)
+    k = x.shape[-1]
+    if packed.dtype != torch.uint8 or packed.dim() != 2 or packed.shape[1] != packed_bytes(k, scheme.weight.bits):
+        raise ValueError(
+            f"scaled_gemm: {scheme} with K {k} takes packed uint8 [N, {packed_bytes(k, scheme.weight.bits)}], "
+            f"got {packed.dtype} {tuple(packed.shape)}"
+        )
+    n = packed.shape[0]
+    expected = scale_shape(scheme.granularity, (n, k))
+    if tuple(scale.shape) != expected or not scale.is_floating_point():
+        raise ValueError(f"scaled_gemm: {scheme} takes floating scales {expected}, got {scale.dtype} {tuple(scale.shape)}")
+    if (zero is None) != (scheme.zero is ZeroPoint.NONE):
+        raise ValueError(f"scaled_gemm: {scheme} {'needs zeros' if zero is None else 'has no zeros, but some were given'}")
+    if zero is not None and tuple(zero.shape) != expected:
+        raise ValueError(f"scaled_gemm: {scheme} takes zeros {expected}, got {tuple(zero.shape)}")
+    if bias is not None and tuple(bias.shape) != (n,):
+        raise ValueError(f"scaled_gemm: bias is [{n}], got {tuple(bias.shape)}")
+    devices = {t.device for t in (x, x_scale, packed, scale, zero, bias, x_zero) if t is not None}
+    if len(devices) > 1:
+        raise ValueError(f"scaled_gemm: all tensors must be on one device, got {sorted(map(str, devices))}")
+
+
+@torch.library.impl("lowbit::scaled_gemm", ("CPU", "CUDA"))
+def _scaled_gemm(
+    x: Tensor, x_scale: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, scheme: str,
+    dtype: torch.dtype, x_zero: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    parsed = _scheme(scheme)
+    _check(x, x_scale, packed, scale, zero, bias, parsed, dtype, x_zero)
+    return scaled_gemm_blocked(x, x_scale, packed, scale, zero, bias, parsed, dtype, x_zero)
+
+
+@torch.library.register_fake("lowbit::scaled_gemm")
+def _fake(
+    x: Tensor, x_scale: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, scheme: str,
+    dtype: torch.dtype, x_zero: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    _check(x, x_scale, packed, scale, zero, bias, _scheme(scheme), dtype, x_zero)
+    return x.new_empty((*x.shape[:-1], packed.shape[0]), dtype=dtype)

@@ -1,0 +1,72 @@
+"""Activations of convolutions in memory: NHWC, channels in blocks of 64, codes of 4 or 8 bits.
+
+A pixel is a run of blocks, a block is the codes of 64 channels in order: byte i of a 4-bit block holds channel 2i in its low
+half and channel 2i + 1 in its high half (32 bytes), byte i of an 8-bit block is channel i (64 bytes). Channels that fill up the
+last block have code 0. The content is that of NCHW64, the blocks of a pixel lie next to each other, so that the rows of the
+matrix product that a convolution is are contiguous, and reading them needs no permutation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+ActivationStorage = Literal["u4", "s8"]
+
+CHANNEL_BLOCK = 64
+
+CODE_BITS: dict[ActivationStorage, int] = {"u4": 4, "s8": 8}
+
+CODE_RANGE: dict[ActivationStorage, tuple[int, int]] = {"u4": (0, 15), "s8": (-128, 127)}
+"""Smallest and largest code; no storage has a zero point."""
+
+
+def padded_channels(channels: int) -> int:
+    """The next multiple of 64."""
+    return -(-channels // CHANNEL_BLOCK) * CHANNEL_BLOCK
+
+
+@dataclass(frozen=True)
+class Nhwc64:
+    """The layout of codes stored as "u4" or "s8": `unpack(pack(codes), C)` equals codes."""
+
+    storage: ActivationStorage
+
+    def pixel_bytes(self, channels: int) -> int:
+        """Bytes of one pixel, a multiple of 32 or 64."""
+        return padded_channels(channels) * CODE_BITS[self.storage] // 8
+
+    def shape(self, shape: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+        """Shape [N, H, W, bytes] of packed codes [N, C, H, W]."""
+        n, c, h, w = shape
+        return n, h, w, self.pixel_bytes(c)
+
+    def pack(self, codes: Tensor) -> Tensor:
+        """uint8 [N, H, W, bytes] of integer codes [N, C, H, W], on any device. Raises ValueError for codes out of range."""
+        low, high = CODE_RANGE[self.storage]
+        if codes.is_floating_point() or codes.dim() != 4:
+            raise ValueError(f"codes are an integer tensor [N, C, H, W], got {codes.dtype} {list(codes.shape)}")
+        if codes.numel() and (int(codes.min()) < low or int(codes.max()) > high):
+            raise ValueError(f"{self.storage} codes lie in {low}..{high}, got {int(codes.min())}..{int(codes.max())}")
+        c = codes.shape[1]
+        rows = functional.pad(codes.permute(0, 2, 3, 1), (0, padded_channels(c) - c)).to(torch.int8).contiguous()
+        if self.storage == "s8":
+            return rows.view(torch.uint8)
+        return (rows[..., 0::2] | rows[..., 1::2] << 4).view(torch.uint8)
+
+    def unpack(self, packed: Tensor, channels: int) -> Tensor:
+        """Codes int32 [N, C, H, W] of uint8 [N, H, W, bytes]; the inverse of `pack`. Raises ValueError for another shape."""
+        if packed.dtype != torch.uint8 or packed.dim() != 4 or packed.shape[3] != self.pixel_bytes(channels):
+            raise ValueError(
+                f"{channels} channels of {self.storage} are uint8 [N, H, W, {self.pixel_bytes(channels)}], "
+                f"got {packed.dtype} {list(packed.shape)}"
+            )
+        if self.storage == "s8":
+            codes = packed.view(torch.int8)
+        else:
+            codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(3)
+        return codes[..., :channels].to(torch.int32).permute(0, 3, 1, 2).contiguous()

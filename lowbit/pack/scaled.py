@@ -1,0 +1,180 @@
+"""A quantized matrix as the kernels for 8-bit activations read it.
+
+    codes           int8, float8_e4m3fn or float8_e5m2 [N, K']   8 bits: row-major operands as they are (int8: the code less its
+                                                                 offset), K' is K filled up to a multiple of 16 with zeros
+                    int32 [N/16, K/64, 32 * bits]                fewer: pack.fragment, for operands of 8 bits
+    scale           fp16 or bf16 [ceil(K / 128), N']             groups of 128 along K, N' is N filled up to a multiple of 16
+                    float32 [ceil(N / 128), ceil(K / 128)]       blocks of 128 x 128
+    channel_scale   float32 [N]                                  one per output channel or tensor
+    sums            float32 [N]                                  what a zero of x is multiplied by: sums of the rows, scaled if
+                                                                 `scale` is there, before `channel_scale`
+
+There is `scale` or `channel_scale`, never both. Groups of a multiple of 128 are repeated until they are groups of 128.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.formats import (
+    IntFormat,
+    PerBlock,
+    PerChannel,
+    PerGroup,
+    PerTensor,
+    QuantTensor,
+    Scheme,
+    ZeroPoint,
+    decode,
+    spread,
+)
+from lowbit.hardware.byte_conversions import ByteOperand, byte_conversion
+from lowbit.hardware.mma import MMA_M16N8K32_S8
+from lowbit.pack.fragment import STRIP, FragmentOrder
+
+GROUP = 128
+"""Columns of w that share a scale, where a row has several."""
+
+ROW_BYTES = 16
+"""Rows of operands start at multiples of this."""
+
+_DTYPES = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
+
+def scaled_refusals(scheme: Scheme, scale_dtype: torch.dtype | None = None) -> tuple[str, ...]:
+    """Why the kernels for 8-bit activations cannot take weights of a scheme, with scales of a type; empty if they can."""
+    if scheme.activation is None or scheme.activation.name not in _DTYPES:
+        return (f"multiply int8, e4m3 or e5m2 activations, not those of {scheme}",)
+    reasons = []
+    integer = isinstance(scheme.activation, IntFormat)
+    if scheme.zero is not ZeroPoint.NONE:
+        reasons.append(f"take weights without zero points, not {scheme}")
+    elif scheme.weight.bits == 8:
+        same = isinstance(scheme.weight, IntFormat) == integer
+        if scheme.weight.name not in _DTYPES or not same:
+            reasons.append(f"multiply 8-bit operands of one kind, not {scheme.weight.name} by {scheme.activation.name}")
+    else:
+        try:
+            byte_conversion(scheme.weight, _operand(scheme))
+        except ValueError as error:
+            reasons.append(str(error))
+    match scheme.granularity:
+        case PerChannel() | PerTensor():
+            pass
+        case PerGroup(size) if size % GROUP == 0 and scheme.weight.bits < 8:
+            if scale_dtype not in (None, torch.float16, torch.bfloat16):
+                reasons.append(f"take scales of groups in fp16 or bf16, {scheme} has them in {scale_dtype} here")
+        case PerBlock(128, 128) if scheme.weight.bits == 8:
+            pass
+        case _:
+            what = "in blocks of 128 x 128" if scheme.weight.bits == 8 else f"in groups of multiples of {GROUP}"
+            reasons.append(f"take scales per tensor, per channel or {what}, not {scheme}")
+    return tuple(reasons)
+
+
+def _operand(scheme: Scheme) -> ByteOperand:
+    return "s8" if isinstance(scheme.activation, IntFormat) else "e4m3"
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledWeight:
+    """The tensors described in the module, for a matrix of `shape` (N, K) under `scheme`."""
+
+    codes: Tensor
+    scale: Tensor | None
+    channel_scale: Tensor | None
+    sums: Tensor
+    scheme: Scheme
+    shape: tuple[int, int]
+
+    @property
+    def _tensors(self) -> dict[str, Any]:
+        named = {name: getattr(self, name) for name in ("codes", "scale", "channel_scale", "sums")}
+        return {name: t for name, t in named.items() if t is not None}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, padding included."""
+        return sum(t.nbytes for t in self._tensors.values())
+
+    def clone(self) -> ScaledWeight:
+        """An equal weight in memory of its own."""
+        return replace(self, **{name: t.clone() for name, t in self._tensors.items()})
+
+
+def pack_scaled_weight(q: QuantTensor) -> ScaledWeight:
+    """The kernels' form of `q`, on its device; its order and input scale belong to x and are left to the caller.
+
+    Raises ValueError with every reason where there is no such form, and for scales that are not finite.
+    """
+    reasons = scaled_refusals(q.scheme, q.scale.dtype)
+    if reasons:
+        raise ValueError(f"the kernels for 8-bit activations {'; '.join(reasons)}")
+    if not bool(torch.isfinite(q.scale).all()):
+        raise ValueError(f"{q.scheme} {q.shape}: scales must be finite, some are not")
+    n, k = q.shape
+    values = decode(q.codes, q.scheme.weight)
+    scale = channel = None
+    if isinstance(q.scheme.granularity, PerGroup):
+        size = q.scheme.granularity.size
+        groups = q.scale.repeat_interleave(size // GROUP, dim=1)[:, : -(-k // GROUP)]
+        scale = torch.nn.functional.pad(groups.T, (0, -n % STRIP)).contiguous()
+    elif isinstance(q.scheme.granularity, PerBlock):
+        scale = q.scale.float().contiguous()
+    else:
+        channel = q.scale.float().expand(n, 1).reshape(-1).contiguous()
+    if scale is not None:
+        values = values * spread(q.scale.float(), q.scheme.granularity, q.shape)
+    return ScaledWeight(_pack_codes(q), scale, channel, values.sum(1, dtype=torch.float64).float(), q.scheme, q.shape)
+
+
+def unpack_scaled_weight(w: ScaledWeight) -> QuantTensor:
+    """The matrix that `pack_scaled_weight` packed; its inverse, but for scales that are not of groups, which are float32."""
+    n = w.shape[0]
+    scheme = w.scheme
+    if w.channel_scale is not None:
+        scale = w.channel_scale[: 1 if isinstance(scheme.granularity, PerTensor) else n, None].clone()
+    else:
+        assert w.scale is not None
+        scale = w.scale
+        if isinstance(scheme.granularity, PerGroup):
+            scale = scale[:: scheme.granularity.size // GROUP, :n].T.contiguous()
+    return QuantTensor(_unpack_codes(w), scale, None, scheme)
+
+
+def _order(scheme: Scheme) -> FragmentOrder:
+    return FragmentOrder(MMA_M16N8K32_S8, scheme.weight)
+
+
+def _pack_codes(q: QuantTensor) -> Tensor:
+    n, k = q.shape
+    fmt = q.scheme.weight
+    if fmt.bits == 8:
+        rows = q.codes.new_zeros((n, -(-k // ROW_BYTES) * ROW_BYTES))
+        rows[:, :k] = q.codes ^ 128 if isinstance(fmt, IntFormat) else q.codes
+        return rows.view(_DTYPES[fmt.name])
+    stored = byte_conversion(fmt, _operand(q.scheme)).stored
+    codes = q.codes
+    if stored:
+        codes = torch.tensor(stored, dtype=torch.uint8, device=codes.device)[codes.int()]
+    (packed,) = _order(q.scheme).pack(codes, fmt.bits)
+    return packed
+
+
+def _unpack_codes(w: ScaledWeight) -> Tensor:
+    k = w.shape[1]
+    fmt = w.scheme.weight
+    if fmt.bits == 8:
+        codes = w.codes.view(torch.uint8)[:, :k]
+        return codes ^ 128 if isinstance(fmt, IntFormat) else codes.contiguous()
+    codes = _order(w.scheme).unpack((w.codes,), fmt.bits, w.shape)
+    stored = byte_conversion(fmt, _operand(w.scheme)).stored
+    if not stored:
+        return codes
+    code_of = torch.empty(len(stored), dtype=torch.uint8)
+    code_of[list(stored)] = torch.arange(len(stored), dtype=torch.uint8)
+    return code_of.to(codes.device)[codes.int()]

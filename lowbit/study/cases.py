@@ -1,0 +1,97 @@
+"""What the study quantizes: the cases, in the order in which they are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+
+from torch import nn
+
+from lowbit.quantize.method import DATA_FREE, Awq, Gptq, Hqq, Method, Rtn
+
+FORMATS = {
+    "int4": "w4a16",
+    "fp5_e2m2": "w5e2m2a16",
+    "fp6_e3m2": "w6e3m2a16",
+    "int6": "w6a16",
+    "int8": "w8a16",
+    "fp8_e4m3": "w8e4m3a16",
+}
+"""Number formats of the grid and the beginning of their schemes' names."""
+
+DEFAULT_TEXT = "topics"
+"""What methods are calibrated on unless another text is the question: Python's own help, as in `lowbit quantize`."""
+
+GROUPS = (128, 64, 32, 16)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to quantize the model. `text` names the calibration text (None for methods without data), `seed` draws the pieces
+    of it; cases with `tasks` are measured on questions, summaries and programs too, not on text alone."""
+
+    scheme: str
+    method: Method
+    text: str | None = None
+    seed: int = 0
+    tasks: bool = False
+
+    @property
+    def key(self) -> str:
+        """What tells the case from all others in a result file."""
+        parts = [self.scheme, *method_name(self.method).split(" ")]
+        return " ".join(parts if self.text is None else [*parts, self.text, f"seed {self.seed}"])
+
+
+def method_name(method: Method) -> str:
+    """`gptq`, and the options that are not the default ones: `gptq search=mse damping=0.01`."""
+    options = {f.name: f.default for f in fields(method)}
+    changed = [f"{name}={value}" for name, value in asdict(method).items() if value != options[name]]
+    return " ".join([type(method).__name__.lower(), *changed])
+
+
+def group_size(model: nn.Module) -> int:
+    """The largest of `GROUPS` that divides the inputs of every linear layer but the LM head; raises ValueError if none does."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    sizes = {m.in_features for m in model.modules() if isinstance(m, nn.Linear) and m is not head}
+    for size in GROUPS:
+        if all(k % size == 0 for k in sizes):
+            return size
+    raise ValueError(f"linear layers with {sorted(sizes)} inputs: none of the groups {GROUPS} divides all of them")
+
+
+def cases(group: int, texts: Sequence[str]) -> list[Case]:
+    """Everything that is measured, given the size of fine groups and the names of the texts to calibrate on.
+
+    First what needs no data, then GPTQ over the same grid, then the questions: calibration on other texts and with other draws
+    of pieces, the parts of GPTQ's defaults taken back one by one, and other methods for the plot of quality against bits.
+    """
+    fine = f"_g{group}"
+    coarse_int4, fine_int4 = _coarse("w4a16"), f"w4a16{fine}"
+    grid = [scheme for start in FORMATS.values() for scheme in (_coarse(start), f"{start}{fine}")]
+    found = [Case(scheme, Rtn(), tasks=True) for scheme in grid]
+    found += [Case(s, Rtn()) for start in ("w3a16", "w5a16", "w6e2m3a16", "w8e3m4a16") for s in (start, f"{start}{fine}")]
+    first = (fine_int4, coarse_int4)
+    found += [Case(scheme, Rtn("mse")) for scheme in first]
+    found += [Case(f"{fine_int4}_z", Rtn()), Case(f"{fine_int4}_fz", Rtn()), Case(f"{fine_int4}_fz", Hqq())]
+    found += [Case(scheme, Gptq(), DEFAULT_TEXT, tasks=True) for scheme in (*first, *(s for s in grid if s not in first))]
+    others = [name for name in texts if name != DEFAULT_TEXT]
+    found += [Case(scheme, Gptq(), name) for scheme in first for name in others]
+    found += [Case(fine_int4, Awq(), DEFAULT_TEXT, tasks=True)]
+    for method in (Gptq(search="mse", damping=0.01), Gptq(damping=0.01), Gptq(search="mse")):
+        found += [Case(scheme, method, DEFAULT_TEXT) for scheme in first]
+    found += [Case(scheme, Gptq(), DEFAULT_TEXT, seed) for seed in (1, 2) for scheme in first]
+    found += [Case(_coarse("w6e3m2a16"), Gptq(), name) for name in others]
+    found += [Case(f"{fine_int4}_z", Awq(), DEFAULT_TEXT), Case(fine_int4, Gptq(act_order=True), DEFAULT_TEXT)]
+    found += [Case(f"{fine_int4}_z", Gptq(act_order=True), DEFAULT_TEXT), Case(f"w3a16{fine}", Gptq(), DEFAULT_TEXT)]
+    return found
+
+
+def needs_text(case: Case) -> bool:
+    """Whether a case is calibrated."""
+    return not isinstance(case.method, DATA_FREE)
+
+
+def _coarse(start: str) -> str:
+    """One scale per output channel; the bare `w4a16` is another tool's name for groups."""
+    return f"{start}_pc" if start == "w4a16" else start

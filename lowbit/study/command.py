@@ -1,0 +1,78 @@
+"""`lowbit study`: brings the data, measures what is missing, and rewrites the pages from all result files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from lowbit.study.data import gather
+from lowbit.study.page import write_pages
+from lowbit.study.plot import plot
+from lowbit.study.results import load
+from lowbit.study.run import Settings, run
+
+
+def study(
+    models: Annotated[
+        list[Path] | None, typer.Argument(metavar="[MODEL...]", help="Folders of 16-bit models; none: only the pages.")
+    ] = None,
+    data: Annotated[Path, typer.Option(help="Texts and tasks; filled when it does not exist.")] = Path("study-data"),
+    results: Annotated[Path, typer.Option(help="Folder of the result files, one per model.")] = Path("bench/results/study"),
+    name: Annotated[str | None, typer.Option(help="Name of the result file, for one model; the folder's when absent.")] = None,
+    page: Annotated[
+        list[Path] | None, typer.Option(help="Page to rewrite; repeatable. docs/study.md and docs/quantize.md when absent.")
+    ] = None,
+    only: Annotated[str | None, typer.Option(help="Only cases like this: 'w4a16_g64 *', '* rtn'.")] = None,
+    window: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 1024,
+    windows: Annotated[int, typer.Option(min=1, help="Windows of each text.")] = 16,
+    samples: Annotated[int, typer.Option(min=1, help="Pieces to calibrate on.")] = 32,
+    length: Annotated[int, typer.Option(min=2, help="Tokens in a piece.")] = 512,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most so many questions, documents and problems.")] = None,
+    dtype: Annotated[str, typer.Option(help="What the models compute in: float32, bfloat16.")] = "float32",
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda.")] = "cpu",
+    run_generated_code: Annotated[
+        bool, typer.Option("--run-generated-code", help="Run the programs the models write, in a sandbox.")
+    ] = False,
+) -> None:
+    """Methods x granularities x number formats on real models: measure them, and write the tables and the plot.
+
+    Each case is quantized, compared with the 16-bit model on half of every text (calibration sees the other half), and
+    deleted. The result file is whole after every row; the same command goes on where it was stopped. Then the marked blocks
+    of the pages are rewritten from all files in the results folder, and quality.png is drawn there (needs lowbit\\[plot]).
+
+    Example: lowbit study SmolLM2-135M-Instruct --device cuda --limit 128
+
+    Example: lowbit study    (no model: the pages again, from the result files)
+    """  # fmt: skip
+    err = Console(stderr=True)
+
+    def say(line: str) -> None:
+        err.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    if dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"--dtype is float32 or bfloat16, got {dtype!r}")
+    if name is not None and len(models or []) != 1:
+        raise ValueError(f"--name names the result file of one model, got {len(models or [])}")
+    settings = Settings(window, windows, samples, length, limit, dtype, run_generated_code)
+    for model in models or []:
+        if not (model / "config.json").is_file():
+            raise ValueError(f"{model}: give the folder of a Transformers model (with config.json and *.safetensors)")
+        if not data.exists():
+            gather(data, say)
+        path = results / f"{name or model.resolve().name}.json"
+        run(model.resolve(), data, path, settings, only=only, device=device, say=say, progress=err.is_terminal)
+        say(f"wrote {path}")
+    found = sorted(results.glob("*.json"))
+    if not found:
+        raise ValueError(f"{results}: holds no result file; name a model to measure")
+    documents = [load(path) for path in found]
+    for line in write_pages(documents, page or [Path("docs/study.md"), Path("docs/quantize.md")]):
+        say(f"wrote {line}")
+    try:
+        plot(documents, results / "quality.png")
+        say(f"wrote {results / 'quality.png'}")
+    except ValueError as error:
+        say(f"no plot: {error}")

@@ -1,0 +1,202 @@
+"""Runs the study on one model: quantizes it case by case on disk, measures what comes out, keeps every finished row."""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from lowbit.checkpoint import CheckpointReader, expected_tensors
+from lowbit.eval.choice import choose
+from lowbit.eval.divergence import divergence
+from lowbit.eval.figure import Figure
+from lowbit.eval.pass_at_k import solve
+from lowbit.eval.perplexity import perplexity
+from lowbit.eval.rouge import summarize
+from lowbit.eval.suite import Settings as SuiteSettings
+from lowbit.eval.suite import Task, read_tasks
+from lowbit.models.calibrate import Calibration
+from lowbit.models.quantize_checkpoint import quantize_checkpoint
+from lowbit.pipeline import Pipeline
+from lowbit.study.cases import Case, cases, group_size, method_name, needs_text
+from lowbit.study.results import UNQUANTIZED, Results
+
+SEEN = "seen"
+"""Name of the text that a case was calibrated on, measured in the very pieces that it saw."""
+SUMMARIES, PROGRAMS = 128, 16
+"""Documents and problems that a model answers at once."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a study is run: `windows` of `window` tokens of each text; calibration on `samples` pieces of `length` tokens; at
+    most `limit` questions, documents and problems; programs are run only with `run_generated_code`. Models compute in
+    `dtype`."""
+
+    window: int = 1024
+    windows: int = 16
+    samples: int = 32
+    length: int = 512
+    limit: int | None = None
+    dtype: str = "float32"
+    run_generated_code: bool = False
+
+
+def halves(text: str) -> tuple[str, str]:
+    """A text cut at the first empty line after its middle: the first part may be calibrated on, the second is measured on.
+    Raises ValueError for a text without an empty line there."""
+    middle = text.find("\n\n", len(text) // 2)
+    if middle < 0:
+        raise ValueError("a text of the study has paragraphs with empty lines between them, one after its middle at least")
+    return text[:middle], text[middle:].lstrip("\n")
+
+
+def run(
+    source: Path,
+    data: Path,
+    path: Path,
+    settings: Settings,
+    *,
+    only: str | None = None,
+    device: str = "cpu",
+    say: Callable[[str], None] = lambda line: None,
+    progress: bool = False,
+) -> Results:
+    """Measures the 16-bit model in `source` and every case (with `only`, those whose key matches the pattern) on the texts and
+    tasks in the folder `data`, into the result file `path`. Rows that the file holds already are not measured again, and a
+    calibrated case that was killed goes on from its last finished layer. Raises ValueError for texts that are too short and for
+    a result file measured otherwise."""
+    tasks = read_tasks(data, None, SuiteSettings(limit=settings.limit))
+    texts = [task for task in tasks if task.kind == "text"]
+    measure = _Measure(source, tasks, settings, device, progress)
+    group = group_size(measure.reference)
+    described = [_described(task) for task in tasks]
+    request = {"model": source.name, "group": group, "settings": asdict(settings), "tasks": described}
+    results = Results(path, request)
+    work = path.with_name(f".{path.stem}.work")
+    work.mkdir(parents=True, exist_ok=True)
+    for task in texts:
+        (work / f"{task.name}.txt").write_text(halves(task.content)[0], encoding="utf-8")
+    wanted = cases(group, [task.name for task in texts])
+    chosen = [case for case in wanted if only is None or fnmatch.fnmatch(case.key, only)]
+    if UNQUANTIZED not in results:
+        say(UNQUANTIZED)
+        row = {"key": UNQUANTIZED, "scheme": None, "method": None, "calibration": None, "bits_per_weight": 16.0, "seconds": 0.0}
+        results.add(row, measure.unquantized())
+    for number, case in enumerate(chosen, 1):
+        if case.key not in results:
+            say(f"{number} of {len(chosen)}: {case.key}")
+            _add(case, source, work, measure, settings, device, progress, results)
+    if all(case.key in results for case in wanted):
+        results.write(complete=True)
+        shutil.rmtree(work, ignore_errors=True)
+    return results
+
+
+def _described(task: Task) -> dict[str, Any]:
+    return {key: value for key, value in task.described().items() if key != "path"}
+
+
+def _add(
+    case: Case, source: Path, work: Path, measure: _Measure, settings: Settings, device: str, progress: bool, results: Results
+) -> None:
+    target = work / case.key.replace(" ", "-")
+    calibration = None
+    if needs_text(case):
+        calibration = Calibration(settings.samples, settings.length, case.seed, work / f"{case.text}.txt")
+    start = time.perf_counter()
+    if not (target / "config.json").exists():
+        quantize_checkpoint(
+            source, target, case.scheme, method=case.method, calibration=calibration, device=device, progress=progress
+        )
+    seconds = time.perf_counter() - start
+    bits = measure.load(target)
+    figures = measure.texts() + (measure.tasks() if case.tasks else [])
+    if calibration is not None:
+        figures += measure.seen(calibration.tokens(source), settings.length)
+    row = {
+        "key": case.key, "scheme": case.scheme, "method": method_name(case.method), "bits_per_weight": bits, "seconds": seconds,
+        "calibration": None if calibration is None else {"text": case.text, "seed": case.seed},
+    }  # fmt: skip
+    results.add(row, figures)
+    shutil.rmtree(target)
+
+
+class _Measure:
+    """The 16-bit model, a copy of it that takes the weights of one case after the other, and what they are measured on. Both
+    compute in one type with dequantized weights: what is compared is the choice of codes, not the rounding of a kernel."""
+
+    def __init__(self, source: Path, tasks: Sequence[Task], settings: Settings, device: str, progress: bool) -> None:
+        self.settings, self.progress = settings, progress
+        dtype = getattr(torch, settings.dtype)
+        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
+        self.reference: PreTrainedModel = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device).eval()
+        self.model = copy.deepcopy(self.reference)
+        self._others = [task for task in tasks if task.kind != "text"]
+        self._ids = {task.name: self._tokens(task) for task in tasks if task.kind == "text"}
+
+    def load(self, folder: Path) -> float:
+        """Puts the weights of a quantized checkpoint into the model; returns the bits per weight of its quantized layers."""
+        with CheckpointReader(folder) as reader:
+            assert reader.manifest is not None
+            layers = {name: reader.layer(name) for name in reader.manifest.layers}
+            quantized = {tensor for name, entry in reader.manifest.layers.items() for tensor in expected_tensors(name, entry)}
+            state = {name: reader.get(name).float() for name in reader.names() if name not in quantized}
+        state |= {f"{name}.weight": q.dequantize() for name, q in layers.items()}
+        unknown = self.model.load_state_dict(state, strict=False).unexpected_keys
+        assert not unknown, unknown
+        return 8 * sum(q.nbytes for q in layers.values()) / sum(q.codes.numel() for q in layers.values())
+
+    def unquantized(self) -> list[tuple[str, Figure]]:
+        """Perplexity of the 16-bit model on every text, and its figures on the tasks."""
+        window = self.settings.window
+        found = [(t, f) for t, ids in self._ids.items() for f in perplexity(self.reference, ids, window=window).figures()]
+        return found + self.tasks()
+
+    def texts(self) -> list[tuple[str, Figure]]:
+        """Divergence of the loaded model from the 16-bit one on every text."""
+        return [pair for name, ids in self._ids.items() for pair in self._divergence(name, ids, self.settings.window)]
+
+    def seen(self, tokens: Tensor, length: int) -> list[tuple[str, Figure]]:
+        """Divergence on the pieces [S, T] that the loaded model was calibrated on, as many tokens as of the other texts."""
+        count = -(-self.settings.windows * self.settings.window // length)
+        return self._divergence(SEEN, tokens[:count].flatten(), length)
+
+    def tasks(self) -> list[tuple[str, Figure]]:
+        """Questions, summaries and programs by the loaded model."""
+        found: list[tuple[str, Figure]] = []
+        pipe = Pipeline(self.model, self.tokenizer)
+        for task in self._others:
+            if task.kind == "choice":
+                figures = choose(self.model, self.tokenizer, task.content, progress=self.progress).figures()
+            elif task.kind == "summary":
+                figures = summarize(pipe, task.content, batch_size=SUMMARIES, progress=self.progress).figures()
+            elif self.settings.run_generated_code:
+                figures = solve(pipe, task.content, batch_size=PROGRAMS, progress=self.progress).figures()
+            else:
+                figures = []
+            found += [(task.name, figure) for figure in figures]
+        return found
+
+    def _divergence(self, name: str, ids: Tensor, window: int) -> list[tuple[str, Figure]]:
+        result = divergence(self.model, self.reference, ids, window=window, progress=self.progress)
+        return [(name, figure) for figure in result.figures()]
+
+    def _tokens(self, task: Task) -> Tensor:
+        needed = self.settings.window * self.settings.windows
+        ids: Tensor = self.tokenizer(halves(task.content)[1], return_tensors="pt", verbose=False).input_ids[0]
+        if len(ids) < needed:
+            raise ValueError(
+                f"{task.name}: its second part has {len(ids):,} tokens, {self.settings.windows} windows of "
+                f"{self.settings.window} take {needed:,}; take fewer windows or a longer text"
+            )
+        return ids[:needed]

@@ -1,0 +1,120 @@
+"""How many bits each layer gets, and the codes and scales that follow: what lowering needs to know beside the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lowbit.formats import PerChannel, Scheme, ZeroPoint, decode, int_format, parse_scheme
+from lowbit.quantize import rtn
+from lowbit.vision.graph import AveragePool, Conv, Graph, Input, MaxPool
+from lowbit.vision.observe import Range, Search
+
+HIGHEST = {"u4": 15, "s8": 127}
+"""Largest code of each storage of activations."""
+
+
+@dataclass(frozen=True)
+class LayerBits:
+    """Bits of a layer's weights and of the value it makes; only a value after ReLU can have 4."""
+
+    weight: int
+    output: int
+
+
+@dataclass(frozen=True, eq=False)
+class QuantWeight:
+    """int8 codes [O, C, R, S] and float32 scales [O]: weight = codes * scale."""
+
+    codes: Tensor
+    scale: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Quantization:
+    """By name: the bits of each convolution, the scale of each value, the codes of each weight (second products too)."""
+
+    bits: dict[str, LayerBits]
+    scales: dict[str, float]
+    weights: dict[str, QuantWeight]
+
+
+def scheme_bits(scheme: str | Scheme) -> LayerBits:
+    """The bits of a scheme's name: w8a8, w8a4, w4a8 or w4a4. Raises ValueError for any other scheme."""
+    parsed = parse_scheme(scheme)
+    sizes = (getattr(parsed.weight, "bits", 0), getattr(parsed.activation, "bits", 16))
+    plain = parsed.granularity == PerChannel() and parsed.zero is ZeroPoint.NONE
+    if parsed not in (parse_scheme(f"w{w}a{a}") for w, a in ((8, 8), (8, 4), (4, 8), (4, 4))) or not plain:
+        raise ValueError(f"convolutions are quantized to w8a8, w8a4, w4a8 or w4a4 (a scale per output channel), not {scheme}")
+    return LayerBits(*sizes)
+
+
+def assign_bits(graph: Graph, scheme: str | Scheme, keep_int8: tuple[str, ...] = ()) -> dict[str, LayerBits]:
+    """The bits of each convolution of `graph` under a scheme.
+
+    8-bit weights for what reads the images and what makes the result, as everywhere in the literature; 8 bits for weights and
+    output of the layers named in `keep_int8`. Raises ValueError for a name that is no convolution of the graph.
+    """
+    wanted = scheme_bits(scheme)
+    convs = {name: node for name, node in graph.nodes.items() if isinstance(node, Conv)}
+    unknown = sorted(set(keep_int8) - set(convs))
+    if unknown:
+        raise ValueError(f"no convolution is called {unknown[0]!r}; they are {', '.join(convs)}")
+    images = {name for name, node in graph.nodes.items() if isinstance(node, Input)}
+    bits = {}
+    for name, conv in convs.items():
+        if name in keep_int8:
+            bits[name] = LayerBits(8, 8)
+            continue
+        weight = 8 if conv.x in images or name == graph.output else wanted.weight
+        bits[name] = LayerBits(weight, wanted.output if conv.relu else 8)
+    return bits
+
+
+def storage_of(graph: Graph, bits: Mapping[str, LayerBits], name: str) -> str:
+    """How the codes of the value `name` are stored: "u4" or "s8"."""
+    node = graph.nodes[name]
+    if isinstance(node, MaxPool):
+        return storage_of(graph, bits, node.x)
+    return "u4" if isinstance(node, Conv) and node.relu and bits[name].output == 4 else "s8"
+
+
+def calibrate(graph: Graph, ranges: Mapping[str, Range], bits: Mapping[str, LayerBits], search: Search = "mse") -> Quantization:
+    """Scales of values from what calibration saw, codes of weights by least squared error of each output channel."""
+    scales: dict[str, float] = {}
+    weights: dict[str, QuantWeight] = {}
+    for name, node in graph.nodes.items():
+        if isinstance(node, MaxPool) and node.x in scales:
+            scales[name] = scales[node.x]  # the largest of some codes is one of them
+        elif name in ranges:
+            # Nothing of images and pooled features is clipped: their largest value may be what matters.
+            how: Search = "max" if isinstance(node, (Input, AveragePool)) else search
+            scales[name] = ranges[name].scale(HIGHEST[storage_of(graph, bits, name)], how)
+        if isinstance(node, Conv):
+            weights[name] = quantize_weight(node.weight, bits[name].weight)
+            if node.second is not None:
+                weights[node.second.name] = quantize_weight(node.second.weight, bits[name].weight)
+    return Quantization(dict(bits), scales, weights)
+
+
+def mixed(graph: Graph, one: Quantization, other: Quantization, from_other: Container[str]) -> Quantization:
+    """`one`, but for the layers named in `from_other`, whose bits, codes and scales are those of `other`."""
+    bits, scales, weights = dict(one.bits), dict(one.scales), dict(one.weights)
+    for name, node in graph.nodes.items():
+        if isinstance(node, MaxPool) and node.x in scales:
+            scales[name] = scales[node.x]
+        elif isinstance(node, Conv) and name in from_other:
+            bits[name], weights[name] = other.bits[name], other.weights[name]
+            scales[name] = other.scales[name]
+            if node.second is not None:
+                weights[node.second.name] = other.weights[node.second.name]
+    return Quantization(bits, scales, weights)
+
+
+def quantize_weight(weight: Tensor, bits: int) -> QuantWeight:
+    """`weight` [O, C, R, S] in int8 codes of `bits` bits, the scale of each output channel by least squared error."""
+    q = rtn(weight.flatten(1), Scheme(int_format(bits)), search="mse")
+    codes = decode(q.codes, q.scheme.weight).char().reshape(weight.shape)
+    return QuantWeight(codes, q.scale.reshape(-1))

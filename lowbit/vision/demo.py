@@ -1,0 +1,125 @@
+"""The vision demo: a small ResNet is trained on Fashion-MNIST, quantized in several ways, and its answers are counted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+from transformers import ResNetForImageClassification
+
+from lowbit.vision import fashion
+from lowbit.vision.finetune import FineTune
+from lowbit.vision.network import QuantizedNetwork, quantize, weight_bits
+from lowbit.vision.saved import save
+from lowbit.vision.sensitivity import divergence
+
+EPOCHS = 5
+CALIBRATION_IMAGES = 512
+TUNING = FineTune(epochs=2, rate=2e-4)
+TUNING_IMAGES = 8192
+BATCH = 500
+SCHEMES: tuple[tuple[str, bool], ...] = (("w8a8", False), ("w8a4", False), ("w4a4", False), ("w4a4", True))
+"""What is measured: scheme, and whether fine-tuned with the rounding in place."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One network: correct answers of 10,000 in percent, answers that are those of the fp32 network in percent, mean
+    divergence from it in nats, bytes of its weights."""
+
+    scheme: str
+    fine_tuned: bool
+    top1: float
+    same: float
+    divergence: float
+    weight_bytes: int
+    seconds: float
+
+
+def run(
+    data: Path, out: Path, say: Callable[[str], None], *, epochs: int = EPOCHS, device: torch.device | str = "cpu"
+) -> list[Row]:
+    """Trains the network unless `out` has it, quantizes and measures it; the first row is the network in fp32.
+
+    Networks go to folders below `out`.
+    """
+    training, test = fashion.load(data)
+    start = time.perf_counter()
+    model = trained(out / "fashion-resnet", training.to(device), epochs, say).to(device).eval()
+    wanted = answers(lambda x: model(x).logits, test, device)
+    weights = sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    rows = [Row("fp32", False, top1(wanted, test), 100.0, 0.0, 4 * weights, time.perf_counter() - start)]
+    say(f"fp32: {rows[0].top1:.2f} % of {len(test):,} test images")
+    for scheme, tuned in SCHEMES:
+        start = time.perf_counter()
+        images = training.normalized(slice(TUNING_IMAGES if tuned else CALIBRATION_IMAGES))
+        network = quantize(model, images.split(128), scheme, fine_tuning=TUNING if tuned else None, say=say)
+        got = answers(network, test, device)
+        name = f"fashion-{scheme}{'-tuned' * tuned}"
+        save(network, out / name, overwrite=True)
+        same = 100 * float((got.argmax(1) == wanted.argmax(1)).float().mean())
+        seconds = time.perf_counter() - start
+        rows.append(Row(scheme, tuned, top1(got, test), same, divergence(wanted, got), weight_bytes(network), seconds))
+        say(f"{name}: {rows[-1].top1:.2f} %")
+    return rows
+
+
+def trained(folder: Path, images: fashion.Images, epochs: int, say: Callable[[str], None]) -> ResNetForImageClassification:
+    """The network in `folder`, or a new one, trained on `images` and saved there."""
+    if (folder / "config.json").is_file():
+        say(f"taking the trained network in {folder}")
+        return ResNetForImageClassification.from_pretrained(folder, dtype=torch.float32)
+    say(f"training a ResNet of 2.8 million weights on {len(images):,} images, {epochs} epochs")
+    torch.manual_seed(0)
+    model = fashion.network().to(images.pixels.device)
+    fashion.train(model, images, epochs, say)
+    scratch = folder.with_name(f".{folder.name}.unfinished")
+    model.save_pretrained(scratch)
+    scratch.replace(folder)
+    return model
+
+
+def answers(network: Callable[[Tensor], Tensor], images: fashion.Images, device: torch.device | str) -> Tensor:
+    """Logits [N, 10] for images, on the CPU."""
+    parts = (images.normalized(slice(i, i + BATCH)) for i in range(0, len(images), BATCH))
+    with torch.no_grad():
+        return torch.cat([network(part.to(device)).float().cpu() for part in parts])
+
+
+def top1(logits: Tensor, images: fashion.Images) -> float:
+    """Percent of images whose largest logit is that of their class."""
+    return 100 * float((logits.argmax(1) == images.labels).float().mean())
+
+
+def weight_bytes(network: QuantizedNetwork) -> int:
+    """Bytes of all weights in the bits that they have, without scales."""
+    return sum(codes.numel() * weight_bits(codes) // 8 for codes in network.program.weights)
+
+
+def table(rows: list[Row]) -> Table:
+    """The rows for a terminal."""
+    drawn = Table("network", "top-1", "as fp32", "divergence", "weight bytes", "seconds", box=None, padding=(0, 2, 0, 0))
+    for r in rows:
+        drawn.add_row(
+            r.scheme + ", fine-tuned" * r.fine_tuned, f"{r.top1:.2f} %", f"{r.same:.2f} %", f"{r.divergence:.4f}",
+            f"{r.weight_bytes:,}", f"{r.seconds:.1f}",
+        )  # fmt: skip
+    return drawn
+
+
+def as_json(rows: list[Row]) -> dict[str, Any]:
+    """The table as `{"rows": [...]}` with what it was measured on."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+    return {
+        "data": "Fashion-MNIST, 10,000 test images",
+        "network": "Transformers ResNet, basic blocks, 64-128-256 channels",
+        "device": device,
+        "torch": torch.__version__,
+        "rows": [asdict(row) for row in rows],
+    }

@@ -1,0 +1,138 @@
+"""Quantization-aware fine-tuning: weights, biases and every scale are trained with the rounding in place.
+
+Learned step sizes as in LSQ (Esser et al., arXiv:1902.08153): the gradient of a scale is that of the rounded value, divided by
+sqrt(count * highest code). The teacher is the network in floating point, so images without labels are enough.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lowbit.vision.bits import HIGHEST, Quantization, QuantWeight, storage_of
+from lowbit.vision.graph import Conv, Graph, MaxPool, Node
+
+
+@dataclass(frozen=True)
+class FineTune:
+    """How long and how fast: passes over the images, and the learning rate at its highest (Adam, falling as a cosine)."""
+
+    epochs: int = 1
+    rate: float = 2e-4
+
+
+def fine_tune(
+    graph: Graph,
+    quantization: Quantization,
+    batches: Sequence[Tensor],
+    options: FineTune,
+    say: Callable[[str], None] = lambda line: None,
+) -> tuple[Graph, Quantization]:
+    """The graph and its quantization after training on `batches` of images [N, C, H, W] against the graph's own results.
+
+    The device is that of the images. The codes that come back are what training rounded the weights to.
+    """
+    device = batches[0].device
+    teacher = graph.to(device)
+    student = _Student(teacher, quantization).to(device)
+    optimizer = torch.optim.Adam(student.parameters(), lr=options.rate)
+    steps = options.epochs * len(batches)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(steps, 1))
+    for epoch in range(options.epochs):
+        total = torch.zeros((), device=device)
+        for i in torch.randperm(len(batches), generator=torch.Generator().manual_seed(epoch)).tolist():
+            with torch.no_grad():
+                wanted = teacher.run(batches[i]).flatten(1).softmax(1)
+            loss = F.kl_div(student(batches[i]).flatten(1).log_softmax(1), wanted, reduction="batchmean")
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            total += loss.detach()
+        say(f"fine-tuning epoch {epoch + 1} of {options.epochs}: divergence {float(total) / len(batches):.4f}")
+    return student.result()
+
+
+class _Student(nn.Module):
+    """The graph with weights, biases and scales as parameters, and every value rounded as the integers will round it."""
+
+    def __init__(self, graph: Graph, quantization: Quantization) -> None:
+        super().__init__()
+        self.graph, self.quantization = graph, quantization
+        self.convs = {c.name: c for node in graph.nodes.values() if isinstance(node, Conv) for c in (node, node.second) if c}
+        self.keys = {name: str(i) for i, name in enumerate(dict.fromkeys([*self.convs, *quantization.scales]))}
+        self.weight, self.bias = nn.ParameterDict(), nn.ParameterDict()
+        self.weight_step, self.step = nn.ParameterDict(), nn.ParameterDict()
+        self.bits: dict[str, int] = {}
+        for name, conv in self.convs.items():
+            self.weight[self.keys[name]] = nn.Parameter(conv.weight.clone())
+            self.bias[self.keys[name]] = nn.Parameter(conv.bias.clone())
+            self.weight_step[self.keys[name]] = nn.Parameter(quantization.weights[name].scale.clone().float())
+        for node in graph.nodes.values():
+            if isinstance(node, Conv):
+                for name in (node.name, *([node.second.name] if node.second is not None else [])):
+                    self.bits[name] = quantization.bits[node.name].weight
+        for name, scale in quantization.scales.items():
+            if not isinstance(graph.nodes[name], MaxPool):  # a pool has the scale of what it pools
+                self.step[self.keys[name]] = nn.Parameter(torch.tensor(scale))
+
+    def forward(self, images: Tensor) -> Tensor:
+        nodes = {name: self._rounded(node) for name, node in self.graph.nodes.items()}
+        return replace(self.graph, nodes=nodes).run(images, self._round_value)
+
+    def _rounded(self, node: Node) -> Node:
+        if not isinstance(node, Conv):
+            return node
+        second = None if node.second is None else replace(node.second, weight=self._weight(node.second.name))
+        return replace(node, weight=self._weight(node.name), bias=self.bias[self.keys[node.name]], second=second)
+
+    def _weight(self, name: str) -> Tensor:
+        key, highest = self.keys[name], (1 << (self.bits[name] - 1)) - 1
+        step = self.weight_step[key][:, None, None, None]
+        return fake_quantize(self.weight[key], step, -highest - 1, highest, self.weight[key][0].numel())
+
+    def _round_value(self, name: str, value: Tensor) -> Tensor:
+        key = self.keys.get(name, "")
+        if key not in self.step or name == self.graph.output:
+            return value
+        storage = storage_of(self.graph, self.quantization.bits, name)
+        low = 0 if storage == "u4" else -128
+        return fake_quantize(value, self.step[key], low, HIGHEST[storage], value[0].numel())
+
+    @torch.no_grad()
+    def result(self) -> tuple[Graph, Quantization]:
+        """The trained graph, and the quantization that its parameters stand for."""
+        weights = {}
+        for name in self.convs:
+            key, highest = self.keys[name], (1 << (self.bits[name] - 1)) - 1
+            scale = self.weight_step[key].detach().abs()
+            codes = (self.weight[key] / scale[:, None, None, None]).round().clamp(-highest - 1, highest)
+            weights[name] = QuantWeight(codes.char(), scale.clone())
+        scales: dict[str, float] = {}
+        for name, node in self.graph.nodes.items():
+            if isinstance(node, MaxPool) and node.x in scales:
+                scales[name] = scales[node.x]
+            elif self.keys.get(name, "") in self.step:
+                scales[name] = abs(float(self.step[self.keys[name]].detach()))
+        nodes = dict(self.graph.nodes)
+        for name, node in nodes.items():
+            if isinstance(node, Conv):
+                second = node.second and replace(node.second, weight=self.weight[self.keys[node.second.name]].detach())
+                weight, bias = self.weight[self.keys[name]].detach(), self.bias[self.keys[name]].detach()
+                nodes[name] = replace(node, weight=weight, bias=bias, second=second)
+        return replace(self.graph, nodes=nodes), Quantization(dict(self.quantization.bits), scales, weights)
+
+
+def fake_quantize(x: Tensor, step: Tensor, low: int, high: int, count: int) -> Tensor:
+    """x rounded to codes `low` to `high` of size `step`, with LSQ's gradients; `count` is what LSQ calls the number of
+    weights or features that share the step."""
+    gain = 1.0 / math.sqrt(count * high)
+    step = step.abs()
+    step = step * gain + (step - step * gain).detach()
+    scaled = (x / step).clamp(low, high)
+    return (scaled + (scaled.round() - scaled).detach()) * step

@@ -1,0 +1,268 @@
+"""A network for images as a graph of named values: convolutions, pools, and whatever else torch computes.
+
+A value is named after the node that makes it. Shapes are those of one image, without the batch. `Graph.run` computes in
+floating point; it is what calibration observes, what fine-tuning trains and what the integer program is compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Pair = tuple[int, int]
+Hook = Callable[[str, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Ref:
+    """An argument that is the value of another node."""
+
+    name: str
+
+
+@dataclass(frozen=True, eq=False)
+class Input:
+    """The images, float [N, C, H, W] as the model takes them (normalized)."""
+
+    name: str
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the values this node reads."""
+        return ()
+
+
+@dataclass(frozen=True, eq=False)
+class Conv:
+    """y = conv(x, weight) + bias (+ residual, or + conv of a second input), then ReLU if `relu`. Also a linear layer.
+
+    weight [O, C, R, S] and bias [O], float32; `stride` and `padding` are (vertical, horizontal). `second` is a convolution
+    of another value whose result is added, a shortcut with a stride, say; its bias is part of this one's.
+    """
+
+    name: str
+    x: str
+    weight: Tensor
+    bias: Tensor
+    stride: Pair = (1, 1)
+    padding: Pair = (0, 0)
+    relu: bool = False
+    residual: str | None = None
+    second: Conv | None = None
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the values this node reads."""
+        others = (self.residual, self.second.x if self.second is not None else None)
+        return (self.x, *(name for name in others if name is not None))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing follows the bias yet."""
+        return not self.relu and self.residual is None and self.second is None
+
+
+@dataclass(frozen=True, eq=False)
+class MaxPool:
+    """The largest value of each window."""
+
+    name: str
+    x: str
+    kernel: Pair
+    stride: Pair
+    padding: Pair
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the values this node reads."""
+        return (self.x,)
+
+
+@dataclass(frozen=True, eq=False)
+class AveragePool:
+    """The mean of each channel over the whole image, [N, C, 1, 1]."""
+
+    name: str
+    x: str
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the values this node reads."""
+        return (self.x,)
+
+
+@dataclass(frozen=True, eq=False)
+class Other:
+    """Any other operation of torch, which stays in floating point: target(*args, **kwargs), a `Ref` for each value read.
+
+    `reason` says why it is not one of the kinds above; empty for what only rearranges.
+    """
+
+    name: str
+    target: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    reason: str = ""
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the values this node reads, each time it is read."""
+        return tuple(ref.name for ref in _refs((self.args, self.kwargs)))
+
+
+Node = Input | Conv | MaxPool | AveragePool | Other
+
+
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """Nodes by name in an order in which they can be computed, the name of the result, and the shape of each value
+    that is a tensor with a batch."""
+
+    nodes: dict[str, Node]
+    output: str
+    shapes: dict[str, tuple[int, ...]]
+
+    def readers(self) -> dict[str, list[str]]:
+        """Names of the nodes that read each value, once for each time; "" stands for the reader of the result."""
+        found: dict[str, list[str]] = {name: [] for name in self.nodes}
+        for node in self.nodes.values():
+            for name in node.inputs:
+                found[name].append(node.name)
+        found[self.output].append("")
+        return found
+
+    def run(self, images: Tensor, hook: Hook | None = None) -> Tensor:
+        """The result for `images` [N, C, H, W], computed in the type and on the device of the images.
+
+        `hook(name, value)` sees every floating-point value and returns what the rest computes with.
+        """
+        remaining = {name: len(readers) for name, readers in self.readers().items()}
+        values: dict[str, Any] = {}
+        for node in self.nodes.values():
+            value = self._compute(node, values, images)
+            if hook is not None and isinstance(value, Tensor) and value.is_floating_point():
+                value = hook(node.name, value)
+            values[node.name] = value
+            for name in node.inputs:
+                remaining[name] -= 1
+                if not remaining[name]:
+                    del values[name]
+        return values[self.output].reshape(len(images), *self.shapes[self.output])
+
+    def _compute(self, node: Node, values: dict[str, Any], images: Tensor) -> Any:
+        match node:
+            case Input():
+                return images
+            case Conv():
+                return convolve(node, as_images(values[node.x]), lambda name: as_images(values[name]))
+            case MaxPool():
+                return F.max_pool2d(values[node.x], node.kernel, node.stride, node.padding)
+            case AveragePool():
+                return values[node.x].mean((2, 3), keepdim=True)
+        return call_other(node, {name: self.shaped(name, values[name]) for name in node.inputs}, images)
+
+    def shaped(self, name: str, value: Any) -> Any:
+        """The value `name` in the shape in which the model has it, for operations outside the kinds above."""
+        shape = self.shapes.get(name)
+        return value if shape is None else value.reshape(value.shape[0], *shape)
+
+    def to(self, device: torch.device | str) -> Graph:
+        """The graph with its tensors on `device`."""
+        return replace(self, nodes={name: on_device(node, device) for name, node in self.nodes.items()})
+
+
+def convolve(node: Conv, x: Tensor, other: Callable[[str], Tensor]) -> Tensor:
+    """The floating-point result of `node` for its input x [N, C, H, W]; `other` brings its other inputs by name."""
+    y = F.conv2d(x, node.weight.to(x.dtype), node.bias.to(x.dtype), node.stride, node.padding)
+    if node.residual is not None:
+        y = y + other(node.residual)
+    if node.second is not None:
+        second = node.second
+        y = y + F.conv2d(other(second.x), second.weight.to(x.dtype), None, second.stride, second.padding)
+    return y.relu() if node.relu else y
+
+
+def call_other(node: Other, values: dict[str, Any], like: Tensor) -> Any:
+    """The result of an operation of torch; floating-point constants are taken to the type of `like`."""
+
+    def constant(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(like.dtype) if value.is_floating_point() else value
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, Ref):
+            return values[value.name]
+        if isinstance(value, (list, tuple)):
+            return type(value)(fill(item) for item in value)
+        return constant(value)
+
+    return node.target(*fill(node.args), **{key: fill(value) for key, value in node.kwargs.items()})
+
+
+def constants_on(node: Other, device: torch.device | str) -> Other:
+    """The operation with its constants on `device`."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(moved(item) for item in value)
+        return value.to(device) if isinstance(value, Tensor) else value
+
+    return replace(node, args=moved(node.args), kwargs={key: moved(value) for key, value in node.kwargs.items()})
+
+
+def as_images(x: Tensor) -> Tensor:
+    """x [N, C] as [N, C, 1, 1]; images as they are."""
+    return x.reshape(*x.shape, 1, 1) if x.dim() == 2 else x
+
+
+def on_device(node: Node, device: torch.device | str) -> Node:
+    """The node with its tensors on `device`."""
+    if isinstance(node, Other):
+        return constants_on(node, device)
+    if not isinstance(node, Conv):
+        return node
+    second = node.second
+    if second is not None:
+        second = replace(second, weight=second.weight.to(device), bias=second.bias.to(device))
+    return replace(node, weight=node.weight.to(device), bias=node.bias.to(device), second=second)
+
+
+def rename_inputs(node: Node, names: dict[str, str]) -> Node:
+    """The node, reading the values under their new names."""
+
+    def new(name: str) -> str:
+        return names.get(name, name)
+
+    match node:
+        case Conv():
+            second = None if node.second is None else replace(node.second, x=new(node.second.x))
+            return replace(node, x=new(node.x), residual=node.residual and new(node.residual), second=second)
+        case MaxPool() | AveragePool():
+            return replace(node, x=new(node.x))
+        case Other():
+            return replace(node, args=_renamed(node.args, new), kwargs=_renamed(node.kwargs, new))
+    return node
+
+
+def _refs(value: Any) -> Iterator[Ref]:
+    if isinstance(value, Ref):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _refs(item)
+    elif isinstance(value, dict):
+        yield from _refs(tuple(value.values()))
+
+
+def _renamed(value: Any, new: Callable[[str], str]) -> Any:
+    if isinstance(value, Ref):
+        return Ref(new(value.name))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_renamed(item, new) for item in value)
+    return {key: _renamed(item, new) for key, item in value.items()} if isinstance(value, dict) else value

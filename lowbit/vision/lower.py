@@ -1,0 +1,169 @@
+"""From a graph and its quantization to a `Program` of integers: which value is stored how, and every constant folded.
+
+A value that a convolution or a pool reads is made as codes, and so are sums; what only floating-point operations or the caller
+read is made as f32; a value that both read is made as codes and dequantized, so that all see the same numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from lowbit.kernels.conv_reference import ConvLayer, SecondProduct, Storage, requantize
+from lowbit.vision.bits import Quantization, storage_of
+from lowbit.vision.graph import AveragePool, Conv, Graph, Input, MaxPool, Node, Other, Ref
+from lowbit.vision.program import (
+    Compute,
+    Convolve,
+    Dequantize,
+    Operation,
+    PoolAverage,
+    PoolMax,
+    Program,
+    Quantize,
+    Value,
+)
+
+FLOAT = ":float"
+"""Suffix of the floating-point copy of a value that also exists as codes, or of what is only quantized for its readers."""
+
+
+def lower(graph: Graph, quantization: Quantization) -> Program:
+    """The integer program of `graph`. Raises ValueError when a value that needs a scale has none."""
+    lowering = _Lowering(graph, quantization)
+    for node in graph.nodes.values():
+        lowering.add(node)
+    result = lowering.floating(graph.output)
+    images = next(name for name, node in graph.nodes.items() if isinstance(node, Input))
+    return Program(tuple(lowering.operations), lowering.values, images + FLOAT, result)
+
+
+@dataclass
+class _Lowering:
+    graph: Graph
+    quantization: Quantization
+    operations: list[Operation] = field(default_factory=list)
+    values: dict[str, Value] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.readers = self.graph.readers()
+
+    def add(self, node: Node) -> None:
+        """Appends what makes the value of `node`."""
+        shape = self.graph.shapes.get(node.name, ())
+        match node:
+            case Input():
+                self.values[node.name + FLOAT] = Value("f32", shape)
+            case Conv():
+                self._convolve(node)
+            case MaxPool() if node.x in self.values:
+                known = self.values[node.x]
+                self.values[node.name] = Value(known.storage, shape, known.scale)
+                self.operations.append(PoolMax(node.name, node.x, node.kernel, node.stride, node.padding))
+            case AveragePool() if node.x in self.values:
+                known = self.values[node.x]
+                self.values[node.name + FLOAT] = Value("f32", shape)
+                self.operations.append(PoolAverage(node.name + FLOAT, node.x, known.scale))
+            case _:
+                self._compute(_as_other(node))
+
+    def codes(self, name: str) -> str:
+        """The name of the value's codes, which are made of its floating-point form if there are none yet."""
+        if name not in self.values:
+            scale = self._scale(name)
+            self.operations.append(Quantize(name, name + FLOAT, _float32(1.0 / scale)))
+            self.values[name] = Value("s8", _image_shape(self.graph.shapes[name]), scale)
+        return name
+
+    def floating(self, name: str) -> str:
+        """The name of the value's floating-point form, which is made of its codes if there is none yet."""
+        if name + FLOAT not in self.values and name in self.values:
+            known = self.values[name]
+            self.operations.append(Dequantize(name + FLOAT, name, known.scale))
+            self.values[name + FLOAT] = Value("f32", self.graph.shapes[name])
+        return name + FLOAT
+
+    def _convolve(self, node: Conv) -> None:
+        bits, weights = self.quantization.bits, self.quantization.weights
+        x = self.values[self.codes(node.x)]
+        second = None if node.second is None else self.values[self.codes(node.second.x)]
+        residual = None if node.residual is None else self.values[self.codes(node.residual)]
+        # Sums of two products or with a residual are only made as codes: so the kernels have it.
+        is_sum = node.residual is not None or node.second is not None
+        as_codes = is_sum or any(self._reads_codes(reader) for reader in self.readers[node.name])
+        storage: Storage = storage_of(self.graph, bits, node.name) if as_codes else "f32"  # type: ignore[assignment]
+        scale = self._scale(node.name) if as_codes else 1.0
+        weight = weights[node.name]
+        s, b, g = requantize(
+            weight.scale,
+            node.bias.to(weight.scale.device),
+            x.scale,
+            scale,
+            storage,
+            None if residual is None else residual.scale,
+        )
+        product = None
+        if node.second is not None and second is not None:
+            other = weights[node.second.name]
+            s2, _, _ = requantize(other.scale, None, second.scale, scale, storage)
+            product = SecondProduct(other.codes, s2, second.storage, node.second.stride, node.second.padding)
+        layer = ConvLayer(
+            weight.codes, s, b, x.storage, storage, node.stride, node.padding, node.relu,
+            None if residual is None else residual.storage, g, product, node.name,
+        )  # fmt: skip
+        name = node.name if as_codes else node.name + FLOAT
+        shape = self.graph.shapes[node.name]
+        self.values[name] = Value(storage, _image_shape(shape) if as_codes else shape, scale)
+        self.operations.append(Convolve(name, node.x, layer, node.residual, None if node.second is None else node.second.x))
+
+    def _reads_codes(self, reader: str) -> bool:
+        return isinstance(self.graph.nodes.get(reader), (Conv, MaxPool, AveragePool))
+
+    def _compute(self, node: Other) -> None:
+        names = {name: self.floating(name) for name in node.inputs}
+        args = _with_names((node.args, node.kwargs), names)
+        shape = self.graph.shapes.get(node.name)
+        if shape is not None:
+            self.values[node.name + FLOAT] = Value("f32", shape)
+        self.operations.append(Compute(node.name + FLOAT, Other(node.name + FLOAT, node.target, args[0], args[1], node.reason)))
+
+    def _scale(self, name: str) -> float:
+        scale = self.quantization.scales.get(name)
+        if scale is None:
+            raise ValueError(f"{name} has no scale: calibration did not see it")
+        return scale
+
+
+def _as_other(node: Node) -> Other:
+    """A pool of a value that is floating-point anyway, as an operation of torch."""
+    aten = torch.ops.aten
+    match node:
+        case MaxPool():
+            args = (Ref(node.x), list(node.kernel), list(node.stride), list(node.padding))
+            return Other(node.name, aten.max_pool2d.default, args, {}, "max pool of a floating-point value")
+        case AveragePool():
+            return Other(node.name, aten.mean.dim, (Ref(node.x), [2, 3], True), {}, "average pool of a floating-point value")
+    assert isinstance(node, Other)
+    return node
+
+
+def _with_names(value: object, names: dict[str, str]) -> tuple:
+    """Arguments that read the values under their names in the program."""
+
+    def new(item: object) -> object:
+        if isinstance(item, Ref):
+            return Ref(names[item.name])
+        if isinstance(item, (list, tuple)):
+            return type(item)(new(part) for part in item)
+        return {key: new(part) for key, part in item.items()} if isinstance(item, dict) else item
+
+    return new(value)  # type: ignore[return-value]
+
+
+def _image_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape, 1, 1) if len(shape) == 1 else shape
+
+
+def _float32(value: float) -> float:
+    return float(torch.tensor(value, dtype=torch.float32))

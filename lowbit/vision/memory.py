@@ -1,0 +1,129 @@
+"""Where every stored value lies: one piece of memory for a batch, planned before anything runs.
+
+Values that are needed at the same time get disjoint places; the largest is placed first, each at the lowest offset that is free
+for as long as it is needed (greedy by size: Pisarchyk and Lee, arXiv:2001.03288). Codes are packed as `pack/nhwc64.py` says, so
+channels are padded to blocks of 64 here, for 4-bit and 8-bit codes alike, whatever the network has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowbit.pack.nhwc64 import Nhwc64
+from lowbit.pack.stem import PIXEL_BYTES, StemImages
+from lowbit.vision.program import Convolve, Operation, Program, Value
+
+ALIGNMENT_BYTES = 1024
+"""Of every place: what TMA and 128-byte loads ask for, and more."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Bytes [offset, offset + nbytes) of the arena, needed from operation `first` to operation `last`."""
+
+    offset: int
+    nbytes: int
+    first: int
+    last: int
+
+    def meets(self, other: Place) -> bool:
+        """Whether both are needed at the same time."""
+        return self.first <= other.last and other.first <= self.last
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Places of values by name, for one batch size. The images are the caller's and have none."""
+
+    batch: int
+    places: dict[str, Place]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arena."""
+        return max((p.offset + p.nbytes for p in self.places.values()), default=0)
+
+    @property
+    def values_bytes(self) -> int:
+        """Bytes of all values together, which is what would be needed without a plan."""
+        return sum(p.nbytes for p in self.places.values())
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that are needed at one time: no plan has a smaller arena."""
+        times = {p.first for p in self.places.values()}
+        return max((sum(p.nbytes for p in self.places.values() if p.first <= t <= p.last) for t in times), default=0)
+
+
+def stored_bytes(value: Value, batch: int) -> int:
+    """Bytes of a value for a batch, aligned."""
+    if value.storage in ("u4", "s8"):
+        channels, height, width = value.shape
+        nbytes = height * width * Nhwc64(value.storage).pixel_bytes(channels)  # type: ignore[arg-type]
+    else:
+        nbytes = 4 if value.storage == "f32" else 2
+        for size in value.shape:
+            nbytes *= size
+    return _aligned(batch * nbytes)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def stems(program: Program) -> dict[str, StemImages]:
+    """How the codes of a value are packed if all its readers are convolutions of stride 2 of images with few channels, by name:
+    2 x 2 pixels together, instead of channels filled up to 64."""
+    readers: dict[str, list[Operation]] = {}
+    for operation in program.operations:
+        for name in operation.inputs:
+            readers.setdefault(name, []).append(operation)
+    found = {}
+    for name, operations in readers.items():
+        images = {_stem_images(operation, name, program.values.get(name)) for operation in operations}
+        stem = images.pop() if len(images) == 1 else None
+        if stem is not None:
+            found[name] = stem
+    return found
+
+
+def _stem_images(operation: Operation, name: str, known: Value | None) -> StemImages | None:
+    """How a stem's kernel wants the value packed; None if `operation` is no such stem or reads the value in another way."""
+    if not isinstance(operation, Convolve) or operation.x != name or name in (operation.residual, operation.second):
+        return None
+    layer = operation.layer
+    if known is None or known.storage != "s8" or len(known.shape) != 3 or layer.stride != (2, 2):
+        return None
+    if layer.residual is not None or layer.second is not None or layer.y not in ("u4", "s8"):
+        return None
+    images = StemImages(known.shape[0], known.shape[1], known.shape[2], layer.kernel, layer.padding)
+    return None if images.refusals() else images
+
+
+def plan_memory(program: Program, batch: int) -> MemoryPlan:
+    """Places for the values of `program` with `batch` images. Raises ValueError for a batch below 1."""
+    if batch < 1:
+        raise ValueError(f"a batch has at least 1 image, got {batch}")
+    packed = stems(program)
+
+    def nbytes(name: str) -> int:
+        if name in packed:
+            return _aligned(batch * packed[name].rows * packed[name].columns * PIXEL_BYTES)
+        return stored_bytes(program.values[name], batch)
+
+    last = {name: i for i, names in program.last_reads().items() for name in names}
+    end = len(program.operations) - 1
+    wanted = [
+        (operation.y, Place(0, nbytes(operation.y), i, last.get(operation.y, end)))
+        for i, operation in enumerate(program.operations)
+        if operation.y in program.values
+    ]
+    places: dict[str, Place] = {}
+    for name, place in sorted(wanted, key=lambda item: -item[1].nbytes):
+        offset = 0
+        for other in sorted((p for p in places.values() if p.meets(place)), key=lambda p: p.offset):
+            if offset + place.nbytes <= other.offset:
+                break
+            offset = max(offset, other.offset + other.nbytes)
+        places[name] = Place(offset, place.nbytes, place.first, place.last)
+    return MemoryPlan(batch, {operation.y: places[operation.y] for operation in program.operations if operation.y in places})

@@ -1,0 +1,212 @@
+"""A quantized network on disk: a folder with config.json, which lists the operations, and model.safetensors.
+
+Weights whose codes all lie in -8 to 7 are stored in 4 bits (`formats/words.py`), others as int8; constants in float32. The
+folder appears complete or not at all. Nothing in it is executed: floating-point operations are looked up in a fixed list.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowbit.checkpoint import CheckpointError, CheckpointReader, CheckpointWriter
+from lowbit.formats import pack_words, unpack_words
+from lowbit.kernels.conv_reference import ConvLayer, SecondProduct
+from lowbit.vision.graph import Other, Ref
+from lowbit.vision.network import QuantizedNetwork, weight_bits
+from lowbit.vision.program import (
+    Compute,
+    Convolve,
+    Dequantize,
+    Operation,
+    PoolAverage,
+    PoolMax,
+    Program,
+    Quantize,
+    Value,
+)
+
+FORMAT = "lowbit.vision"
+VERSION = 1
+_FLOATING = (
+    "adaptive_avg_pool2d.default", "add.Tensor", "avg_pool2d.default", "batch_norm.default", "cat.default", "clamp.default",
+    "conv2d.default", "conv2d.padding", "flatten.using_ints", "gelu.default", "group_norm.default", "hardsigmoid.default",
+    "hardswish.default", "hardtanh.default", "layer_norm.default", "leaky_relu.default", "linear.default", "max_pool2d.default",
+    "mean.dim", "mul.Tensor", "pad.default", "permute.default", "relu.default", "relu6.default", "reshape.default",
+    "sigmoid.default", "silu.default", "sub.Tensor", "sym_size.int", "transpose.int", "view.default",
+)  # fmt: skip
+"""Operations of aten that a saved network may hold; each computes on its arguments alone."""
+
+
+def save(network: QuantizedNetwork, folder: str | Path, *, overwrite: bool = False) -> None:
+    """Writes `network` to `folder`. Raises CheckpointError if it is there already, unless `overwrite`, cannot be written, or
+    if the network has a floating-point operation that cannot be saved."""
+    program = network.program
+    with CheckpointWriter(folder, overwrite=overwrite) as writer:
+        operations = [_written(op, f"op{i}", writer.add) for i, op in enumerate(program.operations)]
+        if not program.layers:
+            writer.add("empty", torch.zeros(1))
+        config = {
+            "format": FORMAT,
+            "version": VERSION,
+            "scheme": network.scheme,
+            "images": program.images,
+            "result": program.result,
+            "values": {name: [v.storage, list(v.shape), v.scale] for name, v in program.values.items()},
+            "operations": operations,
+        }
+        writer.finish(config, None)
+
+
+def load(folder: str | Path) -> QuantizedNetwork:
+    """The network that `save` wrote. Raises CheckpointError, naming the folder, for anything else."""
+    with CheckpointReader(folder) as reader:
+        config = reader.config
+        if config.get("format") != FORMAT:
+            raise CheckpointError(f"{folder}: not a quantized network for images (config.json says no {FORMAT!r})")
+        if config.get("version") != VERSION:
+            raise CheckpointError(f"{folder}: version {config.get('version')!r}, this release reads {VERSION}; update lowbit")
+        try:
+            values = {name: Value(v[0], tuple(v[1]), v[2]) for name, v in config["values"].items()}
+            operations = tuple(_read(row, f"op{i}", reader.get) for i, row in enumerate(config["operations"]))
+            program = Program(operations, values, config["images"], config["result"])
+            _check(program)
+            return QuantizedNetwork(program, config["scheme"])
+        except CheckpointError:
+            raise
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise CheckpointError(f"{folder}: config.json does not describe a network ({error!r})") from error
+
+
+def _check(program: Program) -> None:
+    """Every operation reads what an earlier one made."""
+    made = {program.images}
+    for operation in program.operations:
+        missing = [name for name in operation.inputs if name not in made]
+        if missing:
+            raise ValueError(f"{operation.y} reads {missing[0]}, which nothing before it makes")
+        made.add(operation.y)
+    if program.result not in made or program.result not in program.values:
+        raise ValueError(f"nothing makes the result {program.result}")
+
+
+def _written(op: Operation, key: str, add: Callable[[str, Tensor], None]) -> dict[str, Any]:
+    """The operation as JSON; its tensors go to `add`."""
+    match op:
+        case Convolve(y, x, layer, residual, second):
+            row: dict[str, Any] = {"kind": "convolve", "y": y, "x": x, "residual": residual, "second": second}
+            row["layer"] = _layer_row(layer, key, add)
+            return row
+        case Compute(y, node):
+            return {"kind": "compute", "y": y, **_node_row(node, key, add)}
+    kind = {Quantize: "quantize", PoolMax: "max_pool", PoolAverage: "average_pool", Dequantize: "dequantize"}[type(op)]
+    return {"kind": kind, **vars(op)}
+
+
+def _read(row: dict[str, Any], key: str, get: Callable[[str], Tensor]) -> Operation:
+    kind, y = row["kind"], row["y"]
+    match kind:
+        case "quantize":
+            return Quantize(y, row["x"], row["factor"])
+        case "max_pool":
+            return PoolMax(y, row["x"], tuple(row["kernel"]), tuple(row["stride"]), tuple(row["padding"]))
+        case "average_pool":
+            return PoolAverage(y, row["x"], row["scale"])
+        case "dequantize":
+            return Dequantize(y, row["x"], row["scale"])
+        case "convolve":
+            return Convolve(y, row["x"], _layer(row["layer"], key, get), row["residual"], row["second"])
+        case "compute":
+            return Compute(y, _node(row, key, get))
+    raise ValueError(f"unknown operation {kind!r}")
+
+
+def _layer_row(layer: ConvLayer, key: str, add: Callable[[str, Tensor], None]) -> dict[str, Any]:
+    add(f"{key}.s", layer.s)
+    add(f"{key}.b", layer.b)
+    row = {
+        "name": layer.name, "weight": _add_codes(layer.weight, f"{key}.weight", add), "x": layer.x, "y": layer.y,
+        "stride": layer.stride, "padding": layer.padding, "relu": layer.relu, "residual": layer.residual, "g": layer.g,
+        "second": None,
+    }  # fmt: skip
+    if layer.second is not None:
+        second = layer.second
+        add(f"{key}.s2", second.s)
+        codes = _add_codes(second.weight, f"{key}.weight2", add)
+        row["second"] = {"weight": codes, "x": second.x, "stride": second.stride, "padding": second.padding}
+    return row
+
+
+def _layer(row: dict[str, Any], key: str, get: Callable[[str], Tensor]) -> ConvLayer:
+    second = None
+    if row["second"] is not None:
+        other = row["second"]
+        codes = _codes(other["weight"], f"{key}.weight2", get)
+        second = SecondProduct(codes, get(f"{key}.s2"), other["x"], tuple(other["stride"]), tuple(other["padding"]))
+    return ConvLayer(
+        _codes(row["weight"], f"{key}.weight", get), get(f"{key}.s"), get(f"{key}.b"), row["x"], row["y"],
+        tuple(row["stride"]), tuple(row["padding"]), row["relu"], row["residual"], row["g"], second, row["name"],
+    )  # fmt: skip
+
+
+def _add_codes(codes: Tensor, name: str, add: Callable[[str, Tensor], None]) -> dict[str, Any]:
+    """Stores weight codes int8 [O, C, R, S] in 4 or 8 bits and returns their shape and bits."""
+    bits = weight_bits(codes)
+    flat = codes.flatten(1)
+    add(name, pack_words((flat + 8).to(torch.uint8), 4) if bits == 4 else flat)
+    return {"shape": list(codes.shape), "bits": bits}
+
+
+def _codes(row: dict[str, Any], name: str, get: Callable[[str], Tensor]) -> Tensor:
+    stored, shape = get(name), row["shape"]
+    count = shape[1] * shape[2] * shape[3]
+    if row["bits"] == 4:
+        stored = unpack_words(stored, 4, count).to(torch.int8) - 8
+    return stored.reshape(shape)
+
+
+def _node_row(node: Other, key: str, add: Callable[[str, Tensor], None]) -> dict[str, Any]:
+    name = "getitem" if node.target is operator.getitem else str(node.target).removeprefix("aten.")
+    if name not in (*_FLOATING, "getitem"):
+        raise CheckpointError(f"{node.name}: {name} cannot be saved; what can is {', '.join(_FLOATING)}")
+    count = 0
+
+    def plain(value: Any) -> Any:
+        nonlocal count
+        if isinstance(value, Ref):
+            return {"value": value.name}
+        if isinstance(value, Tensor):
+            count += 1
+            add(f"{key}.{count}", value)
+            return {"tensor": f"{key}.{count}"}
+        if isinstance(value, (list, tuple)):
+            return [plain(item) for item in value]
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        raise CheckpointError(f"{node.name}: {name} has an argument {value!r} that cannot be saved")
+
+    kwargs = {k: plain(v) for k, v in node.kwargs.items()}
+    return {"target": name, "args": plain(node.args), "kwargs": kwargs, "reason": node.reason}
+
+
+def _node(row: dict[str, Any], key: str, get: Callable[[str], Tensor]) -> Other:
+    name = row["target"]
+    if name not in (*_FLOATING, "getitem"):
+        raise ValueError(f"unknown floating-point operation {name!r}")
+    target: Callable[..., Any] = operator.getitem
+    if name != "getitem":
+        packet, overload = name.split(".")
+        target = getattr(getattr(torch.ops.aten, packet), overload)
+
+    def restored(value: Any) -> Any:
+        if isinstance(value, dict):
+            return Ref(value["value"]) if "value" in value else get(value["tensor"])
+        return [restored(item) for item in value] if isinstance(value, list) else value
+
+    kwargs = {k: restored(v) for k, v in row["kwargs"].items()}
+    return Other(row["y"], target, tuple(restored(row["args"])), kwargs, row["reason"])

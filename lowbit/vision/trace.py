@@ -1,0 +1,297 @@
+"""From a module of torch to a `Graph`: torch.export, then passes that fold batch norms and fuse what follows a convolution.
+
+The passes, in order: what is a convolution or a pool is recognized; a batch norm goes into the convolution before it; a ReLU
+becomes part of it; an addition becomes part of one of the two convolutions it adds, if that one has no other reader (the
+single-reader rule: whoever else reads the sum's term would no longer find it); a ReLU after the sum likewise.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from lowbit.vision.graph import AveragePool, Conv, Graph, Input, MaxPool, Node, Other, Ref, rename_inputs
+
+aten = torch.ops.aten
+_ALIASES = (aten.clone.default, aten.alias.default, aten.detach.default, aten.contiguous.default, aten.dropout.default)
+_FLATTENS = (aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten.squeeze.dims)
+_BATCH_NORMS = (aten._native_batch_norm_legit_no_training.default, aten.batch_norm.default)
+_REARRANGES = (*_FLATTENS, aten.cat.default, aten.permute.default, aten.transpose.int, aten.sym_size.int, operator.getitem)
+
+
+class UnsupportedNetwork(ValueError):
+    """A model that cannot be traced to one graph; the message says why and what to do."""
+
+
+def trace(model: nn.Module, images: Tensor, *, fold_shortcuts: bool = True) -> Graph:
+    """The graph of `model` in evaluation, on images like `images` [N, C, H, W], with every fusion done.
+
+    fold_shortcuts: a 1x1 convolution that is added to another one becomes its second product and is never stored. The model
+    itself is not changed. Raises UnsupportedNetwork if torch.export cannot trace it or its result is not one tensor.
+    """
+    graph = _exported(model, images)
+    for step in (_recognize, _fold_batch_norms, _fuse_relus, lambda g: _fuse_adds(g, fold_shortcuts), _fuse_relus):
+        graph = step(graph)
+    return _without_dead(graph)
+
+
+def _exported(model: nn.Module, images: Tensor) -> Graph:
+    """The graph as torch.export gives it: every operation `Other`."""
+    if images.dim() != 4:
+        raise UnsupportedNetwork(f"images are [N, C, H, W], got {tuple(images.shape)}")
+    example = images[:1].expand(2, *images.shape[1:]).clone()  # a batch of 1 would be taken for a constant
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        shapes = ({0: torch.export.Dim.DYNAMIC},)
+        program = torch.export.export(model, (example,), dynamic_shapes=shapes, strict=False).run_decompositions({})
+    except (RuntimeError, TypeError, ValueError) as error:
+        first = str(error).strip().splitlines()[:1] or [type(error).__name__]
+        raise UnsupportedNetwork(f"torch.export cannot trace {type(model).__name__}: {first[0]}") from error
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    signature = program.graph_signature
+    held = {**program.state_dict, **program.constants}
+    lifted = {**signature.inputs_to_parameters, **signature.inputs_to_buffers, **signature.inputs_to_lifted_tensor_constants}
+    traced: dict[fx.Node, Any] = {}
+    names: set[str] = set()
+    nodes: dict[str, Node] = {}
+    result: dict[str, tuple[int, ...]] = {}
+    outputs: list[Any] = []
+    for node in program.graph.nodes:
+        if node.op == "output":
+            outputs = [traced[value] for value in node.args[0] if isinstance(value, fx.Node)]
+        elif node.op == "placeholder" and node.name in lifted:
+            traced[node] = held[lifted[node.name]].detach()
+        elif (same := _alias(node)) is not None:
+            traced[node] = traced[same]
+        else:
+            name = _unique(_module_name(node), names)
+            nodes[name] = Input(name) if node.op == "placeholder" else _other(name, node, traced)
+            traced[node] = Ref(name)
+            value = node.meta.get("val")
+            shape = getattr(value[0] if node.target in _BATCH_NORMS and isinstance(value, tuple) else value, "shape", ())
+            if _has_batch(shape):
+                result[name] = tuple(int(size) for size in shape[1:])
+    if len(outputs) != 1 or not isinstance(outputs[0], Ref) or outputs[0].name not in result:
+        raise UnsupportedNetwork(
+            f"{type(model).__name__} returns {len(outputs)} tensors; one tensor with the batch first (logits, features) is "
+            "supported: wrap the model in a module that returns it"
+        )
+    return Graph(nodes, outputs[0].name, result)
+
+
+def _has_batch(shape: Any) -> bool:
+    """Whether a traced shape is a batch of things of fixed size."""
+    sizes = tuple(shape)
+    return len(sizes) > 0 and isinstance(sizes[0], torch.SymInt) and all(isinstance(size, int) for size in sizes[1:])
+
+
+def _alias(node: fx.Node) -> fx.Node | None:
+    """The node whose value this one repeats."""
+    first: Any = node.args[0] if node.args else None
+    if node.target in _ALIASES:
+        return first
+    is_item = node.target is operator.getitem and isinstance(first, fx.Node) and node.args[1] == 0
+    return first if is_item and first.target in _BATCH_NORMS else None  # type: ignore[operator]
+
+
+def _other(name: str, node: fx.Node, traced: dict[fx.Node, Any]) -> Other:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: traced[n])
+    args = tuple(list(a) if isinstance(a, (list, tuple)) else a for a in args)
+    target: Callable[..., Any] = node.target  # type: ignore[assignment]
+    if target is aten._native_batch_norm_legit_no_training.default:  # gives three tensors; this one gives the first
+        x, weight, bias, mean, variance, momentum, eps = args
+        target, args = aten.batch_norm.default, (x, weight, bias, mean, variance, False, momentum, eps, False)
+    reason = "" if target in _REARRANGES else f"{getattr(target, '__name__', target)} has no integer form here"
+    return Other(name, target, args, dict(kwargs), reason)
+
+
+def _module_name(node: fx.Node) -> str:
+    """The path of the module that a node comes from, where it is the module's own; else torch's name for the node."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    own = stack and node.target in (aten.conv2d.default, aten.conv2d.padding, aten.linear.default, aten.max_pool2d.default)
+    return stack[-1][0] if own and stack[-1][0] else node.name
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    candidate, count = name, 1
+    while candidate in taken:
+        count += 1
+        candidate = f"{name}:{count}"
+    taken.add(candidate)
+    return candidate
+
+
+def _rewritten(graph: Graph, rewrite: Callable[[Node, dict[str, Node]], tuple[Node, str | None]]) -> Graph:
+    """Applies `rewrite(node, nodes so far)` in order. It returns the new node, and the name of an earlier one that the new
+    one takes over, name and all, standing where the later of the two stood."""
+    nodes: dict[str, Node] = {}
+    names: dict[str, str] = {}
+    for node in graph.nodes.values():
+        new, taken = rewrite(rename_inputs(node, names), nodes)
+        if taken is not None:
+            del nodes[taken]
+            names[node.name] = new.name
+        nodes[new.name] = new
+    shapes = {name: shape for name, shape in graph.shapes.items() if name in nodes}
+    return Graph(nodes, names.get(graph.output, graph.output), shapes)
+
+
+def _recognize(graph: Graph) -> Graph:
+    def rewrite(node: Node, nodes: dict[str, Node]) -> tuple[Node, str | None]:
+        if isinstance(node, Other):
+            for kind in (_convolution, _linear, _max_pool, _average_pool):
+                found = kind(node, nodes, graph.shapes)
+                if found is not None:
+                    return found, None
+        return node, None
+
+    return _without_dead(_rewritten(graph, rewrite))
+
+
+def _convolution(node: Other, nodes: dict[str, Node], shapes: dict[str, tuple[int, ...]]) -> Node | None:
+    if node.target not in (aten.conv2d.default, aten.conv2d.padding):
+        return None
+    defaults: tuple[Any, ...] = (None, None, None, (1, 1), (0, 0), (1, 1), 1)
+    x, weight, bias, stride, padding, dilation, groups = (*node.args, *defaults[len(node.args) :])
+    kernel = weight.shape[2:] if isinstance(weight, Tensor) else ()
+    refused = [
+        (not isinstance(x, Ref) or not isinstance(weight, Tensor), "its weight is computed"),
+        (groups != 1, f"it has {groups} groups, 1 is supported"),
+        (tuple(dilation) not in ((1, 1), (1,)), f"its dilation is {tuple(dilation)}, 1 is supported"),
+        (padding == "same" and any(k % 2 == 0 for k in kernel), f"padding 'same' of a kernel {tuple(kernel)} is not symmetric"),
+    ]
+    reasons = [reason for wrong, reason in refused if wrong]
+    if reasons:
+        return replace(node, reason=f"convolution: {', '.join(reasons)}")
+    if isinstance(padding, str):
+        padding = [k // 2 for k in kernel] if padding == "same" else [0, 0]
+    bias = torch.zeros(weight.shape[0], device=weight.device) if bias is None else bias
+    return Conv(node.name, x.name, weight.float(), bias.float(), _pair(stride), _pair(padding))
+
+
+def _linear(node: Other, nodes: dict[str, Node], shapes: dict[str, tuple[int, ...]]) -> Node | None:
+    """A linear layer is a convolution whose kernel is the whole image; a flatten before it goes away."""
+    if node.target is not aten.linear.default:
+        return None
+    x, weight, bias = (*node.args, None)[:3]
+    if not isinstance(x, Ref) or not isinstance(weight, Tensor) or len(shapes.get(x.name, ())) != 1:
+        return replace(node, reason="linear layer of something else than one vector per image")
+    source, name = nodes[x.name], x.name
+    if isinstance(source, Other) and source.target in _FLATTENS and len(shapes.get(source.inputs[0], ())) == 3:
+        name = source.inputs[0]
+    image = shapes[name] if len(shapes[name]) == 3 else (*shapes[name], 1, 1)
+    bias = torch.zeros(weight.shape[0], device=weight.device) if bias is None else bias
+    return Conv(node.name, name, weight.float().reshape(-1, *image), bias.float())
+
+
+def _max_pool(node: Other, nodes: dict[str, Node], shapes: dict[str, tuple[int, ...]]) -> Node | None:
+    if node.target is not aten.max_pool2d.default:
+        return None
+    defaults: tuple[Any, ...] = (None, None, [], (0, 0), (1, 1), False)
+    x, kernel, stride, padding, dilation, ceil = (*node.args, *defaults[len(node.args) :])
+    if _pair(dilation) != (1, 1) or ceil:
+        return replace(node, reason="max pool with dilation or ceil_mode")
+    return MaxPool(node.name, x.name, _pair(kernel), _pair(stride or kernel), _pair(padding))
+
+
+def _average_pool(node: Other, nodes: dict[str, Node], shapes: dict[str, tuple[int, ...]]) -> Node | None:
+    shape = shapes.get(node.inputs[0], ()) if node.inputs else ()
+    if len(shape) != 3:
+        return None
+    pooled = node.target is aten.adaptive_avg_pool2d.default and _pair(node.args[1]) == (1, 1)
+    if node.target is aten.mean.dim and not node.kwargs:
+        pooled = sorted(d % 4 for d in node.args[1]) == [2, 3]
+    if node.target is aten.avg_pool2d.default:
+        pooled = _pair(node.args[1]) == shape[1:] and len(node.args) <= 3
+    return AveragePool(node.name, node.inputs[0]) if pooled else None
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    """A size of torch, which gives one number or two, as (vertical, horizontal)."""
+    if isinstance(value, Iterable):
+        sizes = [int(v) for v in value]
+        return (sizes[0], sizes[-1])
+    return (int(value), int(value))
+
+
+def _fold_batch_norms(graph: Graph) -> Graph:
+    readers = graph.readers()
+
+    def rewrite(node: Node, nodes: dict[str, Node]) -> tuple[Node, str | None]:
+        if not isinstance(node, Other) or node.target is not aten.batch_norm.default:
+            return node, None
+        conv = _plain_conv(node.inputs[0], nodes, readers)
+        if conv is None:
+            return replace(node, reason="batch norm that does not follow a convolution of its own"), None
+        _, weight, bias, mean, variance, _, _, eps, _ = node.args
+        gain = (variance.double() + eps).rsqrt() * (1.0 if weight is None else weight.double())
+        shift = (conv.bias.double() - mean.double()) * gain + (0.0 if bias is None else bias.double())
+        folded = (conv.weight.double() * gain[:, None, None, None]).float()
+        return replace(conv, weight=folded, bias=shift.float()), conv.name
+
+    return _rewritten(graph, rewrite)
+
+
+def _fuse_relus(graph: Graph) -> Graph:
+    readers = graph.readers()
+
+    def rewrite(node: Node, nodes: dict[str, Node]) -> tuple[Node, str | None]:
+        if isinstance(node, Other) and node.target is aten.relu.default:
+            conv = nodes[node.inputs[0]]
+            if isinstance(conv, Conv) and not conv.relu and len(readers[conv.name]) == 1:
+                return replace(conv, relu=True), conv.name
+        return node, None
+
+    return _rewritten(graph, rewrite)
+
+
+def _fuse_adds(graph: Graph, fold_shortcuts: bool) -> Graph:
+    readers = graph.readers()
+
+    def rewrite(node: Node, nodes: dict[str, Node]) -> tuple[Node, str | None]:
+        if not isinstance(node, Other) or node.target is not aten.add.Tensor or node.kwargs or len(node.inputs) != 2:
+            return node, None
+        left, right = node.inputs
+        if graph.shapes.get(left) != graph.shapes.get(right) or len(graph.shapes.get(left, ())) != 3:
+            return node, None
+        convs = [conv for name in (left, right) if (conv := _plain_conv(name, nodes, readers)) is not None]
+        if not convs:
+            return node, None
+        # The shortcut is the 1x1 convolution of the value that others read too; it comes first, should both be.
+        convs.sort(key=lambda c: (_is_pointwise(c) and len(readers[c.x]) > 1, _is_pointwise(c)))
+        main, *others = convs
+        if others and fold_shortcuts and _is_pointwise(others[0]):
+            del nodes[others[0].name]
+            second = replace(others[0], bias=torch.zeros_like(others[0].bias))
+            return replace(main, second=second, bias=main.bias + others[0].bias), main.name
+        return replace(main, residual=right if main.name == left else left), main.name
+
+    return _rewritten(graph, rewrite)
+
+
+def _is_pointwise(conv: Conv) -> bool:
+    return tuple(conv.weight.shape[2:]) == (1, 1) and conv.padding == (0, 0)
+
+
+def _plain_conv(name: str, nodes: dict[str, Node], readers: dict[str, list[str]]) -> Conv | None:
+    """The convolution `name` with nothing behind its bias and no second reader."""
+    conv = nodes[name]
+    return conv if isinstance(conv, Conv) and conv.is_plain and len(readers[name]) == 1 else None
+
+
+def _without_dead(graph: Graph) -> Graph:
+    """The graph without nodes whose value nothing needs; the input stays."""
+    needed = {graph.output}
+    for node in reversed(graph.nodes.values()):
+        if node.name in needed:
+            needed.update(node.inputs)
+    nodes = {name: node for name, node in graph.nodes.items() if name in needed or isinstance(node, Input)}
+    return Graph(nodes, graph.output, {name: shape for name, shape in graph.shapes.items() if name in nodes})

@@ -1,0 +1,283 @@
+"""The convolution kernels: machine code on any machine, codes bit for bit against the reference on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
+
+from lowbit.bench.resnet50 import blocks
+from lowbit.kernels.conv_reference import CODE_RANGE, ConvLayer, SecondProduct, conv_reference, requantize
+from lowbit.kernels.sm90.conv import WgmmaConv, wgmma_conv
+from lowbit.kernels.sm90.conv_plan import ConvTile, PreparedConv
+from lowbit.kernels.sm90.conv_stem import PreparedStem, StemConv, stem_conv, stem_refusals
+from lowbit.kernels.sm90.conv_strip import PreparedStrip, StripConv, strip_conv
+from lowbit.ops.conv import prepare_conv
+from lowbit.pack.nhwc64 import CODE_BITS, Nhwc64
+from lowbit.pack.stem import StemImages
+from tests.kernels.sass import compile_kernel
+from tests.kernels.sm90.test_compile import check_operands_in_flight, main_loop
+
+OPERAND = [
+    "maps",
+    "weight",
+    "steps",
+    "blocks",
+    "taps_across",
+    "taps_down",
+    "stride_down",
+    "stride_across",
+    "first_down",
+    "first_across",
+]
+SIZES = [
+    "pixels",
+    "channels",
+    "row_units",
+    "out_height",
+    "out_width",
+    "tiles_across",
+    "tiles_down",
+    "column_step",
+    "row_step",
+    "image_step",
+]
+
+
+def compiled(*config, **more):
+    c = WgmmaConv(*config, **more)
+    signature = {"y": "*i32" if c.stores_codes else "*fp32", "residual": "*i32" if c.residual else None}
+    signature |= {"s": "*fp32", "b": "*fp32", "g": "fp32", "s2": "*fp32" if c.second else None} | dict.fromkeys(SIZES, "i32")
+    for suffix in ("", "2"):
+        there = suffix == "" or c.second is not None
+        signature |= {f"{name}{suffix}": "i32" for name in OPERAND}
+        signature |= {f"{name}{suffix}": "*i8" if there else None for name in ("maps", "weight")}
+    order = ["y", "residual", "s", "b", "g", "s2", *SIZES, *OPERAND, *(f"{name}2" for name in OPERAND)]
+    signature = {name: signature[name] for name in order}
+    pointers = [name for name in ("y", "residual", "maps", "weight", "s", "b", "s2", "maps2", "weight2") if signature[name]]
+    return c, compile_kernel(wgmma_conv, signature, c, pointers, c.warps, 90, maxnreg=128)
+
+
+@pytest.mark.parametrize("residual", [None, "u4", "s8"])
+@pytest.mark.parametrize("y", ["u4", "s8"])
+@pytest.mark.parametrize(("x", "outputs", "step_bytes"), [("u4", 128, 64), ("u4", 64, 32), ("s8", 128, 128), ("s8", 64, 64)])
+def test_machine_code(x, y, outputs, step_bytes, residual):
+    config, kernel = compiled(x, y, residual, True, 2, outputs, step_bytes, 3)
+    assert kernel.registers <= 128 and kernel.stack_bytes <= 64
+    steps = step_bytes // 32
+    assert kernel.count("IGMMA") == steps * config.planes, "int8 products, one for each 32 bytes of K and plane"
+    assert kernel.count("WARPGROUP.DEPBAR") == 1, "not serialized"
+    if x == "u4":
+        assert kernel.count("LDSM") == steps, "codes come from shared memory 4 matrices at a time"
+        check_operands_in_flight([line.replace("IGMMA", "HGMMA") for line in kernel.lines])
+    assert "UTMALDG.4D.IM2COL" in kernel.opcodes and kernel.count("UBLKCP") > 0
+    # 64 or 128 bits a store, the words of one pixel and thread.
+    stored = 2 * outputs * CODE_BITS[y] // 8 // 4
+    wide = "STG.E.128" if stored % 32 == 0 else "STG.E.64"
+    assert kernel.opcodes[wide] == stored // (16 if wide.endswith("128") else 8)
+    conversions = sum(n for name, n in kernel.opcodes.items() if name.startswith("F2IP.U8" if y == "u4" else "F2IP.S8"))
+    assert conversions == outputs // 4 and kernel.count("SHFL") <= 4, "two codes a conversion, no exchange between lanes"
+
+
+def test_main_loops_do_not_spill():
+    _, kernel = compiled("u4", "u4", "u4", True, 2, 128, 64, 4)
+    loop = main_loop([line.replace("IGMMA", "HGMMA") for line in kernel.lines])
+    assert not any("LDL" in line or "STL" in line for line in loop)
+
+
+def test_second_product_compiles_to_two_loops():
+    _, kernel = compiled("u4", "u4", None, True, 2, 64, 64, 4, second="s8")
+    assert kernel.stack_bytes == 0 and kernel.count("WARPGROUP.DEPBAR") == 2
+
+
+def codes_of(storage, *shape):
+    low, high = CODE_RANGE[storage]
+    return torch.randint(low, high + 1, shape, dtype=torch.int32, device="cuda")
+
+
+def layer(c, o, kernel, stride, padding, x, y, residual=None, relu=True, second=None):
+    weight = torch.randint(-128, 128, (o, c, kernel, kernel), dtype=torch.int8, device="cuda")
+    spread = (c * kernel * kernel) ** 0.5 * 74 * (8 if x == "u4" else 74)
+    step = (5.0 if y == "u4" else 60.0) / spread
+    scale = step * (torch.rand(o, device="cuda") + 0.5)
+    s, b, g = requantize(scale, 3 * torch.randn(o, device="cuda"), 1.0, 1.0, y, 0.7 if residual else None)
+    return ConvLayer(weight, s, b, x, y, (stride, stride), (padding, padding), relu, residual, g, second)
+
+
+def check(conv, codes, tile, residual=None, second=None, images=None):
+    """Every code equal, every byte written, the same bits twice."""
+    pack = Nhwc64(conv.x).pack if images is None else images.pack
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    prepared = PreparedConv(conv, tile, sms, images)
+    x = pack(codes)
+    added = None if residual is None else Nhwc64(conv.residual).pack(residual)
+    other = None if second is None else Nhwc64(conv.second.x).pack(second)
+    wanted = conv_reference(codes, conv, residual, second)
+    if conv.y not in CODE_BITS:
+        assert torch.equal(prepared(x, added, other).permute(0, 3, 1, 2), wanted)
+        return
+    outputs = conv.weight.shape[0]
+    out = torch.full(prepared.output_shape(tuple(x.shape)), 0xA5, dtype=torch.uint8, device="cuda")
+    prepared(x, added, other, out)
+    assert torch.equal(Nhwc64(conv.y).unpack(out, outputs), wanted)
+    assert not Nhwc64(conv.y).unpack(out, prepared.first.weight.shape[0] * tile.outputs)[:, outputs:].any(), "filled up with 0"
+    assert torch.equal(prepared(x, added, other), out)
+    assert wanted.unique().numel() > 4
+
+
+SMALL = ConvTile(2, 64, 32, 4, 2)
+WIDE = ConvTile(2, 128, 64, 4, 2)
+
+
+@pytest.mark.parametrize("residual", [None, "u4", "s8"])
+@pytest.mark.parametrize(("x", "step_bytes"), [("u4", 32), ("s8", 64)])
+def test_strips_read_a_tap_while_one_is_multiplied(x, step_bytes, residual):
+    c = StripConv(x, x, residual, True, 2, 64, step_bytes, 9, rows=256)
+    signature = {"y": "*i32", "residual": "*i32" if residual else None, "s": "*fp32", "b": "*fp32", "g": "fp32"}
+    signature |= dict.fromkeys(("pixels", "row_units", "height", "width", "tiles_across", "tiles_down"), "i32")
+    signature |= {"maps": "*i8", "weight": "*i8"}
+    pointers = [name for name in ("y", "residual", "maps", "weight", "s", "b") if signature[name]]
+    kernel = compile_kernel(strip_conv, signature, c, pointers, c.warps, 90, maxnreg=128)
+    assert kernel.registers <= 128 and kernel.stack_bytes == 0
+    # The loop over rows of taps may be unrolled.
+    assert kernel.count("IGMMA") in (6, 18) and kernel.count("WARPGROUP.DEPBAR") == kernel.count("IGMMA") // 6, "a row each"
+    assert kernel.count("UTMALDG.2D") == 2 and kernel.count("UBLKCP") == 1
+    check_operands_in_flight([line.replace("IGMMA", "HGMMA") for line in kernel.lines])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("c", "o", "kernel", "x", "y", "residual", "size", "tile"),
+    [
+        (64, 64, 3, "u4", "u4", None, (3, 9, 11), ConvTile(2, 64, 32, 9, 2)),
+        (60, 50, 3, "s8", "u4", "s8", (3, 56, 50), ConvTile(2, 64, 64, 9, 2)),
+        (64, 64, 3, "u4", "s8", None, (65, 14, 15), ConvTile(2, 64, 32, 9, 3)),
+        (64, 64, 3, "u4", "u4", "u4", (33, 14, 14), ConvTile(1, 64, 32, 9, 4)),
+        (64, 192, 3, "s8", "s8", None, (33, 14, 13), ConvTile(2, 64, 64, 9, 1)),
+        (64, 128, 1, "u4", "u4", None, (33, 14, 14), ConvTile(2, 128, 32, 1, 2)),
+        (64, 64, 5, "u4", "s8", None, (3, 14, 15), ConvTile(1, 64, 32, 25, 1)),
+        (64, 64, 3, "u4", "u4", None, (2, 5, 80), ConvTile(2, 64, 32, 9, 2)),
+    ],
+)
+def test_strips(c, o, kernel, x, y, residual, size, tile):
+    torch.manual_seed(6)
+    conv = layer(c, o, kernel, 1, kernel // 2, x, y, residual)
+    codes = codes_of(x, size[0], c, *size[1:])
+    added = codes_of(residual, size[0], o, *size[1:]) if residual else None
+    prepared = PreparedStrip(conv, tile, torch.cuda.get_device_properties(0).multi_processor_count)
+    packed, other = Nhwc64(x).pack(codes), None if added is None else Nhwc64(residual).pack(added)
+    out = torch.full(prepared.output_shape(tuple(packed.shape)), 0xA5, dtype=torch.uint8, device="cuda")
+    prepared(packed, other, None, out)
+    assert torch.equal(Nhwc64(y).unpack(out, o), conv_reference(codes, conv, added))
+    assert torch.equal(prepared(packed, other), out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("x", ["u4", "s8"])
+@pytest.mark.parametrize("y", ["u4", "s8", "f32", "f16"])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding"), [(1, 1, 0), (1, 2, 0), (3, 1, 1), (3, 2, 1), (7, 2, 3), (5, 3, 2), (3, 1, 0)]
+)
+def test_windows(x, y, kernel, stride, padding):
+    torch.manual_seed(0)
+    check(layer(100, 70, kernel, stride, padding, x, y), codes_of(x, 3, 100, 23, 17), ConvTile(2, 64, 64, 4, 2))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("x", "y", "residual"), [("u4", "u4", "u4"), ("u4", "u4", "s8"), ("s8", "s8", "u4"), ("s8", "u4", "s8")]
+)
+@pytest.mark.parametrize(
+    "tile", [SMALL, WIDE, ConvTile(1, 64, 64, 3, 4), ConvTile(4, 128, 32, 3, 1), ConvTile(2, 128, 64, 3, 2, True)]
+)
+def test_residuals_and_tiles(x, y, residual, tile):
+    torch.manual_seed(1)
+    conv = layer(128, 256, 1, 1, 0, x, y, residual)
+    check(conv, codes_of(x, 5, 128, 13, 11), tile, codes_of(residual, 5, 256, 13, 11))
+
+
+@pytest.mark.gpu
+def test_signed_output_without_relu():
+    torch.manual_seed(2)
+    check(layer(64, 128, 3, 1, 1, "u4", "s8", relu=False), codes_of("u4", 2, 64, 9, 8), SMALL)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("x", "x2", "y", "stride"), [("u4", "u4", "u4", 1), ("u4", "s8", "u4", 2), ("s8", "s8", "s8", 2)])
+def test_second_products(x, x2, y, stride):
+    torch.manual_seed(3)
+    w2 = torch.randint(-128, 128, (192, 256, 1, 1), dtype=torch.int8, device="cuda")
+    s2 = 0.3 * layer(256, 192, 1, 1, 0, x2, y).s
+    conv = layer(64, 192, 1, 1, 0, x, y, second=SecondProduct(w2, s2, x2, (stride, stride)))
+    check(conv, codes_of(x, 3, 64, 7, 9), SMALL, second=codes_of(x2, 3, 256, 7 * stride, 9 * stride))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("channels", "height", "width", "kernel", "padding"), [(3, 64, 48, 7, 3), (1, 33, 31, 3, 1), (4, 33, 30, 5, 2)]
+)
+@pytest.mark.parametrize("y", ["u4", "s8"])
+def test_stems(channels, height, width, kernel, padding, y):
+    torch.manual_seed(4)
+    images = StemImages(channels, height, width, (kernel, kernel), (padding, padding))
+    conv = layer(channels, 64, kernel, 2, padding, "s8", y)
+    check(conv, codes_of("s8", 3, channels, height, width), ConvTile(2, 64, 64, 4, 3), images=images)
+
+
+@pytest.mark.parametrize("y", ["u4", "s8"])
+def test_stems_multiply_a_window_at_once(y):
+    c = StemConv("s8", y, None, True, 2, 64, 64, 4, rows=4, kernel=4, columns=115)
+    signature = {"y": "*i32", "s": "*fp32", "b": "*fp32"}
+    integers = ("tiles_down", "tiles_across", "row_units", "rows", "out_height", "out_width", "before")
+    signature |= dict.fromkeys(integers, "i32") | {"maps": "*i8", "weight": "*i8"}
+    kernel = compile_kernel(stem_conv, signature, c, ["y", "s", "b", "maps", "weight"], c.warps, 90, maxnreg=128)
+    assert kernel.stack_bytes == 0 and kernel.count("IGMMA") == 8 and kernel.count("WARPGROUP.DEPBAR") == 1
+    check_operands_in_flight([line.replace("IGMMA", "HGMMA") for line in kernel.lines])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("channels", "height", "width", "kernel", "padding", "outputs"),
+    [(3, 64, 48, 7, 3, 64), (1, 33, 31, 3, 1, 64), (4, 33, 30, 5, 2, 100), (3, 20, 224, 7, 3, 64)],
+)
+@pytest.mark.parametrize("y", ["u4", "s8"])
+def test_stems_by_rows(channels, height, width, kernel, padding, outputs, y):
+    torch.manual_seed(7)
+    images = StemImages(channels, height, width, (kernel, kernel), (padding, padding))
+    conv = layer(channels, outputs, kernel, 2, padding, "s8", y)
+    assert stem_refusals(conv, images) == ()
+    codes = codes_of("s8", 5, channels, height, width)
+    prepared = PreparedStem(conv, images, torch.cuda.get_device_properties(0).multi_processor_count)
+    out = torch.full((5, *images.output, Nhwc64(y).pixel_bytes(outputs)), 0xA5, dtype=torch.uint8, device="cuda")
+    prepared(images.pack(codes), None, None, out)
+    assert torch.equal(Nhwc64(y).unpack(out, outputs), conv_reference(codes, conv))
+    assert torch.equal(prepared(images.pack(codes)), out)
+
+
+def shapes_of_resnets():
+    """(channels, outputs, window, stride, input size, whether a residual is added) of ResNet-18's and ResNet-50's layers."""
+    found = []
+    for block in blocks():
+        for shape in (block.first, block.second, block.third, *([block.shortcut] if block.shortcut else [])):
+            found.append((shape.channels, shape.outputs, shape.kernel, shape.stride, shape.size, shape.residual))
+    for channels, size in ((64, 56), (128, 28), (256, 14), (512, 7)):
+        found += [(channels, channels, 3, 1, size, False), (channels, channels, 3, 1, size, True)]
+        if channels < 512:
+            found += [(channels, 2 * channels, 3, 2, size, False), (channels, 2 * channels, 1, 2, size, False)]
+    return list(dict.fromkeys(found))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("storage", ["u4", "s8"])
+def test_every_shape_of_resnet18_and_50(storage):
+    torch.manual_seed(5)
+    layout = Nhwc64(storage)
+    for c, o, kernel, stride, size, residual in shapes_of_resnets():
+        conv = layer(c, o, kernel, stride, kernel // 2, storage, storage, storage if residual else None)
+        prepared = prepare_conv(conv, (128, size, size))
+        codes = codes_of(storage, 2, c, size, size)
+        out = torch.full(prepared.output_shape((2, size, size, 0)), 0xA5, dtype=torch.uint8, device="cuda")
+        added = codes_of(storage, 2, o, *out.shape[1:3]) if residual else None
+        prepared(layout.pack(codes), None if added is None else layout.pack(added), None, out)
+        assert torch.equal(layout.unpack(out, o), conv_reference(codes, conv, added)), (c, o, kernel, stride, size, residual)

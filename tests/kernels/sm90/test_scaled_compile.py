@@ -1,0 +1,142 @@
+"""The kernels for 8-bit activations compiled for sm_90a, and what their machine code must and must not have."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from lowbit.formats import parse_scheme
+from lowbit.hardware.device import device_for
+from lowbit.kernels.choose_scaled import candidates_scaled, choose_scaled
+from lowbit.ops.byte_gemm import scaled_shape
+from tests.kernels.sass import compile_kernel
+
+pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
+
+from lowbit.kernels.gluon import gl
+from lowbit.kernels.parts.epilogue import TYPES
+from lowbit.kernels.sm90.narrow_scaled_gemm import narrow_config, narrow_scaled_gemm
+from lowbit.kernels.sm90.scaled_gemm import scaled_config, scaled_gemm
+from tests.kernels.sm90.test_compile import check_barriers, check_operands_in_flight, main_loop
+
+WORDS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+HALVES = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=2)
+BYTES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+def descriptor(kind, block, layout):
+    return f"tensordesc<{kind}[{block[0]}, {block[1]}],{layout!r}>"
+
+
+def common(config):
+    """What both kernels take."""
+    y = NAMES[config.y_type]
+    stored = gl.NVMMASharedLayout.get_default_for(config.store_block, config.y)
+    return {
+        "x_desc": descriptor(TYPES[config.x_type][1], [config.tile_tokens, 128], BYTES),
+        "y_desc": descriptor(y, config.store_block, stored) if config.store_by_tma else None,
+        "y": "*" + y,
+        "x_scale": "*fp32",
+        "x_zero": "*i32" if config.x_zero else None,
+        "sums": "*fp32",
+        "bias": "*" + y if config.bias else None,
+        "partial": "*i32" if config.total is gl.int32 else "*fp32",
+        "arrived": "*i32",
+    }
+
+
+def eight(scheme, m, n=8192, k=8192, dtype=torch.bfloat16, x_scale="token", x_zero=False):
+    shape = scaled_shape(parse_scheme(scheme), m, n, k, x_scale == "block")
+    tile = choose_scaled(shape, device_for(90))
+    config = scaled_config(shape, tile, parse_scheme(scheme), dtype, x_scale, x_zero, True)
+    w = descriptor(TYPES[config.w_type][1], [config.tile_channels, 128], BYTES)
+    of = common(config) | {"w_desc": w, "w_scale": "*fp32"} | dict.fromkeys(INTEGERS, "i32")
+    order = ("x_desc", "w_desc", "y_desc", "y", "x_scale", "x_zero", "w_scale", "sums", "bias", "partial", "arrived", *INTEGERS)
+    signature = {name: of[name] for name in order}
+    return config, compile_kernel(scaled_gemm, signature, config, ("y", "partial"), config.warps, 90)
+
+
+INTEGERS = ("M", "N", "token_tiles", "channel_tiles", "turns", "groups")
+
+
+def narrow(scheme, m, n=8192, k=8192, dtype=torch.bfloat16, x_zero=False):
+    shape = scaled_shape(parse_scheme(scheme), m, n, k)
+    tile = choose_scaled(shape, device_for(90))
+    config = narrow_config(shape, tile, parse_scheme(scheme), dtype, "token", x_zero, True)
+    planes = [descriptor("i32", [config.warps, 32 * config.plane_words(p)], WORDS) for p in range(config.planes)]
+    of = common(config) | dict(zip(("w_desc", "w_desc_1", "w_desc_2"), [*planes, None, None], strict=False))
+    of["scale_desc"] = descriptor("fp16", [1, config.rows], HALVES) if config.grouped else None
+    of["channel_scale"] = None if config.grouped else "*fp32"
+    integers = ("M", "N", "token_tiles", "row_tiles", "turns")
+    order = (
+        *("w_desc", "w_desc_1", "w_desc_2", "x_desc", "scale_desc", "y_desc", "y", "x_scale", "x_zero", "channel_scale"),
+        *("sums", "bias", "partial", "arrived"),
+    )
+    signature = {name: of[name] for name in order} | dict.fromkeys(integers, "i32")
+    return config, compile_kernel(narrow_scaled_gemm, signature, config, ("y", "partial"), config.warps, 90)
+
+
+def product_name(scheme):
+    return "IGMMA" if parse_scheme(scheme).activation.name == "int8" else "QGMMA"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "m"),
+    [("w8a8", 1), ("w8a8", 4096), ("fp8_dynamic", 64), ("fp8_dynamic", 4096), ("fp8_block", 256), ("w8e4m3a8e5m2", 16)],
+)
+def test_eight_bits(scheme, m):
+    config, kernel = eight(scheme, m, x_scale="block" if scheme == "fp8_block" else "token")
+    assert kernel.stack_bytes == 0 and kernel.count("LDL") == kernel.count("STL") == 0, "registers spilled"
+    products = [line for line in kernel.lines if product_name(scheme) in line]
+    width = config.store_columns if config.promote else config.accumulator.instr_shape[1]
+    per_stage = 4 * (config.columns // width)
+    assert len(products) == per_stage * config.turn and all("gdesc" in line for line in products)
+    # A serialized kernel waits after every product (ptxas' remark C7510 and its neighbours).
+    assert kernel.count("WARPGROUP.DEPBAR") == (config.stores if config.promote and config.turn == 1 else 2)
+    assert kernel.count("UTMALDG") > 0 and kernel.count("ACQBULK") > 0
+    assert kernel.shared_bytes <= 227 * 1024
+    check_barriers(config, kernel)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "m"),
+    [("w4a8_g128", 1), ("w4a8_g128", 4096), ("w4a8", 4096), ("w4a8e4m3_g128", 64), ("w6e3m2a8e4m3", 256), ("w3a8", 16)],
+)
+def test_fewer_bits(scheme, m):
+    config, kernel = narrow(scheme, m)
+    assert kernel.stack_bytes <= 64
+    products = [line for line in kernel.lines if product_name(scheme) in line]
+    per_stage = 4 * (config.columns // config.accumulator.instr_shape[1])
+    assert len(products) == 2 * per_stage, "two stages a turn"
+    assert all(re.search(r"GMMA\S* R\d+, R\d+, gdesc", line) for line in products), "operand A comes from registers"
+    assert kernel.count("WARPGROUP.DEPBAR") == (2 if config.apart else 3)
+    assert not any("LDG" in line for line in main_loop(kernel.lines)), "scales come with the stage"
+    check_operands_in_flight(kernel.lines)
+    check_barriers(config, kernel)
+
+
+def test_other_outputs_and_scales_of_x():
+    for dtype, x_scale in ((torch.float16, "tensor"), (torch.float32, "block")):
+        _, kernel = eight("fp8_dynamic", 64, 1000, 576, dtype, x_scale)
+        assert kernel.stack_bytes == 0
+    _, kernel = eight("w8a8", 64, 1001, 576, x_zero=True)
+    assert kernel.stack_bytes == 0
+    _, kernel = narrow("w4a8_g128", 64, 1001, 576, torch.float32, x_zero=True)
+    assert kernel.stack_bytes == 0
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "fp8_block", "w4a8_g128", "w6e3m2a8e4m3"])
+def test_candidates_fit_the_machine(scheme):
+    """Shared memory as the kernels lay it out, for every tile that is not refused."""
+    parsed = parse_scheme(scheme)
+    for m in (1, 40, 300, 4096):
+        shape = scaled_shape(parsed, m, 5000, 3000)
+        rows = [row.tile for row in candidates_scaled(shape, device_for(90)) if not row.reasons]
+        assert rows
+        for tile in rows:
+            make = scaled_config if shape.bits == 8 else narrow_config
+            config = make(shape, tile, parsed, torch.bfloat16, "token", False, False)
+            assert 1024 * (config.barrier_unit + 1) <= 226 * 1024, str(tile)  # Triton adds about 100 bytes

@@ -1,0 +1,34 @@
+"""Pooling on packed codes against the reference, on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels are Triton's")
+
+from lowbit.kernels.conv_reference import CODE_RANGE, average_pool_reference, max_pool_reference
+from lowbit.kernels.pool import average_pool, max_pool, max_pool_kernel
+from lowbit.pack.nhwc64 import Nhwc64
+from tests.kernels.sass import compile_triton
+
+
+@pytest.mark.parametrize("four", [True, False])
+def test_maxima_move_16_bytes_at_a_time(four):
+    constants = dict(PIECES=2, KH=3, KW=3, SH=2, SW=2, PH=1, PW=1, FOUR=four, BLOCK=128)
+    signature = {"y": "*i32", "x": "*i32"} | dict.fromkeys(("height", "width", "out_height", "out_width", "total"), "i32")
+    kernel = compile_triton(max_pool_kernel, signature, constants, ("y", "x"), 4, 90)
+    assert kernel.stack_bytes == 0 and kernel.count("LDG.E.128") == 9 and kernel.count("STG.E.128") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("storage", ["u4", "s8"])
+@pytest.mark.parametrize(("window", "stride", "padding"), [(3, 2, 1), (2, 2, 0), (1, 1, 0), (5, 1, 2)])
+def test_pools(storage, window, stride, padding):
+    torch.manual_seed(0)
+    low, high = CODE_RANGE[storage]
+    codes = torch.randint(low, high + 1, (3, 100, 15, 14), dtype=torch.int32, device="cuda")
+    layout, pair = Nhwc64(storage), ((window, window), (stride, stride), (padding, padding))
+    pooled = max_pool(layout.pack(codes), storage, *pair)
+    assert torch.equal(layout.unpack(pooled, 100), max_pool_reference(codes, *pair))
+    assert torch.equal(average_pool(layout.pack(codes), storage, 100, 0.37), average_pool_reference(codes, 0.37))

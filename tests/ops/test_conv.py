@@ -1,0 +1,87 @@
+"""Prepared convolutions on a CPU: packed bytes in and out, refusals, operators."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowbit.kernels.conv_reference import ConvLayer, SecondProduct, average_pool_reference, conv_reference, requantize
+from lowbit.ops.conv import average_pool_codes, conv_codes, max_pool_codes, pack_images, prepare_conv, prepare_stem
+from lowbit.pack.nhwc64 import Nhwc64
+from lowbit.pack.stem import quantize_images
+
+
+def layer(x="u4", y="u4", residual=None, second=None, channels=70, outputs=100, kernel=3, stride=1):
+    torch.manual_seed(0)
+    weight = torch.randint(-8, 8, (outputs, channels, kernel, kernel), dtype=torch.int8)
+    s, b, g = requantize(torch.rand(outputs) / 200, torch.randn(outputs), 1.0, 1.0, y, 0.5 if residual else None)
+    pads = (kernel // 2, kernel // 2)
+    return ConvLayer(weight, s, b, x, y, (stride, stride), pads, True, residual, g, second, "conv")
+
+
+def test_packed_codes_in_and_out():
+    conv = layer(residual="s8")
+    codes, added = torch.randint(0, 16, (2, 70, 5, 6)), torch.randint(-128, 128, (2, 100, 5, 6))
+    prepared = prepare_conv(conv, (2, 5, 6))
+    out = torch.full(prepared.output_shape((2, 5, 6, 64)), 0xA5, dtype=torch.uint8)
+    y = prepared(Nhwc64("u4").pack(codes), Nhwc64("s8").pack(added), out=out)
+    assert y is out and torch.equal(Nhwc64("u4").unpack(y, 100), conv_reference(codes, conv, added))
+
+
+def test_second_product_and_values():
+    second = SecondProduct(torch.ones(100, 3, 1, 1, dtype=torch.int8), torch.full((100,), 0.01), "s8", (2, 2))
+    conv = layer(second=second)
+    codes, other = torch.randint(0, 16, (1, 70, 4, 4)), torch.randint(-128, 128, (1, 3, 8, 8))
+    y = prepare_conv(conv, (1, 4, 4))(Nhwc64("u4").pack(codes), None, Nhwc64("s8").pack(other))
+    assert torch.equal(Nhwc64("u4").unpack(y, 100), conv_reference(codes, conv, second=other))
+    values = prepare_conv(layer(y="f32"), (1, 4, 4))(Nhwc64("u4").pack(codes))
+    assert torch.equal(values.permute(0, 3, 1, 2), conv_reference(codes, layer(y="f32")))
+
+
+def test_a_stem_takes_images():
+    conv = layer("s8", channels=3, kernel=7, stride=2)
+    images = torch.randn(2, 3, 17, 20)
+    stem = prepare_stem(conv, (2, 17, 20))
+    y = stem(pack_images(stem, images, 40.0))
+    wanted = conv_reference(quantize_images(images, 40.0).int(), conv)
+    assert torch.equal(Nhwc64("u4").unpack(y, 100), wanted)
+
+
+def test_operators_under_fake_tensors_and_export():
+    prepared = prepare_conv(layer(), (1, 6, 6))
+    x = Nhwc64("u4").pack(torch.randint(0, 16, (1, 70, 6, 6)))
+
+    class Net(torch.nn.Module):
+        def forward(self, x):
+            y = max_pool_codes(conv_codes(prepared, x), "u4", (2, 2), (2, 2))
+            return average_pool_codes(y, "u4", 100, 0.25)
+
+    wanted = Net()(x)
+    assert torch.equal(torch.export.export(Net(), (x,)).module()(x), wanted) and wanted.shape == (1, 100)
+    pooled = Nhwc64("u4").unpack(max_pool_codes(prepared(x), "u4", (2, 2), (2, 2)), 100)
+    assert torch.equal(wanted, average_pool_reference(pooled, 0.25))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda c: c(torch.zeros(1, 4, 4, 32, dtype=torch.uint8)), r"uint8 \[N, H, W, 64\]"),
+        (lambda c: c(torch.zeros(1, 4, 4, 64)), "uint8"),
+        (lambda c: c(torch.zeros(1, 4, 4, 64, dtype=torch.uint8), torch.zeros(1)), "takes residual None"),
+        (
+            lambda c: c(torch.zeros(1, 4, 4, 64, dtype=torch.uint8), out=torch.zeros(1, 4, 4, 32, dtype=torch.uint8)),
+            "output is",
+        ),
+    ],
+)
+def test_wrong_tensors_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(prepare_conv(layer(), (1, 4, 4)))
+
+
+def test_refusals_name_every_reason():
+    with pytest.raises(ValueError, match="5 channels") as caught:
+        prepare_stem(layer("s8", channels=5, kernel=11), (1, 32, 32))
+    assert "4 packed pixels" in str(caught.value) and "stride" in str(caught.value)
+    with pytest.raises(ValueError, match="not on meta"):
+        prepare_conv(layer(), (1, 4, 4), "meta")

@@ -1,0 +1,146 @@
+"""Layouts of convolutions: lossless, and the operands of wgmma that they promise, emulated in NumPy and torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as functional
+
+from lowbit.pack.conv_weight import column_order, pack_constants, pack_conv_weight, planes, swizzled
+from lowbit.pack.nhwc64 import CODE_RANGE, Nhwc64, padded_channels
+from lowbit.pack.stem import StemImages, quantize_images
+
+
+def codes_of(storage, *shape):
+    low, high = CODE_RANGE[storage]
+    return torch.randint(low, high + 1, shape, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("storage", ["u4", "s8"])
+@pytest.mark.parametrize("channels", [1, 56, 64, 100, 192])
+def test_activations_come_back(storage, channels):
+    torch.manual_seed(0)
+    layout, codes = Nhwc64(storage), codes_of(storage, 2, channels, 3, 5)
+    packed = layout.pack(codes)
+    assert packed.shape == layout.shape(tuple(codes.shape)) and packed.dtype == torch.uint8
+    assert torch.equal(layout.unpack(packed, channels), codes)
+    assert not layout.unpack(packed, padded_channels(channels))[:, channels:].any(), "filled up with code 0"
+
+
+def test_bytes_by_hand():
+    codes = torch.zeros(1, 56, 1, 2, dtype=torch.int32)
+    codes[0, 0, 0, 0], codes[0, 1, 0, 0], codes[0, 55, 0, 1] = 3, 9, 12
+    packed = Nhwc64("u4").pack(codes)
+    assert packed.shape == (1, 1, 2, 32) and packed[0, 0, 0, 0] == 0x93 and packed[0, 0, 1, 27] == 0xC0
+    assert int(packed.sum()) == 0x93 + 0xC0
+    assert Nhwc64("s8").pack(-codes)[0, 0, 0, :2].tolist() == [253, 247]
+
+
+@pytest.mark.parametrize(("storage", "code"), [("u4", 16), ("u4", -1), ("s8", 128)])
+def test_codes_out_of_range_are_refused(storage, code):
+    with pytest.raises(ValueError, match="codes lie in"):
+        Nhwc64(storage).pack(torch.full((1, 1, 1, 1), code))
+
+
+def test_wrong_bytes_are_refused():
+    with pytest.raises(ValueError, match=r"uint8 \[N, H, W, 32\]"):
+        Nhwc64("u4").unpack(torch.zeros(1, 1, 1, 64, dtype=torch.uint8), 64)
+
+
+@pytest.mark.parametrize("row_bytes", [32, 64, 128])
+def test_swizzle_is_that_of_the_hardware(row_bytes):
+    """PTX ISA: of an address, bits 4 and up are XORed with bits 7 and up; 1, 2 or 3 bits for 32, 64 or 128 bytes."""
+    matrix = (torch.arange(64 * row_bytes) % 251).to(torch.int8).reshape(64, row_bytes)
+    memory = swizzled(matrix).flatten()
+    address = torch.arange(64 * row_bytes)
+    mask = row_bytes // 16 - 1
+    where = address ^ (((address >> 7) & mask) << 4)
+    assert torch.equal(memory[where], matrix.flatten())
+
+
+@pytest.mark.parametrize("y", ["u4", "s8", "f32"])
+@pytest.mark.parametrize("outputs", [64, 128, 256])
+def test_threads_hold_neighbouring_channels(y, outputs):
+    order = column_order(y, outputs)
+    assert sorted(order) == list(range(outputs))
+    if y == "f32":
+        return
+    for q in range(4):  # columns 8 j + 2 q + e belong to lane q of a row
+        held = [order[8 * j + 2 * q + e] for j in range(outputs // 8) for e in (0, 1)]
+        run = 128 // (4 if y == "u4" else 8) if outputs >= 128 or y == "s8" else 16
+        for i in range(0, len(held), run):
+            piece = sorted(held[i : i + run])
+            assert piece == list(range(piece[0], piece[0] + run)) and piece[0] % run == 0
+
+
+@pytest.mark.parametrize(("x", "y"), [("u4", "u4"), ("s8", "s8"), ("u4", "f32"), ("s8", "u4")])
+@pytest.mark.parametrize(("channels", "step_bytes"), [(100, 32), (128, 64), (256, 128)])
+def test_packed_weights_give_the_convolution(x, y, channels, step_bytes):
+    """What the kernel does with its bytes: unswizzle, split codes into planes, multiply step by step, put columns back."""
+    torch.manual_seed(0)
+    outputs, tile = 150, 64
+    weight = torch.randint(-128, 128, (outputs, channels, 2, 1), dtype=torch.int8)
+    codes = codes_of(x, 1, channels, 4, 3)
+    if step_bytes > Nhwc64(x).pixel_bytes(channels):
+        pytest.skip("a pixel has fewer bytes than a step")
+    packed = pack_conv_weight(weight, x, y, tile, step_bytes)
+    pixels = Nhwc64(x).pack(codes)[0]
+    rows = pixels.shape[2] // step_bytes
+    out = torch.zeros(3 * tile, 3, 3, dtype=torch.int64)
+    for t in range(packed.shape[0]):
+        for step in range(packed.shape[1]):
+            tap, block = divmod(step, rows)
+            window = pixels[tap : tap + 3, :, block * step_bytes : (block + 1) * step_bytes]
+            parts = [window.view(torch.int8)] if planes(x) == 1 else [window & 15, window >> 4]
+            for plane, part in enumerate(parts):
+                matrix = swizzled(packed[t, step, plane]).long()  # its own inverse
+                product = torch.einsum("hwk,nk->nhw", part.long(), matrix)
+                for column, channel in enumerate(column_order(y, tile)):
+                    out[t * tile + channel] += product[column]
+    wanted = functional.conv2d(codes.double(), weight.double())[0]
+    assert torch.equal(out[:outputs].double(), wanted) and not out[outputs:].any()
+
+
+def test_constants_follow_their_columns():
+    values = torch.arange(1.0, 101.0)
+    packed = pack_constants(values, "u4", 128)
+    order = torch.tensor(column_order("u4", 128))
+    assert torch.equal(packed, torch.cat([values, torch.zeros(28)])[order])
+
+
+@pytest.mark.parametrize("step_bytes", [16, 128])
+def test_steps_that_do_not_fit_are_refused(step_bytes):
+    with pytest.raises(ValueError, match="do not divide"):
+        pack_conv_weight(torch.zeros(64, 64, 1, 1, dtype=torch.int8), "u4", "u4", 64, step_bytes)
+
+
+@pytest.mark.parametrize(
+    ("channels", "height", "width", "kernel", "padding"),
+    [(3, 32, 24, 7, 3), (1, 17, 15, 3, 1), (4, 19, 12, 5, 2), (3, 9, 8, 3, 0)],
+)
+def test_a_stem_is_its_convolution(channels, height, width, kernel, padding):
+    torch.manual_seed(0)
+    images = StemImages(channels, height, width, (kernel, kernel), (padding, padding))
+    assert images.refusals() == ()
+    codes = torch.randint(-128, 128, (2, channels, height, width))
+    weight = torch.randint(-128, 128, (5, channels, kernel, kernel), dtype=torch.int8)
+    packed = images.pack(codes).view(torch.int8).double()
+    above = functional.pad(packed, (0, 0, 0, 0, images.before[0], 8))
+    matrix = images.pack_weight(weight).double()[..., 0]
+    down, across = images.output
+    out = torch.zeros(2, 5, down, across, dtype=torch.float64)
+    for i in range(down):
+        for j in range(across):
+            rows = [above[:, i + r, j : j + 4].reshape(2, 64) for r in range(images.window[0])]
+            out[:, :, i, j] = torch.einsum("nrk,okr->no", torch.stack(rows, 1), matrix)
+    assert torch.equal(out, functional.conv2d(codes.double(), weight.double(), stride=2, padding=padding))
+
+
+def test_stems_that_do_not_fit_are_refused():
+    assert "5 channels" in StemImages(5, 32, 32, (7, 7), (3, 3)).refusals()[0]
+    assert "more than 4 packed pixels" in StemImages(3, 32, 32, (11, 11), (5, 5)).refusals()[0]
+
+
+def test_images_are_rounded_to_even_and_clamped():
+    assert quantize_images(torch.tensor([0.5, 1.5, -2.5, 99.0, -99.0]), 2.0).tolist() == [1, 3, -5, 127, -128]
+    assert quantize_images(torch.tensor([0.25, 0.75]), 2.0).tolist() == [0, 2]

@@ -1,0 +1,99 @@
+"""Programs on a GPU: the codes of the reference, bit for bit. On a CPU the same wiring and memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowbit import vision
+from lowbit.vision.device import DeviceProgram, refusals
+from lowbit.vision.program import Compute, Quantize
+from tests.vision.nets import Mixed, Plain, Shared, resnet, seasoned
+
+CASES = {
+    "basic": (lambda: resnet(depths=(2, 1)), (3, 32, 32)),
+    "bottleneck": (lambda: resnet("bottleneck", sizes=(128, 256), depths=(2, 1)), (3, 24, 24)),
+    "plain": (lambda: seasoned(Plain()), (3, 16, 16)),
+    "shared": (Shared, (3, 9, 7)),
+    "mixed": (lambda: seasoned(Mixed()), (3, 16, 16)),
+}
+
+
+def check(case, scheme, fold, on):
+    """Every code after its own launch (later ones may take its place), and the result of the whole."""
+    make, shape = CASES[case]
+    torch.manual_seed(11)
+    images = torch.randn(5, *shape)
+    program = vision.quantize(make(), images, scheme, fold_shortcuts=fold).program
+    codes = {}
+    wanted = program.run(images, watch=lambda name, value: codes.update({name: value.clone()}))
+    launched = DeviceProgram(program, 5, torch.device(on))
+    launched.arena.fill_(0xA5)
+    launched.images.copy_(images)
+    checked, exact = 0, True
+    for operation, (name, step) in zip(program.operations, launched.steps, strict=True):
+        step()
+        exact = exact and not isinstance(operation, Compute)  # fp16 here, float32 there
+        packed_as_stem = isinstance(operation, Quantize) and name in launched.stems
+        if name in program.values and program.values[name].storage in ("u4", "s8") and not packed_as_stem:
+            off = int((launched.codes(name).cpu() - codes[name]).abs().max())
+            assert off == 0 if exact else off <= 4, name
+            checked += 1
+    assert checked >= {"mixed": 1, "shared": 2}.get(case, 4)
+    launched.arena.fill_(0xA5)
+    got = launched.run(images.to(on)).cpu()
+    if case in ("mixed", "shared"):  # fp16 between the integers
+        assert float((got - wanted).norm() / wanted.norm()) < 0.05
+    else:
+        assert torch.equal(got, wanted)
+    assert torch.equal(launched.run(images.to(on)).cpu(), got)
+
+
+@pytest.mark.parametrize(
+    ("case", "scheme", "fold"),
+    [
+        ("basic", "w8a8", False), ("basic", "w8a4", True), ("bottleneck", "w4a4", False), ("plain", "w8a4", True),
+        ("shared", "w8a8", True), ("mixed", "w4a4", True),
+    ],
+)  # fmt: skip
+def test_on_the_cpu(case, scheme, fold):
+    check(case, scheme, fold, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("case", "scheme", "fold"),
+    [
+        ("basic", "w8a8", False), ("basic", "w8a4", True), ("bottleneck", "w8a4", False), ("bottleneck", "w4a4", True),
+        ("plain", "w8a4", True), ("shared", "w8a8", True), ("mixed", "w4a4", True),
+    ],
+)  # fmt: skip
+def test_on_the_gpu(case, scheme, fold):
+    check(case, scheme, fold, "cuda")
+
+
+def test_stems_are_found():
+    for make, stems in ((CASES["basic"][0], 1), (CASES["shared"][0], 0)):  # 7 x 7 with stride 2; 3 x 3 with stride 1
+        images = torch.randn(2, 3, 32, 32)
+        program = vision.quantize(make(), images, "w8a4").program
+        assert len(DeviceProgram(program, 2, torch.device("cpu")).stems) == stems
+
+
+def test_devices_without_kernels_are_refused():
+    network = vision.quantize(resnet(), torch.randn(2, 3, 32, 32), "w8a4")
+    assert refusals(network.program, torch.device("cpu")) == ()
+    with pytest.raises(
+        ValueError, match=r"no kernels for this network on meta: resnet.*run on NVIDIA GPUs and on the CPU, not on meta"
+    ):
+        DeviceProgram(network.program, 2, torch.device("meta"))
+
+
+@pytest.mark.gpu
+def test_a_network_keeps_a_few_batch_sizes():
+    images = torch.randn(9, 3, 32, 32)
+    network = vision.quantize(resnet(), images, "w8a4")
+    wanted = network(images)
+    for batch in (9, 1, 2, 3, 4, 9):
+        assert torch.equal(network(images[:batch].cuda()).cpu(), wanted[:batch])
+    assert len(network._launched) == 4
+    assert torch.equal(network.reference(images.cuda()).cpu(), wanted)

@@ -1,0 +1,157 @@
+"""The graph computes what the model computes, and its fusions are exactly those that the rules allow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from lowbit.vision.graph import AveragePool, Conv, MaxPool, Other
+from lowbit.vision.trace import UnsupportedNetwork, trace
+from tests.vision.nets import Mixed, Plain, Shared, logits, resnet, seasoned
+
+
+def kinds(graph):
+    return [type(node).__name__ for node in graph.nodes.values()]
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "fold"),
+    [
+        (resnet(), (3, 32, 32), True),
+        (resnet(), (3, 32, 32), False),
+        (resnet("bottleneck", sizes=(128, 256), depths=(2, 2)), (3, 40, 24), True),
+        (seasoned(Plain()), (3, 16, 16), True),
+        (Shared(), (3, 9, 7), True),
+        (seasoned(Mixed()), (3, 16, 16), True),
+    ],
+    ids=["basic", "residual", "bottleneck", "plain", "shared", "mixed"],
+)
+def test_the_graph_computes_what_the_model_does(model, shape, fold):
+    images = torch.randn(5, *shape)
+    graph = trace(model, images[:1], fold_shortcuts=fold)
+    for batch in (images, images[:1]):  # the batch of tracing is not baked in
+        wanted = logits(model, batch)
+        got = graph.run(batch)
+        assert got.shape == wanted.shape
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_residual_network_is_all_convolutions_and_pools():
+    graph = trace(resnet(depths=(2, 1)), torch.randn(1, 3, 32, 32))
+    # Stem, pool, three blocks of two, average, classifier; both shortcuts folded, everything else fused.
+    assert kinds(graph) == ["Input", "Conv", "MaxPool", *["Conv"] * 6, "AveragePool", "Conv"]
+    blocks = [node for node in graph.nodes.values() if isinstance(node, Conv)][1:-1]
+    assert [node.relu for node in blocks] == [True] * 6
+    assert [node.second is not None for node in blocks] == [False, True, False, False, False, True]
+    assert [node.residual is not None for node in blocks] == [False, False, False, True, False, False]
+    assert blocks[3].residual == blocks[1].name
+    assert blocks[5].second.stride == (2, 2) and blocks[5].stride == (1, 1)
+    assert blocks[5].name == "resnet.encoder.stages.1.layers.0.layer.1.convolution"
+
+
+def test_shortcuts_that_are_not_folded_become_residuals():
+    graph = trace(resnet(), torch.randn(1, 3, 32, 32), fold_shortcuts=False)
+    convs = [node for node in graph.nodes.values() if isinstance(node, Conv)]
+    assert all(node.second is None for node in convs)
+    sums = [node for node in convs if node.residual is not None]
+    assert [node.residual.rpartition(".")[0][-8:] for node in sums] == ["shortcut", "shortcut"]
+    # The shortcut comes before the sum that reads it, wherever the model has it.
+    order = list(graph.nodes)
+    assert all(order.index(node.residual) < order.index(node.name) for node in sums)
+
+
+def test_in_a_bottleneck_the_shortcut_is_the_convolution_of_what_the_block_reads():
+    graph = trace(resnet("bottleneck", sizes=(128, 256), depths=(1, 1)), torch.randn(1, 3, 32, 32))
+    sums = [node for node in graph.nodes.values() if isinstance(node, Conv) and node.second is not None]
+    assert [node.second.name.split(".")[-2] for node in sums] == ["shortcut", "shortcut"]
+
+
+def test_a_value_with_two_readers_is_not_fused_away():
+    graph = trace(Shared(), torch.randn(1, 3, 9, 7))
+    a, b = graph.nodes["a"], graph.nodes["b"]
+    assert not a.relu and a.is_plain  # read by the ReLU and by the sum
+    assert b.residual == "a" and b.relu  # the other convolution takes the sum
+    assert kinds(graph) == ["Input", "Conv", "Other", "Conv", "AveragePool"]
+
+
+def test_a_linear_layer_after_a_flatten_is_a_convolution_of_the_whole_image():
+    graph = trace(seasoned(Plain()), torch.randn(1, 3, 16, 16))
+    head = [node for node in graph.nodes.values() if isinstance(node, Conv)][2:]
+    assert [tuple(node.weight.shape) for node in head] == [(20, 40, 4, 8), (6, 20, 1, 1)]
+    assert head[0].relu and not head[1].relu
+    assert not any(isinstance(node, Other) for node in graph.nodes.values())
+    assert graph.nodes["features.4"].stride == (2, 1) and graph.nodes["features.4"].padding == (1, 0)
+
+
+def test_what_cannot_be_lowered_is_named_with_the_reason():
+    graph = trace(seasoned(Mixed()), torch.randn(1, 3, 16, 16))
+    reasons = {node.name: node.reason for node in graph.nodes.values() if isinstance(node, Other) and node.reason}
+    assert reasons["deep"] == "convolution: it has 8 groups, 1 is supported"
+    assert "batch norm that does not follow a convolution" in " ".join(reasons.values())
+    assert isinstance(graph.nodes["stem"], Conv) and graph.nodes["stem"].padding == (1, 1)
+    assert isinstance(graph.nodes["last"], Conv) and graph.nodes["last"].weight.shape == (5, 8, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("layer", "words"),
+    [
+        (nn.Conv2d(4, 4, 3, dilation=2), "dilation"),
+        (nn.Conv2d(4, 4, 2, padding="same"), "not symmetric"),
+        (nn.MaxPool2d(2, ceil_mode=True), "ceil_mode"),
+        (nn.Conv2d(4, 4, 3, groups=2), "groups"),
+    ],
+)
+def test_layers_that_are_refused(layer, words):
+    model = nn.Sequential(layer, nn.AdaptiveAvgPool2d(1))
+    images = torch.randn(2, 4, 9, 9)
+    graph = trace(model, images)
+    assert any(words in node.reason for node in graph.nodes.values() if isinstance(node, Other))
+    torch.testing.assert_close(graph.run(images), model(images))
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.AvgPool2d(6), nn.AdaptiveAvgPool2d(1), nn.AdaptiveAvgPool2d((1, 1))], ids=["window", "one", "pair"]
+)
+def test_pools_over_the_whole_image(layer):
+    images = torch.randn(2, 4, 6, 6)
+    graph = trace(nn.Sequential(nn.Conv2d(4, 4, 1), layer), images)
+    assert kinds(graph) == ["Input", "Conv", "AveragePool"]
+    assert isinstance(graph.nodes[graph.output], AveragePool) and graph.shapes[graph.output] == (4, 1, 1)
+
+
+def test_a_window_that_is_not_the_whole_image_is_no_average_pool():
+    graph = trace(nn.Sequential(nn.Conv2d(4, 4, 1), nn.AvgPool2d(3)), torch.randn(2, 4, 6, 6))
+    assert kinds(graph) == ["Input", "Conv", "Other"]
+
+
+def test_max_pool_has_its_own_stride():
+    graph = trace(nn.Sequential(nn.Conv2d(3, 4, 1), nn.MaxPool2d(3, padding=1)), torch.randn(1, 3, 9, 9))
+    pool = next(node for node in graph.nodes.values() if isinstance(node, MaxPool))
+    assert (pool.kernel, pool.stride, pool.padding) == ((3, 3), (3, 3), (1, 1))
+
+
+def test_the_model_stays_as_it_was():
+    model = resnet().train()
+    model.resnet.pooler.eval()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    trace(model, torch.randn(1, 3, 32, 32))
+    assert model.training and not model.resnet.pooler.training
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in state.items())
+
+
+def test_models_that_cannot_be_traced_say_why():
+    class TwoResults(nn.Module):
+        def forward(self, x):
+            return x * 1, x * 2
+
+    class Branches(nn.Module):
+        def forward(self, x):
+            return x if bool(x.sum() > 0) else -x
+
+    with pytest.raises(UnsupportedNetwork, match="returns 2 tensors"):
+        trace(TwoResults(), torch.randn(1, 3, 8, 8))
+    with pytest.raises(UnsupportedNetwork, match=r"cannot trace Branches"):
+        trace(Branches(), torch.randn(1, 3, 8, 8))
+    with pytest.raises(UnsupportedNetwork, match=r"images are \[N, C, H, W\]"):
+        trace(TwoResults(), torch.randn(3, 8, 8))
