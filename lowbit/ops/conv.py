@@ -213,7 +213,7 @@ def _kernel(layer: ConvLayer, size: tuple[int, int, int], device: torch.device, 
         from lowbit.kernels.sm80.conv import PreparedMmaConv
 
         return PreparedMmaConv(layer)
-    from lowbit.kernels.sm90.conv_plan import PreparedConv, choose_tile, stem_tile
+    from lowbit.kernels.sm90.conv_plan import STEM_TILE, PreparedConv, choose_tile
     from lowbit.kernels.sm90.conv_stem import PreparedStem, stem_refusals
     from lowbit.kernels.sm90.conv_strip import PreparedStrip, strip_tile
 
@@ -221,7 +221,7 @@ def _kernel(layer: ConvLayer, size: tuple[int, int, int], device: torch.device, 
     if images is not None and not stem_refusals(layer, images):
         return PreparedStem(layer, images, processors)
     if images is not None:
-        return PreparedConv(layer, stem_tile(layer), processors, images)
+        return PreparedConv(layer, STEM_TILE, processors, images)
     tile = strip_tile(layer, size[2], device_for(90).shared_per_sm_bytes)
     if tile is not None:
         return PreparedStrip(layer, tile, processors)

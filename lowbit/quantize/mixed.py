@@ -1,7 +1,7 @@
 """Mixed bits: a scheme for each unit of layers, such that all errors together are small and the weights fit a budget.
 
-What a change d of weights does to a model's predictions is, to second order, the Kullback-Leibler divergence 1/2 d^T F d, with F
-the Fisher information of the weights. Its diagonal F[n, k] is the mean over tokens of (g[n] x[k])^2, where x is what a layer
+What a change d of weights does to a model's predictions is, to second order, the Kullback-Leibler divergence 1/2 d^T F d, with
+F the Fisher information of the weights. Its diagonal F[n, k] is the mean over tokens of (g[n] x[k])^2, where x is what a layer
 reads and g the gradient, at what the layer puts out, of the log-probability of a token drawn from the model itself. Source: S.
 Kim et al., "SqueezeLLM: Dense-and-Sparse Quantization", arXiv:2306.07629, weighs weights so (with the tokens of the text).
 """

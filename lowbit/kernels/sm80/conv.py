@@ -136,7 +136,10 @@ def store_row(y, residual, sums, scales, offsets, g, pixel, pixels, row_words, r
         store_pair(to + 2 * i, words[2 * i], words[2 * i + 1], exists)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=[
+    "pixels", "height", "width", "pixel_words", "row_words", "residual_words", "stride_down", "stride_across", "pad_down",
+    "pad_across", "out_height", "out_width", "taps_down", "taps_across", "blocks",
+])  # fmt: skip
 def mma_conv(
     y, residual, x, weight, s, b, g, pixels, height, width, pixel_words, row_words, residual_words, stride_down, stride_across,
     pad_down, pad_across, out_height, out_width, taps_down, taps_across, blocks, C: gl.constexpr,

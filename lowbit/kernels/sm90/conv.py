@@ -20,7 +20,6 @@ from lowbit.kernels.gluon import (
     gl,
     gluon,
     part,
-    run,
     source_digest,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -42,8 +41,7 @@ class WgmmaConv:
     """All that is fixed when the kernel is compiled.
 
     A tile is 64 * warpgroups pixels x `outputs` channels; a step is `step_bytes` of packed channels of one tap. `second` is
-    the storage of the second product's input, or None. With `turns`, two warpgroups multiply one after the other, so that one
-    requantizes and stores while the other multiplies.
+    the storage of the second product's input, or None.
     """
 
     x: str
@@ -55,7 +53,6 @@ class WgmmaConv:
     step_bytes: int
     stages: int
     second: str | None = None
-    turns: bool = False
     digest: str = source_digest()
 
     @property
@@ -111,20 +108,6 @@ class WgmmaConv:
     @property
     def ring(self) -> WindowRing:
         return WindowRing(self.barriers, 0, UNIT * self.w_unit, self.pixels, self.step_bytes, self.w_bytes)
-
-    @property
-    def take_turn(self) -> str:
-        """Warpgroup 0 or 1 of thread $1 waits until the other one has multiplied; barriers 1 and 2 are theirs."""
-        return "{ .reg .b32 id; shr.u32 id, $1, 7; add.u32 id, id, 1; bar.sync id, 256; mov.b32 $0, 0; }"
-
-    @property
-    def give_turn(self) -> str:
-        return "{ .reg .b32 id; shr.u32 id, $1, 7; sub.u32 id, 2, id; bar.arrive id, 256; mov.b32 $0, 0; }"
-
-    @property
-    def first_turn(self) -> str:
-        """Warpgroup 1 lets warpgroup 0 begin."""
-        return "{ .reg .pred p; setp.ge.u32 p, $1, 128; @p bar.arrive 1, 256; mov.b32 $0, 0; }"
 
     @property
     def requantize(self) -> Requantize:
@@ -511,8 +494,6 @@ def wgmma_conv(
         at = copy_step(at, at[7] < own, one, two, shape, C)
     stage = zero
     phase = zero
-    if C.turns:
-        run(C.first_turn, "=r,r", [thread])
     acc = gl.zeros((PIXELS, OUTPUTS), gl.int32, SUMS)
     columns = across * OUTPUTS + gl.arange(0, OUTPUTS, COLUMNS)
     for tile in range(first_tile, tiles_down, stride):
@@ -520,11 +501,7 @@ def wgmma_conv(
         codes = ()
         if C.residual is not None:
             codes = load_residual(residual, first_pixel, across * C.units, pixels, row_units, C)
-        if C.turns:
-            run(C.take_turn, "=r,r", [thread])
         acc, at, stage, phase = product(acc, at, stage, phase, steps, rings, one, two, shape, C.planes, C)
-        if C.turns:
-            run(C.give_turn, "=r,r", [thread])
         if C.second is not None:
             offset = as_float(acc, gl.load(s + columns), gl.load(b + columns), C)
             acc, at, stage, phase = product(acc, at, stage, phase, steps2, rings, one, two, shape, C.second_planes, C)

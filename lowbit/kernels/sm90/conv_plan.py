@@ -26,7 +26,6 @@ class ConvTile:
     step_bytes: int
     stages: int
     blocks: int
-    turns: bool = False
 
 
 def choose_tile(layer: ConvLayer, pixels: int) -> ConvTile:
@@ -51,9 +50,8 @@ def choose_tile(layer: ConvLayer, pixels: int) -> ConvTile:
     return ConvTile(1, 64, step_bytes, 4, 4) if step_bytes == 64 else ConvTile(2, 128, step_bytes, 3, 2)
 
 
-def stem_tile(layer: ConvLayer) -> ConvTile:
-    """The tile of a stem, whose steps are rows of its window."""
-    return ConvTile(2, 64, 64, 4, 3)
+STEM_TILE = ConvTile(2, 64, 64, 4, 3)
+"""The tile of a stem that sm90/conv_stem.py refuses; steps are rows of its window."""
 
 
 class Operand:
@@ -133,7 +131,7 @@ class PreparedConv:
             self.s2 = pack_constants(p.s, layer.y, tile.outputs)
         self.config = WgmmaConv(
             layer.x, layer.y, layer.residual, layer.relu, tile.warpgroups, tile.outputs, tile.step_bytes, tile.stages,
-            None if layer.second is None else layer.second.x, tile.turns,
+            None if layer.second is None else layer.second.x,
         )  # fmt: skip
         self.kernel: CompiledKernel | None = None
 

@@ -189,7 +189,7 @@ def test_windows(x, y, kernel, stride, padding):
     ("x", "y", "residual"), [("u4", "u4", "u4"), ("u4", "u4", "s8"), ("s8", "s8", "u4"), ("s8", "u4", "s8")]
 )
 @pytest.mark.parametrize(
-    "tile", [SMALL, WIDE, ConvTile(1, 64, 64, 3, 4), ConvTile(4, 128, 32, 3, 1), ConvTile(2, 128, 64, 3, 2, True)]
+    "tile", [SMALL, WIDE, ConvTile(1, 64, 64, 3, 4), ConvTile(4, 128, 32, 3, 1), ConvTile(2, 128, 64, 3, 2)]
 )
 def test_residuals_and_tiles(x, y, residual, tile):
     torch.manual_seed(1)
