@@ -137,8 +137,6 @@ def _reasons(tile: ScaledTile, shape: ScaledShape) -> tuple[str, ...]:
     if tile.stages < 2:
         reasons.append(f"leaves room for {tile.stages} stages, 2 are needed")
     most = (128 if tile.warpgroups <= 2 else 16) if shape.apart else (256 if tile.warpgroups <= 2 else 64)
-    if shape.bits == 8 and tile.warpgroups == 2 and tile.splits == 1 and not (shape.blocks or shape.x_blocks):
-        most = 256  # fp8 sums of one half of the columns after the other
     if tile.columns > most:
         reasons.append(f"has sums of {tile.columns} columns, more than the registers hold")
     if shape.blocks and tile.channels > 128:
@@ -169,7 +167,7 @@ def _cost(tile: ScaledTile, shape: ScaledShape, device: Device) -> float:
     if shape.bits < 8:
         per_stage = _NARROW_STAGE_US[shape.apart, shape.integer][tile.columns] * (1.75 if tile.warpgroups == 4 else 1.0)
     else:
-        slower = (1.4 if tile.columns < 256 else 1.3) if shape.apart else 1.12
+        slower = 1.4 if shape.apart else 1.12
         from_l2 = _stage_bytes(tile, shape) / L2_BYTES_PER_CYCLE
         per_stage = max(from_l2, tile.rows * tile.columns / 32 * slower, 130) / CLOCK_MHZ
     kib = tile.rows * tile.columns / 256

@@ -76,31 +76,25 @@ def max_pool_kernel(
 
 
 @triton.jit(do_not_specialize=["pixels", "channels"])
-def average_pool_kernel(
-    y, x, pixels, channels, factor, ROW: tl.constexpr, FOUR: tl.constexpr, BLOCK: tl.constexpr, PIXELS: tl.constexpr
-):  # fmt: skip
-    """Sums of BLOCK bytes of every pixel of one image, PIXELS of them at once; a byte has one or two codes."""
+def average_pool_kernel(y, x, pixels, channels, factor, ROW: tl.constexpr, FOUR: tl.constexpr, BLOCK: tl.constexpr):
+    """Sums of BLOCK bytes of every pixel of one image; a byte has one or two codes."""
     image = tl.program_id(0)
     byte = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    low = tl.zeros([PIXELS, BLOCK], tl.int32)
-    high = tl.zeros([PIXELS, BLOCK], tl.int32)
-    for first in range(0, pixels, PIXELS):
-        pixel = first + tl.arange(0, PIXELS)
-        at = x + (image * pixels + pixel).to(tl.int64)[:, None] * ROW + byte[None, :]
-        codes = tl.load(at, mask=(pixel < pixels)[:, None] & (byte < ROW)[None, :], other=0)
+    low = tl.zeros([BLOCK], tl.int32)
+    high = tl.zeros([BLOCK], tl.int32)
+    for pixel in range(pixels):
+        codes = tl.load(x + (image * pixels + pixel).to(tl.int64) * ROW + byte, mask=byte < ROW, other=0)
         if FOUR:
             low += (codes & 15).to(tl.int32)
             high += (codes >> 4).to(tl.int32)
         else:
             low += codes.to(tl.int8, bitcast=True).to(tl.int32)
-    mean = (tl.sum(low, 0).to(tl.float32) * factor).to(y.dtype.element_ty)
     at = y + image * channels
     if FOUR:
-        odd = (tl.sum(high, 0).to(tl.float32) * factor).to(y.dtype.element_ty)
-        tl.store(at + 2 * byte, mean, mask=2 * byte < channels)
-        tl.store(at + 2 * byte + 1, odd, mask=2 * byte + 1 < channels)
+        tl.store(at + 2 * byte, (low.to(tl.float32) * factor).to(y.dtype.element_ty), mask=2 * byte < channels)
+        tl.store(at + 2 * byte + 1, (high.to(tl.float32) * factor).to(y.dtype.element_ty), mask=2 * byte + 1 < channels)
     else:
-        tl.store(at + byte, mean, mask=byte < channels)
+        tl.store(at + byte, (low.to(tl.float32) * factor).to(y.dtype.element_ty), mask=byte < channels)
 
 
 def max_pool(
@@ -129,6 +123,6 @@ def average_pool(
     factor = torch.tensor(scale / (height * width), dtype=torch.float32).item()
     block = 128
     average_pool_kernel[(n, triton.cdiv(pixel, block))](
-        y, x, height * width, channels, factor, pixel, storage == "u4", block, 16, num_warps=4
+        y, x, height * width, channels, factor, pixel, storage == "u4", block, num_warps=4
     )  # fmt: skip
     return y

@@ -33,9 +33,6 @@ torch.library.define(
 )
 torch.library.define("lowbit::average_pool_codes", "(Tensor x, str storage, SymInt channels, float scale) -> Tensor")
 
-INT4_CAPABILITIES = ((8, 0), (8, 6), (8, 9))
-"""GPUs with INT4 tensor cores, which run 4-bit layers; on others 4 bits are how codes are stored."""
-
 _PREPARED: weakref.WeakValueDictionary[int, Conv] = weakref.WeakValueDictionary()
 
 
@@ -48,13 +45,9 @@ def conv_refusals(layer: ConvLayer, device: torch.device | str) -> tuple[str, ..
         return (f"convolutions of codes run on NVIDIA GPUs and on the CPU, not on {device.type}",)
     reasons = []
     capability = torch.cuda.get_device_capability(device)
-    if capability in INT4_CAPABILITIES:
-        from lowbit.kernels.sm80.conv import mma_refusals
-
-        return mma_refusals(layer)
     if capability[0] != 9:
         name = torch.cuda.get_device_name(device)
-        reasons.append(f"the convolution kernels are for sm_80, 86, 89 and 90, {name} is another")
+        reasons.append(f"the convolution kernels are for sm_90 (H100, H200), {name} is another")
     if layer.y not in CODE_BITS and (layer.residual is not None or layer.second is not None):
         reasons.append(f"an output in {layer.y} is written without a residual or second product")
     if max(layer.stride) > 8:
@@ -209,17 +202,10 @@ def _dtype(y: str) -> torch.dtype:
 
 def _kernel(layer: ConvLayer, size: tuple[int, int, int], device: torch.device, images: StemImages | None) -> object:
     """The layer on the GPU, with the tile of its shape."""
-    if torch.cuda.get_device_capability(device) in INT4_CAPABILITIES:
-        from lowbit.kernels.sm80.conv import PreparedMmaConv
-
-        return PreparedMmaConv(layer)
     from lowbit.kernels.sm90.conv_plan import STEM_TILE, PreparedConv, choose_tile
-    from lowbit.kernels.sm90.conv_stem import PreparedStem, stem_refusals
     from lowbit.kernels.sm90.conv_strip import PreparedStrip, strip_tile
 
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    if images is not None and not stem_refusals(layer, images):
-        return PreparedStem(layer, images, processors)
     if images is not None:
         return PreparedConv(layer, STEM_TILE, processors, images)
     tile = strip_tile(layer, size[2], device_for(90).shared_per_sm_bytes)

@@ -3,9 +3,11 @@
 Computes pixels x output channels by mma.m16n8k64 (u4 x s4, int32 sums): twice the rate of int8 on these GPUs
 Reads   x as packed NHWC codes, 8 bytes a lane, row and step, zeros outside the image; w in pack/conv_fragment.py's order
 Roles   none: a warp has 32 pixels and 64 outputs; neighbouring warps have neighbouring pixels and the same weights
-Exact   bit for bit as kernels/conv_reference.py. Newer GPUs have no INT4 tensor cores: there ptxas calls a subroutine for
-        each instruction, right and slow, and sm90/conv.py is the kernel to use
-Source  fragments of m16n8k64: PTX ISA. Machine code is inspected, results are tested; no Ampere GPU was at hand to time it
+Exact   meant to be bit for bit as kernels/conv_reference.py. Newer GPUs have no INT4 tensor cores: there ptxas calls a
+        subroutine for each instruction, slow, and sm90/conv.py is the kernel to use
+Source  fragments of m16n8k64: PTX ISA
+State   compiled for sm_80, 86 and 89, operands emulated lane by lane in a test; it has not run on a GPU, and ops/conv.py does
+        not choose it
 """
 
 from __future__ import annotations

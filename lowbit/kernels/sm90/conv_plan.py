@@ -51,7 +51,7 @@ def choose_tile(layer: ConvLayer, pixels: int) -> ConvTile:
 
 
 STEM_TILE = ConvTile(2, 64, 64, 4, 3)
-"""The tile of a stem that sm90/conv_stem.py refuses; steps are rows of its window."""
+"""The tile of a stem; its steps are rows of the window."""
 
 
 class Operand:

@@ -40,7 +40,7 @@ from lowbit.kernels.parts.byte_decode import OPERAND_REGISTERS, TILES, ByteDecod
 from lowbit.kernels.parts.epilogue import CODE_TYPES, OUTPUTS, TYPES, XScale
 from lowbit.kernels.parts.stages import StageBarriers
 from lowbit.kernels.sm90.mixed_gemm import UNIT, UNIT_WORDS, WgmmaGemm, finish, meet, tile_at, words_of
-from lowbit.kernels.sm90.scaled_gemm import OPERAND_LAYOUT, STAGE_K, TILE_K, Address, halves, store
+from lowbit.kernels.sm90.scaled_gemm import OPERAND_LAYOUT, STAGE_K, TILE_K, Address, store
 
 
 @dataclass(frozen=True)
@@ -400,11 +400,11 @@ def math(work, C: gl.constexpr):
         else:
             acc, words, stage, phase = multiply(w_ring, x_ring, words, stage, phase, begin, end, more, C)
         if C.splits == 1:
-            store(out, halves(acc, C), beside, token_tile * C.tokens, row_tile * C.rows, M, N, C)
+            store(out, acc, beside, token_tile * C.tokens, row_tile * C.rows, M, N, C)
         else:
             last, total = meet(partial, arrived, acc, token_tile * row_tiles + row_tile, split, C)
             if last:
-                store(out, halves(total, C), beside, token_tile * C.tokens, row_tile * C.rows, M, N, C)
+                store(out, total, beside, token_tile * C.tokens, row_tile * C.rows, M, N, C)
     if C.store_by_tma:
         tma_store_wait(0)
 

@@ -244,28 +244,13 @@ def give(stage, exists, C: gl.constexpr):
 
 
 @gluon.jit
-def operands(x_ring, w_ring, stage, C: gl.constexpr):
-    """Operands A and B of a stage, both [rows, 128]."""
-    if C.tokens_are_rows:
-        return x_ring.index(stage), w_ring.index(stage)
-    else:
-        return w_ring.index(stage), x_ring.index(stage)
-
-
-@gluon.jit
 def start(x_ring, w_ring, acc, stage, fresh: gl.constexpr, C: gl.constexpr):
-    """Starts the products of a stage, which are added to `acc` unless they are to be `fresh` sums."""
-    a, b = operands(x_ring, w_ring, stage, C)
+    """Starts the products of a stage."""
+    if C.tokens_are_rows:
+        a, b = x_ring.index(stage), w_ring.index(stage)
+    else:
+        a, b = w_ring.index(stage), x_ring.index(stage)
     return warpgroup_mma(a, b.permute([1, 0]), acc, use_acc=not fresh, is_async=True)
-
-
-@gluon.jit
-def start_part(x_ring, w_ring, nought, stage, part_of: gl.constexpr, C: gl.constexpr):
-    """Starts the products of a stage with C.store_columns of its columns, as fresh sums."""
-    a, b = operands(x_ring, w_ring, stage, C)
-    if C.stores > 1:
-        b = b.slice(part_of * C.store_columns, C.store_columns)
-    return warpgroup_mma(a, b.permute([1, 0]), nought, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -313,33 +298,24 @@ def add_scaled(total, sums, scale, C: gl.constexpr):
 
 @gluon.jit
 def multiply_and_promote(x_ring, w_ring, scales, stage, phase, begin, end, C: gl.constexpr):
-    """The sums of one tile in fp32, to which every 128 k are added; while one warpgroup does, the other one multiplies.
-
-    They are returned as C.stores tensors of C.store_columns columns, which are multiplied one after the other: registers
-    have no room for a second set of 256.
-    """
+    """The sums of one tile in fp32, to which every 128 k are added; while one warpgroup does, the other one multiplies."""
     ROWS: gl.constexpr = C.rows
-    WIDE: gl.constexpr = C.store_columns
-    PARTS: gl.constexpr = C.stores
-    SUMS: gl.constexpr = C.store_layout
+    COLUMNS: gl.constexpr = C.columns
+    SUMS: gl.constexpr = C.accumulator
     TYPE: gl.constexpr = C.sums
     x_scale, w_scale, groups, tokens, exists = scales
-    nought = gl.zeros((ROWS, WIDE), TYPE, SUMS)
-    totals = ()
-    for _ in gl.static_range(PARTS):
-        totals = totals + (gl.zeros((ROWS, WIDE), gl.float32, SUMS),)
+    nought = gl.zeros((ROWS, COLUMNS), TYPE, SUMS)
+    total = gl.zeros((ROWS, COLUMNS), gl.float32, SUMS)
     for k in range(begin, end):
         wait_full(stage, phase, C)
+        sums = start(x_ring, w_ring, nought, stage, True, C)
         scale = block_scales(x_scale, w_scale, groups, k, tokens, exists, C)
-        for i in gl.static_range(PARTS):
-            sums = start_part(x_ring, w_ring, nought, stage, i, C)
-            sums = warpgroup_mma_wait(0, deps=[sums])
-            if i == PARTS - 1:
-                give(stage, True, C)
-            totals = totals[0:i] + (add_scaled(totals[i], sums, scale, C),) + totals[i + 1 :]
+        sums = warpgroup_mma_wait(0, deps=[sums])
+        give(stage, True, C)
+        total = add_scaled(total, sums, scale, C)
         stage = gl.where(stage + 1 == C.stages, 0, stage + 1)
         phase = gl.where(stage == 0, phase ^ 1, phase)
-    return totals, stage, phase
+    return total, stage, phase
 
 
 @gluon.jit
@@ -399,25 +375,20 @@ def store_piece(out, acc, beside, first_token, first_channel, M, N, C: gl.conste
 
 
 @gluon.jit
-def halves(acc, C: gl.constexpr):
-    """The columns of a tile in C.stores tensors."""
+def store(out, acc, beside, first_token, first_channel, M, N, C: gl.constexpr):
+    """Finishes a tile and stores it, at most 128 columns at a time."""
     if C.stores == 1:
-        return (acc,)
+        store_piece(out, acc, beside, first_token, first_channel, M, N, C)
     else:
-        low, high = gl.split(gl.permute(gl.reshape(acc, [C.rows, 2, C.store_columns]), [0, 2, 1]))
+        halves = gl.permute(gl.reshape(acc, [C.rows, 2, C.store_columns]), [0, 2, 1])
+        low, high = gl.split(halves)
         low = gl.convert_layout(low, C.store_layout, assert_trivial=True)
-        return (low, gl.convert_layout(high, C.store_layout, assert_trivial=True))
-
-
-@gluon.jit
-def store(out, pieces, beside, first_token, first_channel, M, N, C: gl.constexpr):
-    """Finishes a tile and stores it, C.store_columns columns at a time."""
-    PIECES: gl.constexpr = C.stores
-    for i in gl.static_range(PIECES):
+        high = gl.convert_layout(high, C.store_layout, assert_trivial=True)
+        store_piece(out, low, beside, first_token, first_channel, M, N, C)
         if C.tokens_are_rows:
-            store_piece(out, pieces[i], beside, first_token, first_channel + i * C.store_columns, M, N, C)
+            store_piece(out, high, beside, first_token, first_channel + C.store_columns, M, N, C)
         else:
-            store_piece(out, pieces[i], beside, first_token + i * C.store_columns, first_channel, M, N, C)
+            store_piece(out, high, beside, first_token + C.store_columns, first_channel, M, N, C)
 
 
 @gluon.jit
@@ -437,20 +408,16 @@ def math(work, C: gl.constexpr):
             scales = (beside[0], of_w, groups, tokens, tokens < M)
             if C.turn == 2:
                 acc, stage, phase = multiply_and_promote_alone(x_ring, w_ring, scales, stage, phase, begin, end, C)
-                pieces = (acc,)
             else:
-                pieces, stage, phase = multiply_and_promote(x_ring, w_ring, scales, stage, phase, begin, end, C)
+                acc, stage, phase = multiply_and_promote(x_ring, w_ring, scales, stage, phase, begin, end, C)
         else:
             acc, stage, phase = multiply(x_ring, w_ring, stage, phase, begin, end, C)
-            pieces = (acc,)
-            if C.splits == 1:
-                pieces = halves(acc, C)
         if C.splits == 1:
-            store(out, pieces, beside, first_token, first_channel, M, N, C)
+            store(out, acc, beside, first_token, first_channel, M, N, C)
         else:
-            last, total = meet(partial, arrived, pieces[0], token_tile * channel_tiles + channel_tile, split, C)
+            last, total = meet(partial, arrived, acc, token_tile * channel_tiles + channel_tile, split, C)
             if last:
-                store(out, halves(total, C), beside, first_token, first_channel, M, N, C)
+                store(out, total, beside, first_token, first_channel, M, N, C)
     if C.store_by_tma:
         tma_store_wait(0)
 

@@ -1,4 +1,4 @@
-"""The INT4 kernel of sm_80 to 89: its machine code, its operands emulated lane by lane, its codes on any NVIDIA GPU."""
+"""The INT4 kernel of sm_80 to 89: its machine code, its operands emulated lane by lane, its codes on an NVIDIA GPU."""
 
 from __future__ import annotations
 

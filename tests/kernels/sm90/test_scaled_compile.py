@@ -91,11 +91,10 @@ def test_eight_bits(scheme, m):
     config, kernel = eight(scheme, m, x_scale="block" if scheme == "fp8_block" else "token")
     assert kernel.stack_bytes == 0 and kernel.count("LDL") == kernel.count("STL") == 0, "registers spilled"
     products = [line for line in kernel.lines if product_name(scheme) in line]
-    width = config.store_columns if config.promote else config.accumulator.instr_shape[1]
-    per_stage = 4 * (config.columns // width)
+    per_stage = 4 * (config.columns // config.accumulator.instr_shape[1])
     assert len(products) == per_stage * config.turn and all("gdesc" in line for line in products)
     # A serialized kernel waits after every product (ptxas' remark C7510 and its neighbours).
-    assert kernel.count("WARPGROUP.DEPBAR") == (config.stores if config.promote and config.turn == 1 else 2)
+    assert kernel.count("WARPGROUP.DEPBAR") == (1 if config.promote and config.turn == 1 else 2)
     assert kernel.count("UTMALDG") > 0 and kernel.count("ACQBULK") > 0
     assert kernel.shared_bytes <= 227 * 1024
     check_barriers(config, kernel)
@@ -107,7 +106,7 @@ def test_eight_bits(scheme, m):
 )
 def test_fewer_bits(scheme, m):
     config, kernel = narrow(scheme, m)
-    assert kernel.stack_bytes <= 64
+    assert kernel.stack_bytes <= 80, "a few values of the epilogue may wait in local memory"
     products = [line for line in kernel.lines if product_name(scheme) in line]
     per_stage = 4 * (config.columns // config.accumulator.instr_shape[1])
     assert len(products) == 2 * per_stage, "two stages a turn"
