@@ -1,4 +1,4 @@
-"""Low-bit neural networks on NVIDIA GPUs: quantize, convert, evaluate, serve and run them fast.
+"""Low-bit neural networks on NVIDIA GPUs: quantize, convert, evaluate and run them fast.
 
     import lowbit
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=lowbit.LowbitConfig("w6e3m2a16"))

@@ -29,10 +29,11 @@ from lowbit.checkpoint import CheckpointReader, expected_tensors
 from lowbit.eval.command import evaluate
 from lowbit.explain import explain as explain_weight
 from lowbit.explain import render
-from lowbit.formats import ALIASES, parse_scheme
+from lowbit.formats import ALIASES
 from lowbit.models.calibrate import Calibration, unfinished_folder
 from lowbit.models.convert_checkpoint import convert_checkpoint
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
+from lowbit.nn.convert import Plan
 from lowbit.ops import UnsupportedProblem
 from lowbit.pipeline import pipeline
 from lowbit.quantize import Awq, Gptq, Hqq, Mixed, Rtn, SmoothQuant
@@ -131,7 +132,7 @@ def quantize(
     method: Annotated[MethodChoice, typer.Option(help="How codes are chosen, see below.")] = MethodChoice.rtn,
     search: Annotated[
         SearchChoice | None,
-        typer.Option(help="Scales from the largest weight (rtn's default), of least squared error, or of least loss (gptq's)."),
+        typer.Option(help="Scales from the largest weight (rtn, awq), of least squares, or of least loss (gptq)."),
     ] = None,
     calibration: Annotated[
         Path | None,
@@ -147,7 +148,9 @@ def quantize(
     smooth: Annotated[
         bool, typer.Option("--smooth", help="gptq: SmoothQuant first, for schemes with 8-bit activations.")
     ] = False,
-    alpha: Annotated[str, typer.Option(help="SmoothQuant: how far activations move into weights, 0 to 1, or auto.")] = "0.5",
+    alpha: Annotated[
+        str | None, typer.Option(help="SmoothQuant: how far activations move into weights, 0 to 1 (0.5 when absent), or auto.")
+    ] = None,
     mix: Annotated[
         str | None, typer.Option(help="Schemes to choose from, layer by layer, separated by commas; wants --bits.")
     ] = None,
@@ -158,7 +161,9 @@ def quantize(
     a16: Annotated[
         list[str] | None, typer.Option("--a16", help="Layer or pattern whose activations stay in 16 bits; repeatable.")
     ] = None,
-    skip: Annotated[list[str] | None, typer.Option(help="Module name or pattern to leave in 16 bits; repeatable.")] = None,
+    skip: Annotated[
+        list[str] | None, typer.Option(help="Module name or pattern to leave in 16 bits, instead of lm_head; repeatable.")
+    ] = None,
     embeddings: Annotated[bool, typer.Option("--embeddings", help="Quantize the embedding and the LM head too.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it exists.")] = False,
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda.")] = "cpu",
@@ -168,7 +173,8 @@ def quantize(
 
     A scheme is w<bits>\\[e<X>m<Y>]a16, then _g<size> for groups along K, then _z (integer zero points) or _fz
     (floating-point zeros): w8a16, w4a16_g64, w6e3m2a16, w4a16_g32_fz. With a8 or a8e4m3 instead of a16, activations are
-    quantized too: w8a8, w4a8_g128. Names of other tools work too: W4A16, wf6af16, fp8, fp8_dynamic, fp8_block.
+    quantized too: w8a8, w4a8_g128, w8a8_az (with zero points). Names of other tools work too: W4A16, wf6af16, fp8,
+    fp8_dynamic, fp8_block.
 
     Without data, in seconds: rtn rounds each weight; hqq moves the zeros of _fz schemes. With text to calibrate on,
     in minutes: gptq lets later columns make up for each rounding; awq scales channels that meet large inputs;
@@ -195,37 +201,49 @@ def quantize(
         raise
     for line in plan.lines():
         _say(line)
-    if not plan.shapes:
-        raise ValueError(f"nothing in {source} could be quantized to {parse_scheme(scheme)}; {target} is a plain copy")
     _say(f"wrote {target}")
-    result = {"scheme": plan.scheme.name, "layers": plan.shapes, "tied": plan.tied, "kept": [asdict(row) for row in plan.kept]}
-    _write_json(json_file, result)
+    _write_json(json_file, _stated(plan))
+
+
+def _stated(plan: Plan) -> dict[str, object]:
+    """A plan as JSON: layers with their [N, K], `others` those whose scheme is another than `scheme`."""
+    return {
+        "scheme": plan.scheme.name,
+        "others": {name: other.name for name, other in plan.others.items()},
+        "layers": plan.shapes,
+        "tied": plan.tied,
+        "kept": [asdict(row) for row in plan.kept],
+    }
 
 
 def _method(
-    name: MethodChoice, search: SearchChoice | None, act_order: bool, static_groups: bool, smooth: bool, alpha: str
+    name: MethodChoice, search: SearchChoice | None, act_order: bool, static_groups: bool, smooth: bool, alpha: str | None
 ) -> Rtn | Hqq | Gptq | Awq | SmoothQuant:
     """The method with its options; an option that belongs to another method is an error."""
     if (act_order or static_groups or smooth) and name is not MethodChoice.gptq:
         raise ValueError(f"--act-order, --static-groups and --smooth belong to --method gptq, not to {name.value}")
-    if search is not None and name not in (MethodChoice.rtn, MethodChoice.gptq):
-        raise ValueError(f"--search belongs to --method rtn and gptq; {name.value} finds scales in its own way")
+    if alpha is not None and name is not MethodChoice.smoothquant and not smooth:
+        raise ValueError(f"--alpha belongs to --method smoothquant and to gptq --smooth, not to {name.value}")
+    searches = {"rtn": ("max", "mse"), "gptq": ("max", "mse", "loss"), "awq": ("max", "loss")}.get(name.value, ())
+    if search is not None and search.value not in searches:
+        takes = " or ".join(searches) or "none"
+        raise ValueError(f"--search belongs to --method rtn, gptq and awq; {name.value} takes {takes}")
     match name:
         case MethodChoice.rtn:
-            if search is SearchChoice.loss:
-                raise ValueError("--search loss is what gptq minimises; rtn takes max or mse")
             return Rtn("mse" if search is SearchChoice.mse else "max")
         case MethodChoice.gptq:
             first = _smoothquant(alpha) if smooth else None
             return Gptq(act_order, static_groups, search.value if search else "loss", smooth=first)
         case MethodChoice.smoothquant:
             return _smoothquant(alpha)
-    return Hqq() if name is MethodChoice.hqq else Awq()
+        case MethodChoice.awq:
+            return Awq("loss" if search is SearchChoice.loss else "max")
+    return Hqq()
 
 
-def _smoothquant(alpha: str) -> SmoothQuant:
+def _smoothquant(alpha: str | None) -> SmoothQuant:
     try:
-        return SmoothQuant(None if alpha == "auto" else float(alpha))
+        return SmoothQuant() if alpha is None else SmoothQuant(None if alpha == "auto" else float(alpha))
     except ValueError:
         raise ValueError(f"--alpha is a number from 0 to 1 or auto, got {alpha!r}") from None
 
@@ -319,7 +337,7 @@ def inspect(
     if str(json_file) != "-":
         table = Table(Column("layer", overflow="fold"), "scheme", "N x K", "bytes", "bits per weight")
         for row in rows:
-            named = ("order", "input_scale", "activation_scale")
+            named = ("order", "input_scale", "activation_scale", "activation_zero")
             beside = "".join(f" + {name.replace('_', ' ')}" for name in named if row[name])
             beside += f" + rank {row['low_rank']}" if row["low_rank"] else ""
             table.add_row(
@@ -355,6 +373,7 @@ def _layer_row(reader: CheckpointReader, name: str, scheme: str) -> dict[str, An
         "order": q.order is not None,
         "input_scale": q.input_scale is not None,
         "activation_scale": q.activation_scale is not None,
+        "activation_zero": q.activation_zero is not None,
         "low_rank": 0 if q.low_rank is None else q.low_rank.rank,
     }
 
@@ -381,7 +400,7 @@ def explain(
 @app.command()
 def schemes() -> None:
     """List the scheme grammar by example, and the aliases."""
-    out.print("w<bits>[e<X>m<Y>]a<16|8|8e4m3|8e5m2>[_g<size>|_b<n>x<k>|_t|_pc][_z|_fz]", markup=False, highlight=False)
+    out.print("w<bits>[e<X>m<Y>]a<16|8|8e4m3|8e5m2>[_g<size>|_b<n>x<k>|_t|_pc][_z|_fz][_az]", markup=False, highlight=False)
     table = Table("name", "means")
     for alias, meaning in ALIASES.items():
         table.add_row(alias, meaning)

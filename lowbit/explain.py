@@ -378,9 +378,13 @@ def _input(q: QuantTensor) -> Step:
     fmt = q.scheme.activation
     assert fmt is not None
     if q.activation_scale is not None:
-        how = f"by the scale {float(q.activation_scale):.9g} of this layer, found by calibration"
+        how = f"by the scale {float(q.activation_scale):.9g} of this layer"
+        how += "" if q.activation_zero is None else f" and its zero {int(q.activation_zero)}"
+        how += ", found by calibration"
     elif isinstance(q.scheme.granularity, PerBlock):
         how = f"by a scale for each token and {q.scheme.granularity.k} columns, the largest |x| / {fmt.max:g}"
+    elif q.scheme.activation_zero:
+        how = f"by a scale and a zero for each token, its range over {fmt.min:g} to {fmt.max:g}"
     else:
         how = f"by a scale for each token, the largest |x| / {fmt.max:g}"
     line = f"x becomes {fmt.name} {how} (lowbit/kernels/reference.py says how it is rounded)"

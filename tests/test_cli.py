@@ -67,6 +67,7 @@ def test_quantize_reports_and_writes_json(fp16, tmp_path):
         ("w4a16_g32_z", ["--method", "gptq", "--act-order", "--search", "max"]),
         ("w6e3m2a16", ["--method", "gptq", "--static-groups"]),
         ("w4a16_g32_z", ["--method", "awq"]),
+        ("w4a16_g32_z", ["--method", "awq", "--search", "loss"]),
         ("w8a16", ["--method", "smoothquant", "--alpha", "auto"]),
         ("w4a16_g32_fz", ["--method", "hqq"]),
         ("w4a16_g32", ["--mix", "w3a16_g32,w8a16", "--bits", "6"]),
@@ -76,7 +77,7 @@ def test_quantize_by_every_method(scheme, options, fp16, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 20)
     calibration = ["--calibration", text, "--samples", "4", "--length", "32", "--seed", "3"]
-    result = run("quantize", fp16, tmp_path / "q", "--scheme", scheme, *options, *calibration)
+    result = run("quantize", fp16, tmp_path / "q", "--scheme", scheme, *options, *calibration, "--json", tmp_path / "r.json")
     assert result.exit_code == 0, result.stderr
     with CheckpointReader(tmp_path / "q") as reader:
         reader.check()
@@ -85,6 +86,8 @@ def test_quantize_by_every_method(scheme, options, fp16, tmp_path):
         assert "calibrating on 4 x 32 tokens" in result.stderr
     if "--mix" in options:
         assert "bits per weight on average in 8 units, 6.0 allowed" in result.stderr
+        others = json.loads((tmp_path / "r.json").read_text())["others"]
+        assert len(others) == 14 and set(others.values()) == {"w3a16_g32", "w8a16"}
     assert run("generate", tmp_path / "q", "hello", "--max-new-tokens", "2").exit_code == 0
 
 
@@ -159,12 +162,22 @@ def test_explain(quantized):
         (["quantize", "{fp16}", "{tmp}/q", "--scheme", "w8a8", "--smooth"], "--smooth belong to --method gptq, not to rtn"),
         (["quantize", "{fp16}", "{tmp}/q", "--method", "gptq", "--samples", "9999"], "take fewer or shorter samples"),
         (["quantize", "{fp16}", "{tmp}/q", "--method", "gptq", "--calibration", "{tmp}/none.txt"], "none.txt"),
+        (
+            ["quantize", "{fp16}", "{tmp}/q", "--method", "gptq", "--calibration", "{fp16}/model.safetensors"],
+            "model.safetensors: not UTF-8 text",
+        ),
+        (["eval", "{fp16}", "--text", "{fp16}/model.safetensors"], "model.safetensors: not UTF-8 text"),
         (["quantize", "{fp16}", "{tmp}/q", "--method", "hqq"], "hqq moves floating-point zeros, which w4a16_g64 does not"),
         (["quantize", "{fp16}", "{tmp}/q", "--method", "awq", "--act-order"], "belong to --method gptq, not to awq"),
         (["quantize", "{fp16}", "{tmp}/q", "--method", "awq", "--search", "mse"], "--search belongs to"),
         (["quantize", "{fp16}", "{tmp}/q", "--search", "loss"], "rtn takes max or mse"),
+        (["quantize", "{fp16}", "{tmp}/q", "--method", "hqq", "--search", "max"], "hqq takes none"),
         (["quantize", "{fp16}", "{tmp}/q", "--method", "smoothquant", "--alpha", "x"], "--alpha is a number"),
+        (["quantize", "{fp16}", "{tmp}/q", "--method", "gptq", "--alpha", "0.7"], "--alpha belongs to --method smoothquant"),
         (["quantize", "{fp16}", "{tmp}/q", "--bits", "4"], "--mix and --bits go together"),
+        (["quantize", "{fp16}", "{tmp}/q", "--skip", "down_pro"], "no module fits 'down_pro'"),
+        (["quantize", "{fp16}", "{tmp}/q", "--device", "gpu"], "not on 'gpu'"),
+        (["quantize", "{fp16}", "{tmp}/q", "--device", "cuda:99"], "has no such device"),
         (["generate", "{quantized}", "x", "--scheme", "w8a16"], "is quantized already, to w4a16_g128_z"),
         (["eval", "{quantized}", "--text", "{tmp}/none.txt"], "none.txt"),
         (["explain", "{quantized}", "nothing"], "no quantized layer 'nothing'; near:"),
@@ -180,7 +193,7 @@ def test_mistakes_are_one_line_and_exit_1(arguments, message, fp16, quantized, t
     result = run(*[a.format(fp16=fp16, quantized=quantized, tmp=tmp_path) for a in arguments])
     assert result.exit_code == 1
     assert result.stderr.replace("\n", " ").count("error: ") == 1 and message in result.stderr.replace("\n", " ")
-    assert "Traceback" not in result.stderr
+    assert "Traceback" not in result.stderr and not (tmp_path / "q").exists()
 
 
 def test_wrong_calls_exit_2():

@@ -1,4 +1,4 @@
-"""`lowbit bench activations`: how fast activations are quantized, beside what the memory gives."""
+"""`lowbit bench activations`: how fast activations are quantized beside what memory gives, and what that adds to a product."""
 
 from __future__ import annotations
 
@@ -14,10 +14,22 @@ from torch import Tensor
 
 from lowbit.bench.protocol import WrongResult, capture, gaussian, l2_bytes, warm_up
 from lowbit.bench.request import DTYPES, parse_rows
-from lowbit.ops import Activations, layer_norm_quantize, quantize_activations, rms_norm_quantize, silu_mul_quantize
+from lowbit.formats import parse_scheme
+from lowbit.ops import (
+    Activations,
+    byte_gemm,
+    layer_norm_quantize,
+    pack_scaled_weight,
+    quantize_activations,
+    rms_norm_quantize,
+    silu_mul_quantize,
+)
+from lowbit.pack import ScaledWeight
+from lowbit.quantize import rtn
 
 COLUMNS = (4096, 8192, 28672)
 ROWS = (1, 16, 256, 4096, 16384)
+PRODUCT_SCHEMES, PRODUCT_K = ("w8a8", "fp8_dynamic"), 8192
 REPLAYS = 12
 COPIED_BYTES = 1 << 30
 MOST_INPUTS = 64
@@ -62,11 +74,26 @@ class ActivationRow:
         return self.copy_us / self.us
 
 
+@dataclass(frozen=True)
+class ProductRow:
+    """A product of x [m, k] by w [k, k] under a scheme: microseconds of the product of codes, of making them from 16-bit x, and
+    of both, one right after the other."""
+
+    scheme: str
+    m: int
+    k: int
+    product_us: float
+    quantize_us: float
+    both_us: float
+
+
 def copy_bandwidth() -> float:
-    """Bytes per second, read and written, of torch's copy of COPIED_BYTES."""
-    x = torch.empty(COPIED_BYTES, dtype=torch.uint8, device="cuda").random_()
+    """Bytes per second, read and written, of COPIED_BYTES from place to place: by torch's copy, or by its kernel that negates
+    numbers, which on an H200 is half as fast again."""
+    x = torch.empty(COPIED_BYTES // 4, device="cuda").normal_()
     y = torch.empty_like(x)
-    us = statistics.median(capture([lambda: y.copy_(x)]).times_us(REPLAYS))
+    calls = (lambda: y.copy_(x), lambda: torch.neg(x, out=y))
+    us = min(statistics.median(capture([call]).times_us(REPLAYS)) for call in calls)
     return 2 * COPIED_BYTES / (us / 1e6)
 
 
@@ -101,6 +128,30 @@ def _measure(operation: Operation, inputs: list[Tensor], others: list[Tensor], w
     return ActivationRow(operation.name, m, k, us, 1e6 * nbytes / speed, nbytes)
 
 
+def measure_products(rows: tuple[int, ...], k: int, dtype: torch.dtype) -> Iterator[ProductRow]:
+    """What quantizing x costs before a product on the current GPU: weights rotate so that they come from memory."""
+    for scheme in PRODUCT_SCHEMES:
+        first = pack_scaled_weight(rtn(gaussian(k, k, seed=0, dtype=dtype), scheme))
+        weights = [first] + [first.clone() for _ in range(math.ceil(3 * l2_bytes() / first.nbytes) - 1)]
+        for m in rows:
+            yield _product_row(scheme, gaussian(m, k, seed=m, dtype=dtype), weights)
+
+
+def _product_row(scheme: str, x: Tensor, weights: list[ScaledWeight]) -> ProductRow:
+    fmt = parse_scheme(scheme).activation
+    assert fmt is not None
+    given = quantize_activations(x, fmt)
+
+    def product(w: ScaledWeight, made: Activations) -> Tensor:
+        return byte_gemm(made.codes, made.scale, w, dtype=x.dtype)
+
+    def us(call: Callable[[ScaledWeight], Tensor]) -> float:
+        return statistics.median(capture([lambda w=w: call(w) for w in weights]).times_us(REPLAYS))  # type: ignore[misc]
+
+    apart = us(lambda w: product(w, given)), us(lambda w: quantize_activations(x, fmt).codes)
+    return ProductRow(scheme, x.shape[0], x.shape[1], *apart, us(lambda w: product(w, quantize_activations(x, fmt))))
+
+
 def bench_activations(
     m: Annotated[str | None, typer.Option("--m", help="Rows of x, separated by commas: 1,16,256,4096,16384.")] = None,
     k: Annotated[str | None, typer.Option("--k", help="Columns of x, separated by commas: 4096,8192,28672.")] = None,
@@ -108,7 +159,8 @@ def bench_activations(
 ) -> None:
     """Time the quantization of activations on this GPU, alone and fused with norms and SiLU: us, GB/s, share of a copy's speed.
 
-    Needs an NVIDIA GPU. Results are compared with the CPU's.
+    Needs an NVIDIA GPU. Results are compared with the CPU's. A second table has products with x quantized outside and inside
+    the timed region.
 
     Example: lowbit bench activations --m 16,4096 --k 8192
     """
@@ -124,3 +176,7 @@ def bench_activations(
     for row in measure_activations(rows, columns, DTYPES[dtype], speed):
         rate = row.nbytes / row.us / 1e3
         print(f"{row.operation:28}{f'{row.m} x {row.k}':>15}{row.us:9.1f}{rate:8,.0f}{100 * row.share:9.0f} %", flush=True)
+    print(f"{'product, N = K':16}{'M x K':>15}{'codes given':>13}{'to codes':>10}{'both':>9}  us")
+    for made in measure_products(rows, PRODUCT_K, DTYPES[dtype]):
+        us = f"{made.product_us:13.1f}{made.quantize_us:10.1f}{made.both_us:9.1f}"
+        print(f"{made.scheme:16}{f'{made.m} x {made.k}':>15}{us}", flush=True)

@@ -100,24 +100,35 @@ def wrong_codes(storage: ActivationStorage, fusion: str) -> int:
     return int((codes != reference_codes(network, images)).sum())
 
 
-def layer_limit_us(layer: Layer, batch: int, bits: int, shortcut: Layer | None = None) -> tuple[float, str]:
-    """Least microseconds of a convolution (with its shortcut inside) on the current GPU, and what sets them."""
+def work_of(step: Step, batch: int, bits: int) -> tuple[float, float]:
+    """Bytes moved and operations of a convolution, with its shortcut or its pool inside."""
+    layer = step.layer
+    assert layer is not None
+    moved, work = layer.moved_bytes(batch, bits), layer.operations(batch)
+    if step.pooled:  # a quarter of the pixels is written
+        moved -= 0.75 * layer.written(batch) * bits / 8
+    if step.shortcut is not None:
+        moved += step.shortcut.read(batch) * bits / 8 + step.shortcut.weights() - layer.written(batch) * bits / 8
+        work += step.shortcut.operations(batch)
+    return moved, work
+
+
+def step_limit_us(step: Step, batch: int, bits: int) -> tuple[float, str]:
+    """Least microseconds of a convolution on the current GPU, and what sets them."""
     major, minor = torch.cuda.get_device_capability()
     device = device_for(10 * major + minor)
-    moved, work = layer.moved_bytes(batch, bits), layer.operations(batch)
-    if shortcut is not None:
-        moved += shortcut.read(batch) * bits / 8 + shortcut.weights() - layer.written(batch) * bits / 8
-        work += shortcut.operations(batch)
+    moved, work = work_of(step, batch, bits)
     memory, compute = 1e6 * moved / device.bandwidth_bytes, 1e6 * work / (device.peak_int8 or float("inf"))
     return max(memory, compute), "memory" if memory > compute else "tensor cores"
 
 
 def network_limit_ms(network: Network) -> float:
-    """Sum of the limits of the convolutions, and of the max-pool's bytes."""
+    """Sum of the limits of the convolutions, and of the bytes of a max-pool apart."""
     bits = CODE_BITS[network.storage]
-    total = sum(layer_limit_us(s.layer, network.batch, bits, s.shortcut)[0] for s in network.steps if s.layer is not None)
-    pool = 1.25 * STEM.written(network.batch) * bits / 8
-    return (total + 1e6 * pool / device_for(90).bandwidth_bytes) / 1e3
+    total = sum(step_limit_us(step, network.batch, bits)[0] for step in network.steps if step.layer is not None)
+    if not any(step.pooled for step in network.steps):
+        total += 1e6 * 1.25 * STEM.written(network.batch) * bits / 8 / device_for(90).bandwidth_bytes
+    return total / 1e3
 
 
 def layer_rows(storage: ActivationStorage, fusion: str, batch: int) -> Iterator[dict[str, Any]]:
@@ -135,11 +146,8 @@ def layer_rows(storage: ActivationStorage, fusion: str, batch: int) -> Iterator[
 def _limits(step: Step, batch: int, bits: int) -> dict[str, Any]:
     if step.layer is None:
         return {"limit_us": None, "bound": None, "operations": 0.0, "bytes": None}
-    limit, bound = layer_limit_us(step.layer, batch, bits, step.shortcut)
-    work = step.layer.operations(batch) + (step.shortcut.operations(batch) if step.shortcut else 0.0)
-    moved = step.layer.moved_bytes(batch, bits)
-    if step.shortcut is not None:
-        moved += step.shortcut.read(batch) * bits / 8 + step.shortcut.weights() - step.layer.written(batch) * bits / 8
+    limit, bound = step_limit_us(step, batch, bits)
+    moved, work = work_of(step, batch, bits)
     return {"limit_us": limit, "bound": bound, "operations": work, "bytes": moved}
 
 

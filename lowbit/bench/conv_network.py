@@ -7,6 +7,7 @@ are switched by name, each including those before it:
     relu      convolution + ReLU, the sum apart
     add       convolution + add + ReLU: what MegEngine fuses
     shortcut  the convolution of the shortcut computed inside the one it is added to
+    stem      the max-pool computed inside the first convolution
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from lowbit.kernels.pool import average_pool, max_pool
 from lowbit.ops.conv import Conv, prepare_conv, prepare_stem
 from lowbit.pack.nhwc64 import ActivationStorage
 
-FUSIONS = ("none", "relu", "add", "shortcut")
+FUSIONS = ("none", "relu", "add", "shortcut", "stem")
 
 _SPREAD: dict[str, float] = {"u4": 5.0, "s8": 45.0}
 """Root mean square of codes."""
@@ -33,18 +34,19 @@ _WEIGHT_RMS = 74.0
 
 @dataclass(frozen=True)
 class Step:
-    """One kernel of the network; `layer` is the convolution it is, None for passes and pools."""
+    """One kernel of the network; `layer` is the convolution it is, None for passes and pools. `pooled`: with the max-pool."""
 
     name: str
     call: Callable[[], object]
     layer: Layer | None = None
     shortcut: Layer | None = None
+    pooled: bool = False
 
 
 class Network:
     """ResNet-50 of `storage` activations at a batch, on the current GPU; `run` computes logits of what `image` holds."""
 
-    def __init__(self, storage: ActivationStorage, batch: int, fusion: str = "shortcut", seed: int = 0) -> None:
+    def __init__(self, storage: ActivationStorage, batch: int, fusion: str = FUSIONS[-1], seed: int = 0) -> None:
         if fusion not in FUSIONS:
             raise ValueError(f"fusions are {', '.join(FUSIONS)}, got {fusion!r}")
         self.storage, self.batch, self.level = storage, batch, FUSIONS.index(fusion)
@@ -69,16 +71,23 @@ class Network:
             step.call()
 
     def _stem(self) -> tuple[Conv, Tensor]:
-        conv = prepare_stem(self._layer(STEM, "s8", self.storage), (self.batch, IMAGE, IMAGE))
+        pooled = self.level >= FUSIONS.index("stem")
+        size = (self.batch, IMAGE, IMAGE)
+        conv = prepare_stem(self._layer(STEM, "s8", self.storage), size, pooled=pooled)
         images = conv.images
         assert images is not None
         self.image = torch.zeros((self.batch, images.rows, images.columns, 16), dtype=torch.uint8, device="cuda")
-        y = self._buffer("stem", conv.output_shape(tuple(self.image.shape)))
-        pooled = self._buffer("pooled", (self.batch, y.shape[1] // 2, y.shape[2] // 2, y.shape[3]))
-        self.steps.append(Step("stem", lambda: conv(self.image, None, None, y), STEM))
-        self._pass("stem", y)
-        self.steps.append(Step("max-pool", lambda: max_pool(y, self.storage, (3, 3), (2, 2), (1, 1), pooled)))
-        return conv, pooled
+        shape = conv.output_shape(tuple(self.image.shape))
+        if pooled:
+            y = self._buffer("pooled", shape)
+            self.steps.append(Step("stem and max-pool", lambda: conv(self.image, None, None, y), STEM, pooled=True))
+            return conv, y
+        wide = self._buffer("stem", shape)
+        y = self._buffer("pooled", (shape[0], shape[1] // 2, shape[2] // 2, shape[3]))
+        self.steps.append(Step("stem", lambda: conv(self.image, None, None, wide), STEM))
+        self._pass("stem", wide)
+        self.steps.append(Step("max-pool", lambda: max_pool(wide, self.storage, (3, 3), (2, 2), (1, 1), y)))
+        return conv, y
 
     def _block(self, block: Block, x: Tensor, out: str) -> Tensor:
         st = self.storage

@@ -29,27 +29,29 @@ STATIC_LARGEST = 6.0
 
 @dataclass(frozen=True)
 class Codes:
-    """x [M, K] as int8 or fp8 codes with float32 scales, [M, 1] or [1]."""
+    """x [M, K] as int8 or fp8 codes with float32 scales and int32 zeros, or None without, [M, 1] or [1]."""
 
     codes: Tensor
     scale: Tensor
+    zero: Tensor | None = None
 
 
 def quantized_x(x: Tensor, scheme: Scheme) -> Codes:
     """x as the scheme has it."""
     fmt = scheme.activation
     assert fmt is not None
-    static = None
+    static = zero = None
     if isinstance(scheme.granularity, PerTensor):
         static = torch.full((1,), STATIC_LARGEST / fmt.max, device=x.device)
-    codes, scale, _ = quantize_activations_reference(x, fmt, scale=static)
-    return Codes(codes, scale)
+        zero = torch.zeros(1, dtype=torch.int32, device=x.device) if scheme.activation_zero else None
+    return Codes(*quantize_activations_reference(x, fmt, scale=static, symmetric=not scheme.activation_zero, zero=zero))
 
 
 def truth(x: Tensor, q: QuantTensor) -> Tensor:
     """The float64 product of x as quantized, which is what the kernels are given."""
     given = quantized_x(x, q.scheme)
-    return reference_product(given.codes.double() * given.scale.double(), q)
+    zero = 0.0 if given.zero is None else given.zero.double()
+    return reference_product((given.codes.double() - zero) * given.scale.double(), q)
 
 
 def contender(
@@ -70,7 +72,7 @@ def this_library(q: QuantTensor, request: Request) -> Contender:
     n, k = q.shape
 
     def product(x: Codes, w: Any) -> Tensor:
-        return byte_gemm(x.codes, x.scale, w, dtype=request.torch_dtype)
+        return byte_gemm(x.codes, x.scale, w, dtype=request.torch_dtype, x_zero=x.zero)
 
     return contender(
         q, request, weight, weight.nbytes, lambda w: w.clone(), lambda m: [(describe_scaled(q.scheme, m, n, k), product)]
@@ -80,7 +82,8 @@ def this_library(q: QuantTensor, request: Request) -> Contender:
 def torch_bytes(q: QuantTensor, request: Request) -> Contender:
     """PyTorch's `_int_mm` for int8, whose s32 sums stay unscaled, and `_scaled_mm` for e4m3, with and without fast sums."""
     scheme = q.scheme
-    if scheme.weight != scheme.activation or not isinstance(scheme.granularity, (PerChannel, PerTensor)):
+    plain = isinstance(scheme.granularity, (PerChannel, PerTensor)) and not scheme.activation_zero
+    if scheme.weight != scheme.activation or not plain:
         raise ValueError(f"torch multiplies int8 by int8 and e4m3 by e4m3, with scales per channel or tensor, not {scheme}")
     if isinstance(scheme.weight, IntFormat):
         return _int_mm(q, request)

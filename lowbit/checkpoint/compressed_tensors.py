@@ -77,8 +77,9 @@ _FORMATS = (PACKED, INT, FLOAT, NAIVE, *_MX)
 @dataclass(frozen=True)
 class WeightArgs:
     """How the weights of one config group lie: format, number format (bits 1 is kept as written), granularity, zero points;
-    `activation` of the group (None: 16 bits) and whether its scale is `static`, the layer's input_scale; `left_out`: files ask
-    for activations that no scheme says; `padded`: words of 32 // bits codes, as before 0.18."""
+    `activation` of the group (None: 16 bits), whether its scale is `static`, the layer's input_scale, and whether it has zero
+    points, `activation_zero` (a static one is input_zero_point); `left_out`: files ask for activations that no scheme says;
+    `padded`: words of 32 // bits codes, as before 0.18."""
 
     layout: str
     bits: int
@@ -87,6 +88,7 @@ class WeightArgs:
     zero: bool
     activation: NumberFormat | None = None
     static: bool = False
+    activation_zero: bool = False
     left_out: bool = False
     padded: bool = False
 
@@ -100,7 +102,8 @@ class WeightArgs:
             weight = _E4M3
         else:
             weight = (uint_format if self.zero else int_format)(max(2, self.bits))
-        return Scheme(weight, self.activation, self.granularity, ZeroPoint.INTEGER if self.zero else ZeroPoint.NONE)
+        zero = ZeroPoint.INTEGER if self.zero else ZeroPoint.NONE
+        return Scheme(weight, self.activation, self.granularity, zero, self.activation_zero)
 
 
 @dataclass(frozen=True)
@@ -159,7 +162,7 @@ class CompressedTensors(ForeignSchema):
         shape, args = self.fit(layer)
         notes = []
         if args.left_out:
-            notes.append("asymmetric activations are left out: activations stay in 16 bits")
+            notes.append("these activations no scheme says: they stay in 16 bits")
         elif layer.has("input_scale") and args.activation is None:
             notes.append("static activation scales are left out: activations stay in 16 bits")
         return ForeignEntry(shape, args.scheme, notes=tuple(notes))
@@ -169,11 +172,15 @@ class CompressedTensors(ForeignSchema):
         q = read_layer(layer, shape, args)
         if not args.static:
             return q
+        scale = layer.scales("input_scale").float().reshape(1)
+        if args.activation_zero:
+            zero = layer.tensor("input_zero_point").to(torch.int32).reshape(1)
+            return dataclasses.replace(q, activation_scale=scale, activation_zero=zero)
         if layer.has("input_zero_point") and bool(layer.tensor("input_zero_point").float().any()):
             raise layer.error(
                 "input_zero_point", "config.json says that activations are symmetric, this zero point is not zero"
             )
-        return dataclasses.replace(q, activation_scale=layer.scales("input_scale").float().reshape(1))
+        return dataclasses.replace(q, activation_scale=scale)
 
     def write(self, q: QuantTensor) -> dict[str, Tensor]:
         return write_layer(q, args_for(q))
@@ -195,11 +202,12 @@ class CompressedTensors(ForeignSchema):
                 )
             )
         shape, args = fits[0]
-        weights = [(size, dataclasses.replace(other, activation=None, static=False, left_out=False)) for size, other in fits]
+        wide: dict[str, Any] = {"activation": None, "static": False, "activation_zero": False}
+        weights = [(size, dataclasses.replace(other, left_out=False, **wide)) for size, other in fits]
         if any(other != weights[0] for other in weights[1:]):
             raise CheckpointError(f"{layer.where}: {layer.name}: fits several config_groups that mean different weights")
         if any(other != args for _, other in fits):
-            args = dataclasses.replace(args, activation=None, static=False)
+            args = dataclasses.replace(args, **wide)
         return shape, args
 
 
@@ -211,7 +219,8 @@ def args_for(q: QuantTensor) -> WeightArgs:
     fmt = scheme.weight
     if isinstance(fmt, IntFormat):
         layout = PACKED if scheme.activation is None else INT
-        return WeightArgs(layout, fmt.bits, False, scheme.granularity, zero, scheme.activation, static)
+        of_x = (scheme.activation, static, scheme.activation_zero)
+        return WeightArgs(layout, fmt.bits, False, scheme.granularity, zero, *of_x)
     layout = FLOAT
     if isinstance(scheme.granularity, PerGroup):
         layout = next(name for name, known in _MX.items() if known == fmt)
@@ -276,6 +285,8 @@ def read_layer(layer: ForeignLayer, shape: tuple[int, int], args: WeightArgs) ->
 def write_layer(q: QuantTensor, args: WeightArgs) -> dict[str, Tensor]:
     """The tensors by suffix; the inverse of `CompressedTensors.read`."""
     beside = {} if q.activation_scale is None else {"input_scale": q.activation_scale}
+    if q.activation_zero is not None:
+        beside["input_zero_point"] = q.activation_zero.to(torch.int8)
     return _weight_tensors(q, args) | beside
 
 
@@ -313,6 +324,8 @@ def _shape_and_args(layer: ForeignLayer, args: WeightArgs, new_words: bool | Non
             raise layer.error(suffix, f"{meaning}: not read; quantize again, or decompress with the tool that wrote it")
     if args.static:
         layer.expect("input_scale", SCALE_DTYPES, (1,), (), (1, 1))
+    if args.static and args.activation_zero:
+        layer.expect("input_zero_point", (torch.int8,), (1,), (), (1, 1))
     if args.layout == PACKED:
         return _packed_shape(layer, args, new_words)
     if args.layout in _MX:
@@ -434,10 +447,10 @@ def _granularity(weights: Mapping[str, Any], where: str) -> Granularity:
     )
 
 
-def _activation(value: Any, where: str) -> tuple[NumberFormat | None, bool, bool]:
-    """(format of the activations or None for 16 bits, whether their scale is static, whether they are left out)."""
+def _activation(value: Any, where: str) -> tuple[NumberFormat | None, bool, bool, bool]:
+    """(format of the activations or None for 16 bits; whether their scale is static, they have zero points, are left out)."""
     if value is None:
-        return None, False, False
+        return None, False, False, False
     if not isinstance(value, Mapping):
         raise CheckpointError(f"{where}: input_activations is an object or null, got {str(value)[:80]!r}")
     bits = config_value(value, where, ("num_bits",), int, 8)
@@ -448,9 +461,12 @@ def _activation(value: Any, where: str) -> tuple[NumberFormat | None, bool, bool
         fmt = int_format(bits) if 2 <= bits <= 8 else None
     static = value.get("dynamic", False) is False
     said = static or value.get("dynamic") is True
-    if fmt is None or not said or value.get("symmetric", True) is not True or (static and value.get("strategy") != "tensor"):
-        return None, False, True
-    return fmt, static, False
+    zero, strategy = value.get("symmetric", True) is not True, value.get("strategy")
+    if fmt is None or not said or (static and strategy != "tensor"):
+        return None, False, False, True
+    if zero and (not isinstance(fmt, IntFormat) or strategy not in ("tensor" if static else "token", None)):
+        return None, False, False, True
+    return fmt, static, zero, False
 
 
 def _weights_json(args: WeightArgs) -> dict[str, Any]:
@@ -473,7 +489,8 @@ def _activation_json(args: WeightArgs) -> dict[str, Any]:
     """Activations quantized while running: token by token, with blocks of weights in groups as long as a block; or by the scale
     of the layer."""
     assert args.activation is not None
-    shared = {"type": "float" if isinstance(args.activation, FloatFormat) else "int", "symmetric": True, "dynamic": True}
+    shared = {"type": "float" if isinstance(args.activation, FloatFormat) else "int", "dynamic": True}
+    shared["symmetric"] = not args.activation_zero
     if args.static:
         return shared | {"num_bits": args.activation.bits, "strategy": "tensor", "dynamic": False}
     if isinstance(args.granularity, PerBlock):

@@ -116,6 +116,9 @@ class CheckpointReader:
             if q.activation_scale is not None and not bool((q.activation_scale > 0) & q.activation_scale.isfinite()):
                 where, found = self.info(f"{name}.activation_scale").file, q.activation_scale.item()
                 raise CheckpointError(f"{where}: {name}.activation_scale: is a positive number, not {found}")
+            if q.activation_zero is not None and not -128 <= int(q.activation_zero) <= 127:
+                where, found = self.info(f"{name}.activation_zero").file, q.activation_zero.item()
+                raise CheckpointError(f"{where}: {name}.activation_zero: is from -128 to 127, not {found}")
             if entry.scheme.zero is ZeroPoint.INTEGER and q.zero is not None and int(q.zero.max()) > entry.scheme.weight.max:
                 raise CheckpointError(
                     f"{file}: {name}.weight_zero: {int(q.zero.max())} is beyond {entry.scheme.weight.max:.0f}"

@@ -26,7 +26,10 @@ METHOD = "lowbit"
 FORMAT_VERSION = 1
 MAX_DIMENSION = 1 << 31
 _SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_FLAGS = {"order": "weight_order", "input_scale": "input_scale", "activation_scale": "activation_scale"}
+_FLAGS = {
+    "order": "weight_order", "input_scale": "input_scale", "activation_scale": "activation_scale",
+    "activation_zero": "activation_zero",
+}  # fmt: skip
 """Key of a layer's entry -> suffix of the tensor that the layer has if the entry says true."""
 _FACTORS = ("weight_up", "weight_down")
 """Tensors of a layer whose entry states a "low_rank"."""
@@ -40,8 +43,8 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class LayerEntry:
-    """One quantized matrix: its shape (N, K) and scheme, whether it has an order, an input scale and an activation scale, and
-    the rank of its low-rank correction, 0 without one (`QuantTensor`)."""
+    """One quantized matrix: its shape (N, K) and scheme, whether it has an order, an input scale, an activation scale and an
+    activation zero, and the rank of its low-rank correction, 0 without one (`QuantTensor`)."""
 
     shape: tuple[int, int]
     scheme: Scheme
@@ -49,6 +52,7 @@ class LayerEntry:
     input_scale: bool = False
     low_rank: int = 0
     activation_scale: bool = False
+    activation_zero: bool = False
 
     @classmethod
     def of(cls, q: QuantTensor) -> LayerEntry:
@@ -110,6 +114,11 @@ class Manifest:
                 raise CheckpointError(
                     f"{where}: layer {name!r}: an activation scale goes with a scheme that quantizes activations, not {scheme}"
                 )
+            if flags["activation_zero"] != (flags["activation_scale"] and scheme.activation_zero):
+                raise CheckpointError(
+                    f"{where}: layer {name!r}: an activation zero goes with an activation scale and a scheme whose activations "
+                    f"have zero points (_az), not {scheme}"
+                )
             shape = _shape(entry.get("shape"), where, name)
             layers[str(name)] = LayerEntry(shape, scheme, **flags, low_rank=_rank(entry.get("low_rank", 0), shape, where, name))
         kept = data.get("modules_to_not_convert", [])
@@ -124,7 +133,7 @@ class Manifest:
 
 def layer_tensors(q: QuantTensor) -> dict[str, Tensor]:
     """The tensors of a layer by suffix: weight_packed, weight_scale and, where there are such, weight_zero, weight_order,
-    input_scale, activation_scale, weight_up and weight_down."""
+    input_scale, activation_scale, activation_zero, weight_up and weight_down."""
     tensors = {"weight_packed": pack_words(q.codes, q.scheme.weight.bits), "weight_scale": q.scale.contiguous()}
     if q.zero is not None:
         tensors["weight_zero"] = q.zero.contiguous()
@@ -134,6 +143,8 @@ def layer_tensors(q: QuantTensor) -> dict[str, Tensor]:
         tensors["input_scale"] = q.input_scale.contiguous()
     if q.activation_scale is not None:
         tensors["activation_scale"] = q.activation_scale.contiguous()
+    if q.activation_zero is not None:
+        tensors["activation_zero"] = q.activation_zero.contiguous()
     if q.low_rank is not None:
         tensors |= dict(zip(_FACTORS, (q.low_rank.up.contiguous(), q.low_rank.down.contiguous()), strict=True))
     return tensors
@@ -165,6 +176,8 @@ def expected_tensors(name: str, entry: LayerEntry) -> dict[str, tuple[tuple[int,
         expected[f"{name}.input_scale"] = ((k,), _SCALE_DTYPES)
     if entry.activation_scale:
         expected[f"{name}.activation_scale"] = ((1,), (torch.float32,))
+    if entry.activation_zero:
+        expected[f"{name}.activation_zero"] = ((1,), (torch.int32,))
     if entry.low_rank:
         shapes = ((n, entry.low_rank), (entry.low_rank, k))
         expected |= {f"{name}.{suffix}": (shape, (torch.float16,)) for suffix, shape in zip(_FACTORS, shapes, strict=True)}

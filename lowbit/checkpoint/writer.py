@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+from glob import escape
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -38,8 +39,9 @@ class CheckpointWriter:
     """Collects tensors and writes them in shards of at most `shard_bytes` to a hidden folder beside `folder`; the file has the
     name `single` where it is the only one.
 
-    `finish` renames it into place. Leaving the `with` block without it (an error, Ctrl-C) removes what was written; what
-    was at `folder` before stays. Raises CheckpointError when `folder` exists and is not empty, unless `overwrite`.
+    `finish` renames it into place. Leaving the `with` block without it (an error, Ctrl-C) removes what was written, and the
+    next writer for `folder` what a killed process left; what was at `folder` before stays. Raises CheckpointError when
+    `folder` exists and is not empty, unless `overwrite`.
     """
 
     def __init__(
@@ -62,6 +64,7 @@ class CheckpointWriter:
         self._names: set[str] = set()
 
     def __enter__(self) -> CheckpointWriter:
+        _remove_abandoned(self._temporary)
         try:
             self._temporary.mkdir(parents=True)
         except OSError as error:
@@ -150,6 +153,28 @@ class CheckpointWriter:
                     "nothing was kept, free some space or choose another folder"
                 ) from error
             raise CheckpointError(f"{self.folder / name}: cannot be written ({error})") from error
+
+
+def _remove_abandoned(temporary: Path) -> None:
+    """Removes hidden folders for the same target whose processes, by the number in their names, do not run any more."""
+    stem = temporary.name.rpartition("-")[0]
+    for path in temporary.parent.glob(f"{escape(stem)}-*"):
+        number = path.name.removeprefix(f"{stem}-")
+        if number.isdecimal() and (int(number) == os.getpid() or not _runs(int(number))):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _runs(process: int) -> bool:
+    """Whether there is a process of that number; as if there were, where asking would end it."""
+    if os.name != "posix":
+        return True
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _sync(path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from lowbit.eval import report
 from lowbit.eval.perplexity import perplexity
@@ -87,6 +87,13 @@ def _model(name: str) -> str:
     )
 
 
+def _read(text: Path) -> str:
+    try:
+        return text.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{text}: not UTF-8 text ({error})") from error
+
+
 def _ks(text: str) -> tuple[int, ...]:
     try:
         ks = tuple(dict.fromkeys(int(part) for part in text.split(",")))
@@ -106,10 +113,10 @@ def _perplexities(
     windows: int,
     json_file: Path | None,
 ) -> dict[str, Any]:
-    content = sample_text() if text is None else text.read_text(encoding="utf-8")
+    content = sample_text() if text is None else _read(text)
     progress = Console(stderr=True).is_terminal
     rows = []
-    table = Table("model", "perplexity", "standard error", "tokens", "nats per token")
+    table = Table(Column("model", overflow="fold"), "perplexity", "standard error", "tokens", "nats per token")
     for name in models if reference is None else [reference, *models]:
         pipe = pipeline(name)
         ids = token_ids(pipe, content, window, stride, windows)

@@ -43,17 +43,18 @@ def number(value: float | str, error: float | None) -> str:
 
 
 def tables(document: dict[str, Any]) -> list[Table]:
-    """The tables for a terminal."""
+    """The tables for a terminal, which is narrow: a line per metric, a column per model, and no figure cut short."""
     out = []
     for task in document["request"]["tasks"]:
         head, lines = rows(document, task["task"])
         if not lines:
             continue
         table = Table(title=f"{task['task']} ({task['kind']})", title_justify="left")
-        for name in head:
-            table.add_column(name, justify="left" if name == "model" else "right")
-        for line in lines:
-            table.add_row(*line)
+        table.add_column(head[0], overflow="fold")
+        for label, *_ in lines:
+            table.add_column(label, justify="right", overflow="fold")
+        for i, name in enumerate(head[1:], 1):
+            table.add_row(name, *(line[i] for line in lines))
         out.append(table)
     return out
 

@@ -2,7 +2,7 @@
 
 Grammar (lower case):
 
-    w<format>a<format>[_<granularity>][_<zero>]
+    w<format>a<format>[_<granularity>][_<zero>][_az]
 
     format       <bits>            integers: w4, a8        (w16 and a16: left in fp16/bf16)
                  <bits>e<X>m<Y>    floats:   w6e3m2, a8e4m3
@@ -11,14 +11,15 @@ Grammar (lower case):
                  _t                one scale per tensor, of activations too if they are quantized (calibrated)
     zero         _z                integer zero points     w = (code - zero) * scale
                  _fz               floating-point zeros    w = code * scale + zero
+    _az                            zero points of integer activations, of each token or calibrated  x = (code - zero) * scale
 
-`w4a16_g128`, `w6e3m2a16`, `w4a16_g32_fz`, `w8a8`. Names that other tools use are aliases, see `ALIASES`.
+`w4a16_g128`, `w6e3m2a16`, `w4a16_g32_fz`, `w8a8`, `w8a8_az`. Names that other tools use are aliases, see `ALIASES`.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from lowbit.formats.granularity import Granularity, PerBlock, PerChannel, PerGroup, PerTensor
@@ -47,9 +48,9 @@ A bare `w4a16` is the compressed-tensors preset, groups of 128; write `w4a16_pc`
 _NAME = re.compile(
     r"w(?P<w>\d+(?:e\d+m\d+)?)a(?P<a>\d+(?:e\d+m\d+)?)"
     r"(?:_(?:g(?P<group>\d+)|b(?P<bn>\d+)x(?P<bk>\d+)|(?P<tensor>t)|(?P<channel>pc)))?"
-    r"(?:_(?P<zero>z|fz))?"
+    r"(?:_(?P<zero>z|fz))?(?:_(?P<az>az))?"
 )
-_GRAMMAR = "w<bits>[e<X>m<Y>]a<bits>[e<X>m<Y>][_g<size>|_b<n>x<k>|_t|_pc][_z|_fz]"
+_GRAMMAR = "w<bits>[e<X>m<Y>]a<bits>[e<X>m<Y>][_g<size>|_b<n>x<k>|_t|_pc][_z|_fz][_az]"
 
 
 class ZeroPoint(Enum):
@@ -64,12 +65,18 @@ class ZeroPoint(Enum):
 
 @dataclass(frozen=True)
 class Scheme:
-    """Weight format, activation format (None: fp16 or bf16), scale granularity of the weight, kind of zero point."""
+    """Weight format, activation format (None: fp16 or bf16), scale granularity of the weight, kind of its zero
+    points, whether activations have zero points as well.
+
+    `name` is canonical: `parse_scheme(scheme.name) == scheme`. It is made once, since every call of a layer asks for it.
+    """
 
     weight: NumberFormat
     activation: NumberFormat | None = None
     granularity: Granularity = PerChannel()
     zero: ZeroPoint = ZeroPoint.NONE
+    activation_zero: bool = False
+    name: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.zero is not ZeroPoint.NONE:
@@ -79,19 +86,21 @@ class Scheme:
                 raise ValueError(f"a scheme with zero points has unsigned codes: u{self.weight.name}, not {self.weight.name}")
         elif isinstance(self.weight, IntFormat) and not self.weight.signed:
             raise ValueError(f"{self.weight.name} without zero points holds no negative weight; use int{self.weight.bits}")
+        if self.activation_zero and (not isinstance(self.activation, IntFormat) or isinstance(self.granularity, PerBlock)):
+            raise ValueError(
+                "zero points of activations (_az) go with integer activations of one scale per token or layer, such as w8a8_az"
+            )
+        object.__setattr__(self, "name", _name_of(self))
+
+    @property
+    def weight_only(self) -> Scheme:
+        """The same weights with 16-bit activations."""
+        return replace(self, activation=None, activation_zero=False)
 
     @property
     def static_activations(self) -> bool:
         """Whether activations have one calibrated scale, as the weights have one for the whole tensor."""
         return self.activation is not None and isinstance(self.granularity, PerTensor)
-
-    @property
-    def name(self) -> str:
-        """Canonical name: `parse_scheme(scheme.name) == scheme`."""
-        activation = "16" if self.activation is None else _format_part(self.activation)
-        granularity = _granularity_part(self)
-        zero = f"_{self.zero.value}" if self.zero is not ZeroPoint.NONE else ""
-        return f"w{_format_part(self.weight)}a{activation}{granularity}{zero}"
 
     def __str__(self) -> str:
         return self.name
@@ -123,7 +132,7 @@ def parse_scheme(name: str | Scheme) -> Scheme:
         granularity = PerBlock(int(match["bn"]), int(match["bk"]))
     elif match["tensor"]:
         granularity = PerTensor()
-    return Scheme(weight, activation, granularity, zero)
+    return Scheme(weight, activation, granularity, zero, match["az"] is not None)
 
 
 def _parse_format(text: str, unsigned: bool) -> NumberFormat:
@@ -134,6 +143,12 @@ def _parse_format(text: str, unsigned: bool) -> NumberFormat:
     if fmt.bits != bits:
         raise ValueError(f"{text!r}: 1 sign + {exponent} exponent + {mantissa} mantissa bits are {fmt.bits}, not {bits}")
     return fmt
+
+
+def _name_of(scheme: Scheme) -> str:
+    activation = "16" if scheme.activation is None else _format_part(scheme.activation)
+    zero = f"_{scheme.zero.value}" if scheme.zero is not ZeroPoint.NONE else ""
+    return f"w{_format_part(scheme.weight)}a{activation}{_granularity_part(scheme)}{zero}{'_az' * scheme.activation_zero}"
 
 
 def _format_part(fmt: NumberFormat) -> str:

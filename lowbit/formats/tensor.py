@@ -60,8 +60,9 @@ class QuantTensor:
     the layer: `order` int32 [K], a permutation, says that column i of codes multiplies channel order[i] of x (GPTQ's act-order
     groups channels by importance); `input_scale` float [K] is what each channel of x is multiplied by first (AWQ's, where it
     is not folded into the layer before). `low_rank` is a correction that is added to all this. `activation_scale` float32 [1]
-    is the scale by which all of x is quantized under a scheme with activations; without one, every token has its own. Raises
-    ValueError when shapes or dtypes do not fit the scheme.
+    is the scale by which all of x is quantized under a scheme with activations; without one, every token has its own. With it
+    goes, where the scheme's activations have zero points, `activation_zero` int32 [1]. Raises ValueError
+    when shapes or dtypes do not fit the scheme.
     """
 
     codes: Tensor
@@ -72,6 +73,7 @@ class QuantTensor:
     input_scale: Tensor | None = None
     low_rank: LowRank | None = None
     activation_scale: Tensor | None = None
+    activation_zero: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.codes.dim() != 2 or self.codes.dtype != torch.uint8:
@@ -102,6 +104,12 @@ class QuantTensor:
                     f"{self.scheme}: an activation scale is float32 [1] and goes with a scheme that quantizes activations, got "
                     f"{found.dtype} {tuple(found.shape)}"
                 )
+        if (self.activation_zero is not None) != (self.scheme.activation_zero and self.activation_scale is not None):
+            raise ValueError(f"{self.scheme}: an activation zero goes with an activation scale and a scheme with _az")
+        if self.activation_zero is not None:
+            found = self.activation_zero
+            if tuple(found.shape) != (1,) or found.dtype != torch.int32:
+                raise ValueError(f"{self.scheme}: an activation zero is int32 [1], got {found.dtype} {tuple(found.shape)}")
         if self.low_rank is not None and (self.low_rank.up.shape[0], self.low_rank.down.shape[1]) != self.shape:
             shapes = f"{tuple(self.low_rank.up.shape)} and {tuple(self.low_rank.down.shape)}"
             raise ValueError(f"{self.scheme} of {self.shape}: a low-rank correction is [N, r] and [r, K], got {shapes}")
@@ -115,7 +123,8 @@ class QuantTensor:
     def nbytes(self) -> int:
         """Bytes of codes (dense) and everything beside them."""
         n, k = self.shape
-        beside = (self.scale, self.zero, self.order, self.input_scale, self.low_rank, self.activation_scale)
+        of_x = (self.order, self.input_scale, self.activation_scale, self.activation_zero)
+        beside = (self.scale, self.zero, self.low_rank, *of_x)
         return n * (-(-k * self.scheme.weight.bits // 8)) + sum(t.nbytes for t in beside if t is not None)
 
     @property
@@ -151,7 +160,7 @@ class QuantTensor:
 
     def to(self, device: torch.device | str) -> QuantTensor:
         """The same tensor on `device`."""
-        names = ("codes", "scale", "zero", "order", "input_scale", "low_rank", "activation_scale")
+        names = ("codes", "scale", "zero", "order", "input_scale", "low_rank", "activation_scale", "activation_zero")
         held = {name: getattr(self, name) for name in names}
         moved: dict[str, Any] = {name: None if t is None else t.to(device) for name, t in held.items()}
         return replace(self, **moved)

@@ -118,8 +118,9 @@ def _tiles(shape: ScaledShape) -> list[ScaledTile]:
     """Tiles that may be worth it: no more tokens than needed to be a power of two, K split only into pieces worth a start."""
     narrow = shape.bits < 8
     tiles = []
-    # Only scales of blocks of x want tokens as rows: a thread then has two tokens to ask them for, not a quarter of the tile's.
-    for swapped in (False, True) if shape.x_blocks and not narrow and shape.m > 128 else (False,):
+    # Scales of blocks of x want tokens as rows: a thread then has two tokens to ask them for, not a quarter of the tile's. Sums
+    # by halves are a little faster so.
+    for swapped in (False, True) if shape.apart and not narrow and shape.m > 128 else (False,):
         for warpgroups in (2, 4) if narrow else (1, 2):
             for columns in (8, 16, 32, 64, 128, 256):
                 for splits in (1, 2, 3, 4, 6, 8):
@@ -136,7 +137,9 @@ def _reasons(tile: ScaledTile, shape: ScaledShape) -> tuple[str, ...]:
     reasons = []
     if tile.stages < 2:
         reasons.append(f"leaves room for {tile.stages} stages, 2 are needed")
-    most = (128 if tile.warpgroups <= 2 else 16) if shape.apart else (256 if tile.warpgroups <= 2 else 64)
+    # Sums apart take a second set of registers; 256 columns are then multiplied in two halves, without scales of blocks.
+    halves = tile.warpgroups == 2 and tile.splits == 1 and shape.k > 0 and not shape.blocks and not shape.x_blocks
+    most = (256 if halves else 128 if tile.warpgroups <= 2 else 16) if shape.apart else (256 if tile.warpgroups <= 2 else 64)
     if tile.columns > most:
         reasons.append(f"has sums of {tile.columns} columns, more than the registers hold")
     if shape.blocks and tile.channels > 128:
@@ -149,11 +152,13 @@ L2_BYTES_PER_CYCLE = 50
 """What an SM takes in from the L2: tiles of 64 x 128 to 64 x 256 with M 128 and 256 all came to 11.5 TB/s on 132 SMs."""
 
 _NARROW_STAGE_US = {
-    # (sums apart, int8): microseconds for 128 k of a tile of 128 channels by tokens, from whole kernels on an H200
-    (False, True): {8: 0.2, 16: 0.2, 32: 0.22, 64: 0.25, 128: 0.31, 256: 0.71},
-    (False, False): {8: 0.24, 16: 0.24, 32: 0.27, 64: 0.3, 128: 0.36, 256: 0.8},
-    (True, True): {8: 0.2, 16: 0.21, 32: 0.24, 64: 0.27, 128: 0.46, 256: 1.5},
-    (True, False): {8: 0.27, 16: 0.285, 32: 0.31, 64: 0.34, 128: 0.47, 256: 1.5},
+    # (how sums leave the tensor core, int8): microseconds for 128 k of a tile of 128 channels by tokens, from whole kernels on
+    # an H200, 2026-11-21; N 8192. 256 where they leave it early: K 8192 and 28672, M 1024 and 4096, relative to 128.
+    ("whole", True): {8: 0.2, 16: 0.2, 32: 0.22, 64: 0.25, 128: 0.31, 256: 0.71},
+    ("whole", False): {8: 0.24, 16: 0.24, 32: 0.27, 64: 0.3, 128: 0.36, 256: 0.8},
+    ("grouped", True): {8: 0.2, 16: 0.21, 32: 0.24, 64: 0.27, 128: 0.46, 256: 0.85},
+    ("grouped", False): {8: 0.27, 16: 0.285, 32: 0.31, 64: 0.34, 128: 0.47, 256: 0.95},
+    ("promoted", False): {8: 0.27, 16: 0.285, 32: 0.31, 64: 0.34, 128: 0.47, 256: 0.78},
 }
 
 
@@ -165,9 +170,11 @@ def _cost(tile: ScaledTile, shape: ScaledShape, device: Device) -> float:
     read = device.measured_read_bytes or device.bandwidth_bytes
     memory_us = shape.n * shape.k * shape.bits / 8 / read * 1e6
     if shape.bits < 8:
-        per_stage = _NARROW_STAGE_US[shape.apart, shape.integer][tile.columns] * (1.75 if tile.warpgroups == 4 else 1.0)
+        kind = "grouped" if shape.grouped else "promoted" if shape.apart else "whole"
+        per_stage = _NARROW_STAGE_US[kind, shape.integer][tile.columns] * (1.75 if tile.warpgroups == 4 else 1.0)
     else:
-        slower = 1.4 if shape.apart else 1.12
+        halves = 1.27 if tile.tokens_are_rows else 1.3
+        slower = (halves if tile.columns == 256 else 1.4) if shape.apart else 1.12
         from_l2 = _stage_bytes(tile, shape) / L2_BYTES_PER_CYCLE
         per_stage = max(from_l2, tile.rows * tile.columns / 32 * slower, 130) / CLOCK_MHZ
     kib = tile.rows * tile.columns / 256

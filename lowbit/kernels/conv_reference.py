@@ -175,6 +175,13 @@ def average_pool_reference(codes: Tensor, scale: float) -> Tensor:
     return codes.sum(dim=(2, 3), dtype=torch.int64).float() * factor
 
 
+def quantize_reference(x: Tensor, gain: Tensor, shift: Tensor, storage: Storage) -> Tensor:
+    """Codes int32 clamp(rne(fma(float32(x), gain[c], shift[c]))) of values x [N, C, H, W]; gain, shift float32 [C]. NaN has the
+    smallest code."""
+    low, high = CODE_RANGE[storage]
+    return fma(x, _channels(gain), _channels(shift)).nan_to_num(nan=low).round().clamp(low, high).to(torch.int32)
+
+
 def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     """float32(a) * b + c in float32, rounded once, on any device; a may be integer.
 
@@ -188,7 +195,7 @@ def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     error = (product - (total - part)) + (addend - part)
     bits = total.view(torch.int64)
     odd = torch.where((error < 0) != (total < 0), bits - 1, bits) | 1
-    return torch.where(error != 0, odd, bits).view(torch.float64).float()
+    return torch.where((error != 0) & total.isfinite(), odd, bits).view(torch.float64).float()
 
 
 def _sum(x: Tensor, weight: Tensor, storage: Storage, stride: tuple[int, int], padding: tuple[int, int]) -> Tensor:

@@ -82,7 +82,7 @@ def average_pool_kernel(y, x, pixels, channels, factor, ROW: tl.constexpr, FOUR:
     byte = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     low = tl.zeros([BLOCK], tl.int32)
     high = tl.zeros([BLOCK], tl.int32)
-    for pixel in range(pixels):
+    for pixel in tl.range(0, pixels, loop_unroll_factor=8):  # so that 8 loads are under way
         codes = tl.load(x + (image * pixels + pixel).to(tl.int64) * ROW + byte, mask=byte < ROW, other=0)
         if FOUR:
             low += (codes & 15).to(tl.int32)

@@ -3,11 +3,12 @@
 Reads   x fp16 or bf16 [M, K], any row stride; by `before` also residual [M, K], weight and bias [K] (norms), up [M, K] (silu)
 f       "": x; "rms_norm", "layer_norm": of x, or of x + residual, which is rounded to x's type and written; "silu": silu(x) up
 Writes  codes int8 or float8 in rows that start at multiples of 16 bytes, zeros from K up to there; scale fp32 [M, 1], or
-        [M, ceil(K / group)] for groups; zero int32 [M, 1] if asymmetric. With a given scale, codes only
-Blocks  one token each; its row is read once and stays in registers, in pieces of 16 bytes; the warps meet once for the scale
-Overlap lets the kernel after it start at once, and reads the norm's weights before the kernel before it has finished
+        [M, ceil(K / group)] for groups; zero int32 [M, 1] if asymmetric. With a given scale (and zero), codes only
+Blocks  one token each; its row is read once and stays in registers, in pieces of 16 bytes; the warps meet once for the scale,
+        and before that once for the sums of a norm
+Overlap lets the kernel after it start at once, and reads RMSNorm's weights before the kernel before it has finished
         (programmatic dependent launch, sm_90)
-Exact   without f bit-equal to kernels/reference.py: the largest |x| by its bits (so NaN is the largest of all), true divisions,
+Exact   without f bit-equal to kernels/reference.py: a NaN is the largest of all, and of a range by its bits; true divisions,
         rounding by adding 1.5 * 2^23, conversions of floats by the hardware (sm_90). f in float32, not rounded before it is
         quantized. Tested: tests/kernels/test_quantize_activations.py
 """
@@ -15,6 +16,7 @@ Exact   without f bit-equal to kernels/reference.py: the largest |x| by its bits
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -48,9 +50,9 @@ def row_of(base, row, stride, PIECES: tl.constexpr):
 
 
 @triton.jit
-def magnitude(value):
-    """|value| as an integer that orders like it, NaN above infinity."""
-    return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+def larger(a, b):
+    """The larger of two numbers, NaN if there is one."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -81,14 +83,37 @@ def at_least_smallest(scale):
 
 
 @triton.jit
-def normalized(value, exist, weight, bias, eps, K: tl.constexpr, BEFORE: tl.constexpr):
-    """RMSNorm (1) or LayerNorm (2) of a row; `bias` None where there is none."""
-    if BEFORE == 2:
-        value = tl.where(exist, value - tl.sum(value, axis=0) / K, 0.0)
-    mean_square = tl.sum(value * value, axis=0) / K
-    value = value * tl.div_rn(1.0, tl.sqrt_rn(mean_square + eps)) * weight
+def add_both(a, b, c, d):
+    """Two sums at once."""
+    return a + c, b + d
+
+
+@triton.jit
+def row_sample(x, beside, K: tl.constexpr):
+    """The mean of 32 elements of a row of x, or of x + beside."""
+    at = tl.arange(0, 32) * (K // 32)
+    sample = tl.load(x + at).to(tl.float32)
+    if beside is not None:
+        sample += tl.load(beside + at).to(tl.float32)
+    return tl.sum(sample, axis=0) / 32
+
+
+@triton.jit
+def layer_normalized(value, i, near, weight, bias, eps, K: tl.constexpr):
+    """LayerNorm of a row; `bias` None where there is none.
+
+    Sums of differences from `near`, a number near the mean, give mean and variance at one meeting and lose nothing, as sums of
+    x^2 would. Weights are asked for after it: registers that do not hold them hold more rows.
+    """
+    exist = i < K
+    apart = tl.where(exist, value - near, 0.0)
+    total, squares = tl.reduce((apart, apart * apart), 0, add_both)
+    mean = total / K
+    inverse = tl.div_rn(1.0, tl.sqrt_rn(tl.maximum(squares / K - mean * mean, 0.0) + eps))
+    value = tl.fma(apart, inverse, -mean * inverse)
+    value = value * tl.load(weight + i, mask=exist, other=0.0).to(tl.float32)
     if bias is not None:
-        value = value + bias
+        value = value + tl.load(bias + i, mask=exist, other=0.0).to(tl.float32)
     return value
 
 
@@ -114,7 +139,7 @@ def codes_of(value, inverse, zero, FORMAT: tl.constexpr, SATURATE: tl.constexpr)
 
 @triton.jit(do_not_specialize=["x_stride", "beside_stride", "code_pieces", "eps"])
 def quantize_rows(
-    codes, scales, zeros, sums, x, beside, weight, bias, static, x_stride, beside_stride, code_pieces, eps,
+    codes, scales, zeros, sums, x, beside, weight, bias, static, static_zero, x_stride, beside_stride, code_pieces, eps,
     K: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr, BEFORE: tl.constexpr, FORMAT: tl.constexpr,
     LARGEST: tl.constexpr, PIECES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -124,34 +149,44 @@ def quantize_rows(
     row = tl.program_id(0)
     i = tl.arange(0, COLUMNS)
     exist = i < K
-    if weight is not None:
-        w = tl.load(weight + i, mask=exist, other=0.0).to(tl.float32)
-    b = None
-    if bias is not None:
-        b = tl.load(bias + i, mask=exist, other=0.0).to(tl.float32)
+    if BEFORE == 1:
+        w = tl.load(weight + i, mask=exist, other=0.0)
     if OVERLAP:
         cuda.gdc_wait()
+    zero = None
     if static is not None:
         scale = tl.load(static)
-    half = tl.load(row_of(x, row, x_stride, PIECES) + i, mask=exist, other=0.0, eviction_policy="evict_first")
+        if static_zero is not None:
+            zero = tl.load(static_zero)
+    of_row = row_of(x, row, x_stride, PIECES)
+    beside_row = None
     if beside is not None:
-        other = tl.load(row_of(beside, row, beside_stride, PIECES) + i, mask=exist, other=0.0, eviction_policy="evict_first")
+        beside_row = row_of(beside, row, beside_stride, PIECES)
+    if BEFORE == 2:
+        near = row_sample(of_row, beside_row, K)
+    half = tl.load(of_row + i, mask=exist, other=0.0, eviction_policy="evict_first")
+    if beside is not None:
+        other = tl.load(beside_row + i, mask=exist, other=0.0, eviction_policy="evict_first")
     if sums is not None:
         half = (half.to(tl.float32) + other.to(tl.float32)).to(half.dtype)
         tl.store(row_of(sums, row, K, False) + i, half, mask=exist)
     value = half.to(tl.float32)
-    if BEFORE == 3:
-        value = value / (1.0 + tl.exp(-value)) * other.to(tl.float32)
-    elif BEFORE != 0:
-        value = normalized(value, exist, w, b, eps, K, BEFORE)
+    if BEFORE == 1:
+        # Times the weights first, which then need no registers while the sum of squares is found.
+        mean_square = tl.sum(value * value, axis=0) / K
+        value = value * w.to(tl.float32) * tl.div_rn(1.0, tl.sqrt_rn(mean_square + eps))
+    elif BEFORE == 2:
+        value = layer_normalized(value, i, near, weight, bias, eps, K)
+    elif BEFORE == 3:
+        root = tl.rsqrt(1.0 + tl.exp2(value * -1.4426950408889634))  # 1 / sqrt(1 + exp(-value)): a third of a division's work
+        value = value * (root * root) * other.to(tl.float32)
     tiles = tl.reshape(value, (COLUMNS // GROUP, GROUP))
-    zero = None
     if static is None:
         group = tl.arange(0, COLUMNS // GROUP)[:, None]
         kept = group < (K + GROUP - 1) // GROUP
         target = row.to(tl.int64) * ((K + GROUP - 1) // GROUP) + group
         if zeros is None:
-            largest = tl.max(magnitude(tiles), axis=1, keep_dims=True).to(tl.float32, bitcast=True)
+            largest = tl.reduce(tl.abs(tiles), 1, larger, keep_dims=True)
             scale = at_least_smallest(tl.div_rn(largest, LARGEST))
         else:
             bits = ordered(tiles)
@@ -163,14 +198,15 @@ def quantize_rows(
         tl.store(scales + target, scale, mask=kept)
     saturate: tl.constexpr = static is not None or zeros is not None
     code = tl.reshape(codes_of(tiles, tl.div_rn(1.0, scale), zero, FORMAT, saturate), (COLUMNS,))
-    if zeros is not None:
+    if zero is not None:
         code = tl.where(exist, code, 0)
     tl.store(row_of(codes, row, code_pieces * 2, True) + i, code, mask=i // 16 < code_pieces)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for: step before, format, group (0: per token), whether a scale is given, zero points, a residual."""
+    """What is asked for: step before, format, group (0: per token), whether a scale is given (and a zero, if not symmetric),
+    whether there are no zero points, a residual."""
 
     before: str
     fmt: NumberFormat
@@ -197,22 +233,28 @@ class QuantizePlan:
         largest = request.fmt.max if isinstance(request.fmt, FloatFormat) else 127.0
         overlap = device.sm >= 90
         self.constants = (k, columns, span, STEPS[request.before], FORMATS[request.fmt.name], largest, pieces, overlap)
-        self.options = {"num_warps": min(max(columns // 512, 4), 32)} | ({"launch_pdl": True} if overlap else {})
+        self.options: dict[str, Any] = {"launch_pdl": True} if overlap else {}
+        if request.before.endswith("norm"):
+            # 32 elements a thread: what threads do once each costs less. As many rows at once as registers allow.
+            self.options["num_warps"] = min(max(columns // 1024, 4), 32)
+        else:
+            self.options["num_warps"] = min(max(columns // 512, 4), 32)
         self.kernel: CompiledKernel | None = None
 
     def __call__(
-        self, x: Tensor, beside: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None, eps: float
-    ) -> list[Tensor]:
+        self, x: Tensor, beside: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None, eps: float,
+        zero: Tensor | None = None,
+    ) -> list[Tensor]:  # fmt: skip
         """codes [M, K], then scale, zero, sum as far as the request has them; all tensors on the current device."""
         request, on = self.request, x.device
         codes = torch.empty((self.m, self.code_pieces * CODE_PIECE), dtype=CODE_DTYPES[request.fmt.name], device=on)
         groups = -(-self.k // request.group) if request.group else 1
         scales = None if request.static else torch.empty((self.m, groups), dtype=torch.float32, device=on)
-        zeros = None if request.symmetric else torch.empty((self.m, groups), dtype=torch.int32, device=on)
+        zeros = None if request.symmetric or request.static else torch.empty((self.m, groups), dtype=torch.int32, device=on)
         sums = torch.empty((self.m, self.k), dtype=x.dtype, device=on) if request.residual else None
         if self.m:
             strides = x.stride(0) // self.x_unit, 0 if beside is None else beside.stride(0) // self.x_unit
-            arguments = (codes, scales, zeros, sums, x, beside, weight, bias, scale, *strides, self.code_pieces, eps)
+            arguments = (codes, scales, zeros, sums, x, beside, weight, bias, scale, zero, *strides, self.code_pieces, eps)
             if self.kernel is None:
                 self.kernel = quantize_rows[(self.m, 1, 1)](*arguments, *self.constants, **self.options)
             else:

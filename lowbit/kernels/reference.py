@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor
-from torch.nn.functional import layer_norm, pad, silu
+from torch.nn.functional import gelu, layer_norm, pad, relu, silu
 
 from lowbit.formats import FloatFormat, NumberFormat, QuantTensor
 
 CODE_DTYPES = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """Formats that activations are quantized to, and the type of their codes."""
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda y: y, "relu": relu, "gelu": partial(gelu, approximate="tanh"), "silu": silu,
+}  # fmt: skip
+"""What a product of quantized activations can be followed by; gelu is the one with tanh."""
 
 SMALLEST_SCALE = 2.0**-126
 """No scale of activations is smaller, so that its reciprocal is finite; rows of zeros have this one."""
@@ -22,8 +30,9 @@ def mixed_gemm_reference(x: Tensor, w: QuantTensor, bias: Tensor | None = None) 
 
 
 def quantize_activations_reference(
-    x: Tensor, fmt: NumberFormat, group: int = 0, scale: Tensor | None = None, symmetric: bool = True
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    x: Tensor, fmt: NumberFormat, group: int = 0, scale: Tensor | None = None, symmetric: bool = True,
+    zero: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Codes [.., K], scale float32 [.., ceil(K / group)] (group 0: [.., 1]; the given [1]) and zero int32 of x [.., K].
 
     In float32, each line one rounding: scale = max|x| / largest value of `fmt`, code = nearest(x * (1 / scale)), saturating.
@@ -32,7 +41,6 @@ def quantize_activations_reference(
     k = x.shape[-1]
     size = group or k
     values = pad(x.float(), (0, -k % size)).unflatten(-1, (-1, size))
-    zero = None
     if scale is not None:
         inverse = scale.float().reciprocal()
     elif symmetric:
@@ -52,9 +60,9 @@ def quantize_activations_reference(
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight in float32, rounded to no other type."""
+    """x * weight / sqrt(mean(x^2) + eps) in float32, rounded to no other type."""
     values = x.float()
-    return values * (values.square().mean(dim=-1, keepdim=True) + eps).rsqrt() * weight.float()
+    return values * weight.float() * (values.square().mean(dim=-1, keepdim=True) + eps).rsqrt()
 
 
 def layer_norm_reference(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

@@ -4,7 +4,7 @@ Reads   x int8, float8_e4m3fn or float8_e5m2 with its scales; packed uint8 [N, c
 Memory  never more than BLOCK_WEIGHTS decoded weights and PIECE_K columns of x in float32 at once
 Exact   pieces of K within which all scales are the same are multiplied in float32: integers exactly, since sums stay below
         2^24; floats with the error of a float32 product of at most PIECE_K terms. Pieces are scaled and added in float64,
-        which is rounded once
+        which the function is applied to and which is rounded once, for codes of y to float32 before it is quantized
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import math
 import torch
 from torch import Tensor
 
-from lowbit.formats import PerBlock, PerGroup, PerTensor, Scheme, ZeroPoint, unpack_words
+from lowbit.formats import PerBlock, PerGroup, PerTensor, Scheme, ZeroPoint, int_format, unpack_words
 from lowbit.kernels.blocked import block_rows, decode_codes
+from lowbit.kernels.reference import FUNCTIONS, quantize_activations_reference
 
 PIECE_K = 512
 """Most columns multiplied at once: |x - zero| <= 255, |w| <= 128, so that sums of this many products are exact in float32."""
@@ -27,7 +28,7 @@ X_BLOCK = 128
 
 def scaled_gemm_blocked(
     x: Tensor, x_scale: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, scheme: Scheme,
-    dtype: torch.dtype, x_zero: Tensor | None,
+    dtype: torch.dtype, x_zero: Tensor | None, function: str = "none", y_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """y [.., N] of `dtype`. Shapes as in `lowbit.ops.scaled_gemm`, which checks them."""
     k, n = x.shape[-1], packed.shape[0]
@@ -57,7 +58,11 @@ def scaled_gemm_blocked(
                 else:
                     product = (part @ w.T).double() * s + part.sum(-1, dtype=torch.float64)[:, None] * z
             total += product * token_scale[:, first // X_BLOCK if token_scale.shape[1] > 1 else 0, None].double()
-        y[:, rows] = (total if bias is None else total + bias[rows].double()).to(dtype)
+        made = FUNCTIONS[function](total if bias is None else total + bias[rows].double())
+        if y_scale is None:
+            y[:, rows] = made.to(dtype)
+        else:
+            y[:, rows] = quantize_activations_reference(made.float(), int_format(8), scale=y_scale)[0]
     return y.reshape(*x.shape[:-1], n)
 
 

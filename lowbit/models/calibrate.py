@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -32,7 +32,11 @@ from lowbit.models.hf import give_back_freed_memory
 from lowbit.models.quantize_layer import LayerQuantizer, LayerResult
 from lowbit.quantize.method import Method
 
-_FIELDS = ("codes", "scale", "zero", "order", "input_scale", "activation_scale")
+TOKENS_AT_ONCE = 8192
+"""Tokens that a GPU takes through a layer in one call, in whole texts: enough that it does not wait for Python. A CPU takes one
+text, which gives the same bytes whatever else is calibrated on."""
+
+_FIELDS = ("codes", "scale", "zero", "order", "input_scale", "activation_scale", "activation_zero")
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,10 @@ class Calibration:
             from pydoc_data.topics import topics
 
             return "\n\n".join(topics[name] for name in sorted(topics))
-        content = self.text.read_text(encoding="utf-8")
+        try:
+            content = self.text.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{self.text}: not UTF-8 text ({error})") from error
         if self.text.suffix not in (".jsonl", ".json"):
             return content
         texts = []
@@ -198,7 +205,8 @@ def calibrate_layers(
     decoder layer (4 K^2 bytes for each input of K channels; GPTQ takes one at a time, and three times as much of float64 to
     factorize it), and what Python and torch hold.
     """
-    hidden = decoder.embed(tokens, embeddings)
+    together = 1 if decoder.device.type == "cpu" else max(1, TOKENS_AT_ONCE // tokens.shape[1])
+    hidden = decoder.embed(tokens, embeddings, together)
     quantizer = LayerQuantizer(decoder, method, low_rank)
     notes = []
     for i in tqdm(range(len(decoder)), desc=type(method).__name__.lower(), unit="layer", disable=not progress, leave=False):
@@ -242,5 +250,8 @@ def _replace(path: Path, write: Any) -> None:
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be written ({error})") from error
+    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"{path}: cannot be written ({error}); what was finished before is kept, the same command goes on from there"
+        ) from error

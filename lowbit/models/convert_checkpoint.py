@@ -182,7 +182,7 @@ class _Converter:
         if q.scheme.activation is not None and not stated:
             note = f"activations stay in 16 bits, the files asked for {q.scheme.activation.name}"
             self.noted.setdefault(note, []).append(name)
-            q = replace(q, scheme=replace(q.scheme, activation=None), activation_scale=None)
+            q = replace(q, scheme=q.scheme.weight_only, activation_scale=None, activation_zero=None)
         return q
 
     def _misplaced(self, name: str) -> Iterator[str]:

@@ -45,7 +45,7 @@ class Decoder:
         self.name, self.layers = _decoder_layers(self.model, reader)
         self._names = _file_names(self.model, reader)
         self._files = {name: tensor for tensor, name in self._names.items()}
-        self._contexts: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self._contexts: dict[int, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}  # by how many texts a call has
         self._returns_tuples = False
 
     def __len__(self) -> int:
@@ -64,22 +64,23 @@ class Decoder:
         return self._names.get(tensor)
 
     @torch.no_grad()
-    def embed(self, tokens: Tensor, replaced: Mapping[str, Tensor] | None = None) -> list[Tensor]:
-        """The input of the first layer for every row of `tokens` [S, T], a list of [1, T, hidden]. `replaced` holds parameters
-        by name to take instead of the files'. Also remembers what else each layer is called with (masks, positions)."""
+    def embed(self, tokens: Tensor, replaced: Mapping[str, Tensor] | None = None, together: int = 1) -> list[Tensor]:
+        """The input of the first layer for all rows of `tokens` [S, T], a list of [together, T, hidden], the last maybe
+        shorter. `replaced` holds parameters by name to take instead of the files'. Also remembers what else each layer is
+        called with (masks, positions)."""
         inner = str(getattr(self.model, "base_model_prefix", ""))
         base: nn.Module = getattr(self.model, inner, self.model)
         prefix = "" if base is self.model else f"{inner}."
         outside = [n for n, _ in base.named_parameters() if not f"{prefix}{n}".startswith(f"{self.name}.")]
         _fill(base, {n: (replaced or {}).get(prefix + n, self._read(prefix + n)) for n in outside}, self.device, self.dtype)
         first: list[Tensor] = []
-        self._contexts = []
+        self._contexts = {}
         for i, layer in enumerate(self.layers):
             layer.forward = self._recorder(i, first)  # type: ignore[method-assign]
         try:
-            for row in tokens:
+            for rows in tokens.split(together):
                 with _stopped():
-                    base(input_ids=row[None].to(self.device), use_cache=False)
+                    base(input_ids=rows.to(self.device), use_cache=False)
         finally:
             for layer in self.layers:
                 del layer.forward
@@ -87,16 +88,17 @@ class Decoder:
         return first
 
     def _recorder(self, i: int, first: list[Tensor]) -> Callable[..., Tensor]:
-        """Stands in for layer i while embedding: keeps the layer's other arguments (of the first text; they are the same for
-        all, which have one length) and the first layer's input."""
+        """Stands in for layer i while embedding: keeps the layer's other arguments (of the first call with so many texts; they
+        are the same for all, which have one length) and the first layer's input."""
 
         def forward(*args: Any, **kwargs: Any) -> Tensor:
             hidden = kwargs.pop("hidden_states") if "hidden_states" in kwargs else args[0]
-            if len(self._contexts) == i:
-                self._contexts.append((args[1:], kwargs))
+            contexts = self._contexts.setdefault(len(hidden), [])
+            if len(contexts) == i:
+                contexts.append((args[1:], kwargs))
             if i == 0:
                 first.append(hidden)
-            if i == len(self.layers) - 1 or len(self._contexts) == len(self.layers):
+            if i == len(self.layers) - 1 or len(contexts) == len(self.layers):
                 raise _Stop
             return hidden
 
@@ -118,12 +120,13 @@ class Decoder:
 
     @torch.no_grad()
     def run(self, i: int, hidden: list[Tensor], dtype: torch.dtype | None = None) -> Iterator[Tensor]:
-        """The outputs of layer i for its inputs, one [1, T, hidden] after the other; computed in `dtype` where it is given."""
+        """The outputs of layer i for its inputs, in the pieces that `embed` made; computed in `dtype` where it is given."""
         for x in hidden:
             yield self._call(i, x, dtype)
 
     def _call(self, i: int, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        args, kwargs = self._contexts[i] if dtype is None else _cast(self._contexts[i], dtype)
+        context = self._contexts[len(x)][i]
+        args, kwargs = context if dtype is None else _cast(context, dtype)
         y = self.layers[i](x if dtype is None else x.to(dtype), *args, **kwargs)
         self._returns_tuples = isinstance(y, tuple)
         out: Tensor = y[0] if isinstance(y, tuple) else y
@@ -131,7 +134,7 @@ class Decoder:
 
     @torch.no_grad()
     def inputs(self, i: int, hidden: Tensor, linears: list[str]) -> list[Input]:
-        """Which of `linears` (names in the layer) run for `hidden` [1, T, hidden], and which of them read the same tensor."""
+        """Which of `linears` (names in the layer) run for `hidden` [S, T, hidden], and which of them read the same tensor."""
         layer = self.layers[i]
         seen: list[tuple[Tensor, list[str]]] = []
         made: list[tuple[Tensor, str]] = []

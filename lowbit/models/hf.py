@@ -21,6 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lowbit.checkpoint import CheckpointReader, LayerEntry, Manifest, expected_tensors
 from lowbit.formats import parse_scheme
+from lowbit.models.fuse import fuse_quantization
 from lowbit.nn.convert import Plan, empty_like, plan_conversion, quantized, swap, tie
 from lowbit.nn.linear import QuantLinear
 from lowbit.quantize.rtn import Search
@@ -118,6 +119,8 @@ class LowbitQuantizer(HfQuantizer):
             if isinstance(module, QuantLinear) and module.weight_packed.is_cuda:
                 # Now rather than at the first call, which torch.compile may be tracing.
                 module.prepare(getattr(model, "dtype", torch.bfloat16))
+        if any(isinstance(module, QuantLinear) and module.is_prepared for module in model.modules()):
+            fuse_quantization(model)
         return model
 
     def is_serializable(self) -> bool:
@@ -218,7 +221,7 @@ def _place_empty_module(model: nn.Module, name: str, entry: LayerEntry, owner: s
     try:
         new = empty_like(
             layer, entry.scheme, device="meta", order=entry.order, input_scale=entry.input_scale, low_rank=entry.low_rank,
-            activation_scale=entry.activation_scale,
+            activation_scale=entry.activation_scale, activation_zero=entry.activation_zero,
         )  # fmt: skip
     except ValueError as error:
         raise ValueError(f"quantization_config: {name}: {error}") from error

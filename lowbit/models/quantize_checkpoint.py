@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
+import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from lowbit.nn.convert import Kept, Plan, matches, quantized
 from lowbit.quantize.hqq import hqq
 from lowbit.quantize.lorc import lorc
 from lowbit.quantize.method import DATA_FREE, Hqq, Method, Rtn
-from lowbit.quantize.mixed import Mixed, choose
+from lowbit.quantize.mixed import Mixed, choose, stored_bits
 from lowbit.quantize.rtn import Search
 
 
@@ -65,22 +65,25 @@ def quantize_checkpoint(
     patterns `wide_inputs` have the scheme's weights with 16-bit activations. `target` appears complete or not at all. `say`
     gets a line for every choice made on the way. Returns the report of what was converted and what was not. Other arguments as
     for `lowbit.LowbitConfig`. Raises CheckpointError for files that cannot be read or written and ValueError for schemes,
-    weights, texts and patterns that cannot be used.
+    weights, texts, patterns and devices that cannot be used, and where nothing can be quantized.
     """
     source, target = Path(source), Path(target)
-    method = Rtn(search) if method is None else method
+    method, device = Rtn(search) if method is None else method, _computing(device)
     with CheckpointReader(source) as reader:
         if reader.manifest is not None or "quantization_config" in reader.config:
             kind = reader.config.get("quantization_config", {}).get("quant_method", "unknown")
             raise CheckpointError(f"{source}: is quantized already ({kind}); quantize the 16-bit checkpoint it came from")
         model = skeleton(source)
+        skip = None if skip is None else _fitting(tuple(skip), model)
         plan = plan_for(model, scheme, skip, embeddings)
         modules = _modules_by_tensor(model, plan, reader.names())
         plan = _without_missing(plan, set(modules.values()))
+        if not plan.shapes:
+            raise ValueError("; ".join([f"{source}: nothing in it can be quantized to {plan.scheme}", *plan.lines()[1:]]))
         writer = CheckpointWriter(target, overwrite=overwrite)
         _announce(low_rank, plan, say)
         plan = dataclasses.replace(plan, others=_wide(plan, wide_inputs, mixed))
-        weights = _Weights(reader, plan, method, torch.device(device), low_rank)
+        weights = _Weights(reader, plan, method, device, low_rank)
         if mixed is not None:
             for candidate in mixed.schemes:
                 _same_layers(plan_for(model, candidate, skip, embeddings), plan)
@@ -132,18 +135,24 @@ class _Weights:
         """Gives each unit of linear layers in the decoder a scheme, and says which."""
         decoder = Decoder(self.reader, self.device, torch.float32)  # gradients may be smaller than 16 bits can say
         schemes = [parse_scheme(name) for name in mixed.schemes]
-        tokens = calibration.tokens(self.reader.folder)
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=_existing(target.absolute().parent)) as scratch:
-            units = measure_sensitivity(
-                decoder, list(self.plan.linears), schemes, tokens, Path(scratch), low_rank=self.low_rank, progress=progress
-            )
-        weights = sum(self.plan.linears[name][0] * self.plan.linears[name][1] for unit in units for name in unit)
-        smallest = sum(min(row.bits for row in rows) for rows in units.values()) / max(weights, 1)
+        shapes = [shape for name, shape in self.plan.linears.items() if name.startswith(f"{decoder.name}.")]
+        weights = sum(n * k for n, k in shapes)
+        smallest = sum(min(stored_bits(s, scheme, self.low_rank) for scheme in schemes) for s in shapes) / max(weights, 1)
         if smallest > mixed.bits:
             raise ValueError(
                 f"the smallest of {', '.join(mixed.schemes)} take {smallest:.3f} bits per weight, scales and corrections "
                 f"included, {mixed.bits} are allowed; allow more or offer smaller schemes"
             )
+        tokens = calibration.tokens(self.reader.folder)
+        scratch = target.absolute().parent / f".{target.name}.sensitivity"
+        shutil.rmtree(scratch, ignore_errors=True)  # a killed run's
+        try:
+            units = measure_sensitivity(
+                decoder, list(self.plan.linears), schemes, tokens, _existing(scratch), low_rank=self.low_rank, progress=progress
+            )
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        weights = sum(self.plan.linears[name][0] * self.plan.linears[name][1] for unit in units for name in unit)
         chosen = choose({" ".join(unit): rows for unit, rows in units.items()}, mixed.bits * weights)
         for unit, candidate in chosen.items():
             self.schemes.update(dict.fromkeys(unit.split(" "), candidate.scheme))
@@ -206,6 +215,28 @@ class _Weights:
         return q.to("cpu")
 
 
+def _computing(device: str | torch.device) -> torch.device:
+    """The device to compute on; raises ValueError when there is no such one here."""
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"computing is done on cpu, or on cuda or one GPU such as cuda:1, not on {str(device)!r}") from None
+    count = torch.cuda.device_count()
+    if found.type == "cuda" and (found.index or 0) >= count:
+        why = f"it finds {count} GPUs" if count or torch.version.cuda else "it was built without CUDA"
+        raise ValueError(f"{found}: torch {torch.__version__} has no such device, {why}; compute on cpu instead")
+    return found
+
+
+def _fitting(patterns: tuple[str, ...], model: nn.Module) -> tuple[str, ...]:
+    """`patterns`, each of which fits a module; raises ValueError for one that does not, which would skip nothing."""
+    names = [name for name, _ in model.named_modules()]
+    for pattern in patterns:
+        if not any(matches(name, pattern) for name in names):
+            raise ValueError(f"nothing to skip: no module fits {pattern!r}; names are such as {names[-1]}")
+    return patterns
+
+
 def _wide(plan: Plan, patterns: Iterable[str], mixed: Mixed | None) -> dict[str, Scheme]:
     """The schemes of the linear layers that fit one of the patterns: the plan's with 16-bit activations."""
     patterns = tuple(patterns)
@@ -218,7 +249,7 @@ def _wide(plan: Plan, patterns: Iterable[str], mixed: Mixed | None) -> dict[str,
     for pattern in patterns:
         if not any(matches(name, pattern) for name in plan.linears):
             raise ValueError(f"no linear layer that is quantized fits {pattern!r}, such as {next(iter(plan.linears), 'none')}")
-    scheme = dataclasses.replace(plan.scheme, activation=None)
+    scheme = plan.scheme.weight_only
     return {name: scheme for name in plan.linears if any(matches(name, pattern) for pattern in patterns)}
 
 

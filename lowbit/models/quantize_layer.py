@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lowbit.formats import QuantTensor, Scheme
 from lowbit.models.decoder import Decoder, Input
-from lowbit.quantize.activations import static_scale
+from lowbit.quantize.activations import static_range
 from lowbit.quantize.awq import clipped, search_scale
 from lowbit.quantize.fold import Fold, divide_outputs, multiply_inputs
 from lowbit.quantize.gptq import gptq
@@ -74,11 +74,12 @@ class LayerQuantizer:
     ) -> None:
         """Rounds to nearest; what it looks at inputs for is their range."""
         assert isinstance(self.method, Rtn)
-        seen = {group.linears[0]: torch.zeros(1, device=self.decoder.device) for group in inputs}
+        seen = {group.linears[0]: torch.zeros(2, device=self.decoder.device) for group in inputs}
 
         def watch(name: str) -> Callable[[Tensor], None]:
             def take(x: Tensor) -> None:
-                seen[name] = torch.maximum(seen[name], x.abs().amax().float())
+                low, high = seen[name].unbind()
+                seen[name] = torch.stack((torch.minimum(low, x.amin().float()), torch.maximum(high, x.amax().float())))
 
             return take
 
@@ -87,7 +88,7 @@ class LayerQuantizer:
             for name in group.linears:
                 with _naming(f"{self.decoder.layer_name(i)}.{name}"):
                     q = rtn(_weight(self.decoder.layers[i], name), schemes[name], search=self.method.search)
-                self._set(i, name, replace(q, activation_scale=static_scale(schemes[name], seen[group.linears[0]])), result)
+                self._set(i, name, replace(q, **static_range(schemes[name], *seen[group.linears[0]])), result)
 
     def _gptq(
         self, i: int, hidden: list[Tensor], schemes: Mapping[str, Scheme], inputs: list[Input], result: LayerResult
@@ -104,7 +105,7 @@ class LayerQuantizer:
                         _weight(layer, name), statistics.hessian, schemes[name], act_order=self.method.act_order,
                         static_groups=self.method.static_groups, search=self.method.search, damping=self.method.damping,
                     )  # fmt: skip
-                q = replace(q, activation_scale=static_scale(schemes[name], statistics.abs_max))
+                q = replace(q, **static_range(schemes[name], statistics.low, statistics.high))
                 self._set(i, name, q, result, statistics.hessian)
 
     def _rescale(
@@ -117,9 +118,9 @@ class LayerQuantizer:
             for name in group.linears:
                 weight, scheme = _weight(self.decoder.layers[i], name), schemes[name]
                 with _naming(f"{self.decoder.layer_name(i)}.{name}"):
-                    q = clipped(weight, scheme, stats.hessian) if isinstance(self.method, Awq) else rtn(weight, scheme)
-                static = static_scale(scheme, stats.abs_max)
-                q = replace(q, input_scale=input_scales.get(name), activation_scale=static)
+                    clip = isinstance(self.method, Awq) and self.method.search == "loss"
+                    q = clipped(weight, scheme, stats.hessian) if clip else rtn(weight, scheme)
+                q = replace(q, input_scale=input_scales.get(name), **static_range(scheme, stats.low, stats.high))
                 self._set(i, name, q, result, stats.hessian)
 
     def _move_factors(

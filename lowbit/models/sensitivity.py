@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -80,5 +81,5 @@ def _adder(information: Tensor, tokens: int) -> Callable[[Tensor, Tensor], None]
 def _keep(path: Path, hidden: Tensor) -> None:
     try:
         save_file({"hidden": hidden.cpu()}, str(path))
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: the inputs of a layer cannot be written ({error}); free some space") from error

@@ -46,7 +46,7 @@ class Plan:
         return {**self.linears, **self.embeddings}
 
     def lines(self) -> list[str]:
-        """The report, a line each."""
+        """The report: a line for each scheme, and for all modules that stay as they are for one reason."""
         modules: dict[Scheme, list[str]] = {}
         for name in self.shapes:
             modules.setdefault(self.others.get(name, self.scheme), []).append(name)
@@ -56,7 +56,13 @@ class Plan:
             weights = sum(self.shapes[name][0] * self.shapes[name][1] for name in names)
             out.append(f"converted to {scheme}: {count} modules, {weights:,} weights")
         out += [f"  {name}: shares the weights of {source}" for name, source in self.tied.items()]
-        out += [f"kept: {row.name} ({row.kind}, {row.weights:,} weights): {row.reason}" for row in self.kept]
+        alike: dict[tuple[str, str], list[Kept]] = {}
+        for row in self.kept:
+            alike.setdefault((row.kind, row.reason), []).append(row)
+        for (kind, reason), rows in alike.items():
+            weights = sum(row.weights for row in rows)
+            what = kind if len(rows) == 1 else f"and {len(rows) - 1} more {kind} like it"
+            out.append(f"kept: {rows[0].name} ({what}, {weights:,} weights): {reason}")
         return out
 
 
@@ -197,9 +203,10 @@ def empty_like(
     input_scale: bool = False,
     low_rank: int = 0,
     activation_scale: bool = False,
+    activation_zero: bool = False,
 ) -> PackedWeight:
     """A quantized stand-in for a linear layer or embedding, its weights not set, with an order, an input scale, a correction
-    of a rank or an activation scale if asked for.
+    of a rank, an activation scale or zero if asked for.
 
     Raises ValueError for an embedding that should have one of these.
     """
@@ -213,5 +220,5 @@ def empty_like(
     features = (module.in_features, module.out_features)
     return QuantLinear(
         *features, scheme, bias=module.bias, device=device, order=order, input_scale=input_scale, low_rank=low_rank,
-        activation_scale=activation_scale,
+        activation_scale=activation_scale, activation_zero=activation_zero,
     )  # fmt: skip

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -12,15 +15,36 @@ from lowbit.ops.byte_gemm import byte_gemm
 from lowbit.ops.channels import channels_of_codes
 
 
+@dataclass(frozen=True, eq=False)
+class QuantizedInput:
+    """The input of layers with 8-bit activations, quantized already: x = (codes [.., K] - zero) * scale (`ops.Activations`), of
+    the type `dtype` before. It stands in for the tensor between a norm and the layers that read it."""
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """That of x."""
+        return self.codes.shape
+
+    @property
+    def device(self) -> torch.device:
+        """That of the codes."""
+        return self.codes.device
+
+
 class QuantLinear(PackedWeight):
     """y [.., out_features] = x [.., in_features] . dequant(w)^T + bias, with w packed (see `PackedWeight`).
 
     x is fp16, bf16 or fp32 and y has its type; bias [out_features] is kept as it was in the original layer. With an `order` or
     an `input_scale`, x is brought into the order of the codes and scaled first, at every call. A scheme with 8-bit activations
-    has x quantized next, by the `activation_scale` or else token by token (by blocks of K where the weights have blocks). A
-    low-rank correction costs two
-    small products and two roundings to x's type: of x down^T, and of the quantized product before the correction is added. On a
-    GPU the first call with 16-bit activations brings the weights into the order of the tensor-core kernels (`prepare`).
+    has x quantized next, by the `activation_scale` (and `activation_zero`) or else token by token (by blocks of K where the
+    weights have blocks). A low-rank correction costs two small products and two roundings to x's type: of x down^T, and of the
+    quantized product before the correction is added. On a GPU the first call brings the weights into the order of the
+    tensor-core kernels (`prepare`).
     """
 
     bias: nn.Parameter | None
@@ -40,9 +64,11 @@ class QuantLinear(PackedWeight):
         input_scale: bool = False,
         low_rank: int = 0,
         activation_scale: bool = False,
+        activation_zero: bool = False,
     ) -> None:
         shape, beside = (out_features, in_features), {"order": order, "input_scale": input_scale}
-        super().__init__(shape, scheme, device, **beside, low_rank=low_rank, activation_scale=activation_scale)
+        static = {"activation_scale": activation_scale, "activation_zero": activation_zero}
+        super().__init__(shape, scheme, device, **beside, low_rank=low_rank, **static)
         self.activation_format = None if self.scheme.activation is None else self.scheme.activation.name
         # Blocks of weights go with groups of activations as long as a block.
         self.activation_group = self.scheme.granularity.k if isinstance(self.scheme.granularity, PerBlock) else 0
@@ -56,7 +82,9 @@ class QuantLinear(PackedWeight):
         module.set_weight(q)
         return module
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | QuantizedInput) -> Tensor:
+        if isinstance(x, QuantizedInput):
+            return self._scaled_product(x)
         return self._corrected(self._product(x), x) if self.has_correction else self._product(x)
 
     def _corrected(self, y: Tensor, x: Tensor) -> Tensor:
@@ -68,7 +96,7 @@ class QuantLinear(PackedWeight):
 
     def _product(self, x: Tensor) -> Tensor:
         if self.activation_format is not None:
-            return self._scaled_product(x, self.activation_format)
+            return self._scaled_product(self.quantize_input(x))
         if x.is_cuda and not self.is_prepared and not torch.compiler.is_compiling():
             self.prepare(x.dtype)
         if self.is_prepared and x.dtype in (torch.float16, torch.bfloat16):
@@ -77,18 +105,37 @@ class QuantLinear(PackedWeight):
         channels = (self.weight_order, self.input_scale) if self.has_channels else ()
         return mixed_gemm(x, self.weight_packed, self.weight_scale, self.weight_zero, self.bias, self.scheme_name, *channels)
 
-    def _scaled_product(self, x: Tensor, fmt: str) -> Tensor:
+    @property
+    def takes_quantized_input(self) -> bool:
+        """Whether the layer does nothing with x but quantize it, so that others may do that."""
+        return self.activation_format is not None and not self.has_channels and not self.has_correction
+
+    def quantization(self) -> dict[str, Any]:
+        """How x is quantized: arguments of `ops.quantize_activations`."""
+        static = self.activation_scale
+        return {
+            "fmt": self.activation_format,
+            "group": self.activation_group if static is None else 0,
+            "scale": static,
+            "symmetric": not self.scheme.activation_zero,
+            "zero": self.activation_zero,
+        }
+
+    def quantize_input(self, x: Tensor) -> QuantizedInput:
+        """x as the product takes it, for a scheme with 8-bit activations."""
         if self.has_channels:
             x = channels_of_codes(x, self.weight_order, self.input_scale)
-        static = self.activation_scale
-        a = quantize_activations(x, fmt, group=self.activation_group if static is None else 0, scale=static)
-        if x.is_cuda and not self.is_prepared and not torch.compiler.is_compiling():
+        made = quantize_activations(x, **self.quantization())
+        return QuantizedInput(made.codes, made.scale, made.zero, x.dtype)
+
+    def _scaled_product(self, x: QuantizedInput) -> Tensor:
+        if x.codes.is_cuda and not self.is_prepared and not torch.compiler.is_compiling():
             self.prepare(x.dtype)
-        if self.is_prepared and x.is_cuda:
-            return byte_gemm(a.codes, a.scale, self.scaled_weight(), self.bias, dtype=x.dtype)
+        if self.is_prepared and x.codes.is_cuda:
+            return byte_gemm(x.codes, x.scale, self.scaled_weight(), self.bias, dtype=x.dtype, x_zero=x.zero)
         self.restore()
         weight = (self.weight_packed, self.weight_scale, self.weight_zero)
-        return scaled_gemm(a.codes, a.scale, *weight, self.bias, self.scheme_name, x.dtype)
+        return scaled_gemm(x.codes, x.scale, *weight, self.bias, self.scheme_name, x.dtype, x.zero)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.scheme}, bias={self.bias is not None}"

@@ -36,8 +36,9 @@ class PackedWeight(nn.Module):
 
     With `order`, there is `weight_order` int32 [K], with `input_scale` a parameter of this name, float [K] (float32 until
     loaded otherwise), with `low_rank` r `weight_up` [N, r] and `weight_down` [r, K], fp16, with `activation_scale` a parameter
-    of this name, float32 [1]; `QuantTensor` says what they mean. Parameters rather than buffers, because tensor parallelism
-    shards parameters only; never one called `weight`, which a reader without this library would take for floats.
+    of this name, float32 [1], with `activation_zero` one int32 [1]; `QuantTensor` says what they mean. Parameters
+    rather than buffers, because tensor parallelism shards parameters only; never one called `weight`, which a reader without
+    this library would take for floats.
     """
 
     weight_zero: nn.Parameter | None
@@ -46,6 +47,7 @@ class PackedWeight(nn.Module):
     weight_up: nn.Parameter | None
     weight_down: nn.Parameter | None
     activation_scale: nn.Parameter | None
+    activation_zero: nn.Parameter | None
     kernel_codes: Tensor | None
     kernel_scale: Tensor | None
     kernel_channel_scale: Tensor | None
@@ -61,6 +63,7 @@ class PackedWeight(nn.Module):
         input_scale: bool = False,
         low_rank: int = 0,
         activation_scale: bool = False,
+        activation_zero: bool = False,
     ) -> None:
         super().__init__()
         self.scheme = parse_scheme(scheme)
@@ -85,7 +88,10 @@ class PackedWeight(nn.Module):
             _parameter(torch.empty(n, low_rank, dtype=torch.float16, device=device)) if low_rank else None,
             _parameter(torch.empty(low_rank, k, dtype=torch.float16, device=device)) if low_rank else None,
         )
-        self._set_activation_scale(_parameter(torch.empty(1, dtype=torch.float32, device=device)) if activation_scale else None)
+        self._set_activation_range(
+            _parameter(torch.empty(1, dtype=torch.float32, device=device)) if activation_scale else None,
+            _parameter(torch.empty(1, dtype=torch.int32, device=device)) if activation_zero else None,
+        )
         for name in ("kernel_codes", "kernel_scale", "kernel_channel_scale", "kernel_sums"):
             self.register_buffer(name, None, persistent=False)
         self._shared = False
@@ -102,8 +108,9 @@ class PackedWeight(nn.Module):
         self.register_parameter("weight_down", down)
         self.has_correction = up is not None
 
-    def _set_activation_scale(self, scale: nn.Parameter | None) -> None:
+    def _set_activation_range(self, scale: nn.Parameter | None, zero: nn.Parameter | None) -> None:
         self.register_parameter("activation_scale", scale)
+        self.register_parameter("activation_zero", zero)
 
     @property
     def is_prepared(self) -> bool:
@@ -173,7 +180,7 @@ class PackedWeight(nn.Module):
         self._set_channels(*(None if t is None else _parameter(t) for t in (q.order, q.input_scale)))
         factors = (None, None) if q.low_rank is None else (q.low_rank.up, q.low_rank.down)
         self._set_correction(*(None if t is None else _parameter(t) for t in factors))
-        self._set_activation_scale(None if q.activation_scale is None else _parameter(q.activation_scale))
+        self._set_activation_range(*(None if t is None else _parameter(t) for t in (q.activation_scale, q.activation_zero)))
         self._forget_prepared()
         self.weight_packed = _parameter(pack_words(q.codes, q.scheme.weight.bits))
         self.weight_scale = _parameter(q.scale)
@@ -201,16 +208,15 @@ class PackedWeight(nn.Module):
             codes = unpack_words(self.weight_packed.data, self.scheme.weight.bits, self.shape[1])
         up, down = self.weight_up, self.weight_down
         correction = None if up is None or down is None else LowRank(up.data, down.data)
-        zero, order, input_scale, static = (
-            None if p is None else p.data
-            for p in (self.weight_zero, self.weight_order, self.input_scale, self.activation_scale)
-        )
-        return QuantTensor(codes, self.weight_scale.data, zero, self.scheme, order, input_scale, correction, static)
+        of_x = (self.weight_order, self.input_scale, self.activation_scale, self.activation_zero)
+        zero, order, input_scale, *static = (None if p is None else p.data for p in (self.weight_zero, *of_x))
+        return QuantTensor(codes, self.weight_scale.data, zero, self.scheme, order, input_scale, correction, *static)
 
     @property
     def weight_nbytes(self) -> int:
         """Bytes of the packed weights and everything beside them."""
-        beside = sum(p.nbytes for p in (self.weight_up, self.weight_down, self.activation_scale) if p is not None)
+        more = (self.weight_up, self.weight_down, self.activation_scale, self.activation_zero)
+        beside = sum(p.nbytes for p in more if p is not None)
         if self.is_prepared:
             scaled = self.scheme.activation is not None
             return (self.scaled_weight().nbytes if scaled else self.kernel_weight().nbytes) + beside

@@ -16,7 +16,7 @@ from lowbit.formats import PerBlock, PerGroup, Scheme, parse_scheme
 from lowbit.hardware.device import Device, device_for
 from lowbit.kernels.choose_scaled import ScaledShape, ScaledTile, choose_scaled
 from lowbit.ops.fragment_gemm import _Described, _described, _device, _on_meta, _triton_refusals, workspace
-from lowbit.ops.scaled_gemm import check_activations
+from lowbit.ops.scaled_gemm import check_activations, check_output
 from lowbit.pack import ScaledWeight, scaled_refusals
 from lowbit.pack.fragment import LANES, STRIP, k_tiles, strips
 from lowbit.pack.scaled import GROUP, ROW_BYTES
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 torch.library.define(
     "lowbit::byte_gemm",
     "(Tensor x, Tensor x_scale, Tensor codes, Tensor? scale, Tensor? channel_scale, Tensor sums, Tensor? bias, str scheme,"
-    " SymInt n, ScalarType dtype, Tensor? x_zero=None) -> Tensor",
+    " SymInt n, ScalarType dtype, Tensor? x_zero=None, str function='none', Tensor? y_scale=None) -> Tensor",
 )
 
 _scheme = functools.lru_cache(maxsize=None)(parse_scheme)
@@ -38,15 +38,15 @@ _scheme = functools.lru_cache(maxsize=None)(parse_scheme)
 
 def byte_gemm(
     x: Tensor, x_scale: Tensor, w: ScaledWeight, bias: Tensor | None = None, *, dtype: torch.dtype = torch.bfloat16,
-    x_zero: Tensor | None = None,
+    x_zero: Tensor | None = None, function: str = "none", y_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """y [.., N] = ((x [.., K] - x_zero) * x_scale) . dequant(w)[N, K]^T + bias [N], of `dtype`: fp16, bf16 or fp32.
+    """y [.., N] = function(((x [.., K] - x_zero) * x_scale) . dequant(w)[N, K]^T + bias [N]) of `dtype`.
 
-    x, x_scale and x_zero are those of `scaled_gemm`; scales of x in blocks of 128 go with 8-bit weights only. Raises
-    ValueError for tensors that do not fit together.
+    Everything but w is as in `scaled_gemm`; scales of x in blocks of 128 go with 8-bit weights only. What follows the sums is
+    in float32, with one rounding to `dtype`. Raises ValueError for tensors that do not fit together.
     """
     return torch.ops.lowbit.byte_gemm(
-        x, x_scale, w.codes, w.scale, w.channel_scale, w.sums, bias, w.scheme.name, w.shape[0], dtype, x_zero
+        x, x_scale, w.codes, w.scale, w.channel_scale, w.sums, bias, w.scheme.name, w.shape[0], dtype, x_zero, function, y_scale
     )
 
 
@@ -81,10 +81,12 @@ def describe_scaled(scheme: str | Scheme, m: int, n: int, k: int, device: Device
 
 def _check(
     x: Tensor, x_scale: Tensor, codes: Tensor, scale: Tensor | None, channel: Tensor | None, sums: Tensor,
-    bias: Tensor | None, s: Scheme, n: int, dtype: torch.dtype, x_zero: Tensor | None,
+    bias: Tensor | None, s: Scheme, n: int, dtype: torch.dtype, x_zero: Tensor | None, function: str,
+    y_scale: Tensor | None,
 ) -> None:  # fmt: skip
     """Raises ValueError unless the tensors are of one product under the scheme."""
-    check_activations("byte_gemm", x, x_scale, x_zero, s, dtype)
+    check_activations("byte_gemm", x, x_scale, x_zero, s)
+    check_output("byte_gemm", dtype, function, y_scale)
     reasons = scaled_refusals(s)
     if reasons:
         raise ValueError(f"byte_gemm: the kernels {'; '.join(reasons)}")
@@ -113,39 +115,40 @@ def _check(
 @torch.library.impl("lowbit::byte_gemm", "CUDA")
 def _byte_gemm(
     x: Tensor, x_scale: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, sums: Tensor,
-    bias: Tensor | None, scheme: str, n: int, dtype: torch.dtype, x_zero: Tensor | None = None,
+    bias: Tensor | None, scheme: str, n: int, dtype: torch.dtype, x_zero: Tensor | None = None, function: str = "none",
+    y_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     k = x.shape[-1]
     rows = _aligned_rows(x if x.dim() == 2 else x.reshape(-1, k))
     x_scale = x_scale.contiguous()
     if x_zero is not None:
         x_zero = x_zero.reshape(-1).expand(rows.shape[0]).contiguous()
-    described = tuple(_described(t) for t in (codes, scale, channel_scale, sums, bias, x_scale, x_zero))
-    plan = _plan(scheme, rows.shape[0], n, x.shape, x.dtype, x.device, dtype, described)
+    described = tuple(_described(t) for t in (codes, scale, channel_scale, sums, bias, x_scale, x_zero, y_scale))
+    plan = _plan(scheme, rows.shape[0], n, x.shape, x.dtype, x.device, dtype, function, described)
     if plan is None:
         return x.new_empty((*x.shape[:-1], n), dtype=dtype)
     arguments = (rows, x_scale, x_zero, codes, scale, channel_scale, sums, bias)
     if x.device.index != torch.cuda.current_device():
         with torch.cuda.device(x.device):
-            y = plan(*arguments, *workspace(x.device, *plan.workspace))
+            y = plan(*arguments, *workspace(x.device, *plan.workspace), y_scale)
     else:
-        y = plan(*arguments, *workspace(x.device, *plan.workspace))
+        y = plan(*arguments, *workspace(x.device, *plan.workspace), y_scale)
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], n)
 
 
 @functools.lru_cache(maxsize=4096)
 def _plan(
     scheme: str, m: int, n: int, x_shape: torch.Size, x_type: torch.dtype, on: torch.device, dtype: torch.dtype,
-    others: tuple[_Described | None, ...],
+    function: str, others: tuple[_Described | None, ...],
 ) -> ScaledPlan | NarrowPlan | PlainPlan | None:  # fmt: skip
     """The plan of a product; None where there is nothing to compute. Raises ValueError when the tensors do not fit."""
     parsed = _scheme(scheme)
     k = x_shape[-1]
-    codes, scale, channel, sums, bias, x_scale, x_zero = (None if t is None else _on_meta(t) for t in others)
+    codes, scale, channel, sums, bias, x_scale, x_zero, y_scale = (None if t is None else _on_meta(t) for t in others)
     assert codes is not None and sums is not None and x_scale is not None
     x = torch.empty(x_shape, dtype=x_type, device="meta")
     zero = None if x_zero is None else x_zero.new_empty((*x_shape[:-1], 1))
-    _check(x, x_scale, codes, scale, channel, sums, bias, parsed, n, dtype, zero)
+    _check(x, x_scale, codes, scale, channel, sums, bias, parsed, n, dtype, zero, function, y_scale)
     devices = {on, *(t[2] for t in others if t is not None)}
     if len(devices) > 1:
         raise ValueError(f"byte_gemm: all tensors must be on one device, got {sorted(map(str, devices))}")
@@ -159,32 +162,34 @@ def _plan(
     device = _device(on)
     if "wgmma" in device.features:
         tile = choose_scaled(shape, device)
-        return plan_for_scaled(tile, shape, parsed, dtype, kind, x_zero is not None, bias is not None, on)
+        return plan_for_scaled(tile, shape, parsed, dtype, kind, x_zero is not None, bias is not None, on, function)
     from lowbit.kernels.sm80.scaled_gemm import PlainPlan
 
-    return PlainPlan(shape, parsed, dtype, kind, x_zero is not None, bias is not None)
+    return PlainPlan(shape, parsed, dtype, kind, x_zero is not None, bias is not None, function)
 
 
 def plan_for_scaled(
     tile: ScaledTile, shape: ScaledShape, scheme: Scheme, dtype: torch.dtype, x_scale: XScale, x_zero: bool,
-    bias: bool, on: torch.device,
+    bias: bool, on: torch.device, function: str = "none",
 ) -> ScaledPlan | NarrowPlan:  # fmt: skip
     """The plan of a product with a given tile on the GPU `on`, a Hopper."""
     from lowbit.kernels.sm90.narrow_scaled_gemm import NarrowPlan, narrow_config
     from lowbit.kernels.sm90.scaled_gemm import ScaledPlan, scaled_config
 
     sm_count = torch.cuda.get_device_properties(on).multi_processor_count
+    made = shape, tile, scheme, dtype, x_scale, x_zero, bias, function
     if shape.bits == 8:
-        return ScaledPlan(shape, tile, scaled_config(shape, tile, scheme, dtype, x_scale, x_zero, bias), sm_count)
-    return NarrowPlan(shape, tile, narrow_config(shape, tile, scheme, dtype, x_scale, x_zero, bias), sm_count)
+        return ScaledPlan(shape, tile, scaled_config(*made), sm_count)
+    return NarrowPlan(shape, tile, narrow_config(*made), sm_count)
 
 
 @torch.library.register_fake("lowbit::byte_gemm")
 def _fake(
     x: Tensor, x_scale: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, sums: Tensor,
-    bias: Tensor | None, scheme: str, n: int, dtype: torch.dtype, x_zero: Tensor | None = None,
+    bias: Tensor | None, scheme: str, n: int, dtype: torch.dtype, x_zero: Tensor | None = None, function: str = "none",
+    y_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    _check(x, x_scale, codes, scale, channel_scale, sums, bias, _scheme(scheme), n, dtype, x_zero)
+    _check(x, x_scale, codes, scale, channel_scale, sums, bias, _scheme(scheme), n, dtype, x_zero, function, y_scale)
     return x.new_empty((*x.shape[:-1], n), dtype=dtype)
 
 

@@ -23,7 +23,7 @@ from lowbit.kernels.conv_reference import (
     output_size,
 )
 from lowbit.pack.nhwc64 import CODE_BITS, ActivationStorage, Nhwc64
-from lowbit.pack.stem import StemImages, quantize_images
+from lowbit.pack.stem import StemImages
 
 torch.library.define(
     "lowbit::conv_codes", "(Tensor x, Tensor? residual, Tensor? second, int handle, SymInt[] shape, str y) -> Tensor"
@@ -32,6 +32,9 @@ torch.library.define(
     "lowbit::max_pool_codes", "(Tensor x, str storage, SymInt[] window, SymInt[] stride, SymInt[] padding) -> Tensor"
 )
 torch.library.define("lowbit::average_pool_codes", "(Tensor x, str storage, SymInt channels, float scale) -> Tensor")
+
+STEM_POOL = ((3, 3), (2, 2), (1, 1))
+"""Window, stride and padding of the max-pool that a stem may have inside."""
 
 _PREPARED: weakref.WeakValueDictionary[int, Conv] = weakref.WeakValueDictionary()
 
@@ -45,14 +48,14 @@ def conv_refusals(layer: ConvLayer, device: torch.device | str) -> tuple[str, ..
         return (f"convolutions of codes run on NVIDIA GPUs and on the CPU, not on {device.type}",)
     reasons = []
     capability = torch.cuda.get_device_capability(device)
-    if capability[0] != 9:
+    if capability < (8, 0):
         name = torch.cuda.get_device_name(device)
-        reasons.append(f"the convolution kernels are for sm_90 (H100, H200), {name} is another")
+        reasons.append(f"the convolution kernels are for sm_80 and newer, {name} is sm_{capability[0]}{capability[1]}")
     if layer.y not in CODE_BITS and (layer.residual is not None or layer.second is not None):
         reasons.append(f"an output in {layer.y} is written without a residual or second product")
-    if max(layer.stride) > 8:
+    if capability[0] == 9 and max(layer.stride) > 8:
         reasons.append(f"strides are 8 at most, got {layer.stride}")
-    if max(*layer.padding, *(k - 1 - p for k, p in zip(layer.kernel, layer.padding, strict=True))) > 127:
+    if capability[0] == 9 and max(*layer.padding, *(k - 1 - p for k, p in zip(layer.kernel, layer.padding, strict=True))) > 127:
         reasons.append(f"windows reach 127 pixels beyond the image at most, got {layer.kernel} with padding {layer.padding}")
     return tuple(reasons)
 
@@ -60,16 +63,21 @@ def conv_refusals(layer: ConvLayer, device: torch.device | str) -> tuple[str, ..
 class Conv:
     """A lowered layer on one device; `prepare_conv` and `prepare_stem` make it. Calls read and write packed codes."""
 
-    def __init__(self, layer: ConvLayer, size: tuple[int, int, int], device: torch.device, images: StemImages | None) -> None:
-        self.layer, self.images, self.device = layer, images, device
+    def __init__(
+        self, layer: ConvLayer, size: tuple[int, int, int], device: torch.device, images: StemImages | None,
+        pooled: bool = False,
+    ) -> None:  # fmt: skip
+        self.layer, self.images, self.device, self.pooled = layer, images, device, pooled
         self.outputs = layer.weight.shape[0]
         self.handle = id(self)
         _PREPARED[self.handle] = self
-        self._kernel = _kernel(layer, size, device, images) if device.type == "cuda" else None
+        self._kernel = _kernel(layer, size, device, images, pooled) if device.type == "cuda" else None
 
     def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]:
         """Shape of the output [N, Ho, Wo, bytes or channels] for an input of packed shape `size`."""
         height, width = self.layer.output_size(size[1], size[2]) if self.images is None else self.images.output
+        if self.pooled:
+            height, width = output_size((height, width), *STEM_POOL)
         y = self.layer.y
         return size[0], height, width, Nhwc64(y).pixel_bytes(self.outputs) if y in CODE_BITS else self.outputs  # type: ignore[arg-type]
 
@@ -123,6 +131,8 @@ class Conv:
         if second is not None and layer.second is not None:
             other = Nhwc64(layer.second.x).unpack(second, layer.second.weight.shape[1])  # type: ignore[arg-type]
         y = conv_reference(codes, layer, added, other)
+        if self.pooled:
+            y = max_pool_reference(y, *STEM_POOL)
         if layer.y in CODE_BITS:
             return Nhwc64(layer.y).pack(y)  # type: ignore[arg-type]
         return y.permute(0, 2, 3, 1).contiguous()
@@ -138,11 +148,14 @@ def prepare_conv(layer: ConvLayer, size: tuple[int, int, int], device: torch.dev
     return Conv(layer.to(device), size, device, None)
 
 
-def prepare_stem(layer: ConvLayer, size: tuple[int, int, int], device: torch.device | str | None = None) -> Conv:
+def prepare_stem(
+    layer: ConvLayer, size: tuple[int, int, int], device: torch.device | str | None = None, pooled: bool = False
+) -> Conv:
     """A first convolution of stride 2 on images of 1 to 4 channels and `size` (images, height, width), s8 codes.
 
-    Its input is what `pack_images` makes. Raises ValueError with every reason why it cannot be packed so; `prepare_conv` takes
-    any convolution, with channels filled up to 64.
+    Its input is what `ops/relayout.py::pack_values` makes of images with the result's `images`. With `pooled`, the max-pool of
+    3 x 3, stride 2 and padding 1 that follows is inside, and its codes are the output. Raises ValueError with every reason
+    why it cannot be; `prepare_conv` takes any convolution, with channels filled up to 64.
     """
     device = _device(layer, device)
     images = StemImages(layer.weight.shape[1], size[1], size[2], layer.kernel, layer.padding)
@@ -151,17 +164,25 @@ def prepare_stem(layer: ConvLayer, size: tuple[int, int, int], device: torch.dev
         reasons.append(f"stride {layer.stride}, a stem has 2 x 2")
     if layer.x != "s8" or layer.second is not None or layer.residual is not None:
         reasons.append("a stem reads s8 codes and adds nothing")
+    if pooled:
+        reasons += stem_pool_refusals(layer, device)
     if reasons:
         raise ValueError(f"{layer.name or 'the layer'} is no stem: {'; '.join(reasons)}")
     _refuse(layer, device)
-    return Conv(layer.to(device), size, device, images)
+    return Conv(layer.to(device), size, device, images, pooled)
 
 
-def pack_images(stem: Conv, images: Tensor, inverse_scale: float) -> Tensor:
-    """Packed input of a stem of float images [N, C, H, W]: codes clamp(rne(image * inverse_scale), -128, 127)."""
-    if stem.images is None:
-        raise ValueError("pack_images is for layers of prepare_stem; other inputs are packed by Nhwc64")
-    return stem.images.pack(quantize_images(images, inverse_scale))
+def stem_pool_refusals(layer: ConvLayer, device: torch.device | str) -> tuple[str, ...]:
+    """Why a stem cannot have its max-pool inside on `device`; empty if it can."""
+    device = torch.device(device)
+    reasons = []
+    if layer.y not in CODE_BITS:
+        reasons.append(f"its output is stored as {layer.y}, not as codes")
+    if bool((layer.s < 0).any()):
+        reasons.append("some s are negative, so that larger sums are smaller codes")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != 9:
+        reasons.append("the kernel with the pool inside is for sm_90")
+    return tuple(reasons)
 
 
 def conv_codes(conv: Conv, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None) -> Tensor:
@@ -200,12 +221,23 @@ def _dtype(y: str) -> torch.dtype:
     return torch.uint8 if y in CODE_BITS else DTYPES[y]  # type: ignore[index]
 
 
-def _kernel(layer: ConvLayer, size: tuple[int, int, int], device: torch.device, images: StemImages | None) -> object:
+def _kernel(
+    layer: ConvLayer, size: tuple[int, int, int], device: torch.device, images: StemImages | None, pooled: bool
+) -> object:
     """The layer on the GPU, with the tile of its shape."""
+    major, _ = torch.cuda.get_device_capability(device)
+    if major != 9:
+        from lowbit.kernels.sm80.conv import PreparedMmaConv
+
+        return PreparedMmaConv(layer, images)
     from lowbit.kernels.sm90.conv_plan import STEM_TILE, PreparedConv, choose_tile
     from lowbit.kernels.sm90.conv_strip import PreparedStrip, strip_tile
 
     processors = torch.cuda.get_device_properties(device).multi_processor_count
+    if images is not None and pooled:
+        from lowbit.kernels.sm90.stem_pool import PreparedStemPool
+
+        return PreparedStemPool(layer, images, processors)
     if images is not None:
         return PreparedConv(layer, STEM_TILE, processors, images)
     tile = strip_tile(layer, size[2], device_for(90).shared_per_sm_bytes)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 torch.library.define(
     "lowbit::quantize_activations",
     "(Tensor x, str format, SymInt group=0, Tensor? scale=None, bool symmetric=True, str before='', Tensor? beside=None,"
-    " Tensor? weight=None, Tensor? bias=None, float eps=0.0) -> Tensor[]",
+    " Tensor? weight=None, Tensor? bias=None, float eps=0.0, Tensor? zero=None) -> Tensor[]",
 )
 
 BEFORE = ("", "rms_norm", "layer_norm", "silu")
@@ -42,7 +42,7 @@ _format = functools.lru_cache(maxsize=None)(number_format)
 
 class Activations(NamedTuple):
     """x = (codes - zero) * scale: codes int8, float8_e4m3fn or float8_e5m2 [.., K], scale float32 [.., 1], [.., groups] or the
-    given [1]; zero int32 [.., 1] or None; `sum`, x + residual where one was added, else None."""
+    given [1]; zero int32 [.., 1], the given [1] or None; `sum`, x + residual where one was added, else None."""
 
     codes: Tensor
     scale: Tensor
@@ -51,42 +51,45 @@ class Activations(NamedTuple):
 
 
 def quantize_activations(
-    x: Tensor, fmt: str | NumberFormat, *, group: int = 0, scale: Tensor | None = None, symmetric: bool = True
-) -> Activations:
+    x: Tensor, fmt: str | NumberFormat, *, group: int = 0, scale: Tensor | None = None, symmetric: bool = True,
+    zero: Tensor | None = None,
+) -> Activations:  # fmt: skip
     """x [.., K] (fp16, bf16 or fp32) in codes of `fmt`: int8, fp8_e4m3 or fp8_e5m2.
 
     One scale per token, max|x| / the largest value of the format, or one per token and `group` columns (a power of two); or the
     given `scale` float32 [1] for all, beyond which values saturate. Not `symmetric`, for int8 only: the scale covers max - min,
-    and there are zero points. Rounds to nearest, ties to even. Rows of zeros have the scale 2^-126; rows with an infinity or
-    a NaN have a scale that is not finite, nor is then any product. Raises ValueError for what does not fit together.
+    and there are zero points, with a given scale the given `zero` int32 [1]. Rounds to nearest, ties to even. Rows
+    of zeros have the scale 2^-126; rows with an infinity or a NaN have a scale that is not finite, nor is then any product.
+    Raises ValueError for what does not fit together.
     """
-    return _quantize(x, fmt, group, scale, symmetric)
+    return _quantize(x, fmt, group, scale, symmetric, zero)
 
 
 def rms_norm_quantize(
     x: Tensor, weight: Tensor, eps: float, fmt: str | NumberFormat, *, residual: Tensor | None = None, group: int = 0,
-    scale: Tensor | None = None,
+    scale: Tensor | None = None, symmetric: bool = True, zero: Tensor | None = None,
 ) -> Activations:  # fmt: skip
     """`quantize_activations` of x / sqrt(mean(x^2) + eps) * weight [K], in float32 and not rounded in between.
 
     With a `residual` [.., K], x + residual in x's type takes the place of x and is returned as `sum`.
     """
-    return _quantize(x, fmt, group, scale, True, "rms_norm", residual, weight, None, eps)
+    return _quantize(x, fmt, group, scale, symmetric, zero, "rms_norm", residual, weight, None, eps)
 
 
 def layer_norm_quantize(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, fmt: str | NumberFormat, *, residual: Tensor | None = None,
-    group: int = 0, scale: Tensor | None = None,
+    group: int = 0, scale: Tensor | None = None, symmetric: bool = True, zero: Tensor | None = None,
 ) -> Activations:  # fmt: skip
     """`quantize_activations` of (x - mean) / sqrt(variance + eps) * weight + bias; otherwise as `rms_norm_quantize`."""
-    return _quantize(x, fmt, group, scale, True, "layer_norm", residual, weight, bias, eps)
+    return _quantize(x, fmt, group, scale, symmetric, zero, "layer_norm", residual, weight, bias, eps)
 
 
 def silu_mul_quantize(
-    gate: Tensor, up: Tensor, fmt: str | NumberFormat, *, group: int = 0, scale: Tensor | None = None
-) -> Activations:
+    gate: Tensor, up: Tensor, fmt: str | NumberFormat, *, group: int = 0, scale: Tensor | None = None,
+    symmetric: bool = True, zero: Tensor | None = None,
+) -> Activations:  # fmt: skip
     """`quantize_activations` of silu(gate) * up, in float32 and not rounded in between."""
-    return _quantize(gate, fmt, group, scale, True, "silu", up)
+    return _quantize(gate, fmt, group, scale, symmetric, zero, "silu", up)
 
 
 def quantize_refusals(fmt: NumberFormat, dtype: torch.dtype, k: int, device: torch.device | str) -> tuple[str, ...]:
@@ -107,20 +110,19 @@ def quantize_refusals(fmt: NumberFormat, dtype: torch.dtype, k: int, device: tor
 
 
 def _quantize(
-    x: Tensor, fmt: str | NumberFormat, group: int, scale: Tensor | None, symmetric: bool, before: str = "",
-    beside: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 0.0,
+    x: Tensor, fmt: str | NumberFormat, group: int, scale: Tensor | None, symmetric: bool, zero: Tensor | None,
+    before: str = "", beside: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 0.0,
 ) -> Activations:  # fmt: skip
     name = fmt if isinstance(fmt, str) else fmt.name
-    made = torch.ops.lowbit.quantize_activations(x, name, group, scale, symmetric, before, beside, weight, bias, eps)
-    codes, *rest = made
-    own = scale if scale is not None else rest.pop(0)
-    zero = None if symmetric else rest.pop(0)
-    return Activations(codes, own, zero, rest.pop(0) if rest else None)
+    made = torch.ops.lowbit.quantize_activations(x, name, group, scale, symmetric, before, beside, weight, bias, eps, zero)
+    zero = made[2] if scale is None and not symmetric else zero
+    total = made[-1] if before.endswith("norm") and beside is not None else None
+    return Activations(made[0], made[1] if scale is None else scale, zero, total)
 
 
 def _check(
     x: Tensor, fmt: str, group: int, scale: Tensor | None, symmetric: bool, before: str, beside: Tensor | None,
-    weight: Tensor | None, bias: Tensor | None,
+    weight: Tensor | None, bias: Tensor | None, zero: Tensor | None,
 ) -> NumberFormat:  # fmt: skip
     """The format; raises ValueError unless everything fits together."""
     who = "quantize_activations"
@@ -130,11 +132,14 @@ def _check(
         raise ValueError(f"{who}: x is fp16, bf16 or fp32 [.., K], got {x.dtype} {tuple(x.shape)}")
     if group < 0 or group & (group - 1):
         raise ValueError(f"{who}: a group has a power of two of columns, or 0 for all of them, got {group}")
-    if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32 or group or not symmetric):
+    if scale is not None and (scale.numel() != 1 or scale.dtype != torch.float32 or group):
         raise ValueError(
-            f"{who}: a given scale is one float32 number for all of x, without groups and zero points, "
-            f"got {scale.dtype} {tuple(scale.shape)}"
+            f"{who}: a given scale is one float32 number for all of x, without groups, got {scale.dtype} {tuple(scale.shape)}"
         )
+    if (zero is not None) != (scale is not None and not symmetric):
+        raise ValueError(f"{who}: a given scale of asymmetric activations and a given zero go together")
+    if zero is not None and (zero.numel() != 1 or zero.dtype != torch.int32):
+        raise ValueError(f"{who}: a given zero is one int32 number for all of x, got {zero.dtype} {tuple(zero.shape)}")
     if not symmetric and (fmt != "int8" or group):
         raise ValueError(f"{who}: zero points go with int8 and one scale per token, not with {fmt} in groups of {group}")
     if before not in BEFORE:
@@ -154,8 +159,9 @@ def _check(
 def _plain(
     x: Tensor, fmt: str, group: int = 0, scale: Tensor | None = None, symmetric: bool = True, before: str = "",
     beside: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 0.0,
+    zero: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    parsed = _check(x, fmt, group, scale, symmetric, before, beside, weight, bias)
+    parsed = _check(x, fmt, group, scale, symmetric, before, beside, weight, bias, zero)
     total = None
     if before == "silu":
         assert beside is not None
@@ -167,8 +173,8 @@ def _plain(
         if weight is not None:
             norm = rms_norm_reference(values, weight, eps) if before == "rms_norm" else None
             values = layer_norm_reference(values, weight, bias, eps) if norm is None else norm
-    codes, own, zero = quantize_activations_reference(values, parsed, group, scale, symmetric)
-    return [t for t in (codes, None if scale is not None else own, zero, total) if t is not None]
+    codes, *found = quantize_activations_reference(values, parsed, group, scale, symmetric, zero)
+    return [t for t in (codes, *(found if scale is None else ()), total) if t is not None]
 
 
 torch.library.impl("lowbit::quantize_activations", "CPU", _plain)
@@ -178,20 +184,21 @@ torch.library.impl("lowbit::quantize_activations", "CPU", _plain)
 def _on_gpu(
     x: Tensor, fmt: str, group: int = 0, scale: Tensor | None = None, symmetric: bool = True, before: str = "",
     beside: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 0.0,
+    zero: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
     rows = _rows(x)
     beside_rows = None if beside is None else _rows(beside)
-    others = tuple(_described(t) for t in (beside, weight, bias, scale))
+    others = tuple(_described(t) for t in (beside, weight, bias, scale, zero))
     strides = rows.stride(0), None if beside_rows is None else beside_rows.stride(0)
     aligned = rows.data_ptr() % 16 == 0 and all(stride is None or stride % 8 == 0 for stride in strides)
     plan = _plan(fmt, x.shape, x.dtype, x.device, group, symmetric, before, others, aligned)
     if plan is None:
-        return _plain(x, fmt, group, scale, symmetric, before, beside, weight, bias, eps)
+        return _plain(x, fmt, group, scale, symmetric, before, beside, weight, bias, eps, zero)
     if x.device.index != torch.cuda.current_device():
         with torch.cuda.device(x.device):
-            made = plan(rows, beside_rows, weight, bias, scale, eps)
+            made = plan(rows, beside_rows, weight, bias, scale, eps, zero)
     else:
-        made = plan(rows, beside_rows, weight, bias, scale, eps)
+        made = plan(rows, beside_rows, weight, bias, scale, eps, zero)
     return made if x.dim() == 2 else [t.reshape(*x.shape[:-1], t.shape[-1]) for t in made]
 
 
@@ -207,8 +214,9 @@ def _plan(
     others: tuple[_Described | None, ...], aligned: bool,
 ) -> QuantizePlan | None:  # fmt: skip
     """The plan of a call, None where the kernel does not take it. Raises ValueError when the tensors do not fit together."""
-    beside, weight, bias, scale = (None if t is None else torch.empty(t[0], dtype=t[1], device="meta") for t in others)
-    parsed = _check(torch.empty(shape, dtype=dtype, device="meta"), fmt, group, scale, symmetric, before, beside, weight, bias)
+    beside, weight, bias, scale, zero = (None if t is None else torch.empty(t[0], dtype=t[1], device="meta") for t in others)
+    x = torch.empty(shape, dtype=dtype, device="meta")
+    parsed = _check(x, fmt, group, scale, symmetric, before, beside, weight, bias, zero)
     devices = {on, *(t[2] for t in others if t is not None)}
     if len(devices) > 1:
         raise ValueError(f"quantize_activations: all tensors must be on one device, got {sorted(map(str, devices))}")
@@ -226,14 +234,15 @@ def _plan(
 def _fake(
     x: Tensor, fmt: str, group: int = 0, scale: Tensor | None = None, symmetric: bool = True, before: str = "",
     beside: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 0.0,
+    zero: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    _check(x, fmt, group, scale, symmetric, before, beside, weight, bias)
+    _check(x, fmt, group, scale, symmetric, before, beside, weight, bias, zero)
     groups = -(-x.shape[-1] // group) if group else 1
     filled = -(-x.shape[-1] // CODE_PIECE) * CODE_PIECE if x.device.type == "cuda" else x.shape[-1]
     made = [x.new_empty((*x.shape[:-1], filled), dtype=CODE_DTYPES[fmt])[..., : x.shape[-1]]]
     if scale is None:
         made.append(x.new_empty((*x.shape[:-1], groups), dtype=torch.float32))
-    if not symmetric:
+    if scale is None and not symmetric:
         made.append(x.new_empty((*x.shape[:-1], groups), dtype=torch.int32))
     if before != "silu" and beside is not None:
         made.append(torch.empty_like(x))

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from lowbit.formats import IntFormat, NumberFormat, Scheme, ZeroPoint, packed_bytes, parse_scheme, scale_shape
+from lowbit.kernels.reference import FUNCTIONS
 from lowbit.kernels.scaled_blocked import X_BLOCK, scaled_gemm_blocked
 
 torch.library.define(
     "lowbit::scaled_gemm",
     "(Tensor x, Tensor x_scale, Tensor packed, Tensor scale, Tensor? zero, Tensor? bias, str scheme, ScalarType dtype,"
-    " Tensor? x_zero=None) -> Tensor",
+    " Tensor? x_zero=None, str function='none', Tensor? y_scale=None) -> Tensor",
 )
 
 OUTPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -27,9 +28,10 @@ _scheme = functools.lru_cache(maxsize=None)(parse_scheme)
 
 def scaled_gemm(
     x: Tensor, x_scale: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, scheme: str,
-    dtype: torch.dtype = torch.bfloat16, x_zero: Tensor | None = None,
+    dtype: torch.dtype = torch.bfloat16, x_zero: Tensor | None = None, function: str = "none",
+    y_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """y [.., N] = ((x [.., K] - x_zero) * x_scale) . dequant(w)[N, K]^T + bias [N], of `dtype`: fp16, bf16 or fp32.
+    """y [.., N] = function(((x [.., K] - x_zero) * x_scale) . dequant(w)[N, K]^T + bias [N]) of `dtype`.
 
     x is of the scheme's activation format: int8 (a8), float8_e4m3fn (a8e4m3) or float8_e5m2 (a8e5m2). x_scale float32 is [1]
     (one per tensor), [.., 1] (one per token) or [.., ceil(K / 128)] (one per token and 128 columns). x_zero int32 [.., 1] or
@@ -37,10 +39,15 @@ def scaled_gemm(
 
     packed uint8 [N, ceil(K * bits / 8)], scale and zero are the weight as nn.PackedWeight and `mixed_gemm` hold it: int8 codes
     are offset by 128 there. `scheme` is a scheme's name, such as w8a8, w8e4m3a8e4m3_t, w4a8_g128 or w6e3m2a8e4m3. An order or
-    an input scale of the weight concern x before it is quantized and are the caller's. Everything is exact but for the one
-    rounding to `dtype`, floats but for that of a float32 product. Raises ValueError for tensors that do not fit together.
+    an input scale of the weight concern x before it is quantized and are the caller's.
+
+    `dtype` is fp16, bf16, fp32 or int8. `function` is none, relu, gelu (0.5 y (1 + tanh(sqrt(2 / pi) (y + 0.044715 y^3)))) or
+    silu (y / (1 + exp(-y))). int8 goes with `y_scale` float32 [1], for all of y: a code is y in float32 times the float32
+    1 / y_scale, rounded to nearest, ties to even, and clamped to -128..127, as `quantize_activations` does with a given scale.
+    Everything is exact but for the one rounding to `dtype` (int8: two, to float32 before), floats but for that of a float32
+    product. Raises ValueError for tensors that do not fit together.
     """
-    return torch.ops.lowbit.scaled_gemm(x, x_scale, packed, scale, zero, bias, scheme, dtype, x_zero)
+    return torch.ops.lowbit.scaled_gemm(x, x_scale, packed, scale, zero, bias, scheme, dtype, x_zero, function, y_scale)
 
 
 def activation_dtype(fmt: NumberFormat | None) -> torch.dtype:
@@ -51,9 +58,7 @@ def activation_dtype(fmt: NumberFormat | None) -> torch.dtype:
     return dtypes[fmt.name]
 
 
-def check_activations(
-    operator: str, x: Tensor, x_scale: Tensor, x_zero: Tensor | None, scheme: Scheme, dtype: torch.dtype
-) -> None:
+def check_activations(operator: str, x: Tensor, x_scale: Tensor, x_zero: Tensor | None, scheme: Scheme) -> None:
     """Raises ValueError, naming the operator, unless x and what belongs to it are of the scheme."""
     wanted = activation_dtype(scheme.activation)
     if x.dtype != wanted or x.dim() < 1:
@@ -73,16 +78,28 @@ def check_activations(
             raise ValueError(f"{operator}: x_zero is int32 [1] or {per_token}, got {x_zero.dtype} {tuple(x_zero.shape)}")
         if tuple(x_scale.shape) not in shapes[:3]:
             raise ValueError(f"{operator}: x_zero goes with one scale per tensor or token, not with scales of blocks")
-    if dtype not in OUTPUT_DTYPES:
-        raise ValueError(f"{operator}: y is fp16, bf16 or fp32, got {dtype}")
+
+
+def check_output(operator: str, dtype: torch.dtype, function: str, y_scale: Tensor | None) -> None:
+    """Raises ValueError, naming the operator, unless y can be made so."""
+    if function not in FUNCTIONS:
+        raise ValueError(f"{operator}: the function after the product is {', '.join(FUNCTIONS)}, got {function!r}")
+    if y_scale is None:
+        if dtype not in OUTPUT_DTYPES:
+            raise ValueError(f"{operator}: y is fp16, bf16 or fp32, or int8 with a y_scale, got {dtype}")
+    elif dtype != torch.int8 or tuple(y_scale.shape) not in ((), (1,)) or y_scale.dtype != torch.float32:
+        raise ValueError(
+            f"{operator}: y_scale is float32 [1] and makes y int8, got {y_scale.dtype} {tuple(y_scale.shape)} and {dtype}"
+        )
 
 
 def _check(
     x: Tensor, x_scale: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, scheme: Scheme,
-    dtype: torch.dtype, x_zero: Tensor | None,
+    dtype: torch.dtype, x_zero: Tensor | None, function: str, y_scale: Tensor | None,
 ) -> None:  # fmt: skip
     """Raises ValueError unless the tensors are of one product under `scheme`."""
-    check_activations("scaled_gemm", x, x_scale, x_zero, scheme, dtype)
+    check_activations("scaled_gemm", x, x_scale, x_zero, scheme)
+    check_output("scaled_gemm", dtype, function, y_scale)
     k = x.shape[-1]
     if packed.dtype != torch.uint8 or packed.dim() != 2 or packed.shape[1] != packed_bytes(k, scheme.weight.bits):
         raise ValueError(
@@ -99,7 +116,7 @@ def _check(
         raise ValueError(f"scaled_gemm: {scheme} takes zeros {expected}, got {tuple(zero.shape)}")
     if bias is not None and tuple(bias.shape) != (n,):
         raise ValueError(f"scaled_gemm: bias is [{n}], got {tuple(bias.shape)}")
-    devices = {t.device for t in (x, x_scale, packed, scale, zero, bias, x_zero) if t is not None}
+    devices = {t.device for t in (x, x_scale, packed, scale, zero, bias, x_zero, y_scale) if t is not None}
     if len(devices) > 1:
         raise ValueError(f"scaled_gemm: all tensors must be on one device, got {sorted(map(str, devices))}")
 
@@ -107,17 +124,17 @@ def _check(
 @torch.library.impl("lowbit::scaled_gemm", ("CPU", "CUDA"))
 def _scaled_gemm(
     x: Tensor, x_scale: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, scheme: str,
-    dtype: torch.dtype, x_zero: Tensor | None = None,
+    dtype: torch.dtype, x_zero: Tensor | None = None, function: str = "none", y_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     parsed = _scheme(scheme)
-    _check(x, x_scale, packed, scale, zero, bias, parsed, dtype, x_zero)
-    return scaled_gemm_blocked(x, x_scale, packed, scale, zero, bias, parsed, dtype, x_zero)
+    _check(x, x_scale, packed, scale, zero, bias, parsed, dtype, x_zero, function, y_scale)
+    return scaled_gemm_blocked(x, x_scale, packed, scale, zero, bias, parsed, dtype, x_zero, function, y_scale)
 
 
 @torch.library.register_fake("lowbit::scaled_gemm")
 def _fake(
     x: Tensor, x_scale: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, scheme: str,
-    dtype: torch.dtype, x_zero: Tensor | None = None,
+    dtype: torch.dtype, x_zero: Tensor | None = None, function: str = "none", y_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    _check(x, x_scale, packed, scale, zero, bias, _scheme(scheme), dtype, x_zero)
+    _check(x, x_scale, packed, scale, zero, bias, _scheme(scheme), dtype, x_zero, function, y_scale)
     return x.new_empty((*x.shape[:-1], packed.shape[0]), dtype=dtype)

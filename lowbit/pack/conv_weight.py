@@ -97,3 +97,9 @@ def pack_constants(values: Tensor, y: str, outputs: int) -> Tensor:
     columns = torch.tensor(column_order(y, outputs), device=values.device)
     full = functional.pad(values.float(), (0, o64 - values.shape[0]))
     return full.reshape(-1, outputs)[:, columns].reshape(-1).contiguous()
+
+
+def pack_lane_constants(values: Tensor, y: str, outputs: int) -> Tensor:
+    """As `pack_constants`, but of each 16 columns of a tile, the 4 of a lane (of four) are neighbours: one load of 16 bytes."""
+    columns = pack_constants(values, y, outputs).reshape(-1, 2, 4, 2)
+    return columns.permute(0, 2, 1, 3).reshape(-1).contiguous()

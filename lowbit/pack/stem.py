@@ -103,9 +103,3 @@ class StemImages:
         full = functional.pad(weight, (*pads, 0, MOST_CHANNELS - self.channels))
         full = full.reshape(o, MOST_CHANNELS, self.window[0], 2, WINDOW_PIXELS, 2)  # o, c, row, dy, column, dx
         return full.permute(0, 4, 3, 5, 1, 2).reshape(o, PIXEL_BYTES * WINDOW_PIXELS, self.window[0], 1).contiguous()
-
-
-def quantize_images(images: Tensor, inverse_scale: float) -> Tensor:
-    """Codes int8 of float images: clamp(rne(float32(image) * inverse_scale), -128, 127), one float32 product, on any device."""
-    factor = torch.tensor(inverse_scale, dtype=torch.float32).item()
-    return (images.float() * factor).round().clamp(-128, 127).to(torch.int8)

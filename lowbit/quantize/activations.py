@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from lowbit.formats import Scheme
 
 
-def static_scale(scheme: Scheme, abs_max: Tensor) -> Tensor | None:
-    """The `activation_scale` float32 [1] for inputs whose largest magnitudes (of channels, or of all) are `abs_max`; None for a
-    scheme whose activations are scaled token by token. The largest value seen becomes the largest of the format."""
+def static_range(scheme: Scheme, low: Tensor, high: Tensor) -> dict[str, Any]:
+    """`activation_scale` float32 [1] and, where activations have zero points, `activation_zero` int32 [1], for inputs between
+    `low` and `high` (of channels, or of all; low <= 0 <= high); nothing for a scheme that scales activations token by token.
+
+    The largest magnitude seen becomes the largest of the format; with zero points the whole range becomes -128..127, as
+    `ops.quantize_activations` has it for a token.
+    """
     if not scheme.static_activations:
-        return None
+        return {}
     assert scheme.activation is not None
-    scale = abs_max.float().amax().reshape(1) / scheme.activation.max
-    return torch.where(scale > 0, scale, 1.0)
+    low, high = low.float().amin().reshape(1), high.float().amax().reshape(1)
+    if not scheme.activation_zero:
+        scale = torch.maximum(-low, high) / scheme.activation.max
+        return {"activation_scale": torch.where(scale > 0, scale, 1.0)}
+    scale = (high - low) / (scheme.activation.max - scheme.activation.min)
+    scale = torch.where(scale > 0, scale, 1.0)
+    return {"activation_scale": scale, "activation_zero": (scheme.activation.min - (low / scale).round()).to(torch.int32)}

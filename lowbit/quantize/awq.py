@@ -1,9 +1,9 @@
 """AWQ: input channels that meet large activations are scaled up before rounding, so that rounding hurts them less.
 
 Source: J. Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration", arXiv:2306.00978:
-s = (mean |x|)^ratio, the ratio by grid search, then clipping. The second family of scales, divided by the mean size of the
-weights, is the one of the authors' code. Here the error is that of the outputs of the layers which share the input, from the
-Hessian of all calibration inputs.
+s = (mean |x|)^ratio, the ratio by grid search, then clipping, here if asked for. The second family of scales, divided by the
+mean size of the weights, is the one of the authors' code. Here the error is that of the outputs of the layers which share the
+input, from the Hessian of all calibration inputs.
 """
 
 from __future__ import annotations

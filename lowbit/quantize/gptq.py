@@ -7,6 +7,7 @@ arXiv:2210.17323: the order of columns, the inverse Hessian's Cholesky factor, l
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Literal
 
 import torch
@@ -39,8 +40,9 @@ def gptq(
     `act_order` takes the columns with the largest inputs first. Groups then hold columns of like size and the result has an
     `order`, unless `static_groups` leaves them as they are, or one scale spans the row. `damping` times the mean of the
     Hessian's diagonal is added to it; docs/quantize.md says how 0.05 was chosen. Channels that were zero in all inputs are
-    rounded to nearest. Columns are corrected in float32, the Hessian is factorized in float64. Raises ValueError for weights
-    that are no matrix of finite numbers and a Hessian that does not fit them or cannot be factorized.
+    rounded to nearest. Columns are corrected in float32, the Hessian is factorized in float64; on a GPU the columns are walked
+    by kernels (`gptq_kernels`), whose sums come in another order. Raises ValueError for weights that are no matrix of finite
+    numbers and a Hessian that does not fit them or cannot be factorized.
     """
     scheme = parse_scheme(scheme)
     if search not in ("max", "mse", "loss"):
@@ -54,16 +56,17 @@ def gptq(
     factor = inverse_factor(hessian[order][:, order] if act_order else hessian, damping).float()
     # What a column's squared error costs, by the numbers of the channels.
     cost = torch.empty(k, device=weight.device).index_copy_(0, order, factor.diagonal().square().reciprocal())
-    grid = _Grid(weight, scheme, search)
+    on_gpu = weight.is_cuda and importlib.util.find_spec("triton") is not None
+    grid = _GpuGrid(weight, scheme, search) if on_gpu else _Grid(weight, scheme, search)
     w = weight.detach().float()
     if static_groups:
         for start in range(0, k, grid.width):
             columns = slice(start, start + grid.width)
             grid.fit(start // grid.width, w[:, columns], cost[columns])
-        codes = _round_columns(w[:, order].T.contiguous(), factor, order // grid.width, None, grid)
+        codes = grid.round_columns(w[:, order].T.contiguous(), factor, order // grid.width, None)
     else:
         groups = torch.arange(k, device=weight.device) // grid.width
-        codes = _round_columns(w[:, order].T.contiguous(), factor, groups, cost[order], grid)
+        codes = grid.round_columns(w[:, order].T.contiguous(), factor, groups, cost[order])
     if act_order and not static_groups and grid.width < k:
         return QuantTensor(codes.T.contiguous(), grid.scale, grid.zero, scheme, order.to(torch.int32))
     natural = torch.empty_like(codes).index_copy_(0, order, codes)
@@ -90,15 +93,14 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
 
 
 class _Grid:
-    """The scales and zeros of a weight [N, K], found one column of them at a time."""
+    """The scales and zeros of a weight [N, K], found one column of them at a time, and the rounding of columns on them."""
 
     def __init__(self, weight: Tensor, scheme: Scheme, search: GptqSearch) -> None:
         shape = (weight.shape[0], weight.shape[1])
-        rows, self.width = scheme.granularity.block(shape)
+        self.rows, self.width = scheme.granularity.block(shape)
         self.scheme = scheme
         self._factors = (1.0,) if search == "max" else CLIP_FACTORS
         self._by_loss = search == "loss"
-        self._rows = torch.arange(shape[0], device=weight.device) // rows
         empty = torch.empty(scale_shape(scheme.granularity, shape), dtype=scale_dtype(scheme), device=weight.device)
         self.scale = empty
         self.zero = None if scheme.zero is ZeroPoint.NONE else torch.empty_like(empty)
@@ -107,44 +109,81 @@ class _Grid:
 
     def fit(self, group: int, w: Tensor, cost: Tensor) -> None:
         """Finds the scales of a group from its columns [N, k]; `cost` [k] is what their squared errors cost."""
+        scale, zero = self._fitted(w, cost)
+        self.scale[:, group] = scale
+        if self.zero is not None and zero is not None:
+            self.zero[:, group] = zero
+
+    def round_columns(self, w: Tensor, factor: Tensor, groups: Tensor, cost: Tensor | None) -> Tensor:
+        """Codes [K, N] of the columns of the weight, the rows of `w` [K, N], which is used up. `groups` [K] names the column of
+        scales of each; with `cost` [K] scales are found whenever a group begins."""
+        k, n = w.shape
+        codes = torch.empty(k, n, dtype=torch.uint8, device=w.device)
+        rows = torch.arange(n, device=w.device) // self.rows
+        numbers = groups.tolist()
+        for start, end in _blocks(k, BLOCK if cost is None else self.width):
+            errors = torch.empty(end - start, n, device=w.device)
+            for j in range(start, end):
+                if cost is not None and j % self.width == 0:
+                    self.fit(numbers[j], w[j : j + self.width].T, cost[j : j + self.width])
+                scale, zero = self.scale[rows, numbers[j]], None if self.zero is None else self.zero[rows, numbers[j]]
+                codes[j] = nearest(w[j], scale, zero, self.scheme)
+                error = (w[j] - values(codes[j], scale, zero, self.scheme)) / factor[j, j]
+                w[j + 1 : end].addr_(factor[j, j + 1 : end], error, alpha=-1)
+                errors[j - start] = error
+            w[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
+        return codes
+
+    def _fitted(self, w: Tensor, cost: Tensor) -> tuple[Tensor, Tensor | None]:
         metric = (lambda d: d.square() @ cost) if self._by_loss else None
         scale, zero = fit_columns(w, self.scheme, self._factors, metric)
-        self.scale[:, group] = scale[:, 0]
-        if self.zero is not None and zero is not None:
-            self.zero[:, group] = zero[:, 0]
-
-    def round(self, group: int, column: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes and values of a column [N] of the group."""
-        scale, zero = self.scale[self._rows, group], None if self.zero is None else self.zero[self._rows, group]
-        codes = nearest(column, scale, zero, self.scheme)
-        return codes, values(codes, scale, zero, self.scheme)
+        return scale[:, 0], None if zero is None else zero[:, 0]
 
 
-def _round_columns(w: Tensor, factor: Tensor, groups: Tensor, cost: Tensor | None, grid: _Grid) -> Tensor:
-    """Codes [K, N] of the columns of the weight, the rows of `w` [K, N], which is used up. `groups` [K] names the column of
-    scales of each; with `cost` [K] scales are found whenever a group begins."""
-    k, n = w.shape
-    codes = torch.empty(k, n, dtype=torch.uint8, device=w.device)
-    numbers = groups.tolist()
-    for start, end in _blocks(k, BLOCK if cost is None else grid.width):
-        errors = torch.empty(end - start, n, device=w.device)
-        for j in range(start, end):
-            if cost is not None and j % grid.width == 0:
-                grid.fit(numbers[j], w[j : j + grid.width].T, cost[j : j + grid.width])
-            codes[j], rounded = grid.round(numbers[j], w[j])
-            error = (w[j] - rounded) / factor[j, j]
-            w[j + 1 : end].addr_(factor[j, j + 1 : end], error, alpha=-1)
-            errors[j - start] = error
-        w[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
-    return codes
+class _GpuGrid(_Grid):
+    """The same by kernels: nothing waits for the GPU before the last column."""
+
+    def __init__(self, weight: Tensor, scheme: Scheme, search: GptqSearch) -> None:
+        super().__init__(weight, scheme, search)
+        self._tried = torch.tensor(self._factors, device=weight.device)
+
+    def round_columns(self, w: Tensor, factor: Tensor, groups: Tensor, cost: Tensor | None) -> Tensor:
+        from lowbit.quantize.gptq_kernels import round_columns
+
+        k, n = w.shape
+        factor = factor.contiguous()  # by rows, which the kernel reads
+        codes = torch.empty(k, n, dtype=torch.uint8, device=w.device)
+        errors = torch.empty(min(k, BLOCK), n, device=w.device)
+        for start, end in _blocks(k, BLOCK) if cost is None else _inside_groups(k, self.width):
+            if cost is not None and start % self.width == 0:
+                self.fit(start // self.width, w[start : start + self.width].T, cost[start : start + self.width])
+            own = slice(start, end)
+            made = errors[: end - start]
+            round_columns(
+                codes[own], made, w[own], factor[own, own], groups[own], self.scale, self.zero, self.scheme, self.rows
+            )
+            w[end:].addmm_(factor[own, end:].T, made, alpha=-1)
+        if not all(bool(t.isfinite().all()) for t in (self.scale, self.zero) if t is not None):
+            raise ValueError(f"some scales or zeros are beyond {self.scale.dtype}: weights this large cannot be quantized")
+        return codes
+
+    def _fitted(self, w: Tensor, cost: Tensor) -> tuple[Tensor, Tensor | None]:
+        from lowbit.quantize.gptq_kernels import fit
+
+        return fit(w.T, self.scheme, self._tried, cost if self._by_loss else torch.ones_like(cost), self.rows)
 
 
 def _blocks(k: int, width: int) -> list[tuple[int, int]]:
     """Ranges of about BLOCK columns such that a group starts where a block does, or lies inside one as a whole: its scales
     are found from weights that know of every error made before."""
-    if width <= BLOCK:
-        step = BLOCK // width * width
-        return [(start, min(start + step, k)) for start in range(0, k, step)]
+    if width > BLOCK:
+        return _inside_groups(k, width)
+    step = BLOCK // width * width
+    return [(start, min(start + step, k)) for start in range(0, k, step)]
+
+
+def _inside_groups(k: int, width: int) -> list[tuple[int, int]]:
+    """Ranges of at most BLOCK columns, none of which has columns of two groups."""
     return [
         (start, min(start + BLOCK, group + width, k))
         for group in range(0, k, width)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from lowbit.quantize.gptq import GptqSearch
 from lowbit.quantize.rtn import Search
@@ -34,7 +35,10 @@ class Gptq:
 
 @dataclass(frozen=True)
 class Awq:
-    """Channels scaled by their activations, then scales clipped, see `quantize.awq`."""
+    """Channels scaled by their activations, see `quantize.awq`. `search` "max" takes scales from the largest weight, "loss"
+    clips them as the paper does, which docs/quantize.md shows to lose on texts unlike those calibrated on."""
+
+    search: Literal["max", "loss"] = "max"
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import torch
 from torch import Tensor
 
-from lowbit.formats import Scheme
-from lowbit.quantize.rtn import rtn
+from lowbit.formats import QuantTensor, Scheme, ZeroPoint, scale_shape
+from lowbit.quantize.rtn import rtn, scale_dtype
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,17 @@ def sensitivity(
             q = rtn(weight, scheme, search="mse")
             difference = (q.dequantize() - weight.float()).square_().mul_(information)
             error += 0.5 * float(difference.sum(dim=1).double().sum())
-            bits += 8 * q.nbytes + 16 * low_rank * sum(q.shape)
+            bits += stored_bits(q.shape, scheme, low_rank)
         out.append(Candidate(scheme, error, bits))
     return out
+
+
+def stored_bits(shape: tuple[int, int], scheme: Scheme, low_rank: int = 0) -> int:
+    """What a weight of `shape` (N, K) stores, scales, zeros and a correction of rank `low_rank` included."""
+    grid = torch.empty(scale_shape(scheme.granularity, shape), dtype=scale_dtype(scheme), device="meta")
+    zeros = {ZeroPoint.NONE: None, ZeroPoint.INTEGER: grid.to(torch.uint8), ZeroPoint.FLOAT: grid}
+    q = QuantTensor(torch.empty(shape, dtype=torch.uint8, device="meta"), grid, zeros[scheme.zero], scheme)
+    return 8 * q.nbytes + 16 * low_rank * sum(shape)
 
 
 def choose(units: Mapping[str, Sequence[Candidate]], budget_bits: float) -> dict[str, Candidate]:

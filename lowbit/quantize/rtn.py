@@ -82,12 +82,12 @@ def fit(w: Tensor, scheme: Scheme, factors: tuple[float, ...], metric: Metric | 
     with one scale per row: of the clip `factors`, for each row the one whose rounding error is least by `metric` (the sum
     of squares when None). `metric` maps differences [R, E] to errors [R]."""
     measure = _squares if metric is None else metric
-    scale, zero = _grid(w, scheme, factors[0])
+    scale, zero = spanning(w, scheme, factors[0])
     if len(factors) == 1:
         return scale, zero
     least = measure(_rounded(w, scale, zero, scheme) - w)
     for factor in factors[1:]:
-        s, z = _grid(w, scheme, factor)
+        s, z = spanning(w, scheme, factor)
         error = measure(_rounded(w, s, z, scheme) - w)
         better = error < least
         least = torch.where(better, error, least)
@@ -144,7 +144,7 @@ def check_weight(weight: Tensor, who: str) -> None:
     if weight.dim() != 2 or not weight.is_floating_point():
         raise ValueError(f"{who} quantizes a floating-point matrix [N, K], got {weight.dtype} {tuple(weight.shape)}")
     rows = max(1, WEIGHTS_AT_ONCE // max(1, weight.shape[1]))
-    bad = sum(int((~part.isfinite()).sum()) for part in weight.split(rows))
+    bad = int(sum((~part.isfinite()).sum() for part in weight.split(rows)))
     if bad:
         raise ValueError(f"{bad} of {weight.numel()} weights are not finite: such a layer cannot be quantized")
 
@@ -201,8 +201,8 @@ def uncover(codes: Tensor, scheme: Scheme, shape: tuple[int, int]) -> Tensor:
     return blocks[: shape[0], : shape[1]].contiguous()
 
 
-def _grid(w: Tensor, scheme: Scheme, factor: float) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero [R] that hold `factor` of the range of each row of w [R, E]."""
+def spanning(w: Tensor, scheme: Scheme, factor: float | Tensor) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero [R] that hold `factor` of the range of each row of w [R, E]; [F, R] for factors [F, 1]."""
     fmt, dtype = scheme.weight, scale_dtype(scheme)
     if scheme.zero is ZeroPoint.NONE:
         return _stored(w.abs().amax(dim=1) * factor / fmt.max, dtype), None

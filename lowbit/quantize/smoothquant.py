@@ -7,7 +7,6 @@ arXiv:2211.10438, equation 4: s = max|x|^alpha / max|w|^(1 - alpha).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -38,7 +37,7 @@ def best_alpha(weights: Sequence[Tensor], scheme: Scheme, statistics: InputStati
     `scheme` and the inputs, token by token, to its activation format (int8 when it has none); None where no factors at all are
     better than any."""
     x = statistics.sample
-    weight_only = replace(scheme, activation=None)
+    weight_only = scheme.weight_only
     errors = []
     for alpha in (None, *ALPHAS):
         s = torch.ones_like(statistics.abs_max) if alpha is None else smoothing_scale(weights, statistics.abs_max, alpha)

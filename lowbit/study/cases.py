@@ -77,7 +77,7 @@ def cases(group: int, texts: Sequence[str]) -> list[Case]:
     found += [Case(scheme, Gptq(), DEFAULT_TEXT, tasks=True) for scheme in (*first, *(s for s in grid if s not in first))]
     others = [name for name in texts if name != DEFAULT_TEXT]
     found += [Case(scheme, Gptq(), name) for scheme in first for name in others]
-    found += [Case(fine_int4, Awq(), DEFAULT_TEXT, tasks=True)]
+    found += [Case(fine_int4, Awq(), DEFAULT_TEXT, tasks=True), Case(fine_int4, Awq("loss"), DEFAULT_TEXT, tasks=True)]
     for method in (Gptq(search="mse", damping=0.01), Gptq(damping=0.01), Gptq(search="mse")):
         found += [Case(scheme, method, DEFAULT_TEXT) for scheme in first]
     found += [Case(scheme, Gptq(), DEFAULT_TEXT, seed) for seed in (1, 2) for scheme in first]

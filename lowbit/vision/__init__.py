@@ -9,6 +9,7 @@ from lowbit.vision.finetune import FineTune
 from lowbit.vision.memory import MemoryPlan, plan_memory
 from lowbit.vision.network import QuantizedNetwork, quantize
 from lowbit.vision.observe import observe
+from lowbit.vision.pixels import Pixels
 from lowbit.vision.program import Program
 from lowbit.vision.saved import load, save
 from lowbit.vision.sensitivity import choose_int8
@@ -17,6 +18,7 @@ from lowbit.vision.trace import UnsupportedNetwork, trace
 __all__ = [
     "FineTune",
     "MemoryPlan",
+    "Pixels",
     "Program",
     "QuantizedNetwork",
     "UnsupportedNetwork",

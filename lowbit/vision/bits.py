@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from lowbit.formats import PerChannel, Scheme, ZeroPoint, decode, int_format, parse_scheme
 from lowbit.quantize import rtn
-from lowbit.vision.graph import AveragePool, Conv, Graph, Input, MaxPool
+from lowbit.vision.graph import AveragePool, Conv, Graph, Input, MaxPool, Node, reads_codes
 from lowbit.vision.observe import Range, Search
 
 HIGHEST = {"u4": 15, "s8": 127}
@@ -55,7 +56,8 @@ def assign_bits(graph: Graph, scheme: str | Scheme, keep_int8: tuple[str, ...] =
     """The bits of each convolution of `graph` under a scheme.
 
     8-bit weights for what reads the images and what makes the result, as everywhere in the literature; 8 bits for weights and
-    output of the layers named in `keep_int8`. Raises ValueError for a name that is no convolution of the graph.
+    output of the layers named in `keep_int8`, and for values that only floating-point operations read. Raises ValueError for a
+    name that is no convolution of the graph.
     """
     wanted = scheme_bits(scheme)
     convs = {name: node for name, node in graph.nodes.items() if isinstance(node, Conv)}
@@ -63,13 +65,14 @@ def assign_bits(graph: Graph, scheme: str | Scheme, keep_int8: tuple[str, ...] =
     if unknown:
         raise ValueError(f"no convolution is called {unknown[0]!r}; they are {', '.join(convs)}")
     images = {name for name, node in graph.nodes.items() if isinstance(node, Input)}
-    bits = {}
+    readers, bits = graph.readers(), {}
     for name, conv in convs.items():
         if name in keep_int8:
             bits[name] = LayerBits(8, 8)
             continue
         weight = 8 if conv.x in images or name == graph.output else wanted.weight
-        bits[name] = LayerBits(weight, wanted.output if conv.relu else 8)
+        for_codes = any(reads_codes(graph.nodes.get(reader)) for reader in readers[name])
+        bits[name] = LayerBits(weight, wanted.output if conv.relu and for_codes else 8)
     return bits
 
 
@@ -90,13 +93,19 @@ def calibrate(graph: Graph, ranges: Mapping[str, Range], bits: Mapping[str, Laye
             scales[name] = scales[node.x]  # the largest of some codes is one of them
         elif name in ranges:
             # Nothing of images and pooled features is clipped: their largest value may be what matters.
+            highest = HIGHEST[storage_of(graph, bits, name)]
             how: Search = "max" if isinstance(node, (Input, AveragePool)) else search
-            scales[name] = ranges[name].scale(HIGHEST[storage_of(graph, bits, name)], how)
+            scales[name] = min(ranges[name].scale(highest, how), largest_scale(node, highest))
         if isinstance(node, Conv):
             weights[name] = quantize_weight(node.weight, bits[name].weight)
             if node.second is not None:
                 weights[node.second.name] = quantize_weight(node.second.weight, bits[name].weight)
     return Quantization(dict(bits), scales, weights)
+
+
+def largest_scale(node: Node, highest: int) -> float:
+    """The scale with which codes end where the ReLU of a convolution does, infinity where it does not end."""
+    return node.most / highest if isinstance(node, Conv) else math.inf
 
 
 def mixed(graph: Graph, one: Quantization, other: Quantization, from_other: Container[str]) -> Quantization:

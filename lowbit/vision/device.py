@@ -1,12 +1,14 @@
 """A `Program` on a GPU: weights packed for the kernels, every value in its place of one arena, all launches in one CUDA graph.
 
-Codes are those of `Program.run` bit for bit. What has no integer form computes in fp16 between them. On a CPU the same packed
-bytes in the same places are made by the reference, one operation after the other.
+Images are read where the caller has them, by a kernel before the graph that quantizes and packs them. Codes are those of
+`Program.run` bit for bit. What has no integer form computes in fp16 between them. On a CPU the same packed bytes in the same
+places are made by the reference, one operation after the other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,10 +16,11 @@ from torch import Tensor
 
 from lowbit.kernels.conv_reference import DTYPES
 from lowbit.ops.conv import average_pool_codes, conv_refusals, max_pool_codes, prepare_conv, prepare_stem
+from lowbit.ops.relayout import pack_values, unpack_values
 from lowbit.pack.nhwc64 import Nhwc64
 from lowbit.pack.stem import PIXEL_BYTES, StemImages
 from lowbit.vision.graph import as_images, call_other
-from lowbit.vision.memory import plan_memory, stems
+from lowbit.vision.memory import of_torch, plan_memory, stems, with_pooled_stems
 from lowbit.vision.program import (
     Compute,
     Convolve,
@@ -28,7 +31,6 @@ from lowbit.vision.program import (
     Program,
     Quantize,
     Value,
-    quantize_codes,
 )
 
 
@@ -51,7 +53,7 @@ def captured(launch: Callable[[], None], device: torch.device) -> Callable[[], N
 
 
 class DeviceProgram:
-    """`program` for one batch size on one GPU: `run(images)` with images float [batch, C, H, W] returns the result, float32.
+    """`program` for one batch size on one GPU: `run(images)` with images [batch, C, H, W] returns the result, float32.
 
     Raises ValueError on a device that the kernels are not for.
     """
@@ -61,27 +63,50 @@ class DeviceProgram:
         if reasons:
             raise ValueError(f"no kernels for this network on {device}: {'; '.join(reasons)}")
         device = torch.empty(0, device=device).device  # "cuda" is a device without a number, tensors have one
+        program = with_pooled_stems(program, device)
         self.program, self.batch, self.device = program.to(device), batch, device
         self.plan = plan_memory(program, batch)
         self.arena = torch.zeros(self.plan.nbytes, dtype=torch.uint8, device=device)
-        self.images = torch.zeros(batch, *program.values[program.images].shape, device=device)
-        self.values: dict[str, Any] = {program.images: self.images}
+        self.values: dict[str, Any] = {}
         self.stems = stems(program)
-        self.steps: list[tuple[str, Callable[[], None]]] = []
-        for operation in self.program.operations:
-            self.steps.append((operation.y, self._step(operation)))
-        self.replay = captured(self.launch, device)
+        self.entries: list[tuple[str, Callable[[Tensor], object]]] = []
+        self.steps: list[tuple[str, Callable[[], object]]] = []
+        self.of_torch = of_torch(program)  # free again after the last operation that reads it
+        self.dead = {program.operations[i].y: self.of_torch.intersection(names) for i, names in program.last_reads().items()}
+        if any(program.images in op.inputs and not isinstance(op, Quantize) for op in program.operations):
+            images = torch.zeros(batch, *program.values[program.images].shape, device=device)
+            self.values[program.images] = images
+            self.entries.append((program.images, lambda x: images.copy_(self.program.floating(x))))
+        with torch.cuda.device_of(self.arena):
+            for operation in self.program.operations:
+                if isinstance(operation, Quantize) and operation.x == program.images:
+                    self.entries.append((operation.y, self._quantization(operation)))
+                else:
+                    self.steps.append((operation.y, self._step(operation)))
+            self.replay = captured(self.launch, device)
+
+    def feed(self, images: Tensor) -> None:
+        """Takes in a batch [batch, C, H, W] of any strides: floats as the model takes them, or pixels, if the program knows how
+        they are normalized. Raises ValueError for images of another shape or device."""
+        shape = (self.batch, *self.program.values[self.program.images].shape)
+        if tuple(images.shape) != shape or images.device != self.device:
+            raise ValueError(f"images are {list(shape)} on {self.device}, got {list(images.shape)} on {images.device}")
+        for _, take in self.entries:
+            take(images)
 
     def launch(self) -> None:
-        """Everything once, from `self.images` to the result, on the current stream."""
-        for _, step in self.steps:
+        """Everything from what `feed` left to the result, once, on the current stream."""
+        for name, step in self.steps:
             step()
+            for dead in self.dead.get(name, ()):
+                del self.values[dead]
 
     def run(self, images: Tensor) -> Tensor:
         """The result for a batch of images."""
-        self.images.copy_(images)
-        self.replay()
-        return self.result().clone()
+        with torch.cuda.device_of(self.arena):
+            self.feed(images)
+            self.replay()
+            return self.result().clone()
 
     def result(self) -> Tensor:
         """What the last launch made, in the model's shape."""
@@ -102,21 +127,35 @@ class DeviceProgram:
         assert count <= place.nbytes, (name, count, place)
         return self.arena[place.offset : place.offset + count].view(dtype).view(shape)
 
-    def _step(self, operation: Operation) -> Callable[[], None]:
+    def _quantization(self, operation: Quantize) -> Callable[[Tensor], Tensor]:
+        """What packs the codes of a value [batch, C, H, W] into their place."""
+        y = operation.y
+        known = self.program.values[y]
+        if y in self.stems:
+            layout: Nhwc64 | StemImages = self.stems[y]
+            shape = (self.batch, self.stems[y].rows, self.stems[y].columns, PIXEL_BYTES)
+        else:
+            layout = Nhwc64("s8")
+            shape = layout.shape((self.batch, *known.shape))  # type: ignore[arg-type]
+        out = self.values[y] = self._place(y, shape, torch.uint8)
+        constants: dict[bool, tuple[Tensor, Tensor]] = {}
+
+        def quantize(x: Tensor) -> Tensor:
+            pixels = x.dtype == torch.uint8
+            if pixels not in constants:
+                gain, shift = self.program.constants(operation, x)
+                constants[pixels] = gain.to(self.device), shift.to(self.device)
+            return pack_values(x, *constants[pixels], layout, out)
+
+        return quantize
+
+    def _step(self, operation: Operation) -> Callable[[], object]:
         """The launch of one operation, its output bound to its place."""
         values, stems = self.values, self.stems
         match operation:
-            case Quantize(y, x, factor) if y in stems:
-                stem = stems[y]
-                packed = self._place(y, (self.batch, stem.rows, stem.columns, PIXEL_BYTES), torch.uint8)
-                values[y] = packed
-                return lambda: _ignore(packed.copy_(stem.pack(quantize_codes(values[x], factor))))
-            case Quantize(y, x, factor):
-                known = self.program.values[y]
-                channels, height, width = known.shape
-                out = self._place(y, (self.batch, height, width, Nhwc64("s8").pixel_bytes(channels)), torch.uint8)
-                values[y] = out
-                return lambda: _pack_codes(quantize_codes(as_images(values[x]), factor), out)
+            case Quantize(_, x):
+                quantize = self._quantization(operation)
+                return lambda: quantize(as_images(values[x]))
             case Convolve():
                 return self._convolution(operation, stems.get(operation.x))
             case PoolMax(y, x):
@@ -131,21 +170,36 @@ class DeviceProgram:
                 values[y] = as_images(out)
                 return lambda: _average_pool(values[x], read, scale, out)  # type: ignore[arg-type]
             case Dequantize(y, x, scale):
-                return lambda: values.update({y: (self.codes(x).float() * scale).half()})
+                channels, height, width = self.program.values[x].shape
+                storage = self.program.values[x].storage
+                like = self.arena.new_empty(0, dtype=torch.float16)
+
+                def dequantize() -> None:
+                    rows = like.new_empty((self.batch, height, width, channels))
+                    values[y] = unpack_values(values[x], storage, scale, rows.permute(0, 3, 1, 2))  # type: ignore[arg-type]
+
+                return dequantize
         return self._computation(operation)
 
-    def _convolution(self, operation: Convolve, stem: StemImages | None) -> Callable[[], None]:
+    def _convolution(self, operation: Convolve, stem: StemImages | None) -> Callable[[], object]:
         layer, values, y = operation.layer, self.values, operation.y
         x = values[operation.x]
         shape = self.program.values[operation.x].shape
         size = (self.batch, *shape[1:])
-        prepared = (prepare_conv if stem is None else prepare_stem)(layer, size, self.device)  # type: ignore[arg-type]
+        if y in self.of_torch:
+            layer = replace(layer, y="f16")  # as what reads it would round it
+        if stem is None:
+            prepared = prepare_conv(layer, size, self.device)  # type: ignore[arg-type]
+        else:
+            prepared = prepare_stem(layer, size, self.device, operation.pooled)  # type: ignore[arg-type]
+        if y in self.of_torch:
+            return lambda: values.update({y: prepared(x).permute(0, 3, 1, 2)})
         dtype = DTYPES[layer.y] if layer.y in ("f16", "f32") else torch.uint8
         out = self._place(y, prepared.output_shape(tuple(x.shape)), dtype)
         residual = None if operation.residual is None else values[operation.residual]
         second = None if operation.second is None else values[operation.second]
         values[y] = out if dtype == torch.uint8 else out.permute(0, 3, 1, 2)
-        return lambda: _ignore(prepared(x, residual, second, out))
+        return lambda: prepared(x, residual, second, out)
 
     def _computation(self, operation: Operation) -> Callable[[], None]:
         assert isinstance(operation, Compute)
@@ -154,22 +208,10 @@ class DeviceProgram:
         def compute() -> None:
             read = {name: program.shaped(name, values[name]) for name in operation.inputs}
             read = {n: v.half() if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in read.items()}
-            like = next((v for v in read.values() if isinstance(v, Tensor)), self.images)
+            like = next((v for v in read.values() if isinstance(v, Tensor)), self.arena.new_zeros(0, dtype=torch.float16))
             values[operation.y] = call_other(operation.node, read, like)
 
         return compute
-
-
-def _pack_codes(codes: Tensor, out: Tensor) -> None:
-    """Writes s8 codes int32 [N, C, H, W] to out uint8 [N, H, W, padded C], zeros in the channels that fill up."""
-    channels = codes.shape[1]
-    out.view(torch.int8)[..., :channels].copy_(codes.permute(0, 2, 3, 1))
-    if channels < out.shape[3]:
-        out[..., channels:].zero_()
-
-
-def _ignore(value: Tensor) -> None:
-    """A launch for its effect: `value` is the output that was given to it."""
 
 
 def _max_pool(x: Tensor, known: Value, pool: PoolMax, out: Tensor) -> None:

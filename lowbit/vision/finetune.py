@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowbit.vision.bits import HIGHEST, Quantization, QuantWeight, storage_of
+from lowbit.vision.bits import HIGHEST, Quantization, QuantWeight, largest_scale, storage_of
 from lowbit.vision.graph import Conv, Graph, MaxPool, Node
 
 
@@ -102,7 +102,8 @@ class _Student(nn.Module):
             return value
         storage = storage_of(self.graph, self.quantization.bits, name)
         low = 0 if storage == "u4" else -128
-        return fake_quantize(value, self.step[key], low, HIGHEST[storage], value[0].numel())
+        step = self.step[key].abs().clamp(max=largest_scale(self.graph.nodes[name], HIGHEST[storage]))
+        return fake_quantize(value, step, low, HIGHEST[storage], value[0].numel())
 
     @torch.no_grad()
     def result(self) -> tuple[Graph, Quantization]:
@@ -118,7 +119,8 @@ class _Student(nn.Module):
             if isinstance(node, MaxPool) and node.x in scales:
                 scales[name] = scales[node.x]
             elif self.keys.get(name, "") in self.step:
-                scales[name] = abs(float(self.step[self.keys[name]].detach()))
+                highest = HIGHEST[storage_of(self.graph, self.quantization.bits, name)]
+                scales[name] = min(abs(float(self.step[self.keys[name]].detach())), largest_scale(node, highest))
         nodes = dict(self.graph.nodes)
         for name, node in nodes.items():
             if isinstance(node, Conv):

@@ -6,6 +6,7 @@ floating point; it is what calibration observes, what fine-tuning trains and wha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +26,17 @@ class Ref:
     name: str
 
 
+class OneInput:
+    """What reads one value, `x`."""
+
+    x: str
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the values read."""
+        return (self.x,)
+
+
 @dataclass(frozen=True, eq=False)
 class Input:
     """The images, float [N, C, H, W] as the model takes them (normalized)."""
@@ -42,7 +54,8 @@ class Conv:
     """y = conv(x, weight) + bias (+ residual, or + conv of a second input), then ReLU if `relu`. Also a linear layer.
 
     weight [O, C, R, S] and bias [O], float32; `stride` and `padding` are (vertical, horizontal). `second` is a convolution
-    of another value whose result is added, a shortcut with a stride, say; its bias is part of this one's.
+    of another value whose result is added, a shortcut with a stride, say; its bias is part of this one's. `most` is where the
+    ReLU ends, 6 for ReLU6; codes end there as well.
     """
 
     name: str
@@ -54,6 +67,7 @@ class Conv:
     relu: bool = False
     residual: str | None = None
     second: Conv | None = None
+    most: float = math.inf
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -68,7 +82,7 @@ class Conv:
 
 
 @dataclass(frozen=True, eq=False)
-class MaxPool:
+class MaxPool(OneInput):
     """The largest value of each window."""
 
     name: str
@@ -77,23 +91,13 @@ class MaxPool:
     stride: Pair
     padding: Pair
 
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Names of the values this node reads."""
-        return (self.x,)
-
 
 @dataclass(frozen=True, eq=False)
-class AveragePool:
+class AveragePool(OneInput):
     """The mean of each channel over the whole image, [N, C, 1, 1]."""
 
     name: str
     x: str
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Names of the values this node reads."""
-        return (self.x,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +120,11 @@ class Other:
 
 
 Node = Input | Conv | MaxPool | AveragePool | Other
+
+
+def reads_codes(node: Node | None) -> bool:
+    """Whether a node computes on codes where it can; None, the reader of the result, does not."""
+    return isinstance(node, (Conv, MaxPool, AveragePool))
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,36 +193,27 @@ def convolve(node: Conv, x: Tensor, other: Callable[[str], Tensor]) -> Tensor:
     if node.second is not None:
         second = node.second
         y = y + F.conv2d(other(second.x), second.weight.to(x.dtype), None, second.stride, second.padding)
-    return y.relu() if node.relu else y
+    return y.clamp(0.0, node.most) if node.relu else y
 
 
 def call_other(node: Other, values: dict[str, Any], like: Tensor) -> Any:
     """The result of an operation of torch; floating-point constants are taken to the type of `like`."""
 
-    def constant(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return value.to(like.dtype) if value.is_floating_point() else value
-
     def fill(value: Any) -> Any:
         if isinstance(value, Ref):
             return values[value.name]
-        if isinstance(value, (list, tuple)):
-            return type(value)(fill(item) for item in value)
-        return constant(value)
+        return value.to(like.dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
-    return node.target(*fill(node.args), **{key: fill(value) for key, value in node.kwargs.items()})
+    return node.target(*mapped(node.args, fill), **mapped(node.kwargs, fill))
 
 
 def constants_on(node: Other, device: torch.device | str) -> Other:
     """The operation with its constants on `device`."""
 
     def moved(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return type(value)(moved(item) for item in value)
         return value.to(device) if isinstance(value, Tensor) else value
 
-    return replace(node, args=moved(node.args), kwargs={key: moved(value) for key, value in node.kwargs.items()})
+    return replace(node, args=mapped(node.args, moved), kwargs=mapped(node.kwargs, moved))
 
 
 def as_images(x: Tensor) -> Tensor:
@@ -239,6 +239,9 @@ def rename_inputs(node: Node, names: dict[str, str]) -> Node:
     def new(name: str) -> str:
         return names.get(name, name)
 
+    def renamed(value: Any) -> Any:
+        return Ref(new(value.name)) if isinstance(value, Ref) else value
+
     match node:
         case Conv():
             second = None if node.second is None else replace(node.second, x=new(node.second.x))
@@ -246,8 +249,17 @@ def rename_inputs(node: Node, names: dict[str, str]) -> Node:
         case MaxPool() | AveragePool():
             return replace(node, x=new(node.x))
         case Other():
-            return replace(node, args=_renamed(node.args, new), kwargs=_renamed(node.kwargs, new))
+            return replace(node, args=mapped(node.args, renamed), kwargs=mapped(node.kwargs, renamed))
     return node
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Arguments, whatever they are nested in, with `change` made to each."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(mapped(item, change) for item in value)
+    if isinstance(value, dict):
+        return {key: mapped(item, change) for key, item in value.items()}
+    return change(value)
 
 
 def _refs(value: Any) -> Iterator[Ref]:
@@ -258,11 +270,3 @@ def _refs(value: Any) -> Iterator[Ref]:
             yield from _refs(item)
     elif isinstance(value, dict):
         yield from _refs(tuple(value.values()))
-
-
-def _renamed(value: Any, new: Callable[[str], str]) -> Any:
-    if isinstance(value, Ref):
-        return Ref(new(value.name))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_renamed(item, new) for item in value)
-    return {key: _renamed(item, new) for key, item in value.items()} if isinstance(value, dict) else value

@@ -6,13 +6,14 @@ read is made as f32; a value that both read is made as codes and dequantized, so
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from lowbit.kernels.conv_reference import ConvLayer, SecondProduct, Storage, requantize
 from lowbit.vision.bits import Quantization, storage_of
-from lowbit.vision.graph import AveragePool, Conv, Graph, Input, MaxPool, Node, Other, Ref
+from lowbit.vision.graph import AveragePool, Conv, Graph, Input, MaxPool, Node, Other, Ref, reads_codes, rename_inputs
 from lowbit.vision.program import (
     Compute,
     Convolve,
@@ -89,9 +90,10 @@ class _Lowering:
         x = self.values[self.codes(node.x)]
         second = None if node.second is None else self.values[self.codes(node.second.x)]
         residual = None if node.residual is None else self.values[self.codes(node.residual)]
-        # Sums of two products or with a residual are only made as codes: so the kernels have it.
+        # Sums of two products or with a residual are only made as codes, so the kernels have it; codes end where a ReLU6 does.
         is_sum = node.residual is not None or node.second is not None
-        as_codes = is_sum or any(self._reads_codes(reader) for reader in self.readers[node.name])
+        readers = (self.graph.nodes.get(reader) for reader in self.readers[node.name])
+        as_codes = is_sum or node.most < math.inf or any(reads_codes(reader) for reader in readers)
         storage: Storage = storage_of(self.graph, bits, node.name) if as_codes else "f32"  # type: ignore[assignment]
         scale = self._scale(node.name) if as_codes else 1.0
         weight = weights[node.name]
@@ -117,16 +119,13 @@ class _Lowering:
         self.values[name] = Value(storage, _image_shape(shape) if as_codes else shape, scale)
         self.operations.append(Convolve(name, node.x, layer, node.residual, None if node.second is None else node.second.x))
 
-    def _reads_codes(self, reader: str) -> bool:
-        return isinstance(self.graph.nodes.get(reader), (Conv, MaxPool, AveragePool))
-
     def _compute(self, node: Other) -> None:
         names = {name: self.floating(name) for name in node.inputs}
-        args = _with_names((node.args, node.kwargs), names)
         shape = self.graph.shapes.get(node.name)
         if shape is not None:
             self.values[node.name + FLOAT] = Value("f32", shape)
-        self.operations.append(Compute(node.name + FLOAT, Other(node.name + FLOAT, node.target, args[0], args[1], node.reason)))
+        renamed = replace(rename_inputs(node, names), name=node.name + FLOAT)  # type: ignore[type-var]
+        self.operations.append(Compute(renamed.name, renamed))  # type: ignore[arg-type]
 
     def _scale(self, name: str) -> float:
         scale = self.quantization.scales.get(name)
@@ -146,19 +145,6 @@ def _as_other(node: Node) -> Other:
             return Other(node.name, aten.mean.dim, (Ref(node.x), [2, 3], True), {}, "average pool of a floating-point value")
     assert isinstance(node, Other)
     return node
-
-
-def _with_names(value: object, names: dict[str, str]) -> tuple:
-    """Arguments that read the values under their names in the program."""
-
-    def new(item: object) -> object:
-        if isinstance(item, Ref):
-            return Ref(names[item.name])
-        if isinstance(item, (list, tuple)):
-            return type(item)(new(part) for part in item)
-        return {key: new(part) for key, part in item.items()} if isinstance(item, dict) else item
-
-    return new(value)  # type: ignore[return-value]
 
 
 def _image_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

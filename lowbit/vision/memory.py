@@ -7,11 +7,14 @@ channels are padded to blocks of 64 here, for 4-bit and 8-bit codes alike, whate
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
+
+from lowbit.ops.conv import STEM_POOL, stem_pool_refusals
 from lowbit.pack.nhwc64 import Nhwc64
 from lowbit.pack.stem import PIXEL_BYTES, StemImages
-from lowbit.vision.program import Convolve, Operation, Program, Value
+from lowbit.vision.program import Compute, Convolve, Dequantize, Operation, PoolMax, Program, Quantize, Value
 
 ALIGNMENT_BYTES = 1024
 """Of every place: what TMA and 128-byte loads ask for, and more."""
@@ -33,7 +36,7 @@ class Place:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Places of values by name, for one batch size. The images are the caller's and have none."""
+    """Places of values by name, for one batch size; none for the caller's images and for what torch has memory for."""
 
     batch: int
     places: dict[str, Place]
@@ -100,6 +103,34 @@ def _stem_images(operation: Operation, name: str, known: Value | None) -> StemIm
     return None if images.refusals() else images
 
 
+def with_pooled_stems(program: Program, device: torch.device) -> Program:
+    """The program as kernels on `device` run it: stems whose codes only a max-pool of `STEM_POOL` reads have it inside."""
+    packed = stems(program)
+    operations = {operation.y: operation for operation in program.operations}
+    for pool in program.operations:
+        if not isinstance(pool, PoolMax) or (pool.kernel, pool.stride, pool.padding) != STEM_POOL:
+            continue
+        stem = operations.get(pool.x)
+        readers = [op for op in program.operations if pool.x in op.inputs]
+        if not isinstance(stem, Convolve) or stem.x not in packed or len(readers) > 1 or stem.y == program.result:
+            continue
+        if not stem_pool_refusals(stem.layer, device):
+            del operations[stem.y]
+            operations[pool.y] = replace(stem, y=pool.y, pooled=True)
+    return replace(program, operations=tuple(operations.values()))
+
+
+def of_torch(program: Program) -> set[str]:
+    """Names of the values in memory of torch's: what it makes, and what it alone reads, views of which it may make."""
+    found = {op.y for op in program.operations if isinstance(op, (Compute, Dequantize))}
+    for operation in program.operations:
+        if isinstance(operation, Convolve) and operation.layer.y == "f32" and operation.y != program.result:
+            readers = [op for op in program.operations if operation.y in op.inputs]
+            if all(isinstance(op, Compute) for op in readers):
+                found.add(operation.y)
+    return found
+
+
 def plan_memory(program: Program, batch: int) -> MemoryPlan:
     """Places for the values of `program` with `batch` images. Raises ValueError for a batch below 1."""
     if batch < 1:
@@ -113,11 +144,13 @@ def plan_memory(program: Program, batch: int) -> MemoryPlan:
 
     last = {name: i for i, names in program.last_reads().items() for name in names}
     end = len(program.operations) - 1
-    wanted = [
-        (operation.y, Place(0, nbytes(operation.y), i, last.get(operation.y, end)))
-        for i, operation in enumerate(program.operations)
-        if operation.y in program.values
-    ]
+    elsewhere = of_torch(program)
+    wanted = []
+    for i, operation in enumerate(program.operations):
+        if operation.y not in elsewhere:
+            of_images = isinstance(operation, Quantize) and operation.x == program.images  # made before anything else
+            first = 0 if of_images else i
+            wanted.append((operation.y, Place(0, nbytes(operation.y), first, last.get(operation.y, end))))
     places: dict[str, Place] = {}
     for name, place in sorted(wanted, key=lambda item: -item[1].nbytes):
         offset = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +13,7 @@ from lowbit.vision.bits import assign_bits, calibrate, scheme_bits
 from lowbit.vision.finetune import FineTune, fine_tune
 from lowbit.vision.lower import FLOAT, lower
 from lowbit.vision.observe import Search, observe
+from lowbit.vision.pixels import Pixels
 from lowbit.vision.program import Compute, Convolve, PoolAverage, PoolMax, Program
 from lowbit.vision.sensitivity import Assignment, choose_int8
 from lowbit.vision.trace import trace
@@ -36,7 +37,8 @@ class LayerRow:
 
 
 class QuantizedNetwork(nn.Module):
-    """A network of integers. `network(images)` takes what the model took, float [N, C, H, W], and returns its result, float32.
+    """A network of integers. `network(images)` takes what the model took, float [N, C, H, W], or pixels uint8 if it knows how
+    they are normalized, and returns the model's result, float32.
 
     Images on a GPU go through its kernels, one CUDA graph for each batch size; images on a CPU, or given to `reference`,
     through the exact reference: the same codes. `program` is what it computes, `scheme` what was asked for, and `assignment`
@@ -76,6 +78,10 @@ class QuantizedNetwork(nn.Module):
         wanted = self.program.values[self.program.images].shape
         if images.dim() != 4 or tuple(images.shape[1:]) != wanted:
             raise ValueError(f"this network was traced for images [N, {', '.join(map(str, wanted))}], got {list(images.shape)}")
+        if not images.is_floating_point() and (images.dtype != torch.uint8 or self.program.pixels is None):
+            raise ValueError(
+                f"images are floating-point, or uint8 for a network made with pixels=Pixels(...); got {images.dtype}"
+            )
         return images
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedNetwork:
@@ -157,6 +163,7 @@ def quantize(
     fine_tuning: FineTune | None = None,
     search: Search = "mse",
     fold_shortcuts: bool = True,
+    pixels: Pixels | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> QuantizedNetwork:
     """Quantizes a CNN (Transformers, timm, torchvision or your own) that maps images [N, C, H, W] to one tensor.
@@ -166,14 +173,15 @@ def quantize(
     activations per tensor; values after ReLU get the 4 bits; 8-bit weights stay where images are read and the result is made.
     keep_int8: layers that keep 8 bits. most_divergence: instead, as few layers keep 8 bits as bring the mean divergence of
     the result's softmax to this many nats. fine_tuning: trains with the rounding in place, on the calibration data, without
-    labels. search: how activations are clipped, see `observe`. fold_shortcuts: see `trace`. The model is not changed, and may
-    be on a GPU. Raises ValueError for a scheme, layer or data that cannot be, `UnsupportedNetwork` for a model.
+    labels. search: how activations are clipped, see `observe`. fold_shortcuts: see `trace`. pixels: how 8-bit pixels become
+    what the model takes; calibration data and the network's input may then be uint8. The model is not changed, and may be on a
+    GPU. Raises ValueError for a scheme, layer or data that cannot be, `UnsupportedNetwork` for a model.
     """
     scheme_bits(scheme)
     if keep_int8 and most_divergence is not None:
         raise ValueError("keep_int8 names layers and most_divergence finds them: give one of the two")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    batches = image_batches(calibration_data, device)
+    batches = image_batches(calibration_data, device, pixels)
     graph = trace(model, batches[0], fold_shortcuts=fold_shortcuts)
     ranges = observe(graph, batches)
     assignment = None
@@ -183,10 +191,12 @@ def quantize(
     quantization = calibrate(graph, ranges, bits, search)
     if fine_tuning is not None:
         graph, quantization = fine_tune(graph, quantization, batches, fine_tuning, say)
-    return QuantizedNetwork(lower(graph, quantization), scheme, assignment)
+    return QuantizedNetwork(replace(lower(graph, quantization), pixels=pixels), scheme, assignment)
 
 
-def image_batches(data: Tensor | Iterable[Any], device: torch.device | str, size: int = 64) -> list[Tensor]:
+def image_batches(
+    data: Tensor | Iterable[Any], device: torch.device | str, pixels: Pixels | None = None, size: int = 64
+) -> list[Tensor]:
     """Batches float32 [N, C, H, W] of calibration data in any of the forms that `quantize` takes.
 
     Raises ValueError for data without images, or with something else in it.
@@ -199,9 +209,13 @@ def image_batches(data: Tensor | Iterable[Any], device: torch.device | str, size
             item = item[0]
         elif not isinstance(item, Tensor) and hasattr(item, "keys") and "pixel_values" in item:
             item = item["pixel_values"]
+        if pixels is not None and isinstance(item, Tensor) and item.dim() == 4 and item.dtype == torch.uint8:
+            item = pixels.normalized(item.to(device))
         if not isinstance(item, Tensor) or item.dim() != 4 or not item.is_floating_point():
             what = f"{item.dtype} {list(item.shape)}" if isinstance(item, Tensor) else type(item).__name__
-            raise ValueError(f"calibration images are floating-point tensors [N, C, H, W], normalized; got {what}")
+            raise ValueError(
+                f"calibration images are tensors [N, C, H, W], normalized floats or, with pixels=Pixels(...), uint8; got {what}"
+            )
         batches.append(item.to(device, torch.float32))
     if not batches:
         raise ValueError("no calibration images: give a tensor [N, C, H, W] or batches of them")

@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 
 from lowbit.kernels.conv_reference import (
-    CODE_RANGE,
     ConvLayer,
     Storage,
     average_pool_reference,
     conv_reference,
     max_pool_reference,
+    quantize_reference,
 )
-from lowbit.vision.graph import Other, Pair, as_images, call_other, constants_on
+from lowbit.ops.conv import STEM_POOL
+from lowbit.vision.graph import OneInput, Other, Pair, as_images, call_other, constants_on
+from lowbit.vision.pixels import Pixels
 
 
 @dataclass(frozen=True)
@@ -34,28 +36,26 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Quantize:
-    """Codes of a floating-point value: clamp(rne(x * factor), -128, 127), one float32 product."""
+class Quantize(OneInput):
+    """s8 codes of a floating-point value: clamp(rne(x * factor), -128, 127), one float32 product; of 8-bit pixels with one
+    fma, which normalizes them."""
 
     y: str
     x: str
     factor: float
 
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Names of the values read."""
-        return (self.x,)
-
 
 @dataclass(frozen=True, eq=False)
 class Convolve:
-    """One `ConvLayer`, with the residual or the input of its second product where it has one."""
+    """One `ConvLayer`, with the residual or the input of its second product where it has one, and with the max-pool of
+    `STEM_POOL` inside if `pooled`."""
 
     y: str
     x: str
     layer: ConvLayer
     residual: str | None = None
     second: str | None = None
+    pooled: bool = False
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -64,7 +64,7 @@ class Convolve:
 
 
 @dataclass(frozen=True)
-class PoolMax:
+class PoolMax(OneInput):
     """The largest code of each window; the scale is that of its input."""
 
     y: str
@@ -73,38 +73,23 @@ class PoolMax:
     stride: Pair
     padding: Pair
 
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Names of the values read."""
-        return (self.x,)
-
 
 @dataclass(frozen=True)
-class PoolAverage:
+class PoolAverage(OneInput):
     """The mean value of each channel, float32 [N, C, 1, 1]: float32(sum of codes) * float32(scale / pixels)."""
 
     y: str
     x: str
     scale: float
 
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Names of the values read."""
-        return (self.x,)
-
 
 @dataclass(frozen=True)
-class Dequantize:
+class Dequantize(OneInput):
     """code * scale in float32, for what has no integer form."""
 
     y: str
     x: str
     scale: float
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Names of the values read."""
-        return (self.x,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,19 +110,21 @@ Operation = Quantize | Convolve | PoolMax | PoolAverage | Dequantize | Compute
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Operations in order, what is known of each value that is a tensor, and the names of the images and the result."""
+    """Operations in order, what is known of each value that is a tensor, and the names of the images and the result; how
+    8-bit pixels are normalized, if it is known."""
 
     operations: tuple[Operation, ...]
     values: dict[str, Value]
     images: str
     result: str
+    pixels: Pixels | None = None
 
     def run(self, images: Tensor, watch: Callable[[str, Tensor], None] | None = None) -> Tensor:
-        """The result for images [N, C, H, W] as the model takes them, by the reference, on the device of the images.
+        """The result for images [N, C, H, W] as the model takes them or in pixels, by the reference, on their device.
 
         `watch(name, value)` sees every value that is made: codes as int32, anything else in float32.
         """
-        values: dict[str, Any] = {self.images: images.float()}
+        values: dict[str, Any] = {self.images: images}
         last = self.last_reads()
         for i, operation in enumerate(self.operations):
             y = self.step(operation, values)
@@ -152,11 +139,14 @@ class Program:
         """What one operation makes of the values that it reads, by the reference."""
         match operation:
             case Quantize():
-                return quantize_codes(as_images(values[operation.x]), operation.factor)
+                x = as_images(values[operation.x])
+                gain, shift = self.constants(operation, x)
+                return quantize_reference(x, gain.to(x.device), shift.to(x.device), "s8")
             case Convolve():
                 residual = None if operation.residual is None else values[operation.residual]
                 second = None if operation.second is None else values[operation.second]
-                return conv_reference(values[operation.x], operation.layer, residual, second)
+                y = conv_reference(values[operation.x], operation.layer, residual, second)
+                return max_pool_reference(y, *STEM_POOL) if operation.pooled else y
             case PoolMax():
                 return max_pool_reference(values[operation.x], operation.kernel, operation.stride, operation.padding)
             case PoolAverage():
@@ -164,8 +154,20 @@ class Program:
             case Dequantize():
                 return values[operation.x].float() * float(operation.scale)
         read = {name: self.shaped(name, values[name]) for name in operation.inputs}
+        if self.images in read:
+            read[self.images] = self.floating(read[self.images])
         like = next((v for v in read.values() if isinstance(v, Tensor)), torch.zeros(0))
         return call_other(operation.node, read, like)
+
+    def constants(self, operation: Quantize, x: Tensor) -> tuple[Tensor, Tensor]:
+        """(gain, shift) float32 [C] with which `operation` makes codes of x [N, C, H, W]: pixels are normalized."""
+        if x.dtype == torch.uint8 and self.pixels is not None:
+            return self.pixels.constants(x.shape[1], operation.factor)
+        return torch.full((x.shape[1],), operation.factor), torch.zeros(x.shape[1])
+
+    def floating(self, images: Tensor) -> Tensor:
+        """Images in float32 as the model takes them."""
+        return self.pixels.normalized(images) if images.dtype == torch.uint8 and self.pixels is not None else images.float()
 
     def shaped(self, name: str, value: Any) -> Any:
         """The value in the shape in which the model has it."""
@@ -205,9 +207,3 @@ class Program:
     def layers(self) -> list[ConvLayer]:
         """The convolutions in order."""
         return [op.layer for op in self.operations if isinstance(op, Convolve)]
-
-
-def quantize_codes(x: Tensor, factor: float) -> Tensor:
-    """s8 codes int32 of x: one float32 product, rounded to the nearest integer (ties to even), saturated."""
-    low, high = CODE_RANGE["s8"]
-    return (x.float() * factor).round().clamp(low, high).to(torch.int32)

@@ -19,6 +19,7 @@ from lowbit.formats import pack_words, unpack_words
 from lowbit.kernels.conv_reference import ConvLayer, SecondProduct
 from lowbit.vision.graph import Other, Ref
 from lowbit.vision.network import QuantizedNetwork, weight_bits
+from lowbit.vision.pixels import Pixels
 from lowbit.vision.program import (
     Compute,
     Convolve,
@@ -57,6 +58,7 @@ def save(network: QuantizedNetwork, folder: str | Path, *, overwrite: bool = Fal
             "scheme": network.scheme,
             "images": program.images,
             "result": program.result,
+            "pixels": None if program.pixels is None else [list(program.pixels.mean), list(program.pixels.deviation)],
             "values": {name: [v.storage, list(v.shape), v.scale] for name, v in program.values.items()},
             "operations": operations,
         }
@@ -74,7 +76,8 @@ def load(folder: str | Path) -> QuantizedNetwork:
         try:
             values = {name: Value(v[0], tuple(v[1]), v[2]) for name, v in config["values"].items()}
             operations = tuple(_read(row, f"op{i}", reader.get) for i, row in enumerate(config["operations"]))
-            program = Program(operations, values, config["images"], config["result"])
+            pixels = config.get("pixels") and Pixels(*(tuple(map(float, row)) for row in config["pixels"]))
+            program = Program(operations, values, config["images"], config["result"], pixels)
             _check(program)
             return QuantizedNetwork(program, config["scheme"])
         except CheckpointError:

@@ -7,6 +7,7 @@ single-reader rule: whoever else reads the sum's term would no longer find it); 
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -15,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lowbit.vision.graph import AveragePool, Conv, Graph, Input, MaxPool, Node, Other, Ref, rename_inputs
+from lowbit.kernels.conv_reference import output_size
+from lowbit.vision.graph import AveragePool, Conv, Graph, Input, MaxPool, Node, Other, Pair, Ref, rename_inputs
 
 aten = torch.ops.aten
 _ALIASES = (aten.clone.default, aten.alias.default, aten.detach.default, aten.contiguous.default, aten.dropout.default)
 _FLATTENS = (aten.view.default, aten.reshape.default, aten.flatten.using_ints, aten.squeeze.dims)
+_CONVOLUTIONS = (aten.conv2d.default, aten.conv2d.padding)
 _BATCH_NORMS = (aten._native_batch_norm_legit_no_training.default, aten.batch_norm.default)
 _REARRANGES = (*_FLATTENS, aten.cat.default, aten.permute.default, aten.transpose.int, aten.sym_size.int, operator.getitem)
 
@@ -35,7 +38,14 @@ def trace(model: nn.Module, images: Tensor, *, fold_shortcuts: bool = True) -> G
     itself is not changed. Raises UnsupportedNetwork if torch.export cannot trace it or its result is not one tensor.
     """
     graph = _exported(model, images)
-    for step in (_recognize, _fold_batch_norms, _fuse_relus, lambda g: _fuse_adds(g, fold_shortcuts), _fuse_relus):
+    for step in (
+        _recognize,
+        _fold_batch_norms,
+        _absorb_means,
+        _fuse_relus,
+        lambda g: _fuse_adds(g, fold_shortcuts),
+        _fuse_relus,
+    ):
         graph = step(graph)
     return _without_dead(graph)
 
@@ -98,8 +108,14 @@ def _alias(node: fx.Node) -> fx.Node | None:
     first: Any = node.args[0] if node.args else None
     if node.target in _ALIASES:
         return first
+    if node.target is aten.adaptive_avg_pool2d.default and first is not None and _shape(node) == _shape(first):
+        return first  # each window is one pixel, as in a VGG at the size it was made for
     is_item = node.target is operator.getitem and isinstance(first, fx.Node) and node.args[1] == 0
     return first if is_item and first.target in _BATCH_NORMS else None  # type: ignore[operator]
+
+
+def _shape(node: fx.Node) -> tuple[Any, ...]:
+    return tuple(getattr(node.meta.get("val"), "shape", ()))
 
 
 def _other(name: str, node: fx.Node, traced: dict[fx.Node, Any]) -> Other:
@@ -157,7 +173,7 @@ def _recognize(graph: Graph) -> Graph:
 
 
 def _convolution(node: Other, nodes: dict[str, Node], shapes: dict[str, tuple[int, ...]]) -> Node | None:
-    if node.target not in (aten.conv2d.default, aten.conv2d.padding):
+    if node.target not in _CONVOLUTIONS:
         return None
     defaults: tuple[Any, ...] = (None, None, None, (1, 1), (0, 0), (1, 1), 1)
     x, weight, bias, stride, padding, dilation, groups = (*node.args, *defaults[len(node.args) :])
@@ -197,8 +213,9 @@ def _max_pool(node: Other, nodes: dict[str, Node], shapes: dict[str, tuple[int, 
         return None
     defaults: tuple[Any, ...] = (None, None, [], (0, 0), (1, 1), False)
     x, kernel, stride, padding, dilation, ceil = (*node.args, *defaults[len(node.args) :])
-    if _pair(dilation) != (1, 1) or ceil:
-        return replace(node, reason="max pool with dilation or ceil_mode")
+    whole = shapes.get(x.name, ())[1:], _pair(kernel), _pair(stride or kernel), _pair(padding)
+    if _pair(dilation) != (1, 1) or (ceil and output_size(*whole) != shapes[node.name][1:]):  # type: ignore[arg-type]
+        return replace(node, reason="max pool with dilation, or with ceil_mode and a window that is cut off")
     return MaxPool(node.name, x.name, _pair(kernel), _pair(stride or kernel), _pair(padding))
 
 
@@ -228,29 +245,81 @@ def _fold_batch_norms(graph: Graph) -> Graph:
     def rewrite(node: Node, nodes: dict[str, Node]) -> tuple[Node, str | None]:
         if not isinstance(node, Other) or node.target is not aten.batch_norm.default:
             return node, None
-        conv = _plain_conv(node.inputs[0], nodes, readers)
-        if conv is None:
-            return replace(node, reason="batch norm that does not follow a convolution of its own"), None
-        _, weight, bias, mean, variance, _, _, eps, _ = node.args
-        gain = (variance.double() + eps).rsqrt() * (1.0 if weight is None else weight.double())
-        shift = (conv.bias.double() - mean.double()) * gain + (0.0 if bias is None else bias.double())
-        folded = (conv.weight.double() * gain[:, None, None, None]).float()
-        return replace(conv, weight=folded, bias=shift.float()), conv.name
+        source = nodes[node.inputs[0]]
+        if len(readers[source.name]) == 1 and isinstance(source, Conv) and source.is_plain:
+            weight, bias = _normalized(source.weight, source.bias, node)
+            return replace(source, weight=weight, bias=bias), source.name
+        if len(readers[source.name]) == 1 and isinstance(source, Other) and source.target in _CONVOLUTIONS:
+            x, kernel, shift, *rest = (*source.args, None)[: max(3, len(source.args))]
+            if isinstance(kernel, Tensor):  # one with groups, say
+                shift = torch.zeros(len(kernel), device=kernel.device) if shift is None else shift
+                return replace(source, args=(x, *_normalized(kernel, shift, node), *rest)), source.name
+        return replace(node, reason="batch norm that does not follow a convolution of its own"), None
 
     return _rewritten(graph, rewrite)
+
+
+def _normalized(weight: Tensor, bias: Tensor, batch_norm: Other) -> tuple[Tensor, Tensor]:
+    """Weight and bias of a convolution with the batch norm after it."""
+    _, scale, offset, mean, variance, _, _, eps, _ = batch_norm.args
+    gain = (variance.double() + eps).rsqrt() * (1.0 if scale is None else scale.double())
+    shift = (bias.double() - mean.double()) * gain + (0.0 if offset is None else offset.double())
+    return (weight.double() * gain[:, None, None, None]).float(), shift.float()
+
+
+def _absorb_means(graph: Graph) -> Graph:
+    """A 1x1 convolution of means over windows that do not overlap (ResNet-D's shortcut) is a convolution over the windows."""
+
+    def rewrite(node: Node, nodes: dict[str, Node]) -> tuple[Node, str | None]:
+        if not isinstance(node, Conv) or node.weight.shape[2:] != (1, 1) or node.stride != (1, 1) or node.padding != (0, 0):
+            return node, None
+        pool = nodes[node.x]
+        window = _window_of_means(pool, graph.shapes)
+        if window is None:
+            return node, None
+        weight = (node.weight / (window[0] * window[1])).expand(-1, -1, *window).contiguous()
+        return replace(node, x=pool.inputs[0], weight=weight, stride=window), None
+
+    return _without_dead(_rewritten(graph, rewrite))
+
+
+def _window_of_means(node: Node, shapes: dict[str, tuple[int, ...]]) -> Pair | None:
+    """The window of an average pool whose windows neither overlap nor leave pixels out nor reach over the image, or None."""
+    if not isinstance(node, Other) or node.target is not aten.avg_pool2d.default:
+        return None
+    defaults: tuple[Any, ...] = (None, None, [], (0, 0), False, True, None)
+    x, kernel, stride, padding, _, _, divisor = (*node.args, *defaults[len(node.args) :])
+    height, width = shapes[x.name][1:]
+    window = _pair(kernel)
+    plain = _pair(stride or kernel) == window and _pair(padding) == (0, 0) and divisor is None
+    return window if plain and height % window[0] == 0 and width % window[1] == 0 else None
 
 
 def _fuse_relus(graph: Graph) -> Graph:
     readers = graph.readers()
 
     def rewrite(node: Node, nodes: dict[str, Node]) -> tuple[Node, str | None]:
-        if isinstance(node, Other) and node.target is aten.relu.default:
+        most = _end_of_relu(node)
+        if most is not None:
             conv = nodes[node.inputs[0]]
             if isinstance(conv, Conv) and not conv.relu and len(readers[conv.name]) == 1:
-                return replace(conv, relu=True), conv.name
+                return replace(conv, relu=True, most=most), conv.name
         return node, None
 
     return _rewritten(graph, rewrite)
+
+
+def _end_of_relu(node: Node) -> float | None:
+    """Where a ReLU ends: infinity, or 6 for ReLU6; None for other nodes."""
+    if not isinstance(node, Other) or node.kwargs:
+        return None
+    if node.target is aten.relu.default:
+        return math.inf
+    defaults: dict[Any, tuple[Any, Any]] = {aten.hardtanh.default: (-1.0, 1.0), aten.clamp.default: (None, None)}
+    if node.target not in defaults:
+        return None
+    low, high = (*node.args[1:], *defaults[node.target][len(node.args) - 1 :])
+    return float(math.inf if high is None else high) if low == 0 and (high is None or high > 0) else None
 
 
 def _fuse_adds(graph: Graph, fold_shortcuts: bool) -> Graph:
@@ -265,10 +334,10 @@ def _fuse_adds(graph: Graph, fold_shortcuts: bool) -> Graph:
         convs = [conv for name in (left, right) if (conv := _plain_conv(name, nodes, readers)) is not None]
         if not convs:
             return node, None
-        # The shortcut is the 1x1 convolution of the value that others read too; it comes first, should both be.
-        convs.sort(key=lambda c: (_is_pointwise(c) and len(readers[c.x]) > 1, _is_pointwise(c)))
+        # The shortcut is the one without overlap of the value that others read too; it comes first, should both be.
+        convs.sort(key=lambda c: (_without_overlap(c) and len(readers[c.x]) > 1, _without_overlap(c)))
         main, *others = convs
-        if others and fold_shortcuts and _is_pointwise(others[0]):
+        if others and fold_shortcuts and _without_overlap(others[0]):
             del nodes[others[0].name]
             second = replace(others[0], bias=torch.zeros_like(others[0].bias))
             return replace(main, second=second, bias=main.bias + others[0].bias), main.name
@@ -277,8 +346,10 @@ def _fuse_adds(graph: Graph, fold_shortcuts: bool) -> Graph:
     return _rewritten(graph, rewrite)
 
 
-def _is_pointwise(conv: Conv) -> bool:
-    return tuple(conv.weight.shape[2:]) == (1, 1) and conv.padding == (0, 0)
+def _without_overlap(conv: Conv) -> bool:
+    """Whether no pixel is read for two outputs: a 1x1 window, or one as large as the stride."""
+    window = tuple(conv.weight.shape[2:])
+    return conv.padding == (0, 0) and (window == (1, 1) or window == conv.stride)
 
 
 def _plain_conv(name: str, nodes: dict[str, Node], readers: dict[str, list[str]]) -> Conv | None:

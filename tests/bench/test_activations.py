@@ -4,7 +4,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from lowbit.bench.activations import OPERATIONS, measure_activations
+from lowbit.bench.activations import OPERATIONS, PRODUCT_SCHEMES, measure_activations, measure_products
 from lowbit.cli import app
 
 
@@ -31,3 +31,6 @@ def test_rows_on_a_gpu():
     rows = list(measure_activations((3,), (4096,), torch.bfloat16, 4e12))
     assert [row.operation for row in rows] == [operation.name for operation in OPERATIONS]
     assert all(0 < row.us < 1000 and row.share > 0 for row in rows)
+    products = list(measure_products((1, 40), 1024, torch.float16))
+    assert [(row.scheme, row.m) for row in products] == [(scheme, m) for scheme in PRODUCT_SCHEMES for m in (1, 40)]
+    assert all(0 < row.product_us < row.both_us < 1000 and row.quantize_us > 0 for row in products)

@@ -19,7 +19,9 @@ def weight(scheme):
     return rtn(torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) / 16, scheme)
 
 
-@pytest.mark.parametrize(("scheme", "error"), [("w8a8", 0.012), ("fp8", 0.04), ("fp8_dynamic", 0.04), ("w4a8_g128", 0.012)])
+@pytest.mark.parametrize(
+    ("scheme", "error"), [("w8a8", 0.012), ("w8a8_az", 0.012), ("fp8", 0.04), ("fp8_dynamic", 0.04), ("w4a8_g128", 0.012)]
+)
 def test_the_reference_is_the_product_of_x_as_quantized(scheme, error):
     q, x = weight(scheme), torch.randn(20, 256)
     plain = reference_product(x, q)

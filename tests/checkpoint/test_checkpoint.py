@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import random
 import shutil
 import struct
+import subprocess
 
 import pytest
 import torch
@@ -144,6 +146,16 @@ class TestWriting:
         with CheckpointReader(tmp_path / "c") as reader:
             assert list(reader.manifest.layers) == ["model.layer0"]
         assert [p.name for p in tmp_path.iterdir()] == ["c"]
+
+    def test_what_a_killed_process_left_is_removed(self, tmp_path):
+        gone = subprocess.Popen(["true"])
+        gone.wait()
+        others = [".c.tmp-1", ".cc.tmp-999999999", ".c.tmp-x", ".c.unfinished"]  # process 1 runs
+        for name in [f".c.tmp-{gone.pid}", f".c.tmp-{os.getpid()}", *others]:
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "shard-1").write_bytes(b"half")
+        write(tmp_path / "c")
+        assert sorted(p.name for p in tmp_path.iterdir()) == sorted([*others, "c"])
 
     def test_a_full_disk_is_said_and_leaves_nothing(self, tmp_path, monkeypatch):
         def full(*args, **kwargs):

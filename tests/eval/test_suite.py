@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import os
 import sys
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from lowbit.checkpoint import CheckpointReader
@@ -227,6 +229,22 @@ def test_rouge_score_is_asked_for_before_any_work(models, data, tmp_path, monkey
 )  # fmt: skip
 def test_figures_are_shown_to_the_digits_that_mean_something(value, error, text):
     assert report.number(value, error) == text
+
+
+def test_a_narrow_terminal_cuts_no_figure_short():
+    figures = [
+        {"task": "t", "metric": metric, "value": "21.3456", "standard_error": 0.4219, "count": 8184, "unit": "tokens"}
+        for metric in ("perplexity", "KL mean", "KL median", "KL 99 %", "same top-1", "nll difference")
+    ]
+    size = {"bits_per_weight": 4.25, "bytes": 1.5e6}
+    models = [{"label": f"int4-number-{i}", "size": size, "figures": figures} for i in range(6)]
+    document = {"request": {"tasks": [{"task": "t", "kind": "text"}]}, "models": models}
+    for count, whole in ((3, "21.35 ± 0.42"), (6, "21.35")):
+        console = Console(width=80, record=True, file=io.StringIO())
+        (table,) = report.tables({**document, "models": models[:count]})
+        console.print(table)
+        text = console.export_text()
+        assert "…" not in text and text.count(whole) == 6 * count and text.count("4.250") == count
 
 
 def test_json_has_no_infinities():

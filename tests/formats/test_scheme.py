@@ -31,6 +31,9 @@ from tests.formats import FLOAT_FORMATS
         ("W8A8", Scheme(int_format(8), int_format(8))),
         ("FP8", Scheme(float_format(4, 3), float_format(4, 3), PerTensor())),
         ("w8e4m3a8e4m3_b128x128", Scheme(float_format(4, 3), float_format(4, 3), PerBlock(128, 128))),
+        ("w8a8_az", Scheme(int_format(8), int_format(8), activation_zero=True)),
+        ("w8a8_t_az", Scheme(int_format(8), int_format(8), PerTensor(), activation_zero=True)),
+        ("w4a8_g64_z_az", Scheme(uint_format(4), int_format(8), PerGroup(64), ZeroPoint.INTEGER, True)),
         ("w4a8e4m3_g128", Scheme(int_format(4), float_format(4, 3), PerGroup(128))),
     ],
 )
@@ -57,7 +60,8 @@ def test_aliases_parse(alias):
     assert parse_scheme(alias.upper()) == parse_scheme(alias)
 
 
-@pytest.mark.parametrize("bad", ["w16a16", "w4", "w6e3m3a16", "w6e3m2a16_z", "w4a16_g0", "q4_k_m", "w4a16_g64_fz_z"])
+@pytest.mark.parametrize("bad", ["w16a16", "w4", "w6e3m3a16", "w6e3m2a16_z", "w4a16_g0", "q4_k_m", "w4a16_g64_fz_z", "w8a16_az",
+                                 "w8e4m3a8e4m3_az", "w8a8_b128x128_az"])  # fmt: skip
 def test_nonsense_is_refused_with_help(bad):
     with pytest.raises(ValueError):
         parse_scheme(bad)

@@ -34,6 +34,22 @@ class Compiled:
     def lines(self) -> list[str]:
         return re.findall(r"/\*[0-9a-f]+\*/\s+(.*?) ;", self.text)
 
+    @property
+    def loops(self) -> list[tuple[int, int]]:
+        """First and last line, as numbers of `lines`, of what each branch back encloses."""
+        found, labels, number = [], {}, 0
+        for text in self.text.splitlines():
+            label = re.match(r"\s*(\.L_x_\d+):", text)
+            if label:
+                labels[label[1]] = number
+            line = re.search(r"/\*[0-9a-f]+\*/\s+(.*?) ;", text)
+            if line:
+                branch = re.search(r"BRA.*`\((\.L_x_\d+)\)", line[1])
+                if branch and branch[1] in labels:
+                    found.append((labels[branch[1]], number))
+                number += 1
+        return found
+
 
 def compile_kernel(kernel, signature, config, pointers, warps, capability, **options) -> Compiled:
     """A Gluon kernel whose last argument is the configuration C. `signature` maps names to Triton's type strings, or None for

@@ -15,6 +15,7 @@ from lowbit.kernels.conv_reference import (
     conv_reference,
     fma,
     max_pool_reference,
+    quantize_reference,
     requantize,
 )
 
@@ -158,6 +159,17 @@ def test_requantize_is_the_real_arithmetic():
     wanted = (real + 0.5).floor().clamp(0, 15)
     far = (real + 0.5 - (real + 0.5).round()).abs() > 0.02  # not near a tie, where one rounding more or less shows
     assert far.float().mean() > 0.9 and torch.equal(conv_reference(codes, conv, added)[far].double(), wanted[far])
+
+
+def test_values_are_rounded_to_even_and_clamped():
+    x = torch.tensor([0.25, 0.75, -1.25, 99.0, -99.0])[None, None, :, None].repeat(1, 2, 1, 1)
+    codes = quantize_reference(x, torch.tensor([2.0, 4.0]), torch.tensor([0.0, 0.5]), "s8")
+    assert codes[0, :, :, 0].tolist() == [[0, 2, -2, 127, -128], [2, 4, -4, 127, -128]]
+    assert quantize_reference(x, torch.ones(2), torch.ones(2), "u4")[0, 0, :, 0].tolist() == [1, 2, 0, 15, 0]
+    x = torch.tensor([float("inf"), float("-inf"), float("nan")])[None, None, :, None]
+    assert quantize_reference(x, torch.ones(1), torch.ones(1), "s8").flatten().tolist() == [127, -128, -128]
+    pixels = torch.tensor([0, 255], dtype=torch.uint8)[None, None, :, None]
+    assert quantize_reference(pixels, torch.tensor([0.5]), torch.tensor([-64.0]), "s8").flatten().tolist() == [-64, 64]
 
 
 def test_pooling():

@@ -48,14 +48,15 @@ def same(got, expected):
 def check(x, name, group=0, static=False, symmetric=True, device=80):
     fmt = number_format(name)
     scale = torch.full((1,), 0.03, device=x.device) if static else None
+    given = torch.full((1,), -37, dtype=torch.int32, device=x.device) if static and not symmetric else None
     aligned = x.shape[1] % 8 == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     plan = QuantizePlan(*x.shape, Request("", fmt, group, static, symmetric), aligned, device_for(device))
     if x.is_cuda:
         torch.full((x.shape[0], x.shape[1] + CODE_PIECE), -1, dtype=torch.int8, device=x.device)  # poisons what comes next
-    codes, own, zero = quantize_activations_reference(x, fmt, group, scale, symmetric)
-    expected = [t for t in (codes, None if static else own, zero) if t is not None]
+    codes, own, zero = quantize_activations_reference(x, fmt, group, scale, symmetric, given)
+    expected = [t for t in ((codes,) if static else (codes, own, zero)) if t is not None]
     for _ in range(2):  # compiled, then called as it was compiled
-        made = plan(x, None, None, None, scale, 0.0)
+        made = plan(x, None, None, None, scale, 0.0, given)
         assert len(made) == len(expected)
         for got, wanted in zip(made, expected, strict=True):
             assert got.shape == wanted.shape and same(got.contiguous(), wanted), (
@@ -77,6 +78,7 @@ def check_without_a_gpu():
         check(x, "int8")
         check(x, "int8", static=True)
         check(x, "int8", symmetric=False)
+        check(x, "int8", static=True, symmetric=False)
         check(x, "int8", group=128)
     check(hard_rows(5, 219, torch.float16)[:, 3:203], "int8")
     for m, k, group in ((5, 64, 0), (4, 203, 128)):
@@ -122,13 +124,14 @@ def compiled(sm, k, name="int8", before="", pieces=True, dtype="*fp16", **asked)
     signature = dict(
         codes={"int8": "*i8", "fp8_e4m3": "*fp8e4nv", "fp8_e5m2": "*fp8e5"}[name],
         scales=None if request.static else "*fp32",
-        zeros=None if request.symmetric else "*i32",
+        zeros=None if request.symmetric or request.static else "*i32",
         sums=dtype if request.residual else None,
         x=dtype,
         beside=dtype if request.residual or before == "silu" else None,
         weight=dtype if norm else None,
         bias=dtype if before == "layer_norm" else None,
         static="*fp32" if request.static else None,
+        static_zero="*i32" if request.static and not request.symmetric else None,
     )
     pointers = [name for name, kind in signature.items() if kind]
     signature |= dict(x_stride="i32", beside_stride="i32", code_pieces="i32", eps="fp32")
@@ -201,6 +204,7 @@ def test_bit_equal_to_the_reference(dtype, name, m, k):
     check(hard_rows(m, k + 5, dtype, "cuda")[:, 3 : k + 3], name, device=90)
     if name == "int8":
         check(x, name, symmetric=False, device=90)
+        check(x, name, static=True, symmetric=False, device=90)
 
 
 def near(got, wanted, spread):
@@ -227,6 +231,8 @@ def test_fused_against_the_plain_operator(dtype, name, m, k, group):
         "layer": lambda d: layer_norm_quantize(x.to(d), weight.to(d), bias.to(d), 1e-5, name, group=group),
         "silu": lambda d: silu_mul_quantize(x.to(d), other.to(d), name, group=group),
     }
+    if name == "int8" and group == 0:
+        calls["silu, asymmetric"] = lambda d: silu_mul_quantize(x.to(d), other.to(d), name, symmetric=False)
     for what, call in calls.items():
         got, wanted = call("cuda"), call("cpu")
         assert (wanted.sum is None) == (what != "rms + residual")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -17,11 +18,11 @@ from lowbit import quantize_checkpoint
 from lowbit.checkpoint import CheckpointError, CheckpointReader
 from lowbit.eval import sample_text
 from lowbit.formats import parse_scheme
-from lowbit.models import quantize_layer
+from lowbit.models import calibrate, quantize_layer
 from lowbit.models.calibrate import Calibration, unfinished_folder
 from lowbit.models.decoder import Decoder
 from lowbit.models.quantize_layer import LayerQuantizer
-from lowbit.quantize import Awq, Gptq, Hqq, InputStatistics, Mixed, SmoothQuant, gptq
+from lowbit.quantize import Awq, Gptq, Hqq, InputStatistics, Mixed, SmoothQuant, gptq, rtn
 from lowbit.quantize.fold import divide_outputs, multiply_inputs
 from lowbit.quantize.smoothquant import smoothing_scale
 from tests.tiny import save_tiny, tiny_tokenizer
@@ -68,9 +69,11 @@ def linears(decoder):
     return [n for n, m in decoder.layers[0].named_modules() if isinstance(m, torch.nn.Linear)]
 
 
-def test_the_decoder_computes_what_the_model_does(tiny):
+@pytest.mark.parametrize("together", [1, 5])
+def test_the_decoder_computes_what_the_model_does(together, tiny):
     decoder, tokens = decoder_of(tiny), CALIBRATION.tokens(tiny)
-    hidden = decoder.embed(tokens)
+    hidden = decoder.embed(tokens, together=together)
+    assert [len(x) for x in hidden] == [len(part) for part in tokens.split(together)]
     for i in range(len(decoder)):
         decoder.load(i)
         hidden = list(decoder.run(i, hidden))
@@ -122,6 +125,7 @@ METHODS = [
     (Gptq(act_order=True), "w4a16_g32_z"),
     (Gptq(static_groups=True), "w6e3m2a16"),
     (Awq(), "w3a16_g32_z"),
+    (Awq("loss"), "w3a16_g32_z"),
     (SmoothQuant(0.5), "w8a16"),
     (SmoothQuant(None), "w8a16"),
     (Hqq(), "w4a16_g32_fz"),
@@ -215,6 +219,18 @@ def test_smoothing_by_hand(tiny, tmp_path):
         torch.testing.assert_close(norm, (model.model.layers[0].input_layernorm.weight.data / s).half())
 
 
+def test_awq_clips_when_asked(tiny, tmp_path, monkeypatch):
+    """Without factors, AWQ is rounding to nearest from the largest weight, or from scales that cut it."""
+    monkeypatch.setattr(quantize_layer, "search_scale", lambda *rest: None)
+    for search in ("max", "loss"):
+        quantize_checkpoint(tiny, tmp_path / search, "w3a16_g32", method=Awq(search), calibration=CALIBRATION)
+    with CheckpointReader(tiny) as fp16, CheckpointReader(tmp_path / "max") as m, CheckpointReader(tmp_path / "loss") as loss:
+        for name in m.manifest.layers:
+            expected, cut = rtn(fp16.get(f"{name}.weight"), "w3a16_g32").scale, loss.layer(name).scale
+            assert torch.equal(m.layer(name).scale, expected)
+            assert bool((cut <= expected).all()) and bool((cut < expected).any())
+
+
 def test_without_a_fold_the_factor_stays_with_the_layer(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(quantize_layer, "_PAIRS", ())
     quantize_checkpoint(tiny, tmp_path / "q", "w3a16_g32", method=Awq(), calibration=CALIBRATION)
@@ -306,6 +322,27 @@ def test_a_killed_run_goes_on_to_the_same_files(method, tiny, tmp_path, monkeypa
     assert files(target) == files(tmp_path / "whole") and not unfinished_folder(target).exists()
 
 
+def test_a_full_disk_keeps_what_was_finished(tiny, tmp_path, monkeypatch):
+    """The second layer's file and, in a mixed run, the first inputs meet a limit on the size of files, like a full disk."""
+    original, soft = calibrate.Finished.write, resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limited(self, i, result):
+        if i == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, soft[1]))
+        original(self, i, result)
+
+    monkeypatch.setattr(calibrate.Finished, "write", limited)
+    try:
+        with pytest.raises(CheckpointError, match=r"layer-00001.* cannot be written .*the same command goes on"):
+            quantize_checkpoint(tiny, tmp_path / "q", "w4a16_g32", method=Gptq(), calibration=CALIBRATION)
+        assert sorted(p.name for p in unfinished_folder(tmp_path / "q").iterdir()) == ["layer-00000.safetensors", "recipe.json"]
+        with pytest.raises(CheckpointError, match="inputs of a layer cannot be written"):
+            quantize_checkpoint(tiny, tmp_path / "m", "w4a16_g32", calibration=CALIBRATION, mixed=Mixed(("w4a16_g32",), 8.0))
+        assert not list(tmp_path.glob("*m*"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, soft)
+
+
 KILL = """
 import os, sys, torch
 from pathlib import Path
@@ -334,7 +371,7 @@ def test_a_process_that_is_killed_leaves_its_layers(tiny, tmp_path):
     assert files(tmp_path / "q") == files(tmp_path / "whole")
 
 
-def test_mixed_bits_stay_within_the_budget(tiny, tmp_path):
+def test_mixed_bits_stay_within_the_budget(tiny, tmp_path, monkeypatch):
     said = []
     schemes = ("w3a16_g32", "w4a16_g32", "w8a16")
     quantize_checkpoint(
@@ -345,10 +382,12 @@ def test_mixed_bits_stay_within_the_budget(tiny, tmp_path):
         for i in (0, 1):
             for fused in (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")):
                 assert len({layers[f"model.layers.{i}.{n}"].scheme for n in fused}) == 1
+    assert not list(tmp_path.glob(".q*")), "nothing is left beside the target"
     bits = 8 * sum(q.nbytes for q in layers.values()) / sum(q.codes.numel() for q in layers.values())
     assert 4.6 < bits <= 5.2 and len({q.scheme for q in layers.values()}) > 1
     assert sum(line.split(":")[0] in schemes for line in said) == 8 and any("5.2 allowed" in line for line in said)
     logits(load(tmp_path / "q"))
+    monkeypatch.setattr("lowbit.models.quantize_checkpoint.measure_sensitivity", None)  # refused before that is begun
     with pytest.raises(ValueError, match=r"take 3\.511 bits per weight, scales and corrections included, 2\.0 are allowed"):
         quantize_checkpoint(tiny, tmp_path / "r", "w4a16_g32", calibration=CALIBRATION, mixed=Mixed(schemes, 2.0))
 

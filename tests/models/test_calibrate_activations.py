@@ -22,6 +22,9 @@ METHODS = [
     (SmoothQuant(0.5), "fp8"),
     (Gptq(), "fp8"),
     (SmoothQuant(0.5), "w8a8"),
+    (Rtn(), "w8a8_t_az"),
+    (Gptq(), "w8a8_t_az"),
+    (SmoothQuant(0.5), "w8a8_az"),
     (Gptq(smooth=SmoothQuant(None)), "w8a8"),
     (Gptq(act_order=True, smooth=SmoothQuant(0.5)), "w4a8_g32"),
 ]
@@ -35,7 +38,9 @@ def test_every_method_leaves_a_checkpoint_that_loads(method, scheme, tiny, tmp_p
     with CheckpointReader(tmp_path / "a") as reader:
         reader.check()
         scales = [reader.layer(name).activation_scale for name in reader.manifest.layers]
-    assert len(scales) == 14 and all((scale is not None) == (scheme == "fp8") for scale in scales)
+        zeros = [reader.layer(name).activation_zero for name in reader.manifest.layers]
+    assert len(scales) == 14 and all((scale is not None) == (scheme in ("fp8", "w8a8_t_az")) for scale in scales)
+    assert all((zero is not None) == (scheme == "w8a8_t_az") for zero in zeros)
     model = load(tmp_path / "a")
     difference = logits(model) - logits(load(tiny))
     assert difference.norm() < 0.1 * logits(load(tiny)).norm()
@@ -119,7 +124,7 @@ def test_a_stated_scale_must_be_there_and_fit(tiny, tmp_path):  # noqa: F811
         CheckpointReader(tmp_path / "q")
 
 
-@pytest.mark.parametrize("scheme", ["w8a8", "fp8", "w4a8_g32"])
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a8_az", "fp8", "w4a8_g32"])
 def test_quantized_while_loading(scheme, tiny, tmp_path):  # noqa: F811
     """Without calibration tokens have their own scales; saved and loaded again, the model computes the same."""
     model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32, quantization_config=LowbitConfig(scheme)).eval()
@@ -132,7 +137,7 @@ def test_quantized_while_loading(scheme, tiny, tmp_path):  # noqa: F811
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("scheme", ["w8a8", "fp8", "fp8_dynamic", "fp8_block"])
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a8_az", "w8a8_t_az", "fp8", "fp8_dynamic", "fp8_block"])
 def test_the_same_model_on_a_gpu(scheme, tiny, tmp_path):  # noqa: F811
     """Through the kernels, in one graph for torch.compile; as near to the CPU's exact products in float32 as fp16 allows."""
     quantize_checkpoint(tiny, tmp_path / "q", scheme, calibration=CALIBRATION)

@@ -201,6 +201,53 @@ def test_activations_in_8_bits_run_as_the_files_ask(tmp_path, static):
         assert (asked["dynamic"], asked["strategy"], asked["num_bits"]) == (False, "tensor", 8)
 
 
+@pytest.mark.parametrize("static", [False, True])
+def test_asymmetric_activations_run_as_the_files_ask(tmp_path, static):
+    """By hand as compressed-tensors says it: q = clamp(round(x / scale + zero point)), x = (q - zero point) * scale."""
+    name, change, tensors, given = "compressed-tensors-w8a8-asym", {"symmetric": False}, None, {}
+    if static:
+        change |= {"dynamic": False, "strategy": "tensor"}
+
+        def tensors(held):
+            layers = [n.removesuffix("weight_scale") for n in sorted(held) if n.endswith("weight_scale")]
+            made = {f"{n}input_scale": torch.tensor([0.03 + 0.001 * i]) for i, n in enumerate(layers)}
+            return made | {f"{n}input_zero_point": torch.tensor([i - 4], dtype=torch.int8) for i, n in enumerate(layers)}
+
+    source = edited(name, tmp_path, change, tensors)
+    if static:
+        held = load_file(source / "model.safetensors")
+        given = {n.removesuffix(".input_scale"): (held[n], held[n.replace("scale", "zero_point")].float()) for n in held
+                 if n.endswith("input_scale")}  # fmt: skip
+    report = convert_checkpoint(source, tmp_path / "own")
+    assert report.notes == [] and set(report.layers.values()) == {"w8a8_z_az"}
+    convert_checkpoint(source, tmp_path / "plain", "dequantized")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
+
+    def by_hand(name):
+        def hook(module, args):
+            if static:
+                scale, zero = given[name]
+            else:
+                low, high = (f(args[0], -1, keepdim=True).clamp(*c) for f, c in ((torch.amin, (None, 0)), (torch.amax, (0,))))
+                scale = (high - low) / 255
+                zero = (-128 - low / scale).round()
+            return (((args[0] / scale + zero).round().clamp(-128, 127) - zero) * scale,)
+
+        return hook
+
+    for layer in report.layers:
+        plain.get_submodule(layer).register_forward_pre_hook(by_hand(layer))
+    own = AutoModelForCausalLM.from_pretrained(tmp_path / "own", dtype=torch.float32)
+    expected = plain(IDS).logits
+    assert (own(IDS).logits - expected).norm() < 5e-3 * expected.norm()
+    convert_checkpoint(tmp_path / "own", tmp_path / "back", "compressed-tensors")
+    back, first = load_file(tmp_path / "back" / "model.safetensors"), load_file(source / "model.safetensors")
+    assert back.keys() == first.keys() and all(torch.equal(back[n].float(), t.float()) for n, t in first.items())
+    config = json.loads((tmp_path / "back" / "config.json").read_text())["quantization_config"]
+    asked = config["config_groups"]["group_0"]["input_activations"]
+    assert (asked["symmetric"], asked["dynamic"]) == (False, not static)
+
+
 def test_existing_folders_and_unknown_targets(tmp_path):
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "mine").write_text("")

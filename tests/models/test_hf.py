@@ -178,10 +178,13 @@ def test_other_architectures_say_what_they_keep(tmp_path):
     GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64, n_positions=64)).save_pretrained(
         tmp_path / "gpt2"
     )
-    plan = quantize_checkpoint(tmp_path / "gpt2", tmp_path / "out", "w8a16")
+    model = load(tmp_path / "gpt2", quantization_config=LowbitConfig("w8a16"))
+    plan = model.hf_quantizer.plan
     assert not plan.shapes
     assert any(row.kind == "Conv1D" and "only nn.Linear" in row.reason for row in plan.kept)
-    load(tmp_path / "out")
+    with pytest.raises(ValueError, match=r"nothing in it can be quantized to w8a16.*3 more Conv1D like it.*only nn\.Linear"):
+        quantize_checkpoint(tmp_path / "gpt2", tmp_path / "out", "w8a16")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_quantized_checkpoint_is_not_quantized_again(folder, tmp_path):

@@ -90,6 +90,9 @@ def test_convert_reports_what_it_leaves_and_why():
     assert reasons["lm_head"] == "skipped by 'lm_head'"
     text = "\n".join(plan.lines())
     assert "converted to w8a16: 2 modules, 12,288 weights" in text and "kept: conv (Conv1d" in text
+    refused = convert(nn.Sequential(*(nn.Linear(64, 8) for _ in range(3))), "w8a4")
+    assert len(refused.kept) == 3 and "kept: 0 (and 2 more Linear like it, 1,536 weights): no kernel" in refused.lines()[1]
+    assert len(refused.lines()) == 2
 
 
 @pytest.mark.parametrize("name", ["w8a16", "w6e3m2a16", "w4a16_g32_z"])

@@ -70,11 +70,9 @@ def test_a_layer_on_a_gpu_uses_the_kernels(scheme):
 
 @pytest.mark.gpu
 def test_scales_that_the_kernels_cannot_take_are_refused_not_an_error():
-    """Float32 scales beside floating-point zeros: the plain path computes, the reason is told once."""
-    module = layer("w4a16_fz", "cuda")
-    assert module.prepare(torch.float16) == (
-        "take scales that go with floating-point zeros in fp16 or bf16, w4a16_fz has them in float32 here",
-    )
+    """Groups of no multiple of 16: the plain path computes, the reason is told once."""
+    module = layer("w4a16_g40", "cuda")
+    assert module.prepare(torch.float16) == ("groups of the kernels are multiples of 16, got 40 (w4a16_g40)",)
     x = torch.randn(5, 200, device="cuda", dtype=torch.float16)
     expected = x.double() @ module.quant_tensor().dequantize(torch.float64).T
     assert torch.allclose(module(x).double(), expected, rtol=1e-2, atol=1e-2) and not module.is_prepared

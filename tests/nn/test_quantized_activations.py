@@ -13,41 +13,62 @@ from lowbit.ops import quantize_activations
 from lowbit.quantize import rtn
 from tests.tiny import tiny_llama, with_channels
 
-SCHEMES = ["w8a8", "fp8", "fp8_dynamic", "fp8_block", "w4a8_g64", "w4a8_g64_z", "w6e3m2a8e4m3", "w8e4m3a8e5m2"]
+SCHEMES = [
+    "w8a8",
+    "w8a8_az",
+    "w4a8_g128_az",
+    "fp8",
+    "fp8_dynamic",
+    "fp8_block",
+    "w4a8_g64",
+    "w4a8_g64_z",
+    "w6e3m2a8e4m3",
+    "w8e4m3a8e5m2",
+]
 
 
 def random(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def simulated(x, q, static=None):
+def static_of(scheme, device="cpu"):
+    """An activation scale, and a zero where the scheme has such."""
+    zero = torch.tensor([17], dtype=torch.int32, device=device) if scheme.endswith("_az") else None
+    return {"activation_scale": torch.tensor([0.01], device=device), "activation_zero": zero}
+
+
+def simulated(x, q):
     """The product of the rounded input and the decoded weight in float64."""
     if q.input_scale is not None:
         x = (x.float() * q.input_scale).to(x.dtype)
     if q.order is not None:
         x = x[..., q.order.long()]
     group = 128 if "b128" in q.scheme.name else 0
-    codes, scale, *_ = quantize_activations(x, q.scheme.activation, group=0 if static is not None else group, scale=static)
+    static, az = q.activation_scale, q.scheme.activation_zero
+    codes, scale, zero, _ = quantize_activations(
+        x, q.scheme.activation, group=0 if static is not None else group, scale=static, symmetric=not az, zero=q.activation_zero
+    )
     spread = scale.repeat_interleave(128, -1)[..., : x.shape[-1]] if scale.numel() > 1 and group else scale
-    return (codes.double() * spread.double()) @ q.dequantize_codes(torch.float64).T
+    return ((codes.double() - (0 if zero is None else zero)) * spread.double()) @ q.dequantize_codes(torch.float64).T
 
 
 @pytest.mark.parametrize("name", SCHEMES)
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_product_of_rounded_inputs(name, static, dtype):
-    scale = torch.tensor([0.01]) if static else None
-    q = replace(rtn(random(48, 200), name), activation_scale=scale)
+    q = replace(rtn(random(48, 200), name), **(static_of(name) if static else {}))
     layer = QuantLinear.from_quant_tensor(q, nn.Parameter(random(48, seed=1)))
     x = random(2, 3, 200, seed=2).to(dtype)
-    expected = simulated(x, q, scale) + layer.bias.double()
+    expected = simulated(x, q) + layer.bias.double()
     got = layer(x)
     assert got.dtype == dtype
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance * 10)
     state = layer.state_dict()
     assert ("activation_scale" in state) == static and layer.weight_nbytes == q.nbytes
-    other = QuantLinear(200, 48, name, bias=layer.bias, activation_scale=static)
+    zero = static and name.endswith("_az")
+    assert ("activation_zero" in state) == zero
+    other = QuantLinear(200, 48, name, bias=layer.bias, activation_scale=static, activation_zero=zero)
     other.load_state_dict(state)
     assert torch.equal(other(x), got)
     layer.half()
@@ -66,6 +87,10 @@ def test_a_scale_needs_a_scheme_with_activations():
         replace(rtn(random(8, 32), "w8a16"), activation_scale=torch.ones(1))
     with pytest.raises(ValueError, match=r"is float32 \[1\]"):
         replace(rtn(random(8, 32), "w8a8"), activation_scale=torch.ones(8))
+    with pytest.raises(ValueError, match="an activation zero goes with an activation scale and a scheme with _az"):
+        replace(rtn(random(8, 32), "w8a8_az"), activation_scale=torch.ones(1))
+    with pytest.raises(ValueError, match=r"an activation zero is int32 \[1\]"):
+        replace(rtn(random(8, 32), "w8a8_az"), activation_scale=torch.ones(1), activation_zero=torch.ones(1))
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -77,7 +102,11 @@ def test_a_model_is_converted_whole(name):
         plan = convert(model, name)
         assert len(plan.linears) == 14
         difference = model(ids).logits - plain
-    assert 0 < difference.norm() < {"w8a8": 0.02, "w4a8_g64": 0.15, "w4a8_g64_z": 0.15}.get(name, 0.12) * plain.norm()
+    assert (
+        0
+        < difference.norm()
+        < {"w8a8": 0.02, "w8a8_az": 0.02, "w4a8_g64": 0.15, "w4a8_g64_z": 0.15}.get(name, 0.12) * plain.norm()
+    )
 
 
 @pytest.mark.gpu
@@ -85,16 +114,15 @@ def test_a_model_is_converted_whole(name):
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("m", [1, 5, 300])
 def test_a_layer_on_a_gpu(name, static, m):
-    scale = torch.tensor([0.01], device="cuda") if static else None
-    q = replace(rtn(random(96, 256).cuda(), name), activation_scale=scale)
+    q = replace(rtn(random(96, 256).cuda(), name), **(static_of(name, "cuda") if static else {}))
     layer = QuantLinear.from_quant_tensor(q)
     x = random(m, 256, seed=2).cuda().half()
-    expected = simulated(x, q, scale)
+    expected = simulated(x, q)
     saved = {key: value.clone() for key, value in layer.state_dict().items()}
     for _ in range(2):
         torch.testing.assert_close(layer(x).double(), expected, rtol=5e-3, atol=5e-3 * float(expected.abs().mean()))
     assert all(torch.equal(value, saved[key]) for key, value in layer.state_dict().items())
     # The tensor cores add 8-bit floats in fewer bits than float32 has.
     tolerance = 1e-5 if q.scheme.activation.name == "int8" else 5e-3
-    wide = simulated(x.float(), q, scale)
+    wide = simulated(x.float(), q)
     torch.testing.assert_close(layer(x.float()).double(), wide, rtol=tolerance, atol=tolerance * 10 * float(wide.abs().mean()))

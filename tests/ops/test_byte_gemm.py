@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from lowbit.formats import parse_scheme
 from lowbit.hardware.device import device_for
 from lowbit.kernels.choose_scaled import candidates_scaled
-from lowbit.ops import byte_gemm, byte_refusals, describe_scaled, pack_scaled_weight
+from lowbit.kernels.reference import FUNCTIONS
+from lowbit.ops import byte_gemm, byte_refusals, describe_scaled, pack_scaled_weight, quantize_activations
 from lowbit.ops.byte_gemm import plan_for_scaled, scaled_shape
 from lowbit.ops.fragment_gemm import workspace
 from lowbit.ops.scaled_gemm import activation_dtype
@@ -91,7 +92,7 @@ def test_scales_of_blocks_of_x(scheme, m):
 
 
 @gpu
-@pytest.mark.parametrize("scheme", ["w8a8", "fp8_dynamic", "fp8_block", "w4a8", "w4a8e4m3_g128"])
+@pytest.mark.parametrize("scheme", ["w8a8", "fp8_dynamic", "fp8_block", "w4a8", "w4a8e4m3_g128", "w6e3m2a8e4m3"])
 @pytest.mark.parametrize("m", [3, 300])
 def test_tiles_other_than_the_chosen_one(scheme, m):
     """Some of the candidates, the widest among them."""
@@ -101,7 +102,7 @@ def test_tiles_other_than_the_chosen_one(scheme, m):
     shape = scaled_shape(q.scheme, m, n, k)
     rows = [row.tile for row in candidates_scaled(shape, device_for(90)) if not row.reasons]
     widest = [tile for tile in rows if tile.splits == 1 and tile.columns == max(t.columns for t in rows if t.splits == 1)]
-    for tile in dict.fromkeys(rows[:: max(1, len(rows) // 4)] + widest[-1:]):
+    for tile in dict.fromkeys(rows[:: max(1, len(rows) // 4)] + widest):
         plan = plan_for_scaled(tile, shape, q.scheme, torch.bfloat16, "token", False, False, x.device)
         arguments = (x, x_scale, None, w.codes, w.scale, w.channel_scale, w.sums, None)
         y = plan(*arguments, *workspace(x.device, *plan.workspace))
@@ -119,6 +120,82 @@ def test_integers_are_exact(m):
     x = torch.randint(-3, 4, (m, 1024), device="cuda", generator=generator, dtype=torch.int8)
     y = byte_gemm(x, torch.ones(1, device="cuda"), pack_scaled_weight(q), dtype=torch.float32)
     assert torch.equal(y.double(), x.double() @ (codes.double() - 128).T)
+
+
+@gpu
+@pytest.mark.parametrize("function", ["relu", "gelu", "silu"])
+@pytest.mark.parametrize("scheme", ["w8a8", "fp8_dynamic", "w4a8_g128"])
+@pytest.mark.parametrize("m", [3, 300])
+def test_functions(scheme, function, m):
+    q, x, x_scale, _, expected = problem(scheme, m, 520, 1024)
+    x_scale, expected = x_scale / expected.std() * 2, expected / expected.std() * 2
+    bias = torch.randn(520, device="cuda", dtype=torch.float16)
+    y = byte_gemm(x, x_scale, pack_scaled_weight(q), bias, dtype=torch.float16, function=function)
+    wanted = FUNCTIONS[function](expected + bias.double())
+    assert relative_error(y, wanted) <= bound(scheme, torch.float16) + 2e-6
+    assert float((y.double() - wanted).abs().max()) < 2e-2
+
+
+@gpu
+@pytest.mark.parametrize("m", [3, 300])
+def test_no_function_hides_what_is_not_a_number(m):
+    q, x, x_scale, _, _ = problem("w8a8", m, 128, 1024)
+    x_scale[1] = float("nan")
+    for function in FUNCTIONS:
+        y = byte_gemm(x, x_scale, pack_scaled_weight(q), dtype=torch.float16, function=function)
+        assert y[1].isnan().all() and y[0].isfinite().all()
+
+
+def exact_problem(scheme, m, n, k):
+    """All scales powers of two and small numbers: float32 holds every step, so that codes are exact, ties among them."""
+    generator = torch.Generator("cuda").manual_seed(m)
+    q = rtn(torch.randn(n, k, device="cuda", generator=generator), scheme)
+    half = 1 << (q.scheme.weight.bits - 1)
+    codes = torch.randint(half - 3, half + 4, (n, k), dtype=torch.uint8, device="cuda", generator=generator)
+    scale = 2.0 ** torch.randint(-4, 1, tuple(q.scale.shape), device="cuda", generator=generator)
+    q = type(q)(codes, scale.to(q.scale.dtype), None, q.scheme)
+    x = torch.randint(-20, 21, (m, k), device="cuda", generator=generator, dtype=torch.int8)
+    x_scale = 2.0 ** torch.randint(-3, 1, (m, 1), device="cuda", generator=generator)
+    bias = torch.randint(-64, 64, (n,), device="cuda", generator=generator).half() / 4
+    expected = (x.double() * x_scale) @ q.dequantize(torch.float64).T + bias.double()
+    return q, x, x_scale, bias, expected
+
+
+def exact_scale(expected):
+    """A power of two at which the largest values are beyond the range of codes."""
+    return torch.exp2((expected.abs().max() / 127).log2().floor()).float().reshape(1)
+
+
+def exact_codes(expected, y_scale):
+    return (expected / y_scale.double()).round().clamp(-128, 127).to(torch.int8)
+
+
+@gpu
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a8", "w4a8_g128"])
+@pytest.mark.parametrize(("m", "n"), [(1, 1024), (16, 1000), (64, 528), (300, 1024), (300, 1001)])
+def test_codes_of_y_are_exact(scheme, m, n):
+    q, x, x_scale, bias, expected = exact_problem(scheme, m, n, 1024)
+    w, y_scale = pack_scaled_weight(q), exact_scale(expected)
+    for function in ("none", "relu"):
+        torch.full((m, n), 77, dtype=torch.int8, device="cuda")  # what the allocator hands out next is poisoned
+        y = byte_gemm(x, x_scale, w, bias, dtype=torch.int8, function=function, y_scale=y_scale)
+        wanted = exact_codes(FUNCTIONS[function](expected), y_scale)
+        assert y.dtype == torch.int8 and torch.equal(y, wanted) and wanted.unique().numel() > 60
+
+
+@gpu
+@pytest.mark.parametrize("scheme", ["w8a8", "fp8_dynamic", "w6e3m2a8e4m3"])
+@pytest.mark.parametrize("m", [5, 300])
+def test_codes_of_y_are_those_of_the_float_result(scheme, m):
+    """Quantizing the float32 result gives the same codes, but for those at ties, where the last bit decides."""
+    q, x, x_scale, _, _ = problem(scheme, m, 512, 1024)
+    w = pack_scaled_weight(q)
+    y = byte_gemm(x, x_scale, w, dtype=torch.float32, function="gelu")
+    y_scale = (y.abs().max() / 100).reshape(1)
+    codes = byte_gemm(x, x_scale, w, dtype=torch.int8, function="gelu", y_scale=y_scale)
+    wrong = codes != quantize_activations(y, "int8", scale=y_scale).codes
+    steps = y / y_scale
+    assert bool(((steps - steps.floor() - 0.5).abs() < 1e-3)[wrong].all()) and float(wrong.float().mean()) < 1e-3
 
 
 @gpu
@@ -238,6 +315,18 @@ def test_the_plain_kernel(scheme, m, n, k):
 
 
 @gpu
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a8_g128"])
+def test_the_plain_kernel_makes_codes(scheme):
+    from lowbit.kernels.sm80.scaled_gemm import PlainPlan
+
+    q, x, x_scale, bias, expected = exact_problem(scheme, 70, 333, 1024)
+    w, y_scale = pack_scaled_weight(q), exact_scale(expected)
+    plan = PlainPlan(scaled_shape(q.scheme, 70, 333, 1024), q.scheme, torch.int8, "token", False, True, "relu")
+    arguments = (x, x_scale, None, w.codes, w.scale, w.channel_scale, w.sums, bias, *workspace(x.device, 0, 0))
+    assert torch.equal(plan(*arguments, y_scale), exact_codes(expected.relu(), y_scale))
+
+
+@gpu
 def test_bad_input():
     q, x, x_scale, _, _ = problem("w8a8", 4, 128, 1024)
     w = pack_scaled_weight(q)
@@ -249,6 +338,8 @@ def test_bad_input():
         byte_gemm(x, x_scale, w, torch.zeros(5, device="cuda"))
     with pytest.raises((ValueError, NotImplementedError), match="one device|CPU"):
         byte_gemm(x.cpu(), x_scale.cpu(), w)
+    with pytest.raises(ValueError, match=r"y_scale is float32 \[1\] and makes y int8"):
+        byte_gemm(x, x_scale, w, y_scale=torch.ones(1, device="cuda"))
     narrow = pack_scaled_weight(problem("w4a8", 4, 128, 1024)[0])
     with pytest.raises(ValueError, match="x with scales of blocks goes with 8-bit weights"):
         byte_gemm(x, torch.ones(4, 8, device="cuda"), narrow)

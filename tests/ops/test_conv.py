@@ -5,10 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowbit.kernels.conv_reference import ConvLayer, SecondProduct, average_pool_reference, conv_reference, requantize
-from lowbit.ops.conv import average_pool_codes, conv_codes, max_pool_codes, pack_images, prepare_conv, prepare_stem
+from lowbit.kernels.conv_reference import (
+    ConvLayer,
+    SecondProduct,
+    average_pool_reference,
+    conv_reference,
+    quantize_reference,
+    requantize,
+)
+from lowbit.ops.conv import (
+    average_pool_codes,
+    conv_codes,
+    conv_refusals,
+    max_pool_codes,
+    prepare_conv,
+    prepare_stem,
+    stem_pool_refusals,
+)
+from lowbit.ops.relayout import pack_values
 from lowbit.pack.nhwc64 import Nhwc64
-from lowbit.pack.stem import quantize_images
 
 
 def layer(x="u4", y="u4", residual=None, second=None, channels=70, outputs=100, kernel=3, stride=1):
@@ -42,9 +57,29 @@ def test_a_stem_takes_images():
     conv = layer("s8", channels=3, kernel=7, stride=2)
     images = torch.randn(2, 3, 17, 20)
     stem = prepare_stem(conv, (2, 17, 20))
-    y = stem(pack_images(stem, images, 40.0))
-    wanted = conv_reference(quantize_images(images, 40.0).int(), conv)
+    gain, shift = torch.tensor([40.0, 30.0, 50.0]), torch.tensor([0.0, 3.5, -2.0])
+    y = stem(pack_values(images, gain, shift, stem.images))
+    wanted = conv_reference(quantize_reference(images, gain, shift, "s8"), conv)
     assert torch.equal(Nhwc64("u4").unpack(y, 100), wanted)
+
+
+def test_a_stem_with_its_pool_inside():
+    conv = layer("s8", channels=3, kernel=7, stride=2)
+    codes = torch.randint(-128, 128, (2, 3, 17, 20))
+    stem = prepare_stem(conv, (2, 17, 20), pooled=True)
+    wanted = torch.nn.functional.max_pool2d(conv_reference(codes, conv).double(), 3, 2, 1)
+    y = stem(stem.images.pack(codes))
+    assert y.shape == stem.output_shape(tuple(y.shape)) == (2, 5, 5, 64)
+    assert torch.equal(Nhwc64("u4").unpack(y, 100), wanted.int())
+
+
+def test_a_pool_keeps_the_order_of_sums():
+    conv = layer("s8", channels=3, kernel=7, stride=2)
+    conv.s[3] = -conv.s[3]
+    assert "negative" in stem_pool_refusals(conv, "cpu")[0]
+    with pytest.raises(ValueError, match="some s are negative"):
+        prepare_stem(conv, (2, 17, 20), pooled=True)
+    assert "not as codes" in stem_pool_refusals(layer("s8", "f32", channels=3, kernel=7, stride=2), "cpu")[0]
 
 
 def test_operators_under_fake_tensors_and_export():
@@ -77,6 +112,18 @@ def test_operators_under_fake_tensors_and_export():
 def test_wrong_tensors_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call(prepare_conv(layer(), (1, 4, 4)))
+
+
+@pytest.mark.parametrize(
+    ("capability", "words"),
+    [((7, 5), "sm_80 and newer, NVIDIA T4 is sm_75"), ((8, 6), ""), ((9, 0), "strides are 8 at most"), ((12, 0), "")],
+)
+def test_gpus(capability, words, monkeypatch):
+    """The copy engine's limits are those of sm_90 alone."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA T4")
+    reasons = conv_refusals(layer(stride=9), "cuda:0")
+    assert words in " ".join(reasons) and bool(reasons) == bool(words)
 
 
 def test_refusals_name_every_reason():

@@ -128,6 +128,12 @@ def test_shapes_and_compilation():
         (lambda x: quantize_activations(x, "int8", group=48), "a power of two of columns"),
         (lambda x: quantize_activations(x, "int8", scale=torch.ones(2)), "one float32 number"),
         (lambda x: quantize_activations(x, "int8", scale=torch.ones(1), group=32), "without groups"),
+        (lambda x: quantize_activations(x, "int8", scale=torch.ones(1), symmetric=False), "a given zero go together"),
+        (lambda x: quantize_activations(x, "int8", zero=torch.ones(1).int()), "a given zero go together"),
+        (
+            lambda x: quantize_activations(x, "int8", scale=torch.ones(1), symmetric=False, zero=torch.ones(1)),
+            "a given zero is one int32 number",
+        ),
         (lambda x: quantize_activations(x, "fp8_e4m3", symmetric=False), "zero points go with int8"),
         (lambda x: rms_norm_quantize(x, torch.ones(63), 1e-6, "int8"), r"weight is \[64\], got \(63,\)"),
         (lambda x: rms_norm_quantize(x, torch.ones(64), 1e-6, "int8", residual=x.half()), "goes with its like"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from lowbit.formats import pack_words, parse_scheme
-from lowbit.ops import scaled_gemm
+from lowbit.ops import quantize_activations, scaled_gemm
 from lowbit.ops.scaled_gemm import activation_dtype
 from lowbit.quantize import rtn
 
@@ -57,6 +59,36 @@ def test_by_hand():
     assert scaled_gemm(x, torch.tensor([0.5]), *arguments, torch.tensor([1], dtype=torch.int32)).tolist() == [8.25]
 
 
+def test_function_and_codes_by_hand():
+    """0.5 * (1 * 4) = 2 and 0.5 * (1 * -4) = -2, with biases 1, -1: 3 and -3. silu(3) = 3 / (1 + e^-3), gelu with tanh."""
+    packed = torch.tensor([[128 + 4], [128 - 4]], dtype=torch.uint8)
+    scales = torch.ones(2, 1), None, torch.tensor([1.0, -1.0]), "w8a8"
+    x = torch.tensor([1], dtype=torch.int8), torch.tensor([0.5])
+    expected = {
+        "none": [3.0, -3.0],
+        "relu": [3.0, 0.0],
+        "silu": [3 / (1 + math.exp(-3)), -3 / (1 + math.exp(3))],
+        "gelu": [s * 1.5 * (1 + s * math.tanh(math.sqrt(2 / math.pi) * (3 + 0.044715 * 27))) for s in (1, -1)],
+    }
+    for function, values in expected.items():
+        y = scaled_gemm(*x, packed, *scales, torch.float32, function=function)
+        assert torch.allclose(y, torch.tensor(values), rtol=3e-7, atol=0), function
+    # 3 / 2 = 1.5 and -1.5 are ties, which go to even; 3 / 0.01 and -3 / 0.01 are out of range.
+    for scale, codes in ((2.0, [2, -2]), (0.01, [127, -128])):
+        y = scaled_gemm(*x, packed, *scales, torch.int8, y_scale=torch.tensor([scale]))
+        assert y.dtype == torch.int8 and y.tolist() == codes
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "fp8_dynamic", "w4a8_g32_fz"])
+def test_codes_are_those_of_the_plain_operator(scheme):
+    q, x, x_scale, x_zero, _ = problem(scheme, 70, 1100, (2, 3), "token")
+    arguments = (x, x_scale, pack_words(q.codes, q.scheme.weight.bits), q.scale, q.zero, torch.randn(70), scheme)
+    y = scaled_gemm(*arguments, torch.float32, x_zero, "gelu")
+    scale = y.abs().max().reshape(1) / 100
+    codes = scaled_gemm(*arguments, torch.int8, x_zero, "gelu", scale)
+    assert torch.equal(codes, quantize_activations(y, "int8", scale=scale).codes) and codes.unique().numel() > 20
+
+
 def test_integers_are_exact_at_their_worst():
     """All products of the largest size and of one sign: more than 24 bits, more than a float32 holds."""
     k = 5000
@@ -74,6 +106,8 @@ def test_opaque_to_compilers_and_checked():
     packed = pack_words(q.codes, 8)
     arguments = (x, x_scale, packed, q.scale, None, None, "w8a8", torch.bfloat16, x_zero)
     torch.library.opcheck(torch.ops.lowbit.scaled_gemm.default, arguments)
+    to_codes = (*arguments[:7], torch.int8, x_zero, "relu", torch.ones(1))
+    torch.library.opcheck(torch.ops.lowbit.scaled_gemm.default, to_codes)
     assert scaled_gemm(x[:0], x_scale[:0], *arguments[2:8], x_zero[:0]).shape == (0, 16)
 
 
@@ -87,6 +121,12 @@ def test_opaque_to_compilers_and_checked():
         (dict(packed=torch.zeros(16, 63, dtype=torch.uint8)), r"packed uint8 \[N, 64\]"),
         (dict(bias=torch.zeros(5)), r"bias is \[16\]"),
         (dict(dtype=torch.int8), "y is fp16, bf16 or fp32"),
+        (dict(function="tanh"), "none, relu, gelu, silu, got 'tanh'"),
+        (
+            dict(y_scale=torch.ones(1)),
+            r"y_scale is float32 \[1\] and makes y int8, got torch.float32 \(1,\) and torch.bfloat16",
+        ),
+        (dict(dtype=torch.int8, y_scale=torch.ones(4, 1)), r"y_scale is float32 \[1\]"),
         (dict(scheme="w8a16"), "quantized activations are int8, e4m3 or e5m2, got 16 bits"),
         (dict(scheme="fp8"), "takes x torch.float8_e4m3fn"),
     ],

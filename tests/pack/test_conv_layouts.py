@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as functional
 
-from lowbit.pack.conv_weight import column_order, pack_constants, pack_conv_weight, planes, swizzled
+from lowbit.pack.conv_weight import column_order, pack_constants, pack_conv_weight, pack_lane_constants, planes, swizzled
 from lowbit.pack.nhwc64 import CODE_RANGE, Nhwc64, padded_channels
-from lowbit.pack.stem import StemImages, quantize_images
+from lowbit.pack.stem import StemImages
 
 
 def codes_of(storage, *shape):
@@ -108,6 +108,15 @@ def test_constants_follow_their_columns():
     assert torch.equal(packed, torch.cat([values, torch.zeros(28)])[order])
 
 
+def test_a_lane_finds_its_constants_in_16_bytes():
+    values = torch.arange(128.0)
+    columns, lanes = pack_constants(values, "s8", 128), pack_lane_constants(values, "s8", 128)
+    for block in range(8):
+        for lane in range(4):
+            own = [16 * block + 8 * j + 2 * lane + e for j in range(2) for e in range(2)]
+            assert torch.equal(lanes[16 * block + 4 * lane :][:4], columns[own])
+
+
 @pytest.mark.parametrize("step_bytes", [16, 128])
 def test_steps_that_do_not_fit_are_refused(step_bytes):
     with pytest.raises(ValueError, match="do not divide"):
@@ -139,8 +148,3 @@ def test_a_stem_is_its_convolution(channels, height, width, kernel, padding):
 def test_stems_that_do_not_fit_are_refused():
     assert "5 channels" in StemImages(5, 32, 32, (7, 7), (3, 3)).refusals()[0]
     assert "more than 4 packed pixels" in StemImages(3, 32, 32, (11, 11), (5, 5)).refusals()[0]
-
-
-def test_images_are_rounded_to_even_and_clamped():
-    assert quantize_images(torch.tensor([0.5, 1.5, -2.5, 99.0, -99.0]), 2.0).tolist() == [1, 3, -5, 127, -128]
-    assert quantize_images(torch.tensor([0.25, 0.75]), 2.0).tolist() == [0, 2]

@@ -9,7 +9,7 @@ import torch
 
 from lowbit.formats import parse_scheme
 from lowbit.quantize import rtn
-from lowbit.quantize.mixed import Candidate, choose, sensitivity
+from lowbit.quantize.mixed import Candidate, choose, sensitivity, stored_bits
 from tests.quantize.data import weights
 
 SCHEMES = [parse_scheme(name) for name in ("w2a16_g32", "w3a16_g32", "w4a16_g32", "w8a16_g32")]
@@ -27,6 +27,15 @@ def test_sensitivity_by_hand():
         assert abs(row.error / expected - 1) < 1e-5
     corrected = sensitivity(ws, fisher, SCHEMES, low_rank=3)
     assert [c.bits - r.bits for c, r in zip(corrected, rows, strict=True)] == [16 * 3 * (16 + 64 + 8 + 64)] * len(SCHEMES)
+
+
+@pytest.mark.parametrize(
+    "name", ["w4a16_g32", "w3a16_g48_z", "w4a16_g16_fz", "w8a16", "w5e2m2a16", "w8e4m3a16_b16x16", "w4a16_t"]
+)
+def test_stored_bits_are_those_of_a_rounded_weight(name):
+    q = rtn(weights(20, 75), name)
+    assert stored_bits((20, 75), q.scheme) == 8 * q.nbytes
+    assert stored_bits((20, 75), q.scheme, 2) == 8 * q.nbytes + 16 * 2 * 95
 
 
 def test_the_sensitive_layer_gets_the_bits():

@@ -29,10 +29,16 @@ def check(case, scheme, fold, on):
     wanted = program.run(images, watch=lambda name, value: codes.update({name: value.clone()}))
     launched = DeviceProgram(program, 5, torch.device(on))
     launched.arena.fill_(0xA5)
-    launched.images.copy_(images)
+    launched.feed(images.to(on))
     checked, exact = 0, True
-    for operation, (name, step) in zip(program.operations, launched.steps, strict=True):
-        step()
+    steps = dict(launched.steps)
+    operations = launched.program.operations
+    assert len(operations) - len(steps) == sum(name in codes for name, _ in launched.entries)
+    assert len(program.operations) - len(operations) == (case in ("basic", "bottleneck"))  # the stem has its max-pool inside
+    for operation in operations:
+        name = operation.y
+        if name in steps:
+            steps[name]()
         exact = exact and not isinstance(operation, Compute)  # fp16 here, float32 there
         packed_as_stem = isinstance(operation, Quantize) and name in launched.stems
         if name in program.values and program.values[name].storage in ("u4", "s8") and not packed_as_stem:
@@ -70,6 +76,28 @@ def test_on_the_cpu(case, scheme, fold):
 )  # fmt: skip
 def test_on_the_gpu(case, scheme, fold):
     check(case, scheme, fold, "cuda")
+
+
+def test_pixels_and_floats_go_to_the_same_place():
+    """Mixed reads its images through a convolution and, as floats, through nothing else; here a sum reads them too."""
+
+    class Both(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = torch.nn.Conv2d(3, 3, 3, padding=1)
+
+        def forward(self, x):
+            return self.conv(x).relu() + x
+
+    torch.manual_seed(0)
+    pixels = torch.randint(0, 256, (4, 3, 8, 8), dtype=torch.uint8)
+    network = vision.quantize(Both(), pixels, "w8a8", pixels=vision.Pixels((0.4,), (0.3,)))
+    launched = DeviceProgram(network.program, 4, torch.device("cpu"))
+    assert len(launched.entries) == 2  # codes for the convolution, floats for the sum
+    wanted = network(pixels)
+    torch.testing.assert_close(launched.run(pixels), wanted, rtol=2e-3, atol=2e-3)
+    with pytest.raises(ValueError, match=r"images are \[4, 3, 8, 8\] on cpu, got \[3, 3, 8, 8\]"):
+        launched.run(pixels[:3])
 
 
 def test_stems_are_found():

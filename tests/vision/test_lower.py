@@ -192,6 +192,23 @@ def test_a_missing_scale_is_an_error():
         lower(graph, quantization)
 
 
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a4"])
+def test_codes_end_where_a_relu6_does(scheme):
+    """Calibration saw images of half the size, so that 6 is reached by other images alone."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU6(), nn.Conv2d(16, 16, 3, groups=16), nn.ReLU6(), nn.Conv2d(16, 8, 1))
+    images = 9 * torch.randn(4, 3, 9, 9)
+    graph = trace(model, images)
+    for seen in (images, 0.5 * images, 0 * images - 1):
+        quantization = calibrate(graph, observe(graph, [seen]), assign_bits(graph, scheme))
+        assert quantization.scales["0"] <= 6 / 127 and quantization.bits["0"].output == 8  # only the depthwise one reads it
+        program = lower(graph, quantization)
+        assert program.values["0"].storage == "s8"
+    quantization = calibrate(graph, observe(graph, [images]), assign_bits(graph, scheme))
+    got, wanted = lower(graph, quantization).run(images), model(images)
+    assert float((got - wanted).norm() / wanted.norm()) < {"w8a8": 0.02, "w4a4": 0.15}[scheme]
+
+
 def test_an_untrained_linear_net_without_convolution():
     model = nn.Sequential(nn.Flatten(), nn.Linear(12, 4))
     images = torch.randn(8, 3, 2, 2)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lowbit import vision
-from lowbit.vision.memory import ALIGNMENT_BYTES, plan_memory, stems, stored_bytes
+from lowbit.vision.memory import ALIGNMENT_BYTES, plan_memory, stems, stored_bytes, with_pooled_stems
 from lowbit.vision.program import Value
 from tests.vision.nets import resnet
 
@@ -57,6 +57,37 @@ def test_images_of_a_stem_are_packed_by_four_pixels(program):
     (name,) = stems(program)
     place = plan_memory(program, 8).places[name]
     assert 8 * 16 * 16 * 16 < place.nbytes < 8 * 16 * 20 * 16 < stored_bytes(program.values[name], 8) // 4
+
+
+class TwoReaders(nn.Module):
+    """A stem whose codes a max-pool and a convolution read."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.pool, self.other = nn.Conv2d(3, 8, 3, 2, 1), nn.MaxPool2d(3, 2, 1), nn.Conv2d(8, 8, 1, 2)
+
+    def forward(self, x):
+        y = self.stem(x).relu()
+        return self.pool(y) + self.other(y)
+
+
+@pytest.mark.parametrize(
+    ("model", "fused"),
+    [
+        (nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.MaxPool2d(3, 2, 1), nn.Conv2d(8, 8, 1)), True),
+        (nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 1)), False),
+        (nn.Sequential(nn.Conv2d(3, 8, 3, 1, 1), nn.ReLU(), nn.MaxPool2d(3, 2, 1), nn.Conv2d(8, 8, 1)), False),
+        (TwoReaders(), False),
+    ],
+    ids=["stem", "window", "stride", "readers"],
+)
+def test_which_stems_have_their_max_pool_inside(model, fused):
+    torch.manual_seed(0)
+    images = torch.randn(2, 3, 12, 10)
+    program = vision.quantize(model, images, "w8a4").program
+    one = with_pooled_stems(program, torch.device("cpu"))
+    assert len(program.operations) - len(one.operations) == fused
+    assert torch.equal(one.run(images), program.run(images))
 
 
 def test_a_batch_has_images(program):

@@ -79,6 +79,30 @@ def test_two_ways_to_choose_layers_are_one_too_many(images):
         vision.quantize(resnet(), images, "w4a4", keep_int8=["x"], most_divergence=0.1)
 
 
+def test_pixels_are_normalized_on_the_way_in(tmp_path):
+    torch.manual_seed(0)
+    mean, deviation = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    pixels = torch.randint(0, 256, (8, 3, 32, 32), dtype=torch.uint8)
+    by_hand = (pixels.double() / 255 - torch.tensor(mean)[:, None, None]) / torch.tensor(deviation)[:, None, None]
+    network = vision.quantize(resnet(), pixels, "w8a4", pixels=vision.Pixels(mean, deviation))
+    torch.testing.assert_close(vision.Pixels(mean, deviation).normalized(pixels), by_hand.float(), rtol=1e-6, atol=1e-6)
+    got = network(pixels)
+    assert torch.equal(network(pixels.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)), got)  # NHWC
+    floats = network(by_hand.float())  # a code at a tie may round the other way
+    assert float((got - floats).norm() / floats.norm()) < 1e-3
+    vision.save(network, tmp_path / "net")
+    assert torch.equal(vision.load(tmp_path / "net")(pixels), got)
+
+
+def test_pixels_that_the_network_does_not_know(network, images):
+    with pytest.raises(ValueError, match=r"uint8 for a network made with pixels=Pixels"):
+        network((images * 40 + 128).to(torch.uint8))
+    with pytest.raises(ValueError, match="2 means, the images have 3 channels"):
+        vision.quantize(resnet(), images.to(torch.uint8), "w8a8", pixels=vision.Pixels((0.5, 0.5), (0.2, 0.2)))
+    with pytest.raises(ValueError, match="positive deviations"):
+        vision.Pixels((0.5,), (0.0,))
+
+
 @pytest.mark.parametrize("scheme", ["w8a8", "w4a4"])
 def test_saved_and_loaded(tmp_path, images, scheme):
     network = vision.quantize(resnet(), images, scheme)

@@ -98,7 +98,7 @@ def test_what_cannot_be_lowered_is_named_with_the_reason():
     [
         (nn.Conv2d(4, 4, 3, dilation=2), "dilation"),
         (nn.Conv2d(4, 4, 2, padding="same"), "not symmetric"),
-        (nn.MaxPool2d(2, ceil_mode=True), "ceil_mode"),
+        (nn.MaxPool2d(2, ceil_mode=True), "cut off"),
         (nn.Conv2d(4, 4, 3, groups=2), "groups"),
     ],
 )
@@ -123,6 +123,73 @@ def test_pools_over_the_whole_image(layer):
 def test_a_window_that_is_not_the_whole_image_is_no_average_pool():
     graph = trace(nn.Sequential(nn.Conv2d(4, 4, 1), nn.AvgPool2d(3)), torch.randn(2, 4, 6, 6))
     assert kinds(graph) == ["Input", "Conv", "Other"]
+
+
+class Deep(nn.Module):
+    """A block of ResNet-D: the shortcut is a mean over 2 x 2 pixels and a 1 x 1 convolution."""
+
+    def __init__(self, ceil=True):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(4, 8, 3, stride=2, padding=1), nn.Conv2d(8, 8, 1)
+        self.down = nn.Sequential(
+            nn.AvgPool2d(2, 2, ceil_mode=ceil, count_include_pad=False), nn.Conv2d(4, 8, 1, bias=False), nn.BatchNorm2d(8)
+        )
+
+    def forward(self, x):
+        return torch.relu(self.b(torch.relu(self.a(x))) + self.down(x))
+
+
+def test_the_shortcut_of_a_resnet_d_is_folded():
+    model, images = seasoned(Deep()), torch.randn(3, 4, 10, 12)
+    graph = trace(model, images)
+    assert kinds(graph) == ["Input", "Conv", "Conv"]
+    (block,) = [node for node in graph.nodes.values() if isinstance(node, Conv) and node.second is not None]
+    assert block.name == "b" and block.second.weight.shape == (8, 4, 2, 2) and block.second.stride == (2, 2)
+    torch.testing.assert_close(graph.run(images), model(images), rtol=1e-5, atol=1e-5)
+
+
+def test_batch_norms_go_into_convolutions_that_stay_as_well():
+    model = nn.Sequential(nn.Conv2d(4, 8, 1), nn.Conv2d(8, 8, 3, groups=4, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+    images = torch.randn(3, 4, 6, 7)
+    graph = trace(seasoned(model), images)
+    assert kinds(graph) == ["Input", "Conv", "Other", "Other"] and "1" in graph.nodes
+    torch.testing.assert_close(graph.run(images), model(images), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("end", "most"),
+    [
+        (nn.ReLU(), float("inf")),
+        (nn.ReLU6(), 6.0),
+        (nn.Hardtanh(0.0, 2.5), 2.5),
+        (nn.Hardtanh(), None),
+        (nn.Hardtanh(-1, 6), None),
+    ],
+)
+def test_relus_that_end(end, most):
+    model, images = nn.Sequential(nn.Conv2d(3, 4, 1), end, nn.Conv2d(4, 4, 1)), 9 * torch.randn(2, 3, 5, 5)
+    graph = trace(model, images)
+    assert (kinds(graph) == ["Input", "Conv", "Conv"]) == (most is not None)
+    assert graph.nodes["0"].relu == (most is not None) and (most is None or graph.nodes["0"].most == most)
+    torch.testing.assert_close(graph.run(images), model(images))
+
+
+def test_means_that_are_cut_off_stay():
+    model, images = seasoned(Deep()), torch.randn(3, 4, 9, 12)
+    graph = trace(model, images)
+    assert "Other" in kinds(graph)
+    torch.testing.assert_close(graph.run(images), model(images), rtol=1e-5, atol=1e-5)
+
+
+def test_pools_that_change_nothing_go_away():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.AdaptiveAvgPool2d((5, 6)), nn.MaxPool2d(2, ceil_mode=True), nn.Conv2d(4, 2, 1))
+    images = torch.randn(2, 3, 5, 6)
+    assert kinds(trace(model, images)) == ["Input", "Conv", "Other", "Conv"]  # 5 rows: the last window is cut off
+    images = torch.randn(2, 3, 6, 6)
+    model[1] = nn.AdaptiveAvgPool2d((6, 6))
+    graph = trace(model, images)
+    assert kinds(graph) == ["Input", "Conv", "MaxPool", "Conv"]
+    torch.testing.assert_close(graph.run(images), model(images))
 
 
 def test_max_pool_has_its_own_stride():

@@ -1,7 +1,8 @@
 """Sums of a convolution to codes, as PTX: 8 columns of the accumulator -> one word of 4-bit codes or two of 8-bit ones.
 
 What it computes is said in kernels/conv_reference.py. A 4-bit code is cut from a rounded, saturated byte: one conversion for
-two values gives rounding, ReLU and clamping. Codes of a residual become floats exactly: a byte put into the low bits of 2^23.
+two values gives rounding, ReLU and clamping. Codes of a residual become 16-bit floats two at a time, exactly, and from
+there 32-bit ones: that spares the unit that does the conversions and the logic, the busiest one.
 """
 
 from __future__ import annotations
@@ -65,20 +66,25 @@ class Requantize:
         return "{\n" + "\n".join(lines) + "\n}"
 
     def _add_residual(self, first: int) -> list[str]:
-        """t += residual * g. Code n, as an unsigned byte, in the low byte of 2^23 is 2^23 + n."""
+        """t += residual * g. Two codes at a time become 16-bit floats exactly: n in the low bits of 1024 is 1024 + n."""
         if self.residual is None:
             return []
-        g, lines = f"${first + self.residual_words}", []
-        channels = group_order(self.y)
-        if self.residual == "u4":
-            lines += [f"and.b32 low, ${first}, 0x0F0F0F0F; shr.b32 high, ${first}, 4; and.b32 high, high, 0x0F0F0F0F;"]
-            bias, where = 8388608.0, [("high" if c % 2 else "low", c // 2) for c in channels]
-        else:
-            lines += [f"xor.b32 low, ${first}, 0x80808080; xor.b32 high, ${first + 1}, 0x80808080;"]
-            bias, where = 8388608.0 + 128, [("high" if c >= 4 else "low", c % 4) for c in channels]
-        for i, (word, byte) in enumerate(where):
-            lines.append(f"prmt.b32 r, {word}, 0x4B000000, 0x{0x7650 | byte:04x}; mov.b32 n, r;")
-            lines.append(f"sub.rn.f32 n, n, {_hex(bias)}; fma.rn.f32 t{i}, n, {g}, t{i};")
+        g = f"${first + self.residual_words}"
+        if self.residual == "u4":  # channels c and c + 4 in one register, those of odd c times 16
+            pairs = [(first, c // 2, c % 2, (c, c + 4)) for c in range(4)]
+            masks, combine, minus = (0x000F000F, 0x00F000F0), lut(lambda a, b, c: (a & b) | c), 0xE400E400
+        else:  # channels c and c + 2; the sign is turned round
+            pairs = [(first + c // 4, c % 2, 0, (c, c + 2)) for c in (0, 1, 4, 5)]
+            masks, combine, minus = (0x00FF00FF, 0), lut(lambda a, b, c: (a & b) ^ c), 0xE480E480
+        columns = {channel: i for i, channel in enumerate(group_order(self.y))}
+        lines = [f".reg .b16 h0, h1; .reg .f32 part; mul.rn.f32 part, {g}, {_hex(1 / 16)};"]
+        for word, shifted, odd, both in pairs:
+            lines.append(f"shr.u32 r, ${word}, 8;" if shifted else f"mov.b32 r, ${word};")
+            lines.append(f"lop3.b32 r, r, 0x{masks[odd]:08x}, 0x{minus & 0x7FFF7FFF:08x}, 0x{combine:02x};")
+            lines.append(f"mov.b32 low, 0x{minus:08x}; add.rn.f16x2 r, r, low; mov.b32 {{h0, h1}}, r;")
+            for half, channel in zip(("h0", "h1"), both, strict=True):
+                t = f"t{columns[channel]}"
+                lines.append(f"cvt.f32.f16 n, {half}; fma.rn.f32 {t}, n, {'part' if odd else g}, {t};")
         return lines
 
 

@@ -49,3 +49,17 @@ class StageBarriers:
             "{ .reg .pred p; .reg .b32 at; mov.u32 at, global_smem; mad.lo.u32 at, $1, 8, at; setp.ne.s32 p, $2, 0;\n"
             f"@p mbarrier.arrive.shared::cta.b64 _, [at+{self.start + 8 * self.stages}]; mov.b32 $0, 0; }}"
         )
+
+
+def hold(count: int) -> str:
+    """Stores of the registers $1 to $count that never happen, the operand after them being at least 0.
+
+    So they may not be written before; see `finish` of sm90/mixed_gemm.py.
+    """
+    quads = [", ".join(f"${1 + 4 * i + j}" for j in range(4)) for i in range(count // 4)]
+    stores = [f"@p st.shared.v4.b32 [at+{16 * i}], {{{quad}}};" for i, quad in enumerate(quads)]
+    return (
+        f"{{ .reg .pred p; .reg .b32 at; mov.u32 at, global_smem; setp.eq.s32 p, ${count + 1}, -1;\n"
+        + "\n".join(stores)
+        + "\nmov.b32 $0, 0; }"
+    )

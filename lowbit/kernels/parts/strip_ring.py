@@ -1,8 +1,8 @@
-"""Strips of pixels and their weights in shared memory, as PTX: copies, and taps read from a strip as operand A.
+"""Strips of pixels in shared memory, as PTX: copies, and taps of a window read from a strip as operand A.
 
-A strip holds every pixel that the windows of a tile touch, once, in the order of memory: `rows` rows of `step_bytes` for each
-block of channels. A tap of output row m is strip row m + down * width + across; where it lies outside the image, zeros are read
-instead. Barriers: parts/stages.py, one set for strips and one for weights.
+A strip holds every pixel that the windows of a tile touch, once, in the order of memory: `rows` rows of `row_bytes`. A tap of
+output row m is strip row m + down * width + across; where it lies outside the image, zeros are read instead. The weights of all
+taps lie beside the strips for as long as the kernel runs. Barriers: parts/stages.py, one set for strips, one for the weights.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lowbit.kernels.parts.stages import StageBarriers
 
 @dataclass(frozen=True)
 class StripRing:
-    """`zeros`, `x_start` and `w_start` are bytes from the start of shared memory; `codes` is 4 or 8 bits of x."""
+    """`zeros`, `x_start` and `w_start` are bytes from the start of shared memory; `bits` is 4 or 8, those of a code of x."""
 
     strips: StageBarriers
     weights: StageBarriers
@@ -22,18 +22,19 @@ class StripRing:
     x_start: int
     w_start: int
     rows: int
-    blocks: int
-    step_bytes: int
+    row_bytes: int
     w_bytes: int
     bits: int
 
     @property
-    def block_bytes(self) -> int:
-        return self.rows * self.step_bytes
+    def strip_bytes(self) -> int:
+        """Bytes of a strip."""
+        return self.rows * self.row_bytes
 
     @property
-    def strip_bytes(self) -> int:
-        return self.blocks * self.block_bytes
+    def copied_bytes(self) -> int:
+        """Bytes that a copy brings."""
+        return self.strip_bytes
 
     @property
     def clear(self) -> str:
@@ -47,39 +48,31 @@ class StripRing:
     def copy_strip(self) -> str:
         """Where $1 is not 0: waits until strip $2 has been read (parity $3), then fills it, from row $5 of the map $4 on."""
         full, empty = self.strips.start, self.strips.start + 8 * self.strips.stages
-        copies = "\n".join(
-            f"cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-            f" [to+{block * self.block_bytes}], [$4, {{column, $5}}], [bar]; add.u32 column, column, {self.step_bytes};"
-            for block in range(self.blocks)
-        )
         return f"""{{ .reg .pred skip, done; .reg .b32 at, bar, to, column;
             setp.eq.s32 skip, $1, 0; @skip bra DONE;
             mov.u32 at, global_smem; mad.lo.u32 bar, $2, 8, at;
             WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [bar+{empty}], $3; @!done bra WAIT;
-            mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar+{full}], {self.strip_bytes};
+            mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar+{full}], {self.copied_bytes};
             add.u32 bar, bar, {full}; mov.u32 column, 0;
             mad.lo.u32 to, $2, {self.strip_bytes}, at; add.u32 to, to, {self.x_start};
-            {copies}
+            cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes
+                [to], [$4, {{column, $5}}], [bar];
             DONE: mov.b32 $0, 0; }}"""
 
     @property
     def copy_weights(self) -> str:
-        """Where $1 is not 0: waits until stage $2 has been read (parity $3), then fills it from $4."""
-        full, empty = self.weights.start, self.weights.start + 8 * self.weights.stages
-        return f"""{{ .reg .pred skip, done; .reg .b32 at, bar, to;
+        """Where $1 is not 0: fills the room for weights from $2."""
+        return f"""{{ .reg .pred skip; .reg .b32 at, to;
             setp.eq.s32 skip, $1, 0; @skip bra DONE;
-            mov.u32 at, global_smem; mad.lo.u32 bar, $2, 8, at;
-            WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [bar+{empty}], $3; @!done bra WAIT;
-            mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar+{full}], {self.w_bytes};
-            add.u32 bar, bar, {full};
-            mad.lo.u32 to, $2, {self.w_bytes}, at; add.u32 to, to, {self.w_start};
-            cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [to], [$4], {self.w_bytes}, [bar];
+            mov.u32 at, global_smem; add.u32 to, at, {self.w_start}; add.u32 at, at, {self.weights.start};
+            mbarrier.arrive.expect_tx.shared::cta.b64 _, [at], {self.w_bytes};
+            cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [to], [$2], {self.w_bytes}, [at];
             DONE: mov.b32 $0, 0; }}"""
 
     @property
     def loaded(self) -> int:
         """Registers of packed codes of a tap that a thread loads."""
-        return self.step_bytes // 8
+        return self.row_bytes // 8
 
     @property
     def registers(self) -> int:
@@ -88,19 +81,19 @@ class StripRing:
 
     @property
     def read(self) -> str:
-        """Row $n + 2 of strip $n, block $n + 1 of thread $n + 4 as operand A; zeros where $n + 3 is 0.
+        """Row $n + 1 of strip $n, for thread $n + 3, as operand A; zeros where $n + 2 is 0.
 
-        Four registers are one wgmma of 32 bytes of K (ldmatrix.x4: rows 0 to 7, 8 to 15, and the same 16 bytes on).
+        Four registers are one wgmma of 32 bytes of K (ldmatrix.x4: rows 0 to 7, 8 to 15, the same 16 bytes on).
         """
         n = self.registers
-        strip, block, row, inside, thread = (f"${n + i}" for i in range(5))
-        chunks = self.step_bytes // 16
+        strip, row, inside, thread = (f"${n + i}" for i in range(4))
+        chunks = self.row_bytes // 16
         lines = [
             ".reg .pred inside; .reg .b32 at, none, chunk, turn, word, p<4>;",
             f"mov.u32 none, global_smem; setp.ne.s32 inside, {inside}, 0;",
-            f"mad.lo.u32 at, {strip}, {self.strip_bytes}, none; mad.lo.u32 at, {block}, {self.block_bytes}, at;",
-            f"mad.lo.u32 at, {row}, {self.step_bytes}, at; add.u32 at, at, {self.x_start}; add.u32 none, none, {self.zeros};",
-            f"bfe.u32 chunk, {thread}, 4, 1; mul.lo.u32 turn, {row}, {self.step_bytes};",
+            f"mad.lo.u32 at, {strip}, {self.strip_bytes}, none; mad.lo.u32 at, {row}, {self.row_bytes}, at;",
+            f"add.u32 at, at, {self.x_start}; add.u32 none, none, {self.zeros};",
+            f"bfe.u32 chunk, {thread}, 4, 1; mul.lo.u32 turn, {row}, {self.row_bytes};",
             f"bfe.u32 turn, turn, 7, {chunks.bit_length() - 1}; xor.b32 chunk, chunk, turn;",
         ]
         for step in range(chunks // 2):
@@ -113,23 +106,11 @@ class StripRing:
                 if self.bits == 8:
                     lines.append(f"mov.b32 ${at}, p{i};")
                 else:
-                    lines.append(
-                        f"and.b32 ${at}, p{i}, 0x0F0F0F0F; shr.b32 p{i}, p{i}, 4; "
-                        f"and.b32 ${self.loaded + at}, p{i}, 0x0F0F0F0F;"
-                    )
+                    lines.append(f"and.b32 ${at}, p{i}, 0x0F0F0F0F; shr.b32 p{i}, p{i}, 4;")
+                    lines.append(f"and.b32 ${self.loaded + at}, p{i}, 0x0F0F0F0F;")
         return "{\n" + "\n".join(lines) + "\n}"
 
     @property
     def read_constraints(self) -> str:
-        return ",".join(["=&r"] * self.registers + ["r"] * 5)
-
-    @property
-    def hold(self) -> str:
-        """Stores of the registers $1 to $n that never happen, $n + 1 being at least 0: they may not be written before."""
-        quads = [", ".join(f"${1 + 4 * i + j}" for j in range(4)) for i in range(self.registers // 4)]
-        stores = [f"@p st.shared.v4.b32 [at+{16 * i}], {{{quad}}};" for i, quad in enumerate(quads)]
-        return (
-            f"{{ .reg .pred p; .reg .b32 at; mov.u32 at, global_smem; setp.eq.s32 p, ${self.registers + 1}, -1;\n"
-            + "\n".join(stores)
-            + "\nmov.b32 $0, 0; }"
-        )
+        """Of `read`."""
+        return ",".join(["=&r"] * self.registers + ["r"] * 4)

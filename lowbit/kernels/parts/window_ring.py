@@ -21,6 +21,7 @@ class WindowRing:
     pixels: int
     step_bytes: int
     w_bytes: int
+    resident: bool
 
     @property
     def x_bytes(self) -> int:
@@ -31,21 +32,23 @@ class WindowRing:
         """Where $1 is not 0: waits until stage $2 has been read (parity $3), then fills it.
 
         From the descriptor at $4: bytes from $5 on of the windows that start with tap (0, 0) at column $6, row $7 of image $8,
-        tap at column $9, row $10. The weights are $12 bytes at $11.
+        tap at column $9, row $10. The weights are $12 bytes at $11, if they do not stay.
         """
         full, empty = self.barriers.start, self.barriers.start + 8 * self.barriers.stages
+        size = "0" if self.resident else "$12"
+        weights = f"""mad.lo.u32 to, $2, {self.w_bytes}, at; add.u32 to, to, {self.w_start};
+            cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [to], [$11], $12, [bar];"""
         return f"""{{ .reg .pred skip, done; .reg .b32 at, bar, to; .reg .b16 across, down;
             setp.eq.s32 skip, $1, 0; @skip bra DONE;
             mov.u32 at, global_smem; mad.lo.u32 bar, $2, 8, at;
             WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [bar+{empty}], $3; @!done bra WAIT;
-            add.u32 to, $12, {self.x_bytes}; mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar+{full}], to;
+            add.u32 to, {size}, {self.x_bytes}; mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar+{full}], to;
             add.u32 bar, bar, {full};
             mad.lo.u32 to, $2, {self.x_bytes}, at; add.u32 to, to, {self.x_start};
             cvt.u16.u32 across, $9; cvt.u16.u32 down, $10;
             cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes
                 [to], [$4, {{$5, $6, $7, $8}}], [bar], {{across, down}};
-            mad.lo.u32 to, $2, {self.w_bytes}, at; add.u32 to, to, {self.w_start};
-            cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [to], [$11], $12, [bar];
+            {"" if self.resident else weights}
             DONE: mov.b32 $0, 0; }}"""
 
     @property
@@ -83,17 +86,13 @@ class WindowRing:
     def decode_constraints(self) -> str:
         return ",".join(["=&r"] * 2 * self.registers + ["r", "r"])
 
-    @property
-    def hold(self) -> str:
-        """Stores of the registers $1 to $2n that never happen, $2n + 1 being at least 0: they may not be written before.
-
-        See `finish` of sm90/mixed_gemm.py.
-        """
-        count = 2 * self.registers
-        quads = [", ".join(f"${1 + 4 * i + j}" for j in range(4)) for i in range(count // 4)]
-        stores = [f"@p st.shared.v4.b32 [at+{16 * i}], {{{quad}}};" for i, quad in enumerate(quads)]
-        return (
-            f"{{ .reg .pred p; .reg .b32 at; mov.u32 at, global_smem; setp.eq.s32 p, ${count + 1}, -1;\n"
-            + "\n".join(stores)
-            + "\nmov.b32 $0, 0; }"
-        )
+    def copy_weights(self, full: int) -> str:
+        """Where $1 is not 0: copies $3 bytes at $2 and $5 at $4 to the room for weights that stay; `full` is their barrier."""
+        return f"""{{ .reg .pred skip, one; .reg .b32 at, to, size;
+            setp.eq.s32 skip, $1, 0; @skip bra DONE;
+            mov.u32 at, global_smem; add.u32 to, at, {self.w_start}; add.u32 at, at, {full}; add.u32 size, $3, $5;
+            mbarrier.arrive.expect_tx.shared::cta.b64 _, [at], size;
+            cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [to], [$2], $3, [at];
+            setp.eq.s32 one, $5, 0; @one bra DONE; add.u32 to, to, $3;
+            cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [to], [$4], $5, [at];
+            DONE: mov.b32 $0, 0; }}"""

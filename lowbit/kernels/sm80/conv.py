@@ -1,13 +1,16 @@
-"""y = requantize(convolution(x, w) + residual) on 4-bit activations and 4-bit weights, native INT4 mma.sync: sm_80, 86, 89.
+"""y = requantize(convolution(x, w) + ..) on packed NHWC activations of 4 or 8 bits, mma.sync: sm_80 and newer.
 
-Computes pixels x output channels by mma.m16n8k64 (u4 x s4, int32 sums): twice the rate of int8 on these GPUs
-Reads   x as packed NHWC codes, 8 bytes a lane, row and step, zeros outside the image; w in pack/conv_fragment.py's order
+Computes pixels x output channels, sums in int32, by mma.m16n8k64 (u4 x s4: twice the rate of int8 on sm_80, 86 and 89) or by
+        mma.m16n8k32 (s8 x s8; u4 decoded to bytes where weights have 8 bits)
+Reads   x as packed NHWC codes, 8 bytes a lane, row and step, zeros outside the image; w in pack/conv_fragment.py's order. A
+        second product has an x and a w of its own; a stem reads rows of 4 overlapping packed pixels
 Roles   none: a warp has 32 pixels and 64 outputs; neighbouring warps have neighbouring pixels and the same weights
-Exact   meant to be bit for bit as kernels/conv_reference.py. Newer GPUs have no INT4 tensor cores: there ptxas calls a
-        subroutine for each instruction, slow, and sm90/conv.py is the kernel to use
-Source  fragments of m16n8k64: PTX ISA
-State   compiled for sm_80, 86 and 89, operands emulated lane by lane in a test; it has not run on a GPU, and ops/conv.py does
-        not choose it
+Exact   bit for bit as kernels/conv_reference.py
+Source  fragments of m16n8k64 and m16n8k32: PTX ISA
+State   with m16n8k32 codes are the reference's on an H200 (sm_90); on sm_80 to 89 it is compiled and its machine code read, not
+        run. m16n8k64 is unproven and ops/conv.py does not choose it: GPUs from sm_90 on have no INT4 tensor cores, ptxas calls
+        a subroutine instead, and with it 4 of 17 tests failed in one run on an H200 beside eleven other processes, for a reason
+        not found, while a whole ResNet-18 was right to the bit in another
 """
 
 from __future__ import annotations
@@ -17,12 +20,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit.kernels.conv_reference import ConvLayer
+from lowbit.kernels.conv_reference import DTYPES, ConvLayer
 from lowbit.kernels.gluon import CompiledKernel, gl, gluon, source_digest
 from lowbit.kernels.parts.requantize import Requantize
-from lowbit.pack.conv_fragment import FRAGMENTS, OUTPUTS, STEP_CHANNELS, pack_conv_fragments
+from lowbit.pack.conv_fragment import FRAGMENTS, OUTPUTS, STEP_BYTES, fragment_words, pack_conv_fragments
 from lowbit.pack.conv_weight import pack_constants
 from lowbit.pack.nhwc64 import CODE_BITS, Nhwc64, padded_channels
+from lowbit.pack.stem import PIXEL_BYTES, WINDOW_PIXELS, StemImages
 
 WARPS = 4
 STRIPS = 2
@@ -34,13 +38,68 @@ SUMS = STRIPS * FRAGMENTS * 4
 
 
 @dataclass(frozen=True)
+class MmaProduct:
+    """One product: how its input is stored, and bits of its weights."""
+
+    x: str
+    bits: int
+
+    @property
+    def words(self) -> int:
+        """Words of weights of a lane and fragment."""
+        return fragment_words(self.x, self.bits)  # type: ignore[arg-type]
+
+    @property
+    def fragment_pairs(self) -> int:
+        """Pairs of words of a lane in a step."""
+        return FRAGMENTS * self.words // 2
+
+    @property
+    def asm(self) -> str:
+        """The instructions of a step: outputs sums; inputs 8 words of x, the words of w, then the sums."""
+        x = [f"${SUMS + i}" for i in range(4 * STRIPS)]
+        w = [f"${SUMS + 4 * STRIPS + i}" for i in range(self.words * FRAGMENTS)]
+        before = [f"${SUMS + 4 * STRIPS + self.words * FRAGMENTS + i}" for i in range(SUMS)]
+        after = [f"${i}" for i in range(SUMS)]
+        kind = "m16n8k64.row.col.s32.u4.s4.s32" if (self.x, self.bits) == ("u4", 4) else "m16n8k32.row.col.s32.s8.s8.s32"
+        halves, lines = [x], []
+        if self.words == 4:
+            halves = [[f"{half}{i}" for i in range(4 * STRIPS)] for half in ("even", "odd")]
+            lines = [f".reg .b32 even<{4 * STRIPS}>, odd<{4 * STRIPS}>;"]
+            for i, word in enumerate(x):
+                lines.append(
+                    f"and.b32 even{i}, {word}, 0x0F0F0F0F; shr.b32 odd{i}, {word}, 4; and.b32 odd{i}, odd{i}, 0x0F0F0F0F;"
+                )
+        for strip in range(STRIPS):
+            for fragment in range(FRAGMENTS):
+                first = 4 * (strip * FRAGMENTS + fragment)
+                d, c = (", ".join(r[first : first + 4]) for r in (after, before))
+                for i, half in enumerate(halves):
+                    a = ", ".join(half[4 * strip : 4 * strip + 4])
+                    b = ", ".join(w[self.words * fragment + 2 * i : self.words * fragment + 2 * i + 2])
+                    lines.append(f"mma.sync.aligned.{kind} {{{d}}}, {{{a}}}, {{{b}}}, {{{c if i == 0 else d}}};")
+        return "{\n" + "\n".join(lines) + "\n}"
+
+    @property
+    def constraints(self) -> str:
+        """Of `asm`."""
+        return ",".join(["=&r"] * SUMS + ["r"] * (4 * STRIPS + self.words * FRAGMENTS + SUMS))
+
+
+@dataclass(frozen=True)
 class MmaConv:
     """All that is fixed when the kernel is compiled."""
 
+    first: MmaProduct
+    second: MmaProduct | None
     y: str
     residual: str | None
     relu: bool
     digest: str = source_digest()
+
+    @property
+    def stores_codes(self) -> bool:
+        return self.y in CODE_BITS
 
     @property
     def requantize(self) -> Requantize:
@@ -56,27 +115,6 @@ class MmaConv:
     def threads(self) -> gl.BlockedLayout:
         """One element per thread."""
         return gl.BlockedLayout([1], [32], [WARPS], [0])
-
-    @property
-    def products(self) -> str:
-        """The instructions of a step: outputs sums; inputs 8 words of x, 16 words of w, then the sums."""
-        x = [f"${SUMS + i}" for i in range(4 * STRIPS)]
-        w = [f"${SUMS + 4 * STRIPS + i}" for i in range(2 * FRAGMENTS)]
-        before = [f"${SUMS + 4 * STRIPS + 2 * FRAGMENTS + i}" for i in range(SUMS)]
-        lines = []
-        for strip in range(STRIPS):
-            a = ", ".join(x[4 * strip : 4 * strip + 4])
-            for fragment in range(FRAGMENTS):
-                first = 4 * (strip * FRAGMENTS + fragment)
-                d, c = (", ".join(r[first : first + 4]) for r in ([f"${i}" for i in range(SUMS)], before))
-                b = ", ".join(w[2 * fragment : 2 * fragment + 2])
-                lines.append(f"mma.sync.aligned.m16n8k64.row.col.s32.u4.s4.s32 {{{d}}}, {{{a}}}, {{{b}}}, {{{c}}};")
-        return "\n".join(lines)
-
-    @property
-    def constraints(self) -> str:
-        """Of `products`."""
-        return ",".join(["=&r"] * SUMS + ["r"] * (4 * STRIPS + 2 * FRAGMENTS + SUMS))
 
     @property
     def types(self) -> tuple[gl.dtype, ...]:
@@ -100,9 +138,9 @@ def store_pair(at, low, high, exists):
 
 @gluon.jit
 def load_pixels(x, place, down, across, block, shape, C: gl.constexpr):
-    """The words of operand A of this thread: of rows g and g + 8 of each strip, 16 channels from 16 t on."""
+    """The words of operand A of this thread: of rows g and g + 8 of each strip, 8 bytes from byte 8 t of the step on."""
     columns, rows, images, thread = place
-    _pixels, height, width, pixel_words, stride_down, stride_across, pad_down, pad_across, _out_height, _out_width = shape
+    height, width, pixel_words, stride_down, stride_across, pad_down, pad_across = shape
     low = ()
     high = ()
     for i in gl.static_range(4):
@@ -117,7 +155,37 @@ def load_pixels(x, place, down, across, block, shape, C: gl.constexpr):
 
 
 @gluon.jit
-def store_row(y, residual, sums, scales, offsets, g, pixel, pixels, row_words, residual_words, tile, thread, C: gl.constexpr):
+def product(x, weight, place, tile, shape, taps_down, taps_across, blocks, P: gl.constexpr, C: gl.constexpr):
+    """The 64 sums of a thread over all taps and channels of one product."""
+    PAIRS: gl.constexpr = P.fragment_pairs
+    thread = place[3]
+    sums = ()
+    for _zero in gl.static_range(64):
+        sums = sums + (thread * 0,)
+    own = weight + tile * (taps_down * taps_across * blocks) * (64 * PAIRS) + (thread & 31) * 2
+    for tap in range(taps_down * taps_across):
+        for block in range(blocks):
+            inputs = load_pixels(x, place, tap // taps_across, tap % taps_across, block, shape, C)
+            for i in gl.static_range(PAIRS):
+                low, high = load_pair(own + (tap * blocks + block) * (64 * PAIRS) + 64 * i, thread >= 0)
+                inputs = inputs + (low, high)
+            sums = gl.inline_asm_elementwise(
+                P.asm, P.constraints, inputs + sums, dtype=C.types, is_pure=True, pack=1
+            )  # fmt: skip
+    return sums
+
+
+@gluon.jit
+def as_float(total, scale, offset):
+    """fma(float(sum), s, b)."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.f32.s32 $0, $1; fma.rn.f32 $0, $0, $2, $3;", "=&f,r,f,f", [total, scale, offset],
+        dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def store_codes(y, residual, sums, scales, offsets, g, pixel, pixels, row_words, residual_words, tile, thread, C: gl.constexpr):
     """Requantizes the 16 sums of one pixel, neighbouring channels, and stores them, 64 bits at a time."""
     R: gl.constexpr = C.requantize
     WORDS: gl.constexpr = R.words
@@ -138,17 +206,51 @@ def store_row(y, residual, sums, scales, offsets, g, pixel, pixels, row_words, r
         store_pair(to + 2 * i, words[2 * i], words[2 * i + 1], exists)
 
 
+@gluon.jit
+def store_values(y, sums, scales, offsets, pixel, pixels, channels, tile, thread, C: gl.constexpr):
+    """Values in 16 or 32 bits, plain NHWC without filled-up channels."""
+    for i in gl.static_range(16):
+        value = as_float(sums[i], scales[i], offsets[i])
+        if C.relu:
+            value = gl.maximum(value, 0.0)
+        column = tile * 64 + (i // 2) * 8 + (thread & 3) * 2 + i % 2
+        at = y + pixel.to(gl.int64) * channels + column
+        gl.store(at, value.to(y.dtype.element_ty), mask=(pixel < pixels) & (column < channels))
+
+
+@gluon.jit
+def per_column(values, tile, thread):
+    """The constants of the 16 columns of a thread: column 8 (i / 2) + 2 t + i % 2."""
+    own = ()
+    for i in gl.static_range(16):
+        own = own + (gl.load(values + (tile * 64 + (i // 2) * 8 + (thread & 3) * 2 + i % 2)),)
+    return own
+
+
+@gluon.jit
+def of_pixel(sums, i: gl.constexpr):
+    """The 16 sums of a thread's pixel i: row g or g + 8 of a strip."""
+    own = ()
+    for j in gl.static_range(8):
+        own = own + (sums[32 * (i // 2) + 4 * j + 2 * (i % 2)], sums[32 * (i // 2) + 4 * j + 2 * (i % 2) + 1])
+    return own
+
+
 @gluon.jit(do_not_specialize=[
-    "pixels", "height", "width", "pixel_words", "row_words", "residual_words", "stride_down", "stride_across", "pad_down",
-    "pad_across", "out_height", "out_width", "taps_down", "taps_across", "blocks",
+    "pixels", "channels", "row_words", "residual_words", "out_height", "out_width", "height", "width", "pixel_words",
+    "stride_down", "stride_across", "pad_down", "pad_across", "taps_down", "taps_across", "blocks", "height2", "width2",
+    "pixel_words2", "stride_down2", "stride_across2", "pad_down2", "pad_across2", "taps_down2", "taps_across2", "blocks2",
 ])  # fmt: skip
 def mma_conv(
-    y, residual, x, weight, s, b, g, pixels, height, width, pixel_words, row_words, residual_words, stride_down, stride_across,
-    pad_down, pad_across, out_height, out_width, taps_down, taps_across, blocks, C: gl.constexpr,
+    y, residual, s, b, g, s2, pixels, channels, row_words, residual_words, out_height, out_width,
+    x, weight, height, width, pixel_words, stride_down, stride_across, pad_down, pad_across, taps_down, taps_across, blocks,
+    x2, weight2, height2, width2, pixel_words2, stride_down2, stride_across2, pad_down2, pad_across2, taps_down2, taps_across2,
+    blocks2, C: gl.constexpr,
 ):  # fmt: skip
     """The kernel: one block is 128 pixels x 64 outputs."""
-    THREADS: gl.constexpr = 32 * 4
-    thread = gl.arange(0, THREADS, C.threads)
+    FIRST: gl.constexpr = C.first
+    SECOND: gl.constexpr = C.second
+    thread = gl.arange(0, 128, C.threads)
     tile = gl.program_id(1)
     group = (thread & 31) >> 2
     columns = ()
@@ -162,84 +264,100 @@ def mma_conv(
         columns = columns + (pixel % out_width,)
         rows = rows + (gl.where(pixel < pixels, line % out_height, -(1 << 20)),)  # beyond the last pixel: outside the image
         images = images + (line // out_height,)
-    shape = (pixels, height, width, pixel_words, stride_down, stride_across, pad_down, pad_across, out_height, out_width)
-    sums = ()
-    for _zero in gl.static_range(64):
-        sums = sums + (thread * 0,)
-    own = weight + (tile * (taps_down * taps_across * blocks) * 32 + (thread & 31)) * 16
-    for tap in range(taps_down * taps_across):
-        for block in range(blocks):
-            a = load_pixels(
-                x, (columns, rows, images, thread), tap // taps_across, tap % taps_across, block, shape, C
-            )  # fmt: skip
-            fragments = ()
-            for i in gl.static_range(8):
-                low, high = load_pair(own + (tap * blocks + block) * 512 + 2 * i, thread >= 0)
-                fragments = fragments + (low, high)
-            sums = gl.inline_asm_elementwise(
-                C.products, C.constraints, a + fragments + sums, dtype=C.types, is_pure=True, pack=1
-            )  # fmt: skip
-    scales = ()
-    offsets = ()
-    for i in gl.static_range(16):  # column 8 (i / 2) + 2 t + i % 2
-        column = tile * 64 + (i // 2) * 8 + (thread & 3) * 2 + i % 2
-        scales = scales + (gl.load(s + column),)
-        offsets = offsets + (gl.load(b + column),)
+    place = (columns, rows, images, thread)
+    shape = (height, width, pixel_words, stride_down, stride_across, pad_down, pad_across)
+    sums = product(x, weight, place, tile, shape, taps_down, taps_across, blocks, FIRST, C)
+    scales = per_column(s, tile, thread)
+    offsets = per_column(b, tile, thread)
+    before = ()
+    if C.second is not None:
+        for i in gl.static_range(4):
+            own = of_pixel(sums, i)
+            for j in gl.static_range(16):
+                before = before + (as_float(own[j], scales[j], offsets[j]),)
+        shape2 = (height2, width2, pixel_words2, stride_down2, stride_across2, pad_down2, pad_across2)
+        sums = product(x2, weight2, place, tile, shape2, taps_down2, taps_across2, blocks2, SECOND, C)
+        scales = per_column(s2, tile, thread)
     for i in gl.static_range(4):
-        own_sums = ()
-        for j in gl.static_range(8):
-            own_sums = own_sums + (sums[32 * (i // 2) + 4 * j + 2 * (i % 2)], sums[32 * (i // 2) + 4 * j + 2 * (i % 2) + 1])
-        store_row(
-            y, residual, own_sums, scales, offsets, g, places[i], pixels, row_words, residual_words, tile, thread, C
-        )  # fmt: skip
+        if C.second is not None:
+            offsets = before[16 * i : 16 * i + 16]
+        if C.stores_codes:
+            store_codes(
+                y, residual, of_pixel(sums, i), scales, offsets, g, places[i], pixels, row_words, residual_words, tile, thread,
+                C,
+            )  # fmt: skip
+        else:
+            store_values(y, of_pixel(sums, i), scales, offsets, places[i], pixels, channels, tile, thread, C)
+
+
+class MmaOperand:
+    """One product of a layer as the kernel reads it: packed weights, and how windows lie in the input."""
+
+    def __init__(
+        self, weight: Tensor, x: str, stride: tuple[int, int], padding: tuple[int, int], y: str, images: StemImages | None,
+        int4: bool,
+    ) -> None:  # fmt: skip
+        if images is not None:  # rows of 4 packed pixels, one after the other at every packed pixel
+            weight, stride, padding = images.pack_weight(weight), (1, 1), (images.before[0], 0)
+        four = weight.numel() == 0 or (int(weight.min()) >= -8 and int(weight.max()) <= 7)
+        self.product = MmaProduct(x, 4 if int4 and four and x == "u4" else 8)
+        self.weight = pack_conv_fragments(weight, x, self.product.bits, y)  # type: ignore[arg-type]
+        self.windows = (*stride, *padding, int(weight.shape[2]), int(weight.shape[3]))
+        self.window_bytes = None if images is None else PIXEL_BYTES * WINDOW_PIXELS
+
+    def arguments(self, x: Tensor) -> tuple[object, ...]:
+        """What the kernel is given for an input."""
+        blocks = (self.window_bytes or x.shape[3]) // STEP_BYTES
+        return (x.view(torch.int32), self.weight, x.shape[1], x.shape[2], x.shape[3] // 4, *self.windows, blocks)
 
 
 class PreparedMmaConv:
-    """A layer of 4-bit codes and 4-bit weights as the kernel reads it, on one GPU."""
+    """A layer as the kernel reads it, on one GPU. With `images`, its input is what they pack: a stem.
 
-    def __init__(self, layer: ConvLayer) -> None:
-        reasons = mma_refusals(layer)
-        if reasons:
-            raise ValueError(f"{layer.name or 'the layer'} is not for INT4 tensor cores: {'; '.join(reasons)}")
-        self.layer = layer
+    `int4`: products of 4-bit codes and 4-bit weights by m16n8k64, which is not proven (see above), instead of m16n8k32.
+    """
+
+    def __init__(self, layer: ConvLayer, images: StemImages | None = None, int4: bool = False) -> None:
+        self.layer, self.images = layer, images
         self.outputs = layer.weight.shape[0]
-        self.weight = pack_conv_fragments(layer.weight, layer.y)
+        self.first = MmaOperand(layer.weight, layer.x, layer.stride, layer.padding, layer.y, images, int4)
+        self.second: MmaOperand | None = None
         self.s, self.b = (pack_constants(values, layer.y, OUTPUTS) for values in (layer.s, layer.b))
-        self.config = MmaConv(layer.y, layer.residual, layer.relu)
+        self.s2: Tensor | None = None
+        if layer.second is not None:
+            p = layer.second
+            self.second = MmaOperand(p.weight, p.x, p.stride, p.padding, layer.y, None, int4)
+            self.s2 = pack_constants(p.s, layer.y, OUTPUTS)
+        self.config = MmaConv(
+            self.first.product, None if self.second is None else self.second.product, layer.y, layer.residual, layer.relu
+        )
         self.kernel: CompiledKernel | None = None
 
     def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]:
-        """Shape of the packed output [N, Ho, Wo, bytes]."""
-        height, width = self.layer.output_size(size[1], size[2])
-        return size[0], height, width, Nhwc64(self.layer.y).pixel_bytes(self.outputs)  # type: ignore[arg-type]
+        """Shape of the output: packed codes [N, Ho, Wo, bytes], or values [N, Ho, Wo, O]."""
+        height, width = self.layer.output_size(size[1], size[2]) if self.images is None else self.images.output
+        y = self.layer.y
+        return size[0], height, width, Nhwc64(y).pixel_bytes(self.outputs) if y in CODE_BITS else self.outputs  # type: ignore[arg-type]
 
     def __call__(
-        self, x: Tensor, residual: Tensor | None = None, second: None = None, out: Tensor | None = None
-    ) -> Tensor:  # fmt: skip
-        """y of packed x [N, H, W, bytes]; `residual` as the layer has it; `out` is written if given."""
+        self, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """y of packed x [N, H, W, bytes]; `residual` and `second` as the layer has them; `out` is written if given."""
         shape, layer = self.output_shape(tuple(x.shape)), self.layer
         if out is None:
-            out = torch.empty(shape, dtype=torch.uint8, device=x.device)
+            dtype = torch.uint8 if self.config.stores_codes else DTYPES[layer.y]
+            out = torch.empty(shape, dtype=dtype, device=x.device)
         pixels = shape[0] * shape[1] * shape[2]
         arguments = (
-            out.view(torch.int32), None if residual is None else residual.view(torch.int32), x.view(torch.int32), self.weight,
-            self.s, self.b, layer.g, pixels, x.shape[1], x.shape[2], x.shape[3] // 4, shape[3] // 4,
-            0 if residual is None else residual.shape[3] // 4, *layer.stride, *layer.padding, shape[1], shape[2], *layer.kernel,
-            x.shape[3] * 2 // STEP_CHANNELS, self.config,
+            out.view(torch.int32) if self.config.stores_codes else out,
+            None if residual is None else residual.view(torch.int32), self.s, self.b, layer.g, self.s2, pixels, self.outputs,
+            shape[3] // 4, 0 if residual is None else residual.shape[3] // 4, shape[1], shape[2], *self.first.arguments(x),
+            *((None, None) + (0,) * 10 if self.second is None or second is None else self.second.arguments(second)),
+            self.config,
         )  # fmt: skip
-        mma_conv[(-(-pixels // PIXELS), padded_channels(self.outputs) // OUTPUTS)](*arguments, num_warps=WARPS)
+        grid = (-(-pixels // PIXELS), padded_channels(self.outputs) // OUTPUTS, 1)
+        if self.kernel is None:
+            self.kernel = mma_conv[grid](*arguments, num_warps=WARPS)
+        else:
+            self.kernel[grid](*arguments)
         return out
-
-
-def mma_refusals(layer: ConvLayer) -> tuple[str, ...]:
-    """Why INT4 tensor cores cannot run a layer; empty if they can."""
-    reasons = []
-    if layer.x != "u4":
-        reasons.append(f"its input is stored as {layer.x}, not u4")
-    if layer.y not in CODE_BITS:
-        reasons.append(f"its output is stored as {layer.y}, not u4 or s8")
-    if layer.second is not None:
-        reasons.append("it has a second product")
-    if layer.weight.numel() and (int(layer.weight.min()) < -8 or int(layer.weight.max()) > 7):
-        reasons.append("its weights have more than 4 bits")
-    return tuple(reasons)

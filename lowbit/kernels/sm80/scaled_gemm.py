@@ -42,6 +42,7 @@ class PlainGemm:
     x_scale: XScale
     x_zero: bool
     bias: bool
+    function: str = "none"
     digest: str = source_digest()
 
     rows = ROWS
@@ -159,8 +160,8 @@ def step_scale(x_scale, scale, group, groups, stride, tokens, channels, M, N, C:
 
 @gluon.jit(do_not_specialize=["M", "N", "K", "strips", "tiles", "scale_stride"])
 def plain_scaled_gemm(
-    y, x, w, x_scale, x_zero, scale, channel_scale, sums, bias, M, N, K, x_stride, w_stride, strips, tiles, scale_stride,
-    C: gl.constexpr,
+    y, x, w, x_scale, x_zero, scale, channel_scale, sums, bias, y_scale, M, N, K, x_stride, w_stride, strips, tiles,
+    scale_stride, C: gl.constexpr,
 ):  # fmt: skip
     """One block: 64 rows of w, C.columns tokens, all of K. `tiles` counts tiles of 64 k of narrow w."""
     SUMS: gl.constexpr = C.accumulator
@@ -199,7 +200,7 @@ def plain_scaled_gemm(
             acc += part_sum * step_scale(x_scale, scale, group, groups, scale_stride, tokens, channels, M, N, C)
         else:
             acc = mma_v2(a, b, acc)
-    result = finished(acc, (x_scale, x_zero, channel_scale, sums, bias), tokens, channels, M, N, C).to(C.y)
+    result = finished(acc, (x_scale, x_zero, channel_scale, sums, bias, y_scale), tokens, channels, M, N, C)
     at = y + of_tokens(tokens.to(gl.int64) * N, C) + of_channels(channels, C)
     gl.store(at, result, mask=of_tokens(tokens < M, C) & of_channels(channels < N, C))
 
@@ -210,8 +211,9 @@ class PlainPlan:
     workspace = (0, 0)
 
     def __init__(
-        self, shape: ScaledShape, scheme: Scheme, dtype: torch.dtype, x_scale: XScale, x_zero: bool, bias: bool
-    ) -> None:
+        self, shape: ScaledShape, scheme: Scheme, dtype: torch.dtype, x_scale: XScale, x_zero: bool, bias: bool,
+        function: str = "none",
+    ) -> None:  # fmt: skip
         assert scheme.activation is not None
         self.shape = shape
         columns = 16 if shape.m <= 16 else 64
@@ -219,7 +221,7 @@ class PlainPlan:
         x_type = CODE_TYPES[scheme.activation.name]
         self.config = PlainGemm(
             narrow, CODE_TYPES.get(scheme.weight.name, x_type), x_type, dtype, columns, shape.grouped, shape.blocks, x_scale,
-            x_zero, bias,
+            x_zero, bias, function,
         )  # fmt: skip
         self.grid = (-(-shape.n // ROWS), -(-shape.m // columns), 1)
         self.kernel: CompiledKernel | None = None
@@ -227,6 +229,7 @@ class PlainPlan:
     def __call__(
         self, x: Tensor, x_scale: Tensor, x_zero: Tensor | None, codes: Tensor, scale: Tensor | None,
         channel_scale: Tensor | None, sums: Tensor, bias: Tensor | None, partial: Tensor, arrived: Tensor,
+        y_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """y [M, N] of x [M, K], whose rows start at multiples of 16 bytes; all tensors on the current device."""
         m, n, k = self.shape.m, self.shape.n, self.shape.k
@@ -236,8 +239,8 @@ class PlainPlan:
             x = filled.view(x.dtype)
         y = torch.empty((m, n), dtype=self.config.y_type, device=x.device)
         arguments = (
-            y, x, codes, x_scale, x_zero, sums if scale is None else scale, channel_scale, sums, bias, m, n, k, x.stride(0),
-            codes.stride(0), codes.shape[0], codes.shape[1], 0 if scale is None else scale.stride(0), self.config,
+            y, x, codes, x_scale, x_zero, sums if scale is None else scale, channel_scale, sums, bias, y_scale, m, n, k,
+            x.stride(0), codes.stride(0), codes.shape[0], codes.shape[1], 0 if scale is None else scale.stride(0), self.config,
         )  # fmt: skip
         if self.kernel is None:
             self.kernel = plain_scaled_gemm[self.grid](*arguments, num_warps=self.config.warps)

@@ -20,13 +20,24 @@ from lowbit.kernels.gluon import (
     gl,
     gluon,
     part,
+    ptx,
+    run,
     source_digest,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from lowbit.kernels.parts.requantize import Requantize
-from lowbit.kernels.parts.stages import StageBarriers
+from lowbit.kernels.parts.stages import StageBarriers, hold
 from lowbit.kernels.parts.window_ring import WindowRing
+from lowbit.kernels.sm90.conv_store import (
+    as_float,
+    constants,
+    keep_constants,
+    load_residual,
+    store_codes,
+    store_values,
+    tile_constants,
+)
 from lowbit.pack.conv_weight import GROUP, planes, unit_channels
 from lowbit.pack.nhwc64 import CODE_BITS
 
@@ -41,7 +52,9 @@ class WgmmaConv:
     """All that is fixed when the kernel is compiled.
 
     A tile is 64 * warpgroups pixels x `outputs` channels; a step is `step_bytes` of packed channels of one tap. `second` is
-    the storage of the second product's input, or None.
+    the storage of the second product's input, or None. `resident` is the number of pieces of weights (one step, one plane) that
+    stay in shared memory while a block runs, 0 where they are copied for every tile. `odd` and `second_odd` say whether the
+    products have an odd number of steps.
     """
 
     x: str
@@ -53,6 +66,9 @@ class WgmmaConv:
     step_bytes: int
     stages: int
     second: str | None = None
+    resident: int = 0
+    odd: bool = False
+    second_odd: bool = False
     digest: str = source_digest()
 
     @property
@@ -85,9 +101,19 @@ class WgmmaConv:
         return self.pixels * self.step_bytes
 
     @property
+    def piece_bytes(self) -> int:
+        """Bytes of the weights of a step and plane."""
+        return self.outputs * self.step_bytes
+
+    @property
     def w_bytes(self) -> int:
-        """Bytes of weights for which a stage has room."""
-        return self.most_planes * self.outputs * self.step_bytes
+        """Bytes of weights of a stage."""
+        return self.most_planes * self.piece_bytes
+
+    @property
+    def pieces(self) -> int:
+        """Pieces of weights for which there is room."""
+        return self.resident or self.stages * self.most_planes
 
     @property
     def w_unit(self) -> int:
@@ -95,7 +121,7 @@ class WgmmaConv:
 
     @property
     def barrier_unit(self) -> int:
-        return self.w_unit + self.stages * self.w_bytes // UNIT
+        return self.w_unit + self.pieces * self.piece_bytes // UNIT
 
     @property
     def shared_bytes(self) -> int:
@@ -107,11 +133,28 @@ class WgmmaConv:
 
     @property
     def ring(self) -> WindowRing:
-        return WindowRing(self.barriers, 0, UNIT * self.w_unit, self.pixels, self.step_bytes, self.w_bytes)
+        return WindowRing(
+            self.barriers, 0, UNIT * self.w_unit, self.pixels, self.step_bytes, self.w_bytes, self.resident > 0
+        )  # fmt: skip
+
+    @property
+    def keeps_constants(self) -> bool:
+        """Whether a thread keeps s and b of its outputs in registers; else it loads them for every tile."""
+        return self.outputs == 64 and self.second is None
+
+    @property
+    def weights(self) -> StageBarriers:
+        """The barrier of weights that stay."""
+        return StageBarriers(UNIT * self.barrier_unit + 16 * self.stages, 1, self.warps)
 
     @property
     def requantize(self) -> Requantize:
         return Requantize(self.y, self.residual, self.relu)
+
+    @property
+    def hold(self) -> str:
+        """Keeps the registers of a stage."""
+        return hold(2 * self.ring.registers)
 
     @property
     def decoded(self) -> tuple[gl.dtype, ...]:
@@ -169,6 +212,14 @@ class WgmmaConv:
         lane = [[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]]
         warp = [[16 << i, 0, 0, 0] for i in range(self.warps.bit_length() - 1)]
         return gl.DistributedLinearLayout(register, lane, warp, [], [self.pixels, self.units, 4, words])
+
+    @property
+    def constants_layout(self) -> gl.DistributedLinearLayout:
+        """[outputs / 16, 4 lanes, 4]: a thread's constants, 4 in one register vector."""
+        register = [[0, 0, 1], [0, 0, 2]] + [[1 << i, 0, 0] for i in range((self.outputs // 16).bit_length() - 1)]
+        warp = [[0, 0, 0] for _ in range(self.warps.bit_length() - 1)]
+        lane = [[0, 1, 0], [0, 2, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]]
+        return gl.DistributedLinearLayout(register, lane, warp, [], [self.outputs // 16, 4, 4])
 
     @property
     def out_words(self) -> int:
@@ -276,13 +327,12 @@ def first_piece(product, tiles_across):
 
 
 @gluon.jit
-def multiply(acc, adds, x_ring, w_ring, stage, PLANES: gl.constexpr, C: gl.constexpr):
+def multiply(acc, adds, x_ring, w_ring, stage, piece, PLANES: gl.constexpr, C: gl.constexpr):
     """Starts the products of a stage, which add to the sums or replace them; returns them and the registers to be held."""
     thread = gl.arange(0, C.threads, C.threads_layout)
     COUNT: gl.constexpr = C.ring.registers
-    MOST: gl.constexpr = C.most_planes
     if PLANES == 1:
-        acc = warpgroup_mma(x_ring.index(stage), w_ring.index(MOST * stage).permute([1, 0]), acc, use_acc=adds, is_async=True)
+        acc = warpgroup_mma(x_ring.index(stage), w_ring.index(piece).permute([1, 0]), acc, use_acc=adds, is_async=True)
         return acc, ()
     else:
         held = gl.inline_asm_elementwise(
@@ -291,68 +341,18 @@ def multiply(acc, adds, x_ring, w_ring, stage, PLANES: gl.constexpr, C: gl.const
         )  # fmt: skip
         even = operand_a(held[0:COUNT], COUNT, C)
         odd = operand_a(held[COUNT:], COUNT, C)
-        acc = warpgroup_mma(even, w_ring.index(2 * stage).permute([1, 0]), acc, use_acc=adds, is_async=True)
-        acc = warpgroup_mma(odd, w_ring.index(2 * stage + 1).permute([1, 0]), acc, is_async=True)
+        acc = warpgroup_mma(even, w_ring.index(piece).permute([1, 0]), acc, use_acc=adds, is_async=True)
+        acc = warpgroup_mma(odd, w_ring.index(piece + 1).permute([1, 0]), acc, is_async=True)
         return acc, held
 
 
 @gluon.jit
-def finish(held, stage, PLANES: gl.constexpr, C: gl.constexpr):
+def finish(held, stage, exists, PLANES: gl.constexpr, C: gl.constexpr):
     """Of a stage whose products are done: its registers may be written again, and it may be filled again."""
     thread = gl.arange(0, C.threads, C.threads_layout)
     if PLANES == 2:
-        gl.inline_asm_elementwise(
-            C.ring.hold, "=r" + ",r" * (2 * C.ring.registers + 1), held + (thread * 0 + stage,),
-            dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-    gl.inline_asm_elementwise(
-        C.barriers.give, "=r,r,r", [thread * 0 + stage, ((thread & 31) == 0).to(gl.int32)],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def by_groups(tile, C: gl.constexpr):
-    """[pixels, outputs] -> [pixels, units, 4 lanes, groups, 2, 2, 2]: a thread's columns, 8 to a group."""
-    parts = gl.reshape(tile, [C.pixels, C.units, C.groups, 2, 2, 4, 2])
-    return gl.permute(parts, [0, 1, 5, 2, 3, 4, 6])
-
-
-@gluon.jit
-def split_groups(tile, C: gl.constexpr):
-    """[pixels, outputs] -> 8 tensors [pixels, units, 4 lanes, groups], the columns of a group in order."""
-    even, odd = gl.split(by_groups(tile, C))
-    e0, e1 = gl.split(even)
-    o0, o1 = gl.split(odd)
-    c0, c4 = gl.split(e0)
-    c2, c6 = gl.split(e1)
-    c1, c5 = gl.split(o0)
-    c3, c7 = gl.split(o1)
-    return (c0, c1, c2, c3, c4, c5, c6, c7)
-
-
-@gluon.jit
-def codes_at(base, first_pixel, first_unit, pixels, row_units, words: gl.constexpr, C: gl.constexpr):
-    """Pointers to, and existence of, the `words` words of each thread, pixel and unit; a row has row_units * 4 * words."""
-    L: gl.constexpr = C.words_layout(words)
-    PIXEL: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, L)))
-    UNITS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, L)))
-    LANES: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, L)))
-    WORDS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, L)))
-    pixel = first_pixel + gl.arange(0, C.pixels, PIXEL)[:, None, None, None]
-    unit = first_unit + gl.arange(0, C.units, UNITS)[None, :, None, None]
-    lane = gl.arange(0, 4, LANES)[None, None, :, None]
-    word = gl.arange(0, words, WORDS)[None, None, None, :]
-    return base + ((pixel * row_units + unit) * 4 + lane) * words + word, pixel < pixels
-
-
-@gluon.jit
-def per_column(values, C: gl.constexpr):
-    """[outputs] -> [pixels, outputs]; what has a value for each pixel already stays as it is."""
-    if len(values.shape) == 2:
-        return values
-    else:
-        return gl.expand_dims(values, 0).broadcast_to([C.pixels, C.outputs])
+        run(C.hold, "=r" + ",r" * (2 * C.ring.registers + 1), held + (thread * 0 + stage,))
+    run(C.barriers.give, "=r,r,r", [thread * 0 + stage, (((thread & 31) == 0) & exists).to(gl.int32)])
 
 
 @gluon.jit
@@ -366,76 +366,101 @@ def map_arrived(maps, C: gl.constexpr):
 
 
 @gluon.jit
-def load_residual(residual, first_pixel, first_unit, pixels, row_units, C: gl.constexpr):
-    """The words of residual codes of a tile, under way while it is multiplied."""
-    at, exists = codes_at(residual, first_pixel, first_unit, pixels, row_units, C.residual_words, C)
-    return gl.load(at, mask=exists, other=0)
+def step(acc, adds, stage, phase, piece, rings, PLANES: gl.constexpr, C: gl.constexpr):
+    """Starts the products of a stage, while those of the stage before run."""
+    x_ring, w_ring = rings
+    thread = gl.arange(0, C.threads, C.threads_layout)
+    run(C.barriers.wait, "=r,r,r,r", [thread * 0 + stage, thread * 0 + phase, thread * 0 + 1])
+    if not C.resident:
+        piece = C.most_planes * stage
+    acc, held = multiply(acc, adds, x_ring, w_ring, stage, piece, PLANES, C)
+    following = gl.where(stage + 1 == C.stages, 0, stage + 1)
+    return acc, held, following, gl.where(following == 0, phase ^ 1, phase)
 
 
 @gluon.jit
-def store_codes(y, codes, acc, s, b, g, first_pixel, first_unit, pixels, row_units, C: gl.constexpr):
-    """Requantizes the sums of a tile, with the residual `codes` added, and stores them, 16 bytes a thread."""
-    R: gl.constexpr = C.requantize
-    sums = split_groups(acc, C)
-    LIKE: gl.constexpr = sums[0].type.layout
-    inputs = sums + split_groups(per_column(s, C), C) + split_groups(per_column(b, C), C)
-    if R.residual_words > 0:
-        if R.residual_words == 2:
-            low, high = gl.split(gl.reshape(codes, [C.pixels, C.units, 4, C.groups, 2]))
-            inputs = inputs + (
-                gl.convert_layout(low, LIKE, assert_trivial=True), gl.convert_layout(high, LIKE, assert_trivial=True),
-            )  # fmt: skip
-        else:
-            inputs = inputs + (gl.convert_layout(codes, LIKE, assert_trivial=True),)
-        inputs = inputs + (gl.full(sums[0].shape, g, gl.float32, LIKE),)
-    out = gl.inline_asm_elementwise(R.asm, R.constraints, inputs, dtype=C.words, is_pure=True, pack=1)
-    at, exists = codes_at(y, first_pixel, first_unit, pixels, row_units, C.out_words, C)
-    if R.words == 2:
-        words = gl.reshape(gl.join(out[0], out[1]), [C.pixels, C.units, 4, C.out_words])
+def product(acc, at, stage, phase, piece, steps, rings, two, shape, PLANES: gl.constexpr, ODD: gl.constexpr, C: gl.constexpr):
+    """The sums of one product over its steps (an odd number of them if ODD), while the ring is kept full.
+
+    A stage is decoded while the one before it is multiplied. Two steps a turn, so that their registers have names of their own.
+    """
+    thread = gl.arange(0, C.threads, C.threads_layout)
+    FIRST: gl.constexpr = 0 if ODD else 1
+    before = stage
+    if ODD:
+        acc, odd, stage, phase = step(acc, steps < 0, stage, phase, piece, rings, PLANES, C)
+        acc = warpgroup_mma_wait(PLANES, deps=[acc])
+        at = copy_step(at, at[7] < shape[3], two[0], two[1], shape, C)
+        piece += PLANES
     else:
-        words = out[0]
-    gl.store(at, gl.convert_layout(words, C.words_layout(C.out_words), assert_trivial=True), mask=exists)
+        odd = ()
+        if PLANES == 2:
+            for _register in gl.static_range(2 * C.ring.registers):
+                odd = odd + (thread * 0,)
+    for turn in range(steps // 2):
+        here = stage
+        acc, even, stage, phase = step(acc, turn >= FIRST, stage, phase, piece, rings, PLANES, C)
+        acc = warpgroup_mma_wait(PLANES, deps=[acc])
+        finish(odd, before, turn >= FIRST, PLANES, C)
+        at = copy_step(at, at[7] < shape[3], two[0], two[1], shape, C)
+        before = stage
+        acc, odd, stage, phase = step(acc, True, stage, phase, piece + PLANES, rings, PLANES, C)
+        acc = warpgroup_mma_wait(PLANES, deps=[acc])
+        finish(even, here, True, PLANES, C)
+        at = copy_step(at, at[7] < shape[3], two[0], two[1], shape, C)
+        piece += 2 * PLANES
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    finish(odd, before, True, PLANES, C)
+    return acc, at, stage, phase
 
 
 @gluon.jit
-def as_float(acc, s, b, C: gl.constexpr):
-    """fma(float(sum), s[column], b[column])."""
-    return gl.inline_asm_elementwise(
-        "cvt.rn.f32.s32 $0, $1; fma.rn.f32 $0, $0, $2, $3;", "=&f,r,f,f", [acc, per_column(s, C), per_column(b, C)],
-        dtype=gl.float32, is_pure=True, pack=1,
+def copy_resident(weight, weight2, across, steps, steps2, C: gl.constexpr):
+    """Starts the copies of weights that stay; they do not depend on the kernel before."""
+    thread = gl.arange(0, C.threads, C.threads_layout)
+    size = steps * (C.planes * C.piece_bytes)
+    size2 = steps2 * (C.second_planes * C.piece_bytes)
+    at = weight + across.to(gl.int64) * size
+    at2 = at
+    if C.second is not None:
+        at2 = weight2 + across.to(gl.int64) * size2
+    run(
+        ptx(C.ring.copy_weights, C.weights.start), "=r,r,l,r,l,r",
+        [(thread == 0).to(gl.int32), at + thread * 0, thread * 0 + size, at2 + thread * 0, thread * 0 + size2],
     )  # fmt: skip
 
 
 @gluon.jit
-def store_values(y, acc, s, b, first_pixel, first_output, pixels, channels, C: gl.constexpr):
-    """Values in 16 or 32 bits, plain NHWC without filled-up channels."""
-    value = as_float(acc, s, b, C)
-    if C.relu:
-        value = gl.maximum(value, 0.0)
-    pixel = first_pixel + gl.arange(0, C.pixels, gl.SliceLayout(1, C.accumulator))
-    output = first_output + gl.arange(0, C.outputs, gl.SliceLayout(0, C.accumulator))
-    at = y + pixel.to(gl.int64)[:, None] * channels + output[None, :]
-    gl.store(at, value.to(y.dtype.element_ty), mask=(pixel < pixels)[:, None] & (output < channels)[None, :])
+def make_barriers(C: gl.constexpr):
+    """Barriers of the ring and of weights that stay."""
+    thread = gl.arange(0, C.threads, C.threads_layout)
+    run(C.barriers.init, "=r,r", [thread])
+    if C.resident:
+        run(C.weights.init, "=r,r", [thread])
+    fence_async_shared()
+    barrier()
 
 
 @gluon.jit
-def product(acc, at, stage, phase, steps, rings, first, second, shape, PLANES: gl.constexpr, C: gl.constexpr):
-    """The sums of one product over its steps, while the ring is kept full."""
-    x_ring, w_ring = rings
-    thread = gl.arange(0, C.threads, C.threads_layout)
-    STAGES: gl.constexpr = C.stages
-    for step in range(steps):
-        gl.inline_asm_elementwise(
-            C.barriers.wait, "=r,r,r,r", [thread * 0 + stage, thread * 0 + phase, thread * 0 + 1],
-            dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-        acc, held = multiply(acc, step > 0, x_ring, w_ring, stage, PLANES, C)
-        at = copy_step(at, at[7] < shape[3], first, second, shape, C)
-        acc = warpgroup_mma_wait(0, deps=[acc])
-        finish(held, stage, PLANES, C)
-        stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
-        phase = gl.where(stage == 0, phase ^ 1, phase)
-    return acc, at, stage, phase
+def await_inputs(C: gl.constexpr):
+    """The kernel after this one may start now; this one waits until the one before, which made x, is through."""
+    run("griddepcontrol.launch_dependents;\n griddepcontrol.wait;\n mov.b32 $0, 0;", "=r", [])
+
+
+@gluon.jit
+def fill_ring(first_tile, own, two, shape, C: gl.constexpr):
+    """Starts the first copies of a block and returns the step after them."""
+    out_height, out_width, tiles_across = shape[0], shape[1], shape[2]
+    zero = own * 0
+    pixel = first_tile * C.pixels
+    line = pixel // out_width
+    at = (
+        zero, zero + 1, zero, zero, zero, zero, first_piece(two[0], tiles_across), zero, pixel % out_width,
+        line % out_height, line // out_height,
+    )  # fmt: skip
+    for _filled in range(C.stages - 1):
+        at = copy_step(at, at[7] < own, two[0], two[1], shape, C)
+    return at
 
 
 @gluon.jit(do_not_specialize=[
@@ -453,63 +478,60 @@ def wgmma_conv(
     """The kernel: a block's tiles of pixels, all with the same outputs, the ring running ahead of the products."""
     PIXELS: gl.constexpr = C.pixels
     OUTPUTS: gl.constexpr = C.outputs
-    STAGES: gl.constexpr = C.stages
     SUMS: gl.constexpr = C.accumulator
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, C.accumulator)
     shared = gl.allocate_shared_memory(
         gl.int32, [C.barrier_unit + 1, UNIT_WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )  # fmt: skip
     x_ring = part(shared, 0, C.w_unit, gl.int8, [C.stages, C.pixels, C.step_bytes], C.operand_tile)
     w_ring = part(
-        shared, C.w_unit, C.barrier_unit, gl.int8, [C.stages * C.most_planes, C.outputs, C.step_bytes], C.operand_tile
+        shared, C.w_unit, C.barrier_unit, gl.int8, [C.pieces, C.outputs, C.step_bytes], C.operand_tile
     )  # fmt: skip
     rings = (x_ring, w_ring)
-    thread = gl.arange(0, C.threads, C.threads_layout)
-    gl.inline_asm_elementwise(C.barriers.init, "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1)
-    fence_async_shared()
-    barrier()
-    # The kernel after this one may start now; this one waits until the one before, which made x, is through.
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents;\n griddepcontrol.wait;\n mov.b32 $0, 0;", "=r", [],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-    map_arrived(maps, C)
+    make_barriers(C)
     across = gl.program_id(0) % tiles_across
+    if C.resident:
+        copy_resident(weight, weight2, across, steps, steps2, C)
+    await_inputs(C)
+    map_arrived(maps, C)
     first_tile = gl.program_id(0) // tiles_across
     stride = gl.num_programs(0) // tiles_across
     own = (tiles_down - first_tile + stride - 1) // stride  # tiles of this block
     shape = (out_height, out_width, tiles_across, own, column_step, row_step, image_step)
     one = (maps, weight, blocks, taps_across, taps_down, stride_down, stride_across, first_down, first_across)
-    two = one
+    two = (one, one)
     if C.second is not None:
         map_arrived(maps2, C)
-        two = (maps2, weight2, blocks2, taps_across2, taps_down2, stride_down2, stride_across2, first_down2, first_across2)
-    zero = own * 0
-    line = first_tile * PIXELS // out_width
-    at = (
-        zero, zero + 1, zero, zero, zero, zero, first_piece(one, tiles_across), zero, first_tile * PIXELS % out_width,
-        line % out_height, line // out_height,
-    )  # fmt: skip
-    for _filled in range(STAGES - 1):
-        at = copy_step(at, at[7] < own, one, two, shape, C)
-    stage = zero
-    phase = zero
+        two = (one, (
+            maps2, weight2, blocks2, taps_across2, taps_down2, stride_down2, stride_across2, first_down2, first_across2,
+        ))  # fmt: skip
+    at = fill_ring(first_tile, own, two, shape, C)
+    stage = own * 0
+    phase = stage
     acc = gl.zeros((PIXELS, OUTPUTS), gl.int32, SUMS)
-    columns = across * OUTPUTS + gl.arange(0, OUTPUTS, COLUMNS)
+    if C.resident:
+        thread = gl.arange(0, C.threads, C.threads_layout)
+        run(C.weights.wait, "=r,r,r,r", [thread * 0, thread * 0, thread * 0 + 1])
+    kept = keep_constants(s, b, across, C)
+    later = stage
+    if C.residual is not None:  # codes of a tile are on their way while the one before is multiplied
+        later = load_residual(residual, first_tile * PIXELS, across * C.units, pixels, row_units, C)
     for tile in range(first_tile, tiles_down, stride):
-        first_pixel = tile * PIXELS
         codes = ()
         if C.residual is not None:
-            codes = load_residual(residual, first_pixel, across * C.units, pixels, row_units, C)
-        acc, at, stage, phase = product(acc, at, stage, phase, steps, rings, one, two, shape, C.planes, C)
+            codes = later
+            later = load_residual(residual, (tile + stride) * PIXELS, across * C.units, pixels, row_units, C)
+        acc, at, stage, phase = product(acc, at, stage, phase, own * 0, steps, rings, two, shape, C.planes, C.odd, C)
         if C.second is not None:
-            offset = as_float(acc, gl.load(s + columns), gl.load(b + columns), C)
-            acc, at, stage, phase = product(acc, at, stage, phase, steps2, rings, one, two, shape, C.second_planes, C)
-            store_codes(y, codes, acc, gl.load(s2 + columns), offset, g, first_pixel, across * C.units, pixels, row_units, C)
+            sums = as_float(acc, constants(s, across, C), constants(b, across, C), C)
+            acc, at, stage, phase = product(
+                acc, at, stage, phase, steps * C.planes, steps2, rings, two, shape, C.second_planes, C.second_odd, C
+            )  # fmt: skip
+            store_codes(
+                y, codes, acc, constants(s2, across, C), sums, g, tile * PIXELS, across * C.units, pixels, row_units, C
+            )  # fmt: skip
         else:
-            scale = gl.load(s + columns)
-            offset = gl.load(b + columns)
+            scale, offset = tile_constants(kept, s, b, across, C)
             if C.stores_codes:
-                store_codes(y, codes, acc, scale, offset, g, first_pixel, across * C.units, pixels, row_units, C)
+                store_codes(y, codes, acc, scale, offset, g, tile * PIXELS, across * C.units, pixels, row_units, C)
             else:
-                store_values(y, acc, scale, offset, first_pixel, across * OUTPUTS, pixels, channels, C)
+                store_values(y, acc, scale, offset, tile * PIXELS, across * OUTPUTS, pixels, channels, C)

@@ -5,7 +5,8 @@ Reads   x by TMA, 128 k of some tokens a stage; w in FragmentOrder for 8-bit ope
 Roles   load: 1 warp; math: 2 or 4 warpgroups: wait, decode while the stage before multiplies, wgmma, scale, store by TMA
 Ring    `stages` of x and w, in one allocation with their barriers (parts/stages.py); warps run free of one another
 Sum     int8 in s32, exact; fp8 in the tensor core, about 14 bits. With groups (or `promote`) every 128 k go, scaled, to a sum
-        in fp32. With splits > 1 the block that comes last adds the splits in order: same input, same bits
+        in fp32; of 256 tokens one half after the other. With splits > 1 the block that comes last adds the splits in order:
+        same input, same bits
 Exact   every weight is decoded exactly (hardware/byte_conversions.py) and never rounded; one rounding at the store
 Source  wgmma fragments: PTX ISA; the pipeline is that of mixed_gemm.py
 """
@@ -22,7 +23,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from lowbit.formats import Scheme
 from lowbit.kernels.choose_scaled import ScaledShape, ScaledTile
 from lowbit.kernels.gluon import (
-    CompiledKernel,
     barrier,
     fence_async_shared,
     gl,
@@ -37,24 +37,25 @@ from lowbit.kernels.gluon import (
     warpgroup_mma_wait,
 )
 from lowbit.kernels.parts.byte_decode import OPERAND_REGISTERS, TILES, ByteDecode, decode, operand_a
-from lowbit.kernels.parts.epilogue import CODE_TYPES, OUTPUTS, TYPES, XScale
-from lowbit.kernels.parts.stages import StageBarriers
+from lowbit.kernels.parts.epilogue import CODE_TYPES, XScale
+from lowbit.kernels.parts.promote import add_here, add_scaled_here
+from lowbit.kernels.sm90.byte_tile import STAGE_K, TILE_K, Address, ByteTile, TilePlan
 from lowbit.kernels.sm90.mixed_gemm import UNIT, UNIT_WORDS, WgmmaGemm, finish, meet, tile_at, words_of
-from lowbit.kernels.sm90.scaled_gemm import OPERAND_LAYOUT, STAGE_K, TILE_K, Address, store
+from lowbit.kernels.sm90.scaled_gemm import store, store_halves
 
 
 @dataclass(frozen=True)
-class NarrowGemm:
+class NarrowGemm(ByteTile):
     """All that is fixed when the kernel is compiled. Of two equal ones, results are equal to the last bit.
 
-    A tile is `tokens` x 64 * warpgroups rows of w; `stages` is even, and K counts as if it were a multiple of 256. `grouped`:
-    scales of groups of 128 k in 16 bits; without, one per channel in fp32.
+    Columns are tokens; `stages` is even, and K counts as if it were a multiple of 256. `grouped`: scales of groups of 128 k in
+    16 bits, and `promote`; without, one per channel in fp32.
     """
 
     format: str
     x_type: torch.dtype
     y_type: torch.dtype
-    tokens: int
+    columns: int
     warpgroups: int
     stages: int
     splits: int
@@ -64,6 +65,7 @@ class NarrowGemm:
     x_scale: XScale
     x_zero: bool
     bias: bool
+    function: str
     store_by_tma: bool
     digest: str = source_digest()
 
@@ -86,35 +88,6 @@ class NarrowGemm:
     @property
     def channel_scale(self) -> bool:
         return not self.grouped
-
-    @property
-    def apart(self) -> bool:
-        """Whether 128 k are summed on their own first."""
-        return self.grouped or self.promote
-
-    @property
-    def rows(self) -> int:
-        return 64 * self.warpgroups
-
-    @property
-    def columns(self) -> int:
-        return self.tokens
-
-    @property
-    def tile_tokens(self) -> int:
-        return self.tokens
-
-    @property
-    def tile_channels(self) -> int:
-        return self.rows
-
-    @property
-    def warps(self) -> int:
-        return 4 * self.warpgroups
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.warps
 
     @property
     def planes(self) -> int:
@@ -147,59 +120,8 @@ class NarrowGemm:
         return self.scale_unit + -(-self.stages * self.scale_bytes // UNIT)
 
     @property
-    def store_columns(self) -> int:
-        """Tokens of a tile that wait in shared memory at once for being stored."""
-        return min(self.tokens, 128)
-
-    @property
-    def stores(self) -> int:
-        return self.tokens // self.store_columns
-
-    @property
-    def store_block(self) -> list[int]:
-        """[tokens, channels] of one store."""
-        return [self.store_columns, self.rows]
-
-    @property
-    def barrier_unit(self) -> int:
-        return self.y_unit + (self.rows * self.store_columns * 2 // UNIT if self.store_by_tma else 0)
-
-    @property
-    def barriers(self) -> StageBarriers:
-        return StageBarriers(UNIT * self.barrier_unit, self.stages, self.warps)
-
-    @property
-    def x(self) -> gl.dtype:
-        return TYPES[self.x_type][0]
-
-    @property
-    def y(self) -> gl.dtype:
-        return OUTPUTS[self.y_type]
-
-    @property
-    def sums(self) -> gl.dtype:
-        """Type of the tensor core's sums."""
-        return gl.int32 if self.x_type == torch.int8 else gl.float32
-
-    @property
-    def total(self) -> gl.dtype:
-        """Type of the sums over all k."""
-        return gl.float32 if self.apart else self.sums
-
-    @property
-    def accumulator(self) -> gl.NVMMADistributedLayout:
-        # Integer products of 256 columns stop Triton's compiler; two of 128 are as good.
-        columns = min(self.tokens, 128) if self.x_type == torch.int8 else self.tokens
-        return gl.NVMMADistributedLayout([3, 0], [self.warps, 1], [16, columns, 32])
-
-    @property
-    def store_layout(self) -> gl.NVMMADistributedLayout:
-        """The accumulator of C.store_columns columns."""
-        return gl.NVMMADistributedLayout([3, 0], [self.warps, 1], [16, self.store_columns, 32])
-
-    @property
     def operand_layout(self) -> gl.DotOperandLayout:
-        return gl.DotOperandLayout(0, self.accumulator, 4)
+        return gl.DotOperandLayout(0, self.store_layout if self.by_halves else self.accumulator, 4)
 
     def words_layout(self, plane: int) -> gl.DistributedLinearLayout:
         """Words [strips, 32 lanes * words]: a warp for each strip, neighbouring words in one load."""
@@ -208,11 +130,6 @@ class NarrowGemm:
         lane = [[0, words << i] for i in range(5)]
         warp = [[1 << i, 0] for i in range(self.warps.bit_length() - 1)]
         return gl.DistributedLinearLayout(register, lane, warp, [], [self.warps, 32 * words])
-
-    @property
-    def threads_layout(self) -> gl.BlockedLayout:
-        """One element per thread."""
-        return gl.BlockedLayout([1], [32], [self.warps], [0])
 
     @property
     def quads_layout(self) -> gl.BlockedLayout:
@@ -376,6 +293,65 @@ def multiply_apart(w_ring, x_ring, scales, even, words, stage, phase, begin, end
 
 
 @gluon.jit
+def scale_of(scales, stage, C: gl.constexpr):
+    """The scale of each row for a stage that is there; 1 where they do not change along K."""
+    if C.grouped:
+        return scales.index(stage).load(gl.SliceLayout(1, C.store_layout)).to(gl.float32)
+    else:
+        return 1.0
+
+
+@gluon.jit
+def add_half(total, sums, scale, C: gl.constexpr):
+    """As `add_stage`, in just this place."""
+    if C.grouped:
+        return add_scaled_here(total, sums, scale[:, None])
+    else:
+        return add_here(total, sums)
+
+
+@gluon.jit
+def start_half(registers, x_ring, before, never, stage, half: gl.constexpr, C: gl.constexpr):
+    """Starts the products of a stage with one half of the tokens, into the registers of the sums `before`.
+
+    They start at zero, as `never` is False, but the compiler does not know it and gives them no registers of their own.
+    """
+    x = x_ring.index(stage).slice(half * C.store_columns, C.store_columns).permute([1, 0])
+    return warpgroup_mma(operand_a(registers, C), x, before, use_acc=never, is_async=True)
+
+
+@gluon.jit
+def multiply_by_halves(w_ring, x_ring, scales, words, stage, phase, begin, end, more, never, C: gl.constexpr):
+    """As `multiply_apart` for 256 tokens, whose totals leave registers for the sums of 128: one half after the other.
+
+    Decoding waits for no product of its own, as there are no registers for that either; other warpgroups multiply meanwhile.
+    `words` are those of the tile's first stage; returned are the totals of both halves, then as in `multiply`.
+    """
+    ROWS: gl.constexpr = C.rows
+    TOKENS: gl.constexpr = C.store_columns
+    SUMS: gl.constexpr = C.store_layout
+    TYPE: gl.constexpr = C.sums
+    sums = gl.zeros((ROWS, TOKENS), TYPE, SUMS)
+    low = gl.zeros((ROWS, TOKENS), gl.float32, SUMS)
+    high = gl.zeros((ROWS, TOKENS), gl.float32, SUMS)
+    for k in range(2 * begin, 2 * end):
+        registers = decode(words, C)
+        sums = start_half(registers, x_ring, sums, never, stage, 0, C)
+        scale = scale_of(scales, stage, C)
+        following = gl.where(stage + 1 == C.stages, 0, stage + 1)
+        phase = gl.where(following == 0, phase ^ 1, phase)
+        sums = warpgroup_mma_wait(0, deps=[sums])
+        low = add_half(low, sums, scale, C)
+        sums = start_half(registers, x_ring, sums, never, stage, 1, C)
+        words = read_words(w_ring, following, phase, (k + 1 < 2 * end) | more, C)
+        sums = warpgroup_mma_wait(0, deps=[sums])
+        finish(registers, stage, True, C)
+        high = add_half(high, sums, scale, C)
+        stage = following
+    return (low, high), words, stage, phase
+
+
+@gluon.jit
 def math(work, C: gl.constexpr):
     """The warpgroups that decode, multiply and store."""
     (
@@ -386,20 +362,26 @@ def math(work, C: gl.constexpr):
     phase = 0
     words = read_words(w_ring, 0, 0, gl.program_id(0) < tiles, C)
     even = words
-    if C.apart:
+    if C.promote and not C.by_halves:
         even = decode(words, C)
         words = read_words(w_ring, 1, 0, gl.program_id(0) < tiles, C)
     for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
         token_tile, row_tile, split = tile_at(index, token_tiles, row_tiles, C)
         begin, end = turns * split // C.splits, turns * (split + 1) // C.splits
         more = index + gl.num_programs(0) < tiles
-        if C.apart:
+        if C.by_halves:
+            acc, words, stage, phase = multiply_by_halves(
+                w_ring, x_ring, scales, words, stage, phase, begin, end, more, M < 0, C
+            )  # fmt: skip
+        elif C.promote:
             acc, even, words, stage, phase = multiply_apart(
                 w_ring, x_ring, scales, even, words, stage, phase, begin, end, more, C
             )  # fmt: skip
         else:
             acc, words, stage, phase = multiply(w_ring, x_ring, words, stage, phase, begin, end, more, C)
-        if C.splits == 1:
+        if C.by_halves:
+            store_halves(out, acc, beside, token_tile * C.tokens, row_tile * C.rows, M, N, C)
+        elif C.splits == 1:
             store(out, acc, beside, token_tile * C.tokens, row_tile * C.rows, M, N, C)
         else:
             last, total = meet(partial, arrived, acc, token_tile * row_tiles + row_tile, split, C)
@@ -411,8 +393,8 @@ def math(work, C: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["M", "N", "token_tiles", "row_tiles", "turns"])
 def narrow_scaled_gemm(
-    w_desc, w_desc_1, w_desc_2, x_desc, scale_desc, y_desc, y, x_scale, x_zero, channel_scale, sums, bias, partial, arrived,
-    M, N, token_tiles, row_tiles, turns, C: gl.constexpr,
+    w_desc, w_desc_1, w_desc_2, x_desc, scale_desc, y_desc, y, x_scale, x_zero, channel_scale, sums, bias, y_scale, partial,
+    arrived, M, N, token_tiles, row_tiles, turns, C: gl.constexpr,
 ):  # fmt: skip
     """The kernel: rings, barriers and roles. There is a descriptor of w for each of its planes; the others are None."""
     PLANES: gl.constexpr = C.planes
@@ -451,50 +433,34 @@ def narrow_scaled_gemm(
     barrier()
     read = (w_descs, x_desc, scale_desc, w_ring, x_ring, scale_ring, barriers, token_tiles, row_tiles, turns)
     work = (
-        w_ring, x_ring, scales, (y_desc, y, y_tile), (x_scale, x_zero, channel_scale, sums, bias), partial, arrived,
-        token_tiles, row_tiles, turns, M, N,
+        w_ring, x_ring, scales, (y_desc, y, y_tile), (x_scale, x_zero, channel_scale, sums, bias, y_scale), partial,
+        arrived, token_tiles, row_tiles, turns, M, N,
     )  # fmt: skip
     gl.warp_specialize([(math, (work, C)), (load, (read, C))], [1], [24])
 
 
 @functools.lru_cache(maxsize=1024)
 def narrow_config(
-    shape: ScaledShape, tile: ScaledTile, scheme: Scheme, dtype: torch.dtype, x_scale: XScale, x_zero: bool, bias: bool
-) -> NarrowGemm:
+    shape: ScaledShape, tile: ScaledTile, scheme: Scheme, dtype: torch.dtype, x_scale: XScale, x_zero: bool, bias: bool,
+    function: str = "none",
+) -> NarrowGemm:  # fmt: skip
     """What is compiled for a product."""
     assert scheme.activation is not None
-    by_tma = tile.splits == 1 and shape.n % 8 == 0 and dtype != torch.float32
+    by_tma = tile.splits == 1 and shape.n * dtype.itemsize % 16 == 0 and dtype != torch.float32
     return NarrowGemm(
         scheme.weight.name, CODE_TYPES[scheme.activation.name], dtype, tile.columns, tile.warpgroups, tile.stages,
-        tile.splits, tile.token_group, shape.grouped, shape.apart, x_scale, x_zero, bias, by_tma,
+        tile.splits, tile.token_group, shape.grouped, shape.apart, x_scale, x_zero, bias, function, by_tma,
     )  # fmt: skip
 
 
-class NarrowPlan:
-    """All of a product that does not depend on the tensors' contents: made once for a shape, called many times."""
+class NarrowPlan(TilePlan):
+    """The plan of a product with weights of fewer bits."""
 
     def __init__(self, shape: ScaledShape, tile: ScaledTile, config: NarrowGemm, sm_count: int) -> None:
-        self.shape, self.tile, self.config = shape, tile, config
-        self.tiles = (-(-shape.m // config.tokens), -(-shape.n // config.rows))
-        self.grid = (min(sm_count, self.tiles[0] * self.tiles[1] * tile.splits), 1, 1)
+        super().__init__(shape, tile, config, sm_count)
         self.turns = -(-shape.k // (2 * STAGE_K))
-        self.kernel: CompiledKernel | None = None
-        # Descriptors say where memory is, nothing of what is in it, so those of addresses seen before serve again.
-        self.x_descriptor = functools.lru_cache(maxsize=256)(self._x_descriptor)
-        self.y_descriptor = functools.lru_cache(maxsize=256)(self._y_descriptor)
         self.weight_descriptors = functools.lru_cache(maxsize=1024)(self._weight_descriptors)
         self.scale_descriptor = functools.lru_cache(maxsize=1024)(self._scale_descriptor)
-
-    def _x_descriptor(self, address: int, stride: int) -> TensorDescriptor:
-        x, block = Address(address, self.config.x_type), [self.config.tokens, STAGE_K]
-        return TensorDescriptor(x, [self.shape.m, self.shape.k], [stride, 1], block, OPERAND_LAYOUT)
-
-    def _y_descriptor(self, address: int) -> TensorDescriptor | None:
-        if not self.config.store_by_tma:
-            return None
-        layout = gl.NVMMASharedLayout.get_default_for(self.config.store_block, self.config.y)
-        shape = [self.shape.m, self.shape.n]
-        return TensorDescriptor(Address(address, self.config.y_type), shape, [shape[1], 1], self.config.store_block, layout)
 
     def _weight_descriptors(self, address: int) -> tuple[TensorDescriptor | None, ...]:
         """One for each plane of the codes, filled up with None to the three that the kernel takes."""
@@ -509,17 +475,10 @@ class NarrowPlan:
         layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=2)
         return TensorDescriptor(Address(address, dtype), [*shape], [shape[1], 1], [1, self.config.rows], layout)
 
-    @property
-    def workspace(self) -> tuple[int, int]:
-        """Elements of the two workspaces, float32 sums and int32 counters (which are zero before and after)."""
-        if self.tile.splits == 1:
-            return 0, 0
-        tiles = self.tiles[0] * self.tiles[1]
-        return tiles * self.tile.splits * self.config.rows * self.config.tokens, tiles
-
     def __call__(
         self, x: Tensor, x_scale: Tensor, x_zero: Tensor | None, codes: Tensor, scale: Tensor | None,
         channel_scale: Tensor | None, sums: Tensor, bias: Tensor | None, partial: Tensor, arrived: Tensor,
+        y_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """y [M, N] of x [M, K], whose rows start at multiples of 16 bytes; all tensors on the current device."""
         m, n = self.shape.m, self.shape.n
@@ -528,7 +487,8 @@ class NarrowPlan:
         arguments = (
             *self.weight_descriptors(codes.data_ptr()), self.x_descriptor(x.data_ptr(), x.stride(0)),
             None if scale is None else self.scale_descriptor(scale.data_ptr(), scale.shape, scale.dtype),
-            self.y_descriptor(y.data_ptr()), y, x_scale, x_zero, channel_scale, sums, bias, meeting, arrived, m, n,
+            self.y_descriptor(y.data_ptr()), y, x_scale, x_zero, channel_scale, sums, bias, y_scale, meeting, arrived,
+            m, n,
             *self.tiles, self.turns, self.config,
         )  # fmt: skip
         if self.kernel is None:

@@ -8,7 +8,8 @@ Ring    `stages` of both, in one allocation with their barriers (parts/stages.py
 Grid    persistent, one block per SM; tiles in groups of tokens so that a wave shares x and w in L2
 Sum     int8 in s32, exact. fp8 in the tensor core, whose sums of fp8 products keep about 14 bits; with `promote` every 128 k
         go to a sum in fp32. With splits > 1 the block that comes last adds the splits in order: same input, same bits
-Scales  per token and per channel at the end, in fp32; blocks of 128 x 128 on the sum of each 128 k. One rounding
+Scales  per token and per channel at the end, in fp32, then bias and function; blocks of 128 x 128 on the sum of each 128 k. One
+        rounding, or codes of y (parts/epilogue.py)
 Source  wgmma: PTX ISA; what was measured: docs/log.md
 """
 
@@ -24,7 +25,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from lowbit.formats import Scheme
 from lowbit.kernels.choose_scaled import ScaledShape, ScaledTile
 from lowbit.kernels.gluon import (
-    CompiledKernel,
     barrier,
     fence_async_shared,
     gl,
@@ -38,23 +38,17 @@ from lowbit.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from lowbit.kernels.parts.epilogue import CODE_TYPES, OUTPUTS, TYPES, XScale, finished, of_channels, of_tokens
-from lowbit.kernels.parts.stages import StageBarriers
+from lowbit.kernels.parts.epilogue import CODE_TYPES, TYPES, XScale, finished, of_channels, of_tokens
+from lowbit.kernels.parts.promote import add_here
+from lowbit.kernels.sm90.byte_tile import OPERAND_LAYOUT, STAGE_K, TILE_K, Address, ByteTile, TilePlan
 from lowbit.kernels.sm90.mixed_gemm import UNIT, UNIT_WORDS, meet, tile_at
-
-STAGE_K = 128
-"""K of a stage; a row of it is as wide as the widest swizzle."""
-
-TILE_K = gl.constexpr(STAGE_K)
-OPERAND_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 
 
 @dataclass(frozen=True)
-class ScaledGemm:
+class ScaledGemm(ByteTile):
     """All that is fixed when the kernel is compiled. Of two equal ones, results are equal to the last bit.
 
-    A tile is 64 * warpgroups rows x `columns`. With `tokens_are_rows`, rows are tokens and columns are rows of w; without,
-    the other way round. `block_scale`: w has scales of blocks of 128 x 128, a tile lies within one.
+    `block_scale`: w has scales of blocks of 128 x 128, a tile lies within one.
     """
 
     w_type: torch.dtype
@@ -71,12 +65,9 @@ class ScaledGemm:
     block_scale: bool
     x_zero: bool
     bias: bool
+    function: str
     store_by_tma: bool
     digest: str = source_digest()
-
-    @property
-    def rows(self) -> int:
-        return 64 * self.warpgroups
 
     @property
     def channel_scale(self) -> bool:
@@ -89,27 +80,6 @@ class ScaledGemm:
         return 1.0
 
     @property
-    def tokens(self) -> int:
-        """The columns of a tile, as `meet` calls them."""
-        return self.columns
-
-    @property
-    def tile_tokens(self) -> int:
-        return self.rows if self.tokens_are_rows else self.columns
-
-    @property
-    def tile_channels(self) -> int:
-        return self.columns if self.tokens_are_rows else self.rows
-
-    @property
-    def warps(self) -> int:
-        return 4 * self.warpgroups
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.warps
-
-    @property
     def turn(self) -> int:
         """Stages of a turn of the main loop."""
         return 2 if self.promote and self.warpgroups == 1 else 1
@@ -117,20 +87,6 @@ class ScaledGemm:
     @property
     def stage_bytes(self) -> int:
         return STAGE_K * (self.rows + self.columns)
-
-    @property
-    def store_columns(self) -> int:
-        """Columns of a tile that wait in shared memory at once for being stored."""
-        return min(self.columns, 128)
-
-    @property
-    def stores(self) -> int:
-        return self.columns // self.store_columns
-
-    @property
-    def store_block(self) -> list[int]:
-        """[tokens, channels] of one store."""
-        return [self.rows, self.store_columns] if self.tokens_are_rows else [self.store_columns, self.rows]
 
     @property
     def w_unit(self) -> int:
@@ -142,54 +98,12 @@ class ScaledGemm:
         return self.stages * self.stage_bytes // UNIT
 
     @property
-    def barrier_unit(self) -> int:
-        return self.y_unit + (self.rows * self.store_columns * 2 // UNIT if self.store_by_tma else 0)
-
-    @property
     def shared_bytes(self) -> int:
         return UNIT * (self.barrier_unit + 1)
 
     @property
-    def barriers(self) -> StageBarriers:
-        return StageBarriers(UNIT * self.barrier_unit, self.stages, self.warps)
-
-    @property
     def w(self) -> gl.dtype:
         return TYPES[self.w_type][0]
-
-    @property
-    def x(self) -> gl.dtype:
-        return TYPES[self.x_type][0]
-
-    @property
-    def y(self) -> gl.dtype:
-        return OUTPUTS[self.y_type]
-
-    @property
-    def sums(self) -> gl.dtype:
-        """Type of the tensor core's sums."""
-        return gl.int32 if self.x_type == torch.int8 else gl.float32
-
-    @property
-    def total(self) -> gl.dtype:
-        """Type of the sums over all k."""
-        return gl.float32 if self.promote else self.sums
-
-    @property
-    def accumulator(self) -> gl.NVMMADistributedLayout:
-        # Integer products of 256 columns stop Triton's compiler; two of 128 are as good.
-        columns = min(self.columns, 128) if self.x_type == torch.int8 else self.columns
-        return gl.NVMMADistributedLayout([3, 0], [self.warps, 1], [16, columns, 32])
-
-    @property
-    def store_layout(self) -> gl.NVMMADistributedLayout:
-        """The accumulator of C.store_columns columns."""
-        return gl.NVMMADistributedLayout([3, 0], [self.warps, 1], [16, self.store_columns, 32])
-
-    @property
-    def threads_layout(self) -> gl.BlockedLayout:
-        """One element per thread."""
-        return gl.BlockedLayout([1], [32], [self.warps], [0])
 
 
 @gluon.jit
@@ -244,13 +158,15 @@ def give(stage, exists, C: gl.constexpr):
 
 
 @gluon.jit
-def start(x_ring, w_ring, acc, stage, fresh: gl.constexpr, C: gl.constexpr):
-    """Starts the products of a stage."""
+def start(x_ring, w_ring, acc, stage, adds, part_of: gl.constexpr, C: gl.constexpr):
+    """Starts the products of a stage with all columns or with C.store_columns of them, in the registers of `acc`."""
     if C.tokens_are_rows:
         a, b = x_ring.index(stage), w_ring.index(stage)
     else:
         a, b = w_ring.index(stage), x_ring.index(stage)
-    return warpgroup_mma(a, b.permute([1, 0]), acc, use_acc=not fresh, is_async=True)
+    if part_of is not None:
+        b = b.slice(part_of * C.store_columns, C.store_columns)
+    return warpgroup_mma(a, b.permute([1, 0]), acc, use_acc=adds, is_async=True)
 
 
 @gluon.jit
@@ -263,7 +179,7 @@ def multiply(x_ring, w_ring, stage, phase, begin, end, C: gl.constexpr):
     acc = gl.zeros((ROWS, COLUMNS), TYPE, SUMS)
     for k in range(begin, end):
         wait_full(stage, phase, C)
-        acc = start(x_ring, w_ring, acc, stage, False, C)
+        acc = start(x_ring, w_ring, acc, stage, True, None, C)
         acc = warpgroup_mma_wait(1, deps=[acc])
         give(gl.where(stage == 0, C.stages, stage) - 1, k > begin, C)
         stage = gl.where(stage + 1 == C.stages, 0, stage + 1)
@@ -288,7 +204,7 @@ def block_scales(x_scale, w_scale, groups, k, tokens, exists, C: gl.constexpr):
 
 
 @gluon.jit
-def add_scaled(total, sums, scale, C: gl.constexpr):
+def add_stage(total, sums, scale, C: gl.constexpr):
     """The total with the sums of 128 k, scaled where scales are those of blocks."""
     if C.x_scale == "block" or C.block_scale:
         return total + sums.to(gl.float32) * of_tokens(scale, C)
@@ -308,11 +224,11 @@ def multiply_and_promote(x_ring, w_ring, scales, stage, phase, begin, end, C: gl
     total = gl.zeros((ROWS, COLUMNS), gl.float32, SUMS)
     for k in range(begin, end):
         wait_full(stage, phase, C)
-        sums = start(x_ring, w_ring, nought, stage, True, C)
+        sums = start(x_ring, w_ring, nought, stage, False, None, C)
         scale = block_scales(x_scale, w_scale, groups, k, tokens, exists, C)
         sums = warpgroup_mma_wait(0, deps=[sums])
         give(stage, True, C)
-        total = add_scaled(total, sums, scale, C)
+        total = add_stage(total, sums, scale, C)
         stage = gl.where(stage + 1 == C.stages, 0, stage + 1)
         phase = gl.where(stage == 0, phase ^ 1, phase)
     return total, stage, phase
@@ -330,22 +246,62 @@ def multiply_and_promote_alone(x_ring, w_ring, scales, stage, phase, begin, end,
     total = gl.zeros((ROWS, COLUMNS), gl.float32, SUMS)
     for k in range(begin, end, 2):
         wait_full(stage, phase, C)
-        even = start(x_ring, w_ring, nought, stage, True, C)
+        even = start(x_ring, w_ring, nought, stage, False, None, C)
         even_scale = block_scales(x_scale, w_scale, groups, k, tokens, exists, C)
         odd_scale = block_scales(x_scale, w_scale, groups, gl.minimum(k + 1, groups - 1), tokens, exists, C)
         second = gl.where(stage + 1 == C.stages, 0, stage + 1)
         phase = gl.where(second == 0, phase ^ 1, phase)
         wait_full(second, phase, C)
-        odd = start(x_ring, w_ring, nought, second, True, C)
+        odd = start(x_ring, w_ring, nought, second, False, None, C)
         even = warpgroup_mma_wait(1, deps=[even])
         give(stage, True, C)
-        total = add_scaled(total, even, even_scale, C)
+        total = add_stage(total, even, even_scale, C)
         odd = warpgroup_mma_wait(0, deps=[odd])
         give(second, True, C)
-        total = add_scaled(total, odd, odd_scale, C)
+        total = add_stage(total, odd, odd_scale, C)
         stage = gl.where(second + 1 == C.stages, 0, second + 1)
         phase = gl.where(stage == 0, phase ^ 1, phase)
     return total, stage, phase
+
+
+@gluon.jit
+def multiply_by_halves(x_ring, w_ring, stage, phase, begin, end, never, C: gl.constexpr):
+    """As `multiply_and_promote`, for 256 columns, of which registers have no room for two sets: one half after the other.
+
+    From the end of a product to the start of the next one there is nothing but the additions: the next stage is waited for
+    before, and products start in the registers of the sums before them. That they start at zero, as `never` is False, compilers
+    cannot see, or they would give them registers of their own. There is at least one stage. Returned are both halves, then as
+    above.
+    """
+    ROWS: gl.constexpr = C.rows
+    WIDE: gl.constexpr = C.store_columns
+    SUMS: gl.constexpr = C.store_layout
+    TYPE: gl.constexpr = C.sums
+    low = gl.zeros((ROWS, WIDE), gl.float32, SUMS)
+    high = gl.zeros((ROWS, WIDE), gl.float32, SUMS)
+    wait_full(stage, phase, C)
+    under_way = start(x_ring, w_ring, gl.zeros((ROWS, WIDE), TYPE, SUMS), stage, never, 0, C)
+    for _ in range(begin + 1, end):
+        sums = warpgroup_mma_wait(0, deps=[under_way])
+        low = add_here(low, sums)
+        under_way = start(x_ring, w_ring, sums, stage, never, 1, C)
+        following = gl.where(stage + 1 == C.stages, 0, stage + 1)
+        phase = gl.where(following == 0, phase ^ 1, phase)
+        wait_full(following, phase, C)
+        sums = warpgroup_mma_wait(0, deps=[under_way])
+        give(stage, True, C)
+        high = add_here(high, sums)
+        under_way = start(x_ring, w_ring, sums, following, never, 0, C)
+        stage = following
+    sums = warpgroup_mma_wait(0, deps=[under_way])
+    low = add_here(low, sums)
+    under_way = start(x_ring, w_ring, sums, stage, never, 1, C)
+    sums = warpgroup_mma_wait(0, deps=[under_way])
+    give(stage, True, C)
+    high = add_here(high, sums)
+    stage = gl.where(stage + 1 == C.stages, 0, stage + 1)
+    phase = gl.where(stage == 0, phase ^ 1, phase)
+    return (low, high), stage, phase
 
 
 @gluon.jit
@@ -358,7 +314,7 @@ def store_piece(out, acc, beside, first_token, first_channel, M, N, C: gl.conste
         tokens, channels = first_token + rows, first_channel + columns
     else:
         tokens, channels = first_token + columns, first_channel + rows
-    result = finished(acc, beside, tokens, channels, M, N, C).to(C.y)
+    result = finished(acc, beside, tokens, channels, M, N, C)
     if C.store_by_tma:
         tma_store_wait(0)
         barrier()
@@ -380,15 +336,21 @@ def store(out, acc, beside, first_token, first_channel, M, N, C: gl.constexpr):
     if C.stores == 1:
         store_piece(out, acc, beside, first_token, first_channel, M, N, C)
     else:
-        halves = gl.permute(gl.reshape(acc, [C.rows, 2, C.store_columns]), [0, 2, 1])
-        low, high = gl.split(halves)
+        low, high = gl.split(gl.permute(gl.reshape(acc, [C.rows, 2, C.store_columns]), [0, 2, 1]))
         low = gl.convert_layout(low, C.store_layout, assert_trivial=True)
         high = gl.convert_layout(high, C.store_layout, assert_trivial=True)
-        store_piece(out, low, beside, first_token, first_channel, M, N, C)
-        if C.tokens_are_rows:
-            store_piece(out, high, beside, first_token, first_channel + C.store_columns, M, N, C)
-        else:
-            store_piece(out, high, beside, first_token + C.store_columns, first_channel, M, N, C)
+        store_halves(out, (low, high), beside, first_token, first_channel, M, N, C)
+
+
+@gluon.jit
+def store_halves(out, halves, beside, first_token, first_channel, M, N, C: gl.constexpr):
+    """The same for the two halves of the columns of a tile."""
+    low, high = halves
+    store_piece(out, low, beside, first_token, first_channel, M, N, C)
+    if C.tokens_are_rows:
+        store_piece(out, high, beside, first_token, first_channel + C.store_columns, M, N, C)
+    else:
+        store_piece(out, high, beside, first_token + C.store_columns, first_channel, M, N, C)
 
 
 @gluon.jit
@@ -402,7 +364,9 @@ def math(work, C: gl.constexpr):
         token_tile, channel_tile, split = tile_at(index, token_tiles, channel_tiles, C)
         first_token, first_channel = token_tile * C.tile_tokens, channel_tile * C.tile_channels
         begin, end = turns * split // C.splits * C.turn, turns * (split + 1) // C.splits * C.turn
-        if C.promote:
+        if C.by_halves:
+            acc, stage, phase = multiply_by_halves(x_ring, w_ring, stage, phase, begin, end, groups < 0, C)
+        elif C.promote:
             tokens = first_token + gl.arange(0, C.tile_tokens, gl.SliceLayout(1 if C.tokens_are_rows else 0, C.accumulator))
             of_w = w_scale + first_channel // 128 * groups
             scales = (beside[0], of_w, groups, tokens, tokens < M)
@@ -412,7 +376,9 @@ def math(work, C: gl.constexpr):
                 acc, stage, phase = multiply_and_promote(x_ring, w_ring, scales, stage, phase, begin, end, C)
         else:
             acc, stage, phase = multiply(x_ring, w_ring, stage, phase, begin, end, C)
-        if C.splits == 1:
+        if C.by_halves:
+            store_halves(out, acc, beside, first_token, first_channel, M, N, C)
+        elif C.splits == 1:
             store(out, acc, beside, first_token, first_channel, M, N, C)
         else:
             last, total = meet(partial, arrived, acc, token_tile * channel_tiles + channel_tile, split, C)
@@ -424,8 +390,8 @@ def math(work, C: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["M", "N", "token_tiles", "channel_tiles", "turns", "groups"])
 def scaled_gemm(
-    x_desc, w_desc, y_desc, y, x_scale, x_zero, w_scale, sums, bias, partial, arrived, M, N, token_tiles, channel_tiles,
-    turns, groups, C: gl.constexpr,
+    x_desc, w_desc, y_desc, y, x_scale, x_zero, w_scale, sums, bias, y_scale, partial, arrived, M, N, token_tiles,
+    channel_tiles, turns, groups, C: gl.constexpr,
 ):  # fmt: skip
     """The kernel: rings, barriers and roles.
 
@@ -448,7 +414,7 @@ def scaled_gemm(
     fence_async_shared()
     barrier()
     read = (x_desc, w_desc, x_ring, w_ring, barriers, token_tiles, channel_tiles, turns)
-    beside = (x_scale, x_zero, w_scale, sums, bias)
+    beside = (x_scale, x_zero, w_scale, sums, bias, y_scale)
     out = (y_desc, y, y_tile)
     work = (
         x_ring, w_ring, out, w_scale, beside, partial, arrived, token_tiles, channel_tiles, turns, groups, M, N
@@ -458,62 +424,37 @@ def scaled_gemm(
 
 @functools.lru_cache(maxsize=1024)
 def scaled_config(
-    shape: ScaledShape, tile: ScaledTile, scheme: Scheme, dtype: torch.dtype, x_scale: XScale, x_zero: bool, bias: bool
-) -> ScaledGemm:
+    shape: ScaledShape, tile: ScaledTile, scheme: Scheme, dtype: torch.dtype, x_scale: XScale, x_zero: bool, bias: bool,
+    function: str = "none",
+) -> ScaledGemm:  # fmt: skip
     """What is compiled for a product."""
     assert scheme.activation is not None
     # Rows of y that do not start at multiples of 16 bytes are beyond TMA; float32 takes more room than there is.
-    by_tma = tile.splits == 1 and shape.n % 8 == 0 and dtype != torch.float32
+    by_tma = tile.splits == 1 and shape.n * dtype.itemsize % 16 == 0 and dtype != torch.float32
     return ScaledGemm(
         CODE_TYPES[scheme.weight.name], CODE_TYPES[scheme.activation.name], dtype, tile.tokens_are_rows, tile.warpgroups,
-        tile.columns, tile.stages, tile.splits, tile.token_group, shape.apart, x_scale, shape.blocks, x_zero, bias, by_tma,
+        tile.columns, tile.stages, tile.splits, tile.token_group, shape.apart, x_scale, shape.blocks, x_zero, bias,
+        function, by_tma,
     )  # fmt: skip
 
 
-class ScaledPlan:
-    """All of a product that does not depend on the tensors' contents: made once for a shape, called many times."""
+class ScaledPlan(TilePlan):
+    """The plan of a product with weights of 8 bits."""
 
     def __init__(self, shape: ScaledShape, tile: ScaledTile, config: ScaledGemm, sm_count: int) -> None:
-        self.shape, self.tile, self.config = shape, tile, config
-        self.tiles = (-(-shape.m // config.tile_tokens), -(-shape.n // config.tile_channels))
-        self.grid = (min(sm_count, self.tiles[0] * self.tiles[1] * tile.splits), 1, 1)
+        super().__init__(shape, tile, config, sm_count)
         self.groups = -(-shape.k // STAGE_K)
         self.turns = -(-self.groups // config.turn)
-        self.kernel: CompiledKernel | None = None
-        # Descriptors say where memory is, nothing of what is in it, so those of addresses seen before serve again.
-        self.x_descriptor = functools.lru_cache(maxsize=256)(self._x_descriptor)
-        self.y_descriptor = functools.lru_cache(maxsize=256)(self._y_descriptor)
         self.w_descriptor = functools.lru_cache(maxsize=1024)(self._w_descriptor)
 
-    def _operand(self, address: int, dtype: torch.dtype, rows: int, stride: int, tile_rows: int) -> TensorDescriptor:
-        block = [tile_rows, STAGE_K]
-        return TensorDescriptor(Address(address, dtype), [rows, self.shape.k], [stride, 1], block, OPERAND_LAYOUT)
-
-    def _x_descriptor(self, address: int, stride: int) -> TensorDescriptor:
-        return self._operand(address, self.config.x_type, self.shape.m, stride, self.config.tile_tokens)
-
     def _w_descriptor(self, address: int, stride: int) -> TensorDescriptor:
-        return self._operand(address, self.config.w_type, self.shape.n, stride, self.config.tile_channels)
-
-    def _y_descriptor(self, address: int) -> TensorDescriptor | None:
-        if not self.config.store_by_tma:
-            return None
-        block = self.config.store_block
-        layout = gl.NVMMASharedLayout.get_default_for(block, self.config.y)
-        shape = [self.shape.m, self.shape.n]
-        return TensorDescriptor(Address(address, self.config.y_type), shape, [shape[1], 1], block, layout)
-
-    @property
-    def workspace(self) -> tuple[int, int]:
-        """Elements of the two workspaces, float32 sums and int32 counters (which are zero before and after)."""
-        if self.tile.splits == 1:
-            return 0, 0
-        tiles = self.tiles[0] * self.tiles[1]
-        return tiles * self.tile.splits * self.config.rows * self.config.columns, tiles
+        w, block = Address(address, self.config.w_type), [self.config.tile_channels, STAGE_K]
+        return TensorDescriptor(w, [self.shape.n, self.shape.k], [stride, 1], block, OPERAND_LAYOUT)
 
     def __call__(
         self, x: Tensor, x_scale: Tensor, x_zero: Tensor | None, codes: Tensor, scale: Tensor | None,
         channel_scale: Tensor | None, sums: Tensor, bias: Tensor | None, partial: Tensor, arrived: Tensor,
+        y_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """y [M, N] of x [M, K], whose rows start at multiples of 16 bytes; all tensors on the current device."""
         m, n = self.shape.m, self.shape.n
@@ -521,23 +462,11 @@ class ScaledPlan:
         meeting = partial.view(torch.int32) if self.config.total is gl.int32 else partial
         arguments = (
             self.x_descriptor(x.data_ptr(), x.stride(0)), self.w_descriptor(codes.data_ptr(), codes.stride(0)),
-            self.y_descriptor(y.data_ptr()), y, x_scale, x_zero, channel_scale if scale is None else scale, sums, bias, meeting,
-            arrived, m, n, *self.tiles, self.turns, self.groups, self.config,
+            self.y_descriptor(y.data_ptr()), y, x_scale, x_zero, channel_scale if scale is None else scale, sums, bias, y_scale,
+            meeting, arrived, m, n, *self.tiles, self.turns, self.groups, self.config,
         )  # fmt: skip
         if self.kernel is None:
             self.kernel = scaled_gemm[self.grid](*arguments, num_warps=self.config.warps, launch_pdl=True)
         else:
             self.kernel[self.grid](*arguments)
         return y
-
-
-@dataclass(frozen=True)
-class Address:
-    """As much of a tensor as a descriptor needs: it must not keep the memory alive."""
-
-    address: int
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        """As Triton asks a tensor for it."""
-        return self.address

@@ -15,7 +15,11 @@ import torch
 from torch import Tensor
 
 MAP_BYTES = 128
+MOST_BOX = 256
+"""Elements of a box on each side."""
+
 _UINT8 = 0
+_UINT64 = 4
 _SWIZZLE = {32: 1, 64: 2, 128: 3}
 _PROMOTE_L2_128 = 2
 
@@ -95,14 +99,34 @@ def row_map(rows: int, row_bytes: int, box_rows: int, step_bytes: int, address: 
 
     In the memory of `device`, as `tensor_map`'s. Source: CUDA driver API, cuTensorMapEncodeTiled.
     """
+    return _tiled(_UINT8, (row_bytes, rows), (row_bytes,), (step_bytes, box_rows), _SWIZZLE[step_bytes], address, device)
+
+
+def image_map(size: tuple[int, int, int], box: tuple[int, int], address: int, device: torch.device) -> Tensor:
+    """The descriptor of images uint8 [N, rows, row_bytes], copied in boxes [rows, bytes] as they lie; zeros outside them.
+
+    Columns are counted in words of 8 bytes, of which a box has up to MOST_BOX.
+    """
+    n, rows, row_bytes = size
+    return _tiled(
+        _UINT64, (row_bytes // 8, rows, n), (row_bytes, rows * row_bytes), (box[1] // 8, box[0], 1), 0, address, device
+    )  # fmt: skip
+
+
+def _tiled(
+    kind: int, size: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int, address: int,
+    device: torch.device,
+) -> Tensor:  # fmt: skip
+    """The descriptor of boxes; the innermost extent comes first."""
+    rank = len(size)
     buffer = (ctypes.c_uint8 * (2 * MAP_BYTES))()
     start = -ctypes.addressof(buffer) % MAP_BYTES
     status = _driver().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(ctypes.addressof(buffer) + start), ctypes.c_int(_UINT8), ctypes.c_uint32(2), ctypes.c_void_p(address),
-        (ctypes.c_uint64 * 2)(row_bytes, rows), (ctypes.c_uint64 * 1)(row_bytes), (ctypes.c_uint32 * 2)(step_bytes, box_rows),
-        (ctypes.c_uint32 * 2)(1, 1), ctypes.c_int(0), ctypes.c_int(_SWIZZLE[step_bytes]), ctypes.c_int(_PROMOTE_L2_128),
+        ctypes.c_void_p(ctypes.addressof(buffer) + start), ctypes.c_int(kind), ctypes.c_uint32(rank), ctypes.c_void_p(address),
+        (ctypes.c_uint64 * rank)(*size), (ctypes.c_uint64 * (rank - 1))(*strides), (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*[1] * rank), ctypes.c_int(0), ctypes.c_int(swizzle), ctypes.c_int(_PROMOTE_L2_128),
         ctypes.c_int(0),
     )  # fmt: skip
     if status != 0:
-        raise ValueError(f"the driver refuses boxes [{box_rows}, {step_bytes}] of [{rows}, {row_bytes}] bytes: error {status}")
+        raise ValueError(f"the driver refuses boxes of {box} of {size} at address {address:#x}: error {status}")
     return torch.frombuffer(bytearray(buffer[start : start + MAP_BYTES]), dtype=torch.uint8).to(device)

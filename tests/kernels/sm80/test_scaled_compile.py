@@ -15,10 +15,12 @@ from lowbit.kernels.sm80.scaled_gemm import PlainGemm, plain_scaled_gemm
 E4M3 = torch.float8_e4m3fn
 
 
-def compiled(sm, narrow="", dtype=torch.int8, grouped=False, blocks=False, x_scale="token", x_zero=False):
-    config = PlainGemm(narrow, dtype, dtype, torch.bfloat16, 64, grouped, blocks, x_scale, x_zero, True)
+def compiled(sm, narrow="", dtype=torch.int8, grouped=False, blocks=False, x_scale="token", x_zero=False, y="bf16",
+             function="none"):  # fmt: skip
+    y_type = {"bf16": torch.bfloat16, "i8": torch.int8}[y]
+    config = PlainGemm(narrow, dtype, dtype, y_type, 64, grouped, blocks, x_scale, x_zero, True, function)
     signature = {
-        "y": "*bf16",
+        "y": "*" + y,
         "x": "*" + TYPES[dtype][1],
         "w": "*i32" if narrow else "*" + TYPES[dtype][1],
         "x_scale": "*fp32",
@@ -27,6 +29,7 @@ def compiled(sm, narrow="", dtype=torch.int8, grouped=False, blocks=False, x_sca
         "channel_scale": "*fp32" if config.channel_scale else None,
         "sums": "*fp32",
         "bias": "*bf16",
+        "y_scale": "*fp32" if y == "i8" else None,
     }
     signature |= dict.fromkeys(("M", "N", "K", "x_stride", "w_stride", "strips", "tiles", "scale_stride"), "i32")
     return compile_kernel(plain_scaled_gemm, signature, config, ("y", "x", "w", "x_stride", "w_stride"), config.warps, sm)
@@ -34,7 +37,8 @@ def compiled(sm, narrow="", dtype=torch.int8, grouped=False, blocks=False, x_sca
 
 @pytest.mark.parametrize("sm", [80, 86, 89, 120])
 def test_int8(sm):
-    for kernel in (compiled(sm), compiled(sm, "int4", grouped=True, x_zero=True)):
+    to_codes = compiled(sm, y="i8", function="gelu")
+    for kernel in (compiled(sm), compiled(sm, "int4", grouped=True, x_zero=True), to_codes):
         # 64 rows x 64 tokens x 128 k for 4 warps: 4 k steps x 8 tiles of 8 tokens
         assert kernel.count("IMMA.16832") == 32 and kernel.stack_bytes == 0
 

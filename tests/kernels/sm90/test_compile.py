@@ -69,9 +69,14 @@ def check_operands_in_flight(lines: list[str]) -> None:
 
     Follows the straight line of the main loop twice, so that what is in flight at its end meets its beginning.
     """
+    check_straight_line(main_loop(lines) * 2)
+
+
+def check_straight_line(lines: list[str]) -> None:
+    """No line writes a register of operand A of products under way at that line."""
     groups: list[set[int]] = []
     current: set[int] = set()
-    for line in main_loop(lines) * 2:
+    for line in lines:
         busy = set().union(current, *groups)
         assert not busy & registers_written(line), f"{line} writes operand A of a product under way"
         if PRODUCT.search(line):

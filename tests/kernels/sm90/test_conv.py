@@ -7,14 +7,16 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
+from lowbit.bench.resnet50 import blocks
 from lowbit.kernels.conv_reference import CODE_RANGE, ConvLayer, SecondProduct, conv_reference, requantize
 from lowbit.kernels.sm90.conv import WgmmaConv, wgmma_conv
-from lowbit.kernels.sm90.conv_plan import ConvTile, PreparedConv, choose_tile
+from lowbit.kernels.sm90.conv_plan import ConvTile, PreparedConv
 from lowbit.kernels.sm90.conv_strip import PreparedStrip, StripConv, strip_conv
+from lowbit.ops.conv import prepare_conv
 from lowbit.pack.nhwc64 import CODE_BITS, Nhwc64
 from lowbit.pack.stem import StemImages
 from tests.kernels.sass import compile_kernel
-from tests.kernels.sm90.test_compile import check_operands_in_flight, main_loop
+from tests.kernels.sm90.test_compile import check_operands_in_flight, check_straight_line
 
 OPERAND = [
     "maps",
@@ -42,7 +44,7 @@ SIZES = [
 ]
 
 
-def compiled(*config, **more):
+def compiled(*config, maxnreg=128, **more):
     c = WgmmaConv(*config, **more)
     signature = {"y": "*i32" if c.stores_codes else "*fp32", "residual": "*i32" if c.residual else None}
     signature |= {"s": "*fp32", "b": "*fp32", "g": "fp32", "s2": "*fp32" if c.second else None} | dict.fromkeys(SIZES, "i32")
@@ -53,21 +55,41 @@ def compiled(*config, **more):
     order = ["y", "residual", "s", "b", "g", "s2", *SIZES, *OPERAND, *(f"{name}2" for name in OPERAND)]
     signature = {name: signature[name] for name in order}
     pointers = [name for name in ("y", "residual", "maps", "weight", "s", "b", "s2", "maps2", "weight2") if signature[name]]
-    return c, compile_kernel(wgmma_conv, signature, c, pointers, c.warps, 90, maxnreg=128)
+    return c, compile_kernel(wgmma_conv, signature, c, pointers, c.warps, 90, maxnreg=maxnreg)
+
+
+def product_loops(kernel):
+    """The loops over the steps of a product, innermost."""
+    end = max(i for i, line in enumerate(kernel.lines) if "EXIT" in line)  # beyond it are waits that go on, and jump back
+    with_products = [(a, b) for a, b in kernel.loops if b < end and any("GMMA" in line for line in kernel.lines[a : b + 1])]
+    return [(a, b) for a, b in with_products if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in with_products)]
+
+
+def check_products_in_flight(kernel):
+    """Nothing writes operand A of products under way: from the wait before a loop through it, twice, to the wait behind."""
+    lines = [line.replace("IGMMA", "HGMMA") for line in kernel.lines]
+    whole = [i for i, line in enumerate(lines) if "WARPGROUP.DEPBAR.LE gsb0, 0x0" in line]
+    for first, last in product_loops(kernel):
+        start = max([i for i in whole if i < first], default=0)
+        end = min(i for i in whole if i > last)
+        check_straight_line(lines[start:first] + 2 * lines[first : last + 1] + lines[last + 1 : end + 1])
 
 
 @pytest.mark.parametrize("residual", [None, "u4", "s8"])
 @pytest.mark.parametrize("y", ["u4", "s8"])
-@pytest.mark.parametrize(("x", "outputs", "step_bytes"), [("u4", 128, 64), ("u4", 64, 32), ("s8", 128, 128), ("s8", 64, 64)])
+@pytest.mark.parametrize(("x", "outputs", "step_bytes"), [("u4", 128, 64), ("u4", 64, 32), ("s8", 128, 64), ("s8", 64, 64)])
 def test_machine_code(x, y, outputs, step_bytes, residual):
-    config, kernel = compiled(x, y, residual, True, 2, outputs, step_bytes, 3)
-    assert kernel.registers <= 128 and kernel.stack_bytes <= 64
-    steps = step_bytes // 32
-    assert kernel.count("IGMMA") == steps * config.planes, "int8 products, one for each 32 bytes of K and plane"
-    assert kernel.count("WARPGROUP.DEPBAR") == 1, "not serialized"
+    odd = y == "u4"  # both kinds of loops
+    config, kernel = compiled(
+        x, y, residual, True, 1, outputs, step_bytes, 3, odd=odd, maxnreg=168
+    )  # fmt: skip
+    assert kernel.registers <= 168 and kernel.stack_bytes <= 64
+    steps = step_bytes // 32 * (2 + odd)
+    assert kernel.count("IGMMA") == steps * config.planes, "one for each 32 bytes of K and plane, two steps a turn"
+    assert kernel.count("WARPGROUP.DEPBAR") == 3 + odd, "not serialized"
     if x == "u4":
         assert kernel.count("LDSM") == steps, "codes come from shared memory 4 matrices at a time"
-        check_operands_in_flight([line.replace("IGMMA", "HGMMA") for line in kernel.lines])
+        check_products_in_flight(kernel)
     assert "UTMALDG.4D.IM2COL" in kernel.opcodes and kernel.count("UBLKCP") > 0
     # 64 or 128 bits a store, the words of one pixel and thread.
     stored = 2 * outputs * CODE_BITS[y] // 8 // 4
@@ -75,17 +97,20 @@ def test_machine_code(x, y, outputs, step_bytes, residual):
     assert kernel.opcodes[wide] == stored // (16 if wide.endswith("128") else 8)
     conversions = sum(n for name, n in kernel.opcodes.items() if name.startswith("F2IP.U8" if y == "u4" else "F2IP.S8"))
     assert conversions == outputs // 4 and kernel.count("SHFL") <= 4, "two codes a conversion, no exchange between lanes"
+    if residual:
+        assert kernel.count("HADD2.F32") == outputs // 2, "residual codes become floats beside the unit for conversions"
 
 
-def test_main_loops_do_not_spill():
-    _, kernel = compiled("u4", "u4", "u4", True, 2, 128, 64, 4)
-    loop = main_loop([line.replace("IGMMA", "HGMMA") for line in kernel.lines])
-    assert not any("LDL" in line or "STL" in line for line in loop)
+def test_weights_that_stay_are_copied_once():
+    _, kernel = compiled("u4", "u4", "u4", True, 1, 128, 32, 3, resident=2, odd=True, maxnreg=168)
+    assert kernel.count("UBLKCP") == 1
+    assert not any("UBLKCP" in line for a, b in product_loops(kernel) for line in kernel.lines[a : b + 1])
 
 
 def test_second_product_compiles_to_two_loops():
-    _, kernel = compiled("u4", "u4", None, True, 2, 64, 64, 4, second="s8")
-    assert kernel.stack_bytes == 0 and kernel.count("WARPGROUP.DEPBAR") == 2
+    _, kernel = compiled("u4", "u4", None, True, 2, 128, 64, 4, second="s8", maxnreg=255)
+    assert kernel.stack_bytes == 0 and len(product_loops(kernel)) == 2 and kernel.count("WARPGROUP.DEPBAR") == 6
+    check_products_in_flight(kernel)
 
 
 def codes_of(storage, *shape):
@@ -127,26 +152,19 @@ SMALL = ConvTile(2, 64, 32, 4, 2)
 WIDE = ConvTile(2, 128, 64, 4, 2)
 
 
-def strip_compiled(x, y, residual, outputs, step_bytes, stages, maxnreg=128):
-    c = StripConv(x, y, residual, True, 2, outputs, step_bytes, stages, rows=256, blocks=1)
+@pytest.mark.parametrize("residual", [None, "u4", "s8"])
+@pytest.mark.parametrize(("x", "step_bytes"), [("u4", 32), ("s8", 64)])
+def test_strips_read_a_tap_while_one_is_multiplied(x, step_bytes, residual):
+    c = StripConv(x, x, residual, True, 2, 64, step_bytes, 9, rows=256)
     signature = {"y": "*i32", "residual": "*i32" if residual else None, "s": "*fp32", "b": "*fp32", "g": "fp32"}
     signature |= dict.fromkeys(("pixels", "row_units", "height", "width", "tiles_across", "tiles_down"), "i32")
     signature |= {"maps": "*i8", "weight": "*i8"}
     pointers = [name for name in ("y", "residual", "maps", "weight", "s", "b") if signature[name]]
-    return c, compile_kernel(strip_conv, signature, c, pointers, c.warps, 90, maxnreg=maxnreg)
-
-
-@pytest.mark.parametrize(("x", "step_bytes"), [("u4", 32), ("s8", 64)])
-def test_strips_keep_their_weights(x, step_bytes):
-    config, kernel = strip_compiled(x, x, None, 64, step_bytes, 9, 80)
-    assert config.resident and kernel.registers <= 80 and kernel.stack_bytes == 0
-    assert kernel.count("IGMMA") == 2 and kernel.count("WARPGROUP.DEPBAR") == 1 and kernel.count("UTMALDG.2D") == 2
-    check_operands_in_flight([line.replace("IGMMA", "HGMMA") for line in kernel.lines])
-
-
-def test_strips_that_stream_their_weights():
-    config, kernel = strip_compiled("u4", "u4", "u4", 128, 64, 4)
-    assert not config.resident and kernel.count("IGMMA") == 4 and kernel.stack_bytes <= 64
+    kernel = compile_kernel(strip_conv, signature, c, pointers, c.warps, 90, maxnreg=128)
+    assert kernel.registers <= 128 and kernel.stack_bytes <= 16
+    # The loop over rows of taps may be unrolled.
+    assert kernel.count("IGMMA") in (6, 18) and kernel.count("WARPGROUP.DEPBAR") == kernel.count("IGMMA") // 6, "a row each"
+    assert kernel.count("UTMALDG.2D") == 2 and kernel.count("UBLKCP") == 1
     check_operands_in_flight([line.replace("IGMMA", "HGMMA") for line in kernel.lines])
 
 
@@ -157,10 +175,11 @@ def test_strips_that_stream_their_weights():
         (64, 64, 3, "u4", "u4", None, (3, 9, 11), ConvTile(2, 64, 32, 9, 2)),
         (60, 50, 3, "s8", "u4", "s8", (3, 56, 50), ConvTile(2, 64, 64, 9, 2)),
         (64, 64, 3, "u4", "s8", None, (65, 14, 15), ConvTile(2, 64, 32, 9, 3)),
-        (256, 128, 3, "u4", "u4", "u4", (33, 14, 14), ConvTile(2, 128, 64, 4, 1)),
-        (256, 64, 3, "s8", "s8", None, (33, 14, 13), ConvTile(2, 64, 128, 4, 1)),
-        (128, 128, 1, "u4", "u4", None, (33, 14, 14), ConvTile(2, 128, 64, 4, 2)),
+        (64, 64, 3, "u4", "u4", "u4", (33, 14, 14), ConvTile(1, 64, 32, 9, 4)),
+        (64, 192, 3, "s8", "s8", None, (33, 14, 13), ConvTile(2, 64, 64, 9, 1)),
+        (64, 128, 1, "u4", "u4", None, (33, 14, 14), ConvTile(2, 128, 32, 1, 2)),
         (64, 64, 5, "u4", "s8", None, (3, 14, 15), ConvTile(1, 64, 32, 25, 1)),
+        (64, 64, 3, "u4", "u4", None, (2, 5, 80), ConvTile(2, 64, 32, 9, 2)),
     ],
 )
 def test_strips(c, o, kernel, x, y, residual, size, tile):
@@ -228,21 +247,29 @@ def test_stems(channels, height, width, kernel, padding, y):
     check(conv, codes_of("s8", 3, channels, height, width), ConvTile(2, 64, 64, 4, 3), images=images)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("storage", ["u4", "s8"])
-def test_every_shape_of_resnet50(storage):
-    from lowbit.bench.resnet50 import blocks
-
-    torch.manual_seed(5)
-    seen = set()
+def shapes_of_resnets():
+    """(channels, outputs, window, stride, input size, whether a residual is added) of ResNet-18's and ResNet-50's layers."""
+    found = []
     for block in blocks():
         for shape in (block.first, block.second, block.third, *([block.shortcut] if block.shortcut else [])):
-            key = (shape.channels, shape.outputs, shape.kernel, shape.stride, shape.residual)
-            if key in seen:
-                continue
-            seen.add(key)
-            size = shape.output_size * shape.stride
-            added = storage if shape.residual else None
-            conv = layer(shape.channels, shape.outputs, shape.kernel, shape.stride, shape.padding, storage, storage, added)
-            residual = codes_of(storage, 2, shape.outputs, shape.output_size, shape.output_size) if added else None
-            check(conv, codes_of(storage, 2, shape.channels, size, size), choose_tile(conv, 128 * size * size), residual)
+            found.append((shape.channels, shape.outputs, shape.kernel, shape.stride, shape.size, shape.residual))
+    for channels, size in ((64, 56), (128, 28), (256, 14), (512, 7)):
+        found += [(channels, channels, 3, 1, size, False), (channels, channels, 3, 1, size, True)]
+        if channels < 512:
+            found += [(channels, 2 * channels, 3, 2, size, False), (channels, 2 * channels, 1, 2, size, False)]
+    return list(dict.fromkeys(found))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("storage", ["u4", "s8"])
+def test_every_shape_of_resnet18_and_50(storage):
+    torch.manual_seed(5)
+    layout = Nhwc64(storage)
+    for c, o, kernel, stride, size, residual in shapes_of_resnets():
+        conv = layer(c, o, kernel, stride, kernel // 2, storage, storage, storage if residual else None)
+        prepared = prepare_conv(conv, (128, size, size))
+        codes = codes_of(storage, 2, c, size, size)
+        out = torch.full(prepared.output_shape((2, size, size, 0)), 0xA5, dtype=torch.uint8, device="cuda")
+        added = codes_of(storage, 2, o, *out.shape[1:3]) if residual else None
+        prepared(layout.pack(codes), None if added is None else layout.pack(added), None, out)
+        assert torch.equal(layout.unpack(out, o), conv_reference(codes, conv, added)), (c, o, kernel, stride, size, residual)

@@ -24,7 +24,7 @@ from tests.kernels.sm90.test_compile import check_barriers, check_operands_in_fl
 WORDS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 HALVES = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=2)
 BYTES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int8: "i8"}
 
 
 def descriptor(kind, block, layout):
@@ -42,19 +42,21 @@ def common(config):
         "x_scale": "*fp32",
         "x_zero": "*i32" if config.x_zero else None,
         "sums": "*fp32",
-        "bias": "*" + y if config.bias else None,
+        "bias": "*fp16" if config.bias else None,
+        "y_scale": "*fp32" if y == "i8" else None,
         "partial": "*i32" if config.total is gl.int32 else "*fp32",
         "arrived": "*i32",
     }
 
 
-def eight(scheme, m, n=8192, k=8192, dtype=torch.bfloat16, x_scale="token", x_zero=False):
+def eight(scheme, m, n=8192, k=8192, dtype=torch.bfloat16, x_scale="token", x_zero=False, function="none"):
     shape = scaled_shape(parse_scheme(scheme), m, n, k, x_scale == "block")
     tile = choose_scaled(shape, device_for(90))
-    config = scaled_config(shape, tile, parse_scheme(scheme), dtype, x_scale, x_zero, True)
+    config = scaled_config(shape, tile, parse_scheme(scheme), dtype, x_scale, x_zero, True, function)
     w = descriptor(TYPES[config.w_type][1], [config.tile_channels, 128], BYTES)
     of = common(config) | {"w_desc": w, "w_scale": "*fp32"} | dict.fromkeys(INTEGERS, "i32")
-    order = ("x_desc", "w_desc", "y_desc", "y", "x_scale", "x_zero", "w_scale", "sums", "bias", "partial", "arrived", *INTEGERS)
+    beside = ("x_scale", "x_zero", "w_scale", "sums", "bias", "y_scale", "partial", "arrived")
+    order = ("x_desc", "w_desc", "y_desc", "y", *beside, *INTEGERS)
     signature = {name: of[name] for name in order}
     return config, compile_kernel(scaled_gemm, signature, config, ("y", "partial"), config.warps, 90)
 
@@ -62,10 +64,10 @@ def eight(scheme, m, n=8192, k=8192, dtype=torch.bfloat16, x_scale="token", x_ze
 INTEGERS = ("M", "N", "token_tiles", "channel_tiles", "turns", "groups")
 
 
-def narrow(scheme, m, n=8192, k=8192, dtype=torch.bfloat16, x_zero=False):
+def narrow(scheme, m, n=8192, k=8192, dtype=torch.bfloat16, x_zero=False, function="none"):
     shape = scaled_shape(parse_scheme(scheme), m, n, k)
     tile = choose_scaled(shape, device_for(90))
-    config = narrow_config(shape, tile, parse_scheme(scheme), dtype, "token", x_zero, True)
+    config = narrow_config(shape, tile, parse_scheme(scheme), dtype, "token", x_zero, True, function)
     planes = [descriptor("i32", [config.warps, 32 * config.plane_words(p)], WORDS) for p in range(config.planes)]
     of = common(config) | dict(zip(("w_desc", "w_desc_1", "w_desc_2"), [*planes, None, None], strict=False))
     of["scale_desc"] = descriptor("fp16", [1, config.rows], HALVES) if config.grouped else None
@@ -73,7 +75,7 @@ def narrow(scheme, m, n=8192, k=8192, dtype=torch.bfloat16, x_zero=False):
     integers = ("M", "N", "token_tiles", "row_tiles", "turns")
     order = (
         *("w_desc", "w_desc_1", "w_desc_2", "x_desc", "scale_desc", "y_desc", "y", "x_scale", "x_zero", "channel_scale"),
-        *("sums", "bias", "partial", "arrived"),
+        *("sums", "bias", "y_scale", "partial", "arrived"),
     )
     signature = {name: of[name] for name in order} | dict.fromkeys(integers, "i32")
     return config, compile_kernel(narrow_scaled_gemm, signature, config, ("y", "partial"), config.warps, 90)
@@ -85,16 +87,21 @@ def product_name(scheme):
 
 @pytest.mark.parametrize(
     ("scheme", "m"),
-    [("w8a8", 1), ("w8a8", 4096), ("fp8_dynamic", 64), ("fp8_dynamic", 4096), ("fp8_block", 256), ("w8e4m3a8e5m2", 16)],
+    [
+        *(("w8a8", 1), ("w8a8", 4096), ("fp8_dynamic", 64), ("fp8_dynamic", 256), ("fp8_dynamic", 4096)),
+        *(("fp8_block", 256), ("w8e4m3a8e5m2", 16)),
+    ],
 )
 def test_eight_bits(scheme, m):
     config, kernel = eight(scheme, m, x_scale="block" if scheme == "fp8_block" else "token")
     assert kernel.stack_bytes == 0 and kernel.count("LDL") == kernel.count("STL") == 0, "registers spilled"
     products = [line for line in kernel.lines if product_name(scheme) in line]
     per_stage = 4 * (config.columns // config.accumulator.instr_shape[1])
-    assert len(products) == per_stage * config.turn and all("gdesc" in line for line in products)
+    # By halves: one starts before the loop, two in it and one after it.
+    expected = 4 * 4 if config.by_halves else per_stage * config.turn
+    assert len(products) == expected and all("gdesc" in line for line in products)
     # A serialized kernel waits after every product (ptxas' remark C7510 and its neighbours).
-    assert kernel.count("WARPGROUP.DEPBAR") == (1 if config.promote and config.turn == 1 else 2)
+    assert kernel.count("WARPGROUP.DEPBAR") == (4 if config.by_halves else 1 if config.promote and config.turn == 1 else 2)
     assert kernel.count("UTMALDG") > 0 and kernel.count("ACQBULK") > 0
     assert kernel.shared_bytes <= 227 * 1024
     check_barriers(config, kernel)
@@ -102,16 +109,19 @@ def test_eight_bits(scheme, m):
 
 @pytest.mark.parametrize(
     ("scheme", "m"),
-    [("w4a8_g128", 1), ("w4a8_g128", 4096), ("w4a8", 4096), ("w4a8e4m3_g128", 64), ("w6e3m2a8e4m3", 256), ("w3a8", 16)],
+    [
+        *(("w4a8_g128", 1), ("w4a8_g128", 4096), ("w4a8", 4096), ("w4a8e4m3_g128", 64), ("w4a8e4m3_g128", 4096)),
+        *(("w6e3m2a8e4m3", 256), ("w6e3m2a8e4m3", 4096), ("w3a8", 16)),
+    ],
 )
 def test_fewer_bits(scheme, m):
     config, kernel = narrow(scheme, m)
     assert kernel.stack_bytes <= 80, "a few values of the epilogue may wait in local memory"
     products = [line for line in kernel.lines if product_name(scheme) in line]
     per_stage = 4 * (config.columns // config.accumulator.instr_shape[1])
-    assert len(products) == 2 * per_stage, "two stages a turn"
+    assert len(products) == (4 * 2 if config.by_halves else 2 * per_stage), "two halves or two stages a turn"
     assert all(re.search(r"GMMA\S* R\d+, R\d+, gdesc", line) for line in products), "operand A comes from registers"
-    assert kernel.count("WARPGROUP.DEPBAR") == (2 if config.apart else 3)
+    assert kernel.count("WARPGROUP.DEPBAR") == (2 if config.promote else 3)
     assert not any("LDG" in line for line in main_loop(kernel.lines)), "scales come with the stage"
     check_operands_in_flight(kernel.lines)
     check_barriers(config, kernel)
@@ -125,6 +135,20 @@ def test_other_outputs_and_scales_of_x():
     assert kernel.stack_bytes == 0
     _, kernel = narrow("w4a8_g128", 64, 1001, 576, torch.float32, x_zero=True)
     assert kernel.stack_bytes == 0
+
+
+@pytest.mark.parametrize("m", [1, 4096])
+def test_functions_and_codes(m):
+    for function in ("gelu", "silu"):
+        _, kernel = eight("w8a8", m, dtype=torch.int8, function=function)
+        assert kernel.stack_bytes == 0 and kernel.count("MUFU.EX2") > 0 and kernel.count("UTMASTG") > 0
+    config, kernel = narrow("w4a8_g128", m, dtype=torch.int8, function="relu")
+    # Triton 3.9 keeps more of the epilogue of 256 tokens in local memory than 3.6 does, but nothing of the main loop.
+    assert kernel.stack_bytes <= (144 if config.by_halves else 80) and kernel.count("MUFU.EX2") == 0
+    products = [i for i, line in enumerate(kernel.lines) if "GMMA" in line]
+    spilled = [i for i, line in enumerate(kernel.lines) if re.search(r"\b(LDL|STL)\b", line)]
+    assert not config.by_halves or not any(products[0] < i < products[-1] for i in spilled)
+    assert (kernel.count("UTMASTG") > 0) == config.store_by_tma == (config.splits == 1)
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8_block", "w4a8_g128", "w6e3m2a8e4m3"])
