@@ -98,7 +98,7 @@ def test_machine_code(first, second, y, residual, capability):
     assert kernel.count("CALL") == 0 and kernel.stack_bytes == 0 and kernel.count("SHFL") == 0
     if y in CODE_BITS:
         assert kernel.opcodes["STG.E.64"] == (4 if y == "u4" else 8), "64 bits, no exchange"
-    assert kernel.registers <= (128 if not second else 208)
+    assert kernel.registers <= (168 if not second else 208), "three blocks an SM; Triton 3.9 needs 128, for four"
 
 
 def layer(c, o, kernel, stride, padding, x, bits, y, residual=None, second=None):
