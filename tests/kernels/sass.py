@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import importlib.metadata
+import importlib.util
 import re
 import subprocess
 import tempfile
@@ -10,6 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+TRITON = (
+    tuple(int(part) for part in importlib.metadata.version("triton").split(".")[:2])
+    if importlib.util.find_spec("triton")
+    else ()
+)
+"""Its version: registers and spills differ, and a bound that fits both says nothing of either."""
 
 
 @dataclass(frozen=True)

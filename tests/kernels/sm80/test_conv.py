@@ -11,7 +11,7 @@ from lowbit.pack.conv_fragment import FRAGMENTS, pack_conv_fragments
 from lowbit.pack.conv_weight import column_order
 from lowbit.pack.nhwc64 import CODE_BITS, Nhwc64
 from lowbit.pack.stem import StemImages
-from tests.kernels.sass import compile_kernel
+from tests.kernels.sass import TRITON, compile_kernel
 
 SIZES = ["height", "width", "pixel_words", "stride_down", "stride_across", "pad_down", "pad_across", "taps_down", "taps_across"]
 SIZES += ["blocks"]
@@ -98,7 +98,9 @@ def test_machine_code(first, second, y, residual, capability):
     assert kernel.count("CALL") == 0 and kernel.stack_bytes == 0 and kernel.count("SHFL") == 0
     if y in CODE_BITS:
         assert kernel.opcodes["STG.E.64"] == (4 if y == "u4" else 8), "64 bits, no exchange"
-    assert kernel.registers <= (168 if not second else 208), "three blocks an SM; Triton 3.9 needs 128, for four"
+    assert kernel.registers <= ((128 if TRITON >= (3, 9) else 150) if not second else 208), (
+        "four blocks an SM, three with Triton 3.6"
+    )
 
 
 def layer(c, o, kernel, stride, padding, x, bits, y, residual=None, second=None):

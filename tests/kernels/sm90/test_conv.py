@@ -15,7 +15,7 @@ from lowbit.kernels.sm90.conv_strip import PreparedStrip, StripConv, strip_conv
 from lowbit.ops.conv import prepare_conv
 from lowbit.pack.nhwc64 import CODE_BITS, Nhwc64
 from lowbit.pack.stem import StemImages
-from tests.kernels.sass import compile_kernel
+from tests.kernels.sass import TRITON, compile_kernel
 from tests.kernels.sm90.test_compile import check_operands_in_flight, check_straight_line
 
 OPERAND = [
@@ -161,7 +161,7 @@ def test_strips_read_a_tap_while_one_is_multiplied(x, step_bytes, residual):
     signature |= {"maps": "*i8", "weight": "*i8"}
     pointers = [name for name in ("y", "residual", "maps", "weight", "s", "b") if signature[name]]
     kernel = compile_kernel(strip_conv, signature, c, pointers, c.warps, 90, maxnreg=128)
-    assert kernel.registers <= 128 and kernel.stack_bytes <= 16
+    assert kernel.registers <= 128 and kernel.stack_bytes <= (16 if TRITON >= (3, 9) else 0)
     # The loop over rows of taps may be unrolled.
     assert kernel.count("IGMMA") in (6, 18) and kernel.count("WARPGROUP.DEPBAR") == kernel.count("IGMMA") // 6, "a row each"
     assert kernel.count("UTMALDG.2D") == 2 and kernel.count("UBLKCP") == 1

@@ -11,7 +11,7 @@ from lowbit.formats import parse_scheme
 from lowbit.hardware.device import device_for
 from lowbit.kernels.choose_scaled import candidates_scaled, choose_scaled
 from lowbit.ops.byte_gemm import scaled_shape
-from tests.kernels.sass import compile_kernel
+from tests.kernels.sass import TRITON, compile_kernel
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
@@ -144,7 +144,7 @@ def test_functions_and_codes(m):
         assert kernel.stack_bytes == 0 and kernel.count("MUFU.EX2") > 0 and kernel.count("UTMASTG") > 0
     config, kernel = narrow("w4a8_g128", m, dtype=torch.int8, function="relu")
     # Triton 3.9 keeps more of the epilogue of 256 tokens in local memory than 3.6 does, but nothing of the main loop.
-    assert kernel.stack_bytes <= (144 if config.by_halves else 80) and kernel.count("MUFU.EX2") == 0
+    assert kernel.stack_bytes <= (144 if config.by_halves and TRITON >= (3, 9) else 80) and kernel.count("MUFU.EX2") == 0
     products = [i for i, line in enumerate(kernel.lines) if "GMMA" in line]
     spilled = [i for i, line in enumerate(kernel.lines) if re.search(r"\b(LDL|STL)\b", line)]
     assert not config.by_halves or not any(products[0] < i < products[-1] for i in spilled)

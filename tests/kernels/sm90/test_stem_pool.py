@@ -12,7 +12,7 @@ from lowbit.kernels.sm90.stem_pool import PreparedStemPool, StemPool, stem_pool
 from lowbit.ops.conv import STEM_POOL, prepare_stem
 from lowbit.pack.nhwc64 import Nhwc64
 from lowbit.pack.stem import StemImages
-from tests.kernels.sass import compile_kernel
+from tests.kernels.sass import TRITON, compile_kernel
 from tests.kernels.sm90.test_compile import check_operands_in_flight
 from tests.kernels.sm90.test_conv import codes_of, layer
 
@@ -24,7 +24,7 @@ def test_sums_are_pooled_before_they_are_requantized(y):
     integers = ("row_units", *sizes, "before", "tiles", "tiles_beside", "tiles_across")
     signature = {"y": "*i32", "s": "*fp32", "b": "*fp32"} | dict.fromkeys(integers, "i32") | {"maps": "*i8", "weight": "*i8"}
     kernel = compile_kernel(stem_pool, signature, config, ["y", "s", "b", "maps", "weight"], 4, 90, maxnreg=168)
-    assert kernel.registers <= 168 and kernel.stack_bytes <= 128, "none with Triton 3.6"
+    assert kernel.registers <= 168 and kernel.stack_bytes <= (128 if TRITON >= (3, 9) else 0)
     assert kernel.count("IGMMA") == 16 and kernel.count("WARPGROUP.DEPBAR") == 1, "two rows at once"
     assert kernel.count("LDSM") == 10, "five image rows serve both"
     assert kernel.count("I2FP") == 16 and kernel.count("SHFL") == 32, "per output one conversion and two columns from beside"
