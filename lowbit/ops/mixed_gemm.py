@@ -11,9 +11,10 @@ import functools
 import torch
 from torch import Tensor
 
-from lowbit.formats import Scheme, ZeroPoint, packed_bytes, parse_scheme, scale_shape
+from lowbit.formats import Scheme, parse_scheme
 from lowbit.ops.channels import channels_of_codes, check_channels
 from lowbit.ops.dispatch import Problem, choose_backend
+from lowbit.ops.operands import check_one_device, check_weight
 
 torch.library.define(
     "lowbit::mixed_gemm",
@@ -48,27 +49,10 @@ def _check(
     """Raises ValueError unless the tensors are of one product under `scheme`."""
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32) or x.dim() < 1:
         raise ValueError(f"mixed_gemm: x is fp16, bf16 or fp32 [.., K], got {x.dtype} {tuple(x.shape)}")
-    k = x.shape[-1]
-    if packed.dtype != torch.uint8 or packed.dim() != 2 or packed.shape[1] != packed_bytes(k, scheme.weight.bits):
-        raise ValueError(
-            f"mixed_gemm: {scheme} with K {k} takes packed uint8 [N, {packed_bytes(k, scheme.weight.bits)}], "
-            f"got {packed.dtype} {tuple(packed.shape)}"
-        )
-    n = packed.shape[0]
-    expected = scale_shape(scheme.granularity, (n, k))
-    if tuple(scale.shape) != expected or not scale.is_floating_point():
-        raise ValueError(f"mixed_gemm: {scheme} takes floating scales {expected}, got {scale.dtype} {tuple(scale.shape)}")
-    if (zero is None) != (scheme.zero is ZeroPoint.NONE):
-        raise ValueError(f"mixed_gemm: {scheme} {'needs zeros' if zero is None else 'has no zeros, but some were given'}")
-    if zero is not None and tuple(zero.shape) != expected:
-        raise ValueError(f"mixed_gemm: {scheme} takes zeros {expected}, got {tuple(zero.shape)}")
-    if bias is not None and tuple(bias.shape) != (n,):
-        raise ValueError(f"mixed_gemm: bias is [{n}], got {tuple(bias.shape)}")
+    check_weight("mixed_gemm", x.shape[-1], packed, scale, zero, bias, scheme)
     if order is not None or input_scale is not None:
-        check_channels("mixed_gemm", k, order, input_scale)
-    devices = {t.device for t in (x, packed, scale, zero, bias, order, input_scale) if t is not None}
-    if len(devices) > 1:
-        raise ValueError(f"mixed_gemm: all tensors must be on one device, got {sorted(map(str, devices))}")
+        check_channels("mixed_gemm", x.shape[-1], order, input_scale)
+    check_one_device("mixed_gemm", x, packed, scale, zero, bias, order, input_scale)
 
 
 @torch.library.impl("lowbit::mixed_gemm", ("CPU", "CUDA"))

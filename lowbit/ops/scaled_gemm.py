@@ -1,7 +1,7 @@
 """The torch operator `lowbit::scaled_gemm`: 8-bit activations times low-bit weights, on any device.
 
 It reads weights as they lie on disk and is exact but for its one rounding: the truth that the tensor-core kernels, which want
-weights in a form of their own (ops/fast_scaled_gemm.py), are compared with, and what runs where those do not.
+weights in a form of their own (ops/byte_gemm.py), are compared with, and what runs where those do not.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import functools
 import torch
 from torch import Tensor
 
-from lowbit.formats import IntFormat, NumberFormat, Scheme, ZeroPoint, packed_bytes, parse_scheme, scale_shape
+from lowbit.formats import IntFormat, NumberFormat, Scheme, parse_scheme
 from lowbit.kernels.reference import FUNCTIONS
 from lowbit.kernels.scaled_blocked import X_BLOCK, scaled_gemm_blocked
+from lowbit.ops.operands import check_one_device, check_weight
 
 torch.library.define(
     "lowbit::scaled_gemm",
@@ -100,25 +101,8 @@ def _check(
     """Raises ValueError unless the tensors are of one product under `scheme`."""
     check_activations("scaled_gemm", x, x_scale, x_zero, scheme)
     check_output("scaled_gemm", dtype, function, y_scale)
-    k = x.shape[-1]
-    if packed.dtype != torch.uint8 or packed.dim() != 2 or packed.shape[1] != packed_bytes(k, scheme.weight.bits):
-        raise ValueError(
-            f"scaled_gemm: {scheme} with K {k} takes packed uint8 [N, {packed_bytes(k, scheme.weight.bits)}], "
-            f"got {packed.dtype} {tuple(packed.shape)}"
-        )
-    n = packed.shape[0]
-    expected = scale_shape(scheme.granularity, (n, k))
-    if tuple(scale.shape) != expected or not scale.is_floating_point():
-        raise ValueError(f"scaled_gemm: {scheme} takes floating scales {expected}, got {scale.dtype} {tuple(scale.shape)}")
-    if (zero is None) != (scheme.zero is ZeroPoint.NONE):
-        raise ValueError(f"scaled_gemm: {scheme} {'needs zeros' if zero is None else 'has no zeros, but some were given'}")
-    if zero is not None and tuple(zero.shape) != expected:
-        raise ValueError(f"scaled_gemm: {scheme} takes zeros {expected}, got {tuple(zero.shape)}")
-    if bias is not None and tuple(bias.shape) != (n,):
-        raise ValueError(f"scaled_gemm: bias is [{n}], got {tuple(bias.shape)}")
-    devices = {t.device for t in (x, x_scale, packed, scale, zero, bias, x_zero, y_scale) if t is not None}
-    if len(devices) > 1:
-        raise ValueError(f"scaled_gemm: all tensors must be on one device, got {sorted(map(str, devices))}")
+    check_weight("scaled_gemm", x.shape[-1], packed, scale, zero, bias, scheme)
+    check_one_device("scaled_gemm", x, x_scale, packed, scale, zero, bias, x_zero, y_scale)
 
 
 @torch.library.impl("lowbit::scaled_gemm", ("CPU", "CUDA"))

@@ -1,0 +1,36 @@
+"""What the operators on packed weights require of their operands."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit.formats import Scheme, ZeroPoint, packed_bytes, scale_shape
+
+
+def check_weight(
+    operator: str, k: int, packed: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, scheme: Scheme
+) -> None:
+    """Raises ValueError, which names `operator`, unless the tensors are one weight [N, k] under `scheme` and its bias [N]."""
+    if packed.dtype != torch.uint8 or packed.dim() != 2 or packed.shape[1] != packed_bytes(k, scheme.weight.bits):
+        raise ValueError(
+            f"{operator}: {scheme} with K {k} takes packed uint8 [N, {packed_bytes(k, scheme.weight.bits)}], "
+            f"got {packed.dtype} {tuple(packed.shape)}"
+        )
+    n = packed.shape[0]
+    expected = scale_shape(scheme.granularity, (n, k))
+    if tuple(scale.shape) != expected or not scale.is_floating_point():
+        raise ValueError(f"{operator}: {scheme} takes floating scales {expected}, got {scale.dtype} {tuple(scale.shape)}")
+    if (zero is None) != (scheme.zero is ZeroPoint.NONE):
+        raise ValueError(f"{operator}: {scheme} {'needs zeros' if zero is None else 'has no zeros, but some were given'}")
+    if zero is not None and tuple(zero.shape) != expected:
+        raise ValueError(f"{operator}: {scheme} takes zeros {expected}, got {tuple(zero.shape)}")
+    if bias is not None and tuple(bias.shape) != (n,):
+        raise ValueError(f"{operator}: bias is [{n}], got {tuple(bias.shape)}")
+
+
+def check_one_device(operator: str, *tensors: Tensor | None) -> None:
+    """Raises ValueError, which names `operator`, unless all tensors that are given are on one device."""
+    devices = {tensor.device for tensor in tensors if tensor is not None}
+    if len(devices) > 1:
+        raise ValueError(f"{operator}: all tensors must be on one device, got {sorted(map(str, devices))}")
