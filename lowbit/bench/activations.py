@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import datetime
+import json
 import math
 import statistics
+import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
 import typer
 from torch import Tensor
 
-from lowbit.bench.protocol import WrongResult, capture, gaussian, l2_bytes, warm_up
+from lowbit.bench.activations_report import SCHEMA, load, markdown
+from lowbit.bench.protocol import PROTOCOL, WrongResult, capture, gaussian, l2_bytes, warm_up
 from lowbit.bench.request import DTYPES, parse_rows
+from lowbit.bench.results import default_path, machine
+from lowbit.eval.results import versions, write_whole
 from lowbit.formats import parse_scheme
 from lowbit.ops import (
     Activations,
@@ -28,7 +35,7 @@ from lowbit.pack import ScaledWeight
 from lowbit.quantize import rtn
 
 COLUMNS = (4096, 8192, 28672)
-ROWS = (1, 16, 256, 4096, 16384)
+ROWS = (16, 256, 4096, 16384)
 PRODUCT_SCHEMES, PRODUCT_K = ("w8a8", "fp8_dynamic"), 8192
 REPLAYS = 12
 COPIED_BYTES = 1 << 30
@@ -59,19 +66,13 @@ OPERATIONS = (
 
 @dataclass(frozen=True)
 class ActivationRow:
-    """One operation on x [m, k]: microseconds per call, and those of a plain copy that moves as many bytes."""
+    """One operation on x [m, k]: microseconds per call, bytes read and written."""
 
     operation: str
     m: int
     k: int
     us: float
-    copy_us: float
     nbytes: int
-
-    @property
-    def share(self) -> float:
-        """Of the speed of the copy."""
-        return self.copy_us / self.us
 
 
 @dataclass(frozen=True)
@@ -97,9 +98,7 @@ def copy_bandwidth() -> float:
     return 2 * COPIED_BYTES / (us / 1e6)
 
 
-def measure_activations(
-    rows: tuple[int, ...], columns: tuple[int, ...], dtype: torch.dtype, copy_bytes_per_s: float
-) -> Iterator[ActivationRow]:
+def measure_activations(rows: tuple[int, ...], columns: tuple[int, ...], dtype: torch.dtype) -> Iterator[ActivationRow]:
     """Every operation on every shape on the current GPU, over inputs that together exceed 3 times the L2."""
     for k in columns:
         w = gaussian(1, k, seed=1, dtype=dtype)[0]
@@ -108,12 +107,12 @@ def measure_activations(
             inputs = [gaussian(m, k, seed=i, dtype=dtype) for i in range(count)]
             others = [gaussian(m, k, seed=-1 - i, dtype=dtype) for i in range(count)]
             for operation in OPERATIONS:
-                yield _measure(operation, inputs, others, w, copy_bytes_per_s)
+                yield _measure(operation, inputs, others, w)
             del inputs, others
             torch.cuda.empty_cache()
 
 
-def _measure(operation: Operation, inputs: list[Tensor], others: list[Tensor], w: Tensor, speed: float) -> ActivationRow:
+def _measure(operation: Operation, inputs: list[Tensor], others: list[Tensor], w: Tensor) -> ActivationRow:
     """One row; raises WrongResult unless the codes are those of the same call on a CPU, but for a few at ties."""
     m, k = inputs[0].shape
     got = operation.call(inputs[0][:8], others[0][:8], w)
@@ -124,8 +123,7 @@ def _measure(operation: Operation, inputs: list[Tensor], others: list[Tensor], w
     pairs = zip(inputs, others, strict=True)
     graph = capture([lambda x=x, other=other: operation.call(x, other, w).codes for x, other in pairs])  # type: ignore[misc]
     us = statistics.median(graph.times_us(REPLAYS))
-    nbytes = m * k * operation.bytes_each
-    return ActivationRow(operation.name, m, k, us, 1e6 * nbytes / speed, nbytes)
+    return ActivationRow(operation.name, m, k, us, m * k * operation.bytes_each)
 
 
 def measure_products(rows: tuple[int, ...], k: int, dtype: torch.dtype) -> Iterator[ProductRow]:
@@ -152,31 +150,63 @@ def _product_row(scheme: str, x: Tensor, weights: list[ScaledWeight]) -> Product
     return ProductRow(scheme, x.shape[0], x.shape[1], *apart, us(lambda w: product(w, quantize_activations(x, fmt))))
 
 
+def run(
+    rows: tuple[int, ...], columns: tuple[int, ...], dtype: torch.dtype, path: Path | None, say: Callable[[str], None]
+) -> tuple[Path, dict[str, Any]]:
+    """Measures on the current GPU and writes the result file, which is complete after every row; its path and document."""
+    described, today = machine(), datetime.date.today()
+    if path is None:
+        gemm = default_path(described["gpu"], today)
+        path = gemm.with_name(gemm.name.replace("-gemm", "-activations"))
+    warm_up()
+    document: dict[str, Any] = {
+        "schema": SCHEMA, "benchmark": "activations", "date": today.isoformat(), "complete": False, "machine": described,
+        "versions": versions(()), "protocol": PROTOCOL, "dtype": str(dtype).removeprefix("torch."),
+        "copy_bytes_per_s": copy_bandwidth(), "rows": [], "products": [],
+    }  # fmt: skip
+    for table, made in (
+        ("rows", measure_activations(rows, columns, dtype)),
+        ("products", measure_products(rows, PRODUCT_K, dtype)),
+    ):
+        for row in made:
+            say(str(row))
+            document[table].append(asdict(row))
+            _write(path, document)
+    document["complete"] = True
+    _write(path, document)
+    return path, document
+
+
+def _write(path: Path, document: dict[str, Any]) -> None:
+    text = json.dumps(document, indent=1, allow_nan=False) + "\n"
+    write_whole(path, lambda scratch: scratch.write_text(text))
+
+
 def bench_activations(
-    m: Annotated[str | None, typer.Option("--m", help="Rows of x, separated by commas: 1,16,256,4096,16384.")] = None,
+    m: Annotated[str | None, typer.Option("--m", help="Rows of x, separated by commas: 16,256,4096,16384.")] = None,
     k: Annotated[str | None, typer.Option("--k", help="Columns of x, separated by commas: 4096,8192,28672.")] = None,
     dtype: Annotated[str, typer.Option(help="Type of x: float16 or bfloat16.")] = "float16",
+    out_file: Annotated[
+        Path | None, typer.Option("--out", help="Results; bench/results/<gpu>/<date>-activations.json.")
+    ] = None,
+    report_file: Annotated[Path | None, typer.Option("--report", help="Print this result file; needs no GPU.")] = None,
 ) -> None:
-    """Time the quantization of activations on this GPU, alone and fused with norms and SiLU: us, GB/s, share of a copy's speed.
+    """Time the quantization of activations on this GPU, alone and fused with norms and SiLU: us, share of a copy's speed.
 
     Needs an NVIDIA GPU. Results are compared with the CPU's. A second table has products with x quantized outside and inside
-    the timed region.
+    the timed region. The file is complete after every row, so Ctrl-C keeps what was measured; the tables are Markdown.
 
     Example: lowbit bench activations --m 16,4096 --k 8192
     """
+    if report_file is not None:
+        print(markdown(load(report_file)), end="")
+        return
     if dtype not in DTYPES:
         raise ValueError(f"--dtype is {' or '.join(DTYPES)}, got {dtype!r}")
     rows = ROWS if m is None else parse_rows(m)
     columns = COLUMNS if k is None else parse_rows(k)
     if not torch.cuda.is_available():
         raise ValueError(f"bench activations measures an NVIDIA GPU and torch {torch.__version__} sees none")
-    warm_up()
-    speed = copy_bandwidth()
-    print(f"a copy moves {speed / 1e9:,.0f} GB/s\n{'operation':28}{'M x K':>15}{'us':>9}{'GB/s':>8}{'of a copy':>11}")
-    for row in measure_activations(rows, columns, DTYPES[dtype], speed):
-        rate = row.nbytes / row.us / 1e3
-        print(f"{row.operation:28}{f'{row.m} x {row.k}':>15}{row.us:9.1f}{rate:8,.0f}{100 * row.share:9.0f} %", flush=True)
-    print(f"{'product, N = K':16}{'M x K':>15}{'codes given':>13}{'to codes':>10}{'both':>9}  us")
-    for made in measure_products(rows, PRODUCT_K, DTYPES[dtype]):
-        us = f"{made.product_us:13.1f}{made.quantize_us:10.1f}{made.both_us:9.1f}"
-        print(f"{made.scheme:16}{f'{made.m} x {made.k}':>15}{us}", flush=True)
+    path, document = run(rows, columns, DTYPES[dtype], out_file, lambda line: print(line, file=sys.stderr, flush=True))
+    print(markdown(document), end="")
+    print(f"wrote {path}", file=sys.stderr)

@@ -1,165 +1,180 @@
-"""ResNet-50 with random weights as this library runs it: prepared layers on fixed buffers, one list of calls.
+"""ResNet-50 as `lowbit.vision` lowers and runs it, with what goes into one kernel switched off and on.
 
-What a network's weights are does not change how long it takes; scales are such that codes spread over their range. Fusions
-are switched by name, each including those before it:
+Fusions are switched by name, each including those before it:
 
-    none      every convolution writes codes; a pass over them stands for ReLU, another for each sum of two tensors
-    relu      convolution + ReLU, the sum apart
+    none      every convolution writes codes; ReLUs and sums of two tensors are kernels of their own
+    relu      convolution + ReLU, sum + ReLU
     add       convolution + add + ReLU: what MegEngine fuses
     shortcut  the convolution of the shortcut computed inside the one it is added to
     stem      the max-pool computed inside the first convolution
+    blocks    of stage 1, the second and third convolution of a block and the first one of the next in one kernel
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lowbit.bench.resnet50 import CLASSES, IMAGE, STEM, Block, Layer, blocks
-from lowbit.kernels.conv_reference import ConvLayer, SecondProduct, Storage, requantize
-from lowbit.kernels.pool import average_pool, max_pool
-from lowbit.ops.conv import Conv, prepare_conv, prepare_stem
-from lowbit.pack.nhwc64 import ActivationStorage
+from lowbit.bench.resnet50 import IMAGE, ResNet50
+from lowbit.kernels.conv_reference import ConvLayer
+from lowbit.pack.nhwc64 import CODE_BITS, ActivationStorage
+from lowbit.pack.stem import PIXEL_BYTES
+from lowbit.vision.bits import assign_bits, calibrate
+from lowbit.vision.device import DeviceProgram
+from lowbit.vision.graph import Graph
+from lowbit.vision.lower import FLOAT, lower
+from lowbit.vision.memory import KERNEL_FUSIONS, stems
+from lowbit.vision.observe import observe
+from lowbit.vision.program import (
+    AverageCodes,
+    Block,
+    Convolve,
+    Operation,
+    PoolAverage,
+    PoolMax,
+    Program,
+    Quantize,
+    SumCodes,
+    made_by,
+)
+from lowbit.vision.trace import FUSIONS as GRAPH_FUSIONS
+from lowbit.vision.trace import fuse, unfused
 
-FUSIONS = ("none", "relu", "add", "shortcut", "stem")
+FUSIONS = ("none", *GRAPH_FUSIONS, *KERNEL_FUSIONS)
 
-_SPREAD: dict[str, float] = {"u4": 5.0, "s8": 45.0}
-"""Root mean square of codes."""
+SCHEMES: dict[ActivationStorage, str] = {"u4": "w8a4", "s8": "w8a8"}
+"""4-bit weights are no faster: they are 0.1 % of the bytes at a batch of 128."""
 
-_WEIGHT_RMS = 74.0
+CALIBRATION_IMAGES = 4
+
+
+@functools.cache
+def traced(device: str) -> tuple[Graph, Tensor]:
+    """The network on `device` without any fusion, and images for its scales."""
+    images = torch.randn(CALIBRATION_IMAGES, 3, IMAGE, IMAGE, generator=torch.Generator().manual_seed(1)).to(device)
+    return unfused(ResNet50().to(device), images), images
+
+
+def up_to(fusion: str) -> tuple[str, ...]:
+    """The fusions that the row of this name has. Raises ValueError for another name than those of `FUSIONS`."""
+    if fusion not in FUSIONS:
+        raise ValueError(f"fusions are {', '.join(FUSIONS)}, got {fusion!r}")
+    return FUSIONS[1 : FUSIONS.index(fusion) + 1]
+
+
+@functools.cache
+def program_of(storage: ActivationStorage, fusion: str, device: str = "cuda") -> Program:
+    """The network in integers."""
+    apart, images = traced(device)
+    graph = fuse(apart, [name for name in up_to(fusion) if name in GRAPH_FUSIONS])
+    return lower(graph, calibrate(graph, observe(graph, [images]), assign_bits(graph, SCHEMES[storage])))
 
 
 @dataclass(frozen=True)
 class Step:
-    """One kernel of the network; `layer` is the convolution it is, None for passes and pools. `pooled`: with the max-pool."""
+    """One kernel of the network: bytes of what it reads and writes, each once, and operations."""
 
     name: str
     call: Callable[[], object]
-    layer: Layer | None = None
-    shortcut: Layer | None = None
-    pooled: bool = False
+    moved_bytes: float
+    operations: float
 
 
 class Network:
-    """ResNet-50 of `storage` activations at a batch, on the current GPU; `run` computes logits of what `image` holds."""
+    """ResNet-50 of `storage` activations at a batch, on the current GPU; its images are random."""
 
-    def __init__(self, storage: ActivationStorage, batch: int, fusion: str = FUSIONS[-1], seed: int = 0) -> None:
-        if fusion not in FUSIONS:
-            raise ValueError(f"fusions are {', '.join(FUSIONS)}, got {fusion!r}")
-        self.storage, self.batch, self.level = storage, batch, FUSIONS.index(fusion)
-        self.random = torch.Generator(device="cuda").manual_seed(seed)
-        self.layers: dict[str, ConvLayer] = {}
-        self.steps: list[Step] = []
-        self._memory: dict[str, Tensor] = {}
-        self.stem, x = self._stem()
-        for index, block in enumerate(blocks()):
-            x = self._block(block, x, f"block{index % 2}")
-        self.last = x
-        channels = blocks()[-1].third.outputs
-        mean = torch.empty((batch, channels), dtype=torch.float16, device="cuda")
-        self.classifier = 0.02 * torch.randn((CLASSES, channels), device="cuda", generator=self.random).half()
-        self.logits = torch.empty((batch, CLASSES), dtype=torch.float16, device="cuda")
-        self.steps.append(Step("average pool", lambda: average_pool(x, storage, channels, 0.05, torch.float16, mean)))
-        self.steps.append(Step("classifier", lambda: torch.mm(mean, self.classifier.t(), out=self.logits)))
+    def __init__(self, storage: ActivationStorage, batch: int, fusion: str = FUSIONS[-1]) -> None:
+        self.program = program_of(storage, fusion)
+        self.launched = DeviceProgram(
+            self.program, batch, torch.device("cuda"), [name for name in up_to(fusion) if name in KERNEL_FUSIONS]
+        )
+        self.images = torch.randn(batch, 3, IMAGE, IMAGE, device="cuda")
+        self.launched.feed(self.images)
+        operations = {operation.y: operation for operation in self.launched.program.operations}
+        names = labels(self.launched.program)
+        self.steps = [
+            Step(names[y], call, *work_of(operations[y], self.launched.program, batch)) for y, call in self.launched.steps
+        ]
 
-    def run(self) -> None:
-        """Launches every kernel, on the current stream."""
-        for step in self.steps:
-            step.call()
+    def wrong_values(self) -> int:
+        """How many codes of all values, and how many logits, differ from the reference's."""
+        wanted: dict[str, Tensor] = {}
+        logits = self.program.run(self.images, watch=lambda name, value: wanted.update({name: value}))
+        wrong, values = 0, self.launched.program.values
+        operations = {operation.y: operation for operation in self.launched.program.operations}
+        for y, call in self.launched.steps:
+            call()
+            codes = [name for name in made_by(operations[y]) if values[name].storage in CODE_BITS]
+            wrong += sum(int((self.launched.codes(name) != wanted[name]).sum()) for name in codes)
+        return wrong + int((self.launched.result() != logits).sum())
 
-    def _stem(self) -> tuple[Conv, Tensor]:
-        pooled = self.level >= FUSIONS.index("stem")
-        size = (self.batch, IMAGE, IMAGE)
-        conv = prepare_stem(self._layer(STEM, "s8", self.storage), size, pooled=pooled)
-        images = conv.images
-        assert images is not None
-        self.image = torch.zeros((self.batch, images.rows, images.columns, 16), dtype=torch.uint8, device="cuda")
-        shape = conv.output_shape(tuple(self.image.shape))
-        if pooled:
-            y = self._buffer("pooled", shape)
-            self.steps.append(Step("stem and max-pool", lambda: conv(self.image, None, None, y), STEM, pooled=True))
-            return conv, y
-        wide = self._buffer("stem", shape)
-        y = self._buffer("pooled", (shape[0], shape[1] // 2, shape[2] // 2, shape[3]))
-        self.steps.append(Step("stem", lambda: conv(self.image, None, None, wide), STEM))
-        self._pass("stem", wide)
-        self.steps.append(Step("max-pool", lambda: max_pool(wide, self.storage, (3, 3), (2, 2), (1, 1), y)))
-        return conv, y
 
-    def _block(self, block: Block, x: Tensor, out: str) -> Tensor:
-        st = self.storage
-        y = self._convolve(block.first, self._layer(block.first, st, st), x, "first")
-        y = self._convolve(block.second, self._layer(block.second, st, st), y, "second")
-        if block.shortcut is not None and self.level >= FUSIONS.index("shortcut"):
-            return self._convolve(
-                block.third, self._layer(block.third, st, st, None, block.shortcut), y, out, None, x, block.shortcut
-            )
-        z, added = x, st
-        if block.shortcut is not None:
-            z, added = self._convolve(block.shortcut, self._layer(block.shortcut, st, "s8"), x, "shortcut"), "s8"
-        if self.level >= FUSIONS.index("add"):
-            return self._convolve(block.third, self._layer(block.third, st, st, added), y, out, z)
-        y = self._convolve(block.third, self._layer(block.third, st, st), y, "third")
-        total = self._buffer(out, tuple(y.shape))
-        size = y.numel()
-        other = z.view(-1)[:size].view(y.shape)
-        self.steps.append(Step(f"{block.third.name} sum", lambda: torch.maximum(y, other, out=total)))
-        self._pass(f"{block.third.name} sum", total)
-        return total
+def labels(program: Program) -> dict[str, str]:
+    """What to call each operation, by the value that it makes."""
+    found: dict[str, str] = {}
+    for op in program.operations:
+        match op:
+            case Convolve():
+                found[op.y] = f"{op.layer.name} and max-pool" if op.pooled else op.layer.name
+            case Block():
+                found[op.also] = op.third.layer.name
+                found[op.y] = f"{op.second.layer.name} to {op.following.layer.name}"
+            case SumCodes():
+                found[op.y] = f"{found[op.x]} {'ReLU' if op.other is None else 'sum'}"
+            case PoolMax():
+                found[op.y] = "max-pool"
+            case PoolAverage() | AverageCodes():
+                found[op.y] = "average pool"
+            case Quantize():
+                found[op.y] = f"codes of {found.get(op.x, 'the images')}"
+            case _:
+                found[op.y] = op.y.removesuffix(FLOAT)
+    return found
 
-    def _convolve(
-        self, layer: Layer, lowered: ConvLayer, x: Tensor, out: str, residual: Tensor | None = None,
-        second: Tensor | None = None, shortcut: Layer | None = None,
-    ) -> Tensor:  # fmt: skip
-        conv = prepare_conv(lowered, (self.batch, layer.size, layer.size))
-        y = self._buffer(out, conv.output_shape(tuple(x.shape)))
-        self.steps.append(Step(layer.name, lambda: conv(x, residual, second, y), layer, shortcut))
-        if layer.relu and not layer.residual:
-            self._pass(layer.name, y)
-        return y
 
-    def _pass(self, name: str, y: Tensor) -> None:
-        """A pass that reads and writes all codes, where ReLU is not fused."""
-        if self.level < FUSIONS.index("relu"):
-            self.steps.append(Step(f"{name} ReLU", lambda: max_pool(y, self.storage, (1, 1), (1, 1), (0, 0), y)))
+def work_of(operation: Operation, program: Program, batch: int) -> tuple[float, float]:
+    """Bytes of inputs, weights and output, and multiplications and additions, of one operation for a batch."""
+    moved = sum(batch * _bytes_of(name, program) for name in (*operation.inputs, *made_by(operation)))
+    if isinstance(operation, Block):
+        parts = [(conv, work_of(conv, program, batch)) for conv in (operation.second, operation.third, operation.following)]
+        return moved + sum(_weights_of(conv) for conv, _ in parts), sum(work for _, (_, work) in parts)
+    if not isinstance(operation, Convolve):
+        return moved, 0.0
+    layer, (_, height, width) = operation.layer, _sums_of(operation, program)
+    moved, work = moved + _weights_of(operation), 0.0
+    products = [(operation.x, layer.weight, layer.stride)]
+    if layer.second is not None and operation.second is not None:
+        products.append((operation.second, layer.second.weight, layer.second.stride))
+    for name, weight, stride in products:
+        work += 2.0 * batch * height * width * weight.numel()
+        if tuple(weight.shape[2:]) == (1, 1):  # skips pixels
+            moved -= batch * _bytes_of(name, program) * (1 - 1 / (stride[0] * stride[1]))
+    return moved, work
 
-    def _buffer(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Memory of this name, shared by all layers that use it at different times."""
-        size = 1
-        for extent in shape:
-            size *= extent
-        if name not in self._memory or self._memory[name].numel() < size:
-            self._memory[name] = torch.empty(size, dtype=torch.uint8, device="cuda")
-        return self._memory[name][:size].view(shape)
 
-    def _layer(
-        self, layer: Layer, x: Storage, y: Storage, residual: Storage | None = None, shortcut: Layer | None = None
-    ) -> ConvLayer:
-        """A convolution of random weights whose outputs spread over their codes."""
-        share = 0.7 if residual or shortcut else 1.0
-        scale = self._scale(layer, x, y, share)
-        bias = 0.3 * _SPREAD[y] * torch.randn(layer.outputs, device="cuda", generator=self.random)
-        added = None if residual is None else share * _SPREAD[y] / _SPREAD[residual]
-        s, b, g = requantize(scale, bias, 1.0, 1.0, y, added)
-        second = None
-        if shortcut is not None:
-            s2, _, _ = requantize(self._scale(shortcut, x, y, share), None, 1.0, 1.0, y)
-            second = SecondProduct(self._weight(shortcut), s2, x, (shortcut.stride, shortcut.stride))
-        lowered = ConvLayer(
-            self._weight(layer), s, b, x, y, (layer.stride, layer.stride), (layer.padding, layer.padding), layer.relu,
-            residual, g, second, layer.name,
-        )  # fmt: skip
-        self.layers[layer.name] = lowered
-        return lowered
+def _weights_of(operation: Convolve) -> float:
+    """Bytes of the weights, as kernels keep them."""
+    second = operation.layer.second
+    return float(operation.layer.weight.numel() + (0 if second is None else second.weight.numel()))
 
-    def _weight(self, layer: Layer) -> Tensor:
-        shape = (layer.outputs, layer.channels, layer.kernel, layer.kernel)
-        return torch.randint(-128, 128, shape, dtype=torch.int8, device="cuda", generator=self.random)
 
-    def _scale(self, layer: Layer, x: Storage, y: Storage, share: float) -> Tensor:
-        spread = _WEIGHT_RMS if layer.channels == 3 else _SPREAD[x]
-        factor = share * _SPREAD[y] / ((layer.channels * layer.kernel**2) ** 0.5 * _WEIGHT_RMS * spread)
-        return factor * (0.5 + torch.rand(layer.outputs, device="cuda", generator=self.random))
+def _sums_of(operation: Convolve, program: Program) -> tuple[int, int, int]:
+    """Shape of one image's sums, which is not that of the output where a max-pool is inside."""
+    layer: ConvLayer = operation.layer
+    shape = program.values[operation.x].shape
+    return (layer.weight.shape[0], *layer.output_size(shape[1], shape[2]))
+
+
+def _bytes_of(name: str, program: Program) -> float:
+    """Bytes of one image's value."""
+    if name in (packed := stems(program)):
+        return float(packed[name].rows * packed[name].columns * PIXEL_BYTES)
+    value = program.values[name]
+    count = 1
+    for size in value.shape:
+        count *= size
+    return count * {"u4": 0.5, "s8": 1.0, "f16": 2.0, "f32": 4.0}[value.storage]

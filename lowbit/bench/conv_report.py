@@ -101,7 +101,9 @@ def plot(document: dict[str, Any], path: Path) -> None:
 def bench_conv(
     storages: Annotated[str, typer.Option(help="Activations, separated by commas: int4, int8.")] = "int4,int8",
     batches: Annotated[str | None, typer.Option(help="Images, separated by commas: 1,8,32,128,256,2048.")] = None,
-    rivals: Annotated[bool, typer.Option(help="Time cuDNN's fused fp16 network too.")] = True,
+    peers: Annotated[
+        str, typer.Option(help="Rivals in fp16, separated by commas: cudnn, compile (torch.compile), or none.")
+    ] = "cudnn",
     out_file: Annotated[Path | None, typer.Option("--out", help="Results; bench/results/<gpu>/<date>-conv.json.")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw the roofline: a .png or .svg file.")] = None,
     report_file: Annotated[Path | None, typer.Option("--report", help="Print and draw this result file; needs no GPU.")] = None,
@@ -127,8 +129,12 @@ def bench_conv(
             raise ValueError(f"bench conv measures an NVIDIA GPU and torch {torch.__version__} sees none")
         from lowbit.bench.conv import BATCHES, run
         from lowbit.bench.conv_network import FUSIONS
+        from lowbit.bench.conv_rivals import RIVALS
         from lowbit.bench.request import parse_rows
 
+        rivals = [] if peers == "none" else peers.split(",")
+        if set(rivals) - set(RIVALS):
+            raise ValueError(f"peers are {', '.join(RIVALS)} or none, got {peers}")
         chosen = BATCHES if batches is None else parse_rows(batches)
         path, document = run([STORAGES[n] for n in wanted], chosen, FUSIONS, rivals, out_file, err.print)  # type: ignore[misc]
         err.print(f"wrote {path}")

@@ -1,4 +1,4 @@
-"""The run of `lowbit bench gemm`: ceilings, cuBLAS, this library, then every peer in a process of its own."""
+"""The run of `lowbit bench gemm`: kernels compiled, ceilings, cuBLAS, this library, then every peer in a process of its own."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from lowbit.bench import quantized_x
+from lowbit.bench.ahead import compile_ahead
 from lowbit.bench.peers import PEERS
 from lowbit.bench.protocol import Contender, blank_row, measured_rows, reference_product, warm_up
 from lowbit.bench.request import Request
@@ -63,8 +64,6 @@ def run(
 
     packages = [PEERS[name].package for name in peers]
     total = len(request.rows) * len(request.shapes) * (1 + len(request.schemes) * (1 + len(peers)))
-    watch(0, total, "warming up")
-    warm_up()
     gpu = machine()
     results = Results(out or default_path(gpu["gpu"], datetime.date.today()), request, gpu, versions(packages))
     results.write()
@@ -72,6 +71,10 @@ def run(
     for name, why in left_out:
         say(f"skipped {name}: {why}")
         results.skip(name, why)
+    watch(0, total, "compiling")
+    compile_ahead(request, [this_library, *(PEERS[name].build for name in peers if PEERS[name].compiled)])
+    watch(0, total, "warming up")
+    warm_up()
     watch(0, total, "ceilings")
     ceilings, stored = measured_ceilings()
     results.set_ceilings(ceilings, stored)

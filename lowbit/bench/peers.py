@@ -27,11 +27,15 @@ from lowbit.formats import FloatFormat, PerGroup, QuantTensor, Scheme, ZeroPoint
 
 @dataclass(frozen=True)
 class Peer:
-    """A peer: the package to install, the module that shows whether it is, and its adapter."""
+    """A peer: the package to install, the module that shows whether it is, and its adapter.
+
+    `compiled`: its kernels are compiled for each problem and kept on disk.
+    """
 
     package: str
     module: str
     build: Build
+    compiled: bool = False
 
 
 def group_size(scheme: Scheme) -> int | None:
@@ -193,7 +197,7 @@ def torch_int4(q: QuantTensor, request: Request) -> Contender:
 
 
 PEERS = {
-    "humming": Peer("humming-kernels", "humming", humming),
+    "humming": Peer("humming-kernels", "humming", humming, compiled=True),
     "gemlite": Peer("gemlite", "gemlite", gemlite),
     "torch": Peer("torch", "torch", torch_products),
 }

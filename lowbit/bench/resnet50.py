@@ -1,13 +1,16 @@
-"""The layers of ResNet-50 v1.5 at 224 x 224, with what each one must do and move, and how fusions change that.
+"""ResNet-50 v1.5 at 224 x 224: its layers, and the network of them as a module of torch with random weights.
 
-v1.5 has its strides in the 3 x 3 convolutions. Bytes count each input, residual, weight and output of a kernel once.
-Source: He et al., "Deep Residual Learning for Image Recognition", 2015, table 1.
+v1.5 has its strides in the 3 x 3 convolutions. Source: He et al., "Deep Residual Learning for Image Recognition", 2015,
+table 1.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
 
 IMAGE = 224
 CLASSES = 1000
@@ -17,7 +20,7 @@ STAGES = ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2))
 
 @dataclass(frozen=True)
 class Layer:
-    """One convolution: square input of `size` pixels, square window. `residual`: another layer's output is added."""
+    """One convolution: square input of `size` pixels, square window. `residual`: another value is added to its output."""
 
     name: str
     channels: int
@@ -25,7 +28,6 @@ class Layer:
     kernel: int
     stride: int
     size: int
-    relu: bool = True
     residual: bool = False
 
     @property
@@ -36,29 +38,13 @@ class Layer:
     def output_size(self) -> int:
         return (self.size + 2 * self.padding - self.kernel) // self.stride + 1
 
-    def operations(self, batch: int) -> float:
-        """Multiplications and additions."""
-        return 2.0 * batch * self.output_size**2 * self.outputs * self.channels * self.kernel**2
-
-    def weights(self) -> int:
-        """Number of weights."""
-        return self.channels * self.outputs * self.kernel**2
-
-    def read(self, batch: int) -> float:
-        """Values of the input that are used: 1 x 1 windows of stride 2 skip three of four pixels."""
-        size = self.output_size if self.kernel == 1 else self.size
-        return float(batch * size**2 * self.channels)
-
-    def written(self, batch: int) -> float:
-        """Values of the output."""
-        return float(batch * self.output_size**2 * self.outputs)
-
-    def moved_bytes(self, batch: int, activation_bits: int) -> float:
-        """Bytes of input, residual, output and int8 weights; the stem reads packed images of 4 bytes a pixel."""
-        values = self.written(batch) * (2 if self.residual else 1)
-        image = self.channels == 3
-        read = 8 * 4 * self.read(batch) / 3 if image else activation_bits * self.read(batch)
-        return (read + activation_bits * values) / 8 + self.weights()
+    def module(self) -> nn.Conv2d:
+        """The convolution with random weights, such that values keep their size; its bias is what a batch norm leaves."""
+        conv = nn.Conv2d(self.channels, self.outputs, self.kernel, self.stride, self.padding)
+        nn.init.kaiming_normal_(conv.weight, nonlinearity="relu")
+        if conv.bias is not None:
+            nn.init.normal_(conv.bias, std=0.3)
+        return conv
 
 
 @dataclass(frozen=True)
@@ -83,7 +69,7 @@ def blocks() -> tuple[Block, ...]:
         for index in range(count):
             stride = first_stride if index == 0 else 1
             name, out = f"layer{stage + 1}.{index}", size // stride
-            shortcut = Layer(f"{name}.shortcut", channels, 4 * width, 1, stride, size, relu=False) if index == 0 else None
+            shortcut = Layer(f"{name}.shortcut", channels, 4 * width, 1, stride, size) if index == 0 else None
             found.append(
                 Block(
                     Layer(f"{name}.conv1", channels, width, 1, 1, size),
@@ -94,3 +80,41 @@ def blocks() -> tuple[Block, ...]:
             )
             channels, size = 4 * width, out
     return tuple(found)
+
+
+class Bottleneck(nn.Module):
+    """One block."""
+
+    def __init__(self, block: Block) -> None:
+        super().__init__()
+        self.conv1, self.conv2, self.conv3 = (layer.module() for layer in (block.first, block.second, block.third))
+        nn.init.normal_(self.conv3.weight, std=0.5 / block.third.channels**0.5)  # or sums would grow from block to block
+        self.shortcut = None if block.shortcut is None else block.shortcut.module()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """y [N, C, H, W] of x."""
+        y = self.conv3(torch.relu(self.conv2(torch.relu(self.conv1(x)))))
+        return torch.relu(y + (x if self.shortcut is None else self.shortcut(x)))
+
+
+class ResNet50(nn.Module):
+    """Images [N, 3, 224, 224] to logits [N, 1000]; batch norms are in the weights already."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            self.stem, self.pool = STEM.module(), nn.MaxPool2d(3, 2, 1)
+            first = 0
+            for stage, (_, count, _) in enumerate(STAGES):
+                stack = [Bottleneck(block) for block in blocks()[first : first + count]]
+                setattr(self, f"layer{stage + 1}", nn.Sequential(*stack))
+                first += count
+            self.classifier = nn.Linear(blocks()[-1].third.outputs, CLASSES)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits of images."""
+        x = self.pool(torch.relu(self.stem(images)))
+        for stage in range(len(STAGES)):
+            x = getattr(self, f"layer{stage + 1}")(x)
+        return self.classifier(x.mean((2, 3)))  # type: ignore[no-any-return]

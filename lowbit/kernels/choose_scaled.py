@@ -6,7 +6,7 @@ Pure functions of a problem and a device row, as kernels/choose.py; costs only h
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lowbit.hardware.device import Device
 
@@ -47,6 +47,8 @@ class ScaledTile:
     stages: int
     splits: int
     token_group: int
+    pair: bool = False
+    """Whether both splits are one cluster of two blocks, each of which ends up with one half of the columns."""
 
     @property
     def rows(self) -> int:
@@ -62,9 +64,8 @@ class ScaledTile:
 
     def __str__(self) -> str:
         order = "x . w^T" if self.tokens_are_rows else "w . x^T"
-        return (
-            f"wgmma 8-bit {order}, {self.tokens} tokens x {self.channels} channels, {self.stages} stages, K split {self.splits}"
-        )
+        split = "K split over a pair of blocks" if self.pair else f"K split {self.splits}"
+        return f"wgmma 8-bit {order}, {self.tokens} tokens x {self.channels} channels, {self.stages} stages, {split}"
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,8 @@ def _stage_bytes(tile: ScaledTile, shape: ScaledShape) -> int:
 
 
 def _store_bytes(tile: ScaledTile) -> int:
+    if tile.pair:
+        return tile.rows * tile.columns
     return 2 * tile.rows * min(tile.columns, 128) if tile.splits == 1 else 0
 
 
@@ -123,13 +126,13 @@ def _tiles(shape: ScaledShape) -> list[ScaledTile]:
     for swapped in (False, True) if shape.apart and not narrow and shape.m > 128 else (False,):
         for warpgroups in (2, 4) if narrow else (1, 2):
             for columns in (8, 16, 32, 64, 128, 256):
-                for splits in (1, 2, 3, 4, 6, 8):
-                    tile = ScaledTile(swapped, warpgroups, columns, 2, splits, 8)
+                for splits, pair in ((1, False), (2, True), (2, False), (3, False), (4, False), (6, False), (8, False)):
+                    tile = ScaledTile(swapped, warpgroups, columns, 2, splits, 8, pair)
                     if splits > max(-(-shape.k // 512), 1) or tile.tokens > max(8, 2 * shape.m - 1):
                         continue
                     room = (SHARED_BYTES - _store_bytes(tile) - 1024) // _stage_bytes(tile, shape)
                     stages = min((MOST_NARROW_STAGES if narrow else MOST_STAGES).get(columns, 12), room)
-                    tiles.append(ScaledTile(swapped, warpgroups, columns, stages // 2 * 2 if narrow else stages, splits, 8))
+                    tiles.append(replace(tile, stages=stages // 2 * 2 if narrow else stages))
     return tiles
 
 
@@ -138,10 +141,14 @@ def _reasons(tile: ScaledTile, shape: ScaledShape) -> tuple[str, ...]:
     if tile.stages < 2:
         reasons.append(f"leaves room for {tile.stages} stages, 2 are needed")
     # Sums apart take a second set of registers; 256 columns are then multiplied in two halves, without scales of blocks.
-    halves = tile.warpgroups == 2 and tile.splits == 1 and shape.k > 0 and not shape.blocks and not shape.x_blocks
+    halves = (
+        tile.warpgroups == 2 and (tile.splits == 1 or tile.pair) and shape.k > 0 and not shape.blocks and not shape.x_blocks
+    )
     most = (256 if halves else 128 if tile.warpgroups <= 2 else 16) if shape.apart else (256 if tile.warpgroups <= 2 else 64)
     if tile.columns > most:
         reasons.append(f"has sums of {tile.columns} columns, more than the registers hold")
+    if tile.pair and tile.columns < 16:
+        reasons.append("has no two halves of 8 columns")
     if shape.blocks and tile.channels > 128:
         reasons.append("reaches beyond one block of scales")
     return tuple(reasons)
@@ -156,9 +163,9 @@ _NARROW_STAGE_US = {
     # an H200, 2026-11-21; N 8192. 256 where they leave it early: K 8192 and 28672, M 1024 and 4096, relative to 128.
     ("whole", True): {8: 0.2, 16: 0.2, 32: 0.22, 64: 0.25, 128: 0.31, 256: 0.71},
     ("whole", False): {8: 0.24, 16: 0.24, 32: 0.27, 64: 0.3, 128: 0.36, 256: 0.8},
-    ("grouped", True): {8: 0.2, 16: 0.21, 32: 0.24, 64: 0.27, 128: 0.46, 256: 0.85},
-    ("grouped", False): {8: 0.27, 16: 0.285, 32: 0.31, 64: 0.34, 128: 0.47, 256: 0.95},
-    ("promoted", False): {8: 0.27, 16: 0.285, 32: 0.31, 64: 0.34, 128: 0.47, 256: 0.78},
+    ("grouped", True): {8: 0.2, 16: 0.21, 32: 0.25, 64: 0.3, 128: 0.46, 256: 0.85},
+    ("grouped", False): {8: 0.25, 16: 0.26, 32: 0.29, 64: 0.33, 128: 0.49, 256: 0.93},
+    ("promoted", False): {8: 0.25, 16: 0.26, 32: 0.29, 64: 0.31, 128: 0.45, 256: 0.8},
 }
 
 
@@ -172,16 +179,21 @@ def _cost(tile: ScaledTile, shape: ScaledShape, device: Device) -> float:
     if shape.bits < 8:
         kind = "grouped" if shape.grouped else "promoted" if shape.apart else "whole"
         per_stage = _NARROW_STAGE_US[kind, shape.integer][tile.columns] * (1.75 if tile.warpgroups == 4 else 1.0)
+        per_stage *= 1.15 if tile.pair and tile.columns == 256 else 1.0  # M 256, K 28672: 111 us, 2 x 128 tokens 103
     else:
-        halves = 1.27 if tile.tokens_are_rows else 1.3
+        halves = 1.27 if tile.tokens_are_rows and not tile.pair else 1.3
         slower = (halves if tile.columns == 256 else 1.4) if shape.apart else 1.12
         from_l2 = _stage_bytes(tile, shape) / L2_BYTES_PER_CYCLE
         per_stage = max(from_l2, tile.rows * tile.columns / 32 * slower, 130) / CLOCK_MHZ
+        per_stage *= 1.05 if shape.apart and tile.columns < 256 else 1.0
     kib = tile.rows * tile.columns / 256
     store_us = waves * tile.rows * tile.columns * 4e-5
     meet_us = 0.5 + waves * 0.055 * kib * tile.splits if tile.splits > 1 else 0.0
+    if tile.pair:  # 128 x 256 sums: 7,400 cycles after the last product, 2,350 where nothing is swapped
+        meet_us = 1.2 + 0.03 * kib + 2.5 * (waves - 1)
     # Tokens cost a little where the memory binds, and weights that are read once for each tile of tokens more.
-    x_us = shape.m * shape.k * 3e-6 + 0.6 * (-(-shape.m // tile.tokens) - 1)
+    # A pair, of 128 channels, reads x half as often as the tiles of 64 that otherwise have so few tokens.
+    x_us = shape.m * shape.k * (1.5e-6 if tile.pair else 3e-6) + 0.6 * (-(-shape.m // tile.tokens) - 1)
     if shape.x_blocks and not tile.tokens_are_rows:
         per_stage *= 1 + tile.columns / 256
     return 2.5 + max(waves * steps * per_stage, memory_us + x_us) + store_us + meet_us

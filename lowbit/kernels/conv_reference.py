@@ -111,6 +111,32 @@ class ConvLayer:
         )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class SumLayer:
+    """A sum of codes, or one value's ReLU or other scale, that no convolution has inside: what `ConvLayer` says of its sums
+    and residuals, of codes and scalars.
+
+        t = fma(float32(x code), s, b), then fma(float32(other code), g, t) with another value; y from t as everywhere
+
+    `x`, `y` and `other` are u4 or s8; s, b and g come from `requantize`. Raises ValueError for anything that is not so.
+    """
+
+    x: Storage
+    y: Storage
+    s: float
+    b: float
+    relu: bool = True
+    other: Storage | None = None
+    g: float = 0.0
+
+    def __post_init__(self) -> None:
+        stored = [name for name in (self.x, self.y, self.other) if name is not None]
+        if any(name not in CODE_RANGE for name in stored):
+            raise ValueError(f"sums are of codes, {' or '.join(CODE_RANGE)}, got {', '.join(stored)}")
+        if self.y == "u4" and not self.relu:
+            raise ValueError("u4 holds no negative values: a sum without ReLU is stored as s8")
+
+
 def output_size(
     size: tuple[int, int], kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int]
 ) -> tuple[int, int]:
@@ -153,11 +179,27 @@ def conv_reference(x: Tensor, layer: ConvLayer, residual: Tensor | None = None, 
     if second is not None and layer.second is not None:
         p = layer.second
         t = fma(_sum(second, p.weight, p.x, p.stride, p.padding), _channels(p.s), t)
-    if layer.y == "u4":
+    return _stored(t, layer.y, layer.relu)
+
+
+def _stored(t: Tensor, y: Storage, relu: bool) -> Tensor:
+    """What is stored of t: codes, or values for f16 and f32."""
+    if y == "u4":
         return t.round().clamp(0, 255).to(torch.int32) >> 4
-    if layer.y == "s8":
-        return t.round().clamp(0 if layer.relu else -128, 127).to(torch.int32)
-    return (t.relu() if layer.relu else t).to(DTYPES[layer.y])
+    if y == "s8":
+        return t.round().clamp(0 if relu else -128, 127).to(torch.int32)
+    return (t.relu() if relu else t).to(DTYPES[y])
+
+
+def sum_reference(x: Tensor, layer: SumLayer, other: Tensor | None = None) -> Tensor:
+    """Output codes int32 [N, C, H, W] of codes x, and of those of `other`, which is given where the layer has one."""
+    _check_given("other", other, layer.other is not None)
+    _check_codes(x, layer.x)
+    t = fma(x, *(torch.tensor(value, dtype=torch.float32, device=x.device) for value in (layer.s, layer.b)))
+    if other is not None and layer.other is not None:
+        _check_codes(other, layer.other)
+        t = fma(other, torch.tensor(layer.g, dtype=torch.float32, device=x.device), t)
+    return _stored(t, layer.y, layer.relu)
 
 
 def max_pool_reference(

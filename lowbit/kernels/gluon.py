@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from lowbit.hardware.half import HalfType
 
 __all__ = [
     "CompiledKernel",
+    "asm",
     "barrier",
     "fence_async_shared",
     "gl",
@@ -41,6 +43,7 @@ __all__ = [
     "tma_load",
     "tma_store",
     "tma_store_wait",
+    "wait_alone",
     "warpgroup_mma",
     "warpgroup_mma_wait",
 ]
@@ -65,9 +68,32 @@ def part(memory, first, end, dtype, shape, layout, _semantic=None):  # type: ign
 
 
 @builtin
+def asm(text, constraints, inputs, dtype, _semantic=None):  # type: ignore[no-untyped-def]
+    """PTX that stays where it is, on tensors of one element per thread; its results are of the types `dtype`."""
+    return gl.inline_asm_elementwise(text, constraints, inputs, dtype=dtype, is_pure=False, pack=1, _semantic=_semantic)
+
+
+@builtin
 def run(asm, constraints, arguments, _semantic=None):  # type: ignore[no-untyped-def]
     """PTX of which nothing but its effect is wanted, on tensors of one element per thread; $0 is written and dropped."""
     gl.inline_asm_elementwise(asm, constraints, arguments, dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic)
+
+
+@builtin
+def wait_alone(sums, pending, _semantic=None):  # type: ignore[no-untyped-def]
+    """The sums, once at most `pending` groups of products that this warpgroup has started are not done.
+
+    `warpgroup_mma_wait` of Triton 3.9 brings all warps of the block together besides, for ever where warpgroups go ways of
+    their own.
+    """
+    kind = getattr(sums.type, "tensor_type", sums.type)  # products under way have a type of their own
+    count = math.prod(int(size) for size in kind.shape) // (32 * int(math.prod(kind.layout.warps_per_cta)))
+    constraints = ",".join(["=r"] * count + [str(i) for i in range(count)])
+    tensor = gl.tensor(sums.handle, kind)
+    return gl.inline_asm_elementwise(
+        f"wgmma.wait_group.sync.aligned {int(pending)};", constraints, [tensor], dtype=tensor.dtype, is_pure=False, pack=count,
+        _semantic=_semantic,
+    )  # fmt: skip
 
 
 def half_type(dtype: torch.dtype) -> HalfType:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.kernels.reference import rms_norm_reference
+from lowbit.nn import QuantLinear
 from lowbit.nn.fused import GatedMLP, QuantizingNorm, quantize_alike
 
 FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
@@ -18,6 +19,32 @@ down(act(gate) * up) of mlp. Classes that derive from theirs may do something el
 
 _NORM_ERROR = 2.0**-7
 """Largest relative difference between a norm and RMSNorm in float32; norms round to 16 bits, bf16 has 8."""
+
+
+def prepare_on_gpu(model: nn.Module) -> None:
+    """Brings the quantized linear layers of a model on a GPU into the order of its kernels and fuses what precedes them.
+
+    A model that is not there yet, and quantizes activations, does so when it is first called there (not if that call is one
+    that torch.compile traces: call the model once before).
+    """
+    layers = [module for module in model.modules() if isinstance(module, QuantLinear)]
+    there = [layer for layer in layers if layer.weight_packed.is_cuda]
+    for layer in there:
+        layer.prepare(getattr(model, "dtype", torch.bfloat16))
+    if any(layer.is_prepared for layer in there):
+        fuse_quantization(model)
+    elif not there and any(layer.activation_format is not None for layer in layers):
+        model.register_forward_pre_hook(_before_a_call)
+
+
+def _before_a_call(model: nn.Module, args: object) -> None:
+    """Waits for the model to be on a GPU. A function of this module, not a closure: models are copied and pickled."""
+    if torch.compiler.is_compiling() or not next(model.parameters()).is_cuda:
+        return
+    hooks = model._forward_pre_hooks
+    for number in [number for number, hook in hooks.items() if hook is _before_a_call]:
+        del hooks[number]
+    prepare_on_gpu(model)
 
 
 @torch.no_grad()

@@ -21,9 +21,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lowbit.checkpoint import CheckpointReader, LayerEntry, Manifest, expected_tensors
 from lowbit.formats import parse_scheme
-from lowbit.models.fuse import fuse_quantization
+from lowbit.models.fuse import prepare_on_gpu
 from lowbit.nn.convert import Plan, empty_like, plan_conversion, quantized, swap, tie
-from lowbit.nn.linear import QuantLinear
 from lowbit.quantize.rtn import Search
 
 METHOD = "lowbit"
@@ -115,12 +114,7 @@ class LowbitQuantizer(HfQuantizer):
             self.quantization_config.modules_to_not_convert = sorted({row.name for row in self.plan.kept})
             for line in self.plan.lines():
                 logger.info(line)
-        for module in model.modules():
-            if isinstance(module, QuantLinear) and module.weight_packed.is_cuda:
-                # Now rather than at the first call, which torch.compile may be tracing.
-                module.prepare(getattr(model, "dtype", torch.bfloat16))
-        if any(isinstance(module, QuantLinear) and module.is_prepared for module in model.modules()):
-            fuse_quantization(model)
+        prepare_on_gpu(model)  # now rather than at the first call, which torch.compile may be tracing
         return model
 
     def is_serializable(self) -> bool:

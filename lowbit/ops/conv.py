@@ -21,6 +21,7 @@ from lowbit.kernels.conv_reference import (
     conv_reference,
     max_pool_reference,
     output_size,
+    quantize_reference,
 )
 from lowbit.pack.nhwc64 import CODE_BITS, ActivationStorage, Nhwc64
 from lowbit.pack.stem import StemImages
@@ -203,6 +204,18 @@ def average_pool_codes(x: Tensor, storage: ActivationStorage, channels: int, sca
     return torch.ops.lowbit.average_pool_codes(x, storage, channels, scale)  # type: ignore[no-any-return]
 
 
+def average_pool_to_codes(x: Tensor, storage: ActivationStorage, channels: int, scale: float, gain: float, out: Tensor) -> None:
+    """Writes packed s8 codes clamp(rne(fma(mean, gain, 0))), uint8 [N, 1, 1, bytes], of the means of packed codes."""
+    if x.is_cuda:
+        from lowbit.kernels.pool import average_codes
+
+        average_codes(x, storage, scale, gain, out)
+        return
+    means = average_pool_reference(Nhwc64(storage).unpack(x, channels), scale)[:, :, None, None]
+    gains, zeros = torch.full((channels,), gain), torch.zeros(channels)
+    out.copy_(Nhwc64("s8").pack(quantize_reference(means, gains, zeros, "s8")))
+
+
 def _device(layer: ConvLayer, device: torch.device | str | None) -> torch.device:
     """Where the layer is to run, with the number of the GPU."""
     wanted = layer.weight.device if device is None else torch.device(device)
@@ -230,6 +243,7 @@ def _kernel(
         from lowbit.kernels.sm80.conv import PreparedMmaConv
 
         return PreparedMmaConv(layer, images)
+    from lowbit.kernels.sm90.conv_deep_plan import PreparedDeep, deep_tile
     from lowbit.kernels.sm90.conv_plan import STEM_TILE, PreparedConv, choose_tile
     from lowbit.kernels.sm90.conv_strip import PreparedStrip, strip_tile
 
@@ -244,7 +258,11 @@ def _kernel(
     if tile is not None:
         return PreparedStrip(layer, tile, processors)
     height, width = layer.output_size(size[1], size[2])
-    return PreparedConv(layer, choose_tile(layer, size[0] * height * width), processors)
+    pixels = size[0] * height * width
+    large = deep_tile(layer, pixels, processors)
+    if large is not None:
+        return PreparedDeep(layer, large, processors)
+    return PreparedConv(layer, choose_tile(layer, pixels), processors)
 
 
 @torch.library.impl("lowbit::conv_codes", "CompositeExplicitAutograd")

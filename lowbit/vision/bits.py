@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowbit.formats import PerChannel, Scheme, ZeroPoint, decode, int_format, parse_scheme
 from lowbit.quantize import rtn
-from lowbit.vision.graph import AveragePool, Conv, Graph, Input, MaxPool, Node, reads_codes
+from lowbit.vision.graph import AveragePool, Conv, Graph, Input, MaxPool, Node, Sum, reads_codes
 from lowbit.vision.observe import Range, Search
 
 HIGHEST = {"u4": 15, "s8": 127}
@@ -35,7 +35,7 @@ class QuantWeight:
 
 @dataclass(frozen=True, eq=False)
 class Quantization:
-    """By name: the bits of each convolution, the scale of each value, the codes of each weight (second products too)."""
+    """By name: bits of each convolution and sum, the scale of each value, the codes of each weight (second products too)."""
 
     bits: dict[str, LayerBits]
     scales: dict[str, float]
@@ -53,26 +53,26 @@ def scheme_bits(scheme: str | Scheme) -> LayerBits:
 
 
 def assign_bits(graph: Graph, scheme: str | Scheme, keep_int8: tuple[str, ...] = ()) -> dict[str, LayerBits]:
-    """The bits of each convolution of `graph` under a scheme.
+    """The bits of each convolution and sum of `graph` under a scheme; those of the weights say nothing of a sum.
 
     8-bit weights for what reads the images and what makes the result, as everywhere in the literature; 8 bits for weights and
     output of the layers named in `keep_int8`, and for values that only floating-point operations read. Raises ValueError for a
     name that is no convolution of the graph.
     """
     wanted = scheme_bits(scheme)
-    convs = {name: node for name, node in graph.nodes.items() if isinstance(node, Conv)}
-    unknown = sorted(set(keep_int8) - set(convs))
+    made = {name: node for name, node in graph.nodes.items() if isinstance(node, (Conv, Sum))}
+    unknown = sorted(set(keep_int8) - set(made))
     if unknown:
-        raise ValueError(f"no convolution is called {unknown[0]!r}; they are {', '.join(convs)}")
+        raise ValueError(f"no convolution is called {unknown[0]!r}; they are {', '.join(made)}")
     images = {name for name, node in graph.nodes.items() if isinstance(node, Input)}
     readers, bits = graph.readers(), {}
-    for name, conv in convs.items():
+    for name, node in made.items():
         if name in keep_int8:
             bits[name] = LayerBits(8, 8)
             continue
-        weight = 8 if conv.x in images or name == graph.output else wanted.weight
+        weight = 8 if node.x in images or name == graph.output else wanted.weight
         for_codes = any(reads_codes(graph.nodes.get(reader)) for reader in readers[name])
-        bits[name] = LayerBits(weight, wanted.output if conv.relu and for_codes else 8)
+        bits[name] = LayerBits(weight, wanted.output if node.relu and for_codes else 8)
     return bits
 
 
@@ -81,7 +81,7 @@ def storage_of(graph: Graph, bits: Mapping[str, LayerBits], name: str) -> str:
     node = graph.nodes[name]
     if isinstance(node, MaxPool):
         return storage_of(graph, bits, node.x)
-    return "u4" if isinstance(node, Conv) and node.relu and bits[name].output == 4 else "s8"
+    return "u4" if isinstance(node, (Conv, Sum)) and node.relu and bits[name].output == 4 else "s8"
 
 
 def calibrate(graph: Graph, ranges: Mapping[str, Range], bits: Mapping[str, LayerBits], search: Search = "mse") -> Quantization:
@@ -104,8 +104,8 @@ def calibrate(graph: Graph, ranges: Mapping[str, Range], bits: Mapping[str, Laye
 
 
 def largest_scale(node: Node, highest: int) -> float:
-    """The scale with which codes end where the ReLU of a convolution does, infinity where it does not end."""
-    return node.most / highest if isinstance(node, Conv) else math.inf
+    """The scale with which codes end where the ReLU of a node does, infinity where it does not end."""
+    return node.most / highest if isinstance(node, (Conv, Sum)) else math.inf
 
 
 def mixed(graph: Graph, one: Quantization, other: Quantization, from_other: Container[str]) -> Quantization:
@@ -114,11 +114,11 @@ def mixed(graph: Graph, one: Quantization, other: Quantization, from_other: Cont
     for name, node in graph.nodes.items():
         if isinstance(node, MaxPool) and node.x in scales:
             scales[name] = scales[node.x]
-        elif isinstance(node, Conv) and name in from_other:
-            bits[name], weights[name] = other.bits[name], other.weights[name]
-            scales[name] = other.scales[name]
-            if node.second is not None:
-                weights[node.second.name] = other.weights[node.second.name]
+        elif isinstance(node, (Conv, Sum)) and name in from_other:
+            bits[name], scales[name] = other.bits[name], other.scales[name]
+            for conv in (node, node.second) if isinstance(node, Conv) else ():
+                if conv is not None:
+                    weights[conv.name] = other.weights[conv.name]
     return Quantization(bits, scales, weights)
 
 

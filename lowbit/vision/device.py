@@ -7,7 +7,7 @@ places are made by the reference, one operation after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -15,13 +15,24 @@ import torch
 from torch import Tensor
 
 from lowbit.kernels.conv_reference import DTYPES
-from lowbit.ops.conv import average_pool_codes, conv_refusals, max_pool_codes, prepare_conv, prepare_stem
+from lowbit.ops.code_sum import sum_codes
+from lowbit.ops.conv import (
+    average_pool_codes,
+    average_pool_to_codes,
+    conv_refusals,
+    max_pool_codes,
+    prepare_conv,
+    prepare_stem,
+)
+from lowbit.ops.conv_block import prepare_block
 from lowbit.ops.relayout import pack_values, unpack_values
 from lowbit.pack.nhwc64 import Nhwc64
 from lowbit.pack.stem import PIXEL_BYTES, StemImages
 from lowbit.vision.graph import as_images, call_other
-from lowbit.vision.memory import of_torch, plan_memory, stems, with_pooled_stems
+from lowbit.vision.memory import KERNEL_FUSIONS, fused, of_torch, plan_memory, stems
 from lowbit.vision.program import (
+    AverageCodes,
+    Block,
     Compute,
     Convolve,
     Dequantize,
@@ -30,6 +41,7 @@ from lowbit.vision.program import (
     PoolMax,
     Program,
     Quantize,
+    SumCodes,
     Value,
 )
 
@@ -55,15 +67,18 @@ def captured(launch: Callable[[], None], device: torch.device) -> Callable[[], N
 class DeviceProgram:
     """`program` for one batch size on one GPU: `run(images)` with images [batch, C, H, W] returns the result, float32.
 
-    Raises ValueError on a device that the kernels are not for.
+    fusions: what runs in one kernel where it can, of `KERNEL_FUSIONS`. Raises ValueError on a device that the kernels are not
+    for.
     """
 
-    def __init__(self, program: Program, batch: int, device: torch.device) -> None:
+    def __init__(
+        self, program: Program, batch: int, device: torch.device, fusions: Collection[str] = KERNEL_FUSIONS
+    ) -> None:  # fmt: skip
         reasons = refusals(program, device)
         if reasons:
             raise ValueError(f"no kernels for this network on {device}: {'; '.join(reasons)}")
         device = torch.empty(0, device=device).device  # "cuda" is a device without a number, tensors have one
-        program = with_pooled_stems(program, device)
+        program = fused(program, batch, device, fusions)
         self.program, self.batch, self.device = program.to(device), batch, device
         self.plan = plan_memory(program, batch)
         self.arena = torch.zeros(self.plan.nbytes, dtype=torch.uint8, device=device)
@@ -158,6 +173,14 @@ class DeviceProgram:
                 return lambda: quantize(as_images(values[x]))
             case Convolve():
                 return self._convolution(operation, stems.get(operation.x))
+            case Block():
+                return self._block(operation)
+            case SumCodes(y, x, layer, other):
+                known = self.program.values[y]
+                layout = Nhwc64(known.storage)  # type: ignore[arg-type]
+                total = self._place(y, layout.shape((self.batch, *known.shape)), torch.uint8)  # type: ignore[arg-type]
+                values[y] = total
+                return lambda: sum_codes(values[x], layer, None if other is None else values[other], total)
             case PoolMax(y, x):
                 known = self.program.values[y]
                 layout = Nhwc64(known.storage)  # type: ignore[arg-type]
@@ -169,6 +192,11 @@ class DeviceProgram:
                 out = self._place(y, (self.batch, read.shape[0]), torch.float32)
                 values[y] = as_images(out)
                 return lambda: _average_pool(values[x], read, scale, out)  # type: ignore[arg-type]
+            case AverageCodes(y, x, scale, factor):
+                read = self.program.values[x]
+                layout, count = Nhwc64("s8"), read.shape[0]
+                means = values[y] = self._place(y, layout.shape((self.batch, count, 1, 1)), torch.uint8)
+                return lambda: average_pool_to_codes(values[x], read.storage, count, scale, factor, means)  # type: ignore[arg-type]
             case Dequantize(y, x, scale):
                 channels, height, width = self.program.values[x].shape
                 storage = self.program.values[x].storage
@@ -200,6 +228,16 @@ class DeviceProgram:
         second = None if operation.second is None else values[operation.second]
         values[y] = out if dtype == torch.uint8 else out.permute(0, 3, 1, 2)
         return lambda: prepared(x, residual, second, out)
+
+    def _block(self, operation: Block) -> Callable[[], object]:
+        x, added = self.values[operation.second.x], self.values[operation.added]
+        size = (self.batch, *self.program.values[operation.second.x].shape[1:])
+        layers = (operation.second.layer, operation.third.layer, operation.following.layer)
+        block = prepare_block(*layers, size, self.device)  # type: ignore[arg-type]
+        shapes = block.output_shapes(tuple(x.shape))
+        y = self.values[operation.also] = self._place(operation.also, shapes[0], torch.uint8)
+        z = self.values[operation.y] = self._place(operation.y, shapes[1], torch.uint8)
+        return lambda: block(x, added, (y, z))
 
     def _computation(self, operation: Operation) -> Callable[[], None]:
         assert isinstance(operation, Compute)

@@ -82,6 +82,22 @@ class Conv:
 
 
 @dataclass(frozen=True, eq=False)
+class Sum:
+    """y = x (+ other), then ReLU if `relu`, up to `most`: an addition or a ReLU that no convolution has inside."""
+
+    name: str
+    x: str
+    other: str | None
+    relu: bool = False
+    most: float = math.inf
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the values this node reads."""
+        return (self.x,) if self.other is None else (self.x, self.other)
+
+
+@dataclass(frozen=True, eq=False)
 class MaxPool(OneInput):
     """The largest value of each window."""
 
@@ -119,12 +135,12 @@ class Other:
         return tuple(ref.name for ref in _refs((self.args, self.kwargs)))
 
 
-Node = Input | Conv | MaxPool | AveragePool | Other
+Node = Input | Conv | Sum | MaxPool | AveragePool | Other
 
 
 def reads_codes(node: Node | None) -> bool:
     """Whether a node computes on codes where it can; None, the reader of the result, does not."""
-    return isinstance(node, (Conv, MaxPool, AveragePool))
+    return isinstance(node, (Conv, Sum, MaxPool, AveragePool))
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,6 +185,9 @@ class Graph:
                 return images
             case Conv():
                 return convolve(node, as_images(values[node.x]), lambda name: as_images(values[name]))
+            case Sum():
+                y = values[node.x] if node.other is None else values[node.x] + values[node.other]
+                return y.clamp(0.0, node.most) if node.relu else y
             case MaxPool():
                 return F.max_pool2d(values[node.x], node.kernel, node.stride, node.padding)
             case AveragePool():
@@ -246,6 +265,8 @@ def rename_inputs(node: Node, names: dict[str, str]) -> Node:
         case Conv():
             second = None if node.second is None else replace(node.second, x=new(node.second.x))
             return replace(node, x=new(node.x), residual=node.residual and new(node.residual), second=second)
+        case Sum():
+            return replace(node, x=new(node.x), other=node.other and new(node.other))
         case MaxPool() | AveragePool():
             return replace(node, x=new(node.x))
         case Other():

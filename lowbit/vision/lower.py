@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from lowbit.kernels.conv_reference import ConvLayer, SecondProduct, Storage, requantize
+from lowbit.kernels.conv_reference import ConvLayer, SecondProduct, Storage, SumLayer, requantize
 from lowbit.vision.bits import Quantization, storage_of
-from lowbit.vision.graph import AveragePool, Conv, Graph, Input, MaxPool, Node, Other, Ref, reads_codes, rename_inputs
+from lowbit.vision.graph import AveragePool, Conv, Graph, Input, MaxPool, Node, Other, Ref, Sum, reads_codes, rename_inputs
 from lowbit.vision.program import (
     Compute,
     Convolve,
@@ -23,6 +23,7 @@ from lowbit.vision.program import (
     PoolMax,
     Program,
     Quantize,
+    SumCodes,
     Value,
 )
 
@@ -58,6 +59,8 @@ class _Lowering:
                 self.values[node.name + FLOAT] = Value("f32", shape)
             case Conv():
                 self._convolve(node)
+            case Sum():
+                self._sum(node)
             case MaxPool() if node.x in self.values:
                 known = self.values[node.x]
                 self.values[node.name] = Value(known.storage, shape, known.scale)
@@ -118,6 +121,16 @@ class _Lowering:
         shape = self.graph.shapes[node.name]
         self.values[name] = Value(storage, _image_shape(shape) if as_codes else shape, scale)
         self.operations.append(Convolve(name, node.x, layer, node.residual, None if node.second is None else node.second.x))
+
+    def _sum(self, node: Sum) -> None:
+        x = self.values[self.codes(node.x)]
+        other = None if node.other is None else self.values[self.codes(node.other)]
+        storage: Storage = storage_of(self.graph, self.quantization.bits, node.name)  # type: ignore[assignment]
+        scale = self._scale(node.name)
+        s, b, g = requantize(torch.ones(1), None, x.scale, scale, storage, None if other is None else other.scale)
+        layer = SumLayer(x.storage, storage, float(s), float(b), node.relu, None if other is None else other.storage, g)
+        self.values[node.name] = Value(storage, _image_shape(self.graph.shapes[node.name]), scale)
+        self.operations.append(SumCodes(node.name, node.x, layer, node.other))
 
     def _compute(self, node: Other) -> None:
         names = {name: self.floating(name) for name in node.inputs}

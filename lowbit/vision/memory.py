@@ -7,14 +7,29 @@ channels are padded to blocks of 64 here, for 4-bit and 8-bit codes alike, whate
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
 
 from lowbit.ops.conv import STEM_POOL, stem_pool_refusals
+from lowbit.ops.conv_block import block_refusals
 from lowbit.pack.nhwc64 import Nhwc64
 from lowbit.pack.stem import PIXEL_BYTES, StemImages
-from lowbit.vision.program import Compute, Convolve, Dequantize, Operation, PoolMax, Program, Quantize, Value
+from lowbit.vision.program import (
+    AverageCodes,
+    Block,
+    Compute,
+    Convolve,
+    Dequantize,
+    Operation,
+    PoolAverage,
+    PoolMax,
+    Program,
+    Quantize,
+    Value,
+    made_by,
+)
 
 ALIGNMENT_BYTES = 1024
 """Of every place: what TMA and 128-byte loads ask for, and more."""
@@ -103,6 +118,58 @@ def _stem_images(operation: Operation, name: str, known: Value | None) -> StemIm
     return None if images.refusals() else images
 
 
+KERNEL_FUSIONS = ("stem", "blocks")
+"""What kernels compute together beyond a convolution and what follows it: a stem and the max-pool behind it; the second and
+third convolution of a bottleneck of 64 channels and the first one of the next."""
+
+
+def fused(program: Program, batch: int, device: torch.device, fusions: Collection[str] = KERNEL_FUSIONS) -> Program:
+    """The program as kernels on `device` run it, with some of `KERNEL_FUSIONS`. Raises ValueError for another name."""
+    unknown = sorted(set(fusions) - set(KERNEL_FUSIONS))
+    if unknown:
+        raise ValueError(f"fusions of kernels are {', '.join(KERNEL_FUSIONS)}, got {unknown[0]!r}")
+    program = with_codes_of_means(program)
+    if "stem" in fusions:
+        program = with_pooled_stems(program, device)
+    return with_blocks(program, batch, device) if "blocks" in fusions else program
+
+
+def with_codes_of_means(program: Program) -> Program:
+    """The program with means over pixels made as codes at once, where nothing else reads them."""
+    operations: dict[str, Operation] = {operation.y: operation for operation in program.operations}
+    for op in program.operations:
+        pool = operations.get(op.x) if isinstance(op, Quantize) else None
+        if not isinstance(op, Quantize) or not isinstance(pool, PoolAverage) or pool.y == program.result:
+            continue
+        if [name for other in program.operations for name in other.inputs].count(pool.y) == 1:
+            operations[op.y] = AverageCodes(op.y, pool.x, pool.scale, op.factor)
+            del operations[pool.y]
+    return replace(program, operations=tuple(operations.values()))
+
+
+def with_blocks(program: Program, batch: int, device: torch.device) -> Program:
+    """The program with three convolutions as one `Block` wherever a kernel does so: the middle one reads what the first makes
+    and nothing else does; the last reads what the middle one makes, as others may."""
+    operations = {operation.y: operation for operation in program.operations}
+    for third in program.operations:
+        second = operations.get(third.x) if isinstance(third, Convolve) and third.y in operations else None
+        if not isinstance(third, Convolve) or not isinstance(second, Convolve) or second.pooled or second.y == program.result:
+            continue
+        reads = [name for op in program.operations for name in op.inputs].count(second.y)
+        shape = program.values[second.x].shape
+        if reads > 1 or (third.residual is None) == (third.second is None) or len(shape) != 3:
+            continue
+        size = (batch, shape[1], shape[2])
+        for op in program.operations:
+            if not isinstance(op, Convolve) or op.y not in operations or op.inputs != (third.y,):
+                continue
+            if not block_refusals(second.layer, third.layer, op.layer, size, device):
+                operations[third.y] = Block(second, third, op)
+                del operations[second.y], operations[op.y]
+                break
+    return replace(program, operations=tuple(operations.values()))
+
+
 def with_pooled_stems(program: Program, device: torch.device) -> Program:
     """The program as kernels on `device` run it: stems whose codes only a max-pool of `STEM_POOL` reads have it inside."""
     packed = stems(program)
@@ -147,10 +214,11 @@ def plan_memory(program: Program, batch: int) -> MemoryPlan:
     elsewhere = of_torch(program)
     wanted = []
     for i, operation in enumerate(program.operations):
-        if operation.y not in elsewhere:
-            of_images = isinstance(operation, Quantize) and operation.x == program.images  # made before anything else
-            first = 0 if of_images else i
-            wanted.append((operation.y, Place(0, nbytes(operation.y), first, last.get(operation.y, end))))
+        of_images = isinstance(operation, Quantize) and operation.x == program.images  # made before anything else
+        first = 0 if of_images else i
+        for name in made_by(operation):
+            if name not in elsewhere:
+                wanted.append((name, Place(0, nbytes(name), first, last.get(name, end))))
     places: dict[str, Place] = {}
     for name, place in sorted(wanted, key=lambda item: -item[1].nbytes):
         offset = 0
@@ -159,4 +227,5 @@ def plan_memory(program: Program, batch: int) -> MemoryPlan:
                 break
             offset = max(offset, other.offset + other.nbytes)
         places[name] = Place(offset, place.nbytes, place.first, place.last)
-    return MemoryPlan(batch, {operation.y: places[operation.y] for operation in program.operations if operation.y in places})
+    names = [name for operation in program.operations for name in made_by(operation)]
+    return MemoryPlan(batch, {name: places[name] for name in names if name in places})

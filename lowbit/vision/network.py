@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,9 @@ from lowbit.vision.finetune import FineTune, fine_tune
 from lowbit.vision.lower import FLOAT, lower
 from lowbit.vision.observe import Search, observe
 from lowbit.vision.pixels import Pixels
-from lowbit.vision.program import Compute, Convolve, PoolAverage, PoolMax, Program
+from lowbit.vision.program import Compute, Convolve, PoolAverage, PoolMax, Program, SumCodes
 from lowbit.vision.sensitivity import Assignment, choose_int8
-from lowbit.vision.trace import trace
+from lowbit.vision.trace import FUSIONS, trace
 
 if TYPE_CHECKING:
     from lowbit.vision.device import DeviceProgram
@@ -113,12 +113,18 @@ class QuantizedNetwork(nn.Module):
                 if layer.residual is not None:
                     storage = f"{layer.x} + {layer.residual} -> {layer.y}"
                 found.append(LayerRow(layer.name, _kind(op), weight_bits(layer.weight), storage, products))
-            elif isinstance(op, (PoolMax, PoolAverage)):
+            elif isinstance(op, (PoolMax, PoolAverage, SumCodes)):
                 kind = "max pool" if isinstance(op, PoolMax) else "average pool"
+                if isinstance(op, SumCodes):
+                    kind = " + ".join(["add"] * (op.other is not None) + ["relu"] * op.layer.relu)
                 found.append(
                     LayerRow(op.y.removesuffix(FLOAT), kind, 0, f"{values[op.x].storage} -> {values[op.y].storage}", 0)
                 )
         return found
+
+    def extra_repr(self) -> str:
+        """The report, where torch prints modules."""
+        return "\n".join(self.lines())
 
     def lines(self) -> list[str]:
         """The report, a line each."""
@@ -173,16 +179,25 @@ def quantize(
     activations per tensor; values after ReLU get the 4 bits; 8-bit weights stay where images are read and the result is made.
     keep_int8: layers that keep 8 bits. most_divergence: instead, as few layers keep 8 bits as bring the mean divergence of
     the result's softmax to this many nats. fine_tuning: trains with the rounding in place, on the calibration data, without
-    labels. search: how activations are clipped, see `observe`. fold_shortcuts: see `trace`. pixels: how 8-bit pixels become
-    what the model takes; calibration data and the network's input may then be uint8. The model is not changed, and may be on a
-    GPU. Raises ValueError for a scheme, layer or data that cannot be, `UnsupportedNetwork` for a model.
+    labels. search: how activations are clipped, see `observe`. fold_shortcuts: whether a convolution computes the one that its
+    result is added to. pixels: how 8-bit pixels become what the model takes; calibration data and the network's input may then
+    be uint8. The model is not changed, and may be on a GPU. Raises ValueError for a scheme, layer or data that cannot be,
+    `UnsupportedNetwork` for a model.
     """
     scheme_bits(scheme)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"the model is a module of torch, got {type(model).__name__}: load it first")
+    if isinstance(keep_int8, str):
+        raise ValueError(f"keep_int8 is a list of names, got the string {keep_int8!r}")
+    if search not in get_args(Search):
+        raise ValueError(f"search is one of {', '.join(get_args(Search))}, got {search!r}")
+    if fine_tuning is not None and not isinstance(fine_tuning, FineTune):
+        raise ValueError(f"fine_tuning is vision.FineTune(epochs=..., rate=...) or None, got {fine_tuning!r}")
     if keep_int8 and most_divergence is not None:
         raise ValueError("keep_int8 names layers and most_divergence finds them: give one of the two")
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     batches = image_batches(calibration_data, device, pixels)
-    graph = trace(model, batches[0], fold_shortcuts=fold_shortcuts)
+    graph = trace(model, batches[0], FUSIONS if fold_shortcuts else FUSIONS[:-1])
     ranges = observe(graph, batches)
     assignment = None
     if most_divergence is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,8 @@ class Pixels:
     deviation: tuple[float, ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.mean, Sequence) or not isinstance(self.deviation, Sequence):
+            raise ValueError(f"pixels have a mean and a deviation per channel, as tuples, got {self.mean} and {self.deviation}")
         if len(self.mean) != len(self.deviation) or not self.mean or min(self.deviation) <= 0:
             raise ValueError(f"pixels have as many means as positive deviations, got {self.mean} and {self.deviation}")
 

@@ -16,10 +16,12 @@ from torch import Tensor
 from lowbit.kernels.conv_reference import (
     ConvLayer,
     Storage,
+    SumLayer,
     average_pool_reference,
     conv_reference,
     max_pool_reference,
     quantize_reference,
+    sum_reference,
 )
 from lowbit.ops.conv import STEM_POOL
 from lowbit.vision.graph import OneInput, Other, Pair, as_images, call_other, constants_on
@@ -62,6 +64,55 @@ class Convolve:
         """Names of the values read."""
         return (self.x, *(name for name in (self.residual, self.second) if name is not None))
 
+    def to(self, device: torch.device | str) -> Convolve:
+        """The operation with its tensors on `device`."""
+        return replace(self, layer=self.layer.to(device))
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Three `Convolve` in one kernel (ops/conv_block.py), the last of which makes y; what the middle one makes, `also`, is
+    stored for its other readers."""
+
+    second: Convolve
+    third: Convolve
+    following: Convolve
+
+    @property
+    def y(self) -> str:
+        """The name of the last value made."""
+        return self.following.y
+
+    @property
+    def also(self) -> str:
+        """The name of the value that the third convolution makes."""
+        return self.third.y
+
+    @property
+    def added(self) -> str:
+        """The name of the residual, or of what the shortcut reads."""
+        return self.third.residual or self.third.second or ""
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the values read."""
+        return self.second.x, self.added
+
+
+@dataclass(frozen=True)
+class SumCodes:
+    """One `SumLayer`: a sum of codes, or a ReLU, that no convolution has inside."""
+
+    y: str
+    x: str
+    layer: SumLayer
+    other: str | None = None
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the values read."""
+        return (self.x,) if self.other is None else (self.x, self.other)
+
 
 @dataclass(frozen=True)
 class PoolMax(OneInput):
@@ -81,6 +132,16 @@ class PoolAverage(OneInput):
     y: str
     x: str
     scale: float
+
+
+@dataclass(frozen=True)
+class AverageCodes(OneInput):
+    """`PoolAverage` and the `Quantize` of its means in one kernel: s8 codes [N, C, 1, 1]."""
+
+    y: str
+    x: str
+    scale: float
+    factor: float
 
 
 @dataclass(frozen=True)
@@ -105,7 +166,12 @@ class Compute:
         return self.node.inputs
 
 
-Operation = Quantize | Convolve | PoolMax | PoolAverage | Dequantize | Compute
+Operation = Quantize | Convolve | Block | SumCodes | PoolMax | PoolAverage | AverageCodes | Dequantize | Compute
+
+
+def made_by(operation: Operation) -> tuple[str, ...]:
+    """Names of the values that an operation makes."""
+    return (operation.also, operation.y) if isinstance(operation, Block) else (operation.y,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,6 +213,11 @@ class Program:
                 second = None if operation.second is None else values[operation.second]
                 y = conv_reference(values[operation.x], operation.layer, residual, second)
                 return max_pool_reference(y, *STEM_POOL) if operation.pooled else y
+            case Block() | AverageCodes():
+                raise ValueError(f"{operation.y} is made by DeviceProgram; a program has the parts of what makes it")
+            case SumCodes():
+                other = None if operation.other is None else values[operation.other]
+                return sum_reference(values[operation.x], operation.layer, other)
             case PoolMax():
                 return max_pool_reference(values[operation.x], operation.kernel, operation.stride, operation.padding)
             case PoolAverage():
@@ -178,8 +249,7 @@ class Program:
         """Names of the values that nothing needs any more after each operation, by its number."""
         last: dict[str, int] = {}
         for i, operation in enumerate(self.operations):
-            last[operation.y] = i
-            last.update(dict.fromkeys(operation.inputs, i))
+            last.update(dict.fromkeys((*made_by(operation), *operation.inputs), i))
         last.pop(self.result, None)
         after: dict[int, list[str]] = {}
         for name, i in last.items():
@@ -191,7 +261,9 @@ class Program:
         moved: list[Operation] = []
         for op in self.operations:
             if isinstance(op, Convolve):
-                op = replace(op, layer=op.layer.to(device))
+                op = op.to(device)
+            elif isinstance(op, Block):
+                op = Block(op.second.to(device), op.third.to(device), op.following.to(device))
             elif isinstance(op, Compute):
                 op = replace(op, node=constants_on(op.node, device))
             moved.append(op)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader, CheckpointWriter
 from lowbit.formats import pack_words, unpack_words
-from lowbit.kernels.conv_reference import ConvLayer, SecondProduct
+from lowbit.kernels.conv_reference import ConvLayer, SecondProduct, SumLayer
 from lowbit.vision.graph import Other, Ref
 from lowbit.vision.network import QuantizedNetwork, weight_bits
 from lowbit.vision.pixels import Pixels
@@ -29,6 +29,7 @@ from lowbit.vision.program import (
     PoolMax,
     Program,
     Quantize,
+    SumCodes,
     Value,
 )
 
@@ -105,6 +106,8 @@ def _written(op: Operation, key: str, add: Callable[[str, Tensor], None]) -> dic
             row: dict[str, Any] = {"kind": "convolve", "y": y, "x": x, "residual": residual, "second": second}
             row["layer"] = _layer_row(layer, key, add)
             return row
+        case SumCodes(y, x, layer, other):
+            return {"kind": "sum", "y": y, "x": x, "other": other, "layer": vars(layer)}
         case Compute(y, node):
             return {"kind": "compute", "y": y, **_node_row(node, key, add)}
     kind = {Quantize: "quantize", PoolMax: "max_pool", PoolAverage: "average_pool", Dequantize: "dequantize"}[type(op)]
@@ -124,6 +127,8 @@ def _read(row: dict[str, Any], key: str, get: Callable[[str], Tensor]) -> Operat
             return Dequantize(y, row["x"], row["scale"])
         case "convolve":
             return Convolve(y, row["x"], _layer(row["layer"], key, get), row["residual"], row["second"])
+        case "sum":
+            return SumCodes(y, row["x"], SumLayer(**row["layer"]), row["other"])
         case "compute":
             return Compute(y, _node(row, key, get))
     raise ValueError(f"unknown operation {kind!r}")

@@ -2,14 +2,15 @@
 
 The passes, in order: what is a convolution or a pool is recognized; a batch norm goes into the convolution before it; a ReLU
 becomes part of it; an addition becomes part of one of the two convolutions it adds, if that one has no other reader (the
-single-reader rule: whoever else reads the sum's term would no longer find it); a ReLU after the sum likewise.
+single-reader rule: whoever else reads the sum's term would no longer find it); a ReLU after the sum likewise. Additions and
+ReLUs that are left between codes are sums of codes.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,20 @@ import torch
 from torch import Tensor, fx, nn
 
 from lowbit.kernels.conv_reference import output_size
-from lowbit.vision.graph import AveragePool, Conv, Graph, Input, MaxPool, Node, Other, Pair, Ref, rename_inputs
+from lowbit.vision.graph import (
+    AveragePool,
+    Conv,
+    Graph,
+    Input,
+    MaxPool,
+    Node,
+    Other,
+    Pair,
+    Ref,
+    Sum,
+    reads_codes,
+    rename_inputs,
+)
 
 aten = torch.ops.aten
 _ALIASES = (aten.clone.default, aten.alias.default, aten.detach.default, aten.contiguous.default, aten.dropout.default)
@@ -27,26 +41,42 @@ _BATCH_NORMS = (aten._native_batch_norm_legit_no_training.default, aten.batch_no
 _REARRANGES = (*_FLATTENS, aten.cat.default, aten.permute.default, aten.transpose.int, aten.sym_size.int, operator.getitem)
 
 
+FUSIONS = ("relu", "add", "shortcut")
+"""What goes into a convolution: the ReLU behind it; the sum of it and another value; a 1 x 1 convolution that it is added to,
+as its second product, which then is never stored."""
+
+
 class UnsupportedNetwork(ValueError):
     """A model that cannot be traced to one graph; the message says why and what to do."""
 
 
-def trace(model: nn.Module, images: Tensor, *, fold_shortcuts: bool = True) -> Graph:
-    """The graph of `model` in evaluation, on images like `images` [N, C, H, W], with every fusion done.
+def trace(model: nn.Module, images: Tensor, fusions: Collection[str] = FUSIONS) -> Graph:
+    """The graph of `model` in evaluation, on images like `images` [N, C, H, W], with these fusions done.
 
-    fold_shortcuts: a 1x1 convolution that is added to another one becomes its second product and is never stored. The model
-    itself is not changed. Raises UnsupportedNetwork if torch.export cannot trace it or its result is not one tensor.
+    The model is not changed. Raises UnsupportedNetwork if torch.export cannot trace it or its result is not one tensor.
     """
+    return fuse(unfused(model, images), fusions)
+
+
+def unfused(model: nn.Module, images: Tensor) -> Graph:
+    """As `trace`, with batch norms and means in their convolutions and nothing else."""
     graph = _exported(model, images)
-    for step in (
-        _recognize,
-        _fold_batch_norms,
-        _absorb_means,
-        _fuse_relus,
-        lambda g: _fuse_adds(g, fold_shortcuts),
-        _fuse_relus,
-    ):
+    for step in (_recognize, _fold_batch_norms, _absorb_means):
         graph = step(graph)
+    return graph
+
+
+def fuse(graph: Graph, fusions: Collection[str] = FUSIONS) -> Graph:
+    """The graph of `unfused` with some of `FUSIONS`. Raises ValueError for another name."""
+    unknown = sorted(set(fusions) - set(FUSIONS))
+    if unknown:
+        raise ValueError(f"fusions are {', '.join(FUSIONS)}, got {unknown[0]!r}")
+    steps: dict[str, Callable[[Graph], Graph]] = {
+        "relu": _fuse_relus, "add": lambda g: _fuse_adds(g, "shortcut" in fusions), "sums": _sums
+    }  # fmt: skip
+    for name in ("relu", "add", "relu", "sums", "relu"):
+        if name in fusions or name == "sums":
+            graph = steps[name](graph)
     return _without_dead(graph)
 
 
@@ -302,15 +332,47 @@ def _fuse_relus(graph: Graph) -> Graph:
         most = _end_of_relu(node)
         if most is not None:
             conv = nodes[node.inputs[0]]
-            if isinstance(conv, Conv) and not conv.relu and len(readers[conv.name]) == 1:
+            if isinstance(conv, (Conv, Sum)) and not conv.relu and len(readers[conv.name]) == 1:
                 return replace(conv, relu=True, most=most), conv.name
         return node, None
 
     return _rewritten(graph, rewrite)
 
 
+def _sums(graph: Graph) -> Graph:
+    """Additions and ReLUs of values that exist as codes, where codes are read of them too, are sums of codes."""
+    readers = graph.readers()
+    wanted: set[str] = set()  # whose codes something reads
+    for name in reversed(graph.nodes):
+        read = (graph.nodes.get(reader) for reader in readers[name])
+        if any(reads_codes(r) or (r is not None and r.name in wanted and _terms(r, graph.shapes)) for r in read):
+            wanted.add(name)
+
+    def rewrite(node: Node, nodes: dict[str, Node]) -> tuple[Node, str | None]:
+        terms = _terms(node, graph.shapes)
+        if terms is None or node.name not in wanted:
+            return node, None
+        if not all(isinstance(nodes[name], (Conv, Sum, MaxPool)) for name in terms):
+            return node, None
+        most = _end_of_relu(node)
+        return Sum(node.name, terms[0], (*terms, None)[1], most is not None, math.inf if most is None else most), None
+
+    return _rewritten(graph, rewrite)
+
+
+def _terms(node: Node, shapes: dict[str, tuple[int, ...]]) -> tuple[str, ...] | None:
+    """What a ReLU or an addition of two images of one shape reads; None for any other node."""
+    adds = isinstance(node, Other) and node.target is aten.add.Tensor and not node.kwargs and len(node.inputs) == 2
+    if not adds and _end_of_relu(node) is None:
+        return None
+    found = {shapes.get(name, ()) for name in (node.name, *node.inputs)}
+    return node.inputs if len(found) == 1 and len(found.pop()) == 3 else None
+
+
 def _end_of_relu(node: Node) -> float | None:
     """Where a ReLU ends: infinity, or 6 for ReLU6; None for other nodes."""
+    if isinstance(node, Sum) and node.other is None and node.relu:
+        return node.most
     if not isinstance(node, Other) or node.kwargs:
         return None
     if node.target is aten.relu.default:

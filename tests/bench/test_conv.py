@@ -2,41 +2,107 @@
 
 from __future__ import annotations
 
+import collections
+import functools
 import io
 import json
+import math
 
 import pytest
+import torch
 from rich.console import Console
 
+from lowbit.bench.conv_network import FUSIONS, labels, work_of
 from lowbit.bench.conv_report import bench_conv, layer_table, load, network_table, plot
-from lowbit.bench.resnet50 import STEM, blocks
+from lowbit.bench.resnet50 import STEM, ResNet50, blocks
+from lowbit.vision.bits import assign_bits, calibrate
+from lowbit.vision.graph import Conv
+from lowbit.vision.lower import lower
+from lowbit.vision.memory import fused, with_pooled_stems
+from lowbit.vision.observe import observe
+from lowbit.vision.trace import FUSIONS as trace_fusions
+from lowbit.vision.trace import fuse, trace, unfused
+from tests.vision.nets import resnet
 
 
-def layers():
-    for block in blocks():
-        yield from (block.first, block.second, block.third)
-        if block.shortcut is not None:
-            yield block.shortcut
+@functools.cache
+def unfused_resnet50():
+    return unfused(ResNet50(), torch.zeros(1, 3, 224, 224))
 
 
 def test_the_network_is_resnet50():
-    """3.86 + 0.24 (v1.5) billion multiply-adds and 25.5 million weights, less the classifier's: He et al., table 1."""
-    found = [STEM, *layers()]
-    assert len(found) == 53
-    assert sum(layer.operations(1) for layer in found) / 2 == pytest.approx(4.087e9, rel=1e-3)
-    assert sum(layer.weights() for layer in found) == 23_454_912
+    """3.86 + 0.24 (v1.5) billion multiply-adds and 25.5 million weights: He et al., table 1."""
+    graph = unfused_resnet50()
+    convs = {name: node for name, node in graph.nodes.items() if isinstance(node, Conv)}
+    assert len(convs) == 54 and sum(node.weight.numel() for node in convs.values()) == 25_502_912
+    products = sum(node.weight.numel() * math.prod(graph.shapes[name][1:]) for name, node in convs.items())
+    assert products == pytest.approx(4.089e9, rel=1e-3)
     assert [b.third.output_size for b in blocks()] == [56] * 3 + [28] * 4 + [14] * 6 + [7] * 3
+    listed = [layer for b in blocks() for layer in (b.first, b.second, b.third, b.shortcut) if layer is not None]
+    for layer in (STEM, *listed):
+        node = convs[layer.name]
+        assert tuple(node.weight.shape) == (layer.outputs, layer.channels, layer.kernel, layer.kernel)
+        assert node.stride == (layer.stride, layer.stride) and graph.shapes[layer.name][1] == layer.output_size
     assert sum(b.shortcut is not None for b in blocks()) == 4
 
 
-def test_bytes_by_hand():
-    block = blocks()[1]
-    third = block.third  # 64 to 256 channels, 56 x 56, with a residual
-    pixels = 2 * 56 * 56
-    assert third.moved_bytes(2, 4) == pixels * (64 + 256 + 256) / 2 + 64 * 256
-    assert third.moved_bytes(2, 8) == pixels * (64 + 256 + 256) + 64 * 256
-    shortcut = blocks()[3].shortcut  # stride 2 reads a quarter of the pixels
-    assert shortcut is not None and shortcut.moved_bytes(1, 8) == 28 * 28 * (256 + 512) + 256 * 512
+@pytest.mark.parametrize(
+    ("fusion", "convs", "sums"),
+    [("none", 54, 49 + 16), ("relu", 54, 16), ("add", 54, 0), ("shortcut", 50, 0), ("blocks", 50, 0)],
+)
+def test_what_each_fusion_saves(fusion, convs, sums):
+    chosen = FUSIONS[1 : FUSIONS.index(fusion) + 1]
+    graph = fuse(unfused_resnet50(), [name for name in chosen if name in trace_fusions])
+    kinds = collections.Counter(type(node).__name__ for node in graph.nodes.values())
+    assert kinds == collections.Counter({"Input": 1, "Conv": convs, "Sum": sums, "MaxPool": 1, "AveragePool": 1})
+
+
+@functools.cache
+def program(*fusions):
+    model, images = resnet("bottleneck", sizes=(128, 256), depths=(2, 1), embedding=64), torch.randn(2, 3, 64, 32)
+    graph = fuse(unfused(model, images), fusions)
+    return lower(graph, calibrate(graph, observe(graph, [images]), assign_bits(graph, "w8a4")))
+
+
+def works(program, batch):
+    names = labels(program)
+    return {names[op.y]: work_of(op, program, batch) for op in program.operations}
+
+
+def test_work_by_hand():
+    found = works(program("relu", "add"), 2)
+    stem, block = "resnet.embedder.embedder.convolution", "resnet.encoder.stages.1.layers.0"
+    pixels = 2 * 32 * 16
+    assert found[stem] == (2 * 32 * (16 + 3) * 16 + 64 * 3 * 49 + pixels * 64 / 2, 2 * pixels * 64 * 3 * 49)
+    # Stride 2: of 16 x 8 pixels a quarter is read by a 1 x 1 window, and its output has 8 bits, as nothing follows it.
+    assert found[f"{block}.shortcut.convolution"] == (2 * 8 * 4 * (128 / 2 + 256) + 128 * 256, 2 * 2 * 8 * 4 * 128 * 256)
+    last = f"{block}.layer.2.convolution"
+    assert found[last] == (2 * 8 * 4 * (64 / 2 + 256 + 256 / 2) + 64 * 256, 2 * 2 * 8 * 4 * 64 * 256)
+    assert found["max-pool"] == (pixels * 64 / 2 * 1.25, 0.0)
+    folded = works(program("relu", "add", "shortcut"), 2)[last]
+    assert folded == (2 * 8 * 4 * (64 / 2 + 128 / 2 + 256 / 2) + (64 + 128) * 256, 2 * 2 * 8 * 4 * (64 + 128) * 256)
+    pooled = with_pooled_stems(program("relu", "add"), torch.device("cpu"))
+    moved, work = works(pooled, 2)[f"{stem} and max-pool"]
+    assert moved == found[stem][0] - pixels * 64 / 2 * 0.75 and work == found[stem][1]
+
+
+def test_work_of_blocks_by_hand():
+    model, images = resnet("bottleneck", sizes=(256, 512), depths=(1, 1), embedding=64), torch.randn(2, 3, 32, 48)
+    graph = trace(model, images)
+    whole = fused(lower(graph, calibrate(graph, observe(graph, [images]), assign_bits(graph, "w8a4"))), 2, torch.device("cpu"))
+    (name,) = [name for name in works(whole, 2) if " to " in name]
+    pixels, weights = 2 * 8 * 12, 64 * 64 * 9 + (64 + 64) * 256 + 256 * 128
+    assert name.endswith("stages.1.layers.0.layer.0.convolution")
+    # x, the shortcut's input, y and z; the second convolution's output stays where it is.
+    assert works(whole, 2)[name] == (pixels * (64 + 64 + 256 + 128) / 2 + weights, 2 * pixels * weights)
+
+
+def test_passes_on_codes_are_called_after_what_they_read():
+    found = works(program(), 1)
+    last = "resnet.encoder.stages.0.layers.1.layer.2.convolution"
+    size = 16 * 8 * 128
+    assert found[f"{last} sum"] == (size + size / 2 + size, 0.0)  # 8 bits before a ReLU
+    assert found[f"{last} sum ReLU"] == (size + size / 2, 0.0)
 
 
 def document():

@@ -19,18 +19,28 @@ H200 = device_for(90)
         ("w8a8", 16, 28672, 1, 16, 1),
         ("w8a8", 64, 8192, 1, 64, 1),
         ("w8a8", 128, 8192, 1, 128, 1),
-        ("w8a8", 256, 28672, 2, 128, 1),
+        ("w8a8", 128, 28672, 2, 128, 2),
+        ("w8a8", 256, 8192, 2, 128, 1),
+        ("w8a8", 256, 28672, 2, 256, 2),
         ("w8a8", 1024, 8192, 2, 256, 1),
         ("w8a8", 4096, 28672, 2, 256, 1),
+        ("fp8_dynamic", 128, 8192, 1, 128, 1),
+        ("fp8_dynamic", 128, 28672, 2, 128, 2),
         ("fp8_dynamic", 256, 8192, 2, 128, 1),
+        ("fp8_dynamic", 256, 28672, 2, 256, 2),
         ("fp8_dynamic", 1024, 28672, 2, 256, 1),
         ("fp8_dynamic", 4096, 8192, 2, 256, 1),
         ("w4a8_g128", 1, 8192, 2, 8, 2),
         ("w4a8_g128", 16, 8192, 2, 16, 2),
         ("w4a8_g128", 64, 28672, 2, 64, 2),
+        ("w4a8_g128", 128, 8192, 2, 128, 2),
         ("w4a8_g128", 256, 8192, 2, 128, 1),
         ("w4a8_g128", 4096, 8192, 2, 256, 1),
-        ("w4a8e4m3_g128", 16, 28672, 4, 16, 4),
+        ("w4a8e4m3_g128", 16, 28672, 2, 16, 2),
+        ("w4a8e4m3_g128", 1024, 8192, 2, 256, 1),
+        ("w4a8e4m3", 64, 8192, 2, 64, 2),
+        ("w4a8e4m3", 128, 8192, 2, 128, 2),
+        ("w4a8e4m3", 256, 28672, 2, 128, 1),
         ("w4a8e4m3", 1024, 28672, 2, 256, 1),
         ("w4a8", 4096, 8192, 2, 128, 1),
     ],
@@ -53,3 +63,14 @@ def test_candidates_fit_shared_memory():
         shape = ScaledShape(300, 4096, 4096, bits)
         tiles = [row.tile for row in candidates_scaled(shape, H200) if not row.reasons]
         assert tiles and all(shared_bytes(tile, shape) <= H200.shared_per_block_bytes for tile in tiles)
+
+
+def test_pairs_meet_within_one_wave():
+    """Blocks of a pair have one tile, and do not meet through memory."""
+    shape = scaled_shape(parse_scheme("fp8_dynamic"), 256, 8192, 28672)
+    tile = choose_scaled(shape, H200)
+    assert tile.pair and "pair of blocks" in str(tile)
+    many = scaled_shape(parse_scheme("fp8_dynamic"), 4096, 8192, 28672)
+    assert not choose_scaled(many, H200).pair
+    narrow = [row for row in candidates_scaled(shape, H200) if row.tile.pair and row.tile.columns < 16]
+    assert narrow and all("no two halves" in " ".join(row.reasons) for row in narrow)

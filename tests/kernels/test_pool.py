@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
-from lowbit.kernels.conv_reference import CODE_RANGE, average_pool_reference, max_pool_reference
-from lowbit.kernels.pool import average_pool, max_pool, max_pool_kernel
+from lowbit.kernels.conv_reference import CODE_RANGE, average_pool_reference, max_pool_reference, quantize_reference
+from lowbit.kernels.pool import average_codes, average_pool, average_pool_kernel, max_pool, max_pool_kernel
 from lowbit.pack.nhwc64 import Nhwc64
 from tests.kernels.sass import compile_triton
 
@@ -21,6 +21,21 @@ def test_maxima_move_16_bytes_at_a_time(four):
     assert kernel.stack_bytes == 0 and kernel.count("LDG.E.128") == 9 and kernel.count("STG.E.128") == 1
 
 
+@pytest.mark.parametrize(("four", "codes"), [(True, False), (False, False), (True, True), (False, True)])
+def test_means_compile(four, codes):
+    constants = dict(ROW=1024, FOUR=four, CODES=codes, BLOCK=512, UNDER_WAY=49)
+    signature = {
+        "y": "*u8" if codes else "*fp32",
+        "x": "*u8",
+        "pixels": "i32",
+        "channels": "i32",
+        "factor": "fp32",
+        "gain": "fp32",
+    }
+    kernel = compile_triton(average_pool_kernel, signature, constants, ("y", "x"), 4, 90)
+    assert kernel.stack_bytes == 0 and kernel.opcodes["LDG.E"] == 49, "4 bytes of 49 pixels are under way"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("storage", ["u4", "s8"])
 @pytest.mark.parametrize(("window", "stride", "padding"), [(3, 2, 1), (2, 2, 0), (1, 1, 0), (5, 1, 2)])
@@ -31,4 +46,12 @@ def test_pools(storage, window, stride, padding):
     layout, pair = Nhwc64(storage), ((window, window), (stride, stride), (padding, padding))
     pooled = max_pool(layout.pack(codes), storage, *pair)
     assert torch.equal(layout.unpack(pooled, 100), max_pool_reference(codes, *pair))
-    assert torch.equal(average_pool(layout.pack(codes), storage, 100, 0.37), average_pool_reference(codes, 0.37))
+    means = average_pool_reference(codes, 0.37)
+    assert torch.equal(average_pool(layout.pack(codes), storage, 100, 0.37), means)
+    out = torch.full((3, 1, 1, 128), 0xA5, dtype=torch.uint8, device="cuda")
+    gain = 20.0 / 0.37 if storage == "s8" else 15.0 / 0.37  # some codes end at 127
+    average_codes(layout.pack(codes), storage, 0.37, gain, out)
+    gains, zeros = torch.full((100,), gain, device="cuda"), torch.zeros(100, device="cuda")
+    wanted = quantize_reference(means[:, :, None, None], gains, zeros, "s8")
+    assert torch.equal(Nhwc64("s8").unpack(out, 100), wanted) and wanted.unique().numel() > 5
+    assert not bool(Nhwc64("s8").unpack(out, 128)[:, 100:].any())

@@ -165,26 +165,38 @@ def test_a_norm_that_computes_something_else_stays():
     assert (logits(model) - expected).norm() < 3e-3 * expected.norm()
 
 
+def fused_parts(model):
+    return sum(isinstance(module, (QuantizingNorm, GatedMLP)) for module in model.modules())
+
+
 def test_a_model_on_a_cpu_is_loaded_as_it_is(tmp_path):
     folder = save_tiny(tmp_path / "tiny")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=LowbitConfig("w8a8"))
-    assert not any(isinstance(module, (QuantizingNorm, GatedMLP)) for module in model.modules())
+    assert counted(model) == {"": 14} and fused_parts(model) == 0
+    other = copy.deepcopy(model)
+    assert len(other._forward_pre_hooks) == 1, "it waits for a GPU"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=LowbitConfig("w8a16"))
+    assert not model._forward_pre_hooks, "which would change nothing"
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scheme", ["w8a8", "w8a8_az", "fp8_dynamic", "fp8_block"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_a_model_on_a_gpu_is_fused_when_it_is_loaded(scheme, dtype, tmp_path):
+def test_a_model_on_a_gpu_is_fused_when_it_is_loaded_or_first_called(scheme, dtype, tmp_path):
     folder = save_tiny(tmp_path / "tiny")
     config = LowbitConfig(scheme)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=config, device_map={"": 0}).eval()
-    assert sum(isinstance(module, (QuantizingNorm, GatedMLP)) for module in model.modules()) == 6
+    assert fused_parts(model) == 6
     assert counted_on(model) == {"rms_norm": 4, "silu": 2, "": 2}
     model.save_pretrained(tmp_path / "saved")
-    apart = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=dtype).cuda().eval()
-    assert not any(isinstance(module, (QuantizingNorm, GatedMLP)) for module in apart.modules())
+    moved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=dtype).cuda().eval()
+    apart = copy.deepcopy(moved)
+    apart._forward_pre_hooks.clear()
     expected = logits(apart, IDS.cuda())
+    assert fused_parts(apart) == fused_parts(moved) == 0
     assert (logits(model, IDS.cuda()) - expected).norm() < 3e-2 * expected.norm()
+    assert torch.equal(logits(moved, IDS.cuda()), logits(model, IDS.cuda()))
+    assert fused_parts(moved) == 6 and not moved._forward_pre_hooks
 
 
 def counted_on(model):

@@ -102,11 +102,13 @@ def test_tiles_other_than_the_chosen_one(scheme, m):
     shape = scaled_shape(q.scheme, m, n, k)
     rows = [row.tile for row in candidates_scaled(shape, device_for(90)) if not row.reasons]
     widest = [tile for tile in rows if tile.splits == 1 and tile.columns == max(t.columns for t in rows if t.splits == 1)]
-    for tile in dict.fromkeys(rows[:: max(1, len(rows) // 4)] + widest):
+    pairs = [tile for tile in rows if tile.pair and tile.columns >= 64]
+    for tile in dict.fromkeys(rows[:: max(1, len(rows) // 4)] + widest + pairs):
         plan = plan_for_scaled(tile, shape, q.scheme, torch.bfloat16, "token", False, False, x.device)
         arguments = (x, x_scale, None, w.codes, w.scale, w.channel_scale, w.sums, None)
-        y = plan(*arguments, *workspace(x.device, *plan.workspace))
+        y, again = (plan(*arguments, *workspace(x.device, *plan.workspace)) for _ in range(2))
         assert relative_error(y, expected) <= bound(scheme, torch.bfloat16), str(tile)
+        assert torch.equal(y, again), str(tile)
 
 
 @gpu

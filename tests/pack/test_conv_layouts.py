@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as functional
 
+from lowbit.hardware.mma import wgmma_s8
 from lowbit.pack.conv_weight import column_order, pack_constants, pack_conv_weight, pack_lane_constants, planes, swizzled
 from lowbit.pack.nhwc64 import CODE_RANGE, Nhwc64, padded_channels
-from lowbit.pack.stem import StemImages
+from lowbit.pack.stem import StemImages, pack_fragments
 
 
 def codes_of(storage, *shape):
@@ -143,6 +145,36 @@ def test_a_stem_is_its_convolution(channels, height, width, kernel, padding):
             rows = [above[:, i + r, j : j + 4].reshape(2, 64) for r in range(images.window[0])]
             out[:, :, i, j] = torch.einsum("nrk,okr->no", torch.stack(rows, 1), matrix)
     assert torch.equal(out, functional.conv2d(codes.double(), weight.double(), stride=2, padding=padding))
+
+
+@pytest.mark.parametrize(("channels", "kernel", "outputs"), [(3, 7, 64), (4, 5, 100), (1, 3, 64)])
+def test_weights_of_a_stem_are_operand_a_and_rows_as_they_lie_operand_b(channels, kernel, outputs):
+    """A thread of a warpgroup ends with neighbouring channels 2 g and 2 g + 1 of its warp, columns 8 j + 2 q and the next."""
+    torch.manual_seed(0)
+    images = StemImages(channels, 8, 224, (kernel, kernel), (kernel // 2, kernel // 2))
+    codes = torch.randint(-128, 128, (1, channels, 8, 224))
+    weight = torch.randint(-128, 128, (outputs, channels, kernel, kernel), dtype=torch.int8)
+    wanted = functional.conv2d(codes.double(), weight.double(), stride=2, padding=kernel // 2)[0]
+    rows = (
+        functional.pad(images.pack(codes).view(torch.int8)[0].flatten(1), (0, 0, images.before[0], 8)).numpy().astype("int64")
+    )
+    fragments = pack_fragments(images.pack_weight(weight)).numpy().astype("int64")
+    atom = wgmma_s8(112)
+    channel_of = [16 * (row // 16) + 2 * (row % 8) + row % 16 // 8 for row in range(64)]
+    for tile in range(len(fragments)):
+        for down in range(images.output[0]):
+            sums = numpy.zeros((64, 112), dtype="int64")
+            for step, held in enumerate(fragments[tile]):
+                row = rows[down + step // 2]
+                windows = numpy.stack([row[16 * n + 32 * (step % 2) :][:32] for n in range(112)])
+                sums += atom.a.scatter(held.reshape(128, 4, 4)) @ windows.T
+            full = functional.pad(wanted, (0, 0, 0, 0, 0, 64 * len(fragments) - outputs))[64 * tile : 64 * tile + 64, down]
+            assert numpy.array_equal(sums, full.numpy()[channel_of])
+    row, column = (places[:, :, 0] for places in atom.c.coordinates())
+    for thread in range(128):
+        warp, g, q = thread // 32, thread % 32 // 4, thread % 4
+        assert [channel_of[i] for i in row[thread]] == [16 * warp + 2 * g + i // 2 for i in range(4)] * 14
+        assert column[thread].tolist() == [8 * (i // 4) + 2 * q + i % 2 for i in range(56)]
 
 
 def test_stems_that_do_not_fit_are_refused():

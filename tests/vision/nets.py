@@ -55,8 +55,25 @@ class Shared(nn.Module):
 
     def forward(self, x):
         a = self.a(x)
-        b = self.b(torch.relu(a))
+        b = self.b(torch.nn.functional.silu(a))
         return torch.relu(a + b).mean((2, 3))
+
+
+class Sums(nn.Module):
+    """A ReLU and sums whose terms have other readers as well, or a ReLU already, so that no convolution has them inside."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(4)
+        self.a, self.b, self.c = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 24, 1), nn.Conv2d(24, 24, 1)
+        self.pool, self.last = nn.MaxPool2d(3, 1, 1), nn.Linear(24, 5)
+
+    def forward(self, x):
+        a = self.a(x)
+        y = torch.relu(a)
+        z = torch.relu(self.pool(y) + a)
+        y = self.b(z + y)
+        return self.last(torch.relu(self.pool(y) + torch.relu(self.c(y))).mean((2, 3)))
 
 
 class Mixed(nn.Module):

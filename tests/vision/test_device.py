@@ -7,14 +7,16 @@ import torch
 
 from lowbit import vision
 from lowbit.vision.device import DeviceProgram, refusals
-from lowbit.vision.program import Compute, Quantize
-from tests.vision.nets import Mixed, Plain, Shared, resnet, seasoned
+from lowbit.vision.program import Compute, Quantize, made_by
+from tests.vision.nets import Mixed, Plain, Shared, Sums, resnet, seasoned
 
 CASES = {
     "basic": (lambda: resnet(depths=(2, 1)), (3, 32, 32)),
     "bottleneck": (lambda: resnet("bottleneck", sizes=(128, 256), depths=(2, 1)), (3, 24, 24)),
+    "blocks": (lambda: resnet("bottleneck", sizes=(256, 512), depths=(2, 1), embedding=64), (3, 24, 28)),
     "plain": (lambda: seasoned(Plain()), (3, 16, 16)),
     "shared": (Shared, (3, 9, 7)),
+    "sums": (Sums, (3, 9, 7)),
     "mixed": (lambda: seasoned(Mixed()), (3, 16, 16)),
 }
 
@@ -34,17 +36,19 @@ def check(case, scheme, fold, on):
     steps = dict(launched.steps)
     operations = launched.program.operations
     assert len(operations) - len(steps) == sum(name in codes for name, _ in launched.entries)
-    assert len(program.operations) - len(operations) == (case in ("basic", "bottleneck"))  # the stem has its max-pool inside
+    # The stem has its max-pool inside and means are made as codes; each of two blocks has three convolutions.
+    saved = {"basic": 2, "bottleneck": 2, "blocks": 2 + 4, "sums": 1}
+    assert len(program.operations) - len(operations) == saved.get(case, 0)
     for operation in operations:
-        name = operation.y
-        if name in steps:
-            steps[name]()
+        if operation.y in steps:
+            steps[operation.y]()
         exact = exact and not isinstance(operation, Compute)  # fp16 here, float32 there
-        packed_as_stem = isinstance(operation, Quantize) and name in launched.stems
-        if name in program.values and program.values[name].storage in ("u4", "s8") and not packed_as_stem:
-            off = int((launched.codes(name).cpu() - codes[name]).abs().max())
-            assert off == 0 if exact else off <= 4, name
-            checked += 1
+        for name in made_by(operation):
+            packed_as_stem = isinstance(operation, Quantize) and name in launched.stems
+            if name in program.values and program.values[name].storage in ("u4", "s8") and not packed_as_stem:
+                off = int((launched.codes(name).cpu() - codes[name]).abs().max())
+                assert off == 0 if exact else off <= 4, name
+                checked += 1
     assert checked >= {"mixed": 1, "shared": 2}.get(case, 4)
     launched.arena.fill_(0xA5)
     got = launched.run(images.to(on)).cpu()
@@ -59,7 +63,8 @@ def check(case, scheme, fold, on):
     ("case", "scheme", "fold"),
     [
         ("basic", "w8a8", False), ("basic", "w8a4", True), ("bottleneck", "w4a4", False), ("plain", "w8a4", True),
-        ("shared", "w8a8", True), ("mixed", "w4a4", True),
+        ("blocks", "w8a8", True), ("blocks", "w8a4", True),
+        ("shared", "w8a8", True), ("sums", "w8a4", True), ("mixed", "w4a4", True),
     ],
 )  # fmt: skip
 def test_on_the_cpu(case, scheme, fold):
@@ -71,7 +76,9 @@ def test_on_the_cpu(case, scheme, fold):
     ("case", "scheme", "fold"),
     [
         ("basic", "w8a8", False), ("basic", "w8a4", True), ("bottleneck", "w8a4", False), ("bottleneck", "w4a4", True),
-        ("plain", "w8a4", True), ("shared", "w8a8", True), ("mixed", "w4a4", True),
+        ("blocks", "w8a8", True), ("blocks", "w8a4", True), ("plain", "w8a4", True), ("shared", "w8a8", True),
+        ("sums", "w8a8", True), ("sums", "w8a4", True),
+        ("mixed", "w4a4", True),
     ],
 )  # fmt: skip
 def test_on_the_gpu(case, scheme, fold):

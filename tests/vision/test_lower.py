@@ -10,18 +10,19 @@ import torch.nn.functional as F
 from torch import nn
 
 from lowbit.vision.bits import QuantWeight, assign_bits, calibrate, quantize_weight, scheme_bits
-from lowbit.vision.graph import AveragePool, Conv, Input, MaxPool
+from lowbit.vision.graph import AveragePool, Conv, Input, MaxPool, Sum
 from lowbit.vision.lower import FLOAT, lower
 from lowbit.vision.observe import observe
 from lowbit.vision.program import Compute, Dequantize, PoolMax, Quantize
-from lowbit.vision.trace import trace
-from tests.vision.nets import Mixed, Plain, Shared, resnet, seasoned
+from lowbit.vision.trace import FUSIONS, trace
+from tests.vision.nets import Mixed, Plain, Shared, Sums, resnet, seasoned
 
 CASES = {
     "basic": (lambda: resnet(depths=(2, 1)), (3, 32, 32)),
     "bottleneck": (lambda: resnet("bottleneck", sizes=(128, 256), depths=(2, 1)), (3, 24, 24)),
     "plain": (lambda: seasoned(Plain()), (3, 16, 16)),
     "shared": (Shared, (3, 9, 7)),
+    "sums": (Sums, (3, 9, 7)),
     "mixed": (lambda: seasoned(Mixed()), (3, 16, 16)),
 }
 
@@ -31,7 +32,7 @@ def observed(case, fold):
     make, shape = CASES[case]
     torch.manual_seed(7)
     images = torch.randn(6, *shape)
-    graph = trace(make(), images, fold_shortcuts=fold)
+    graph = trace(make(), images, FUSIONS if fold else FUSIONS[:-1])
     return graph, observe(graph, [images]), images
 
 
@@ -69,6 +70,9 @@ def test_codes_are_those_of_the_definition(case, scheme, fold):
         elif isinstance(node, AveragePool) and node.x in seen:
             mean = value_of(node.x).mean((2, 3), keepdim=True)
             torch.testing.assert_close(seen[node.name + FLOAT].double(), mean, rtol=1e-6, atol=1e-9)
+        elif isinstance(node, Sum):
+            y = value_of(node.x) + (0.0 if node.other is None else value_of(node.other))
+            checked += codes_are(node, y, seen, program, quantization, scheme, ties=0.1)  # few values, some on a tie
         elif isinstance(node, Conv):
             y = product(node, value_of(node.x), quantization.weights[node.name]) + node.bias.double()[:, None, None]
             if node.residual is not None:
@@ -79,15 +83,20 @@ def test_codes_are_those_of_the_definition(case, scheme, fold):
                 wanted = y.relu() if node.relu else y
                 torch.testing.assert_close(seen[node.name + FLOAT].double(), wanted, rtol=1e-5, atol=1e-5)
                 continue
-            storage = program.values[node.name].storage
-            assert storage == ("u4" if node.relu and scheme in ("w8a4", "w4a4") else "s8")
-            codes, near_tie = expected_codes(y / quantization.scales[node.name], storage, node.relu)
-            wrong = seen[node.name].double() != codes
-            assert not bool((wrong & ~near_tie).any()), node.name
-            assert float(near_tie.float().mean()) < 0.01
-            assert codes.unique().numel() > 5  # a test of zeros would prove nothing
-            checked += 1
-    assert checked >= {"shared": 2, "mixed": 0}.get(case, 3)
+            checked += codes_are(node, y, seen, program, quantization, scheme)
+    assert checked >= {"shared": 2, "mixed": 0, "sums": 7}.get(case, 3)
+
+
+def codes_are(node, y, seen, program, quantization, scheme, ties=0.01):
+    """The codes of `node`, whose value before the ReLU is y."""
+    storage = program.values[node.name].storage
+    assert storage == ("u4" if node.relu and scheme in ("w8a4", "w4a4") else "s8")
+    codes, near_tie = expected_codes(y / quantization.scales[node.name], storage, node.relu)
+    wrong = seen[node.name].double() != codes
+    assert not bool((wrong & ~near_tie).any()), node.name
+    assert float(near_tie.float().mean()) < ties
+    assert codes.unique().numel() > 5  # a test of zeros would prove nothing
+    return 1
 
 
 def product(conv, x, weight):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from lowbit import vision
-from lowbit.vision.memory import ALIGNMENT_BYTES, plan_memory, stems, stored_bytes, with_pooled_stems
-from lowbit.vision.program import Value
+from lowbit.vision.memory import ALIGNMENT_BYTES, fused, plan_memory, stems, stored_bytes, with_pooled_stems
+from lowbit.vision.program import Block, Convolve, Value, made_by
 from tests.vision.nets import resnet
 
 
@@ -28,18 +30,69 @@ def test_bytes_of_stored_values():
     assert stored_bytes(Value("u4", (65, 1, 1)), 32) == 32 * 64
 
 
+@pytest.fixture(scope="module")
+def bottlenecks():
+    """Two blocks of 64 channels, then one of 128."""
+    torch.manual_seed(0)
+    model = resnet("bottleneck", sizes=(256, 512), depths=(2, 1), embedding=64)
+    return vision.quantize(model, torch.randn(2, 3, 24, 24), "w8a4").program
+
+
+def test_blocks_of_64_channels_are_found(bottlenecks):
+    whole = fused(bottlenecks, 3, torch.device("cpu"))
+    blocks = [op for op in whole.operations if isinstance(op, Block)]
+    parts = [[conv.layer.name.split("stages.")[1] for conv in (b.second, b.third, b.following)] for b in blocks]
+    assert parts == [
+        ["0.layers.0.layer.1.convolution", "0.layers.0.layer.2.convolution", "0.layers.1.layer.0.convolution"],
+        ["0.layers.1.layer.1.convolution", "0.layers.1.layer.2.convolution", "1.layers.0.layer.0.convolution"],
+    ]
+    assert blocks[0].added == blocks[0].third.second and blocks[1].added == blocks[0].also  # a shortcut, then a residual
+    assert sum(blocks[1].also in op.inputs for op in whole.operations) == 1  # the next block's shortcut reads it too
+    assert len(bottlenecks.operations) - len(whole.operations) == 2 * 2 + 2  # the stem's pool, and codes of means at once
+    made = [name for op in whole.operations for name in made_by(op)]
+    assert not {blocks[0].second.y, blocks[1].second.y} & set(made)
+    apart = fused(bottlenecks, 3, torch.device("cpu"), ("stem",))
+    assert not any(isinstance(op, Block) for op in apart.operations)
+    with pytest.raises(ValueError, match="stem, blocks, got 'pool'"):
+        fused(bottlenecks, 3, torch.device("cpu"), ("pool",))
+
+
+def test_a_second_convolution_with_other_readers_stays(bottlenecks):
+    (block, _) = [op for op in fused(bottlenecks, 3, torch.device("cpu")).operations if isinstance(op, Block)]
+    read = Convolve("extra", block.second.y, block.second.layer)
+    values = bottlenecks.values | {"extra": Value("u4", (64, 6, 6))}
+    more = replace(bottlenecks, operations=(*bottlenecks.operations, read), values=values)
+    found = [op for op in fused(more, 3, torch.device("cpu")).operations if isinstance(op, Block)]
+    assert len(found) == 1 and found[0].second.y != block.second.y
+
+
+def test_values_of_blocks_are_apart(bottlenecks):
+    whole = fused(bottlenecks, 3, torch.device("cpu"))
+    check_places(whole, 3)
+    plan = plan_memory(whole, 3)
+    for op in whole.operations:
+        if isinstance(op, Block):
+            places = [plan.places[name] for name in (*op.inputs, op.also, op.y)]
+            assert all(p.meets(q) for p in places for q in places)
+
+
 @pytest.mark.parametrize("batch", [1, 7, 128])
 def test_values_that_live_together_are_apart(program, batch):
+    plan = check_places(program, batch)
+    assert plan.peak_bytes <= plan.nbytes < plan.values_bytes
+
+
+def check_places(program, batch):
     plan = plan_memory(program, batch)
-    assert set(plan.places) == {op.y for op in program.operations}
+    assert set(plan.places) == {name for op in program.operations for name in made_by(op)}
     for i, (a, p) in enumerate(plan.places.items()):
         assert p.offset % ALIGNMENT_BYTES == 0 and (a in stems(program) or p.nbytes == stored_bytes(program.values[a], batch))
         for b, q in list(plan.places.items())[i + 1 :]:
-            together = {op.y for op in program.operations if a in (op.y, *op.inputs) and b in (op.y, *op.inputs)}
+            together = {op.y for op in program.operations if {a, b} <= {*made_by(op), *op.inputs}}
             apart = p.offset + p.nbytes <= q.offset or q.offset + q.nbytes <= p.offset
             assert apart or not p.meets(q)
             assert p.meets(q) or not together  # what an operation reads and writes is alive while it runs
-    assert plan.peak_bytes <= plan.nbytes < plan.values_bytes
+    return plan
 
 
 def test_a_chain_needs_two_places():

@@ -12,7 +12,7 @@ import lowbit
 from lowbit import vision
 from lowbit.checkpoint import CheckpointError
 from lowbit.vision.network import image_batches
-from tests.vision.nets import Mixed, logits, resnet, seasoned
+from tests.vision.nets import Mixed, Sums, logits, resnet, seasoned
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +74,30 @@ def test_images_of_another_size_are_an_error(network):
         network(torch.randn(1, 3, 64, 64))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"keep_int8": "stem"}, "a list of names, got the string 'stem'"),
+        ({"search": "entropy"}, "mse, percentile, max, got 'entropy'"),
+        ({"fine_tuning": True}, r"vision.FineTune\(epochs=..., rate=...\) or None, got True"),
+    ],
+)
+def test_arguments_of_another_kind_say_what_is_wanted(images, wrong, words):
+    with pytest.raises(ValueError, match=words):
+        vision.quantize(resnet(), images, "w8a8", **wrong)
+
+
+def test_names_of_models_are_not_models(images):
+    with pytest.raises(ValueError, match="a module of torch, got str: load it first"):
+        vision.quantize("microsoft/resnet-50", images)
+    with pytest.raises(ValueError, match="as tuples, got 0.5 and 0.2"):
+        vision.Pixels(0.5, 0.2)
+
+
+def test_the_report_is_what_torch_prints(network):
+    assert all(line in repr(network) for line in network.lines())
+
+
 def test_two_ways_to_choose_layers_are_one_too_many(images):
     with pytest.raises(ValueError, match="give one of the two"):
         vision.quantize(resnet(), images, "w4a4", keep_int8=["x"], most_divergence=0.1)
@@ -124,6 +148,15 @@ def test_floating_point_parts_are_saved(tmp_path, images):
     vision.save(network, tmp_path / "net")
     again = vision.load(tmp_path / "net")
     assert torch.equal(again(images[:, :, :16, :16]), network(images[:, :, :16, :16])) and again.kept == network.kept
+
+
+def test_sums_are_reported_and_saved(tmp_path, images):
+    network = vision.quantize(Sums(), images[:, :, :9, :7], "w8a4")
+    rows = network.rows()
+    assert [row.kind for row in rows if row.kind.startswith(("add", "relu"))] == ["relu", "add + relu", "add", "add + relu"]
+    assert network.kept == {}
+    vision.save(network, tmp_path / "sums")
+    assert torch.equal(vision.load(tmp_path / "sums")(images[:, :, :9, :7]), network(images[:, :, :9, :7]))
 
 
 def test_what_cannot_be_saved_is_refused_and_leaves_nothing(tmp_path, images):

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from lowbit.vision.graph import AveragePool, Conv, MaxPool, Other
-from lowbit.vision.trace import UnsupportedNetwork, trace
-from tests.vision.nets import Mixed, Plain, Shared, logits, resnet, seasoned
+from lowbit.vision.graph import AveragePool, Conv, MaxPool, Other, Sum
+from lowbit.vision.trace import FUSIONS, UnsupportedNetwork, fuse, trace, unfused
+from tests.vision.nets import Mixed, Plain, Shared, Sums, logits, resnet, seasoned
 
 
 def kinds(graph):
@@ -23,13 +23,14 @@ def kinds(graph):
         (resnet("bottleneck", sizes=(128, 256), depths=(2, 2)), (3, 40, 24), True),
         (seasoned(Plain()), (3, 16, 16), True),
         (Shared(), (3, 9, 7), True),
+        (Sums(), (3, 9, 7), True),
         (seasoned(Mixed()), (3, 16, 16), True),
     ],
-    ids=["basic", "residual", "bottleneck", "plain", "shared", "mixed"],
+    ids=["basic", "residual", "bottleneck", "plain", "shared", "sums", "mixed"],
 )
 def test_the_graph_computes_what_the_model_does(model, shape, fold):
     images = torch.randn(5, *shape)
-    graph = trace(model, images[:1], fold_shortcuts=fold)
+    graph = trace(model, images[:1], FUSIONS if fold else FUSIONS[:-1])
     for batch in (images, images[:1]):  # the batch of tracing is not baked in
         wanted = logits(model, batch)
         got = graph.run(batch)
@@ -51,7 +52,7 @@ def test_a_residual_network_is_all_convolutions_and_pools():
 
 
 def test_shortcuts_that_are_not_folded_become_residuals():
-    graph = trace(resnet(), torch.randn(1, 3, 32, 32), fold_shortcuts=False)
+    graph = trace(resnet(), torch.randn(1, 3, 32, 32), ("relu", "add"))
     convs = [node for node in graph.nodes.values() if isinstance(node, Conv)]
     assert all(node.second is None for node in convs)
     sums = [node for node in convs if node.residual is not None]
@@ -70,9 +71,54 @@ def test_in_a_bottleneck_the_shortcut_is_the_convolution_of_what_the_block_reads
 def test_a_value_with_two_readers_is_not_fused_away():
     graph = trace(Shared(), torch.randn(1, 3, 9, 7))
     a, b = graph.nodes["a"], graph.nodes["b"]
-    assert not a.relu and a.is_plain  # read by the ReLU and by the sum
+    assert not a.relu and a.is_plain  # read by the SiLU and by the sum
     assert b.residual == "a" and b.relu  # the other convolution takes the sum
     assert kinds(graph) == ["Input", "Conv", "Other", "Conv", "AveragePool"]
+
+
+def test_relus_and_sums_between_codes_are_sums_of_codes():
+    graph = trace(Sums(), torch.randn(1, 3, 9, 7))
+    first, second = ["Conv", "Sum", "MaxPool", "Sum", "Sum"], ["Conv", "MaxPool", "Conv", "Sum"]
+    assert kinds(graph) == ["Input", *first, *second, "AveragePool", "Conv"]
+    sums = [node for node in graph.nodes.values() if isinstance(node, Sum)]
+    assert [node.relu for node in sums] == [True, True, False, True]
+    assert [node.other is not None for node in sums] == [False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("fusions", "sums", "relus"), [((), 2 * 2 + 6, 0), (("relu",), 3, 4), (("relu", "add"), 0, 7), (FUSIONS, 0, 7)]
+)
+def test_fusions_can_be_left_out(fusions, sums, relus):
+    """Without any, three blocks have two ReLUs and a sum each, and the stem one ReLU."""
+    model, images = resnet(depths=(2, 1)), torch.randn(3, 3, 32, 32)
+    graph = fuse(unfused(model, images), fusions)
+    found = [node for node in graph.nodes.values() if isinstance(node, Sum)]
+    assert len(found) == sums and not any(isinstance(node, Other) for node in graph.nodes.values())
+    assert sum(node.other is not None for node in found) == (3 if "add" not in fusions else 0)
+    assert sum(isinstance(node, Conv) and node.relu for node in graph.nodes.values()) == relus
+    torch.testing.assert_close(graph.run(images), logits(model, images), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="fusions are relu, add, shortcut, got 'bias'"):
+        fuse(graph, ("bias",))
+
+
+class Apart(nn.Module):
+    """Sums and ReLUs of values that exist in floating point only, or are read so only."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1)
+
+    def forward(self, x):
+        a = self.a(x)
+        b = self.b(torch.relu(a.sigmoid()))
+        return (a + b + torch.relu(a)).sigmoid()
+
+
+def test_sums_in_floating_point_stay_there():
+    model, images = Apart(), torch.randn(2, 3, 6, 5)
+    graph = trace(model, images)
+    assert kinds(graph).count("Sum") == 0 and graph.nodes["b"].residual == "a"
+    torch.testing.assert_close(graph.run(images), model(images))
 
 
 def test_a_linear_layer_after_a_flatten_is_a_convolution_of_the_whole_image():

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from lowbit.kernels.gluon import gl, gluon
+from lowbit.kernels.gluon import gl, gluon, run
 
 XScale = Literal["tensor", "token", "block"]
 
@@ -30,6 +30,18 @@ def of_tokens(values, C: gl.constexpr):
 def of_channels(values, C: gl.constexpr):
     """Values of channels spread over a tile."""
     return values[None, :] if C.tokens_are_rows else values[:, None]
+
+
+@gluon.jit
+def bring(beside, first_channel, N, C: gl.constexpr):
+    """Brings scales and biases of a tile's channels to the L2, while it multiplies: they would come from memory at its end."""
+    _, _, channel_scale, _, bias, _ = beside
+    thread = gl.arange(0, C.threads, C.threads_layout)
+    channel = gl.minimum(first_channel + thread * 8 % C.tile_channels, N - 1)  # memory comes in 32 bytes and more
+    if C.channel_scale:
+        run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [channel_scale + channel])
+    if C.bias:
+        run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [bias + channel])
 
 
 @gluon.jit

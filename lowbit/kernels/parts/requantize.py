@@ -16,6 +16,7 @@ from lowbit.pack.nhwc64 import CODE_BITS
 
 SELECT_BY_LAST = lut(lambda a, b, mask: (b & mask) | (a & ~mask))
 AND_NOT = lut(lambda a, b, c: a & ~b)
+AND_XOR = lut(lambda a, b, c: (a & b) ^ c)
 
 
 @dataclass(frozen=True)
@@ -56,36 +57,71 @@ class Requantize:
                 f"cvt.pack.sat.{kind}.s32.b32 {name}, x{i + 3}, x{i + 2}, 0;",
                 f"cvt.pack.sat.{kind}.s32.b32 {name}, x{i + 1}, x{i}, {name};",
             ]
-        if self.y == "u4":
-            lines.append(f"shr.b32 low, low, 4; lop3.b32 $0, low, high, 0xF0F0F0F0, 0x{SELECT_BY_LAST:02x};")
-        else:
-            for i, name in enumerate(("low", "high")):
-                if self.relu:  # bytes whose sign bit is set become 0
-                    lines.append(f"prmt.b32 r, {name}, 0, 0xba98; lop3.b32 {name}, {name}, r, 0, 0x{AND_NOT:02x};")
-                lines.append(f"mov.b32 ${i}, {name};")
+        lines += self._write()
         return "{\n" + "\n".join(lines) + "\n}"
 
+    def _write(self) -> list[str]:
+        """The words of the bytes `low` (columns 0 to 3) and `high` (4 to 7)."""
+        if self.y == "u4":
+            return [f"shr.b32 low, low, 4; lop3.b32 $0, low, high, 0xF0F0F0F0, 0x{SELECT_BY_LAST:02x};"]
+        lines = []
+        for i, name in enumerate(("low", "high")):
+            if self.relu:  # bytes whose sign bit is set become 0
+                lines.append(f"prmt.b32 r, {name}, 0, 0xba98; lop3.b32 {name}, {name}, r, 0, 0x{AND_NOT:02x};")
+            lines.append(f"mov.b32 ${i}, {name};")
+        return lines
+
     def _add_residual(self, first: int) -> list[str]:
-        """t += residual * g. Two codes at a time become 16-bit floats exactly: n in the low bits of 1024 is 1024 + n."""
+        """t += residual * g. Two codes at a time become 16-bit floats exactly, and from there 32-bit ones.
+
+        An unsigned code n in the low bits of 16 is the subnormal n * 2^-24, and g takes the factor, a power of two, so that
+        the fma rounds the same number. A signed code + 128 in the low bits of 1024 is 1152 + n.
+        """
         if self.residual is None:
             return []
         g = f"${first + self.residual_words}"
+        lines = [".reg .b16 h0, h1; .reg .f32 even, odd;"]
         if self.residual == "u4":  # channels c and c + 4 in one register, those of odd c times 16
             pairs = [(first, c // 2, c % 2, (c, c + 4)) for c in range(4)]
-            masks, combine, minus = (0x000F000F, 0x00F000F0), lut(lambda a, b, c: (a & b) | c), 0xE400E400
+            lines.append(f"mul.rn.f32 even, {g}, {_hex(2.0**24)}; mul.rn.f32 odd, {g}, {_hex(2.0**20)};")
         else:  # channels c and c + 2; the sign is turned round
             pairs = [(first + c // 4, c % 2, 0, (c, c + 2)) for c in (0, 1, 4, 5)]
-            masks, combine, minus = (0x00FF00FF, 0), lut(lambda a, b, c: (a & b) ^ c), 0xE480E480
+            lines.append(f"mov.b32 even, {g};")
         columns = {channel: i for i, channel in enumerate(group_order(self.y))}
-        lines = [f".reg .b16 h0, h1; .reg .f32 part; mul.rn.f32 part, {g}, {_hex(1 / 16)};"]
         for word, shifted, odd, both in pairs:
             lines.append(f"shr.u32 r, ${word}, 8;" if shifted else f"mov.b32 r, ${word};")
-            lines.append(f"lop3.b32 r, r, 0x{masks[odd]:08x}, 0x{minus & 0x7FFF7FFF:08x}, 0x{combine:02x};")
-            lines.append(f"mov.b32 low, 0x{minus:08x}; add.rn.f16x2 r, r, low; mov.b32 {{h0, h1}}, r;")
+            if self.residual == "u4":
+                lines.append(f"and.b32 r, r, 0x{0x00F000F0 if odd else 0x000F000F:08x};")
+            else:
+                lines.append(f"lop3.b32 r, r, 0x00FF00FF, 0x64806480, 0x{AND_XOR:02x};")
+                lines.append("mov.b32 low, 0xE480E480; add.rn.f16x2 r, r, low;")
+            lines.append("mov.b32 {h0, h1}, r;")
             for half, channel in zip(("h0", "h1"), both, strict=True):
                 t = f"t{columns[channel]}"
-                lines.append(f"cvt.f32.f16 n, {half}; fma.rn.f32 {t}, n, {'part' if odd else g}, {t};")
+                lines.append(f"cvt.f32.f16 n, {half}; fma.rn.f32 {t}, n, {'odd' if odd else 'even'}, {t};")
         return lines
+
+
+@dataclass(frozen=True)
+class LinkedRequantize(Requantize):
+    """The codes also as bytes, 4 columns a word: operand A of a product that follows. Of s8 they are the words that are stored.
+
+    Bytes of u4 are 16 times the code, unsigned: the product that follows has its s divided by 16, which changes no bit.
+    Without `stored` there are only the bytes.
+    """
+
+    stored: bool = True
+
+    @property
+    def words(self) -> int:
+        return 3 if self.y == "u4" and self.stored else 2
+
+    def _write(self) -> list[str]:
+        if self.y != "u4":
+            return super()._write()
+        first = self.words - 2
+        lines = [f"and.b32 ${first}, low, 0xF0F0F0F0; and.b32 ${first + 1}, high, 0xF0F0F0F0;"]
+        return lines + super()._write() if self.stored else lines
 
 
 def _hex(value: float) -> str:

@@ -1,10 +1,10 @@
-"""Rows of packed images (pack/stem.py) in shared memory, as PTX: copies, and the windows of a pooled row as operand A.
+"""A network's first convolution with the weights as operand A and image rows as they lie as operand B, as PTX.
 
-A strip holds the rows and pixels that a tile of pooled outputs touches, as they lie: windows overlap, each begins one packed
-pixel, 16 bytes, after the one before, and ldmatrix reads them overlapping. Rows m and m + 8 of a warp's 16 are columns 2 m and
-2 m + 1 of the convolution, so that a thread holds the two columns of one pooled pixel; for m of 4 and more the other way round,
-so that 8 rows lie in 8 different groups of banks.
-Barriers: parts/stages.py, one set for strips, one for the weights.
+Without a swizzle, wgmma reads operand B by 8 rows of 16 bytes at a time, wherever they are: here rows are packed pixels
+(pack/stem.py), one after the other, and a window of four is two steps of 32 bytes that begin one packed pixel later from row to
+row. So windows overlap in shared memory, nothing is copied twice, and no instruction loads them. Weights stay in registers. A
+thread ends with two neighbouring channels of pooled pixels 4 j + (lane mod 4): both columns of each.
+Barriers: parts/stages.py. Source: PTX ISA, wgmma, matrix descriptor and K-major layout without swizzle.
 """
 
 from __future__ import annotations
@@ -12,24 +12,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowbit.kernels.parts.stages import StageBarriers
-from lowbit.pack.stem import PIXEL_BYTES
+from lowbit.pack.stem import PIXEL_BYTES, STEP_BYTES, WINDOW_PIXELS
 
-STEP_REGISTERS = 8
-"""Registers that a thread loads of a row of a window: 64 bytes for each of 16 windows of a warp."""
+STEPS = PIXEL_BYTES * WINDOW_PIXELS // STEP_BYTES
+"""Steps of K of a row of a window."""
+
+STEP_REGISTERS = 4
+"""Registers of operand A of a step."""
+
+COLUMNS = 112
+"""Columns of the convolution of a tile: 56 pooled pixels."""
+
+ROW_BYTES = (COLUMNS + WINDOW_PIXELS - 1) * PIXEL_BYTES
+"""Bytes of a row of a strip: what the windows of a tile touch."""
 
 
 @dataclass(frozen=True)
 class StemRows:
-    """`strip_bytes` from strip to strip; `rows` rows of `row_bytes` are copied; warps are `warp_pixels` packed pixels apart."""
+    """`window` rows of a window, one more of a strip; `strip_bytes` from strip to strip, codes go by `out_start`."""
 
     strips: StageBarriers
-    weights: StageBarriers
-    w_start: int
-    w_bytes: int
+    window: int
     strip_bytes: int
-    rows: int
-    row_bytes: int
-    warp_pixels: int
 
     @property
     def copy(self) -> str:
@@ -42,63 +46,85 @@ class StemRows:
             setp.eq.s32 skip, $1, 0; @skip bra DONE;
             mov.u32 at, global_smem; mad.lo.u32 bar, $2, 8, at;
             WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [bar+{empty}], $3; @!done bra WAIT;
-            mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar+{full}], {self.rows * self.row_bytes};
+            mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar+{full}], {(self.window + 1) * ROW_BYTES};
             add.u32 bar, bar, {full}; mad.lo.u32 to, $2, {self.strip_bytes}, at;
             cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes
                 [to], [$4, {{$5, $6, $7}}], [bar];
             DONE: mov.b32 $0, 0; }}"""
 
     @property
-    def copy_weights(self) -> str:
-        """Where $1 is not 0: fills the room for weights from $2."""
-        return f"""{{ .reg .pred skip; .reg .b32 at, to;
-            setp.eq.s32 skip, $1, 0; @skip bra DONE;
-            mov.u32 at, global_smem; add.u32 to, at, {self.w_start}; add.u32 at, at, {self.weights.start};
-            mbarrier.arrive.expect_tx.shared::cta.b64 _, [at], {self.w_bytes};
-            cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [to], [$2], {self.w_bytes}, [at];
-            DONE: mov.b32 $0, 0; }}"""
+    def weights(self) -> int:
+        """Registers of weights of a thread."""
+        return STEP_REGISTERS * STEPS * self.window
 
     @property
-    def registers(self) -> int:
-        return STEP_REGISTERS * self.rows
-
-    @property
-    def read(self) -> str:
-        """All rows of strip $n for thread $n + 1: of each row 64 bytes from each window's first pixel on, as operand A."""
-        n = self.registers
-        lines = [
-            ".reg .b32 at, word, turn;",
-            f"mov.u32 at, global_smem; mad.lo.u32 at, ${n}, {self.strip_bytes}, at;",
-            f"shr.u32 word, ${n + 1}, 5; mad.lo.u32 at, word, {self.warp_pixels * PIXEL_BYTES}, at;",
-            f"and.b32 word, ${n + 1}, 7; mad.lo.u32 at, word, {2 * PIXEL_BYTES}, at;",
-            f"bfe.u32 word, ${n + 1}, 3, 1; bfe.u32 turn, ${n + 1}, 2, 1; xor.b32 word, word, turn;",
-            f"mad.lo.u32 at, word, {PIXEL_BYTES}, at;",
-            f"bfe.u32 word, ${n + 1}, 4, 1; mad.lo.u32 at, word, {PIXEL_BYTES}, at;",
-        ]
-        for i in range(0, n, 4):
-            row, half = divmod(i, STEP_REGISTERS)
-            registers = ", ".join(f"${i + j}" for j in range(4))
-            place = row * self.row_bytes + half // 4 * 2 * PIXEL_BYTES
-            lines.append(f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{{registers}}}, [at+{place}];")
+    def load(self) -> str:
+        """The weights of thread $n + 1, 16 bytes a step, from $n."""
+        n = self.weights
+        lines = [f".reg .b64 from; mad.wide.u32 from, ${n + 1}, 16, ${n};"]
+        for i in range(0, n, STEP_REGISTERS):
+            registers = ", ".join(f"${i + j}" for j in range(STEP_REGISTERS))
+            lines.append(f"ld.global.nc.v4.b32 {{{registers}}}, [from+{i // STEP_REGISTERS * 128 * 16}];")
         return "{\n" + "\n".join(lines) + "\n}"
 
     @property
-    def read_constraints(self) -> str:
-        """Of `read`."""
-        return ",".join(["=&r"] * self.registers + ["r", "r"])
+    def load_constraints(self) -> str:
+        """Of `load`."""
+        return ",".join(["=&r"] * self.weights + ["l", "r"])
+
+    @property
+    def sums(self) -> int:
+        """Sums of a row of the convolution in a thread."""
+        return COLUMNS // 2
+
+    @property
+    def products(self) -> str:
+        """Sums of the upper row, then of the lower one: outputs. Inputs: the weights, the number of the strip.
+
+        The descriptor: the address by 16, 16 bytes from one half of a step to the other, 128 from 8 rows to the next.
+        """
+        sums, inputs = self.sums, 2 * self.sums
+        rows = ["{" + ", ".join(f"${i}" for i in range(first, first + sums)) + "}" for first in (0, sums)]
+        lines = [
+            ".reg .b64 d; .reg .b32 at, high, here; .reg .pred adds;",
+            f"mov.u32 at, global_smem; mad.lo.u32 at, ${inputs + self.weights}, {self.strip_bytes}, at;",
+            f"shr.u32 at, at, 4; or.b32 at, at, {(STEP_BYTES // 2 // 16) << 16};",
+            f"mov.u32 high, {8 * PIXEL_BYTES // 16}; setp.eq.u32 adds, high, 0;",
+            "wgmma.fence.sync.aligned;",
+        ]
+        for step in range(STEPS * self.window):
+            first = inputs + STEP_REGISTERS * step
+            a = "{" + ", ".join(f"${first + i}" for i in range(STEP_REGISTERS)) + "}"
+            if step == 1:
+                lines.append("setp.ne.u32 adds, high, 0;")
+            for down, row in enumerate(rows):
+                offset = (step // STEPS + down) * ROW_BYTES + step % STEPS * STEP_BYTES
+                lines.append(f"add.u32 here, at, {offset // 16}; mov.b64 d, {{here, high}};")
+                lines.append(f"wgmma.mma_async.sync.aligned.m64n{COLUMNS}k32.s32.s8.s8 {row}, {a}, d, adds;")
+        lines += ["wgmma.commit_group.sync.aligned;", "wgmma.wait_group.sync.aligned 0;"]
+        return "{\n" + "\n".join(lines) + "\n}"
+
+    @property
+    def products_constraints(self) -> str:
+        """Of `products`."""
+        return ",".join(["=r"] * 2 * self.sums + ["r"] * (self.weights + 1))
 
 
-POOL_LANES = """{ .reg .b32 p, left, below, e0, o0, e1, o1; .reg .pred turned;
-    setp.ne.s32 turned, $9, 0;
-    selp.b32 e0, $3, $2, turned; selp.b32 o0, $2, $3, turned; selp.b32 e1, $5, $4, turned; selp.b32 o1, $4, $5, turned;
-    min.s32 o0, o0, $8; min.s32 below, o1, $8; min.s32 below, below, $7; min.s32 left, e1, $7;
-    max.s32 p, o0, below; max.s32 $0, e0, left; max.s32 $0, $0, p;
-    shfl.sync.up.b32 p, p, 4, 0, 0xFFFFFFFF; max.s32 $0, $0, p; max.s32 $0, $0, $6;
-    shfl.sync.up.b32 p, below, 4, 0, 0xFFFFFFFF; max.s32 p, p, below; max.s32 $1, left, p; }"""
-"""One output channel of a pooled pixel, in the thread that holds the 2 x 2 sums of its even and odd columns and rows.
+ACROSS = """{ .reg .b32 p; shfl.sync.idx.b32 p, $3, $4, 0x1F, 0xFFFFFFFF; max.s32 p, p, $1; max.s32 $0, p, $2; }"""
+"""The largest of $1, $2 and what lane $4 has in $3."""
 
-$0 largest of the 3 x 3 sums, $1 largest of the lower three. Inputs: even and odd column of the upper row ($2, $3), of the lower
-row ($4, $5), the other way round where $9 is not 0; $6 what $1 was for the pooled pixel above; $7 and $8 limits for the lower
-row and for the odd column, the least number where they lie outside the image. The sums of the column to the left come from the
-lane group before.
-"""
+
+def put(words: int, places: range, place_bytes: int) -> str:
+    """Codes of up to four of a thread's pixels to shared memory, $1 bytes from its start on: of one word a byte each ($2), of
+    two words two bytes ($2, $3). `places` numbers the pixels, which are `place_bytes` apart."""
+    lines = [".reg .b32 at, x; .reg .b16 half; mov.u32 at, global_smem; add.u32 at, at, $1;"]
+    size = 8 * words
+    for i, place in enumerate(places):
+        word, bit = divmod(size * i, 32)
+        lines.append(f"shr.u32 x, ${2 + word}, {bit}; cvt.u16.u32 half, x; st.shared.u{size} [at+{place * place_bytes}], half;")
+    return "{ " + "\n".join(lines) + "\nmov.b32 $0, 0; }"
+
+
+GET = """{ .reg .pred there; .reg .b32 at, a, b, c, d; setp.ne.s32 there, $1, 0; mov.u32 at, global_smem; add.u32 at, at, $2;
+    @there ld.shared.v4.b32 {a, b, c, d}, [at]; @there st.global.v4.b32 [$3], {a, b, c, d}; mov.b32 $0, 0; }"""
+"""Where $1 is not 0: 16 bytes of shared memory, $2 bytes from its start on, to $3."""

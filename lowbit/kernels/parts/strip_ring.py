@@ -46,17 +46,20 @@ class StripRing:
 
     @property
     def copy_strip(self) -> str:
-        """Where $1 is not 0: waits until strip $2 has been read (parity $3), then fills it, from row $5 of the map $4 on."""
+        """Where $1 is not 0: waits until strip $2 has been read (parity $3), then fills it.
+
+        The map $4 says from where, from row $5 and byte $6 on.
+        """
         full, empty = self.strips.start, self.strips.start + 8 * self.strips.stages
-        return f"""{{ .reg .pred skip, done; .reg .b32 at, bar, to, column;
+        return f"""{{ .reg .pred skip, done; .reg .b32 at, bar, to;
             setp.eq.s32 skip, $1, 0; @skip bra DONE;
             mov.u32 at, global_smem; mad.lo.u32 bar, $2, 8, at;
             WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [bar+{empty}], $3; @!done bra WAIT;
             mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar+{full}], {self.copied_bytes};
-            add.u32 bar, bar, {full}; mov.u32 column, 0;
+            add.u32 bar, bar, {full};
             mad.lo.u32 to, $2, {self.strip_bytes}, at; add.u32 to, to, {self.x_start};
             cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes
-                [to], [$4, {{column, $5}}], [bar];
+                [to], [$4, {{$6, $5}}], [bar];
             DONE: mov.b32 $0, 0; }}"""
 
     @property

@@ -12,6 +12,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from lowbit.kernels.choose_scaled import ScaledShape, ScaledTile
 from lowbit.kernels.gluon import CompiledKernel, gl
 from lowbit.kernels.parts.epilogue import OUTPUTS, TYPES
+from lowbit.kernels.parts.pair import Pair
 from lowbit.kernels.parts.stages import StageBarriers
 from lowbit.kernels.sm90.mixed_gemm import UNIT
 
@@ -35,6 +36,7 @@ class ByteTile:
     columns: int
     stages: int
     promote: bool
+    paired: bool
     store_by_tma: bool
 
     @property
@@ -68,9 +70,14 @@ class ByteTile:
         return 32 * self.warps
 
     @property
+    def stages_ahead(self) -> int:
+        """Stages whose weights are asked for before x may be: not many where x is much, which then waits behind them."""
+        return self.stages if self.tile_tokens < 128 else 2
+
+    @property
     def store_columns(self) -> int:
         """Columns of a tile that wait in shared memory at once for being stored."""
-        return min(self.columns, 128)
+        return self.columns // 2 if self.paired else min(self.columns, 128)
 
     @property
     def stores(self) -> int:
@@ -79,7 +86,7 @@ class ByteTile:
     @property
     def by_halves(self) -> bool:
         """Whether sums that are promoted are those of one half of the columns, then of the other: there is no room for both."""
-        return self.promote and self.stores == 2
+        return self.promote and self.columns == 256
 
     @property
     def store_block(self) -> list[int]:
@@ -93,6 +100,10 @@ class ByteTile:
     @property
     def barriers(self) -> StageBarriers:
         return StageBarriers(UNIT * self.barrier_unit, self.stages, self.warps)
+
+    @property
+    def pair(self) -> Pair:
+        return Pair(UNIT * self.barrier_unit + 16 * self.stages, self.warps, 4 * self.rows * self.store_columns)
 
     @property
     def x(self) -> gl.dtype:
@@ -129,6 +140,17 @@ class ByteTile:
         return gl.BlockedLayout([1], [32], [self.warps], [0])
 
 
+def compiled(kernel: Any, grid: tuple[int, int, int], arguments: tuple[Any, ...], warps: int, cluster: int) -> CompiledKernel:
+    """A Gluon kernel for its arguments, to be launched in clusters of so many blocks.
+
+    Triton has a size of clusters for its launcher, but takes it from layouts that spread over them, which none does here.
+    """
+    made = kernel.warmup(*arguments, grid=grid, num_warps=warps, launch_pdl=True)
+    num_warps, _, shared_bytes = made.packed_metadata
+    made.packed_metadata = (num_warps, cluster, shared_bytes)
+    return made
+
+
 @dataclass(frozen=True)
 class Address:
     """As much of a tensor as a descriptor needs: it must not keep the memory alive."""
@@ -150,7 +172,10 @@ class TilePlan:
     def __init__(self, shape: ScaledShape, tile: ScaledTile, config: Any, sm_count: int) -> None:
         self.shape, self.tile, self.config = shape, tile, config
         self.tiles = (-(-shape.m // config.tile_tokens), -(-shape.n // config.tile_channels))
-        self.grid = (min(sm_count, self.tiles[0] * self.tiles[1] * tile.splits), 1, 1)
+        blocks = self.tiles[0] * self.tiles[1] * tile.splits
+        # Blocks of a pair have one tile: the next one would overwrite the ring in which they meet.
+        self.grid = (blocks if tile.pair else min(sm_count, blocks), 1, 1)
+        self.launches = (blocks // 2, 1, 1) if tile.pair else self.grid
         self.kernel: CompiledKernel | None = None
         self.x_descriptor = functools.lru_cache(maxsize=256)(self._x_descriptor)
         self.y_descriptor = functools.lru_cache(maxsize=256)(self._y_descriptor)
@@ -169,7 +194,7 @@ class TilePlan:
     @property
     def workspace(self) -> tuple[int, int]:
         """Elements of the two workspaces, float32 sums and int32 counters (which are zero before and after)."""
-        if self.tile.splits == 1:
+        if self.tile.splits == 1 or self.tile.pair:
             return 0, 0
         tiles = self.tiles[0] * self.tiles[1]
         return tiles * self.tile.splits * self.config.rows * self.config.columns, tiles

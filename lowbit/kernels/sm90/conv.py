@@ -53,8 +53,7 @@ class WgmmaConv:
 
     A tile is 64 * warpgroups pixels x `outputs` channels; a step is `step_bytes` of packed channels of one tap. `second` is
     the storage of the second product's input, or None. `resident` is the number of pieces of weights (one step, one plane) that
-    stay in shared memory while a block runs, 0 where they are copied for every tile. `odd` and `second_odd` say whether the
-    products have an odd number of steps.
+    stay in shared memory while a block runs, 0 where they are copied for every tile.
     """
 
     x: str
@@ -67,8 +66,6 @@ class WgmmaConv:
     stages: int
     second: str | None = None
     resident: int = 0
-    odd: bool = False
-    second_odd: bool = False
     digest: str = source_digest()
 
     @property
@@ -347,12 +344,12 @@ def multiply(acc, adds, x_ring, w_ring, stage, piece, PLANES: gl.constexpr, C: g
 
 
 @gluon.jit
-def finish(held, stage, exists, PLANES: gl.constexpr, C: gl.constexpr):
+def finish(held, stage, PLANES: gl.constexpr, C: gl.constexpr):
     """Of a stage whose products are done: its registers may be written again, and it may be filled again."""
     thread = gl.arange(0, C.threads, C.threads_layout)
     if PLANES == 2:
         run(C.hold, "=r" + ",r" * (2 * C.ring.registers + 1), held + (thread * 0 + stage,))
-    run(C.barriers.give, "=r,r,r", [thread * 0 + stage, (((thread & 31) == 0) & exists).to(gl.int32)])
+    run(C.barriers.give, "=r,r,r", [thread * 0 + stage, ((thread & 31) == 0).to(gl.int32)])
 
 
 @gluon.jit
@@ -366,51 +363,23 @@ def map_arrived(maps, C: gl.constexpr):
 
 
 @gluon.jit
-def step(acc, adds, stage, phase, piece, rings, PLANES: gl.constexpr, C: gl.constexpr):
-    """Starts the products of a stage, while those of the stage before run."""
+def product(acc, at, stage, phase, first_piece, steps, rings, two, shape, PLANES: gl.constexpr, C: gl.constexpr):
+    """The sums of one product over its steps, while the ring is kept full.
+
+    A step is decoded after the products of the one before: other warpgroups of the SM multiply meanwhile.
+    """
     x_ring, w_ring = rings
     thread = gl.arange(0, C.threads, C.threads_layout)
-    run(C.barriers.wait, "=r,r,r,r", [thread * 0 + stage, thread * 0 + phase, thread * 0 + 1])
-    if not C.resident:
-        piece = C.most_planes * stage
-    acc, held = multiply(acc, adds, x_ring, w_ring, stage, piece, PLANES, C)
-    following = gl.where(stage + 1 == C.stages, 0, stage + 1)
-    return acc, held, following, gl.where(following == 0, phase ^ 1, phase)
-
-
-@gluon.jit
-def product(acc, at, stage, phase, piece, steps, rings, two, shape, PLANES: gl.constexpr, ODD: gl.constexpr, C: gl.constexpr):
-    """The sums of one product over its steps (an odd number of them if ODD), while the ring is kept full.
-
-    A stage is decoded while the one before it is multiplied. Two steps a turn, so that their registers have names of their own.
-    """
-    thread = gl.arange(0, C.threads, C.threads_layout)
-    FIRST: gl.constexpr = 0 if ODD else 1
-    before = stage
-    if ODD:
-        acc, odd, stage, phase = step(acc, steps < 0, stage, phase, piece, rings, PLANES, C)
-        acc = warpgroup_mma_wait(PLANES, deps=[acc])
+    STAGES: gl.constexpr = C.stages
+    for step in range(steps):
+        run(C.barriers.wait, "=r,r,r,r", [thread * 0 + stage, thread * 0 + phase, thread * 0 + 1])
+        piece = first_piece + step * PLANES if C.resident else C.most_planes * stage
+        acc, held = multiply(acc, step > 0, x_ring, w_ring, stage, piece, PLANES, C)
         at = copy_step(at, at[7] < shape[3], two[0], two[1], shape, C)
-        piece += PLANES
-    else:
-        odd = ()
-        if PLANES == 2:
-            for _register in gl.static_range(2 * C.ring.registers):
-                odd = odd + (thread * 0,)
-    for turn in range(steps // 2):
-        here = stage
-        acc, even, stage, phase = step(acc, turn >= FIRST, stage, phase, piece, rings, PLANES, C)
-        acc = warpgroup_mma_wait(PLANES, deps=[acc])
-        finish(odd, before, turn >= FIRST, PLANES, C)
-        at = copy_step(at, at[7] < shape[3], two[0], two[1], shape, C)
-        before = stage
-        acc, odd, stage, phase = step(acc, True, stage, phase, piece + PLANES, rings, PLANES, C)
-        acc = warpgroup_mma_wait(PLANES, deps=[acc])
-        finish(even, here, True, PLANES, C)
-        at = copy_step(at, at[7] < shape[3], two[0], two[1], shape, C)
-        piece += 2 * PLANES
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    finish(odd, before, True, PLANES, C)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        finish(held, stage, PLANES, C)
+        stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
+        phase = gl.where(stage == 0, phase ^ 1, phase)
     return acc, at, stage, phase
 
 
@@ -520,11 +489,11 @@ def wgmma_conv(
         if C.residual is not None:
             codes = later
             later = load_residual(residual, (tile + stride) * PIXELS, across * C.units, pixels, row_units, C)
-        acc, at, stage, phase = product(acc, at, stage, phase, own * 0, steps, rings, two, shape, C.planes, C.odd, C)
+        acc, at, stage, phase = product(acc, at, stage, phase, 0, steps, rings, two, shape, C.planes, C)
         if C.second is not None:
             sums = as_float(acc, constants(s, across, C), constants(b, across, C), C)
             acc, at, stage, phase = product(
-                acc, at, stage, phase, steps * C.planes, steps2, rings, two, shape, C.second_planes, C.second_odd, C
+                acc, at, stage, phase, steps * C.planes, steps2, rings, two, shape, C.second_planes, C
             )  # fmt: skip
             store_codes(
                 y, codes, acc, constants(s2, across, C), sums, g, tile * PIXELS, across * C.units, pixels, row_units, C

@@ -145,8 +145,7 @@ class PreparedConv:
             self.s2 = pack_lane_constants(p.s, layer.y, tile.outputs)
         self.config = WgmmaConv(
             layer.x, layer.y, layer.residual, layer.relu, tile.warpgroups, tile.outputs, tile.step_bytes, tile.stages,
-            None if layer.second is None else layer.second.x, odd=self.first.steps % 2 > 0,
-            second_odd=self.second is not None and self.second.steps % 2 > 0,
+            None if layer.second is None else layer.second.x,
         )  # fmt: skip
         pieces = self.first.steps * self.config.planes
         if self.second is not None:

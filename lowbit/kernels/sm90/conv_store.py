@@ -47,15 +47,24 @@ def codes_at(base, first_pixel, first_unit, pixels, row_units, words: gl.constex
 @gluon.jit
 def constants(values, across, C: gl.constexpr):
     """The constants [outputs] of a tile of outputs, loaded 16 bytes at a time; pack_lane_constants wrote them."""
-    OUTPUTS: gl.constexpr = C.outputs
+    return by_columns(gl.load(values + across * C.outputs + places_of_constants(C)), C)
+
+
+@gluon.jit
+def places_of_constants(C: gl.constexpr):
+    """[outputs / 16, 4 lanes, 4]: where a thread's constants lie, four side by side."""
     L: gl.constexpr = C.constants_layout
-    COLUMNS: gl.constexpr = gl.SliceLayout(0, C.accumulator)
-    block = gl.arange(0, OUTPUTS // 16, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
+    block = gl.arange(0, C.outputs // 16, gl.SliceLayout(1, gl.SliceLayout(2, L)))[:, None, None]
     lane = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, L)))[None, :, None]
     value = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, L)))[None, None, :]
-    found = gl.load(values + across * OUTPUTS + (block * 16 + lane * 4 + value))
-    columns = gl.reshape(gl.permute(gl.reshape(found, [OUTPUTS // 16, 4, 2, 2]), [0, 2, 1, 3]), [OUTPUTS])
-    return gl.convert_layout(columns, COLUMNS, assert_trivial=True)
+    return block * 16 + lane * 4 + value
+
+
+@gluon.jit
+def by_columns(found, C: gl.constexpr):
+    """Constants from their places to [outputs], as the columns of the sums; this takes no instruction."""
+    columns = gl.reshape(gl.permute(gl.reshape(found, [C.outputs // 16, 4, 2, 2]), [0, 2, 1, 3]), [C.outputs])
+    return gl.convert_layout(columns, gl.SliceLayout(0, C.accumulator), assert_trivial=True)
 
 
 @gluon.jit

@@ -113,8 +113,8 @@ def copy_strip(maps, exists, strip, parity, first_row, thread, C: gl.constexpr):
     """Starts the copy of a strip."""
     nought = thread * 0
     run(
-        C.strip.copy_strip, "=r,r,r,r,l,r",
-        [((thread == 0) & exists).to(gl.int32), nought + strip, nought + parity, maps + nought, nought + first_row],
+        C.strip.copy_strip, "=r,r,r,r,l,r,r",
+        [((thread == 0) & exists).to(gl.int32), nought + strip, nought + parity, maps + nought, nought + first_row, nought],
     )  # fmt: skip
 
 

@@ -5,8 +5,8 @@ Reads   x by TMA, 128 k of some tokens a stage; w in FragmentOrder for 8-bit ope
 Roles   load: 1 warp; math: 2 or 4 warpgroups: wait, decode while the stage before multiplies, wgmma, scale, store by TMA
 Ring    `stages` of x and w, in one allocation with their barriers (parts/stages.py); warps run free of one another
 Sum     int8 in s32, exact; fp8 in the tensor core, about 14 bits. With groups (or `promote`) every 128 k go, scaled, to a sum
-        in fp32; of 256 tokens one half after the other. With splits > 1 the block that comes last adds the splits in order:
-        same input, same bits
+        in fp32; of 256 tokens one half after the other. With splits > 1 the block that comes last adds the splits in order, or
+        both blocks of a pair swap halves of the tile (parts/pair.py): same input, same bits
 Exact   every weight is decoded exactly (hardware/byte_conversions.py) and never rounded; one rounding at the store
 Source  wgmma fragments: PTX ISA; the pipeline is that of mixed_gemm.py
 """
@@ -30,6 +30,7 @@ from lowbit.kernels.gluon import (
     mbarrier,
     part,
     ptx,
+    run,
     source_digest,
     tma_load,
     tma_store_wait,
@@ -37,11 +38,12 @@ from lowbit.kernels.gluon import (
     warpgroup_mma_wait,
 )
 from lowbit.kernels.parts.byte_decode import OPERAND_REGISTERS, TILES, ByteDecode, decode, operand_a
-from lowbit.kernels.parts.epilogue import CODE_TYPES, XScale
+from lowbit.kernels.parts.epilogue import CODE_TYPES, XScale, bring
+from lowbit.kernels.parts.pair import say_ready, swap
 from lowbit.kernels.parts.promote import add_here, add_scaled_here
-from lowbit.kernels.sm90.byte_tile import STAGE_K, TILE_K, Address, ByteTile, TilePlan
+from lowbit.kernels.sm90.byte_tile import STAGE_K, TILE_K, Address, ByteTile, TilePlan, compiled
 from lowbit.kernels.sm90.mixed_gemm import UNIT, UNIT_WORDS, WgmmaGemm, finish, meet, tile_at, words_of
-from lowbit.kernels.sm90.scaled_gemm import store, store_halves
+from lowbit.kernels.sm90.scaled_gemm import halves, store, store_half, store_halves
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class NarrowGemm(ByteTile):
     x_zero: bool
     bias: bool
     function: str
+    paired: bool
     store_by_tma: bool
     digest: str = source_digest()
 
@@ -121,7 +124,12 @@ class NarrowGemm(ByteTile):
 
     @property
     def operand_layout(self) -> gl.DotOperandLayout:
-        return gl.DotOperandLayout(0, self.store_layout if self.by_halves else self.accumulator, 4)
+        return gl.DotOperandLayout(0, self.part_layout, 4)
+
+    @property
+    def part_layout(self) -> gl.NVMMADistributedLayout:
+        """The sums that are added to totals at a time."""
+        return self.store_layout if self.by_halves else self.accumulator
 
     def words_layout(self, plane: int) -> gl.DistributedLinearLayout:
         """Words [strips, 32 lanes * words]: a warp for each strip, neighbouring words in one load."""
@@ -151,15 +159,17 @@ def load_words(w_descs, w_ring, scale_desc, scale_ring, full, stage, row_tile, k
 
 @gluon.jit
 def load(read, C: gl.constexpr):
-    """The warp that keeps the ring full. Weights of the first turn do not wait for the kernel before this one."""
+    """The warp that keeps the ring full. The first weights do not wait for the kernel before this one."""
     w_descs, x_desc, scale_desc, w_ring, x_ring, scale_ring, barriers, token_tiles, row_tiles, turns = read
+    if C.paired:
+        say_ready(1, C)
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents;\n mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )  # fmt: skip
     tiles = token_tiles * row_tiles * C.splits
     token_tile, row_tile, split = tile_at(gl.program_id(0), token_tiles, row_tiles, C)
     begin, end = turns * split // C.splits * 2, turns * (split + 1) // C.splits * 2
-    ahead = gl.where(gl.program_id(0) < tiles, gl.minimum(end - begin, C.stages), 0)
+    ahead = gl.where(gl.program_id(0) < tiles, gl.minimum(end - begin, C.stages_ahead), 0)
     for i in range(0, ahead):
         mbarrier.expect(barriers.index(i), C.stage_bytes)
         load_words(w_descs, w_ring, scale_desc, scale_ring, barriers.index(i), i, row_tile, begin + i, C)
@@ -200,10 +210,23 @@ def read_words(w_ring, stage, phase, there, C: gl.constexpr):
 
 
 @gluon.jit
-def start(registers, x_ring, acc, stage, fresh: gl.constexpr, C: gl.constexpr):
-    """Starts the products of a stage."""
+def start(registers, x_ring, acc, stage, adds, C: gl.constexpr):
+    """Starts the products of a stage, in the registers of `acc`."""
     x = x_ring.index(stage).permute([1, 0])
-    return warpgroup_mma(operand_a(registers, C), x, acc, use_acc=not fresh, is_async=True)
+    return warpgroup_mma(operand_a(registers, C), x, acc, use_acc=adds, is_async=True)
+
+
+@gluon.jit
+def start_apart(registers, x_ring, before, never, stage, C: gl.constexpr):
+    """Starts the products of a stage, from zero. Of 128 tokens, in the registers of the sums `before`: see `start_half`."""
+    ROWS: gl.constexpr = C.rows
+    TOKENS: gl.constexpr = C.tokens
+    SUMS: gl.constexpr = C.accumulator
+    TYPE: gl.constexpr = C.sums
+    if C.columns == 128:
+        return start(registers, x_ring, before, stage, never, C)
+    else:
+        return start(registers, x_ring, gl.zeros((ROWS, TOKENS), TYPE, SUMS), stage, False, C)
 
 
 @gluon.jit
@@ -234,14 +257,14 @@ def multiply(w_ring, x_ring, words, stage, phase, begin, end, more, C: gl.conste
         before = gl.where(stage == 0, C.stages, stage) - 1
         even = decode(words, C)
         words = read_words(w_ring, stage + 1, phase, True, C)
-        acc = warpgroup_mma_wait(1, deps=[start(even, x_ring, acc, stage, False, C)])
+        acc = warpgroup_mma_wait(1, deps=[start(even, x_ring, acc, stage, True, C)])
         finish(odd, before, turn > begin, C)
 
         odd = decode(words, C)
         following = gl.where(stage + 2 == C.stages, 0, stage + 2)
         phase = gl.where(following == 0, phase ^ 1, phase)
         words = read_words(w_ring, following, phase, (turn + 1 < end) | more, C)
-        acc = warpgroup_mma_wait(1, deps=[start(odd, x_ring, acc, stage + 1, False, C)])
+        acc = warpgroup_mma_wait(1, deps=[start(odd, x_ring, acc, stage + 1, True, C)])
         finish(even, stage, True, C)
         stage = following
     acc = warpgroup_mma_wait(0, deps=[acc])
@@ -250,17 +273,32 @@ def multiply(w_ring, x_ring, words, stage, phase, begin, end, more, C: gl.conste
 
 
 @gluon.jit
-def add_stage(total, sums, scales, stage, C: gl.constexpr):
-    """The total with the sums of a stage, times its scales."""
-    if C.grouped:
-        scale = scales.index(stage).load(gl.SliceLayout(1, C.accumulator)).to(gl.float32)
-        return total + sums.to(gl.float32) * scale[:, None]
-    else:
-        return total + sums.to(gl.float32)
+def keep(registers, stage, C: gl.constexpr):
+    """Has the registers of a stage to come decoded by here: compilers would put that behind the next wait."""
+    thread = gl.arange(0, C.threads, C.threads_layout)
+    run(C.hold, "=r" + ",r" * (OPERAND_REGISTERS + 1), registers + (thread * 0 + stage,))
 
 
 @gluon.jit
-def multiply_apart(w_ring, x_ring, scales, even, words, stage, phase, begin, end, more, C: gl.constexpr):
+def scale_of(scales, stage, C: gl.constexpr):
+    """The scale of each row for a stage that is there; 1 where they do not change along K."""
+    if C.grouped:
+        return scales.index(stage).load(gl.SliceLayout(1, C.part_layout)).to(gl.float32)
+    else:
+        return 1.0
+
+
+@gluon.jit
+def add_stage(total, sums, scale, C: gl.constexpr):
+    """The total with the sums of a stage, times its scales, in just this place."""
+    if C.grouped:
+        return add_scaled_here(total, sums, scale[:, None])
+    else:
+        return add_here(total, sums)
+
+
+@gluon.jit
+def multiply_apart(w_ring, x_ring, scales, even, words, stage, phase, begin, end, more, never, C: gl.constexpr):
     """As `multiply`, but each stage is summed on its own and then added, scaled, to a total in fp32.
 
     `even` is the tile's first stage, decoded, `words` those of the second one; returned are those of the next tile. While the
@@ -270,44 +308,30 @@ def multiply_apart(w_ring, x_ring, scales, even, words, stage, phase, begin, end
     TOKENS: gl.constexpr = C.tokens
     SUMS: gl.constexpr = C.accumulator
     TYPE: gl.constexpr = C.sums
-    nought = gl.zeros((ROWS, TOKENS), TYPE, SUMS)
+    sums = gl.zeros((ROWS, TOKENS), TYPE, SUMS)
     total = gl.zeros((ROWS, TOKENS), gl.float32, SUMS)
     for turn in range(begin, end):
-        sums = start(even, x_ring, nought, stage, True, C)
+        sums = start_apart(even, x_ring, sums, never, stage, C)
+        scale = scale_of(scales, stage, C)
         odd = decode(words, C)
         following = gl.where(stage + 2 == C.stages, 0, stage + 2)
         phase = gl.where(following == 0, phase ^ 1, phase)
         words = read_words(w_ring, following, phase, (turn + 1 < end) | more, C)
+        keep(odd, stage, C)
         sums = warpgroup_mma_wait(0, deps=[sums])
-        total = add_stage(total, sums, scales, stage, C)
+        total = add_stage(total, sums, scale, C)
         finish(even, stage, True, C)
 
-        sums = start(odd, x_ring, nought, stage + 1, True, C)
+        sums = start_apart(odd, x_ring, sums, never, stage + 1, C)
+        scale = scale_of(scales, stage + 1, C)
         even = decode(words, C)
         words = read_words(w_ring, following + 1, phase, (turn + 1 < end) | more, C)
+        keep(even, stage, C)
         sums = warpgroup_mma_wait(0, deps=[sums])
-        total = add_stage(total, sums, scales, stage + 1, C)
+        total = add_stage(total, sums, scale, C)
         finish(odd, stage + 1, True, C)
         stage = following
     return total, even, words, stage, phase
-
-
-@gluon.jit
-def scale_of(scales, stage, C: gl.constexpr):
-    """The scale of each row for a stage that is there; 1 where they do not change along K."""
-    if C.grouped:
-        return scales.index(stage).load(gl.SliceLayout(1, C.store_layout)).to(gl.float32)
-    else:
-        return 1.0
-
-
-@gluon.jit
-def add_half(total, sums, scale, C: gl.constexpr):
-    """As `add_stage`, in just this place."""
-    if C.grouped:
-        return add_scaled_here(total, sums, scale[:, None])
-    else:
-        return add_here(total, sums)
 
 
 @gluon.jit
@@ -321,11 +345,11 @@ def start_half(registers, x_ring, before, never, stage, half: gl.constexpr, C: g
 
 
 @gluon.jit
-def multiply_by_halves(w_ring, x_ring, scales, words, stage, phase, begin, end, more, never, C: gl.constexpr):
+def multiply_by_halves(w_ring, x_ring, scales, stage, phase, begin, end, never, C: gl.constexpr):
     """As `multiply_apart` for 256 tokens, whose totals leave registers for the sums of 128: one half after the other.
 
-    Decoding waits for no product of its own, as there are no registers for that either; other warpgroups multiply meanwhile.
-    `words` are those of the tile's first stage; returned are the totals of both halves, then as in `multiply`.
+    While the second half multiplies, the next stage is decoded. Returned are the totals of both halves, with the stage and the
+    phase that come next. Nothing of the next tile is read ahead: no registers could keep it while this one is stored.
     """
     ROWS: gl.constexpr = C.rows
     TOKENS: gl.constexpr = C.store_columns
@@ -334,21 +358,22 @@ def multiply_by_halves(w_ring, x_ring, scales, words, stage, phase, begin, end, 
     sums = gl.zeros((ROWS, TOKENS), TYPE, SUMS)
     low = gl.zeros((ROWS, TOKENS), gl.float32, SUMS)
     high = gl.zeros((ROWS, TOKENS), gl.float32, SUMS)
-    for k in range(2 * begin, 2 * end):
-        registers = decode(words, C)
+    registers = decode(read_words(w_ring, stage, phase, begin < end, C), C)
+    for k in range(2 * begin + 1, 2 * end + 1):
         sums = start_half(registers, x_ring, sums, never, stage, 0, C)
         scale = scale_of(scales, stage, C)
         following = gl.where(stage + 1 == C.stages, 0, stage + 1)
         phase = gl.where(following == 0, phase ^ 1, phase)
         sums = warpgroup_mma_wait(0, deps=[sums])
-        low = add_half(low, sums, scale, C)
+        low = add_stage(low, sums, scale, C)
         sums = start_half(registers, x_ring, sums, never, stage, 1, C)
-        words = read_words(w_ring, following, phase, (k + 1 < 2 * end) | more, C)
+        ahead = decode(read_words(w_ring, following, phase, k < 2 * end, C), C)
+        keep(ahead, stage, C)
         sums = warpgroup_mma_wait(0, deps=[sums])
         finish(registers, stage, True, C)
-        high = add_half(high, sums, scale, C)
-        stage = following
-    return (low, high), words, stage, phase
+        high = add_stage(high, sums, scale, C)
+        registers, stage = ahead, following
+    return (low, high), stage, phase
 
 
 @gluon.jit
@@ -358,28 +383,32 @@ def math(work, C: gl.constexpr):
         w_ring, x_ring, scales, out, beside, partial, arrived, token_tiles, row_tiles, turns, M, N,
     ) = work  # fmt: skip
     tiles = token_tiles * row_tiles * C.splits
+    if C.paired:
+        say_ready(C.warps, C)
     stage = 0
     phase = 0
-    words = read_words(w_ring, 0, 0, gl.program_id(0) < tiles, C)
-    even = words
-    if C.promote and not C.by_halves:
-        even = decode(words, C)
-        words = read_words(w_ring, 1, 0, gl.program_id(0) < tiles, C)
+    if not C.by_halves:
+        words = read_words(w_ring, 0, 0, gl.program_id(0) < tiles, C)
+        if C.promote:
+            even = decode(words, C)
+            words = read_words(w_ring, 1, 0, gl.program_id(0) < tiles, C)
     for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
         token_tile, row_tile, split = tile_at(index, token_tiles, row_tiles, C)
         begin, end = turns * split // C.splits, turns * (split + 1) // C.splits
+        bring(beside, row_tile * C.rows, N, C)
         more = index + gl.num_programs(0) < tiles
         if C.by_halves:
-            acc, words, stage, phase = multiply_by_halves(
-                w_ring, x_ring, scales, words, stage, phase, begin, end, more, M < 0, C
-            )  # fmt: skip
+            acc, stage, phase = multiply_by_halves(w_ring, x_ring, scales, stage, phase, begin, end, M < 0, C)
         elif C.promote:
             acc, even, words, stage, phase = multiply_apart(
-                w_ring, x_ring, scales, even, words, stage, phase, begin, end, more, C
+                w_ring, x_ring, scales, even, words, stage, phase, begin, end, more, M < 0, C
             )  # fmt: skip
         else:
             acc, words, stage, phase = multiply(w_ring, x_ring, words, stage, phase, begin, end, more, C)
-        if C.by_halves:
+        if C.paired:
+            low, high = acc if C.by_halves else halves(acc, C)
+            store_half(out, swap(low, high, split, C), beside, token_tile * C.tokens, row_tile * C.rows, split, M, N, C)
+        elif C.by_halves:
             store_halves(out, acc, beside, token_tile * C.tokens, row_tile * C.rows, M, N, C)
         elif C.splits == 1:
             store(out, acc, beside, token_tile * C.tokens, row_tile * C.rows, M, N, C)
@@ -429,6 +458,9 @@ def narrow_scaled_gemm(
     )  # fmt: skip
     thread = gl.arange(0, C.threads, C.threads_layout)
     gl.inline_asm_elementwise(C.barriers.init, "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1)
+    if C.paired:
+        P: gl.constexpr = C.pair
+        run(P.init, "=r,r", [thread])
     fence_async_shared()
     barrier()
     read = (w_descs, x_desc, scale_desc, w_ring, x_ring, scale_ring, barriers, token_tiles, row_tiles, turns)
@@ -436,7 +468,12 @@ def narrow_scaled_gemm(
         w_ring, x_ring, scales, (y_desc, y, y_tile), (x_scale, x_zero, channel_scale, sums, bias, y_scale), partial,
         arrived, token_tiles, row_tiles, turns, M, N,
     )  # fmt: skip
-    gl.warp_specialize([(math, (work, C)), (load, (read, C))], [1], [24])
+    if C.paired:
+        gl.warp_specialize(
+            [(math, (work, C)), (load, (read, C)), (say_ready, (1, C)), (say_ready, (2, C))], [1, 1, 2], [24, 24, 24]
+        )  # fmt: skip
+    else:
+        gl.warp_specialize([(math, (work, C)), (load, (read, C))], [1], [24])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -446,10 +483,10 @@ def narrow_config(
 ) -> NarrowGemm:  # fmt: skip
     """What is compiled for a product."""
     assert scheme.activation is not None
-    by_tma = tile.splits == 1 and shape.n * dtype.itemsize % 16 == 0 and dtype != torch.float32
+    by_tma = (tile.splits == 1 or tile.pair) and shape.n * dtype.itemsize % 16 == 0 and dtype != torch.float32
     return NarrowGemm(
         scheme.weight.name, CODE_TYPES[scheme.activation.name], dtype, tile.columns, tile.warpgroups, tile.stages,
-        tile.splits, tile.token_group, shape.grouped, shape.apart, x_scale, x_zero, bias, function, by_tma,
+        tile.splits, tile.token_group, shape.grouped, shape.apart, x_scale, x_zero, bias, function, tile.pair, by_tma,
     )  # fmt: skip
 
 
@@ -492,7 +529,6 @@ class NarrowPlan(TilePlan):
             *self.tiles, self.turns, self.config,
         )  # fmt: skip
         if self.kernel is None:
-            self.kernel = narrow_scaled_gemm[self.grid](*arguments, num_warps=self.config.warps, launch_pdl=True)
-        else:
-            self.kernel[self.grid](*arguments)
+            self.kernel = compiled(narrow_scaled_gemm, self.grid, arguments, self.config.warps, 2 if self.tile.pair else 1)
+        self.kernel[self.launches](*arguments)
         return y

@@ -3,11 +3,12 @@
 Reads   x and w row-major by TMA, 128 k a stage; the one of them that is `rows` is operand A of wgmma, 64 rows a warpgroup,
         the other one operand B: few tokens are columns (y^T = w x^T), many may be rows
 Roles   load: 1 warp; math: 1 to 4 warpgroups: wgmma with two stages in flight, scale, store by TMA
-Ring    `stages` of both, in one allocation with their barriers (parts/stages.py); warps run free of one another. Weights of
-        the first turn of the ring are asked for before the kernel ahead, which may have made x, is through
+Ring    `stages` of both, in one allocation with their barriers (parts/stages.py); warps run free of one another. The first
+        weights are asked for before the kernel ahead, which may have made x, is through
 Grid    persistent, one block per SM; tiles in groups of tokens so that a wave shares x and w in L2
 Sum     int8 in s32, exact. fp8 in the tensor core, whose sums of fp8 products keep about 14 bits; with `promote` every 128 k
-        go to a sum in fp32. With splits > 1 the block that comes last adds the splits in order: same input, same bits
+        go to a sum in fp32. With splits > 1 the block that comes last adds the splits in order, or both blocks of a pair swap
+        halves of the tile (parts/pair.py): same input, same bits
 Scales  per token and per channel at the end, in fp32, then bias and function; blocks of 128 x 128 on the sum of each 128 k. One
         rounding, or codes of y (parts/epilogue.py)
 Source  wgmma: PTX ISA; what was measured: docs/log.md
@@ -31,6 +32,7 @@ from lowbit.kernels.gluon import (
     gluon,
     mbarrier,
     part,
+    run,
     source_digest,
     tma_load,
     tma_store,
@@ -38,9 +40,10 @@ from lowbit.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from lowbit.kernels.parts.epilogue import CODE_TYPES, TYPES, XScale, finished, of_channels, of_tokens
+from lowbit.kernels.parts.epilogue import CODE_TYPES, TYPES, XScale, bring, finished, of_channels, of_tokens
+from lowbit.kernels.parts.pair import say_ready, swap
 from lowbit.kernels.parts.promote import add_here
-from lowbit.kernels.sm90.byte_tile import OPERAND_LAYOUT, STAGE_K, TILE_K, Address, ByteTile, TilePlan
+from lowbit.kernels.sm90.byte_tile import OPERAND_LAYOUT, STAGE_K, TILE_K, Address, ByteTile, TilePlan, compiled
 from lowbit.kernels.sm90.mixed_gemm import UNIT, UNIT_WORDS, meet, tile_at
 
 
@@ -66,6 +69,7 @@ class ScaledGemm(ByteTile):
     x_zero: bool
     bias: bool
     function: str
+    paired: bool
     store_by_tma: bool
     digest: str = source_digest()
 
@@ -108,15 +112,17 @@ class ScaledGemm(ByteTile):
 
 @gluon.jit
 def load(read, C: gl.constexpr):
-    """The warp that keeps the ring full. Weights of the first turn do not wait for the kernel before this one."""
+    """The warp that keeps the ring full. The first weights do not wait for the kernel before this one."""
     x_desc, w_desc, x_ring, w_ring, barriers, token_tiles, channel_tiles, turns = read
+    if C.paired:
+        say_ready(1, C)
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents;\n mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )  # fmt: skip
     tiles = token_tiles * channel_tiles * C.splits
     token_tile, channel_tile, split = tile_at(gl.program_id(0), token_tiles, channel_tiles, C)
     begin, end = turns * split // C.splits * C.turn, turns * (split + 1) // C.splits * C.turn
-    ahead = gl.where(gl.program_id(0) < tiles, gl.minimum(end - begin, C.stages), 0)
+    ahead = gl.where(gl.program_id(0) < tiles, gl.minimum(end - begin, C.stages_ahead), 0)
     for i in range(0, ahead):
         mbarrier.expect(barriers.index(i), C.stage_bytes)
         tma_load(w_desc, [channel_tile * C.tile_channels, (begin + i) * TILE_K], barriers.index(i), w_ring.index(i))
@@ -336,21 +342,32 @@ def store(out, acc, beside, first_token, first_channel, M, N, C: gl.constexpr):
     if C.stores == 1:
         store_piece(out, acc, beside, first_token, first_channel, M, N, C)
     else:
-        low, high = gl.split(gl.permute(gl.reshape(acc, [C.rows, 2, C.store_columns]), [0, 2, 1]))
-        low = gl.convert_layout(low, C.store_layout, assert_trivial=True)
-        high = gl.convert_layout(high, C.store_layout, assert_trivial=True)
-        store_halves(out, (low, high), beside, first_token, first_channel, M, N, C)
+        store_halves(out, halves(acc, C), beside, first_token, first_channel, M, N, C)
+
+
+@gluon.jit
+def halves(acc, C: gl.constexpr):
+    """Both halves of the columns; this takes no instruction."""
+    low, high = gl.split(gl.permute(gl.reshape(acc, [C.rows, 2, C.store_columns]), [0, 2, 1]))
+    low = gl.convert_layout(low, C.store_layout, assert_trivial=True)
+    return low, gl.convert_layout(high, C.store_layout, assert_trivial=True)
+
+
+@gluon.jit
+def store_half(out, acc, beside, first_token, first_channel, half, M, N, C: gl.constexpr):
+    """Finishes and stores one half of the columns of a tile."""
+    if C.tokens_are_rows:
+        store_piece(out, acc, beside, first_token, first_channel + half * C.store_columns, M, N, C)
+    else:
+        store_piece(out, acc, beside, first_token + half * C.store_columns, first_channel, M, N, C)
 
 
 @gluon.jit
 def store_halves(out, halves, beside, first_token, first_channel, M, N, C: gl.constexpr):
     """The same for the two halves of the columns of a tile."""
     low, high = halves
-    store_piece(out, low, beside, first_token, first_channel, M, N, C)
-    if C.tokens_are_rows:
-        store_piece(out, high, beside, first_token, first_channel + C.store_columns, M, N, C)
-    else:
-        store_piece(out, high, beside, first_token + C.store_columns, first_channel, M, N, C)
+    store_half(out, low, beside, first_token, first_channel, 0, M, N, C)
+    store_half(out, high, beside, first_token, first_channel, 1, M, N, C)
 
 
 @gluon.jit
@@ -358,12 +375,15 @@ def math(work, C: gl.constexpr):
     """The warpgroups that multiply and store."""
     x_ring, w_ring, out, w_scale, beside, partial, arrived, token_tiles, channel_tiles, turns, groups, M, N = work
     tiles = token_tiles * channel_tiles * C.splits
+    if C.paired:
+        say_ready(C.warps, C)
     stage = 0
     phase = 0
     for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
         token_tile, channel_tile, split = tile_at(index, token_tiles, channel_tiles, C)
         first_token, first_channel = token_tile * C.tile_tokens, channel_tile * C.tile_channels
         begin, end = turns * split // C.splits * C.turn, turns * (split + 1) // C.splits * C.turn
+        bring(beside, first_channel, N, C)
         if C.by_halves:
             acc, stage, phase = multiply_by_halves(x_ring, w_ring, stage, phase, begin, end, groups < 0, C)
         elif C.promote:
@@ -376,7 +396,10 @@ def math(work, C: gl.constexpr):
                 acc, stage, phase = multiply_and_promote(x_ring, w_ring, scales, stage, phase, begin, end, C)
         else:
             acc, stage, phase = multiply(x_ring, w_ring, stage, phase, begin, end, C)
-        if C.by_halves:
+        if C.paired:
+            low, high = acc if C.by_halves else halves(acc, C)
+            store_half(out, swap(low, high, split, C), beside, first_token, first_channel, split, M, N, C)
+        elif C.by_halves:
             store_halves(out, acc, beside, first_token, first_channel, M, N, C)
         elif C.splits == 1:
             store(out, acc, beside, first_token, first_channel, M, N, C)
@@ -411,6 +434,9 @@ def scaled_gemm(
     )  # fmt: skip
     thread = gl.arange(0, C.threads, C.threads_layout)
     gl.inline_asm_elementwise(C.barriers.init, "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1)
+    if C.paired:
+        P: gl.constexpr = C.pair
+        run(P.init, "=r,r", [thread])
     fence_async_shared()
     barrier()
     read = (x_desc, w_desc, x_ring, w_ring, barriers, token_tiles, channel_tiles, turns)
@@ -419,7 +445,12 @@ def scaled_gemm(
     work = (
         x_ring, w_ring, out, w_scale, beside, partial, arrived, token_tiles, channel_tiles, turns, groups, M, N
     )  # fmt: skip
-    gl.warp_specialize([(math, (work, C)), (load, (read, C))], [1], [24])
+    if C.paired:
+        gl.warp_specialize(
+            [(math, (work, C)), (load, (read, C)), (say_ready, (1, C)), (say_ready, (2, C))], [1, 1, 2], [24, 24, 24]
+        )  # fmt: skip
+    else:
+        gl.warp_specialize([(math, (work, C)), (load, (read, C))], [1], [24])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -430,11 +461,11 @@ def scaled_config(
     """What is compiled for a product."""
     assert scheme.activation is not None
     # Rows of y that do not start at multiples of 16 bytes are beyond TMA; float32 takes more room than there is.
-    by_tma = tile.splits == 1 and shape.n * dtype.itemsize % 16 == 0 and dtype != torch.float32
+    by_tma = (tile.splits == 1 or tile.pair) and shape.n * dtype.itemsize % 16 == 0 and dtype != torch.float32
     return ScaledGemm(
         CODE_TYPES[scheme.weight.name], CODE_TYPES[scheme.activation.name], dtype, tile.tokens_are_rows, tile.warpgroups,
         tile.columns, tile.stages, tile.splits, tile.token_group, shape.apart, x_scale, shape.blocks, x_zero, bias,
-        function, by_tma,
+        function, tile.pair, by_tma,
     )  # fmt: skip
 
 
@@ -466,7 +497,6 @@ class ScaledPlan(TilePlan):
             meeting, arrived, m, n, *self.tiles, self.turns, self.groups, self.config,
         )  # fmt: skip
         if self.kernel is None:
-            self.kernel = scaled_gemm[self.grid](*arguments, num_warps=self.config.warps, launch_pdl=True)
-        else:
-            self.kernel[self.grid](*arguments)
+            self.kernel = compiled(scaled_gemm, self.grid, arguments, self.config.warps, 2 if self.tile.pair else 1)
+        self.kernel[self.launches](*arguments)
         return y

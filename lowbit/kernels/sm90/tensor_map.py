@@ -94,12 +94,15 @@ def tensor_map(windows: PixelWindows, address: int, device: torch.device) -> Ten
     return torch.frombuffer(bytearray(encode(windows, address)), dtype=torch.uint8).to(device)
 
 
-def row_map(rows: int, row_bytes: int, box_rows: int, step_bytes: int, address: int, device: torch.device) -> Tensor:
+def row_map(
+    rows: int, row_bytes: int, box_rows: int, step_bytes: int, address: int, device: torch.device, swizzled: bool = True
+) -> Tensor:  # fmt: skip
     """The descriptor of a matrix uint8 [rows, row_bytes], copied in boxes of box_rows x step_bytes; zeros outside it.
 
     In the memory of `device`, as `tensor_map`'s. Source: CUDA driver API, cuTensorMapEncodeTiled.
     """
-    return _tiled(_UINT8, (row_bytes, rows), (row_bytes,), (step_bytes, box_rows), _SWIZZLE[step_bytes], address, device)
+    swizzle = _SWIZZLE[step_bytes] if swizzled else 0
+    return _tiled(_UINT8, (row_bytes, rows), (row_bytes,), (step_bytes, box_rows), swizzle, address, device)
 
 
 def image_map(size: tuple[int, int, int], box: tuple[int, int], address: int, device: torch.device) -> Tensor:

@@ -66,27 +66,22 @@ def product_loops(kernel):
 
 
 def check_products_in_flight(kernel):
-    """Nothing writes operand A of products under way: from the wait before a loop through it, twice, to the wait behind."""
+    """Nothing writes operand A of products under way, in a loop that waits for them before its end, gone through twice."""
     lines = [line.replace("IGMMA", "HGMMA") for line in kernel.lines]
-    whole = [i for i, line in enumerate(lines) if "WARPGROUP.DEPBAR.LE gsb0, 0x0" in line]
     for first, last in product_loops(kernel):
-        start = max([i for i in whole if i < first], default=0)
-        end = min(i for i in whole if i > last)
-        check_straight_line(lines[start:first] + 2 * lines[first : last + 1] + lines[last + 1 : end + 1])
+        assert any("WARPGROUP.DEPBAR.LE gsb0, 0x0" in line for line in lines[first : last + 1])
+        check_straight_line(2 * lines[first : last + 1])
 
 
 @pytest.mark.parametrize("residual", [None, "u4", "s8"])
 @pytest.mark.parametrize("y", ["u4", "s8"])
 @pytest.mark.parametrize(("x", "outputs", "step_bytes"), [("u4", 128, 64), ("u4", 64, 32), ("s8", 128, 64), ("s8", 64, 64)])
 def test_machine_code(x, y, outputs, step_bytes, residual):
-    odd = y == "u4"  # both kinds of loops
-    config, kernel = compiled(
-        x, y, residual, True, 1, outputs, step_bytes, 3, odd=odd, maxnreg=168
-    )  # fmt: skip
+    config, kernel = compiled(x, y, residual, True, 1, outputs, step_bytes, 3, maxnreg=168)
     assert kernel.registers <= 168 and kernel.stack_bytes <= 64
-    steps = step_bytes // 32 * (2 + odd)
-    assert kernel.count("IGMMA") == steps * config.planes, "one for each 32 bytes of K and plane, two steps a turn"
-    assert kernel.count("WARPGROUP.DEPBAR") == 3 + odd, "not serialized"
+    steps = step_bytes // 32
+    assert kernel.count("IGMMA") == steps * config.planes, "one for each 32 bytes of K and plane"
+    assert kernel.count("WARPGROUP.DEPBAR") == 1, "not serialized"
     if x == "u4":
         assert kernel.count("LDSM") == steps, "codes come from shared memory 4 matrices at a time"
         check_products_in_flight(kernel)
@@ -102,14 +97,14 @@ def test_machine_code(x, y, outputs, step_bytes, residual):
 
 
 def test_weights_that_stay_are_copied_once():
-    _, kernel = compiled("u4", "u4", "u4", True, 1, 128, 32, 3, resident=2, odd=True, maxnreg=168)
+    _, kernel = compiled("u4", "u4", "u4", True, 1, 128, 32, 3, resident=2, maxnreg=168)
     assert kernel.count("UBLKCP") == 1
     assert not any("UBLKCP" in line for a, b in product_loops(kernel) for line in kernel.lines[a : b + 1])
 
 
 def test_second_product_compiles_to_two_loops():
     _, kernel = compiled("u4", "u4", None, True, 2, 128, 64, 4, second="s8", maxnreg=255)
-    assert kernel.stack_bytes == 0 and len(product_loops(kernel)) == 2 and kernel.count("WARPGROUP.DEPBAR") == 6
+    assert kernel.stack_bytes == 0 and len(product_loops(kernel)) == 2 and kernel.count("WARPGROUP.DEPBAR") == 2
     check_products_in_flight(kernel)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from lowbit.formats import parse_scheme
 from lowbit.hardware.device import device_for
-from lowbit.kernels.choose_scaled import candidates_scaled, choose_scaled
+from lowbit.kernels.choose_scaled import ScaledTile, candidates_scaled, choose_scaled
 from lowbit.ops.byte_gemm import scaled_shape
 from tests.kernels.sass import TRITON, compile_kernel
 
@@ -49,9 +49,9 @@ def common(config):
     }
 
 
-def eight(scheme, m, n=8192, k=8192, dtype=torch.bfloat16, x_scale="token", x_zero=False, function="none"):
+def eight(scheme, m, n=8192, k=8192, dtype=torch.bfloat16, x_scale="token", x_zero=False, function="none", tile=None):
     shape = scaled_shape(parse_scheme(scheme), m, n, k, x_scale == "block")
-    tile = choose_scaled(shape, device_for(90))
+    tile = tile or choose_scaled(shape, device_for(90))
     config = scaled_config(shape, tile, parse_scheme(scheme), dtype, x_scale, x_zero, True, function)
     w = descriptor(TYPES[config.w_type][1], [config.tile_channels, 128], BYTES)
     of = common(config) | {"w_desc": w, "w_scale": "*fp32"} | dict.fromkeys(INTEGERS, "i32")
@@ -64,9 +64,9 @@ def eight(scheme, m, n=8192, k=8192, dtype=torch.bfloat16, x_scale="token", x_ze
 INTEGERS = ("M", "N", "token_tiles", "channel_tiles", "turns", "groups")
 
 
-def narrow(scheme, m, n=8192, k=8192, dtype=torch.bfloat16, x_zero=False, function="none"):
+def narrow(scheme, m, n=8192, k=8192, dtype=torch.bfloat16, x_zero=False, function="none", tile=None):
     shape = scaled_shape(parse_scheme(scheme), m, n, k)
-    tile = choose_scaled(shape, device_for(90))
+    tile = tile or choose_scaled(shape, device_for(90))
     config = narrow_config(shape, tile, parse_scheme(scheme), dtype, "token", x_zero, True, function)
     planes = [descriptor("i32", [config.warps, 32 * config.plane_words(p)], WORDS) for p in range(config.planes)]
     of = common(config) | dict(zip(("w_desc", "w_desc_1", "w_desc_2"), [*planes, None, None], strict=False))
@@ -125,6 +125,27 @@ def test_fewer_bits(scheme, m):
     assert not any("LDG" in line for line in main_loop(kernel.lines)), "scales come with the stage"
     check_operands_in_flight(kernel.lines)
     check_barriers(config, kernel)
+
+
+@pytest.mark.parametrize(
+    ("make", "scheme", "m", "columns"),
+    [
+        (eight, "fp8_dynamic", 256, 256),
+        (eight, "w8a8", 100, 128),
+        (narrow, "w4a8e4m3", 256, 256),
+        (narrow, "w4a8_g128", 64, 64),
+    ],
+)
+def test_pairs(make, scheme, m, columns):
+    config, kernel = make(scheme, m, tile=ScaledTile(False, 2, columns, 4, 2, 8, True))
+    assert kernel.stack_bytes <= (8 if TRITON >= (3, 9) else 0)
+    # Every warp of a block counts for the barrier of the cluster: those that multiply, that load, and the two idle roles.
+    assert kernel.count("UCGABAR_ARV") == 4 and kernel.count("UCGABAR_WAIT") == 1
+    assert f".reqntid {config.threads + 4 * 32}" in kernel.ptx
+    assert kernel.count("MEMBAR.ALL.GPU") == 0, "nothing waits for the memory of the whole GPU"
+    assert kernel.count("STAS") == config.rows * columns // 2 // config.threads // 4, "one half goes to the other block"
+    assert config.rows * columns // 2 * 4 <= config.stages * config.stage_bytes, "into its ring"
+    assert kernel.count("ATOM") == 0
 
 
 def test_other_outputs_and_scales_of_x():

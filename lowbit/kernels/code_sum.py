@@ -1,0 +1,74 @@
+"""y = requantize(x * s + b + other * g) on packed NHWC codes of 4 or 8 bits: sums and ReLUs that no convolution has inside.
+
+Computes codes two by two, as a byte of 4-bit codes has them: channels 2 i and 2 i + 1, whatever the storages. Plain Triton
+Exact   every fma rounds once, rounding is adding 1.5 * 2^23: `SumLayer` of kernels/conv_reference.py, bit for bit.
+        Tested: tests/kernels/test_code_sum.py
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowbit.kernels.conv_reference import SumLayer
+from lowbit.pack.nhwc64 import CODE_BITS
+
+BLOCK = 1024
+"""Pairs of codes of a block: 16 bytes a thread where they have 8 bits."""
+
+
+@triton.jit
+def pairs(x, i, total, FOUR: tl.constexpr):
+    """float32 codes of the pairs i."""
+    if FOUR:
+        codes = tl.load(x + i, mask=i < total, other=0)
+        return (codes & 15).to(tl.float32), (codes >> 4).to(tl.float32)
+    else:
+        both = tl.load(x.to(tl.pointer_type(tl.int16)) + i, mask=i < total, other=0)
+        return ((both << 8) >> 8).to(tl.float32), (both >> 8).to(tl.float32)
+
+
+@triton.jit
+def stored(t, FOUR: tl.constexpr, LOW: tl.constexpr):
+    """int32 codes of t."""
+    HIGH: tl.constexpr = 255.0 if FOUR else 127.0
+    steps = tl.minimum(tl.maximum(t, LOW), HIGH) + 12582912.0
+    code = steps.to(tl.int32, bitcast=True) - 0x4B400000
+    return code >> 4 if FOUR else code
+
+
+@triton.jit(do_not_specialize=["s", "b", "g"])
+def sum_kernel(
+    y, x, other, s, b, g, total, X_FOUR: tl.constexpr, OTHER: tl.constexpr, Y_FOUR: tl.constexpr, LOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK of `total` pairs. OTHER: bits of the other value's codes, 0 without one."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    even, odd = pairs(x, i, total, X_FOUR)
+    even = tl.fma(even, s, b)
+    odd = tl.fma(odd, s, b)
+    if OTHER > 0:
+        other_even, other_odd = pairs(other, i, total, OTHER == 4)
+        even = tl.fma(other_even, g, even)
+        odd = tl.fma(other_odd, g, odd)
+    low = stored(even, Y_FOUR, LOW)
+    high = stored(odd, Y_FOUR, LOW)
+    if Y_FOUR:
+        tl.store(y + i, (low | (high << 4)).to(tl.uint8), mask=i < total)
+    else:
+        tl.store(y.to(tl.pointer_type(tl.int16)) + i, ((low & 255) | (high << 8)).to(tl.int16), mask=i < total)
+
+
+def add_codes(x: Tensor, layer: SumLayer, other: Tensor | None, out: Tensor) -> Tensor:
+    """Writes the sum of packed codes uint8 [N, H, W, bytes] to `out` [N, H, W, bytes of its storage], on their device."""
+    total = x.numel() * (8 // CODE_BITS[layer.x]) // 2  # type: ignore[index]
+    low = 0.0 if layer.relu else -128.0
+    bits = 0 if layer.other is None else CODE_BITS[layer.other]  # type: ignore[index]
+    with torch.cuda.device_of(x):
+        sum_kernel[(triton.cdiv(total, BLOCK),)](
+            out, x, x if other is None else other, layer.s, layer.b, layer.g, total, layer.x == "u4", bits, layer.y == "u4",
+            low, BLOCK,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,97 @@
+"""Products whose every value is one register of each thread, as PTX: wgmma on registers that the kernel names itself.
+
+Sums of 64 pixels x `outputs` are outputs / 2 registers of a thread: register 4 j + 2 r + e is column 8 j + 2 q + e of its row
+r of two (q = lane % 4). Operand A is 4 registers for each 32 places of K; register 4 step + 2 half + r is row r, places 32
+step + 16 half + 4 q to + 3. Source: PTX ISA, wgmma. Triton's own products compute each address of weights anew in six
+instructions, and have no unsigned codes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_SWIZZLE = {32: 3, 64: 2, 128: 1}
+"""Modes of a descriptor by bytes of a row of weights."""
+
+
+@dataclass(frozen=True)
+class ThreadProduct:
+    """Weights lie in pieces [outputs, row_bytes] from byte `weights` of shared memory on; `unsigned` says whether A is."""
+
+    outputs: int
+    row_bytes: int
+    unsigned: bool
+    weights: int
+
+    @property
+    def sums(self) -> int:
+        """Registers of sums."""
+        return self.outputs // 2
+
+    @property
+    def piece_bytes(self) -> int:
+        return self.outputs * self.row_bytes
+
+    @property
+    def base(self) -> str:
+        """$0: what every product's `start` wants of the start of shared memory; $1 is not used."""
+        return "{ .reg .b32 at; mov.u32 at, global_smem; shr.u32 at, at, 4; and.b32 $0, at, 0x3FFF; }"
+
+    def start(self, piece: int, steps: int, adds: bool, commits: bool = True) -> str:
+        """Sums $0.. (+)= operand A times `steps` runs of 32 places of the pieces from `piece` on; see `constraints`."""
+        first = self.sums * (2 if adds else 1)
+        base = f"${first + 4 * steps}"
+        sums = ", ".join(f"${i}" for i in range(self.sums))
+        high = _SWIZZLE[self.row_bytes] << 30 | 8 * self.row_bytes // 16
+        kind = "u8" if self.unsigned else "s8"
+        lines = [".reg .b64 w; .reg .b32 low; .reg .pred add; wgmma.fence.sync.aligned;"]
+        for step in range(steps):
+            rows, within = divmod(32 * step, self.row_bytes)
+            offset = self.weights + (piece + rows) * self.piece_bytes + within
+            a = ", ".join(f"${first + 4 * step + i}" for i in range(4))
+            lines.append(f"add.u32 low, {base}, {offset // 16}; mov.b64 w, {{low, 0x{high:08x}}};")
+            lines.append(f"setp.ne.b32 add, {int(adds or step > 0)}, 0;")
+            lines.append(
+                f"wgmma.mma_async.sync.aligned.m64n{self.outputs}k32.s32.{kind}.s8 {{{sums}}}, {{{a}}}, w, add;"
+            )  # fmt: skip
+        if commits:
+            lines.append("wgmma.commit_group.sync.aligned;")
+        return "{\n" + "\n".join(lines) + "\n}"
+
+    def constraints(self, steps: int, adds: bool) -> str:
+        """Outputs: the sums. Inputs: the sums so far if the product `adds`, operand A, the base."""
+        return ",".join(
+            ["=&r"] * self.sums + [str(i) for i in range(self.sums)] * adds + ["r"] * (4 * steps + 1)
+        )  # fmt: skip
+
+
+def keep(count: int) -> str:
+    """Stores of the registers $1 to $count that never happen, the operand after them being at least 0: see stages.hold."""
+    last = f"${count + 1}"
+    stores = [
+        f"@p st.shared.v4.b32 [{last}+{4 * i}], {{{', '.join(f'${1 + i + j}' for j in range(4))}}};" for i in range(0, count, 4)
+    ]
+    return f"{{ .reg .pred p; setp.eq.s32 p, {last}, -1;\n" + "\n".join(stores) + "\nmov.b32 $0, 0; }"
+
+
+def load_shared(offset: int) -> str:
+    """$0 to $3: the 16 bytes at address $4 + offset of shared memory."""
+    return f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{offset}];"
+
+
+def load_global(offset: int, words: int) -> str:
+    """`words` words at address $words + offset; zeros where the register after it is 0."""
+    to = ", ".join(f"${i}" for i in range(words))
+    clear = " ".join(f"mov.b32 ${i}, 0;" for i in range(words))
+    return (
+        f"{{ .reg .pred p; setp.ne.s32 p, ${words + 1}, 0; {clear}\n@p ld.global.v{words}.b32 {{{to}}}, [${words}+{offset}]; }}"
+    )
+
+
+def store_global(offset: int, words: int) -> str:
+    """Stores $1 to $words at address $words + 1 + offset, if the register after it is not 0."""
+    what = ", ".join(f"${1 + i}" for i in range(words))
+    return (
+        f"{{ .reg .pred p; setp.ne.s32 p, ${words + 2}, 0; mov.b32 $0, 0;\n"
+        f"@p st.global.v{words}.b32 [${words + 1}+{offset}], {{{what}}}; }}"
+    )

@@ -1,0 +1,612 @@
+"""A bottleneck block of 64 channels from its 3 x 3 convolution to the next block's first, in one kernel: sm_90a.
+
+Computes middle = conv3x3(x), y = conv1x1(middle) + residual (or + conv1x1(entry), the shortcut), z = conv1x1(y), requantized
+Reads   x by TMA in strips (parts/strip_taps.py); residual or entry codes from global memory, a tile's at its beginning; all
+        weights and constants once a block, into shared memory
+Links   codes never leave the registers between two products: those that a thread has computed are its operand A of the next
+        product, whose weights have K in that order (pack/conv_block.py). y is computed `chunk` outputs at a time
+Writes  y and z, 16 and 8 or 16 bytes a thread
+Values  one register of each thread: every tensor here is [threads] (parts/thread_product.py)
+Roles   none, Grid: as sm90/conv_strip.py; the warpgroups of an SM drift apart, so that one multiplies while others requantize
+Exact   as the three or four layers one after the other (kernels/conv_reference.py), bit for bit
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowbit.kernels.gluon import asm, barrier, fence_async_shared, gl, gluon, ptx, run, source_digest
+from lowbit.kernels.parts.requantize import LinkedRequantize, Requantize
+from lowbit.kernels.parts.stages import StageBarriers
+from lowbit.kernels.parts.strip_taps import ZERO_BYTES, StripTaps
+from lowbit.kernels.parts.thread_product import ThreadProduct, load_global, load_shared, store_global
+from lowbit.kernels.parts.thread_product import keep as keep_registers
+from lowbit.kernels.sm90.conv import UNIT, UNIT_WORDS, await_inputs, map_arrived
+from lowbit.kernels.sm90.conv_strip import MOST_ROWS, STRIPS
+from lowbit.pack.nhwc64 import CODE_BITS
+
+UNIT_BYTES = gl.constexpr(UNIT)
+
+CHANNELS = 64
+"""Of x, entry and middle."""
+
+
+@dataclass(frozen=True)
+class BlockConv:
+    """All that is fixed when the kernel is compiled; x, y and z have one storage.
+
+    A tile is 64 * warpgroups pixels, `rows` those of a strip. `expanded` outputs of y are computed `chunk` at a time;
+    `following` are those of z. With `shortcut` the residual is a product of entry. `ahead`: one piece of y is multiplied while
+    the one before it is requantized.
+    """
+
+    storage: str
+    warpgroups: int
+    rows: int
+    expanded: int = 256
+    chunk: int = 64
+    following: int = 64
+    shortcut: bool = False
+    ahead: bool = True
+    digest: str = source_digest()
+
+    @property
+    def bits(self) -> int:
+        return CODE_BITS[self.storage]  # type: ignore[index]
+
+    @property
+    def pixels(self) -> int:
+        return 64 * self.warpgroups
+
+    @property
+    def warps(self) -> int:
+        return 4 * self.warpgroups
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def threads_layout(self) -> gl.BlockedLayout:
+        """One element per thread."""
+        return gl.BlockedLayout([1], [32], [self.warps], [0])
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a pixel of x."""
+        return CHANNELS * self.bits // 8
+
+    @property
+    def strip_bytes(self) -> int:
+        return self.rows * self.row_bytes
+
+    @property
+    def boxes(self) -> int:
+        """Copies of a strip."""
+        return -(-self.rows // MOST_ROWS)
+
+    @property
+    def planes(self) -> int:
+        """Halves of a byte that hold a code."""
+        return 8 // self.bits
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Bytes at which the four weights and the constants start in shared memory, and at which they end."""
+        size = self.expanded * CHANNELS
+        sizes = (9 * CHANNELS * CHANNELS, size, size * self.shortcut, self.expanded * self.following, 4 * self.constants)
+        return tuple(STRIPS * self.strip_bytes + sum(sizes[:i]) for i in range(6))
+
+    @property
+    def constants(self) -> int:
+        """Numbers: s and b of the second convolution, of the next one, of the third one, and the shortcut's s."""
+        return 2 * CHANNELS + 2 * self.following + (2 + self.shortcut) * self.expanded
+
+    @property
+    def tail(self) -> int:
+        """Where barriers start."""
+        return -(-self.starts[5] // UNIT) * UNIT
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.tail + UNIT
+
+    @property
+    def strip(self) -> StripTaps:
+        """Copies and reads."""
+        strips, weights = StageBarriers(self.tail, STRIPS, self.warps), StageBarriers(self.tail + 16 * STRIPS, 1, self.warps)
+        return StripTaps(
+            strips, weights, self.tail + 2 * ZERO_BYTES, 0, self.starts[0], self.rows, self.row_bytes,
+            self.starts[5] - self.starts[0], self.bits, self.boxes,
+        )  # fmt: skip
+
+    @property
+    def second(self) -> ThreadProduct:
+        """The 3 x 3 convolution, a tap of one plane a piece."""
+        return ThreadProduct(CHANNELS, self.row_bytes, False, self.starts[0])
+
+    @property
+    def third(self) -> ThreadProduct:
+        """A piece of the third convolution."""
+        return ThreadProduct(self.chunk, CHANNELS, self.bits == 4, self.starts[1])
+
+    @property
+    def entry(self) -> ThreadProduct:
+        """A piece of the shortcut."""
+        return ThreadProduct(self.chunk, CHANNELS, False, self.starts[2])
+
+    @property
+    def next(self) -> ThreadProduct:
+        """64 outputs of the next block's first convolution."""
+        return ThreadProduct(CHANNELS, self.chunk, self.bits == 4, self.starts[3])
+
+    @property
+    def middle_codes(self) -> Requantize:
+        return LinkedRequantize(self.storage, None, True, False)
+
+    @property
+    def y_codes(self) -> Requantize:
+        return LinkedRequantize(self.storage, None if self.shortcut else self.storage, True)
+
+    @property
+    def z_codes(self) -> Requantize:
+        return Requantize(self.storage, None, True)
+
+    @property
+    def chunks(self) -> int:
+        """Pieces of y."""
+        return self.expanded // self.chunk
+
+    @property
+    def group_words(self) -> int:
+        """Words of codes of 8 columns."""
+        return self.bits // 4
+
+    @property
+    def unit_groups(self) -> int:
+        """Groups of 8 columns whose words of a pixel, 4, a thread loads and stores at once."""
+        return 4 // self.group_words
+
+    @property
+    def units(self) -> int:
+        """Loads and stores of a pixel of y."""
+        return self.expanded // (32 * self.unit_groups)
+
+    @property
+    def parts(self) -> int:
+        """Pieces of y in a unit."""
+        return self.chunks // self.units
+
+    @property
+    def halves(self) -> int:
+        """Pieces of 64 outputs of z."""
+        return self.following // CHANNELS
+
+    @property
+    def z_words(self) -> int:
+        """Words that a thread stores of a pixel of z at once."""
+        return min(4, 2 * self.halves * self.group_words)
+
+
+@gluon.constexpr_function
+def integers(count):  # type: ignore[no-untyped-def]
+    return (gl.int32,) * count
+
+
+@gluon.constexpr_function
+def floats(count):  # type: ignore[no-untyped-def]
+    return (gl.float32,) * count
+
+
+@gluon.constexpr_function
+def keep_takes(count):  # type: ignore[no-untyped-def]
+    """Constraints of thread_product.keep."""
+    return "=r" + ",r" * (count + 1)
+
+
+@gluon.constexpr_function
+def load_takes(words):  # type: ignore[no-untyped-def]
+    """Constraints of thread_product.load_global."""
+    return ",".join(["=&r"] * words + ["l", "r"])
+
+
+@gluon.constexpr_function
+def store_takes(words):  # type: ignore[no-untyped-def]
+    """Constraints of thread_product.store_global."""
+    return "=r" + ",r" * words + ",l,r"
+
+
+@gluon.constexpr_function
+def wait_takes(count):  # type: ignore[no-untyped-def]
+    """Constraints of `wait_asm`: sums pass through."""
+    return ",".join(["=r"] * count + [str(i) for i in range(count)])
+
+
+@gluon.constexpr_function
+def wait_asm(later):  # type: ignore[no-untyped-def]
+    """Waits until all but the `later` youngest products are done."""
+    return f"wgmma.wait_group.sync.aligned {later};"
+
+
+keep_asm = gluon.constexpr_function(keep_registers)
+load_asm = gluon.constexpr_function(load_global)
+store_asm = gluon.constexpr_function(store_global)
+shared_asm = gluon.constexpr_function(load_shared)
+
+
+@gluon.jit
+def start(sums, operand, base, first: gl.constexpr, steps: gl.constexpr, adds: gl.constexpr, P: gl.constexpr):
+    """Starts a product of `steps` runs of 32 places of K, from piece `first` of its weights on."""
+    inputs = operand + (base,)
+    if adds:
+        inputs = sums + inputs
+    return asm(ptx(P.start, first, steps, adds), ptx(P.constraints, steps, adds), inputs, integers(P.sums))
+
+
+@gluon.jit
+def wait(sums, later: gl.constexpr, count: gl.constexpr):
+    """`count` registers of sums, when only `later` younger products are under way."""
+    return asm(wait_asm(later), wait_takes(count), sums, integers(count))
+
+
+@gluon.jit
+def keep(registers, turn, count: gl.constexpr):
+    """Registers of operand A may not be written before; `turn` is not negative, which the compiler may not know."""
+    run(keep_asm(count), keep_takes(count), registers + (turn,))
+
+
+@gluon.jit
+def columns(sums, group: gl.constexpr, row: gl.constexpr):
+    """The 8 sums of a group and row."""
+    found = ()
+    for i in gl.static_range(8):
+        found = found + (sums[16 * group + 4 * (i // 2) + 2 * row + i % 2],)
+    return found
+
+
+@gluon.jit
+def table(at, group: gl.constexpr):
+    """The constants of group `group` (of all groups of all constants): 8 numbers; pack_lane_constants wrote them."""
+    low = asm(shared_asm(128 * group), "=f,=f,=f,=f,r", (at,), floats(4))
+    return low + asm(shared_asm(128 * group + 64), "=f,=f,=f,=f,r", (at,), floats(4))
+
+
+@gluon.jit
+def scaled(sums, s, b):
+    """fma(float(sum), s, b)."""
+    found = ()
+    for i in gl.static_range(8):
+        found = found + (
+            gl.inline_asm_elementwise(
+                "cvt.rn.f32.s32 $0, $1; fma.rn.f32 $0, $0, $2, $3;", "=&f,r,f,f", (sums[i], s[i], b[i]), dtype=gl.float32,
+                is_pure=True, pack=1,
+            ),
+        )  # fmt: skip
+    return found
+
+
+@gluon.jit
+def codes_of(sums, s, b, residual, g, R: gl.constexpr):
+    """The words that R makes of 8 columns."""
+    inputs = sums + s + b + residual
+    if R.residual_words > 0:
+        inputs = inputs + (g,)
+    return gl.inline_asm_elementwise(R.asm, R.constraints, inputs, dtype=integers(R.words), is_pure=True, pack=1)
+
+
+@gluon.jit
+def copy_strip(maps, exists, strip, parity, first_row, thread, C: gl.constexpr):
+    """Starts the copies of a strip."""
+    nought = thread * 0
+    issues = ((thread == 0) & exists).to(gl.int32)
+    places = (issues, nought + strip, nought + parity, maps + nought, nought + first_row)
+    run(C.strip.copy_strip, "=r,r,r,r,l,r", places)
+
+
+@gluon.jit
+def load_taps(down: gl.constexpr, center, zeros, place, C: gl.constexpr):
+    """Three taps of a row of the window as they lie. `center` is the place of this thread's pixel in its strip."""
+    row, column, height, width = place
+    ROW_BYTES: gl.constexpr = C.row_bytes
+    line = center + (down - 1) * ROW_BYTES * width
+    exists = row >= 0
+    if down == 0:
+        exists = row > 0
+    if down == 2:
+        exists = row + 1 < height
+    taps = ()
+    for beside in gl.static_range(3):
+        inside = exists
+        if beside == 0:
+            inside = exists & (column > 0)
+        if beside == 2:
+            inside = exists & (column + 1 < width)
+        where = (line + (beside - 1) * ROW_BYTES, zeros, inside.to(gl.int32))
+        taps = taps + (asm(C.strip.tap, C.strip.tap_constraints, where, integers(C.strip.loaded)),)
+    return taps
+
+
+@gluon.jit
+def decoded(words, C: gl.constexpr):
+    """Registers of packed codes as operand A: of 4-bit codes even channels, then odd ones, 4 registers each."""
+    if C.bits == 8:
+        return words
+    else:
+        even = ()
+        odd = ()
+        for i in gl.static_range(4):
+            even = even + (words[i] & 0x0F0F0F0F,)
+            odd = odd + ((words[i] >> 4) & 0x0F0F0F0F,)
+        return even + odd
+
+
+@gluon.jit
+def second_convolution(base, center, zeros, place, at, turn, C: gl.constexpr):
+    """middle as operand A. A row of taps is on its way while the one before it is multiplied."""
+    P: gl.constexpr = C.second
+    R: gl.constexpr = C.middle_codes
+    PLANES: gl.constexpr = C.planes
+    sums = ()
+    taps = load_taps(0, center, zeros, place, C)
+    for down in gl.static_range(3):
+        held = ()
+        for beside in gl.static_range(3):
+            registers = decoded(taps[beside], C)
+            sums = start(sums, registers, base, (3 * down + beside) * PLANES, 2, down + beside > 0, P)
+            held = held + registers
+        if down < 2:
+            taps = load_taps(down + 1, center, zeros, place, C)
+        if down < 2:
+            sums = wait(sums, 0, 32)
+            keep(held, turn, 24)
+    s = table(at, 0)
+    b = table(at, 2)
+    sums = wait(sums, 0, 32)
+    keep(held, turn, 24)
+    operand = ()
+    for group in gl.static_range(2):
+        own_s, own_b = s, b
+        if group == 0:
+            s = table(at, 1)
+            b = table(at, 3)
+        upper = codes_of(columns(sums, group, 0), own_s, own_b, (), 0.0, R)
+        lower = codes_of(columns(sums, group, 1), own_s, own_b, (), 0.0, R)
+        operand = operand + (upper[0], lower[0], upper[1], lower[1])
+    return operand
+
+
+@gluon.jit
+def start_piece(chunk: gl.constexpr, middle, entry, base, C: gl.constexpr):
+    """Starts the products of a piece of y; returns its sums, those of the third convolution and of the shortcut."""
+    P: gl.constexpr = C.third
+    E: gl.constexpr = C.entry
+    first = start((), middle, base, chunk, 2, False, P)
+    second = ()
+    if C.shortcut:
+        second = start((), entry, base, chunk, 2, False, E)
+    return first, second
+
+
+@gluon.jit
+def finish_piece(chunk: gl.constexpr, later: gl.constexpr, residual, sums, at, g, C: gl.constexpr):
+    """A piece of y, while `later` products run: words of both rows for memory, operand A for the next convolution."""
+    R: gl.constexpr = C.y_codes
+    FIRST: gl.constexpr = (2 * 64 + 2 * C.following) // 32
+    GROUPS: gl.constexpr = C.chunk // 32
+    ALL: gl.constexpr = C.expanded // 32
+    WORDS: gl.constexpr = C.group_words
+    SUMS: gl.constexpr = C.chunk // 2
+    first, second = sums
+    s = table(at, FIRST + chunk * GROUPS)
+    b = table(at, FIRST + ALL + chunk * GROUPS)
+    if C.shortcut:
+        both = wait(first + second, later, 2 * SUMS)
+        first = both[0:SUMS]
+        second = both[SUMS:]
+    else:
+        first = wait(first, later, SUMS)
+    LOW: gl.constexpr = R.words - 2
+    words = ((), ())
+    operand = ()
+    for group in gl.static_range(GROUPS):
+        own_s, own_b = s, b
+        if group + 1 < GROUPS:
+            s = table(at, FIRST + chunk * GROUPS + group + 1)
+            b = table(at, FIRST + ALL + chunk * GROUPS + group + 1)
+        upper = ()
+        lower = ()
+        if C.shortcut:
+            s2 = table(at, FIRST + 2 * ALL + chunk * GROUPS + group)
+            upper = scaled(columns(first, group, 0), own_s, own_b)
+            lower = scaled(columns(first, group, 1), own_s, own_b)
+            upper = codes_of(columns(second, group, 0), s2, upper, (), g, R)
+            lower = codes_of(columns(second, group, 1), s2, lower, (), g, R)
+        else:
+            codes = residual[0][group * WORDS : group * WORDS + WORDS]
+            upper = codes_of(columns(first, group, 0), own_s, own_b, codes, g, R)
+            codes = residual[1][group * WORDS : group * WORDS + WORDS]
+            lower = codes_of(columns(first, group, 1), own_s, own_b, codes, g, R)
+        words = (words[0] + upper[0:WORDS], words[1] + lower[0:WORDS])
+        operand = operand + (upper[LOW], lower[LOW], upper[LOW + 1], lower[LOW + 1])
+    return words, operand
+
+
+@gluon.jit
+def store_rows(at, words, exists, offset: gl.constexpr, count: gl.constexpr, row_bytes: gl.constexpr):
+    """Stores `count` words of each of a thread's two rows."""
+    run(store_asm(offset, count), store_takes(count), words[0] + (at, exists[0]))
+    run(store_asm(offset + 8 * row_bytes, count), store_takes(count), words[1] + (at, exists[1]))
+
+
+@gluon.jit
+def load_rows(at, exists, offset: gl.constexpr, count: gl.constexpr, row_bytes: gl.constexpr):
+    """Loads `count` words of each of a thread's two rows."""
+    upper = asm(load_asm(offset, count), load_takes(count), (at, exists[0]), integers(count))
+    below: gl.constexpr = offset + 8 * row_bytes
+    return upper, asm(load_asm(below, count), load_takes(count), (at, exists[1]), integers(count))
+
+
+@gluon.jit
+def third_convolution(y, exists, residuals, middle, entry, base, at, g, turn, C: gl.constexpr):
+    """From middle's codes to y, in memory and as operand A."""
+    PARTS: gl.constexpr = C.parts
+    CHUNKS: gl.constexpr = C.chunks
+    LATER: gl.constexpr = 1 + C.shortcut
+    WORDS: gl.constexpr = C.chunk // 32 * C.group_words
+    ROW_BYTES: gl.constexpr = C.expanded * C.bits // 8
+    UNITS: gl.constexpr = C.units
+    operand = ()
+    sums = start_piece(0, middle, entry, base, C)
+    for unit in gl.static_range(UNITS):
+        words = ((), ())
+        for i in gl.static_range(PARTS):
+            residual = ()
+            if not C.shortcut:
+                upper, lower = residuals[unit]
+                residual = (upper[i * WORDS : i * WORDS + WORDS], lower[i * WORDS : i * WORDS + WORDS])
+            if C.ahead and unit * PARTS + i + 1 < CHUNKS:
+                later = start_piece(unit * PARTS + i + 1, middle, entry, base, C)
+                found, registers = finish_piece(unit * PARTS + i, LATER, residual, sums, at, g, C)
+                sums = later
+            else:
+                found, registers = finish_piece(unit * PARTS + i, 0, residual, sums, at, g, C)
+                if unit * PARTS + i + 1 < CHUNKS:
+                    sums = start_piece(unit * PARTS + i + 1, middle, entry, base, C)
+            operand = operand + registers
+            words = (words[0] + found[0], words[1] + found[1])
+        store_rows(y, words, exists, 64 * unit, 4, ROW_BYTES)
+    keep(middle, turn, 8)
+    if C.shortcut:
+        keep(entry, turn, 8)
+    return operand
+
+
+@gluon.jit
+def next_convolution(z, exists, operand, base, at, turn, C: gl.constexpr):
+    """From y's codes to z, 64 outputs at a time; the second 64 multiply while the first are requantized."""
+    N: gl.constexpr = C.next
+    R: gl.constexpr = C.z_codes
+    HALVES: gl.constexpr = C.halves
+    CHUNKS: gl.constexpr = C.chunks
+    HELD: gl.constexpr = C.chunk // 8
+    ALL: gl.constexpr = C.expanded // 8
+    ROW_BYTES: gl.constexpr = C.following * C.bits // 8
+    WORDS: gl.constexpr = C.z_words
+    under_way = ()
+    for half in gl.static_range(HALVES):
+        sums = ()
+        for chunk in gl.static_range(CHUNKS):
+            registers = operand[HELD * chunk : HELD * chunk + HELD]
+            sums = start(sums, registers, base, chunk * HALVES + half, C.chunk // 32, chunk > 0, N)
+        under_way = under_way + (sums,)
+    words = ((), ())
+    for half in gl.static_range(HALVES):
+        s = table(at, 4 + 2 * half)
+        b = table(at, 4 + 2 * HALVES + 2 * half)
+        sums = wait(under_way[half], (HALVES - 1 - half) * CHUNKS, 32)
+        if half == HALVES - 1:
+            keep(operand, turn, ALL)
+        for group in gl.static_range(2):
+            own_s, own_b = s, b
+            if group == 0:
+                s = table(at, 5 + 2 * half)
+                b = table(at, 5 + 2 * HALVES + 2 * half)
+            upper = codes_of(columns(sums, group, 0), own_s, own_b, (), 0.0, R)
+            words = (words[0] + upper, words[1] + codes_of(columns(sums, group, 1), own_s, own_b, (), 0.0, R))
+    UNITS: gl.constexpr = HALVES * 2 * C.group_words // WORDS
+    for unit in gl.static_range(UNITS):
+        rows = (words[0][WORDS * unit : WORDS * unit + WORDS], words[1][WORDS * unit : WORDS * unit + WORDS])
+        store_rows(z, rows, exists, 16 * WORDS * unit, WORDS, ROW_BYTES)
+
+
+@gluon.jit(do_not_specialize=["pixels", "height", "width", "tiles", "step"])
+def block_conv(
+    y, z, added, g, pixels, height, width, tiles, step, maps, weight, C: gl.constexpr
+):  # fmt: skip
+    """The kernel: a block's tiles of pixels, the next strip under way while one is multiplied.
+
+    `added` are the residual's codes or, with a shortcut, entry; `weight` is all weights and constants. From one tile of a
+    block to its next one, pixels lie `step` on: columns, and rows times 65536.
+    """
+    PIXELS: gl.constexpr = C.pixels
+    STARTS: gl.constexpr = C.starts
+    Y_WORDS: gl.constexpr = C.expanded * C.bits // 32
+    Z_WORDS: gl.constexpr = C.following * C.bits // 32
+    X_WORDS: gl.constexpr = C.row_bytes // 4
+    UNITS: gl.constexpr = C.units
+    LAYOUT: gl.constexpr = C.threads_layout
+    TAIL: gl.constexpr = C.tail // UNIT_BYTES
+    shared = gl.allocate_shared_memory(gl.int32, [TAIL + 1, UNIT_WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    thread = gl.arange(0, C.threads, LAYOUT)
+    shared.index(TAIL).store(gl.full([UNIT_WORDS], 0, gl.int32, LAYOUT))  # zeros for taps outside the image
+    barrier()
+    run(C.strip.weights.init, "=r,r", [thread])
+    run(C.strip.strips.init, "=r,r", [thread])
+    fence_async_shared()
+    barrier()
+    first_tile = gl.program_id(0)
+    stride = gl.num_programs(0)
+    zero = tiles * 0
+    run(C.strip.copy_weights, "=r,r,l", [(thread == 0).to(gl.int32), weight + (thread * 0).to(gl.int64)])  # made long before
+    map_arrived(maps, C)
+    await_inputs(C)
+    reach = width + 1
+    copy_strip(maps, first_tile < tiles, zero, zero + 1, first_tile * PIXELS - reach, thread, C)
+    run(C.strip.weights.wait, "=r,r,r,r", [thread * 0, thread * 0, thread * 0 + 1])
+    own_row = (thread >> 5) * 16 + (thread & 15)  # whose address this thread gives to ldmatrix
+    center0 = asm(C.strip.place, "=&r,r,r", (own_row + reach, thread), gl.int32)
+    at = asm(C.strip.lane_place, "=&r,r,r", (thread * 0 + STARTS[4], thread), gl.int32)
+    zeros = at + (C.strip.zeros - STARTS[4])
+    base = asm(C.third.base, "=&r,r", (thread,), gl.int32)
+    pixel = first_tile * PIXELS + own_row
+    place = (pixel // width % height << 16) + pixel % width
+    g = gl.full([C.threads], g, gl.float32, LAYOUT)
+    turn = thread * 0
+    for tile in range(first_tile, tiles, stride):
+        # What the compiler cannot see through it does not carry round the loop in a register for each use.
+        here = asm("mov.b32 $0, $1;", "=r,r", (thread * 0 + tile,), gl.int32)
+        strip = turn & 1
+        run(C.strip.strips.wait, "=r,r,r,r", [strip, turn >> 1 & 1, thread * 0 + 1])
+        turn = asm("add.s32 $0, $1, 1;", "=r,r", (turn,), gl.int32)
+        copy_strip(maps, here + stride < tiles, turn & 1, turn >> 1 & 1 ^ 1, (here + stride) * PIXELS - reach, thread, C)
+        lane = thread & 3
+        pixel = here * PIXELS + (thread >> 5) * 16 + (thread >> 2) % 8  # the first of those whose sums this thread has
+        exists = ((pixel < pixels).to(gl.int32), (pixel + 8 < pixels).to(gl.int32))
+        residuals = ()
+        entry = ()
+        if C.shortcut:
+            X: gl.constexpr = X_WORDS // 4
+            upper, lower = load_rows(added + (pixel * X_WORDS + lane * X), exists, 0, X, 4 * X_WORDS)
+            entry = (upper, lower)
+        else:
+            where = added + (pixel * Y_WORDS + lane * 4)
+            for unit in gl.static_range(UNITS):
+                residuals = residuals + (load_rows(where, exists, 64 * unit, 4, 4 * Y_WORDS),)
+        own = (place >> 16, place & 0xFFFF, height, width)
+        middle = second_convolution(base, center0 + strip * C.strip_bytes, zeros, own, at, turn, C)
+        run(C.strip.strips.give, "=r,r,r", [strip, ((thread & 31) == 0).to(gl.int32)])
+        place += step
+        place += gl.where((place & 0xFFFF) >= width, 0x10000 - width, 0)
+        place -= gl.where(place >= height << 16, height << 16, 0)
+        if C.shortcut:
+            entry = entry_operand(entry, C)
+        operand = third_convolution(
+            y + (pixel * Y_WORDS + lane * 4), exists, residuals, middle, entry, base, at, g, turn, C
+        )  # fmt: skip
+        next_convolution(z + (pixel * Z_WORDS + lane * C.z_words), exists, operand, base, at, turn, C)
+
+
+@gluon.jit
+def entry_operand(words, C: gl.constexpr):
+    """Operand A of the shortcut's product, of words as they lie; pack/conv_block.py has the order."""
+    upper, lower = words
+    registers = ()
+    if C.bits == 8:
+        for i in gl.static_range(4):
+            registers = registers + (upper[i], lower[i])
+    else:
+        for i in gl.static_range(2):
+            registers = registers + (
+                upper[i] & 0x0F0F0F0F, lower[i] & 0x0F0F0F0F, (upper[i] >> 4) & 0x0F0F0F0F, (lower[i] >> 4) & 0x0F0F0F0F,
+            )  # fmt: skip
+    return registers

@@ -1,0 +1,538 @@
+"""Convolutions of many channels: warpgroups that share the weights of a step, and one warp that copies: sm_90a.
+
+Computes what sm90/conv.py does, where channels and outputs come in whole 128. There, small blocks each copy weights of their
+        own, and the L2 cannot give as many bytes as the tensor cores take. Here 16 KB of weights serve 192 pixels; the pixels
+        of windows that keep the image's size are copied once for all taps (strips), those of others tap by tap. Where a layer
+        has few pixels, tiles have 64, and it is the deep ring and decoding ahead that gain
+Reads   x by TMA in strips (parts/strip_ring.py) or in im2col mode (parts/window_ring.py), as operand A by ldmatrix; w in the
+        pieces of pack/conv_weight.py by bulk copies; residual codes from global memory
+Roles   one warp copies; 1 or 3 warpgroups of 64 pixels multiply and store, free of one another: one requantizes while others
+        multiply. Roles are branches of one function: as partitions of Triton each would have code of its own
+Ring    of weights, `stages` of 128 channels of a tap, and of x; both run on from tile to tile
+Grid    persistent; Exact: as sm90/conv.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowbit.kernels.gluon import (
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    part,
+    ptx,
+    run,
+    wait_alone,
+    warpgroup_mma,
+)
+from lowbit.kernels.parts.stages import StageBarriers, hold
+from lowbit.kernels.parts.strip_ring import StripRing
+from lowbit.kernels.parts.window_ring import WindowRing
+from lowbit.kernels.sm90.conv import UNIT, UNIT_WORDS, WgmmaConv, operand_a
+from lowbit.kernels.sm90.conv_store import as_float, by_columns, codes_at, places_of_constants, store_codes
+from lowbit.pack.nhwc64 import CODE_BITS
+
+UNIT_BYTES = gl.constexpr(UNIT)
+
+TAIL_UNITS = 2
+"""Units of shared memory for barriers and constants."""
+
+FIRST_WEIGHTS = gl.constexpr(2)
+"""Steps whose weights are asked for before the kernel ahead is through."""
+
+LOADER_REGISTERS = gl.constexpr(32)
+"""Of 128 a thread at the start; those that multiply share the others."""
+
+
+@dataclass(frozen=True)
+class DeepConv(WgmmaConv):
+    """All that is fixed when the kernel is compiled: as WgmmaConv, whose last warpgroup copies instead of multiplying.
+
+    A stage of x has `rows` rows: with `strips` those that all taps of a window of `kernel` x `kernel` need, else those of one
+    tap, and `kernel` is 1. With `resident`, weights are copied once a block; `stages` are then all steps of a tile. `odd`: the
+    first product has an odd number of steps.
+    """
+
+    rows: int = 0
+    kernel: int = 1
+    strips: bool = False
+    x_stages: int = 2
+    residual_stages: int = 0
+    odd: bool = False
+
+    @property
+    def multipliers(self) -> int:
+        """Warpgroups that multiply."""
+        return self.warpgroups - 1
+
+    @property
+    def readers(self) -> int:
+        """Warps that give stages back."""
+        return 4 * self.multipliers
+
+    @property
+    def registers(self) -> int:
+        """Of a thread that multiplies."""
+        return 128 + (128 - LOADER_REGISTERS.value) // self.multipliers
+
+    @property
+    def tile_pixels(self) -> int:
+        """Pixels of a tile; `pixels` counts those of the warpgroup that copies, too."""
+        return 64 * self.multipliers
+
+    @property
+    def x_bytes(self) -> int:
+        """Bytes of a stage of x."""
+        return self.rows * self.step_bytes
+
+    @property
+    def w_unit(self) -> int:
+        """Where the weights start in shared memory, in units."""
+        return self.x_stages * self.x_bytes // UNIT
+
+    @property
+    def residual_unit(self) -> int:
+        """Where the codes of the residual start."""
+        return self.w_unit + self.pieces * self.piece_bytes // UNIT
+
+    @property
+    def residual_row_bytes(self) -> int:
+        """Bytes of residual codes of a pixel."""
+        return self.outputs * CODE_BITS[self.residual] // 8 if self.residual else 0  # type: ignore[index]
+
+    @property
+    def residual_tile_words(self) -> int:
+        """Words of a stage of them."""
+        return self.tile_pixels * self.residual_row_bytes // 4
+
+    @property
+    def barrier_unit(self) -> int:
+        return self.residual_unit + self.residual_stages * 4 * self.residual_tile_words // UNIT
+
+    @property
+    def w_barriers(self) -> StageBarriers:
+        """Barriers of stages of weights."""
+        return StageBarriers(UNIT * self.barrier_unit, self.stages, self.readers)
+
+    @property
+    def x_barriers(self) -> StageBarriers:
+        """Barriers of stages of x."""
+        return StageBarriers(UNIT * self.barrier_unit + 16 * self.stages, self.x_stages, self.readers)
+
+    @property
+    def residual_barriers(self) -> StageBarriers:
+        """Barriers of stages of the residual."""
+        start = UNIT * self.barrier_unit + 16 * (self.stages + self.x_stages)
+        return StageBarriers(start, self.residual_stages, self.readers)
+
+    @property
+    def residual_ring(self) -> StripRing:
+        """Copies of the residual."""
+        return StripRing(
+            self.residual_barriers, self.w_barriers, 0, UNIT * self.residual_unit, 0, self.tile_pixels,
+            self.residual_row_bytes, 0, 8,
+        )  # fmt: skip
+
+    @property
+    def strip(self) -> StripRing:
+        """Copies of strips, and reads of any x."""
+        zeros = UNIT * self.barrier_unit + 16 * (self.stages + self.x_stages + self.residual_stages)
+        return StripRing(
+            self.x_barriers, self.w_barriers, zeros, 0, UNIT * self.w_unit, self.rows, self.step_bytes, self.w_bytes,
+            CODE_BITS[self.x],  # type: ignore[index]
+        )  # fmt: skip
+
+    @property
+    def window(self) -> WindowRing:
+        """Copies of one tap."""
+        return WindowRing(self.x_barriers, 0, 0, self.rows, self.step_bytes, 0, True)
+
+    @property
+    def copy_piece(self) -> str:
+        """Waits until stage $1 of weights has been read (parity $2), then fills it from $3."""
+        bars = self.w_barriers
+        return f"""{{ .reg .pred done; .reg .b32 at, bar, to;
+            mov.u32 at, global_smem; mad.lo.u32 bar, $1, 8, at; mad.lo.u32 to, $1, {self.w_bytes}, at;
+            WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [bar+{bars.start + 8 * bars.stages}], $2; @!done bra WAIT;
+            add.u32 bar, bar, {bars.start}; add.u32 to, to, {UNIT * self.w_unit};
+            mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], {self.w_bytes};
+            cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [to], [$3], {self.w_bytes}, [bar];
+            mov.b32 $0, 0; }}"""
+
+    @property
+    def shared_units(self) -> int:
+        return self.barrier_unit + TAIL_UNITS
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.shared_units * UNIT
+
+    @property
+    def constants_start(self) -> int:
+        """Where s, b and s2 of the tile's outputs lie in shared memory."""
+        return UNIT * self.barrier_unit + UNIT // 2
+
+    @property
+    def copy_constants(self) -> str:
+        """Copies s at $1, b at $2 and, with a second product, s2 at $3 to shared memory; they come with the first weights."""
+        size, full = 4 * self.outputs, self.w_barriers.start
+        count = 2 if self.second is None else 3
+        copies = [
+            f"add.u32 to, at, {self.constants_start + i * size}; "
+            f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [to], [${1 + i}], {size}, [bar];"
+            for i in range(count)
+        ]
+        lines = [
+            f"{{ .reg .b32 at, bar, to; mov.u32 at, global_smem; add.u32 bar, at, {full};",
+            f"mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [bar], {count * size};",
+            *copies,
+            "mov.b32 $0, 0; }",
+        ]
+        return "\n".join(lines)
+
+    def read_four(self, start: int) -> str:
+        """Four words from word $4 on of what starts at a byte of shared memory."""
+        return (
+            "{ .reg .b32 at; mov.u32 at, global_smem; mad.lo.u32 at, $4, 4, at;\n"
+            f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [at+{start}]; }}"
+        )
+
+    def registers_of(self, count: int) -> str:
+        """Gives the calling warpgroup so many registers a thread instead of 128."""
+        return f"setmaxnreg.{'inc' if count > 128 else 'dec'}.sync.aligned.u32 {count};\nmov.b32 $0, 0;"
+
+    @property
+    def hold(self) -> str:
+        """Keeps the registers of a step."""
+        return hold(self.strip.registers)
+
+    @property
+    def operands(self) -> tuple[gl.dtype, ...]:
+        """Types of the registers of a step."""
+        return (gl.int32,) * self.strip.registers
+
+
+@gluon.jit
+def own_number(asm: gl.constexpr):
+    """A number of this thread, of which Triton thinks that all threads have the same."""
+    return gl.inline_asm_elementwise(asm, "=r", [], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def following(stage, parity, count, by):
+    """The stage `by` (0 or 1) after this one in a ring of `count`, and its parity."""
+    stage += by
+    parity = gl.where(stage == count, parity ^ 1, parity)
+    return gl.where(stage == count, 0, stage), parity
+
+
+@gluon.jit
+def copy_tile(at, product, across, tile, size, first, KERNEL: gl.constexpr, STRIPS: gl.constexpr, C: gl.constexpr):
+    """Copies of one product of a tile: x of each block of channels and, without strips, tap; weights of each block and tap."""
+    x_stage, x_parity, w_stage, w_parity, ahead = at
+    maps, weight, blocks, taps_across, taps_down, stride_down, stride_across, first_down, first_across = product
+    height, width = size
+    taps = taps_across * taps_down
+    pieces = weight + (across * blocks * taps).to(gl.int64) * C.w_bytes
+    pixel = tile * C.tile_pixels
+    line = pixel // width
+    column = pixel % width * stride_across + first_across
+    row = line % height * stride_down + first_down
+    image = line // height
+    reach = KERNEL // 2 * (width + 1)
+    one = blocks * 0 + 1
+    for block in range(blocks):
+        first_byte = block * C.step_bytes
+        for tap in range(taps):
+            if STRIPS:
+                if tap == 0:
+                    run(C.strip.copy_strip, "=r,r,r,r,l,r,r", [one, x_stage, x_parity, maps, pixel - reach, first_byte])
+                    x_stage, x_parity = following(x_stage, x_parity, C.x_stages, 1)
+            else:
+                run(C.window.copy, "=r,r,r,r,l,r,r,r,r,r,r,l,r", [
+                    one, x_stage, x_parity, maps, first_byte, column, row, image, tap % taps_across, tap // taps_across, weight,
+                    one,
+                ])  # fmt: skip
+                x_stage, x_parity = following(x_stage, x_parity, C.x_stages, 1)
+            if first & (ahead == 0):
+                run(C.copy_piece, "=r,r,r,l", [w_stage, w_parity, pieces])
+            pieces += C.w_bytes
+            w_stage, w_parity = following(w_stage, w_parity, C.stages, 1)
+            ahead = gl.maximum(ahead - 1, 0)
+    return x_stage, x_parity, w_stage, w_parity, ahead
+
+
+@gluon.jit
+def copy_first_weights(product, across, C: gl.constexpr):
+    """Weights of the first steps, which do not wait for the kernel before; returns how many steps have them.
+
+    A few: what the others bring would arrive before the first x.
+    """
+    weight, blocks, taps = product[1], product[2], product[3] * product[4]
+    pieces = weight + (across * blocks * taps).to(gl.int64) * C.w_bytes
+    count = gl.minimum(blocks * taps, FIRST_WEIGHTS)
+    for i in range(count):
+        run(C.copy_piece, "=r,r,r,l", [i, count * 0 + 1, pieces])
+        pieces += C.w_bytes
+    return count
+
+
+@gluon.jit
+def produce(one, two, residual_maps, per_output, across, tiles, size, C: gl.constexpr):
+    """The thread that copies."""
+    first_tile, stride, tiles_down = tiles
+    s, b, s2 = per_output
+    if C.second is not None:
+        run(C.copy_constants, "=r,l,l,l", [s + across * C.outputs, b + across * C.outputs, s2 + across * C.outputs])
+    else:
+        run(C.copy_constants, "=r,l,l", [s + across * C.outputs, b + across * C.outputs])
+    map_arrived(one[0])
+    if C.second is not None:
+        map_arrived(two[0])
+    if C.residual is not None:
+        map_arrived(residual_maps)
+    ahead = copy_first_weights(one, across, C)
+    run("griddepcontrol.wait;\n mov.b32 $0, 0;", "=r", [])
+    zero = across * 0
+    one_of = zero + 1
+    at = (zero, one_of, zero, one_of, ahead)
+    r_stage = zero
+    r_parity = one_of
+    for tile in range(first_tile, tiles_down, stride):
+        if C.residual is not None:
+            first_byte = across * C.residual_row_bytes
+            run(C.residual_ring.copy_strip, "=r,r,r,r,l,r,r", [
+                one_of, r_stage, r_parity, residual_maps, tile * C.tile_pixels, first_byte
+            ])  # fmt: skip
+            r_stage, r_parity = following(r_stage, r_parity, C.residual_stages, 1)
+        fresh = tile >= 0
+        if C.resident:
+            fresh = tile == first_tile
+        at = copy_tile(at, one, across, tile, size, fresh, C.kernel, C.strips, C)
+        if C.second is not None:
+            at = copy_tile(at, two, across, tile, size, fresh, 1, False, C)
+
+
+@gluon.jit
+def map_arrived(maps):
+    """Makes a descriptor in memory known to the copy engine, whatever lay at its address before, and asks for it."""
+    run(
+        "fence.proxy.tensormap::generic.acquire.gpu [$1], 128;\n prefetch.tensormap [$1];\n mov.b32 $0, 0;", "=r,l", [maps]
+    )  # fmt: skip
+
+
+@gluon.jit
+def multiply_step(acc, adds, w_ring, stage, registers, C: gl.constexpr):
+    """Starts the products of one step."""
+    COUNT: gl.constexpr = C.strip.loaded
+    if C.planes == 1:
+        return warpgroup_mma(
+            operand_a(registers, COUNT, C), w_ring.index(stage).permute([1, 0]), acc, use_acc=adds, is_async=True
+        )  # fmt: skip
+    else:
+        even = operand_a(registers[0:COUNT], COUNT, C)
+        odd = operand_a(registers[COUNT:], COUNT, C)
+        acc = warpgroup_mma(even, w_ring.index(2 * stage).permute([1, 0]), acc, use_acc=adds, is_async=True)
+        return warpgroup_mma(odd, w_ring.index(2 * stage + 1).permute([1, 0]), acc, is_async=True)
+
+
+@gluon.jit
+def begin_step(acc, adds, at, tap, w_ring, place, KERNEL: gl.constexpr, C: gl.constexpr):
+    """Reads x of a step, gives it back, starts its products; returns the sums, registers to be held, and what is next."""
+    x_stage, x_phase, w_stage, w_phase = at
+    beside, down = tap
+    row, column, height, width, own_row, thread = place
+    nought = thread * 0
+    HALF: gl.constexpr = KERNEL // 2
+    one = w_stage * 0 + 1
+    last = one
+    if KERNEL > 1:
+        run(C.x_barriers.wait, "=r,r,r,r", [x_stage, x_phase, (beside + down == 0).to(gl.int32)])
+        h = row + (down - HALF)
+        w = column + (beside - HALF)
+        inside = ((h >= 0) & (h < height) & (w >= 0) & (w < width)).to(gl.int32)
+        from_row = own_row + (down * width + beside)
+        beside += 1
+        down = gl.where(beside == KERNEL, down + 1, down)
+        beside = gl.where(beside == KERNEL, 0, beside)
+        last = (down == KERNEL).to(gl.int32)
+        down = gl.where(down == KERNEL, 0, down)
+    else:
+        run(C.x_barriers.wait, "=r,r,r,r", [x_stage, x_phase, one])
+        inside = nought + 1
+        from_row = own_row
+    registers = gl.inline_asm_elementwise(
+        C.strip.read, C.strip.read_constraints, [nought + x_stage, from_row, inside, thread],
+        dtype=C.operands, is_pure=False, pack=1,
+    )  # fmt: skip
+    run(C.w_barriers.wait, "=r,r,r,r", [w_stage, w_phase, one])
+    acc = multiply_step(acc, adds, w_ring, w_stage, registers, C)
+    run(C.x_barriers.give, "=r,r,r", [nought + x_stage, ((thread & 31) == 0).to(gl.int32) * last])
+    x_stage, x_phase = following(x_stage, x_phase, C.x_stages, last)
+    if C.resident:
+        w_stage = gl.where(w_stage + 1 == C.stages, 0, w_stage + 1)
+    else:
+        w_stage, w_phase = following(w_stage, w_phase, C.stages, 1)
+    return acc, registers, (x_stage, x_phase, w_stage, w_phase), (beside, down)
+
+
+@gluon.jit
+def end_step(registers, w_stage, exists, thread, C: gl.constexpr):
+    """Of a step whose products are done: its registers may be written again, and its weights go back."""
+    REGISTERS: gl.constexpr = C.strip.registers
+    nought = thread * 0
+    run(C.hold, "=r" + ",r" * (REGISTERS + 1), registers + (nought + w_stage,))
+    if not C.resident:
+        run(C.w_barriers.give, "=r,r,r", [nought + w_stage, (((thread & 31) == 0) & exists).to(gl.int32)])
+
+
+@gluon.jit
+def multiply_tile(acc, at, w_ring, steps, place, KERNEL: gl.constexpr, C: gl.constexpr):
+    """The sums of one product of a tile, and the stages that come next; `place` says where this thread's row lies.
+
+    One product: a step is decoded while the one before it is multiplied. Warpgroups that wait for their own products first all
+    come to do so at the same time, and the tensor cores rest. Two steps a turn, so that registers have names of their own.
+    """
+    REGISTERS: gl.constexpr = C.strip.registers
+    thread = place[5]
+    tap = (steps * 0, steps * 0)
+    if C.second is not None:
+        for step in range(steps):
+            here = at[2]
+            acc, held, at, tap = begin_step(acc, step > 0, at, tap, w_ring, place, KERNEL, C)
+            acc = wait_alone(acc, 0)
+            end_step(held, here, steps > 0, thread, C)
+    else:
+        FIRST: gl.constexpr = 0 if C.odd else 1
+        before = at[2]
+        odd = ()
+        if C.odd:
+            acc, odd, at, tap = begin_step(acc, steps < 0, at, tap, w_ring, place, KERNEL, C)
+            acc = wait_alone(acc, C.planes)
+        else:
+            for _register in gl.static_range(REGISTERS):
+                odd = odd + (thread * 0,)
+        for turn in range(steps // 2):
+            here = at[2]
+            acc, even, at, tap = begin_step(acc, turn >= FIRST, at, tap, w_ring, place, KERNEL, C)
+            acc = wait_alone(acc, C.planes)
+            end_step(odd, before, turn >= FIRST, thread, C)
+            before = at[2]
+            acc, odd, at, tap = begin_step(acc, steps > 0, at, tap, w_ring, place, KERNEL, C)
+            acc = wait_alone(acc, C.planes)
+            end_step(even, here, steps > 0, thread, C)
+        acc = wait_alone(acc, 0)
+        end_step(odd, before, steps > 0, thread, C)
+    return acc, at
+
+
+@gluon.jit
+def constants_here(WHICH: gl.constexpr, C: gl.constexpr):
+    """s, b or s2 of the tile's outputs from shared memory."""
+    START: gl.constexpr = C.constants_start + 4 * C.outputs * WHICH
+    places = places_of_constants(C)
+    found = gl.inline_asm_elementwise(
+        ptx(C.read_four, START), "=f,=f,=f,=f,r,r,r,r", [places], dtype=gl.float32, is_pure=False, pack=4
+    )  # fmt: skip
+    return by_columns(found, C)
+
+
+@gluon.jit
+def residual_here(stage, C: gl.constexpr):
+    """The words of residual codes of a tile from shared memory, as `load_residual` gives them."""
+    at, _ = codes_at(stage * C.residual_tile_words, 0, 0, 0, C.units, 4, C)
+    return gl.inline_asm_elementwise(
+        ptx(C.read_four, UNIT_BYTES * C.residual_unit), "=r,=r,=r,=r,r,r,r,r", [at], dtype=gl.int32, is_pure=False, pack=4
+    )  # fmt: skip
+
+
+@gluon.jit
+def consume(out, pixels, across, tiles, steps, steps2, size, w_ring, C: gl.constexpr):
+    """The warpgroups that multiply and store; what x waits for, they wait for."""
+    y, g, row_units = out
+    first_tile, stride, tiles_down = tiles
+    height, width = size
+    ROWS: gl.constexpr = C.pixels
+    OUTPUTS: gl.constexpr = C.outputs
+    SUMS: gl.constexpr = C.accumulator
+    thread = gl.arange(0, C.threads, C.threads_layout)
+    own_row = (thread >> 5) * 16 + (thread & 15)
+    zero = across * 0
+    at = (zero, zero, zero, zero)
+    r_stage = zero
+    r_phase = zero
+    acc = gl.zeros((ROWS, OUTPUTS), gl.int32, SUMS)
+    unit = across * C.units
+    for tile in range(first_tile, tiles_down, stride):
+        first_pixel = tile * C.tile_pixels
+        place = (own_row, own_row, height, width, own_row, thread)
+        if C.kernel > 1:
+            pixel = first_pixel + own_row
+            place = (pixel // width % height, pixel % width, height, width, own_row, thread)
+        acc, at = multiply_tile(acc, at, w_ring, steps, place, C.kernel, C)
+        if C.second is not None:
+            sums = as_float(acc, constants_here(0, C), constants_here(1, C), C)
+            acc, at = multiply_tile(acc, at, w_ring, steps2, place, 1, C)
+            store_codes(y, (), acc, constants_here(2, C), sums, g, first_pixel, unit, pixels, row_units, C)
+        else:
+            codes = ()
+            if C.residual is not None:
+                run(C.residual_barriers.wait, "=r,r,r,r", [r_stage, r_phase, zero + 1])
+                codes = residual_here(r_stage, C)
+            scale, offset = constants_here(0, C), constants_here(1, C)
+            store_codes(y, codes, acc, scale, offset, g, first_pixel, unit, pixels, row_units, C)
+            if C.residual is not None:
+                run(C.residual_barriers.give, "=r,r,r", [thread * 0 + r_stage, ((thread & 31) == 0).to(gl.int32)])
+                r_stage, r_phase = following(r_stage, r_phase, C.residual_stages, 1)
+
+
+@gluon.jit
+def deep_barriers(C: gl.constexpr):
+    """Makes the barriers and the zeros."""
+    thread = gl.arange(0, C.threads, C.threads_layout)
+    run(C.w_barriers.init, "=r,r", [thread])
+    run(C.x_barriers.init, "=r,r", [thread])
+    if C.residual is not None:
+        run(C.residual_barriers.init, "=r,r", [thread])
+    run(C.strip.clear, "=r,r", [thread])
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit(do_not_specialize=[
+    "pixels", "row_units", "out_height", "out_width", "tiles_across", "tiles_down",
+    "steps", "blocks", "taps_across", "taps_down", "stride_down", "stride_across", "first_down", "first_across",
+    "steps2", "blocks2", "taps_across2", "taps_down2", "stride_down2", "stride_across2", "first_down2", "first_across2",
+])  # fmt: skip
+def deep_conv(
+    y, residual, s, b, g, s2, pixels, row_units, out_height, out_width, tiles_across, tiles_down,
+    maps, weight, steps, blocks, taps_across, taps_down, stride_down, stride_across, first_down, first_across,
+    maps2, weight2, steps2, blocks2, taps_across2, taps_down2, stride_down2, stride_across2, first_down2, first_across2,
+    C: gl.constexpr,
+):  # fmt: skip
+    """The kernel: a block's tiles of pixels, all with the same outputs."""
+    shared = gl.allocate_shared_memory(
+        gl.int32, [C.shared_units, UNIT_WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )  # fmt: skip
+    w_ring = part(
+        shared, C.w_unit, C.barrier_unit, gl.int8, [C.stages * C.planes, C.outputs, C.step_bytes], C.operand_tile
+    )  # fmt: skip
+    deep_barriers(C)
+    across = gl.program_id(0) % tiles_across
+    tiles = (gl.program_id(0) // tiles_across, gl.num_programs(0) // tiles_across, tiles_down)
+    size = (out_height, out_width)
+    group = own_number("{ .reg .b32 t; mov.u32 t, %tid.x; shr.u32 t, t, 7; shfl.sync.idx.b32 $0, t, 0, 0x1f, 0xffffffff; }")
+    run("griddepcontrol.launch_dependents;\n mov.b32 $0, 0;", "=r", [])
+    if group == C.warpgroups - 1:
+        run(ptx(C.registers_of, LOADER_REGISTERS), "=r", [])
+        if own_number("mov.u32 $0, %tid.x;") == C.threads - 128:
+            one = (maps, weight, blocks, taps_across, taps_down, stride_down, stride_across, first_down, first_across)
+            two = (
+                maps2, weight2, blocks2, taps_across2, taps_down2, stride_down2, stride_across2, first_down2, first_across2
+            )  # fmt: skip
+            produce(one, two, residual, (s, b, s2), across, tiles, size, C)
+    else:
+        run(ptx(C.registers_of, C.registers), "=r", [])
+        consume((y, g, row_units), pixels, across, tiles, steps, steps2, size, w_ring, C)

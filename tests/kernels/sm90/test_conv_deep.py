@@ -1,0 +1,155 @@
+"""The convolution kernel for many channels: machine code on any machine, codes bit for bit against the reference on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
+
+from lowbit.kernels.conv_reference import ConvLayer, SecondProduct, conv_reference
+from lowbit.kernels.sm90.conv_deep import deep_conv
+from lowbit.kernels.sm90.conv_deep_plan import NARROW, WIDE, PreparedDeep, deep_refusals, deep_tile
+from lowbit.pack.nhwc64 import CODE_BITS, Nhwc64
+from tests.kernels.sass import TRITON, compile_kernel
+from tests.kernels.sm90.test_compile import check_straight_line
+from tests.kernels.sm90.test_conv import OPERAND, check_products_in_flight, codes_of, layer, product_loops
+
+SIZES = ["pixels", "row_units", "out_height", "out_width", "tiles_across", "tiles_down"]
+
+
+def plain_layer(c, o, kernel=3, stride=1, x="u4", y="u4", second=None, residual=None):
+    weight, s = torch.zeros(o, c, kernel, kernel, dtype=torch.int8), torch.zeros(o)
+    return ConvLayer(
+        weight, s, s, x, y, (stride, stride), (kernel // 2, kernel // 2), True, residual, 0.0, second
+    )  # fmt: skip
+
+
+def compiled(config):
+    second = "*i8" if config.second else None
+    signature = {"y": "*i32", "residual": "*i32" if config.residual else None, "s": "*fp32", "b": "*fp32", "g": "fp32"}
+    signature |= {"s2": "*fp32" if config.second else None} | dict.fromkeys(SIZES, "i32")
+    signature |= {name: "*i8" if name in ("maps", "weight") else "i32" for name in OPERAND}
+    signature |= {f"{name}2": second if name in ("maps", "weight") else "i32" for name in OPERAND}
+    pointers = [name for name in ("y", "residual", "maps", "weight", "s", "b", "s2", "maps2", "weight2") if signature[name]]
+    return compile_kernel(deep_conv, signature, config, pointers, config.warps, 90, maxnreg=128)
+
+
+def check_turns(code):
+    """Nothing writes operand A of products under way: from the start through the loop, twice, to the wait behind it."""
+    lines = [line.replace("IGMMA", "HGMMA") for line in code.lines]
+    ((first, last),) = product_loops(code)
+    end = min(i for i, line in enumerate(lines) if i > last and "WARPGROUP.DEPBAR.LE gsb0, 0x0" in line)
+    check_straight_line(lines[:first] + 2 * lines[first : last + 1] + lines[last + 1 : end + 1])
+
+
+def check_roles(code):
+    """All warps meet once, before roles part."""
+    assert sum("BAR.SYNC" in line for line in code.lines) == 1
+
+
+@pytest.mark.parametrize("tile", [WIDE, NARROW], ids=str)
+@pytest.mark.parametrize("x", ["u4", "s8"])
+@pytest.mark.parametrize(("kernel", "stride", "residual"), [(3, 1, None), (1, 1, None), (1, 1, "same"), (3, 2, None)], ids=str)
+def test_machine_code(x, kernel, stride, residual, tile):
+    residual = x if residual else None
+    config = PreparedDeep(plain_layer(128, 128, kernel, stride, x, x, residual=residual), tile, 132).config(28)
+    code = compiled(config)
+    # 128 registers at the start; what a warpgroup gives, the others have.
+    assert code.registers == 128 and code.count("USETMAXREG") == 2 and code.stack_bytes == 0
+    steps = 2 + config.odd  # two a turn, and an odd one before
+    assert code.count("IGMMA") == 4 * steps and code.count("WARPGROUP.DEPBAR") == 1 + steps, "not serialized"
+    assert code.count("LDSM") == 4 * CODE_BITS[x] // 8 * steps
+    assert ("UTMALDG.2D" in code.opcodes) == (stride == 1) and ("UTMALDG.4D.IM2COL" in code.opcodes) == (stride == 2)
+    check_roles(code)
+    check_turns(code)
+
+
+@pytest.mark.parametrize("x", ["u4", "s8"])
+def test_two_products(x):
+    second = SecondProduct(torch.zeros(128, 256, 1, 1, dtype=torch.int8), torch.zeros(128), x, (2, 2))
+    config = PreparedDeep(plain_layer(128, 128, 1, 1, x, x, second), WIDE, 132).config(28)
+    code = compiled(config)
+    loops = product_loops(code)
+    assert code.registers == 128 and code.stack_bytes <= (48 if TRITON >= (3, 9) else 16)
+    assert len(loops) == 2 and code.count("WARPGROUP.DEPBAR") == 2, "not serialized"
+    assert not any("LDL" in line or "STL" in line for a, b in loops for line in code.lines[a : b + 1])
+    check_roles(code)
+    check_products_in_flight(code)
+
+
+@pytest.mark.parametrize("tile", [WIDE, NARROW], ids=str)
+@pytest.mark.parametrize("x", ["u4", "s8"])
+@pytest.mark.parametrize("width", [7, 14, 28, 56])
+@pytest.mark.parametrize(("kernel", "channels"), [(1, 128), (1, 512), (1, 2048), (3, 128), (3, 512), (5, 128)])
+def test_shared_memory(x, width, kernel, channels, tile):
+    """Every layer fits, and no strip is longer than one copy; wide images go tap by tap. Few weights stay."""
+    prepared = PreparedDeep(plain_layer(channels, 128, kernel, 1, x, x, residual=x), tile, 132)
+    config = prepared.config(width)
+    assert tile.blocks * (config.shared_bytes + 1024) <= 228 * 1024 and config.rows <= 256 and config.x_stages >= 2
+    assert config.stages >= 4 or config.resident == prepared.first.steps * config.planes
+    assert config.strips == (config.tile_pixels + kernel // 2 * 2 * (width + 1) <= 256)
+    assert config.x_barriers.start >= config.w_barriers.start + 16 * config.stages
+    assert config.strip.zeros + 16 <= config.constants_start and config.strip.zeros % 16 == 0
+
+
+def test_refusals():
+    assert deep_refusals(plain_layer(128, 256)) == ()
+    assert "multiples of 128" in deep_refusals(plain_layer(64, 256))[0]
+    assert "multiples of 128" in deep_refusals(plain_layer(256, 64))[0]
+    assert "stored as f32" in deep_refusals(plain_layer(128, 128, y="f32"))[0]
+    assert "residual" in deep_refusals(plain_layer(128, 128, residual="s8"))[0]
+    second = SecondProduct(torch.zeros(128, 128, 1, 1, dtype=torch.int8), torch.zeros(128), "s8")
+    assert "second product" in deep_refusals(plain_layer(128, 128, second=second))[0]
+
+
+def test_large_tiles_must_fill_the_processors():
+    """14 x 14 pixels, 256 outputs, batch 128: 262 tiles on 132 processors; batch 32: 66."""
+    layer = plain_layer(256, 256)
+    assert deep_tile(layer, 128 * 196, 132) == WIDE
+    assert deep_tile(layer, 32 * 196, 132) is None and deep_tile(layer, 70 * 196, 132) is None
+    assert deep_tile(plain_layer(64, 256), 128 * 196, 132) is None
+
+
+CASES = [
+    (128, 128, 3, 1, (3, 9, 11), None),
+    (256, 128, 3, 1, (5, 14, 13), "residual"),
+    (250, 120, 3, 1, (40, 14, 14), None),
+    (512, 128, 3, 1, (1, 28, 28), None),
+    (128, 128, 3, 1, (2, 5, 80), None),
+    (128, 128, 5, 1, (2, 10, 9), None),
+    (384, 256, 3, 2, (3, 23, 17), None),
+    (128, 128, 1, 2, (3, 15, 17), None),
+    (256, 384, 1, 1, (5, 13, 11), "residual"),
+    (2048, 512, 1, 1, (128, 7, 7), None),
+    (128, 256, 1, 1, (5, 9, 13), (256, 2)),
+    (128, 256, 3, 1, (5, 14, 13), (128, 1)),
+]
+"""Channels, outputs, window, stride, size, and what is added: nothing, a residual, or a product (channels, stride)."""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", [WIDE, NARROW], ids=str)
+@pytest.mark.parametrize(("x", "y"), [("u4", "u4"), ("s8", "s8"), ("u4", "s8"), ("s8", "u4")])
+@pytest.mark.parametrize(("c", "o", "kernel", "stride", "size", "added"), CASES)
+def test_codes(c, o, kernel, stride, size, added, x, y, tile):
+    torch.manual_seed(7)
+    second = other = residual = None
+    if isinstance(added, tuple):
+        w2 = torch.randint(-128, 128, (o, added[0], 1, 1), dtype=torch.int8, device="cuda")
+        second = SecondProduct(w2, 0.3 * layer(added[0], o, 1, 1, 0, x, y).s, x, (added[1], added[1]))
+    conv = layer(c, o, kernel, stride, kernel // 2, x, y, y if added == "residual" else None, second=second)
+    prepared = PreparedDeep(conv, tile, torch.cuda.get_device_properties(0).multi_processor_count)
+    codes = codes_of(x, size[0], c, *size[1:])
+    packed = Nhwc64(x).pack(codes)
+    shape = prepared.output_shape(tuple(packed.shape))
+    if added == "residual":
+        residual = codes_of(y, size[0], o, *shape[1:3])
+    if isinstance(added, tuple):
+        other = codes_of(x, size[0], added[0], added[1] * shape[1], added[1] * shape[2])
+    given = [None if t is None else Nhwc64(kind).pack(t) for kind, t in ((y, residual), (x, other))]
+    out = torch.full(shape, 0xA5, dtype=torch.uint8, device="cuda")
+    prepared(packed, *given, out)
+    assert torch.equal(Nhwc64(y).unpack(out, o), conv_reference(codes, conv, residual, other))
+    assert not Nhwc64(y).unpack(out, shape[3] * 8 // CODE_BITS[y])[:, o:].any(), "filled up with 0"
+    assert torch.equal(prepared(packed, *given), out)

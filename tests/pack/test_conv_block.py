@@ -1,0 +1,63 @@
+"""Products linked in registers: what threads hold after one product is the next one's operand, emulated thread by thread."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowbit.pack.conv_block import linked_channels, linked_order, loaded_order, pack_columns, pack_rows
+from lowbit.pack.conv_weight import column_order, swizzled
+from lowbit.pack.nhwc64 import CODE_RANGE, Nhwc64
+
+
+def columns_of(q, count):
+    """Columns of an accumulator that lane q of a row has, in the order of its registers."""
+    return [8 * j + 2 * q + e for j in range(count // 8) for e in (0, 1)]
+
+
+def places_of(q, count):
+    """Places of K that lane q of a row has in operand A, register by register, byte by byte."""
+    return [32 * step + 16 * half + 4 * q + i for step in range(count // 32) for half in (0, 1) for i in range(4)]
+
+
+@pytest.mark.parametrize("columns", [32, 64])
+def test_a_thread_keeps_its_codes(columns):
+    order = linked_order(columns)
+    for q in range(4):
+        assert [order[k] for k in places_of(q, columns)] == columns_of(q, columns)
+
+
+@pytest.mark.parametrize("x", ["u4", "s8"])
+def test_a_thread_loads_16_channels(x):
+    """As the kernel decodes them: of each word of 4-bit codes low halves, then high halves."""
+    codes = torch.arange(64) % 16 if x == "u4" else torch.arange(64)
+    packed, order = Nhwc64(x).pack(codes.reshape(1, 64, 1, 1))[0, 0, 0], loaded_order(x)
+    for q in range(4):
+        own = packed.reshape(4, -1)[q].reshape(-1, 4)  # words
+        held = [half for word in own for half in ((word & 15, word >> 4) if x == "u4" else (word,))]
+        assert torch.equal(torch.cat(held).long(), codes[[order[k] for k in places_of(q, 64)]])
+    assert sorted(order) == list(range(64))
+
+
+@pytest.mark.parametrize("y", ["u4", "s8"])
+@pytest.mark.parametrize(("chunk", "following"), [(64, 64), (32, 128)])
+def test_two_products_in_a_row(y, chunk, following):
+    """Sums of the packed weights, column by column, are those of the two matrices."""
+    torch.manual_seed(0)
+    low, high = CODE_RANGE[y]
+    first = torch.randint(-128, 128, (256, 64), dtype=torch.int8)
+    second = torch.randint(-128, 128, (following, 256), dtype=torch.int8)
+    x = torch.randint(0, 16, (5, 64))
+    rows, linked = column_order(y, 256), linked_channels(y, 256, chunk)
+    pieces = pack_rows(first, rows, linked_order(64), chunk)
+    last = pack_columns(second, column_order(y, following), linked, chunk)
+    assert pieces.shape == (256 // chunk, chunk, 64) and last.shape == (256 // chunk, following, chunk)
+    total = torch.zeros(5, following, dtype=torch.int64)
+    for number, (piece, slab) in enumerate(zip(pieces, last, strict=True)):
+        sums = x[:, list(linked_order(64))] @ swizzled(piece).long().T  # [pixels, columns]
+        wanted = x @ first.long().T
+        assert torch.equal(sums, wanted[:, list(rows[number * chunk : (number + 1) * chunk])])
+        codes = (sums >> 8).clamp(low, high)
+        total += codes[:, list(linked_order(chunk))] @ swizzled(slab).long().T
+    wanted = ((x @ first.long().T) >> 8).clamp(low, high) @ second.long().T
+    assert torch.equal(total, wanted[:, list(column_order(y, following))])
