@@ -30,8 +30,8 @@ def bench_gemm(
 ) -> None:
     """Time y = x w^T with quantized weights on this GPU: us, share of the machine's limit, times cuBLAS and the best peer.
 
-    Needs an NVIDIA GPU. Each row is checked against a float64 product. The file is complete after every row, so Ctrl-C
-    keeps what was measured.
+    Needs an NVIDIA GPU. Kernels are compiled first, in up to 16 processes. Each row is checked against a float64 product. The
+    file is complete after every row, so Ctrl-C keeps what was measured.
 
     Example: lowbit bench gemm --formats w4a16_g128,w6e3m2a16 --shapes 8192x28672 --m 1,16,256 --peers none
     """

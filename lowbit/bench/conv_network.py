@@ -25,9 +25,10 @@ from lowbit.pack.nhwc64 import CODE_BITS, ActivationStorage
 from lowbit.pack.stem import PIXEL_BYTES
 from lowbit.vision.bits import assign_bits, calibrate
 from lowbit.vision.device import DeviceProgram
+from lowbit.vision.fusion import KERNEL_FUSIONS
 from lowbit.vision.graph import Graph
 from lowbit.vision.lower import FLOAT, lower
-from lowbit.vision.memory import KERNEL_FUSIONS, stems
+from lowbit.vision.memory import stems
 from lowbit.vision.observe import observe
 from lowbit.vision.program import (
     AverageCodes,

@@ -65,7 +65,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
         raise ValueError("plots need matplotlib: pip install 'lowbit[plot]'") from error
     from lowbit.hardware.device import device_for
 
-    rows = [row for row in document["layers"] if row["bytes"]]
+    rows = [row for row in document["layers"] if row["operations"]]
     if not rows:
         raise ValueError("the results hold no layer to plot")
     device = device_for(document["machine"]["sm"])

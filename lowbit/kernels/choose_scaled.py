@@ -190,7 +190,7 @@ def _cost(tile: ScaledTile, shape: ScaledShape, device: Device) -> float:
     store_us = waves * tile.rows * tile.columns * 4e-5
     meet_us = 0.5 + waves * 0.055 * kib * tile.splits if tile.splits > 1 else 0.0
     if tile.pair:  # 128 x 256 sums: 7,400 cycles after the last product, 2,350 where nothing is swapped
-        meet_us = 1.2 + 0.03 * kib + 2.5 * (waves - 1)
+        meet_us = 1.0 + 0.03 * kib + 2.5 * (waves - 1)
     # Tokens cost a little where the memory binds, and weights that are read once for each tile of tokens more.
     # A pair, of 128 channels, reads x half as often as the tiles of 64 that otherwise have so few tokens.
     x_us = shape.m * shape.k * (1.5e-6 if tile.pair else 3e-6) + 0.6 * (-(-shape.m // tile.tokens) - 1)

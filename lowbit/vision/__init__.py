@@ -2,7 +2,7 @@
 
 In the order of a network's way: `trace` (a module becomes a `Graph`, batch norms folded, what follows a convolution fused),
 `observe` (ranges on calibration images), `sensitivity` and `bits` (4 or 8 bits for each layer, scales and codes), `finetune`
-(learned step sizes), `lower` (a `Program` of integers), `memory` (where values lie).
+(learned step sizes), `lower` (a `Program` of integers), `fusion` (what kernels compute together), `memory` (where values lie).
 """
 
 from lowbit.vision.finetune import FineTune

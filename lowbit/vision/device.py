@@ -28,8 +28,9 @@ from lowbit.ops.conv_block import prepare_block
 from lowbit.ops.relayout import pack_values, unpack_values
 from lowbit.pack.nhwc64 import Nhwc64
 from lowbit.pack.stem import PIXEL_BYTES, StemImages
+from lowbit.vision.fusion import KERNEL_FUSIONS, fused
 from lowbit.vision.graph import as_images, call_other
-from lowbit.vision.memory import KERNEL_FUSIONS, fused, of_torch, plan_memory, stems
+from lowbit.vision.memory import of_torch, plan_memory, stems
 from lowbit.vision.program import (
     AverageCodes,
     Block,

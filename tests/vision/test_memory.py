@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
 
 from lowbit import vision
-from lowbit.vision.memory import ALIGNMENT_BYTES, fused, plan_memory, stems, stored_bytes, with_pooled_stems
-from lowbit.vision.program import Block, Convolve, Value, made_by
+from lowbit.vision.fusion import fused
+from lowbit.vision.memory import ALIGNMENT_BYTES, plan_memory, stems, stored_bytes
+from lowbit.vision.program import Block, Value, made_by
 from tests.vision.nets import resnet
 
 
@@ -36,34 +35,6 @@ def bottlenecks():
     torch.manual_seed(0)
     model = resnet("bottleneck", sizes=(256, 512), depths=(2, 1), embedding=64)
     return vision.quantize(model, torch.randn(2, 3, 24, 24), "w8a4").program
-
-
-def test_blocks_of_64_channels_are_found(bottlenecks):
-    whole = fused(bottlenecks, 3, torch.device("cpu"))
-    blocks = [op for op in whole.operations if isinstance(op, Block)]
-    parts = [[conv.layer.name.split("stages.")[1] for conv in (b.second, b.third, b.following)] for b in blocks]
-    assert parts == [
-        ["0.layers.0.layer.1.convolution", "0.layers.0.layer.2.convolution", "0.layers.1.layer.0.convolution"],
-        ["0.layers.1.layer.1.convolution", "0.layers.1.layer.2.convolution", "1.layers.0.layer.0.convolution"],
-    ]
-    assert blocks[0].added == blocks[0].third.second and blocks[1].added == blocks[0].also  # a shortcut, then a residual
-    assert sum(blocks[1].also in op.inputs for op in whole.operations) == 1  # the next block's shortcut reads it too
-    assert len(bottlenecks.operations) - len(whole.operations) == 2 * 2 + 2  # the stem's pool, and codes of means at once
-    made = [name for op in whole.operations for name in made_by(op)]
-    assert not {blocks[0].second.y, blocks[1].second.y} & set(made)
-    apart = fused(bottlenecks, 3, torch.device("cpu"), ("stem",))
-    assert not any(isinstance(op, Block) for op in apart.operations)
-    with pytest.raises(ValueError, match="stem, blocks, got 'pool'"):
-        fused(bottlenecks, 3, torch.device("cpu"), ("pool",))
-
-
-def test_a_second_convolution_with_other_readers_stays(bottlenecks):
-    (block, _) = [op for op in fused(bottlenecks, 3, torch.device("cpu")).operations if isinstance(op, Block)]
-    read = Convolve("extra", block.second.y, block.second.layer)
-    values = bottlenecks.values | {"extra": Value("u4", (64, 6, 6))}
-    more = replace(bottlenecks, operations=(*bottlenecks.operations, read), values=values)
-    found = [op for op in fused(more, 3, torch.device("cpu")).operations if isinstance(op, Block)]
-    assert len(found) == 1 and found[0].second.y != block.second.y
 
 
 def test_values_of_blocks_are_apart(bottlenecks):
@@ -110,37 +81,6 @@ def test_images_of_a_stem_are_packed_by_four_pixels(program):
     (name,) = stems(program)
     place = plan_memory(program, 8).places[name]
     assert 8 * 16 * 16 * 16 < place.nbytes < 8 * 16 * 20 * 16 < stored_bytes(program.values[name], 8) // 4
-
-
-class TwoReaders(nn.Module):
-    """A stem whose codes a max-pool and a convolution read."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem, self.pool, self.other = nn.Conv2d(3, 8, 3, 2, 1), nn.MaxPool2d(3, 2, 1), nn.Conv2d(8, 8, 1, 2)
-
-    def forward(self, x):
-        y = self.stem(x).relu()
-        return self.pool(y) + self.other(y)
-
-
-@pytest.mark.parametrize(
-    ("model", "fused"),
-    [
-        (nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.MaxPool2d(3, 2, 1), nn.Conv2d(8, 8, 1)), True),
-        (nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 1)), False),
-        (nn.Sequential(nn.Conv2d(3, 8, 3, 1, 1), nn.ReLU(), nn.MaxPool2d(3, 2, 1), nn.Conv2d(8, 8, 1)), False),
-        (TwoReaders(), False),
-    ],
-    ids=["stem", "window", "stride", "readers"],
-)
-def test_which_stems_have_their_max_pool_inside(model, fused):
-    torch.manual_seed(0)
-    images = torch.randn(2, 3, 12, 10)
-    program = vision.quantize(model, images, "w8a4").program
-    one = with_pooled_stems(program, torch.device("cpu"))
-    assert len(program.operations) - len(one.operations) == fused
-    assert torch.equal(one.run(images), program.run(images))
 
 
 def test_a_batch_has_images(program):

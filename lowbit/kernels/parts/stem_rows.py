@@ -29,7 +29,7 @@ ROW_BYTES = (COLUMNS + WINDOW_PIXELS - 1) * PIXEL_BYTES
 
 @dataclass(frozen=True)
 class StemRows:
-    """`window` rows of a window, one more of a strip; `strip_bytes` from strip to strip, codes go by `out_start`."""
+    """`window` rows of a window, a strip has one more; `strip_bytes` from strip to strip."""
 
     strips: StageBarriers
     window: int

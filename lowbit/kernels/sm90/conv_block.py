@@ -13,188 +13,29 @@ Exact   as the three or four layers one after the other (kernels/conv_reference.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from lowbit.kernels.gluon import asm, barrier, fence_async_shared, gl, gluon, ptx, run, source_digest
-from lowbit.kernels.parts.requantize import LinkedRequantize, Requantize
-from lowbit.kernels.parts.stages import StageBarriers
-from lowbit.kernels.parts.strip_taps import ZERO_BYTES, StripTaps
-from lowbit.kernels.parts.thread_product import ThreadProduct, load_global, load_shared, store_global
+from lowbit.kernels.gluon import asm, barrier, fence_async_shared, gl, gluon, ptx, run
 from lowbit.kernels.parts.thread_product import keep as keep_registers
+from lowbit.kernels.parts.thread_product import load_global, load_shared, store_global
 from lowbit.kernels.sm90.conv import UNIT, UNIT_WORDS, await_inputs, map_arrived
-from lowbit.kernels.sm90.conv_strip import MOST_ROWS, STRIPS
-from lowbit.pack.nhwc64 import CODE_BITS
 
 UNIT_BYTES = gl.constexpr(UNIT)
 
-CHANNELS = 64
-"""Of x, entry and middle."""
+EARLY_UNITS = gl.constexpr(2)
+"""Units of residual codes that are on their way from the beginning of a tile; the others follow as registers are free."""
 
-
-@dataclass(frozen=True)
-class BlockConv:
-    """All that is fixed when the kernel is compiled; x, y and z have one storage.
-
-    A tile is 64 * warpgroups pixels, `rows` those of a strip. `expanded` outputs of y are computed `chunk` at a time;
-    `following` are those of z. With `shortcut` the residual is a product of entry. `ahead`: one piece of y is multiplied while
-    the one before it is requantized.
-    """
-
-    storage: str
-    warpgroups: int
-    rows: int
-    expanded: int = 256
-    chunk: int = 64
-    following: int = 64
-    shortcut: bool = False
-    ahead: bool = True
-    digest: str = source_digest()
-
-    @property
-    def bits(self) -> int:
-        return CODE_BITS[self.storage]  # type: ignore[index]
-
-    @property
-    def pixels(self) -> int:
-        return 64 * self.warpgroups
-
-    @property
-    def warps(self) -> int:
-        return 4 * self.warpgroups
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.warps
-
-    @property
-    def threads_layout(self) -> gl.BlockedLayout:
-        """One element per thread."""
-        return gl.BlockedLayout([1], [32], [self.warps], [0])
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a pixel of x."""
-        return CHANNELS * self.bits // 8
-
-    @property
-    def strip_bytes(self) -> int:
-        return self.rows * self.row_bytes
-
-    @property
-    def boxes(self) -> int:
-        """Copies of a strip."""
-        return -(-self.rows // MOST_ROWS)
-
-    @property
-    def planes(self) -> int:
-        """Halves of a byte that hold a code."""
-        return 8 // self.bits
-
-    @property
-    def starts(self) -> tuple[int, ...]:
-        """Bytes at which the four weights and the constants start in shared memory, and at which they end."""
-        size = self.expanded * CHANNELS
-        sizes = (9 * CHANNELS * CHANNELS, size, size * self.shortcut, self.expanded * self.following, 4 * self.constants)
-        return tuple(STRIPS * self.strip_bytes + sum(sizes[:i]) for i in range(6))
-
-    @property
-    def constants(self) -> int:
-        """Numbers: s and b of the second convolution, of the next one, of the third one, and the shortcut's s."""
-        return 2 * CHANNELS + 2 * self.following + (2 + self.shortcut) * self.expanded
-
-    @property
-    def tail(self) -> int:
-        """Where barriers start."""
-        return -(-self.starts[5] // UNIT) * UNIT
-
-    @property
-    def shared_bytes(self) -> int:
-        return self.tail + UNIT
-
-    @property
-    def strip(self) -> StripTaps:
-        """Copies and reads."""
-        strips, weights = StageBarriers(self.tail, STRIPS, self.warps), StageBarriers(self.tail + 16 * STRIPS, 1, self.warps)
-        return StripTaps(
-            strips, weights, self.tail + 2 * ZERO_BYTES, 0, self.starts[0], self.rows, self.row_bytes,
-            self.starts[5] - self.starts[0], self.bits, self.boxes,
-        )  # fmt: skip
-
-    @property
-    def second(self) -> ThreadProduct:
-        """The 3 x 3 convolution, a tap of one plane a piece."""
-        return ThreadProduct(CHANNELS, self.row_bytes, False, self.starts[0])
-
-    @property
-    def third(self) -> ThreadProduct:
-        """A piece of the third convolution."""
-        return ThreadProduct(self.chunk, CHANNELS, self.bits == 4, self.starts[1])
-
-    @property
-    def entry(self) -> ThreadProduct:
-        """A piece of the shortcut."""
-        return ThreadProduct(self.chunk, CHANNELS, False, self.starts[2])
-
-    @property
-    def next(self) -> ThreadProduct:
-        """64 outputs of the next block's first convolution."""
-        return ThreadProduct(CHANNELS, self.chunk, self.bits == 4, self.starts[3])
-
-    @property
-    def middle_codes(self) -> Requantize:
-        return LinkedRequantize(self.storage, None, True, False)
-
-    @property
-    def y_codes(self) -> Requantize:
-        return LinkedRequantize(self.storage, None if self.shortcut else self.storage, True)
-
-    @property
-    def z_codes(self) -> Requantize:
-        return Requantize(self.storage, None, True)
-
-    @property
-    def chunks(self) -> int:
-        """Pieces of y."""
-        return self.expanded // self.chunk
-
-    @property
-    def group_words(self) -> int:
-        """Words of codes of 8 columns."""
-        return self.bits // 4
-
-    @property
-    def unit_groups(self) -> int:
-        """Groups of 8 columns whose words of a pixel, 4, a thread loads and stores at once."""
-        return 4 // self.group_words
-
-    @property
-    def units(self) -> int:
-        """Loads and stores of a pixel of y."""
-        return self.expanded // (32 * self.unit_groups)
-
-    @property
-    def parts(self) -> int:
-        """Pieces of y in a unit."""
-        return self.chunks // self.units
-
-    @property
-    def halves(self) -> int:
-        """Pieces of 64 outputs of z."""
-        return self.following // CHANNELS
-
-    @property
-    def z_words(self) -> int:
-        """Words that a thread stores of a pixel of z at once."""
-        return min(4, 2 * self.halves * self.group_words)
+UPPER = gl.constexpr(-0x0F0F0F10)
+"""Mask of the upper half of each byte."""
 
 
 @gluon.constexpr_function
 def integers(count):  # type: ignore[no-untyped-def]
+    """Types of `count` registers of whole numbers."""
     return (gl.int32,) * count
 
 
 @gluon.constexpr_function
 def floats(count):  # type: ignore[no-untyped-def]
+    """Types of `count` registers of floats."""
     return (gl.float32,) * count
 
 
@@ -328,15 +169,18 @@ def load_taps(down: gl.constexpr, center, zeros, place, C: gl.constexpr):
 
 @gluon.jit
 def decoded(words, C: gl.constexpr):
-    """Registers of packed codes as operand A: of 4-bit codes even channels, then odd ones, 4 registers each."""
+    """Registers of packed codes as operand A: of 4-bit codes even channels, then odd ones, 4 registers each, 16 times the code.
+
+    A shift to the left is a multiplication, which spares the unit for conversions and logic.
+    """
     if C.bits == 8:
         return words
     else:
         even = ()
         odd = ()
         for i in gl.static_range(4):
-            even = even + (words[i] & 0x0F0F0F0F,)
-            odd = odd + ((words[i] >> 4) & 0x0F0F0F0F,)
+            even = even + ((words[i] * 16) & UPPER,)
+            odd = odd + (words[i] & UPPER,)
         return even + odd
 
 
@@ -447,7 +291,7 @@ def load_rows(at, exists, offset: gl.constexpr, count: gl.constexpr, row_bytes: 
 
 
 @gluon.jit
-def third_convolution(y, exists, residuals, middle, entry, base, at, g, turn, C: gl.constexpr):
+def third_convolution(y, added, exists, residuals, middle, entry, base, at, g, turn, C: gl.constexpr):
     """From middle's codes to y, in memory and as operand A."""
     PARTS: gl.constexpr = C.parts
     CHUNKS: gl.constexpr = C.chunks
@@ -459,6 +303,8 @@ def third_convolution(y, exists, residuals, middle, entry, base, at, g, turn, C:
     sums = start_piece(0, middle, entry, base, C)
     for unit in gl.static_range(UNITS):
         words = ((), ())
+        if not C.shortcut and unit + EARLY_UNITS < UNITS:
+            residuals = residuals + (load_rows(added, exists, 64 * (unit + EARLY_UNITS), 4, ROW_BYTES),)
         for i in gl.static_range(PARTS):
             residual = ()
             if not C.shortcut:
@@ -533,7 +379,6 @@ def block_conv(
     Y_WORDS: gl.constexpr = C.expanded * C.bits // 32
     Z_WORDS: gl.constexpr = C.following * C.bits // 32
     X_WORDS: gl.constexpr = C.row_bytes // 4
-    UNITS: gl.constexpr = C.units
     LAYOUT: gl.constexpr = C.threads_layout
     TAIL: gl.constexpr = C.tail // UNIT_BYTES
     shared = gl.allocate_shared_memory(gl.int32, [TAIL + 1, UNIT_WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -549,17 +394,18 @@ def block_conv(
     zero = tiles * 0
     run(C.strip.copy_weights, "=r,r,l", [(thread == 0).to(gl.int32), weight + (thread * 0).to(gl.int64)])  # made long before
     map_arrived(maps, C)
+    own_row = (thread >> 5) * 16 + (thread & 15)  # whose address this thread gives to ldmatrix
+    pixel = first_tile * PIXELS + own_row
+    place = (pixel // width % height << 16) + pixel % width
+    place = asm("mov.b32 $0, $1;", "=r,r", (place,), gl.int32)  # before the wait
     await_inputs(C)
     reach = width + 1
     copy_strip(maps, first_tile < tiles, zero, zero + 1, first_tile * PIXELS - reach, thread, C)
     run(C.strip.weights.wait, "=r,r,r,r", [thread * 0, thread * 0, thread * 0 + 1])
-    own_row = (thread >> 5) * 16 + (thread & 15)  # whose address this thread gives to ldmatrix
     center0 = asm(C.strip.place, "=&r,r,r", (own_row + reach, thread), gl.int32)
     at = asm(C.strip.lane_place, "=&r,r,r", (thread * 0 + STARTS[4], thread), gl.int32)
     zeros = at + (C.strip.zeros - STARTS[4])
     base = asm(C.third.base, "=&r,r", (thread,), gl.int32)
-    pixel = first_tile * PIXELS + own_row
-    place = (pixel // width % height << 16) + pixel % width
     g = gl.full([C.threads], g, gl.float32, LAYOUT)
     turn = thread * 0
     for tile in range(first_tile, tiles, stride):
@@ -572,6 +418,7 @@ def block_conv(
         lane = thread & 3
         pixel = here * PIXELS + (thread >> 5) * 16 + (thread >> 2) % 8  # the first of those whose sums this thread has
         exists = ((pixel < pixels).to(gl.int32), (pixel + 8 < pixels).to(gl.int32))
+        where = added + (pixel * Y_WORDS + lane * 4)
         residuals = ()
         entry = ()
         if C.shortcut:
@@ -579,8 +426,7 @@ def block_conv(
             upper, lower = load_rows(added + (pixel * X_WORDS + lane * X), exists, 0, X, 4 * X_WORDS)
             entry = (upper, lower)
         else:
-            where = added + (pixel * Y_WORDS + lane * 4)
-            for unit in gl.static_range(UNITS):
+            for unit in gl.static_range(EARLY_UNITS):
                 residuals = residuals + (load_rows(where, exists, 64 * unit, 4, 4 * Y_WORDS),)
         own = (place >> 16, place & 0xFFFF, height, width)
         middle = second_convolution(base, center0 + strip * C.strip_bytes, zeros, own, at, turn, C)
@@ -591,7 +437,7 @@ def block_conv(
         if C.shortcut:
             entry = entry_operand(entry, C)
         operand = third_convolution(
-            y + (pixel * Y_WORDS + lane * 4), exists, residuals, middle, entry, base, at, g, turn, C
+            y + (pixel * Y_WORDS + lane * 4), where, exists, residuals, middle, entry, base, at, g, turn, C
         )  # fmt: skip
         next_convolution(z + (pixel * Z_WORDS + lane * C.z_words), exists, operand, base, at, turn, C)
 
@@ -607,6 +453,6 @@ def entry_operand(words, C: gl.constexpr):
     else:
         for i in gl.static_range(2):
             registers = registers + (
-                upper[i] & 0x0F0F0F0F, lower[i] & 0x0F0F0F0F, (upper[i] >> 4) & 0x0F0F0F0F, (lower[i] >> 4) & 0x0F0F0F0F,
+                (upper[i] * 16) & UPPER, (lower[i] * 16) & UPPER, upper[i] & UPPER, lower[i] & UPPER,
             )  # fmt: skip
     return registers

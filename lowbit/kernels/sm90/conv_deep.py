@@ -136,6 +136,25 @@ class DeepConv(WgmmaConv):
         )  # fmt: skip
 
     @property
+    def make_barriers(self) -> str:
+        """Each warp (of thread $1) makes some of the barriers: one thread would need 40 cycles for each."""
+        rings = (self.w_barriers, self.x_barriers, self.residual_barriers)
+        total = 2 * sum(ring.stages for ring in rings)
+        lines = [
+            ".reg .pred some, empty; .reg .b32 at, count, index, lane; and.b32 lane, $1, 31; shr.u32 index, $1, 5;",
+            "mov.u32 at, global_smem; mad.lo.u32 at, index, 8, at;",
+        ]
+        for done in range(0, total, self.warps):
+            lines.append(f"setp.eq.u32 some, lane, 0; setp.lt.and.u32 some, index, {total}, some; mov.b32 count, 1;")
+            for ring in rings:
+                first = (ring.start - self.w_barriers.start) // 8 + ring.stages
+                lines.append(f"setp.ge.u32 empty, index, {first}; setp.lt.and.u32 empty, index, {first + ring.stages}, empty;")
+                lines.append(f"selp.b32 count, {self.readers}, count, empty;")
+            lines.append(f"@some mbarrier.init.shared::cta.b64 [at+{self.w_barriers.start + 8 * done}], count;")
+            lines.append(f"add.u32 index, index, {self.warps};")
+        return "{\n" + "\n".join(lines) + "\nmov.b32 $0, 0;\n}"
+
+    @property
     def strip(self) -> StripRing:
         """Copies of strips, and reads of any x."""
         zeros = UNIT * self.barrier_unit + 16 * (self.stages + self.x_stages + self.residual_stages)
@@ -265,39 +284,31 @@ def copy_tile(at, product, across, tile, size, first, KERNEL: gl.constexpr, STRI
 
 
 @gluon.jit
-def copy_first_weights(product, across, C: gl.constexpr):
-    """Weights of the first steps, which do not wait for the kernel before; returns how many steps have them.
+def copy_first(product, per_output, across, C: gl.constexpr):
+    """Constants, and weights of the first steps: a few, as what more of them bring would arrive before the first x.
 
-    A few: what the others bring would arrive before the first x.
+    They do not wait for the kernel before, and a thread of their own keeps them out of the way of the one that does.
     """
-    weight, blocks, taps = product[1], product[2], product[3] * product[4]
-    pieces = weight + (across * blocks * taps).to(gl.int64) * C.w_bytes
-    count = gl.minimum(blocks * taps, FIRST_WEIGHTS)
-    for i in range(count):
-        run(C.copy_piece, "=r,r,r,l", [i, count * 0 + 1, pieces])
-        pieces += C.w_bytes
-    return count
-
-
-@gluon.jit
-def produce(one, two, residual_maps, per_output, across, tiles, size, C: gl.constexpr):
-    """The thread that copies."""
-    first_tile, stride, tiles_down = tiles
     s, b, s2 = per_output
     if C.second is not None:
         run(C.copy_constants, "=r,l,l,l", [s + across * C.outputs, b + across * C.outputs, s2 + across * C.outputs])
     else:
         run(C.copy_constants, "=r,l,l", [s + across * C.outputs, b + across * C.outputs])
-    map_arrived(one[0])
-    if C.second is not None:
-        map_arrived(two[0])
-    if C.residual is not None:
-        map_arrived(residual_maps)
-    ahead = copy_first_weights(one, across, C)
+    weight, steps = product[1], product[2] * product[3] * product[4]
+    pieces = weight + (across * steps).to(gl.int64) * C.w_bytes
+    for i in range(gl.minimum(steps, FIRST_WEIGHTS)):
+        run(C.copy_piece, "=r,r,r,l", [i, steps * 0 + 1, pieces])
+        pieces += C.w_bytes
+
+
+@gluon.jit
+def produce(one, two, residual_maps, across, tiles, size, C: gl.constexpr):
+    """The thread that copies, once the kernel before, which made x, is through."""
+    first_tile, stride, tiles_down = tiles
     run("griddepcontrol.wait;\n mov.b32 $0, 0;", "=r", [])
     zero = across * 0
     one_of = zero + 1
-    at = (zero, one_of, zero, one_of, ahead)
+    at = (zero, one_of, zero, one_of, gl.minimum(one[2] * one[3] * one[4], FIRST_WEIGHTS))
     r_stage = zero
     r_parity = one_of
     for tile in range(first_tile, tiles_down, stride):
@@ -492,10 +503,7 @@ def consume(out, pixels, across, tiles, steps, steps2, size, w_ring, C: gl.const
 def deep_barriers(C: gl.constexpr):
     """Makes the barriers and the zeros."""
     thread = gl.arange(0, C.threads, C.threads_layout)
-    run(C.w_barriers.init, "=r,r", [thread])
-    run(C.x_barriers.init, "=r,r", [thread])
-    if C.residual is not None:
-        run(C.residual_barriers.init, "=r,r", [thread])
+    run(C.make_barriers, "=r,r", [thread])
     run(C.strip.clear, "=r,r", [thread])
     fence_async_shared()
     barrier()
@@ -519,6 +527,13 @@ def deep_conv(
     w_ring = part(
         shared, C.w_unit, C.barrier_unit, gl.int8, [C.stages * C.planes, C.outputs, C.step_bytes], C.operand_tile
     )  # fmt: skip
+    thread = own_number("mov.u32 $0, %tid.x;")
+    if thread == C.threads - 128:  # while others make the barriers
+        map_arrived(maps)
+        if C.second is not None:
+            map_arrived(maps2)
+        if C.residual is not None:
+            map_arrived(residual)
     deep_barriers(C)
     across = gl.program_id(0) % tiles_across
     tiles = (gl.program_id(0) // tiles_across, gl.num_programs(0) // tiles_across, tiles_down)
@@ -527,12 +542,14 @@ def deep_conv(
     run("griddepcontrol.launch_dependents;\n mov.b32 $0, 0;", "=r", [])
     if group == C.warpgroups - 1:
         run(ptx(C.registers_of, LOADER_REGISTERS), "=r", [])
-        if own_number("mov.u32 $0, %tid.x;") == C.threads - 128:
-            one = (maps, weight, blocks, taps_across, taps_down, stride_down, stride_across, first_down, first_across)
+        one = (maps, weight, blocks, taps_across, taps_down, stride_down, stride_across, first_down, first_across)
+        if thread == C.threads - 128:
             two = (
                 maps2, weight2, blocks2, taps_across2, taps_down2, stride_down2, stride_across2, first_down2, first_across2
             )  # fmt: skip
-            produce(one, two, residual, (s, b, s2), across, tiles, size, C)
+            produce(one, two, residual, across, tiles, size, C)
+        if thread == C.threads - 96:
+            copy_first(one, (s, b, s2), across, C)
     else:
         run(ptx(C.registers_of, C.registers), "=r", [])
         consume((y, g, row_units), pixels, across, tiles, steps, steps2, size, w_ring, C)

@@ -25,8 +25,8 @@ OUTPUTS = 128
 SHARED_UNITS = 227
 """KiB of shared memory that the blocks of an SM may have."""
 
-FULL_WAVES = 0.8
-"""Share of the blocks' turns in which they must have a tile."""
+NARROW_COST = 1.2
+"""Time of 64 pixels of a tile of 64 against that of a third of a tile of 192 (H200, 2026-11-21, ResNet-50, batch 32)."""
 
 RESIDUAL_STAGES = 3
 """Tiles of residual codes under way."""
@@ -58,19 +58,22 @@ class DeepTile:
     blocks: int
 
 
-WIDE, NARROW = DeepTile(3, 1), DeepTile(1, 1)
+WIDE = DeepTile(3, 1)
 
 
 def deep_tile(layer: ConvLayer, pixels: int, sm_count: int) -> DeepTile | None:
-    """The tile for a layer with so many output pixels; None where the kernel is not the one for it.
+    """The tile for a layer with so many output pixels; None where the kernel cannot run it.
 
-    H200, 2026-11-21, ResNet-50: at batch 128 faster than the tiles of choose_tile in every layer it takes, at batch 32 where
-    nearly every processor has a tile, at batch 8 nowhere.
+    The one with which the busiest processor has less to do. H200, 2026-11-21, ResNet-50: small tiles win at batches 1 and 8 and
+    in the last stages up to batch 64, large ones else; the better one wins over choose_tile's tiles in nearly every layer.
     """
     if deep_refusals(layer):
         return None
-    tiles = -(-pixels // (64 * WIDE.multipliers)) * (padded_channels(layer.weight.shape[0]) // OUTPUTS)
-    return WIDE if tiles >= FULL_WAVES * -(-tiles // sm_count) * sm_count else None
+    across = padded_channels(layer.weight.shape[0]) // OUTPUTS
+    wide, narrow = (-(-pixels // size) * across for size in (64 * WIDE.multipliers, 64))
+    if NARROW_COST * -(-narrow // sm_count) < WIDE.multipliers * -(-wide // sm_count):
+        return DeepTile(1, 1 if narrow <= sm_count else 2)
+    return WIDE
 
 
 class DeepOperand(Operand):

@@ -31,7 +31,10 @@ class ConvTile:
 
 
 def choose_tile(layer: ConvLayer, pixels: int) -> ConvTile:
-    """A tile for a layer with so many output pixels; the numbers were measured on an H200, 2026-11-21, ResNet-50, batch 128."""
+    """A tile for a layer with so many output pixels, for one that conv_deep_plan.py refuses.
+
+    The numbers were measured on an H200, 2026-11-21, ResNet-50, batch 128, before that kernel took most of the layers.
+    """
     o64 = padded_channels(layer.weight.shape[0])
     sides = [(layer.x, layer.weight.shape[1])]
     if layer.second is not None:

@@ -217,7 +217,7 @@ def strip_rows(pixels: int, width: int, kernel: int, step_bytes: int) -> int:
 def strip_tile(layer: ConvLayer, width: int, shared_bytes: int) -> ConvTile | None:
     """A tile for a layer of images this wide, if it has 64 channels in and out, keeps its size and fits; else None.
 
-    Layers with more channels gain nothing: their copies keep up with the products (H200, 2026-11-21, ResNet-50, batch 128).
+    Layers of whole 128 channels are those of sm90/conv_deep.py, which has strips of its own.
     """
     half = (layer.kernel[0] // 2, layer.kernel[1] // 2)
     channels = (padded_channels(layer.weight.shape[1]), padded_channels(layer.weight.shape[0]))

@@ -94,6 +94,7 @@ def test_machine_code(x, y, outputs, step_bytes, residual):
     assert conversions == outputs // 4 and kernel.count("SHFL") <= 4, "two codes a conversion, no exchange between lanes"
     if residual:
         assert kernel.count("HADD2.F32") == outputs // 2, "residual codes become floats beside the unit for conversions"
+        assert kernel.opcodes["HADD2"] == (outputs // 4 if residual == "s8" else 0), "codes without a sign need no subtraction"
 
 
 def test_weights_that_stay_are_copied_once():

@@ -1,0 +1,84 @@
+"""What kernels compute together: a program as its launches are, with some operations inside others or three in one.
+
+Codes are those of the operations one after the other, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+import torch
+
+from lowbit.ops.conv import STEM_POOL, stem_pool_refusals
+from lowbit.ops.conv_block import block_refusals
+from lowbit.vision.memory import stems
+from lowbit.vision.program import AverageCodes, Block, Convolve, Operation, PoolAverage, PoolMax, Program, Quantize
+
+KERNEL_FUSIONS = ("stem", "blocks")
+"""What kernels compute together beyond a convolution and what follows it: a stem and the max-pool behind it; the second and
+third convolution of a bottleneck of 64 channels and the first one of the next."""
+
+
+def fused(program: Program, batch: int, device: torch.device, fusions: Collection[str] = KERNEL_FUSIONS) -> Program:
+    """The program as kernels on `device` run it, with some of `KERNEL_FUSIONS`. Raises ValueError for another name."""
+    unknown = sorted(set(fusions) - set(KERNEL_FUSIONS))
+    if unknown:
+        raise ValueError(f"fusions of kernels are {', '.join(KERNEL_FUSIONS)}, got {unknown[0]!r}")
+    program = with_codes_of_means(program)
+    if "stem" in fusions:
+        program = with_pooled_stems(program, device)
+    return with_blocks(program, batch, device) if "blocks" in fusions else program
+
+
+def with_codes_of_means(program: Program) -> Program:
+    """The program with means over pixels made as codes at once, where nothing else reads them."""
+    operations: dict[str, Operation] = {operation.y: operation for operation in program.operations}
+    for op in program.operations:
+        pool = operations.get(op.x) if isinstance(op, Quantize) else None
+        if not isinstance(op, Quantize) or not isinstance(pool, PoolAverage) or pool.y == program.result:
+            continue
+        if [name for other in program.operations for name in other.inputs].count(pool.y) == 1:
+            operations[op.y] = AverageCodes(op.y, pool.x, pool.scale, op.factor)
+            del operations[pool.y]
+    return replace(program, operations=tuple(operations.values()))
+
+
+def with_blocks(program: Program, batch: int, device: torch.device) -> Program:
+    """The program with three convolutions as one `Block` wherever a kernel does so: the middle one reads what the first makes
+    and nothing else does; the last reads what the middle one makes, as others may."""
+    operations = {operation.y: operation for operation in program.operations}
+    for third in program.operations:
+        second = operations.get(third.x) if isinstance(third, Convolve) and third.y in operations else None
+        if not isinstance(third, Convolve) or not isinstance(second, Convolve) or second.pooled or second.y == program.result:
+            continue
+        reads = [name for op in program.operations for name in op.inputs].count(second.y)
+        shape = program.values[second.x].shape
+        if reads > 1 or (third.residual is None) == (third.second is None) or len(shape) != 3:
+            continue
+        size = (batch, shape[1], shape[2])
+        for op in program.operations:
+            if not isinstance(op, Convolve) or op.y not in operations or op.inputs != (third.y,):
+                continue
+            if not block_refusals(second.layer, third.layer, op.layer, size, device):
+                operations[third.y] = Block(second, third, op)
+                del operations[second.y], operations[op.y]
+                break
+    return replace(program, operations=tuple(operations.values()))
+
+
+def with_pooled_stems(program: Program, device: torch.device) -> Program:
+    """The program as kernels on `device` run it: stems whose codes only a max-pool of `STEM_POOL` reads have it inside."""
+    packed = stems(program)
+    operations = {operation.y: operation for operation in program.operations}
+    for pool in program.operations:
+        if not isinstance(pool, PoolMax) or (pool.kernel, pool.stride, pool.padding) != STEM_POOL:
+            continue
+        stem = operations.get(pool.x)
+        readers = [op for op in program.operations if pool.x in op.inputs]
+        if not isinstance(stem, Convolve) or stem.x not in packed or len(readers) > 1 or stem.y == program.result:
+            continue
+        if not stem_pool_refusals(stem.layer, device):
+            del operations[stem.y]
+            operations[pool.y] = replace(stem, y=pool.y, pooled=True)
+    return replace(program, operations=tuple(operations.values()))
