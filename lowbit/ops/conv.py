@@ -242,7 +242,7 @@ def _kernel(
     if major != 9:
         from lowbit.kernels.sm80.conv import PreparedMmaConv
 
-        return PreparedMmaConv(layer, images)
+        return PreparedMmaConv(layer, images, int4=major == 8)  # later ones have no INT4 tensor cores
     from lowbit.kernels.sm90.conv_deep_plan import PreparedDeep, deep_tile
     from lowbit.kernels.sm90.conv_plan import STEM_TILE, PreparedConv, choose_tile
     from lowbit.kernels.sm90.conv_strip import PreparedStrip, strip_tile

