@@ -7,8 +7,8 @@ Reads   x as packed NHWC codes, 8 bytes a lane, row and step, zeros outside the 
 Roles   none: a warp has 32 pixels and 64 outputs; neighbouring warps have neighbouring pixels and the same weights
 Exact   bit for bit as kernels/conv_reference.py
 Source  fragments of m16n8k64 and m16n8k32: PTX ISA
-State   codes are the reference's on an H200 (sm_90), with m16n8k64 too, for which ptxas calls a subroutine there: GPUs from sm_90
-        on have no INT4 tensor cores. On sm_80 to 89 it is compiled and its machine code read, not run
+State   codes are the reference's on an H200 (sm_90), with m16n8k64 too, for which ptxas calls a subroutine there: there are no
+        INT4 tensor cores from sm_90 on. On sm_80 to 89 it is compiled and its machine code read, not run
 """
 
 from __future__ import annotations
