@@ -25,13 +25,13 @@ from lowbit.kernels.gluon import (
     ptx,
     run,
     wait_alone,
-    warpgroup_mma,
 )
 from lowbit.kernels.parts.stages import StageBarriers, hold
 from lowbit.kernels.parts.strip_ring import StripRing
 from lowbit.kernels.parts.window_ring import WindowRing
-from lowbit.kernels.sm90.conv import UNIT, UNIT_WORDS, WgmmaConv, operand_a
+from lowbit.kernels.sm90.conv import UNIT, UNIT_WORDS, WgmmaConv
 from lowbit.kernels.sm90.conv_store import as_float, by_columns, codes_at, places_of_constants, store_codes
+from lowbit.kernels.sm90.conv_strip import multiply_tap
 from lowbit.pack.nhwc64 import CODE_BITS
 
 UNIT_BYTES = gl.constexpr(UNIT)
@@ -335,21 +335,6 @@ def map_arrived(maps):
 
 
 @gluon.jit
-def multiply_step(acc, adds, w_ring, stage, registers, C: gl.constexpr):
-    """Starts the products of one step."""
-    COUNT: gl.constexpr = C.strip.loaded
-    if C.planes == 1:
-        return warpgroup_mma(
-            operand_a(registers, COUNT, C), w_ring.index(stage).permute([1, 0]), acc, use_acc=adds, is_async=True
-        )  # fmt: skip
-    else:
-        even = operand_a(registers[0:COUNT], COUNT, C)
-        odd = operand_a(registers[COUNT:], COUNT, C)
-        acc = warpgroup_mma(even, w_ring.index(2 * stage).permute([1, 0]), acc, use_acc=adds, is_async=True)
-        return warpgroup_mma(odd, w_ring.index(2 * stage + 1).permute([1, 0]), acc, is_async=True)
-
-
-@gluon.jit
 def begin_step(acc, adds, at, tap, w_ring, place, KERNEL: gl.constexpr, C: gl.constexpr):
     """Reads x of a step, gives it back, starts its products; returns the sums, registers to be held, and what is next."""
     x_stage, x_phase, w_stage, w_phase = at
@@ -379,7 +364,7 @@ def begin_step(acc, adds, at, tap, w_ring, place, KERNEL: gl.constexpr, C: gl.co
         dtype=C.operands, is_pure=False, pack=1,
     )  # fmt: skip
     run(C.w_barriers.wait, "=r,r,r,r", [w_stage, w_phase, one])
-    acc = multiply_step(acc, adds, w_ring, w_stage, registers, C)
+    acc = multiply_tap(acc, adds, w_ring, w_stage, registers, C)
     run(C.x_barriers.give, "=r,r,r", [nought + x_stage, ((thread & 31) == 0).to(gl.int32) * last])
     x_stage, x_phase = following(x_stage, x_phase, C.x_stages, last)
     if C.resident:

@@ -95,7 +95,7 @@ class StripConv(WgmmaConv):
 
 @gluon.jit
 def multiply_tap(acc, adds, w_ring, tap, registers, C: gl.constexpr):
-    """Starts the products of one tap."""
+    """Starts the products of one tap, whose x is in `registers`; w of each tap is a piece of `w_ring`, or two planes of it."""
     COUNT: gl.constexpr = C.strip.loaded
     if C.planes == 1:
         return warpgroup_mma(
