@@ -13,8 +13,8 @@ from lowbit.checkpoint import CheckpointError, CheckpointReader, TensorInfo, exp
 from lowbit.formats import IntFormat, NumberFormat, PerBlock, QuantTensor, ZeroPoint, code_values, pack_words
 from lowbit.hardware.byte_conversions import byte_conversion
 from lowbit.hardware.conversions import Conversion, conversion
-from lowbit.hardware.device import device_for
 from lowbit.hardware.half import HalfType
+from lowbit.hardware.machine import typical_machine
 from lowbit.hardware.mma import MMA_M16N8K16_F16, MmaAtom, wgmma_f16
 from lowbit.kernels.choose import candidates as tile_candidates
 from lowbit.kernels.choose_scaled import candidates_scaled
@@ -92,7 +92,9 @@ def explain(
     checkpoint that is not of the kind asked for, ValueError for a layer or an index it does not have, a scheme or an SM
     version that is not known.
     """
-    atom = wgmma_f16(64) if "wgmma" in device_for(sm).features else MMA_M16N8K16_F16  # also says whether `sm` is known
+    atom = (
+        wgmma_f16(64) if "wgmma" in typical_machine(sm).arch.features else MMA_M16N8K16_F16
+    )  # also says whether `sm` is known
     with CheckpointReader(checkpoint) as reader:
         if scheme is None:
             weight, origin = _quantized(reader, layer, row, column)
@@ -352,15 +354,15 @@ def _kernels(q: QuantTensor) -> Step:
 def _tiles(q: QuantTensor, sm: int) -> Step:
     """What the tensor-core kernels would do on a machine with this SM version, and what else they considered."""
     reasons = weight_refusals(q.scheme)
-    device = device_for(sm)
+    machine = typical_machine(sm)
     if reasons:
-        return Step("lowbit/kernels/choose.py", "choose", (f"on {device.product}: {'; '.join(reasons)}",))
+        return Step("lowbit/kernels/choose.py", "choose", (f"on {machine.product}: {'; '.join(reasons)}",))
     lines = []
     for m in (1, 16, 64, 1024):
-        rows = tile_candidates(gemm_shape(q.scheme, m, *q.shape), device)
+        rows = tile_candidates(gemm_shape(q.scheme, m, *q.shape), machine)
         possible = [row for row in rows if not row.reasons]
         why = possible[0].measured or f"modelled {possible[0].cost_us:.1f} us"
-        lines.append(f"on {device.product}, M {m}: {possible[0].tile}, {why}")
+        lines.append(f"on {machine.product}, M {m}: {possible[0].tile}, {why}")
         lines += [f"  next: {row.tile}, {row.cost_us:.1f} us" for row in possible[1:2]]
         refused = [row for row in rows if row.reasons]
         lines += [f"  cannot: {row.tile}: {'; '.join(row.reasons)}" for row in refused[:1]]
@@ -413,14 +415,14 @@ def _operand(weight: _Weight) -> Step:
 
 
 def _byte_tiles(q: QuantTensor, sm: int) -> Step:
-    device, blocks = device_for(sm), isinstance(q.scheme.granularity, PerBlock)
+    machine, blocks = typical_machine(sm), isinstance(q.scheme.granularity, PerBlock)
     lines = []
     for m in (1, 16, 64, 1024) if not scaled_refusals(q.scheme, q.scale.dtype) and sm == 90 else ():
-        row = candidates_scaled(scaled_shape(q.scheme, m, *q.shape, blocks), device)[0]
+        row = candidates_scaled(scaled_shape(q.scheme, m, *q.shape, blocks), machine)[0]
         verdict = f"cannot: {'; '.join(row.reasons)}" if row.reasons else f"modelled {row.cost_us:.1f} us"
-        lines.append(f"on {device.product}, M {m}: {row.tile}, {verdict}")
+        lines.append(f"on {machine.product}, M {m}: {row.tile}, {verdict}")
     return Step(
-        "lowbit/kernels/choose_scaled.py", "choose_scaled", tuple(lines) or (f"no kernel of its own on {device.product}",)
+        "lowbit/kernels/choose_scaled.py", "choose_scaled", tuple(lines) or (f"no kernel of its own on {machine.product}",)
     )
 
 

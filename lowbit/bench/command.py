@@ -15,7 +15,7 @@ from rich.table import Table
 from lowbit.bench import report
 from lowbit.bench.request import make_request, parse_rows
 from lowbit.bench.results import load
-from lowbit.hardware.device import device_for
+from lowbit.hardware.machine import machine_of
 
 
 def bench_gemm(
@@ -76,9 +76,8 @@ def bench_tiles(
     if not torch.cuda.is_available():
         raise ValueError(f"bench tiles measures an NVIDIA GPU and torch {torch.__version__} sees none")
     warm_up()
-    major, minor = torch.cuda.get_device_capability()
-    device = device_for(10 * major + minor)
-    rows = list(measure_tiles(request, device, _say))
+    machine = machine_of("cuda")
+    rows = list(measure_tiles(request, machine, _say))
     table = Table("format", "N x K", "M", "chosen", "us", "best us", "batch-invariant us", "cost")
     for row in rows:
         table.add_row(
@@ -88,7 +87,7 @@ def bench_tiles(
     Console().print(table)
     for row in rows:
         if row.worth_a_row:
-            print(row.measured(device.product))
+            print(row.measured(machine.product))
 
 
 def bench_report(

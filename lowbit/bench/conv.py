@@ -20,7 +20,7 @@ from lowbit.bench.conv_rivals import RIVALS
 from lowbit.bench.protocol import failures, reason, warm_up
 from lowbit.bench.results import default_path, machine
 from lowbit.eval.results import write_whole
-from lowbit.hardware.device import device_for
+from lowbit.hardware.machine import machine_of
 from lowbit.pack.nhwc64 import ActivationStorage
 
 SCHEMA = 1
@@ -77,10 +77,9 @@ def replay_ms(replay: Callable[[], object], replays: int = REPLAYS) -> float:
 
 def step_limit_us(step: Step) -> tuple[float, str]:
     """Least microseconds of a kernel on the current GPU, and what sets them."""
-    major, minor = torch.cuda.get_device_capability()
-    device = device_for(10 * major + minor)
-    memory = 1e6 * step.moved_bytes / device.bandwidth_bytes
-    compute = 1e6 * step.operations / (device.peak_int8 or float("inf"))
+    machine = machine_of("cuda")
+    memory = 1e6 * step.moved_bytes / machine.bandwidth_bytes
+    compute = 1e6 * step.operations / (machine.peak_int8 or float("inf"))
     return max(memory, compute), "memory" if memory > compute else "tensor cores"
 
 

@@ -63,19 +63,19 @@ def plot(document: dict[str, Any], path: Path) -> None:
         from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
     except ImportError as error:
         raise ValueError("plots need matplotlib: pip install 'lowbit[plot]'") from error
-    from lowbit.hardware.device import device_for
+    from lowbit.hardware.machine import typical_machine
 
     rows = [row for row in document["layers"] if row["operations"]]
     if not rows:
         raise ValueError("the results hold no layer to plot")
-    device = device_for(document["machine"]["sm"])
+    machine = typical_machine(document["machine"]["sm"])
     figure = Figure(figsize=(9, 6), layout="constrained")
     axis = figure.subplots()
     intensities = [row["operations"] / row["bytes"] for row in rows]
     ends = [min(intensities) / 2, max(intensities) * 2]
-    ridge = (device.peak_int8 or device.peak_fp16) / device.bandwidth_bytes
+    ridge = (machine.peak_int8 or machine.peak_fp16) / machine.bandwidth_bytes
     roof = [
-        (x, min(x * device.bandwidth_bytes, device.peak_int8 or device.peak_fp16) / 1e12) for x in (ends[0], ridge, ends[1])
+        (x, min(x * machine.bandwidth_bytes, machine.peak_int8 or machine.peak_fp16) / 1e12) for x in (ends[0], ridge, ends[1])
     ]
     axis.plot(
         [x for x, _ in roof], [y for _, y in roof], color="black", linewidth=1, label="data sheet: memory, int8 tensor cores"

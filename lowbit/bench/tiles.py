@@ -14,7 +14,7 @@ from torch import Tensor
 from lowbit.bench.protocol import WrongResult, capture, copies_needed, gaussian, l2_bytes, quantized, relative_error
 from lowbit.bench.request import Request
 from lowbit.formats import Scheme, parse_scheme
-from lowbit.hardware.device import Device
+from lowbit.hardware.machine import Machine
 from lowbit.kernels.choose import GemmShape, Tile, candidates, choose
 from lowbit.pack import KernelWeight, pack_weight, weight_form
 
@@ -50,8 +50,8 @@ class TileRow:
         return f'Measured("{gpu}", "{day}", {self.shape!r}, {self.best!r}, {self.best_us:.1f}, {self.chosen_us:.1f}),'
 
 
-def measure_tiles(request: Request, device: Device, watch: Callable[[str], None]) -> Iterator[TileRow]:
-    """Measures every problem of a request on the current GPU, whose row is `device`; ValueError for 8-bit activations."""
+def measure_tiles(request: Request, machine: Machine, watch: Callable[[str], None]) -> Iterator[TileRow]:
+    """Measures every problem of a request on the current GPU, which is `machine`; ValueError for 8-bit activations."""
     for scheme in map(parse_scheme, request.schemes):
         if scheme.activation is not None:
             raise ValueError(f"bench tiles measures tiles of the kernels for 16-bit activations, not {scheme}")
@@ -63,28 +63,30 @@ def measure_tiles(request: Request, device: Device, watch: Callable[[str], None]
             for m in request.rows:
                 watch(f"{scheme} {n}x{k} M {m}")
                 x = gaussian(m, k, seed=m, dtype=request.torch_dtype)
-                yield _measure(scheme, GemmShape(m, n, k, scheme.weight.bits), device, x, weights, x[:8].double() @ reference.T)
+                yield _measure(
+                    scheme, GemmShape(m, n, k, scheme.weight.bits), machine, x, weights, x[:8].double() @ reference.T
+                )
             del q, weight, weights, reference
             torch.cuda.empty_cache()
 
 
 def _measure(
-    scheme: Scheme, shape: GemmShape, device: Device, x: Tensor, weights: list[KernelWeight], reference: Tensor
+    scheme: Scheme, shape: GemmShape, machine: Machine, x: Tensor, weights: list[KernelWeight], reference: Tensor
 ) -> TileRow:
-    chosen, invariant = choose(shape, device), choose(shape, device, True)
-    rows = [row.tile for row in candidates(shape, device) if not row.reasons][:TRIED]
-    times = {tile: _time(tile, shape, device, x, weights, reference) for tile in dict.fromkeys([chosen, *rows, invariant])}
+    chosen, invariant = choose(shape, machine), choose(shape, machine, True)
+    rows = [row.tile for row in candidates(shape, machine) if not row.reasons][:TRIED]
+    times = {tile: _time(tile, shape, machine, x, weights, reference) for tile in dict.fromkeys([chosen, *rows, invariant])}
     fastest = min((tile for tile in times if tile in [chosen, *rows]), key=lambda tile: times[tile])
     return TileRow(scheme.name, shape, chosen, times[chosen], fastest, times[fastest], times[invariant])
 
 
-def _time(tile: Tile, shape: GemmShape, device: Device, x: Tensor, weights: list[KernelWeight], reference: Tensor) -> float:
+def _time(tile: Tile, shape: GemmShape, machine: Machine, x: Tensor, weights: list[KernelWeight], reference: Tensor) -> float:
     """Microseconds per call; raises WrongResult when the product is wrong."""
     from lowbit.ops.fragment_gemm import plan_for, workspace
 
     first = weights[0]
     form = weight_form(first.scheme, None if first.scale is None else first.scale.dtype, first.channel_scale is not None)
-    plan = plan_for(tile, shape, form, x.dtype, False, device, x.device)
+    plan = plan_for(tile, shape, form, x.dtype, False, machine)
 
     def call(w: KernelWeight) -> Any:
         return plan(x, w.codes, w.scale, w.channel_scale, None, *workspace(x.device, *plan.workspace))

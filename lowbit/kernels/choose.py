@@ -1,6 +1,6 @@
 """Which kernel and which tile multiply a problem: candidates, why some cannot, what each would cost, the choice.
 
-Pure functions of a problem and a device row: no GPU is asked, so a laptop can say what a server would do and why. Costs are
+Pure functions of a problem and a machine: no GPU is asked, so a laptop can say what a server would do and why. Costs are
 modelled microseconds; their constants were measured on an H200 (2026-11-21, Triton 3.6, torch 2.11; docs/log.md) and
 only have to put the candidates in the right order.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-from lowbit.hardware.device import Device
+from lowbit.hardware.machine import Machine
 
 RING_TOKENS = 16
 """Beyond this the ring kernel loses: its warps each bring their own x, the wgmma kernel's share it."""
@@ -96,9 +96,9 @@ class Measured:
         margin = 100 * (1 - self.us / self.instead_us)
         return f"measured on {self.product}, {self.date}, M {self.shape.m}: {self.us:g} us, {margin:.0f} % less than modelled"
 
-    def holds_for(self, shape: GemmShape, device: Device) -> bool:
+    def holds_for(self, shape: GemmShape, machine: Machine) -> bool:
         """Whether the problem is this one, or one with fewer tokens, down to half as many."""
-        same = (self.product, self.shape.n, self.shape.k, self.shape.bits) == (device.product, shape.n, shape.k, shape.bits)
+        same = (self.product, self.shape.n, self.shape.k, self.shape.bits) == (machine.product, shape.n, shape.k, shape.bits)
         return same and self.shape.m < 2 * shape.m <= 2 * self.shape.m
 
 
@@ -112,30 +112,30 @@ class Candidate:
     measured: Measured | None = None
 
 
-def candidates(shape: GemmShape, device: Device, *, batch_invariant: bool = False) -> list[Candidate]:
+def candidates(shape: GemmShape, machine: Machine, *, batch_invariant: bool = False) -> list[Candidate]:
     """Every tile considered for a problem: what was measured to be best, then the cheapest first, those that cannot last.
 
     With `batch_invariant`, only tiles whose sums do not depend on m: row i of y then has the same bits in any batch.
     """
-    rows = [_wgmma_candidate(tile, shape, device) for tile in _wgmma_tiles(shape)] if "wgmma" in device.features else []
+    rows = [_wgmma_candidate(tile, shape, machine) for tile in _wgmma_tiles(shape)] if "wgmma" in machine.arch.features else []
     if batch_invariant:
         return _ordered([row for row in rows if isinstance(row.tile, WgmmaTile) and row.tile.splits == 1])
     if shape.m <= RING_TOKENS or not rows:
-        rings = [_ring_candidate(tile, shape, device) for tile in _ring_tiles(shape, device)]
+        rings = [_ring_candidate(tile, shape, machine) for tile in _ring_tiles(shape, machine)]
         rows = rings if shape.m <= SMALL_TOKENS else rows + rings
-    known = {row.tile: row for row in MEASURED if row.holds_for(shape, device)}
+    known = {row.tile: row for row in MEASURED if row.holds_for(shape, machine)}
     return _ordered([replace(row, measured=known.get(row.tile)) for row in rows])
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(shape: GemmShape, device: Device, batch_invariant: bool = False) -> Tile:
+def choose(shape: GemmShape, machine: Machine, batch_invariant: bool = False) -> Tile:
     """The first of the candidates that can; raises ValueError with everybody's reasons when none can."""
-    rows = candidates(shape, device, batch_invariant=batch_invariant)
+    rows = candidates(shape, machine, batch_invariant=batch_invariant)
     for row in rows:
         if not row.reasons:
             return row.tile
     listed = "\n".join(f"  {row.tile}: {'; '.join(row.reasons)}" for row in rows)
-    raise ValueError(f"no tile for {shape} on {device.product}:\n{listed}")
+    raise ValueError(f"no tile for {shape} on {machine.product}:\n{listed}")
 
 
 def _ordered(rows: list[Candidate]) -> list[Candidate]:
@@ -145,7 +145,7 @@ def _ordered(rows: list[Candidate]) -> list[Candidate]:
 # ---- the ring kernel
 
 
-def _ring_tiles(shape: GemmShape, device: Device) -> list[RingTile]:
+def _ring_tiles(shape: GemmShape, machine: Machine) -> list[RingTile]:
     tokens = SMALL_TOKENS if shape.m <= SMALL_TOKENS else 16
     steps = -(-shape.k // 128)
     few = tokens == SMALL_TOKENS
@@ -163,28 +163,28 @@ def _ring_tiles(shape: GemmShape, device: Device) -> list[RingTile]:
     return tiles
 
 
-def _ring_candidate(tile: RingTile, shape: GemmShape, device: Device) -> Candidate:
+def _ring_candidate(tile: RingTile, shape: GemmShape, machine: Machine) -> Candidate:
     reasons = []
     per_round = tile.strips * (256 * shape.bits + 256) + 256 * tile.tokens
     shared = tile.warps_n * tile.warps_k * tile.rounds * per_round
-    if shared > device.shared_per_block_bytes:
-        reasons.append(f"needs {shared:,} bytes of shared memory, a block has {device.shared_per_block_bytes:,}")
-    return Candidate(tile, tuple(reasons), _ring_cost(tile, shape, device))
+    if shared > machine.arch.shared_per_block_bytes:
+        reasons.append(f"needs {shared:,} bytes of shared memory, a block has {machine.arch.shared_per_block_bytes:,}")
+    return Candidate(tile, tuple(reasons), _ring_cost(tile, shape, machine))
 
 
-def _ring_cost(tile: RingTile, shape: GemmShape, device: Device) -> float:
+def _ring_cost(tile: RingTile, shape: GemmShape, machine: Machine) -> float:
     """Launch, then the longest SM: its weights at its share of the memory, its x and its decoding beside them.
 
     x costs once per row of warps, since each warp copies its own: 16 tokens of x are as many bytes as 4 strips of int4.
     """
     blocks = -(-shape.strips // tile.block_strips) * tile.splits * -(-shape.m // tile.tokens)
-    waves = -(-blocks // device.sm_count)
-    read = device.measured_read_bytes or device.bandwidth_bytes
+    waves = -(-blocks // machine.sm_count)
+    read = machine.read_bytes
     k = shape.k / tile.splits
     weights = tile.block_strips * 16 * k * shape.bits / 8
     x = tile.warps_n * min(shape.m, tile.tokens) * k * 2
     # A block's share of the memory; the L2 serves x and weights together at about 1.15 of the memory's rate.
-    memory_us = waves * max(weights * device.sm_count / read, (weights + x) * device.sm_count / (1.15 * read)) * 1e6
+    memory_us = waves * max(weights * machine.sm_count / read, (weights + x) * machine.sm_count / (1.15 * read)) * 1e6
     steps_per_warp = -(-shape.steps(128) // (tile.warps_k * tile.splits))
     # A step of one strip occupies a warp for about 0.25 us with 16 tokens and 0.15 with 8, two warps for each scheduler.
     latency_us = waves * steps_per_warp * tile.strips * (0.16 if tile.tokens > SMALL_TOKENS else 0.1)
@@ -221,21 +221,21 @@ _STAGE_CYCLES = {
 }
 
 
-def _wgmma_candidate(tile: WgmmaTile, shape: GemmShape, device: Device) -> Candidate:
+def _wgmma_candidate(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> Candidate:
     reasons = []
     if tile.stages < 2:
         reasons.append(f"{shape.bits}-bit tiles leave room for {tile.stages} stages, 2 are needed")
-    return Candidate(tile, tuple(reasons), _wgmma_cost(tile, shape, device))
+    return Candidate(tile, tuple(reasons), _wgmma_cost(tile, shape, machine))
 
 
-def _wgmma_cost(tile: WgmmaTile, shape: GemmShape, device: Device) -> float:
+def _wgmma_cost(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> float:
     """Launch, then waves of tiles: the steps along K, storing, and for splits the way through the L2."""
     tiles = -(-shape.m // tile.tokens) * -(-shape.n // tile.rows) * tile.splits
-    waves = -(-tiles // device.sm_count)
+    waves = -(-tiles // machine.sm_count)
     turns = -(-shape.steps(128) // tile.splits)
     main_us = waves * turns * 2 * _STAGE_CYCLES[tile.tokens, tile.warpgroups] / 1755
     store_us = waves * tile.tokens * tile.rows * 2.2e-5
-    read = device.measured_read_bytes or device.bandwidth_bytes
+    read = machine.read_bytes
     meet_us = 0.0
     if tile.splits > 1:
         sums = tile.tokens * tile.rows * 4
@@ -248,7 +248,7 @@ def _wgmma_cost(tile: WgmmaTile, shape: GemmShape, device: Device) -> float:
 
 MEASURED: tuple[Measured, ...] = (
     Measured(
-        "H200 SXM",
+        "H200",
         "2026-11-21",
         GemmShape(m=1, n=28672, k=8192, bits=4),
         RingTile(tokens=8, strips=7, rounds=1, warps_n=1, warps_k=8, splits=1),
@@ -256,7 +256,7 @@ MEASURED: tuple[Measured, ...] = (
         32.3,
     ),
     Measured(
-        "H200 SXM",
+        "H200",
         "2026-11-21",
         GemmShape(m=16, n=6144, k=4096, bits=4),
         RingTile(tokens=16, strips=6, rounds=1, warps_n=1, warps_k=8, splits=2),
@@ -264,7 +264,7 @@ MEASURED: tuple[Measured, ...] = (
         8.4,
     ),
     Measured(
-        "H200 SXM",
+        "H200",
         "2026-11-21",
         GemmShape(m=128, n=6144, k=4096, bits=4),
         WgmmaTile(tokens=128, warpgroups=2, stages=8, splits=2, token_group=2),
@@ -272,7 +272,7 @@ MEASURED: tuple[Measured, ...] = (
         19.0,
     ),
     Measured(
-        "H200 SXM",
+        "H200",
         "2026-11-21",
         GemmShape(m=1, n=4096, k=4096, bits=4),
         RingTile(tokens=8, strips=2, rounds=4, warps_n=1, warps_k=8, splits=1),
@@ -280,7 +280,7 @@ MEASURED: tuple[Measured, ...] = (
         4.9,
     ),
     Measured(
-        "H200 SXM",
+        "H200",
         "2026-11-21",
         GemmShape(m=16, n=4096, k=4096, bits=4),
         RingTile(tokens=16, strips=8, rounds=1, warps_n=1, warps_k=8, splits=4),
@@ -288,7 +288,7 @@ MEASURED: tuple[Measured, ...] = (
         8.0,
     ),
     Measured(
-        "H200 SXM",
+        "H200",
         "2026-11-21",
         GemmShape(m=256, n=4096, k=4096, bits=4),
         WgmmaTile(tokens=128, warpgroups=2, stages=8, splits=2, token_group=2),
@@ -296,7 +296,7 @@ MEASURED: tuple[Measured, ...] = (
         19.1,
     ),
     Measured(
-        "H200 SXM",
+        "H200",
         "2026-11-21",
         GemmShape(m=1, n=4096, k=14336, bits=4),
         RingTile(tokens=8, strips=2, rounds=2, warps_n=1, warps_k=8, splits=1),
@@ -304,7 +304,7 @@ MEASURED: tuple[Measured, ...] = (
         12.8,
     ),
     Measured(
-        "H200 SXM",
+        "H200",
         "2026-11-21",
         GemmShape(m=128, n=2048, k=2048, bits=4),
         WgmmaTile(tokens=32, warpgroups=2, stages=8, splits=2, token_group=2),
@@ -312,7 +312,7 @@ MEASURED: tuple[Measured, ...] = (
         9.1,
     ),
     Measured(
-        "H200 SXM",
+        "H200",
         "2026-11-21",
         GemmShape(m=32, n=8192, k=8192, bits=6),
         WgmmaTile(tokens=32, warpgroups=2, stages=8, splits=2, token_group=2),

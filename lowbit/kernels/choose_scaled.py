@@ -1,6 +1,6 @@
 """Which tile multiplies 8-bit activations: candidates, why some cannot, what each would cost, the choice.
 
-Pure functions of a problem and a device row, as kernels/choose.py; costs only have to put the candidates in the right order.
+Pure functions of a problem and a machine, as kernels/choose.py; costs only have to put the candidates in the right order.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-from lowbit.hardware.device import Device
+from lowbit.hardware.machine import Machine
 
 
 @dataclass(frozen=True)
@@ -77,21 +77,21 @@ class ScaledCandidate:
     cost_us: float
 
 
-def candidates_scaled(shape: ScaledShape, device: Device) -> list[ScaledCandidate]:
+def candidates_scaled(shape: ScaledShape, machine: Machine) -> list[ScaledCandidate]:
     """Every tile considered for a problem, the cheapest first, those that cannot last."""
-    rows = [ScaledCandidate(tile, _reasons(tile, shape), _cost(tile, shape, device)) for tile in _tiles(shape)]
+    rows = [ScaledCandidate(tile, _reasons(tile, shape), _cost(tile, shape, machine)) for tile in _tiles(shape)]
     return sorted(rows, key=lambda row: (bool(row.reasons), row.cost_us))
 
 
 @functools.lru_cache(maxsize=4096)
-def choose_scaled(shape: ScaledShape, device: Device) -> ScaledTile:
+def choose_scaled(shape: ScaledShape, machine: Machine) -> ScaledTile:
     """The cheapest of the candidates that can; raises ValueError with everybody's reasons when none can."""
-    rows = candidates_scaled(shape, device)
+    rows = candidates_scaled(shape, machine)
     for row in rows:
         if not row.reasons:
             return row.tile
     listed = "\n".join(f"  {row.tile}: {'; '.join(row.reasons)}" for row in rows)
-    raise ValueError(f"no tile for {shape} on {device.product}:\n{listed}")
+    raise ValueError(f"no tile for {shape} on {machine.product}:\n{listed}")
 
 
 def shared_bytes(tile: ScaledTile, shape: ScaledShape) -> int:
@@ -169,12 +169,12 @@ _NARROW_STAGE_US = {
 }
 
 
-def _cost(tile: ScaledTile, shape: ScaledShape, device: Device) -> float:
+def _cost(tile: ScaledTile, shape: ScaledShape, machine: Machine) -> float:
     """Launch, then waves of tiles, at the pace of the tensor cores, the L2 or the memory, and the splits' meeting."""
     tiles = -(-shape.m // tile.tokens) * -(-shape.n // tile.channels) * tile.splits
-    waves = -(-tiles // device.sm_count)
+    waves = -(-tiles // machine.sm_count)
     steps = -(-shape.k // (128 * tile.splits))
-    read = device.measured_read_bytes or device.bandwidth_bytes
+    read = machine.read_bytes
     memory_us = shape.n * shape.k * shape.bits / 8 / read * 1e6
     if shape.bits < 8:
         kind = "grouped" if shape.grouped else "promoted" if shape.apart else "whole"

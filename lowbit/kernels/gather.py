@@ -19,7 +19,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.language.extra import cuda
 
-from lowbit.hardware.device import Device
+from lowbit.hardware.machine import Machine
 
 PIECE = 8
 """Elements in 16 bytes: rows of the result start at multiples of it."""
@@ -115,14 +115,14 @@ class GatherPlan:
     tensors start at multiples of 16 bytes. A plan serves one GPU and one alignment of the tensors.
     """
 
-    def __init__(self, m: int, k: int, order: bool, pieces: bool, device: Device) -> None:
+    def __init__(self, m: int, k: int, order: bool, pieces: bool, machine: Machine) -> None:
         self.m, self.k = m, k
         self.y_stride = -(-k // PIECE) * PIECE
         self.x_unit = PIECE if pieces else 1
-        overlap = device.sm >= 90
+        overlap = machine.arch.sm >= 90
         few = m <= FEW_TOKENS
         columns = max(256, triton.next_power_of_2(self.y_stride))
-        if order and not few and columns <= min(MOST_COLUMNS, device.shared_per_block_bytes // 4):
+        if order and not few and columns <= min(MOST_COLUMNS, machine.arch.shared_per_block_bytes // 4):
             self.function, self.grid, self.sizes = gather_rows, (-(-m // 2), 1, 1), (m, k)
             warps = min(max(columns // 512, 4), 32 if columns > MOST_COLUMNS // 2 else 16)
         else:

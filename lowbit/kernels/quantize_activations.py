@@ -28,7 +28,7 @@ from triton.compiler import CompiledKernel
 from triton.language.extra import cuda
 
 from lowbit.formats import FloatFormat, NumberFormat
-from lowbit.hardware.device import Device
+from lowbit.hardware.machine import Machine
 from lowbit.kernels.reference import CODE_DTYPES, SMALLEST_SCALE
 
 PIECE = 8
@@ -409,16 +409,16 @@ class QuantizePlan:
     serves one GPU, one alignment and one set of types of the tensors.
     """
 
-    def __init__(self, m: int, k: int, request: Request, pieces: bool, device: Device) -> None:
+    def __init__(self, m: int, k: int, request: Request, pieces: bool, machine: Machine) -> None:
         self.m, self.k, self.request = m, k, request
         self.code_pieces = -(-k // CODE_PIECE)
         self.x_unit = PIECE if pieces else 1
-        threads, piece, again, registers = shape_of(m <= FEW_PER_SM * device.sm_count, k, request)
+        threads, piece, again, registers = shape_of(m <= FEW_PER_SM * machine.sm_count, k, request)
         group = 0 if not request.group or request.group >= k else request.group
         piece = max(piece, group // threads)
         chunks = -(-self.code_pieces * CODE_PIECE // (threads * piece))
         largest = request.fmt.max if isinstance(request.fmt, FloatFormat) else 127.0
-        overlap = device.sm >= 90
+        overlap = machine.arch.sm >= 90
         self.constants = (
             k, threads, piece, chunks, group, STEPS[request.before], FORMATS[request.fmt.name], largest, pieces, again, overlap
         )  # fmt: skip

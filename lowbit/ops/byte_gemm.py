@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from lowbit.formats import PerBlock, PerGroup, Scheme, parse_scheme
-from lowbit.hardware.device import Device, device_for
+from lowbit.hardware.machine import Machine, features_of, machine_of, machine_refusals, typical_machine
 from lowbit.kernels.choose_scaled import ScaledShape, ScaledTile, choose_scaled
-from lowbit.ops.fragment_gemm import _Described, _described, _device, _on_meta, _triton_refusals, workspace
+from lowbit.ops.fragment_gemm import _Described, _described, _on_meta, _triton_refusals, workspace
 from lowbit.ops.scaled_gemm import check_activations, check_output
 from lowbit.pack import ScaledWeight, scaled_refusals
 from lowbit.pack.fragment import LANES, STRIP, k_tiles, strips
@@ -55,11 +55,10 @@ def byte_refusals(scheme: Scheme, device: torch.device | str, scale_dtype: torch
     device = torch.device(device)
     if device.type != "cuda":
         return (f"run on NVIDIA GPUs, x is on {device.type}",)
-    capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
-    reasons = []
-    if capability < (8, 0):
-        reasons.append(f"need sm_80 or newer, {name} is older")
-    elif capability < (8, 9) and scheme.activation is not None and scheme.activation.name != "int8":
+    reasons = list(machine_refusals(device))
+    floats = scheme.activation is not None and scheme.activation.name != "int8"
+    if not reasons and floats and "mma_fp8" not in features_of(device):
+        name = torch.cuda.get_device_name(device)
         reasons.append(f"need sm_89 or newer for fp8, {name} is older; int8 activations run there")
     return (*reasons, *_triton_refusals(), *scaled_refusals(scheme, scale_dtype))
 
@@ -71,12 +70,12 @@ def scaled_shape(scheme: Scheme, m: int, n: int, k: int, x_blocks: bool = False)
     return ScaledShape(m, n, k, scheme.weight.bits, integer, isinstance(scheme.granularity, PerGroup), blocks, x_blocks)
 
 
-def describe_scaled(scheme: str | Scheme, m: int, n: int, k: int, device: Device | None = None) -> str:
+def describe_scaled(scheme: str | Scheme, m: int, n: int, k: int, machine: Machine | None = None) -> str:
     """The kernel and the tile that a product would use, in words."""
-    device = device or device_for(90)
-    if "wgmma" not in device.features:
+    machine = machine or typical_machine(90)
+    if "wgmma" not in machine.arch.features:
         return "mma.sync 8-bit w . x^T, 64 channels a block"
-    return str(choose_scaled(scaled_shape(parse_scheme(scheme), m, n, k), device))
+    return str(choose_scaled(scaled_shape(parse_scheme(scheme), m, n, k), machine))
 
 
 def _check(
@@ -159,10 +158,10 @@ def _plan(
     blocks = x_scale.numel() > m
     kind: XScale = "block" if blocks else "tensor" if x_scale.numel() == 1 and m > 1 else "token"
     shape = scaled_shape(parsed, m, n, k, blocks)
-    device = _device(on)
-    if "wgmma" in device.features:
-        tile = choose_scaled(shape, device)
-        return plan_for_scaled(tile, shape, parsed, dtype, kind, x_zero is not None, bias is not None, on, function)
+    machine = machine_of(on)
+    if "wgmma" in machine.arch.features:
+        tile = choose_scaled(shape, machine)
+        return plan_for_scaled(tile, shape, parsed, dtype, kind, x_zero is not None, bias is not None, machine, function)
     from lowbit.kernels.sm80.scaled_gemm import PlainPlan
 
     return PlainPlan(shape, parsed, dtype, kind, x_zero is not None, bias is not None, function)
@@ -170,17 +169,16 @@ def _plan(
 
 def plan_for_scaled(
     tile: ScaledTile, shape: ScaledShape, scheme: Scheme, dtype: torch.dtype, x_scale: XScale, x_zero: bool,
-    bias: bool, on: torch.device, function: str = "none",
+    bias: bool, machine: Machine, function: str = "none",
 ) -> ScaledPlan | NarrowPlan:  # fmt: skip
-    """The plan of a product with a given tile on the GPU `on`, a Hopper."""
+    """The plan of a product with a given tile on a Hopper."""
     from lowbit.kernels.sm90.narrow_scaled_gemm import NarrowPlan, narrow_config
     from lowbit.kernels.sm90.scaled_gemm import ScaledPlan, scaled_config
 
-    sm_count = torch.cuda.get_device_properties(on).multi_processor_count
     made = shape, tile, scheme, dtype, x_scale, x_zero, bias, function
     if shape.bits == 8:
-        return ScaledPlan(shape, tile, scaled_config(*made), sm_count)
-    return NarrowPlan(shape, tile, narrow_config(*made), sm_count)
+        return ScaledPlan(shape, tile, scaled_config(*made), machine.sm_count)
+    return NarrowPlan(shape, tile, narrow_config(*made), machine.sm_count)
 
 
 @torch.library.register_fake("lowbit::byte_gemm")

@@ -13,7 +13,7 @@ import weakref
 import torch
 from torch import Tensor
 
-from lowbit.hardware.device import device_for
+from lowbit.hardware.machine import features_of, machine_of, machine_refusals
 from lowbit.kernels.conv_reference import (
     DTYPES,
     ConvLayer,
@@ -47,16 +47,15 @@ def conv_refusals(layer: ConvLayer, device: torch.device | str) -> tuple[str, ..
         return ()
     if device.type != "cuda":
         return (f"convolutions of codes run on NVIDIA GPUs and on the CPU, not on {device.type}",)
-    reasons = []
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 0):
-        name = torch.cuda.get_device_name(device)
-        reasons.append(f"the convolution kernels are for sm_80 and newer, {name} is sm_{capability[0]}{capability[1]}")
+    unknown = machine_refusals(device)
+    if unknown:
+        return tuple(f"the convolution kernels {reason}" for reason in unknown)
+    reasons, hopper = [], "wgmma" in features_of(device)
     if layer.y not in CODE_BITS and (layer.residual is not None or layer.second is not None):
         reasons.append(f"an output in {layer.y} is written without a residual or second product")
-    if capability[0] == 9 and max(layer.stride) > 8:
+    if hopper and max(layer.stride) > 8:
         reasons.append(f"strides are 8 at most, got {layer.stride}")
-    if capability[0] == 9 and max(*layer.padding, *(k - 1 - p for k, p in zip(layer.kernel, layer.padding, strict=True))) > 127:
+    if hopper and max(*layer.padding, *(k - 1 - p for k, p in zip(layer.kernel, layer.padding, strict=True))) > 127:
         reasons.append(f"windows reach 127 pixels beyond the image at most, got {layer.kernel} with padding {layer.padding}")
     return tuple(reasons)
 
@@ -181,7 +180,7 @@ def stem_pool_refusals(layer: ConvLayer, device: torch.device | str) -> tuple[st
         reasons.append(f"its output is stored as {layer.y}, not as codes")
     if bool((layer.s < 0).any()):
         reasons.append("some s are negative, so that larger sums are smaller codes")
-    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != 9:
+    if device.type == "cuda" and "wgmma" not in features_of(device):
         reasons.append("the kernel with the pool inside is for sm_90")
     return tuple(reasons)
 
@@ -238,31 +237,30 @@ def _kernel(
     layer: ConvLayer, size: tuple[int, int, int], device: torch.device, images: StemImages | None, pooled: bool
 ) -> object:
     """The layer on the GPU, with the tile of its shape."""
-    major, _ = torch.cuda.get_device_capability(device)
-    if major != 9:
+    machine = machine_of(device)
+    if "wgmma" not in machine.arch.features:
         from lowbit.kernels.sm80.conv import PreparedMmaConv
 
-        return PreparedMmaConv(layer, images, int4=major == 8)  # later ones have no INT4 tensor cores
+        return PreparedMmaConv(layer, images, int4="mma_s4" in machine.arch.features)
     from lowbit.kernels.sm90.conv_deep_plan import PreparedDeep, deep_tile
     from lowbit.kernels.sm90.conv_plan import STEM_TILE, PreparedConv, choose_tile
     from lowbit.kernels.sm90.conv_strip import PreparedStrip, strip_tile
 
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
     if images is not None and pooled:
         from lowbit.kernels.sm90.stem_pool import PreparedStemPool
 
-        return PreparedStemPool(layer, images, processors)
+        return PreparedStemPool(layer, images, machine.sm_count)
     if images is not None:
-        return PreparedConv(layer, STEM_TILE, processors, images)
-    tile = strip_tile(layer, size[2], device_for(90).shared_per_sm_bytes)
+        return PreparedConv(layer, STEM_TILE, machine.sm_count, images)
+    tile = strip_tile(layer, size[2], machine.arch.shared_per_sm_bytes)
     if tile is not None:
-        return PreparedStrip(layer, tile, processors)
+        return PreparedStrip(layer, tile, machine.sm_count)
     height, width = layer.output_size(size[1], size[2])
     pixels = size[0] * height * width
-    large = deep_tile(layer, pixels, processors)
+    large = deep_tile(layer, pixels, machine.sm_count)
     if large is not None:
-        return PreparedDeep(layer, large, processors)
-    return PreparedConv(layer, choose_tile(layer, pixels), processors)
+        return PreparedDeep(layer, large, machine.sm_count)
+    return PreparedConv(layer, choose_tile(layer, pixels), machine.sm_count)
 
 
 @torch.library.impl("lowbit::conv_codes", "CompositeExplicitAutograd")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lowbit.hardware.machine import features_of, machine_of
 from lowbit.kernels.conv_reference import ConvLayer, conv_reference
 from lowbit.pack.nhwc64 import CODE_BITS, Nhwc64
 
@@ -26,7 +27,7 @@ def block_refusals(
     """Why three layers cannot run as one on `device`, for inputs of `size` (images, height, width); empty if they can."""
     device = torch.device(device)
     reasons = []
-    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != 9:
+    if device.type == "cuda" and "wgmma" not in features_of(device):
         reasons.append("the kernel for whole blocks is for sm_90")
     if device.type not in ("cpu", "cuda"):
         reasons.append(f"convolutions of codes run on NVIDIA GPUs and on the CPU, not on {device.type}")
@@ -132,4 +133,4 @@ def prepare_block(
 def _kernel(second: ConvLayer, third: ConvLayer, following: ConvLayer, device: torch.device) -> object:
     from lowbit.kernels.sm90.conv_block_plan import PreparedBlock
 
-    return PreparedBlock(second, third, following, torch.cuda.get_device_properties(device).multi_processor_count)
+    return PreparedBlock(second, third, following, machine_of(device).sm_count)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowbit.formats import Scheme, parse_scheme
 from lowbit.hardware.conversions import conversion
-from lowbit.hardware.device import Device, device_for
+from lowbit.hardware.machine import Machine, machine_of, machine_refusals, typical_machine
 from lowbit.kernels.choose import GemmShape, RingTile, Tile, choose
 from lowbit.ops.channels import check_channels
 from lowbit.pack import KernelWeight, WeightForm, has_channel_scale, kernel_group, weight_form
@@ -57,9 +57,7 @@ def kernel_refusals(scheme: Scheme, dtype: torch.dtype, device: torch.device | s
     device = torch.device(device)
     if device.type != "cuda":
         return (f"run on NVIDIA GPUs, x is on {device.type}",)
-    reasons = []
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        reasons.append(f"need sm_80 or newer, {torch.cuda.get_device_name(device)} is older")
+    reasons = list(machine_refusals(device))
     if dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"take fp16 and bf16 activations, not {str(dtype).removeprefix('torch.')}")
     if scheme.activation is not None:
@@ -97,10 +95,10 @@ def gemm_shape(scheme: Scheme, m: int, n: int, k: int) -> GemmShape:
     return GemmShape(m, n, k, scheme.weight.bits)
 
 
-def describe(scheme: str | Scheme, m: int, n: int, k: int, dtype: torch.dtype, device: Device | None = None) -> str:
+def describe(scheme: str | Scheme, m: int, n: int, k: int, dtype: torch.dtype, machine: Machine | None = None) -> str:
     """The kernel and the tile that a product would use, in words."""
     scheme = parse_scheme(scheme)
-    return str(choose(gemm_shape(scheme, m, n, k), device or device_for(90)))
+    return str(choose(gemm_shape(scheme, m, n, k), machine or typical_machine(90)))
 
 
 def _check(
@@ -183,22 +181,22 @@ def _plan(
         raise ValueError("fragment_gemm: weights must start at multiples of 16 bytes (pack_weight's do); clone() them")
     if m == 0 or n == 0:
         return None
-    device = _device(on)
+    machine = machine_of(on)
     shape = gemm_shape(parsed, m, n, k)
     form = weight_form(parsed, None if others[1] is None else others[1][1], others[2] is not None)
-    return plan_for(choose(shape, device, batch_invariant), shape, form, dtype, others[3] is not None, device, on)
+    return plan_for(choose(shape, machine, batch_invariant), shape, form, dtype, others[3] is not None, machine)
 
 
 def plan_for(
-    tile: Tile, shape: GemmShape, form: WeightForm, dtype: torch.dtype, bias: bool, device: Device, on: torch.device
+    tile: Tile, shape: GemmShape, form: WeightForm, dtype: torch.dtype, bias: bool, machine: Machine
 ) -> RingPlan | WgmmaPlan:
-    """The plan of a product with a given tile on the GPU `on`, whose row is `device`."""
+    """The plan of a product with a given tile on a machine."""
     from lowbit.kernels.sm80.mixed_gemm import RingPlan
     from lowbit.kernels.sm90.mixed_gemm import WgmmaPlan
 
     if isinstance(tile, RingTile):
-        return RingPlan(shape, tile, form, dtype, bias, overlap=device.sm >= 90)
-    return WgmmaPlan(shape, tile, form, dtype, bias, torch.cuda.get_device_properties(on).multi_processor_count)
+        return RingPlan(shape, tile, form, dtype, bias, overlap=machine.arch.sm >= 90)
+    return WgmmaPlan(shape, tile, form, dtype, bias, machine.sm_count)
 
 
 @torch.library.register_fake("lowbit::fragment_gemm")
@@ -250,13 +248,7 @@ def _gather_plan(
     from lowbit.kernels.gather import GatherPlan
 
     pieces = k % 8 == 0 and all(aligned) and all(t[3] for t in given)
-    return GatherPlan(m, k, order is not None, pieces, _device(on))
-
-
-@functools.lru_cache(maxsize=16)
-def _device(device: torch.device) -> Device:
-    major, minor = torch.cuda.get_device_capability(device)
-    return device_for(10 * major + minor)
+    return GatherPlan(m, k, order is not None, pieces, machine_of(on))
 
 
 _workspaces: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}

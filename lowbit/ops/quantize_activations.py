@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats import FloatFormat, NumberFormat, number_format
+from lowbit.hardware.machine import machine_of, machine_refusals
 from lowbit.kernels.reference import (
     CODE_DTYPES,
     layer_norm_reference,
@@ -19,7 +20,7 @@ from lowbit.kernels.reference import (
     rms_norm_reference,
     silu_mul_reference,
 )
-from lowbit.ops.fragment_gemm import _Described, _described, _device, _triton_refusals
+from lowbit.ops.fragment_gemm import _Described, _described, _triton_refusals
 
 if TYPE_CHECKING:
     from lowbit.kernels.quantize_activations import QuantizePlan, Request
@@ -97,11 +98,10 @@ def quantize_refusals(fmt: NumberFormat, dtype: torch.dtype, k: int, device: tor
     device = torch.device(device)
     if device.type != "cuda":
         return (f"runs on NVIDIA GPUs, x is on {device.type}",)
-    reasons = []
+    reasons = [f"the kernels {reason}" for reason in machine_refusals(device)]
     # For sm_89, Triton 3.6 makes 8-bit floats in two steps, the first of which cuts off.
-    needed = (9, 0) if isinstance(fmt, FloatFormat) else (8, 0)
-    if torch.cuda.get_device_capability(device) < needed:
-        reasons.append(f"needs sm_{needed[0]}{needed[1]} for {fmt.name}, {torch.cuda.get_device_name(device)} is older")
+    if not reasons and isinstance(fmt, FloatFormat) and torch.cuda.get_device_capability(device) < (9, 0):
+        reasons.append(f"needs sm_90 for {fmt.name}, {torch.cuda.get_device_name(device)} is older")
     if dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"takes fp16 and bf16, not {str(dtype).removeprefix('torch.')}")
     if k > MOST_COLUMNS:
@@ -227,7 +227,7 @@ def _plan(
 
     request: Request = Request(before, parsed, group, scale is not None, symmetric, before != "silu" and beside is not None)
     pieces = aligned and k % 8 == 0 and all(t is None or t[3] for t in others)
-    return QuantizePlan(shape[:-1].numel(), k, request, pieces, _device(on))
+    return QuantizePlan(shape[:-1].numel(), k, request, pieces, machine_of(on))
 
 
 @torch.library.register_fake("lowbit::quantize_activations")

@@ -6,13 +6,13 @@ from typer.testing import CliRunner
 
 from lowbit.bench.tiles import TileRow
 from lowbit.cli import app
-from lowbit.hardware.device import device_for
+from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.choose import GemmShape, Measured, RingTile, WgmmaTile, candidates
 
 
 def row(chosen_us, best_us):
     shape = GemmShape(100, 3000, 2000, 4)
-    tiles = [candidate.tile for candidate in candidates(shape, device_for(90))]
+    tiles = [candidate.tile for candidate in candidates(shape, typical_machine(90))]
     return TileRow("w4a16_g128", shape, tiles[0], chosen_us, tiles[1], best_us, 2 * chosen_us)
 
 
@@ -20,9 +20,9 @@ def test_a_printed_row_is_the_row_of_the_table():
     """What the command prints can stand in MEASURED as it is."""
     measured = row(10.0, 8.0)
     names = {kind.__name__: kind for kind in (GemmShape, Measured, RingTile, WgmmaTile)}
-    (read,) = eval(f"({measured.measured('H200 SXM')})", names)
+    (read,) = eval(f"({measured.measured('H200')})", names)
     assert (read.product, read.shape, read.tile, read.us, read.instead_us) == (
-        "H200 SXM", measured.shape, measured.best, 8.0, 10.0,
+        "H200", measured.shape, measured.best, 8.0, 10.0,
     )  # fmt: skip
 
 

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowbit.hardware.device import DEVICES, device_for
+from lowbit.hardware.machine import MACHINES, typical_machine
 from lowbit.kernels import choose as module
 from lowbit.kernels.choose import MEASURED, GemmShape, Measured, RingTile, WgmmaTile, candidates, choose
 
-H200 = device_for(90)
+H200 = typical_machine(90)
 
 
 @settings(deadline=None, max_examples=200)
@@ -25,15 +25,15 @@ def test_every_shape_has_a_tile_that_fits(m, n, k, bits):
         assert tile.stages * (512 * tile.warpgroups * bits + 128 * tile.tokens) <= 230_000
 
 
-@pytest.mark.parametrize("device", DEVICES, ids=lambda d: d.product)
-def test_other_machines_use_the_ring_kernel(device):
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda d: d.product)
+def test_other_machines_use_the_ring_kernel(machine):
     for m in (1, 16, 4096):
-        tile = choose(GemmShape(m, 4096, 4096, 4), device)
-        assert isinstance(tile, WgmmaTile) == (device.sm == 90 and m > 16)
+        tile = choose(GemmShape(m, 4096, 4096, 4), machine)
+        assert isinstance(tile, WgmmaTile) == (machine.arch.sm == 90 and m > 16)
 
 
 def test_without_room_the_reasons_say_so():
-    rows = candidates(GemmShape(1, 4096, 4096, 8), device_for(86))
+    rows = candidates(GemmShape(1, 4096, 4096, 8), typical_machine(86))
     refused = [row for row in rows if row.reasons]
     assert refused and "bytes of shared memory, a block has 101,376" in refused[0].reasons[0]
     assert not rows[0].reasons and rows == sorted(rows, key=lambda r: (bool(r.reasons), r.cost_us))
@@ -71,11 +71,11 @@ def test_what_was_measured_comes_before_what_is_modelled(monkeypatch):
     assert row.holds_for(GemmShape(65, 3000, 2000, 4), H200)
     for other in (GemmShape(64, 3000, 2000, 4), GemmShape(129, 3000, 2000, 4), GemmShape(128, 3000, 2000, 8)):
         assert not row.holds_for(other, H200)
-    assert not row.holds_for(shape, device_for(80))
+    assert not row.holds_for(shape, typical_machine(80))
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=str)
 def test_measured_rows_name_tiles_that_are_candidates(row):
-    device = next(device for device in DEVICES if device.product == row.product)
+    machine = next(machine for machine in MACHINES if machine.product == row.product)
     assert row.us < 0.97 * row.instead_us
-    assert candidates(row.shape, device)[0].tile == row.tile == choose(row.shape, device)
+    assert candidates(row.shape, machine)[0].tile == row.tile == choose(row.shape, machine)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from lowbit.formats import parse_scheme
-from lowbit.hardware.device import device_for
+from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.choose_scaled import ScaledShape, candidates_scaled, choose_scaled, shared_bytes
 from lowbit.ops.byte_gemm import scaled_shape
 
-H200 = device_for(90)
+H200 = typical_machine(90)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_candidates_fit_shared_memory():
     for bits in (4, 6, 8):
         shape = ScaledShape(300, 4096, 4096, bits)
         tiles = [row.tile for row in candidates_scaled(shape, H200) if not row.reasons]
-        assert tiles and all(shared_bytes(tile, shape) <= H200.shared_per_block_bytes for tile in tiles)
+        assert tiles and all(shared_bytes(tile, shape) <= H200.arch.shared_per_block_bytes for tile in tiles)
 
 
 def test_pairs_meet_within_one_wave():

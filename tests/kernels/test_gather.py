@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from lowbit.hardware.device import device_for
+from lowbit.hardware.machine import machine_of, typical_machine
 from tests.kernels.sass import compile_triton
 
 pytest.importorskip("triton", reason="the kernel is written in Triton")
@@ -35,11 +35,10 @@ def check(device, dtype, m, k, order=True, scale=None, start=0, gap=0):
     factors = None if scale is None else torch.randn(k, generator=generator).to(device, scale)
     pieces = k % 8 == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     if device == "cuda":
-        major, minor = torch.cuda.get_device_capability()
-        row = device_for(10 * major + minor)
+        row = machine_of("cuda")
         torch.full((m, k + 8), float("nan"), dtype=dtype, device=device)  # what the allocator hands out next is poisoned
     else:
-        row = device_for(80)
+        row = typical_machine(80)
     plan = GatherPlan(m, k, order, pieces, row)
     for _ in range(2):  # compiled, then called as it was compiled
         y = plan(x, permutation, factors)
@@ -74,7 +73,7 @@ def test_the_arithmetic_in_tritons_interpreter():
 
 
 def compiled(sm, m, k, dtype="fp16", order="*i32", scale=None, pieces=True):
-    plan = GatherPlan(m, k, order is not None, pieces, device_for(sm))
+    plan = GatherPlan(m, k, order is not None, pieces, typical_machine(sm))
     signature = dict(y="*" + dtype, x="*" + dtype, order=order, scale=scale)
     signature |= dict.fromkeys((*(("M",) if len(plan.sizes) == 2 else ()), "K", "x_stride", "y_pieces"), "i32")
     constants = dict(zip(("COLUMNS", "PIECES", "OVERLAP"), plan.constants, strict=True))
@@ -116,10 +115,10 @@ def test_neighbours_in_the_stream_overlap(m):
 
 
 def test_rows_too_wide_for_a_block_are_read_where_they_lie():
-    assert GatherPlan(4096, 32768, True, True, device_for(90)).function is gather_rows
-    assert GatherPlan(4096, 32768, True, True, device_for(89)).function is gather_elements, "less shared memory"
-    assert GatherPlan(4096, 53248, True, True, device_for(90)).function is gather_elements
-    assert GatherPlan(4096, 8192, False, True, device_for(90)).function is gather_elements, "nothing moves"
+    assert GatherPlan(4096, 32768, True, True, typical_machine(90)).function is gather_rows
+    assert GatherPlan(4096, 32768, True, True, typical_machine(89)).function is gather_elements, "less shared memory"
+    assert GatherPlan(4096, 53248, True, True, typical_machine(90)).function is gather_elements
+    assert GatherPlan(4096, 8192, False, True, typical_machine(90)).function is gather_elements, "nothing moves"
 
 
 @gpu
@@ -139,10 +138,9 @@ def test_in_a_graph_behind_and_before_other_kernels():
     """The kernel before writes x, the one after reads the result: both must be seen through the overlap."""
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(4096, generator=generator).to("cuda", torch.int32)
-    major, minor = torch.cuda.get_device_capability()
     for m in (1, 16, 256):
         x = torch.randn(m, 4096, device="cuda", dtype=torch.float16)
-        plan = GatherPlan(m, 4096, True, True, device_for(10 * major + minor))
+        plan = GatherPlan(m, 4096, True, True, machine_of("cuda"))
         plan(x, order, None)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

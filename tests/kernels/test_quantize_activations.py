@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lowbit.formats import number_format
-from lowbit.hardware.device import device_for
+from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.reference import quantize_activations_reference
 from tests.kernels.sass import compile_triton
 
@@ -51,7 +51,7 @@ def check(x, name, group=0, static=False, symmetric=True, device=80):
     scale = torch.full((1,), 0.03, device=x.device) if static else None
     given = torch.full((1,), -37, dtype=torch.int32, device=x.device) if static and not symmetric else None
     aligned = x.shape[1] % 8 == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
-    plan = QuantizePlan(*x.shape, Request("", fmt, group, static, symmetric), aligned, device_for(device))
+    plan = QuantizePlan(*x.shape, Request("", fmt, group, static, symmetric), aligned, typical_machine(device))
     if x.is_cuda:
         torch.full((x.shape[0], x.shape[1] + CODE_PIECE), -1, dtype=torch.int8, device=x.device)  # poisons what comes next
     codes, own, zero = quantize_activations_reference(x, fmt, group, scale, symmetric, given)
@@ -104,7 +104,7 @@ def check_fused(m, k, group, device="cpu", sm=80):
     for before, beside, b, wanted in cases:
         residual = before != "silu" and beside is not None
         request = Request(before, number_format("int8"), group, False, True, residual)
-        plan = QuantizePlan(m, k, request, k % 8 == 0, device_for(sm))
+        plan = QuantizePlan(m, k, request, k % 8 == 0, typical_machine(sm))
         given = (None if t is None else t.to(device) for t in (x, beside, None if before == "silu" else weight, b, None))
         made = [t.cpu() for t in plan(*given, 1e-5)]
         if residual:
@@ -126,7 +126,7 @@ def check_layer_norm(device, sm):
         wide = x.double()
         apart = wide - wide.mean(1, keepdim=True)
         exact = apart / (apart.square().mean(1, keepdim=True) + 1e-5).sqrt() * weight.double() + bias.double()
-        plan = QuantizePlan(5, k, Request("layer_norm", number_format("int8")), k % 8 == 0, device_for(sm))
+        plan = QuantizePlan(5, k, Request("layer_norm", number_format("int8")), k % 8 == 0, typical_machine(sm))
         codes, scale = plan(x, None, weight, bias, None, 1e-5)
         torch.testing.assert_close(scale.double(), exact.abs().amax(1, keepdim=True) / 127, rtol=1e-5, atol=0)
         assert float((codes.double() * scale - exact).abs().max() / scale.max()) < 0.501
@@ -145,7 +145,7 @@ def test_the_arithmetic_in_tritons_interpreter(few):
 def compiled(sm, k, name="int8", before="", pieces=True, dtype="*fp16", **asked):
     fmt = number_format(name)
     request = Request(before, fmt, **asked)
-    plan = QuantizePlan(4096, k, request, pieces, device_for(sm))
+    plan = QuantizePlan(4096, k, request, pieces, typical_machine(sm))
     norm = before.endswith("norm")
     signature = dict(
         codes={"int8": "*i8", "fp8_e4m3": "*fp8e4nv", "fp8_e5m2": "*fp8e5"}[name],
@@ -169,7 +169,7 @@ def compiled(sm, k, name="int8", before="", pieces=True, dtype="*fp16", **asked)
 
 
 def plan_for(m, k, before="", **asked):
-    return QuantizePlan(m, k, Request(before, number_format("int8"), **asked), True, device_for(90))
+    return QuantizePlan(m, k, Request(before, number_format("int8"), **asked), True, typical_machine(90))
 
 
 @pytest.mark.parametrize("sm", [80, 89, 90, 100])

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lowbit.formats import parse_scheme
-from lowbit.hardware.device import device_for
+from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.choose_scaled import candidates_scaled
 from lowbit.kernels.reference import FUNCTIONS
 from lowbit.ops import byte_gemm, byte_refusals, describe_scaled, pack_scaled_weight, quantize_activations
@@ -100,7 +100,7 @@ def test_tiles_other_than_the_chosen_one(scheme, m):
     q, x, x_scale, _, expected = problem(scheme, m, n, k)
     w = pack_scaled_weight(q)
     shape = scaled_shape(q.scheme, m, n, k)
-    rows = [row.tile for row in candidates_scaled(shape, device_for(90)) if not row.reasons]
+    rows = [row.tile for row in candidates_scaled(shape, typical_machine(90)) if not row.reasons]
     widest = [tile for tile in rows if tile.splits == 1 and tile.columns == max(t.columns for t in rows if t.splits == 1)]
     pairs = [tile for tile in rows if tile.pair and tile.columns >= 64]
     for tile in dict.fromkeys(rows[:: max(1, len(rows) // 4)] + widest + pairs):
@@ -356,4 +356,4 @@ def test_refusals_are_data():
 def test_there_is_a_tile_for_everything(scheme, m):
     for n, k in ((8192, 8192), (8192, 28672), (1000, 576), (64, 128), (152064, 896)):
         assert "tokens" in describe_scaled(scheme, m, n, k)
-    assert describe_scaled(scheme, m, 64, 128, device_for(80)).startswith("mma.sync")
+    assert describe_scaled(scheme, m, 64, 128, typical_machine(80)).startswith("mma.sync")

@@ -116,7 +116,12 @@ def test_wrong_tensors_are_refused(call, message):
 
 @pytest.mark.parametrize(
     ("capability", "words"),
-    [((7, 5), "sm_80 and newer, NVIDIA T4 is sm_75"), ((8, 6), ""), ((9, 0), "strides are 8 at most"), ((12, 0), "")],
+    [
+        ((7, 5), "sm_80, sm_86, sm_89, sm_90, sm_100, sm_120; NVIDIA T4 is sm_75"),
+        ((8, 6), ""),
+        ((9, 0), "strides are 8 at most"),
+        ((12, 0), ""),
+    ],
 )
 def test_gpus(capability, words, monkeypatch):
     """The copy engine's limits are those of sm_90 alone."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit.hardware.device import device_for
+from lowbit.hardware.arch import arch_for
 from lowbit.kernels.conv_reference import ConvLayer
 from lowbit.kernels.gluon import CompiledKernel, gl, source_digest
 from lowbit.kernels.parts.requantize import LinkedRequantize, Requantize
@@ -209,7 +209,7 @@ def block_config(storage: str, width: int, following: int, shortcut: bool) -> Bl
 
 def blocks_of(config: BlockConv) -> int:
     """Blocks that share an SM."""
-    fit = device_for(90).shared_per_sm_bytes // (config.shared_bytes + BLOCK_BYTES)
+    fit = arch_for(90).shared_per_sm_bytes // (config.shared_bytes + BLOCK_BYTES)
     return max(1, min(WARPGROUPS // config.warpgroups, fit))
 
 

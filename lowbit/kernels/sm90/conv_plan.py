@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit.hardware.device import device_for
+from lowbit.hardware.arch import arch_for
 from lowbit.kernels.conv_reference import ConvLayer
 from lowbit.kernels.gluon import CompiledKernel
 from lowbit.kernels.sm90.conv import WgmmaConv, wgmma_conv
@@ -154,7 +154,7 @@ class PreparedConv:
         if self.second is not None:
             pieces += self.second.steps * self.config.second_planes
         kept = dataclasses.replace(self.config, resident=pieces)
-        if tile.blocks * (kept.shared_bytes + BLOCK_BYTES) <= device_for(90).shared_per_sm_bytes:
+        if tile.blocks * (kept.shared_bytes + BLOCK_BYTES) <= arch_for(90).shared_per_sm_bytes:
             self.config = kept
         self.kernel: CompiledKernel | None = None
 

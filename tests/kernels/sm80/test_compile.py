@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lowbit.formats import number_format
-from lowbit.hardware.device import device_for
+from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.choose import GemmShape, RingTile, candidates
 from lowbit.pack import WeightForm
 from tests.kernels.sass import compile_kernel
@@ -19,7 +19,9 @@ FORMATS = ["int2", "int3", "int4", "int5", "int6", "int7", "int8", "fp6_e3m2", "
 
 def compiled(fmt, dtype="fp16", m=1, group=128, zero="none", k=8192, n=8192, bias=False, overlap=True, sm=90):
     shape = GemmShape(m, n, k, number_format(fmt).bits)
-    tile = next(row.tile for row in candidates(shape, device_for(90)) if isinstance(row.tile, RingTile) and not row.reasons)
+    tile = next(
+        row.tile for row in candidates(shape, typical_machine(90)) if isinstance(row.tile, RingTile) and not row.reasons
+    )
     config = _config(tile, WeightForm(fmt, group, zero, "fp16"), dtype, k, bias, overlap)
     half = "*" + dtype
     integers = ("M", "N", "K", "x_stride", "strips", "tiles", "scale_strip", "rounds")
@@ -46,7 +48,7 @@ def test_main_loop(fmt, m):
 def test_every_machine(sm, dtype):
     _, kernel = compiled("int4", dtype, m=16, overlap=sm >= 90, sm=sm)
     assert kernel.count("HMMA.16816") > 0 and kernel.stack_bytes == 0
-    assert kernel.shared_bytes <= device_for(sm if sm != 90 else 90).shared_per_block_bytes or sm in (86, 89, 120)
+    assert kernel.shared_bytes <= typical_machine(sm).arch.shared_per_block_bytes or sm in (86, 89, 120)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from lowbit.formats import number_format
-from lowbit.hardware.device import device_for
+from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.choose import GemmShape, WgmmaTile, choose
 from lowbit.pack import WeightForm
 from tests.kernels.sass import compile_kernel
@@ -24,7 +24,7 @@ FORMATS = ["int2", "int3", "int4", "int5", "int6", "int7", "int8", "fp6_e3m2", "
 
 
 def compiled(fmt, dtype="fp16", m=4096, group=128, zero="none", scale_dtype="fp16", bias=False, n=8192, k=8192):
-    tile = choose(GemmShape(m, n, k, number_format(fmt).bits), device_for(90))
+    tile = choose(GemmShape(m, n, k, number_format(fmt).bits), typical_machine(90))
     assert isinstance(tile, WgmmaTile)
     config = _config(tile, WeightForm(fmt, group, zero, scale_dtype), dtype, bias, tile.splits == 1)
     words = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)

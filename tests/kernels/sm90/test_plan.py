@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowbit.hardware.device import device_for
+from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.choose import GemmShape, choose
 from lowbit.pack import WeightForm
 
@@ -16,7 +16,9 @@ from lowbit.kernels.sm90.mixed_gemm import WgmmaPlan
 
 def plan(m, n, k, bits=6, fmt="fp6_e3m2", group=0) -> WgmmaPlan:
     shape = GemmShape(m, n, k, bits)
-    return WgmmaPlan(shape, choose(shape, device_for(90)), WeightForm(fmt, group, "none", "fp16"), torch.float16, False, 132)
+    return WgmmaPlan(
+        shape, choose(shape, typical_machine(90)), WeightForm(fmt, group, "none", "fp16"), torch.float16, False, 132
+    )
 
 
 def test_descriptors_describe_the_operands():

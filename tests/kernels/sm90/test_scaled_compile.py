@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowbit.formats import parse_scheme
-from lowbit.hardware.device import device_for
+from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.choose_scaled import ScaledTile, candidates_scaled, choose_scaled
 from lowbit.ops.byte_gemm import scaled_shape
 from tests.kernels.sass import TRITON, compile_kernel
@@ -51,7 +51,7 @@ def common(config):
 
 def eight(scheme, m, n=8192, k=8192, dtype=torch.bfloat16, x_scale="token", x_zero=False, function="none", tile=None):
     shape = scaled_shape(parse_scheme(scheme), m, n, k, x_scale == "block")
-    tile = tile or choose_scaled(shape, device_for(90))
+    tile = tile or choose_scaled(shape, typical_machine(90))
     config = scaled_config(shape, tile, parse_scheme(scheme), dtype, x_scale, x_zero, True, function)
     w = descriptor(TYPES[config.w_type][1], [config.tile_channels, 128], BYTES)
     of = common(config) | {"w_desc": w, "w_scale": "*fp32"} | dict.fromkeys(INTEGERS, "i32")
@@ -66,7 +66,7 @@ INTEGERS = ("M", "N", "token_tiles", "channel_tiles", "turns", "groups")
 
 def narrow(scheme, m, n=8192, k=8192, dtype=torch.bfloat16, x_zero=False, function="none", tile=None):
     shape = scaled_shape(parse_scheme(scheme), m, n, k)
-    tile = tile or choose_scaled(shape, device_for(90))
+    tile = tile or choose_scaled(shape, typical_machine(90))
     config = narrow_config(shape, tile, parse_scheme(scheme), dtype, "token", x_zero, True, function)
     planes = [descriptor("i32", [config.warps, 32 * config.plane_words(p)], WORDS) for p in range(config.planes)]
     of = common(config) | dict(zip(("w_desc", "w_desc_1", "w_desc_2"), [*planes, None, None], strict=False))
@@ -178,7 +178,7 @@ def test_candidates_fit_the_machine(scheme):
     parsed = parse_scheme(scheme)
     for m in (1, 40, 300, 4096):
         shape = scaled_shape(parsed, m, 5000, 3000)
-        rows = [row.tile for row in candidates_scaled(shape, device_for(90)) if not row.reasons]
+        rows = [row.tile for row in candidates_scaled(shape, typical_machine(90)) if not row.reasons]
         assert rows
         for tile in rows:
             make = scaled_config if shape.bits == 8 else narrow_config

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
-from lowbit.hardware.device import device_for
+from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.conv_reference import conv_reference, max_pool_reference
 from lowbit.kernels.sm90.stem_pool import BLOCKS, PreparedStemPool, StemPool, stem_pool
 from lowbit.ops.conv import STEM_POOL, prepare_stem
@@ -26,7 +26,7 @@ def test_sums_are_pooled_before_they_are_requantized(y, odd):
     signature = {"y": "*u8", "s": "*fp32", "b": "*fp32"} | dict.fromkeys(integers, "i32") | {"maps": "*i8", "weight": "*i8"}
     kernel = compile_kernel(stem_pool, signature, config, ["y", "s", "b", "maps", "weight"], 4, 90, maxnreg=255)
     assert kernel.registers <= 255 and kernel.stack_bytes == 0
-    assert BLOCKS * (kernel.shared_bytes + 1024) <= device_for(90).shared_per_sm_bytes
+    assert BLOCKS * (kernel.shared_bytes + 1024) <= typical_machine(90).arch.shared_per_sm_bytes
     assert kernel.count("IGMMA") == 16 and kernel.count("WARPGROUP.DEPBAR") == 1, "two rows at once, not serialized"
     assert kernel.count("LDSM") == 0, "operands are read where they lie"
     assert kernel.opcodes["VIMNMX3"] == 56 + 28 and kernel.count("SHFL") == 28, "three at once, down and across"

@@ -1,0 +1,109 @@
+"""What a GPU can do: how many SMs it has, its L2, its memory. The one in hand is asked; products stand for those that are not.
+
+Sources of the rows: NVIDIA's architecture whitepapers and data sheets of A100, A10, L40S, H200, B200 and RTX 5090 (SMs, L2,
+bandwidth, dense peaks).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+import torch
+
+from lowbit.hardware.arch import Arch, arch_for, arch_refusals
+
+READ_SHARE = 0.95
+"""Of the data sheet's bandwidth, what a pure read kernel gets where nobody measured it: 4.58 of 4.8 TB/s on an H200."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One GPU; peaks are dense (no sparsity), in operations per second, None where the type has no tensor-core path.
+
+    `product` is the name the driver gives it, less "NVIDIA"; `measured_read_bytes` the read bandwidth of a pure read kernel,
+    where somebody measured it (bytes per second).
+    """
+
+    product: str
+    arch: Arch
+    sm_count: int
+    l2_bytes: int
+    bandwidth_bytes: float
+    peak_fp16: float
+    peak_fp8: float | None
+    peak_int8: float | None
+    peak_int4: float | None
+    measured_read_bytes: float | None = None
+
+    @property
+    def read_bytes(self) -> float:
+        """Bytes per second that kernels read at best."""
+        return self.measured_read_bytes or READ_SHARE * self.bandwidth_bytes
+
+
+_MIB = 1 << 20
+
+MACHINES: tuple[Machine, ...] = (
+    Machine("A100-SXM4-80GB", arch_for(80), 108, 40 * _MIB, 2.039e12, 312e12, None, 624e12, 1248e12),
+    Machine("A10", arch_for(86), 72, 6 * _MIB, 600e9, 125e12, None, 250e12, 500e12),
+    Machine("L40S", arch_for(89), 142, 96 * _MIB, 864e9, 362e12, 733e12, 733e12, None),
+    # Read bandwidth measured 2026-11-21 by a pure read kernel, one run: docs/log.md.
+    Machine("H200", arch_for(90), 132, 50 * _MIB, 4.8e12, 989e12, 1979e12, 1979e12, None, 4.58e12),
+    Machine("B200", arch_for(100), 148, 126 * _MIB, 8e12, 2250e12, 4500e12, 4500e12, None),
+    Machine("GeForce RTX 5090", arch_for(120), 170, 96 * _MIB, 1.792e12, 210e12, 419e12, 838e12, None),
+)
+"""One for each SM version: what stands for a GPU that is not there."""
+
+
+def typical_machine(sm: int) -> Machine:
+    """The product that stands for an SM version (90 for 9.0); raises ValueError that lists the known ones."""
+    for machine in MACHINES:
+        if machine.arch.sm == sm:
+            return machine
+    raise ValueError(f"no row for sm_{sm}; known: {', '.join(f'{m.arch.sm} ({m.product})' for m in MACHINES)}")
+
+
+def machine_refusals(device: torch.device | str) -> tuple[str, ...]:
+    """Why no kernel runs on a GPU, because of its SM version; empty if some may."""
+    return arch_refusals(_sm(device), torch.cuda.get_device_name(device))
+
+
+def features_of(device: torch.device | str) -> frozenset[str]:
+    """What the instructions of a GPU are (`Arch.features`); nothing where its SM version is not known."""
+    sm = _sm(device)
+    return frozenset() if arch_refusals(sm, "") else arch_for(sm).features
+
+
+def machine_of(device: torch.device | str) -> Machine:
+    """The GPU `device` as the driver describes it; raises ValueError for one of an SM version that is not known.
+
+    A product in `MACHINES` keeps its bandwidth and peaks, which are measured or the data sheet's; of others the bandwidth is
+    clock times bus, and peaks are those of the version's product, SM for SM.
+    """
+    device = torch.device(device)
+    return _machine_of(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.lru_cache(maxsize=16)
+def _machine_of(device: int) -> Machine:
+    found = torch.cuda.get_device_properties(device)
+    typical = typical_machine(_sm(device))
+    here = replace(typical, sm_count=found.multi_processor_count, l2_bytes=found.L2_cache_size)
+    product = found.name.removeprefix("NVIDIA ")
+    if product == typical.product:
+        return here
+    share = here.sm_count / typical.sm_count
+    clock_khz, bus_bits = getattr(found, "memory_clock_rate", 0), getattr(found, "memory_bus_width", 0)
+    # Memory transfers on both edges of its clock. Builds of torch that do not tell it leave the share of the SMs.
+    bandwidth = 2e3 * clock_khz * bus_bits / 8 if clock_khz and bus_bits else share * typical.bandwidth_bytes
+    fp8, int8, int4 = (None if p is None else share * p for p in (typical.peak_fp8, typical.peak_int8, typical.peak_int4))
+    return replace(
+        here, product=product, bandwidth_bytes=bandwidth, peak_fp16=share * typical.peak_fp16, peak_fp8=fp8, peak_int8=int8,
+        peak_int4=int4, measured_read_bytes=None,
+    )  # fmt: skip
+
+
+def _sm(device: torch.device | str | int) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
