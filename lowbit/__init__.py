@@ -32,6 +32,7 @@ LAYERS = (
     "models",
     "vision",
     "pipeline",
+    "picture",
     "eval",
     "explain",
     "demo",

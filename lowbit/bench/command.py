@@ -118,8 +118,8 @@ def bench_report(
 def _plot(document: dict[str, Any], path: Path) -> None:
     from lowbit.bench.plot import plot
 
-    plot(document, path)
-    _say(f"wrote {path}")
+    for written in plot(document, path):
+        _say(f"wrote {written}, and beside it a copy for dark pages")
 
 
 def _say(line: str) -> None:

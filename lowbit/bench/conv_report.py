@@ -1,4 +1,4 @@
-"""`lowbit bench conv` on the terminal: its tables, and the roofline with every layer a point. Needs no GPU to draw a file."""
+"""`lowbit bench conv` on the terminal: its tables, and a picture of where the time goes. Needs no GPU to draw a file."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+
+from lowbit.eval.results import write_whole
+from lowbit.picture import Theme, new_figure, plain, write_pictures
 
 STORAGES = {"int4": "u4", "int8": "s8"}
 
@@ -55,47 +58,57 @@ def layer_table(document: dict[str, Any], storage: str) -> Table:
 
 
 def plot(document: dict[str, Any], path: Path) -> None:
-    """The roofline: operational intensity against attained operations per second, every convolution a point.
+    """Where the time of the network goes, for light and for dark pages: a bar for each kind of layer, and on it the time that
+    its bytes and operations need at the machine's data sheet; a panel for each storage.
 
     Raises ValueError when there is nothing to draw and when matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
-    except ImportError as error:
-        raise ValueError("plots need matplotlib: pip install 'lowbit[plot]'") from error
-    from lowbit.hardware.machine import typical_machine
-
-    rows = [row for row in document["layers"] if row["operations"]]
-    if not rows:
+    if not any(row["limit_us"] for row in document["layers"]):
         raise ValueError("the results hold no layer to plot")
-    machine = typical_machine(document["machine"]["sm"])
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    axis = figure.subplots()
-    intensities = [row["operations"] / row["bytes"] for row in rows]
-    ends = [min(intensities) / 2, max(intensities) * 2]
-    ridge = (machine.peak_int8 or machine.peak_fp16) / machine.bandwidth_bytes
-    roof = [
-        (x, min(x * machine.bandwidth_bytes, machine.peak_int8 or machine.peak_fp16) / 1e12) for x in (ends[0], ridge, ends[1])
-    ]
-    axis.plot(
-        [x for x, _ in roof], [y for _, y in roof], color="black", linewidth=1, label="data sheet: memory, int8 tensor cores"
-    )
-    for storage, marker in (("u4", "o"), ("s8", "s")):
-        own = [
-            (row["operations"] / row["bytes"], row["operations"] / row["us"] / 1e6) for row in rows if row["storage"] == storage
-        ]
-        if own:
-            name = "INT4" if storage == "u4" else "INT8"
-            axis.scatter([x for x, _ in own], [y for _, y in own], marker=marker, s=18, alpha=0.7, label=f"{name} activations")
-    axis.set_xscale("log", base=2)
-    axis.set_yscale("log", base=2)
-    axis.set_xlabel("operations per byte moved")
-    axis.set_ylabel("TOPS attained")
-    axis.grid(alpha=0.3)
-    axis.legend()
-    figure.suptitle(f"ResNet-50, batch {rows[0]['batch']}, {document['machine']['gpu']}, {document['date']}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    write_pictures(path, lambda theme: _bars(document, theme), write_whole)
+
+
+def _bars(document: dict[str, Any], theme: Theme) -> Any:
+    storages = list(dict.fromkeys(row["storage"] for row in document["layers"]))
+    kinds = {storage: _kinds([row for row in document["layers"] if row["storage"] == storage]) for storage in storages}
+    most = max(len(found) for found in kinds.values())
+    figure = new_figure(5 * len(storages), 0.24 * most + 1.1, theme)
+    axes = figure.subplots(1, len(storages), squeeze=False, sharex=True)[0]
+    for axis, storage in zip(axes, storages, strict=True):
+        names, us, limits = zip(*((name, *times) for name, times in kinds[storage].items()), strict=True)
+        plain(axis, theme, f"{'INT4' if storage == 'u4' else 'INT8'} activations: {sum(us):,.0f} us")
+        axis.grid(visible=False)
+        places = range(len(names))
+        axis.barh(places, us, height=0.62, color=theme.own)
+        axis.barh(places, limits, height=0.62, color=theme.second)
+        for place, took, limit in zip(places, us, limits, strict=True):
+            share = f"  {100 * limit / took:.0f} %" if limit else ""
+            axis.annotate(f" {took:.0f} us{share}", (took, place), fontsize=7, color=theme.text, va="center")
+        axis.set_yticks(places, names)
+        axis.set_ylim(len(names) - 0.5, -0.5)
+        axis.xaxis.set_visible(False)
+        axis.spines["bottom"].set_visible(False)
+        axis.margins(x=0.18)
+    where = f"ResNet-50, batch {document['layers'][0]['batch']}, {document['machine']['gpu']}, {document['date']}"
+    what = "microseconds of each kind of kernel; orange: what its bytes and operations need at least"
+    figure.suptitle(f"{where}: {what}", color=theme.text, fontsize=9.5, x=0.01, ha="left")
+    return figure
+
+
+def _kinds(rows: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
+    """Microseconds, and those of the limits, of all alike layers together, in the order of the network."""
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        stage, _, rest = row["layer"].partition(".")
+        block, _, conv = rest.partition(".")
+        alike = f"{stage} {conv}" if block.isdecimal() and block != "0" and " to " not in row["layer"] else row["layer"]
+        kinds.setdefault(alike.replace("layer", "stage ").replace(".conv", " conv"), []).append(row)
+    return {
+        name + (f", {len(own)} times" if len(own) > 1 else ""): (
+            sum(row["us"] for row in own), sum(row["limit_us"] or 0.0 for row in own),
+        )
+        for name, own in kinds.items()
+    }  # fmt: skip
 
 
 def bench_conv(
@@ -105,7 +118,7 @@ def bench_conv(
         str, typer.Option(help="Rivals in fp16, separated by commas: cudnn, compile (torch.compile), or none.")
     ] = "cudnn",
     out_file: Annotated[Path | None, typer.Option("--out", help="Results; bench/results/<gpu>/<date>-conv.json.")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw the roofline: a .png or .svg file.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw where the time goes: a .png or .svg file.")] = None,
     report_file: Annotated[Path | None, typer.Option("--report", help="Print and draw this result file; needs no GPU.")] = None,
 ) -> None:
     """Time ResNet-50 in INT4 and INT8 on this GPU, its fusions on and off at batch 128, and every layer beside its roofline.
@@ -113,7 +126,7 @@ def bench_conv(
     Needs an H100 or H200. Codes are compared with an integer reference first, bit for bit. The file is complete after every
     row, so Ctrl-C keeps what was measured.
 
-    Example: lowbit bench conv --storages int4 --batches 1,128 --plot roofline.png
+    Example: lowbit bench conv --storages int4 --batches 1,128 --plot layers.png
     """
     out, err = Console(), Console(stderr=True)
     if report_file is not None:

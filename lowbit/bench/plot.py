@@ -1,68 +1,112 @@
-"""The plot of a result file: per shape, speed-up over cuBLAS in fp16 and share of the limit, against M."""
+"""The picture of a result file: for each shape a panel per format, how much faster than cuBLAS in fp16, against tokens."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from lowbit.bench.limits import Ceilings, ideal_speedup
-from lowbit.bench.report import OWN, limit_of
-from lowbit.formats import parse_scheme
+from lowbit.bench.report import OWN
+from lowbit.eval.results import write_whole
+from lowbit.formats import PerChannel, PerGroup, parse_scheme
+from lowbit.picture import Theme, new_figure, plain, write_pictures
 
-_DASHES = ("--", ":", "-.")
+_COLUMNS = 3
+_STYLES = ("-", ":", "--")
 
 
-def plot(document: dict[str, Any], path: Path) -> None:
-    """Draws the rows that have times; the suffix of the path says the format, .png or .svg for example.
+def plot(document: dict[str, Any], path: Path) -> list[Path]:
+    """Draws the rows that have times, a picture for each shape, for light and for dark pages; returns the files of the first.
 
-    Solid lines are this library's, dashed ones the peers', thin grey ones the ideal of each format: the ratio of the limits,
-    16/bits at small M, 1 where operations decide. Raises ValueError when there is nothing to draw and when matplotlib is not
-    installed.
+    `path` gets the shape after its stem where there are several: speed-8192x8192.png; its suffix says the format, .png or .svg.
+    Blue is this library, grey are cuBLAS and the peers, the dashed line is the limit of the memory. Raises ValueError
+    when there is nothing to draw and when matplotlib is not installed.
     """
-    try:
-        import matplotlib  # type: ignore[import-not-found, unused-ignore]
-        from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
-    except ImportError as error:
-        raise ValueError("plots need matplotlib: pip install 'lowbit[plot]'") from error
-    rows = [row for row in document["rows"] if row["us"] is not None and row["impl"] != "cublas"]
+    rows = [row for row in document["rows"] if row["us"] is not None and row["impl"] != "cublas" and row["cublas_fp16_us"]]
+    own = {(row["n"], row["k"], row["scheme"]) for row in rows if row["impl"] == OWN}
+    rows = [row for row in rows if (row["n"], row["k"], row["scheme"]) in own]
     shapes = list(dict.fromkeys((row["n"], row["k"]) for row in rows))
     if not shapes:
         raise ValueError("the results hold no measured row to plot")
-    figure = Figure(figsize=(14, 5 * len(shapes)), layout="constrained")
-    axes = figure.subplots(len(shapes), 2, squeeze=False)
-    colors = matplotlib.colormaps["tab10"]
-    schemes = list(dict.fromkeys(row["scheme"] for row in rows))
-    peers = list(dict.fromkeys(row["impl"] for row in rows if row["impl"] != OWN))
-    ceilings = Ceilings(document["ceilings"]["read_bytes_per_s"], document["ceilings"]["fp16_flops"])
-    for (n, k), (speed, share) in zip(shapes, axes, strict=True):
+    written = []
+    for n, k in shapes:
         here = [row for row in rows if (row["n"], row["k"]) == (n, k)]
-        for impl, scheme in dict.fromkeys((row["impl"], row["scheme"]) for row in here):
-            own = sorted((row for row in here if (row["impl"], row["scheme"]) == (impl, scheme)), key=lambda row: row["m"])
-            style = {
-                "color": colors(schemes.index(scheme) % 10), "label": f"{impl} {scheme}", "marker": "o", "markersize": 3,
-                "linestyle": "-" if impl == OWN else _DASHES[peers.index(impl) % len(_DASHES)],
-            }  # fmt: skip
-            against = [row for row in own if row["cublas_fp16_us"] is not None]
-            speed.plot([row["m"] for row in against], [row["cublas_fp16_us"] / row["us"] for row in against], **style)
-            share.plot([row["m"] for row in own], [100 * limit_of(row) / row["us"] for row in own], **style)
-        ms = sorted({row["m"] for row in here})
-        for scheme in dict.fromkeys(row["scheme"] for row in here):
-            ideal = [ideal_speedup(parse_scheme(scheme), n, k, m, ceilings) for m in ms]
-            speed.plot(ms, ideal, color="grey", linewidth=0.8, zorder=0)
-        speed.axhline(1, color="black", linewidth=0.8)
-        _label(speed, f"N {n}, K {k}: times cuBLAS fp16 (grey: ideal)", ms)
-        _label(share, f"N {n}, K {k}: percent of the limit", ms)
-        share.set_ylim(0, 105)
-        share.legend(fontsize=7, ncols=2)
-    figure.suptitle(f"{document['machine']['gpu']}, {document['date']}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+        target = path if len(shapes) == 1 else path.with_stem(f"{path.stem}-{n}x{k}")
+        title = f"y = x w^T with w {n:,} x {k:,}, {document['machine']['gpu']}, {document['date']}"
+        write_pictures(target, lambda theme, here=here, title=title: _draw(here, title, theme), write_whole)  # type: ignore[misc]
+        written.append(target)
+    return written
 
 
-def _label(axis: Any, title: str, ms: list[int]) -> None:
-    axis.set_title(title)
-    axis.set_xscale("log", base=2)
-    axis.set_xticks(ms, [str(m) for m in ms])
-    axis.set_xlabel("M, rows of x")
-    axis.set_ylim(bottom=0)
-    axis.grid(alpha=0.3)
+def _draw(rows: list[dict[str, Any]], title: str, theme: Theme) -> Any:
+    schemes = list(dict.fromkeys(row["scheme"] for row in rows))
+    lines = -(-len(schemes) // _COLUMNS)
+    figure = new_figure(3.2 * min(len(schemes), _COLUMNS), 2.5 * lines + 0.5, theme)
+    axes = figure.subplots(lines, min(len(schemes), _COLUMNS), squeeze=False, sharex=True, sharey=True)
+    tokens = sorted({row["m"] for row in rows})
+    peers_of = {scheme: _peers([row for row in rows if row["scheme"] == scheme]) for scheme in schemes}
+    # A peer is named once, in the panel with the fewest lines.
+    calm = {peer: min((s for s in schemes if peer in peers_of[s]), key=lambda s: len(peers_of[s])) for peer in _peers(rows)}
+    for place, scheme in enumerate(schemes):
+        axis = axes[place // _COLUMNS][place % _COLUMNS]
+        plain(axis, theme, _in_words(scheme))
+        here = [row for row in rows if row["scheme"] == scheme]
+        _panel(axis, here, place == 0, [peer for peer in _peers(here) if calm[peer] == scheme], theme)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(tokens, [f"{m:,}" if m not in (32, 128) else "" for m in tokens])
+        axis.minorticks_off()
+        axis.yaxis.set_major_formatter("{x:g}x")
+        if place // _COLUMNS == lines - 1:
+            axis.set_xlabel("tokens")
+    axes[0][0].set_ylim(0, None)  # of all panels
+    for axis in axes.flat[len(schemes) :]:
+        axis.set_visible(False)
+    figure.suptitle(f"Times as fast as cuBLAS in fp16: {title}", color=theme.text, fontsize=10, x=0.01, ha="left")
+    return figure
+
+
+def _peers(rows: list[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(row["impl"] for row in rows if row["impl"] != OWN))
+
+
+def _panel(axis: Any, rows: list[dict[str, Any]], first: bool, named: list[str], theme: Theme) -> None:
+    """One format: the limit, the peers, of which some are named, and this library with its figure at one token."""
+
+    def curve(impl: str) -> tuple[list[int], list[float]]:
+        own = sorted((row for row in rows if row["impl"] == impl), key=lambda row: int(row["m"]))
+        return [row["m"] for row in own], [row["cublas_fp16_us"] / row["us"] for row in own]
+
+    axis.axhline(1, color=theme.rival, linewidth=1)
+    # Beyond some tokens operations decide, and the best rate that was measured is no limit: cooler products exceed it.
+    bound = sorted(
+        {(r["m"], r["cublas_fp16_us"] / r["limit_us"]) for r in rows if r["impl"] == OWN and r["limit_us"] > r["compute_us"]}
+    )
+    axis.plot([m for m, _ in bound], [y for _, y in bound], color=theme.text, linewidth=0.9, linestyle=(0, (4, 3)))
+    text = {"fontsize": 7.5, "textcoords": "offset points", "va": "center"}
+    for peer, style in zip(_peers(rows), _STYLES * len(rows), strict=False):
+        ms, speeds = curve(peer)
+        axis.plot(ms, speeds, color=theme.rival, linewidth=1.4, linestyle=style)
+        if peer in named:
+            at, above = (len(ms) // 2, 8) if speeds[-1] < 0.5 else (0, -10)
+            axis.annotate(peer.capitalize(), (ms[at], speeds[at]), xytext=(4, above), color=theme.rival, **text)
+    ms, speeds = curve(OWN)
+    axis.plot(ms, speeds, color=theme.own, linewidth=2.2, marker="o", markersize=3)
+    near = bool(bound) and bound[0][1] - speeds[0] < 0.6
+    axis.annotate(
+        f"{speeds[0]:.1f}x", (ms[0], speeds[0]), xytext=(4, -9 if near else 7), color=theme.own, weight="bold", **text
+    )
+    if first:
+        axis.annotate("lowbit", (ms[-1], speeds[-1]), xytext=(0, 9), color=theme.own, weight="bold", ha="right", **text)
+        axis.annotate("cuBLAS fp16", (ms[-1], 1), xytext=(0, -9), color=theme.rival, ha="right", **text)
+        if bound:
+            axis.annotate("limit: bytes of w", bound[-1], xytext=(6, 0), color=theme.text, **text)
+
+
+def _in_words(name: str) -> str:
+    """`w4a16_g128` as "int4, groups of 128"."""
+    scheme = parse_scheme(name)
+    fmt = scheme.weight.name.replace("_", " ")
+    x = "" if scheme.activation is None else f" x {scheme.activation.name.replace('_', ' ')}"
+    grain = scheme.granularity
+    if isinstance(grain, PerGroup):
+        return f"{fmt}{x}, groups of {grain.size}"
+    return f"{fmt}{x}, per channel" if isinstance(grain, PerChannel) else f"{fmt}{x}, {name}"

@@ -6,45 +6,59 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.eval.results import write_whole
+from lowbit.picture import Theme, label_points, new_figure, plain, write_pictures
 
 _LEFT_OUT = ("KL median", "KL 99 %")  # in the table; the plot shows the mean
 
 
 def plot(document: dict[str, Any], path: Path) -> None:
-    """Draws a row of two panels for each task and metric; the suffix of the path says the format, .png or .svg for example.
+    """Draws a row of two panels for each task and metric, for light and for dark pages; the suffix of the path says the format.
 
-    Points are models, bars one standard error, the line across the reference's figure. Models whose size is not known are
+    Points are models by name, bars one standard error, the grey line the reference's figure. Models whose size is not known are
     left out. Raises ValueError when there is nothing to draw and when matplotlib is not installed.
     """
-    try:
-        import matplotlib  # type: ignore[import-not-found, unused-ignore]
-        from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
-    except ImportError as error:
-        raise ValueError("plots need matplotlib: pip install 'lowbit[plot]'") from error
     models = [m for m in document["models"] if m["size"] and m["size"]["bits_per_weight"] is not None]
     shown = [(f["task"], f["metric"], f["better"]) for m in models for f in m["figures"] if f["metric"] not in _LEFT_OUT]
     panels = sorted(dict.fromkeys(shown), key=lambda panel: [task for task, _, _ in shown].index(panel[0]))
     if not panels:
         raise ValueError("the results hold no figure of a model whose bits per weight are known; nothing to plot")
-    colors = matplotlib.colormaps["tab10"]
-    drawing = Figure(figsize=(11, 3.2 * len(panels)), layout="constrained")
-    axes = drawing.subplots(len(panels), 2, squeeze=False, sharey="row")
-    for (task, metric, better), pair in zip(panels, axes, strict=True):
+    write_pictures(path, lambda theme: _draw(models, panels, theme), write_whole)
+
+
+def _draw(models: list[dict[str, Any]], panels: list[tuple[str, str, str]], theme: Theme) -> Any:
+    figure = new_figure(10, 2.7 * len(panels), theme)
+    axes = figure.subplots(len(panels), 2, squeeze=False, sharey="row")
+    points = {}
+    for panel, pair in zip(panels, axes, strict=True):
         for axis, label in zip(pair, ("bits per weight of the linear layers", "checkpoint, millions of bytes"), strict=True):
-            axis.set_title(f"{task}: {metric} ({better} is better)", fontsize=9)
+            plain(axis, theme, f"{panel[0]}: {panel[1]} ({panel[2]} is better)")
             axis.set_xlabel(label)
-            axis.grid(alpha=0.3)
-        for number, model in enumerate(models):
-            figure = next((f for f in model["figures"] if (f["task"], f["metric"]) == (task, metric)), None)
-            if figure is None:
-                continue
-            value, deviation = float(figure["value"]), figure["standard_error"]
-            for axis, x in zip(pair, (model["size"]["bits_per_weight"], model["size"]["bytes"] / 1e6), strict=True):
-                style = {"color": colors(number % 10), "marker": "s" if model["reference"] else "o", "capsize": 3}
-                axis.errorbar(x, value, yerr=None if deviation is None else float(deviation), label=model["label"], **style)
-                if model["reference"]:
-                    axis.axhline(value, color="grey", linewidth=0.8, zorder=0)
-        if better == "higher":  # shares: from 0, and up to 1 where nothing was right
-            pair[0].set_ylim(0, None if any(f["value"] for m in models for f in m["figures"] if f["metric"] == metric) else 1)
-        pair[1].legend(fontsize=7)
-    write_whole(path, drawing.savefig)
+        for axis, size in zip(pair, ("bits_per_weight", "bytes"), strict=True):
+            points[axis] = _panel(axis, models, panel, size, theme)
+    figure.canvas.draw()  # places the axes, which labels have to know
+    for axis, own in points.items():
+        label_points(axis, own, theme)
+    return figure
+
+
+def _panel(
+    axis: Any, models: list[dict[str, Any]], panel: tuple[str, str, str], size: str, theme: Theme
+) -> list[tuple[float, float, str]]:
+    """One metric against one size; returns the points with their names."""
+    points = []
+    for model in models:
+        figure = next((f for f in model["figures"] if (f["task"], f["metric"]) == panel[:2]), None)
+        if figure is None:
+            continue
+        value, deviation = float(figure["value"]), figure["standard_error"]
+        x = model["size"][size] / (1e6 if size == "bytes" else 1)
+        color, mark = (theme.rival, "s") if model["reference"] else (theme.own, "o")
+        error = None if deviation is None else float(deviation)
+        axis.errorbar(x, value, yerr=error, color=color, marker=mark, markersize=4, capsize=3)
+        if model["reference"]:
+            axis.axhline(value, color=theme.rival, linewidth=0.8, zorder=0)
+        points.append((x, value, model["label"]))
+    if panel[2] == "higher":  # shares: from 0, and up to 1 where nothing was right
+        axis.set_ylim(0, None if any(value for _, value, _ in points) else 1)
+    axis.margins(x=0.35, y=0.2)
+    return points

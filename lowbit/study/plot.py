@@ -7,32 +7,33 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.eval.results import write_whole
+from lowbit.picture import Theme, label_points, new_figure, plain, write_pictures
 from lowbit.study.page import DEFAULTS, FIRST, change, grid_scheme, mean_kl, row_of, texts_of
-
-_MARKERS = {"rtn": "o", "gptq": "s", "awq": "^", "hqq": "D"}
 
 
 def plot(documents: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draws a row of two panels per file with several texts; the suffix of the path says the format, .png or .svg for example.
+    """Draws a row of two panels per file with several texts, for light and for dark pages; the suffix says the format.
 
-    Left: mean KL over the texts (logarithmic) against bits per weight, a marker per method, the cases of methods with several
-    calibrations on the default text only. Right: the change of perplexity on each text with fine int4, rounded to nearest and
-    by GPTQ on each calibration text. Raises ValueError when there is nothing to draw and when matplotlib is not installed.
+    Left: mean KL over the texts (logarithmic) against bits per weight; the best case for its bits has a name and is joined to
+    the next one. Right: the change of perplexity on each text with fine int4, rounded to nearest and by GPTQ on each
+    calibration text. Raises ValueError when there is nothing to draw and when matplotlib is not installed.
     """
-    try:
-        import matplotlib  # type: ignore[import-not-found, unused-ignore]
-        from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
-    except ImportError as error:
-        raise ValueError("plots need matplotlib: pip install 'lowbit[plot]'") from error
     drawn = [document for document in documents if len(texts_of(document)) > 1 and _points(document)]
     if not drawn:
         raise ValueError("the results hold no quantized model to plot")
-    drawing = Figure(figsize=(14, 5.5 * len(drawn)), layout="constrained")
-    axes = drawing.subplots(len(drawn), 2, squeeze=False)
-    for document, (left, right) in zip(drawn, axes, strict=True):
-        _quality(left, document, matplotlib.colormaps["tab10"])
-        _calibration(right, document)
-    write_whole(path, drawing.savefig)
+    write_pictures(path, lambda theme: _draw(drawn, theme), write_whole)
+
+
+def _draw(documents: Sequence[dict[str, Any]], theme: Theme) -> Any:
+    figure = new_figure(11, 4.2 * len(documents), theme)
+    axes = figure.subplots(len(documents), 2, squeeze=False, width_ratios=(3, 2))
+    for document, (left, right) in zip(documents, axes, strict=True):
+        _quality(left, document, theme)
+        _calibration(right, document, theme)
+    figure.canvas.draw()  # places the axes, which labels have to know
+    for document, (left, _) in zip(documents, axes, strict=True):
+        label_points(left, [(bits, kl, name) for bits, kl, name in _best(document)], theme)
+    return figure
 
 
 def _points(document: dict[str, Any]) -> list[tuple[dict[str, Any], float, float | None]]:
@@ -45,42 +46,52 @@ def _points(document: dict[str, Any]) -> list[tuple[dict[str, Any], float, float
     return found
 
 
-def _quality(axis: Any, document: dict[str, Any], colors: Any) -> None:
-    axis.set_title(f"{document['request']['model']}: mean KL from 16 bits over {len(texts_of(document))} texts", fontsize=10)
+def _best(document: dict[str, Any]) -> list[tuple[float, float, str]]:
+    """Bits per weight, mean KL and name of the cases to which none with as few bits comes as close."""
+    best: list[tuple[float, float, str]] = []
+    for row, kl, _ in sorted(_points(document), key=lambda point: (point[0]["bits_per_weight"], point[1])):
+        if not best or kl < best[-1][1]:
+            name = row["scheme"].replace("a16", "").removesuffix("_pc")
+            best.append((row["bits_per_weight"], kl, f"{name} {row['method'].split(' ')[0]}"))
+    return best
+
+
+def _quality(axis: Any, document: dict[str, Any], theme: Theme) -> None:
+    plain(axis, theme, f"{document['request']['model']}: distance from 16 bits, mean over {len(texts_of(document))} texts")
     axis.set_xlabel("bits per weight, scales and zeros included")
-    axis.set_ylabel("nats per token")
+    axis.set_ylabel("KL, nats per token")
     axis.set_yscale("log")
-    axis.grid(alpha=0.3, which="both")
-    kinds = list(_MARKERS)
-    seen: set[str] = set()
-    for row, kl, error in _points(document):
-        kind = row["method"].split(" ")[0]
-        label = kind if kind not in seen else None
-        seen.add(kind)
+    points = _points(document)
+    for row, kl, error in points:
         axis.errorbar(
-            row["bits_per_weight"], kl, yerr=error, marker=_MARKERS.get(kind, "x"), color=colors(kinds.index(kind) % 10),
-            linestyle="none", label=label, alpha=0.8,
+            row["bits_per_weight"], kl, yerr=error, marker="o" if row["method"].startswith("rtn") else "s", markersize=4,
+            color=theme.rival, linestyle="none", linewidth=0.8,
         )  # fmt: skip
-        name = row["scheme"].replace("a16", "").removesuffix("_pc")
-        axis.annotate(name, (row["bits_per_weight"], kl), xytext=(4, 3), textcoords="offset points", fontsize=6)
-    axis.margins(x=0.1)
-    axis.legend(fontsize=8)
+    best = _best(document)
+    axis.plot(
+        [x for x, _, _ in best], [y for _, y, _ in best], color=theme.own, linewidth=1.6, marker="o", markersize=5, zorder=3
+    )
+    lowest, highest = min(kl for _, kl, _ in points), max(kl for _, kl, _ in points)
+    axis.set_ylim(lowest / 2, highest * 2)
+    axis.set_xlim(left=axis.get_xlim()[0] - 0.9)  # room for the first names
 
 
-def _calibration(axis: Any, document: dict[str, Any]) -> None:
+def _calibration(axis: Any, document: dict[str, Any], theme: Theme) -> None:
     texts, scheme = texts_of(document), grid_scheme(document, "int4", True)
-    cases = [("rtn", row_of(document, scheme, "rtn"))]
+    cases = [("no data (rtn)", row_of(document, scheme, "rtn"))]
     cases += [(f"gptq on {text}", row_of(document, scheme, "gptq", text)) for text in texts]
     shown = [(name, row) for name, row in cases if row is not None]
-    axis.set_title(f"{scheme}: perplexity above 16 bits, by text measured on", fontsize=10)
-    axis.set_ylabel("percent")
-    axis.grid(alpha=0.3, axis="y")
-    width = 0.8 / max(len(shown), 1)
-    for number, (name, row) in enumerate(shown):
-        values = [change(row, text) or (0.0, None) for text in texts]
-        places = [i - 0.4 + width * (number + 0.5) for i in range(len(texts))]
-        errors = [error or 0.0 for _, error in values]
-        axis.bar(places, [value for value, _ in values], width, yerr=errors, label=name, error_kw={"linewidth": 0.8})
+    plain(axis, theme, f"{scheme}: perplexity above 16 bits, %")
+    axis.grid(visible=False)
+    values = [[(change(row, text) or (0.0, None))[0] for text in texts] for _, row in shown]
+    if values:
+        axis.imshow(values, cmap="Oranges" if theme.name == "light" else "copper", aspect="auto", alpha=0.85)
+        least = [min(column) for column in zip(*values, strict=True)]
+        for line, of_case in enumerate(values):
+            for column, value in enumerate(of_case):
+                weight = "bold" if value == least[column] else "normal"
+                axis.text(column, line, f"{value:.1f}", ha="center", va="center", fontsize=9, weight=weight, color=theme.text)
     axis.set_xticks(range(len(texts)), texts)
-    if shown:
-        axis.legend(fontsize=8)
+    axis.set_yticks(range(len(shown)), [name for name, _ in shown])
+    axis.set_xlabel("measured on")
+    axis.spines["bottom"].set_visible(False)

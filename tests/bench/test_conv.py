@@ -150,7 +150,8 @@ def test_unknown_storages_are_refused():
         bench_conv(storages="int4,fp4", report_file=None)
 
 
-def test_the_roofline(tmp_path):
+def test_where_the_time_goes(tmp_path):
     pytest.importorskip("matplotlib")
-    plot(document(), tmp_path / "roof.svg")
-    assert (tmp_path / "roof.svg").stat().st_size > 1000
+    plot(document(), tmp_path / "layers.svg")
+    for name in ("layers.svg", "layers-dark.svg"):
+        assert (tmp_path / name).stat().st_size > 1000

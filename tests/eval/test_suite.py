@@ -81,7 +81,9 @@ def test_end_to_end(models, data, tmp_path):
     page = (out / "report.md").read_text()
     assert "| w4a16_g32 | 4.5" in page and "## fox" in page and "Interrupted" not in page
     assert "KL mean" in result.stdout and "pass@1" in result.stdout
-    assert sorted(os.listdir(out)) == sorted(["report.md", "results.json", *["quality.png"] * HAS_MATPLOTLIB])
+    assert sorted(os.listdir(out)) == sorted(
+        ["report.md", "results.json", *["quality.png", "quality-dark.png"] * HAS_MATPLOTLIB]
+    )
     assert ("![" in page) == HAS_MATPLOTLIB == ("no plot" not in result.stderr)
 
 
@@ -255,9 +257,3 @@ def test_json_has_no_infinities():
 def test_nothing_to_plot(tmp_path):
     with pytest.raises(ValueError, match="nothing to plot"):
         plot({"models": [{"size": None, "figures": []}]}, tmp_path / "a.png")
-
-
-@pytest.mark.skipif(HAS_MATPLOTLIB, reason="matplotlib is installed")
-def test_without_matplotlib(tmp_path):
-    with pytest.raises(ValueError, match=r"pip install 'lowbit\[plot\]'"):
-        plot({"models": []}, tmp_path / "a.png")
