@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from lowbit.bench import report
-from lowbit.bench.request import make_request, parse_rows
+from lowbit.bench.request import make_request, parse_rows, parse_shape
 from lowbit.bench.results import load
 from lowbit.hardware.machine import machine_of
 
@@ -94,6 +94,7 @@ def bench_report(
     file: Annotated[Path, typer.Argument(help="Result file of `lowbit bench gemm`.")],
     m: Annotated[str | None, typer.Option("--m", help="Only these numbers of rows of x: 1,16,256.")] = None,
     formats: Annotated[str | None, typer.Option(help="Only these schemes, separated by commas.")] = None,
+    shapes: Annotated[str | None, typer.Option(help="Only weights of these NxK, separated by commas.")] = None,
     readme: Annotated[
         Path | None, typer.Option(help="Rewrite the block between <!-- bench:gemm --> and <!-- /bench:gemm --> of this file.")
     ] = None,
@@ -105,7 +106,8 @@ def bench_report(
     """
     document = load(file)
     chosen = None if formats is None else formats.split(",")
-    text = report.markdown(document, None if m is None else parse_rows(m), chosen)
+    sizes = None if shapes is None else [parse_shape(part) for part in shapes.split(",")]
+    text = report.markdown(document, None if m is None else parse_rows(m), chosen, sizes)
     if readme is None:
         sys.stdout.write(text)
     else:

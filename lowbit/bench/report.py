@@ -100,9 +100,13 @@ def failed(document: dict[str, Any]) -> list[str]:
     return [f"{impl} {scheme}: {count} not measured: {error}" for (impl, scheme, error), count in counts.items()]
 
 
-def markdown(document: dict[str, Any], rows: Sequence[int] | None = None, formats: Sequence[str] | None = None) -> str:
-    """Markdown of a result file: where and with what it was measured, then one table per shape."""
+def markdown(
+    document: dict[str, Any], rows: Sequence[int] | None = None, formats: Sequence[str] | None = None,
+    shapes: Sequence[tuple[int, int]] | None = None,
+) -> str:  # fmt: skip
+    """Markdown of a result file: where and with what it was measured, then one table per shape; only what is asked for."""
     found = [line for line in lines(document, rows) if formats is None or line.scheme in formats]
+    found = [line for line in found if shapes is None or (line.n, line.k) in shapes]
     if not found:
         raise ValueError(
             f"the results hold no row of lowbit{'' if rows is None else ' with M in ' + ', '.join(map(str, rows))}"

@@ -41,6 +41,13 @@ def test_terminal_table_and_failures(document):
     assert report.failed(document) == ["lowbit w4a16_g128: 1 not measured: UnsupportedProblem: no kernel"]
 
 
+def test_only_what_is_asked_for(document):
+    text = report.markdown(document, (1,), None, [(512, 1024)])
+    assert "N = 512, K = 1024" in text and "N = 1024" not in text
+    with pytest.raises(ValueError, match="no row"):
+        report.markdown(document, None, None, [(7, 7)])
+
+
 def test_readme_block_is_replaced_in_place(tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text(f"# Title\n<!-- {report.MARK} -->\nold\n<!-- /{report.MARK} -->\nend\n")
