@@ -27,17 +27,17 @@ GRAPH_US = 1000.0
 """One graph holds at least this much work, so that its start is lost in it."""
 MOST_LAUNCHES = 128
 MOST_COPIES_BYTES = 8 << 30
-CHECKED_ROWS = 64
 TOLERANCE = 1e-2
 """Relative error above which a result is wrong: rounding y to bf16 gives 2e-3, a wrong layout gives 1."""
+ROW_TOLERANCE = 5e-2
+"""The same for a single row of y, whose error scatters more than that of all."""
 
 PROTOCOL = (
     "Time per call inside one CUDA graph of many calls, over copies of the weight that together exceed 3 times the L2 so that "
     f"weights come from memory; the graph is captured once and replayed 3 times, then the median of {REPLAYS} replays timed "
     f"with events is taken, after {WARM_UP_S:g} s of matrix products to warm the machine. Weights are Gaussian and quantized "
     "by round-to-nearest, x is Gaussian. Every output of the timed graph is filled with NaN, the graph is replayed, all "
-    f"values must be finite, and rel_err = |y - ref| / |ref| over the first {CHECKED_ROWS} rows of x against the float64 "
-    "product with the dequantized weights (a peer that stores scales in 16 bits is held to those scales). limit_us = bytes of "
+    "values must be finite, and rel_err = |y - ref| / |ref| over all rows of y against the float64 product with the dequantized weights (a peer that stores scales in 16 bits is held to those scales). limit_us = bytes of "
     "codes, scales, zeros, x and y at the read bandwidth measured in the same run; compute_us = 2 M N K operations at the "
     "fp16 rate of an 8192^3 torch.matmul, twice that rate where x has 8 bits; the limit of a row is the larger of the two. "
     "cublas_fp16_us is torch.matmul over fp16 weights, measured the same way. Where x has 8 bits it is quantized before "
@@ -165,12 +165,17 @@ def capture(calls: Sequence[Callable[[], Tensor]]) -> Graph:
 
 
 def relative_error(y: Tensor, reference: Tensor) -> float:
-    """|y - ref| / |ref| over the rows of the reference; raises WrongResult when any value of y is not finite."""
+    """|y - ref| / |ref| over the rows of the reference; raises WrongResult for a value of y that is not finite and for a row of
+    another product, which the error of all rows might hide."""
     bad = int((~y.isfinite()).sum())
     if bad:
         raise WrongResult(f"{bad} of {y.numel()} outputs are not finite or were not written")
-    rows = reference.shape[0]
-    return float((y[:rows].double() - reference).norm() / reference.norm())
+    difference = y[: len(reference)].double() - reference
+    of_rows = difference.norm(dim=-1) / reference.norm(dim=-1)
+    worst = int(of_rows.argmax())
+    if not of_rows[worst] <= ROW_TOLERANCE:
+        raise WrongResult(f"row {worst} of {len(reference)}: relative error {float(of_rows[worst]):.3g}")
+    return float(difference.norm() / reference.norm())
 
 
 def measure(
@@ -247,7 +252,7 @@ def contender_rows(contender: Contender, blanks: Sequence[dict[str, Any]], k: in
     """The rows `blanks` of one weight, measured."""
     try:
         x = gaussian(max(row["m"] for row in blanks), k, seed=2, dtype=contender.dtype)
-        reference = contender.truth(x[:CHECKED_ROWS])
+        reference = contender.truth(x)
         count = copies_needed(contender.nbytes, l2_bytes())
         weights = [contender.weight, *(contender.clone(contender.weight) for _ in range(count - 1))]
     except failures() as error:

@@ -110,6 +110,12 @@ def test_the_check_finds_wrong_and_missing_values():
     y = torch.randn(4, 8, dtype=torch.float64)
     assert relative_error(y, y[:2]) == 0
     assert relative_error(y * 1.02, y) == pytest.approx(0.02) and TOLERANCE < 0.02
+    many = torch.randn(4096, 8, generator=torch.Generator().manual_seed(0)).double()
+    wrong = many.clone()
+    wrong[1234] *= 1.2
+    assert float((wrong - many).norm() / many.norm()) < TOLERANCE, "which the error of all rows would hide"
+    with pytest.raises(WrongResult, match="row 1234 of 4096: relative error 0.2"):
+        relative_error(wrong, many)
     y[3, 7] = math.nan
     with pytest.raises(WrongResult, match="1 of 32 outputs are not finite"):
         relative_error(y, y[:2])

@@ -1,0 +1,72 @@
+"""Every tile that is chosen for a real layer, on that layer, all rows of y against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowbit.formats import parse_scheme
+from lowbit.hardware.machine import typical_machine
+from lowbit.kernels.choose import choose
+from lowbit.kernels.reference import mixed_gemm_reference
+from lowbit.ops import fragment_gemm, pack_weight
+from lowbit.ops.fragment_gemm import gemm_shape
+from lowbit.quantize import rtn
+from tests.tiny import with_channels
+
+LAYERS = [
+    # N, K: Llama-3-8B, Llama-2-13B, Llama-3-70B, and a small one
+    (4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (5120, 13824), (27648, 5120), (8192, 8192), (8192, 28672),
+    (28672, 8192), (2048, 2048),
+]  # fmt: skip
+TOKENS = [1, 5, 8, 13, 16, 24, 32, 48, 64, 100, 128, 200, 256, 512, 1024]
+SCHEMES = ["w4a16_g128", "w4a16_g128_z", "w4a16_g64_fz", "w4a16_pc", "w3a16_g128", "w6e3m2a16", "w8a16", "w8e4m3a16_b128x128"]
+
+
+def new_tiles(scheme, invariant=False):
+    """(n, k, numbers of tokens) of the layers on which a tile is chosen that was not chosen before."""
+    seen, found = set(), []
+    for n, k in LAYERS:
+        ms = []
+        for m in TOKENS:
+            tile = choose(gemm_shape(parse_scheme(scheme), m, n, k), typical_machine(90), invariant)
+            if tile not in seen:
+                seen.add(tile)
+                ms.append(m)
+        if ms:
+            found.append((n, k, ms))
+    return found
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_there_are_many(scheme):
+    """Or else the test below would say little."""
+    assert sum(len(ms) for _, _, ms in new_tiles(scheme)) >= 12
+    assert {(n, k) for n, k, _ in new_tiles(scheme)} >= {(4096, 4096), (28672, 4096)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("invariant", [False, True], ids=["", "batch-invariant"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_tile(scheme, dtype, invariant):
+    """With a bias; every second layer with an order and factors of x as well."""
+    for place, (n, k, ms) in enumerate(new_tiles(scheme, invariant)):
+        generator = torch.Generator("cuda").manual_seed(place)
+        q = rtn(torch.randn(n, k, device="cuda", generator=generator) * 0.05, scheme)
+        q = with_channels(q) if place % 2 else q
+        w, bias = pack_weight(q), torch.randn(n, device="cuda", dtype=dtype, generator=generator)
+        plain_w = q.dequantize(dtype)
+        for m in ms:
+            x = torch.randn(m, k, device="cuda", dtype=dtype, generator=generator)
+            torch.full((m, n), float("nan"), dtype=dtype, device="cuda")  # what the allocator hands out next is poisoned
+            y = fragment_gemm(x, w, bias, batch_invariant=invariant).double()
+            reference = mixed_gemm_reference(x, q, bias)
+            plain = torch.nn.functional.linear(x, plain_w, bias).double()
+            of_rows = (y - reference).norm(dim=1) / reference.norm(dim=1)
+            honest = (plain - reference).norm(dim=1) / reference.norm(dim=1)
+            # A single row's error scatters more than that of all.
+            assert float(of_rows.max()) <= 2 * float(honest.max()) + 1e-5, (n, k, m)
+            assert float(of_rows.mean()) <= 1.5 * float(honest.mean()) + 1e-5, (n, k, m)
+        del q, w, plain_w
+        torch.cuda.empty_cache()
