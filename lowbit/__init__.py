@@ -5,20 +5,31 @@
 
 The packages below are the biography of a weight, in the order in which to read them: what a code means, where it comes
 from, how it is chosen, what the machine wants, how it lies in memory, how it is multiplied, how torch calls that, and
-what is built on top. A layer imports only earlier ones. Importing `lowbit` makes no CUDA call; it registers the
-quantization method "lowbit" with Transformers, so that saved checkpoints load with plain `from_pretrained`.
+what is built on top. A layer imports only earlier ones. Importing `lowbit` makes no CUDA call and does not import Transformers;
+whenever that is imported, before or after, the quantization method "lowbit" is registered with it, so that saved checkpoints
+load with plain `from_pretrained`.
 """
 
-from lowbit import vision
+import importlib
+import importlib.abc
+import importlib.util
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
 from lowbit._version import __version__
 from lowbit.formats import QuantTensor, Scheme, parse_scheme
-from lowbit.models.convert_checkpoint import convert_checkpoint
-from lowbit.models.hf import LowbitConfig
-from lowbit.models.quantize_checkpoint import quantize_checkpoint
 from lowbit.nn import QuantLinear, convert
 from lowbit.ops import mixed_gemm
-from lowbit.pipeline import Pipeline, Response, pipeline
 from lowbit.quantize import rtn
+
+if TYPE_CHECKING:
+    from lowbit import vision
+    from lowbit.models.convert_checkpoint import convert_checkpoint
+    from lowbit.models.hf import LowbitConfig
+    from lowbit.models.quantize_checkpoint import quantize_checkpoint
+    from lowbit.pipeline import Pipeline, Response, pipeline
 
 LAYERS = (
     "formats",
@@ -59,3 +70,55 @@ __all__ = [
     "rtn",
     "vision",
 ]
+
+_WHEN_USED = {
+    "LowbitConfig": "lowbit.models.hf",
+    "Pipeline": "lowbit.pipeline",
+    "Response": "lowbit.pipeline",
+    "convert_checkpoint": "lowbit.models.convert_checkpoint",
+    "quantize_checkpoint": "lowbit.models.quantize_checkpoint",
+}
+"""Names whose modules import Transformers, which takes twice as long as torch: when they are asked for."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("pipeline", "vision"):  # packages, of which the first can be called
+        return importlib.import_module(f"lowbit.{name}")
+    if name not in _WHEN_USED:
+        raise AttributeError(f"module 'lowbit' has no attribute {name!r}")
+    return getattr(importlib.import_module(_WHEN_USED[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+_MODELS = "transformers.modeling_utils"
+"""The module of Transformers that loads models, and asks for quantization methods by name."""
+
+
+class _WithTransformers(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Registers this library's method once Transformers can load models, and not before: importing it is then no detour."""
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname != _MODELS:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        self._loader, spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        importlib.import_module("lowbit.models.hf")
+
+
+if _MODELS in sys.modules:
+    importlib.import_module("lowbit.models.hf")
+else:
+    sys.meta_path.insert(0, _WithTransformers())

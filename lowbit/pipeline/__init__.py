@@ -5,7 +5,19 @@ for response in pipe(["DeepSpeed is", "Seattle is"], max_new_tokens=128):
     print(response.generated_text, response.finish_reason)
 """
 
+import sys
+from types import ModuleType
+
 from lowbit.pipeline.pipeline import Pipeline, pipeline
 from lowbit.pipeline.request import FinishReason, GenerateParams, Response, UnknownArgument
 
 __all__ = ["FinishReason", "GenerateParams", "Pipeline", "Response", "UnknownArgument", "pipeline"]
+
+
+class _Callable(ModuleType):
+    """`lowbit.pipeline(..)` and `lowbit.pipeline.Response` both mean what they say, whichever was imported first."""
+
+    __call__ = staticmethod(pipeline)
+
+
+sys.modules[__name__].__class__ = _Callable

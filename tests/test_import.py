@@ -1,0 +1,68 @@
+"""What importing the library costs and does; each case in a Python of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.tiny import save_tiny
+
+
+def python(code, *arguments):
+    done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_what_it_brings():
+    """Transformers takes twice as long as torch; vision and the study are for who asks for them."""
+    heavy = ("transformers", "accelerate", "matplotlib", "lowbit.vision")
+    assert python(f"import sys, lowbit; print([m for m in {heavy} if m in sys.modules])") == "[]"
+
+
+def test_all_names_are_there():
+    code = """
+import lowbit, inspect
+assert set(lowbit.__all__) <= set(dir(lowbit))
+for name in lowbit.__all__:
+    assert getattr(lowbit, name) is not None, name
+assert "quantization_mode" in inspect.signature(lowbit.pipeline).parameters
+assert lowbit.pipeline.Response is lowbit.Response
+try:
+    lowbit.no_such_name
+except AttributeError as error:
+    print(error)
+"""
+    assert python(code) == "module 'lowbit' has no attribute 'no_such_name'"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    from lowbit import quantize_checkpoint
+
+    path = tmp_path_factory.mktemp("import")
+    save_tiny(path / "fp16")
+    quantize_checkpoint(path / "fp16", path / "int8", "w8a16")
+    return path / "int8"
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import lowbit; from transformers import AutoModelForCausalLM",
+        "from transformers import AutoModelForCausalLM; import lowbit",
+        "import transformers.modeling_utils; import lowbit; from transformers import AutoModelForCausalLM",
+        "import lowbit; lowbit.pipeline; from transformers import AutoModelForCausalLM",
+        "import lowbit; from transformers.models.llama import LlamaForCausalLM as AutoModelForCausalLM",
+    ],
+)
+def test_a_checkpoint_loads_whatever_was_imported_first(folder, imports):
+    code = f"""
+import sys
+{imports}
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+print(sum(type(m).__name__ == "QuantLinear" for m in model.modules()))
+"""
+    assert int(python(code, folder).splitlines()[-1]) > 0
