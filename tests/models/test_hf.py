@@ -228,7 +228,7 @@ def test_config_round_trip_and_errors():
 
 MEMORY = """
 import sys, threading, time, torch
-import lowbit, lowbit.models.quantize_checkpoint  # Transformers too
+import lowbit.models.quantize_checkpoint, transformers.models.llama.modeling_llama
 from lowbit.checkpoint import CheckpointReader
 from transformers import AutoModelForCausalLM
 peak, stop = 0, False

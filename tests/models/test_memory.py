@@ -16,7 +16,7 @@ HIDDEN, INTERMEDIATE, LAYERS, SAMPLES, LENGTH = 512, 1024, 8, 24, 128
 RUN = """
 import sys, threading, time, torch
 from pathlib import Path
-import lowbit, lowbit.models.quantize_checkpoint  # Transformers too
+import lowbit.models.quantize_checkpoint
 from lowbit.models.calibrate import Calibration
 from lowbit.quantize import Gptq
 import transformers.models.llama.modeling_llama
