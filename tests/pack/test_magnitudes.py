@@ -15,7 +15,7 @@ from lowbit.formats import FloatFormat, QuantTensor, ZeroPoint, decode, parse_sc
 from lowbit.kernels.reference import mixed_gemm_reference
 from lowbit.nn import QuantLinear
 from lowbit.ops import fragment_gemm
-from lowbit.pack import KernelWeight, kernel_group, pack_weight, unpack_scales
+from lowbit.pack import KernelWeight, kernel_group, pack_scaled_weight, pack_weight, unpack_scales, unpack_weight
 from lowbit.quantize import gptq, hqq, lorc, rtn
 from lowbit.quantize.rtn import scale_dtype
 
@@ -121,13 +121,32 @@ def test_the_product_on_a_cpu(scheme, dtype):
         assert bool(((y.double() - mixed_gemm_reference(x, q)).abs() <= 2 * bound * absolute + smallest).all())
 
 
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a8_az", "w4a8_g128", "fp8", "fp8_block", "w4a8e4m3_g128", "w6e3m2a8e4m3"])
+def test_the_product_of_quantized_activations(scheme):
+    x = torch.randn(5, K, generator=torch.Generator().manual_seed(2))
+
+    def error(size, times):
+        w = weights(size)
+        y = QuantLinear.from_quant_tensor(rtn(w, scheme))(x * times)
+        assert torch.allclose(pack_scaled_weight(rtn(w, scheme)).sums, _row_sums(rtn(w, scheme)), rtol=1e-4)
+        return worst_row(y.double(), (x * times).double() @ w.double().T)
+
+    for size in SIZES:
+        assert error(size, 1.0) <= 1.1 * error(1.0, 1.0) and error(1.0, size) <= 1.1 * error(1.0, 1.0)
+
+
+def _row_sums(q: QuantTensor):
+    per_row = q.scale.shape[1] == 1 and q.scale.shape[0] in (1, N)
+    return (decode(q.codes, q.scheme.weight) if per_row else q.dequantize()).sum(1)
+
+
 def multiplied(w: KernelWeight, dtype: torch.dtype):
     """The weights float64 that the kernels for many tokens multiply by (kernels/parts/decode.py): scales as halves of x's type
     times halves of codes, rounded once, then the scale of the channel in float32."""
     fmt, (n, k) = w.scheme.weight, w.shape
     bf16_only = isinstance(fmt, FloatFormat) and dtype == torch.bfloat16
     shift = 2.0 ** (15 - fmt.bias) if isinstance(fmt, FloatFormat) and not bf16_only else 1.0
-    values = _codes(w) / shift
+    values = decode(unpack_weight(w).codes, fmt, torch.float64) / shift
     assert torch.equal(values.to(dtype).double(), values), "halves of codes are exact"
     if w.scale is not None:
         group = kernel_group(w.scheme)
@@ -144,12 +163,6 @@ def multiplied(w: KernelWeight, dtype: torch.dtype):
     else:
         values = values * shift
     return values if w.channel_scale is None else values * w.channel_scale.double()[:, None]
-
-
-def _codes(w: KernelWeight):
-    from lowbit.pack import unpack_weight
-
-    return decode(unpack_weight(w).codes, w.scheme.weight, torch.float64)
 
 
 def wide_scales(q: QuantTensor) -> QuantTensor:
