@@ -2,7 +2,8 @@
 
 Reads   x fp16, bf16 or fp32; packed uint8 [N, ceil(K * bits / 8)], the dense rows of formats/words.py; scales, zeros.
 Memory  never more than BLOCK_WEIGHTS decoded weights at once, whatever the size of the layer.
-Exact   decoding and scaling in float32, one rounding of each weight to x's type, then torch's own matrix product.
+Exact   decoding and scaling in float32, one rounding of each weight to x's type, then torch's own matrix product. For fp16 x
+        on a CPU that product is one of float32, which takes no longer there and whose weights may be of any size.
 Source  float codes become halves by moving their bits under a half's exponent, as FP6-LLM does (arXiv:2401.14112).
 """
 
@@ -38,11 +39,12 @@ def mixed_gemm_blocked(
     k, n = x.shape[-1], packed.shape[0]
     y = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
     step = block_rows(scheme, k, x.device.type)
+    wide = x.float() if x.dtype == torch.float16 and x.device.type == "cpu" else x
     for start in range(0, n, step):
         rows = slice(start, min(start + step, n))
-        weights = decode_rows(packed[rows], scale, zero, scheme, rows, k, x.dtype)
-        part = None if bias is None else bias[rows].to(x.dtype)
-        y[..., rows] = torch.nn.functional.linear(x, weights, part)
+        weights = decode_rows(packed[rows], scale, zero, scheme, rows, k, wide.dtype)
+        part = None if bias is None else bias[rows].to(wide.dtype)
+        y[..., rows] = torch.nn.functional.linear(wide, weights, part)
     return y
 
 

@@ -4,7 +4,7 @@
     scale           fp16 or bf16 [N/16, G, 8, 2]             groups along K: scales of rows g and g + 8 for lane group g
                     fp16 or bf16 [N/16, G, 8, 4]             with zeros: those scales, then the zeros of both rows
     channel_scale   float32 [N]                              one scale per output channel, applied at the end
-                                                             (with scales of groups in 32 bits: a power of two)
+                                                             (beside scales of groups: a power of two)
     order           int32 [K]                                channel of x that each column of codes meets, where not the same
     input_scale     fp32, fp16 or bf16 [K]                   what each channel of x is multiplied by first, where there is one
 
@@ -14,7 +14,9 @@ stays `channel_scale` in float32, and the groups hold scales of 1 and the zeros,
 Scales of groups and floating-point zeros of 32 bits (GGUF's K types, DeepSeek's blocks) are rounded to fp16, each row divided
 by the power of two that brings its largest scale to 1/2 or beyond; that factor waits for the end. A scale is then off by 2^-11
 of itself at most, as a weight in fp16 is, or by 2^-24 of the largest of its row where it is 2^-13 of that and less. What a
-module saves are the scales as they were.
+module saves are the scales as they were. Scales of 16 bits are divided in the same way where they, or the weights they make,
+would leave fp16's normal range, in which a kernel with fp16 activations multiplies codes by them: fp8_e5m2's are a 57344th of
+the largest weight. They stay of their type, and exact, but for such as are 2^-13 of the largest of their row and less.
 
 The kernels know groups of 16, 32, 64 and 128, a whole number of which make a step of 128 k. Scales of other groups (48,
 256, blocks of rows and k) are repeated until they are such groups: more bytes, the same weights.
@@ -28,8 +30,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lowbit.formats import PerBlock, PerChannel, PerGroup, PerTensor, QuantTensor, Scheme, ZeroPoint, is_permutation
-from lowbit.hardware.half import HalfType
+from lowbit.formats import (
+    FloatFormat,
+    PerBlock,
+    PerChannel,
+    PerGroup,
+    PerTensor,
+    QuantTensor,
+    Scheme,
+    ZeroPoint,
+    is_permutation,
+)
+from lowbit.hardware.half import BIAS, HalfType
 from lowbit.hardware.mma import MMA_M16N8K16_F16
 from lowbit.pack.fragment import FragmentOrder
 from lowbit.pack.scales import pack_scales, unpack_scales
@@ -136,10 +148,11 @@ def pack_weight(q: QuantTensor) -> KernelWeight:
         channel = q.scale.float().expand(q.shape[0], 1).reshape(-1).contiguous()
         # Integers of 8 bits are exact in bf16, which a kernel with bf16 activations need not convert.
         scales = torch.ones_like(q.scale, dtype=torch.bfloat16)
-    elif scales.dtype not in (torch.float16, torch.bfloat16):
+    elif scales.dtype not in (torch.float16, torch.bfloat16) or not _normal_in_fp16(q):
         factor = _row_factors(q)
-        scales = (scales / factor[:, None]).half()
-        zeros = (zeros / factor[:, None]).half() if zeros is not None and q.scheme.zero is ZeroPoint.FLOAT else zeros
+        half = torch.bfloat16 if scales.dtype == torch.bfloat16 else torch.float16
+        scales = (scales.float() / factor[:, None]).to(half)
+        zeros = (zeros.float() / factor[:, None]).to(half) if zeros is not None and q.scheme.zero is ZeroPoint.FLOAT else zeros
         channel = factor.repeat_interleave(q.scheme.granularity.block(q.shape)[0])[: q.shape[0]].contiguous()
     if group:
         parts = [_by_group(values.to(scales.dtype), q, group) for values in (scales, zeros) if values is not None]
@@ -148,8 +161,8 @@ def pack_weight(q: QuantTensor) -> KernelWeight:
 
 
 def unpack_weight(w: KernelWeight) -> QuantTensor:
-    """The matrix that `pack_weight` packed; its inverse, but for scales per channel or tensor, which are float32 then, and
-    those of groups in 32 bits, which are as they were rounded."""
+    """The matrix that `pack_weight` packed; its inverse, but for scales that are float32 then: those per channel or tensor, and
+    those of groups beside a power of two for each row, which are as they were rounded."""
     order = FragmentOrder(MMA_M16N8K16_F16, w.scheme.weight)
     codes = order.unpack((w.codes,), w.scheme.weight.bits, w.shape)
     parts = [] if w.scale is None else [_from_groups(part, w) for part in w.scale.split(2, dim=-1)]
@@ -166,6 +179,19 @@ def unpack_weight(w: KernelWeight) -> QuantTensor:
         rows = 1 if isinstance(w.scheme.granularity, PerTensor) else w.shape[0]
         scale = w.channel_scale[:rows, None].clone()
     return QuantTensor(codes, scale, zero, w.scheme, w.order, w.input_scale)
+
+
+def _normal_in_fp16(q: QuantTensor) -> bool:
+    """Whether scales of groups, what they make of the codes, and floating-point zeros are 0 or in fp16's normal range, half of
+    the largest number apart, which is left to sums with zeros."""
+    fmt = q.scheme.weight
+    # Codes of floats are halves that are too small by this much, which the kernels give to the scale.
+    shift = 2.0 ** (BIAS["fp16"] - fmt.bias) if isinstance(fmt, FloatFormat) else 1.0
+    scale = q.scale.float().abs()
+    normal = (scale == 0) | ((scale >= 2.0**-14) & (scale * max(fmt.max, -fmt.min, shift) <= 2.0**15))
+    if q.zero is not None and q.scheme.zero is ZeroPoint.FLOAT:
+        normal &= q.zero.float().abs() <= 2.0**15
+    return bool(normal.all())
 
 
 def _row_factors(q: QuantTensor) -> Tensor:

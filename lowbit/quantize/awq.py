@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowbit.formats import QuantTensor, Scheme, scale_shape
 from lowbit.quantize.fold import pooled
-from lowbit.quantize.rtn import CLIP_FACTORS, check_weight, fit_columns, nearest, rtn
+from lowbit.quantize.rtn import CLIP_FACTORS, check_weight, fit_columns, nearest, rtn, scale_dtype
 from lowbit.quantize.statistics import InputStatistics, output_error
 
 RATIOS = tuple(i / 10 for i in range(1, 11))
@@ -48,6 +48,7 @@ def clipped(weight: Tensor, scheme: Scheme, hessian: Tensor) -> QuantTensor:
     least, for inputs whose sum of x^T x is `hessian` [K, K]."""
     check_weight(weight, "awq")
     n, k = weight.shape
+    dtype = scale_dtype(scheme, weight)
     width = scheme.granularity.block((n, k))[1]
     rows = torch.arange(n, device=weight.device) // scheme.granularity.block((n, k))[0]
     codes = torch.empty(n, k, dtype=torch.uint8, device=weight.device)
@@ -55,7 +56,7 @@ def clipped(weight: Tensor, scheme: Scheme, hessian: Tensor) -> QuantTensor:
     for start in range(0, k, width):
         part = weight[:, start : start + width].float()
         own = hessian[start : start + width, start : start + width]
-        scale, zero = fit_columns(part, scheme, _CLIPS, lambda d, own=own: output_error(d, own))  # type: ignore[misc]
+        scale, zero = fit_columns(part, scheme, dtype, _CLIPS, lambda d, own=own: output_error(d, own))  # type: ignore[misc]
         codes[:, start : start + width] = nearest(part, scale[rows], None if zero is None else zero[rows], scheme)
         scales.append(scale)
         zeros += [] if zero is None else [zero]

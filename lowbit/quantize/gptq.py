@@ -101,7 +101,7 @@ class _Grid:
         self.scheme = scheme
         self._factors = (1.0,) if search == "max" else CLIP_FACTORS
         self._by_loss = search == "loss"
-        empty = torch.empty(scale_shape(scheme.granularity, shape), dtype=scale_dtype(scheme), device=weight.device)
+        empty = torch.empty(scale_shape(scheme.granularity, shape), dtype=scale_dtype(scheme, weight), device=weight.device)
         self.scale = empty
         self.zero = None if scheme.zero is ZeroPoint.NONE else torch.empty_like(empty)
         if scheme.zero is ZeroPoint.INTEGER:
@@ -136,7 +136,7 @@ class _Grid:
 
     def _fitted(self, w: Tensor, cost: Tensor) -> tuple[Tensor, Tensor | None]:
         metric = (lambda d: d.square() @ cost) if self._by_loss else None
-        scale, zero = fit_columns(w, self.scheme, self._factors, metric)
+        scale, zero = fit_columns(w, self.scheme, self.scale.dtype, self._factors, metric)
         return scale[:, 0], None if zero is None else zero[:, 0]
 
 
@@ -170,7 +170,8 @@ class _GpuGrid(_Grid):
     def _fitted(self, w: Tensor, cost: Tensor) -> tuple[Tensor, Tensor | None]:
         from lowbit.quantize.gptq_kernels import fit
 
-        return fit(w.T, self.scheme, self._tried, cost if self._by_loss else torch.ones_like(cost), self.rows)
+        cost = cost if self._by_loss else torch.ones_like(cost)
+        return fit(w.T, self.scheme, self.scale.dtype, self._tried, cost, self.rows)
 
 
 def _blocks(k: int, width: int) -> list[tuple[int, int]]:

@@ -152,7 +152,9 @@ def round_columns(
     )  # fmt: skip
 
 
-def fit(w: Tensor, scheme: Scheme, factors: Tensor, cost: Tensor, rows: int) -> tuple[Tensor, Tensor | None]:
+def fit(
+    w: Tensor, scheme: Scheme, dtype: torch.dtype, factors: Tensor, cost: Tensor, rows: int
+) -> tuple[Tensor, Tensor | None]:
     """Scale and zero [S] of one group from its columns `w` [k, N] float32, N / S = `rows` of which share a scale: of the clip
     `factors` [F] the one with the least squared error, column j's counted `cost[j]` times; the first of several."""
     k, n = w.shape
@@ -160,7 +162,7 @@ def fit(w: Tensor, scheme: Scheme, factors: Tensor, cost: Tensor, rows: int) -> 
     over = -n % rows
     low = torch.nn.functional.pad(w.amin(dim=0), (0, over), value=torch.inf).reshape(-1, rows).amin(dim=1)
     high = torch.nn.functional.pad(w.amax(dim=0), (0, over), value=-torch.inf).reshape(-1, rows).amax(dim=1)
-    scales, zeros = spanning(torch.stack([low, high], dim=1), scheme, factors[:, None])
+    scales, zeros = spanning(torch.stack([low, high], dim=1), scheme, dtype, factors[:, None])
     if len(factors) == 1:
         return scales[0], None if zeros is None else zeros[0]
     errors = torch.empty(len(factors), n, device=w.device)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats import QuantTensor, Scheme, ZeroPoint, parse_scheme, scale_shape
-from lowbit.quantize.rtn import check_weight, cover, fit, nearest, rows_at_once, uncover, values
+from lowbit.quantize.rtn import check_weight, cover, fit, nearest, rows_at_once, scale_dtype, uncover, values
 
 POWER, BETA, GROWTH, STEPS = 0.7, 10.0, 1.01, 20
 
@@ -28,15 +28,16 @@ def hqq(weight: Tensor, scheme: str | Scheme) -> QuantTensor:
         raise ValueError(f"hqq moves floating-point zeros, which {scheme} does not have; take one that ends in _fz")
     check_weight(weight, "hqq")
     step = rows_at_once(scheme, weight)
-    parts = [_quantize_rows(part.float(), scheme) for part in weight.detach().split(step)]
+    dtype = scale_dtype(scheme, weight)
+    parts = [_quantize_rows(part.float(), scheme, dtype) for part in weight.detach().split(step)]
     codes, scales, zeros = (torch.cat(t) for t in zip(*parts, strict=True))
     return QuantTensor(codes, scales, zeros, scheme)
 
 
-def _quantize_rows(w: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor]:
+def _quantize_rows(w: Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     shape = (w.shape[0], w.shape[1])
     covered = cover(w, scheme, shape)
-    scale, zero = fit(covered, scheme, (1.0,))
+    scale, zero = fit(covered, scheme, dtype, (1.0,))
     assert zero is not None
     zero = _best_zero(covered, scale[:, None], zero[:, None], scheme)
     codes = nearest(covered, scale[:, None], zero, scheme)

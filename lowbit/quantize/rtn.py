@@ -32,18 +32,40 @@ WEIGHTS_AT_ONCE = 1 << 20
 # Clip factors tried by search="mse": 1 keeps the largest weight, 0.4 saturates everything above 40 % of it.
 CLIP_FACTORS = tuple(1.0 - 0.02 * i for i in range(31))
 
+_FP16_NORMAL = (2.0**-14, 2.0**15)
+"""The smallest normal number of fp16, and half of what it cannot hold: zeros may still be moved."""
+
 Metric = Callable[[Tensor], Tensor]
 
 
-def scale_dtype(scheme: Scheme) -> torch.dtype:
-    """The type in which scales are stored.
+def scale_dtype(scheme: Scheme, weight: Tensor | None = None) -> torch.dtype:
+    """The type in which the scales of `weight` [N, K] are stored; without it, those of weights of ordinary size.
 
     One scale per channel or tensor costs nothing: float32. Group scales are read with the weights and are 16 bits:
-    fp16, or bf16 for formats whose largest value is so big (fp8) that weight / max would be an fp16 subnormal.
+    fp16, or bf16 where one of them would not be a normal number of fp16. Of formats whose largest value is so big (fp8) that
+    weight / max is ordinarily an fp16 subnormal, they are always bf16.
     """
     if not isinstance(scheme.granularity, (PerGroup, PerBlock)):
         return torch.float32
-    return torch.float16 if scheme.weight.max <= 256 else torch.bfloat16
+    if scheme.weight.max > 256 or (weight is not None and not _fp16_holds_scales(weight, scheme)):
+        return torch.bfloat16
+    return torch.float16
+
+
+def _fp16_holds_scales(weight: Tensor, scheme: Scheme) -> bool:
+    """Whether the scales, and zeros, of all groups of `weight` are normal numbers of fp16 or 0."""
+    if weight.numel() == 0:
+        return True
+    for part in weight.detach().split(rows_at_once(scheme, weight)):
+        covered = cover(part, scheme, (part.shape[0], part.shape[1]))
+        low, high = (extreme.float() for extreme in (covered.amin(dim=1), covered.amax(dim=1)))
+        sizes = [_span(low, high, scheme) / scheme.weight.max]
+        if scheme.zero is ZeroPoint.FLOAT:
+            # Beside a scale, a small zero may lose digits; alone, it is all that is stored.
+            sizes += [low.abs() * (high == low), low.abs().clamp(min=1.0)]
+        if not all(bool(((s == 0) | ((s >= _FP16_NORMAL[0]) & (s <= _FP16_NORMAL[1]))).all()) for s in sizes):
+            return False
+    return True
 
 
 def rtn(weight: Tensor, scheme: str | Scheme, *, search: Search = "max") -> QuantTensor:
@@ -59,11 +81,11 @@ def rtn(weight: Tensor, scheme: str | Scheme, *, search: Search = "max") -> Quan
     scheme = parse_scheme(scheme)
     factors = clip_factors(search)
     check_weight(weight, "rtn")
-    step = rows_at_once(scheme, weight)
+    step, dtype = rows_at_once(scheme, weight), scale_dtype(scheme, weight)
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     scales, zeros = [], []
     for part, target in zip(weight.detach().split(step), codes.split(step), strict=True):
-        chosen, scale, zero = _quantize_rows(part, scheme, factors)
+        chosen, scale, zero = _quantize_rows(part, scheme, dtype, factors)
         target.copy_(chosen)
         scales.append(scale)
         if zero is not None:
@@ -77,17 +99,19 @@ def rows_at_once(scheme: Scheme, weight: Tensor) -> int:
     return max(1, WEIGHTS_AT_ONCE // max(1, weight.shape[1] * n)) * n
 
 
-def fit(w: Tensor, scheme: Scheme, factors: tuple[float, ...], metric: Metric | None = None) -> tuple[Tensor, Tensor | None]:
-    """Scale [R] and zero [R] (None where the scheme has none), in the types they are stored in, of weights [R, E] float32
-    with one scale per row: of the clip `factors`, for each row the one whose rounding error is least by `metric` (the sum
-    of squares when None). `metric` maps differences [R, E] to errors [R]."""
+def fit(
+    w: Tensor, scheme: Scheme, dtype: torch.dtype, factors: tuple[float, ...], metric: Metric | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Scale [R] and zero [R] (None where the scheme has none) of weights [R, E] float32 with one scale per row: of the clip
+    `factors`, for each row the one whose rounding error is least by `metric` (the sum of squares when None). `metric` maps
+    differences [R, E] to errors [R]. Scales and floating-point zeros are numbers of `dtype`, in which they are stored."""
     measure = _squares if metric is None else metric
-    scale, zero = spanning(w, scheme, factors[0])
+    scale, zero = spanning(w, scheme, dtype, factors[0])
     if len(factors) == 1:
         return scale, zero
     least = measure(_rounded(w, scale, zero, scheme) - w)
     for factor in factors[1:]:
-        s, z = spanning(w, scheme, factor)
+        s, z = spanning(w, scheme, dtype, factor)
         error = measure(_rounded(w, s, z, scheme) - w)
         better = error < least
         least = torch.where(better, error, least)
@@ -97,7 +121,7 @@ def fit(w: Tensor, scheme: Scheme, factors: tuple[float, ...], metric: Metric | 
 
 
 def fit_columns(
-    w: Tensor, scheme: Scheme, factors: tuple[float, ...], metric: Metric | None = None
+    w: Tensor, scheme: Scheme, dtype: torch.dtype, factors: tuple[float, ...], metric: Metric | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """`fit` for the columns [N, k] float32 that one column of scales covers: scale and zero [ceil(N / n), 1], where n rows
     share a scale. `metric` maps differences [N', k] of rows to errors [N']."""
@@ -108,7 +132,7 @@ def fit_columns(
     measure = _squares if metric is None else metric
     inside = torch.arange(rows * n, device=w.device) < w.shape[0]
     scale, zero = fit(
-        covered, scheme, factors, lambda d: (measure(d.reshape(rows * n, -1)) * inside).reshape(rows, n).sum(dim=1)
+        covered, scheme, dtype, factors, lambda d: (measure(d.reshape(rows * n, -1)) * inside).reshape(rows, n).sum(dim=1)
     )
     return scale[:, None], None if zero is None else zero[:, None]
 
@@ -149,7 +173,9 @@ def check_weight(weight: Tensor, who: str) -> None:
         raise ValueError(f"{bad} of {weight.numel()} weights are not finite: such a layer cannot be quantized")
 
 
-def _quantize_rows(w: Tensor, scheme: Scheme, factors: tuple[float, ...]) -> tuple[Tensor, Tensor, Tensor | None]:
+def _quantize_rows(
+    w: Tensor, scheme: Scheme, dtype: torch.dtype, factors: tuple[float, ...]
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Codes [N, K], scales and zeros [scale_shape] of some rows that share no scale with others."""
     w = w.to(torch.float32)
     shape = (w.shape[0], w.shape[1])
@@ -157,7 +183,7 @@ def _quantize_rows(w: Tensor, scheme: Scheme, factors: tuple[float, ...]) -> tup
     covered = cover(w, scheme, shape)
     inside = _inside(scheme, shape, w.device)
     metric = None if inside is None else (lambda d: (d * inside).square().sum(dim=1))
-    scale, zero = fit(covered, scheme, factors, metric)
+    scale, zero = fit(covered, scheme, dtype, factors, metric)
     codes = nearest(covered, scale[:, None], None if zero is None else zero[:, None], scheme)
     return uncover(codes, scheme, shape), scale.reshape(grid), None if zero is None else zero.reshape(grid)
 
@@ -201,18 +227,25 @@ def uncover(codes: Tensor, scheme: Scheme, shape: tuple[int, int]) -> Tensor:
     return blocks[: shape[0], : shape[1]].contiguous()
 
 
-def spanning(w: Tensor, scheme: Scheme, factor: float | Tensor) -> tuple[Tensor, Tensor | None]:
-    """Scale and zero [R] that hold `factor` of the range of each row of w [R, E]; [F, R] for factors [F, 1]."""
-    fmt, dtype = scheme.weight, scale_dtype(scheme)
-    if scheme.zero is ZeroPoint.NONE:
-        return _stored(w.abs().amax(dim=1) * factor / fmt.max, dtype), None
+def spanning(w: Tensor, scheme: Scheme, dtype: torch.dtype, factor: float | Tensor) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero [R] that hold `factor` of the range of each row of w [R, E], in `dtype`; [F, R] for factors [F, 1]."""
+    fmt = scheme.weight
     low, high = w.amin(dim=1) * factor, w.amax(dim=1) * factor
+    scale = _stored(_span(low, high, scheme) / fmt.max, dtype)
+    if scheme.zero is ZeroPoint.NONE:
+        return scale, None
     if scheme.zero is ZeroPoint.INTEGER:
-        # Zero itself must be on the grid, at an integer code.
-        low, high = low.clamp(max=0), high.clamp(min=0)
-        scale = _stored((high - low) / fmt.max, dtype)
-        return scale, (-low / scale.float()).round().clamp(0, fmt.max).to(torch.uint8)
-    return _stored((high - low) / fmt.max, dtype), low.to(dtype)
+        return scale, (-low.clamp(max=0) / scale.float()).round().clamp(0, fmt.max).to(torch.uint8)
+    return scale, low.to(dtype)
+
+
+def _span(low: Tensor, high: Tensor, scheme: Scheme) -> Tensor:
+    """What the largest code stands for, so that the codes reach from `low` to `high`."""
+    if scheme.zero is ZeroPoint.NONE:
+        return torch.maximum(-low, high)
+    if scheme.zero is ZeroPoint.INTEGER:  # zero itself must be on the grid, at an integer code
+        return high.clamp(min=0) - low.clamp(max=0)
+    return high - low
 
 
 def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -2,10 +2,15 @@
 
 Weights whose codes all lie in -8 to 7 are stored in 4 bits (`formats/words.py`), others as int8; constants in float32. The
 folder appears complete or not at all. Nothing in it is executed: floating-point operations are looked up in a fixed list.
+
+config.json has the SHA-256 of the whole network, description and tensors, so that what was changed since it was saved is not
+loaded. What somebody made by other means must fit together (`check`): it is refused, or it runs.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import operator
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +20,10 @@ import torch
 from torch import Tensor
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader, CheckpointWriter
-from lowbit.formats import pack_words, unpack_words
+from lowbit.formats import pack_words, packed_bytes, unpack_words
 from lowbit.kernels.conv_reference import ConvLayer, SecondProduct, SumLayer
+from lowbit.vision.bits import scheme_bits
+from lowbit.vision.check import check
 from lowbit.vision.graph import Other, Ref
 from lowbit.vision.network import QuantizedNetwork, weight_bits
 from lowbit.vision.pixels import Pixels
@@ -49,10 +56,13 @@ def save(network: QuantizedNetwork, folder: str | Path, *, overwrite: bool = Fal
     """Writes `network` to `folder`. Raises CheckpointError if it is there already, unless `overwrite`, cannot be written, or
     if the network has a floating-point operation that cannot be saved."""
     program = network.program
+    tensors: dict[str, Tensor] = {}
     with CheckpointWriter(folder, overwrite=overwrite) as writer:
-        operations = [_written(op, f"op{i}", writer.add) for i, op in enumerate(program.operations)]
+        operations = [_written(op, f"op{i}", tensors.__setitem__) for i, op in enumerate(program.operations)]
         if not program.layers:
-            writer.add("empty", torch.zeros(1))
+            tensors["empty"] = torch.zeros(1)
+        for name, tensor in tensors.items():
+            writer.add(name, tensor)
         config = {
             "format": FORMAT,
             "version": VERSION,
@@ -63,40 +73,69 @@ def save(network: QuantizedNetwork, folder: str | Path, *, overwrite: bool = Fal
             "values": {name: [v.storage, list(v.shape), v.scale] for name, v in program.values.items()},
             "operations": operations,
         }
-        writer.finish(config, None)
+        writer.finish({**config, "sha256": _sha256(config, tensors)}, None)
 
 
 def load(folder: str | Path) -> QuantizedNetwork:
-    """The network that `save` wrote. Raises CheckpointError, naming the folder, for anything else."""
+    """The network that `save` wrote. Raises CheckpointError, naming the folder and the operation, value or tensor, for anything
+    else, and for a network that was changed since."""
     with CheckpointReader(folder) as reader:
         config = reader.config
         if config.get("format") != FORMAT:
             raise CheckpointError(f"{folder}: not a quantized network for images (config.json says no {FORMAT!r})")
         if config.get("version") != VERSION:
             raise CheckpointError(f"{folder}: version {config.get('version')!r}, this release reads {VERSION}; update lowbit")
+        tensors = {name: reader.get(name) for name in reader.names()}
+    try:
+        network = _network(config, tensors)
+        # Files of releases before checksums have none.
+        if config.get("sha256", digest := _sha256(config, tensors)) != digest:
+            raise ValueError(
+                f"its SHA-256 is {digest}, config.json states {config['sha256']}: it was changed since it was saved"
+            )
+        return network
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, OverflowError) as error:
+        raise CheckpointError(f"{folder}: config.json does not describe a network: {_said(error)}") from error
+
+
+def _network(config: dict[str, Any], tensors: dict[str, Tensor]) -> QuantizedNetwork:
+    """The network of a description and the tensors that it names."""
+    unread = set(tensors) - {"empty"}
+
+    def get(name: str) -> Tensor:
+        unread.discard(name)
+        return tensors[name]
+
+    values = {name: Value(v[0], tuple(v[1]), v[2]) for name, v in config["values"].items()}
+    operations: list[Operation] = []
+    for i, row in enumerate(config["operations"]):
         try:
-            values = {name: Value(v[0], tuple(v[1]), v[2]) for name, v in config["values"].items()}
-            operations = tuple(_read(row, f"op{i}", reader.get) for i, row in enumerate(config["operations"]))
-            pixels = config.get("pixels") and Pixels(*(tuple(map(float, row)) for row in config["pixels"]))
-            program = Program(operations, values, config["images"], config["result"], pixels)
-            _check(program)
-            return QuantizedNetwork(program, config["scheme"])
-        except CheckpointError:
-            raise
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise CheckpointError(f"{folder}: config.json does not describe a network ({error!r})") from error
+            operations.append(_read(row, f"op{i}", get))
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError) as error:
+            raise ValueError(f"operation {i}: {_said(error)}") from error
+    if unread:
+        raise ValueError(f"nothing reads the tensor {min(unread)}")
+    pixels = config.get("pixels") and Pixels(*(tuple(map(float, row)) for row in config["pixels"]))
+    program = Program(tuple(operations), values, config["images"], config["result"], pixels)
+    check(program)
+    scheme_bits(config["scheme"])
+    return QuantizedNetwork(program, config["scheme"])
 
 
-def _check(program: Program) -> None:
-    """Every operation reads what an earlier one made."""
-    made = {program.images}
-    for operation in program.operations:
-        missing = [name for name in operation.inputs if name not in made]
-        if missing:
-            raise ValueError(f"{operation.y} reads {missing[0]}, which nothing before it makes")
-        made.add(operation.y)
-    if program.result not in made or program.result not in program.values:
-        raise ValueError(f"nothing makes the result {program.result}")
+def _said(error: Exception) -> str:
+    """What an error says, in one line; a KeyError says no more than a name."""
+    line = " ".join(str(error).split())[:500]
+    return f"{line} is missing" if isinstance(error, KeyError) else line or type(error).__name__
+
+
+def _sha256(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+    """SHA-256 in hexadecimal of the description of a network, but for the checksum in it, and of its tensors."""
+    description = {key: value for key, value in config.items() if key != "sha256"}
+    digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def _written(op: Operation, key: str, add: Callable[[str, Tensor], None]) -> dict[str, Any]:
@@ -172,7 +211,12 @@ def _add_codes(codes: Tensor, name: str, add: Callable[[str, Tensor], None]) -> 
 
 def _codes(row: dict[str, Any], name: str, get: Callable[[str], Tensor]) -> Tensor:
     stored, shape = get(name), row["shape"]
+    if len(shape) != 4 or not all(type(size) is int and 0 < size < 1 << 31 for size in shape) or row["bits"] not in (4, 8):
+        raise ValueError(f"weights of 4 or 8 bits [O, C, R, S], got {row['bits']!r} and {shape}")
     count = shape[1] * shape[2] * shape[3]
+    dtype, width = (torch.uint8, packed_bytes(count, 4)) if row["bits"] == 4 else (torch.int8, count)
+    if stored.dtype != dtype or tuple(stored.shape) != (shape[0], width):
+        raise ValueError(f"{name} is {dtype} {[shape[0], width]}, got {stored.dtype} {list(stored.shape)}")
     if row["bits"] == 4:
         stored = unpack_words(stored, 4, count).to(torch.int8) - 8
     return stored.reshape(shape)

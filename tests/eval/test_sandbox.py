@@ -14,16 +14,25 @@ from lowbit.eval.sandbox import Limits, enforcement, run_untrusted
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="generated code is run on Linux only")
 
 FAST = Limits(seconds=1.0)
-FORGED = """
+WRITES_TO_ALL_FILES = """
 import os
 for channel in range(3, 64):
     try:
-        os.write(channel, b'{"token": 0, "passed": true, "reason": "", "landlock": ""}\\n')
+        os.write(channel, {line!r})
     except OSError:
         pass
 os._exit(0)
 """
+FORGED = WRITES_TO_ALL_FILES.format(line=b"0\tpassed\t\t\n" + b"passed\n" + b'{"token": 0, "passed": true}\n')
 """Tells the guard's parent that it passed, without knowing the token."""
+NESTED = WRITES_TO_ALL_FILES.format(line=b"[" * 60_000 + b"\n")
+"""What a parser of JSON would take for a list of lists of lists."""
+READS_THE_TOKEN = r"""
+import os, sys
+main = sys._getframe(1).f_locals
+os.write(main["request"]["channel"], (main["token"] + "\tpassed\t\tforged\n").encode())
+os._exit(0)
+"""
 
 
 @pytest.fixture(params=["namespaces", "no namespaces"])
@@ -71,6 +80,24 @@ def test_tame_programs_pass(program, spaces):
         ("raise SystemExit(0)", "left with status 0"),
         ("import os\nos._exit(0)", "left with status 0"),
         (FORGED, "left with status 0"),
+        (NESTED, "left with status 0"),
+        ("import os, sys\nsys.excepthook = print\nos._exit(0)", "left with status 0"),
+        ("import sys\nsys.excepthook = lambda *found: None\nraise ValueError", "left with status 1"),
+        ("import os\nos.write = lambda *found: 0\nassert 1 == 2", "AssertionError"),
+        ("import os, signal\nos.posix_spawn('/bin/true', ['true'], {})", "refused: os.posix_spawn"),
+        ("import os\nos.killpg(os.getpgrp(), 9)", "refused: os.killpg"),
+        ("import signal, os\nsignal.pidfd_send_signal(os.pidfd_open(os.getpid()), 9)", "refused: signal.pidfd_send_signal"),
+        ("import _posixsubprocess\n_posixsubprocess.fork_exec([b'/bin/true'])", "refused: _posixsubprocess.fork_exec"),
+        ("import multiprocessing\nmultiprocessing.Process(target=print).start()", "refused: os.fork"),
+        ("import os\nopen(f'/proc/{max(os.getppid(), 1)}/environ')", "which tells of processes"),
+        ("import os\nopen(f'/proc/{max(os.getppid(), 1)}/mem', 'rb')", "which tells of processes"),
+        ("import os\nos.readlink('/proc/self/exe')\nopen('/proc/self/maps')", "which tells of processes"),
+        ("import __main__\n__main__.ctypes.CDLL(None)", "refused: ctypes.dlopen"),
+        ("import gc\n[m for m in gc.get_objects() if getattr(m, '__name__', '') == 'ctypes'][0].CDLL(None)", "refused: ctypes"),
+        ("import os\nos.mkfifo('a')", "refused: os.mkfifo"),
+        ("x = []\nwhile True: x.append(bytearray(1 << 26))", "MemoryError"),
+        ("import os\nf = []\nwhile True: f.append(os.memfd_create('a'))", "Too many open files"),
+        ("import threading, time\nthreading.Thread(target=time.sleep, args=(100,)).start()", ""),
         ("def f(): f()\nf()", "RecursionError"),
         ("assert 1 == 2, 'no'", "AssertionError: no"),
         ("def f(:", "SyntaxError"),
@@ -117,6 +144,60 @@ def test_the_kernel_refuses_what_the_hook_does_not_see(tmp_path, spaces):
     assert not os.listdir(tmp_path)
 
 
+FILES = "b, i = b'x' * (1 << 20), 0\nwhile True:\n    open(str(i), 'wb', 0).write(b)\n    i += 1"
+FOLDERS = "import os\ni = 0\nwhile True:\n    os.mkdir(str(i))\n    i += 1"
+DEEP = "import os\nwhile True:\n    os.mkdir('d' * 200)\n    os.chdir('d' * 200)"
+LINKS = "import os\nopen('a', 'w').close()\ni = 0\nwhile True:\n    os.link('a', str(i))\n    i += 1"
+UNREADABLE = "import os\nos.mkdir('a')\nopen('a/b', 'w').close()\nos.chmod('a', 0)\nos.chmod('.', 0)\nwhile True: pass"
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        (FILES, "wrote more than 67,108,864 bytes"),
+        (FOLDERS, "made more than 1,000 files and folders"),
+        (LINKS, "made more than 1,000 files and folders"),
+        (DEEP, "made folders more than 32 deep"),
+        (UNREADABLE, ""),
+    ],
+    ids=["files", "folders", "links", "deep", "unreadable"],
+)
+def test_all_files_together(program, reason, spaces, monkeypatch, tmp_path):
+    """Ended within twice the limits, long before its time is up, and nothing is left, however deep or unreadable."""
+    found = []
+
+    def measured(outer, remove=sandbox._remove):
+        sizes = []
+        for folder, inner, files, handle in os.fwalk(outer, onerror=lambda error: None):
+            sizes += [os.stat(name, dir_fd=handle, follow_symlinks=False).st_size for name in inner + files]
+            if len(sizes) > 10_000 or folder.count(os.sep) > 150:
+                break
+        found.append((sum(sizes), len(sizes)))
+        remove(outer)
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(sandbox, "_remove", measured)
+    start = time.monotonic()
+    limits = Limits(seconds=1.0 if program is UNREADABLE else 20.0)
+    outcome = run_untrusted(program, limits)
+    assert not outcome.passed and reason in outcome.reason
+    assert time.monotonic() - start < 10
+    ((size, entries),) = found
+    assert size < 2 * limits.disk_bytes and entries < 5 * limits.entries
+    assert not os.listdir(tmp_path)
+
+
+def test_what_fits_into_the_limits_passes(spaces):
+    many = "import os\nfor i in range(30):\n    os.makedirs(f'{i}/a/b')\n    open(f'{i}/a/b/c', 'wb').write(b'x' * 1_000_000)"
+    assert run_untrusted(many).passed
+    assert run_untrusted("import os\nfor i in range(20):\n    os.mkdir('d')\n    os.chdir('d')").passed
+
+
+def test_what_is_not_claimed(spaces):
+    """A program that looks for the token finds it: its process is also the one that judges it."""
+    assert run_untrusted(READS_THE_TOKEN).passed
+
+
 def test_nothing_is_left_behind(monkeypatch, tmp_path):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     open_files = len(os.listdir("/proc/self/fd"))
@@ -128,7 +209,7 @@ def test_nothing_is_left_behind(monkeypatch, tmp_path):
 def test_enforcement_says_what_holds_without_namespaces(monkeypatch):
     monkeypatch.setattr(sandbox, "_namespaces", lambda: ())
     said = enforcement()
-    assert set(said) == {"network", "processes", "files outside its folder", "time, memory, file size"}
+    assert set(said) == {"network", "processes", "files outside its folder", "time, memory, file size", "all files together"}
     assert said["network"].startswith("audit hook") and said["processes"] == "audit hook"
 
 

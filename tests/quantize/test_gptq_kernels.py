@@ -55,7 +55,7 @@ class StepByStep(_GpuGrid):
         low, high = w.amin(dim=1), w.amax(dim=1)
         low = torch.stack([low[rows == s].amin() for s in range(count)])
         high = torch.stack([high[rows == s].amax() for s in range(count)])
-        scales, zeros = spanning(torch.stack([low, high], dim=1), self.scheme, self._tried[:, None])
+        scales, zeros = spanning(torch.stack([low, high], dim=1), self.scheme, self.scale.dtype, self._tried[:, None])
         own, offset = scales[:, rows], None if zeros is None else zeros[:, rows]
         total = torch.zeros(len(self._tried), n, device=w.device)
         for j in range(w.shape[1]):
@@ -130,10 +130,11 @@ def test_nothing_waits_for_the_gpu_before_the_last_column(static):
 
 
 @pytest.mark.gpu
-def test_weights_beyond_the_type_of_scales():
-    w = weights(4, 64) * 1e9
-    with pytest.raises(ValueError, match=r"some scales or zeros are beyond torch.float16"):
-        gptq(w.cuda(), torch.eye(64).cuda(), "w4a16_g16_fz")
+def test_weights_beyond_fp16():
+    w = weights(4, 64).cuda() * 2.0**30
+    q, small = (gptq(values, torch.eye(64).cuda(), "w4a16_g16") for values in (w, w * 2.0**-30))
+    assert q.scale.dtype == torch.bfloat16 and small.scale.dtype == torch.float16
+    assert (q.dequantize() - w).norm() <= 1.1 * 2.0**30 * (small.dequantize() - w * 2.0**-30).norm()
 
 
 @pytest.mark.gpu

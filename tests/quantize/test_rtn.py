@@ -80,10 +80,11 @@ def test_ragged_groups_zero_channels_and_single_values(name):
     if "b128" not in name and "_t" not in name:
         assert (got[0] == 0).all()
         assert torch.allclose(got[2], w[2], rtol=1e-2)
-    # The ragged last group (64 of 128 weights) is quantized by its own largest weight.
+    # The ragged last group (64 of 128 weights) is quantized by its own largest weight. The tiny ones of row 3 ask for bf16.
     if name == "w4a16_g128":
         assert q.scale.shape == (7, 5)
-        assert torch.allclose(q.scale[4, 4].float(), w[4, 512:].abs().max() / 7, rtol=1e-3)
+        assert q.scale[4, 4] == (w[4, 512:].abs().max() / 7).bfloat16()
+        assert torch.allclose(got[3, :128], w[3, :128], rtol=1e-2, atol=0)
 
 
 @settings(max_examples=40, deadline=None)
