@@ -12,7 +12,8 @@ and weight_scale [1], [N, 1], [N, G] or, for blocks, [N / n, K / k], all rounded
 
 Since 0.18 words are dense (W = ceil(K * bits / 32)); before, each word held 32 // bits codes and its high bits stayed unused.
 Both are read, told apart by their width, and written. Which `config_groups` entry a layer belongs to shows in its tensors:
-the one they fit, so no pattern of an unknown file is ever run. Source: compressed-tensors 0.17.0, 0.18.0, 0.19.0.
+the one they fit, so no pattern of an unknown file is ever run. Activations are quantized as that tool does it (the scheme's
+rule, _ct). Source: compressed-tensors 0.17.0, 0.18.0, 0.19.0, 0.20.0.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from lowbit.checkpoint.foreign import (
 )
 from lowbit.checkpoint.schema import MAX_DIMENSION, CheckpointError
 from lowbit.formats import (
+    ActivationRule,
     FloatFormat,
     Granularity,
     IntFormat,
@@ -76,20 +78,21 @@ _FORMATS = (PACKED, INT, FLOAT, NAIVE, *_MX)
 
 @dataclass(frozen=True)
 class WeightArgs:
-    """How the weights of one config group lie: format, number format (bits 1 is kept as written), granularity, zero points;
-    `activation` of the group (None: 16 bits), whether its scale is `static`, the layer's input_scale, and whether it has zero
-    points, `activation_zero` (a static one is input_zero_point); `left_out`: files ask for activations that no scheme says;
-    `padded`: words of 32 // bits codes, as before 0.18."""
+    """How the weights of one config group lie: format, number format (bits 1 is kept as written), granularity, zero points
+    (None: not stated, the layer's tensors decide); `activation` of the group (None: 16 bits), whether its scale is `static`,
+    the layer's input_scale, and whether it has zero points, `activation_zero` (a static one is input_zero_point; None as
+    before); `left_out`: the activations that files ask for and no scheme says; `padded`: words of 32 // bits codes, as before
+    0.18."""
 
     layout: str
     bits: int
     float: bool
     granularity: Granularity
-    zero: bool
+    zero: bool | None
     activation: NumberFormat | None = None
     static: bool = False
-    activation_zero: bool = False
-    left_out: bool = False
+    activation_zero: bool | None = False
+    left_out: str = ""
     padded: bool = False
 
     @property
@@ -103,7 +106,17 @@ class WeightArgs:
         else:
             weight = (uint_format if self.zero else int_format)(max(2, self.bits))
         zero = ZeroPoint.INTEGER if self.zero else ZeroPoint.NONE
-        return Scheme(weight, self.activation, self.granularity, zero, self.activation_zero)
+        rule = ActivationRule.OWN if self.activation is None else ActivationRule.COMPRESSED_TENSORS
+        return Scheme(weight, self.activation, self.granularity, zero, bool(self.activation_zero), rule)
+
+    def decided(self, layer: ForeignLayer) -> WeightArgs:
+        """With what the configuration leaves open as a layer's tensors have it."""
+        zero, zero_of_x = self.zero, self.activation_zero
+        if zero is None:
+            zero = not self.float and layer.has("weight_zero_point")
+        if zero_of_x is None:
+            zero_of_x = self.static and isinstance(self.activation, IntFormat) and layer.has("input_zero_point")
+        return dataclasses.replace(self, zero=zero, activation_zero=zero_of_x)
 
 
 @dataclass(frozen=True)
@@ -160,16 +173,22 @@ class CompressedTensors(ForeignSchema):
 
     def entry(self, layer: ForeignLayer) -> ForeignEntry:
         shape, args = self.fit(layer)
-        notes = []
-        if args.left_out:
-            notes.append("these activations no scheme says: they stay in 16 bits")
-        elif layer.has("input_scale") and args.activation is None:
-            notes.append("static activation scales are left out: activations stay in 16 bits")
+        notes = [f"{args.left_out}: activations stay in 16 bits"] if args.left_out else []
+        if layer.has("weight_zero_point") and not args.zero:
+            notes.append("zero points of symmetric weights are left out, all are zero")
         return ForeignEntry(shape, args.scheme, notes=tuple(notes))
+
+    def used(self, layer: ForeignLayer) -> frozenset[str]:
+        _, args = self.fit(layer)
+        codes = {"weight_packed", "weight_shape"} if layer.has("weight_packed") else {"weight"}
+        zeros = set() if args.layout in _MX else {"weight_zero_point"}  # of symmetric weights `read` sees that they are zero
+        return frozenset(codes | zeros | {"weight_scale"} | ({"input_scale", "input_zero_point"} if args.static else set()))
 
     def read(self, layer: ForeignLayer) -> QuantTensor:
         shape, args = self.fit(layer)
         q = read_layer(layer, shape, args)
+        if not args.zero and args.layout not in _MX and layer.has("weight_zero_point"):
+            _expect_no_zeros(layer, args, shape)
         if not args.static:
             return q
         scale = layer.scales("input_scale").float().reshape(1)
@@ -203,11 +222,11 @@ class CompressedTensors(ForeignSchema):
             )
         shape, args = fits[0]
         wide: dict[str, Any] = {"activation": None, "static": False, "activation_zero": False}
-        weights = [(size, dataclasses.replace(other, left_out=False, **wide)) for size, other in fits]
+        weights = [(size, dataclasses.replace(other, left_out="", **wide)) for size, other in fits]
         if any(other != weights[0] for other in weights[1:]):
             raise CheckpointError(f"{layer.where}: {layer.name}: fits several config_groups that mean different weights")
         if any(other != args for _, other in fits):
-            args = dataclasses.replace(args, **wide)
+            args = dataclasses.replace(args, **wide, left_out="its tensors do not say which of several config_groups it is in")
         return shape, args
 
 
@@ -283,8 +302,12 @@ def read_layer(layer: ForeignLayer, shape: tuple[int, int], args: WeightArgs) ->
 
 
 def write_layer(q: QuantTensor, args: WeightArgs) -> dict[str, Tensor]:
-    """The tensors by suffix; the inverse of `CompressedTensors.read`."""
-    beside = {} if q.activation_scale is None else {"input_scale": q.activation_scale}
+    """The tensors by suffix; the inverse of `CompressedTensors.read`. A static scale has the type of the weights' scales, as in
+    that tool's files, where it fits."""
+    beside = {}
+    if q.activation_scale is not None:
+        narrow = q.activation_scale.to(q.scale.dtype)
+        beside["input_scale"] = narrow if torch.equal(narrow.float(), q.activation_scale) else q.activation_scale
     if q.activation_zero is not None:
         beside["input_zero_point"] = q.activation_zero.to(torch.int8)
     return _weight_tensors(q, args) | beside
@@ -322,6 +345,7 @@ def _shape_and_args(layer: ForeignLayer, args: WeightArgs, new_words: bool | Non
         if layer.has(suffix):
             meaning = "a channel order that compressed-tensors itself no longer reads" if "g_idx" in suffix else "NVFP4 scales"
             raise layer.error(suffix, f"{meaning}: not read; quantize again, or decompress with the tool that wrote it")
+    args = args.decided(layer)
     if args.static:
         layer.expect("input_scale", SCALE_DTYPES, (1,), (), (1, 1))
     if args.static and args.activation_zero:
@@ -391,6 +415,20 @@ def _pack(codes: Tensor, args: WeightArgs) -> Tensor:
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 
+def _expect_no_zeros(layer: ForeignLayer, args: WeightArgs, shape: tuple[int, int]) -> None:
+    """Raises CheckpointError unless the zero points of weights that config.json calls symmetric are all zero."""
+    zeros = layer.tensor("weight_zero_point")
+    if args.layout == PACKED and zeros.dtype == torch.int32 and zeros.dim() == 2:
+        values = _unpack(zeros.t(), args, shape[0]).to(torch.int16) - (1 << (args.bits - 1))
+    else:
+        values = zeros.float()
+    if bool((values != 0).any()):
+        raise layer.error(
+            "weight_zero_point", f"config.json says symmetric: true, but zero points from {values.min().item():g} to "
+            f"{values.max().item():g} are stored; one of them is wrong: correct config.json, or quantize again",
+        )  # fmt: skip
+
+
 def _offset_binary(layer: ForeignLayer, suffix: str, bits: int) -> Tensor:
     """Codes uint8 of int8 values, which must lie in the range of `bits` bits."""
     values, half = layer.tensor(suffix).to(torch.int16), 1 << (bits - 1)
@@ -418,13 +456,16 @@ def _weight_args(group: Any, default_format: Any, where: str) -> WeightArgs:
         raise CheckpointError(f"{where}: weights of type {kind!r} do not go with format {layout}")
     allowed: Iterable[int] = (_MX[layout].bits,) if layout in _MX else (8,) if is_float else range(1, 9)
     bit_width(bits, where, allowed, layout)
-    symmetric = config_value(weights, where, ("symmetric",), bool, True)
-    if is_float and not symmetric:
+    symmetric = config_value(weights, where, ("symmetric",), bool, None)
+    if is_float and symmetric is False:
         raise CheckpointError(f"{where}: floating-point weights have no zero points, but symmetric is false")
     granularity = PerGroup(32) if layout in _MX else _granularity(weights, where)
-    if layout == PACKED and not symmetric and isinstance(granularity, (PerTensor, PerBlock)):
+    if layout == PACKED and symmetric is False and isinstance(granularity, (PerTensor, PerBlock)):
         raise CheckpointError(f"{where}: packed zero points go with scales of groups or channels, not {granularity}")
-    return WeightArgs(layout, bits, is_float, granularity, not symmetric, *_activation(group.get("input_activations"), where))
+    zero = None if symmetric is None else not symmetric
+    return WeightArgs(
+        layout, bits, is_float, granularity, zero, *_activation(group.get("input_activations"), granularity, where)
+    )
 
 
 def _granularity(weights: Mapping[str, Any], where: str) -> Granularity:
@@ -447,26 +488,35 @@ def _granularity(weights: Mapping[str, Any], where: str) -> Granularity:
     )
 
 
-def _activation(value: Any, where: str) -> tuple[NumberFormat | None, bool, bool, bool]:
-    """(format of the activations or None for 16 bits; whether their scale is static, they have zero points, are left out)."""
+def _activation(value: Any, weights: Granularity, where: str) -> tuple[NumberFormat | None, bool, bool | None, str]:
+    """(format of the activations or None for 16 bits; whether their scale is static; whether they have zero points, None if not
+    stated; why they are left out, where no scheme says them)."""
     if value is None:
-        return None, False, False, False
+        return None, False, False, ""
     if not isinstance(value, Mapping):
         raise CheckpointError(f"{where}: input_activations is an object or null, got {str(value)[:80]!r}")
     bits = config_value(value, where, ("num_bits",), int, 8)
+    size = config_value(value, where, ("group_size",), int, None)
     fmt: NumberFormat | None
     if value.get("type") == "float":
         fmt = {8: _E4M3, 4: float_format(2, 1)}.get(bits)
     else:
         fmt = int_format(bits) if 2 <= bits <= 8 else None
-    static = value.get("dynamic", False) is False
-    said = static or value.get("dynamic") is True
-    zero, strategy = value.get("symmetric", True) is not True, value.get("strategy")
-    if fmt is None or not said or (static and strategy != "tensor"):
-        return None, False, False, True
-    if zero and (not isinstance(fmt, IntFormat) or strategy not in ("tensor" if static else "token", None)):
-        return None, False, False, True
-    return fmt, static, zero, False
+    dynamic = value.get("dynamic", False)
+    symmetric = config_value(value, where, ("symmetric",), bool, None)
+    strategy = value.get("strategy") or ("token" if dynamic is True else "tensor" if size is None else "group")
+    asked = f"the files ask for {value.get('type') or 'int'} activations of {bits} bits"
+    if fmt is None or dynamic not in (True, False):
+        return None, False, False, f"{asked}, dynamic {dynamic!r}, which no scheme says"
+    blocks = weights.k if isinstance(weights, PerBlock) else None
+    wanted = ("tensor", None) if dynamic is False else ("token", None) if blocks is None else ("group", blocks)
+    if (strategy, size if strategy == "group" else None) != wanted:
+        scales = f"{strategy} of {size}" if strategy == "group" else strategy
+        return None, False, False, f"{asked} by scales of strategy {scales}, schemes with such weights have {wanted[0]}"
+    if symmetric is False and (not isinstance(fmt, IntFormat) or blocks is not None):
+        return None, False, False, f"{asked} with zero points, which no scheme of such weights says"
+    zero = None if symmetric is None and dynamic is False else symmetric is False
+    return fmt, not dynamic, zero, ""
 
 
 def _weights_json(args: WeightArgs) -> dict[str, Any]:

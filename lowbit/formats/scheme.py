@@ -114,7 +114,8 @@ class Scheme:
             return
         e4m3 = self.activation == float_format(4, 3)
         if self.rule is ActivationRule.COMPRESSED_TENSORS:
-            fits, taken = e4m3 or isinstance(self.activation, IntFormat), "integers or e4m3"
+            fits = e4m3 or self.activation == float_format(2, 1) or isinstance(self.activation, IntFormat)
+            taken = "integers, e4m3 or e2m1"
         else:
             fits, taken = e4m3, "e4m3"
         if not fits:

@@ -345,7 +345,7 @@ def quantize_rows(
         if GROUP == 0 and RULE == 0:
             code = codes_of(values[c], inverse_of(scale, factor, BEFORE == 0), zero, FORMAT, saturate, BEFORE != 0)
         elif GROUP == 0:
-            code = codes_by_rule(values[c], scale, zero, FORMAT, TYPE, RULE)
+            code = codes_by_rule(values[c], scale, zero, static is not None, FORMAT, TYPE, RULE)
         else:
             tiles = tl.reshape(values[c], (STEP // GROUP, GROUP))
             highest = tl.reduce(tl.abs(tiles), 1, larger, keep_dims=True)
@@ -358,7 +358,7 @@ def quantize_rows(
             if RULE == 0:
                 code = codes_of(tiles, inverse_of(scale, factor, BEFORE == 0), None, FORMAT, False, BEFORE != 0)
             else:
-                code = codes_by_rule(tiles, scale, None, FORMAT, TYPE, RULE)
+                code = codes_by_rule(tiles, scale, None, False, FORMAT, TYPE, RULE)
             code = tl.reshape(code, (THREADS, PIECE))
         if zero is not None:
             code = tl.where(c * STEP + i < K, code, 0)

@@ -93,6 +93,8 @@ def _by_rule(
     steps = values / found[..., None]
     if zero is not None:
         steps = steps + zero[..., None].to(values.dtype)
+    elif tool and scale is None:
+        steps = steps + 0.0  # the tool adds zero points that are 0: negative zeros become positive
     codes = steps.clamp(fmt.min, fmt.max)
     codes = codes if isinstance(fmt, FloatFormat) else codes.round()
     given = scale if scale is None else scale.to(values.dtype).float()

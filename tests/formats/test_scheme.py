@@ -66,7 +66,7 @@ def test_every_canonical_name_parses_back():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("w4a16_g128_ct", "the rule _ct quantizes activations to integers or e4m3, not to 16 bits"),
+        ("w4a16_g128_ct", "the rule _ct quantizes activations to integers, e4m3 or e2m1, not to 16 bits"),
         ("w8a8_hf", "the rule _hf quantizes activations to e4m3, not to int8"),
         ("w8e4m3a8e5m2_fb", "the rule _fb quantizes activations to e4m3, not to fp8_e5m2"),
     ],

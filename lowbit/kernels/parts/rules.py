@@ -95,13 +95,17 @@ def range_by_rule(values, TYPE: tl.constexpr, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def codes_by_rule(value, scale, zero, FORMAT: tl.constexpr, TYPE: tl.constexpr, RULE: tl.constexpr):
-    """Codes of values / scale; `zero` None where there is none."""
+def codes_by_rule(
+    value, scale, zero, GIVEN: tl.constexpr, FORMAT: tl.constexpr, TYPE: tl.constexpr, RULE: tl.constexpr
+):  # fmt: skip
+    """Codes of values / scale; `zero` None where there is none. GIVEN: the scale is one for all."""
     steps = tl.div_rn(value, scale)
     if RULE == 1:
         steps = rounded(steps, TYPE)
         if zero is not None:
             steps = rounded(steps + zero.to(tl.float32), TYPE)
+        elif not GIVEN and FORMAT != 0:
+            steps = steps + 0.0  # compressed-tensors adds zero points that are 0: negative zeros become positive
     if FORMAT == 0:
         return nearest(tl.minimum(tl.maximum(steps, -128.0), 127.0)).to(tl.int8)
     else:
