@@ -34,11 +34,11 @@ from lowbit.kernels.parts.rules import (
     RULES,
     codes_by_rule,
     from_ordered,
+    given_scale,
     larger,
     nearest,
     ordered,
     range_by_rule,
-    rounded,
     scale_by_rule,
 )
 from lowbit.kernels.reference import CODE_DTYPES, SMALLEST_SCALE
@@ -270,6 +270,39 @@ def inverse_of(scale, factor, EXACT: tl.constexpr):
     return tl.div_rn(1.0, scale) if EXACT else tl.minimum(1.0 / scale * factor, 3.0e38)
 
 
+@triton.jit
+def scale_under(largest, factor, LARGEST: tl.constexpr, EXACT: tl.constexpr, TYPE: tl.constexpr, RULE: tl.constexpr):
+    """The scale of values up to `largest`, times `factor` > 0, which is 1 but under the own rule."""
+    if RULE == 0:
+        scale = scale_of(largest * factor, LARGEST, EXACT)
+    else:
+        scale = scale_by_rule(largest, LARGEST, TYPE, RULE)
+    return scale
+
+
+@triton.jit
+def range_under(values, factor, TYPE: tl.constexpr, RULE: tl.constexpr, CHUNKS: tl.constexpr):
+    """Scale and zero point of values, times `factor`."""
+    if RULE == 0:
+        scale, zero = range_of(values, factor, CHUNKS)
+    else:
+        scale, zero = range_by_rule(values, TYPE, CHUNKS)
+    return scale, zero
+
+
+@triton.jit
+def codes_under(
+    value, scale, factor, zero, GIVEN: tl.constexpr, SATURATE: tl.constexpr, FORMAT: tl.constexpr, EXACT: tl.constexpr,
+    TYPE: tl.constexpr, RULE: tl.constexpr,
+):  # fmt: skip
+    """Codes of values, times `factor`; GIVEN: the scale is one for all."""
+    if RULE == 0:
+        code = codes_of(value, inverse_of(scale, factor, EXACT), zero, FORMAT, SATURATE, not EXACT)
+    else:
+        code = codes_by_rule(value, scale, zero, GIVEN, FORMAT, TYPE, RULE)
+    return code
+
+
 @triton.jit(do_not_specialize=["x_stride", "beside_stride", "code_pieces", "eps"])
 def quantize_rows(
     codes, scales, zeros, sums, x, beside, weight, bias, static, static_zero, x_stride, beside_stride, code_pieces, eps,
@@ -314,24 +347,16 @@ def quantize_rows(
     zero = None
     TYPE: tl.constexpr = x.dtype.element_ty
     if static is not None:
-        scale = tl.load(static)
-        if RULE == 1:
-            scale = rounded(scale, TYPE)
+        scale = given_scale(tl.load(static), TYPE, RULE)
         if static_zero is not None:
             zero = tl.load(static_zero)
     elif GROUP == 0 and zeros is None:
         if not together:
             largest = tl.reduce(largest_of(values, CHUNKS), 0, larger)
-        if RULE == 0:
-            scale = scale_of(largest * factor, LARGEST, BEFORE == 0)
-        else:
-            scale = scale_by_rule(largest, LARGEST, TYPE, RULE)
+        scale = scale_under(largest, factor, LARGEST, BEFORE == 0, TYPE, RULE)
         tl.store(scales + row, scale)
     elif GROUP == 0:
-        if RULE == 0:
-            scale, zero = range_of(values, factor, CHUNKS)
-        else:
-            scale, zero = range_by_rule(values, TYPE, CHUNKS)
+        scale, zero = range_under(values, factor, TYPE, RULE, CHUNKS)
         tl.store(scales + row, scale)
         tl.store(zeros + row, zero)
     saturate: tl.constexpr = static is not None or zeros is not None
@@ -342,23 +367,17 @@ def quantize_rows(
     GROUPS: tl.constexpr = 1 if GROUP == 0 else (K + GROUP - 1) // GROUP
     code_row = row_of(codes, row, code_pieces * 2, True)
     for c in tl.static_range(CHUNKS):
-        if GROUP == 0 and RULE == 0:
-            code = codes_of(values[c], inverse_of(scale, factor, BEFORE == 0), zero, FORMAT, saturate, BEFORE != 0)
-        elif GROUP == 0:
-            code = codes_by_rule(values[c], scale, zero, static is not None, FORMAT, TYPE, RULE)
+        if GROUP == 0:
+            code = codes_under(
+                values[c], scale, factor, zero, static is not None, saturate, FORMAT, BEFORE == 0, TYPE, RULE
+            )  # fmt: skip
         else:
             tiles = tl.reshape(values[c], (STEP // GROUP, GROUP))
             highest = tl.reduce(tl.abs(tiles), 1, larger, keep_dims=True)
-            if RULE == 0:
-                scale = scale_of(highest * factor, LARGEST, BEFORE == 0)
-            else:
-                scale = scale_by_rule(highest, LARGEST, TYPE, RULE)
+            scale = scale_under(highest, factor, LARGEST, BEFORE == 0, TYPE, RULE)
             group = c * (STEP // GROUP) + tl.arange(0, STEP // GROUP)[:, None]
             tl.store(scales + row.to(tl.int64) * GROUPS + group, scale, mask=group < GROUPS)
-            if RULE == 0:
-                code = codes_of(tiles, inverse_of(scale, factor, BEFORE == 0), None, FORMAT, False, BEFORE != 0)
-            else:
-                code = codes_by_rule(tiles, scale, None, False, FORMAT, TYPE, RULE)
+            code = codes_under(tiles, scale, factor, None, False, False, FORMAT, BEFORE == 0, TYPE, RULE)
             code = tl.reshape(code, (THREADS, PIECE))
         if zero is not None:
             code = tl.where(c * STEP + i < K, code, 0)

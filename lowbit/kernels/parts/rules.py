@@ -58,6 +58,14 @@ def rounded(value, TYPE: tl.constexpr):
 
 
 @triton.jit
+def given_scale(scale, TYPE: tl.constexpr, RULE: tl.constexpr):
+    """A scale that is one for all, as it is divided by."""
+    if RULE == 1:
+        scale = rounded(scale, TYPE)
+    return scale
+
+
+@triton.jit
 def not_zero(scale, TYPE: tl.constexpr):
     """compressed-tensors' scale of zeros, and of what is so small that its scale is 0 in TYPE: that type's epsilon."""
     return tl.where(scale == 0.0, 0.0009765625 if tl.float16 == TYPE else 0.0078125, scale)
