@@ -28,15 +28,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.checkpoint.compressed_groups import (
+    E4M3,
+    FLOAT,
+    INT,
+    MX,
+    PACKED,
+    WeightArgs,
+    activation_json,
+    weight_args,
+    weights_json,
+)
 from lowbit.checkpoint.foreign import (
-    MAX_GROUP,
     SCALE_DTYPES,
     ForeignEntry,
     ForeignLayer,
     ForeignSchema,
-    bit_width,
     codes_to_words,
-    config_value,
     is_e8m0,
     read_e8m0,
     read_fp8,
@@ -45,78 +53,18 @@ from lowbit.checkpoint.foreign import (
 )
 from lowbit.checkpoint.schema import MAX_DIMENSION, CheckpointError
 from lowbit.formats import (
-    ActivationRule,
     FloatFormat,
-    Granularity,
     IntFormat,
-    NumberFormat,
     PerBlock,
-    PerChannel,
     PerGroup,
     PerTensor,
     QuantTensor,
-    Scheme,
     ZeroPoint,
-    float_format,
-    int_format,
     pack_words,
     packed_bytes,
     scale_shape,
-    uint_format,
     unpack_words,
 )
-
-PACKED, INT, FLOAT, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
-_MX = {
-    "mxfp4-pack-quantized": float_format(2, 1),
-    "mxfp6-pack-quantized": float_format(2, 3),
-    "mxfp8-quantized": float_format(4, 3),
-}
-_E4M3 = float_format(4, 3)
-_FORMATS = (PACKED, INT, FLOAT, NAIVE, *_MX)
-
-
-@dataclass(frozen=True)
-class WeightArgs:
-    """How the weights of one config group lie: format, number format (bits 1 is kept as written), granularity, zero points
-    (None: not stated, the layer's tensors decide); `activation` of the group (None: 16 bits), whether its scale is `static`,
-    the layer's input_scale, and whether it has zero points, `activation_zero` (a static one is input_zero_point; None as
-    before); `left_out`: the activations that files ask for and no scheme says; `padded`: words of 32 // bits codes, as before
-    0.18."""
-
-    layout: str
-    bits: int
-    float: bool
-    granularity: Granularity
-    zero: bool | None
-    activation: NumberFormat | None = None
-    static: bool = False
-    activation_zero: bool | None = False
-    left_out: str = ""
-    padded: bool = False
-
-    @property
-    def scheme(self) -> Scheme:
-        """The scheme of a layer's QuantTensor; integers of 1 bit become integers of 2."""
-        weight: NumberFormat
-        if self.layout in _MX:
-            weight = _MX[self.layout]
-        elif self.float:
-            weight = _E4M3
-        else:
-            weight = (uint_format if self.zero else int_format)(max(2, self.bits))
-        zero = ZeroPoint.INTEGER if self.zero else ZeroPoint.NONE
-        rule = ActivationRule.OWN if self.activation is None else ActivationRule.COMPRESSED_TENSORS
-        return Scheme(weight, self.activation, self.granularity, zero, bool(self.activation_zero), rule)
-
-    def decided(self, layer: ForeignLayer) -> WeightArgs:
-        """With what the configuration leaves open as a layer's tensors have it."""
-        zero, zero_of_x = self.zero, self.activation_zero
-        if zero is None:
-            zero = not self.float and layer.has("weight_zero_point")
-        if zero_of_x is None:
-            zero_of_x = self.static and isinstance(self.activation, IntFormat) and layer.has("input_zero_point")
-        return dataclasses.replace(self, zero=zero, activation_zero=zero_of_x)
 
 
 @dataclass(frozen=True)
@@ -143,7 +91,7 @@ class CompressedTensors(ForeignSchema):
             raise CheckpointError(f"{where}: config_groups is an object of groups, got {str(groups)[:80]!r}")
         if isinstance(config.get("sparsity_config"), Mapping) and config["sparsity_config"].get("format", "dense") != "dense":
             raise CheckpointError(f"{where}: sparse weights ({config['sparsity_config']['format']!r}) are not read")
-        args = [_weight_args(group, config.get("format"), f"{where}: {name}") for name, group in groups.items()]
+        args = [weight_args(group, config.get("format"), f"{where}: {name}") for name, group in groups.items()]
         version = re.match(r"(\d{1,4})\.(\d{1,4})", str(config.get("version", "")))
         new_words = None if version is None else (int(version[1]), int(version[2])) >= (0, 18)
         return cls(tuple(dict.fromkeys(args)), new_words, config.get("kv_cache_scheme") is not None)
@@ -154,8 +102,8 @@ class CompressedTensors(ForeignSchema):
         for i, (args, names) in enumerate(targets.items()):
             groups[f"group_{i}"] = {
                 "targets": ["Linear"] if len(targets) == 1 else sorted(names),
-                "weights": _weights_json(args),
-                "input_activations": None if args.activation is None else _activation_json(args),
+                "weights": weights_json(args),
+                "input_activations": None if args.activation is None else activation_json(args),
                 "output_activations": None,
                 "format": args.layout,
             }
@@ -181,13 +129,13 @@ class CompressedTensors(ForeignSchema):
     def used(self, layer: ForeignLayer) -> frozenset[str]:
         _, args = self.fit(layer)
         codes = {"weight_packed", "weight_shape"} if layer.has("weight_packed") else {"weight"}
-        zeros = set() if args.layout in _MX else {"weight_zero_point"}  # of symmetric weights `read` sees that they are zero
+        zeros = set() if args.layout in MX else {"weight_zero_point"}  # of symmetric weights `read` sees that they are zero
         return frozenset(codes | zeros | {"weight_scale"} | ({"input_scale", "input_zero_point"} if args.static else set()))
 
     def read(self, layer: ForeignLayer) -> QuantTensor:
         shape, args = self.fit(layer)
         q = read_layer(layer, shape, args)
-        if not args.zero and args.layout not in _MX and layer.has("weight_zero_point"):
+        if not args.zero and args.layout not in MX and layer.has("weight_zero_point"):
             _expect_no_zeros(layer, args, shape)
         if not args.static:
             return q
@@ -242,7 +190,7 @@ def args_for(q: QuantTensor) -> WeightArgs:
         return WeightArgs(layout, fmt.bits, False, scheme.granularity, zero, *of_x)
     layout = FLOAT
     if isinstance(scheme.granularity, PerGroup):
-        layout = next(name for name, known in _MX.items() if known == fmt)
+        layout = next(name for name, known in MX.items() if known == fmt)
     return WeightArgs(layout, fmt.bits, True, scheme.granularity, zero, scheme.activation, static)
 
 
@@ -253,11 +201,11 @@ def refusals(q: QuantTensor) -> tuple[str, ...]:
         reasons.append("zero points in compressed-tensors files are integers, these are floating-point numbers")
     if isinstance(fmt, FloatFormat):
         if isinstance(scheme.granularity, PerGroup):
-            if fmt not in _MX.values() or scheme.granularity.size != 32 or not is_e8m0(q.scale):
+            if fmt not in MX.values() or scheme.granularity.size != 32 or not is_e8m0(q.scale):
                 reasons.append(
                     f"floats in groups of compressed-tensors files are groups of 32 with power-of-two scales (MX), not {scheme}"
                 )
-        elif fmt != _E4M3:
+        elif fmt != E4M3:
             reasons.append(f"floats in compressed-tensors files are e4m3, or in MX groups of 32, not {fmt.name} as in {scheme}")
     elif isinstance(scheme.granularity, PerBlock):
         reasons.append(
@@ -267,6 +215,8 @@ def refusals(q: QuantTensor) -> tuple[str, ...]:
         reasons.append("zero points in compressed-tensors files go with scales of groups or channels, not of the whole tensor")
     if isinstance(scheme.granularity, PerGroup) and q.shape[1] % scheme.granularity.size:
         reasons.append(f"groups in compressed-tensors files are full, {scheme.granularity.size} does not divide K {q.shape[1]}")
+    if isinstance(scheme.activation, FloatFormat) and scheme.activation != E4M3:
+        reasons.append(f"activations in compressed-tensors files are integers or e4m3, not {scheme.activation.name}")
     if q.order is not None:
         reasons.append("compressed-tensors files have no channel order any more (act-order; GPTQ files have one)")
     if q.input_scale is not None:
@@ -279,7 +229,7 @@ def refusals(q: QuantTensor) -> tuple[str, ...]:
 def read_layer(layer: ForeignLayer, shape: tuple[int, int], args: WeightArgs) -> QuantTensor:
     """The QuantTensor of a layer that fits its arguments; raises CheckpointError for values that mean nothing."""
     (n, k), grid = shape, scale_shape(args.granularity, shape)
-    if args.layout in _MX:
+    if args.layout in MX:
         scale = read_e8m0(layer, "weight_scale")
         if args.layout == "mxfp8-quantized":
             return QuantTensor(read_fp8(layer, "weight"), scale, None, args.scheme)
@@ -317,7 +267,7 @@ def _weight_tensors(q: QuantTensor, args: WeightArgs) -> dict[str, Tensor]:
     """The inverse of `read_layer`."""
     per_tensor = isinstance(args.granularity, PerTensor)
     scale = q.scale.reshape(1) if per_tensor else q.scale.contiguous()
-    if args.layout in _MX:
+    if args.layout in MX:
         scale = write_e8m0(q.scale)
         if args.layout != "mxfp8-quantized":
             return {"weight_packed": pack_words(q.codes, args.bits), "weight_scale": scale}
@@ -352,7 +302,7 @@ def _shape_and_args(layer: ForeignLayer, args: WeightArgs, new_words: bool | Non
         layer.expect("input_zero_point", (torch.int8,), (1,), (), (1, 1))
     if args.layout == PACKED:
         return _packed_shape(layer, args, new_words)
-    if args.layout in _MX:
+    if args.layout in MX:
         fp8 = args.layout == "mxfp8-quantized"
         n, width = layer.matrix("weight" if fp8 else "weight_packed", (torch.float8_e4m3fn if fp8 else torch.uint8,))
         k = width if fp8 else width * 8 // args.bits
@@ -435,114 +385,3 @@ def _offset_binary(layer: ForeignLayer, suffix: str, bits: int) -> Tensor:
     if bool(((values < -half) | (values >= half)).any()):
         raise layer.error(suffix, f"values from {int(values.min())} to {int(values.max())} are beyond {bits}-bit integers")
     return (values + half).to(torch.uint8)
-
-
-def _weight_args(group: Any, default_format: Any, where: str) -> WeightArgs:
-    """The arguments of one entry of `config_groups`."""
-    if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
-        raise CheckpointError(f"{where}: a config group is an object with weights, got {str(group)[:80]!r}")
-    weights, layout = group["weights"], group.get("format") or default_format
-    if layout not in _FORMATS:
-        raise CheckpointError(
-            f"{where}: format {layout!r} is not read; read are {', '.join(_FORMATS)}. Decompress the model with the tool that "
-            "wrote it, or start from its 16-bit checkpoint"
-        )
-    if weights.get("actorder") in ("group", "dynamic", True):
-        raise CheckpointError(f"{where}: actorder 'group' (a channel order) is not read; quantize again with actorder 'weight'")
-    kind = config_value(weights, where, ("type",), str, "int")
-    bits = config_value(weights, where, ("num_bits",), int)
-    is_float = kind == "float"
-    if (is_float != (layout in (FLOAT, *_MX)) and layout != NAIVE) or kind not in ("int", "float"):
-        raise CheckpointError(f"{where}: weights of type {kind!r} do not go with format {layout}")
-    allowed: Iterable[int] = (_MX[layout].bits,) if layout in _MX else (8,) if is_float else range(1, 9)
-    bit_width(bits, where, allowed, layout)
-    symmetric = config_value(weights, where, ("symmetric",), bool, None)
-    if is_float and symmetric is False:
-        raise CheckpointError(f"{where}: floating-point weights have no zero points, but symmetric is false")
-    granularity = PerGroup(32) if layout in _MX else _granularity(weights, where)
-    if layout == PACKED and symmetric is False and isinstance(granularity, (PerTensor, PerBlock)):
-        raise CheckpointError(f"{where}: packed zero points go with scales of groups or channels, not {granularity}")
-    zero = None if symmetric is None else not symmetric
-    return WeightArgs(
-        layout, bits, is_float, granularity, zero, *_activation(group.get("input_activations"), granularity, where)
-    )
-
-
-def _granularity(weights: Mapping[str, Any], where: str) -> Granularity:
-    size = config_value(weights, where, ("group_size",), int, None)
-    inferred = "tensor" if size is None else "channel" if size == -1 else "group"
-    strategy = config_value(weights, where, ("strategy",), str, inferred)
-    if strategy == "group" and size is not None and 0 < size <= MAX_GROUP:
-        return PerGroup(size)
-    if strategy == "channel":
-        return PerChannel()
-    if strategy == "tensor":
-        return PerTensor()
-    block = weights.get("block_structure")
-    pair = isinstance(block, list) and len(block) == 2 and all(type(v) is int and 0 < v <= MAX_GROUP for v in block)
-    if strategy == "block" and isinstance(block, list) and pair:
-        return PerBlock(block[0], block[1])
-    raise CheckpointError(
-        f"{where}: strategy {strategy!r} with group_size {size!r} and block_structure {block!r}; read are tensor, channel, "
-        "group with a positive group_size, and block with two positive numbers"
-    )
-
-
-def _activation(value: Any, weights: Granularity, where: str) -> tuple[NumberFormat | None, bool, bool | None, str]:
-    """(format of the activations or None for 16 bits; whether their scale is static; whether they have zero points, None if not
-    stated; why they are left out, where no scheme says them)."""
-    if value is None:
-        return None, False, False, ""
-    if not isinstance(value, Mapping):
-        raise CheckpointError(f"{where}: input_activations is an object or null, got {str(value)[:80]!r}")
-    bits = config_value(value, where, ("num_bits",), int, 8)
-    size = config_value(value, where, ("group_size",), int, None)
-    fmt: NumberFormat | None
-    if value.get("type") == "float":
-        fmt = {8: _E4M3, 4: float_format(2, 1)}.get(bits)
-    else:
-        fmt = int_format(bits) if 2 <= bits <= 8 else None
-    dynamic = value.get("dynamic", False)
-    symmetric = config_value(value, where, ("symmetric",), bool, None)
-    strategy = value.get("strategy") or ("token" if dynamic is True else "tensor" if size is None else "group")
-    asked = f"the files ask for {value.get('type') or 'int'} activations of {bits} bits"
-    if fmt is None or dynamic not in (True, False):
-        return None, False, False, f"{asked}, dynamic {dynamic!r}, which no scheme says"
-    blocks = weights.k if isinstance(weights, PerBlock) else None
-    wanted = ("tensor", None) if dynamic is False else ("token", None) if blocks is None else ("group", blocks)
-    if (strategy, size if strategy == "group" else None) != wanted:
-        scales = f"{strategy} of {size}" if strategy == "group" else strategy
-        return None, False, False, f"{asked} by scales of strategy {scales}, schemes with such weights have {wanted[0]}"
-    if symmetric is False and (not isinstance(fmt, IntFormat) or blocks is not None):
-        return None, False, False, f"{asked} with zero points, which no scheme of such weights says"
-    zero = None if symmetric is None and dynamic is False else symmetric is False
-    return fmt, not dynamic, zero, ""
-
-
-def _weights_json(args: WeightArgs) -> dict[str, Any]:
-    granularity = args.granularity
-    strategy = {PerGroup: "group", PerChannel: "channel", PerTensor: "tensor", PerBlock: "block"}[type(granularity)]  # type: ignore[index]
-    return {
-        "num_bits": args.bits,
-        "type": "float" if args.float else "int",
-        "symmetric": not args.zero,
-        "strategy": strategy,
-        "group_size": granularity.size if isinstance(granularity, PerGroup) else None,
-        "block_structure": [granularity.n, granularity.k] if isinstance(granularity, PerBlock) else None,
-        "dynamic": False,
-        "actorder": None,
-        "zp_dtype": "torch.int8" if args.zero else None,
-    }
-
-
-def _activation_json(args: WeightArgs) -> dict[str, Any]:
-    """Activations quantized while running: token by token, with blocks of weights in groups as long as a block; or by the scale
-    of the layer."""
-    assert args.activation is not None
-    shared = {"type": "float" if isinstance(args.activation, FloatFormat) else "int", "dynamic": True}
-    shared["symmetric"] = not args.activation_zero
-    if args.static:
-        return shared | {"num_bits": args.activation.bits, "strategy": "tensor", "dynamic": False}
-    if isinstance(args.granularity, PerBlock):
-        return shared | {"num_bits": args.activation.bits, "strategy": "group", "group_size": args.granularity.k}
-    return shared | {"num_bits": args.activation.bits, "strategy": "token"}

@@ -9,7 +9,7 @@ and needs no more than names, dtypes and shapes, so that a whole folder is judge
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lowbit.checkpoint.reader import TensorInfo
-from lowbit.checkpoint.schema import MAX_DIMENSION, CheckpointError
+from lowbit.checkpoint.schema import MAX_DIMENSION, CheckpointError, owner_of
 from lowbit.formats import QuantTensor, Scheme, pack_words, unpack_words
 
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -168,15 +168,6 @@ def layers_of(schema: ForeignSchema, names: Iterable[str]) -> dict[str, dict[str
         if layer is not None and name != f"{layer}.bias":
             found[layer][name.removeprefix(f"{layer}.")] = name
     return found
-
-
-def owner_of(name: str, layers: Container[str]) -> str | None:
-    """The innermost of `layers` whose name a tensor's name begins with."""
-    while "." in name:
-        name = name.rpartition(".")[0]
-        if name in layers:
-            return name
-    return None
 
 
 def words_to_codes(words: Tensor, bits: int, count: int) -> Tensor:
