@@ -401,7 +401,12 @@ def explain(
 @app.command()
 def schemes() -> None:
     """List the scheme grammar by example, and the aliases."""
-    out.print("w<bits>[e<X>m<Y>]a<16|8|8e4m3|8e5m2>[_g<size>|_b<n>x<k>|_t|_pc][_z|_fz][_az]", markup=False, highlight=False)
+    out.print(
+        "w<bits>[e<X>m<Y>]a<16|8|8e4m3|8e5m2>[_g<size>|_b<n>x<k>|_t|_pc][_z|_fz][_az][_ct|_hf|_fb]",
+        markup=False,
+        highlight=False,
+    )
+    out.print("_ct, _hf, _fb: activations quantized as the tool of a converted file does it", markup=False, highlight=False)
     table = Table("name", "means")
     for alias, meaning in ALIASES.items():
         table.add_row(alias, meaning)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader, TensorInfo, expected_tensors
-from lowbit.formats import IntFormat, NumberFormat, PerBlock, QuantTensor, ZeroPoint, code_values, pack_words
+from lowbit.formats import ActivationRule, IntFormat, NumberFormat, PerBlock, QuantTensor, ZeroPoint, code_values, pack_words
 from lowbit.hardware.byte_conversions import byte_conversion
 from lowbit.hardware.conversions import Conversion, conversion
 from lowbit.hardware.half import HalfType
@@ -379,17 +379,20 @@ def _input(q: QuantTensor) -> Step:
     """What happens to x before the product."""
     fmt = q.scheme.activation
     assert fmt is not None
+    rule = q.scheme.rule
+    top = (fmt.max - fmt.min) / 2 if rule is ActivationRule.COMPRESSED_TENSORS else fmt.max
     if q.activation_scale is not None:
         how = f"by the scale {float(q.activation_scale):.9g} of this layer"
         how += "" if q.activation_zero is None else f" and its zero {int(q.activation_zero)}"
         how += ", found by calibration"
     elif isinstance(q.scheme.granularity, PerBlock):
-        how = f"by a scale for each token and {q.scheme.granularity.k} columns, the largest |x| / {fmt.max:g}"
+        how = f"by a scale for each token and {q.scheme.granularity.k} columns, the largest |x| / {top:g}"
     elif q.scheme.activation_zero:
         how = f"by a scale and a zero for each token, its range over {fmt.min:g} to {fmt.max:g}"
     else:
-        how = f"by a scale for each token, the largest |x| / {fmt.max:g}"
-    line = f"x becomes {fmt.name} {how} (lowbit/kernels/reference.py says how it is rounded)"
+        how = f"by a scale for each token, the largest |x| / {top:g}"
+    tool = "" if rule is ActivationRule.OWN else f" as {rule.name.lower().replace('_', '-')} does it,"
+    line = f"x becomes {fmt.name}{tool} {how} (lowbit/kernels/reference.py says how it is rounded)"
     return Step("lowbit/kernels/quantize_activations.py", "quantize_rows", (line,))
 
 

@@ -88,6 +88,9 @@ class Bitsandbytes(ForeignSchema):
             layer.expect("weight.absmax", (torch.float32,), (blocks,))
         return ForeignEntry((n, k), None, _REFUSAL.format(kind=state.kind.upper()))
 
+    def used(self, layer: ForeignLayer) -> frozenset[str]:
+        return frozenset(self.suffixes) - set(_STATES) | {next(s for s in _STATES if layer.has(s))}
+
     def read(self, layer: ForeignLayer) -> QuantTensor:
         raise layer.error("weight", self.entry(layer).refusal)
 

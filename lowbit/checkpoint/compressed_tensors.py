@@ -12,7 +12,8 @@ and weight_scale [1], [N, 1], [N, G] or, for blocks, [N / n, K / k], all rounded
 
 Since 0.18 words are dense (W = ceil(K * bits / 32)); before, each word held 32 // bits codes and its high bits stayed unused.
 Both are read, told apart by their width, and written. Which `config_groups` entry a layer belongs to shows in its tensors:
-the one they fit, so no pattern of an unknown file is ever run. Source: compressed-tensors 0.17.0, 0.18.0, 0.19.0.
+the one they fit, so no pattern of an unknown file is ever run. Activations are quantized as that tool does it (the scheme's
+rule, _ct). Source: compressed-tensors 0.17.0, 0.18.0, 0.19.0, 0.20.0.
 """
 
 from __future__ import annotations
@@ -27,15 +28,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.checkpoint.compressed_groups import (
+    E4M3,
+    FLOAT,
+    INT,
+    MX,
+    PACKED,
+    WeightArgs,
+    activation_json,
+    weight_args,
+    weights_json,
+)
 from lowbit.checkpoint.foreign import (
-    MAX_GROUP,
     SCALE_DTYPES,
     ForeignEntry,
     ForeignLayer,
     ForeignSchema,
-    bit_width,
     codes_to_words,
-    config_value,
     is_e8m0,
     read_e8m0,
     read_fp8,
@@ -45,65 +54,17 @@ from lowbit.checkpoint.foreign import (
 from lowbit.checkpoint.schema import MAX_DIMENSION, CheckpointError
 from lowbit.formats import (
     FloatFormat,
-    Granularity,
     IntFormat,
-    NumberFormat,
     PerBlock,
-    PerChannel,
     PerGroup,
     PerTensor,
     QuantTensor,
-    Scheme,
     ZeroPoint,
-    float_format,
-    int_format,
     pack_words,
     packed_bytes,
     scale_shape,
-    uint_format,
     unpack_words,
 )
-
-PACKED, INT, FLOAT, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
-_MX = {
-    "mxfp4-pack-quantized": float_format(2, 1),
-    "mxfp6-pack-quantized": float_format(2, 3),
-    "mxfp8-quantized": float_format(4, 3),
-}
-_E4M3 = float_format(4, 3)
-_FORMATS = (PACKED, INT, FLOAT, NAIVE, *_MX)
-
-
-@dataclass(frozen=True)
-class WeightArgs:
-    """How the weights of one config group lie: format, number format (bits 1 is kept as written), granularity, zero points;
-    `activation` of the group (None: 16 bits), whether its scale is `static`, the layer's input_scale, and whether it has zero
-    points, `activation_zero` (a static one is input_zero_point); `left_out`: files ask for activations that no scheme says;
-    `padded`: words of 32 // bits codes, as before 0.18."""
-
-    layout: str
-    bits: int
-    float: bool
-    granularity: Granularity
-    zero: bool
-    activation: NumberFormat | None = None
-    static: bool = False
-    activation_zero: bool = False
-    left_out: bool = False
-    padded: bool = False
-
-    @property
-    def scheme(self) -> Scheme:
-        """The scheme of a layer's QuantTensor; integers of 1 bit become integers of 2."""
-        weight: NumberFormat
-        if self.layout in _MX:
-            weight = _MX[self.layout]
-        elif self.float:
-            weight = _E4M3
-        else:
-            weight = (uint_format if self.zero else int_format)(max(2, self.bits))
-        zero = ZeroPoint.INTEGER if self.zero else ZeroPoint.NONE
-        return Scheme(weight, self.activation, self.granularity, zero, self.activation_zero)
 
 
 @dataclass(frozen=True)
@@ -130,7 +91,7 @@ class CompressedTensors(ForeignSchema):
             raise CheckpointError(f"{where}: config_groups is an object of groups, got {str(groups)[:80]!r}")
         if isinstance(config.get("sparsity_config"), Mapping) and config["sparsity_config"].get("format", "dense") != "dense":
             raise CheckpointError(f"{where}: sparse weights ({config['sparsity_config']['format']!r}) are not read")
-        args = [_weight_args(group, config.get("format"), f"{where}: {name}") for name, group in groups.items()]
+        args = [weight_args(group, config.get("format"), f"{where}: {name}") for name, group in groups.items()]
         version = re.match(r"(\d{1,4})\.(\d{1,4})", str(config.get("version", "")))
         new_words = None if version is None else (int(version[1]), int(version[2])) >= (0, 18)
         return cls(tuple(dict.fromkeys(args)), new_words, config.get("kv_cache_scheme") is not None)
@@ -141,8 +102,8 @@ class CompressedTensors(ForeignSchema):
         for i, (args, names) in enumerate(targets.items()):
             groups[f"group_{i}"] = {
                 "targets": ["Linear"] if len(targets) == 1 else sorted(names),
-                "weights": _weights_json(args),
-                "input_activations": None if args.activation is None else _activation_json(args),
+                "weights": weights_json(args),
+                "input_activations": None if args.activation is None else activation_json(args),
                 "output_activations": None,
                 "format": args.layout,
             }
@@ -160,16 +121,22 @@ class CompressedTensors(ForeignSchema):
 
     def entry(self, layer: ForeignLayer) -> ForeignEntry:
         shape, args = self.fit(layer)
-        notes = []
-        if args.left_out:
-            notes.append("these activations no scheme says: they stay in 16 bits")
-        elif layer.has("input_scale") and args.activation is None:
-            notes.append("static activation scales are left out: activations stay in 16 bits")
+        notes = [f"{args.left_out}: activations stay in 16 bits"] if args.left_out else []
+        if layer.has("weight_zero_point") and not args.zero:
+            notes.append("zero points of symmetric weights are left out, all are zero")
         return ForeignEntry(shape, args.scheme, notes=tuple(notes))
+
+    def used(self, layer: ForeignLayer) -> frozenset[str]:
+        _, args = self.fit(layer)
+        codes = {"weight_packed", "weight_shape"} if layer.has("weight_packed") else {"weight"}
+        zeros = set() if args.layout in MX else {"weight_zero_point"}  # of symmetric weights `read` sees that they are zero
+        return frozenset(codes | zeros | {"weight_scale"} | ({"input_scale", "input_zero_point"} if args.static else set()))
 
     def read(self, layer: ForeignLayer) -> QuantTensor:
         shape, args = self.fit(layer)
         q = read_layer(layer, shape, args)
+        if not args.zero and args.layout not in MX and layer.has("weight_zero_point"):
+            _expect_no_zeros(layer, args, shape)
         if not args.static:
             return q
         scale = layer.scales("input_scale").float().reshape(1)
@@ -203,11 +170,11 @@ class CompressedTensors(ForeignSchema):
             )
         shape, args = fits[0]
         wide: dict[str, Any] = {"activation": None, "static": False, "activation_zero": False}
-        weights = [(size, dataclasses.replace(other, left_out=False, **wide)) for size, other in fits]
+        weights = [(size, dataclasses.replace(other, left_out="", **wide)) for size, other in fits]
         if any(other != weights[0] for other in weights[1:]):
             raise CheckpointError(f"{layer.where}: {layer.name}: fits several config_groups that mean different weights")
         if any(other != args for _, other in fits):
-            args = dataclasses.replace(args, **wide)
+            args = dataclasses.replace(args, **wide, left_out="its tensors do not say which of several config_groups it is in")
         return shape, args
 
 
@@ -223,7 +190,7 @@ def args_for(q: QuantTensor) -> WeightArgs:
         return WeightArgs(layout, fmt.bits, False, scheme.granularity, zero, *of_x)
     layout = FLOAT
     if isinstance(scheme.granularity, PerGroup):
-        layout = next(name for name, known in _MX.items() if known == fmt)
+        layout = next(name for name, known in MX.items() if known == fmt)
     return WeightArgs(layout, fmt.bits, True, scheme.granularity, zero, scheme.activation, static)
 
 
@@ -234,11 +201,11 @@ def refusals(q: QuantTensor) -> tuple[str, ...]:
         reasons.append("zero points in compressed-tensors files are integers, these are floating-point numbers")
     if isinstance(fmt, FloatFormat):
         if isinstance(scheme.granularity, PerGroup):
-            if fmt not in _MX.values() or scheme.granularity.size != 32 or not is_e8m0(q.scale):
+            if fmt not in MX.values() or scheme.granularity.size != 32 or not is_e8m0(q.scale):
                 reasons.append(
                     f"floats in groups of compressed-tensors files are groups of 32 with power-of-two scales (MX), not {scheme}"
                 )
-        elif fmt != _E4M3:
+        elif fmt != E4M3:
             reasons.append(f"floats in compressed-tensors files are e4m3, or in MX groups of 32, not {fmt.name} as in {scheme}")
     elif isinstance(scheme.granularity, PerBlock):
         reasons.append(
@@ -248,6 +215,8 @@ def refusals(q: QuantTensor) -> tuple[str, ...]:
         reasons.append("zero points in compressed-tensors files go with scales of groups or channels, not of the whole tensor")
     if isinstance(scheme.granularity, PerGroup) and q.shape[1] % scheme.granularity.size:
         reasons.append(f"groups in compressed-tensors files are full, {scheme.granularity.size} does not divide K {q.shape[1]}")
+    if isinstance(scheme.activation, FloatFormat) and scheme.activation != E4M3:
+        reasons.append(f"activations in compressed-tensors files are integers or e4m3, not {scheme.activation.name}")
     if q.order is not None:
         reasons.append("compressed-tensors files have no channel order any more (act-order; GPTQ files have one)")
     if q.input_scale is not None:
@@ -260,7 +229,7 @@ def refusals(q: QuantTensor) -> tuple[str, ...]:
 def read_layer(layer: ForeignLayer, shape: tuple[int, int], args: WeightArgs) -> QuantTensor:
     """The QuantTensor of a layer that fits its arguments; raises CheckpointError for values that mean nothing."""
     (n, k), grid = shape, scale_shape(args.granularity, shape)
-    if args.layout in _MX:
+    if args.layout in MX:
         scale = read_e8m0(layer, "weight_scale")
         if args.layout == "mxfp8-quantized":
             return QuantTensor(read_fp8(layer, "weight"), scale, None, args.scheme)
@@ -283,8 +252,12 @@ def read_layer(layer: ForeignLayer, shape: tuple[int, int], args: WeightArgs) ->
 
 
 def write_layer(q: QuantTensor, args: WeightArgs) -> dict[str, Tensor]:
-    """The tensors by suffix; the inverse of `CompressedTensors.read`."""
-    beside = {} if q.activation_scale is None else {"input_scale": q.activation_scale}
+    """The tensors by suffix; the inverse of `CompressedTensors.read`. A static scale has the type of the weights' scales, as in
+    that tool's files, where it fits."""
+    beside = {}
+    if q.activation_scale is not None:
+        narrow = q.activation_scale.to(q.scale.dtype)
+        beside["input_scale"] = narrow if torch.equal(narrow.float(), q.activation_scale) else q.activation_scale
     if q.activation_zero is not None:
         beside["input_zero_point"] = q.activation_zero.to(torch.int8)
     return _weight_tensors(q, args) | beside
@@ -294,7 +267,7 @@ def _weight_tensors(q: QuantTensor, args: WeightArgs) -> dict[str, Tensor]:
     """The inverse of `read_layer`."""
     per_tensor = isinstance(args.granularity, PerTensor)
     scale = q.scale.reshape(1) if per_tensor else q.scale.contiguous()
-    if args.layout in _MX:
+    if args.layout in MX:
         scale = write_e8m0(q.scale)
         if args.layout != "mxfp8-quantized":
             return {"weight_packed": pack_words(q.codes, args.bits), "weight_scale": scale}
@@ -322,13 +295,14 @@ def _shape_and_args(layer: ForeignLayer, args: WeightArgs, new_words: bool | Non
         if layer.has(suffix):
             meaning = "a channel order that compressed-tensors itself no longer reads" if "g_idx" in suffix else "NVFP4 scales"
             raise layer.error(suffix, f"{meaning}: not read; quantize again, or decompress with the tool that wrote it")
+    args = args.decided(layer)
     if args.static:
         layer.expect("input_scale", SCALE_DTYPES, (1,), (), (1, 1))
     if args.static and args.activation_zero:
         layer.expect("input_zero_point", (torch.int8,), (1,), (), (1, 1))
     if args.layout == PACKED:
         return _packed_shape(layer, args, new_words)
-    if args.layout in _MX:
+    if args.layout in MX:
         fp8 = args.layout == "mxfp8-quantized"
         n, width = layer.matrix("weight" if fp8 else "weight_packed", (torch.float8_e4m3fn if fp8 else torch.uint8,))
         k = width if fp8 else width * 8 // args.bits
@@ -391,108 +365,23 @@ def _pack(codes: Tensor, args: WeightArgs) -> Tensor:
     return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
 
 
+def _expect_no_zeros(layer: ForeignLayer, args: WeightArgs, shape: tuple[int, int]) -> None:
+    """Raises CheckpointError unless the zero points of weights that config.json calls symmetric are all zero."""
+    zeros = layer.tensor("weight_zero_point")
+    if args.layout == PACKED and zeros.dtype == torch.int32 and zeros.dim() == 2:
+        values = _unpack(zeros.t(), args, shape[0]).to(torch.int16) - (1 << (args.bits - 1))
+    else:
+        values = zeros.float()
+    if bool((values != 0).any()):
+        raise layer.error(
+            "weight_zero_point", f"config.json says symmetric: true, but zero points from {values.min().item():g} to "
+            f"{values.max().item():g} are stored; one of them is wrong: correct config.json, or quantize again",
+        )  # fmt: skip
+
+
 def _offset_binary(layer: ForeignLayer, suffix: str, bits: int) -> Tensor:
     """Codes uint8 of int8 values, which must lie in the range of `bits` bits."""
     values, half = layer.tensor(suffix).to(torch.int16), 1 << (bits - 1)
     if bool(((values < -half) | (values >= half)).any()):
         raise layer.error(suffix, f"values from {int(values.min())} to {int(values.max())} are beyond {bits}-bit integers")
     return (values + half).to(torch.uint8)
-
-
-def _weight_args(group: Any, default_format: Any, where: str) -> WeightArgs:
-    """The arguments of one entry of `config_groups`."""
-    if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
-        raise CheckpointError(f"{where}: a config group is an object with weights, got {str(group)[:80]!r}")
-    weights, layout = group["weights"], group.get("format") or default_format
-    if layout not in _FORMATS:
-        raise CheckpointError(
-            f"{where}: format {layout!r} is not read; read are {', '.join(_FORMATS)}. Decompress the model with the tool that "
-            "wrote it, or start from its 16-bit checkpoint"
-        )
-    if weights.get("actorder") in ("group", "dynamic", True):
-        raise CheckpointError(f"{where}: actorder 'group' (a channel order) is not read; quantize again with actorder 'weight'")
-    kind = config_value(weights, where, ("type",), str, "int")
-    bits = config_value(weights, where, ("num_bits",), int)
-    is_float = kind == "float"
-    if (is_float != (layout in (FLOAT, *_MX)) and layout != NAIVE) or kind not in ("int", "float"):
-        raise CheckpointError(f"{where}: weights of type {kind!r} do not go with format {layout}")
-    allowed: Iterable[int] = (_MX[layout].bits,) if layout in _MX else (8,) if is_float else range(1, 9)
-    bit_width(bits, where, allowed, layout)
-    symmetric = config_value(weights, where, ("symmetric",), bool, True)
-    if is_float and not symmetric:
-        raise CheckpointError(f"{where}: floating-point weights have no zero points, but symmetric is false")
-    granularity = PerGroup(32) if layout in _MX else _granularity(weights, where)
-    if layout == PACKED and not symmetric and isinstance(granularity, (PerTensor, PerBlock)):
-        raise CheckpointError(f"{where}: packed zero points go with scales of groups or channels, not {granularity}")
-    return WeightArgs(layout, bits, is_float, granularity, not symmetric, *_activation(group.get("input_activations"), where))
-
-
-def _granularity(weights: Mapping[str, Any], where: str) -> Granularity:
-    size = config_value(weights, where, ("group_size",), int, None)
-    inferred = "tensor" if size is None else "channel" if size == -1 else "group"
-    strategy = config_value(weights, where, ("strategy",), str, inferred)
-    if strategy == "group" and size is not None and 0 < size <= MAX_GROUP:
-        return PerGroup(size)
-    if strategy == "channel":
-        return PerChannel()
-    if strategy == "tensor":
-        return PerTensor()
-    block = weights.get("block_structure")
-    pair = isinstance(block, list) and len(block) == 2 and all(type(v) is int and 0 < v <= MAX_GROUP for v in block)
-    if strategy == "block" and isinstance(block, list) and pair:
-        return PerBlock(block[0], block[1])
-    raise CheckpointError(
-        f"{where}: strategy {strategy!r} with group_size {size!r} and block_structure {block!r}; read are tensor, channel, "
-        "group with a positive group_size, and block with two positive numbers"
-    )
-
-
-def _activation(value: Any, where: str) -> tuple[NumberFormat | None, bool, bool, bool]:
-    """(format of the activations or None for 16 bits; whether their scale is static, they have zero points, are left out)."""
-    if value is None:
-        return None, False, False, False
-    if not isinstance(value, Mapping):
-        raise CheckpointError(f"{where}: input_activations is an object or null, got {str(value)[:80]!r}")
-    bits = config_value(value, where, ("num_bits",), int, 8)
-    fmt: NumberFormat | None
-    if value.get("type") == "float":
-        fmt = {8: _E4M3, 4: float_format(2, 1)}.get(bits)
-    else:
-        fmt = int_format(bits) if 2 <= bits <= 8 else None
-    static = value.get("dynamic", False) is False
-    said = static or value.get("dynamic") is True
-    zero, strategy = value.get("symmetric", True) is not True, value.get("strategy")
-    if fmt is None or not said or (static and strategy != "tensor"):
-        return None, False, False, True
-    if zero and (not isinstance(fmt, IntFormat) or strategy not in ("tensor" if static else "token", None)):
-        return None, False, False, True
-    return fmt, static, zero, False
-
-
-def _weights_json(args: WeightArgs) -> dict[str, Any]:
-    granularity = args.granularity
-    strategy = {PerGroup: "group", PerChannel: "channel", PerTensor: "tensor", PerBlock: "block"}[type(granularity)]  # type: ignore[index]
-    return {
-        "num_bits": args.bits,
-        "type": "float" if args.float else "int",
-        "symmetric": not args.zero,
-        "strategy": strategy,
-        "group_size": granularity.size if isinstance(granularity, PerGroup) else None,
-        "block_structure": [granularity.n, granularity.k] if isinstance(granularity, PerBlock) else None,
-        "dynamic": False,
-        "actorder": None,
-        "zp_dtype": "torch.int8" if args.zero else None,
-    }
-
-
-def _activation_json(args: WeightArgs) -> dict[str, Any]:
-    """Activations quantized while running: token by token, with blocks of weights in groups as long as a block; or by the scale
-    of the layer."""
-    assert args.activation is not None
-    shared = {"type": "float" if isinstance(args.activation, FloatFormat) else "int", "dynamic": True}
-    shared["symmetric"] = not args.activation_zero
-    if args.static:
-        return shared | {"num_bits": args.activation.bits, "strategy": "tensor", "dynamic": False}
-    if isinstance(args.granularity, PerBlock):
-        return shared | {"num_bits": args.activation.bits, "strategy": "group", "group_size": args.granularity.k}
-    return shared | {"num_bits": args.activation.bits, "strategy": "token"}

@@ -13,7 +13,7 @@ from torch import Tensor
 from lowbit.checkpoint.awq import Awq
 from lowbit.checkpoint.bitsandbytes import Bitsandbytes
 from lowbit.checkpoint.compressed_tensors import CompressedTensors
-from lowbit.checkpoint.foreign import ForeignEntry, ForeignLayer, ForeignSchema, layers_of
+from lowbit.checkpoint.foreign import ForeignEntry, ForeignLayer, ForeignSchema, checked_entry, layers_of
 from lowbit.checkpoint.fp8 import Fp8
 from lowbit.checkpoint.gptq import Gptq
 from lowbit.checkpoint.reader import CheckpointReader, TensorInfo, read_json
@@ -97,7 +97,7 @@ class ForeignReader:
                 info = self.files.info(full)
                 small = suffix in schema.small and info.end - info.begin <= _SMALL_BYTES
                 parts[suffix] = self.files.get(full) if small else info
-            self.entries[name] = schema.entry(ForeignLayer(name, parts, folder))
+            self.entries[name] = checked_entry(schema, ForeignLayer(name, parts, folder))
         taken = {full for tensors in self._layers.values() for full in tensors.values()}
         self.plain = [name for name in self.files.names() if name not in taken]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -18,11 +18,21 @@ import torch
 from torch import Tensor
 
 from lowbit.checkpoint.reader import TensorInfo
-from lowbit.checkpoint.schema import MAX_DIMENSION, CheckpointError
+from lowbit.checkpoint.schema import MAX_DIMENSION, CheckpointError, owner_of
 from lowbit.formats import QuantTensor, Scheme, pack_words, unpack_words
 
 SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_GROUP = 1 << 20
+
+_CACHE = "scales of the key and value cache, which stays in 16 bits"
+_OUTPUT = "scales of the layer's output, which stays in 16 bits"
+_INPUT = "scales of activations, which stay in 16 bits or are found while running"
+_BESIDE_WEIGHTS = {
+    **dict.fromkeys(("k_scale", "v_scale", "q_scale", "kv_scale"), _CACHE),
+    **dict.fromkeys(("output_scale", "output_zero_point", "output_global_scale"), _OUTPUT),
+    **dict.fromkeys(("input_scale", "input_zero_point", "input_global_scale", "activation_scale", "input_scale_ub"), _INPUT),
+}
+"""Tensors of a layer that say nothing of its weights, and what they are."""
 
 T = TypeVar("T")
 
@@ -106,6 +116,11 @@ class ForeignSchema(ABC):
     def entry(self, layer: ForeignLayer) -> ForeignEntry:
         """Checks names, dtypes and shapes of a layer; raises CheckpointError."""
 
+    def used(self, layer: ForeignLayer) -> frozenset[str]:
+        """The suffixes of the tensors that `read` makes this layer of, or looks at; all of `suffixes` unless a schema says
+        otherwise."""
+        return frozenset(self.suffixes)
+
     @abstractmethod
     def read(self, layer: ForeignLayer) -> QuantTensor:
         """The layer as codes, scales and zeros; raises CheckpointError."""
@@ -119,8 +134,26 @@ class ForeignSchema(ABC):
         return self.read(layer).dequantize(dtype)
 
 
+def checked_entry(schema: ForeignSchema, layer: ForeignLayer) -> ForeignEntry:
+    """`schema.entry(layer)` with a note for every tensor that is not used and changes no weight; raises CheckpointError, naming
+    it, for one that may."""
+    entry = schema.entry(layer)
+    notes = []
+    for suffix in sorted(set(layer.tensors) - schema.used(layer)):
+        if suffix not in _BESIDE_WEIGHTS:
+            raise layer.error(
+                suffix, f"nothing here reads this tensor of a {schema.name} layer, whose weights may mean something else "
+                "without it; write the model again with the newest version of the tool that made it, or take the tensor "
+                "away if you know that it says nothing",
+            )  # fmt: skip
+        notes.append(f"{suffix} is left out: {_BESIDE_WEIGHTS[suffix]}")
+    return replace(entry, notes=(*entry.notes, *notes))
+
+
 def layers_of(schema: ForeignSchema, names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Layer -> suffix -> tensor name, for every layer that has one of the schema's markers."""
+    """Layer -> suffix -> tensor name, for every layer that has one of the schema's markers: its suffixes, and what else but a
+    bias has the layer's name in front."""
+    names = tuple(names)
     found: dict[str, dict[str, str]] = {}
     by_length = sorted(schema.suffixes, key=len, reverse=True)
     for name in names:
@@ -128,7 +161,13 @@ def layers_of(schema: ForeignSchema, names: Iterable[str]) -> dict[str, dict[str
             if name.endswith(f".{suffix}"):
                 found.setdefault(name.removesuffix(f".{suffix}"), {})[suffix] = name
                 break
-    return {layer: parts for layer, parts in found.items() if any(marker in parts for marker in schema.markers)}
+    found = {layer: parts for layer, parts in found.items() if any(marker in parts for marker in schema.markers)}
+    taken = {name for parts in found.values() for name in parts.values()}
+    for name in names:
+        layer = None if name in taken else owner_of(name, found)
+        if layer is not None and name != f"{layer}.bias":
+            found[layer][name.removeprefix(f"{layer}.")] = name
+    return found
 
 
 def words_to_codes(words: Tensor, bits: int, count: int) -> Tensor:

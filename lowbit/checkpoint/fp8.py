@@ -5,8 +5,10 @@
                               scale, weight_scale_inv or weight_scale, [] or [1]
     quant_method fbgemm_fp8   weight_scale float32 [N, 1]
 
-A layer with an input_scale or activation_scale, [] or [1], has its input divided by it and quantized with no other scale.
-Source: Transformers, integrations/finegrained_fp8.py and integrations/fbgemm_fp8.py; vLLM's fp8 checkpoints.
+A layer with an input_scale or activation_scale, [] or [1], has its input divided by it and quantized with no other scale; else
+activations are quantized as the kernels behind Transformers do it (the scheme's rules, _hf and _fb): by groups as long as a
+block, or token by token. Source: Transformers, integrations/finegrained_fp8.py and integrations/fbgemm_fp8.py, with
+kernels-community/finegrained-fp8 (act_quant.py) and FBGEMM (quantize.cu); vLLM's fp8 checkpoints.
 """
 
 from __future__ import annotations
@@ -31,7 +33,20 @@ from lowbit.checkpoint.foreign import (
     write_e8m0,
 )
 from lowbit.checkpoint.schema import CheckpointError
-from lowbit.formats import Granularity, PerBlock, PerChannel, PerTensor, QuantTensor, Scheme, float_format, scale_shape
+from lowbit.formats import (
+    ActivationRule,
+    Granularity,
+    PerBlock,
+    PerChannel,
+    PerTensor,
+    QuantTensor,
+    Scheme,
+    float_format,
+    scale_shape,
+)
+
+FBGEMM_CEILING = 1200.0
+"""The one `activation_scale_ub` that the rule of FBGEMM knows (kernels/reference.py), Transformers' default."""
 
 _E4M3 = float_format(4, 3)
 _STATIC = ("activation_scale", "input_scale")
@@ -41,12 +56,15 @@ _STATIC = ("activation_scale", "input_scale")
 class Fp8(ForeignSchema):
     """Granularity of the scales, the name of their tensor (None: either of two), whether they are exponents, and whether
     activations are quantized token by token while running. A scale of the whole tensor is written as weight_scale [], unless a
-    schema was made to `fit` a layer with weight_scale_inv [1, 1]."""
+    schema was made to `fit` a layer with weight_scale_inv [1, 1]. `rule` is how activations are quantized, `left_out` why they
+    are not."""
 
     granularity: Granularity
     scale_name: str | None
     exponents: bool = False
     dynamic: bool = True
+    rule: ActivationRule = ActivationRule.FINEGRAINED_FP8
+    left_out: str = ""
 
     name = "fp8"
     suffixes = ("weight", "weight_scale", "weight_scale_inv", *_STATIC, "input_scale_ub")
@@ -56,7 +74,9 @@ class Fp8(ForeignSchema):
     def from_config(cls, config: Mapping[str, Any], where: Path | str) -> Fp8:
         """From `quantization_config`."""
         if config.get("quant_method") == "fbgemm_fp8":
-            return cls(PerChannel(), "weight_scale")
+            ceiling = config.get("activation_scale_ub", FBGEMM_CEILING)
+            left_out = "" if ceiling == FBGEMM_CEILING else f"activation_scale_ub is {ceiling!r}, read is {FBGEMM_CEILING}"
+            return cls(PerChannel(), "weight_scale", dynamic=not left_out, rule=ActivationRule.FBGEMM, left_out=left_out)
         fmt = config_value(config, where, ("fmt",), str, "e4m3")
         if fmt not in ("e4m3", "float8_e4m3fn"):
             raise CheckpointError(f"{where}: fmt is {fmt!r}; read are weights in e4m3")
@@ -78,8 +98,12 @@ class Fp8(ForeignSchema):
         static = self._static_of(layer)
         if static is not None:
             layer.expect(static, SCALE_DTYPES, (1,), (), (1, 1))
-        notes = ("there is no scale for activations, which stay in 16 bits",) if not self.dynamic and static is None else ()
+        why = self.left_out or ("there is no scale for activations" if not self.dynamic and static is None else "")
+        notes = (f"{why}: activations stay in 16 bits",) if why else ()
         return ForeignEntry(shape, self._scheme(static is not None), notes=notes)
+
+    def used(self, layer: ForeignLayer) -> frozenset[str]:
+        return frozenset({"weight", self._scale_of(layer), self._static_of(layer) or "weight"})
 
     def read(self, layer: ForeignLayer) -> QuantTensor:
         entry = self.entry(layer)
@@ -117,4 +141,6 @@ class Fp8(ForeignSchema):
         return next((suffix for suffix in _STATIC if layer.has(suffix)), None)
 
     def _scheme(self, static: bool) -> Scheme:
-        return Scheme(_E4M3, _E4M3 if self.dynamic or static else None, self.granularity)
+        if not (self.dynamic or static):
+            return Scheme(_E4M3, None, self.granularity)
+        return Scheme(_E4M3, _E4M3, self.granularity, rule=self.rule)

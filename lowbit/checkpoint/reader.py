@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lowbit.checkpoint.schema import CheckpointError, Manifest, expected_tensors, quant_tensor, unstated_tensors
+from lowbit.checkpoint.schema import CheckpointError, Manifest, expected_tensors, owner_of, quant_tensor, unstated_tensors
 from lowbit.formats import QuantTensor, ZeroPoint, is_permutation
 
 MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
@@ -153,6 +153,14 @@ class CheckpointReader:
             if entry.order and not is_permutation(self.get(order)):
                 raise CheckpointError(
                     f"{self.info(order).file}: {order}: holds each of 0 to {entry.shape[1] - 1} once, this one does not"
+                )
+        read = {tensor for name, entry in manifest.layers.items() for tensor in expected_tensors(name, entry)}
+        for tensor, info in self._tensors.items():
+            layer = None if tensor in read else owner_of(tensor, manifest.layers)
+            if layer is not None and tensor != f"{layer}.bias":
+                raise CheckpointError(
+                    f"{info.file}: {tensor}: nothing here reads this tensor of a quantized layer, whose weights may mean "
+                    "something else without it; a newer lowbit may have written it"
                 )
         return manifest
 

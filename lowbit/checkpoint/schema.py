@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -188,6 +188,15 @@ def unstated_tensors(name: str, entry: LayerEntry) -> dict[str, str]:
     """Full tensor name -> what the layer's entry in config.json would state if it had this tensor, and does not."""
     unstated = {f"{name}.{suffix}": f'"{key}": true' for key, suffix in _FLAGS.items() if not getattr(entry, key)}
     return unstated | ({} if entry.low_rank else {f"{name}.{suffix}": '"low_rank": its rank' for suffix in _FACTORS})
+
+
+def owner_of(name: str, layers: Container[str]) -> str | None:
+    """The innermost of `layers` whose name a tensor's name begins with."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        if name in layers:
+            return name
+    return None
 
 
 def _mapping(value: Any, where: Path | str, what: str) -> Mapping[Any, Any]:

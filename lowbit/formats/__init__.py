@@ -21,12 +21,13 @@ from lowbit.formats.number import (
     number_format,
     uint_format,
 )
-from lowbit.formats.scheme import ALIASES, Scheme, ZeroPoint, parse_scheme
+from lowbit.formats.scheme import ALIASES, ActivationRule, Scheme, ZeroPoint, parse_scheme
 from lowbit.formats.tensor import LowRank, QuantTensor, is_permutation
 from lowbit.formats.words import pack_words, packed_bytes, unpack_words
 
 __all__ = [
     "ALIASES",
+    "ActivationRule",
     "FloatFormat",
     "Granularity",
     "IntFormat",

@@ -2,7 +2,7 @@
 
 Grammar (lower case):
 
-    w<format>a<format>[_<granularity>][_<zero>][_az]
+    w<format>a<format>[_<granularity>][_<zero>][_az][_<rule>]
 
     format       <bits>            integers: w4, a8        (w16 and a16: left in fp16/bf16)
                  <bits>e<X>m<Y>    floats:   w6e3m2, a8e4m3
@@ -12,8 +12,9 @@ Grammar (lower case):
     zero         _z                integer zero points     w = (code - zero) * scale
                  _fz               floating-point zeros    w = code * scale + zero
     _az                            zero points of integer activations, of each token or calibrated  x = (code - zero) * scale
+    rule         _ct _hf _fb       activations quantized as another tool does it, for files that it made (`ActivationRule`)
 
-`w4a16_g128`, `w6e3m2a16`, `w4a16_g32_fz`, `w8a8`, `w8a8_az`. Names that other tools use are aliases, see `ALIASES`.
+`w4a16_g128`, `w6e3m2a16`, `w4a16_g32_fz`, `w8a8`, `w8a8_az`, `w8a8_ct`. Names that other tools use are aliases, see `ALIASES`.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ A bare `w4a16` is the compressed-tensors preset, groups of 128; write `w4a16_pc`
 _NAME = re.compile(
     r"w(?P<w>\d+(?:e\d+m\d+)?)a(?P<a>\d+(?:e\d+m\d+)?)"
     r"(?:_(?:g(?P<group>\d+)|b(?P<bn>\d+)x(?P<bk>\d+)|(?P<tensor>t)|(?P<channel>pc)))?"
-    r"(?:_(?P<zero>z|fz))?(?:_(?P<az>az))?"
+    r"(?:_(?P<zero>z|fz))?(?:_(?P<az>az))?(?:_(?P<rule>ct|hf|fb))?"
 )
-_GRAMMAR = "w<bits>[e<X>m<Y>]a<bits>[e<X>m<Y>][_g<size>|_b<n>x<k>|_t|_pc][_z|_fz][_az]"
+_GRAMMAR = "w<bits>[e<X>m<Y>]a<bits>[e<X>m<Y>][_g<size>|_b<n>x<k>|_t|_pc][_z|_fz][_az][_ct|_hf|_fb]"
 
 
 class ZeroPoint(Enum):
@@ -63,10 +64,24 @@ class ZeroPoint(Enum):
     """A number in units of the weight: w = code * scale + zero, as TensorRT-LLM's GPTQ path and GGUF's Q4_1 have it."""
 
 
+class ActivationRule(Enum):
+    """How numbers of x become codes: in which type, by which scale, what is rounded. Tools differ in this, and a file that one
+    of them made means what that tool computes. kernels/reference.py has the arithmetic, docs/numerics.md where it is from."""
+
+    OWN = ""
+    """In float32: scale = max|x| / largest code (int8: 127), code = x * (1 / scale)."""
+    COMPRESSED_TENSORS = "ct"
+    """Every step rounded to x's type: scale = max|x| / half the range of codes (int8: 127.5), code = x / scale."""
+    FINEGRAINED_FP8 = "hf"
+    """Transformers' fp8, in float32: scale = max|x| / 448, at least 1e-12, code = x / scale."""
+    FBGEMM = "fb"
+    """FBGEMM's rows of fp8, in float32: scale = min(max|x|, 1200) / 448, at least 1 / (448 * 512), code = x / scale."""
+
+
 @dataclass(frozen=True)
 class Scheme:
     """Weight format, activation format (None: fp16 or bf16), scale granularity of the weight, kind of its zero
-    points, whether activations have zero points as well.
+    points, whether activations have zero points as well, and the rule by which they are quantized.
 
     `name` is canonical: `parse_scheme(scheme.name) == scheme`. It is made once, since every call of a layer asks for it.
     """
@@ -76,6 +91,7 @@ class Scheme:
     granularity: Granularity = PerChannel()
     zero: ZeroPoint = ZeroPoint.NONE
     activation_zero: bool = False
+    rule: ActivationRule = ActivationRule.OWN
     name: str = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -90,12 +106,26 @@ class Scheme:
             raise ValueError(
                 "zero points of activations (_az) go with integer activations of one scale per token or layer, such as w8a8_az"
             )
+        self._check_rule()
         object.__setattr__(self, "name", _name_of(self))
+
+    def _check_rule(self) -> None:
+        if self.rule is ActivationRule.OWN:
+            return
+        e4m3 = self.activation == float_format(4, 3)
+        if self.rule is ActivationRule.COMPRESSED_TENSORS:
+            fits = e4m3 or self.activation == float_format(2, 1) or isinstance(self.activation, IntFormat)
+            taken = "integers, e4m3 or e2m1"
+        else:
+            fits, taken = e4m3, "e4m3"
+        if not fits:
+            found = "16 bits" if self.activation is None else self.activation.name
+            raise ValueError(f"the rule _{self.rule.value} quantizes activations to {taken}, not to {found}")
 
     @property
     def weight_only(self) -> Scheme:
         """The same weights with 16-bit activations."""
-        return replace(self, activation=None, activation_zero=False)
+        return replace(self, activation=None, activation_zero=False, rule=ActivationRule.OWN)
 
     @property
     def static_activations(self) -> bool:
@@ -132,7 +162,7 @@ def parse_scheme(name: str | Scheme) -> Scheme:
         granularity = PerBlock(int(match["bn"]), int(match["bk"]))
     elif match["tensor"]:
         granularity = PerTensor()
-    return Scheme(weight, activation, granularity, zero, match["az"] is not None)
+    return Scheme(weight, activation, granularity, zero, match["az"] is not None, ActivationRule(match["rule"] or ""))
 
 
 def _parse_format(text: str, unsigned: bool) -> NumberFormat:
@@ -148,7 +178,9 @@ def _parse_format(text: str, unsigned: bool) -> NumberFormat:
 def _name_of(scheme: Scheme) -> str:
     activation = "16" if scheme.activation is None else _format_part(scheme.activation)
     zero = f"_{scheme.zero.value}" if scheme.zero is not ZeroPoint.NONE else ""
-    return f"w{_format_part(scheme.weight)}a{activation}{_granularity_part(scheme)}{zero}{'_az' * scheme.activation_zero}"
+    rule = f"_{scheme.rule.value}" if scheme.rule is not ActivationRule.OWN else ""
+    az = "_az" * scheme.activation_zero
+    return f"w{_format_part(scheme.weight)}a{activation}{_granularity_part(scheme)}{zero}{az}{rule}"
 
 
 def _format_part(fmt: NumberFormat) -> str:

@@ -11,7 +11,8 @@ Overlap lets the kernel after it start at once, and reads RMSNorm's weights befo
         (programmatic dependent launch, sm_90)
 Exact   without f bit-equal to kernels/reference.py: a NaN is the largest of all, and of a range by its bits; true divisions,
         rounding by adding 1.5 * 2^23, conversions of floats by the hardware (sm_90). f in float32, not rounded before it is
-        quantized; divisions and roots then may be off in the last bit. Tested: tests/kernels/test_quantize_activations.py
+        quantized; divisions and roots then may be off in the last bit. RULE 0 is the library's own way to quantize; the
+        others, other tools' (parts/rules.py), go without f, bit-equal too. Tested: tests/kernels/test_quantize_activations.py
 """
 
 from __future__ import annotations
@@ -27,8 +28,19 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.language.extra import cuda
 
-from lowbit.formats import FloatFormat, NumberFormat
+from lowbit.formats import ActivationRule, FloatFormat, NumberFormat
 from lowbit.hardware.machine import Machine
+from lowbit.kernels.parts.rules import (
+    RULES,
+    codes_by_rule,
+    from_ordered,
+    given_scale,
+    larger,
+    nearest,
+    ordered,
+    range_by_rule,
+    scale_by_rule,
+)
 from lowbit.kernels.reference import CODE_DTYPES, SMALLEST_SCALE
 
 PIECE = 8
@@ -55,33 +67,6 @@ def row_of(base, row, stride, PIECES: tl.constexpr):
     if PIECES:
         start = start * 8
     return base + start
-
-
-@triton.jit
-def larger(a, b):
-    """The larger of two numbers, NaN if there is one."""
-    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
-
-
-@triton.jit
-def ordered(value):
-    """An integer that orders like the float32 `value`, and back: the function is its own inverse on integers."""
-    bits = value.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def from_ordered(bits):
-    """The float32 whose `ordered` is `bits`."""
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def nearest(value):
-    """Nearest integer, ties to even, of |value| < 2^22. The product before it is made by `fma`, so that the sum here is no part
-    of it: one rounding each."""
-    shifted = value + 12582912.0
-    return shifted.to(tl.int32, bitcast=True) - 0x4B400000
 
 
 @triton.jit
@@ -285,12 +270,45 @@ def inverse_of(scale, factor, EXACT: tl.constexpr):
     return tl.div_rn(1.0, scale) if EXACT else tl.minimum(1.0 / scale * factor, 3.0e38)
 
 
+@triton.jit
+def scale_under(largest, factor, LARGEST: tl.constexpr, EXACT: tl.constexpr, TYPE: tl.constexpr, RULE: tl.constexpr):
+    """The scale of values up to `largest`, times `factor` > 0, which is 1 but under the own rule."""
+    if RULE == 0:
+        scale = scale_of(largest * factor, LARGEST, EXACT)
+    else:
+        scale = scale_by_rule(largest, LARGEST, TYPE, RULE)
+    return scale
+
+
+@triton.jit
+def range_under(values, factor, TYPE: tl.constexpr, RULE: tl.constexpr, CHUNKS: tl.constexpr):
+    """Scale and zero point of values, times `factor`."""
+    if RULE == 0:
+        scale, zero = range_of(values, factor, CHUNKS)
+    else:
+        scale, zero = range_by_rule(values, TYPE, CHUNKS)
+    return scale, zero
+
+
+@triton.jit
+def codes_under(
+    value, scale, factor, zero, GIVEN: tl.constexpr, SATURATE: tl.constexpr, FORMAT: tl.constexpr, EXACT: tl.constexpr,
+    TYPE: tl.constexpr, RULE: tl.constexpr,
+):  # fmt: skip
+    """Codes of values, times `factor`; GIVEN: the scale is one for all."""
+    if RULE == 0:
+        code = codes_of(value, inverse_of(scale, factor, EXACT), zero, FORMAT, SATURATE, not EXACT)
+    else:
+        code = codes_by_rule(value, scale, zero, GIVEN, FORMAT, TYPE, RULE)
+    return code
+
+
 @triton.jit(do_not_specialize=["x_stride", "beside_stride", "code_pieces", "eps"])
 def quantize_rows(
     codes, scales, zeros, sums, x, beside, weight, bias, static, static_zero, x_stride, beside_stride, code_pieces, eps,
     K: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr,
     BEFORE: tl.constexpr, FORMAT: tl.constexpr, LARGEST: tl.constexpr, PIECES: tl.constexpr, AGAIN: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    OVERLAP: tl.constexpr, RULE: tl.constexpr,
 ):  # fmt: skip
     """One token: CHUNKS times THREADS times PIECE elements; GROUP is 0 for one scale."""
     if OVERLAP:
@@ -327,17 +345,18 @@ def quantize_rows(
     elif BEFORE == 1:
         factor = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
     zero = None
+    TYPE: tl.constexpr = x.dtype.element_ty
     if static is not None:
-        scale = tl.load(static)
+        scale = given_scale(tl.load(static), TYPE, RULE)
         if static_zero is not None:
             zero = tl.load(static_zero)
     elif GROUP == 0 and zeros is None:
         if not together:
             largest = tl.reduce(largest_of(values, CHUNKS), 0, larger)
-        scale = scale_of(largest * factor, LARGEST, BEFORE == 0)
+        scale = scale_under(largest, factor, LARGEST, BEFORE == 0, TYPE, RULE)
         tl.store(scales + row, scale)
     elif GROUP == 0:
-        scale, zero = range_of(values, factor, CHUNKS)
+        scale, zero = range_under(values, factor, TYPE, RULE, CHUNKS)
         tl.store(scales + row, scale)
         tl.store(zeros + row, zero)
     saturate: tl.constexpr = static is not None or zeros is not None
@@ -349,13 +368,16 @@ def quantize_rows(
     code_row = row_of(codes, row, code_pieces * 2, True)
     for c in tl.static_range(CHUNKS):
         if GROUP == 0:
-            code = codes_of(values[c], inverse_of(scale, factor, BEFORE == 0), zero, FORMAT, saturate, BEFORE != 0)
+            code = codes_under(
+                values[c], scale, factor, zero, static is not None, saturate, FORMAT, BEFORE == 0, TYPE, RULE
+            )  # fmt: skip
         else:
             tiles = tl.reshape(values[c], (STEP // GROUP, GROUP))
-            scale = scale_of(tl.reduce(tl.abs(tiles), 1, larger, keep_dims=True) * factor, LARGEST, BEFORE == 0)
+            highest = tl.reduce(tl.abs(tiles), 1, larger, keep_dims=True)
+            scale = scale_under(highest, factor, LARGEST, BEFORE == 0, TYPE, RULE)
             group = c * (STEP // GROUP) + tl.arange(0, STEP // GROUP)[:, None]
             tl.store(scales + row.to(tl.int64) * GROUPS + group, scale, mask=group < GROUPS)
-            code = codes_of(tiles, inverse_of(scale, factor, BEFORE == 0), None, FORMAT, False, BEFORE != 0)
+            code = codes_under(tiles, scale, factor, None, False, False, FORMAT, BEFORE == 0, TYPE, RULE)
             code = tl.reshape(code, (THREADS, PIECE))
         if zero is not None:
             code = tl.where(c * STEP + i < K, code, 0)
@@ -368,7 +390,7 @@ def quantize_rows(
 @dataclass(frozen=True)
 class Request:
     """What is asked for: step before, format, group (0: per token), whether a scale is given (and a zero, if not symmetric),
-    whether there are no zero points, a residual."""
+    whether there are no zero points, a residual, and the rule of quantization."""
 
     before: str
     fmt: NumberFormat
@@ -376,6 +398,7 @@ class Request:
     static: bool = False
     symmetric: bool = True
     residual: bool = False
+    rule: ActivationRule = ActivationRule.OWN
 
 
 def shape_of(few: bool, k: int, request: Request) -> tuple[int, int, bool, int]:
@@ -417,10 +440,12 @@ class QuantizePlan:
         group = 0 if not request.group or request.group >= k else request.group
         piece = max(piece, group // threads)
         chunks = -(-self.code_pieces * CODE_PIECE // (threads * piece))
-        largest = request.fmt.max if isinstance(request.fmt, FloatFormat) else 127.0
+        integer = 127.5 if request.rule is ActivationRule.COMPRESSED_TENSORS else 127.0
+        largest = request.fmt.max if isinstance(request.fmt, FloatFormat) else integer
         overlap = machine.arch.sm >= 90
         self.constants = (
-            k, threads, piece, chunks, group, STEPS[request.before], FORMATS[request.fmt.name], largest, pieces, again, overlap
+            k, threads, piece, chunks, group, STEPS[request.before], FORMATS[request.fmt.name], largest, pieces, again, overlap,
+            RULES[request.rule],
         )  # fmt: skip
         self.options: dict[str, Any] = {"num_warps": threads // 32} | ({"launch_pdl": True} if overlap else {})
         if registers:

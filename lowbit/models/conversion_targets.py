@@ -15,7 +15,8 @@ from torch import Tensor
 from lowbit._version import __version__
 from lowbit.checkpoint import CheckpointError, LayerEntry, Manifest, awq, compressed_tensors, gptq, layer_tensors
 from lowbit.checkpoint.awq import Awq
-from lowbit.checkpoint.compressed_tensors import CompressedTensors, WeightArgs, args_for, write_layer
+from lowbit.checkpoint.compressed_groups import WeightArgs
+from lowbit.checkpoint.compressed_tensors import CompressedTensors, args_for, write_layer
 from lowbit.checkpoint.gptq import Gptq
 from lowbit.formats import PerGroup, QuantTensor, Scheme
 from lowbit.models import tensorrt_llm

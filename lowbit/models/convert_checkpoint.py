@@ -18,7 +18,7 @@ from lowbit.checkpoint import CheckpointError, CheckpointReader, CheckpointWrite
 from lowbit.checkpoint.foreign import ForeignEntry
 from lowbit.checkpoint.gptq import Gptq
 from lowbit.checkpoint.reader import read_json
-from lowbit.formats import PerChannel, PerTensor, QuantTensor, ZeroPoint
+from lowbit.formats import ActivationRule, PerChannel, PerTensor, QuantTensor, ZeroPoint
 from lowbit.models.conversion_targets import TARGETS, target_of
 from lowbit.models.gguf import GgufSource
 from lowbit.models.quantize_checkpoint import skeleton
@@ -183,6 +183,10 @@ class _Converter:
             note = f"activations stay in 16 bits, the files asked for {q.scheme.activation.name}"
             self.noted.setdefault(note, []).append(name)
             q = replace(q, scheme=q.scheme.weight_only, activation_scale=None, activation_zero=None)
+        theirs = ActivationRule.COMPRESSED_TENSORS
+        if q.scheme.activation is not None and self.report.target == "compressed-tensors" and q.scheme.rule is not theirs:
+            note = "activations are quantized by compressed-tensors' rule from here on (docs/numerics.md)"
+            self.noted.setdefault(note, []).append(name)
         return q
 
     def _misplaced(self, name: str) -> Iterator[str]:

@@ -53,7 +53,9 @@ def fuse_quantization(model: nn.Module) -> list[str]:
 
     Weights stay where they are and keep their names, in memory and in files. Decoder layers of other families, norms that are
     no RMSNorm, gates other than SiLU, layers with 16-bit inputs, with an order or an input scale, and modules with hooks are
-    left alone. What the fused modules compute differs from the separate ones by roundings that they leave out (`nn.fused`).
+    left alone. What the fused modules compute differs from the separate ones by roundings that they leave out (`nn.fused`), or
+    not at all where a scheme quantizes by another tool's rule: there the same modules as before compute an input, which is
+    quantized once for all its readers.
     """
     replaced = []
     for name, layer in list(model.named_modules()):
@@ -80,7 +82,7 @@ def _fuse_norm(layer: nn.Module, name: str, part: str, reader: nn.Module) -> lis
     eps = getattr(norm, "variance_epsilon", None)
     if not _plain(norm) or not isinstance(eps, float) or not _is_rms_norm(norm, eps):
         return []
-    setattr(layer, part, QuantizingNorm(norm.weight, eps, reader).train(norm.training))  # type: ignore[arg-type]
+    setattr(layer, part, QuantizingNorm(norm, eps, reader).train(norm.training))  # type: ignore[arg-type]
     return [f"{name}.{part}"]
 
 

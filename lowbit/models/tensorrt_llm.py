@@ -78,6 +78,12 @@ class TensorrtLlmSource:
         self._names: dict[str, str] = {}
         for name in self.reader.names():
             self._place(name)
+        for name in self.reader.names():
+            base, _, suffix = name.rpartition(".")
+            if suffix in _SUFFIXES and name not in self._names.values() and base not in self._fused.values():
+                raise CheckpointError(
+                    f"{folder / WEIGHTS}: {name}: belongs to a layer without weights, {base}.weight is missing"
+                )
 
     def layer(self, name: str) -> QuantTensor:
         """One layer; factors of x that are all 1 are left out."""

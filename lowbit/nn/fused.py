@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from lowbit.formats import ActivationRule
 from lowbit.nn.linear import QuantizedInput, QuantLinear
 from lowbit.ops import rms_norm_quantize, silu_mul_quantize
 
@@ -12,17 +13,22 @@ from lowbit.ops import rms_norm_quantize, silu_mul_quantize
 class QuantizingNorm(nn.Module):
     """RMSNorm whose result is a `QuantizedInput` for layers that quantize like `reader`, one of them: one pass over memory.
 
-    `weight` [K] is the norm's own parameter. Computed in float32 and not rounded to x's type before it is quantized, where a
-    norm by itself rounds once or twice: codes next to a tie may differ by one.
+    `norm` is the module that it replaces, with `weight` [K]. Computed in float32 and not rounded to x's type before it is
+    quantized, where a norm by itself rounds once or twice: codes next to a tie may differ by one. Where layers quantize by
+    another tool's rule, which takes x as it was rounded, `norm` computes it, and it is quantized once for all.
     """
 
-    def __init__(self, weight: nn.Parameter, eps: float, reader: QuantLinear) -> None:
+    def __init__(self, norm: nn.Module, eps: float, reader: QuantLinear) -> None:
         super().__init__()
-        self.weight, self.eps = weight, eps
-        self._reader = (reader,)  # a tuple, so that its parameters are not this module's too
+        assert isinstance(norm.weight, nn.Parameter)
+        self.weight, self.eps = norm.weight, eps
+        self._reader, self._norm = (reader,), (norm,)  # tuples, so that their parameters are not this module's too
 
     def forward(self, x: Tensor) -> QuantizedInput:
-        made = rms_norm_quantize(x, self.weight, self.eps, **self._reader[0].quantization())
+        reader = self._reader[0]
+        if reader.scheme.rule is not ActivationRule.OWN:
+            return reader.quantize_input(self._norm[0](x))
+        made = rms_norm_quantize(x, self.weight, self.eps, **reader.quantization())
         return QuantizedInput(made.codes, made.scale, made.zero, x.dtype)
 
     def extra_repr(self) -> str:
@@ -31,7 +37,8 @@ class QuantizingNorm(nn.Module):
 
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)), x quantized once for gate and up, and silu, product and quantization for `down_proj` in one
-    pass: in float32, as in `QuantizingNorm`. x is a tensor [.., K] or a `QuantizedInput`."""
+    pass: in float32, as in `QuantizingNorm`; rounded to x's type in between where layers quantize by another tool's rule. x is
+    a tensor [.., K] or a `QuantizedInput`."""
 
     def __init__(self, gate_proj: QuantLinear, up_proj: QuantLinear, down_proj: QuantLinear) -> None:
         super().__init__()
@@ -41,8 +48,13 @@ class GatedMLP(nn.Module):
         if isinstance(x, Tensor):
             x = self.gate_proj.quantize_input(x)
         gate, up = self.gate_proj(x), self.up_proj(x)
+        if self.down_proj.scheme.rule is not ActivationRule.OWN:
+            return self._down(self.down_proj.quantize_input(nn.functional.silu(gate) * up))
         made = silu_mul_quantize(gate, up, **self.down_proj.quantization())
-        y: Tensor = self.down_proj(QuantizedInput(made.codes, made.scale, made.zero, gate.dtype))
+        return self._down(QuantizedInput(made.codes, made.scale, made.zero, gate.dtype))
+
+    def _down(self, x: QuantizedInput) -> Tensor:
+        y: Tensor = self.down_proj(x)
         return y
 
 

@@ -119,6 +119,7 @@ class QuantLinear(PackedWeight):
             "scale": static,
             "symmetric": not self.scheme.activation_zero,
             "zero": self.activation_zero,
+            "rule": self.scheme.rule.value,
         }
 
     def quantize_input(self, x: Tensor) -> QuantizedInput:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit.formats import FloatFormat, NumberFormat, number_format
+from lowbit.formats import ActivationRule, FloatFormat, NumberFormat, number_format
 from lowbit.hardware.machine import machine_of, machine_refusals
 from lowbit.kernels.reference import (
     CODE_DTYPES,
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 torch.library.define(
     "lowbit::quantize_activations",
     "(Tensor x, str format, SymInt group=0, Tensor? scale=None, bool symmetric=True, str before='', Tensor? beside=None,"
-    " Tensor? weight=None, Tensor? bias=None, float eps=0.0, Tensor? zero=None) -> Tensor[]",
+    " Tensor? weight=None, Tensor? bias=None, float eps=0.0, Tensor? zero=None, str rule='') -> Tensor[]",
 )
 
 BEFORE = ("", "rms_norm", "layer_norm", "silu")
@@ -36,6 +36,13 @@ MOST_COLUMNS = 65536
 """Widest row that the kernel's registers hold."""
 CODE_PIECE = 16
 """Rows of codes start at multiples of so many bytes on a GPU."""
+RULES = {
+    ActivationRule.OWN.value: tuple(CODE_DTYPES),
+    ActivationRule.COMPRESSED_TENSORS.value: ("int8", "fp8_e4m3"),
+    ActivationRule.FINEGRAINED_FP8.value: ("fp8_e4m3",),
+    ActivationRule.FBGEMM.value: ("fp8_e4m3",),
+}
+"""Rules of quantization and the formats that each makes."""
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 _format = functools.lru_cache(maxsize=None)(number_format)
@@ -53,7 +60,7 @@ class Activations(NamedTuple):
 
 def quantize_activations(
     x: Tensor, fmt: str | NumberFormat, *, group: int = 0, scale: Tensor | None = None, symmetric: bool = True,
-    zero: Tensor | None = None,
+    zero: Tensor | None = None, rule: str = "",
 ) -> Activations:  # fmt: skip
     """x [.., K] (fp16, bf16 or fp32) in codes of `fmt`: int8, fp8_e4m3 or fp8_e5m2.
 
@@ -61,36 +68,38 @@ def quantize_activations(
     given `scale` float32 [1] for all, beyond which values saturate. Not `symmetric`, for int8 only: the scale covers max - min,
     and there are zero points, with a given scale the given `zero` int32 [1]. Rounds to nearest, ties to even. Rows
     of zeros have the scale 2^-126; rows with an infinity or a NaN have a scale that is not finite, nor is then any product.
-    Raises ValueError for what does not fit together.
+    `rule` is the value of a `formats.ActivationRule`: "" for the above, or another tool's. Raises ValueError for what does not
+    fit together.
     """
-    return _quantize(x, fmt, group, scale, symmetric, zero)
+    return _quantize(x, fmt, group, scale, symmetric, zero, rule)
 
 
 def rms_norm_quantize(
     x: Tensor, weight: Tensor, eps: float, fmt: str | NumberFormat, *, residual: Tensor | None = None, group: int = 0,
-    scale: Tensor | None = None, symmetric: bool = True, zero: Tensor | None = None,
+    scale: Tensor | None = None, symmetric: bool = True, zero: Tensor | None = None, rule: str = "",
 ) -> Activations:  # fmt: skip
     """`quantize_activations` of x / sqrt(mean(x^2) + eps) * weight [K], in float32 and not rounded in between.
+    That is no rule but this library's own: any other raises ValueError.
 
     With a `residual` [.., K], x + residual in x's type takes the place of x and is returned as `sum`.
     """
-    return _quantize(x, fmt, group, scale, symmetric, zero, "rms_norm", residual, weight, None, eps)
+    return _quantize(x, fmt, group, scale, symmetric, zero, rule, "rms_norm", residual, weight, None, eps)
 
 
 def layer_norm_quantize(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, fmt: str | NumberFormat, *, residual: Tensor | None = None,
-    group: int = 0, scale: Tensor | None = None, symmetric: bool = True, zero: Tensor | None = None,
+    group: int = 0, scale: Tensor | None = None, symmetric: bool = True, zero: Tensor | None = None, rule: str = "",
 ) -> Activations:  # fmt: skip
     """`quantize_activations` of (x - mean) / sqrt(variance + eps) * weight + bias; otherwise as `rms_norm_quantize`."""
-    return _quantize(x, fmt, group, scale, symmetric, zero, "layer_norm", residual, weight, bias, eps)
+    return _quantize(x, fmt, group, scale, symmetric, zero, rule, "layer_norm", residual, weight, bias, eps)
 
 
 def silu_mul_quantize(
     gate: Tensor, up: Tensor, fmt: str | NumberFormat, *, group: int = 0, scale: Tensor | None = None,
-    symmetric: bool = True, zero: Tensor | None = None,
+    symmetric: bool = True, zero: Tensor | None = None, rule: str = "",
 ) -> Activations:  # fmt: skip
     """`quantize_activations` of silu(gate) * up, in float32 and not rounded in between."""
-    return _quantize(gate, fmt, group, scale, symmetric, zero, "silu", up)
+    return _quantize(gate, fmt, group, scale, symmetric, zero, rule, "silu", up)
 
 
 def quantize_refusals(fmt: NumberFormat, dtype: torch.dtype, k: int, device: torch.device | str) -> tuple[str, ...]:
@@ -111,18 +120,24 @@ def quantize_refusals(fmt: NumberFormat, dtype: torch.dtype, k: int, device: tor
 
 def _quantize(
     x: Tensor, fmt: str | NumberFormat, group: int, scale: Tensor | None, symmetric: bool, zero: Tensor | None,
+    rule: str,
     before: str = "", beside: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 0.0,
 ) -> Activations:  # fmt: skip
     name = fmt if isinstance(fmt, str) else fmt.name
-    made = torch.ops.lowbit.quantize_activations(x, name, group, scale, symmetric, before, beside, weight, bias, eps, zero)
+    made = torch.ops.lowbit.quantize_activations(
+        x, name, group, scale, symmetric, before, beside, weight, bias, eps, zero, rule
+    )
     zero = made[2] if scale is None and not symmetric else zero
     total = made[-1] if before.endswith("norm") and beside is not None else None
+    if scale is not None and rule == ActivationRule.COMPRESSED_TENSORS.value and x.dtype != torch.float32:
+        scale = scale.to(x.dtype).float()  # as it is rounded before x is divided by it
     return Activations(made[0], made[1] if scale is None else scale, zero, total)
 
 
 def _check(
     x: Tensor, fmt: str, group: int, scale: Tensor | None, symmetric: bool, before: str, beside: Tensor | None,
     weight: Tensor | None, bias: Tensor | None, zero: Tensor | None,
+    rule: str,
 ) -> NumberFormat:  # fmt: skip
     """The format; raises ValueError unless everything fits together."""
     who = "quantize_activations"
@@ -153,15 +168,24 @@ def _check(
             raise ValueError(f"{who}: {name} is [{x.shape[-1]}], got {tuple(vector.shape)}")
     if (weight is None) == before.endswith("norm"):
         raise ValueError(f"{who}: {before or 'x alone'} {'needs a' if weight is None else 'has no'} weight")
+    if rule not in RULES:
+        raise ValueError(f"{who}: rules are {', '.join(map(repr, RULES))}, not {rule!r}")
+    if fmt not in RULES[rule]:
+        raise ValueError(f"{who}: the rule {rule!r} makes {' and '.join(RULES[rule])}, not {fmt}")
+    if rule and before:
+        raise ValueError(
+            f"{who}: the rule {rule!r} quantizes what was rounded to x's type, which is not so when fused with {before}; "
+            "quantize what that step returns"
+        )
     return _format(fmt)
 
 
 def _plain(
     x: Tensor, fmt: str, group: int = 0, scale: Tensor | None = None, symmetric: bool = True, before: str = "",
     beside: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 0.0,
-    zero: Tensor | None = None,
+    zero: Tensor | None = None, rule: str = "",
 ) -> list[Tensor]:  # fmt: skip
-    parsed = _check(x, fmt, group, scale, symmetric, before, beside, weight, bias, zero)
+    parsed = _check(x, fmt, group, scale, symmetric, before, beside, weight, bias, zero, rule)
     total = None
     if before == "silu":
         assert beside is not None
@@ -173,7 +197,7 @@ def _plain(
         if weight is not None:
             norm = rms_norm_reference(values, weight, eps) if before == "rms_norm" else None
             values = layer_norm_reference(values, weight, bias, eps) if norm is None else norm
-    codes, *found = quantize_activations_reference(values, parsed, group, scale, symmetric, zero)
+    codes, *found = quantize_activations_reference(values, parsed, group, scale, symmetric, zero, ActivationRule(rule))
     return [t for t in (codes, *(found if scale is None else ()), total) if t is not None]
 
 
@@ -184,16 +208,16 @@ torch.library.impl("lowbit::quantize_activations", "CPU", _plain)
 def _on_gpu(
     x: Tensor, fmt: str, group: int = 0, scale: Tensor | None = None, symmetric: bool = True, before: str = "",
     beside: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 0.0,
-    zero: Tensor | None = None,
+    zero: Tensor | None = None, rule: str = "",
 ) -> list[Tensor]:  # fmt: skip
     rows = _rows(x)
     beside_rows = None if beside is None else _rows(beside)
     others = tuple(_described(t) for t in (beside, weight, bias, scale, zero))
     strides = rows.stride(0), None if beside_rows is None else beside_rows.stride(0)
     aligned = rows.data_ptr() % 16 == 0 and all(stride is None or stride % 8 == 0 for stride in strides)
-    plan = _plan(fmt, x.shape, x.dtype, x.device, group, symmetric, before, others, aligned)
+    plan = _plan(fmt, x.shape, x.dtype, x.device, group, symmetric, before, others, aligned, rule)
     if plan is None:
-        return _plain(x, fmt, group, scale, symmetric, before, beside, weight, bias, eps, zero)
+        return _plain(x, fmt, group, scale, symmetric, before, beside, weight, bias, eps, zero, rule)
     if x.device.index != torch.cuda.current_device():
         with torch.cuda.device(x.device):
             made = plan(rows, beside_rows, weight, bias, scale, eps, zero)
@@ -211,12 +235,12 @@ def _rows(x: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=4096)
 def _plan(
     fmt: str, shape: torch.Size, dtype: torch.dtype, on: torch.device, group: int, symmetric: bool, before: str,
-    others: tuple[_Described | None, ...], aligned: bool,
+    others: tuple[_Described | None, ...], aligned: bool, rule: str,
 ) -> QuantizePlan | None:  # fmt: skip
     """The plan of a call, None where the kernel does not take it. Raises ValueError when the tensors do not fit together."""
     beside, weight, bias, scale, zero = (None if t is None else torch.empty(t[0], dtype=t[1], device="meta") for t in others)
     x = torch.empty(shape, dtype=dtype, device="meta")
-    parsed = _check(x, fmt, group, scale, symmetric, before, beside, weight, bias, zero)
+    parsed = _check(x, fmt, group, scale, symmetric, before, beside, weight, bias, zero, rule)
     devices = {on, *(t[2] for t in others if t is not None)}
     if len(devices) > 1:
         raise ValueError(f"quantize_activations: all tensors must be on one device, got {sorted(map(str, devices))}")
@@ -225,7 +249,8 @@ def _plan(
         return None
     from lowbit.kernels.quantize_activations import QuantizePlan, Request
 
-    request: Request = Request(before, parsed, group, scale is not None, symmetric, before != "silu" and beside is not None)
+    residual = before != "silu" and beside is not None
+    request: Request = Request(before, parsed, group, scale is not None, symmetric, residual, ActivationRule(rule))
     pieces = aligned and k % 8 == 0 and all(t is None or t[3] for t in others)
     return QuantizePlan(shape[:-1].numel(), k, request, pieces, machine_of(on))
 
@@ -234,9 +259,9 @@ def _plan(
 def _fake(
     x: Tensor, fmt: str, group: int = 0, scale: Tensor | None = None, symmetric: bool = True, before: str = "",
     beside: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 0.0,
-    zero: Tensor | None = None,
+    zero: Tensor | None = None, rule: str = "",
 ) -> list[Tensor]:  # fmt: skip
-    _check(x, fmt, group, scale, symmetric, before, beside, weight, bias, zero)
+    _check(x, fmt, group, scale, symmetric, before, beside, weight, bias, zero, rule)
     groups = -(-x.shape[-1] // group) if group else 1
     filled = -(-x.shape[-1] // CODE_PIECE) * CODE_PIECE if x.device.type == "cuda" else x.shape[-1]
     made = [x.new_empty((*x.shape[:-1], filled), dtype=CODE_DTYPES[fmt])[..., : x.shape[-1]]]

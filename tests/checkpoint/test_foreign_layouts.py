@@ -190,7 +190,8 @@ def test_equally_long_words_are_told_apart_by_version():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["w8e4m3a16_t", "w8e4m3a16", "w8e4m3a8e4m3_b16x32", "w8a8", "w4a16_g32_z", "w3a16", "w8a16_t"])
+@pytest.mark.parametrize("name", ["w8e4m3a16_t", "w8e4m3a16", "w8e4m3a8e4m3_b16x32_ct", "w8a8_ct", "w8a8_az_ct",
+                                  "w4a16_g32_z", "w3a16", "w8a16_t"])  # fmt: skip
 def test_compressed_tensors_is_chosen_for_a_scheme(name, dtype):
     q = random_layer(name, 40, 96, 7, dtype)
     args = args_for(q)
@@ -218,7 +219,7 @@ def test_mx_formats_there_and_back(name, layout):
 
 @pytest.mark.parametrize("exponents", [False, True])
 def test_fp8_blocks_there_and_back(exponents):
-    q = random_layer("w8e4m3a8e4m3_b128x128", 200, 300, 9, torch.float32)
+    q = random_layer("w8e4m3a8e4m3_b128x128_hf", 200, 300, 9, torch.float32)
     if exponents:
         q = dataclasses.replace(q, scale=q.scale.abs().log2().round().exp2().bfloat16())
     schema = Fp8(PerBlock(128, 128), "weight_scale_inv", exponents)
@@ -233,10 +234,11 @@ def test_fp8_blocks_there_and_back(exponents):
 @pytest.mark.parametrize(
     ("config", "scale", "scheme"),
     [
-        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, ("weight_scale", ()), "w8e4m3a8e4m3_t"),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, ("weight_scale", ()), "w8e4m3a8e4m3_t_hf"),
         ({"quant_method": "fp8", "activation_scheme": "static"}, ("weight_scale_inv", (1,)), "w8e4m3a16_t"),
-        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, ("weight_scale", (8, 1)), "w8e4m3a8e4m3"),
-        ({"quant_method": "fp8", "weight_block_size": [4, 16]}, ("weight_scale_inv", (2, 3)), "w8e4m3a8e4m3_b4x16"),
+        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, ("weight_scale", (8, 1)), "w8e4m3a8e4m3_fb"),
+        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 900.0}, ("weight_scale", (8, 1)), "w8e4m3a16"),
+        ({"quant_method": "fp8", "weight_block_size": [4, 16]}, ("weight_scale_inv", (2, 3)), "w8e4m3a8e4m3_b4x16_hf"),
     ],
 )
 def test_fp8_configurations(config, scale, scheme):

@@ -4,6 +4,7 @@ import pytest
 
 from lowbit.formats import (
     ALIASES,
+    ActivationRule,
     PerBlock,
     PerChannel,
     PerGroup,
@@ -34,6 +35,13 @@ from tests.formats import FLOAT_FORMATS
         ("w8a8_az", Scheme(int_format(8), int_format(8), activation_zero=True)),
         ("w8a8_t_az", Scheme(int_format(8), int_format(8), PerTensor(), activation_zero=True)),
         ("w4a8_g64_z_az", Scheme(uint_format(4), int_format(8), PerGroup(64), ZeroPoint.INTEGER, True)),
+        ("w8a8_ct", Scheme(int_format(8), int_format(8), rule=ActivationRule.COMPRESSED_TENSORS)),
+        ("w8a8_t_az_ct", Scheme(int_format(8), int_format(8), PerTensor(), ZeroPoint.NONE, True, ActivationRule("ct"))),
+        (
+            "w8e4m3a8e4m3_b128x128_hf",
+            Scheme(float_format(4, 3), float_format(4, 3), PerBlock(128, 128), rule=ActivationRule("hf")),
+        ),
+        ("w8e4m3a8e4m3_fb", Scheme(float_format(4, 3), float_format(4, 3), rule=ActivationRule.FBGEMM)),
         ("w4a8e4m3_g128", Scheme(int_format(4), float_format(4, 3), PerGroup(128))),
     ],
 )
@@ -53,6 +61,20 @@ def test_every_canonical_name_parses_back():
         for zero in (ZeroPoint.INTEGER, ZeroPoint.FLOAT):
             scheme = Scheme(uint_format(bits), None, PerGroup(32), zero)
             assert parse_scheme(scheme.name) == scheme
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("w4a16_g128_ct", "the rule _ct quantizes activations to integers, e4m3 or e2m1, not to 16 bits"),
+        ("w8a8_hf", "the rule _hf quantizes activations to e4m3, not to int8"),
+        ("w8e4m3a8e5m2_fb", "the rule _fb quantizes activations to e4m3, not to fp8_e5m2"),
+    ],
+)
+def test_rules_that_say_nothing(name, message):
+    with pytest.raises(ValueError, match=message):
+        parse_scheme(name)
+    assert parse_scheme("w8a8_az_ct").weight_only == parse_scheme("w8a16")
 
 
 @pytest.mark.parametrize("alias", ALIASES)

@@ -175,7 +175,7 @@ def test_activations_in_8_bits_run_as_the_files_ask(tmp_path, static):
                  if n.endswith("input_scale")}  # fmt: skip
         assert len(given) == 7
     report = convert_checkpoint(source, tmp_path / "own")
-    assert report.notes == [] and set(report.layers.values()) == {"w8e4m3a8e4m3_t"}
+    assert report.notes == [] and set(report.layers.values()) == {"w8e4m3a8e4m3_t_ct"}
     convert_checkpoint(source, tmp_path / "plain", "dequantized")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
 
@@ -219,7 +219,7 @@ def test_asymmetric_activations_run_as_the_files_ask(tmp_path, static):
         given = {n.removesuffix(".input_scale"): (held[n], held[n.replace("scale", "zero_point")].float()) for n in held
                  if n.endswith("input_scale")}  # fmt: skip
     report = convert_checkpoint(source, tmp_path / "own")
-    assert report.notes == [] and set(report.layers.values()) == {"w8a8_z_az"}
+    assert report.notes == [] and set(report.layers.values()) == {"w8a8_z_az_ct"}
     convert_checkpoint(source, tmp_path / "plain", "dequantized")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain", dtype=torch.float32)
 

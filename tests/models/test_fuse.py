@@ -89,6 +89,19 @@ def test_roundings_that_are_left_out_are_small(dtype):
     assert (logits(model) - exact).norm() < 1.1 * (apart - exact).norm()
 
 
+@pytest.mark.parametrize("scheme", ["w8a8_ct", "w8a8_az_ct", "w8a8_t_ct", "w8e4m3a8e4m3_b128x128_ct", "w8e4m3a8e4m3_fb"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_by_another_tools_rule_nothing_changes(scheme, dtype):
+    """That tool quantizes what a norm or a gate has rounded to x's type: quantized once for all readers, to the same codes."""
+    model = converted(scheme, dtype=dtype)
+    expected, state = logits(model), {name: t.clone() for name, t in model.state_dict().items()}
+    assert len(fuse_quantization(model)) == 6 and counted(model) == {"": 8}
+    assert torch.equal(logits(model), expected)
+    again = model.state_dict()
+    assert list(again) == list(state) and all(torch.equal(again[name], t) for name, t in state.items())
+    assert torch.equal(logits(copy.deepcopy(model)), expected)
+
+
 def test_in_one_graph_and_with_a_cache():
     model = converted("w8a8")
     fuse_quantization(model)
@@ -177,6 +190,19 @@ def test_a_model_on_a_cpu_is_loaded_as_it_is(tmp_path):
     assert len(other._forward_pre_hooks) == 1, "it waits for a GPU"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=LowbitConfig("w8a16"))
     assert not model._forward_pre_hooks, "which would change nothing"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["w8a8_ct", "w8a8_az_ct", "w4a8_g128_ct", "w8e4m3a8e4m3_ct", "w8e4m3a8e4m3_b128x128_hf"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_by_another_tools_rule_nothing_changes_on_a_gpu(scheme, dtype):
+    model = converted(scheme, dtype=dtype).cuda()
+    for module in model.modules():
+        if isinstance(module, QuantLinear):
+            module.prepare(dtype)
+    expected = logits(model, IDS.cuda())
+    assert len(fuse_quantization(model)) == 6 and counted_on(model) == {"": 8}
+    assert torch.equal(logits(model, IDS.cuda()), expected)
 
 
 @pytest.mark.gpu
