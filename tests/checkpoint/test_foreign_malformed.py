@@ -113,7 +113,11 @@ CASES = {
     "gptq order of 64 bits": (GPTQ, tensor("g_idx", torch.Tensor.long), rf"{Q}\.g_idx: int32"),
     "awq other version": (AWQ, config(lambda c: c.update(version="gemv_fast")), "AWQ version 'gemv_fast'; read is gemm"),
     "awq 8 bits": (AWQ, config(lambda c: c.update(bits=8)), "AWQ weights of 8 bits"),
-    "awq without zeros": (AWQ, config(lambda c: c.update(zero_point=False)), "zero_point is false"),
+    "awq without zeros": (
+        AWQ,
+        config(lambda c: c.update(zero_point=False)),
+        r"qzeros: config.json says that there are no zero",
+    ),
     "awq codes cut": (AWQ, tensor("qweight", lambda t: t[:, :-1]), rf"{Q}\.qweight: 64 channels"),
     "awq K not divided": (AWQ, tensor("qweight", lambda t: t[:20]), rf"{Q}\.scales: 2 groups do not divide 20"),
     "awq scales infinite": (AWQ, tensor("scales", fill(float("inf"))), rf"{Q}\.scales: scales are finite"),

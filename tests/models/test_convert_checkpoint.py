@@ -22,6 +22,7 @@ from lowbit.checkpoint import (
 )
 from lowbit.formats import parse_scheme
 from lowbit.models.convert_checkpoint import convert_checkpoint
+from lowbit.models.gguf import GgufSource
 from lowbit.nn.packed import PackedWeight
 from lowbit.quantize import rtn
 from tests.checkpoint.foreign import DATA, same, sha
@@ -398,3 +399,42 @@ def test_gguf_becomes_a_model_that_transformers_agrees_with(tmp_path):
     assert torch.allclose(ours(IDS).logits, logits, atol=1e-5 * float(logits.abs().max()))
     with pytest.raises(CheckpointError, match="zero points in GPTQ files are integers"):
         convert_checkpoint(tmp_path / "m.gguf", tmp_path / "d", "gptq")
+
+
+def test_plain_weights_have_the_type_that_rounds_least(tmp_path):
+    """GGUF files state no type: fp16 where it is nearer, bf16 where fp16 would overflow; the choice and its error are said."""
+    model = LlamaForCausalLM(GGUF_CONFIG)
+    write_gguf(tmp_path / "m.gguf", model)
+    report = convert_checkpoint(tmp_path / "m.gguf", tmp_path / "c", "dequantized")
+    assert set(report.layers.values()) == {"float16"}
+    said = next(line for line in report.lines() if "no type of weights is stated; float16 is taken" in line)
+    made = load_file(tmp_path / "c" / "model.safetensors")
+    exact = GgufSource(tmp_path / "m.gguf")
+    errors = []
+    for name in exact.entries:
+        weight = exact.dequantize(name, torch.float32)
+        errors.append(float((made[f"{name}.weight"].float() - weight).abs().max() / weight.abs().max()))
+    assert max(errors) <= 2**-11 and any(f"by {max(errors):.1e} of a layer's largest" in line for line in report.lines())
+    assert f"{max(errors):.1e}" in said and "bfloat16: " in said
+    assert json.loads((tmp_path / "c" / "config.json").read_text())["dtype"] == "float16"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "c").dtype == torch.float16
+
+    with torch.no_grad():
+        model.model.layers[0].input_layernorm.weight[3] = 1e6
+    write_gguf(tmp_path / "m.gguf", model)
+    report = convert_checkpoint(tmp_path / "m.gguf", tmp_path / "d", "dequantized")
+    assert set(report.layers.values()) == {"bfloat16"}
+    assert any("bfloat16 is taken" in line and "(float16: inf)" in line for line in report.lines())
+
+
+def test_plain_weights_beyond_the_stated_type_are_refused(tmp_path):
+    folder = tmp_path / "c"
+    shutil.copytree(DATA / "compressed-tensors-w6-channel", folder)
+    held = load_file(folder / "model.safetensors")
+    held = {n: t.float() * (1e7 if n.endswith("up_proj.weight_scale") else 1) if "scale" in n else t for n, t in held.items()}
+    save_file(held, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=r"up_proj: weights up to .* are beyond float16, the type that config\.json states"
+    ):
+        convert_checkpoint(folder, tmp_path / "d", "dequantized")
+    assert not (tmp_path / "d").exists()

@@ -63,30 +63,53 @@ def linears(folder, marker):
 
 
 def auto_round(source, out):
-    from auto_round import AutoRound
-    from auto_round.export.export_to_awq.utils import dequantize_gemm
-    from auto_round_extension.torch.qlinear_torch_zp import QuantLinear
-
     variants = [("gptq-auto-round-w4", "auto_gptq", 4, True), ("gptq-auto-round-w4-asym", "auto_gptq", 4, False)]
     variants += [(f"gptq-auto-round-w{bits}", "auto_gptq", bits, True) for bits in (2, 3, 8)]
-    for name, layout, bits, sym in [*variants, ("awq-auto-round", "auto_awq", 4, False)]:
-        work = out / f"{name}.work"
-        rounder = AutoRound(str(source), scheme=f"W{bits}A16", group_size=32, sym=sym, iters=0, disable_opt_rtn=True)
-        rounder.quantize_and_save(str(work), format=layout)
-        folder = next(p.parent for p in work.rglob("model.safetensors"))
-        shutil.move(folder, out / name)
-        shutil.rmtree(work, ignore_errors=True)
-        expected = {}
-        for layer, t in linears(out / name, "qweight").items():
-            if layout == "auto_awq":
-                weight = dequantize_gemm(t["qweight"], t["qzeros"], t["scales"].float(), 4, 32).T
-            else:
-                k, n = t["qweight"].shape[0] * 32 // bits, t["qweight"].shape[1]
-                reader = QuantLinear(bits, 32, k, n, bias=False)
-                reader.qweight, reader.qzeros, reader.scales = t["qweight"], t["qzeros"], t["scales"].float()
-                weight = reader(torch.eye(k)).T
-            expected[layer] = sha(weight)
-        finish(out / name, expected)
+    variants += [("awq-auto-round", "auto_awq", 4, False), ("awq-auto-round-sym", "auto_awq", 4, True)]
+    variants += [(f"auto-round-gptq-w{bits}", "auto_round", bits, True) for bits in (2, 3, 4, 8)]
+    variants += [(f"auto-round-w{bits}-asym", "auto_round", bits, False) for bits in (2, 3, 5, 6, 7)]
+    variants += [("auto-round-gptq-asym", "auto_round:auto_gptq", 4, False)]
+    variants += [("auto-round-gptqmodel", "auto_round:gptqmodel", 4, True)]
+    variants += [(f"auto-round-awq-{name}", "auto_round:auto_awq", 4, sym) for name, sym in (("asym", False), ("sym", True))]
+    for name, layout, bits, sym in variants:
+        if not (out / name).exists():
+            auto_round_folder(source, out / name, layout, bits, sym)
+    mixed = {"model.layers.0.mlp.up_proj": {"bits": 8, "group_size": 16}, "model.layers.0.self_attn.k_proj": {"bits": 16}}
+    auto_round_folder(source, out / "auto-round-mixed", "auto_round:auto_gptq", 4, True, mixed)
+
+
+def auto_round_folder(source, folder, layout, bits, sym, exceptions=None):
+    """One folder, and its weights as auto-round's own layers compute them."""
+    from auto_round import AutoRound
+
+    work = folder.with_suffix(".work")
+    scheme = {"bits": bits, "group_size": 32, "sym": sym, "data_type": "int", "act_bits": 16}
+    rounder = AutoRound(str(source), scheme=scheme, iters=0, disable_opt_rtn=True, layer_config=exceptions)
+    rounder.quantize_and_save(str(work), format=layout)
+    shutil.move(next(p.parent for p in work.rglob("model.safetensors")), folder)
+    shutil.rmtree(work, ignore_errors=True)
+    stated = json.loads((folder / "config.json").read_text())["quantization_config"]
+    layout = stated.get("packing_format", layout)
+    assert stated["bits"] == bits and stated["sym"] == sym, stated
+    expected = {}
+    for layer, t in linears(folder, "qweight").items():
+        own = (exceptions or {}).get(layer, {})
+        expected[layer] = sha(auto_round_weight(t, layout, own.get("bits", bits), own.get("group_size", 32)))
+    finish(folder, expected)
+
+
+def auto_round_weight(t, layout, bits, group):
+    """A layer's weights [N, K] as the reader that auto-round chooses for a `packing_format` on a CPU computes them."""
+    from auto_round.export.export_to_awq.utils import dequantize_gemm
+    from auto_round_extension.torch import qlinear_torch, qlinear_torch_zp
+
+    if "awq" in layout:
+        return dequantize_gemm(t["qweight"], t["qzeros"], t["scales"].float(), bits, group).T
+    reader_of = qlinear_torch_zp if "auto_gptq" in layout else qlinear_torch
+    k, n = t["qweight"].shape[0] * 32 // bits, t["qweight"].shape[1]
+    reader = reader_of.QuantLinear(bits, group, k, n, bias=False)
+    reader.qweight, reader.qzeros, reader.scales = t["qweight"], t["qzeros"], t["scales"].float()
+    return reader(torch.eye(k)).T
 
 
 def gptqmodel(source, out):
