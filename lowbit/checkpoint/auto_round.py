@@ -28,7 +28,7 @@ _EXPORT = "export the model with auto-round's --format llm_compressor"
 
 
 def schema(config: Mapping[str, Any], where: Path | str) -> Gptq | Awq:
-    """The schema of a checkpoint in auto-round's own format; CheckpointError for what is not read, naming the export that is."""
+    """The schema of a checkpoint in auto-round's own format; CheckpointError for what is not read, naming what is."""
     packing = config_value(config, where, ("packing_format",), str, "auto_round:auto_gptq")
     if packing not in (*_VERSION_2, *_AWQ):
         raise CheckpointError(f"{where}: packing_format {packing!r}; read are {', '.join((*_VERSION_2, *_AWQ))}; {_EXPORT}")
@@ -42,7 +42,9 @@ def schema(config: Mapping[str, Any], where: Path | str) -> Gptq | Awq:
     size = group_size(config_value(config, where, ("group_size",), int), where)
     sizes = (group_size(config_value(v, f"{where}: {n}", ("group_size",), int, size), where) for n, v in quantized.items())
     others, mixed = tuple(dict.fromkeys(sizes)), bool(quantized)
-    symmetric = None if mixed else config_value(config, where, ("sym",), bool, True)
+    symmetric: bool | None = config_value(config, where, ("sym",), bool, True)
+    if any(config_value(v, f"{where}: {n}", ("sym",), bool, symmetric) is not symmetric for n, v in quantized.items()):
+        symmetric = None
     if packing in _AWQ:
         return Awq(size, bool(symmetric), bits, mixed, others)
     return Gptq(bits, size, _VERSION_2[packing], symmetric, mixed, others, stream=True)

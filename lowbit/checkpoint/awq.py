@@ -43,8 +43,8 @@ _BITS = (4, 5, 6, 7)
 
 @dataclass(frozen=True)
 class Awq(ForeignSchema):
-    """Group size (-1: all of K); whether all zeros are the middle, 8 at 4 bits; bits per weight. `mixed`: single layers may differ
-    in bits and in groups, of one of `sizes`."""
+    """Group size (-1: all of K); whether all zeros are the middle, 8 at 4 bits; bits per weight. `mixed`: single layers may
+    differ in bits and in groups, of one of `sizes`."""
 
     group: int
     symmetric: bool = False
@@ -94,8 +94,8 @@ class Awq(ForeignSchema):
         middle = 1 << (bits - 1)
         if bool((zero != middle).any()):
             raise layer.error(
-                "qzeros", f"config.json says that there are no zero points, but some from {int(zero.min())} to {int(zero.max())} are "
-                f"stored, not {middle}; state zero_point: true if they are meant",
+                "qzeros", f"config.json says that there are no zero points, but those stored, from {int(zero.min())} to "
+                f"{int(zero.max())}, are not all {middle}; state zero_point: true if they are meant",
             )  # fmt: skip
         return QuantTensor(codes, scale, None, _scheme(bits, group, True))
 

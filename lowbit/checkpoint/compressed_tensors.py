@@ -7,6 +7,8 @@
     naive-quantized     as int- or float-quantized, whichever the type is
     mxfp4-pack-quantized, mxfp8-quantized, mxfp6-pack-quantized
                         weight_packed uint8 (mxfp8: weight) and weight_scale uint8 [N, K / 32], exponents of two less 127
+    nvfp4-pack-quantized, read only
+                        weight_packed, weight_scale float8_e4m3fn [N, K / 16], weight_global_scale, their divisor (nvfp4.py)
 
 and weight_scale [1], [N, 1], [N, G] or, for blocks, [N / n, K / k], all rounded up; w = scale * (q - zero point).
 
@@ -42,6 +44,7 @@ from lowbit.checkpoint.foreign import (
     words_to_codes,
     write_e8m0,
 )
+from lowbit.checkpoint.nvfp4 import nvfp4_shape, read_nvfp4
 from lowbit.checkpoint.schema import MAX_DIMENSION, CheckpointError
 from lowbit.formats import (
     FloatFormat,
@@ -65,13 +68,16 @@ from lowbit.formats import (
 )
 
 PACKED, INT, FLOAT, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
+NVFP4 = "nvfp4-pack-quantized"
 _MX = {
     "mxfp4-pack-quantized": float_format(2, 1),
     "mxfp6-pack-quantized": float_format(2, 3),
     "mxfp8-quantized": float_format(4, 3),
 }
 _E4M3 = float_format(4, 3)
-_FORMATS = (PACKED, INT, FLOAT, NAIVE, *_MX)
+_SMALL_FLOATS = _MX | {NVFP4: float_format(2, 1)}
+_NVFP4_TENSORS = ("weight_packed", "weight_scale", "weight_global_scale")
+_FORMATS = (PACKED, INT, FLOAT, NAIVE, *_SMALL_FLOATS)
 
 
 @dataclass(frozen=True)
@@ -96,8 +102,8 @@ class WeightArgs:
     def scheme(self) -> Scheme:
         """The scheme of a layer's QuantTensor; integers of 1 bit become integers of 2."""
         weight: NumberFormat
-        if self.layout in _MX:
-            weight = _MX[self.layout]
+        if self.layout in _SMALL_FLOATS:
+            weight = _SMALL_FLOATS[self.layout]
         elif self.float:
             weight = _E4M3
         else:
@@ -265,6 +271,8 @@ def read_layer(layer: ForeignLayer, shape: tuple[int, int], args: WeightArgs) ->
         if args.layout == "mxfp8-quantized":
             return QuantTensor(read_fp8(layer, "weight"), scale, None, args.scheme)
         return QuantTensor(unpack_words(layer.tensor("weight_packed"), args.bits, k), scale, None, args.scheme)
+    if args.layout == NVFP4:
+        return dataclasses.replace(read_nvfp4(layer, *_NVFP4_TENSORS, divided=True), scheme=args.scheme)
     scale = layer.scales("weight_scale").reshape(grid)
     if args.float:
         return QuantTensor(read_fp8(layer, "weight"), scale, None, args.scheme)
@@ -318,16 +326,18 @@ def _weight_tensors(q: QuantTensor, args: WeightArgs) -> dict[str, Tensor]:
 
 def _shape_and_args(layer: ForeignLayer, args: WeightArgs, new_words: bool | None) -> tuple[tuple[int, int], WeightArgs]:
     """Shape of the layer and its arguments, `padded` found out; raises CheckpointError where the tensors do not fit."""
-    for suffix in ("weight_g_idx", "weight_global_scale"):
-        if layer.has(suffix):
-            meaning = "a channel order that compressed-tensors itself no longer reads" if "g_idx" in suffix else "NVFP4 scales"
-            raise layer.error(suffix, f"{meaning}: not read; quantize again, or decompress with the tool that wrote it")
+    if layer.has("weight_g_idx"):
+        raise layer.error("weight_g_idx", "a channel order that compressed-tensors itself no longer reads; quantize again")
+    if layer.has("weight_global_scale") and args.layout != NVFP4:
+        raise layer.error("weight_global_scale", f"belongs to NVFP4, but config.json says {args.layout}")
     if args.static:
         layer.expect("input_scale", SCALE_DTYPES, (1,), (), (1, 1))
     if args.static and args.activation_zero:
         layer.expect("input_zero_point", (torch.int8,), (1,), (), (1, 1))
     if args.layout == PACKED:
         return _packed_shape(layer, args, new_words)
+    if args.layout == NVFP4:
+        return nvfp4_shape(layer, *_NVFP4_TENSORS), args
     if args.layout in _MX:
         fp8 = args.layout == "mxfp8-quantized"
         n, width = layer.matrix("weight" if fp8 else "weight_packed", (torch.float8_e4m3fn if fp8 else torch.uint8,))
@@ -414,14 +424,15 @@ def _weight_args(group: Any, default_format: Any, where: str) -> WeightArgs:
     kind = config_value(weights, where, ("type",), str, "int")
     bits = config_value(weights, where, ("num_bits",), int)
     is_float = kind == "float"
-    if (is_float != (layout in (FLOAT, *_MX)) and layout != NAIVE) or kind not in ("int", "float"):
+    if (is_float != (layout in (FLOAT, *_SMALL_FLOATS)) and layout != NAIVE) or kind not in ("int", "float"):
         raise CheckpointError(f"{where}: weights of type {kind!r} do not go with format {layout}")
-    allowed: Iterable[int] = (_MX[layout].bits,) if layout in _MX else (8,) if is_float else range(1, 9)
+    allowed: Iterable[int] = (_SMALL_FLOATS[layout].bits,) if layout in _SMALL_FLOATS else (8,) if is_float else range(1, 9)
     bit_width(bits, where, allowed, layout)
     symmetric = config_value(weights, where, ("symmetric",), bool, True)
     if is_float and not symmetric:
         raise CheckpointError(f"{where}: floating-point weights have no zero points, but symmetric is false")
-    granularity = PerGroup(32) if layout in _MX else _granularity(weights, where)
+    small = PerGroup(16 if layout == NVFP4 else 32)
+    granularity = small if layout in _SMALL_FLOATS else _granularity(weights, where)
     if layout == PACKED and not symmetric and isinstance(granularity, (PerTensor, PerBlock)):
         raise CheckpointError(f"{where}: packed zero points go with scales of groups or channels, not {granularity}")
     return WeightArgs(layout, bits, is_float, granularity, not symmetric, *_activation(group.get("input_activations"), where))

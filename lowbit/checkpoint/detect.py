@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.checkpoint import auto_round
+from lowbit.checkpoint import auto_round, modelopt
 from lowbit.checkpoint.awq import Awq
 from lowbit.checkpoint.bitsandbytes import Bitsandbytes
 from lowbit.checkpoint.compressed_tensors import CompressedTensors
@@ -19,6 +19,7 @@ from lowbit.checkpoint.fp8 import Fp8
 from lowbit.checkpoint.gptq import Gptq
 from lowbit.checkpoint.reader import CheckpointReader, TensorInfo, read_json
 from lowbit.checkpoint.schema import METHOD, CheckpointError
+from lowbit.checkpoint.torchao import Torchao
 from lowbit.formats import QuantTensor
 
 SCHEMAS: dict[str, Callable[[Mapping[str, Any], Path | str], ForeignSchema]] = {
@@ -29,6 +30,8 @@ SCHEMAS: dict[str, Callable[[Mapping[str, Any], Path | str], ForeignSchema]] = {
     "fp8": Fp8.from_config,
     "fbgemm_fp8": Fp8.from_config,
     "bitsandbytes": Bitsandbytes.from_config,
+    "torchao": Torchao.from_config,
+    "modelopt": modelopt.schema,
 }
 """What makes the schema of a configuration and the file that states it, by `quant_method` in quantization_config."""
 

@@ -204,8 +204,8 @@ def group_size(value: int, where: Path | str) -> int:
 
 
 def group_of(layer: ForeignLayer, groups: int, k: int, sizes: Iterable[int]) -> int:
-    """Which of the group sizes that a configuration names (-1: all of K) divides K into `groups` groups; an error if none does, or
-    several that mean different weights."""
+    """Which of the group sizes that a configuration names (-1: all of K) divides K into `groups` groups; an error if none does,
+    or several that mean different weights."""
     sizes = tuple(dict.fromkeys(sizes))
     fits = [size for size in sizes if groups == -(-k // (k if size == -1 else size))]
     if len({k if size == -1 else min(size, k) for size in fits}) != 1:

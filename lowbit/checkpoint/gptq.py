@@ -12,8 +12,8 @@ groups, with `order` the channel of each column; a stable sort, so that g_idx co
 
 Version 1's "- 1" is subtracted from whole 32-bit words by its writers at 2, 4 and 8 bits, so that a zero of 0 borrows from
 its neighbour; adding to whole words gives every zero back. At other widths it is subtracted from each field. (Older GPTQModel
-took other constants at 3 bits; its symmetric files are noticed by their zeros, which are not the middle, and refused.) Widths of
-5, 6 and 7 bits are refused, as GPTQModel stores bit planes and auto-round a stream under one name; not in auto-round's own
+took other constants at 3 bits; its symmetric files are noticed by their zeros, which are not the middle, and refused.) Widths
+of 5, 6 and 7 bits are refused, as GPTQModel stores bit planes and auto-round a stream under one name; not in auto-round's own
 format, which says it is a stream (auto_round.py).
 Source: AutoGPTQ, GPTQModel 7.7.0 (utils/model.py), auto-round 0.16.1 (qlinear_torch_zp.py).
 """

@@ -35,16 +35,30 @@ def expected(name):
     return json.loads((DATA / name / "expected.json").read_text())
 
 
+def test_exceptions_of_single_layers_are_kept(tmp_path):
+    report = convert_checkpoint(DATA / "auto-round-mixed", tmp_path / "c")
+    assert report.layers.pop("model.layers.0.mlp.up_proj") == "w8a16_g16"
+    assert "model.layers.0.self_attn.k_proj" not in report.layers and set(report.layers.values()) == {"w4a16_g32"}
+    stated = json.loads((tmp_path / "c" / "config.json").read_text())["quantization_config"]
+    assert stated["modules_to_not_convert"] == ["model.layers.0.self_attn.k_proj", "lm_head"]
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("name", "scheme"),
     [
+        ("auto-round-w5-asym", "w5a16_g32_z"),
         ("awq-auto-round", "w4a16_g32_z"),
+        ("awq-auto-round-sym", "w4a16_g32"),
         ("gptq-auto-round-w4", "w4a16_g32"),
         ("gptq-gptqmodel-w3-act-order", "w3a16_g32"),
         ("compressed-tensors-w6-channel", "w6a16"),
         ("compressed-tensors-fp8-block", "w8e4m3a16_b32x32"),
         ("compressed-tensors-mxfp4", "w4e2m1a16_g32"),
+        ("compressed-tensors-nvfp4", "w4e2m1a16_g16"),
+        ("modelopt-nvfp4", "w4e2m1a16_g16"),
+        ("torchao-int8-dynamic", "w8a16"),
+        ("torchao-int4-asym", "w4a16_g32_z"),
     ],
 )
 def test_transformers_runs_what_was_converted(tmp_path, name, scheme):
@@ -124,6 +138,7 @@ def test_dequantized_weights_are_plain(tmp_path):
             "lowbit",
             r"_proj and 6 more: the 16 values of bitsandbytes' NF4.*Nothing was written$",
         ),
+        ("modelopt-nvfp4", "compressed-tensors", r"power-of-two scales \(MX\), not w4e2m1a16_g16.*--to lowbit can hold"),
         ("gptq-gptqmodel-w4-act-order-v2", "awq", r"and 6 more: AWQ files have no channel order.*--to lowbit can hold"),
         ("gptq-gptqmodel-w4-act-order-v2", "compressed-tensors", r"and 6 more: compressed-tensors files have no channel order"),
         ("compressed-tensors-fp8", "gptq", r"GPTQ files hold integers, these are fp8_e4m3.*--to dequantized"),

@@ -1,7 +1,7 @@
 """Makes the checkpoints of this folder with the tools that other people use. Not run by the tests: README.md says how.
 
     python make.py TOOL MODEL OUT     with TOOL one of model, auto-round, gptqmodel, llmcompressor, bitsandbytes,
-                                      transformers, modelopt, gguf
+                                      torchao, transformers, modelopt, tensorrt-llm, gguf
 
 Each run writes one folder per variant: what the tool wrote, and `expected.json` with the SHA-256 of every layer's
 weights [N, K] as the tool itself dequantizes them, in float32.
@@ -142,6 +142,7 @@ def gptqmodel(source, out):
 
 def llmcompressor(source, out):
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from datasets import Dataset
     from llmcompressor import oneshot
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from transformers import AutoModelForCausalLM
@@ -166,13 +167,18 @@ def llmcompressor(source, out):
         "fp8-block": {"config_groups": scheme(8, strategy="block", activations=floats, type="float", block_structure=[32, 32])},
         "mxfp4": {"scheme": "MXFP4A16"},
         "mxfp8": {"scheme": "MXFP8A16"},
+        "nvfp4a16": {"scheme": "NVFP4A16"},
+        "nvfp4": {"scheme": "NVFP4"},
     }
     for name, options in variants.items():
         folder = out / f"compressed-tensors-{name}"
         net = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float16)
         if "config_groups" not in options:
             options["targets"] = "Linear"
-        oneshot(model=net, recipe=QuantizationModifier(ignore=["lm_head"], **options))
+        # A static scale of activations needs texts.
+        texts = {"input_ids": torch.randint(0, 100, (8, 32)).tolist(), "attention_mask": torch.ones(8, 32).long().tolist()}
+        texts = {"dataset": Dataset.from_dict(texts), "max_seq_length": 32} if name == "nvfp4" else {}
+        oneshot(model=net, recipe=QuantizationModifier(ignore=["lm_head"], **options), **texts)
         net.save_pretrained(folder, save_compressed=True)
         # Half-precision scales times codes are exact in float32, so the tool computes in that.
         back = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -183,9 +189,16 @@ def llmcompressor(source, out):
 def decompressed(module):
     """Weights of a layer as compressed-tensors decompresses it, scales in float32 where they are numbers."""
     from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
 
     layout = module.quantization_scheme.format
     state = {n: p.detach() for n, p in module.named_parameters() if n.startswith("weight")}
+    if "weight_global_scale" in state:  # its decompress does the same and rounds the product to bf16
+        codes = unpack_fp4_from_uint8(state["weight_packed"], len(state["weight_packed"]), 2 * state["weight_packed"].shape[1])
+        scale, whole = state["weight_scale"].float(), state["weight_global_scale"]
+        args = module.quantization_scheme.weights
+        return dequantize(codes.float(), scale, args=args, global_scale=whole, dtype=torch.float32)
     if state["weight_scale"].dtype != torch.uint8:
         state["weight_scale"] = state["weight_scale"].float()
     compressor = BaseCompressor.get_value_from_registry(getattr(layout, "value", layout))
@@ -215,6 +228,42 @@ def bitsandbytes(source, out):
         finish(folder, expected)
 
 
+def torchao(source, out):
+    from torchao.quantization import (
+        Float8WeightOnlyConfig,
+        FqnToConfig,
+        Int8DynamicActivationInt8WeightConfig,
+        Int8WeightOnlyConfig,
+        IntxWeightOnlyConfig,
+        MappingType,
+        PerGroup,
+        PerTensor,
+    )
+    from transformers import AutoModelForCausalLM, TorchAoConfig
+
+    groups, asymmetric = PerGroup(32), MappingType.ASYMMETRIC
+    variants = {
+        "int8": Int8WeightOnlyConfig(),
+        "int8-groups": Int8WeightOnlyConfig(granularity=groups),
+        "int8-tensor": Int8WeightOnlyConfig(granularity=PerTensor()),
+        "int8-dynamic": Int8DynamicActivationInt8WeightConfig(),
+        "int8-some": FqnToConfig({"_default": Int8WeightOnlyConfig(), "model.layers.0.mlp.up_proj": None}),
+        "int4": IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=groups),
+        "int4-asym": IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=groups, mapping_type=asymmetric),
+        "int3-asym": IntxWeightOnlyConfig(weight_dtype=torch.int3, granularity=groups, mapping_type=asymmetric),
+        "float8": Float8WeightOnlyConfig(),
+    }
+    for name, config in variants.items():
+        folder = out / f"torchao-{name}"
+        net = AutoModelForCausalLM.from_pretrained(
+            source, dtype=torch.float32, quantization_config=TorchAoConfig(quant_type=config), device_map="cpu"
+        )
+        net.save_pretrained(folder)
+        back = AutoModelForCausalLM.from_pretrained(folder, device_map="cpu")
+        layers = {n: m.weight for n, m in back.named_modules() if hasattr(getattr(m, "weight", None), "qdata")}
+        finish(folder, {n: sha(weight.dequantize()) for n, weight in layers.items()})
+
+
 def transformers(source, out):
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
@@ -235,7 +284,33 @@ def transformers(source, out):
         finish(folder, expected)
 
 
-def modelopt(out):
+def modelopt(source, out):
+    """Exports for Transformers, and weights as ModelOpt's own tensors dequantize them."""
+    import modelopt.torch.quantization as mtq
+    from modelopt.torch.export import export_hf_checkpoint
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+    from transformers import AutoModelForCausalLM
+
+    texts = torch.randint(0, 100, (8, 32))
+    for name in ("NVFP4_DEFAULT_CFG", "W4A16_NVFP4_CFG", "FP8_DEFAULT_CFG"):
+        folder = out / f"modelopt-{name.removesuffix('_CFG').removesuffix('_DEFAULT').lower().replace('_', '-')}"
+        net = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        net = mtq.quantize(net, getattr(mtq, name), lambda model: [model(row[None]) for row in texts])
+        with torch.inference_mode():
+            export_hf_checkpoint(net, dtype=torch.float32, export_dir=str(folder))
+        expected = {}
+        for layer, t in linears(folder, "weight_scale").items():
+            if "weight_scale_2" in t:
+                packed = NVFP4QTensor(torch.Size((len(t["weight"]), 2 * t["weight"].shape[1])), torch.float32, t["weight"])
+                scales = {"scale": t["weight_scale"], "double_scale": t["weight_scale_2"], "block_sizes": {-1: 16}}
+                weight = packed.dequantize(torch.float32, **scales)
+            else:
+                weight = t["weight"].float() * t["weight_scale"]
+            expected[layer] = sha(weight)
+        finish(folder, expected)
+
+
+def tensorrt_llm(out):
     """A random Llama through ModelOpt's AWQ into TensorRT-LLM's checkpoint, and what its own simulation says for a text."""
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_tensorrt_llm_checkpoint
@@ -296,11 +371,11 @@ if __name__ == "__main__":
     tool, source, target = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     if tool == "model":
         model(source)
-    elif tool == "modelopt":
-        modelopt(target)
+    elif tool == "tensorrt-llm":
+        tensorrt_llm(target)
     elif tool == "gguf":
         gguf(target)
     else:
         tools = {"auto-round": auto_round, "gptqmodel": gptqmodel, "llmcompressor": llmcompressor}
-        tools |= {"bitsandbytes": bitsandbytes, "transformers": transformers}
+        tools |= {"bitsandbytes": bitsandbytes, "transformers": transformers, "torchao": torchao, "modelopt": modelopt}
         tools[tool](source, target)
