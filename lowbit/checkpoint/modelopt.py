@@ -2,7 +2,7 @@
 
     NVFP4, W4A16_NVFP4   weight uint8 [N, K / 2], weight_scale float8_e4m3fn [N, K / 16], weight_scale_2 float32 [];
                          nvfp4.py has what they mean
-    FP8                  weight float8_e4m3fn [N, K], weight_scale and input_scale float32 []; as other tools' fp8 files (fp8.py)
+    FP8                  weight float8_e4m3fn [N, K], weight_scale and input_scale float32 [], as other fp8 files (fp8.py)
 
 Activations of 4 bits stay in 16.
 Source: ModelOpt 0.47.0, torch/export/unified_export_hf.py and convert_hf_config.py.
