@@ -1,10 +1,12 @@
 """Makes the checkpoints of this folder with the tools that other people use. Not run by the tests: README.md says how.
 
-    python make.py TOOL MODEL OUT     with TOOL one of model, auto-round, gptqmodel, llmcompressor, bitsandbytes,
+    python make.py TOOL MODEL OUT     with TOOL one of model, auto-round, autoawq, gptqmodel, llmcompressor, bitsandbytes,
                                       torchao, transformers, modelopt, tensorrt-llm, gguf
+    python make.py TOOL --read FOLDER...     with TOOL one of auto-round, autoawq, gptqmodel, llmcompressor
 
 Each run writes one folder per variant: what the tool wrote, and `expected.json` with the SHA-256 of every layer's
-weights [N, K] as the tool itself dequantizes them, in float32.
+weights [N, K] as the tool itself dequantizes them, in float32. With --read, that of folders which lowbit wrote, as JSON in the
+last line.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ def finish(folder, expected):
     print(folder.name, sum(p.stat().st_size for p in folder.iterdir()), "bytes,", len(expected), "layers")
 
 
-def model(out):
+def model(out, heads=2, intermediate=96):
     """A random one-layer Llama whose matrices are of several shapes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -46,8 +48,8 @@ def model(out):
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=100, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-        tie_word_embeddings=True, max_position_embeddings=64, dtype=torch.float16,
+        vocab_size=100, hidden_size=64, intermediate_size=intermediate, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=heads, tie_word_embeddings=True, max_position_embeddings=64, dtype=torch.float16,
     )  # fmt: skip
     LlamaForCausalLM(config).half().save_pretrained(out)
     tiny_tokenizer(100).save_pretrained(out)
@@ -110,6 +112,51 @@ def auto_round_weight(t, layout, bits, group):
     reader = reader_of.QuantLinear(bits, group, k, n, bias=False)
     reader.qweight, reader.qzeros, reader.scales = t["qweight"], t["qzeros"], t["scales"].float()
     return reader(torch.eye(k)).T
+
+
+def auto_round_read(folder):
+    """By the layers that it loads GPTQ files (of both versions) and AWQ files with."""
+    stated = json.loads((folder / "config.json").read_text())["quantization_config"]
+    layout = "auto_round" if stated.get("checkpoint_format") == "gptq_v2" else "auto_gptq"
+    layout = "auto_awq" if stated["quant_method"] == "awq" else layout
+    expected = {}
+    for layer, t in linears(folder, "qweight").items():
+        own = stated | next((o for name, o in stated.get("dynamic", {}).items() if re.match(name[2:], layer) and o), {})
+        expected[layer] = sha(auto_round_weight(t, layout, own["bits"], own["group_size"]))
+    return expected
+
+
+def autoawq(source, out):
+    """Of a model whose layers all have a multiple of 64 channels; AutoAWQ 0.2.9 works with Transformers up to 4.51."""
+    from awq import AutoAWQForCausalLM
+    from transformers import AutoTokenizer
+
+    net = AutoAWQForCausalLM.from_pretrained(str(source), device_map="cpu", torch_dtype=torch.float32)
+    config = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
+    texts = ["the quick brown fox jumps over the lazy dog " * 4, "pack my box with five dozen liquor jugs " * 4] * 64
+    net.quantize(AutoTokenizer.from_pretrained(source), quant_config=config, calib_data=texts, max_calib_seq_len=32)
+    net.save_quantized(str(out / "awq-autoawq"))
+    finish(out / "awq-autoawq", autoawq_read(out / "awq-autoawq"))
+
+
+def autoawq_read(folder):
+    from awq.utils.packing_utils import dequantize_gemm
+
+    group = json.loads((folder / "config.json").read_text())["quantization_config"]["group_size"]
+    layers = linears(folder, "qweight").items()
+    return {n: sha(dequantize_gemm(t["qweight"], t["qzeros"], t["scales"].float(), 4, group).T) for n, t in layers}
+
+
+def gptqmodel_read(folder):
+    from gptqmodel import BACKEND, GPTQModel
+
+    awq = json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"] == "awq"
+    backend = BACKEND.AWQ_TORCH if awq else BACKEND.TORCH
+    net = GPTQModel.load(str(folder), device="cpu", dtype=torch.float16, backend=backend)
+    found = {n: m for n, m in net.model.named_modules() if hasattr(m, "dequantize_weight")}
+    for layer in found.values():
+        layer.scales = layer.scales.float()
+    return {n: sha(m.dequantize_weight().T) for n, m in found.items()}
 
 
 def gptqmodel(source, out):
@@ -180,10 +227,15 @@ def llmcompressor(source, out):
         texts = {"dataset": Dataset.from_dict(texts), "max_seq_length": 32} if name == "nvfp4" else {}
         oneshot(model=net, recipe=QuantizationModifier(ignore=["lm_head"], **options), **texts)
         net.save_pretrained(folder, save_compressed=True)
-        # Half-precision scales times codes are exact in float32, so the tool computes in that.
-        back = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        expected = {n: sha(decompressed(m)) for n, m in back.named_modules() if hasattr(m, "quantization_scheme")}
-        finish(folder, expected)
+        finish(folder, llmcompressor_read(folder))
+
+
+def llmcompressor_read(folder):
+    from transformers import AutoModelForCausalLM
+
+    # Half-precision scales times codes are exact in float32, so the tool computes in that.
+    back = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return {n: sha(decompressed(m)) for n, m in back.named_modules() if hasattr(m, "quantization_scheme")}
 
 
 def decompressed(module):
@@ -367,15 +419,24 @@ def gguf(out):
     finish(folder, expected)
 
 
+MAKERS = {
+    "auto-round": auto_round, "autoawq": autoawq, "gptqmodel": gptqmodel, "llmcompressor": llmcompressor,
+    "bitsandbytes": bitsandbytes, "torchao": torchao, "transformers": transformers, "modelopt": modelopt,
+}  # fmt: skip
+READERS = {
+    "auto-round": auto_round_read, "autoawq": autoawq_read, "gptqmodel": gptqmodel_read, "llmcompressor": llmcompressor_read,
+}  # fmt: skip
+BARE = {"tensorrt-llm": tensorrt_llm, "gguf": gguf}
+"""Those that take no model."""
+
 if __name__ == "__main__":
-    tool, source, target = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    tool, source, targets = sys.argv[1], Path(sys.argv[2]), [Path(name) for name in sys.argv[3:]]
     if tool == "model":
         model(source)
-    elif tool == "tensorrt-llm":
-        tensorrt_llm(target)
-    elif tool == "gguf":
-        gguf(target)
+        model(Path(f"{source}-wide"), heads=4, intermediate=128)
+    elif sys.argv[2] == "--read":
+        print(json.dumps({folder.name: READERS[tool](folder) for folder in targets}))
+    elif tool in BARE:
+        BARE[tool](targets[0])
     else:
-        tools = {"auto-round": auto_round, "gptqmodel": gptqmodel, "llmcompressor": llmcompressor}
-        tools |= {"bitsandbytes": bitsandbytes, "transformers": transformers, "torchao": torchao, "modelopt": modelopt}
-        tools[tool](source, target)
+        MAKERS[tool](source, targets[0])
