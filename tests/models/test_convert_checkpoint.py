@@ -453,3 +453,14 @@ def test_plain_weights_beyond_the_stated_type_are_refused(tmp_path):
     ):
         convert_checkpoint(folder, tmp_path / "d", "dequantized")
     assert not (tmp_path / "d").exists()
+
+
+@pytest.mark.parametrize("name", ["awq-auto-round", "bitsandbytes-nf4-nested", "tensorrt-llm-modelopt"])
+def test_no_source_without_a_type_is_guessed(tmp_path, name):
+    shutil.copytree(DATA / name, tmp_path / "c")
+    config = json.loads((tmp_path / "c" / "config.json").read_text())
+    config.pop("dtype", None), config.pop("torch_dtype", None)
+    (tmp_path / "c" / "config.json").write_text(json.dumps(config))
+    report = convert_checkpoint(tmp_path / "c", tmp_path / "d", "dequantized")
+    assert set(report.layers.values()) == {"float16"}
+    assert any(line.startswith("no type of weights is stated; float16 is taken") for line in report.lines())
