@@ -277,13 +277,14 @@ def convert(
 ) -> None:
     """Turn a quantized checkpoint into another tool's, without rounding a weight.
 
-    Read: GPTQ (versions 1 and 2, act-order), AWQ (gemm), compressed-tensors (integers, FP8, MX), FP8, bitsandbytes NF4 and FP4
-    (to dequantized only), GGUF (Q4_0 to Q6_K of llama, qwen2 and qwen3 models), TensorRT-LLM (W4A16_AWQ of llama models), and
-    lowbit. The tool is found out from config.json.
+    Read: GPTQ (versions 1 and 2, act-order), AWQ (gemm), auto-round, compressed-tensors (integers, FP8, MX, NVFP4), FP8,
+    torchao, ModelOpt (FP8, NVFP4), bitsandbytes NF4 and FP4 (to dequantized only), GGUF (Q4_0 to Q6_K of llama, qwen2 and
+    qwen3 models), TensorRT-LLM (W4A16_AWQ of llama models), and lowbit. The tool is found out from config.json.
 
     Written: lowbit (runs here with plain from_pretrained), gptq, awq, compressed-tensors (for vLLM and others), tensorrt-llm
-    (symmetric int4 in groups of 64 or 128, for trtllm-build), and dequantized: plain weights in the model's 16-bit type, to
-    quantize anew. What the files of TARGET cannot hold is refused, layer and reason named; docs/checkpoints.md has the table.
+    (symmetric int4 in groups of 64 or 128, for trtllm-build), and dequantized: plain weights in the model's type (of 16 bits
+    and rounding least, where none is stated), to quantize anew. What the files of TARGET cannot hold is refused, layer and
+    reason named; docs/checkpoints.md has the table.
 
     Example: lowbit convert Llama-3-8B-AWQ Llama-3-8B-lowbit
     """

@@ -1,4 +1,4 @@
-"""AWQ files of AutoAWQ's "gemm" version, as AutoAWQ and auto-round write them. For w [N, K] and G groups along K:
+"""AWQ files of AutoAWQ's "gemm" version, as AutoAWQ, GPTQModel and auto-round write them. For w [N, K] and G groups along K:
 
     qweight   int32 [K, N / 8]   8 columns of a row to a word; nibble i holds column 0 2 4 6 1 3 5 7 [i] of them
     qzeros    int32 [G, N / 8]   zero points in the same order, as they are
@@ -6,6 +6,8 @@
 
     w[n, k] = scales[g, n] * (q[k, n] - z[g, n])  with  g = k // group size
 
+Files without zero points (`zero_point: false`, auto-round's of symmetric weights) have qzeros all the same, of 8. auto-round's
+own format has 5, 6 and 7 bits as well: the columns in the same order, as one stream of bits along a row.
 Source: AutoAWQ, awq/modules/linear/gemm.py and awq/utils/packing_utils.py.
 """
 
@@ -27,21 +29,28 @@ from lowbit.checkpoint.foreign import (
     bit_width,
     codes_to_words,
     config_value,
+    group_of,
     group_size,
     words_to_codes,
 )
 from lowbit.checkpoint.schema import CheckpointError
-from lowbit.formats import IntFormat, PerChannel, PerGroup, QuantTensor, Scheme, ZeroPoint, uint_format
+from lowbit.formats import IntFormat, PerChannel, PerGroup, QuantTensor, Scheme, ZeroPoint, int_format, uint_format
 
-_COLUMN_OF_NIBBLE = (0, 2, 4, 6, 1, 3, 5, 7)
-_NIBBLE_OF_COLUMN = (0, 4, 1, 5, 2, 6, 3, 7)
+_COLUMN_AT_PLACE = (0, 2, 4, 6, 1, 3, 5, 7)
+_PLACE_OF_COLUMN = (0, 4, 1, 5, 2, 6, 3, 7)
+_BITS = (4, 5, 6, 7)
 
 
 @dataclass(frozen=True)
 class Awq(ForeignSchema):
-    """Group size (-1: all of K)."""
+    """Group size (-1: all of K); whether all zeros are the middle, 8 at 4 bits; bits per weight. `mixed`: single layers may
+    differ in bits and in groups, of one of `sizes`."""
 
     group: int
+    symmetric: bool = False
+    bits: int = 4
+    mixed: bool = False
+    sizes: tuple[int, ...] = ()
 
     name = "awq"
     suffixes = ("qweight", "qzeros", "scales")
@@ -57,9 +66,8 @@ class Awq(ForeignSchema):
                 "with the tool that wrote it"
             )
         bit_width(config_value(config, where, ("bits", "w_bit"), int), where, (4,), "AWQ")
-        if config.get("zero_point") is False:
-            raise CheckpointError(f"{where}: zero_point is false, but AWQ's gemm files always have zero points")
-        return cls(group_size(config_value(config, where, ("group_size", "q_group_size"), int), where))
+        symmetric = not config_value(config, where, ("zero_point",), bool, True)
+        return cls(group_size(config_value(config, where, ("group_size", "q_group_size"), int), where), symmetric)
 
     def config(self, kept: Iterable[str]) -> dict[str, Any]:
         """`quantization_config` of a model whose linear layers `kept` are not quantized."""
@@ -73,32 +81,39 @@ class Awq(ForeignSchema):
         }
 
     def entry(self, layer: ForeignLayer) -> ForeignEntry:
-        return ForeignEntry(self._shape(layer), self._scheme)
+        n, k, bits, group = self._sizes(layer)
+        return ForeignEntry((n, k), _scheme(bits, group, self.symmetric))
 
     def read(self, layer: ForeignLayer) -> QuantTensor:
-        self._shape(layer)
-        codes = _unpack(layer.tensor("qweight")).t().contiguous()
-        zero = _unpack(layer.tensor("qzeros")).t().contiguous()
-        return QuantTensor(codes, layer.scales("scales").t().contiguous(), zero, self._scheme)
+        _, _, bits, group = self._sizes(layer)
+        codes = _unpack(layer.tensor("qweight"), bits).t().contiguous()
+        zero = _unpack(layer.tensor("qzeros"), bits).t().contiguous()
+        scale = layer.scales("scales").t().contiguous()
+        if not self.symmetric:
+            return QuantTensor(codes, scale, zero, _scheme(bits, group, False))
+        middle = 1 << (bits - 1)
+        if bool((zero != middle).any()):
+            raise layer.error(
+                "qzeros", f"config.json says that there are no zero points, but those stored, from {int(zero.min())} to "
+                f"{int(zero.max())}, are not all {middle}; state zero_point: true if they are meant",
+            )  # fmt: skip
+        return QuantTensor(codes, scale, None, _scheme(bits, group, True))
 
     def write(self, q: QuantTensor) -> dict[str, Tensor]:
-        zero = q.zero if q.zero is not None else torch.full_like(q.scale, 8, dtype=torch.uint8)
-        return {"qweight": _pack(q.codes.t()), "qzeros": _pack(zero.t()), "scales": q.scale.t().contiguous()}
+        bits = q.scheme.weight.bits
+        zero = q.zero if q.zero is not None else torch.full_like(q.scale, 1 << (bits - 1), dtype=torch.uint8)
+        return {"qweight": _pack(q.codes.t(), bits), "qzeros": _pack(zero.t(), bits), "scales": q.scale.t().contiguous()}
 
-    @property
-    def _scheme(self) -> Scheme:
-        return Scheme(uint_format(4), None, PerChannel() if self.group == -1 else PerGroup(self.group), ZeroPoint.INTEGER)
-
-    def _shape(self, layer: ForeignLayer) -> tuple[int, int]:
+    def _sizes(self, layer: ForeignLayer) -> tuple[int, int, int, int]:
+        """(N, K, bits, group size) of a layer whose tensors fit together."""
         groups, n = layer.matrix("scales", SCALE_DTYPES)
         k, words = layer.matrix("qweight", (torch.int32,))
-        if 8 * words != n:
-            raise layer.error("qweight", f"{n} channels (as scales has) fill {n / 8:g} words a row, found {(k, words)}")
-        size = k if self.group == -1 else self.group
-        if groups != -(-k // size):
-            raise layer.error("scales", f"{groups} groups do not divide {k} input channels into groups of {size}")
+        bits = 32 * words // n if self.mixed else self.bits
+        if bits not in _BITS or bits * n != 32 * words or n % 8:
+            raise layer.error("qweight", f"{n} channels (as scales has) fill {n * bits / 32:g} words a row, found {(k, words)}")
+        group = group_of(layer, groups, k, (self.group, *self.sizes))
         layer.expect("qzeros", (torch.int32,), (groups, words))
-        return n, k
+        return n, k, bits, group
 
 
 def refusals(q: QuantTensor) -> tuple[str, ...]:
@@ -125,12 +140,19 @@ def refusals(q: QuantTensor) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-def _unpack(words: Tensor) -> Tensor:
-    """uint8 [R, 8 C] of int32 [R, C], columns in their own order."""
-    nibbles = words_to_codes(words, 4, 8 * words.shape[1]).unflatten(1, (-1, 8))
-    return nibbles[..., _NIBBLE_OF_COLUMN].flatten(1)
+def _scheme(bits: int, group: int, symmetric: bool) -> Scheme:
+    granularity = PerChannel() if group == -1 else PerGroup(group)
+    if symmetric:
+        return Scheme(int_format(bits), None, granularity)
+    return Scheme(uint_format(bits), None, granularity, ZeroPoint.INTEGER)
 
 
-def _pack(codes: Tensor) -> Tensor:
-    """int32 [R, C] of uint8 [R, 8 C]; the inverse of `_unpack`."""
-    return codes_to_words(codes.unflatten(1, (-1, 8))[..., _COLUMN_OF_NIBBLE].flatten(1), 4)
+def _unpack(words: Tensor, bits: int) -> Tensor:
+    """uint8 [R, C] of int32 [R, C * bits / 32], columns in their own order."""
+    codes = words_to_codes(words, bits, 32 * words.shape[1] // bits).unflatten(1, (-1, 8))
+    return codes[..., _PLACE_OF_COLUMN].flatten(1)
+
+
+def _pack(codes: Tensor, bits: int) -> Tensor:
+    """int32 [R, C * bits / 32] of uint8 [R, C]; the inverse of `_unpack`."""
+    return codes_to_words(codes.unflatten(1, (-1, 8))[..., _COLUMN_AT_PLACE].flatten(1), bits)

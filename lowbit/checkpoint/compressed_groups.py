@@ -32,8 +32,10 @@ MX = {
     "mxfp6-pack-quantized": float_format(2, 3),
     "mxfp8-quantized": float_format(4, 3),
 }
+NVFP4 = "nvfp4-pack-quantized"
 E4M3 = float_format(4, 3)
-_FORMATS = (PACKED, INT, FLOAT, NAIVE, *MX)
+_SMALL_FLOATS = MX | {NVFP4: float_format(2, 1)}
+_FORMATS = (PACKED, INT, FLOAT, NAIVE, *_SMALL_FLOATS)
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,8 @@ class WeightArgs:
     def scheme(self) -> Scheme:
         """The scheme of a layer's QuantTensor; integers of 1 bit become integers of 2."""
         weight: NumberFormat
-        if self.layout in MX:
-            weight = MX[self.layout]
+        if self.layout in _SMALL_FLOATS:
+            weight = _SMALL_FLOATS[self.layout]
         elif self.float:
             weight = E4M3
         else:
@@ -94,14 +96,15 @@ def weight_args(group: Any, default_format: Any, where: str) -> WeightArgs:
     kind = config_value(weights, where, ("type",), str, "int")
     bits = config_value(weights, where, ("num_bits",), int)
     is_float = kind == "float"
-    if (is_float != (layout in (FLOAT, *MX)) and layout != NAIVE) or kind not in ("int", "float"):
+    if (is_float != (layout in (FLOAT, *_SMALL_FLOATS)) and layout != NAIVE) or kind not in ("int", "float"):
         raise CheckpointError(f"{where}: weights of type {kind!r} do not go with format {layout}")
-    allowed: Iterable[int] = (MX[layout].bits,) if layout in MX else (8,) if is_float else range(1, 9)
+    allowed: Iterable[int] = (_SMALL_FLOATS[layout].bits,) if layout in _SMALL_FLOATS else (8,) if is_float else range(1, 9)
     bit_width(bits, where, allowed, layout)
     symmetric = config_value(weights, where, ("symmetric",), bool, None)
     if is_float and symmetric is False:
         raise CheckpointError(f"{where}: floating-point weights have no zero points, but symmetric is false")
-    granularity = PerGroup(32) if layout in MX else _granularity(weights, where)
+    small = PerGroup(16 if layout == NVFP4 else 32)
+    granularity = small if layout in _SMALL_FLOATS else _granularity(weights, where)
     if layout == PACKED and symmetric is False and isinstance(granularity, (PerTensor, PerBlock)):
         raise CheckpointError(f"{where}: packed zero points go with scales of groups or channels, not {granularity}")
     zero = None if symmetric is None else not symmetric

@@ -7,6 +7,8 @@
     naive-quantized     as int- or float-quantized, whichever the type is
     mxfp4-pack-quantized, mxfp8-quantized, mxfp6-pack-quantized
                         weight_packed uint8 (mxfp8: weight) and weight_scale uint8 [N, K / 32], exponents of two less 127
+    nvfp4-pack-quantized, read only
+                        weight_packed, weight_scale float8_e4m3fn [N, K / 16], weight_global_scale, their divisor (nvfp4.py)
 
 and weight_scale [1], [N, 1], [N, G] or, for blocks, [N / n, K / k], all rounded up; w = scale * (q - zero point).
 
@@ -33,6 +35,7 @@ from lowbit.checkpoint.compressed_groups import (
     FLOAT,
     INT,
     MX,
+    NVFP4,
     PACKED,
     WeightArgs,
     activation_json,
@@ -51,6 +54,7 @@ from lowbit.checkpoint.foreign import (
     words_to_codes,
     write_e8m0,
 )
+from lowbit.checkpoint.nvfp4 import nvfp4_shape, read_nvfp4
 from lowbit.checkpoint.schema import MAX_DIMENSION, CheckpointError
 from lowbit.formats import (
     FloatFormat,
@@ -65,6 +69,8 @@ from lowbit.formats import (
     scale_shape,
     unpack_words,
 )
+
+_NVFP4_TENSORS = ("weight_packed", "weight_scale", "weight_global_scale")
 
 
 @dataclass(frozen=True)
@@ -129,6 +135,8 @@ class CompressedTensors(ForeignSchema):
     def used(self, layer: ForeignLayer) -> frozenset[str]:
         _, args = self.fit(layer)
         codes = {"weight_packed", "weight_shape"} if layer.has("weight_packed") else {"weight"}
+        if args.layout == NVFP4:
+            return frozenset(_NVFP4_TENSORS)
         zeros = set() if args.layout in MX else {"weight_zero_point"}  # of symmetric weights `read` sees that they are zero
         return frozenset(codes | zeros | {"weight_scale"} | ({"input_scale", "input_zero_point"} if args.static else set()))
 
@@ -234,6 +242,8 @@ def read_layer(layer: ForeignLayer, shape: tuple[int, int], args: WeightArgs) ->
         if args.layout == "mxfp8-quantized":
             return QuantTensor(read_fp8(layer, "weight"), scale, None, args.scheme)
         return QuantTensor(unpack_words(layer.tensor("weight_packed"), args.bits, k), scale, None, args.scheme)
+    if args.layout == NVFP4:
+        return dataclasses.replace(read_nvfp4(layer, *_NVFP4_TENSORS, divided=True), scheme=args.scheme)
     scale = layer.scales("weight_scale").reshape(grid)
     if args.float:
         return QuantTensor(read_fp8(layer, "weight"), scale, None, args.scheme)
@@ -291,10 +301,10 @@ def _weight_tensors(q: QuantTensor, args: WeightArgs) -> dict[str, Tensor]:
 
 def _shape_and_args(layer: ForeignLayer, args: WeightArgs, new_words: bool | None) -> tuple[tuple[int, int], WeightArgs]:
     """Shape of the layer and its arguments, `padded` found out; raises CheckpointError where the tensors do not fit."""
-    for suffix in ("weight_g_idx", "weight_global_scale"):
-        if layer.has(suffix):
-            meaning = "a channel order that compressed-tensors itself no longer reads" if "g_idx" in suffix else "NVFP4 scales"
-            raise layer.error(suffix, f"{meaning}: not read; quantize again, or decompress with the tool that wrote it")
+    if layer.has("weight_g_idx"):
+        raise layer.error("weight_g_idx", "a channel order that compressed-tensors itself no longer reads; quantize again")
+    if layer.has("weight_global_scale") and args.layout != NVFP4:
+        raise layer.error("weight_global_scale", f"belongs to NVFP4, but config.json says {args.layout}")
     args = args.decided(layer)
     if args.static:
         layer.expect("input_scale", SCALE_DTYPES, (1,), (), (1, 1))
@@ -302,6 +312,8 @@ def _shape_and_args(layer: ForeignLayer, args: WeightArgs, new_words: bool | Non
         layer.expect("input_zero_point", (torch.int8,), (1,), (), (1, 1))
     if args.layout == PACKED:
         return _packed_shape(layer, args, new_words)
+    if args.layout == NVFP4:
+        return nvfp4_shape(layer, *_NVFP4_TENSORS), args
     if args.layout in MX:
         fp8 = args.layout == "mxfp8-quantized"
         n, width = layer.matrix("weight" if fp8 else "weight_packed", (torch.float8_e4m3fn if fp8 else torch.uint8,))

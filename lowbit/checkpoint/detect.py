@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.checkpoint import auto_round, modelopt
 from lowbit.checkpoint.awq import Awq
 from lowbit.checkpoint.bitsandbytes import Bitsandbytes
 from lowbit.checkpoint.compressed_tensors import CompressedTensors
@@ -18,17 +19,21 @@ from lowbit.checkpoint.fp8 import Fp8
 from lowbit.checkpoint.gptq import Gptq
 from lowbit.checkpoint.reader import CheckpointReader, TensorInfo, read_json
 from lowbit.checkpoint.schema import METHOD, CheckpointError
+from lowbit.checkpoint.torchao import Torchao
 from lowbit.formats import QuantTensor
 
-SCHEMAS: dict[str, type[Gptq] | type[Awq] | type[CompressedTensors] | type[Fp8] | type[Bitsandbytes]] = {
-    "gptq": Gptq,
-    "awq": Awq,
-    "compressed-tensors": CompressedTensors,
-    "fp8": Fp8,
-    "fbgemm_fp8": Fp8,
-    "bitsandbytes": Bitsandbytes,
+SCHEMAS: dict[str, Callable[[Mapping[str, Any], Path | str], ForeignSchema]] = {
+    "gptq": Gptq.from_config,
+    "awq": Awq.from_config,
+    "auto-round": auto_round.schema,
+    "compressed-tensors": CompressedTensors.from_config,
+    "fp8": Fp8.from_config,
+    "fbgemm_fp8": Fp8.from_config,
+    "bitsandbytes": Bitsandbytes.from_config,
+    "torchao": Torchao.from_config,
+    "modelopt": modelopt.schema,
 }
-"""By `quant_method` in config.json's quantization_config."""
+"""What makes the schema of a configuration and the file that states it, by `quant_method` in quantization_config."""
 
 _OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Where tools wrote their configuration before it moved into config.json, and the method if the file does not state it."""
@@ -68,7 +73,7 @@ def detect(folder: str | Path, config: Mapping[str, Any]) -> ForeignSchema | Non
             f"{where}: quant_method {method!r} is not read; read are {', '.join(SCHEMAS)}, lowbit and GGUF files. Export the "
             "model in one of these with the tool that made it, or quantize its 16-bit checkpoint"
         )
-    return SCHEMAS[method].from_config(stated, where)
+    return SCHEMAS[method](stated, where)
 
 
 class ForeignReader:

@@ -242,6 +242,20 @@ def group_size(value: int, where: Path | str) -> int:
     return value
 
 
+def group_of(layer: ForeignLayer, groups: int, k: int, sizes: Iterable[int]) -> int:
+    """Which of the group sizes that a configuration names (-1: all of K) divides K into `groups` groups; an error if none does,
+    or several that mean different weights."""
+    sizes = tuple(dict.fromkeys(sizes))
+    fits = [size for size in sizes if groups == -(-k // (k if size == -1 else size))]
+    if len({k if size == -1 else min(size, k) for size in fits}) != 1:
+        if fits:
+            why = f"{groups} groups of {k} input channels can be of {' or '.join(map(str, fits))}; the files do not say which"
+        else:
+            why = f"{groups} groups do not divide {k} input channels into groups of {' or '.join(map(str, sizes))}"
+        raise layer.error("scales", why)
+    return fits[0]
+
+
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 

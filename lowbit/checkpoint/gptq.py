@@ -11,9 +11,10 @@ Act-order ("desc_act") files have a g_idx that is not monotonous. Their codes be
 groups, with `order` the channel of each column; a stable sort, so that g_idx comes back exactly.
 
 Version 1's "- 1" is subtracted from whole 32-bit words by its writers at 2, 4 and 8 bits, so that a zero of 0 borrows from
-its neighbour; adding to whole words gives every zero back. At 3 bits it is subtracted from each field. (Older GPTQModel took
-other constants at 3 bits; its symmetric files are noticed by their zeros, which are not the middle, and refused.) Widths of 5,
-6 and 7 bits are refused: GPTQModel stores bit planes, auto-round a stream, under one name.
+its neighbour; adding to whole words gives every zero back. At other widths it is subtracted from each field. (Older GPTQModel
+took other constants at 3 bits; its symmetric files are noticed by their zeros, which are not the middle, and refused.) Widths
+of 5, 6 and 7 bits are refused, as GPTQModel stores bit planes and auto-round a stream under one name; not in auto-round's own
+format, which says it is a stream (auto_round.py).
 Source: AutoGPTQ, GPTQModel 7.7.0 (utils/model.py), auto-round 0.16.1 (qlinear_torch_zp.py).
 """
 
@@ -35,6 +36,7 @@ from lowbit.checkpoint.foreign import (
     bit_width,
     codes_to_words,
     config_value,
+    group_of,
     group_size,
     words_to_codes,
 )
@@ -42,20 +44,24 @@ from lowbit.checkpoint.schema import CheckpointError
 from lowbit.formats import IntFormat, PerChannel, PerGroup, QuantTensor, Scheme, ZeroPoint, int_format, uint_format
 
 BITS = (2, 3, 4, 8)
+STREAM_BITS = (2, 3, 4, 5, 6, 7, 8)
+"""Of files that say their codes are one stream of bits."""
 
 
 @dataclass(frozen=True)
 class Gptq(ForeignSchema):
     """bits per weight; group size (-1: all of K); whether zeros are stored as they are (version 2) or less one; whether the
-    layers are symmetric (None: their zeros tell); `mixed`: single layers may differ in bits, groups and symmetry; `act_order`:
-    g_idx must be there."""
+    layers are symmetric (None: their zeros tell); `mixed`: single layers may differ in bits, groups (of one of `sizes`) and
+    symmetry; `act_order`: g_idx must be there; `stream`: of codes, at 5, 6 and 7 bits too."""
 
     bits: int
     group: int
     v2: bool = False
     symmetric: bool | None = None
     mixed: bool = False
+    sizes: tuple[int, ...] = ()
     act_order: bool = False
+    stream: bool = False
 
     name = "gptq"
     suffixes = ("qweight", "qzeros", "scales", "g_idx")
@@ -76,6 +82,7 @@ class Gptq(ForeignSchema):
         return cls(
             bits=bit_width(config_value(config, where, ("bits", "w_bit"), int), where, BITS, "GPTQ"),
             group=group_size(config_value(config, where, ("group_size", "q_group_size"), int), where),
+            sizes=_other_sizes(config["dynamic"], where) if mixed else (),
             v2=version == "gptq_v2",
             symmetric=None if mixed else config_value(config, where, ("sym",), bool, None),
             mixed=mixed,
@@ -141,18 +148,18 @@ class Gptq(ForeignSchema):
         rows, columns = layer.matrix("qweight", (torch.int32,))
         bits, group = self.bits, self.group
         if self.mixed:
-            zero_words = layer.matrix("qzeros", (torch.int32,))[1]
+            zero_words, allowed = layer.matrix("qzeros", (torch.int32,))[1], STREAM_BITS if self.stream else BITS
             bits = 32 * zero_words // n
-            if bits not in BITS or bits * n != 32 * zero_words:
-                raise layer.error("qzeros", f"{zero_words} words hold the zeros of {n} channels at none of {BITS} bits")
+            if bits not in allowed or bits * n != 32 * zero_words:
+                raise layer.error("qzeros", f"{zero_words} words hold the zeros of {n} channels at none of {allowed} bits")
         if columns != n or (32 * rows) % bits or (n * bits) % 32:
             raise layer.error(
                 "qweight", f"{bits}-bit codes of {n} channels (as scales has) are [K * {bits} / 32, {n}] with K and {n} "
                 f"filling whole words, found {(rows, columns)}",
             )  # fmt: skip
         k = 32 * rows // bits
-        if self.mixed and groups != -(-k // (k if group == -1 else group)):
-            group = -1 if groups == 1 else k // groups
+        if self.mixed:
+            group = group_of(layer, groups, k, (group, *self.sizes))
         if groups != -(-k // (k if group == -1 else group)):
             raise layer.error("scales", f"{groups} groups do not divide {k} input channels into groups of {group}")
         layer.expect("qzeros", (torch.int32,), (groups, n * bits // 32))
@@ -166,16 +173,16 @@ class Gptq(ForeignSchema):
         """Zeros uint8 [G, N] of the words of a file."""
         if self.v2:
             return words_to_codes(words, bits, n)
-        if bits == 3:
-            return (words_to_codes(words, bits, n) + 1) & 7
+        if 32 % bits:
+            return (words_to_codes(words, bits, n) + 1) & ((1 << bits) - 1)
         return words_to_codes(_wrapped(words.to(torch.int64) + _one_in_each_field(bits)), bits, n)
 
     def _zero_words(self, zeros: Tensor, bits: int) -> Tensor:
         """The inverse of `_zeros`."""
         if self.v2:
             return codes_to_words(zeros, bits)
-        if bits == 3:
-            return codes_to_words((zeros - 1) & 7, bits)
+        if 32 % bits:
+            return codes_to_words((zeros - 1) & ((1 << bits) - 1), bits)
         return _wrapped(codes_to_words(zeros, bits).to(torch.int64) - _one_in_each_field(bits))
 
 
@@ -199,6 +206,16 @@ def refusals(q: QuantTensor) -> tuple[str, ...]:
     if q.low_rank is not None:
         reasons.append("GPTQ files have no low-rank correction")
     return tuple(reasons)
+
+
+def _other_sizes(dynamic: Any, where: Path | str) -> tuple[int, ...]:
+    """The group sizes that exceptions by layer name."""
+    if not isinstance(dynamic, Mapping):
+        raise CheckpointError(f"{where}: dynamic is an object of exceptions by pattern, got {str(dynamic)[:80]!r}")
+    stated = [value["group_size"] for value in dynamic.values() if isinstance(value, Mapping) and "group_size" in value]
+    if wrong := [size for size in stated if type(size) is not int]:
+        raise CheckpointError(f"{where}: dynamic: a group_size is a number, got {wrong[0]!r}")
+    return tuple(dict.fromkeys(group_size(size, where) for size in stated))
 
 
 def _scheme(bits: int, group: int, zero: ZeroPoint) -> Scheme:

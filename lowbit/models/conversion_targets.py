@@ -207,6 +207,23 @@ def target_of(name: str, *, gptq_v2: bool, model: Mapping[str, Any], dtype: torc
     return None
 
 
+def rounding_error(weight: Tensor, dtype: torch.dtype) -> float:
+    """The largest error of `weight` (float32) in `dtype`, as a part of its largest magnitude; infinity beyond its range."""
+    if not weight.numel():
+        return 0.0
+    largest = float(weight.abs().max())
+    return float((weight - weight.to(dtype).float()).abs().max()) / largest if largest else 0.0
+
+
+def rounding_errors(tensors: Iterable[Tensor]) -> dict[torch.dtype, float]:
+    """The largest `rounding_error` of all floating-point tensors in bfloat16 and in float16."""
+    errors = {torch.bfloat16: 0.0, torch.float16: 0.0}
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            errors = {dtype: max(worst, rounding_error(tensor.float(), dtype)) for dtype, worst in errors.items()}
+    return errors
+
+
 def _group(scheme: Scheme) -> int:
     return scheme.granularity.size if isinstance(scheme.granularity, PerGroup) else -1
 

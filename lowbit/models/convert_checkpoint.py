@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -19,13 +21,14 @@ from lowbit.checkpoint.foreign import ForeignEntry
 from lowbit.checkpoint.gptq import Gptq
 from lowbit.checkpoint.reader import read_json
 from lowbit.formats import ActivationRule, PerChannel, PerTensor, QuantTensor, ZeroPoint
-from lowbit.models.conversion_targets import TARGETS, target_of
+from lowbit.models.conversion_targets import TARGETS, rounding_error, rounding_errors, target_of
 from lowbit.models.gguf import GgufSource
 from lowbit.models.quantize_checkpoint import skeleton
 from lowbit.models.tensorrt_llm import WEIGHTS, TensorrtLlmSource, is_tensorrt_llm
 from lowbit.ops.dispatch import scheme_refusals
 
 _CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale")
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _ADVICE = "--to lowbit can hold every layer that is read, --to dequantized writes 16-bit weights"
 
 
@@ -98,7 +101,8 @@ def convert_checkpoint(
 
     source: a Transformers folder quantized by AutoAWQ, GPTQ tools, compressed-tensors, FP8 or bitsandbytes (4 bits), one of
     lowbit's own, one of TensorRT-LLM, or a GGUF file (or a folder with one). to: "lowbit", "gptq", "awq", "compressed-tensors",
-    "tensorrt-llm" (one file, in memory as a whole), or "dequantized" for plain weights in the model's dtype. Codes, scales and
+    "tensorrt-llm" (one file, in memory as a whole), or "dequantized" for plain weights in the model's dtype, or the 16-bit one
+    that rounds least where the files state none. Codes, scales and
     zero points are carried over as they are; only "dequantized" rounds.
     Peak memory is one shard of the output (2 GiB at most) plus one layer. `target` appears complete or not at all.
 
@@ -133,11 +137,29 @@ class _Converter:
         self.where, self.opened, self.writer, self.report = source, opened, writer, report
         self.modules = dict(opened.model.named_modules())
         zeros = any(e.scheme is not None and e.scheme.zero is ZeroPoint.INTEGER for e in opened.source.entries.values())
-        self.dtype = _model_dtype(opened.config)
+        self.dtype = self._plain_dtype(to)
         v2 = zeros if opened.gptq_v2 is None else opened.gptq_v2
         self.target = target_of(to, gptq_v2=v2, model=opened.config, dtype=self.dtype)
         self.refused: dict[str, list[str]] = {}
         self.noted: dict[str, list[str]] = {}
+        self.rounded = 0.0
+
+    def _plain_dtype(self, to: str) -> torch.dtype:
+        """The type of weights that are not quantized: the model's, or, where files name none and one must be stated, that of 16
+        bits which rounds least; noted then."""
+        stated = str(self.opened.config.get("dtype") or self.opened.config.get("torch_dtype")).removeprefix("torch.")
+        if stated in _DTYPES or to not in ("dequantized", "tensorrt-llm"):
+            return _DTYPES.get(stated, torch.bfloat16)
+        source = self.opened.source
+        layers = (source.dequantize(name, torch.float32) for name in source.entries)
+        errors = rounding_errors(itertools.chain(layers, map(source.get, source.plain)))
+        chosen, other = sorted(errors, key=errors.__getitem__)
+        self.opened.config["dtype"] = _name(chosen)
+        self.report.notes.append(
+            f"no type of weights is stated; {_name(chosen)} is taken, which is at most {errors[chosen]:.1e} of a tensor's "
+            f"largest weight off ({_name(other)}: {errors[other]:.1e})"
+        )
+        return chosen
 
     def run(self, progress: bool) -> dict[str, Any] | None:
         """Converts everything; the quantization configuration for config.json, None for plain weights."""
@@ -150,13 +172,13 @@ class _Converter:
         for name in source.plain:
             self._plain(name)
         self.report.notes += [f"{_some(names)}: {note}" for note, names in self.noted.items()]
+        if self.target is None:
+            self.report.notes.append(f"weights are rounded to {_name(self.dtype)}, by {self.rounded:.1e} of a layer's largest")
         return None if self.target is None else self.target.config(self._kept(), self._tied())
 
     def _layer(self, name: str, entry: ForeignEntry) -> None:
         if self.target is None:
-            weight = self.opened.source.dequantize(name, self.dtype)
-            self._add({f"{name}.weight": weight})
-            self.report.layers[name] = str(self.dtype).removeprefix("torch.")
+            self._dequantized(name)
             return
         if entry.scheme is None:
             self.refused.setdefault(entry.refusal, []).append(name)
@@ -171,6 +193,20 @@ class _Converter:
             self.noted.setdefault(note, []).append(name)
         self._add(self.target.tensors(name, q))
         self.report.layers[name] = q.scheme.name
+
+    def _dequantized(self, name: str) -> None:
+        """Writes a layer's plain weights, rounded once."""
+        exact = self.opened.source.dequantize(name, torch.float32)
+        weight = exact.to(self.dtype)
+        error = rounding_error(exact, self.dtype)
+        if math.isinf(error):
+            raise CheckpointError(
+                f"{self.where}: {name}: weights up to {float(exact.abs().max()):.3g} are beyond {_name(self.dtype)}, the type "
+                "that config.json states; state bfloat16 or float32 there"
+            )
+        self.rounded = max(self.rounded, error)
+        self._add({f"{name}.weight": weight})
+        self.report.layers[name] = _name(self.dtype)
 
     def _adapted(self, name: str, q: QuantTensor) -> QuantTensor:
         """The same weights as the target can state and run them: no order where scales do not depend on it, activations in 16
@@ -269,9 +305,8 @@ def _runs(q: QuantTensor) -> bool:
     return not scheme_refusals(q.scheme, *q.shape)
 
 
-def _model_dtype(config: dict[str, Any]) -> torch.dtype:
-    stated = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
-    return {"float16": torch.float16, "float32": torch.float32}.get(stated, torch.bfloat16)
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _some(names: list[str]) -> str:

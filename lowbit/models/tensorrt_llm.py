@@ -155,7 +155,7 @@ class TensorrtLlmSource:
             hidden_act=config.get("hidden_act", "silu"),
             rope_parameters={"rope_type": "default", **(scaling or {}), "rope_theta": config.get("rotary_base", 10000.0)},
             tie_word_embeddings=False,
-            dtype=config.get("dtype", "float16"),
+            dtype=config.get("dtype"),
         )
 
     def _place(self, tensor: str) -> None:

@@ -22,6 +22,8 @@ INT, FP8, NF4, MX = (
     "bitsandbytes-nf4-nested",
     "compressed-tensors-mxfp4",
 )
+AR, AR_AWQ, MIXED = "auto-round-w5-asym", "auto-round-awq-asym", "auto-round-mixed"
+NVFP4, OPT, AO8, AO4 = "compressed-tensors-nvfp4", "modelopt-nvfp4", "torchao-int8-dynamic", "torchao-int4-asym"
 STATE = "weight.quant_state.bitsandbytes__nf4"
 
 
@@ -53,6 +55,19 @@ def tensor(suffix, change):
         save_file(tensors, folder / "model.safetensors")
 
     return apply
+
+
+def renamed(suffix, new):
+    def apply(folder):
+        tensors = load_file(folder / "model.safetensors")
+        tensors[f"{Q}.{new}"] = tensors.pop(f"{Q}.{suffix}")
+        save_file(tensors, folder / "model.safetensors")
+
+    return apply
+
+
+def torchao(change):
+    return config(lambda c: change(c["quant_type"]["default"]))
 
 
 def fill(value, where=0):
@@ -113,10 +128,86 @@ CASES = {
     "gptq order of 64 bits": (GPTQ, tensor("g_idx", torch.Tensor.long), rf"{Q}\.g_idx: int32"),
     "awq other version": (AWQ, config(lambda c: c.update(version="gemv_fast")), "AWQ version 'gemv_fast'; read is gemm"),
     "awq 8 bits": (AWQ, config(lambda c: c.update(bits=8)), "AWQ weights of 8 bits"),
-    "awq without zeros": (AWQ, config(lambda c: c.update(zero_point=False)), "zero_point is false"),
+    "awq without zeros": (
+        AWQ,
+        config(lambda c: c.update(zero_point=False)),
+        r"qzeros: config.json says that there are no zero",
+    ),
     "awq codes cut": (AWQ, tensor("qweight", lambda t: t[:, :-1]), rf"{Q}\.qweight: 64 channels"),
     "awq K not divided": (AWQ, tensor("qweight", lambda t: t[:20]), rf"{Q}\.scales: 2 groups do not divide 20"),
     "awq scales infinite": (AWQ, tensor("scales", fill(float("inf"))), rf"{Q}\.scales: scales are finite"),
+    "auto-round other format": (
+        AR,
+        config(lambda c: c.update(packing_format="auto_round:fp8_static")),
+        "fp8_static.*read are.*llm_compressor",
+    ),
+    "auto-round quantized activations": (AR, config(lambda c: c.update(act_bits=8)), "act_bits 8.*llm_compressor"),
+    "auto-round floats": (AR, config(lambda c: c.update(data_type="mx_fp4")), "data_type 'mx_fp4'.*llm_compressor"),
+    "auto-round GGUF's scales": (AR, config(lambda c: c.update(super_bits=6)), "super_bits is '6'"),
+    "auto-round 9 bits": (AR, config(lambda c: c.update(bits=9)), "auto-round's weights of 9 bits"),
+    "auto-round exception no object": (AR, config(lambda c: c.update(extra_config={"a": 4})), "extra_config is an object of"),
+    "auto-round exception with activations": (
+        AR,
+        config(lambda c: c.update(extra_config={"lm_head": {"act_bits": 4}})),
+        "extra_config: lm_head: act_bits 4",
+    ),
+    "auto-round exceptions not stated": (
+        MIXED,
+        config(lambda c: c["extra_config"].clear()),
+        r"up_proj\.qzeros: int32 \(4, 12\) is expected",
+    ),
+    "auto-round group of no size stated": (
+        MIXED,
+        config(lambda c: c["extra_config"]["model.layers.0.mlp.up_proj"].update(group_size=8)),
+        "8 groups do not divide|4 gr",
+    ),
+    "auto-round two sizes fit": (
+        MIXED,
+        config(lambda c: c["extra_config"].update(a={"group_size": 40})),
+        "can be of 32 or 40; the files do not say which",
+    ),
+    "auto-round codes cut": (AR_AWQ, tensor("qweight", lambda t: t[:, :-1]), rf"{Q}\.qweight: 64 channels"),
+    "nvfp4 no global scale": (NVFP4, tensor("weight_global_scale", gone), rf"{Q}\.weight_global_scale: missing"),
+    "nvfp4 global scale of 0": (NVFP4, tensor("weight_global_scale", torch.zeros_like), "whole matrix is 0"),
+    "nvfp4 global scale tiny": (NVFP4, tensor("weight_global_scale", lambda t: t * 0 + 1e-40), "beyond float32"),
+    "nvfp4 scales cut": (NVFP4, tensor("weight_scale", cut_rows), rf"{Q}\.weight_scale: float8_e4m3fn"),
+    "nvfp4 scale NaN": (OPT, tensor("weight_scale", lambda t: t.view(torch.uint8).fill_(127).view(t.dtype)), "are NaN"),
+    "nvfp4 K not divided": (OPT, tensor("weight", lambda t: t[:, :12]), rf"{Q}\.weight: 12 bytes a row are no whole groups"),
+    "modelopt other algorithm": (
+        OPT,
+        config(lambda c: c.update(quant_algo="W4A8_AWQ")),
+        "'W4A8_AWQ'; of ModelOpt's.*read are FP8",
+    ),
+    "torchao one kernel's": (
+        AO8,
+        torchao(lambda c: c.update(_type="Int4WeightOnlyConfig")),
+        "Int4WeightOnlyConfig: its layout is",
+    ),
+    "torchao name only": (AO8, config(lambda c: c.update(quant_type="int8_weight_only")), "quant_type is an object.*pickles"),
+    "torchao several": (
+        AO8,
+        torchao(
+            lambda c: c.update(_type="FqnToConfig", _data={"fqn_to_config": {"a": dict(c), "b": {"_type": "x", "_data": {}}}})
+        ),
+        "FqnToConfig with 2 configurations",
+    ),
+    "torchao bits beyond": (
+        AO4,
+        tensor("_weight_qdata", fill(9)),
+        rf"{Q}\._weight_qdata: values from -8 to 9 are beyond 4-bit integers",
+    ),
+    "torchao zero points not stated": (
+        AO8,
+        tensor("_weight_zero_point", fill(1)),
+        rf"{Q}\._weight_zero_point: config.json says that the weights are symmetric",
+    ),
+    "torchao zero points missing": (AO4, tensor("_weight_zero_point", gone), rf"{Q}\._weight_zero_point: missing"),
+    "torchao scales cut": (AO4, tensor("_weight_scale", cut_rows), rf"{Q}\._weight_scale: .*do not divide"),
+    "torchao other tensors": (
+        AO8,
+        renamed("_weight_zero_point", "_weight_act_pre_scale"),
+        rf"{Q}\._weight_act_pre_scale: static activations",
+    ),
     "packed no groups": (PACKED, config(lambda c: c.update(config_groups={})), "config_groups is an object"),
     "packed group no object": (PACKED, config(lambda c: c.update(config_groups={"a": 1})), "a: a config group is an object"),
     "packed format unknown": (PACKED, group(lambda g: g.update(format="marlin-24")), "'marlin-24' is not read; read are pack"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lowbit.formats import ActivationRule, number_format
-from lowbit.hardware.device import device_for
+from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.reference import quantize_activations_reference
 from lowbit.ops import quantize_activations, rms_norm_quantize, silu_mul_quantize
 from tests.kernels.test_quantize_activations import SHAPES, compiled, hard_rows, same
@@ -37,7 +37,7 @@ def check(x, name, rule, group=0, static=False, symmetric=True, device=80):
     given = torch.full((1,), -37, dtype=torch.int32, device=x.device) if static and not symmetric else None
     aligned = x.shape[1] % 8 == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
     request = Request("", fmt, group, static, symmetric, rule=rule)
-    plan = QuantizePlan(*x.shape, request, aligned, device_for(device))
+    plan = QuantizePlan(*x.shape, request, aligned, typical_machine(device))
     codes, own, zero = quantize_activations_reference(x, fmt, group, scale, symmetric, given, rule)
     expected = [t for t in ((codes,) if static else (codes, own, zero)) if t is not None]
     made = plan(x, None, None, None, scale, 0.0, given)

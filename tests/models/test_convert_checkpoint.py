@@ -22,6 +22,7 @@ from lowbit.checkpoint import (
 )
 from lowbit.formats import parse_scheme
 from lowbit.models.convert_checkpoint import convert_checkpoint
+from lowbit.models.gguf import GgufSource
 from lowbit.nn.packed import PackedWeight
 from lowbit.quantize import rtn
 from tests.checkpoint.foreign import DATA, same, sha
@@ -34,16 +35,30 @@ def expected(name):
     return json.loads((DATA / name / "expected.json").read_text())
 
 
+def test_exceptions_of_single_layers_are_kept(tmp_path):
+    report = convert_checkpoint(DATA / "auto-round-mixed", tmp_path / "c")
+    assert report.layers.pop("model.layers.0.mlp.up_proj") == "w8a16_g16"
+    assert "model.layers.0.self_attn.k_proj" not in report.layers and set(report.layers.values()) == {"w4a16_g32"}
+    stated = json.loads((tmp_path / "c" / "config.json").read_text())["quantization_config"]
+    assert stated["modules_to_not_convert"] == ["model.layers.0.self_attn.k_proj", "lm_head"]
+
+
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("name", "scheme"),
     [
+        ("auto-round-w5-asym", "w5a16_g32_z"),
         ("awq-auto-round", "w4a16_g32_z"),
+        ("awq-auto-round-sym", "w4a16_g32"),
         ("gptq-auto-round-w4", "w4a16_g32"),
         ("gptq-gptqmodel-w3-act-order", "w3a16_g32"),
         ("compressed-tensors-w6-channel", "w6a16"),
         ("compressed-tensors-fp8-block", "w8e4m3a16_b32x32"),
         ("compressed-tensors-mxfp4", "w4e2m1a16_g32"),
+        ("compressed-tensors-nvfp4", "w4e2m1a16_g16"),
+        ("modelopt-nvfp4", "w4e2m1a16_g16"),
+        ("torchao-int8-dynamic", "w8a16"),
+        ("torchao-int4-asym", "w4a16_g32_z"),
     ],
 )
 def test_transformers_runs_what_was_converted(tmp_path, name, scheme):
@@ -123,6 +138,7 @@ def test_dequantized_weights_are_plain(tmp_path):
             "lowbit",
             r"_proj and 6 more: the 16 values of bitsandbytes' NF4.*Nothing was written$",
         ),
+        ("modelopt-nvfp4", "compressed-tensors", r"power-of-two scales \(MX\), not w4e2m1a16_g16.*--to lowbit can hold"),
         ("gptq-gptqmodel-w4-act-order-v2", "awq", r"and 6 more: AWQ files have no channel order.*--to lowbit can hold"),
         ("gptq-gptqmodel-w4-act-order-v2", "compressed-tensors", r"and 6 more: compressed-tensors files have no channel order"),
         ("compressed-tensors-fp8", "gptq", r"GPTQ files hold integers, these are fp8_e4m3.*--to dequantized"),
@@ -398,3 +414,53 @@ def test_gguf_becomes_a_model_that_transformers_agrees_with(tmp_path):
     assert torch.allclose(ours(IDS).logits, logits, atol=1e-5 * float(logits.abs().max()))
     with pytest.raises(CheckpointError, match="zero points in GPTQ files are integers"):
         convert_checkpoint(tmp_path / "m.gguf", tmp_path / "d", "gptq")
+
+
+def test_plain_weights_have_the_type_that_rounds_least(tmp_path):
+    """GGUF files state no type: fp16 where it is nearer, bf16 where fp16 would overflow; the choice and its error are said."""
+    model = LlamaForCausalLM(GGUF_CONFIG)
+    write_gguf(tmp_path / "m.gguf", model)
+    report = convert_checkpoint(tmp_path / "m.gguf", tmp_path / "c", "dequantized")
+    assert set(report.layers.values()) == {"float16"}
+    said = next(line for line in report.lines() if "no type of weights is stated; float16 is taken" in line)
+    made = load_file(tmp_path / "c" / "model.safetensors")
+    exact = GgufSource(tmp_path / "m.gguf")
+    errors = []
+    for name in exact.entries:
+        weight = exact.dequantize(name, torch.float32)
+        errors.append(float((made[f"{name}.weight"].float() - weight).abs().max() / weight.abs().max()))
+    assert max(errors) <= 2**-11 and any(f"by {max(errors):.1e} of a layer's largest" in line for line in report.lines())
+    assert f"{max(errors):.1e}" in said and "bfloat16: " in said
+    assert json.loads((tmp_path / "c" / "config.json").read_text())["dtype"] == "float16"
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "c").dtype == torch.float16
+
+    with torch.no_grad():
+        model.model.layers[0].input_layernorm.weight[3] = 1e6
+    write_gguf(tmp_path / "m.gguf", model)
+    report = convert_checkpoint(tmp_path / "m.gguf", tmp_path / "d", "dequantized")
+    assert set(report.layers.values()) == {"bfloat16"}
+    assert any("bfloat16 is taken" in line and "(float16: inf)" in line for line in report.lines())
+
+
+def test_plain_weights_beyond_the_stated_type_are_refused(tmp_path):
+    folder = tmp_path / "c"
+    shutil.copytree(DATA / "compressed-tensors-w6-channel", folder)
+    held = load_file(folder / "model.safetensors")
+    held = {n: t.float() * (1e7 if n.endswith("up_proj.weight_scale") else 1) if "scale" in n else t for n, t in held.items()}
+    save_file(held, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=r"up_proj: weights up to .* are beyond float16, the type that config\.json states"
+    ):
+        convert_checkpoint(folder, tmp_path / "d", "dequantized")
+    assert not (tmp_path / "d").exists()
+
+
+@pytest.mark.parametrize("name", ["awq-auto-round", "bitsandbytes-nf4-nested", "tensorrt-llm-modelopt"])
+def test_no_source_without_a_type_is_guessed(tmp_path, name):
+    shutil.copytree(DATA / name, tmp_path / "c")
+    config = json.loads((tmp_path / "c" / "config.json").read_text())
+    config.pop("dtype", None), config.pop("torch_dtype", None)
+    (tmp_path / "c" / "config.json").write_text(json.dumps(config))
+    report = convert_checkpoint(tmp_path / "c", tmp_path / "d", "dequantized")
+    assert set(report.layers.values()) == {"float16"}
+    assert any(line.startswith("no type of weights is stated; float16 is taken") for line in report.lines())

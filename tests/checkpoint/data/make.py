@@ -1,10 +1,12 @@
 """Makes the checkpoints of this folder with the tools that other people use. Not run by the tests: README.md says how.
 
-    python make.py TOOL MODEL OUT     with TOOL one of model, auto-round, gptqmodel, llmcompressor, bitsandbytes,
-                                      transformers, modelopt, gguf
+    python make.py TOOL MODEL OUT     with TOOL one of model, auto-round, autoawq, gptqmodel, llmcompressor, bitsandbytes,
+                                      torchao, transformers, modelopt, tensorrt-llm, gguf
+    python make.py TOOL --read FOLDER...     with TOOL one of auto-round, autoawq, gptqmodel, llmcompressor
 
 Each run writes one folder per variant: what the tool wrote, and `expected.json` with the SHA-256 of every layer's
-weights [N, K] as the tool itself dequantizes them, in float32.
+weights [N, K] as the tool itself dequantizes them, in float32. With --read, that of folders which lowbit wrote, as JSON in the
+last line.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ def finish(folder, expected):
     print(folder.name, sum(p.stat().st_size for p in folder.iterdir()), "bytes,", len(expected), "layers")
 
 
-def model(out):
+def model(out, heads=2, intermediate=96):
     """A random one-layer Llama whose matrices are of several shapes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -46,8 +48,8 @@ def model(out):
 
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=100, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-        tie_word_embeddings=True, max_position_embeddings=64, dtype=torch.float16,
+        vocab_size=100, hidden_size=64, intermediate_size=intermediate, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=heads, tie_word_embeddings=True, max_position_embeddings=64, dtype=torch.float16,
     )  # fmt: skip
     LlamaForCausalLM(config).half().save_pretrained(out)
     tiny_tokenizer(100).save_pretrained(out)
@@ -63,30 +65,98 @@ def linears(folder, marker):
 
 
 def auto_round(source, out):
-    from auto_round import AutoRound
-    from auto_round.export.export_to_awq.utils import dequantize_gemm
-    from auto_round_extension.torch.qlinear_torch_zp import QuantLinear
-
     variants = [("gptq-auto-round-w4", "auto_gptq", 4, True), ("gptq-auto-round-w4-asym", "auto_gptq", 4, False)]
     variants += [(f"gptq-auto-round-w{bits}", "auto_gptq", bits, True) for bits in (2, 3, 8)]
-    for name, layout, bits, sym in [*variants, ("awq-auto-round", "auto_awq", 4, False)]:
-        work = out / f"{name}.work"
-        rounder = AutoRound(str(source), scheme=f"W{bits}A16", group_size=32, sym=sym, iters=0, disable_opt_rtn=True)
-        rounder.quantize_and_save(str(work), format=layout)
-        folder = next(p.parent for p in work.rglob("model.safetensors"))
-        shutil.move(folder, out / name)
-        shutil.rmtree(work, ignore_errors=True)
-        expected = {}
-        for layer, t in linears(out / name, "qweight").items():
-            if layout == "auto_awq":
-                weight = dequantize_gemm(t["qweight"], t["qzeros"], t["scales"].float(), 4, 32).T
-            else:
-                k, n = t["qweight"].shape[0] * 32 // bits, t["qweight"].shape[1]
-                reader = QuantLinear(bits, 32, k, n, bias=False)
-                reader.qweight, reader.qzeros, reader.scales = t["qweight"], t["qzeros"], t["scales"].float()
-                weight = reader(torch.eye(k)).T
-            expected[layer] = sha(weight)
-        finish(out / name, expected)
+    variants += [("awq-auto-round", "auto_awq", 4, False), ("awq-auto-round-sym", "auto_awq", 4, True)]
+    variants += [(f"auto-round-gptq-w{bits}", "auto_round", bits, True) for bits in (2, 3, 4, 8)]
+    variants += [(f"auto-round-w{bits}-asym", "auto_round", bits, False) for bits in (2, 3, 5, 6, 7)]
+    variants += [("auto-round-gptq-asym", "auto_round:auto_gptq", 4, False)]
+    variants += [("auto-round-gptqmodel", "auto_round:gptqmodel", 4, True)]
+    variants += [(f"auto-round-awq-{name}", "auto_round:auto_awq", 4, sym) for name, sym in (("asym", False), ("sym", True))]
+    for name, layout, bits, sym in variants:
+        if not (out / name).exists():
+            auto_round_folder(source, out / name, layout, bits, sym)
+    mixed = {"model.layers.0.mlp.up_proj": {"bits": 8, "group_size": 16}, "model.layers.0.self_attn.k_proj": {"bits": 16}}
+    auto_round_folder(source, out / "auto-round-mixed", "auto_round:auto_gptq", 4, True, mixed)
+
+
+def auto_round_folder(source, folder, layout, bits, sym, exceptions=None):
+    """One folder, and its weights as auto-round's own layers compute them."""
+    from auto_round import AutoRound
+
+    work = folder.with_suffix(".work")
+    scheme = {"bits": bits, "group_size": 32, "sym": sym, "data_type": "int", "act_bits": 16}
+    rounder = AutoRound(str(source), scheme=scheme, iters=0, disable_opt_rtn=True, layer_config=exceptions)
+    rounder.quantize_and_save(str(work), format=layout)
+    shutil.move(next(p.parent for p in work.rglob("model.safetensors")), folder)
+    shutil.rmtree(work, ignore_errors=True)
+    stated = json.loads((folder / "config.json").read_text())["quantization_config"]
+    layout = stated.get("packing_format", layout)
+    assert stated["bits"] == bits and stated["sym"] == sym, stated
+    expected = {}
+    for layer, t in linears(folder, "qweight").items():
+        own = (exceptions or {}).get(layer, {})
+        expected[layer] = sha(auto_round_weight(t, layout, own.get("bits", bits), own.get("group_size", 32)))
+    finish(folder, expected)
+
+
+def auto_round_weight(t, layout, bits, group):
+    """A layer's weights [N, K] as the reader that auto-round chooses for a `packing_format` on a CPU computes them."""
+    from auto_round.export.export_to_awq.utils import dequantize_gemm
+    from auto_round_extension.torch import qlinear_torch, qlinear_torch_zp
+
+    if "awq" in layout:
+        return dequantize_gemm(t["qweight"], t["qzeros"], t["scales"].float(), bits, group).T
+    reader_of = qlinear_torch_zp if "auto_gptq" in layout else qlinear_torch
+    k, n = t["qweight"].shape[0] * 32 // bits, t["qweight"].shape[1]
+    reader = reader_of.QuantLinear(bits, group, k, n, bias=False)
+    reader.qweight, reader.qzeros, reader.scales = t["qweight"], t["qzeros"], t["scales"].float()
+    return reader(torch.eye(k)).T
+
+
+def auto_round_read(folder):
+    """By the layers that it loads GPTQ files (of both versions) and AWQ files with."""
+    stated = json.loads((folder / "config.json").read_text())["quantization_config"]
+    layout = "auto_round" if stated.get("checkpoint_format") == "gptq_v2" else "auto_gptq"
+    layout = "auto_awq" if stated["quant_method"] == "awq" else layout
+    expected = {}
+    for layer, t in linears(folder, "qweight").items():
+        own = stated | next((o for name, o in stated.get("dynamic", {}).items() if re.match(name[2:], layer) and o), {})
+        expected[layer] = sha(auto_round_weight(t, layout, own["bits"], own["group_size"]))
+    return expected
+
+
+def autoawq(source, out):
+    """Of a model whose layers all have a multiple of 64 channels; AutoAWQ 0.2.9 works with Transformers up to 4.51."""
+    from awq import AutoAWQForCausalLM
+    from transformers import AutoTokenizer
+
+    net = AutoAWQForCausalLM.from_pretrained(str(source), device_map="cpu", torch_dtype=torch.float32)
+    config = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
+    texts = ["the quick brown fox jumps over the lazy dog " * 4, "pack my box with five dozen liquor jugs " * 4] * 64
+    net.quantize(AutoTokenizer.from_pretrained(source), quant_config=config, calib_data=texts, max_calib_seq_len=32)
+    net.save_quantized(str(out / "awq-autoawq"))
+    finish(out / "awq-autoawq", autoawq_read(out / "awq-autoawq"))
+
+
+def autoawq_read(folder):
+    from awq.utils.packing_utils import dequantize_gemm
+
+    group = json.loads((folder / "config.json").read_text())["quantization_config"]["group_size"]
+    layers = linears(folder, "qweight").items()
+    return {n: sha(dequantize_gemm(t["qweight"], t["qzeros"], t["scales"].float(), 4, group).T) for n, t in layers}
+
+
+def gptqmodel_read(folder):
+    from gptqmodel import BACKEND, GPTQModel
+
+    awq = json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"] == "awq"
+    backend = BACKEND.AWQ_TORCH if awq else BACKEND.TORCH
+    net = GPTQModel.load(str(folder), device="cpu", dtype=torch.float16, backend=backend)
+    found = {n: m for n, m in net.model.named_modules() if hasattr(m, "dequantize_weight")}
+    for layer in found.values():
+        layer.scales = layer.scales.float()
+    return {n: sha(m.dequantize_weight().T) for n, m in found.items()}
 
 
 def gptqmodel(source, out):
@@ -119,6 +189,7 @@ def gptqmodel(source, out):
 
 def llmcompressor(source, out):
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from datasets import Dataset
     from llmcompressor import oneshot
     from llmcompressor.modifiers.quantization import QuantizationModifier
     from transformers import AutoModelForCausalLM
@@ -143,26 +214,43 @@ def llmcompressor(source, out):
         "fp8-block": {"config_groups": scheme(8, strategy="block", activations=floats, type="float", block_structure=[32, 32])},
         "mxfp4": {"scheme": "MXFP4A16"},
         "mxfp8": {"scheme": "MXFP8A16"},
+        "nvfp4a16": {"scheme": "NVFP4A16"},
+        "nvfp4": {"scheme": "NVFP4"},
     }
     for name, options in variants.items():
         folder = out / f"compressed-tensors-{name}"
         net = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float16)
         if "config_groups" not in options:
             options["targets"] = "Linear"
-        oneshot(model=net, recipe=QuantizationModifier(ignore=["lm_head"], **options))
+        # A static scale of activations needs texts.
+        texts = {"input_ids": torch.randint(0, 100, (8, 32)).tolist(), "attention_mask": torch.ones(8, 32).long().tolist()}
+        texts = {"dataset": Dataset.from_dict(texts), "max_seq_length": 32} if name == "nvfp4" else {}
+        oneshot(model=net, recipe=QuantizationModifier(ignore=["lm_head"], **options), **texts)
         net.save_pretrained(folder, save_compressed=True)
-        # Half-precision scales times codes are exact in float32, so the tool computes in that.
-        back = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        expected = {n: sha(decompressed(m)) for n, m in back.named_modules() if hasattr(m, "quantization_scheme")}
-        finish(folder, expected)
+        finish(folder, llmcompressor_read(folder))
+
+
+def llmcompressor_read(folder):
+    from transformers import AutoModelForCausalLM
+
+    # Half-precision scales times codes are exact in float32, so the tool computes in that.
+    back = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return {n: sha(decompressed(m)) for n, m in back.named_modules() if hasattr(m, "quantization_scheme")}
 
 
 def decompressed(module):
     """Weights of a layer as compressed-tensors decompresses it, scales in float32 where they are numbers."""
     from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
 
     layout = module.quantization_scheme.format
     state = {n: p.detach() for n, p in module.named_parameters() if n.startswith("weight")}
+    if "weight_global_scale" in state:  # its decompress does the same and rounds the product to bf16
+        codes = unpack_fp4_from_uint8(state["weight_packed"], len(state["weight_packed"]), 2 * state["weight_packed"].shape[1])
+        scale, whole = state["weight_scale"].float(), state["weight_global_scale"]
+        args = module.quantization_scheme.weights
+        return dequantize(codes.float(), scale, args=args, global_scale=whole, dtype=torch.float32)
     if state["weight_scale"].dtype != torch.uint8:
         state["weight_scale"] = state["weight_scale"].float()
     compressor = BaseCompressor.get_value_from_registry(getattr(layout, "value", layout))
@@ -192,6 +280,42 @@ def bitsandbytes(source, out):
         finish(folder, expected)
 
 
+def torchao(source, out):
+    from torchao.quantization import (
+        Float8WeightOnlyConfig,
+        FqnToConfig,
+        Int8DynamicActivationInt8WeightConfig,
+        Int8WeightOnlyConfig,
+        IntxWeightOnlyConfig,
+        MappingType,
+        PerGroup,
+        PerTensor,
+    )
+    from transformers import AutoModelForCausalLM, TorchAoConfig
+
+    groups, asymmetric = PerGroup(32), MappingType.ASYMMETRIC
+    variants = {
+        "int8": Int8WeightOnlyConfig(),
+        "int8-groups": Int8WeightOnlyConfig(granularity=groups),
+        "int8-tensor": Int8WeightOnlyConfig(granularity=PerTensor()),
+        "int8-dynamic": Int8DynamicActivationInt8WeightConfig(),
+        "int8-some": FqnToConfig({"_default": Int8WeightOnlyConfig(), "model.layers.0.mlp.up_proj": None}),
+        "int4": IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=groups),
+        "int4-asym": IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=groups, mapping_type=asymmetric),
+        "int3-asym": IntxWeightOnlyConfig(weight_dtype=torch.int3, granularity=groups, mapping_type=asymmetric),
+        "float8": Float8WeightOnlyConfig(),
+    }
+    for name, config in variants.items():
+        folder = out / f"torchao-{name}"
+        net = AutoModelForCausalLM.from_pretrained(
+            source, dtype=torch.float32, quantization_config=TorchAoConfig(quant_type=config), device_map="cpu"
+        )
+        net.save_pretrained(folder)
+        back = AutoModelForCausalLM.from_pretrained(folder, device_map="cpu")
+        layers = {n: m.weight for n, m in back.named_modules() if hasattr(getattr(m, "weight", None), "qdata")}
+        finish(folder, {n: sha(weight.dequantize()) for n, weight in layers.items()})
+
+
 def transformers(source, out):
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
@@ -212,7 +336,33 @@ def transformers(source, out):
         finish(folder, expected)
 
 
-def modelopt(out):
+def modelopt(source, out):
+    """Exports for Transformers, and weights as ModelOpt's own tensors dequantize them."""
+    import modelopt.torch.quantization as mtq
+    from modelopt.torch.export import export_hf_checkpoint
+    from modelopt.torch.quantization.qtensor import NVFP4QTensor
+    from transformers import AutoModelForCausalLM
+
+    texts = torch.randint(0, 100, (8, 32))
+    for name in ("NVFP4_DEFAULT_CFG", "W4A16_NVFP4_CFG", "FP8_DEFAULT_CFG"):
+        folder = out / f"modelopt-{name.removesuffix('_CFG').removesuffix('_DEFAULT').lower().replace('_', '-')}"
+        net = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        net = mtq.quantize(net, getattr(mtq, name), lambda model: [model(row[None]) for row in texts])
+        with torch.inference_mode():
+            export_hf_checkpoint(net, dtype=torch.float32, export_dir=str(folder))
+        expected = {}
+        for layer, t in linears(folder, "weight_scale").items():
+            if "weight_scale_2" in t:
+                packed = NVFP4QTensor(torch.Size((len(t["weight"]), 2 * t["weight"].shape[1])), torch.float32, t["weight"])
+                scales = {"scale": t["weight_scale"], "double_scale": t["weight_scale_2"], "block_sizes": {-1: 16}}
+                weight = packed.dequantize(torch.float32, **scales)
+            else:
+                weight = t["weight"].float() * t["weight_scale"]
+            expected[layer] = sha(weight)
+        finish(folder, expected)
+
+
+def tensorrt_llm(out):
     """A random Llama through ModelOpt's AWQ into TensorRT-LLM's checkpoint, and what its own simulation says for a text."""
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_tensorrt_llm_checkpoint
@@ -269,15 +419,24 @@ def gguf(out):
     finish(folder, expected)
 
 
+MAKERS = {
+    "auto-round": auto_round, "autoawq": autoawq, "gptqmodel": gptqmodel, "llmcompressor": llmcompressor,
+    "bitsandbytes": bitsandbytes, "torchao": torchao, "transformers": transformers, "modelopt": modelopt,
+}  # fmt: skip
+READERS = {
+    "auto-round": auto_round_read, "autoawq": autoawq_read, "gptqmodel": gptqmodel_read, "llmcompressor": llmcompressor_read,
+}  # fmt: skip
+BARE = {"tensorrt-llm": tensorrt_llm, "gguf": gguf}
+"""Those that take no model."""
+
 if __name__ == "__main__":
-    tool, source, target = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    tool, source, targets = sys.argv[1], Path(sys.argv[2]), [Path(name) for name in sys.argv[3:]]
     if tool == "model":
         model(source)
-    elif tool == "modelopt":
-        modelopt(target)
-    elif tool == "gguf":
-        gguf(target)
+        model(Path(f"{source}-wide"), heads=4, intermediate=128)
+    elif sys.argv[2] == "--read":
+        print(json.dumps({folder.name: READERS[tool](folder) for folder in targets}))
+    elif tool in BARE:
+        BARE[tool](targets[0])
     else:
-        tools = {"auto-round": auto_round, "gptqmodel": gptqmodel, "llmcompressor": llmcompressor}
-        tools |= {"bitsandbytes": bitsandbytes, "transformers": transformers}
-        tools[tool](source, target)
+        MAKERS[tool](source, targets[0])

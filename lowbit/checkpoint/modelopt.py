@@ -1,0 +1,64 @@
+"""ModelOpt's exports for Transformers (`quant_method: "modelopt"`), of which these are read, by `quant_algo`:
+
+    NVFP4, W4A16_NVFP4   weight uint8 [N, K / 2], weight_scale float8_e4m3fn [N, K / 16], weight_scale_2 float32 [];
+                         nvfp4.py has what they mean
+    FP8                  weight float8_e4m3fn [N, K], weight_scale and input_scale float32 [], as other fp8 files (fp8.py)
+
+Activations of 4 bits stay in 16.
+Source: ModelOpt 0.47.0, torch/export/unified_export_hf.py and convert_hf_config.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from lowbit.checkpoint.foreign import ForeignEntry, ForeignLayer, ForeignSchema, config_value
+from lowbit.checkpoint.fp8 import Fp8
+from lowbit.checkpoint.nvfp4 import SCHEME, nvfp4_shape, read_nvfp4
+from lowbit.checkpoint.schema import CheckpointError
+from lowbit.formats import QuantTensor
+
+_NVFP4 = ("NVFP4", "W4A16_NVFP4")
+_TENSORS = ("weight", "weight_scale", "weight_scale_2")
+
+
+def schema(config: Mapping[str, Any], where: Path | str) -> ForeignSchema:
+    """The schema of one of ModelOpt's exports; CheckpointError for an algorithm that is not read."""
+    algorithm = config_value(config, where, ("quant_algo",), str)
+    if algorithm == "FP8":
+        return Fp8.from_config({"quant_method": "fp8", "activation_scheme": "static"}, where)
+    if algorithm not in _NVFP4:
+        raise CheckpointError(
+            f"{where}: quant_algo {algorithm!r}; of ModelOpt's exports read are FP8, {', '.join(_NVFP4)}. Export the model in "
+            "one of these, or quantize its 16-bit checkpoint here"
+        )
+    return Nvfp4(algorithm != "W4A16_NVFP4")
+
+
+@dataclass(frozen=True)
+class Nvfp4(ForeignSchema):
+    """Whether the files ask for activations in 4 bits too."""
+
+    activations: bool
+
+    name: ClassVar[str] = "modelopt"
+    suffixes: ClassVar[tuple[str, ...]] = (*_TENSORS, "input_scale", "pre_quant_scale")
+    markers: ClassVar[tuple[str, ...]] = ("weight_scale", "weight_scale_2")
+
+    def entry(self, layer: ForeignLayer) -> ForeignEntry:
+        if layer.has("pre_quant_scale"):
+            raise layer.error("pre_quant_scale", "factors of x do not belong to NVFP4 and W4A16_NVFP4 files")
+        shape = nvfp4_shape(layer, *_TENSORS)
+        notes = ("activations stay in 16 bits, the files asked for fp4_e2m1",) if self.activations else ()
+        return ForeignEntry(shape, SCHEME, notes=notes)
+
+    def read(self, layer: ForeignLayer) -> QuantTensor:
+        return read_nvfp4(layer, *_TENSORS, divided=False)
+
+    def write(self, q: QuantTensor) -> dict[str, Tensor]:
+        raise ValueError("NVFP4 files are read, not written: the two factors of a scale are not kept")
