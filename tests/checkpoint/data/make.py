@@ -129,12 +129,13 @@ def auto_round_read(folder):
 def autoawq(source, out):
     """Of a model whose layers all have a multiple of 64 channels; AutoAWQ 0.2.9 works with Transformers up to 4.51."""
     from awq import AutoAWQForCausalLM
-    from transformers import AutoTokenizer
+    from transformers import PreTrainedTokenizerFast
 
     net = AutoAWQForCausalLM.from_pretrained(str(source), device_map="cpu", torch_dtype=torch.float32)
     config = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
     texts = ["the quick brown fox jumps over the lazy dog " * 4, "pack my box with five dozen liquor jugs " * 4] * 64
-    net.quantize(AutoTokenizer.from_pretrained(source), quant_config=config, calib_data=texts, max_calib_seq_len=32)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(source / "tokenizer.json"))
+    net.quantize(tokenizer, quant_config=config, calib_data=texts, max_calib_seq_len=256)
     net.save_quantized(str(out / "awq-autoawq"))
     finish(out / "awq-autoawq", autoawq_read(out / "awq-autoawq"))
 
@@ -429,13 +430,22 @@ READERS = {
 BARE = {"tensorrt-llm": tensorrt_llm, "gguf": gguf}
 """Those that take no model."""
 
+
+def read_back(tool, folder):
+    """The hashes of a folder's layers, or what the tool says against it."""
+    try:
+        return READERS[tool](folder)
+    except ValueError as error:
+        return str(error)
+
+
 if __name__ == "__main__":
     tool, source, targets = sys.argv[1], Path(sys.argv[2]), [Path(name) for name in sys.argv[3:]]
     if tool == "model":
         model(source)
         model(Path(f"{source}-wide"), heads=4, intermediate=128)
     elif sys.argv[2] == "--read":
-        print(json.dumps({folder.name: READERS[tool](folder) for folder in targets}))
+        print(json.dumps({folder.name: read_back(tool, folder) for folder in targets}))
     elif tool in BARE:
         BARE[tool](targets[0])
     else:
