@@ -13,6 +13,7 @@ from lowbit.nn.packed import PackedWeight
 from lowbit.ops import fragment_gemm, mixed_gemm, quantize_activations, scaled_gemm
 from lowbit.ops.byte_gemm import byte_gemm
 from lowbit.ops.channels import channels_of_codes
+from lowbit.ops.cpu_gemm import cpu_gemm, scaled_cpu_gemm
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,9 +98,15 @@ class QuantLinear(PackedWeight):
     def _product(self, x: Tensor) -> Tensor:
         if self.activation_format is not None:
             return self._scaled_product(self.quantize_input(x))
-        if x.is_cuda and not self.is_prepared and not torch.compiler.is_compiling():
+        held = self.cpu_weight
+        if (held is None or held.dtype != x.dtype) and self.kernel_codes is None and not torch.compiler.is_compiling():
             self.prepare(x.dtype)
-        if self.is_prepared and x.dtype in (torch.float16, torch.bfloat16):
+            held = self.cpu_weight
+        if held is not None and held.dtype == x.dtype:
+            if self.has_channels:
+                x = channels_of_codes(x, self.weight_order, self.input_scale)
+            return cpu_gemm(x, held, self.bias)
+        if self.kernel_codes is not None and x.dtype in (torch.float16, torch.bfloat16):
             return fragment_gemm(x, self.kernel_weight(), self.bias)
         self.restore()
         channels = (self.weight_order, self.input_scale) if self.has_channels else ()
@@ -129,8 +136,10 @@ class QuantLinear(PackedWeight):
         return QuantizedInput(made.codes, made.scale, made.zero, x.dtype)
 
     def _scaled_product(self, x: QuantizedInput) -> Tensor:
-        if x.codes.is_cuda and not self.is_prepared and not torch.compiler.is_compiling():
+        if not self.is_prepared and not torch.compiler.is_compiling():
             self.prepare(x.dtype)
+        if self.cpu_weight is not None:
+            return scaled_cpu_gemm(x.codes, x.scale, self.cpu_weight, self.bias, x.dtype, x.zero)
         if self.is_prepared and x.codes.is_cuda:
             return byte_gemm(x.codes, x.scale, self.scaled_weight(), self.bias, dtype=x.dtype, x_zero=x.zero)
         self.restore()
