@@ -123,8 +123,8 @@ class PackedWeight(nn.Module):
         return self.kernel_codes is not None or self.cpu_weight is not None
 
     def prepare(self, dtype: torch.dtype = torch.bfloat16) -> tuple[str, ...]:
-        """Brings weights into the form of their device's kernels for x of `dtype`, which replaces the form on disk in memory: the
-        order of the tensor cores on a GPU, that of torch's products on a CPU.
+        """Brings weights into the form of their device's kernels for x of `dtype`, which replaces the form on disk in memory:
+        the order of the tensor cores on a GPU, that of torch's products on a CPU.
 
         Returns the reasons why not, empty if done. Saving, moving and `quant_tensor` bring the form on disk back without
         loss. Tied weights keep both forms, since others read the one on disk. A CPU that has no product for the scheme decodes

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowbit.formats import QuantTensor, Scheme, ZeroPoint, pack_words
 from lowbit.kernels.blocked import block_rows, decode_rows
-from lowbit.kernels.torch_int4 import gemm_torch_int4
+from lowbit.kernels.torch_int4 import gemm_torch_int4, product_by_rows, product_dtype
 from lowbit.kernels.torch_int8 import gemm_torch_int8, scaled_gemm_torch_int8
 from lowbit.pack.cpu import CpuWeight, Form, int4_refusals, int8_refusals, pack_int4, pack_int8
 
@@ -26,7 +26,9 @@ def cpu_gemm(x: Tensor, w: CpuWeight, bias: Tensor | None = None) -> Tensor:
         y = gemm_torch_int8(rows.contiguous(), w.codes, w.scale)
     elif len(rows) == 1 and x.dtype != torch.float32:
         # Torch's product of 16-bit matrices reorders all of w at each call, which costs as much as one token's product.
-        y = torch.mv(w.codes, rows[0])
+        y = torch.mv(w.codes, rows[0])[None]
+    elif x.dtype == torch.bfloat16 and product_dtype() != x.dtype:
+        y = product_by_rows(rows, w.codes).to(x.dtype)
     else:
         y = torch.nn.functional.linear(rows, w.codes)
     if bias is not None:
@@ -37,7 +39,7 @@ def cpu_gemm(x: Tensor, w: CpuWeight, bias: Tensor | None = None) -> Tensor:
 def scaled_cpu_gemm(
     x: Tensor, x_scale: Tensor, w: CpuWeight, bias: Tensor | None, dtype: torch.dtype, x_zero: Tensor | None
 ) -> Tensor:
-    """y [.., N] of `dtype` for int8 x [.., K] with one scale (and zero) per token or for all, and weights in the form "int8"."""
+    """y [.., N] of `dtype` for int8 x [.., K] with one scale (and zero) per token or for all, and weights of the form "int8"."""
     assert w.scale is not None
     zero_of_x = None if x_zero is None or w.sums is None else (x_zero, w.sums)
     y = scaled_gemm_torch_int8(x.reshape(-1, w.shape[1]).contiguous(), x_scale, w.codes, w.scale, zero_of_x)

@@ -35,7 +35,7 @@ INT4_ROWS = 16
 """Torch's int4 product takes N of multiples of this."""
 
 INT8_K_STEP = 16
-"""Torch 2.13's int8 product walks K in steps of 16 without a tail: wrong results or a crash for other K (seen: 1, 8, 17, 24, 72)."""
+"""Torch 2.13's int8 product walks K in steps of 16 without a tail: wrong results or a crash for others (1, 8, 17, 24, 72)."""
 
 VECTOR_CPUS = ("AVX2", "AVX512")
 """What `torch.backends.cpu.get_cpu_capability` calls the CPUs for which torch has fast int4 and int8 products."""
@@ -63,7 +63,6 @@ class CpuWeight:
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(t.nbytes for t in (self.codes, self.scale, self.sums) if t is not None)
-
 
 
 def int4_refusals(scheme: Scheme, shape: tuple[int, int]) -> tuple[str, ...]:
@@ -96,7 +95,7 @@ def _cpu_refusals() -> tuple[str, ...]:
 
 def int4_group(scheme: Scheme, shape: tuple[int, int]) -> int:
     """The largest group of torch's int4 product into which the scheme's groups and K divide; 0 if there is none."""
-    n, k = scheme.granularity.block(shape)
+    k = scheme.granularity.block(shape)[1]
     fits = (g for g in GROUPS if shape[1] % g == 0 and (k >= shape[1] or k % g == 0))
     return next(fits, 0) if shape[1] else 0
 

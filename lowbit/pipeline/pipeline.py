@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from lowbit.formats import parse_scheme
+from lowbit.models.cpu import cpu_dtype
 from lowbit.models.hf import LowbitConfig
 from lowbit.pipeline.request import FinishReason, GenerateParams, Response, UnknownArgument
 
@@ -147,7 +148,8 @@ def pipeline(
 
     quantization_mode: a scheme to quantize 16-bit weights to while loading ("wf6af16", "w4a16_g64", ...); None takes the
     model as it is, quantized or not. tokenizer: one, or its path, when it is not the model's. device: "cuda" when torch
-    sees a GPU, else "cpu". dtype of activations: the checkpoint's own on a GPU, float32 on a CPU. max_length: default of
+    sees a GPU, else "cpu". dtype of activations: the checkpoint's own on a GPU; on a CPU bfloat16 for
+    quantized models, which run several times slower in float32 (`models.cpu`), and float32 for others. max_length: default of
     the calls, in tokens of prompt and answer. Raises UnknownArgument for other arguments, and ValueError when the
     checkpoint is quantized to something else already.
     """
@@ -169,7 +171,7 @@ def pipeline(
     own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float16
     model = AutoModelForCausalLM.from_pretrained(
         model_name_or_path,
-        dtype=dtype or (own if device.type == "cuda" else torch.float32),
+        dtype=dtype or (own if device.type == "cuda" else cpu_dtype(bool(stored or quantization))),
         device_map={"": device},
         **quantization,
     )
