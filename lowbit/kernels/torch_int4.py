@@ -12,8 +12,7 @@ import functools
 import torch
 from torch import Tensor
 
-from lowbit.formats import ZeroPoint
-from lowbit.pack.cpu import CpuWeight, block_rows, int4_columns, row_blocks
+from lowbit.pack.cpu import block_rows, int4_columns, row_blocks
 
 MAX_M = 40
 """Torch's product takes time in proportion to M, decoding does not."""
@@ -23,28 +22,26 @@ BLOCK_WEIGHTS = 1 << 20
 9.9."""
 
 
-def gemm_torch_int4(x: Tensor, w: CpuWeight) -> Tensor:
-    """y [M, N] bf16 of x [M, K] bf16 and weights in the form "int4"."""
-    if x.shape[0] > MAX_M:
-        return _decoded_gemm(x, w)
-    y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, w.codes, w.group, w.scale)
+def int4_gemm(x: Tensor, codes: Tensor, scale: Tensor, group: int) -> Tensor:
+    """y [M, N] bf16 of x [M, K] bf16 and weights in the form "int4", for up to `MAX_M` rows."""
+    y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(x, codes, group, scale)
     return y
 
 
-def _decoded_gemm(x: Tensor, w: CpuWeight) -> Tensor:
-    """The same by decoding some blocks of rows at a time, transposed, as they lie."""
-    assert w.scale is not None
-    (n, k), m = w.shape, x.shape[0]
-    y = torch.empty((m, n), dtype=x.dtype)
+def int4_gemm_decoding(x: Tensor, codes: Tensor, scale: Tensor, group: int, zeros: bool) -> Tensor:
+    """The same for many rows: some blocks of rows of w at a time are decoded as they lie, transposed. Without `zeros`, the
+    second number of each scale is 0."""
+    n, k = codes.shape[0], 2 * codes.shape[1]
+    y = torch.empty((x.shape[0], n), dtype=x.dtype)
     operand = product_dtype()
     x = x.to(operand)
     for start, end in row_blocks(n, max(1, BLOCK_WEIGHTS // (block_rows() * k))):
-        order, pairs = int4_columns(w.codes, start, end)
-        of_rows = w.scale[:, start:end].view(-1, len(pairs), len(order), 2)[:, :, order].to(operand)
+        order, pairs = int4_columns(codes, start, end)
+        of_rows = scale[:, start:end].view(-1, len(pairs), len(order), 2)[:, :, order].to(operand)
         s, z = of_rows.permute(3, 1, 0, 2)[:, :, :, None].contiguous()
         values = torch.index_select(_values_of_bytes(operand), 0, pairs.reshape(-1).int()).view(operand)
-        grouped = values.view(len(pairs), -1, w.group, len(order))
-        weights = grouped.mul_(s) if w.scheme.zero is ZeroPoint.NONE else torch.addcmul(z, grouped, s)
+        grouped = values.view(len(pairs), -1, group, len(order))
+        weights = torch.addcmul(z, grouped, s) if zeros else grouped.mul_(s)
         product = torch.matmul(x, weights.view(len(pairs), k, -1)).to(y.dtype)  # [B, M, R]
         y[:, start:end].unflatten(1, (len(pairs), -1))[:, :, order] = product.transpose(0, 1)
     return y
@@ -66,8 +63,9 @@ def product_dtype() -> torch.dtype:
 
 
 def product_by_rows(x: Tensor, w: Tensor) -> Tensor:
-    """x [M, K] . w [N, K]^T in `product_dtype`, which some rows of w at a time are brought to."""
+    """x [M, K] . w [N, K]^T for many rows, multiplied in `product_dtype`, which some rows of w at a time are brought to, and
+    rounded to x's type."""
     operand = product_dtype()
     wide = x.to(operand)
     parts = w.split(max(1, BLOCK_WEIGHTS // w.shape[1]))
-    return torch.cat([torch.nn.functional.linear(wide, part.to(operand)) for part in parts], dim=1)
+    return torch.cat([torch.nn.functional.linear(wide, part.to(operand)).to(x.dtype) for part in parts], dim=1)

@@ -15,21 +15,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowbit.kernels.torch_int4 import product_by_rows
-
 MAX_M = 16
 """Its time grows with M while decoding does not: a product of 16-bit matrices wins from about 24 rows on."""
 
 
-def gemm_torch_int8(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    """y [M, N] bf16 of x [M, K] bf16, codes int8 [N, K] and scale bf16 [N]; K must be a multiple of `pack.cpu.INT8_K_STEP`."""
-    if x.shape[0] <= MAX_M:
-        y: Tensor = torch._weight_int8pack_mm(x, codes, scale)
-        return y
-    return (product_by_rows(x, codes).float() * scale.float()).to(x.dtype)
+def int8_gemm(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    """y [M, N] bf16 of x [M, K] bf16, codes int8 [N, K] and scale bf16 [N], for up to `MAX_M` rows; K must be a multiple of
+    `pack.cpu.INT8_K_STEP`."""
+    return torch._weight_int8pack_mm(x, codes, scale)
 
 
-def scaled_gemm_torch_int8(
+def scaled_int8_gemm(
     x: Tensor, x_scale: Tensor, codes: Tensor, scale: Tensor, zero_of_x: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
     """y float32 [M, N] of x int8 [M, K] with x_scale float32 [M, 1] or [1], and codes int8 [N, K] with scale float32 [N]: the

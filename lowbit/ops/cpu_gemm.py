@@ -1,6 +1,7 @@
 """Products on a CPU of weights that were brought into one of its forms (pack/cpu.py), and which form a layer gets.
 
-Plain functions rather than operators of their own: they are calls of torch's operators, which torch.compile knows.
+For few rows these are calls of torch's operators, with nothing in between: a call of an operator written in Python takes as
+long as some of these products. For many rows they are `lowbit::int4_gemm` and `lowbit::gemm_by_rows`, opaque to torch.compile.
 """
 
 from __future__ import annotations
@@ -9,40 +10,74 @@ import torch
 from torch import Tensor
 
 from lowbit.formats import QuantTensor, Scheme, ZeroPoint, pack_words
+from lowbit.kernels import torch_int4, torch_int8
 from lowbit.kernels.blocked import block_rows, decode_rows
-from lowbit.kernels.torch_int4 import gemm_torch_int4, product_by_rows, product_dtype
-from lowbit.kernels.torch_int8 import gemm_torch_int8, scaled_gemm_torch_int8
 from lowbit.pack.cpu import CpuWeight, Form, int4_refusals, int8_refusals, pack_int4, pack_int8
+
+torch.library.define("lowbit::int4_gemm", "(Tensor x, Tensor codes, Tensor scale, int group, bool zeros) -> Tensor")
+torch.library.define("lowbit::gemm_by_rows", "(Tensor x, Tensor w) -> Tensor")
+
+
+@torch.library.impl("lowbit::int4_gemm", "CPU")
+def _int4_gemm(x: Tensor, codes: Tensor, scale: Tensor, group: int, zeros: bool) -> Tensor:
+    return torch_int4.int4_gemm_decoding(x, codes, scale, group, zeros)
+
+
+@torch.library.impl("lowbit::gemm_by_rows", "CPU")
+def _gemm_by_rows(x: Tensor, w: Tensor) -> Tensor:
+    return torch_int4.product_by_rows(x, w)
+
+
+@torch.library.register_fake("lowbit::int4_gemm")
+def _fake_int4_gemm(x: Tensor, codes: Tensor, scale: Tensor, group: int, zeros: bool) -> Tensor:
+    return x.new_empty((x.shape[0], codes.shape[0]))
+
+
+@torch.library.register_fake("lowbit::gemm_by_rows")
+def _fake_gemm_by_rows(x: Tensor, w: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], w.shape[0]))
 
 
 def cpu_gemm(x: Tensor, w: CpuWeight, bias: Tensor | None = None) -> Tensor:
     """y [.., N] = x [.., K] . w[N, K]^T + bias [N], in x's dtype, which is that of `w`."""
     n, k = w.shape
-    rows = x.reshape(-1, k)
-    if w.form == "int4":
-        y = gemm_torch_int4(rows.contiguous(), w)
-    elif w.form == "int8":
-        assert w.scale is not None
-        y = gemm_torch_int8(rows.contiguous(), w.codes, w.scale)
-    elif len(rows) == 1 and x.dtype != torch.float32:
-        # Torch's product of 16-bit matrices reorders all of w at each call, which costs as much as one token's product.
-        y = torch.mv(w.codes, rows[0])[None]
-    elif x.dtype == torch.bfloat16 and product_dtype() != x.dtype:
-        y = product_by_rows(rows, w.codes).to(x.dtype)
-    else:
-        y = torch.nn.functional.linear(rows, w.codes)
+    rows = x.reshape(-1, k).contiguous()
+    y = _product(rows, w)
     if bias is not None:
         y = y + bias.to(y.dtype)
     return y.reshape(*x.shape[:-1], n)
 
 
+def _product(x: Tensor, w: CpuWeight) -> Tensor:
+    m = x.shape[0]
+    if w.form == "int4":
+        assert w.scale is not None
+        if m <= torch_int4.MAX_M:
+            return torch_int4.int4_gemm(x, w.codes, w.scale, w.group)
+        return torch.ops.lowbit.int4_gemm(x, w.codes, w.scale, w.group, w.scheme.zero is not ZeroPoint.NONE)
+    if w.form == "int8":
+        assert w.scale is not None
+        return int8_product(x, w.codes, w.scale)
+    if x.dtype == torch.float32:
+        return torch.nn.functional.linear(x, w.codes)
+    # Torch's product of 16-bit matrices reorders all of w at each call, which costs as much as one token's product.
+    return torch.mv(w.codes, x[0])[None] if m == 1 else torch.ops.lowbit.gemm_by_rows(x, w.codes)
+
+
+def int8_product(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    """y [M, N] bf16 of x [M, K] bf16, codes int8 [N, K] and scale [N]."""
+    if x.shape[0] <= torch_int8.MAX_M:
+        return torch_int8.int8_gemm(x, codes, scale.to(x.dtype))
+    return (torch.ops.lowbit.gemm_by_rows(x, codes).float() * scale.float()).to(x.dtype)
+
+
 def scaled_cpu_gemm(
     x: Tensor, x_scale: Tensor, w: CpuWeight, bias: Tensor | None, dtype: torch.dtype, x_zero: Tensor | None
 ) -> Tensor:
-    """y [.., N] of `dtype` for int8 x [.., K] with one scale (and zero) per token or for all, and weights of the form "int8"."""
+    """y [.., N] of `dtype` for int8 x [.., K], one scale (and zero) per token or for all, and weights of the form "int8"."""
     assert w.scale is not None
     zero_of_x = None if x_zero is None or w.sums is None else (x_zero, w.sums)
-    y = scaled_gemm_torch_int8(x.reshape(-1, w.shape[1]).contiguous(), x_scale, w.codes, w.scale, zero_of_x)
+    y = torch_int8.scaled_int8_gemm(x.reshape(-1, w.shape[1]).contiguous(), x_scale, w.codes, w.scale, zero_of_x)
     if bias is not None:
         y = y + bias.float()
     return y.to(dtype).reshape(*x.shape[:-1], w.shape[0])

@@ -17,7 +17,7 @@ from lowbit.formats import PerBlock, PerChannel, Scheme, ZeroPoint, int_format
 from lowbit.kernels.blocked import mixed_gemm_blocked
 from lowbit.kernels.reference import CODE_DTYPES
 from lowbit.kernels.scaled_blocked import X_BLOCK
-from lowbit.kernels.torch_int8 import MAX_M, gemm_torch_int8
+from lowbit.kernels.torch_int8 import MAX_M, int8_gemm
 from lowbit.pack.cpu import INT8_K_STEP
 
 Kernel = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None", Scheme], Tensor]
@@ -83,7 +83,7 @@ def _run_torch_int8(
 ) -> Tensor:
     assert zero is None and scheme.zero is ZeroPoint.NONE  # an int8 format has no zero points
     # Codes on disk are offset by 128, which is the top bit; the form of pack/cpu.py saves this pass over the bytes.
-    y = gemm_torch_int8(x.reshape(-1, x.shape[-1]), (packed ^ 0x80).view(torch.int8), scale[:, 0].to(x.dtype))
+    y = int8_gemm(x.reshape(-1, x.shape[-1]), (packed ^ 0x80).view(torch.int8), scale[:, 0].to(x.dtype))
     return (y if bias is None else y + bias.to(x.dtype)).reshape(*x.shape[:-1], packed.shape[0])
 
 
