@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from lowbit.nn.decoding import allow_decoding
@@ -19,6 +19,13 @@ def cpu_dtype(quantized: bool) -> torch.dtype:
     and int8 weights take no other, and float32 for others and where torch has no such products."""
     fast = torch.backends.cpu.get_cpu_capability() in VECTOR_CPUS
     return torch.bfloat16 if quantized and fast else torch.float32
+
+
+def quantizing_dtype(config: PretrainedConfig, wanted: torch.dtype) -> torch.dtype:
+    """The type in which to read the weights of a checkpoint that are quantized while loading, of a model that shall then run in
+    `wanted`: their own, since bf16 would round those in fp16 before they are quantized, and scales would be of others."""
+    own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    return wanted if own == wanted or wanted == torch.float32 else own
 
 
 def measuring_dtype() -> torch.dtype | None:

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from lowbit.formats import parse_scheme
-from lowbit.models.cpu import cpu_dtype
+from lowbit.models.cpu import cpu_dtype, quantizing_dtype
 from lowbit.models.hf import LowbitConfig
 from lowbit.pipeline.request import FinishReason, GenerateParams, Response, UnknownArgument
 
@@ -169,12 +169,16 @@ def pipeline(
                 f"{model_name_or_path} is quantized already, to {held}; leave out quantization_mode={quantization_mode!r}"
             )
     own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float16
+    wanted = dtype or (own if device.type == "cuda" else cpu_dtype(bool(stored or quantization)))
     model = AutoModelForCausalLM.from_pretrained(
         model_name_or_path,
-        dtype=dtype or (own if device.type == "cuda" else cpu_dtype(bool(stored or quantization))),
+        dtype=quantizing_dtype(config, wanted) if quantization else wanted,
         device_map={"": device},
         **quantization,
     )
+    if model.config.dtype != wanted:
+        model.to(wanted)
+        model.config.dtype = wanted
     if tokenizer is None or isinstance(tokenizer, str):
         tokenizer = AutoTokenizer.from_pretrained(tokenizer or model_name_or_path)
     return Pipeline(model, tokenizer, max_length=max_length)
