@@ -14,6 +14,7 @@ from lowbit.ops import fragment_gemm, mixed_gemm, quantize_activations, scaled_g
 from lowbit.ops.byte_gemm import byte_gemm
 from lowbit.ops.channels import channels_of_codes
 from lowbit.ops.cpu_gemm import cpu_gemm, scaled_cpu_gemm
+from lowbit.pack.cpu import CpuWeight
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,10 +100,9 @@ class QuantLinear(PackedWeight):
         if self.activation_format is not None:
             return self._scaled_product(self.quantize_input(x))
         held = self.cpu_weight
-        if (held is None or held.dtype != x.dtype) and self.kernel_codes is None and not torch.compiler.is_compiling():
-            self.prepare(x.dtype)
-            held = self.cpu_weight
-        if held is not None and held.dtype == x.dtype:
+        if held is None or held.dtype != x.dtype:
+            held = self._prepared_on_cpu(x.dtype)
+        if held is not None:
             if self.has_channels:
                 x = channels_of_codes(x, self.weight_order, self.input_scale)
             return cpu_gemm(x, held, self.bias)
@@ -111,6 +111,13 @@ class QuantLinear(PackedWeight):
         self.restore()
         channels = (self.weight_order, self.input_scale) if self.has_channels else ()
         return mixed_gemm(x, self.weight_packed, self.weight_scale, self.weight_zero, self.bias, self.scheme_name, *channels)
+
+    def _prepared_on_cpu(self, dtype: torch.dtype) -> CpuWeight | None:
+        """Prepares the layer where it is; its form on a CPU for x of `dtype`, if it has one then."""
+        if self.kernel_codes is None and not torch.compiler.is_compiling():
+            self.prepare(dtype)
+        held = self.cpu_weight
+        return held if held is not None and held.dtype == dtype else None
 
     @property
     def takes_quantized_input(self) -> bool:

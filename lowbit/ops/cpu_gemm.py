@@ -40,12 +40,10 @@ def _fake_gemm_by_rows(x: Tensor, w: Tensor) -> Tensor:
 
 def cpu_gemm(x: Tensor, w: CpuWeight, bias: Tensor | None = None) -> Tensor:
     """y [.., N] = x [.., K] . w[N, K]^T + bias [N], in x's dtype, which is that of `w`."""
-    n, k = w.shape
-    rows = x.reshape(-1, k).contiguous()
-    y = _product(rows, w)
+    y = _product(x.reshape(-1, w.shape[1]).contiguous(), w)
     if bias is not None:
         y = y + bias.to(y.dtype)
-    return y.reshape(*x.shape[:-1], n)
+    return y.view(*x.shape[:-1], w.shape[0])
 
 
 def _product(x: Tensor, w: CpuWeight) -> Tensor:
@@ -57,18 +55,13 @@ def _product(x: Tensor, w: CpuWeight) -> Tensor:
         return torch.ops.lowbit.int4_gemm(x, w.codes, w.scale, w.group, w.scheme.zero is not ZeroPoint.NONE)
     if w.form == "int8":
         assert w.scale is not None
-        return int8_product(x, w.codes, w.scale)
+        if m <= torch_int8.MAX_M:
+            return torch_int8.int8_gemm(x, w.codes, w.scale)
+        return (torch.ops.lowbit.gemm_by_rows(x, w.codes).float() * w.scale.float()).to(x.dtype)
     if x.dtype == torch.float32:
         return torch.nn.functional.linear(x, w.codes)
     # Torch's product of 16-bit matrices reorders all of w at each call, which costs as much as one token's product.
     return torch.mv(w.codes, x[0])[None] if m == 1 else torch.ops.lowbit.gemm_by_rows(x, w.codes)
-
-
-def int8_product(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    """y [M, N] bf16 of x [M, K] bf16, codes int8 [N, K] and scale [N]."""
-    if x.shape[0] <= torch_int8.MAX_M:
-        return torch_int8.int8_gemm(x, codes, scale.to(x.dtype))
-    return (torch.ops.lowbit.gemm_by_rows(x, codes).float() * scale.float()).to(x.dtype)
 
 
 def scaled_cpu_gemm(

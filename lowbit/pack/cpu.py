@@ -18,7 +18,7 @@ weights are rounded to bf16 (docs/numerics.md).
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -53,11 +53,11 @@ class CpuWeight:
     shape: tuple[int, int]
     group: int = 0
     sums: Tensor | None = None
+    dtype: torch.dtype = field(init=False)
+    """The type of x that they are multiplied by, where x is not quantized; a field, since every call of a layer asks for it."""
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of x that they are multiplied by, where x is not quantized."""
-        return self.codes.dtype if self.form == "decoded" else torch.bfloat16
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", self.codes.dtype if self.form == "decoded" else torch.bfloat16)
 
     @property
     def nbytes(self) -> int:
