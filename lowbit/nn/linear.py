@@ -45,8 +45,8 @@ class QuantLinear(PackedWeight):
     an `input_scale`, x is brought into the order of the codes and scaled first, at every call. A scheme with 8-bit activations
     has x quantized next, by the `activation_scale` (and `activation_zero`) or else token by token (by blocks of K where the
     weights have blocks). A low-rank correction costs two small products and two roundings to x's type: of x down^T, and of the
-    quantized product before the correction is added. On a GPU the first call brings the weights into the order of the
-    tensor-core kernels (`prepare`).
+    quantized product before the correction is added. The first call brings the weights into the form of the device's kernels
+    (`prepare`), but not one that torch.compile traces: call the layer once before.
     """
 
     bias: nn.Parameter | None

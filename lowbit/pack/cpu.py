@@ -37,6 +37,9 @@ INT4_ROWS = 16
 INT8_K_STEP = 16
 """Torch 2.13's int8 product walks K in steps of 16 without a tail: wrong results or a crash for others (1, 8, 17, 24, 72)."""
 
+PIECE_WEIGHTS = 1 << 22
+"""Weights brought into torch's order at once, which takes 4 bytes for each."""
+
 VECTOR_CPUS = ("AVX2", "AVX512")
 """What `torch.backends.cpu.get_cpu_capability` calls the CPUs for which torch has fast int4 and int8 products."""
 
@@ -111,7 +114,9 @@ def pack_int4(q: QuantTensor) -> CpuWeight:
         raise ValueError(f"torch's int4 product {'; '.join(reasons)}")
     group = int4_group(q.scheme, q.shape)
     shift = _shift(q.scheme)
-    packed = _pack_with_torch(q.codes.to(torch.int32) + shift)
+    packed = torch.empty((q.shape[0], q.shape[1] // 2), dtype=torch.uint8)
+    for start, end in _pieces(q.shape):
+        packed[start:end] = _pack_with_torch(q.codes[start:end].to(torch.int32) + shift)
     exact = _of_groups(q.scale, q, group)
     s = exact.to(torch.bfloat16).float()
     if q.zero is None:
@@ -149,7 +154,7 @@ def unpack_cpu_codes(w: CpuWeight) -> Tensor:
     assert w.form == "int4"
     n, k = w.shape
     codes = torch.empty((n, k), dtype=torch.uint8)
-    for start, end in row_blocks(n):
+    for start, end in _pieces(w.shape):
         order, pairs = int4_columns(w.codes, start, end)
         columns = torch.stack((pairs & 15, pairs >> 4), dim=-1).view(-1, k, len(order))
         codes[start:end].view(-1, len(order), k)[:, order] = columns.transpose(-1, -2)
@@ -164,12 +169,16 @@ def int4_columns(codes: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
     return _column_order(block), codes.view(-1)[start * k // 2 : end * k // 2].view(-1, k, block // 2)
 
 
-def row_blocks(n: int, blocks: int | None = None) -> list[tuple[int, int]]:
+def row_blocks(n: int, blocks: int) -> list[tuple[int, int]]:
     """Rows [start, end) that lie together in an int4 form of N rows: at most so many whole blocks, and what is left of N."""
-    step = block_rows() * (n if blocks is None else blocks)
+    step = block_rows() * blocks
     whole = n - n % block_rows()
     pieces = [(start, min(start + step, whole)) for start in range(0, whole, step)]
     return pieces if whole == n else [*pieces, (whole, n)]
+
+
+def _pieces(shape: tuple[int, int]) -> list[tuple[int, int]]:
+    return row_blocks(shape[0], max(1, PIECE_WEIGHTS // (block_rows() * max(shape[1], 1))))
 
 
 @functools.cache

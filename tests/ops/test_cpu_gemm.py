@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowbit.formats import parse_scheme
+from lowbit.formats import pack_words, parse_scheme
 from lowbit.kernels import torch_int4
 from lowbit.kernels.reference import mixed_gemm_reference
+from lowbit.ops import quantize_activations, scaled_gemm
 from lowbit.ops.cpu_gemm import choose_form, cpu_gemm, pack_for_cpu, scaled_cpu_gemm
 from lowbit.pack.cpu import VECTOR_CPUS
 from lowbit.quantize import rtn
@@ -121,3 +122,17 @@ def test_the_form_and_its_reasons():
     form, reasons = choose_form(parse_scheme("fp8"), (64, 64), bf16, 4)
     assert form is None and "torch's int8 product takes int8 activations, not fp8_e4m3" in reasons
     assert choose_form(parse_scheme("w8a8"), (64, 72), bf16)[0] is None
+
+
+@pytest.mark.parametrize("name", ["w8a8", "w8a8_az", "w6a8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantized_x_equals_the_plain_operator(name, dtype):
+    """`scaled_gemm` computes in float64: what is left is the float32 of the scales, and the one rounding to y's type."""
+    x, q, bias = problem(name, 5, 80, 192, torch.float32)
+    codes, scale, zero, _ = quantize_activations(x, "int8", symmetric=not q.scheme.activation_zero)
+    w = pack_for_cpu(q, "int8", dtype)
+    packed = pack_words(q.codes, q.scheme.weight.bits)
+    for b in (None, bias):
+        plain = scaled_gemm(codes, scale, packed, q.scale, None, b, name, dtype, zero)
+        tolerance = 1e-6 if dtype == torch.float32 else 2**-7
+        torch.testing.assert_close(scaled_cpu_gemm(codes, scale, w, b, dtype, zero), plain, rtol=tolerance, atol=1e-5)

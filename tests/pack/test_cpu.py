@@ -40,6 +40,13 @@ def test_int4_codes_come_back(name, n, k):
     assert w.codes.nbytes == n * k // 2 and w.scale.shape == (k // w.group, n, 2)
 
 
+def test_pieces_lie_as_the_whole(monkeypatch):
+    q = quantized("w4a16_g32", 304, 384)
+    whole = pack_int4(q)
+    monkeypatch.setattr("lowbit.pack.cpu.PIECE_WEIGHTS", 384 * 70)
+    assert torch.equal(pack_int4(q).codes, whole.codes) and torch.equal(unpack_cpu_codes(whole), q.codes)
+
+
 @pytest.mark.parametrize("name", ["w4a16_g32", "w4a16_g32_z", "w2a16_g32_z"])
 def test_every_int4_code_in_every_place(name):
     q = quantized(name, 112, 64)
@@ -102,6 +109,6 @@ def test_an_order_that_is_not_known_is_an_error(monkeypatch):
 
 def test_pieces_of_rows_cover_the_matrix():
     for n in (16, 48, 64, 80, 640):
-        for blocks in (None, 1, 3):
+        for blocks in (1, 3, 100):
             pieces = row_blocks(n, blocks)
             assert [start for start, _ in pieces] == [0, *(end for _, end in pieces[:-1])] and pieces[-1][1] == n
