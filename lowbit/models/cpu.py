@@ -7,7 +7,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from lowbit.nn.decoding import allow_decoding
+from lowbit.nn.decoding import SLOW, allow_decoding
 from lowbit.nn.row_linear import RowLinear
 from lowbit.pack.cpu import VECTOR_CPUS
 
@@ -34,7 +34,8 @@ def measuring_dtype() -> torch.dtype | None:
 
 
 def plan_on_cpu(model: PreTrainedModel) -> None:
-    """Decides how the layers of a loaded quantized model run if it stays on a CPU, and logs that."""
+    """Decides how the layers of a loaded quantized model run if it stays on a CPU, and logs that, slow ones as a
+    warning."""
     for name, layer in list(model.named_modules()):
         if type(layer) is nn.Linear and layer.weight.device.type == "cpu" and layer.weight.dtype != torch.float32:
             new = RowLinear.of(layer)
@@ -42,4 +43,4 @@ def plan_on_cpu(model: PreTrainedModel) -> None:
             model.set_submodule(name, new)
     own = getattr(model.config, "dtype", None)
     for line in allow_decoding(model, own if isinstance(own, torch.dtype) else model.dtype):
-        logger.info(line)
+        (logger.warning if line.endswith(SLOW) else logger.info)(line)

@@ -38,14 +38,17 @@ def allow_decoding(model: nn.Module, dtype: torch.dtype, memory_bytes: int | Non
         how = forms[id(layer)] or ("decoded" if layer in slow and layer.decode_bytes else "every call")
         groups[layer.scheme_name, how] = groups.get((layer.scheme_name, how), 0) + 1
     name = str(dtype).removeprefix("torch.")
-    return [f"on this CPU: {n} layers of {scheme} {_HOW[how].format(dtype=name)}" for (scheme, how), n in groups.items()]
+    return [f"layers of {scheme} on this CPU ({n}): {_HOW[how].format(dtype=name)}" for (scheme, how), n in groups.items()]
 
+
+SLOW = "decoded at every call, several times slower than without quantization"
+"""What the report says of layers for which nothing else is left."""
 
 _HOW = {
-    "int4": "run on torch's int4 product",
-    "int8": "run on torch's int8 product",
-    "decoded": "are decoded once to {dtype}, beside their form on disk",
-    "every call": "are decoded at every call, several times slower than without quantization",
+    "int4": "torch's int4 product, packed once",
+    "int8": "torch's int8 product, packed once",
+    "decoded": "decoded once to {dtype}, beside their form on disk",
+    "every call": SLOW,
 }
 
 

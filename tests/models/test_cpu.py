@@ -87,3 +87,18 @@ def test_types(folder, monkeypatch):
 def test_only_layers_that_stay_in_16_bits_on_a_cpu_are_touched(folder):
     model = lowbit.pipeline(str(folder), quantization_mode="w8a16", device="cpu", dtype=torch.float32).model
     assert type(model.lm_head) is nn.Linear
+
+
+def test_slow_layers_are_told(folder, monkeypatch):
+    from lowbit.models import cpu
+    from lowbit.nn import decoding
+
+    told = []
+    monkeypatch.setattr(cpu.logger, "warning", told.append)
+    lowbit.pipeline(str(folder), quantization_mode="w6e3m2a16", device="cpu")
+    assert not told
+    lowbit.pipeline(str(folder), quantization_mode="fp8", device="cpu")
+    monkeypatch.setattr(decoding, "_machine_memory", lambda: 100_000)
+    lowbit.pipeline(str(folder), quantization_mode="w6e3m2a16", device="cpu")
+    slow = "decoded at every call, several times slower than without quantization"
+    assert told == [f"layers of w8e4m3a8e4m3_t on this CPU (14): {slow}", f"layers of w6e3m2a16 on this CPU (14): {slow}"]

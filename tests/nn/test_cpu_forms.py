@@ -127,19 +127,19 @@ def test_layers_are_decoded_once_only_where_all_of_them_fit():
     weights = 192 * 96 + 96 * 64
     held = sum(p.nbytes for p in model.parameters())
     lines = allow_decoding(model, torch.bfloat16, memory_bytes=2 * (held + 2 * weights))
-    assert lines == ["on this CPU: 2 layers of w6e3m2a16 are decoded once to bfloat16, beside their form on disk"]
+    assert lines == ["layers of w6e3m2a16 on this CPU (2): decoded once to bfloat16, beside their form on disk"]
     model(random(1, 192).bfloat16())
     assert [m.cpu_weight.form for m in model] == ["decoded", "decoded"]
     model.to(torch.bfloat16)  # drops them
     lines = allow_decoding(model, torch.bfloat16, memory_bytes=2 * (held + 2 * weights) - 2)
     assert lines == [
-        "on this CPU: 2 layers of w6e3m2a16 are decoded at every call, several times slower than without quantization"
+        "layers of w6e3m2a16 on this CPU (2): decoded at every call, several times slower than without quantization"
     ]
     model(random(1, 192).bfloat16())
     assert [m.cpu_weight for m in model] == [None, None]
     fast = nn.Sequential(nn.Linear(192, 96)).bfloat16()
     convert(fast, "w4a16_g32")
-    assert allow_decoding(fast, torch.bfloat16, 0) == ["on this CPU: 1 layers of w4a16_g32 run on torch's int4 product"]
+    assert allow_decoding(fast, torch.bfloat16, 0) == ["layers of w4a16_g32 on this CPU (1): torch's int4 product, packed once"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
