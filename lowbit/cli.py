@@ -26,6 +26,7 @@ from lowbit._version import __version__
 from lowbit.bench.activations import bench_activations
 from lowbit.bench.command import bench_gemm, bench_report, bench_tiles
 from lowbit.bench.conv_report import bench_conv
+from lowbit.bench.generate import bench_generate
 from lowbit.checkpoint import CheckpointReader, expected_tensors
 from lowbit.eval.command import evaluate
 from lowbit.explain import explain as explain_weight
@@ -478,6 +479,7 @@ bench_app.command(name="gemm")(user_errors(bench_gemm))
 bench_app.command(name="tiles")(user_errors(bench_tiles))
 bench_app.command(name="activations")(user_errors(bench_activations))
 bench_app.command(name="conv")(user_errors(bench_conv))
+bench_app.command(name="generate")(user_errors(bench_generate))
 bench_app.command(name="report")(user_errors(bench_report))
 
 

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowbit.checkpoint import CheckpointReader
 from lowbit.eval import perplexity, sample_text
+from lowbit.models.cpu import measuring_dtype
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
 from lowbit.pipeline import Pipeline, pipeline
 
@@ -125,7 +126,7 @@ def run(source: Path, out: Path, say: Callable[[str], None], *, progress: bool =
     tokenizer = AutoTokenizer.from_pretrained(source)
     ids = tokenizer(sample_text(), return_tensors="pt").input_ids[:, : WINDOW * WINDOWS]
     say(f"measuring the 16-bit model on {ids.shape[1]:,} tokens of Newton's Opticks")
-    reference, texts = _measure(pipeline(str(source)), ids, progress)
+    reference, texts = _measure(pipeline(str(source), dtype=measuring_dtype()), ids, progress)
     for prompt, text in zip(PROMPTS, texts, strict=True):
         say(f"16 bits say: {prompt}{text}")
     rows = []
@@ -135,7 +136,7 @@ def run(source: Path, out: Path, say: Callable[[str], None], *, progress: bool =
         say(f"quantizing to {scheme}")
         quantize_checkpoint(source, folder, scheme, overwrite=True, progress=progress)
         weight_bytes, weights = _size(folder)
-        value, texts = _measure(pipeline(str(folder)), ids, progress)
+        value, texts = _measure(pipeline(str(folder), dtype=measuring_dtype()), ids, progress)
         seconds = time.perf_counter() - start
         rows.append(Row(scheme, 8 * weight_bytes / weights, weight_bytes, value, reference, seconds, texts, str(folder)))
     return rows

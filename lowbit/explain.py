@@ -22,6 +22,7 @@ from lowbit.models.hf import plan_for
 from lowbit.models.quantize_checkpoint import skeleton
 from lowbit.ops import Problem, candidates, gemm_shape, weight_refusals
 from lowbit.ops.byte_gemm import byte_refusals, scaled_shape
+from lowbit.ops.cpu_gemm import choose_form
 from lowbit.pack import FragmentOrder, scaled_refusals
 from lowbit.pack.fragment import STRIP, TILE_K, word_places
 from lowbit.quantize import rtn
@@ -102,7 +103,14 @@ def explain(
             weight, origin = _sixteen_bit(reader, layer, row, column, scheme)
     if weight.q.scheme.activation is not None:
         return [*origin, _meaning(weight), *_with_quantized_input(weight, sm)]
-    return [*origin, _meaning(weight), *_registers(weight, atom, sm), _tiles(weight.q, sm), _kernels(weight.q)]
+    return [
+        *origin,
+        _meaning(weight),
+        *_registers(weight, atom, sm),
+        _tiles(weight.q, sm),
+        _kernels(weight.q),
+        _on_cpu(weight.q),
+    ]
 
 
 def render(steps: list[Step]) -> str:
@@ -351,6 +359,20 @@ def _kernels(q: QuantTensor) -> Step:
     return Step("lowbit/ops/dispatch.py", "choose_backend", tuple(lines))
 
 
+def _on_cpu(q: QuantTensor) -> Step:
+    """The form in which a layer holds the weight on this machine's CPU, and why not in a faster one."""
+    lines = []
+    for dtype in (torch.bfloat16, torch.float32):
+        form, reasons = choose_form(q.scheme, q.shape, dtype)
+        name = str(dtype).removeprefix("torch.")
+        slow = "decoded at every call"
+        if q.scheme.activation is None:
+            slow = "decoded once at the first call if the model fits (lowbit/nn/decoding.py), else at every call"
+        lines.append(f"a layer on this CPU, x {name}: {f'{form}, packed once at the first call' if form else slow}")
+        lines += [f"  {reason}" for reason in reasons if not form and not reason.startswith("decoded")]
+    return Step("lowbit/ops/cpu_gemm.py", "choose_form", tuple(lines))
+
+
 def _tiles(q: QuantTensor, sm: int) -> Step:
     """What the tensor-core kernels would do on a machine with this SM version, and what else they considered."""
     reasons = weight_refusals(q.scheme)
@@ -372,7 +394,7 @@ def _tiles(q: QuantTensor, sm: int) -> Step:
 def _with_quantized_input(weight: _Weight, sm: int) -> list[Step]:
     """From the meaning of the code on, under a scheme that quantizes activations."""
     q = weight.q
-    return [_input(q), _operand(weight), _byte_tiles(q, sm), _byte_kernels(q)]
+    return [_input(q), _operand(weight), _byte_tiles(q, sm), _byte_kernels(q), _on_cpu(q)]
 
 
 def _input(q: QuantTensor) -> Step:

@@ -169,6 +169,18 @@ def test_kernels_are_named_with_reasons(quantized):
     assert "torch_int8: takes int8 weights with one scale per channel, not w4a16_g64" in text or torch.cuda.is_available()
 
 
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="torch's products need AVX2")
+def test_the_form_on_a_cpu_is_named(quantized, fp16):
+    text = by_file(explain(quantized("w8a16")[0], LAYER))["cpu_gemm.py"]
+    assert "a layer on this CPU, x bfloat16: int8, packed once at the first call" in text
+    assert "torch's int8 product takes bfloat16 activations, not float32" in text
+    text = by_file(explain(quantized("w6e3m2a16")[0], LAYER))["cpu_gemm.py"]
+    assert "x bfloat16: decoded once at the first call if the model fits" in text
+    text = by_file(explain(fp16, LAYER, scheme="w8a8"))["cpu_gemm.py"]
+    assert text.count("int8, packed once at the first call") == 2
+    assert "decoded at every call" in by_file(explain(fp16, LAYER, scheme="fp8"))["cpu_gemm.py"]
+
+
 def test_the_tile_is_named_with_its_cost(quantized):
     text = by_file(explain(quantized("w4a16_g64")[0], LAYER))["choose.py"]
     assert "on H200, M 1: ring " in text and "on H200, M 64: wgmma " in text and "modelled" in text

@@ -18,6 +18,7 @@ from lowbit.eval.plot import plot
 from lowbit.eval.results import Results, as_json, write_whole
 from lowbit.eval.suite import Settings, read_tasks, run_suite, token_ids
 from lowbit.eval.text import sample_text
+from lowbit.models.cpu import measuring_dtype
 from lowbit.pipeline import pipeline
 
 TEXT_ONLY = "text"
@@ -118,7 +119,7 @@ def _perplexities(
     rows = []
     table = Table(Column("model", overflow="fold"), "perplexity", "standard error", "tokens", "nats per token")
     for name in models if reference is None else [reference, *models]:
-        pipe = pipeline(name)
+        pipe = pipeline(name, dtype=measuring_dtype())
         ids = token_ids(pipe, content, window, stride, windows)
         result = perplexity(pipe.model, ids, window=window, stride=stride, progress=progress)
         pipe.destroy()

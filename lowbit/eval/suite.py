@@ -21,6 +21,7 @@ from lowbit.eval.rouge import read_documents, scorer, summarize
 from lowbit.eval.sandbox import enforcement
 from lowbit.eval.size import size_of
 from lowbit.eval.text import sample_text
+from lowbit.models.cpu import measuring_dtype
 from lowbit.pipeline import Pipeline, pipeline
 
 BUILT_IN = "opticks"
@@ -144,7 +145,7 @@ def run_suite(
     names = [reference, *models] if reference is not None else list(models)
     held: Pipeline | None = None
     for name, label in zip(names, labels(names), strict=True):
-        pipe = pipeline(name)
+        pipe = pipeline(name, dtype=measuring_dtype())
         first = reference is not None and held is None
         dtype = str(pipe.model.dtype).removeprefix("torch.")
         results.add_model(name, label, first, size_of(name, pipe.model), dtype, str(pipe.model.device))

@@ -1,11 +1,13 @@
-"""y[M, N] = x[M, K] . w[N, K]^T with torch's own CPU product of bf16 activations and int8 weights.
+"""y[M, N] = x[M, K] . w[N, K]^T with torch's own CPU products of int8 weights.
 
-The product takes two's complement weights and scales of x's type. Our codes are offset binary, so each call flips
-their top bits (one pass over the bytes), and scales stay in float32 by multiplying the result.
+Reads   x bf16, or int8 with scales of tokens; w int8 [N, K], two's complement (pack/cpu.py)
+Exact   bf16 x: sums in float32; up to MAX_M rows one rounding of y, by scales that are rounded to bf16; more rows: y is rounded
+        to x's type before and after the scale. int8 x: sums of 32 bits, exact on AVX2 too; scales in float32, then one
+        rounding of y.
 
-Measured 2026-11-21, 2 cores of a Xeon with AMX, torch 2.13, N 1536 K 576 bf16, us: this 30 at M 1 and 158 at M 24;
-the blocked kernel 100 at M 1. Torch's int4 product is faster still at M 1 (16), but takes weights in an order of its
-own, and bringing them there takes 176 at each call or a second copy of the weights: not used.
+Measured 2026-11-21, 2 cores of a Xeon with AMX, torch 2.13, N 1536 K 576 bf16, us: torch's product 30 at M 1 and 158 at M 24;
+kernels/blocked.py 100 at M 1. For int8 x, `onednn.qlinear_pointwise` lost though it is faster at M 64 (158 us to 225 for
+2048 x 2048): without VNNI it saturates sums of pairs in 16 bits, wrong for codes of 8 bits (seen with AVX2).
 """
 
 from __future__ import annotations
@@ -13,18 +15,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-K_STEP = 16
-"""Torch 2.13's product walks K in steps of 16 without a tail: wrong results or a crash for other K (seen: 1, 8, 17, 24, 72)."""
-
 MAX_M = 16
-"""Its time grows with M while decoding does not: the blocked kernel wins from about 24 rows on."""
+"""Its time grows with M while decoding does not: a product of 16-bit matrices wins from about 24 rows on."""
 
 
-def mixed_gemm_torch_int8(x: Tensor, packed: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """y [.., N] bf16 of x [.., K] bf16, packed uint8 [N, K] (int8 codes) and scale float [N, 1]."""
-    weight = (packed ^ 0x80).view(torch.int8)
-    ones = torch.ones(packed.shape[0], dtype=x.dtype)
-    y = torch._weight_int8pack_mm(x.reshape(-1, x.shape[-1]), weight, ones).float() * scale.float().T
-    if bias is not None:
-        y = y + bias.float()
-    return y.to(x.dtype).reshape(*x.shape[:-1], packed.shape[0])
+def int8_gemm(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    """y [M, N] bf16 of x [M, K] bf16, codes int8 [N, K] and scale bf16 [N], for up to `MAX_M` rows; K must be a multiple of
+    `pack.cpu.INT8_K_STEP`."""
+    return torch._weight_int8pack_mm(x, codes, scale)
+
+
+def scaled_int8_gemm(
+    x: Tensor, x_scale: Tensor, codes: Tensor, scale: Tensor, zero_of_x: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """y float32 [M, N] of x int8 [M, K] with x_scale float32 [M, 1] or [1], and codes int8 [N, K] with scale float32 [N]: the
+    exact sum times both scales. `zero_of_x` are the zeros of x, int32 of the shape of x_scale, and sums int32 [N] of codes."""
+    total = torch._int_mm(x, codes.t())
+    if zero_of_x is not None:
+        zero, sums = zero_of_x
+        total = total - zero.reshape(-1, 1) * sums
+    return total.float().mul_(x_scale.reshape(-1, 1)).mul_(scale)

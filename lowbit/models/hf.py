@@ -21,6 +21,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lowbit.checkpoint import CheckpointReader, LayerEntry, Manifest, expected_tensors
 from lowbit.formats import parse_scheme
+from lowbit.models.cpu import plan_on_cpu
 from lowbit.models.fuse import prepare_on_gpu
 from lowbit.nn.convert import Plan, empty_like, plan_conversion, quantized, swap, tie
 from lowbit.quantize.rtn import Search
@@ -114,6 +115,7 @@ class LowbitQuantizer(HfQuantizer):
             self.quantization_config.modules_to_not_convert = sorted({row.name for row in self.plan.kept})
             for line in self.plan.lines():
                 logger.info(line)
+        plan_on_cpu(model)
         prepare_on_gpu(model)  # now rather than at the first call, which torch.compile may be tracing
         return model
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.formats import PerBlock, PerTensor, QuantTensor, Scheme, parse_scheme
+from lowbit.nn.decoding import allow_decoding
 from lowbit.nn.embedding import QuantEmbedding
 from lowbit.nn.linear import QuantLinear
 from lowbit.nn.packed import PackedWeight
@@ -157,10 +158,13 @@ def convert(
     that cannot be quantized.
     """
     plan = plan_conversion(model, scheme, skip=skip, embeddings=embeddings)
+    dtypes = {model.get_parameter(f"{name}.weight").dtype for name in plan.linears}
     for name in plan.shapes:
         swap(model, name, quantized(name, model.get_submodule(name).weight, plan.scheme, search))  # type: ignore[arg-type]
     for name, owner in plan.tied.items():
         tie(model, name, owner)
+    for dtype in dtypes:
+        allow_decoding(model, dtype)
     return plan
 
 

@@ -13,6 +13,8 @@ from lowbit.nn.packed import PackedWeight
 from lowbit.ops import fragment_gemm, mixed_gemm, quantize_activations, scaled_gemm
 from lowbit.ops.byte_gemm import byte_gemm
 from lowbit.ops.channels import channels_of_codes
+from lowbit.ops.cpu_gemm import cpu_gemm, scaled_cpu_gemm
+from lowbit.pack.cpu import CpuWeight
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,8 +45,8 @@ class QuantLinear(PackedWeight):
     an `input_scale`, x is brought into the order of the codes and scaled first, at every call. A scheme with 8-bit activations
     has x quantized next, by the `activation_scale` (and `activation_zero`) or else token by token (by blocks of K where the
     weights have blocks). A low-rank correction costs two small products and two roundings to x's type: of x down^T, and of the
-    quantized product before the correction is added. On a GPU the first call brings the weights into the order of the
-    tensor-core kernels (`prepare`).
+    quantized product before the correction is added. The first call brings the weights into the form of the device's kernels
+    (`prepare`), but not one that torch.compile traces: call the layer once before.
     """
 
     bias: nn.Parameter | None
@@ -97,13 +99,25 @@ class QuantLinear(PackedWeight):
     def _product(self, x: Tensor) -> Tensor:
         if self.activation_format is not None:
             return self._scaled_product(self.quantize_input(x))
-        if x.is_cuda and not self.is_prepared and not torch.compiler.is_compiling():
-            self.prepare(x.dtype)
-        if self.is_prepared and x.dtype in (torch.float16, torch.bfloat16):
+        held = self.cpu_weight
+        if held is None or held.dtype != x.dtype:
+            held = self._prepared_on_cpu(x.dtype)
+        if held is not None:
+            if self.has_channels:
+                x = channels_of_codes(x, self.weight_order, self.input_scale)
+            return cpu_gemm(x, held, self.bias)
+        if self.kernel_codes is not None and x.dtype in (torch.float16, torch.bfloat16):
             return fragment_gemm(x, self.kernel_weight(), self.bias)
         self.restore()
         channels = (self.weight_order, self.input_scale) if self.has_channels else ()
         return mixed_gemm(x, self.weight_packed, self.weight_scale, self.weight_zero, self.bias, self.scheme_name, *channels)
+
+    def _prepared_on_cpu(self, dtype: torch.dtype) -> CpuWeight | None:
+        """Prepares the layer where it is; its form on a CPU for x of `dtype`, if it has one then."""
+        if self.kernel_codes is None and not torch.compiler.is_compiling():
+            self.prepare(dtype)
+        held = self.cpu_weight
+        return held if held is not None and held.dtype == dtype else None
 
     @property
     def takes_quantized_input(self) -> bool:
@@ -130,8 +144,10 @@ class QuantLinear(PackedWeight):
         return QuantizedInput(made.codes, made.scale, made.zero, x.dtype)
 
     def _scaled_product(self, x: QuantizedInput) -> Tensor:
-        if x.codes.is_cuda and not self.is_prepared and not torch.compiler.is_compiling():
+        if not self.is_prepared and not torch.compiler.is_compiling():
             self.prepare(x.dtype)
+        if self.cpu_weight is not None:
+            return scaled_cpu_gemm(x.codes, x.scale, self.cpu_weight, self.bias, x.dtype, x.zero)
         if self.is_prepared and x.codes.is_cuda:
             return byte_gemm(x.codes, x.scale, self.scaled_weight(), self.bias, dtype=x.dtype, x_zero=x.zero)
         self.restore()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from lowbit.formats import (
 )
 from lowbit.ops import kernel_refusals
 from lowbit.ops.byte_gemm import byte_refusals
+from lowbit.ops.cpu_gemm import choose_form, pack_for_cpu
 from lowbit.pack import (
     KernelWeight,
     ScaledWeight,
@@ -28,6 +30,7 @@ from lowbit.pack import (
     unpack_scaled_weight,
     unpack_weight,
 )
+from lowbit.pack.cpu import CpuWeight, unpack_cpu_codes
 from lowbit.quantize.rtn import scale_dtype
 
 
@@ -94,8 +97,10 @@ class PackedWeight(nn.Module):
         )
         for name in ("kernel_codes", "kernel_scale", "kernel_channel_scale", "kernel_sums"):
             self.register_buffer(name, None, persistent=False)
+        self.cpu_weight: CpuWeight | None = None
+        self.decode_bytes = 0
         self._shared = False
-        self._refused = False
+        self._refused: dict[torch.dtype, tuple[str, ...]] = {}
 
     def _set_channels(self, order: nn.Parameter | None, input_scale: nn.Parameter | None) -> None:
         self.register_parameter("weight_order", order)
@@ -114,33 +119,56 @@ class PackedWeight(nn.Module):
 
     @property
     def is_prepared(self) -> bool:
-        """Whether the weights are in the order of the tensor-core kernels."""
-        return self.kernel_codes is not None
+        """Whether the weights are in a form of their own for the kernels of their device."""
+        return self.kernel_codes is not None or self.cpu_weight is not None
 
     def prepare(self, dtype: torch.dtype = torch.bfloat16) -> tuple[str, ...]:
-        """Brings weights on a GPU into the order of the tensor-core kernels, which replaces the form on disk in memory.
+        """Brings weights into the form of their device's kernels for x of `dtype`, which replaces the form on disk in memory:
+        the order of the tensor cores on a GPU, that of torch's products on a CPU.
 
         Returns the reasons why not, empty if done. Saving, moving and `quant_tensor` bring the form on disk back without
-        loss. Tied weights keep both forms, since others read the one on disk.
+        loss. Tied weights keep both forms, since others read the one on disk. A CPU that has no product for the scheme decodes
+        once if `decode_bytes`, bytes for each weight, allow it (nn/decoding.py); decoded weights stand beside the form on disk.
         """
-        if self.is_prepared or self._refused:
+        if self.cpu_weight is not None and self.scheme.activation is None and self.cpu_weight.dtype != dtype:
+            self.restore()
+        if self.is_prepared:
             return ()
+        if dtype not in self._refused:
+            on_cpu = self.weight_packed.device.type == "cpu"
+            self._refused[dtype] = self._prepare_on_cpu(dtype) if on_cpu else self._prepare_on_gpu(dtype)
+            if self.is_prepared:
+                self._refused.clear()
+        return self._refused.get(dtype, ())
+
+    def _prepare_on_gpu(self, dtype: torch.dtype) -> tuple[str, ...]:
         device, scaled = self.weight_packed.device, self.scheme.activation is not None
         if scaled:
             reasons = byte_refusals(self.scheme, device, self.weight_scale.dtype)
         else:
             reasons = kernel_refusals(self.scheme, dtype, device)
         if reasons:
-            self._refused = scaled or device.type != "cuda" or dtype in (torch.float16, torch.bfloat16)
             return reasons
         q = replace(self.quant_tensor(), low_rank=None)
         packed = pack_scaled_weight(q) if scaled else pack_weight(q)
         self.kernel_codes, self.kernel_scale = packed.codes, packed.scale
         self.kernel_channel_scale = packed.channel_scale
         self.kernel_sums = packed.sums if isinstance(packed, ScaledWeight) else None
+        self._drop_form_on_disk()
+        return ()
+
+    def _prepare_on_cpu(self, dtype: torch.dtype) -> tuple[str, ...]:
+        form, reasons = choose_form(self.scheme, self.shape, dtype, self.decode_bytes)
+        if form is None:
+            return reasons
+        self.cpu_weight = pack_for_cpu(self.quant_tensor(), form, dtype)
+        if form != "decoded":
+            self._drop_form_on_disk()
+        return ()
+
+    def _drop_form_on_disk(self) -> None:
         if not self._shared:
             self.weight_packed = _parameter(self.weight_packed.new_empty(0))
-        return ()
 
     def kernel_weight(self) -> KernelWeight:
         """The prepared weights of a scheme with 16-bit activations."""
@@ -158,6 +186,8 @@ class PackedWeight(nn.Module):
         return ScaledWeight(codes, self.kernel_scale, self.kernel_channel_scale, sums, self.scheme, self.shape)
 
     def _prepared_codes(self) -> Tensor:
+        if self.cpu_weight is not None:
+            return unpack_cpu_codes(self.cpu_weight)
         if self.scheme.activation is not None:
             return unpack_scaled_weight(self.scaled_weight()).codes
         return unpack_weight(self.kernel_weight()).codes
@@ -167,11 +197,13 @@ class PackedWeight(nn.Module):
         if not self.is_prepared:
             return
         if self.weight_packed.numel() == 0:
-            self.weight_packed = _parameter(pack_words(self._prepared_codes(), self.scheme.weight.bits))
+            self.weight_packed = self._form_on_disk()
         self._forget_prepared()
 
     def _forget_prepared(self) -> None:
         self.kernel_codes = self.kernel_scale = self.kernel_channel_scale = self.kernel_sums = None
+        self.cpu_weight = None
+        self._refused.clear()
 
     def set_weight(self, q: QuantTensor) -> None:
         """Takes over what `q` holds, which must have this module's shape and scheme."""
@@ -217,11 +249,24 @@ class PackedWeight(nn.Module):
         """Bytes of the packed weights and everything beside them."""
         more = (self.weight_up, self.weight_down, self.activation_scale, self.activation_zero)
         beside = sum(p.nbytes for p in more if p is not None)
-        if self.is_prepared:
+        if self.kernel_codes is not None:
             scaled = self.scheme.activation is not None
             return (self.scaled_weight().nbytes if scaled else self.kernel_weight().nbytes) + beside
         held = (self.weight_packed, self.weight_scale, self.weight_zero, self.weight_order, self.input_scale)
-        return sum(p.nbytes for p in held if p is not None) + beside
+        form = 0 if self.cpu_weight is None else self.cpu_weight.nbytes
+        return sum(p.nbytes for p in held if p is not None) + beside + form
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles hold: the form on disk, since the order of a CPU's form is that of one machine."""
+        state = self.__dict__.copy()
+        if self.cpu_weight is not None:
+            state |= {"cpu_weight": None, "_refused": {}, "_parameters": self._parameters.copy()}
+            if self.weight_packed.numel() == 0:
+                state["_parameters"]["weight_packed"] = self._form_on_disk()
+        return state
+
+    def _form_on_disk(self) -> nn.Parameter:
+        return _parameter(pack_words(self._prepared_codes(), self.scheme.weight.bits))
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):  # type: ignore[no-untyped-def]
         self.restore()  # files hold the form on disk
@@ -231,7 +276,7 @@ class PackedWeight(nn.Module):
         """Moves devices as any module does, but keeps the type of scales and corrections: `.half()` must not round float32
         scales, nor `.bfloat16()` the factors."""
         self.restore()
-        self._refused = False
+        self._refused.clear()
         scales = (self.weight_scale, self.weight_zero, self.input_scale, self.activation_scale)
         exact = {id(p) for p in (*scales, self.weight_up, self.weight_down)}
 

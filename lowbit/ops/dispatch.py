@@ -17,7 +17,8 @@ from lowbit.formats import PerBlock, PerChannel, Scheme, ZeroPoint, int_format
 from lowbit.kernels.blocked import mixed_gemm_blocked
 from lowbit.kernels.reference import CODE_DTYPES
 from lowbit.kernels.scaled_blocked import X_BLOCK
-from lowbit.kernels.torch_int8 import K_STEP, MAX_M, mixed_gemm_torch_int8
+from lowbit.kernels.torch_int8 import MAX_M, int8_gemm
+from lowbit.pack.cpu import INT8_K_STEP
 
 Kernel = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None", Scheme], Tensor]
 
@@ -60,8 +61,8 @@ def _torch_int8_refusals(p: Problem) -> tuple[str, ...]:
         reasons.append(f"takes int8 weights with one scale per channel, not {p.scheme}")
     if p.dtype != torch.bfloat16:
         reasons.append(f"takes bfloat16 activations, not {str(p.dtype).removeprefix('torch.')}")
-    if p.k % K_STEP:
-        reasons.append(f"reads beyond its operands unless K is a multiple of {K_STEP}, K is {p.k}")
+    if p.k % INT8_K_STEP:
+        reasons.append(f"reads beyond its operands unless K is a multiple of {INT8_K_STEP}, K is {p.k}")
     if p.m > MAX_M:
         reasons.append(f"is slower than blocked decoding beyond M {MAX_M}, M is {p.m}")
     return (*reasons, *_activation_refusals(p))
@@ -81,7 +82,9 @@ def _run_torch_int8(
     x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, scheme: Scheme
 ) -> Tensor:
     assert zero is None and scheme.zero is ZeroPoint.NONE  # an int8 format has no zero points
-    return mixed_gemm_torch_int8(x, packed, scale, bias)
+    # Codes on disk are offset by 128, which is the top bit; the form of pack/cpu.py saves this pass over the bytes.
+    y = int8_gemm(x.reshape(-1, x.shape[-1]), (packed ^ 0x80).view(torch.int8), scale[:, 0].to(x.dtype))
+    return (y if bias is None else y + bias.to(x.dtype)).reshape(*x.shape[:-1], packed.shape[0])
 
 
 BACKENDS: tuple[Backend, ...] = (

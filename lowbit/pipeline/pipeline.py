@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from lowbit.formats import parse_scheme
+from lowbit.models.cpu import cpu_dtype, quantizing_dtype
 from lowbit.models.hf import LowbitConfig
 from lowbit.pipeline.request import FinishReason, GenerateParams, Response, UnknownArgument
 
@@ -147,7 +148,8 @@ def pipeline(
 
     quantization_mode: a scheme to quantize 16-bit weights to while loading ("wf6af16", "w4a16_g64", ...); None takes the
     model as it is, quantized or not. tokenizer: one, or its path, when it is not the model's. device: "cuda" when torch
-    sees a GPU, else "cpu". dtype of activations: the checkpoint's own on a GPU, float32 on a CPU. max_length: default of
+    sees a GPU, else "cpu". dtype of activations: the checkpoint's own on a GPU; on a CPU bfloat16 for
+    quantized models, which run several times slower in float32 (`models.cpu`), and float32 for others. max_length: default of
     the calls, in tokens of prompt and answer. Raises UnknownArgument for other arguments, and ValueError when the
     checkpoint is quantized to something else already.
     """
@@ -167,12 +169,16 @@ def pipeline(
                 f"{model_name_or_path} is quantized already, to {held}; leave out quantization_mode={quantization_mode!r}"
             )
     own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float16
+    wanted = dtype or (own if device.type == "cuda" else cpu_dtype(bool(stored or quantization)))
     model = AutoModelForCausalLM.from_pretrained(
         model_name_or_path,
-        dtype=dtype or (own if device.type == "cuda" else torch.float32),
+        dtype=quantizing_dtype(config, wanted) if quantization else wanted,
         device_map={"": device},
         **quantization,
     )
+    if model.config.dtype != wanted:
+        model.to(wanted)
+        model.config.dtype = wanted
     if tokenizer is None or isinstance(tokenizer, str):
         tokenizer = AutoTokenizer.from_pretrained(tokenizer or model_name_or_path)
     return Pipeline(model, tokenizer, max_length=max_length)

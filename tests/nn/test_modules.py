@@ -23,6 +23,7 @@ def test_linear_equals_the_dequantized_layer(name, dtype):
     q = rtn(random(48, 96), name)
     bias = nn.Parameter(random(48, seed=1).to(dtype))
     layer = QuantLinear.from_quant_tensor(q, bias)
+    assert layer.weight_nbytes == q.nbytes
     x = random(2, 3, 96, seed=2).to(dtype)
     expected = nn.functional.linear(x.double(), q.dequantize(torch.float64), bias.double())
     torch.testing.assert_close(
@@ -30,6 +31,7 @@ def test_linear_equals_the_dequantized_layer(name, dtype):
     )
     back = layer.quant_tensor()
     assert torch.equal(back.codes, q.codes) and torch.equal(back.dequantize(), q.dequantize())
+    layer.restore()
     assert layer.weight_nbytes == q.nbytes
 
 

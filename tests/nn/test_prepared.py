@@ -49,10 +49,12 @@ def test_saving_moving_and_calling_bring_the_form_on_disk_back(scheme):
         assert torch.equal(module(x), plain(x))
 
 
-def test_on_a_cpu_nothing_is_prepared():
+def test_reasons_are_given_at_every_call():
     module = layer("w4a16_g128")
-    assert module.prepare(torch.float16) == ("run on NVIDIA GPUs, x is on cpu",)
-    assert not module.is_prepared
+    reasons = module.prepare(torch.float16)
+    assert reasons == module.prepare(torch.float16) and not module.is_prepared
+    assert "torch's int4 product takes groups that are multiples of 32 and divide K, not w4a16_g128 with K 200" in reasons
+    assert reasons[-1] == "decoded weights would take 2 bytes each, which was not allowed"
 
 
 @pytest.mark.gpu

@@ -1,0 +1,60 @@
+"""Which layers of a model on a CPU may hold their weights decoded, because torch has no fast product for their form.
+
+Decoding at every call takes several times as long as the product of one token; decoded once, a layer is as fast as an
+unquantized one, at 2 or 4 bytes a weight beside the form on disk.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import nn
+
+from lowbit.nn.linear import QuantLinear
+from lowbit.ops.cpu_gemm import choose_form
+
+SHARE = 0.5
+"""Of the machine's memory, that a model's parameters may take together with its decoded weights."""
+
+
+def allow_decoding(model: nn.Module, dtype: torch.dtype, memory_bytes: int | None = None) -> list[str]:
+    """Lets quantized linear layers on a CPU decode their weights once, at the first call with x of `dtype`, if all fit; says
+    how the layers will run, a line for each form.
+
+    They fit if they and all parameters take at most `SHARE` of `memory_bytes`, by default the memory that the machine has
+    (not what happens to be free: the same model runs the same way every time). Unknown memory allows nothing.
+    """
+    layers = [m for m in model.modules() if isinstance(m, QuantLinear) and m.weight_packed.device.type == "cpu"]
+    forms = {id(layer): choose_form(layer.scheme, layer.shape, dtype)[0] for layer in layers}
+    slow = [layer for layer in layers if forms[id(layer)] is None and layer.scheme.activation is None]
+    decoded = dtype.itemsize * sum(layer.shape[0] * layer.shape[1] for layer in slow)
+    held = sum(p.nbytes for p in model.parameters())
+    limit = SHARE * (_machine_memory() if memory_bytes is None else memory_bytes)
+    for layer in layers:
+        layer.decode_bytes = dtype.itemsize if held + decoded <= limit else 0
+    groups: dict[tuple[str, str], int] = {}
+    for layer in layers:
+        how = forms[id(layer)] or ("decoded" if layer in slow and layer.decode_bytes else "every call")
+        groups[layer.scheme_name, how] = groups.get((layer.scheme_name, how), 0) + 1
+    name = str(dtype).removeprefix("torch.")
+    return [f"layers of {scheme} on this CPU ({n}): {_HOW[how].format(dtype=name)}" for (scheme, how), n in groups.items()]
+
+
+SLOW = "decoded at every call, several times slower than without quantization"
+"""What the report says of layers for which nothing else is left."""
+
+_HOW = {
+    "int4": "torch's int4 product, packed once",
+    "int8": "torch's int8 product, packed once",
+    "decoded": "decoded once to {dtype}, beside their form on disk",
+    "every call": SLOW,
+}
+
+
+def _machine_memory() -> int:
+    """Bytes of memory that the machine has; 0 where the system does not say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return 0

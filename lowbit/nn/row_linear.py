@@ -1,0 +1,27 @@
+"""A linear layer in 16 bits whose product of one token is a product of a matrix and a vector."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class RowLinear(nn.Linear):
+    """`nn.Linear` with its weight [N, K] and bias as they are, for layers of a model on a CPU that stay in 16 bits.
+
+    Torch's product of 16-bit matrices on a CPU reorders all of the weight at each call: for one token (49152 x 576, bf16, 2
+    cores of a Xeon with AMX, 2026-11-22) 3.8 ms, where `torch.mv` takes 2.2, sums in float32 too.
+    """
+
+    @classmethod
+    def of(cls, linear: nn.Linear) -> RowLinear:
+        """The layer that computes with the parameters of `linear`, which both then hold."""
+        new = cls(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
+        new.weight, new.bias = linear.weight, linear.bias
+        return new.train(linear.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type != "cpu" or x.dtype == torch.float32 or x.numel() != self.in_features or x.requires_grad:
+            return super().forward(x)
+        y = torch.mv(self.weight, x.reshape(-1))
+        return (y if self.bias is None else y + self.bias).reshape(*x.shape[:-1], self.out_features)

@@ -1,0 +1,124 @@
+"""Products on a CPU of weights that were brought into one of its forms (pack/cpu.py), and which form a layer gets.
+
+For few rows these are calls of torch's operators, with nothing in between: a call of an operator written in Python takes as
+long as some of these products. For many rows they are `lowbit::int4_gemm` and `lowbit::gemm_by_rows`, opaque to torch.compile.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit.formats import QuantTensor, Scheme, ZeroPoint, pack_words
+from lowbit.kernels import torch_int4, torch_int8
+from lowbit.kernels.blocked import block_rows, decode_rows
+from lowbit.pack.cpu import CpuWeight, Form, int4_refusals, int8_refusals, pack_int4, pack_int8
+
+torch.library.define("lowbit::int4_gemm", "(Tensor x, Tensor codes, Tensor scale, int group, bool zeros) -> Tensor")
+torch.library.define("lowbit::gemm_by_rows", "(Tensor x, Tensor w) -> Tensor")
+
+
+@torch.library.impl("lowbit::int4_gemm", "CPU")
+def _int4_gemm(x: Tensor, codes: Tensor, scale: Tensor, group: int, zeros: bool) -> Tensor:
+    return torch_int4.int4_gemm_decoding(x, codes, scale, group, zeros)
+
+
+@torch.library.impl("lowbit::gemm_by_rows", "CPU")
+def _gemm_by_rows(x: Tensor, w: Tensor) -> Tensor:
+    return torch_int4.product_by_rows(x, w)
+
+
+@torch.library.register_fake("lowbit::int4_gemm")
+def _fake_int4_gemm(x: Tensor, codes: Tensor, scale: Tensor, group: int, zeros: bool) -> Tensor:
+    return x.new_empty((x.shape[0], codes.shape[0]))
+
+
+@torch.library.register_fake("lowbit::gemm_by_rows")
+def _fake_gemm_by_rows(x: Tensor, w: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], w.shape[0]))
+
+
+def cpu_gemm(x: Tensor, w: CpuWeight, bias: Tensor | None = None) -> Tensor:
+    """y [.., N] = x [.., K] . w[N, K]^T + bias [N], in x's dtype, which is that of `w`."""
+    y = _product(x.reshape(-1, w.shape[1]).contiguous(), w)
+    if bias is not None:
+        y = y + bias.to(y.dtype)
+    return y.view(*x.shape[:-1], w.shape[0])
+
+
+def _product(x: Tensor, w: CpuWeight) -> Tensor:
+    m = x.shape[0]
+    if w.form == "int4":
+        assert w.scale is not None
+        if m <= torch_int4.MAX_M:
+            return torch_int4.int4_gemm(x, w.codes, w.scale, w.group)
+        return torch.ops.lowbit.int4_gemm(x, w.codes, w.scale, w.group, w.scheme.zero is not ZeroPoint.NONE)
+    if w.form == "int8":
+        assert w.scale is not None
+        if m <= torch_int8.MAX_M:
+            return torch_int8.int8_gemm(x, w.codes, w.scale)
+        return (torch.ops.lowbit.gemm_by_rows(x, w.codes).float() * w.scale.float()).to(x.dtype)
+    if x.dtype == torch.float32:
+        return torch.nn.functional.linear(x, w.codes)
+    # Torch's product of 16-bit matrices reorders all of w at each call, which costs as much as one token's product.
+    return torch.mv(w.codes, x[0])[None] if m == 1 else torch.ops.lowbit.gemm_by_rows(x, w.codes)
+
+
+def scaled_cpu_gemm(
+    x: Tensor, x_scale: Tensor, w: CpuWeight, bias: Tensor | None, dtype: torch.dtype, x_zero: Tensor | None
+) -> Tensor:
+    """y [.., N] of `dtype` for int8 x [.., K], one scale (and zero) per token or for all, and weights of the form "int8"."""
+    assert w.scale is not None
+    zero_of_x = None if x_zero is None or w.sums is None else (x_zero, w.sums)
+    y = torch_int8.scaled_int8_gemm(x.reshape(-1, w.shape[1]).contiguous(), x_scale, w.codes, w.scale, zero_of_x)
+    if bias is not None:
+        y = y + bias.float()
+    return y.to(dtype).reshape(*x.shape[:-1], w.shape[0])
+
+
+def choose_form(
+    scheme: Scheme, shape: tuple[int, int], dtype: torch.dtype, decode_bytes: int = 0
+) -> tuple[Form | None, tuple[str, ...]]:
+    """The form in which a CPU multiplies a matrix [N, K] by x of `dtype`, and why not by the faster ones; None: it stays as on
+    disk and is decoded at every call. `decode_bytes`: bytes that a decoded weight may take."""
+    if scheme.activation is not None:
+        reasons = tuple(f"torch's int8 product {reason}" for reason in _scaled_refusals(scheme, shape))
+        return (None if reasons else "int8"), reasons
+    refused: list[str] = []
+    fast: tuple[tuple[Form, tuple[str, ...]], ...] = (
+        ("int4", int4_refusals(scheme, shape)),
+        ("int8", int8_refusals(scheme, shape)),
+    )
+    of_x = () if dtype == torch.bfloat16 else (f"takes bfloat16 activations, not {str(dtype).removeprefix('torch.')}",)
+    for form, reasons in fast:
+        if not (*reasons, *of_x):
+            return form, ()
+        refused += [f"torch's {form} product {reason}" for reason in (*reasons, *of_x)]
+    if dtype.itemsize <= decode_bytes:
+        return "decoded", tuple(refused)
+    return None, (*refused, f"decoded weights would take {dtype.itemsize} bytes each, which was not allowed")
+
+
+def _scaled_refusals(scheme: Scheme, shape: tuple[int, int]) -> tuple[str, ...]:
+    assert scheme.activation is not None
+    of_x = () if scheme.activation.name == "int8" else (f"takes int8 activations, not {scheme.activation.name}",)
+    zeros = () if scheme.zero is ZeroPoint.NONE else (f"takes weights without zero points, not {scheme}",)
+    return (*of_x, *zeros, *int8_refusals(scheme, shape))
+
+
+def pack_for_cpu(q: QuantTensor, form: Form, dtype: torch.dtype) -> CpuWeight:
+    """`q`, which is on a CPU, in a form that `choose_form` gave; its correction, order and input scale are left out."""
+    if form == "int4":
+        return pack_int4(q)
+    return pack_int8(q) if form == "int8" else _decoded(q, dtype)
+
+
+def _decoded(q: QuantTensor, dtype: torch.dtype) -> CpuWeight:
+    n, k = q.shape
+    weights = torch.empty((n, k), dtype=dtype)
+    step = block_rows(q.scheme, k, "cpu")
+    for start in range(0, n, step):
+        rows = slice(start, min(start + step, n))
+        packed = pack_words(q.codes[rows], q.scheme.weight.bits)
+        weights[rows] = decode_rows(packed, q.scale, q.zero, q.scheme, rows, k, dtype)
+    return CpuWeight("decoded", weights, None, q.scheme, q.shape)

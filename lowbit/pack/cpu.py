@@ -1,0 +1,226 @@
+"""A quantized matrix [N, K] as torch's products on a CPU read it, in one of three forms.
+
+    form     codes                                          scale
+    int4     uint8 [N, K/2], the order of torch's int4      bf16 [K/group, N, 2]: s and z of w = (code4 - 8) * s + z
+             product, which depends on the CPU
+    int8     int8 [N, K], two's complement                  bf16 [N]; float32 where x is quantized too
+    decoded  x's type [N, K], each weight rounded once      none
+
+int4 holds integers of 2, 3 and 4 bits (code4 is the code, moved so that their middle is 8), int8 those of 5 to 8: both are
+other arrangements of the codes, and `unpack_cpu_codes` returns these bit for bit. Decoded weights do not say which codes they
+came from; they stand beside the form on disk. The order of int4 is asked of torch (`_column_order`), never written down
+or saved.
+
+Torch's products of bf16 x want scales in bf16: rounded by at most 2^-8 of themselves, the error that each weight has where
+weights are rounded to bf16 (docs/numerics.md).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lowbit.formats import IntFormat, PerChannel, PerTensor, QuantTensor, Scheme, ZeroPoint
+
+Form = Literal["int4", "int8", "decoded"]
+
+GROUPS = (256, 128, 64, 32)
+"""Weights that share a scale in torch's int4 product."""
+
+INT4_ROWS = 16
+"""Torch's int4 product takes N of multiples of this."""
+
+INT8_K_STEP = 16
+"""Torch 2.13's int8 product walks K in steps of 16 without a tail: wrong results or a crash for others (1, 8, 17, 24, 72)."""
+
+PIECE_WEIGHTS = 1 << 22
+"""Weights brought into torch's order at once, which takes 4 bytes for each."""
+
+VECTOR_CPUS = ("AVX2", "AVX512")
+"""What `torch.backends.cpu.get_cpu_capability` calls the CPUs for which torch has fast int4 and int8 products."""
+
+
+@dataclass(frozen=True, eq=False)
+class CpuWeight:
+    """The tensors described in the module, for a matrix of `shape` (N, K); `group` is that of int4, else 0; `sums`
+    int32 [N], of rows of int8, are there for x that has zero points."""
+
+    form: Form
+    codes: Tensor
+    scale: Tensor | None
+    scheme: Scheme
+    shape: tuple[int, int]
+    group: int = 0
+    sums: Tensor | None = None
+    dtype: torch.dtype = field(init=False)
+    """The type of x that they are multiplied by, where x is not quantized; a field, since every call of a layer asks for it."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", self.codes.dtype if self.form == "decoded" else torch.bfloat16)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.nbytes for t in (self.codes, self.scale, self.sums) if t is not None)
+
+
+def int4_refusals(scheme: Scheme, shape: tuple[int, int]) -> tuple[str, ...]:
+    """Why a matrix cannot be brought into the form of torch's int4 product; empty if it can."""
+    reasons = []
+    if not isinstance(scheme.weight, IntFormat) or scheme.weight.bits > 4:
+        reasons.append(f"takes integers of 2 to 4 bits, not {scheme.weight.name}")
+    if not int4_group(scheme, shape):
+        reasons.append(f"takes groups that are multiples of {GROUPS[-1]} and divide K, not {scheme} with K {shape[1]}")
+    if shape[0] % INT4_ROWS:
+        reasons.append(f"takes N of multiples of {INT4_ROWS}, N is {shape[0]}")
+    return (*reasons, *_cpu_refusals())
+
+
+def int8_refusals(scheme: Scheme, shape: tuple[int, int]) -> tuple[str, ...]:
+    """Why a matrix cannot be brought into the form of torch's int8 products; empty if it can."""
+    reasons = []
+    signed = isinstance(scheme.weight, IntFormat) and scheme.weight.signed
+    if not signed or scheme.weight.bits < 5 or not isinstance(scheme.granularity, (PerChannel, PerTensor)):
+        reasons.append(f"takes integers of 5 to 8 bits with one scale per channel or tensor, not {scheme}")
+    if shape[1] % INT8_K_STEP:
+        reasons.append(f"reads beyond its operands unless K is a multiple of {INT8_K_STEP}, K is {shape[1]}")
+    return (*reasons, *_cpu_refusals())
+
+
+def _cpu_refusals() -> tuple[str, ...]:
+    capability = torch.backends.cpu.get_cpu_capability()
+    return () if capability in VECTOR_CPUS else (f"is fast with AVX2 or AVX-512 only, torch finds {capability} here",)
+
+
+def int4_group(scheme: Scheme, shape: tuple[int, int]) -> int:
+    """The largest group of torch's int4 product into which the scheme's groups and K divide; 0 if there is none."""
+    k = scheme.granularity.block(shape)[1]
+    fits = (g for g in GROUPS if shape[1] % g == 0 and (k >= shape[1] or k % g == 0))
+    return next(fits, 0) if shape[1] else 0
+
+
+def pack_int4(q: QuantTensor) -> CpuWeight:
+    """`q` in the form of torch's int4 product, its correction, order and input scale left out.
+
+    Raises ValueError with every reason where there is no such form, or where torch's order is not the one that
+    `unpack_cpu_codes` undoes.
+    """
+    reasons = int4_refusals(q.scheme, q.shape)
+    if reasons:
+        raise ValueError(f"torch's int4 product {'; '.join(reasons)}")
+    group = int4_group(q.scheme, q.shape)
+    shift = _shift(q.scheme)
+    packed = torch.empty((q.shape[0], q.shape[1] // 2), dtype=torch.uint8)
+    for start, end in _pieces(q.shape):
+        packed[start:end] = _pack_with_torch(q.codes[start:end].to(torch.int32) + shift)
+    exact = _of_groups(q.scale, q, group)
+    s = exact.to(torch.bfloat16).float()
+    if q.zero is None:
+        z = torch.zeros_like(s)
+    elif q.scheme.zero is ZeroPoint.INTEGER:
+        z = (8 - shift - _of_groups(q.zero, q, group)) * s  # of the rounded scale, so that a weight of 0 stays about 0
+    else:
+        z = _of_groups(q.zero, q, group) + (8 - shift) * exact
+    scale = torch.stack((s.T, z.T), dim=-1).to(torch.bfloat16).contiguous()
+    weight = CpuWeight("int4", packed, scale, q.scheme, q.shape, group)
+    if not torch.equal(unpack_cpu_codes(weight), q.codes):
+        raise ValueError(f"torch {torch.__version__} orders the weights of its int4 product in a way not known here")
+    return weight
+
+
+def pack_int8(q: QuantTensor) -> CpuWeight:
+    """`q` in the form of torch's int8 products, its correction, order and input scale left out.
+
+    Raises ValueError with every reason where there is no such form.
+    """
+    reasons = int8_refusals(q.scheme, q.shape)
+    if reasons:
+        raise ValueError(f"torch's int8 product {'; '.join(reasons)}")
+    codes = (q.codes.to(torch.int16) - _offset(q.scheme)).to(torch.int8)
+    dtype = torch.bfloat16 if q.scheme.activation is None else torch.float32
+    scale = q.scale.to(dtype).expand(q.shape[0], 1)[:, 0].contiguous()
+    sums = codes.sum(1, dtype=torch.int32) if q.scheme.activation_zero else None
+    return CpuWeight("int8", codes, scale, q.scheme, q.shape, sums=sums)
+
+
+def unpack_cpu_codes(w: CpuWeight) -> Tensor:
+    """The codes uint8 [N, K] that `pack_int4` or `pack_int8` arranged, bit for bit."""
+    if w.form == "int8":
+        return (w.codes.to(torch.int16) + _offset(w.scheme)).to(torch.uint8)
+    assert w.form == "int4"
+    n, k = w.shape
+    codes = torch.empty((n, k), dtype=torch.uint8)
+    for start, end in _pieces(w.shape):
+        order, pairs = int4_columns(w.codes, start, end)
+        columns = torch.stack((pairs & 15, pairs >> 4), dim=-1).view(-1, k, len(order))
+        codes[start:end].view(-1, len(order), k)[:, order] = columns.transpose(-1, -2)
+    return codes - _shift(w.scheme)
+
+
+def int4_columns(codes: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
+    """(order int64 [R], uint8 [B, K, R / 2]) of the rows [start, end) of an int4 form, which are B blocks of R rows: nibble r
+    of a column, low ones first, belongs to row order[r] of its block."""
+    k = 2 * codes.shape[1]
+    block = min(block_rows(), end - start)
+    return _column_order(block), codes.view(-1)[start * k // 2 : end * k // 2].view(-1, k, block // 2)
+
+
+def row_blocks(n: int, blocks: int) -> list[tuple[int, int]]:
+    """Rows [start, end) that lie together in an int4 form of N rows: at most so many whole blocks, and what is left of N."""
+    step = block_rows() * blocks
+    whole = n - n % block_rows()
+    pieces = [(start, min(start + step, whole)) for start in range(0, whole, step)]
+    return pieces if whole == n else [*pieces, (whole, n)]
+
+
+def _pieces(shape: tuple[int, int]) -> list[tuple[int, int]]:
+    return row_blocks(shape[0], max(1, PIECE_WEIGHTS // (block_rows() * max(shape[1], 1))))
+
+
+@functools.cache
+def block_rows() -> int:
+    """Rows of w that torch's int4 product keeps together: 64 with AVX-512, 32 with AVX2."""
+    rows = 128
+    order = _nibbles(torch.tensor([[0, 1]], dtype=torch.int32).expand(rows, 2).contiguous())
+    return int(order.argmax())  # column 0 of a block comes first, whole
+
+
+@functools.cache
+def _column_order(rows: int) -> Tensor:
+    """Which row of a block of so many each entry of a column belongs to, found by packing the rows' own numbers."""
+    number = torch.arange(rows, dtype=torch.int32)[:, None].expand(rows, 2)
+    low, high = (_nibbles(part.contiguous())[:rows] for part in (number & 15, number >> 4))
+    return (low + 16 * high).long()
+
+
+def _nibbles(codes: Tensor) -> Tensor:
+    """The codes int32 [N, K] in the order of torch's int4 product, one after the other."""
+    packed = _pack_with_torch(codes).view(-1)
+    return torch.stack((packed & 15, packed >> 4), dim=-1).view(-1)
+
+
+def _pack_with_torch(codes: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+    return packed
+
+
+def _offset(scheme: Scheme) -> int:
+    assert isinstance(scheme.weight, IntFormat)
+    return scheme.weight.offset
+
+
+def _shift(scheme: Scheme) -> int:
+    """What code4 is more than the code: the middle of the codes becomes 8."""
+    return 8 - (1 << (scheme.weight.bits - 1))
+
+
+def _of_groups(values: Tensor, q: QuantTensor, group: int) -> Tensor:
+    """Scales or zeros float32 [N, K / group]."""
+    n, k = q.scheme.granularity.block(q.shape)
+    values = values.float()
+    rows = values.repeat_interleave(n, dim=0)[: q.shape[0]] if n > 1 else values
+    return rows.repeat_interleave(-(-min(k, q.shape[1]) // group), dim=1)[:, : q.shape[1] // group]
