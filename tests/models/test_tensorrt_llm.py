@@ -86,7 +86,7 @@ def checkpoint(folder, scheme="w4a16_g64", change=lambda name, q: q, skip=(), ti
                 if not (tied and layer == "lm_head"):
                     writer.add(name, tensor)
                 continue
-            weight = tensor if tensor.shape[1] % 64 == 0 else torch.nn.functional.pad(tensor, (0, -tensor.shape[1] % 64))
+            weight = torch.nn.functional.pad(tensor, (0, -tensor.shape[1] % 64, 0, 16 if tensor.shape[0] == 176 else 0))
             q = change(layer, rtn(weight, scheme))
             entries[layer] = LayerEntry.of(q)
             for suffix, part in layer_tensors(q).items():
