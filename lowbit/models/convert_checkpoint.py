@@ -19,7 +19,7 @@ from lowbit.checkpoint.foreign import ForeignEntry
 from lowbit.checkpoint.gptq import Gptq
 from lowbit.checkpoint.reader import read_json
 from lowbit.formats import PerChannel, PerTensor, QuantTensor, ZeroPoint
-from lowbit.models.complete import Shape, is_finite, require_complete, some
+from lowbit.models.complete import Shape, require_complete, require_finite_tensor, some
 from lowbit.models.conversion_targets import TARGETS, target_of
 from lowbit.models.gguf import GgufSource
 from lowbit.models.names import Names
@@ -234,8 +234,7 @@ class _Converter:
         shape = None if own is None else tuple(self.names.own[own].shape)
         if shape is not None and tuple(tensor.shape) != shape:
             raise CheckpointError(f"{self.where}: {name} is {list(tensor.shape)}, by config.json it is {list(shape)}")
-        if not is_finite(tensor):
-            raise CheckpointError(f"{self.where}: {name}: some numbers are not finite; the file is damaged")
+        require_finite_tensor(self.where, name, tensor)
         written = self.names.written(name) if self.report.target == "lowbit" else name
         names = (written,) if self.target is None else self.target.plain(written)
         self._add({new: tensor if i == 0 else tensor.clone() for i, new in enumerate(names)})

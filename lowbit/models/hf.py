@@ -259,8 +259,7 @@ def _place_empty_module(model: nn.Module, name: str, entry: LayerEntry, owner: s
         )  # fmt: skip
     except ValueError as error:
         raise ValueError(f"quantization_config: {name}: {error}") from error
-    # Transformers loads a tensor in the type of the parameter it finds: scales must be as wide as in the file, a bias is as wide
-    # as the model.
+    # Transformers loads a tensor in the type of the parameter it finds: scales must be as wide as in the file, unlike biases.
     for suffix, parameter in list(new.named_parameters(recurse=False)):
         dtype = types.get(f"{owner}.{suffix}", parameter.dtype)
         if dtype != parameter.dtype and suffix != "bias":

@@ -114,8 +114,10 @@ def _check_headers(folder: Path, model: PreTrainedModel, verify: bool) -> None:
     if not any((folder / name).exists() for name in (SINGLE, INDEX)):
         return
     with CheckpointReader(folder) as reader:
-        if verify:
-            reader.verify_files()
+        if verify and not reader.verify_files():
+            raise CheckpointError(
+                f"{folder}: config.json states no checksums of its files; lowbit quantize and convert write them"
+            )
         if quantization_of(folder, reader.config) is None:
             require_complete(folder, model, _shapes(reader))
 

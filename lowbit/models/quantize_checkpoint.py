@@ -14,7 +14,7 @@ from tqdm import tqdm
 from lowbit.checkpoint import CheckpointError, CheckpointReader, CheckpointWriter, LayerEntry, Manifest, layer_tensors
 from lowbit.formats import QuantTensor, Scheme, parse_scheme
 from lowbit.models.calibrate import Calibration, Finished, Results, calibrate_layers, recipe_of
-from lowbit.models.complete import is_finite, require_complete
+from lowbit.models.complete import require_complete, require_finite_tensor
 from lowbit.models.decoder import Decoder
 from lowbit.models.hf import give_back_freed_memory, plan_for
 from lowbit.models.names import Names
@@ -180,11 +180,7 @@ class _Weights:
         """A tensor that is not quantized."""
         found = None if self._results is None else self._results.changed(tensor)
         value = self.reader.get(tensor) if found is None else found
-        if not is_finite(value):
-            raise CheckpointError(
-                f"{self.reader.info(tensor).file}: {tensor}: some numbers are not finite; the file is damaged"
-            )
-        return value
+        return require_finite_tensor(self.reader.info(tensor).file, tensor, value)
 
     def done(self) -> None:
         """Removes what a killed run would have needed."""

@@ -142,7 +142,7 @@ def _architecture(config: PreTrainedConfig, where: Path | str) -> type[PreTraine
         raise CheckpointError(
             f"{where}: architectures names {stated[0]!r}, which is no model of Transformers {transformers.__version__}"
         )
-    expected = cls.config_class
+    expected: type[PreTrainedConfig] | None = getattr(cls, "config_class", None)
     if expected is not None and not isinstance(config, expected):
         raise CheckpointError(f"{where}: model_type {config.model_type!r} does not go with the architecture {stated[0]}")
     return cls
