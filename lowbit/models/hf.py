@@ -127,7 +127,7 @@ class LowbitQuantizer(HfQuantizer):
                 shapes, names = {name: reader.info(name).shape for name in reader.names()}, Names(model)
             require_complete(where, model, shapes, names)
             self.plan = names.followed(self.plan, shapes)
-        self._waiting = {f"{name}.weight": name for name in self.plan.shapes}
+        self._waiting = {f"{name}.weight": self.plan.tied.get(name, name) for name in (*self.plan.shapes, *self.plan.tied)}
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
         return not self.pre_quantized and param_name in self._waiting
@@ -136,6 +136,10 @@ class LowbitQuantizer(HfQuantizer):
         if self.param_needs_quantization(model, param_name):
             return parse_scheme(self.quantization_config.scheme).weight.bits / 8
         return param.element_size()
+
+    def owner_of(self, parameter: str) -> str:
+        """The module that takes up the quantized weights of a parameter."""
+        return self._waiting[parameter]
 
     def get_quantize_ops(self) -> ConversionOps:
         return _QuantizeOnLoad(self)
@@ -189,14 +193,22 @@ class _QuantizeOnLoad(ConversionOps):
         weight = value[0] if isinstance(value, list) else value
         plan = self.quantizer.plan
         assert plan is not None
-        name = full_layer_name.removesuffix(".weight")
+        name = self.quantizer.owner_of(full_layer_name)
         placeholder = model.get_submodule(name)
-        new = swap(model, name, quantized(name, weight, plan.scheme, self.quantizer.quantization_config.search))
+        q = quantized(name, weight, plan.scheme, self.quantizer.quantization_config.search)
+        if isinstance(placeholder, PackedWeight):  # of tied weights that the files hold twice, the second
+            if not torch.equal(placeholder.quant_tensor().codes, q.codes) or not torch.equal(placeholder.weight_scale, q.scale):
+                raise CheckpointError(
+                    f"{full_layer_name} and {name}.weight differ, config.json says that they are tied; set tie_word_embeddings "
+                    "to false"
+                )
+            return {}
+        new = swap(model, name, q)
         _mark_loaded(new)
         if isinstance(placeholder, nn.Embedding):
             new.dtype = weight.dtype  # type: ignore[assignment]
         give_back_freed_memory()
-        done = {full_layer_name}
+        done = {full_layer_name, f"{name}.weight"}
         for follower, owner in plan.tied.items():
             if owner == name:
                 tie(model, follower, owner)

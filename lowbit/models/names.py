@@ -59,18 +59,22 @@ class Names:
         return tensor if name is None or self.parameter(name) != name else name
 
     def modules(self, plan: Plan, tensors: Iterable[str]) -> dict[str, str]:
-        """Tensor name in the files -> name of the module whose weight it is, for modules of the plan."""
+        """Tensor name in the files -> name of the module whose weight it is, for modules of the plan. One tensor of tied
+        modules is that of the module that owns it, whichever of their names it has."""
         wanted = {f"{module}.weight": module for module in (*plan.shapes, *plan.tied)}
-        found = {tensor: self.parameter(tensor) for tensor in tensors}
-        return {tensor: wanted[name] for tensor, name in found.items() if name in wanted}
+        own = {tensor: self.parameter(tensor) for tensor in tensors}
+        found = {tensor: wanted[name] for tensor, name in own.items() if name in wanted}
+        for tensor, module in list(found.items()):
+            owner = plan.tied.get(module)
+            if owner is not None and owner not in found.values():
+                found[tensor] = owner
+        return found
 
     def followed(self, plan: Plan, tensors: Iterable[str]) -> Plan:
         """The plan without the modules whose weights Transformers makes of other tensors while it loads; they stay as they are,
         with that reason."""
         tensors = list(tensors)
         whole = set(self.modules(plan, tensors).values())
-        # The files of a tied model may hold the follower's weight instead of the owner's.
-        whole |= {owner for follower, owner in plan.tied.items() if follower in whole}
         kept = []
         for module, (n, k) in plan.shapes.items():
             if module not in whole:

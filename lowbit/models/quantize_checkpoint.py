@@ -70,6 +70,7 @@ def quantize_checkpoint(
         skip = None if skip is None else _fitting(tuple(skip), model)
         plan = names.followed(plan_for(model, scheme, skip, embeddings), reader.names())
         modules = names.modules(plan, reader.names())
+        _same_weights(reader, plan, modules)
         if not plan.shapes:
             raise ValueError("; ".join([f"{source}: nothing in it can be quantized to {plan.scheme}", *plan.lines()[1:]]))
         writer = CheckpointWriter(target, overwrite=overwrite)
@@ -265,6 +266,17 @@ def _existing(folder: Path) -> Path:
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be made ({error})") from error
     return folder
+
+
+def _same_weights(reader: CheckpointReader, plan: Plan, modules: dict[str, str]) -> None:
+    """Raises CheckpointError for weights that are to be tied, and differ in the files."""
+    tensors = {module: tensor for tensor, module in modules.items()}
+    for follower, owner in plan.tied.items():
+        a, b = tensors.get(follower), tensors.get(owner)
+        if a is not None and b is not None and not torch.equal(reader.get(a), reader.get(b)):
+            raise CheckpointError(
+                f"{reader.folder}: {a} and {b} differ, config.json says that they are tied; set tie_word_embeddings to false"
+            )
 
 
 def _same_layers(candidate: Plan, plan: Plan) -> None:
