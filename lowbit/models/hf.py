@@ -102,12 +102,18 @@ class LowbitQuantizer(HfQuantizer):
     quantization_config: LowbitConfig
     plan: Plan | None = None
 
+    def __init__(self, quantization_config: LowbitConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.failures: list[str] = []
+
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
         stored = [Path(file) for file in checkpoint_files or () if file.endswith(".safetensors")]
         where = stored[0].parent if stored else getattr(model, "name_or_path", "") or "the model"
         if self.pre_quantized:
+            if self.quantization_config.layers is None:
+                raise CheckpointError(f"{where}: quantization_config in config.json lists no layers")
             manifest = Manifest.from_dict(self.quantization_config.to_dict(), where=Path(where) / "config.json")
             refuse(where, parallel_refusals(model, manifest))
             types = {}
@@ -115,7 +121,7 @@ class LowbitQuantizer(HfQuantizer):
                 with CheckpointReader(where) as reader:
                     types = {name: reader.info(name).dtype for name in reader.names()}
                     shapes = {name: reader.info(name).shape for name in reader.names()}
-            place_empty_modules(model, manifest, types)
+            place_empty_modules(model, manifest, types, where)
             if stored:
                 require_complete(where, model, shapes)
             return
@@ -146,6 +152,7 @@ class LowbitQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         where = getattr(model, "name_or_path", "") or "the model"
+        refuse(where, tuple(self.failures[:3]))
         if self.plan is not None:
             left = [name for name in self.plan.shapes if not isinstance(model.get_submodule(name), PackedWeight)]
             if left:
@@ -195,12 +202,16 @@ class _QuantizeOnLoad(ConversionOps):
         assert plan is not None
         name = self.quantizer.owner_of(full_layer_name)
         placeholder = model.get_submodule(name)
-        q = quantized(name, weight, plan.scheme, self.quantizer.quantization_config.search)
+        try:
+            q = quantized(name, weight, plan.scheme, self.quantizer.quantization_config.search)
+        except ValueError as error:  # raised when everything is loaded: here, Transformers would make a report of its own of it
+            self.quantizer.failures.append(str(error))
+            return {}
         if isinstance(placeholder, PackedWeight):  # of tied weights that the files hold twice, the second
             if not torch.equal(placeholder.quant_tensor().codes, q.codes) or not torch.equal(placeholder.weight_scale, q.scale):
-                raise CheckpointError(
-                    f"{full_layer_name} and {name}.weight differ, config.json says that they are tied; set tie_word_embeddings "
-                    "to false"
+                self.quantizer.failures.append(
+                    f"{full_layer_name} and {name}.weight differ, config.json says that they are tied; set "
+                    "tie_word_embeddings to false"
                 )
             return {}
         new = swap(model, name, q)
@@ -253,24 +264,25 @@ def plan_for(model: nn.Module, scheme: str, skip: Iterable[str] | None, embeddin
     return plan_conversion(model, scheme, skip=() if skip is None else skip, embeddings=embeddings, tied=ties)
 
 
-def place_empty_modules(model: nn.Module, manifest: Manifest, types: Mapping[str, torch.dtype]) -> None:
-    """Puts quantized modules without weights where a checkpoint has quantized ones; `types` are those of its tensors."""
-    for name, entry in manifest.layers.items():
-        _place_empty_module(model, name, entry, name, types)
-    for follower, owner in manifest.tied.items():
-        _place_empty_module(model, follower, manifest.layers[owner], owner, types)
+def place_empty_modules(
+    model: nn.Module, manifest: Manifest, types: Mapping[str, torch.dtype], where: Path | str = "config.json"
+) -> None:
+    """Puts quantized modules without weights where a checkpoint has quantized ones; `types` are those of its tensors. Raises
+    CheckpointError, naming `where`, for layers that the model does not have or that cannot be quantized so."""
+    for name, owner in {**{name: name for name in manifest.layers}, **manifest.tied}.items():
+        try:
+            _place_empty_module(model, name, manifest.layers[owner], owner, types)
+        except ValueError as error:
+            raise CheckpointError(f"{where}: quantization_config lists {name}: {error}") from error
     _retie(model, manifest.tied)
 
 
 def _place_empty_module(model: nn.Module, name: str, entry: LayerEntry, owner: str, types: Mapping[str, torch.dtype]) -> None:
     layer = _layer(model, name)
-    try:
-        new = empty_like(
-            layer, entry.scheme, device="meta", order=entry.order, input_scale=entry.input_scale, low_rank=entry.low_rank,
-            activation_scale=entry.activation_scale, activation_zero=entry.activation_zero,
-        )  # fmt: skip
-    except ValueError as error:
-        raise ValueError(f"quantization_config: {name}: {error}") from error
+    new = empty_like(
+        layer, entry.scheme, device="meta", order=entry.order, input_scale=entry.input_scale, low_rank=entry.low_rank,
+        activation_scale=entry.activation_scale, activation_zero=entry.activation_zero,
+    )  # fmt: skip
     # Transformers loads a tensor in the type of the parameter it finds: scales must be as wide as in the file, unlike biases.
     for suffix, parameter in list(new.named_parameters(recurse=False)):
         dtype = types.get(f"{owner}.{suffix}", parameter.dtype)
@@ -283,11 +295,9 @@ def _layer(model: nn.Module, name: str) -> nn.Module:
     try:
         module = model.get_submodule(name)
     except AttributeError:
-        raise ValueError(f"quantization_config names the layer {name!r}, which {type(model).__name__} does not have") from None
+        raise ValueError(f"{type(model).__name__} has no such module") from None
     if not isinstance(module, (nn.Linear, nn.Embedding)):
-        raise ValueError(
-            f"quantization_config names {name!r}, which is a {type(module).__name__}, not a linear layer or embedding"
-        )
+        raise ValueError(f"it is a {type(module).__name__}, not a linear layer or embedding")
     return module
 
 

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader, ForeignReader
 from lowbit.checkpoint.detect import quantization_of
-from lowbit.checkpoint.reader import INDEX, SINGLE
+from lowbit.checkpoint.reader import INDEX, SINGLE, read_json
 from lowbit.formats import parse_scheme
 from lowbit.models.complete import Shape, incomplete, is_finite, require_complete, require_finite, some
 from lowbit.models.hf import METHOD, LowbitConfig, place_empty_modules
-from lowbit.models.skeleton import build, config_of, require_causal, skeleton
+from lowbit.models.skeleton import build, config_of, damaged, require_causal, skeleton
 
 
 def load_causal(
@@ -40,10 +39,11 @@ def load_causal(
     model = build(config, folder / "config.json")
     require_causal(model, source)
     options = _quantization(source, config, scheme)
+    if verify:
+        verify_checkpoint(source)
     if folder.is_dir():
-        _check_headers(folder, model, verify)
-    elif verify:
-        raise ValueError(f"{source}: checksums are verified in folders; give the path of the checkpoint on disk")
+        _check_headers(folder, model)
+        _check_generation(folder)
     own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float16
     dtype = dtype or (own if device.type == "cuda" else torch.float32)
     try:
@@ -62,6 +62,18 @@ def load_causal(
     return model
 
 
+def verify_checkpoint(source: str | Path) -> None:
+    """Reads the files of one of lowbit's own checkpoints; raises CheckpointError where one has another SHA-256 than config.json
+    states, or none is stated, ValueError for what is no folder."""
+    if not Path(source).is_dir():
+        raise ValueError(f"{source}: checksums are verified in folders; give the path of the checkpoint on disk")
+    with CheckpointReader(source) as reader:
+        if not reader.verify_files():
+            raise CheckpointError(
+                f"{source}: config.json states no checksums of its files; lowbit quantize and lowbit convert write them"
+            )
+
+
 def check_checkpoint(folder: str | Path) -> tuple[str, ...]:
     """What is wrong with the files of a checkpoint, read whole: names, shapes and types as config.json's model has them, and
     every number finite; empty when nothing is. Of lowbit's own, codes, zeros and factors are looked into as well, of another
@@ -75,7 +87,7 @@ def check_checkpoint(folder: str | Path) -> tuple[str, ...]:
         if reader.manifest is not None:
             reader.check()
             types = {name: reader.info(name).dtype for name in reader.names()}
-            place_empty_modules(model, reader.manifest, types)
+            place_empty_modules(model, reader.manifest, types, folder)
         reasons = list(incomplete(model, _shapes(reader)))
         wrong = [name for name in reader.names() if not is_finite(reader.get(name))]
     return (*reasons, *([f"some numbers of {some(wrong)} are not finite"] if wrong else []))
@@ -95,8 +107,6 @@ def _check_foreign(model: PreTrainedModel, foreign: ForeignReader) -> tuple[str,
 def _quantization(source: str | Path, config: Any, scheme: str | None) -> dict[str, Any]:
     """The arguments of from_pretrained that quantize to a scheme while loading."""
     stored = getattr(config, "quantization_config", None)
-    if stored is not None and not isinstance(stored, Mapping):
-        raise CheckpointError(f"{source}: quantization_config in config.json is a JSON object, got {type(stored).__name__}")
     if scheme is None:
         return {}
     wanted = parse_scheme(scheme)
@@ -108,18 +118,29 @@ def _quantization(source: str | Path, config: Any, scheme: str | None) -> dict[s
     return {}
 
 
-def _check_headers(folder: Path, model: PreTrainedModel, verify: bool) -> None:
+def _check_headers(folder: Path, model: PreTrainedModel) -> None:
     """Compares the headers of a folder's files with the model before anything is loaded; those of lowbit's own checkpoints are
     compared by its quantizer, those of other tools have the layout that Transformers' quantizer for them knows."""
     if not any((folder / name).exists() for name in (SINGLE, INDEX)):
         return
     with CheckpointReader(folder) as reader:
-        if verify and not reader.verify_files():
-            raise CheckpointError(
-                f"{folder}: config.json states no checksums of its files; lowbit quantize and convert write them"
-            )
         if quantization_of(folder, reader.config) is None:
             require_complete(folder, model, _shapes(reader))
+
+
+def _check_generation(folder: Path) -> None:
+    """Raises CheckpointError for a damaged generation_config.json."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return
+    stated = read_json(path)
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = stated.get(key)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(token) is int for token in ids):
+            raise CheckpointError(f"{path}: {key} is a token's number, or a list of them, got {value!r}")
+    with damaged(path, "Transformers cannot read it", stated):
+        GenerationConfig.from_pretrained(folder)
 
 
 def _shapes(reader: CheckpointReader) -> dict[str, Shape | None]:

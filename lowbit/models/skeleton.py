@@ -55,6 +55,9 @@ def config_of(source: str | Path) -> PreTrainedConfig:
     """The configuration of the model in a folder or on a hub; raises CheckpointError for one that is damaged."""
     path = Path(source)
     fields: Mapping[str, Any] = read_json(path / "config.json") if path.is_dir() else {}
+    stated = fields.get("quantization_config")
+    if stated is not None and not isinstance(stated, Mapping):
+        raise CheckpointError(f"{_file(source)}: quantization_config is a JSON object, got {type(stated).__name__}")
     with damaged(_file(source), "Transformers cannot read it", fields):
         config: PreTrainedConfig = AutoConfig.from_pretrained(source)
     return config

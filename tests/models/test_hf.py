@@ -215,6 +215,8 @@ def test_weights_that_cannot_be_quantized_name_the_layer(tmp_path):
     with pytest.raises(ValueError, match=r"bad: model\.layers\.1\.mlp\.up_proj\.weight: 1 of 11264 weights are not finite"):
         quantize_checkpoint(tmp_path / "bad", tmp_path / "out", "w8a16")
     assert not (tmp_path / "out").exists()
+    with pytest.raises(CheckpointError, match=r"bad: model\.layers\.1\.mlp\.up_proj: 1 of 11264 weights are not finite"):
+        load(tmp_path / "bad", quantization_config=LowbitConfig("w8a16"))
 
 
 def test_config_round_trip_and_errors():
