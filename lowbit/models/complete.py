@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from lowbit.checkpoint import CheckpointError
@@ -83,15 +84,20 @@ def require_finite(where: Path | str, model: nn.Module) -> None:
     """Raises CheckpointError, naming them, where parameters or persistent buffers of a loaded model are not finite; one pass
     over the floating-point ones on their device."""
     held = {
-        name: t for name, t in _persistent(model).items() if t.is_floating_point() and t.numel() and t.device.type != "meta"
+        name: t.to_local() if isinstance(t, DTensor) else t
+        for name, t in _persistent(model).items()
+        if t.is_floating_point() and t.device.type != "meta"
     }
+    split = any(isinstance(p, DTensor) for p in model.parameters())
     groups: dict[torch.device, list[str]] = {}
     for name, tensor in held.items():
         groups.setdefault(tensor.device, []).append(name)
     wrong = []
     for group in groups.values():  # the answer of a device comes once for all its tensors, which waits for it once
-        finite = torch.stack([_bounds(held[name]) for name in group]).isfinite().all(dim=1).tolist()
-        wrong += [name for name, good in zip(group, finite, strict=True) if not good]
+        finite = torch.stack([_bounds(held[name]) for name in group]).isfinite().all(dim=1).to(torch.int32)
+        if split:  # over several GPUs: all raise, or none
+            torch.distributed.all_reduce(finite, torch.distributed.ReduceOp.MIN)
+        wrong += [name for name, good in zip(group, finite.tolist(), strict=True) if not good]
     if wrong:
         raise CheckpointError(f"{where}: some numbers of {some(wrong)} are not finite; the file is damaged or training failed")
 
@@ -103,12 +109,11 @@ def some(names: Iterable[str], first: int = 3) -> str:
 
 
 def _bounds(tensor: Tensor) -> Tensor:
-    """The smallest and the largest number, float32 [2]; NaN if one is."""
+    """The smallest and the largest number, float64 [2]; NaN if one is."""
     values = tensor.detach()
     if not values.is_floating_point() or values.numel() == 0:
-        return torch.zeros(2, device=values.device)
-    values = values if values.dtype in _FLOATS else values.float()
-    return torch.stack(torch.aminmax(values)).float() if values.dtype != torch.float64 else torch.stack(torch.aminmax(values))
+        return torch.zeros(2, dtype=torch.float64, device=values.device)
+    return torch.stack(torch.aminmax(values if values.dtype in _FLOATS else values.float())).double()
 
 
 def _persistent(model: nn.Module) -> dict[str, Tensor]:

@@ -26,8 +26,9 @@ if __name__ == "__main__":
         except ValueError as error:
             found = {"refused": str(error)}
         report = Path(f"{job['report']}.{rank}")
-        report.with_suffix(".part").write_text(json.dumps(found))
-        os.replace(report.with_suffix(".part"), report)
+        part = Path(f"{report}.part")
+        part.write_text(json.dumps(found))
+        os.replace(part, report)
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
     os._exit(0)  # gloo sometimes aborts while the interpreter ends
