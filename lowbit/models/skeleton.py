@@ -118,10 +118,10 @@ def tokenizer_of(source: str | Path, model: nn.Module | None = None) -> Any:
     """The tokenizer of a folder or on a hub. Raises CheckpointError for a damaged one, and for one with more tokens (without
     those added later) than the embedding of `model` has rows."""
     path = Path(source)
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):  # tokenizer.json is megabytes
         if (path / name).is_file():
             read_json(path / name)
-    with damaged(source, "its tokenizer cannot be read"):
+    with damaged(source, "its tokenizer (tokenizer.json) cannot be read"):
         tokenizer = AutoTokenizer.from_pretrained(source)
     if model is not None:
         rows = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]

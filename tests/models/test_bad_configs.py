@@ -156,12 +156,20 @@ def test_a_method_whose_package_is_missing(checkpoint, tmp_path):
 
 
 TOKENIZER = {
-    "no JSON": ("tokenizer.json", b"{", r"tokenizer\.json: not JSON"),
-    "deep JSON": ("tokenizer.json", b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", r"tokenizer\.json: not JSON"),
-    "of another tool": ("tokenizer.json", b'{"model": {"type": "Unknown"}, "added_tokens": []}', r"tokenizer cannot be read"),
-    "fields of wrong types": ("tokenizer.json", b'{"version": [], "model": 3}', r"tokenizer cannot be read"),
+    "no JSON": ("tokenizer.json", b"{", r"tokenizer\.json\) cannot be read"),
+    "deep JSON": ("tokenizer.json", b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}", r"tokenizer\.json\) cannot be read"),
+    "of another tool": (
+        "tokenizer.json",
+        b'{"model": {"type": "Unknown"}, "added_tokens": []}',
+        r"tokenizer \(tokenizer\.json\) cannot be read",
+    ),
+    "fields of wrong types": (
+        "tokenizer.json",
+        b'{"version": [], "model": 3}',
+        r"tokenizer \(tokenizer\.json\) cannot be read",
+    ),
     "configuration": ("tokenizer_config.json", b"[]", r"tokenizer_config\.json: holds a list"),
-    "class": ("tokenizer_config.json", b'{"tokenizer_class": 3}', r"tokenizer cannot be read"),
+    "class": ("tokenizer_config.json", b'{"tokenizer_class": 3}', r"tokenizer \(tokenizer\.json\) cannot be read"),
 }
 
 
