@@ -34,6 +34,7 @@ from lowbit.explain import render
 from lowbit.formats import ALIASES
 from lowbit.models.calibrate import Calibration, unfinished_folder
 from lowbit.models.convert_checkpoint import convert_checkpoint
+from lowbit.models.load import check_checkpoint
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
 from lowbit.nn.convert import Plan
 from lowbit.ops import UnsupportedProblem
@@ -305,10 +306,11 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
     sample: Annotated[bool, typer.Option("--sample", help="Sample (top-p 0.9) instead of taking the likeliest token.")] = False,
     seed: Annotated[int | None, typer.Option(help="Seed of --sample.")] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare the files with their checksums first.")] = False,
     json_file: Json = None,
 ) -> None:
     """Continue texts with a model, greedily unless --sample is given."""
-    pipe = pipeline(str(_folder(model)), quantization_mode=scheme)
+    pipe = pipeline(str(_folder(model)), quantization_mode=scheme, verify=verify)
     responses = pipe(prompts, max_new_tokens=max_new_tokens, do_sample=sample, seed=seed)
     if str(json_file) != "-":
         for prompt, response in zip(prompts, responses, strict=True):
@@ -325,13 +327,14 @@ app.command()(user_errors(study))
 @user_errors
 def inspect(
     model: Model,
-    check: Annotated[bool, typer.Option("--check", help="Read every tensor and check codes, scales and zeros too.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Read every tensor; compare all with config.json's model.")] = False,
     json_file: Json = None,
 ) -> None:
     """What a checkpoint holds: layers, schemes, bytes, bits per weight, what stayed in 16 bits."""
     with CheckpointReader(_folder(model)) as reader:
-        if check:
-            reader.check()
+        wrong = check_checkpoint(model) if check else ()
+        if wrong:
+            raise ValueError(f"{model}: {'; '.join(wrong)}")
         manifest = reader.manifest
         layers = manifest.layers if manifest else {}
         rows = [_layer_row(reader, name, str(entry.scheme)) for name, entry in layers.items()]

@@ -21,6 +21,7 @@ from lowbit.checkpoint import CheckpointReader
 from lowbit.eval import perplexity, sample_text
 from lowbit.models.cpu import measuring_dtype
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
+from lowbit.models.skeleton import tokenizer_of
 from lowbit.pipeline import Pipeline, pipeline
 
 SCHEMES = ("w8a16", "w6e3m2a16", "w5e2m2a16", "w4a16_g64", "w4a16_g32_fz")
@@ -123,7 +124,7 @@ def _gguf_to_fp16(gguf: Path, target: Path) -> None:
 
 def run(source: Path, out: Path, say: Callable[[str], None], *, progress: bool = True) -> list[Row]:
     """Quantizes the fp16 model in `source` by every scheme into folders below `out` and measures each."""
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer = tokenizer_of(source)
     ids = tokenizer(sample_text(), return_tensors="pt").input_ids[:, : WINDOW * WINDOWS]
     say(f"measuring the 16-bit model on {ids.shape[1]:,} tokens of Newton's Opticks")
     reference, texts = _measure(pipeline(str(source), dtype=measuring_dtype()), ids, progress)

@@ -18,8 +18,10 @@ from lowbit.hardware.machine import typical_machine
 from lowbit.hardware.mma import MMA_M16N8K16_F16, MmaAtom, wgmma_f16
 from lowbit.kernels.choose import candidates as tile_candidates
 from lowbit.kernels.choose_scaled import candidates_scaled
+from lowbit.models.complete import require_complete
 from lowbit.models.hf import plan_for
-from lowbit.models.quantize_checkpoint import skeleton
+from lowbit.models.names import Names
+from lowbit.models.skeleton import skeleton
 from lowbit.ops import Problem, candidates, gemm_shape, weight_refusals
 from lowbit.ops.byte_gemm import byte_refusals, scaled_shape
 from lowbit.ops.cpu_gemm import choose_form
@@ -149,23 +151,26 @@ def _sixteen_bit(reader: CheckpointReader, layer: str | None, row: int, column: 
     """The weight of a plain checkpoint: its place on disk, and the code that round-to-nearest chooses."""
     if "quantization_config" in reader.config:
         raise CheckpointError(f"{reader.folder}: is quantized already; leave out the scheme {scheme!r}")
-    plan = plan_for(skeleton(reader.folder), scheme, None, False)
-    stored = set(reader.names())
-    layers = [name for name in plan.linears if f"{name}.weight" in stored]
+    model = skeleton(reader.folder)
+    names = Names(model)
+    require_complete(reader.folder, model, {tensor: reader.info(tensor).shape for tensor in reader.names()}, names)
+    plan = names.followed(plan_for(model, scheme, None, False), reader.names())
+    stored = {module: tensor for tensor, module in names.modules(plan, reader.names()).items()}
+    layers = list(plan.linears)
     if not layers:
         reasons = "; ".join(dict.fromkeys(kept.reason for kept in plan.kept)) or "it has no linear layers"
         raise ValueError(f"{reader.folder}: nothing to quantize to {plan.scheme}: {reasons}")
     name = _find(layer, layers, "linear layer")
     _check_index(name, plan.linears[name], row, column)
-    info = reader.info(f"{name}.weight")
-    original = reader.get(f"{name}.weight")
+    info = reader.info(stored[name])
+    original = reader.get(stored[name])
     weight = _Weight(rtn(original, plan.scheme), row, column)
     begin = info.begin + (row * info.shape[1] + column) * info.dtype.itemsize
     disk = Step(
         "lowbit/checkpoint/reader.py",
         "CheckpointReader",
         (
-            _tensor_line(f"{name}.weight", info),
+            _tensor_line(stored[name], info),
             f"weight [{row}, {column}] is the {info.dtype.itemsize} bytes from byte {begin:,},",
             f"where the file has {_bytes(info, begin, info.dtype.itemsize).hex(' ')}: {float(original[row, column]):.9g}",
         ),

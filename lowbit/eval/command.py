@@ -19,6 +19,7 @@ from lowbit.eval.results import Results, as_json, write_whole
 from lowbit.eval.suite import Settings, read_tasks, run_suite, token_ids
 from lowbit.eval.text import sample_text
 from lowbit.models.cpu import measuring_dtype
+from lowbit.models.load import verify_checkpoint
 from lowbit.pipeline import pipeline
 
 TEXT_ONLY = "text"
@@ -46,6 +47,7 @@ def evaluate(
     run_generated_code: Annotated[
         bool, typer.Option("--run-generated-code", help="--suite: run the programs the models write, in a sandbox.")
     ] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare the models' files with their checksums first.")] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the result as JSON to this file; - for standard output.")
     ] = None,
@@ -63,6 +65,8 @@ def evaluate(
     """  # fmt: skip
     names = [_model(name) for name in models]
     reference = None if reference is None else _model(reference)
+    for name in names if verify else ():
+        verify_checkpoint(name)
     if suite is None:
         if (out_folder, limit, samples, k, run_generated_code) != (None, None, 1, "1", False):
             raise ValueError("--out, --limit, --samples, --k and --run-generated-code belong to --suite")

@@ -32,7 +32,7 @@ def read_records(path: Path, limit: int | None = None) -> list[dict[str, Any]]:
                 records.append(record)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path}: a damaged gzip file ({error})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}, line {number}: one JSON object a line is expected ({error})") from error
     if not records:
         raise ValueError(f"{path}: holds no records")

@@ -22,7 +22,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoTokenizer
 
 from lowbit._version import __version__
 from lowbit.checkpoint import CheckpointError, CheckpointReader
@@ -30,6 +29,7 @@ from lowbit.formats import LowRank, QuantTensor, Scheme
 from lowbit.models.decoder import Decoder
 from lowbit.models.hf import give_back_freed_memory
 from lowbit.models.quantize_layer import LayerQuantizer, LayerResult
+from lowbit.models.skeleton import tokenizer_of
 from lowbit.quantize.method import Method
 
 TOKENS_AT_ONCE = 8192
@@ -70,7 +70,7 @@ class Calibration:
 
     def tokens(self, folder: Path) -> Tensor:
         """Token ids [samples, length] by the tokenizer in `folder`. Raises ValueError when the text is too short."""
-        ids = AutoTokenizer.from_pretrained(folder)(self.read(), return_tensors="pt", verbose=False).input_ids[0]
+        ids = tokenizer_of(folder)(self.read(), return_tensors="pt", verbose=False).input_ids[0]
         pieces = len(ids) // self.length
         if self.samples < 1 or self.length < 2 or pieces < self.samples:
             raise ValueError(
@@ -84,7 +84,7 @@ class Calibration:
 def _text_of(line: str, where: str) -> str:
     try:
         text = json.loads(line)["text"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f'{where}: a line of calibration text is a JSON object with a "text" ({error!r})') from error
     if not isinstance(text, str):
         raise ValueError(f'{where}: "text" is a string, got {type(text).__name__}')

@@ -14,16 +14,18 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM
+from transformers import PreTrainedModel
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader, CheckpointWriter, ForeignReader, Manifest, expected_tensors
 from lowbit.checkpoint.foreign import ForeignEntry
 from lowbit.checkpoint.gptq import Gptq
 from lowbit.checkpoint.reader import read_json
 from lowbit.formats import ActivationRule, PerChannel, PerTensor, QuantTensor, ZeroPoint
+from lowbit.models.complete import Shape, require_complete, require_finite_tensor, some
 from lowbit.models.conversion_targets import TARGETS, rounding_error, rounding_errors, target_of
 from lowbit.models.gguf import GgufSource
-from lowbit.models.quantize_checkpoint import skeleton
+from lowbit.models.names import Names
+from lowbit.models.skeleton import build, skeleton
 from lowbit.models.tensorrt_llm import WEIGHTS, TensorrtLlmSource, is_tensorrt_llm
 from lowbit.ops.dispatch import scheme_refusals
 
@@ -88,7 +90,7 @@ class _Opened:
     tool: str
     source: Source
     config: dict[str, Any]
-    model: nn.Module
+    model: PreTrainedModel
     companions: Path
     gptq_v2: bool | None = None
     notes: list[str] = field(default_factory=list)
@@ -135,7 +137,7 @@ class _Converter:
 
     def __init__(self, source: Path, opened: _Opened, to: str, writer: CheckpointWriter, report: Conversion) -> None:
         self.where, self.opened, self.writer, self.report = source, opened, writer, report
-        self.modules = dict(opened.model.named_modules())
+        self.names, self.modules = Names(opened.model), dict(opened.model.named_modules())
         zeros = any(e.scheme is not None and e.scheme.zero is ZeroPoint.INTEGER for e in opened.source.entries.values())
         self.dtype = self._plain_dtype(to)
         v2 = zeros if opened.gptq_v2 is None else opened.gptq_v2
@@ -164,6 +166,7 @@ class _Converter:
     def run(self, progress: bool) -> dict[str, Any] | None:
         """Converts everything; the quantization configuration for config.json, None for plain weights."""
         source = self.opened.source
+        require_complete(self.where, self.opened.model, self._tensors(), self.names)
         for name in tqdm(source.entries, desc=f"to {self.report.target}", unit="layer", disable=not progress, leave=False):
             self._layer(name, source.entries[name])
         if self.refused:
@@ -171,7 +174,7 @@ class _Converter:
             raise CheckpointError(f"{self.where}: {self._refusals()}. Nothing was written{advice}")
         for name in source.plain:
             self._plain(name)
-        self.report.notes += [f"{_some(names)}: {note}" for note, names in self.noted.items()]
+        self.report.notes += [f"{some(names, 1)}: {note}" for note, names in self.noted.items()]
         if self.target is None:
             self.report.notes.append(f"weights are rounded to {_name(self.dtype)}, by {self.rounded:.1e} of a layer's largest")
         return None if self.target is None else self.target.config(self._kept(), self._tied())
@@ -191,8 +194,25 @@ class _Converter:
             return
         for note in entry.notes:
             self.noted.setdefault(note, []).append(name)
-        self._add(self.target.tensors(name, q))
-        self.report.layers[name] = q.scheme.name
+        written = (self._module(name) or name) if self.report.target == "lowbit" else name
+        self._add(self.target.tensors(written, q))
+        self.report.layers[written] = q.scheme.name
+
+    def _tensors(self) -> dict[str, Shape | None]:
+        """What the files hold for the model; shapes of plain tensors are looked at when they are read."""
+        source = self.opened.source
+        tensors: dict[str, Shape | None] = {f"{name}.weight": entry.shape for name, entry in source.entries.items()}
+        return tensors | {n: None for n in source.plain if not n.endswith(_CACHE_SCALES) and not self._is_bias_of_none(n)}
+
+    def _module(self, layer: str) -> str | None:
+        """The name in the model of a layer of the files; None if it has no such module."""
+        name = self.names.parameter(f"{layer}.weight")
+        return None if name is None else name.removesuffix(".weight")
+
+    def _is_bias_of_none(self, name: str) -> bool:
+        """Whether a tensor is the bias of a linear layer that has none in the model."""
+        module = self.modules.get(self._module(name.removesuffix(".bias")) or "")
+        return name.endswith(".bias") and isinstance(module, nn.Linear) and module.bias is None
 
     def _dequantized(self, name: str) -> None:
         """Writes a layer's plain weights, rounded once."""
@@ -227,13 +247,15 @@ class _Converter:
 
     def _misplaced(self, name: str) -> Iterator[str]:
         """Why the model has no place for a quantized layer of this name."""
-        module = self.modules.get(name)
+        place, module = self.names.place(f"{name}.weight"), self.modules.get(self._module(name) or "")
         if isinstance(module, nn.Linear) or (isinstance(module, nn.Embedding) and self.report.target == "lowbit"):
             return
         if isinstance(module, nn.Embedding):
             yield f"{self.report.target} files have quantized linear layers only, this is an embedding"
         elif self.report.target == "lowbit":
-            found = "has no such module" if module is None else f"has a {type(module).__name__} there"
+            found = f"has a {type(module).__name__} there"
+            if place is not None and place.through:
+                found = f"makes {some(place.parameters)} of it while loading ({', '.join(place.through)})"
             yield f"a linear layer is expected, but Transformers' {type(self.opened.model).__name__} {found}"
 
     def _plain(self, name: str) -> None:
@@ -241,11 +263,20 @@ class _Converter:
         if name.endswith(_CACHE_SCALES):
             self.noted.setdefault("left out, the key and value cache stays in 16 bits", []).append(name)
             return
-        module = self.modules.get(name.removesuffix(".bias"))
-        if name.endswith(".bias") and isinstance(module, nn.Linear) and module.bias is None and not bool(tensor.any()):
+        if self._is_bias_of_none(name):
+            if bool(tensor.any()):
+                raise CheckpointError(
+                    f"{self.where}: {name}: {type(self.opened.model).__name__} has no such bias, and it is not 0"
+                )
             self.noted.setdefault("left out, the model has no such bias and it is zero", []).append(name)
             return
-        names = (name,) if self.target is None else self.target.plain(name)
+        own = self.names.parameter(name)
+        shape = None if own is None else tuple(self.names.own[own].shape)
+        if shape is not None and tuple(tensor.shape) != shape:
+            raise CheckpointError(f"{self.where}: {name} is {list(tensor.shape)}, by config.json it is {list(shape)}")
+        require_finite_tensor(self.where, name, tensor)
+        written = self.names.written(name) if self.report.target == "lowbit" else name
+        names = (written,) if self.target is None else self.target.plain(written)
         self._add({new: tensor if i == 0 else tensor.clone() for i, new in enumerate(names)})
 
     def _add(self, tensors: dict[str, Tensor]) -> None:
@@ -255,7 +286,8 @@ class _Converter:
     def _kept(self) -> list[str]:
         """Linear layers of the model that are not quantized."""
         linear = [name for name, module in self.modules.items() if isinstance(module, nn.Linear)]
-        return [name for name in linear if name not in self.opened.source.entries]
+        quantized = {self._module(name) for name in self.opened.source.entries}
+        return [name for name in linear if name not in quantized]
 
     def _tied(self) -> dict[str, str]:
         """Modules that share the weights of a quantized embedding."""
@@ -266,7 +298,7 @@ class _Converter:
     def _refusals(self) -> str:
         """All reasons, the most frequent first, each with layers that have it."""
         rows = sorted(self.refused.items(), key=lambda row: -len(row[1]))
-        return "; ".join(f"{_some(names)}: {reason}" for reason, names in rows)
+        return "; ".join(f"{some(names, 1)}: {reason}" for reason, names in rows)
 
 
 def _open(path: Path, scratch: Path) -> _Opened:
@@ -280,15 +312,13 @@ def _open(path: Path, scratch: Path) -> _Opened:
     if file is not None:
         gguf = GgufSource(file)
         config = gguf.config()
-        with torch.device("meta"):
-            model: nn.Module = AutoModelForCausalLM.from_config(config)
+        model = build(config, file)
         gguf.save_tokenizer(scratch)
         stated = {**config.to_dict(), "architectures": [type(model).__name__]}
         return _Opened("gguf", gguf, stated, model, scratch)
     if path.is_dir() and (path / WEIGHTS).is_file() and is_tensorrt_llm(read_json(path / "config.json")):
         found = TensorrtLlmSource(path)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(found.model_config)
+        model = build(found.model_config, path / "config.json")
         stated = {**found.model_config.to_dict(), "architectures": [type(model).__name__]}
         return _Opened("tensorrt-llm", found, stated, model, path, notes=found.notes)
     files_reader = CheckpointReader(path)
@@ -307,7 +337,3 @@ def _runs(q: QuantTensor) -> bool:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _some(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"

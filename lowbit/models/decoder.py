@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers
-from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader
+from lowbit.models.complete import require_finite_tensor
+from lowbit.models.names import Names
+from lowbit.models.skeleton import build, config_of, require_causal
 
 
 class _Stop(Exception):
@@ -31,19 +31,19 @@ class Input:
 class Decoder:
     """The decoder of the checkpoint that `reader` has open: a skeleton on the meta device whose layers come and go.
 
-    Computes on `device` in `dtype`. Raises CheckpointError for models that have no list of decoder layers and for files that
-    hold their weights under other names than the model's own.
+    Computes on `device` in `dtype`. Raises CheckpointError for models that have no list of decoder layers or do not predict the
+    next token, and for weights that Transformers splits or merges while loading.
     """
 
     def __init__(self, reader: CheckpointReader, device: torch.device | str, dtype: torch.dtype) -> None:
         self.reader, self.device, self.dtype = reader, torch.device(device), dtype
-        config = AutoConfig.from_pretrained(reader.folder)
-        cls = getattr(transformers, (config.architectures or [""])[0], None)
-        with init_empty_weights(include_buffers=False):
-            model: nn.Module = AutoModelForCausalLM.from_config(config) if cls is None else cls(config)
-        self.model = model.eval()
+        model = build(config_of(reader.folder), reader.folder / "config.json", buffers=True)
+        require_causal(model, reader.folder)
+        self.model: nn.Module = model.eval()
         self.name, self.layers = _decoder_layers(self.model, reader)
-        self._names = _file_names(self.model, reader)
+        names = Names(model)
+        own = {tensor: names.parameter(tensor) for tensor in reader.names()}
+        self._names = {tensor: name for tensor, name in own.items() if name is not None}
         self._files = {name: tensor for tensor, name in self._names.items()}
         self._contexts: dict[int, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}  # by how many texts a call has
         self._returns_tuples = False
@@ -260,10 +260,10 @@ class Decoder:
         if name is None:
             raise CheckpointError(
                 f"{self.reader.folder}: has no tensor {parameter!r}, which {type(self.model).__name__} needs; methods that "
-                "calibrate take files whose names are the model's own. Load the model with Transformers and save_pretrained "
-                "it, or use a method without data (rtn, hqq)"
+                "calibrate take files whose tensors are the model's own, not split or merged while loading. Use a method "
+                "without data (rtn, hqq)"
             )
-        return self.reader.get(name)
+        return require_finite_tensor(self.reader.info(name).file, name, self.reader.get(name))
 
 
 class _stopped:
@@ -295,13 +295,6 @@ def _decoder_layers(model: nn.Module, reader: CheckpointReader) -> tuple[str, nn
     if not lists:
         raise CheckpointError(f"{reader.folder}: {type(model).__name__} has no list of decoder layers to go through")
     return max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
-
-
-def _file_names(model: nn.Module, reader: CheckpointReader) -> dict[str, str]:
-    """Tensor name in the files -> name in the model; files of a base model lack the prefix that the model's names have."""
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    own = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
-    return {t: name for t in reader.names() for name in (t, prefix + t) if name in own}
 
 
 def _fill(module: nn.Module, values: Mapping[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:

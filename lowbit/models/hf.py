@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,15 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from lowbit.checkpoint import CheckpointReader, LayerEntry, Manifest, expected_tensors
-from lowbit.formats import parse_scheme
+from lowbit.checkpoint import CheckpointError, CheckpointReader, LayerEntry, Manifest
+from lowbit.formats import Scheme, parse_scheme
+from lowbit.models.complete import require_complete, require_finite, some
 from lowbit.models.cpu import plan_on_cpu
 from lowbit.models.fuse import prepare_on_gpu
+from lowbit.models.names import Names
+from lowbit.models.parallel import parallel_refusals
 from lowbit.nn.convert import Plan, empty_like, plan_conversion, quantized, swap, tie
+from lowbit.nn.packed import PackedWeight
 from lowbit.quantize.rtn import Search
 
 METHOD = "lowbit"
@@ -60,12 +65,27 @@ class LowbitConfig(QuantizationConfigMixin):
             raise ValueError(f"LowbitConfig reads quant_method {METHOD!r}, got {quant_method!r}")
         self.quant_method = METHOD
         self.format_version = format_version
+        if not isinstance(scheme, (str, Scheme)):
+            raise ValueError(f"quantization_config: scheme is a scheme's name, such as w4a16_g64, got {scheme!r}")
         self.scheme = parse_scheme(scheme).name
         self.modules_to_not_convert = modules_to_not_convert
         self.embeddings = embeddings
         self.search: Search = search
         self.layers = layers
         self.tied = tied
+
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """The configuration that config.json holds; raises CheckpointError, naming the field, for anything amiss."""
+        if "layers" in config_dict:
+            Manifest.from_dict(config_dict, "config.json")
+        known = set(inspect.signature(cls).parameters)
+        unknown = sorted(set(map(str, config_dict)) - known)
+        if unknown:
+            raise CheckpointError(f"config.json: quantization_config has unknown keys {unknown}; known are {sorted(known)}")
+        if "scheme" not in config_dict:
+            raise CheckpointError("config.json: quantization_config states no scheme")
+        return super().from_dict(dict(config_dict), return_unused_kwargs, **kwargs)
 
     def to_dict(self) -> dict[str, Any]:
         """What config.json holds: the arguments of quantizing are gone once there are layers."""
@@ -83,19 +103,38 @@ class LowbitQuantizer(HfQuantizer):
     quantization_config: LowbitConfig
     plan: Plan | None = None
 
+    def __init__(self, quantization_config: LowbitConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.failures: list[str] = []
+
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> None:
+        stored = [Path(file) for file in checkpoint_files or () if file.endswith(".safetensors")]
+        where = stored[0].parent if stored else getattr(model, "name_or_path", "") or "the model"
         if self.pre_quantized:
-            _place_empty_modules(model, self.quantization_config, _checked_types(checkpoint_files))
-        else:
-            self.plan = plan_for(
-                model,
-                self.quantization_config.scheme,
-                self.quantization_config.modules_to_not_convert,
-                self.quantization_config.embeddings,
-            )
-            self._waiting = {f"{name}.weight": name for name in self.plan.shapes}
+            if self.quantization_config.layers is None:
+                raise CheckpointError(f"{where}: quantization_config in config.json lists no layers")
+            manifest = Manifest.from_dict(self.quantization_config.to_dict(), where=Path(where) / "config.json")
+            refuse(where, parallel_refusals(model, manifest))
+            types = {}
+            if stored:
+                with CheckpointReader(where) as reader:
+                    types = {name: reader.info(name).dtype for name in reader.names()}
+                    shapes = {name: reader.info(name).shape for name in reader.names()}
+            place_empty_modules(model, manifest, types, where)
+            if stored:
+                require_complete(where, model, shapes)
+            return
+        refuse(where, parallel_refusals(model, None))
+        config = self.quantization_config
+        self.plan = plan_for(model, config.scheme, config.modules_to_not_convert, config.embeddings)
+        if stored:
+            with CheckpointReader(where) as reader:
+                shapes, names = {name: reader.info(name).shape for name in reader.names()}, Names(model)
+            require_complete(where, model, shapes, names)
+            self.plan = names.followed(self.plan, shapes)
+        self._waiting = {f"{name}.weight": self.plan.tied.get(name, name) for name in (*self.plan.shapes, *self.plan.tied)}
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
         return not self.pre_quantized and param_name in self._waiting
@@ -105,16 +144,29 @@ class LowbitQuantizer(HfQuantizer):
             return parse_scheme(self.quantization_config.scheme).weight.bits / 8
         return param.element_size()
 
+    def owner_of(self, parameter: str) -> str:
+        """The module that takes up the quantized weights of a parameter."""
+        return self._waiting[parameter]
+
     def get_quantize_ops(self) -> ConversionOps:
         return _QuantizeOnLoad(self)
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        where = getattr(model, "name_or_path", "") or "the model"
+        refuse(where, tuple(self.failures[:3]))
         if self.plan is not None:
+            left = [name for name in self.plan.shapes if not isinstance(model.get_submodule(name), PackedWeight)]
+            if left:
+                raise CheckpointError(f"{where}: no file has the weight of {some(left)}, which was to be quantized")
             self.quantization_config.layers = {n: {"shape": list(shape)} for n, shape in self.plan.shapes.items()}
             self.quantization_config.tied = dict(self.plan.tied) or None
             self.quantization_config.modules_to_not_convert = sorted({row.name for row in self.plan.kept})
             for line in self.plan.lines():
                 logger.info(line)
+        require_finite(where, model)
+        # Files are written with the model's own names, whatever names those had that were loaded: quantized layers have tensors
+        # that Transformers' mapping back to older names does not know.
+        model._weight_conversions = []  # type: ignore[assignment]
         plan_on_cpu(model)
         prepare_on_gpu(model)  # now rather than at the first call, which torch.compile may be tracing
         return model
@@ -150,14 +202,26 @@ class _QuantizeOnLoad(ConversionOps):
         weight = value[0] if isinstance(value, list) else value
         plan = self.quantizer.plan
         assert plan is not None
-        name = full_layer_name.removesuffix(".weight")
+        name = self.quantizer.owner_of(full_layer_name)
         placeholder = model.get_submodule(name)
-        new = swap(model, name, quantized(name, weight, plan.scheme, self.quantizer.quantization_config.search))
+        try:
+            q = quantized(name, weight, plan.scheme, self.quantizer.quantization_config.search)
+        except ValueError as error:  # raised when everything is loaded: here, Transformers would make a report of its own of it
+            self.quantizer.failures.append(str(error))
+            return {}
+        if isinstance(placeholder, PackedWeight):  # of tied weights that the files hold twice, the second
+            if not torch.equal(placeholder.quant_tensor().codes, q.codes) or not torch.equal(placeholder.weight_scale, q.scale):
+                self.quantizer.failures.append(
+                    f"{full_layer_name} and {name}.weight differ, config.json says that they are tied; set "
+                    "tie_word_embeddings to false"
+                )
+            return {}
+        new = swap(model, name, q)
         _mark_loaded(new)
         if isinstance(placeholder, nn.Embedding):
             new.dtype = weight.dtype  # type: ignore[assignment]
         give_back_freed_memory()
-        done = {full_layer_name}
+        done = {full_layer_name, f"{name}.weight"}
         for follower, owner in plan.tied.items():
             if owner == name:
                 tie(model, follower, owner)
@@ -202,29 +266,29 @@ def plan_for(model: nn.Module, scheme: str, skip: Iterable[str] | None, embeddin
     return plan_conversion(model, scheme, skip=() if skip is None else skip, embeddings=embeddings, tied=ties)
 
 
-def _place_empty_modules(model: nn.Module, config: LowbitConfig, types: dict[str, torch.dtype]) -> None:
-    """Puts quantized modules without weights where the checkpoint has quantized ones; `types` are those of its tensors."""
-    manifest = Manifest.from_dict(config.to_dict(), where=Path(getattr(model, "name_or_path", "") or "config.json"))
-    for name, entry in manifest.layers.items():
-        _place_empty_module(model, name, entry, name, types)
-    for follower, owner in manifest.tied.items():
-        _place_empty_module(model, follower, manifest.layers[owner], owner, types)
+def place_empty_modules(
+    model: nn.Module, manifest: Manifest, types: Mapping[str, torch.dtype], where: Path | str = "config.json"
+) -> None:
+    """Puts quantized modules without weights where a checkpoint has quantized ones; `types` are those of its tensors. Raises
+    CheckpointError, naming `where`, for layers that the model does not have or that cannot be quantized so."""
+    for name, owner in {**{name: name for name in manifest.layers}, **manifest.tied}.items():
+        try:
+            _place_empty_module(model, name, manifest.layers[owner], owner, types)
+        except ValueError as error:
+            raise CheckpointError(f"{where}: quantization_config lists {name}: {error}") from error
     _retie(model, manifest.tied)
 
 
-def _place_empty_module(model: nn.Module, name: str, entry: LayerEntry, owner: str, types: dict[str, torch.dtype]) -> None:
+def _place_empty_module(model: nn.Module, name: str, entry: LayerEntry, owner: str, types: Mapping[str, torch.dtype]) -> None:
     layer = _layer(model, name)
-    try:
-        new = empty_like(
-            layer, entry.scheme, device="meta", order=entry.order, input_scale=entry.input_scale, low_rank=entry.low_rank,
-            activation_scale=entry.activation_scale, activation_zero=entry.activation_zero,
-        )  # fmt: skip
-    except ValueError as error:
-        raise ValueError(f"quantization_config: {name}: {error}") from error
-    # Transformers loads a tensor in the type of the parameter it finds: scales must be as wide as in the file.
+    new = empty_like(
+        layer, entry.scheme, device="meta", order=entry.order, input_scale=entry.input_scale, low_rank=entry.low_rank,
+        activation_scale=entry.activation_scale, activation_zero=entry.activation_zero,
+    )  # fmt: skip
+    # Transformers loads a tensor in the type of the parameter it finds: scales must be as wide as in the file, unlike biases.
     for suffix, parameter in list(new.named_parameters(recurse=False)):
         dtype = types.get(f"{owner}.{suffix}", parameter.dtype)
-        if dtype != parameter.dtype:
+        if dtype != parameter.dtype and suffix != "bias":
             setattr(new, suffix, nn.Parameter(torch.empty_like(parameter, dtype=dtype), requires_grad=False))
     model.set_submodule(name, new)
 
@@ -233,11 +297,9 @@ def _layer(model: nn.Module, name: str) -> nn.Module:
     try:
         module = model.get_submodule(name)
     except AttributeError:
-        raise ValueError(f"quantization_config names the layer {name!r}, which {type(model).__name__} does not have") from None
+        raise ValueError(f"{type(model).__name__} has no such module") from None
     if not isinstance(module, (nn.Linear, nn.Embedding)):
-        raise ValueError(
-            f"quantization_config names {name!r}, which is a {type(module).__name__}, not a linear layer or embedding"
-        )
+        raise ValueError(f"it is a {type(module).__name__}, not a linear layer or embedding")
     return module
 
 
@@ -262,11 +324,7 @@ def _mark_loaded(module: nn.Module) -> None:
             parameter._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
-def _checked_types(checkpoint_files: list[str] | None) -> dict[str, torch.dtype]:
-    """Validates a quantized checkpoint on disk against its manifest before anything is loaded from it; returns the types of
-    the tensors of its quantized layers."""
-    if not checkpoint_files:
-        return {}
-    with CheckpointReader(Path(checkpoint_files[0]).parent) as reader:
-        layers = reader.manifest.layers if reader.manifest else {}
-        return {tensor: reader.info(tensor).dtype for name, entry in layers.items() for tensor in expected_tensors(name, entry)}
+def refuse(where: Path | str, reasons: tuple[str, ...]) -> None:
+    """Raises CheckpointError with the reasons, if there are any."""
+    if reasons:
+        raise CheckpointError(f"{where}: {'; '.join(reasons)}")

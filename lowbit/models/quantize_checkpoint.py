@@ -8,33 +8,24 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-import transformers
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader, CheckpointWriter, LayerEntry, Manifest, layer_tensors
 from lowbit.formats import QuantTensor, Scheme, parse_scheme
 from lowbit.models.calibrate import Calibration, Finished, Results, calibrate_layers, recipe_of
+from lowbit.models.complete import require_complete, require_finite_tensor
 from lowbit.models.decoder import Decoder
 from lowbit.models.hf import give_back_freed_memory, plan_for
+from lowbit.models.names import Names
 from lowbit.models.sensitivity import measure_sensitivity
-from lowbit.nn.convert import Kept, Plan, matches, quantized
+from lowbit.models.skeleton import skeleton
+from lowbit.nn.convert import Plan, matches, quantized
 from lowbit.quantize.hqq import hqq
 from lowbit.quantize.lorc import lorc
 from lowbit.quantize.method import DATA_FREE, Hqq, Method, Rtn
 from lowbit.quantize.mixed import Mixed, choose, stored_bits
 from lowbit.quantize.rtn import Search
-
-
-def skeleton(folder: Path) -> nn.Module:
-    """The model of a Transformers folder on the meta device: its modules and shapes, no weights."""
-    config = AutoConfig.from_pretrained(folder)
-    architecture = (config.architectures or [""])[0]
-    with torch.device("meta"):
-        cls = getattr(transformers, architecture, None)
-        model: nn.Module = AutoModelForCausalLM.from_config(config) if cls is None else cls(config)
-    return model
 
 
 def quantize_checkpoint(
@@ -74,10 +65,12 @@ def quantize_checkpoint(
             kind = reader.config.get("quantization_config", {}).get("quant_method", "unknown")
             raise CheckpointError(f"{source}: is quantized already ({kind}); quantize the 16-bit checkpoint it came from")
         model = skeleton(source)
+        names = Names(model)
+        require_complete(source, model, {tensor: reader.info(tensor).shape for tensor in reader.names()}, names)
         skip = None if skip is None else _fitting(tuple(skip), model)
-        plan = plan_for(model, scheme, skip, embeddings)
-        modules = _modules_by_tensor(model, plan, reader.names())
-        plan = _without_missing(plan, set(modules.values()))
+        plan = names.followed(plan_for(model, scheme, skip, embeddings), reader.names())
+        modules = names.modules(plan, reader.names())
+        _same_weights(reader, plan, modules)
         if not plan.shapes:
             raise ValueError("; ".join([f"{source}: nothing in it can be quantized to {plan.scheme}", *plan.lines()[1:]]))
         writer = CheckpointWriter(target, overwrite=overwrite)
@@ -101,11 +94,11 @@ def quantize_checkpoint(
                     q = weights.quantized(tensor, module)
                     entries[module] = LayerEntry.of(q)
                     for suffix, value in layer_tensors(q).items():
-                        writer.add(f"{tensor.removesuffix('weight')}{suffix}", value)
+                        writer.add(f"{module}.{suffix}", value)
                     del q, value
                     give_back_freed_memory()
                 elif module not in plan.tied:
-                    writer.add(tensor, weights.plain(tensor))
+                    writer.add(names.written(tensor), weights.plain(tensor))
             writer.finish(reader.config, manifest_of(plan, entries), copy_from=source)
         weights.done()
     return plan
@@ -187,7 +180,8 @@ class _Weights:
     def plain(self, tensor: str) -> Tensor:
         """A tensor that is not quantized."""
         found = None if self._results is None else self._results.changed(tensor)
-        return self.reader.get(tensor) if found is None else found
+        value = self.reader.get(tensor) if found is None else found
+        return require_finite_tensor(self.reader.info(tensor).file, tensor, value)
 
     def done(self) -> None:
         """Removes what a killed run would have needed."""
@@ -274,34 +268,19 @@ def _existing(folder: Path) -> Path:
     return folder
 
 
+def _same_weights(reader: CheckpointReader, plan: Plan, modules: dict[str, str]) -> None:
+    """Raises CheckpointError for weights that are to be tied, and differ in the files."""
+    tensors = {module: tensor for tensor, module in modules.items()}
+    for follower, owner in plan.tied.items():
+        a, b = tensors.get(follower), tensors.get(owner)
+        if a is not None and b is not None and not torch.equal(reader.get(a), reader.get(b)):
+            raise CheckpointError(
+                f"{reader.folder}: {a} and {b} differ, config.json says that they are tied; set tie_word_embeddings to false"
+            )
+
+
 def _same_layers(candidate: Plan, plan: Plan) -> None:
     """Raises ValueError when a scheme offered for mixing cannot take a layer that the default takes."""
     for row in candidate.kept:
         if row.name in plan.linears:
             raise ValueError(f"{candidate.scheme} cannot take {row.name}: {row.reason}")
-
-
-def _modules_by_tensor(model: nn.Module, plan: Plan, names: Iterable[str]) -> dict[str, str]:
-    """Tensor name in the files -> name of the module whose weight it is, for modules of the plan. Files of a base model
-    lack the prefix that the model's own names have."""
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    wanted = {f"{module}.weight": module for module in (*plan.shapes, *plan.tied)}
-    found = {}
-    for name in names:
-        for key in (name, prefix + name):
-            if key in wanted:
-                found[name] = wanted[key]
-    return found
-
-
-def _without_missing(plan: Plan, found: set[str]) -> Plan:
-    """The plan without the modules whose weights the files hold under other names; they stay as they are."""
-    missing = {name for name in plan.shapes if name not in found}
-    kept = [Kept(name, "", 0, f"the files have no tensor {name}.weight") for name in sorted(missing)]
-    return dataclasses.replace(
-        plan,
-        linears={n: s for n, s in plan.linears.items() if n not in missing},
-        embeddings={n: s for n, s in plan.embeddings.items() if n not in missing},
-        tied={n: owner for n, owner in plan.tied.items() if owner not in missing},
-        kept=plan.kept + kept,
-    )

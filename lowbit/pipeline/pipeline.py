@@ -8,19 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
-from lowbit.formats import parse_scheme
-from lowbit.models.cpu import cpu_dtype, quantizing_dtype
-from lowbit.models.hf import LowbitConfig
+from lowbit.models.load import load_causal
+from lowbit.models.skeleton import tokenizer_of
 from lowbit.pipeline.request import FinishReason, GenerateParams, Response, UnknownArgument
 
 
@@ -142,45 +133,24 @@ def pipeline(
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     max_length: int | None = None,
+    verify: bool = False,
     **unknown: Any,
 ) -> Pipeline:
     """A pipeline over the Transformers model at a path or hub name, DeepSpeed-MII's `mii.pipeline`.
 
     quantization_mode: a scheme to quantize 16-bit weights to while loading ("wf6af16", "w4a16_g64", ...); None takes the
     model as it is, quantized or not. tokenizer: one, or its path, when it is not the model's. device: "cuda" when torch
-    sees a GPU, else "cpu". dtype of activations: the checkpoint's own on a GPU; on a CPU bfloat16 for
-    quantized models, which run several times slower in float32 (`models.cpu`), and float32 for others. max_length: default of
-    the calls, in tokens of prompt and answer. Raises UnknownArgument for other arguments, and ValueError when the
-    checkpoint is quantized to something else already.
+    sees a GPU, else "cpu". dtype of activations: the checkpoint's own on a GPU; on a CPU bfloat16 for quantized models, which
+    run several times slower in float32 (`models.cpu`), and float32 for others. max_length: default of the calls, in tokens of
+    prompt and answer. verify: compare the files of a lowbit checkpoint with their checksums first. Raises UnknownArgument for
+    other arguments, CheckpointError for what `models.load.load_causal` refuses (a checkpoint that lacks parameters, say), and
+    ValueError when it is quantized to something else already.
     """
     for name in unknown:
         raise UnknownArgument(name, set(inspect.signature(pipeline).parameters) - {"unknown"})
-    scheme = None if quantization_mode is None else parse_scheme(quantization_mode)
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    config = AutoConfig.from_pretrained(model_name_or_path)
-    stored = getattr(config, "quantization_config", None)
-    quantization: dict[str, Any] = {}
-    if scheme is not None:
-        if stored is None:
-            quantization = {"quantization_config": LowbitConfig(scheme.name)}
-        elif stored.get("scheme") != scheme.name:
-            held = stored.get("scheme", stored.get("quant_method"))
-            raise ValueError(
-                f"{model_name_or_path} is quantized already, to {held}; leave out quantization_mode={quantization_mode!r}"
-            )
-    own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float16
-    wanted = dtype or (own if device.type == "cuda" else cpu_dtype(bool(stored or quantization)))
-    model = AutoModelForCausalLM.from_pretrained(
-        model_name_or_path,
-        dtype=quantizing_dtype(config, wanted) if quantization else wanted,
-        device_map={"": device},
-        **quantization,
-    )
-    if model.config.dtype != wanted:
-        model.to(wanted)
-        model.config.dtype = wanted
+    model = load_causal(model_name_or_path, scheme=quantization_mode, device=device, dtype=dtype, verify=verify)
     if tokenizer is None or isinstance(tokenizer, str):
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer or model_name_or_path)
+        tokenizer = tokenizer_of(tokenizer or model_name_or_path, model)
     return Pipeline(model, tokenizer, max_length=max_length)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lowbit.checkpoint import CheckpointReader, expected_tensors
 from lowbit.eval.choice import choose
@@ -25,7 +25,10 @@ from lowbit.eval.rouge import summarize
 from lowbit.eval.suite import Settings as SuiteSettings
 from lowbit.eval.suite import Task, read_tasks
 from lowbit.models.calibrate import Calibration
+from lowbit.models.complete import require_complete
+from lowbit.models.load import load_causal
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
+from lowbit.models.skeleton import tokenizer_of
 from lowbit.pipeline import Pipeline
 from lowbit.study.cases import Case, cases, group_size, method_name, needs_text
 from lowbit.study.results import UNQUANTIZED, Results
@@ -138,8 +141,8 @@ class _Measure:
     def __init__(self, source: Path, tasks: Sequence[Task], settings: Settings, device: str, progress: bool) -> None:
         self.settings, self.progress = settings, progress
         dtype = getattr(torch, settings.dtype)
-        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
-        self.reference: PreTrainedModel = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device).eval()
+        self.reference: PreTrainedModel = load_causal(source, device=device, dtype=dtype).eval()
+        self.tokenizer: PreTrainedTokenizerBase = tokenizer_of(source, self.reference)
         self.model = copy.deepcopy(self.reference)
         self._others = [task for task in tasks if task.kind != "text"]
         self._ids = {task.name: self._tokens(task) for task in tasks if task.kind == "text"}
@@ -152,8 +155,8 @@ class _Measure:
             quantized = {tensor for name, entry in reader.manifest.layers.items() for tensor in expected_tensors(name, entry)}
             state = {name: reader.get(name).float() for name in reader.names() if name not in quantized}
         state |= {f"{name}.weight": q.dequantize() for name, q in layers.items()}
-        unknown = self.model.load_state_dict(state, strict=False).unexpected_keys
-        assert not unknown, unknown
+        require_complete(folder, self.model, {name: tuple(tensor.shape) for name, tensor in state.items()})
+        self.model.load_state_dict(state, strict=False)
         return 8 * sum(q.nbytes for q in layers.values()) / sum(q.codes.numel() for q in layers.values())
 
     def unquantized(self) -> list[tuple[str, Figure]]:

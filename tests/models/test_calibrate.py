@@ -421,5 +421,5 @@ def test_weights_that_cannot_be_quantized_name_the_layer(tiny, tmp_path):
     model.model.layers[1].mlp.down_proj.weight.data[0, 0] = torch.inf
     model.save_pretrained(tmp_path / "bad")
     tiny_tokenizer().save_pretrained(tmp_path / "bad")
-    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.down_proj: 1 of 11264 weights are not finite"):
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.down_proj\.weight: 1 of 11,264 numbers are not finite"):
         quantize_checkpoint(tmp_path / "bad", tmp_path / "q", "w4a16_g32", method=Gptq(), calibration=CALIBRATION)

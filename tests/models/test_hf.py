@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from lowbit import LowbitConfig
-from lowbit.checkpoint import CheckpointError, CheckpointReader, CheckpointWriter, LayerEntry, layer_tensors
-from lowbit.models.hf import LOADING_OVERHEAD_BYTES, _place_empty_modules
+from lowbit.checkpoint import CheckpointError, CheckpointReader, CheckpointWriter, LayerEntry, Manifest, layer_tensors
+from lowbit.formats import parse_scheme
+from lowbit.models.hf import LOADING_OVERHEAD_BYTES, place_empty_modules
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
 from lowbit.nn import QuantEmbedding, QuantLinear
 from lowbit.quantize import rtn
@@ -137,9 +138,9 @@ def test_orders_that_do_not_fit_are_refused_while_loading(folder, tmp_path):
 
 
 def test_an_embedding_with_an_order_is_refused_while_loading(folder):
-    config = LowbitConfig("w4a16_g32", layers={"model.embed_tokens": {"shape": [160, 64], "order": True}})
+    entry = LayerEntry((160, 64), parse_scheme("w4a16_g32"), order=True)
     with pytest.raises(ValueError, match=r"model\.embed_tokens: an embedding has no .* no order"):
-        _place_empty_modules(load(folder), config, {})
+        place_empty_modules(load(folder), Manifest(entry.scheme, {"model.embed_tokens": entry}), {})
 
 
 def test_modules_to_not_convert(folder):
@@ -214,6 +215,8 @@ def test_weights_that_cannot_be_quantized_name_the_layer(tmp_path):
     with pytest.raises(ValueError, match=r"bad: model\.layers\.1\.mlp\.up_proj\.weight: 1 of 11264 weights are not finite"):
         quantize_checkpoint(tmp_path / "bad", tmp_path / "out", "w8a16")
     assert not (tmp_path / "out").exists()
+    with pytest.raises(CheckpointError, match=r"bad: model\.layers\.1\.mlp\.up_proj: 1 of 11264 weights are not finite"):
+        load(tmp_path / "bad", quantization_config=LowbitConfig("w8a16"))
 
 
 def test_config_round_trip_and_errors():

@@ -82,12 +82,13 @@ def checkpoint(folder, scheme="w4a16_g64", change=lambda name, q: q, skip=(), ti
     with CheckpointWriter(folder) as writer:
         for name, tensor in model.state_dict().items():
             layer = name.removesuffix(".weight")
+            if "mlp" in name:  # 176 become 192, a multiple of a group
+                tensor = torch.nn.functional.pad(tensor, (0, 16, 0, 0) if "down" in name else (0, 0, 0, 16))
             if "proj" not in name or layer.endswith(tuple(skip) or "-"):
                 if not (tied and layer == "lm_head"):
                     writer.add(name, tensor)
                 continue
-            weight = tensor if tensor.shape[1] % 64 == 0 else torch.nn.functional.pad(tensor, (0, -tensor.shape[1] % 64))
-            q = change(layer, rtn(weight, scheme))
+            q = change(layer, rtn(tensor, scheme))
             entries[layer] = LayerEntry.of(q)
             for suffix, part in layer_tensors(q).items():
                 writer.add(f"{layer}.{suffix}", part)

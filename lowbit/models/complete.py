@@ -1,0 +1,170 @@
+"""Whether the files of a model hold all its parameters and nothing else, of the right shapes and finite."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from lowbit.checkpoint import CheckpointError
+from lowbit.models.names import Names
+
+Shape = tuple[int, ...]
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def incomplete(model: PreTrainedModel, tensors: Mapping[str, Shape | None], names: Names | None = None) -> tuple[str, ...]:
+    """Why files with `tensors` (name -> shape, None where it is not known yet) are not those of `model`, whose quantized layers
+    are in place; empty when they are. What Transformers' classes may lack or ignore does not count, of tied weights one is
+    enough, and what is made of several tensors has as many numbers as they have."""
+    names = Names(model) if names is None else names
+    found: dict[str, str] = {}
+    made: dict[tuple[str, ...], list[str]] = {}
+    unexpected, reasons = [], []
+    for tensor, shape in tensors.items():
+        place = names.place(tensor)
+        if place is None:
+            unexpected.append(tensor)
+        elif place.through:
+            made.setdefault(place.parameters, []).append(tensor)
+        else:
+            (name,) = place.parameters
+            if name in found:
+                reasons.append(f"{found[name]} and {tensor} are both {name}")
+            found[name] = tensor
+            wanted = tuple(names.own[name].shape)
+            if shape is not None and tuple(shape) != wanted:
+                reasons.append(f"{tensor} is {list(shape)}, by config.json it is {list(wanted)}")
+    for parameters, sources in made.items():
+        reasons += _unlike(parameters, sources, tensors, names)
+    missing = _missing(model, names, {*found, *(name for parameters in made for name in parameters)})
+    unexpected = _not_ignored(unexpected, _ignored_tensors(model))
+    unlisted = [t for t in unexpected if t.endswith(".weight_packed")]
+    if unlisted:
+        layers = {t.rpartition(".")[0] for t in unlisted}
+        reasons.append(f"{some(unlisted)}: a quantized tensor of a layer that config.json does not list")
+        unexpected = [t for t in unexpected if t.rpartition(".")[0] not in layers]
+        missing = [t for t in missing if t.rpartition(".")[0] not in layers]
+    if missing:
+        reasons.append(f"no file has {some(missing)}, which {type(model).__name__} needs")
+    if unexpected:
+        reasons.append(f"{type(model).__name__} has no place for {some(unexpected)}")
+    return tuple(_few(reasons))
+
+
+def require_complete(
+    where: Path | str, model: PreTrainedModel, tensors: Mapping[str, Shape | None], names: Names | None = None
+) -> None:
+    """Raises CheckpointError with all reasons of `incomplete`."""
+    reasons = incomplete(model, tensors, names)
+    if reasons:
+        raise CheckpointError(f"{where}: {'; '.join(reasons)}")
+
+
+def require_finite_tensor(where: Path | str, name: str, tensor: Tensor) -> Tensor:
+    """`tensor`, unless some of its numbers are not finite: raises CheckpointError."""
+    if not is_finite(tensor):
+        wrong = int((~tensor.isfinite()).sum())
+        raise CheckpointError(f"{where}: {name}: {wrong:,} of {tensor.numel():,} numbers are not finite; the file is damaged")
+    return tensor
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all numbers are finite; one pass without a copy, except for 8-bit floats."""
+    return bool(_bounds(tensor).isfinite().all())
+
+
+def require_finite(where: Path | str, model: nn.Module) -> None:
+    """Raises CheckpointError, naming them, where parameters or persistent buffers of a loaded model are not finite; one pass
+    over the floating-point ones on their device."""
+    held = {
+        name: t.to_local() if isinstance(t, DTensor) else t
+        for name, t in _persistent(model).items()
+        if t.is_floating_point() and t.device.type != "meta"
+    }
+    split = any(isinstance(p, DTensor) for p in model.parameters())
+    groups: dict[torch.device, list[str]] = {}
+    for name, tensor in held.items():
+        groups.setdefault(tensor.device, []).append(name)
+    wrong = []
+    for group in groups.values():  # the answer of a device comes once for all its tensors, which waits for it once
+        finite = torch.stack([_bounds(held[name]) for name in group]).isfinite().all(dim=1).to(torch.int32)
+        if split:  # over several GPUs: all raise, or none
+            torch.distributed.all_reduce(finite, torch.distributed.ReduceOp.MIN)
+        wrong += [name for name, good in zip(group, finite.tolist(), strict=True) if not good]
+    if wrong:
+        raise CheckpointError(f"{where}: some numbers of {some(wrong)} are not finite; the file is damaged or training failed")
+
+
+def some(names: Iterable[str], first: int = 3) -> str:
+    """The first names and how many more there are."""
+    names = list(names)
+    return ", ".join(names[:first]) + (f" and {len(names) - first} more" if len(names) > first else "")
+
+
+def _bounds(tensor: Tensor) -> Tensor:
+    """The smallest and the largest number, float64 [2]; NaN if one is."""
+    values = tensor.detach()
+    if not values.is_floating_point() or values.numel() == 0:
+        return torch.zeros(2, dtype=torch.float64, device=values.device)
+    return torch.stack(torch.aminmax(values if values.dtype in _FLOATS else values.float())).double()
+
+
+def _persistent(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers; unlike `state_dict`, leaves weights in the order of a GPU's kernels there."""
+    held: dict[str, Tensor] = dict(model.named_parameters())
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                held[f"{prefix}.{name}" if prefix else name] = buffer
+    return held
+
+
+def _unlike(parameters: tuple[str, ...], sources: list[str], tensors: Mapping[str, Shape | None], names: Names) -> list[str]:
+    shapes = [tensors[source] for source in sources]
+    held = sum(math.prod(shape) for shape in shapes if shape is not None)
+    wanted = sum(names.own[name].numel() for name in parameters)
+    if None in shapes or held == wanted:
+        return []
+    return [f"{some(parameters)}: made of {some(sources)}, which hold {held:,} numbers, by config.json it is {wanted:,}"]
+
+
+def _missing(model: PreTrainedModel, names: Names, found: set[str]) -> list[str]:
+    ties: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    groups: dict[str, set[str]] = {}
+    for follower, owner in ties.items():
+        groups.setdefault(owner, {owner}).add(follower)
+    tied = {name: group for group in groups.values() for name in group}
+    missing = [name for name in names.own if name not in found and not tied.get(name, set()) & found]
+    head = model.get_output_embeddings()
+    of_head = {f"{name}.weight" for name, module in model.named_modules() if module is head}
+    may_lack = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    left = set(_not_ignored(missing, may_lack))
+    return [name for name in missing if name in left or name in of_head]
+
+
+def _ignored_tensors(model: PreTrainedModel) -> set[str]:
+    """Patterns of tensors that files may have and Transformers leaves out: those its classes name, and buffers of older
+    releases that are computed now."""
+    patterns = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    buffers = [name for name, _ in model.named_buffers()]
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+        patterns.add(r"rotary_emb\.inv_freq")
+    if any(name.endswith("position_ids") for name in buffers):
+        patterns.add(r"(^|\.)position_ids$")
+    return patterns
+
+
+def _not_ignored(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
+    patterns = list(patterns)
+    return [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
+
+
+def _few(reasons: list[str]) -> list[str]:
+    return reasons if len(reasons) <= 4 else [*reasons[:4], f"and {len(reasons) - 4} more such reasons"]

@@ -1,0 +1,157 @@
+"""Loading a model for use: the one way for pipelines, measurements and demos, with every check of its files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from lowbit.checkpoint import CheckpointError, CheckpointReader, ForeignReader
+from lowbit.checkpoint.detect import quantization_of
+from lowbit.checkpoint.reader import INDEX, SINGLE, read_json
+from lowbit.formats import parse_scheme
+from lowbit.models.complete import Shape, incomplete, is_finite, require_complete, require_finite, some
+from lowbit.models.cpu import cpu_dtype, quantizing_dtype
+from lowbit.models.hf import METHOD, LowbitConfig, place_empty_modules
+from lowbit.models.skeleton import build, config_of, damaged, require_causal, skeleton
+
+
+def load_causal(
+    source: str | Path,
+    *,
+    scheme: str | None = None,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    verify: bool = False,
+) -> PreTrainedModel:
+    """The causal language model in a Transformers folder, or of that name on a hub, with all its weights on `device` ("cuda"
+    when torch sees a GPU, else "cpu").
+
+    scheme: quantize 16-bit weights to it while loading. dtype of activations: the checkpoint's own on a GPU, that of
+    `models.cpu.cpu_dtype` on a CPU. verify: compare the files of a lowbit checkpoint with the checksums in its config.json first,
+    which reads them once more. Raises CheckpointError for architectures that do not predict the next token, for parameters that
+    the files lack, have too many of, or of another shape, and for numbers that are not finite; it names them. Raises ValueError
+    for a checkpoint that is quantized already, to something else than `scheme`.
+    """
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    config, folder = config_of(source), Path(source)
+    model = build(config, folder / "config.json")
+    require_causal(model, source)
+    options = _quantization(source, config, scheme)
+    if verify:
+        verify_checkpoint(source)
+    if folder.is_dir():
+        _check_headers(folder, model)
+        _check_generation(folder)
+    own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float16
+    stored = getattr(config, "quantization_config", None)
+    wanted = dtype or (own if device.type == "cuda" else cpu_dtype(bool(stored or options)))
+    read = quantizing_dtype(config, wanted) if options else wanted
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            source, dtype=read, device_map={"": device}, output_loading_info=True, **options
+        )
+    except ImportError as error:  # of another tool, whose method config.json names
+        raise CheckpointError(f"{source}: Transformers cannot load it here ({' '.join(str(error).split())})") from error
+    kinds = {"missing": "missing_keys", "unexpected": "unexpected_keys", "of another shape": "mismatched_keys"}
+    wrong = {kind: sorted(str(k[0] if isinstance(k, tuple) else k) for k in info[key]) for kind, key in kinds.items()}
+    reasons = [f"{kind}: {some(keys)}" for kind, keys in wrong.items() if keys]
+    if reasons:
+        raise CheckpointError(f"{source}: its files are not those of a {type(model).__name__}; {'; '.join(reasons)}")
+    if getattr(getattr(model, "hf_quantizer", None), "quantization_config", None) is None or _foreign(model):
+        require_finite(source, model)  # lowbit's quantizer has looked already
+    if read != wanted:
+        model.to(wanted)
+        model.config.dtype = wanted
+    return model
+
+
+def verify_checkpoint(source: str | Path) -> None:
+    """Reads the files of one of lowbit's own checkpoints; raises CheckpointError where one has another SHA-256 than config.json
+    states, or none is stated, ValueError for what is no folder."""
+    if not Path(source).is_dir():
+        raise ValueError(f"{source}: checksums are verified in folders; give the path of the checkpoint on disk")
+    with CheckpointReader(source) as reader:
+        if not reader.verify_files():
+            raise CheckpointError(
+                f"{source}: config.json states no checksums of its files; lowbit quantize and lowbit convert write them"
+            )
+
+
+def check_checkpoint(folder: str | Path) -> tuple[str, ...]:
+    """What is wrong with the files of a checkpoint, read whole: names, shapes and types as config.json's model has them, and
+    every number finite; empty when nothing is. Of lowbit's own, codes, zeros and factors are looked into as well, of another
+    tool's what its reader checks. Raises CheckpointError for files that cannot be read at all."""
+    folder = Path(folder)
+    with CheckpointReader(folder) as reader:
+        model = skeleton(folder)
+        if reader.manifest is None and quantization_of(folder, reader.config) is not None:
+            with ForeignReader(folder) as foreign:
+                return _check_foreign(model, foreign)
+        if reader.manifest is not None:
+            reader.check()
+            types = {name: reader.info(name).dtype for name in reader.names()}
+            place_empty_modules(model, reader.manifest, types, folder)
+        reasons = list(incomplete(model, _shapes(reader)))
+        wrong = [name for name in reader.names() if not is_finite(reader.get(name))]
+    return (*reasons, *([f"some numbers of {some(wrong)} are not finite"] if wrong else []))
+
+
+def _check_foreign(model: PreTrainedModel, foreign: ForeignReader) -> tuple[str, ...]:
+    tensors: dict[str, Shape | None] = {f"{name}.weight": entry.shape for name, entry in foreign.entries.items()}
+    tensors |= {name: foreign.files.info(name).shape for name in foreign.plain}
+    reasons = list(incomplete(model, tensors))
+    wrong = [name for name in foreign.plain if not is_finite(foreign.get(name))]
+    for name, entry in foreign.entries.items():
+        if entry.scheme is not None:
+            foreign.layer(name)
+    return (*reasons, *([f"some numbers of {some(wrong)} are not finite"] if wrong else []))
+
+
+def _quantization(source: str | Path, config: Any, scheme: str | None) -> dict[str, Any]:
+    """The arguments of from_pretrained that quantize to a scheme while loading."""
+    stored = getattr(config, "quantization_config", None)
+    if scheme is None:
+        return {}
+    wanted = parse_scheme(scheme)
+    if stored is None:
+        return {"quantization_config": LowbitConfig(wanted.name)}
+    if stored.get("scheme") != wanted.name:
+        held = stored.get("scheme", stored.get("quant_method"))
+        raise ValueError(f"{source} is quantized already, to {held}; leave out the scheme {scheme!r}")
+    return {}
+
+
+def _check_headers(folder: Path, model: PreTrainedModel) -> None:
+    """Compares the headers of a folder's files with the model before anything is loaded; those of lowbit's own checkpoints are
+    compared by its quantizer, those of other tools have the layout that Transformers' quantizer for them knows."""
+    if not any((folder / name).exists() for name in (SINGLE, INDEX)):
+        return
+    with CheckpointReader(folder) as reader:
+        if quantization_of(folder, reader.config) is None:
+            require_complete(folder, model, _shapes(reader))
+
+
+def _check_generation(folder: Path) -> None:
+    """Raises CheckpointError for a damaged generation_config.json."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return
+    stated = read_json(path)
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = stated.get(key)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(token) is int for token in ids):
+            raise CheckpointError(f"{path}: {key} is a token's number, or a list of them, got {value!r}")
+    with damaged(path, "Transformers cannot read it", stated):
+        GenerationConfig.from_pretrained(folder)
+
+
+def _shapes(reader: CheckpointReader) -> dict[str, Shape | None]:
+    return {name: reader.info(name).shape for name in reader.names()}
+
+
+def _foreign(model: PreTrainedModel) -> bool:
+    return getattr(model.hf_quantizer.quantization_config, "quant_method", None) != METHOD

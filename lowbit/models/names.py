@@ -1,0 +1,99 @@
+"""Which parameter of a model a tensor of its files is, by the mapping that Transformers applies while it loads."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from lowbit.nn.convert import Kept, Plan
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor goes: `parameters`, more than one where it is split, and the operations on the way (`through`), none where
+    it is a parameter just as it lies in the file."""
+
+    parameters: tuple[str, ...]
+    through: tuple[str, ...] = ()
+
+
+class Names:
+    """The mapping of the tensors of a model's files to its parameters and buffers. Files may have names of older releases, and
+    those of a base model lack the prefix that the names of a model with a head have."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        mapping = get_model_conversion_mapping(model)
+        self._renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        self._by_pattern = {pattern: entry for entry in self._converters for pattern in entry.source_patterns}
+        self._prefix: str = model.base_model_prefix
+        self.own = dict(model.state_dict())
+
+    def place(self, tensor: str) -> Place | None:
+        """Where a tensor goes; None if the model has no place for it."""
+        name, pattern = rename_source_key(tensor, self._renamings, self._converters, self._prefix, self.own)
+        if name not in self.own and tensor in self.own:
+            return Place((tensor,))
+        if pattern is None:
+            return Place((name,)) if name in self.own else None
+        converter = self._by_pattern[pattern]
+        first, *_ = converter.target_patterns
+        targets = tuple(dict.fromkeys(name.replace(first, target) for target in converter.target_patterns))
+        operations = tuple(type(operation).__name__ for operation in converter.operations)
+        return Place(targets, operations) if all(target in self.own for target in targets) else None
+
+    def parameter(self, tensor: str) -> str | None:
+        """The parameter or buffer that a tensor is as it lies in the file; None if there is none."""
+        place = self.place(tensor)
+        return None if place is None or place.through else place.parameters[0]
+
+    def written(self, tensor: str) -> str:
+        """The name under which a tensor is written so that it is found again: the model's own where it is a parameter as it
+        is, else the one it has."""
+        name = self.parameter(tensor)
+        return tensor if name is None or self.parameter(name) != name else name
+
+    def modules(self, plan: Plan, tensors: Iterable[str]) -> dict[str, str]:
+        """Tensor name in the files -> name of the module whose weight it is, for modules of the plan. One tensor of tied
+        modules is that of the module that owns it, whichever of their names it has."""
+        wanted = {f"{module}.weight": module for module in (*plan.shapes, *plan.tied)}
+        own = {tensor: self.parameter(tensor) for tensor in tensors}
+        found = {tensor: wanted[name] for tensor, name in own.items() if name in wanted}
+        for tensor, module in list(found.items()):
+            owner = plan.tied.get(module)
+            if owner is not None and owner not in found.values():
+                found[tensor] = owner
+        return found
+
+    def followed(self, plan: Plan, tensors: Iterable[str]) -> Plan:
+        """The plan without the modules whose weights Transformers makes of other tensors while it loads; they stay as they are,
+        with that reason."""
+        tensors = list(tensors)
+        whole = set(self.modules(plan, tensors).values())
+        kept = []
+        for module, (n, k) in plan.shapes.items():
+            if module not in whole:
+                kept.append(
+                    Kept(module, "Embedding" if module in plan.embeddings else "Linear", n * k, self._made(module, tensors))
+                )
+        left = {row.name for row in kept}
+        return dataclasses.replace(
+            plan,
+            linears={n: s for n, s in plan.linears.items() if n not in left},
+            embeddings={n: s for n, s in plan.embeddings.items() if n not in left},
+            tied={n: owner for n, owner in plan.tied.items() if owner not in left},
+            kept=plan.kept + kept,
+        )
+
+    def _made(self, module: str, tensors: Iterable[str]) -> str:
+        for tensor in tensors:
+            place = self.place(tensor)
+            if place is not None and f"{module}.weight" in place.parameters:
+                how = ", ".join(place.through)
+                return f"Transformers makes its weight of {tensor}, which the files have instead, while loading ({how})"
+        return f"the files have no tensor that is {module}.weight"

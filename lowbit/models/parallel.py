@@ -1,0 +1,78 @@
+"""What tensor parallelism of Transformers may split of a quantized model, and why it may not split the rest.
+
+A layer split by output channels ("colwise") keeps rows of its tensors on each GPU, one split by input channels ("rowwise")
+columns; tensors of one dimension are cut in either case. Each rank judges the whole model from the same files before anything
+is communicated, so that all raise or none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from lowbit.checkpoint import LayerEntry, Manifest
+from lowbit.formats import PerChannel, PerGroup
+
+_BY_OUTPUT = ("colwise", "colwise_rep", "colwise_gather_output")
+_BY_INPUT = ("rowwise", "rowwise_rep", "rowwise_split_input")
+
+
+def parallel_refusals(model: nn.Module, manifest: Manifest | None) -> tuple[str, ...]:
+    """Why a model whose quantized layers `manifest` lists cannot be loaded on several GPUs as its config asks, empty if it can
+    or if there is one; None stands for a model that is quantized while it is loaded."""
+    distributed: Any = getattr(model.config, "distributed_config", None)
+    ranks = 1 if distributed is None else distributed.tp_size or 1
+    others = {name: getattr(distributed, f"{name}_size", None) or 1 for name in ("pp", "ep", "fsdp")}
+    if max(ranks, *others.values()) == 1:
+        return ()
+    if manifest is None:
+        return (
+            "quantizing while loading works on one GPU, here the model is split over several; quantize it to disk first "
+            "(lowbit quantize), then load that",
+        )
+    for name, size in others.items():
+        if size > 1:
+            return (f"{name}_size is {size}; quantized models are split by tensor parallelism (tp_size) only",)
+    if manifest.tied:
+        follower, owner = next(iter(manifest.tied.items()))
+        return (f"{follower} shares the quantized weights of {owner}, which are not split over GPUs; load on one",)
+    plan: dict[str, str] = dict(getattr(model, "_tp_plan", None) or {})
+    override = distributed.tp_plan
+    if isinstance(override, dict):
+        plan = plan | override if override else {}
+    reasons: dict[str, list[str]] = {}
+    for name, entry in manifest.layers.items():
+        for reason in _layer_refusals(plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)), entry, ranks):
+            reasons.setdefault(reason, []).append(name)
+    return tuple(f"{names[0]}{f' and {len(names) - 1} more' if names[1:] else ''}: {why}" for why, names in reasons.items())
+
+
+def _layer_refusals(style: str | None, entry: LayerEntry, ranks: int) -> Iterator[str]:
+    """Why a layer cannot be split over so many ranks in this style."""
+    if style is None or style in ("replicate", "replicated_with_grad_allreduce"):
+        return
+    n, k = entry.shape
+    scheme = entry.scheme
+    if style not in (*_BY_OUTPUT, *_BY_INPUT):
+        yield f"quantized layers are split by {', '.join((*_BY_OUTPUT, *_BY_INPUT))}, not by {style}"
+        return
+    if entry.order or entry.input_scale or entry.activation_scale or entry.low_rank:
+        yield "an order, factors of the input, an activation scale and a low-rank correction are not split over GPUs"
+    if not isinstance(scheme.granularity, (PerChannel, PerGroup)):
+        yield f"{scheme} has scales of blocks or of the whole tensor, which are not split over GPUs"
+        return
+    if style in _BY_OUTPUT:
+        if n % ranks:
+            yield f"its {n} output channels are no multiple of {ranks} GPUs"
+        return
+    if scheme.activation is not None:
+        yield f"{scheme} quantizes activations by all input channels, of which each GPU has a part"
+    if isinstance(scheme.granularity, PerChannel):
+        yield f"{scheme} has one scale for all input channels, of which each GPU has a part; groups (_g64) can be split"
+    elif k % ranks or k // ranks % scheme.granularity.size:
+        yield f"its {k} input channels are no multiple of {ranks} GPUs times groups of {scheme.granularity.size}"
+    if k // ranks * scheme.weight.bits % 8:
+        yield f"{k // ranks} codes of {scheme.weight.bits} bits, the part of each of {ranks} GPUs, do not end with a byte"

@@ -1,0 +1,177 @@
+"""The model that config.json describes, on the meta device: modules, names and shapes without weights.
+
+All of Transformers' ways to fail on a damaged config.json or tokenizer end here, in one line that names the file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate import init_empty_weights
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+
+from lowbit.checkpoint import CheckpointError
+from lowbit.checkpoint.reader import read_json
+
+CONFIG_ERRORS = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, RuntimeError, TypeError,
+    ValueError, StrictDataclassError,
+)  # fmt: skip
+"""What Transformers 5 raises for files whose fields have other types or values than it expects: strict dataclasses check the
+declared fields of a configuration, everything else fails where a module is built from it."""
+MAX_LAYERS = 1000
+"""Of a model; building more modules than this from one damaged number would take minutes."""
+_LAYER_COUNT = re.compile(r"(^|_)(n_layers?|num_layers|num_\w*layers|layers|depth)$")
+
+
+class damaged:
+    """A block whose errors of `CONFIG_ERRORS` are about the file or folder `where`: they become a CheckpointError of one line.
+    `fields` are the file's contents, in which the value is looked for that an error is about."""
+
+    def __init__(self, where: Path | str, what: str, fields: Mapping[str, Any] | None = None) -> None:
+        self.where, self.what, self.fields = where, what, fields or {}
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
+        # The tokenizers package raises bare Exceptions for files that it cannot read.
+        if isinstance(error, CheckpointError) or kind is None or not (kind is Exception or issubclass(kind, CONFIG_ERRORS)):
+            return
+        text = " ".join(str(error).split())
+        named = text if isinstance(error, (ValueError, OSError, StrictDataclassError)) else f"{kind.__name__}: {text}"
+        fields = ", ".join(f"{key} is {value!r}" for key, value in _suspects(self.fields, error))
+        raise CheckpointError(f"{self.where}: {self.what} ({named}){f'; {fields}' if fields else ''}") from error
+
+
+def config_of(source: str | Path) -> PreTrainedConfig:
+    """The configuration of the model in a folder or on a hub; raises CheckpointError for one that is damaged."""
+    path = Path(source)
+    fields: Mapping[str, Any] = read_json(path / "config.json") if path.is_dir() else {}
+    stated = fields.get("quantization_config")
+    if stated is not None and not isinstance(stated, Mapping):
+        raise CheckpointError(f"{_file(source)}: quantization_config is a JSON object, got {type(stated).__name__}")
+    with damaged(_file(source), "Transformers cannot read it", fields):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(source)
+    return config
+
+
+def skeleton(source: str | Path) -> PreTrainedModel:
+    """The model of a Transformers folder (or a hub's) on the meta device: its modules and shapes, no weights. Raises
+    CheckpointError for a config.json of which Transformers can make none."""
+    return build(config_of(source), _file(source))
+
+
+def build(config: PreTrainedConfig, where: Path | str, *, buffers: bool = False) -> PreTrainedModel:
+    """The model that a configuration describes, on the meta device; with `buffers`, those are on the CPU and have values."""
+    fields = config.to_dict()
+    for key, value in _leaves(fields):
+        if _LAYER_COUNT.search(key) and type(value) is int and value > MAX_LAYERS:
+            raise CheckpointError(f"{where}: {key} is {value:,}; models of up to {MAX_LAYERS:,} layers are read")
+    cls = _architecture(config, where)
+    name = "causal language model" if cls is None else cls.__name__
+    place = init_empty_weights(include_buffers=False) if buffers else torch.device("meta")
+    with damaged(where, f"Transformers cannot build a {name} from it", fields), place:
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config) if cls is None else cls(config)
+        model.state_dict()  # a dimension that no tensor can have may show only here
+    return model
+
+
+def causal_refusals(model: PreTrainedModel) -> tuple[str, ...]:
+    """Why a model does not predict the next token, empty if it does."""
+    name = type(model).__name__
+    if name not in _names(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        return (
+            f"its architecture is {name}, which has no causal language-model head; generating, measuring and calibrating take "
+            "models that predict the next token, such as LlamaForCausalLM",
+        )
+    both_ways = model.config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    if both_ways and getattr(model.config, "is_decoder", None) is False:
+        return (
+            f"its {name} looks at later tokens too (config.json: is_decoder is false), so it does not predict the next one",
+        )
+    return ()
+
+
+def causal_skeleton(source: str | Path) -> PreTrainedModel:
+    """`skeleton` of a model that predicts the next token; raises CheckpointError, naming the architecture, for others."""
+    model = skeleton(source)
+    require_causal(model, source)
+    return model
+
+
+def require_causal(model: PreTrainedModel, source: str | Path) -> None:
+    """Raises CheckpointError unless the model predicts the next token."""
+    reasons = causal_refusals(model)
+    if reasons:
+        raise CheckpointError(f"{source}: {'; '.join(reasons)}")
+
+
+def tokenizer_of(source: str | Path, model: nn.Module | None = None) -> Any:
+    """The tokenizer of a folder or on a hub. Raises CheckpointError for a damaged one, and for one with more tokens (without
+    those added later) than the embedding of `model` has rows."""
+    path = Path(source)
+    for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):  # tokenizer.json is megabytes
+        if (path / name).is_file():
+            read_json(path / name)
+    with damaged(source, "its tokenizer (tokenizer.json) cannot be read"):
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    if model is not None:
+        rows = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
+        if tokenizer.vocab_size > rows:
+            raise CheckpointError(
+                f"{source}: its tokenizer has {tokenizer.vocab_size:,} tokens, the model's embedding {rows:,} rows (vocab_size "
+                "in config.json); the two belong to different models"
+            )
+    return tokenizer
+
+
+def _architecture(config: PreTrainedConfig, where: Path | str) -> type[PreTrainedModel] | None:
+    """The class that config.json names; None where it names none, and the causal model of its type is meant."""
+    stated = config.architectures
+    if not stated:
+        return None
+    if not isinstance(stated, list) or not isinstance(stated[0], str):
+        raise CheckpointError(f"{where}: architectures is a list of names, got {stated!r}")
+    cls = getattr(transformers, stated[0], None)
+    if not isinstance(cls, type) or not issubclass(cls, PreTrainedModel):
+        raise CheckpointError(
+            f"{where}: architectures names {stated[0]!r}, which is no model of Transformers {transformers.__version__}"
+        )
+    expected: type[PreTrainedConfig] | None = getattr(cls, "config_class", None)
+    if expected is not None and not isinstance(config, expected):
+        raise CheckpointError(f"{where}: model_type {config.model_type!r} does not go with the architecture {stated[0]}")
+    return cls
+
+
+def _file(source: str | Path) -> Path | str:
+    return Path(source) / "config.json" if Path(source).is_dir() else f"config.json of {source}"
+
+
+def _names(mapping: Mapping[str, Any]) -> set[str]:
+    return {name for value in mapping.values() for name in ([value] if isinstance(value, str) else value)}
+
+
+def _leaves(fields: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value in nested objects with its name, such as rope_parameters.rope_type."""
+    if isinstance(fields, Mapping):
+        for key, value in fields.items():
+            yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, fields
+
+
+def _suspects(fields: Mapping[str, Any], error: BaseException | None) -> list[tuple[str, Any]]:
+    """Fields whose value a KeyError did not find, else sizes below 1 or beyond any model's; three at most."""
+    leaves = [(key, value) for key, value in _leaves(fields) if not key.startswith("quantization_config")]
+    if isinstance(error, KeyError) and error.args:
+        return [(key, value) for key, value in leaves if value == error.args[0] and value is not None][:3]
+    sizes = [(key, value) for key, value in leaves if type(value) is int and not key.endswith(("_id", "_ids"))]
+    return [(key, value) for key, value in sizes if not 0 < value < 1 << 31][:3]
