@@ -273,10 +273,13 @@ def bitsandbytes(source, out):
     from bitsandbytes.functional import dequantize_blockwise
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    for name, nested in (("nf4", False), ("nf4-nested", True)):
+    for name, nested in (("nf4", False), ("nf4-nested", True), ("fp4", False), ("fp4-nested", True)):
         folder = out / f"bitsandbytes-{name}"
         config = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested, bnb_4bit_compute_dtype=torch.float16
+            load_in_4bit=True,
+            bnb_4bit_quant_type=name[:3],
+            bnb_4bit_use_double_quant=nested,
+            bnb_4bit_compute_dtype=torch.float16,
         )
         net = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float16, quantization_config=config, device_map="cpu")
         net.save_pretrained(folder)
