@@ -149,11 +149,15 @@ def autoawq_read(folder):
 
 
 def gptqmodel_read(folder):
+    """GPTQ files by loading them, AWQ files by what its AWQ layer calls, which multiplies in half precision otherwise."""
     from gptqmodel import BACKEND, GPTQModel
+    from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
 
-    awq = json.loads((folder / "config.json").read_text())["quantization_config"]["quant_method"] == "awq"
-    backend = BACKEND.AWQ_TORCH if awq else BACKEND.TORCH
-    net = GPTQModel.load(str(folder), device="cpu", dtype=torch.float16, backend=backend)
+    stated = json.loads((folder / "config.json").read_text())["quantization_config"]
+    if stated["quant_method"] == "awq":
+        layers, group = linears(folder, "qweight").items(), stated["group_size"]
+        return {n: sha(dequantize_gemm(t["qweight"], t["qzeros"], t["scales"].float(), 4, group).T) for n, t in layers}
+    net = GPTQModel.load(str(folder), device="cpu", dtype=torch.float16, backend=BACKEND.TORCH)
     found = {n: m for n, m in net.model.named_modules() if hasattr(m, "dequantize_weight")}
     for layer in found.values():
         layer.scales = layer.scales.float()
@@ -186,6 +190,12 @@ def gptqmodel(source, out):
             reader.scales = reader.scales.float()
             expected[layer] = sha(reader.dequantize_weight().T)
         finish(folder, expected)
+    for name, sym in (("asym", False), ("sym", True)):  # it wants a multiple of 64 channels in all layers
+        config = QuantizeConfig(bits=4, group_size=32, sym=sym, quant_method="awq", format="gemm")
+        net = GPTQModel.load(f"{source}-wide", config, device="cpu")
+        net.quantize(calibration, batch_size=1)
+        net.save(str(out / f"awq-gptqmodel-{name}"))
+        finish(out / f"awq-gptqmodel-{name}", gptqmodel_read(out / f"awq-gptqmodel-{name}"))
 
 
 def llmcompressor(source, out):
@@ -263,10 +273,13 @@ def bitsandbytes(source, out):
     from bitsandbytes.functional import dequantize_blockwise
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    for name, nested in (("nf4", False), ("nf4-nested", True)):
+    for name, nested in (("nf4", False), ("nf4-nested", True), ("fp4", False), ("fp4-nested", True)):
         folder = out / f"bitsandbytes-{name}"
         config = BitsAndBytesConfig(
-            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested, bnb_4bit_compute_dtype=torch.float16
+            load_in_4bit=True,
+            bnb_4bit_quant_type=name[:3],
+            bnb_4bit_use_double_quant=nested,
+            bnb_4bit_compute_dtype=torch.float16,
         )
         net = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float16, quantization_config=config, device_map="cpu")
         net.save_pretrained(folder)
