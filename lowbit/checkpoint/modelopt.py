@@ -11,7 +11,7 @@ Source: ModelOpt 0.47.0, torch/export/unified_export_hf.py and convert_hf_config
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,7 +21,7 @@ from lowbit.checkpoint.foreign import ForeignEntry, ForeignLayer, ForeignSchema,
 from lowbit.checkpoint.fp8 import Fp8
 from lowbit.checkpoint.nvfp4 import SCHEME, nvfp4_shape, read_nvfp4
 from lowbit.checkpoint.schema import CheckpointError
-from lowbit.formats import QuantTensor
+from lowbit.formats import ActivationRule, QuantTensor
 
 _NVFP4 = ("NVFP4", "W4A16_NVFP4")
 _TENSORS = ("weight", "weight_scale", "weight_scale_2")
@@ -31,7 +31,8 @@ def schema(config: Mapping[str, Any], where: Path | str) -> ForeignSchema:
     """The schema of one of ModelOpt's exports; CheckpointError for an algorithm that is not read."""
     algorithm = config_value(config, where, ("quant_algo",), str)
     if algorithm == "FP8":
-        return Fp8.from_config({"quant_method": "fp8", "activation_scheme": "static"}, where)
+        made = Fp8.from_config({"quant_method": "fp8", "activation_scheme": "static"}, where)
+        return replace(made, rule=ActivationRule.OWN)  # ModelOpt multiplies x with 448 / amax
     if algorithm not in _NVFP4:
         raise CheckpointError(
             f"{where}: quant_algo {algorithm!r}; of ModelOpt's exports read are FP8, {', '.join(_NVFP4)}. Export the model in "

@@ -167,6 +167,9 @@ class LowbitQuantizer(HfQuantizer):
         # Files are written with the model's own names, whatever names those had that were loaded: quantized layers have tensors
         # that Transformers' mapping back to older names does not know.
         model._weight_conversions = []  # type: ignore[assignment]
+        if any(module.is_split for module in model.modules() if isinstance(module, PackedWeight)):
+            logger.warning("tensor parallelism: every rank decodes its part of the quantized weights at each call, which is slow")
+            return model
         plan_on_cpu(model)
         prepare_on_gpu(model)  # now rather than at the first call, which torch.compile may be tracing
         return model

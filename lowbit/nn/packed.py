@@ -134,12 +134,21 @@ class PackedWeight(nn.Module):
             self.restore()
         if self.is_prepared:
             return ()
+        if self.is_split:
+            return ("take a whole matrix, this is one rank's part of it: its codes are decoded at every call",)
         if dtype not in self._refused:
             on_cpu = self.weight_packed.device.type == "cpu"
             self._refused[dtype] = self._prepare_on_cpu(dtype) if on_cpu else self._prepare_on_gpu(dtype)
             if self.is_prepared:
                 self._refused.clear()
         return self._refused.get(dtype, ())
+
+    @property
+    def is_split(self) -> bool:
+        """Whether tensor parallelism keeps only a part of the matrix here."""
+        packed = self.weight_packed
+        whole = (self.shape[0], packed_bytes(self.shape[1], self.scheme.weight.bits))
+        return hasattr(packed, "device_mesh") or tuple(packed.shape) != whole
 
     def _prepare_on_gpu(self, dtype: torch.dtype) -> tuple[str, ...]:
         device, scaled = self.weight_packed.device, self.scheme.activation is not None

@@ -35,7 +35,7 @@ SCHEMES = {
     "gptq-auto-round-w4-asym": "w4a16_g32_z",
     "gptq-gptqmodel-w3-act-order": "w3a16_g32",
     "gptq-gptqmodel-w4-act-order-v2": "w4a16_g32_z",
-    "modelopt-fp8": "w8e4m3a8e4m3_t_hf",
+    "modelopt-fp8": "w8e4m3a8e4m3_t",
     "modelopt-nvfp4": "w4e2m1a16_g16",
     "torchao-int4-asym": "w4a16_g32_z",
     "torchao-int8-dynamic": "w8a16",
