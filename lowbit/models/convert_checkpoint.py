@@ -153,6 +153,8 @@ class _Converter:
         return None if self.target is None else self.target.config(self._kept(), self._tied())
 
     def _layer(self, name: str, entry: ForeignEntry) -> None:
+        for note in entry.notes:
+            self.noted.setdefault(note, []).append(name)
         if self.target is None:
             weight = self.opened.source.dequantize(name, self.dtype)
             self._add({f"{name}.weight": weight})
@@ -167,8 +169,6 @@ class _Converter:
             self.refused.setdefault(reason, []).append(name)
         if self.refused:
             return
-        for note in entry.notes:
-            self.noted.setdefault(note, []).append(name)
         self._add(self.target.tensors(name, q))
         self.report.layers[name] = q.scheme.name
 
