@@ -44,7 +44,7 @@ class WeightArgs:
     (None: not stated, the layer's tensors decide); `activation` of the group (None: 16 bits), whether its scale is `static`,
     the layer's input_scale, and whether it has zero points, `activation_zero` (a static one is input_zero_point; None as
     before); `left_out`: the activations that files ask for and no scheme says; `padded`: words of 32 // bits codes, as before
-    0.18."""
+    0.18; `outputs`: files ask for quantized outputs, which no scheme says."""
 
     layout: str
     bits: int
@@ -56,6 +56,7 @@ class WeightArgs:
     activation_zero: bool | None = False
     left_out: str = ""
     padded: bool = False
+    outputs: bool = False
 
     @property
     def scheme(self) -> Scheme:
@@ -108,9 +109,9 @@ def weight_args(group: Any, default_format: Any, where: str) -> WeightArgs:
     if layout == PACKED and symmetric is False and isinstance(granularity, (PerTensor, PerBlock)):
         raise CheckpointError(f"{where}: packed zero points go with scales of groups or channels, not {granularity}")
     zero = None if symmetric is None else not symmetric
-    return WeightArgs(
-        layout, bits, is_float, granularity, zero, *_activation(group.get("input_activations"), granularity, where)
-    )
+    activation = _activation(group.get("input_activations"), granularity, where)
+    outputs = group.get("output_activations") is not None
+    return WeightArgs(layout, bits, is_float, granularity, zero, *activation, outputs=outputs)
 
 
 def _granularity(weights: Mapping[str, Any], where: str) -> Granularity:

@@ -128,6 +128,8 @@ class CompressedTensors(ForeignSchema):
     def entry(self, layer: ForeignLayer) -> ForeignEntry:
         shape, args = self.fit(layer)
         notes = [f"{args.left_out}: activations stay in 16 bits"] if args.left_out else []
+        if args.outputs:
+            notes.append("the files ask for quantized outputs, which stay in 16 bits")
         if layer.has("weight_zero_point") and not args.zero:
             notes.append("zero points of symmetric weights are left out, all are zero")
         return ForeignEntry(shape, args.scheme, notes=tuple(notes))
@@ -178,7 +180,7 @@ class CompressedTensors(ForeignSchema):
             )
         shape, args = fits[0]
         wide: dict[str, Any] = {"activation": None, "static": False, "activation_zero": False}
-        weights = [(size, dataclasses.replace(other, left_out="", **wide)) for size, other in fits]
+        weights = [(size, dataclasses.replace(other, left_out="", outputs=False, **wide)) for size, other in fits]
         if any(other != weights[0] for other in weights[1:]):
             raise CheckpointError(f"{layer.where}: {layer.name}: fits several config_groups that mean different weights")
         if any(other != args for _, other in fits):

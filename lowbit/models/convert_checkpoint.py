@@ -180,6 +180,8 @@ class _Converter:
         return None if self.target is None else self.target.config(self._kept(), self._tied())
 
     def _layer(self, name: str, entry: ForeignEntry) -> None:
+        for note in entry.notes:
+            self.noted.setdefault(note, []).append(name)
         if self.target is None:
             self._dequantized(name)
             return
@@ -192,8 +194,6 @@ class _Converter:
             self.refused.setdefault(reason, []).append(name)
         if self.refused:
             return
-        for note in entry.notes:
-            self.noted.setdefault(note, []).append(name)
         written = (self._module(name) or name) if self.report.target == "lowbit" else name
         self._add(self.target.tensors(written, q))
         self.report.layers[written] = q.scheme.name

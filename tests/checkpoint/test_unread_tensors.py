@@ -94,6 +94,7 @@ def test_what_changes_no_weight_is_noted(tmp_path, name):
     beside = ("output_scale", "k_scale")
     folder = changed(tmp_path, name, lambda held: {f"{Q}.{suffix}": torch.ones(1) for suffix in beside})
     report = convert_checkpoint(folder, tmp_path / "out")
+    assert set(report.notes) >= set(convert_checkpoint(folder, tmp_path / "plain", "dequantized").notes) != set()
     for suffix in beside:
         assert [note.partition(": ")[0] for note in report.notes if f"{suffix} is left out" in note] == [Q]
     with CheckpointReader(tmp_path / "out") as reader:
@@ -133,3 +134,27 @@ def test_own_activations_in_compressed_tensors_files_are_noted(tmp_path):
     (tmp_path / "own" / "config.json").write_text(text)
     report = convert_checkpoint(tmp_path / "own", tmp_path / "out", "compressed-tensors")
     assert len(report.notes) == 1 and "by compressed-tensors' rule from here on" in report.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "note"),
+    [
+        ({"strategy": "group", "group_size": 32}, "by scales of strategy group of 32, schemes with such weights have token"),
+        ({"strategy": "tensor"}, "by scales of strategy tensor, schemes with such weights have token"),
+        ({"dynamic": "local", "strategy": "tensor_group", "group_size": 16}, "dynamic 'local', which no scheme says"),
+        ({"num_bits": 16}, "the files ask for int activations of 16 bits, dynamic True, which no scheme says"),
+        ({"type": "float", "symmetric": False}, "with zero points, which no scheme of such weights says"),
+    ],
+)
+def test_activations_that_no_scheme_says_are_named(tmp_path, change, note):
+    """Before, groups and tensors were taken for tokens."""
+    folder = changed(tmp_path, "compressed-tensors-w8a8-asym")
+    config = json.loads((folder / "config.json").read_text())
+    group = config["quantization_config"]["config_groups"]["group_0"]
+    group["input_activations"].update(change)
+    group["output_activations"] = {"num_bits": 8, "dynamic": True, "strategy": "token"}
+    (folder / "config.json").write_text(json.dumps(config))
+    report = convert_checkpoint(folder, tmp_path / "out")
+    assert set(report.layers.values()) == {"w8a16_z"}
+    assert any(line.endswith(f"{note}: activations stay in 16 bits") for line in report.notes), report.notes
+    assert any("the files ask for quantized outputs, which stay in 16 bits" in line for line in report.notes)

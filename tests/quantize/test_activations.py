@@ -15,6 +15,8 @@ def test_the_largest_value_becomes_the_largest_of_the_format():
 
     assert found("fp8", low, high) == {"activation_scale": torch.tensor([0.5])}
     assert found("w8a8_t", low, high) == {"activation_scale": torch.tensor([224 / 127])}
+    assert found("w8a8_t_ct", low, high) == {"activation_scale": torch.tensor([224 / 127.5])}, "as compressed-tensors does"
+    assert found("w8e4m3a8e4m3_t_ct", low, high) == found("fp8", low, high)
     assert found("fp8", torch.zeros(3), torch.zeros(3)) == {"activation_scale": torch.ones(1)}, "nothing was seen"
     for scheme in ("w8a8", "w8a8_az", "fp8_dynamic", "fp8_block", "w4a8_g64", "w8a16_t"):
         assert found(scheme, low, high) == {}
