@@ -29,8 +29,8 @@ _NAMESPACES = ("--user", "--net", "--pid", "--ipc", "--fork", "--kill-child")
 
 
 PAUSE_S = 0.005
-"""How often the folder of a program is looked through. Programs that wrote as fast as they could were ended with 77 to 85 MB
-where 64 MiB are the limit, and with 1,100 to 1,400 files and folders instead of 1,000 (2 cores of a Xeon, 2026-11-22)."""
+"""How often the folder of a program is looked through. Programs that wrote as fast as they could were ended with 76 to 85 MB
+where 64 MiB are the limit, and with 1,090 to 1,410 files and folders instead of 1,000 (2 cores of a Xeon, 2026-11-22)."""
 
 _DEEPEST = 32
 

@@ -23,10 +23,12 @@ PRODUCT = re.compile(r"[HIQ]GMMA\S* R\d+, R(\d+),")
 FORMATS = ["int2", "int3", "int4", "int5", "int6", "int7", "int8", "fp6_e3m2", "fp6_e2m3", "fp5_e2m2", "fp4_e2m1", "fp8_e4m3"]
 
 
-def compiled(fmt, dtype="fp16", m=4096, group=128, zero="none", scale_dtype="fp16", bias=False, n=8192, k=8192):
+def compiled(
+    fmt, dtype="fp16", m=4096, group=128, zero="none", scale_dtype="fp16", bias=False, n=8192, k=8192, scaled_twice=False
+):
     tile = choose(GemmShape(m, n, k, number_format(fmt).bits), typical_machine(90))
     assert isinstance(tile, WgmmaTile)
-    config = _config(tile, WeightForm(fmt, group, zero, scale_dtype), dtype, bias, tile.splits == 1)
+    config = _config(tile, WeightForm(fmt, group, zero, scale_dtype, scaled_twice), dtype, bias, tile.splits == 1)
     words = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     half = gl.NVMMASharedLayout.get_default_for([tile.tokens, 64], config.half)
     stored = gl.NVMMASharedLayout.get_default_for([tile.tokens, config.rows], config.half)
@@ -139,3 +141,15 @@ def test_the_check_of_operands_finds_a_violation():
     with pytest.raises(AssertionError, match="R153"):
         check_operands_in_flight(wrong)
     check_operands_in_flight([*loop, "WARPGROUP.DEPBAR.LE gsb0, 0x0", "LOP3.LUT R153, R8, 0xf, R9, 0xea, !PT", "@P0 BRA x"])
+
+
+@pytest.mark.parametrize("m", [64, 4096])
+@pytest.mark.parametrize("fmt", ["int4", "fp8_e4m3", "fp8_e5m2"])
+def test_a_power_of_two_beside_group_scales_is_not_in_the_main_loop(fmt, m):
+    """ptxas orders a few moves otherwise, no more."""
+    loops = []
+    for scaled_twice in (False, True):
+        config, kernel = compiled(fmt, "fp16", m, scale_dtype="bf16", scaled_twice=scaled_twice)
+        assert config.channel_scale == scaled_twice and kernel.stack_bytes == 0 and kernel.count("STL") == 0
+        loops.append(len(main_loop(kernel.lines)))
+    assert abs(loops[1] - loops[0]) <= 4
