@@ -86,17 +86,23 @@ def check_checkpoint(folder: str | Path) -> tuple[str, ...]:
     tool's what its reader checks. Raises CheckpointError for files that cannot be read at all."""
     folder = Path(folder)
     with CheckpointReader(folder) as reader:
-        model = skeleton(folder)
         if reader.manifest is None and quantization_of(folder, reader.config) is not None:
             with ForeignReader(folder) as foreign:
-                return _check_foreign(model, foreign)
+                return _check_foreign(skeleton(folder), foreign)
+        reasons = incomplete(_placed_skeleton(reader), _shapes(reader))
         if reader.manifest is not None:
             reader.check()
-            types = {name: reader.info(name).dtype for name in reader.names()}
-            place_empty_modules(model, reader.manifest, types, folder)
-        reasons = list(incomplete(model, _shapes(reader)))
         wrong = [name for name in reader.names() if not is_finite(reader.get(name))]
     return (*reasons, *([f"some numbers of {some(wrong)} are not finite"] if wrong else []))
+
+
+def _placed_skeleton(reader: CheckpointReader) -> PreTrainedModel:
+    """The model of a plain checkpoint or one of lowbit's own on the meta device, with quantized modules where that has some."""
+    model = skeleton(reader.folder)
+    if reader.manifest is not None:
+        types = {name: reader.info(name).dtype for name in reader.names()}
+        place_empty_modules(model, reader.manifest, types, reader.folder)
+    return model
 
 
 def _check_foreign(model: PreTrainedModel, foreign: ForeignReader) -> tuple[str, ...]:
