@@ -133,7 +133,7 @@ def run(source: Path, out: Path, say: Callable[[str], None], *, progress: bool =
         start = time.perf_counter()
         folder = out / scheme
         say(f"quantizing to {scheme}")
-        quantize_checkpoint(source, folder, scheme, overwrite=True, progress=progress)
+        quantize_checkpoint(source, folder, scheme, overwrite=True, progress=progress, say=say)
         weight_bytes, weights = _size(folder)
         value, texts = _measure(pipeline(str(folder)), ids, progress)
         seconds = time.perf_counter() - start

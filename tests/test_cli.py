@@ -153,9 +153,10 @@ def test_explain(quantized):
     ("arguments", "message"),
     [
         (["quantize", "{fp16}", "{tmp}/q", "--scheme", "int4"], "unknown scheme 'int4'; the grammar is"),
-        (["quantize", "{fp16}", "{fp16}"], "exists and is not empty"),
+        (["quantize", "{fp16}", "{fp16}"], "is the source itself"),
+        (["quantize", "{fp16}", "{quantized}"], "exists and is not empty"),
         (["quantize", "{tmp}/nothing", "{tmp}/q"], "no such folder"),
-        (["quantize", "{tmp}", "{tmp}/q"], "config.json: missing"),
+        (["quantize", "{tmp}/empty", "{tmp}/q"], "config.json: missing"),
         (["quantize", "{quantized}", "{tmp}/q"], "quantized already"),
         (["quantize", "{fp16}", "{tmp}/q", "--scheme", "w8a4"], "nothing in"),
         (["quantize", "{fp16}", "{tmp}/q", "--scheme", "w8a16", "--a16", "down_proj"], "16-bit activations everywhere"),
@@ -190,6 +191,7 @@ def test_explain(quantized):
 )
 def test_mistakes_are_one_line_and_exit_1(arguments, message, fp16, quantized, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "empty").mkdir()
     result = run(*[a.format(fp16=fp16, quantized=quantized, tmp=tmp_path) for a in arguments])
     assert result.exit_code == 1
     assert result.stderr.replace("\n", " ").count("error: ") == 1 and message in result.stderr.replace("\n", " ")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,17 +9,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from lowbit.eval.results import check_plot, read_json, write_plot
+
+SCHEMA = 1
+CONV = "lowbit bench conv"
 STORAGES = {"int4": "u4", "int8": "s8"}
 
 
 def load(path: Path) -> dict[str, Any]:
     """The document of a result file of `lowbit bench conv`; raises ValueError that says what is wrong with it."""
-    try:
-        document = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not JSON ({error})") from error
-    if not isinstance(document, dict) or document.get("benchmark") != "conv":
-        raise ValueError(f"{path}: not a result file of `lowbit bench conv`")
+    document = read_json(path, CONV, SCHEMA)
     for key in ("machine", "rows", "layers", "date"):
         if key not in document:
             raise ValueError(f"{path}: holds no {key!r}")
@@ -94,8 +92,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
     axis.grid(alpha=0.3)
     axis.legend()
     figure.suptitle(f"ResNet-50, batch {rows[0]['batch']}, {document['machine']['gpu']}, {document['date']}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    write_plot(path, CONV, figure)
 
 
 def bench_conv(
@@ -116,6 +113,8 @@ def bench_conv(
     Example: lowbit bench conv --storages int4 --batches 1,128 --plot roofline.png
     """
     out, err = Console(), Console(stderr=True)
+    if plot_file is not None:
+        check_plot(plot_file, CONV)
     if report_file is not None:
         document = load(report_file)
     else:

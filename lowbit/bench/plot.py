@@ -7,6 +7,8 @@ from typing import Any
 
 from lowbit.bench.limits import Ceilings, ideal_speedup
 from lowbit.bench.report import OWN, limit_of
+from lowbit.bench.results import GEMM
+from lowbit.eval.results import write_plot
 from lowbit.formats import parse_scheme
 
 _DASHES = ("--", ":", "-.")
@@ -55,8 +57,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
         share.set_ylim(0, 105)
         share.legend(fontsize=7, ncols=2)
     figure.suptitle(f"{document['machine']['gpu']}, {document['date']}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    write_plot(path, GEMM, figure)
 
 
 def _label(axis: Any, title: str, ms: list[int]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lowbit.eval.results import write_whole
+from lowbit.eval.results import SUITE, write_plot
 
 _LEFT_OUT = ("KL median", "KL 99 %")  # in the table; the plot shows the mean
 
@@ -47,4 +47,4 @@ def plot(document: dict[str, Any], path: Path) -> None:
         if better == "higher":  # shares: from 0, and up to 1 where nothing was right
             pair[0].set_ylim(0, None if any(f["value"] for m in models for f in m["figures"] if f["metric"] == metric) else 1)
         pair[1].legend(fontsize=7)
-    write_whole(path, drawing.savefig)
+    write_plot(path, SUITE, drawing)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -92,15 +92,17 @@ class _Opened:
 
 
 def convert_checkpoint(
-    source: str | Path, target: str | Path, to: str = "lowbit", *, overwrite: bool = False, progress: bool = False
-) -> Conversion:
+    source: str | Path, target: str | Path, to: str = "lowbit", *, overwrite: bool = False, progress: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+) -> Conversion:  # fmt: skip
     """Writes the quantized checkpoint `source` to the folder `target` in the files of another tool.
 
     source: a Transformers folder quantized by AutoAWQ, GPTQ tools, compressed-tensors, FP8 or bitsandbytes (4 bits), one of
     lowbit's own, one of TensorRT-LLM, or a GGUF file (or a folder with one). to: "lowbit", "gptq", "awq", "compressed-tensors",
     "tensorrt-llm" (one file, in memory as a whole), or "dequantized" for plain weights in the model's dtype. Codes, scales and
     zero points are carried over as they are; only "dequantized" rounds.
-    Peak memory is one shard of the output (2 GiB at most) plus one layer. `target` appears complete or not at all.
+    Peak memory is one shard of the output (2 GiB at most) plus one layer. `target` appears complete or not at all; `say` gets a
+    line on what it replaced.
 
     Raises CheckpointError for files that cannot be read or written, and for layers that the target's files cannot hold: it
     names each reason, a layer that has it, and what to do.
@@ -108,6 +110,8 @@ def convert_checkpoint(
     if to not in TARGETS:
         raise CheckpointError(f"checkpoints are converted to {', '.join(TARGETS)}, not to {to!r}")
     source, target = Path(source), Path(target)
+    single: dict[str, Any] = {"single": WEIGHTS, "shard_bytes": 1 << 62} if to == "tensorrt-llm" else {}
+    writer = CheckpointWriter(target, overwrite=overwrite, sources=[source], say=say, **single)
     with tempfile.TemporaryDirectory() as scratch:
         opened = _open(source, Path(scratch))
         report = Conversion(opened.tool, to, notes=list(opened.notes))
@@ -115,10 +119,10 @@ def convert_checkpoint(
             raise CheckpointError(
                 f"{source}: is a lowbit checkpoint already; --to names what to make of it: {', '.join(TARGETS)}"
             )
-        single: dict[str, Any] = {"single": WEIGHTS, "shard_bytes": 1 << 62} if to == "tensorrt-llm" else {}
-        writer = CheckpointWriter(target, overwrite=overwrite, **single)
+        converter = _Converter(source, opened, to, writer, report)
+        writer.reserve(converter.least_bytes())
         with writer:
-            written = _Converter(source, opened, to, writer, report).run(progress)
+            written = converter.run(progress)
             if single and written is not None:
                 writer.finish(written, None, copy_from=opened.companions)
             else:
@@ -138,6 +142,17 @@ class _Converter:
         self.target = target_of(to, gptq_v2=v2, model=opened.config, dtype=self.dtype)
         self.refused: dict[str, list[str]] = {}
         self.noted: dict[str, list[str]] = {}
+
+    def least_bytes(self) -> int:
+        """What the output takes at least: the codes of every layer, or its weights where they are written dequantized."""
+        total = 0
+        for entry in self.opened.source.entries.values():
+            n, k = entry.shape
+            if self.target is None:
+                total += n * k * self.dtype.itemsize
+            elif entry.scheme is not None:
+                total += n * k * entry.scheme.weight.bits // 8
+        return total
 
     def run(self, progress: bool) -> dict[str, Any] | None:
         """Converts everything; the quantization configuration for config.json, None for plain weights."""
@@ -251,6 +266,8 @@ def _open(path: Path, scratch: Path) -> _Opened:
             model = AutoModelForCausalLM.from_config(found.model_config)
         stated = {**found.model_config.to_dict(), "architectures": [type(model).__name__]}
         return _Opened("tensorrt-llm", found, stated, model, path, notes=found.notes)
+    if path.is_file():
+        raise CheckpointError(f"{path}: is a file; give the folder it is in (with config.json), or a GGUF file (*.gguf)")
     files_reader = CheckpointReader(path)
     stated = {key: value for key, value in files_reader.config.items() if key != "quantization_config"}
     if files_reader.manifest is not None:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lowbit.eval.results import write_whole
+from lowbit.eval.results import write_plot
 from lowbit.study.page import DEFAULTS, FIRST, change, grid_scheme, mean_kl, row_of, texts_of
+from lowbit.study.results import STUDY
 
 _MARKERS = {"rtn": "o", "gptq": "s", "awq": "^", "hqq": "D"}
 
@@ -32,7 +33,7 @@ def plot(documents: Sequence[dict[str, Any]], path: Path) -> None:
     for document, (left, right) in zip(drawn, axes, strict=True):
         _quality(left, document, matplotlib.colormaps["tab10"])
         _calibration(right, document)
-    write_whole(path, drawing.savefig)
+    write_plot(path, STUDY, drawing)
 
 
 def _points(document: dict[str, Any]) -> list[tuple[dict[str, Any], float, float | None]]:
