@@ -21,6 +21,7 @@ from rich.table import Column, Table
 from tqdm import tqdm
 from transformers.utils import logging
 
+import lowbit_command
 from lowbit import demo as demos
 from lowbit._version import __version__
 from lowbit.bench.activations import bench_activations
@@ -63,6 +64,7 @@ def user_errors(command: Command) -> Command:
     @functools.wraps(command)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         try:
+            lowbit_command.begin()
             return command(*args, **kwargs)
         except (ValueError, OSError, UnsupportedProblem, demos.DemoError) as error:
             err.print(f"error: {_in_words(error)}", style="red", markup=False, highlight=False, soft_wrap=True)
@@ -375,11 +377,11 @@ def inspect(
 
 def _checked(reader: CheckpointReader) -> list[str]:
     """Reads everything in a checkpoint; what was found right, a line each."""
+    reader.check()
     total = sum(file.stat().st_size for file in {reader.info(name).file for name in reader.names()})
     shown = err.is_terminal and reader.manifest is not None and bool(reader.manifest.files)
     with tqdm(total=total, desc="checksums", unit="B", unit_scale=True, disable=not shown, leave=False) as bar:
         verified = reader.verify_files(bar.update)
-    reader.check()
     files = f"{len(verified)} file{'s' if len(verified) > 1 else ''}, {total:,} bytes: SHA-256 as config.json states"
     none = "config.json states no checksums of its files: whether they are those that were written is not known"
     return [files if verified else none, "every tensor is as config.json says"]
@@ -502,5 +504,5 @@ bench_app.command(name="report")(user_errors(bench_report))
 
 
 def main() -> None:
-    """Entry point of the `lowbit` command."""
+    """Runs the command line; `lowbit_command` calls it."""
     app()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import stat
 import struct
 from collections.abc import Callable
@@ -18,12 +19,20 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lowbit.checkpoint.schema import CheckpointError, Manifest, expected_tensors, quant_tensor, unstated_tensors
+from lowbit.checkpoint.schema import (
+    CheckpointError,
+    Manifest,
+    expected_tensors,
+    manifest_sha256,
+    quant_tensor,
+    unstated_tensors,
+)
 from lowbit.formats import QuantTensor, ZeroPoint, is_permutation
 
 MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 MAX_JSON_BYTES = 64_000_000
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_SHARD = re.compile(r"(.*)-[0-9]{5}-of-([0-9]{5})\.safetensors")
 _DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -131,9 +140,15 @@ class CheckpointReader:
                 raise CheckpointError(f"{file}: {name}.weight_packed: unused bits after the last code are not zero")
 
     def verify_files(self, progress: Callable[[int], object] = lambda nbytes: None) -> tuple[str, ...]:
-        """Reads every file of tensors and compares its SHA-256 with the one in config.json; returns their names, none where
-        config.json states no checksums. `progress` is called with the number of bytes read since. Raises CheckpointError,
-        naming the file, for one that is not the one that was written."""
+        """Reads every file of tensors and compares its SHA-256 with the one in config.json, and that of the manifest itself;
+        returns their names, none where config.json states no checksums. `progress` is called with the number of bytes read
+        since. Raises CheckpointError, naming the file, for one that is not as it was written."""
+        manifest = self.config["quantization_config"] if self.manifest else {}
+        if "sha256" in manifest and manifest["sha256"] != manifest_sha256(manifest):
+            raise CheckpointError(
+                f"{self.folder / 'config.json'}: quantization_config is not as it was written: its SHA-256 is "
+                f"{manifest_sha256(manifest)}, it states {manifest['sha256']!r}; copy or make the checkpoint again"
+            )
         stated = self.manifest.files if self.manifest else {}
         for name, digest in stated.items():
             found = file_sha256(self.folder / name, progress)
@@ -188,8 +203,10 @@ def regular_file(path: Path) -> Path:
         return path
     if stat.S_ISREG(mode):
         return path
-    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-    raise CheckpointError(f"{path}: is {kinds.get(stat.S_IFMT(mode), 'a device')}, only regular files are read; copy it to one")
+    if stat.S_ISDIR(mode):
+        raise CheckpointError(f"{path}: is a folder; name a file")
+    kind = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}.get(stat.S_IFMT(mode), "a device")
+    raise CheckpointError(f"{path}: is {kind}, and only regular files are read; copy it to one")
 
 
 def model_folder(path: Path) -> Path:
@@ -259,6 +276,11 @@ def _read_headers(folder: Path, weights: str) -> dict[str, TensorInfo]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise CheckpointError(f"{index}: weight_map is an object of tensor names and file names")
+    for file in sorted(set(weight_map.values())):
+        prefix, total = match.groups() if (match := _SHARD.fullmatch(file)) else ("", "0")
+        expected = {f"{prefix}-{i:05}-of-{total}.safetensors" for i in range(1, min(int(total), len(weight_map) + 1) + 1)}
+        if lost := sorted(expected - set(weight_map.values())):
+            raise CheckpointError(f"{index}: lists {file}, and no tensor in {lost[0]}")
     tensors: dict[str, TensorInfo] = {}
     for file in sorted(set(weight_map.values())):
         for name, info in _read_header(_inside(folder, file, index)).items():
@@ -276,8 +298,9 @@ def _read_headers(folder: Path, weights: str) -> dict[str, TensorInfo]:
 def _inside(folder: Path, file: str, index: Path) -> Path:
     """The path of a shard, which must be a plain name of a file that really lies in the folder."""
     path = folder / file
-    if not file or file != os.path.basename(file) or file in (".", "..") or "\\" in file or "\0" in file:
-        raise CheckpointError(f"{index}: names the file {file!r}; only plain file names inside the folder are allowed")
+    plain = file == os.path.basename(file) and not {"\\", "\0"} & set(file) and 0 < len(file.encode("utf-8", "replace")) < 256
+    if not plain or file in (".", ".."):
+        raise CheckpointError(f"{index}: names the file {file[:80]!r}; only plain file names inside the folder are allowed")
     if not path.is_file():
         raise CheckpointError(f"{path}: missing, {index.name} lists it")
     if not path.is_symlink():

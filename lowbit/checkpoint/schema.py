@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -35,7 +37,7 @@ _FLAGS = {
 _FACTORS = ("weight_up", "weight_down")
 """Tensors of a layer whose entry states a "low_rank"."""
 _ENTRY_KEYS = {"shape", "scheme", "low_rank", *_FLAGS}
-_KEYS = {"quant_method", "format_version", "scheme", "layers", "modules_to_not_convert", "tied", "files"}
+_KEYS = {"quant_method", "format_version", "scheme", "layers", "modules_to_not_convert", "tied", "files", "sha256"}
 
 
 class CheckpointError(ValueError):
@@ -69,6 +71,7 @@ class Manifest:
 
     `tied` maps the name of a module without tensors of its own to the layer whose tensors it shares, `files` the name of each
     file of tensors to its SHA-256 (64 hexadecimal digits); it is empty where the files are not known to be those written here.
+    With `files`, the manifest states its own SHA-256 too.
     """
 
     scheme: Scheme
@@ -86,7 +89,7 @@ class Manifest:
             layers[name] |= {"low_rank": entry.low_rank} if entry.low_rank else {}
         tied = {"tied": dict(self.tied)} if self.tied else {}
         files = {"files": {name: {"sha256": digest} for name, digest in self.files.items()}} if self.files else {}
-        return {
+        stated = {
             "quant_method": METHOD,
             "format_version": FORMAT_VERSION,
             "scheme": self.scheme.name,
@@ -95,6 +98,7 @@ class Manifest:
             **tied,
             **files,
         }
+        return {**stated, "sha256": manifest_sha256(stated)} if self.files else stated
 
     @classmethod
     def from_dict(cls, value: Any, where: Path | str) -> Manifest:
@@ -139,6 +143,12 @@ class Manifest:
             str(name): _digest(entry, where, name) for name, entry in _mapping(data.get("files", {}), where, "files").items()
         }
         return cls(default, layers, tuple(kept), dict(tied), files)
+
+
+def manifest_sha256(stated: Mapping[str, Any]) -> str:
+    """SHA-256 of a `quantization_config` without its own "sha256": of its JSON with sorted keys and no spaces."""
+    rest = {key: value for key, value in stated.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def layer_tensors(q: QuantTensor) -> dict[str, Tensor]:

@@ -246,6 +246,11 @@ class _Converter:
 
 def _open(path: Path, scratch: Path) -> _Opened:
     """Opens whatever is at `path`."""
+    if not path.is_dir() and (path.suffix != ".gguf" or not path.exists()):
+        found = "is a file" if path.exists() else "no such file or folder"
+        raise CheckpointError(
+            f"{path}: {found}; give the folder of a quantized model (config.json and *.safetensors), or a GGUF file (*.gguf)"
+        )
     file = path if path.suffix == ".gguf" else None
     if path.is_dir() and not (path / "config.json").exists():
         files = sorted(path.glob("*.gguf"))
@@ -266,8 +271,6 @@ def _open(path: Path, scratch: Path) -> _Opened:
             model = AutoModelForCausalLM.from_config(found.model_config)
         stated = {**found.model_config.to_dict(), "architectures": [type(model).__name__]}
         return _Opened("tensorrt-llm", found, stated, model, path, notes=found.notes)
-    if path.is_file():
-        raise CheckpointError(f"{path}: is a file; give the folder it is in (with config.json), or a GGUF file (*.gguf)")
     files_reader = CheckpointReader(path)
     stated = {key: value for key, value in files_reader.config.items() if key != "quantization_config"}
     if files_reader.manifest is not None:

@@ -39,8 +39,8 @@ class LowbitConfig(QuantizationConfigMixin):
 
     scheme: a scheme's name, such as "w4a16_g64" or "wf6af16". modules_to_not_convert: names or patterns to leave in 16
     bits; by default the LM head (and embeddings, which take `embeddings=True`). search: "max" or "mse", see
-    `lowbit.quantize.rtn`. The other arguments are what a checkpoint states about itself; `files`, the checksums of its files,
-    are forgotten, since `save_pretrained` writes others. Raises ValueError for a scheme that does not exist.
+    `lowbit.quantize.rtn`. The other arguments are what a checkpoint states about itself; the checksums `files` and
+    `sha256` are forgotten, since `save_pretrained` writes others. Raises ValueError for a scheme that does not exist.
     """
 
     def __init__(
@@ -53,6 +53,7 @@ class LowbitConfig(QuantizationConfigMixin):
         layers: dict[str, dict[str, Any]] | None = None,
         tied: dict[str, str] | None = None,
         files: dict[str, dict[str, str]] | None = None,
+        sha256: str | None = None,
         format_version: int = 1,
         quant_method: str = METHOD,
     ) -> None:
