@@ -166,6 +166,10 @@ def test_inspect_sees_a_changed_byte(quantized, tmp_path):
     config = json.loads((tmp_path / "q" / "config.json").read_text())
     del config["quantization_config"]["files"]
     (tmp_path / "q" / "config.json").write_text(json.dumps(config))
+    half = run("inspect", tmp_path / "q", "--check")
+    assert half.exit_code == 1 and "config.json: quantization_config is not as it was written" in half.stderr
+    del config["quantization_config"]["sha256"]
+    (tmp_path / "q" / "config.json").write_text(json.dumps(config))
     old = run("inspect", tmp_path / "q", "--check")
     assert old.exit_code == 0 and "config.json states no checksums of its files" in old.stdout
 
@@ -212,12 +216,12 @@ def test_json_never_replaces_another_file(command, fp16, quantized, tmp_path, mo
 
 
 def test_too_small_a_disk_is_said_before_the_work(fp16, tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=20_000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2_000))
     plain = ["quantize", fp16, tmp_path / "q", "--scheme", "w4a16_g32"]
     for command in (plain, [*plain, "--method", "gptq"], ["convert", DATA / "awq-auto-round", tmp_path / "q"]):
         result = run(*command)
         assert result.exit_code == 1
-        assert re.search(r"q: the checkpoint needs [\d,]+ bytes there, 20,000 are free on /", result.stderr)
+        assert re.search(r"q: the checkpoint needs [\d,]+ bytes there, 2,000 are free on /", result.stderr)
     assert os.listdir(tmp_path) == []
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=90_000))  # not for the finished layers too
     result = run(*plain, "--method", "gptq", "--samples", "2", "--length", "16")
@@ -268,10 +272,10 @@ def test_explain(quantized):
         (["eval", "{quantized}/config.json"], "is a file; give the folder of a Transformers model"),
         (["quantize", "{fp16}", "{tmp}/q", "--method", "gptq", "--calibration", "{tmp}/pipe"], "pipe: is a pipe"),
         (["quantize", "{fp16}/config.json", "{tmp}/q"], "config.json: is a file; give the folder"),
-        (["quantize", "{fp16}", "{tmp}/pipe/q"], "pipe/q"),
+        (["quantize", "{fp16}", "{tmp}/pipe/q"], "pipe is not a folder; choose another place"),
         (["convert", "{quantized}/model.safetensors", "{tmp}/q"], "is a file; give the folder of a quantized model"),
-        (["convert", "{tmp}/none.gguf", "{tmp}/q"], "none.gguf: no such file or folder; give the folder of a quantized"),
-        (["convert", "{tmp}/none", "{tmp}/q"], "no such file or folder; give the folder of a quantized model"),
+        (["convert", "{tmp}/none.gguf", "{tmp}/q"], "none.gguf: no such folder or file; give the folder of a quantized"),
+        (["convert", "{tmp}/none", "{tmp}/q"], "no such folder or file; give the folder of a quantized model"),
         (["convert", "{tmp}/pipe.gguf", "{tmp}/q"], "pipe.gguf: is a pipe"),
         (["generate", "{tmp}/none", "x"], "no such folder; give the folder of a Transformers model"),
         (["generate", "{tmp}/pipes", "x"], "tasks.jsonl: is a pipe"),

@@ -57,6 +57,8 @@ def check_folder(folder: Path, *, overwrite: bool, sources: Iterable[Path] = ())
     for source in sources:
         _check_apart(folder, Path(source))
     if not os.path.lexists(folder):
+        if not _existing(folder).is_dir():
+            raise CheckpointError(f"{folder}: {_existing(folder)} is not a folder; choose another place")
         return None
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: exists and is not a folder")
@@ -197,13 +199,14 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     for abandoned in left_behind(path, "part"):
         abandoned.unlink(missing_ok=True)
-    scratch = hidden(path, "part")
+    scratch, free = hidden(path, "part"), free_bytes(path)
     try:
         write(scratch)
         sync(scratch)
         os.replace(scratch, path)
     except OSError as error:
-        raise OSError(f"{path}: cannot be written ({error.strerror}; {free_bytes(path):,} bytes are free)") from error
+        where = f"{free:,} bytes were free on {mount_of(path)}"
+        raise OSError(f"{path}: cannot be written ({error.strerror}; {where})") from error
     finally:
         scratch.unlink(missing_ok=True)
 

@@ -247,7 +247,7 @@ class _Converter:
 def _open(path: Path, scratch: Path) -> _Opened:
     """Opens whatever is at `path`."""
     if not path.is_dir() and (path.suffix != ".gguf" or not path.exists()):
-        found = "is a file" if path.exists() else "no such file or folder"
+        found = "is a file" if path.exists() else "no such folder or file"
         raise CheckpointError(
             f"{path}: {found}; give the folder of a quantized model (config.json and *.safetensors), or a GGUF file (*.gguf)"
         )

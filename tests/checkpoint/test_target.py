@@ -293,7 +293,7 @@ class TestResultFiles:
             raise OSError(errno.ENOSPC, "No space left on device")
 
         monkeypatch.setattr(os, "fsync", full)
-        with pytest.raises(OSError, match=r"r\.json: cannot be written \(No space left on device; [\d,]+ bytes are free\)"):
+        with pytest.raises(OSError, match=r"r\.json: cannot be written \(No space left on device; [\d,]+ bytes were free on /"):
             write_json(tmp_path / "r.json", {"result": JSON, "value": 2})
         assert json.loads((tmp_path / "r.json").read_text())["value"] == 1 and os.listdir(tmp_path) == ["r.json"]
 
