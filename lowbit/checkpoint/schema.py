@@ -137,7 +137,7 @@ class Manifest:
             raise CheckpointError(f"{where}: modules_to_not_convert is a list of names, got {kept!r}")
         tied = _mapping(data.get("tied", {}), where, "tied")
         for follower, owner in tied.items():
-            if owner not in layers:
+            if not isinstance(owner, str) or owner not in layers:
                 raise CheckpointError(f"{where}: {follower!r} is tied to {owner!r}, which is not among the layers")
         files = {
             str(name): _digest(entry, where, name) for name, entry in _mapping(data.get("files", {}), where, "files").items()

@@ -134,11 +134,11 @@ class CheckpointWriter:
             os.replace(self._temporary, self.folder)
             return
         old = hidden(self.folder, "old")
-        os.rename(self.folder, old)
         try:
+            os.rename(self.folder, old)
             os.rename(self._temporary, self.folder)
         except BaseException:
-            os.rename(old, self.folder)
+            _put_back(self.folder)
             raise
         discard(old, CHECKPOINT)
         self._say(f"replaced {self.folder}, {replaced}")
@@ -183,10 +183,11 @@ class CheckpointWriter:
 
 
 def _put_back(folder: Path) -> None:
-    """Puts back the folder that a process was replacing when it was killed between its two renames."""
+    """Puts back the folder that a process was replacing when it was killed between its two renames; removes one that it had
+    replaced."""
     for old in left_behind(folder, "old"):
-        finished = old.with_name(old.name.replace(f".{folder.name}.old-", f".{folder.name}.tmp-")).exists()
-        if not finished:
-            discard(old, CHECKPOINT)  # the new one is in place
-        elif not os.path.lexists(folder):
+        new = old.with_name(old.name.replace(f".{folder.name}.old-", f".{folder.name}.tmp-"))
+        if not os.path.lexists(folder):
             os.rename(old, folder)
+        elif not new.exists():  # else somebody put another folder in its place since
+            discard(old, CHECKPOINT)

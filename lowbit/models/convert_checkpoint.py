@@ -247,9 +247,9 @@ class _Converter:
 def _open(path: Path, scratch: Path) -> _Opened:
     """Opens whatever is at `path`."""
     if not path.is_dir() and (path.suffix != ".gguf" or not path.exists()):
-        found = "is a file" if path.exists() else "no such folder or file"
+        what = "is a file" if path.exists() else "no such folder or file"
         raise CheckpointError(
-            f"{path}: {found}; give the folder of a quantized model (config.json and *.safetensors), or a GGUF file (*.gguf)"
+            f"{path}: {what}; give the folder of a quantized model (config.json and *.safetensors), or a GGUF file (*.gguf)"
         )
     file = path if path.suffix == ".gguf" else None
     if path.is_dir() and not (path / "config.json").exists():

@@ -19,8 +19,8 @@ from lowbit.formats import parse_scheme
 from lowbit.quantize import rtn
 from tests.tiny import with_channels
 
-CASES = 900
-"""Of each checkpoint; about 4 ms each."""
+CASES = 600
+"""Of each checkpoint; about 2 ms each."""
 INDEX = "model.safetensors.index.json"
 
 

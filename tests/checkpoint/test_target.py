@@ -187,6 +187,26 @@ def test_a_kill_between_the_two_renames_loses_nothing(tmp_path, renames):
         assert reader.names() == ["d"]
 
 
+@pytest.mark.parametrize("renames", [1, 2])
+def test_ctrl_c_between_the_two_renames(tmp_path, monkeypatch, renames):
+    checkpoint(tmp_path / "c")
+    calls, rename = [], os.rename
+
+    def interrupted(*paths):
+        rename(*paths)
+        calls.append(paths)
+        if len(calls) == renames:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt), CheckpointWriter(tmp_path / "c", overwrite=True) as writer:
+        writer.add("b", torch.ones(3))
+        writer.finish({}, None)
+    assert os.listdir(tmp_path) == ["c"]
+    with CheckpointReader(tmp_path / "c") as reader:
+        assert reader.names() == ["a" if renames == 1 else "b"]
+
+
 def test_left_overs_with_other_files_in_them_stay(tmp_path):
     gone = subprocess.Popen(["true"])
     gone.wait()
