@@ -285,7 +285,7 @@ def _existing(folder: Path) -> Path:
 def _output_bytes(reader: CheckpointReader, modules: dict[str, str], plan: Plan, mixed: Mixed | None, low_rank: int) -> int:
     """What the tensors of the output take; with `mixed`, at least."""
     schemes = [plan.scheme] if mixed is None else [parse_scheme(name) for name in mixed.schemes]
-    plain = [name for name in reader.names() if modules.get(name) not in {**plan.shapes, **plan.tied}]
+    plain = [name for name in reader.names() if modules.get(name) not in plan.shapes and modules.get(name) not in plan.tied]
     total = sum(info.end - info.begin for info in map(reader.info, plain))
     for name, shape in plan.shapes.items():
         rank = low_rank if name in plan.linears else 0
