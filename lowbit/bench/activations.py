@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import math
 import statistics
 import sys
@@ -16,11 +15,12 @@ import torch
 import typer
 from torch import Tensor
 
-from lowbit.bench.activations_report import SCHEMA, load, markdown
+from lowbit.bench.activations_report import ACTIVATIONS, SCHEMA, load, markdown
 from lowbit.bench.protocol import PROTOCOL, WrongResult, capture, gaussian, l2_bytes, warm_up
 from lowbit.bench.request import DTYPES, parse_rows
 from lowbit.bench.results import default_path, machine
-from lowbit.eval.results import versions, write_whole
+from lowbit.checkpoint.target import check_file
+from lowbit.eval.results import versions, write_json
 from lowbit.formats import parse_scheme
 from lowbit.ops import (
     Activations,
@@ -158,9 +158,10 @@ def run(
     if path is None:
         gemm = default_path(described["gpu"], today)
         path = gemm.with_name(gemm.name.replace("-gemm", "-activations"))
+    check_file(path, ACTIVATIONS)
     warm_up()
     document: dict[str, Any] = {
-        "schema": SCHEMA, "benchmark": "activations", "date": today.isoformat(), "complete": False, "machine": described,
+        "result": ACTIVATIONS, "schema": SCHEMA, "date": today.isoformat(), "complete": False, "machine": described,
         "versions": versions(()), "protocol": PROTOCOL, "dtype": str(dtype).removeprefix("torch."),
         "copy_bytes_per_s": copy_bandwidth(), "rows": [], "products": [],
     }  # fmt: skip
@@ -171,15 +172,10 @@ def run(
         for row in made:
             say(str(row))
             document[table].append(asdict(row))
-            _write(path, document)
+            write_json(path, document)
     document["complete"] = True
-    _write(path, document)
+    write_json(path, document)
     return path, document
-
-
-def _write(path: Path, document: dict[str, Any]) -> None:
-    text = json.dumps(document, indent=1, allow_nan=False) + "\n"
-    write_whole(path, lambda scratch: scratch.write_text(text))
 
 
 def bench_activations(

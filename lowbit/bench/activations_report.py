@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from lowbit.eval.results import read_json
+
 SCHEMA = 1
+ACTIVATIONS = "lowbit bench activations"
 SHARES_FROM = 4096
 """Rows from which on a share of the copy's speed is told: with fewer, the start of a kernel takes the time."""
 
@@ -18,13 +20,7 @@ _KEYS = {
 
 def load(path: Path) -> dict[str, Any]:
     """The document of a result file; raises ValueError that says what is wrong with it."""
-    try:
-        document = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not JSON ({error})") from error
-    known = isinstance(document, dict) and document.get("benchmark") == "activations" and document.get("schema") == SCHEMA
-    if not known:
-        raise ValueError(f"{path}: not a result file of `lowbit bench activations` (schema {SCHEMA})")
+    document = read_json(path, ACTIVATIONS, SCHEMA)
     for key in ("machine", "versions", "date", "dtype", "copy_bytes_per_s", *_KEYS):
         if key not in document:
             raise ValueError(f"{path}: holds no {key!r}")

@@ -14,7 +14,8 @@ from rich.table import Table
 
 from lowbit.bench import report
 from lowbit.bench.request import make_request, parse_rows, parse_shape
-from lowbit.bench.results import load
+from lowbit.bench.results import GEMM, load
+from lowbit.eval.results import check_plot
 from lowbit.hardware.machine import machine_of
 
 
@@ -37,6 +38,8 @@ def bench_gemm(
     """
     from lowbit.bench.gemm import choose_peers, run
 
+    if plot_file is not None:
+        check_plot(plot_file, GEMM)
     request = make_request(formats, shapes, m, dtype, quick)
     present, absent = choose_peers(peers)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -104,6 +107,8 @@ def bench_report(
 
     Example: lowbit bench report bench/results/h200/2026-11-21-gemm.json --readme README.md
     """
+    if plot_file is not None:
+        check_plot(plot_file, GEMM)
     document = load(file)
     chosen = None if formats is None else formats.split(",")
     sizes = None if shapes is None else [parse_shape(part) for part in shapes.split(",")]

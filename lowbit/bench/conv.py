@@ -7,7 +7,6 @@ anything is timed.
 from __future__ import annotations
 
 import datetime
-import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,14 +15,15 @@ from typing import Any
 import torch
 
 from lowbit.bench.conv_network import Network, Step
+from lowbit.bench.conv_report import CONV, SCHEMA
 from lowbit.bench.conv_rivals import RIVALS
 from lowbit.bench.protocol import failures, reason, warm_up
 from lowbit.bench.results import default_path, machine
-from lowbit.eval.results import write_whole
+from lowbit.checkpoint.target import check_file
+from lowbit.eval.results import write_json
 from lowbit.hardware.machine import machine_of
 from lowbit.pack.nhwc64 import ActivationStorage
 
-SCHEMA = 1
 BATCHES = (1, 8, 32, 128, 256, 2048)
 REPLAYS = 40
 CHECKED_IMAGES = 2
@@ -151,15 +151,15 @@ def run(
         gemm = default_path(described["gpu"], today)
         path = gemm.with_name(gemm.name.replace("-gemm", "-conv"))
     document: dict[str, Any] = {
-        "schema": SCHEMA, "benchmark": "conv", "date": today.isoformat(), "complete": False, "machine": described,
+        "result": CONV, "schema": SCHEMA, "date": today.isoformat(), "complete": False, "machine": described,
         "versions": {"torch": torch.__version__, "cudnn": torch.backends.cudnn.version()}, "protocol": PROTOCOL,
         "checked": [], "rows": [], "layers": [],
     }  # fmt: skip
 
     def write() -> None:
-        text = json.dumps(document, indent=1, allow_nan=False) + "\n"
-        write_whole(path, lambda scratch: scratch.write_text(text))
+        write_json(path, document)
 
+    check_file(path, CONV)
     warm_up()
     for storage in storages:
         for fusion in fusions:

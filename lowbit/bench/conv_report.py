@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,20 +9,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lowbit.eval.results import write_whole
-from lowbit.picture import Theme, new_figure, plain, write_pictures
+from lowbit.eval.results import check_plot, read_json, write_plots
+from lowbit.picture import Theme, new_figure, plain
 
+SCHEMA = 1
+CONV = "lowbit bench conv"
 STORAGES = {"int4": "u4", "int8": "s8"}
 
 
 def load(path: Path) -> dict[str, Any]:
     """The document of a result file of `lowbit bench conv`; raises ValueError that says what is wrong with it."""
-    try:
-        document = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not JSON ({error})") from error
-    if not isinstance(document, dict) or document.get("benchmark") != "conv":
-        raise ValueError(f"{path}: not a result file of `lowbit bench conv`")
+    document = read_json(path, CONV, SCHEMA)
     for key in ("machine", "rows", "layers", "date"):
         if key not in document:
             raise ValueError(f"{path}: holds no {key!r}")
@@ -65,7 +61,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
     """
     if not any(row["limit_us"] for row in document["layers"]):
         raise ValueError("the results hold no layer to plot")
-    write_pictures(path, lambda theme: _bars(document, theme), write_whole)
+    write_plots(path, CONV, lambda theme: _bars(document, theme))
 
 
 def _bars(document: dict[str, Any], theme: Theme) -> Any:
@@ -129,6 +125,8 @@ def bench_conv(
     Example: lowbit bench conv --storages int4 --batches 1,128 --plot layers.png
     """
     out, err = Console(), Console(stderr=True)
+    if plot_file is not None:
+        check_plot(plot_file, CONV)
     if report_file is not None:
         document = load(report_file)
     else:

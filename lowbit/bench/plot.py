@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.bench.report import OWN
-from lowbit.eval.results import write_whole
+from lowbit.bench.results import GEMM
+from lowbit.eval.results import write_plots
 from lowbit.formats import PerChannel, PerGroup, parse_scheme
-from lowbit.picture import Theme, new_figure, plain, write_pictures
+from lowbit.picture import Theme, new_figure, plain
 
 _COLUMNS = 3
 _STYLES = ("-", ":", "--")
@@ -32,7 +33,7 @@ def plot(document: dict[str, Any], path: Path) -> list[Path]:
         here = [row for row in rows if (row["n"], row["k"]) == (n, k)]
         target = path if len(shapes) == 1 else path.with_stem(f"{path.stem}-{n}x{k}")
         title = f"y = x w^T with w {n:,} x {k:,}, {document['machine']['gpu']}, {document['date']}"
-        write_pictures(target, lambda theme, here=here, title=title: _draw(here, title, theme), write_whole)  # type: ignore[misc]
+        write_plots(target, GEMM, lambda theme, here=here, title=title: _draw(here, title, theme))  # type: ignore[misc]
         written.append(target)
     return written
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import json
 import re
 import subprocess
 from pathlib import Path
@@ -14,10 +13,11 @@ import torch
 from lowbit.bench.limits import Ceilings, compute_us, memory_us
 from lowbit.bench.protocol import PROTOCOL
 from lowbit.bench.request import Request
-from lowbit.eval.results import write_whole
+from lowbit.eval.results import read_json, write_json
 from lowbit.formats import parse_scheme
 
 SCHEMA = 1
+GEMM = "lowbit bench gemm"
 ROW_KEYS = frozenset(
     {
         *("impl", "kernel", "scheme", "format", "granularity", "activation", "n", "k", "m", "us", "limit_us", "compute_us"),
@@ -66,7 +66,7 @@ class Results:
         self.rows: list[dict[str, Any]] = []
         self._cublas: dict[tuple[int, int, int], float] = {}
         self.document: dict[str, Any] = {
-            "schema": SCHEMA, "benchmark": "gemm", "date": datetime.date.today().isoformat(), "complete": False,
+            "result": GEMM, "schema": SCHEMA, "date": datetime.date.today().isoformat(), "complete": False,
             "request": request.as_json(), "machine": machine, "versions": versions, "skipped": [], "ceilings": None,
             "protocol": PROTOCOL, "rows": self.rows,
         }  # fmt: skip
@@ -106,18 +106,12 @@ class Results:
 
     def write(self) -> None:
         """Replaces the file in one step."""
-        text = json.dumps(self.document, indent=1, allow_nan=False) + "\n"
-        write_whole(self.path, lambda scratch: scratch.write_text(text))
+        write_json(self.path, self.document)
 
 
 def load(path: Path) -> dict[str, Any]:
     """The document of a result file; raises ValueError that says what is wrong with it."""
-    try:
-        document = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not JSON ({error})") from error
-    if not isinstance(document, dict) or document.get("benchmark") != "gemm" or document.get("schema") != SCHEMA:
-        raise ValueError(f"{path}: not a result file of `lowbit bench gemm` (schema {SCHEMA})")
+    document = read_json(path, GEMM, SCHEMA)
     for key in ("machine", "versions", "rows"):
         if key not in document:
             raise ValueError(f"{path}: holds no {key!r}")

@@ -16,9 +16,13 @@ in `model.safetensors`, or in shards with `model.safetensors.index.json`. Biases
 anything is used:
 
     {"quant_method": "lowbit", "format_version": 1, "scheme": "w6e3m2a16", "modules_to_not_convert": ["lm_head"],
-     "layers": {"model.layers.0.self_attn.q_proj": {"shape": [576, 576]}, ...}}
+     "layers": {"model.layers.0.self_attn.q_proj": {"shape": [576, 576]}, ...},
+     "files": {"model.safetensors": {"sha256": "64 hexadecimal digits"}}, "sha256": "64 hexadecimal digits"}
 
-A layer with another scheme than the default states it; `tied` maps modules to the layer whose tensors they share.
+A layer with another scheme than the default states it; `tied` maps modules to the layer whose tensors they share. `files` has
+the checksum of every file of tensors, and `sha256` that of this object without it (`schema.manifest_sha256`); both are absent
+where Transformers wrote the files. A reader refuses keys that it does not know, and a `format_version` other than its own with
+the advice to update: a release that adds a key raises the version and reads the older ones too. The first release writes 1.
 """
 
 from lowbit.checkpoint.detect import ForeignReader, detect

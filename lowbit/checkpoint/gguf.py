@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from lowbit.checkpoint.foreign import ForeignEntry
+from lowbit.checkpoint.reader import regular_file
 from lowbit.checkpoint.schema import MAX_DIMENSION, CheckpointError
 from lowbit.formats import PerGroup, QuantTensor, Scheme, ZeroPoint, int_format, uint_format
 
@@ -156,7 +157,7 @@ class GgufReader:
         self.metadata: dict[str, Any] = {}
         self.tensors: dict[str, GgufTensor] = {}
         try:
-            self._size = self.path.stat().st_size
+            self._size = regular_file(self.path).stat().st_size
             with self.path.open("rb") as file:
                 self._read_header(_Cursor(file, self._size, self.path))
         except OSError as error:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
+import stat
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,12 +19,21 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lowbit.checkpoint.schema import CheckpointError, Manifest, expected_tensors, owner_of, quant_tensor, unstated_tensors
+from lowbit.checkpoint.schema import (
+    CheckpointError,
+    Manifest,
+    expected_tensors,
+    manifest_sha256,
+    owner_of,
+    quant_tensor,
+    unstated_tensors,
+)
 from lowbit.formats import QuantTensor, ZeroPoint, is_permutation
 
 MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 MAX_JSON_BYTES = 64_000_000
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_SHARD = re.compile(r"(.*)-[0-9]{5}-of-([0-9]{5})\.safetensors")
 _DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -57,9 +71,7 @@ class CheckpointReader:
     """
 
     def __init__(self, folder: str | Path, weights: str = SINGLE) -> None:
-        self.folder = Path(folder)
-        if not self.folder.is_dir():
-            raise CheckpointError(f"{self.folder}: no such folder")
+        self.folder = model_folder(Path(folder))
         self.config: dict[str, Any] = read_json(self.folder / "config.json")
         self._tensors = _read_headers(self.folder, weights)
         self._open: dict[Path, Any] = {}
@@ -128,11 +140,37 @@ class CheckpointReader:
             if used and bool((packed[:, -1] >> used).any()):
                 raise CheckpointError(f"{file}: {name}.weight_packed: unused bits after the last code are not zero")
 
+    def verify_files(self, progress: Callable[[int], object] = lambda nbytes: None) -> tuple[str, ...]:
+        """Reads every file of tensors and compares its SHA-256 with the one in config.json, and that of the manifest itself;
+        returns their names, none where config.json states no checksums. `progress` is called with the number of bytes read
+        since. Raises CheckpointError, naming the file, for one that is not as it was written."""
+        manifest = self.config["quantization_config"] if self.manifest else {}
+        if "sha256" in manifest and manifest["sha256"] != manifest_sha256(manifest):
+            raise CheckpointError(
+                f"{self.folder / 'config.json'}: quantization_config is not as it was written: its SHA-256 is "
+                f"{manifest_sha256(manifest)}, it states {manifest['sha256']!r}; copy or make the checkpoint again"
+            )
+        stated = self.manifest.files if self.manifest else {}
+        for name, digest in stated.items():
+            found = file_sha256(self.folder / name, progress)
+            if found != digest:
+                raise CheckpointError(
+                    f"{self.folder / name}: is not the file that was written: its SHA-256 is {found}, config.json states "
+                    f"{digest}; copy or make it again"
+                )
+        return tuple(stated)
+
     def _read_manifest(self) -> Manifest | None:
         config = self.config.get("quantization_config")
         if not isinstance(config, dict) or config.get("quant_method") != "lowbit":
             return None
         manifest = Manifest.from_dict(config, self.folder / "config.json")
+        files = {info.file.name for info in self._tensors.values()}
+        if manifest.files and set(manifest.files) != files:
+            raise CheckpointError(
+                f"{self.folder / 'config.json'}: states checksums of {', '.join(sorted(manifest.files))}, the tensors are in "
+                f"{', '.join(sorted(files))}"
+            )
         for name, entry in manifest.layers.items():
             for tensor, (shape, dtypes) in expected_tensors(name, entry).items():
                 if tensor not in self._tensors:
@@ -165,12 +203,56 @@ class CheckpointReader:
         return manifest
 
 
+def regular_file(path: Path) -> Path:
+    """`path`, unless a pipe, socket, device or folder is there, links followed: reading one may never end. Raises
+    CheckpointError, naming what it is; a path at which nothing is passes, for whoever opens it to say what was expected."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return path
+    if stat.S_ISREG(mode):
+        return path
+    if stat.S_ISDIR(mode):
+        raise CheckpointError(f"{path}: is a folder; name a file")
+    kind = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}.get(stat.S_IFMT(mode), "a device")
+    raise CheckpointError(f"{path}: is {kind}, and only regular files are read; copy it to one")
+
+
+def model_folder(path: Path) -> Path:
+    """`path`, if it is a folder in which no pipe or device would keep a reader waiting; raises CheckpointError if not."""
+    expected = "give the folder of a Transformers model (with config.json and *.safetensors)"
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(f"{path}: is a file; {expected}")
+    if not path.exists():
+        displaced = sorted(path.absolute().parent.glob(f".{escape(path.name)}.old-*"))
+        advice = f"{displaced[0]} is what was there when a killed run was replacing it; rename it" if displaced else expected
+        raise CheckpointError(f"{path}: no such folder; {advice}")
+    for file in path.iterdir():
+        if not file.is_dir():
+            regular_file(file)  # Transformers opens some of them by itself
+    return path
+
+
+def file_sha256(path: Path, progress: Callable[[int], object] = lambda nbytes: None) -> str:
+    """SHA-256 of a file in hexadecimal; `progress` is called with the number of bytes read since."""
+    digest = hashlib.sha256()
+    try:
+        with regular_file(path).open("rb", buffering=0) as file:
+            while block := file.read(1 << 22):
+                digest.update(block)
+                progress(len(block))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from error
+    return digest.hexdigest()
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file of a checkpoint; raises CheckpointError, naming the file, for anything else."""
     try:
+        regular_file(path)
         if path.stat().st_size > MAX_JSON_BYTES:
             raise CheckpointError(f"{path}: {path.stat().st_size:,} bytes is no plausible JSON file of a checkpoint")
-        value = json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes(), object_pairs_hook=_unique)
     except FileNotFoundError:
         raise CheckpointError(f"{path}: missing; a checkpoint is a folder with config.json and *.safetensors") from None
     except (ValueError, RecursionError) as error:
@@ -184,6 +266,15 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, of which parsers may read either value of a key that stands twice."""
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in an object")
+    return value
+
+
 def _read_headers(folder: Path, weights: str) -> dict[str, TensorInfo]:
     index = folder / INDEX
     if weights != SINGLE or not index.exists():
@@ -194,6 +285,11 @@ def _read_headers(folder: Path, weights: str) -> dict[str, TensorInfo]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise CheckpointError(f"{index}: weight_map is an object of tensor names and file names")
+    for file in sorted(set(weight_map.values())):
+        prefix, total = match.groups() if (match := _SHARD.fullmatch(file)) else ("", "0")
+        expected = {f"{prefix}-{i:05}-of-{total}.safetensors" for i in range(1, min(int(total), len(weight_map) + 1) + 1)}
+        if lost := sorted(expected - set(weight_map.values())):
+            raise CheckpointError(f"{index}: lists {file}, and no tensor in {lost[0]}")
     tensors: dict[str, TensorInfo] = {}
     for file in sorted(set(weight_map.values())):
         for name, info in _read_header(_inside(folder, file, index)).items():
@@ -211,8 +307,9 @@ def _read_headers(folder: Path, weights: str) -> dict[str, TensorInfo]:
 def _inside(folder: Path, file: str, index: Path) -> Path:
     """The path of a shard, which must be a plain name of a file that really lies in the folder."""
     path = folder / file
-    if not file or file != os.path.basename(file) or file in (".", "..") or "\\" in file or "\0" in file:
-        raise CheckpointError(f"{index}: names the file {file!r}; only plain file names inside the folder are allowed")
+    plain = file == os.path.basename(file) and not {"\\", "\0"} & set(file) and 0 < len(file.encode("utf-8", "replace")) < 256
+    if not plain or file in (".", ".."):
+        raise CheckpointError(f"{index}: names the file {file[:80]!r}; only plain file names inside the folder are allowed")
     if not path.is_file():
         raise CheckpointError(f"{path}: missing, {index.name} lists it")
     if not path.is_symlink():
@@ -243,13 +340,13 @@ def _no_weights(folder: Path) -> str:
 def _read_header(path: Path) -> dict[str, TensorInfo]:
     """Parses and checks one file's header: little-endian length, JSON, then the tensors' bytes without gap or overlap."""
     try:
-        size = path.stat().st_size
+        size = regular_file(path).stat().st_size
         with path.open("rb") as file:
             head = file.read(8)
             length = struct.unpack("<Q", head)[0] if len(head) == 8 else -1
             if not 2 <= length <= min(size - 8, MAX_HEADER_BYTES):
                 raise CheckpointError(f"{path}: not a safetensors file, or truncated ({size:,} bytes)")
-            header = json.loads(file.read(length))
+            header = json.loads(file.read(length), object_pairs_hook=_unique)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error})") from error
     except (ValueError, RecursionError) as error:

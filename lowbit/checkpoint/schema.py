@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import re
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +37,7 @@ _FLAGS = {
 _FACTORS = ("weight_up", "weight_down")
 """Tensors of a layer whose entry states a "low_rank"."""
 _ENTRY_KEYS = {"shape", "scheme", "low_rank", *_FLAGS}
-_KEYS = {"quant_method", "format_version", "scheme", "layers", "modules_to_not_convert", "tied"}
+_KEYS = {"quant_method", "format_version", "scheme", "layers", "modules_to_not_convert", "tied", "files", "sha256"}
 
 
 class CheckpointError(ValueError):
@@ -66,13 +69,16 @@ class LayerEntry:
 class Manifest:
     """The quantized layers of a checkpoint by name, the default scheme, what stayed in 16 bits, and ties.
 
-    `tied` maps the name of a module without tensors of its own to the layer whose tensors it shares.
+    `tied` maps the name of a module without tensors of its own to the layer whose tensors it shares, `files` the name of each
+    file of tensors to its SHA-256 (64 hexadecimal digits); it is empty where the files are not known to be those written here.
+    With `files`, the manifest states its own SHA-256 too.
     """
 
     scheme: Scheme
     layers: dict[str, LayerEntry] = field(default_factory=dict)
     modules_to_not_convert: tuple[str, ...] = ()
     tied: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """The value of `quantization_config`; a layer states its scheme only where it is not the default."""
@@ -81,13 +87,18 @@ class Manifest:
             layers[name] = {"shape": list(entry.shape)} | ({} if entry.scheme == self.scheme else {"scheme": entry.scheme.name})
             layers[name] |= {key: True for key in _FLAGS if getattr(entry, key)}
             layers[name] |= {"low_rank": entry.low_rank} if entry.low_rank else {}
-        return {
+        tied = {"tied": dict(self.tied)} if self.tied else {}
+        files = {"files": {name: {"sha256": digest} for name, digest in self.files.items()}} if self.files else {}
+        stated = {
             "quant_method": METHOD,
             "format_version": FORMAT_VERSION,
             "scheme": self.scheme.name,
             "modules_to_not_convert": list(self.modules_to_not_convert),
             "layers": layers,
-        } | ({"tied": dict(self.tied)} if self.tied else {})
+            **tied,
+            **files,
+        }
+        return {**stated, "sha256": manifest_sha256(stated)} if self.files else stated
 
     @classmethod
     def from_dict(cls, value: Any, where: Path | str) -> Manifest:
@@ -128,7 +139,16 @@ class Manifest:
         for follower, owner in tied.items():
             if not isinstance(owner, str) or owner not in layers:
                 raise CheckpointError(f"{where}: {follower!r} is tied to {owner!r}, which is not among the layers")
-        return cls(default, layers, tuple(kept), dict(tied))
+        files = {
+            str(name): _digest(entry, where, name) for name, entry in _mapping(data.get("files", {}), where, "files").items()
+        }
+        return cls(default, layers, tuple(kept), dict(tied), files)
+
+
+def manifest_sha256(stated: Mapping[str, Any]) -> str:
+    """SHA-256 of a `quantization_config` without its own "sha256": of its JSON with sorted keys and no spaces."""
+    rest = {key: value for key, value in stated.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def layer_tensors(q: QuantTensor) -> dict[str, Tensor]:
@@ -209,6 +229,13 @@ def _flag(value: Any, where: Path | str, what: str) -> bool:
     if not isinstance(value, bool):
         raise CheckpointError(f"{where}: {what} is true or false, got {value!r}")
     return value
+
+
+def _digest(entry: Any, where: Path | str, name: Any) -> str:
+    digest = entry.get("sha256") if isinstance(entry, Mapping) and set(entry) == {"sha256"} else None
+    if not isinstance(digest, str) or re.fullmatch("[0-9a-f]{64}", digest) is None:
+        raise CheckpointError(f'{where}: the file {name!r} has a {{"sha256": 64 lower-case hexadecimal digits}}, got {entry!r}')
+    return digest
 
 
 def _rank(value: Any, shape: tuple[int, int], where: Path | str, name: Any) -> int:

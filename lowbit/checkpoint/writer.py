@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import os
 import shutil
-from glob import escape
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,24 +18,22 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lowbit.checkpoint.reader import INDEX, SINGLE
+from lowbit.checkpoint.reader import INDEX, SINGLE, file_sha256
 from lowbit.checkpoint.schema import CheckpointError, Manifest
-
-# Small files of a Transformers folder that belong to the model whatever its weights; never weights, never code.
-_COMPANIONS = (
-    "added_tokens.json",
-    "chat_template.jinja",
-    "generation_config.json",
-    "merges.txt",
-    "preprocessor_config.json",
-    "processor_config.json",
-    "special_tokens_map.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "vocab.json",
-    "vocab.txt",
+from lowbit.checkpoint.target import (
+    CHECKPOINT,
+    COMPANIONS,
+    check_folder,
+    check_space,
+    discard,
+    free_bytes,
+    hidden,
+    left_behind,
+    mount_of,
+    sync,
 )
+
+_UNFINISHED = (*CHECKPOINT, "shard-*")
 
 
 class CheckpointWriter:
@@ -40,39 +41,47 @@ class CheckpointWriter:
     name `single` where it is the only one.
 
     `finish` renames it into place. Leaving the `with` block without it (an error, Ctrl-C) removes what was written, and the
-    next writer for `folder` what a killed process left; what was at `folder` before stays. Raises CheckpointError when
-    `folder` exists and is not empty, unless `overwrite`.
+    next writer for `folder` what a killed process left; what was at `folder` before stays, or is put back. `sources` are the
+    files and folders that are read: `folder` must lie apart from them. Raises CheckpointError when it does not, when it exists
+    and is not empty, unless `overwrite`, and with `overwrite` when it is not a checkpoint (`target.check_folder`); `say` gets a
+    line on what was replaced.
     """
 
     def __init__(
-        self, folder: str | Path, *, shard_bytes: int = 2 << 30, overwrite: bool = False, single: str = SINGLE
-    ) -> None:
-        self.folder = Path(folder)
+        self, folder: str | Path, *, shard_bytes: int = 2 << 30, overwrite: bool = False, single: str = SINGLE,
+        sources: Iterable[Path] = (), say: Callable[[str], None] = lambda line: None,
+    ) -> None:  # fmt: skip
+        self.folder = Path(os.path.realpath(folder))  # now: the process may change its folder
         self.overwrite = overwrite
-        self._shard_bytes, self._single = shard_bytes, single
-        if self.folder.exists() and not self.folder.is_dir():
-            raise CheckpointError(f"{self.folder}: exists and is not a folder")
-        if self.folder.exists() and any(self.folder.iterdir()) and not overwrite:
-            raise CheckpointError(
-                f"{self.folder}: exists and is not empty; choose another folder, or overwrite it (--overwrite)"
-            )
-        self._temporary = self.folder.absolute().parent / f".{self.folder.name}.tmp-{os.getpid()}"
+        self._shard_bytes, self._single, self._sources, self._say = shard_bytes, single, tuple(sources), say
+        _put_back(self.folder)
+        self._check()
+        self._temporary = hidden(self.folder, "tmp")
         self._shard: dict[str, Tensor] = {}
         self._pending = 0
         self._files: list[list[str]] = []
-        self._total = 0
+        self._sums: list[Future[str]] = []
+        self._needed = self._total = 0
         self._names: set[str] = set()
 
     def __enter__(self) -> CheckpointWriter:
-        _remove_abandoned(self._temporary)
+        for path in left_behind(self.folder, "tmp"):
+            discard(path, _UNFINISHED)
         try:
             self._temporary.mkdir(parents=True)
         except OSError as error:
             raise CheckpointError(f"{self._temporary}: cannot be made ({error})") from error
+        self._hashing = ThreadPoolExecutor(1, "checksum")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        shutil.rmtree(self._temporary, ignore_errors=True)
+        self._hashing.shutdown(cancel_futures=True)
+        discard(self._temporary, _UNFINISHED)
+
+    def reserve(self, needed_bytes: int) -> None:
+        """Raises CheckpointError unless there is room for so many bytes; it says where, and how many are free."""
+        self._needed = needed_bytes
+        check_space(self.folder, needed_bytes, "the checkpoint")
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Takes one tensor; writes a shard to disk whenever enough have come together."""
@@ -90,97 +99,95 @@ class CheckpointWriter:
     ) -> None:
         """Writes config.json and the index, copies tokenizer files, and puts the folder in place.
 
-        `quantization` goes into config.json: the manifest of a lowbit checkpoint, what another tool states, or None.
+        `quantization` goes into config.json: the manifest of a lowbit checkpoint, with the checksum of each file, what another
+        tool states, or None.
         """
         self._flush()
-        weight_map = self._name_shards()
-        if len(self._files) > 1:
+        sums = [found.result() for found in self._sums]  # before the files get other names
+        names = self._name_shards()
+        if len(names) > 1:
+            weight_map = {tensor: name for name, tensors in zip(names, self._files, strict=True) for tensor in tensors}
             self._write_json(INDEX, {"metadata": {"total_size": self._total}, "weight_map": weight_map})
-        stated = quantization.to_dict() if isinstance(quantization, Manifest) else quantization
+        stated = quantization
+        if isinstance(quantization, Manifest):
+            stated = dataclasses.replace(quantization, files=dict(zip(names, sums, strict=True))).to_dict()
         self._write_json("config.json", config if stated is None else {**config, "quantization_config": stated})
-        for name in _COMPANIONS:
+        for name in COMPANIONS:
             if copy_from is not None and (copy_from / name).is_file():
-                self._guard(name, lambda name=name: shutil.copyfile(copy_from / name, self._temporary / name))
-        _sync(self._temporary)
+                self._guard(name, partial(shutil.copyfile, copy_from / name, self._temporary / name))
+        sync(self._temporary)
         self._put_in_place()
 
+    def _check(self) -> str | None:
+        return check_folder(self.folder, overwrite=self.overwrite, sources=self._sources)
+
     def _put_in_place(self) -> None:
-        old = self._temporary.with_suffix(".old")
-        if self.folder.exists():
-            os.replace(self.folder, old)
+        """Renames the finished folder. Between the two renames there is nothing at `folder`: a process that is killed there
+        leaves the old folder and the new one under hidden names, and the next writer puts the old one back."""
         try:
+            replaced = self._check()  # once more: the work may have taken hours
+        except CheckpointError as error:
+            kept = self.folder.with_name(f"{self.folder.name}-{os.getpid()}")
+            os.rename(self._temporary, kept)
+            raise CheckpointError(f"{error}. It was not so when the work began; the finished checkpoint is {kept}") from error
+        if replaced is None:
             os.replace(self._temporary, self.folder)
+            return
+        old = hidden(self.folder, "old")
+        try:
+            os.rename(self.folder, old)
+            os.rename(self._temporary, self.folder)
         except BaseException:
-            if old.exists():
-                os.replace(old, self.folder)
+            _put_back(self.folder)
             raise
-        shutil.rmtree(old, ignore_errors=True)
+        discard(old, CHECKPOINT)
+        self._say(f"replaced {self.folder}, {replaced}")
 
     def _flush(self) -> None:
         if not self._shard:
             return
         path = self._temporary / f"shard-{len(self._files) + 1}"
         self._guard(path.name, lambda: save_file(self._shard, str(path), metadata={"format": "pt"}))
-        _sync(path)
+        self._sums.append(self._hashing.submit(file_sha256, path))  # what was just written is in memory still
+        self._guard(path.name, lambda: sync(path))
         self._files.append(list(self._shard))
         self._shard, self._pending = {}, 0
 
-    def _name_shards(self) -> dict[str, str]:
+    def _name_shards(self) -> list[str]:
         """Gives the shards the names Transformers looks for, now that their number is known."""
         count = len(self._files)
-        weight_map = {}
-        for i, tensors in enumerate(self._files, 1):
-            name = self._single if count == 1 else f"model-{i:05}-of-{count:05}.safetensors"
+        names = [self._single if count == 1 else f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]
+        for i, name in enumerate(names, 1):
             os.replace(self._temporary / f"shard-{i}", self._temporary / name)
-            weight_map.update(dict.fromkeys(tensors, name))
-        return weight_map
+        return names
 
     def _write_json(self, name: str, value: object) -> None:
         path = self._temporary / name
         self._guard(name, lambda: path.write_text(json.dumps(value, indent=2) + "\n"))
-        _sync(path)
+        self._guard(name, lambda: sync(path))
 
-    def _guard(self, name: str, write: Any) -> None:
+    def _guard(self, name: str, write: Callable[[], object]) -> None:
         """Runs one write; a full disk or an unwritable folder becomes an error that says so."""
         try:
             write()
         except (OSError, SafetensorError) as error:
-            full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+            full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
             if full:
-                free = shutil.disk_usage(self._temporary).free
+                written = sum(path.stat().st_size for path in self._temporary.iterdir())
                 raise CheckpointError(
-                    f"{self.folder / name}: the disk is full ({free:,} bytes free, {self._total:,} bytes of tensors so far); "
-                    "nothing was kept, free some space or choose another folder"
+                    f"{self.folder / name}: the disk is full: the checkpoint needs at least {max(self._needed, self._total):,} "
+                    f"bytes on {mount_of(self.folder)}, {free_bytes(self.folder) + written:,} were free for it; nothing was "
+                    "kept, free some space or choose a folder on another disk"
                 ) from error
             raise CheckpointError(f"{self.folder / name}: cannot be written ({error})") from error
 
 
-def _remove_abandoned(temporary: Path) -> None:
-    """Removes hidden folders for the same target whose processes, by the number in their names, do not run any more."""
-    stem = temporary.name.rpartition("-")[0]
-    for path in temporary.parent.glob(f"{escape(stem)}-*"):
-        number = path.name.removeprefix(f"{stem}-")
-        if number.isdecimal() and (int(number) == os.getpid() or not _runs(int(number))):
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _runs(process: int) -> bool:
-    """Whether there is a process of that number; as if there were, where asking would end it."""
-    if os.name != "posix":
-        return True
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
-
-
-def _sync(path: Path) -> None:
-    """Brings a file or folder to the disk, so that the rename that follows cannot outrun its contents."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _put_back(folder: Path) -> None:
+    """Puts back the folder that a process was replacing when it was killed between its two renames; removes one that it had
+    replaced."""
+    for old in left_behind(folder, "old"):
+        new = old.with_name(old.name.replace(f".{folder.name}.old-", f".{folder.name}.tmp-"))
+        if not os.path.lexists(folder):
+            os.rename(old, folder)
+        elif not new.exists():  # else somebody put another folder in its place since
+            discard(old, CHECKPOINT)

@@ -12,10 +12,13 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
+from lowbit.checkpoint import CheckpointError
+from lowbit.checkpoint.reader import model_folder, regular_file
+from lowbit.checkpoint.target import check_file
 from lowbit.eval import report
 from lowbit.eval.perplexity import perplexity
 from lowbit.eval.plot import plot
-from lowbit.eval.results import Results, as_json, write_whole
+from lowbit.eval.results import RESULTS, SUITE, Results, as_json, check_plot, write_json
 from lowbit.eval.suite import Settings, read_tasks, run_suite, token_ids
 from lowbit.eval.text import sample_text
 from lowbit.models.cpu import measuring_dtype
@@ -23,6 +26,8 @@ from lowbit.models.load import verify_checkpoint
 from lowbit.pipeline import pipeline
 
 TEXT_ONLY = "text"
+PERPLEXITY = "lowbit eval"
+PAGE, PLOT = "report.md", "quality.png"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -65,6 +70,8 @@ def evaluate(
     """  # fmt: skip
     names = [_model(name) for name in models]
     reference = None if reference is None else _model(reference)
+    if json_file is not None and str(json_file) != "-":
+        check_file(json_file, PERPLEXITY if suite is None else SUITE)
     for name in names if verify else ():
         verify_checkpoint(name)
     if suite is None:
@@ -76,25 +83,27 @@ def evaluate(
         folder = Path("lowbit-eval") if out_folder is None else out_folder
         document = _suite(names, reference, text, suite, settings, folder, str(json_file) == "-")
     if json_file is not None:
-        content = as_json(document)
         if str(json_file) == "-":
-            sys.stdout.write(content)
+            sys.stdout.write(as_json(document))
         else:
-            write_whole(json_file, lambda scratch: scratch.write_text(content))
+            write_json(json_file, document)
 
 
 def _model(name: str) -> str:
-    if Path(name).is_dir() or (_HUB_NAME.fullmatch(name) and not Path(name).parent.exists()):
+    if _HUB_NAME.fullmatch(name) and not Path(name).parent.exists():
         return name
-    raise ValueError(
-        f"{name}: no such folder; give the folder of a Transformers model (with config.json and *.safetensors), or a name "
-        "on a hub such as owner/model"
-    )
+    try:
+        model_folder(Path(name))
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}, or a name on a hub such as owner/model") from None
+    return name
 
 
 def _read(text: Path) -> str:
     try:
-        return text.read_text(encoding="utf-8")
+        return regular_file(text).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ValueError(f"{text}: no such file; --text takes UTF-8 text, Newton's Opticks is taken without it") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{text}: not UTF-8 text ({error})") from error
 
@@ -132,7 +141,7 @@ def _perplexities(
         table.add_row(name, f"{result.perplexity:.4f}", error, f"{result.tokens:,}", f"{result.nll:.5f}")
     if str(json_file) != "-":
         Console().print(table)
-    return {"rows": rows}
+    return {"result": PERPLEXITY, "rows": rows}
 
 
 def _suite(
@@ -143,11 +152,12 @@ def _suite(
     def say(line: str) -> None:
         err.print(line, markup=False, highlight=False, soft_wrap=True)
 
+    check_file(folder / RESULTS, SUITE), check_file(folder / PAGE, SUITE), check_plot(folder / PLOT, SUITE)
     tasks = read_tasks(None if str(suite) == TEXT_ONLY else suite, text, settings)
     try:
         results = run_suite(models, reference, tasks, settings, folder, say, err.is_terminal)
     except KeyboardInterrupt:
-        say(f"what was measured so far is in {folder / 'results.json'}")
+        say(f"what was measured so far is in {folder / RESULTS}")
         raise
     _page(results, folder, say)
     if not quiet:
@@ -160,12 +170,12 @@ def _suite(
 
 def _page(results: Results, folder: Path, say: Any) -> None:
     """The plot, where it can be drawn, and the page with it."""
-    plots = ["quality.png"]
+    plots = [PLOT]
     try:
         plot(results.document, folder / plots[0])
     except ValueError as error:
         say(f"no plot: {error}")
         plots = []
-    report.write_page(results.document, folder / "report.md", plots)
-    for name in ("results.json", *plots, "report.md"):
+    report.write_page(results.document, folder / PAGE, plots)
+    for name in (RESULTS, *plots, PAGE):
         say(f"wrote {folder / name}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lowbit.eval.results import write_whole
-from lowbit.picture import Theme, label_points, new_figure, plain, write_pictures
+from lowbit.eval.results import SUITE, write_plots
+from lowbit.picture import Theme, label_points, new_figure, plain
 
 _LEFT_OUT = ("KL median", "KL 99 %")  # in the table; the plot shows the mean
 
@@ -22,7 +22,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
     panels = sorted(dict.fromkeys(shown), key=lambda panel: [task for task, _, _ in shown].index(panel[0]))
     if not panels:
         raise ValueError("the results hold no figure of a model whose bits per weight are known; nothing to plot")
-    write_pictures(path, lambda theme: _draw(models, panels, theme), write_whole)
+    write_plots(path, SUITE, lambda theme: _draw(models, panels, theme))
 
 
 def _draw(models: list[dict[str, Any]], panels: list[tuple[str, str, str]], theme: Theme) -> Any:

@@ -8,6 +8,9 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+from lowbit.checkpoint import CheckpointError
+from lowbit.checkpoint.reader import regular_file
+
 
 def read_records(path: Path, limit: int | None = None) -> list[dict[str, Any]]:
     """The objects of a .jsonl or .jsonl.gz file, the first `limit` of them; empty lines are skipped.
@@ -19,7 +22,7 @@ def read_records(path: Path, limit: int | None = None) -> list[dict[str, Any]]:
     opened = gzip.open if path.suffix == ".gz" else open
     number = 0
     try:
-        with opened(path, "rt", encoding="utf-8") as lines:
+        with opened(regular_file(path), "rt", encoding="utf-8") as lines:
             for line in lines:
                 number += 1
                 if limit is not None and len(records) == limit:
@@ -30,6 +33,8 @@ def read_records(path: Path, limit: int | None = None) -> list[dict[str, Any]]:
                 if not isinstance(record, dict):
                     raise ValueError(f"a {type(record).__name__}")
                 records.append(record)
+    except CheckpointError:
+        raise
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path}: a damaged gzip file ({error})") from error
     except (ValueError, RecursionError) as error:

@@ -8,7 +8,9 @@ from typing import Any
 
 from rich.table import Table
 
-from lowbit.eval.results import write_whole
+from lowbit.checkpoint.reader import regular_file
+from lowbit.checkpoint.target import replace_file, write_result
+from lowbit.eval.results import SUITE
 
 
 def rows(document: dict[str, Any], task: str) -> tuple[list[str], list[list[str]]]:
@@ -67,19 +69,29 @@ def skipped(document: dict[str, Any]) -> list[str]:
 def write_page(document: dict[str, Any], path: Path, plots: list[str]) -> None:
     """Writes the page in Markdown; `plots` are the names of picture files beside it."""
     text = markdown(document, plots)
-    write_whole(path, lambda scratch: scratch.write_text(text, encoding="utf-8"))
+    write_result(path, SUITE, lambda scratch: scratch.write_text(text, encoding="utf-8"))
 
 
 def replace_block(path: Path, name: str, text: str) -> None:
     """Replaces what stands between `<!-- NAME -->` and `<!-- /NAME -->` in a Markdown file; raises ValueError unless each mark
     is there once, in this order."""
     opening, closing = f"<!-- {name} -->", f"<!-- /{name} -->"
-    old = path.read_text(encoding="utf-8")
+    old = read_page(path)
     if old.count(opening) != 1 or old.count(closing) != 1 or old.index(opening) > old.index(closing):
         raise ValueError(f"{path}: the table goes between {opening} and {closing}, once each and in this order")
     before, rest = old.split(opening)
     new = f"{before}{opening}\n{text.strip()}\n{closing}{rest.split(closing)[1]}"
-    write_whole(path, lambda scratch: scratch.write_text(new, encoding="utf-8"))
+    replace_file(path.resolve(), lambda scratch: scratch.write_text(new, encoding="utf-8"))
+
+
+def read_page(path: Path) -> str:
+    """The text of a Markdown file; raises ValueError when it is no such file."""
+    try:
+        return regular_file(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file; a table goes into a Markdown file that has its marks") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text ({error})") from error
 
 
 def markdown(document: dict[str, Any], plots: list[str]) -> str:
@@ -87,7 +99,7 @@ def markdown(document: dict[str, Any], plots: list[str]) -> str:
     machine, settings = document["machine"], document["request"]["settings"]
     device = ", ".join(machine["gpus"]) or f"{machine['processor']}, {machine['threads']} threads"
     versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items() if version)
-    lines = ["# Evaluation", "", f"{document['date']}, {device}. {versions}.", ""]
+    lines = [f"<!-- result: {SUITE} -->", "# Evaluation", "", f"{document['date']}, {device}. {versions}.", ""]
     if not document["complete"]:
         lines += ["**Interrupted: not everything was measured.**", ""]
     lines += [f"![Quality against bits per weight and against bytes]({name})\n" for name in plots]

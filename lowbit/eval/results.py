@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import json
-import os
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -15,10 +15,16 @@ from typing import Any
 import torch
 
 from lowbit._version import __version__
+from lowbit.checkpoint import CheckpointError
+from lowbit.checkpoint.reader import regular_file
+from lowbit.checkpoint.target import check_file, write_result
 from lowbit.eval.figure import Figure
 from lowbit.eval.size import Size
+from lowbit.picture import DARK, LIGHT, Theme
 
 SCHEMA = 1
+SUITE = "lowbit eval --suite"
+RESULTS = "results.json"
 _PACKAGES = ("transformers", "tokenizers", "numpy", "rouge-score")
 
 
@@ -49,9 +55,9 @@ class Results:
     """The document of one run and the file `results.json` in `folder` that mirrors it."""
 
     def __init__(self, folder: Path, request: dict[str, Any]) -> None:
-        self.path = folder / "results.json"
+        self.path = folder / RESULTS
         self.document: dict[str, Any] = {
-            "schema": SCHEMA, "evaluation": "suite", "date": datetime.date.today().isoformat(), "complete": False,
+            "result": SUITE, "schema": SCHEMA, "date": datetime.date.today().isoformat(), "complete": False,
             "machine": machine(), "versions": versions(_PACKAGES), "request": request, "models": [],
         }  # fmt: skip
         self.write()
@@ -85,8 +91,7 @@ class Results:
 
     def write(self) -> None:
         """Replaces the file in one step."""
-        text = as_json(self.document)
-        write_whole(self.path, lambda scratch: scratch.write_text(text))
+        write_json(self.path, self.document)
 
 
 def as_json(value: Any) -> str:
@@ -94,15 +99,51 @@ def as_json(value: Any) -> str:
     return json.dumps(_finite(value), indent=1, allow_nan=False) + "\n"
 
 
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Lets `write` fill a file beside `path`, then puts it in its place: never half a file, and no left-overs on Ctrl-C."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.stem}.part{path.suffix}")  # the suffix tells matplotlib what to write
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """Writes a result file in one step, over none but an earlier one of the same `document["result"]`; else raises
+    ValueError."""
+    result = document["result"]
+    text = as_json({"result": result, **document})  # at the beginning of the file, where it is looked for
+    write_result(path, result, lambda scratch: scratch.write_text(text, encoding="utf-8"))
+
+
+def read_json(path: Path, result: str, schema: int | None = None) -> dict[str, Any]:
+    """The document of a result file of the command `result`; raises ValueError that says what is wrong with it."""
     try:
-        write(scratch)
-        os.replace(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)
+        document: Any = json.loads(regular_file(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file; give a result file of `{result}`") from None
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise ValueError(f"{path}: not JSON ({error})") from error
+    if not isinstance(document, dict) or document.get("result") != result or document.get("schema") != schema:
+        version = "" if schema is None else f" (schema {schema})"
+        raise ValueError(f"{path}: not a result file of `{result}`{version}")
+    return document
+
+
+def check_plot(path: Path, result: str) -> Path:
+    """`path`, if a plot of the command `result` may be written there, and its copy for dark pages beside it; raises ValueError
+    where not."""
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise ValueError(f"{path}: a plot is a .png, .svg or .pdf file")
+    for target, _ in _plots(path):
+        check_file(target, result)
+    return path
+
+
+def write_plots(path: Path, result: str, draw: Callable[[Theme], Any]) -> None:
+    """Writes the figures of matplotlib that `draw` makes: `path` for light pages and beside it, with "-dark" after its stem,
+    for dark ones, over none but earlier ones of the same command; else raises ValueError."""
+    check_plot(path, result)
+    options = {"format": path.suffix.removeprefix("."), "metadata": {"Creator": result}}
+    for target, theme in _plots(path):
+        write_result(target, result, functools.partial(draw(theme).savefig, **options))
+
+
+def _plots(path: Path) -> tuple[tuple[Path, Theme], tuple[Path, Theme]]:
+    return (path, LIGHT), (path.with_stem(f"{path.stem}-dark"), DARK)
 
 
 def _finite(value: Any) -> Any:

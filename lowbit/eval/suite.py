@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from lowbit.checkpoint.reader import regular_file
 from lowbit.eval.choice import choose, read_questions
 from lowbit.eval.divergence import divergence
 from lowbit.eval.figure import Figure
@@ -80,7 +81,7 @@ def read_tasks(suite: Path | None, text: Path | None, settings: Settings) -> lis
     """
     if suite is not None and not suite.is_dir():
         raise ValueError(f"{suite}: no such folder; --suite takes a folder of .txt and .jsonl files, or the word text")
-    paths = [] if suite is None else sorted(p for p in suite.iterdir() if p.is_file() and not p.name.startswith("."))
+    paths = [] if suite is None else sorted(p for p in suite.iterdir() if not p.is_dir() and not p.name.startswith("."))
     files = [_read_task(path, settings) for path in paths]
     if text is not None:
         files = [_text_task(text), *(task for task in files if task.kind != "text")]
@@ -94,7 +95,10 @@ def read_tasks(suite: Path | None, text: Path | None, settings: Settings) -> lis
 
 
 def _text_task(path: Path) -> Task:
-    raw = path.read_bytes()
+    try:
+        raw = regular_file(path).read_bytes()
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file; --text takes UTF-8 text") from None
     try:
         return Task(path.stem, "text", raw.decode("utf-8"), str(path), hashlib.sha256(raw).hexdigest())
     except UnicodeDecodeError as error:

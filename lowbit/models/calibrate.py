@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from hashlib import sha256
@@ -25,6 +24,8 @@ from tqdm import tqdm
 
 from lowbit._version import __version__
 from lowbit.checkpoint import CheckpointError, CheckpointReader
+from lowbit.checkpoint.reader import regular_file
+from lowbit.checkpoint.target import discard
 from lowbit.formats import LowRank, QuantTensor, Scheme
 from lowbit.models.decoder import Decoder
 from lowbit.models.hf import give_back_freed_memory
@@ -57,7 +58,11 @@ class Calibration:
 
             return "\n\n".join(topics[name] for name in sorted(topics))
         try:
-            content = self.text.read_text(encoding="utf-8")
+            content = regular_file(self.text).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise ValueError(
+                f'{self.text}: no such file; calibration takes UTF-8 text, or .jsonl with a "text" a line'
+            ) from None
         except UnicodeDecodeError as error:
             raise ValueError(f"{self.text}: not UTF-8 text ({error})") from error
         if self.text.suffix not in (".jsonl", ".json"):
@@ -142,7 +147,7 @@ class Finished:
 
     def clear(self) -> None:
         """Removes the folder."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        discard(self.folder, ("recipe.json", "layer-*.safetensors", "*.tmp"))
 
     def _path(self, i: int) -> Path:
         return self.folder / f"layer-{i:05}.safetensors"
@@ -184,6 +189,11 @@ class Results:
 def unfinished_folder(target: Path) -> Path:
     """Where a calibrated run for `target` keeps its finished layers until it is done."""
     return target.absolute().parent / f".{target.name}.unfinished"
+
+
+def finished_bytes(target: Path) -> int:
+    """What is on the disk already of the finished layers of a run for `target`."""
+    return sum(path.stat().st_size for path in unfinished_folder(target).glob("layer-*.safetensors"))
 
 
 def calibrate_layers(

@@ -6,7 +6,7 @@ import itertools
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -97,8 +97,9 @@ class _Opened:
 
 
 def convert_checkpoint(
-    source: str | Path, target: str | Path, to: str = "lowbit", *, overwrite: bool = False, progress: bool = False
-) -> Conversion:
+    source: str | Path, target: str | Path, to: str = "lowbit", *, overwrite: bool = False, progress: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+) -> Conversion:  # fmt: skip
     """Writes the quantized checkpoint `source` to the folder `target` in the files of another tool.
 
     source: a Transformers folder quantized by AutoAWQ, GPTQ tools, compressed-tensors, FP8 or bitsandbytes (4 bits), one of
@@ -106,7 +107,8 @@ def convert_checkpoint(
     "tensorrt-llm" (one file, in memory as a whole), or "dequantized" for plain weights in the model's dtype, or the 16-bit one
     that rounds least where the files state none. Codes, scales and
     zero points are carried over as they are; only "dequantized" rounds.
-    Peak memory is one shard of the output (2 GiB at most) plus one layer. `target` appears complete or not at all.
+    Peak memory is one shard of the output (2 GiB at most) plus one layer. `target` appears complete or not at all; `say` gets a
+    line on what it replaced.
 
     Raises CheckpointError for files that cannot be read or written, and for layers that the target's files cannot hold: it
     names each reason, a layer that has it, and what to do.
@@ -114,6 +116,8 @@ def convert_checkpoint(
     if to not in TARGETS:
         raise CheckpointError(f"checkpoints are converted to {', '.join(TARGETS)}, not to {to!r}")
     source, target = Path(source), Path(target)
+    single: dict[str, Any] = {"single": WEIGHTS, "shard_bytes": 1 << 62} if to == "tensorrt-llm" else {}
+    writer = CheckpointWriter(target, overwrite=overwrite, sources=[source], say=say, **single)
     with tempfile.TemporaryDirectory() as scratch:
         opened = _open(source, Path(scratch))
         report = Conversion(opened.tool, to, notes=list(opened.notes))
@@ -121,10 +125,10 @@ def convert_checkpoint(
             raise CheckpointError(
                 f"{source}: is a lowbit checkpoint already; --to names what to make of it: {', '.join(TARGETS)}"
             )
-        single: dict[str, Any] = {"single": WEIGHTS, "shard_bytes": 1 << 62} if to == "tensorrt-llm" else {}
-        writer = CheckpointWriter(target, overwrite=overwrite, **single)
+        converter = _Converter(source, opened, to, writer, report)
+        writer.reserve(converter.least_bytes())
         with writer:
-            written = _Converter(source, opened, to, writer, report).run(progress)
+            written = converter.run(progress)
             if single and written is not None:
                 writer.finish(written, None, copy_from=opened.companions)
             else:
@@ -162,6 +166,17 @@ class _Converter:
             f"largest weight off ({_name(other)}: {errors[other]:.1e})"
         )
         return chosen
+
+    def least_bytes(self) -> int:
+        """What the output takes at least: the codes of every layer, or its weights where they are written dequantized."""
+        total = 0
+        for entry in self.opened.source.entries.values():
+            n, k = entry.shape
+            if self.target is None:
+                total += n * k * self.dtype.itemsize
+            elif entry.scheme is not None:
+                total += n * k * entry.scheme.weight.bits // 8
+        return total
 
     def run(self, progress: bool) -> dict[str, Any] | None:
         """Converts everything; the quantization configuration for config.json, None for plain weights."""
@@ -303,6 +318,11 @@ class _Converter:
 
 def _open(path: Path, scratch: Path) -> _Opened:
     """Opens whatever is at `path`."""
+    if not path.is_dir() and (path.suffix != ".gguf" or not path.exists()):
+        what = "is a file" if path.exists() else "no such folder or file"
+        raise CheckpointError(
+            f"{path}: {what}; give the folder of a quantized model (config.json and *.safetensors), or a GGUF file (*.gguf)"
+        )
     file = path if path.suffix == ".gguf" else None
     if path.is_dir() and not (path / "config.json").exists():
         files = sorted(path.glob("*.gguf"))

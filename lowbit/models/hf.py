@@ -45,8 +45,8 @@ class LowbitConfig(QuantizationConfigMixin):
 
     scheme: a scheme's name, such as "w4a16_g64" or "wf6af16". modules_to_not_convert: names or patterns to leave in 16
     bits; by default the LM head (and embeddings, which take `embeddings=True`). search: "max" or "mse", see
-    `lowbit.quantize.rtn`. The other arguments are what a checkpoint states about itself. Raises ValueError for a scheme
-    that does not exist.
+    `lowbit.quantize.rtn`. The other arguments are what a checkpoint states about itself; the checksums `files` and
+    `sha256` are forgotten, since `save_pretrained` writes others. Raises ValueError for a scheme that does not exist.
     """
 
     def __init__(
@@ -58,6 +58,8 @@ class LowbitConfig(QuantizationConfigMixin):
         search: Search = "max",
         layers: dict[str, dict[str, Any]] | None = None,
         tied: dict[str, str] | None = None,
+        files: dict[str, dict[str, str]] | None = None,
+        sha256: str | None = None,
         format_version: int = 1,
         quant_method: str = METHOD,
     ) -> None:
@@ -168,7 +170,9 @@ class LowbitQuantizer(HfQuantizer):
         # that Transformers' mapping back to older names does not know.
         model._weight_conversions = []  # type: ignore[assignment]
         if any(module.is_split for module in model.modules() if isinstance(module, PackedWeight)):
-            logger.warning("tensor parallelism: every rank decodes its part of the quantized weights at each call, which is slow")
+            logger.warning(
+                "tensor parallelism: every rank decodes its part of the quantized weights at each call, which is slow"
+            )
             return model
         plan_on_cpu(model)
         prepare_on_gpu(model)  # now rather than at the first call, which torch.compile may be tracing

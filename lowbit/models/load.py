@@ -30,10 +30,10 @@ def load_causal(
     when torch sees a GPU, else "cpu").
 
     scheme: quantize 16-bit weights to it while loading. dtype of activations: the checkpoint's own on a GPU, that of
-    `models.cpu.cpu_dtype` on a CPU. verify: compare the files of a lowbit checkpoint with the checksums in its config.json first,
-    which reads them once more. Raises CheckpointError for architectures that do not predict the next token, for parameters that
-    the files lack, have too many of, or of another shape, and for numbers that are not finite; it names them. Raises ValueError
-    for a checkpoint that is quantized already, to something else than `scheme`.
+    `models.cpu.cpu_dtype` on a CPU. verify: compare the files of a lowbit checkpoint with the checksums in its config.json
+    first, which reads them once more. Raises CheckpointError for architectures that do not predict the next token, for
+    parameters that the files lack, have too many of, or of another shape, and for numbers that are not finite; it names them.
+    Raises ValueError for a checkpoint that is quantized already, to something else than `scheme`.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     config, folder = config_of(source), Path(source)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -12,13 +11,14 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader, CheckpointWriter, LayerEntry, Manifest, layer_tensors
+from lowbit.checkpoint.target import check_space, discard
 from lowbit.formats import QuantTensor, Scheme, parse_scheme
-from lowbit.models.calibrate import Calibration, Finished, Results, calibrate_layers, recipe_of
+from lowbit.models.calibrate import Calibration, Finished, Results, calibrate_layers, finished_bytes, recipe_of
 from lowbit.models.complete import require_complete, require_finite_tensor
 from lowbit.models.decoder import Decoder
 from lowbit.models.hf import give_back_freed_memory, plan_for
 from lowbit.models.names import Names
-from lowbit.models.sensitivity import measure_sensitivity
+from lowbit.models.sensitivity import SCRATCH_FILES, measure_sensitivity
 from lowbit.models.skeleton import skeleton
 from lowbit.nn.convert import Plan, matches, quantized
 from lowbit.quantize.hqq import hqq
@@ -60,6 +60,7 @@ def quantize_checkpoint(
     """
     source, target = Path(source), Path(target)
     method, device = Rtn(search) if method is None else method, _computing(device)
+    writer = CheckpointWriter(target, overwrite=overwrite, sources=[source], say=say)
     with CheckpointReader(source) as reader:
         if reader.manifest is not None or "quantization_config" in reader.config:
             kind = reader.config.get("quantization_config", {}).get("quant_method", "unknown")
@@ -73,8 +74,9 @@ def quantize_checkpoint(
         _same_weights(reader, plan, modules)
         if not plan.shapes:
             raise ValueError("; ".join([f"{source}: nothing in it can be quantized to {plan.scheme}", *plan.lines()[1:]]))
-        writer = CheckpointWriter(target, overwrite=overwrite)
         _announce(low_rank, plan, say)
+        needed_bytes = _output_bytes(reader, modules, plan, mixed, low_rank)
+        writer.reserve(needed_bytes)
         plan = dataclasses.replace(plan, others=_wide(plan, wide_inputs, mixed))
         weights = _Weights(reader, plan, method, device, low_rank)
         if mixed is not None:
@@ -85,7 +87,7 @@ def quantize_checkpoint(
             plan = weights.plan = dataclasses.replace(plan, others=others)
         static = any(scheme.static_activations for scheme in weights.schemes.values())
         if static or not isinstance(method, DATA_FREE):
-            weights.calibrate(target, calibration or Calibration(), say, progress)
+            weights.calibrate(target, calibration or Calibration(), needed_bytes, say, progress)
         entries = {}
         with writer:
             for tensor in tqdm(reader.names(), desc=f"{scheme}", unit="tensor", disable=not progress, leave=False):
@@ -138,13 +140,13 @@ class _Weights:
             )
         tokens = calibration.tokens(self.reader.folder)
         scratch = target.absolute().parent / f".{target.name}.sensitivity"
-        shutil.rmtree(scratch, ignore_errors=True)  # a killed run's
+        discard(scratch, SCRATCH_FILES)  # a killed run's
         try:
             units = measure_sensitivity(
                 decoder, list(self.plan.linears), schemes, tokens, _existing(scratch), low_rank=self.low_rank, progress=progress
             )
         finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+            discard(scratch, SCRATCH_FILES)
         weights = sum(self.plan.linears[name][0] * self.plan.linears[name][1] for unit in units for name in unit)
         chosen = choose({" ".join(unit): rows for unit, rows in units.items()}, mixed.bits * weights)
         for unit, candidate in chosen.items():
@@ -157,10 +159,16 @@ class _Weights:
             "from the 16-bit model are expected, by second-order estimate and if rounded to nearest"
         )
 
-    def calibrate(self, target: Path, calibration: Calibration, say: Callable[[str], None], progress: bool) -> None:
-        """Quantizes the decoder's layers, or what is left of them when an earlier run was killed."""
+    def calibrate(
+        self, target: Path, calibration: Calibration, needed_bytes: int, say: Callable[[str], None], progress: bool
+    ) -> None:
+        """Quantizes the decoder's layers, or what is left of them when an earlier run was killed; the output will take
+        `needed_bytes` beside them."""
         decoder = self._decoder()
         tokens = calibration.tokens(self.reader.folder)
+        kept = [n * k for name, (n, k) in self.plan.linears.items() if name.startswith(f"{decoder.name}.")]
+        beside = sum(kept) - finished_bytes(target)
+        check_space(target, needed_bytes + beside, "the checkpoint, with its finished layers at a byte per weight,")
         finished = Finished(target, recipe_of(self.reader, self.schemes, self.method, self.low_rank, tokens, decoder))
         say(f"calibrating on {tokens.shape[0]} x {tokens.shape[1]} tokens; finished layers are kept in {finished.folder}")
         replaced = {f"{name}.weight": self._rounded(decoder.file_name(f"{name}.weight"), name) for name in self.plan.embeddings}
@@ -277,6 +285,17 @@ def _same_weights(reader: CheckpointReader, plan: Plan, modules: dict[str, str])
             raise CheckpointError(
                 f"{reader.folder}: {a} and {b} differ, config.json says that they are tied; set tie_word_embeddings to false"
             )
+
+
+def _output_bytes(reader: CheckpointReader, modules: dict[str, str], plan: Plan, mixed: Mixed | None, low_rank: int) -> int:
+    """What the tensors of the output take; with `mixed`, at least."""
+    schemes = [plan.scheme] if mixed is None else [parse_scheme(name) for name in mixed.schemes]
+    plain = [name for name in reader.names() if modules.get(name) not in plan.shapes and modules.get(name) not in plan.tied]
+    total = sum(info.end - info.begin for info in map(reader.info, plain))
+    for name, shape in plan.shapes.items():
+        rank = low_rank if name in plan.linears else 0
+        total += min(stored_bits(shape, scheme, rank) for scheme in schemes) // 8
+    return total
 
 
 def _same_layers(candidate: Plan, plan: Plan) -> None:

@@ -19,6 +19,9 @@ from lowbit.quantize.mixed import Candidate, sensitivity
 TOKENS = 4096
 """Of the calibration text, enough: docs/quantize.md has the figures."""
 
+SCRATCH_FILES = ("[0-9]*.safetensors",)
+"""Names of the files of hidden states that `measure_sensitivity` leaves in its folder."""
+
 
 def measure_sensitivity(
     decoder: Decoder,

@@ -8,11 +8,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from lowbit.checkpoint.reader import model_folder
+from lowbit.eval.results import check_plot
 from lowbit.study.data import gather
 from lowbit.study.page import write_pages
 from lowbit.study.plot import plot
-from lowbit.study.results import load
+from lowbit.study.results import STUDY, load
 from lowbit.study.run import Settings, run
+
+PLOT = "quality.png"
 
 
 def study(
@@ -56,10 +60,10 @@ def study(
         raise ValueError(f"--dtype is float32 or bfloat16, got {dtype!r}")
     if name is not None and len(models or []) != 1:
         raise ValueError(f"--name names the result file of one model, got {len(models or [])}")
+    check_plot(results / PLOT, STUDY)
     settings = Settings(window, windows, samples, length, limit, dtype, run_generated_code)
     for model in models or []:
-        if not (model / "config.json").is_file():
-            raise ValueError(f"{model}: give the folder of a Transformers model (with config.json and *.safetensors)")
+        model_folder(model)
         if not data.exists():
             gather(data, say)
         path = results / f"{name or model.resolve().name}.json"
@@ -72,7 +76,7 @@ def study(
     for line in write_pages(documents, page or [Path("docs/study.md"), Path("docs/quantize.md")]):
         say(f"wrote {line}")
     try:
-        plot(documents, results / "quality.png")
-        say(f"wrote {results / 'quality.png'}")
+        plot(documents, results / PLOT)
+        say(f"wrote {results / PLOT}")
     except ValueError as error:
         say(f"no plot: {error}")

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
-from lowbit.eval.results import write_whole
+from lowbit.checkpoint.target import replace_file
 from lowbit.eval.text import sample_text
 from lowbit.models.calibrate import Calibration
 
@@ -61,7 +61,7 @@ def gather(folder: Path, say: Callable[[str], None]) -> None:
             say(f"without {name}: {getattr(error, 'stderr', None) or error}")
             continue
         content = made.encode() if isinstance(made, str) else made
-        write_whole(target, lambda scratch, content=content: scratch.write_bytes(content))  # type: ignore[misc]
+        replace_file(target, lambda scratch, content=content: scratch.write_bytes(content))  # type: ignore[misc]
         say(f"wrote {target}")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from lowbit.eval.report import number, replace_block
+from lowbit.eval.report import number, read_page, replace_block
 from lowbit.study.cases import DEFAULT_TEXT, FORMATS
 from lowbit.study.results import UNQUANTIZED, figure_of
 from lowbit.study.run import SEEN
@@ -26,7 +26,7 @@ def write_pages(documents: Sequence[Document], pages: Sequence[Path]) -> list[st
     `BLOCKS`. Returns what was written, "PAGE: NAME". Raises ValueError for a page without any mark."""
     written = []
     for page in pages:
-        text = page.read_text(encoding="utf-8")
+        text = read_page(page)
         names = [name for name in BLOCKS if f"<!-- study:{name} -->" in text]
         if not names:
             raise ValueError(f"{page}: has none of the marks <!-- study:NAME -->, NAME one of {', '.join(BLOCKS)}")

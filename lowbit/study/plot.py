@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lowbit.eval.results import write_whole
-from lowbit.picture import Theme, label_points, new_figure, plain, write_pictures
+from lowbit.eval.results import write_plots
+from lowbit.picture import Theme, label_points, new_figure, plain
 from lowbit.study.page import DEFAULTS, FIRST, change, grid_scheme, mean_kl, row_of, texts_of
+from lowbit.study.results import STUDY
 
 
 def plot(documents: Sequence[dict[str, Any]], path: Path) -> None:
@@ -21,7 +22,7 @@ def plot(documents: Sequence[dict[str, Any]], path: Path) -> None:
     drawn = [document for document in documents if len(texts_of(document)) > 1 and _points(document)]
     if not drawn:
         raise ValueError("the results hold no quantized model to plot")
-    write_pictures(path, lambda theme: _draw(drawn, theme), write_whole)
+    write_plots(path, STUDY, lambda theme: _draw(drawn, theme))
 
 
 def _draw(documents: Sequence[dict[str, Any]], theme: Theme) -> Any:

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from lowbit.eval.figure import Figure
-from lowbit.eval.results import as_json, machine, versions, write_whole
+from lowbit.eval.results import as_json, machine, read_json, versions, write_json
 
 SCHEMA = 1
+STUDY = "lowbit study"
 UNQUANTIZED = "16 bits"
 """Key of the row of the model as it came."""
 _ROW = {"key", "scheme", "method", "calibration", "bits_per_weight", "seconds", "figures"}
@@ -35,7 +36,7 @@ class Results:
                 )
             return
         self.document = {
-            "schema": SCHEMA, "study": True, "date": datetime.date.today().isoformat(), "complete": False,
+            "result": STUDY, "schema": SCHEMA, "date": datetime.date.today().isoformat(), "complete": False,
             "machine": machine(), "versions": versions(("transformers", "tokenizers", "rouge-score")), "request": request,
             "rows": [],
         }  # fmt: skip
@@ -55,18 +56,12 @@ class Results:
     def write(self, complete: bool = False) -> None:
         """Replaces the file in one step."""
         self.document["complete"] = complete
-        text = as_json(self.document)
-        write_whole(self.path, lambda scratch: scratch.write_text(text))
+        write_json(self.path, self.document)
 
 
 def load(path: Path) -> dict[str, Any]:
     """The document of a result file; raises ValueError that says what is wrong with it."""
-    try:
-        document: Any = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not JSON ({error})") from error
-    if not isinstance(document, dict) or not document.get("study") or document.get("schema") != SCHEMA:
-        raise ValueError(f"{path}: not a result file of `lowbit study` (schema {SCHEMA})")
+    document = read_json(path, STUDY, SCHEMA)
     for number, row in enumerate(document["rows"]):
         if missing := sorted(_ROW - set(row)):
             raise ValueError(f"{path}: row {number} lacks {', '.join(missing)}")

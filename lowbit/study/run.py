@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import fnmatch
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lowbit.checkpoint import CheckpointReader, expected_tensors
+from lowbit.checkpoint.target import CHECKPOINT, discard
 from lowbit.eval.choice import choose
 from lowbit.eval.divergence import divergence
 from lowbit.eval.figure import Figure
@@ -101,7 +101,7 @@ def run(
             _add(case, source, work, measure, settings, device, progress, results)
     if all(case.key in results for case in wanted):
         results.write(complete=True)
-        shutil.rmtree(work, ignore_errors=True)
+        discard(work, [f"{task.name}.txt" for task in texts])
     return results
 
 
@@ -131,7 +131,7 @@ def _add(
         "calibration": None if calibration is None else {"text": case.text, "seed": case.seed},
     }  # fmt: skip
     results.add(row, figures)
-    shutil.rmtree(target)
+    discard(target, CHECKPOINT)
 
 
 class _Measure:

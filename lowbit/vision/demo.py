@@ -62,7 +62,7 @@ def run(
         network = quantize(model, images.split(128), scheme, fine_tuning=TUNING if tuned else None, say=say)
         got = answers(network, test, device)
         name = f"fashion-{scheme}{'-tuned' * tuned}"
-        save(network, out / name, overwrite=True)
+        save(network, out / name, overwrite=True, say=say)
         same = 100 * float((got.argmax(1) == wanted.argmax(1)).float().mean())
         seconds = time.perf_counter() - start
         rows.append(Row(scheme, tuned, top1(got, test), same, divergence(wanted, got), weight_bytes(network), seconds))

@@ -52,12 +52,15 @@ _FLOATING = (
 """Operations of aten that a saved network may hold; each computes on its arguments alone."""
 
 
-def save(network: QuantizedNetwork, folder: str | Path, *, overwrite: bool = False) -> None:
-    """Writes `network` to `folder`. Raises CheckpointError if it is there already, unless `overwrite`, cannot be written, or
-    if the network has a floating-point operation that cannot be saved."""
+def save(
+    network: QuantizedNetwork, folder: str | Path, *, overwrite: bool = False, say: Callable[[str], None] = lambda line: None
+) -> None:
+    """Writes `network` to `folder`; `say` gets a line on what it replaced. Raises CheckpointError if something is there, unless
+    with `overwrite` that is a network or checkpoint, if it cannot be written, and if the network has a floating-point operation
+    that cannot be saved."""
     program = network.program
     tensors: dict[str, Tensor] = {}
-    with CheckpointWriter(folder, overwrite=overwrite) as writer:
+    with CheckpointWriter(folder, overwrite=overwrite, say=say) as writer:
         operations = [_written(op, f"op{i}", tensors.__setitem__) for i, op in enumerate(program.operations)]
         if not program.layers:
             tensors["empty"] = torch.zeros(1)

@@ -31,7 +31,8 @@ def test_without_a_gpu_and_with_a_wrong_type():
 
 def document(**changed):
     return {
-        "schema": 1, "benchmark": "activations", "date": "2026-11-21", "complete": True, "machine": {"gpu": "NVIDIA H200"},
+        "result": "lowbit bench activations", "schema": 1, "date": "2026-11-21", "complete": True,
+        "machine": {"gpu": "NVIDIA H200"},
         "versions": {"torch": "2.11", "triton": "3.6"}, "dtype": "float16", "copy_bytes_per_s": 4e12,
         "rows": [
             {"operation": "int8", "m": 16, "k": 4096, "us": 1.26, "nbytes": 3 * 16 * 4096},
@@ -63,7 +64,7 @@ def test_files_that_are_no_results(tmp_path):
     for text, why in (
         ("{", "not JSON"),
         ("[]", "not a result file"),
-        (json.dumps(document(benchmark="conv")), "not a result file"),
+        (json.dumps(document(result="lowbit bench conv")), "not a result file"),
         (json.dumps({key: value for key, value in document().items() if key != "machine"}), "'machine'"),
         (json.dumps(document(rows=[{"operation": "int8", "m": 1, "k": 8}])), "row 0 lacks nbytes, us"),
     ):

@@ -111,7 +111,7 @@ def document():
     layer = {"storage": "u4", "fusion": "add", "batch": 128, "layer": "layer1.0.conv1", "us": 10.0, "limit_us": 5.0}
     layer |= {"bound": "memory", "operations": 3.3e9, "bytes": 2.6e7}
     return {
-        "benchmark": "conv", "date": "2026-11-21", "machine": {"gpu": "NVIDIA H200", "sm": 90},
+        "result": "lowbit bench conv", "schema": 1, "date": "2026-11-21", "machine": {"gpu": "NVIDIA H200", "sm": 90},
         "rows": [row | {"ms": 1.0, "images_s": 128000.0, "limit_ms": 0.5}, failed],
         "layers": [layer, layer | {"layer": "average pool", "us": 6.0, "operations": 0.0}],
     }  # fmt: skip
@@ -137,10 +137,10 @@ def test_files_are_checked(tmp_path):
     path.write_text("{")
     with pytest.raises(ValueError, match="not JSON"):
         load(path)
-    path.write_text(json.dumps({"benchmark": "gemm"}))
+    path.write_text(json.dumps({"result": "lowbit bench gemm"}))
     with pytest.raises(ValueError, match="not a result file of `lowbit bench conv`"):
         load(path)
-    path.write_text(json.dumps({"benchmark": "conv"}))
+    path.write_text(json.dumps({"result": "lowbit bench conv", "schema": 1}))
     with pytest.raises(ValueError, match="holds no 'machine'"):
         load(path)
 

@@ -13,10 +13,11 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from lowbit.checkpoint import CheckpointReader
+from lowbit.checkpoint.target import replace_file
 from lowbit.cli import app
 from lowbit.eval import report, suite
 from lowbit.eval.plot import plot
-from lowbit.eval.results import as_json, write_whole
+from lowbit.eval.results import as_json
 from tests.tiny import save_tiny, tiny_tokenizer
 
 HAS_ROUGE = importlib.util.find_spec("rouge_score") is not None
@@ -145,7 +146,7 @@ def test_a_file_is_whole_or_as_it_was(tmp_path):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_whole(target, half)
+        replace_file(target, half)
     assert target.read_text() == "old" and os.listdir(tmp_path) == ["a.json"]
 
 

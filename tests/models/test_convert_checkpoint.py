@@ -270,8 +270,13 @@ def test_existing_folders_and_unknown_targets(tmp_path):
     with pytest.raises(CheckpointError, match="not empty"):
         convert_checkpoint(DATA / "awq-auto-round", tmp_path / "c")
     assert (tmp_path / "c" / "mine").exists()
-    convert_checkpoint(DATA / "awq-auto-round", tmp_path / "c", overwrite=True)
-    assert not (tmp_path / "c" / "mine").exists()
+    with pytest.raises(CheckpointError, match="no part of a checkpoint: mine"):
+        convert_checkpoint(DATA / "awq-auto-round", tmp_path / "c", overwrite=True)
+    (tmp_path / "c" / "mine").unlink()
+    said = []
+    for to in ("dequantized", "lowbit"):
+        convert_checkpoint(DATA / "awq-auto-round", tmp_path / "c", to, overwrite=True, say=said.append)
+    assert len(said) == 1 and "c, an unquantized checkpoint, 0." in said[0]
     with pytest.raises(CheckpointError, match="is a lowbit checkpoint already"):
         convert_checkpoint(tmp_path / "c", tmp_path / "d")
     with pytest.raises(CheckpointError, match="converted to lowbit, gptq.*not to 'onnx'"):

@@ -208,6 +208,21 @@ def test_damaged_checkpoints_are_refused_while_loading(folder, tmp_path):
         load(tmp_path / "a")
 
 
+def test_checksums_of_other_files_are_not_saved(folder, tmp_path):
+    """Transformers writes other files than those that the checksums in config.json are of."""
+    quantize_checkpoint(folder, tmp_path / "a", "w8a16")
+    stated = json.loads((tmp_path / "a" / "config.json").read_text())["quantization_config"]
+    assert list(stated["files"]) == ["model.safetensors"]
+    for target in ("b", "a"):
+        load(tmp_path / "a").save_pretrained(tmp_path / target)
+        written = json.loads((tmp_path / target / "config.json").read_text())["quantization_config"]
+        assert not {"files", "sha256"} & set(written) and written["layers"] == stated["layers"]
+        with CheckpointReader(tmp_path / target) as reader:
+            assert reader.verify_files() == ()
+            reader.check()
+    assert same_state(load(tmp_path / "a"), load(tmp_path / "b"))
+
+
 def test_weights_that_cannot_be_quantized_name_the_layer(tmp_path):
     model = tiny_llama()
     model.model.layers[1].mlp.up_proj.weight.data[0, 0] = float("inf")

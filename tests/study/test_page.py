@@ -41,7 +41,7 @@ def document(*rows):
     listed = [{"task": t, "kind": "text", "sha256": "0" * 64} for t in ("opticks", "topics")]
     first = {"key": "16 bits", "scheme": None, "method": None, "calibration": None, "bits_per_weight": 16.0, "seconds": 0.0}
     return {
-        "schema": 1, "study": True, "complete": True, "date": "2026-01-01", "versions": {"torch": "2"},
+        "result": "lowbit study", "schema": 1, "complete": True, "date": "2026-01-01", "versions": {"torch": "2"},
         "machine": {"gpus": [], "processor": "x", "threads": 1}, "rows": [first | {"figures": base}, *rows],
         "request": {"model": "m", "group": 64, "settings": {}, "tasks": listed},
     }  # fmt: skip

@@ -1,0 +1,241 @@
+"""Where a command may write: nothing is replaced but what this library wrote or knows, and never what is being read.
+
+A folder is replaced only on request, and only if it is a checkpoint: config.json, safetensors files, and nothing beside them
+that is not part of one. A result file (JSON, a page, a plot) says in itself which command wrote it, and is replaced only by the
+same command. Both appear complete under another name first and are renamed, so what was there stays until then, also when the
+disk is full or the process is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from fnmatch import fnmatchcase
+from glob import escape
+from pathlib import Path
+
+from lowbit.checkpoint.reader import INDEX, read_json
+from lowbit.checkpoint.schema import METHOD, CheckpointError
+
+COMPANIONS = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "merges.txt",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+"""Small files of a Transformers folder that belong to the model whatever its weights; never weights, never code."""
+
+CHECKPOINT = ("config.json", INDEX, "*.safetensors", "quantize_config.json", "quant_config.json", *COMPANIONS)
+"""Names of the files of a checkpoint; a folder with any other is not replaced."""
+
+_MAX_RESULT_BYTES = 1 << 23
+_RESULT = re.compile(
+    rb"""\s*\{\s*"result":\s*"(?P<json>lowbit[a-z -]*)"
+       | <!--\ result:\ (?P<page>lowbit[a-z -]*?)\ -->
+       | (?:\x89PNG|<\?xml|%PDF).*?(?:Creator\x00|<dc:title>|/Creator\ \()(?P<plot>lowbit[a-z -]*)""",
+    re.DOTALL | re.VERBOSE,
+)
+"""The beginning of a result file, with the command that wrote it."""
+
+
+def check_folder(folder: Path, *, overwrite: bool, sources: Iterable[Path] = ()) -> str | None:
+    """What would be replaced by writing the folder, in words; None where nothing is there, or an empty folder.
+
+    folder: absolute, links followed. Raises CheckpointError when it is, holds or lies in one of `sources` (files or folders, or
+    what their links lead to), when it is not empty and `overwrite` is false, and when it is not a checkpoint.
+    """
+    for source in sources:
+        _check_apart(folder, Path(source))
+    if not os.path.lexists(folder):
+        if not _existing(folder).is_dir():
+            raise CheckpointError(f"{folder}: {_existing(folder)} is not a folder; choose another place")
+        return None
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: exists and is not a folder")
+    if not any(folder.iterdir()):
+        return None
+    if not overwrite:
+        raise CheckpointError(f"{folder}: exists and is not empty; choose another folder, or overwrite it (--overwrite)")
+    return _checkpoint_in_words(folder)
+
+
+def _check_apart(folder: Path, source: Path) -> None:
+    real = Path(os.path.realpath(source))
+    advice = "choose a folder apart from what is read"
+    if _same(folder, real):
+        raise CheckpointError(f"{folder}: is the source itself; {advice}")
+    if real.is_dir() and _holds(real, folder):
+        raise CheckpointError(f"{folder}: lies in the source {source}; {advice}")
+    linked = [file for file in real.iterdir() if file.is_symlink()] if real.is_dir() else []
+    for read in (real, *linked):
+        if _holds(folder, Path(os.path.realpath(read))):
+            raise CheckpointError(f"{folder}: holds the source {source if read is real else read}; {advice}")
+
+
+def _same(a: Path, b: Path) -> bool:
+    """Whether two absolute paths name one file or folder; by the file itself, which names of other case or mounts share."""
+    return a == b or (a.exists() and b.exists() and os.path.samefile(a, b))
+
+
+def _holds(outer: Path, inner: Path) -> bool:
+    return any(_same(outer, parent) for parent in (inner, *inner.parents))
+
+
+def _checkpoint_in_words(folder: Path) -> str:
+    """What a checkpoint is, for the report of having replaced it; raises CheckpointError, naming what else is there."""
+    found = sorted(folder.iterdir())
+    strangers = [f"{p.name}/" if p.is_dir() else p.name for p in found if not _is_file(p) or not _fits(p.name, CHECKPOINT)]
+    if strangers:
+        named = ", ".join(strangers[:5]) + (f" and {len(strangers) - 5} more" if len(strangers) > 5 else "")
+        raise CheckpointError(
+            f"{folder}: is not replaced, it holds what is no part of a checkpoint: {named}; choose another folder, or delete "
+            "this one yourself"
+        )
+    if not any(p.suffix == ".safetensors" for p in found) or not (folder / "config.json").exists():
+        raise CheckpointError(
+            f"{folder}: is not replaced, it is no checkpoint (config.json and *.safetensors); choose another folder, or delete "
+            "this one yourself"
+        )
+    size = f"{sum(p.stat().st_size for p in found) / 1e6:,.1f} MB"
+    config = read_json(folder / "config.json")
+    stated = config.get("quantization_config")
+    read = stated.get if isinstance(stated, dict) else {}.get
+    method, layers, scheme = read("quant_method"), read("layers"), read("scheme")
+    if method == METHOD and isinstance(layers, dict):
+        return f"a lowbit checkpoint of {len(layers)} layers ({scheme}), {size}"
+    return f"{'an unquantized' if method is None else f'a {method}'} checkpoint, {size}"
+
+
+def discard(folder: Path, names: Iterable[str]) -> None:
+    """Removes the files of a folder that fit one of the patterns `names`, then the folder if nothing else was in it. Follows no
+    link and enters no sub-folder: what somebody else put there stays."""
+    if folder.is_symlink() or not folder.is_dir():
+        return
+    for path in folder.iterdir():
+        if _is_file(path) and _fits(path.name, names):
+            path.unlink(missing_ok=True)
+    if not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def left_behind(folder: Path, kind: str) -> Iterator[Path]:
+    """Hidden `.NAME.KIND-PROCESS` beside a folder or file whose process does not run any more, or is this one."""
+    stem = f".{folder.name}.{kind}-"
+    for path in sorted(folder.parent.glob(f"{escape(stem)}*")):
+        number = path.name.removeprefix(stem)
+        if number.isdecimal() and (int(number) == os.getpid() or not _runs(int(number))):
+            yield path
+
+
+def hidden(path: Path, kind: str) -> Path:
+    """The path under which this process keeps something for `path`, beside it."""
+    return path.with_name(f".{path.name}.{kind}-{os.getpid()}")
+
+
+def check_space(folder: Path, needed_bytes: int, what: str) -> None:
+    """Raises CheckpointError unless the file system of `folder`, which need not exist, has so many bytes free for `what`."""
+    free = free_bytes(folder)
+    if free < needed_bytes:
+        raise CheckpointError(
+            f"{folder}: {what} needs {needed_bytes:,} bytes there, {free:,} are free on {mount_of(folder)}; free some space or "
+            "choose a folder on another disk"
+        )
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that may still be written where `path`, which need not exist, lies."""
+    return shutil.disk_usage(_existing(path)).free
+
+
+def mount_of(path: Path) -> Path:
+    """Where the file system of a path is mounted."""
+    return next(p for p in (_existing(path), *_existing(path).parents) if os.path.ismount(p))
+
+
+def _existing(path: Path) -> Path:
+    absolute = path.absolute()
+    return next(p for p in (absolute, *absolute.parents) if p.exists())
+
+
+def check_file(path: Path, result: str) -> Path:
+    """`path` with links followed, if `result` (the command, such as "lowbit eval") may be written there: to a new or empty
+    file, or in place of an earlier result of the same command. Raises ValueError for everything else."""
+    real = Path(os.path.realpath(path))
+    if real.is_dir():
+        raise ValueError(f"{path}: is a folder; name a file for the result of {result}")
+    if not os.path.lexists(real):
+        if not _existing(real).is_dir():
+            raise ValueError(f"{path}: {_existing(real)} is not a folder; name another file for the result of {result}")
+        return real
+    if not real.is_file():
+        raise ValueError(f"{path}: is no regular file, and a result replaces the whole file; name another file")
+    with real.open("rb") as file:
+        match = _RESULT.match(file.read(_MAX_RESULT_BYTES))
+    found = match and next(filter(None, match.groups()))
+    if found != result.encode() and real.stat().st_size:
+        what = f"a result of {found.decode()}, not of {result}" if found else f"no result of {result}"
+        raise ValueError(f"{path}: exists and is {what}; it is not replaced: name another file, or delete this one yourself")
+    return real
+
+
+def write_result(path: Path, result: str, write: Callable[[Path], object]) -> None:
+    """Writes a result file, which `write` must mark with `result` (`check_file`); raises ValueError where it may not go."""
+    replace_file(check_file(path, result), write)
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Lets `write` fill a file beside `path`, brings it to the disk, then puts it in its place: never half a file, and no
+    left-overs on Ctrl-C. Raises OSError, naming the path, when the disk is full or the folder cannot be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for abandoned in left_behind(path, "part"):
+        abandoned.unlink(missing_ok=True)
+    scratch, free = hidden(path, "part"), free_bytes(path)
+    try:
+        write(scratch)
+        sync(scratch)
+        os.replace(scratch, path)
+    except OSError as error:
+        where = f"{free:,} bytes were free on {mount_of(path)}"
+        raise OSError(f"{path}: cannot be written ({error.strerror}; {where})") from error
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Brings a file or folder to the disk, so that the rename that follows cannot outrun its contents."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _fits(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _is_file(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
+
+
+def _runs(process: int) -> bool:
+    """Whether there is a process of that number; as if there were, where asking would end it."""
+    if os.name != "posix":
+        return True
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
