@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from lowbit import __version__, demo
 from lowbit.checkpoint import CheckpointReader
-from lowbit.cli import app
+from lowbit.cli import app, err, out
 from tests.checkpoint.foreign import DATA
 from tests.tiny import save_tiny
 
@@ -37,6 +37,7 @@ def quantized(fp16, tmp_path_factory):
 
 
 def run(*arguments):
+    out.width = err.width = 200  # whatever COLUMNS was when they were made
     result = CliRunner().invoke(app, [str(a) for a in arguments], env={"COLUMNS": "200"})
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception

@@ -321,16 +321,18 @@ class TestResultFiles:
     def test_plots_replace_plots_of_the_same_command(self, tmp_path, kind):
         figure = pytest.importorskip("matplotlib.figure").Figure()
         figure.subplots().plot([1, 2])
-        from lowbit.eval.results import write_plot
+        from lowbit.eval.results import write_plots
 
         path = tmp_path / f"p.{kind}"
         for _ in range(2):
-            write_plot(path, "lowbit study", figure)
-        with pytest.raises(ValueError, match="is a result of lowbit study, not of lowbit bench gemm"):
-            check_plot(path, "lowbit bench gemm")
-        figure.savefig(path)
-        with pytest.raises(ValueError, match="is no result of lowbit study"):
-            write_plot(path, "lowbit study", figure)
+            write_plots(path, "lowbit study", lambda theme: figure)
+        for written in (path, path.with_stem("p-dark")):
+            with pytest.raises(ValueError, match="is a result of lowbit study, not of lowbit bench gemm"):
+                check_plot(path, "lowbit bench gemm")
+            figure.savefig(written)
+            with pytest.raises(ValueError, match=rf"{written.name}: exists and is no result of lowbit study"):
+                write_plots(path, "lowbit study", lambda theme: figure)
+            written.unlink()
 
     def test_other_endings_are_refused(self, tmp_path):
         with pytest.raises(ValueError, match=r"p\.gif: a plot is a \.png, \.svg or \.pdf file"):

@@ -95,7 +95,7 @@ def test_tame_programs_pass(program, spaces):
         ("import __main__\n__main__.ctypes.CDLL(None)", "refused: ctypes.dlopen"),
         ("import gc\n[m for m in gc.get_objects() if getattr(m, '__name__', '') == 'ctypes'][0].CDLL(None)", "refused: ctypes"),
         ("import os\nos.mkfifo('a')", "refused: os.mkfifo"),
-        ("x = []\nwhile True: x.append(bytearray(1 << 26))", "MemoryError"),
+        ("x = []\nwhile True: x.append(bytes(1 << 26))", "MemoryError"),  # not touched, so that a busy machine needs no time
         ("import os\nf = []\nwhile True: f.append(os.memfd_create('a'))", "Too many open files"),
         ("import threading, time\nthreading.Thread(target=time.sleep, args=(100,)).start()", ""),
         ("def f(): f()\nf()", "RecursionError"),

@@ -95,7 +95,7 @@ def assert_formula(fragment: Fragment, formula: Formula) -> None:
             assert (row[thread, register, element], col[thread, register, element]) == (16 * warp + want_row, want_col)
 
 
-@pytest.mark.parametrize(("atom", "a", "b"), MMA_SYNC, ids=str)
+@pytest.mark.parametrize(("atom", "a", "b"), MMA_SYNC, ids=lambda value: getattr(value, "__name__", None) or str(value))
 def test_mma_sync_fragments(atom: MmaAtom, a: Formula, b: Formula) -> None:
     assert atom.threads == 32
     assert_formula(atom.a, a)
@@ -104,7 +104,7 @@ def test_mma_sync_fragments(atom: MmaAtom, a: Formula, b: Formula) -> None:
     assert_formula(atom.c, c_any)
 
 
-@pytest.mark.parametrize(("atom", "a"), WGMMA, ids=str)
+@pytest.mark.parametrize(("atom", "a"), WGMMA, ids=lambda value: getattr(value, "__name__", None) or str(value))
 def test_wgmma_fragments(atom: MmaAtom, a: Formula) -> None:
     assert atom.threads == 128
     assert atom.b is None

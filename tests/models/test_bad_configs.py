@@ -58,7 +58,13 @@ MODEL = {
         r"config\.json: .*KeyError: 'spiral'.*rope_parameters\.rope_type is 'spiral'",
     ),
     "activation": (lambda c: c.update(hidden_act="sillu"), r"config\.json: .*hidden_act is 'sillu'"),
-    "no list of architectures": (lambda c: c.update(architectures="LlamaForCausalLM"), r"json: architectures is a list"),
+    "no list of architectures": (
+        lambda c: c.update(architectures="LlamaForCausalLM"),
+        r"json: (architectures is a list|.*'architectures' expected a list)",
+    ),
+        lambda c: c.update(architectures="LlamaForCausalLM"),
+        r"json: (architectures is a list|.*'architectures' expected a list)",
+    ),
     "unknown architecture": (
         lambda c: c.update(architectures=["LamaForCausalLM"]),
         r"config\.json: .*'LamaForCausalLM', which is no",

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lowbit.formats import parse_scheme
-from lowbit.hardware.machine import typical_machine
+from lowbit.hardware.machine import machine_of, typical_machine
 from lowbit.kernels.choose_scaled import candidates_scaled
 from lowbit.kernels.reference import FUNCTIONS
 from lowbit.ops import byte_gemm, byte_refusals, describe_scaled, pack_scaled_weight, quantize_activations
@@ -104,7 +104,7 @@ def test_tiles_other_than_the_chosen_one(scheme, m):
     widest = [tile for tile in rows if tile.splits == 1 and tile.columns == max(t.columns for t in rows if t.splits == 1)]
     pairs = [tile for tile in rows if tile.pair and tile.columns >= 64]
     for tile in dict.fromkeys(rows[:: max(1, len(rows) // 4)] + widest + pairs):
-        plan = plan_for_scaled(tile, shape, q.scheme, torch.bfloat16, "token", False, False, x.device)
+        plan = plan_for_scaled(tile, shape, q.scheme, torch.bfloat16, "token", False, False, machine_of(x.device))
         arguments = (x, x_scale, None, w.codes, w.scale, w.channel_scale, w.sums, None)
         y, again = (plan(*arguments, *workspace(x.device, *plan.workspace)) for _ in range(2))
         assert relative_error(y, expected) <= bound(scheme, torch.bfloat16), str(tile)
