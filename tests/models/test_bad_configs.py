@@ -62,9 +62,6 @@ MODEL = {
         lambda c: c.update(architectures="LlamaForCausalLM"),
         r"json: (architectures is a list|.*'architectures' expected a list)",
     ),
-        lambda c: c.update(architectures="LlamaForCausalLM"),
-        r"json: (architectures is a list|.*'architectures' expected a list)",
-    ),
     "unknown architecture": (
         lambda c: c.update(architectures=["LamaForCausalLM"]),
         r"config\.json: .*'LamaForCausalLM', which is no",
