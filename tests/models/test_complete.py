@@ -124,19 +124,24 @@ def test_one_of_tied_weights_is_enough(tmp_path, stored):
     folder = save_tiny(tmp_path / "tied", tied=True)
     edit(folder, lambda tensors: tensors.update({stored: tensors.pop(EMBEDDING)}))
     assert check_checkpoint(folder) == ()
-    logits = load_causal(folder)(torch.arange(8)[None]).logits
+    logits = load_causal(folder, device="cpu")(torch.arange(8)[None]).logits
     for embeddings in (False, True):
         target = tmp_path / str(embeddings)
         quantize_checkpoint(folder, target, "w8a16", embeddings=embeddings)
         assert check_checkpoint(target) == ()
         with torch.inference_mode():
-            assert float((load_causal(target, dtype=torch.float32)(torch.arange(8)[None]).logits - logits).abs().max()) < 0.05
+            assert (
+                float(
+                    (load_causal(target, device="cpu", dtype=torch.float32)(torch.arange(8)[None]).logits - logits).abs().max()
+                )
+                < 0.05
+            )
         config = LowbitConfig("w8a16", embeddings=embeddings)
         in_memory = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=config)
         assert in_memory.state_dict().keys() == load_causal(target).state_dict().keys()
         with torch.inference_mode():
             assert torch.equal(
-                *(m(torch.arange(8)[None]).logits for m in (in_memory, load_causal(target, dtype=torch.float32)))
+                *(m(torch.arange(8)[None]).logits for m in (in_memory, load_causal(target, device="cpu", dtype=torch.float32)))
             )
     edit(folder, lambda tensors: tensors.pop(stored))
     refused(lambda: load_causal(folder), r"no file has model\.embed_tokens\.weight, lm_head\.weight, which")
@@ -154,7 +159,10 @@ def test_tied_weights_that_differ_are_not_merged(tmp_path):
     in_memory = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=config)
     with torch.inference_mode():
         assert torch.equal(
-            *(m(torch.arange(8)[None]).logits for m in (in_memory, load_causal(tmp_path / "q", dtype=torch.float32)))
+            *(
+                m(torch.arange(8)[None]).logits
+                for m in (in_memory, load_causal(tmp_path / "q", device="cpu", dtype=torch.float32))
+            )
         )
 
 
@@ -183,9 +191,9 @@ def test_what_inspect_says_of_a_whole_one(quantized):
 
 def test_checksums_are_compared_on_request(quantized, plain):
     with torch.inference_mode():
-        expected = load_causal(quantized, verify=True)(torch.arange(8)[None]).logits
+        expected = load_causal(quantized, device="cpu", verify=True)(torch.arange(8)[None]).logits
     edit(quantized, spoil(f"{PROJECTION}.weight_packed", 0, at=5))
-    assert not torch.equal(load_causal(quantized)(torch.arange(8)[None]).logits, expected)
+    assert not torch.equal(load_causal(quantized, device="cpu")(torch.arange(8)[None]).logits, expected)
     refused(lambda: load_causal(quantized, verify=True), r"model\.safetensors: is not the file that was written")
     refused(lambda: pipeline(str(quantized), verify=True), r"model\.safetensors: is not the file that was written")
     assert_command_fails(["generate", str(quantized), "a", "--verify"], "is not the file that was written")

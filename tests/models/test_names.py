@@ -118,7 +118,7 @@ class TestFusedFiles:
 
         folder = save_tiny(tmp_path / "fused")
         file = folder / "model.safetensors"
-        tensors = load_file(file)
+        tensors = {name: t.float() for name, t in load_file(file).items()}  # Transformers 5.17 does not cast what it splits
         for i in range(2):
             parts = [tensors.pop(f"model.layers.{i}.mlp.{part}_proj.weight") for part in ("gate", "up")]
             tensors[f"model.layers.{i}.mlp.gate_up.weight"] = torch.cat(parts)
@@ -220,4 +220,4 @@ class TestNoCausalHead:
     def test_a_decoder_of_that_family_is_one(self, tmp_path):
         model = BertLMHeadModel(BertConfig(**SMALL, vocab_size=160, is_decoder=True))
         model.save_pretrained(tmp_path / "bert")
-        assert torch.equal(outputs("llama", load_causal(tmp_path / "bert")), outputs("llama", model.eval()))
+        assert torch.equal(outputs("llama", load_causal(tmp_path / "bert", device="cpu")), outputs("llama", model.eval()))
