@@ -41,9 +41,12 @@ lint: $(BIN)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# A process for each core, of one thread each.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto
+
 test: lint
-	$(BIN)/python -m pytest
-	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest tests/kernels/sm80 tests/kernels/sm90
+	$(PYTEST)
+	PYTHONPATH=$(OLDEST) $(PYTEST) tests/kernels/sm80 tests/kernels/sm90
 
 # The kernels are compiled with the newest Triton by all tests, and once more with the oldest supported.
 OLDEST := $(VENV)/oldest-triton
