@@ -22,7 +22,7 @@ if __name__ == "__main__":
         try:
             model = AutoModelForCausalLM.from_pretrained(job["folder"], dtype=torch.float32, **options).eval()
             with torch.inference_mode():
-                found = {"logits": model(torch.arange(40)[None]).logits.tolist()}
+                found = {"logits": model(torch.arange(40, device=model.device)[None]).logits.tolist()}
         except ValueError as error:
             found = {"refused": str(error)}
         report = Path(f"{job['report']}.{rank}")
