@@ -20,6 +20,7 @@ from lowbit.kernels.reference import (
     rms_norm_reference,
     silu_mul_reference,
 )
+from lowbit.kernels.torch_int8 import quantize_rows
 from lowbit.ops.fragment_gemm import _Described, _described, _triton_refusals
 
 if TYPE_CHECKING:
@@ -186,6 +187,8 @@ def _plain(
     zero: Tensor | None = None, rule: str = "",
 ) -> list[Tensor]:  # fmt: skip
     parsed = _check(x, fmt, group, scale, symmetric, before, beside, weight, bias, zero, rule)
+    if fmt == "int8" and symmetric and scale is None and not (group or before or rule) and x.numel():
+        return list(quantize_rows(x))
     total = None
     if before == "silu":
         assert beside is not None

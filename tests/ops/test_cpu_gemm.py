@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowbit.formats import pack_words, parse_scheme
+from lowbit.formats import number_format, pack_words, parse_scheme
 from lowbit.kernels import torch_int4, torch_int8
-from lowbit.kernels.reference import mixed_gemm_reference
+from lowbit.kernels.reference import mixed_gemm_reference, quantize_activations_reference
+from lowbit.kernels.torch_int8 import quantize_rows
 from lowbit.ops import quantize_activations, scaled_gemm
 from lowbit.ops.cpu_gemm import choose_form, cpu_gemm, pack_for_cpu, scaled_cpu_gemm
 from lowbit.pack.cpu import VECTOR_CPUS
 from lowbit.quantize import rtn
+from tests.kernels.test_quantize_activations import hard_rows
 
 pytestmark = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() not in VECTOR_CPUS, reason="torch's int4 and int8 products need AVX2 or AVX-512"
@@ -94,6 +96,18 @@ def test_leading_dimensions_strides_and_no_rows():
 
 
 VNNI = pytest.mark.skipif(not torch_int8.sums_are_exact(), reason="torch's int8 product saturates without VNNI")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("k", [1, 16, 203, 1536])
+def test_rows_are_quantized_as_by_the_reference(k, dtype):
+    x = hard_rows(64, k, dtype).view(4, 16, k)
+    codes, scale = quantize_rows(x)
+    wanted, of_rows, _ = quantize_activations_reference(x, number_format("int8"))
+    assert torch.equal(codes, wanted) and torch.equal(scale, of_rows)
+    for value in (torch.inf, -torch.inf, torch.nan):
+        x[1, 2, 0] = value
+        assert bool(quantize_rows(x)[1][1, 2].isfinite().logical_not()), "so that no product with the row is finite"
 
 
 @VNNI
