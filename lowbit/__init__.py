@@ -12,7 +12,6 @@ load with plain `from_pretrained`.
 
 import importlib
 import importlib.abc
-import importlib.util
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -97,24 +96,34 @@ _MODELS = "transformers.modeling_utils"
 """The module of Transformers that loads models, and asks for quantization methods by name."""
 
 
-class _WithTransformers(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class _WithTransformers(importlib.abc.MetaPathFinder):
     """Registers this library's method once Transformers can load models, and not before: importing it is then no detour."""
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname != _MODELS:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        if spec is None or spec.loader is None:
-            return spec
-        self._loader, spec.loader = spec.loader, self
+        found = (f.find_spec(fullname, path, target) for f in sys.meta_path if f is not self and hasattr(f, "find_spec"))
+        spec = next((spec for spec in found if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _ThenRegister(spec.loader)
         return spec
 
+
+class _ThenRegister(importlib.abc.Loader):
+    """Loads a module as `loader` does, and leaves no trace of itself."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
+        made: ModuleType | None = self.loader.create_module(spec)
+        return made
 
     def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
+        module.__loader__ = self.loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self.loader
+        self.loader.exec_module(module)
         importlib.import_module("lowbit.models.hf")
 
 

@@ -106,10 +106,14 @@ Model = Annotated[Path, typer.Argument(help="Folder of a Transformers model, qua
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result as JSON to this file; - for standard output.")]
 
 
-def _check_json(target: Path | None, result: str) -> None:
-    """Raises ValueError, before any work, when the result of the command may not be written to the file."""
-    if target is not None and str(target) != "-":
-        check_file(target, result)
+def _check_json(target: Path | None, result: str, folder: Path | None = None) -> None:
+    """Raises ValueError, before any work, when the result of the command may not be written to the file, as where it is or lies
+    in the folder that the command writes."""
+    if target is None or str(target) == "-":
+        return
+    if folder is not None and folder.resolve() in (target.resolve(), *target.resolve().parents):
+        raise ValueError(f"{target}: is or lies in {folder}, which is written as a whole; name a file beside it")
+    check_file(target, result)
 
 
 def _write_json(target: Path | None, result: str, value: dict[str, Any]) -> None:
@@ -199,7 +203,7 @@ def quantize(
 
     Example: lowbit quantize SmolLM2-135M SmolLM2-135M-mix --mix w3a16_g64,w4a16_g64,w8a16 --bits 4.5
     """
-    _check_json(json_file, "lowbit quantize")
+    _check_json(json_file, "lowbit quantize", target)
     chosen = _method(method, search, act_order, static_groups, smooth, alpha)
     mixed = _mixed(mix, bits)
     try:
@@ -300,7 +304,7 @@ def convert(
 
     Example: lowbit convert Llama-3-8B-AWQ Llama-3-8B-lowbit
     """
-    _check_json(json_file, "lowbit convert")
+    _check_json(json_file, "lowbit convert", target)
     report = convert_checkpoint(source, target, to.value, overwrite=overwrite, progress=err.is_terminal, say=_say)
     for line in report.lines():
         _say(line)
@@ -389,6 +393,7 @@ def _checked(reader: CheckpointReader) -> list[str]:
     with tqdm(total=total, desc="checksums", unit="B", unit_scale=True, disable=not shown, leave=False) as bar:
         verified = reader.verify_files(bar.update)
     files = f"{len(verified)} file{'s' if len(verified) > 1 else ''}, {total:,} bytes: SHA-256 as config.json states"
+    files += " (of weights and of its own quantization_config, not of the rest of it nor of the tokenizer)"
     none = "config.json states no checksums of its files: whether they are those that were written is not known"
     return [files if verified else none, "every tensor is as config.json says"]
 

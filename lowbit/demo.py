@@ -18,6 +18,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowbit.checkpoint import CheckpointReader
+from lowbit.checkpoint.detect import quantization_of
+from lowbit.checkpoint.reader import read_json
+from lowbit.checkpoint.schema import METHOD
 from lowbit.eval import perplexity, sample_text
 from lowbit.models.cpu import measuring_dtype
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
@@ -135,12 +138,20 @@ def run(source: Path, out: Path, say: Callable[[str], None], *, progress: bool =
         start = time.perf_counter()
         folder = out / scheme
         say(f"quantizing to {scheme}")
-        quantize_checkpoint(source, folder, scheme, overwrite=True, progress=progress, say=say)
+        quantize_checkpoint(source, folder, scheme, overwrite=_is_of_lowbit(folder), progress=progress, say=say)
         weight_bytes, weights = _size(folder)
         value, texts = _measure(pipeline(str(folder), dtype=measuring_dtype()), ids, progress)
         seconds = time.perf_counter() - start
         rows.append(Row(scheme, 8 * weight_bytes / weights, weight_bytes, value, reference, seconds, texts, str(folder)))
     return rows
+
+
+def _is_of_lowbit(folder: Path) -> bool:
+    """Whether a folder holds what an earlier demo may have written."""
+    if not (folder / "config.json").is_file():
+        return False
+    found = quantization_of(folder, read_json(folder / "config.json"))
+    return found is not None and found[0] == METHOD
 
 
 def _measure(pipe: Pipeline, ids: torch.Tensor, progress: bool) -> tuple[float, list[str]]:

@@ -388,3 +388,24 @@ def test_ctrl_c_while_calibrating_says_how_to_go_on(fp16, tmp_path, monkeypatch)
     monkeypatch.undo()
     assert run(*command).exit_code == 0
     assert [p.name for p in tmp_path.iterdir()] == ["q"]
+
+
+def test_a_result_inside_the_target_is_refused_before_the_work(fp16, tmp_path):
+    for name in ("q", "q/config.json"):
+        result = run("quantize", fp16, tmp_path / "q", "--json", tmp_path / name)
+        assert result.exit_code == 1 and "which is written as a whole" in result.stderr and not (tmp_path / "q").exists()
+
+
+def test_two_sets_of_weights_in_one_folder(fp16, tmp_path):
+    folder = shutil.copytree(fp16, tmp_path / "both")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": "model-1.safetensors"}}))
+    for command in (("quantize", folder, tmp_path / "q"), ("inspect", folder), ("eval", folder)):
+        result = run(*command)
+        assert result.exit_code == 1 and "two sets of weights" in result.stderr
+
+
+def test_other_weights_in_a_checkpoint_are_not_replaced(fp16, quantized, tmp_path):
+    folder = shutil.copytree(quantized, tmp_path / "q")
+    shutil.copy(fp16 / "model.safetensors", folder / "my_finetune.safetensors")
+    result = run("quantize", fp16, folder, "--overwrite")
+    assert result.exit_code == 1 and "no part of a checkpoint: my_finetune.safetensors" in result.stderr

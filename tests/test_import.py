@@ -54,6 +54,8 @@ def folder(tmp_path_factory):
         "import lowbit; from transformers import AutoModelForCausalLM",
         "from transformers import AutoModelForCausalLM; import lowbit",
         "import transformers.modeling_utils; import lowbit; from transformers import AutoModelForCausalLM",
+        "import lowbit, importlib.util; importlib.util.find_spec('transformers.modeling_utils'); "
+        "from transformers import AutoModelForCausalLM",
         "import lowbit; lowbit.pipeline; from transformers import AutoModelForCausalLM",
         "import lowbit; from transformers.models.llama import LlamaForCausalLM as AutoModelForCausalLM",
     ],

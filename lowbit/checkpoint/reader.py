@@ -282,6 +282,11 @@ def _read_headers(folder: Path, weights: str) -> dict[str, TensorInfo]:
         if not single.exists():
             raise CheckpointError(_no_weights(folder))
         return _read_header(single)
+    if (folder / SINGLE).exists():
+        raise CheckpointError(
+            f"{folder}: holds {SINGLE} and {INDEX}, two sets of weights, of which Transformers takes the first; remove the one "
+            "that is not meant"
+        )
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
         raise CheckpointError(f"{index}: weight_map is an object of tensor names and file names")

@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from glob import escape
 from pathlib import Path
 
-from lowbit.checkpoint.reader import INDEX, read_json
+from lowbit.checkpoint.reader import INDEX, SINGLE, read_json
 from lowbit.checkpoint.schema import METHOD, CheckpointError
 
 COMPANIONS = (
@@ -35,7 +35,8 @@ COMPANIONS = (
 )
 """Small files of a Transformers folder that belong to the model whatever its weights; never weights, never code."""
 
-CHECKPOINT = ("config.json", INDEX, "*.safetensors", "quantize_config.json", "quant_config.json", *COMPANIONS)
+_WEIGHTS = (SINGLE, "model-*-of-*.safetensors", "rank0.safetensors")
+CHECKPOINT = ("config.json", INDEX, *_WEIGHTS, "quantize_config.json", "quant_config.json", *COMPANIONS)
 """Names of the files of a checkpoint; a folder with any other is not replaced."""
 
 _MAX_RESULT_BYTES = 1 << 23

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -140,8 +141,11 @@ class CheckpointWriter:
         except BaseException:
             _put_back(self.folder)
             raise
-        discard(old, CHECKPOINT)
         self._say(f"replaced {self.folder}, {replaced}")
+        try:
+            discard(old, CHECKPOINT)
+        except OSError as error:
+            self._say(f"{old}, which it was, cannot be removed ({error}); delete it yourself")
 
     def _flush(self) -> None:
         if not self._shard:
@@ -190,4 +194,5 @@ def _put_back(folder: Path) -> None:
         if not os.path.lexists(folder):
             os.rename(old, folder)
         elif not new.exists():  # else somebody put another folder in its place since
-            discard(old, CHECKPOINT)
+            with contextlib.suppress(OSError):  # it may not be ours to remove
+                discard(old, CHECKPOINT)

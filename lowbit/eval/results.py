@@ -60,7 +60,6 @@ class Results:
             "result": SUITE, "schema": SCHEMA, "date": datetime.date.today().isoformat(), "complete": False,
             "machine": machine(), "versions": versions(_PACKAGES), "request": request, "models": [],
         }  # fmt: skip
-        self.write()
 
     def add_model(self, name: str, label: str, reference: bool, size: Size | None, dtype: str, device: str) -> None:
         """Begins a model; figures that follow are its."""

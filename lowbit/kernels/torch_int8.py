@@ -34,8 +34,8 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     in a third of its operators, which for one token take longer than their work."""
     values = x.float()
     low, high = torch.aminmax(values, dim=-1, keepdim=True)
-    scale = torch.maximum(low.neg_(), high).div_(127.0).clamp_(min=SMALLEST_SCALE)
-    return (values * scale.reciprocal()).round_().clamp_(-128, 127).to(torch.int8), scale
+    scale = (torch.maximum(-low, high) / 127.0).clamp(min=SMALLEST_SCALE)
+    return (values * scale.reciprocal()).round().clamp(-128, 127).to(torch.int8), scale
 
 
 @functools.cache

@@ -96,6 +96,9 @@ def _text_of(line: str, where: str) -> str:
     return text
 
 
+_LAYERS = ("layer-*.safetensors", "*.tmp")
+
+
 class Finished:
     """The finished layers of a run, in a hidden folder beside its target: kept when the run is killed, gone when it is done.
 
@@ -113,6 +116,8 @@ class Finished:
             )
         self.folder.mkdir(parents=True, exist_ok=True)
         if not path.exists():
+            discard(self.folder, _LAYERS)  # of a run that was killed while it cleared up: nobody knows any more of which
+            self.folder.mkdir(parents=True, exist_ok=True)
             _replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
     def write(self, i: int, result: LayerResult) -> None:
@@ -147,7 +152,8 @@ class Finished:
 
     def clear(self) -> None:
         """Removes the folder."""
-        discard(self.folder, ("recipe.json", "layer-*.safetensors", "*.tmp"))
+        discard(self.folder, _LAYERS)  # before the recipe, without which they would say nothing
+        discard(self.folder, ("recipe.json",))
 
     def _path(self, i: int) -> Path:
         return self.folder / f"layer-{i:05}.safetensors"
@@ -244,6 +250,7 @@ def recipe_of(
     files = sorted({reader.info(name).file for name in reader.names()})
     return {
         "lowbit": __version__,
+        "config": sha256(json.dumps(reader.config, sort_keys=True).encode()).hexdigest(),
         "source": [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in files],
         "schemes": {name: scheme.name for name, scheme in schemes.items()},
         "method": [type(method).__name__, asdict(method), low_rank],

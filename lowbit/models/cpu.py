@@ -33,9 +33,9 @@ def measuring_dtype() -> torch.dtype | None:
     return None if torch.cuda.is_available() else torch.float32
 
 
-def plan_on_cpu(model: PreTrainedModel) -> None:
+def plan_on_cpu(model: PreTrainedModel, again: bool = False) -> None:
     """Decides how the layers of a loaded quantized model run if it stays on a CPU, and logs that, slow ones as a
-    warning."""
+    warning; nothing if it did so before, in another type."""
     for name, layer in list(model.named_modules()):
         if type(layer) is nn.Linear and layer.weight.device.type == "cpu" and layer.weight.dtype != torch.float32:
             new = RowLinear.of(layer)
@@ -43,4 +43,5 @@ def plan_on_cpu(model: PreTrainedModel) -> None:
             model.set_submodule(name, new)
     own = getattr(model.config, "dtype", None)
     for line in allow_decoding(model, own if isinstance(own, torch.dtype) else model.dtype):
-        (logger.warning if line.endswith(SLOW) else logger.info)(line)
+        if not again:
+            (logger.warning if line.endswith(SLOW) else logger.info)(line)

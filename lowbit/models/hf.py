@@ -125,7 +125,7 @@ class LowbitQuantizer(HfQuantizer):
                     types = {name: reader.info(name).dtype for name in reader.names()}
                     shapes = {name: reader.info(name).shape for name in reader.names()}
             place_empty_modules(model, manifest, types, where)
-            if stored:
+            if stored and _is_as_stated(model):
                 require_complete(where, model, shapes)
             return
         refuse(where, parallel_refusals(model, None))
@@ -134,7 +134,8 @@ class LowbitQuantizer(HfQuantizer):
         if stored:
             with CheckpointReader(where) as reader:
                 shapes, names = {name: reader.info(name).shape for name in reader.names()}, Names(model)
-            require_complete(where, model, shapes, names)
+            if _is_as_stated(model):
+                require_complete(where, model, shapes, names)
             self.plan = names.followed(self.plan, shapes)
         self._waiting = {f"{name}.weight": self.plan.tied.get(name, name) for name in (*self.plan.shapes, *self.plan.tied)}
 
@@ -188,6 +189,13 @@ class LowbitQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def _is_as_stated(model: nn.Module) -> bool:
+    """Whether the model is of the class that config.json names. Of another one, such as a classifier over a language model's
+    layers, Transformers says what the files lack and it makes anew."""
+    stated: list[str] | None = getattr(model.config, "architectures", None)
+    return not stated or type(model).__name__ in stated
 
 
 class _QuantizeOnLoad(ConversionOps):

@@ -13,9 +13,11 @@ from lowbit.checkpoint.detect import quantization_of
 from lowbit.checkpoint.reader import INDEX, SINGLE, read_json
 from lowbit.formats import parse_scheme
 from lowbit.models.complete import Shape, incomplete, is_finite, require_complete, require_finite, some
-from lowbit.models.cpu import cpu_dtype, quantizing_dtype
+from lowbit.models.cpu import cpu_dtype, plan_on_cpu, quantizing_dtype
 from lowbit.models.hf import METHOD, LowbitConfig, place_empty_modules
 from lowbit.models.skeleton import build, config_of, damaged, require_causal, skeleton
+from lowbit.nn.embedding import QuantEmbedding
+from lowbit.nn.packed import PackedWeight
 
 
 def load_causal(
@@ -63,9 +65,23 @@ def load_causal(
     if getattr(getattr(model, "hf_quantizer", None), "quantization_config", None) is None or _foreign(model):
         require_finite(source, model)  # lowbit's quantizer has looked already
     if read != wanted:
-        model.to(wanted)
-        model.config.dtype = wanted
+        _cast(model, read, wanted)
     return model
+
+
+def _cast(model: PreTrainedModel, read: torch.dtype, wanted: torch.dtype) -> None:
+    """Brings what was read in one type into that in which the model computes: parameters that are not quantized. Scales keep
+    theirs, and so do buffers: rotary frequencies in 16 bits are wrong positions."""
+    for module in model.modules():
+        packed = isinstance(module, PackedWeight)
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.dtype == read and (not packed or name == "bias"):
+                parameter.data = parameter.data.to(wanted)
+        if isinstance(module, QuantEmbedding):
+            module.dtype = wanted
+    model.config.dtype = wanted
+    if model.device.type == "cpu":
+        plan_on_cpu(model, again=True)  # which form a layer can have depends on the type of x
 
 
 def verify_checkpoint(source: str | Path) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader, CheckpointWriter, LayerEntry, Manifest, layer_tensors
+from lowbit.checkpoint.detect import quantization_of
 from lowbit.checkpoint.target import check_space, discard
 from lowbit.formats import QuantTensor, Scheme, parse_scheme
 from lowbit.models.calibrate import Calibration, Finished, Results, calibrate_layers, finished_bytes, recipe_of
@@ -62,9 +63,8 @@ def quantize_checkpoint(
     method, device = Rtn(search) if method is None else method, _computing(device)
     writer = CheckpointWriter(target, overwrite=overwrite, sources=[source], say=say)
     with CheckpointReader(source) as reader:
-        if reader.manifest is not None or "quantization_config" in reader.config:
-            kind = reader.config.get("quantization_config", {}).get("quant_method", "unknown")
-            raise CheckpointError(f"{source}: is quantized already ({kind}); quantize the 16-bit checkpoint it came from")
+        if (found := quantization_of(source, reader.config)) is not None:
+            raise CheckpointError(f"{source}: is quantized already ({found[0]}); quantize the 16-bit checkpoint it came from")
         model = skeleton(source)
         names = Names(model)
         require_complete(source, model, {tensor: reader.info(tensor).shape for tensor in reader.names()}, names)

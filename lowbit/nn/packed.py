@@ -136,9 +136,12 @@ class PackedWeight(nn.Module):
             return ()
         if self.is_split:
             return ("take a whole matrix, this is one rank's part of it: its codes are decoded at every call",)
+        if getattr(getattr(self, "_hf_hook", None), "offload", False):
+            return ("keep weights in memory, these are brought in and taken away at every call (offloaded by Accelerate)",)
         if dtype not in self._refused:
             on_cpu = self.weight_packed.device.type == "cpu"
-            self._refused[dtype] = self._prepare_on_cpu(dtype) if on_cpu else self._prepare_on_gpu(dtype)
+            with torch.inference_mode(False), torch.no_grad():  # what is made here outlives the call that happens to make it
+                self._refused[dtype] = self._prepare_on_cpu(dtype) if on_cpu else self._prepare_on_gpu(dtype)
             if self.is_prepared:
                 self._refused.clear()
         return self._refused.get(dtype, ())
@@ -146,6 +149,8 @@ class PackedWeight(nn.Module):
     @property
     def is_split(self) -> bool:
         """Whether tensor parallelism keeps only a part of the matrix here."""
+        if self.is_prepared:
+            return False
         packed = self.weight_packed
         whole = (self.shape[0], packed_bytes(self.shape[1], self.scheme.weight.bits))
         return hasattr(packed, "device_mesh") or tuple(packed.shape) != whole
@@ -280,6 +285,10 @@ class PackedWeight(nn.Module):
     def _save_to_state_dict(self, destination, prefix, keep_vars):  # type: ignore[no-untyped-def]
         self.restore()  # files hold the form on disk
         super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, *arguments, **options):  # type: ignore[no-untyped-def]
+        self.restore()  # what is loaded has the form on disk, and whatever was made of the old weights is stale
+        super()._load_from_state_dict(*arguments, **options)
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
         """Moves devices as any module does, but keeps the type of scales and corrections: `.half()` must not round float32

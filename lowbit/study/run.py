@@ -117,10 +117,10 @@ def _add(
     if needs_text(case):
         calibration = Calibration(settings.samples, settings.length, case.seed, work / f"{case.text}.txt")
     start = time.perf_counter()
-    if not (target / "config.json").exists():
-        quantize_checkpoint(
-            source, target, case.scheme, method=case.method, calibration=calibration, device=device, progress=progress
-        )
+    discard(target, CHECKPOINT)  # of a run that was killed while measuring, of another model perhaps
+    quantize_checkpoint(
+        source, target, case.scheme, method=case.method, calibration=calibration, device=device, progress=progress
+    )
     seconds = time.perf_counter() - start
     bits = measure.load(target)
     figures = measure.texts() + (measure.tasks() if case.tasks else [])

@@ -19,7 +19,7 @@ from lowbit.checkpoint import CheckpointError, CheckpointReader
 from lowbit.eval import sample_text
 from lowbit.formats import parse_scheme
 from lowbit.models import calibrate, quantize_layer
-from lowbit.models.calibrate import Calibration, unfinished_folder
+from lowbit.models.calibrate import Calibration, Finished, unfinished_folder
 from lowbit.models.decoder import Decoder
 from lowbit.models.quantize_layer import LayerQuantizer
 from lowbit.quantize import Awq, Gptq, Hqq, InputStatistics, Mixed, SmoothQuant, gptq, rtn
@@ -423,3 +423,12 @@ def test_weights_that_cannot_be_quantized_name_the_layer(tiny, tmp_path):
     tiny_tokenizer().save_pretrained(tmp_path / "bad")
     with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.down_proj\.weight: 1 of 11,264 numbers are not finite"):
         quantize_checkpoint(tmp_path / "bad", tmp_path / "q", "w4a16_g32", method=Gptq(), calibration=CALIBRATION)
+
+
+def test_layers_that_no_recipe_explains_are_not_taken_over(tmp_path):
+    """Of a run that was killed while it cleared up, whatever it had removed first."""
+    folder = unfinished_folder(tmp_path / "q")
+    folder.mkdir()
+    (folder / "layer-0.safetensors").write_bytes(b"of another run")
+    Finished(tmp_path / "q", {"seed": 7})
+    assert [path.name for path in folder.iterdir()] == ["recipe.json"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import lowbit
 from lowbit.kernels.torch_int8 import sums_are_exact
@@ -109,3 +109,21 @@ def test_slow_layers_are_told(folder, monkeypatch):
     lowbit.pipeline(str(folder), quantization_mode="w6e3m2a16", device="cpu")
     slow = "decoded at every call, several times slower than without quantization"
     assert told == [f"layers of w8e4m3a8e4m3_t on this CPU (14): {slow}", f"layers of w6e3m2a16 on this CPU (14): {slow}"]
+
+
+def test_positions_stay_in_float32(folder, tmp_path):
+    """Weights are read in their file's type, the model runs in bf16: what is saved and loaded again gives the same."""
+    pipe = lowbit.pipeline(str(folder), quantization_mode="w4a16_g32", device="cpu", dtype=torch.bfloat16)
+    assert pipe.model.dtype == torch.bfloat16 and pipe.model.model.rotary_emb.inv_freq.dtype == torch.float32
+    pipe.model.save_pretrained(tmp_path / "q")
+    again = lowbit.pipeline(str(tmp_path / "q"), tokenizer=str(folder), device="cpu", dtype=torch.bfloat16)
+    tokens = torch.arange(3, 43)[None]
+    with torch.inference_mode():
+        assert torch.equal(pipe.model(tokens).logits, again.model(tokens).logits)
+
+
+def test_a_classifier_over_a_language_model(folder):
+    """Transformers makes its head anew and says so; the layers are quantized."""
+    config = lowbit.LowbitConfig("w8a16")
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=3, quantization_config=config)
+    assert sum(isinstance(module, QuantLinear) for module in model.modules()) == 14

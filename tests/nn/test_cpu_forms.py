@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -159,3 +160,31 @@ def test_one_row_of_a_16_bit_layer(dtype, bias):
     x = random(1, 192).to(dtype).requires_grad_()
     rows(x).sum().backward()
     assert x.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("scheme", "dtype"), [("w4a16_g32", torch.bfloat16), ("w8a16", torch.bfloat16), ("w6e3m2a16", torch.float32)]
+)
+def test_weights_that_are_loaded_after_a_call_count(scheme, dtype):
+    one, other = (QuantLinear.from_quant_tensor(rtn(torch.randn(32, 64), scheme)) for _ in range(2))
+    for layer in (one, other):
+        layer.decode_bytes = 4
+    x = torch.randn(3, 64, dtype=dtype)
+    expected, before = other(x), one(x)
+    assert one.is_prepared
+    one.load_state_dict(other.state_dict())
+    assert torch.equal(one(x), expected) and not torch.equal(before, expected)
+
+
+def test_what_a_call_without_gradients_made_serves_one_with_them():
+    layer = QuantLinear.from_quant_tensor(rtn(torch.randn(32, 64), "w6e3m2a16"))
+    layer.decode_bytes = 4
+    with torch.inference_mode():
+        layer(torch.randn(1, 64))
+    layer(torch.randn(1, 64, requires_grad=True)).sum().backward()
+
+
+def test_offloaded_layers_keep_the_form_on_disk():
+    layer = QuantLinear.from_quant_tensor(rtn(torch.randn(32, 64), "w4a16_g32"))
+    layer._hf_hook = SimpleNamespace(offload=True)
+    assert "offloaded" in layer.prepare()[0] and not layer.is_prepared
