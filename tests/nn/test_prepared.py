@@ -62,9 +62,13 @@ def test_reasons_are_given_at_every_call():
 def test_a_layer_on_a_gpu_uses_the_kernels(scheme):
     module = layer(scheme, "cuda")
     saved = {name: value.clone() for name, value in module.state_dict().items()}
-    x = torch.randn(5, 200, device="cuda", dtype=torch.float16)
-    expected = module.quant_tensor().dequantize(torch.float64) @ x.double().T
-    assert torch.allclose(module(x).double(), expected.T, rtol=1e-2, atol=1e-2)
+    x = torch.randn(5, 200, generator=torch.Generator().manual_seed(1)).to("cuda", torch.float16)
+    weight = module.quant_tensor().dequantize(torch.float64)
+    expected = weight @ x.double().T
+    # Scales of input channels are multiplied into the activations, which rounds each of them once more to float16.
+    rounding = 2**-11 * (weight.abs() @ x.double().abs().T) if "channels" in scheme else torch.zeros_like(expected)
+    error = (module(x).double() - expected.T).abs()
+    assert (error <= 1e-2 + 1e-2 * expected.T.abs() + rounding.T).all()
     assert module.is_prepared and module.weight_packed.numel() == 0
     assert all(torch.equal(value, saved[name]) for name, value in module.state_dict().items())
     assert torch.allclose(module(x.float()).double(), expected.T, rtol=1e-3, atol=1e-3)
