@@ -218,6 +218,16 @@ def regular_file(path: Path) -> Path:
     raise CheckpointError(f"{path}: is {kind}, and only regular files are read; copy it to one")
 
 
+def read_text(path: Path, expected: str) -> str:
+    """The UTF-8 text of a regular file; raises ValueError where none is, telling what was `expected` if there is no file."""
+    try:
+        return regular_file(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ValueError(f"{path}: no such file; {expected}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text ({error})") from error
+
+
 def model_folder(path: Path) -> Path:
     """`path`, if it is a folder in which no pipe or device would keep a reader waiting; raises CheckpointError if not."""
     expected = "give the folder of a Transformers model (with config.json and *.safetensors)"

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from lowbit.checkpoint import CheckpointError
-from lowbit.checkpoint.reader import model_folder, regular_file
+from lowbit.checkpoint.reader import model_folder, read_text
 from lowbit.checkpoint.target import check_file
 from lowbit.eval import report
 from lowbit.eval.perplexity import perplexity
@@ -99,15 +99,6 @@ def _model(name: str) -> str:
     return name
 
 
-def _read(text: Path) -> str:
-    try:
-        return regular_file(text).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ValueError(f"{text}: no such file; --text takes UTF-8 text, Newton's Opticks is taken without it") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{text}: not UTF-8 text ({error})") from error
-
-
 def _ks(text: str) -> tuple[int, ...]:
     try:
         ks = tuple(dict.fromkeys(int(part) for part in text.split(",")))
@@ -127,7 +118,8 @@ def _perplexities(
     windows: int,
     json_file: Path | None,
 ) -> dict[str, Any]:
-    content = sample_text() if text is None else _read(text)
+    expected = "--text takes UTF-8 text, Newton's Opticks is taken without it"
+    content = sample_text() if text is None else read_text(text, expected)
     progress = Console(stderr=True).is_terminal
     rows = []
     table = Table(Column("model", overflow="fold"), "perplexity", "standard error", "tokens", "nats per token")

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
-from lowbit.checkpoint.reader import regular_file
+from lowbit.checkpoint.reader import read_text
 from lowbit.checkpoint.target import replace_file, write_result
 from lowbit.eval.results import SUITE
 
@@ -86,12 +86,7 @@ def replace_block(path: Path, name: str, text: str) -> None:
 
 def read_page(path: Path) -> str:
     """The text of a Markdown file; raises ValueError when it is no such file."""
-    try:
-        return regular_file(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; a table goes into a Markdown file that has its marks") from None
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 text ({error})") from error
+    return read_text(path, "a table goes into a Markdown file that has its marks")
 
 
 def markdown(document: dict[str, Any], plots: list[str]) -> str:

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from lowbit._version import __version__
 from lowbit.checkpoint import CheckpointError, CheckpointReader
-from lowbit.checkpoint.reader import regular_file
+from lowbit.checkpoint.reader import read_text
 from lowbit.checkpoint.target import discard
 from lowbit.formats import LowRank, QuantTensor, Scheme
 from lowbit.models.decoder import Decoder
@@ -57,14 +57,7 @@ class Calibration:
             from pydoc_data.topics import topics
 
             return "\n\n".join(topics[name] for name in sorted(topics))
-        try:
-            content = regular_file(self.text).read_text(encoding="utf-8")
-        except FileNotFoundError:
-            raise ValueError(
-                f'{self.text}: no such file; calibration takes UTF-8 text, or .jsonl with a "text" a line'
-            ) from None
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{self.text}: not UTF-8 text ({error})") from error
+        content = read_text(self.text, 'calibration takes UTF-8 text, or .jsonl with a "text" a line')
         if self.text.suffix not in (".jsonl", ".json"):
             return content
         texts = []
