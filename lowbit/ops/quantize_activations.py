@@ -187,8 +187,6 @@ def _plain(
     zero: Tensor | None = None, rule: str = "",
 ) -> list[Tensor]:  # fmt: skip
     parsed = _check(x, fmt, group, scale, symmetric, before, beside, weight, bias, zero, rule)
-    if fmt == "int8" and symmetric and scale is None and not (group or before or rule) and x.numel():
-        return list(quantize_rows(x))
     total = None
     if before == "silu":
         assert beside is not None
@@ -200,7 +198,10 @@ def _plain(
         if weight is not None:
             norm = rms_norm_reference(values, weight, eps) if before == "rms_norm" else None
             values = layer_norm_reference(values, weight, bias, eps) if norm is None else norm
-    codes, *found = quantize_activations_reference(values, parsed, group, scale, symmetric, zero, ActivationRule(rule))
+    if fmt == "int8" and symmetric and scale is None and not (group or rule) and x.numel():
+        codes, *found = quantize_rows(values)
+    else:
+        codes, *found = quantize_activations_reference(values, parsed, group, scale, symmetric, zero, ActivationRule(rule))
     return [t for t in (codes, *(found if scale is None else ()), total) if t is not None]
 
 
