@@ -362,7 +362,7 @@ def inspect(
     if str(json_file) != "-":
         table = Table(Column("layer", overflow="fold"), "scheme", "N x K", "bytes", "bits per weight")
         for row in rows:
-            named = ("order", "input_scale", "activation_scale", "activation_zero")
+            named = ("order", "pre_quant_scale", "activation_scale", "activation_zero")
             beside = "".join(f" + {name.replace('_', ' ')}" for name in named if row[name])
             beside += f" + rank {row['low_rank']}" if row["low_rank"] else ""
             table.add_row(
@@ -408,7 +408,7 @@ def _layer_row(reader: CheckpointReader, name: str, scheme: str) -> dict[str, An
         "bytes": q.nbytes,
         "bits_per_weight": q.bits_per_weight,
         "order": q.order is not None,
-        "input_scale": q.input_scale is not None,
+        "pre_quant_scale": q.pre_quant_scale is not None,
         "activation_scale": q.activation_scale is not None,
         "activation_zero": q.activation_zero is not None,
         "low_rank": 0 if q.low_rank is None else q.low_rank.rank,

@@ -256,8 +256,8 @@ def _meaning(weight: _Weight) -> Step:
     if q.order is not None:
         channel = int(q.order[weight.column])
         lines.append(f"order [{weight.column}] = {channel}: it multiplies channel {channel} of x")
-    if q.input_scale is not None:
-        lines.append(f"channel {channel} of x is multiplied by its input scale {float(q.input_scale[channel]):.9g} first")
+    if q.pre_quant_scale is not None:
+        lines.append(f"channel {channel} of x is multiplied by its input scale {float(q.pre_quant_scale[channel]):.9g} first")
     if q.low_rank is not None:
         added = float(q.low_rank.up[weight.row].double() @ q.low_rank.down[:, channel].double())
         lines.append(f"the layer adds {added:.9g} to it, its share of a correction of rank {q.low_rank.rank}")

@@ -188,9 +188,9 @@ def test_the_tile_is_named_with_its_cost(quantized):
     assert "on A100-SXM4-80GB, M 64: ring " in text
 
 
-def test_order_and_input_scale_are_named(fp16, tmp_path):
+def test_order_and_pre_quant_scale_are_named(fp16, tmp_path):
     """They change which channel of x the weight meets, not what its code means."""
-    q = with_channels(rtn(torch.randn(8, 64), "w4a16_g32_z"), input_scale=torch.float32)
+    q = with_channels(rtn(torch.randn(8, 64), "w4a16_g32_z"), pre_quant_scale=torch.float32)
     with CheckpointWriter(tmp_path / "c") as writer:
         for suffix, tensor in layer_tensors(q).items():
             writer.add(f"layer.{suffix}", tensor)
@@ -198,14 +198,14 @@ def test_order_and_input_scale_are_named(fp16, tmp_path):
     steps = explain(tmp_path / "c", "layer", 3, 5)
     channel = int(q.order[5])
     assert ": layer.weight_order int32 [64]" in by_file(steps)["reader.py"]
-    assert ": layer.input_scale float32 [64]" in by_file(steps)["reader.py"]
+    assert ": layer.pre_quant_scale float32 [64]" in by_file(steps)["reader.py"]
     meaning = by_file(steps)["tensor.py"]
     assert f"order [5] = {channel}: it multiplies channel {channel} of x" in meaning
-    assert f"channel {channel} of x is multiplied by its input scale {float(q.input_scale[channel]):.9g} first" in meaning
+    assert f"channel {channel} of x is multiplied by its input scale {float(q.pre_quant_scale[channel]):.9g} first" in meaning
     assert weight_at_the_end(steps) == np.float32(q.dequantize_codes()[3, 5].item())
     shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "c"), "--json", "-"])
     (row,) = json.loads(shown.stdout)["layers"]
-    assert (row["order"], row["input_scale"], row["bytes"]) == (True, True, q.nbytes)
+    assert (row["order"], row["pre_quant_scale"], row["bytes"]) == (True, True, q.nbytes)
     assert json.loads(shown.stdout)["other_bytes"] == 0
 
 

@@ -42,12 +42,14 @@ def save_tiny(path, **options):
     return path
 
 
-def with_channels(q: QuantTensor, order=True, input_scale: torch.dtype | None = torch.float32, seed=0) -> QuantTensor:
+def with_channels(q: QuantTensor, order=True, pre_quant_scale: torch.dtype | None = torch.float32, seed=0) -> QuantTensor:
     """`q` with a random order and input scales between 1/2 and 2."""
     generator = torch.Generator().manual_seed(seed)
     k, device = q.shape[1], q.codes.device
     permutation = torch.randperm(k, generator=generator).to(device, torch.int32)
     factors = (0.5 + 1.5 * torch.rand(k, generator=generator)).to(device)
     return replace(
-        q, order=permutation if order else None, input_scale=None if input_scale is None else factors.to(input_scale)
+        q,
+        order=permutation if order else None,
+        pre_quant_scale=None if pre_quant_scale is None else factors.to(pre_quant_scale),
     )

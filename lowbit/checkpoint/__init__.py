@@ -7,7 +7,7 @@ of `<layer>.weight`,
     <layer>.weight_scale    float [scale_shape]             float32 per channel or tensor; fp16 or bf16 per group or block
     <layer>.weight_zero     uint8 or float [scale_shape]    with zero points only
     <layer>.weight_order    int32 [K]                       only where the layer's entry says "order": true
-    <layer>.input_scale     float [K]                       only where the layer's entry says "input_scale": true
+    <layer>.pre_quant_scale float [K]                       only where the layer's entry says "pre_quant_scale": true
     <layer>.weight_up       fp16 [N, r]                     only where the layer's entry says "low_rank": r, and
     <layer>.weight_down     fp16 [r, K]                     so this; up . down is added to the weight
 

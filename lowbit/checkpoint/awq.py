@@ -133,7 +133,7 @@ def refusals(q: QuantTensor) -> tuple[str, ...]:
         reasons.append("scales in AWQ files have 16 bits, these have 32 (compressed-tensors files take them)")
     if q.order is not None:
         reasons.append("AWQ files have no channel order (act-order; GPTQ files have one)")
-    if q.input_scale is not None:
+    if q.pre_quant_scale is not None:
         reasons.append("AWQ files have no scale of the input's channels")
     if q.low_rank is not None:
         reasons.append("AWQ files have no low-rank correction")

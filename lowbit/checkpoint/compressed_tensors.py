@@ -229,7 +229,7 @@ def refusals(q: QuantTensor) -> tuple[str, ...]:
         reasons.append(f"activations in compressed-tensors files are integers or e4m3, not {scheme.activation.name}")
     if q.order is not None:
         reasons.append("compressed-tensors files have no channel order any more (act-order; GPTQ files have one)")
-    if q.input_scale is not None:
+    if q.pre_quant_scale is not None:
         reasons.append("compressed-tensors files have no scale of the input's channels")
     if q.low_rank is not None:
         reasons.append("compressed-tensors files have no low-rank correction")

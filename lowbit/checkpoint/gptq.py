@@ -201,7 +201,7 @@ def refusals(q: QuantTensor) -> tuple[str, ...]:
         reasons.append(f"N {n} and K {k} must fill whole 32-bit words of {scheme.weight.bits}-bit codes")
     if q.scale.dtype == torch.float32:
         reasons.append("scales in GPTQ files have 16 bits, these have 32 (compressed-tensors files take them)")
-    if q.input_scale is not None:
+    if q.pre_quant_scale is not None:
         reasons.append("GPTQ files have no scale of the input's channels")
     if q.low_rank is not None:
         reasons.append("GPTQ files have no low-rank correction")

@@ -121,8 +121,10 @@ class CheckpointReader:
                 raise CheckpointError(f"{file}: {name}.weight_scale: scales are finite, some here are not")
             if q.zero is not None and not bool(q.zero.isfinite().all()):
                 raise CheckpointError(f"{file}: {name}.weight_zero: some zeros are not finite")
-            if q.input_scale is not None and not bool(q.input_scale.isfinite().all()):
-                raise CheckpointError(f"{self.info(f'{name}.input_scale').file}: {name}.input_scale: some are not finite")
+            if q.pre_quant_scale is not None and not bool(q.pre_quant_scale.isfinite().all()):
+                raise CheckpointError(
+                    f"{self.info(f'{name}.pre_quant_scale').file}: {name}.pre_quant_scale: some are not finite"
+                )
             if q.low_rank is not None and not bool(q.low_rank.dense().isfinite().all()):
                 raise CheckpointError(f"{self.info(f'{name}.weight_up').file}: {name}: some of its correction are not finite")
             if q.activation_scale is not None and not bool((q.activation_scale > 0) & q.activation_scale.isfinite()):

@@ -30,7 +30,7 @@ FORMAT_VERSION = 1
 MAX_DIMENSION = 1 << 31
 _SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _FLAGS = {
-    "order": "weight_order", "input_scale": "input_scale", "activation_scale": "activation_scale",
+    "order": "weight_order", "pre_quant_scale": "pre_quant_scale", "activation_scale": "activation_scale",
     "activation_zero": "activation_zero",
 }  # fmt: skip
 """Key of a layer's entry -> suffix of the tensor that the layer has if the entry says true."""
@@ -52,7 +52,7 @@ class LayerEntry:
     shape: tuple[int, int]
     scheme: Scheme
     order: bool = False
-    input_scale: bool = False
+    pre_quant_scale: bool = False
     low_rank: int = 0
     activation_scale: bool = False
     activation_zero: bool = False
@@ -153,14 +153,14 @@ def manifest_sha256(stated: Mapping[str, Any]) -> str:
 
 def layer_tensors(q: QuantTensor) -> dict[str, Tensor]:
     """The tensors of a layer by suffix: weight_packed, weight_scale and, where there are such, weight_zero, weight_order,
-    input_scale, activation_scale, activation_zero, weight_up and weight_down."""
+    pre_quant_scale, activation_scale, activation_zero, weight_up and weight_down."""
     tensors = {"weight_packed": pack_words(q.codes, q.scheme.weight.bits), "weight_scale": q.scale.contiguous()}
     if q.zero is not None:
         tensors["weight_zero"] = q.zero.contiguous()
     if q.order is not None:
         tensors["weight_order"] = q.order.contiguous()
-    if q.input_scale is not None:
-        tensors["input_scale"] = q.input_scale.contiguous()
+    if q.pre_quant_scale is not None:
+        tensors["pre_quant_scale"] = q.pre_quant_scale.contiguous()
     if q.activation_scale is not None:
         tensors["activation_scale"] = q.activation_scale.contiguous()
     if q.activation_zero is not None:
@@ -192,8 +192,8 @@ def expected_tensors(name: str, entry: LayerEntry) -> dict[str, tuple[tuple[int,
         expected[f"{name}.weight_zero"] = (grid, _SCALE_DTYPES)
     if entry.order:
         expected[f"{name}.weight_order"] = ((k,), (torch.int32,))
-    if entry.input_scale:
-        expected[f"{name}.input_scale"] = ((k,), _SCALE_DTYPES)
+    if entry.pre_quant_scale:
+        expected[f"{name}.pre_quant_scale"] = ((k,), _SCALE_DTYPES)
     if entry.activation_scale:
         expected[f"{name}.activation_scale"] = ((1,), (torch.float32,))
     if entry.activation_zero:

@@ -58,8 +58,8 @@ class QuantTensor:
 
     zero is uint8 for `ZeroPoint.INTEGER` and has the scale's dtype for `ZeroPoint.FLOAT`. Two more belong to the input x of
     the layer: `order` int32 [K], a permutation, says that column i of codes multiplies channel order[i] of x (GPTQ's act-order
-    groups channels by importance); `input_scale` float [K] is what each channel of x is multiplied by first (AWQ's, where it
-    is not folded into the layer before). `low_rank` is a correction that is added to all this. `activation_scale` float32 [1]
+    groups channels by importance); `pre_quant_scale` float [K] is what each channel of x is multiplied by first (AWQ's, where
+    it is not folded into the layer before). `low_rank` is a correction that is added to all this. `activation_scale` float32 [1]
     is the scale by which all of x is quantized under a scheme with activations; without one, every token has its own. With it
     goes, where the scheme's activations have zero points, `activation_zero` int32 [1]. Raises ValueError
     when shapes or dtypes do not fit the scheme.
@@ -70,7 +70,7 @@ class QuantTensor:
     zero: Tensor | None
     scheme: Scheme
     order: Tensor | None = None
-    input_scale: Tensor | None = None
+    pre_quant_scale: Tensor | None = None
     low_rank: LowRank | None = None
     activation_scale: Tensor | None = None
     activation_zero: Tensor | None = None
@@ -90,13 +90,13 @@ class QuantTensor:
             dtype = torch.uint8 if self.scheme.zero is ZeroPoint.INTEGER else self.scale.dtype
             if tuple(self.zero.shape) != expected or self.zero.dtype != dtype:
                 raise ValueError(f"{self.scheme}: zeros are {dtype} {expected}, got {self.zero.dtype} {tuple(self.zero.shape)}")
-        for name, values in (("order", self.order), ("input_scale", self.input_scale)):
+        for name, values in (("order", self.order), ("pre_quant_scale", self.pre_quant_scale)):
             if values is not None and tuple(values.shape) != self.shape[1:]:
                 raise ValueError(f"{self.scheme} of {self.shape}: {name} is [{self.shape[1]}], got {tuple(values.shape)}")
         if self.order is not None and self.order.dtype != torch.int32:
             raise ValueError(f"{self.scheme}: order is int32, got {self.order.dtype}")
-        if self.input_scale is not None and not self.input_scale.is_floating_point():
-            raise ValueError(f"{self.scheme}: input_scale is floating-point, got {self.input_scale.dtype}")
+        if self.pre_quant_scale is not None and not self.pre_quant_scale.is_floating_point():
+            raise ValueError(f"{self.scheme}: pre_quant_scale is floating-point, got {self.pre_quant_scale.dtype}")
         if self.activation_scale is not None:
             found = self.activation_scale
             if self.scheme.activation is None or tuple(found.shape) != (1,) or found.dtype != torch.float32:
@@ -123,7 +123,7 @@ class QuantTensor:
     def nbytes(self) -> int:
         """Bytes of codes (dense) and everything beside them."""
         n, k = self.shape
-        of_x = (self.order, self.input_scale, self.activation_scale, self.activation_zero)
+        of_x = (self.order, self.pre_quant_scale, self.activation_scale, self.activation_zero)
         beside = (self.scale, self.zero, self.low_rank, *of_x)
         return n * (-(-k * self.scheme.weight.bits // 8)) + sum(t.nbytes for t in beside if t is not None)
 
@@ -133,21 +133,21 @@ class QuantTensor:
         return 8 * self.nbytes / max(self.codes.numel(), 1)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weights [N, K] that multiply x as it comes, `order`, `input_scale` and `low_rank` applied: computed in float32
-        (float64 when asked for it) and rounded once to `dtype`."""
+        """The weights [N, K] that multiply x as it comes, `order`, `pre_quant_scale` and `low_rank` applied: computed in
+        float32 (float64 when asked for it) and rounded once to `dtype`."""
         compute = torch.float64 if dtype == torch.float64 else torch.float32
         weight = self.dequantize_codes(compute)
         if self.order is not None:
             weight = torch.empty_like(weight).index_copy_(1, self.order.long(), weight)
-        if self.input_scale is not None:
-            weight *= self.input_scale.to(compute)
+        if self.pre_quant_scale is not None:
+            weight *= self.pre_quant_scale.to(compute)
         if self.low_rank is not None:
             weight += self.low_rank.dense(compute)
         return weight.to(dtype)
 
     def dequantize_codes(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weights [N, K] in the order of the codes, without `input_scale` and `low_rank`: what the codes, scales and zeros
-        alone mean."""
+        """The weights [N, K] in the order of the codes, without `pre_quant_scale` and `low_rank`: what the codes, scales and
+        zeros alone mean."""
         compute = torch.float64 if dtype == torch.float64 else torch.float32
         values = decode(self.codes, self.scheme.weight, compute)
         scale = spread(self.scale.to(compute), self.scheme.granularity, self.shape)
@@ -160,7 +160,7 @@ class QuantTensor:
 
     def to(self, device: torch.device | str) -> QuantTensor:
         """The same tensor on `device`."""
-        names = ("codes", "scale", "zero", "order", "input_scale", "low_rank", "activation_scale", "activation_zero")
+        names = ("codes", "scale", "zero", "order", "pre_quant_scale", "low_rank", "activation_scale", "activation_zero")
         held = {name: getattr(self, name) for name in names}
         moved: dict[str, Any] = {name: None if t is None else t.to(device) for name, t in held.items()}
         return replace(self, **moved)

@@ -1,6 +1,6 @@
-"""out[m, i] = x[m, order[i]] * input_scale[order[i]]: x as the columns of the codes want it, once per call. Plain Triton.
+"""out[m, i] = x[m, order[i]] * pre_quant_scale[order[i]]: x as the columns of the codes want it, once per call. Plain Triton.
 
-Reads   x fp16 or bf16 [M, K], any row stride; order int32 [K] or None; input_scale fp32, fp16 or bf16 [K] or None
+Reads   x fp16 or bf16 [M, K], any row stride; order int32 [K] or None; pre_quant_scale fp32, fp16 or bf16 [K] or None
 Writes  rows that start at multiples of 16 bytes, zeros from K up to there, as the matrix kernels want x
 Few     `gather_elements`: a block for some columns of one token, straight from memory; fast to start
 Many    `gather_rows`: two tokens a block, in pieces of 16 bytes to and from memory; the order is made in shared memory, where
@@ -132,12 +132,12 @@ class GatherPlan:
         self.options = {"num_warps": warps} | ({"launch_pdl": True} if overlap else {})
         self.kernel: CompiledKernel | None = None
 
-    def __call__(self, x: Tensor, order: Tensor | None, input_scale: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, order: Tensor | None, pre_quant_scale: Tensor | None) -> Tensor:
         """out [M, K] with a row stride of K filled up to a multiple of 8; all tensors on the current device."""
         y = torch.empty((self.m, self.y_stride), dtype=x.dtype, device=x.device)
         if self.m:
             strides = x.stride(0) // self.x_unit, self.y_stride // PIECE
-            arguments = (y, x, order, input_scale, *self.sizes, *strides, *self.constants)
+            arguments = (y, x, order, pre_quant_scale, *self.sizes, *strides, *self.constants)
             if self.kernel is None:
                 self.kernel = self.function[self.grid](*arguments, **self.options)
             else:

@@ -37,7 +37,7 @@ TOKENS_AT_ONCE = 8192
 """Tokens that a GPU takes through a layer in one call, in whole texts: enough that it does not wait for Python. A CPU takes one
 text, which gives the same bytes whatever else is calibrated on."""
 
-_FIELDS = ("codes", "scale", "zero", "order", "input_scale", "activation_scale", "activation_zero")
+_FIELDS = ("codes", "scale", "zero", "order", "pre_quant_scale", "activation_scale", "activation_zero")
 
 
 @dataclass(frozen=True)

@@ -162,8 +162,8 @@ class _TensorrtLlm(Target):
         self.group = group if self.group is None else self.group
         if group != self.group:
             return (f"TensorRT-LLM's checkpoints have groups of one size, here {group} and before {self.group}",)
-        first = self.factors.setdefault(fused, q.input_scale)
-        if (first is None) != (q.input_scale is None) or (first is not None and not torch.equal(first, q.input_scale)):  # type: ignore[arg-type]
+        first = self.factors.setdefault(fused, q.pre_quant_scale)
+        if (first is None) != (q.pre_quant_scale is None) or (first is not None and not torch.equal(first, q.pre_quant_scale)):  # type: ignore[arg-type]
             return ("q, k and v are one layer in TensorRT-LLM, and have different scales of the input's channels here",)
         return ()
 

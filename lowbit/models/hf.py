@@ -297,7 +297,7 @@ def place_empty_modules(
 def _place_empty_module(model: nn.Module, name: str, entry: LayerEntry, owner: str, types: Mapping[str, torch.dtype]) -> None:
     layer = _layer(model, name)
     new = empty_like(
-        layer, entry.scheme, device="meta", order=entry.order, input_scale=entry.input_scale, low_rank=entry.low_rank,
+        layer, entry.scheme, device="meta", order=entry.order, pre_quant_scale=entry.pre_quant_scale, low_rank=entry.low_rank,
         activation_scale=entry.activation_scale, activation_zero=entry.activation_zero,
     )  # fmt: skip
     # Transformers loads a tensor in the type of the parameter it finds: scales must be as wide as in the file, unlike biases.

@@ -101,7 +101,7 @@ class TensorrtLlmSource:
                 )
         if factor is not None:
             factor = None if bool((factor == 1).all()) else factor.reshape(k).clone()
-        return QuantTensor(codes.contiguous(), scale[begin:end].contiguous(), None, self._scheme, input_scale=factor)
+        return QuantTensor(codes.contiguous(), scale[begin:end].contiguous(), None, self._scheme, pre_quant_scale=factor)
 
     def dequantize(self, name: str, dtype: torch.dtype) -> Tensor:
         """One layer's weights [N, K]."""
@@ -228,7 +228,7 @@ def refusals(name: str, q: QuantTensor) -> tuple[str, ...]:
 def fused_layer(parts: list[QuantTensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """The tensors of one of TensorRT-LLM's layers by suffix, made of the layers below one another in it. Without factors of x,
     these are ones of `dtype`, the model's."""
-    codes, factor = torch.cat([q.codes for q in parts]), parts[0].input_scale
+    codes, factor = torch.cat([q.codes for q in parts]), parts[0].pre_quant_scale
     factor = torch.ones(codes.shape[1], dtype=dtype) if factor is None else factor
     return {
         "weight": to_signed_row_major(codes, 4).t().contiguous(),

@@ -204,7 +204,7 @@ def empty_like(
     device: torch.device | str | None = None,
     *,
     order: bool = False,
-    input_scale: bool = False,
+    pre_quant_scale: bool = False,
     low_rank: int = 0,
     activation_scale: bool = False,
     activation_zero: bool = False,
@@ -215,14 +215,14 @@ def empty_like(
     Raises ValueError for an embedding that should have one of these.
     """
     if isinstance(module, nn.Embedding):
-        if order or input_scale or low_rank or activation_scale:
-            flags = {"order": order, "input scale": input_scale, "low-rank correction": low_rank, "activation scale": True}
+        if order or pre_quant_scale or low_rank or activation_scale:
+            flags = {"order": order, "input scale": pre_quant_scale, "low-rank correction": low_rank, "activation scale": True}
             what = next(name for name, has in flags.items() if has)
             raise ValueError(f"an embedding has no input channels, so its weights have no {what}")
         return QuantEmbedding(module.num_embeddings, module.embedding_dim, scheme, module.weight.dtype, device)
     assert isinstance(module, nn.Linear)
     features = (module.in_features, module.out_features)
     return QuantLinear(
-        *features, scheme, bias=module.bias, device=device, order=order, input_scale=input_scale, low_rank=low_rank,
+        *features, scheme, bias=module.bias, device=device, order=order, pre_quant_scale=pre_quant_scale, low_rank=low_rank,
         activation_scale=activation_scale, activation_zero=activation_zero,
     )  # fmt: skip

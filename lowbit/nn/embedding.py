@@ -37,11 +37,11 @@ class QuantEmbedding(PackedWeight):
         module.set_weight(q)
         return module
 
-    def _set_channels(self, order: nn.Parameter | None, input_scale: nn.Parameter | None) -> None:
-        if order is not None or input_scale is not None:
+    def _set_channels(self, order: nn.Parameter | None, pre_quant_scale: nn.Parameter | None) -> None:
+        if order is not None or pre_quant_scale is not None:
             what = "order" if order is not None else "input scale"
             raise ValueError(f"an embedding has no input channels, so its weights have no {what}; quantize it without")
-        super()._set_channels(order, input_scale)
+        super()._set_channels(order, pre_quant_scale)
 
     def _set_correction(self, up: nn.Parameter | None, down: nn.Parameter | None) -> None:
         if up is not None:

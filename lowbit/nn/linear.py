@@ -42,8 +42,8 @@ class QuantLinear(PackedWeight):
     """y [.., out_features] = x [.., in_features] . dequant(w)^T + bias, with w packed (see `PackedWeight`).
 
     x is fp16, bf16 or fp32 and y has its type; bias [out_features] is kept as it was in the original layer. With an `order` or
-    an `input_scale`, x is brought into the order of the codes and scaled first, at every call. A scheme with 8-bit activations
-    has x quantized next, by the `activation_scale` (and `activation_zero`) or else token by token (by blocks of K where the
+    a `pre_quant_scale`, x is brought into the order of the codes and scaled first, at every call. A scheme with 8-bit
+    activations has x quantized next, by the `activation_scale` (and `activation_zero`) or else token by token (by blocks of K where the
     weights have blocks). A low-rank correction costs two small products and two roundings to x's type: of x down^T, and of the
     quantized product before the correction is added. The first call brings the weights into the form of the device's kernels
     (`prepare`), but not one that torch.compile traces: call the layer once before.
@@ -63,12 +63,12 @@ class QuantLinear(PackedWeight):
         bias: nn.Parameter | None = None,
         device: torch.device | str | None = None,
         order: bool = False,
-        input_scale: bool = False,
+        pre_quant_scale: bool = False,
         low_rank: int = 0,
         activation_scale: bool = False,
         activation_zero: bool = False,
     ) -> None:
-        shape, beside = (out_features, in_features), {"order": order, "input_scale": input_scale}
+        shape, beside = (out_features, in_features), {"order": order, "pre_quant_scale": pre_quant_scale}
         static = {"activation_scale": activation_scale, "activation_zero": activation_zero}
         super().__init__(shape, scheme, device, **beside, low_rank=low_rank, **static)
         self.activation_format = None if self.scheme.activation is None else self.scheme.activation.name
@@ -104,12 +104,12 @@ class QuantLinear(PackedWeight):
             held = self._prepared_on_cpu(x.dtype)
         if held is not None:
             if self.has_channels:
-                x = channels_of_codes(x, self.weight_order, self.input_scale)
+                x = channels_of_codes(x, self.weight_order, self.pre_quant_scale)
             return cpu_gemm(x, held, self.bias)
         if self.kernel_codes is not None and x.dtype in (torch.float16, torch.bfloat16):
             return fragment_gemm(x, self.kernel_weight(), self.bias)
         self.restore()
-        channels = (self.weight_order, self.input_scale) if self.has_channels else ()
+        channels = (self.weight_order, self.pre_quant_scale) if self.has_channels else ()
         return mixed_gemm(x, self.weight_packed, self.weight_scale, self.weight_zero, self.bias, self.scheme_name, *channels)
 
     def _prepared_on_cpu(self, dtype: torch.dtype) -> CpuWeight | None:
@@ -139,7 +139,7 @@ class QuantLinear(PackedWeight):
     def quantize_input(self, x: Tensor) -> QuantizedInput:
         """x as the product takes it, for a scheme with 8-bit activations."""
         if self.has_channels:
-            x = channels_of_codes(x, self.weight_order, self.input_scale)
+            x = channels_of_codes(x, self.weight_order, self.pre_quant_scale)
         made = quantize_activations(x, **self.quantization())
         return QuantizedInput(made.codes, made.scale, made.zero, x.dtype)
 

@@ -37,7 +37,7 @@ from lowbit.quantize.rtn import scale_dtype
 class PackedWeight(nn.Module):
     """A matrix [N, K] as `weight_packed` uint8 [N, ceil(K * bits / 8)], `weight_scale` and, with zeros, `weight_zero`.
 
-    With `order`, there is `weight_order` int32 [K], with `input_scale` a parameter of this name, float [K] (float32 until
+    With `order`, there is `weight_order` int32 [K], with `pre_quant_scale` a parameter of this name, float [K] (float32 until
     loaded otherwise), with `low_rank` r `weight_up` [N, r] and `weight_down` [r, K], fp16, with `activation_scale` a parameter
     of this name, float32 [1], with `activation_zero` one int32 [1]; `QuantTensor` says what they mean. Parameters
     rather than buffers, because tensor parallelism shards parameters only; never one called `weight`, which a reader without
@@ -46,7 +46,7 @@ class PackedWeight(nn.Module):
 
     weight_zero: nn.Parameter | None
     weight_order: nn.Parameter | None
-    input_scale: nn.Parameter | None
+    pre_quant_scale: nn.Parameter | None
     weight_up: nn.Parameter | None
     weight_down: nn.Parameter | None
     activation_scale: nn.Parameter | None
@@ -63,7 +63,7 @@ class PackedWeight(nn.Module):
         device: torch.device | str | None = None,
         *,
         order: bool = False,
-        input_scale: bool = False,
+        pre_quant_scale: bool = False,
         low_rank: int = 0,
         activation_scale: bool = False,
         activation_zero: bool = False,
@@ -85,7 +85,7 @@ class PackedWeight(nn.Module):
             self.weight_zero = _parameter(torch.empty(grid, dtype=zero_dtype, device=device))
         self._set_channels(
             _parameter(torch.empty(k, dtype=torch.int32, device=device)) if order else None,
-            _parameter(torch.empty(k, dtype=torch.float32, device=device)) if input_scale else None,
+            _parameter(torch.empty(k, dtype=torch.float32, device=device)) if pre_quant_scale else None,
         )
         self._set_correction(
             _parameter(torch.empty(n, low_rank, dtype=torch.float16, device=device)) if low_rank else None,
@@ -102,11 +102,11 @@ class PackedWeight(nn.Module):
         self._shared = False
         self._refused: dict[torch.dtype, tuple[str, ...]] = {}
 
-    def _set_channels(self, order: nn.Parameter | None, input_scale: nn.Parameter | None) -> None:
+    def _set_channels(self, order: nn.Parameter | None, pre_quant_scale: nn.Parameter | None) -> None:
         self.register_parameter("weight_order", order)
-        self.register_parameter("input_scale", input_scale)
+        self.register_parameter("pre_quant_scale", pre_quant_scale)
         # Asked at every call, where finding out that a parameter is None would take longer.
-        self.has_channels = order is not None or input_scale is not None
+        self.has_channels = order is not None or pre_quant_scale is not None
 
     def _set_correction(self, up: nn.Parameter | None, down: nn.Parameter | None) -> None:
         self.register_parameter("weight_up", up)
@@ -190,7 +190,7 @@ class PackedWeight(nn.Module):
         assert codes is not None
         weight = KernelWeight(codes, self.kernel_scale, self.kernel_channel_scale, self.scheme, self.shape)
         if self.has_channels:
-            return replace(weight, order=self.weight_order, input_scale=self.input_scale)
+            return replace(weight, order=self.weight_order, pre_quant_scale=self.pre_quant_scale)
         return weight
 
     def scaled_weight(self) -> ScaledWeight:
@@ -223,7 +223,7 @@ class PackedWeight(nn.Module):
         """Takes over what `q` holds, which must have this module's shape and scheme."""
         if q.shape != self.shape or q.scheme != self.scheme:
             raise ValueError(f"this module holds {self.scheme} {self.shape}, got {q.scheme} {q.shape}")
-        self._set_channels(*(None if t is None else _parameter(t) for t in (q.order, q.input_scale)))
+        self._set_channels(*(None if t is None else _parameter(t) for t in (q.order, q.pre_quant_scale)))
         factors = (None, None) if q.low_rank is None else (q.low_rank.up, q.low_rank.down)
         self._set_correction(*(None if t is None else _parameter(t) for t in factors))
         self._set_activation_range(*(None if t is None else _parameter(t) for t in (q.activation_scale, q.activation_zero)))
@@ -237,7 +237,7 @@ class PackedWeight(nn.Module):
         """Ties this module to `other`: both then hold the same parameters."""
         if other.shape != self.shape or other.scheme != self.scheme:
             raise ValueError(f"cannot tie {self.scheme} {self.shape} to {other.scheme} {other.shape}")
-        self._set_channels(other.weight_order, other.input_scale)
+        self._set_channels(other.weight_order, other.pre_quant_scale)
         self._set_correction(other.weight_up, other.weight_down)
         other.restore()
         self.restore()
@@ -254,9 +254,9 @@ class PackedWeight(nn.Module):
             codes = unpack_words(self.weight_packed.data, self.scheme.weight.bits, self.shape[1])
         up, down = self.weight_up, self.weight_down
         correction = None if up is None or down is None else LowRank(up.data, down.data)
-        of_x = (self.weight_order, self.input_scale, self.activation_scale, self.activation_zero)
-        zero, order, input_scale, *static = (None if p is None else p.data for p in (self.weight_zero, *of_x))
-        return QuantTensor(codes, self.weight_scale.data, zero, self.scheme, order, input_scale, correction, *static)
+        of_x = (self.weight_order, self.pre_quant_scale, self.activation_scale, self.activation_zero)
+        zero, order, pre_quant_scale, *static = (None if p is None else p.data for p in (self.weight_zero, *of_x))
+        return QuantTensor(codes, self.weight_scale.data, zero, self.scheme, order, pre_quant_scale, correction, *static)
 
     @property
     def weight_nbytes(self) -> int:
@@ -266,7 +266,7 @@ class PackedWeight(nn.Module):
         if self.kernel_codes is not None:
             scaled = self.scheme.activation is not None
             return (self.scaled_weight().nbytes if scaled else self.kernel_weight().nbytes) + beside
-        held = (self.weight_packed, self.weight_scale, self.weight_zero, self.weight_order, self.input_scale)
+        held = (self.weight_packed, self.weight_scale, self.weight_zero, self.weight_order, self.pre_quant_scale)
         form = 0 if self.cpu_weight is None else self.cpu_weight.nbytes
         return sum(p.nbytes for p in held if p is not None) + beside + form
 
@@ -295,7 +295,7 @@ class PackedWeight(nn.Module):
         scales, nor `.bfloat16()` the factors."""
         self.restore()
         self._refused.clear()
-        scales = (self.weight_scale, self.weight_zero, self.input_scale, self.activation_scale)
+        scales = (self.weight_scale, self.weight_zero, self.pre_quant_scale, self.activation_scale)
         exact = {id(p) for p in (*scales, self.weight_up, self.weight_down)}
 
         def apply(t: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 torch.library.define(
     "lowbit::fragment_gemm",
     "(Tensor x, Tensor codes, Tensor? scale, Tensor? channel_scale, Tensor? bias, str scheme, SymInt n,"
-    " bool batch_invariant=False, Tensor? order=None, Tensor? input_scale=None) -> Tensor",
+    " bool batch_invariant=False, Tensor? order=None, Tensor? pre_quant_scale=None) -> Tensor",
 )
 
 _scheme = functools.lru_cache(maxsize=None)(parse_scheme)
@@ -40,15 +40,15 @@ def fragment_gemm(x: Tensor, w: KernelWeight, bias: Tensor | None = None, *, bat
     """y [.., N] = x [.., K] . dequant(w)[N, K]^T + bias [N], in x's dtype, fp16 or bf16.
 
     With `batch_invariant`, a row of y has the same bits in every batch; else sums of small batches are formed in another
-    order than those of large ones. A weight with an `order` or an `input_scale` takes one more kernel, which brings x into
+    order than those of large ones. A weight with an `order` or a `pre_quant_scale` takes one more kernel, which brings x into
     the order of the codes (kernels/gather.py). Raises ValueError for tensors that do not fit together.
     """
-    if w.order is None and w.input_scale is None:
+    if w.order is None and w.pre_quant_scale is None:
         return torch.ops.lowbit.fragment_gemm(
             x, w.codes, w.scale, w.channel_scale, bias, w.scheme.name, w.shape[0], batch_invariant
         )
     return torch.ops.lowbit.fragment_gemm(
-        x, w.codes, w.scale, w.channel_scale, bias, w.scheme.name, w.shape[0], batch_invariant, w.order, w.input_scale
+        x, w.codes, w.scale, w.channel_scale, bias, w.scheme.name, w.shape[0], batch_invariant, w.order, w.pre_quant_scale
     )
 
 
@@ -132,13 +132,13 @@ def _check(
 @torch.library.impl("lowbit::fragment_gemm", "CUDA")
 def _fragment_gemm(
     x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None, scheme: str, n: int,
-    batch_invariant: bool = False, order: Tensor | None = None, input_scale: Tensor | None = None,
+    batch_invariant: bool = False, order: Tensor | None = None, pre_quant_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    if order is None and input_scale is None:
+    if order is None and pre_quant_scale is None:
         rows = _aligned_rows(rows)
     else:
-        rows = _gathered(rows, order, input_scale)
+        rows = _gathered(rows, order, pre_quant_scale)
     described = (_described(codes), _described(scale), _described(channel_scale), _described(bias))
     plan = _plan(scheme, rows.shape[0], n, rows.shape[1], x.dtype, x.device, described, batch_invariant)
     if plan is None:
@@ -202,10 +202,10 @@ def plan_for(
 @torch.library.register_fake("lowbit::fragment_gemm")
 def _fake(
     x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None, scheme: str, n: int,
-    batch_invariant: bool = False, order: Tensor | None = None, input_scale: Tensor | None = None,
+    batch_invariant: bool = False, order: Tensor | None = None, pre_quant_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     _check(x, codes, scale, channel_scale, bias, _scheme(scheme), n)
-    check_channels("fragment_gemm", x.shape[-1], order, input_scale)
+    check_channels("fragment_gemm", x.shape[-1], order, pre_quant_scale)
     return x.new_empty((*x.shape[:-1], n))
 
 
@@ -219,29 +219,29 @@ def _aligned_rows(x: Tensor) -> Tensor:
     return padded[:, :k]
 
 
-def _gathered(x: Tensor, order: Tensor | None, input_scale: Tensor | None) -> Tensor:
+def _gathered(x: Tensor, order: Tensor | None, pre_quant_scale: Tensor | None) -> Tensor:
     """x [M, K] as the codes want it, in rows like those of `_aligned_rows`."""
     x = x if x.stride(1) == 1 else x.contiguous()
     order = None if order is None else order.contiguous()
-    input_scale = None if input_scale is None else input_scale.contiguous()
+    pre_quant_scale = None if pre_quant_scale is None else pre_quant_scale.contiguous()
     aligned = (x.stride(0) % 8 == 0, x.data_ptr() % 16 == 0)
-    plan = _gather_plan(x.shape[0], x.shape[1], x.dtype, x.device, aligned, _described(order), _described(input_scale))
+    plan = _gather_plan(x.shape[0], x.shape[1], x.dtype, x.device, aligned, _described(order), _described(pre_quant_scale))
     if x.device.index != torch.cuda.current_device():
         with torch.cuda.device(x.device):
-            return plan(x, order, input_scale)
-    return plan(x, order, input_scale)
+            return plan(x, order, pre_quant_scale)
+    return plan(x, order, pre_quant_scale)
 
 
 @functools.lru_cache(maxsize=4096)
 def _gather_plan(
     m: int, k: int, dtype: torch.dtype, on: torch.device, aligned: tuple[bool, bool], order: _Described | None,
-    input_scale: _Described | None,
+    pre_quant_scale: _Described | None,
 ) -> GatherPlan:  # fmt: skip
     """The plan that brings x into the order of the codes. Raises ValueError when the tensors do not fit."""
     if dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"fragment_gemm: x is fp16 or bf16 [.., K], got {dtype} {(m, k)}")
-    given = [t for t in (order, input_scale) if t is not None]
-    check_channels("fragment_gemm", k, *(None if t is None else _on_meta(t) for t in (order, input_scale)))
+    given = [t for t in (order, pre_quant_scale) if t is not None]
+    check_channels("fragment_gemm", k, *(None if t is None else _on_meta(t) for t in (order, pre_quant_scale)))
     devices = {on, *(t[2] for t in given)}
     if len(devices) > 1:
         raise ValueError(f"fragment_gemm: all tensors must be on one device, got {sorted(map(str, devices))}")

@@ -199,9 +199,9 @@ def _plain(
             norm = rms_norm_reference(values, weight, eps) if before == "rms_norm" else None
             values = layer_norm_reference(values, weight, bias, eps) if norm is None else norm
     if fmt == "int8" and symmetric and scale is None and not (group or rule) and x.numel():
-        codes, *found = quantize_rows(values)
-    else:
-        codes, *found = quantize_activations_reference(values, parsed, group, scale, symmetric, zero, ActivationRule(rule))
+        codes, x_scale = quantize_rows(values)
+        return [codes, x_scale] if total is None else [codes, x_scale, total]
+    codes, *found = quantize_activations_reference(values, parsed, group, scale, symmetric, zero, ActivationRule(rule))
     return [t for t in (codes, *(found if scale is None else ()), total) if t is not None]
 
 

@@ -6,7 +6,7 @@
     channel_scale   float32 [N]                              one scale per output channel, applied at the end
                                                              (beside scales of groups: a power of two)
     order           int32 [K]                                channel of x that each column of codes meets, where not the same
-    input_scale     fp32, fp16 or bf16 [K]                   what each channel of x is multiplied by first, where there is one
+    pre_quant_scale fp32, fp16 or bf16 [K]                   what each channel of x is multiplied by first, where there is one
 
 Zeros go with the codes, so they stand in groups even where scales do not: with integer zeros, a scale per channel or tensor
 stays `channel_scale` in float32, and the groups hold scales of 1 and the zeros, all exact.
@@ -107,11 +107,11 @@ class KernelWeight:
     scheme: Scheme
     shape: tuple[int, int]
     order: Tensor | None = None
-    input_scale: Tensor | None = None
+    pre_quant_scale: Tensor | None = None
 
     @property
     def _tensors(self) -> dict[str, Any]:
-        named = {name: getattr(self, name) for name in ("codes", "scale", "channel_scale", "order", "input_scale")}
+        named = {name: getattr(self, name) for name in ("codes", "scale", "channel_scale", "order", "pre_quant_scale")}
         return {name: t for name, t in named.items() if t is not None}
 
     @property
@@ -135,7 +135,7 @@ def pack_weight(q: QuantTensor) -> KernelWeight:
             f"{q.scheme} {q.shape}: a low-rank correction is no part of the kernels' form; pack the weight without"
         )
     group = kernel_group(q.scheme)
-    for name, values in (("scales", q.scale), ("zeros", q.zero), ("input scales", q.input_scale)):
+    for name, values in (("scales", q.scale), ("zeros", q.zero), ("input scales", q.pre_quant_scale)):
         if values is not None and values.is_floating_point() and not bool(torch.isfinite(values).all()):
             raise ValueError(f"{q.scheme} {q.shape}: {name} must be finite, some are not")
     if q.order is not None and not is_permutation(q.order):
@@ -157,7 +157,7 @@ def pack_weight(q: QuantTensor) -> KernelWeight:
     if group:
         parts = [_by_group(values.to(scales.dtype), q, group) for values in (scales, zeros) if values is not None]
         scale = torch.cat(parts, dim=-1).contiguous()
-    return KernelWeight(codes, scale, channel, q.scheme, q.shape, q.order, q.input_scale)
+    return KernelWeight(codes, scale, channel, q.scheme, q.shape, q.order, q.pre_quant_scale)
 
 
 def unpack_weight(w: KernelWeight) -> QuantTensor:
@@ -178,7 +178,7 @@ def unpack_weight(w: KernelWeight) -> QuantTensor:
     else:
         rows = 1 if isinstance(w.scheme.granularity, PerTensor) else w.shape[0]
         scale = w.channel_scale[:rows, None].clone()
-    return QuantTensor(codes, scale, zero, w.scheme, w.order, w.input_scale)
+    return QuantTensor(codes, scale, zero, w.scheme, w.order, w.pre_quant_scale)
 
 
 def _normal_in_fp16(q: QuantTensor) -> bool:

@@ -101,13 +101,13 @@ def test_config_states_the_manifest(tmp_path):
 
 
 @pytest.mark.parametrize("shard_bytes", [1 << 30, 700])
-def test_order_and_input_scale_round_trip(tmp_path, shard_bytes):
+def test_order_and_pre_quant_scale_round_trip(tmp_path, shard_bytes):
     layers = write_with_channels(tmp_path / "c", shard_bytes=shard_bytes)
     with CheckpointReader(tmp_path / "c") as reader:
         reader.check()
         for name, q in layers.items():
             back = reader.layer(name)
-            for kind in ("codes", "scale", "zero", "order", "input_scale"):
+            for kind in ("codes", "scale", "zero", "order", "pre_quant_scale"):
                 ours, theirs = getattr(q, kind), getattr(back, kind)
                 assert ours is theirs is None or (ours.dtype == theirs.dtype and torch.equal(ours, theirs)), (name, kind)
             assert torch.equal(back.dequantize(), q.dequantize())
@@ -115,8 +115,8 @@ def test_order_and_input_scale_round_trip(tmp_path, shard_bytes):
     assert quantization["format_version"] == 1
     assert quantization["layers"] == {
         "order": {"shape": [12, 75], "order": True},
-        "scale": {"shape": [12, 75], "input_scale": True},
-        "both": {"shape": [12, 75], "order": True, "input_scale": True},
+        "scale": {"shape": [12, 75], "pre_quant_scale": True},
+        "both": {"shape": [12, 75], "order": True, "pre_quant_scale": True},
     }
     assert Manifest.from_dict(quantization, "x").to_dict() == quantization
 
@@ -258,7 +258,7 @@ def test_tampered_files_are_refused_by_name(tmp_path, what):
         CheckpointReader(tmp_path / "c")
 
 
-ORDER, INPUT_SCALE = "both.weight_order", "both.input_scale"
+ORDER, PRE_QUANT_SCALE = "both.weight_order", "both.pre_quant_scale"
 
 
 @pytest.mark.parametrize(
@@ -273,15 +273,15 @@ ORDER, INPUT_SCALE = "both.weight_order", "both.input_scale"
         ),
         (edit_tensors(lambda t: t.update({ORDER: t[ORDER][:-1].clone()})), rf"{ORDER}.*torch.int32 \(75,\).*\(74,\)"),
         (edit_tensors(lambda t: t.pop(ORDER)), rf"lists the layer 'both', but no file has {ORDER}"),
-        (edit_tensors(lambda t: t.pop(INPUT_SCALE)), rf"lists the layer 'both', but no file has {INPUT_SCALE}"),
+        (edit_tensors(lambda t: t.pop(PRE_QUANT_SCALE)), rf"lists the layer 'both', but no file has {PRE_QUANT_SCALE}"),
         (
-            edit_tensors(lambda t: t.update({INPUT_SCALE: t[INPUT_SCALE].double()})),
-            rf"{INPUT_SCALE}.*the file has torch.f",
+            edit_tensors(lambda t: t.update({PRE_QUANT_SCALE: t[PRE_QUANT_SCALE].double()})),
+            rf"{PRE_QUANT_SCALE}.*the file has torch.f",
         ),
         (edit_config(lambda c: c["layers"]["both"].pop("order")), rf'{ORDER}: config.json does not say.*\("order": true\)'),
         (
-            edit_config(lambda c: c["layers"]["both"].update(input_scale=False)),
-            rf'{INPUT_SCALE}: config.json does not say.*\("input_scale": true\)',
+            edit_config(lambda c: c["layers"]["both"].update(pre_quant_scale=False)),
+            rf'{PRE_QUANT_SCALE}: config.json does not say.*\("pre_quant_scale": true\)',
         ),
         (
             edit_config(lambda c: c["layers"]["both"].update(order=1)),
@@ -289,19 +289,19 @@ ORDER, INPUT_SCALE = "both.weight_order", "both.input_scale"
         ),
     ],
 )
-def test_orders_and_input_scales_that_do_not_fit_are_refused(tmp_path, tamper, message):
+def test_orders_and_pre_quant_scales_that_do_not_fit_are_refused(tmp_path, tamper, message):
     write_with_channels(tmp_path / "c")
     tamper(tmp_path / "c")
     with pytest.raises(CheckpointError, match=message):
         CheckpointReader(tmp_path / "c")
 
 
-def test_check_looks_into_input_scales(tmp_path):
+def test_check_looks_into_pre_quant_scales(tmp_path):
     write_with_channels(tmp_path / "c")
-    edit_tensors(lambda t: t[INPUT_SCALE].__setitem__(0, float("nan")))(tmp_path / "c")
+    edit_tensors(lambda t: t[PRE_QUANT_SCALE].__setitem__(0, float("nan")))(tmp_path / "c")
     with (
         CheckpointReader(tmp_path / "c") as reader,
-        pytest.raises(CheckpointError, match=rf"{INPUT_SCALE}: some are not"),
+        pytest.raises(CheckpointError, match=rf"{PRE_QUANT_SCALE}: some are not"),
     ):
         reader.check()
 

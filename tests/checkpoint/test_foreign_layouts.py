@@ -255,7 +255,7 @@ def test_fp8_configurations(config, scale, scheme):
         (gptq.refusals, "w5a16_g32", {}, "2, 3, 4, 8 bits"),
         (gptq.refusals, "w4a16_t", {}, "groups or channels"),
         (gptq.refusals, "w8a16", {"scale": torch.ones(32, 1)}, "16 bits, these have 32"),
-        (gptq.refusals, "w4a16_g32", {"input_scale": torch.ones(64)}, "scale of the input"),
+        (gptq.refusals, "w4a16_g32", {"pre_quant_scale": torch.ones(64)}, "scale of the input"),
         (awq.refusals, "w8a16_g32", {}, "4-bit integers"),
         (awq.refusals, "w4a16_g48", {}, "48 does not divide K 64"),
         (awq.refusals, "w4a16_g32", {"order": torch.arange(64).int()}, "no channel order"),

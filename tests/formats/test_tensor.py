@@ -68,15 +68,15 @@ def test_wrong_shapes_are_refused():
         QuantTensor(codes, torch.ones(4, 2), torch.ones(4, 2), parse_scheme("w4a16_g32_z"))
 
 
-def test_order_and_input_scale_are_of_the_input():
+def test_order_and_pre_quant_scale_are_of_the_input():
     """x @ dequantize().T is what a layer with a permuted, scaled input computes."""
     codes = torch.tensor([[0, 15, 8, 3], [1, 2, 3, 4]], dtype=torch.uint8)
     scale = torch.tensor([[0.5, 2.0], [1.0, 4.0]])
     order = torch.tensor([2, 0, 3, 1], dtype=torch.int32)
-    input_scale = torch.tensor([1.0, 2.0, 0.5, 4.0])
-    q = QuantTensor(codes, scale, None, parse_scheme("w4a16_g2"), order, input_scale)
+    pre_quant_scale = torch.tensor([1.0, 2.0, 0.5, 4.0])
+    q = QuantTensor(codes, scale, None, parse_scheme("w4a16_g2"), order, pre_quant_scale)
     x = torch.tensor([[1.0, 3.0, -2.0, 0.5]])
-    expected = (x * input_scale)[:, order.long()] @ q.dequantize_codes().T
+    expected = (x * pre_quant_scale)[:, order.long()] @ q.dequantize_codes().T
     assert torch.equal(x @ q.dequantize().T, expected)
     assert q.nbytes == 2 * 2 + 4 * 4 + 4 * 4 + 4 * 4
     with pytest.raises(ValueError, match=r"order is \[4\], got \(3,\)"):

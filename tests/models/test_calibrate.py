@@ -236,8 +236,8 @@ def test_without_a_fold_the_factor_stays_with_the_layer(tiny, tmp_path, monkeypa
     quantize_checkpoint(tiny, tmp_path / "q", "w3a16_g32", method=Awq(), calibration=CALIBRATION)
     with CheckpointReader(tmp_path / "q") as reader:
         layers = {name: reader.layer(name) for name in reader.manifest.layers}
-        assert all(q.input_scale is None for name, q in layers.items() if "o_proj" not in name and "down_proj" not in name)
-        assert any(q.input_scale is not None for q in layers.values())
+        assert all(q.pre_quant_scale is None for name, q in layers.items() if "o_proj" not in name and "down_proj" not in name)
+        assert any(q.pre_quant_scale is not None for q in layers.values())
     difference = logits(load(tmp_path / "q")) - logits(load(tiny))
     assert difference.norm() < 0.35 * logits(load(tiny)).norm()
 

@@ -109,13 +109,13 @@ def with_channels_in_every_layer(folder, target, scheme="w4a16_g32_z"):
     return model
 
 
-def test_order_and_input_scale_load_and_save(folder, tmp_path):
+def test_order_and_pre_quant_scale_load_and_save(folder, tmp_path):
     simulation = with_channels_in_every_layer(folder, tmp_path)
     model = load(tmp_path / "channels")
     torch.testing.assert_close(logits(model), logits(simulation), rtol=1e-4, atol=1e-4)
     q_proj, k_proj, v_proj = (getattr(model.model.layers[0].self_attn, f"{x}_proj") for x in "qkv")
     assert {type(p) for p in (q_proj, k_proj, v_proj)} == {QuantLinear}
-    found = {p.input_scale.dtype for p in (q_proj, k_proj, v_proj) if p.input_scale is not None}
+    found = {p.pre_quant_scale.dtype for p in (q_proj, k_proj, v_proj) if p.pre_quant_scale is not None}
     assert found == {torch.float16, torch.float32}, "in the types of the file, not of the model"
 
     model.save_pretrained(tmp_path / "saved")

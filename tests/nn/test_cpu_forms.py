@@ -95,7 +95,7 @@ def test_another_type_of_x_changes_the_form_once():
 
 
 @pytest.mark.parametrize("name", ["w4a16_g32", "w8a16", "w6e3m2a16"])
-def test_order_input_scale_and_bias(name):
+def test_order_pre_quant_scale_and_bias(name):
     q = with_channels(rtn(random(96, 192), name))
     module = QuantLinear.from_quant_tensor(q, nn.Parameter(random(96, seed=1)))
     module.decode_bytes = 2

@@ -94,4 +94,6 @@ def test_beside_the_tensor_core_kernels(dtype, channels):
     assert torch.equal(torch.compile(layer, fullgraph=True)(x), y)
     back = layer.quant_tensor()
     assert torch.equal(back.codes.cpu(), q.codes) and torch.equal(back.low_rank.up.cpu(), q.low_rank.up)
-    assert sorted(layer.state_dict())[:2] == (["input_scale", "weight_down"] if channels else ["weight_down", "weight_packed"])
+    assert sorted(layer.state_dict())[:2] == (
+        ["pre_quant_scale", "weight_down"] if channels else ["weight_down", "weight_packed"]
+    )

@@ -166,10 +166,10 @@ def test_wrong_weights_are_refused():
     assert isinstance(layer, PackedWeight) and layer.scheme == parse_scheme("w8a16")
 
 
-@pytest.mark.parametrize(("order", "input_scale"), [(True, None), (False, torch.float32), (True, torch.bfloat16)])
+@pytest.mark.parametrize(("order", "pre_quant_scale"), [(True, None), (False, torch.float32), (True, torch.bfloat16)])
 @pytest.mark.parametrize("name", ["w4a16_g64", "w3a16_g48_z", "w8a16"])
-def test_order_and_input_scale(name, order, input_scale):
-    q = with_channels(rtn(random(48, 96), name), order, input_scale)
+def test_order_and_pre_quant_scale(name, order, pre_quant_scale):
+    q = with_channels(rtn(random(48, 96), name), order, pre_quant_scale)
     layer = QuantLinear.from_quant_tensor(q)
     x = random(5, 96, seed=2)
     torch.testing.assert_close(layer(x).double(), x.double() @ q.dequantize(torch.float64).T, rtol=1e-5, atol=1e-4)
@@ -177,22 +177,22 @@ def test_order_and_input_scale(name, order, input_scale):
     assert layer.weight_nbytes == q.nbytes
 
     state = layer.state_dict()
-    assert ("weight_order" in state) == order and ("input_scale" in state) == (input_scale is not None)
-    other = QuantLinear(96, 48, name, order=order, input_scale=input_scale is not None)
+    assert ("weight_order" in state) == order and ("pre_quant_scale" in state) == (pre_quant_scale is not None)
+    other = QuantLinear(96, 48, name, order=order, pre_quant_scale=pre_quant_scale is not None)
     other.load_state_dict(state)
     assert torch.equal(other(x), layer(x))
-    with pytest.raises(RuntimeError, match="weight_order" if order else "input_scale"):
+    with pytest.raises(RuntimeError, match="weight_order" if order else "pre_quant_scale"):
         QuantLinear(96, 48, name).load_state_dict(state)
 
     layer.half()
     assert layer.quant_tensor().order is None or layer.quant_tensor().order.dtype == torch.int32
-    assert layer.quant_tensor().input_scale is None or layer.quant_tensor().input_scale.dtype == input_scale
+    assert layer.quant_tensor().pre_quant_scale is None or layer.quant_tensor().pre_quant_scale.dtype == pre_quant_scale
     follower = QuantLinear(96, 48, name)
     follower.share_weight(layer)
     assert torch.equal(follower(x.half()), layer(x.half())) and follower.weight_order is layer.weight_order
     plain = rtn(random(48, 96), name)
     layer.set_weight(plain)
-    assert layer.weight_order is None and layer.input_scale is None and layer.weight_nbytes == plain.nbytes
+    assert layer.weight_order is None and layer.pre_quant_scale is None and layer.weight_nbytes == plain.nbytes
 
 
 def test_an_embedding_has_no_order():

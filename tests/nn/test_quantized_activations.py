@@ -44,8 +44,8 @@ def static_of(scheme, device="cpu"):
 
 def simulated(x, q):
     """The product of the rounded input and the decoded weight in float64."""
-    if q.input_scale is not None:
-        x = (x.float() * q.input_scale).to(x.dtype)
+    if q.pre_quant_scale is not None:
+        x = (x.float() * q.pre_quant_scale).to(x.dtype)
     if q.order is not None:
         x = x[..., q.order.long()]
     group = 128 if "b128" in q.scheme.name else 0

@@ -19,15 +19,15 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 KINDS = [(True, None), (False, torch.float32), (True, torch.float16), (True, torch.bfloat16)]
 
 
-def problem(name, m=5, n=50, k=205, dtype=torch.float32, device="cpu", order=True, input_scale=None):
+def problem(name, m=5, n=50, k=205, dtype=torch.float32, device="cpu", order=True, pre_quant_scale=None):
     g = torch.Generator().manual_seed(0)
-    w = with_channels(rtn(torch.randn(n, k, generator=g), name), order, input_scale).to(device)
+    w = with_channels(rtn(torch.randn(n, k, generator=g), name), order, pre_quant_scale).to(device)
     return torch.randn(m, k, generator=g).to(device, dtype), w
 
 
 def run(x, w):
     packed = pack_words(w.codes, w.scheme.weight.bits)
-    return mixed_gemm(x, packed, w.scale, w.zero, None, w.scheme.name, w.order, w.input_scale)
+    return mixed_gemm(x, packed, w.scale, w.zero, None, w.scheme.name, w.order, w.pre_quant_scale)
 
 
 def test_by_hand():
@@ -44,11 +44,11 @@ def test_by_hand():
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("order", "input_scale"), KINDS)
+@pytest.mark.parametrize(("order", "pre_quant_scale"), KINDS)
 @pytest.mark.parametrize("name", ["w4a16_g64", "w3a16_g48_z", "w4a16_g32_fz", "w6e3m2a16", "w8a16", "w4a16_z"])
-def test_against_float64(name, order, input_scale, dtype, device):
+def test_against_float64(name, order, pre_quant_scale, dtype, device):
     for m in (1, 70):
-        x, w = problem(name, m, 48, 576, dtype, device, order, input_scale)
+        x, w = problem(name, m, 48, 576, dtype, device, order, pre_quant_scale)
         y, exact = run(x, w), mixed_gemm_reference(x, w)
         size = x.double().abs() @ w.dequantize(torch.float64).abs().T
         assert y.dtype == dtype and bool(((y.double() - exact).abs() <= 2 * torch.finfo(dtype).eps * (size + 1)).all())
@@ -61,7 +61,7 @@ def test_one_hot_activations_return_the_permuted_weights_bit_exactly():
 
 
 def test_leading_dimensions_and_no_tokens():
-    x, w = problem("w4a16_g64", 6, k=64, input_scale=torch.float32)
+    x, w = problem("w4a16_g64", 6, k=64, pre_quant_scale=torch.float32)
     assert torch.equal(run(x.view(2, 3, 64), w), run(x, w).view(2, 3, 50))
     assert run(x[:0], w).shape == (0, 50)
 
@@ -69,7 +69,7 @@ def test_leading_dimensions_and_no_tokens():
 @pytest.mark.parametrize("device", DEVICES)
 def test_opcheck_and_compile(device):
     x, w = problem("w4a16_g64", 3, 16, 64, torch.bfloat16, device, True, torch.float32)
-    arguments = (x, pack_words(w.codes, 4), w.scale, None, None, "w4a16_g64", w.order, w.input_scale)
+    arguments = (x, pack_words(w.codes, 4), w.scale, None, None, "w4a16_g64", w.order, w.pre_quant_scale)
     torch.library.opcheck(torch.ops.lowbit.mixed_gemm.default, arguments)
     compiled = torch.compile(lambda x: mixed_gemm(x, *arguments[1:]) * 2, fullgraph=True, backend="eager", dynamic=True)
     assert torch.equal(compiled(x), run(x, w) * 2)
@@ -80,13 +80,13 @@ def test_opcheck_and_compile(device):
     [
         (dict(order=torch.arange(64)), r"order is int32 \[64\], got torch.int64 \(64,\)"),
         (dict(order=torch.arange(63, dtype=torch.int32)), r"order is int32 \[64\], got torch.int32 \(63,\)"),
-        (dict(input_scale=torch.ones(1)), r"input_scale is fp16, bf16 or fp32 \[64\], got torch.float32 \(1,\)"),
-        (dict(input_scale=torch.ones(64).double()), r"input_scale is fp16, bf16 or fp32 \[64\], got torch.float64"),
+        (dict(pre_quant_scale=torch.ones(1)), r"pre_quant_scale is fp16, bf16 or fp32 \[64\], got torch.float32 \(1,\)"),
+        (dict(pre_quant_scale=torch.ones(64).double()), r"pre_quant_scale is fp16, bf16 or fp32 \[64\], got torch.float64"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(change, message):
     x, w = problem("w4a16_g64", 2, 16, 64)
-    given = dict(order=w.order, input_scale=None) | change
+    given = dict(order=w.order, pre_quant_scale=None) | change
     with pytest.raises(ValueError, match=f"mixed_gemm: {message}"):
         mixed_gemm(x, pack_words(w.codes, 4), w.scale, None, None, "w4a16_g64", **given)
     with FakeTensorMode() as mode:

@@ -180,16 +180,16 @@ def test_x_of_any_layout():
 
 @gpu
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize(("order", "input_scale"), [(True, None), (False, torch.float32), (True, torch.float16)])
+@pytest.mark.parametrize(("order", "pre_quant_scale"), [(True, None), (False, torch.float32), (True, torch.float16)])
 @pytest.mark.parametrize("scheme", ["w4a16_g128", "w6e3m2a16", "w4a16_g32_z", "w4a16_z"])
 @pytest.mark.parametrize("k", [200, 203, 576, 4096])
-def test_order_and_input_scale(scheme, order, input_scale, dtype, k):
-    q = with_channels(quantized(scheme, 344, k), order, input_scale)
+def test_order_and_pre_quant_scale(scheme, order, pre_quant_scale, dtype, k):
+    q = with_channels(quantized(scheme, 344, k), order, pre_quant_scale)
     w = pack_weight(q)
     picked = slice(None) if q.order is None else q.order.long()
     for m in (1, 16, 100):
         x = torch.randn(m, k, device="cuda", dtype=dtype)
-        scaled = x if q.input_scale is None else (x.float() * q.input_scale.float()).to(dtype)
+        scaled = x if q.pre_quant_scale is None else (x.float() * q.pre_quant_scale.float()).to(dtype)
         plain = torch.nn.functional.linear(scaled[:, picked], q.dequantize_codes(dtype))
         reference = mixed_gemm_reference(x, q)
         torch.full((m, k + 8), float("nan"), dtype=dtype, device="cuda")  # what the allocator hands out next is poisoned
@@ -207,7 +207,7 @@ def test_order_and_input_scale(scheme, order, input_scale, dtype, k):
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("m", [8, 100])
 def test_one_hot_activations_find_their_column_through_an_order(dtype, m):
-    q = with_channels(quantized("w4a16_g128", 200, 704), input_scale=None)
+    q = with_channels(quantized("w4a16_g128", 200, 704), pre_quant_scale=None)
     channels = torch.randperm(704, device="cuda")[:m]
     x = torch.nn.functional.one_hot(channels, 704).to(dtype)
     assert torch.equal(fragment_gemm(x, pack_weight(q)), q.dequantize(torch.float32)[:, channels].T.to(dtype))
@@ -217,7 +217,7 @@ def test_one_hot_activations_find_their_column_through_an_order(dtype, m):
 @pytest.mark.parametrize("m", [1, 16, 100, 256])
 def test_order_in_graphs_behind_a_kernel_that_writes_x(m):
     """Gather and product start before the kernels before them have finished; they must wait for what those write."""
-    q = with_channels(quantized("w4a16_g128", 1024, 1024), input_scale=torch.float32)
+    q = with_channels(quantized("w4a16_g128", 1024, 1024), pre_quant_scale=torch.float32)
     w = pack_weight(q)
     x = torch.randn(m, 1024, device="cuda", dtype=torch.float16)
     expected = x
@@ -245,7 +245,7 @@ def test_opcheck_with_an_order():
     q = with_channels(quantized("w4a16_g128", 512, 1024))
     w = pack_weight(q)
     x = torch.randn(2, 3, 1024, device="cuda", dtype=torch.float16)
-    arguments = (x, w.codes, w.scale, None, None, "w4a16_g128", 512, False, w.order, w.input_scale)
+    arguments = (x, w.codes, w.scale, None, None, "w4a16_g128", 512, False, w.order, w.pre_quant_scale)
     torch.library.opcheck(torch.ops.lowbit.fragment_gemm.default, arguments)
     compiled = torch.compile(lambda x: fragment_gemm(x, w) * 2, fullgraph=True)
     assert torch.equal(compiled(x), fragment_gemm(x, w) * 2)

@@ -80,13 +80,13 @@ def test_scales_of_groups_in_32_bits_are_rounded_as_stated(scheme):
         assert pack_weight(half).channel_scale is None, "scales of 16 bits stay as they are"
 
 
-def test_order_and_input_scale_travel_with_the_weight():
-    q = with_channels(rtn(random(33, 200), "w4a16_g64"), input_scale=torch.bfloat16)
+def test_order_and_pre_quant_scale_travel_with_the_weight():
+    q = with_channels(rtn(random(33, 200), "w4a16_g64"), pre_quant_scale=torch.bfloat16)
     w = pack_weight(q)
-    assert w.nbytes == pack_weight(replace(q, order=None, input_scale=None)).nbytes + 4 * 200 + 2 * 200
+    assert w.nbytes == pack_weight(replace(q, order=None, pre_quant_scale=None)).nbytes + 4 * 200 + 2 * 200
     for other in (w, w.clone()):
         back = unpack_weight(other)
-        assert torch.equal(back.order, q.order) and torch.equal(back.input_scale, q.input_scale)
+        assert torch.equal(back.order, q.order) and torch.equal(back.pre_quant_scale, q.pre_quant_scale)
         assert torch.equal(back.dequantize(), q.dequantize())
     assert w.clone().order.data_ptr() != w.order.data_ptr()
 
@@ -98,6 +98,6 @@ def test_an_order_that_is_no_permutation_is_refused(spoil):
     with pytest.raises(ValueError, match="order is a permutation of 0 to 63, this one is not"):
         pack_weight(q)
     q = with_channels(rtn(random(16, 64), "w4a16_g64"))
-    q.input_scale[5] = float("inf")
+    q.pre_quant_scale[5] = float("inf")
     with pytest.raises(ValueError, match="input scales must be finite"):
         pack_weight(q)
