@@ -59,9 +59,9 @@ class QuantTensor:
     zero is uint8 for `ZeroPoint.INTEGER` and has the scale's dtype for `ZeroPoint.FLOAT`. Two more belong to the input x of
     the layer: `order` int32 [K], a permutation, says that column i of codes multiplies channel order[i] of x (GPTQ's act-order
     groups channels by importance); `pre_quant_scale` float [K] is what each channel of x is multiplied by first (AWQ's, where
-    it is not folded into the layer before). `low_rank` is a correction that is added to all this. `activation_scale` float32 [1]
-    is the scale by which all of x is quantized under a scheme with activations; without one, every token has its own. With it
-    goes, where the scheme's activations have zero points, `activation_zero` int32 [1]. Raises ValueError
+    it is not folded into the layer before). `low_rank` is a correction that is added to all this. `activation_scale` float32
+    [1] is the scale by which all of x is quantized under a scheme with activations; without one, every token has its own. With
+    it goes, where the scheme's activations have zero points, `activation_zero` int32 [1]. Raises ValueError
     when shapes or dtypes do not fit the scheme.
     """
 

@@ -43,10 +43,10 @@ class QuantLinear(PackedWeight):
 
     x is fp16, bf16 or fp32 and y has its type; bias [out_features] is kept as it was in the original layer. With an `order` or
     a `pre_quant_scale`, x is brought into the order of the codes and scaled first, at every call. A scheme with 8-bit
-    activations has x quantized next, by the `activation_scale` (and `activation_zero`) or else token by token (by blocks of K where the
-    weights have blocks). A low-rank correction costs two small products and two roundings to x's type: of x down^T, and of the
-    quantized product before the correction is added. The first call brings the weights into the form of the device's kernels
-    (`prepare`), but not one that torch.compile traces: call the layer once before.
+    activations has x quantized next, by the `activation_scale` (and `activation_zero`) or else token by token (by blocks of K
+    where the weights have blocks). A low-rank correction costs two small products and two roundings to x's type: of x down^T,
+    and of the quantized product before the correction is added. The first call brings the weights into the form of the device's
+    kernels (`prepare`), but not one that torch.compile traces: call the layer once before.
     """
 
     bias: nn.Parameter | None
