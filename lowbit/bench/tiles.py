@@ -80,7 +80,8 @@ def _measure(
 
 def _time(tile: Tile, shape: GemmShape, machine: Machine, x: Tensor, weights: list[KernelWeight], reference: Tensor) -> float:
     """Microseconds per call; raises WrongResult when the product is wrong."""
-    from lowbit.ops.fragment_gemm import plan_for, workspace
+    from lowbit.ops.fragment_gemm import plan_for
+    from lowbit.ops.workspace import workspace
 
     first = weights[0]
     form = weight_form(first.scheme, None if first.scale is None else first.scale.dtype, first.channel_scale is not None)

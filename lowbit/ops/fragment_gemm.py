@@ -19,6 +19,7 @@ from lowbit.hardware.conversions import conversion
 from lowbit.hardware.machine import Machine, machine_of, machine_refusals, typical_machine
 from lowbit.kernels.choose import GemmShape, RingTile, Tile, choose
 from lowbit.ops.channels import check_channels
+from lowbit.ops.workspace import workspace
 from lowbit.pack import KernelWeight, WeightForm, has_channel_scale, kernel_group, weight_form
 from lowbit.pack.fragment import LANES, k_tiles, strips
 
@@ -249,20 +250,3 @@ def _gather_plan(
 
     pieces = k % 8 == 0 and all(aligned) and all(t[3] for t in given)
     return GatherPlan(m, k, order is not None, pieces, machine_of(on))
-
-
-_workspaces: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
-
-
-def workspace(device: torch.device, sums: int, counters: int) -> tuple[Tensor, Tensor]:
-    """Memory in which blocks meet, one for each stream; counters are zero whenever no kernel runs."""
-    stream = torch.cuda.current_stream(device).cuda_stream
-    held = _workspaces.get((device, stream))
-    if held is None or held[0].numel() < sums or held[1].numel() < counters:
-        before = (0, 0) if held is None else (held[0].numel(), held[1].numel())
-        held = (
-            torch.empty(max(sums, before[0], 1 << 20), dtype=torch.float32, device=device),
-            torch.zeros(max(counters, before[1], 1 << 12), dtype=torch.int32, device=device),
-        )
-        _workspaces[device, stream] = held
-    return held

@@ -13,8 +13,8 @@ from lowbit.kernels.choose_scaled import candidates_scaled
 from lowbit.kernels.reference import FUNCTIONS
 from lowbit.ops import byte_gemm, byte_refusals, describe_scaled, pack_scaled_weight, quantize_activations
 from lowbit.ops.byte_gemm import plan_for_scaled, scaled_shape
-from lowbit.ops.fragment_gemm import workspace
 from lowbit.ops.scaled_gemm import activation_dtype
+from lowbit.ops.workspace import workspace
 from lowbit.quantize import rtn
 
 gpu = pytest.mark.gpu
