@@ -23,17 +23,9 @@ from lowbit.ops import kernel_refusals
 from lowbit.ops.byte_gemm import byte_refusals
 from lowbit.ops.cpu_gemm import choose_form, pack_for_cpu
 from lowbit.ops.workspace import make_counters
-from lowbit.pack import (
-    KernelWeight,
-    ScaledWeight,
-    pack_scaled_weight,
-    pack_weight,
-    unpack_scaled_weight,
-    unpack_weight,
-)
+from lowbit.pack import FragmentWeight, OperandWeight
 from lowbit.pack.cpu import CpuWeight, unpack_cpu_codes
 from lowbit.quantize.rtn import scale_dtype
-
 
 KERNEL_TENSORS = ("kernel_codes", "kernel_scale", "kernel_channel_scale", "kernel_sums")
 """Buffers of a weight in the form of a GPU's kernels. Buffers, because torch.compile copies other tensors into each CUDA graph
@@ -133,8 +125,9 @@ class PackedWeight(nn.Module):
         the order of the tensor cores on a GPU, that of torch's products on a CPU.
 
         Returns the reasons why not, empty if done. Saving, moving to another device and `quant_tensor` bring the form on disk
-        back without loss. Tied weights keep both forms, since others read the one on disk. A CPU that has no product for the scheme decodes
-        once if `decode_bytes`, bytes for each weight, allow it (nn/decoding.py); decoded weights stand beside the form on disk.
+        back without loss. Tied weights keep both forms, since others read the one on disk. A CPU that has no product for the
+        scheme decodes once if `decode_bytes`, bytes for each weight, allow it (nn/decoding.py); decoded weights stand beside
+        the form on disk.
         """
         if self.cpu_weight is not None and self.scheme.activation is None and self.cpu_weight.dtype != dtype:
             self.restore()
@@ -176,10 +169,10 @@ class PackedWeight(nn.Module):
 
     def _pack_for_gpu(self) -> None:
         q = replace(self.quant_tensor(), low_rank=None)
-        packed = pack_weight(q) if self.scheme.activation is None else pack_scaled_weight(q)
+        packed = FragmentWeight.pack(q) if self.scheme.activation is None else OperandWeight.pack(q)
         self.kernel_codes, self.kernel_scale = packed.codes, packed.scale
         self.kernel_channel_scale = packed.channel_scale
-        self.kernel_sums = packed.sums if isinstance(packed, ScaledWeight) else None
+        self.kernel_sums = packed.sums if isinstance(packed, OperandWeight) else None
 
     def _prepare_on_cpu(self, dtype: torch.dtype) -> tuple[str, ...]:
         form, reasons = choose_form(self.scheme, self.shape, dtype, self.decode_bytes)
@@ -194,27 +187,27 @@ class PackedWeight(nn.Module):
         if not self._shared:
             self.weight_packed = _parameter(self.weight_packed.new_empty(0))
 
-    def kernel_weight(self) -> KernelWeight:
+    def kernel_weight(self) -> FragmentWeight:
         """The prepared weights of a scheme with 16-bit activations."""
         codes = self.kernel_codes
         assert codes is not None
-        weight = KernelWeight(codes, self.kernel_scale, self.kernel_channel_scale, self.scheme, self.shape)
+        weight = FragmentWeight(codes, self.kernel_scale, self.kernel_channel_scale, self.scheme, self.shape)
         if self.has_channels:
             return replace(weight, order=self.weight_order, pre_quant_scale=self.pre_quant_scale)
         return weight
 
-    def scaled_weight(self) -> ScaledWeight:
+    def scaled_weight(self) -> OperandWeight:
         """The prepared weights of a scheme with 8-bit activations."""
         codes, sums = self.kernel_codes, self.kernel_sums
         assert codes is not None and sums is not None
-        return ScaledWeight(codes, self.kernel_scale, self.kernel_channel_scale, sums, self.scheme, self.shape)
+        return OperandWeight(codes, self.kernel_scale, self.kernel_channel_scale, sums, self.scheme, self.shape)
 
     def _prepared_codes(self) -> Tensor:
         if self.cpu_weight is not None:
             return unpack_cpu_codes(self.cpu_weight)
         if self.scheme.activation is not None:
-            return unpack_scaled_weight(self.scaled_weight()).codes
-        return unpack_weight(self.kernel_weight()).codes
+            return self.scaled_weight().unpack().codes
+        return self.kernel_weight().unpack().codes
 
     def restore(self) -> None:
         """Undoes `prepare`."""
