@@ -109,9 +109,8 @@ class QuantLinear(PackedWeight):
         if self.kernel_codes is not None and x.dtype in (torch.float16, torch.bfloat16):
             return fragment_gemm(x, self.kernel_weight(), self.bias)
         channels = (self.weight_order, self.pre_quant_scale) if self.has_channels else ()
-        packed = (
-            self._form_on_disk() if self.is_prepared else self.weight_packed
-        )  # float32 x where there are kernels for 16 bits
+        # Prepared it is for 16-bit x; this one is float32.
+        packed = self._form_on_disk() if self.is_prepared else self.weight_packed
         return mixed_gemm(x, packed, self.weight_scale, self.weight_zero, self.bias, self.scheme_name, *channels)
 
     def _prepared_on_cpu(self, dtype: torch.dtype) -> CpuWeight | None:

@@ -57,9 +57,8 @@ def test_saving_casting_and_calling_leave_the_kernels_form_where_it_is(scheme):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_what_is_loaded_fills_the_kernels_form_where_it_is(scheme):
     module, other = as_if_prepared(layer(scheme)), layer(scheme)
-    other.set_weight(
-        rtn(torch.randn(96, 200), other.scheme) if "channels" not in scheme else with_channels(other.quant_tensor(), seed=3)
-    )
+    weight = rtn(torch.randn(96, 200), other.scheme)
+    other.set_weight(with_channels(weight, seed=3) if "channels" in scheme else weight)
     held = {name: getattr(module, name) for name in KERNEL_TENSORS}
     module.load_state_dict(other.state_dict())
     assert all(getattr(module, name) is t for name, t in held.items())
