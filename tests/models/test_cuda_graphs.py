@@ -65,13 +65,17 @@ def captured(product) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
 def test_reduce_overhead_fullgraph(scheme):
     quantized = model(scheme)
     with torch.inference_mode():
-        expected = {m: quantized(ids(m)).logits for m in (1, 32)}
+        eager = {m: quantized(ids(m)).logits for m in (1, 32)}
+        plain = torch.compile(quantized, fullgraph=True)
+        expected = {m: plain(ids(m)).logits for m in (1, 32)}
+        torch.compiler.reset()
         compiled = torch.compile(quantized, mode="reduce-overhead", fullgraph=True)
         for m in (1, 32):
             for _ in range(4):
                 torch.compiler.cudagraph_mark_step_begin()
                 y = compiled(ids(m)).logits.clone()
-            assert (y - expected[m]).norm() < 3e-2 * expected[m].norm()
+            assert (y - expected[m]).norm() < 1e-3 * y.norm()
+            assert (y - eager[m]).norm() < 6e-2 * y.norm(), "whose roundings between layers are others"
     assert not torch._dynamo.utils.counters["inductor"]["cudagraph_skips"]
     torch.compiler.reset()
 
@@ -141,7 +145,9 @@ def test_saving_copying_and_loading_leave_a_captured_graph_right(scheme):
         quantized.load_state_dict(saved)
         graph.replay()
         assert not torch.equal(y, expected)
-        assert torch.equal(y, quantized(given, use_cache=False).logits), "the graph reads what was loaded"
+        another, of_another = captured(lambda: quantized(given, use_cache=False).logits)
+        another.replay()
+        assert torch.equal(y, of_another), "the graph reads what was loaded"
 
 
 @pytest.mark.gpu
