@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from lowbit._version import __version__
 from lowbit.formats import QuantTensor, Scheme, parse_scheme
 from lowbit.nn import QuantLinear, convert
-from lowbit.ops import mixed_gemm
+from lowbit.ops import gemm, pack_for
 from lowbit.quantize import rtn
 
 if TYPE_CHECKING:
@@ -62,7 +62,8 @@ __all__ = [
     "__version__",
     "convert",
     "convert_checkpoint",
-    "mixed_gemm",
+    "gemm",
+    "pack_for",
     "parse_scheme",
     "pipeline",
     "quantize_checkpoint",

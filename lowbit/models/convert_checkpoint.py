@@ -27,7 +27,7 @@ from lowbit.models.gguf import GgufSource
 from lowbit.models.names import Names
 from lowbit.models.skeleton import build, skeleton
 from lowbit.models.tensorrt_llm import WEIGHTS, TensorrtLlmSource, is_tensorrt_llm
-from lowbit.ops.dispatch import scheme_refusals
+from lowbit.ops.table import scheme_refusals
 
 _CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale")
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
