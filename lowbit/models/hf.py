@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import ConversionOps, WeightRenaming
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader, LayerEntry, Manifest
+from lowbit.checkpoint.schema import OLD_NAMES, current_names
 from lowbit.formats import Scheme, parse_scheme
 from lowbit.models.complete import require_complete, require_finite, some
 from lowbit.models.cpu import plan_on_cpu
@@ -73,7 +74,7 @@ class LowbitConfig(QuantizationConfigMixin):
         self.modules_to_not_convert = modules_to_not_convert
         self.embeddings = embeddings
         self.search: Search = search
-        self.layers = layers
+        self.layers = None if layers is None else {name: current_names(entry) for name, entry in layers.items()}
         self.tied = tied
 
     @classmethod
@@ -178,6 +179,12 @@ class LowbitQuantizer(HfQuantizer):
         plan_on_cpu(model)
         prepare_on_gpu(model)  # now rather than at the first call, which torch.compile may be tracing
         return model
+
+    def get_weight_conversions(self) -> list[WeightRenaming]:
+        """Tensors of files of before the first release -> the parameters that they are."""
+        if not self.pre_quantized:
+            return []
+        return [WeightRenaming(rf"\.{old}$", f".{new}") for old, new in OLD_NAMES.items()]
 
     def is_serializable(self) -> bool:
         return True
