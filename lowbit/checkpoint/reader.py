@@ -68,7 +68,8 @@ class CheckpointReader:
 
     Opening it parses config.json and every file's header, reads the orders of layers that have one, and raises
     CheckpointError, naming file and tensor, for anything truncated, foreign or inconsistent. `manifest` is None when the
-    checkpoint is not a lowbit one; tensors that it has under a name of before the first release go by their new one. `weights` is the name of the file, where it is one of another name than Transformers'.
+    checkpoint is not a lowbit one; its tensors go by the names of today, also where it has older ones. `weights` is the name of
+    the file, where it is one of another name than Transformers'.
     """
 
     def __init__(self, folder: str | Path, weights: str = SINGLE) -> None:
