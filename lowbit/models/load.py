@@ -90,7 +90,13 @@ def _load(
             source, dtype=read, device_map={"": device}, output_loading_info=True, **options
         )
     except ImportError as error:  # of another tool, whose method config.json names
-        raise CheckpointError(f"{source}: Transformers cannot load it here ({' '.join(str(error).split())})") from error
+        why = f"Transformers cannot load it here ({' '.join(str(error).split())})"
+        hub = (
+            ""
+            if folder.is_dir()
+            else "; in a folder (hf download NAME --local-dir FOLDER) lowbit reads many tools' files itself"
+        )
+        raise CheckpointError(f"{source}: {why}{hub}") from error
     _require_all(source, model, info)
     if getattr(getattr(model, "hf_quantizer", None), "quantization_config", None) is None or _foreign(model):
         require_finite(source, model)  # lowbit's quantizer has looked already
