@@ -19,7 +19,7 @@ from lowbit.checkpoint.target import check_file
 from lowbit.eval import report
 from lowbit.eval.perplexity import perplexity
 from lowbit.eval.plot import plot
-from lowbit.eval.results import RESULTS, SUITE, Results, as_json, check_plot, write_json
+from lowbit.eval.results import RESULTS, SUITE, UNFINISHED, Results, as_json, check_plot, write_json
 from lowbit.eval.suite import Settings, read_tasks, run_suite, token_ids
 from lowbit.eval.text import sample_text
 from lowbit.models.cpu import measuring_dtype
@@ -151,12 +151,18 @@ def _suite(
     def say(line: str) -> None:
         err.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    check_file(folder / RESULTS, SUITE), check_file(folder / PAGE, SUITE), check_plot(folder / PLOT, SUITE)
+    (
+        check_file(folder / RESULTS, SUITE),
+        check_file(folder / UNFINISHED, SUITE),
+        check_file(folder / PAGE, SUITE),
+        check_plot(folder / PLOT, SUITE),
+    )
     tasks = read_tasks(None if str(suite) == TEXT_ONLY else suite, text, settings)
     try:
         results = run_suite(models, reference, tasks, settings, folder, say, err.is_terminal)
     except KeyboardInterrupt:
-        say(f"what was measured so far is in {folder / RESULTS}")
+        unfinished = folder / UNFINISHED
+        say(f"what was measured so far is in {unfinished if unfinished.exists() else folder / RESULTS}")
         raise
     _page(results, folder, say)
     if not quiet:

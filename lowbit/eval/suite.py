@@ -137,7 +137,7 @@ def run_suite(
     say: Callable[[str], None],
     progress: bool = False,
 ) -> Results:
-    """Measures the reference, then each model, on every task; `folder`/results.json is complete after every task.
+    """Measures the reference, then each model, on every task; the file of `Results` in `folder` is complete after every task.
 
     The reference stays in memory beside each model, for the divergence on every text. Programs are generated and run only with
     `settings.run_generated_code`.

@@ -178,6 +178,7 @@ class LowbitQuantizer(HfQuantizer):
                 "tensor parallelism: every rank decodes its part of the quantized weights at each call, which is slow"
             )
             return model
+        _put_plain_weights_first(model)
         plan_on_cpu(model)
         prepare_on_gpu(model)  # now rather than at the first call, which torch.compile may be tracing
         return model
@@ -353,6 +354,25 @@ def _retie(model: nn.Module, ties: dict[str, str]) -> None:
             mapping[f"{follower}.{parameter}"] = f"{owner}.{parameter}"
     model.all_tied_weights_keys = mapping  # type: ignore[assignment]
     model._tied_weights_keys = mapping  # type: ignore[assignment]
+
+
+def _put_plain_weights_first(model: nn.Module) -> None:
+    """Lists a module with plain weights before a quantized embedding: Transformers takes the type of the first floating-point
+    parameter for the model's, also to state it in config.json, and that of an embedding's scales is another. The order of
+    modules means nothing but in lists and sequences, which stay as they are."""
+    first = next((name for name, p in model.named_parameters() if p.is_floating_point()), "")
+    if not isinstance(model.get_submodule(first.rpartition(".")[0]), PackedWeight):
+        return
+    for name, module in model.named_modules():
+        parts = name.split(".")
+        parents = [model.get_submodule(".".join(parts[:i])) for i in range(len(parts))]
+        plain = not isinstance(module, PackedWeight) and any(p.is_floating_point() for p in module.parameters(recurse=False))
+        if plain and name and not any(isinstance(parent, (nn.ModuleList, nn.Sequential)) for parent in parents):
+            for parent, part in zip(parents, parts, strict=True):
+                others = dict(parent._modules)
+                parent._modules.clear()
+                parent._modules.update({part: others[part], **others})
+            return
 
 
 def _mark_loaded(module: nn.Module) -> None:

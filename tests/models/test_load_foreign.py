@@ -80,6 +80,7 @@ def check_same(source, target, dtype):
     written = [load_file(target / name / "model.safetensors") for name in ("saved", "c")]
     plain = {tensor.dtype for name, tensor in written[1].items() if name.endswith("orm.weight")}
     assert same_tensors(*written) == (plain == {dtype})
+    assert json.loads((target / "saved" / "config.json").read_text())["dtype"] == str(dtype).removeprefix("torch.")
     again = from_files(target / "saved", dtype=dtype)
     assert same_tensors(again.state_dict(), files.state_dict())
     return direct
