@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lowbit import vision
     from lowbit.models.convert_checkpoint import convert_checkpoint
     from lowbit.models.hf import LowbitConfig
+    from lowbit.models.load import load
     from lowbit.models.quantize_checkpoint import quantize_checkpoint
     from lowbit.pipeline import Pipeline, Response, pipeline
 
@@ -63,6 +64,7 @@ __all__ = [
     "convert",
     "convert_checkpoint",
     "gemm",
+    "load",
     "pack_for",
     "parse_scheme",
     "pipeline",
@@ -76,6 +78,7 @@ _WHEN_USED = {
     "Pipeline": "lowbit.pipeline",
     "Response": "lowbit.pipeline",
     "convert_checkpoint": "lowbit.models.convert_checkpoint",
+    "load": "lowbit.models.load",
     "quantize_checkpoint": "lowbit.models.quantize_checkpoint",
 }
 """Names whose modules import Transformers, which takes twice as long as torch: when they are asked for."""

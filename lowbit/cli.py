@@ -29,17 +29,19 @@ from lowbit.bench.command import bench_gemm, bench_report, bench_tiles
 from lowbit.bench.conv_report import bench_conv
 from lowbit.bench.generate import bench_generate
 from lowbit.checkpoint import CheckpointReader, expected_tensors
+from lowbit.checkpoint.gguf import model_path
 from lowbit.checkpoint.reader import model_folder
 from lowbit.checkpoint.target import check_file
 from lowbit.eval.command import evaluate
 from lowbit.eval.results import as_json, write_json
 from lowbit.explain import explain as explain_weight
 from lowbit.explain import render
-from lowbit.formats import ALIASES
+from lowbit.formats import ALIASES, QuantTensor
 from lowbit.models.calibrate import Calibration, unfinished_folder
 from lowbit.models.convert_checkpoint import convert_checkpoint
 from lowbit.models.load import check_checkpoint
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
+from lowbit.models.source import Contents, is_foreign, open_checkpoint
 from lowbit.nn.convert import Plan
 from lowbit.ops import UnsupportedProblem
 from lowbit.pipeline import pipeline
@@ -103,6 +105,10 @@ class MethodChoice(str, Enum):
 
 
 Model = Annotated[Path, typer.Argument(help="Folder of a Transformers model, quantized or not.")]
+AnyModel = Annotated[
+    Path,
+    typer.Argument(metavar="MODEL", help="Folder of a model, quantized by lowbit, by another tool or not, or a GGUF file."),
+]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result as JSON to this file; - for standard output.")]
 
 
@@ -293,6 +299,8 @@ def convert(
 ) -> None:
     """Turn a quantized checkpoint into another tool's, without rounding a weight.
 
+    To run, measure or inspect a model, no conversion is needed: generate, eval and inspect take the files below as they are.
+
     Read: GPTQ (versions 1 and 2, act-order), AWQ (gemm), auto-round, compressed-tensors (integers, FP8, MX, NVFP4), FP8,
     torchao, ModelOpt (FP8, NVFP4), bitsandbytes NF4 and FP4 (to dequantized only), GGUF (Q4_0 to Q6_K of llama, qwen2 and
     qwen3 models), TensorRT-LLM (W4A16_AWQ of llama models), and lowbit. The tool is found out from config.json.
@@ -315,7 +323,7 @@ def convert(
 @app.command()
 @user_errors
 def generate(
-    model: Model,
+    model: AnyModel,
     prompts: Annotated[list[str], typer.Argument(help="One or more texts to continue.")],
     scheme: Annotated[str | None, typer.Option(help="Quantize a 16-bit model to this scheme while loading it.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
@@ -324,9 +332,16 @@ def generate(
     verify: Annotated[bool, typer.Option("--verify", help="Compare the files with their checksums first.")] = False,
     json_file: Json = None,
 ) -> None:
-    """Continue texts with a model, greedily unless --sample is given."""
+    """Continue texts with a model, greedily unless --sample is given.
+
+    GPTQ, AWQ, auto-round, compressed-tensors, FP8, torchao, ModelOpt and GGUF weights are loaded as they are, without a
+    conversion first (docs/checkpoints.md).
+
+    Example: lowbit generate Llama-3-8B-AWQ "The light of the sun"
+    """
     _check_json(json_file, "lowbit generate")
-    pipe = pipeline(str(model_folder(model)), quantization_mode=scheme, verify=verify)
+    path = str(model_path(model))
+    pipe = pipeline(path, quantization_mode=scheme, verify=verify, progress=err.is_terminal)
     responses = pipe(prompts, max_new_tokens=max_new_tokens, do_sample=sample, seed=seed)
     if str(json_file) != "-":
         for prompt, response in zip(prompts, responses, strict=True):
@@ -343,22 +358,21 @@ app.command()(user_errors(study))
 @app.command()
 @user_errors
 def inspect(
-    model: Model,
+    model: AnyModel,
     check: Annotated[bool, typer.Option("--check", help="Read every tensor; compare all with config.json's model.")] = False,
     json_file: Json = None,
 ) -> None:
-    """What a checkpoint holds: layers, schemes, bytes, bits per weight, what stayed in 16 bits."""
+    """What a checkpoint holds: layers, schemes, bytes, bits per weight, what stayed in 16 bits.
+
+    Of another tool's files, what generate, eval and lowbit.load make of each layer, and what they cannot take over.
+    """
     _check_json(json_file, "lowbit inspect")
-    with CheckpointReader(model) as reader:
-        wrong = check_checkpoint(model) if check else ()
-        if wrong:
-            raise ValueError(f"{model}: {'; '.join(wrong)}")
-        checked = _checked(reader) if check else []
-        manifest = reader.manifest
-        layers = manifest.layers if manifest else {}
-        rows = [_layer_row(reader, name, str(entry.scheme)) for name, entry in layers.items()]
-        packed = {tensor for name, entry in layers.items() for tensor in expected_tensors(name, entry)}
-        rest = sum(_tensor_bytes(reader, name) for name in reader.names() if name not in packed)
+    wrong = check_checkpoint(model_path(model)) if check else ()
+    if wrong:
+        raise ValueError(f"{model}: {'; '.join(wrong)}")
+    rows, rest, kept, lines, tool = _foreign_contents(model) if is_foreign(model) else _contents(model, check)
+    if check and is_foreign(model):
+        lines.append("every tensor is as its tool writes it, and config.json's model takes all of them")
     if str(json_file) != "-":
         table = Table(Column("layer", overflow="fold"), "scheme", "N x K", "bytes", "bits per weight")
         for row in rows:
@@ -376,14 +390,40 @@ def inspect(
             out.print(table)
             total, weights = sum(r["bytes"] for r in rows), sum(r["n"] * r["k"] for r in rows)
             out.print(
-                f"{len(rows)} quantized layers: {weights:,} weights in {total:,} bytes, {8 * total / weights:.3f} bits each"
+                f"{len(rows)} quantized layers{'' if tool == 'lowbit' else f', as loaded from {tool} files'}: {weights:,} "
+                f"weights in {total:,} bytes, {8 * total / weights:.3f} bits each"
             )
-            out.print(f"in 16 bits or more: {rest:,} bytes; not converted: {', '.join(manifest.modules_to_not_convert) or '-'}")  # type: ignore[union-attr]
+            out.print(f"in 16 bits or more: {rest:,} bytes; not converted: {', '.join(kept) or '-'}")
         else:
             out.print(f"not a lowbit checkpoint: {rest:,} bytes of plain tensors")
-        for line in checked:
+        for line in lines:
             out.print(line, highlight=False, soft_wrap=True)
-    _write_json(json_file, "lowbit inspect", {"layers": rows, "other_bytes": rest})
+    _write_json(json_file, "lowbit inspect", {"tool": tool, "layers": rows, "other_bytes": rest})
+
+
+Inspected = tuple[list[dict[str, Any]], int, tuple[str, ...], list[str], str]
+"""Rows of layers, bytes of all other tensors, linear layers that are not quantized, further lines, and the tool."""
+
+
+def _contents(model: Path, check: bool) -> Inspected:
+    with CheckpointReader(model) as reader:
+        checked = _checked(reader) if check else []
+        manifest = reader.manifest
+        layers = manifest.layers if manifest else {}
+        rows = [_layer_row(name, reader.layer(name)) for name in layers]
+        packed = {tensor for name, entry in layers.items() for tensor in expected_tensors(name, entry)}
+        rest = sum(_tensor_bytes(reader, name) for name in reader.names() if name not in packed)
+    return rows, rest, manifest.modules_to_not_convert if manifest else (), checked, "lowbit" if manifest else "none"
+
+
+def _foreign_contents(model: Path) -> Inspected:
+    contents = Contents(model, open_checkpoint(model))
+    bar = tqdm(contents.source.entries, desc="layers", unit="layer", disable=not err.is_terminal, leave=False)
+    rows = [_layer_row(contents.module(name) or name, contents.layer(name)) for name in bar if contents.judge(name)]
+    rest = sum(contents.plain(name).nbytes for name in contents.source.plain if not contents.left_out(name))
+    refused = contents.refusals()
+    lines = [*contents.notes(), *([f"cannot be loaded: {refused}"] if refused else [])]
+    return rows, rest, tuple(contents.kept()), lines, contents.opened.tool
 
 
 def _checked(reader: CheckpointReader) -> list[str]:
@@ -398,11 +438,10 @@ def _checked(reader: CheckpointReader) -> list[str]:
     return [files if verified else none, "every tensor is as config.json says"]
 
 
-def _layer_row(reader: CheckpointReader, name: str, scheme: str) -> dict[str, Any]:
-    q = reader.layer(name)
+def _layer_row(name: str, q: QuantTensor) -> dict[str, Any]:
     return {
         "layer": name,
-        "scheme": scheme,
+        "scheme": q.scheme.name,
         "n": q.shape[0],
         "k": q.shape[1],
         "bytes": q.nbytes,

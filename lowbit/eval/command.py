@@ -13,12 +13,13 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from lowbit.checkpoint import CheckpointError
-from lowbit.checkpoint.reader import model_folder, read_text
+from lowbit.checkpoint.gguf import model_path
+from lowbit.checkpoint.reader import read_text
 from lowbit.checkpoint.target import check_file
 from lowbit.eval import report
 from lowbit.eval.perplexity import perplexity
 from lowbit.eval.plot import plot
-from lowbit.eval.results import RESULTS, SUITE, Results, as_json, check_plot, write_json
+from lowbit.eval.results import RESULTS, SUITE, UNFINISHED, Results, as_json, check_plot, write_json
 from lowbit.eval.suite import Settings, read_tasks, run_suite, token_ids
 from lowbit.eval.text import sample_text
 from lowbit.models.cpu import measuring_dtype
@@ -32,7 +33,13 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def evaluate(
-    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Folders of Transformers models, or names on a hub.")],
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL...",
+            help="Folders of Transformers models, quantized here, by other tools or not, GGUF files, or names on a hub.",
+        ),
+    ],
     text: Annotated[Path | None, typer.Option(help="UTF-8 text to measure on; Newton's Opticks when absent.")] = None,
     reference: Annotated[str | None, typer.Option(help="16-bit model to show beside them, and to compare them with.")] = None,
     window: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 1024,
@@ -93,7 +100,7 @@ def _model(name: str) -> str:
     if _HUB_NAME.fullmatch(name) and not Path(name).parent.exists():
         return name
     try:
-        model_folder(Path(name))
+        model_path(Path(name))
     except CheckpointError as error:
         raise CheckpointError(f"{error}, or a name on a hub such as owner/model") from None
     return name
@@ -124,7 +131,7 @@ def _perplexities(
     rows = []
     table = Table(Column("model", overflow="fold"), "perplexity", "standard error", "tokens", "nats per token")
     for name in models if reference is None else [reference, *models]:
-        pipe = pipeline(name, dtype=measuring_dtype())
+        pipe = pipeline(name, dtype=measuring_dtype(), progress=progress)
         ids = token_ids(pipe, content, window, stride, windows)
         result = perplexity(pipe.model, ids, window=window, stride=stride, progress=progress)
         pipe.destroy()
@@ -144,12 +151,18 @@ def _suite(
     def say(line: str) -> None:
         err.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    check_file(folder / RESULTS, SUITE), check_file(folder / PAGE, SUITE), check_plot(folder / PLOT, SUITE)
+    (
+        check_file(folder / RESULTS, SUITE),
+        check_file(folder / UNFINISHED, SUITE),
+        check_file(folder / PAGE, SUITE),
+        check_plot(folder / PLOT, SUITE),
+    )
     tasks = read_tasks(None if str(suite) == TEXT_ONLY else suite, text, settings)
     try:
         results = run_suite(models, reference, tasks, settings, folder, say, err.is_terminal)
     except KeyboardInterrupt:
-        say(f"what was measured so far is in {folder / RESULTS}")
+        unfinished = folder / UNFINISHED
+        say(f"what was measured so far is in {unfinished if unfinished.exists() else folder / RESULTS}")
         raise
     _page(results, folder, say)
     if not quiet:
