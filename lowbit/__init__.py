@@ -91,7 +91,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"lowbit.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'lowbit' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    found = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return found
 
 
 def __dir__() -> list[str]:

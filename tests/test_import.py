@@ -60,6 +60,17 @@ except AttributeError as error:
     assert python(code) == "module 'lowbit' has no attribute 'no_such_name'"
 
 
+def test_names_are_found_inside_torch_compile():
+    code = """
+import torch
+import lowbit
+q = torch.full((4, 4), 128 + 1, dtype=torch.uint8), torch.ones(4, 1)
+run = torch.compile(lambda x: lowbit.mixed_gemm(x, *q, None, None, "w8a16"), backend="eager", fullgraph=True)
+print(run(torch.ones(1, 4)).tolist())
+"""
+    assert python(code) == "[[4.0, 4.0, 4.0, 4.0]]"
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     from lowbit import quantize_checkpoint
