@@ -93,6 +93,15 @@ def test_files_and_tests_named_in_prose_exist(page):
             assert re.search(rf"^ *(?:def|class) {test}\b", file.read_text(), re.MULTILINE), f"{page.name}: {name}::{test}"
 
 
+def test_the_log_lists_its_entries():
+    text = (ROOT / "docs" / "log.md").read_text()
+    contents, first, rest = text.partition("\n## ")
+    listed = re.findall(r"^- (\d{4}-\d\d-\d\d) \[.*?\]\(#([^)]*)\): \S", contents, re.MULTILINE)
+    entries = re.findall(r"^### ((\d{4}-\d\d-\d\d): .*)$", first + rest, re.MULTILINE)
+    assert [anchor for _, anchor in listed] == [next(iter(anchors(f"### {entry}"))) for entry, _ in entries]
+    assert [day for day, _ in listed] == [day for _, day in entries]
+
+
 def test_the_table_of_formats_is_computed():
     text = (ROOT / "docs" / "numerics.md").read_text()
     rows = re.findall(r"^\| (fp\w+|int\d) \| (\S+) \| (\S+) \| (\S+) \| (\S+) \| (.*?) \|$", text, re.MULTILINE)
