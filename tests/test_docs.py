@@ -93,6 +93,15 @@ def test_files_and_tests_named_in_prose_exist(page):
             assert re.search(rf"^ *(?:def|class) {test}\b", file.read_text(), re.MULTILINE), f"{page.name}: {name}::{test}"
 
 
+def test_files_named_in_docstrings_exist():
+    """Names that begin with a folder of ours: `tests/ops/test_a.py`, `docs/a.md`, `pack/a.py`, `parts/a.py`."""
+    roots = (ROOT, ROOT / "lowbit", ROOT / "lowbit" / "kernels")
+    for source in [*ROOT.glob("lowbit/**/*.py"), *ROOT.glob("study/*.py")]:
+        for name in re.findall(r"(?<![\w/.{}-])((?:\w+/)+\w+\.(?:py|md))\b", source.read_text()):
+            if any((root / name.split("/")[0]).is_dir() for root in roots) and not name.startswith("docs/source/"):
+                assert any((root / name).is_file() for root in roots), f"{source.relative_to(ROOT)} names {name}"
+
+
 def test_the_log_lists_its_entries():
     text = (ROOT / "docs" / "log.md").read_text()
     contents, first, rest = text.partition("\n## ")
