@@ -441,7 +441,7 @@ def _operand(weight: _Weight) -> Step:
             f"code {weight.code} becomes {value / c.scale_factor:g},",
             f"times {c.scale_factor:g}, which the scale takes over: {value:g}",
         )
-    return Step("lowbit/pack/scaled.py", "pack_scaled_weight", lines)
+    return Step("lowbit/pack/scaled.py", "OperandWeight", lines)
 
 
 def _byte_tiles(q: QuantTensor, sm: int) -> Step:

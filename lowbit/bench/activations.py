@@ -23,12 +23,11 @@ from lowbit.ops import (
     Activations,
     byte_gemm,
     layer_norm_quantize,
-    pack_scaled_weight,
     quantize_activations,
     rms_norm_quantize,
     silu_mul_quantize,
 )
-from lowbit.pack import ScaledWeight
+from lowbit.pack import OperandWeight
 from lowbit.quantize import rtn
 
 COLUMNS = (4096, 8192, 28672)
@@ -126,21 +125,21 @@ def _measure(operation: Operation, inputs: list[Tensor], others: list[Tensor], w
 def measure_products(rows: tuple[int, ...], k: int, dtype: torch.dtype) -> Iterator[ProductRow]:
     """What quantizing x costs before a product on the current GPU: weights rotate so that they come from memory."""
     for scheme in PRODUCT_SCHEMES:
-        first = pack_scaled_weight(rtn(gaussian(k, k, seed=0, dtype=dtype), scheme))
+        first = OperandWeight.pack(rtn(gaussian(k, k, seed=0, dtype=dtype), scheme))
         weights = [first] + [first.clone() for _ in range(math.ceil(3 * l2_bytes() / first.nbytes) - 1)]
         for m in rows:
             yield _product_row(scheme, gaussian(m, k, seed=m, dtype=dtype), weights)
 
 
-def _product_row(scheme: str, x: Tensor, weights: list[ScaledWeight]) -> ProductRow:
+def _product_row(scheme: str, x: Tensor, weights: list[OperandWeight]) -> ProductRow:
     fmt = parse_scheme(scheme).activation
     assert fmt is not None
     given = quantize_activations(x, fmt)
 
-    def product(w: ScaledWeight, made: Activations) -> Tensor:
+    def product(w: OperandWeight, made: Activations) -> Tensor:
         return byte_gemm(made.codes, made.scale, w, dtype=x.dtype)
 
-    def us(call: Callable[[ScaledWeight], Tensor]) -> float:
+    def us(call: Callable[[OperandWeight], Tensor]) -> float:
         return statistics.median(capture([lambda w=w: call(w) for w in weights]).times_us(REPLAYS))  # type: ignore[misc]
 
     apart = us(lambda w: product(w, given)), us(lambda w: quantize_activations(x, fmt).codes)

@@ -99,9 +99,10 @@ def this_library(q: QuantTensor, request: Request) -> Contender:
     """This library's kernel for a weight."""
     if q.scheme.activation is not None:
         return quantized_x.this_library(q, request)
-    from lowbit.ops import describe, fragment_gemm, pack_weight  # type: ignore[attr-defined, unused-ignore]
+    from lowbit.ops import describe, fragment_gemm
+    from lowbit.pack import FragmentWeight
 
-    weight = pack_weight(q)
+    weight = FragmentWeight.pack(q)
     n, k = q.shape
     return Contender(
         weight,

@@ -66,9 +66,10 @@ def contender(
 
 def this_library(q: QuantTensor, request: Request) -> Contender:
     """This library's kernels for 8-bit activations."""
-    from lowbit.ops import byte_gemm, describe_scaled, pack_scaled_weight  # type: ignore[attr-defined, unused-ignore]
+    from lowbit.ops import byte_gemm, describe_scaled
+    from lowbit.pack import OperandWeight
 
-    weight = pack_scaled_weight(q)
+    weight = OperandWeight.pack(q)
     n, k = q.shape
 
     def product(x: Codes, w: Any) -> Tensor:

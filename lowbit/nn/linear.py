@@ -108,9 +108,10 @@ class QuantLinear(PackedWeight):
             return cpu_gemm(x, held, self.bias)
         if self.kernel_codes is not None and x.dtype in (torch.float16, torch.bfloat16):
             return fragment_gemm(x, self.kernel_weight(), self.bias)
-        self.restore()
         channels = (self.weight_order, self.pre_quant_scale) if self.has_channels else ()
-        return mixed_gemm(x, self.weight_packed, self.weight_scale, self.weight_zero, self.bias, self.scheme_name, *channels)
+        # Prepared it is for 16-bit x; this one is float32.
+        packed = self._form_on_disk() if self.is_prepared else self.weight_packed
+        return mixed_gemm(x, packed, self.weight_scale, self.weight_zero, self.bias, self.scheme_name, *channels)
 
     def _prepared_on_cpu(self, dtype: torch.dtype) -> CpuWeight | None:
         """Prepares the layer where it is; its form on a CPU for x of `dtype`, if it has one then."""

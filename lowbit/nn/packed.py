@@ -22,16 +22,14 @@ from lowbit.formats import (
 from lowbit.ops import kernel_refusals
 from lowbit.ops.byte_gemm import byte_refusals
 from lowbit.ops.cpu_gemm import choose_form, pack_for_cpu
-from lowbit.pack import (
-    KernelWeight,
-    ScaledWeight,
-    pack_scaled_weight,
-    pack_weight,
-    unpack_scaled_weight,
-    unpack_weight,
-)
+from lowbit.ops.workspace import make_counters
+from lowbit.pack import FragmentWeight, OperandWeight
 from lowbit.pack.cpu import CpuWeight, unpack_cpu_codes
 from lowbit.quantize.rtn import scale_dtype
+
+KERNEL_TENSORS = ("kernel_codes", "kernel_scale", "kernel_channel_scale", "kernel_sums")
+"""Buffers of a weight in the form of a GPU's kernels. Buffers, because torch.compile copies other tensors into each CUDA graph
+at every replay."""
 
 
 class PackedWeight(nn.Module):
@@ -95,7 +93,7 @@ class PackedWeight(nn.Module):
             _parameter(torch.empty(1, dtype=torch.float32, device=device)) if activation_scale else None,
             _parameter(torch.empty(1, dtype=torch.int32, device=device)) if activation_zero else None,
         )
-        for name in ("kernel_codes", "kernel_scale", "kernel_channel_scale", "kernel_sums"):
+        for name in KERNEL_TENSORS:
             self.register_buffer(name, None, persistent=False)
         self.cpu_weight: CpuWeight | None = None
         self.decode_bytes = 0
@@ -126,9 +124,10 @@ class PackedWeight(nn.Module):
         """Brings weights into the form of their device's kernels for x of `dtype`, which replaces the form on disk in memory:
         the order of the tensor cores on a GPU, that of torch's products on a CPU.
 
-        Returns the reasons why not, empty if done. Saving, moving and `quant_tensor` bring the form on disk back without
-        loss. Tied weights keep both forms, since others read the one on disk. A CPU that has no product for the scheme decodes
-        once if `decode_bytes`, bytes for each weight, allow it (nn/decoding.py); decoded weights stand beside the form on disk.
+        Returns the reasons why not, empty if done. Saving, moving to another device and `quant_tensor` bring the form on disk
+        back without loss. Tied weights keep both forms, since others read the one on disk. A CPU that has no product for the
+        scheme decodes once if `decode_bytes`, bytes for each weight, allow it (nn/decoding.py); decoded weights stand beside
+        the form on disk.
         """
         if self.cpu_weight is not None and self.scheme.activation is None and self.cpu_weight.dtype != dtype:
             self.restore()
@@ -163,13 +162,17 @@ class PackedWeight(nn.Module):
             reasons = kernel_refusals(self.scheme, dtype, device)
         if reasons:
             return reasons
-        q = replace(self.quant_tensor(), low_rank=None)
-        packed = pack_scaled_weight(q) if scaled else pack_weight(q)
-        self.kernel_codes, self.kernel_scale = packed.codes, packed.scale
-        self.kernel_channel_scale = packed.channel_scale
-        self.kernel_sums = packed.sums if isinstance(packed, ScaledWeight) else None
+        make_counters(device)  # a graph that captures the first product could not
+        self._pack_for_gpu()
         self._drop_form_on_disk()
         return ()
+
+    def _pack_for_gpu(self) -> None:
+        q = replace(self.quant_tensor(), low_rank=None)
+        packed = FragmentWeight.pack(q) if self.scheme.activation is None else OperandWeight.pack(q)
+        self.kernel_codes, self.kernel_scale = packed.codes, packed.scale
+        self.kernel_channel_scale = packed.channel_scale
+        self.kernel_sums = packed.sums if isinstance(packed, OperandWeight) else None
 
     def _prepare_on_cpu(self, dtype: torch.dtype) -> tuple[str, ...]:
         form, reasons = choose_form(self.scheme, self.shape, dtype, self.decode_bytes)
@@ -184,27 +187,27 @@ class PackedWeight(nn.Module):
         if not self._shared:
             self.weight_packed = _parameter(self.weight_packed.new_empty(0))
 
-    def kernel_weight(self) -> KernelWeight:
+    def kernel_weight(self) -> FragmentWeight:
         """The prepared weights of a scheme with 16-bit activations."""
         codes = self.kernel_codes
         assert codes is not None
-        weight = KernelWeight(codes, self.kernel_scale, self.kernel_channel_scale, self.scheme, self.shape)
+        weight = FragmentWeight(codes, self.kernel_scale, self.kernel_channel_scale, self.scheme, self.shape)
         if self.has_channels:
             return replace(weight, order=self.weight_order, pre_quant_scale=self.pre_quant_scale)
         return weight
 
-    def scaled_weight(self) -> ScaledWeight:
+    def scaled_weight(self) -> OperandWeight:
         """The prepared weights of a scheme with 8-bit activations."""
         codes, sums = self.kernel_codes, self.kernel_sums
         assert codes is not None and sums is not None
-        return ScaledWeight(codes, self.kernel_scale, self.kernel_channel_scale, sums, self.scheme, self.shape)
+        return OperandWeight(codes, self.kernel_scale, self.kernel_channel_scale, sums, self.scheme, self.shape)
 
     def _prepared_codes(self) -> Tensor:
         if self.cpu_weight is not None:
             return unpack_cpu_codes(self.cpu_weight)
         if self.scheme.activation is not None:
-            return unpack_scaled_weight(self.scaled_weight()).codes
-        return unpack_weight(self.kernel_weight()).codes
+            return self.scaled_weight().unpack().codes
+        return self.kernel_weight().unpack().codes
 
     def restore(self) -> None:
         """Undoes `prepare`."""
@@ -283,20 +286,32 @@ class PackedWeight(nn.Module):
         return _parameter(pack_words(self._prepared_codes(), self.scheme.weight.bits))
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):  # type: ignore[no-untyped-def]
-        self.restore()  # files hold the form on disk
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.weight_packed.numel() == 0 and self.is_prepared:
+            packed = self._form_on_disk()  # made for the file; the kernels' form stays, which a captured graph may read
+            destination[f"{prefix}weight_packed"] = packed if keep_vars else packed.detach()
 
     def _load_from_state_dict(self, *arguments, **options):  # type: ignore[no-untyped-def]
-        self.restore()  # what is loaded has the form on disk, and whatever was made of the old weights is stale
+        """What is loaded has the form on disk. Kernels' tensors are filled again where they are, for graphs that read them."""
+        before = {name: getattr(self, name) for name in KERNEL_TENSORS}
+        self.restore()
         super()._load_from_state_dict(*arguments, **options)
+        if before["kernel_codes"] is not None and self.weight_packed.device == before["kernel_codes"].device:
+            self._pack_for_gpu()
+            for name, old in before.items():
+                new = getattr(self, name)
+                if old is not None and (old.shape, old.dtype) == (new.shape, new.dtype):
+                    setattr(self, name, old.copy_(new))
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
         """Moves devices as any module does, but keeps the type of scales and corrections: `.half()` must not round float32
-        scales, nor `.bfloat16()` the factors."""
-        self.restore()
+        scales, nor `.bfloat16()` the factors. What stays on its device keeps the kernels' form, where it is."""
+        here = self.weight_packed.device
+        if fn(torch.empty(0, dtype=torch.uint8, device=here)).device != here:
+            self.restore()
         self._refused.clear()
-        scales = (self.weight_scale, self.weight_zero, self.pre_quant_scale, self.activation_scale)
-        exact = {id(p) for p in (*scales, self.weight_up, self.weight_down)}
+        names = ("weight_scale", "weight_zero", "pre_quant_scale", "activation_scale", "weight_up", "weight_down")
+        exact = {id(getattr(self, name)) for name in (*names, *KERNEL_TENSORS)}
 
         def apply(t: Tensor) -> Tensor:
             moved = fn(t)

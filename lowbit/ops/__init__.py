@@ -12,7 +12,6 @@ from lowbit.ops.quantize_activations import (
     silu_mul_quantize,
 )
 from lowbit.ops.scaled_gemm import scaled_gemm
-from lowbit.pack import pack_scaled_weight, pack_weight
 
 __all__ = [
     "BACKENDS",
@@ -31,8 +30,6 @@ __all__ = [
     "kernel_refusals",
     "layer_norm_quantize",
     "mixed_gemm",
-    "pack_scaled_weight",
-    "pack_weight",
     "quantize_activations",
     "rms_norm_quantize",
     "scaled_gemm",

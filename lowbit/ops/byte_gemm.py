@@ -15,9 +15,10 @@ from torch import Tensor
 from lowbit.formats import PerBlock, PerGroup, Scheme, parse_scheme
 from lowbit.hardware.machine import Machine, features_of, machine_of, machine_refusals, typical_machine
 from lowbit.kernels.choose_scaled import ScaledShape, ScaledTile, choose_scaled
-from lowbit.ops.fragment_gemm import _Described, _described, _on_meta, _triton_refusals, workspace
+from lowbit.ops.fragment_gemm import _Described, _described, _on_meta, _triton_refusals
 from lowbit.ops.scaled_gemm import check_activations, check_output
-from lowbit.pack import ScaledWeight, scaled_refusals
+from lowbit.ops.workspace import workspace
+from lowbit.pack import OperandWeight, scaled_refusals
 from lowbit.pack.fragment import LANES, STRIP, k_tiles, strips
 from lowbit.pack.scaled import GROUP, ROW_BYTES
 
@@ -37,7 +38,7 @@ _scheme = functools.lru_cache(maxsize=None)(parse_scheme)
 
 
 def byte_gemm(
-    x: Tensor, x_scale: Tensor, w: ScaledWeight, bias: Tensor | None = None, *, dtype: torch.dtype = torch.bfloat16,
+    x: Tensor, x_scale: Tensor, w: OperandWeight, bias: Tensor | None = None, *, dtype: torch.dtype = torch.bfloat16,
     x_zero: Tensor | None = None, function: str = "none", y_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """y [.., N] = function(((x [.., K] - x_zero) * x_scale) . dequant(w)[N, K]^T + bias [N]) of `dtype`.
@@ -94,7 +95,7 @@ def _check(
     shape = (n, -(-k // ROW_BYTES) * ROW_BYTES) if bits == 8 else (strips(n), k_tiles(k), LANES * bits)
     if tuple(codes.shape) != shape or codes.element_size() != (1 if bits == 8 else 4):
         raise ValueError(
-            f"byte_gemm: {s} with N {n} and K {k} takes codes {shape} (pack_scaled_weight makes them), "
+            f"byte_gemm: {s} with N {n} and K {k} takes codes {shape} (OperandWeight.pack makes them), "
             f"got {codes.dtype} {tuple(codes.shape)}: another K, or another scheme"
         )
     groups = -(-k // GROUP)
@@ -152,7 +153,7 @@ def _plan(
     if len(devices) > 1:
         raise ValueError(f"byte_gemm: all tensors must be on one device, got {sorted(map(str, devices))}")
     if not all(t is None or t[3] for t in others[:4]):
-        raise ValueError("byte_gemm: weights must start at multiples of 16 bytes (pack_scaled_weight's do); clone() them")
+        raise ValueError("byte_gemm: weights must start at multiples of 16 bytes (OperandWeight.pack's do); clone() them")
     if m == 0 or n == 0:
         return None
     blocks = x_scale.numel() > m

@@ -19,7 +19,8 @@ from lowbit.hardware.conversions import conversion
 from lowbit.hardware.machine import Machine, machine_of, machine_refusals, typical_machine
 from lowbit.kernels.choose import GemmShape, RingTile, Tile, choose
 from lowbit.ops.channels import check_channels
-from lowbit.pack import KernelWeight, WeightForm, has_channel_scale, kernel_group, weight_form
+from lowbit.ops.workspace import workspace
+from lowbit.pack import FragmentWeight, WeightForm, has_channel_scale, kernel_group, weight_form
 from lowbit.pack.fragment import LANES, k_tiles, strips
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ torch.library.define(
 _scheme = functools.lru_cache(maxsize=None)(parse_scheme)
 
 
-def fragment_gemm(x: Tensor, w: KernelWeight, bias: Tensor | None = None, *, batch_invariant: bool = False) -> Tensor:
+def fragment_gemm(x: Tensor, w: FragmentWeight, bias: Tensor | None = None, *, batch_invariant: bool = False) -> Tensor:
     """y [.., N] = x [.., K] . dequant(w)[N, K]^T + bias [N], in x's dtype, fp16 or bf16.
 
     With `batch_invariant`, a row of y has the same bits in every batch; else sums of small batches are formed in another
@@ -111,13 +112,13 @@ def _check(
     expected = (strips(n), k_tiles(k), LANES * s.weight.bits)
     if tuple(codes.shape) != expected or codes.dtype != torch.int32:
         raise ValueError(
-            f"fragment_gemm: {s} with N {n} and K {k} takes codes int32 {expected} (pack_weight makes them), "
+            f"fragment_gemm: {s} with N {n} and K {k} takes codes int32 {expected} (FragmentWeight.pack makes them), "
             f"got {codes.dtype} {tuple(codes.shape)}: another K, another scheme, or packed for another kernel"
         )
     group, of_channels = kernel_group(s), has_channel_scale(s)
     if (group == 0) != (scale is None) or (of_channels and channel is None):
         kinds = (["scales per group"] if group else []) + (["scales per channel"] if of_channels else [])
-        raise ValueError(f"fragment_gemm: {s} takes {' and '.join(kinds)}, pack_weight makes them")
+        raise ValueError(f"fragment_gemm: {s} takes {' and '.join(kinds)}, FragmentWeight.pack makes them")
     if scale is not None:
         pair = 2 if s.zero.value == "" else 4
         shape = (strips(n), -(-k // 128) * (128 // group), 8, pair)
@@ -178,7 +179,7 @@ def _plan(
     if len(devices) > 1:
         raise ValueError(f"fragment_gemm: all tensors must be on one device, got {sorted(map(str, devices))}")
     if not all(t is None or t[3] for t in others[:3]):
-        raise ValueError("fragment_gemm: weights must start at multiples of 16 bytes (pack_weight's do); clone() them")
+        raise ValueError("fragment_gemm: weights must start at multiples of 16 bytes (FragmentWeight.pack's do); clone() them")
     if m == 0 or n == 0:
         return None
     machine = machine_of(on)
@@ -249,20 +250,3 @@ def _gather_plan(
 
     pieces = k % 8 == 0 and all(aligned) and all(t[3] for t in given)
     return GatherPlan(m, k, order is not None, pieces, machine_of(on))
-
-
-_workspaces: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
-
-
-def workspace(device: torch.device, sums: int, counters: int) -> tuple[Tensor, Tensor]:
-    """Memory in which blocks meet, one for each stream; counters are zero whenever no kernel runs."""
-    stream = torch.cuda.current_stream(device).cuda_stream
-    held = _workspaces.get((device, stream))
-    if held is None or held[0].numel() < sums or held[1].numel() < counters:
-        before = (0, 0) if held is None else (held[0].numel(), held[1].numel())
-        held = (
-            torch.empty(max(sums, before[0], 1 << 20), dtype=torch.float32, device=device),
-            torch.zeros(max(counters, before[1], 1 << 12), dtype=torch.int32, device=device),
-        )
-        _workspaces[device, stream] = held
-    return held

@@ -10,7 +10,8 @@ from torch import nn
 
 from lowbit.nn import QuantLinear
 from lowbit.nn.embedding import QuantEmbedding
-from lowbit.ops import pack_weight
+from lowbit.nn.packed import KERNEL_TENSORS
+from lowbit.pack import FragmentWeight
 from lowbit.quantize import rtn
 from tests.tiny import with_channels
 
@@ -28,7 +29,7 @@ def layer(scheme, device="cpu") -> QuantLinear:
 
 def as_if_prepared(module: QuantLinear) -> QuantLinear:
     """What `prepare` does on a GPU, by hand."""
-    packed = pack_weight(module.quant_tensor())
+    packed = FragmentWeight.pack(module.quant_tensor())
     module.kernel_codes, module.kernel_scale = packed.codes, packed.scale
     module.kernel_channel_scale = packed.channel_scale
     module.weight_packed = nn.Parameter(module.weight_packed.new_empty(0), requires_grad=False)
@@ -36,17 +37,40 @@ def as_if_prepared(module: QuantLinear) -> QuantLinear:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_saving_moving_and_calling_bring_the_form_on_disk_back(scheme):
+def test_saving_casting_and_calling_leave_the_kernels_form_where_it_is(scheme):
+    """A captured graph may read it."""
     plain = layer(scheme)
     x = torch.randn(3, 200)
-    for use in (lambda m: m.state_dict(), lambda m: m.to(torch.float64), lambda m: m(x)):
+    for use in (lambda m: m.state_dict(), lambda m: m.to(torch.float64), lambda m: m(x), copy.deepcopy):
         module = as_if_prepared(copy.deepcopy(plain))
+        held = {name: getattr(module, name) for name in KERNEL_TENSORS}
+        before = {name: None if t is None else t.clone() for name, t in held.items()}
         assert module.is_prepared and module.weight_nbytes == module.kernel_weight().nbytes
-        assert torch.equal(module.quant_tensor().codes, plain.quant_tensor().codes) and module.is_prepared
+        assert torch.equal(module.quant_tensor().codes, plain.quant_tensor().codes)
         use(module)
-        assert not module.is_prepared
+        assert all(getattr(module, name) is t for name, t in held.items())
+        assert all(t is None or torch.equal(t, before[name]) for name, t in held.items())
         assert all(torch.equal(value, plain.state_dict()[name]) for name, value in module.state_dict().items())
         assert torch.equal(module(x), plain(x))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_is_loaded_fills_the_kernels_form_where_it_is(scheme):
+    module, other = as_if_prepared(layer(scheme)), layer(scheme)
+    weight = rtn(torch.randn(96, 200), other.scheme)
+    other.set_weight(with_channels(weight, seed=3) if "channels" in scheme else weight)
+    held = {name: getattr(module, name) for name in KERNEL_TENSORS}
+    module.load_state_dict(other.state_dict())
+    assert all(getattr(module, name) is t for name, t in held.items())
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in module.state_dict().items())
+    x = torch.randn(3, 200)
+    assert torch.equal(module(x), other(x))
+
+
+def test_another_device_brings_the_form_on_disk_back():
+    module = as_if_prepared(layer("w4a16_g128"))
+    module.to("meta")
+    assert not module.is_prepared and module.weight_packed.shape == (96, 100)
 
 
 def test_reasons_are_given_at_every_call():
