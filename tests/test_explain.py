@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader, CheckpointWriter, LayerEntry, Manifest, layer_tensors
-from lowbit.cli import app
+from lowbit.cli.commands import app
 from lowbit.explain import explain, render
 from lowbit.formats import code_values
 from lowbit.hardware.half import widen_half

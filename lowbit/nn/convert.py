@@ -58,7 +58,7 @@ class Plan:
             weights = sum(self.shapes[name][0] * self.shapes[name][1] for name in names)
             out.append(f"converted to {scheme}: {count} modules, {weights:,} weights")
         out += [f"  {name}: shares the weights of {source}" for name, source in self.tied.items()]
-        out += self._slow_lines()
+        out += slow_lines((self.others.get(name, self.scheme).name, *shape) for name, shape in self.linears.items())
         alike: dict[tuple[str, str], list[Kept]] = {}
         for row in self.kept:
             alike.setdefault((row.kind, row.reason), []).append(row)
@@ -68,20 +68,21 @@ class Plan:
             out.append(f"kept: {rows[0].name} ({what}, {weights:,} weights): {reason}")
         return out
 
-    def _slow_lines(self) -> list[str]:
-        """Which linear layers would decode their weights at every call on a GPU, why, and what to do about it."""
-        slow: dict[tuple[Scheme, tuple[str, ...], Scheme | None], int] = {}
-        for name, (n, k) in self.linears.items():
-            problem = Problem(self.others.get(name, self.scheme), 1, n, k, torch.bfloat16, typical_machine(90))
-            reasons = why_slow(problem)
-            if reasons:
-                key = (problem.scheme, reasons, instead(problem))
-                slow[key] = slow.get(key, 0) + 1
-        return [
-            f"slow on a GPU: {count} modules of {scheme} decode their weights at every call, since no kernel takes them "
-            f"({'; '.join(reasons)})" + ("" if better is None else f"; {better} has one")
-            for (scheme, reasons, better), count in slow.items()
-        ]
+
+def slow_lines(layers: Iterable[tuple[str, int, int]]) -> list[str]:
+    """Which linear layers (scheme, N, K) would decode their weights at every call on a GPU, why, and what to do about it."""
+    slow: dict[tuple[Scheme, tuple[str, ...], Scheme | None], int] = {}
+    for scheme, n, k in layers:
+        problem = Problem(parse_scheme(scheme), 1, n, k, torch.bfloat16, typical_machine(90))
+        reasons = why_slow(problem)
+        if reasons:
+            key = (problem.scheme, reasons, instead(problem))
+            slow[key] = slow.get(key, 0) + 1
+    return [
+        f"slow on a GPU: {count} modules of {scheme} decode their weights at every call, since no kernel takes them "
+        f"({'; '.join(reasons)})" + ("" if better is None else f"; {better} has one")
+        for (scheme, reasons, better), count in slow.items()
+    ]
 
 
 def plan_conversion(
