@@ -29,6 +29,7 @@ from lowbit.models.fuse import prepare_on_gpu
 from lowbit.models.names import Names
 from lowbit.models.parallel import parallel_refusals
 from lowbit.nn.convert import Plan, empty_like, plan_conversion, quantized, swap, tie
+from lowbit.nn.linear import make_batch_invariant
 from lowbit.nn.packed import PackedWeight
 from lowbit.quantize.rtn import Search
 
@@ -44,10 +45,11 @@ logger = logging.get_logger(__name__)
 class LowbitConfig(QuantizationConfigMixin):
     """How to quantize a model, and what a saved one holds (`quantization_config` in its config.json).
 
-    scheme: a scheme's name, such as "w4a16_g64" or "wf6af16". modules_to_not_convert: names or patterns to leave in 16
-    bits; by default the LM head (and embeddings, which take `embeddings=True`). search: "max" or "mse", see
-    `lowbit.quantize.rtn`. The other arguments are what a checkpoint states about itself; the checksums `files` and
-    `sha256` are forgotten, since `save_pretrained` writes others. Raises ValueError for a scheme that does not exist.
+    scheme: a scheme's name, such as "w4a16_g64" or "wf6af16". modules_to_not_convert: names or patterns to leave in 16 bits; by
+    default the LM head (and embeddings, which take `embeddings=True`). search: "max" or "mse", see `lowbit.quantize.rtn`.
+    batch_invariant: quantized layers give a token the same bits in every batch, on a GPU; a choice of this run, which files do
+    not keep. The other arguments are what a checkpoint states about itself; the checksums `files` and `sha256` are forgotten,
+    since `save_pretrained` writes others. Raises ValueError for a scheme that does not exist.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class LowbitConfig(QuantizationConfigMixin):
         modules_to_not_convert: list[str] | None = None,
         embeddings: bool = False,
         search: Search = "max",
+        batch_invariant: bool = False,
         layers: dict[str, dict[str, Any]] | None = None,
         tied: dict[str, str] | None = None,
         files: dict[str, dict[str, str]] | None = None,
@@ -74,6 +77,7 @@ class LowbitConfig(QuantizationConfigMixin):
         self.modules_to_not_convert = modules_to_not_convert
         self.embeddings = embeddings
         self.search: Search = search
+        self.batch_invariant = batch_invariant
         self.layers = None if layers is None else {name: current_names(entry) for name, entry in layers.items()}
         self.tied = tied
 
@@ -92,7 +96,7 @@ class LowbitConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         """What config.json holds: the arguments of quantizing are gone once there are layers."""
-        out = {k: v for k, v in self.__dict__.items() if v is not None}
+        out = {k: v for k, v in self.__dict__.items() if v is not None and k != "batch_invariant"}
         if self.layers is not None:
             out.pop("search"), out.pop("embeddings")
         return out
@@ -179,6 +183,8 @@ class LowbitQuantizer(HfQuantizer):
             )
             return model
         _put_plain_weights_first(model)
+        if self.quantization_config.batch_invariant:
+            make_batch_invariant(model, getattr(model, "dtype", torch.bfloat16))
         plan_on_cpu(model)
         prepare_on_gpu(model)  # now rather than at the first call, which torch.compile may be tracing
         return model

@@ -19,6 +19,7 @@ from lowbit.models.load_foreign import load_foreign
 from lowbit.models.skeleton import build, config_of, damaged, require_causal, skeleton
 from lowbit.models.source import Contents, is_foreign, open_checkpoint
 from lowbit.nn.embedding import QuantEmbedding
+from lowbit.nn.linear import make_batch_invariant
 from lowbit.nn.packed import PackedWeight
 
 
@@ -30,20 +31,25 @@ def load(
     dtype: torch.dtype | None = None,
     verify: bool = False,
     progress: bool = False,
+    batch_invariant: bool = False,
 ) -> PreTrainedModel:
     """The Transformers model in a folder, of that name on a hub, or in a GGUF file, of the class that config.json names, with
     all its weights on `device` ("cuda" when torch sees a GPU, else "cpu").
 
     source: a lowbit checkpoint, a 16-bit model, or one that another tool quantized (docs/checkpoints.md lists them). The layers
     of the last are taken over one by one as `convert_checkpoint` does, with its checks, and nothing is written;
-    `save_pretrained` makes a lowbit checkpoint. scheme: quantize 16-bit weights to it while loading. dtype of activations:
-    the checkpoint's own on a GPU, that of `models.cpu.cpu_dtype` on a CPU. verify: compare the files of a lowbit checkpoint
-    with the checksums in its config.json first, which reads them once more. progress: show a bar while another tool's layers
-    are read. Raises CheckpointError for parameters that the files lack, have too many of, or of another shape, for numbers that
-    are not finite and for layers that cannot be taken over; it names them. Raises ValueError for a checkpoint that is quantized
+    `save_pretrained` makes a lowbit checkpoint. scheme: quantize 16-bit weights to it while loading. dtype of activations: the
+    checkpoint's own on a GPU, that of `models.cpu.cpu_dtype` on a CPU. verify: compare the files of a lowbit checkpoint with
+    the checksums in its config.json first, which reads them once more. progress: show a bar while another tool's layers are
+    read. batch_invariant: quantized layers give a token the same bits in every batch, on a GPU (`nn.make_batch_invariant`).
+    Raises CheckpointError for parameters that the files lack, have too many of, or of another shape, for numbers that are not
+    finite and for layers that cannot be taken over; it names them. Raises ValueError for a checkpoint that is quantized
     already, to something else than `scheme`.
     """
-    return _load(source, scheme, device, dtype, verify=verify, progress=progress)
+    model = _load(source, scheme, device, dtype, verify=verify, progress=progress)
+    if batch_invariant:
+        make_batch_invariant(model, model.dtype)
+    return model
 
 
 def load_causal(
@@ -54,10 +60,14 @@ def load_causal(
     dtype: torch.dtype | None = None,
     verify: bool = False,
     progress: bool = False,
+    batch_invariant: bool = False,
 ) -> PreTrainedModel:
     """`load` of a causal language model; raises CheckpointError for architectures that do not predict the next token, before
     any weights are read."""
-    return _load(source, scheme, device, dtype, verify=verify, progress=progress, causal=True)
+    model = _load(source, scheme, device, dtype, verify=verify, progress=progress, causal=True)
+    if batch_invariant:
+        make_batch_invariant(model, model.dtype)
+    return model
 
 
 def _load(
