@@ -16,8 +16,8 @@ from lowbit.hardware.conversions import Conversion, conversion
 from lowbit.hardware.half import HalfType
 from lowbit.hardware.machine import typical_machine
 from lowbit.hardware.mma import MMA_M16N8K16_F16, MmaAtom, wgmma_f16
-from lowbit.kernels.choose import candidates as tile_candidates
-from lowbit.kernels.choose_scaled import candidates_scaled
+from lowbit.kernels.choose.mixed_gemm import candidates as tile_candidates
+from lowbit.kernels.choose.scaled_gemm import candidates_scaled
 from lowbit.models.complete import require_complete
 from lowbit.models.hf import plan_for
 from lowbit.models.names import Names
@@ -383,7 +383,7 @@ def _tiles(q: QuantTensor, sm: int) -> Step:
     reasons = weight_refusals(q.scheme)
     machine = typical_machine(sm)
     if reasons:
-        return Step("lowbit/kernels/choose.py", "choose", (f"on {machine.product}: {'; '.join(reasons)}",))
+        return Step("lowbit/kernels/choose/mixed_gemm.py", "choose", (f"on {machine.product}: {'; '.join(reasons)}",))
     lines = []
     for m in (1, 16, 64, 1024):
         rows = tile_candidates(gemm_shape(q.scheme, m, *q.shape), machine)
@@ -393,7 +393,7 @@ def _tiles(q: QuantTensor, sm: int) -> Step:
         lines += [f"  next: {row.tile}, {row.cost_us:.1f} us" for row in possible[1:2]]
         refused = [row for row in rows if row.reasons]
         lines += [f"  cannot: {row.tile}: {'; '.join(row.reasons)}" for row in refused[:1]]
-    return Step("lowbit/kernels/choose.py", "choose", tuple(lines))
+    return Step("lowbit/kernels/choose/mixed_gemm.py", "choose", tuple(lines))
 
 
 def _with_quantized_input(weight: _Weight, sm: int) -> list[Step]:
@@ -419,8 +419,8 @@ def _input(q: QuantTensor) -> Step:
     else:
         how = f"by a scale for each token, the largest |x| / {top:g}"
     tool = "" if rule is ActivationRule.OWN else f" as {rule.name.lower().replace('_', '-')} does it,"
-    line = f"x becomes {fmt.name}{tool} {how} (lowbit/kernels/reference.py says how it is rounded)"
-    return Step("lowbit/kernels/quantize_activations.py", "quantize_rows", (line,))
+    line = f"x becomes {fmt.name}{tool} {how} (lowbit/kernels/reference/activations.py says how it is rounded)"
+    return Step("lowbit/kernels/elementwise/quantize_rows.py", "quantize_rows", (line,))
 
 
 def _operand(weight: _Weight) -> Step:
@@ -452,7 +452,7 @@ def _byte_tiles(q: QuantTensor, sm: int) -> Step:
         verdict = f"cannot: {'; '.join(row.reasons)}" if row.reasons else f"modelled {row.cost_us:.1f} us"
         lines.append(f"on {machine.product}, M {m}: {row.tile}, {verdict}")
     return Step(
-        "lowbit/kernels/choose_scaled.py", "choose_scaled", tuple(lines) or (f"no kernel of its own on {machine.product}",)
+        "lowbit/kernels/choose/scaled_gemm.py", "choose_scaled", tuple(lines) or (f"no kernel of its own on {machine.product}",)
     )
 
 
@@ -461,6 +461,6 @@ def _byte_kernels(q: QuantTensor) -> Step:
     reasons = byte_refusals(q.scheme, device, q.scale.dtype)
     lines = (
         f"byte_gemm: {'; '.join(reasons) or 'runs'} (lowbit/ops/byte_gemm.py)",
-        f"scaled_gemm: {'runs' if reasons else 'could run too'} (lowbit/kernels/scaled_blocked.py)",
+        f"scaled_gemm: {'runs' if reasons else 'could run too'} (lowbit/kernels/cpu/scaled_blocked.py)",
     )
     return Step("lowbit/nn/linear.py", "QuantLinear", lines)

@@ -165,7 +165,7 @@ def test_register_by_hand(quantized):
 def test_kernels_are_named_with_reasons(quantized):
     text = by_file(explain(quantized("w4a16_g64")[0], LAYER))["dispatch.py"]
     assert "M 1 N 64 K 176" in text and "M 64 N 64 K 176" in text
-    assert text.count("blocked: runs (lowbit/kernels/blocked.py)") == 2
+    assert text.count("blocked: runs (lowbit/kernels/cpu/blocked.py)") == 2
     assert "torch_int8: takes int8 weights with one scale per channel, not w4a16_g64" in text or torch.cuda.is_available()
 
 
@@ -182,9 +182,9 @@ def test_the_form_on_a_cpu_is_named(quantized, fp16):
 
 
 def test_the_tile_is_named_with_its_cost(quantized):
-    text = by_file(explain(quantized("w4a16_g64")[0], LAYER))["choose.py"]
+    text = by_file(explain(quantized("w4a16_g64")[0], LAYER))["mixed_gemm.py"]
     assert "on H200, M 1: ring " in text and "on H200, M 64: wgmma " in text and "modelled" in text
-    text = by_file(explain(quantized("w4a16_g64")[0], LAYER, sm=80))["choose.py"]
+    text = by_file(explain(quantized("w4a16_g64")[0], LAYER, sm=80))["mixed_gemm.py"]
     assert "on A100-SXM4-80GB, M 64: ring " in text
 
 
@@ -223,7 +223,7 @@ def test_quantized_inputs(quantized, scheme, says, byte):
     folder, q = quantized(scheme)
     steps = explain(folder, LAYER, 17, 90)
     named = by_file(steps)
-    assert says in named["quantize_activations.py"] and byte in named["scaled.py"]
+    assert says in named["quantize_rows.py"] and byte in named["scaled.py"]
     assert f" = {q.dequantize()[17, 90].item():.9g}" in named["tensor.py"]
     if byte == "codes of 8 bits are the operand":
         code = int(q.codes[17, 90])
@@ -238,7 +238,7 @@ def test_a_calibrated_scale_is_named(fp16, tmp_path):
     with CheckpointReader(tmp_path / "q") as reader:
         q = reader.layer(LAYER)
     named = by_file(explain(tmp_path / "q", LAYER))
-    assert f"by the scale {q.activation_scale.item():.9g} of this layer" in named["quantize_activations.py"]
+    assert f"by the scale {q.activation_scale.item():.9g} of this layer" in named["quantize_rows.py"]
     assert ".activation_scale float32 [1]" in named["reader.py"]
     shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "q"), "--check"])
     assert shown.exit_code == 0 and "activation" in shown.stdout

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowbit.formats import PerBlock, PerGroup, Scheme, parse_scheme
 from lowbit.hardware.machine import Machine, features_of, machine_of, machine_refusals, typical_machine
-from lowbit.kernels.choose_scaled import ScaledShape, ScaledTile, choose_scaled
+from lowbit.kernels.choose.scaled_gemm import ScaledShape, ScaledTile, choose_scaled
 from lowbit.ops.fragment_gemm import _Described, _described, _on_meta, _triton_refusals, workspace
 from lowbit.ops.scaled_gemm import check_activations, check_output
 from lowbit.pack import ScaledWeight, scaled_refusals

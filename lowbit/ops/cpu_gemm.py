@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from lowbit.formats import QuantTensor, Scheme, ZeroPoint, pack_words
-from lowbit.kernels import torch_int4, torch_int8
-from lowbit.kernels.blocked import block_rows, decode_rows
+from lowbit.kernels.cpu import torch_int4, torch_int8
+from lowbit.kernels.cpu.blocked import block_rows, decode_rows
 from lowbit.pack.cpu import CpuWeight, Form, int4_refusals, int8_refusals, pack_int4, pack_int8
 
 torch.library.define("lowbit::int4_gemm", "(Tensor x, Tensor codes, Tensor scale, int group, bool zeros) -> Tensor")

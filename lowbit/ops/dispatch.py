@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from lowbit.formats import PerBlock, PerChannel, Scheme, ZeroPoint, int_format
-from lowbit.kernels.blocked import mixed_gemm_blocked
-from lowbit.kernels.reference import CODE_DTYPES
-from lowbit.kernels.scaled_blocked import X_BLOCK
-from lowbit.kernels.torch_int8 import MAX_M, int8_gemm
+from lowbit.kernels.cpu.blocked import mixed_gemm_blocked
+from lowbit.kernels.cpu.scaled_blocked import X_BLOCK
+from lowbit.kernels.cpu.torch_int8 import MAX_M, int8_gemm
+from lowbit.kernels.reference.activations import CODE_DTYPES
 from lowbit.pack.cpu import INT8_K_STEP
 
 Kernel = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None", Scheme], Tensor]
@@ -88,8 +88,8 @@ def _run_torch_int8(
 
 
 BACKENDS: tuple[Backend, ...] = (
-    Backend("torch_int8", "kernels/torch_int8.py", _torch_int8_refusals, _run_torch_int8),
-    Backend("blocked", "kernels/blocked.py", _blocked_refusals, mixed_gemm_blocked),
+    Backend("torch_int8", "kernels/cpu/torch_int8.py", _torch_int8_refusals, _run_torch_int8),
+    Backend("blocked", "kernels/cpu/blocked.py", _blocked_refusals, mixed_gemm_blocked),
 )
 """In order of preference."""
 

@@ -7,7 +7,7 @@ Many    `gather_rows`: two tokens a block, in pieces of 16 bytes to and from mem
         an element of both tokens is one word, so that a random read fetches two elements
 Overlap lets the kernel after it start at once, and reads order and scale before the kernel before it has finished
         (programmatic dependent launch, sm_90); the matrix kernel's weights are then on their way meanwhile
-Exact   the product in float32, rounded once to x's type. Tested: tests/kernels/test_gather.py
+Exact   the product in float32, rounded once to x's type. Tested: tests/kernels/elementwise/test_gather.py
 """
 
 from __future__ import annotations

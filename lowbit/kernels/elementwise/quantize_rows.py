@@ -9,10 +9,10 @@ Blocks  one token each, in chunks of 8 elements a thread, up to 64 in all. The w
         so that more rows are under way at once, the row is read again when its scale is known, from the caches
 Overlap lets the kernel after it start at once, and reads RMSNorm's weights before the kernel before it has finished
         (programmatic dependent launch, sm_90)
-Exact   without f bit-equal to kernels/reference.py: a NaN is the largest of all, and of a range by its bits; true divisions,
+Exact   without f bit-equal to reference/: a NaN is the largest of all, and of a range by its bits; true divisions,
         rounding by adding 1.5 * 2^23, conversions of floats by the hardware (sm_90). f in float32, not rounded before it is
         quantized; divisions and roots then may be off in the last bit. RULE 0 is the library's own way to quantize; the
-        others, other tools' (parts/rules.py), go without f, bit-equal too. Tested: tests/kernels/test_quantize_activations.py
+        others, other tools' (parts/rules.py), go without f, bit-equal too. Tested: tests/kernels/elementwise/
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from lowbit.kernels.parts.rules import (
     range_by_rule,
     scale_by_rule,
 )
-from lowbit.kernels.reference import CODE_DTYPES, SMALLEST_SCALE
+from lowbit.kernels.reference.activations import CODE_DTYPES, SMALLEST_SCALE
 
 PIECE = 8
 """16-bit elements in 16 bytes."""

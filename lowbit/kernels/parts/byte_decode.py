@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from lowbit.formats import number_format
 from lowbit.hardware.byte_conversions import ByteConversion, ByteOperand, byte_conversion
 from lowbit.hardware.fields import WORD_GROUPS
-from lowbit.kernels.gluon import gl, gluon
+from lowbit.kernels.parts.gluon import gl, gluon
 
 REGISTERS = 16
 """Registers of four operands that a lane holds of 128 k."""

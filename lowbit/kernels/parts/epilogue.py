@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from lowbit.kernels.gluon import gl, gluon, run
+from lowbit.kernels.parts.gluon import gl, gluon, run
 
 XScale = Literal["tensor", "token", "block"]
 
@@ -72,7 +72,7 @@ def finished(acc, beside, tokens, channels, M, N, C: gl.constexpr):
 
 @gluon.jit
 def function_of(y, C: gl.constexpr):
-    """C.function, as kernels/reference.py has them."""
+    """C.function, as kernels/reference/gemm.py has them."""
     if C.function == "relu":
         y = gl.where(y < 0.0, 0.0, y)  # NaN stays
     if C.function == "silu":

@@ -117,6 +117,6 @@ def source_digest() -> str:
     Triton's cache of compiled kernels notices changes of a kernel's own source, but not of plain Python that it calls
     while compiling; configurations carry this digest so that an upgrade of the library is noticed too.
     """
-    here = Path(__file__).parent
+    here = Path(__file__).parent.parent
     files = sorted([*here.glob("**/*.py"), *(here.parent / "hardware").glob("*.py"), *(here.parent / "formats").glob("*.py")])
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]

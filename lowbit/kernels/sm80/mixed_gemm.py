@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from lowbit.hardware.half import HalfType
-from lowbit.kernels.choose import GemmShape, RingTile
-from lowbit.kernels.gluon import CompiledKernel, barrier, gl, gluon, half_type, ptx, source_digest
+from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile
+from lowbit.kernels.parts.gluon import CompiledKernel, barrier, gl, gluon, half_type, ptx, source_digest
 from lowbit.kernels.parts.ring import Ring
 from lowbit.kernels.parts.step import STEP_K, STEP_TILES, Step
 from lowbit.pack.weight import WeightForm

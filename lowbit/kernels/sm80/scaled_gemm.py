@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from lowbit.formats import Scheme
-from lowbit.kernels.choose_scaled import ScaledShape
-from lowbit.kernels.gluon import CompiledKernel, barrier, gl, gluon, mma_v2, source_digest
+from lowbit.kernels.choose.scaled_gemm import ScaledShape
 from lowbit.kernels.parts.byte_decode import TILES, ByteDecode, decode, operand_a
 from lowbit.kernels.parts.epilogue import CODE_TYPES, OUTPUTS, TYPES, XScale, finished, of_channels, of_tokens
+from lowbit.kernels.parts.gluon import CompiledKernel, barrier, gl, gluon, mma_v2, source_digest
 from lowbit.pack.fragment import word_places
 
 ROWS = 64

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from lowbit.kernels.choose_scaled import ScaledShape, ScaledTile
-from lowbit.kernels.gluon import CompiledKernel, gl
+from lowbit.kernels.choose.scaled_gemm import ScaledShape, ScaledTile
 from lowbit.kernels.parts.epilogue import OUTPUTS, TYPES
+from lowbit.kernels.parts.gluon import CompiledKernel, gl
 from lowbit.kernels.parts.pair import Pair
 from lowbit.kernels.parts.stages import StageBarriers
 from lowbit.kernels.sm90.mixed_gemm import UNIT

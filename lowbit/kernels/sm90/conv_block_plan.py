@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowbit.hardware.arch import arch_for
 from lowbit.kernels.conv_reference import ConvLayer
-from lowbit.kernels.gluon import CompiledKernel, gl, source_digest
+from lowbit.kernels.parts.gluon import CompiledKernel, gl, source_digest
 from lowbit.kernels.parts.requantize import LinkedRequantize, Requantize
 from lowbit.kernels.parts.stages import StageBarriers
 from lowbit.kernels.parts.strip_taps import ZERO_BYTES, StripTaps

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowbit.kernels.gluon import (
+from lowbit.kernels.parts.gluon import (
     barrier,
     fence_async_shared,
     gl,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lowbit.kernels.conv_reference import ConvLayer
-from lowbit.kernels.gluon import (
+from lowbit.kernels.parts.gluon import (
     CompiledKernel,
     barrier,
     fence_async_shared,

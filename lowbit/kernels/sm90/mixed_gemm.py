@@ -21,8 +21,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lowbit.hardware.fields import WORD_GROUPS
 from lowbit.hardware.half import HalfType
-from lowbit.kernels.choose import GemmShape, WgmmaTile
-from lowbit.kernels.gluon import (
+from lowbit.kernels.choose.mixed_gemm import GemmShape, WgmmaTile
+from lowbit.kernels.parts.decode import REGISTERS, Decode
+from lowbit.kernels.parts.gluon import (
     CompiledKernel,
     barrier,
     fence_async_shared,
@@ -39,7 +40,6 @@ from lowbit.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from lowbit.kernels.parts.decode import REGISTERS, Decode
 from lowbit.kernels.parts.stages import StageBarriers
 from lowbit.pack.weight import WeightForm
 

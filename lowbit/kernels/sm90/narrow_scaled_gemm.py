@@ -21,8 +21,10 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lowbit.formats import Scheme
-from lowbit.kernels.choose_scaled import ScaledShape, ScaledTile
-from lowbit.kernels.gluon import (
+from lowbit.kernels.choose.scaled_gemm import ScaledShape, ScaledTile
+from lowbit.kernels.parts.byte_decode import OPERAND_REGISTERS, TILES, ByteDecode, decode, operand_a
+from lowbit.kernels.parts.epilogue import CODE_TYPES, XScale, bring
+from lowbit.kernels.parts.gluon import (
     barrier,
     fence_async_shared,
     gl,
@@ -37,8 +39,6 @@ from lowbit.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from lowbit.kernels.parts.byte_decode import OPERAND_REGISTERS, TILES, ByteDecode, decode, operand_a
-from lowbit.kernels.parts.epilogue import CODE_TYPES, XScale, bring
 from lowbit.kernels.parts.pair import say_ready, swap
 from lowbit.kernels.parts.promote import add_here, add_scaled_here
 from lowbit.kernels.sm90.byte_tile import STAGE_K, TILE_K, Address, ByteTile, TilePlan, compiled

@@ -24,8 +24,9 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lowbit.formats import Scheme
-from lowbit.kernels.choose_scaled import ScaledShape, ScaledTile
-from lowbit.kernels.gluon import (
+from lowbit.kernels.choose.scaled_gemm import ScaledShape, ScaledTile
+from lowbit.kernels.parts.epilogue import CODE_TYPES, TYPES, XScale, bring, finished, of_channels, of_tokens
+from lowbit.kernels.parts.gluon import (
     barrier,
     fence_async_shared,
     gl,
@@ -40,7 +41,6 @@ from lowbit.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from lowbit.kernels.parts.epilogue import CODE_TYPES, TYPES, XScale, bring, finished, of_channels, of_tokens
 from lowbit.kernels.parts.pair import say_ready, swap
 from lowbit.kernels.parts.promote import add_here
 from lowbit.kernels.sm90.byte_tile import OPERAND_LAYOUT, STAGE_K, TILE_K, Address, ByteTile, TilePlan, compiled

@@ -19,7 +19,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from lowbit.kernels.conv_reference import ConvLayer, output_size
-from lowbit.kernels.gluon import CompiledKernel, barrier, fence_async_shared, gl, gluon, part, ptx, run, source_digest
+from lowbit.kernels.parts.gluon import CompiledKernel, barrier, fence_async_shared, gl, gluon, part, ptx, run, source_digest
 from lowbit.kernels.parts.requantize import Requantize
 from lowbit.kernels.parts.stages import StageBarriers
 from lowbit.kernels.parts.stem_rows import ACROSS, COLUMNS, GET, ROW_BYTES, StemRows, put

@@ -14,7 +14,7 @@ from tests.kernels.sass import compile_triton
 
 pytest.importorskip("triton", reason="the kernel is written in Triton")
 
-from lowbit.kernels.gather import FEW_TOKENS, GatherPlan, gather_elements, gather_rows
+from lowbit.kernels.elementwise.gather import FEW_TOKENS, GatherPlan, gather_elements, gather_rows
 
 gpu = pytest.mark.gpu
 
@@ -65,7 +65,7 @@ def check_without_a_gpu():
 
 
 def test_the_arithmetic_in_tritons_interpreter():
-    code = "from tests.kernels.test_gather import check_without_a_gpu; check_without_a_gpu()"
+    code = "from tests.kernels.elementwise.test_gather import check_without_a_gpu; check_without_a_gpu()"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=300
     )

@@ -8,13 +8,13 @@ import pytest
 
 from lowbit.formats import number_format
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose import GemmShape, WgmmaTile, choose
+from lowbit.kernels.choose.mixed_gemm import GemmShape, WgmmaTile, choose
 from lowbit.pack import WeightForm
 from tests.kernels.sass import compile_kernel
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
-from lowbit.kernels.gluon import gl
+from lowbit.kernels.parts.gluon import gl
 from lowbit.kernels.sm90.mixed_gemm import _config, wgmma_gemm
 
 PRODUCT = re.compile(r"[HIQ]GMMA\S* R\d+, R(\d+),")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose import GemmShape, choose
+from lowbit.kernels.choose.mixed_gemm import GemmShape, choose
 from lowbit.pack import WeightForm
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")

@@ -9,14 +9,14 @@ import torch
 
 from lowbit.formats import parse_scheme
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose_scaled import ScaledTile, candidates_scaled, choose_scaled
+from lowbit.kernels.choose.scaled_gemm import ScaledTile, candidates_scaled, choose_scaled
 from lowbit.ops.byte_gemm import scaled_shape
 from tests.kernels.sass import TRITON, compile_kernel
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
-from lowbit.kernels.gluon import gl
 from lowbit.kernels.parts.epilogue import TYPES
+from lowbit.kernels.parts.gluon import gl
 from lowbit.kernels.sm90.narrow_scaled_gemm import narrow_config, narrow_scaled_gemm
 from lowbit.kernels.sm90.scaled_gemm import scaled_config, scaled_gemm
 from tests.kernels.sm90.test_compile import check_barriers, check_operands_in_flight, main_loop
