@@ -19,17 +19,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.compiler import CompiledKernel
 from triton.language.extra import cuda
 
 from lowbit.formats import ActivationRule, FloatFormat, NumberFormat
 from lowbit.hardware.machine import Machine
+from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.parts.rules import (
     RULES,
     codes_by_rule,
@@ -447,10 +446,7 @@ class QuantizePlan:
             k, threads, piece, chunks, group, STEPS[request.before], FORMATS[request.fmt.name], largest, pieces, again, overlap,
             RULES[request.rule],
         )  # fmt: skip
-        self.options: dict[str, Any] = {"num_warps": threads // 32} | ({"launch_pdl": True} if overlap else {})
-        if registers:
-            self.options["maxnreg"] = registers
-        self.kernel: CompiledKernel | None = None
+        self.launch = Launcher(quantize_rows, (m, 1, 1), threads // 32, overlap=overlap, registers=registers)
 
     def __call__(
         self, x: Tensor, beside: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None, eps: float,
@@ -466,9 +462,6 @@ class QuantizePlan:
         if self.m:
             strides = x.stride(0) // self.x_unit, 0 if beside is None else beside.stride(0) // self.x_unit
             arguments = (codes, scales, zeros, sums, x, beside, weight, bias, scale, zero, *strides, self.code_pieces, eps)
-            if self.kernel is None:
-                self.kernel = quantize_rows[(self.m, 1, 1)](*arguments, *self.constants, **self.options)
-            else:
-                self.kernel[(self.m, 1, 1)](*arguments, *self.constants)
+            self.launch(*arguments, *self.constants)
         made = (codes[:, : self.k], scales, zeros, sums)
         return [t for t in made if t is not None]

@@ -8,9 +8,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+import typing
 from pathlib import Path
 
 import torch
+import triton
 from triton.compiler import CompiledKernel
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -28,8 +30,13 @@ from lowbit.hardware.half import HalfType
 
 __all__ = [
     "CompiledKernel",
+    "Descriptor",
+    "Scalar",
+    "Tuple",
+    "aggregate",
     "asm",
     "barrier",
+    "builtin",
     "fence_async_shared",
     "gl",
     "gluon",
@@ -53,6 +60,42 @@ barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
+
+
+T = typing.TypeVar("T")
+
+Descriptor = tma.tensor_descriptor
+"""In an `aggregate`, what TMA copies by."""
+
+Scalar = gl.tensor | gl.constexpr
+"""In an `aggregate`, a pointer or number, or None."""
+
+Tuple = triton.language.core.tuple
+"""In an `aggregate`, as many values as a kernel happens to have, as one for each plane of codes."""
+
+
+def _aggregate(cls: type) -> type:
+    """`triton.aggregate` for Triton 3.6, which wants real types for annotations and a constructor."""
+    hints = cls.__annotations__ = typing.get_type_hints(cls)
+
+    def init(self, *values, **named):  # type: ignore[no-untyped-def]
+        for name, value in {**dict(zip(hints, values, strict=False)), **named}.items():
+            setattr(self, name, value if hasattr(value, "_flatten_ir") else gl.constexpr(value))
+
+    init.__triton_builtin__ = True  # type: ignore[attr-defined]
+    cls.__init__ = init  # type: ignore[misc]
+    return triton.language.core._aggregate(cls)
+
+
+if typing.TYPE_CHECKING:
+    from typing_extensions import dataclass_transform
+
+    @dataclass_transform()
+    def aggregate(cls: type[T]) -> type[T]: ...
+
+else:
+    aggregate = triton.aggregate if hasattr(triton, "aggregate") else _aggregate
+    """A class whose values, annotated in order, travel together through device code under their names."""
 
 
 @builtin

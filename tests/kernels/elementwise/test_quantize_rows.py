@@ -162,7 +162,7 @@ def compiled(sm, k, name="int8", before="", pieces=True, dtype="*fp16", **asked)
     pointers = [name for name, kind in signature.items() if kind]
     signature |= dict(x_stride="i32", beside_stride="i32", code_pieces="i32", eps="fp32")
     names = ("K", "THREADS", "PIECE", "CHUNKS", "GROUP", "BEFORE", "FORMAT", "LARGEST", "PIECES", "AGAIN", "OVERLAP", "RULE")
-    options = dict(plan.options)
+    options = dict(plan.launch.options)
     warps = options.pop("num_warps")
     constants = dict(zip(names, plan.constants, strict=True))
     return warps, compile_triton(quantize_rows, signature, constants, pointers, warps, sm, **options)
