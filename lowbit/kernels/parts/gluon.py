@@ -74,16 +74,16 @@ Tuple = triton.language.core.tuple
 """In an `aggregate`, as many values as a kernel happens to have, as one for each plane of codes."""
 
 
-def _aggregate(cls: type) -> type:
+def _aggregate(cls):
     """`triton.aggregate` for Triton 3.6, which wants real types for annotations and a constructor."""
     hints = cls.__annotations__ = typing.get_type_hints(cls)
 
-    def init(self, *values, **named):  # type: ignore[no-untyped-def]
+    def init(self, *values, **named):
         for name, value in {**dict(zip(hints, values, strict=False)), **named}.items():
             setattr(self, name, value if hasattr(value, "_flatten_ir") else gl.constexpr(value))
 
-    init.__triton_builtin__ = True  # type: ignore[attr-defined]
-    cls.__init__ = init  # type: ignore[misc]
+    init.__triton_builtin__ = True
+    cls.__init__ = init
     return triton.language.core._aggregate(cls)
 
 
@@ -99,7 +99,7 @@ else:
 
 
 @builtin
-def part(memory, first, end, dtype, shape, layout, _semantic=None):  # type: ignore[no-untyped-def]
+def part(memory, first, end, dtype, shape, layout, _semantic=None):
     """Entries `first` to `end` of shared memory [entries, ..] as another type, shape and layout."""
     first, end = int(first), int(end)
     if hasattr(memory, "reinterpret"):
@@ -111,19 +111,19 @@ def part(memory, first, end, dtype, shape, layout, _semantic=None):  # type: ign
 
 
 @builtin
-def asm(text, constraints, inputs, dtype, _semantic=None):  # type: ignore[no-untyped-def]
+def asm(text, constraints, inputs, dtype, _semantic=None):
     """PTX that stays where it is, on tensors of one element per thread; its results are of the types `dtype`."""
     return gl.inline_asm_elementwise(text, constraints, inputs, dtype=dtype, is_pure=False, pack=1, _semantic=_semantic)
 
 
 @builtin
-def run(asm, constraints, arguments, _semantic=None):  # type: ignore[no-untyped-def]
+def run(asm, constraints, arguments, _semantic=None):
     """PTX of which nothing but its effect is wanted, on tensors of one element per thread; $0 is written and dropped."""
     gl.inline_asm_elementwise(asm, constraints, arguments, dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic)
 
 
 @builtin
-def wait_alone(sums, pending, _semantic=None):  # type: ignore[no-untyped-def]
+def wait_alone(sums, pending, _semantic=None):
     """The sums, once at most `pending` groups of products that this warpgroup has started are not done.
 
     `warpgroup_mma_wait` of Triton 3.9 brings all warps of the block together besides, for ever where warpgroups go ways of
@@ -148,7 +148,7 @@ def half_type(dtype: torch.dtype) -> HalfType:
 
 
 @gluon.constexpr_function
-def ptx(write, *numbers):  # type: ignore[no-untyped-def]
+def ptx(write, *numbers):
     """Calls a plain function that writes PTX while a kernel is compiled; kernels reach Python only through here."""
     return write(*numbers)
 

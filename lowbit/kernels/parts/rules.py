@@ -2,7 +2,7 @@
 
 A row's scale from its largest magnitude or its range, and codes from values and scale, bit-equal to reference/: true
 divisions, each result rounded to x's type under compressed-tensors' rule, and NaN kept. Values come and go as float32.
-Tested: tests/kernels/elementwise/test_activation_rules.py
+Tested: tests/kernels/parts/test_rules.py
 """
 
 from __future__ import annotations

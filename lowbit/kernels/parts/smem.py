@@ -46,14 +46,14 @@ def allocate(C: gl.constexpr):
 
 
 @builtin
-def view(memory, regions, name, dtype, shape, layout, _semantic=None):  # type: ignore[no-untyped-def]
+def view(memory, regions, name, dtype, shape, layout, _semantic=None):
     """A region of what `allocate` returned, with a type, shape and layout."""
     regions, name = (getattr(constant, "value", constant) for constant in (regions, name))
     return part(memory, regions.start(name), regions.end(name), dtype, shape, layout, _semantic=_semantic)
 
 
 @builtin
-def view_stages(memory, regions, name, count, descriptor, _semantic=None):  # type: ignore[no-untyped-def]
+def view_stages(memory, regions, name, count, descriptor, _semantic=None):
     """A region as `count` blocks of what TMA copies by a descriptor."""
     shape = [int(count), *descriptor.block_type.shape]
     return view(memory, regions, name, descriptor.dtype, shape, descriptor.layout, _semantic=_semantic)

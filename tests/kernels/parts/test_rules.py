@@ -66,7 +66,7 @@ def check_without_a_gpu(few):
 @pytest.mark.parametrize("few", [0, 4])
 def test_the_arithmetic_in_tritons_interpreter(few):
     """Of int8 in fp16; the interpreter has its own way with 8-bit floats."""
-    code = f"from tests.kernels.elementwise.test_activation_rules import check_without_a_gpu; check_without_a_gpu({few})"
+    code = f"from tests.kernels.parts.test_rules import check_without_a_gpu; check_without_a_gpu({few})"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=300
     )
