@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lowbit.kernels.conv_reference import DTYPES, ConvLayer
-from lowbit.kernels.gluon import CompiledKernel, gl, gluon, source_digest
+from lowbit.kernels.parts.gluon import CompiledKernel, gl, gluon, source_digest
 from lowbit.kernels.parts.requantize import Requantize
 from lowbit.pack.conv_fragment import FRAGMENTS, OUTPUTS, STEP_BYTES, fragment_words, pack_conv_fragments
 from lowbit.pack.conv_weight import pack_constants

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowbit.kernels.gluon import (
+from lowbit.kernels.parts.gluon import (
     barrier,
     fence_async_shared,
     gl,
@@ -26,8 +26,9 @@ from lowbit.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from lowbit.kernels.parts.operand import hold
+from lowbit.kernels.parts.pipeline import StageBarriers
 from lowbit.kernels.parts.requantize import Requantize
-from lowbit.kernels.parts.stages import StageBarriers, hold
 from lowbit.kernels.parts.window_ring import WindowRing
 from lowbit.kernels.sm90.conv_store import (
     as_float,

@@ -13,7 +13,7 @@ Exact   as the three or four layers one after the other (kernels/conv_reference.
 
 from __future__ import annotations
 
-from lowbit.kernels.gluon import asm, barrier, fence_async_shared, gl, gluon, ptx, run
+from lowbit.kernels.parts.gluon import asm, barrier, fence_async_shared, gl, gluon, ptx, run
 from lowbit.kernels.parts.thread_product import keep as keep_registers
 from lowbit.kernels.parts.thread_product import load_global, load_shared, store_global
 from lowbit.kernels.sm90.conv import UNIT, UNIT_WORDS, await_inputs, map_arrived

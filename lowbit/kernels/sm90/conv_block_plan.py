@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lowbit.hardware.arch import arch_for
 from lowbit.kernels.conv_reference import ConvLayer
-from lowbit.kernels.gluon import CompiledKernel, gl, source_digest
+from lowbit.kernels.parts.gluon import CompiledKernel, gl, source_digest
+from lowbit.kernels.parts.pipeline import StageBarriers
 from lowbit.kernels.parts.requantize import LinkedRequantize, Requantize
-from lowbit.kernels.parts.stages import StageBarriers
 from lowbit.kernels.parts.strip_taps import ZERO_BYTES, StripTaps
 from lowbit.kernels.parts.thread_product import ThreadProduct
 from lowbit.kernels.sm90.conv import UNIT

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowbit.kernels.gluon import (
+from lowbit.kernels.parts.gluon import (
     barrier,
     fence_async_shared,
     gl,
@@ -26,7 +26,8 @@ from lowbit.kernels.gluon import (
     run,
     wait_alone,
 )
-from lowbit.kernels.parts.stages import StageBarriers, hold
+from lowbit.kernels.parts.operand import hold
+from lowbit.kernels.parts.pipeline import StageBarriers
 from lowbit.kernels.parts.strip_ring import StripRing
 from lowbit.kernels.parts.window_ring import WindowRing
 from lowbit.kernels.sm90.conv import UNIT, UNIT_WORDS, WgmmaConv

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowbit.kernels.conv_reference import ConvLayer, SecondProduct
-from lowbit.kernels.gluon import CompiledKernel
+from lowbit.kernels.parts.gluon import CompiledKernel
 from lowbit.kernels.sm90.conv import UNIT
 from lowbit.kernels.sm90.conv_deep import TAIL_UNITS, DeepConv, deep_conv
 from lowbit.kernels.sm90.conv_plan import ConvTile, Operand

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowbit.hardware.arch import arch_for
 from lowbit.kernels.conv_reference import ConvLayer
-from lowbit.kernels.gluon import CompiledKernel
+from lowbit.kernels.parts.gluon import CompiledKernel
 from lowbit.kernels.sm90.conv import WgmmaConv, wgmma_conv
 from lowbit.kernels.sm90.tensor_map import PixelWindows, tensor_map, windows_of
 from lowbit.pack.conv_weight import pack_conv_weight, pack_lane_constants, unit_channels

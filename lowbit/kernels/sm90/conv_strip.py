@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lowbit.kernels.conv_reference import ConvLayer
-from lowbit.kernels.gluon import (
+from lowbit.kernels.parts.gluon import (
     CompiledKernel,
     barrier,
     fence_async_shared,
@@ -28,7 +28,8 @@ from lowbit.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from lowbit.kernels.parts.stages import StageBarriers, hold
+from lowbit.kernels.parts.operand import hold
+from lowbit.kernels.parts.pipeline import StageBarriers
 from lowbit.kernels.parts.strip_ring import StripRing
 from lowbit.kernels.sm90.conv import UNIT, UNIT_WORDS, WgmmaConv, await_inputs, map_arrived, operand_a
 from lowbit.kernels.sm90.conv_plan import ConvTile, PreparedConv, choose_tile

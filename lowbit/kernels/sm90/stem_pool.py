@@ -19,9 +19,9 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from lowbit.kernels.conv_reference import ConvLayer, output_size
-from lowbit.kernels.gluon import CompiledKernel, barrier, fence_async_shared, gl, gluon, part, ptx, run, source_digest
+from lowbit.kernels.parts.gluon import CompiledKernel, barrier, fence_async_shared, gl, gluon, part, ptx, run, source_digest
+from lowbit.kernels.parts.pipeline import StageBarriers
 from lowbit.kernels.parts.requantize import Requantize
-from lowbit.kernels.parts.stages import StageBarriers
 from lowbit.kernels.parts.stem_rows import ACROSS, COLUMNS, GET, ROW_BYTES, StemRows, put
 from lowbit.kernels.sm90.conv import UNIT, UNIT_WORDS, await_inputs, map_arrived
 from lowbit.kernels.sm90.tensor_map import image_map

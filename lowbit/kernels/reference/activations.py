@@ -1,23 +1,15 @@
-"""What every kernel must compute, in as few lines of torch as possible. Tests and benchmarks import these."""
+"""Activations as they are quantized, and what is computed right before: the meaning of each rule, in plain torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, layer_norm, pad, relu, silu
+from torch.nn.functional import layer_norm, pad, silu
 
-from lowbit.formats import ActivationRule, FloatFormat, NumberFormat, QuantTensor
+from lowbit.formats import ActivationRule, FloatFormat, NumberFormat
 
 CODE_DTYPES = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """Formats that activations are quantized to, and the type of their codes."""
-
-FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda y: y, "relu": relu, "gelu": partial(gelu, approximate="tanh"), "silu": silu,
-}  # fmt: skip
-"""What a product of quantized activations can be followed by; gelu is the one with tanh."""
 
 SMALLEST_SCALE = 2.0**-126
 """No scale of activations is smaller, so that its reciprocal is finite; rows of zeros have this one."""
@@ -27,12 +19,6 @@ FLOORS = {ActivationRule.FINEGRAINED_FP8: 1e-12, ActivationRule.FBGEMM: 1 / (448
 
 FBGEMM_CEILING = 1200.0
 """What FBGEMM's rule takes a larger max|x| for: the default of Transformers' `activation_scale_ub`, the one that is read."""
-
-
-def mixed_gemm_reference(x: Tensor, w: QuantTensor, bias: Tensor | None = None) -> Tensor:
-    """y [.., N] float64 = x [.., K] . dequantize(w)[N, K]^T + bias[N], everything in float64."""
-    y = x.double() @ w.dequantize(torch.float64).T
-    return y if bias is None else y + bias.double()
 
 
 def quantize_activations_reference(

@@ -11,13 +11,13 @@ import torch
 
 from lowbit.formats import ActivationRule, number_format
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.reference import quantize_activations_reference
+from lowbit.kernels.reference.activations import quantize_activations_reference
 from lowbit.ops import quantize_activations, rms_norm_quantize, silu_mul_quantize
-from tests.kernels.test_quantize_activations import SHAPES, compiled, hard_rows, same
+from tests.kernels.elementwise.test_quantize_rows import SHAPES, compiled, hard_rows, same
 
 triton = pytest.importorskip("triton", reason="the kernel is written in Triton")
-from lowbit.kernels import quantize_activations as kernel_module  # noqa: E402
-from lowbit.kernels.quantize_activations import QuantizePlan, Request  # noqa: E402
+from lowbit.kernels.elementwise import quantize_rows as kernel_module  # noqa: E402
+from lowbit.kernels.elementwise.quantize_rows import QuantizePlan, Request  # noqa: E402
 
 gpu = pytest.mark.gpu
 OWN, TOOL, FINEGRAINED, FBGEMM = ActivationRule
@@ -66,7 +66,7 @@ def check_without_a_gpu(few):
 @pytest.mark.parametrize("few", [0, 4])
 def test_the_arithmetic_in_tritons_interpreter(few):
     """Of int8 in fp16; the interpreter has its own way with 8-bit floats."""
-    code = f"from tests.kernels.test_activation_rules import check_without_a_gpu; check_without_a_gpu({few})"
+    code = f"from tests.kernels.parts.test_rules import check_without_a_gpu; check_without_a_gpu({few})"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=300
     )

@@ -6,7 +6,7 @@ Exact   bf16 x: sums in float32; up to MAX_M rows one rounding of y, by scales t
         float32, then one rounding of y.
 
 Measured 2026-11-21, 2 cores of a Xeon with AMX, torch 2.13, N 1536 K 576 bf16, us: torch's product 30 at M 1 and 158 at M 24;
-kernels/blocked.py 100 at M 1. For int8 x, `onednn.qlinear_pointwise` is faster at M 64 (158 us to 225 for 2048 x 2048), but
+kernels/cpu/blocked.py 100 at M 1. For int8 x, `onednn.qlinear_pointwise` is faster at M 64 (158 us to 225 for 2048 x 2048), but
 takes weights in an order from which they do not come back.
 """
 
@@ -17,7 +17,7 @@ import functools
 import torch
 from torch import Tensor
 
-from lowbit.kernels.reference import SMALLEST_SCALE
+from lowbit.kernels.reference.activations import SMALLEST_SCALE
 
 MAX_M = 16
 """Its time grows with M while decoding does not: a product of 16-bit matrices wins from about 24 rows on."""
@@ -30,7 +30,7 @@ def int8_gemm(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes int8 [.., K] and scale float32 [.., 1] of x, each row by its largest magnitude: bit-equal to kernels/reference.py
+    """Codes int8 [.., K] and scale float32 [.., 1] of x, each row by its largest magnitude: bit-equal to reference/
     in a third of its operators, which for one token take longer than their work."""
     values = x.float()
     low, high = torch.aminmax(values, dim=-1, keepdim=True)

@@ -1,6 +1,6 @@
 """Which tile multiplies 8-bit activations: candidates, why some cannot, what each would cost, the choice.
 
-Pure functions of a problem and a machine, as kernels/choose.py; costs only have to put the candidates in the right order.
+Pure functions of a problem and a machine, as choose/mixed_gemm.py; costs only have to put the candidates in the right order.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import functools
 from dataclasses import dataclass, replace
 
 from lowbit.hardware.machine import Machine
+from lowbit.kernels.choose.candidate import Candidate, first_that_can, ordered
 
 
 @dataclass(frozen=True)
@@ -68,35 +69,20 @@ class ScaledTile:
         return f"wgmma 8-bit {order}, {self.tokens} tokens x {self.channels} channels, {self.stages} stages, {split}"
 
 
-@dataclass(frozen=True)
-class ScaledCandidate:
-    """A tile, its reasons against the problem (empty: it can), its modelled time in microseconds."""
-
-    tile: ScaledTile
-    reasons: tuple[str, ...]
-    cost_us: float
-
-
-def candidates_scaled(shape: ScaledShape, machine: Machine, *, batch_invariant: bool = False) -> list[ScaledCandidate]:
+def candidates_scaled(shape: ScaledShape, machine: Machine, *, batch_invariant: bool = False) -> list[Candidate[ScaledTile]]:
     """Every tile considered for a problem, the cheapest first, those that cannot last.
 
     With `batch_invariant`, only tiles whose sums do not depend on m: all where they are exact integers until the end, else
     those that do not split K. Row i of y then has the same bits in any batch.
     """
     tiles = [tile for tile in _tiles(shape) if not (batch_invariant and shape.apart and tile.splits > 1)]
-    rows = [ScaledCandidate(tile, _reasons(tile, shape), _cost(tile, shape, machine)) for tile in tiles]
-    return sorted(rows, key=lambda row: (bool(row.reasons), row.cost_us))
+    return ordered(Candidate(tile, _reasons(tile, shape), _cost(tile, shape, machine)) for tile in tiles)
 
 
 @functools.lru_cache(maxsize=4096)
 def choose_scaled(shape: ScaledShape, machine: Machine, batch_invariant: bool = False) -> ScaledTile:
     """The cheapest of the candidates that can; raises ValueError with everybody's reasons when none can."""
-    rows = candidates_scaled(shape, machine, batch_invariant=batch_invariant)
-    for row in rows:
-        if not row.reasons:
-            return row.tile
-    listed = "\n".join(f"  {row.tile}: {'; '.join(row.reasons)}" for row in rows)
-    raise ValueError(f"no tile for {shape} on {machine.product}:\n{listed}")
+    return first_that_can(candidates_scaled(shape, machine, batch_invariant=batch_invariant), shape, machine)
 
 
 def shared_bytes(tile: ScaledTile, shape: ScaledShape) -> int:

@@ -9,27 +9,26 @@ Blocks  one token each, in chunks of 8 elements a thread, up to 64 in all. The w
         so that more rows are under way at once, the row is read again when its scale is known, from the caches
 Overlap lets the kernel after it start at once, and reads RMSNorm's weights before the kernel before it has finished
         (programmatic dependent launch, sm_90)
-Exact   without f bit-equal to kernels/reference.py: a NaN is the largest of all, and of a range by its bits; true divisions,
+Exact   without f bit-equal to reference/: a NaN is the largest of all, and of a range by its bits; true divisions,
         rounding by adding 1.5 * 2^23, conversions of floats by the hardware (sm_90). f in float32, not rounded before it is
         quantized; divisions and roots then may be off in the last bit. RULE 0 is the library's own way to quantize; the
-        others, other tools' (parts/rules.py), go without f, bit-equal too. Tested: tests/kernels/test_quantize_activations.py
+        others, other tools' (parts/rules.py), go without f, bit-equal too. Tested: tests/kernels/elementwise/
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.compiler import CompiledKernel
 from triton.language.extra import cuda
 
 from lowbit.formats import ActivationRule, FloatFormat, NumberFormat
 from lowbit.hardware.machine import Machine
+from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.parts.rules import (
     RULES,
     codes_by_rule,
@@ -41,7 +40,7 @@ from lowbit.kernels.parts.rules import (
     range_by_rule,
     scale_by_rule,
 )
-from lowbit.kernels.reference import CODE_DTYPES, SMALLEST_SCALE
+from lowbit.kernels.reference.activations import CODE_DTYPES, SMALLEST_SCALE
 
 PIECE = 8
 """16-bit elements in 16 bytes."""
@@ -447,10 +446,7 @@ class QuantizePlan:
             k, threads, piece, chunks, group, STEPS[request.before], FORMATS[request.fmt.name], largest, pieces, again, overlap,
             RULES[request.rule],
         )  # fmt: skip
-        self.options: dict[str, Any] = {"num_warps": threads // 32} | ({"launch_pdl": True} if overlap else {})
-        if registers:
-            self.options["maxnreg"] = registers
-        self.kernel: CompiledKernel | None = None
+        self.launch = Launcher(quantize_rows, (m, 1, 1), threads // 32, overlap=overlap, registers=registers)
 
     def __call__(
         self, x: Tensor, beside: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None, eps: float,
@@ -466,9 +462,6 @@ class QuantizePlan:
         if self.m:
             strides = x.stride(0) // self.x_unit, 0 if beside is None else beside.stride(0) // self.x_unit
             arguments = (codes, scales, zeros, sums, x, beside, weight, bias, scale, zero, *strides, self.code_pieces, eps)
-            if self.kernel is None:
-                self.kernel = quantize_rows[(self.m, 1, 1)](*arguments, *self.constants, **self.options)
-            else:
-                self.kernel[(self.m, 1, 1)](*arguments, *self.constants)
+            self.launch(*arguments, *self.constants)
         made = (codes[:, : self.k], scales, zeros, sums)
         return [t for t in made if t is not None]

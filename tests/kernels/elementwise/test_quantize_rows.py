@@ -12,12 +12,12 @@ import torch
 
 from lowbit.formats import number_format
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.reference import quantize_activations_reference
+from lowbit.kernels.reference.activations import quantize_activations_reference
 from tests.kernels.sass import compile_triton
 
 triton = pytest.importorskip("triton", reason="the kernel is written in Triton")
-from lowbit.kernels import quantize_activations as kernel_module  # noqa: E402
-from lowbit.kernels.quantize_activations import CODE_PIECE, QuantizePlan, Request, quantize_rows  # noqa: E402
+from lowbit.kernels.elementwise import quantize_rows as kernel_module  # noqa: E402
+from lowbit.kernels.elementwise.quantize_rows import CODE_PIECE, QuantizePlan, Request, quantize_rows  # noqa: E402
 from lowbit.ops import (  # noqa: E402
     layer_norm_quantize,
     quantize_activations,
@@ -135,7 +135,7 @@ def check_layer_norm(device, sm):
 @pytest.mark.parametrize("few", [0, 4])
 def test_the_arithmetic_in_tritons_interpreter(few):
     """Of int8; 8-bit floats are converted by the hardware, for which the interpreter has its own way."""
-    code = f"from tests.kernels.test_quantize_activations import check_without_a_gpu; check_without_a_gpu({few})"
+    code = f"from tests.kernels.elementwise.test_quantize_rows import check_without_a_gpu; check_without_a_gpu({few})"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=300
     )
@@ -162,7 +162,7 @@ def compiled(sm, k, name="int8", before="", pieces=True, dtype="*fp16", **asked)
     pointers = [name for name, kind in signature.items() if kind]
     signature |= dict(x_stride="i32", beside_stride="i32", code_pieces="i32", eps="fp32")
     names = ("K", "THREADS", "PIECE", "CHUNKS", "GROUP", "BEFORE", "FORMAT", "LARGEST", "PIECES", "AGAIN", "OVERLAP", "RULE")
-    options = dict(plan.options)
+    options = dict(plan.launch.options)
     warps = options.pop("num_warps")
     constants = dict(zip(names, plan.constants, strict=True))
     return warps, compile_triton(quantize_rows, signature, constants, pointers, warps, sm, **options)

@@ -14,7 +14,7 @@ from tests.kernels.sass import compile_triton
 
 pytest.importorskip("triton", reason="the kernel is written in Triton")
 
-from lowbit.kernels.gather import FEW_TOKENS, GatherPlan, gather_elements, gather_rows
+from lowbit.kernels.elementwise.gather import FEW_TOKENS, GatherPlan, gather_elements, gather_rows
 
 gpu = pytest.mark.gpu
 
@@ -65,7 +65,7 @@ def check_without_a_gpu():
 
 
 def test_the_arithmetic_in_tritons_interpreter():
-    code = "from tests.kernels.test_gather import check_without_a_gpu; check_without_a_gpu()"
+    code = "from tests.kernels.elementwise.test_gather import check_without_a_gpu; check_without_a_gpu()"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=300
     )
@@ -78,15 +78,16 @@ def compiled(sm, m, k, dtype="fp16", order="*i32", scale=None, pieces=True):
     signature |= dict.fromkeys((*(("M",) if len(plan.sizes) == 2 else ()), "K", "x_stride", "y_pieces"), "i32")
     constants = dict(zip(("COLUMNS", "PIECES", "OVERLAP"), plan.constants, strict=True))
     pointers = [name for name, kind in signature.items() if kind and kind.startswith("*")]
-    warps = plan.options.pop("num_warps")
-    return plan, compile_triton(plan.function, signature, constants, pointers, warps, sm, **plan.options)
+    options = dict(plan.launch.options)
+    warps = options.pop("num_warps")
+    return plan, compile_triton(plan.launch.function, signature, constants, pointers, warps, sm, **options)
 
 
 @pytest.mark.parametrize("sm", [80, 89, 90, 100])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_rows_move_in_pieces_of_16_bytes(sm, dtype):
     plan, kernel = compiled(sm, 4096, 8192, dtype, scale="*fp32")
-    assert plan.function is gather_rows and kernel.stack_bytes == 0
+    assert plan.launch.function is gather_rows and kernel.stack_bytes == 0
     # 512 threads: 4 pieces of the order, 4 of the scale, 2 of each row; words to shared memory, 16 random reads, two rows.
     assert kernel.count("LDG.E.128") == kernel.count("LDG") == 12
     assert kernel.count("STS.128") == 4 and kernel.count("LDS") == 16
@@ -97,7 +98,7 @@ def test_rows_move_in_pieces_of_16_bytes(sm, dtype):
 @pytest.mark.parametrize("sm", [80, 90])
 def test_few_tokens_start_many_blocks(sm):
     plan, kernel = compiled(sm, 1, 8192)
-    assert plan.function is gather_elements and plan.grid == (1, 32, 1)
+    assert plan.launch.function is gather_elements and plan.launch.grid == (1, 32, 1)
     assert kernel.stack_bytes == 0 and kernel.shared_bytes == 0
 
 
@@ -115,10 +116,10 @@ def test_neighbours_in_the_stream_overlap(m):
 
 
 def test_rows_too_wide_for_a_block_are_read_where_they_lie():
-    assert GatherPlan(4096, 32768, True, True, typical_machine(90)).function is gather_rows
-    assert GatherPlan(4096, 32768, True, True, typical_machine(89)).function is gather_elements, "less shared memory"
-    assert GatherPlan(4096, 53248, True, True, typical_machine(90)).function is gather_elements
-    assert GatherPlan(4096, 8192, False, True, typical_machine(90)).function is gather_elements, "nothing moves"
+    assert GatherPlan(4096, 32768, True, True, typical_machine(90)).launch.function is gather_rows
+    assert GatherPlan(4096, 32768, True, True, typical_machine(89)).launch.function is gather_elements, "less shared memory"
+    assert GatherPlan(4096, 53248, True, True, typical_machine(90)).launch.function is gather_elements
+    assert GatherPlan(4096, 8192, False, True, typical_machine(90)).launch.function is gather_elements, "nothing moves"
 
 
 @gpu

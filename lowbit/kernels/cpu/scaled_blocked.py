@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from lowbit.formats import PerBlock, PerGroup, PerTensor, Scheme, ZeroPoint, int_format, unpack_words
-from lowbit.kernels.blocked import block_rows, decode_codes
-from lowbit.kernels.reference import FUNCTIONS, quantize_activations_reference
+from lowbit.kernels.cpu.blocked import block_rows, decode_codes
+from lowbit.kernels.reference.activations import quantize_activations_reference
+from lowbit.kernels.reference.gemm import FUNCTIONS
 
 PIECE_K = 512
 """Most columns multiplied at once: |x - zero| <= 255, |w| <= 128, so that sums of this many products are exact in float32."""

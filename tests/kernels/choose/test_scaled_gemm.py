@@ -6,7 +6,7 @@ import pytest
 
 from lowbit.formats import parse_scheme
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose_scaled import ScaledShape, candidates_scaled, choose_scaled, shared_bytes
+from lowbit.kernels.choose.scaled_gemm import ScaledShape, candidates_scaled, choose_scaled, shared_bytes
 from lowbit.ops.byte_gemm import scaled_shape
 
 H200 = typical_machine(90)

@@ -11,6 +11,7 @@ import functools
 from dataclasses import dataclass, replace
 
 from lowbit.hardware.machine import Machine
+from lowbit.kernels.choose.candidate import Candidate, first_that_can, ordered
 
 RING_TOKENS = 16
 """Beyond this the ring kernel loses: its warps each bring their own x, the wgmma kernel's share it."""
@@ -106,45 +107,37 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A tile, its reasons against the problem (empty: it can), its modelled time, and the measurement that puts it first."""
+class GemmCandidate(Candidate[Tile]):
+    """A candidate with the measurement that puts it first, if there is one."""
 
-    tile: Tile
-    reasons: tuple[str, ...]
-    cost_us: float
     measured: Measured | None = None
 
+    @property
+    def rank(self) -> tuple[bool, bool, float]:
+        return bool(self.reasons), self.measured is None, self.cost_us
 
-def candidates(shape: GemmShape, machine: Machine, *, batch_invariant: bool = False) -> list[Candidate]:
+
+def candidates(shape: GemmShape, machine: Machine, *, batch_invariant: bool = False) -> list[GemmCandidate]:
     """Every tile considered for a problem: what was measured to be best, then the cheapest first, those that cannot last.
 
     With `batch_invariant`, only tiles whose sums do not depend on m: row i of y then has the same bits in any batch.
     """
     rows = [_wgmma_candidate(tile, shape, machine) for tile in _wgmma_tiles(shape)] if "wgmma" in machine.arch.features else []
     if batch_invariant and rows:
-        return _ordered([row for row in rows if isinstance(row.tile, WgmmaTile) and row.tile.splits == 1])
+        return ordered([row for row in rows if isinstance(row.tile, WgmmaTile) and row.tile.splits == 1])
     if shape.m <= RING_TOKENS or not rows:
         rings = [_ring_candidate(tile, shape, machine) for tile in _ring_tiles(shape, machine)]
         if batch_invariant:  # slices of K are those of the warps that share them
-            return _ordered([row for row in rings if (row.tile.warps_k, row.tile.splits) == (INVARIANT_WARPS, 1)])  # type: ignore[union-attr]
+            return ordered([row for row in rings if (row.tile.warps_k, row.tile.splits) == (INVARIANT_WARPS, 1)])  # type: ignore[union-attr]
         rows = rings if shape.m <= SMALL_TOKENS else rows + rings
     known = {row.tile: row for row in MEASURED if row.holds_for(shape, machine)}
-    return _ordered([replace(row, measured=known.get(row.tile)) for row in rows])
+    return ordered([replace(row, measured=known.get(row.tile)) for row in rows])
 
 
 @functools.lru_cache(maxsize=4096)
 def choose(shape: GemmShape, machine: Machine, batch_invariant: bool = False) -> Tile:
     """The first of the candidates that can; raises ValueError with everybody's reasons when none can."""
-    rows = candidates(shape, machine, batch_invariant=batch_invariant)
-    for row in rows:
-        if not row.reasons:
-            return row.tile
-    listed = "\n".join(f"  {row.tile}: {'; '.join(row.reasons)}" for row in rows)
-    raise ValueError(f"no tile for {shape} on {machine.product}:\n{listed}")
-
-
-def _ordered(rows: list[Candidate]) -> list[Candidate]:
-    return sorted(rows, key=lambda row: (bool(row.reasons), row.measured is None, row.cost_us))
+    return first_that_can(candidates(shape, machine, batch_invariant=batch_invariant), shape, machine)
 
 
 # ---- the ring kernel
@@ -168,13 +161,13 @@ def _ring_tiles(shape: GemmShape, machine: Machine) -> list[RingTile]:
     return tiles
 
 
-def _ring_candidate(tile: RingTile, shape: GemmShape, machine: Machine) -> Candidate:
+def _ring_candidate(tile: RingTile, shape: GemmShape, machine: Machine) -> GemmCandidate:
     reasons = []
     per_round = tile.strips * (256 * shape.bits + 256) + 256 * tile.tokens
     shared = tile.warps_n * tile.warps_k * tile.rounds * per_round
     if shared > machine.arch.shared_per_block_bytes:
         reasons.append(f"needs {shared:,} bytes of shared memory, a block has {machine.arch.shared_per_block_bytes:,}")
-    return Candidate(tile, tuple(reasons), _ring_cost(tile, shape, machine))
+    return GemmCandidate(tile, tuple(reasons), _ring_cost(tile, shape, machine))
 
 
 def _ring_cost(tile: RingTile, shape: GemmShape, machine: Machine) -> float:
@@ -226,11 +219,11 @@ _STAGE_CYCLES = {
 }
 
 
-def _wgmma_candidate(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> Candidate:
+def _wgmma_candidate(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> GemmCandidate:
     reasons = []
     if tile.stages < 2:
         reasons.append(f"{shape.bits}-bit tiles leave room for {tile.stages} stages, 2 are needed")
-    return Candidate(tile, tuple(reasons), _wgmma_cost(tile, shape, machine))
+    return GemmCandidate(tile, tuple(reasons), _wgmma_cost(tile, shape, machine))
 
 
 def _wgmma_cost(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> float:

@@ -7,7 +7,7 @@ Many    `gather_rows`: two tokens a block, in pieces of 16 bytes to and from mem
         an element of both tokens is one word, so that a random read fetches two elements
 Overlap lets the kernel after it start at once, and reads order and scale before the kernel before it has finished
         (programmatic dependent launch, sm_90); the matrix kernel's weights are then on their way meanwhile
-Exact   the product in float32, rounded once to x's type. Tested: tests/kernels/test_gather.py
+Exact   the product in float32, rounded once to x's type. Tested: tests/kernels/elementwise/test_gather.py
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.compiler import CompiledKernel
 from triton.language.extra import cuda
 
 from lowbit.hardware.machine import Machine
+from lowbit.kernels.parts.launch import Launcher
 
 PIECE = 8
 """Elements in 16 bytes: rows of the result start at multiples of it."""
@@ -123,23 +123,18 @@ class GatherPlan:
         few = m <= FEW_TOKENS
         columns = max(256, triton.next_power_of_2(self.y_stride))
         if order and not few and columns <= min(MOST_COLUMNS, machine.arch.shared_per_block_bytes // 4):
-            self.function, self.grid, self.sizes = gather_rows, (-(-m // 2), 1, 1), (m, k)
+            function, grid, self.sizes = gather_rows, (-(-m // 2), 1, 1), (m, k)
             warps = min(max(columns // 512, 4), 32 if columns > MOST_COLUMNS // 2 else 16)
         else:
             columns, warps = 256 if few else 1024, 4
-            self.function, self.grid, self.sizes = gather_elements, (m, -(-self.y_stride // columns), 1), (k,)
+            function, grid, self.sizes = gather_elements, (m, -(-self.y_stride // columns), 1), (k,)
         self.constants = (columns, pieces, overlap)
-        self.options = {"num_warps": warps} | ({"launch_pdl": True} if overlap else {})
-        self.kernel: CompiledKernel | None = None
+        self.launch = Launcher(function, grid, warps, overlap=overlap)
 
     def __call__(self, x: Tensor, order: Tensor | None, pre_quant_scale: Tensor | None) -> Tensor:
         """out [M, K] with a row stride of K filled up to a multiple of 8; all tensors on the current device."""
         y = torch.empty((self.m, self.y_stride), dtype=x.dtype, device=x.device)
         if self.m:
             strides = x.stride(0) // self.x_unit, self.y_stride // PIECE
-            arguments = (y, x, order, pre_quant_scale, *self.sizes, *strides, *self.constants)
-            if self.kernel is None:
-                self.kernel = self.function[self.grid](*arguments, **self.options)
-            else:
-                self.kernel[self.grid](*arguments)
+            self.launch(y, x, order, pre_quant_scale, *self.sizes, *strides, *self.constants)
         return y if self.y_stride == self.k else y[:, : self.k]
