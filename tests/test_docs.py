@@ -100,6 +100,24 @@ def test_files_and_tests_named_in_prose_exist(page):
             assert re.search(rf"^ *(?:def|class) {test}\b", file.read_text(), re.MULTILINE), f"{page.name}: {name}::{test}"
 
 
+def test_files_named_in_docstrings_exist():
+    """Names that begin with a folder of ours: `tests/ops/test_a.py`, `docs/a.md`, `pack/a.py`, `parts/a.py`."""
+    roots = (ROOT, ROOT / "lowbit", ROOT / "lowbit" / "kernels")
+    for source in [*ROOT.glob("lowbit/**/*.py"), *ROOT.glob("study/*.py")]:
+        for name in re.findall(r"(?<![\w/.{}-])((?:\w+/)+\w+\.(?:py|md))\b", source.read_text()):
+            if any((root / name.split("/")[0]).is_dir() for root in roots) and not name.startswith("docs/source/"):
+                assert any((root / name).is_file() for root in roots), f"{source.relative_to(ROOT)} names {name}"
+
+
+def test_the_log_lists_its_entries():
+    text = (ROOT / "docs" / "log.md").read_text()
+    contents, first, rest = text.partition("\n## ")
+    listed = re.findall(r"^- (\d{4}-\d\d-\d\d) \[.*?\]\(#([^)]*)\): \S", contents, re.MULTILINE)
+    entries = re.findall(r"^### ((\d{4}-\d\d-\d\d): .*)$", first + rest, re.MULTILINE)
+    assert [anchor for _, anchor in listed] == [next(iter(anchors(f"### {entry}"))) for entry, _ in entries]
+    assert [day for day, _ in listed] == [day for _, day in entries]
+
+
 def test_the_table_of_formats_is_computed():
     text = (ROOT / "docs" / "numerics.md").read_text()
     rows = re.findall(r"^\| (fp\w+|int\d) \| (\S+) \| (\S+) \| (\S+) \| (\S+) \| (.*?) \|$", text, re.MULTILINE)

@@ -26,7 +26,7 @@ from lowbit.models.gguf import GgufSource
 from lowbit.models.names import Names
 from lowbit.models.skeleton import build, config_of
 from lowbit.models.tensorrt_llm import WEIGHTS, TensorrtLlmSource, is_tensorrt_llm
-from lowbit.ops.dispatch import scheme_refusals
+from lowbit.ops.table import scheme_refusals
 
 _CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale")
 _ONLY_DEQUANTIZED = "bitsandbytes"

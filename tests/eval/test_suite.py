@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from lowbit.checkpoint import CheckpointReader
 from lowbit.checkpoint.target import replace_file
-from lowbit.cli import app
+from lowbit.cli.commands import app
 from lowbit.eval import report, suite
 from lowbit.eval.plot import plot
 from lowbit.eval.results import as_json

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import lowbit
 from lowbit.checkpoint import CheckpointError, CheckpointReader
-from lowbit.cli import app, err, out
+from lowbit.cli.commands import app, err, out
 from lowbit.models.convert_checkpoint import convert_checkpoint
 from lowbit.models.hf import LOADING_OVERHEAD_BYTES
 from lowbit.models.load import check_checkpoint, load_causal

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader, CheckpointWriter, LayerEntry, layer_tensors
 from lowbit.checkpoint.schema import manifest_sha256
-from lowbit.cli import app
+from lowbit.cli.commands import app
 from lowbit.models.convert_checkpoint import convert_checkpoint
 from lowbit.models.load import check_checkpoint
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
