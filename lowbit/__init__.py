@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from lowbit.formats import QuantTensor, Scheme, parse_scheme
     from lowbit.models.convert_checkpoint import convert_checkpoint
     from lowbit.models.hf import LowbitConfig
+    from lowbit.models.load import load
     from lowbit.models.quantize_checkpoint import quantize_checkpoint
     from lowbit.nn import QuantLinear, convert
-    from lowbit.ops import mixed_gemm
+    from lowbit.ops import gemm, pack_for
     from lowbit.pipeline import Pipeline, Response, pipeline
     from lowbit.quantize import rtn
 
@@ -61,7 +62,9 @@ __all__ = [
     "__version__",
     "convert",
     "convert_checkpoint",
-    "mixed_gemm",
+    "gemm",
+    "load",
+    "pack_for",
     "parse_scheme",
     "pipeline",
     "quantize_checkpoint",
@@ -78,7 +81,9 @@ _HOMES = {
     "Scheme": "lowbit.formats",
     "convert": "lowbit.nn",
     "convert_checkpoint": "lowbit.models.convert_checkpoint",
-    "mixed_gemm": "lowbit.ops",
+    "gemm": "lowbit.ops",
+    "load": "lowbit.models.load",
+    "pack_for": "lowbit.ops",
     "parse_scheme": "lowbit.formats",
     "quantize_checkpoint": "lowbit.models.quantize_checkpoint",
     "rtn": "lowbit.quantize",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,12 @@ def test_code_blocks_run(page, tmp_path, monkeypatch):
         from tests.tiny import save_tiny
 
         save_tiny(tmp_path / "SmolLM2-135M-Instruct")  # the README's model, in small
+    if page.name == "checkpoints.md":
+        from tests.checkpoint.foreign import DATA
+        from tests.tiny import tiny_tokenizer
+
+        shutil.copytree(DATA / "awq-auto-round", tmp_path / "Llama-3-8B-AWQ")
+        tiny_tokenizer().save_pretrained(tmp_path / "Llama-3-8B-AWQ")
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {}
     for line, code in python_blocks(page.read_text()):

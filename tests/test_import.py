@@ -51,7 +51,7 @@ for name in lowbit.__all__:
     assert getattr(lowbit, name) is not None, name
 assert "quantization_mode" in inspect.signature(lowbit.pipeline).parameters
 assert lowbit.pipeline.Response is lowbit.Response
-assert lowbit.formats.parse_scheme is lowbit.parse_scheme and lowbit.ops.mixed_gemm is lowbit.mixed_gemm
+assert lowbit.formats.parse_scheme is lowbit.parse_scheme and lowbit.ops.gemm is lowbit.gemm
 try:
     lowbit.no_such_name
 except AttributeError as error:
@@ -64,8 +64,9 @@ def test_names_are_found_inside_torch_compile():
     code = """
 import torch
 import lowbit
-q = torch.full((4, 4), 128 + 1, dtype=torch.uint8), torch.ones(4, 1)
-run = torch.compile(lambda x: lowbit.mixed_gemm(x, *q, None, None, "w8a16"), backend="eager", fullgraph=True)
+q = lowbit.QuantTensor(torch.full((4, 4), 128 + 1, dtype=torch.uint8), torch.ones(4, 1), None, lowbit.parse_scheme("w8a16"))
+w = lowbit.pack_for(q, torch.float32)
+run = torch.compile(lambda x: lowbit.gemm(x, w), backend="eager", fullgraph=True)
 print(run(torch.ones(1, 4)).tolist())
 """
     assert python(code) == "[[4.0, 4.0, 4.0, 4.0]]"

@@ -19,7 +19,7 @@ from lowbit.cli.bench import bench_app
 from lowbit.cli.demo import demo
 from lowbit.cli.eval import evaluate
 from lowbit.cli.inspect import inspect
-from lowbit.cli.terminal import Json, Model, check_json, err, out, say, user_errors, write_result
+from lowbit.cli.terminal import AnyModel, Json, Model, check_json, err, out, say, user_errors, write_result
 
 if TYPE_CHECKING:
     from lowbit.nn.convert import Plan
@@ -228,6 +228,8 @@ def convert(
 ) -> None:
     """Turn a quantized checkpoint into another tool's, without rounding a weight.
 
+    To run, measure or inspect a model, no conversion is needed: generate, eval and inspect take the files below as they are.
+
     Read: GPTQ (versions 1 and 2, act-order), AWQ (gemm), auto-round, compressed-tensors (integers, FP8, MX, NVFP4), FP8,
     torchao, ModelOpt (FP8, NVFP4), bitsandbytes NF4 and FP4 (to dequantized only), GGUF (Q4_0 to Q6_K of llama, qwen2 and
     qwen3 models), TensorRT-LLM (W4A16_AWQ of llama models), and lowbit. The tool is found out from config.json.
@@ -250,7 +252,7 @@ def convert(
 @app.command()
 @user_errors
 def generate(
-    model: Model,
+    model: AnyModel,
     prompts: Annotated[list[str], typer.Argument(help="One or more texts to continue.")],
     scheme: Annotated[str | None, typer.Option(help="Quantize a 16-bit model to this scheme while loading it.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
@@ -259,12 +261,19 @@ def generate(
     verify: Annotated[bool, typer.Option("--verify", help="Compare the files with their checksums first.")] = False,
     json_file: Json = None,
 ) -> None:
-    """Continue texts with a model, greedily unless --sample is given."""
-    from lowbit.checkpoint.reader import model_folder
+    """Continue texts with a model, greedily unless --sample is given.
+
+    GPTQ, AWQ, auto-round, compressed-tensors, FP8, torchao, ModelOpt and GGUF weights are loaded as they are, without a
+    conversion first (docs/checkpoints.md).
+
+    Example: lowbit generate Llama-3-8B-AWQ "The light of the sun"
+    """
+    from lowbit.checkpoint.gguf import model_path
     from lowbit.pipeline import pipeline
 
     check_json(json_file, "lowbit generate")
-    pipe = pipeline(str(model_folder(model)), quantization_mode=scheme, verify=verify)
+    path = str(model_path(model))
+    pipe = pipeline(path, quantization_mode=scheme, verify=verify, progress=err.is_terminal)
     responses = pipe(prompts, max_new_tokens=max_new_tokens, do_sample=sample, seed=seed)
     if str(json_file) != "-":
         for prompt, response in zip(prompts, responses, strict=True):

@@ -24,7 +24,13 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def evaluate(
-    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Folders of Transformers models, or names on a hub.")],
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL...",
+            help="Folders of Transformers models, quantized here, by other tools or not, GGUF files, or names on a hub.",
+        ),
+    ],
     text: Annotated[Path | None, typer.Option(help="UTF-8 text to measure on; Newton's Opticks when absent.")] = None,
     reference: Annotated[str | None, typer.Option(help="16-bit model to show beside them, and to compare them with.")] = None,
     window: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 1024,
@@ -88,12 +94,12 @@ def evaluate(
 
 def _model(name: str) -> str:
     from lowbit.checkpoint import CheckpointError
-    from lowbit.checkpoint.reader import model_folder
+    from lowbit.checkpoint.gguf import model_path
 
     if _HUB_NAME.fullmatch(name) and not Path(name).parent.exists():
         return name
     try:
-        model_folder(Path(name))
+        model_path(Path(name))
     except CheckpointError as error:
         raise CheckpointError(f"{error}, or a name on a hub such as owner/model") from None
     return name
@@ -130,7 +136,7 @@ def _perplexities(
     rows = []
     table = Table(Column("model", overflow="fold"), "perplexity", "standard error", "tokens", "nats per token")
     for name in models if reference is None else [reference, *models]:
-        pipe = pipeline(name, dtype=measuring_dtype())
+        pipe = pipeline(name, dtype=measuring_dtype(), progress=progress)
         ids = token_ids(pipe, content, window, stride, windows)
         result = perplexity(pipe.model, ids, window=window, stride=stride, progress=progress)
         pipe.destroy()
@@ -147,15 +153,18 @@ def _suite(
 ) -> dict[str, Any]:
     from lowbit.checkpoint.target import check_file
     from lowbit.eval import report
-    from lowbit.eval.results import RESULTS, SUITE, check_plot
+    from lowbit.eval.results import RESULTS, SUITE, UNFINISHED, check_plot
     from lowbit.eval.suite import read_tasks, run_suite
 
-    check_file(folder / RESULTS, SUITE), check_file(folder / PAGE, SUITE), check_plot(folder / PLOT, SUITE)
+    for name in (RESULTS, UNFINISHED, PAGE):
+        check_file(folder / name, SUITE)
+    check_plot(folder / PLOT, SUITE)
     tasks = read_tasks(None if str(suite) == TEXT_ONLY else suite, text, settings)
     try:
         results = run_suite(models, reference, tasks, settings, folder, say, err.is_terminal)
     except KeyboardInterrupt:
-        say(f"what was measured so far is in {folder / RESULTS}")
+        unfinished = folder / UNFINISHED
+        say(f"what was measured so far is in {unfinished if unfinished.exists() else folder / RESULTS}")
         raise
     _page(results, folder)
     if not quiet:

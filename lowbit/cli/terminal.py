@@ -18,6 +18,10 @@ err = Console(stderr=True)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Model = Annotated[Path, typer.Argument(help="Folder of a Transformers model, quantized or not.")]
+AnyModel = Annotated[
+    Path,
+    typer.Argument(metavar="MODEL", help="Folder of a model, quantized by lowbit, by another tool or not, or a GGUF file."),
+]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result as JSON to this file; - for standard output.")]
 
 

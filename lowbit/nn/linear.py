@@ -103,11 +103,9 @@ class QuantLinear(PackedWeight):
         if held is None or held.dtype != x.dtype:
             held = self._prepared_on_cpu(x.dtype)
         if held is not None:
-            if self.has_channels:
-                x = channels_of_codes(x, self.weight_order, self.pre_quant_scale)
             return cpu_gemm(x, held, self.bias)
         if self.kernel_codes is not None and x.dtype in (torch.float16, torch.bfloat16):
-            return fragment_gemm(x, self.kernel_weight(), self.bias)
+            return fragment_gemm(x, self.kernel_weight(), self.bias, batch_invariant=self.batch_invariant)
         channels = (self.weight_order, self.pre_quant_scale) if self.has_channels else ()
         # Prepared it is for 16-bit x; this one is float32.
         packed = self._form_on_disk() if self.is_prepared else self.weight_packed
@@ -150,7 +148,10 @@ class QuantLinear(PackedWeight):
         if self.cpu_weight is not None:
             return scaled_cpu_gemm(x.codes, x.scale, self.cpu_weight, self.bias, x.dtype, x.zero)
         if self.is_prepared and x.codes.is_cuda:
-            return byte_gemm(x.codes, x.scale, self.scaled_weight(), self.bias, dtype=x.dtype, x_zero=x.zero)
+            return byte_gemm(
+                x.codes, x.scale, self.scaled_weight(), self.bias, dtype=x.dtype, x_zero=x.zero,
+                batch_invariant=self.batch_invariant,
+            )  # fmt: skip
         self.restore()
         weight = (self.weight_packed, self.weight_scale, self.weight_zero)
         return scaled_gemm(x.codes, x.scale, *weight, self.bias, self.scheme_name, x.dtype, x.zero)

@@ -19,9 +19,8 @@ from lowbit.formats import (
     scale_shape,
     unpack_words,
 )
-from lowbit.ops import kernel_refusals
-from lowbit.ops.byte_gemm import byte_refusals
-from lowbit.ops.cpu_gemm import choose_form, pack_for_cpu
+from lowbit.ops.cpu_gemm import pack_for_cpu
+from lowbit.ops.table import Problem, choose, problem_on, warn_slow, why_slow
 from lowbit.ops.workspace import make_counters
 from lowbit.pack import FragmentWeight, OperandWeight
 from lowbit.pack.cpu import CpuWeight, unpack_cpu_codes
@@ -97,6 +96,7 @@ class PackedWeight(nn.Module):
             self.register_buffer(name, None, persistent=False)
         self.cpu_weight: CpuWeight | None = None
         self.decode_bytes = 0
+        self.batch_invariant = False
         self._shared = False
         self._refused: dict[torch.dtype, tuple[str, ...]] = {}
 
@@ -133,17 +133,31 @@ class PackedWeight(nn.Module):
             self.restore()
         if self.is_prepared:
             return ()
-        if self.is_split:
-            return ("take a whole matrix, this is one rank's part of it: its codes are decoded at every call",)
-        if getattr(getattr(self, "_hf_hook", None), "offload", False):
-            return ("keep weights in memory, these are brought in and taken away at every call (offloaded by Accelerate)",)
         if dtype not in self._refused:
-            on_cpu = self.weight_packed.device.type == "cpu"
             with torch.inference_mode(False), torch.no_grad():  # what is made here outlives the call that happens to make it
-                self._refused[dtype] = self._prepare_on_cpu(dtype) if on_cpu else self._prepare_on_gpu(dtype)
+                reasons = self._reasons_of_place() or self._prepare(dtype)
             if self.is_prepared:
                 self._refused.clear()
+            else:
+                self._refused[dtype] = reasons
+                if self.weight_packed.device.type == "cuda":
+                    warn_slow(self.scheme_name, reasons)
         return self._refused.get(dtype, ())
+
+    def problem(self, dtype: torch.dtype, m: int = 1) -> Problem:
+        """The product of the layer where it is, for `m` rows of x of `dtype`."""
+        return problem_on(
+            self.weight_packed.device, self.scheme, m, self.shape, dtype, scale_dtype=self.weight_scale.dtype,
+            batch_invariant=self.batch_invariant, decode_bytes=self.decode_bytes,
+        )  # fmt: skip
+
+    def _reasons_of_place(self) -> tuple[str, ...]:
+        """Why a layer as this one is held has to decode its weights at every call, whatever its scheme."""
+        if self.is_split:
+            return ("take a whole matrix, this is one rank's part of it",)
+        if getattr(getattr(self, "_hf_hook", None), "offload", False):
+            return ("keep weights in memory, these are brought in and taken away at every call (offloaded by Accelerate)",)
+        return ()
 
     @property
     def is_split(self) -> bool:
@@ -154,17 +168,18 @@ class PackedWeight(nn.Module):
         whole = (self.shape[0], packed_bytes(self.shape[1], self.scheme.weight.bits))
         return hasattr(packed, "device_mesh") or tuple(packed.shape) != whole
 
-    def _prepare_on_gpu(self, dtype: torch.dtype) -> tuple[str, ...]:
-        device, scaled = self.weight_packed.device, self.scheme.activation is not None
-        if scaled:
-            reasons = byte_refusals(self.scheme, device, self.weight_scale.dtype)
+    def _prepare(self, dtype: torch.dtype) -> tuple[str, ...]:
+        problem = self.problem(dtype)
+        form = choose(problem).form
+        if form == "rows":
+            return why_slow(problem)
+        if form == "fragments" or form == "operands":
+            make_counters(self.weight_packed.device)  # a graph that captures the first product could not
+            self._pack_for_gpu()
         else:
-            reasons = kernel_refusals(self.scheme, dtype, device)
-        if reasons:
-            return reasons
-        make_counters(device)  # a graph that captures the first product could not
-        self._pack_for_gpu()
-        self._drop_form_on_disk()
+            self.cpu_weight = pack_for_cpu(replace(self.quant_tensor(), low_rank=None), form, dtype)
+        if form != "decoded":
+            self._drop_form_on_disk()
         return ()
 
     def _pack_for_gpu(self) -> None:
@@ -173,15 +188,6 @@ class PackedWeight(nn.Module):
         self.kernel_codes, self.kernel_scale = packed.codes, packed.scale
         self.kernel_channel_scale = packed.channel_scale
         self.kernel_sums = packed.sums if isinstance(packed, OperandWeight) else None
-
-    def _prepare_on_cpu(self, dtype: torch.dtype) -> tuple[str, ...]:
-        form, reasons = choose_form(self.scheme, self.shape, dtype, self.decode_bytes)
-        if form is None:
-            return reasons
-        self.cpu_weight = pack_for_cpu(self.quant_tensor(), form, dtype)
-        if form != "decoded":
-            self._drop_form_on_disk()
-        return ()
 
     def _drop_form_on_disk(self) -> None:
         if not self._shared:

@@ -1,7 +1,7 @@
 """How codes lie in memory: lossless layouts between codes [N, K] and the bytes that a kernel reads."""
 
 from lowbit.pack.fragment import FragmentOrder
-from lowbit.pack.layout import Layout, PackedTensor, RowMajor, pack
+from lowbit.pack.layout import Layout
 from lowbit.pack.scaled import OperandWeight, scaled_refusals
 from lowbit.pack.scales import pack_scales, unpack_scales
 from lowbit.pack.tensorrt_llm import ColumnMajorTileInterleave
@@ -13,12 +13,9 @@ __all__ = [
     "FragmentWeight",
     "Layout",
     "OperandWeight",
-    "PackedTensor",
-    "RowMajor",
     "WeightForm",
     "has_channel_scale",
     "kernel_group",
-    "pack",
     "pack_scales",
     "scaled_refusals",
     "unpack_scales",

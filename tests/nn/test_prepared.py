@@ -77,8 +77,8 @@ def test_reasons_are_given_at_every_call():
     module = layer("w4a16_g128")
     reasons = module.prepare(torch.float16)
     assert reasons == module.prepare(torch.float16) and not module.is_prepared
-    assert "torch's int4 product takes groups that are multiples of 32 and divide K, not w4a16_g128 with K 200" in reasons
-    assert reasons[-1] == "decoded weights would take 2 bytes each, which was not allowed"
+    assert "torch_int4: takes groups that are multiples of 32 and divide K, not w4a16_g128 with K 200" in reasons
+    assert reasons[-1] == "decoded_once: would take 2 bytes for each weight, which was not allowed"
 
 
 @pytest.mark.gpu
@@ -102,7 +102,7 @@ def test_a_layer_on_a_gpu_uses_the_kernels(scheme):
 def test_scales_that_the_kernels_cannot_take_are_refused_not_an_error():
     """Groups of no multiple of 16: the plain path computes, the reason is told once."""
     module = layer("w4a16_g40", "cuda")
-    assert module.prepare(torch.float16) == ("groups of the kernels are multiples of 16, got 40 (w4a16_g40)",)
+    assert module.prepare(torch.float16) == ("wgmma_gemm: groups of the kernels are multiples of 16, got 40 (w4a16_g40)",)
     x = torch.randn(5, 200, device="cuda", dtype=torch.float16)
     expected = x.double() @ module.quant_tensor().dequantize(torch.float64).T
     assert torch.allclose(module(x).double(), expected, rtol=1e-2, atol=1e-2) and not module.is_prepared

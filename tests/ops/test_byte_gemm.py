@@ -11,9 +11,10 @@ from lowbit.formats import parse_scheme
 from lowbit.hardware.machine import machine_of, typical_machine
 from lowbit.kernels.choose_scaled import candidates_scaled
 from lowbit.kernels.reference import FUNCTIONS
-from lowbit.ops import byte_gemm, byte_refusals, describe_scaled, quantize_activations
-from lowbit.ops.byte_gemm import plan_for_scaled, scaled_shape
+from lowbit.ops import byte_gemm, quantize_activations
+from lowbit.ops.byte_gemm import plan_for_scaled
 from lowbit.ops.scaled_gemm import activation_dtype
+from lowbit.ops.table import scaled_shape
 from lowbit.ops.workspace import workspace
 from lowbit.pack import OperandWeight
 from lowbit.quantize import rtn
@@ -346,15 +347,3 @@ def test_bad_input():
     narrow = OperandWeight.pack(problem("w4a8", 4, 128, 1024)[0])
     with pytest.raises(ValueError, match="x with scales of blocks goes with 8-bit weights"):
         byte_gemm(x, torch.ones(4, 8, device="cuda"), narrow)
-
-
-def test_refusals_are_data():
-    assert byte_refusals(parse_scheme("w8a8"), "cpu") == ("run on NVIDIA GPUs, x is on cpu",)
-
-
-@pytest.mark.parametrize("scheme", EIGHT + NARROW)
-@pytest.mark.parametrize("m", [1, 16, 64, 256, 1024, 4096])
-def test_there_is_a_tile_for_everything(scheme, m):
-    for n, k in ((8192, 8192), (8192, 28672), (1000, 576), (64, 128), (152064, 896)):
-        assert "tokens" in describe_scaled(scheme, m, n, k)
-    assert describe_scaled(scheme, m, 64, 128, typical_machine(80)).startswith("mma.sync")
