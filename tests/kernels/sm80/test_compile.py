@@ -29,8 +29,12 @@ def compiled(fmt, dtype="fp16", m=1, group=128, zero="none", k=8192, n=8192, bia
     return tile, compile_plan(plan, mixed_call(shape, half, group, torch.float16), ("x", "w", "scale"), sm)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("m", [1, 16])
+@pytest.mark.parametrize(
+    ("m", "fmt"),
+    # With 16 tokens a warp holds twice the rows of w and of x, 170 registers and more; with one 74 to 121, so nothing can spill
+    # that does not there: of the formats those that differ most in how their words are loaded.
+    [*((16, fmt) for fmt in FORMATS), *((1, fmt) for fmt in ("int2", "int4", "int7", "int8"))],
+)
 def test_main_loop(fmt, m):
     tile, kernel = compiled(fmt, m=m)
     assert kernel.count("LDL") == 0 and kernel.count("STL") == 0 and kernel.stack_bytes == 0, "registers spilled"
