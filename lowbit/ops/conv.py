@@ -13,17 +13,10 @@ import weakref
 import torch
 from torch import Tensor
 
+from lowbit.formats.conv import ACTIVATIONS, CODES, ConvLayer, output_size, stored_dtype
 from lowbit.hardware.machine import features_of, machine_of, machine_refusals
-from lowbit.kernels.conv_reference import (
-    DTYPES,
-    ConvLayer,
-    average_pool_reference,
-    conv_reference,
-    max_pool_reference,
-    output_size,
-    quantize_reference,
-)
-from lowbit.pack.nhwc64 import CODE_BITS, ActivationStorage, Nhwc64
+from lowbit.kernels.conv_reference import average_pool_reference, conv_reference, max_pool_reference, quantize_reference
+from lowbit.pack.nhwc64 import Nhwc64, pixel_elements
 from lowbit.pack.stem import StemImages
 
 torch.library.define(
@@ -51,7 +44,7 @@ def conv_refusals(layer: ConvLayer, device: torch.device | str) -> tuple[str, ..
     if unknown:
         return tuple(f"the convolution kernels {reason}" for reason in unknown)
     reasons, hopper = [], "wgmma" in features_of(device)
-    if layer.y not in CODE_BITS and (layer.residual is not None or layer.second is not None):
+    if layer.y not in ACTIVATIONS and (layer.residual is not None or layer.second is not None):
         reasons.append(f"an output in {layer.y} is written without a residual or second product")
     if hopper and max(layer.stride) > 8:
         reasons.append(f"strides are 8 at most, got {layer.stride}")
@@ -78,8 +71,7 @@ class Conv:
         height, width = self.layer.output_size(size[1], size[2]) if self.images is None else self.images.output
         if self.pooled:
             height, width = output_size((height, width), *STEM_POOL)
-        y = self.layer.y
-        return size[0], height, width, Nhwc64(y).pixel_bytes(self.outputs) if y in CODE_BITS else self.outputs  # type: ignore[arg-type]
+        return size[0], height, width, pixel_elements(self.layer.y, self.outputs)
 
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None, out: Tensor | None = None
@@ -91,14 +83,14 @@ class Conv:
         """
         self._check(x, residual, second, out)
         if self._kernel is not None:
-            return self._kernel(x, residual, second, out)  # type: ignore[operator, no-any-return]
+            return self._kernel(x, residual, second, out)  # type: ignore[operator]
         y = self._on_cpu(x, residual, second)
         return y if out is None else out.copy_(y)
 
     def _check(self, x: Tensor, residual: Tensor | None, second: Tensor | None, out: Tensor | None) -> None:
         layer = self.layer
         if self.images is None:
-            pixel = Nhwc64(layer.x).pixel_bytes(layer.weight.shape[1])  # type: ignore[arg-type]
+            pixel = Nhwc64(layer.x).pixel_bytes(layer.weight.shape[1])
             wanted = f"[N, H, W, {pixel}]"
             fits = x.dim() == 4 and x.shape[3] == pixel
         else:
@@ -111,10 +103,12 @@ class Conv:
                 f"{layer.name or 'the layer'} takes residual {layer.residual}, second product {layer.second is not None}"
             )
         shape = self.output_shape(tuple(x.shape))
-        if out is not None and (tuple(out.shape) != shape or out.dtype != _dtype(layer.y) or not out.is_contiguous()):
-            raise ValueError(f"the output is contiguous {_dtype(layer.y)} {list(shape)}, got {out.dtype} {list(out.shape)}")
-        if residual is not None:
-            pixel = Nhwc64(layer.residual).pixel_bytes(self.outputs)  # type: ignore[arg-type]
+        if out is not None and (tuple(out.shape) != shape or out.dtype != stored_dtype(layer.y) or not out.is_contiguous()):
+            raise ValueError(
+                f"the output is contiguous {stored_dtype(layer.y)} {list(shape)}, got {out.dtype} {list(out.shape)}"
+            )
+        if residual is not None and layer.residual is not None:
+            pixel = Nhwc64(layer.residual).pixel_bytes(self.outputs)
             if tuple(residual.shape) != (*shape[:3], pixel) or not residual.is_contiguous():
                 raise ValueError(f"the residual is contiguous uint8 {[*shape[:3], pixel]}, got {list(residual.shape)}")
         if any(t is not None and t.device != x.device for t in (residual, second, out)) or x.device != self.device:
@@ -123,18 +117,18 @@ class Conv:
     def _on_cpu(self, x: Tensor, residual: Tensor | None, second: Tensor | None) -> Tensor:
         layer = self.layer
         if self.images is None:
-            codes = Nhwc64(layer.x).unpack(x, layer.weight.shape[1])  # type: ignore[arg-type]
+            codes = Nhwc64(layer.x).unpack(x, layer.weight.shape[1])
         else:
             codes = self.images.unpack(x)
-        added = None if residual is None else Nhwc64(layer.residual).unpack(residual, self.outputs)  # type: ignore[arg-type]
+        added = None if residual is None or layer.residual is None else Nhwc64(layer.residual).unpack(residual, self.outputs)
         other = None
         if second is not None and layer.second is not None:
-            other = Nhwc64(layer.second.x).unpack(second, layer.second.weight.shape[1])  # type: ignore[arg-type]
+            other = Nhwc64(layer.second.x).unpack(second, layer.second.weight.shape[1])
         y = conv_reference(codes, layer, added, other)
         if self.pooled:
             y = max_pool_reference(y, *STEM_POOL)
-        if layer.y in CODE_BITS:
-            return Nhwc64(layer.y).pack(y)  # type: ignore[arg-type]
+        if layer.y in ACTIVATIONS:
+            return Nhwc64(layer.y).pack(y)
         return y.permute(0, 2, 3, 1).contiguous()
 
 
@@ -176,7 +170,7 @@ def stem_pool_refusals(layer: ConvLayer, device: torch.device | str) -> tuple[st
     """Why a stem cannot have its max-pool inside on `device`; empty if it can."""
     device = torch.device(device)
     reasons = []
-    if layer.y not in CODE_BITS:
+    if layer.y not in ACTIVATIONS:
         reasons.append(f"its output is stored as {layer.y}, not as codes")
     if bool((layer.s < 0).any()):
         reasons.append("some s are negative, so that larger sums are smaller codes")
@@ -188,22 +182,22 @@ def stem_pool_refusals(layer: ConvLayer, device: torch.device | str) -> tuple[st
 def conv_codes(conv: Conv, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None) -> Tensor:
     """`conv(x, residual, second)` as the operator lowbit::conv_codes, which torch.compile does not look into."""
     shape = conv.output_shape(tuple(x.shape))
-    return torch.ops.lowbit.conv_codes(x, residual, second, conv.handle, shape, conv.layer.y)  # type: ignore[no-any-return]
+    return torch.ops.lowbit.conv_codes(x, residual, second, conv.handle, shape, conv.layer.y)
 
 
 def max_pool_codes(
-    x: Tensor, storage: ActivationStorage, window: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int] = (0, 0)
+    x: Tensor, storage: str, window: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int] = (0, 0)
 ) -> Tensor:
     """Largest codes of packed codes uint8 [N, H, W, bytes], packed."""
-    return torch.ops.lowbit.max_pool_codes(x, storage, window, stride, padding)  # type: ignore[no-any-return]
+    return torch.ops.lowbit.max_pool_codes(x, storage, window, stride, padding)
 
 
-def average_pool_codes(x: Tensor, storage: ActivationStorage, channels: int, scale: float) -> Tensor:
+def average_pool_codes(x: Tensor, storage: str, channels: int, scale: float) -> Tensor:
     """Mean values float32 [N, channels] of packed codes of this scale."""
-    return torch.ops.lowbit.average_pool_codes(x, storage, channels, scale)  # type: ignore[no-any-return]
+    return torch.ops.lowbit.average_pool_codes(x, storage, channels, scale)
 
 
-def average_pool_to_codes(x: Tensor, storage: ActivationStorage, channels: int, scale: float, gain: float, out: Tensor) -> None:
+def average_pool_to_codes(x: Tensor, storage: str, channels: int, scale: float, gain: float, out: Tensor) -> None:
     """Writes packed s8 codes clamp(rne(fma(mean, gain, 0))), uint8 [N, 1, 1, bytes], of the means of packed codes."""
     if x.is_cuda:
         from lowbit.kernels.pool import average_codes
@@ -227,10 +221,6 @@ def _refuse(layer: ConvLayer, device: torch.device) -> None:
     reasons = conv_refusals(layer, device)
     if reasons:
         raise ValueError(f"{layer.name or 'the layer'} cannot run on {device}: {'; '.join(reasons)}")
-
-
-def _dtype(y: str) -> torch.dtype:
-    return torch.uint8 if y in CODE_BITS else DTYPES[y]  # type: ignore[index]
 
 
 def _kernel(
@@ -273,28 +263,28 @@ def _conv_codes(x: Tensor, residual: Tensor | None, second: Tensor | None, handl
 
 @torch.library.register_fake("lowbit::conv_codes")
 def _conv_fake(x: Tensor, residual: Tensor | None, second: Tensor | None, handle: int, shape: list[int], y: str) -> Tensor:
-    return x.new_empty(shape, dtype=_dtype(y))
+    return x.new_empty(shape, dtype=stored_dtype(y))
 
 
 @torch.library.impl("lowbit::max_pool_codes", "CompositeExplicitAutograd")
-def _max_pool(x: Tensor, storage: ActivationStorage, window: list[int], stride: list[int], padding: list[int]) -> Tensor:
+def _max_pool(x: Tensor, storage: str, window: list[int], stride: list[int], padding: list[int]) -> Tensor:
     if x.is_cuda:
         from lowbit.kernels.pool import max_pool
 
         return max_pool(x, storage, _pair(window), _pair(stride), _pair(padding))
-    channels = x.shape[3] * 8 // CODE_BITS[storage]
+    channels = x.shape[3] * 8 // CODES[storage].bits
     codes = Nhwc64(storage).unpack(x, channels)
     return Nhwc64(storage).pack(max_pool_reference(codes, _pair(window), _pair(stride), _pair(padding)))
 
 
 @torch.library.register_fake("lowbit::max_pool_codes")
-def _max_pool_fake(x: Tensor, storage: ActivationStorage, window: list[int], stride: list[int], padding: list[int]) -> Tensor:
+def _max_pool_fake(x: Tensor, storage: str, window: list[int], stride: list[int], padding: list[int]) -> Tensor:
     height, width = output_size((x.shape[1], x.shape[2]), _pair(window), _pair(stride), _pair(padding))
     return x.new_empty((x.shape[0], height, width, x.shape[3]))
 
 
 @torch.library.impl("lowbit::average_pool_codes", "CompositeExplicitAutograd")
-def _average_pool(x: Tensor, storage: ActivationStorage, channels: int, scale: float) -> Tensor:
+def _average_pool(x: Tensor, storage: str, channels: int, scale: float) -> Tensor:
     if x.is_cuda:
         from lowbit.kernels.pool import average_pool
 
@@ -303,7 +293,7 @@ def _average_pool(x: Tensor, storage: ActivationStorage, channels: int, scale: f
 
 
 @torch.library.register_fake("lowbit::average_pool_codes")
-def _average_pool_fake(x: Tensor, storage: ActivationStorage, channels: int, scale: float) -> Tensor:
+def _average_pool_fake(x: Tensor, storage: str, channels: int, scale: float) -> Tensor:
     return x.new_empty((x.shape[0], channels), dtype=torch.float32)
 
 

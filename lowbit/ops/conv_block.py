@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lowbit.formats.conv import ACTIVATIONS, ConvLayer
 from lowbit.hardware.machine import features_of, machine_of
-from lowbit.kernels.conv_reference import ConvLayer, conv_reference
-from lowbit.pack.nhwc64 import CODE_BITS, Nhwc64
+from lowbit.kernels.conv_reference import conv_reference
+from lowbit.pack.nhwc64 import Nhwc64
 
 CHANNELS = 64
 EXPANDED = 256
@@ -46,9 +47,9 @@ def block_refusals(
             reasons.append(f"{name} convolution has no ReLU")
     if following.weight.shape[0] not in FOLLOWING:
         reasons.append(f"the next convolution has {following.weight.shape[0]} outputs, supported are {FOLLOWING}")
-    storages = {second.x, second.y, third.x, third.y, following.x, following.y}
-    storages.add(third.residual if shortcut is None else shortcut.x)  # type: ignore[arg-type]
-    if len(storages) > 1 or second.x not in CODE_BITS:
+    added_storage = third.residual if shortcut is None else shortcut.x
+    storages = {second.x, second.y, third.x, third.y, following.x, following.y, added_storage}
+    if len(storages) > 1 or second.x not in ACTIVATIONS:
         reasons.append(f"all activations have one storage of codes, got {', '.join(sorted(map(str, storages)))}")
     if any(added is not None for layer in (second, following) for added in (layer.residual, layer.second)):
         reasons.append("only the third convolution adds something")
@@ -71,7 +72,7 @@ class ConvBlock:
 
     def output_shapes(self, size: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes [N, H, W, bytes] of y and z for an input of packed shape `size`."""
-        layout = Nhwc64(self.second.x)  # type: ignore[arg-type]
+        layout = Nhwc64(self.second.x)
         return (*size[:3], layout.pixel_bytes(EXPANDED)), (*size[:3], layout.pixel_bytes(self.outputs))
 
     def __call__(self, x: Tensor, added: Tensor, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
@@ -87,10 +88,10 @@ class ConvBlock:
         if out is None:
             first, last = self.output_shapes(tuple(x.shape))
             out = (x.new_empty(first), x.new_empty(last))
-        return self._kernel(x, added, out)  # type: ignore[operator, no-any-return]
+        return self._kernel(x, added, out)  # type: ignore[operator]
 
     def _check(self, x: Tensor, added: Tensor, out: tuple[Tensor, Tensor] | None) -> None:
-        layout = Nhwc64(self.second.x)  # type: ignore[arg-type]
+        layout = Nhwc64(self.second.x)
         if x.dim() != 4 or x.shape[2] > MOST_WIDTH:
             raise ValueError(f"x is [N, H, W, bytes] with W up to {MOST_WIDTH}, got {list(x.shape)}")
         channels = EXPANDED if self.third.second is None else CHANNELS
@@ -106,7 +107,7 @@ class ConvBlock:
                 raise ValueError(f"{name} must be on {self.device}, where the layers were prepared, got {tensor.device}")
 
     def _on_cpu(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
-        layout, shortcut = Nhwc64(self.second.x), self.third.second  # type: ignore[arg-type]
+        layout, shortcut = Nhwc64(self.second.x), self.third.second
         middle = conv_reference(layout.unpack(x, CHANNELS), self.second)
         codes = layout.unpack(added, EXPANDED if shortcut is None else CHANNELS)
         y = conv_reference(middle, self.third, codes if shortcut is None else None, None if shortcut is None else codes)

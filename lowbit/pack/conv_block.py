@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lowbit.pack.conv_weight import column_order, swizzled
-from lowbit.pack.nhwc64 import ActivationStorage
 
 
 def linked_order(columns: int) -> tuple[int, ...]:
@@ -26,7 +25,7 @@ def linked_order(columns: int) -> tuple[int, ...]:
     return tuple(order)
 
 
-def loaded_order(x: ActivationStorage) -> tuple[int, ...]:
+def loaded_order(x: str) -> tuple[int, ...]:
     """Channel of 64 at each place of K, where each thread of a row's four loads 16 neighbouring channels of packed codes.
 
     Of a word of 4-bit codes the even channels make one register, the odd ones the next.
@@ -50,7 +49,7 @@ def pack_columns(weight: Tensor, rows: tuple[int, ...], places: tuple[int, ...],
     return swizzled(matrix.transpose(0, 1).contiguous())
 
 
-def linked_channels(y: ActivationStorage, outputs: int, chunk: int) -> tuple[int, ...]:
+def linked_channels(y: str, outputs: int, chunk: int) -> tuple[int, ...]:
     """Channel at each place of K of a product that reads codes y of `outputs` channels, `chunk` columns after `chunk`."""
     columns = column_order(y, outputs)
     return tuple(columns[first + column] for first in range(0, outputs, chunk) for column in linked_order(chunk))

@@ -18,20 +18,21 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from lowbit.formats.conv import CODES
 from lowbit.pack.conv_weight import column_order
-from lowbit.pack.nhwc64 import CODE_BITS, ActivationStorage, padded_channels
+from lowbit.pack.nhwc64 import padded_channels
 
 OUTPUTS = 64
 STEP_BYTES = 32
 FRAGMENTS = OUTPUTS // 8
 
 
-def fragment_words(x: ActivationStorage, bits: int) -> int:
+def fragment_words(x: str, bits: int) -> int:
     """Words of a lane and fragment for inputs stored as `x` and weights of so many bits."""
     return 4 if x == "u4" and bits == 8 else 2
 
 
-def pack_conv_fragments(weight: Tensor, x: ActivationStorage, bits: int, y: str) -> Tensor:
+def pack_conv_fragments(weight: Tensor, x: str, bits: int, y: str) -> Tensor:
     """int32 [tiles of 64 outputs, steps, 8 fragments, words / 2, 32 lanes, 2] of weights int8 [O, C, R, S].
 
     `bits` are 4 or 8; inputs in s8 take 8. Raises ValueError for weights of more bits.
@@ -43,7 +44,7 @@ def pack_conv_fragments(weight: Tensor, x: ActivationStorage, bits: int, y: str)
     full = functional.pad(weight, (0, 0, 0, 0, 0, c64 - c, 0, o64 - o))
     columns = torch.tensor(column_order(y, OUTPUTS), device=weight.device)
     full = full.reshape(o64 // OUTPUTS, OUTPUTS, c64, r * s)[:, columns]
-    channels = STEP_BYTES * 8 // CODE_BITS[x]
+    channels = STEP_BYTES * 8 // CODES[x].bits
     # tiles, fragment, column, blocks, t, channels of a lane, taps -> tiles, taps, blocks, fragment, column, t, channels
     parts = full.reshape(-1, FRAGMENTS, 8, c64 // channels, 4, channels // 4, r * s).permute(0, 6, 3, 1, 2, 4, 5)
     if x == "u4" and bits == 8:  # 2 words of 4 pairs -> even of both words, odd of both words

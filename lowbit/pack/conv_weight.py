@@ -19,9 +19,9 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from lowbit.pack.nhwc64 import CODE_BITS, ActivationStorage, padded_channels
+from lowbit.formats.conv import ACTIVATIONS, CODES
+from lowbit.pack.nhwc64 import padded_channels
 
-VALUE_BITS = {"u4": 4, "s8": 8, "f16": 16, "f32": 32}
 GROUP = 8
 """Columns that are requantized together: one word of 4-bit codes, two of 8-bit ones."""
 
@@ -36,13 +36,13 @@ def group_order(y: str) -> tuple[int, ...]:
 
 def unit_channels(y: str, outputs: int) -> int:
     """Channels that the four threads of a row store with one instruction each: 16 bytes a thread where there are so many."""
-    return min(outputs, 4 * 128 // VALUE_BITS[y]) if y in CODE_BITS else outputs
+    return min(outputs, 4 * 128 // CODES[y].bits) if y in ACTIVATIONS else outputs
 
 
 @functools.cache
 def column_order(y: str, outputs: int) -> tuple[int, ...]:
     """Output channel (within a tile of `outputs`) of each column of the product; y is the storage of the output."""
-    if y not in CODE_BITS:
+    if y not in ACTIVATIONS:
         return tuple(range(outputs))
     unit = unit_channels(y, outputs)
     order = []
@@ -64,12 +64,12 @@ def swizzled(matrix: Tensor) -> Tensor:
     return matrix.gather(-1, index.expand(matrix.shape))
 
 
-def planes(x: ActivationStorage) -> int:
+def planes(x: str) -> int:
     """Matrices of weights of a step: one for each half of a byte that holds a code."""
-    return 8 // CODE_BITS[x]
+    return 8 // CODES[x].bits
 
 
-def pack_conv_weight(weight: Tensor, x: ActivationStorage, y: str, outputs: int, step_bytes: int) -> Tensor:
+def pack_conv_weight(weight: Tensor, x: str, y: str, outputs: int, step_bytes: int) -> Tensor:
     """int8 [tiles of outputs, steps, planes, outputs, step_bytes] of weights int8 [O, C, R, S].
 
     `x` and `y` are the storages of input and output; `step_bytes` is 32, 64 or 128 and divides the bytes of a packed pixel;
@@ -77,7 +77,7 @@ def pack_conv_weight(weight: Tensor, x: ActivationStorage, y: str, outputs: int,
     """
     o, c, r, s = weight.shape
     o64, c64 = padded_channels(o), padded_channels(c)
-    step_channels = step_bytes * 8 // CODE_BITS[x]
+    step_channels = step_bytes * 8 // CODES[x].bits
     if step_bytes not in (32, 64, 128) or c64 % step_channels or o64 % outputs:
         raise ValueError(
             f"steps of {step_bytes} bytes and tiles of {outputs} outputs do not divide {c64} channels of {x} and {o64} outputs"

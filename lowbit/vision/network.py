@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from torch import Tensor, nn
 
+from lowbit.formats.conv import CODES
 from lowbit.vision.bits import assign_bits, calibrate, scheme_bits
 from lowbit.vision.finetune import FineTune, fine_tune
 from lowbit.vision.lower import FLOAT, lower
@@ -112,7 +113,7 @@ class QuantizedNetwork(nn.Module):
                 storage = f"{layer.x} -> {layer.y}"
                 if layer.residual is not None:
                     storage = f"{layer.x} + {layer.residual} -> {layer.y}"
-                found.append(LayerRow(layer.name, _kind(op), weight_bits(layer.weight), storage, products))
+                found.append(LayerRow(layer.name, _kind(op), CODES[layer.spec.w].bits, storage, products))
             elif isinstance(op, (PoolMax, PoolAverage, SumCodes)):
                 kind = "max pool" if isinstance(op, PoolMax) else "average pool"
                 if isinstance(op, SumCodes):
@@ -152,11 +153,6 @@ def _kind(op: Convolve) -> str:
     if layer.second is not None:
         parts.append("shortcut")
     return " + ".join([*parts, "relu"] if layer.relu else parts)
-
-
-def weight_bits(codes: Tensor) -> int:
-    """4 if all codes lie in -8 to 7, else 8."""
-    return 4 if codes.numel() == 0 or (int(codes.min()) >= -8 and int(codes.max()) <= 7) else 8
 
 
 def quantize(

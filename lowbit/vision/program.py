@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.formats.conv import ConvLayer, SumSpec
 from lowbit.kernels.conv_reference import (
-    ConvLayer,
-    Storage,
-    SumLayer,
     average_pool_reference,
     conv_reference,
     max_pool_reference,
@@ -32,7 +30,7 @@ from lowbit.vision.pixels import Pixels
 class Value:
     """What is known of a stored value: its storage, the shape of one image's part, and the value of a code step."""
 
-    storage: Storage
+    storage: str
     shape: tuple[int, ...]
     scale: float = 1.0
 
@@ -101,11 +99,11 @@ class Block:
 
 @dataclass(frozen=True)
 class SumCodes:
-    """One `SumLayer`: a sum of codes, or a ReLU, that no convolution has inside."""
+    """One `SumSpec`: a sum of codes, or a ReLU, that no convolution has inside."""
 
     y: str
     x: str
-    layer: SumLayer
+    layer: SumSpec
     other: str | None = None
 
     @property

@@ -5,14 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowbit.kernels.conv_reference import (
-    ConvLayer,
-    SecondProduct,
-    average_pool_reference,
-    conv_reference,
-    quantize_reference,
-    requantize,
-)
+from lowbit.formats.conv import ConvLayer, SecondProduct, requantize
+from lowbit.kernels.conv_reference import average_pool_reference, conv_reference, quantize_reference
 from lowbit.ops.conv import (
     average_pool_codes,
     conv_codes,

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 import torch
 
-from lowbit.kernels.conv_reference import ConvLayer, SecondProduct, requantize
+from lowbit.formats.conv import ConvLayer, SecondProduct, code_range, requantize
 from lowbit.ops.conv import prepare_conv
 from lowbit.ops.conv_block import block_refusals, prepare_block
-from lowbit.pack.nhwc64 import CODE_RANGE, Nhwc64
+from lowbit.pack.nhwc64 import Nhwc64
 
 SIZE = (2, 5, 6)
 
@@ -36,7 +36,7 @@ def block(x="u4", shortcut=False, following=64):
 @pytest.mark.parametrize(("shortcut", "following"), [(False, 64), (True, 64), (False, 128)])
 def test_as_three_layers(x, shortcut, following):
     layers = block(x, shortcut, following)
-    low, high = CODE_RANGE[x]
+    low, high = code_range(x)
     codes = Nhwc64(x).pack(torch.randint(low, high + 1, (2, 64, 5, 6)))
     added = Nhwc64(x).pack(torch.randint(low, high + 1, (2, 64 if shortcut else 256, 5, 6)))
     whole = prepare_block(*layers, SIZE)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lowbit.formats.conv import code_range
 from lowbit.pack.conv_block import linked_channels, linked_order, loaded_order, pack_columns, pack_rows
 from lowbit.pack.conv_weight import column_order, swizzled
-from lowbit.pack.nhwc64 import CODE_RANGE, Nhwc64
+from lowbit.pack.nhwc64 import Nhwc64
 
 
 def columns_of(q, count):
@@ -44,7 +45,7 @@ def test_a_thread_loads_16_channels(x):
 def test_two_products_in_a_row(y, chunk, following):
     """Sums of the packed weights, column by column, are those of the two matrices."""
     torch.manual_seed(0)
-    low, high = CODE_RANGE[y]
+    low, high = code_range(y)
     first = torch.randint(-128, 128, (256, 64), dtype=torch.int8)
     second = torch.randint(-128, 128, (following, 256), dtype=torch.int8)
     x = torch.randint(0, 16, (5, 64))

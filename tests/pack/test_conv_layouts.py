@@ -7,14 +7,15 @@ import pytest
 import torch
 import torch.nn.functional as functional
 
+from lowbit.formats.conv import code_range
 from lowbit.hardware.mma import wgmma_s8
 from lowbit.pack.conv_weight import column_order, pack_constants, pack_conv_weight, pack_lane_constants, planes, swizzled
-from lowbit.pack.nhwc64 import CODE_RANGE, Nhwc64, padded_channels
+from lowbit.pack.nhwc64 import Nhwc64, padded_channels
 from lowbit.pack.stem import StemImages, pack_fragments
 
 
 def codes_of(storage, *shape):
-    low, high = CODE_RANGE[storage]
+    low, high = code_range(storage)
     return torch.randint(low, high + 1, shape, dtype=torch.int32)
 
 

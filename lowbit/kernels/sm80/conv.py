@@ -18,12 +18,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit.kernels.conv_reference import DTYPES, ConvLayer
+from lowbit.formats.conv import ACTIVATIONS, ConvLayer, stored_dtype
 from lowbit.kernels.gluon import CompiledKernel, gl, gluon, source_digest
 from lowbit.kernels.parts.requantize import Requantize
 from lowbit.pack.conv_fragment import FRAGMENTS, OUTPUTS, STEP_BYTES, fragment_words, pack_conv_fragments
 from lowbit.pack.conv_weight import pack_constants
-from lowbit.pack.nhwc64 import CODE_BITS, Nhwc64, padded_channels
+from lowbit.pack.nhwc64 import padded_channels, pixel_elements
 from lowbit.pack.stem import PIXEL_BYTES, WINDOW_PIXELS, StemImages
 
 WARPS = 4
@@ -45,7 +45,7 @@ class MmaProduct:
     @property
     def words(self) -> int:
         """Words of weights of a lane and fragment."""
-        return fragment_words(self.x, self.bits)  # type: ignore[arg-type]
+        return fragment_words(self.x, self.bits)
 
     @property
     def fragment_pairs(self) -> int:
@@ -97,7 +97,7 @@ class MmaConv:
 
     @property
     def stores_codes(self) -> bool:
-        return self.y in CODE_BITS
+        return self.y in ACTIVATIONS
 
     @property
     def requantize(self) -> Requantize:
@@ -299,7 +299,7 @@ class MmaOperand:
             weight, stride, padding = images.pack_weight(weight), (1, 1), (images.before[0], 0)
         four = weight.numel() == 0 or (int(weight.min()) >= -8 and int(weight.max()) <= 7)
         self.product = MmaProduct(x, 4 if int4 and four and x == "u4" else 8)
-        self.weight = pack_conv_fragments(weight, x, self.product.bits, y)  # type: ignore[arg-type]
+        self.weight = pack_conv_fragments(weight, x, self.product.bits, y)
         self.windows = (*stride, *padding, int(weight.shape[2]), int(weight.shape[3]))
         self.window_bytes = None if images is None else PIXEL_BYTES * WINDOW_PIXELS
 
@@ -334,8 +334,7 @@ class PreparedMmaConv:
     def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]:
         """Shape of the output: packed codes [N, Ho, Wo, bytes], or values [N, Ho, Wo, O]."""
         height, width = self.layer.output_size(size[1], size[2]) if self.images is None else self.images.output
-        y = self.layer.y
-        return size[0], height, width, Nhwc64(y).pixel_bytes(self.outputs) if y in CODE_BITS else self.outputs  # type: ignore[arg-type]
+        return size[0], height, width, pixel_elements(self.layer.y, self.outputs)
 
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None, out: Tensor | None = None
@@ -343,8 +342,7 @@ class PreparedMmaConv:
         """y of packed x [N, H, W, bytes]; `residual` and `second` as the layer has them; `out` is written if given."""
         shape, layer = self.output_shape(tuple(x.shape)), self.layer
         if out is None:
-            dtype = torch.uint8 if self.config.stores_codes else DTYPES[layer.y]
-            out = torch.empty(shape, dtype=dtype, device=x.device)
+            out = torch.empty(shape, dtype=stored_dtype(layer.y), device=x.device)
         pixels = shape[0] * shape[1] * shape[2]
         arguments = (
             out.view(torch.int32) if self.config.stores_codes else out,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lowbit.formats.conv import ACTIVATIONS
 from lowbit.kernels.gluon import (
     barrier,
     fence_async_shared,
@@ -39,7 +40,6 @@ from lowbit.kernels.sm90.conv_store import (
     tile_constants,
 )
 from lowbit.pack.conv_weight import GROUP, planes, unit_channels
-from lowbit.pack.nhwc64 import CODE_BITS
 
 UNIT = 1024
 """Bytes; parts of shared memory start at multiples of it."""
@@ -83,11 +83,11 @@ class WgmmaConv:
     @property
     def planes(self) -> int:
         """Planes of weights of a step of the first product."""
-        return planes(self.x)  # type: ignore[arg-type]
+        return planes(self.x)
 
     @property
     def second_planes(self) -> int:
-        return planes(self.second) if self.second else 0  # type: ignore[arg-type]
+        return planes(self.second) if self.second else 0
 
     @property
     def most_planes(self) -> int:
@@ -159,7 +159,7 @@ class WgmmaConv:
 
     @property
     def stores_codes(self) -> bool:
-        return self.y in CODE_BITS
+        return self.y in ACTIVATIONS
 
     @property
     def words(self) -> tuple[gl.dtype, ...]:

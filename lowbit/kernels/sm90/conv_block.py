@@ -28,43 +28,43 @@ UPPER = gl.constexpr(-0x0F0F0F10)
 
 
 @gluon.constexpr_function
-def integers(count):  # type: ignore[no-untyped-def]
+def integers(count):
     """Types of `count` registers of whole numbers."""
     return (gl.int32,) * count
 
 
 @gluon.constexpr_function
-def floats(count):  # type: ignore[no-untyped-def]
+def floats(count):
     """Types of `count` registers of floats."""
     return (gl.float32,) * count
 
 
 @gluon.constexpr_function
-def keep_takes(count):  # type: ignore[no-untyped-def]
+def keep_takes(count):
     """Constraints of thread_product.keep."""
     return "=r" + ",r" * (count + 1)
 
 
 @gluon.constexpr_function
-def load_takes(words):  # type: ignore[no-untyped-def]
+def load_takes(words):
     """Constraints of thread_product.load_global."""
     return ",".join(["=&r"] * words + ["l", "r"])
 
 
 @gluon.constexpr_function
-def store_takes(words):  # type: ignore[no-untyped-def]
+def store_takes(words):
     """Constraints of thread_product.store_global."""
     return "=r" + ",r" * words + ",l,r"
 
 
 @gluon.constexpr_function
-def wait_takes(count):  # type: ignore[no-untyped-def]
+def wait_takes(count):
     """Constraints of `wait_asm`: sums pass through."""
     return ",".join(["=r"] * count + [str(i) for i in range(count)])
 
 
 @gluon.constexpr_function
-def wait_asm(later):  # type: ignore[no-untyped-def]
+def wait_asm(later):
     """Waits until all but the `later` youngest products are done."""
     return f"wgmma.wait_group.sync.aligned {later};"
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lowbit.formats.conv import CODES, ConvLayer
 from lowbit.hardware.arch import arch_for
-from lowbit.kernels.conv_reference import ConvLayer
 from lowbit.kernels.gluon import CompiledKernel, gl, source_digest
 from lowbit.kernels.parts.requantize import LinkedRequantize, Requantize
 from lowbit.kernels.parts.stages import StageBarriers
@@ -22,7 +22,7 @@ from lowbit.kernels.sm90.conv_strip import MOST_ROWS, STRIPS, strip_rows
 from lowbit.kernels.sm90.tensor_map import row_map
 from lowbit.pack.conv_block import linked_channels, linked_order, loaded_order, pack_columns, pack_rows
 from lowbit.pack.conv_weight import column_order, pack_conv_weight, pack_lane_constants
-from lowbit.pack.nhwc64 import CODE_BITS, Nhwc64
+from lowbit.pack.nhwc64 import Nhwc64
 
 CHANNELS = 64
 """Of x, entry and middle."""
@@ -60,7 +60,7 @@ class BlockConv:
 
     @property
     def bits(self) -> int:
-        return CODE_BITS[self.storage]  # type: ignore[index]
+        return CODES[self.storage].bits
 
     @property
     def pixels(self) -> int:
@@ -199,7 +199,7 @@ class BlockConv:
 def block_config(storage: str, width: int, following: int, shortcut: bool) -> BlockConv:
     """What is compiled for images of this width."""
     for warpgroups in (WARPGROUPS // 2, WARPGROUPS):
-        row_bytes = Nhwc64(storage).pixel_bytes(CHANNELS)  # type: ignore[arg-type]
+        row_bytes = Nhwc64(storage).pixel_bytes(CHANNELS)
         rows, unit = strip_rows(64 * warpgroups, width, 3, row_bytes), 2048 // row_bytes
         config = BlockConv(storage, warpgroups, -(-rows // unit) * unit, EXPANDED, PIECE, following, shortcut, not shortcut)
         if blocks_of(config) * warpgroups == WARPGROUPS:
@@ -228,12 +228,12 @@ class PreparedBlock:
         """All weights in the order in which they lie in shared memory."""
         x = self.storage
         rows = column_order(x, EXPANDED)
-        pieces = [pack_conv_weight(self.second.weight, x, "f32", CHANNELS, self._row_bytes)]  # type: ignore[arg-type]
+        pieces = [pack_conv_weight(self.second.weight, x, "f32", CHANNELS, self._row_bytes)]
         pieces.append(pack_rows(self.third.weight[:, :, 0, 0], rows, linked_order(CHANNELS), PIECE))
         if self.third.second is not None:
-            entry = loaded_order(x)  # type: ignore[arg-type]
+            entry = loaded_order(x)
             pieces.append(pack_rows(self.third.second.weight[:, :, 0, 0], rows, entry, PIECE))
-        places = linked_channels(x, EXPANDED, PIECE)  # type: ignore[arg-type]
+        places = linked_channels(x, EXPANDED, PIECE)
         pieces.append(pack_columns(self.following.weight[:, :, 0, 0], column_order(x, self.outputs), places, PIECE))
         return [piece.reshape(-1) for piece in pieces]
 
@@ -250,7 +250,7 @@ class PreparedBlock:
 
     @property
     def _row_bytes(self) -> int:
-        return Nhwc64(self.storage).pixel_bytes(CHANNELS)  # type: ignore[arg-type]
+        return Nhwc64(self.storage).pixel_bytes(CHANNELS)
 
     def config(self, width: int) -> BlockConv:
         """What is compiled for images of this width."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lowbit.formats.conv import CODES
 from lowbit.kernels.gluon import (
     barrier,
     fence_async_shared,
@@ -32,7 +33,6 @@ from lowbit.kernels.parts.window_ring import WindowRing
 from lowbit.kernels.sm90.conv import UNIT, UNIT_WORDS, WgmmaConv
 from lowbit.kernels.sm90.conv_store import as_float, by_columns, codes_at, places_of_constants, store_codes
 from lowbit.kernels.sm90.conv_strip import multiply_tap
-from lowbit.pack.nhwc64 import CODE_BITS
 
 UNIT_BYTES = gl.constexpr(UNIT)
 
@@ -100,7 +100,7 @@ class DeepConv(WgmmaConv):
     @property
     def residual_row_bytes(self) -> int:
         """Bytes of residual codes of a pixel."""
-        return self.outputs * CODE_BITS[self.residual] // 8 if self.residual else 0  # type: ignore[index]
+        return self.outputs * CODES[self.residual].bits // 8 if self.residual else 0
 
     @property
     def residual_tile_words(self) -> int:
@@ -160,7 +160,7 @@ class DeepConv(WgmmaConv):
         zeros = UNIT * self.barrier_unit + 16 * (self.stages + self.x_stages + self.residual_stages)
         return StripRing(
             self.x_barriers, self.w_barriers, zeros, 0, UNIT * self.w_unit, self.rows, self.step_bytes, self.w_bytes,
-            CODE_BITS[self.x],  # type: ignore[index]
+            CODES[self.x].bits,
         )  # fmt: skip
 
     @property

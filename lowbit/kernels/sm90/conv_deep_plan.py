@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit.kernels.conv_reference import ConvLayer, SecondProduct
+from lowbit.formats.conv import ACTIVATIONS, CODES, ConvLayer, SecondProduct
 from lowbit.kernels.gluon import CompiledKernel
 from lowbit.kernels.sm90.conv import UNIT
 from lowbit.kernels.sm90.conv_deep import TAIL_UNITS, DeepConv, deep_conv
@@ -17,7 +17,7 @@ from lowbit.kernels.sm90.conv_plan import ConvTile, Operand
 from lowbit.kernels.sm90.conv_strip import MOST_ROWS, strip_rows
 from lowbit.kernels.sm90.tensor_map import row_map
 from lowbit.pack.conv_weight import pack_lane_constants, unit_channels
-from lowbit.pack.nhwc64 import CODE_BITS, Nhwc64, padded_channels
+from lowbit.pack.nhwc64 import Nhwc64, padded_channels
 
 OUTPUTS = 128
 """Of a tile."""
@@ -43,7 +43,7 @@ def deep_refusals(layer: ConvLayer) -> tuple[str, ...]:
         reasons.append(f"{channels} channels and {outputs} outputs are not both multiples of 128")
     if layer.residual not in (None, layer.y):
         reasons.append(f"its residual is stored as {layer.residual}, its output as {layer.y}")
-    if layer.y not in CODE_BITS:
+    if layer.y not in ACTIVATIONS:
         reasons.append(f"its output is stored as {layer.y}, not as codes")
     if layer.second is not None and (layer.second.x != layer.x or padded_channels(layer.second.weight.shape[1]) % 128):
         reasons.append("its second product reads another storage, or channels that are no multiple of 128")
@@ -91,7 +91,7 @@ class PreparedDeep:
     def __init__(self, layer: ConvLayer, tile: DeepTile, sm_count: int) -> None:
         self.layer, self.sm_count, self.blocks = layer, sm_count, tile.blocks
         self.outputs = layer.weight.shape[0]
-        step_bytes = 16 * CODE_BITS[layer.x]  # type: ignore[index]
+        step_bytes = 16 * CODES[layer.x].bits
         self.tile = ConvTile(tile.multipliers, OUTPUTS, step_bytes, 0, tile.blocks)
         self.first = DeepOperand(layer, layer.y, self.tile)
         self.s = pack_lane_constants(layer.s, layer.y, OUTPUTS)
@@ -135,7 +135,7 @@ class PreparedDeep:
 
     def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]:
         """Shape of the output: packed codes [N, Ho, Wo, bytes]."""
-        return size[0], *self.layer.output_size(size[1], size[2]), Nhwc64(self.layer.y).pixel_bytes(self.outputs)  # type: ignore[arg-type]
+        return size[0], *self.layer.output_size(size[1], size[2]), Nhwc64(self.layer.y).pixel_bytes(self.outputs)
 
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None, out: Tensor | None = None

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lowbit.formats.conv import ConvLayer, stored_dtype
 from lowbit.hardware.arch import arch_for
-from lowbit.kernels.conv_reference import ConvLayer
 from lowbit.kernels.gluon import CompiledKernel
 from lowbit.kernels.sm90.conv import WgmmaConv, wgmma_conv
 from lowbit.kernels.sm90.tensor_map import PixelWindows, tensor_map, windows_of
 from lowbit.pack.conv_weight import pack_conv_weight, pack_lane_constants, unit_channels
-from lowbit.pack.nhwc64 import CODE_BITS, Nhwc64, padded_channels
+from lowbit.pack.nhwc64 import Nhwc64, padded_channels, pixel_elements
 from lowbit.pack.stem import PIXEL_BYTES, WINDOW_PIXELS, StemImages
 
 
@@ -39,7 +39,7 @@ def choose_tile(layer: ConvLayer, pixels: int) -> ConvTile:
     sides = [(layer.x, layer.weight.shape[1])]
     if layer.second is not None:
         sides.append((layer.second.x, layer.second.weight.shape[1]))
-    pixel_bytes = [Nhwc64(x).pixel_bytes(channels) for x, channels in sides]  # type: ignore[arg-type]
+    pixel_bytes = [Nhwc64(x).pixel_bytes(channels) for x, channels in sides]
     four = any(x == "u4" for x, _ in sides)
     most = 64 if four else 128
     step_bytes = max(step for step in (32, 64, 128) if step <= most and all(size % step == 0 for size in pixel_bytes))
@@ -74,12 +74,12 @@ class Operand:
     ) -> None:
         self.kernel = (int(weight.shape[2]), int(weight.shape[3]))
         self.stride, self.padding, self.tile = stride, padding, tile
-        self.weight = pack_conv_weight(weight, x, y, tile.outputs, tile.step_bytes)  # type: ignore[arg-type]
+        self.weight = pack_conv_weight(weight, x, y, tile.outputs, tile.step_bytes)
         self.map = functools.lru_cache(maxsize=64)(self._map)
 
     def _map(self, size: tuple[int, ...], address: int, device: torch.device) -> Tensor:
         windows = windows_of(
-            size, self.kernel, self.stride, self.padding, 64 * self.tile.warpgroups, self.tile.step_bytes  # type: ignore[arg-type]
+            size, self.kernel, self.stride, self.padding, 64 * self.tile.warpgroups, self.tile.step_bytes
         )  # fmt: skip
         return tensor_map(windows, address, device)
 
@@ -161,8 +161,7 @@ class PreparedConv:
     def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]:
         """Shape of the output: packed codes [N, Ho, Wo, bytes], or values [N, Ho, Wo, O]."""
         height, width = self.layer.output_size(size[1], size[2]) if self.images is None else self.images.output
-        y = self.layer.y
-        return size[0], height, width, Nhwc64(y).pixel_bytes(self.outputs) if y in CODE_BITS else self.outputs  # type: ignore[arg-type]
+        return size[0], height, width, pixel_elements(self.layer.y, self.outputs)
 
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None, out: Tensor | None = None
@@ -171,8 +170,7 @@ class PreparedConv:
         shape = self.output_shape(tuple(x.shape))
         layer, tile = self.layer, self.tile
         if out is None:
-            dtype = {"f16": torch.float16, "f32": torch.float32}.get(layer.y, torch.uint8)
-            out = torch.empty(shape, dtype=dtype, device=x.device)
+            out = torch.empty(shape, dtype=stored_dtype(layer.y), device=x.device)
         pixels = shape[0] * shape[1] * shape[2]
         across = padded_channels(self.outputs) // tile.outputs
         down = -(-pixels // self.config.pixels)

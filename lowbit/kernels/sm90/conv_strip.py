@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit.kernels.conv_reference import ConvLayer
+from lowbit.formats.conv import ACTIVATIONS, CODES, ConvLayer
 from lowbit.kernels.gluon import (
     CompiledKernel,
     barrier,
@@ -35,7 +35,7 @@ from lowbit.kernels.sm90.conv_plan import ConvTile, PreparedConv, choose_tile
 from lowbit.kernels.sm90.conv_store import keep_constants, load_residual, store_codes, tile_constants
 from lowbit.kernels.sm90.tensor_map import row_map
 from lowbit.pack.conv_weight import pack_conv_weight, pack_lane_constants, unit_channels
-from lowbit.pack.nhwc64 import CODE_BITS, Nhwc64, padded_channels
+from lowbit.pack.nhwc64 import Nhwc64, padded_channels
 
 MOST_ROWS = 256
 """Rows of a strip: what one copy brings."""
@@ -74,7 +74,7 @@ class StripConv(WgmmaConv):
         weights = StageBarriers(tail + 16 * STRIPS, 1, self.warps)
         return StripRing(
             strips, weights, tail + 16 * (STRIPS + 1), 0, UNIT * self.w_unit, self.rows, self.step_bytes,
-            self.taps * self.w_bytes, CODE_BITS[self.x],  # type: ignore[index]
+            self.taps * self.w_bytes, CODES[self.x].bits,
         )  # fmt: skip
 
     @property
@@ -223,9 +223,9 @@ def strip_tile(layer: ConvLayer, width: int, shared_bytes: int) -> ConvTile | No
     channels = (padded_channels(layer.weight.shape[1]), padded_channels(layer.weight.shape[0]))
     if layer.kernel not in ((3, 3), (5, 5)) or layer.stride != (1, 1) or layer.padding != half or layer.second is not None:
         return None
-    if channels != (64, 64) or layer.y not in CODE_BITS:
+    if channels != (64, 64) or layer.y not in ACTIVATIONS:
         return None
-    taps, step_bytes = layer.kernel[0] * layer.kernel[1], Nhwc64(layer.x).pixel_bytes(64)  # type: ignore[arg-type]
+    taps, step_bytes = layer.kernel[0] * layer.kernel[1], Nhwc64(layer.x).pixel_bytes(64)
     rows = strip_rows(128, width, layer.kernel[0], step_bytes)
     block_bytes = STRIPS * rows * step_bytes + taps * 64 * 64 + 2 * UNIT
     if rows > MOST_ROWS or 2 * block_bytes > shared_bytes:
@@ -239,7 +239,7 @@ class PreparedStrip:
     def __init__(self, layer: ConvLayer, tile: ConvTile, sm_count: int) -> None:
         self.layer, self.tile, self.sm_count = layer, tile, sm_count
         self.outputs = layer.weight.shape[0]
-        self.weight = pack_conv_weight(layer.weight, layer.x, layer.y, tile.outputs, tile.step_bytes)  # type: ignore[arg-type]
+        self.weight = pack_conv_weight(layer.weight, layer.x, layer.y, tile.outputs, tile.step_bytes)
         self.s = pack_lane_constants(layer.s, layer.y, tile.outputs)
         self.b = pack_lane_constants(layer.b, layer.y, tile.outputs)
         self.map = functools.lru_cache(maxsize=64)(self._map)
@@ -259,7 +259,7 @@ class PreparedStrip:
 
     def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]:
         """Shape of the output: packed codes [N, H, W, bytes]."""
-        return size[0], size[1], size[2], Nhwc64(self.layer.y).pixel_bytes(self.outputs)  # type: ignore[arg-type]
+        return size[0], size[1], size[2], Nhwc64(self.layer.y).pixel_bytes(self.outputs)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None, second: None = None, out: Tensor | None = None) -> Tensor:
         """y of packed x [N, H, W, bytes]; `residual` as the layer has it; `out` is written if given."""

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from lowbit.kernels.conv_reference import ConvLayer, output_size
+from lowbit.formats.conv import ConvLayer, output_size
 from lowbit.kernels.gluon import CompiledKernel, barrier, fence_async_shared, gl, gluon, part, ptx, run, source_digest
 from lowbit.kernels.parts.requantize import Requantize
 from lowbit.kernels.parts.stages import StageBarriers
@@ -73,7 +73,7 @@ class StemPool:
     @property
     def pixel_bytes(self) -> int:
         """Bytes of 64 channels of a pixel."""
-        return Nhwc64(self.y).pixel_bytes(CHANNEL_BLOCK)  # type: ignore[arg-type]
+        return Nhwc64(self.y).pixel_bytes(CHANNEL_BLOCK)
 
     @property
     def chunks(self) -> int:
@@ -370,7 +370,7 @@ class PreparedStemPool:
     def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]:
         """Shape of the output: packed codes [N, Hp, Wp, bytes]."""
         height, width = output_size(self.images.output, (3, 3), (2, 2), (1, 1))
-        return size[0], height, width, Nhwc64(self.layer.y).pixel_bytes(self.outputs)  # type: ignore[arg-type]
+        return size[0], height, width, Nhwc64(self.layer.y).pixel_bytes(self.outputs)
 
     def __call__(self, x: Tensor, residual: None = None, second: None = None, out: Tensor | None = None) -> Tensor:
         """Pooled y of packed images [N, rows, columns, 16]; `out` is written if given."""

@@ -52,14 +52,14 @@ class PixelWindows:
 
 
 def windows_of(
-    size: tuple[int, int, int, int], kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int], pixels: int,
+    size: tuple[int, ...], kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int], pixels: int,
     step_bytes: int,
 ) -> PixelWindows:  # fmt: skip
     """The windows of a convolution of packed images [N, H, W, bytes]."""
-    _, h, w, pixel = size
+    n, h, w, pixel = size
     last = (padding[0] - (kernel[0] - 1), padding[1] - (kernel[1] - 1))
     return PixelWindows(
-        size, (pixel, w * pixel, h * w * pixel), stride, (-padding[0], -padding[1]), last, pixels, step_bytes
+        (n, h, w, pixel), (pixel, w * pixel, h * w * pixel), stride, (-padding[0], -padding[1]), last, pixels, step_bytes
     )  # fmt: skip
 
 

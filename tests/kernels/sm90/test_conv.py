@@ -8,12 +8,13 @@ import torch
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
 from lowbit.bench.resnet50 import blocks
-from lowbit.kernels.conv_reference import CODE_RANGE, ConvLayer, SecondProduct, conv_reference, requantize
+from lowbit.formats.conv import ACTIVATIONS, CODES, ConvLayer, SecondProduct, code_range, requantize
+from lowbit.kernels.conv_reference import conv_reference
 from lowbit.kernels.sm90.conv import WgmmaConv, wgmma_conv
 from lowbit.kernels.sm90.conv_plan import ConvTile, PreparedConv
 from lowbit.kernels.sm90.conv_strip import PreparedStrip, StripConv, strip_conv
 from lowbit.ops.conv import prepare_conv
-from lowbit.pack.nhwc64 import CODE_BITS, Nhwc64
+from lowbit.pack.nhwc64 import Nhwc64
 from lowbit.pack.stem import StemImages
 from tests.kernels.sass import TRITON, compile_kernel
 from tests.kernels.sm90.test_compile import check_operands_in_flight, check_straight_line
@@ -87,7 +88,7 @@ def test_machine_code(x, y, outputs, step_bytes, residual):
         check_products_in_flight(kernel)
     assert "UTMALDG.4D.IM2COL" in kernel.opcodes and kernel.count("UBLKCP") > 0
     # 64 or 128 bits a store, the words of one pixel and thread.
-    stored = 2 * outputs * CODE_BITS[y] // 8 // 4
+    stored = 2 * outputs * CODES[y].bits // 8 // 4
     wide = "STG.E.128" if stored % 32 == 0 else "STG.E.64"
     assert kernel.opcodes[wide] == stored // (16 if wide.endswith("128") else 8)
     conversions = sum(n for name, n in kernel.opcodes.items() if name.startswith("F2IP.U8" if y == "u4" else "F2IP.S8"))
@@ -110,7 +111,7 @@ def test_second_product_compiles_to_two_loops():
 
 
 def codes_of(storage, *shape):
-    low, high = CODE_RANGE[storage]
+    low, high = code_range(storage)
     return torch.randint(low, high + 1, shape, dtype=torch.int32, device="cuda")
 
 
@@ -132,7 +133,7 @@ def check(conv, codes, tile, residual=None, second=None, images=None):
     added = None if residual is None else Nhwc64(conv.residual).pack(residual)
     other = None if second is None else Nhwc64(conv.second.x).pack(second)
     wanted = conv_reference(codes, conv, residual, second)
-    if conv.y not in CODE_BITS:
+    if conv.y not in ACTIVATIONS:
         assert torch.equal(prepared(x, added, other).permute(0, 3, 1, 2), wanted)
         return
     outputs = conv.weight.shape[0]

@@ -7,7 +7,8 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
-from lowbit.kernels.conv_reference import SecondProduct, conv_reference
+from lowbit.formats.conv import SecondProduct
+from lowbit.kernels.conv_reference import conv_reference
 from lowbit.kernels.sm90.conv_block import block_conv
 from lowbit.kernels.sm90.conv_block_plan import PreparedBlock, block_config, blocks_of
 from lowbit.ops.conv_block import prepare_block

@@ -7,10 +7,11 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
-from lowbit.kernels.conv_reference import ConvLayer, SecondProduct, conv_reference
+from lowbit.formats.conv import CODES, ConvLayer, SecondProduct
+from lowbit.kernels.conv_reference import conv_reference
 from lowbit.kernels.sm90.conv_deep import deep_conv
 from lowbit.kernels.sm90.conv_deep_plan import WIDE, DeepTile, PreparedDeep, deep_refusals, deep_tile
-from lowbit.pack.nhwc64 import CODE_BITS, Nhwc64
+from lowbit.pack.nhwc64 import Nhwc64
 from tests.kernels.sass import TRITON, compile_kernel
 from tests.kernels.sm90.test_compile import check_straight_line
 from tests.kernels.sm90.test_conv import OPERAND, check_products_in_flight, codes_of, layer, product_loops
@@ -60,7 +61,7 @@ def test_machine_code(x, kernel, stride, residual, tile):
     assert code.registers == 128 and code.count("USETMAXREG") == 2 and code.stack_bytes == 0
     steps = 2 + config.odd  # two a turn, and an odd one before
     assert code.count("IGMMA") == 4 * steps and code.count("WARPGROUP.DEPBAR") == 1 + steps, "not serialized"
-    assert code.count("LDSM") == 4 * CODE_BITS[x] // 8 * steps
+    assert code.count("LDSM") == 4 * CODES[x].bits // 8 * steps
     assert ("UTMALDG.2D" in code.opcodes) == (stride == 1) and ("UTMALDG.4D.IM2COL" in code.opcodes) == (stride == 2)
     check_roles(code)
     check_turns(code)
@@ -159,5 +160,5 @@ def test_codes(c, o, kernel, stride, size, added, tile, x, y):
     out = torch.full(shape, 0xA5, dtype=torch.uint8, device="cuda")
     prepared(packed, *given, out)
     assert torch.equal(Nhwc64(y).unpack(out, o), conv_reference(codes, conv, residual, other))
-    assert not Nhwc64(y).unpack(out, shape[3] * 8 // CODE_BITS[y])[:, o:].any(), "filled up with 0"
+    assert not Nhwc64(y).unpack(out, shape[3] * 8 // CODES[y].bits)[:, o:].any(), "filled up with 0"
     assert torch.equal(prepared(packed, *given), out)
