@@ -9,13 +9,21 @@ same things for torch.compile and export; a prepared layer is named by a handle 
 from __future__ import annotations
 
 import weakref
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from lowbit.formats.conv import ACTIVATIONS, CODES, ConvLayer, output_size, stored_dtype
-from lowbit.hardware.machine import features_of, machine_of, machine_refusals
-from lowbit.kernels.conv_reference import average_pool_reference, conv_reference, max_pool_reference, quantize_reference
+from lowbit.formats.conv import ACTIVATIONS, CODES, ConvLayer, ConvSpec, output_size, stored_dtype
+from lowbit.hardware.machine import Machine, features_of, machine_of, machine_refusals
+from lowbit.kernels.choose_conv import Candidate, Size, choose_conv, features_refusals, strip_refusals
+from lowbit.kernels.conv_reference import (
+    average_pool_reference,
+    conv_reference,
+    max_pool_reference,
+    quantize_reference,
+)
+from lowbit.pack.conv_layout import PackedConv
 from lowbit.pack.nhwc64 import Nhwc64, pixel_elements
 from lowbit.pack.stem import StemImages
 
@@ -43,28 +51,33 @@ def conv_refusals(layer: ConvLayer, device: torch.device | str) -> tuple[str, ..
     unknown = machine_refusals(device)
     if unknown:
         return tuple(f"the convolution kernels {reason}" for reason in unknown)
-    reasons, hopper = [], "wgmma" in features_of(device)
-    if layer.y not in ACTIVATIONS and (layer.residual is not None or layer.second is not None):
-        reasons.append(f"an output in {layer.y} is written without a residual or second product")
-    if hopper and max(layer.stride) > 8:
-        reasons.append(f"strides are 8 at most, got {layer.stride}")
-    if hopper and max(*layer.padding, *(k - 1 - p for k, p in zip(layer.kernel, layer.padding, strict=True))) > 127:
-        reasons.append(f"windows reach 127 pixels beyond the image at most, got {layer.kernel} with padding {layer.padding}")
-    return tuple(reasons)
+    return features_refusals(layer.spec, features_of(device))
+
+
+class Launcher(Protocol):
+    """A layer on a GPU as one kernel reads it."""
+
+    def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]: ...
+
+    def __call__(self, x: Tensor, residual: Tensor | None, second: Tensor | None, out: Tensor | None) -> Tensor: ...
 
 
 class Conv:
-    """A lowered layer on one device; `prepare_conv` and `prepare_stem` make it. Calls read and write packed codes."""
+    """A lowered layer on one device; `prepare_conv` and `prepare_stem` make it. Calls read and write packed codes.
+
+    `choice` says which kernel runs it, with which tile, and why.
+    """
 
     def __init__(
-        self, layer: ConvLayer, size: tuple[int, int, int], device: torch.device, images: StemImages | None,
-        pooled: bool = False,
-    ) -> None:  # fmt: skip
+        self, layer: ConvLayer, size: Size, device: torch.device, images: StemImages | None, pooled: bool = False
+    ) -> None:
         self.layer, self.images, self.device, self.pooled = layer, images, device, pooled
         self.outputs = layer.weight.shape[0]
         self.handle = id(self)
         _PREPARED[self.handle] = self
-        self._kernel = _kernel(layer, size, device, images, pooled) if device.type == "cuda" else None
+        machine = machine_of(device) if device.type == "cuda" else None
+        self.choice = choose_conv(layer.spec, size, machine, images, pooled)
+        self._kernel = None if machine is None else OnGpu(layer, self.choice, machine, images)
 
     def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]:
         """Shape of the output [N, Ho, Wo, bytes or channels] for an input of packed shape `size`."""
@@ -83,7 +96,7 @@ class Conv:
         """
         self._check(x, residual, second, out)
         if self._kernel is not None:
-            return self._kernel(x, residual, second, out)  # type: ignore[operator]
+            return self._kernel(x, residual, second, out)
         y = self._on_cpu(x, residual, second)
         return y if out is None else out.copy_(y)
 
@@ -132,7 +145,7 @@ class Conv:
         return y.permute(0, 2, 3, 1).contiguous()
 
 
-def prepare_conv(layer: ConvLayer, size: tuple[int, int, int], device: torch.device | str | None = None) -> Conv:
+def prepare_conv(layer: ConvLayer, size: Size, device: torch.device | str | None = None) -> Conv:
     """The layer packed for inputs of about `size` (images, height, width); other sizes run too, with this size's tile.
 
     `device` is that of the weights when absent. Raises ValueError with every reason why the layer cannot run there.
@@ -142,9 +155,7 @@ def prepare_conv(layer: ConvLayer, size: tuple[int, int, int], device: torch.dev
     return Conv(layer.to(device), size, device, None)
 
 
-def prepare_stem(
-    layer: ConvLayer, size: tuple[int, int, int], device: torch.device | str | None = None, pooled: bool = False
-) -> Conv:
+def prepare_stem(layer: ConvLayer, size: Size, device: torch.device | str | None = None, pooled: bool = False) -> Conv:
     """A first convolution of stride 2 on images of 1 to 4 channels and `size` (images, height, width), s8 codes.
 
     Its input is what `ops/relayout.py::pack_values` makes of images with the result's `images`. With `pooled`, the max-pool of
@@ -223,34 +234,60 @@ def _refuse(layer: ConvLayer, device: torch.device) -> None:
         raise ValueError(f"{layer.name or 'the layer'} cannot run on {device}: {'; '.join(reasons)}")
 
 
-def _kernel(
-    layer: ConvLayer, size: tuple[int, int, int], device: torch.device, images: StemImages | None, pooled: bool
-) -> object:
-    """The layer on the GPU, with the tile of its shape."""
-    machine = machine_of(device)
-    if "wgmma" not in machine.arch.features:
+class OnGpu:
+    """A layer packed for the kernel of `choice`. Inputs of other sizes run too; images that are too wide for the strips that
+    were chosen take the kernel that copies taps, which reads the same packed weights."""
+
+    def __init__(self, layer: ConvLayer, choice: Candidate, machine: Machine, images: StemImages | None = None) -> None:
+        if choice.layout is None:
+            raise ValueError(f"{choice.kernel} is no kernel of a GPU")
+        self.spec, self.choice, self.machine, self.images = layer.spec, choice, machine, images
+        self.packed = choice.layout.pack_layer(layer)
+        self.launcher = launcher(self.spec, self.packed, choice, machine, images)
+        self._wide: Launcher | None = None
+
+    def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]:
+        """Shape of the output for an input of packed shape `size`."""
+        return self.launcher.output_shape(size)
+
+    def __call__(self, x: Tensor, residual: Tensor | None, second: Tensor | None, out: Tensor | None) -> Tensor:
+        """y of packed x, written to `out` if given."""
+        tile, width = self.choice.tile, x.shape[2]
+        if self.choice.kernel != "sm90/conv_strip" or tile is None or not strip_refusals(self.spec, tile, width, self.machine):
+            return self.launcher(x, residual, second, out)
+        if self._wide is None:
+            choice = choose_conv(self.spec, (x.shape[0], x.shape[1], width), self.machine)
+            if choice.layout != self.choice.layout:
+                raise ValueError(f"images {width} pixels wide: {choice} reads weights in another order than {self.choice}")
+            self._wide = launcher(self.spec, self.packed, choice, self.machine)
+        return self._wide(x, residual, second, out)
+
+
+def launcher(
+    spec: ConvSpec, packed: PackedConv, choice: Candidate, machine: Machine, images: StemImages | None = None
+) -> Launcher:
+    """A packed layer on a GPU, with the kernel and tile that were chosen."""
+    if choice.kernel == "sm80/conv":
         from lowbit.kernels.sm80.conv import PreparedMmaConv
 
-        return PreparedMmaConv(layer, images, int4="mma_s4" in machine.arch.features)
-    from lowbit.kernels.sm90.conv_deep_plan import PreparedDeep, deep_tile
-    from lowbit.kernels.sm90.conv_plan import STEM_TILE, PreparedConv, choose_tile
-    from lowbit.kernels.sm90.conv_strip import PreparedStrip, strip_tile
-
-    if images is not None and pooled:
+        return PreparedMmaConv(spec, packed, "mma_s4" in machine.arch.features, images)
+    if choice.kernel == "sm90/stem_pool" and images is not None:
         from lowbit.kernels.sm90.stem_pool import PreparedStemPool
 
-        return PreparedStemPool(layer, images, machine.sm_count)
-    if images is not None:
-        return PreparedConv(layer, STEM_TILE, machine.sm_count, images)
-    tile = strip_tile(layer, size[2], machine.arch.shared_per_sm_bytes)
-    if tile is not None:
-        return PreparedStrip(layer, tile, machine.sm_count)
-    height, width = layer.output_size(size[1], size[2])
-    pixels = size[0] * height * width
-    large = deep_tile(layer, pixels, machine.sm_count)
-    if large is not None:
-        return PreparedDeep(layer, large, machine.sm_count)
-    return PreparedConv(layer, choose_tile(layer, pixels), machine.sm_count)
+        return PreparedStemPool(spec, packed, images, machine.sm_count)
+    if choice.tile is None:
+        raise ValueError(f"{choice.kernel} takes a tile")
+    if choice.kernel == "sm90/conv_strip":
+        from lowbit.kernels.sm90.conv_strip import PreparedStrip
+
+        return PreparedStrip(spec, packed, choice.tile, machine.sm_count)
+    if choice.kernel == "sm90/conv_deep":
+        from lowbit.kernels.sm90.conv_deep import PreparedDeep
+
+        return PreparedDeep(spec, packed, choice.tile, machine.sm_count)
+    from lowbit.kernels.sm90.conv import PreparedConv
+
+    return PreparedConv(spec, packed, choice.tile, machine.sm_count, images)
 
 
 @torch.library.impl("lowbit::conv_codes", "CompositeExplicitAutograd")

@@ -1,6 +1,6 @@
 """Sums of a convolution to codes, as PTX: 8 columns of the accumulator -> one word of 4-bit codes or two of 8-bit ones.
 
-What it computes is said in kernels/conv_reference.py. A 4-bit code is cut from a rounded, saturated byte: one conversion for
+What it computes is said in formats/conv.py. A 4-bit code is cut from a rounded, saturated byte: one conversion for
 two values gives rounding, ReLU and clamping. Codes of a residual become 16-bit floats two at a time, exactly, and from
 there 32-bit ones: that spares the unit that does the conversions and the logic, the busiest one.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from lowbit.formats.conv import CODES
 from lowbit.hardware.ptx import lut
-from lowbit.pack.conv_weight import GROUP, group_order
+from lowbit.pack.conv_layout import GROUP, group_order
 
 SELECT_BY_LAST = lut(lambda a, b, mask: (b & mask) | (a & ~mask))
 AND_NOT = lut(lambda a, b, c: a & ~b)

@@ -5,7 +5,7 @@ Computes pixels x output channels, sums in int32, by mma.m16n8k64 (u4 x s4: twic
 Reads   x as packed NHWC codes, 8 bytes a lane, row and step, zeros outside the image; w in pack/conv_fragment.py's order. A
         second product has an x and a w of its own; a stem reads rows of 4 overlapping packed pixels
 Roles   none: a warp has 32 pixels and 64 outputs; neighbouring warps have neighbouring pixels and the same weights
-Exact   bit for bit as kernels/conv_reference.py
+Exact   bit for bit as formats/conv.py
 Source  fragments of m16n8k64 and m16n8k32: PTX ISA
 State   codes are the reference's on an H200 (sm_90), with m16n8k64 too, for which ptxas calls a subroutine there: there are no
         INT4 tensor cores from sm_90 on. On sm_80 to 89 it is compiled and its machine code read, not run
@@ -18,11 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit.formats.conv import ACTIVATIONS, ConvLayer, stored_dtype
+from lowbit.formats.conv import ACTIVATIONS, ConvSpec, ProductSpec, stored_dtype
 from lowbit.kernels.gluon import CompiledKernel, gl, gluon, source_digest
 from lowbit.kernels.parts.requantize import Requantize
-from lowbit.pack.conv_fragment import FRAGMENTS, OUTPUTS, STEP_BYTES, fragment_words, pack_conv_fragments
-from lowbit.pack.conv_weight import pack_constants
+from lowbit.pack.conv_fragment import FRAGMENTS, OUTPUTS, STEP_BYTES, fragment_bits, fragment_words
+from lowbit.pack.conv_layout import PackedConv
 from lowbit.pack.nhwc64 import padded_channels, pixel_elements
 from lowbit.pack.stem import PIXEL_BYTES, WINDOW_PIXELS, StemImages
 
@@ -289,18 +289,11 @@ def mma_conv(
 
 
 class MmaOperand:
-    """One product of a layer as the kernel reads it: packed weights, and how windows lie in the input."""
+    """One product of a layer as the kernel is given it: packed weights, and how windows lie in the input."""
 
-    def __init__(
-        self, weight: Tensor, x: str, stride: tuple[int, int], padding: tuple[int, int], y: str, images: StemImages | None,
-        int4: bool,
-    ) -> None:  # fmt: skip
-        if images is not None:  # rows of 4 packed pixels, one after the other at every packed pixel
-            weight, stride, padding = images.pack_weight(weight), (1, 1), (images.before[0], 0)
-        four = weight.numel() == 0 or (int(weight.min()) >= -8 and int(weight.max()) <= 7)
-        self.product = MmaProduct(x, 4 if int4 and four and x == "u4" else 8)
-        self.weight = pack_conv_fragments(weight, x, self.product.bits, y)
-        self.windows = (*stride, *padding, int(weight.shape[2]), int(weight.shape[3]))
+    def __init__(self, product: ProductSpec, weight: Tensor, bits: int, images: StemImages | None = None) -> None:
+        self.product, self.weight = MmaProduct(product.x, bits), weight
+        self.windows = (*product.stride, *product.padding, *product.kernel)
         self.window_bytes = None if images is None else PIXEL_BYTES * WINDOW_PIXELS
 
     def arguments(self, x: Tensor) -> tuple[object, ...]:
@@ -312,46 +305,44 @@ class MmaOperand:
 class PreparedMmaConv:
     """A layer as the kernel reads it, on one GPU. With `images`, its input is what they pack: a stem.
 
-    `int4`: products of 4-bit codes and 4-bit weights by m16n8k64 instead of m16n8k32.
+    `int4`: products of 4-bit codes and 4-bit weights by m16n8k64 instead of m16n8k32; `packed` has to be so.
     """
 
-    def __init__(self, layer: ConvLayer, images: StemImages | None = None, int4: bool = False) -> None:
-        self.layer, self.images = layer, images
-        self.outputs = layer.weight.shape[0]
-        self.first = MmaOperand(layer.weight, layer.x, layer.stride, layer.padding, layer.y, images, int4)
+    def __init__(self, spec: ConvSpec, packed: PackedConv, int4: bool = False, images: StemImages | None = None) -> None:
+        self.spec, self.packed, self.images = spec, packed, images
+        # A stem has rows of 4 packed pixels, one after the other at every packed pixel.
+        first = spec if images is None else images.product(spec)
+        self.first = MmaOperand(first, packed.weight, fragment_bits(first, int4), images)
         self.second: MmaOperand | None = None
-        self.s, self.b = (pack_constants(values, layer.y, OUTPUTS) for values in (layer.s, layer.b))
-        self.s2: Tensor | None = None
-        if layer.second is not None:
-            p = layer.second
-            self.second = MmaOperand(p.weight, p.x, p.stride, p.padding, layer.y, None, int4)
-            self.s2 = pack_constants(p.s, layer.y, OUTPUTS)
+        if spec.second is not None and packed.weight2 is not None:
+            self.second = MmaOperand(spec.second, packed.weight2, fragment_bits(spec.second, int4))
         self.config = MmaConv(
-            self.first.product, None if self.second is None else self.second.product, layer.y, layer.residual, layer.relu
+            self.first.product, None if self.second is None else self.second.product, spec.y, spec.residual, spec.relu
         )
         self.kernel: CompiledKernel | None = None
 
     def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]:
         """Shape of the output: packed codes [N, Ho, Wo, bytes], or values [N, Ho, Wo, O]."""
-        height, width = self.layer.output_size(size[1], size[2]) if self.images is None else self.images.output
-        return size[0], height, width, pixel_elements(self.layer.y, self.outputs)
+        height, width = self.spec.output_size(size[1], size[2]) if self.images is None else self.images.output
+        return size[0], height, width, pixel_elements(self.spec.y, self.spec.outputs)
 
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         """y of packed x [N, H, W, bytes]; `residual` and `second` as the layer has them; `out` is written if given."""
-        shape, layer = self.output_shape(tuple(x.shape)), self.layer
+        shape, spec, packed = self.output_shape(tuple(x.shape)), self.spec, self.packed
         if out is None:
-            out = torch.empty(shape, dtype=stored_dtype(layer.y), device=x.device)
+            out = torch.empty(shape, dtype=stored_dtype(spec.y), device=x.device)
         pixels = shape[0] * shape[1] * shape[2]
         arguments = (
             out.view(torch.int32) if self.config.stores_codes else out,
-            None if residual is None else residual.view(torch.int32), self.s, self.b, layer.g, self.s2, pixels, self.outputs,
-            shape[3] // 4, 0 if residual is None else residual.shape[3] // 4, shape[1], shape[2], *self.first.arguments(x),
+            None if residual is None else residual.view(torch.int32), packed.s, packed.b, packed.g, packed.s2, pixels,
+            spec.outputs, shape[3] // 4, 0 if residual is None else residual.shape[3] // 4, shape[1], shape[2],
+            *self.first.arguments(x),
             *((None, None) + (0,) * 10 if self.second is None or second is None else self.second.arguments(second)),
             self.config,
         )  # fmt: skip
-        grid = (-(-pixels // PIXELS), padded_channels(self.outputs) // OUTPUTS, 1)
+        grid = (-(-pixels // PIXELS), padded_channels(spec.outputs) // OUTPUTS, 1)
         if self.kernel is None:
             self.kernel = mma_conv[grid](*arguments, num_warps=WARPS)
         else:

@@ -14,10 +14,16 @@ Grid    persistent; Exact: as sm90/conv.py
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
-from lowbit.formats.conv import CODES
+import torch
+from torch import Tensor
+
+from lowbit.formats.conv import CODES, ConvSpec
+from lowbit.kernels.choose_conv import TAIL_UNITS, UNIT, ConvTile, deep_stages, steps_of
 from lowbit.kernels.gluon import (
+    CompiledKernel,
     barrier,
     fence_async_shared,
     gl,
@@ -27,17 +33,17 @@ from lowbit.kernels.gluon import (
     run,
     wait_alone,
 )
+from lowbit.kernels.parts.conv_epilogue import as_float, by_columns, codes_at, places_of_constants, store_codes
+from lowbit.kernels.parts.conv_operand import multiply_tap
+from lowbit.kernels.parts.conv_tile import UNIT_WORDS, WgmmaConv
 from lowbit.kernels.parts.stages import StageBarriers, hold
 from lowbit.kernels.parts.strip_ring import StripRing
 from lowbit.kernels.parts.window_ring import WindowRing
-from lowbit.kernels.sm90.conv import UNIT, UNIT_WORDS, WgmmaConv
-from lowbit.kernels.sm90.conv_store import as_float, by_columns, codes_at, places_of_constants, store_codes
-from lowbit.kernels.sm90.conv_strip import multiply_tap
+from lowbit.kernels.sm90.tensor_map import NO_OPERAND, WindowOperand, row_map
+from lowbit.pack.conv_layout import PackedConv, unit_channels
+from lowbit.pack.nhwc64 import Nhwc64, padded_channels
 
 UNIT_BYTES = gl.constexpr(UNIT)
-
-TAIL_UNITS = 2
-"""Units of shared memory for barriers and constants."""
 
 FIRST_WEIGHTS = gl.constexpr(2)
 """Steps whose weights are asked for before the kernel ahead is through."""
@@ -538,3 +544,70 @@ def deep_conv(
     else:
         run(ptx(C.registers_of, C.registers), "=r", [])
         consume((y, g, row_units), pixels, across, tiles, steps, steps2, size, w_ring, C)
+
+
+class PreparedDeep:
+    """A layer as the kernel reads it, on one GPU, with a tile of 128 outputs."""
+
+    def __init__(self, spec: ConvSpec, packed: PackedConv, tile: ConvTile, sm_count: int) -> None:
+        self.spec, self.packed, self.tile, self.sm_count = spec, packed, tile, sm_count
+        self.first = WindowOperand(spec, packed.weight, tile.pixels, tile.step_bytes)
+        self.second: WindowOperand | None = None
+        if spec.second is not None and packed.weight2 is not None:
+            self.second = WindowOperand(spec.second, packed.weight2, tile.pixels, tile.step_bytes)
+        self.map = functools.lru_cache(maxsize=64)(row_map)
+        self.kernels: dict[DeepConv, CompiledKernel] = {}
+
+    def config(self, width: int) -> DeepConv:
+        """What is compiled for images of this width."""
+        return deep_config(self.spec, self.tile, width)
+
+    def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]:
+        """Shape of the output: packed codes [N, Ho, Wo, bytes]."""
+        return size[0], *self.spec.output_size(size[1], size[2]), Nhwc64(self.spec.y).pixel_bytes(self.spec.outputs)
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """y of packed x [N, H, W, bytes]; `residual` and `second` as the layer has them; `out` is written if given."""
+        shape = self.output_shape(tuple(x.shape))
+        spec, tile, packed, config = self.spec, self.tile, self.packed, self.config(x.shape[2])
+        if out is None:
+            out = torch.empty(shape, dtype=torch.uint8, device=x.device)
+        pixels = shape[0] * shape[1] * shape[2]
+        across, down = padded_channels(spec.outputs) // tile.outputs, -(-pixels // tile.pixels)
+        stride = max(1, min(down, self.sm_count * tile.blocks // across))
+        operand, other = self.first.arguments(x), NO_OPERAND
+        if self.second is not None and second is not None:
+            other = self.second.arguments(second)
+        if config.strips:
+            rows = x.shape[0] * x.shape[1] * x.shape[2]
+            operand = (self.map(rows, x.shape[3], config.rows, config.step_bytes, x.data_ptr(), x.device), *operand[1:])
+        residual_map = None
+        if residual is not None:
+            residual_map = self.map(
+                pixels, shape[3], tile.pixels, config.residual_row_bytes, residual.data_ptr(), x.device, False
+            )  # fmt: skip
+        arguments = (
+            out.view(torch.int32), residual_map, packed.s, packed.b, packed.g, packed.s2,
+            pixels, padded_channels(spec.outputs) // unit_channels(spec.y, tile.outputs), shape[1], shape[2], across, down,
+            *operand, *other, config,
+        )  # fmt: skip
+        grid = (stride * across, 1, 1)
+        kernel = self.kernels.get(config)
+        if kernel is None:
+            self.kernels[config] = deep_conv[grid](*arguments, num_warps=config.warps, maxnreg=128, launch_pdl=True)
+        else:
+            kernel[grid](*arguments)
+        return out
+
+
+def deep_config(spec: ConvSpec, tile: ConvTile, width: int) -> DeepConv:
+    """What is compiled for a layer, with a tile, for images of this width."""
+    memory = deep_stages(spec, tile, width)
+    return DeepConv(
+        spec.x, spec.y, spec.residual, spec.relu, tile.warpgroups + 1, tile.outputs, tile.step_bytes, memory.stages,
+        None if spec.second is None else spec.second.x, memory.resident, rows=memory.rows, kernel=memory.kernel,
+        strips=memory.strips, x_stages=memory.x_stages, residual_stages=memory.residual_stages,
+        odd=steps_of(spec, tile.step_bytes) % 2 == 1,
+    )  # fmt: skip

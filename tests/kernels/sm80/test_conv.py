@@ -8,8 +8,8 @@ import torch.nn.functional as functional
 
 from lowbit.formats.conv import ACTIVATIONS, ConvLayer, SecondProduct, code_range, requantize
 from lowbit.kernels.conv_reference import conv_reference
-from lowbit.pack.conv_fragment import FRAGMENTS, pack_conv_fragments
-from lowbit.pack.conv_weight import column_order
+from lowbit.pack.conv_fragment import FRAGMENTS, MmaFragments, fragment_bits
+from lowbit.pack.conv_layout import column_order
 from lowbit.pack.nhwc64 import Nhwc64
 from lowbit.pack.stem import StemImages
 from tests.kernels.sass import TRITON, compile_kernel
@@ -43,7 +43,7 @@ def test_fragments_emulated(x, bits, y):
     low, high = code_range(x)
     weight = torch.randint(-(1 << bits - 1), 1 << bits - 1, (100, 128, 1, 1), dtype=torch.int8)
     codes = torch.randint(low, high + 1, (1, 128, 4, 4), dtype=torch.int32)
-    packed = pack_conv_fragments(weight, x, bits, y)
+    packed = MmaFragments(x, bits, y).pack(weight)
     pixels = Nhwc64(x).pack(codes)[0].reshape(16, -1).view(torch.int32)
     k = 32 * 8 // (4 if bits == 4 else 8)
     out = torch.zeros(2 * 64, 16, dtype=torch.int64)
@@ -69,7 +69,7 @@ def test_fragments_emulated(x, bits, y):
 
 def test_wide_weights_are_refused():
     with pytest.raises(ValueError, match=r"-8\.\.7"):
-        pack_conv_fragments(torch.full((1, 1, 1, 1), 8, dtype=torch.int8), "u4", 4, "u4")
+        MmaFragments("u4", 4, "u4").pack(torch.full((1, 1, 1, 1), 8, dtype=torch.int8))
 
 
 @pytest.mark.parametrize(
@@ -128,12 +128,17 @@ def random_codes(storage, shape):
     return torch.randint(low, high + 1, shape, dtype=torch.int32, device="cuda")
 
 
-def check(conv, int4, size=(13, 11)):
+def prepare(conv, int4, images=None):
     from lowbit.kernels.sm80.conv import PreparedMmaConv
 
+    layout = MmaFragments(conv.x, fragment_bits(conv.spec, int4), conv.y, int4, images)
+    return PreparedMmaConv(conv.spec, layout.pack_layer(conv), int4, images)
+
+
+def check(conv, int4, size=(13, 11)):
     codes = random_codes(conv.x, (3, conv.weight.shape[1], *size))
     outputs, out_size = conv.weight.shape[0], conv.output_size(*size)
-    prepared = PreparedMmaConv(conv, int4=int4)
+    prepared = prepare(conv, int4)
     x = Nhwc64(conv.x).pack(codes)
     added = None if conv.residual is None else random_codes(conv.residual, (3, outputs, *out_size))
     other = None
@@ -178,11 +183,9 @@ def test_two_products(second, int4):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("channels", "kernel", "padding"), [(3, 7, 3), (1, 5, 2), (4, 3, 1)])
 def test_stems(channels, kernel, padding):
-    from lowbit.kernels.sm80.conv import PreparedMmaConv
-
     torch.manual_seed(3)
     conv, size = layer(channels, 70, kernel, 2, padding, "s8", 8, "u4"), (29, 34)
     images = StemImages(channels, *size, (kernel, kernel), (padding, padding))
     codes = random_codes("s8", (3, channels, *size))
-    y = PreparedMmaConv(conv, images)(images.pack(codes))
+    y = prepare(conv, False, images)(images.pack(codes))
     assert torch.equal(Nhwc64("u4").unpack(y, 70), conv_reference(codes, conv))
