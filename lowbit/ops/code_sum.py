@@ -30,7 +30,7 @@ def sum_codes(x: Tensor, layer: SumSpec, other: Tensor | None = None, out: Tenso
         if tensor.device != x.device:
             raise ValueError(f"all tensors must be on {x.device}, {name} is on {tensor.device}")
     if x.is_cuda:
-        from lowbit.kernels.code_sum import add_codes
+        from lowbit.kernels.elementwise.add import add_codes
 
         shape = (*x.shape[:3], 8 * CODES[layer.y].bits * blocks)
         return add_codes(x, layer, other, x.new_empty(shape) if out is None else out)

@@ -211,7 +211,7 @@ def average_pool_codes(x: Tensor, storage: str, channels: int, scale: float) -> 
 def average_pool_to_codes(x: Tensor, storage: str, channels: int, scale: float, gain: float, out: Tensor) -> None:
     """Writes packed s8 codes clamp(rne(fma(mean, gain, 0))), uint8 [N, 1, 1, bytes], of the means of packed codes."""
     if x.is_cuda:
-        from lowbit.kernels.pool import average_codes
+        from lowbit.kernels.elementwise.pool import average_codes
 
         average_codes(x, storage, scale, gain, out)
         return
@@ -306,7 +306,7 @@ def _conv_fake(x: Tensor, residual: Tensor | None, second: Tensor | None, handle
 @torch.library.impl("lowbit::max_pool_codes", "CompositeExplicitAutograd")
 def _max_pool(x: Tensor, storage: str, window: list[int], stride: list[int], padding: list[int]) -> Tensor:
     if x.is_cuda:
-        from lowbit.kernels.pool import max_pool
+        from lowbit.kernels.elementwise.pool import max_pool
 
         return max_pool(x, storage, _pair(window), _pair(stride), _pair(padding))
     channels = x.shape[3] * 8 // CODES[storage].bits
@@ -323,7 +323,7 @@ def _max_pool_fake(x: Tensor, storage: str, window: list[int], stride: list[int]
 @torch.library.impl("lowbit::average_pool_codes", "CompositeExplicitAutograd")
 def _average_pool(x: Tensor, storage: str, channels: int, scale: float) -> Tensor:
     if x.is_cuda:
-        from lowbit.kernels.pool import average_pool
+        from lowbit.kernels.elementwise.pool import average_pool
 
         return average_pool(x, storage, channels, scale)
     return average_pool_reference(Nhwc64(storage).unpack(x, channels), scale)

@@ -30,7 +30,7 @@ def pack_values(
     if out is not None and (tuple(out.shape) != (x.shape[0], *rows) or out.dtype != torch.uint8 or not out.is_contiguous()):
         raise ValueError(f"the packed codes are contiguous uint8 {[x.shape[0], *rows]}, got {out.dtype} {list(out.shape)}")
     if x.is_cuda:
-        from lowbit.kernels.relayout import pack, pack_stem
+        from lowbit.kernels.elementwise.relayout import pack, pack_stem
 
         if isinstance(layout, StemImages):
             return pack_stem(x, gain, shift, layout, out)
@@ -49,7 +49,7 @@ def unpack_values(packed: Tensor, storage: str, scale: float, out: Tensor) -> Te
     if packed.dtype != torch.uint8 or tuple(packed.shape) != wanted or not packed.is_contiguous():
         raise ValueError(f"packed codes of {list(out.shape)} are contiguous uint8 {list(wanted)}, got {list(packed.shape)}")
     if packed.is_cuda:
-        from lowbit.kernels.relayout import unpack
+        from lowbit.kernels.elementwise.relayout import unpack
 
         return unpack(packed, storage, scale, out)
     codes = Nhwc64(storage).unpack(packed, out.shape[1])

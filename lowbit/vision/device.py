@@ -259,7 +259,7 @@ class DeviceProgram:
 
 def _max_pool(x: Tensor, known: Value, pool: PoolMax, out: Tensor) -> None:
     if x.is_cuda:
-        from lowbit.kernels.pool import max_pool
+        from lowbit.kernels.elementwise.pool import max_pool
 
         max_pool(x, known.storage, pool.kernel, pool.stride, pool.padding, out)
     else:
@@ -268,7 +268,7 @@ def _max_pool(x: Tensor, known: Value, pool: PoolMax, out: Tensor) -> None:
 
 def _average_pool(x: Tensor, known: Value, scale: float, out: Tensor) -> None:
     if x.is_cuda:
-        from lowbit.kernels.pool import average_pool
+        from lowbit.kernels.elementwise.pool import average_pool
 
         average_pool(x, known.storage, known.shape[0], scale, torch.float32, out)
     else:

@@ -1,4 +1,4 @@
-"""What convolution kernels are compiled for: Triton tells two configurations apart by `str`, so that it has to say everything."""
+"""What convolution kernels are compiled for: Triton tells two configurations apart by `str`, which has to say everything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values to packed codes and back on a CPU, and what is refused; tests/kernels/test_relayout.py has the kernels."""
+"""Values to packed codes and back on a CPU, and what is refused; tests/kernels/elementwise/test_relayout.py has the kernels."""
 
 from __future__ import annotations
 

@@ -38,6 +38,7 @@ from lowbit.kernels.parts.conv_operand import multiply_tap
 from lowbit.kernels.parts.conv_tile import UNIT_WORDS, WgmmaConv
 from lowbit.kernels.parts.stages import StageBarriers, hold
 from lowbit.kernels.parts.strip_ring import StripRing
+from lowbit.kernels.parts.weight_ring import WeightRing
 from lowbit.kernels.parts.window_ring import WindowRing
 from lowbit.kernels.sm90.tensor_map import NO_OPERAND, WindowOperand, row_map
 from lowbit.pack.conv_layout import PackedConv, unit_channels
@@ -175,16 +176,10 @@ class DeepConv(WgmmaConv):
         return WindowRing(self.x_barriers, 0, 0, self.rows, self.step_bytes, 0, True)
 
     @property
-    def copy_piece(self) -> str:
-        """Waits until stage $1 of weights has been read (parity $2), then fills it from $3."""
-        bars = self.w_barriers
-        return f"""{{ .reg .pred done; .reg .b32 at, bar, to;
-            mov.u32 at, global_smem; mad.lo.u32 bar, $1, 8, at; mad.lo.u32 to, $1, {self.w_bytes}, at;
-            WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [bar+{bars.start + 8 * bars.stages}], $2; @!done bra WAIT;
-            add.u32 bar, bar, {bars.start}; add.u32 to, to, {UNIT * self.w_unit};
-            mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], {self.w_bytes};
-            cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [to], [$3], {self.w_bytes}, [bar];
-            mov.b32 $0, 0; }}"""
+    def weight_ring(self) -> WeightRing:
+        """Copies of weights and constants."""
+        start, count = UNIT * self.w_unit, 2 if self.second is None else 3
+        return WeightRing(self.w_barriers, start, self.w_bytes, self.constants_start, count, 4 * self.outputs)
 
     @property
     def shared_units(self) -> int:
@@ -198,24 +193,6 @@ class DeepConv(WgmmaConv):
     def constants_start(self) -> int:
         """Where s, b and s2 of the tile's outputs lie in shared memory."""
         return UNIT * self.barrier_unit + UNIT // 2
-
-    @property
-    def copy_constants(self) -> str:
-        """Copies s at $1, b at $2 and, with a second product, s2 at $3 to shared memory; they come with the first weights."""
-        size, full = 4 * self.outputs, self.w_barriers.start
-        count = 2 if self.second is None else 3
-        copies = [
-            f"add.u32 to, at, {self.constants_start + i * size}; "
-            f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [to], [${1 + i}], {size}, [bar];"
-            for i in range(count)
-        ]
-        lines = [
-            f"{{ .reg .b32 at, bar, to; mov.u32 at, global_smem; add.u32 bar, at, {full};",
-            f"mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [bar], {count * size};",
-            *copies,
-            "mov.b32 $0, 0; }",
-        ]
-        return "\n".join(lines)
 
     def read_four(self, start: int) -> str:
         """Four words from word $4 on of what starts at a byte of shared memory."""
@@ -282,7 +259,7 @@ def copy_tile(at, product, across, tile, size, first, KERNEL: gl.constexpr, STRI
                 ])  # fmt: skip
                 x_stage, x_parity = following(x_stage, x_parity, C.x_stages, 1)
             if first & (ahead == 0):
-                run(C.copy_piece, "=r,r,r,l", [w_stage, w_parity, pieces])
+                run(C.weight_ring.copy, "=r,r,r,l", [w_stage, w_parity, pieces])
             pieces += C.w_bytes
             w_stage, w_parity = following(w_stage, w_parity, C.stages, 1)
             ahead = gl.maximum(ahead - 1, 0)
@@ -297,13 +274,13 @@ def copy_first(product, per_output, across, C: gl.constexpr):
     """
     s, b, s2 = per_output
     if C.second is not None:
-        run(C.copy_constants, "=r,l,l,l", [s + across * C.outputs, b + across * C.outputs, s2 + across * C.outputs])
+        run(C.weight_ring.copy_constants, "=r,l,l,l", [s + across * C.outputs, b + across * C.outputs, s2 + across * C.outputs])
     else:
-        run(C.copy_constants, "=r,l,l", [s + across * C.outputs, b + across * C.outputs])
+        run(C.weight_ring.copy_constants, "=r,l,l", [s + across * C.outputs, b + across * C.outputs])
     weight, steps = product[1], product[2] * product[3] * product[4]
     pieces = weight + (across * steps).to(gl.int64) * C.w_bytes
     for i in range(gl.minimum(steps, FIRST_WEIGHTS)):
-        run(C.copy_piece, "=r,r,r,l", [i, steps * 0 + 1, pieces])
+        run(C.weight_ring.copy, "=r,r,r,l", [i, steps * 0 + 1, pieces])
         pieces += C.w_bytes
 
 

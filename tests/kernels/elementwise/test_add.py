@@ -88,7 +88,7 @@ def test_tensors_of_another_shape_are_refused():
     ("x_four", "other", "y_four"), [(True, 4, True), (False, 4, True), (False, 8, False), (False, 0, True)]
 )
 def test_every_thread_moves_8_or_16_bytes_at_a_time(x_four, other, y_four):
-    from lowbit.kernels.code_sum import BLOCK, sum_kernel
+    from lowbit.kernels.elementwise.add import BLOCK, sum_kernel
 
     constants = dict(X_FOUR=x_four, OTHER=other, Y_FOUR=y_four, LOW=0.0, BLOCK=BLOCK)
     signature = {"y": "*u8", "x": "*u8", "other": "*u8", "s": "fp32", "b": "fp32", "g": "fp32", "total": "i32"}

@@ -3,7 +3,7 @@
 Reads   x [N, C, H, W] of any strides (so NCHW and NHWC alike), floats or integers; constants gain, shift [C] in float32
 Writes  packed codes of pack/nhwc64.py, those of pack/stem.py, or from packed codes y [N, C, H, W] of any strides
 Exact   code = clamp(rne(fma(float32(x), gain[c], shift[c]))); y = float32(code) * scale, rounded once more to y's type.
-        Rounding is adding 1.5 * 2^23. Tested: tests/kernels/test_relayout.py
+        Rounding is adding 1.5 * 2^23. Tested: tests/kernels/elementwise/test_relayout.py
 """
 
 from __future__ import annotations

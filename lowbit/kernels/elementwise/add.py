@@ -1,8 +1,8 @@
 """y = requantize(x * s + b + other * g) on packed NHWC codes of 4 or 8 bits: sums and ReLUs that no convolution has inside.
 
 Computes codes two by two, as a byte of 4-bit codes has them: channels 2 i and 2 i + 1, whatever the storages. Plain Triton
-Exact   every fma rounds once, rounding is adding 1.5 * 2^23: `SumSpec` of kernels/conv_reference.py, bit for bit.
-        Tested: tests/kernels/test_code_sum.py
+Exact   every fma rounds once, rounding is adding 1.5 * 2^23: `SumSpec` of formats/conv.py, bit for bit.
+        Tested: tests/kernels/elementwise/test_add.py
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Codes of 4 bits are compared 4 at a time: with the high bit of a byte set, the d
 first is not smaller; prmt makes a mask of it. Codes of 8 bits become unsigned by a flip of their sign and are compared in
 halves of 16 bits alike.
 Exact: maxima are codes; means are float32(sum) * float32(scale / pixels), codes of means those of `quantize_reference`.
-Tested: tests/kernels/test_pool.py
+Tested: tests/kernels/elementwise/test_pool.py
 """
 
 from __future__ import annotations

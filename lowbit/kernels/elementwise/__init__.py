@@ -1,0 +1,1 @@
+"""Kernels that touch each element once or twice, bound by memory; in plain Triton."""
