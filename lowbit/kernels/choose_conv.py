@@ -83,7 +83,7 @@ class ConvTile:
     def __str__(self) -> str:
         stages = f", {self.stages} stages" if self.stages else ""
         tile = f"{self.pixels} pixels x {self.outputs} outputs"
-        return f"{tile}, steps of {self.step_bytes} bytes{stages}, {self.blocks} blocks an SM"
+        return f"{tile}, steps of {self.step_bytes} bytes{stages}, {self.blocks} block{'s' * (self.blocks > 1)} an SM"
 
     def turns(self, pixels: int, outputs: int, machine: Machine) -> float:
         """64 pixels x 128 outputs that the busiest SM multiplies one after another."""
@@ -216,7 +216,14 @@ def _strip_candidate(spec: ConvSpec, size: Size, pixels: int, machine: Machine) 
         reasons.append(f"a window of {spec.kernel}, not 3 x 3 or 5 x 5")
     layout = WgmmaPieces(spec.x, spec.y, tile.outputs, tile.step_bytes)
     turns = tile.turns(pixels, spec.outputs, machine)
-    return Candidate("sm90/conv_strip", tile, layout, tuple(reasons), turns, "pixels copied once a tile, weights once a block")
+    return Candidate(
+        "sm90/conv_strip",
+        tile,
+        layout,
+        tuple(reasons),
+        turns,
+        "pixels copied once a tile, weights once a block: measured first",
+    )
 
 
 def strip_refusals(spec: ConvSpec, tile: ConvTile, width: int, machine: Machine) -> tuple[str, ...]:
@@ -263,7 +270,7 @@ def _deep_candidates(spec: ConvSpec, pixels: int, machine: Machine) -> list[Cand
     tiles = -(-pixels // 64) * across
     wide, narrow = deep_tile(spec, 3, 1), deep_tile(spec, 1, 1 if tiles <= machine.sm_count else 2)
     layout = WgmmaPieces(spec.x, spec.y, DEEP_OUTPUTS, wide.step_bytes, taps_first=True)
-    why, reasons = "warpgroups share the weights of a step", deep_refusals(spec)
+    why, reasons = "whole 128 channels: warpgroups share the weights of a step", deep_refusals(spec)
     costs = [(wide, wide.turns(pixels, spec.outputs, machine))]
     costs.append((narrow, NARROW_COST * narrow.turns(pixels, spec.outputs, machine)))
     rows = [Candidate("sm90/conv_deep", tile, layout, reasons, turns, why) for tile, turns in costs]
@@ -415,7 +422,7 @@ class BlockTile:
     @property
     def line(self) -> str:
         """For tables. Not `str`, by which Triton tells apart what a kernel is compiled for."""
-        return f"{self.pixels} pixels, strips of {self.rows}, {self.chunk} outputs at a time, {self.blocks} blocks an SM"
+        return f"{self.pixels} pixels, strips of {self.rows}, {self.chunk} outputs at a time, {self.blocks} block{'s' * (self.blocks > 1)} an SM"
 
 
 def block_tile(storage: str, width: int, following: int, shortcut: bool) -> BlockTile:

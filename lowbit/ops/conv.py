@@ -170,22 +170,21 @@ def prepare_stem(layer: ConvLayer, size: Size, device: torch.device | str | None
     if layer.x != "s8" or layer.second is not None or layer.residual is not None:
         reasons.append("a stem reads s8 codes and adds nothing")
     if pooled:
-        reasons += stem_pool_refusals(layer, device)
+        reasons += stem_pool_refusals(layer, machine_of(device) if device.type == "cuda" else None)
     if reasons:
         raise ValueError(f"{layer.name or 'the layer'} is no stem: {'; '.join(reasons)}")
     _refuse(layer, device)
     return Conv(layer.to(device), size, device, images, pooled)
 
 
-def stem_pool_refusals(layer: ConvLayer, device: torch.device | str) -> tuple[str, ...]:
-    """Why a stem cannot have its max-pool inside on `device`; empty if it can."""
-    device = torch.device(device)
+def stem_pool_refusals(layer: ConvLayer, machine: Machine | None) -> tuple[str, ...]:
+    """Why a stem cannot have its max-pool inside on a GPU (None: the CPU); empty if it can."""
     reasons = []
     if layer.y not in ACTIVATIONS:
         reasons.append(f"its output is stored as {layer.y}, not as codes")
     if bool((layer.s < 0).any()):
         reasons.append("some s are negative, so that larger sums are smaller codes")
-    if device.type == "cuda" and "wgmma" not in features_of(device):
+    if machine is not None and "wgmma" not in machine.arch.features:
         reasons.append("the kernel with the pool inside is for sm_90")
     return tuple(reasons)
 

@@ -14,25 +14,13 @@ from torch import Tensor
 
 from lowbit.formats.conv import ConvLayer
 from lowbit.hardware.machine import Machine, machine_of
-from lowbit.kernels.choose_conv import MOST_WIDTH, Size
-from lowbit.kernels.choose_conv import block_refusals as refusals
+from lowbit.kernels.choose_conv import MOST_WIDTH, Size, block_refusals
 from lowbit.kernels.conv_reference import conv_reference
 from lowbit.pack.conv_block import CHANNELS, EXPANDED, BlockLayout
 from lowbit.pack.nhwc64 import Nhwc64
 
 if TYPE_CHECKING:
     from lowbit.kernels.sm90.conv_block import PreparedBlock
-
-
-def block_refusals(
-    second: ConvLayer, third: ConvLayer, following: ConvLayer, size: Size, device: torch.device | str
-) -> tuple[str, ...]:
-    """Why three layers cannot run as one on `device`, for inputs of `size` (images, height, width); empty if they can."""
-    device = torch.device(device)
-    if device.type not in ("cpu", "cuda"):
-        return (f"convolutions of codes run on NVIDIA GPUs and on the CPU, not on {device.type}",)
-    machine = machine_of(device) if device.type == "cuda" else None
-    return refusals(second.spec, third.spec, following.spec, size, machine)
 
 
 class ConvBlock:
@@ -98,7 +86,10 @@ def prepare_block(
     wanted = second.weight.device if device is None else torch.device(device)
     if wanted.type == "cuda" and wanted.index is None:
         wanted = torch.device("cuda", torch.cuda.current_device())
-    reasons = block_refusals(second, third, following, size, wanted)
+    if wanted.type not in ("cpu", "cuda"):
+        raise ValueError(f"convolutions of codes run on NVIDIA GPUs and on the CPU, not on {wanted.type}")
+    machine = machine_of(wanted) if wanted.type == "cuda" else None
+    reasons = block_refusals(second.spec, third.spec, following.spec, size, machine)
     if reasons:
         raise ValueError(f"{second.name or 'the block'} cannot run whole on {wanted}: {'; '.join(reasons)}")
     return ConvBlock(second.to(wanted), third.to(wanted), following.to(wanted), wanted)

@@ -30,6 +30,7 @@ from lowbit.pack.nhwc64 import Nhwc64
 from lowbit.pack.stem import PIXEL_BYTES, StemImages
 from lowbit.vision.fusion import KERNEL_FUSIONS, fused
 from lowbit.vision.graph import as_images, call_other
+from lowbit.vision.kernels import machine_here
 from lowbit.vision.memory import of_torch, plan_memory, stems
 from lowbit.vision.program import (
     AverageCodes,
@@ -79,7 +80,7 @@ class DeviceProgram:
         if reasons:
             raise ValueError(f"no kernels for this network on {device}: {'; '.join(reasons)}")
         device = torch.empty(0, device=device).device  # "cuda" is a device without a number, tensors have one
-        program = fused(program, batch, device, fusions)
+        program = fused(program, batch, machine_here(device), fusions)
         self.program, self.batch, self.device = program.to(device), batch, device
         self.plan = plan_memory(program, batch)
         self.arena = torch.zeros(self.plan.nbytes, dtype=torch.uint8, device=device)

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.formats.conv import CODES
+from lowbit.hardware.machine import Machine
 from lowbit.vision.bits import assign_bits, calibrate, scheme_bits
 from lowbit.vision.finetune import FineTune, fine_tune
+from lowbit.vision.kernels import KernelRow, kernel_lines, kernel_rows, machine_here
 from lowbit.vision.lower import FLOAT, lower
 from lowbit.vision.observe import Search, observe
 from lowbit.vision.pixels import Pixels
@@ -127,8 +129,16 @@ class QuantizedNetwork(nn.Module):
         """The report, where torch prints modules."""
         return "\n".join(self.lines())
 
-    def lines(self) -> list[str]:
-        """The report, a line each."""
+    def kernels(self, batch: int = 1, machine: Machine | None = None) -> list[KernelRow]:
+        """The launches for a batch of this size, in order, with what else was considered.
+
+        On the GPU in hand, else on the CPU; `machine`, one of `lowbit.hardware.machine.MACHINES`, stands for a GPU elsewhere.
+        """
+        return kernel_rows(self.program, batch, machine_here() if machine is None else machine)
+
+    def lines(self, batch: int = 1, machine: Machine | None = None) -> list[str]:
+        """The report, a line each: what became integers, what stayed in floating point and why, and the kernels that run it,
+        with the reason, for a batch of this size. `machine` as `kernels` has it."""
         rows = [row for row in self.rows() if row.weight_bits]
         weights = sum(
             layer.weight.numel() + (layer.second.weight.numel() if layer.second else 0) for layer in self.program.layers
@@ -141,7 +151,8 @@ class QuantizedNetwork(nn.Module):
         ]
         if self.assignment is not None and self.assignment.keep_int8:
             out.append(f"kept in int8 by measured sensitivity: {', '.join(self.assignment.keep_int8)}")
-        return out + [f"kept in floating point: {name}: {reason}" for name, reason in self.kept.items()]
+        out += [f"kept in floating point: {name}: {reason}" for name, reason in self.kept.items()]
+        return out + kernel_lines(self.program, batch, machine_here() if machine is None else machine)
 
 
 def _kind(op: Convolve) -> str:

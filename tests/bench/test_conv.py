@@ -81,7 +81,7 @@ def test_work_by_hand():
     assert found["max-pool"] == (pixels * 64 / 2 * 1.25, 0.0)
     folded = works(program("relu", "add", "shortcut"), 2)[last]
     assert folded == (2 * 8 * 4 * (64 / 2 + 128 / 2 + 256 / 2) + (64 + 128) * 256, 2 * 2 * 8 * 4 * (64 + 128) * 256)
-    pooled = with_pooled_stems(program("relu", "add"), torch.device("cpu"))
+    pooled = with_pooled_stems(program("relu", "add"), None)
     moved, work = works(pooled, 2)[f"{stem} and max-pool"]
     assert moved == found[stem][0] - pixels * 64 / 2 * 0.75 and work == found[stem][1]
 

@@ -12,7 +12,7 @@ from lowbit.kernels.parts.stages import StageBarriers
 
 @dataclass(frozen=True)
 class WeightRing:
-    """Stages of `stage_bytes` from byte `start` of shared memory on, `tables` tables of `table_bytes` from `constants_start` on."""
+    """Stages of `stage_bytes` from byte `start` of shared memory on, tables of `table_bytes` each from `constants_start` on."""
 
     barriers: StageBarriers
     start: int
