@@ -83,7 +83,7 @@ class ConvTile:
     def __str__(self) -> str:
         stages = f", {self.stages} stages" if self.stages else ""
         tile = f"{self.pixels} pixels x {self.outputs} outputs"
-        return f"{tile}, steps of {self.step_bytes} bytes{stages}, {self.blocks} block{'s' * (self.blocks > 1)} an SM"
+        return f"{tile}, steps of {self.step_bytes} bytes{stages}, {_blocks(self.blocks)}"
 
     def turns(self, pixels: int, outputs: int, machine: Machine) -> float:
         """64 pixels x 128 outputs that the busiest SM multiplies one after another."""
@@ -173,6 +173,10 @@ def features_refusals(spec: ConvSpec, features: frozenset[str]) -> tuple[str, ..
     return tuple(reasons)
 
 
+def _blocks(count: int) -> str:
+    return f"{count} block{'s' if count > 1 else ''} an SM"
+
+
 def _refused(row: Candidate, reason: str) -> Candidate:
     return dataclasses.replace(row, reasons=(*row.reasons, reason))
 
@@ -216,14 +220,8 @@ def _strip_candidate(spec: ConvSpec, size: Size, pixels: int, machine: Machine) 
         reasons.append(f"a window of {spec.kernel}, not 3 x 3 or 5 x 5")
     layout = WgmmaPieces(spec.x, spec.y, tile.outputs, tile.step_bytes)
     turns = tile.turns(pixels, spec.outputs, machine)
-    return Candidate(
-        "sm90/conv_strip",
-        tile,
-        layout,
-        tuple(reasons),
-        turns,
-        "pixels copied once a tile, weights once a block: measured first",
-    )
+    why = "pixels copied once a tile, weights once a block: measured first"
+    return Candidate("sm90/conv_strip", tile, layout, tuple(reasons), turns, why)
 
 
 def strip_refusals(spec: ConvSpec, tile: ConvTile, width: int, machine: Machine) -> tuple[str, ...]:
@@ -235,8 +233,10 @@ def strip_refusals(spec: ConvSpec, tile: ConvTile, width: int, machine: Machine)
         reasons.append(f"its output is stored as {spec.y}, not as codes")
     rows = strip_rows(tile.pixels, width, spec.kernel[0], tile.step_bytes)
     block_bytes = STRIPS * rows * tile.step_bytes + spec.taps * 64 * 64 + 2 * UNIT
-    if rows > MOST_ROWS or tile.blocks * block_bytes > machine.arch.shared_per_sm_bytes:
+    if rows > MOST_ROWS:
         reasons.append(f"a strip of images {width} pixels wide has {rows} pixels, at most {MOST_ROWS} are copied at once")
+    elif tile.blocks * block_bytes > machine.arch.shared_per_sm_bytes:
+        reasons.append(f"{tile.blocks} blocks of {block_bytes:,} bytes of shared memory do not fit an SM")
     return tuple(reasons)
 
 
@@ -422,7 +422,7 @@ class BlockTile:
     @property
     def line(self) -> str:
         """For tables. Not `str`, by which Triton tells apart what a kernel is compiled for."""
-        return f"{self.pixels} pixels, strips of {self.rows}, {self.chunk} outputs at a time, {self.blocks} block{'s' * (self.blocks > 1)} an SM"
+        return f"{self.pixels} pixels, strips of {self.rows}, {self.chunk} outputs at a time, {_blocks(self.blocks)}"
 
 
 def block_tile(storage: str, width: int, following: int, shortcut: bool) -> BlockTile:

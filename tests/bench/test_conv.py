@@ -89,7 +89,7 @@ def test_work_by_hand():
 def test_work_of_blocks_by_hand():
     model, images = resnet("bottleneck", sizes=(256, 512), depths=(1, 1), embedding=64), torch.randn(2, 3, 32, 48)
     graph = trace(model, images)
-    whole = fused(lower(graph, calibrate(graph, observe(graph, [images]), assign_bits(graph, "w8a4"))), 2, torch.device("cpu"))
+    whole = fused(lower(graph, calibrate(graph, observe(graph, [images]), assign_bits(graph, "w8a4"))), 2, None)
     (name,) = [name for name in works(whole, 2) if " to " in name]
     pixels, weights = 2 * 8 * 12, 64 * 64 * 9 + (64 + 64) * 256 + 256 * 128
     assert name.endswith("stages.1.layers.0.layer.0.convolution")

@@ -131,33 +131,39 @@ def test_stems():
     images = StemImages(3, 224, 224, (7, 7), (3, 3))
     spec = conv(3, 64, 7, 2, "s8", "u4")
     plain, pooled = (choose_conv(spec, (1, 224, 224), H200, images, inside) for inside in (False, True))
-    assert (plain.kernel, plain.tile) == ("sm90/conv", STEM_TILE) and plain.layout == WgmmaPieces(
-        "s8", "u4", 64, 64, images=images
-    )
+    assert (plain.kernel, plain.tile) == ("sm90/conv", STEM_TILE)
+    assert plain.layout == WgmmaPieces("s8", "u4", 64, 64, images=images)
     assert pooled.kernel == "sm90/stem_pool" and pooled.layout == StemFragments(images)
     with pytest.raises(ValueError, match="no max-pool inside"):
         choose_conv(spec, (1, 224, 224), A100, images, pooled=True)
 
 
-@pytest.mark.parametrize("x", ["u4", "s8"])
 @pytest.mark.parametrize("y", ["u4", "s8"])
-@pytest.mark.parametrize("kernel", [3, 5])
+@pytest.mark.parametrize(("x", "kernel"), [("u4", 3), ("s8", 3), ("u4", 5)])
 def test_images_too_wide_for_strips_need_no_other_weights(x, y, kernel):
     spec = conv(64, 64, kernel, x=x, y=y, residual=True)
     narrow, wide = choose_conv(spec, (2, 9, 9), H200), choose_conv(spec, (2, 9, 100), H200)
     assert narrow.kernel == "sm90/conv_strip" and wide.kernel == "sm90/conv" and narrow.layout == wide.layout
 
 
+def test_why_there_are_no_strips():
+    def reasons(spec, width):
+        rows = conv_candidates(spec, (2, 9, width), H200)
+        return " ".join(next(row.reasons for row in rows if row.kernel == "sm90/conv_strip"))
+
+    assert "has 352 pixels, at most 256 are copied at once" in reasons(conv(64, 64, 3), 100)
+    assert "do not fit an SM" in reasons(conv(64, 64, 5, x="s8"), 9)
+
+
 @pytest.mark.parametrize("x", ["u4", "s8"])
 @pytest.mark.parametrize("width", [7, 14, 28, 56])
 def test_weights_stay_where_there_is_room(x, width):
-    spec = conv(128, 128, 1, x=x)
-    few, many = deep_stages(spec, deep_tile(spec, 3, 1), width), deep_stages(conv(2048, 128, x=x), deep_tile(spec, 3, 1), width)
-    assert few.resident and few.stages * (2 if x == "u4" else 1) == few.resident and not many.resident
-    assert resident_pieces(spec.products, ConvTile(1, 128, 32, 3, 1)) == 128 * (4 if x == "u4" else 8) // 8 // 32 * (
-        8 // (4 if x == "u4" else 8)
-    )
-    assert resident_pieces(conv(64, 64, 3, x=x).products, ConvTile(2, 64, 32, 4, 4)) == 0
+    spec = conv(128, 128, x=x)
+    tile = deep_tile(spec, 3, 1)
+    few, many = deep_stages(spec, tile, width), deep_stages(conv(2048, 128, x=x), tile, width)
+    assert few.resident == few.stages * (2 if x == "u4" else 1) and few.resident and not many.resident
+    assert resident_pieces(spec.products, ConvTile(1, 128, 32, 3, 1)) == 4, "128 channels, 32 int8 weights of each a piece"
+    assert resident_pieces(conv(512, 64, 3, x=x).products, ConvTile(2, 64, 32, 4, 4)) == 0
 
 
 def test_blocks_fit():
