@@ -34,7 +34,7 @@ demo-vision: $(BIN)/.ready
 DEVICE ?= cuda
 study: demo
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[plot]"
-	$(BIN)/lowbit study $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/lowbit/smollm2-135m-instruct --device $(DEVICE) --limit 128 --results study-results
+	$(BIN)/python -m study $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/lowbit/smollm2-135m-instruct --device $(DEVICE) --limit 128 --results study-results
 
 lint: $(BIN)/.ready
 	$(BIN)/ruff check .

@@ -5,9 +5,9 @@
 
 The packages below are the biography of a weight, in the order in which to read them: what a code means, where it comes
 from, how it is chosen, what the machine wants, how it lies in memory, how it is multiplied, how torch calls that, and
-what is built on top. A layer imports only earlier ones. Importing `lowbit` makes no CUDA call and does not import Transformers;
-whenever that is imported, before or after, the quantization method "lowbit" is registered with it, so that saved checkpoints
-load with plain `from_pretrained`.
+what is built on top. A layer imports only earlier ones. Importing `lowbit` imports none of them, nor torch, nor Transformers:
+a name brings its modules when it is used. Whenever Transformers is imported, before or after, the quantization method
+"lowbit" is registered with it, so that saved checkpoints load with plain `from_pretrained`.
 """
 
 import importlib
@@ -18,17 +18,18 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from lowbit._version import __version__
-from lowbit.formats import QuantTensor, Scheme, parse_scheme
-from lowbit.nn import QuantLinear, convert
-from lowbit.ops import mixed_gemm
-from lowbit.quantize import rtn
 
 if TYPE_CHECKING:
     from lowbit import vision
+    from lowbit.formats import QuantTensor, Scheme, parse_scheme
     from lowbit.models.convert_checkpoint import convert_checkpoint
     from lowbit.models.hf import LowbitConfig
+    from lowbit.models.load import load
     from lowbit.models.quantize_checkpoint import quantize_checkpoint
+    from lowbit.nn import QuantLinear, convert
+    from lowbit.ops import gemm, pack_for
     from lowbit.pipeline import Pipeline, Response, pipeline
+    from lowbit.quantize import rtn
 
 LAYERS = (
     "formats",
@@ -46,7 +47,6 @@ LAYERS = (
     "eval",
     "explain",
     "demo",
-    "study",
     "bench",
     "cli",
 )
@@ -62,7 +62,9 @@ __all__ = [
     "__version__",
     "convert",
     "convert_checkpoint",
-    "mixed_gemm",
+    "gemm",
+    "load",
+    "pack_for",
     "parse_scheme",
     "pipeline",
     "quantize_checkpoint",
@@ -70,22 +72,32 @@ __all__ = [
     "vision",
 ]
 
-_WHEN_USED = {
+_HOMES = {
     "LowbitConfig": "lowbit.models.hf",
     "Pipeline": "lowbit.pipeline",
+    "QuantLinear": "lowbit.nn",
+    "QuantTensor": "lowbit.formats",
     "Response": "lowbit.pipeline",
+    "Scheme": "lowbit.formats",
+    "convert": "lowbit.nn",
     "convert_checkpoint": "lowbit.models.convert_checkpoint",
+    "gemm": "lowbit.ops",
+    "load": "lowbit.models.load",
+    "pack_for": "lowbit.ops",
+    "parse_scheme": "lowbit.formats",
     "quantize_checkpoint": "lowbit.models.quantize_checkpoint",
+    "rtn": "lowbit.quantize",
 }
-"""Names whose modules import Transformers, which takes twice as long as torch: when they are asked for."""
+"""Where the public names are defined; torch takes over a second to import and Transformers twice that."""
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("pipeline", "vision"):  # packages, of which the first can be called
+    if name in LAYERS:  # packages, of which `pipeline` can be called
         return importlib.import_module(f"lowbit.{name}")
-    if name not in _WHEN_USED:
+    if name not in _HOMES:
         raise AttributeError(f"module 'lowbit' has no attribute {name!r}")
-    return getattr(importlib.import_module(_WHEN_USED[name]), name)
+    found = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return found
 
 
 def __dir__() -> list[str]:

@@ -14,17 +14,15 @@ from lowbit.formats import ActivationRule, IntFormat, NumberFormat, PerBlock, Qu
 from lowbit.hardware.byte_conversions import byte_conversion
 from lowbit.hardware.conversions import Conversion, conversion
 from lowbit.hardware.half import HalfType
-from lowbit.hardware.machine import typical_machine
+from lowbit.hardware.machine import Machine, machine_of, typical_machine
 from lowbit.hardware.mma import MMA_M16N8K16_F16, MmaAtom, wgmma_f16
-from lowbit.kernels.choose import candidates as tile_candidates
-from lowbit.kernels.choose_scaled import candidates_scaled
+from lowbit.kernels.choose import GemmShape, RingTile, WgmmaTile
+from lowbit.kernels.choose import choose as choose_tile
 from lowbit.models.complete import require_complete
 from lowbit.models.hf import plan_for
 from lowbit.models.names import Names
 from lowbit.models.skeleton import skeleton
-from lowbit.ops import Problem, candidates, gemm_shape, weight_refusals
-from lowbit.ops.byte_gemm import byte_refusals, scaled_shape
-from lowbit.ops.cpu_gemm import choose_form
+from lowbit.ops import KERNELS, Problem, choose, problem_on
 from lowbit.pack import FragmentOrder, scaled_refusals
 from lowbit.pack.fragment import STRIP, TILE_K, word_places
 from lowbit.quantize import rtn
@@ -109,8 +107,8 @@ def explain(
         *origin,
         _meaning(weight),
         *_registers(weight, atom, sm),
-        _tiles(weight.q, sm),
-        _kernels(weight.q),
+        _kernels(weight.q, _machine(sm)),
+        *_in_the_kernels(weight, _machine(sm)),
         _on_cpu(weight.q),
     ]
 
@@ -349,57 +347,101 @@ def _scaled(weight: _Weight, value: float) -> float:
     return float((v - zero) * scale if q.scheme.zero is ZeroPoint.INTEGER else v * scale + zero)
 
 
-def _kernels(q: QuantTensor) -> Step:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.float16 if device == "cuda" else torch.float32
+TOKENS = (1, 16, 64, 1024)
+"""Rows of x for which the kernels are named."""
+
+
+def _kernels(q: QuantTensor, machine: Machine) -> Step:
+    """Which kernel multiplies the layer on a GPU, with which tile and why, and why not the others made for it."""
     lines = []
-    for m in (1, 64):
-        problem = Problem(q.scheme, m, *q.shape, dtype, device)
-        lines.append(str(problem))
-        chosen = False
-        for backend, reasons in candidates(problem):
-            verdict = "; ".join(reasons) if reasons else ("could run too" if chosen else f"runs (lowbit/{backend.where})")
-            chosen = chosen or not reasons
-            lines.append(f"  {backend.name}: {verdict}")
-    return Step("lowbit/ops/dispatch.py", "choose_backend", tuple(lines))
+    for m in TOKENS:
+        problem = _problem(q, m, machine)
+        chosen = choose(problem)
+        slow = ", which decodes all weights at every call" if chosen.is_slow else ""
+        lines.append(f"on {machine.product}, M {m}: {chosen.name} (lowbit/{chosen.file}){slow}")
+        lines += [f"  {line}" for line in ([] if chosen.is_slow else chosen.tile(problem))]
+        others = [(kernel, kernel.refusals(problem)) for kernel in KERNELS if kernel.concerns(problem) and kernel != chosen]
+        lines += [f"  not {kernel.name}: {'; '.join(reasons)}" for kernel, reasons in others if reasons]
+    return Step("lowbit/ops/table.py", "choose", tuple(lines))
+
+
+def _problem(q: QuantTensor, m: int, machine: Machine) -> Problem:
+    """A product of the layer with x in bfloat16."""
+    return Problem(q.scheme, m, *q.shape, torch.bfloat16, machine, scale_dtype=q.scale.dtype)
+
+
+def _machine(sm: int) -> Machine:
+    """The GPU here, if it is of this version, else the product that stands for it."""
+    if torch.cuda.is_available():
+        here = machine_of("cuda")
+        if here.arch.sm == sm:
+            return here
+    return typical_machine(sm)
+
+
+def _in_the_kernels(weight: _Weight, machine: Machine) -> list[Step]:
+    """Where the weight is in the kernels for 16-bit x: the block, the warp and the stage that multiply it."""
+    steps: list[Step] = []
+    for m in TOKENS:
+        problem = _problem(weight.q, m, machine)
+        kernel = choose(problem)
+        if kernel.is_slow or any(step.file == f"lowbit/{kernel.file}" for step in steps):
+            continue
+        tile = choose_tile(GemmShape(m, *weight.q.shape, weight.format.bits), machine)
+        lines = _in_ring(weight, tile) if isinstance(tile, RingTile) else _in_wgmma(weight, tile)
+        steps.append(Step(f"lowbit/{kernel.file}", f"{kernel.name}, M {m}", (str(tile), *lines)))
+    return steps
+
+
+def _in_ring(weight: _Weight, tile: RingTile) -> tuple[str, ...]:
+    strip, step = weight.row // STRIP, weight.column // (2 * TILE_K)
+    block, inside = divmod(strip, tile.block_strips)
+    slices = tile.warps_k * tile.splits
+    turn, part = divmod(step, slices)
+    warp = inside // tile.strips * tile.warps_k + part % tile.warps_k
+    return (
+        f"strip {strip} of 16 rows is strip {inside % tile.strips} of warp {warp} of block {block};",
+        f"step {step} of 128 k is number {turn} of that warp: slice {part} of {slices} along K, split {part // tile.warps_k};",
+        "its words come by cp.async into the warp's own ring (copy_step), are read (read_step), decoded and multiplied by",
+        "mma.sync (multiply); sums of all slices of K meet in a fixed order (sum_of_slices, meet), then y is stored (store)",
+    )
+
+
+def _in_wgmma(weight: _Weight, tile: WgmmaTile) -> tuple[str, ...]:
+    row_tile, inside = divmod(weight.row, tile.rows)
+    turns, turn = -(-weight.q.shape[1] // 128), weight.column // 128
+    split = next(i for i in range(tile.splits) if turns * (i + 1) // tile.splits > turn)
+    half = "even" if weight.column // TILE_K % 2 == 0 else "odd"
+    return (
+        f"row tile {row_tile}, row {inside} of {tile.rows}: warpgroup {inside // 64}, warp {inside // STRIP}; K split {split};",
+        f"k tile {weight.column // TILE_K} is the {half} stage of turn {turn}: TMA brings its words (load), the warp waits for",
+        "them (read_words), decodes them in registers (decode), makes these operand A (operand_a) and starts",
+        f"wgmma.mma_async m64n{tile.tokens}k16 on them (start); x is operand B, from shared memory",
+    )
 
 
 def _on_cpu(q: QuantTensor) -> Step:
     """The form in which a layer holds the weight on this machine's CPU, and why not in a faster one."""
     lines = []
     for dtype in (torch.bfloat16, torch.float32):
-        form, reasons = choose_form(q.scheme, q.shape, dtype)
-        name = str(dtype).removeprefix("torch.")
+        problem = problem_on("cpu", q.scheme, 1, q.shape, dtype)
+        chosen = choose(problem)
         slow = "decoded at every call"
         if q.scheme.activation is None:
             slow = "decoded once at the first call if the model fits (lowbit/nn/decoding.py), else at every call"
-        lines.append(f"a layer on this CPU, x {name}: {f'{form}, packed once at the first call' if form else slow}")
-        lines += [f"  {reason}" for reason in reasons if not form and not reason.startswith("decoded")]
-    return Step("lowbit/ops/cpu_gemm.py", "choose_form", tuple(lines))
-
-
-def _tiles(q: QuantTensor, sm: int) -> Step:
-    """What the tensor-core kernels would do on a machine with this SM version, and what else they considered."""
-    reasons = weight_refusals(q.scheme)
-    machine = typical_machine(sm)
-    if reasons:
-        return Step("lowbit/kernels/choose.py", "choose", (f"on {machine.product}: {'; '.join(reasons)}",))
-    lines = []
-    for m in (1, 16, 64, 1024):
-        rows = tile_candidates(gemm_shape(q.scheme, m, *q.shape), machine)
-        possible = [row for row in rows if not row.reasons]
-        why = possible[0].measured or f"modelled {possible[0].cost_us:.1f} us"
-        lines.append(f"on {machine.product}, M {m}: {possible[0].tile}, {why}")
-        lines += [f"  next: {row.tile}, {row.cost_us:.1f} us" for row in possible[1:2]]
-        refused = [row for row in rows if row.reasons]
-        lines += [f"  cannot: {row.tile}: {'; '.join(row.reasons)}" for row in refused[:1]]
-    return Step("lowbit/kernels/choose.py", "choose", tuple(lines))
+        how = slow if chosen.is_slow else f"{chosen.name} (lowbit/{chosen.file}), packed once at the first call"
+        lines.append(f"a layer on this CPU, x {_dtype(dtype)}: {how}")
+        others = [
+            kernel for kernel in KERNELS if chosen.is_slow and kernel.concerns(problem) and kernel.form in ("int4", "int8")
+        ]
+        lines += [f"  not {kernel.name}: {'; '.join(kernel.refusals(problem))}" for kernel in others]
+    return Step("lowbit/ops/cpu_gemm.py", "cpu_gemm", tuple(lines))
 
 
 def _with_quantized_input(weight: _Weight, sm: int) -> list[Step]:
     """From the meaning of the code on, under a scheme that quantizes activations."""
     q = weight.q
-    return [_input(q), _operand(weight), _byte_tiles(q, sm), _byte_kernels(q), _on_cpu(q)]
+    return [_input(q), _operand(weight), _kernels(q, _machine(sm)), _on_cpu(q)]
 
 
 def _input(q: QuantTensor) -> Step:
@@ -441,26 +483,4 @@ def _operand(weight: _Weight) -> Step:
             f"code {weight.code} becomes {value / c.scale_factor:g},",
             f"times {c.scale_factor:g}, which the scale takes over: {value:g}",
         )
-    return Step("lowbit/pack/scaled.py", "pack_scaled_weight", lines)
-
-
-def _byte_tiles(q: QuantTensor, sm: int) -> Step:
-    machine, blocks = typical_machine(sm), isinstance(q.scheme.granularity, PerBlock)
-    lines = []
-    for m in (1, 16, 64, 1024) if not scaled_refusals(q.scheme, q.scale.dtype) and sm == 90 else ():
-        row = candidates_scaled(scaled_shape(q.scheme, m, *q.shape, blocks), machine)[0]
-        verdict = f"cannot: {'; '.join(row.reasons)}" if row.reasons else f"modelled {row.cost_us:.1f} us"
-        lines.append(f"on {machine.product}, M {m}: {row.tile}, {verdict}")
-    return Step(
-        "lowbit/kernels/choose_scaled.py", "choose_scaled", tuple(lines) or (f"no kernel of its own on {machine.product}",)
-    )
-
-
-def _byte_kernels(q: QuantTensor) -> Step:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    reasons = byte_refusals(q.scheme, device, q.scale.dtype)
-    lines = (
-        f"byte_gemm: {'; '.join(reasons) or 'runs'} (lowbit/ops/byte_gemm.py)",
-        f"scaled_gemm: {'runs' if reasons else 'could run too'} (lowbit/kernels/scaled_blocked.py)",
-    )
-    return Step("lowbit/nn/linear.py", "QuantLinear", lines)
+    return Step("lowbit/pack/scaled.py", "OperandWeight", lines)

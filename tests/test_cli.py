@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 
 from lowbit import __version__, demo
 from lowbit.checkpoint import CheckpointReader
-from lowbit.cli import app, err, out
+from lowbit.cli.commands import app
+from lowbit.cli.terminal import err, out
 from tests.checkpoint.foreign import DATA
 from tests.tiny import save_tiny
 
@@ -52,6 +53,7 @@ def test_help_teaches_every_command():
         page = run(command, "--help")
         assert page.exit_code == 0 and "Usage" in page.stdout
     assert "w6e3m2a16" in run("quantize", "--help").stdout
+    assert demo.PACKAGE in run("demo", "--help").stdout
     assert __version__ in run("--version").stdout
     assert "wf6af16" in run("schemes").stdout
 
@@ -282,8 +284,6 @@ def test_explain(quantized):
         (["generate", "{tmp}/pipes", "x"], "tasks.jsonl: is a pipe"),
         (["inspect", "{quantized}/config.json"], "is a file; give the folder of a Transformers model"),
         (["explain", "{tmp}/none"], "no such folder; give the folder of a Transformers model"),
-        (["study", "{tmp}/none"], "no such folder; give the folder of a Transformers model"),
-        (["study", "--results", "{tmp}/empty", "--page", "{tmp}/none.md"], "holds no result file; name a model"),
         (["bench", "report", "{tmp}/none.json"], "none.json: no such file; give a result file of `lowbit bench gemm`"),
         (["bench", "report", "{tmp}"], "is a folder; name a file"),
         (["bench", "report", "{tmp}/pipe"], "pipe: is a pipe"),
@@ -345,7 +345,7 @@ def test_a_damaged_download_is_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize("delay", [0.05, 0.7])
 def test_ctrl_c_while_importing(tmp_path, delay):
     """In the first seconds, before any command has begun."""
-    start = "import lowbit_command; print('started', flush=True); lowbit_command.main()"
+    start = "import lowbit.cli; print('started', flush=True); lowbit.cli.main()"
     arguments = [sys.executable, "-c", start, "quantize", str(tmp_path), str(tmp_path / "q")]
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stdout.readline()

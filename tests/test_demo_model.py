@@ -87,4 +87,4 @@ def test_bars(smollm2, ids):
 def test_explain_walks_a_real_weight(smollm2, tmp_path):
     quantize_checkpoint(smollm2, tmp_path / "q", "w4a16_g64")
     text = render(explain(tmp_path / "q", "model.layers.12.mlp.gate_proj", 700, 300))
-    assert "lop3.b32" in text and "lowbit/ops/dispatch.py" in text
+    assert "lop3.b32" in text and "lowbit/ops/table.py" in text

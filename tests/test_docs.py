@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,12 @@ def test_code_blocks_run(page, tmp_path, monkeypatch):
         from tests.tiny import save_tiny
 
         save_tiny(tmp_path / "SmolLM2-135M-Instruct")  # the README's model, in small
+    if page.name == "checkpoints.md":
+        from tests.checkpoint.foreign import DATA
+        from tests.tiny import tiny_tokenizer
+
+        shutil.copytree(DATA / "awq-auto-round", tmp_path / "Llama-3-8B-AWQ")
+        tiny_tokenizer().save_pretrained(tmp_path / "Llama-3-8B-AWQ")
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {}
     for line, code in python_blocks(page.read_text()):
@@ -91,6 +98,24 @@ def test_files_and_tests_named_in_prose_exist(page):
         assert file is not None, f"{page.name} names {name}"
         if test:
             assert re.search(rf"^ *(?:def|class) {test}\b", file.read_text(), re.MULTILINE), f"{page.name}: {name}::{test}"
+
+
+def test_files_named_in_docstrings_exist():
+    """Names that begin with a folder of ours: `tests/ops/test_a.py`, `docs/a.md`, `pack/a.py`, `parts/a.py`."""
+    roots = (ROOT, ROOT / "lowbit", ROOT / "lowbit" / "kernels")
+    for source in [*ROOT.glob("lowbit/**/*.py"), *ROOT.glob("study/*.py")]:
+        for name in re.findall(r"(?<![\w/.{}-])((?:\w+/)+\w+\.(?:py|md))\b", source.read_text()):
+            if any((root / name.split("/")[0]).is_dir() for root in roots) and not name.startswith("docs/source/"):
+                assert any((root / name).is_file() for root in roots), f"{source.relative_to(ROOT)} names {name}"
+
+
+def test_the_log_lists_its_entries():
+    text = (ROOT / "docs" / "log.md").read_text()
+    contents, first, rest = text.partition("\n## ")
+    listed = re.findall(r"^- (\d{4}-\d\d-\d\d) \[.*?\]\(#([^)]*)\): \S", contents, re.MULTILINE)
+    entries = re.findall(r"^### ((\d{4}-\d\d-\d\d): .*)$", first + rest, re.MULTILINE)
+    assert [anchor for _, anchor in listed] == [next(iter(anchors(f"### {entry}"))) for entry, _ in entries]
+    assert [day for day, _ in listed] == [day for _, day in entries]
 
 
 def test_the_table_of_formats_is_computed():

@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader, CheckpointWriter, LayerEntry, Manifest, layer_tensors
-from lowbit.cli import app
+from lowbit.cli.commands import app
 from lowbit.explain import explain, render
 from lowbit.formats import code_values
 from lowbit.hardware.half import widen_half
@@ -163,29 +163,42 @@ def test_register_by_hand(quantized):
 
 
 def test_kernels_are_named_with_reasons(quantized):
-    text = by_file(explain(quantized("w4a16_g64")[0], LAYER))["dispatch.py"]
-    assert "M 1 N 64 K 176" in text and "M 64 N 64 K 176" in text
-    assert text.count("blocked: runs (lowbit/kernels/blocked.py)") == 2
-    assert "torch_int8: takes int8 weights with one scale per channel, not w4a16_g64" in text or torch.cuda.is_available()
+    steps = explain(quantized("w4a16_g64")[0], LAYER, 17, 90)
+    text = by_file(steps)["table.py"]
+    assert "on H200, M 1: ring_gemm (lowbit/kernels/sm80/mixed_gemm.py)" in text
+    assert "on H200, M 64: wgmma_gemm (lowbit/kernels/sm90/mixed_gemm.py)" in text
+    assert "modelled" in text and "next best: " in text and "not ring_gemm: is not for M 64" in text
+    older = by_file(explain(quantized("w4a16_g64")[0], LAYER, sm=80))["table.py"]
+    assert "on A100-SXM4-80GB, M 64: ring_gemm" in older and "not wgmma_gemm: needs the wgmma instruction" in older
+    slow = by_file(explain(quantized("w4a8_g64")[0], LAYER))["table.py"]
+    assert "scaled_blocked (lowbit/kernels/scaled_blocked.py), which decodes all weights at every call" in slow
+    assert "not narrow_scaled_gemm: take scales per tensor" in slow
+
+
+def test_the_walk_ends_in_the_kernels(quantized):
+    """Row 17 is strip 1; column 90 is in the first step of 128 and in the second k tile of 64."""
+    steps = explain(quantized("w4a16_g64")[0], LAYER, 17, 90)
+    ring, wgmma = (step for step in steps if step.file.endswith("mixed_gemm.py"))
+    assert ring.file == "lowbit/kernels/sm80/mixed_gemm.py" and wgmma.file == "lowbit/kernels/sm90/mixed_gemm.py"
+    assert "step 0 of 128 k is number 0 of that warp: slice 0" in "\n".join(ring.lines)
+    assert "row tile 0, row 17 of 128: warpgroup 0, warp 1" in "\n".join(wgmma.lines)
+    assert "k tile 1 is the odd stage of turn 0" in "\n".join(wgmma.lines) and "wgmma.mma_async m64n" in wgmma.lines[-1]
+    for step in (ring, wgmma):
+        source = (ROOT / step.file).read_text()
+        for function in re.findall(r"\((\w+)(?:, (\w+))?\)", "\n".join(step.lines[1:])):
+            assert all(f"def {name}(" in source for name in function if name), function
 
 
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="torch's products need AVX2")
 def test_the_form_on_a_cpu_is_named(quantized, fp16):
     text = by_file(explain(quantized("w8a16")[0], LAYER))["cpu_gemm.py"]
-    assert "a layer on this CPU, x bfloat16: int8, packed once at the first call" in text
-    assert "torch's int8 product takes bfloat16 activations, not float32" in text
+    assert "a layer on this CPU, x bfloat16: torch_int8 (lowbit/kernels/torch_int8.py), packed once at the first call" in text
+    assert "not torch_int8: takes bfloat16 activations, not float32" in text
     text = by_file(explain(quantized("w6e3m2a16")[0], LAYER))["cpu_gemm.py"]
     assert "x bfloat16: decoded once at the first call if the model fits" in text
     text = by_file(explain(fp16, LAYER, scheme="w8a8"))["cpu_gemm.py"]
-    assert text.count("int8, packed once at the first call") == 2 or "saturates sums of int8 x on this CPU" in text
+    assert text.count("packed once at the first call") == 2 or "saturates sums of int8 x on this CPU" in text
     assert "decoded at every call" in by_file(explain(fp16, LAYER, scheme="fp8"))["cpu_gemm.py"]
-
-
-def test_the_tile_is_named_with_its_cost(quantized):
-    text = by_file(explain(quantized("w4a16_g64")[0], LAYER))["choose.py"]
-    assert "on H200, M 1: ring " in text and "on H200, M 64: wgmma " in text and "modelled" in text
-    text = by_file(explain(quantized("w4a16_g64")[0], LAYER, sm=80))["choose.py"]
-    assert "on A100-SXM4-80GB, M 64: ring " in text
 
 
 def test_order_and_pre_quant_scale_are_named(fp16, tmp_path):
@@ -228,7 +241,7 @@ def test_quantized_inputs(quantized, scheme, says, byte):
     if byte == "codes of 8 bits are the operand":
         code = int(q.codes[17, 90])
         assert f"code {code} is the byte {(code - 128) & 255:#04x}, {code - 128}" in named["scaled.py"]
-    assert "runs" in named["linear.py"]
+    assert "on H200, M 1: " in named["table.py"]
     for name in set(re.findall(r"\b[\w/]+\.py\b", render(steps))):
         assert (ROOT / name).is_file(), name
 

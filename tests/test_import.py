@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 
@@ -16,10 +17,30 @@ def python(code, *arguments):
     return done.stdout.strip()
 
 
+BROUGHT = """sorted(m for m in sys.modules if m.split('.')[0] in ('lowbit', 'torch', 'transformers', 'numpy', 'triton'))"""
+
+
 def test_what_it_brings():
-    """Transformers takes twice as long as torch; vision and the study are for who asks for them."""
-    heavy = ("transformers", "accelerate", "matplotlib", "lowbit.vision")
-    assert python(f"import sys, lowbit; print([m for m in {heavy} if m in sys.modules])") == "[]"
+    """Nothing: torch takes over a second and Transformers twice that, which `lowbit --help` need not wait for."""
+    assert python(f"import sys, lowbit; print({BROUGHT})") == "['lowbit', 'lowbit._version']"
+
+
+@pytest.mark.parametrize("command", ["", "quantize", "convert", "eval", "inspect", "explain", "demo", "bench", "bench conv"])
+def test_help_imports_no_layer(command):
+    """Each page of help, and a wrong call, from the entry point on."""
+    code = f"""
+import sys
+from lowbit.cli import main
+for end in ("--help", "--no-such-option"):
+    sys.argv = ["lowbit", *{command.split()}, end]
+    try:
+        main()
+    except SystemExit as done:
+        assert done.code == (0 if end == "--help" else 2), done.code
+print({BROUGHT})
+"""
+    rooms = {name.split(".")[1] for name in ast.literal_eval(python(code).splitlines()[-1]) if "." in name}
+    assert rooms == {"_version", "cli"}
 
 
 def test_all_names_are_there():
@@ -30,12 +51,25 @@ for name in lowbit.__all__:
     assert getattr(lowbit, name) is not None, name
 assert "quantization_mode" in inspect.signature(lowbit.pipeline).parameters
 assert lowbit.pipeline.Response is lowbit.Response
+assert lowbit.formats.parse_scheme is lowbit.parse_scheme and lowbit.ops.gemm is lowbit.gemm
 try:
     lowbit.no_such_name
 except AttributeError as error:
     print(error)
 """
     assert python(code) == "module 'lowbit' has no attribute 'no_such_name'"
+
+
+def test_names_are_found_inside_torch_compile():
+    code = """
+import torch
+import lowbit
+q = lowbit.QuantTensor(torch.full((4, 4), 128 + 1, dtype=torch.uint8), torch.ones(4, 1), None, lowbit.parse_scheme("w8a16"))
+w = lowbit.pack_for(q, torch.float32)
+run = torch.compile(lambda x: lowbit.gemm(x, w), backend="eager", fullgraph=True)
+print(run(torch.ones(1, 4)).tolist())
+"""
+    assert python(code) == "[[4.0, 4.0, 4.0, 4.0]]"
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 import lowbit
 
 ROOT = Path(__file__).parent.parent
-SOURCES = sorted((ROOT / "lowbit").rglob("*.py"))
+SOURCES = sorted(path for folder in ("lowbit", "study") for path in (ROOT / folder).rglob("*.py"))
 
 
 def layer_of(module: str) -> str | None:

@@ -5,19 +5,16 @@ from __future__ import annotations
 import datetime
 import math
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from torch import Tensor
 
-from lowbit.bench.activations_report import ACTIVATIONS, SCHEMA, load, markdown
+from lowbit.bench.activations_report import ACTIVATIONS, SCHEMA
 from lowbit.bench.protocol import PROTOCOL, WrongResult, capture, gaussian, l2_bytes, warm_up
-from lowbit.bench.request import DTYPES, parse_rows
 from lowbit.bench.results import default_path, machine
 from lowbit.checkpoint.target import check_file
 from lowbit.eval.results import versions, write_json
@@ -26,12 +23,11 @@ from lowbit.ops import (
     Activations,
     byte_gemm,
     layer_norm_quantize,
-    pack_scaled_weight,
     quantize_activations,
     rms_norm_quantize,
     silu_mul_quantize,
 )
-from lowbit.pack import ScaledWeight
+from lowbit.pack import OperandWeight
 from lowbit.quantize import rtn
 
 COLUMNS = (4096, 8192, 28672)
@@ -129,21 +125,21 @@ def _measure(operation: Operation, inputs: list[Tensor], others: list[Tensor], w
 def measure_products(rows: tuple[int, ...], k: int, dtype: torch.dtype) -> Iterator[ProductRow]:
     """What quantizing x costs before a product on the current GPU: weights rotate so that they come from memory."""
     for scheme in PRODUCT_SCHEMES:
-        first = pack_scaled_weight(rtn(gaussian(k, k, seed=0, dtype=dtype), scheme))
+        first = OperandWeight.pack(rtn(gaussian(k, k, seed=0, dtype=dtype), scheme))
         weights = [first] + [first.clone() for _ in range(math.ceil(3 * l2_bytes() / first.nbytes) - 1)]
         for m in rows:
             yield _product_row(scheme, gaussian(m, k, seed=m, dtype=dtype), weights)
 
 
-def _product_row(scheme: str, x: Tensor, weights: list[ScaledWeight]) -> ProductRow:
+def _product_row(scheme: str, x: Tensor, weights: list[OperandWeight]) -> ProductRow:
     fmt = parse_scheme(scheme).activation
     assert fmt is not None
     given = quantize_activations(x, fmt)
 
-    def product(w: ScaledWeight, made: Activations) -> Tensor:
+    def product(w: OperandWeight, made: Activations) -> Tensor:
         return byte_gemm(made.codes, made.scale, w, dtype=x.dtype)
 
-    def us(call: Callable[[ScaledWeight], Tensor]) -> float:
+    def us(call: Callable[[OperandWeight], Tensor]) -> float:
         return statistics.median(capture([lambda w=w: call(w) for w in weights]).times_us(REPLAYS))  # type: ignore[misc]
 
     apart = us(lambda w: product(w, given)), us(lambda w: quantize_activations(x, fmt).codes)
@@ -176,33 +172,3 @@ def run(
     document["complete"] = True
     write_json(path, document)
     return path, document
-
-
-def bench_activations(
-    m: Annotated[str | None, typer.Option("--m", help="Rows of x, separated by commas: 16,256,4096,16384.")] = None,
-    k: Annotated[str | None, typer.Option("--k", help="Columns of x, separated by commas: 4096,8192,28672.")] = None,
-    dtype: Annotated[str, typer.Option(help="Type of x: float16 or bfloat16.")] = "float16",
-    out_file: Annotated[
-        Path | None, typer.Option("--out", help="Results; bench/results/<gpu>/<date>-activations.json.")
-    ] = None,
-    report_file: Annotated[Path | None, typer.Option("--report", help="Print this result file; needs no GPU.")] = None,
-) -> None:
-    """Time the quantization of activations on this GPU, alone and fused with norms and SiLU: us, share of a copy's speed.
-
-    Needs an NVIDIA GPU. Results are compared with the CPU's. A second table has products with x quantized outside and inside
-    the timed region. The file is complete after every row, so Ctrl-C keeps what was measured; the tables are Markdown.
-
-    Example: lowbit bench activations --m 16,4096 --k 8192
-    """
-    if report_file is not None:
-        print(markdown(load(report_file)), end="")
-        return
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype is {' or '.join(DTYPES)}, got {dtype!r}")
-    rows = ROWS if m is None else parse_rows(m)
-    columns = COLUMNS if k is None else parse_rows(k)
-    if not torch.cuda.is_available():
-        raise ValueError(f"bench activations measures an NVIDIA GPU and torch {torch.__version__} sees none")
-    path, document = run(rows, columns, DTYPES[dtype], out_file, lambda line: print(line, file=sys.stderr, flush=True))
-    print(markdown(document), end="")
-    print(f"wrote {path}", file=sys.stderr)

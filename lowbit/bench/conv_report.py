@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-from rich.console import Console
 from rich.table import Table
 
-from lowbit.eval.results import check_plot, read_json, write_plots
+from lowbit.eval.results import read_json, write_plots
 from lowbit.picture import Theme, new_figure, plain
 
 SCHEMA = 1
@@ -105,53 +103,3 @@ def _kinds(rows: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
         )
         for name, own in kinds.items()
     }  # fmt: skip
-
-
-def bench_conv(
-    storages: Annotated[str, typer.Option(help="Activations, separated by commas: int4, int8.")] = "int4,int8",
-    batches: Annotated[str | None, typer.Option(help="Images, separated by commas: 1,8,32,128,256,2048.")] = None,
-    peers: Annotated[
-        str, typer.Option(help="Rivals in fp16, separated by commas: cudnn, compile (torch.compile), or none.")
-    ] = "cudnn",
-    out_file: Annotated[Path | None, typer.Option("--out", help="Results; bench/results/<gpu>/<date>-conv.json.")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw where the time goes: a .png or .svg file.")] = None,
-    report_file: Annotated[Path | None, typer.Option("--report", help="Print and draw this result file; needs no GPU.")] = None,
-) -> None:
-    """Time ResNet-50 in INT4 and INT8 on this GPU, its fusions on and off at batch 128, and every layer beside its roofline.
-
-    Needs an H100 or H200. Codes are compared with an integer reference first, bit for bit. The file is complete after every
-    row, so Ctrl-C keeps what was measured.
-
-    Example: lowbit bench conv --storages int4 --batches 1,128 --plot layers.png
-    """
-    out, err = Console(), Console(stderr=True)
-    if plot_file is not None:
-        check_plot(plot_file, CONV)
-    if report_file is not None:
-        document = load(report_file)
-    else:
-        wanted = storages.split(",")
-        unknown = [name for name in wanted if name not in STORAGES]
-        if unknown:
-            raise ValueError(f"storages are {' and '.join(STORAGES)}, got {', '.join(unknown)}")
-        import torch
-
-        if not torch.cuda.is_available():
-            raise ValueError(f"bench conv measures an NVIDIA GPU and torch {torch.__version__} sees none")
-        from lowbit.bench.conv import BATCHES, run
-        from lowbit.bench.conv_network import FUSIONS
-        from lowbit.bench.conv_rivals import RIVALS
-        from lowbit.bench.request import parse_rows
-
-        rivals = [] if peers == "none" else peers.split(",")
-        if set(rivals) - set(RIVALS):
-            raise ValueError(f"peers are {', '.join(RIVALS)} or none, got {peers}")
-        chosen = BATCHES if batches is None else parse_rows(batches)
-        path, document = run([STORAGES[n] for n in wanted], chosen, FUSIONS, rivals, out_file, err.print)  # type: ignore[misc]
-        err.print(f"wrote {path}")
-    out.print(network_table(document))
-    for storage in dict.fromkeys(row["storage"] for row in document["layers"]):
-        out.print(layer_table(document, storage))
-    if plot_file is not None:
-        plot(document, plot_file)
-        err.print(f"wrote {plot_file}")

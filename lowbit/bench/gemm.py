@@ -99,15 +99,17 @@ def this_library(q: QuantTensor, request: Request) -> Contender:
     """This library's kernel for a weight."""
     if q.scheme.activation is not None:
         return quantized_x.this_library(q, request)
-    from lowbit.ops import describe, fragment_gemm, pack_weight  # type: ignore[attr-defined, unused-ignore]
+    from lowbit.ops import fragment_gemm
+    from lowbit.ops.table import describe, problem_on
+    from lowbit.pack import FragmentWeight
 
-    weight = pack_weight(q)
+    weight = FragmentWeight.pack(q)
     n, k = q.shape
     return Contender(
         weight,
         weight.nbytes,
         lambda w: w.clone(),
-        lambda m: [(describe(q.scheme, m, n, k, request.torch_dtype), fragment_gemm)],
+        lambda m: [(describe(problem_on(q.codes.device, q.scheme, m, (n, k), request.torch_dtype)), fragment_gemm)],
         lambda x: reference_product(x, q),
         request.torch_dtype,
     )

@@ -66,16 +66,22 @@ def contender(
 
 def this_library(q: QuantTensor, request: Request) -> Contender:
     """This library's kernels for 8-bit activations."""
-    from lowbit.ops import byte_gemm, describe_scaled, pack_scaled_weight  # type: ignore[attr-defined, unused-ignore]
+    from lowbit.ops import byte_gemm
+    from lowbit.ops.table import describe, problem_on
+    from lowbit.pack import OperandWeight
 
-    weight = pack_scaled_weight(q)
-    n, k = q.shape
+    weight = OperandWeight.pack(q)
 
     def product(x: Codes, w: Any) -> Tensor:
         return byte_gemm(x.codes, x.scale, w, dtype=request.torch_dtype, x_zero=x.zero)
 
     return contender(
-        q, request, weight, weight.nbytes, lambda w: w.clone(), lambda m: [(describe_scaled(q.scheme, m, n, k), product)]
+        q,
+        request,
+        weight,
+        weight.nbytes,
+        lambda w: w.clone(),
+        lambda m: [(describe(problem_on(q.codes.device, q.scheme, m, q.shape, request.torch_dtype)), product)],
     )
 
 

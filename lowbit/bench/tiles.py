@@ -16,7 +16,7 @@ from lowbit.bench.request import Request
 from lowbit.formats import Scheme, parse_scheme
 from lowbit.hardware.machine import Machine
 from lowbit.kernels.choose import GemmShape, Tile, candidates, choose
-from lowbit.pack import KernelWeight, pack_weight, weight_form
+from lowbit.pack import FragmentWeight, weight_form
 
 TRIED = 6
 """Candidates measured for a problem: those that the model thinks cheapest."""
@@ -57,7 +57,7 @@ def measure_tiles(request: Request, machine: Machine, watch: Callable[[str], Non
             raise ValueError(f"bench tiles measures tiles of the kernels for 16-bit activations, not {scheme}")
         for n, k in request.shapes:
             q = quantized(scheme, (n, k))
-            weight = pack_weight(q)
+            weight = FragmentWeight.pack(q)
             weights = [weight] + [weight.clone() for _ in range(copies_needed(weight.nbytes, l2_bytes()) - 1)]
             reference = q.dequantize(torch.float64)
             for m in request.rows:
@@ -69,7 +69,7 @@ def measure_tiles(request: Request, machine: Machine, watch: Callable[[str], Non
 
 
 def _measure(
-    scheme: Scheme, shape: GemmShape, machine: Machine, x: Tensor, weights: list[KernelWeight], reference: Tensor
+    scheme: Scheme, shape: GemmShape, machine: Machine, x: Tensor, weights: list[FragmentWeight], reference: Tensor
 ) -> TileRow:
     chosen, invariant = choose(shape, machine), choose(shape, machine, True)
     rows = [row.tile for row in candidates(shape, machine) if not row.reasons][:TRIED]
@@ -78,15 +78,16 @@ def _measure(
     return TileRow(scheme.name, shape, chosen, times[chosen], fastest, times[fastest], times[invariant])
 
 
-def _time(tile: Tile, shape: GemmShape, machine: Machine, x: Tensor, weights: list[KernelWeight], reference: Tensor) -> float:
+def _time(tile: Tile, shape: GemmShape, machine: Machine, x: Tensor, weights: list[FragmentWeight], reference: Tensor) -> float:
     """Microseconds per call; raises WrongResult when the product is wrong."""
-    from lowbit.ops.fragment_gemm import plan_for, workspace
+    from lowbit.ops.fragment_gemm import plan_for
+    from lowbit.ops.workspace import workspace
 
     first = weights[0]
     form = weight_form(first.scheme, None if first.scale is None else first.scale.dtype, first.channel_scale is not None)
     plan = plan_for(tile, shape, form, x.dtype, False, machine)
 
-    def call(w: KernelWeight) -> Any:
+    def call(w: FragmentWeight) -> Any:
         return plan(x, w.codes, w.scale, w.channel_scale, None, *workspace(x.device, *plan.workspace))
 
     graph = capture([lambda w=w: call(w) for w in weights])  # type: ignore[misc]

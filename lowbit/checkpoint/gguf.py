@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from lowbit.checkpoint.foreign import ForeignEntry
-from lowbit.checkpoint.reader import regular_file
+from lowbit.checkpoint.reader import model_folder, regular_file
 from lowbit.checkpoint.schema import MAX_DIMENSION, CheckpointError
 from lowbit.formats import PerGroup, QuantTensor, Scheme, ZeroPoint, int_format, uint_format
 
@@ -144,6 +144,25 @@ class GgufTensor:
     shape: tuple[int, ...]
     begin: int
     end: int
+
+
+def gguf_file(path: Path) -> Path | None:
+    """The GGUF file at `path`, or the one in a folder there that has no config.json; None for anything else. Raises
+    CheckpointError for a folder with several."""
+    if path.suffix == ".gguf" and path.exists() and not path.is_dir():
+        return path
+    if not path.is_dir() or (path / "config.json").exists():
+        return None
+    files = sorted(path.glob("*.gguf"))
+    if len(files) > 1:
+        raise CheckpointError(f"{path}: holds {len(files)} GGUF files; name the one that is meant")
+    return files[0] if files else None
+
+
+def model_path(path: Path) -> Path:
+    """`path`, if it is a GGUF file or a `model_folder`; raises CheckpointError if not."""
+    is_gguf = path.suffix == ".gguf" and not path.is_dir() and regular_file(path).exists()
+    return path if is_gguf else model_folder(path)
 
 
 class GgufReader:

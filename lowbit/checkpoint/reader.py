@@ -8,7 +8,7 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lowbit.checkpoint.schema import (
+    OLD_NAMES,
     CheckpointError,
     Manifest,
     expected_tensors,
@@ -67,7 +68,8 @@ class CheckpointReader:
 
     Opening it parses config.json and every file's header, reads the orders of layers that have one, and raises
     CheckpointError, naming file and tensor, for anything truncated, foreign or inconsistent. `manifest` is None when the
-    checkpoint is not a lowbit one. `weights` is the name of the file, where it is one of another name than Transformers'.
+    checkpoint is not a lowbit one; its tensors go by the names of today, also where it has older ones. `weights` is the name of
+    the file, where it is one of another name than Transformers'.
     """
 
     def __init__(self, folder: str | Path, weights: str = SINGLE) -> None:
@@ -75,6 +77,7 @@ class CheckpointReader:
         self.config: dict[str, Any] = read_json(self.folder / "config.json")
         self._tensors = _read_headers(self.folder, weights)
         self._open: dict[Path, Any] = {}
+        self._stored: dict[str, str] = {}
         self.manifest = self._read_manifest()
 
     def __enter__(self) -> CheckpointReader:
@@ -99,7 +102,7 @@ class CheckpointReader:
         try:
             if info.file not in self._open:
                 self._open[info.file] = safe_open(str(info.file), framework="pt")
-            tensor: Tensor = self._open[info.file].get_tensor(name)
+            tensor: Tensor = self._open[info.file].get_tensor(self._stored.get(name, name))
             return tensor
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{info.file}: {name}: cannot be read ({error})") from error
@@ -174,7 +177,9 @@ class CheckpointReader:
                 f"{', '.join(sorted(files))}"
             )
         for name, entry in manifest.layers.items():
-            for tensor, (shape, dtypes) in expected_tensors(name, entry).items():
+            expected = expected_tensors(name, entry)
+            self._rename(name, expected)
+            for tensor, (shape, dtypes) in expected.items():
                 if tensor not in self._tensors:
                     raise CheckpointError(f"{self.folder}: config.json lists the layer {name!r}, but no file has {tensor}")
                 found = self._tensors[tensor]
@@ -203,6 +208,13 @@ class CheckpointReader:
                     "something else without it; a newer lowbit may have written it"
                 )
         return manifest
+
+    def _rename(self, layer: str, expected: Container[str]) -> None:
+        """Gives tensors of a layer that have an old name in the files the one that is expected."""
+        for old, new in OLD_NAMES.items():
+            stored, name = f"{layer}.{old}", f"{layer}.{new}"
+            if name in expected and name not in self._tensors and stored in self._tensors:
+                self._tensors[name], self._stored[name] = self._tensors.pop(stored), stored
 
 
 def regular_file(path: Path) -> Path:

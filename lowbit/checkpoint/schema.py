@@ -34,6 +34,9 @@ _FLAGS = {
     "activation_zero": "activation_zero",
 }  # fmt: skip
 """Key of a layer's entry -> suffix of the tensor that the layer has if the entry says true."""
+OLD_NAMES = {"input_scale": "pre_quant_scale"}
+"""Keys of entries, and suffixes of tensors, that were written before the first release -> what they are called now. Both are
+read; only the new ones are written."""
 _FACTORS = ("weight_up", "weight_down")
 """Tensors of a layer whose entry states a "low_rank"."""
 _ENTRY_KEYS = {"shape", "scheme", "low_rank", *_FLAGS}
@@ -115,7 +118,7 @@ class Manifest:
         default = _scheme(data.get("scheme"), where, "quantization_config")
         layers = {}
         for name, entry in _mapping(data.get("layers"), where, "layers").items():
-            entry = _mapping(entry, where, f"layer {name!r}")
+            entry = current_names(_mapping(entry, where, f"layer {name!r}"))
             unknown = sorted(set(map(str, entry)) - _ENTRY_KEYS)
             if unknown:
                 raise CheckpointError(f"{where}: layer {name!r} has unknown keys {unknown}; known are {sorted(_ENTRY_KEYS)}")
@@ -143,6 +146,12 @@ class Manifest:
             str(name): _digest(entry, where, name) for name, entry in _mapping(data.get("files", {}), where, "files").items()
         }
         return cls(default, layers, tuple(kept), dict(tied), files)
+
+
+def current_names(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A layer's entry with the names that its keys have now; one that stands under both names stays as it is, to be refused."""
+    renamed = {old: new for old, new in OLD_NAMES.items() if new not in entry}
+    return {renamed.get(key, key): value for key, value in entry.items()}
 
 
 def manifest_sha256(stated: Mapping[str, Any]) -> str:

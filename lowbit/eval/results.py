@@ -24,7 +24,7 @@ from lowbit.picture import DARK, LIGHT, Theme
 
 SCHEMA = 1
 SUITE = "lowbit eval --suite"
-RESULTS = "results.json"
+RESULTS, UNFINISHED = "results.json", "results-unfinished.json"
 _PACKAGES = ("transformers", "tokenizers", "numpy", "rouge-score")
 
 
@@ -52,10 +52,11 @@ def versions(packages: Sequence[str]) -> dict[str, str | None]:
 
 
 class Results:
-    """The document of one run and the file `results.json` in `folder` that mirrors it."""
+    """The document of one run and the file `path` that mirrors it: `results.json` in `folder`, or, as long as the run is not
+    complete and an earlier one's is there, which was, `results-unfinished.json`."""
 
     def __init__(self, folder: Path, request: dict[str, Any]) -> None:
-        self.path = folder / RESULTS
+        self.path = folder / (UNFINISHED if _is_complete(folder / RESULTS) else RESULTS)
         self.document: dict[str, Any] = {
             "result": SUITE, "schema": SCHEMA, "date": datetime.date.today().isoformat(), "complete": False,
             "machine": machine(), "versions": versions(_PACKAGES), "request": request, "models": [],
@@ -84,13 +85,24 @@ class Results:
         self.write()
 
     def finish(self) -> None:
-        """Marks the run as complete."""
+        """Marks the run as complete; what it wrote in the meantime goes, and an earlier run's results are replaced."""
         self.document["complete"] = True
+        unfinished, self.path = self.path, self.path.with_name(RESULTS)
         self.write()
+        if unfinished != self.path:
+            unfinished.unlink(missing_ok=True)
 
     def write(self) -> None:
         """Replaces the file in one step."""
         write_json(self.path, self.document)
+
+
+def _is_complete(path: Path) -> bool:
+    """Whether the results of a run that ended are at `path`."""
+    try:
+        return bool(read_json(path, SUITE, SCHEMA).get("complete"))
+    except ValueError:
+        return False
 
 
 def as_json(value: Any) -> str:

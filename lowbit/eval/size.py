@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,14 +11,17 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader, expected_tensors
+from lowbit.formats import packed_bytes
+from lowbit.models.source import is_foreign, stored_bytes
+from lowbit.nn.packed import PackedWeight
 
 
 @dataclass(frozen=True)
 class Size:
     """`bytes` of all tensors of a checkpoint; bits per weight over its `linear_weights`, scales and zeros included.
 
-    Embeddings and the LM head are not among the linear weights, whether quantized or not; they are in `bytes`. Bits per
-    weight are None for weights quantized by another tool's method, which this library does not load itself.
+    Embeddings and the LM head are not among the linear weights, whether quantized or not; they are in `bytes`. Of another
+    tool's files, `bytes` are theirs and bits per weight those of the layers made of them, None where Transformers loads them.
     """
 
     bytes: int
@@ -27,7 +31,10 @@ class Size:
 
 
 def size_of(name: str, model: PreTrainedModel) -> Size | None:
-    """Size of the checkpoint in the folder `name`, or of the hub's model of that name; None if it holds no safetensors."""
+    """Size of the checkpoint in the folder or GGUF file `name`, or of the hub's model of that name, which `model` was loaded
+    of; None if it holds no safetensors."""
+    if is_foreign(name):
+        return _foreign_size(Path(name), model)
     folder = Path(name) if Path(name).is_dir() else Path(cached_file(name, "config.json")).parent  # type: ignore[arg-type]
     try:
         with CheckpointReader(folder) as reader:
@@ -54,6 +61,25 @@ def _size(reader: CheckpointReader, model: PreTrainedModel) -> Size:
             stored += module.weight.numel() * _item_bytes(reader, f"{name}.weight")
     scheme = reader.manifest.scheme.name if reader.manifest else None
     return Size(total, weights, None if foreign or not weights else 8 * stored / weights, scheme)
+
+
+def _foreign_size(path: Path, model: PreTrainedModel) -> Size:
+    outside = {id(module) for module in (model.get_input_embeddings(), model.get_output_embeddings())}
+    weights = held = 0
+    schemes: Counter[str] = Counter()
+    for module in model.modules():
+        if id(module) in outside:
+            continue
+        if isinstance(module, PackedWeight):
+            n, k = module.shape
+            beside = [p for name, p in module.named_parameters(recurse=False) if name not in ("weight_packed", "bias")]
+            held += n * packed_bytes(k, module.scheme.weight.bits) + sum(p.nbytes for p in beside)
+            weights += n * k
+            schemes[module.scheme.name] += 1
+        elif isinstance(module, nn.Linear):
+            weights += module.weight.numel()
+            held += module.weight.nbytes
+    return Size(stored_bytes(path), weights, 8 * held / weights if weights else None, schemes.most_common(1)[0][0])
 
 
 def _bytes(reader: CheckpointReader, name: str) -> int:

@@ -137,7 +137,7 @@ def run_suite(
     say: Callable[[str], None],
     progress: bool = False,
 ) -> Results:
-    """Measures the reference, then each model, on every task; `folder`/results.json is complete after every task.
+    """Measures the reference, then each model, on every task; the file of `Results` in `folder` is complete after every task.
 
     The reference stays in memory beside each model, for the divergence on every text. Programs are generated and run only with
     `settings.run_generated_code`.
@@ -149,7 +149,7 @@ def run_suite(
     names = [reference, *models] if reference is not None else list(models)
     held: Pipeline | None = None
     for name, label in zip(names, labels(names), strict=True):
-        pipe = pipeline(name, dtype=measuring_dtype())
+        pipe = pipeline(name, dtype=measuring_dtype(), progress=progress)
         first = reference is not None and held is None
         dtype = str(pipe.model.dtype).removeprefix("torch.")
         results.add_model(name, label, first, size_of(name, pipe.model), dtype, str(pipe.model.device))

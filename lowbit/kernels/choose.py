@@ -15,6 +15,9 @@ from lowbit.hardware.machine import Machine
 RING_TOKENS = 16
 """Beyond this the ring kernel loses: its warps each bring their own x, the wgmma kernel's share it."""
 
+INVARIANT_WARPS = 8
+"""Warps that share K in ring tiles whose sums do not depend on m."""
+
 SMALL_TOKENS = 8
 """Tokens of one mma.sync: up to here x costs little, and the ring kernel, which the memory binds, always wins."""
 
@@ -118,10 +121,12 @@ def candidates(shape: GemmShape, machine: Machine, *, batch_invariant: bool = Fa
     With `batch_invariant`, only tiles whose sums do not depend on m: row i of y then has the same bits in any batch.
     """
     rows = [_wgmma_candidate(tile, shape, machine) for tile in _wgmma_tiles(shape)] if "wgmma" in machine.arch.features else []
-    if batch_invariant:
+    if batch_invariant and rows:
         return _ordered([row for row in rows if isinstance(row.tile, WgmmaTile) and row.tile.splits == 1])
     if shape.m <= RING_TOKENS or not rows:
         rings = [_ring_candidate(tile, shape, machine) for tile in _ring_tiles(shape, machine)]
+        if batch_invariant:  # slices of K are those of the warps that share them
+            return _ordered([row for row in rings if (row.tile.warps_k, row.tile.splits) == (INVARIANT_WARPS, 1)])  # type: ignore[union-attr]
         rows = rings if shape.m <= SMALL_TOKENS else rows + rings
     known = {row.tile: row for row in MEASURED if row.holds_for(shape, machine)}
     return _ordered([replace(row, measured=known.get(row.tile)) for row in rows])

@@ -77,16 +77,21 @@ class ScaledCandidate:
     cost_us: float
 
 
-def candidates_scaled(shape: ScaledShape, machine: Machine) -> list[ScaledCandidate]:
-    """Every tile considered for a problem, the cheapest first, those that cannot last."""
-    rows = [ScaledCandidate(tile, _reasons(tile, shape), _cost(tile, shape, machine)) for tile in _tiles(shape)]
+def candidates_scaled(shape: ScaledShape, machine: Machine, *, batch_invariant: bool = False) -> list[ScaledCandidate]:
+    """Every tile considered for a problem, the cheapest first, those that cannot last.
+
+    With `batch_invariant`, only tiles whose sums do not depend on m: all where they are exact integers until the end, else
+    those that do not split K. Row i of y then has the same bits in any batch.
+    """
+    tiles = [tile for tile in _tiles(shape) if not (batch_invariant and shape.apart and tile.splits > 1)]
+    rows = [ScaledCandidate(tile, _reasons(tile, shape), _cost(tile, shape, machine)) for tile in tiles]
     return sorted(rows, key=lambda row: (bool(row.reasons), row.cost_us))
 
 
 @functools.lru_cache(maxsize=4096)
-def choose_scaled(shape: ScaledShape, machine: Machine) -> ScaledTile:
+def choose_scaled(shape: ScaledShape, machine: Machine, batch_invariant: bool = False) -> ScaledTile:
     """The cheapest of the candidates that can; raises ValueError with everybody's reasons when none can."""
-    rows = candidates_scaled(shape, machine)
+    rows = candidates_scaled(shape, machine, batch_invariant=batch_invariant)
     for row in rows:
         if not row.reasons:
             return row.tile

@@ -40,7 +40,7 @@ class Target(ABC):
         return (name,)
 
     @abstractmethod
-    def config(self, kept: list[str], tied: Mapping[str, str]) -> dict[str, Any]:
+    def config(self, kept: list[str], tied: Mapping[str, str]) -> Manifest | dict[str, Any]:
         """`quantization_config`; `kept` are linear layers in 16 bits, `tied` modules that share a quantized layer's weights."""
 
 
@@ -66,10 +66,8 @@ class _Lowbit(_LayerByLayer):
         self.entries[name] = LayerEntry.of(q)
         return layer_tensors(q)
 
-    def config(self, kept: list[str], tied: Mapping[str, str]) -> dict[str, Any]:
-        scheme = _most_common(entry.scheme for entry in self.entries.values())
-        kept = [name for name in kept if name not in tied]
-        return Manifest(scheme, self.entries, tuple(kept), dict(tied)).to_dict()
+    def config(self, kept: list[str], tied: Mapping[str, str]) -> Manifest:
+        return manifest_of(self.entries, kept, tied)
 
 
 @dataclass
@@ -205,6 +203,13 @@ def target_of(name: str, *, gptq_v2: bool, model: Mapping[str, Any], dtype: torc
         case "tensorrt-llm":
             return _TensorrtLlm(model, dtype)
     return None
+
+
+def manifest_of(entries: dict[str, LayerEntry], kept: Iterable[str], tied: Mapping[str, str]) -> Manifest:
+    """What a lowbit checkpoint states of these layers: their most common scheme, linear layers `kept` in 16 bits, and ties."""
+    return Manifest(
+        _most_common(e.scheme for e in entries.values()), entries, tuple(k for k in kept if k not in tied), dict(tied)
+    )
 
 
 def rounding_error(weight: Tensor, dtype: torch.dtype) -> float:

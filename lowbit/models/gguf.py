@@ -12,11 +12,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from lowbit.checkpoint import CheckpointError, GgufReader
 from lowbit.checkpoint.foreign import ForeignEntry
 from lowbit.formats import QuantTensor
+from lowbit.models.skeleton import tokenizer_of
 
 _GLOBAL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _BLOCK = {
@@ -71,7 +72,7 @@ class GgufSource:
 
     def save_tokenizer(self, folder: Path) -> None:
         """Writes the tokenizer's files."""
-        AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name).save_pretrained(folder)
+        tokenizer_of(self.path).save_pretrained(folder)
 
     def layer(self, name: str) -> QuantTensor:
         """One layer, rows in Transformers' order."""

@@ -15,19 +15,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import ConversionOps, WeightRenaming
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader, LayerEntry, Manifest
-from lowbit.formats import Scheme, parse_scheme
+from lowbit.checkpoint.schema import OLD_NAMES, current_names
+from lowbit.formats import QuantTensor, Scheme, parse_scheme
 from lowbit.models.complete import require_complete, require_finite, some
 from lowbit.models.cpu import plan_on_cpu
 from lowbit.models.fuse import prepare_on_gpu
 from lowbit.models.names import Names
 from lowbit.models.parallel import parallel_refusals
 from lowbit.nn.convert import Plan, empty_like, plan_conversion, quantized, swap, tie
+from lowbit.nn.linear import make_batch_invariant
 from lowbit.nn.packed import PackedWeight
 from lowbit.quantize.rtn import Search
 
@@ -43,10 +45,11 @@ logger = logging.get_logger(__name__)
 class LowbitConfig(QuantizationConfigMixin):
     """How to quantize a model, and what a saved one holds (`quantization_config` in its config.json).
 
-    scheme: a scheme's name, such as "w4a16_g64" or "wf6af16". modules_to_not_convert: names or patterns to leave in 16
-    bits; by default the LM head (and embeddings, which take `embeddings=True`). search: "max" or "mse", see
-    `lowbit.quantize.rtn`. The other arguments are what a checkpoint states about itself; the checksums `files` and
-    `sha256` are forgotten, since `save_pretrained` writes others. Raises ValueError for a scheme that does not exist.
+    scheme: a scheme's name, such as "w4a16_g64" or "wf6af16". modules_to_not_convert: names or patterns to leave in 16 bits; by
+    default the LM head (and embeddings, which take `embeddings=True`). search: "max" or "mse", see `lowbit.quantize.rtn`.
+    batch_invariant: quantized layers give a token the same bits in every batch, on a GPU; a choice of this run, which files do
+    not keep. The other arguments are what a checkpoint states about itself; the checksums `files` and `sha256` are forgotten,
+    since `save_pretrained` writes others. Raises ValueError for a scheme that does not exist.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class LowbitConfig(QuantizationConfigMixin):
         modules_to_not_convert: list[str] | None = None,
         embeddings: bool = False,
         search: Search = "max",
+        batch_invariant: bool = False,
         layers: dict[str, dict[str, Any]] | None = None,
         tied: dict[str, str] | None = None,
         files: dict[str, dict[str, str]] | None = None,
@@ -73,7 +77,8 @@ class LowbitConfig(QuantizationConfigMixin):
         self.modules_to_not_convert = modules_to_not_convert
         self.embeddings = embeddings
         self.search: Search = search
-        self.layers = layers
+        self.batch_invariant = batch_invariant
+        self.layers = None if layers is None else {name: current_names(entry) for name, entry in layers.items()}
         self.tied = tied
 
     @classmethod
@@ -91,7 +96,7 @@ class LowbitConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         """What config.json holds: the arguments of quantizing are gone once there are layers."""
-        out = {k: v for k, v in self.__dict__.items() if v is not None}
+        out = {k: v for k, v in self.__dict__.items() if v is not None and k != "batch_invariant"}
         if self.layers is not None:
             out.pop("search"), out.pop("embeddings")
         return out
@@ -108,6 +113,8 @@ class LowbitQuantizer(HfQuantizer):
     def __init__(self, quantization_config: LowbitConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.failures: list[str] = []
+        self.layers: dict[str, str] = {}
+        """Modules that take up weights while loading -> the module that owns these, itself unless it is tied to another."""
 
     def _process_model_before_weight_loading(
         self, model: nn.Module, checkpoint_files: list[str] | None = None, **kwargs: Any
@@ -130,6 +137,9 @@ class LowbitQuantizer(HfQuantizer):
             return
         refuse(where, parallel_refusals(model, None))
         config = self.quantization_config
+        if config.layers is not None:  # they come as codes, of another tool's files (load_foreign)
+            self.layers = {**{name: name for name in config.layers}, **(config.tied or {})}
+            return
         self.plan = plan_for(model, config.scheme, config.modules_to_not_convert, config.embeddings)
         if stored:
             with CheckpointReader(where) as reader:
@@ -137,19 +147,16 @@ class LowbitQuantizer(HfQuantizer):
             if _is_as_stated(model):
                 require_complete(where, model, shapes, names)
             self.plan = names.followed(self.plan, shapes)
-        self._waiting = {f"{name}.weight": self.plan.tied.get(name, name) for name in (*self.plan.shapes, *self.plan.tied)}
+        self.layers = {**{name: name for name in self.plan.shapes}, **self.plan.tied}
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
-        return not self.pre_quantized and param_name in self._waiting
+        module, _, parameter = param_name.rpartition(".")
+        return not self.pre_quantized and parameter == "weight" and module in self.layers
 
     def param_element_size(self, model: nn.Module, param_name: str, param: Tensor) -> float:
         if self.param_needs_quantization(model, param_name):
             return parse_scheme(self.quantization_config.scheme).weight.bits / 8
         return param.element_size()
-
-    def owner_of(self, parameter: str) -> str:
-        """The module that takes up the quantized weights of a parameter."""
-        return self._waiting[parameter]
 
     def get_quantize_ops(self) -> ConversionOps:
         return _QuantizeOnLoad(self)
@@ -157,10 +164,10 @@ class LowbitQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         where = getattr(model, "name_or_path", "") or "the model"
         refuse(where, tuple(self.failures[:3]))
+        left = [name for name in self.layers if not isinstance(model.get_submodule(name), PackedWeight)]
+        if left:
+            raise CheckpointError(f"{where}: no file has the weight of {some(left)}, which was to be quantized")
         if self.plan is not None:
-            left = [name for name in self.plan.shapes if not isinstance(model.get_submodule(name), PackedWeight)]
-            if left:
-                raise CheckpointError(f"{where}: no file has the weight of {some(left)}, which was to be quantized")
             self.quantization_config.layers = {n: {"shape": list(shape)} for n, shape in self.plan.shapes.items()}
             self.quantization_config.tied = dict(self.plan.tied) or None
             self.quantization_config.modules_to_not_convert = sorted({row.name for row in self.plan.kept})
@@ -175,9 +182,18 @@ class LowbitQuantizer(HfQuantizer):
                 "tensor parallelism: every rank decodes its part of the quantized weights at each call, which is slow"
             )
             return model
+        _put_plain_weights_first(model)
+        if self.quantization_config.batch_invariant:
+            make_batch_invariant(model, getattr(model, "dtype", torch.bfloat16))
         plan_on_cpu(model)
         prepare_on_gpu(model)  # now rather than at the first call, which torch.compile may be tracing
         return model
+
+    def get_weight_conversions(self) -> list[WeightRenaming]:
+        """Tensors of files of before the first release -> the parameters that they are."""
+        if not self.pre_quantized:
+            return []
+        return [WeightRenaming(rf"\.{old}$", f".{new}") for old, new in OLD_NAMES.items()]
 
     def is_serializable(self) -> bool:
         return True
@@ -198,8 +214,19 @@ def _is_as_stated(model: nn.Module) -> bool:
     return not stated or type(model).__name__ in stated
 
 
+class Quantized:
+    """A weight that is quantized already, in the place of a tensor that Transformers moves to its device and hands on."""
+
+    def __init__(self, q: QuantTensor, dtype: torch.dtype | None = None) -> None:
+        self.q, self.dtype = q, dtype
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Quantized:
+        """The same on `device`, in a model of type `dtype`."""
+        return Quantized(self.q if device is None else self.q.to(device), self.dtype if dtype is None else dtype)
+
+
 class _QuantizeOnLoad(ConversionOps):
-    """Takes one 16-bit weight as it comes from the file and puts a quantized module in place of its layer."""
+    """Takes one weight as it comes, in 16 bits or quantized already, and puts a quantized module in place of its layer."""
 
     def __init__(self, quantizer: LowbitQuantizer) -> None:
         self.quantizer = quantizer
@@ -215,12 +242,11 @@ class _QuantizeOnLoad(ConversionOps):
     ) -> dict[str, Tensor]:
         (value,) = input_dict.values()
         weight = value[0] if isinstance(value, list) else value
-        plan = self.quantizer.plan
-        assert plan is not None
-        name = self.quantizer.owner_of(full_layer_name)
+        module = full_layer_name.removesuffix(".weight")
+        name = self.quantizer.layers[module]
         placeholder = model.get_submodule(name)
         try:
-            q = quantized(name, weight, plan.scheme, self.quantizer.quantization_config.search)
+            q = self._quantized(name, weight)
         except ValueError as error:  # raised when everything is loaded: here, Transformers would make a report of its own of it
             self.quantizer.failures.append(str(error))
             return {}
@@ -236,16 +262,21 @@ class _QuantizeOnLoad(ConversionOps):
         if isinstance(placeholder, nn.Embedding):
             new.dtype = weight.dtype  # type: ignore[assignment]
         give_back_freed_memory()
-        done = {full_layer_name, f"{name}.weight"}
-        for follower, owner in plan.tied.items():
-            if owner == name:
-                tie(model, follower, owner)
-                _mark_loaded(model.get_submodule(follower))
-                done.add(f"{follower}.weight")
-        _retie(model, {follower: owner for follower, owner in plan.tied.items() if owner == name})
+        followers = {n: owner for n, owner in self.quantizer.layers.items() if owner == name and n != name}
+        for follower in followers:
+            tie(model, follower, name)
+            _mark_loaded(model.get_submodule(follower))
+        _retie(model, followers)
         if missing_keys is not None:
-            missing_keys -= done
+            missing_keys -= {full_layer_name, *(f"{n}.weight" for n in (name, *followers))}
         return {}
+
+    def _quantized(self, name: str, weight: Tensor | Quantized) -> QuantTensor:
+        if isinstance(weight, Quantized):
+            return weight.q
+        plan = self.quantizer.plan
+        assert plan is not None
+        return quantized(name, weight, plan.scheme, self.quantizer.quantization_config.search)
 
 
 def give_back_freed_memory() -> None:
@@ -329,6 +360,25 @@ def _retie(model: nn.Module, ties: dict[str, str]) -> None:
             mapping[f"{follower}.{parameter}"] = f"{owner}.{parameter}"
     model.all_tied_weights_keys = mapping  # type: ignore[assignment]
     model._tied_weights_keys = mapping  # type: ignore[assignment]
+
+
+def _put_plain_weights_first(model: nn.Module) -> None:
+    """Lists a module with plain weights before a quantized embedding: Transformers takes the type of the first floating-point
+    parameter for the model's, also to state it in config.json, and that of an embedding's scales is another. The order of
+    modules means nothing but in lists and sequences, which stay as they are."""
+    first = next((name for name, p in model.named_parameters() if p.is_floating_point()), "")
+    if not isinstance(model.get_submodule(first.rpartition(".")[0]), PackedWeight):
+        return
+    for name, module in model.named_modules():
+        parts = name.split(".")
+        parents = [model.get_submodule(".".join(parts[:i])) for i in range(len(parts))]
+        plain = not isinstance(module, PackedWeight) and any(p.is_floating_point() for p in module.parameters(recurse=False))
+        if plain and name and not any(isinstance(parent, (nn.ModuleList, nn.Sequential)) for parent in parents):
+            for parent, part in zip(parents, parts, strict=True):
+                others = dict(parent._modules)
+                parent._modules.clear()
+                parent._modules.update({part: others[part], **others})
+            return
 
 
 def _mark_loaded(module: nn.Module) -> None:

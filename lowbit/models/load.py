@@ -6,18 +6,50 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
-from lowbit.checkpoint import CheckpointError, CheckpointReader, ForeignReader
+from lowbit.checkpoint import CheckpointError, CheckpointReader
 from lowbit.checkpoint.detect import quantization_of
 from lowbit.checkpoint.reader import INDEX, SINGLE, read_json
 from lowbit.formats import parse_scheme
 from lowbit.models.complete import Shape, incomplete, is_finite, require_complete, require_finite, some
 from lowbit.models.cpu import cpu_dtype, plan_on_cpu, quantizing_dtype
 from lowbit.models.hf import METHOD, LowbitConfig, place_empty_modules
+from lowbit.models.load_foreign import load_foreign
 from lowbit.models.skeleton import build, config_of, damaged, require_causal, skeleton
+from lowbit.models.source import Contents, is_foreign, open_checkpoint
 from lowbit.nn.embedding import QuantEmbedding
+from lowbit.nn.linear import make_batch_invariant
 from lowbit.nn.packed import PackedWeight
+
+
+def load(
+    source: str | Path,
+    *,
+    scheme: str | None = None,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    verify: bool = False,
+    progress: bool = False,
+    batch_invariant: bool = False,
+) -> PreTrainedModel:
+    """The Transformers model in a folder, of that name on a hub, or in a GGUF file, of the class that config.json names, with
+    all its weights on `device` ("cuda" when torch sees a GPU, else "cpu").
+
+    source: a lowbit checkpoint, a 16-bit model, or one that another tool quantized (docs/checkpoints.md lists them). The layers
+    of the last are taken over one by one as `convert_checkpoint` does, with its checks, and nothing is written;
+    `save_pretrained` makes a lowbit checkpoint. scheme: quantize 16-bit weights to it while loading. dtype of activations: the
+    checkpoint's own on a GPU, that of `models.cpu.cpu_dtype` on a CPU. verify: compare the files of a lowbit checkpoint with
+    the checksums in its config.json first, which reads them once more. progress: show a bar while another tool's layers are
+    read. batch_invariant: quantized layers give a token the same bits in every batch, on a GPU (`nn.make_batch_invariant`).
+    Raises CheckpointError for parameters that the files lack, have too many of, or of another shape, for numbers that are not
+    finite and for layers that cannot be taken over; it names them. Raises ValueError for a checkpoint that is quantized
+    already, to something else than `scheme`.
+    """
+    model = _load(source, scheme, device, dtype, verify=verify, progress=progress)
+    if batch_invariant:
+        make_batch_invariant(model, model.dtype)
+    return model
 
 
 def load_causal(
@@ -27,46 +59,69 @@ def load_causal(
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     verify: bool = False,
+    progress: bool = False,
+    batch_invariant: bool = False,
 ) -> PreTrainedModel:
-    """The causal language model in a Transformers folder, or of that name on a hub, with all its weights on `device` ("cuda"
-    when torch sees a GPU, else "cpu").
+    """`load` of a causal language model; raises CheckpointError for architectures that do not predict the next token, before
+    any weights are read."""
+    model = _load(source, scheme, device, dtype, verify=verify, progress=progress, causal=True)
+    if batch_invariant:
+        make_batch_invariant(model, model.dtype)
+    return model
 
-    scheme: quantize 16-bit weights to it while loading. dtype of activations: the checkpoint's own on a GPU, that of
-    `models.cpu.cpu_dtype` on a CPU. verify: compare the files of a lowbit checkpoint with the checksums in its config.json
-    first, which reads them once more. Raises CheckpointError for architectures that do not predict the next token, for
-    parameters that the files lack, have too many of, or of another shape, and for numbers that are not finite; it names them.
-    Raises ValueError for a checkpoint that is quantized already, to something else than `scheme`.
-    """
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    config, folder = config_of(source), Path(source)
-    model = build(config, folder / "config.json")
-    require_causal(model, source)
-    options = _quantization(source, config, scheme)
+
+def _load(
+    source: str | Path, scheme: str | None, device: str | torch.device | None, dtype: torch.dtype | None, *, verify: bool,
+    progress: bool, causal: bool = False,
+) -> PreTrainedModel:  # fmt: skip
+    device, folder = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")), Path(source)
+    opened = open_checkpoint(folder) if is_foreign(folder) else None
+    config = config_of(source) if opened is None else opened.config
+    model = build(config, folder / "config.json") if opened is None else opened.model
+    if causal:
+        require_causal(model, source)
+    held = opened.tool if opened is not None else _held(config)
+    options = _quantization(source, held, scheme)
     if verify:
         verify_checkpoint(source)
     if folder.is_dir():
-        _check_headers(folder, model)
         _check_generation(folder)
     own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float16
-    stored = getattr(config, "quantization_config", None)
-    wanted = dtype or (own if device.type == "cuda" else cpu_dtype(bool(stored or options)))
+    wanted = dtype or (own if device.type == "cuda" else cpu_dtype(bool(held or options)))
+    if opened is not None:
+        model, info = load_foreign(folder, opened, device=device, dtype=wanted, progress=progress)
+        _require_all(source, model, info)
+        return model
+    if folder.is_dir():
+        _check_headers(folder, model)
     read = quantizing_dtype(config, wanted) if options else wanted
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = type(model).from_pretrained(
             source, dtype=read, device_map={"": device}, output_loading_info=True, **options
         )
     except ImportError as error:  # of another tool, whose method config.json names
-        raise CheckpointError(f"{source}: Transformers cannot load it here ({' '.join(str(error).split())})") from error
-    kinds = {"missing": "missing_keys", "unexpected": "unexpected_keys", "of another shape": "mismatched_keys"}
-    wrong = {kind: sorted(str(k[0] if isinstance(k, tuple) else k) for k in info[key]) for kind, key in kinds.items()}
-    reasons = [f"{kind}: {some(keys)}" for kind, keys in wrong.items() if keys]
-    if reasons:
-        raise CheckpointError(f"{source}: its files are not those of a {type(model).__name__}; {'; '.join(reasons)}")
+        why = f"Transformers cannot load it here ({' '.join(str(error).split())})"
+        hub = (
+            ""
+            if folder.is_dir()
+            else "; in a folder (hf download NAME --local-dir FOLDER) lowbit reads many tools' files itself"
+        )
+        raise CheckpointError(f"{source}: {why}{hub}") from error
+    _require_all(source, model, info)
     if getattr(getattr(model, "hf_quantizer", None), "quantization_config", None) is None or _foreign(model):
         require_finite(source, model)  # lowbit's quantizer has looked already
     if read != wanted:
         _cast(model, read, wanted)
     return model
+
+
+def _require_all(source: str | Path, model: PreTrainedModel, info: dict[str, Any]) -> None:
+    """Raises CheckpointError where Transformers says that the files were not those of the model."""
+    kinds = {"missing": "missing_keys", "unexpected": "unexpected_keys", "of another shape": "mismatched_keys"}
+    wrong = {kind: sorted(str(k[0] if isinstance(k, tuple) else k) for k in info[key]) for kind, key in kinds.items()}
+    reasons = [f"{kind}: {some(keys)}" for kind, keys in wrong.items() if keys]
+    if reasons:
+        raise CheckpointError(f"{source}: its files are not those of a {type(model).__name__}; {'; '.join(reasons)}")
 
 
 def _cast(model: PreTrainedModel, read: torch.dtype, wanted: torch.dtype) -> None:
@@ -99,12 +154,16 @@ def verify_checkpoint(source: str | Path) -> None:
 def check_checkpoint(folder: str | Path) -> tuple[str, ...]:
     """What is wrong with the files of a checkpoint, read whole: names, shapes and types as config.json's model has them, and
     every number finite; empty when nothing is. Of lowbit's own, codes, zeros and factors are looked into as well, of another
-    tool's what its reader checks. Raises CheckpointError for files that cannot be read at all."""
+    tool's what its reader checks. Raises CheckpointError for files that cannot be read at all, and of another tool's for the
+    first thing that is wrong."""
     folder = Path(folder)
+    if is_foreign(folder):
+        refused = Contents(folder, open_checkpoint(folder)).check()
+        return (refused,) if refused else ()
     with CheckpointReader(folder) as reader:
         if reader.manifest is None and quantization_of(folder, reader.config) is not None:
-            with ForeignReader(folder) as foreign:
-                return _check_foreign(skeleton(folder), foreign)
+            Contents(folder, open_checkpoint(folder), "dequantized").check()
+            return ()
         reasons = incomplete(_placed_skeleton(reader), _shapes(reader))
         if reader.manifest is not None:
             reader.check()
@@ -121,27 +180,20 @@ def _placed_skeleton(reader: CheckpointReader) -> PreTrainedModel:
     return model
 
 
-def _check_foreign(model: PreTrainedModel, foreign: ForeignReader) -> tuple[str, ...]:
-    tensors: dict[str, Shape | None] = {f"{name}.weight": entry.shape for name, entry in foreign.entries.items()}
-    tensors |= {name: foreign.files.info(name).shape for name in foreign.plain}
-    reasons = list(incomplete(model, tensors))
-    wrong = [name for name in foreign.plain if not is_finite(foreign.get(name))]
-    for name, entry in foreign.entries.items():
-        if entry.scheme is not None:
-            foreign.layer(name)
-    return (*reasons, *([f"some numbers of {some(wrong)} are not finite"] if wrong else []))
-
-
-def _quantization(source: str | Path, config: Any, scheme: str | None) -> dict[str, Any]:
-    """The arguments of from_pretrained that quantize to a scheme while loading."""
+def _held(config: Any) -> str | None:
+    """To what a checkpoint is quantized by its config.json; None if it is not."""
     stored = getattr(config, "quantization_config", None)
+    return None if stored is None else str(stored.get("scheme", stored.get("quant_method")))
+
+
+def _quantization(source: str | Path, held: str | None, scheme: str | None) -> dict[str, Any]:
+    """The arguments of from_pretrained that quantize to a scheme while loading, of a checkpoint that is quantized to `held`."""
     if scheme is None:
         return {}
     wanted = parse_scheme(scheme)
-    if stored is None:
+    if held is None:
         return {"quantization_config": LowbitConfig(wanted.name)}
-    if stored.get("scheme") != wanted.name:
-        held = stored.get("scheme", stored.get("quant_method"))
+    if held != wanted.name:
         raise ValueError(f"{source} is quantized already, to {held}; leave out the scheme {scheme!r}")
     return {}
 

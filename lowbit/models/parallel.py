@@ -22,7 +22,7 @@ _BY_INPUT = ("rowwise", "rowwise_rep", "rowwise_split_input")
 
 def parallel_refusals(model: nn.Module, manifest: Manifest | None) -> tuple[str, ...]:
     """Why a model whose quantized layers `manifest` lists cannot be loaded on several GPUs as its config asks, empty if it can
-    or if there is one; None stands for a model that is quantized while it is loaded."""
+    or if there is one; None stands for a model that is quantized, or made of another tool's files, while it is loaded."""
     distributed: Any = getattr(model.config, "distributed_config", None)
     ranks = 1 if distributed is None else distributed.tp_size or 1
     others = {name: getattr(distributed, f"{name}_size", None) or 1 for name in ("pp", "ep", "fsdp")}
@@ -30,8 +30,8 @@ def parallel_refusals(model: nn.Module, manifest: Manifest | None) -> tuple[str,
         return ()
     if manifest is None:
         return (
-            "quantizing while loading works on one GPU, here the model is split over several; quantize it to disk first "
-            "(lowbit quantize), then load that",
+            "quantizing while loading works on one GPU, and so does loading other tools' files; here the model is split over "
+            "several; write a lowbit checkpoint first (lowbit quantize, lowbit convert), then load that",
         )
     for name, size in others.items():
         if size > 1:

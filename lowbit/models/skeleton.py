@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from lowbit.checkpoint import CheckpointError
+from lowbit.checkpoint.gguf import gguf_file
 from lowbit.checkpoint.reader import read_json
 
 CONFIG_ERRORS = (
@@ -115,14 +116,16 @@ def require_causal(model: PreTrainedModel, source: str | Path) -> None:
 
 
 def tokenizer_of(source: str | Path, model: nn.Module | None = None) -> Any:
-    """The tokenizer of a folder or on a hub. Raises CheckpointError for a damaged one, and for one with more tokens (without
-    those added later) than the embedding of `model` has rows."""
+    """The tokenizer of a folder, in a GGUF file or on a hub. Raises CheckpointError for a damaged one, and for one with more
+    tokens (without those added later) than the embedding of `model` has rows."""
     path = Path(source)
     for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):  # tokenizer.json is megabytes
         if (path / name).is_file():
             read_json(path / name)
-    with damaged(source, "its tokenizer (tokenizer.json) cannot be read"):
-        tokenizer = AutoTokenizer.from_pretrained(source)
+    gguf = gguf_file(path)
+    with damaged(source, "its tokenizer (tokenizer.json) cannot be read" if gguf is None else "its tokenizer cannot be read"):
+        at = (source, {}) if gguf is None else (gguf.parent, {"gguf_file": gguf.name})
+        tokenizer = AutoTokenizer.from_pretrained(at[0], **at[1])
     if model is not None:
         rows = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
         if tokenizer.vocab_size > rows:

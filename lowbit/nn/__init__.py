@@ -2,7 +2,9 @@
 
 from lowbit.nn.convert import Kept, Plan, convert, plan_conversion
 from lowbit.nn.embedding import QuantEmbedding
-from lowbit.nn.linear import QuantLinear
+from lowbit.nn.linear import QuantLinear, make_batch_invariant
 from lowbit.nn.packed import PackedWeight
 
-__all__ = ["Kept", "PackedWeight", "Plan", "QuantEmbedding", "QuantLinear", "convert", "plan_conversion"]
+__all__ = [
+    "Kept", "PackedWeight", "Plan", "QuantEmbedding", "QuantLinear", "convert", "make_batch_invariant", "plan_conversion",
+]  # fmt: skip

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.formats import PerBlock, PerTensor, QuantTensor, Scheme, parse_scheme
+from lowbit.hardware.machine import typical_machine
 from lowbit.nn.decoding import allow_decoding
 from lowbit.nn.embedding import QuantEmbedding
 from lowbit.nn.linear import QuantLinear
 from lowbit.nn.packed import PackedWeight
-from lowbit.ops.dispatch import scheme_refusals
+from lowbit.ops.table import Problem, instead, scheme_refusals, why_slow
 from lowbit.quantize.rtn import Search, rtn
 
 
@@ -57,6 +58,7 @@ class Plan:
             weights = sum(self.shapes[name][0] * self.shapes[name][1] for name in names)
             out.append(f"converted to {scheme}: {count} modules, {weights:,} weights")
         out += [f"  {name}: shares the weights of {source}" for name, source in self.tied.items()]
+        out += slow_lines((self.others.get(name, self.scheme).name, *shape) for name, shape in self.linears.items())
         alike: dict[tuple[str, str], list[Kept]] = {}
         for row in self.kept:
             alike.setdefault((row.kind, row.reason), []).append(row)
@@ -65,6 +67,22 @@ class Plan:
             what = kind if len(rows) == 1 else f"and {len(rows) - 1} more {kind} like it"
             out.append(f"kept: {rows[0].name} ({what}, {weights:,} weights): {reason}")
         return out
+
+
+def slow_lines(layers: Iterable[tuple[str, int, int]]) -> list[str]:
+    """Which linear layers (scheme, N, K) would decode their weights at every call on a GPU, why, and what to do about it."""
+    slow: dict[tuple[Scheme, tuple[str, ...], Scheme | None], int] = {}
+    for scheme, n, k in layers:
+        problem = Problem(parse_scheme(scheme), 1, n, k, torch.bfloat16, typical_machine(90))
+        reasons = why_slow(problem)
+        if reasons:
+            key = (problem.scheme, reasons, instead(problem))
+            slow[key] = slow.get(key, 0) + 1
+    return [
+        f"slow on a GPU: {count} modules of {scheme} decode their weights at every call, since no kernel takes them "
+        f"({'; '.join(reasons)})" + ("" if better is None else f"; {better} has one")
+        for (scheme, reasons, better), count in slow.items()
+    ]
 
 
 def plan_conversion(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lowbit.nn.linear import QuantLinear
-from lowbit.ops.cpu_gemm import choose_form
+from lowbit.ops.table import choose, problem_on
 
 SHARE = 0.5
 """Of the machine's memory, that a model's parameters may take together with its decoded weights."""
@@ -26,16 +26,18 @@ def allow_decoding(model: nn.Module, dtype: torch.dtype, memory_bytes: int | Non
     (not what happens to be free: the same model runs the same way every time). Unknown memory allows nothing.
     """
     layers = [m for m in model.modules() if isinstance(m, QuantLinear) and m.weight_packed.device.type == "cpu"]
-    forms = {id(layer): choose_form(layer.scheme, layer.shape, dtype)[0] for layer in layers}
-    slow = [layer for layer in layers if forms[id(layer)] is None and layer.scheme.activation is None]
+    forms = {id(layer): choose(problem_on("cpu", layer.scheme, 1, layer.shape, dtype)).form for layer in layers}
+    slow = [layer for layer in layers if forms[id(layer)] == "rows" and layer.scheme.activation is None]
     decoded = dtype.itemsize * sum(layer.shape[0] * layer.shape[1] for layer in slow)
     held = sum(p.nbytes for p in model.parameters())
     limit = SHARE * (_machine_memory() if memory_bytes is None else memory_bytes)
     for layer in layers:
         layer.decode_bytes = dtype.itemsize if held + decoded <= limit else 0
+        if not layer.decode_bytes and layer.cpu_weight is not None and layer.cpu_weight.form == "decoded":
+            layer.restore()
     groups: dict[tuple[str, str], int] = {}
     for layer in layers:
-        how = forms[id(layer)] or ("decoded" if layer in slow and layer.decode_bytes else "every call")
+        how = "decoded" if layer in slow and layer.decode_bytes else forms[id(layer)]
         groups[layer.scheme_name, how] = groups.get((layer.scheme_name, how), 0) + 1
     name = str(dtype).removeprefix("torch.")
     return [f"layers of {scheme} on this CPU ({n}): {_HOW[how].format(dtype=name)}" for (scheme, how), n in groups.items()]
@@ -48,7 +50,7 @@ _HOW = {
     "int4": "torch's int4 product, packed once",
     "int8": "torch's int8 product, packed once",
     "decoded": "decoded once to {dtype}, beside their form on disk",
-    "every call": SLOW,
+    "rows": SLOW,
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from lowbit.ops import fragment_gemm, mixed_gemm, quantize_activations, scaled_g
 from lowbit.ops.byte_gemm import byte_gemm
 from lowbit.ops.channels import channels_of_codes
 from lowbit.ops.cpu_gemm import cpu_gemm, scaled_cpu_gemm
+from lowbit.ops.table import UnsupportedProblem, choose
 from lowbit.pack.cpu import CpuWeight
 
 
@@ -103,14 +104,13 @@ class QuantLinear(PackedWeight):
         if held is None or held.dtype != x.dtype:
             held = self._prepared_on_cpu(x.dtype)
         if held is not None:
-            if self.has_channels:
-                x = channels_of_codes(x, self.weight_order, self.pre_quant_scale)
             return cpu_gemm(x, held, self.bias)
         if self.kernel_codes is not None and x.dtype in (torch.float16, torch.bfloat16):
-            return fragment_gemm(x, self.kernel_weight(), self.bias)
-        self.restore()
+            return fragment_gemm(x, self.kernel_weight(), self.bias, batch_invariant=self.batch_invariant)
         channels = (self.weight_order, self.pre_quant_scale) if self.has_channels else ()
-        return mixed_gemm(x, self.weight_packed, self.weight_scale, self.weight_zero, self.bias, self.scheme_name, *channels)
+        # Prepared it is for 16-bit x; this one is float32.
+        packed = self._form_on_disk() if self.is_prepared else self.weight_packed
+        return mixed_gemm(x, packed, self.weight_scale, self.weight_zero, self.bias, self.scheme_name, *channels)
 
     def _prepared_on_cpu(self, dtype: torch.dtype) -> CpuWeight | None:
         """Prepares the layer where it is; its form on a CPU for x of `dtype`, if it has one then."""
@@ -149,10 +149,29 @@ class QuantLinear(PackedWeight):
         if self.cpu_weight is not None:
             return scaled_cpu_gemm(x.codes, x.scale, self.cpu_weight, self.bias, x.dtype, x.zero)
         if self.is_prepared and x.codes.is_cuda:
-            return byte_gemm(x.codes, x.scale, self.scaled_weight(), self.bias, dtype=x.dtype, x_zero=x.zero)
+            return byte_gemm(
+                x.codes, x.scale, self.scaled_weight(), self.bias, dtype=x.dtype, x_zero=x.zero,
+                batch_invariant=self.batch_invariant,
+            )  # fmt: skip
         self.restore()
         weight = (self.weight_packed, self.weight_scale, self.weight_zero)
         return scaled_gemm(x.codes, x.scale, *weight, self.bias, self.scheme_name, x.dtype, x.zero)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.scheme}, bias={self.bias is not None}"
+
+
+def make_batch_invariant(model: nn.Module, dtype: torch.dtype) -> None:
+    """Has the quantized linear layers of a model give a row of y the same bits in every batch, for x of `dtype`.
+
+    What else the model computes (attention, layers in 16 bits) is its own affair. Costs up to 3.8 times the time of small
+    products (docs/log.md). Raises UnsupportedProblem, naming the layer, where no kernel does this on its device.
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
+    for name, layer in layers.items():
+        try:
+            choose(replace(layer.problem(dtype), batch_invariant=True))
+        except UnsupportedProblem as error:
+            raise UnsupportedProblem(f"{name}: {error}") from error
+    for layer in layers.values():
+        layer.batch_invariant = True

@@ -19,19 +19,16 @@ from lowbit.formats import (
     scale_shape,
     unpack_words,
 )
-from lowbit.ops import kernel_refusals
-from lowbit.ops.byte_gemm import byte_refusals
-from lowbit.ops.cpu_gemm import choose_form, pack_for_cpu
-from lowbit.pack import (
-    KernelWeight,
-    ScaledWeight,
-    pack_scaled_weight,
-    pack_weight,
-    unpack_scaled_weight,
-    unpack_weight,
-)
+from lowbit.ops.cpu_gemm import pack_for_cpu
+from lowbit.ops.table import Problem, choose, problem_on, warn_slow, why_slow
+from lowbit.ops.workspace import make_counters
+from lowbit.pack import FragmentWeight, OperandWeight
 from lowbit.pack.cpu import CpuWeight, unpack_cpu_codes
 from lowbit.quantize.rtn import scale_dtype
+
+KERNEL_TENSORS = ("kernel_codes", "kernel_scale", "kernel_channel_scale", "kernel_sums")
+"""Buffers of a weight in the form of a GPU's kernels. Buffers, because torch.compile copies other tensors into each CUDA graph
+at every replay."""
 
 
 class PackedWeight(nn.Module):
@@ -95,10 +92,11 @@ class PackedWeight(nn.Module):
             _parameter(torch.empty(1, dtype=torch.float32, device=device)) if activation_scale else None,
             _parameter(torch.empty(1, dtype=torch.int32, device=device)) if activation_zero else None,
         )
-        for name in ("kernel_codes", "kernel_scale", "kernel_channel_scale", "kernel_sums"):
+        for name in KERNEL_TENSORS:
             self.register_buffer(name, None, persistent=False)
         self.cpu_weight: CpuWeight | None = None
         self.decode_bytes = 0
+        self.batch_invariant = False
         self._shared = False
         self._refused: dict[torch.dtype, tuple[str, ...]] = {}
 
@@ -126,25 +124,40 @@ class PackedWeight(nn.Module):
         """Brings weights into the form of their device's kernels for x of `dtype`, which replaces the form on disk in memory:
         the order of the tensor cores on a GPU, that of torch's products on a CPU.
 
-        Returns the reasons why not, empty if done. Saving, moving and `quant_tensor` bring the form on disk back without
-        loss. Tied weights keep both forms, since others read the one on disk. A CPU that has no product for the scheme decodes
-        once if `decode_bytes`, bytes for each weight, allow it (nn/decoding.py); decoded weights stand beside the form on disk.
+        Returns the reasons why not, empty if done. Saving, moving to another device and `quant_tensor` bring the form on disk
+        back without loss. Tied weights keep both forms, since others read the one on disk. A CPU that has no product for the
+        scheme decodes once if `decode_bytes`, bytes for each weight, allow it (nn/decoding.py); decoded weights stand beside
+        the form on disk.
         """
         if self.cpu_weight is not None and self.scheme.activation is None and self.cpu_weight.dtype != dtype:
             self.restore()
         if self.is_prepared:
             return ()
-        if self.is_split:
-            return ("take a whole matrix, this is one rank's part of it: its codes are decoded at every call",)
-        if getattr(getattr(self, "_hf_hook", None), "offload", False):
-            return ("keep weights in memory, these are brought in and taken away at every call (offloaded by Accelerate)",)
         if dtype not in self._refused:
-            on_cpu = self.weight_packed.device.type == "cpu"
             with torch.inference_mode(False), torch.no_grad():  # what is made here outlives the call that happens to make it
-                self._refused[dtype] = self._prepare_on_cpu(dtype) if on_cpu else self._prepare_on_gpu(dtype)
+                reasons = self._reasons_of_place() or self._prepare(dtype)
             if self.is_prepared:
                 self._refused.clear()
+            else:
+                self._refused[dtype] = reasons
+                if self.weight_packed.device.type == "cuda":
+                    warn_slow(self.scheme_name, reasons)
         return self._refused.get(dtype, ())
+
+    def problem(self, dtype: torch.dtype, m: int = 1) -> Problem:
+        """The product of the layer where it is, for `m` rows of x of `dtype`."""
+        return problem_on(
+            self.weight_packed.device, self.scheme, m, self.shape, dtype, scale_dtype=self.weight_scale.dtype,
+            batch_invariant=self.batch_invariant, decode_bytes=self.decode_bytes,
+        )  # fmt: skip
+
+    def _reasons_of_place(self) -> tuple[str, ...]:
+        """Why a layer as this one is held has to decode its weights at every call, whatever its scheme."""
+        if self.is_split:
+            return ("take a whole matrix, this is one rank's part of it",)
+        if getattr(getattr(self, "_hf_hook", None), "offload", False):
+            return ("keep weights in memory, these are brought in and taken away at every call (offloaded by Accelerate)",)
+        return ()
 
     @property
     def is_split(self) -> bool:
@@ -155,56 +168,52 @@ class PackedWeight(nn.Module):
         whole = (self.shape[0], packed_bytes(self.shape[1], self.scheme.weight.bits))
         return hasattr(packed, "device_mesh") or tuple(packed.shape) != whole
 
-    def _prepare_on_gpu(self, dtype: torch.dtype) -> tuple[str, ...]:
-        device, scaled = self.weight_packed.device, self.scheme.activation is not None
-        if scaled:
-            reasons = byte_refusals(self.scheme, device, self.weight_scale.dtype)
+    def _prepare(self, dtype: torch.dtype) -> tuple[str, ...]:
+        problem = self.problem(dtype)
+        form = choose(problem).form
+        if form == "rows":
+            return why_slow(problem)
+        if form == "fragments" or form == "operands":
+            make_counters(self.weight_packed.device)  # a graph that captures the first product could not
+            self._pack_for_gpu()
         else:
-            reasons = kernel_refusals(self.scheme, dtype, device)
-        if reasons:
-            return reasons
-        q = replace(self.quant_tensor(), low_rank=None)
-        packed = pack_scaled_weight(q) if scaled else pack_weight(q)
-        self.kernel_codes, self.kernel_scale = packed.codes, packed.scale
-        self.kernel_channel_scale = packed.channel_scale
-        self.kernel_sums = packed.sums if isinstance(packed, ScaledWeight) else None
-        self._drop_form_on_disk()
-        return ()
-
-    def _prepare_on_cpu(self, dtype: torch.dtype) -> tuple[str, ...]:
-        form, reasons = choose_form(self.scheme, self.shape, dtype, self.decode_bytes)
-        if form is None:
-            return reasons
-        self.cpu_weight = pack_for_cpu(self.quant_tensor(), form, dtype)
+            self.cpu_weight = pack_for_cpu(replace(self.quant_tensor(), low_rank=None), form, dtype)
         if form != "decoded":
             self._drop_form_on_disk()
         return ()
+
+    def _pack_for_gpu(self) -> None:
+        q = replace(self.quant_tensor(), low_rank=None)
+        packed = FragmentWeight.pack(q) if self.scheme.activation is None else OperandWeight.pack(q)
+        self.kernel_codes, self.kernel_scale = packed.codes, packed.scale
+        self.kernel_channel_scale = packed.channel_scale
+        self.kernel_sums = packed.sums if isinstance(packed, OperandWeight) else None
 
     def _drop_form_on_disk(self) -> None:
         if not self._shared:
             self.weight_packed = _parameter(self.weight_packed.new_empty(0))
 
-    def kernel_weight(self) -> KernelWeight:
+    def kernel_weight(self) -> FragmentWeight:
         """The prepared weights of a scheme with 16-bit activations."""
         codes = self.kernel_codes
         assert codes is not None
-        weight = KernelWeight(codes, self.kernel_scale, self.kernel_channel_scale, self.scheme, self.shape)
+        weight = FragmentWeight(codes, self.kernel_scale, self.kernel_channel_scale, self.scheme, self.shape)
         if self.has_channels:
             return replace(weight, order=self.weight_order, pre_quant_scale=self.pre_quant_scale)
         return weight
 
-    def scaled_weight(self) -> ScaledWeight:
+    def scaled_weight(self) -> OperandWeight:
         """The prepared weights of a scheme with 8-bit activations."""
         codes, sums = self.kernel_codes, self.kernel_sums
         assert codes is not None and sums is not None
-        return ScaledWeight(codes, self.kernel_scale, self.kernel_channel_scale, sums, self.scheme, self.shape)
+        return OperandWeight(codes, self.kernel_scale, self.kernel_channel_scale, sums, self.scheme, self.shape)
 
     def _prepared_codes(self) -> Tensor:
         if self.cpu_weight is not None:
             return unpack_cpu_codes(self.cpu_weight)
         if self.scheme.activation is not None:
-            return unpack_scaled_weight(self.scaled_weight()).codes
-        return unpack_weight(self.kernel_weight()).codes
+            return self.scaled_weight().unpack().codes
+        return self.kernel_weight().unpack().codes
 
     def restore(self) -> None:
         """Undoes `prepare`."""
@@ -283,20 +292,32 @@ class PackedWeight(nn.Module):
         return _parameter(pack_words(self._prepared_codes(), self.scheme.weight.bits))
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):  # type: ignore[no-untyped-def]
-        self.restore()  # files hold the form on disk
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.weight_packed.numel() == 0 and self.is_prepared:
+            packed = self._form_on_disk()  # made for the file; the kernels' form stays, which a captured graph may read
+            destination[f"{prefix}weight_packed"] = packed if keep_vars else packed.detach()
 
     def _load_from_state_dict(self, *arguments, **options):  # type: ignore[no-untyped-def]
-        self.restore()  # what is loaded has the form on disk, and whatever was made of the old weights is stale
+        """What is loaded has the form on disk. Kernels' tensors are filled again where they are, for graphs that read them."""
+        before = {name: getattr(self, name) for name in KERNEL_TENSORS}
+        self.restore()
         super()._load_from_state_dict(*arguments, **options)
+        if before["kernel_codes"] is not None and self.weight_packed.device == before["kernel_codes"].device:
+            self._pack_for_gpu()
+            for name, old in before.items():
+                new = getattr(self, name)
+                if old is not None and (old.shape, old.dtype) == (new.shape, new.dtype):
+                    setattr(self, name, old.copy_(new))
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
         """Moves devices as any module does, but keeps the type of scales and corrections: `.half()` must not round float32
-        scales, nor `.bfloat16()` the factors."""
-        self.restore()
+        scales, nor `.bfloat16()` the factors. What stays on its device keeps the kernels' form, where it is."""
+        here = self.weight_packed.device
+        if fn(torch.empty(0, dtype=torch.uint8, device=here)).device != here:
+            self.restore()
         self._refused.clear()
-        scales = (self.weight_scale, self.weight_zero, self.pre_quant_scale, self.activation_scale)
-        exact = {id(p) for p in (*scales, self.weight_up, self.weight_down)}
+        names = ("weight_scale", "weight_zero", "pre_quant_scale", "activation_scale", "weight_up", "weight_down")
+        exact = {id(getattr(self, name)) for name in (*names, *KERNEL_TENSORS)}
 
         def apply(t: Tensor) -> Tensor:
             moved = fn(t)

@@ -1,8 +1,8 @@
-"""How torch calls the kernels: operators with schema, checks and fakes, and the choice among back ends."""
+"""How torch calls the kernels: the table of all of them, one product over it, and operators with schema, checks and fakes."""
 
-from lowbit.ops.byte_gemm import byte_gemm, byte_refusals, describe_scaled
-from lowbit.ops.dispatch import BACKENDS, Backend, Problem, UnsupportedProblem, candidates, choose_backend
-from lowbit.ops.fragment_gemm import describe, fragment_gemm, gemm_shape, kernel_refusals, weight_refusals
+from lowbit.ops.byte_gemm import byte_gemm
+from lowbit.ops.fragment_gemm import fragment_gemm
+from lowbit.ops.gemm import gemm, pack_for
 from lowbit.ops.mixed_gemm import mixed_gemm
 from lowbit.ops.quantize_activations import (
     Activations,
@@ -12,30 +12,27 @@ from lowbit.ops.quantize_activations import (
     silu_mul_quantize,
 )
 from lowbit.ops.scaled_gemm import scaled_gemm
-from lowbit.pack import pack_scaled_weight, pack_weight
+from lowbit.ops.table import KERNELS, Kernel, Problem, UnsupportedProblem, choose, problem_on, rows, weight_refusals, why_slow
 
 __all__ = [
-    "BACKENDS",
+    "KERNELS",
     "Activations",
-    "Backend",
+    "Kernel",
     "Problem",
     "UnsupportedProblem",
     "byte_gemm",
-    "byte_refusals",
-    "candidates",
-    "choose_backend",
-    "describe",
-    "describe_scaled",
+    "choose",
     "fragment_gemm",
-    "gemm_shape",
-    "kernel_refusals",
+    "gemm",
     "layer_norm_quantize",
     "mixed_gemm",
-    "pack_scaled_weight",
-    "pack_weight",
+    "pack_for",
+    "problem_on",
     "quantize_activations",
     "rms_norm_quantize",
+    "rows",
     "scaled_gemm",
     "silu_mul_quantize",
     "weight_refusals",
+    "why_slow",
 ]

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from lowbit.formats import PerBlock, PerGroup, Scheme, parse_scheme
-from lowbit.hardware.machine import Machine, features_of, machine_of, machine_refusals, typical_machine
+from lowbit.hardware.machine import Machine, machine_of
 from lowbit.kernels.choose_scaled import ScaledShape, ScaledTile, choose_scaled
-from lowbit.ops.fragment_gemm import _Described, _described, _on_meta, _triton_refusals, workspace
+from lowbit.ops.operands import Described, described, on_meta
 from lowbit.ops.scaled_gemm import check_activations, check_output
-from lowbit.pack import ScaledWeight, scaled_refusals
+from lowbit.ops.table import scaled_shape
+from lowbit.ops.workspace import workspace
+from lowbit.pack import OperandWeight, scaled_refusals
 from lowbit.pack.fragment import LANES, STRIP, k_tiles, strips
 from lowbit.pack.scaled import GROUP, ROW_BYTES
 
@@ -30,52 +32,27 @@ if TYPE_CHECKING:
 torch.library.define(
     "lowbit::byte_gemm",
     "(Tensor x, Tensor x_scale, Tensor codes, Tensor? scale, Tensor? channel_scale, Tensor sums, Tensor? bias, str scheme,"
-    " SymInt n, ScalarType dtype, Tensor? x_zero=None, str function='none', Tensor? y_scale=None) -> Tensor",
+    " SymInt n, ScalarType dtype, Tensor? x_zero=None, str function='none', Tensor? y_scale=None,"
+    " bool batch_invariant=False) -> Tensor",
 )
 
 _scheme = functools.lru_cache(maxsize=None)(parse_scheme)
 
 
 def byte_gemm(
-    x: Tensor, x_scale: Tensor, w: ScaledWeight, bias: Tensor | None = None, *, dtype: torch.dtype = torch.bfloat16,
-    x_zero: Tensor | None = None, function: str = "none", y_scale: Tensor | None = None,
+    x: Tensor, x_scale: Tensor, w: OperandWeight, bias: Tensor | None = None, *, dtype: torch.dtype = torch.bfloat16,
+    x_zero: Tensor | None = None, function: str = "none", y_scale: Tensor | None = None, batch_invariant: bool = False,
 ) -> Tensor:  # fmt: skip
     """y [.., N] = function(((x [.., K] - x_zero) * x_scale) . dequant(w)[N, K]^T + bias [N]) of `dtype`.
 
     Everything but w is as in `scaled_gemm`; scales of x in blocks of 128 go with 8-bit weights only. What follows the sums is
-    in float32, with one rounding to `dtype`. Raises ValueError for tensors that do not fit together.
+    in float32, with one rounding to `dtype`. With `batch_invariant`, a row of y has the same bits in every batch. Raises
+    ValueError for tensors that do not fit together.
     """
     return torch.ops.lowbit.byte_gemm(
-        x, x_scale, w.codes, w.scale, w.channel_scale, w.sums, bias, w.scheme.name, w.shape[0], dtype, x_zero, function, y_scale
-    )
-
-
-def byte_refusals(scheme: Scheme, device: torch.device | str, scale_dtype: torch.dtype | None = None) -> tuple[str, ...]:
-    """Why the kernels for 8-bit activations cannot run a scheme on `device`, with scales of a type; empty if they can."""
-    device = torch.device(device)
-    if device.type != "cuda":
-        return (f"run on NVIDIA GPUs, x is on {device.type}",)
-    reasons = list(machine_refusals(device))
-    floats = scheme.activation is not None and scheme.activation.name != "int8"
-    if not reasons and floats and "mma_fp8" not in features_of(device):
-        name = torch.cuda.get_device_name(device)
-        reasons.append(f"need sm_89 or newer for fp8, {name} is older; int8 activations run there")
-    return (*reasons, *_triton_refusals(), *scaled_refusals(scheme, scale_dtype))
-
-
-def scaled_shape(scheme: Scheme, m: int, n: int, k: int, x_blocks: bool = False) -> ScaledShape:
-    """What the choice of kernel sees of a product; `x_blocks`: x has scales of blocks."""
-    blocks = isinstance(scheme.granularity, PerBlock)
-    integer = scheme.activation is not None and scheme.activation.name == "int8"
-    return ScaledShape(m, n, k, scheme.weight.bits, integer, isinstance(scheme.granularity, PerGroup), blocks, x_blocks)
-
-
-def describe_scaled(scheme: str | Scheme, m: int, n: int, k: int, machine: Machine | None = None) -> str:
-    """The kernel and the tile that a product would use, in words."""
-    machine = machine or typical_machine(90)
-    if "wgmma" not in machine.arch.features:
-        return "mma.sync 8-bit w . x^T, 64 channels a block"
-    return str(choose_scaled(scaled_shape(parse_scheme(scheme), m, n, k), machine))
+        x, x_scale, w.codes, w.scale, w.channel_scale, w.sums, bias, w.scheme.name, w.shape[0], dtype, x_zero, function,
+        y_scale, batch_invariant,
+    )  # fmt: skip
 
 
 def _check(
@@ -94,7 +71,7 @@ def _check(
     shape = (n, -(-k // ROW_BYTES) * ROW_BYTES) if bits == 8 else (strips(n), k_tiles(k), LANES * bits)
     if tuple(codes.shape) != shape or codes.element_size() != (1 if bits == 8 else 4):
         raise ValueError(
-            f"byte_gemm: {s} with N {n} and K {k} takes codes {shape} (pack_scaled_weight makes them), "
+            f"byte_gemm: {s} with N {n} and K {k} takes codes {shape} (OperandWeight.pack makes them), "
             f"got {codes.dtype} {tuple(codes.shape)}: another K, or another scheme"
         )
     groups = -(-k // GROUP)
@@ -115,15 +92,15 @@ def _check(
 def _byte_gemm(
     x: Tensor, x_scale: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, sums: Tensor,
     bias: Tensor | None, scheme: str, n: int, dtype: torch.dtype, x_zero: Tensor | None = None, function: str = "none",
-    y_scale: Tensor | None = None,
+    y_scale: Tensor | None = None, batch_invariant: bool = False,
 ) -> Tensor:  # fmt: skip
     k = x.shape[-1]
     rows = _aligned_rows(x if x.dim() == 2 else x.reshape(-1, k))
     x_scale = x_scale.contiguous()
     if x_zero is not None:
         x_zero = x_zero.reshape(-1).expand(rows.shape[0]).contiguous()
-    described = tuple(_described(t) for t in (codes, scale, channel_scale, sums, bias, x_scale, x_zero, y_scale))
-    plan = _plan(scheme, rows.shape[0], n, x.shape, x.dtype, x.device, dtype, function, described)
+    others = tuple(described(t) for t in (codes, scale, channel_scale, sums, bias, x_scale, x_zero, y_scale))
+    plan = _plan(scheme, rows.shape[0], n, x.shape, x.dtype, x.device, dtype, function, others, batch_invariant)
     if plan is None:
         return x.new_empty((*x.shape[:-1], n), dtype=dtype)
     arguments = (rows, x_scale, x_zero, codes, scale, channel_scale, sums, bias)
@@ -138,12 +115,12 @@ def _byte_gemm(
 @functools.lru_cache(maxsize=4096)
 def _plan(
     scheme: str, m: int, n: int, x_shape: torch.Size, x_type: torch.dtype, on: torch.device, dtype: torch.dtype,
-    function: str, others: tuple[_Described | None, ...],
+    function: str, others: tuple[Described | None, ...], batch_invariant: bool,
 ) -> ScaledPlan | NarrowPlan | PlainPlan | None:  # fmt: skip
     """The plan of a product; None where there is nothing to compute. Raises ValueError when the tensors do not fit."""
     parsed = _scheme(scheme)
     k = x_shape[-1]
-    codes, scale, channel, sums, bias, x_scale, x_zero, y_scale = (None if t is None else _on_meta(t) for t in others)
+    codes, scale, channel, sums, bias, x_scale, x_zero, y_scale = (None if t is None else on_meta(t) for t in others)
     assert codes is not None and sums is not None and x_scale is not None
     x = torch.empty(x_shape, dtype=x_type, device="meta")
     zero = None if x_zero is None else x_zero.new_empty((*x_shape[:-1], 1))
@@ -152,7 +129,7 @@ def _plan(
     if len(devices) > 1:
         raise ValueError(f"byte_gemm: all tensors must be on one device, got {sorted(map(str, devices))}")
     if not all(t is None or t[3] for t in others[:4]):
-        raise ValueError("byte_gemm: weights must start at multiples of 16 bytes (pack_scaled_weight's do); clone() them")
+        raise ValueError("byte_gemm: weights must start at multiples of 16 bytes (OperandWeight.pack's do); clone() them")
     if m == 0 or n == 0:
         return None
     blocks = x_scale.numel() > m
@@ -160,7 +137,7 @@ def _plan(
     shape = scaled_shape(parsed, m, n, k, blocks)
     machine = machine_of(on)
     if "wgmma" in machine.arch.features:
-        tile = choose_scaled(shape, machine)
+        tile = choose_scaled(shape, machine, batch_invariant)
         return plan_for_scaled(tile, shape, parsed, dtype, kind, x_zero is not None, bias is not None, machine, function)
     from lowbit.kernels.sm80.scaled_gemm import PlainPlan
 
@@ -185,7 +162,7 @@ def plan_for_scaled(
 def _fake(
     x: Tensor, x_scale: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, sums: Tensor,
     bias: Tensor | None, scheme: str, n: int, dtype: torch.dtype, x_zero: Tensor | None = None, function: str = "none",
-    y_scale: Tensor | None = None,
+    y_scale: Tensor | None = None, batch_invariant: bool = False,
 ) -> Tensor:  # fmt: skip
     _check(x, x_scale, codes, scale, channel_scale, sums, bias, _scheme(scheme), n, dtype, x_zero, function, y_scale)
     return x.new_empty((*x.shape[:-1], n), dtype=dtype)

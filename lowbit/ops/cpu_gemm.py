@@ -1,4 +1,4 @@
-"""Products on a CPU of weights that were brought into one of its forms (pack/cpu.py), and which form a layer gets.
+"""Products on a CPU of weights that were brought into one of its forms (pack/cpu.py).
 
 For few rows these are calls of torch's operators, with nothing in between: a call of an operator written in Python takes as
 long as some of these products. For many rows they are `lowbit::int4_gemm` and `lowbit::gemm_by_rows`, opaque to torch.compile.
@@ -6,13 +6,16 @@ long as some of these products. For many rows they are `lowbit::int4_gemm` and `
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from lowbit.formats import QuantTensor, Scheme, ZeroPoint, pack_words
+from lowbit.formats import QuantTensor, ZeroPoint, pack_words
 from lowbit.kernels import torch_int4, torch_int8
 from lowbit.kernels.blocked import block_rows, decode_rows
-from lowbit.pack.cpu import CpuWeight, Form, int4_refusals, int8_refusals, pack_int4, pack_int8
+from lowbit.ops.channels import channels_of_codes
+from lowbit.pack.cpu import CpuWeight, Form, pack_int4, pack_int8
 
 torch.library.define("lowbit::int4_gemm", "(Tensor x, Tensor codes, Tensor scale, int group, bool zeros) -> Tensor")
 torch.library.define("lowbit::gemm_by_rows", "(Tensor x, Tensor w) -> Tensor")
@@ -39,7 +42,9 @@ def _fake_gemm_by_rows(x: Tensor, w: Tensor) -> Tensor:
 
 
 def cpu_gemm(x: Tensor, w: CpuWeight, bias: Tensor | None = None) -> Tensor:
-    """y [.., N] = x [.., K] . w[N, K]^T + bias [N], in x's dtype, which is that of `w`."""
+    """y [.., N] = x [.., K] . w[N, K]^T + bias [N], in x's dtype, which is that of `w`; x is scaled and put in order first."""
+    if w.has_channels:
+        x = channels_of_codes(x, w.order, w.pre_quant_scale)
     y = _product(x.reshape(-1, w.shape[1]).contiguous(), w)
     if bias is not None:
         y = y + bias.to(y.dtype)
@@ -76,42 +81,11 @@ def scaled_cpu_gemm(
     return y.to(dtype).reshape(*x.shape[:-1], w.shape[0])
 
 
-def choose_form(
-    scheme: Scheme, shape: tuple[int, int], dtype: torch.dtype, decode_bytes: int = 0
-) -> tuple[Form | None, tuple[str, ...]]:
-    """The form in which a CPU multiplies a matrix [N, K] by x of `dtype`, and why not by the faster ones; None: it stays as on
-    disk and is decoded at every call. `decode_bytes`: bytes that a decoded weight may take."""
-    if scheme.activation is not None:
-        reasons = tuple(f"torch's int8 product {reason}" for reason in _scaled_refusals(scheme, shape))
-        return (None if reasons else "int8"), reasons
-    refused: list[str] = []
-    fast: tuple[tuple[Form, tuple[str, ...]], ...] = (
-        ("int4", int4_refusals(scheme, shape)),
-        ("int8", int8_refusals(scheme, shape)),
-    )
-    of_x = () if dtype == torch.bfloat16 else (f"takes bfloat16 activations, not {str(dtype).removeprefix('torch.')}",)
-    for form, reasons in fast:
-        if not (*reasons, *of_x):
-            return form, ()
-        refused += [f"torch's {form} product {reason}" for reason in (*reasons, *of_x)]
-    if dtype.itemsize <= decode_bytes:
-        return "decoded", tuple(refused)
-    return None, (*refused, f"decoded weights would take {dtype.itemsize} bytes each, which was not allowed")
-
-
-def _scaled_refusals(scheme: Scheme, shape: tuple[int, int]) -> tuple[str, ...]:
-    assert scheme.activation is not None
-    of_x = () if scheme.activation.name == "int8" else (f"takes int8 activations, not {scheme.activation.name}",)
-    zeros = () if scheme.zero is ZeroPoint.NONE else (f"takes weights without zero points, not {scheme}",)
-    exact = () if torch_int8.sums_are_exact() else ("saturates sums of int8 x on this CPU, which has no VNNI instructions",)
-    return (*of_x, *zeros, *exact, *int8_refusals(scheme, shape))
-
-
 def pack_for_cpu(q: QuantTensor, form: Form, dtype: torch.dtype) -> CpuWeight:
-    """`q`, which is on a CPU, in a form that `choose_form` gave; its correction, order and input scale are left out."""
-    if form == "int4":
-        return pack_int4(q)
-    return pack_int8(q) if form == "int8" else _decoded(q, dtype)
+    """`q`, which is on a CPU, in a form that ops/table.py chose for x of `dtype`; its correction is left out, and what x is
+    brought into before it is quantized."""
+    w = pack_int4(q) if form == "int4" else pack_int8(q) if form == "int8" else _decoded(q, dtype)
+    return w if q.scheme.activation is not None else replace(w, order=q.order, pre_quant_scale=q.pre_quant_scale)
 
 
 def _decoded(q: QuantTensor, dtype: torch.dtype) -> CpuWeight:

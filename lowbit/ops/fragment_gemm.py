@@ -7,19 +7,18 @@ depends on shapes alone.
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lowbit.formats import Scheme, parse_scheme
-from lowbit.hardware.conversions import conversion
-from lowbit.hardware.machine import Machine, machine_of, machine_refusals, typical_machine
+from lowbit.hardware.machine import Machine, machine_of
 from lowbit.kernels.choose import GemmShape, RingTile, Tile, choose
 from lowbit.ops.channels import check_channels
-from lowbit.pack import KernelWeight, WeightForm, has_channel_scale, kernel_group, weight_form
+from lowbit.ops.operands import Described, described, on_meta
+from lowbit.ops.workspace import workspace
+from lowbit.pack import FragmentWeight, WeightForm, has_channel_scale, kernel_group, weight_form
 from lowbit.pack.fragment import LANES, k_tiles, strips
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ torch.library.define(
 _scheme = functools.lru_cache(maxsize=None)(parse_scheme)
 
 
-def fragment_gemm(x: Tensor, w: KernelWeight, bias: Tensor | None = None, *, batch_invariant: bool = False) -> Tensor:
+def fragment_gemm(x: Tensor, w: FragmentWeight, bias: Tensor | None = None, *, batch_invariant: bool = False) -> Tensor:
     """y [.., N] = x [.., K] . dequant(w)[N, K]^T + bias [N], in x's dtype, fp16 or bf16.
 
     With `batch_invariant`, a row of y has the same bits in every batch; else sums of small batches are formed in another
@@ -52,55 +51,6 @@ def fragment_gemm(x: Tensor, w: KernelWeight, bias: Tensor | None = None, *, bat
     )
 
 
-def kernel_refusals(scheme: Scheme, dtype: torch.dtype, device: torch.device | str) -> tuple[str, ...]:
-    """Why the tensor-core kernels cannot run a scheme with activations of `dtype` on `device`; empty if they can."""
-    device = torch.device(device)
-    if device.type != "cuda":
-        return (f"run on NVIDIA GPUs, x is on {device.type}",)
-    reasons = list(machine_refusals(device))
-    if dtype not in (torch.float16, torch.bfloat16):
-        reasons.append(f"take fp16 and bf16 activations, not {str(dtype).removeprefix('torch.')}")
-    if scheme.activation is not None:
-        reasons.append(f"multiply 16-bit activations, the scheme asks for {scheme.activation.name}")
-    return (*reasons, *_triton_refusals(), *weight_refusals(scheme, dtype))
-
-
-@functools.cache
-def _triton_refusals() -> tuple[str, ...]:
-    """Why the installed Triton cannot compile the kernels; empty if it can."""
-    if importlib.util.find_spec("triton") is None:
-        return ("are written in Gluon, which comes with Triton 3.6 or newer: pip install triton",)
-    version = importlib.import_module("triton").__version__
-    if tuple(int(part) for part in version.split(".")[:2]) < (3, 6):
-        return (f"are written in Gluon of Triton 3.6 or newer, installed is {version}: pip install --upgrade triton",)
-    return ()
-
-
-def weight_refusals(scheme: Scheme, dtype: torch.dtype = torch.bfloat16) -> tuple[str, ...]:
-    """Why weights of a scheme cannot be brought into the kernels' form; empty if they can."""
-    reasons = []
-    for check in (
-        lambda: kernel_group(scheme),
-        lambda: conversion(scheme.weight, "fp16" if dtype == torch.float16 else "bf16"),
-    ):
-        try:
-            check()
-        except ValueError as error:
-            reasons.append(str(error))
-    return tuple(reasons)
-
-
-def gemm_shape(scheme: Scheme, m: int, n: int, k: int) -> GemmShape:
-    """What the choice of kernel sees of a product."""
-    return GemmShape(m, n, k, scheme.weight.bits)
-
-
-def describe(scheme: str | Scheme, m: int, n: int, k: int, dtype: torch.dtype, machine: Machine | None = None) -> str:
-    """The kernel and the tile that a product would use, in words."""
-    scheme = parse_scheme(scheme)
-    return str(choose(gemm_shape(scheme, m, n, k), machine or typical_machine(90)))
-
-
 def _check(
     x: Tensor, codes: Tensor, scale: Tensor | None, channel: Tensor | None, bias: Tensor | None, s: Scheme, n: int
 ) -> None:
@@ -111,13 +61,13 @@ def _check(
     expected = (strips(n), k_tiles(k), LANES * s.weight.bits)
     if tuple(codes.shape) != expected or codes.dtype != torch.int32:
         raise ValueError(
-            f"fragment_gemm: {s} with N {n} and K {k} takes codes int32 {expected} (pack_weight makes them), "
+            f"fragment_gemm: {s} with N {n} and K {k} takes codes int32 {expected} (FragmentWeight.pack makes them), "
             f"got {codes.dtype} {tuple(codes.shape)}: another K, another scheme, or packed for another kernel"
         )
     group, of_channels = kernel_group(s), has_channel_scale(s)
     if (group == 0) != (scale is None) or (of_channels and channel is None):
         kinds = (["scales per group"] if group else []) + (["scales per channel"] if of_channels else [])
-        raise ValueError(f"fragment_gemm: {s} takes {' and '.join(kinds)}, pack_weight makes them")
+        raise ValueError(f"fragment_gemm: {s} takes {' and '.join(kinds)}, FragmentWeight.pack makes them")
     if scale is not None:
         pair = 2 if s.zero.value == "" else 4
         shape = (strips(n), -(-k // 128) * (128 // group), 8, pair)
@@ -139,8 +89,8 @@ def _fragment_gemm(
         rows = _aligned_rows(rows)
     else:
         rows = _gathered(rows, order, pre_quant_scale)
-    described = (_described(codes), _described(scale), _described(channel_scale), _described(bias))
-    plan = _plan(scheme, rows.shape[0], n, rows.shape[1], x.dtype, x.device, described, batch_invariant)
+    others = (described(codes), described(scale), described(channel_scale), described(bias))
+    plan = _plan(scheme, rows.shape[0], n, rows.shape[1], x.dtype, x.device, others, batch_invariant)
     if plan is None:
         return x.new_empty((*x.shape[:-1], n))
     if x.device.index != torch.cuda.current_device():
@@ -151,38 +101,25 @@ def _fragment_gemm(
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], n)
 
 
-_Described = tuple[torch.Size, torch.dtype, torch.device, bool]
-
-
-def _described(t: Tensor | None) -> _Described | None:
-    """What the choice and the compilation of a kernel see of a tensor."""
-    return None if t is None else (t.shape, t.dtype, t.device, t.data_ptr() % 16 == 0)
-
-
-def _on_meta(t: _Described) -> Tensor:
-    """A tensor without memory of this description."""
-    return torch.empty(t[0], dtype=t[1], device="meta")
-
-
 @functools.lru_cache(maxsize=4096)
 def _plan(
-    scheme: str, m: int, n: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[_Described | None, ...],
+    scheme: str, m: int, n: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[Described | None, ...],
     batch_invariant: bool,
 ) -> RingPlan | WgmmaPlan | None:  # fmt: skip
     """The plan of a product; None where there is nothing to compute. Raises ValueError when the tensors do not fit."""
     parsed = _scheme(scheme)
-    codes, *optional = (None if t is None else _on_meta(t) for t in others)
+    codes, *optional = (None if t is None else on_meta(t) for t in others)
     assert codes is not None
     _check(torch.empty((m, k), dtype=dtype, device="meta"), codes, optional[0], optional[1], optional[2], parsed, n)
     devices = {on, *(t[2] for t in others if t is not None)}
     if len(devices) > 1:
         raise ValueError(f"fragment_gemm: all tensors must be on one device, got {sorted(map(str, devices))}")
     if not all(t is None or t[3] for t in others[:3]):
-        raise ValueError("fragment_gemm: weights must start at multiples of 16 bytes (pack_weight's do); clone() them")
+        raise ValueError("fragment_gemm: weights must start at multiples of 16 bytes (FragmentWeight.pack's do); clone() them")
     if m == 0 or n == 0:
         return None
     machine = machine_of(on)
-    shape = gemm_shape(parsed, m, n, k)
+    shape = GemmShape(m, n, k, parsed.weight.bits)
     form = weight_form(parsed, None if others[1] is None else others[1][1], others[2] is not None)
     return plan_for(choose(shape, machine, batch_invariant), shape, form, dtype, others[3] is not None, machine)
 
@@ -225,7 +162,7 @@ def _gathered(x: Tensor, order: Tensor | None, pre_quant_scale: Tensor | None) -
     order = None if order is None else order.contiguous()
     pre_quant_scale = None if pre_quant_scale is None else pre_quant_scale.contiguous()
     aligned = (x.stride(0) % 8 == 0, x.data_ptr() % 16 == 0)
-    plan = _gather_plan(x.shape[0], x.shape[1], x.dtype, x.device, aligned, _described(order), _described(pre_quant_scale))
+    plan = _gather_plan(x.shape[0], x.shape[1], x.dtype, x.device, aligned, described(order), described(pre_quant_scale))
     if x.device.index != torch.cuda.current_device():
         with torch.cuda.device(x.device):
             return plan(x, order, pre_quant_scale)
@@ -234,14 +171,14 @@ def _gathered(x: Tensor, order: Tensor | None, pre_quant_scale: Tensor | None) -
 
 @functools.lru_cache(maxsize=4096)
 def _gather_plan(
-    m: int, k: int, dtype: torch.dtype, on: torch.device, aligned: tuple[bool, bool], order: _Described | None,
-    pre_quant_scale: _Described | None,
+    m: int, k: int, dtype: torch.dtype, on: torch.device, aligned: tuple[bool, bool], order: Described | None,
+    pre_quant_scale: Described | None,
 ) -> GatherPlan:  # fmt: skip
     """The plan that brings x into the order of the codes. Raises ValueError when the tensors do not fit."""
     if dtype not in (torch.float16, torch.bfloat16):
         raise ValueError(f"fragment_gemm: x is fp16 or bf16 [.., K], got {dtype} {(m, k)}")
     given = [t for t in (order, pre_quant_scale) if t is not None]
-    check_channels("fragment_gemm", k, *(None if t is None else _on_meta(t) for t in (order, pre_quant_scale)))
+    check_channels("fragment_gemm", k, *(None if t is None else on_meta(t) for t in (order, pre_quant_scale)))
     devices = {on, *(t[2] for t in given)}
     if len(devices) > 1:
         raise ValueError(f"fragment_gemm: all tensors must be on one device, got {sorted(map(str, devices))}")
@@ -249,20 +186,3 @@ def _gather_plan(
 
     pieces = k % 8 == 0 and all(aligned) and all(t[3] for t in given)
     return GatherPlan(m, k, order is not None, pieces, machine_of(on))
-
-
-_workspaces: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
-
-
-def workspace(device: torch.device, sums: int, counters: int) -> tuple[Tensor, Tensor]:
-    """Memory in which blocks meet, one for each stream; counters are zero whenever no kernel runs."""
-    stream = torch.cuda.current_stream(device).cuda_stream
-    held = _workspaces.get((device, stream))
-    if held is None or held[0].numel() < sums or held[1].numel() < counters:
-        before = (0, 0) if held is None else (held[0].numel(), held[1].numel())
-        held = (
-            torch.empty(max(sums, before[0], 1 << 20), dtype=torch.float32, device=device),
-            torch.zeros(max(counters, before[1], 1 << 12), dtype=torch.int32, device=device),
-        )
-        _workspaces[device, stream] = held
-    return held

@@ -1,7 +1,7 @@
-"""The torch operator `lowbit::mixed_gemm`: schema, checks, fake and CPU/CUDA implementations.
+"""The torch operator `lowbit::mixed_gemm`: 16- or 32-bit activations times weights as they lie on disk, on any device.
 
-It is registered with `torch.library.define` and `impl` rather than `custom_op`, which costs three times as much per
-call, and it is opaque to torch.compile: the choice of kernel stays inside.
+It decodes them at every call: the truth that kernels are compared with, and what runs where no kernel does (ops/table.py). It
+is registered with `torch.library.define` and `impl` rather than `custom_op`, which costs three times as much per call.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lowbit.formats import Scheme, parse_scheme
+from lowbit.kernels.blocked import mixed_gemm_blocked
 from lowbit.ops.channels import channels_of_codes, check_channels
-from lowbit.ops.dispatch import Problem, choose_backend
 from lowbit.ops.operands import check_one_device, check_weight
 
 torch.library.define(
@@ -34,8 +34,7 @@ def mixed_gemm(
     packed uint8 [N, ceil(K * bits / 8)] holds dense codes (formats/words.py), scale and zero have the scheme's
     `scale_shape`; `scheme` is a scheme's name. `order` int32 [K], a permutation, and `pre_quant_scale` float [K] are those of
     `QuantTensor`: column i of the codes meets x[.., order[i]] * pre_quant_scale[order[i]], rounded once to x's dtype. Raises
-    ValueError for tensors that do not fit together and UnsupportedProblem, with every kernel's reason, where no kernel takes
-    the problem.
+    ValueError for tensors that do not fit together.
     """
     if order is None and pre_quant_scale is None:
         return torch.ops.lowbit.mixed_gemm(x, packed, scale, zero, bias, scheme)
@@ -62,12 +61,11 @@ def _mixed_gemm(
 ) -> Tensor:  # fmt: skip
     parsed = _scheme(scheme)
     _check(x, packed, scale, zero, bias, parsed, order, pre_quant_scale)
-    k = x.shape[-1]
-    problem = Problem(parsed, x.numel() // max(k, 1), packed.shape[0], k, x.dtype, x.device.type)
-    run = choose_backend(problem).run
+    if parsed.activation is not None:
+        raise ValueError(f"mixed_gemm: multiplies 16- or 32-bit activations, {parsed} asks for {parsed.activation.name}")
     if order is not None or pre_quant_scale is not None:
         x = channels_of_codes(x, order, pre_quant_scale)
-    return run(x, packed, scale, zero, bias, parsed)
+    return mixed_gemm_blocked(x, packed, scale, zero, bias, parsed)
 
 
 @torch.library.register_fake("lowbit::mixed_gemm")

@@ -1,6 +1,10 @@
-"""What the operators on packed weights require of their operands."""
+"""What the operators on packed weights require of their operands, and of Triton."""
 
 from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
 
 import torch
 from torch import Tensor
@@ -34,3 +38,28 @@ def check_one_device(operator: str, *tensors: Tensor | None) -> None:
     devices = {tensor.device for tensor in tensors if tensor is not None}
     if len(devices) > 1:
         raise ValueError(f"{operator}: all tensors must be on one device, got {sorted(map(str, devices))}")
+
+
+Described = tuple[torch.Size, torch.dtype, torch.device, bool]
+"""What the choice and the compilation of a kernel see of a tensor: shape, dtype, device, whether it starts at 16 bytes."""
+
+
+def described(t: Tensor | None) -> Described | None:
+    """A tensor as plans see it."""
+    return None if t is None else (t.shape, t.dtype, t.device, t.data_ptr() % 16 == 0)
+
+
+def on_meta(t: Described) -> Tensor:
+    """A tensor without memory of this description."""
+    return torch.empty(t[0], dtype=t[1], device="meta")
+
+
+@functools.cache
+def triton_refusals() -> tuple[str, ...]:
+    """Why the installed Triton cannot compile the kernels; empty if it can."""
+    if importlib.util.find_spec("triton") is None:
+        return ("are written in Gluon, which comes with Triton 3.6 or newer: pip install triton",)
+    version = importlib.import_module("triton").__version__
+    if tuple(int(part) for part in version.split(".")[:2]) < (3, 6):
+        return (f"are written in Gluon of Triton 3.6 or newer, installed is {version}: pip install --upgrade triton",)
+    return ()

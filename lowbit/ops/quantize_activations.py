@@ -21,7 +21,7 @@ from lowbit.kernels.reference import (
     silu_mul_reference,
 )
 from lowbit.kernels.torch_int8 import quantize_rows
-from lowbit.ops.fragment_gemm import _Described, _described, _triton_refusals
+from lowbit.ops.operands import Described, described, triton_refusals
 
 if TYPE_CHECKING:
     from lowbit.kernels.quantize_activations import QuantizePlan, Request
@@ -116,7 +116,7 @@ def quantize_refusals(fmt: NumberFormat, dtype: torch.dtype, k: int, device: tor
         reasons.append(f"takes fp16 and bf16, not {str(dtype).removeprefix('torch.')}")
     if k > MOST_COLUMNS:
         reasons.append(f"holds rows of at most {MOST_COLUMNS} columns, K is {k}")
-    return (*reasons, *_triton_refusals())
+    return (*reasons, *triton_refusals())
 
 
 def _quantize(
@@ -216,7 +216,7 @@ def _on_gpu(
 ) -> list[Tensor]:  # fmt: skip
     rows = _rows(x)
     beside_rows = None if beside is None else _rows(beside)
-    others = tuple(_described(t) for t in (beside, weight, bias, scale, zero))
+    others = tuple(described(t) for t in (beside, weight, bias, scale, zero))
     strides = rows.stride(0), None if beside_rows is None else beside_rows.stride(0)
     aligned = rows.data_ptr() % 16 == 0 and all(stride is None or stride % 8 == 0 for stride in strides)
     plan = _plan(fmt, x.shape, x.dtype, x.device, group, symmetric, before, others, aligned, rule)
@@ -239,7 +239,7 @@ def _rows(x: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=4096)
 def _plan(
     fmt: str, shape: torch.Size, dtype: torch.dtype, on: torch.device, group: int, symmetric: bool, before: str,
-    others: tuple[_Described | None, ...], aligned: bool, rule: str,
+    others: tuple[Described | None, ...], aligned: bool, rule: str,
 ) -> QuantizePlan | None:  # fmt: skip
     """The plan of a call, None where the kernel does not take it. Raises ValueError when the tensors do not fit together."""
     beside, weight, bias, scale, zero = (None if t is None else torch.empty(t[0], dtype=t[1], device="meta") for t in others)

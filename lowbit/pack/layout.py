@@ -1,4 +1,4 @@
-"""Layouts: named, invertible orders of codes in memory, and the packed tensor that carries one.
+"""Layouts: named, invertible orders of codes in memory.
 
 A layout turns codes uint8 [N, K] into *planes* (one tensor for most widths, two or three for `FragmentOrder` at odd
 widths) and back without loss: `layout.unpack(layout.pack(codes, bits), bits, codes.shape)` equals `codes` for every
@@ -8,12 +8,9 @@ shape that `refusals` accepts.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-from lowbit.formats.words import pack_words, packed_bytes, unpack_words
 
 Shape = tuple[int, int]
 
@@ -83,58 +80,3 @@ class Layout(ABC):
                 f"{self} holds {bits}-bit codes of shape {tuple(shape)} in {self.plane_dtype} planes {expected}, "
                 f"got {', '.join(f'{plane.dtype} {tuple(plane.shape)}' for plane in planes)}"
             )
-
-
-@dataclass(frozen=True)
-class RowMajor(Layout):
-    """Rows of dense little-endian words along K, as checkpoints store them; one plane uint8 [N, ceil(K * bits / 8)].
-
-        4 bits, byte j of a row:   k = 2j + 1 | k = 2j          (high nibble | low nibble)
-        6 bits, bytes 3j to 3j+2:  low 2 of k1, k0 | low 4 of k2, high 4 of k1 | k3, high 2 of k2
-
-    Any N and K; the unused high bits of a row's last byte are zero.
-    """
-
-    @property
-    def plane_dtype(self) -> torch.dtype:
-        return torch.uint8
-
-    def plane_shapes(self, bits: int, shape: Shape) -> tuple[tuple[int, ...], ...]:
-        return ((shape[0], packed_bytes(shape[1], bits)),)
-
-    def _pack(self, codes: Tensor, bits: int) -> tuple[Tensor, ...]:
-        return (pack_words(codes, bits),)
-
-    def _unpack(self, planes: tuple[Tensor, ...], bits: int, shape: Shape) -> Tensor:
-        return unpack_words(planes[0], bits, shape[1])
-
-
-@dataclass(frozen=True, eq=False)
-class PackedTensor:
-    """Codes of `bits` bits and shape (N, K) as they lie in memory. Raises ValueError when the planes do not fit them."""
-
-    planes: tuple[Tensor, ...]
-    layout: Layout
-    bits: int
-    shape: Shape
-
-    def __post_init__(self) -> None:
-        self.layout.check_planes(self.planes, self.bits, self.shape)
-
-    def unpack(self) -> Tensor:
-        """Codes uint8 [N, K]."""
-        return self.layout.unpack(self.planes, self.bits, self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all planes, padding included."""
-        return sum(plane.numel() * plane.element_size() for plane in self.planes)
-
-    def to(self, device: torch.device | str) -> PackedTensor:
-        """The same tensor with its planes on `device`."""
-        return PackedTensor(tuple(plane.to(device) for plane in self.planes), self.layout, self.bits, self.shape)
-
-
-def pack(codes: Tensor, bits: int, layout: Layout) -> PackedTensor:
-    """Packs codes uint8 [N, K] of `bits` bits. Raises ValueError when the layout refuses them."""
-    return PackedTensor(layout.pack(codes, bits), layout, bits, (codes.shape[0], codes.shape[1]))

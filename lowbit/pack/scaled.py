@@ -81,7 +81,7 @@ def _operand(scheme: Scheme) -> ByteOperand:
 
 
 @dataclass(frozen=True, eq=False)
-class ScaledWeight:
+class OperandWeight:
     """The tensors described in the module, for a matrix of `shape` (N, K) under `scheme`."""
 
     codes: Tensor
@@ -90,6 +90,45 @@ class ScaledWeight:
     sums: Tensor
     scheme: Scheme
     shape: tuple[int, int]
+
+    @classmethod
+    def pack(cls, q: QuantTensor) -> OperandWeight:
+        """The kernels' form of `q`, on its device; its order and input scale belong to x and are left to the caller.
+
+        Raises ValueError with every reason where there is no such form, and for scales that are not finite.
+        """
+        reasons = scaled_refusals(q.scheme, q.scale.dtype)
+        if reasons:
+            raise ValueError(f"the kernels for 8-bit activations {'; '.join(reasons)}")
+        if not bool(torch.isfinite(q.scale).all()):
+            raise ValueError(f"{q.scheme} {q.shape}: scales must be finite, some are not")
+        n, k = q.shape
+        values = decode(q.codes, q.scheme.weight)
+        scale = channel = None
+        if isinstance(q.scheme.granularity, PerGroup):
+            size = q.scheme.granularity.size
+            groups = q.scale.repeat_interleave(size // GROUP, dim=1)[:, : -(-k // GROUP)]
+            scale = torch.nn.functional.pad(groups.T, (0, -n % STRIP)).contiguous()
+        elif isinstance(q.scheme.granularity, PerBlock):
+            scale = q.scale.float().contiguous()
+        else:
+            channel = q.scale.float().expand(n, 1).reshape(-1).contiguous()
+        if scale is not None:
+            values = values * spread(q.scale.float(), q.scheme.granularity, q.shape)
+        return cls(_pack_codes(q), scale, channel, values.sum(1, dtype=torch.float64).float(), q.scheme, q.shape)
+
+    def unpack(self) -> QuantTensor:
+        """The matrix that `pack` packed; its inverse, but for scales that are not of groups, which are float32."""
+        n = self.shape[0]
+        scheme = self.scheme
+        if self.channel_scale is not None:
+            scale = self.channel_scale[: 1 if isinstance(scheme.granularity, PerTensor) else n, None].clone()
+        else:
+            assert self.scale is not None
+            scale = self.scale
+            if isinstance(scheme.granularity, PerGroup):
+                scale = scale[:: scheme.granularity.size // GROUP, :n].T.contiguous()
+        return QuantTensor(_unpack_codes(self), scale, None, scheme)
 
     @property
     def _tensors(self) -> dict[str, Any]:
@@ -101,49 +140,9 @@ class ScaledWeight:
         """Bytes of all tensors, padding included."""
         return sum(t.nbytes for t in self._tensors.values())
 
-    def clone(self) -> ScaledWeight:
+    def clone(self) -> OperandWeight:
         """An equal weight in memory of its own."""
         return replace(self, **{name: t.clone() for name, t in self._tensors.items()})
-
-
-def pack_scaled_weight(q: QuantTensor) -> ScaledWeight:
-    """The kernels' form of `q`, on its device; its order and input scale belong to x and are left to the caller.
-
-    Raises ValueError with every reason where there is no such form, and for scales that are not finite.
-    """
-    reasons = scaled_refusals(q.scheme, q.scale.dtype)
-    if reasons:
-        raise ValueError(f"the kernels for 8-bit activations {'; '.join(reasons)}")
-    if not bool(torch.isfinite(q.scale).all()):
-        raise ValueError(f"{q.scheme} {q.shape}: scales must be finite, some are not")
-    n, k = q.shape
-    values = decode(q.codes, q.scheme.weight)
-    scale = channel = None
-    if isinstance(q.scheme.granularity, PerGroup):
-        size = q.scheme.granularity.size
-        groups = q.scale.repeat_interleave(size // GROUP, dim=1)[:, : -(-k // GROUP)]
-        scale = torch.nn.functional.pad(groups.T, (0, -n % STRIP)).contiguous()
-    elif isinstance(q.scheme.granularity, PerBlock):
-        scale = q.scale.float().contiguous()
-    else:
-        channel = q.scale.float().expand(n, 1).reshape(-1).contiguous()
-    if scale is not None:
-        values = values * spread(q.scale.float(), q.scheme.granularity, q.shape)
-    return ScaledWeight(_pack_codes(q), scale, channel, values.sum(1, dtype=torch.float64).float(), q.scheme, q.shape)
-
-
-def unpack_scaled_weight(w: ScaledWeight) -> QuantTensor:
-    """The matrix that `pack_scaled_weight` packed; its inverse, but for scales that are not of groups, which are float32."""
-    n = w.shape[0]
-    scheme = w.scheme
-    if w.channel_scale is not None:
-        scale = w.channel_scale[: 1 if isinstance(scheme.granularity, PerTensor) else n, None].clone()
-    else:
-        assert w.scale is not None
-        scale = w.scale
-        if isinstance(scheme.granularity, PerGroup):
-            scale = scale[:: scheme.granularity.size // GROUP, :n].T.contiguous()
-    return QuantTensor(_unpack_codes(w), scale, None, scheme)
 
 
 def _order(scheme: Scheme) -> FragmentOrder:
@@ -165,7 +164,7 @@ def _pack_codes(q: QuantTensor) -> Tensor:
     return packed
 
 
-def _unpack_codes(w: ScaledWeight) -> Tensor:
+def _unpack_codes(w: OperandWeight) -> Tensor:
     k = w.shape[1]
     fmt = w.scheme.weight
     if fmt.bits == 8:

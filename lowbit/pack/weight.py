@@ -98,7 +98,7 @@ def weight_form(scheme: Scheme, scale_dtype: torch.dtype | None, channel_scale: 
 
 
 @dataclass(frozen=True, eq=False)
-class KernelWeight:
+class FragmentWeight:
     """The tensors described in the module, for a matrix of `shape` (N, K) under `scheme`."""
 
     codes: Tensor
@@ -108,6 +108,63 @@ class KernelWeight:
     shape: tuple[int, int]
     order: Tensor | None = None
     pre_quant_scale: Tensor | None = None
+
+    @classmethod
+    def pack(cls, q: QuantTensor) -> FragmentWeight:
+        """The kernels' form of `q`, on its device.
+
+        Raises ValueError for groups that are no multiple of 16, scales that are not finite, an order that is no permutation,
+        and a low-rank correction, which the layer adds (`nn.QuantLinear`).
+        """
+        if q.low_rank is not None:
+            raise ValueError(
+                f"{q.scheme} {q.shape}: a low-rank correction is no part of the kernels' form; pack the weight without"
+            )
+        group = kernel_group(q.scheme)
+        for name, values in (("scales", q.scale), ("zeros", q.zero), ("factors of x", q.pre_quant_scale)):
+            if values is not None and values.is_floating_point() and not bool(torch.isfinite(values).all()):
+                raise ValueError(f"{q.scheme} {q.shape}: {name} must be finite, some are not")
+        if q.order is not None and not is_permutation(q.order):
+            raise ValueError(f"{q.scheme} {q.shape}: order is a permutation of 0 to {q.shape[1] - 1}, this one is not")
+        order = FragmentOrder(MMA_M16N8K16_F16, q.scheme.weight)
+        (codes,) = order.pack(q.codes, q.scheme.weight.bits)
+        channel = scale = None
+        scales, zeros = q.scale, q.zero
+        if has_channel_scale(q.scheme):
+            channel = q.scale.float().expand(q.shape[0], 1).reshape(-1).contiguous()
+            # Integers of 8 bits are exact in bf16, which a kernel with bf16 activations need not convert.
+            scales = torch.ones_like(q.scale, dtype=torch.bfloat16)
+        elif scales.dtype not in (torch.float16, torch.bfloat16) or not _normal_in_fp16(q):
+            factor = _row_factors(q)
+            half = torch.bfloat16 if scales.dtype == torch.bfloat16 else torch.float16
+            scales = (scales.float() / factor[:, None]).to(half)
+            if zeros is not None and q.scheme.zero is ZeroPoint.FLOAT:
+                zeros = (zeros.float() / factor[:, None]).to(half)
+            channel = factor.repeat_interleave(q.scheme.granularity.block(q.shape)[0])[: q.shape[0]].contiguous()
+        if group:
+            parts = [_by_group(values.to(scales.dtype), q, group) for values in (scales, zeros) if values is not None]
+            scale = torch.cat(parts, dim=-1).contiguous()
+        return cls(codes, scale, channel, q.scheme, q.shape, q.order, q.pre_quant_scale)
+
+    def unpack(self) -> QuantTensor:
+        """The matrix that `pack` packed; its inverse, but for scales that are float32 then: those per channel or tensor, and
+        those of groups beside a power of two for each row, which are as they were rounded."""
+        order = FragmentOrder(MMA_M16N8K16_F16, self.scheme.weight)
+        codes = order.unpack((self.codes,), self.scheme.weight.bits, self.shape)
+        parts = [] if self.scale is None else [_from_groups(part, self) for part in self.scale.split(2, dim=-1)]
+        zero = parts[1] if len(parts) == 2 else None
+        if zero is not None and self.scheme.zero is ZeroPoint.INTEGER:
+            zero = zero.to(torch.uint8)
+        if self.channel_scale is None:
+            scale = parts[0]
+        elif not has_channel_scale(self.scheme):
+            factor = self.channel_scale[:: self.scheme.granularity.block(self.shape)[0], None]
+            scale = parts[0].float() * factor
+            zero = zero.float() * factor if zero is not None and self.scheme.zero is ZeroPoint.FLOAT else zero
+        else:
+            rows = 1 if isinstance(self.scheme.granularity, PerTensor) else self.shape[0]
+            scale = self.channel_scale[:rows, None].clone()
+        return QuantTensor(codes, scale, zero, self.scheme, self.order, self.pre_quant_scale)
 
     @property
     def _tensors(self) -> dict[str, Any]:
@@ -119,66 +176,9 @@ class KernelWeight:
         """Bytes of all tensors, padding included."""
         return sum(t.nbytes for t in self._tensors.values())
 
-    def clone(self) -> KernelWeight:
+    def clone(self) -> FragmentWeight:
         """An equal weight in memory of its own."""
         return replace(self, **{name: t.clone() for name, t in self._tensors.items()})
-
-
-def pack_weight(q: QuantTensor) -> KernelWeight:
-    """The kernels' form of `q`, on its device.
-
-    Raises ValueError for groups that are no multiple of 16, scales that are not finite, an order that is no permutation, and a
-    low-rank correction, which the layer adds (`nn.QuantLinear`).
-    """
-    if q.low_rank is not None:
-        raise ValueError(
-            f"{q.scheme} {q.shape}: a low-rank correction is no part of the kernels' form; pack the weight without"
-        )
-    group = kernel_group(q.scheme)
-    for name, values in (("scales", q.scale), ("zeros", q.zero), ("input scales", q.pre_quant_scale)):
-        if values is not None and values.is_floating_point() and not bool(torch.isfinite(values).all()):
-            raise ValueError(f"{q.scheme} {q.shape}: {name} must be finite, some are not")
-    if q.order is not None and not is_permutation(q.order):
-        raise ValueError(f"{q.scheme} {q.shape}: order is a permutation of 0 to {q.shape[1] - 1}, this one is not")
-    order = FragmentOrder(MMA_M16N8K16_F16, q.scheme.weight)
-    (codes,) = order.pack(q.codes, q.scheme.weight.bits)
-    channel = scale = None
-    scales, zeros = q.scale, q.zero
-    if has_channel_scale(q.scheme):
-        channel = q.scale.float().expand(q.shape[0], 1).reshape(-1).contiguous()
-        # Integers of 8 bits are exact in bf16, which a kernel with bf16 activations need not convert.
-        scales = torch.ones_like(q.scale, dtype=torch.bfloat16)
-    elif scales.dtype not in (torch.float16, torch.bfloat16) or not _normal_in_fp16(q):
-        factor = _row_factors(q)
-        half = torch.bfloat16 if scales.dtype == torch.bfloat16 else torch.float16
-        scales = (scales.float() / factor[:, None]).to(half)
-        zeros = (zeros.float() / factor[:, None]).to(half) if zeros is not None and q.scheme.zero is ZeroPoint.FLOAT else zeros
-        channel = factor.repeat_interleave(q.scheme.granularity.block(q.shape)[0])[: q.shape[0]].contiguous()
-    if group:
-        parts = [_by_group(values.to(scales.dtype), q, group) for values in (scales, zeros) if values is not None]
-        scale = torch.cat(parts, dim=-1).contiguous()
-    return KernelWeight(codes, scale, channel, q.scheme, q.shape, q.order, q.pre_quant_scale)
-
-
-def unpack_weight(w: KernelWeight) -> QuantTensor:
-    """The matrix that `pack_weight` packed; its inverse, but for scales that are float32 then: those per channel or tensor, and
-    those of groups beside a power of two for each row, which are as they were rounded."""
-    order = FragmentOrder(MMA_M16N8K16_F16, w.scheme.weight)
-    codes = order.unpack((w.codes,), w.scheme.weight.bits, w.shape)
-    parts = [] if w.scale is None else [_from_groups(part, w) for part in w.scale.split(2, dim=-1)]
-    zero = parts[1] if len(parts) == 2 else None
-    if zero is not None and w.scheme.zero is ZeroPoint.INTEGER:
-        zero = zero.to(torch.uint8)
-    if w.channel_scale is None:
-        scale = parts[0]
-    elif not has_channel_scale(w.scheme):
-        factor = w.channel_scale[:: w.scheme.granularity.block(w.shape)[0], None]
-        scale = parts[0].float() * factor
-        zero = zero.float() * factor if zero is not None and w.scheme.zero is ZeroPoint.FLOAT else zero
-    else:
-        rows = 1 if isinstance(w.scheme.granularity, PerTensor) else w.shape[0]
-        scale = w.channel_scale[:rows, None].clone()
-    return QuantTensor(codes, scale, zero, w.scheme, w.order, w.pre_quant_scale)
 
 
 def _normal_in_fp16(q: QuantTensor) -> bool:
@@ -217,7 +217,7 @@ def _by_group(values: Tensor, q: QuantTensor, group: int) -> Tensor:
     return pack_scales(padded).unflatten(-1, (8, 2))
 
 
-def _from_groups(part: Tensor, w: KernelWeight) -> Tensor:
+def _from_groups(part: Tensor, w: FragmentWeight) -> Tensor:
     n, k = w.shape
     size = w.scheme.granularity.block((n, k))
     values = unpack_scales(part.flatten(-2), n)

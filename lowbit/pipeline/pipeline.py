@@ -134,21 +134,28 @@ def pipeline(
     dtype: torch.dtype | None = None,
     max_length: int | None = None,
     verify: bool = False,
+    progress: bool = False,
+    batch_invariant: bool = False,
     **unknown: Any,
 ) -> Pipeline:
-    """A pipeline over the Transformers model at a path or hub name, DeepSpeed-MII's `mii.pipeline`.
+    """A pipeline over the Transformers model at a path or hub name, or in a GGUF file, DeepSpeed-MII's `mii.pipeline`.
 
-    quantization_mode: a scheme to quantize 16-bit weights to while loading ("wf6af16", "w4a16_g64", ...); None takes the
-    model as it is, quantized or not. tokenizer: one, or its path, when it is not the model's. device: "cuda" when torch
-    sees a GPU, else "cpu". dtype of activations: the checkpoint's own on a GPU; on a CPU bfloat16 for quantized models, which
-    run several times slower in float32 (`models.cpu`), and float32 for others. max_length: default of the calls, in tokens of
-    prompt and answer. verify: compare the files of a lowbit checkpoint with their checksums first. Raises UnknownArgument for
-    other arguments, CheckpointError for what `models.load.load_causal` refuses (a checkpoint that lacks parameters, say), and
-    ValueError when it is quantized to something else already.
+    quantization_mode: a scheme to quantize 16-bit weights to while loading ("wf6af16", "w4a16_g64", ...); None takes the model
+    as it is, quantized by this library, by another tool (`lowbit.load`), or not. tokenizer: one, or its path, when it is not
+    the model's. device: "cuda" when torch sees a GPU, else "cpu". dtype of activations: the checkpoint's own on a GPU; on a CPU
+    bfloat16 for quantized models, which run several times slower in float32 (`models.cpu`), and float32 for others. max_length:
+    default of the calls, in tokens of prompt and answer. verify: compare the files of a lowbit checkpoint with their checksums
+    first. progress: show a bar while another tool's layers are read. batch_invariant: quantized layers give a token the same
+    bits in every batch, on a GPU. Raises UnknownArgument for other arguments, CheckpointError for what
+    `models.load.load_causal` refuses (a checkpoint that lacks parameters, say), and ValueError when it is quantized to
+    something else already.
     """
     for name in unknown:
         raise UnknownArgument(name, set(inspect.signature(pipeline).parameters) - {"unknown"})
-    model = load_causal(model_name_or_path, scheme=quantization_mode, device=device, dtype=dtype, verify=verify)
+    model = load_causal(
+        model_name_or_path, scheme=quantization_mode, device=device, dtype=dtype, verify=verify, progress=progress,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
     if tokenizer is None or isinstance(tokenizer, str):
         tokenizer = tokenizer_of(tokenizer or model_name_or_path, model)
     return Pipeline(model, tokenizer, max_length=max_length)

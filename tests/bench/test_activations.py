@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from lowbit.bench.activations import OPERATIONS, PRODUCT_SCHEMES, measure_activations, measure_products, run
 from lowbit.bench.activations_report import load, markdown
-from lowbit.cli import app
+from lowbit.cli.commands import app
 
 
 def test_every_operation_moves_the_bytes_that_it_says():

@@ -11,10 +11,12 @@ import math
 import pytest
 import torch
 from rich.console import Console
+from typer.testing import CliRunner
 
 from lowbit.bench.conv_network import FUSIONS, labels, work_of
-from lowbit.bench.conv_report import bench_conv, layer_table, load, network_table, plot
+from lowbit.bench.conv_report import layer_table, load, network_table, plot
 from lowbit.bench.resnet50 import STEM, ResNet50, blocks
+from lowbit.cli.commands import app
 from lowbit.vision.bits import assign_bits, calibrate
 from lowbit.vision.fusion import fused, with_pooled_stems
 from lowbit.vision.graph import Conv
@@ -146,8 +148,8 @@ def test_files_are_checked(tmp_path):
 
 
 def test_unknown_storages_are_refused():
-    with pytest.raises(ValueError, match="int4 and int8, got fp4"):
-        bench_conv(storages="int4,fp4", report_file=None)
+    refused = CliRunner().invoke(app, ["bench", "conv", "--storages", "int4,fp4"])
+    assert refused.exit_code == 1 and "int4 and int8, got fp4" in refused.stderr
 
 
 def test_where_the_time_goes(tmp_path):

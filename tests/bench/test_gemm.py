@@ -22,7 +22,7 @@ from lowbit.bench.protocol import (
 )
 from lowbit.bench.request import make_request
 from lowbit.bench.results import load
-from lowbit.cli import app
+from lowbit.cli.commands import app
 from lowbit.kernels.reference import mixed_gemm_reference
 from lowbit.quantize import rtn
 

@@ -7,7 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from lowbit.cli import app
+from lowbit.cli.commands import app
 from tests.tiny import save_tiny
 
 

@@ -5,7 +5,7 @@ import torch
 from typer.testing import CliRunner
 
 from lowbit.bench.tiles import TileRow
-from lowbit.cli import app
+from lowbit.cli.commands import app
 from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.choose import GemmShape, Measured, RingTile, WgmmaTile, candidates
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from lowbit.checkpoint import CheckpointReader
 from lowbit.checkpoint.target import replace_file
-from lowbit.cli import app
+from lowbit.cli.commands import app
 from lowbit.eval import report, suite
 from lowbit.eval.plot import plot
 from lowbit.eval.results import as_json
@@ -135,6 +135,25 @@ def test_interrupted_keeps_what_was_measured(models, data, tmp_path, monkeypatch
     document = json.loads((tmp_path / "o" / "results.json").read_text())
     assert not document["complete"] and [f["metric"] for f in document["models"][0]["figures"]] == ["perplexity"]
     assert "Interrupted" in report.markdown(document, [])
+
+
+def test_an_earlier_finished_run_stays_until_the_next_has_finished(models, data, tmp_path, monkeypatch):
+    assert run("eval", models[1], "--suite", "text", "--out", tmp_path / "o", *SMALL).exit_code == 0
+    before = (tmp_path / "o" / "results.json").read_bytes()
+
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(suite, "choose", interrupted)
+        result = run("eval", models[1], "--suite", data, "--out", tmp_path / "o", *SMALL)
+    assert result.exit_code == 130 and "results-unfinished.json" in result.stderr
+    assert (tmp_path / "o" / "results.json").read_bytes() == before
+    kept = json.loads((tmp_path / "o" / "results-unfinished.json").read_text())
+    assert not kept["complete"] and [f["metric"] for f in kept["models"][0]["figures"]] == ["perplexity"]
+    assert run("eval", models[1], "--suite", data, "--out", tmp_path / "o", *SMALL).exit_code == 0
+    assert (tmp_path / "o" / "results.json").read_bytes() != before
+    assert not (tmp_path / "o" / "results-unfinished.json").exists()
 
 
 def test_a_file_is_whole_or_as_it_was(tmp_path):

@@ -12,8 +12,7 @@ from lowbit.hardware.arch import ARCHS, arch_for
 from lowbit.hardware.machine import MACHINES, features_of, machine_of, typical_machine
 from lowbit.hardware.mma import MMA_M16N8K16_F16, MMA_M16N8K32_S8, MMA_M16N8K64_S4, wgmma_f16
 from lowbit.kernels.choose import GemmShape, candidates, choose
-from lowbit.ops.byte_gemm import byte_refusals
-from lowbit.ops.fragment_gemm import kernel_refusals
+from lowbit.ops import problem_on, why_slow
 from lowbit.ops.quantize_activations import quantize_refusals
 
 
@@ -100,7 +99,8 @@ def test_a_version_without_a_row_is_refused_before_anything_is_packed(monkeypatc
     """sm_87, 103 and 121 used to pass the checks and raise at the first call."""
     gpu(monkeypatch, name, sm)
     words = f"are for sm_80, sm_86, sm_89, sm_90, sm_100, sm_120; {name} is sm_{sm}"
-    assert words in kernel_refusals(parse_scheme("w4a16_g128"), torch.float16, "cuda")
-    assert words in byte_refusals(parse_scheme("w8a8"), "cuda")
+    for scheme in ("w4a16_g128", "w8a8"):
+        problem = problem_on(torch.device("cuda", sm), parse_scheme(scheme), 1, (64, 64), torch.float16)
+        assert words in why_slow(problem)[0]
     assert words in quantize_refusals(parse_scheme("w8a8").activation, torch.float16, 64, "cuda")[0]
     assert not features_of("cuda")

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from lowbit import quantize_checkpoint
 from lowbit.checkpoint import CheckpointError
-from lowbit.cli import app
+from lowbit.cli.commands import app
 from lowbit.models.calibrate import Calibration
 from lowbit.models.skeleton import tokenizer_of
 from tests.tiny import save_tiny

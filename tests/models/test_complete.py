@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from lowbit import LowbitConfig, convert_checkpoint, pipeline, quantize_checkpoint
 from lowbit.checkpoint import CheckpointError
-from lowbit.cli import app
+from lowbit.cli.commands import app
 from lowbit.models.calibrate import Calibration
 from lowbit.models.load import check_checkpoint, load_causal
 from lowbit.quantize import Gptq

@@ -90,6 +90,17 @@ def test_embeddings_on_request_stay_tied(folder, scheme, tmp_path):
             assert any(n.startswith("lm_head.") for n in reader.names()) != tied, "a tied matrix is stored once"
 
 
+@pytest.mark.parametrize("scheme", ["w8a16", "w4a16_g32"])
+def test_a_saved_model_with_quantized_embeddings_states_its_type(folder, scheme, tmp_path):
+    options = {"quantization_config": LowbitConfig(scheme, embeddings=True), "dtype": torch.bfloat16}
+    model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    model.save_pretrained(tmp_path / "saved")
+    assert model.dtype == torch.bfloat16
+    assert json.loads((tmp_path / "saved" / "config.json").read_text())["dtype"] == "bfloat16"
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert again.dtype == torch.bfloat16 and torch.equal(logits(again), logits(model))
+
+
 def with_channels_in_every_layer(folder, target, scheme="w4a16_g32_z"):
     """Writes the quantized checkpoint with an order, an input scale or both in every layer; returns the dequantized model."""
     quantize_checkpoint(folder, target / "plain", scheme)

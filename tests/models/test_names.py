@@ -24,6 +24,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
+import lowbit
 from lowbit import LowbitConfig, convert_checkpoint
 from lowbit.checkpoint import CheckpointError, CheckpointReader
 from lowbit.models.calibrate import Calibration
@@ -143,6 +144,14 @@ class TestFusedFiles:
         in_memory = load(source, quantization_config=LowbitConfig("w8a16"))
         assert torch.equal(outputs("llama", load(tmp_path / "q")), outputs("llama", in_memory))
 
+    def test_split_on_the_way_from_another_tools_files(self, source, tmp_path):
+        """Quantized layers as they are, the tensor that is split as Transformers splits it."""
+        quantize_checkpoint(source, tmp_path / "q", "w4a16_g16")
+        convert_checkpoint(tmp_path / "q", tmp_path / "gptq", "gptq")
+        direct = lowbit.load(tmp_path / "gptq", device="cpu", dtype=torch.float32)
+        assert sum(isinstance(m, QuantLinear) for m in direct.modules()) == 10
+        assert torch.equal(outputs("llama", direct), outputs("llama", load(tmp_path / "q")))
+
     def test_half_of_a_merged_tensor_is_missed(self, source, tmp_path):
         file = source / "model.safetensors"
         tensors = load_file(file)
@@ -204,6 +213,8 @@ def test_converting_from_and_to_mapped_names(tmp_path):
     report = convert_checkpoint(tmp_path / "gptq", tmp_path / "back")
     assert "vit.layers.0.attention.q_proj" in report.layers
     assert torch.equal(outputs("vit", load(tmp_path / "back")), outputs("vit", load(tmp_path / "own")))
+    direct = lowbit.load(tmp_path / "gptq", device="cpu", dtype=torch.float32)
+    assert torch.equal(outputs("vit", direct), outputs("vit", load(tmp_path / "own")))
 
 
 class TestNoCausalHead:

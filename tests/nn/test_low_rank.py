@@ -10,7 +10,7 @@ from torch import nn
 
 from lowbit.formats import LowRank
 from lowbit.nn import QuantEmbedding, QuantLinear
-from lowbit.pack import pack_weight
+from lowbit.pack import FragmentWeight
 from lowbit.quantize import lorc, rtn
 from tests.tiny import with_channels
 
@@ -69,7 +69,7 @@ def test_it_counts_and_survives_saving():
 def test_where_nothing_would_add_it():
     _, q = corrected()
     with pytest.raises(ValueError, match="no part of the kernels' form"):
-        pack_weight(q)
+        FragmentWeight.pack(q)
     with pytest.raises(ValueError, match="multiplies no input, so its weights have no low-rank correction"):
         QuantEmbedding.from_quant_tensor(q, torch.float32)
     with pytest.raises(ValueError, match=r"a low-rank correction is \[N, r\] and \[r, K\], got \(48, 5\) and \(5, 100\)"):

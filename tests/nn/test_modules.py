@@ -135,8 +135,8 @@ def test_skip_patterns():
 
 def test_schemes_without_a_kernel_are_kept_with_the_reason():
     for scheme, reason in (
-        ("w4a4", "no kernel: scaled_gemm multiplies activations of int8, fp8_e4m3, fp8_e5m2, the scheme asks for int4"),
-        ("w8a8_b64x32", "no kernel: scaled_gemm takes blocks of 128 columns together with quantized activations, not {}"),
+        ("w4a4", "no kernel: scaled_blocked multiplies activations of int8, fp8_e4m3, fp8_e5m2, the scheme asks for int4"),
+        ("w8a8_b64x32", "no kernel: scaled_blocked takes blocks of 128 columns together with quantized activations, not {}"),
     ):
         plan = plan_conversion(Tied(), scheme)
         assert not plan.linears and [row.reason for row in plan.kept if row.name == "up"] == [reason.format(scheme)]

@@ -10,7 +10,8 @@ from torch import nn
 
 from lowbit.nn import QuantLinear
 from lowbit.nn.embedding import QuantEmbedding
-from lowbit.ops import pack_weight
+from lowbit.nn.packed import KERNEL_TENSORS
+from lowbit.pack import FragmentWeight
 from lowbit.quantize import rtn
 from tests.tiny import with_channels
 
@@ -28,7 +29,7 @@ def layer(scheme, device="cpu") -> QuantLinear:
 
 def as_if_prepared(module: QuantLinear) -> QuantLinear:
     """What `prepare` does on a GPU, by hand."""
-    packed = pack_weight(module.quant_tensor())
+    packed = FragmentWeight.pack(module.quant_tensor())
     module.kernel_codes, module.kernel_scale = packed.codes, packed.scale
     module.kernel_channel_scale = packed.channel_scale
     module.weight_packed = nn.Parameter(module.weight_packed.new_empty(0), requires_grad=False)
@@ -36,25 +37,48 @@ def as_if_prepared(module: QuantLinear) -> QuantLinear:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_saving_moving_and_calling_bring_the_form_on_disk_back(scheme):
+def test_saving_casting_and_calling_leave_the_kernels_form_where_it_is(scheme):
+    """A captured graph may read it."""
     plain = layer(scheme)
     x = torch.randn(3, 200)
-    for use in (lambda m: m.state_dict(), lambda m: m.to(torch.float64), lambda m: m(x)):
+    for use in (lambda m: m.state_dict(), lambda m: m.to(torch.float64), lambda m: m(x), copy.deepcopy):
         module = as_if_prepared(copy.deepcopy(plain))
+        held = {name: getattr(module, name) for name in KERNEL_TENSORS}
+        before = {name: None if t is None else t.clone() for name, t in held.items()}
         assert module.is_prepared and module.weight_nbytes == module.kernel_weight().nbytes
-        assert torch.equal(module.quant_tensor().codes, plain.quant_tensor().codes) and module.is_prepared
+        assert torch.equal(module.quant_tensor().codes, plain.quant_tensor().codes)
         use(module)
-        assert not module.is_prepared
+        assert all(getattr(module, name) is t for name, t in held.items())
+        assert all(t is None or torch.equal(t, before[name]) for name, t in held.items())
         assert all(torch.equal(value, plain.state_dict()[name]) for name, value in module.state_dict().items())
         assert torch.equal(module(x), plain(x))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_is_loaded_fills_the_kernels_form_where_it_is(scheme):
+    module, other = as_if_prepared(layer(scheme)), layer(scheme)
+    weight = rtn(torch.randn(96, 200), other.scheme)
+    other.set_weight(with_channels(weight, seed=3) if "channels" in scheme else weight)
+    held = {name: getattr(module, name) for name in KERNEL_TENSORS}
+    module.load_state_dict(other.state_dict())
+    assert all(getattr(module, name) is t for name, t in held.items())
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in module.state_dict().items())
+    x = torch.randn(3, 200)
+    assert torch.equal(module(x), other(x))
+
+
+def test_another_device_brings_the_form_on_disk_back():
+    module = as_if_prepared(layer("w4a16_g128"))
+    module.to("meta")
+    assert not module.is_prepared and module.weight_packed.shape == (96, 100)
 
 
 def test_reasons_are_given_at_every_call():
     module = layer("w4a16_g128")
     reasons = module.prepare(torch.float16)
     assert reasons == module.prepare(torch.float16) and not module.is_prepared
-    assert "torch's int4 product takes groups that are multiples of 32 and divide K, not w4a16_g128 with K 200" in reasons
-    assert reasons[-1] == "decoded weights would take 2 bytes each, which was not allowed"
+    assert "torch_int4: takes groups that are multiples of 32 and divide K, not w4a16_g128 with K 200" in reasons
+    assert reasons[-1] == "decoded_once: would take 2 bytes for each weight, which was not allowed"
 
 
 @pytest.mark.gpu
@@ -78,7 +102,7 @@ def test_a_layer_on_a_gpu_uses_the_kernels(scheme):
 def test_scales_that_the_kernels_cannot_take_are_refused_not_an_error():
     """Groups of no multiple of 16: the plain path computes, the reason is told once."""
     module = layer("w4a16_g40", "cuda")
-    assert module.prepare(torch.float16) == ("groups of the kernels are multiples of 16, got 40 (w4a16_g40)",)
+    assert module.prepare(torch.float16) == ("wgmma_gemm: groups of the kernels are multiples of 16, got 40 (w4a16_g40)",)
     x = torch.randn(5, 200, device="cuda", dtype=torch.float16)
     expected = x.double() @ module.quant_tensor().dequantize(torch.float64).T
     assert torch.allclose(module(x).double(), expected, rtol=1e-2, atol=1e-2) and not module.is_prepared

@@ -11,10 +11,12 @@ from lowbit.formats import parse_scheme
 from lowbit.hardware.machine import machine_of, typical_machine
 from lowbit.kernels.choose_scaled import candidates_scaled
 from lowbit.kernels.reference import FUNCTIONS
-from lowbit.ops import byte_gemm, byte_refusals, describe_scaled, pack_scaled_weight, quantize_activations
-from lowbit.ops.byte_gemm import plan_for_scaled, scaled_shape
-from lowbit.ops.fragment_gemm import workspace
+from lowbit.ops import byte_gemm, quantize_activations
+from lowbit.ops.byte_gemm import plan_for_scaled
 from lowbit.ops.scaled_gemm import activation_dtype
+from lowbit.ops.table import scaled_shape
+from lowbit.ops.workspace import workspace
+from lowbit.pack import OperandWeight
 from lowbit.quantize import rtn
 
 gpu = pytest.mark.gpu
@@ -53,7 +55,7 @@ def compare(scheme, m, n, k, kind, dtype):
     integer = parse_scheme(scheme).activation.name == "int8"
     bias = torch.randn(n, device="cuda", dtype=dtype)
     q, x, x_scale, x_zero, expected = problem(scheme, m, n, k, kind, zero=integer and kind == "token")
-    w = pack_scaled_weight(q)
+    w = OperandWeight.pack(q)
     torch.full((m, n), float("nan"), dtype=dtype, device="cuda")  # what the allocator hands out next is poisoned
     y = byte_gemm(x, x_scale, w, bias, dtype=dtype, x_zero=x_zero)
     assert y.dtype == dtype and relative_error(y, expected + bias.double()) <= bound(scheme, dtype)
@@ -87,7 +89,7 @@ def test_other_types_of_y(scheme, dtype):
 @pytest.mark.parametrize("m", [1, 30, 200])
 def test_scales_of_blocks_of_x(scheme, m):
     q, x, x_scale, _, expected = problem(scheme, m, 400, 1100, "block")
-    y = byte_gemm(x, x_scale, pack_scaled_weight(q), dtype=torch.float16)
+    y = byte_gemm(x, x_scale, OperandWeight.pack(q), dtype=torch.float16)
     assert relative_error(y, expected) <= bound(scheme, torch.float16)
 
 
@@ -98,7 +100,7 @@ def test_tiles_other_than_the_chosen_one(scheme, m):
     """Some of the candidates, the widest among them."""
     n, k = 520, 2048
     q, x, x_scale, _, expected = problem(scheme, m, n, k)
-    w = pack_scaled_weight(q)
+    w = OperandWeight.pack(q)
     shape = scaled_shape(q.scheme, m, n, k)
     rows = [row.tile for row in candidates_scaled(shape, typical_machine(90)) if not row.reasons]
     widest = [tile for tile in rows if tile.splits == 1 and tile.columns == max(t.columns for t in rows if t.splits == 1)]
@@ -120,7 +122,7 @@ def test_integers_are_exact(m):
     q = rtn(torch.randn(256, 1024, device="cuda"), "w8a8")
     q = type(q)(codes, torch.ones_like(q.scale), None, q.scheme)
     x = torch.randint(-3, 4, (m, 1024), device="cuda", generator=generator, dtype=torch.int8)
-    y = byte_gemm(x, torch.ones(1, device="cuda"), pack_scaled_weight(q), dtype=torch.float32)
+    y = byte_gemm(x, torch.ones(1, device="cuda"), OperandWeight.pack(q), dtype=torch.float32)
     assert torch.equal(y.double(), x.double() @ (codes.double() - 128).T)
 
 
@@ -132,7 +134,7 @@ def test_functions(scheme, function, m):
     q, x, x_scale, _, expected = problem(scheme, m, 520, 1024)
     x_scale, expected = x_scale / expected.std() * 2, expected / expected.std() * 2
     bias = torch.randn(520, device="cuda", dtype=torch.float16)
-    y = byte_gemm(x, x_scale, pack_scaled_weight(q), bias, dtype=torch.float16, function=function)
+    y = byte_gemm(x, x_scale, OperandWeight.pack(q), bias, dtype=torch.float16, function=function)
     wanted = FUNCTIONS[function](expected + bias.double())
     assert relative_error(y, wanted) <= bound(scheme, torch.float16) + 2e-6
     assert float((y.double() - wanted).abs().max()) < 2e-2
@@ -144,7 +146,7 @@ def test_no_function_hides_what_is_not_a_number(m):
     q, x, x_scale, _, _ = problem("w8a8", m, 128, 1024)
     x_scale[1] = float("nan")
     for function in FUNCTIONS:
-        y = byte_gemm(x, x_scale, pack_scaled_weight(q), dtype=torch.float16, function=function)
+        y = byte_gemm(x, x_scale, OperandWeight.pack(q), dtype=torch.float16, function=function)
         assert y[1].isnan().all() and y[0].isfinite().all()
 
 
@@ -177,7 +179,7 @@ def exact_codes(expected, y_scale):
 @pytest.mark.parametrize(("m", "n"), [(1, 1024), (16, 1000), (64, 528), (300, 1024), (300, 1001)])
 def test_codes_of_y_are_exact(scheme, m, n):
     q, x, x_scale, bias, expected = exact_problem(scheme, m, n, 1024)
-    w, y_scale = pack_scaled_weight(q), exact_scale(expected)
+    w, y_scale = OperandWeight.pack(q), exact_scale(expected)
     for function in ("none", "relu"):
         torch.full((m, n), 77, dtype=torch.int8, device="cuda")  # what the allocator hands out next is poisoned
         y = byte_gemm(x, x_scale, w, bias, dtype=torch.int8, function=function, y_scale=y_scale)
@@ -191,7 +193,7 @@ def test_codes_of_y_are_exact(scheme, m, n):
 def test_codes_of_y_are_those_of_the_float_result(scheme, m):
     """Quantizing the float32 result gives the same codes, but for those at ties, where the last bit decides."""
     q, x, x_scale, _, _ = problem(scheme, m, 512, 1024)
-    w = pack_scaled_weight(q)
+    w = OperandWeight.pack(q)
     y = byte_gemm(x, x_scale, w, dtype=torch.float32, function="gelu")
     y_scale = (y.abs().max() / 100).reshape(1)
     codes = byte_gemm(x, x_scale, w, dtype=torch.int8, function="gelu", y_scale=y_scale)
@@ -210,7 +212,7 @@ def test_sums_of_fp8_stay_close(k, positive):
         q = type(q)(q.codes & 127, q.scale, None, q.scheme)
         x = x.float().abs().to(x.dtype)
     expected = (x.double() * x_scale.double()) @ q.dequantize(torch.float64).T
-    y = byte_gemm(x, x_scale, pack_scaled_weight(q), dtype=torch.float32)
+    y = byte_gemm(x, x_scale, OperandWeight.pack(q), dtype=torch.float32)
     assert relative_error(y, expected) <= ERROR["positive" if positive else "fp8"]
 
 
@@ -222,7 +224,7 @@ def test_sums_of_fp8_stay_close(k, positive):
 )  # fmt: skip
 def test_random_shapes(m, n, k, seed, scheme):
     q, x, x_scale, _, expected = problem(scheme, m, n, k, seed=seed)
-    y = byte_gemm(x, x_scale, pack_scaled_weight(q), dtype=torch.float16)
+    y = byte_gemm(x, x_scale, OperandWeight.pack(q), dtype=torch.float16)
     assert relative_error(y, expected) <= bound(scheme, torch.float16)
 
 
@@ -230,7 +232,7 @@ def test_random_shapes(m, n, k, seed, scheme):
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8_dynamic", "w4a8_g128"])
 def test_opcheck_compile_and_graphs(scheme):
     q, x, x_scale, _, _ = problem(scheme, 6, 512, 1024)
-    w = pack_scaled_weight(q)
+    w = OperandWeight.pack(q)
     x, x_scale = x.view(2, 3, 1024), x_scale.view(2, 3, 1)
     arguments = (x, x_scale, w.codes, w.scale, w.channel_scale, w.sums, None, scheme, 512, torch.float16)
     if x.dtype == torch.int8:  # opcheck does not know fp8
@@ -264,7 +266,7 @@ def test_opcheck_compile_and_graphs(scheme):
 def test_in_graphs_behind_a_kernel_that_writes_x(scheme, m):
     """The kernel starts before the ones before it have finished; it must wait for the x that they write."""
     q, x, x_scale, _, _ = problem(scheme, m, 1024, 1024)
-    w = pack_scaled_weight(q)
+    w = OperandWeight.pack(q)
 
     def chain(y):
         for _ in range(8):
@@ -289,7 +291,7 @@ def test_in_graphs_behind_a_kernel_that_writes_x(scheme, m):
 @gpu
 def test_x_of_any_layout():
     q, _, x_scale, _, _ = problem("w8a8", 5, 128, 1000)
-    w = pack_scaled_weight(q)
+    w = OperandWeight.pack(q)
     wide = torch.randint(-128, 128, (5, 2003), device="cuda", dtype=torch.int8)
     for x in (wide[:, 1:1001], wide[:, ::2][:, :1000], wide[:, :1000].T.contiguous().T):
         assert torch.equal(byte_gemm(x, x_scale, w), byte_gemm(x.contiguous(), x_scale, w))
@@ -307,7 +309,7 @@ def test_the_plain_kernel(scheme, m, n, k):
 
     integer = parse_scheme(scheme).activation.name == "int8"
     q, x, x_scale, x_zero, expected = problem(scheme, m, n, k, "block" if scheme == "fp8_block" else "token", zero=integer)
-    w = pack_scaled_weight(q)
+    w = OperandWeight.pack(q)
     bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
     kind = "block" if scheme == "fp8_block" else "token"
     plan = PlainPlan(scaled_shape(q.scheme, m, n, k, kind == "block"), q.scheme, torch.bfloat16, kind, integer, True)
@@ -322,7 +324,7 @@ def test_the_plain_kernel_makes_codes(scheme):
     from lowbit.kernels.sm80.scaled_gemm import PlainPlan
 
     q, x, x_scale, bias, expected = exact_problem(scheme, 70, 333, 1024)
-    w, y_scale = pack_scaled_weight(q), exact_scale(expected)
+    w, y_scale = OperandWeight.pack(q), exact_scale(expected)
     plan = PlainPlan(scaled_shape(q.scheme, 70, 333, 1024), q.scheme, torch.int8, "token", False, True, "relu")
     arguments = (x, x_scale, None, w.codes, w.scale, w.channel_scale, w.sums, bias, *workspace(x.device, 0, 0))
     assert torch.equal(plan(*arguments, y_scale), exact_codes(expected.relu(), y_scale))
@@ -331,7 +333,7 @@ def test_the_plain_kernel_makes_codes(scheme):
 @gpu
 def test_bad_input():
     q, x, x_scale, _, _ = problem("w8a8", 4, 128, 1024)
-    w = pack_scaled_weight(q)
+    w = OperandWeight.pack(q)
     with pytest.raises(ValueError, match=r"takes x torch.int8 \[\.\., K\], got torch.float32"):
         byte_gemm(x.float(), x_scale, w)
     with pytest.raises(ValueError, match="takes codes \\(128, 960\\)|another K"):
@@ -342,18 +344,6 @@ def test_bad_input():
         byte_gemm(x.cpu(), x_scale.cpu(), w)
     with pytest.raises(ValueError, match=r"y_scale is float32 \[1\] and makes y int8"):
         byte_gemm(x, x_scale, w, y_scale=torch.ones(1, device="cuda"))
-    narrow = pack_scaled_weight(problem("w4a8", 4, 128, 1024)[0])
+    narrow = OperandWeight.pack(problem("w4a8", 4, 128, 1024)[0])
     with pytest.raises(ValueError, match="x with scales of blocks goes with 8-bit weights"):
         byte_gemm(x, torch.ones(4, 8, device="cuda"), narrow)
-
-
-def test_refusals_are_data():
-    assert byte_refusals(parse_scheme("w8a8"), "cpu") == ("run on NVIDIA GPUs, x is on cpu",)
-
-
-@pytest.mark.parametrize("scheme", EIGHT + NARROW)
-@pytest.mark.parametrize("m", [1, 16, 64, 256, 1024, 4096])
-def test_there_is_a_tile_for_everything(scheme, m):
-    for n, k in ((8192, 8192), (8192, 28672), (1000, 576), (64, 128), (152064, 896)):
-        assert "tokens" in describe_scaled(scheme, m, n, k)
-    assert describe_scaled(scheme, m, 64, 128, typical_machine(80)).startswith("mma.sync")

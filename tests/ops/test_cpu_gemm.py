@@ -10,7 +10,8 @@ from lowbit.kernels import torch_int4, torch_int8
 from lowbit.kernels.reference import mixed_gemm_reference, quantize_activations_reference
 from lowbit.kernels.torch_int8 import quantize_rows
 from lowbit.ops import quantize_activations, scaled_gemm
-from lowbit.ops.cpu_gemm import choose_form, cpu_gemm, pack_for_cpu, scaled_cpu_gemm
+from lowbit.ops.cpu_gemm import cpu_gemm, pack_for_cpu, scaled_cpu_gemm
+from lowbit.ops.table import choose, problem_on, why_slow
 from lowbit.pack.cpu import VECTOR_CPUS
 from lowbit.quantize import rtn
 from tests.kernels.test_quantize_activations import hard_rows
@@ -33,7 +34,7 @@ def problem(name, m, n, k, dtype=torch.bfloat16):
 
 
 def prepared(q, dtype=torch.bfloat16, form=None):
-    chosen, _ = choose_form(q.scheme, q.shape, dtype, decode_bytes=4)
+    chosen = choose(problem_on("cpu", q.scheme, 1, q.shape, dtype, decode_bytes=4)).form
     assert form in (None, chosen)
     return pack_for_cpu(q, chosen, dtype)
 
@@ -128,17 +129,23 @@ def test_integers_are_exact_at_their_worst(name):
         assert torch.equal(y.double(), centred @ (codes.double() - 128).T + 1)
 
 
-def test_the_form_and_its_reasons():
+def kernel(name, shape, dtype, decode_bytes=0):
+    """The kernel that ops/table.py gives a layer on this CPU, and why not the faster ones made for it."""
+    p = problem_on("cpu", parse_scheme(name), 1, shape, dtype, decode_bytes=decode_bytes)
+    return choose(p).name, why_slow(p)
+
+
+def test_the_kernel_and_its_reasons():
     bf16 = torch.bfloat16
-    assert choose_form(parse_scheme("w4a16_g64"), (64, 64), bf16) == ("int4", ())
-    assert choose_form(parse_scheme("w8a16"), (64, 64), bf16) == ("int8", ())
-    assert choose_form(parse_scheme("w6e3m2a16"), (64, 64), bf16, 2)[0] == "decoded"
-    assert choose_form(parse_scheme("w6e3m2a16"), (64, 64), torch.float32, 2)[0] is None
-    form, reasons = choose_form(parse_scheme("w4a16_g64"), (64, 64), torch.float32)
-    assert form is None and "torch's int4 product takes bfloat16 activations, not float32" in reasons
-    form, reasons = choose_form(parse_scheme("fp8"), (64, 64), bf16, 4)
-    assert form is None and "torch's int8 product takes int8 activations, not fp8_e4m3" in reasons
-    assert choose_form(parse_scheme("w8a8"), (64, 72), bf16)[0] is None
+    assert kernel("w4a16_g64", (64, 64), bf16) == ("torch_int4", ())
+    assert kernel("w8a16", (64, 64), bf16) == ("torch_int8", ())
+    assert kernel("w6e3m2a16", (64, 64), bf16, 2)[0] == "decoded_once"
+    assert kernel("w6e3m2a16", (64, 64), torch.float32, 2)[0] == "blocked"
+    name, reasons = kernel("w4a16_g64", (64, 64), torch.float32)
+    assert name == "blocked" and "torch_int4: takes bfloat16 activations, not float32" in reasons
+    name, reasons = kernel("fp8", (64, 64), bf16, 4)
+    assert name == "scaled_blocked" and "scaled_torch_int8: takes int8 activations, not fp8_e4m3" in reasons
+    assert kernel("w8a8", (64, 72), bf16)[0] == "scaled_blocked"
 
 
 @VNNI
@@ -166,10 +173,12 @@ def test_a_cpu_whose_sums_saturate_is_refused(monkeypatch):
 
     torch_int8.sums_are_exact.cache_clear()
     monkeypatch.setattr(torch, "_int_mm", saturating)
-    reason = "torch's int8 product saturates sums of int8 x on this CPU, which has no VNNI instructions"
-    assert choose_form(parse_scheme("w8a8"), (64, 64), torch.float32) == (None, (reason,))
-    assert choose_form(parse_scheme("w8a16"), (64, 64), torch.bfloat16) == ("int8", ()), "its sums are in float32"
+    reason = "scaled_torch_int8: saturates sums of int8 x on this CPU, which has no VNNI instructions"
+    choose.cache_clear()
+    assert kernel("w8a8", (64, 64), torch.float32) == ("scaled_blocked", (reason,))
+    assert kernel("w8a16", (64, 64), torch.bfloat16) == ("torch_int8", ()), "its sums are in float32"
     monkeypatch.undo()
     torch_int8.sums_are_exact.cache_clear()
-    chosen = choose_form(parse_scheme("w8a8"), (64, 64), torch.float32)
-    assert chosen == (("int8", ()) if torch_int8.sums_are_exact() else (None, (reason,)))
+    choose.cache_clear()
+    chosen = kernel("w8a8", (64, 64), torch.float32)
+    assert chosen == (("scaled_torch_int8", ()) if torch_int8.sums_are_exact() else ("scaled_blocked", (reason,)))

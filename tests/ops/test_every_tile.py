@@ -7,10 +7,10 @@ import torch
 
 from lowbit.formats import parse_scheme
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose import choose
+from lowbit.kernels.choose import GemmShape, choose
 from lowbit.kernels.reference import mixed_gemm_reference
-from lowbit.ops import fragment_gemm, pack_weight
-from lowbit.ops.fragment_gemm import gemm_shape
+from lowbit.ops import fragment_gemm
+from lowbit.pack import FragmentWeight
 from lowbit.quantize import rtn
 from tests.tiny import with_channels
 
@@ -29,7 +29,7 @@ def new_tiles(scheme, invariant=False):
     for n, k in LAYERS:
         ms = []
         for m in TOKENS:
-            tile = choose(gemm_shape(parse_scheme(scheme), m, n, k), typical_machine(90), invariant)
+            tile = choose(GemmShape(m, n, k, parse_scheme(scheme).weight.bits), typical_machine(90), invariant)
             if tile not in seen:
                 seen.add(tile)
                 ms.append(m)
@@ -55,7 +55,7 @@ def test_every_tile(scheme, dtype, invariant):
         generator = torch.Generator("cuda").manual_seed(place)
         q = rtn(torch.randn(n, k, device="cuda", generator=generator) * 0.05, scheme)
         q = with_channels(q) if place % 2 else q
-        w, bias = pack_weight(q), torch.randn(n, device="cuda", dtype=dtype, generator=generator)
+        w, bias = FragmentWeight.pack(q), torch.randn(n, device="cuda", dtype=dtype, generator=generator)
         plain_w = q.dequantize(dtype)
         for m in ms:
             x = torch.randn(m, k, device="cuda", dtype=dtype, generator=generator)

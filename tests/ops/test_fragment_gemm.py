@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from lowbit.formats import QuantTensor, decode, parse_scheme
 from lowbit.kernels.reference import mixed_gemm_reference
-from lowbit.ops import fragment_gemm, pack_weight
-from lowbit.pack import unpack_weight
+from lowbit.ops import fragment_gemm
+from lowbit.pack import FragmentWeight
 from lowbit.quantize import rtn
 from tests.tiny import with_channels
 
@@ -37,7 +37,7 @@ def relative_error(y, reference) -> float:
 @pytest.mark.parametrize("shape", [(64, 128), (100, 200), (33, 576)])
 def test_weights_survive_packing(scheme, shape):
     q = quantized(scheme, *shape, device="cpu")
-    back = unpack_weight(pack_weight(q))
+    back = FragmentWeight.pack(q).unpack()
     assert torch.equal(back.codes, q.codes) and torch.equal(back.scale, q.scale) and back.scheme == q.scheme
     assert (back.zero is None) == (q.zero is None) and (q.zero is None or torch.equal(back.zero, q.zero))
 
@@ -45,11 +45,11 @@ def test_weights_survive_packing(scheme, shape):
 def test_what_cannot_be_packed_says_why():
     q = quantized("w4a16_g24", 32, 96, device="cpu")
     with pytest.raises(ValueError, match="groups of the kernels are multiples of 16, got 24"):
-        pack_weight(q)
+        FragmentWeight.pack(q)
     q = quantized("w4a16_g32", 32, 96, device="cpu")
     q.scale[3, 1] = float("nan")
     with pytest.raises(ValueError, match="scales must be finite"):
-        pack_weight(q)
+        FragmentWeight.pack(q)
 
 
 @gpu
@@ -60,7 +60,7 @@ def test_against_float64(scheme, dtype, m, n, k):
     q = quantized(scheme, n, k)
     x = torch.randn(m, k, device="cuda", dtype=dtype)
     bias = torch.randn(n, device="cuda", dtype=dtype)
-    w = pack_weight(q)
+    w = FragmentWeight.pack(q)
     torch.full((m, n), float("nan"), dtype=dtype, device="cuda")  # what the allocator hands out next is poisoned
     y = fragment_gemm(x, w, bias)
     reference = mixed_gemm_reference(x, q, bias)
@@ -82,11 +82,11 @@ def test_scales_of_groups_in_32_bits(scheme, dtype, m, n, k):
     sizes = torch.exp2(torch.randint(-12, 3, (len(q.scale), 1), device="cuda") + torch.rand(q.scale.shape, device="cuda"))
     zero = q.zero if q.zero is None or q.zero.dtype == torch.uint8 else q.zero.float() * sizes
     q = QuantTensor(q.codes, q.scale.float() * sizes, zero, q.scheme)
-    x, w = torch.randn(m, k, device="cuda", dtype=dtype), pack_weight(q)
+    x, w = torch.randn(m, k, device="cuda", dtype=dtype), FragmentWeight.pack(q)
     y = fragment_gemm(x, w)
     # The product and a floating-point zero are rounded apart, and are larger than their sum.
     as_stated = 2**-11 if zero is None or zero.dtype == torch.uint8 else 2**-9
-    for stored, slack in ((unpack_weight(w), 1e-5), (q, as_stated)):
+    for stored, slack in ((w.unpack(), 1e-5), (q, as_stated)):
         reference = mixed_gemm_reference(x, stored)
         plain = torch.nn.functional.linear(x, stored.dequantize(dtype))
         assert relative_error(y, reference) <= 1.5 * relative_error(plain, reference) + slack
@@ -101,7 +101,7 @@ def test_one_hot_activations_return_the_weights(scheme, dtype, m):
     columns = torch.randperm(704, device="cuda")[:m]
     x = torch.nn.functional.one_hot(columns, 704).to(dtype)
     expected = q.dequantize(torch.float32)[:, columns].T.to(dtype)
-    assert torch.equal(fragment_gemm(x, pack_weight(q)), expected)
+    assert torch.equal(fragment_gemm(x, FragmentWeight.pack(q)), expected)
 
 
 @gpu
@@ -115,7 +115,7 @@ def test_random_shapes(m, n, k, seed, scheme):
     x = torch.randn(m, k, device="cuda", dtype=torch.float16)
     reference = mixed_gemm_reference(x, q)
     plain = x @ q.dequantize(torch.float16).T
-    assert relative_error(fragment_gemm(x, pack_weight(q)), reference) <= 1.5 * relative_error(plain, reference) + 1e-5
+    assert relative_error(fragment_gemm(x, FragmentWeight.pack(q)), reference) <= 1.5 * relative_error(plain, reference) + 1e-5
 
 
 @gpu
@@ -126,14 +126,14 @@ def test_integers_are_exact():
     for m in (1, 16, 64, 256):
         x = torch.randint(-3, 4, (m, 1024), device="cuda").to(torch.float16)
         expected = x.double() @ decode(q.codes, parse_scheme("w4a16_pc").weight).double().T
-        assert torch.equal(fragment_gemm(x, pack_weight(q)).double(), expected.clamp(-65504, 65504).half().double())
+        assert torch.equal(fragment_gemm(x, FragmentWeight.pack(q)).double(), expected.clamp(-65504, 65504).half().double())
 
 
 @gpu
 @pytest.mark.parametrize("scheme", ["w4a16_g128", "w8a16"])
 def test_rows_do_not_depend_on_the_batch(scheme):
     q = quantized(scheme, 1024, 2048)
-    w = pack_weight(q)
+    w = FragmentWeight.pack(q)
     x = torch.randn(700, 2048, device="cuda", dtype=torch.float16)
     whole = fragment_gemm(x, w, batch_invariant=True)
     for m in (1, 3, 17, 64, 129, 300):
@@ -143,7 +143,7 @@ def test_rows_do_not_depend_on_the_batch(scheme):
 @gpu
 def test_opcheck_compile_and_graphs():
     q = quantized("w4a16_g128", 512, 1024)
-    w = pack_weight(q)
+    w = FragmentWeight.pack(q)
     x = torch.randn(2, 3, 1024, device="cuda", dtype=torch.float16)
     arguments = (x, w.codes, w.scale, None, None, "w4a16_g128", 512)
     torch.library.opcheck(torch.ops.lowbit.fragment_gemm.default, arguments)
@@ -171,7 +171,7 @@ def test_opcheck_compile_and_graphs():
 @gpu
 def test_x_of_any_layout():
     q = quantized("w4a16_g128", 128, 1000)
-    w = pack_weight(q)
+    w = FragmentWeight.pack(q)
     wide = torch.randn(5, 2003, device="cuda", dtype=torch.float16)
     for x in (wide[:, 1:1001], wide[:, ::2][:, :1000], torch.randn(1000, 5, device="cuda", dtype=torch.float16).T):
         assert torch.equal(fragment_gemm(x, w), fragment_gemm(x.contiguous(), w))
@@ -185,7 +185,7 @@ def test_x_of_any_layout():
 @pytest.mark.parametrize("k", [200, 203, 576, 4096])
 def test_order_and_pre_quant_scale(scheme, order, pre_quant_scale, dtype, k):
     q = with_channels(quantized(scheme, 344, k), order, pre_quant_scale)
-    w = pack_weight(q)
+    w = FragmentWeight.pack(q)
     picked = slice(None) if q.order is None else q.order.long()
     for m in (1, 16, 100):
         x = torch.randn(m, k, device="cuda", dtype=dtype)
@@ -210,7 +210,7 @@ def test_one_hot_activations_find_their_column_through_an_order(dtype, m):
     q = with_channels(quantized("w4a16_g128", 200, 704), pre_quant_scale=None)
     channels = torch.randperm(704, device="cuda")[:m]
     x = torch.nn.functional.one_hot(channels, 704).to(dtype)
-    assert torch.equal(fragment_gemm(x, pack_weight(q)), q.dequantize(torch.float32)[:, channels].T.to(dtype))
+    assert torch.equal(fragment_gemm(x, FragmentWeight.pack(q)), q.dequantize(torch.float32)[:, channels].T.to(dtype))
 
 
 @gpu
@@ -218,7 +218,7 @@ def test_one_hot_activations_find_their_column_through_an_order(dtype, m):
 def test_order_in_graphs_behind_a_kernel_that_writes_x(m):
     """Gather and product start before the kernels before them have finished; they must wait for what those write."""
     q = with_channels(quantized("w4a16_g128", 1024, 1024), pre_quant_scale=torch.float32)
-    w = pack_weight(q)
+    w = FragmentWeight.pack(q)
     x = torch.randn(m, 1024, device="cuda", dtype=torch.float16)
     expected = x
     for _ in range(8):
@@ -243,7 +243,7 @@ def test_order_in_graphs_behind_a_kernel_that_writes_x(m):
 @gpu
 def test_opcheck_with_an_order():
     q = with_channels(quantized("w4a16_g128", 512, 1024))
-    w = pack_weight(q)
+    w = FragmentWeight.pack(q)
     x = torch.randn(2, 3, 1024, device="cuda", dtype=torch.float16)
     arguments = (x, w.codes, w.scale, None, None, "w4a16_g128", 512, False, w.order, w.pre_quant_scale)
     torch.library.opcheck(torch.ops.lowbit.fragment_gemm.default, arguments)
@@ -258,7 +258,7 @@ def test_opcheck_with_an_order():
 @gpu
 def test_bad_input():
     q = quantized("w4a16_g128", 128, 1024)
-    w = pack_weight(q)
+    w = FragmentWeight.pack(q)
     x = torch.randn(4, 1024, device="cuda", dtype=torch.float16)
     with pytest.raises(ValueError, match=r"x is fp16 or bf16 \[\.\., K\], got torch.float32"):
         fragment_gemm(x.float(), w)
@@ -276,12 +276,12 @@ def test_packing_on_the_gpu_is_fast():
     codes = torch.randint(0, 16, (28672, 8192), dtype=torch.uint8, device="cuda")
     scale = torch.ones(28672, 64, dtype=torch.float16, device="cuda")
     q = QuantTensor(codes, scale, None, parse_scheme("w4a16_g128"))
-    pack_weight(q)
+    FragmentWeight.pack(q)
     times = []
     for _ in range(5):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        pack_weight(q)
+        FragmentWeight.pack(q)
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))

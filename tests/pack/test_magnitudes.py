@@ -15,7 +15,7 @@ from lowbit.formats import FloatFormat, QuantTensor, ZeroPoint, decode, parse_sc
 from lowbit.kernels.reference import mixed_gemm_reference
 from lowbit.nn import QuantLinear
 from lowbit.ops import fragment_gemm
-from lowbit.pack import KernelWeight, kernel_group, pack_scaled_weight, pack_weight, unpack_scales, unpack_weight
+from lowbit.pack import FragmentWeight, OperandWeight, kernel_group, unpack_scales
 from lowbit.quantize import gptq, hqq, lorc, rtn
 from lowbit.quantize.rtn import scale_dtype
 
@@ -128,7 +128,7 @@ def test_the_product_of_quantized_activations(scheme):
     def error(size, times):
         w = weights(size)
         y = QuantLinear.from_quant_tensor(rtn(w, scheme))(x * times)
-        assert torch.allclose(pack_scaled_weight(rtn(w, scheme)).sums, _row_sums(rtn(w, scheme)), rtol=1e-4)
+        assert torch.allclose(OperandWeight.pack(rtn(w, scheme)).sums, _row_sums(rtn(w, scheme)), rtol=1e-4)
         return worst_row(y.double(), (x * times).double() @ w.double().T)
 
     for size in SIZES:
@@ -140,13 +140,13 @@ def _row_sums(q: QuantTensor):
     return (decode(q.codes, q.scheme.weight) if per_row else q.dequantize()).sum(1)
 
 
-def multiplied(w: KernelWeight, dtype: torch.dtype):
+def multiplied(w: FragmentWeight, dtype: torch.dtype):
     """The weights float64 that the kernels for many tokens multiply by (kernels/parts/decode.py): scales as halves of x's type
     times halves of codes, rounded once, then the scale of the channel in float32."""
     fmt, (n, k) = w.scheme.weight, w.shape
     bf16_only = isinstance(fmt, FloatFormat) and dtype == torch.bfloat16
     shift = 2.0 ** (15 - fmt.bias) if isinstance(fmt, FloatFormat) and not bf16_only else 1.0
-    values = decode(unpack_weight(w).codes, fmt, torch.float64) / shift
+    values = decode(w.unpack().codes, fmt, torch.float64) / shift
     assert torch.equal(values.to(dtype).double(), values), "halves of codes are exact"
     if w.scale is not None:
         group = kernel_group(w.scheme)
@@ -181,7 +181,7 @@ def test_the_form_of_the_kernels(scheme, wide, dtype):
     for size in (*SIZES, row_sizes(scheme)):
         q = rtn(weights(size), scheme)
         q = wide_scales(q) if wide else q
-        w = pack_weight(q)
+        w = FragmentWeight.pack(q)
         expected = q.dequantize(torch.float64)
         most = expected.abs()
         if q.scheme.zero is ZeroPoint.FLOAT:
@@ -193,7 +193,7 @@ def test_the_form_of_the_kernels(scheme, wide, dtype):
 
 @pytest.mark.parametrize("scheme", ["w4a16_g128", "w4a16_g32_z", "w6e3m2a16_g64", "w4a16_g32_fz", "w8e4m3a16_b48x64"])
 def test_scales_of_ordinary_weights_stay_as_they_are(scheme):
-    w = pack_weight(rtn(weights(1.0 if "e4m3" in scheme else 0.05), scheme))
+    w = FragmentWeight.pack(rtn(weights(1.0 if "e4m3" in scheme else 0.05), scheme))
     assert w.channel_scale is None and w.scale.dtype == scale_dtype(parse_scheme(scheme))
 
 
@@ -206,7 +206,7 @@ def test_the_kernels(scheme, m, dtype):
     for size in SIZES:
         q = rtn(weights(size).cuda(), scheme)
         x = (torch.randn(m, K, device="cuda") * min(1 / size, 2.0**13)).to(dtype)
-        y = fragment_gemm(x, pack_weight(q))
+        y = fragment_gemm(x, FragmentWeight.pack(q))
         most = q.dequantize(torch.float64).abs()
         if q.scheme.zero is ZeroPoint.FLOAT:
             most = most + 2 * spread(q.zero.double(), q.scheme.granularity, q.shape).abs()

@@ -9,7 +9,7 @@ import torch
 from lowbit.formats import decode, parse_scheme
 from lowbit.hardware.byte_conversions import byte_conversion
 from lowbit.hardware.mma import wgmma_s8
-from lowbit.pack import pack_scaled_weight, unpack_scaled_weight
+from lowbit.pack import OperandWeight
 from lowbit.pack.fragment import word_places
 from lowbit.quantize import rtn
 
@@ -27,8 +27,8 @@ def quantized(scheme, n, k):
 @pytest.mark.parametrize("shape", [(64, 256), (100, 200), (33, 576)])
 def test_weights_survive_packing(scheme, shape):
     q = quantized(scheme, *shape)
-    w = pack_scaled_weight(q)
-    back = unpack_scaled_weight(w)
+    w = OperandWeight.pack(q)
+    back = w.unpack()
     assert torch.equal(back.codes, q.codes) and back.scheme == q.scheme
     assert torch.equal(back.scale, q.scale.to(back.scale.dtype))
     clone = w.clone()
@@ -38,7 +38,7 @@ def test_weights_survive_packing(scheme, shape):
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8", "w8e5m2a8e4m3"])
 def test_eight_bits_are_the_operands(scheme):
     q = quantized(scheme, 40, 200)
-    codes = pack_scaled_weight(q).codes
+    codes = OperandWeight.pack(q).codes
     assert codes.shape == (40, 208) and codes.stride(0) % 16 == 0
     assert torch.equal(codes.double()[:, :200], decode(q.codes, q.scheme.weight, torch.float64))
     assert not codes.view(torch.uint8)[:, 200:].any()
@@ -50,7 +50,7 @@ def test_lanes_decode_their_fragment_of_a(scheme):
     q = quantized(scheme, 64, 64)
     parsed = parse_scheme(scheme)
     c = byte_conversion(parsed.weight, "e4m3" if "e4m3" in scheme else "s8")
-    words = pack_scaled_weight(q).codes[:, 0][:, word_places(parsed.weight.bits)]  # strip = warp, lane, word
+    words = OperandWeight.pack(q).codes[:, 0][:, word_places(parsed.weight.bits)]  # strip = warp, lane, word
     runs = words.reshape(128, -1, c.fields.words).numpy().view(np.uint32)
     held = c.run([runs[..., i] for i in range(c.fields.words)]).reshape(128, 8, 4)
     numbers = torch.from_numpy(held.copy()).view(torch.int8 if c.operand == "s8" else torch.float8_e4m3fn).double()
@@ -60,9 +60,9 @@ def test_lanes_decode_their_fragment_of_a(scheme):
 
 def test_sums_are_what_a_zero_of_x_meets():
     q = quantized("w8a8", 24, 100)
-    assert torch.equal(pack_scaled_weight(q).sums, decode(q.codes, q.scheme.weight).sum(1))
+    assert torch.equal(OperandWeight.pack(q).sums, decode(q.codes, q.scheme.weight).sum(1))
     q = quantized("w4a8_g128", 24, 300)
-    assert torch.allclose(pack_scaled_weight(q).sums, q.dequantize(torch.float64).sum(1).float(), rtol=1e-6)
+    assert torch.allclose(OperandWeight.pack(q).sums, q.dequantize(torch.float64).sum(1).float(), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -78,4 +78,4 @@ def test_sums_are_what_a_zero_of_x_meets():
 )
 def test_what_cannot_be_packed_says_why(scheme, why):
     with pytest.raises(ValueError, match=why):
-        pack_scaled_weight(quantized(scheme, 32, 256))
+        OperandWeight.pack(quantized(scheme, 32, 256))

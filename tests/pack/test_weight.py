@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowbit.formats import QuantTensor, parse_scheme
-from lowbit.pack import has_channel_scale, pack_weight, unpack_scales, unpack_weight, weight_form
+from lowbit.pack import FragmentWeight, has_channel_scale, unpack_scales, weight_form
 from lowbit.quantize import rtn
 from tests.tiny import with_channels
 
@@ -21,7 +21,7 @@ def random(*shape):
 def test_float32_scales_per_channel_stay_exact_beside_integer_zeros(scheme):
     """(code - zero) * 1 in the groups, the scale at the end: what the kernels compute is the weight itself."""
     q = rtn(random(40, 300) + 0.3, scheme)
-    w = pack_weight(q)
+    w = FragmentWeight.pack(q)
     assert w.channel_scale.dtype == torch.float32 and w.channel_scale.shape == (40,)
     assert torch.equal(w.channel_scale, q.scale.expand(40, 1).reshape(-1))
     ones, zeros = (unpack_scales(part.flatten(-2), 40) for part in w.scale.split(2, dim=-1))
@@ -29,7 +29,7 @@ def test_float32_scales_per_channel_stay_exact_beside_integer_zeros(scheme):
     assert torch.equal(ones[:, groups], torch.ones(40, 300, dtype=ones.dtype))
     weights = (q.codes.float() - zeros[:, groups].float()) * ones[:, groups].float() * w.channel_scale[:, None]
     assert torch.equal(weights, q.dequantize())
-    back = unpack_weight(w)
+    back = w.unpack()
     assert torch.equal(back.zero, q.zero) and torch.equal(back.scale, q.scale) and torch.equal(back.codes, q.codes)
     form = weight_form(q.scheme, w.scale.dtype, True)
     assert form.channel_scale and form.group == 128 and form.zero == "integer"
@@ -61,11 +61,11 @@ def test_scales_of_groups_in_32_bits_are_rounded_as_stated(scheme):
         scale[0, 1] = 0
     zero = q.zero if q.zero is None or q.zero.dtype == torch.uint8 else sizes * torch.randn(sizes.shape, generator=g)
     q = QuantTensor(q.codes, scale, zero, q.scheme)
-    w = pack_weight(q)
+    w = FragmentWeight.pack(q)
     assert w.scale.dtype == torch.float16 and bool(w.scale.isfinite().all())
     mantissa, _ = torch.frexp(w.channel_scale)
     assert bool((mantissa == 0.5).all()), "powers of two"
-    back = unpack_weight(w)
+    back = w.unpack()
     assert torch.equal(back.codes, q.codes) and back.scale.dtype == torch.float32
     for ours, stored in ((q.scale, back.scale), (q.zero, back.zero)):
         if ours is None or ours.dtype == torch.uint8:
@@ -77,15 +77,15 @@ def test_scales_of_groups_in_32_bits_are_rounded_as_stated(scheme):
     half = QuantTensor(q.codes, torch.ones_like(q.scale).half(), None if zero is None else torch.ones_like(zero).to(
         torch.uint8 if zero.dtype == torch.uint8 else torch.float16), q.scheme)  # fmt: skip
     if not has_channel_scale(q.scheme):
-        assert pack_weight(half).channel_scale is None, "scales of 16 bits stay as they are"
+        assert FragmentWeight.pack(half).channel_scale is None, "scales of 16 bits stay as they are"
 
 
 def test_order_and_pre_quant_scale_travel_with_the_weight():
     q = with_channels(rtn(random(33, 200), "w4a16_g64"), pre_quant_scale=torch.bfloat16)
-    w = pack_weight(q)
-    assert w.nbytes == pack_weight(replace(q, order=None, pre_quant_scale=None)).nbytes + 4 * 200 + 2 * 200
+    w = FragmentWeight.pack(q)
+    assert w.nbytes == FragmentWeight.pack(replace(q, order=None, pre_quant_scale=None)).nbytes + 4 * 200 + 2 * 200
     for other in (w, w.clone()):
-        back = unpack_weight(other)
+        back = other.unpack()
         assert torch.equal(back.order, q.order) and torch.equal(back.pre_quant_scale, q.pre_quant_scale)
         assert torch.equal(back.dequantize(), q.dequantize())
     assert w.clone().order.data_ptr() != w.order.data_ptr()
@@ -96,8 +96,8 @@ def test_an_order_that_is_no_permutation_is_refused(spoil):
     q = with_channels(rtn(random(16, 64), "w4a16_g64"))
     spoil(q.order)
     with pytest.raises(ValueError, match="order is a permutation of 0 to 63, this one is not"):
-        pack_weight(q)
+        FragmentWeight.pack(q)
     q = with_channels(rtn(random(16, 64), "w4a16_g64"))
     q.pre_quant_scale[5] = float("inf")
-    with pytest.raises(ValueError, match="input scales must be finite"):
-        pack_weight(q)
+    with pytest.raises(ValueError, match="factors of x must be finite"):
+        FragmentWeight.pack(q)

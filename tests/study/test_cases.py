@@ -7,7 +7,7 @@ from torch import nn
 
 from lowbit.formats import PerChannel, PerGroup, parse_scheme
 from lowbit.quantize import Awq, Gptq, Rtn
-from lowbit.study.cases import FORMATS, Case, cases, group_size, method_name, needs_text
+from study.cases import FORMATS, Case, cases, group_size, method_name, needs_text
 
 TEXTS = ("code", "opticks", "topics")
 

@@ -6,7 +6,7 @@ import gzip
 import json
 import subprocess
 
-from lowbit.study import data
+from study import data
 
 
 def test_descriptions(tmp_path, monkeypatch):

@@ -7,8 +7,8 @@ import math
 
 import pytest
 
-from lowbit.study.page import calibration, change, defaults, grid, mean_kl, six, tasks, write_pages
-from lowbit.study.results import Results, load
+from study.page import calibration, change, defaults, grid, mean_kl, six, tasks, write_pages
+from study.results import Results, load
 
 NO_ERROR = None
 

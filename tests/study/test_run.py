@@ -1,4 +1,4 @@
-"""`lowbit study` on a tiny model: every row is what the parts measure alone, and a run goes on where it was stopped."""
+"""`python -m study` on a tiny model: every row is what the parts measure alone, and a run goes on where it was stopped."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from lowbit.cli import app
 from lowbit.eval import divergence, perplexity
 from lowbit.models.calibrate import Calibration
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
 from lowbit.quantize import Gptq
-from lowbit.study import run as study_run
-from lowbit.study.results import figure_of, load
-from lowbit.study.run import SEEN, Settings, halves, run
+from study import run as study_run
+from study.__main__ import app
+from study.results import figure_of, load
+from study.run import SEEN, Settings, halves, run
 from tests.tiny import save_tiny, tiny_tokenizer
 
 SMALL = Settings(window=32, windows=3, samples=4, length=24)
@@ -107,7 +107,7 @@ def test_the_command_writes_pages_and_plot(model, data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "page.md").write_text("a\n<!-- study:grid -->\nold\n<!-- /study:grid -->\nb\n")
     small = ["--window", "32", "--windows", "2", "--samples", "2", "--length", "16"]
-    command = ["study", str(model), "--data", str(data), "--results", "r", "--page", "page.md", "--only", "w4a16* rtn", *small]
+    command = [str(model), "--data", str(data), "--results", "r", "--page", "page.md", "--only", "w4a16* rtn", *small]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     page = (tmp_path / "page.md").read_text()
@@ -116,9 +116,11 @@ def test_the_command_writes_pages_and_plot(model, data, tmp_path, monkeypatch):
     )
     assert "| int4 | channel | rtn | 4." in page and "| int4 | g16 | rtn | 5.00 |" in page
     assert (tmp_path / "r" / "quality.png").exists() == HAS_MATPLOTLIB == ("no plot" not in result.output)
-    assert CliRunner().invoke(app, ["study", "--results", "r", "--page", "page.md"]).exit_code == 0
+    assert CliRunner().invoke(app, ["--results", "r", "--page", "page.md"]).exit_code == 0
     assert (tmp_path / "page.md").read_text() == page
-    nothing = CliRunner().invoke(app, ["study", "--results", "empty", "--page", "page.md"])
+    nothing = CliRunner().invoke(app, ["--results", "empty", "--page", "page.md"])
+    missing = CliRunner().invoke(app, [str(tmp_path / "none")])
+    assert missing.exit_code == 1 and "no such folder; give the folder of a Transformers model" in missing.output
     assert nothing.exit_code == 1 and "holds no result file" in nothing.output
-    named = CliRunner().invoke(app, ["study", "--name", "x"])
+    named = CliRunner().invoke(app, ["--name", "x"])
     assert named.exit_code == 1 and "one model, got 0" in named.output

@@ -7,7 +7,7 @@ Ring    every warp fills and reads a ring of its own: no barrier in the main loo
 Step    codes -> halves -> mma.sync, group scales in fp32 on the group's sum (parts/step.py)
 Sum     the slices of K meet once, in shared memory, in a fixed order: same input, same bits. With splits > 1 the block that
         comes last adds the sums of all splits, again in order
-Exact   decoding is exact; sums in fp32; one rounding at the store. Tested: tests/kernels/sm80/test_mixed_gemm.py
+Exact   decoding is exact; sums in fp32; one rounding at the store. Tested: tests/ops/test_fragment_gemm.py
 Source  fragments: PTX ISA; the private ring and measurements: docs/log.md
 """
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from lowbit.eval.results import write_plots
 from lowbit.picture import Theme, label_points, new_figure, plain
-from lowbit.study.page import DEFAULTS, FIRST, change, grid_scheme, mean_kl, row_of, texts_of
-from lowbit.study.results import STUDY
+from study.page import DEFAULTS, FIRST, change, grid_scheme, mean_kl, row_of, texts_of
+from study.results import STUDY
 
 
 def plot(documents: Sequence[dict[str, Any]], path: Path) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.eval.report import number, read_page, replace_block
-from lowbit.study.cases import DEFAULT_TEXT, FORMATS
-from lowbit.study.results import UNQUANTIZED, figure_of
-from lowbit.study.run import SEEN
+from study.cases import DEFAULT_TEXT, FORMATS
+from study.results import UNQUANTIZED, figure_of
+from study.run import SEEN
 
 Document = dict[str, Any]
 Row = dict[str, Any]

@@ -1,4 +1,4 @@
-"""`lowbit study`: brings the data, measures what is missing, and rewrites the pages from all result files."""
+"""`python -m study`: brings the data, measures what is missing, and rewrites the pages from all result files."""
 
 from __future__ import annotations
 
@@ -6,19 +6,24 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from lowbit.checkpoint.reader import model_folder
+from lowbit.cli.terminal import err, say, user_errors
 from lowbit.eval.results import check_plot
-from lowbit.study.data import gather
-from lowbit.study.page import write_pages
-from lowbit.study.plot import plot
-from lowbit.study.results import STUDY, load
-from lowbit.study.run import Settings, run
+from study.data import gather
+from study.page import write_pages
+from study.plot import plot
+from study.results import STUDY, load
+from study.run import Settings, run
 
 PLOT = "quality.png"
 
 
+app = typer.Typer(add_completion=False, rich_markup_mode="rich")
+
+
+@app.command()
+@user_errors
 def study(
     models: Annotated[
         list[Path] | None, typer.Argument(metavar="[MODEL...]", help="Folders of 16-bit models; none: only the pages.")
@@ -47,15 +52,10 @@ def study(
     deleted. The result file is whole after every row; the same command goes on where it was stopped. Then the marked blocks
     of the pages are rewritten from all files in the results folder, and quality.png is drawn there (needs lowbit\\[plot]).
 
-    Example: lowbit study SmolLM2-135M-Instruct --device cuda --limit 128
+    Example: python -m study SmolLM2-135M-Instruct --device cuda --limit 128
 
-    Example: lowbit study    (no model: the pages again, from the result files)
+    Example: python -m study    (no model: the pages again, from the result files)
     """  # fmt: skip
-    err = Console(stderr=True)
-
-    def say(line: str) -> None:
-        err.print(line, markup=False, highlight=False, soft_wrap=True)
-
     if dtype not in ("float32", "bfloat16"):
         raise ValueError(f"--dtype is float32 or bfloat16, got {dtype!r}")
     if name is not None and len(models or []) != 1:
@@ -80,3 +80,7 @@ def study(
         say(f"wrote {results / PLOT}")
     except ValueError as error:
         say(f"no plot: {error}")
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m study")

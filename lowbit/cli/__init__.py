@@ -1,6 +1,11 @@
-"""The `lowbit` command from its first moment: Ctrl-C is answered while the library, which takes seconds, is still imported.
+"""The command line, from its first moment: `--help` needs no torch, and Ctrl-C is answered while a command imports its layers.
 
-It stands apart from the package `lowbit` because importing any module of that imports all of it.
+__init__.py   the entry point, and what Ctrl-C does before a command begins
+terminal.py   what commands share: consoles, mistakes as one line, results as JSON
+commands.py   quantize, convert, generate, explain, schemes, demo, and the whole of `lowbit`
+eval.py, inspect.py, bench.py
+
+A module here declares arguments and help at its top and imports the layers inside its functions.
 """
 
 from __future__ import annotations
@@ -14,9 +19,9 @@ def main() -> None:
     """Entry point of the `lowbit` command."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # not where it is ignored, as under nohup
         signal.signal(signal.SIGINT, _leave)
-    from lowbit.cli import main as run
+    from lowbit.cli.commands import app
 
-    run()
+    app()
 
 
 def begin() -> None:

@@ -6,24 +6,16 @@ import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Column, Table
 
-from lowbit.checkpoint import CheckpointError
-from lowbit.checkpoint.reader import model_folder, read_text
-from lowbit.checkpoint.target import check_file
-from lowbit.eval import report
-from lowbit.eval.perplexity import perplexity
-from lowbit.eval.plot import plot
-from lowbit.eval.results import RESULTS, SUITE, Results, as_json, check_plot, write_json
-from lowbit.eval.suite import Settings, read_tasks, run_suite, token_ids
-from lowbit.eval.text import sample_text
-from lowbit.models.cpu import measuring_dtype
-from lowbit.models.load import verify_checkpoint
-from lowbit.pipeline import pipeline
+from lowbit.cli.terminal import err, out, say
+
+if TYPE_CHECKING:
+    from lowbit.eval.results import Results
+    from lowbit.eval.suite import Settings
 
 TEXT_ONLY = "text"
 PERPLEXITY = "lowbit eval"
@@ -32,7 +24,13 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def evaluate(
-    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Folders of Transformers models, or names on a hub.")],
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL...",
+            help="Folders of Transformers models, quantized here, by other tools or not, GGUF files, or names on a hub.",
+        ),
+    ],
     text: Annotated[Path | None, typer.Option(help="UTF-8 text to measure on; Newton's Opticks when absent.")] = None,
     reference: Annotated[str | None, typer.Option(help="16-bit model to show beside them, and to compare them with.")] = None,
     window: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 1024,
@@ -68,6 +66,11 @@ def evaluate(
 
     Example: lowbit eval SmolLM2-int4 SmolLM2-fp6 --reference SmolLM2 --suite my-tasks --out results
     """  # fmt: skip
+    from lowbit.checkpoint.target import check_file
+    from lowbit.eval.results import SUITE, as_json, write_json
+    from lowbit.eval.suite import Settings
+    from lowbit.models.load import verify_checkpoint
+
     names = [_model(name) for name in models]
     reference = None if reference is None else _model(reference)
     if json_file is not None and str(json_file) != "-":
@@ -90,10 +93,13 @@ def evaluate(
 
 
 def _model(name: str) -> str:
+    from lowbit.checkpoint import CheckpointError
+    from lowbit.checkpoint.gguf import model_path
+
     if _HUB_NAME.fullmatch(name) and not Path(name).parent.exists():
         return name
     try:
-        model_folder(Path(name))
+        model_path(Path(name))
     except CheckpointError as error:
         raise CheckpointError(f"{error}, or a name on a hub such as owner/model") from None
     return name
@@ -118,13 +124,19 @@ def _perplexities(
     windows: int,
     json_file: Path | None,
 ) -> dict[str, Any]:
+    from lowbit.checkpoint.reader import read_text
+    from lowbit.eval import perplexity, sample_text
+    from lowbit.eval.suite import token_ids
+    from lowbit.models.cpu import measuring_dtype
+    from lowbit.pipeline import pipeline
+
     expected = "--text takes UTF-8 text, Newton's Opticks is taken without it"
     content = sample_text() if text is None else read_text(text, expected)
-    progress = Console(stderr=True).is_terminal
+    progress = err.is_terminal
     rows = []
     table = Table(Column("model", overflow="fold"), "perplexity", "standard error", "tokens", "nats per token")
     for name in models if reference is None else [reference, *models]:
-        pipe = pipeline(name, dtype=measuring_dtype())
+        pipe = pipeline(name, dtype=measuring_dtype(), progress=progress)
         ids = token_ids(pipe, content, window, stride, windows)
         result = perplexity(pipe.model, ids, window=window, stride=stride, progress=progress)
         pipe.destroy()
@@ -132,36 +144,43 @@ def _perplexities(
         error = "-" if result.standard_error is None else f"{result.standard_error:.4f}"
         table.add_row(name, f"{result.perplexity:.4f}", error, f"{result.tokens:,}", f"{result.nll:.5f}")
     if str(json_file) != "-":
-        Console().print(table)
+        out.print(table)
     return {"result": PERPLEXITY, "rows": rows}
 
 
 def _suite(
     models: list[str], reference: str | None, text: Path | None, suite: Path, settings: Settings, folder: Path, quiet: bool
 ) -> dict[str, Any]:
-    err = Console(stderr=True)
+    from lowbit.checkpoint.target import check_file
+    from lowbit.eval import report
+    from lowbit.eval.results import RESULTS, SUITE, UNFINISHED, check_plot
+    from lowbit.eval.suite import read_tasks, run_suite
 
-    def say(line: str) -> None:
-        err.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    check_file(folder / RESULTS, SUITE), check_file(folder / PAGE, SUITE), check_plot(folder / PLOT, SUITE)
+    for name in (RESULTS, UNFINISHED, PAGE):
+        check_file(folder / name, SUITE)
+    check_plot(folder / PLOT, SUITE)
     tasks = read_tasks(None if str(suite) == TEXT_ONLY else suite, text, settings)
     try:
         results = run_suite(models, reference, tasks, settings, folder, say, err.is_terminal)
     except KeyboardInterrupt:
-        say(f"what was measured so far is in {folder / RESULTS}")
+        unfinished = folder / UNFINISHED
+        say(f"what was measured so far is in {unfinished if unfinished.exists() else folder / RESULTS}")
         raise
-    _page(results, folder, say)
+    _page(results, folder)
     if not quiet:
         for table in report.tables(results.document):
-            Console().print(table)
+            out.print(table)
         for line in report.skipped(results.document):
             say(f"not measured: {line}")
     return results.document
 
 
-def _page(results: Results, folder: Path, say: Any) -> None:
+def _page(results: Results, folder: Path) -> None:
     """The plot, where it can be drawn, and the page with it."""
+    from lowbit.eval import report
+    from lowbit.eval.plot import plot
+    from lowbit.eval.results import RESULTS
+
     plots = [PLOT]
     try:
         plot(results.document, folder / plots[0])

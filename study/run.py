@@ -30,8 +30,8 @@ from lowbit.models.load import load_causal
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
 from lowbit.models.skeleton import tokenizer_of
 from lowbit.pipeline import Pipeline
-from lowbit.study.cases import Case, cases, group_size, method_name, needs_text
-from lowbit.study.results import UNQUANTIZED, Results
+from study.cases import Case, cases, group_size, method_name, needs_text
+from study.results import UNQUANTIZED, Results
 
 SEEN = "seen"
 """Name of the text that a case was calibrated on, measured in the very pieces that it saw."""

@@ -1,0 +1,271 @@
+"""`lowbit bench`: products, activations, convolutions and generation timed here, and tables of what was timed anywhere."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from lowbit.cli.terminal import err, out, say, user_errors
+
+bench_app = typer.Typer(no_args_is_help=True, help="Measure kernels beside cuBLAS and the peers; make tables of the results.")
+
+
+@bench_app.command(name="gemm")
+@user_errors
+def bench_gemm(
+    formats: Annotated[str | None, typer.Option(help="Schemes, separated by commas.")] = None,
+    shapes: Annotated[str | None, typer.Option(help="Weights as NxK, separated by commas: 8192x8192,8192x28672.")] = None,
+    m: Annotated[str | None, typer.Option("--m", help="Rows of x, separated by commas: 1,16,64,256,1024,4096.")] = None,
+    dtype: Annotated[str, typer.Option(help="Type of x and y: float16 or bfloat16.")] = "float16",
+    peers: Annotated[str | None, typer.Option(help="humming, gemlite, torch or none; those installed when absent.")] = None,
+    out_file: Annotated[Path | None, typer.Option("--out", help="Results; bench/results/<gpu>/<date>-gemm.json.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw them too: a .png or .svg file.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer formats, shapes and M, and no tuning of peers.")] = False,
+) -> None:
+    """Time y = x w^T with quantized weights on this GPU: us, share of the machine's limit, times cuBLAS and the best peer.
+
+    Needs an NVIDIA GPU. Kernels are compiled first, in up to 16 processes. Each row is checked against a float64 product. The
+    file is complete after every row, so Ctrl-C keeps what was measured.
+
+    Example: lowbit bench gemm --formats w4a16_g128,w6e3m2a16 --shapes 8192x28672 --m 1,16,256 --peers none
+    """
+    from lowbit.bench import report
+    from lowbit.bench.gemm import choose_peers, run
+    from lowbit.bench.request import make_request
+    from lowbit.bench.results import GEMM
+    from lowbit.eval.results import check_plot
+
+    if plot_file is not None:
+        check_plot(plot_file, GEMM)
+    request = make_request(formats, shapes, m, dtype, quick)
+    present, absent = choose_peers(peers)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task("starting")
+
+        def watch(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total, description=what)
+
+        results = run(request, present, absent, out_file, say, watch)
+    out.print(report.table(results.document))
+    for line in report.failed(results.document):
+        say(line)
+    say(f"wrote {results.path}")
+    if plot_file is not None:
+        _plot(results.document, plot_file)
+
+
+@bench_app.command(name="tiles")
+@user_errors
+def bench_tiles(
+    formats: Annotated[str | None, typer.Option(help="Schemes, separated by commas.")] = None,
+    shapes: Annotated[str | None, typer.Option(help="Weights as NxK, separated by commas: 8192x8192,8192x28672.")] = None,
+    m: Annotated[str | None, typer.Option("--m", help="Rows of x, separated by commas: 1,16,64,256,1024,4096.")] = None,
+    dtype: Annotated[str, typer.Option(help="Type of x and y: float16 or bfloat16.")] = "float16",
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer formats, shapes and M.")] = False,
+) -> None:
+    """Check the choice of tile on this GPU: the chosen one beside the best of the next ones and the batch-invariant one.
+
+    Needs an NVIDIA GPU. Rows in which another tile wins by more than 3 % are printed at the end in the form in which
+    kernels/choose.py keeps them.
+
+    Example: lowbit bench tiles --formats w4a16_g128 --shapes 4096x4096 --m 16,64,256
+    """
+    import torch
+
+    from lowbit.bench.protocol import warm_up
+    from lowbit.bench.request import make_request
+    from lowbit.bench.tiles import measure_tiles
+    from lowbit.hardware.machine import machine_of
+
+    request = make_request(formats, shapes, m, dtype, quick)
+    if not torch.cuda.is_available():
+        raise ValueError(f"bench tiles measures an NVIDIA GPU and torch {torch.__version__} sees none")
+    warm_up()
+    machine = machine_of("cuda")
+    rows = list(measure_tiles(request, machine, say))
+    table = Table("format", "N x K", "M", "chosen", "us", "best us", "batch-invariant us", "cost")
+    for row in rows:
+        table.add_row(
+            row.scheme, f"{row.shape.n} x {row.shape.k}", str(row.shape.m), str(row.chosen), f"{row.chosen_us:.1f}",
+            f"{row.best_us:.1f}", f"{row.invariant_us:.1f}", f"{row.invariant_us / row.chosen_us:.2f}x",
+        )  # fmt: skip
+    out.print(table)
+    for row in rows:
+        if row.worth_a_row:
+            print(row.measured(machine.product))
+
+
+@bench_app.command(name="report")
+@user_errors
+def bench_report(
+    file: Annotated[Path, typer.Argument(help="Result file of `lowbit bench gemm`.")],
+    m: Annotated[str | None, typer.Option("--m", help="Only these numbers of rows of x: 1,16,256.")] = None,
+    formats: Annotated[str | None, typer.Option(help="Only these schemes, separated by commas.")] = None,
+    shapes: Annotated[str | None, typer.Option(help="Only weights of these NxK, separated by commas.")] = None,
+    readme: Annotated[
+        Path | None, typer.Option(help="Rewrite the block between <!-- bench:gemm --> and <!-- /bench:gemm --> of this file.")
+    ] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw the results: a .png or .svg file.")] = None,
+) -> None:
+    """Print the Markdown tables of a result file; needs no GPU.
+
+    Example: lowbit bench report bench/results/h200/2026-11-21-gemm.json --readme README.md
+    """
+    from lowbit.bench import report
+    from lowbit.bench.request import parse_rows, parse_shape
+    from lowbit.bench.results import GEMM, load
+    from lowbit.eval.results import check_plot
+
+    if plot_file is not None:
+        check_plot(plot_file, GEMM)
+    document = load(file)
+    chosen = None if formats is None else formats.split(",")
+    sizes = None if shapes is None else [parse_shape(part) for part in shapes.split(",")]
+    text = report.markdown(document, None if m is None else parse_rows(m), chosen, sizes)
+    if readme is None:
+        sys.stdout.write(text)
+    else:
+        report.rewrite_readme(readme, text)
+        say(f"wrote the table into {readme}")
+    if plot_file is not None:
+        _plot(document, plot_file)
+
+
+@bench_app.command(name="activations")
+@user_errors
+def bench_activations(
+    m: Annotated[str | None, typer.Option("--m", help="Rows of x, separated by commas: 16,256,4096,16384.")] = None,
+    k: Annotated[str | None, typer.Option("--k", help="Columns of x, separated by commas: 4096,8192,28672.")] = None,
+    dtype: Annotated[str, typer.Option(help="Type of x: float16 or bfloat16.")] = "float16",
+    out_file: Annotated[
+        Path | None, typer.Option("--out", help="Results; bench/results/<gpu>/<date>-activations.json.")
+    ] = None,
+    report_file: Annotated[Path | None, typer.Option("--report", help="Print this result file; needs no GPU.")] = None,
+) -> None:
+    """Time the quantization of activations on this GPU, alone and fused with norms and SiLU: us, share of a copy's speed.
+
+    Needs an NVIDIA GPU. Results are compared with the CPU's. A second table has products with x quantized outside and inside
+    the timed region. The file is complete after every row, so Ctrl-C keeps what was measured; the tables are Markdown.
+
+    Example: lowbit bench activations --m 16,4096 --k 8192
+    """
+    import torch
+
+    from lowbit.bench.activations import COLUMNS, ROWS, run
+    from lowbit.bench.activations_report import load, markdown
+    from lowbit.bench.request import DTYPES, parse_rows
+
+    if report_file is not None:
+        print(markdown(load(report_file)), end="")
+        return
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype is {' or '.join(DTYPES)}, got {dtype!r}")
+    rows = ROWS if m is None else parse_rows(m)
+    columns = COLUMNS if k is None else parse_rows(k)
+    if not torch.cuda.is_available():
+        raise ValueError(f"bench activations measures an NVIDIA GPU and torch {torch.__version__} sees none")
+    path, document = run(rows, columns, DTYPES[dtype], out_file, lambda line: print(line, file=sys.stderr, flush=True))
+    print(markdown(document), end="")
+    print(f"wrote {path}", file=sys.stderr)
+
+
+@bench_app.command(name="conv")
+@user_errors
+def bench_conv(
+    storages: Annotated[str, typer.Option(help="Activations, separated by commas: int4, int8.")] = "int4,int8",
+    batches: Annotated[str | None, typer.Option(help="Images, separated by commas: 1,8,32,128,256,2048.")] = None,
+    peers: Annotated[
+        str, typer.Option(help="Rivals in fp16, separated by commas: cudnn, compile (torch.compile), or none.")
+    ] = "cudnn",
+    out_file: Annotated[Path | None, typer.Option("--out", help="Results; bench/results/<gpu>/<date>-conv.json.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw where the time goes: a .png or .svg file.")] = None,
+    report_file: Annotated[Path | None, typer.Option("--report", help="Print and draw this result file; needs no GPU.")] = None,
+) -> None:
+    """Time ResNet-50 in INT4 and INT8 on this GPU, its fusions on and off at batch 128, and every layer beside its roofline.
+
+    Needs an H100 or H200. Codes are compared with an integer reference first, bit for bit. The file is complete after every
+    row, so Ctrl-C keeps what was measured.
+
+    Example: lowbit bench conv --storages int4 --batches 1,128 --plot layers.png
+    """
+    from lowbit.bench.conv_report import CONV, STORAGES, layer_table, load, network_table, plot
+    from lowbit.eval.results import check_plot
+
+    if plot_file is not None:
+        check_plot(plot_file, CONV)
+    if report_file is not None:
+        document = load(report_file)
+    else:
+        wanted = storages.split(",")
+        unknown = [name for name in wanted if name not in STORAGES]
+        if unknown:
+            raise ValueError(f"storages are {' and '.join(STORAGES)}, got {', '.join(unknown)}")
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ValueError(f"bench conv measures an NVIDIA GPU and torch {torch.__version__} sees none")
+        from lowbit.bench.conv import BATCHES, run
+        from lowbit.bench.conv_network import FUSIONS
+        from lowbit.bench.conv_rivals import RIVALS
+        from lowbit.bench.request import parse_rows
+
+        rivals = [] if peers == "none" else peers.split(",")
+        if set(rivals) - set(RIVALS):
+            raise ValueError(f"peers are {', '.join(RIVALS)} or none, got {peers}")
+        chosen = BATCHES if batches is None else parse_rows(batches)
+        path, document = run([STORAGES[n] for n in wanted], chosen, FUSIONS, rivals, out_file, err.print)  # type: ignore[misc]
+        err.print(f"wrote {path}")
+    out.print(network_table(document))
+    for storage in dict.fromkeys(row["storage"] for row in document["layers"]):
+        out.print(layer_table(document, storage))
+    if plot_file is not None:
+        plot(document, plot_file)
+        err.print(f"wrote {plot_file}")
+
+
+@bench_app.command(name="generate")
+@user_errors
+def bench_generate(
+    model: Annotated[Path, typer.Argument(help="Folder of a model in 16 bits.", exists=True, file_okay=False)],
+    schemes: Annotated[str, typer.Option(help="Schemes to quantize to while loading, with commas.")] = "w4a16_g64,w8a16",
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate, greedily.")] = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each; the median counts.")] = 3,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows there too.")] = None,
+) -> None:
+    """Time greedy generation of one text (batch 1) by `lowbit.pipeline`: unquantized, with each scheme, unquantized again.
+
+    The second unquantized run shows how far the machine's speed moved. Tokens per second include the prompt of some tokens.
+    Keep the machine quiet, and say how many threads torch may use (OMP_NUM_THREADS).
+
+    Example: lowbit bench generate ./model --schemes w4a16_g32,w4a16_g64,w8a16,w6e3m2a16
+    """
+    from lowbit.bench.generate import measure_generation
+    from lowbit.formats import parse_scheme
+
+    names = [parse_scheme(part).name for part in schemes.split(",") if part.strip()]
+    about = measure_generation(model, names, new_tokens, repeats)
+    title = f"{about['model']} on {about['device']}"
+    table = Table("scheme", "x", "MB", "tokens/s", "least and most", "times unquantized", title=title)
+    for row in about["rows"]:
+        spread = f"{min(row['runs']):.1f} to {max(row['runs']):.1f}"
+        table.add_row(
+            row["scheme"] or "none", row["dtype"], f"{row['bytes'] / 1e6:.0f}", f"{row['tokens_per_second']:.1f}", spread,
+            f"{row['times_unquantized']:.2f}",
+        )  # fmt: skip
+    out.print(table)
+    if json_file is not None:
+        json_file.write_text(json.dumps(about, indent=1) + "\n")
+
+
+def _plot(document: dict[str, Any], path: Path) -> None:
+    from lowbit.bench.plot import plot
+
+    for written in plot(document, path):
+        say(f"wrote {written}, and beside it a copy for dark pages")

@@ -1,0 +1,327 @@
+"""The command line: quantize, convert, generate, eval, inspect, explain, schemes, demo, bench.
+
+Every command exits with 0 when it did its work, 1 when it could not (one line on stderr says why and what to do), 2 when
+it was called wrongly and 130 on Ctrl-C, which leaves no half-written checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from lowbit._version import __version__
+from lowbit.cli.bench import bench_app
+from lowbit.cli.demo import demo
+from lowbit.cli.eval import evaluate
+from lowbit.cli.inspect import inspect
+from lowbit.cli.terminal import AnyModel, Json, Model, check_json, err, out, say, user_errors, write_result
+
+if TYPE_CHECKING:
+    from lowbit.nn.convert import Plan
+    from lowbit.quantize import Awq, Gptq, Hqq, Mixed, Rtn, SmoothQuant
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    help="Run neural networks with low-bit weights: quantize, measure, generate, look inside.",
+)
+app.add_typer(bench_app, name="bench")
+
+
+class SearchChoice(str, Enum):
+    """How scales are found."""
+
+    max = "max"
+    mse = "mse"
+    loss = "loss"
+
+
+class MethodChoice(str, Enum):
+    """How codes are chosen."""
+
+    rtn = "rtn"
+    hqq = "hqq"
+    gptq = "gptq"
+    awq = "awq"
+    smoothquant = "smoothquant"
+
+
+@app.callback(invoke_without_command=True)
+def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        import torch
+
+        out.print(f"lowbit {__version__}, torch {torch.__version__}", highlight=False)
+        raise typer.Exit
+
+
+@app.command()
+@user_errors
+def quantize(
+    source: Annotated[Path, typer.Argument(help="Folder of the 16-bit model.")],
+    target: Annotated[Path, typer.Argument(help="Folder to write; complete or not there at all.")],
+    scheme: Annotated[str, typer.Option(help="Scheme, see below.")] = "w4a16_g64",
+    method: Annotated[MethodChoice, typer.Option(help="How codes are chosen, see below.")] = MethodChoice.rtn,
+    search: Annotated[
+        SearchChoice | None,
+        typer.Option(help="Scales from the largest weight (rtn, awq), of least squares, or of least loss (gptq)."),
+    ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(help='Calibration text, plain or .jsonl with a "text" per line; Python\'s documentation when absent.'),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Pieces of the calibration text.")] = 128,
+    length: Annotated[int, typer.Option(min=2, help="Tokens in a piece.")] = 512,
+    seed: Annotated[int, typer.Option(help="Which pieces are drawn.")] = 0,
+    act_order: Annotated[bool, typer.Option("--act-order", help="gptq: channels with large inputs first.")] = False,
+    static_groups: Annotated[
+        bool, typer.Option("--static-groups", help="gptq: groups and scales of the weights as they were.")
+    ] = False,
+    smooth: Annotated[
+        bool, typer.Option("--smooth", help="gptq: SmoothQuant first, for schemes with 8-bit activations.")
+    ] = False,
+    alpha: Annotated[
+        str | None, typer.Option(help="SmoothQuant: how far activations move into weights, 0 to 1 (0.5 when absent), or auto.")
+    ] = None,
+    mix: Annotated[
+        str | None, typer.Option(help="Schemes to choose from, layer by layer, separated by commas; wants --bits.")
+    ] = None,
+    bits: Annotated[float | None, typer.Option(help="Bits per weight with scales that --mix may take on average.")] = None,
+    low_rank: Annotated[
+        int, typer.Option(min=0, help="Rank of a 16-bit correction beside each linear layer; takes back part of the error.")
+    ] = 0,
+    a16: Annotated[
+        list[str] | None, typer.Option("--a16", help="Layer or pattern whose activations stay in 16 bits; repeatable.")
+    ] = None,
+    skip: Annotated[
+        list[str] | None, typer.Option(help="Module name or pattern to leave in 16 bits, instead of lm_head; repeatable.")
+    ] = None,
+    embeddings: Annotated[bool, typer.Option("--embeddings", help="Quantize the embedding and the LM head too.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it is a checkpoint.")] = False,
+    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda.")] = "cpu",
+    json_file: Json = None,
+) -> None:
+    """Quantize a checkpoint, one tensor or one decoder layer at a time.
+
+    A scheme is w<bits>\\[e<X>m<Y>]a16, then _g<size> for groups along K, then _z (integer zero points) or _fz
+    (floating-point zeros): w8a16, w4a16_g64, w6e3m2a16, w4a16_g32_fz. With a8 or a8e4m3 instead of a16, activations are
+    quantized too: w8a8, w4a8_g128, w8a8_az (with zero points). Names of other tools work too: W4A16, wf6af16, fp8,
+    fp8_dynamic, fp8_block.
+
+    Without data, in seconds: rtn rounds each weight; hqq moves the zeros of _fz schemes. With text to calibrate on,
+    in minutes: gptq lets later columns make up for each rounding; awq scales channels that meet large inputs;
+    smoothquant moves the range of activations into the weights. A run that was killed goes on where it was when
+    the same command is given again. Measure on another text than was calibrated on.
+
+    Example: lowbit quantize SmolLM2-135M SmolLM2-135M-fp6 --scheme w6e3m2a16
+
+    Example: lowbit quantize SmolLM2-135M SmolLM2-135M-int4 --scheme w4a16_g64 --method gptq --act-order --samples 32
+
+    Example: lowbit quantize SmolLM2-135M SmolLM2-135M-mix --mix w3a16_g64,w4a16_g64,w8a16 --bits 4.5
+    """
+    from lowbit.checkpoint.reader import model_folder
+    from lowbit.models.calibrate import Calibration, unfinished_folder
+    from lowbit.models.quantize_checkpoint import quantize_checkpoint
+
+    check_json(json_file, "lowbit quantize", target)
+    chosen = _method(method, search, act_order, static_groups, smooth, alpha)
+    mixed = _mixed(mix, bits)
+    try:
+        plan = quantize_checkpoint(
+            model_folder(source), target, scheme, skip=skip, embeddings=embeddings, method=chosen,
+            calibration=Calibration(samples, length, seed, calibration), mixed=mixed, low_rank=low_rank,
+            wide_inputs=a16 or (), device=device, overwrite=overwrite, progress=err.is_terminal, say=say,
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        if unfinished_folder(target).exists():
+            say(f"finished layers are kept in {unfinished_folder(target)}; the same command goes on from there")
+        raise
+    _report([*plan.lines(), f"wrote {target}"])
+    write_result(json_file, "lowbit quantize", _stated(plan))
+
+
+def _report(lines: list[str]) -> None:
+    for line in lines:
+        say(line)
+
+
+def _stated(plan: Plan) -> dict[str, object]:
+    """A plan as JSON: layers with their [N, K], `others` those whose scheme is another than `scheme`."""
+    return {
+        "scheme": plan.scheme.name,
+        "others": {name: other.name for name, other in plan.others.items()},
+        "layers": plan.shapes,
+        "tied": plan.tied,
+        "kept": [asdict(row) for row in plan.kept],
+    }
+
+
+def _method(
+    name: MethodChoice, search: SearchChoice | None, act_order: bool, static_groups: bool, smooth: bool, alpha: str | None
+) -> Rtn | Hqq | Gptq | Awq | SmoothQuant:
+    """The method with its options; an option that belongs to another method is an error."""
+    from lowbit.quantize import Awq, Gptq, Hqq, Rtn
+
+    if (act_order or static_groups or smooth) and name is not MethodChoice.gptq:
+        raise ValueError(f"--act-order, --static-groups and --smooth belong to --method gptq, not to {name.value}")
+    if alpha is not None and name is not MethodChoice.smoothquant and not smooth:
+        raise ValueError(f"--alpha belongs to --method smoothquant and to gptq --smooth, not to {name.value}")
+    searches = {"rtn": ("max", "mse"), "gptq": ("max", "mse", "loss"), "awq": ("max", "loss")}.get(name.value, ())
+    if search is not None and search.value not in searches:
+        takes = " or ".join(searches) or "none"
+        raise ValueError(f"--search belongs to --method rtn, gptq and awq; {name.value} takes {takes}")
+    match name:
+        case MethodChoice.rtn:
+            return Rtn("mse" if search is SearchChoice.mse else "max")
+        case MethodChoice.gptq:
+            first = _smoothquant(alpha) if smooth else None
+            return Gptq(act_order, static_groups, search.value if search else "loss", smooth=first)
+        case MethodChoice.smoothquant:
+            return _smoothquant(alpha)
+        case MethodChoice.awq:
+            return Awq("loss" if search is SearchChoice.loss else "max")
+    return Hqq()
+
+
+def _smoothquant(alpha: str | None) -> SmoothQuant:
+    from lowbit.quantize import SmoothQuant
+
+    try:
+        return SmoothQuant() if alpha is None else SmoothQuant(None if alpha == "auto" else float(alpha))
+    except ValueError:
+        raise ValueError(f"--alpha is a number from 0 to 1 or auto, got {alpha!r}") from None
+
+
+def _mixed(mix: str | None, bits: float | None) -> Mixed | None:
+    from lowbit.quantize import Mixed
+
+    if (mix is None) != (bits is None):
+        raise ValueError("--mix and --bits go together: schemes to choose from, and the bits per weight they may take")
+    return None if mix is None or bits is None else Mixed(tuple(mix.split(",")), bits)
+
+
+class TargetChoice(str, Enum):
+    """What a quantized checkpoint can be converted to."""
+
+    lowbit = "lowbit"
+    gptq = "gptq"
+    awq = "awq"
+    compressed_tensors = "compressed-tensors"
+    tensorrt_llm = "tensorrt-llm"
+    dequantized = "dequantized"
+
+
+@app.command()
+@user_errors
+def convert(
+    source: Annotated[Path, typer.Argument(help="Folder of a quantized model, or a GGUF file.")],
+    target: Annotated[Path, typer.Argument(help="Folder to write; complete or not there at all.")],
+    to: Annotated[TargetChoice, typer.Option("--to", help="Whose files to write, see below.")] = TargetChoice.lowbit,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it is a checkpoint.")] = False,
+    json_file: Json = None,
+) -> None:
+    """Turn a quantized checkpoint into another tool's, without rounding a weight.
+
+    To run, measure or inspect a model, no conversion is needed: generate, eval and inspect take the files below as they are.
+
+    Read: GPTQ (versions 1 and 2, act-order), AWQ (gemm), auto-round, compressed-tensors (integers, FP8, MX, NVFP4), FP8,
+    torchao, ModelOpt (FP8, NVFP4), bitsandbytes NF4 and FP4 (to dequantized only), GGUF (Q4_0 to Q6_K of llama, qwen2 and
+    qwen3 models), TensorRT-LLM (W4A16_AWQ of llama models), and lowbit. The tool is found out from config.json.
+
+    Written: lowbit (runs here with plain from_pretrained), gptq, awq, compressed-tensors (for vLLM and others), tensorrt-llm
+    (symmetric int4 in groups of 64 or 128, for trtllm-build), and dequantized: plain weights in the model's type (of 16 bits
+    and rounding least, where none is stated), to quantize anew. What the files of TARGET cannot hold is refused, layer and
+    reason named; docs/checkpoints.md has the table.
+
+    Example: lowbit convert Llama-3-8B-AWQ Llama-3-8B-lowbit
+    """
+    from lowbit.models.convert_checkpoint import convert_checkpoint
+
+    check_json(json_file, "lowbit convert", target)
+    report = convert_checkpoint(source, target, to.value, overwrite=overwrite, progress=err.is_terminal, say=say)
+    _report([*report.lines(), f"wrote {target}"])
+    write_result(json_file, "lowbit convert", asdict(report))
+
+
+@app.command()
+@user_errors
+def generate(
+    model: AnyModel,
+    prompts: Annotated[list[str], typer.Argument(help="One or more texts to continue.")],
+    scheme: Annotated[str | None, typer.Option(help="Quantize a 16-bit model to this scheme while loading it.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    sample: Annotated[bool, typer.Option("--sample", help="Sample (top-p 0.9) instead of taking the likeliest token.")] = False,
+    seed: Annotated[int | None, typer.Option(help="Seed of --sample.")] = None,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare the files with their checksums first.")] = False,
+    json_file: Json = None,
+) -> None:
+    """Continue texts with a model, greedily unless --sample is given.
+
+    GPTQ, AWQ, auto-round, compressed-tensors, FP8, torchao, ModelOpt and GGUF weights are loaded as they are, without a
+    conversion first (docs/checkpoints.md).
+
+    Example: lowbit generate Llama-3-8B-AWQ "The light of the sun"
+    """
+    from lowbit.checkpoint.gguf import model_path
+    from lowbit.pipeline import pipeline
+
+    check_json(json_file, "lowbit generate")
+    path = str(model_path(model))
+    pipe = pipeline(path, quantization_mode=scheme, verify=verify, progress=err.is_terminal)
+    responses = pipe(prompts, max_new_tokens=max_new_tokens, do_sample=sample, seed=seed)
+    if str(json_file) != "-":
+        for prompt, response in zip(prompts, responses, strict=True):
+            out.print(f"[bold]{prompt}[/]", end="")
+            out.print(response.generated_text, markup=False, highlight=False)
+    answers = [{"prompt": p, **asdict(r)} for p, r in zip(prompts, responses, strict=True)]
+    write_result(json_file, "lowbit generate", {"responses": answers})
+
+
+app.command(name="eval")(user_errors(evaluate))
+app.command()(user_errors(inspect))
+
+
+@app.command()
+@user_errors
+def explain(
+    model: Model,
+    layer: Annotated[str | None, typer.Argument(help="Layer to follow; the first one when absent.")] = None,
+    row: Annotated[int, typer.Option(min=0, help="Output channel of the weight.")] = 0,
+    column: Annotated[int, typer.Option(min=0, help="Input channel of the weight.")] = 0,
+    scheme: Annotated[str | None, typer.Option(help="Of a 16-bit model: quantize the weight to this scheme first.")] = None,
+    sm: Annotated[int, typer.Option(help="SM version whose tensor cores to explain: 80, 86, 89, 90, 100, 120.")] = 90,
+) -> None:
+    """Follow one real weight, file by file, from the checkpoint to the tensor core, and say which kernel runs it."""
+    from lowbit.checkpoint.reader import model_folder
+    from lowbit.explain import explain as explain_weight
+    from lowbit.explain import render
+
+    steps = explain_weight(model_folder(model), layer, row, column, scheme=scheme, sm=sm)
+    out.print(render(steps), markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+@user_errors
+def schemes() -> None:
+    """List the scheme grammar by example, and the aliases."""
+    from lowbit.formats import ALIASES
+
+    out.print(
+        "w<bits>[e<X>m<Y>]a<16|8|8e4m3|8e5m2>[_g<size>|_b<n>x<k>|_t|_pc][_z|_fz][_az][_ct|_hf|_fb]",
+        markup=False,
+        highlight=False,
+    )
+    out.print("_ct, _hf, _fb: activations quantized as the tool of a converted file does it", markup=False, highlight=False)
+    table = Table("name", "means")
+    for alias, meaning in ALIASES.items():
+        table.add_row(alias, meaning)
+    out.print(table)
+
+
+app.command()(user_errors(demo))

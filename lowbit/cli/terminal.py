@@ -1,0 +1,87 @@
+"""What the commands share: two consoles, mistakes as one line on stderr, results as JSON."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+
+from lowbit.cli import begin
+
+out = Console()
+err = Console(stderr=True)
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+Model = Annotated[Path, typer.Argument(help="Folder of a Transformers model, quantized or not.")]
+AnyModel = Annotated[
+    Path,
+    typer.Argument(metavar="MODEL", help="Folder of a model, quantized by lowbit, by another tool or not, or a GGUF file."),
+]
+Json = Annotated[Path | None, typer.Option("--json", help="Write the result as JSON to this file; - for standard output.")]
+
+
+def user_errors(command: Command) -> Command:
+    """Turns what a user can act on into one line on stderr and exit code 1; anything else is a bug and shows itself."""
+
+    @functools.wraps(command)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        # These bring torch, Transformers and the layers: the seconds in which Ctrl-C ends the process at once.
+        from transformers.utils import logging
+
+        from lowbit.demo import DemoError
+        from lowbit.ops import UnsupportedProblem
+
+        logging.disable_progress_bar()  # the commands show their own bars, and only on a terminal
+        logging.set_verbosity_error()
+        try:
+            begin()
+            return command(*args, **kwargs)
+        except (ValueError, OSError, UnsupportedProblem, DemoError) as error:
+            err.print(f"error: {_in_words(error)}", style="red", markup=False, highlight=False, soft_wrap=True)
+            raise typer.Exit(1) from error
+        except KeyboardInterrupt:
+            err.print("interrupted; nothing was left half-written")
+            raise typer.Exit(130) from None
+
+    return guarded  # type: ignore[return-value]
+
+
+def _in_words(error: Exception) -> str:
+    """The message; of the system's errors "FILE: what", instead of a number."""
+    named = isinstance(error, OSError) and error.filename is not None and error.strerror
+    return f"{error.filename}: {error.strerror}" if named else str(error)  # type: ignore[attr-defined]
+
+
+def check_json(target: Path | None, result: str, folder: Path | None = None) -> None:
+    """Raises ValueError, before any work, when the result of the command may not be written to the file, as where it is or lies
+    in the folder that the command writes."""
+    from lowbit.checkpoint.target import check_file
+
+    if target is None or str(target) == "-":
+        return
+    if folder is not None and folder.resolve() in (target.resolve(), *target.resolve().parents):
+        raise ValueError(f"{target}: is or lies in {folder}, which is written as a whole; name a file beside it")
+    check_file(target, result)
+
+
+def write_result(target: Path | None, result: str, value: dict[str, Any]) -> None:
+    """Writes `value`, named as a result of the command `result`, as JSON to the file; "-" is standard output, None nowhere."""
+    from lowbit.eval.results import as_json, write_json
+
+    if target is None:
+        return
+    document = {"result": result, **value}
+    if str(target) == "-":
+        sys.stdout.write(as_json(document))
+    else:
+        write_json(target, document)
+
+
+def say(line: str) -> None:
+    """Prints a line on stderr as it is, without markup and unbroken."""
+    err.print(line, markup=False, highlight=False, soft_wrap=True)

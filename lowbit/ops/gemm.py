@@ -1,0 +1,100 @@
+"""One way to call a product: y = x . dequant(w)^T for a weight in any of its forms, x in 16 bits or quantized."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit.formats import PerBlock, QuantTensor, Scheme
+from lowbit.ops.byte_gemm import byte_gemm
+from lowbit.ops.cpu_gemm import cpu_gemm, pack_for_cpu, scaled_cpu_gemm
+from lowbit.ops.fragment_gemm import fragment_gemm
+from lowbit.ops.mixed_gemm import mixed_gemm
+from lowbit.ops.quantize_activations import Activations, quantize_activations
+from lowbit.ops.scaled_gemm import scaled_gemm
+from lowbit.ops.table import UnsupportedProblem, choose, problem_on
+from lowbit.pack.cpu import CpuWeight
+from lowbit.pack.gemm_weight import GemmWeight, RowWeight
+from lowbit.pack.scaled import OperandWeight
+from lowbit.pack.weight import FragmentWeight
+
+
+def pack_for(q: QuantTensor, dtype: torch.dtype = torch.bfloat16, *, batch_invariant: bool = False) -> GemmWeight:
+    """`q` in the form that the first kernel of ops/table.py reads that takes it on its device, for x of `dtype`.
+
+    Raises UnsupportedProblem, with every kernel's reasons, where there is none, and ValueError for what is no part of a
+    product: a low-rank correction, and an order or factors of x under a scheme that quantizes x after them (`nn.QuantLinear`
+    has both).
+    """
+    device = q.codes.device
+    problem = problem_on(device, q.scheme, 1, q.shape, dtype, scale_dtype=q.scale.dtype, batch_invariant=batch_invariant)
+    form = choose(problem).form
+    if q.low_rank is not None:
+        raise ValueError(f"{q.scheme} {q.shape}: a low-rank correction is no part of a product; nn.QuantLinear adds it")
+    if q.scheme.activation is not None and (q.order is not None or q.pre_quant_scale is not None):
+        raise ValueError(f"{q.scheme} {q.shape}: an order and factors of x belong before it is quantized, in nn.QuantLinear")
+    match form:
+        case "fragments":
+            return FragmentWeight.pack(q)
+        case "operands":
+            return OperandWeight.pack(q)
+        case "rows":
+            return RowWeight.pack(q)
+        case "int4" | "int8" | "decoded":
+            return pack_for_cpu(q, form, dtype)
+
+
+def gemm(
+    x: Tensor | Activations, w: GemmWeight, bias: Tensor | None = None, *, dtype: torch.dtype | None = None,
+    batch_invariant: bool = False, function: str = "none", y_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """y [.., N] = x [.., K] . dequant(w)[N, K]^T + bias [N], in x's dtype.
+
+    x is fp16, bf16 or fp32; under a scheme with 8-bit activations it is quantized first, token by token, or is quantized
+    already (`quantize_activations`): y is then of `dtype`, bfloat16 if not given, and `function` and `y_scale` are those of
+    `ops.scaled_gemm`. With `batch_invariant`, a row of y has the same bits in every batch. Raises ValueError for tensors that
+    do not fit together, and UnsupportedProblem where no kernel for this form does what is asked.
+    """
+    if batch_invariant and isinstance(w, (RowWeight, CpuWeight)):
+        problem = problem_on(w.codes.device, w.scheme, 1, w.shape, torch.bfloat16, batch_invariant=True)
+        raise UnsupportedProblem(f"{problem}: weights in the form {type(w).__name__} have no product that is batch-invariant")
+    if w.scheme.activation is not None:
+        made = quantized(x, w.scheme) if isinstance(x, Tensor) else x
+        kind = dtype or (x.dtype if isinstance(x, Tensor) else torch.bfloat16)
+        return _scaled(made, w, bias, kind, batch_invariant, function, y_scale)
+    if not isinstance(x, Tensor) or dtype is not None or function != "none" or y_scale is not None:
+        raise ValueError(f"gemm: {w.scheme} takes x in 16 or 32 bits, and y is of its type, with no function after the product")
+    match w:
+        case FragmentWeight():
+            return fragment_gemm(x, w, bias, batch_invariant=batch_invariant)
+        case CpuWeight():
+            return cpu_gemm(x, w, bias)
+        case RowWeight():
+            return mixed_gemm(x, w.codes, w.scale, w.zero, bias, w.scheme.name, w.order, w.pre_quant_scale)
+        case OperandWeight():
+            raise ValueError(f"gemm: {w.scheme} has no weights in the form of 8-bit operands")
+
+
+def quantized(x: Tensor, scheme: Scheme) -> Activations:
+    """x as a scheme with 8-bit activations quantizes it where no scale was calibrated: token by token, or in blocks of K."""
+    assert scheme.activation is not None
+    group = scheme.granularity.k if isinstance(scheme.granularity, PerBlock) else 0
+    return quantize_activations(x, scheme.activation, group=group, symmetric=not scheme.activation_zero, rule=scheme.rule.value)
+
+
+def _scaled(
+    x: Activations, w: GemmWeight, bias: Tensor | None, dtype: torch.dtype, batch_invariant: bool, function: str,
+    y_scale: Tensor | None,
+) -> Tensor:  # fmt: skip
+    match w:
+        case OperandWeight():
+            return byte_gemm(
+                x.codes, x.scale, w, bias, dtype=dtype, x_zero=x.zero, function=function, y_scale=y_scale,
+                batch_invariant=batch_invariant,
+            )  # fmt: skip
+        case RowWeight():
+            given = (x.codes, x.scale, w.codes, w.scale, w.zero, bias, w.scheme.name, dtype, x.zero)
+            return scaled_gemm(*given, function, y_scale)
+        case CpuWeight() if function == "none" and y_scale is None:
+            return scaled_cpu_gemm(x.codes, x.scale, w, bias, dtype, x.zero)
+    raise ValueError(f"gemm: {type(w).__name__} of {w.scheme} takes no function and no y_scale")

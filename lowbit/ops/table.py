@@ -1,0 +1,378 @@
+"""Every kernel that multiplies a quantized weight, in order of preference, and why each does or does not take a problem.
+
+A kernel states its refusals as data: a tuple of reasons, empty when it takes the problem. Layers choose the form of their
+weights by this table, `gemm` runs what it names, and explain, reports, warnings and errors print its rows: which kernel runs,
+and why, is said in one place. Nothing here asks a GPU, so a laptop can say what a server would do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+import torch
+
+from lowbit.formats import PerBlock, PerGroup, Scheme, ZeroPoint, parse_scheme
+from lowbit.hardware.conversions import conversion
+from lowbit.hardware.machine import Machine, machine_of, machine_refusals
+from lowbit.kernels import torch_int8
+from lowbit.kernels.choose import Candidate, GemmShape, RingTile, WgmmaTile, candidates
+from lowbit.kernels.choose_scaled import ScaledCandidate, ScaledShape, candidates_scaled
+from lowbit.kernels.reference import CODE_DTYPES
+from lowbit.kernels.scaled_blocked import X_BLOCK
+from lowbit.ops.operands import triton_refusals
+from lowbit.pack import kernel_group, scaled_refusals
+from lowbit.pack.cpu import int4_refusals, int8_refusals
+
+Form = Literal["fragments", "operands", "int4", "int8", "decoded", "rows"]
+"""In which of its forms a weight is multiplied: pack/gemm_weight.py."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One product: y[m, n] = x[m, k] . w[n, k]^T under a scheme, for x of `dtype` before it is quantized.
+
+    `machine` is the GPU, None on a CPU; `excluded` says why nothing of this library's runs on it. `scale_dtype` is the type of
+    the weight's scales, where that is known; `decode_bytes` what a decoded weight may take on a CPU.
+    """
+
+    scheme: Scheme
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype
+    machine: Machine | None = None
+    excluded: tuple[str, ...] = ()
+    scale_dtype: torch.dtype | None = None
+    batch_invariant: bool = False
+    decode_bytes: int = 0
+
+    def __str__(self) -> str:
+        where = (
+            "a CPU" if self.machine is None and not self.excluded else "a GPU" if self.machine is None else self.machine.product
+        )
+        invariant = ", batch-invariant" if self.batch_invariant else ""
+        return f"{self.scheme} M {self.m} N {self.n} K {self.k}, x {_name(self.dtype)} on {where}{invariant}"
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether this is a problem of a GPU, known or not."""
+        return self.machine is not None or bool(self.excluded)
+
+
+def problem_on(
+    device: torch.device | str, scheme: Scheme, m: int, shape: tuple[int, int], dtype: torch.dtype, *,
+    scale_dtype: torch.dtype | None = None, batch_invariant: bool = False, decode_bytes: int = 0,
+) -> Problem:  # fmt: skip
+    """The problem of a weight of `shape` (N, K) on a device of this machine."""
+    machine, excluded = _place(torch.device(device))
+    return Problem(scheme, m, *shape, dtype, machine, excluded, scale_dtype, batch_invariant, decode_bytes)
+
+
+@functools.lru_cache(maxsize=64)
+def _place(device: torch.device) -> tuple[Machine | None, tuple[str, ...]]:
+    if device.type == "cpu":
+        return None, ()
+    if device.type != "cuda":
+        return None, (f"run on NVIDIA GPUs and on CPUs, not on {device.type}",)
+    unknown = machine_refusals(device)
+    return (None if unknown else machine_of(device)), (*unknown, *triton_refusals())
+
+
+def scaled_shape(scheme: Scheme, m: int, n: int, k: int, x_blocks: bool = False) -> ScaledShape:
+    """What the choice of a tile for 8-bit activations sees of a product; `x_blocks`: x has scales of blocks."""
+    blocks = isinstance(scheme.granularity, PerBlock)
+    integer = scheme.activation is not None and scheme.activation.name == "int8"
+    return ScaledShape(m, n, k, scheme.weight.bits, integer, isinstance(scheme.granularity, PerGroup), blocks, x_blocks)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel: the file that has it, where it runs, whether its x has 8 bits (`scaled`), and the form of weight that it reads.
+
+    `own` are its refusals of a problem of such a device and such x. `tile` says in words which tile it takes and why, then what
+    the next best would cost.
+    """
+
+    name: str
+    file: str
+    runs_on: str
+    scaled: bool
+    form: Form
+    own: Callable[[Problem], tuple[str, ...]]
+    tile: Callable[[Problem], tuple[str, ...]] = lambda problem: ()
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether it decodes the whole weight at every call."""
+        return self.form == "rows"
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it needs a GPU."""
+        return self.form in ("fragments", "operands")
+
+    def concerns(self, p: Problem) -> bool:
+        """Whether it is made for the device and the x of a problem."""
+        return (self.is_slow or self.on_gpu == p.on_gpu) and self.scaled == (p.scheme.activation is not None)
+
+    def refusals(self, p: Problem) -> tuple[str, ...]:
+        """Why it does not take a problem; empty if it does."""
+        reasons = []
+        if not self.is_slow and self.on_gpu != p.on_gpu:
+            reasons.append("runs on NVIDIA GPUs, x is on a CPU" if self.on_gpu else "runs on a CPU, x is on a GPU")
+        if self.scaled != (p.scheme.activation is not None):
+            asked = "16 bits" if p.scheme.activation is None else p.scheme.activation.name
+            reasons.append(f"multiplies {'8-bit' if self.scaled else '16-bit'} activations, the scheme asks for {asked}")
+        if not self.on_gpu and p.batch_invariant:
+            reasons.append("sums small and large batches in different orders (batch_invariant)")
+        if self.on_gpu and p.excluded:
+            reasons += p.excluded
+        return tuple(reasons) or self.own(p)
+
+
+class UnsupportedProblem(RuntimeError):
+    """No kernel takes the problem; the message has every kernel's reasons."""
+
+
+def rows(problem: Problem) -> list[tuple[Kernel, tuple[str, ...]]]:
+    """Every kernel with its reasons against the problem."""
+    return [(kernel, kernel.refusals(problem)) for kernel in KERNELS]
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(problem: Problem) -> Kernel:
+    """The first kernel that takes the problem; raises UnsupportedProblem with everybody's reasons when there is none."""
+    for kernel in KERNELS:
+        if not kernel.refusals(problem):
+            return kernel
+    listed = "\n".join(f"  {kernel.name}: {'; '.join(reasons)}" for kernel, reasons in rows(problem))
+    raise UnsupportedProblem(f"no kernel for {problem}:\n{listed}")
+
+
+def describe(problem: Problem) -> str:
+    """The kernel that takes the problem, and its tile where it has several."""
+    kernel = choose(problem)
+    return ", ".join((kernel.name, *(line.rsplit(":", 1)[0] for line in kernel.tile(problem)[:1])))
+
+
+def why_slow(problem: Problem) -> tuple[str, ...]:
+    """Why no kernel that keeps weights packed or decodes them once takes the problem, said by those made for such a device and
+    such x; empty if one does. What several say alike is said once."""
+    if not choose(problem).is_slow:
+        return ()
+    said: dict[str, str] = {}
+    for kernel in KERNELS:
+        if kernel.concerns(problem) and not kernel.is_slow:
+            for reason in kernel.refusals(problem):
+                said.setdefault(reason, f"{kernel.name}: {reason}")
+    return tuple(said.values())
+
+
+def instead(problem: Problem) -> Scheme | None:
+    """The scheme nearest to a problem's, other groups first, then without zero points, that has a kernel which keeps weights
+    packed; None if none of those tried has."""
+    name = problem.scheme.name
+    plain = re.sub(r"_(fz|z)(?=_|$)", "", name)
+    for base in (name, plain):
+        for group in ("_g128", "_g64", "_g32", ""):
+            tried = re.sub(r"_(g\d+|b\d+x\d+)(?=_|$)", group, base)
+            with contextlib.suppress(ValueError):
+                scheme = parse_scheme(tried)
+                if scheme != problem.scheme and not why_slow(replace(problem, scheme=scheme)):
+                    return scheme
+    return None
+
+
+@functools.cache
+def warn_slow(scheme: str, reasons: tuple[str, ...]) -> None:
+    """Warns, once for a scheme and its reasons, that layers decode their weights at every call."""
+    warnings.warn(
+        f"layers of {scheme} decode their weights at every call, several times slower than without quantization, since no "
+        f"kernel takes them ({'; '.join(reasons)})",
+        stacklevel=2,
+    )
+
+
+def scheme_refusals(scheme: Scheme, n: int, k: int) -> tuple[str, ...]:
+    """Why a layer [n, k] of a scheme cannot run anywhere; empty if it can, at least on a CPU in float32."""
+    problem = Problem(scheme, 1, n, k, torch.float32)
+    rows_ = [(kernel, kernel.refusals(problem)) for kernel in KERNELS if kernel.is_slow and kernel.concerns(problem)]
+    return tuple(f"{kernel.name} {reason}" for kernel, reasons in rows_ for reason in reasons)
+
+
+def weight_refusals(scheme: Scheme, dtype: torch.dtype = torch.bfloat16) -> tuple[str, ...]:
+    """Why weights of a scheme cannot be brought into the form of the kernels for 16-bit x; empty if they can."""
+    reasons = []
+    for check in (
+        lambda: kernel_group(scheme),
+        lambda: conversion(scheme.weight, "fp16" if dtype == torch.float16 else "bf16"),
+    ):
+        try:
+            check()
+        except ValueError as error:
+            reasons.append(str(error))
+    return tuple(reasons)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# ---- NVIDIA GPUs, 16-bit x
+
+
+def _without_wgmma(p: Problem) -> tuple[str, ...]:
+    assert p.machine is not None
+    if "wgmma" in p.machine.arch.features:
+        return ()
+    return (f"needs the wgmma instruction of sm_90, {p.machine.product} is sm_{p.machine.arch.sm}",)
+
+
+def _of_16_bits(p: Problem) -> tuple[str, ...]:
+    of_x = () if p.dtype in (torch.float16, torch.bfloat16) else (f"takes fp16 and bf16 activations, not {_name(p.dtype)}",)
+    return (*of_x, *weight_refusals(p.scheme, p.dtype))
+
+
+@functools.lru_cache(maxsize=4096)
+def _tiles_16(p: Problem) -> tuple[Candidate, ...]:
+    assert p.machine is not None
+    found = candidates(GemmShape(p.m, p.n, p.k, p.scheme.weight.bits), p.machine, batch_invariant=p.batch_invariant)
+    return tuple(row for row in found if not row.reasons)
+
+
+def _better_tile(p: Problem, kind: type[RingTile] | type[WgmmaTile]) -> tuple[str, ...]:
+    """Why the other kernel for 16-bit x has the better tile."""
+    tiles = _tiles_16(p)
+    if not tiles:
+        return (f"has no tile for {p.scheme} with M {p.m}, N {p.n} and K {p.k}",)
+    if isinstance(tiles[0].tile, kind):
+        return ()
+    own = next((row for row in tiles if isinstance(row.tile, kind)), None)
+    best = f"the other kernel {tiles[0].cost_us:.1f} us"
+    return (f"is not for M {p.m}" if own is None else f"would take {own.cost_us:.1f} us ({own.tile}), {best}",)
+
+
+def _wgmma(p: Problem) -> tuple[str, ...]:
+    return _of_16_bits(p) or _without_wgmma(p) or _better_tile(p, WgmmaTile)
+
+
+def _ring(p: Problem) -> tuple[str, ...]:
+    return _of_16_bits(p) or _better_tile(p, RingTile)
+
+
+def _tile_16(p: Problem) -> tuple[str, ...]:
+    best, *others = _tiles_16(p)
+    why = best.measured or f"modelled {best.cost_us:.1f} us"
+    return (f"{best.tile}: {why}", *(f"next best: {row.tile}, {row.cost_us:.1f} us" for row in others[:1]))
+
+
+# ---- NVIDIA GPUs, 8-bit x
+
+
+def _of_8_bits(p: Problem) -> tuple[str, ...]:
+    assert p.machine is not None and p.scheme.activation is not None
+    reasons = scaled_refusals(p.scheme, p.scale_dtype)
+    if p.scheme.activation.name != "int8" and "mma_fp8" not in p.machine.arch.features:
+        reasons = (*reasons, f"needs sm_89 or newer for fp8, {p.machine.product} is older; int8 activations run there")
+    return reasons
+
+
+def _scaled_wgmma(p: Problem, narrow: bool) -> tuple[str, ...]:
+    other = (f"multiplies weights of {'fewer than 8' if narrow else '8'} bits, the scheme has {p.scheme.weight.bits}",)
+    return _of_8_bits(p) or _without_wgmma(p) or (other if (p.scheme.weight.bits < 8) != narrow else ())
+
+
+def _scaled_mma(p: Problem) -> tuple[str, ...]:
+    assert p.machine is not None
+    slower = f"is for GPUs without wgmma, {p.machine.product} has it"
+    return _of_8_bits(p) or ((slower,) if "wgmma" in p.machine.arch.features else ())
+
+
+@functools.lru_cache(maxsize=4096)
+def _tiles_8(p: Problem) -> tuple[ScaledCandidate, ...]:
+    assert p.machine is not None
+    shape = scaled_shape(p.scheme, p.m, p.n, p.k, isinstance(p.scheme.granularity, PerBlock))
+    found = candidates_scaled(shape, p.machine, batch_invariant=p.batch_invariant)
+    return tuple(row for row in found if not row.reasons)
+
+
+def _tile_8(p: Problem) -> tuple[str, ...]:
+    best, *others = _tiles_8(p)
+    return (
+        f"{best.tile}: modelled {best.cost_us:.1f} us",
+        *(f"next best: {row.tile}, {row.cost_us:.1f} us" for row in others[:1]),
+    )
+
+
+# ---- CPUs, and any device
+
+
+def _bf16(p: Problem) -> tuple[str, ...]:
+    return () if p.dtype == torch.bfloat16 else (f"takes bfloat16 activations, not {_name(p.dtype)}",)
+
+
+def _torch_int4(p: Problem) -> tuple[str, ...]:
+    return (*int4_refusals(p.scheme, (p.n, p.k)), *_bf16(p))
+
+
+def _torch_int8(p: Problem) -> tuple[str, ...]:
+    return (*int8_refusals(p.scheme, (p.n, p.k)), *_bf16(p))
+
+
+def _torch_scaled_int8(p: Problem) -> tuple[str, ...]:
+    scheme, reasons = p.scheme, []
+    assert scheme.activation is not None
+    if scheme.activation.name != "int8":
+        reasons.append(f"takes int8 activations, not {scheme.activation.name}")
+    if scheme.zero is not ZeroPoint.NONE:
+        reasons.append(f"takes weights without zero points, not {scheme}")
+    if not torch_int8.sums_are_exact():
+        reasons.append("saturates sums of int8 x on this CPU, which has no VNNI instructions")
+    return (*reasons, *int8_refusals(scheme, (p.n, p.k)))
+
+
+def _decoded_once(p: Problem) -> tuple[str, ...]:
+    size = p.dtype.itemsize
+    return () if size <= p.decode_bytes else (f"would take {size} bytes for each weight, which was not allowed",)
+
+
+def _blocked(p: Problem) -> tuple[str, ...]:
+    return ()
+
+
+def _scaled_blocked(p: Problem) -> tuple[str, ...]:
+    activation, granularity, reasons = p.scheme.activation, p.scheme.granularity, []
+    assert activation is not None
+    if activation.name not in CODE_DTYPES:
+        reasons.append(f"multiplies activations of {', '.join(CODE_DTYPES)}, the scheme asks for {activation.name}")
+    if isinstance(granularity, PerBlock) and granularity.k != X_BLOCK:
+        reasons.append(f"takes blocks of {X_BLOCK} columns together with quantized activations, not {p.scheme}")
+    return tuple(reasons)
+
+
+KERNELS: tuple[Kernel, ...] = (
+    Kernel("wgmma_gemm", "kernels/sm90/mixed_gemm.py", "sm_90", False, "fragments", _wgmma, _tile_16),
+    Kernel("ring_gemm", "kernels/sm80/mixed_gemm.py", "sm_80 and newer", False, "fragments", _ring, _tile_16),
+    Kernel(
+        "scaled_gemm", "kernels/sm90/scaled_gemm.py", "sm_90", True, "operands", partial(_scaled_wgmma, narrow=False), _tile_8
+    ),
+    Kernel(
+        "narrow_scaled_gemm", "kernels/sm90/narrow_scaled_gemm.py", "sm_90", True, "operands",
+        partial(_scaled_wgmma, narrow=True), _tile_8,
+    ),
+    Kernel("plain_scaled_gemm", "kernels/sm80/scaled_gemm.py", "sm_80 and newer", True, "operands", _scaled_mma),
+    Kernel("torch_int4", "kernels/torch_int4.py", "CPUs with AVX2", False, "int4", _torch_int4),
+    Kernel("torch_int8", "kernels/torch_int8.py", "CPUs with AVX2", False, "int8", _torch_int8),
+    Kernel("scaled_torch_int8", "kernels/torch_int8.py", "CPUs with VNNI", True, "int8", _torch_scaled_int8),
+    Kernel("decoded_once", "ops/cpu_gemm.py", "CPUs", False, "decoded", _decoded_once),
+    Kernel("blocked", "kernels/blocked.py", "any device", False, "rows", _blocked),
+    Kernel("scaled_blocked", "kernels/scaled_blocked.py", "any device", True, "rows", _scaled_blocked),
+)  # fmt: skip
+"""In order of preference."""

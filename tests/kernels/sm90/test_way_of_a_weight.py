@@ -1,0 +1,44 @@
+"""docs/walkthrough.md's last steps, in machine code: from the word of a lane in shared memory to operand A of wgmma."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
+
+from tests.kernels.sm90.test_compile import compiled, main_loop
+
+R = r"R(\d+)(?:\.reuse)?"
+STEPS = (
+    rf"LOP3\.LUT {R}, R%s(?:\.reuse)?, 0xf000f, {R}, 0xea",  # (word & 0x000f000f) | 0x64006400
+    rf"HADD2\S* {R}, R%s(?:\.reuse)?, -1032, -1032",
+    rf"HMUL2\S* {R}, R%s(?:\.reuse)?, {R}",  # the scale of the group, rounded once
+    rf"HGMMA\S* {R}, R%s, gdesc",  # operand A; x is found by its descriptor
+)
+MOVED = rf"MOV\S* {R}, (?:RZ, RZ, )?R%s(?:\.reuse)?$"
+
+
+def way(lines: list[str], value: str) -> list[str]:
+    """The instructions through which the lowest codes of the word in register `value` go, in order."""
+    taken: list[str] = []
+    for line in lines:
+        step = re.search(STEPS[len(taken)] % value, line)
+        if step:
+            taken.append(line)
+            if len(taken) == len(STEPS):
+                return taken
+        if step or (step := re.search(MOVED % value, line)):  # ptxas may move it in between
+            value = step[1]
+    return taken
+
+
+def test_a_word_becomes_operand_a():
+    _, kernel = compiled("int4", "fp16", 1024, group=64)
+    loop = main_loop(kernel.lines)
+    loads = [(i, load[1]) for i, line in enumerate(loop) if (load := re.match(rf"LDS\.128 {R}", line))]
+    assert len(loads) == 2, "four words of a lane for each of the two stages of a turn"
+    for at, word in loads:
+        taken = way((loop * 2)[at + 1 :], word)
+        assert len(taken) == len(STEPS), taken
