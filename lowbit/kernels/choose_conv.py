@@ -123,7 +123,7 @@ def conv_candidates(
     `machine` is None for a CPU. With `images` the layer is a stem, with `pooled` the max-pool behind it is inside.
     """
     if machine is None:
-        return [Candidate("reference/conv", None, None, (), 0.0, "no GPU: computed in plain torch, exact and slow")]
+        return [Candidate("conv_reference", None, None, (), 0.0, "no GPU: computed in plain torch, exact and slow")]
     height, width = spec.output_size(*size[1:]) if images is None else images.output
     pixels = size[0] * height * width
     refused = features_refusals(spec, machine.arch.features)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from lowbit import kernels
 from lowbit.bench.resnet50 import blocks
 from lowbit.formats.conv import ConvSpec, ProductSpec
 from lowbit.hardware.machine import MACHINES, typical_machine
@@ -117,7 +119,7 @@ def test_every_candidate_has_a_reason_and_a_cost():
     assert "64 pixels x 128 outputs" in lines[1] and "7.2 turns" in lines[1] and "sm90/conv 64 pixels" in lines[2]
     assert "256 channels and 256 outputs, not 64" in lines[3]
     (cpu,) = conv_candidates(spec, (1, 14, 14), None)
-    assert cpu.kernel == "reference/conv" and "no GPU" in cpu.why
+    assert cpu.kernel == "conv_reference" and "no GPU" in cpu.why
 
 
 def test_what_no_kernel_takes_is_refused_with_all_reasons():
@@ -176,3 +178,12 @@ def test_blocks_fit():
     assert "for sm_90" in block_refusals(second, third, last, (1, 56, 56), A100)[0]
     assert "100 pixels wide" in block_refusals(second, third, last, (1, 56, 100), H200)[0]
     assert "one storage" in block_refusals(second, third, dataclasses.replace(last, x="s8"), (1, 9, 9), H200)[0]
+
+
+def test_kernels_are_named_by_their_files():
+    spec, images = conv(64, 64, 3), StemImages(3, 64, 64, (7, 7), (3, 3))
+    rows = [row for machine in (H200, A100, None) for row in conv_candidates(spec, (1, 9, 9), machine)]
+    rows += conv_candidates(conv(3, 64, 7, 2, "s8"), (1, 64, 64), H200, images)
+    assert {row.kernel for row in rows} > {"sm80/conv", "sm90/conv", "sm90/stem_pool"}
+    for row in rows:
+        assert (Path(kernels.__file__).parent / f"{row.kernel}.py").is_file(), row.kernel
