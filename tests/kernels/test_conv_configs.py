@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
+from lowbit import kernels
 from lowbit.kernels.choose_conv import block_tile
 from lowbit.kernels.parts.conv_tile import WgmmaConv
 from lowbit.kernels.sm80.conv import MmaConv, MmaProduct
@@ -32,3 +35,14 @@ def test_every_field_is_told(config):
         value = getattr(config, field.name)
         other = not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else "other"
         assert str(dataclasses.replace(config, **{field.name: other})) != str(config), field.name
+
+
+@pytest.mark.parametrize(
+    "name", ["sm80/conv", "sm90/conv", "sm90/conv_strip", "sm90/conv_deep", "sm90/conv_block", "sm90/stem_pool"]
+)
+def test_kernels_are_siblings(name):
+    """A kernel imports parts and descriptors, no other kernel; what packs weights comes before it."""
+    text = (Path(kernels.__file__).parent / f"{name}.py").read_text()
+    imported = {module for module in re.findall(r"^from (lowbit\.\S+) import", text, re.MULTILINE)}
+    assert not {m for m in imported if ".sm" in m} - {"lowbit.kernels.sm90.tensor_map"}
+    assert ".pack(" not in text and "pack_layer" not in text
