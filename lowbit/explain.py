@@ -16,8 +16,8 @@ from lowbit.hardware.conversions import Conversion, conversion
 from lowbit.hardware.half import HalfType
 from lowbit.hardware.machine import Machine, machine_of, typical_machine
 from lowbit.hardware.mma import MMA_M16N8K16_F16, MmaAtom, wgmma_f16
-from lowbit.kernels.choose import GemmShape, RingTile, WgmmaTile
-from lowbit.kernels.choose import choose as choose_tile
+from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile, WgmmaTile
+from lowbit.kernels.choose.mixed_gemm import choose as choose_tile
 from lowbit.models.complete import require_complete
 from lowbit.models.hf import plan_for
 from lowbit.models.names import Names
@@ -416,7 +416,8 @@ def _in_wgmma(weight: _Weight, tile: WgmmaTile) -> tuple[str, ...]:
         f"row tile {row_tile}, row {inside} of {tile.rows}: warpgroup {inside // 64}, warp {inside // STRIP}; K split {split};",
         f"k tile {weight.column // TILE_K} is the {half} stage of turn {turn}: TMA brings its words (load), the warp waits for",
         "them (read_words), decodes them in registers (decode), makes these operand A (operand_a) and starts",
-        f"wgmma.mma_async m64n{tile.tokens}k16 on them (start); x is operand B, from shared memory",
+        f"wgmma.mma_async m64n{tile.tokens}k16 on them (start); x is operand B, from shared memory;",
+        "what other kernels do alike is in lowbit/kernels/parts/operand.py and lowbit/kernels/parts/decode.py",
     )
 
 
@@ -461,8 +462,8 @@ def _input(q: QuantTensor) -> Step:
     else:
         how = f"by a scale for each token, the largest |x| / {top:g}"
     tool = "" if rule is ActivationRule.OWN else f" as {rule.name.lower().replace('_', '-')} does it,"
-    line = f"x becomes {fmt.name}{tool} {how} (lowbit/kernels/reference.py says how it is rounded)"
-    return Step("lowbit/kernels/quantize_activations.py", "quantize_rows", (line,))
+    line = f"x becomes {fmt.name}{tool} {how} (lowbit/kernels/reference/activations.py says how it is rounded)"
+    return Step("lowbit/kernels/elementwise/quantize_rows.py", "quantize_rows", (line,))
 
 
 def _operand(weight: _Weight) -> Step:

@@ -171,7 +171,7 @@ def test_kernels_are_named_with_reasons(quantized):
     older = by_file(explain(quantized("w4a16_g64")[0], LAYER, sm=80))["table.py"]
     assert "on A100-SXM4-80GB, M 64: ring_gemm" in older and "not wgmma_gemm: needs the wgmma instruction" in older
     slow = by_file(explain(quantized("w4a8_g64")[0], LAYER))["table.py"]
-    assert "scaled_blocked (lowbit/kernels/scaled_blocked.py), which decodes all weights at every call" in slow
+    assert "scaled_blocked (lowbit/kernels/cpu/scaled_blocked.py), which decodes all weights at every call" in slow
     assert "not narrow_scaled_gemm: take scales per tensor" in slow
 
 
@@ -182,9 +182,9 @@ def test_the_walk_ends_in_the_kernels(quantized):
     assert ring.file == "lowbit/kernels/sm80/mixed_gemm.py" and wgmma.file == "lowbit/kernels/sm90/mixed_gemm.py"
     assert "step 0 of 128 k is number 0 of that warp: slice 0" in "\n".join(ring.lines)
     assert "row tile 0, row 17 of 128: warpgroup 0, warp 1" in "\n".join(wgmma.lines)
-    assert "k tile 1 is the odd stage of turn 0" in "\n".join(wgmma.lines) and "wgmma.mma_async m64n" in wgmma.lines[-1]
+    assert "k tile 1 is the odd stage of turn 0" in "\n".join(wgmma.lines) and "wgmma.mma_async m64n" in wgmma.lines[-2]
     for step in (ring, wgmma):
-        source = (ROOT / step.file).read_text()
+        source = "".join(path.read_text() for path in (ROOT / step.file, *(ROOT / "lowbit/kernels/parts").glob("*.py")))
         for function in re.findall(r"\((\w+)(?:, (\w+))?\)", "\n".join(step.lines[1:])):
             assert all(f"def {name}(" in source for name in function if name), function
 
@@ -192,7 +192,9 @@ def test_the_walk_ends_in_the_kernels(quantized):
 @pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="torch's products need AVX2")
 def test_the_form_on_a_cpu_is_named(quantized, fp16):
     text = by_file(explain(quantized("w8a16")[0], LAYER))["cpu_gemm.py"]
-    assert "a layer on this CPU, x bfloat16: torch_int8 (lowbit/kernels/torch_int8.py), packed once at the first call" in text
+    assert (
+        "a layer on this CPU, x bfloat16: torch_int8 (lowbit/kernels/cpu/torch_int8.py), packed once at the first call" in text
+    )
     assert "not torch_int8: takes bfloat16 activations, not float32" in text
     text = by_file(explain(quantized("w6e3m2a16")[0], LAYER))["cpu_gemm.py"]
     assert "x bfloat16: decoded once at the first call if the model fits" in text
@@ -236,7 +238,7 @@ def test_quantized_inputs(quantized, scheme, says, byte):
     folder, q = quantized(scheme)
     steps = explain(folder, LAYER, 17, 90)
     named = by_file(steps)
-    assert says in named["quantize_activations.py"] and byte in named["scaled.py"]
+    assert says in named["quantize_rows.py"] and byte in named["scaled.py"]
     assert f" = {q.dequantize()[17, 90].item():.9g}" in named["tensor.py"]
     if byte == "codes of 8 bits are the operand":
         code = int(q.codes[17, 90])
@@ -251,7 +253,7 @@ def test_a_calibrated_scale_is_named(fp16, tmp_path):
     with CheckpointReader(tmp_path / "q") as reader:
         q = reader.layer(LAYER)
     named = by_file(explain(tmp_path / "q", LAYER))
-    assert f"by the scale {q.activation_scale.item():.9g} of this layer" in named["quantize_activations.py"]
+    assert f"by the scale {q.activation_scale.item():.9g} of this layer" in named["quantize_rows.py"]
     assert ".activation_scale float32 [1]" in named["reader.py"]
     shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "q"), "--check"])
     assert shown.exit_code == 0 and "activation" in shown.stdout

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lowbit.bench.request import DTYPES, Request, columns_of
 from lowbit.formats import QuantTensor, Scheme, parse_scheme
-from lowbit.kernels.reference import mixed_gemm_reference
+from lowbit.kernels.reference.gemm import mixed_gemm_reference
 from lowbit.quantize import rtn
 
 REPLAYS = 24

@@ -17,7 +17,7 @@ from torch import Tensor
 from lowbit.bench.protocol import Contender, reference_product
 from lowbit.bench.request import Request
 from lowbit.formats import IntFormat, PerChannel, PerTensor, QuantTensor, Scheme, decode
-from lowbit.kernels.reference import quantize_activations_reference
+from lowbit.kernels.reference.activations import quantize_activations_reference
 
 INT_MM_ROWS = 32
 """`torch._int_mm` wants more than 16 rows; x is filled up to so many, outside the timed region."""

@@ -12,6 +12,7 @@ of `<layer>.weight`,
     <layer>.weight_down     fp16 [r, K]                     so this; up . down is added to the weight
 
 in `model.safetensors`, or in shards with `model.safetensors.index.json`. Biases and all other tensors keep their names.
+Files from before the first release have `input_scale` for pre_quant_scale, as the key and as the tensor; they are read.
 `quantization_config` in config.json lists every quantized layer with its shape, so that each file can be checked before
 anything is used:
 

@@ -46,7 +46,7 @@ from lowbit.formats import (
 )
 
 FBGEMM_CEILING = 1200.0
-"""The one `activation_scale_ub` that the rule of FBGEMM knows (kernels/reference.py), Transformers' default."""
+"""The one `activation_scale_ub` that the rule of FBGEMM knows (kernels/reference/activations.py), Transformers' default."""
 
 _E4M3 = float_format(4, 3)
 _STATIC = ("activation_scale", "input_scale")

@@ -9,8 +9,10 @@ disk is full or the process is killed.
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator
 from fnmatch import fnmatchcase
 from glob import escape
@@ -40,6 +42,7 @@ CHECKPOINT = ("config.json", INDEX, *_WEIGHTS, "quantize_config.json", "quant_co
 """Names of the files of a checkpoint; a folder with any other is not replaced."""
 
 _MAX_RESULT_BYTES = 1 << 23
+_ABANDONED_SECONDS = 24 * 3600
 _RESULT = re.compile(
     rb"""\s*\{\s*"result":\s*"(?P<json>lowbit[a-z -]*)"
        | <!--\ result:\ (?P<page>lowbit[a-z -]*?)\ -->
@@ -130,17 +133,20 @@ def discard(folder: Path, names: Iterable[str]) -> None:
 
 
 def left_behind(folder: Path, kind: str) -> Iterator[Path]:
-    """Hidden `.NAME.KIND-PROCESS` beside a folder or file whose process does not run any more, or is this one."""
+    """Hidden `.NAME.KIND-HOST-PROCESS` beside a folder or file that nobody works on: its process on this host does not run any
+    more, or is this one; of another host, whose processes cannot be asked for, nothing in it has changed for a day."""
     stem = f".{folder.name}.{kind}-"
     for path in sorted(folder.parent.glob(f"{escape(stem)}*")):
-        number = path.name.removeprefix(stem)
-        if number.isdecimal() and (int(number) == os.getpid() or not _runs(int(number))):
+        host, _, number = path.name.removeprefix(stem).rpartition("-")
+        if not number.isdecimal():
+            continue
+        if _untouched(path) if host != _host() else int(number) == os.getpid() or not _runs(int(number)):
             yield path
 
 
 def hidden(path: Path, kind: str) -> Path:
     """The path under which this process keeps something for `path`, beside it."""
-    return path.with_name(f".{path.name}.{kind}-{os.getpid()}")
+    return path.with_name(f".{path.name}.{kind}-{_host()}-{os.getpid()}")
 
 
 def check_space(folder: Path, needed_bytes: int, what: str) -> None:
@@ -195,14 +201,17 @@ def write_result(path: Path, result: str, write: Callable[[Path], object]) -> No
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Lets `write` fill a file beside `path`, brings it to the disk, then puts it in its place: never half a file, and no
-    left-overs on Ctrl-C. Raises OSError, naming the path, when the disk is full or the folder cannot be written."""
+    """Lets `write` fill a file beside `path`, brings it to the disk, then puts it in its place, with the permissions of the one
+    that was there: never half a file, and no left-overs on Ctrl-C. Raises OSError, naming the path, when the disk is full
+    or the folder cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for abandoned in left_behind(path, "part"):
         abandoned.unlink(missing_ok=True)
     scratch, free = hidden(path, "part"), free_bytes(path)
     try:
         write(scratch)
+        if path.exists():
+            shutil.copymode(path, scratch)
         sync(scratch)
         os.replace(scratch, path)
     except OSError as error:
@@ -227,6 +236,16 @@ def _fits(name: str, patterns: Iterable[str]) -> bool:
 
 def _is_file(path: Path) -> bool:
     return path.is_file() and not path.is_symlink()
+
+
+def _host() -> str:
+    """Whose process numbers these are: folders may lie on a disk that several hosts, or containers, share."""
+    return re.sub(r"[^\w.]", "_", platform.node())
+
+
+def _untouched(path: Path) -> bool:
+    inside = path.iterdir() if path.is_dir() and not path.is_symlink() else ()
+    return time.time() - max(p.lstat().st_mtime for p in (path, *inside)) > _ABANDONED_SECONDS
 
 
 def _runs(process: int) -> bool:

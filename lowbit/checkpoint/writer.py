@@ -187,12 +187,14 @@ class CheckpointWriter:
 
 
 def _put_back(folder: Path) -> None:
-    """Puts back the folder that a process was replacing when it was killed between its two renames; removes one that it had
-    replaced."""
+    """Puts back the folder that a process was replacing when it was killed between its two renames, as the finished one under
+    its hidden name shows; removes one that it had replaced. Without the finished one a folder that is gone was removed later by
+    somebody else, and what is left of the one before it does not come in its place."""
     for old in left_behind(folder, "old"):
-        new = old.with_name(old.name.replace(f".{folder.name}.old-", f".{folder.name}.tmp-"))
-        if not os.path.lexists(folder):
+        finished = old.with_name(old.name.replace(f".{folder.name}.old-", f".{folder.name}.tmp-"))
+        there = os.path.lexists(folder)
+        if finished.exists() and not there:
             os.rename(old, folder)
-        elif not new.exists():  # else somebody put another folder in its place since
+        elif there and not finished.exists():  # else somebody put another folder in its place since
             with contextlib.suppress(OSError):  # it may not be ours to remove
                 discard(old, CHECKPOINT)

@@ -231,7 +231,7 @@ def convert(
     To run, measure or inspect a model, no conversion is needed: generate, eval and inspect take the files below as they are.
 
     Read: GPTQ (versions 1 and 2, act-order), AWQ (gemm), auto-round, compressed-tensors (integers, FP8, MX, NVFP4), FP8,
-    torchao, ModelOpt (FP8, NVFP4), bitsandbytes NF4 and FP4 (to dequantized only), GGUF (Q4_0 to Q6_K of llama, qwen2 and
+    torchao, ModelOpt (FP8, NVFP4, AWQ), bitsandbytes NF4 and FP4 (to dequantized only), GGUF (Q4_0 to Q6_K of llama, qwen2 and
     qwen3 models), TensorRT-LLM (W4A16_AWQ of llama models), and lowbit. The tool is found out from config.json.
 
     Written: lowbit (runs here with plain from_pretrained), gptq, awq, compressed-tensors (for vLLM and others), tensorrt-llm

@@ -73,15 +73,17 @@ def write_page(document: dict[str, Any], path: Path, plots: list[str]) -> None:
 
 
 def replace_block(path: Path, name: str, text: str) -> None:
-    """Replaces what stands between `<!-- NAME -->` and `<!-- /NAME -->` in a Markdown file; raises ValueError unless each mark
-    is there once, in this order."""
+    """Replaces what stands between `<!-- NAME -->` and `<!-- /NAME -->` in a Markdown file, whose line ends stay what they are;
+    raises ValueError unless each mark is there once, in this order."""
     opening, closing = f"<!-- {name} -->", f"<!-- /{name} -->"
-    old = read_page(path)
+    read_page(path)
+    old = path.read_bytes().decode("utf-8")  # with its line ends
     if old.count(opening) != 1 or old.count(closing) != 1 or old.index(opening) > old.index(closing):
         raise ValueError(f"{path}: the table goes between {opening} and {closing}, once each and in this order")
     before, rest = old.split(opening)
-    new = f"{before}{opening}\n{text.strip()}\n{closing}{rest.split(closing)[1]}"
-    replace_file(path.resolve(), lambda scratch: scratch.write_text(new, encoding="utf-8"))
+    block = "\n".join((opening, text.strip(), closing)).replace("\n", "\r\n" if "\r\n" in old else "\n")
+    new = before + block + rest.split(closing)[1]
+    replace_file(path.resolve(), lambda scratch: scratch.write_bytes(new.encode("utf-8")))
 
 
 def read_page(path: Path) -> str:

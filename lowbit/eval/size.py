@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader, expected_tensors
-from lowbit.formats import packed_bytes
 from lowbit.models.source import is_foreign, stored_bytes
 from lowbit.nn.packed import PackedWeight
 
@@ -71,10 +70,8 @@ def _foreign_size(path: Path, model: PreTrainedModel) -> Size:
         if id(module) in outside:
             continue
         if isinstance(module, PackedWeight):
-            n, k = module.shape
-            beside = [p for name, p in module.named_parameters(recurse=False) if name not in ("weight_packed", "bias")]
-            held += n * packed_bytes(k, module.scheme.weight.bits) + sum(p.nbytes for p in beside)
-            weights += n * k
+            held += module.quant_tensor().nbytes
+            weights += module.shape[0] * module.shape[1]
             schemes[module.scheme.name] += 1
         elif isinstance(module, nn.Linear):
             weights += module.weight.numel()

@@ -11,7 +11,7 @@ zero point anywhere, so that padding is code 0. Weights are "s8", or "s4" where 
 
 Every fma is float32 and rounds once. Source of the u4 rounding: bits 4 to 7 of a byte that has been rounded and saturated are
 floor(v + 0.5) saturated to 0..15, so ReLU, clamping and rounding come with one conversion instruction.
-`kernels/conv_reference.py` computes it in plain torch, the kernels of sm_80 and sm_90 the same codes bit for bit.
+`kernels/reference/conv.py` computes it in plain torch, the kernels of sm_80 and sm_90 the same codes bit for bit.
 """
 
 from __future__ import annotations

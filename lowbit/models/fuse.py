@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lowbit.kernels.reference import rms_norm_reference
+from lowbit.kernels.reference.activations import rms_norm_reference
 from lowbit.nn import QuantLinear
 from lowbit.nn.fused import GatedMLP, QuantizingNorm, quantize_alike
 

@@ -41,9 +41,12 @@ def load_foreign(
     where: Path, opened: Opened, *, device: torch.device, dtype: torch.dtype, progress: bool = False
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """The model of the checkpoint `opened` at `where`, on `device`, computing in `dtype`, and what Transformers says of the
-    loading. Its state is that of `convert_checkpoint` to a folder and from_pretrained of that; one layer is in memory beside it
-    in another form. Raises CheckpointError for layers that have no scheme or no place in the model, and for files that are not
-    those of the model."""
+    loading.
+
+    Its state is that of `convert_checkpoint` to a folder and from_pretrained of that; one layer is in memory beside it in
+    another form. What is taken over in another way than the files say is a warning. Raises CheckpointError for layers that have
+    no scheme or no place in the model, and for files that are not those of the model.
+    """
     contents = Contents(where, opened)
     contents.require_complete()
     for name in opened.source.entries:
@@ -64,7 +67,7 @@ def load_foreign(
     model.hf_quantizer.pre_quantized = True
     model.name_or_path = model.config.name_or_path = str(where)
     for line in contents.notes():
-        logger.info(line)
+        logger.warning(f"{where}: {line}")
     return model, info
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowbit.formats import PerBlock, PerGroup, Scheme, parse_scheme
 from lowbit.hardware.machine import Machine, machine_of
-from lowbit.kernels.choose_scaled import ScaledShape, ScaledTile, choose_scaled
+from lowbit.kernels.choose.scaled_gemm import ScaledShape, ScaledTile, choose_scaled
 from lowbit.ops.operands import Described, described, on_meta
 from lowbit.ops.scaled_gemm import check_activations, check_output
 from lowbit.ops.table import scaled_shape

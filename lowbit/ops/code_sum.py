@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.conv import CODES, SumSpec
-from lowbit.kernels.conv_reference import sum_reference
+from lowbit.kernels.reference.conv import sum_reference
 from lowbit.pack.nhwc64 import Nhwc64
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lowbit.formats.conv import ACTIVATIONS, CODES, ConvLayer, ConvSpec, output_size, stored_dtype
 from lowbit.hardware.machine import Machine, features_of, machine_of, machine_refusals
-from lowbit.kernels.choose_conv import Candidate, Size, choose_conv, features_refusals, strip_refusals
-from lowbit.kernels.conv_reference import (
+from lowbit.kernels.choose.conv import Candidate, Size, choose_conv, features_refusals, strip_refusals
+from lowbit.kernels.reference.conv import (
     average_pool_reference,
     conv_reference,
     max_pool_reference,

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lowbit.formats.conv import ConvLayer
 from lowbit.hardware.machine import Machine, machine_of
-from lowbit.kernels.choose_conv import MOST_WIDTH, Size, block_refusals
-from lowbit.kernels.conv_reference import conv_reference
+from lowbit.kernels.choose.conv import MOST_WIDTH, Size, block_refusals
+from lowbit.kernels.reference.conv import conv_reference
 from lowbit.pack.conv_block import CHANNELS, EXPANDED, BlockLayout
 from lowbit.pack.nhwc64 import Nhwc64
 

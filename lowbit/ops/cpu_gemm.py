@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lowbit.formats import QuantTensor, ZeroPoint, pack_words
-from lowbit.kernels import torch_int4, torch_int8
-from lowbit.kernels.blocked import block_rows, decode_rows
+from lowbit.kernels.cpu import torch_int4, torch_int8
+from lowbit.kernels.cpu.blocked import block_rows, decode_rows
 from lowbit.ops.channels import channels_of_codes
 from lowbit.pack.cpu import CpuWeight, Form, pack_int4, pack_int8
 

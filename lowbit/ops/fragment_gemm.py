@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowbit.formats import Scheme, parse_scheme
 from lowbit.hardware.machine import Machine, machine_of
-from lowbit.kernels.choose import GemmShape, RingTile, Tile, choose
+from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile, Tile, choose
 from lowbit.ops.channels import check_channels
 from lowbit.ops.operands import Described, described, on_meta
 from lowbit.ops.workspace import workspace
@@ -22,7 +22,7 @@ from lowbit.pack import FragmentWeight, WeightForm, has_channel_scale, kernel_gr
 from lowbit.pack.fragment import LANES, k_tiles, strips
 
 if TYPE_CHECKING:
-    from lowbit.kernels.gather import GatherPlan
+    from lowbit.kernels.elementwise.gather import GatherPlan
     from lowbit.kernels.sm80.mixed_gemm import RingPlan
     from lowbit.kernels.sm90.mixed_gemm import WgmmaPlan
 
@@ -40,7 +40,7 @@ def fragment_gemm(x: Tensor, w: FragmentWeight, bias: Tensor | None = None, *, b
 
     With `batch_invariant`, a row of y has the same bits in every batch; else sums of small batches are formed in another
     order than those of large ones. A weight with an `order` or a `pre_quant_scale` takes one more kernel, which brings x into
-    the order of the codes (kernels/gather.py). Raises ValueError for tensors that do not fit together.
+    the order of the codes (kernels/elementwise/gather.py). Raises ValueError for tensors that do not fit together.
     """
     if w.order is None and w.pre_quant_scale is None:
         return torch.ops.lowbit.fragment_gemm(
@@ -182,7 +182,7 @@ def _gather_plan(
     devices = {on, *(t[2] for t in given)}
     if len(devices) > 1:
         raise ValueError(f"fragment_gemm: all tensors must be on one device, got {sorted(map(str, devices))}")
-    from lowbit.kernels.gather import GatherPlan
+    from lowbit.kernels.elementwise.gather import GatherPlan
 
     pieces = k % 8 == 0 and all(aligned) and all(t[3] for t in given)
     return GatherPlan(m, k, order is not None, pieces, machine_of(on))

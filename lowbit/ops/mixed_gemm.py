@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats import Scheme, parse_scheme
-from lowbit.kernels.blocked import mixed_gemm_blocked
+from lowbit.kernels.cpu.blocked import mixed_gemm_blocked
 from lowbit.ops.channels import channels_of_codes, check_channels
 from lowbit.ops.operands import check_one_device, check_weight
 

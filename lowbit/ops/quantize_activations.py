@@ -1,6 +1,6 @@
 """The torch operator `lowbit::quantize_activations`: 16-bit activations to codes, alone or fused with what makes them.
 
-One pass over memory on NVIDIA GPUs (kernels/quantize_activations.py), plain torch (kernels/reference.py) everywhere else.
+One pass over memory on NVIDIA GPUs (kernels/elementwise/quantize_rows.py), plain torch (kernels/reference/) everywhere else.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from torch import Tensor
 
 from lowbit.formats import ActivationRule, FloatFormat, NumberFormat, number_format
 from lowbit.hardware.machine import machine_of, machine_refusals
-from lowbit.kernels.reference import (
+from lowbit.kernels.cpu.torch_int8 import quantize_rows
+from lowbit.kernels.reference.activations import (
     CODE_DTYPES,
     layer_norm_reference,
     quantize_activations_reference,
     rms_norm_reference,
     silu_mul_reference,
 )
-from lowbit.kernels.torch_int8 import quantize_rows
 from lowbit.ops.operands import Described, described, triton_refusals
 
 if TYPE_CHECKING:
-    from lowbit.kernels.quantize_activations import QuantizePlan, Request
+    from lowbit.kernels.elementwise.quantize_rows import QuantizePlan, Request
 
 torch.library.define(
     "lowbit::quantize_activations",
@@ -251,7 +251,7 @@ def _plan(
     k = shape[-1]
     if quantize_refusals(parsed, dtype, k, on):
         return None
-    from lowbit.kernels.quantize_activations import QuantizePlan, Request
+    from lowbit.kernels.elementwise.quantize_rows import QuantizePlan, Request
 
     residual = before != "silu" and beside is not None
     request: Request = Request(before, parsed, group, scale is not None, symmetric, residual, ActivationRule(rule))

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lowbit.formats import IntFormat, NumberFormat, Scheme, parse_scheme
-from lowbit.kernels.reference import FUNCTIONS
-from lowbit.kernels.scaled_blocked import X_BLOCK, scaled_gemm_blocked
+from lowbit.kernels.cpu.scaled_blocked import X_BLOCK, scaled_gemm_blocked
+from lowbit.kernels.reference.gemm import FUNCTIONS
 from lowbit.ops.operands import check_one_device, check_weight
 
 torch.library.define(

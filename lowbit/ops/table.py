@@ -21,11 +21,12 @@ import torch
 from lowbit.formats import PerBlock, PerGroup, Scheme, ZeroPoint, parse_scheme
 from lowbit.hardware.conversions import conversion
 from lowbit.hardware.machine import Machine, machine_of, machine_refusals
-from lowbit.kernels import torch_int8
-from lowbit.kernels.choose import Candidate, GemmShape, RingTile, WgmmaTile, candidates
-from lowbit.kernels.choose_scaled import ScaledCandidate, ScaledShape, candidates_scaled
-from lowbit.kernels.reference import CODE_DTYPES
-from lowbit.kernels.scaled_blocked import X_BLOCK
+from lowbit.kernels.choose.candidate import Candidate
+from lowbit.kernels.choose.mixed_gemm import GemmCandidate, GemmShape, RingTile, WgmmaTile, candidates
+from lowbit.kernels.choose.scaled_gemm import ScaledShape, ScaledTile, candidates_scaled
+from lowbit.kernels.cpu import torch_int8
+from lowbit.kernels.cpu.scaled_blocked import X_BLOCK
+from lowbit.kernels.reference.activations import CODE_DTYPES
 from lowbit.ops.operands import triton_refusals
 from lowbit.pack import kernel_group, scaled_refusals
 from lowbit.pack.cpu import int4_refusals, int8_refusals
@@ -241,7 +242,7 @@ def _of_16_bits(p: Problem) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _tiles_16(p: Problem) -> tuple[Candidate, ...]:
+def _tiles_16(p: Problem) -> tuple[GemmCandidate, ...]:
     assert p.machine is not None
     found = candidates(GemmShape(p.m, p.n, p.k, p.scheme.weight.bits), p.machine, batch_invariant=p.batch_invariant)
     return tuple(row for row in found if not row.reasons)
@@ -296,7 +297,7 @@ def _scaled_mma(p: Problem) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _tiles_8(p: Problem) -> tuple[ScaledCandidate, ...]:
+def _tiles_8(p: Problem) -> tuple[Candidate[ScaledTile], ...]:
     assert p.machine is not None
     shape = scaled_shape(p.scheme, p.m, p.n, p.k, isinstance(p.scheme.granularity, PerBlock))
     found = candidates_scaled(shape, p.machine, batch_invariant=p.batch_invariant)
@@ -368,11 +369,11 @@ KERNELS: tuple[Kernel, ...] = (
         partial(_scaled_wgmma, narrow=True), _tile_8,
     ),
     Kernel("plain_scaled_gemm", "kernels/sm80/scaled_gemm.py", "sm_80 and newer", True, "operands", _scaled_mma),
-    Kernel("torch_int4", "kernels/torch_int4.py", "CPUs with AVX2", False, "int4", _torch_int4),
-    Kernel("torch_int8", "kernels/torch_int8.py", "CPUs with AVX2", False, "int8", _torch_int8),
-    Kernel("scaled_torch_int8", "kernels/torch_int8.py", "CPUs with VNNI", True, "int8", _torch_scaled_int8),
+    Kernel("torch_int4", "kernels/cpu/torch_int4.py", "CPUs with AVX2", False, "int4", _torch_int4),
+    Kernel("torch_int8", "kernels/cpu/torch_int8.py", "CPUs with AVX2", False, "int8", _torch_int8),
+    Kernel("scaled_torch_int8", "kernels/cpu/torch_int8.py", "CPUs with VNNI", True, "int8", _torch_scaled_int8),
     Kernel("decoded_once", "ops/cpu_gemm.py", "CPUs", False, "decoded", _decoded_once),
-    Kernel("blocked", "kernels/blocked.py", "any device", False, "rows", _blocked),
-    Kernel("scaled_blocked", "kernels/scaled_blocked.py", "any device", True, "rows", _scaled_blocked),
+    Kernel("blocked", "kernels/cpu/blocked.py", "any device", False, "rows", _blocked),
+    Kernel("scaled_blocked", "kernels/cpu/scaled_blocked.py", "any device", True, "rows", _scaled_blocked),
 )  # fmt: skip
 """In order of preference."""

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from lowbit.hardware.machine import Machine
-from lowbit.kernels.choose_conv import block_refusals
+from lowbit.kernels.choose.conv import block_refusals
 from lowbit.ops.conv import STEM_POOL, stem_pool_refusals
 from lowbit.vision.memory import stems
 from lowbit.vision.program import AverageCodes, Block, Convolve, Operation, PoolAverage, PoolMax, Program, Quantize

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from lowbit.hardware.machine import Machine, machine_of, machine_refusals
-from lowbit.kernels.choose_conv import Candidate, block_tile, conv_candidates
+from lowbit.kernels.choose.conv import Candidate, block_tile, conv_candidates
 from lowbit.pack.stem import StemImages
 from lowbit.vision.fusion import fused
 from lowbit.vision.lower import FLOAT
@@ -36,7 +36,7 @@ SHOWN_NAMES = 3
 @dataclass(frozen=True)
 class KernelRow:
     """One launch: the layers in it, the kernel's file below lowbit/kernels/ and its tile, why it was chosen and its cost in
-    turns (kernels/choose_conv.py); every other candidate, with what it would cost or why it cannot."""
+    turns (kernels/choose/conv.py); every other candidate, with what it would cost or why it cannot."""
 
     name: str
     kernel: str
@@ -112,7 +112,7 @@ def _other(op: Operation, program: Program, machine: Machine | None) -> KernelRo
         case Compute():
             return KernelRow(name, "torch", "", op.node.reason or "it only rearranges")
     if machine is None:
-        return KernelRow(name, "conv_reference", "", "no GPU: computed in plain torch, exact and slow")
+        return KernelRow(name, "reference/conv", "", "no GPU: computed in plain torch, exact and slow")
     match op:
         case Quantize() | Dequantize():
             return KernelRow(name, "elementwise/relayout", "", "between values as torch has them and packed codes")

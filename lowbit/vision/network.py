@@ -62,7 +62,7 @@ class QuantizedNetwork(nn.Module):
         return self.on_device(self._checked(images).shape[0], images.device).run(images)
 
     def reference(self, images: Tensor) -> Tensor:
-        """What `forward` returns, computed by `kernels/conv_reference.py` on any device, slowly."""
+        """What `forward` returns, computed by `kernels/reference/conv.py` on any device, slowly."""
         with torch.no_grad():
             return self.program.to(images.device).run(self._checked(images))
 

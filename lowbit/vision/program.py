@@ -1,7 +1,7 @@
 """A network in integers: a list of operations on stored values, and its execution in plain torch, the reference.
 
 Values are codes (u4, s8; int32 tensors [N, C, H, W] here, packed on a GPU) or floating-point (f32, and f16 on a GPU, for what
-has no integer form). `Program.run` computes with `kernels/conv_reference.py`; the GPU gives the same codes bit for bit.
+has no integer form). `Program.run` computes with `kernels/reference/conv.py`; the GPU gives the same codes bit for bit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.conv import ConvLayer, SumSpec
-from lowbit.kernels.conv_reference import (
+from lowbit.kernels.reference.conv import (
     average_pool_reference,
     conv_reference,
     max_pool_reference,

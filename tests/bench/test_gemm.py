@@ -23,7 +23,7 @@ from lowbit.bench.protocol import (
 from lowbit.bench.request import make_request
 from lowbit.bench.results import load
 from lowbit.cli.commands import app
-from lowbit.kernels.reference import mixed_gemm_reference
+from lowbit.kernels.reference.gemm import mixed_gemm_reference
 from lowbit.quantize import rtn
 
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")

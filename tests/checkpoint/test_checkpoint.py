@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader, CheckpointWriter, LayerEntry, Manifest, layer_tensors
+from lowbit.checkpoint.target import hidden
 from lowbit.formats import parse_scheme
 from lowbit.quantize import rtn
 from tests.tiny import with_channels
@@ -150,8 +151,9 @@ class TestWriting:
     def test_what_a_killed_process_left_is_removed(self, tmp_path):
         gone = subprocess.Popen(["true"])
         gone.wait()
-        others = [".c.tmp-1", ".cc.tmp-999999999", ".c.tmp-x", ".c.unfinished"]  # process 1 runs
-        for name in [f".c.tmp-{gone.pid}", f".c.tmp-{os.getpid()}", *others]:
+        of_process = hidden(tmp_path / "c", "tmp").name.removesuffix(str(os.getpid()))
+        others = [f"{of_process}1", ".cc.tmp-999999999", ".c.tmp-x", ".c.unfinished"]  # process 1 runs
+        for name in [f"{of_process}{gone.pid}", f"{of_process}{os.getpid()}", *others]:
             (tmp_path / name).mkdir()
             (tmp_path / name / "shard-1").write_bytes(b"half")
         write(tmp_path / "c")

@@ -36,13 +36,14 @@ SCHEMES = {
     "gptq-gptqmodel-w3-act-order": "w3a16_g32",
     "gptq-gptqmodel-w4-act-order-v2": "w4a16_g32_z",
     "modelopt-fp8": "w8e4m3a8e4m3_t",
+    "modelopt-int4-awq": "w4a16_g32",
     "modelopt-nvfp4": "w4e2m1a16_g16",
     "torchao-int4-asym": "w4a16_g32_z",
     "torchao-int8-dynamic": "w8a16",
 }
 MIXED = {"auto-round-mixed": {"model.layers.0.mlp.up_proj": "w8a16_g16", "model.layers.0.self_attn.k_proj": None}}
 """Layers that have another scheme than the others of a folder, or stay in 16 bits."""
-READ_ONLY = ("bitsandbytes-nf4-nested", "compressed-tensors-nvfp4", "modelopt-fp8", "modelopt-nvfp4")
+READ_ONLY = ("bitsandbytes-nf4-nested", "compressed-tensors-nvfp4", "modelopt-fp8", "modelopt-int4-awq", "modelopt-nvfp4")
 
 
 def test_every_folder_is_tested():

@@ -24,6 +24,7 @@ INT, FP8, NF4, MX = (
 )
 AR, AR_AWQ, MIXED = "auto-round-w5-asym", "auto-round-awq-asym", "auto-round-mixed"
 NVFP4, OPT, AO8, AO4 = "compressed-tensors-nvfp4", "modelopt-nvfp4", "torchao-int8-dynamic", "torchao-int4-asym"
+OPT_AWQ, O_PROJ = "modelopt-int4-awq", "model.layers.0.self_attn.o_proj"
 STATE = "weight.quant_state.bitsandbytes__nf4"
 
 
@@ -44,14 +45,14 @@ def weights(**change):
     return group(lambda g: g["weights"].update(change))
 
 
-def tensor(suffix, change):
-    """Replaces one tensor of the q projection by what `change` makes of it; None takes it away."""
+def tensor(suffix, change, layer=Q):
+    """Replaces one tensor of a layer, the q projection, by what `change` makes of it; None takes it away."""
 
     def apply(folder):
         tensors = load_file(folder / "model.safetensors")
-        new = change(tensors.pop(f"{Q}.{suffix}"))
+        new = change(tensors.pop(f"{layer}.{suffix}"))
         if new is not None:
-            tensors[f"{Q}.{suffix}"] = new.contiguous()
+            tensors[f"{layer}.{suffix}"] = new.contiguous()
         save_file(tensors, folder / "model.safetensors")
 
     return apply
@@ -173,6 +174,22 @@ CASES = {
     "nvfp4 scales cut": (NVFP4, tensor("weight_scale", cut_rows), rf"{Q}\.weight_scale: float8_e4m3fn"),
     "nvfp4 scale NaN": (OPT, tensor("weight_scale", lambda t: t.view(torch.uint8).fill_(127).view(t.dtype)), "are NaN"),
     "nvfp4 K not divided": (OPT, tensor("weight", lambda t: t[:, :12]), rf"{Q}\.weight: 12 bytes a row are no whole groups"),
+    "modelopt awq factors cut": (
+        OPT_AWQ,
+        tensor("pre_quant_scale", lambda t: t[:-1], O_PROJ),
+        r"o_proj\.pre_quant_scale: .* \(64,\) is expected, found float32 \(63,\)",
+    ),
+    "modelopt awq factors infinite": (
+        OPT_AWQ,
+        tensor("pre_quant_scale", lambda t: t * torch.inf, O_PROJ),
+        r"o_proj\.pre_quant_scale: scales are finite",
+    ),
+    "modelopt awq rows cut": (OPT_AWQ, tensor("weight", cut_rows), r"weight_scale: .* whole groups of 64 .* found 64 x 2"),
+    "modelopt awq groups": (
+        OPT_AWQ,
+        tensor("weight", lambda t: t[:, :63]),
+        r"weight_scale: 64 rows of whole groups of 63 input channels are expected, found 64 x 2",
+    ),
     "modelopt other algorithm": (
         OPT,
         config(lambda c: c.update(quant_algo="W4A8_AWQ")),

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader, CheckpointWriter
-from lowbit.checkpoint.target import check_file, discard, write_result
+from lowbit.checkpoint.target import check_file, discard, hidden, left_behind, replace_file, write_result
 from lowbit.eval.results import check_plot, write_json
 
 Usage = namedtuple("Usage", "total used free")
@@ -173,7 +173,7 @@ def test_a_kill_between_the_two_renames_loses_nothing(tmp_path, renames):
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "c"), str(renames)], check=False)
     assert done.returncode == -signal.SIGKILL
     if renames == 1:
-        with pytest.raises(CheckpointError, match=r"no such folder; .*\.c\.old-\d+ is what was there"):
+        with pytest.raises(CheckpointError, match=r"no such folder; .*\.c\.old-\S+-\d+ is what was there"):
             CheckpointReader(tmp_path / "c")
     with pytest.raises(CheckpointError, match="not empty"):  # puts it back, and does not overwrite it
         CheckpointWriter(tmp_path / "c")
@@ -210,7 +210,7 @@ def test_ctrl_c_between_the_two_renames(tmp_path, monkeypatch, renames):
 def test_left_overs_with_other_files_in_them_stay(tmp_path):
     gone = subprocess.Popen(["true"])
     gone.wait()
-    strange = tmp_path / f".c.tmp-{gone.pid}"
+    strange = tmp_path / (hidden(tmp_path / "c", "tmp").name.removesuffix(str(os.getpid())) + str(gone.pid))
     (strange / "sub").mkdir(parents=True)
     for name in ("shard-1", "photo.jpg"):
         (strange / name).write_bytes(b"x")
@@ -220,6 +220,39 @@ def test_left_overs_with_other_files_in_them_stay(tmp_path):
     (tmp_path / "link").symlink_to("c")
     discard(tmp_path / "link", ["*"])
     assert (tmp_path / "c" / "config.json").exists()
+
+
+def test_what_a_kill_left_of_a_replaced_folder_is_not_put_back(tmp_path):
+    """Killed while it removed the old folder, which was half gone; then somebody removed the new one."""
+    checkpoint(tmp_path / "c")
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "c"), "2"], check=False)
+    (old,) = tmp_path.glob(".c.old-*")
+    (old / "config.json").unlink()
+    shutil.rmtree(tmp_path / "c")
+    checkpoint(tmp_path / "c", 2.0)  # not refused because of a folder that came back, and not stopped by it
+    with CheckpointReader(tmp_path / "c") as reader:
+        assert float(reader.get("a")[0]) == 2.0
+    CheckpointWriter(tmp_path / "c", overwrite=True)
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_what_other_hosts_work_on_is_left_alone(tmp_path):
+    """On a shared disk the number of a process says nothing by itself."""
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    at_work, before_hosts = tmp_path / f".c.tmp-other.host-{gone.pid}", tmp_path / f".c.tmp-{gone.pid}"
+    for folder in (at_work, before_hosts):
+        folder.mkdir()
+        (folder / "shard-1").write_bytes(b"x")
+    checkpoint(tmp_path / "c")
+    assert (at_work / "shard-1").exists() and (before_hosts / "shard-1").exists()
+    assert list(left_behind(tmp_path / "c", "tmp")) == []
+    two_days = os.stat(at_work).st_mtime - 2 * 24 * 3600
+    for path in (at_work / "shard-1", at_work, before_hosts):
+        os.utime(path, (two_days, two_days))
+    assert list(left_behind(tmp_path / "c", "tmp")) == [at_work], "the other one has a file of today"
+    with CheckpointWriter(tmp_path / "c", overwrite=True):
+        assert not at_work.exists()
 
 
 class TestSpace:
@@ -286,6 +319,14 @@ class TestResultFiles:
             page(tmp_path / "p.md")
         with pytest.raises(ValueError, match="is a result of lowbit eval, not of lowbit quantize"):
             check_file(path, "lowbit quantize")
+
+    @pytest.mark.parametrize("mode", [0o600, 0o664, 0o444])
+    def test_permissions_stay(self, tmp_path, mode):
+        path = tmp_path / "page.md"
+        path.write_text("old")
+        path.chmod(mode)
+        replace_file(path, lambda scratch: scratch.write_text("new"))
+        assert path.read_text() == "new" and path.stat().st_mode & 0o777 == mode
 
     def test_links_are_followed(self, tmp_path):
         write_json(tmp_path / "r.json", {"result": JSON})

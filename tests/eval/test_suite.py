@@ -175,6 +175,9 @@ def test_a_block_of_a_page_is_replaced(tmp_path):
     for _ in range(2):
         report.replace_block(page, "x:y", "\nnew\n")
         assert page.read_text() == "a\n<!-- x:y -->\nnew\n<!-- /x:y -->\nb\n"
+    page.write_bytes(b"a\r\n<!-- x:y -->\r\nold\r\n<!-- /x:y -->\r\nb\nc\r\n")
+    report.replace_block(page, "x:y", "new\nlines")
+    assert page.read_bytes() == b"a\r\n<!-- x:y -->\r\nnew\r\nlines\r\n<!-- /x:y -->\r\nb\nc\r\n"
     page.write_text("<!-- /x:y --><!-- x:y -->")
     with pytest.raises(ValueError, match="once each and in this order"):
         report.replace_block(page, "x:y", "new")

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
 from lowbit import kernels
-from lowbit.kernels.choose_conv import block_tile
+from lowbit.kernels.choose.conv import block_tile
 from lowbit.kernels.parts.conv_tile import WgmmaConv
 from lowbit.kernels.sm80.conv import MmaConv, MmaProduct
 from lowbit.kernels.sm90.conv_block import BlockConv
@@ -43,6 +43,6 @@ def test_every_field_is_told(config):
 def test_kernels_are_siblings(name):
     """A kernel imports parts and descriptors, no other kernel; what packs weights comes before it."""
     text = (Path(kernels.__file__).parent / f"{name}.py").read_text()
-    imported = {module for module in re.findall(r"^from (lowbit\.\S+) import", text, re.MULTILINE)}
+    imported = set(re.findall(r"^from (lowbit\.\S+) import", text, re.MULTILINE))
     assert not {m for m in imported if ".sm" in m} - {"lowbit.kernels.sm90.tensor_map"}
     assert ".pack(" not in text and "pack_layer" not in text

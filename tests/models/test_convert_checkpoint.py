@@ -56,6 +56,7 @@ def test_exceptions_of_single_layers_are_kept(tmp_path):
         ("compressed-tensors-fp8-block", "w8e4m3a16_b32x32"),
         ("compressed-tensors-mxfp4", "w4e2m1a16_g32"),
         ("compressed-tensors-nvfp4", "w4e2m1a16_g16"),
+        ("modelopt-int4-awq", "w4a16_g32"),
         ("modelopt-nvfp4", "w4e2m1a16_g16"),
         ("torchao-int8-dynamic", "w8a16"),
         ("torchao-int4-asym", "w4a16_g32_z"),

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 import lowbit
-from lowbit.kernels.torch_int8 import sums_are_exact
+from lowbit.kernels.cpu.torch_int8 import sums_are_exact
 from lowbit.models.cpu import cpu_dtype, measuring_dtype
 from lowbit.nn import QuantLinear
 from lowbit.nn.row_linear import RowLinear

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowbit.kernels.torch_int8 import sums_are_exact
+from lowbit.kernels.cpu.torch_int8 import sums_are_exact
 from lowbit.nn import QuantEmbedding, QuantLinear, convert
 from lowbit.nn.decoding import allow_decoding
 from lowbit.nn.row_linear import RowLinear

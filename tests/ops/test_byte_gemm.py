@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from lowbit.formats import parse_scheme
 from lowbit.hardware.machine import machine_of, typical_machine
-from lowbit.kernels.choose_scaled import candidates_scaled
-from lowbit.kernels.reference import FUNCTIONS
+from lowbit.kernels.choose.scaled_gemm import candidates_scaled
+from lowbit.kernels.reference.gemm import FUNCTIONS
 from lowbit.ops import byte_gemm, quantize_activations
 from lowbit.ops.byte_gemm import plan_for_scaled
 from lowbit.ops.scaled_gemm import activation_dtype

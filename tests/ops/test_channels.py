@@ -9,7 +9,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from lowbit.formats import pack_words
-from lowbit.kernels.reference import mixed_gemm_reference
+from lowbit.kernels.reference.gemm import mixed_gemm_reference
 from lowbit.ops import mixed_gemm
 from lowbit.ops.channels import channels_of_codes
 from lowbit.quantize import rtn

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowbit.formats.conv import ConvLayer, SecondProduct, requantize
-from lowbit.kernels.conv_reference import average_pool_reference, conv_reference, quantize_reference
+from lowbit.kernels.reference.conv import average_pool_reference, conv_reference, quantize_reference
 from lowbit.ops.conv import (
     average_pool_codes,
     conv_codes,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowbit.formats.conv import ConvLayer, SecondProduct, code_range, requantize
-from lowbit.kernels.choose_conv import block_refusals
+from lowbit.kernels.choose.conv import block_refusals
 from lowbit.ops.conv import prepare_conv
 from lowbit.ops.conv_block import prepare_block
 from lowbit.pack.nhwc64 import Nhwc64

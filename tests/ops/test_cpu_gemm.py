@@ -6,15 +6,16 @@ import pytest
 import torch
 
 from lowbit.formats import number_format, pack_words, parse_scheme
-from lowbit.kernels import torch_int4, torch_int8
-from lowbit.kernels.reference import mixed_gemm_reference, quantize_activations_reference
-from lowbit.kernels.torch_int8 import quantize_rows
+from lowbit.kernels.cpu import torch_int4, torch_int8
+from lowbit.kernels.cpu.torch_int8 import quantize_rows
+from lowbit.kernels.reference.activations import quantize_activations_reference
+from lowbit.kernels.reference.gemm import mixed_gemm_reference
 from lowbit.ops import quantize_activations, scaled_gemm
 from lowbit.ops.cpu_gemm import cpu_gemm, pack_for_cpu, scaled_cpu_gemm
 from lowbit.ops.table import choose, problem_on, why_slow
 from lowbit.pack.cpu import VECTOR_CPUS
 from lowbit.quantize import rtn
-from tests.kernels.test_quantize_activations import hard_rows
+from tests.kernels.elementwise.test_quantize_rows import hard_rows
 
 pytestmark = pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() not in VECTOR_CPUS, reason="torch's int4 and int8 products need AVX2 or AVX-512"

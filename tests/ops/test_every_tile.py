@@ -7,8 +7,8 @@ import torch
 
 from lowbit.formats import parse_scheme
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose import GemmShape, choose
-from lowbit.kernels.reference import mixed_gemm_reference
+from lowbit.kernels.choose.mixed_gemm import GemmShape, choose
+from lowbit.kernels.reference.gemm import mixed_gemm_reference
 from lowbit.ops import fragment_gemm
 from lowbit.pack import FragmentWeight
 from lowbit.quantize import rtn

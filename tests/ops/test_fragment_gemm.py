@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lowbit.formats import QuantTensor, decode, parse_scheme
-from lowbit.kernels.reference import mixed_gemm_reference
+from lowbit.kernels.reference.gemm import mixed_gemm_reference
 from lowbit.ops import fragment_gemm
 from lowbit.pack import FragmentWeight
 from lowbit.quantize import rtn

@@ -17,8 +17,8 @@ from lowbit.formats import (
     parse_scheme,
     uint_format,
 )
-from lowbit.kernels import blocked
-from lowbit.kernels.reference import mixed_gemm_reference
+from lowbit.kernels.cpu import blocked
+from lowbit.kernels.reference.gemm import mixed_gemm_reference
 from lowbit.ops import mixed_gemm
 from lowbit.quantize import rtn
 from tests.formats import ALL_FORMATS, FLOAT_FORMATS, INT_FORMATS

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lowbit.formats import FloatFormat, QuantTensor, ZeroPoint, decode, parse_scheme, spread
-from lowbit.kernels.reference import mixed_gemm_reference
+from lowbit.kernels.reference.gemm import mixed_gemm_reference
 from lowbit.nn import QuantLinear
 from lowbit.ops import fragment_gemm
 from lowbit.pack import FragmentWeight, OperandWeight, kernel_group, unpack_scales

@@ -42,7 +42,7 @@ def test_the_report_names_them(network):
     assert any(line.startswith("on H200, batch 3: sm90/conv_block ") and "codes stay in registers" in line for line in lines)
     if not torch.cuda.is_available():
         (line,) = network.lines()[1:]
-        assert line.startswith("on the CPU: conv_reference: no GPU") and line.endswith("more)")
+        assert line.startswith("on the CPU: reference/conv: no GPU") and line.endswith("more)")
 
 
 def test_parts_in_floating_point_run_by_torch():

@@ -1,9 +1,4 @@
-"""Tiles of narrow weights in registers: words of 16 rows x 128 k a warp -> operand A of 8 bits, for wgmma and mma.sync.
-
-Each lane holds a row pair (g, g + 8) of its warp's strip; registers 0 to 15 are those of four k steps of 32, in the order of
-hardware/mma.py. The functions take the configuration C of a kernel, which has `decode`, `warps`, `threads`, `rows`,
-`threads_layout` and the layouts `quads_layout` and `operand_layout`.
-"""
+"""One tile of narrow weights in registers as PTX: words of 16 rows x 128 k a warp -> operand A of 8 bits (parts/operand.py)."""
 
 from __future__ import annotations
 
@@ -12,15 +7,11 @@ from dataclasses import dataclass
 from lowbit.formats import number_format
 from lowbit.hardware.byte_conversions import ByteConversion, ByteOperand, byte_conversion
 from lowbit.hardware.fields import WORD_GROUPS
-from lowbit.kernels.gluon import gl, gluon
-
-REGISTERS = 16
-"""Registers of four operands that a lane holds of 128 k."""
+from lowbit.kernels.parts.gluon import gl, gluon
+from lowbit.kernels.parts.operand import REGISTERS
 
 TILES = 2
 """Tiles of FragmentOrder, of 64 k, in 128 k."""
-
-OPERAND_REGISTERS = gl.constexpr(REGISTERS)
 
 
 @dataclass(frozen=True)
@@ -39,7 +30,7 @@ class ByteDecode:
         return self.conversion.format.bits
 
     @property
-    def dtype(self) -> gl.dtype:
+    def operand_type(self) -> gl.dtype:
         return gl.int8 if self.operand == "s8" else gl.float8e4nv
 
     @property
@@ -82,33 +73,3 @@ def decode(words, C: gl.constexpr):
     """The weights of 128 k: the registers of operand A."""
     D: gl.constexpr = C.decode
     return gl.inline_asm_elementwise(D.asm, D.constraints, words, dtype=D.types, is_pure=True, pack=1)
-
-
-@gluon.jit
-def join_quads(quads, count: gl.constexpr, C: gl.constexpr):
-    """`count` tensors [threads, 4] -> [threads, 4 * count], in order."""
-    if count == 1:
-        return quads[0]
-    else:
-        low = join_quads(quads[0 : count // 2], count // 2, C)
-        high = join_quads(quads[count // 2 :], count // 2, C)
-        return gl.reshape(gl.permute(gl.join(low, high), [0, 2, 1]), [C.threads, 4 * count])
-
-
-@gluon.jit
-def operand_a(registers, C: gl.constexpr):
-    """The decoded registers as operand A, C.rows x 128 k; this takes no instruction."""
-    QUADS: gl.constexpr = C.quads_layout
-    ROWS: gl.constexpr = gl.SliceLayout(1, QUADS)
-    quads = ()
-    for i in gl.static_range(OPERAND_REGISTERS):
-        column = gl.expand_dims(gl.convert_layout(registers[i], ROWS, assert_trivial=True), 1)
-        four = gl.convert_layout(column.broadcast_to([C.threads, 4]), QUADS, assert_trivial=True)
-        quad = gl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r,r,r,r", [four], dtype=C.decode.dtype, is_pure=True, pack=4
-        )  # fmt: skip
-        quads = quads + (quad,)
-    # [warp, lane group, lane of the group, k step, k half, row half, element] -> rows, k
-    parts = gl.reshape(join_quads(quads, OPERAND_REGISTERS, C), [C.warps, 8, 4, 4, 2, 2, 4])
-    matrix = gl.reshape(gl.permute(parts, [0, 5, 1, 3, 4, 2, 6]), [C.rows, 128])
-    return gl.convert_layout(matrix, C.operand_layout, assert_trivial=True)

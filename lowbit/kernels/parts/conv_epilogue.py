@@ -6,7 +6,7 @@ loaded and stored 8 or 16 bytes at a time without an exchange between threads. C
 
 from __future__ import annotations
 
-from lowbit.kernels.gluon import gl, gluon
+from lowbit.kernels.parts.gluon import gl, gluon
 
 
 @gluon.jit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowbit.kernels.gluon import gl, gluon, run
+from lowbit.kernels.parts.gluon import gl, gluon, run
 
 
 @gluon.jit

@@ -5,7 +5,7 @@ C is a WgmmaConv of parts/conv_tile.py, for `multiply_tap` one whose x is read f
 
 from __future__ import annotations
 
-from lowbit.kernels.gluon import gl, gluon, warpgroup_mma
+from lowbit.kernels.parts.gluon import gl, gluon, warpgroup_mma
 
 
 @gluon.jit

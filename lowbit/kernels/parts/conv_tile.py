@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowbit.formats.conv import ACTIVATIONS
-from lowbit.kernels.choose_conv import UNIT
-from lowbit.kernels.gluon import gl, source_digest
+from lowbit.kernels.choose.conv import UNIT
+from lowbit.kernels.parts.gluon import gl, source_digest
+from lowbit.kernels.parts.operand import hold
+from lowbit.kernels.parts.pipeline import StageBarriers
 from lowbit.kernels.parts.requantize import Requantize
-from lowbit.kernels.parts.stages import StageBarriers, hold
 from lowbit.kernels.parts.window_ring import WindowRing
 from lowbit.pack.conv_layout import GROUP, unit_channels
 from lowbit.pack.conv_weight import planes

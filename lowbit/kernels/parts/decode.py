@@ -1,4 +1,4 @@
-"""One tile of weights in registers as PTX: the words of 16 rows x 64 k -> the A operand of wgmma, scaled.
+"""One tile of weights in registers as PTX: the words of 16 rows x 64 k -> the A operand of wgmma (parts/operand.py), scaled.
 
 Each of the 128 threads of a warpgroup holds a row pair (g, g + 8) of its warp's strip; registers 0 to 15 are those of
 four k steps of 16, in the order of hardware/mma.py.
@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from lowbit.formats import number_format
 from lowbit.hardware.conversions import Conversion, conversion
+from lowbit.hardware.fields import WORD_GROUPS
 from lowbit.hardware.half import HalfType, half_pair
-from lowbit.kernels.gluon import gl
+from lowbit.kernels.parts.gluon import gl, gluon
+from lowbit.kernels.parts.operand import REGISTERS
 
 TILE_K = 64
-REGISTERS = 16
-"""Registers of two halves that a thread holds of a tile."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,23 @@ class Decode:
     @property
     def bits(self) -> int:
         return self.conversion.format.bits
+
+    @property
+    def operand_type(self) -> gl.dtype:
+        return gl.float16 if self.dtype == "fp16" else gl.bfloat16
+
+    @property
+    def planes(self) -> int:
+        """Groups of words in which the codes of a tile are loaded; 8-bit codes have two of the same kind, one load."""
+        return 1 if self.bits == 8 else len(WORD_GROUPS[self.bits])
+
+    def plane_words(self, plane: int) -> int:
+        """Words per lane and tile of a plane."""
+        return 8 if self.bits == 8 else WORD_GROUPS[self.bits][plane]
+
+    def plane_start(self, plane: int) -> int:
+        """Where a plane starts within the 32 * bits words of a tile."""
+        return 32 * sum(self.plane_words(before) for before in range(plane))
 
     @property
     def groups(self) -> int:
@@ -150,6 +167,15 @@ class Decode:
                 lines.append(f"mul.f32 {half}, {half}, fs{row};")
             lines.append(f"cvt.rn.bf16x2.f32 a{i}, hi, lo;")
         return [*lines, "}"]
+
+
+@gluon.jit
+def decode(words, scales, odd: gl.constexpr, C: gl.constexpr):
+    """The weights of the even or odd tile of 128 k: the registers of operand A."""
+    D: gl.constexpr = C.decode
+    first: gl.constexpr = D.pair_words - D.scale_words if odd else 0  # with groups of 128 both have the same scale
+    own = scales[first : first + D.scale_words]
+    return gl.inline_asm_elementwise(D.asm, D.constraints, words + own, dtype=D.types, is_pure=True, pack=1)
 
 
 def _both(word: str, name: str) -> list[str]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowbit.kernels.gluon import gl, gluon, run
+from lowbit.kernels.parts.gluon import gl, gluon, run
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ Compilers move such additions behind the products started next; their sums then 
 
 from __future__ import annotations
 
-from lowbit.kernels.gluon import gl, gluon
+from lowbit.kernels.parts.gluon import gl, gluon
 
 
 @gluon.jit

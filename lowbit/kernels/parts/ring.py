@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowbit.hardware.fields import WORD_GROUPS
-from lowbit.kernels.gluon import gl
+from lowbit.kernels.parts.gluon import gl
 from lowbit.kernels.parts.step import STEP_TILES, Step
 
 

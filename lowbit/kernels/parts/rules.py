@@ -1,8 +1,8 @@
 """Quantization of activations by the rules of other tools (formats.ActivationRule), and what it shares with the own rule.
 
-A row's scale from its largest magnitude or its range, and codes from values and scale, bit-equal to kernels/reference.py: true
+A row's scale from its largest magnitude or its range, and codes from values and scale, bit-equal to reference/: true
 divisions, each result rounded to x's type under compressed-tensors' rule, and NaN kept. Values come and go as float32.
-Tested: tests/kernels/test_activation_rules.py
+Tested: tests/kernels/parts/test_rules.py
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from lowbit.formats import ActivationRule
-from lowbit.kernels.reference import FBGEMM_CEILING, FLOORS
+from lowbit.kernels.reference.activations import FBGEMM_CEILING, FLOORS
 
 RULES = {
     ActivationRule.OWN: 0,

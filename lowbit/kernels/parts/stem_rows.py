@@ -4,14 +4,14 @@ Without a swizzle, wgmma reads operand B by 8 rows of 16 bytes at a time, wherev
 (pack/stem.py), one after the other, and a window of four is two steps of 32 bytes that begin one packed pixel later from row to
 row. So windows overlap in shared memory, nothing is copied twice, and no instruction loads them. Weights stay in registers. A
 thread ends with two neighbouring channels of pooled pixels 4 j + (lane mod 4): both columns of each.
-Barriers: parts/stages.py. Source: PTX ISA, wgmma, matrix descriptor and K-major layout without swizzle.
+Barriers: parts/pipeline.py. Source: PTX ISA, wgmma, matrix descriptor and K-major layout without swizzle.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowbit.kernels.parts.stages import StageBarriers
+from lowbit.kernels.parts.pipeline import StageBarriers
 from lowbit.pack.stem import PIXEL_BYTES, WINDOW_PIXELS
 from lowbit.pack.stem_fragment import STEP_BYTES
 

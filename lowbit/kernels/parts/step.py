@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from lowbit.formats import number_format
 from lowbit.hardware.conversions import Conversion, conversion
 from lowbit.hardware.half import HalfType
-from lowbit.kernels.gluon import gl
+from lowbit.kernels.parts.gluon import gl
 
 STEP_K = 128
 STEP_TILES = 2

@@ -2,14 +2,14 @@
 
 A strip holds every pixel that the windows of a tile touch, once, in the order of memory: `rows` rows of `row_bytes`. A tap of
 output row m is strip row m + down * width + across; where it lies outside the image, zeros are read instead. The weights of all
-taps lie beside the strips for as long as the kernel runs. Barriers: parts/stages.py, one set for strips, one for the weights.
+taps lie beside the strips for as long as the kernel runs. Barriers: parts/pipeline.py, one set for strips, one for the weights.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowbit.kernels.parts.stages import StageBarriers
+from lowbit.kernels.parts.pipeline import StageBarriers
 
 
 @dataclass(frozen=True)

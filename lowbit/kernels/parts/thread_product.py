@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowbit.kernels.gluon import asm, gl, gluon, ptx, run
+from lowbit.kernels.parts.gluon import asm, gl, gluon, ptx, run
 
 _SWIZZLE = {32: 3, 64: 2, 128: 1}
 """Modes of a descriptor by bytes of a row of weights."""
@@ -81,7 +81,7 @@ def thread_floats(count):
 
 @gluon.constexpr_function
 def keep_asm(count):
-    """Stores of the registers $1 to $count that never happen, the operand after them being at least 0: see stages.hold."""
+    """Stores of the registers $1 to $count that never happen, the operand after them being at least 0: see parts/operand.py."""
     last = f"${count + 1}"
     stores = [
         f"@p st.shared.v4.b32 [{last}+{4 * i}], {{{', '.join(f'${1 + i + j}' for j in range(4))}}};" for i in range(0, count, 4)

@@ -1,13 +1,13 @@
 """A ring of stages of weights, copied by one thread, and the constants that come with the first of them, as PTX.
 
-Barriers: parts/stages.py.
+Barriers: parts/pipeline.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowbit.kernels.parts.stages import StageBarriers
+from lowbit.kernels.parts.pipeline import StageBarriers
 
 
 @dataclass(frozen=True)

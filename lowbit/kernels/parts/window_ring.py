@@ -1,14 +1,14 @@
 """The ring of stages of a convolution, as PTX: copies by the TMA's im2col mode, and decoding of 4-bit codes.
 
 A stage holds one tap of some pixels (pixels x step_bytes) and the weights of that step (planes x outputs x step_bytes). The
-same warps copy, multiply and store; one thread issues the copies. Barriers: parts/stages.py.
+same warps copy, multiply and store; one thread issues the copies. Barriers: parts/pipeline.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowbit.kernels.parts.stages import StageBarriers
+from lowbit.kernels.parts.pipeline import StageBarriers
 
 
 @dataclass(frozen=True)

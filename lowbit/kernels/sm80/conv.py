@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.conv import ACTIVATIONS, ConvSpec, ProductSpec, stored_dtype
-from lowbit.kernels.gluon import CompiledKernel, gl, gluon, source_digest
+from lowbit.kernels.parts.gluon import CompiledKernel, gl, gluon, source_digest
 from lowbit.kernels.parts.requantize import Requantize
 from lowbit.pack.conv_fragment import FRAGMENTS, OUTPUTS, STEP_BYTES, fragment_bits, fragment_words
 from lowbit.pack.conv_layout import PackedConv

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from lowbit.hardware.half import HalfType
-from lowbit.kernels.choose import GemmShape, RingTile
-from lowbit.kernels.gluon import CompiledKernel, barrier, gl, gluon, half_type, ptx, source_digest
+from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile
+from lowbit.kernels.parts.gluon import Scalar, Tuple, aggregate, barrier, gl, gluon, half_type, ptx, source_digest
+from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.parts.ring import Ring
 from lowbit.kernels.parts.step import STEP_K, STEP_TILES, Step
 from lowbit.pack.weight import WeightForm
@@ -97,6 +98,35 @@ STEP = gl.constexpr(STEP_K)
 TILES = gl.constexpr(STEP_TILES)
 
 
+@aggregate
+class Addresses:
+    """A lane, and where in the ring of its warp its pieces of 16, 8 and 4 bytes, its scales, row pair and x lie."""
+
+    lane: gl.tensor
+    at16: gl.tensor
+    at8: gl.tensor
+    at4: gl.tensor
+    at_scale: gl.tensor
+    at_pair: gl.tensor
+    at_x: gl.tensor
+
+
+@aggregate
+class Source:
+    """Where in global memory the next step's codes, scales and x lie for this lane, from strip to strip and from 8 tokens to
+    the next; which tokens exist; how many tiles of codes and how many k are left."""
+
+    w: gl.tensor
+    w_strip: Scalar
+    scale: Scalar
+    scale_strip: Scalar
+    x: gl.tensor
+    x_eight: Scalar
+    x_size: Tuple
+    tiles: gl.tensor
+    ks: gl.tensor
+
+
 @gluon.jit
 def copy_step(ring, source, C: gl.constexpr, d: gl.constexpr, codes: gl.constexpr, tokens: gl.constexpr):
     """Starts the copies of step d, counted from where `source` stands: one strip's codes; x with the first strip."""
@@ -104,20 +134,19 @@ def copy_step(ring, source, C: gl.constexpr, d: gl.constexpr, codes: gl.constexp
     EIGHTS: gl.constexpr = R.step.eights
     strip: gl.constexpr = d % R.strips
     ahead: gl.constexpr = d // R.strips * C.slices  # steps of K
-    lane, at16, _at8, _at4, at_scale, _at_pair, at_x = ring
-    w, w_strip, scale, scale_strip, x, x_eight, x_size, tiles, ks = source
+    s = source
     if tokens and strip == 0:
         for eight in gl.static_range(EIGHTS):
             gl.inline_asm_elementwise(
                 ptx(R.copy_x, d, eight), "=r,r,l,r,r",
-                [at_x, x + (eight * x_eight + ahead * STEP), x_size[eight], ks - ahead * STEP],
+                [ring.at_x, s.x + (eight * s.x_eight + ahead * STEP), s.x_size[eight], s.ks - ahead * STEP],
                 dtype=gl.int32, is_pure=False, pack=1,
             )  # fmt: skip
     if codes:
         gl.inline_asm_elementwise(
             ptx(R.copy_codes, d), "=r,r,r,l,l,r,r",
-            [at16, at_scale, w + (strip * w_strip + ahead * (R.code_bytes // 4)),
-             scale + (strip * scale_strip + ahead * (R.scale_bytes // 2)), lane, tiles - ahead * TILES],
+            [ring.at16, ring.at_scale, s.w + (strip * s.w_strip + ahead * (R.code_bytes // 4)),
+             s.scale + (strip * s.scale_strip + ahead * (R.scale_bytes // 2)), ring.lane, s.tiles - ahead * TILES],
             dtype=gl.int32, is_pure=False, pack=1,
         )  # fmt: skip
     if tokens:
@@ -129,19 +158,21 @@ def copy_step(ring, source, C: gl.constexpr, d: gl.constexpr, codes: gl.constexp
 @gluon.jit
 def advance(source, C: gl.constexpr):
     """`source` one round further along K."""
-    w, w_strip, scale, scale_strip, x, x_eight, x_size, tiles, ks = source
+    s = source
     steps: gl.constexpr = C.ring.rounds * C.slices
-    w += steps * (C.ring.code_bytes // 4)
-    scale += steps * (C.ring.scale_bytes // 2)
-    return (w, w_strip, scale, scale_strip, x + steps * STEP, x_eight, x_size, tiles - steps * TILES, ks - steps * STEP)
+    w = s.w + steps * (C.ring.code_bytes // 4)
+    scale = s.scale + steps * (C.ring.scale_bytes // 2)
+    return Source(
+        w, s.w_strip, scale, s.scale_strip, s.x + steps * STEP, s.x_eight, s.x_size, s.tiles - steps * TILES,
+        s.ks - steps * STEP,
+    )  # fmt: skip
 
 
 @gluon.jit
 def read_step(ring, C: gl.constexpr, d: gl.constexpr, pending: gl.constexpr):
     """Waits for slot d and reads it: the lane's words of codes, then its scales."""
-    _lane, at16, at8, at4, _at_scale, at_pair, _at_x = ring
     return gl.inline_asm_elementwise(
-        ptx(C.ring.read, d, pending), C.ring.read_constraints, [at16, at8, at4, at_pair],
+        ptx(C.ring.read, d, pending), C.ring.read_constraints, [ring.at16, ring.at8, ring.at4, ring.at_pair],
         dtype=C.ring.read_types, is_pure=False, pack=1,
     )  # fmt: skip
 
@@ -170,7 +201,7 @@ def round_of_steps(ring, source, held, acc, C: gl.constexpr, last: gl.constexpr)
     for d in gl.static_range(DEPTH):
         if d % R.strips == 0:
             x = gl.inline_asm_elementwise(
-                ptx(R.read_x, d), R.x_constraints, [ring[1]], dtype=R.x_types, is_pure=False, pack=1
+                ptx(R.read_x, d), R.x_constraints, [ring.at16], dtype=R.x_types, is_pure=False, pack=1
             )  # fmt: skip
             if S.sums > 0:
                 sums = gl.inline_asm_elementwise(
@@ -277,7 +308,7 @@ def ring_gemm(
     strip = first_strip + warp // C.warps_k * R.strips
     start = gl.inline_asm_elementwise(C.start_of_ring, "=&r,r", [warp * R.bytes], dtype=gl.int32, is_pure=True, pack=1)
     place, group = lane & 3, lane >> 2
-    ring = (
+    ring = Addresses(
         lane, start + lane * 16, start + lane * 8, start + lane * 4, start + lane * R.scale_copy,
         start + group * S.pair_bytes, start + (place * 8 + group) * 16,
     )  # fmt: skip
@@ -295,7 +326,9 @@ def ring_gemm(
         x_size = x_size + (gl.where(first_token + eight * 8 + group < M, 16, 0),)
     # Tokens that do not exist are not read; their addresses only have to be somewhere.
     x += (first_token + group).to(gl.int64) * x_stride + slice_k * STEP + place * 8
-    source = (w, w_strip, scale, scale_strip, x, 8 * x_stride, x_size, tiles - slice_k * TILES, K - slice_k * STEP - place * 8)
+    source = Source(
+        w, w_strip, scale, scale_strip, x, 8 * x_stride, x_size, tiles - slice_k * TILES, K - slice_k * STEP - place * 8
+    )  # fmt: skip
 
     if C.overlap:
         for d in gl.static_range(DEPTH):
@@ -338,10 +371,9 @@ class RingPlan:
         self.shape, self.tile = shape, tile
         self.config = _config(tile, form, half_type(dtype), shape.k, bias, overlap)
         self.grid = (-(-shape.strips // tile.block_strips), -(-shape.m // tile.tokens), tile.splits)
-        self.options = {"num_warps": self.config.warps} | ({"launch_pdl": True} if overlap else {})
+        self.launch = Launcher(ring_gemm, self.grid, self.config.warps, overlap=overlap)
         self.turns = -(-shape.steps(STEP_K) // (self.config.slices * tile.rounds))
         self.factor = self.config.ring.step.conversion.scale_factor
-        self.kernel: CompiledKernel | None = None
 
     @property
     def workspace(self) -> tuple[int, int]:
@@ -358,14 +390,10 @@ class RingPlan:
         """y [M, N] of x [M, K], whose rows start at multiples of 16 bytes; all tensors on the current device."""
         m, n, k = self.shape.m, self.shape.n, self.shape.k
         y = torch.empty((m, n), dtype=x.dtype, device=x.device)
-        arguments = (
+        self.launch(
             y, x, codes, channel_scale if scale is None else scale, channel_scale, bias, sums, arrived, m, n, k, x.stride(0),
             codes.shape[0], codes.shape[1], 0 if scale is None else scale.stride(0), self.turns, self.factor, self.config,
         )  # fmt: skip
-        if self.kernel is None:
-            self.kernel = ring_gemm[self.grid](*arguments, **self.options)
-        else:
-            self.kernel[self.grid](*arguments)
         return y
 
 

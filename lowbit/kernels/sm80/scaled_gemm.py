@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from lowbit.formats import Scheme
-from lowbit.kernels.choose_scaled import ScaledShape
-from lowbit.kernels.gluon import CompiledKernel, barrier, gl, gluon, mma_v2, source_digest
-from lowbit.kernels.parts.byte_decode import TILES, ByteDecode, decode, operand_a
-from lowbit.kernels.parts.epilogue import CODE_TYPES, OUTPUTS, TYPES, XScale, finished, of_channels, of_tokens
+from lowbit.kernels.choose.scaled_gemm import ScaledShape
+from lowbit.kernels.parts.byte_decode import TILES, ByteDecode, decode
+from lowbit.kernels.parts.epilogue import CODE_TYPES, OUTPUTS, TYPES, Applied, XScale, finished, of_channels, of_tokens
+from lowbit.kernels.parts.gluon import barrier, gl, gluon, mma_v2, source_digest
+from lowbit.kernels.parts.launch import Launcher
+from lowbit.kernels.parts.operand import operand_a, registers_layout
 from lowbit.pack.fragment import word_places
 
 ROWS = 64
@@ -116,9 +118,8 @@ class PlainGemm:
         return gl.BlockedLayout([1], [32], [self.warps], [0])
 
     @property
-    def quads_layout(self) -> gl.BlockedLayout:
-        """[threads, 4]: four elements per thread."""
-        return gl.BlockedLayout([1, 4], [32, 1], [self.warps, 1], [1, 0])
+    def registers_layout(self) -> gl.BlockedLayout:
+        return registers_layout(self.warps, 4)
 
 
 @gluon.jit
@@ -200,7 +201,7 @@ def plain_scaled_gemm(
             acc += part_sum * step_scale(x_scale, scale, group, groups, scale_stride, tokens, channels, M, N, C)
         else:
             acc = mma_v2(a, b, acc)
-    result = finished(acc, (x_scale, x_zero, channel_scale, sums, bias, y_scale), tokens, channels, M, N, C)
+    result = finished(acc, Applied(x_scale, x_zero, channel_scale, sums, bias, y_scale), tokens, channels, M, N, C)
     at = y + of_tokens(tokens.to(gl.int64) * N, C) + of_channels(channels, C)
     gl.store(at, result, mask=of_tokens(tokens < M, C) & of_channels(channels < N, C))
 
@@ -223,8 +224,8 @@ class PlainPlan:
             narrow, CODE_TYPES.get(scheme.weight.name, x_type), x_type, dtype, columns, shape.grouped, shape.blocks, x_scale,
             x_zero, bias, function,
         )  # fmt: skip
-        self.grid = (-(-shape.n // ROWS), -(-shape.m // columns), 1)
-        self.kernel: CompiledKernel | None = None
+        grid = (-(-shape.n // ROWS), -(-shape.m // columns), 1)
+        self.launch = Launcher(plain_scaled_gemm, grid, self.config.warps)
 
     def __call__(
         self, x: Tensor, x_scale: Tensor, x_zero: Tensor | None, codes: Tensor, scale: Tensor | None,
@@ -238,12 +239,8 @@ class PlainPlan:
             filled[:, :k] = x.view(torch.uint8)
             x = filled.view(x.dtype)
         y = torch.empty((m, n), dtype=self.config.y_type, device=x.device)
-        arguments = (
+        self.launch(
             y, x, codes, x_scale, x_zero, sums if scale is None else scale, channel_scale, sums, bias, y_scale, m, n, k,
             x.stride(0), codes.stride(0), codes.shape[0], codes.shape[1], 0 if scale is None else scale.stride(0), self.config,
         )  # fmt: skip
-        if self.kernel is None:
-            self.kernel = plain_scaled_gemm[self.grid](*arguments, num_warps=self.config.warps)
-        else:
-            self.kernel[self.grid](*arguments)
         return y

@@ -16,19 +16,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.conv import ConvSpec, stored_dtype
-from lowbit.kernels.choose_conv import ConvTile, resident_pieces
-from lowbit.kernels.gluon import (
-    CompiledKernel,
-    barrier,
-    fence_async_shared,
-    gl,
-    gluon,
-    part,
-    ptx,
-    run,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from lowbit.kernels.choose.conv import ConvTile, resident_pieces
 from lowbit.kernels.parts.conv_epilogue import (
     as_float,
     constants,
@@ -41,6 +29,18 @@ from lowbit.kernels.parts.conv_epilogue import (
 from lowbit.kernels.parts.conv_inputs import await_inputs, map_arrived
 from lowbit.kernels.parts.conv_operand import operand_a
 from lowbit.kernels.parts.conv_tile import UNIT_WORDS, WgmmaConv
+from lowbit.kernels.parts.gluon import (
+    CompiledKernel,
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    part,
+    ptx,
+    run,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 from lowbit.kernels.sm90.tensor_map import NO_OPERAND, WindowOperand
 from lowbit.pack.conv_layout import PackedConv, unit_channels
 from lowbit.pack.nhwc64 import padded_channels, pixel_elements

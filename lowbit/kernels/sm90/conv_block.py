@@ -20,8 +20,10 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.conv import ConvSpec
-from lowbit.kernels.choose_conv import MOST_ROWS, STRIPS, UNIT, WARPGROUPS, BlockTile, block_tile
-from lowbit.kernels.gluon import (
+from lowbit.kernels.choose.conv import MOST_ROWS, STRIPS, UNIT, WARPGROUPS, BlockTile, block_tile
+from lowbit.kernels.parts.conv_inputs import await_inputs, map_arrived
+from lowbit.kernels.parts.conv_tile import UNIT_WORDS
+from lowbit.kernels.parts.gluon import (
     CompiledKernel,
     asm,
     barrier,
@@ -31,10 +33,8 @@ from lowbit.kernels.gluon import (
     run,
     source_digest,
 )
-from lowbit.kernels.parts.conv_inputs import await_inputs, map_arrived
-from lowbit.kernels.parts.conv_tile import UNIT_WORDS
+from lowbit.kernels.parts.pipeline import StageBarriers
 from lowbit.kernels.parts.requantize import LinkedRequantize, Requantize
-from lowbit.kernels.parts.stages import StageBarriers
 from lowbit.kernels.parts.strip_taps import ZERO_BYTES, StripTaps
 from lowbit.kernels.parts.thread_product import (
     ThreadProduct,

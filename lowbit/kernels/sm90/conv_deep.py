@@ -21,8 +21,11 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.conv import CODES, ConvSpec
-from lowbit.kernels.choose_conv import TAIL_UNITS, UNIT, ConvTile, deep_stages, steps_of
-from lowbit.kernels.gluon import (
+from lowbit.kernels.choose.conv import TAIL_UNITS, UNIT, ConvTile, deep_stages, steps_of
+from lowbit.kernels.parts.conv_epilogue import as_float, by_columns, codes_at, places_of_constants, store_codes
+from lowbit.kernels.parts.conv_operand import multiply_tap
+from lowbit.kernels.parts.conv_tile import UNIT_WORDS, WgmmaConv
+from lowbit.kernels.parts.gluon import (
     CompiledKernel,
     barrier,
     fence_async_shared,
@@ -33,10 +36,8 @@ from lowbit.kernels.gluon import (
     run,
     wait_alone,
 )
-from lowbit.kernels.parts.conv_epilogue import as_float, by_columns, codes_at, places_of_constants, store_codes
-from lowbit.kernels.parts.conv_operand import multiply_tap
-from lowbit.kernels.parts.conv_tile import UNIT_WORDS, WgmmaConv
-from lowbit.kernels.parts.stages import StageBarriers, hold
+from lowbit.kernels.parts.operand import hold
+from lowbit.kernels.parts.pipeline import StageBarriers
 from lowbit.kernels.parts.strip_ring import StripRing
 from lowbit.kernels.parts.weight_ring import WeightRing
 from lowbit.kernels.parts.window_ring import WindowRing

@@ -17,8 +17,12 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.conv import CODES, ConvSpec
-from lowbit.kernels.choose_conv import MOST_ROWS, STRIPS, UNIT, ConvTile, strip_rows
-from lowbit.kernels.gluon import (
+from lowbit.kernels.choose.conv import MOST_ROWS, STRIPS, UNIT, ConvTile, strip_rows
+from lowbit.kernels.parts.conv_epilogue import keep_constants, load_residual, store_codes, tile_constants
+from lowbit.kernels.parts.conv_inputs import await_inputs, map_arrived
+from lowbit.kernels.parts.conv_operand import multiply_tap
+from lowbit.kernels.parts.conv_tile import UNIT_WORDS, WgmmaConv
+from lowbit.kernels.parts.gluon import (
     CompiledKernel,
     barrier,
     fence_async_shared,
@@ -28,11 +32,8 @@ from lowbit.kernels.gluon import (
     run,
     warpgroup_mma_wait,
 )
-from lowbit.kernels.parts.conv_epilogue import keep_constants, load_residual, store_codes, tile_constants
-from lowbit.kernels.parts.conv_inputs import await_inputs, map_arrived
-from lowbit.kernels.parts.conv_operand import multiply_tap
-from lowbit.kernels.parts.conv_tile import UNIT_WORDS, WgmmaConv
-from lowbit.kernels.parts.stages import StageBarriers, hold
+from lowbit.kernels.parts.operand import hold
+from lowbit.kernels.parts.pipeline import StageBarriers
 from lowbit.kernels.parts.strip_ring import StripRing
 from lowbit.kernels.sm90.tensor_map import row_map
 from lowbit.pack.conv_layout import PackedConv, unit_channels

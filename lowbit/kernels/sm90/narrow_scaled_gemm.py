@@ -3,7 +3,7 @@
 Computes y^T = w x^T: codes decoded to int8 or e4m3 are the register operand A of wgmma, 64 rows a warpgroup; x is operand B.
 Reads   x by TMA, 128 k of some tokens a stage; w in FragmentOrder for 8-bit operands by TMA, two tiles of 64 k
 Roles   load: 1 warp; math: 2 or 4 warpgroups: wait, decode while the stage before multiplies, wgmma, scale, store by TMA
-Ring    `stages` of x and w, in one allocation with their barriers (parts/stages.py); warps run free of one another
+Stages  of x and w, in one allocation with their barriers (parts/pipeline.py); warps run free of one another
 Sum     int8 in s32, exact; fp8 in the tensor core, about 14 bits. With groups (or `promote`) every 128 k go, scaled, to a sum
         in fp32; of 256 tokens one half after the other. With splits > 1 the block that comes last adds the splits in order, or
         both blocks of a pair swap halves of the tile (parts/pair.py): same input, same bits
@@ -21,14 +21,18 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lowbit.formats import Scheme
-from lowbit.kernels.choose_scaled import ScaledShape, ScaledTile
-from lowbit.kernels.gluon import (
+from lowbit.kernels.choose.scaled_gemm import ScaledShape, ScaledTile
+from lowbit.kernels.parts.byte_decode import TILES, ByteDecode, decode
+from lowbit.kernels.parts.epilogue import CODE_TYPES, Applied, Output, XScale, complete, prefetch
+from lowbit.kernels.parts.gluon import (
+    Descriptor,
+    Tuple,
+    aggregate,
     barrier,
     fence_async_shared,
     gl,
     gluon,
     mbarrier,
-    part,
     ptx,
     run,
     source_digest,
@@ -37,13 +41,15 @@ from lowbit.kernels.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from lowbit.kernels.parts.byte_decode import OPERAND_REGISTERS, TILES, ByteDecode, decode, operand_a
-from lowbit.kernels.parts.epilogue import CODE_TYPES, XScale, bring
-from lowbit.kernels.parts.pair import say_ready, swap
+from lowbit.kernels.parts.launch import Address, TilePlan, plane_descriptors
+from lowbit.kernels.parts.operand import finish, keep, nothing_decoded, operand_a, read_words, registers_layout, words_layout
+from lowbit.kernels.parts.pair import say_ready
+from lowbit.kernels.parts.pipeline import acquire, advance, make_barriers, previous
+from lowbit.kernels.parts.prologue import await_previous, start_next
 from lowbit.kernels.parts.promote import add_here, add_scaled_here
-from lowbit.kernels.sm90.byte_tile import STAGE_K, TILE_K, Address, ByteTile, TilePlan, compiled
-from lowbit.kernels.sm90.mixed_gemm import UNIT, UNIT_WORDS, WgmmaGemm, finish, meet, tile_at, words_of
-from lowbit.kernels.sm90.scaled_gemm import halves, store, store_half, store_halves
+from lowbit.kernels.parts.schedule import SplitK, Tiles, count, iterations_of, tile_at
+from lowbit.kernels.parts.smem import allocate, view, view_stages
+from lowbit.kernels.parts.tile import STAGE_K, TILE_K, ByteTile
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,8 @@ class NarrowGemm(ByteTile):
     digest: str = source_digest()
 
     tokens_are_rows = False
-    hold = WgmmaGemm.hold
+    stage_tiles = TILES
+    """Tiles of FragmentOrder along K in a stage."""
 
     @property
     def decode(self) -> ByteDecode:
@@ -93,34 +100,19 @@ class NarrowGemm(ByteTile):
         return not self.grouped
 
     @property
-    def planes(self) -> int:
-        return self.decode.planes
-
-    def plane_words(self, plane: int) -> int:
-        """As `mixed_gemm.words_of` asks for them."""
-        return self.decode.plane_words(plane)
-
-    @property
     def scale_bytes(self) -> int:
         """Bytes of scales of a stage."""
         return 2 * self.rows if self.grouped else 0
 
     @property
     def stage_bytes(self) -> int:
-        return STAGE_K * (self.rows * self.bits // 8 + self.tokens) + self.scale_bytes
-
-    def w_unit(self, plane: int) -> int:
-        """Where the words of a plane start in shared memory, in units; x is at 0."""
-        before = (self.stages * TILES * self.rows * 8 * self.plane_words(p) for p in range(plane))
-        return self.stages * self.tokens * STAGE_K // UNIT + sum(-(-size // UNIT) for size in before)
+        return STAGE_K * (self.rows * self.bits // 8 + self.columns) + self.scale_bytes
 
     @property
-    def scale_unit(self) -> int:
-        return self.w_unit(self.planes)
-
-    @property
-    def y_unit(self) -> int:
-        return self.scale_unit + -(-self.stages * self.scale_bytes // UNIT)
+    def operand_regions(self) -> tuple[tuple[str, int], ...]:
+        w = [self.stages * TILES * self.rows * 8 * self.decode.plane_words(p) for p in range(self.decode.planes)]
+        x = ("x", self.stages * self.columns * STAGE_K)
+        return (x, *((f"w{p}", size) for p, size in enumerate(w)), ("scales", self.stages * self.scale_bytes))
 
     @property
     def operand_layout(self) -> gl.DotOperandLayout:
@@ -131,152 +123,133 @@ class NarrowGemm(ByteTile):
         """The sums that are added to totals at a time."""
         return self.store_layout if self.by_halves else self.accumulator
 
-    def words_layout(self, plane: int) -> gl.DistributedLinearLayout:
-        """Words [strips, 32 lanes * words]: a warp for each strip, neighbouring words in one load."""
-        words = self.plane_words(plane)
-        register = [[0, 1 << i] for i in range(words.bit_length() - 1)]
-        lane = [[0, words << i] for i in range(5)]
-        warp = [[1 << i, 0] for i in range(self.warps.bit_length() - 1)]
-        return gl.DistributedLinearLayout(register, lane, warp, [], [self.warps, 32 * words])
-
     @property
-    def quads_layout(self) -> gl.BlockedLayout:
-        """[threads, 4]: four elements per thread."""
-        return gl.BlockedLayout([1, 4], [32, 1], [self.warps, 1], [1, 0])
+    def registers_layout(self) -> gl.BlockedLayout:
+        return registers_layout(self.warps, 4)
+
+    def words_layout(self, plane: int) -> gl.DistributedLinearLayout:
+        """Words of a plane of a tile, as they are loaded."""
+        return words_layout(self.warps, self.decode.plane_words(plane))
+
+
+@aggregate
+class Copies:
+    """What the loader works with: descriptors, stages of w (one for each plane of its codes), x and scales, their barriers."""
+
+    w_descs: Tuple
+    x_desc: Descriptor
+    scale_desc: Descriptor | gl.constexpr
+    w: Tuple
+    x: gl.shared_memory_descriptor
+    scales: gl.shared_memory_descriptor
+    barriers: gl.shared_memory_descriptor
+    tiles: Tiles
+
+
+@aggregate
+class Products:
+    """What the warpgroups work with: stages of w, x and scales, where splits meet, what is applied, where y goes."""
+
+    w: Tuple
+    x: gl.shared_memory_descriptor
+    scales: gl.shared_memory_descriptor
+    splits: SplitK
+    applied: Applied
+    out: Output
+    tiles: Tiles
 
 
 @gluon.jit
-def load_words(w_descs, w_ring, scale_desc, scale_ring, full, stage, row_tile, k, C: gl.constexpr):
+def load_words(copies, full, stage, row_tile, k, C: gl.constexpr):
     """Asks for the codes of a stage and their scales."""
-    PLANES: gl.constexpr = C.planes
+    PLANES: gl.constexpr = C.decode.planes
     if C.grouped:
-        tma_load(scale_desc, [k, row_tile * C.rows], full, scale_ring.index(stage))
+        tma_load(copies.scale_desc, [k, row_tile * C.rows], full, copies.scales.index(stage))
     for plane in gl.static_range(PLANES):
         for tile in gl.static_range(2):
             column = (2 * k + tile) * (32 * C.bits) + ptx(C.decode.plane_start, plane)
-            tma_load(w_descs[plane], [row_tile * C.warps, column], full, w_ring[plane].index(2 * stage + tile))
+            tma_load(copies.w_descs[plane], [row_tile * C.warps, column], full, copies.w[plane].index(2 * stage + tile))
 
 
 @gluon.jit
-def load(read, C: gl.constexpr):
-    """The warp that keeps the ring full. The first weights do not wait for the kernel before this one."""
-    w_descs, x_desc, scale_desc, w_ring, x_ring, scale_ring, barriers, token_tiles, row_tiles, turns = read
+def load(copies, C: gl.constexpr):
+    """The warp that keeps the stages full. The first weights do not wait for the kernel before this one."""
     if C.paired:
         say_ready(1, C)
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents;\n mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )  # fmt: skip
-    tiles = token_tiles * row_tiles * C.splits
-    token_tile, row_tile, split = tile_at(gl.program_id(0), token_tiles, row_tiles, C)
-    begin, end = turns * split // C.splits * 2, turns * (split + 1) // C.splits * 2
-    ahead = gl.where(gl.program_id(0) < tiles, gl.minimum(end - begin, C.stages_ahead), 0)
+    start_next()
+    tiles = count(copies.tiles, C)
+    token_tile, row_tile, split = tile_at(gl.program_id(0), copies.tiles, C)
+    begin, end = iterations_of(split, copies.tiles, C)
+    ahead = gl.where(gl.program_id(0) < tiles, gl.minimum(end * 2 - begin * 2, C.stages_ahead), 0)
     for i in range(0, ahead):
-        mbarrier.expect(barriers.index(i), C.stage_bytes)
-        load_words(w_descs, w_ring, scale_desc, scale_ring, barriers.index(i), i, row_tile, begin + i, C)
-    gl.inline_asm_elementwise("griddepcontrol.wait;\n mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        full = copies.barriers.index(i)
+        mbarrier.expect(full, C.stage_bytes)
+        load_words(copies, full, i, row_tile, begin * 2 + i, C)
+    await_previous()
     stage = 0
     phase = 1
     for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        token_tile, row_tile, split = tile_at(index, token_tiles, row_tiles, C)
-        for k in range(turns * split // C.splits * 2, turns * (split + 1) // C.splits * 2):
-            full = barriers.index(stage)
+        token_tile, row_tile, split = tile_at(index, copies.tiles, C)
+        begin, end = iterations_of(split, copies.tiles, C)
+        for k in range(begin * 2, end * 2):
+            full = copies.barriers.index(stage)
             if ahead == 0:
-                mbarrier.wait(barriers.index(C.stages + stage), phase)
-                mbarrier.expect(full, C.stage_bytes)
-                load_words(w_descs, w_ring, scale_desc, scale_ring, full, stage, row_tile, k, C)
+                acquire(copies.barriers, stage, phase, C)
+                load_words(copies, full, stage, row_tile, k, C)
             ahead = gl.maximum(ahead - 1, 0)
-            tma_load(x_desc, [token_tile * C.tokens, k * TILE_K], full, x_ring.index(stage))
-            stage = gl.where(stage + 1 == C.stages, 0, stage + 1)
-            phase = gl.where(stage == 0, phase ^ 1, phase)
+            tma_load(copies.x_desc, [token_tile * C.columns, k * TILE_K], full, copies.x.index(stage))
+            stage, phase = advance(stage, phase, 1, C)
 
 
 @gluon.jit
-def read_words(w_ring, stage, phase, there, C: gl.constexpr):
-    """The words of a stage as soon as it is there.
-
-    If `there` is False, nothing comes any more: there is no wait, and what is returned is not to be used.
-    """
-    PLANES: gl.constexpr = C.planes
-    thread = gl.arange(0, C.threads, C.threads_layout)
-    gl.inline_asm_elementwise(
-        C.barriers.wait, "=r,r,r,r", [thread * 0 + stage, thread * 0 + phase, (thread >= 0) & there],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-    words = ()
-    for tile in gl.static_range(2):
-        for p in gl.static_range(PLANES):
-            words = words + words_of(w_ring[p].index(2 * stage + tile).load(ptx(C.words_layout, p)), C, p)
-    return words
-
-
-@gluon.jit
-def start(registers, x_ring, acc, stage, adds, C: gl.constexpr):
+def start(registers, x_stages, acc, stage, adds, C: gl.constexpr):
     """Starts the products of a stage, in the registers of `acc`."""
-    x = x_ring.index(stage).permute([1, 0])
+    x = x_stages.index(stage).permute([1, 0])
     return warpgroup_mma(operand_a(registers, C), x, acc, use_acc=adds, is_async=True)
 
 
 @gluon.jit
-def start_apart(registers, x_ring, before, never, stage, C: gl.constexpr):
+def start_apart(registers, x_stages, before, never, stage, C: gl.constexpr):
     """Starts the products of a stage, from zero. Of 128 tokens, in the registers of the sums `before`: see `start_half`."""
     ROWS: gl.constexpr = C.rows
-    TOKENS: gl.constexpr = C.tokens
+    TOKENS: gl.constexpr = C.columns
     SUMS: gl.constexpr = C.accumulator
     TYPE: gl.constexpr = C.sums
     if C.columns == 128:
-        return start(registers, x_ring, before, stage, never, C)
+        return start(registers, x_stages, before, stage, never, C)
     else:
-        return start(registers, x_ring, gl.zeros((ROWS, TOKENS), TYPE, SUMS), stage, False, C)
+        return start(registers, x_stages, gl.zeros((ROWS, TOKENS), TYPE, SUMS), stage, False, C)
 
 
 @gluon.jit
-def nothing_decoded(C: gl.constexpr):
-    """Registers for the stage before the first one, which does not exist."""
-    THREADS: gl.constexpr = C.threads
-    EACH: gl.constexpr = C.threads_layout
-    registers = ()
-    for _ in gl.static_range(OPERAND_REGISTERS):
-        registers = registers + (gl.zeros((THREADS,), gl.int32, EACH),)
-    return registers
-
-
-@gluon.jit
-def multiply(w_ring, x_ring, words, stage, phase, begin, end, more, C: gl.constexpr):
-    """The sums of one tile, two stages a turn. While one multiplies, the next is decoded, into other registers.
+def multiply(p, words, stage, phase, begin, end, more, C: gl.constexpr):
+    """The sums of one tile, two stages an iteration. While one multiplies, the next is decoded, into other registers.
 
     `words` are those of the tile's first stage; returned are those of the next tile's, if there is `more`, with the stage
     and the phase that come next.
     """
     ROWS: gl.constexpr = C.rows
-    TOKENS: gl.constexpr = C.tokens
+    TOKENS: gl.constexpr = C.columns
     SUMS: gl.constexpr = C.accumulator
     TYPE: gl.constexpr = C.sums
     acc = gl.zeros((ROWS, TOKENS), TYPE, SUMS)
     odd = nothing_decoded(C)
-    for turn in range(begin, end):
-        before = gl.where(stage == 0, C.stages, stage) - 1
+    for iteration in range(begin, end):
+        before = previous(stage, C)
         even = decode(words, C)
-        words = read_words(w_ring, stage + 1, phase, True, C)
-        acc = warpgroup_mma_wait(1, deps=[start(even, x_ring, acc, stage, True, C)])
-        finish(odd, before, turn > begin, C)
+        words = read_words(p.w, stage + 1, phase, True, C)
+        acc = warpgroup_mma_wait(1, deps=[start(even, p.x, acc, stage, True, C)])
+        finish(odd, before, iteration > begin, C)
 
         odd = decode(words, C)
-        following = gl.where(stage + 2 == C.stages, 0, stage + 2)
-        phase = gl.where(following == 0, phase ^ 1, phase)
-        words = read_words(w_ring, following, phase, (turn + 1 < end) | more, C)
-        acc = warpgroup_mma_wait(1, deps=[start(odd, x_ring, acc, stage + 1, True, C)])
+        following, phase = advance(stage, phase, 2, C)
+        words = read_words(p.w, following, phase, (iteration + 1 < end) | more, C)
+        acc = warpgroup_mma_wait(1, deps=[start(odd, p.x, acc, stage + 1, True, C)])
         finish(even, stage, True, C)
         stage = following
     acc = warpgroup_mma_wait(0, deps=[acc])
-    finish(odd, gl.where(stage == 0, C.stages, stage) - 1, begin < end, C)
+    finish(odd, previous(stage, C), begin < end, C)
     return acc, words, stage, phase
-
-
-@gluon.jit
-def keep(registers, stage, C: gl.constexpr):
-    """Has the registers of a stage to come decoded by here: compilers would put that behind the next wait."""
-    thread = gl.arange(0, C.threads, C.threads_layout)
-    run(C.hold, "=r" + ",r" * (OPERAND_REGISTERS + 1), registers + (thread * 0 + stage,))
 
 
 @gluon.jit
@@ -298,34 +271,33 @@ def add_stage(total, sums, scale, C: gl.constexpr):
 
 
 @gluon.jit
-def multiply_apart(w_ring, x_ring, scales, even, words, stage, phase, begin, end, more, never, C: gl.constexpr):
+def multiply_apart(p, even, words, stage, phase, begin, end, more, never, C: gl.constexpr):
     """As `multiply`, but each stage is summed on its own and then added, scaled, to a total in fp32.
 
     `even` is the tile's first stage, decoded, `words` those of the second one; returned are those of the next tile. While the
     sums of a stage are added, other warpgroups have the tensor cores.
     """
     ROWS: gl.constexpr = C.rows
-    TOKENS: gl.constexpr = C.tokens
+    TOKENS: gl.constexpr = C.columns
     SUMS: gl.constexpr = C.accumulator
     TYPE: gl.constexpr = C.sums
     sums = gl.zeros((ROWS, TOKENS), TYPE, SUMS)
     total = gl.zeros((ROWS, TOKENS), gl.float32, SUMS)
-    for turn in range(begin, end):
-        sums = start_apart(even, x_ring, sums, never, stage, C)
-        scale = scale_of(scales, stage, C)
+    for iteration in range(begin, end):
+        sums = start_apart(even, p.x, sums, never, stage, C)
+        scale = scale_of(p.scales, stage, C)
         odd = decode(words, C)
-        following = gl.where(stage + 2 == C.stages, 0, stage + 2)
-        phase = gl.where(following == 0, phase ^ 1, phase)
-        words = read_words(w_ring, following, phase, (turn + 1 < end) | more, C)
+        following, phase = advance(stage, phase, 2, C)
+        words = read_words(p.w, following, phase, (iteration + 1 < end) | more, C)
         keep(odd, stage, C)
         sums = warpgroup_mma_wait(0, deps=[sums])
         total = add_stage(total, sums, scale, C)
         finish(even, stage, True, C)
 
-        sums = start_apart(odd, x_ring, sums, never, stage + 1, C)
-        scale = scale_of(scales, stage + 1, C)
+        sums = start_apart(odd, p.x, sums, never, stage + 1, C)
+        scale = scale_of(p.scales, stage + 1, C)
         even = decode(words, C)
-        words = read_words(w_ring, following + 1, phase, (turn + 1 < end) | more, C)
+        words = read_words(p.w, following + 1, phase, (iteration + 1 < end) | more, C)
         keep(even, stage, C)
         sums = warpgroup_mma_wait(0, deps=[sums])
         total = add_stage(total, sums, scale, C)
@@ -335,17 +307,17 @@ def multiply_apart(w_ring, x_ring, scales, even, words, stage, phase, begin, end
 
 
 @gluon.jit
-def start_half(registers, x_ring, before, never, stage, half: gl.constexpr, C: gl.constexpr):
+def start_half(registers, x_stages, before, never, stage, half: gl.constexpr, C: gl.constexpr):
     """Starts the products of a stage with one half of the tokens, into the registers of the sums `before`.
 
     They start at zero, as `never` is False, but the compiler does not know it and gives them no registers of their own.
     """
-    x = x_ring.index(stage).slice(half * C.store_columns, C.store_columns).permute([1, 0])
+    x = x_stages.index(stage).slice(half * C.store_columns, C.store_columns).permute([1, 0])
     return warpgroup_mma(operand_a(registers, C), x, before, use_acc=never, is_async=True)
 
 
 @gluon.jit
-def multiply_by_halves(w_ring, x_ring, scales, stage, phase, begin, end, never, C: gl.constexpr):
+def multiply_by_halves(p, stage, phase, begin, end, never, C: gl.constexpr):
     """As `multiply_apart` for 256 tokens, whose totals leave registers for the sums of 128: one half after the other.
 
     While the second half multiplies, the next stage is decoded. Returned are the totals of both halves, with the stage and the
@@ -358,16 +330,15 @@ def multiply_by_halves(w_ring, x_ring, scales, stage, phase, begin, end, never, 
     sums = gl.zeros((ROWS, TOKENS), TYPE, SUMS)
     low = gl.zeros((ROWS, TOKENS), gl.float32, SUMS)
     high = gl.zeros((ROWS, TOKENS), gl.float32, SUMS)
-    registers = decode(read_words(w_ring, stage, phase, begin < end, C), C)
+    registers = decode(read_words(p.w, stage, phase, begin < end, C), C)
     for k in range(2 * begin + 1, 2 * end + 1):
-        sums = start_half(registers, x_ring, sums, never, stage, 0, C)
-        scale = scale_of(scales, stage, C)
-        following = gl.where(stage + 1 == C.stages, 0, stage + 1)
-        phase = gl.where(following == 0, phase ^ 1, phase)
+        sums = start_half(registers, p.x, sums, never, stage, 0, C)
+        scale = scale_of(p.scales, stage, C)
+        following, phase = advance(stage, phase, 1, C)
         sums = warpgroup_mma_wait(0, deps=[sums])
         low = add_stage(low, sums, scale, C)
-        sums = start_half(registers, x_ring, sums, never, stage, 1, C)
-        ahead = decode(read_words(w_ring, following, phase, k < 2 * end, C), C)
+        sums = start_half(registers, p.x, sums, never, stage, 1, C)
+        ahead = decode(read_words(p.w, following, phase, k < 2 * end, C), C)
         keep(ahead, stage, C)
         sums = warpgroup_mma_wait(0, deps=[sums])
         finish(registers, stage, True, C)
@@ -377,103 +348,73 @@ def multiply_by_halves(w_ring, x_ring, scales, stage, phase, begin, end, never, 
 
 
 @gluon.jit
-def math(work, C: gl.constexpr):
+def math(p, C: gl.constexpr):
     """The warpgroups that decode, multiply and store."""
-    (
-        w_ring, x_ring, scales, out, beside, partial, arrived, token_tiles, row_tiles, turns, M, N,
-    ) = work  # fmt: skip
-    tiles = token_tiles * row_tiles * C.splits
+    tiles = count(p.tiles, C)
     if C.paired:
         say_ready(C.warps, C)
     stage = 0
     phase = 0
     if not C.by_halves:
-        words = read_words(w_ring, 0, 0, gl.program_id(0) < tiles, C)
+        words = read_words(p.w, 0, 0, gl.program_id(0) < tiles, C)
         if C.promote:
             even = decode(words, C)
-            words = read_words(w_ring, 1, 0, gl.program_id(0) < tiles, C)
+            words = read_words(p.w, 1, 0, gl.program_id(0) < tiles, C)
     for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        token_tile, row_tile, split = tile_at(index, token_tiles, row_tiles, C)
-        begin, end = turns * split // C.splits, turns * (split + 1) // C.splits
-        bring(beside, row_tile * C.rows, N, C)
+        token_tile, row_tile, split = tile_at(index, p.tiles, C)
+        begin, end = iterations_of(split, p.tiles, C)
+        prefetch(p.applied, row_tile * C.rows, p.out.N, C)
         more = index + gl.num_programs(0) < tiles
         if C.by_halves:
-            acc, stage, phase = multiply_by_halves(w_ring, x_ring, scales, stage, phase, begin, end, M < 0, C)
+            acc, stage, phase = multiply_by_halves(p, stage, phase, begin, end, p.out.M < 0, C)
         elif C.promote:
-            acc, even, words, stage, phase = multiply_apart(
-                w_ring, x_ring, scales, even, words, stage, phase, begin, end, more, M < 0, C
-            )  # fmt: skip
+            acc, even, words, stage, phase = multiply_apart(p, even, words, stage, phase, begin, end, more, p.out.M < 0, C)
         else:
-            acc, words, stage, phase = multiply(w_ring, x_ring, words, stage, phase, begin, end, more, C)
-        if C.paired:
-            low, high = acc if C.by_halves else halves(acc, C)
-            store_half(out, swap(low, high, split, C), beside, token_tile * C.tokens, row_tile * C.rows, split, M, N, C)
-        elif C.by_halves:
-            store_halves(out, acc, beside, token_tile * C.tokens, row_tile * C.rows, M, N, C)
-        elif C.splits == 1:
-            store(out, acc, beside, token_tile * C.tokens, row_tile * C.rows, M, N, C)
-        else:
-            last, total = meet(partial, arrived, acc, token_tile * row_tiles + row_tile, split, C)
-            if last:
-                store(out, total, beside, token_tile * C.tokens, row_tile * C.rows, M, N, C)
+            acc, words, stage, phase = multiply(p, words, stage, phase, begin, end, more, C)
+        tile = token_tile * p.tiles.of_channels + row_tile
+        complete(p.out, acc, p.applied, p.splits, tile, split, token_tile * C.columns, row_tile * C.rows, C)
     if C.store_by_tma:
         tma_store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["M", "N", "token_tiles", "row_tiles", "turns"])
+@gluon.jit(do_not_specialize=["M", "N", "token_tiles", "channel_tiles", "iterations"])
 def narrow_scaled_gemm(
     w_desc, w_desc_1, w_desc_2, x_desc, scale_desc, y_desc, y, x_scale, x_zero, channel_scale, sums, bias, y_scale, partial,
-    arrived, M, N, token_tiles, row_tiles, turns, C: gl.constexpr,
+    arrived, M, N, token_tiles, channel_tiles, iterations, C: gl.constexpr,
 ):  # fmt: skip
-    """The kernel: rings, barriers and roles. There is a descriptor of w for each of its planes; the others are None."""
-    PLANES: gl.constexpr = C.planes
+    """The kernel: stages, barriers and roles. There is a descriptor of w for each of its planes; the others are None."""
+    PLANES: gl.constexpr = C.decode.planes
     w_descs = (w_desc, w_desc_1, w_desc_2)
-    shared = gl.allocate_shared_memory(
-        gl.int32, [C.barrier_unit + 1, UNIT_WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )  # fmt: skip
-    x_ring = part(shared, 0, ptx(C.w_unit, 0), C.x, [C.stages] + x_desc.block_type.shape, x_desc.layout)
-    w_ring = ()
+    shared = allocate(C)
+    x = view_stages(shared, C.regions, "x", C.stages, x_desc)
+    w = ()
     for p in gl.static_range(PLANES):
-        w_ring = w_ring + (
-            part(
-                shared, ptx(C.w_unit, p), ptx(C.w_unit, p + 1), gl.int32, [2 * C.stages] + w_descs[p].block_type.shape,
-                w_descs[p].layout,
-            ),
-        )  # fmt: skip
-    scale_ring = x_ring
-    scales = x_ring  # the same, as the warps read it
+        w = w + (view_stages(shared, C.regions, f"w{p}", 2 * C.stages, w_descs[p]),)
+    scale_stages = x
+    scales = x  # the same, as the warps read it
     if C.grouped:
-        kind: gl.constexpr = scale_desc.dtype
-        scale_ring = part(
-            shared, C.scale_unit, C.y_unit, kind, [C.stages] + scale_desc.block_type.shape, scale_desc.layout
-        )  # fmt: skip
-        scales = part(
-            shared, C.scale_unit, C.y_unit, kind, [C.stages, C.rows], gl.SwizzledSharedLayout(1, 1, 1, [0])
-        )  # fmt: skip
-    y_tile = x_ring
+        scale_stages = view_stages(shared, C.regions, "scales", C.stages, scale_desc)
+        rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        scales = view(shared, C.regions, "scales", scale_desc.dtype, [C.stages, C.rows], rows)
+    y_tile = x
     if C.store_by_tma:
-        y_tile = part(shared, C.y_unit, C.barrier_unit, C.y, y_desc.block_type.shape, y_desc.layout)
-    barriers = part(
-        shared, C.barrier_unit, C.barrier_unit + 1, gl.int64, [2 * C.stages, 1], mbarrier.MBarrierLayout()
-    )  # fmt: skip
-    thread = gl.arange(0, C.threads, C.threads_layout)
-    gl.inline_asm_elementwise(C.barriers.init, "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1)
+        y_tile = view(shared, C.regions, "y", C.y, y_desc.block_type.shape, y_desc.layout)
+    barriers = make_barriers(shared, C)
     if C.paired:
         P: gl.constexpr = C.pair
-        run(P.init, "=r,r", [thread])
+        run(P.init, "=r,r", [gl.arange(0, C.threads, C.threads_layout)])
     fence_async_shared()
     barrier()
-    read = (w_descs, x_desc, scale_desc, w_ring, x_ring, scale_ring, barriers, token_tiles, row_tiles, turns)
-    work = (
-        w_ring, x_ring, scales, (y_desc, y, y_tile), (x_scale, x_zero, channel_scale, sums, bias, y_scale), partial,
-        arrived, token_tiles, row_tiles, turns, M, N,
-    )  # fmt: skip
+    tiles = Tiles(token_tiles, channel_tiles, iterations)
+    applied = Applied(x_scale, x_zero, channel_scale, sums, bias, y_scale)
+    products = Products(w, x, scales, SplitK(partial, arrived), applied, Output(y_desc, y, y_tile, M, N), tiles)
+    copies = Copies(w_descs, x_desc, scale_desc, w, x, scale_stages, barriers, tiles)
     if C.paired:
         gl.warp_specialize(
-            [(math, (work, C)), (load, (read, C)), (say_ready, (1, C)), (say_ready, (2, C))], [1, 1, 2], [24, 24, 24]
+            [(math, (products, C)), (load, (copies, C)), (say_ready, (1, C)), (say_ready, (2, C))], [1, 1, 2], [24, 24, 24]
         )  # fmt: skip
     else:
-        gl.warp_specialize([(math, (work, C)), (load, (read, C))], [1], [24])
+        gl.warp_specialize([(math, (products, C)), (load, (copies, C))], [1], [24])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -494,19 +435,11 @@ class NarrowPlan(TilePlan):
     """The plan of a product with weights of fewer bits."""
 
     def __init__(self, shape: ScaledShape, tile: ScaledTile, config: NarrowGemm, sm_count: int) -> None:
-        super().__init__(shape, tile, config, sm_count)
-        self.turns = -(-shape.k // (2 * STAGE_K))
-        self.weight_descriptors = functools.lru_cache(maxsize=1024)(self._weight_descriptors)
+        super().__init__(narrow_scaled_gemm, shape, tile, config, sm_count)
+        self.iterations = -(-shape.k // (2 * STAGE_K))
+        blocks = [(config.warps, 32 * config.decode.plane_words(p)) for p in range(config.decode.planes)]
+        self.weight_descriptors = plane_descriptors(-(-shape.n // 16), -(-shape.k // 64) * 32 * shape.bits, blocks)
         self.scale_descriptor = functools.lru_cache(maxsize=1024)(self._scale_descriptor)
-
-    def _weight_descriptors(self, address: int) -> tuple[TensorDescriptor | None, ...]:
-        """One for each plane of the codes, filled up with None to the three that the kernel takes."""
-        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-        row = -(-self.shape.k // 64) * 32 * self.shape.bits
-        blocks = [[self.config.warps, 32 * self.config.plane_words(p)] for p in range(self.config.planes)]
-        codes = Address(address, torch.int32)
-        planes = [TensorDescriptor(codes, [-(-self.shape.n // 16), row], [row, 1], block, layout) for block in blocks]
-        return (*planes, *(None,) * (3 - len(planes)))
 
     def _scale_descriptor(self, address: int, shape: torch.Size, dtype: torch.dtype) -> TensorDescriptor:
         layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=2)
@@ -521,14 +454,10 @@ class NarrowPlan(TilePlan):
         m, n = self.shape.m, self.shape.n
         y = torch.empty((m, n), dtype=self.config.y_type, device=x.device)
         meeting = partial.view(torch.int32) if self.config.total is gl.int32 else partial
-        arguments = (
+        self.launch(
             *self.weight_descriptors(codes.data_ptr()), self.x_descriptor(x.data_ptr(), x.stride(0)),
             None if scale is None else self.scale_descriptor(scale.data_ptr(), scale.shape, scale.dtype),
             self.y_descriptor(y.data_ptr()), y, x_scale, x_zero, channel_scale, sums, bias, y_scale, meeting, arrived,
-            m, n,
-            *self.tiles, self.turns, self.config,
+            m, n, *self.tiles, self.iterations, self.config,
         )  # fmt: skip
-        if self.kernel is None:
-            self.kernel = compiled(narrow_scaled_gemm, self.grid, arguments, self.config.warps, 2 if self.tile.pair else 1)
-        self.kernel[self.launches](*arguments)
         return y

@@ -3,7 +3,7 @@
 Reads   x and w row-major by TMA, 128 k a stage; the one of them that is `rows` is operand A of wgmma, 64 rows a warpgroup,
         the other one operand B: few tokens are columns (y^T = w x^T), many may be rows
 Roles   load: 1 warp; math: 1 to 4 warpgroups: wgmma with two stages in flight, scale, store by TMA
-Ring    `stages` of both, in one allocation with their barriers (parts/stages.py); warps run free of one another. The first
+Stages  of both, in one allocation with their barriers (parts/pipeline.py); warps run free of one another. The first
         weights are asked for before the kernel ahead, which may have made x, is through
 Grid    persistent, one block per SM; tiles in groups of tokens so that a wave shares x and w in L2
 Sum     int8 in s32, exact. fp8 in the tensor core, whose sums of fp8 products keep about 14 bits; with `promote` every 128 k
@@ -21,30 +21,34 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lowbit.formats import Scheme
-from lowbit.kernels.choose_scaled import ScaledShape, ScaledTile
-from lowbit.kernels.gluon import (
+from lowbit.kernels.choose.scaled_gemm import ScaledShape, ScaledTile
+from lowbit.kernels.parts.epilogue import CODE_TYPES, TYPES, Applied, Output, XScale, complete, of_tokens, prefetch
+from lowbit.kernels.parts.gluon import (
+    Descriptor,
+    Scalar,
+    aggregate,
     barrier,
     fence_async_shared,
     gl,
     gluon,
     mbarrier,
-    part,
     run,
     source_digest,
     tma_load,
-    tma_store,
     tma_store_wait,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from lowbit.kernels.parts.epilogue import CODE_TYPES, TYPES, XScale, bring, finished, of_channels, of_tokens
-from lowbit.kernels.parts.pair import say_ready, swap
+from lowbit.kernels.parts.launch import TilePlan, descriptors
+from lowbit.kernels.parts.pair import say_ready
+from lowbit.kernels.parts.pipeline import acquire, advance, make_barriers, previous, release, wait_full
+from lowbit.kernels.parts.prologue import await_previous, start_next
 from lowbit.kernels.parts.promote import add_here
-from lowbit.kernels.sm90.byte_tile import OPERAND_LAYOUT, STAGE_K, TILE_K, Address, ByteTile, TilePlan, compiled
-from lowbit.kernels.sm90.mixed_gemm import UNIT, UNIT_WORDS, meet, tile_at
+from lowbit.kernels.parts.schedule import SplitK, Tiles, count, iterations_of, tile_at
+from lowbit.kernels.parts.smem import allocate, view, view_stages
+from lowbit.kernels.parts.tile import OPERAND_LAYOUT, STAGE_K, TILE_K, ByteTile
 
 
 @dataclass(frozen=True)
@@ -84,8 +88,8 @@ class ScaledGemm(ByteTile):
         return 1.0
 
     @property
-    def turn(self) -> int:
-        """Stages of a turn of the main loop."""
+    def iteration_stages(self) -> int:
+        """Stages of an iteration of the main loop."""
         return 2 if self.promote and self.warpgroups == 1 else 1
 
     @property
@@ -93,90 +97,97 @@ class ScaledGemm(ByteTile):
         return STAGE_K * (self.rows + self.columns)
 
     @property
-    def w_unit(self) -> int:
-        """Where w starts in shared memory, in units; x is at 0."""
-        return self.stages * STAGE_K * self.tile_tokens // UNIT
-
-    @property
-    def y_unit(self) -> int:
-        return self.stages * self.stage_bytes // UNIT
-
-    @property
-    def shared_bytes(self) -> int:
-        return UNIT * (self.barrier_unit + 1)
+    def operand_regions(self) -> tuple[tuple[str, int], ...]:
+        x, w = (self.stages * STAGE_K * size for size in (self.tile_tokens, self.tile_channels))
+        return ("x", x), ("w", w)
 
     @property
     def w(self) -> gl.dtype:
         return TYPES[self.w_type][0]
 
 
+@aggregate
+class Copies:
+    """What the loader works with: descriptors, the stages of x and w, their barriers."""
+
+    x_desc: Descriptor
+    w_desc: Descriptor
+    x: gl.shared_memory_descriptor
+    w: gl.shared_memory_descriptor
+    barriers: gl.shared_memory_descriptor
+    tiles: Tiles
+
+
+@aggregate
+class Products:
+    """What the warpgroups work with: stages of x and w, scales of w by `groups` of 128 k, what is applied, where y goes."""
+
+    x: gl.shared_memory_descriptor
+    w: gl.shared_memory_descriptor
+    w_scale: Scalar
+    groups: Scalar
+    splits: SplitK
+    applied: Applied
+    out: Output
+    tiles: Tiles
+
+
+@aggregate
+class BlockScales:
+    """Scales of some tokens of x, and of the tile's block of w, for `groups` of 128 k."""
+
+    of_x: Scalar
+    of_w: Scalar
+    groups: Scalar
+    tokens: gl.tensor
+    exist: gl.tensor
+
+
 @gluon.jit
-def load(read, C: gl.constexpr):
-    """The warp that keeps the ring full. The first weights do not wait for the kernel before this one."""
-    x_desc, w_desc, x_ring, w_ring, barriers, token_tiles, channel_tiles, turns = read
+def load(copies, C: gl.constexpr):
+    """The warp that keeps the stages full. The first weights do not wait for the kernel before this one."""
+    x_desc, w_desc, barriers = copies.x_desc, copies.w_desc, copies.barriers
     if C.paired:
         say_ready(1, C)
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents;\n mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )  # fmt: skip
-    tiles = token_tiles * channel_tiles * C.splits
-    token_tile, channel_tile, split = tile_at(gl.program_id(0), token_tiles, channel_tiles, C)
-    begin, end = turns * split // C.splits * C.turn, turns * (split + 1) // C.splits * C.turn
+    start_next()
+    tiles = count(copies.tiles, C)
+    token_tile, channel_tile, split = tile_at(gl.program_id(0), copies.tiles, C)
+    begin, end = iterations_of(split, copies.tiles, C)
+    begin, end = begin * C.iteration_stages, end * C.iteration_stages
     ahead = gl.where(gl.program_id(0) < tiles, gl.minimum(end - begin, C.stages_ahead), 0)
     for i in range(0, ahead):
         mbarrier.expect(barriers.index(i), C.stage_bytes)
-        tma_load(w_desc, [channel_tile * C.tile_channels, (begin + i) * TILE_K], barriers.index(i), w_ring.index(i))
-    gl.inline_asm_elementwise("griddepcontrol.wait;\n mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+        tma_load(w_desc, [channel_tile * C.tile_channels, (begin + i) * TILE_K], barriers.index(i), copies.w.index(i))
+    await_previous()
     stage = 0
     phase = 1
     for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        token_tile, channel_tile, split = tile_at(index, token_tiles, channel_tiles, C)
-        for k in range(turns * split // C.splits * C.turn, turns * (split + 1) // C.splits * C.turn):
+        token_tile, channel_tile, split = tile_at(index, copies.tiles, C)
+        begin, end = iterations_of(split, copies.tiles, C)
+        for k in range(begin * C.iteration_stages, end * C.iteration_stages):
             full = barriers.index(stage)
             if ahead == 0:
-                mbarrier.wait(barriers.index(C.stages + stage), phase)
-                mbarrier.expect(full, C.stage_bytes)
-                tma_load(w_desc, [channel_tile * C.tile_channels, k * TILE_K], full, w_ring.index(stage))
+                acquire(barriers, stage, phase, C)
+                tma_load(w_desc, [channel_tile * C.tile_channels, k * TILE_K], full, copies.w.index(stage))
             ahead = gl.maximum(ahead - 1, 0)
-            tma_load(x_desc, [token_tile * C.tile_tokens, k * TILE_K], full, x_ring.index(stage))
-            stage = gl.where(stage + 1 == C.stages, 0, stage + 1)
-            phase = gl.where(stage == 0, phase ^ 1, phase)
+            tma_load(x_desc, [token_tile * C.tile_tokens, k * TILE_K], full, copies.x.index(stage))
+            stage, phase = advance(stage, phase, 1, C)
 
 
 @gluon.jit
-def wait_full(stage, phase, C: gl.constexpr):
-    """Until a stage is there."""
-    thread = gl.arange(0, C.threads, C.threads_layout)
-    gl.inline_asm_elementwise(
-        C.barriers.wait, "=r,r,r,r", [thread * 0 + stage, thread * 0 + phase, thread >= 0],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def give(stage, exists, C: gl.constexpr):
-    """A stage back to the loader, if it exists."""
-    thread = gl.arange(0, C.threads, C.threads_layout)
-    gl.inline_asm_elementwise(
-        C.barriers.give, "=r,r,r", [thread * 0 + stage, ((thread & 31) == 0) & exists],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def start(x_ring, w_ring, acc, stage, adds, part_of: gl.constexpr, C: gl.constexpr):
+def start(p, acc, stage, adds, part_of: gl.constexpr, C: gl.constexpr):
     """Starts the products of a stage with all columns or with C.store_columns of them, in the registers of `acc`."""
     if C.tokens_are_rows:
-        a, b = x_ring.index(stage), w_ring.index(stage)
+        a, b = p.x.index(stage), p.w.index(stage)
     else:
-        a, b = w_ring.index(stage), x_ring.index(stage)
+        a, b = p.w.index(stage), p.x.index(stage)
     if part_of is not None:
         b = b.slice(part_of * C.store_columns, C.store_columns)
     return warpgroup_mma(a, b.permute([1, 0]), acc, use_acc=adds, is_async=True)
 
 
 @gluon.jit
-def multiply(x_ring, w_ring, stage, phase, begin, end, C: gl.constexpr):
+def multiply(p, stage, phase, begin, end, C: gl.constexpr):
     """The sums of one tile in the tensor core's type, two stages in flight; with the stage and phase that come next."""
     ROWS: gl.constexpr = C.rows
     COLUMNS: gl.constexpr = C.columns
@@ -184,28 +195,27 @@ def multiply(x_ring, w_ring, stage, phase, begin, end, C: gl.constexpr):
     TYPE: gl.constexpr = C.sums
     acc = gl.zeros((ROWS, COLUMNS), TYPE, SUMS)
     for k in range(begin, end):
-        wait_full(stage, phase, C)
-        acc = start(x_ring, w_ring, acc, stage, True, None, C)
+        wait_full(stage, phase, True, C)
+        acc = start(p, acc, stage, True, None, C)
         acc = warpgroup_mma_wait(1, deps=[acc])
-        give(gl.where(stage == 0, C.stages, stage) - 1, k > begin, C)
-        stage = gl.where(stage + 1 == C.stages, 0, stage + 1)
-        phase = gl.where(stage == 0, phase ^ 1, phase)
+        release(previous(stage, C), k > begin, C)
+        stage, phase = advance(stage, phase, 1, C)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    give(gl.where(stage == 0, C.stages, stage) - 1, begin < end, C)
+    release(previous(stage, C), begin < end, C)
     return acc, stage, phase
 
 
 @gluon.jit
-def block_scales(x_scale, w_scale, groups, k, tokens, exists, C: gl.constexpr):
+def block_scales(scales, k, C: gl.constexpr):
     """Scales of 128 k: of each token and of the tile's block of w.
 
     Not to be asked for before the x of that k is there: the kernel before may still be writing both.
     """
-    ones = gl.full([C.tile_tokens], 1.0, gl.float32, tokens.type.layout)
+    ones = gl.full([C.tile_tokens], 1.0, gl.float32, scales.tokens.type.layout)
     if C.x_scale == "block":
-        ones = gl.load(x_scale + tokens.to(gl.int64) * groups + k, mask=exists, other=0.0)
+        ones = gl.load(scales.of_x + scales.tokens.to(gl.int64) * scales.groups + k, mask=scales.exist, other=0.0)
     if C.block_scale:
-        ones = ones * gl.load(w_scale + k)
+        ones = ones * gl.load(scales.of_w + k)
     return ones
 
 
@@ -219,59 +229,54 @@ def add_stage(total, sums, scale, C: gl.constexpr):
 
 
 @gluon.jit
-def multiply_and_promote(x_ring, w_ring, scales, stage, phase, begin, end, C: gl.constexpr):
+def multiply_and_promote(p, scales, stage, phase, begin, end, C: gl.constexpr):
     """The sums of one tile in fp32, to which every 128 k are added; while one warpgroup does, the other one multiplies."""
     ROWS: gl.constexpr = C.rows
     COLUMNS: gl.constexpr = C.columns
     SUMS: gl.constexpr = C.accumulator
     TYPE: gl.constexpr = C.sums
-    x_scale, w_scale, groups, tokens, exists = scales
     nought = gl.zeros((ROWS, COLUMNS), TYPE, SUMS)
     total = gl.zeros((ROWS, COLUMNS), gl.float32, SUMS)
     for k in range(begin, end):
-        wait_full(stage, phase, C)
-        sums = start(x_ring, w_ring, nought, stage, False, None, C)
-        scale = block_scales(x_scale, w_scale, groups, k, tokens, exists, C)
+        wait_full(stage, phase, True, C)
+        sums = start(p, nought, stage, False, None, C)
+        scale = block_scales(scales, k, C)
         sums = warpgroup_mma_wait(0, deps=[sums])
-        give(stage, True, C)
+        release(stage, True, C)
         total = add_stage(total, sums, scale, C)
-        stage = gl.where(stage + 1 == C.stages, 0, stage + 1)
-        phase = gl.where(stage == 0, phase ^ 1, phase)
+        stage, phase = advance(stage, phase, 1, C)
     return total, stage, phase
 
 
 @gluon.jit
-def multiply_and_promote_alone(x_ring, w_ring, scales, stage, phase, begin, end, C: gl.constexpr):
+def multiply_and_promote_alone(p, scales, stage, phase, begin, end, C: gl.constexpr):
     """The same for a warpgroup that has the tensor cores to itself: it adds a stage while its next one multiplies."""
     ROWS: gl.constexpr = C.rows
     COLUMNS: gl.constexpr = C.columns
     SUMS: gl.constexpr = C.accumulator
     TYPE: gl.constexpr = C.sums
-    x_scale, w_scale, groups, tokens, exists = scales
     nought = gl.zeros((ROWS, COLUMNS), TYPE, SUMS)
     total = gl.zeros((ROWS, COLUMNS), gl.float32, SUMS)
     for k in range(begin, end, 2):
-        wait_full(stage, phase, C)
-        even = start(x_ring, w_ring, nought, stage, False, None, C)
-        even_scale = block_scales(x_scale, w_scale, groups, k, tokens, exists, C)
-        odd_scale = block_scales(x_scale, w_scale, groups, gl.minimum(k + 1, groups - 1), tokens, exists, C)
-        second = gl.where(stage + 1 == C.stages, 0, stage + 1)
-        phase = gl.where(second == 0, phase ^ 1, phase)
-        wait_full(second, phase, C)
-        odd = start(x_ring, w_ring, nought, second, False, None, C)
+        wait_full(stage, phase, True, C)
+        even = start(p, nought, stage, False, None, C)
+        even_scale = block_scales(scales, k, C)
+        odd_scale = block_scales(scales, gl.minimum(k + 1, scales.groups - 1), C)
+        second, phase = advance(stage, phase, 1, C)
+        wait_full(second, phase, True, C)
+        odd = start(p, nought, second, False, None, C)
         even = warpgroup_mma_wait(1, deps=[even])
-        give(stage, True, C)
+        release(stage, True, C)
         total = add_stage(total, even, even_scale, C)
         odd = warpgroup_mma_wait(0, deps=[odd])
-        give(second, True, C)
+        release(second, True, C)
         total = add_stage(total, odd, odd_scale, C)
-        stage = gl.where(second + 1 == C.stages, 0, second + 1)
-        phase = gl.where(stage == 0, phase ^ 1, phase)
+        stage, phase = advance(second, phase, 1, C)
     return total, stage, phase
 
 
 @gluon.jit
-def multiply_by_halves(x_ring, w_ring, stage, phase, begin, end, never, C: gl.constexpr):
+def multiply_by_halves(p, stage, phase, begin, end, never, C: gl.constexpr):
     """As `multiply_and_promote`, for 256 columns, of which registers have no room for two sets: one half after the other.
 
     From the end of a product to the start of the next one there is nothing but the additions: the next stage is waited for
@@ -285,172 +290,94 @@ def multiply_by_halves(x_ring, w_ring, stage, phase, begin, end, never, C: gl.co
     TYPE: gl.constexpr = C.sums
     low = gl.zeros((ROWS, WIDE), gl.float32, SUMS)
     high = gl.zeros((ROWS, WIDE), gl.float32, SUMS)
-    wait_full(stage, phase, C)
-    under_way = start(x_ring, w_ring, gl.zeros((ROWS, WIDE), TYPE, SUMS), stage, never, 0, C)
+    wait_full(stage, phase, True, C)
+    under_way = start(p, gl.zeros((ROWS, WIDE), TYPE, SUMS), stage, never, 0, C)
     for _ in range(begin + 1, end):
         sums = warpgroup_mma_wait(0, deps=[under_way])
         low = add_here(low, sums)
-        under_way = start(x_ring, w_ring, sums, stage, never, 1, C)
-        following = gl.where(stage + 1 == C.stages, 0, stage + 1)
-        phase = gl.where(following == 0, phase ^ 1, phase)
-        wait_full(following, phase, C)
+        under_way = start(p, sums, stage, never, 1, C)
+        following, phase = advance(stage, phase, 1, C)
+        wait_full(following, phase, True, C)
         sums = warpgroup_mma_wait(0, deps=[under_way])
-        give(stage, True, C)
+        release(stage, True, C)
         high = add_here(high, sums)
-        under_way = start(x_ring, w_ring, sums, following, never, 0, C)
+        under_way = start(p, sums, following, never, 0, C)
         stage = following
     sums = warpgroup_mma_wait(0, deps=[under_way])
     low = add_here(low, sums)
-    under_way = start(x_ring, w_ring, sums, stage, never, 1, C)
+    under_way = start(p, sums, stage, never, 1, C)
     sums = warpgroup_mma_wait(0, deps=[under_way])
-    give(stage, True, C)
+    release(stage, True, C)
     high = add_here(high, sums)
-    stage = gl.where(stage + 1 == C.stages, 0, stage + 1)
-    phase = gl.where(stage == 0, phase ^ 1, phase)
+    stage, phase = advance(stage, phase, 1, C)
     return (low, high), stage, phase
 
 
 @gluon.jit
-def store_piece(out, acc, beside, first_token, first_channel, M, N, C: gl.constexpr):
-    """Finishes and stores C.store_columns columns of a tile."""
-    y_desc, y, y_tile = out
-    rows = gl.arange(0, C.rows, gl.SliceLayout(1, C.store_layout))
-    columns = gl.arange(0, C.store_columns, gl.SliceLayout(0, C.store_layout))
-    if C.tokens_are_rows:
-        tokens, channels = first_token + rows, first_channel + columns
-    else:
-        tokens, channels = first_token + columns, first_channel + rows
-    result = finished(acc, beside, tokens, channels, M, N, C)
-    if C.store_by_tma:
-        tma_store_wait(0)
-        barrier()
-        if C.tokens_are_rows:
-            y_tile.store(result)
-        else:
-            y_tile.permute([1, 0]).store(result)
-        fence_async_shared()
-        barrier()
-        tma_store(y_desc, [first_token, first_channel], y_tile)
-    else:
-        at = y + of_tokens(tokens.to(gl.int64) * N, C) + of_channels(channels, C)
-        gl.store(at, result, mask=of_tokens(tokens < M, C) & of_channels(channels < N, C))
-
-
-@gluon.jit
-def store(out, acc, beside, first_token, first_channel, M, N, C: gl.constexpr):
-    """Finishes a tile and stores it, at most 128 columns at a time."""
-    if C.stores == 1:
-        store_piece(out, acc, beside, first_token, first_channel, M, N, C)
-    else:
-        store_halves(out, halves(acc, C), beside, first_token, first_channel, M, N, C)
-
-
-@gluon.jit
-def halves(acc, C: gl.constexpr):
-    """Both halves of the columns; this takes no instruction."""
-    low, high = gl.split(gl.permute(gl.reshape(acc, [C.rows, 2, C.store_columns]), [0, 2, 1]))
-    low = gl.convert_layout(low, C.store_layout, assert_trivial=True)
-    return low, gl.convert_layout(high, C.store_layout, assert_trivial=True)
-
-
-@gluon.jit
-def store_half(out, acc, beside, first_token, first_channel, half, M, N, C: gl.constexpr):
-    """Finishes and stores one half of the columns of a tile."""
-    if C.tokens_are_rows:
-        store_piece(out, acc, beside, first_token, first_channel + half * C.store_columns, M, N, C)
-    else:
-        store_piece(out, acc, beside, first_token + half * C.store_columns, first_channel, M, N, C)
-
-
-@gluon.jit
-def store_halves(out, halves, beside, first_token, first_channel, M, N, C: gl.constexpr):
-    """The same for the two halves of the columns of a tile."""
-    low, high = halves
-    store_half(out, low, beside, first_token, first_channel, 0, M, N, C)
-    store_half(out, high, beside, first_token, first_channel, 1, M, N, C)
-
-
-@gluon.jit
-def math(work, C: gl.constexpr):
+def math(p, C: gl.constexpr):
     """The warpgroups that multiply and store."""
-    x_ring, w_ring, out, w_scale, beside, partial, arrived, token_tiles, channel_tiles, turns, groups, M, N = work
-    tiles = token_tiles * channel_tiles * C.splits
+    tiles = count(p.tiles, C)
     if C.paired:
         say_ready(C.warps, C)
     stage = 0
     phase = 0
     for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        token_tile, channel_tile, split = tile_at(index, token_tiles, channel_tiles, C)
+        token_tile, channel_tile, split = tile_at(index, p.tiles, C)
         first_token, first_channel = token_tile * C.tile_tokens, channel_tile * C.tile_channels
-        begin, end = turns * split // C.splits * C.turn, turns * (split + 1) // C.splits * C.turn
-        bring(beside, first_channel, N, C)
+        begin, end = iterations_of(split, p.tiles, C)
+        begin, end = begin * C.iteration_stages, end * C.iteration_stages
+        prefetch(p.applied, first_channel, p.out.N, C)
         if C.by_halves:
-            acc, stage, phase = multiply_by_halves(x_ring, w_ring, stage, phase, begin, end, groups < 0, C)
+            acc, stage, phase = multiply_by_halves(p, stage, phase, begin, end, p.groups < 0, C)
         elif C.promote:
             tokens = first_token + gl.arange(0, C.tile_tokens, gl.SliceLayout(1 if C.tokens_are_rows else 0, C.accumulator))
-            of_w = w_scale + first_channel // 128 * groups
-            scales = (beside[0], of_w, groups, tokens, tokens < M)
-            if C.turn == 2:
-                acc, stage, phase = multiply_and_promote_alone(x_ring, w_ring, scales, stage, phase, begin, end, C)
+            of_w = p.w_scale + first_channel // 128 * p.groups
+            scales = BlockScales(p.applied.x_scale, of_w, p.groups, tokens, tokens < p.out.M)
+            if C.iteration_stages == 2:
+                acc, stage, phase = multiply_and_promote_alone(p, scales, stage, phase, begin, end, C)
             else:
-                acc, stage, phase = multiply_and_promote(x_ring, w_ring, scales, stage, phase, begin, end, C)
+                acc, stage, phase = multiply_and_promote(p, scales, stage, phase, begin, end, C)
         else:
-            acc, stage, phase = multiply(x_ring, w_ring, stage, phase, begin, end, C)
-        if C.paired:
-            low, high = acc if C.by_halves else halves(acc, C)
-            store_half(out, swap(low, high, split, C), beside, first_token, first_channel, split, M, N, C)
-        elif C.by_halves:
-            store_halves(out, acc, beside, first_token, first_channel, M, N, C)
-        elif C.splits == 1:
-            store(out, acc, beside, first_token, first_channel, M, N, C)
-        else:
-            last, total = meet(partial, arrived, acc, token_tile * channel_tiles + channel_tile, split, C)
-            if last:
-                store(out, total, beside, first_token, first_channel, M, N, C)
+            acc, stage, phase = multiply(p, stage, phase, begin, end, C)
+        tile = token_tile * p.tiles.of_channels + channel_tile
+        complete(p.out, acc, p.applied, p.splits, tile, split, first_token, first_channel, C)
     if C.store_by_tma:
         tma_store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["M", "N", "token_tiles", "channel_tiles", "turns", "groups"])
+@gluon.jit(do_not_specialize=["M", "N", "token_tiles", "channel_tiles", "iterations", "groups"])
 def scaled_gemm(
     x_desc, w_desc, y_desc, y, x_scale, x_zero, w_scale, sums, bias, y_scale, partial, arrived, M, N, token_tiles,
-    channel_tiles, turns, groups, C: gl.constexpr,
+    channel_tiles, iterations, groups, C: gl.constexpr,
 ):  # fmt: skip
-    """The kernel: rings, barriers and roles.
+    """The kernel: stages, barriers and roles.
 
-    `groups` counts 128 k, `turns` C.turn of them; scales are float32: w_scale [N], or [ceil(N / 128), groups] with
-    C.block_scale, x_scale [1], [M] or [M, groups].
+    `groups` counts 128 k, `iterations` C.iteration_stages of them; scales are float32: w_scale [N], or [ceil(N / 128), groups]
+    with C.block_scale, x_scale [1], [M] or [M, groups].
     """
-    shared = gl.allocate_shared_memory(
-        gl.int32, [C.barrier_unit + 1, UNIT_WORDS], gl.SwizzledSharedLayout(1, 1, 1, [0])
-    )  # fmt: skip
-    x_ring = part(shared, 0, C.w_unit, C.x, [C.stages] + x_desc.block_type.shape, x_desc.layout)
-    w_ring = part(shared, C.w_unit, C.y_unit, C.w, [C.stages] + w_desc.block_type.shape, w_desc.layout)
-    y_tile = x_ring
+    shared = allocate(C)
+    x = view_stages(shared, C.regions, "x", C.stages, x_desc)
+    w = view_stages(shared, C.regions, "w", C.stages, w_desc)
+    y_tile = x
     if C.store_by_tma:
-        y_tile = part(shared, C.y_unit, C.barrier_unit, C.y, y_desc.block_type.shape, y_desc.layout)
-    barriers = part(
-        shared, C.barrier_unit, C.barrier_unit + 1, gl.int64, [2 * C.stages, 1], mbarrier.MBarrierLayout()
-    )  # fmt: skip
-    thread = gl.arange(0, C.threads, C.threads_layout)
-    gl.inline_asm_elementwise(C.barriers.init, "=r,r", [thread], dtype=gl.int32, is_pure=False, pack=1)
+        y_tile = view(shared, C.regions, "y", C.y, y_desc.block_type.shape, y_desc.layout)
+    barriers = make_barriers(shared, C)
     if C.paired:
         P: gl.constexpr = C.pair
-        run(P.init, "=r,r", [thread])
+        run(P.init, "=r,r", [gl.arange(0, C.threads, C.threads_layout)])
     fence_async_shared()
     barrier()
-    read = (x_desc, w_desc, x_ring, w_ring, barriers, token_tiles, channel_tiles, turns)
-    beside = (x_scale, x_zero, w_scale, sums, bias, y_scale)
-    out = (y_desc, y, y_tile)
-    work = (
-        x_ring, w_ring, out, w_scale, beside, partial, arrived, token_tiles, channel_tiles, turns, groups, M, N
-    )  # fmt: skip
+    tiles = Tiles(token_tiles, channel_tiles, iterations)
+    applied = Applied(x_scale, x_zero, w_scale, sums, bias, y_scale)
+    out = Output(y_desc, y, y_tile, M, N)
+    products = Products(x, w, w_scale, groups, SplitK(partial, arrived), applied, out, tiles)
+    copies = Copies(x_desc, w_desc, x, w, barriers, tiles)
     if C.paired:
         gl.warp_specialize(
-            [(math, (work, C)), (load, (read, C)), (say_ready, (1, C)), (say_ready, (2, C))], [1, 1, 2], [24, 24, 24]
+            [(math, (products, C)), (load, (copies, C)), (say_ready, (1, C)), (say_ready, (2, C))], [1, 1, 2], [24, 24, 24]
         )  # fmt: skip
     else:
-        gl.warp_specialize([(math, (work, C)), (load, (read, C))], [1], [24])
+        gl.warp_specialize([(math, (products, C)), (load, (copies, C))], [1], [24])
 
 
 @functools.lru_cache(maxsize=1024)
@@ -473,14 +400,11 @@ class ScaledPlan(TilePlan):
     """The plan of a product with weights of 8 bits."""
 
     def __init__(self, shape: ScaledShape, tile: ScaledTile, config: ScaledGemm, sm_count: int) -> None:
-        super().__init__(shape, tile, config, sm_count)
+        super().__init__(scaled_gemm, shape, tile, config, sm_count)
         self.groups = -(-shape.k // STAGE_K)
-        self.turns = -(-self.groups // config.turn)
-        self.w_descriptor = functools.lru_cache(maxsize=1024)(self._w_descriptor)
-
-    def _w_descriptor(self, address: int, stride: int) -> TensorDescriptor:
-        w, block = Address(address, self.config.w_type), [self.config.tile_channels, STAGE_K]
-        return TensorDescriptor(w, [self.shape.n, self.shape.k], [stride, 1], block, OPERAND_LAYOUT)
+        self.iterations = -(-self.groups // config.iteration_stages)
+        block = (config.tile_channels, STAGE_K)
+        self.w_descriptor = descriptors(config.w_type, (shape.n, shape.k), block, OPERAND_LAYOUT, seen=1024)
 
     def __call__(
         self, x: Tensor, x_scale: Tensor, x_zero: Tensor | None, codes: Tensor, scale: Tensor | None,
@@ -491,12 +415,9 @@ class ScaledPlan(TilePlan):
         m, n = self.shape.m, self.shape.n
         y = torch.empty((m, n), dtype=self.config.y_type, device=x.device)
         meeting = partial.view(torch.int32) if self.config.total is gl.int32 else partial
-        arguments = (
+        self.launch(
             self.x_descriptor(x.data_ptr(), x.stride(0)), self.w_descriptor(codes.data_ptr(), codes.stride(0)),
             self.y_descriptor(y.data_ptr()), y, x_scale, x_zero, channel_scale if scale is None else scale, sums, bias, y_scale,
-            meeting, arrived, m, n, *self.tiles, self.turns, self.groups, self.config,
+            meeting, arrived, m, n, *self.tiles, self.iterations, self.groups, self.config,
         )  # fmt: skip
-        if self.kernel is None:
-            self.kernel = compiled(scaled_gemm, self.grid, arguments, self.config.warps, 2 if self.tile.pair else 1)
-        self.kernel[self.launches](*arguments)
         return y

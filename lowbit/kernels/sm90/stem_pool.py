@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.conv import ConvSpec, output_size
-from lowbit.kernels.choose_conv import UNIT
-from lowbit.kernels.gluon import CompiledKernel, barrier, fence_async_shared, gl, gluon, part, ptx, run, source_digest
+from lowbit.kernels.choose.conv import UNIT
 from lowbit.kernels.parts.conv_inputs import await_inputs, map_arrived
 from lowbit.kernels.parts.conv_tile import UNIT_WORDS
+from lowbit.kernels.parts.gluon import CompiledKernel, barrier, fence_async_shared, gl, gluon, part, ptx, run, source_digest
+from lowbit.kernels.parts.pipeline import StageBarriers
 from lowbit.kernels.parts.requantize import Requantize
-from lowbit.kernels.parts.stages import StageBarriers
 from lowbit.kernels.parts.stem_rows import ACROSS, COLUMNS, GET, ROW_BYTES, StemRows, put
 from lowbit.kernels.sm90.tensor_map import image_map
 from lowbit.pack.conv_layout import GROUP, PackedConv

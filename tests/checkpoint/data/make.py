@@ -352,16 +352,23 @@ def transformers(source, out):
 
 def modelopt(source, out):
     """Exports for Transformers, and weights as ModelOpt's own tensors dequantize them."""
+    import copy
+
     import modelopt.torch.quantization as mtq
     from modelopt.torch.export import export_hf_checkpoint
+    from modelopt.torch.export.quant_utils import pack_int4_in_uint8
     from modelopt.torch.quantization.qtensor import NVFP4QTensor
     from transformers import AutoModelForCausalLM
 
     texts = torch.randint(0, 100, (8, 32))
-    for name in ("NVFP4_DEFAULT_CFG", "W4A16_NVFP4_CFG", "FP8_DEFAULT_CFG"):
+    for name in ("NVFP4_DEFAULT_CFG", "W4A16_NVFP4_CFG", "FP8_DEFAULT_CFG", "INT4_AWQ_CFG"):
         folder = out / f"modelopt-{name.removesuffix('_CFG').removesuffix('_DEFAULT').lower().replace('_', '-')}"
         net = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-        net = mtq.quantize(net, getattr(mtq, name), lambda model: [model(row[None]) for row in texts])
+        config = copy.deepcopy(getattr(mtq, name))
+        for row in config["quant_cfg"]:
+            if row.get("cfg", {}).get("block_sizes", {}).get(-1) == 128:
+                row["cfg"]["block_sizes"][-1] = 32  # 128 does not divide the tiny model's channels
+        net = mtq.quantize(net, config, lambda model: [model(row[None]) for row in texts])
         with torch.inference_mode():
             export_hf_checkpoint(net, dtype=torch.float32, export_dir=str(folder))
         expected = {}
@@ -370,6 +377,11 @@ def modelopt(source, out):
                 packed = NVFP4QTensor(torch.Size((len(t["weight"]), 2 * t["weight"].shape[1])), torch.float32, t["weight"])
                 scales = {"scale": t["weight_scale"], "double_scale": t["weight_scale_2"], "block_sizes": {-1: 16}}
                 weight = packed.dequantize(torch.float32, **scales)
+            elif t["weight"].dtype == torch.uint8:  # ModelOpt has no function for these; what its own one packs again is right
+                signed = torch.stack((t["weight"] & 15, t["weight"] >> 4), dim=1).flatten(0, 1).to(torch.int8)
+                weight = torch.where(signed > 7, signed - 16, signed) * t["weight_scale"].repeat_interleave(32, dim=1)
+                assert torch.equal(pack_int4_in_uint8(weight, t["weight_scale"], 32), t["weight"])
+                weight = weight * t.get("pre_quant_scale", torch.ones(1))
             else:
                 weight = t["weight"].float() * t["weight_scale"]
             expected[layer] = sha(weight)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowbit.formats.conv import SumSpec, code_range, requantize
-from lowbit.kernels.conv_reference import sum_reference
+from lowbit.kernels.reference.conv import sum_reference
 from lowbit.ops.code_sum import sum_codes
 from lowbit.pack.nhwc64 import Nhwc64
 from tests.kernels.sass import compile_triton

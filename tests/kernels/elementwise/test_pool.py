@@ -8,8 +8,8 @@ import torch
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
 from lowbit.formats.conv import code_range
-from lowbit.kernels.conv_reference import average_pool_reference, max_pool_reference, quantize_reference
 from lowbit.kernels.elementwise.pool import average_codes, average_pool, average_pool_kernel, max_pool, max_pool_kernel
+from lowbit.kernels.reference.conv import average_pool_reference, max_pool_reference, quantize_reference
 from lowbit.pack.nhwc64 import Nhwc64
 from tests.kernels.sass import compile_triton
 

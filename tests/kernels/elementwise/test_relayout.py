@@ -8,8 +8,8 @@ import torch
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
 from lowbit.formats.conv import code_range
-from lowbit.kernels.conv_reference import quantize_reference
 from lowbit.kernels.elementwise.relayout import _planes, pack, pack_kernel, pack_stem, stem_kernel, unpack, unpack_kernel
+from lowbit.kernels.reference.conv import quantize_reference
 from lowbit.pack.nhwc64 import Nhwc64
 from lowbit.pack.stem import StemImages
 from tests.kernels.sass import compile_triton

@@ -6,7 +6,7 @@ import pytest
 
 from lowbit.formats import number_format
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose import GemmShape, RingTile, candidates
+from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile, candidates
 from lowbit.pack import WeightForm
 from tests.kernels.sass import compile_kernel
 

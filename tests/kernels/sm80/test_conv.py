@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as functional
 
 from lowbit.formats.conv import ACTIVATIONS, ConvLayer, SecondProduct, code_range, requantize
-from lowbit.kernels.conv_reference import conv_reference
+from lowbit.kernels.reference.conv import conv_reference
 from lowbit.pack.conv_fragment import FRAGMENTS, MmaFragments, fragment_bits
 from lowbit.pack.conv_layout import column_order
 from lowbit.pack.nhwc64 import Nhwc64

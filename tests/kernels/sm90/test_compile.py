@@ -8,13 +8,13 @@ import pytest
 
 from lowbit.formats import number_format
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose import GemmShape, WgmmaTile, choose
+from lowbit.kernels.choose.mixed_gemm import GemmShape, WgmmaTile, choose
 from lowbit.pack import WeightForm
 from tests.kernels.sass import compile_kernel
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
-from lowbit.kernels.gluon import gl
+from lowbit.kernels.parts.gluon import gl
 from lowbit.kernels.sm90.mixed_gemm import _config, wgmma_gemm
 
 PRODUCT = re.compile(r"[HIQ]GMMA\S* R\d+, R(\d+),")
@@ -30,12 +30,13 @@ def compiled(
     assert isinstance(tile, WgmmaTile)
     config = _config(tile, WeightForm(fmt, group, zero, scale_dtype, scaled_twice), dtype, bias, tile.splits == 1)
     words = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    half = gl.NVMMASharedLayout.get_default_for([tile.tokens, 64], config.half)
-    stored = gl.NVMMASharedLayout.get_default_for([tile.tokens, config.rows], config.half)
-    planes = [f"tensordesc<i32[{config.warps}, {32 * config.plane_words(p)}],{words!r}>" for p in range(config.planes)]
+    half = gl.NVMMASharedLayout.get_default_for([tile.tokens, 64], config.y)
+    stored = gl.NVMMASharedLayout.get_default_for([tile.tokens, config.rows], config.y)
+    widths = [32 * config.decode.plane_words(p) for p in range(config.decode.planes)]
+    planes = [f"tensordesc<i32[{config.warps}, {width}],{words!r}>" for width in widths]
     w = [*planes, None, None][:3]
     y = f"tensordesc<{dtype}[{tile.tokens}, {config.rows}],{stored!r}>"
-    integers = ("M", "N", "token_tiles", "row_tiles", "turns", "scale_strip", "last_group", "strips")
+    integers = ("M", "N", "token_tiles", "channel_tiles", "iterations", "scale_strip", "last_group", "strips")
     signature = dict(w_desc=w[0], w_desc_1=w[1], w_desc_2=w[2], x_desc=f"tensordesc<{dtype}[{tile.tokens}, 64],{half!r}>")
     signature |= dict(
         y_desc=y if config.store_by_tma else None,

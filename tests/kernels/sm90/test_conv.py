@@ -10,9 +10,9 @@ pytest.importorskip("triton.experimental.gluon", reason="kernels are written in 
 
 from lowbit.bench.resnet50 import blocks
 from lowbit.formats.conv import ACTIVATIONS, CODES, ConvLayer, SecondProduct, code_range, requantize
-from lowbit.kernels.choose_conv import ConvTile
-from lowbit.kernels.conv_reference import conv_reference
+from lowbit.kernels.choose.conv import ConvTile
 from lowbit.kernels.parts.conv_tile import WgmmaConv
+from lowbit.kernels.reference.conv import conv_reference
 from lowbit.kernels.sm90.conv import PreparedConv, wgmma_conv
 from lowbit.kernels.sm90.conv_strip import PreparedStrip, StripConv, strip_conv
 from lowbit.ops.conv import prepare_conv

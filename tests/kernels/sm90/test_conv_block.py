@@ -12,8 +12,8 @@ pytest.importorskip("triton.experimental.gluon", reason="kernels are written in 
 
 from lowbit.formats.conv import SecondProduct
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose_conv import block_tile
-from lowbit.kernels.conv_reference import conv_reference
+from lowbit.kernels.choose.conv import block_tile
+from lowbit.kernels.reference.conv import conv_reference
 from lowbit.kernels.sm90.conv_block import BlockConv, block_conv
 from lowbit.ops.conv_block import block_launcher, prepare_block
 from lowbit.pack.nhwc64 import Nhwc64

@@ -10,8 +10,8 @@ pytest.importorskip("triton.experimental.gluon", reason="kernels are written in 
 
 from lowbit.formats.conv import CODES, ConvLayer, SecondProduct
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose_conv import choose_conv, deep_refusals, deep_tile, steps_of
-from lowbit.kernels.conv_reference import conv_reference
+from lowbit.kernels.choose.conv import choose_conv, deep_refusals, deep_tile, steps_of
+from lowbit.kernels.reference.conv import conv_reference
 from lowbit.kernels.sm90.conv_deep import PreparedDeep, deep_config, deep_conv
 from lowbit.pack.conv_weight import WgmmaPieces
 from lowbit.pack.nhwc64 import Nhwc64

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose import GemmShape, choose
+from lowbit.kernels.choose.mixed_gemm import GemmShape, choose
 from lowbit.pack import WeightForm
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
@@ -37,7 +37,7 @@ def test_descriptors_describe_the_operands():
 def test_the_grid_and_the_turns_cover_the_product():
     made = plan(300, 5000, 1000, 4, "int4", 128)
     assert made.tiles[0] * made.tile.tokens >= 300 and made.tiles[1] * made.tile.rows >= 5000
-    assert made.turns * 128 >= 1000 > (made.turns - 1) * 128
+    assert made.iterations * 128 >= 1000 > (made.iterations - 1) * 128
     assert made.last_group == 7 and made.grid[0] <= 132
 
 

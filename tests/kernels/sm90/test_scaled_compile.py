@@ -9,14 +9,14 @@ import torch
 
 from lowbit.formats import parse_scheme
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose_scaled import ScaledTile, candidates_scaled, choose_scaled
+from lowbit.kernels.choose.scaled_gemm import ScaledTile, candidates_scaled, choose_scaled
 from lowbit.ops.byte_gemm import scaled_shape
 from tests.kernels.sass import TRITON, compile_kernel
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
-from lowbit.kernels.gluon import gl
 from lowbit.kernels.parts.epilogue import TYPES
+from lowbit.kernels.parts.gluon import gl
 from lowbit.kernels.sm90.narrow_scaled_gemm import narrow_config, narrow_scaled_gemm
 from lowbit.kernels.sm90.scaled_gemm import scaled_config, scaled_gemm
 from tests.kernels.sm90.test_compile import check_barriers, check_operands_in_flight, main_loop
@@ -61,18 +61,18 @@ def eight(scheme, m, n=8192, k=8192, dtype=torch.bfloat16, x_scale="token", x_ze
     return config, compile_kernel(scaled_gemm, signature, config, ("y", "partial"), config.warps, 90)
 
 
-INTEGERS = ("M", "N", "token_tiles", "channel_tiles", "turns", "groups")
+INTEGERS = ("M", "N", "token_tiles", "channel_tiles", "iterations", "groups")
 
 
 def narrow(scheme, m, n=8192, k=8192, dtype=torch.bfloat16, x_zero=False, function="none", tile=None):
     shape = scaled_shape(parse_scheme(scheme), m, n, k)
     tile = tile or choose_scaled(shape, typical_machine(90))
     config = narrow_config(shape, tile, parse_scheme(scheme), dtype, "token", x_zero, True, function)
-    planes = [descriptor("i32", [config.warps, 32 * config.plane_words(p)], WORDS) for p in range(config.planes)]
+    planes = [descriptor("i32", [config.warps, 32 * config.decode.plane_words(p)], WORDS) for p in range(config.decode.planes)]
     of = common(config) | dict(zip(("w_desc", "w_desc_1", "w_desc_2"), [*planes, None, None], strict=False))
     of["scale_desc"] = descriptor("fp16", [1, config.rows], HALVES) if config.grouped else None
     of["channel_scale"] = None if config.grouped else "*fp32"
-    integers = ("M", "N", "token_tiles", "row_tiles", "turns")
+    integers = ("M", "N", "token_tiles", "channel_tiles", "iterations")
     order = (
         *("w_desc", "w_desc_1", "w_desc_2", "x_desc", "scale_desc", "y_desc", "y", "x_scale", "x_zero", "channel_scale"),
         *("sums", "bias", "y_scale", "partial", "arrived"),
@@ -98,10 +98,11 @@ def test_eight_bits(scheme, m):
     products = [line for line in kernel.lines if product_name(scheme) in line]
     per_stage = 4 * (config.columns // config.accumulator.instr_shape[1])
     # By halves: one starts before the loop, two in it and one after it.
-    expected = 4 * 4 if config.by_halves else per_stage * config.turn
+    expected = 4 * 4 if config.by_halves else per_stage * config.iteration_stages
     assert len(products) == expected and all("gdesc" in line for line in products)
     # A serialized kernel waits after every product (ptxas' remark C7510 and its neighbours).
-    assert kernel.count("WARPGROUP.DEPBAR") == (4 if config.by_halves else 1 if config.promote and config.turn == 1 else 2)
+    one_wait = config.promote and config.iteration_stages == 1
+    assert kernel.count("WARPGROUP.DEPBAR") == (4 if config.by_halves else 1 if one_wait else 2)
     assert kernel.count("UTMALDG") > 0 and kernel.count("ACQBULK") > 0
     assert kernel.shared_bytes <= 227 * 1024
     check_barriers(config, kernel)
@@ -183,4 +184,4 @@ def test_candidates_fit_the_machine(scheme):
         for tile in rows:
             make = scaled_config if shape.bits == 8 else narrow_config
             config = make(shape, tile, parsed, torch.bfloat16, "token", False, False)
-            assert 1024 * (config.barrier_unit + 1) <= 226 * 1024, str(tile)  # Triton adds about 100 bytes
+            assert config.regions.bytes <= 226 * 1024, str(tile)  # Triton adds about 100 bytes

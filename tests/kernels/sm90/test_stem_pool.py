@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.conv_reference import conv_reference, max_pool_reference
+from lowbit.kernels.reference.conv import conv_reference, max_pool_reference
 from lowbit.kernels.sm90.stem_pool import BLOCKS, PreparedStemPool, StemPool, stem_pool
 from lowbit.ops.conv import STEM_POOL, prepare_stem
 from lowbit.pack.nhwc64 import Nhwc64

@@ -1,0 +1,320 @@
+"""Which kernel and which tile multiply a problem: candidates, why some cannot, what each would cost, the choice.
+
+Pure functions of a problem and a machine: no GPU is asked, so a laptop can say what a server would do and why. Costs are
+modelled microseconds; their constants were measured on an H200 (2026-11-21, Triton 3.6, torch 2.11; docs/log.md) and
+only have to put the candidates in the right order.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+from lowbit.hardware.machine import Machine
+from lowbit.kernels.choose.candidate import Candidate, first_that_can, ordered
+
+RING_TOKENS = 16
+"""Beyond this the ring kernel loses: its warps each bring their own x, the wgmma kernel's share it."""
+
+INVARIANT_WARPS = 8
+"""Warps that share K in ring tiles whose sums do not depend on m."""
+
+SMALL_TOKENS = 8
+"""Tokens of one mma.sync: up to here x costs little, and the ring kernel, which the memory binds, always wins."""
+
+
+@dataclass(frozen=True)
+class GemmShape:
+    """What decides about speed: y[m, n] = x[m, k] . w[n, k]^T with codes of `bits` bits."""
+
+    m: int
+    n: int
+    k: int
+    bits: int
+
+    @property
+    def strips(self) -> int:
+        """Strips of 16 rows of w."""
+        return -(-self.n // 16)
+
+    def steps(self, size: int) -> int:
+        """Steps of `size` k that cover K."""
+        return -(-self.k // size)
+
+
+@dataclass(frozen=True)
+class RingTile:
+    """Configuration of kernels/sm80/mixed_gemm.py; see there."""
+
+    tokens: int
+    strips: int
+    rounds: int
+    warps_n: int
+    warps_k: int
+    splits: int
+
+    @property
+    def block_strips(self) -> int:
+        return self.strips * self.warps_n
+
+    def __str__(self) -> str:
+        return (
+            f"ring {self.block_strips * 16} rows x {self.tokens} tokens, {self.warps_n} x {self.warps_k} warps of "
+            f"{self.strips} strips, ring of {self.strips * self.rounds}, K split {self.splits}"
+        )
+
+
+@dataclass(frozen=True)
+class WgmmaTile:
+    """Configuration of kernels/sm90/mixed_gemm.py; see there."""
+
+    tokens: int
+    warpgroups: int
+    stages: int
+    splits: int
+    token_group: int
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.warpgroups
+
+    def __str__(self) -> str:
+        return f"wgmma {self.rows} rows x {self.tokens} tokens, {self.stages} stages, K split {self.splits}"
+
+
+Tile = RingTile | WgmmaTile
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a GPU said on a day: for a shape, `tile` took `us` where the modelled choice took `instead_us`."""
+
+    product: str
+    date: str
+    shape: GemmShape
+    tile: Tile
+    us: float
+    instead_us: float
+
+    def __str__(self) -> str:
+        margin = 100 * (1 - self.us / self.instead_us)
+        return f"measured on {self.product}, {self.date}, M {self.shape.m}: {self.us:g} us, {margin:.0f} % less than modelled"
+
+    def holds_for(self, shape: GemmShape, machine: Machine) -> bool:
+        """Whether the problem is this one, or one with fewer tokens, down to half as many."""
+        same = (self.product, self.shape.n, self.shape.k, self.shape.bits) == (machine.product, shape.n, shape.k, shape.bits)
+        return same and self.shape.m < 2 * shape.m <= 2 * self.shape.m
+
+
+@dataclass(frozen=True)
+class GemmCandidate(Candidate[Tile]):
+    """A candidate with the measurement that puts it first, if there is one."""
+
+    measured: Measured | None = None
+
+    @property
+    def rank(self) -> tuple[bool, bool, float]:
+        return bool(self.reasons), self.measured is None, self.cost_us
+
+
+def candidates(shape: GemmShape, machine: Machine, *, batch_invariant: bool = False) -> list[GemmCandidate]:
+    """Every tile considered for a problem: what was measured to be best, then the cheapest first, those that cannot last.
+
+    With `batch_invariant`, only tiles whose sums do not depend on m: row i of y then has the same bits in any batch.
+    """
+    rows = [_wgmma_candidate(tile, shape, machine) for tile in _wgmma_tiles(shape)] if "wgmma" in machine.arch.features else []
+    if batch_invariant and rows:
+        return ordered([row for row in rows if isinstance(row.tile, WgmmaTile) and row.tile.splits == 1])
+    if shape.m <= RING_TOKENS or not rows:
+        rings = [_ring_candidate(tile, shape, machine) for tile in _ring_tiles(shape, machine)]
+        if batch_invariant:  # slices of K are those of the warps that share them
+            return ordered([row for row in rings if (row.tile.warps_k, row.tile.splits) == (INVARIANT_WARPS, 1)])  # type: ignore[union-attr]
+        rows = rings if shape.m <= SMALL_TOKENS else rows + rings
+    known = {row.tile: row for row in MEASURED if row.holds_for(shape, machine)}
+    return ordered([replace(row, measured=known.get(row.tile)) for row in rows])
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(shape: GemmShape, machine: Machine, batch_invariant: bool = False) -> Tile:
+    """The first of the candidates that can; raises ValueError with everybody's reasons when none can."""
+    return first_that_can(candidates(shape, machine, batch_invariant=batch_invariant), shape, machine)
+
+
+# ---- the ring kernel
+
+
+def _ring_tiles(shape: GemmShape, machine: Machine) -> list[RingTile]:
+    tokens = SMALL_TOKENS if shape.m <= SMALL_TOKENS else 16
+    steps = -(-shape.k // 128)
+    few = tokens == SMALL_TOKENS
+    tiles = []
+    for splits in (1,) if few else (1, 2, 4):
+        for warps_n, warps_k in ((1, 16), (1, 8), (2, 4)) if few else ((1, 8), (2, 4)):
+            for strips in range(1, 9):
+                if strips * warps_n > shape.strips or (warps_k == 16 and strips > 4):
+                    continue
+                turns = -(-steps // (warps_k * splits))
+                # 64 KiB of codes in flight on an SM hide the latency of memory; a longer ring only copies more of x.
+                in_flight = max(1, round(65536 / (warps_n * warps_k * strips * 256 * shape.bits)))
+                rounds = max(1, min(in_flight, 8 // strips, turns if turns <= 4 else 2))
+                tiles.append(RingTile(tokens, strips, rounds, warps_n, warps_k, splits))
+    return tiles
+
+
+def _ring_candidate(tile: RingTile, shape: GemmShape, machine: Machine) -> GemmCandidate:
+    reasons = []
+    per_round = tile.strips * (256 * shape.bits + 256) + 256 * tile.tokens
+    shared = tile.warps_n * tile.warps_k * tile.rounds * per_round
+    if shared > machine.arch.shared_per_block_bytes:
+        reasons.append(f"needs {shared:,} bytes of shared memory, a block has {machine.arch.shared_per_block_bytes:,}")
+    return GemmCandidate(tile, tuple(reasons), _ring_cost(tile, shape, machine))
+
+
+def _ring_cost(tile: RingTile, shape: GemmShape, machine: Machine) -> float:
+    """Launch, then the longest SM: its weights at its share of the memory, its x and its decoding beside them.
+
+    x costs once per row of warps, since each warp copies its own: 16 tokens of x are as many bytes as 4 strips of int4.
+    """
+    blocks = -(-shape.strips // tile.block_strips) * tile.splits * -(-shape.m // tile.tokens)
+    waves = -(-blocks // machine.sm_count)
+    read = machine.read_bytes
+    k = shape.k / tile.splits
+    weights = tile.block_strips * 16 * k * shape.bits / 8
+    x = tile.warps_n * min(shape.m, tile.tokens) * k * 2
+    # A block's share of the memory; the L2 serves x and weights together at about 1.15 of the memory's rate.
+    memory_us = waves * max(weights * machine.sm_count / read, (weights + x) * machine.sm_count / (1.15 * read)) * 1e6
+    steps_per_warp = -(-shape.steps(128) // (tile.warps_k * tile.splits))
+    # A step of one strip occupies a warp for about 0.25 us with 16 tokens and 0.15 with 8, two warps for each scheduler.
+    latency_us = waves * steps_per_warp * tile.strips * (0.16 if tile.tokens > SMALL_TOKENS else 0.1)
+    meet_us = 2.5 if tile.splits > 1 else 0.0
+    # More warps hide more; more blocks one after the other cost their starts.
+    starts_us = 0.3 + (waves - 1) * (2.2 if tile.tokens > SMALL_TOKENS else 0.3)
+    return 3.5 + max(memory_us, latency_us) + meet_us + starts_us - 0.02 * tile.warps_n * tile.warps_k
+
+
+# ---- the wgmma kernel
+
+
+def _wgmma_tiles(shape: GemmShape) -> list[WgmmaTile]:
+    tiles = []
+    for tokens, warpgroups in _STAGE_CYCLES:
+        stage = 64 * warpgroups * 8 * shape.bits + 128 * tokens
+        stored = 128 * warpgroups * tokens
+        stages = min(8, (230_000 - stored) // stage // 2 * 2)
+        turns = shape.steps(128)
+        tiles += [WgmmaTile(tokens, warpgroups, stages, splits, 2) for splits in (1, 2, 3, 4, 8) if splits <= turns]
+    return tiles
+
+
+_STAGE_CYCLES = {
+    # (tokens, warpgroups): cycles for 64 k of a tile, from whole kernels on an H200 at 1.755 GHz (see the module)
+    (256, 2): 1060,
+    (128, 2): 570,
+    (64, 4): 740,
+    (64, 2): 436,
+    (32, 4): 617,
+    (32, 2): 388,
+    (16, 4): 548,
+    (16, 2): 373,
+}
+
+
+def _wgmma_candidate(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> GemmCandidate:
+    reasons = []
+    if tile.stages < 2:
+        reasons.append(f"{shape.bits}-bit tiles leave room for {tile.stages} stages, 2 are needed")
+    return GemmCandidate(tile, tuple(reasons), _wgmma_cost(tile, shape, machine))
+
+
+def _wgmma_cost(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> float:
+    """Launch, then waves of tiles: the steps along K, storing, and for splits the way through the L2."""
+    tiles = -(-shape.m // tile.tokens) * -(-shape.n // tile.rows) * tile.splits
+    waves = -(-tiles // machine.sm_count)
+    turns = -(-shape.steps(128) // tile.splits)
+    main_us = waves * turns * 2 * _STAGE_CYCLES[tile.tokens, tile.warpgroups] / 1755
+    store_us = waves * tile.tokens * tile.rows * 2.2e-5
+    read = machine.read_bytes
+    meet_us = 0.0
+    if tile.splits > 1:
+        sums = tile.tokens * tile.rows * 4
+        meet_us = 1.5 + waves * (1.0 + sums * (tile.splits + 1) / 70e3) + tiles * sums / read * 1e6 / 2
+    memory_us = shape.n * shape.k * shape.bits / 8 / read * 1e6
+    return 3.5 + max(main_us, memory_us) + store_us + meet_us
+
+
+# ---- where the model is wrong by more than 3 %: rows printed by `lowbit bench tiles`
+
+MEASURED: tuple[Measured, ...] = (
+    Measured(
+        "H200",
+        "2026-11-21",
+        GemmShape(m=1, n=28672, k=8192, bits=4),
+        RingTile(tokens=8, strips=7, rounds=1, warps_n=1, warps_k=8, splits=1),
+        30.4,
+        32.3,
+    ),
+    Measured(
+        "H200",
+        "2026-11-21",
+        GemmShape(m=16, n=6144, k=4096, bits=4),
+        RingTile(tokens=16, strips=6, rounds=1, warps_n=1, warps_k=8, splits=2),
+        7.8,
+        8.4,
+    ),
+    Measured(
+        "H200",
+        "2026-11-21",
+        GemmShape(m=128, n=6144, k=4096, bits=4),
+        WgmmaTile(tokens=128, warpgroups=2, stages=8, splits=2, token_group=2),
+        18.3,
+        19.0,
+    ),
+    Measured(
+        "H200",
+        "2026-11-21",
+        GemmShape(m=1, n=4096, k=4096, bits=4),
+        RingTile(tokens=8, strips=2, rounds=4, warps_n=1, warps_k=8, splits=1),
+        4.5,
+        4.9,
+    ),
+    Measured(
+        "H200",
+        "2026-11-21",
+        GemmShape(m=16, n=4096, k=4096, bits=4),
+        RingTile(tokens=16, strips=8, rounds=1, warps_n=1, warps_k=8, splits=4),
+        7.0,
+        8.0,
+    ),
+    Measured(
+        "H200",
+        "2026-11-21",
+        GemmShape(m=256, n=4096, k=4096, bits=4),
+        WgmmaTile(tokens=128, warpgroups=2, stages=8, splits=2, token_group=2),
+        18.4,
+        19.1,
+    ),
+    Measured(
+        "H200",
+        "2026-11-21",
+        GemmShape(m=1, n=4096, k=14336, bits=4),
+        RingTile(tokens=8, strips=2, rounds=2, warps_n=1, warps_k=8, splits=1),
+        11.8,
+        12.8,
+    ),
+    Measured(
+        "H200",
+        "2026-11-21",
+        GemmShape(m=128, n=2048, k=2048, bits=4),
+        WgmmaTile(tokens=32, warpgroups=2, stages=8, splits=2, token_group=2),
+        7.9,
+        9.1,
+    ),
+    Measured(
+        "H200",
+        "2026-11-21",
+        GemmShape(m=32, n=8192, k=8192, bits=6),
+        WgmmaTile(tokens=32, warpgroups=2, stages=8, splits=2, token_group=2),
+        18.6,
+        19.4,
+    ),
+)

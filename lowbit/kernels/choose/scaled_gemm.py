@@ -1,0 +1,190 @@
+"""Which tile multiplies 8-bit activations: candidates, why some cannot, what each would cost, the choice.
+
+Pure functions of a problem and a machine, as choose/mixed_gemm.py; costs only have to put the candidates in the right order.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+from lowbit.hardware.machine import Machine
+from lowbit.kernels.choose.candidate import Candidate, first_that_can, ordered
+
+
+@dataclass(frozen=True)
+class ScaledShape:
+    """What decides about speed: y[m, n] = x[m, k] . w[n, k]^T with 8-bit x and codes of `bits` bits.
+
+    `integer`: int8, else fp8. `grouped`: w has scales of groups of 128; `blocks`, `x_blocks`: w, x have scales of blocks.
+    """
+
+    m: int
+    n: int
+    k: int
+    bits: int
+    integer: bool = True
+    grouped: bool = False
+    blocks: bool = False
+    x_blocks: bool = False
+
+    @property
+    def apart(self) -> bool:
+        """Whether every 128 k are summed on their own and then added in fp32: scales change there, or fp8 sums would lose."""
+        return self.grouped or self.blocks or self.x_blocks or (PROMOTED and not self.integer)
+
+
+PROMOTED = True
+"""Whether fp8 products are summed in fp32 every 128 k; docs/numerics.md has the errors with and without."""
+
+
+@dataclass(frozen=True)
+class ScaledTile:
+    """Configuration of kernels/sm90/scaled_gemm.py, and of narrow_scaled_gemm.py for fewer than 8 bits; see there."""
+
+    tokens_are_rows: bool
+    warpgroups: int
+    columns: int
+    stages: int
+    splits: int
+    token_group: int
+    pair: bool = False
+    """Whether both splits are one cluster of two blocks, each of which ends up with one half of the columns."""
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.warpgroups
+
+    @property
+    def tokens(self) -> int:
+        return self.rows if self.tokens_are_rows else self.columns
+
+    @property
+    def channels(self) -> int:
+        return self.columns if self.tokens_are_rows else self.rows
+
+    def __str__(self) -> str:
+        order = "x . w^T" if self.tokens_are_rows else "w . x^T"
+        split = "K split over a pair of blocks" if self.pair else f"K split {self.splits}"
+        return f"wgmma 8-bit {order}, {self.tokens} tokens x {self.channels} channels, {self.stages} stages, {split}"
+
+
+def candidates_scaled(shape: ScaledShape, machine: Machine, *, batch_invariant: bool = False) -> list[Candidate[ScaledTile]]:
+    """Every tile considered for a problem, the cheapest first, those that cannot last.
+
+    With `batch_invariant`, only tiles whose sums do not depend on m: all where they are exact integers until the end, else
+    those that do not split K. Row i of y then has the same bits in any batch.
+    """
+    tiles = [tile for tile in _tiles(shape) if not (batch_invariant and shape.apart and tile.splits > 1)]
+    return ordered(Candidate(tile, _reasons(tile, shape), _cost(tile, shape, machine)) for tile in tiles)
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_scaled(shape: ScaledShape, machine: Machine, batch_invariant: bool = False) -> ScaledTile:
+    """The cheapest of the candidates that can; raises ValueError with everybody's reasons when none can."""
+    return first_that_can(candidates_scaled(shape, machine, batch_invariant=batch_invariant), shape, machine)
+
+
+def shared_bytes(tile: ScaledTile, shape: ScaledShape) -> int:
+    """Shared memory that a tile takes with its stages, its store and its barriers."""
+    return tile.stages * _stage_bytes(tile, shape) + _store_bytes(tile) + 1024
+
+
+def _stage_bytes(tile: ScaledTile, shape: ScaledShape) -> int:
+    of_scales = 2 * tile.channels if shape.grouped else 0
+    return 128 * tile.tokens + 16 * shape.bits * tile.channels + of_scales
+
+
+def _store_bytes(tile: ScaledTile) -> int:
+    if tile.pair:
+        return tile.rows * tile.columns
+    return 2 * tile.rows * min(tile.columns, 128) if tile.splits == 1 else 0
+
+
+SHARED_BYTES = 230_400
+"""Of the 227 KiB of a block, less what Triton takes for itself and what rounding the parts up to 1 KiB adds."""
+MOST_STAGES, MOST_NARROW_STAGES = {8: 20, 16: 20}, {8: 10, 16: 10, 128: 6}
+"""Stages by columns, 12 for others. Fewer than fit where that is faster: 10 stages of narrow weights leave room for a block of
+the kernel that comes next (e4m3, M 16, 8192 x 8192: 13.8 us, with 16 stages 14.8; H200, 2026-11-21)."""
+
+
+def _tiles(shape: ScaledShape) -> list[ScaledTile]:
+    """Tiles that may be worth it: no more tokens than needed to be a power of two, K split only into pieces worth a start."""
+    narrow = shape.bits < 8
+    tiles = []
+    # Scales of blocks of x want tokens as rows: a thread then has two tokens to ask them for, not a quarter of the tile's. Sums
+    # by halves are a little faster so.
+    for swapped in (False, True) if shape.apart and not narrow and shape.m > 128 else (False,):
+        for warpgroups in (2, 4) if narrow else (1, 2):
+            for columns in (8, 16, 32, 64, 128, 256):
+                for splits, pair in ((1, False), (2, True), (2, False), (3, False), (4, False), (6, False), (8, False)):
+                    tile = ScaledTile(swapped, warpgroups, columns, 2, splits, 8, pair)
+                    if splits > max(-(-shape.k // 512), 1) or tile.tokens > max(8, 2 * shape.m - 1):
+                        continue
+                    room = (SHARED_BYTES - _store_bytes(tile) - 1024) // _stage_bytes(tile, shape)
+                    stages = min((MOST_NARROW_STAGES if narrow else MOST_STAGES).get(columns, 12), room)
+                    tiles.append(replace(tile, stages=stages // 2 * 2 if narrow else stages))
+    return tiles
+
+
+def _reasons(tile: ScaledTile, shape: ScaledShape) -> tuple[str, ...]:
+    reasons = []
+    if tile.stages < 2:
+        reasons.append(f"leaves room for {tile.stages} stages, 2 are needed")
+    # Sums apart take a second set of registers; 256 columns are then multiplied in two halves, without scales of blocks.
+    halves = (
+        tile.warpgroups == 2 and (tile.splits == 1 or tile.pair) and shape.k > 0 and not shape.blocks and not shape.x_blocks
+    )
+    most = (256 if halves else 128 if tile.warpgroups <= 2 else 16) if shape.apart else (256 if tile.warpgroups <= 2 else 64)
+    if tile.columns > most:
+        reasons.append(f"has sums of {tile.columns} columns, more than the registers hold")
+    if tile.pair and tile.columns < 16:
+        reasons.append("has no two halves of 8 columns")
+    if shape.blocks and tile.channels > 128:
+        reasons.append("reaches beyond one block of scales")
+    return tuple(reasons)
+
+
+CLOCK_MHZ = 1755
+L2_BYTES_PER_CYCLE = 50
+"""What an SM takes in from the L2: tiles of 64 x 128 to 64 x 256 with M 128 and 256 all came to 11.5 TB/s on 132 SMs."""
+
+_NARROW_STAGE_US = {
+    # (how sums leave the tensor core, int8): microseconds for 128 k of a tile of 128 channels by tokens, from whole kernels on
+    # an H200, 2026-11-21; N 8192. 256 where they leave it early: K 8192 and 28672, M 1024 and 4096, relative to 128.
+    ("whole", True): {8: 0.2, 16: 0.2, 32: 0.22, 64: 0.25, 128: 0.31, 256: 0.71},
+    ("whole", False): {8: 0.24, 16: 0.24, 32: 0.27, 64: 0.3, 128: 0.36, 256: 0.8},
+    ("grouped", True): {8: 0.2, 16: 0.21, 32: 0.25, 64: 0.3, 128: 0.46, 256: 0.85},
+    ("grouped", False): {8: 0.25, 16: 0.26, 32: 0.29, 64: 0.33, 128: 0.49, 256: 0.93},
+    ("promoted", False): {8: 0.25, 16: 0.26, 32: 0.29, 64: 0.31, 128: 0.45, 256: 0.8},
+}
+
+
+def _cost(tile: ScaledTile, shape: ScaledShape, machine: Machine) -> float:
+    """Launch, then waves of tiles, at the pace of the tensor cores, the L2 or the memory, and the splits' meeting."""
+    tiles = -(-shape.m // tile.tokens) * -(-shape.n // tile.channels) * tile.splits
+    waves = -(-tiles // machine.sm_count)
+    steps = -(-shape.k // (128 * tile.splits))
+    read = machine.read_bytes
+    memory_us = shape.n * shape.k * shape.bits / 8 / read * 1e6
+    if shape.bits < 8:
+        kind = "grouped" if shape.grouped else "promoted" if shape.apart else "whole"
+        per_stage = _NARROW_STAGE_US[kind, shape.integer][tile.columns] * (1.75 if tile.warpgroups == 4 else 1.0)
+        per_stage *= 1.15 if tile.pair and tile.columns == 256 else 1.0  # M 256, K 28672: 111 us, 2 x 128 tokens 103
+    else:
+        halves = 1.27 if tile.tokens_are_rows and not tile.pair else 1.3
+        slower = (halves if tile.columns == 256 else 1.4) if shape.apart else 1.12
+        from_l2 = _stage_bytes(tile, shape) / L2_BYTES_PER_CYCLE
+        per_stage = max(from_l2, tile.rows * tile.columns / 32 * slower, 130) / CLOCK_MHZ
+        per_stage *= 1.05 if shape.apart and tile.columns < 256 else 1.0
+    kib = tile.rows * tile.columns / 256
+    store_us = waves * tile.rows * tile.columns * 4e-5
+    meet_us = 0.5 + waves * 0.055 * kib * tile.splits if tile.splits > 1 else 0.0
+    if tile.pair:  # 128 x 256 sums: 7,400 cycles after the last product, 2,350 where nothing is swapped
+        meet_us = 1.0 + 0.03 * kib + 2.5 * (waves - 1)
+    # Tokens cost a little where the memory binds, and weights that are read once for each tile of tokens more.
+    # A pair, of 128 channels, reads x half as often as the tiles of 64 that otherwise have so few tokens.
+    x_us = shape.m * shape.k * (1.5e-6 if tile.pair else 3e-6) + 0.6 * (-(-shape.m // tile.tokens) - 1)
+    if shape.x_blocks and not tile.tokens_are_rows:
+        per_stage *= 1 + tile.columns / 256
+    return 2.5 + max(waves * steps * per_stage, memory_us + x_us) + store_us + meet_us

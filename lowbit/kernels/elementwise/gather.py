@@ -1,0 +1,140 @@
+"""out[m, i] = x[m, order[i]] * pre_quant_scale[order[i]]: x as the columns of the codes want it, once per call. Plain Triton.
+
+Reads   x fp16 or bf16 [M, K], any row stride; order int32 [K] or None; pre_quant_scale fp32, fp16 or bf16 [K] or None
+Writes  rows that start at multiples of 16 bytes, zeros from K up to there, as the matrix kernels want x
+Few     `gather_elements`: a block for some columns of one token, straight from memory; fast to start
+Many    `gather_rows`: two tokens a block, in pieces of 16 bytes to and from memory; the order is made in shared memory, where
+        an element of both tokens is one word, so that a random read fetches two elements
+Overlap lets the kernel after it start at once, and reads order and scale before the kernel before it has finished
+        (programmatic dependent launch, sm_90); the matrix kernel's weights are then on their way meanwhile
+Exact   the product in float32, rounded once to x's type. Tested: tests/kernels/elementwise/test_gather.py
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import cuda
+
+from lowbit.hardware.machine import Machine
+from lowbit.kernels.parts.launch import Launcher
+
+PIECE = 8
+"""Elements in 16 bytes: rows of the result start at multiples of it."""
+
+FEW_TOKENS = 32
+"""Up to here `gather_elements`: with K 8192, 2.3 against 2.2 us at 32 tokens and 3.8 against 2.4 at 64 (H200, 2026-11-21)."""
+
+MOST_COLUMNS = 32768
+"""Widest row that a block of `gather_rows` holds in its registers (compiled for sm_90 by Triton 3.6 and 3.9)."""
+
+
+# Strides count pieces wherever rows consist of them: from the factor 8 the compiler sees that it may move pieces.
+@triton.jit
+def existing(i, K, PIECES: tl.constexpr):
+    """Which columns exist, piece by piece where there is no part of one."""
+    if PIECES:
+        exist = i // 8 < K // 8
+    else:
+        exist = i < K
+    return exist
+
+
+@triton.jit
+def row(base, m, stride, PIECES: tl.constexpr):
+    """Where row m begins."""
+    start = m.to(tl.int64) * stride
+    if PIECES:
+        start = start * 8
+    return base + start
+
+
+@triton.jit
+def scaled(value, factor):
+    """The product in float32. A plain `*` of fp16 and a bf16 factor LLVM narrows to fp16, which loses the factor's range."""
+    return tl.fma(value.to(tl.float32), factor, 0.0)
+
+
+@triton.jit(do_not_specialize=["K", "x_stride", "y_pieces"])
+def gather_elements(
+    y, x, order, scale, K, x_stride, y_pieces, COLUMNS: tl.constexpr, PIECES: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
+    """Some columns of one token, each element read where it lies."""
+    if OVERLAP:
+        cuda.gdc_launch_dependents()
+    i = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    exist = existing(i, K, PIECES)
+    source = i
+    if order is not None:
+        source = tl.load(order + i, mask=exist, other=0)
+    if scale is not None:
+        factor = tl.load(scale + source, mask=exist, other=0.0).to(tl.float32)
+    if OVERLAP:
+        cuda.gdc_wait()
+    value = tl.load(row(x, tl.program_id(0), x_stride, PIECES) + source, mask=exist, other=0.0)
+    if scale is not None:
+        value = scaled(value, factor).to(x.dtype.element_ty)
+    tl.store(row(y, tl.program_id(0), y_pieces, True) + i, value, mask=i // 8 < y_pieces)
+
+
+@triton.jit(do_not_specialize=["M", "K", "x_stride", "y_pieces"])
+def gather_rows(
+    y, x, order, scale, M, K, x_stride, y_pieces, COLUMNS: tl.constexpr, PIECES: tl.constexpr, OVERLAP: tl.constexpr
+):  # fmt: skip
+    """All columns, COLUMNS at most, of two tokens."""
+    if OVERLAP:
+        cuda.gdc_launch_dependents()
+    i = tl.arange(0, COLUMNS)
+    exist = existing(i, K, PIECES)
+    source = tl.load(order + i, mask=exist, other=0)
+    if scale is not None:
+        factor = tl.load(scale + i, mask=exist, other=0.0).to(tl.float32)
+    if OVERLAP:
+        cuda.gdc_wait()
+    first = tl.program_id(0) * 2
+    second = tl.minimum(first + 1, M - 1)  # of an odd number of tokens, the last one twice
+    low = tl.load(row(x, first, x_stride, PIECES) + i, mask=exist, other=0.0)
+    high = tl.load(row(x, second, x_stride, PIECES) + i, mask=exist, other=0.0)
+    if scale is not None:
+        low = scaled(low, factor).to(x.dtype.element_ty)
+        high = scaled(high, factor).to(x.dtype.element_ty)
+    words = (low.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF) | (high.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    words = tl.where(exist, tl.gather(words, source, 0), 0)
+    half = y.dtype.element_ty
+    kept = i // 8 < y_pieces
+    tl.store(row(y, first, y_pieces, True) + i, words.to(tl.int16).to(half, bitcast=True), mask=kept)
+    tl.store(row(y, second, y_pieces, True) + i, (words >> 16).to(tl.int16).to(half, bitcast=True), mask=kept)
+
+
+class GatherPlan:
+    """All of a call that does not depend on the tensors' contents: made once for a shape, called many times.
+
+    `order` says whether columns are moved. `pieces` promises that K and the row stride of x are multiples of 8 and that all
+    tensors start at multiples of 16 bytes. A plan serves one GPU and one alignment of the tensors.
+    """
+
+    def __init__(self, m: int, k: int, order: bool, pieces: bool, machine: Machine) -> None:
+        self.m, self.k = m, k
+        self.y_stride = -(-k // PIECE) * PIECE
+        self.x_unit = PIECE if pieces else 1
+        overlap = machine.arch.sm >= 90
+        few = m <= FEW_TOKENS
+        columns = max(256, triton.next_power_of_2(self.y_stride))
+        if order and not few and columns <= min(MOST_COLUMNS, machine.arch.shared_per_block_bytes // 4):
+            function, grid, self.sizes = gather_rows, (-(-m // 2), 1, 1), (m, k)
+            warps = min(max(columns // 512, 4), 32 if columns > MOST_COLUMNS // 2 else 16)
+        else:
+            columns, warps = 256 if few else 1024, 4
+            function, grid, self.sizes = gather_elements, (m, -(-self.y_stride // columns), 1), (k,)
+        self.constants = (columns, pieces, overlap)
+        self.launch = Launcher(function, grid, warps, overlap=overlap)
+
+    def __call__(self, x: Tensor, order: Tensor | None, pre_quant_scale: Tensor | None) -> Tensor:
+        """out [M, K] with a row stride of K filled up to a multiple of 8; all tensors on the current device."""
+        y = torch.empty((self.m, self.y_stride), dtype=x.dtype, device=x.device)
+        if self.m:
+            strides = x.stride(0) // self.x_unit, self.y_stride // PIECE
+            self.launch(y, x, order, pre_quant_scale, *self.sizes, *strides, *self.constants)
+        return y if self.y_stride == self.k else y[:, : self.k]

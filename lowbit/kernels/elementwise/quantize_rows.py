@@ -1,0 +1,467 @@
+"""codes, scale = quantize(f(x)): activations to int8 or 8-bit floats in one pass, alone or right after what makes them.
+
+Reads   x fp16 or bf16 [M, K], any row stride; by `before` also residual [M, K], weight and bias [K] (norms), up [M, K] (silu)
+f       "": x; "rms_norm", "layer_norm": of x, or of x + residual, which is rounded to x's type and written; "silu": silu(x) up
+Writes  codes int8 or float8 in rows that start at multiples of 16 bytes, zeros from K up to there; scale fp32 [M, 1], or
+        [M, ceil(K / group)] for groups; zero int32 [M, 1] if asymmetric. With a given scale (and zero), codes only
+Blocks  one token each, in chunks of 8 elements a thread, up to 64 in all. The warps meet once for the scale, together with the
+        sum of squares of RMSNorm, and before that once for mean and variance of LayerNorm. Where that takes fewer registers,
+        so that more rows are under way at once, the row is read again when its scale is known, from the caches
+Overlap lets the kernel after it start at once, and reads RMSNorm's weights before the kernel before it has finished
+        (programmatic dependent launch, sm_90)
+Exact   without f bit-equal to reference/: a NaN is the largest of all, and of a range by its bits; true divisions,
+        rounding by adding 1.5 * 2^23, conversions of floats by the hardware (sm_90). f in float32, not rounded before it is
+        quantized; divisions and roots then may be off in the last bit. RULE 0 is the library's own way to quantize; the
+        others, other tools' (parts/rules.py), go without f, bit-equal too. Tested: tests/kernels/elementwise/
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import cuda
+
+from lowbit.formats import ActivationRule, FloatFormat, NumberFormat
+from lowbit.hardware.machine import Machine
+from lowbit.kernels.parts.launch import Launcher
+from lowbit.kernels.parts.rules import (
+    RULES,
+    codes_by_rule,
+    from_ordered,
+    given_scale,
+    larger,
+    nearest,
+    ordered,
+    range_by_rule,
+    scale_by_rule,
+)
+from lowbit.kernels.reference.activations import CODE_DTYPES, SMALLEST_SCALE
+
+PIECE = 8
+"""16-bit elements in 16 bytes."""
+
+CODE_PIECE = 16
+"""Codes in 16 bytes."""
+
+MOST_EACH = 64
+"""Elements of a row that a thread holds."""
+
+FEW_PER_SM = 4
+"""Rows: up to here a row's own time counts, beyond how many are under way."""
+
+FORMATS = {"int8": 0, "fp8_e4m3": 1, "fp8_e5m2": 2}
+STEPS = {"": 0, "rms_norm": 1, "layer_norm": 2, "silu": 3}
+_SMALLEST = tl.constexpr(SMALLEST_SCALE)
+
+
+@triton.jit
+def row_of(base, row, stride, PIECES: tl.constexpr):
+    """Where a row begins; from the factor 8 the compiler sees that it may move pieces."""
+    start = row.to(tl.int64) * stride
+    if PIECES:
+        start = start * 8
+    return base + start
+
+
+@triton.jit
+def at_least_smallest(scale):
+    """The scale, but none whose reciprocal is infinite."""
+    return tl.where(scale < _SMALLEST, _SMALLEST, scale)
+
+
+@triton.jit
+def sum_and_largest(total, largest, other_total, other_largest):
+    """A sum and a maximum at one meeting."""
+    return total + other_total, larger(largest, other_largest)
+
+
+@triton.jit
+def merged(total, squares, count, other_total, other_squares, other_count):
+    """Sum, sum of squared differences from the mean, and how many, of two sets of numbers together (Chan, Golub, LeVeque 1979):
+    nothing large is subtracted from anything large, as it would be with sums of x^2."""
+    both = count + other_count
+    weight = tl.maximum(count * other_count * both, 1.0)  # 1 where a set is empty, as at the end of short rows
+    apart = (total * other_count - other_total * count) * tl.rsqrt(weight)
+    return total + other_total, tl.fma(apart, apart, squares + other_squares), both
+
+
+@triton.jit
+def loaded(base, i, K: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr):
+    """A row of K elements in chunks of STEP, zeros beyond K."""
+    chunks = ()
+    for c in tl.static_range(CHUNKS):
+        if K == STEP * CHUNKS:
+            chunks += (tl.load(base + c * STEP + i),)
+        else:
+            chunks += (tl.load(base + c * STEP + i, mask=c * STEP + i < K, other=0.0),)
+    return chunks
+
+
+@triton.jit
+def floats(chunks, CHUNKS: tl.constexpr):
+    """Chunks in float32."""
+    values = ()
+    for c in tl.static_range(CHUNKS):
+        values += (chunks[c].to(tl.float32),)
+    return values
+
+
+@triton.jit
+def times(values, weights, CHUNKS: tl.constexpr):
+    """Products in float32, chunk by chunk."""
+    products = ()
+    for c in tl.static_range(CHUNKS):
+        products += (values[c] * weights[c].to(tl.float32),)
+    return products
+
+
+@triton.jit
+def sum_of(values, CHUNKS: tl.constexpr):
+    """The sum of each thread."""
+    made = values[0]
+    for c in tl.static_range(1, CHUNKS):
+        made += values[c]
+    return tl.sum(made, axis=1)
+
+
+@triton.jit
+def largest_of(values, CHUNKS: tl.constexpr):
+    """The largest magnitude of each thread."""
+    made = tl.abs(values[0])
+    for c in tl.static_range(1, CHUNKS):
+        made = larger(made, tl.abs(values[c]))
+    return tl.reduce(made, 1, larger)
+
+
+@triton.jit
+def squares_of(values, CHUNKS: tl.constexpr):
+    """The sum of squares of each thread."""
+    made = values[0] * values[0]
+    for c in tl.static_range(1, CHUNKS):
+        made = tl.fma(values[c], values[c], made)
+    return tl.sum(made, axis=1)
+
+
+@triton.jit
+def moments(values, i, K: tl.constexpr, THREADS: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr):
+    """Mean and variance of a row at one meeting of the warps: first each warp by itself, around its own mean."""
+    WARPS: tl.constexpr = THREADS // 32
+    total = tl.sum(tl.reshape(sum_of(values, CHUNKS), (WARPS, 32)), axis=1)
+    if K == STEP * CHUNKS:
+        count = tl.full((WARPS,), K // WARPS, tl.float32)
+    else:
+        exist = ()
+        for c in tl.static_range(CHUNKS):
+            exist += (tl.where(c * STEP + i < K, 1.0, 0.0),)
+        count = tl.sum(tl.reshape(sum_of(exist, CHUNKS), (WARPS, 32)), axis=1)
+    near = tl.broadcast_to((total / tl.maximum(count, 1.0))[:, None], (WARPS, 32))
+    apart = ()
+    for c in tl.static_range(CHUNKS):
+        difference = values[c] - tl.reshape(near, (THREADS,))[:, None]
+        if K != STEP * CHUNKS:
+            difference = tl.where(c * STEP + i < K, difference, 0.0)
+        apart += (difference,)
+    squares = tl.sum(tl.reshape(squares_of(apart, CHUNKS), (WARPS, 32)), axis=1)
+    total, squares, _ = tl.reduce((total, squares, count), 0, merged)
+    return total / K, squares / K
+
+
+@triton.jit
+def layer_normalized(
+    values, weight, bias, eps, i, K: tl.constexpr, THREADS: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr
+):  # fmt: skip
+    """LayerNorm of a row; `bias` None where there is none. Weights are asked for when mean and variance are known: registers
+    that do not hold them hold more rows."""
+    mean, variance = moments(values, i, K, THREADS, STEP, CHUNKS)
+    inverse = tl.rsqrt(variance + eps)
+    shift = -mean * inverse
+    weights = loaded(weight, i, K, STEP, CHUNKS)
+    if bias is not None:
+        biases = loaded(bias, i, K, STEP, CHUNKS)
+    made = ()
+    for c in tl.static_range(CHUNKS):
+        value = tl.fma(values[c], inverse, shift)
+        if bias is None:
+            value = value * weights[c].to(tl.float32)
+        else:
+            value = tl.fma(value, weights[c].to(tl.float32), biases[c].to(tl.float32))
+        made += (value,)
+    return made
+
+
+@triton.jit
+def silu(values, CHUNKS: tl.constexpr):
+    """values / (1 + exp(-values)); 1 / sqrt(1 + exp(-value)), squared, takes a third of a division's work."""
+    made = ()
+    for c in tl.static_range(CHUNKS):
+        root = tl.rsqrt(1.0 + tl.exp2(values[c] * -1.4426950408889634))
+        made += (values[c] * (root * root),)
+    return made
+
+
+@triton.jit
+def add_and_store(sums, row, halves, others, i, K: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr):
+    """x + residual in x's type, which goes to memory too."""
+    made = ()
+    for c in tl.static_range(CHUNKS):
+        total = (halves[c].to(tl.float32) + others[c].to(tl.float32)).to(halves[c].dtype)
+        if K == STEP * CHUNKS:
+            tl.store(row_of(sums, row, K, False) + c * STEP + i, total)
+        else:
+            tl.store(row_of(sums, row, K, False) + c * STEP + i, total, mask=c * STEP + i < K)
+        made += (total,)
+    return made
+
+
+@triton.jit
+def range_of(values, factor, CHUNKS: tl.constexpr):
+    """Scale and zero point that cover 0 and all values, times `factor` > 0."""
+    lowest = tl.zeros_like(values[0]).to(tl.int32)
+    highest = lowest
+    for c in tl.static_range(CHUNKS):
+        bits = ordered(values[c])
+        lowest = tl.minimum(lowest, bits)
+        highest = tl.maximum(highest, bits)
+    low = from_ordered(tl.min(tl.min(lowest, axis=1), axis=0)) * factor
+    high = from_ordered(tl.max(tl.max(highest, axis=1), axis=0)) * factor
+    scale = at_least_smallest(tl.div_rn(high - low, 255.0))
+    return scale, -128 - nearest(tl.fma(low, tl.div_rn(1.0, scale), 0.0))
+
+
+@triton.jit
+def codes_of(value, inverse, zero, FORMAT: tl.constexpr, SATURATE: tl.constexpr, ONCE: tl.constexpr):
+    """Codes of float32 values; `zero` None where there is none. Without SATURATE no |value * inverse| is beyond the range. With
+    ONCE the product is not rounded by itself."""
+    if FORMAT == 0:
+        if ONCE and not SATURATE:
+            code = tl.fma(value, inverse, 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000
+        else:
+            steps = tl.fma(value, inverse, 0.0)
+            if SATURATE:
+                steps = tl.minimum(tl.maximum(steps, -1024.0), 1024.0)
+            code = nearest(steps)
+        if zero is not None:
+            code = code + zero
+        if SATURATE:
+            code = tl.minimum(tl.maximum(code, -128), 127)
+        code = code.to(tl.int8)
+    elif FORMAT == 1:
+        code = (value * inverse).to(tl.float8e4nv)
+    else:
+        code = (value * inverse).to(tl.float8e5)
+    return code
+
+
+@triton.jit
+def scale_of(largest, LARGEST: tl.constexpr, EXACT: tl.constexpr):
+    """The scale of values up to `largest`; EXACT for a true division."""
+    return at_least_smallest(tl.div_rn(largest, LARGEST) if EXACT else largest * (1.0 / LARGEST))
+
+
+@triton.jit
+def inverse_of(scale, factor, EXACT: tl.constexpr):
+    """What values are multiplied by, finite, so that zeros stay zeros; EXACT for 1 / scale."""
+    return tl.div_rn(1.0, scale) if EXACT else tl.minimum(1.0 / scale * factor, 3.0e38)
+
+
+@triton.jit
+def scale_under(largest, factor, LARGEST: tl.constexpr, EXACT: tl.constexpr, TYPE: tl.constexpr, RULE: tl.constexpr):
+    """The scale of values up to `largest`, times `factor` > 0, which is 1 but under the own rule."""
+    if RULE == 0:
+        scale = scale_of(largest * factor, LARGEST, EXACT)
+    else:
+        scale = scale_by_rule(largest, LARGEST, TYPE, RULE)
+    return scale
+
+
+@triton.jit
+def range_under(values, factor, TYPE: tl.constexpr, RULE: tl.constexpr, CHUNKS: tl.constexpr):
+    """Scale and zero point of values, times `factor`."""
+    if RULE == 0:
+        scale, zero = range_of(values, factor, CHUNKS)
+    else:
+        scale, zero = range_by_rule(values, TYPE, CHUNKS)
+    return scale, zero
+
+
+@triton.jit
+def codes_under(
+    value, scale, factor, zero, GIVEN: tl.constexpr, SATURATE: tl.constexpr, FORMAT: tl.constexpr, EXACT: tl.constexpr,
+    TYPE: tl.constexpr, RULE: tl.constexpr,
+):  # fmt: skip
+    """Codes of values, times `factor`; GIVEN: the scale is one for all."""
+    if RULE == 0:
+        code = codes_of(value, inverse_of(scale, factor, EXACT), zero, FORMAT, SATURATE, not EXACT)
+    else:
+        code = codes_by_rule(value, scale, zero, GIVEN, FORMAT, TYPE, RULE)
+    return code
+
+
+@triton.jit(do_not_specialize=["x_stride", "beside_stride", "code_pieces", "eps"])
+def quantize_rows(
+    codes, scales, zeros, sums, x, beside, weight, bias, static, static_zero, x_stride, beside_stride, code_pieces, eps,
+    K: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr,
+    BEFORE: tl.constexpr, FORMAT: tl.constexpr, LARGEST: tl.constexpr, PIECES: tl.constexpr, AGAIN: tl.constexpr,
+    OVERLAP: tl.constexpr, RULE: tl.constexpr,
+):  # fmt: skip
+    """One token: CHUNKS times THREADS times PIECE elements; GROUP is 0 for one scale."""
+    if OVERLAP:
+        cuda.gdc_launch_dependents()
+    row = tl.program_id(0)
+    STEP: tl.constexpr = THREADS * PIECE
+    i = tl.arange(0, THREADS)[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
+    EARLY: tl.constexpr = BEFORE == 1 and PIECE * CHUNKS <= 32  # more would take the registers that x needs
+    if EARLY:
+        weights = loaded(weight, i, K, STEP, CHUNKS)
+    if OVERLAP:
+        cuda.gdc_wait()
+    of_row = row_of(x, row, x_stride, PIECES)
+    halves = loaded(of_row, i, K, STEP, CHUNKS)
+    if beside is not None:
+        others = loaded(row_of(beside, row, beside_stride, PIECES), i, K, STEP, CHUNKS)
+    if sums is not None:
+        halves = add_and_store(sums, row, halves, others, i, K, STEP, CHUNKS)
+    values = floats(halves, CHUNKS)
+    factor = 1.0  # of all values, left to the end
+    if BEFORE == 1:
+        squares = squares_of(values, CHUNKS)
+        if not EARLY:
+            weights = loaded(weight, i, K, STEP, CHUNKS)
+        values = times(values, weights, CHUNKS)
+    elif BEFORE == 2:
+        values = layer_normalized(values, weight, bias, eps, i, K, THREADS, STEP, CHUNKS)
+    elif BEFORE == 3:
+        values = times(silu(values, CHUNKS), others, CHUNKS)
+    together: tl.constexpr = BEFORE == 1 and static is None and zeros is None and GROUP == 0
+    if together:
+        total, largest = tl.reduce((squares, largest_of(values, CHUNKS)), 0, sum_and_largest)
+        factor = tl.rsqrt(total / K + eps)
+    elif BEFORE == 1:
+        factor = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+    zero = None
+    TYPE: tl.constexpr = x.dtype.element_ty
+    if static is not None:
+        scale = given_scale(tl.load(static), TYPE, RULE)
+        if static_zero is not None:
+            zero = tl.load(static_zero)
+    elif GROUP == 0 and zeros is None:
+        if not together:
+            largest = tl.reduce(largest_of(values, CHUNKS), 0, larger)
+        scale = scale_under(largest, factor, LARGEST, BEFORE == 0, TYPE, RULE)
+        tl.store(scales + row, scale)
+    elif GROUP == 0:
+        scale, zero = range_under(values, factor, TYPE, RULE, CHUNKS)
+        tl.store(scales + row, scale)
+        tl.store(zeros + row, zero)
+    saturate: tl.constexpr = static is not None or zeros is not None
+    if AGAIN and (BEFORE == 1 or static is None):
+        values = floats(loaded(of_row, i, K, STEP, CHUNKS), CHUNKS)
+        if BEFORE == 1:
+            values = times(values, loaded(weight, i, K, STEP, CHUNKS), CHUNKS)
+    GROUPS: tl.constexpr = 1 if GROUP == 0 else (K + GROUP - 1) // GROUP
+    code_row = row_of(codes, row, code_pieces * 2, True)
+    for c in tl.static_range(CHUNKS):
+        if GROUP == 0:
+            code = codes_under(
+                values[c], scale, factor, zero, static is not None, saturate, FORMAT, BEFORE == 0, TYPE, RULE
+            )  # fmt: skip
+        else:
+            tiles = tl.reshape(values[c], (STEP // GROUP, GROUP))
+            highest = tl.reduce(tl.abs(tiles), 1, larger, keep_dims=True)
+            scale = scale_under(highest, factor, LARGEST, BEFORE == 0, TYPE, RULE)
+            group = c * (STEP // GROUP) + tl.arange(0, STEP // GROUP)[:, None]
+            tl.store(scales + row.to(tl.int64) * GROUPS + group, scale, mask=group < GROUPS)
+            code = codes_under(tiles, scale, factor, None, False, False, FORMAT, BEFORE == 0, TYPE, RULE)
+            code = tl.reshape(code, (THREADS, PIECE))
+        if zero is not None:
+            code = tl.where(c * STEP + i < K, code, 0)
+        if K == STEP * CHUNKS:
+            tl.store(code_row + c * STEP + i, code)
+        else:
+            tl.store(code_row + c * STEP + i, code, mask=(c * STEP + i) // 16 < code_pieces)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for: step before, format, group (0: per token), whether a scale is given (and a zero, if not symmetric),
+    whether there are no zero points, a residual, and the rule of quantization."""
+
+    before: str
+    fmt: NumberFormat
+    group: int = 0
+    static: bool = False
+    symmetric: bool = True
+    residual: bool = False
+    rule: ActivationRule = ActivationRule.OWN
+
+
+def shape_of(few: bool, k: int, request: Request) -> tuple[int, int, bool, int]:
+    """Threads of a block, elements of a thread side by side, whether x is loaded again when the scale is known, and the most
+    registers of a thread (0: any). Chosen on one H200, 2026-11-21, triton 3.6, 16 to 16384 rows of 4096, 8192 and 28672."""
+    wanted = 512 if few else 128 if request.before == "layer_norm" else max(k // 32, 1)
+
+    def cost(shape: tuple[int, int]) -> tuple[float, ...]:
+        threads, piece = shape
+        each = -(-k // (threads * piece)) * piece
+        too_many = each > (32 if request.residual else MOST_EACH)
+        return each > MOST_EACH, too_many, threads * each, -piece, abs(math.log2(threads / wanted))
+
+    pieces = (PIECE, PIECE // 2) if request.residual else (PIECE,)
+    threads, piece = min(((t, p) for p in pieces for t in (32, 64, 128, 256, 512, 1024)), key=cost)
+    each = -(-k // (threads * piece)) * piece
+    again = request.before in ("", "rms_norm") and not ((few and each <= 32) or request.residual or request.group)
+    if request.residual:
+        registers = 64 if threads == 1024 else 0
+    elif request.before == "layer_norm":
+        registers = 64 if each <= 32 else 128 if each == MOST_EACH else 0
+    else:
+        registers = 64 if each > 32 else 0
+    return threads, piece, again, min(registers, 65536 // threads)
+
+
+class QuantizePlan:
+    """All of a call that does not depend on the tensors' contents: made once for a shape, called many times.
+
+    `pieces` promises that K and all row strides are multiples of 8 and that all tensors start at multiples of 16 bytes. A plan
+    serves one GPU, one alignment and one set of types of the tensors.
+    """
+
+    def __init__(self, m: int, k: int, request: Request, pieces: bool, machine: Machine) -> None:
+        self.m, self.k, self.request = m, k, request
+        self.code_pieces = -(-k // CODE_PIECE)
+        self.x_unit = PIECE if pieces else 1
+        threads, piece, again, registers = shape_of(m <= FEW_PER_SM * machine.sm_count, k, request)
+        group = 0 if not request.group or request.group >= k else request.group
+        piece = max(piece, group // threads)
+        chunks = -(-self.code_pieces * CODE_PIECE // (threads * piece))
+        integer = 127.5 if request.rule is ActivationRule.COMPRESSED_TENSORS else 127.0
+        largest = request.fmt.max if isinstance(request.fmt, FloatFormat) else integer
+        overlap = machine.arch.sm >= 90
+        self.constants = (
+            k, threads, piece, chunks, group, STEPS[request.before], FORMATS[request.fmt.name], largest, pieces, again, overlap,
+            RULES[request.rule],
+        )  # fmt: skip
+        self.launch = Launcher(quantize_rows, (m, 1, 1), threads // 32, overlap=overlap, registers=registers)
+
+    def __call__(
+        self, x: Tensor, beside: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None, eps: float,
+        zero: Tensor | None = None,
+    ) -> list[Tensor]:  # fmt: skip
+        """codes [M, K], then scale, zero, sum as far as the request has them; all tensors on the current device."""
+        request, on = self.request, x.device
+        codes = torch.empty((self.m, self.code_pieces * CODE_PIECE), dtype=CODE_DTYPES[request.fmt.name], device=on)
+        groups = -(-self.k // request.group) if request.group else 1
+        scales = None if request.static else torch.empty((self.m, groups), dtype=torch.float32, device=on)
+        zeros = None if request.symmetric or request.static else torch.empty((self.m, groups), dtype=torch.int32, device=on)
+        sums = torch.empty((self.m, self.k), dtype=x.dtype, device=on) if request.residual else None
+        if self.m:
+            strides = x.stride(0) // self.x_unit, 0 if beside is None else beside.stride(0) // self.x_unit
+            arguments = (codes, scales, zeros, sums, x, beside, weight, bias, scale, zero, *strides, self.code_pieces, eps)
+            self.launch(*arguments, *self.constants)
+        made = (codes[:, : self.k], scales, zeros, sums)
+        return [t for t in made if t is not None]

@@ -1,0 +1,124 @@
+"""What a plan needs to launch its kernel: compile once, descriptors by address, clusters; and the plan of a tiled product.
+
+A plan is all of a call that does not depend on the tensors' contents: made once for a shape, called many times. Descriptors say
+where memory is, nothing of what is in it, so those of addresses seen before serve again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from lowbit.kernels.parts.gluon import CompiledKernel, gl
+
+
+class Launcher:
+    """A kernel with its grid, compiled for the arguments of the first call; later ones only differ in addresses and numbers.
+
+    `overlap`: the kernel knows what to wait for and may start before the one before it has finished (sm_90). `cluster`: blocks
+    that start together. Triton has a size of clusters for its launcher, but takes it from layouts that spread over them, which
+    none does here. `registers`: the most of a thread (0: any).
+    """
+
+    def __init__(
+        self,
+        function: Any,
+        grid: tuple[int, int, int],
+        warps: int,
+        *,
+        overlap: bool = False,
+        cluster: int = 1,
+        registers: int = 0,
+    ) -> None:
+        self.function, self.cluster = function, cluster
+        self.grid = (grid[0] // cluster, grid[1], grid[2])
+        self.options = {"num_warps": warps} | ({"launch_pdl": True} if overlap else {})
+        self.options |= {"maxnreg": registers} if registers else {}
+        self.kernel: CompiledKernel | None = None
+
+    def __call__(self, *arguments: Any) -> None:
+        """Launches the kernel; the first call compiles it, or finds it in Triton's cache."""
+        if self.kernel is not None:
+            self.kernel[self.grid](*arguments)
+        elif self.cluster == 1:  # compiles and launches
+            self.kernel = self.function[self.grid](*arguments, **self.options)
+        else:
+            self.kernel = self.function.warmup(*arguments, grid=self.grid, **self.options)
+            num_warps, _, shared_bytes = self.kernel.packed_metadata
+            self.kernel.packed_metadata = (num_warps, self.cluster, shared_bytes)
+            self.kernel[self.grid](*arguments)
+
+
+@dataclass(frozen=True)
+class Address:
+    """As much of a tensor as a descriptor needs: it must not keep the memory alive."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        """As Triton asks a tensor for it."""
+        return self.address
+
+
+def descriptors(
+    dtype: torch.dtype, shape: Sequence[int], block: Sequence[int], layout: gl.NVMMASharedLayout, seen: int = 256
+) -> Callable[..., TensorDescriptor]:
+    """A function of address and row stride (default: none between rows) that makes, and remembers, descriptors of a matrix."""
+
+    @functools.lru_cache(maxsize=seen)
+    def descriptor(address: int, stride: int = shape[1]) -> TensorDescriptor:
+        return TensorDescriptor(Address(address, dtype), [*shape], [stride, 1], [*block], layout)
+
+    return descriptor
+
+
+WORDS_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+
+
+def plane_descriptors(
+    strips: int, row_words: int, blocks: Sequence[Sequence[int]]
+) -> Callable[[int], tuple[TensorDescriptor | None, ...]]:
+    """The same for codes [strips, row_words]: one for each plane, filled up with None to the three that kernels take."""
+
+    @functools.lru_cache(maxsize=1024)
+    def planes(address: int) -> tuple[TensorDescriptor | None, ...]:
+        codes, shape = Address(address, torch.int32), [strips, row_words]
+        made = [TensorDescriptor(codes, shape, [row_words, 1], [*block], WORDS_LAYOUT) for block in blocks]
+        return (*made, *(None,) * (3 - len(made)))
+
+    return planes
+
+
+class TilePlan:
+    """What the plans of products by wgmma have in common: tiles, grid, workspace, launcher, descriptors of x and y.
+
+    `config` is the configuration of the kernel; it says how many tokens and channels a tile has, what is read and stored of it
+    at a time, and whether TMA stores it.
+    """
+
+    def __init__(self, function: Any, shape: Any, tile: Any, config: Any, sm_count: int) -> None:
+        self.shape, self.tile, self.config = shape, tile, config
+        self.tiles = (-(-shape.m // config.tile_tokens), -(-shape.n // config.tile_channels))
+        blocks = self.tiles[0] * self.tiles[1] * config.splits
+        # Blocks of a pair have one tile: the next one would overwrite the stages in which they meet.
+        self.grid = (blocks if config.paired else min(sm_count, blocks), 1, 1)
+        self.launch = Launcher(function, self.grid, config.warps, overlap=True, cluster=2 if config.paired else 1)
+        self.x_descriptor = descriptors(config.x_type, (shape.m, shape.k), config.x_block, config.x_shared_layout)
+        self.y_descriptor: Callable[[int], TensorDescriptor | None] = lambda address: None
+        if config.store_by_tma:
+            stored = gl.NVMMASharedLayout.get_default_for(config.store_block, config.y)
+            self.y_descriptor = descriptors(config.y_type, (shape.m, shape.n), config.store_block, stored)
+
+    @property
+    def workspace(self) -> tuple[int, int]:
+        """Elements of the two workspaces, float32 sums and int32 counters (which are zero before and after)."""
+        if self.config.splits == 1 or self.config.paired:
+            return 0, 0
+        tiles = self.tiles[0] * self.tiles[1]
+        return tiles * self.config.splits * self.config.rows * self.config.columns, tiles

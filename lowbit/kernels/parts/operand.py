@@ -1,0 +1,150 @@
+"""Weights in registers as operand A: words of codes from shared memory, decoded registers as a matrix, how long they stay.
+
+Each lane holds a row pair (g, g + 8) of its warp's strip of 16 rows; its 16 registers are those of four matrix instructions
+along K, in the order of hardware/mma.py: 64 k of halves, 128 k of bytes. The functions take the configuration C of a kernel,
+which has `decode` (parts/decode.py or parts/byte_decode.py), `rows`, `warps`, `threads`, `threads_layout`, `registers_layout`,
+`operand_layout`, and where words come from a pipeline, `stage_tiles`, `words_layout` and what parts/pipeline.py wants.
+"""
+
+from __future__ import annotations
+
+from lowbit.kernels.parts.gluon import gl, gluon, ptx, run
+from lowbit.kernels.parts.pipeline import release, wait_full
+
+REGISTERS = 16
+"""Registers of operand A that a lane holds at a time."""
+
+OPERAND_REGISTERS = gl.constexpr(REGISTERS)
+
+
+def registers_layout(warps: int, elements: int) -> gl.BlockedLayout:
+    """[threads, elements]: a register of so many elements per thread."""
+    return gl.BlockedLayout([1, elements], [32, 1], [warps, 1], [1, 0])
+
+
+def words_layout(warps: int, words: int) -> gl.DistributedLinearLayout:
+    """Words [strips, 32 lanes * words]: a warp for each strip, up to four neighbouring words in one load."""
+    vector = min(words, 4)
+    register = [[0, 1 << i] for i in range(vector.bit_length() - 1)]
+    lane = [[0, vector << i] for i in range(5)]
+    if words == 8:
+        register.append([0, 128])
+    warp = [[1 << i, 0] for i in range(warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout(register, lane, warp, [], [warps, 32 * words])
+
+
+def hold(count: int) -> str:
+    """Stores of the registers $1 to $count that never happen, the operand after them being at least 0.
+
+    So they may not be written before; see `finish`.
+    """
+    quads = [", ".join(f"${1 + 4 * i + j}" for j in range(4)) for i in range(count // 4)]
+    stores = [f"@p st.shared.v4.b32 [at+{16 * i}], {{{quad}}};" for i, quad in enumerate(quads)]
+    return (
+        f"{{ .reg .pred p; .reg .b32 at; mov.u32 at, global_smem; setp.eq.s32 p, ${count + 1}, -1;\n"
+        + "\n".join(stores)
+        + "\nmov.b32 $0, 0; }"
+    )
+
+
+HOLD = gl.constexpr(hold(REGISTERS))
+
+
+@gluon.jit
+def words_of(plane, C: gl.constexpr, p: gl.constexpr):
+    """The words of a plane [strips, 32 lanes * words] as one tensor per word, one element per thread."""
+    WORDS: gl.constexpr = ptx(C.decode.plane_words, p)
+    if WORDS == 8:  # two vectors of 4 words
+        plane = gl.permute(gl.reshape(plane, [C.warps, 2, 32, 4]), [0, 2, 1, 3])
+    return split_words(gl.reshape(plane, [C.threads, WORDS]), WORDS, C)
+
+
+@gluon.jit
+def split_words(words, count: gl.constexpr, C: gl.constexpr):
+    """[threads, count] -> count tensors [threads], in order."""
+    if count == 1:
+        return (gl.convert_layout(gl.reshape(words, [C.threads]), C.threads_layout, assert_trivial=True),)
+    else:
+        low, high = gl.split(gl.permute(gl.reshape(words, [C.threads, 2, count // 2]), [0, 2, 1]))
+        return split_words(low, count // 2, C) + split_words(high, count // 2, C)
+
+
+@gluon.jit
+def read_words(w, stage, phase, there, C: gl.constexpr):
+    """The words of a stage as soon as it is there, tile by tile and plane by plane.
+
+    If `there` is False, nothing comes any more: there is no wait, and what is returned is not to be used.
+    """
+    PLANES: gl.constexpr = C.decode.planes
+    TILES: gl.constexpr = C.stage_tiles
+    wait_full(stage, phase, there, C)
+    words = ()
+    for tile in gl.static_range(TILES):
+        for p in gl.static_range(PLANES):
+            words = words + words_of(w[p].index(TILES * stage + tile).load(ptx(C.words_layout, p)), C, p)
+    return words
+
+
+@gluon.jit
+def nothing_decoded(C: gl.constexpr):
+    """Registers for the stage before the first one, which does not exist."""
+    THREADS: gl.constexpr = C.threads
+    EACH: gl.constexpr = C.threads_layout
+    registers = ()
+    for _ in gl.static_range(OPERAND_REGISTERS):
+        registers = registers + (gl.zeros((THREADS,), gl.int32, EACH),)
+    return registers
+
+
+@gluon.jit
+def join(registers, count: gl.constexpr, ELEMENTS: gl.constexpr, C: gl.constexpr):
+    """`count` tensors [threads, ELEMENTS] -> [threads, count * ELEMENTS], in order."""
+    if count == 1:
+        return registers[0]
+    else:
+        low = join(registers[0 : count // 2], count // 2, ELEMENTS, C)
+        high = join(registers[count // 2 :], count // 2, ELEMENTS, C)
+        return gl.reshape(gl.permute(gl.join(low, high), [0, 2, 1]), [C.threads, ELEMENTS * count])
+
+
+@gluon.jit
+def operand_a(registers, C: gl.constexpr):
+    """The decoded registers as operand A, C.rows x 64 k of halves or 128 k of bytes; this takes no instruction.
+
+    They are kept as whole registers and not as elements because elements are copied where they have two uses: here and in
+    `keep`.
+    """
+    ELEMENTS: gl.constexpr = 32 // C.decode.operand_type.primitive_bitwidth
+    LAYOUT: gl.constexpr = C.registers_layout
+    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    parts = ()
+    for i in gl.static_range(OPERAND_REGISTERS):
+        column = gl.expand_dims(gl.convert_layout(registers[i], ROWS, assert_trivial=True), 1)
+        whole = gl.convert_layout(column.broadcast_to([C.threads, ELEMENTS]), LAYOUT, assert_trivial=True)
+        part = gl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r" + ",r" * ELEMENTS, [whole], dtype=C.decode.operand_type, is_pure=True, pack=ELEMENTS
+        )  # fmt: skip
+        parts = parts + (part,)
+    # [warp, lane group, lane of the group, k step, k half, row half, element] -> rows, k
+    joined = gl.reshape(join(parts, OPERAND_REGISTERS, ELEMENTS, C), [C.warps, 8, 4, 4, 2, 2, ELEMENTS])
+    matrix = gl.reshape(gl.permute(joined, [0, 5, 1, 3, 4, 2, 6]), [C.rows, 32 * ELEMENTS])
+    return gl.convert_layout(matrix, C.operand_layout, assert_trivial=True)
+
+
+@gluon.jit
+def keep(registers, stage, C: gl.constexpr):
+    """Has registers decoded by here, as compilers would put that behind the next wait, and not written again before."""
+    thread = gl.arange(0, C.threads, C.threads_layout)
+    run(HOLD, "=r" + ",r" * (OPERAND_REGISTERS + 1), registers + (thread * 0 + stage,))
+
+
+@gluon.jit
+def finish(registers, stage, exists, C: gl.constexpr):
+    """Of a stage whose products are done: it goes back to the loader, and its registers may be written again.
+
+    wgmma reads operand A while it runs, but for ptxas its registers are free once it has been issued: without `keep`, stores
+    that never happen, the next stage is decoded into them too early (seen with Triton 3.6: weights of 1024 and more, the
+    magic number).
+    """
+    keep(registers, stage, C)
+    release(stage, exists, C)

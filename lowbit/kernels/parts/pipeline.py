@@ -1,0 +1,107 @@
+"""The pipeline of stages between copies and products, and its barriers as PTX: who may read a stage, who may fill it again.
+
+full[i]: 1 arrival and the bytes of stage i; empty[i]: 1 arrival from each reading warp. Triton's own operations on barriers
+first bring all warps of a role together, which keeps them in step: all decode, then all wait for the tensor cores. Here a
+warp waits and arrives for itself. That takes addresses, and so an allocation that is the first of its kernel, at offset 0.
+
+The functions take the configuration C of a kernel, which has `regions` with one for `barriers`, `stages`, `stage_bytes`,
+`threads` and `threads_layout`. A stage is named by its number and the parity of its phase, which changes with each lap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowbit.kernels.parts.gluon import gl, gluon, mbarrier, run
+from lowbit.kernels.parts.smem import view
+
+
+@dataclass(frozen=True)
+class StageBarriers:
+    """`stages` full barriers, then as many empty ones, from byte `start` of shared memory on."""
+
+    start: int
+    stages: int
+    readers: int
+
+    @property
+    def end(self) -> int:
+        """The byte after them."""
+        return self.start + 16 * self.stages
+
+    @property
+    def init(self) -> str:
+        """Thread $1 = 0 makes all of them."""
+        full = [f"@p mbarrier.init.shared::cta.b64 [at+{self.start + 8 * i}], 1;" for i in range(self.stages)]
+        empty = [
+            f"@p mbarrier.init.shared::cta.b64 [at+{self.start + 8 * (self.stages + i)}], {self.readers};"
+            for i in range(self.stages)
+        ]
+        return (
+            "{ .reg .pred p; .reg .b32 at; mov.u32 at, global_smem; setp.eq.s32 p, $1, 0;\n"
+            + "\n".join(full + empty)
+            + "\nmov.b32 $0, 0; }"
+        )
+
+    @property
+    def wait(self) -> str:
+        """Waits until stage $1 is full in the phase of parity $2; not at all if $3 is 0."""
+        return (
+            "{ .reg .pred full, skip; .reg .b32 at; setp.eq.s32 skip, $3, 0; @skip bra DONE;\n"
+            "mov.u32 at, global_smem; mad.lo.u32 at, $1, 8, at;\n"
+            f"WAIT: mbarrier.try_wait.parity.shared::cta.b64 full, [at+{self.start}], $2; @!full bra WAIT;\n"
+            "DONE: mov.b32 $0, 0; }"
+        )
+
+    @property
+    def give(self) -> str:
+        """Gives stage $1 back to its writer; only threads whose $2 is not 0 do, one of each warp."""
+        return (
+            "{ .reg .pred p; .reg .b32 at; mov.u32 at, global_smem; mad.lo.u32 at, $1, 8, at; setp.ne.s32 p, $2, 0;\n"
+            f"@p mbarrier.arrive.shared::cta.b64 _, [at+{self.start + 8 * self.stages}]; mov.b32 $0, 0; }}"
+        )
+
+
+@gluon.jit
+def make_barriers(shared, C: gl.constexpr):
+    """The barriers of all stages, as Triton's operations take them; to be followed by a fence and a barrier of the block."""
+    barriers = view(shared, C.regions, "barriers", gl.int64, [2 * C.stages, 1], mbarrier.MBarrierLayout())
+    thread = gl.arange(0, C.threads, C.threads_layout)
+    run(C.barriers.init, "=r,r", [thread])
+    return barriers
+
+
+@gluon.jit
+def acquire(barriers, stage, phase, C: gl.constexpr):
+    """For the copying warp: waits until a stage may be filled, says how many bytes will come, and returns its full barrier."""
+    full = barriers.index(stage)
+    mbarrier.wait(barriers.index(C.stages + stage), phase)
+    mbarrier.expect(full, C.stage_bytes)
+    return full
+
+
+@gluon.jit
+def wait_full(stage, phase, there, C: gl.constexpr):
+    """For a multiplying warp: until a stage is there; not at all if `there` is False, as where nothing comes any more."""
+    thread = gl.arange(0, C.threads, C.threads_layout)
+    run(C.barriers.wait, "=r,r,r,r", [thread * 0 + stage, thread * 0 + phase, (thread >= 0) & there])
+
+
+@gluon.jit
+def release(stage, exists, C: gl.constexpr):
+    """A stage back to the copying warp, from each multiplying one; nothing if `exists` is False."""
+    thread = gl.arange(0, C.threads, C.threads_layout)
+    run(C.barriers.give, "=r,r,r", [thread * 0 + stage, ((thread & 31) == 0) & exists])
+
+
+@gluon.jit
+def advance(stage, phase, by: gl.constexpr, C: gl.constexpr):
+    """The stage `by` further on, of whose multiples there are C.stages, with its phase."""
+    stage = gl.where(stage + by == C.stages, 0, stage + by)
+    return stage, gl.where(stage == 0, phase ^ 1, phase)
+
+
+@gluon.jit
+def previous(stage, C: gl.constexpr):
+    """The stage before this one."""
+    return gl.where(stage == 0, C.stages, stage) - 1

@@ -1,0 +1,20 @@
+"""How a kernel overlaps with the one before it and the one after it: programmatic dependent launch, sm_90.
+
+Source: PTX ISA, griddepcontrol.
+"""
+
+from __future__ import annotations
+
+from lowbit.kernels.parts.gluon import gluon, run
+
+
+@gluon.jit
+def start_next():
+    """The kernel after this one may start; what this one writes it sees only after its own `await_previous`."""
+    run("griddepcontrol.launch_dependents;\n mov.b32 $0, 0;", "=r", [])
+
+
+@gluon.jit
+def await_previous():
+    """Until the kernel before this one, which may have made x or may still read what is written here, is through."""
+    run("griddepcontrol.wait;\n mov.b32 $0, 0;", "=r", [])

@@ -1,0 +1,74 @@
+"""Which tile a block computes next, which share of K, and how the shares of a tile are added up.
+
+A persistent block computes the tiles with its number, and each as many further on as there are blocks. With splits, as many
+blocks in a row share a tile, each a stretch of K. The functions take the configuration C of a kernel, which has `splits`,
+`token_group`, the tile's `rows`, `columns`, `accumulator` and `threads`.
+"""
+
+from __future__ import annotations
+
+from lowbit.kernels.parts.gluon import Scalar, aggregate, barrier, gl, gluon
+
+
+@aggregate
+class Tiles:
+    """How many tiles there are of tokens and of channels, and how many iterations of a main loop cover K."""
+
+    of_tokens: Scalar
+    of_channels: Scalar
+    iterations: Scalar
+
+
+@aggregate
+class SplitK:
+    """Where the splits of a tile meet: sums float32 or int32, and a counter int32 for each tile, zero before and after."""
+
+    partial: Scalar
+    arrived: Scalar
+
+
+@gluon.jit
+def count(tiles, C: gl.constexpr):
+    """Tiles times splits."""
+    return tiles.of_tokens * tiles.of_channels * C.splits
+
+
+@gluon.jit
+def tile_at(index, tiles, C: gl.constexpr):
+    """(tile of tokens, of channels, split) of the index-th tile: all channels for a group of tokens, then the next group."""
+    split = index % C.splits
+    index = index // C.splits
+    group = index // (C.token_group * tiles.of_channels)
+    first = group * C.token_group
+    size = gl.minimum(tiles.of_tokens - first, C.token_group)
+    inside = index % (C.token_group * tiles.of_channels)
+    return first + inside % size, inside // size, split
+
+
+@gluon.jit
+def iterations_of(split, tiles, C: gl.constexpr):
+    """The first iteration along K of a split, and the one after its last."""
+    return tiles.iterations * split // C.splits, tiles.iterations * (split + 1) // C.splits
+
+
+@gluon.jit
+def meet(at, acc, tile, split, C: gl.constexpr):
+    """Leaves the sums of one split to the block that comes last for this tile; that one gets True and the total."""
+    rows = gl.arange(0, C.rows, gl.SliceLayout(1, C.accumulator))
+    columns = gl.arange(0, C.columns, gl.SliceLayout(0, C.accumulator))
+    # Neighbouring lanes, which hold rows g and pairs of columns 2t (hardware/mma.py), write neighbouring words.
+    of_row = rows % 8 * 4 + rows // 16 * 32 + rows // 8 % 2 * C.threads
+    of_column = columns % 8 // 2 + columns % 2 * (2 * C.threads) + columns // 8 * (4 * C.threads)
+    place = of_row[:, None] + of_column[None, :]
+    SPLITS: gl.constexpr = C.splits
+    base = at.partial + tile.to(gl.int64) * (C.splits * C.rows * C.columns)
+    gl.store(base + split * (C.rows * C.columns) + place, acc)
+    barrier()
+    last = gl.atomic_add(at.arrived + tile, 1, sem="acq_rel") == C.splits - 1
+    total = acc
+    if last:
+        gl.store(at.arrived + tile, 0)
+        total = gl.load(base + place)
+        for i in gl.static_range(1, SPLITS):  # unrolled, so that all loads are under way at once
+            total += gl.load(base + i * (C.rows * C.columns) + place)
+    return last, total

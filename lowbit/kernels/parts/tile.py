@@ -1,0 +1,150 @@
+"""The tile of y that a block of warpgroups computes with wgmma: who holds what, where it waits; bases of configurations."""
+
+from __future__ import annotations
+
+import torch
+
+from lowbit.kernels.parts.epilogue import OUTPUTS, TYPES
+from lowbit.kernels.parts.gluon import gl
+from lowbit.kernels.parts.pair import Pair
+from lowbit.kernels.parts.pipeline import StageBarriers
+from lowbit.kernels.parts.smem import UNIT, Regions
+
+STAGE_K = 128
+"""K of a stage; a row of it is as wide as the widest swizzle."""
+
+TILE_K = gl.constexpr(STAGE_K)
+OPERAND_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+
+
+class WarpgroupTile:
+    """64 * warpgroups rows, 16 for each warp; `stages` of both operands wait in shared memory."""
+
+    warpgroups: int
+    stages: int
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.warpgroups
+
+    @property
+    def warps(self) -> int:
+        """Warps that multiply."""
+        return 4 * self.warpgroups
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def threads_layout(self) -> gl.BlockedLayout:
+        """One element per thread."""
+        return gl.BlockedLayout([1], [32], [self.warps], [0])
+
+    @property
+    def regions(self) -> Regions:
+        """Shared memory; the last region is `barriers`."""
+        raise NotImplementedError
+
+    @property
+    def barriers(self) -> StageBarriers:
+        return StageBarriers(UNIT * self.regions.start("barriers"), self.stages, self.warps)
+
+
+class ByteTile(WarpgroupTile):
+    """A tile of `columns` for 8-bit activations, rows being operand A; the base of a kernel's configuration, with its fields.
+
+    With `tokens_are_rows`, rows are tokens and columns are rows of w; without, the other way round.
+    """
+
+    x_type: torch.dtype
+    y_type: torch.dtype
+    tokens_are_rows: bool
+    columns: int
+    promote: bool
+    paired: bool
+    store_by_tma: bool
+
+    @property
+    def operand_regions(self) -> tuple[tuple[str, int], ...]:
+        """Shared memory of the operands' stages."""
+        raise NotImplementedError
+
+    @property
+    def regions(self) -> Regions:
+        y = self.rows * self.store_columns * 2 if self.store_by_tma else 0
+        return Regions((*self.operand_regions, ("y", y), ("barriers", UNIT)))
+
+    @property
+    def tile_tokens(self) -> int:
+        return self.rows if self.tokens_are_rows else self.columns
+
+    @property
+    def tile_channels(self) -> int:
+        return self.columns if self.tokens_are_rows else self.rows
+
+    @property
+    def x_block(self) -> tuple[int, int]:
+        """Tokens and k of x that come at a time."""
+        return self.tile_tokens, STAGE_K
+
+    @property
+    def x_shared_layout(self) -> gl.NVMMASharedLayout:
+        return OPERAND_LAYOUT
+
+    @property
+    def stages_ahead(self) -> int:
+        """Stages whose weights are asked for before x may be: not many where x is much, which then waits behind them."""
+        return self.stages if self.tile_tokens < 128 else 2
+
+    @property
+    def store_columns(self) -> int:
+        """Columns of a tile that wait in shared memory at once for being stored."""
+        return self.columns // 2 if self.paired else min(self.columns, 128)
+
+    @property
+    def stores(self) -> int:
+        return self.columns // self.store_columns
+
+    @property
+    def by_halves(self) -> bool:
+        """Whether sums that are promoted are those of one half of the columns, then of the other: there is no room for both."""
+        return self.promote and self.columns == 256
+
+    @property
+    def store_block(self) -> list[int]:
+        """[tokens, channels] of one store."""
+        return [self.rows, self.store_columns] if self.tokens_are_rows else [self.store_columns, self.rows]
+
+    @property
+    def pair(self) -> Pair:
+        return Pair(self.barriers.end, self.warps, 4 * self.rows * self.store_columns)
+
+    @property
+    def x(self) -> gl.dtype:
+        return TYPES[self.x_type][0]
+
+    @property
+    def y(self) -> gl.dtype:
+        return OUTPUTS[self.y_type]
+
+    @property
+    def sums(self) -> gl.dtype:
+        """Type of the tensor core's sums."""
+        return gl.int32 if self.x_type == torch.int8 else gl.float32
+
+    @property
+    def total(self) -> gl.dtype:
+        """Type of the sums over all k."""
+        return gl.float32 if self.promote else self.sums
+
+    @property
+    def accumulator(self) -> gl.NVMMADistributedLayout:
+        # Integer products of 256 columns stop Triton's compiler; two of 128 are as good.
+        columns = min(self.columns, 128) if self.x_type == torch.int8 else self.columns
+        return gl.NVMMADistributedLayout([3, 0], [self.warps, 1], [16, columns, 32])
+
+    @property
+    def store_layout(self) -> gl.NVMMADistributedLayout:
+        """The accumulator of C.store_columns columns."""
+        return gl.NVMMADistributedLayout([3, 0], [self.warps, 1], [16, self.store_columns, 32])

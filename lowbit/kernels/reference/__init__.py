@@ -1,0 +1,1 @@
+"""What every kernel must compute, in as few lines of torch as possible. Tests and benchmarks import these."""

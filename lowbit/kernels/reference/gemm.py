@@ -1,0 +1,23 @@
+"""Products and what may follow them, in as few lines of torch as possible."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, relu, silu
+
+from lowbit.formats import QuantTensor
+
+FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda y: y, "relu": relu, "gelu": partial(gelu, approximate="tanh"), "silu": silu,
+}  # fmt: skip
+"""What a product of quantized activations can be followed by; gelu is the one with tanh."""
+
+
+def mixed_gemm_reference(x: Tensor, w: QuantTensor, bias: Tensor | None = None) -> Tensor:
+    """y [.., N] float64 = x [.., K] . dequantize(w)[N, K]^T + bias[N], everything in float64."""
+    y = x.double() @ w.dequantize(torch.float64).T
+    return y if bias is None else y + bias.double()

@@ -1,0 +1,81 @@
+"""The choice of tile: legal everywhere, printable, and as measured where it was measured."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowbit.hardware.machine import MACHINES, typical_machine
+from lowbit.kernels.choose import mixed_gemm as module
+from lowbit.kernels.choose.mixed_gemm import MEASURED, GemmShape, Measured, RingTile, WgmmaTile, candidates, choose
+
+H200 = typical_machine(90)
+
+
+@settings(deadline=None, max_examples=200)
+@given(m=st.integers(1, 20000), n=st.integers(1, 160000), k=st.integers(1, 30000), bits=st.integers(2, 8))
+def test_every_shape_has_a_tile_that_fits(m, n, k, bits):
+    shape = GemmShape(m, n, k, bits)
+    tile = choose(shape, H200)
+    if isinstance(tile, RingTile):
+        assert tile.block_strips <= shape.strips and tile.warps_n * tile.warps_k in (8, 16)
+    else:
+        assert tile.stages % 2 == 0 and tile.stages >= 2
+        assert tile.stages * (512 * tile.warpgroups * bits + 128 * tile.tokens) <= 230_000
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda d: d.product)
+def test_other_machines_use_the_ring_kernel(machine):
+    for m in (1, 16, 4096):
+        tile = choose(GemmShape(m, 4096, 4096, 4), machine)
+        assert isinstance(tile, WgmmaTile) == (machine.arch.sm == 90 and m > 16)
+
+
+def test_without_room_the_reasons_say_so():
+    rows = candidates(GemmShape(1, 4096, 4096, 8), typical_machine(86))
+    refused = [row for row in rows if row.reasons]
+    assert refused and "bytes of shared memory, a block has 101,376" in refused[0].reasons[0]
+    assert not rows[0].reasons and rows == sorted(rows, key=lambda r: (bool(r.reasons), r.cost_us))
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "expected"),
+    [
+        # best of the candidates measured on an H200, 2026-11-21, int4 groups of 128 (docs/log.md)
+        (1, 8192, 8192, "ring 64 rows x 8 tokens"),
+        (1, 8192, 28672, "ring 64 rows x 8 tokens"),
+        (16, 8192, 28672, "ring 128 rows x 16 tokens, 1 x 8 warps of 8 strips, ring of 8, K split 2"),
+        (16, 28672, 8192, "ring 224 rows x 16 tokens, 2 x 4 warps of 7 strips"),
+        (4096, 8192, 8192, "wgmma 128 rows x 256 tokens, 4 stages, K split 1"),
+    ],
+)
+def test_measured_choices(m, n, k, expected):
+    assert str(choose(GemmShape(m, n, k, 4), H200)).startswith(expected)
+
+
+@settings(deadline=None, max_examples=50)
+@given(n=st.integers(16, 30000), k=st.integers(64, 30000), bits=st.integers(2, 8), m=st.lists(st.integers(1, 8192), min_size=2))
+def test_batch_invariant_sums_do_not_depend_on_m(n, k, bits, m):
+    tiles = [choose(GemmShape(rows, n, k, bits), H200, True) for rows in m]
+    assert all(isinstance(tile, WgmmaTile) and tile.splits == 1 for tile in tiles)
+
+
+def test_what_was_measured_comes_before_what_is_modelled(monkeypatch):
+    shape = GemmShape(128, 3000, 2000, 4)
+    second = candidates(shape, H200)[1]
+    row = Measured(H200.product, "2026-11-21", shape, second.tile, 9.0, 10.0)
+    monkeypatch.setattr(module, "MEASURED", (row,))
+    first = candidates(shape, H200)[0]
+    assert first.tile == second.tile and str(first.measured).endswith("M 128: 9 us, 10 % less than modelled")
+    assert row.holds_for(GemmShape(65, 3000, 2000, 4), H200)
+    for other in (GemmShape(64, 3000, 2000, 4), GemmShape(129, 3000, 2000, 4), GemmShape(128, 3000, 2000, 8)):
+        assert not row.holds_for(other, H200)
+    assert not row.holds_for(shape, typical_machine(80))
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=str)
+def test_measured_rows_name_tiles_that_are_candidates(row):
+    machine = next(machine for machine in MACHINES if machine.product == row.product)
+    assert row.us < 0.97 * row.instead_us
+    assert candidates(row.shape, machine)[0].tile == row.tile == choose(row.shape, machine)

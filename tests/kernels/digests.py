@@ -1,0 +1,56 @@
+"""A digest of the machine code of everything that tests compile, to hold while code moves. A plugin of pytest:
+
+    python -m pytest -p tests.kernels.digests --digests before.txt tests/kernels   # then, after the move, again with after.txt
+    diff before.txt after.txt
+
+A line for each compiled kernel: test, number within it, capability, digest, registers, bytes of stack and of shared memory.
+Names of kernels and labels are left out, and nvdisasm writes no line numbers. One process: no --numprocesses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+from tests.kernels import sass
+
+
+def digest(code: sass.Compiled) -> str:
+    """Of the instructions in order, with the targets of branches numbered by where they first occur."""
+    numbers: dict[str, str] = {}
+    text = "\n".join(
+        line.strip() for line in code.text.splitlines() if re.match(r"\s*(/\*[0-9a-f]{4,}\*/|\.L_x_\d+:)", line)
+    )  # fmt: skip
+    text = re.sub(r"\.L_x_\d+", lambda found: numbers.setdefault(found[0], f"L{len(numbers)}"), text)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def pytest_addoption(parser):
+    parser.addoption("--digests", help="file to write digests of compiled machine code to")
+
+
+def pytest_configure(config):
+    path = config.getoption("--digests")
+    if path is None:
+        return
+    config.compiled_digests, config.current_test, compile_one = [], "", sass._compile
+
+    def compile_and_note(source_type, kernel, signature, constants, pointers, warps, capability, **options):
+        code = compile_one(source_type, kernel, signature, constants, pointers, warps, capability, **options)
+        number = sum(line.startswith(config.current_test + " ") for line in config.compiled_digests)
+        size = f"{code.registers} registers, {code.stack_bytes} stack, {code.shared_bytes} shared"
+        config.compiled_digests.append(f"{config.current_test} {number} sm_{capability} {digest(code)} {size}")
+        return code
+
+    sass._compile = compile_and_note
+
+
+def pytest_runtest_setup(item):
+    item.config.current_test = item.nodeid.split("/")[-2] + "/" + item.nodeid.split("/")[-1].replace(" ", "_")
+
+
+def pytest_unconfigure(config):
+    path = config.getoption("--digests")
+    if path is not None:
+        with open(path, "w") as file:
+            file.writelines(sorted(line + "\n" for line in config.compiled_digests))

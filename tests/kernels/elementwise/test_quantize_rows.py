@@ -1,0 +1,369 @@
+"""The kernel that quantizes activations: bit-equal to the reference, its arithmetic without a GPU too, and what it fuses."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lowbit.formats import number_format
+from lowbit.hardware.machine import typical_machine
+from lowbit.kernels.reference.activations import quantize_activations_reference
+from tests.kernels.sass import compile_triton
+
+triton = pytest.importorskip("triton", reason="the kernel is written in Triton")
+from lowbit.kernels.elementwise import quantize_rows as kernel_module  # noqa: E402
+from lowbit.kernels.elementwise.quantize_rows import CODE_PIECE, QuantizePlan, Request, quantize_rows  # noqa: E402
+from lowbit.ops import (  # noqa: E402
+    layer_norm_quantize,
+    quantize_activations,
+    rms_norm_quantize,
+    silu_mul_quantize,
+)
+
+gpu = pytest.mark.gpu
+
+
+def hard_rows(m, k, dtype, device="cpu"):
+    """Rows of all sizes, with ties, outliers, zeros; what does not depend on the generator of a device."""
+    generator = torch.Generator().manual_seed(m * k)
+    x = torch.randn(m, k, generator=generator) * torch.logspace(-6, 3, m)[:, None]
+    if m > 3:
+        x[1] = 0
+        x[2] = torch.arange(k) % 255 - 127  # scale 1 exactly: integers
+        x[3] = (torch.arange(k) % 255 - 127) / 2  # ties
+        x[3, 0] = 127
+        x[0, ::3] = -0.0  # 8-bit floats keep the sign
+    return x.to(device=device, dtype=dtype)
+
+
+def same(got, expected):
+    return torch.equal(got.view(torch.uint8) if got.dtype.itemsize == 1 else got, expected.view(got.dtype) if
+                       got.dtype.itemsize > 1 else expected.view(torch.uint8))  # fmt: skip
+
+
+def check(x, name, group=0, static=False, symmetric=True, device=80):
+    fmt = number_format(name)
+    scale = torch.full((1,), 0.03, device=x.device) if static else None
+    given = torch.full((1,), -37, dtype=torch.int32, device=x.device) if static and not symmetric else None
+    aligned = x.shape[1] % 8 == 0 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    plan = QuantizePlan(*x.shape, Request("", fmt, group, static, symmetric), aligned, typical_machine(device))
+    if x.is_cuda:
+        torch.full((x.shape[0], x.shape[1] + CODE_PIECE), -1, dtype=torch.int8, device=x.device)  # poisons what comes next
+    codes, own, zero = quantize_activations_reference(x, fmt, group, scale, symmetric, given)
+    expected = [t for t in ((codes,) if static else (codes, own, zero)) if t is not None]
+    for _ in range(2):  # compiled, then called as it was compiled
+        made = plan(x, None, None, None, scale, 0.0, given)
+        assert len(made) == len(expected)
+        for got, wanted in zip(made, expected, strict=True):
+            assert got.shape == wanted.shape and same(got.contiguous(), wanted), (
+                x.shape,
+                x.dtype,
+                name,
+                group,
+                static,
+                symmetric,
+            )
+        assert made[0].stride(0) % CODE_PIECE == 0 and made[0].data_ptr() % CODE_PIECE == 0
+        rest = made[0].as_strided((x.shape[0], made[0].stride(0)), (made[0].stride(0), 1))[:, x.shape[1] :]
+        assert not rest.view(torch.uint8).any(), "a piece is read as a whole, so what is beyond K must be zero"
+
+
+def check_without_a_gpu(few):
+    """In the shapes for few rows, or with few=0 in those for many."""
+    kernel_module.FEW_PER_SM = few
+    for m, k in ((5, 64), (5, 203), (4, 576)):
+        x = hard_rows(m, k, torch.float16)
+        check(x, "int8")
+        check(x, "int8", static=True)
+        check(x, "int8", symmetric=False)
+        check(x, "int8", static=True, symmetric=False)
+        check(x, "int8", group=128)
+    check(hard_rows(5, 219, torch.float16)[:, 3:203], "int8")
+    for m, k, group in ((5, 64, 0), (4, 203, 128), (3, 2304, 0)):
+        check_fused(m, k, group)
+    check_layer_norm("cpu", 80)
+
+
+def check_fused(m, k, group, device="cpu", sm=80):
+    """What goes before, in the kernel itself, against the operator on a CPU."""
+    generator = torch.Generator().manual_seed(k)
+    x, other = (torch.randn(2, m, k, generator=generator).half() for _ in range(2))
+    x, other = x[0], other[0]
+    weight, bias = (torch.rand(k, generator=generator).half() + 0.5 for _ in range(2))
+    cases = [
+        ("rms_norm", None, None, rms_norm_quantize(x, weight, 1e-5, "int8", group=group)),
+        ("rms_norm", other, None, rms_norm_quantize(x, weight, 1e-5, "int8", residual=other, group=group)),
+        ("layer_norm", None, bias, layer_norm_quantize(x, weight, bias, 1e-5, "int8", group=group)),
+        ("silu", other, None, silu_mul_quantize(x, other, "int8", group=group)),
+    ]
+    for before, beside, b, wanted in cases:
+        residual = before != "silu" and beside is not None
+        request = Request(before, number_format("int8"), group, False, True, residual)
+        plan = QuantizePlan(m, k, request, k % 8 == 0, typical_machine(sm))
+        given = (None if t is None else t.to(device) for t in (x, beside, None if before == "silu" else weight, b, None))
+        made = [t.cpu() for t in plan(*given, 1e-5)]
+        if residual:
+            assert torch.equal(made[2], wanted.sum)
+        values = exact(before, wanted.sum if residual else x, other, weight, b)
+        near(type(wanted)(*made[:2]), wanted, wanted.scale.repeat_interleave(group or k, -1)[..., :k], values)
+
+
+def check_layer_norm(device, sm):
+    """Rows far from 0 and rows with an outlier, against float64."""
+    generator = torch.Generator().manual_seed(0)
+    for k in (64, 203, 4096):
+        x = torch.randn(5, k, generator=generator)
+        x[1] += 3
+        x[2] += 100
+        x[3, 0], x[4, 5] = 3000, 20000
+        weight, bias = torch.rand(k, generator=generator).half() + 0.5, torch.randn(k, generator=generator).half()
+        x, weight, bias = x.half().to(device), weight.to(device), bias.to(device)
+        wide = x.double()
+        apart = wide - wide.mean(1, keepdim=True)
+        exact = apart / (apart.square().mean(1, keepdim=True) + 1e-5).sqrt() * weight.double() + bias.double()
+        plan = QuantizePlan(5, k, Request("layer_norm", number_format("int8")), k % 8 == 0, typical_machine(sm))
+        codes, scale = plan(x, None, weight, bias, None, 1e-5)
+        torch.testing.assert_close(scale.double(), exact.abs().amax(1, keepdim=True) / 127, rtol=1e-5, atol=0)
+        assert float((codes.double() * scale - exact).abs().max() / scale.max()) < 0.501
+
+
+@pytest.mark.parametrize("few", [0, 4])
+def test_the_arithmetic_in_tritons_interpreter(few):
+    """Of int8; 8-bit floats are converted by the hardware, for which the interpreter has its own way."""
+    code = f"from tests.kernels.elementwise.test_quantize_rows import check_without_a_gpu; check_without_a_gpu({few})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def compiled(sm, k, name="int8", before="", pieces=True, dtype="*fp16", **asked):
+    fmt = number_format(name)
+    request = Request(before, fmt, **asked)
+    plan = QuantizePlan(4096, k, request, pieces, typical_machine(sm))
+    norm = before.endswith("norm")
+    signature = dict(
+        codes={"int8": "*i8", "fp8_e4m3": "*fp8e4nv", "fp8_e5m2": "*fp8e5"}[name],
+        scales=None if request.static else "*fp32",
+        zeros=None if request.symmetric or request.static else "*i32",
+        sums=dtype if request.residual else None,
+        x=dtype,
+        beside=dtype if request.residual or before == "silu" else None,
+        weight=dtype if norm else None,
+        bias=dtype if before == "layer_norm" else None,
+        static="*fp32" if request.static else None,
+        static_zero="*i32" if request.static and not request.symmetric else None,
+    )
+    pointers = [name for name, kind in signature.items() if kind]
+    signature |= dict(x_stride="i32", beside_stride="i32", code_pieces="i32", eps="fp32")
+    names = ("K", "THREADS", "PIECE", "CHUNKS", "GROUP", "BEFORE", "FORMAT", "LARGEST", "PIECES", "AGAIN", "OVERLAP", "RULE")
+    options = dict(plan.launch.options)
+    warps = options.pop("num_warps")
+    constants = dict(zip(names, plan.constants, strict=True))
+    return warps, compile_triton(quantize_rows, signature, constants, pointers, warps, sm, **options)
+
+
+def plan_for(m, k, before="", **asked):
+    return QuantizePlan(m, k, Request(before, number_format("int8"), **asked), True, typical_machine(90))
+
+
+@pytest.mark.parametrize("sm", [80, 89, 90, 100])
+@pytest.mark.parametrize("k", [4096, 8192, 28672])
+def test_a_row_is_read_in_pieces_of_16_bytes(sm, k):
+    """Twice: the second time, when the scale is known, it comes from the caches, and no registers wait for the scale."""
+    warps, kernel = compiled(sm, k)
+    pieces = k // (8 * 32 * warps)
+    loads = [line for line in kernel.lines if "LDG" in line]
+    assert len(loads) == 2 * pieces and all(".128" in line for line in loads)
+    assert kernel.count("STG.E.64") == pieces and kernel.stack_bytes <= (16 if k == 28672 else 0)
+    assert kernel.count("F2I") == 0, "rounding is an addition"
+    assert kernel.shared_bytes <= 4 * warps, "only what the warps found is shared"
+
+
+@pytest.mark.parametrize("before", ["rms_norm", "layer_norm", "silu"])
+@pytest.mark.parametrize("name", ["int8", "fp8_e4m3"])
+def test_what_is_fused_reads_everything_once(before, name):
+    warps, kernel = compiled(90, 8192, name, before, residual=before == "rms_norm")
+    tensors = {"rms_norm": 3, "layer_norm": 3, "silu": 2}[before]  # x and the rest of what is as long as a row
+    assert kernel.stack_bytes == 0
+    assert sum(".128" in line for line in kernel.lines if "LDG" in line) == tensors * 8192 // (8 * 32 * warps)
+
+
+@pytest.mark.parametrize("m", [1, 4096])
+@pytest.mark.parametrize("before", ["", "layer_norm"])
+@pytest.mark.parametrize("k", [1, 8, 203, 576, 2048, 4096, 5120, 8192, 11008, 14336, 28672, 32768, 40000, 65536])
+def test_threads_have_up_to_64_elements_and_few_too_many(k, before, m):
+    _, threads, piece, chunks, *_ = plan_for(m, k, before).constants
+    assert piece * chunks <= 64 and k <= threads * piece * chunks < k + threads * piece
+    assert 3 * threads * piece * chunks <= max(4 * k, 3 * 256)
+    if k % 1024 == 0:
+        assert threads * piece * chunks == k, "whole chunks, which need no masks"
+
+
+def test_few_rows_get_more_threads():
+    shapes = [[plan_for(m, 8192, before).constants[1] for m in (16, 4096)] for before in ("", "layer_norm")]
+    assert shapes == [[512, 256], [512, 128]]
+
+
+@pytest.mark.parametrize(("sm", "name"), [(90, "fp8_e4m3"), (90, "fp8_e5m2"), (120, "fp8_e4m3"), (120, "fp8_e5m2")])
+def test_floats_are_rounded_once(sm, name):
+    _, kernel = compiled(sm, 4096, name)
+    assert f"cvt.rn.satfinite.{name[4:]}x2.f32" in kernel.ptx and not re.search(
+        r"cvt\.\w+\.f16\.f32|e[45]m[23]x2\.f16x2", kernel.ptx
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "nbytes", "share"), [("", 3, 0.4), ("rms_norm", 3, 0.7), ("layer_norm", 3, 0.85), ("silu", 5, 0.45)]
+)
+def test_few_instructions_per_element(before, nbytes, share):
+    """At 4 TB/s an SM of an H200 moves 17.3 bytes in a clock, in which it issues 128 instructions. Counted with what is done
+    once for a row, and with branches hardly ever taken."""
+    for k in (4096, 8192):
+        warps, kernel = compiled(90, k, before=before)
+        executed = max(number for number, line in enumerate(kernel.lines) if "EXIT" in line)
+        assert executed * 32 * warps / k < share * 128 * nbytes / 17.3
+
+
+@pytest.mark.parametrize("m", [1, 64])
+def test_neighbours_in_the_stream_overlap(m):
+    _, kernel = compiled(90, 4096, before="rms_norm")
+    lines = [line.split()[0] if not line.startswith("@") else line.split()[1] for line in kernel.lines]
+    start, wait = lines.index("PREEXIT"), lines.index("ACQBULK")
+    reads = [i for i, line in enumerate(lines) if line.startswith("LDG")]
+    assert start < wait and any(i < wait for i in reads) and any(i > wait for i in reads)
+    _, before = compiled(80, 4096, before="rms_norm")
+    assert before.count("ACQBULK") == before.count("PREEXIT") == 0
+
+
+SHAPES = [(1, 8), (5, 64), (7, 203), (300, 576), (16, 4096), (33, 8192), (9, 28672), (3, 40000)]
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["int8", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize(("m", "k"), SHAPES)
+def test_bit_equal_to_the_reference(dtype, name, m, k):
+    x = hard_rows(m, k, dtype, "cuda")
+    check(x, name, device=90)
+    check(x, name, static=True, device=90)
+    check(x, name, group=128, device=90)
+    check(hard_rows(m, k + 5, dtype, "cuda")[:, 3 : k + 3], name, device=90)
+    if name == "int8":
+        check(x, name, symmetric=False, device=90)
+        check(x, name, static=True, symmetric=False, device=90)
+
+
+@gpu
+@pytest.mark.parametrize("name", ["int8", "fp8_e4m3"])
+@pytest.mark.parametrize(("m", "k"), [(7, 203), (16, 4096), (5, 5120), (9, 28672), (3, 40000)])
+def test_in_the_shapes_for_many_rows(name, m, k, monkeypatch):
+    monkeypatch.setattr(kernel_module, "FEW_PER_SM", 0)
+    x = hard_rows(m, k, torch.float16, "cuda")
+    check(x, name, device=90)
+    check(x, name, group=128, device=90)
+    if name == "int8":
+        check(x, name, symmetric=False, device=90)
+        check_fused(m, k, 0, "cuda", 90)
+        check_fused(m, k, 128, "cuda", 90)
+
+
+def exact(before, x, other, weight, bias):
+    """What the step before makes of x (or of a sum rounded already), in float64."""
+    x, other, weight, bias = (None if t is None else t.double() for t in (x, other, weight, bias))
+    if before == "silu":
+        return x * torch.sigmoid(x) * other
+    if before == "layer_norm":
+        x = x - x.mean(-1, keepdim=True)
+    eps = 1e-5
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight + (0 if bias is None else bias)
+
+
+def near(got, wanted, spread, values):
+    """Codes of values that differ in the last bits of float32: the same but at ties between two codes. `spread`: all scales,
+    `values`: what is quantized, in float64; both [.., K]."""
+    assert torch.allclose(got.scale, wanted.scale, rtol=1e-5)
+    one, other = got.codes.double(), wanted.codes.double()
+    steps = values / spread + (0 if wanted.zero is None else wanted.zero)
+    apart = one != other
+    assert bool(((one - other).abs() <= other.abs() / 8 + 1.01).all())
+    middle = (one + other) / 2
+    assert bool(((steps - middle).abs() <= 1e-4 * steps.abs() + 1e-4)[apart].all())
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["int8", "fp8_e4m3"])
+@pytest.mark.parametrize(("m", "k"), [(5, 64), (7, 203), (33, 4096), (6, 5120), (9, 28672)])
+@pytest.mark.parametrize("group", [0, 128])
+def test_fused_against_the_plain_operator(dtype, name, m, k, group):
+    generator = torch.Generator().manual_seed(k)
+    x, other = (torch.randn(2, m, k, generator=generator).to(dtype) for _ in range(2))
+    weight, bias = (torch.rand(k, generator=generator).to(dtype) + 0.5 for _ in range(2))
+    calls = {
+        "rms_norm": lambda d: rms_norm_quantize(x.to(d), weight.to(d), 1e-5, name, group=group),
+        "rms_norm + residual": lambda d: rms_norm_quantize(
+            x.to(d), weight.to(d), 1e-5, name, residual=other.to(d), group=group
+        ),
+        "layer_norm": lambda d: layer_norm_quantize(x.to(d), weight.to(d), bias.to(d), 1e-5, name, group=group),
+        "silu": lambda d: silu_mul_quantize(x.to(d), other.to(d), name, group=group),
+    }
+    if name == "int8" and group == 0:
+        calls["silu, asymmetric"] = lambda d: silu_mul_quantize(x.to(d), other.to(d), name, symmetric=False)
+    for what, call in calls.items():
+        got, wanted = call("cuda"), call("cpu")
+        assert (wanted.sum is None) == ("residual" not in what)
+        if wanted.sum is not None:
+            assert torch.equal(got.sum.cpu(), wanted.sum)
+        size = group or k
+        spread = wanted.scale.repeat_interleave(size, -1)[..., :k]
+        before = what.split(",")[0].split(" ")[0]
+        values = exact(before, x if wanted.sum is None else wanted.sum, other, weight, bias if before == "layer_norm" else None)
+        got = type(got)(got.codes.cpu(), got.scale.cpu(), None if got.zero is None else got.zero.cpu())
+        assert wanted.zero is None or torch.equal(got.zero, wanted.zero)
+        near(got, wanted, spread, values)
+
+
+@gpu
+def test_layer_norm_far_from_zero():
+    check_layer_norm("cuda", 90)
+
+
+@gpu
+def test_what_is_not_finite_shows():
+    x = torch.randn(4, 4096, device="cuda", dtype=torch.float16)
+    x[1, 7], x[2, 9], x[3, 11] = float("inf"), float("nan"), -float("nan")
+    for options in ({}, {"symmetric": False}):
+        scale = quantize_activations(x, "int8", **options).scale
+        assert scale.isfinite().tolist() == [[True], [False], [False], [False]]
+
+
+@gpu
+def test_in_a_graph_behind_and_before_other_kernels():
+    """The kernel before writes x, the one after reads codes and scale: both must be seen through the overlap."""
+    x = torch.randn(16, 4096, device="cuda", dtype=torch.float16)
+
+    def step(x):
+        a = quantize_activations(x * -1, "int8")
+        return (a.codes.float() * a.scale).half() + 1
+
+    step(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x
+        for _ in range(20):
+            y = step(y)
+    expected = x.cpu()
+    for _ in range(20):
+        codes, scale, _ = quantize_activations_reference(expected * -1, number_format("int8"))
+        expected = (codes.float() * scale).half() + 1
+    for _ in range(3):
+        y.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(y.cpu(), expected)

@@ -1,0 +1,24 @@
+"""PTX that decodes tiles of 8-bit operands: every word goes in, every register comes out."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
+
+from lowbit.kernels.parts.byte_decode import TILES, ByteDecode
+from lowbit.kernels.parts.operand import REGISTERS
+from tests.kernels.parts.plain import check_operands
+
+NARROW = [*((fmt, "s8") for fmt in ("int2", "int3", "int4", "int5", "int6", "int7")),
+          *((fmt, "e4m3") for fmt in ("int2", "int3", "int4", "fp6_e3m2", "fp6_e2m3", "fp5_e2m2", "fp4_e2m1"))]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fmt", "operand"), NARROW)
+def test_ptx_names_its_operands(fmt, operand):
+    decode = ByteDecode(fmt, operand)
+    check_operands(decode.asm, decode.constraints)
+    assert len(decode.types) == REGISTERS and decode.operand_type.primitive_bitwidth == 8
+    words = [decode.plane_words(p) for p in range(decode.planes)]
+    assert sum(words) == decode.bits and [decode.plane_start(p) for p in range(decode.planes)][-1] == 32 * sum(words[:-1])
+    assert decode.constraints.split(",").count("r") == TILES * decode.bits

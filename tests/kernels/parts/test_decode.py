@@ -1,0 +1,31 @@
+"""PTX that decodes tiles of 16-bit operands: every word goes in, every register comes out."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
+
+from lowbit.kernels.parts.decode import Decode
+from tests.kernels.parts.plain import check_operands
+
+FORMATS = ["int2", "int3", "int4", "int5", "int6", "int7", "int8", "fp6_e3m2", "fp6_e2m3", "fp5_e2m2", "fp4_e2m1", "fp8_e4m3"]
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_planes_are_the_words_of_a_tile(fmt):
+    decode = Decode(fmt, "fp16", 128, "none", "fp16")
+    ends = [decode.plane_start(p) + 32 * decode.plane_words(p) for p in range(decode.planes)]
+    assert [decode.plane_start(p) for p in range(decode.planes)] == [0, *ends[:-1]] and ends[-1] == 32 * decode.bits
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("group", [0, 16, 64, 128])
+def test_ptx_names_its_operands(fmt, group):
+    halves = ("fp16", "bf16")
+    for dtype, scale_dtype, zero in itertools.product(halves, halves, ("none", "integer", "float") if group else ("none",)):
+        decode = Decode(fmt, dtype, group, zero, scale_dtype)
+        check_operands(decode.asm, decode.constraints)
+        assert len(decode.types) == 16 and decode.pair_words == (2 * decode.scale_words if group < 128 else decode.scale_words)

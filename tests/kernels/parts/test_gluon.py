@@ -1,0 +1,68 @@
+"""Gluon under one set of names: what this module adds to it works with every supported Triton."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.sass import compile_kernel
+
+pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
+
+from lowbit.kernels.parts.gluon import Scalar, Tuple, aggregate, gl, gluon, half_type, source_digest
+
+
+@aggregate
+class Inner:
+    """Two values."""
+
+    first: Scalar
+    second: Scalar
+
+
+@aggregate
+class Outer:
+    """Values of several kinds."""
+
+    inner: Inner
+    several: Tuple
+    tensor: gl.tensor
+
+
+@gluon.jit
+def total(values, C: gl.constexpr):
+    """All values together; None counts nothing."""
+    made = values.tensor + values.inner.first + values.several[0] + values.several[1]
+    if values.inner.second is not None:
+        made += values.inner.second
+    return made
+
+
+@gluon.jit
+def kernel(out, a, b, C: gl.constexpr):
+    """Stores 32 sums."""
+    lanes = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    gl.store(out + lanes, total(Outer(Inner(a, b), (a, C), tensor=lanes), C))
+
+
+@pytest.mark.parametrize("second", ["i32", None])
+def test_an_aggregate_carries_values_by_name(second):
+    code = compile_kernel(kernel, {"out": "*i32", "a": "i32", "b": second}, 1000, ("out",), 1, 90)
+    assert code.count("STG") == 1 and ("1000" in code.ptx) and code.stack_bytes == 0
+
+
+def test_an_aggregate_refuses_what_it_has_no_name_for():
+    with pytest.raises((TypeError, AttributeError)):
+        Inner(1, third=2)
+    with pytest.raises(TypeError):
+        Outer(1, (), 2)
+
+
+def test_the_kernels_take_two_types():
+    assert (half_type(torch.float16), half_type(torch.bfloat16)) == ("fp16", "bf16")
+    with pytest.raises(ValueError, match="float32"):
+        half_type(torch.float32)
+
+
+def test_the_digest_covers_the_folders_that_write_ptx():
+    assert len(source_digest()) == 16 and source_digest() == source_digest()

@@ -1,0 +1,61 @@
+"""The ring of a warp: its copies fill each slot exactly, and reads name what the step wants."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
+
+from lowbit.kernels.parts.ring import Ring
+from lowbit.kernels.parts.step import Step
+from tests.kernels.parts.plain import check_operands, operands
+
+
+def ring(fmt, tokens=16, group=128, zero="none", strips=2, rounds=3, tail=False):
+    return Ring(Step(fmt, "fp16", tokens, group, zero, "fp16"), strips, rounds, tail)
+
+
+def copied(text, base, lane_bytes, lanes=32):
+    """Bytes that the copies relative to operand `base` write, for all lanes."""
+    found = []
+    for low, to, size in re.findall(rf"(@low )?cp\.async\.\S+ \[\${base}\+(\d+)\], \[\$\d+(?:\+\d+)?\], (\d+)", text):
+        for lane in range(16 if low else lanes):
+            found += range(int(to) + lane_bytes * lane, int(to) + lane_bytes * lane + int(size))
+    return sorted(found)
+
+
+@pytest.mark.parametrize("fmt", ["int2", "int3", "int4", "int5", "int6", "int7", "int8"])
+@pytest.mark.parametrize(("group", "zero"), [(0, "none"), (128, "none"), (16, "float")])
+def test_copies_fill_a_slot(fmt, group, zero):
+    made = ring(fmt, group=group, zero=zero)
+    for d in range(2 * made.depth):
+        start = made.slot(d)
+        assert start == d % made.depth * made.slot_bytes
+        assert copied(made.copy_codes(d), 1, 16) == list(range(start, start + made.code_bytes))
+        scales = copied(made.copy_codes(d), 2, made.scale_copy)
+        assert scales == list(range(start + made.code_bytes, start + made.slot_bytes))
+    assert made.slot_bytes >= made.code_bytes + made.scale_bytes
+
+
+@pytest.mark.parametrize("tokens", [8, 16])
+def test_copies_fill_a_slot_of_x(tokens):
+    made = ring("int4", tokens)
+    for d in range(made.depth):
+        places = sorted(place for eight in range(made.step.eights) for place in copied(made.copy_x(d, eight), 1, 16))
+        assert places == list(range(made.x_slot(d), made.x_slot(d) + made.x_bytes))
+    assert made.x_slot(made.depth - 1) + made.x_bytes == made.bytes, "the slots of x come last"
+    assert made.x_slot(0) == made.depth * made.slot_bytes
+
+
+@pytest.mark.parametrize("tail", [False, True])
+def test_ptx_names_its_operands(tail):
+    for fmt in ("int3", "int4", "int7"):
+        made = ring(fmt, tail=tail, zero="integer")
+        results = len(made.read_types)
+        named = operands(made.read(1, 2))
+        assert set(range(results)) <= named <= set(range(results + 4)), "planes of 4, 2 and 1 words have addresses of their own"
+        assert made.read_constraints.split(",").count("r") == 4
+        check_operands(made.read_x(1), made.x_constraints)
+        assert operands(made.copy_codes(1)) == set(range(7 if tail else 6)), "what is left counts only with a tail"

@@ -1,0 +1,51 @@
+"""Order of tiles, shares of K, and the meeting of splits."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
+
+from lowbit.kernels.parts.schedule import count, iterations_of, meet, tile_at
+from tests.kernels.parts.plain import GL, Integer, Pointer, plain
+
+
+@pytest.mark.parametrize(("tokens", "channels", "splits", "group"), [(1, 7, 1, 2), (5, 3, 4, 2), (8, 4, 3, 8), (3, 9, 2, 8)])
+def test_every_split_of_every_tile_once(tokens, channels, splits, group):
+    config = SimpleNamespace(splits=splits, token_group=group)
+    tiles = SimpleNamespace(of_tokens=tokens, of_channels=channels, iterations=10)
+    order = [plain(tile_at, gl=GL)(index, tiles, config) for index in range(plain(count)(tiles, config))]
+    assert sorted(order) == [(t, c, s) for t in range(tokens) for c in range(channels) for s in range(splits)]
+    assert [s for _, _, s in order] == list(range(splits)) * (tokens * channels), "splits of a tile run side by side"
+    groups = [t // group for t, _, _ in order]
+    assert groups == sorted(groups), "all channels for a group of tokens, then the next group"
+
+
+@pytest.mark.parametrize(("iterations", "splits"), [(10, 1), (10, 3), (7, 4), (4, 4)])
+def test_splits_share_k(iterations, splits):
+    config, tiles = SimpleNamespace(splits=splits), SimpleNamespace(iterations=iterations)
+    shares = [plain(iterations_of)(split, tiles, config) for split in range(splits)]
+    assert shares[0][0] == 0 and shares[-1][1] == iterations
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(shares))
+    assert all(end - begin >= iterations // splits for begin, end in shares)
+
+
+@pytest.mark.parametrize(("warpgroups", "columns"), [(1, 8), (2, 16), (4, 64), (2, 128)])
+def test_the_last_block_gets_the_sum_of_all_splits(warpgroups, columns):
+    """Whichever comes last; the counters are then zero again, and no other tile has been touched."""
+    rows, splits, tile = 64 * warpgroups, 3, Integer(1)
+    config = SimpleNamespace(rows=rows, columns=columns, accumulator=None, threads=128 * warpgroups, splits=splits)
+    partial, arrived = np.full(3 * splits * rows * columns, np.nan), np.zeros(3, dtype=int)
+    at = SimpleNamespace(partial=Pointer(partial), arrived=Pointer(arrived))
+    sums = np.random.default_rng(0).integers(0, 100, (splits, rows, columns))
+    results = [
+        plain(meet, gl=GL, barrier=lambda: None)(at, sums[split], tile, split, config) for split in (2, 0, 1)
+    ]  # fmt: skip
+    assert [bool(last) for last, _ in results] == [False, False, True]
+    assert np.array_equal(results[-1][1], sums.sum(0)) and not arrived.any()
+    one = splits * rows * columns
+    assert np.isnan(partial[:one]).all() and np.isnan(partial[2 * one :]).all() and not np.isnan(partial[one : 2 * one]).any()
