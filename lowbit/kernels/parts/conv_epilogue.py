@@ -26,7 +26,7 @@ def split_groups(tile, C: gl.constexpr):
     c2, c6 = gl.split(e1)
     c1, c5 = gl.split(o0)
     c3, c7 = gl.split(o1)
-    return (c0, c1, c2, c3, c4, c5, c6, c7)
+    return (c0, c1, c2, c3) + (c4, c5, c6, c7)
 
 
 @gluon.jit
