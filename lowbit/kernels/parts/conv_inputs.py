@@ -1,8 +1,24 @@
-"""What a convolution kernel of sm_90 does before it reads its input: it waits for the kernel before, and learns descriptors."""
+"""What a convolution kernel of sm_90 reads: its products, once the kernel before is through and descriptors are known."""
 
 from __future__ import annotations
 
-from lowbit.kernels.parts.gluon import gl, gluon, run
+from lowbit.kernels.parts.gluon import Scalar, aggregate, gl, gluon, run
+
+
+@aggregate
+class Product:
+    """One product as a kernel is given it (sm90/tensor_map.py::WindowOperand): descriptor of the input, packed weights, steps of
+    a tap, taps, and how windows lie in the input."""
+
+    maps: Scalar
+    weight: Scalar
+    blocks: Scalar
+    taps_across: Scalar
+    taps_down: Scalar
+    stride_down: Scalar
+    stride_across: Scalar
+    first_down: Scalar
+    first_across: Scalar
 
 
 @gluon.jit

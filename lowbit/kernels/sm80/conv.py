@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats.conv import ACTIVATIONS, ConvSpec, ProductSpec, stored_dtype
-from lowbit.kernels.parts.gluon import CompiledKernel, gl, gluon, source_digest
+from lowbit.kernels.parts.gluon import CompiledKernel, Scalar, aggregate, gl, gluon, source_digest
 from lowbit.kernels.parts.requantize import Requantize
 from lowbit.pack.conv_fragment import FRAGMENTS, OUTPUTS, STEP_BYTES, fragment_bits, fragment_words
 from lowbit.pack.conv_layout import PackedConv
@@ -120,6 +120,19 @@ class MmaConv:
         return (gl.int32,) * SUMS
 
 
+@aggregate
+class Windows:
+    """How windows lie in the input of a product, and what a pixel of it takes in memory."""
+
+    height: Scalar
+    width: Scalar
+    pixel_words: Scalar
+    stride_down: Scalar
+    stride_across: Scalar
+    pad_down: Scalar
+    pad_across: Scalar
+
+
 @gluon.jit
 def load_pair(at, exists):
     """Two neighbouring words, one load of 64 bits; zeros where there are none."""
@@ -138,18 +151,19 @@ def store_pair(at, low, high, exists):
 def load_pixels(x, place, down, across, block, shape, C: gl.constexpr):
     """The words of operand A of this thread: of rows g and g + 8 of each strip, 8 bytes from byte 8 t of the step on."""
     columns, rows, images, thread = place
-    height, width, pixel_words, stride_down, stride_across, pad_down, pad_across = shape
+    height = shape.height
+    width = shape.width
     low = ()
     high = ()
     for i in gl.static_range(4):
-        h = rows[i] * stride_down - pad_down + down
-        w = columns[i] * stride_across - pad_across + across
+        h = rows[i] * shape.stride_down - shape.pad_down + down
+        w = columns[i] * shape.stride_across - shape.pad_across + across
         inside = (h >= 0) & (h < height) & (w >= 0) & (w < width)
-        at = x + ((images[i] * height + h) * width + w).to(gl.int64) * pixel_words + block * 8 + (thread & 3) * 2
+        at = x + ((images[i] * height + h) * width + w).to(gl.int64) * shape.pixel_words + block * 8 + (thread & 3) * 2
         first, second = load_pair(at, inside)
         low = low + (first,)
         high = high + (second,)
-    return (low[0], low[1], high[0], high[1], low[2], low[3], high[2], high[3])  # type: ignore[misc]
+    return (low[0], low[1], high[0], high[1]) + (low[2], low[3], high[2], high[3])  # of both strips
 
 
 @gluon.jit
@@ -263,7 +277,7 @@ def mma_conv(
         rows = rows + (gl.where(pixel < pixels, line % out_height, -(1 << 20)),)  # beyond the last pixel: outside the image
         images = images + (line // out_height,)
     place = (columns, rows, images, thread)
-    shape = (height, width, pixel_words, stride_down, stride_across, pad_down, pad_across)
+    shape = Windows(height, width, pixel_words, stride_down, stride_across, pad_down, pad_across)
     sums = product(x, weight, place, tile, shape, taps_down, taps_across, blocks, FIRST, C)
     scales = per_column(s, tile, thread)
     offsets = per_column(b, tile, thread)
@@ -273,7 +287,7 @@ def mma_conv(
             own = of_pixel(sums, i)
             for j in gl.static_range(16):
                 before = before + (as_float(own[j], scales[j], offsets[j]),)
-        shape2 = (height2, width2, pixel_words2, stride_down2, stride_across2, pad_down2, pad_across2)
+        shape2 = Windows(height2, width2, pixel_words2, stride_down2, stride_across2, pad_down2, pad_across2)
         sums = product(x2, weight2, place, tile, shape2, taps_down2, taps_across2, blocks2, SECOND, C)
         scales = per_column(s2, tile, thread)
     for i in gl.static_range(4):

@@ -23,6 +23,7 @@ from torch import Tensor
 from lowbit.formats.conv import CODES, ConvSpec
 from lowbit.kernels.choose.conv import TAIL_UNITS, UNIT, ConvTile, deep_stages, steps_of
 from lowbit.kernels.parts.conv_epilogue import as_float, by_columns, codes_at, places_of_constants, store_codes
+from lowbit.kernels.parts.conv_inputs import Product
 from lowbit.kernels.parts.conv_operand import multiply_tap
 from lowbit.kernels.parts.conv_tile import UNIT_WORDS, WgmmaConv
 from lowbit.kernels.parts.gluon import (
@@ -235,14 +236,15 @@ def following(stage, parity, count, by):
 def copy_tile(at, product, across, tile, size, first, KERNEL: gl.constexpr, STRIPS: gl.constexpr, C: gl.constexpr):
     """Copies of one product of a tile: x of each block of channels and, without strips, tap; weights of each block and tap."""
     x_stage, x_parity, w_stage, w_parity, ahead = at
-    maps, weight, blocks, taps_across, taps_down, stride_down, stride_across, first_down, first_across = product
     height, width = size
-    taps = taps_across * taps_down
-    pieces = weight + (across * blocks * taps).to(gl.int64) * C.w_bytes
+    blocks = product.blocks
+    taps_across = product.taps_across
+    taps = taps_across * product.taps_down
+    pieces = product.weight + (across * blocks * taps).to(gl.int64) * C.w_bytes
     pixel = tile * C.tile_pixels
     line = pixel // width
-    column = pixel % width * stride_across + first_across
-    row = line % height * stride_down + first_down
+    column = pixel % width * product.stride_across + product.first_across
+    row = line % height * product.stride_down + product.first_down
     image = line // height
     reach = KERNEL // 2 * (width + 1)
     one = blocks * 0 + 1
@@ -251,12 +253,12 @@ def copy_tile(at, product, across, tile, size, first, KERNEL: gl.constexpr, STRI
         for tap in range(taps):
             if STRIPS:
                 if tap == 0:
-                    run(C.strip.copy_strip, "=r,r,r,r,l,r,r", [one, x_stage, x_parity, maps, pixel - reach, first_byte])
+                    run(C.strip.copy_strip, "=r,r,r,r,l,r,r", [one, x_stage, x_parity, product.maps, pixel - reach, first_byte])
                     x_stage, x_parity = following(x_stage, x_parity, C.x_stages, 1)
             else:
                 run(C.window.copy, "=r,r,r,r,l,r,r,r,r,r,r,l,r", [
-                    one, x_stage, x_parity, maps, first_byte, column, row, image, tap % taps_across, tap // taps_across, weight,
-                    one,
+                    one, x_stage, x_parity, product.maps, first_byte, column, row, image, tap % taps_across, tap // taps_across,
+                    product.weight, one,
                 ])  # fmt: skip
                 x_stage, x_parity = following(x_stage, x_parity, C.x_stages, 1)
             if first & (ahead == 0):
@@ -278,8 +280,8 @@ def copy_first(product, per_output, across, C: gl.constexpr):
         run(C.weight_ring.copy_constants, "=r,l,l,l", [s + across * C.outputs, b + across * C.outputs, s2 + across * C.outputs])
     else:
         run(C.weight_ring.copy_constants, "=r,l,l", [s + across * C.outputs, b + across * C.outputs])
-    weight, steps = product[1], product[2] * product[3] * product[4]
-    pieces = weight + (across * steps).to(gl.int64) * C.w_bytes
+    steps = product.blocks * product.taps_across * product.taps_down
+    pieces = product.weight + (across * steps).to(gl.int64) * C.w_bytes
     for i in range(gl.minimum(steps, FIRST_WEIGHTS)):
         run(C.weight_ring.copy, "=r,r,r,l", [i, steps * 0 + 1, pieces])
         pieces += C.w_bytes
@@ -292,7 +294,7 @@ def produce(one, two, residual_maps, across, tiles, size, C: gl.constexpr):
     run("griddepcontrol.wait;\n mov.b32 $0, 0;", "=r", [])
     zero = across * 0
     one_of = zero + 1
-    at = (zero, one_of, zero, one_of, gl.minimum(one[2] * one[3] * one[4], FIRST_WEIGHTS))
+    at = (zero, one_of, zero, one_of, gl.minimum(one.blocks * one.taps_across * one.taps_down, FIRST_WEIGHTS))
     r_stage = zero
     r_parity = one_of
     for tile in range(first_tile, tiles_down, stride):
@@ -511,9 +513,9 @@ def deep_conv(
     run("griddepcontrol.launch_dependents;\n mov.b32 $0, 0;", "=r", [])
     if group == C.warpgroups - 1:
         run(ptx(C.registers_of, LOADER_REGISTERS), "=r", [])
-        one = (maps, weight, blocks, taps_across, taps_down, stride_down, stride_across, first_down, first_across)
+        one = Product(maps, weight, blocks, taps_across, taps_down, stride_down, stride_across, first_down, first_across)
         if thread == C.threads - 128:
-            two = (
+            two = Product(
                 maps2, weight2, blocks2, taps_across2, taps_down2, stride_down2, stride_across2, first_down2, first_across2
             )  # fmt: skip
             produce(one, two, residual, across, tiles, size, C)
