@@ -26,11 +26,13 @@ from lowbit.kernels.parts.conv_epilogue import (
     store_values,
     tile_constants,
 )
-from lowbit.kernels.parts.conv_inputs import await_inputs, map_arrived
+from lowbit.kernels.parts.conv_inputs import Product, await_inputs, map_arrived
 from lowbit.kernels.parts.conv_operand import operand_a
 from lowbit.kernels.parts.conv_tile import UNIT_WORDS, WgmmaConv
 from lowbit.kernels.parts.gluon import (
     CompiledKernel,
+    Scalar,
+    aggregate,
     barrier,
     fence_async_shared,
     gl,
@@ -47,28 +49,76 @@ from lowbit.pack.nhwc64 import padded_channels, pixel_elements
 from lowbit.pack.stem import StemImages
 
 
+@aggregate
+class Step:
+    """The step whose copies come next: its stage of the ring and that one's parity, its product, block of channels and tap; its
+    piece of weights; its tile, of this block's, and where in the output the tile's first pixel lies."""
+
+    slot: Scalar
+    parity: Scalar
+    product: Scalar
+    block: Scalar
+    across: Scalar
+    down: Scalar
+    piece: Scalar
+    tile: Scalar
+    column: Scalar
+    row: Scalar
+    image: Scalar
+
+
+@aggregate
+class Walk:
+    """A block's way over the output: sizes, how many tiles of outputs there are, how many tiles of pixels it has itself, and how
+    far it is from one of them to the next."""
+
+    out_height: Scalar
+    out_width: Scalar
+    tiles_across: Scalar
+    own: Scalar
+    column_step: Scalar
+    row_step: Scalar
+    image_step: Scalar
+
+
 @gluon.jit
-def copy_step(at, exists, first, second, shape, C: gl.constexpr):
+def copy_step(at, exists, first, second, walk, C: gl.constexpr):
     """Starts the copies of the step `at` and returns the next one: every thread counts along, one issues.
 
     Places are those of output pixels. From a tile of this block to its next one they move by a constant, with carries.
     """
-    slot, parity, product, block, across, down, piece, tile, column, row, image = at
-    out_height, out_width, tiles_across = shape[0], shape[1], shape[2]
-    column_step, row_step, image_step = shape[4], shape[5], shape[6]
-    maps, weight, blocks, taps_across, taps_down, stride_down, stride_across, first_down, first_across = first
+    slot = at.slot
+    parity = at.parity
+    product = at.product
+    block = at.block
+    across = at.across
+    down = at.down
+    piece = at.piece
+    tile = at.tile
+    column = at.column
+    row = at.row
+    image = at.image
+    maps = first.maps
+    weight = first.weight
+    blocks = first.blocks
+    taps_across = first.taps_across
+    taps_down = first.taps_down
+    stride_down = first.stride_down
+    stride_across = first.stride_across
+    first_down = first.first_down
+    first_across = first.first_across
     PIECE: gl.constexpr = C.outputs * C.step_bytes
     w_bytes = C.planes * PIECE
     if C.second is not None:
-        maps = gl.where(product == 0, maps, second[0])
-        weight = gl.where(product == 0, weight, second[1])
-        blocks = gl.where(product == 0, blocks, second[2])
-        taps_across = gl.where(product == 0, taps_across, second[3])
-        taps_down = gl.where(product == 0, taps_down, second[4])
-        stride_down = gl.where(product == 0, stride_down, second[5])
-        stride_across = gl.where(product == 0, stride_across, second[6])
-        first_down = gl.where(product == 0, first_down, second[7])
-        first_across = gl.where(product == 0, first_across, second[8])
+        maps = gl.where(product == 0, maps, second.maps)
+        weight = gl.where(product == 0, weight, second.weight)
+        blocks = gl.where(product == 0, blocks, second.blocks)
+        taps_across = gl.where(product == 0, taps_across, second.taps_across)
+        taps_down = gl.where(product == 0, taps_down, second.taps_down)
+        stride_down = gl.where(product == 0, stride_down, second.stride_down)
+        stride_across = gl.where(product == 0, stride_across, second.stride_across)
+        first_down = gl.where(product == 0, first_down, second.first_down)
+        first_across = gl.where(product == 0, first_across, second.first_across)
         w_bytes = gl.where(product == 0, w_bytes, C.second_planes * PIECE)
     thread = gl.arange(0, C.threads, C.threads_layout)
     nought = thread * 0
@@ -95,23 +145,23 @@ def copy_step(at, exists, first, second, shape, C: gl.constexpr):
             product = product ^ 1
         if product == 0:
             tile += 1
-            column += column_step
-            row += row_step
-            image += image_step
-            row = gl.where(column >= out_width, row + 1, row)
-            column = gl.where(column >= out_width, column - out_width, column)
-            image = gl.where(row >= out_height, image + 1, image)
-            row = gl.where(row >= out_height, row - out_height, row)
-            piece = first_piece(first, tiles_across)
+            column += walk.column_step
+            row += walk.row_step
+            image += walk.image_step
+            row = gl.where(column >= walk.out_width, row + 1, row)
+            column = gl.where(column >= walk.out_width, column - walk.out_width, column)
+            image = gl.where(row >= walk.out_height, image + 1, image)
+            row = gl.where(row >= walk.out_height, row - walk.out_height, row)
+            piece = first_piece(first, walk.tiles_across)
         else:
-            piece = first_piece(second, tiles_across)
-    return slot, parity, product, block, across, down, piece, tile, column, row, image
+            piece = first_piece(second, walk.tiles_across)
+    return Step(slot, parity, product, block, across, down, piece, tile, column, row, image)
 
 
 @gluon.jit
 def first_piece(product, tiles_across):
     """Where the weights of this block's outputs begin; a block keeps to one tile of outputs."""
-    return gl.program_id(0) % tiles_across * (product[2] * product[3] * product[4])
+    return gl.program_id(0) % tiles_across * (product.blocks * product.taps_across * product.taps_down)
 
 
 @gluon.jit
@@ -144,7 +194,7 @@ def finish(held, stage, PLANES: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def product(acc, at, stage, phase, first_piece, steps, rings, two, shape, PLANES: gl.constexpr, C: gl.constexpr):
+def product(acc, at, stage, phase, first_piece, steps, rings, two, walk, PLANES: gl.constexpr, C: gl.constexpr):
     """The sums of one product over its steps, while the ring is kept full.
 
     A step is decoded after the products of the one before: other warpgroups of the SM multiply meanwhile.
@@ -156,7 +206,7 @@ def product(acc, at, stage, phase, first_piece, steps, rings, two, shape, PLANES
         run(C.barriers.wait, "=r,r,r,r", [thread * 0 + stage, thread * 0 + phase, thread * 0 + 1])
         piece = first_piece + step * PLANES if C.resident else C.most_planes * stage
         acc, held = multiply(acc, step > 0, x_ring, w_ring, stage, piece, PLANES, C)
-        at = copy_step(at, at[7] < shape[3], two[0], two[1], shape, C)
+        at = copy_step(at, at.tile < walk.own, two[0], two[1], walk, C)
         acc = warpgroup_mma_wait(0, deps=[acc])
         finish(held, stage, PLANES, C)
         stage = gl.where(stage + 1 == STAGES, 0, stage + 1)
@@ -192,18 +242,17 @@ def make_barriers(C: gl.constexpr):
 
 
 @gluon.jit
-def fill_ring(first_tile, own, two, shape, C: gl.constexpr):
+def fill_ring(first_tile, two, walk, C: gl.constexpr):
     """Starts the first copies of a block and returns the step after them."""
-    out_height, out_width, tiles_across = shape[0], shape[1], shape[2]
-    zero = own * 0
+    zero = walk.own * 0
     pixel = first_tile * C.pixels
-    line = pixel // out_width
-    at = (
-        zero, zero + 1, zero, zero, zero, zero, first_piece(two[0], tiles_across), zero, pixel % out_width,
-        line % out_height, line // out_height,
+    line = pixel // walk.out_width
+    at = Step(
+        zero, zero + 1, zero, zero, zero, zero, first_piece(two[0], walk.tiles_across), zero, pixel % walk.out_width,
+        line % walk.out_height, line // walk.out_height,
     )  # fmt: skip
     for _filled in range(C.stages - 1):
-        at = copy_step(at, at[7] < own, two[0], two[1], shape, C)
+        at = copy_step(at, at.tile < walk.own, two[0], two[1], walk, C)
     return at
 
 
@@ -240,15 +289,16 @@ def wgmma_conv(
     first_tile = gl.program_id(0) // tiles_across
     stride = gl.num_programs(0) // tiles_across
     own = (tiles_down - first_tile + stride - 1) // stride  # tiles of this block
-    shape = (out_height, out_width, tiles_across, own, column_step, row_step, image_step)
-    one = (maps, weight, blocks, taps_across, taps_down, stride_down, stride_across, first_down, first_across)
+    walk = Walk(out_height, out_width, tiles_across, own, column_step, row_step, image_step)
+    one = Product(maps, weight, blocks, taps_across, taps_down, stride_down, stride_across, first_down, first_across)
     two = (one, one)
     if C.second is not None:
         map_arrived(maps2, C)
-        two = (one, (
-            maps2, weight2, blocks2, taps_across2, taps_down2, stride_down2, stride_across2, first_down2, first_across2,
-        ))  # fmt: skip
-    at = fill_ring(first_tile, own, two, shape, C)
+        other = Product(
+            maps2, weight2, blocks2, taps_across2, taps_down2, stride_down2, stride_across2, first_down2, first_across2
+        )  # fmt: skip
+        two = (one, other)
+    at = fill_ring(first_tile, two, walk, C)
     stage = own * 0
     phase = stage
     acc = gl.zeros((PIXELS, OUTPUTS), gl.int32, SUMS)
@@ -264,11 +314,11 @@ def wgmma_conv(
         if C.residual is not None:
             codes = later
             later = load_residual(residual, (tile + stride) * PIXELS, across * C.units, pixels, row_units, C)
-        acc, at, stage, phase = product(acc, at, stage, phase, 0, steps, rings, two, shape, C.planes, C)
+        acc, at, stage, phase = product(acc, at, stage, phase, 0, steps, rings, two, walk, C.planes, C)
         if C.second is not None:
             sums = as_float(acc, constants(s, across, C), constants(b, across, C), C)
             acc, at, stage, phase = product(
-                acc, at, stage, phase, steps * C.planes, steps2, rings, two, shape, C.second_planes, C
+                acc, at, stage, phase, steps * C.planes, steps2, rings, two, walk, C.second_planes, C
             )  # fmt: skip
             store_codes(
                 y, codes, acc, constants(s2, across, C), sums, g, tile * PIXELS, across * C.units, pixels, row_units, C
