@@ -69,8 +69,8 @@ class Step:
 
 @aggregate
 class Walk:
-    """A block's way over the output: sizes, how many tiles of outputs there are, how many tiles of pixels it has itself, and how
-    far it is from one of them to the next."""
+    """A block's way over the output: its size, how many tiles of outputs there are, how many tiles of pixels the block has, and
+    how far it is from one of them to the next."""
 
     out_height: Scalar
     out_width: Scalar
