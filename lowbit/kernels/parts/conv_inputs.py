@@ -7,8 +7,8 @@ from lowbit.kernels.parts.gluon import Scalar, aggregate, gl, gluon, run
 
 @aggregate
 class Product:
-    """One product as a kernel is given it: descriptor of the input, packed weights, steps of a tap, taps, and how windows lie in
-    the input. The launch takes them from `WindowOperand`."""
+    """One product as a kernel is given it: descriptor of the input, packed weights, steps of a tap, taps, and how windows lie.
+    A launch takes them from `WindowOperand`."""
 
     maps: Scalar
     weight: Scalar
