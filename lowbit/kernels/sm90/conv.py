@@ -6,31 +6,18 @@ Reads   x by TMA in im2col mode (zeros outside the image), decoded to operand A 
 Roles   none: 4 warps for each 64 pixels copy ahead, decode, multiply and store; two and more blocks share an SM
 Ring    `stages` of x and w (parts/window_ring.py) that runs on from tile to tile
 Grid    persistent; neighbouring blocks have the same pixels and neighbouring outputs
-Exact   sums in int32; requantized as kernels/conv_reference.py says, bit for bit
+Exact   sums in int32; requantized as formats/conv.py says, bit for bit
 Source  wgmma fragments: PTX ISA; what was measured: docs/log.md
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import torch
+from torch import Tensor
 
-from lowbit.kernels.parts.gluon import (
-    barrier,
-    fence_async_shared,
-    gl,
-    gluon,
-    part,
-    ptx,
-    run,
-    source_digest,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-from lowbit.kernels.parts.operand import hold
-from lowbit.kernels.parts.pipeline import StageBarriers
-from lowbit.kernels.parts.requantize import Requantize
-from lowbit.kernels.parts.window_ring import WindowRing
-from lowbit.kernels.sm90.conv_store import (
+from lowbit.formats.conv import ConvSpec, stored_dtype
+from lowbit.kernels.choose.conv import ConvTile, resident_pieces
+from lowbit.kernels.parts.conv_epilogue import (
     as_float,
     constants,
     keep_constants,
@@ -39,222 +26,25 @@ from lowbit.kernels.sm90.conv_store import (
     store_values,
     tile_constants,
 )
-from lowbit.pack.conv_weight import GROUP, planes, unit_channels
-from lowbit.pack.nhwc64 import CODE_BITS
-
-UNIT = 1024
-"""Bytes; parts of shared memory start at multiples of it."""
-
-UNIT_WORDS = gl.constexpr(UNIT // 4)
-
-
-@dataclass(frozen=True)
-class WgmmaConv:
-    """All that is fixed when the kernel is compiled.
-
-    A tile is 64 * warpgroups pixels x `outputs` channels; a step is `step_bytes` of packed channels of one tap. `second` is
-    the storage of the second product's input, or None. `resident` is the number of pieces of weights (one step, one plane) that
-    stay in shared memory while a block runs, 0 where they are copied for every tile.
-    """
-
-    x: str
-    y: str
-    residual: str | None
-    relu: bool
-    warpgroups: int
-    outputs: int
-    step_bytes: int
-    stages: int
-    second: str | None = None
-    resident: int = 0
-    digest: str = source_digest()
-
-    @property
-    def pixels(self) -> int:
-        return 64 * self.warpgroups
-
-    @property
-    def warps(self) -> int:
-        return 4 * self.warpgroups
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.warps
-
-    @property
-    def planes(self) -> int:
-        """Planes of weights of a step of the first product."""
-        return planes(self.x)  # type: ignore[arg-type]
-
-    @property
-    def second_planes(self) -> int:
-        return planes(self.second) if self.second else 0  # type: ignore[arg-type]
-
-    @property
-    def most_planes(self) -> int:
-        return max(self.planes, self.second_planes)
-
-    @property
-    def x_bytes(self) -> int:
-        return self.pixels * self.step_bytes
-
-    @property
-    def piece_bytes(self) -> int:
-        """Bytes of the weights of a step and plane."""
-        return self.outputs * self.step_bytes
-
-    @property
-    def w_bytes(self) -> int:
-        """Bytes of weights of a stage."""
-        return self.most_planes * self.piece_bytes
-
-    @property
-    def pieces(self) -> int:
-        """Pieces of weights for which there is room."""
-        return self.resident or self.stages * self.most_planes
-
-    @property
-    def w_unit(self) -> int:
-        return self.stages * self.x_bytes // UNIT
-
-    @property
-    def barrier_unit(self) -> int:
-        return self.w_unit + self.pieces * self.piece_bytes // UNIT
-
-    @property
-    def shared_bytes(self) -> int:
-        return (self.barrier_unit + 1) * UNIT
-
-    @property
-    def barriers(self) -> StageBarriers:
-        return StageBarriers(UNIT * self.barrier_unit, self.stages, self.warps)
-
-    @property
-    def ring(self) -> WindowRing:
-        return WindowRing(
-            self.barriers, 0, UNIT * self.w_unit, self.pixels, self.step_bytes, self.w_bytes, self.resident > 0
-        )  # fmt: skip
-
-    @property
-    def keeps_constants(self) -> bool:
-        """Whether a thread keeps s and b of its outputs in registers; else it loads them for every tile."""
-        return self.outputs == 64 and self.second is None
-
-    @property
-    def weights(self) -> StageBarriers:
-        """The barrier of weights that stay."""
-        return StageBarriers(UNIT * self.barrier_unit + 16 * self.stages, 1, self.warps)
-
-    @property
-    def requantize(self) -> Requantize:
-        return Requantize(self.y, self.residual, self.relu)
-
-    @property
-    def hold(self) -> str:
-        """Keeps the registers of a stage."""
-        return hold(2 * self.ring.registers)
-
-    @property
-    def decoded(self) -> tuple[gl.dtype, ...]:
-        return (gl.int32,) * (2 * self.ring.registers)
-
-    @property
-    def stores_codes(self) -> bool:
-        return self.y in CODE_BITS
-
-    @property
-    def words(self) -> tuple[gl.dtype, ...]:
-        return (gl.int32,) * self.requantize.words
-
-    @property
-    def instruction(self) -> int:
-        """Columns of one wgmma; with 256 and int8 Triton 3.6 ends the process."""
-        return min(self.outputs, 128)
-
-    @property
-    def accumulator(self) -> gl.NVMMADistributedLayout:
-        return gl.NVMMADistributedLayout([3, 0], [self.warps, 1], [16, self.instruction, 32])
-
-    @property
-    def operand(self) -> gl.DotOperandLayout:
-        return gl.DotOperandLayout(0, self.accumulator, 4)
-
-    @property
-    def operand_tile(self) -> gl.NVMMASharedLayout:
-        return gl.NVMMASharedLayout(swizzle_byte_width=self.step_bytes, element_bitwidth=8, rank=2)
-
-    @property
-    def threads_layout(self) -> gl.BlockedLayout:
-        """One element per thread."""
-        return gl.BlockedLayout([1], [32], [self.warps], [0])
-
-    @property
-    def quads_layout(self) -> gl.BlockedLayout:
-        """[threads, 4]: four elements per thread."""
-        return gl.BlockedLayout([1, 4], [32, 1], [self.warps, 1], [1, 0])
-
-    @property
-    def units(self) -> int:
-        """Pieces of a tile's outputs that a thread stores with one instruction each."""
-        return self.outputs // unit_channels(self.y, self.outputs)
-
-    @property
-    def groups(self) -> int:
-        """Groups of 8 columns of a thread in a unit."""
-        return unit_channels(self.y, self.outputs) // (4 * GROUP)
-
-    def words_layout(self, words: int) -> gl.DistributedLinearLayout:
-        """[pixels, units, 4 lanes, words] as the accumulator holds them: `words` neighbours in one register vector."""
-        register = [[0, 0, 0, 1 << i] for i in range(words.bit_length() - 1)]
-        register += [[8, 0, 0, 0]] + [[0, 1 << i, 0, 0] for i in range(self.units.bit_length() - 1)]
-        lane = [[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]]
-        warp = [[16 << i, 0, 0, 0] for i in range(self.warps.bit_length() - 1)]
-        return gl.DistributedLinearLayout(register, lane, warp, [], [self.pixels, self.units, 4, words])
-
-    @property
-    def constants_layout(self) -> gl.DistributedLinearLayout:
-        """[outputs / 16, 4 lanes, 4]: a thread's constants, 4 in one register vector."""
-        register = [[0, 0, 1], [0, 0, 2]] + [[1 << i, 0, 0] for i in range((self.outputs // 16).bit_length() - 1)]
-        warp = [[0, 0, 0] for _ in range(self.warps.bit_length() - 1)]
-        lane = [[0, 1, 0], [0, 2, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]]
-        return gl.DistributedLinearLayout(register, lane, warp, [], [self.outputs // 16, 4, 4])
-
-    @property
-    def out_words(self) -> int:
-        """Words of output of a thread in a unit."""
-        return self.groups * self.requantize.words
-
-    @property
-    def residual_words(self) -> int:
-        return self.groups * self.requantize.residual_words
-
-
-@gluon.jit
-def join_quads(quads, count: gl.constexpr, C: gl.constexpr):
-    """`count` tensors [threads, 4] -> [threads, 4 * count], in order."""
-    if count == 1:
-        return quads[0]
-    else:
-        low = join_quads(quads[0 : count // 2], count // 2, C)
-        high = join_quads(quads[count // 2 :], count // 2, C)
-        return gl.reshape(gl.permute(gl.join(low, high), [0, 2, 1]), [C.threads, 4 * count])
-
-
-@gluon.jit
-def operand_a(registers, count: gl.constexpr, C: gl.constexpr):
-    """Registers of 4 codes each as operand A of wgmma, pixels x 8 * count bytes of K; this takes no instruction."""
-    QUADS: gl.constexpr = C.quads_layout
-    ROWS: gl.constexpr = gl.SliceLayout(1, QUADS)
-    quads = ()
-    for i in gl.static_range(count):
-        column = gl.expand_dims(gl.convert_layout(registers[i], ROWS, assert_trivial=True), 1)
-        all4 = gl.convert_layout(column.broadcast_to([C.threads, 4]), QUADS, assert_trivial=True)
-        quad = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r,r,r", [all4], dtype=gl.int8, is_pure=True, pack=4)
-        quads = quads + (quad,)
-    # [warp, lane group, lane of the group, k step, k half, row half, element] -> pixels, k
-    parts = gl.reshape(join_quads(quads, count, C), [C.warps, 8, 4, count // 4, 2, 2, 4])
-    matrix = gl.reshape(gl.permute(parts, [0, 5, 1, 3, 4, 2, 6]), [C.pixels, 8 * count])
-    return gl.convert_layout(matrix, C.operand, assert_trivial=True)
+from lowbit.kernels.parts.conv_inputs import await_inputs, map_arrived
+from lowbit.kernels.parts.conv_operand import operand_a
+from lowbit.kernels.parts.conv_tile import UNIT_WORDS, WgmmaConv
+from lowbit.kernels.parts.gluon import (
+    CompiledKernel,
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    part,
+    ptx,
+    run,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from lowbit.kernels.sm90.tensor_map import NO_OPERAND, WindowOperand
+from lowbit.pack.conv_layout import PackedConv, unit_channels
+from lowbit.pack.nhwc64 import padded_channels, pixel_elements
+from lowbit.pack.stem import StemImages
 
 
 @gluon.jit
@@ -354,16 +144,6 @@ def finish(held, stage, PLANES: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
-def map_arrived(maps, C: gl.constexpr):
-    """Makes a descriptor in memory known to the copy engine, whatever lay at its address before."""
-    thread = gl.arange(0, C.threads, C.threads_layout)
-    gl.inline_asm_elementwise(
-        "fence.proxy.tensormap::generic.acquire.gpu [$1], 128;\n mov.b32 $0, 0;", "=r,l", [maps + thread * 0],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def product(acc, at, stage, phase, first_piece, steps, rings, two, shape, PLANES: gl.constexpr, C: gl.constexpr):
     """The sums of one product over its steps, while the ring is kept full.
 
@@ -409,12 +189,6 @@ def make_barriers(C: gl.constexpr):
         run(C.weights.init, "=r,r", [thread])
     fence_async_shared()
     barrier()
-
-
-@gluon.jit
-def await_inputs(C: gl.constexpr):
-    """The kernel after this one may start now; this one waits until the one before, which made x, is through."""
-    run("griddepcontrol.launch_dependents;\n griddepcontrol.wait;\n mov.b32 $0, 0;", "=r", [])
 
 
 @gluon.jit
@@ -505,3 +279,57 @@ def wgmma_conv(
                 store_codes(y, codes, acc, scale, offset, g, tile * PIXELS, across * C.units, pixels, row_units, C)
             else:
                 store_values(y, acc, scale, offset, tile * PIXELS, across * OUTPUTS, pixels, channels, C)
+
+
+class PreparedConv:
+    """A layer as the kernel reads it, on one GPU, with a tile. With `images`, its input is what they pack: a stem."""
+
+    def __init__(
+        self, spec: ConvSpec, packed: PackedConv, tile: ConvTile, sm_count: int, images: StemImages | None = None
+    ) -> None:
+        self.spec, self.packed, self.tile, self.sm_count, self.images = spec, packed, tile, sm_count, images
+        first = spec if images is None else images.product(spec)
+        self.first = WindowOperand(first, packed.weight, tile.pixels, tile.step_bytes, images)
+        self.second: WindowOperand | None = None
+        products = (first, *spec.products[1:])
+        if spec.second is not None and packed.weight2 is not None:
+            self.second = WindowOperand(spec.second, packed.weight2, tile.pixels, tile.step_bytes)
+        self.config = WgmmaConv(
+            spec.x, spec.y, spec.residual, spec.relu, tile.warpgroups, tile.outputs, tile.step_bytes, tile.stages,
+            None if spec.second is None else spec.second.x, resident_pieces(products, tile),
+        )  # fmt: skip
+        self.kernel: CompiledKernel | None = None
+
+    def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]:
+        """Shape of the output: packed codes [N, Ho, Wo, bytes], or values [N, Ho, Wo, O]."""
+        height, width = self.spec.output_size(size[1], size[2]) if self.images is None else self.images.output
+        return size[0], height, width, pixel_elements(self.spec.y, self.spec.outputs)
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """y of packed x [N, H, W, bytes]; `residual` and `second` as the layer has them; `out` is written if given."""
+        shape = self.output_shape(tuple(x.shape))
+        spec, tile, packed = self.spec, self.tile, self.packed
+        if out is None:
+            out = torch.empty(shape, dtype=stored_dtype(spec.y), device=x.device)
+        pixels = shape[0] * shape[1] * shape[2]
+        across = padded_channels(spec.outputs) // tile.outputs
+        down = -(-pixels // tile.pixels)
+        stride = max(1, min(down, self.sm_count * tile.blocks // across))
+        line, column_step = divmod(stride * tile.pixels, shape[2])
+        image_step, row_step = divmod(line, shape[1])
+        units = padded_channels(spec.outputs) // unit_channels(spec.y, tile.outputs)
+        arguments = (
+            out.view(torch.int32) if self.config.stores_codes else out,
+            None if residual is None else residual.view(torch.int32), packed.s, packed.b, packed.g, packed.s2, pixels,
+            spec.outputs, units, shape[1], shape[2], across, down, column_step, row_step, image_step, *self.first.arguments(x),
+            *(NO_OPERAND if self.second is None or second is None else self.second.arguments(second)), self.config,
+        )  # fmt: skip
+        grid = (stride * across, 1, 1)
+        if self.kernel is None:
+            registers = min(65536 // (tile.blocks * self.config.threads) // 8 * 8, 255)
+            self.kernel = wgmma_conv[grid](*arguments, num_warps=self.config.warps, maxnreg=registers, launch_pdl=True)
+        else:
+            self.kernel[grid](*arguments)
+        return out
