@@ -7,8 +7,8 @@ from lowbit.kernels.parts.gluon import Scalar, aggregate, gl, gluon, run
 
 @aggregate
 class Product:
-    """One product as a kernel is given it (sm90/tensor_map.py::WindowOperand): descriptor of the input, packed weights, steps of
-    a tap, taps, and how windows lie in the input."""
+    """One product as a kernel is given it (sm90/tensor_map.py::WindowOperand): descriptor of the input, packed weights, steps
+    of a tap, taps, and how windows lie in the input."""
 
     maps: Scalar
     weight: Scalar
