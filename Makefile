@@ -41,8 +41,8 @@ lint: $(BIN)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# A process for each core, of one thread each.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto
+# A process for each core, of one thread each; one that is done takes over tests of another.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 test: lint
 	$(PYTEST)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 
 TRITON = (
     tuple(int(part) for part in importlib.metadata.version("triton").split(".")[:2])
@@ -19,6 +20,18 @@ TRITON = (
     else ()
 )
 """Its version: registers and spills differ, and a bound that fits both says nothing of either."""
+
+
+TYPES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.int8: "i8",
+    torch.int32: "i32",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+}
+"""Triton's names."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +82,30 @@ def compile_kernel(kernel, signature, config, pointers, warps, capability, **opt
     return _compile(GluonASTSource, kernel, signature, {"C": config}, pointers, warps, capability, **options)
 
 
+def compile_plan(plan, call, pointers, capability) -> Compiled:
+    """The kernel of a plan for what the plan gives it when it is called with the tensors `call`, on the meta device."""
+    noted: list[tuple] = []
+    launch, plan.launch = plan.launch, lambda *arguments: noted.append(arguments)
+    plan(*call)
+    (arguments,) = noted
+    names = launch.function.arg_names
+    assert len(arguments) == len(names), f"the kernel takes {len(names)} arguments, its plan gives {len(arguments)}"
+    signature = {name: _kind(value) for name, value in zip(names[:-1], arguments, strict=False)}
+    return compile_kernel(launch.function, signature, arguments[-1], pointers, launch.options["num_warps"], capability)
+
+
+def _kind(value) -> str | None:
+    """Triton's type string of an argument."""
+    if value is None:
+        return None
+    if isinstance(value, torch.Tensor):
+        return "*" + TYPES[value.dtype]
+    if isinstance(value, (int, float)):
+        return "i32" if isinstance(value, int) else "fp32"
+    block = ", ".join(str(size) for size in value.block_shape)
+    return f"tensordesc<{TYPES[value.base.dtype]}[{block}],{value.layout!r}>"
+
+
 def compile_triton(kernel, signature, constants, pointers, warps, capability, **options) -> Compiled:
     """A plain Triton kernel with the compile-time arguments `constants`; otherwise as `compile_kernel`."""
     pytest.importorskip("triton", reason="Triton compiles the kernels")
@@ -94,7 +131,9 @@ def _compile(source_type, kernel, signature, constants, pointers, warps, capabil
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(done.asm["cubin"])
         file.flush()
-        text = subprocess.run([tools / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True).stdout
+        # Without the analysis of data flow, which is for indirect branches and takes a third of the time: the text is the same.
+        disassemble = [tools / "nvdisasm", "--no-dataflow", "-c", file.name]
+        text = subprocess.run(disassemble, capture_output=True, text=True, check=True).stdout
         usage = subprocess.run(
             [tools / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
         ).stdout

@@ -56,9 +56,16 @@ def check_roles(code):
     assert sum("BAR.SYNC" in line for line in code.lines) == 1
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
+WINDOWS = [(3, 1, None), (1, 1, "same"), (1, 1, None), (3, 2, None)]
+
+
 @pytest.mark.parametrize("x", ["u4", "s8"])
-@pytest.mark.parametrize(("kernel", "stride", "residual"), [(3, 1, None), (1, 1, None), (1, 1, "same"), (3, 2, None)], ids=str)
+@pytest.mark.parametrize(
+    ("tile", "kernel", "stride", "residual"),
+    # Small tiles differ in how many warpgroups do the same: of the windows the two that differ most.
+    [(tile, *window) for tile in TILES for window in (WINDOWS if tile == WIDE else WINDOWS[:2])],
+    ids=str,
+)
 def test_machine_code(x, kernel, stride, residual, tile):
     residual = x if residual else None
     spec = plain_layer(128, 128, kernel, stride, x, x, residual=residual).spec

@@ -10,75 +10,33 @@ import torch
 from lowbit.formats import parse_scheme
 from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.choose.scaled_gemm import ScaledTile, candidates_scaled, choose_scaled
-from lowbit.ops.byte_gemm import scaled_shape
-from tests.kernels.sass import TRITON, compile_kernel
+from lowbit.ops.byte_gemm import plan_for_scaled, scaled_shape
+from tests.kernels.calls import scaled_call
+from tests.kernels.sass import TRITON, compile_plan
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
-from lowbit.kernels.parts.epilogue import TYPES
-from lowbit.kernels.parts.gluon import gl
-from lowbit.kernels.sm90.narrow_scaled_gemm import narrow_config, narrow_scaled_gemm
-from lowbit.kernels.sm90.scaled_gemm import scaled_config, scaled_gemm
+from lowbit.kernels.sm90.narrow_scaled_gemm import narrow_config
+from lowbit.kernels.sm90.scaled_gemm import scaled_config
 from tests.kernels.sm90.test_compile import check_barriers, check_operands_in_flight, main_loop
-
-WORDS = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-HALVES = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=2)
-BYTES = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
-NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int8: "i8"}
-
-
-def descriptor(kind, block, layout):
-    return f"tensordesc<{kind}[{block[0]}, {block[1]}],{layout!r}>"
-
-
-def common(config):
-    """What both kernels take."""
-    y = NAMES[config.y_type]
-    stored = gl.NVMMASharedLayout.get_default_for(config.store_block, config.y)
-    return {
-        "x_desc": descriptor(TYPES[config.x_type][1], [config.tile_tokens, 128], BYTES),
-        "y_desc": descriptor(y, config.store_block, stored) if config.store_by_tma else None,
-        "y": "*" + y,
-        "x_scale": "*fp32",
-        "x_zero": "*i32" if config.x_zero else None,
-        "sums": "*fp32",
-        "bias": "*fp16" if config.bias else None,
-        "y_scale": "*fp32" if y == "i8" else None,
-        "partial": "*i32" if config.total is gl.int32 else "*fp32",
-        "arrived": "*i32",
-    }
 
 
 def eight(scheme, m, n=8192, k=8192, dtype=torch.bfloat16, x_scale="token", x_zero=False, function="none", tile=None):
-    shape = scaled_shape(parse_scheme(scheme), m, n, k, x_scale == "block")
-    tile = tile or choose_scaled(shape, typical_machine(90))
-    config = scaled_config(shape, tile, parse_scheme(scheme), dtype, x_scale, x_zero, True, function)
-    w = descriptor(TYPES[config.w_type][1], [config.tile_channels, 128], BYTES)
-    of = common(config) | {"w_desc": w, "w_scale": "*fp32"} | dict.fromkeys(INTEGERS, "i32")
-    beside = ("x_scale", "x_zero", "w_scale", "sums", "bias", "y_scale", "partial", "arrived")
-    order = ("x_desc", "w_desc", "y_desc", "y", *beside, *INTEGERS)
-    signature = {name: of[name] for name in order}
-    return config, compile_kernel(scaled_gemm, signature, config, ("y", "partial"), config.warps, 90)
-
-
-INTEGERS = ("M", "N", "token_tiles", "channel_tiles", "iterations", "groups")
+    return compiled(scheme, m, n, k, dtype, x_scale, x_zero, function, tile)
 
 
 def narrow(scheme, m, n=8192, k=8192, dtype=torch.bfloat16, x_zero=False, function="none", tile=None):
-    shape = scaled_shape(parse_scheme(scheme), m, n, k)
-    tile = tile or choose_scaled(shape, typical_machine(90))
-    config = narrow_config(shape, tile, parse_scheme(scheme), dtype, "token", x_zero, True, function)
-    planes = [descriptor("i32", [config.warps, 32 * config.decode.plane_words(p)], WORDS) for p in range(config.decode.planes)]
-    of = common(config) | dict(zip(("w_desc", "w_desc_1", "w_desc_2"), [*planes, None, None], strict=False))
-    of["scale_desc"] = descriptor("fp16", [1, config.rows], HALVES) if config.grouped else None
-    of["channel_scale"] = None if config.grouped else "*fp32"
-    integers = ("M", "N", "token_tiles", "channel_tiles", "iterations")
-    order = (
-        *("w_desc", "w_desc_1", "w_desc_2", "x_desc", "scale_desc", "y_desc", "y", "x_scale", "x_zero", "channel_scale"),
-        *("sums", "bias", "y_scale", "partial", "arrived"),
-    )
-    signature = {name: of[name] for name in order} | dict.fromkeys(integers, "i32")
-    return config, compile_kernel(narrow_scaled_gemm, signature, config, ("y", "partial"), config.warps, 90)
+    return compiled(scheme, m, n, k, dtype, "token", x_zero, function, tile)
+
+
+def compiled(scheme, m, n, k, dtype, x_scale, x_zero, function, tile):
+    parsed, machine = parse_scheme(scheme), typical_machine(90)
+    shape = scaled_shape(parsed, m, n, k, x_scale == "block")
+    tile = tile or choose_scaled(shape, machine)
+    plan = plan_for_scaled(tile, shape, parsed, dtype, x_scale, x_zero, True, machine, function)
+    codes = dtype == torch.int8
+    call = scaled_call(scheme, m, n, k, x_scale=x_scale, x_zero=x_zero, bias=torch.float16, codes_of_y=codes)
+    return plan.config, compile_plan(plan, call, ("y", "partial"), 90)
 
 
 def product_name(scheme):

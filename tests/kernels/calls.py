@@ -1,0 +1,39 @@
+"""What plans of products are called with, as tensors without memory: shapes and types as lowbit/pack makes them."""
+
+from __future__ import annotations
+
+import torch
+
+from lowbit.formats import PerBlock, PerGroup, parse_scheme
+from lowbit.kernels.reference.activations import CODE_DTYPES
+
+
+def meta(shape, dtype):
+    """A tensor that has no memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def mixed_call(shape, dtype, group, scale_dtype):
+    """x of 16 bits, codes of `shape.bits` in fragment order, scales by groups, scales and biases of channels, workspaces."""
+    codes = meta((shape.strips, shape.steps(64) * 32 * shape.bits), torch.int32)
+    scale = meta((shape.strips, shape.k), scale_dtype) if group else None
+    channels = meta((shape.n,), torch.float32), meta((shape.n,), dtype)
+    return meta((shape.m, shape.k), dtype), codes, scale, *channels, meta((1,), torch.float32), meta((1,), torch.int32)
+
+
+def scaled_call(scheme, m, n, k, *, x_scale="token", x_zero=False, bias=torch.bfloat16, codes_of_y=False):
+    """x of 8 bits with its scale and zero, codes of a scheme, scales, sums of w, bias, workspaces, scale of y."""
+    parsed = parse_scheme(scheme)
+    float32, groups = torch.float32, -(-k // 128)
+    narrow, blocks = parsed.weight.bits < 8, isinstance(parsed.granularity, PerBlock)
+    grouped = isinstance(parsed.granularity, PerGroup)
+    x = meta((m, -(-k // 16) * 16), CODE_DTYPES[parsed.activation.name])[:, :k]
+    of_x = {"token": (m, 1), "tensor": (1,), "block": (m, groups)}[x_scale]
+    strips, row = -(-n // 16), -(-k // 64) * 32 * parsed.weight.bits
+    of_groups = meta((groups, 16 * strips), torch.float16)
+    of_w = of_groups if grouped else meta((-(-n // 128), groups), float32) if blocks else None
+    channel = None if grouped or blocks else meta((n,), float32)
+    codes = meta((strips, row), torch.int32) if narrow else meta((n, x.stride(0)), CODE_DTYPES[parsed.weight.name])
+    zero = meta((m, 1), torch.int32) if x_zero else None
+    before = x, meta(of_x, float32), zero, codes, of_w, channel, meta((n,), float32), meta((n,), bias)
+    return *before, meta((1,), float32), meta((1,), torch.int32), meta((1,), float32) if codes_of_y else None
