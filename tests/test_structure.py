@@ -16,14 +16,6 @@ KERNELS = ROOT / "lowbit" / "kernels"
 FILES = sorted(path for path in KERNELS.glob("sm*/*.py") if path.name != "__init__.py")
 PARTS = sorted(path for path in (KERNELS / "parts").glob("*.py") if path.name != "__init__.py")
 
-UNFINISHED = {
-    *("sm90/conv.py", "sm90/conv_block.py", "sm90/conv_block_plan.py", "sm90/conv_deep.py", "sm90/conv_deep_plan.py"),
-    *("sm90/conv_plan.py", "sm90/conv_store.py", "sm90/conv_strip.py", "sm90/stem_pool.py", "sm80/conv.py"),
-    *("parts/requantize.py", "parts/stem_rows.py", "parts/strip_ring.py", "parts/strip_taps.py", "parts/thread_product.py"),
-    "parts/window_ring.py",
-}
-"""Files of the convolution that do not keep some of these rules yet. Nothing may be added, and what keeps them must leave."""
-
 MOST_TOGETHER = 6
 """Values that may travel through device code by position."""
 
@@ -73,14 +65,7 @@ def faults(path: Path) -> list[str]:
 @pytest.mark.parametrize("path", FILES + PARTS, ids=name_of)
 def test_kernels_are_siblings_and_state_has_names(path):
     """No kernel imports another one, no bundle of more than MOST_TOGETHER goes by position, every part has tests."""
-    if name_of(path) in UNFINISHED:
-        assert faults(path), f"{name_of(path)} keeps the rules: take it off the list"
-    else:
-        assert faults(path) == []
-
-
-def test_what_is_unfinished_exists():
-    assert {name_of(path) for path in FILES + PARTS} >= UNFINISHED
+    assert faults(path) == []
 
 
 @pytest.mark.parametrize("path", PARTS, ids=name_of)

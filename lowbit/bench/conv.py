@@ -22,7 +22,6 @@ from lowbit.bench.results import default_path, machine
 from lowbit.checkpoint.target import check_file
 from lowbit.eval.results import write_json
 from lowbit.hardware.machine import machine_of
-from lowbit.pack.nhwc64 import ActivationStorage
 
 BATCHES = (1, 8, 32, 128, 256, 2048)
 REPLAYS = 40
@@ -83,7 +82,7 @@ def step_limit_us(step: Step) -> tuple[float, str]:
     return max(memory, compute), "memory" if memory > compute else "tensor cores"
 
 
-def layer_rows(storage: ActivationStorage, fusion: str, batch: int) -> Iterator[dict[str, Any]]:
+def layer_rows(storage: str, fusion: str, batch: int) -> Iterator[dict[str, Any]]:
     """One row per kernel of the network: microseconds, limit, what sets it, operations and bytes."""
     network = Network(storage, batch, fusion)
     network.launched.launch()
@@ -98,7 +97,7 @@ def layer_rows(storage: ActivationStorage, fusion: str, batch: int) -> Iterator[
 
 
 def measured(
-    storages: Sequence[ActivationStorage], batches: Sequence[int], fusions: Sequence[str], rivals: Sequence[str], say: Watch
+    storages: Sequence[str], batches: Sequence[int], fusions: Sequence[str], rivals: Sequence[str], say: Watch
 ) -> Iterator[dict[str, Any]]:
     """Rows of this library and of `rivals`; one that fails carries its reason in `error`."""
     for batch in batches:
@@ -136,7 +135,7 @@ def _row(row: dict[str, Any], ms: float | None, batch: int, limit: float | None,
 
 
 def run(
-    storages: Sequence[ActivationStorage], batches: Sequence[int], fusions: Sequence[str], rivals: Sequence[str],
+    storages: Sequence[str], batches: Sequence[int], fusions: Sequence[str], rivals: Sequence[str],
     path: Path | None, say: Watch,
 ) -> tuple[Path, dict[str, Any]]:  # fmt: skip
     """Checks, measures and writes the result file, which is complete after every row; returns its path and document.

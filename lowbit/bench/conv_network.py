@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from lowbit.bench.resnet50 import IMAGE, ResNet50
-from lowbit.kernels.conv_reference import ConvLayer
-from lowbit.pack.nhwc64 import CODE_BITS, ActivationStorage
+from lowbit.formats.conv import ACTIVATIONS, ConvLayer
 from lowbit.pack.stem import PIXEL_BYTES
 from lowbit.vision.bits import assign_bits, calibrate
 from lowbit.vision.device import DeviceProgram
@@ -47,7 +46,7 @@ from lowbit.vision.trace import fuse, unfused
 
 FUSIONS = ("none", *GRAPH_FUSIONS, *KERNEL_FUSIONS)
 
-SCHEMES: dict[ActivationStorage, str] = {"u4": "w8a4", "s8": "w8a8"}
+SCHEMES: dict[str, str] = {"u4": "w8a4", "s8": "w8a8"}
 """4-bit weights are no faster: they are 0.1 % of the bytes at a batch of 128."""
 
 CALIBRATION_IMAGES = 4
@@ -68,7 +67,7 @@ def up_to(fusion: str) -> tuple[str, ...]:
 
 
 @functools.cache
-def program_of(storage: ActivationStorage, fusion: str, device: str = "cuda") -> Program:
+def program_of(storage: str, fusion: str, device: str = "cuda") -> Program:
     """The network in integers."""
     apart, images = traced(device)
     graph = fuse(apart, [name for name in up_to(fusion) if name in GRAPH_FUSIONS])
@@ -88,7 +87,7 @@ class Step:
 class Network:
     """ResNet-50 of `storage` activations at a batch, on the current GPU; its images are random."""
 
-    def __init__(self, storage: ActivationStorage, batch: int, fusion: str = FUSIONS[-1]) -> None:
+    def __init__(self, storage: str, batch: int, fusion: str = FUSIONS[-1]) -> None:
         self.program = program_of(storage, fusion)
         self.launched = DeviceProgram(
             self.program, batch, torch.device("cuda"), [name for name in up_to(fusion) if name in KERNEL_FUSIONS]
@@ -109,7 +108,7 @@ class Network:
         operations = {operation.y: operation for operation in self.launched.program.operations}
         for y, call in self.launched.steps:
             call()
-            codes = [name for name in made_by(operations[y]) if values[name].storage in CODE_BITS]
+            codes = [name for name in made_by(operations[y]) if values[name].storage in ACTIVATIONS]
             wrong += sum(int((self.launched.codes(name) != wanted[name]).sum()) for name in codes)
         return wrong + int((self.launched.result() != logits).sum())
 

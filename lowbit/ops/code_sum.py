@@ -5,23 +5,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowbit.kernels.conv_reference import SumLayer, sum_reference
-from lowbit.pack.nhwc64 import CODE_BITS, Nhwc64
+from lowbit.formats.conv import CODES, SumSpec
+from lowbit.kernels.reference.conv import sum_reference
+from lowbit.pack.nhwc64 import Nhwc64
 
 
-def sum_codes(x: Tensor, layer: SumLayer, other: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+def sum_codes(x: Tensor, layer: SumSpec, other: Tensor | None = None, out: Tensor | None = None) -> Tensor:
     """Packed codes uint8 [N, H, W, bytes] that `layer` makes of packed x, and of `other` where it has one.
 
     All are contiguous and on one device; `out` is written if given. Raises ValueError for tensors that are not the layer's.
     """
     if (other is None) != (layer.other is None):
         raise ValueError(f"the sum takes another value stored as {layer.other}, got {'none' if other is None else 'one'}")
-    blocks = x.shape[3] // (8 * CODE_BITS[layer.x]) if x.dim() == 4 else 0  # type: ignore[index]
+    blocks = x.shape[3] // (8 * CODES[layer.x].bits) if x.dim() == 4 else 0
     given = [("x", x, layer.x), ("the other value", other, layer.other), ("the output", out, layer.y)]
     for name, tensor, storage in given:
         if tensor is None or storage is None:
             continue
-        shape = (*x.shape[:3], 8 * CODE_BITS[storage] * blocks)  # type: ignore[index]
+        shape = (*x.shape[:3], 8 * CODES[storage].bits * blocks)
         if tensor.dtype != torch.uint8 or tuple(tensor.shape) != shape or not tensor.is_contiguous() or not blocks:
             raise ValueError(
                 f"{name} of the sum is contiguous uint8 {list(shape)} of {storage}, got {tensor.dtype} {list(tensor.shape)}"
@@ -29,10 +30,10 @@ def sum_codes(x: Tensor, layer: SumLayer, other: Tensor | None = None, out: Tens
         if tensor.device != x.device:
             raise ValueError(f"all tensors must be on {x.device}, {name} is on {tensor.device}")
     if x.is_cuda:
-        from lowbit.kernels.code_sum import add_codes
+        from lowbit.kernels.elementwise.add import add_codes
 
-        shape = (*x.shape[:3], 8 * CODE_BITS[layer.y] * blocks)  # type: ignore[index]
+        shape = (*x.shape[:3], 8 * CODES[layer.y].bits * blocks)
         return add_codes(x, layer, other, x.new_empty(shape) if out is None else out)
-    added = None if other is None else Nhwc64(layer.other).unpack(other, 64 * blocks)  # type: ignore[arg-type]
-    y = Nhwc64(layer.y).pack(sum_reference(Nhwc64(layer.x).unpack(x, 64 * blocks), layer, added))  # type: ignore[arg-type]
+    added = None if other is None or layer.other is None else Nhwc64(layer.other).unpack(other, 64 * blocks)
+    y = Nhwc64(layer.y).pack(sum_reference(Nhwc64(layer.x).unpack(x, 64 * blocks), layer, added))
     return y if out is None else out.copy_(y)

@@ -9,21 +9,22 @@ same things for torch.compile and export; a prepared layer is named by a handle 
 from __future__ import annotations
 
 import weakref
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from lowbit.hardware.machine import features_of, machine_of, machine_refusals
-from lowbit.kernels.conv_reference import (
-    DTYPES,
-    ConvLayer,
+from lowbit.formats.conv import ACTIVATIONS, CODES, ConvLayer, ConvSpec, output_size, stored_dtype
+from lowbit.hardware.machine import Machine, features_of, machine_of, machine_refusals
+from lowbit.kernels.choose.conv import Candidate, Size, choose_conv, features_refusals, strip_refusals
+from lowbit.kernels.reference.conv import (
     average_pool_reference,
     conv_reference,
     max_pool_reference,
-    output_size,
     quantize_reference,
 )
-from lowbit.pack.nhwc64 import CODE_BITS, ActivationStorage, Nhwc64
+from lowbit.pack.conv_layout import PackedConv
+from lowbit.pack.nhwc64 import Nhwc64, pixel_elements
 from lowbit.pack.stem import StemImages
 
 torch.library.define(
@@ -50,36 +51,40 @@ def conv_refusals(layer: ConvLayer, device: torch.device | str) -> tuple[str, ..
     unknown = machine_refusals(device)
     if unknown:
         return tuple(f"the convolution kernels {reason}" for reason in unknown)
-    reasons, hopper = [], "wgmma" in features_of(device)
-    if layer.y not in CODE_BITS and (layer.residual is not None or layer.second is not None):
-        reasons.append(f"an output in {layer.y} is written without a residual or second product")
-    if hopper and max(layer.stride) > 8:
-        reasons.append(f"strides are 8 at most, got {layer.stride}")
-    if hopper and max(*layer.padding, *(k - 1 - p for k, p in zip(layer.kernel, layer.padding, strict=True))) > 127:
-        reasons.append(f"windows reach 127 pixels beyond the image at most, got {layer.kernel} with padding {layer.padding}")
-    return tuple(reasons)
+    return features_refusals(layer.spec, features_of(device))
+
+
+class Launcher(Protocol):
+    """A layer on a GPU as one kernel reads it."""
+
+    def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]: ...
+
+    def __call__(self, x: Tensor, residual: Tensor | None, second: Tensor | None, out: Tensor | None) -> Tensor: ...
 
 
 class Conv:
-    """A lowered layer on one device; `prepare_conv` and `prepare_stem` make it. Calls read and write packed codes."""
+    """A lowered layer on one device; `prepare_conv` and `prepare_stem` make it. Calls read and write packed codes.
+
+    `choice` says which kernel runs it, with which tile, and why.
+    """
 
     def __init__(
-        self, layer: ConvLayer, size: tuple[int, int, int], device: torch.device, images: StemImages | None,
-        pooled: bool = False,
-    ) -> None:  # fmt: skip
+        self, layer: ConvLayer, size: Size, device: torch.device, images: StemImages | None, pooled: bool = False
+    ) -> None:
         self.layer, self.images, self.device, self.pooled = layer, images, device, pooled
         self.outputs = layer.weight.shape[0]
         self.handle = id(self)
         _PREPARED[self.handle] = self
-        self._kernel = _kernel(layer, size, device, images, pooled) if device.type == "cuda" else None
+        machine = machine_of(device) if device.type == "cuda" else None
+        self.choice = choose_conv(layer.spec, size, machine, images, pooled)
+        self._kernel = None if machine is None else OnGpu(layer, self.choice, machine, images)
 
     def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]:
         """Shape of the output [N, Ho, Wo, bytes or channels] for an input of packed shape `size`."""
         height, width = self.layer.output_size(size[1], size[2]) if self.images is None else self.images.output
         if self.pooled:
             height, width = output_size((height, width), *STEM_POOL)
-        y = self.layer.y
-        return size[0], height, width, Nhwc64(y).pixel_bytes(self.outputs) if y in CODE_BITS else self.outputs  # type: ignore[arg-type]
+        return size[0], height, width, pixel_elements(self.layer.y, self.outputs)
 
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None, out: Tensor | None = None
@@ -91,14 +96,14 @@ class Conv:
         """
         self._check(x, residual, second, out)
         if self._kernel is not None:
-            return self._kernel(x, residual, second, out)  # type: ignore[operator, no-any-return]
+            return self._kernel(x, residual, second, out)
         y = self._on_cpu(x, residual, second)
         return y if out is None else out.copy_(y)
 
     def _check(self, x: Tensor, residual: Tensor | None, second: Tensor | None, out: Tensor | None) -> None:
         layer = self.layer
         if self.images is None:
-            pixel = Nhwc64(layer.x).pixel_bytes(layer.weight.shape[1])  # type: ignore[arg-type]
+            pixel = Nhwc64(layer.x).pixel_bytes(layer.weight.shape[1])
             wanted = f"[N, H, W, {pixel}]"
             fits = x.dim() == 4 and x.shape[3] == pixel
         else:
@@ -111,10 +116,12 @@ class Conv:
                 f"{layer.name or 'the layer'} takes residual {layer.residual}, second product {layer.second is not None}"
             )
         shape = self.output_shape(tuple(x.shape))
-        if out is not None and (tuple(out.shape) != shape or out.dtype != _dtype(layer.y) or not out.is_contiguous()):
-            raise ValueError(f"the output is contiguous {_dtype(layer.y)} {list(shape)}, got {out.dtype} {list(out.shape)}")
-        if residual is not None:
-            pixel = Nhwc64(layer.residual).pixel_bytes(self.outputs)  # type: ignore[arg-type]
+        if out is not None and (tuple(out.shape) != shape or out.dtype != stored_dtype(layer.y) or not out.is_contiguous()):
+            raise ValueError(
+                f"the output is contiguous {stored_dtype(layer.y)} {list(shape)}, got {out.dtype} {list(out.shape)}"
+            )
+        if residual is not None and layer.residual is not None:
+            pixel = Nhwc64(layer.residual).pixel_bytes(self.outputs)
             if tuple(residual.shape) != (*shape[:3], pixel) or not residual.is_contiguous():
                 raise ValueError(f"the residual is contiguous uint8 {[*shape[:3], pixel]}, got {list(residual.shape)}")
         if any(t is not None and t.device != x.device for t in (residual, second, out)) or x.device != self.device:
@@ -123,22 +130,22 @@ class Conv:
     def _on_cpu(self, x: Tensor, residual: Tensor | None, second: Tensor | None) -> Tensor:
         layer = self.layer
         if self.images is None:
-            codes = Nhwc64(layer.x).unpack(x, layer.weight.shape[1])  # type: ignore[arg-type]
+            codes = Nhwc64(layer.x).unpack(x, layer.weight.shape[1])
         else:
             codes = self.images.unpack(x)
-        added = None if residual is None else Nhwc64(layer.residual).unpack(residual, self.outputs)  # type: ignore[arg-type]
+        added = None if residual is None or layer.residual is None else Nhwc64(layer.residual).unpack(residual, self.outputs)
         other = None
         if second is not None and layer.second is not None:
-            other = Nhwc64(layer.second.x).unpack(second, layer.second.weight.shape[1])  # type: ignore[arg-type]
+            other = Nhwc64(layer.second.x).unpack(second, layer.second.weight.shape[1])
         y = conv_reference(codes, layer, added, other)
         if self.pooled:
             y = max_pool_reference(y, *STEM_POOL)
-        if layer.y in CODE_BITS:
-            return Nhwc64(layer.y).pack(y)  # type: ignore[arg-type]
+        if layer.y in ACTIVATIONS:
+            return Nhwc64(layer.y).pack(y)
         return y.permute(0, 2, 3, 1).contiguous()
 
 
-def prepare_conv(layer: ConvLayer, size: tuple[int, int, int], device: torch.device | str | None = None) -> Conv:
+def prepare_conv(layer: ConvLayer, size: Size, device: torch.device | str | None = None) -> Conv:
     """The layer packed for inputs of about `size` (images, height, width); other sizes run too, with this size's tile.
 
     `device` is that of the weights when absent. Raises ValueError with every reason why the layer cannot run there.
@@ -148,9 +155,7 @@ def prepare_conv(layer: ConvLayer, size: tuple[int, int, int], device: torch.dev
     return Conv(layer.to(device), size, device, None)
 
 
-def prepare_stem(
-    layer: ConvLayer, size: tuple[int, int, int], device: torch.device | str | None = None, pooled: bool = False
-) -> Conv:
+def prepare_stem(layer: ConvLayer, size: Size, device: torch.device | str | None = None, pooled: bool = False) -> Conv:
     """A first convolution of stride 2 on images of 1 to 4 channels and `size` (images, height, width), s8 codes.
 
     Its input is what `ops/relayout.py::pack_values` makes of images with the result's `images`. With `pooled`, the max-pool of
@@ -165,22 +170,21 @@ def prepare_stem(
     if layer.x != "s8" or layer.second is not None or layer.residual is not None:
         reasons.append("a stem reads s8 codes and adds nothing")
     if pooled:
-        reasons += stem_pool_refusals(layer, device)
+        reasons += stem_pool_refusals(layer, machine_of(device) if device.type == "cuda" else None)
     if reasons:
         raise ValueError(f"{layer.name or 'the layer'} is no stem: {'; '.join(reasons)}")
     _refuse(layer, device)
     return Conv(layer.to(device), size, device, images, pooled)
 
 
-def stem_pool_refusals(layer: ConvLayer, device: torch.device | str) -> tuple[str, ...]:
-    """Why a stem cannot have its max-pool inside on `device`; empty if it can."""
-    device = torch.device(device)
+def stem_pool_refusals(layer: ConvLayer, machine: Machine | None) -> tuple[str, ...]:
+    """Why a stem cannot have its max-pool inside on a GPU (None: the CPU); empty if it can."""
     reasons = []
-    if layer.y not in CODE_BITS:
+    if layer.y not in ACTIVATIONS:
         reasons.append(f"its output is stored as {layer.y}, not as codes")
     if bool((layer.s < 0).any()):
         reasons.append("some s are negative, so that larger sums are smaller codes")
-    if device.type == "cuda" and "wgmma" not in features_of(device):
+    if machine is not None and "wgmma" not in machine.arch.features:
         reasons.append("the kernel with the pool inside is for sm_90")
     return tuple(reasons)
 
@@ -188,25 +192,25 @@ def stem_pool_refusals(layer: ConvLayer, device: torch.device | str) -> tuple[st
 def conv_codes(conv: Conv, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None) -> Tensor:
     """`conv(x, residual, second)` as the operator lowbit::conv_codes, which torch.compile does not look into."""
     shape = conv.output_shape(tuple(x.shape))
-    return torch.ops.lowbit.conv_codes(x, residual, second, conv.handle, shape, conv.layer.y)  # type: ignore[no-any-return]
+    return torch.ops.lowbit.conv_codes(x, residual, second, conv.handle, shape, conv.layer.y)
 
 
 def max_pool_codes(
-    x: Tensor, storage: ActivationStorage, window: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int] = (0, 0)
+    x: Tensor, storage: str, window: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int] = (0, 0)
 ) -> Tensor:
     """Largest codes of packed codes uint8 [N, H, W, bytes], packed."""
-    return torch.ops.lowbit.max_pool_codes(x, storage, window, stride, padding)  # type: ignore[no-any-return]
+    return torch.ops.lowbit.max_pool_codes(x, storage, window, stride, padding)
 
 
-def average_pool_codes(x: Tensor, storage: ActivationStorage, channels: int, scale: float) -> Tensor:
+def average_pool_codes(x: Tensor, storage: str, channels: int, scale: float) -> Tensor:
     """Mean values float32 [N, channels] of packed codes of this scale."""
-    return torch.ops.lowbit.average_pool_codes(x, storage, channels, scale)  # type: ignore[no-any-return]
+    return torch.ops.lowbit.average_pool_codes(x, storage, channels, scale)
 
 
-def average_pool_to_codes(x: Tensor, storage: ActivationStorage, channels: int, scale: float, gain: float, out: Tensor) -> None:
+def average_pool_to_codes(x: Tensor, storage: str, channels: int, scale: float, gain: float, out: Tensor) -> None:
     """Writes packed s8 codes clamp(rne(fma(mean, gain, 0))), uint8 [N, 1, 1, bytes], of the means of packed codes."""
     if x.is_cuda:
-        from lowbit.kernels.pool import average_codes
+        from lowbit.kernels.elementwise.pool import average_codes
 
         average_codes(x, storage, scale, gain, out)
         return
@@ -229,38 +233,60 @@ def _refuse(layer: ConvLayer, device: torch.device) -> None:
         raise ValueError(f"{layer.name or 'the layer'} cannot run on {device}: {'; '.join(reasons)}")
 
 
-def _dtype(y: str) -> torch.dtype:
-    return torch.uint8 if y in CODE_BITS else DTYPES[y]  # type: ignore[index]
+class OnGpu:
+    """A layer packed for the kernel of `choice`. Inputs of other sizes run too; images that are too wide for the strips that
+    were chosen take the kernel that copies taps, which reads the same packed weights."""
+
+    def __init__(self, layer: ConvLayer, choice: Candidate, machine: Machine, images: StemImages | None = None) -> None:
+        if choice.layout is None:
+            raise ValueError(f"{choice.kernel} is no kernel of a GPU")
+        self.spec, self.choice, self.machine, self.images = layer.spec, choice, machine, images
+        self.packed = choice.layout.pack_layer(layer)
+        self.launcher = launcher(self.spec, self.packed, choice, machine, images)
+        self._wide: Launcher | None = None
+
+    def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]:
+        """Shape of the output for an input of packed shape `size`."""
+        return self.launcher.output_shape(size)
+
+    def __call__(self, x: Tensor, residual: Tensor | None, second: Tensor | None, out: Tensor | None) -> Tensor:
+        """y of packed x, written to `out` if given."""
+        tile, width = self.choice.tile, x.shape[2]
+        if self.choice.kernel != "sm90/conv_strip" or tile is None or not strip_refusals(self.spec, tile, width, self.machine):
+            return self.launcher(x, residual, second, out)
+        if self._wide is None:
+            choice = choose_conv(self.spec, (x.shape[0], x.shape[1], width), self.machine)
+            if choice.layout != self.choice.layout:
+                raise ValueError(f"images {width} pixels wide: {choice} reads weights in another order than {self.choice}")
+            self._wide = launcher(self.spec, self.packed, choice, self.machine)
+        return self._wide(x, residual, second, out)
 
 
-def _kernel(
-    layer: ConvLayer, size: tuple[int, int, int], device: torch.device, images: StemImages | None, pooled: bool
-) -> object:
-    """The layer on the GPU, with the tile of its shape."""
-    machine = machine_of(device)
-    if "wgmma" not in machine.arch.features:
+def launcher(
+    spec: ConvSpec, packed: PackedConv, choice: Candidate, machine: Machine, images: StemImages | None = None
+) -> Launcher:
+    """A packed layer on a GPU, with the kernel and tile that were chosen."""
+    if choice.kernel == "sm80/conv":
         from lowbit.kernels.sm80.conv import PreparedMmaConv
 
-        return PreparedMmaConv(layer, images, int4="mma_s4" in machine.arch.features)
-    from lowbit.kernels.sm90.conv_deep_plan import PreparedDeep, deep_tile
-    from lowbit.kernels.sm90.conv_plan import STEM_TILE, PreparedConv, choose_tile
-    from lowbit.kernels.sm90.conv_strip import PreparedStrip, strip_tile
-
-    if images is not None and pooled:
+        return PreparedMmaConv(spec, packed, "mma_s4" in machine.arch.features, images)
+    if choice.kernel == "sm90/stem_pool" and images is not None:
         from lowbit.kernels.sm90.stem_pool import PreparedStemPool
 
-        return PreparedStemPool(layer, images, machine.sm_count)
-    if images is not None:
-        return PreparedConv(layer, STEM_TILE, machine.sm_count, images)
-    tile = strip_tile(layer, size[2], machine.arch.shared_per_sm_bytes)
-    if tile is not None:
-        return PreparedStrip(layer, tile, machine.sm_count)
-    height, width = layer.output_size(size[1], size[2])
-    pixels = size[0] * height * width
-    large = deep_tile(layer, pixels, machine.sm_count)
-    if large is not None:
-        return PreparedDeep(layer, large, machine.sm_count)
-    return PreparedConv(layer, choose_tile(layer, pixels), machine.sm_count)
+        return PreparedStemPool(spec, packed, images, machine.sm_count)
+    if choice.tile is None:
+        raise ValueError(f"{choice.kernel} takes a tile")
+    if choice.kernel == "sm90/conv_strip":
+        from lowbit.kernels.sm90.conv_strip import PreparedStrip
+
+        return PreparedStrip(spec, packed, choice.tile, machine.sm_count)
+    if choice.kernel == "sm90/conv_deep":
+        from lowbit.kernels.sm90.conv_deep import PreparedDeep
+
+        return PreparedDeep(spec, packed, choice.tile, machine.sm_count)
+    from lowbit.kernels.sm90.conv import PreparedConv
+
+    return PreparedConv(spec, packed, choice.tile, machine.sm_count, images)
 
 
 @torch.library.impl("lowbit::conv_codes", "CompositeExplicitAutograd")
@@ -273,37 +299,37 @@ def _conv_codes(x: Tensor, residual: Tensor | None, second: Tensor | None, handl
 
 @torch.library.register_fake("lowbit::conv_codes")
 def _conv_fake(x: Tensor, residual: Tensor | None, second: Tensor | None, handle: int, shape: list[int], y: str) -> Tensor:
-    return x.new_empty(shape, dtype=_dtype(y))
+    return x.new_empty(shape, dtype=stored_dtype(y))
 
 
 @torch.library.impl("lowbit::max_pool_codes", "CompositeExplicitAutograd")
-def _max_pool(x: Tensor, storage: ActivationStorage, window: list[int], stride: list[int], padding: list[int]) -> Tensor:
+def _max_pool(x: Tensor, storage: str, window: list[int], stride: list[int], padding: list[int]) -> Tensor:
     if x.is_cuda:
-        from lowbit.kernels.pool import max_pool
+        from lowbit.kernels.elementwise.pool import max_pool
 
         return max_pool(x, storage, _pair(window), _pair(stride), _pair(padding))
-    channels = x.shape[3] * 8 // CODE_BITS[storage]
+    channels = x.shape[3] * 8 // CODES[storage].bits
     codes = Nhwc64(storage).unpack(x, channels)
     return Nhwc64(storage).pack(max_pool_reference(codes, _pair(window), _pair(stride), _pair(padding)))
 
 
 @torch.library.register_fake("lowbit::max_pool_codes")
-def _max_pool_fake(x: Tensor, storage: ActivationStorage, window: list[int], stride: list[int], padding: list[int]) -> Tensor:
+def _max_pool_fake(x: Tensor, storage: str, window: list[int], stride: list[int], padding: list[int]) -> Tensor:
     height, width = output_size((x.shape[1], x.shape[2]), _pair(window), _pair(stride), _pair(padding))
     return x.new_empty((x.shape[0], height, width, x.shape[3]))
 
 
 @torch.library.impl("lowbit::average_pool_codes", "CompositeExplicitAutograd")
-def _average_pool(x: Tensor, storage: ActivationStorage, channels: int, scale: float) -> Tensor:
+def _average_pool(x: Tensor, storage: str, channels: int, scale: float) -> Tensor:
     if x.is_cuda:
-        from lowbit.kernels.pool import average_pool
+        from lowbit.kernels.elementwise.pool import average_pool
 
         return average_pool(x, storage, channels, scale)
     return average_pool_reference(Nhwc64(storage).unpack(x, channels), scale)
 
 
 @torch.library.register_fake("lowbit::average_pool_codes")
-def _average_pool_fake(x: Tensor, storage: ActivationStorage, channels: int, scale: float) -> Tensor:
+def _average_pool_fake(x: Tensor, storage: str, channels: int, scale: float) -> Tensor:
     return x.new_empty((x.shape[0], channels), dtype=torch.float32)
 
 

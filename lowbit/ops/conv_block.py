@@ -7,58 +7,20 @@ following's output reach memory; on a CPU the same call computes the same bits b
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from lowbit.hardware.machine import features_of, machine_of
-from lowbit.kernels.conv_reference import ConvLayer, conv_reference
-from lowbit.pack.nhwc64 import CODE_BITS, Nhwc64
+from lowbit.formats.conv import ConvLayer
+from lowbit.hardware.machine import Machine, machine_of
+from lowbit.kernels.choose.conv import MOST_WIDTH, Size, block_refusals
+from lowbit.kernels.reference.conv import conv_reference
+from lowbit.pack.conv_block import CHANNELS, EXPANDED, BlockLayout
+from lowbit.pack.nhwc64 import Nhwc64
 
-CHANNELS = 64
-EXPANDED = 256
-FOLLOWING = (64, 128)
-MOST_WIDTH = 63
-"""Pixels of a row: what the windows of 128 pixels reach over is copied at once, 256 pixels at most."""
-
-
-def block_refusals(
-    second: ConvLayer, third: ConvLayer, following: ConvLayer, size: tuple[int, int, int], device: torch.device | str
-) -> tuple[str, ...]:
-    """Why three layers cannot run as one on `device`, for inputs of `size` (images, height, width); empty if they can."""
-    device = torch.device(device)
-    reasons = []
-    if device.type == "cuda" and "wgmma" not in features_of(device):
-        reasons.append("the kernel for whole blocks is for sm_90")
-    if device.type not in ("cpu", "cuda"):
-        reasons.append(f"convolutions of codes run on NVIDIA GPUs and on the CPU, not on {device.type}")
-    shortcut = third.second
-    layers = {"the second": second, "the third": third, "the next": following}
-    wanted = {"the second": (CHANNELS, CHANNELS, 3), "the third": (EXPANDED, CHANNELS, 1), "the next": (0, EXPANDED, 1)}
-    for name, layer in layers.items():
-        outputs, channels, kernel = wanted[name]
-        shape = (outputs or layer.weight.shape[0], channels, kernel, kernel)
-        if tuple(layer.weight.shape) != shape or layer.stride != (1, 1) or layer.padding != (kernel // 2, kernel // 2):
-            reasons.append(
-                f"{name} convolution is {list(layer.weight.shape)} with stride {layer.stride} and padding {layer.padding}, "
-                f"supported is {list(shape)}, with stride 1, as large as its input"
-            )
-        if not layer.relu:
-            reasons.append(f"{name} convolution has no ReLU")
-    if following.weight.shape[0] not in FOLLOWING:
-        reasons.append(f"the next convolution has {following.weight.shape[0]} outputs, supported are {FOLLOWING}")
-    storages = {second.x, second.y, third.x, third.y, following.x, following.y}
-    storages.add(third.residual if shortcut is None else shortcut.x)  # type: ignore[arg-type]
-    if len(storages) > 1 or second.x not in CODE_BITS:
-        reasons.append(f"all activations have one storage of codes, got {', '.join(sorted(map(str, storages)))}")
-    if any(added is not None for layer in (second, following) for added in (layer.residual, layer.second)):
-        reasons.append("only the third convolution adds something")
-    if shortcut is not None and (tuple(shortcut.weight.shape[1:]) != (CHANNELS, 1, 1) or shortcut.stride != (1, 1)):
-        reasons.append(
-            f"the shortcut is {list(shortcut.weight.shape)} with stride {shortcut.stride}, supported: 64 channels, 1"
-        )
-    if size[2] > MOST_WIDTH:
-        reasons.append(f"images are {size[2]} pixels wide, supported are up to {MOST_WIDTH}")
-    return tuple(reasons)
+if TYPE_CHECKING:
+    from lowbit.kernels.sm90.conv_block import PreparedBlock
 
 
 class ConvBlock:
@@ -67,11 +29,11 @@ class ConvBlock:
     def __init__(self, second: ConvLayer, third: ConvLayer, following: ConvLayer, device: torch.device) -> None:
         self.second, self.third, self.following, self.device = second, third, following, device
         self.outputs = following.weight.shape[0]
-        self._kernel = _kernel(second, third, following, device) if device.type == "cuda" else None
+        self._kernel = block_launcher(second, third, following, machine_of(device)) if device.type == "cuda" else None
 
     def output_shapes(self, size: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes [N, H, W, bytes] of y and z for an input of packed shape `size`."""
-        layout = Nhwc64(self.second.x)  # type: ignore[arg-type]
+        layout = Nhwc64(self.second.x)
         return (*size[:3], layout.pixel_bytes(EXPANDED)), (*size[:3], layout.pixel_bytes(self.outputs))
 
     def __call__(self, x: Tensor, added: Tensor, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
@@ -87,10 +49,10 @@ class ConvBlock:
         if out is None:
             first, last = self.output_shapes(tuple(x.shape))
             out = (x.new_empty(first), x.new_empty(last))
-        return self._kernel(x, added, out)  # type: ignore[operator, no-any-return]
+        return self._kernel(x, added, out)
 
     def _check(self, x: Tensor, added: Tensor, out: tuple[Tensor, Tensor] | None) -> None:
-        layout = Nhwc64(self.second.x)  # type: ignore[arg-type]
+        layout = Nhwc64(self.second.x)
         if x.dim() != 4 or x.shape[2] > MOST_WIDTH:
             raise ValueError(f"x is [N, H, W, bytes] with W up to {MOST_WIDTH}, got {list(x.shape)}")
         channels = EXPANDED if self.third.second is None else CHANNELS
@@ -106,7 +68,7 @@ class ConvBlock:
                 raise ValueError(f"{name} must be on {self.device}, where the layers were prepared, got {tensor.device}")
 
     def _on_cpu(self, x: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
-        layout, shortcut = Nhwc64(self.second.x), self.third.second  # type: ignore[arg-type]
+        layout, shortcut = Nhwc64(self.second.x), self.third.second
         middle = conv_reference(layout.unpack(x, CHANNELS), self.second)
         codes = layout.unpack(added, EXPANDED if shortcut is None else CHANNELS)
         y = conv_reference(middle, self.third, codes if shortcut is None else None, None if shortcut is None else codes)
@@ -114,7 +76,7 @@ class ConvBlock:
 
 
 def prepare_block(
-    second: ConvLayer, third: ConvLayer, following: ConvLayer, size: tuple[int, int, int],
+    second: ConvLayer, third: ConvLayer, following: ConvLayer, size: Size,
     device: torch.device | str | None = None,
 ) -> ConvBlock:  # fmt: skip
     """The layers packed for inputs of about `size` (images, height, width), on `device` (that of the weights when absent).
@@ -124,13 +86,19 @@ def prepare_block(
     wanted = second.weight.device if device is None else torch.device(device)
     if wanted.type == "cuda" and wanted.index is None:
         wanted = torch.device("cuda", torch.cuda.current_device())
-    reasons = block_refusals(second, third, following, size, wanted)
+    if wanted.type not in ("cpu", "cuda"):
+        raise ValueError(f"convolutions of codes run on NVIDIA GPUs and on the CPU, not on {wanted.type}")
+    machine = machine_of(wanted) if wanted.type == "cuda" else None
+    reasons = block_refusals(second.spec, third.spec, following.spec, size, machine)
     if reasons:
         raise ValueError(f"{second.name or 'the block'} cannot run whole on {wanted}: {'; '.join(reasons)}")
     return ConvBlock(second.to(wanted), third.to(wanted), following.to(wanted), wanted)
 
 
-def _kernel(second: ConvLayer, third: ConvLayer, following: ConvLayer, device: torch.device) -> object:
-    from lowbit.kernels.sm90.conv_block_plan import PreparedBlock
+def block_launcher(second: ConvLayer, third: ConvLayer, following: ConvLayer, machine: Machine) -> PreparedBlock:
+    """The layers packed for the kernel of sm_90 that runs them whole."""
+    from lowbit.kernels.sm90.conv_block import PreparedBlock
 
-    return PreparedBlock(second, third, following, machine_of(device).sm_count)
+    layout = BlockLayout(second.x, following.weight.shape[0], third.second is not None)
+    packed = layout.pack_layers(second, third, following)
+    return PreparedBlock(third.spec, following.spec, packed, third.g, machine.sm_count)

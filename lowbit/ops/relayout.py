@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowbit.kernels.conv_reference import quantize_reference
-from lowbit.pack.nhwc64 import ActivationStorage, Nhwc64
+from lowbit.kernels.reference.conv import quantize_reference
+from lowbit.pack.nhwc64 import Nhwc64
 from lowbit.pack.stem import PIXEL_BYTES, StemImages
 
 
@@ -26,30 +26,30 @@ def pack_values(
     for name, constant in (("gain", gain), ("shift", shift)):
         if constant.dtype != torch.float32 or constant.shape != x.shape[1:2] or constant.device != x.device:
             raise ValueError(f"{name} is float32 [{x.shape[1]}] on {x.device}, got {constant.dtype} {list(constant.shape)}")
-    rows = (layout.rows, layout.columns, PIXEL_BYTES) if isinstance(layout, StemImages) else layout.shape(tuple(x.shape))[1:]  # type: ignore[arg-type]
+    rows = (layout.rows, layout.columns, PIXEL_BYTES) if isinstance(layout, StemImages) else layout.shape(tuple(x.shape))[1:]
     if out is not None and (tuple(out.shape) != (x.shape[0], *rows) or out.dtype != torch.uint8 or not out.is_contiguous()):
         raise ValueError(f"the packed codes are contiguous uint8 {[x.shape[0], *rows]}, got {out.dtype} {list(out.shape)}")
     if x.is_cuda:
-        from lowbit.kernels.relayout import pack, pack_stem
+        from lowbit.kernels.elementwise.relayout import pack, pack_stem
 
         if isinstance(layout, StemImages):
             return pack_stem(x, gain, shift, layout, out)
         return pack(x, gain, shift, layout.storage, out)
-    storage: ActivationStorage = "s8" if isinstance(layout, StemImages) else layout.storage
+    storage: str = "s8" if isinstance(layout, StemImages) else layout.storage
     packed = layout.pack(quantize_reference(x, gain, shift, storage))
     return packed if out is None else out.copy_(packed)
 
 
-def unpack_values(packed: Tensor, storage: ActivationStorage, scale: float, out: Tensor) -> Tensor:
+def unpack_values(packed: Tensor, storage: str, scale: float, out: Tensor) -> Tensor:
     """Writes float32(code) * scale to `out` [N, C, H, W] of any floating type, the codes themselves if it has integers.
 
     `packed` is contiguous uint8 [N, H, W, bytes] of `pack/nhwc64.py`. Raises ValueError for another shape.
     """
-    wanted = Nhwc64(storage).shape(tuple(out.shape))  # type: ignore[arg-type]
+    wanted = Nhwc64(storage).shape(tuple(out.shape))
     if packed.dtype != torch.uint8 or tuple(packed.shape) != wanted or not packed.is_contiguous():
         raise ValueError(f"packed codes of {list(out.shape)} are contiguous uint8 {list(wanted)}, got {list(packed.shape)}")
     if packed.is_cuda:
-        from lowbit.kernels.relayout import unpack
+        from lowbit.kernels.elementwise.relayout import unpack
 
         return unpack(packed, storage, scale, out)
     codes = Nhwc64(storage).unpack(packed, out.shape[1])

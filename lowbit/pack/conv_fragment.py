@@ -8,51 +8,85 @@ of operand A: K may be in any order that both operands share. Three ways, by wha
     s8            m16n8k32: words of channels 8 t on and 8 t + 4 on
     u4 x 8 bits   m16n8k32 twice: even channels of both words, as low halves of bytes are decoded together, then odd ones
 
-Columns are re-ordered as in conv_weight.py: a thread's 16 sums of a pixel are 16 neighbouring channels, 64 bits in 4-bit codes.
-Source: PTX ISA, matrix fragments for mma.m16n8k64 and mma.m16n8k32.
+Columns are in the order of pack/conv_layout.py: a thread's 16 sums of a pixel are 16 neighbouring channels, 64 bits in 4-bit
+codes. Source: PTX ISA, matrix fragments for mma.m16n8k64 and mma.m16n8k32.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
-import torch.nn.functional as functional
 from torch import Tensor
 
-from lowbit.pack.conv_weight import column_order
-from lowbit.pack.nhwc64 import CODE_BITS, ActivationStorage, padded_channels
+from lowbit.formats.conv import CODES, ProductSpec, code_range
+from lowbit.pack.conv_layout import ConvLayout, Shape, by_columns, column_constants
+from lowbit.pack.stem import StemImages
 
 OUTPUTS = 64
 STEP_BYTES = 32
 FRAGMENTS = OUTPUTS // 8
 
 
-def fragment_words(x: ActivationStorage, bits: int) -> int:
+def fragment_words(x: str, bits: int) -> int:
     """Words of a lane and fragment for inputs stored as `x` and weights of so many bits."""
     return 4 if x == "u4" and bits == 8 else 2
 
 
-def pack_conv_fragments(weight: Tensor, x: ActivationStorage, bits: int, y: str) -> Tensor:
-    """int32 [tiles of 64 outputs, steps, 8 fragments, words / 2, 32 lanes, 2] of weights int8 [O, C, R, S].
+def fragment_bits(product: ProductSpec, int4: bool) -> int:
+    """Bits in which the weights of a product are kept: 4 for the `int4` tensor cores, where both operands have 4."""
+    return 4 if int4 and (product.x, product.w) == ("u4", "s4") else 8
 
-    `bits` are 4 or 8; inputs in s8 take 8. Raises ValueError for weights of more bits.
+
+@dataclass(frozen=True)
+class MmaFragments(ConvLayout):
+    """int32 [tiles of 64 outputs, steps, 8 fragments, words / 2, 32 lanes, 2] for inputs stored as `x`, outputs as `y`.
+
+    Weights have `bits` bits, 4 or 8; with inputs in s8 they have 8. `int4`: where a second product may have 4. With `images`
+    the weights are those of a stem.
     """
-    if bits == 4 and weight.numel() and (int(weight.min()) < -8 or int(weight.max()) > 7):
-        raise ValueError(f"4-bit weights lie in -8..7, got {int(weight.min())}..{int(weight.max())}")
-    o, c, r, s = weight.shape
-    o64, c64 = padded_channels(o), padded_channels(c)
-    full = functional.pad(weight, (0, 0, 0, 0, 0, c64 - c, 0, o64 - o))
-    columns = torch.tensor(column_order(y, OUTPUTS), device=weight.device)
-    full = full.reshape(o64 // OUTPUTS, OUTPUTS, c64, r * s)[:, columns]
-    channels = STEP_BYTES * 8 // CODE_BITS[x]
-    # tiles, fragment, column, blocks, t, channels of a lane, taps -> tiles, taps, blocks, fragment, column, t, channels
-    parts = full.reshape(-1, FRAGMENTS, 8, c64 // channels, 4, channels // 4, r * s).permute(0, 6, 3, 1, 2, 4, 5)
-    if x == "u4" and bits == 8:  # 2 words of 4 pairs -> even of both words, odd of both words
-        parts = parts.reshape(*parts.shape[:-1], 2, 4, 2).permute(0, 1, 2, 3, 4, 5, 8, 6, 7).flatten(-3)
-    each = 32 // bits
-    fields = parts.reshape(*parts.shape[:-1], -1, each).to(torch.int64) & ((1 << bits) - 1)
-    words = (fields << (bits * torch.arange(each, device=weight.device))).sum(-1)
-    words = torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
-    # tiles, taps, blocks, fragment, column, t, words -> tiles, steps, fragment, pairs, lanes, 2
-    pairs = words.shape[-1] // 2
-    words = words.reshape(o64 // OUTPUTS, -1, FRAGMENTS, 32, pairs, 2).transpose(3, 4)
-    return words.contiguous()
+
+    x: str
+    bits: int
+    y: str
+    int4: bool = False
+    images: StemImages | None = None
+
+    def refusals(self, shape: Shape) -> tuple[str, ...]:
+        return ("inputs in s8 take weights of 8 bits",) if self.bits == 4 and self.x != "u4" else ()
+
+    def arrange(self, weight: Tensor) -> Tensor:
+        full = by_columns(weight if self.images is None else self.images.arrange(weight), self.y, OUTPUTS)
+        tiles, _, c64, taps = full.shape
+        channels = STEP_BYTES * 8 // CODES[self.x].bits
+        # tiles, fragment, column, blocks, t, channels of a lane, taps -> tiles, taps, blocks, fragment, column, t, channels
+        parts = full.reshape(tiles, FRAGMENTS, 8, c64 // channels, 4, channels // 4, taps).permute(0, 6, 3, 1, 2, 4, 5)
+        if self.x == "u4" and self.bits == 8:  # 2 words of 4 pairs -> even of both words, odd of both words
+            parts = parts.reshape(*parts.shape[:-1], 2, 4, 2).permute(0, 1, 2, 3, 4, 5, 8, 6, 7).flatten(-3)
+        # tiles, taps, blocks, fragment, column, t, pairs, 2, fields -> tiles, steps, fragment, pairs, lanes, 2, fields
+        each = 32 // self.bits
+        return parts.reshape(tiles, -1, FRAGMENTS, 32, channels // 4 // (2 * each), 2, each).transpose(3, 4).contiguous()
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """As `ConvLayout.pack`; raises ValueError for weights of more bits, too."""
+        low, high = code_range(f"s{self.bits}")
+        if weight.numel() and (int(weight.min()) < low or int(weight.max()) > high):
+            found = f"{int(weight.min())}..{int(weight.max())}"
+            raise ValueError(f"{self.bits}-bit weights lie in {low}..{high}, got {found}")
+        fields = super().pack(weight).to(torch.int64) & ((1 << self.bits) - 1)
+        words = (fields << self._shifts(weight.device)).sum(-1)
+        return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+    def unpack(self, packed: Tensor, shape: Shape) -> Tensor:
+        fields = (packed.to(torch.int64)[..., None] >> self._shifts(packed.device)) & ((1 << self.bits) - 1)
+        signed = torch.where(fields >= 1 << self.bits - 1, fields - (1 << self.bits), fields)
+        return super().unpack(signed.to(torch.int8), shape)
+
+    def constants(self, values: Tensor) -> Tensor:
+        return column_constants(values, self.y, OUTPUTS)
+
+    def of_second(self, product: ProductSpec) -> MmaFragments:
+        return MmaFragments(product.x, fragment_bits(product, self.int4), self.y, self.int4)
+
+    def _shifts(self, device: torch.device) -> Tensor:
+        return self.bits * torch.arange(32 // self.bits, device=device)

@@ -1,57 +1,24 @@
-"""Weights of convolutions as the wgmma kernel copies them to shared memory: one piece per tile of outputs and step of K.
+"""Weights of convolutions as the wgmma kernels copy them to shared memory: one piece per tile of outputs and step of K.
 
 A step is one tap of the window and one run of input channels: `step_bytes` of each packed pixel. Its piece holds, for every
 plane, a matrix [outputs, step_bytes] of int8 weights, K-major, in the swizzle that wgmma reads. Activations of 4 bits have two
 planes, as decoding a word leaves even channels (low halves) in one register and odd ones (high halves) in another; K may be
-in any order as long as both operands have the same.
-
-Columns of the product are re-ordered too: a thread of a warpgroup holds columns 8 j + 2 q and 8 j + 2 q + 1 of its rows
-(q = lane % 4), and it is to hold neighbouring channels of the output, 16 bytes of them where the tile is wide enough, so
-that it stores what it has computed without an exchange. So weights, not activations, carry every permutation.
-Source: the accumulator of wgmma, PTX ISA; the swizzle of its shared-memory operands, the same.
+in any order as long as both operands have the same. Columns are in the order of pack/conv_layout.py.
+Source: the swizzle of wgmma's shared-memory operands, PTX ISA.
 """
 
 from __future__ import annotations
 
-import functools
+import dataclasses
+from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as functional
 from torch import Tensor
 
-from lowbit.pack.nhwc64 import CODE_BITS, ActivationStorage, padded_channels
-
-VALUE_BITS = {"u4": 4, "s8": 8, "f16": 16, "f32": 32}
-GROUP = 8
-"""Columns that are requantized together: one word of 4-bit codes, two of 8-bit ones."""
-
-
-def group_order(y: str) -> tuple[int, ...]:
-    """Channel within a group of 8 of the i-th column that a thread holds.
-
-    For 4-bit codes bytes of the first four columns give the low halves of a word and those of the last four the high halves.
-    """
-    return (0, 2, 4, 6, 1, 3, 5, 7) if y == "u4" else (0, 1, 2, 3, 4, 5, 6, 7)
-
-
-def unit_channels(y: str, outputs: int) -> int:
-    """Channels that the four threads of a row store with one instruction each: 16 bytes a thread where there are so many."""
-    return min(outputs, 4 * 128 // VALUE_BITS[y]) if y in CODE_BITS else outputs
-
-
-@functools.cache
-def column_order(y: str, outputs: int) -> tuple[int, ...]:
-    """Output channel (within a tile of `outputs`) of each column of the product; y is the storage of the output."""
-    if y not in CODE_BITS:
-        return tuple(range(outputs))
-    unit = unit_channels(y, outputs)
-    order = []
-    for column in range(outputs):
-        first, inside = column // unit * unit, column % unit
-        j, q, e = inside // 8, inside % 8 // 2, inside % 2
-        group, i = divmod(2 * j + e, GROUP)
-        order.append(first + q * (unit // 4) + group * GROUP + group_order(y)[i])
-    return tuple(order)
+from lowbit.formats.conv import CODES, ProductSpec
+from lowbit.pack.conv_layout import ConvLayout, Shape, by_columns, lane_constants
+from lowbit.pack.nhwc64 import padded_channels
+from lowbit.pack.stem import StemImages
 
 
 def swizzled(matrix: Tensor) -> Tensor:
@@ -64,42 +31,48 @@ def swizzled(matrix: Tensor) -> Tensor:
     return matrix.gather(-1, index.expand(matrix.shape))
 
 
-def planes(x: ActivationStorage) -> int:
+def planes(x: str) -> int:
     """Matrices of weights of a step: one for each half of a byte that holds a code."""
-    return 8 // CODE_BITS[x]
+    return 8 // CODES[x].bits
 
 
-def pack_conv_weight(weight: Tensor, x: ActivationStorage, y: str, outputs: int, step_bytes: int) -> Tensor:
-    """int8 [tiles of outputs, steps, planes, outputs, step_bytes] of weights int8 [O, C, R, S].
+@dataclass(frozen=True)
+class WgmmaPieces(ConvLayout):
+    """int8 [tiles of outputs, steps, planes, outputs, step_bytes] for inputs stored as `x` and outputs as `y`.
 
-    `x` and `y` are the storages of input and output; `step_bytes` is 32, 64 or 128 and divides the bytes of a packed pixel;
-    `outputs` divides O filled up to a multiple of 64. Filled-up channels and outputs have weight 0.
+    Steps go through the channels of a tap before the next tap, or with `taps_first` through the taps of a run of channels. With
+    `images` the weights are those of a stem, over rows of packed pixels.
     """
-    o, c, r, s = weight.shape
-    o64, c64 = padded_channels(o), padded_channels(c)
-    step_channels = step_bytes * 8 // CODE_BITS[x]
-    if step_bytes not in (32, 64, 128) or c64 % step_channels or o64 % outputs:
-        raise ValueError(
-            f"steps of {step_bytes} bytes and tiles of {outputs} outputs do not divide {c64} channels of {x} and {o64} outputs"
+
+    x: str
+    y: str
+    outputs: int
+    step_bytes: int
+    taps_first: bool = False
+    images: StemImages | None = None
+
+    def refusals(self, shape: Shape) -> tuple[str, ...]:
+        o64, c64 = padded_channels(shape[0]), padded_channels(shape[1])
+        pixel_bytes = c64 * CODES[self.x].bits // 8
+        if self.step_bytes in (32, 64, 128) and pixel_bytes % self.step_bytes == 0 and o64 % self.outputs == 0:
+            return ()
+        return (
+            f"steps of {self.step_bytes} bytes and tiles of {self.outputs} outputs do not divide {c64} channels of {self.x} "
+            f"and {o64} outputs",
         )
-    full = functional.pad(weight, (0, 0, 0, 0, 0, c64 - c, 0, o64 - o))
-    columns = torch.tensor(column_order(y, outputs), device=weight.device)
-    full = full.reshape(o64 // outputs, outputs, c64, r * s)[:, columns]
-    # [tiles, outputs, steps per tap, bytes of a step, planes, taps] -> [tiles, taps, steps per tap, planes, outputs, bytes]
-    full = full.reshape(o64 // outputs, outputs, c64 // step_channels, step_bytes, planes(x), r * s)
-    full = full.permute(0, 5, 2, 4, 1, 3).contiguous()
-    return swizzled(full).reshape(o64 // outputs, -1, planes(x), outputs, step_bytes)
 
+    def arrange(self, weight: Tensor) -> Tensor:
+        full = by_columns(weight if self.images is None else self.images.arrange(weight), self.y, self.outputs)
+        tiles, outputs, channels, taps = full.shape
+        both = planes(self.x)
+        blocks = channels // (self.step_bytes * both)
+        full = full.reshape(tiles, outputs, blocks, self.step_bytes, both, taps)
+        steps = (2, 5) if self.taps_first else (5, 2)
+        pieces = swizzled(full.permute(0, *steps, 4, 1, 3).contiguous())
+        return pieces.reshape(tiles, taps * blocks, both, outputs, self.step_bytes)
 
-def pack_constants(values: Tensor, y: str, outputs: int) -> Tensor:
-    """Per-channel constants [O] in the order of the columns, filled up with zeros: float32 [tiles of outputs * outputs]."""
-    o64 = padded_channels(values.shape[0])
-    columns = torch.tensor(column_order(y, outputs), device=values.device)
-    full = functional.pad(values.float(), (0, o64 - values.shape[0]))
-    return full.reshape(-1, outputs)[:, columns].reshape(-1).contiguous()
+    def constants(self, values: Tensor) -> Tensor:
+        return lane_constants(values, self.y, self.outputs)
 
-
-def pack_lane_constants(values: Tensor, y: str, outputs: int) -> Tensor:
-    """As `pack_constants`, but of each 16 columns of a tile, the 4 of a lane (of four) are neighbours: one load of 16 bytes."""
-    columns = pack_constants(values, y, outputs).reshape(-1, 2, 4, 2)
-    return columns.permute(0, 2, 1, 3).reshape(-1).contiguous()
+    def of_second(self, product: ProductSpec) -> WgmmaPieces:
+        return dataclasses.replace(self, x=product.x)

@@ -9,20 +9,14 @@ matrix product that a convolution is are contiguous, and reading them needs no p
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-ActivationStorage = Literal["u4", "s8"]
+from lowbit.formats.conv import ACTIVATIONS, CODES, code_range
 
 CHANNEL_BLOCK = 64
-
-CODE_BITS: dict[ActivationStorage, int] = {"u4": 4, "s8": 8}
-
-CODE_RANGE: dict[ActivationStorage, tuple[int, int]] = {"u4": (0, 15), "s8": (-128, 127)}
-"""Smallest and largest code; no storage has a zero point."""
 
 
 def padded_channels(channels: int) -> int:
@@ -34,20 +28,24 @@ def padded_channels(channels: int) -> int:
 class Nhwc64:
     """The layout of codes stored as "u4" or "s8": `unpack(pack(codes), C)` equals codes."""
 
-    storage: ActivationStorage
+    storage: str
+
+    def __post_init__(self) -> None:
+        if self.storage not in ACTIVATIONS:
+            raise ValueError(f"packed codes are stored as one of {', '.join(ACTIVATIONS)}, got {self.storage!r}")
 
     def pixel_bytes(self, channels: int) -> int:
         """Bytes of one pixel, a multiple of 32 or 64."""
-        return padded_channels(channels) * CODE_BITS[self.storage] // 8
+        return padded_channels(channels) * CODES[self.storage].bits // 8
 
-    def shape(self, shape: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    def shape(self, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
         """Shape [N, H, W, bytes] of packed codes [N, C, H, W]."""
         n, c, h, w = shape
         return n, h, w, self.pixel_bytes(c)
 
     def pack(self, codes: Tensor) -> Tensor:
         """uint8 [N, H, W, bytes] of integer codes [N, C, H, W], on any device. Raises ValueError for codes out of range."""
-        low, high = CODE_RANGE[self.storage]
+        low, high = code_range(self.storage)
         if codes.is_floating_point() or codes.dim() != 4:
             raise ValueError(f"codes are an integer tensor [N, C, H, W], got {codes.dtype} {list(codes.shape)}")
         if codes.numel() and (int(codes.min()) < low or int(codes.max()) > high):
@@ -70,3 +68,8 @@ class Nhwc64:
         else:
             codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(3)
         return codes[..., :channels].to(torch.int32).permute(0, 3, 1, 2).contiguous()
+
+
+def pixel_elements(storage: str, channels: int) -> int:
+    """Elements of a pixel in memory: bytes of packed codes, or values, which have no channels that fill up."""
+    return Nhwc64(storage).pixel_bytes(channels) if storage in ACTIVATIONS else channels

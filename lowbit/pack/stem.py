@@ -14,12 +14,9 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from lowbit.pack.nhwc64 import padded_channels
+from lowbit.formats.conv import ProductSpec
 
 PIXEL_BYTES = 16
-STEP_BYTES = 32
-"""Bytes of K of one int8 wgmma."""
-
 WINDOW_PIXELS = 4
 MOST_CHANNELS = 4
 
@@ -99,8 +96,8 @@ class StemImages:
         codes = pixels.reshape(n, MOST_CHANNELS, 2 * self.rows, -1)[:, : self.channels, : self.height, : self.width]
         return functional.pad(codes, (0, self.width - codes.shape[3]))
 
-    def pack_weight(self, weight: Tensor) -> Tensor:
-        """int8 [O, 64, rows of the window, 1]: weights int8 [O, channels, R, S] over a row of 4 packed pixels."""
+    def arrange(self, weight: Tensor) -> Tensor:
+        """[O, 64, rows of the window, 1]: weights [O, channels, R, S] of any type over a row of 4 packed pixels."""
         o = weight.shape[0]
         down, across = self.shift
         size = (2 * self.window[0], 2 * WINDOW_PIXELS)
@@ -109,17 +106,7 @@ class StemImages:
         full = full.reshape(o, MOST_CHANNELS, self.window[0], 2, WINDOW_PIXELS, 2)  # o, c, row, dy, column, dx
         return full.permute(0, 4, 3, 5, 1, 2).reshape(o, PIXEL_BYTES * WINDOW_PIXELS, self.window[0], 1).contiguous()
 
-
-def pack_fragments(weight: Tensor) -> Tensor:
-    """int8 [tiles of 64 outputs, steps of 32 bytes, 128 threads, 16] of weights int8 [O, 64, rows of the window, 1].
-
-    16 bytes are the four registers of operand A of an int8 wgmma with 64 rows (hardware/mma.py): a thread has, of rows g and
-    g + 8 of its warp's 16 (g = lane / 4), bytes 4 q to 4 q + 3 and 16 + 4 q to 16 + 4 q + 3 (q = lane % 4). Those two rows are
-    neighbouring channels, 2 g and 2 g + 1. Filled-up channels have weight 0.
-    """
-    o, size, rows, _ = weight.shape
-    o64, steps = padded_channels(o), size // STEP_BYTES
-    full = functional.pad(weight[..., 0], (0, 0, 0, 0, 0, o64 - o))
-    full = full.reshape(o64 // 64, 4, 8, 2, steps, 2, 4, 4, rows)  # tile, warp, g, row of the two, step, half, q, byte, row
-    full = full.permute(0, 8, 4, 1, 2, 6, 5, 3, 7)  # tile, row, step, warp, g, q, half, row of the two, byte
-    return full.reshape(o64 // 64, rows * steps, 128, 16).contiguous()
+    def product(self, spec: ProductSpec) -> ProductSpec:
+        """The convolution of these images as the one of packed pixels that kernels compute: stride 1, windows of a column."""
+        channels = PIXEL_BYTES * WINDOW_PIXELS
+        return ProductSpec(spec.x, spec.w, channels, (self.window[0], 1), (1, 1), (self.before[0], 0))

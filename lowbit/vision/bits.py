@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lowbit.formats import PerChannel, Scheme, ZeroPoint, decode, int_format, parse_scheme
+from lowbit.formats.conv import code_range
 from lowbit.quantize import rtn
 from lowbit.vision.graph import AveragePool, Conv, Graph, Input, MaxPool, Node, Sum, reads_codes
 from lowbit.vision.observe import Range, Search
-
-HIGHEST = {"u4": 15, "s8": 127}
-"""Largest code of each storage of activations."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ def calibrate(graph: Graph, ranges: Mapping[str, Range], bits: Mapping[str, Laye
             scales[name] = scales[node.x]  # the largest of some codes is one of them
         elif name in ranges:
             # Nothing of images and pooled features is clipped: their largest value may be what matters.
-            highest = HIGHEST[storage_of(graph, bits, name)]
+            _, highest = code_range(storage_of(graph, bits, name))
             how: Search = "max" if isinstance(node, (Input, AveragePool)) else search
             scales[name] = min(ranges[name].scale(highest, how), largest_scale(node, highest))
         if isinstance(node, Conv):

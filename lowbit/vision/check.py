@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.kernels.conv_reference import CODE_RANGE, DTYPES, ConvLayer, SecondProduct, output_size
+from lowbit.formats.conv import ACTIVATIONS, STORAGES, ConvLayer, SecondProduct, output_size
 from lowbit.vision.graph import Other, call_other, constants_on, mapped
 from lowbit.vision.program import (
     Compute,
@@ -71,14 +71,14 @@ def _demand(holds: bool, otherwise: str) -> None:
 
 
 def _check_value(name: str, value: Value) -> None:
-    _demand(value.storage in DTYPES, f"the value {name} is stored as one of {', '.join(DTYPES)}, not {value.storage!r}")
+    _demand(value.storage in STORAGES, f"the value {name} is stored as one of {', '.join(STORAGES)}, not {value.storage!r}")
     sizes = all(type(size) is int and 0 < size <= MOST_ELEMENTS for size in value.shape)
     _demand(
         sizes and math.prod(value.shape) <= MOST_ELEMENTS,
         f"the value {name} has a shape of at most {MOST_ELEMENTS:,} elements, not {list(value.shape)[:8]}",
     )
     _positive(f"the scale of the value {name}", value.scale)
-    if value.storage in CODE_RANGE:
+    if value.storage in ACTIVATIONS:
         _demand(len(value.shape) == 3, f"the codes {name} are [C, H, W], not {list(value.shape)}")
 
 
@@ -125,7 +125,7 @@ def _result(operation: Operation, program: Program, made: dict[str, Any]) -> Any
         case PoolMax():
             _check_pool(operation, y, x)
         case PoolAverage() | Dequantize():
-            _demand(x.storage in CODE_RANGE and operation.scale == x.scale, "it reads codes, and has their scale")
+            _demand(x.storage in ACTIVATIONS and operation.scale == x.scale, "it reads codes, and has their scale")
             _stored(y, "f32", "what it makes")
             if isinstance(operation, Dequantize):
                 _same_elements(x, y)
@@ -141,7 +141,7 @@ def _check_pool(operation: PoolMax, y: Value, x: Value) -> None:
     _pairs("kernel, stride and padding", kernel, stride, padding)
     _demand(min(kernel + stride) > 0, "kernel and stride are 1 or more")
     _demand(2 * padding[0] <= kernel[0] and 2 * padding[1] <= kernel[1], "its padding is at most half its kernel")
-    same = x.storage in CODE_RANGE and (y.storage, y.scale) == (x.storage, x.scale)
+    same = x.storage in ACTIVATIONS and (y.storage, y.scale) == (x.storage, x.scale)
     _demand(same, "what it makes is stored as what it reads, with its scale")
     _shaped(y, (x.shape[0], *output_size((x.shape[1], x.shape[2]), kernel, stride, padding)))
 
@@ -156,7 +156,7 @@ def _same_elements(x: Value, y: Value) -> None:
 
 def _shaped(y: Value, shape: tuple[int, ...]) -> None:
     """What floating-point values of one pixel are may be without their height and width."""
-    flat = y.storage not in CODE_RANGE and shape[1:] == (1, 1) and y.shape == shape[:1]
+    flat = y.storage not in ACTIVATIONS and shape[1:] == (1, 1) and y.shape == shape[:1]
     _demand(flat or y.shape == shape, f"it makes {list(shape)}, the program states {list(y.shape)}")
 
 
@@ -204,7 +204,7 @@ def _computed(operation: Compute, values: dict[str, Value], made: dict[str, Any]
     """The result of an operation of torch on tensors without memory."""
     node = operation.node
     _check_arguments(node)
-    codes = [name for name in node.inputs if name in values and values[name].storage in CODE_RANGE]
+    codes = [name for name in node.inputs if name in values and values[name].storage in ACTIVATIONS]
     _demand(not codes, f"it computes on the codes {codes[:1]}")
     result = _called(constants_on(node, "meta"), {name: made[name] for name in node.inputs})
     if operation.y not in values:

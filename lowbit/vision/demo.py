@@ -13,9 +13,10 @@ from rich.table import Table
 from torch import Tensor
 from transformers import ResNetForImageClassification
 
+from lowbit.formats.conv import CODES, weight_storage
 from lowbit.vision import fashion
 from lowbit.vision.finetune import FineTune
-from lowbit.vision.network import QuantizedNetwork, quantize, weight_bits
+from lowbit.vision.network import QuantizedNetwork, quantize
 from lowbit.vision.saved import save
 from lowbit.vision.sensitivity import divergence
 
@@ -99,7 +100,7 @@ def top1(logits: Tensor, images: fashion.Images) -> float:
 
 def weight_bytes(network: QuantizedNetwork) -> int:
     """Bytes of all weights in the bits that they have, without scales."""
-    return sum(codes.numel() * weight_bits(codes) // 8 for codes in network.program.weights)
+    return sum(codes.numel() * CODES[weight_storage(codes)].bits // 8 for codes in network.program.weights)
 
 
 def table(rows: list[Row]) -> Table:

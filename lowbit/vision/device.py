@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.kernels.conv_reference import DTYPES
+from lowbit.formats.conv import stored_dtype
 from lowbit.ops.code_sum import sum_codes
 from lowbit.ops.conv import (
     average_pool_codes,
@@ -30,6 +30,7 @@ from lowbit.pack.nhwc64 import Nhwc64
 from lowbit.pack.stem import PIXEL_BYTES, StemImages
 from lowbit.vision.fusion import KERNEL_FUSIONS, fused
 from lowbit.vision.graph import as_images, call_other
+from lowbit.vision.kernels import machine_here
 from lowbit.vision.memory import of_torch, plan_memory, stems
 from lowbit.vision.program import (
     AverageCodes,
@@ -79,7 +80,7 @@ class DeviceProgram:
         if reasons:
             raise ValueError(f"no kernels for this network on {device}: {'; '.join(reasons)}")
         device = torch.empty(0, device=device).device  # "cuda" is a device without a number, tensors have one
-        program = fused(program, batch, device, fusions)
+        program = fused(program, batch, machine_here(device), fusions)
         self.program, self.batch, self.device = program.to(device), batch, device
         self.plan = plan_memory(program, batch)
         self.arena = torch.zeros(self.plan.nbytes, dtype=torch.uint8, device=device)
@@ -132,7 +133,7 @@ class DeviceProgram:
     def codes(self, name: str) -> Tensor:
         """The codes int32 [N, C, H, W] of a value, while its place has not been given to another one."""
         known = self.program.values[name]
-        return Nhwc64(known.storage).unpack(self.values[name], known.shape[0])  # type: ignore[arg-type]
+        return Nhwc64(known.storage).unpack(self.values[name], known.shape[0])
 
     def _place(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """The value's place in the arena as a tensor."""
@@ -143,6 +144,11 @@ class DeviceProgram:
         assert count <= place.nbytes, (name, count, place)
         return self.arena[place.offset : place.offset + count].view(dtype).view(shape)
 
+    def _size(self, name: str) -> tuple[int, int, int]:
+        """Images, height and width of a value."""
+        _, height, width = self.program.values[name].shape
+        return self.batch, height, width
+
     def _quantization(self, operation: Quantize) -> Callable[[Tensor], Tensor]:
         """What packs the codes of a value [batch, C, H, W] into their place."""
         y = operation.y
@@ -152,7 +158,7 @@ class DeviceProgram:
             shape = (self.batch, self.stems[y].rows, self.stems[y].columns, PIXEL_BYTES)
         else:
             layout = Nhwc64("s8")
-            shape = layout.shape((self.batch, *known.shape))  # type: ignore[arg-type]
+            shape = layout.shape((self.batch, *known.shape))
         out = self.values[y] = self._place(y, shape, torch.uint8)
         constants: dict[bool, tuple[Tensor, Tensor]] = {}
 
@@ -178,26 +184,26 @@ class DeviceProgram:
                 return self._block(operation)
             case SumCodes(y, x, layer, other):
                 known = self.program.values[y]
-                layout = Nhwc64(known.storage)  # type: ignore[arg-type]
-                total = self._place(y, layout.shape((self.batch, *known.shape)), torch.uint8)  # type: ignore[arg-type]
+                layout = Nhwc64(known.storage)
+                total = self._place(y, layout.shape((self.batch, *known.shape)), torch.uint8)
                 values[y] = total
                 return lambda: sum_codes(values[x], layer, None if other is None else values[other], total)
             case PoolMax(y, x):
                 known = self.program.values[y]
-                layout = Nhwc64(known.storage)  # type: ignore[arg-type]
-                out = self._place(y, layout.shape((self.batch, *known.shape)), torch.uint8)  # type: ignore[arg-type]
+                layout = Nhwc64(known.storage)
+                out = self._place(y, layout.shape((self.batch, *known.shape)), torch.uint8)
                 values[y] = out
-                return lambda: _max_pool(values[x], known, operation, out)  # type: ignore[arg-type]
+                return lambda: _max_pool(values[x], known, operation, out)
             case PoolAverage(y, x, scale):
                 read = self.program.values[x]
                 out = self._place(y, (self.batch, read.shape[0]), torch.float32)
                 values[y] = as_images(out)
-                return lambda: _average_pool(values[x], read, scale, out)  # type: ignore[arg-type]
+                return lambda: _average_pool(values[x], read, scale, out)
             case AverageCodes(y, x, scale, factor):
                 read = self.program.values[x]
                 layout, count = Nhwc64("s8"), read.shape[0]
                 means = values[y] = self._place(y, layout.shape((self.batch, count, 1, 1)), torch.uint8)
-                return lambda: average_pool_to_codes(values[x], read.storage, count, scale, factor, means)  # type: ignore[arg-type]
+                return lambda: average_pool_to_codes(values[x], read.storage, count, scale, factor, means)
             case Dequantize(y, x, scale):
                 channels, height, width = self.program.values[x].shape
                 storage = self.program.values[x].storage
@@ -205,7 +211,7 @@ class DeviceProgram:
 
                 def dequantize() -> None:
                     rows = like.new_empty((self.batch, height, width, channels))
-                    values[y] = unpack_values(values[x], storage, scale, rows.permute(0, 3, 1, 2))  # type: ignore[arg-type]
+                    values[y] = unpack_values(values[x], storage, scale, rows.permute(0, 3, 1, 2))
 
                 return dequantize
         return self._computation(operation)
@@ -213,17 +219,16 @@ class DeviceProgram:
     def _convolution(self, operation: Convolve, stem: StemImages | None) -> Callable[[], object]:
         layer, values, y = operation.layer, self.values, operation.y
         x = values[operation.x]
-        shape = self.program.values[operation.x].shape
-        size = (self.batch, *shape[1:])
+        size = self._size(operation.x)
         if y in self.of_torch:
             layer = replace(layer, y="f16")  # as what reads it would round it
         if stem is None:
-            prepared = prepare_conv(layer, size, self.device)  # type: ignore[arg-type]
+            prepared = prepare_conv(layer, size, self.device)
         else:
-            prepared = prepare_stem(layer, size, self.device, operation.pooled)  # type: ignore[arg-type]
+            prepared = prepare_stem(layer, size, self.device, operation.pooled)
         if y in self.of_torch:
             return lambda: values.update({y: prepared(x).permute(0, 3, 1, 2)})
-        dtype = DTYPES[layer.y] if layer.y in ("f16", "f32") else torch.uint8
+        dtype = stored_dtype(layer.y)
         out = self._place(y, prepared.output_shape(tuple(x.shape)), dtype)
         residual = None if operation.residual is None else values[operation.residual]
         second = None if operation.second is None else values[operation.second]
@@ -232,9 +237,9 @@ class DeviceProgram:
 
     def _block(self, operation: Block) -> Callable[[], object]:
         x, added = self.values[operation.second.x], self.values[operation.added]
-        size = (self.batch, *self.program.values[operation.second.x].shape[1:])
+        size = self._size(operation.second.x)
         layers = (operation.second.layer, operation.third.layer, operation.following.layer)
-        block = prepare_block(*layers, size, self.device)  # type: ignore[arg-type]
+        block = prepare_block(*layers, size, self.device)
         shapes = block.output_shapes(tuple(x.shape))
         y = self.values[operation.also] = self._place(operation.also, shapes[0], torch.uint8)
         z = self.values[operation.y] = self._place(operation.y, shapes[1], torch.uint8)
@@ -255,17 +260,17 @@ class DeviceProgram:
 
 def _max_pool(x: Tensor, known: Value, pool: PoolMax, out: Tensor) -> None:
     if x.is_cuda:
-        from lowbit.kernels.pool import max_pool
+        from lowbit.kernels.elementwise.pool import max_pool
 
-        max_pool(x, known.storage, pool.kernel, pool.stride, pool.padding, out)  # type: ignore[arg-type]
+        max_pool(x, known.storage, pool.kernel, pool.stride, pool.padding, out)
     else:
-        out.copy_(max_pool_codes(x, known.storage, pool.kernel, pool.stride, pool.padding))  # type: ignore[arg-type]
+        out.copy_(max_pool_codes(x, known.storage, pool.kernel, pool.stride, pool.padding))
 
 
 def _average_pool(x: Tensor, known: Value, scale: float, out: Tensor) -> None:
     if x.is_cuda:
-        from lowbit.kernels.pool import average_pool
+        from lowbit.kernels.elementwise.pool import average_pool
 
-        average_pool(x, known.storage, known.shape[0], scale, torch.float32, out)  # type: ignore[arg-type]
+        average_pool(x, known.storage, known.shape[0], scale, torch.float32, out)
     else:
-        out.copy_(average_pool_codes(x, known.storage, known.shape[0], scale))  # type: ignore[arg-type]
+        out.copy_(average_pool_codes(x, known.storage, known.shape[0], scale))

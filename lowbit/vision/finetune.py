@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lowbit.vision.bits import HIGHEST, Quantization, QuantWeight, largest_scale, storage_of
+from lowbit.formats.conv import code_range
+from lowbit.vision.bits import Quantization, QuantWeight, largest_scale, storage_of
 from lowbit.vision.graph import Conv, Graph, MaxPool, Node
 
 
@@ -100,10 +101,9 @@ class _Student(nn.Module):
         key = self.keys.get(name, "")
         if key not in self.step or name == self.graph.output:
             return value
-        storage = storage_of(self.graph, self.quantization.bits, name)
-        low = 0 if storage == "u4" else -128
-        step = self.step[key].abs().clamp(max=largest_scale(self.graph.nodes[name], HIGHEST[storage]))
-        return fake_quantize(value, step, low, HIGHEST[storage], value[0].numel())
+        low, highest = code_range(storage_of(self.graph, self.quantization.bits, name))
+        step = self.step[key].abs().clamp(max=largest_scale(self.graph.nodes[name], highest))
+        return fake_quantize(value, step, low, highest, value[0].numel())
 
     @torch.no_grad()
     def result(self) -> tuple[Graph, Quantization]:
@@ -119,7 +119,7 @@ class _Student(nn.Module):
             if isinstance(node, MaxPool) and node.x in scales:
                 scales[name] = scales[node.x]
             elif self.keys.get(name, "") in self.step:
-                highest = HIGHEST[storage_of(self.graph, self.quantization.bits, name)]
+                _, highest = code_range(storage_of(self.graph, self.quantization.bits, name))
                 scales[name] = min(abs(float(self.step[self.keys[name]].detach())), largest_scale(node, highest))
         nodes = dict(self.graph.nodes)
         for name, node in nodes.items():

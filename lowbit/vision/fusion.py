@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-import torch
-
+from lowbit.hardware.machine import Machine
+from lowbit.kernels.choose.conv import block_refusals
 from lowbit.ops.conv import STEM_POOL, stem_pool_refusals
-from lowbit.ops.conv_block import block_refusals
 from lowbit.vision.memory import stems
 from lowbit.vision.program import AverageCodes, Block, Convolve, Operation, PoolAverage, PoolMax, Program, Quantize
 
@@ -20,15 +19,18 @@ KERNEL_FUSIONS = ("stem", "blocks")
 third convolution of a bottleneck of 64 channels and the first one of the next."""
 
 
-def fused(program: Program, batch: int, device: torch.device, fusions: Collection[str] = KERNEL_FUSIONS) -> Program:
-    """The program as kernels on `device` run it, with some of `KERNEL_FUSIONS`. Raises ValueError for another name."""
+def fused(
+    program: Program, batch: int, machine: Machine | None, fusions: Collection[str] = KERNEL_FUSIONS
+) -> Program:  # fmt: skip
+    """The program as kernels on a GPU (None: a CPU) run it, with some of `KERNEL_FUSIONS`. Raises ValueError for another
+    name."""
     unknown = sorted(set(fusions) - set(KERNEL_FUSIONS))
     if unknown:
         raise ValueError(f"fusions of kernels are {', '.join(KERNEL_FUSIONS)}, got {unknown[0]!r}")
     program = with_codes_of_means(program)
     if "stem" in fusions:
-        program = with_pooled_stems(program, device)
-    return with_blocks(program, batch, device) if "blocks" in fusions else program
+        program = with_pooled_stems(program, machine)
+    return with_blocks(program, batch, machine) if "blocks" in fusions else program
 
 
 def with_codes_of_means(program: Program) -> Program:
@@ -44,7 +46,7 @@ def with_codes_of_means(program: Program) -> Program:
     return replace(program, operations=tuple(operations.values()))
 
 
-def with_blocks(program: Program, batch: int, device: torch.device) -> Program:
+def with_blocks(program: Program, batch: int, machine: Machine | None) -> Program:
     """The program with three convolutions as one `Block` wherever a kernel does so: the middle one reads what the first makes
     and nothing else does; the last reads what the middle one makes, as others may."""
     operations = {operation.y: operation for operation in program.operations}
@@ -60,15 +62,16 @@ def with_blocks(program: Program, batch: int, device: torch.device) -> Program:
         for op in program.operations:
             if not isinstance(op, Convolve) or op.y not in operations or op.inputs != (third.y,):
                 continue
-            if not block_refusals(second.layer, third.layer, op.layer, size, device):
+            if not block_refusals(second.layer.spec, third.layer.spec, op.layer.spec, size, machine):
                 operations[third.y] = Block(second, third, op)
                 del operations[second.y], operations[op.y]
                 break
     return replace(program, operations=tuple(operations.values()))
 
 
-def with_pooled_stems(program: Program, device: torch.device) -> Program:
-    """The program as kernels on `device` run it: stems whose codes only a max-pool of `STEM_POOL` reads have it inside."""
+def with_pooled_stems(program: Program, machine: Machine | None) -> Program:
+    """The program as kernels on a GPU (None: a CPU) run it: stems whose codes only a max-pool of `STEM_POOL` reads have it
+    inside."""
     packed = stems(program)
     operations = {operation.y: operation for operation in program.operations}
     for pool in program.operations:
@@ -78,7 +81,7 @@ def with_pooled_stems(program: Program, device: torch.device) -> Program:
         readers = [op for op in program.operations if pool.x in op.inputs]
         if not isinstance(stem, Convolve) or stem.x not in packed or len(readers) > 1 or stem.y == program.result:
             continue
-        if not stem_pool_refusals(stem.layer, device):
+        if not stem_pool_refusals(stem.layer, machine):
             del operations[stem.y]
             operations[pool.y] = replace(stem, y=pool.y, pooled=True)
     return replace(program, operations=tuple(operations.values()))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from lowbit.kernels.conv_reference import ConvLayer, SecondProduct, Storage, SumLayer, requantize
+from lowbit.formats.conv import ConvLayer, SecondProduct, SumSpec, requantize
 from lowbit.vision.bits import Quantization, storage_of
 from lowbit.vision.graph import AveragePool, Conv, Graph, Input, MaxPool, Node, Other, Ref, Sum, reads_codes, rename_inputs
 from lowbit.vision.program import (
@@ -97,7 +97,7 @@ class _Lowering:
         is_sum = node.residual is not None or node.second is not None
         readers = (self.graph.nodes.get(reader) for reader in self.readers[node.name])
         as_codes = is_sum or node.most < math.inf or any(reads_codes(reader) for reader in readers)
-        storage: Storage = storage_of(self.graph, bits, node.name) if as_codes else "f32"  # type: ignore[assignment]
+        storage: str = storage_of(self.graph, bits, node.name) if as_codes else "f32"
         scale = self._scale(node.name) if as_codes else 1.0
         weight = weights[node.name]
         s, b, g = requantize(
@@ -125,10 +125,10 @@ class _Lowering:
     def _sum(self, node: Sum) -> None:
         x = self.values[self.codes(node.x)]
         other = None if node.other is None else self.values[self.codes(node.other)]
-        storage: Storage = storage_of(self.graph, self.quantization.bits, node.name)  # type: ignore[assignment]
+        storage: str = storage_of(self.graph, self.quantization.bits, node.name)
         scale = self._scale(node.name)
         s, b, g = requantize(torch.ones(1), None, x.scale, scale, storage, None if other is None else other.scale)
-        layer = SumLayer(x.storage, storage, float(s), float(b), node.relu, None if other is None else other.storage, g)
+        layer = SumSpec(x.storage, storage, float(s), float(b), node.relu, None if other is None else other.storage, g)
         self.values[node.name] = Value(storage, _image_shape(self.graph.shapes[node.name]), scale)
         self.operations.append(SumCodes(node.name, node.x, layer, node.other))
 
@@ -137,7 +137,7 @@ class _Lowering:
         shape = self.graph.shapes.get(node.name)
         if shape is not None:
             self.values[node.name + FLOAT] = Value("f32", shape)
-        renamed = replace(rename_inputs(node, names), name=node.name + FLOAT)  # type: ignore[type-var]
+        renamed = replace(rename_inputs(node, names), name=node.name + FLOAT)
         self.operations.append(Compute(renamed.name, renamed))  # type: ignore[arg-type]
 
     def _scale(self, name: str) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lowbit.formats.conv import ACTIVATIONS, stored_dtype
 from lowbit.pack.nhwc64 import Nhwc64
 from lowbit.pack.stem import PIXEL_BYTES, StemImages
 from lowbit.vision.program import Compute, Convolve, Dequantize, Operation, Program, Quantize, Value, made_by
@@ -57,11 +58,11 @@ class MemoryPlan:
 
 def stored_bytes(value: Value, batch: int) -> int:
     """Bytes of a value for a batch, aligned."""
-    if value.storage in ("u4", "s8"):
+    if value.storage in ACTIVATIONS:
         channels, height, width = value.shape
-        nbytes = height * width * Nhwc64(value.storage).pixel_bytes(channels)  # type: ignore[arg-type]
+        nbytes = height * width * Nhwc64(value.storage).pixel_bytes(channels)
     else:
-        nbytes = 4 if value.storage == "f32" else 2
+        nbytes = stored_dtype(value.storage).itemsize
         for size in value.shape:
             nbytes *= size
     return _aligned(batch * nbytes)
@@ -94,7 +95,7 @@ def _stem_images(operation: Operation, name: str, known: Value | None) -> StemIm
     layer = operation.layer
     if known is None or known.storage != "s8" or len(known.shape) != 3 or layer.stride != (2, 2):
         return None
-    if layer.residual is not None or layer.second is not None or layer.y not in ("u4", "s8"):
+    if layer.residual is not None or layer.second is not None or layer.y not in ACTIVATIONS:
         return None
     images = StemImages(known.shape[0], known.shape[1], known.shape[2], layer.kernel, layer.padding)
     return None if images.refusals() else images

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from torch import Tensor, nn
 
+from lowbit.formats.conv import CODES
+from lowbit.hardware.machine import Machine
 from lowbit.vision.bits import assign_bits, calibrate, scheme_bits
 from lowbit.vision.finetune import FineTune, fine_tune
+from lowbit.vision.kernels import KernelRow, kernel_lines, kernel_rows, machine_here
 from lowbit.vision.lower import FLOAT, lower
 from lowbit.vision.observe import Search, observe
 from lowbit.vision.pixels import Pixels
@@ -59,7 +62,7 @@ class QuantizedNetwork(nn.Module):
         return self.on_device(self._checked(images).shape[0], images.device).run(images)
 
     def reference(self, images: Tensor) -> Tensor:
-        """What `forward` returns, computed by `kernels/conv_reference.py` on any device, slowly."""
+        """What `forward` returns, computed by `kernels/reference/conv.py` on any device, slowly."""
         with torch.no_grad():
             return self.program.to(images.device).run(self._checked(images))
 
@@ -112,7 +115,7 @@ class QuantizedNetwork(nn.Module):
                 storage = f"{layer.x} -> {layer.y}"
                 if layer.residual is not None:
                     storage = f"{layer.x} + {layer.residual} -> {layer.y}"
-                found.append(LayerRow(layer.name, _kind(op), weight_bits(layer.weight), storage, products))
+                found.append(LayerRow(layer.name, _kind(op), CODES[layer.spec.w].bits, storage, products))
             elif isinstance(op, (PoolMax, PoolAverage, SumCodes)):
                 kind = "max pool" if isinstance(op, PoolMax) else "average pool"
                 if isinstance(op, SumCodes):
@@ -126,8 +129,16 @@ class QuantizedNetwork(nn.Module):
         """The report, where torch prints modules."""
         return "\n".join(self.lines())
 
-    def lines(self) -> list[str]:
-        """The report, a line each."""
+    def kernels(self, batch: int = 1, machine: Machine | None = None) -> list[KernelRow]:
+        """The launches for a batch of this size, in order, with what else was considered.
+
+        On the GPU in hand, else on the CPU; `machine`, one of `lowbit.hardware.machine.MACHINES`, stands for a GPU elsewhere.
+        """
+        return kernel_rows(self.program, batch, machine_here() if machine is None else machine)
+
+    def lines(self, batch: int = 1, machine: Machine | None = None) -> list[str]:
+        """The report, a line each: what became integers, what stayed in floating point and why, and the kernels that run it,
+        with the reason, for a batch of this size. `machine` as `kernels` has it."""
         rows = [row for row in self.rows() if row.weight_bits]
         weights = sum(
             layer.weight.numel() + (layer.second.weight.numel() if layer.second else 0) for layer in self.program.layers
@@ -140,7 +151,8 @@ class QuantizedNetwork(nn.Module):
         ]
         if self.assignment is not None and self.assignment.keep_int8:
             out.append(f"kept in int8 by measured sensitivity: {', '.join(self.assignment.keep_int8)}")
-        return out + [f"kept in floating point: {name}: {reason}" for name, reason in self.kept.items()]
+        out += [f"kept in floating point: {name}: {reason}" for name, reason in self.kept.items()]
+        return out + kernel_lines(self.program, batch, machine_here() if machine is None else machine)
 
 
 def _kind(op: Convolve) -> str:
@@ -152,11 +164,6 @@ def _kind(op: Convolve) -> str:
     if layer.second is not None:
         parts.append("shortcut")
     return " + ".join([*parts, "relu"] if layer.relu else parts)
-
-
-def weight_bits(codes: Tensor) -> int:
-    """4 if all codes lie in -8 to 7, else 8."""
-    return 4 if codes.numel() == 0 or (int(codes.min()) >= -8 and int(codes.max()) <= 7) else 8
 
 
 def quantize(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit.kernels.conv_reference import fma
+from lowbit.kernels.reference.conv import fma
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """A network in integers: a list of operations on stored values, and its execution in plain torch, the reference.
 
 Values are codes (u4, s8; int32 tensors [N, C, H, W] here, packed on a GPU) or floating-point (f32, and f16 on a GPU, for what
-has no integer form). `Program.run` computes with `kernels/conv_reference.py`; the GPU gives the same codes bit for bit.
+has no integer form). `Program.run` computes with `kernels/reference/conv.py`; the GPU gives the same codes bit for bit.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.kernels.conv_reference import (
-    ConvLayer,
-    Storage,
-    SumLayer,
+from lowbit.formats.conv import ConvLayer, SumSpec
+from lowbit.kernels.reference.conv import (
     average_pool_reference,
     conv_reference,
     max_pool_reference,
@@ -32,7 +30,7 @@ from lowbit.vision.pixels import Pixels
 class Value:
     """What is known of a stored value: its storage, the shape of one image's part, and the value of a code step."""
 
-    storage: Storage
+    storage: str
     shape: tuple[int, ...]
     scale: float = 1.0
 
@@ -101,11 +99,11 @@ class Block:
 
 @dataclass(frozen=True)
 class SumCodes:
-    """One `SumLayer`: a sum of codes, or a ReLU, that no convolution has inside."""
+    """One `SumSpec`: a sum of codes, or a ReLU, that no convolution has inside."""
 
     y: str
     x: str
-    layer: SumLayer
+    layer: SumSpec
     other: str | None = None
 
     @property

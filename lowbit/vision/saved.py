@@ -21,11 +21,11 @@ from torch import Tensor
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader, CheckpointWriter
 from lowbit.formats import pack_words, packed_bytes, unpack_words
-from lowbit.kernels.conv_reference import ConvLayer, SecondProduct, SumLayer
+from lowbit.formats.conv import CODES, ConvLayer, SecondProduct, SumSpec, weight_storage
 from lowbit.vision.bits import scheme_bits
 from lowbit.vision.check import check
 from lowbit.vision.graph import Other, Ref
-from lowbit.vision.network import QuantizedNetwork, weight_bits
+from lowbit.vision.network import QuantizedNetwork
 from lowbit.vision.pixels import Pixels
 from lowbit.vision.program import (
     Compute,
@@ -170,7 +170,7 @@ def _read(row: dict[str, Any], key: str, get: Callable[[str], Tensor]) -> Operat
         case "convolve":
             return Convolve(y, row["x"], _layer(row["layer"], key, get), row["residual"], row["second"])
         case "sum":
-            return SumCodes(y, row["x"], SumLayer(**row["layer"]), row["other"])
+            return SumCodes(y, row["x"], SumSpec(**row["layer"]), row["other"])
         case "compute":
             return Compute(y, _node(row, key, get))
     raise ValueError(f"unknown operation {kind!r}")
@@ -206,7 +206,7 @@ def _layer(row: dict[str, Any], key: str, get: Callable[[str], Tensor]) -> ConvL
 
 def _add_codes(codes: Tensor, name: str, add: Callable[[str, Tensor], None]) -> dict[str, Any]:
     """Stores weight codes int8 [O, C, R, S] in 4 or 8 bits and returns their shape and bits."""
-    bits = weight_bits(codes)
+    bits = CODES[weight_storage(codes)].bits
     flat = codes.flatten(1)
     add(name, pack_words((flat + 8).to(torch.uint8), 4) if bits == 4 else flat)
     return {"shape": list(codes.shape), "bits": bits}

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from lowbit.kernels.conv_reference import output_size
+from lowbit.formats.conv import output_size
 from lowbit.vision.graph import (
     AveragePool,
     Conv,
@@ -141,7 +141,7 @@ def _alias(node: fx.Node) -> fx.Node | None:
     if node.target is aten.adaptive_avg_pool2d.default and first is not None and _shape(node) == _shape(first):
         return first  # each window is one pixel, as in a VGG at the size it was made for
     is_item = node.target is operator.getitem and isinstance(first, fx.Node) and node.args[1] == 0
-    return first if is_item and first.target in _BATCH_NORMS else None  # type: ignore[operator]
+    return first if is_item and first.target in _BATCH_NORMS else None
 
 
 def _shape(node: fx.Node) -> tuple[Any, ...]:

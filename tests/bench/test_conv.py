@@ -83,7 +83,7 @@ def test_work_by_hand():
     assert found["max-pool"] == (pixels * 64 / 2 * 1.25, 0.0)
     folded = works(program("relu", "add", "shortcut"), 2)[last]
     assert folded == (2 * 8 * 4 * (64 / 2 + 128 / 2 + 256 / 2) + (64 + 128) * 256, 2 * 2 * 8 * 4 * (64 + 128) * 256)
-    pooled = with_pooled_stems(program("relu", "add"), torch.device("cpu"))
+    pooled = with_pooled_stems(program("relu", "add"), None)
     moved, work = works(pooled, 2)[f"{stem} and max-pool"]
     assert moved == found[stem][0] - pixels * 64 / 2 * 0.75 and work == found[stem][1]
 
@@ -91,7 +91,7 @@ def test_work_by_hand():
 def test_work_of_blocks_by_hand():
     model, images = resnet("bottleneck", sizes=(256, 512), depths=(1, 1), embedding=64), torch.randn(2, 3, 32, 48)
     graph = trace(model, images)
-    whole = fused(lower(graph, calibrate(graph, observe(graph, [images]), assign_bits(graph, "w8a4"))), 2, torch.device("cpu"))
+    whole = fused(lower(graph, calibrate(graph, observe(graph, [images]), assign_bits(graph, "w8a4"))), 2, None)
     (name,) = [name for name in works(whole, 2) if " to " in name]
     pixels, weights = 2 * 8 * 12, 64 * 64 * 9 + (64 + 64) * 256 + 256 * 128
     assert name.endswith("stages.1.layers.0.layer.0.convolution")

@@ -4,13 +4,17 @@
     diff before.txt after.txt
 
 A line for each compiled kernel: test, number within it, capability, digest, registers, bytes of stack and of shared memory.
-Names of kernels and labels are left out, and nvdisasm writes no line numbers. One process: no --numprocesses.
+Names of kernels and labels are left out, and so is which lines of source instructions come from: ptxas may order loads
+otherwise where lines have moved (a split of K, int3, 32 tokens: the sums of other blocks). One process: no --numprocesses.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
+import tempfile
+
+from triton import knobs
 
 from tests.kernels import sass
 
@@ -33,6 +37,7 @@ def pytest_configure(config):
     path = config.getoption("--digests")
     if path is None:
         return
+    knobs.compilation.disable_line_info, knobs.cache.dir = True, tempfile.mkdtemp()
     config.compiled_digests, config.current_test, compile_one = [], "", sass._compile
 
     def compile_and_note(source_type, kernel, signature, constants, pointers, warps, capability, **options):

@@ -82,16 +82,30 @@ def compile_kernel(kernel, signature, config, pointers, warps, capability, **opt
     return _compile(GluonASTSource, kernel, signature, {"C": config}, pointers, warps, capability, **options)
 
 
-def compile_plan(plan, call, pointers, capability) -> Compiled:
-    """The kernel of a plan for what the plan gives it when it is called with the tensors `call`, on the meta device."""
+def compile_plan(plan, call, capability, pointers=None) -> Compiled:
+    """The kernel of a plan for what the plan gives it when it is called with `call`, whose tensors are on the meta device.
+
+    `pointers` names the arguments that are aligned; without, all tensors are.
+    """
+    pytest.importorskip("triton", reason="Triton compiles the kernels")
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+
     noted: list[tuple] = []
     launch, plan.launch = plan.launch, lambda *arguments: noted.append(arguments)
     plan(*call)
+    plan.launch = launch
     (arguments,) = noted
-    names = launch.function.arg_names
-    assert len(arguments) == len(names), f"the kernel takes {len(names)} arguments, its plan gives {len(arguments)}"
-    signature = {name: _kind(value) for name, value in zip(names[:-1], arguments, strict=False)}
-    return compile_kernel(launch.function, signature, arguments[-1], pointers, launch.options["num_warps"], capability)
+    kernel, options = launch.function, dict(launch.options)
+    warps = options.pop("num_warps")
+    assert len(arguments) == len(kernel.params), f"{len(kernel.params)} parameters, the plan gives {len(arguments)} arguments"
+    given = list(zip(kernel.params, arguments, strict=True))
+    signature = {param.name: _kind(value) for param, value in given if not param.is_constexpr}
+    constants = {param.name: value for param, value in given if param.is_constexpr}
+    if pointers is None:
+        pointers = [name for name, kind in signature.items() if kind is not None and kind.startswith("*")]
+    source_type = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
+    return _compile(source_type, kernel, signature, constants, pointers, warps, capability, **options)
 
 
 def _kind(value) -> str | None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lowbit.formats import parse_scheme
 from lowbit.hardware.machine import machine_of, typical_machine
 from lowbit.kernels.choose.scaled_gemm import candidates_scaled
-from lowbit.kernels.reference.gemm import FUNCTIONS
+from lowbit.kernels.reference.gemm import FUNCTIONS, scaled_gemm_reference
 from lowbit.ops import byte_gemm, quantize_activations
 from lowbit.ops.byte_gemm import plan_for_scaled
 from lowbit.ops.scaled_gemm import activation_dtype
@@ -38,9 +38,7 @@ def problem(scheme, m, n, k, kind="token", zero=False, seed=0):
     shape = {"tensor": (1,), "token": (m, 1), "block": (m, -(-k // 128))}[kind]
     x_scale = torch.rand(shape, device="cuda", generator=generator) + 0.5
     x_zero = torch.randint(-30, 30, (m, 1), device="cuda", generator=generator, dtype=torch.int32) if zero else None
-    values = x.double() if x_zero is None else x.double() - x_zero
-    spread = x_scale.double().repeat_interleave(128, -1)[:, :k] if kind == "block" else x_scale.double()
-    return q, x, x_scale, x_zero, (values * spread) @ q.dequantize(torch.float64).T
+    return q, x, x_scale, x_zero, scaled_gemm_reference(x, x_scale, q, x_zero=x_zero)
 
 
 def relative_error(y, reference) -> float:

@@ -7,10 +7,11 @@ import dataclasses
 import pytest
 import torch
 
-from lowbit.kernels.conv_reference import ConvLayer, SecondProduct, requantize
+from lowbit.formats.conv import ConvLayer, SecondProduct, code_range, requantize
+from lowbit.kernels.choose.conv import block_refusals
 from lowbit.ops.conv import prepare_conv
-from lowbit.ops.conv_block import block_refusals, prepare_block
-from lowbit.pack.nhwc64 import CODE_RANGE, Nhwc64
+from lowbit.ops.conv_block import prepare_block
+from lowbit.pack.nhwc64 import Nhwc64
 
 SIZE = (2, 5, 6)
 
@@ -36,7 +37,7 @@ def block(x="u4", shortcut=False, following=64):
 @pytest.mark.parametrize(("shortcut", "following"), [(False, 64), (True, 64), (False, 128)])
 def test_as_three_layers(x, shortcut, following):
     layers = block(x, shortcut, following)
-    low, high = CODE_RANGE[x]
+    low, high = code_range(x)
     codes = Nhwc64(x).pack(torch.randint(low, high + 1, (2, 64, 5, 6)))
     added = Nhwc64(x).pack(torch.randint(low, high + 1, (2, 64 if shortcut else 256, 5, 6)))
     whole = prepare_block(*layers, SIZE)
@@ -50,9 +51,10 @@ def test_as_three_layers(x, shortcut, following):
 
 def test_refusals_name_everything():
     second, third, following = block()
-    assert block_refusals(second, third, following, SIZE, "cpu") == ()
+    assert block_refusals(second.spec, third.spec, following.spec, SIZE, None) == ()
     strided = dataclasses.replace(second, stride=(2, 2))
-    reasons = " ".join(block_refusals(strided, third, dataclasses.replace(following, x="s8"), (1, 5, 80), "cpu"))
+    other = dataclasses.replace(following, x="s8")
+    reasons = " ".join(block_refusals(strided.spec, third.spec, other.spec, (1, 5, 80), None))
     assert "stride (2, 2)" in reasons and "one storage" in reasons and "80 pixels wide" in reasons
     with pytest.raises(ValueError, match="200 outputs"):
         prepare_block(second, third, layer("u4", 256, 200, 1), SIZE)

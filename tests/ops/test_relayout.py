@@ -1,11 +1,11 @@
-"""Values to packed codes and back on a CPU, and what is refused; tests/kernels/test_relayout.py has the kernels."""
+"""Values to packed codes and back on a CPU, and what is refused; tests/kernels/elementwise/test_relayout.py has the kernels."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from lowbit.kernels.conv_reference import quantize_reference
+from lowbit.kernels.reference.conv import quantize_reference
 from lowbit.ops.relayout import pack_values, unpack_values
 from lowbit.pack.nhwc64 import Nhwc64
 from lowbit.pack.stem import StemImages

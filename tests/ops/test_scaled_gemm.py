@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lowbit.formats import pack_words, parse_scheme
+from lowbit.kernels.reference.gemm import scaled_gemm_reference
 from lowbit.ops import quantize_activations, scaled_gemm
 from lowbit.ops.scaled_gemm import activation_dtype
 from lowbit.quantize import rtn
@@ -29,12 +30,9 @@ def problem(scheme, n, k, tokens, kind, seed=0):
     shape = {"tensor": (1,), "token": (*tokens, 1), "block": (*tokens, -(-k // 128))}[kind]
     x_scale = torch.rand(shape, generator=generator) + 0.5
     x_zero = None
-    values = x.double()
     if dtype == torch.int8 and kind != "block":
         x_zero = torch.randint(-30, 30, shape, generator=generator, dtype=torch.int32)
-        values = values - x_zero
-    spread = x_scale.double().repeat_interleave(128, -1)[..., :k] if kind == "block" else x_scale.double()
-    return q, x, x_scale, x_zero, (values * spread) @ q.dequantize(torch.float64).T
+    return q, x, x_scale, x_zero, scaled_gemm_reference(x, x_scale, q, x_zero=x_zero)
 
 
 @pytest.mark.parametrize("kind", ["tensor", "token", "block"])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
-from lowbit.pack.conv_block import linked_channels, linked_order, loaded_order, pack_columns, pack_rows
-from lowbit.pack.conv_weight import column_order, swizzled
-from lowbit.pack.nhwc64 import CODE_RANGE, Nhwc64
+from lowbit.formats.conv import ConvLayer, SecondProduct, code_range
+from lowbit.pack.conv_block import BlockLayout, LinkedPieces, linked_channels, linked_order, loaded_order
+from lowbit.pack.conv_layout import column_order
+from lowbit.pack.conv_weight import swizzled
+from lowbit.pack.nhwc64 import Nhwc64
 
 
 def columns_of(q, count):
@@ -44,13 +48,13 @@ def test_a_thread_loads_16_channels(x):
 def test_two_products_in_a_row(y, chunk, following):
     """Sums of the packed weights, column by column, are those of the two matrices."""
     torch.manual_seed(0)
-    low, high = CODE_RANGE[y]
+    low, high = code_range(y)
     first = torch.randint(-128, 128, (256, 64), dtype=torch.int8)
     second = torch.randint(-128, 128, (following, 256), dtype=torch.int8)
     x = torch.randint(0, 16, (5, 64))
     rows, linked = column_order(y, 256), linked_channels(y, 256, chunk)
-    pieces = pack_rows(first, rows, linked_order(64), chunk)
-    last = pack_columns(second, column_order(y, following), linked, chunk)
+    pieces = LinkedPieces(rows, linked_order(64), chunk).pack(first[:, :, None, None])
+    last = LinkedPieces(column_order(y, following), linked, chunk, by_columns=True).pack(second[:, :, None, None])
     assert pieces.shape == (256 // chunk, chunk, 64) and last.shape == (256 // chunk, following, chunk)
     total = torch.zeros(5, following, dtype=torch.int64)
     for number, (piece, slab) in enumerate(zip(pieces, last, strict=True)):
@@ -61,3 +65,21 @@ def test_two_products_in_a_row(y, chunk, following):
         total += codes[:, list(linked_order(chunk))] @ swizzled(slab).long().T
     wanted = ((x @ first.long().T) >> 8).clamp(low, high) @ second.long().T
     assert torch.equal(total, wanted[:, list(column_order(y, following))])
+
+
+@pytest.mark.parametrize("storage", ["u4", "s8"])
+@pytest.mark.parametrize(("shortcut", "following"), [(False, 64), (True, 64), (False, 128)])
+def test_the_weights_of_a_block_come_back(storage, shortcut, following):
+    torch.manual_seed(0)
+    layout = BlockLayout(storage, following, shortcut)
+    weights = [torch.randint(-128, 128, shape, dtype=torch.int8) for shape in layout.shapes]
+    product = SecondProduct(weights[2], torch.rand(256), storage) if shortcut else None
+    padding = [(1, 1), (0, 0), (0, 0)]
+    firsts = [weights[0], weights[1], weights[-1]]
+    layers = [
+        ConvLayer(w, s := torch.rand(len(w)), s, storage, storage, padding=p) for w, p in zip(firsts, padding, strict=True)
+    ]
+    layers[1] = dataclasses.replace(layers[1], second=product)
+    packed = layout.pack_layers(*layers)
+    assert packed.numel() == sum(w.numel() for w in weights) + 4 * (128 + 2 * following + (2 + shortcut) * 256)
+    assert all(torch.equal(a, b) for a, b in zip(layout.unpack(packed), weights, strict=True))

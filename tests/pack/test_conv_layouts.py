@@ -7,14 +7,18 @@ import pytest
 import torch
 import torch.nn.functional as functional
 
+from lowbit.formats.conv import ConvLayer, SecondProduct, code_range
 from lowbit.hardware.mma import wgmma_s8
-from lowbit.pack.conv_weight import column_order, pack_constants, pack_conv_weight, pack_lane_constants, planes, swizzled
-from lowbit.pack.nhwc64 import CODE_RANGE, Nhwc64, padded_channels
-from lowbit.pack.stem import StemImages, pack_fragments
+from lowbit.pack.conv_fragment import MmaFragments
+from lowbit.pack.conv_layout import column_constants, column_order, lane_constants
+from lowbit.pack.conv_weight import WgmmaPieces, planes, swizzled
+from lowbit.pack.nhwc64 import Nhwc64, padded_channels
+from lowbit.pack.stem import StemImages
+from lowbit.pack.stem_fragment import StemFragments
 
 
 def codes_of(storage, *shape):
-    low, high = CODE_RANGE[storage]
+    low, high = code_range(storage)
     return torch.randint(low, high + 1, shape, dtype=torch.int32)
 
 
@@ -85,7 +89,7 @@ def test_packed_weights_give_the_convolution(x, y, channels, step_bytes):
     codes = codes_of(x, 1, channels, 4, 3)
     if step_bytes > Nhwc64(x).pixel_bytes(channels):
         pytest.skip("a pixel has fewer bytes than a step")
-    packed = pack_conv_weight(weight, x, y, tile, step_bytes)
+    packed = WgmmaPieces(x, y, tile, step_bytes).pack(weight)
     pixels = Nhwc64(x).pack(codes)[0]
     rows = pixels.shape[2] // step_bytes
     out = torch.zeros(3 * tile, 3, 3, dtype=torch.int64)
@@ -105,14 +109,14 @@ def test_packed_weights_give_the_convolution(x, y, channels, step_bytes):
 
 def test_constants_follow_their_columns():
     values = torch.arange(1.0, 101.0)
-    packed = pack_constants(values, "u4", 128)
+    packed = column_constants(values, "u4", 128)
     order = torch.tensor(column_order("u4", 128))
     assert torch.equal(packed, torch.cat([values, torch.zeros(28)])[order])
 
 
 def test_a_lane_finds_its_constants_in_16_bytes():
     values = torch.arange(128.0)
-    columns, lanes = pack_constants(values, "s8", 128), pack_lane_constants(values, "s8", 128)
+    columns, lanes = column_constants(values, "s8", 128), lane_constants(values, "s8", 128)
     for block in range(8):
         for lane in range(4):
             own = [16 * block + 8 * j + 2 * lane + e for j in range(2) for e in range(2)]
@@ -122,7 +126,7 @@ def test_a_lane_finds_its_constants_in_16_bytes():
 @pytest.mark.parametrize("step_bytes", [16, 128])
 def test_steps_that_do_not_fit_are_refused(step_bytes):
     with pytest.raises(ValueError, match="do not divide"):
-        pack_conv_weight(torch.zeros(64, 64, 1, 1, dtype=torch.int8), "u4", "u4", 64, step_bytes)
+        WgmmaPieces("u4", "u4", 64, step_bytes).pack(torch.zeros(64, 64, 1, 1, dtype=torch.int8))
 
 
 @pytest.mark.parametrize(
@@ -137,7 +141,7 @@ def test_a_stem_is_its_convolution(channels, height, width, kernel, padding):
     weight = torch.randint(-128, 128, (5, channels, kernel, kernel), dtype=torch.int8)
     packed = images.pack(codes).view(torch.int8).double()
     above = functional.pad(packed, (0, 0, 0, 0, images.before[0], 8))
-    matrix = images.pack_weight(weight).double()[..., 0]
+    matrix = images.arrange(weight).double()[..., 0]
     down, across = images.output
     out = torch.zeros(2, 5, down, across, dtype=torch.float64)
     for i in range(down):
@@ -158,7 +162,7 @@ def test_weights_of_a_stem_are_operand_a_and_rows_as_they_lie_operand_b(channels
     rows = (
         functional.pad(images.pack(codes).view(torch.int8)[0].flatten(1), (0, 0, images.before[0], 8)).numpy().astype("int64")
     )
-    fragments = pack_fragments(images.pack_weight(weight)).numpy().astype("int64")
+    fragments = StemFragments(images).pack(weight).numpy().astype("int64")
     atom = wgmma_s8(112)
     channel_of = [16 * (row // 16) + 2 * (row % 8) + row % 16 // 8 for row in range(64)]
     for tile in range(len(fragments)):
@@ -180,3 +184,50 @@ def test_weights_of_a_stem_are_operand_a_and_rows_as_they_lie_operand_b(channels
 def test_stems_that_do_not_fit_are_refused():
     assert "5 channels" in StemImages(5, 32, 32, (7, 7), (3, 3)).refusals()[0]
     assert "more than 4 packed pixels" in StemImages(3, 32, 32, (11, 11), (5, 5)).refusals()[0]
+
+
+STEM = StemImages(3, 32, 24, (7, 7), (3, 3))
+
+LAYOUTS = [
+    *(WgmmaPieces(x, y, outputs, 32 if x == "u4" else 64, first) for x in ("u4", "s8") for y in ("u4", "s8", "f32")
+      for outputs, first in ((64, False), (128, True))),
+    *(MmaFragments(x, bits, y) for x, bits in (("u4", 4), ("u4", 8), ("s8", 8)) for y in ("u4", "s8", "f16")),
+]  # fmt: skip
+STEMS = [WgmmaPieces("s8", "u4", 64, 64, images=STEM), MmaFragments("s8", 8, "s8", images=STEM), StemFragments(STEM)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.parametrize("shape", [(100, 70, 3, 3), (128, 128, 1, 1), (65, 1, 2, 5)])
+def test_packed_weights_come_back(layout, shape):
+    """The inverse follows from the layout: no weight is lost, none lies in two places, the rest is filled up with zeros."""
+    torch.manual_seed(0)
+    most = 8 if getattr(layout, "bits", 8) == 4 else 128
+    weight = torch.randint(-most, most, shape, dtype=torch.int8)
+    packed = layout.pack(weight)
+    assert torch.equal(layout.unpack(packed, shape), weight)
+    places = layout.arrange(torch.arange(1, weight.numel() + 1).reshape(shape)).flatten()
+    assert torch.equal(places[places > 0].sort().values, torch.arange(1, weight.numel() + 1))
+    assert layout.constants(torch.rand(shape[0])).shape == (padded_channels(shape[0]),)
+
+
+@pytest.mark.parametrize("layout", STEMS, ids=str)
+def test_packed_weights_of_a_stem_come_back(layout):
+    torch.manual_seed(0)
+    weight = torch.randint(-128, 128, (70, 3, 7, 7), dtype=torch.int8)
+    assert torch.equal(layout.unpack(layout.pack(weight), (70, 3, 7, 7)), weight)
+
+
+def test_a_layer_is_packed_whole():
+    torch.manual_seed(0)
+    second = SecondProduct(torch.randint(-8, 8, (128, 64, 1, 1), dtype=torch.int8), torch.rand(128), "s8")
+    weight = torch.randint(-128, 128, (128, 128, 3, 3), dtype=torch.int8)
+    layer = ConvLayer(weight, torch.rand(128), torch.rand(128), "u4", "u4", padding=(1, 1), second=second)
+    layout = WgmmaPieces("u4", "u4", 128, 64)
+    packed = layout.pack_layer(layer)
+    beside = layout.of_second(layer.spec.second)
+    assert beside == WgmmaPieces("s8", "u4", 128, 64) and torch.equal(
+        beside.unpack(packed.weight2, (128, 64, 1, 1)), second.weight
+    )
+    assert torch.equal(packed.s2, layout.constants(second.s)) and torch.equal(packed.b, layout.constants(layer.b))
+    with pytest.raises(ValueError, match="of one product"):
+        StemFragments(STEM).of_second(layer.spec.second)

@@ -23,7 +23,7 @@ def bottlenecks():
 
 
 def test_blocks_of_64_channels_are_found(bottlenecks):
-    whole = fused(bottlenecks, 3, torch.device("cpu"))
+    whole = fused(bottlenecks, 3, None)
     blocks = [op for op in whole.operations if isinstance(op, Block)]
     parts = [[conv.layer.name.split("stages.")[1] for conv in (b.second, b.third, b.following)] for b in blocks]
     assert parts == [
@@ -35,18 +35,18 @@ def test_blocks_of_64_channels_are_found(bottlenecks):
     assert len(bottlenecks.operations) - len(whole.operations) == 2 * 2 + 2  # the stem's pool, and codes of means at once
     made = [name for op in whole.operations for name in made_by(op)]
     assert not {blocks[0].second.y, blocks[1].second.y} & set(made)
-    apart = fused(bottlenecks, 3, torch.device("cpu"), ("stem",))
+    apart = fused(bottlenecks, 3, None, ("stem",))
     assert not any(isinstance(op, Block) for op in apart.operations)
     with pytest.raises(ValueError, match="stem, blocks, got 'pool'"):
-        fused(bottlenecks, 3, torch.device("cpu"), ("pool",))
+        fused(bottlenecks, 3, None, ("pool",))
 
 
 def test_a_second_convolution_with_other_readers_stays(bottlenecks):
-    (block, _) = [op for op in fused(bottlenecks, 3, torch.device("cpu")).operations if isinstance(op, Block)]
+    (block, _) = [op for op in fused(bottlenecks, 3, None).operations if isinstance(op, Block)]
     read = Convolve("extra", block.second.y, block.second.layer)
     values = bottlenecks.values | {"extra": Value("u4", (64, 6, 6))}
     more = replace(bottlenecks, operations=(*bottlenecks.operations, read), values=values)
-    found = [op for op in fused(more, 3, torch.device("cpu")).operations if isinstance(op, Block)]
+    found = [op for op in fused(more, 3, None).operations if isinstance(op, Block)]
     assert len(found) == 1 and found[0].second.y != block.second.y
 
 
@@ -76,7 +76,7 @@ def test_which_stems_have_their_max_pool_inside(model, inside):
     torch.manual_seed(0)
     images = torch.randn(2, 3, 12, 10)
     program = vision.quantize(model, images, "w8a4").program
-    one = with_pooled_stems(program, torch.device("cpu"))
+    one = with_pooled_stems(program, None)
     assert len(program.operations) - len(one.operations) == inside
     assert torch.equal(one.run(images), program.run(images))
 
@@ -95,5 +95,5 @@ def test_means_are_made_as_codes_where_nothing_else_reads_them():
 
     for twice in (False, True):
         program = vision.quantize(Read(twice), torch.randn(2, 3, 8, 8), "w8a8").program
-        found = [op for op in fused(program, 2, torch.device("cpu")).operations if isinstance(op, AverageCodes)]
+        found = [op for op in fused(program, 2, None).operations if isinstance(op, AverageCodes)]
         assert len(found) == (not twice)

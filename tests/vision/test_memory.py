@@ -38,7 +38,7 @@ def bottlenecks():
 
 
 def test_values_of_blocks_are_apart(bottlenecks):
-    whole = fused(bottlenecks, 3, torch.device("cpu"))
+    whole = fused(bottlenecks, 3, None)
     check_places(whole, 3)
     plan = plan_memory(whole, 3)
     for op in whole.operations:

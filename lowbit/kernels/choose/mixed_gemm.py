@@ -153,10 +153,10 @@ def _ring_tiles(shape: GemmShape, machine: Machine) -> list[RingTile]:
             for strips in range(1, 9):
                 if strips * warps_n > shape.strips or (warps_k == 16 and strips > 4):
                     continue
-                turns = -(-steps // (warps_k * splits))
+                iterations = -(-steps // (warps_k * splits))
                 # 64 KiB of codes in flight on an SM hide the latency of memory; a longer ring only copies more of x.
                 in_flight = max(1, round(65536 / (warps_n * warps_k * strips * 256 * shape.bits)))
-                rounds = max(1, min(in_flight, 8 // strips, turns if turns <= 4 else 2))
+                rounds = max(1, min(in_flight, 8 // strips, iterations if iterations <= 4 else 2))
                 tiles.append(RingTile(tokens, strips, rounds, warps_n, warps_k, splits))
     return tiles
 
@@ -201,8 +201,8 @@ def _wgmma_tiles(shape: GemmShape) -> list[WgmmaTile]:
         stage = 64 * warpgroups * 8 * shape.bits + 128 * tokens
         stored = 128 * warpgroups * tokens
         stages = min(8, (230_000 - stored) // stage // 2 * 2)
-        turns = shape.steps(128)
-        tiles += [WgmmaTile(tokens, warpgroups, stages, splits, 2) for splits in (1, 2, 3, 4, 8) if splits <= turns]
+        iterations = shape.steps(128)
+        tiles += [WgmmaTile(tokens, warpgroups, stages, splits, 2) for splits in (1, 2, 3, 4, 8) if splits <= iterations]
     return tiles
 
 
@@ -230,8 +230,8 @@ def _wgmma_cost(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> float:
     """Launch, then waves of tiles: the steps along K, storing, and for splits the way through the L2."""
     tiles = -(-shape.m // tile.tokens) * -(-shape.n // tile.rows) * tile.splits
     waves = -(-tiles // machine.sm_count)
-    turns = -(-shape.steps(128) // tile.splits)
-    main_us = waves * turns * 2 * _STAGE_CYCLES[tile.tokens, tile.warpgroups] / 1755
+    iterations = -(-shape.steps(128) // tile.splits)
+    main_us = waves * iterations * 2 * _STAGE_CYCLES[tile.tokens, tile.warpgroups] / 1755
     store_us = waves * tile.tokens * tile.rows * 2.2e-5
     read = machine.read_bytes
     meet_us = 0.0

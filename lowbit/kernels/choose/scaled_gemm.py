@@ -29,12 +29,12 @@ class ScaledShape:
     x_blocks: bool = False
 
     @property
-    def apart(self) -> bool:
+    def promoted(self) -> bool:
         """Whether every 128 k are summed on their own and then added in fp32: scales change there, or fp8 sums would lose."""
-        return self.grouped or self.blocks or self.x_blocks or (PROMOTED and not self.integer)
+        return self.grouped or self.blocks or self.x_blocks or (PROMOTE_FP8 and not self.integer)
 
 
-PROMOTED = True
+PROMOTE_FP8 = True
 """Whether fp8 products are summed in fp32 every 128 k; docs/numerics.md has the errors with and without."""
 
 
@@ -114,7 +114,7 @@ def _tiles(shape: ScaledShape) -> list[ScaledTile]:
     tiles = []
     # Scales of blocks of x want tokens as rows: a thread then has two tokens to ask them for, not a quarter of the tile's. Sums
     # by halves are a little faster so.
-    for swapped in (False, True) if shape.apart and not narrow and shape.m > 128 else (False,):
+    for swapped in (False, True) if shape.promoted and not narrow and shape.m > 128 else (False,):
         for warpgroups in (2, 4) if narrow else (1, 2):
             for columns in (8, 16, 32, 64, 128, 256):
                 for splits, pair in ((1, False), (2, True), (2, False), (3, False), (4, False), (6, False), (8, False)):
@@ -131,11 +131,11 @@ def _reasons(tile: ScaledTile, shape: ScaledShape) -> tuple[str, ...]:
     reasons = []
     if tile.stages < 2:
         reasons.append(f"leaves room for {tile.stages} stages, 2 are needed")
-    # Sums apart take a second set of registers; 256 columns are then multiplied in two halves, without scales of blocks.
+    # Promoted sums take a second set of registers; 256 columns are then multiplied in two halves, without scales of blocks.
     halves = (
         tile.warpgroups == 2 and (tile.splits == 1 or tile.pair) and shape.k > 0 and not shape.blocks and not shape.x_blocks
     )
-    most = (256 if halves else 128 if tile.warpgroups <= 2 else 16) if shape.apart else (256 if tile.warpgroups <= 2 else 64)
+    most = (256 if halves else 128 if tile.warpgroups <= 2 else 16) if shape.promoted else (256 if tile.warpgroups <= 2 else 64)
     if tile.columns > most:
         reasons.append(f"has sums of {tile.columns} columns, more than the registers hold")
     if tile.pair and tile.columns < 16:
@@ -168,15 +168,15 @@ def _cost(tile: ScaledTile, shape: ScaledShape, machine: Machine) -> float:
     read = machine.read_bytes
     memory_us = shape.n * shape.k * shape.bits / 8 / read * 1e6
     if shape.bits < 8:
-        kind = "grouped" if shape.grouped else "promoted" if shape.apart else "whole"
+        kind = "grouped" if shape.grouped else "promoted" if shape.promoted else "whole"
         per_stage = _NARROW_STAGE_US[kind, shape.integer][tile.columns] * (1.75 if tile.warpgroups == 4 else 1.0)
         per_stage *= 1.15 if tile.pair and tile.columns == 256 else 1.0  # M 256, K 28672: 111 us, 2 x 128 tokens 103
     else:
         halves = 1.27 if tile.tokens_are_rows and not tile.pair else 1.3
-        slower = (halves if tile.columns == 256 else 1.4) if shape.apart else 1.12
+        slower = (halves if tile.columns == 256 else 1.4) if shape.promoted else 1.12
         from_l2 = _stage_bytes(tile, shape) / L2_BYTES_PER_CYCLE
         per_stage = max(from_l2, tile.rows * tile.columns / 32 * slower, 130) / CLOCK_MHZ
-        per_stage *= 1.05 if shape.apart and tile.columns < 256 else 1.0
+        per_stage *= 1.05 if shape.promoted and tile.columns < 256 else 1.0
     kib = tile.rows * tile.columns / 256
     store_us = waves * tile.rows * tile.columns * 4e-5
     meet_us = 0.5 + waves * 0.055 * kib * tile.splits if tile.splits > 1 else 0.0

@@ -1,9 +1,9 @@
 """Two blocks of a cluster that have summed one half of K each: every one gives half of its columns to the other one and keeps
 the total of the rest.
 
-Sums go from registers to the shared memory of the other block, into the ring, which by then nobody reads, and to the same
+Sums go from registers to the shared memory of the other block, into the stages, which by then nobody reads, and to the same
 thread there: no layout changes, and four sums travel together (`st.async`). Two barriers in each block, after those of the
-ring: `room`, 1 arrival from each warp of the other block, says that its ring may be written, `sums` counts bytes that have
+stages: `room`, 1 arrival from each warp of the other block, says that its stages may be written, `sums` counts bytes that have
 come. That both have been made is what the one barrier of the whole cluster says, for which every warp of a block has to arrive:
 also those with no work. None of this is an arrival that releases in the scope of the cluster: such a one is a fence of the
 whole GPU.

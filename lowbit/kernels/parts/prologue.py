@@ -18,3 +18,9 @@ def start_next():
 def await_previous():
     """Until the kernel before this one, which may have made x or may still read what is written here, is through."""
     run("griddepcontrol.wait;\n mov.b32 $0, 0;", "=r", [])
+
+
+@gluon.jit
+def start_next_and_await_previous():
+    """Both at once, where nothing is to be asked for in between."""
+    run("griddepcontrol.launch_dependents;\n griddepcontrol.wait;\n mov.b32 $0, 0;", "=r", [])

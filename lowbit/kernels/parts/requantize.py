@@ -1,6 +1,6 @@
 """Sums of a convolution to codes, as PTX: 8 columns of the accumulator -> one word of 4-bit codes or two of 8-bit ones.
 
-What it computes is said in kernels/conv_reference.py. A 4-bit code is cut from a rounded, saturated byte: one conversion for
+What it computes is said in formats/conv.py. A 4-bit code is cut from a rounded, saturated byte: one conversion for
 two values gives rounding, ReLU and clamping. Codes of a residual become 16-bit floats two at a time, exactly, and from
 there 32-bit ones: that spares the unit that does the conversions and the logic, the busiest one.
 """
@@ -10,9 +10,9 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
+from lowbit.formats.conv import CODES
 from lowbit.hardware.ptx import lut
-from lowbit.pack.conv_weight import GROUP, group_order
-from lowbit.pack.nhwc64 import CODE_BITS
+from lowbit.pack.conv_layout import GROUP, group_order
 
 SELECT_BY_LAST = lut(lambda a, b, mask: (b & mask) | (a & ~mask))
 AND_NOT = lut(lambda a, b, c: a & ~b)
@@ -30,11 +30,11 @@ class Requantize:
     @property
     def words(self) -> int:
         """Words of output for 8 columns."""
-        return CODE_BITS[self.y] // 4  # type: ignore[index]
+        return CODES[self.y].bits // 4
 
     @property
     def residual_words(self) -> int:
-        return CODE_BITS[self.residual] // 4 if self.residual else 0  # type: ignore[index]
+        return CODES[self.residual].bits // 4 if self.residual else 0
 
     @property
     def constraints(self) -> str:

@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowbit.kernels.parts.pipeline import StageBarriers
-from lowbit.pack.stem import PIXEL_BYTES, STEP_BYTES, WINDOW_PIXELS
+from lowbit.pack.stem import PIXEL_BYTES, WINDOW_PIXELS
+from lowbit.pack.stem_fragment import STEP_BYTES
 
 STEPS = PIXEL_BYTES * WINDOW_PIXELS // STEP_BYTES
 """Steps of K of a row of a window."""

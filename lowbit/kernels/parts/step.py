@@ -109,15 +109,15 @@ class Step:
         operand = _operands(self.accumulators, self.words, self.token_words, self.scale_words, self.sums, self.accumulators)
         out, words, x, scales, sums, acc = operand
         per_group = K_STEPS // max(self.groups, 1)
-        lines = [".reg .b32 a<32>;", f".reg .f32 p<{self.accumulators}>;", ".reg .f32 s<2>, z<2>, t, nought;"]
-        lines.append("mov.f32 nought, 0f00000000;")
+        lines = [".reg .b32 a<32>;", f".reg .f32 p<{self.accumulators}>;", ".reg .f32 s<2>, z<2>, t, nil;"]
+        lines.append("mov.f32 nil, 0f00000000;")
         lines += self._convert(words)
         for group in range(max(self.groups, 1)):
             for inside in range(per_group):
                 step = group * per_group + inside
                 for eight in range(self.eights):
                     part = [f"p{4 * eight + i}" for i in range(4)]
-                    start = ["nought"] * 4 if self.groups else acc[4 * eight : 4 * eight + 4]
+                    start = ["nil"] * 4 if self.groups else acc[4 * eight : 4 * eight + 4]
                     a = [f"a{4 * step + i}" for i in range(4)]
                     b = x[16 * eight + 2 * step : 16 * eight + 2 * step + 2]
                     lines.append(_mma(self.dtype, part, a, b, part if inside else start))
@@ -133,14 +133,14 @@ class Step:
         out, x = _operands(self.sums, self.token_words)
         per_group = K_STEPS // self.groups
         ones = "0x3c003c00" if self.dtype == "fp16" else "0x3f803f80"
-        lines = [".reg .b32 one; .reg .f32 p<4>, nought;", f"mov.b32 one, {ones};", "mov.f32 nought, 0f00000000;"]
+        lines = [".reg .b32 one; .reg .f32 p<4>, nil;", f"mov.b32 one, {ones};", "mov.f32 nil, 0f00000000;"]
         part = [f"p{i}" for i in range(4)]
         for group in range(self.groups):
             for eight in range(self.eights):
                 for inside in range(per_group):
                     step = group * per_group + inside
                     b = x[16 * eight + 2 * step : 16 * eight + 2 * step + 2]
-                    lines.append(_mma(self.dtype, part, ["one"] * 4, b, part if inside else ["nought"] * 4))
+                    lines.append(_mma(self.dtype, part, ["one"] * 4, b, part if inside else ["nil"] * 4))
                 first = 2 * (group * self.eights + eight)
                 lines += [f"mov.f32 {out[first]}, p0;", f"mov.f32 {out[first + 1]}, p1;"]
         return "{\n" + "\n".join(lines) + "\n}"

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lowbit.kernels.parts.gluon import asm, gl, gluon, ptx, run
+
 _SWIZZLE = {32: 3, 64: 2, 128: 1}
 """Modes of a descriptor by bytes of a row of weights."""
 
@@ -65,8 +67,21 @@ class ThreadProduct:
         )  # fmt: skip
 
 
-def keep(count: int) -> str:
-    """Stores of the registers $1 to $count that never happen, the operand after them being at least 0: see stages.hold."""
+@gluon.constexpr_function
+def thread_words(count):
+    """Types of `count` registers of whole numbers."""
+    return (gl.int32,) * count
+
+
+@gluon.constexpr_function
+def thread_floats(count):
+    """Types of `count` registers of floats."""
+    return (gl.float32,) * count
+
+
+@gluon.constexpr_function
+def keep_asm(count):
+    """Stores of the registers $1 to $count that never happen, the operand after them being at least 0: see parts/operand.py."""
     last = f"${count + 1}"
     stores = [
         f"@p st.shared.v4.b32 [{last}+{4 * i}], {{{', '.join(f'${1 + i + j}' for j in range(4))}}};" for i in range(0, count, 4)
@@ -74,12 +89,20 @@ def keep(count: int) -> str:
     return f"{{ .reg .pred p; setp.eq.s32 p, {last}, -1;\n" + "\n".join(stores) + "\nmov.b32 $0, 0; }"
 
 
-def load_shared(offset: int) -> str:
+@gluon.constexpr_function
+def keep_takes(count):
+    """Constraints of `keep_asm`."""
+    return "=r" + ",r" * (count + 1)
+
+
+@gluon.constexpr_function
+def shared_asm(offset):
     """$0 to $3: the 16 bytes at address $4 + offset of shared memory."""
     return f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{offset}];"
 
 
-def load_global(offset: int, words: int) -> str:
+@gluon.constexpr_function
+def load_asm(offset, words):
     """`words` words at address $words + offset; zeros where the register after it is 0."""
     to = ", ".join(f"${i}" for i in range(words))
     clear = " ".join(f"mov.b32 ${i}, 0;" for i in range(words))
@@ -88,10 +111,74 @@ def load_global(offset: int, words: int) -> str:
     )
 
 
-def store_global(offset: int, words: int) -> str:
+@gluon.constexpr_function
+def load_takes(words):
+    """Constraints of `load_asm`."""
+    return ",".join(["=&r"] * words + ["l", "r"])
+
+
+@gluon.constexpr_function
+def store_asm(offset, words):
     """Stores $1 to $words at address $words + 1 + offset, if the register after it is not 0."""
     what = ", ".join(f"${1 + i}" for i in range(words))
     return (
         f"{{ .reg .pred p; setp.ne.s32 p, ${words + 2}, 0; mov.b32 $0, 0;\n"
         f"@p st.global.v{words}.b32 [${words + 1}+{offset}], {{{what}}}; }}"
     )
+
+
+@gluon.constexpr_function
+def store_takes(words):
+    """Constraints of `store_asm`."""
+    return "=r" + ",r" * words + ",l,r"
+
+
+@gluon.constexpr_function
+def wait_asm(later):
+    """Waits until all but the `later` youngest products are done."""
+    return f"wgmma.wait_group.sync.aligned {later};"
+
+
+@gluon.constexpr_function
+def wait_takes(count):
+    """Constraints of `wait_asm`: sums pass through."""
+    return ",".join(["=r"] * count + [str(i) for i in range(count)])
+
+
+@gluon.jit
+def start(sums, operand, base, first: gl.constexpr, steps: gl.constexpr, adds: gl.constexpr, P: gl.constexpr):
+    """Starts a product of `steps` runs of 32 places of K, from piece `first` of its weights on."""
+    inputs = operand + (base,)
+    if adds:
+        inputs = sums + inputs
+    return asm(ptx(P.start, first, steps, adds), ptx(P.constraints, steps, adds), inputs, thread_words(P.sums))
+
+
+@gluon.jit
+def wait(sums, later: gl.constexpr, count: gl.constexpr):
+    """`count` registers of sums, when only `later` younger products are under way."""
+    return asm(wait_asm(later), wait_takes(count), sums, thread_words(count))
+
+
+@gluon.jit
+def keep(registers, turn, count: gl.constexpr):
+    """Registers of operand A may not be written before; `turn` is not negative, which the compiler may not know."""
+    run(keep_asm(count), keep_takes(count), registers + (turn,))
+
+
+@gluon.jit
+def shared_floats(at, offset: gl.constexpr):
+    """The four floats at address `at` + offset of shared memory."""
+    return asm(shared_asm(offset), "=f,=f,=f,=f,r", (at,), thread_floats(4))
+
+
+@gluon.jit
+def load_words(at, exists, offset: gl.constexpr, count: gl.constexpr):
+    """`count` words of global memory from `offset` bytes behind `at` on; zeros where `exists` is 0."""
+    return asm(load_asm(offset, count), load_takes(count), (at, exists), thread_words(count))
+
+
+@gluon.jit
+def store_words(at, words, exists, offset: gl.constexpr, count: gl.constexpr):
+    """Stores `count` words `offset` bytes behind `at`, where `exists` is not 0."""
+    run(store_asm(offset, count), store_takes(count), words + (at, exists))

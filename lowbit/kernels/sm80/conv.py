@@ -5,7 +5,7 @@ Computes pixels x output channels, sums in int32, by mma.m16n8k64 (u4 x s4: twic
 Reads   x as packed NHWC codes, 8 bytes a lane, row and step, zeros outside the image; w in pack/conv_fragment.py's order. A
         second product has an x and a w of its own; a stem reads rows of 4 overlapping packed pixels
 Roles   none: a warp has 32 pixels and 64 outputs; neighbouring warps have neighbouring pixels and the same weights
-Exact   bit for bit as kernels/conv_reference.py
+Exact   bit for bit as formats/conv.py
 Source  fragments of m16n8k64 and m16n8k32: PTX ISA
 State   codes are the reference's on an H200 (sm_90), with m16n8k64 too, for which ptxas calls a subroutine there: there are no
         INT4 tensor cores from sm_90 on. On sm_80 to 89 it is compiled and its machine code read, not run
@@ -18,12 +18,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit.kernels.conv_reference import DTYPES, ConvLayer
-from lowbit.kernels.parts.gluon import CompiledKernel, gl, gluon, source_digest
+from lowbit.formats.conv import ACTIVATIONS, ConvSpec, ProductSpec, stored_dtype
+from lowbit.kernels.parts.gluon import CompiledKernel, Scalar, aggregate, gl, gluon, source_digest
 from lowbit.kernels.parts.requantize import Requantize
-from lowbit.pack.conv_fragment import FRAGMENTS, OUTPUTS, STEP_BYTES, fragment_words, pack_conv_fragments
-from lowbit.pack.conv_weight import pack_constants
-from lowbit.pack.nhwc64 import CODE_BITS, Nhwc64, padded_channels
+from lowbit.pack.conv_fragment import FRAGMENTS, OUTPUTS, STEP_BYTES, fragment_bits, fragment_words
+from lowbit.pack.conv_layout import PackedConv
+from lowbit.pack.nhwc64 import padded_channels, pixel_elements
 from lowbit.pack.stem import PIXEL_BYTES, WINDOW_PIXELS, StemImages
 
 WARPS = 4
@@ -45,7 +45,7 @@ class MmaProduct:
     @property
     def words(self) -> int:
         """Words of weights of a lane and fragment."""
-        return fragment_words(self.x, self.bits)  # type: ignore[arg-type]
+        return fragment_words(self.x, self.bits)
 
     @property
     def fragment_pairs(self) -> int:
@@ -97,7 +97,7 @@ class MmaConv:
 
     @property
     def stores_codes(self) -> bool:
-        return self.y in CODE_BITS
+        return self.y in ACTIVATIONS
 
     @property
     def requantize(self) -> Requantize:
@@ -120,6 +120,19 @@ class MmaConv:
         return (gl.int32,) * SUMS
 
 
+@aggregate
+class Windows:
+    """How windows lie in the input of a product, and what a pixel of it takes in memory."""
+
+    height: Scalar
+    width: Scalar
+    pixel_words: Scalar
+    stride_down: Scalar
+    stride_across: Scalar
+    pad_down: Scalar
+    pad_across: Scalar
+
+
 @gluon.jit
 def load_pair(at, exists):
     """Two neighbouring words, one load of 64 bits; zeros where there are none."""
@@ -138,18 +151,19 @@ def store_pair(at, low, high, exists):
 def load_pixels(x, place, down, across, block, shape, C: gl.constexpr):
     """The words of operand A of this thread: of rows g and g + 8 of each strip, 8 bytes from byte 8 t of the step on."""
     columns, rows, images, thread = place
-    height, width, pixel_words, stride_down, stride_across, pad_down, pad_across = shape
+    height = shape.height
+    width = shape.width
     low = ()
     high = ()
     for i in gl.static_range(4):
-        h = rows[i] * stride_down - pad_down + down
-        w = columns[i] * stride_across - pad_across + across
+        h = rows[i] * shape.stride_down - shape.pad_down + down
+        w = columns[i] * shape.stride_across - shape.pad_across + across
         inside = (h >= 0) & (h < height) & (w >= 0) & (w < width)
-        at = x + ((images[i] * height + h) * width + w).to(gl.int64) * pixel_words + block * 8 + (thread & 3) * 2
+        at = x + ((images[i] * height + h) * width + w).to(gl.int64) * shape.pixel_words + block * 8 + (thread & 3) * 2
         first, second = load_pair(at, inside)
         low = low + (first,)
         high = high + (second,)
-    return (low[0], low[1], high[0], high[1], low[2], low[3], high[2], high[3])  # type: ignore[misc]
+    return (low[0], low[1], high[0], high[1]) + (low[2], low[3], high[2], high[3])  # of both strips
 
 
 @gluon.jit
@@ -263,7 +277,7 @@ def mma_conv(
         rows = rows + (gl.where(pixel < pixels, line % out_height, -(1 << 20)),)  # beyond the last pixel: outside the image
         images = images + (line // out_height,)
     place = (columns, rows, images, thread)
-    shape = (height, width, pixel_words, stride_down, stride_across, pad_down, pad_across)
+    shape = Windows(height, width, pixel_words, stride_down, stride_across, pad_down, pad_across)
     sums = product(x, weight, place, tile, shape, taps_down, taps_across, blocks, FIRST, C)
     scales = per_column(s, tile, thread)
     offsets = per_column(b, tile, thread)
@@ -273,7 +287,7 @@ def mma_conv(
             own = of_pixel(sums, i)
             for j in gl.static_range(16):
                 before = before + (as_float(own[j], scales[j], offsets[j]),)
-        shape2 = (height2, width2, pixel_words2, stride_down2, stride_across2, pad_down2, pad_across2)
+        shape2 = Windows(height2, width2, pixel_words2, stride_down2, stride_across2, pad_down2, pad_across2)
         sums = product(x2, weight2, place, tile, shape2, taps_down2, taps_across2, blocks2, SECOND, C)
         scales = per_column(s2, tile, thread)
     for i in gl.static_range(4):
@@ -289,18 +303,11 @@ def mma_conv(
 
 
 class MmaOperand:
-    """One product of a layer as the kernel reads it: packed weights, and how windows lie in the input."""
+    """One product of a layer as the kernel is given it: packed weights, and how windows lie in the input."""
 
-    def __init__(
-        self, weight: Tensor, x: str, stride: tuple[int, int], padding: tuple[int, int], y: str, images: StemImages | None,
-        int4: bool,
-    ) -> None:  # fmt: skip
-        if images is not None:  # rows of 4 packed pixels, one after the other at every packed pixel
-            weight, stride, padding = images.pack_weight(weight), (1, 1), (images.before[0], 0)
-        four = weight.numel() == 0 or (int(weight.min()) >= -8 and int(weight.max()) <= 7)
-        self.product = MmaProduct(x, 4 if int4 and four and x == "u4" else 8)
-        self.weight = pack_conv_fragments(weight, x, self.product.bits, y)  # type: ignore[arg-type]
-        self.windows = (*stride, *padding, int(weight.shape[2]), int(weight.shape[3]))
+    def __init__(self, product: ProductSpec, weight: Tensor, bits: int, images: StemImages | None = None) -> None:
+        self.product, self.weight = MmaProduct(product.x, bits), weight
+        self.windows = (*product.stride, *product.padding, *product.kernel)
         self.window_bytes = None if images is None else PIXEL_BYTES * WINDOW_PIXELS
 
     def arguments(self, x: Tensor) -> tuple[object, ...]:
@@ -312,48 +319,44 @@ class MmaOperand:
 class PreparedMmaConv:
     """A layer as the kernel reads it, on one GPU. With `images`, its input is what they pack: a stem.
 
-    `int4`: products of 4-bit codes and 4-bit weights by m16n8k64 instead of m16n8k32.
+    `int4`: products of 4-bit codes and 4-bit weights by m16n8k64 instead of m16n8k32; `packed` has to be so.
     """
 
-    def __init__(self, layer: ConvLayer, images: StemImages | None = None, int4: bool = False) -> None:
-        self.layer, self.images = layer, images
-        self.outputs = layer.weight.shape[0]
-        self.first = MmaOperand(layer.weight, layer.x, layer.stride, layer.padding, layer.y, images, int4)
+    def __init__(self, spec: ConvSpec, packed: PackedConv, int4: bool = False, images: StemImages | None = None) -> None:
+        self.spec, self.packed, self.images = spec, packed, images
+        # A stem has rows of 4 packed pixels, one after the other at every packed pixel.
+        first = spec if images is None else images.product(spec)
+        self.first = MmaOperand(first, packed.weight, fragment_bits(first, int4), images)
         self.second: MmaOperand | None = None
-        self.s, self.b = (pack_constants(values, layer.y, OUTPUTS) for values in (layer.s, layer.b))
-        self.s2: Tensor | None = None
-        if layer.second is not None:
-            p = layer.second
-            self.second = MmaOperand(p.weight, p.x, p.stride, p.padding, layer.y, None, int4)
-            self.s2 = pack_constants(p.s, layer.y, OUTPUTS)
+        if spec.second is not None and packed.weight2 is not None:
+            self.second = MmaOperand(spec.second, packed.weight2, fragment_bits(spec.second, int4))
         self.config = MmaConv(
-            self.first.product, None if self.second is None else self.second.product, layer.y, layer.residual, layer.relu
+            self.first.product, None if self.second is None else self.second.product, spec.y, spec.residual, spec.relu
         )
         self.kernel: CompiledKernel | None = None
 
     def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]:
         """Shape of the output: packed codes [N, Ho, Wo, bytes], or values [N, Ho, Wo, O]."""
-        height, width = self.layer.output_size(size[1], size[2]) if self.images is None else self.images.output
-        y = self.layer.y
-        return size[0], height, width, Nhwc64(y).pixel_bytes(self.outputs) if y in CODE_BITS else self.outputs  # type: ignore[arg-type]
+        height, width = self.spec.output_size(size[1], size[2]) if self.images is None else self.images.output
+        return size[0], height, width, pixel_elements(self.spec.y, self.spec.outputs)
 
     def __call__(
         self, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None, out: Tensor | None = None
     ) -> Tensor:
         """y of packed x [N, H, W, bytes]; `residual` and `second` as the layer has them; `out` is written if given."""
-        shape, layer = self.output_shape(tuple(x.shape)), self.layer
+        shape, spec, packed = self.output_shape(tuple(x.shape)), self.spec, self.packed
         if out is None:
-            dtype = torch.uint8 if self.config.stores_codes else DTYPES[layer.y]
-            out = torch.empty(shape, dtype=dtype, device=x.device)
+            out = torch.empty(shape, dtype=stored_dtype(spec.y), device=x.device)
         pixels = shape[0] * shape[1] * shape[2]
         arguments = (
             out.view(torch.int32) if self.config.stores_codes else out,
-            None if residual is None else residual.view(torch.int32), self.s, self.b, layer.g, self.s2, pixels, self.outputs,
-            shape[3] // 4, 0 if residual is None else residual.shape[3] // 4, shape[1], shape[2], *self.first.arguments(x),
+            None if residual is None else residual.view(torch.int32), packed.s, packed.b, packed.g, packed.s2, pixels,
+            spec.outputs, shape[3] // 4, 0 if residual is None else residual.shape[3] // 4, shape[1], shape[2],
+            *self.first.arguments(x),
             *((None, None) + (0,) * 10 if self.second is None or second is None else self.second.arguments(second)),
             self.config,
         )  # fmt: skip
-        grid = (-(-pixels // PIXELS), padded_channels(self.outputs) // OUTPUTS, 1)
+        grid = (-(-pixels // PIXELS), padded_channels(spec.outputs) // OUTPUTS, 1)
         if self.kernel is None:
             self.kernel = mma_conv[grid](*arguments, num_warps=WARPS)
         else:

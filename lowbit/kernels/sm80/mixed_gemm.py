@@ -2,7 +2,7 @@
 
 Reads   x fp16 or bf16, rows of 16-byte pieces; w in FragmentOrder, one stream per strip of 16 rows; scales in the same order
 Grid    blocks of rows x blocks of tokens x splits of K; about one block of threads per SM, all in one wave
-Warps   warps_n x warps_k: rows of warps own `strips` strips each, columns of warps take turns at the steps of 128 k
+Warps   warps_n x warps_k: rows of warps own `strips` strips each, columns of warps share the steps of 128 k in turn
 Ring    every warp fills and reads a ring of its own: no barrier in the main loop, all slots in flight (parts/ring.py)
 Step    codes -> halves -> mma.sync, group scales in fp32 on the group's sum (parts/step.py)
 Sum     the slices of K meet once, in shared memory, in a fixed order: same input, same bits. With splits > 1 the block that
@@ -82,7 +82,7 @@ class RingGemm:
         return "{ .reg .b32 start; mov.u32 start, global_smem; add.u32 $0, start, $1; }"
 
     @property
-    def keep(self) -> str:
+    def store_sum(self) -> str:
         """One accumulator to shared memory: $1 byte, $2 value."""
         return "{ .reg .b32 at; mov.u32 at, global_smem; add.u32 at, at, $1; st.shared.f32 [at], $2; mov.b32 $0, 0; }"
 
@@ -157,7 +157,7 @@ def copy_step(ring, source, C: gl.constexpr, d: gl.constexpr, codes: gl.constexp
 
 @gluon.jit
 def advance(source, C: gl.constexpr):
-    """`source` one round further along K."""
+    """`source` one iteration further along K."""
     s = source
     steps: gl.constexpr = C.ring.rounds * C.slices
     w = s.w + steps * (C.ring.code_bytes // 4)
@@ -178,21 +178,21 @@ def read_step(ring, C: gl.constexpr, d: gl.constexpr, pending: gl.constexpr):
 
 
 @gluon.jit
-def multiply(held, x, sums, acc, C: gl.constexpr, strip: gl.constexpr):
+def multiply(read, x, sums, acc, C: gl.constexpr, strip: gl.constexpr):
     """One step of one strip; the accumulators of the other strips pass through."""
     S: gl.constexpr = C.ring.step
     first: gl.constexpr = strip * S.accumulators
     end: gl.constexpr = first + S.accumulators
     new = gl.inline_asm_elementwise(
-        S.asm, S.constraints, held[0 : S.words] + x + held[S.words :] + sums + acc[first:end],
+        S.asm, S.constraints, read[0 : S.words] + x + read[S.words :] + sums + acc[first:end],
         dtype=S.types, is_pure=True, pack=1,
     )  # fmt: skip
     return acc[0:first] + new + acc[end:]
 
 
 @gluon.jit
-def round_of_steps(ring, source, held, acc, C: gl.constexpr, last: gl.constexpr):
-    """All slots once. `held` is what was read of the slot to be used first; each freed slot is filled again at once."""
+def iteration(ring, source, read, acc, C: gl.constexpr, last: gl.constexpr):
+    """All slots once. `read` is what was read of the slot to be used first; each freed slot is filled again at once."""
     R: gl.constexpr = C.ring
     S: gl.constexpr = C.ring.step
     DEPTH: gl.constexpr = R.depth
@@ -207,14 +207,14 @@ def round_of_steps(ring, source, held, acc, C: gl.constexpr, last: gl.constexpr)
                 sums = gl.inline_asm_elementwise(
                     S.sum_asm, S.sum_constraints, x, dtype=S.sum_types, is_pure=True, pack=1
                 )  # fmt: skip
-        following = held
+        following = read
         if not last:
             copy_step(ring, source, C, d + R.depth, True, True)
         if not last or d + 1 < R.depth:
             following = read_step(ring, C, d + 1, R.depth - 2 - d if last else R.depth - 1)
-        acc = multiply(held, x, sums, acc, C, d % R.strips)
-        held = following
-    return held, acc
+        acc = multiply(read, x, sums, acc, C, d % R.strips)
+        read = following
+    return read, acc
 
 
 @gluon.jit
@@ -226,7 +226,7 @@ def sum_of_slices(shared, acc, lane, warp, C: gl.constexpr):
     shared.index(0).store(acc[0])  # as below; it also keeps the allocation, which all the rest reaches by address, alive
     for i in gl.static_range(1, ACCUMULATORS):
         gl.inline_asm_elementwise(
-            C.keep, "=r,r,f", [(i * C.threads + warp * 32 + lane) * 4, acc[i]], dtype=gl.int32, is_pure=False, pack=1
+            C.store_sum, "=r,r,f", [(i * C.threads + warp * 32 + lane) * 4, acc[i]], dtype=gl.int32, is_pure=False, pack=1
         )  # fmt: skip
     barrier()
     sums = ()
@@ -286,12 +286,12 @@ def meet(partial, arrived, sums, thread, C: gl.constexpr):
     return last, totals
 
 
-@gluon.jit(do_not_specialize=["M", "N", "K", "x_stride", "strips", "tiles", "scale_strip", "rounds"])
+@gluon.jit(do_not_specialize=["M", "N", "K", "x_stride", "strips", "tiles", "scale_strip", "iterations"])
 def ring_gemm(
-    y, x, w, scale, channel_scale, bias, partial, arrived, M, N, K, x_stride, strips, tiles, scale_strip, rounds, factor,
+    y, x, w, scale, channel_scale, bias, partial, arrived, M, N, K, x_stride, strips, tiles, scale_strip, iterations, factor,
     C: gl.constexpr,
 ):  # fmt: skip
-    """One block: C.block_strips strips of w, C.ring.step.tokens tokens, its slices of K. `rounds` is the turns of the ring."""
+    """One block: C.block_strips strips of w, C.ring.step.tokens tokens, its slices of K. An iteration uses every slot once."""
     R: gl.constexpr = C.ring
     S: gl.constexpr = C.ring.step
     DEPTH: gl.constexpr = R.depth
@@ -344,15 +344,15 @@ def ring_gemm(
             copy_step(ring, source, C, d, True, True)
 
     THREADS: gl.constexpr = C.threads
-    nought = gl.zeros((THREADS,), gl.float32, gl.BlockedLayout([1], [32], [C.warps], [0]))
+    zeros = gl.zeros((THREADS,), gl.float32, gl.BlockedLayout([1], [32], [C.warps], [0]))
     acc = ()
     for _ in gl.static_range(ACCUMULATORS):
-        acc = acc + (nought,)
-    held = read_step(ring, C, 0, R.depth - 1)
-    for _ in range(0, rounds - 1):
-        held, acc = round_of_steps(ring, source, held, acc, C, False)
+        acc = acc + (zeros,)
+    read = read_step(ring, C, 0, R.depth - 1)
+    for _ in range(0, iterations - 1):
+        read, acc = iteration(ring, source, read, acc, C, False)
         source = advance(source, C)
-    held, acc = round_of_steps(ring, source, held, acc, C, True)
+    read, acc = iteration(ring, source, read, acc, C, True)
     sums = sum_of_slices(shared, acc, lane, warp, C)
     if C.splits == 1:
         store(y, sums, channel_scale, bias, factor, lane, warp, first_strip, first_token, M, N, C)
@@ -372,7 +372,7 @@ class RingPlan:
         self.config = _config(tile, form, half_type(dtype), shape.k, bias, overlap)
         self.grid = (-(-shape.strips // tile.block_strips), -(-shape.m // tile.tokens), tile.splits)
         self.launch = Launcher(ring_gemm, self.grid, self.config.warps, overlap=overlap)
-        self.turns = -(-shape.steps(STEP_K) // (self.config.slices * tile.rounds))
+        self.iterations = -(-shape.steps(STEP_K) // (self.config.slices * tile.rounds))
         self.factor = self.config.ring.step.conversion.scale_factor
 
     @property
@@ -392,7 +392,7 @@ class RingPlan:
         y = torch.empty((m, n), dtype=x.dtype, device=x.device)
         self.launch(
             y, x, codes, channel_scale if scale is None else scale, channel_scale, bias, sums, arrived, m, n, k, x.stride(0),
-            codes.shape[0], codes.shape[1], 0 if scale is None else scale.stride(0), self.turns, self.factor, self.config,
+            codes.shape[0], codes.shape[1], 0 if scale is None else scale.stride(0), self.iterations, self.factor, self.config,
         )  # fmt: skip
         return y
 

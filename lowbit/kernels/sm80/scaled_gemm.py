@@ -71,7 +71,7 @@ class PlainGemm:
         return not (self.grouped or self.block_scale)
 
     @property
-    def apart(self) -> bool:
+    def promote(self) -> bool:
         """Whether 128 k are summed on their own first."""
         return self.grouped or self.block_scale or self.x_scale == "block"
 
@@ -180,9 +180,9 @@ def plain_scaled_gemm(
     strip = gl.minimum(first_channel // 16 + warp, strips - 1)  # strips beyond the last are computed, not stored
     k_exist = (K + 15) // 16 * 16
     groups = (K + STEP - 1) // STEP
-    nought = gl.zeros((COUNT, COLUMNS), TYPE, SUMS)
-    acc = nought
-    if C.apart:
+    zeros = gl.zeros((COUNT, COLUMNS), TYPE, SUMS)
+    acc = zeros
+    if C.promote:
         acc = gl.zeros((COUNT, COLUMNS), gl.float32, SUMS)
     for group in range(0, groups):
         k = group * STEP
@@ -196,8 +196,8 @@ def plain_scaled_gemm(
             a = operand_a(decode(read_words(w, strip, group * WORD_TILES, tiles, C), C), C)
             barrier()
         b = x_shared.permute([1, 0]).load(C.x_layout)
-        if C.apart:
-            part_sum = mma_v2(a, b, nought).to(gl.float32)
+        if C.promote:
+            part_sum = mma_v2(a, b, zeros).to(gl.float32)
             acc += part_sum * step_scale(x_scale, scale, group, groups, scale_stride, tokens, channels, M, N, C)
         else:
             acc = mma_v2(a, b, acc)

@@ -8,15 +8,46 @@ Links   codes never leave the registers between two products: those that a threa
 Writes  y and z, 16 and 8 or 16 bytes a thread
 Values  one register of each thread: every tensor here is [threads] (parts/thread_product.py)
 Roles   none, Grid: as sm90/conv_strip.py; the warpgroups of an SM drift apart, so that one multiplies while others requantize
-Exact   as the three or four layers one after the other (kernels/conv_reference.py), bit for bit
+Exact   as the three or four layers one after the other (formats/conv.py), bit for bit
 """
 
 from __future__ import annotations
 
-from lowbit.kernels.parts.gluon import asm, barrier, fence_async_shared, gl, gluon, ptx, run
-from lowbit.kernels.parts.thread_product import keep as keep_registers
-from lowbit.kernels.parts.thread_product import load_global, load_shared, store_global
-from lowbit.kernels.sm90.conv import UNIT, UNIT_WORDS, await_inputs, map_arrived
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowbit.formats.conv import ConvSpec
+from lowbit.kernels.choose.conv import MOST_ROWS, STRIPS, UNIT, WARPGROUPS, BlockTile, block_tile
+from lowbit.kernels.parts.conv_inputs import await_inputs, map_arrived
+from lowbit.kernels.parts.conv_tile import UNIT_WORDS
+from lowbit.kernels.parts.gluon import (
+    CompiledKernel,
+    asm,
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    run,
+    source_digest,
+)
+from lowbit.kernels.parts.pipeline import StageBarriers
+from lowbit.kernels.parts.requantize import LinkedRequantize, Requantize
+from lowbit.kernels.parts.strip_taps import ZERO_BYTES, StripTaps
+from lowbit.kernels.parts.thread_product import (
+    ThreadProduct,
+    keep,
+    load_words,
+    shared_floats,
+    start,
+    store_words,
+    thread_words,
+    wait,
+)
+from lowbit.kernels.sm90.tensor_map import row_map
+from lowbit.pack.conv_block import CHANNELS
 
 UNIT_BYTES = gl.constexpr(UNIT)
 
@@ -27,73 +58,113 @@ UPPER = gl.constexpr(-0x0F0F0F10)
 """Mask of the upper half of each byte."""
 
 
-@gluon.constexpr_function
-def integers(count):  # type: ignore[no-untyped-def]
-    """Types of `count` registers of whole numbers."""
-    return (gl.int32,) * count
+REGISTERS = 65536 // (128 * WARPGROUPS)
 
 
-@gluon.constexpr_function
-def floats(count):  # type: ignore[no-untyped-def]
-    """Types of `count` registers of floats."""
-    return (gl.float32,) * count
+@dataclass(frozen=True)
+class BlockConv(BlockTile):
+    """All that is fixed when the kernel is compiled: a tile, and what the kernel makes of it."""
 
+    digest: str = source_digest()
 
-@gluon.constexpr_function
-def keep_takes(count):  # type: ignore[no-untyped-def]
-    """Constraints of thread_product.keep."""
-    return "=r" + ",r" * (count + 1)
+    @property
+    def warps(self) -> int:
+        return 4 * self.warpgroups
 
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
 
-@gluon.constexpr_function
-def load_takes(words):  # type: ignore[no-untyped-def]
-    """Constraints of thread_product.load_global."""
-    return ",".join(["=&r"] * words + ["l", "r"])
+    @property
+    def threads_layout(self) -> gl.BlockedLayout:
+        """One element per thread."""
+        return gl.BlockedLayout([1], [32], [self.warps], [0])
 
+    @property
+    def boxes(self) -> int:
+        """Copies of a strip."""
+        return -(-self.rows // MOST_ROWS)
 
-@gluon.constexpr_function
-def store_takes(words):  # type: ignore[no-untyped-def]
-    """Constraints of thread_product.store_global."""
-    return "=r" + ",r" * words + ",l,r"
+    @property
+    def planes(self) -> int:
+        """Halves of a byte that hold a code."""
+        return 8 // self.bits
 
+    @property
+    def strip(self) -> StripTaps:
+        """Copies and reads."""
+        strips, weights = StageBarriers(self.tail, STRIPS, self.warps), StageBarriers(self.tail + 16 * STRIPS, 1, self.warps)
+        return StripTaps(
+            strips, weights, self.tail + 2 * ZERO_BYTES, 0, self.starts[0], self.rows, self.row_bytes,
+            self.starts[5] - self.starts[0], self.bits, self.boxes,
+        )  # fmt: skip
 
-@gluon.constexpr_function
-def wait_takes(count):  # type: ignore[no-untyped-def]
-    """Constraints of `wait_asm`: sums pass through."""
-    return ",".join(["=r"] * count + [str(i) for i in range(count)])
+    @property
+    def second(self) -> ThreadProduct:
+        """The 3 x 3 convolution, a tap of one plane a piece."""
+        return ThreadProduct(CHANNELS, self.row_bytes, self.bits == 4, self.starts[0])
 
+    @property
+    def third(self) -> ThreadProduct:
+        """A piece of the third convolution."""
+        return ThreadProduct(self.chunk, CHANNELS, self.bits == 4, self.starts[1])
 
-@gluon.constexpr_function
-def wait_asm(later):  # type: ignore[no-untyped-def]
-    """Waits until all but the `later` youngest products are done."""
-    return f"wgmma.wait_group.sync.aligned {later};"
+    @property
+    def entry(self) -> ThreadProduct:
+        """A piece of the shortcut."""
+        return ThreadProduct(self.chunk, CHANNELS, self.bits == 4, self.starts[2])
 
+    @property
+    def next(self) -> ThreadProduct:
+        """64 outputs of the next block's first convolution."""
+        return ThreadProduct(CHANNELS, self.chunk, self.bits == 4, self.starts[3])
 
-keep_asm = gluon.constexpr_function(keep_registers)
-load_asm = gluon.constexpr_function(load_global)
-store_asm = gluon.constexpr_function(store_global)
-shared_asm = gluon.constexpr_function(load_shared)
+    @property
+    def middle_codes(self) -> Requantize:
+        return LinkedRequantize(self.storage, None, True, False)
 
+    @property
+    def y_codes(self) -> Requantize:
+        return LinkedRequantize(self.storage, None if self.shortcut else self.storage, True)
 
-@gluon.jit
-def start(sums, operand, base, first: gl.constexpr, steps: gl.constexpr, adds: gl.constexpr, P: gl.constexpr):
-    """Starts a product of `steps` runs of 32 places of K, from piece `first` of its weights on."""
-    inputs = operand + (base,)
-    if adds:
-        inputs = sums + inputs
-    return asm(ptx(P.start, first, steps, adds), ptx(P.constraints, steps, adds), inputs, integers(P.sums))
+    @property
+    def z_codes(self) -> Requantize:
+        return Requantize(self.storage, None, True)
 
+    @property
+    def chunks(self) -> int:
+        """Pieces of y."""
+        return self.expanded // self.chunk
 
-@gluon.jit
-def wait(sums, later: gl.constexpr, count: gl.constexpr):
-    """`count` registers of sums, when only `later` younger products are under way."""
-    return asm(wait_asm(later), wait_takes(count), sums, integers(count))
+    @property
+    def group_words(self) -> int:
+        """Words of codes of 8 columns."""
+        return self.bits // 4
 
+    @property
+    def unit_groups(self) -> int:
+        """Groups of 8 columns whose words of a pixel, 4, a thread loads and stores at once."""
+        return 4 // self.group_words
 
-@gluon.jit
-def keep(registers, turn, count: gl.constexpr):
-    """Registers of operand A may not be written before; `turn` is not negative, which the compiler may not know."""
-    run(keep_asm(count), keep_takes(count), registers + (turn,))
+    @property
+    def units(self) -> int:
+        """Loads and stores of a pixel of y."""
+        return self.expanded // (32 * self.unit_groups)
+
+    @property
+    def parts(self) -> int:
+        """Pieces of y in a unit."""
+        return self.chunks // self.units
+
+    @property
+    def halves(self) -> int:
+        """Pieces of 64 outputs of z."""
+        return self.following // CHANNELS
+
+    @property
+    def z_words(self) -> int:
+        """Words that a thread stores of a pixel of z at once."""
+        return min(4, 2 * self.halves * self.group_words)
 
 
 @gluon.jit
@@ -107,9 +178,8 @@ def columns(sums, group: gl.constexpr, row: gl.constexpr):
 
 @gluon.jit
 def table(at, group: gl.constexpr):
-    """The constants of group `group` (of all groups of all constants): 8 numbers; pack_lane_constants wrote them."""
-    low = asm(shared_asm(128 * group), "=f,=f,=f,=f,r", (at,), floats(4))
-    return low + asm(shared_asm(128 * group + 64), "=f,=f,=f,=f,r", (at,), floats(4))
+    """The constants of group `group` (of all groups of all constants): 8 numbers; lane_constants wrote them."""
+    return shared_floats(at, 128 * group) + shared_floats(at, 128 * group + 64)
 
 
 @gluon.jit
@@ -132,7 +202,7 @@ def codes_of(sums, s, b, residual, g, R: gl.constexpr):
     inputs = sums + s + b + residual
     if R.residual_words > 0:
         inputs = inputs + (g,)
-    return gl.inline_asm_elementwise(R.asm, R.constraints, inputs, dtype=integers(R.words), is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(R.asm, R.constraints, inputs, dtype=thread_words(R.words), is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -163,7 +233,7 @@ def load_taps(down: gl.constexpr, center, zeros, place, C: gl.constexpr):
         if beside == 2:
             inside = exists & (column + 1 < width)
         where = (line + (beside - 1) * ROW_BYTES, zeros, inside.to(gl.int32))
-        taps = taps + (asm(C.strip.tap, C.strip.tap_constraints, where, integers(C.strip.loaded)),)
+        taps = taps + (asm(C.strip.tap, C.strip.tap_constraints, where, thread_words(C.strip.loaded)),)
     return taps
 
 
@@ -278,16 +348,14 @@ def finish_piece(chunk: gl.constexpr, later: gl.constexpr, residual, sums, at, g
 @gluon.jit
 def store_rows(at, words, exists, offset: gl.constexpr, count: gl.constexpr, row_bytes: gl.constexpr):
     """Stores `count` words of each of a thread's two rows."""
-    run(store_asm(offset, count), store_takes(count), words[0] + (at, exists[0]))
-    run(store_asm(offset + 8 * row_bytes, count), store_takes(count), words[1] + (at, exists[1]))
+    store_words(at, words[0], exists[0], offset, count)
+    store_words(at, words[1], exists[1], offset + 8 * row_bytes, count)
 
 
 @gluon.jit
 def load_rows(at, exists, offset: gl.constexpr, count: gl.constexpr, row_bytes: gl.constexpr):
     """Loads `count` words of each of a thread's two rows."""
-    upper = asm(load_asm(offset, count), load_takes(count), (at, exists[0]), integers(count))
-    below: gl.constexpr = offset + 8 * row_bytes
-    return upper, asm(load_asm(below, count), load_takes(count), (at, exists[1]), integers(count))
+    return load_words(at, exists[0], offset, count), load_words(at, exists[1], offset + 8 * row_bytes, count)
 
 
 @gluon.jit
@@ -456,3 +524,40 @@ def entry_operand(words, C: gl.constexpr):
                 (upper[i] * 16) & UPPER, (lower[i] * 16) & UPPER, upper[i] & UPPER, lower[i] & UPPER,
             )  # fmt: skip
     return registers
+
+
+class PreparedBlock:
+    """The second and third convolution of a bottleneck block and the first one of the next, as the kernel reads them.
+
+    `packed` is what pack/conv_block.py makes of them, `g` the residual's.
+    """
+
+    def __init__(self, third: ConvSpec, following: ConvSpec, packed: Tensor, g: float, sm_count: int) -> None:
+        self.third, self.following, self.packed, self.g, self.sm_count = third, following, packed, g, sm_count
+        self.map = functools.lru_cache(maxsize=64)(row_map)
+        self.kernels: dict[BlockConv, CompiledKernel] = {}
+
+    def config(self, width: int) -> BlockConv:
+        """What is compiled for images of this width."""
+        tile = block_tile(self.third.x, width, self.following.outputs, self.third.second is not None)
+        return BlockConv(**vars(tile))
+
+    def __call__(self, x: Tensor, added: Tensor, out: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Writes (y, z) of packed x [N, H, W, bytes]; `added` is the residual, or the input of the shortcut."""
+        n, height, width, row_bytes = x.shape
+        pixels = n * height * width
+        config = self.config(width)
+        tiles = -(-pixels // config.pixels)
+        grid = (min(tiles, self.sm_count * config.blocks), 1, 1)
+        line, column_step = divmod(grid[0] * config.pixels, width)
+        y, z, codes = (tensor.view(-1).view(torch.int32) for tensor in (*out, added))
+        arguments = (
+            y, z, codes, self.g, pixels, height, width, tiles, (line % height << 16) + column_step,
+            self.map(pixels, row_bytes, config.rows // config.boxes, row_bytes, x.data_ptr(), x.device), self.packed, config,
+        )  # fmt: skip
+        kernel = self.kernels.get(config)
+        if kernel is None:
+            self.kernels[config] = block_conv[grid](*arguments, num_warps=config.warps, maxnreg=REGISTERS, launch_pdl=True)
+        else:
+            kernel[grid](*arguments)
+        return out

@@ -14,9 +14,20 @@ Grid    persistent; Exact: as sm90/conv.py
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
+from lowbit.formats.conv import CODES, ConvSpec
+from lowbit.kernels.choose.conv import TAIL_UNITS, UNIT, ConvTile, deep_stages, steps_of
+from lowbit.kernels.parts.conv_epilogue import as_float, by_columns, codes_at, places_of_constants, store_codes
+from lowbit.kernels.parts.conv_inputs import Product
+from lowbit.kernels.parts.conv_operand import multiply_tap
+from lowbit.kernels.parts.conv_tile import UNIT_WORDS, WgmmaConv
 from lowbit.kernels.parts.gluon import (
+    CompiledKernel,
     barrier,
     fence_async_shared,
     gl,
@@ -29,16 +40,13 @@ from lowbit.kernels.parts.gluon import (
 from lowbit.kernels.parts.operand import hold
 from lowbit.kernels.parts.pipeline import StageBarriers
 from lowbit.kernels.parts.strip_ring import StripRing
+from lowbit.kernels.parts.weight_ring import WeightRing
 from lowbit.kernels.parts.window_ring import WindowRing
-from lowbit.kernels.sm90.conv import UNIT, UNIT_WORDS, WgmmaConv
-from lowbit.kernels.sm90.conv_store import as_float, by_columns, codes_at, places_of_constants, store_codes
-from lowbit.kernels.sm90.conv_strip import multiply_tap
-from lowbit.pack.nhwc64 import CODE_BITS
+from lowbit.kernels.sm90.tensor_map import NO_OPERAND, WindowOperand, row_map
+from lowbit.pack.conv_layout import PackedConv, unit_channels
+from lowbit.pack.nhwc64 import Nhwc64, padded_channels
 
 UNIT_BYTES = gl.constexpr(UNIT)
-
-TAIL_UNITS = 2
-"""Units of shared memory for barriers and constants."""
 
 FIRST_WEIGHTS = gl.constexpr(2)
 """Steps whose weights are asked for before the kernel ahead is through."""
@@ -101,7 +109,7 @@ class DeepConv(WgmmaConv):
     @property
     def residual_row_bytes(self) -> int:
         """Bytes of residual codes of a pixel."""
-        return self.outputs * CODE_BITS[self.residual] // 8 if self.residual else 0  # type: ignore[index]
+        return self.outputs * CODES[self.residual].bits // 8 if self.residual else 0
 
     @property
     def residual_tile_words(self) -> int:
@@ -161,7 +169,7 @@ class DeepConv(WgmmaConv):
         zeros = UNIT * self.barrier_unit + 16 * (self.stages + self.x_stages + self.residual_stages)
         return StripRing(
             self.x_barriers, self.w_barriers, zeros, 0, UNIT * self.w_unit, self.rows, self.step_bytes, self.w_bytes,
-            CODE_BITS[self.x],  # type: ignore[index]
+            CODES[self.x].bits,
         )  # fmt: skip
 
     @property
@@ -170,16 +178,10 @@ class DeepConv(WgmmaConv):
         return WindowRing(self.x_barriers, 0, 0, self.rows, self.step_bytes, 0, True)
 
     @property
-    def copy_piece(self) -> str:
-        """Waits until stage $1 of weights has been read (parity $2), then fills it from $3."""
-        bars = self.w_barriers
-        return f"""{{ .reg .pred done; .reg .b32 at, bar, to;
-            mov.u32 at, global_smem; mad.lo.u32 bar, $1, 8, at; mad.lo.u32 to, $1, {self.w_bytes}, at;
-            WAIT: mbarrier.try_wait.parity.shared::cta.b64 done, [bar+{bars.start + 8 * bars.stages}], $2; @!done bra WAIT;
-            add.u32 bar, bar, {bars.start}; add.u32 to, to, {UNIT * self.w_unit};
-            mbarrier.arrive.expect_tx.shared::cta.b64 _, [bar], {self.w_bytes};
-            cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [to], [$3], {self.w_bytes}, [bar];
-            mov.b32 $0, 0; }}"""
+    def weight_ring(self) -> WeightRing:
+        """Copies of weights and constants."""
+        start, count = UNIT * self.w_unit, 2 if self.second is None else 3
+        return WeightRing(self.w_barriers, start, self.w_bytes, self.constants_start, count, 4 * self.outputs)
 
     @property
     def shared_units(self) -> int:
@@ -193,24 +195,6 @@ class DeepConv(WgmmaConv):
     def constants_start(self) -> int:
         """Where s, b and s2 of the tile's outputs lie in shared memory."""
         return UNIT * self.barrier_unit + UNIT // 2
-
-    @property
-    def copy_constants(self) -> str:
-        """Copies s at $1, b at $2 and, with a second product, s2 at $3 to shared memory; they come with the first weights."""
-        size, full = 4 * self.outputs, self.w_barriers.start
-        count = 2 if self.second is None else 3
-        copies = [
-            f"add.u32 to, at, {self.constants_start + i * size}; "
-            f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [to], [${1 + i}], {size}, [bar];"
-            for i in range(count)
-        ]
-        lines = [
-            f"{{ .reg .b32 at, bar, to; mov.u32 at, global_smem; add.u32 bar, at, {full};",
-            f"mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [bar], {count * size};",
-            *copies,
-            "mov.b32 $0, 0; }",
-        ]
-        return "\n".join(lines)
 
     def read_four(self, start: int) -> str:
         """Four words from word $4 on of what starts at a byte of shared memory."""
@@ -252,14 +236,15 @@ def following(stage, parity, count, by):
 def copy_tile(at, product, across, tile, size, first, KERNEL: gl.constexpr, STRIPS: gl.constexpr, C: gl.constexpr):
     """Copies of one product of a tile: x of each block of channels and, without strips, tap; weights of each block and tap."""
     x_stage, x_parity, w_stage, w_parity, ahead = at
-    maps, weight, blocks, taps_across, taps_down, stride_down, stride_across, first_down, first_across = product
     height, width = size
-    taps = taps_across * taps_down
-    pieces = weight + (across * blocks * taps).to(gl.int64) * C.w_bytes
+    blocks = product.blocks
+    taps_across = product.taps_across
+    taps = taps_across * product.taps_down
+    pieces = product.weight + (across * blocks * taps).to(gl.int64) * C.w_bytes
     pixel = tile * C.tile_pixels
     line = pixel // width
-    column = pixel % width * stride_across + first_across
-    row = line % height * stride_down + first_down
+    column = pixel % width * product.stride_across + product.first_across
+    row = line % height * product.stride_down + product.first_down
     image = line // height
     reach = KERNEL // 2 * (width + 1)
     one = blocks * 0 + 1
@@ -268,16 +253,16 @@ def copy_tile(at, product, across, tile, size, first, KERNEL: gl.constexpr, STRI
         for tap in range(taps):
             if STRIPS:
                 if tap == 0:
-                    run(C.strip.copy_strip, "=r,r,r,r,l,r,r", [one, x_stage, x_parity, maps, pixel - reach, first_byte])
+                    run(C.strip.copy_strip, "=r,r,r,r,l,r,r", [one, x_stage, x_parity, product.maps, pixel - reach, first_byte])
                     x_stage, x_parity = following(x_stage, x_parity, C.x_stages, 1)
             else:
                 run(C.window.copy, "=r,r,r,r,l,r,r,r,r,r,r,l,r", [
-                    one, x_stage, x_parity, maps, first_byte, column, row, image, tap % taps_across, tap // taps_across, weight,
-                    one,
+                    one, x_stage, x_parity, product.maps, first_byte, column, row, image, tap % taps_across, tap // taps_across,
+                    product.weight, one,
                 ])  # fmt: skip
                 x_stage, x_parity = following(x_stage, x_parity, C.x_stages, 1)
             if first & (ahead == 0):
-                run(C.copy_piece, "=r,r,r,l", [w_stage, w_parity, pieces])
+                run(C.weight_ring.copy, "=r,r,r,l", [w_stage, w_parity, pieces])
             pieces += C.w_bytes
             w_stage, w_parity = following(w_stage, w_parity, C.stages, 1)
             ahead = gl.maximum(ahead - 1, 0)
@@ -292,13 +277,13 @@ def copy_first(product, per_output, across, C: gl.constexpr):
     """
     s, b, s2 = per_output
     if C.second is not None:
-        run(C.copy_constants, "=r,l,l,l", [s + across * C.outputs, b + across * C.outputs, s2 + across * C.outputs])
+        run(C.weight_ring.copy_constants, "=r,l,l,l", [s + across * C.outputs, b + across * C.outputs, s2 + across * C.outputs])
     else:
-        run(C.copy_constants, "=r,l,l", [s + across * C.outputs, b + across * C.outputs])
-    weight, steps = product[1], product[2] * product[3] * product[4]
-    pieces = weight + (across * steps).to(gl.int64) * C.w_bytes
+        run(C.weight_ring.copy_constants, "=r,l,l", [s + across * C.outputs, b + across * C.outputs])
+    steps = product.blocks * product.taps_across * product.taps_down
+    pieces = product.weight + (across * steps).to(gl.int64) * C.w_bytes
     for i in range(gl.minimum(steps, FIRST_WEIGHTS)):
-        run(C.copy_piece, "=r,r,r,l", [i, steps * 0 + 1, pieces])
+        run(C.weight_ring.copy, "=r,r,r,l", [i, steps * 0 + 1, pieces])
         pieces += C.w_bytes
 
 
@@ -309,7 +294,7 @@ def produce(one, two, residual_maps, across, tiles, size, C: gl.constexpr):
     run("griddepcontrol.wait;\n mov.b32 $0, 0;", "=r", [])
     zero = across * 0
     one_of = zero + 1
-    at = (zero, one_of, zero, one_of, gl.minimum(one[2] * one[3] * one[4], FIRST_WEIGHTS))
+    at = (zero, one_of, zero, one_of, gl.minimum(one.blocks * one.taps_across * one.taps_down, FIRST_WEIGHTS))
     r_stage = zero
     r_parity = one_of
     for tile in range(first_tile, tiles_down, stride):
@@ -528,9 +513,9 @@ def deep_conv(
     run("griddepcontrol.launch_dependents;\n mov.b32 $0, 0;", "=r", [])
     if group == C.warpgroups - 1:
         run(ptx(C.registers_of, LOADER_REGISTERS), "=r", [])
-        one = (maps, weight, blocks, taps_across, taps_down, stride_down, stride_across, first_down, first_across)
+        one = Product(maps, weight, blocks, taps_across, taps_down, stride_down, stride_across, first_down, first_across)
         if thread == C.threads - 128:
-            two = (
+            two = Product(
                 maps2, weight2, blocks2, taps_across2, taps_down2, stride_down2, stride_across2, first_down2, first_across2
             )  # fmt: skip
             produce(one, two, residual, across, tiles, size, C)
@@ -539,3 +524,70 @@ def deep_conv(
     else:
         run(ptx(C.registers_of, C.registers), "=r", [])
         consume((y, g, row_units), pixels, across, tiles, steps, steps2, size, w_ring, C)
+
+
+class PreparedDeep:
+    """A layer as the kernel reads it, on one GPU, with a tile of 128 outputs."""
+
+    def __init__(self, spec: ConvSpec, packed: PackedConv, tile: ConvTile, sm_count: int) -> None:
+        self.spec, self.packed, self.tile, self.sm_count = spec, packed, tile, sm_count
+        self.first = WindowOperand(spec, packed.weight, tile.pixels, tile.step_bytes)
+        self.second: WindowOperand | None = None
+        if spec.second is not None and packed.weight2 is not None:
+            self.second = WindowOperand(spec.second, packed.weight2, tile.pixels, tile.step_bytes)
+        self.map = functools.lru_cache(maxsize=64)(row_map)
+        self.kernels: dict[DeepConv, CompiledKernel] = {}
+
+    def config(self, width: int) -> DeepConv:
+        """What is compiled for images of this width."""
+        return deep_config(self.spec, self.tile, width)
+
+    def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]:
+        """Shape of the output: packed codes [N, Ho, Wo, bytes]."""
+        return size[0], *self.spec.output_size(size[1], size[2]), Nhwc64(self.spec.y).pixel_bytes(self.spec.outputs)
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """y of packed x [N, H, W, bytes]; `residual` and `second` as the layer has them; `out` is written if given."""
+        shape = self.output_shape(tuple(x.shape))
+        spec, tile, packed, config = self.spec, self.tile, self.packed, self.config(x.shape[2])
+        if out is None:
+            out = torch.empty(shape, dtype=torch.uint8, device=x.device)
+        pixels = shape[0] * shape[1] * shape[2]
+        across, down = padded_channels(spec.outputs) // tile.outputs, -(-pixels // tile.pixels)
+        stride = max(1, min(down, self.sm_count * tile.blocks // across))
+        operand, other = self.first.arguments(x), NO_OPERAND
+        if self.second is not None and second is not None:
+            other = self.second.arguments(second)
+        if config.strips:
+            rows = x.shape[0] * x.shape[1] * x.shape[2]
+            operand = (self.map(rows, x.shape[3], config.rows, config.step_bytes, x.data_ptr(), x.device), *operand[1:])
+        residual_map = None
+        if residual is not None:
+            residual_map = self.map(
+                pixels, shape[3], tile.pixels, config.residual_row_bytes, residual.data_ptr(), x.device, False
+            )  # fmt: skip
+        arguments = (
+            out.view(torch.int32), residual_map, packed.s, packed.b, packed.g, packed.s2,
+            pixels, padded_channels(spec.outputs) // unit_channels(spec.y, tile.outputs), shape[1], shape[2], across, down,
+            *operand, *other, config,
+        )  # fmt: skip
+        grid = (stride * across, 1, 1)
+        kernel = self.kernels.get(config)
+        if kernel is None:
+            self.kernels[config] = deep_conv[grid](*arguments, num_warps=config.warps, maxnreg=128, launch_pdl=True)
+        else:
+            kernel[grid](*arguments)
+        return out
+
+
+def deep_config(spec: ConvSpec, tile: ConvTile, width: int) -> DeepConv:
+    """What is compiled for a layer, with a tile, for images of this width."""
+    memory = deep_stages(spec, tile, width)
+    return DeepConv(
+        spec.x, spec.y, spec.residual, spec.relu, tile.warpgroups + 1, tile.outputs, tile.step_bytes, memory.stages,
+        None if spec.second is None else spec.second.x, memory.resident, rows=memory.rows, kernel=memory.kernel,
+        strips=memory.strips, x_stages=memory.x_stages, residual_stages=memory.residual_stages,
+        odd=steps_of(spec, tile.step_bytes) % 2 == 1,
+    )  # fmt: skip

@@ -16,7 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit.kernels.conv_reference import ConvLayer
+from lowbit.formats.conv import CODES, ConvSpec
+from lowbit.kernels.choose.conv import MOST_ROWS, STRIPS, UNIT, ConvTile, strip_rows
+from lowbit.kernels.parts.conv_epilogue import keep_constants, load_residual, store_codes, tile_constants
+from lowbit.kernels.parts.conv_inputs import await_inputs, map_arrived
+from lowbit.kernels.parts.conv_operand import multiply_tap
+from lowbit.kernels.parts.conv_tile import UNIT_WORDS, WgmmaConv
 from lowbit.kernels.parts.gluon import (
     CompiledKernel,
     barrier,
@@ -25,24 +30,14 @@ from lowbit.kernels.parts.gluon import (
     gluon,
     part,
     run,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 from lowbit.kernels.parts.operand import hold
 from lowbit.kernels.parts.pipeline import StageBarriers
 from lowbit.kernels.parts.strip_ring import StripRing
-from lowbit.kernels.sm90.conv import UNIT, UNIT_WORDS, WgmmaConv, await_inputs, map_arrived, operand_a
-from lowbit.kernels.sm90.conv_plan import ConvTile, PreparedConv, choose_tile
-from lowbit.kernels.sm90.conv_store import keep_constants, load_residual, store_codes, tile_constants
 from lowbit.kernels.sm90.tensor_map import row_map
-from lowbit.pack.conv_weight import pack_conv_weight, pack_lane_constants, unit_channels
-from lowbit.pack.nhwc64 import CODE_BITS, Nhwc64, padded_channels
-
-MOST_ROWS = 256
-"""Rows of a strip: what one copy brings."""
-
-STRIPS = 2
-"""Strips of a block: one is read, one is filled."""
+from lowbit.pack.conv_layout import PackedConv, unit_channels
+from lowbit.pack.nhwc64 import Nhwc64, padded_channels
 
 
 @dataclass(frozen=True)
@@ -75,7 +70,7 @@ class StripConv(WgmmaConv):
         weights = StageBarriers(tail + 16 * STRIPS, 1, self.warps)
         return StripRing(
             strips, weights, tail + 16 * (STRIPS + 1), 0, UNIT * self.w_unit, self.rows, self.step_bytes,
-            self.taps * self.w_bytes, CODE_BITS[self.x],  # type: ignore[index]
+            self.taps * self.w_bytes, CODES[self.x].bits,
         )  # fmt: skip
 
     @property
@@ -92,21 +87,6 @@ class StripConv(WgmmaConv):
     def operands(self) -> tuple[gl.dtype, ...]:
         """Types of the registers of a tap."""
         return (gl.int32,) * self.strip.registers
-
-
-@gluon.jit
-def multiply_tap(acc, adds, w_ring, tap, registers, C: gl.constexpr):
-    """Starts the products of one tap, whose x is in `registers`; w of each tap is a piece of `w_ring`, or two planes of it."""
-    COUNT: gl.constexpr = C.strip.loaded
-    if C.planes == 1:
-        return warpgroup_mma(
-            operand_a(registers, COUNT, C), w_ring.index(tap).permute([1, 0]), acc, use_acc=adds, is_async=True
-        )  # fmt: skip
-    else:
-        even = operand_a(registers[0:COUNT], COUNT, C)
-        odd = operand_a(registers[COUNT:], COUNT, C)
-        acc = warpgroup_mma(even, w_ring.index(2 * tap).permute([1, 0]), acc, use_acc=adds, is_async=True)
-        return warpgroup_mma(odd, w_ring.index(2 * tap + 1).permute([1, 0]), acc, is_async=True)
 
 
 @gluon.jit
@@ -209,75 +189,44 @@ def strip_conv(
         store_codes(y, codes, acc, scale, offset, g, first_pixel, across * C.units, pixels, row_units, C)
 
 
-def strip_rows(pixels: int, width: int, kernel: int, step_bytes: int) -> int:
-    """Rows of a strip: the pixels of a tile and what its windows reach over; a block of rows is a multiple of 1 KiB."""
-    rows, unit = pixels + kernel // 2 * 2 * (width + 1), 1024 // step_bytes
-    return -(-rows // unit) * unit
-
-
-def strip_tile(layer: ConvLayer, width: int, shared_bytes: int) -> ConvTile | None:
-    """A tile for a layer of images this wide, if it has 64 channels in and out, keeps its size and fits; else None.
-
-    Layers of whole 128 channels are those of sm90/conv_deep.py, which has strips of its own.
-    """
-    half = (layer.kernel[0] // 2, layer.kernel[1] // 2)
-    channels = (padded_channels(layer.weight.shape[1]), padded_channels(layer.weight.shape[0]))
-    if layer.kernel not in ((3, 3), (5, 5)) or layer.stride != (1, 1) or layer.padding != half or layer.second is not None:
-        return None
-    if channels != (64, 64) or layer.y not in CODE_BITS:
-        return None
-    taps, step_bytes = layer.kernel[0] * layer.kernel[1], Nhwc64(layer.x).pixel_bytes(64)  # type: ignore[arg-type]
-    rows = strip_rows(128, width, layer.kernel[0], step_bytes)
-    block_bytes = STRIPS * rows * step_bytes + taps * 64 * 64 + 2 * UNIT
-    if rows > MOST_ROWS or 2 * block_bytes > shared_bytes:
-        return None
-    return ConvTile(2, 64, step_bytes, taps, 2)
-
-
 class PreparedStrip:
-    """A layer that keeps its size, as the kernel reads it, on one GPU. Images too wide for strips take the other kernel."""
+    """A layer that keeps its size, as the kernel reads it, on one GPU, with a tile of 64 outputs."""
 
-    def __init__(self, layer: ConvLayer, tile: ConvTile, sm_count: int) -> None:
-        self.layer, self.tile, self.sm_count = layer, tile, sm_count
-        self.outputs = layer.weight.shape[0]
-        self.weight = pack_conv_weight(layer.weight, layer.x, layer.y, tile.outputs, tile.step_bytes)  # type: ignore[arg-type]
-        self.s = pack_lane_constants(layer.s, layer.y, tile.outputs)
-        self.b = pack_lane_constants(layer.b, layer.y, tile.outputs)
-        self.map = functools.lru_cache(maxsize=64)(self._map)
+    def __init__(self, spec: ConvSpec, packed: PackedConv, tile: ConvTile, sm_count: int) -> None:
+        self.spec, self.packed, self.tile, self.sm_count = spec, packed, tile, sm_count
+        self.map = functools.lru_cache(maxsize=64)(row_map)
         self.kernels: dict[StripConv, CompiledKernel] = {}
-        self.wide: PreparedConv | None = None
 
     def config(self, width: int) -> StripConv:
-        """What is compiled for images of this width."""
-        layer, tile, kernel = self.layer, self.tile, self.layer.kernel[0]
+        """What is compiled for images of this width. Raises ValueError where they are too wide for strips."""
+        spec, tile, kernel = self.spec, self.tile, self.spec.kernel[0]
+        rows = strip_rows(tile.pixels, width, kernel, tile.step_bytes)
+        if rows > MOST_ROWS:
+            raise ValueError(f"a strip of images {width} pixels wide has {rows} pixels, at most {MOST_ROWS} are copied at once")
         return StripConv(
-            layer.x, layer.y, layer.residual, layer.relu, tile.warpgroups, tile.outputs, tile.step_bytes, tile.stages,
-            rows=strip_rows(64 * tile.warpgroups, width, kernel, tile.step_bytes), kernel=kernel,
+            spec.x, spec.y, spec.residual, spec.relu, tile.warpgroups, tile.outputs, tile.step_bytes, tile.stages, rows=rows,
+            kernel=kernel,
         )  # fmt: skip
-
-    def _map(self, rows: int, pixel_bytes: int, box: int, address: int, device: torch.device) -> Tensor:
-        return row_map(rows, pixel_bytes, box, self.tile.step_bytes, address, device)
 
     def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]:
         """Shape of the output: packed codes [N, H, W, bytes]."""
-        return size[0], size[1], size[2], Nhwc64(self.layer.y).pixel_bytes(self.outputs)  # type: ignore[arg-type]
+        return size[0], size[1], size[2], Nhwc64(self.spec.y).pixel_bytes(self.spec.outputs)
 
-    def __call__(self, x: Tensor, residual: Tensor | None = None, second: None = None, out: Tensor | None = None) -> Tensor:
-        """y of packed x [N, H, W, bytes]; `residual` as the layer has it; `out` is written if given."""
+    def __call__(
+        self, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """y of packed x [N, H, W, bytes]; `residual` as the layer has it, no `second`; `out` is written if given."""
         n, height, width, pixel_bytes = x.shape
-        config, layer, tile = self.config(width), self.layer, self.tile
-        if config.rows > MOST_ROWS:
-            self.wide = self.wide or PreparedConv(layer, choose_tile(layer, n * height * width), self.sm_count)
-            return self.wide(x, residual, None, out)
+        config, spec, tile, packed = self.config(width), self.spec, self.tile, self.packed
         if out is None:
             out = torch.empty(self.output_shape(tuple(x.shape)), dtype=torch.uint8, device=x.device)
         pixels = n * height * width
-        across, down = padded_channels(self.outputs) // tile.outputs, -(-pixels // config.pixels)
+        across, down = padded_channels(spec.outputs) // tile.outputs, -(-pixels // config.pixels)
         stride = max(1, min(down, self.sm_count * tile.blocks // across))
         arguments = (
-            out.view(torch.int32), None if residual is None else residual.view(torch.int32), self.s, self.b, layer.g, pixels,
-            padded_channels(self.outputs) // unit_channels(layer.y, tile.outputs), height, width, across, down,
-            self.map(pixels, pixel_bytes, config.rows, x.data_ptr(), x.device), self.weight, config,
+            out.view(torch.int32), None if residual is None else residual.view(torch.int32), packed.s, packed.b, packed.g,
+            pixels, padded_channels(spec.outputs) // unit_channels(spec.y, tile.outputs), height, width, across, down,
+            self.map(pixels, pixel_bytes, config.rows, tile.step_bytes, x.data_ptr(), x.device), packed.weight, config,
         )  # fmt: skip
         grid = (stride * across, 1, 1)
         kernel = self.kernels.get(config)

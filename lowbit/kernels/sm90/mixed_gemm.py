@@ -43,7 +43,7 @@ from lowbit.kernels.parts.gluon import (
 from lowbit.kernels.parts.launch import TilePlan, plane_descriptors
 from lowbit.kernels.parts.operand import finish, nothing_decoded, operand_a, read_words, registers_layout, words_layout
 from lowbit.kernels.parts.pipeline import acquire, advance, make_barriers, previous
-from lowbit.kernels.parts.prologue import await_previous, start_next
+from lowbit.kernels.parts.prologue import start_next_and_await_previous
 from lowbit.kernels.parts.schedule import SplitK, Tiles, count, iterations_of, meet, tile_at
 from lowbit.kernels.parts.smem import UNIT, Regions, allocate, view, view_stages
 from lowbit.kernels.parts.tile import WarpgroupTile
@@ -194,8 +194,7 @@ def load(copies, C: gl.constexpr):
     PLANES: gl.constexpr = C.decode.planes
     # The kernel after this one may start now, and this one has to wait until the kernel before, which may have made x, is
     # through. Math needs no wait of its own: it does nothing before x is there.
-    start_next()
-    await_previous()
+    start_next_and_await_previous()
     stage = 0
     phase = 1
     for index in range(gl.program_id(0), count(copies.tiles, C), gl.num_programs(0)):

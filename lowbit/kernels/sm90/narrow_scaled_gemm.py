@@ -209,7 +209,7 @@ def start(registers, x_stages, acc, stage, adds, C: gl.constexpr):
 
 
 @gluon.jit
-def start_apart(registers, x_stages, before, never, stage, C: gl.constexpr):
+def start_from_zero(registers, x_stages, before, never, stage, C: gl.constexpr):
     """Starts the products of a stage, from zero. Of 128 tokens, in the registers of the sums `before`: see `start_half`."""
     ROWS: gl.constexpr = C.rows
     TOKENS: gl.constexpr = C.columns
@@ -271,7 +271,7 @@ def add_stage(total, sums, scale, C: gl.constexpr):
 
 
 @gluon.jit
-def multiply_apart(p, even, words, stage, phase, begin, end, more, never, C: gl.constexpr):
+def multiply_and_promote(p, even, words, stage, phase, begin, end, more, never, C: gl.constexpr):
     """As `multiply`, but each stage is summed on its own and then added, scaled, to a total in fp32.
 
     `even` is the tile's first stage, decoded, `words` those of the second one; returned are those of the next tile. While the
@@ -284,7 +284,7 @@ def multiply_apart(p, even, words, stage, phase, begin, end, more, never, C: gl.
     sums = gl.zeros((ROWS, TOKENS), TYPE, SUMS)
     total = gl.zeros((ROWS, TOKENS), gl.float32, SUMS)
     for iteration in range(begin, end):
-        sums = start_apart(even, p.x, sums, never, stage, C)
+        sums = start_from_zero(even, p.x, sums, never, stage, C)
         scale = scale_of(p.scales, stage, C)
         odd = decode(words, C)
         following, phase = advance(stage, phase, 2, C)
@@ -294,7 +294,7 @@ def multiply_apart(p, even, words, stage, phase, begin, end, more, never, C: gl.
         total = add_stage(total, sums, scale, C)
         finish(even, stage, True, C)
 
-        sums = start_apart(odd, p.x, sums, never, stage + 1, C)
+        sums = start_from_zero(odd, p.x, sums, never, stage + 1, C)
         scale = scale_of(p.scales, stage + 1, C)
         even = decode(words, C)
         words = read_words(p.w, following + 1, phase, (iteration + 1 < end) | more, C)
@@ -318,7 +318,7 @@ def start_half(registers, x_stages, before, never, stage, half: gl.constexpr, C:
 
 @gluon.jit
 def multiply_by_halves(p, stage, phase, begin, end, never, C: gl.constexpr):
-    """As `multiply_apart` for 256 tokens, whose totals leave registers for the sums of 128: one half after the other.
+    """As `multiply_and_promote` for 256 tokens, whose totals leave registers for the sums of 128: one half after the other.
 
     While the second half multiplies, the next stage is decoded. Returned are the totals of both halves, with the stage and the
     phase that come next. Nothing of the next tile is read ahead: no registers could keep it while this one is stored.
@@ -368,7 +368,8 @@ def math(p, C: gl.constexpr):
         if C.by_halves:
             acc, stage, phase = multiply_by_halves(p, stage, phase, begin, end, p.out.M < 0, C)
         elif C.promote:
-            acc, even, words, stage, phase = multiply_apart(p, even, words, stage, phase, begin, end, more, p.out.M < 0, C)
+            never = p.out.M < 0
+            acc, even, words, stage, phase = multiply_and_promote(p, even, words, stage, phase, begin, end, more, never, C)
         else:
             acc, words, stage, phase = multiply(p, words, stage, phase, begin, end, more, C)
         tile = token_tile * p.tiles.of_channels + row_tile
@@ -427,7 +428,7 @@ def narrow_config(
     by_tma = (tile.splits == 1 or tile.pair) and shape.n * dtype.itemsize % 16 == 0 and dtype != torch.float32
     return NarrowGemm(
         scheme.weight.name, CODE_TYPES[scheme.activation.name], dtype, tile.columns, tile.warpgroups, tile.stages,
-        tile.splits, tile.token_group, shape.grouped, shape.apart, x_scale, x_zero, bias, function, tile.pair, by_tma,
+        tile.splits, tile.token_group, shape.grouped, shape.promoted, x_scale, x_zero, bias, function, tile.pair, by_tma,
     )  # fmt: skip
 
 

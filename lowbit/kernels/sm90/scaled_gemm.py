@@ -235,11 +235,11 @@ def multiply_and_promote(p, scales, stage, phase, begin, end, C: gl.constexpr):
     COLUMNS: gl.constexpr = C.columns
     SUMS: gl.constexpr = C.accumulator
     TYPE: gl.constexpr = C.sums
-    nought = gl.zeros((ROWS, COLUMNS), TYPE, SUMS)
+    zeros = gl.zeros((ROWS, COLUMNS), TYPE, SUMS)
     total = gl.zeros((ROWS, COLUMNS), gl.float32, SUMS)
     for k in range(begin, end):
         wait_full(stage, phase, True, C)
-        sums = start(p, nought, stage, False, None, C)
+        sums = start(p, zeros, stage, False, None, C)
         scale = block_scales(scales, k, C)
         sums = warpgroup_mma_wait(0, deps=[sums])
         release(stage, True, C)
@@ -255,23 +255,23 @@ def multiply_and_promote_alone(p, scales, stage, phase, begin, end, C: gl.conste
     COLUMNS: gl.constexpr = C.columns
     SUMS: gl.constexpr = C.accumulator
     TYPE: gl.constexpr = C.sums
-    nought = gl.zeros((ROWS, COLUMNS), TYPE, SUMS)
+    zeros = gl.zeros((ROWS, COLUMNS), TYPE, SUMS)
     total = gl.zeros((ROWS, COLUMNS), gl.float32, SUMS)
     for k in range(begin, end, 2):
         wait_full(stage, phase, True, C)
-        even = start(p, nought, stage, False, None, C)
+        even = start(p, zeros, stage, False, None, C)
         even_scale = block_scales(scales, k, C)
         odd_scale = block_scales(scales, gl.minimum(k + 1, scales.groups - 1), C)
-        second, phase = advance(stage, phase, 1, C)
-        wait_full(second, phase, True, C)
-        odd = start(p, nought, second, False, None, C)
+        next_stage, phase = advance(stage, phase, 1, C)
+        wait_full(next_stage, phase, True, C)
+        odd = start(p, zeros, next_stage, False, None, C)
         even = warpgroup_mma_wait(1, deps=[even])
         release(stage, True, C)
         total = add_stage(total, even, even_scale, C)
         odd = warpgroup_mma_wait(0, deps=[odd])
-        release(second, True, C)
+        release(next_stage, True, C)
         total = add_stage(total, odd, odd_scale, C)
-        stage, phase = advance(second, phase, 1, C)
+        stage, phase = advance(next_stage, phase, 1, C)
     return total, stage, phase
 
 
@@ -391,7 +391,7 @@ def scaled_config(
     by_tma = (tile.splits == 1 or tile.pair) and shape.n * dtype.itemsize % 16 == 0 and dtype != torch.float32
     return ScaledGemm(
         CODE_TYPES[scheme.weight.name], CODE_TYPES[scheme.activation.name], dtype, tile.tokens_are_rows, tile.warpgroups,
-        tile.columns, tile.stages, tile.splits, tile.token_group, shape.apart, x_scale, shape.blocks, x_zero, bias,
+        tile.columns, tile.stages, tile.splits, tile.token_group, shape.promoted, x_scale, shape.blocks, x_zero, bias,
         function, tile.pair, by_tma,
     )  # fmt: skip
 

@@ -6,7 +6,7 @@ Reads   image rows once, as they lie, by TMA; operand B in place, weights as ope
 Pool    of the sums, since requantizing keeps their order (s >= 0): down first, the lower row's sums are kept for the tile
         below; then across, with the odd column of the pixel to the left from the lane beside
 Writes  through shared memory, 16 bytes a thread, one barrier a tile
-Exact   as sm90/conv.py and kernels/pool.py one after the other, bit for bit
+Exact   as sm90/conv.py and kernels/elementwise/pool.py one after the other, bit for bit
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ import functools
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as functional
 from torch import Tensor
 
-from lowbit.kernels.conv_reference import ConvLayer, output_size
+from lowbit.formats.conv import ConvSpec, output_size
+from lowbit.kernels.choose.conv import UNIT
+from lowbit.kernels.parts.conv_inputs import await_inputs, map_arrived
+from lowbit.kernels.parts.conv_tile import UNIT_WORDS
 from lowbit.kernels.parts.gluon import CompiledKernel, barrier, fence_async_shared, gl, gluon, part, ptx, run, source_digest
 from lowbit.kernels.parts.pipeline import StageBarriers
 from lowbit.kernels.parts.requantize import Requantize
 from lowbit.kernels.parts.stem_rows import ACROSS, COLUMNS, GET, ROW_BYTES, StemRows, put
-from lowbit.kernels.sm90.conv import UNIT, UNIT_WORDS, await_inputs, map_arrived
 from lowbit.kernels.sm90.tensor_map import image_map
-from lowbit.pack.conv_weight import GROUP
+from lowbit.pack.conv_layout import GROUP, PackedConv
 from lowbit.pack.nhwc64 import CHANNEL_BLOCK, Nhwc64, padded_channels
-from lowbit.pack.stem import PIXEL_BYTES, StemImages, pack_fragments
+from lowbit.pack.stem import PIXEL_BYTES, StemImages
 
 TILE_PIXELS = COLUMNS // 2
 """Pooled pixels of a tile. Where a row has more, the first one of a tile only gives its odd column to the next."""
@@ -73,7 +74,7 @@ class StemPool:
     @property
     def pixel_bytes(self) -> int:
         """Bytes of 64 channels of a pixel."""
-        return Nhwc64(self.y).pixel_bytes(CHANNEL_BLOCK)  # type: ignore[arg-type]
+        return Nhwc64(self.y).pixel_bytes(CHANNEL_BLOCK)
 
     @property
     def chunks(self) -> int:
@@ -352,14 +353,10 @@ def stem_pool(
 class PreparedStemPool:
     """A stem with a max-pool of 3 x 3, stride 2 and padding 1 behind it, as the kernel reads it, on one GPU."""
 
-    def __init__(self, layer: ConvLayer, images: StemImages, sm_count: int) -> None:
-        self.layer, self.images, self.sm_count = layer, images, sm_count
-        self.outputs = layer.weight.shape[0]
-        self.weight = pack_fragments(images.pack_weight(layer.weight))
-        fill = padded_channels(self.outputs) - self.outputs
-        self.s, self.b = (functional.pad(values, (0, fill)) for values in (layer.s, layer.b))
+    def __init__(self, spec: ConvSpec, packed: PackedConv, images: StemImages, sm_count: int) -> None:
+        self.spec, self.packed, self.images, self.sm_count = spec, packed, images, sm_count
         odd = [size % 2 == 1 for size in images.output]
-        self.config = StemPool(layer.y, layer.relu, images.window[0], odd[0], odd[1])
+        self.config = StemPool(spec.y, spec.relu, images.window[0], odd[0], odd[1])
         self.map = functools.lru_cache(maxsize=64)(self._map)
         self.kernel: CompiledKernel | None = None
 
@@ -370,17 +367,21 @@ class PreparedStemPool:
     def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]:
         """Shape of the output: packed codes [N, Hp, Wp, bytes]."""
         height, width = output_size(self.images.output, (3, 3), (2, 2), (1, 1))
-        return size[0], height, width, Nhwc64(self.layer.y).pixel_bytes(self.outputs)  # type: ignore[arg-type]
+        return size[0], height, width, Nhwc64(self.spec.y).pixel_bytes(self.spec.outputs)
 
-    def __call__(self, x: Tensor, residual: None = None, second: None = None, out: Tensor | None = None) -> Tensor:
-        """Pooled y of packed images [N, rows, columns, 16]; `out` is written if given."""
+    def __call__(
+        self, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None, out: Tensor | None = None
+    ) -> Tensor:
+        """Pooled y of packed images [N, rows, columns, 16], which adds nothing; `out` is written if given."""
         n, height, width, row_bytes = shape = self.output_shape(tuple(x.shape))
+        packed = self.packed
         if out is None:
             out = torch.empty(shape, dtype=torch.uint8, device=x.device)
-        across, beside, down = padded_channels(self.outputs) // 64, max(1, -(-(width - 1) // (TILE_PIXELS - 1))), n * height
+        across = padded_channels(self.spec.outputs) // 64
+        beside, down = max(1, -(-(width - 1) // (TILE_PIXELS - 1))), n * height
         arguments = (
-            out, self.s, self.b, row_bytes, height, width, *self.images.output, self.images.before[0], down, beside, across,
-            self.map(n, x.data_ptr(), x.device), self.weight, self.config,
+            out, packed.s, packed.b, row_bytes, height, width, *self.images.output, self.images.before[0], down, beside, across,
+            self.map(n, x.data_ptr(), x.device), packed.weight, self.config,
         )  # fmt: skip
         chunks = max(1, min(down, self.sm_count * BLOCKS // (across * beside)))
         grid = (chunks * across * beside, 1, 1)

@@ -14,6 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lowbit.formats.conv import ProductSpec
+from lowbit.pack.stem import PIXEL_BYTES, WINDOW_PIXELS, StemImages
+
 MAP_BYTES = 128
 MOST_BOX = 256
 """Elements of a box on each side."""
@@ -52,14 +55,14 @@ class PixelWindows:
 
 
 def windows_of(
-    size: tuple[int, int, int, int], kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int], pixels: int,
+    size: tuple[int, ...], kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int], pixels: int,
     step_bytes: int,
 ) -> PixelWindows:  # fmt: skip
     """The windows of a convolution of packed images [N, H, W, bytes]."""
-    _, h, w, pixel = size
+    n, h, w, pixel = size
     last = (padding[0] - (kernel[0] - 1), padding[1] - (kernel[1] - 1))
     return PixelWindows(
-        size, (pixel, w * pixel, h * w * pixel), stride, (-padding[0], -padding[1]), last, pixels, step_bytes
+        (n, h, w, pixel), (pixel, w * pixel, h * w * pixel), stride, (-padding[0], -padding[1]), last, pixels, step_bytes
     )  # fmt: skip
 
 
@@ -133,3 +136,54 @@ def _tiled(
     if status != 0:
         raise ValueError(f"the driver refuses boxes of {box} of {size} at address {address:#x}: error {status}")
     return torch.frombuffer(bytearray(buffer[start : start + MAP_BYTES]), dtype=torch.uint8).to(device)
+
+
+class WindowOperand:
+    """One product of a convolution as a kernel is given it: packed weights, and how windows lie in its input.
+
+    `pixels` windows and `step_bytes` of each are copied at a time. With `images`, the input is what they pack and `product` is
+    `images.product`. Descriptors are made once for each address and size, and kept.
+    """
+
+    def __init__(
+        self, product: ProductSpec, weight: Tensor, pixels: int, step_bytes: int, images: StemImages | None = None
+    ) -> None:
+        self.product, self.weight, self.pixels, self.step_bytes, self.images = product, weight, pixels, step_bytes, images
+        self.map = functools.lru_cache(maxsize=64)(self._map)
+
+    def arguments(self, x: Tensor) -> tuple[object, ...]:
+        """What the kernel is given for an input: descriptor, weights, steps, and how windows lie."""
+        product = self.product
+        row_bytes = x.shape[3] if self.images is None else PIXEL_BYTES * WINDOW_PIXELS
+        blocks = row_bytes // self.step_bytes
+        return (
+            self.map(tuple(x.shape), x.data_ptr(), x.device), self.weight, blocks * product.taps, blocks, product.kernel[1],
+            product.kernel[0], *product.stride, -product.padding[0], -product.padding[1],
+        )  # fmt: skip
+
+    def _map(self, size: tuple[int, ...], address: int, device: torch.device) -> Tensor:
+        product = self.product
+        if self.images is None:
+            windows = windows_of(size, product.kernel, product.stride, product.padding, self.pixels, self.step_bytes)
+        else:
+            windows = stem_windows(size, self.images, product.padding, self.pixels, self.step_bytes)
+        return tensor_map(windows, address, device)
+
+
+NO_OPERAND = (None, None, *(0,) * 8)
+"""The arguments of a second product where there is none."""
+
+
+def stem_windows(
+    size: tuple[int, ...], images: StemImages, padding: tuple[int, int], pixels: int, step_bytes: int
+) -> PixelWindows:
+    """The windows of a stem: rows of 4 packed pixels of [N, rows, columns, 16], one at each packed pixel."""
+    n, rows, columns, _ = size
+    down, across = images.output
+    row_bytes = columns * PIXEL_BYTES
+    first = (-padding[0], 0)
+    last = (first[0] + down - rows, 0)
+    return PixelWindows(
+        (n, rows, across, PIXEL_BYTES * WINDOW_PIXELS), (PIXEL_BYTES, row_bytes, rows * row_bytes), (1, 1), first, last, pixels,
+        step_bytes,
+    )  # fmt: skip

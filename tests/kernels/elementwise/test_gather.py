@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from lowbit.hardware.machine import machine_of, typical_machine
-from tests.kernels.sass import compile_triton
+from tests.kernels.calls import meta
+from tests.kernels.sass import compile_plan
 
 pytest.importorskip("triton", reason="the kernel is written in Triton")
 
@@ -72,21 +73,16 @@ def test_the_arithmetic_in_tritons_interpreter():
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def compiled(sm, m, k, dtype="fp16", order="*i32", scale=None, pieces=True):
-    plan = GatherPlan(m, k, order is not None, pieces, typical_machine(sm))
-    signature = dict(y="*" + dtype, x="*" + dtype, order=order, scale=scale)
-    signature |= dict.fromkeys((*(("M",) if len(plan.sizes) == 2 else ()), "K", "x_stride", "y_pieces"), "i32")
-    constants = dict(zip(("COLUMNS", "PIECES", "OVERLAP"), plan.constants, strict=True))
-    pointers = [name for name, kind in signature.items() if kind and kind.startswith("*")]
-    options = dict(plan.launch.options)
-    warps = options.pop("num_warps")
-    return plan, compile_triton(plan.launch.function, signature, constants, pointers, warps, sm, **options)
+def compiled(sm, m, k, dtype=torch.float16, scale=None):
+    plan = GatherPlan(m, k, True, True, typical_machine(sm))
+    call = meta((m, k), dtype), meta((k,), torch.int32), None if scale is None else meta((k,), scale)
+    return plan, compile_plan(plan, call, sm)
 
 
 @pytest.mark.parametrize("sm", [80, 89, 90, 100])
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 def test_rows_move_in_pieces_of_16_bytes(sm, dtype):
-    plan, kernel = compiled(sm, 4096, 8192, dtype, scale="*fp32")
+    plan, kernel = compiled(sm, 4096, 8192, dtype, scale=torch.float32)
     assert plan.launch.function is gather_rows and kernel.stack_bytes == 0
     # 512 threads: 4 pieces of the order, 4 of the scale, 2 of each row; words to shared memory, 16 random reads, two rows.
     assert kernel.count("LDG.E.128") == kernel.count("LDG") == 12
@@ -105,7 +101,7 @@ def test_few_tokens_start_many_blocks(sm):
 @pytest.mark.parametrize("m", [1, 4096])
 def test_neighbours_in_the_stream_overlap(m):
     """sm_90: the next kernel may start at once; order and scale are read before the wait for the kernel before, x after."""
-    _, kernel = compiled(90, m, 4096, scale="*fp16")
+    _, kernel = compiled(90, m, 4096, scale=torch.float16)
     lines = [line.split()[0] if not line.startswith("@") else line.split()[1] for line in kernel.lines]
     start, wait = lines.index("PREEXIT"), lines.index("ACQBULK")
     reads = [i for i, line in enumerate(lines) if line.startswith("LDG")]

@@ -13,11 +13,12 @@ import torch
 from lowbit.formats import number_format
 from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.reference.activations import quantize_activations_reference
-from tests.kernels.sass import compile_triton
+from tests.kernels.calls import meta
+from tests.kernels.sass import compile_plan
 
 triton = pytest.importorskip("triton", reason="the kernel is written in Triton")
 from lowbit.kernels.elementwise import quantize_rows as kernel_module  # noqa: E402
-from lowbit.kernels.elementwise.quantize_rows import CODE_PIECE, QuantizePlan, Request, quantize_rows  # noqa: E402
+from lowbit.kernels.elementwise.quantize_rows import CODE_PIECE, QuantizePlan, Request  # noqa: E402
 from lowbit.ops import (  # noqa: E402
     layer_norm_quantize,
     quantize_activations,
@@ -142,30 +143,16 @@ def test_the_arithmetic_in_tritons_interpreter(few):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def compiled(sm, k, name="int8", before="", pieces=True, dtype="*fp16", **asked):
-    fmt = number_format(name)
-    request = Request(before, fmt, **asked)
+def compiled(sm, k, name="int8", before="", pieces=True, dtype=torch.float16, **asked):
+    request = Request(before, number_format(name), **asked)
     plan = QuantizePlan(4096, k, request, pieces, typical_machine(sm))
-    norm = before.endswith("norm")
-    signature = dict(
-        codes={"int8": "*i8", "fp8_e4m3": "*fp8e4nv", "fp8_e5m2": "*fp8e5"}[name],
-        scales=None if request.static else "*fp32",
-        zeros=None if request.symmetric or request.static else "*i32",
-        sums=dtype if request.residual else None,
-        x=dtype,
-        beside=dtype if request.residual or before == "silu" else None,
-        weight=dtype if norm else None,
-        bias=dtype if before == "layer_norm" else None,
-        static="*fp32" if request.static else None,
-        static_zero="*i32" if request.static and not request.symmetric else None,
-    )
-    pointers = [name for name, kind in signature.items() if kind]
-    signature |= dict(x_stride="i32", beside_stride="i32", code_pieces="i32", eps="fp32")
-    names = ("K", "THREADS", "PIECE", "CHUNKS", "GROUP", "BEFORE", "FORMAT", "LARGEST", "PIECES", "AGAIN", "OVERLAP", "RULE")
-    options = dict(plan.launch.options)
-    warps = options.pop("num_warps")
-    constants = dict(zip(names, plan.constants, strict=True))
-    return warps, compile_triton(quantize_rows, signature, constants, pointers, warps, sm, **options)
+    beside = meta((4096, k), dtype) if request.residual or before == "silu" else None
+    weight = meta((k,), dtype) if before.endswith("norm") else None
+    bias = meta((k,), dtype) if before == "layer_norm" else None
+    scale = meta((1,), torch.float32) if request.static else None
+    zero = meta((1,), torch.int32) if request.static and not request.symmetric else None
+    code = compile_plan(plan, (meta((4096, k), dtype), beside, weight, bias, scale, 1e-5, zero), sm)
+    return plan.launch.options["num_warps"], code
 
 
 def plan_for(m, k, before="", **asked):

@@ -116,7 +116,9 @@ def test_what_no_rule_says_is_refused(call, message):
         call(torch.ones(2, 8).half())
 
 
-@pytest.mark.parametrize(("sm", "dtype"), [(80, "*fp16"), (90, "*bf16"), (90, "*fp16"), (100, "*fp16")])
+@pytest.mark.parametrize(
+    ("sm", "dtype"), [(80, torch.float16), (90, torch.bfloat16), (90, torch.float16), (100, torch.float16)]
+)
 def test_every_rule_compiles(sm, dtype):
     for name in ("int8", "fp8_e4m3") if sm >= 90 else ("int8",):
         for rule, options in cases(name):

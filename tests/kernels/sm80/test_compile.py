@@ -26,7 +26,7 @@ def compiled(fmt, dtype="fp16", m=1, group=128, zero="none", k=8192, n=8192, bia
     )
     half = {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
     plan = RingPlan(shape, tile, WeightForm(fmt, group, zero, "fp16"), half, bias, overlap)
-    return tile, compile_plan(plan, mixed_call(shape, half, group, torch.float16), ("x", "w", "scale"), sm)
+    return tile, compile_plan(plan, mixed_call(shape, half, group, torch.float16), sm, ("x", "w", "scale"))
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as functional
 
-from lowbit.kernels.conv_reference import CODE_RANGE, ConvLayer, SecondProduct, conv_reference, requantize
-from lowbit.pack.conv_fragment import FRAGMENTS, pack_conv_fragments
-from lowbit.pack.conv_weight import column_order
-from lowbit.pack.nhwc64 import CODE_BITS, Nhwc64
+from lowbit.formats.conv import ACTIVATIONS, ConvLayer, SecondProduct, code_range, requantize
+from lowbit.kernels.reference.conv import conv_reference
+from lowbit.pack.conv_fragment import FRAGMENTS, MmaFragments, fragment_bits
+from lowbit.pack.conv_layout import column_order
+from lowbit.pack.nhwc64 import Nhwc64
 from lowbit.pack.stem import StemImages
 from tests.kernels.sass import TRITON, compile_kernel
 
@@ -39,10 +40,10 @@ def test_fragments_emulated(x, bits, y):
     """PTX ISA: lane 4 g + t holds, of rows g and g + 8 of A and of column g of B, of K = 64 nibbles those from 8 t on and those
     from 32 + 8 t on; of K = 32 bytes those from 4 t on and from 16 + 4 t on."""
     torch.manual_seed(0)
-    low, high = CODE_RANGE[x]
+    low, high = code_range(x)
     weight = torch.randint(-(1 << bits - 1), 1 << bits - 1, (100, 128, 1, 1), dtype=torch.int8)
     codes = torch.randint(low, high + 1, (1, 128, 4, 4), dtype=torch.int32)
-    packed = pack_conv_fragments(weight, x, bits, y)
+    packed = MmaFragments(x, bits, y).pack(weight)
     pixels = Nhwc64(x).pack(codes)[0].reshape(16, -1).view(torch.int32)
     k = 32 * 8 // (4 if bits == 4 else 8)
     out = torch.zeros(2 * 64, 16, dtype=torch.int64)
@@ -68,7 +69,7 @@ def test_fragments_emulated(x, bits, y):
 
 def test_wide_weights_are_refused():
     with pytest.raises(ValueError, match=r"-8\.\.7"):
-        pack_conv_fragments(torch.full((1, 1, 1, 1), 8, dtype=torch.int8), "u4", 4, "u4")
+        MmaFragments("u4", 4, "u4").pack(torch.full((1, 1, 1, 1), 8, dtype=torch.int8))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_machine_code(first, second, y, residual, capability):
     else:
         assert kernel.opcodes["IMMA.16832.S8.S8"] == (32 if first[0] == "u4" else 16)
     assert kernel.count("CALL") == 0 and kernel.stack_bytes == 0 and kernel.count("SHFL") == 0
-    if y in CODE_BITS:
+    if y in ACTIVATIONS:
         assert kernel.opcodes["STG.E.64"] == (4 if y == "u4" else 8), "64 bits, no exchange"
     assert kernel.registers <= ((128 if TRITON >= (3, 9) else 150) if not second else 208), (
         "four blocks an SM, three with Triton 3.6"
@@ -123,16 +124,21 @@ def layer(c, o, kernel, stride, padding, x, bits, y, residual=None, second=None)
 
 
 def random_codes(storage, shape):
-    low, high = CODE_RANGE[storage]
+    low, high = code_range(storage)
     return torch.randint(low, high + 1, shape, dtype=torch.int32, device="cuda")
 
 
-def check(conv, int4, size=(13, 11)):
+def prepare(conv, int4, images=None):
     from lowbit.kernels.sm80.conv import PreparedMmaConv
 
+    layout = MmaFragments(conv.x, fragment_bits(conv.spec, int4), conv.y, int4, images)
+    return PreparedMmaConv(conv.spec, layout.pack_layer(conv), int4, images)
+
+
+def check(conv, int4, size=(13, 11)):
     codes = random_codes(conv.x, (3, conv.weight.shape[1], *size))
     outputs, out_size = conv.weight.shape[0], conv.output_size(*size)
-    prepared = PreparedMmaConv(conv, int4=int4)
+    prepared = prepare(conv, int4)
     x = Nhwc64(conv.x).pack(codes)
     added = None if conv.residual is None else random_codes(conv.residual, (3, outputs, *out_size))
     other = None
@@ -145,7 +151,7 @@ def check(conv, int4, size=(13, 11)):
     out = torch.full(prepared.output_shape(tuple(x.shape)), 0xA5, dtype=dtype, device="cuda")
     for _ in range(2):  # compiled, then launched again
         prepared(x, packed, other_packed, out)
-    got = Nhwc64(conv.y).unpack(out, outputs) if conv.y in CODE_BITS else out.permute(0, 3, 1, 2)
+    got = Nhwc64(conv.y).unpack(out, outputs) if conv.y in ACTIVATIONS else out.permute(0, 3, 1, 2)
     assert torch.equal(got, wanted)
     assert wanted.unique().numel() > 8, "the test's own data"
 
@@ -177,11 +183,9 @@ def test_two_products(second, int4):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("channels", "kernel", "padding"), [(3, 7, 3), (1, 5, 2), (4, 3, 1)])
 def test_stems(channels, kernel, padding):
-    from lowbit.kernels.sm80.conv import PreparedMmaConv
-
     torch.manual_seed(3)
     conv, size = layer(channels, 70, kernel, 2, padding, "s8", 8, "u4"), (29, 34)
     images = StemImages(channels, *size, (kernel, kernel), (padding, padding))
     codes = random_codes("s8", (3, channels, *size))
-    y = PreparedMmaConv(conv, images)(images.pack(codes))
+    y = prepare(conv, False, images)(images.pack(codes))
     assert torch.equal(Nhwc64("u4").unpack(y, 70), conv_reference(codes, conv))

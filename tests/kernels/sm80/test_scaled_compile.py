@@ -21,7 +21,7 @@ def compiled(sm, scheme, x_scale="token", x_zero=False, y=torch.bfloat16, functi
     shape = scaled_shape(parsed, m, n, k, x_scale == "block")
     plan = PlainPlan(shape, parsed, y, x_scale, x_zero, True, function)
     call = scaled_call(scheme, m, n, k, x_scale=x_scale, x_zero=x_zero, codes_of_y=y == torch.int8)
-    return compile_plan(plan, call, ("y", "x", "w", "x_stride", "w_stride"), sm)
+    return compile_plan(plan, call, sm, ("y", "x", "w", "x_stride", "w_stride"))
 
 
 @pytest.mark.parametrize("sm", [80, 86, 89, 120])

@@ -35,7 +35,7 @@ def compiled(
     form = WeightForm(fmt, group, zero, scale_dtype, scaled_twice)
     plan = WgmmaPlan(shape, tile, form, HALVES[dtype], bias, machine.sm_count)
     call = mixed_call(shape, HALVES[dtype], group, HALVES[scale_dtype])
-    return plan.config, compile_plan(plan, call, ("y", "scale", "partial"), 90)
+    return plan.config, compile_plan(plan, call, 90, ("y", "scale", "partial"))
 
 
 def registers_written(line: str) -> set[int]:

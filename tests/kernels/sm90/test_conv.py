@@ -9,13 +9,17 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
+
 from lowbit.bench.resnet50 import blocks
-from lowbit.kernels.conv_reference import CODE_RANGE, ConvLayer, SecondProduct, conv_reference, requantize
-from lowbit.kernels.sm90.conv import WgmmaConv, wgmma_conv
-from lowbit.kernels.sm90.conv_plan import ConvTile, PreparedConv
+from lowbit.formats.conv import ACTIVATIONS, CODES, ConvLayer, SecondProduct, code_range, requantize
+from lowbit.kernels.choose.conv import ConvTile
+from lowbit.kernels.parts.conv_tile import WgmmaConv
+from lowbit.kernels.reference.conv import conv_reference
+from lowbit.kernels.sm90.conv import PreparedConv, wgmma_conv
 from lowbit.kernels.sm90.conv_strip import PreparedStrip, StripConv, strip_conv
 from lowbit.ops.conv import prepare_conv
-from lowbit.pack.nhwc64 import CODE_BITS, Nhwc64
+from lowbit.pack.conv_weight import WgmmaPieces
+from lowbit.pack.nhwc64 import Nhwc64
 from lowbit.pack.stem import StemImages
 from tests.kernels.sass import TRITON, compile_kernel
 from tests.kernels.sm90.test_compile import check_operands_in_flight, check_straight_line
@@ -95,7 +99,7 @@ def test_machine_code(x, outputs, y, residual):
         check_products_in_flight(kernel)
     assert "UTMALDG.4D.IM2COL" in kernel.opcodes and kernel.count("UBLKCP") > 0
     # 64 or 128 bits a store, the words of one pixel and thread.
-    stored = 2 * outputs * CODE_BITS[y] // 8 // 4
+    stored = 2 * outputs * CODES[y].bits // 8 // 4
     wide = "STG.E.128" if stored % 32 == 0 else "STG.E.64"
     assert kernel.opcodes[wide] == stored // (16 if wide.endswith("128") else 8)
     conversions = sum(n for name, n in kernel.opcodes.items() if name.startswith("F2IP.U8" if y == "u4" else "F2IP.S8"))
@@ -118,7 +122,7 @@ def test_second_product_compiles_to_two_loops():
 
 
 def codes_of(storage, *shape):
-    low, high = CODE_RANGE[storage]
+    low, high = code_range(storage)
     return torch.randint(low, high + 1, shape, dtype=torch.int32, device="cuda")
 
 
@@ -131,23 +135,27 @@ def layer(c, o, kernel, stride, padding, x, y, residual=None, relu=True, second=
     return ConvLayer(weight, s, b, x, y, (stride, stride), (padding, padding), relu, residual, g, second)
 
 
+def packed(conv, tile, images=None):
+    return WgmmaPieces(conv.x, conv.y, tile.outputs, tile.step_bytes, images=images).pack_layer(conv)
+
+
 def check(conv, codes, tile, residual=None, second=None, images=None):
     """Every code equal, every byte written, the same bits twice."""
     pack = Nhwc64(conv.x).pack if images is None else images.pack
     sms = torch.cuda.get_device_properties(0).multi_processor_count
-    prepared = PreparedConv(conv, tile, sms, images)
+    prepared = PreparedConv(conv.spec, packed(conv, tile, images), tile, sms, images)
     x = pack(codes)
     added = None if residual is None else Nhwc64(conv.residual).pack(residual)
     other = None if second is None else Nhwc64(conv.second.x).pack(second)
     wanted = conv_reference(codes, conv, residual, second)
-    if conv.y not in CODE_BITS:
+    if conv.y not in ACTIVATIONS:
         assert torch.equal(prepared(x, added, other).permute(0, 3, 1, 2), wanted)
         return
     outputs = conv.weight.shape[0]
     out = torch.full(prepared.output_shape(tuple(x.shape)), 0xA5, dtype=torch.uint8, device="cuda")
     prepared(x, added, other, out)
     assert torch.equal(Nhwc64(conv.y).unpack(out, outputs), wanted)
-    assert not Nhwc64(conv.y).unpack(out, prepared.first.weight.shape[0] * tile.outputs)[:, outputs:].any(), "filled up with 0"
+    assert not Nhwc64(conv.y).unpack(out, prepared.packed.weight.shape[0] * tile.outputs)[:, outputs:].any(), "filled up with 0"
     assert torch.equal(prepared(x, added, other), out)
     assert wanted.unique().numel() > 4
 
@@ -183,7 +191,6 @@ def test_strips_read_a_tap_while_one_is_multiplied(x, step_bytes, residual):
         (64, 192, 3, "s8", "s8", None, (33, 14, 13), ConvTile(2, 64, 64, 9, 1)),
         (64, 128, 1, "u4", "u4", None, (33, 14, 14), ConvTile(2, 128, 32, 1, 2)),
         (64, 64, 5, "u4", "s8", None, (3, 14, 15), ConvTile(1, 64, 32, 25, 1)),
-        (64, 64, 3, "u4", "u4", None, (2, 5, 80), ConvTile(2, 64, 32, 9, 2)),
     ],
 )
 def test_strips(c, o, kernel, x, y, residual, size, tile):
@@ -191,12 +198,25 @@ def test_strips(c, o, kernel, x, y, residual, size, tile):
     conv = layer(c, o, kernel, 1, kernel // 2, x, y, residual)
     codes = codes_of(x, size[0], c, *size[1:])
     added = codes_of(residual, size[0], o, *size[1:]) if residual else None
-    prepared = PreparedStrip(conv, tile, torch.cuda.get_device_properties(0).multi_processor_count)
-    packed, other = Nhwc64(x).pack(codes), None if added is None else Nhwc64(residual).pack(added)
-    out = torch.full(prepared.output_shape(tuple(packed.shape)), 0xA5, dtype=torch.uint8, device="cuda")
-    prepared(packed, other, None, out)
+    prepared = PreparedStrip(conv.spec, packed(conv, tile), tile, torch.cuda.get_device_properties(0).multi_processor_count)
+    pixels, other = Nhwc64(x).pack(codes), None if added is None else Nhwc64(residual).pack(added)
+    out = torch.full(prepared.output_shape(tuple(pixels.shape)), 0xA5, dtype=torch.uint8, device="cuda")
+    prepared(pixels, other, None, out)
     assert torch.equal(Nhwc64(y).unpack(out, o), conv_reference(codes, conv, added))
-    assert torch.equal(prepared(packed, other), out)
+    assert torch.equal(prepared(pixels, other), out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("x", ["u4", "s8"])
+def test_images_too_wide_for_strips_take_the_other_kernel(x):
+    torch.manual_seed(6)
+    conv = layer(64, 64, 3, 1, 1, x, "u4", "u4")
+    prepared = prepare_conv(conv, (2, 9, 11))
+    assert prepared.choice.kernel == "sm90/conv_strip"
+    for size in ((2, 5, 80), (3, 9, 11), (1, 3, 128)):
+        codes, added = codes_of(x, size[0], 64, *size[1:]), codes_of("u4", size[0], 64, *size[1:])
+        out = prepared(Nhwc64(x).pack(codes), Nhwc64("u4").pack(added))
+        assert torch.equal(Nhwc64("u4").unpack(out, 64), conv_reference(codes, conv, added)), size
 
 
 @pytest.mark.gpu

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
-from lowbit.kernels.conv_reference import SecondProduct, conv_reference
-from lowbit.kernels.sm90.conv_block import block_conv
-from lowbit.kernels.sm90.conv_block_plan import PreparedBlock, block_config, blocks_of
-from lowbit.ops.conv_block import prepare_block
+
+from lowbit.formats.conv import SecondProduct
+from lowbit.hardware.machine import typical_machine
+from lowbit.kernels.choose.conv import block_tile
+from lowbit.kernels.reference.conv import conv_reference
+from lowbit.kernels.sm90.conv_block import BlockConv, block_conv
+from lowbit.ops.conv_block import block_launcher, prepare_block
 from lowbit.pack.nhwc64 import Nhwc64
 from tests.kernels.sass import TRITON, compile_kernel
 from tests.kernels.sm90.test_compile import check_straight_line
@@ -32,11 +37,11 @@ BLOCKS = [(storage, *kind) for storage in ("u4", "s8") for kind in KINDS]
 
 @pytest.mark.parametrize(("storage", "shortcut", "following"), BLOCKS)
 def test_codes_stay_in_registers(storage, shortcut, following):
-    config = block_config(storage, 56, following, shortcut)
+    config = BlockConv(**vars(block_tile(storage, 56, following, shortcut)))
     pointers = ["y", "z", "added", "maps", "weight"]
     signature = {"y": "*i32", "z": "*i32", "added": "*i32", "g": "fp32"}
     signature |= dict.fromkeys(("pixels", "height", "width", "tiles", "step"), "i32")
-    assert config.warpgroups * blocks_of(config) == 4, "as many warps as registers allow"
+    assert config.warpgroups * config.blocks == 4, "as many warps as registers allow"
     signature |= {"maps": "*i8", "weight": "*i8"}
     kernel = compile_kernel(block_conv, signature, config, pointers, config.warps, 90, maxnreg=128)
     assert kernel.registers <= 128 and kernel.stack_bytes <= (160 if TRITON >= (3, 9) else 96)
@@ -84,7 +89,8 @@ def test_few_blocks_walk_over_many_tiles(sms):
     second, third, last = layers("u4", False, 64)
     x, added = codes_of("u4", 5, 64, 17, 23), codes_of("u4", 5, 256, 17, 23)
     out = tuple(torch.empty(5, 17, 23, size, dtype=torch.uint8, device="cuda") for size in (128, 32))
-    y, z = PreparedBlock(second, third, last, sms)(Nhwc64("u4").pack(x), Nhwc64("u4").pack(added), out)
+    few = dataclasses.replace(typical_machine(90), sm_count=sms)
+    y, z = block_launcher(second, third, last, few)(Nhwc64("u4").pack(x), Nhwc64("u4").pack(added), out)
     wanted = conv_reference(conv_reference(x, second), third, added)
     assert torch.equal(Nhwc64("u4").unpack(y, 256), wanted)
     assert torch.equal(Nhwc64("u4").unpack(z, 64), conv_reference(wanted, last))

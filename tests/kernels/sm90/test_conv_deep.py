@@ -7,15 +7,22 @@ import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
-from lowbit.kernels.conv_reference import ConvLayer, SecondProduct, conv_reference
-from lowbit.kernels.sm90.conv_deep import deep_conv
-from lowbit.kernels.sm90.conv_deep_plan import WIDE, DeepTile, PreparedDeep, deep_refusals, deep_tile
-from lowbit.pack.nhwc64 import CODE_BITS, Nhwc64
+
+from lowbit.formats.conv import CODES, ConvLayer, SecondProduct
+from lowbit.hardware.machine import typical_machine
+from lowbit.kernels.choose.conv import choose_conv, deep_refusals, deep_tile, steps_of
+from lowbit.kernels.reference.conv import conv_reference
+from lowbit.kernels.sm90.conv_deep import PreparedDeep, deep_config, deep_conv
+from lowbit.pack.conv_weight import WgmmaPieces
+from lowbit.pack.nhwc64 import Nhwc64
 from tests.kernels.sass import TRITON, compile_kernel
 from tests.kernels.sm90.test_compile import check_straight_line
 from tests.kernels.sm90.test_conv import OPERAND, check_products_in_flight, codes_of, layer, product_loops
 
-TILES = [WIDE, DeepTile(1, 1), DeepTile(1, 2)]
+WIDE = (3, 1)
+TILES = [WIDE, (1, 1), (1, 2)]
+"""Warpgroups that multiply, blocks that share an SM."""
+
 SIZES = ["pixels", "row_units", "out_height", "out_width", "tiles_across", "tiles_down"]
 
 
@@ -61,13 +68,14 @@ WINDOWS = [(3, 1, None), (1, 1, "same"), (1, 1, None), (3, 2, None)]
 )
 def test_machine_code(x, kernel, stride, residual, tile):
     residual = x if residual else None
-    config = PreparedDeep(plain_layer(128, 128, kernel, stride, x, x, residual=residual), tile, 132).config(28)
+    spec = plain_layer(128, 128, kernel, stride, x, x, residual=residual).spec
+    config = deep_config(spec, deep_tile(spec, *tile), 28)
     code = compiled(config)
     # 128 registers at the start; what a warpgroup gives, the others have.
     assert code.registers == 128 and code.count("USETMAXREG") == 2 and code.stack_bytes == 0
     steps = 2 + config.odd  # two a turn, and an odd one before
     assert code.count("IGMMA") == 4 * steps and code.count("WARPGROUP.DEPBAR") == 1 + steps, "not serialized"
-    assert code.count("LDSM") == 4 * CODE_BITS[x] // 8 * steps
+    assert code.count("LDSM") == 4 * CODES[x].bits // 8 * steps
     assert ("UTMALDG.2D" in code.opcodes) == (stride == 1) and ("UTMALDG.4D.IM2COL" in code.opcodes) == (stride == 2)
     check_roles(code)
     check_turns(code)
@@ -76,7 +84,8 @@ def test_machine_code(x, kernel, stride, residual, tile):
 @pytest.mark.parametrize("x", ["u4", "s8"])
 def test_two_products(x):
     second = SecondProduct(torch.zeros(128, 256, 1, 1, dtype=torch.int8), torch.zeros(128), x, (2, 2))
-    config = PreparedDeep(plain_layer(128, 128, 1, 1, x, x, second), WIDE, 132).config(28)
+    spec = plain_layer(128, 128, 1, 1, x, x, second).spec
+    config = deep_config(spec, deep_tile(spec, *WIDE), 28)
     code = compiled(config)
     loops = product_loops(code)
     assert code.registers == 128 and code.stack_bytes <= (48 if TRITON >= (3, 9) else 16)
@@ -92,31 +101,33 @@ def test_two_products(x):
 @pytest.mark.parametrize(("kernel", "channels"), [(1, 128), (1, 512), (1, 2048), (3, 128), (3, 512), (5, 128)])
 def test_shared_memory(x, width, kernel, channels, tile):
     """Every layer fits, and no strip is longer than one copy; wide images go tap by tap. Few weights stay."""
-    prepared = PreparedDeep(plain_layer(channels, 128, kernel, 1, x, x, residual=x), tile, 132)
-    config = prepared.config(width)
+    spec = plain_layer(channels, 128, kernel, 1, x, x, residual=x).spec
+    tile = deep_tile(spec, *tile)
+    config = deep_config(spec, tile, width)
     assert tile.blocks * (config.shared_bytes + 1024) <= 228 * 1024 and config.rows <= 256 and config.x_stages >= 2
-    assert config.stages >= 2 or config.resident == prepared.first.steps * config.planes
+    assert config.stages >= 2 or config.resident == steps_of(spec, tile.step_bytes) * config.planes
     assert config.strips == (config.tile_pixels + kernel // 2 * 2 * (width + 1) <= 256)
     assert config.x_barriers.start >= config.w_barriers.start + 16 * config.stages
     assert config.strip.zeros + 16 <= config.constants_start and config.strip.zeros % 16 == 0
 
 
 def test_refusals():
-    assert deep_refusals(plain_layer(128, 256)) == ()
-    assert "multiples of 128" in deep_refusals(plain_layer(64, 256))[0]
-    assert "multiples of 128" in deep_refusals(plain_layer(256, 64))[0]
-    assert "stored as f32" in deep_refusals(plain_layer(128, 128, y="f32"))[0]
-    assert "residual" in deep_refusals(plain_layer(128, 128, residual="s8"))[0]
+    assert deep_refusals(plain_layer(128, 256).spec) == ()
+    assert "multiples of 128" in deep_refusals(plain_layer(64, 256).spec)[0]
+    assert "multiples of 128" in deep_refusals(plain_layer(256, 64).spec)[0]
+    assert "stored as f32" in deep_refusals(plain_layer(128, 128, y="f32").spec)[0]
+    assert "residual" in deep_refusals(plain_layer(128, 128, residual="s8").spec)[0]
     second = SecondProduct(torch.zeros(128, 128, 1, 1, dtype=torch.int8), torch.zeros(128), "s8")
-    assert "second product" in deep_refusals(plain_layer(128, 128, second=second))[0]
+    assert "second product" in deep_refusals(plain_layer(128, 128, second=second).spec)[0]
 
 
 def test_tiles():
     """14 x 14 pixels, 256 outputs on 132 processors: batch 128 has 262 large tiles, batch 32 has 66, or 196 small ones."""
-    layer = plain_layer(256, 256)
-    assert deep_tile(layer, 128 * 196, 132) == WIDE and deep_tile(layer, 64 * 196, 132) == WIDE
-    assert deep_tile(layer, 32 * 196, 132) == DeepTile(1, 2) and deep_tile(layer, 196, 132) == DeepTile(1, 1)
-    assert deep_tile(plain_layer(64, 256), 128 * 196, 132) is None
+    spec, machine = plain_layer(256, 256).spec, typical_machine(90)
+    wanted = {128: WIDE, 64: WIDE, 32: (1, 2), 1: (1, 1)}
+    for batch, tile in wanted.items():
+        assert choose_conv(spec, (batch, 14, 14), machine).tile == deep_tile(spec, *tile), batch
+    assert choose_conv(plain_layer(64, 256).spec, (128, 14, 14), machine).kernel == "sm90/conv"
 
 
 CASES = [
@@ -137,10 +148,10 @@ CASES = [
 
 KINDS = [(WIDE, "u4", "u4"), (WIDE, "s8", "s8"), (WIDE, "u4", "s8"), (WIDE, "s8", "u4")]
 KINDS += [
-    (DeepTile(1, 1), "u4", "u4"),
-    (DeepTile(1, 1), "s8", "u4"),
-    (DeepTile(1, 2), "s8", "s8"),
-    (DeepTile(1, 2), "u4", "s8"),
+    ((1, 1), "u4", "u4"),
+    ((1, 1), "s8", "u4"),
+    ((1, 2), "s8", "s8"),
+    ((1, 2), "u4", "s8"),
 ]
 
 
@@ -154,7 +165,9 @@ def test_codes(c, o, kernel, stride, size, added, tile, x, y):
         w2 = torch.randint(-128, 128, (o, added[0], 1, 1), dtype=torch.int8, device="cuda")
         second = SecondProduct(w2, 0.3 * layer(added[0], o, 1, 1, 0, x, y).s, x, (added[1], added[1]))
     conv = layer(c, o, kernel, stride, kernel // 2, x, y, y if added == "residual" else None, second=second)
-    prepared = PreparedDeep(conv, tile, torch.cuda.get_device_properties(0).multi_processor_count)
+    tile = deep_tile(conv.spec, *tile)
+    numbers = WgmmaPieces(x, y, tile.outputs, tile.step_bytes, taps_first=True).pack_layer(conv)
+    prepared = PreparedDeep(conv.spec, numbers, tile, torch.cuda.get_device_properties(0).multi_processor_count)
     codes = codes_of(x, size[0], c, *size[1:])
     packed = Nhwc64(x).pack(codes)
     shape = prepared.output_shape(tuple(packed.shape))
@@ -166,5 +179,5 @@ def test_codes(c, o, kernel, stride, size, added, tile, x, y):
     out = torch.full(shape, 0xA5, dtype=torch.uint8, device="cuda")
     prepared(packed, *given, out)
     assert torch.equal(Nhwc64(y).unpack(out, o), conv_reference(codes, conv, residual, other))
-    assert not Nhwc64(y).unpack(out, shape[3] * 8 // CODE_BITS[y])[:, o:].any(), "filled up with 0"
+    assert not Nhwc64(y).unpack(out, shape[3] * 8 // CODES[y].bits)[:, o:].any(), "filled up with 0"
     assert torch.equal(prepared(packed, *given), out)

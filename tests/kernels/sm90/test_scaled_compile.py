@@ -36,7 +36,7 @@ def compiled(scheme, m, n, k, dtype, x_scale, x_zero, function, tile):
     plan = plan_for_scaled(tile, shape, parsed, dtype, x_scale, x_zero, True, machine, function)
     codes = dtype == torch.int8
     call = scaled_call(scheme, m, n, k, x_scale=x_scale, x_zero=x_zero, bias=torch.float16, codes_of_y=codes)
-    return plan.config, compile_plan(plan, call, ("y", "partial"), 90)
+    return plan.config, compile_plan(plan, call, 90, ("y", "partial"))
 
 
 def product_name(scheme):

@@ -8,11 +8,12 @@ import torch
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.conv_reference import conv_reference, max_pool_reference
+from lowbit.kernels.reference.conv import conv_reference, max_pool_reference
 from lowbit.kernels.sm90.stem_pool import BLOCKS, PreparedStemPool, StemPool, stem_pool
 from lowbit.ops.conv import STEM_POOL, prepare_stem
 from lowbit.pack.nhwc64 import Nhwc64
 from lowbit.pack.stem import StemImages
+from lowbit.pack.stem_fragment import StemFragments
 from tests.kernels.sass import compile_kernel
 from tests.kernels.sm90.test_conv import codes_of, layer
 
@@ -54,7 +55,7 @@ def test_codes(y, sms):
         images = StemImages(channels, height, width, (kernel, kernel), (kernel // 2, kernel // 2))
         conv = layer(channels, outputs, kernel, 2, kernel // 2, "s8", y)
         codes = codes_of("s8", n, channels, height, width)
-        prepared = PreparedStemPool(conv, images, sms)
+        prepared = PreparedStemPool(conv.spec, StemFragments(images).pack_layer(conv), images, sms)
         x = images.pack(codes)
         out = torch.full(prepared.output_shape(tuple(x.shape)), 0xA5, dtype=torch.uint8, device="cuda")
         prepared(x, None, None, out)

@@ -8,16 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from lowbit.kernels.conv_reference import (
-    ConvLayer,
-    SecondProduct,
-    average_pool_reference,
-    conv_reference,
-    fma,
-    max_pool_reference,
-    quantize_reference,
-    requantize,
-)
+from lowbit.formats.conv import ConvLayer, SecondProduct, requantize
+from lowbit.kernels.reference.conv import average_pool_reference, conv_reference, fma, max_pool_reference, quantize_reference
 
 
 def nearest_float32(value: Fraction) -> np.float32:

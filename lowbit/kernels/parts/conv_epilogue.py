@@ -1,7 +1,7 @@
 """From the sums of a tile to memory, for the convolution kernels of sm_90: constants, residual codes, requantizing, stores.
 
-A thread holds, of each of its pixels, columns that are neighbouring channels (pack/conv_weight.py), so that words of codes are
-loaded and stored 8 or 16 bytes at a time without an exchange between threads. C is a WgmmaConv of sm90/conv.py.
+A thread holds, of each of its pixels, columns that are neighbouring channels (pack/conv_layout.py), so that words of codes are
+loaded and stored 8 or 16 bytes at a time without an exchange between threads. C is a WgmmaConv of parts/conv_tile.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def split_groups(tile, C: gl.constexpr):
     c2, c6 = gl.split(e1)
     c1, c5 = gl.split(o0)
     c3, c7 = gl.split(o1)
-    return (c0, c1, c2, c3, c4, c5, c6, c7)
+    return (c0, c1, c2, c3) + (c4, c5, c6, c7)
 
 
 @gluon.jit
@@ -46,7 +46,7 @@ def codes_at(base, first_pixel, first_unit, pixels, row_units, words: gl.constex
 
 @gluon.jit
 def constants(values, across, C: gl.constexpr):
-    """The constants [outputs] of a tile of outputs, loaded 16 bytes at a time; pack_lane_constants wrote them."""
+    """The constants [outputs] of a tile of outputs, loaded 16 bytes at a time; lane_constants wrote them."""
     return by_columns(gl.load(values + across * C.outputs + places_of_constants(C)), C)
 
 

@@ -3,7 +3,7 @@
 Reads   x [N, C, H, W] of any strides (so NCHW and NHWC alike), floats or integers; constants gain, shift [C] in float32
 Writes  packed codes of pack/nhwc64.py, those of pack/stem.py, or from packed codes y [N, C, H, W] of any strides
 Exact   code = clamp(rne(fma(float32(x), gain[c], shift[c]))); y = float32(code) * scale, rounded once more to y's type.
-        Rounding is adding 1.5 * 2^23. Tested: tests/kernels/test_relayout.py
+        Rounding is adding 1.5 * 2^23. Tested: tests/kernels/elementwise/test_relayout.py
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowbit.pack.nhwc64 import CHANNEL_BLOCK, CODE_RANGE, ActivationStorage, Nhwc64
+from lowbit.formats.conv import code_range
+from lowbit.pack.nhwc64 import CHANNEL_BLOCK, Nhwc64
 from lowbit.pack.stem import PIXEL_BYTES, StemImages
 
 PIXELS = 64
@@ -98,13 +99,13 @@ def unpack_kernel(
     tl.store(at, values, mask=(channel < channels) & (pixel < pixels))
 
 
-def pack(x: Tensor, gain: Tensor, shift: Tensor, storage: ActivationStorage, out: Tensor | None = None) -> Tensor:
+def pack(x: Tensor, gain: Tensor, shift: Tensor, storage: str, out: Tensor | None = None) -> Tensor:
     """Packed codes uint8 [N, H, W, bytes] of x [N, C, H, W]; gain and shift are float32 [C]; `out` is written if given."""
     n, channels, height, width = x.shape
     shape = Nhwc64(storage).shape((n, channels, height, width))
     y = torch.empty(shape, dtype=torch.uint8, device=x.device) if out is None else out
     images, pixels, strides, x = _planes(x)
-    low, high = CODE_RANGE[storage]
+    low, high = code_range(storage)
     grid = (triton.cdiv(pixels, PIXELS), triton.cdiv(channels, CHANNEL_BLOCK), images)
     pack_kernel[grid](y, x, gain, shift, channels, pixels, shape[3], *strides, float(low), float(high), storage == "u4", PIXELS)
     return y
@@ -123,7 +124,7 @@ def pack_stem(x: Tensor, gain: Tensor, shift: Tensor, images: StemImages, out: T
     return y
 
 
-def unpack(x: Tensor, storage: ActivationStorage, scale: float, out: Tensor) -> Tensor:
+def unpack(x: Tensor, storage: str, scale: float, out: Tensor) -> Tensor:
     """Writes values [N, C, H, W] of packed codes uint8 [N, H, W, bytes] to `out`, of any strides; codes, if it has integers."""
     images, pixels, strides, planes = _planes(out)
     if planes is not out:

@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from lowbit.kernels.conv_reference import CODE_RANGE, SumLayer, requantize, sum_reference
+from lowbit.formats.conv import SumSpec, code_range, requantize
+from lowbit.kernels.reference.conv import sum_reference
 from lowbit.ops.code_sum import sum_codes
 from lowbit.pack.nhwc64 import Nhwc64
 from tests.kernels.sass import compile_triton
@@ -22,7 +23,7 @@ CASES = [
 def made(x, other, y, relu):
     """Steps of 0.3 and 0.5 to steps of 0.4."""
     s, b, g = requantize(torch.tensor([0.3]), None, 1.0, 0.4, y, None if other is None else 0.5)
-    return SumLayer(x, y, float(s), float(b), relu, other, g)
+    return SumSpec(x, y, float(s), float(b), relu, other, g)
 
 
 def test_sums_by_hand():
@@ -37,13 +38,13 @@ def test_sums_by_hand():
     with pytest.raises(ValueError, match="one"):
         sum_reference(x, made("s8", None, "u4", True), other)
     with pytest.raises(ValueError, match="stored as s8"):
-        SumLayer("s8", "u4", 1.0, 0.0, relu=False)
+        SumSpec("s8", "u4", 1.0, 0.0, relu=False)
     with pytest.raises(ValueError, match="got s8, f32"):
-        SumLayer("s8", "f32", 1.0, 0.0)
+        SumSpec("s8", "f32", 1.0, 0.0)
 
 
 def codes_of(storage, device, channels=100):
-    low, high = CODE_RANGE[storage]
+    low, high = code_range(storage)
     return torch.randint(low, high + 1, (3, channels, 7, 5), dtype=torch.int32, device=device)
 
 
@@ -87,7 +88,7 @@ def test_tensors_of_another_shape_are_refused():
     ("x_four", "other", "y_four"), [(True, 4, True), (False, 4, True), (False, 8, False), (False, 0, True)]
 )
 def test_every_thread_moves_8_or_16_bytes_at_a_time(x_four, other, y_four):
-    from lowbit.kernels.code_sum import BLOCK, sum_kernel
+    from lowbit.kernels.elementwise.add import BLOCK, sum_kernel
 
     constants = dict(X_FOUR=x_four, OTHER=other, Y_FOUR=y_four, LOW=0.0, BLOCK=BLOCK)
     signature = {"y": "*u8", "x": "*u8", "other": "*u8", "s": "fp32", "b": "fp32", "g": "fp32", "total": "i32"}

@@ -7,8 +7,9 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
-from lowbit.kernels.conv_reference import CODE_RANGE, quantize_reference
-from lowbit.kernels.relayout import _planes, pack, pack_kernel, pack_stem, stem_kernel, unpack, unpack_kernel
+from lowbit.formats.conv import code_range
+from lowbit.kernels.elementwise.relayout import _planes, pack, pack_kernel, pack_stem, stem_kernel, unpack, unpack_kernel
+from lowbit.kernels.reference.conv import quantize_reference
 from lowbit.pack.nhwc64 import Nhwc64
 from lowbit.pack.stem import StemImages
 from tests.kernels.sass import compile_triton
@@ -102,7 +103,7 @@ def test_packing_a_stem(dtype, nhwc, channels, size, kernel, padding):
 @pytest.mark.parametrize("shape", [(3, 100, 15, 14), (5, 70, 1, 1)])
 def test_unpacking(storage, dtype, nhwc, shape):
     torch.manual_seed(0)
-    low, high = CODE_RANGE[storage]
+    low, high = code_range(storage)
     codes = torch.randint(low, high + 1, shape, dtype=torch.int32, device="cuda")
     format_ = torch.channels_last if nhwc else torch.contiguous_format
     out = torch.full(shape, 77, dtype=dtype, device="cuda").contiguous(memory_format=format_)

@@ -1,8 +1,8 @@
 """y = requantize(x * s + b + other * g) on packed NHWC codes of 4 or 8 bits: sums and ReLUs that no convolution has inside.
 
 Computes codes two by two, as a byte of 4-bit codes has them: channels 2 i and 2 i + 1, whatever the storages. Plain Triton
-Exact   every fma rounds once, rounding is adding 1.5 * 2^23: `SumLayer` of kernels/conv_reference.py, bit for bit.
-        Tested: tests/kernels/test_code_sum.py
+Exact   every fma rounds once, rounding is adding 1.5 * 2^23: `SumSpec` of formats/conv.py, bit for bit.
+        Tested: tests/kernels/elementwise/test_add.py
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowbit.kernels.conv_reference import SumLayer
-from lowbit.pack.nhwc64 import CODE_BITS
+from lowbit.formats.conv import CODES, SumSpec
 
 BLOCK = 1024
 """Pairs of codes of a block: 16 bytes a thread where they have 8 bits."""
@@ -61,11 +60,11 @@ def sum_kernel(
         tl.store(y.to(tl.pointer_type(tl.int16)) + i, ((low & 255) | (high << 8)).to(tl.int16), mask=i < total)
 
 
-def add_codes(x: Tensor, layer: SumLayer, other: Tensor | None, out: Tensor) -> Tensor:
+def add_codes(x: Tensor, layer: SumSpec, other: Tensor | None, out: Tensor) -> Tensor:
     """Writes the sum of packed codes uint8 [N, H, W, bytes] to `out` [N, H, W, bytes of its storage], on their device."""
-    total = x.numel() * (8 // CODE_BITS[layer.x]) // 2  # type: ignore[index]
+    total = x.numel() * (8 // CODES[layer.x].bits) // 2
     low = 0.0 if layer.relu else -128.0
-    bits = 0 if layer.other is None else CODE_BITS[layer.other]  # type: ignore[index]
+    bits = 0 if layer.other is None else CODES[layer.other].bits
     with torch.cuda.device_of(x):
         sum_kernel[(triton.cdiv(total, BLOCK),)](
             out, x, x if other is None else other, layer.s, layer.b, layer.g, total, layer.x == "u4", bits, layer.y == "u4",

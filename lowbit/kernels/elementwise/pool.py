@@ -4,7 +4,7 @@ Codes of 4 bits are compared 4 at a time: with the high bit of a byte set, the d
 first is not smaller; prmt makes a mask of it. Codes of 8 bits become unsigned by a flip of their sign and are compared in
 halves of 16 bits alike.
 Exact: maxima are codes; means are float32(sum) * float32(scale / pixels), codes of means those of `quantize_reference`.
-Tested: tests/kernels/test_pool.py
+Tested: tests/kernels/elementwise/test_pool.py
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowbit.kernels.conv_reference import output_size
-from lowbit.pack.nhwc64 import ActivationStorage
+from lowbit.formats.conv import output_size
 
 BLOCK = 128
 """Pieces of 16 bytes of a block of the maxima."""
@@ -125,7 +124,7 @@ def average_pool_kernel(
 
 
 def max_pool(
-    x: Tensor, storage: ActivationStorage, window: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int],
+    x: Tensor, storage: str, window: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int],
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Largest codes of packed codes uint8 [N, H, W, bytes], packed, on the device of x; `out` is written if given."""
@@ -141,7 +140,7 @@ def max_pool(
 
 
 def average_pool(
-    x: Tensor, storage: ActivationStorage, channels: int, scale: float, dtype: torch.dtype = torch.float32,
+    x: Tensor, storage: str, channels: int, scale: float, dtype: torch.dtype = torch.float32,
     out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Mean values [N, channels] of packed codes uint8 [N, H, W, bytes] with this scale, rounded to `dtype` at the end."""
@@ -149,12 +148,12 @@ def average_pool(
     return _average(x, storage, scale, 0.0, channels, y)
 
 
-def average_codes(x: Tensor, storage: ActivationStorage, scale: float, gain: float, out: Tensor) -> Tensor:
+def average_codes(x: Tensor, storage: str, scale: float, gain: float, out: Tensor) -> Tensor:
     """Writes s8 codes clamp(rne(fma(mean, gain, 0))) of the means of all channels to `out`, packed uint8 [N, 1, 1, bytes]."""
     return _average(x, storage, scale, gain, out.shape[3], out)
 
 
-def _average(x: Tensor, storage: ActivationStorage, scale: float, gain: float, channels: int, y: Tensor) -> Tensor:
+def _average(x: Tensor, storage: str, scale: float, gain: float, channels: int, y: Tensor) -> Tensor:
     n, height, width, pixel = x.shape
     factor = torch.tensor(scale / (height * width), dtype=torch.float32).item()
     average_pool_kernel[(n, triton.cdiv(pixel, MEAN_BLOCK))](

@@ -7,8 +7,9 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
-from lowbit.kernels.conv_reference import CODE_RANGE, average_pool_reference, max_pool_reference, quantize_reference
-from lowbit.kernels.pool import average_codes, average_pool, average_pool_kernel, max_pool, max_pool_kernel
+from lowbit.formats.conv import code_range
+from lowbit.kernels.elementwise.pool import average_codes, average_pool, average_pool_kernel, max_pool, max_pool_kernel
+from lowbit.kernels.reference.conv import average_pool_reference, max_pool_reference, quantize_reference
 from lowbit.pack.nhwc64 import Nhwc64
 from tests.kernels.sass import compile_triton
 
@@ -41,7 +42,7 @@ def test_means_compile(four, codes):
 @pytest.mark.parametrize(("window", "stride", "padding"), [(3, 2, 1), (2, 2, 0), (1, 1, 0), (5, 1, 2)])
 def test_pools(storage, window, stride, padding):
     torch.manual_seed(0)
-    low, high = CODE_RANGE[storage]
+    low, high = code_range(storage)
     codes = torch.randint(low, high + 1, (3, 100, 15, 14), dtype=torch.int32, device="cuda")
     layout, pair = Nhwc64(storage), ((window, window), (stride, stride), (padding, padding))
     pooled = max_pool(layout.pack(codes), storage, *pair)

@@ -1,0 +1,260 @@
+"""What a convolution of codes is: how its numbers are stored, its windows, and exactly what it computes.
+
+Activations are codes in NCHW: "u4" holds 0..15 and "s8" holds -128..127; the value of a code is code * scale, and there is no
+zero point anywhere, so that padding is code 0. Weights are "s8", or "s4" where all of them lie in -8..7.
+
+    t = fma(float32(sum), s[o], b[o])            sum: exact, int32
+    t = fma(float32(residual code), g, t)        conv + add, or fma(float32(second sum), s2[o], t) with a second product
+    s8:  clamp(rne(t), 0 with ReLU else -128, 127)
+    u4:  clamp(rne(t), 0, 255) >> 4              s, b, g (and s2) hold 16 times the scale, b another 7.5: see `requantize`
+    f16, f32:  t, max(t, 0) with ReLU            s, b, g give the value itself
+
+Every fma is float32 and rounds once. Source of the u4 rounding: bits 4 to 7 of a byte that has been rounded and saturated are
+floor(v + 0.5) saturated to 0..15, so ReLU, clamping and rounding come with one conversion instruction.
+`kernels/reference/conv.py` computes it in plain torch, the kernels of sm_80 and sm_90 the same codes bit for bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowbit.formats.number import IntFormat, int_format, uint_format
+
+CODES: dict[str, IntFormat] = {"u4": uint_format(4), "s4": int_format(4), "s8": int_format(8)}
+"""The number formats of stored codes, by the names that PTX has for them; in memory they are two's complement."""
+
+FLOATS: dict[str, torch.dtype] = {"f16": torch.float16, "f32": torch.float32}
+"""What a convolution also writes: values."""
+
+ACTIVATIONS = ("u4", "s8")
+"""The codes that a convolution reads and writes."""
+
+STORAGES = (*ACTIVATIONS, *FLOATS)
+"""How a value may be stored."""
+
+U4_STEPS = 16.0
+"""Steps of the byte from which a u4 code is cut for one step of the code."""
+
+Pair = tuple[int, int]
+
+
+def code_range(storage: str) -> tuple[int, int]:
+    """Smallest and largest code: (0, 15) of u4."""
+    return int(CODES[storage].min), int(CODES[storage].max)
+
+
+def stored_dtype(storage: str) -> torch.dtype:
+    """What a stored value is a tensor of: packed codes are bytes."""
+    return FLOATS.get(storage, torch.uint8)
+
+
+def weight_storage(codes: Tensor) -> str:
+    """ "s4" if all codes lie in -8 to 7, else "s8"."""
+    low, high = code_range("s4")
+    return "s4" if codes.numel() == 0 or (int(codes.min()) >= low and int(codes.max()) <= high) else "s8"
+
+
+@dataclass(frozen=True)
+class ProductSpec:
+    """What one product of a convolution is: storages of its input and weights, channels, and its windows (down, across)."""
+
+    x: str
+    w: str
+    channels: int
+    kernel: Pair
+    stride: Pair
+    padding: Pair
+
+    @property
+    def taps(self) -> int:
+        return self.kernel[0] * self.kernel[1]
+
+    @property
+    def keeps_size(self) -> bool:
+        """Whether the windows are square and the output is as large as the input."""
+        half = self.kernel[0] // 2
+        return self.kernel == (2 * half + 1,) * 2 and self.stride == (1, 1) and self.padding == (half, half)
+
+    def output_size(self, height: int, width: int) -> Pair:
+        """Height and width of the output for an input of this height and width."""
+        return output_size((height, width), self.kernel, self.stride, self.padding)
+
+
+@dataclass(frozen=True)
+class ConvSpec(ProductSpec):
+    """What a convolution is apart from its numbers: what a kernel is chosen by. `residual` is the storage of what is added.
+
+    Groups and dilation are 1.
+    """
+
+    outputs: int
+    y: str
+    relu: bool
+    residual: str | None = None
+    second: ProductSpec | None = None
+
+    @property
+    def products(self) -> tuple[ProductSpec, ...]:
+        """The first product and, where there is one, the second."""
+        return (self,) if self.second is None else (self, self.second)
+
+    def __str__(self) -> str:
+        kernel = "x".join(map(str, self.kernel)) + (f"/{self.stride[0]}" if max(self.stride) > 1 else "")
+        added = "" if self.residual is None else f" + {self.residual}"
+        if self.second is not None:
+            added = f" + {self.second.x} x {self.second.w} shortcut"
+        return f"{self.channels} > {self.outputs} {kernel}, {self.x} x {self.w}{added} > {self.y}"
+
+
+@dataclass(frozen=True, eq=False)
+class SecondProduct:
+    """A convolution of another input, added before requantizing: the downsample branch folded into the last convolution.
+
+    weight int8 [O, C2, R, S]; s float32 [O] multiplies its sum; `x` is the storage of its input.
+    """
+
+    weight: Tensor
+    s: Tensor
+    x: str
+    stride: Pair = (1, 1)
+    padding: Pair = (0, 0)
+
+    def __post_init__(self) -> None:
+        _check_product("the second product", self.weight, self.s, self.x, self.stride, self.padding)
+
+    def to(self, device: torch.device | str) -> SecondProduct:
+        """The same product with its tensors on `device`."""
+        return SecondProduct(self.weight.to(device), self.s.to(device), self.x, self.stride, self.padding)
+
+
+@dataclass(frozen=True, eq=False)
+class ConvLayer:
+    """One lowered convolution: weight int8 [O, C, R, S]; s, b float32 [O]; groups 1, dilation 1. `spec` is it without numbers.
+
+    `x`, `y` and `residual` are storages; `residual` is None where nothing is added, and `g` is what its codes count. At most
+    one of `residual` and `second` is given. `name` is for tables. Raises ValueError for anything that is not so.
+    """
+
+    weight: Tensor
+    s: Tensor
+    b: Tensor
+    x: str
+    y: str
+    stride: Pair = (1, 1)
+    padding: Pair = (0, 0)
+    relu: bool = True
+    residual: str | None = None
+    g: float = 0.0
+    second: SecondProduct | None = None
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        _check_product(f"convolution {self.name!r}", self.weight, self.s, self.x, self.stride, self.padding)
+        outputs = self.weight.shape[0]
+        if self.b.dtype != torch.float32 or self.b.shape != (outputs,):
+            raise ValueError(f"b is float32 [{outputs}], got {self.b.dtype} {list(self.b.shape)}")
+        if self.y not in STORAGES:
+            raise ValueError(f"the output is stored as one of {', '.join(STORAGES)}, got {self.y!r}")
+        if self.y == "u4" and not self.relu:
+            raise ValueError("u4 holds no negative values: an output without ReLU is stored as s8, f16 or f32")
+        if self.residual is not None and self.residual not in ACTIVATIONS:
+            raise ValueError(f"a residual is stored as one of {', '.join(ACTIVATIONS)}, got {self.residual!r}")
+        if self.residual is not None and self.second is not None:
+            raise ValueError("a convolution adds a residual or a second product, not both")
+        if self.second is not None and self.second.weight.shape[0] != outputs:
+            raise ValueError(f"both products have {outputs} outputs, the second has {self.second.weight.shape[0]}")
+
+    @functools.cached_property
+    def spec(self) -> ConvSpec:
+        """What the layer is apart from its numbers."""
+        second = None if self.second is None else ProductSpec(*_product(self.second))
+        outputs = int(self.weight.shape[0])
+        return ConvSpec(*_product(self), outputs, self.y, self.relu, self.residual, second)
+
+    @property
+    def kernel(self) -> Pair:
+        return int(self.weight.shape[2]), int(self.weight.shape[3])
+
+    def output_size(self, height: int, width: int) -> Pair:
+        """Height and width of the output for an input of this height and width."""
+        return output_size((height, width), self.kernel, self.stride, self.padding)
+
+    def to(self, device: torch.device | str) -> ConvLayer:
+        """The same layer with its tensors on `device`."""
+        return ConvLayer(
+            self.weight.to(device), self.s.to(device), self.b.to(device), self.x, self.y, self.stride, self.padding, self.relu,
+            self.residual, self.g, None if self.second is None else self.second.to(device), self.name,
+        )  # fmt: skip
+
+
+def _product(layer: ConvLayer | SecondProduct) -> tuple[str, str, int, Pair, Pair, Pair]:
+    """The fields of a `ProductSpec`."""
+    _, channels, *kernel = layer.weight.shape
+    return layer.x, weight_storage(layer.weight), channels, (kernel[0], kernel[1]), layer.stride, layer.padding
+
+
+@dataclass(frozen=True)
+class SumSpec:
+    """A sum of codes, or one value's ReLU or other scale, that no convolution has inside: what `ConvLayer` says of its sums
+    and residuals, of codes and scalars.
+
+        t = fma(float32(x code), s, b), then fma(float32(other code), g, t) with another value; y from t as everywhere
+
+    `x`, `y` and `other` are u4 or s8; s, b and g come from `requantize`. Raises ValueError for anything that is not so.
+    """
+
+    x: str
+    y: str
+    s: float
+    b: float
+    relu: bool = True
+    other: str | None = None
+    g: float = 0.0
+
+    def __post_init__(self) -> None:
+        stored = [name for name in (self.x, self.y, self.other) if name is not None]
+        if any(name not in ACTIVATIONS for name in stored):
+            raise ValueError(f"sums are of codes, {' or '.join(ACTIVATIONS)}, got {', '.join(map(str, stored))}")
+        if self.y == "u4" and not self.relu:
+            raise ValueError("u4 holds no negative values: a sum without ReLU is stored as s8")
+
+
+def output_size(size: Pair, kernel: Pair, stride: Pair, padding: Pair) -> Pair:
+    """Height and width that a window of `kernel` leaves of `size`; raises ValueError where nothing is left."""
+    out = tuple((size[i] + 2 * padding[i] - kernel[i]) // stride[i] + 1 for i in (0, 1))
+    if min(out) < 1:
+        raise ValueError(f"a window of {kernel} with padding {padding} does not fit into {size[0]} x {size[1]} pixels")
+    return out[0], out[1]
+
+
+def requantize(
+    weight_scale: Tensor, bias: Tensor | None, x_scale: float, y_scale: float, y: str, residual_scale: float | None = None
+) -> tuple[Tensor, Tensor, float]:
+    """(s, b, g) of a `ConvLayer` from real scales, rounded to float32 once: value = code * scale everywhere.
+
+    weight_scale [O] per output channel, bias [O] or None, x_scale, y_scale and residual_scale per tensor; y_scale is 1 for f16
+    and f32, whose output is the value itself. The weight scale of a second product gives its s in the same way.
+    """
+    steps = U4_STEPS if y == "u4" else 1.0
+    s = weight_scale.double() * (x_scale * steps / y_scale)
+    b = torch.zeros_like(s) if bias is None else bias.double() * (steps / y_scale)
+    if y == "u4":
+        b = b + (U4_STEPS - 1) / 2
+    g = 0.0 if residual_scale is None else residual_scale * steps / y_scale
+    return s.float(), b.float(), float(torch.tensor(g, dtype=torch.float32))
+
+
+def _check_product(what: str, weight: Tensor, s: Tensor, x: str, stride: Pair, padding: Pair) -> None:
+    if weight.dtype != torch.int8 or weight.dim() != 4:
+        raise ValueError(f"{what}: weights are int8 [O, C, R, S], got {weight.dtype} {list(weight.shape)}")
+    if s.dtype != torch.float32 or s.shape != weight.shape[:1]:
+        raise ValueError(f"{what}: s is float32 [{weight.shape[0]}], got {s.dtype} {list(s.shape)}")
+    if x not in ACTIVATIONS:
+        raise ValueError(f"{what}: its input is stored as one of {', '.join(ACTIVATIONS)}, got {x!r}")
+    if min(stride) < 1 or min(padding) < 0 or any(math.floor(v) != v for v in (*stride, *padding)):
+        raise ValueError(f"{what}: strides are 1 or more and paddings 0 or more, got {stride} and {padding}")

@@ -1,0 +1,472 @@
+"""Which kernel and which tile convolve a layer: candidates, why some cannot, what each would cost, the choice.
+
+Pure functions of a spec, a size and a machine, without Triton: a laptop can say what a server would do and why. Where several
+kernels can, the order in which they were measured decides (H200, 2026-11-21, ResNet-50; docs/log.md); of one kernel's tiles the
+cheapest. Costs are turns: 64 pixels x 128 outputs that the busiest SM multiplies one after another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from lowbit.formats.conv import ACTIVATIONS, CODES, ConvSpec, ProductSpec
+from lowbit.hardware.arch import arch_for
+from lowbit.hardware.machine import Machine
+from lowbit.pack.conv_block import CHANNELS, EXPANDED, PIECE
+from lowbit.pack.conv_fragment import MmaFragments, fragment_bits
+from lowbit.pack.conv_layout import ConvLayout
+from lowbit.pack.conv_weight import WgmmaPieces, planes
+from lowbit.pack.nhwc64 import Nhwc64, padded_channels
+from lowbit.pack.stem import StemImages
+from lowbit.pack.stem_fragment import StemFragments
+
+UNIT = 1024
+"""Bytes; parts of shared memory start at multiples of it."""
+
+BLOCK_BYTES = 1024
+"""Shared memory of each block that the system uses."""
+
+MOST_ROWS = 256
+"""Rows of a strip that one copy brings."""
+
+STRIPS = 2
+"""Strips of a block: one is read, one is filled."""
+
+MOST_WIDTH = 63
+"""Pixels of a row of a block: what the windows of 128 pixels reach over is copied at once, 256 pixels at most."""
+
+FOLLOWING = (64, 128)
+"""Outputs that the first convolution of the next block may have in the kernel for blocks."""
+
+NARROW_COST = 1.2
+"""Time of 64 pixels of a tile of 64 against that of a third of a tile of 192 (H200, 2026-11-21, ResNet-50, batch 32)."""
+
+DEEP_OUTPUTS = 128
+"""Of a tile of the kernel for many channels."""
+
+DEEP_UNITS = 227
+"""KiB of shared memory that its blocks of an SM may have."""
+
+TAIL_UNITS = 2
+"""KiB of it for barriers and constants."""
+
+RESIDUAL_STAGES = 3
+"""Tiles of residual codes under way."""
+
+MOST_X_STAGES = 8
+"""Of them there is no use for more."""
+
+WARPGROUPS = 4
+"""Of an SM that runs blocks: what registers allow; in two thread blocks where they fit, else in one."""
+
+Size = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class ConvTile:
+    """What only speed depends on: pixels / 64 and channels of a tile, bytes of a step, stages, thread blocks that share an SM.
+
+    `stages` is 0 where the kernel takes as many as its shared memory holds.
+    """
+
+    warpgroups: int
+    outputs: int
+    step_bytes: int
+    stages: int
+    blocks: int
+
+    @property
+    def pixels(self) -> int:
+        return 64 * self.warpgroups
+
+    def __str__(self) -> str:
+        stages = f", {self.stages} stages" if self.stages else ""
+        tile = f"{self.pixels} pixels x {self.outputs} outputs"
+        return f"{tile}, steps of {self.step_bytes} bytes{stages}, {_blocks(self.blocks)}"
+
+    def turns(self, pixels: int, outputs: int, machine: Machine) -> float:
+        """64 pixels x 128 outputs that the busiest SM multiplies one after another."""
+        tiles = -(-pixels // self.pixels) * -(-padded_channels(outputs) // self.outputs)
+        return self.warpgroups * self.outputs / 128 * -(-tiles // machine.sm_count)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A kernel and a tile: reasons against the layer (empty: it can), its cost in turns, why it stands where it does.
+
+    `kernel` is its file below lowbit/kernels/, and `layout` how it reads the weights.
+    """
+
+    kernel: str
+    tile: ConvTile | None
+    layout: ConvLayout | None
+    reasons: tuple[str, ...]
+    turns: float
+    why: str
+
+    def __str__(self) -> str:
+        tile = "" if self.tile is None else f" {self.tile}"
+        cost = f", {self.turns:g} turns" if self.turns else ""
+        return f"{self.kernel}{tile}{cost}: {'; '.join(self.reasons) or self.why}"
+
+
+STEM_TILE = ConvTile(2, 64, 64, 4, 3)
+"""The tile of a stem; its steps are rows of the window."""
+
+
+def conv_candidates(
+    spec: ConvSpec, size: Size, machine: Machine | None, images: StemImages | None = None, pooled: bool = False
+) -> list[Candidate]:
+    """Every kernel and tile considered for inputs of `size` (images, height, width), the best first, those that cannot last.
+
+    `machine` is None for a CPU. With `images` the layer is a stem, with `pooled` the max-pool behind it is inside.
+    """
+    if machine is None:
+        return [Candidate("reference/conv", None, None, (), 0.0, "no GPU: computed in plain torch, exact and slow")]
+    height, width = spec.output_size(*size[1:]) if images is None else images.output
+    pixels = size[0] * height * width
+    refused = features_refusals(spec, machine.arch.features)
+    if "wgmma" not in machine.arch.features:
+        rows = [_mma_candidate(spec, pixels, machine, images)]
+    elif images is not None:
+        rows = _stem_candidates(spec, pixels, machine, images)
+    else:
+        rows = [_strip_candidate(spec, size, pixels, machine), *_deep_candidates(spec, pixels, machine)]
+        rows.append(_window_candidate(spec, pixels, machine))
+    if pooled:
+        rows = [row if row.kernel == "sm90/stem_pool" else _refused(row, "it has no max-pool inside") for row in rows]
+    else:
+        rows = [_refused(row, "no max-pool follows") if row.kernel == "sm90/stem_pool" else row for row in rows]
+    rows = [dataclasses.replace(row, reasons=(*refused, *row.reasons)) for row in rows]
+    return sorted(rows, key=lambda row: bool(row.reasons))  # keeps their order
+
+
+def choose_conv(
+    spec: ConvSpec, size: Size, machine: Machine | None, images: StemImages | None = None, pooled: bool = False
+) -> Candidate:
+    """The kernel and tile for a layer; raises ValueError with every kernel's reasons where none can."""
+    rows = conv_candidates(spec, size, machine, images, pooled)
+    if rows[0].reasons:
+        raise ValueError(f"no kernel convolves {spec}: {'; '.join(map(str, rows))}")
+    return rows[0]
+
+
+def explain_conv(
+    spec: ConvSpec, size: Size, machine: Machine | None, images: StemImages | None = None, pooled: bool = False
+) -> list[str]:
+    """Every candidate, a line each: what it would take, why it was chosen or why it was not."""
+    rows = conv_candidates(spec, size, machine, images, pooled)
+    return [f"{'runs' if row is rows[0] and not row.reasons else 'cannot' if row.reasons else 'could'}: {row}" for row in rows]
+
+
+def features_refusals(spec: ConvSpec, features: frozenset[str]) -> tuple[str, ...]:
+    """Why no kernel of a GPU with these features can run a layer; empty if some may."""
+    reasons = []
+    if spec.y not in ACTIVATIONS and (spec.residual is not None or spec.second is not None):
+        reasons.append(f"an output in {spec.y} is written without a residual or second product")
+    if "wgmma" in features and max(spec.stride) > 8:
+        reasons.append(f"strides are 8 at most, got {spec.stride}")
+    reach = max(*spec.padding, *(k - 1 - p for k, p in zip(spec.kernel, spec.padding, strict=True)))
+    if "wgmma" in features and reach > 127:
+        reasons.append(f"windows reach 127 pixels beyond the image at most, got {spec.kernel} with padding {spec.padding}")
+    return tuple(reasons)
+
+
+def _blocks(count: int) -> str:
+    return f"{count} block{'s' if count > 1 else ''} an SM"
+
+
+def _refused(row: Candidate, reason: str) -> Candidate:
+    return dataclasses.replace(row, reasons=(*row.reasons, reason))
+
+
+def _mma_candidate(spec: ConvSpec, pixels: int, machine: Machine, images: StemImages | None) -> Candidate:
+    """The one tile of sm80/conv.py; products of 4-bit codes and weights by the INT4 tensor cores where there are some."""
+    int4 = "mma_s4" in machine.arch.features
+    layout = MmaFragments(spec.x, fragment_bits(spec, int4), spec.y, int4, images)
+    tile = ConvTile(2, 64, 32, 0, 4)
+    kinds = [fragment_bits(product, int4) for product in spec.products]
+    why = " and ".join("m16n8k64 on INT4 tensor cores" if bits == 4 else "m16n8k32 in int8" for bits in dict.fromkeys(kinds))
+    return Candidate("sm80/conv", tile, layout, (), tile.turns(pixels, spec.outputs, machine), f"no wgmma; {why}")
+
+
+def _stem_candidates(spec: ConvSpec, pixels: int, machine: Machine, images: StemImages) -> list[Candidate]:
+    codes = () if spec.y in ACTIVATIONS else (f"its output is stored as {spec.y}, not as codes",)
+    pooling = Candidate("sm90/stem_pool", None, StemFragments(images), codes, 0.0, "its max-pool runs inside")
+    layout = WgmmaPieces(spec.x, spec.y, STEM_TILE.outputs, STEM_TILE.step_bytes, images=images)
+    turns = STEM_TILE.turns(pixels, spec.outputs, machine)
+    return [pooling, Candidate("sm90/conv", STEM_TILE, layout, (), turns, "rows of 4 packed pixels at a time")]
+
+
+def strip_rows(pixels: int, width: int, kernel: int, step_bytes: int) -> int:
+    """Rows of a strip: the pixels of a tile and what its windows reach over; a block of rows is a multiple of 1 KiB."""
+    rows, unit = pixels + kernel // 2 * 2 * (width + 1), UNIT // step_bytes
+    return -(-rows // unit) * unit
+
+
+def _strip_candidate(spec: ConvSpec, size: Size, pixels: int, machine: Machine) -> Candidate:
+    """64 channels in and out, the size kept: pixels are copied once a tile, weights once a block.
+
+    Layers of whole 128 channels are those of sm90/conv_deep.py, which has strips of its own.
+    """
+    step_bytes = Nhwc64(spec.x).pixel_bytes(CHANNELS)
+    tile = ConvTile(2, 64, step_bytes, spec.taps, 2)
+    reasons = list(strip_refusals(spec, tile, size[2], machine))
+    channels = (padded_channels(spec.channels), padded_channels(spec.outputs))
+    if channels != (64, 64):
+        reasons.append(f"{channels[0]} channels and {channels[1]} outputs, not 64")
+    if spec.kernel not in ((3, 3), (5, 5)):
+        reasons.append(f"a window of {spec.kernel}, not 3 x 3 or 5 x 5")
+    layout = WgmmaPieces(spec.x, spec.y, tile.outputs, tile.step_bytes)
+    turns = tile.turns(pixels, spec.outputs, machine)
+    why = "pixels copied once a tile, weights once a block: measured first"
+    return Candidate("sm90/conv_strip", tile, layout, tuple(reasons), turns, why)
+
+
+def strip_refusals(spec: ConvSpec, tile: ConvTile, width: int, machine: Machine) -> tuple[str, ...]:
+    """Why sm90/conv_strip.py cannot run a layer with a tile on images so wide; empty if it can."""
+    reasons = []
+    if not spec.keeps_size or spec.second is not None:
+        reasons.append("its output is not as large as its input, or it has a second product")
+    if spec.y not in ACTIVATIONS:
+        reasons.append(f"its output is stored as {spec.y}, not as codes")
+    rows = strip_rows(tile.pixels, width, spec.kernel[0], tile.step_bytes)
+    block_bytes = STRIPS * rows * tile.step_bytes + spec.taps * 64 * 64 + 2 * UNIT
+    if rows > MOST_ROWS:
+        reasons.append(f"a strip of images {width} pixels wide has {rows} pixels, at most {MOST_ROWS} are copied at once")
+    elif tile.blocks * block_bytes > machine.arch.shared_per_sm_bytes:
+        reasons.append(f"{tile.blocks} blocks of {block_bytes:,} bytes of shared memory do not fit an SM")
+    return tuple(reasons)
+
+
+def deep_refusals(spec: ConvSpec) -> tuple[str, ...]:
+    """Why sm90/conv_deep.py cannot run a layer; empty if it can."""
+    reasons = []
+    outputs, channels = padded_channels(spec.outputs), padded_channels(spec.channels)
+    if outputs % 128 or channels % 128:
+        reasons.append(f"{channels} channels and {outputs} outputs are not both multiples of 128")
+    if spec.residual not in (None, spec.y):
+        reasons.append(f"its residual is stored as {spec.residual}, its output as {spec.y}")
+    if spec.y not in ACTIVATIONS:
+        reasons.append(f"its output is stored as {spec.y}, not as codes")
+    if spec.second is not None and (spec.second.x != spec.x or padded_channels(spec.second.channels) % 128):
+        reasons.append("its second product reads another storage, or channels that are no multiple of 128")
+    return tuple(reasons)
+
+
+def deep_tile(spec: ConvSpec, multipliers: int, blocks: int) -> ConvTile:
+    """A tile of sm90/conv_deep.py: warpgroups of 64 pixels that multiply (1 or 3), thread blocks that share an SM."""
+    return ConvTile(multipliers, DEEP_OUTPUTS, 16 * CODES[spec.x].bits, 0, blocks)
+
+
+def _deep_candidates(spec: ConvSpec, pixels: int, machine: Machine) -> list[Candidate]:
+    """Both tiles, first the one with which the busiest SM has less to do.
+
+    H200, 2026-11-21, ResNet-50: small tiles win at batches 1 and 8 and in the last stages up to batch 64, large ones else; the
+    better one wins over the tiles of sm90/conv.py in nearly every layer.
+    """
+    across = -(-padded_channels(spec.outputs) // DEEP_OUTPUTS)
+    tiles = -(-pixels // 64) * across
+    wide, narrow = deep_tile(spec, 3, 1), deep_tile(spec, 1, 1 if tiles <= machine.sm_count else 2)
+    layout = WgmmaPieces(spec.x, spec.y, DEEP_OUTPUTS, wide.step_bytes, taps_first=True)
+    why, reasons = "whole 128 channels: warpgroups share the weights of a step", deep_refusals(spec)
+    costs = [(wide, wide.turns(pixels, spec.outputs, machine))]
+    costs.append((narrow, NARROW_COST * narrow.turns(pixels, spec.outputs, machine)))
+    rows = [Candidate("sm90/conv_deep", tile, layout, reasons, turns, why) for tile, turns in costs]
+    return sorted(rows, key=lambda row: row.turns)
+
+
+def _window_candidate(spec: ConvSpec, pixels: int, machine: Machine) -> Candidate:
+    tile = window_tile(spec, pixels)
+    layout = WgmmaPieces(spec.x, spec.y, tile.outputs, tile.step_bytes)
+    turns = tile.turns(pixels, spec.outputs, machine)
+    return Candidate("sm90/conv", tile, layout, (), turns, "takes any layer, a tap of a window at a time")
+
+
+def window_tile(spec: ConvSpec, pixels: int) -> ConvTile:
+    """The tile of sm90/conv.py for a layer with so many output pixels, for one that sm90/conv_deep.py refuses.
+
+    The numbers were measured on an H200, 2026-11-21, ResNet-50, batch 128, before that kernel took most of the layers.
+    """
+    o64 = padded_channels(spec.outputs)
+    pixel_bytes = [Nhwc64(product.x).pixel_bytes(product.channels) for product in spec.products]
+    four = any(product.x == "u4" for product in spec.products)
+    most = 64 if four else 128
+    step_bytes = max(step for step in (32, 64, 128) if step <= most and all(size % step == 0 for size in pixel_bytes))
+    if spec.second is not None:
+        if o64 % 128:
+            return ConvTile(2, 64, step_bytes, 4, 2)
+        return ConvTile(2, 128, min(step_bytes, 64), 4, 1) if four else ConvTile(1, 128, min(step_bytes, 64), 3, 3)
+    if o64 % 128:
+        return ConvTile(2, 64, step_bytes, 4, 2) if four else ConvTile(1, 64, step_bytes, 3, 4)
+    if spec.residual is not None:
+        return ConvTile(1, 128, min(step_bytes, 64), 3, 3) if four or pixel_bytes[0] <= 128 else ConvTile(2, 64, 128, 4, 2)
+    if four:
+        few = pixels * o64 < 600 * 128 * 128 or spec.kernel != (1, 1)
+        return ConvTile(1, 128, step_bytes, 3, 3) if few or step_bytes == 32 else ConvTile(2, 128, step_bytes, 4, 2)
+    if step_bytes == 128 and pixels * o64 <= 132 * 64 * 64:  # the classifier: 7.1 us instead of 12.9
+        return ConvTile(1, 64, step_bytes, 4, 3)
+    return ConvTile(1, 64, step_bytes, 4, 4) if step_bytes == 64 else ConvTile(2, 128, step_bytes, 3, 2)
+
+
+def steps_of(product: ProductSpec, step_bytes: int) -> int:
+    """Steps of K of a tile."""
+    return product.taps * Nhwc64(product.x).pixel_bytes(product.channels) // step_bytes
+
+
+def resident_pieces(products: tuple[ProductSpec, ...], tile: ConvTile) -> int:
+    """Pieces of weights (one step, one plane) that stay in shared memory while a block of sm90/conv.py runs: all or none."""
+    pieces = sum(steps_of(product, tile.step_bytes) * planes(product.x) for product in products)
+    x_units = tile.stages * tile.pixels * tile.step_bytes // UNIT
+    shared_bytes = (x_units + pieces * tile.outputs * tile.step_bytes // UNIT + 1) * UNIT
+    return pieces if tile.blocks * (shared_bytes + BLOCK_BYTES) <= arch_for(90).shared_per_sm_bytes else 0
+
+
+@dataclass(frozen=True)
+class DeepStages:
+    """How sm90/conv_deep.py spends its shared memory: rows of a stage of x, side of a strip's window (1: taps one by one),
+    stages of weights and of x, pieces of weights that stay, stages of a residual."""
+
+    rows: int
+    strips: bool
+    kernel: int
+    stages: int
+    x_stages: int
+    resident: int
+    residual_stages: int
+
+
+def deep_stages(spec: ConvSpec, tile: ConvTile, width: int) -> DeepStages:
+    """For images so wide: strips where one copy brings them; weights stay if x then has stages enough."""
+    side, both = spec.kernel[0], planes(spec.x)
+    rows = strip_rows(tile.pixels, width, side, tile.step_bytes)
+    strips = spec.keeps_size and rows <= MOST_ROWS and spec.second is None
+    rows, kernel = (rows, side) if strips else (tile.pixels, 1)
+    residual_stages = 0 if spec.residual is None else RESIDUAL_STAGES
+    residual_units = 0
+    if spec.residual is not None:
+        residual_units = residual_stages * tile.pixels * tile.outputs * CODES[spec.residual].bits // 8 // UNIT
+    units = (DEEP_UNITS + 1) // tile.blocks - 1 - TAIL_UNITS - residual_units
+    x_units, w_units = rows * tile.step_bytes // UNIT, both * tile.outputs * tile.step_bytes // UNIT
+    steps = sum(steps_of(product, tile.step_bytes) for product in spec.products)
+    least = 2 if kernel > 1 else 4
+    if steps * w_units + least * x_units <= units:
+        x_stages = min((units - steps * w_units) // x_units, MOST_X_STAGES)
+        return DeepStages(rows, strips, kernel, steps, x_stages, steps * both, residual_stages)
+    x_stages = least if kernel > 1 else units // (x_units + w_units)
+    return DeepStages(rows, strips, kernel, (units - x_stages * x_units) // w_units, x_stages, 0, residual_stages)
+
+
+@dataclass(frozen=True)
+class BlockTile:
+    """A tile of sm90/conv_block.py and its shared memory: 64 * warpgroups pixels, `rows` those of a strip.
+
+    x, y and z have one storage. `expanded` outputs of y are computed `chunk` at a time; `following` are those of z. With
+    `shortcut` the residual is a product of entry. `ahead`: one piece of y is multiplied while the one before it is requantized.
+    """
+
+    storage: str
+    warpgroups: int
+    rows: int
+    expanded: int
+    chunk: int
+    following: int
+    shortcut: bool
+    ahead: bool
+
+    @property
+    def pixels(self) -> int:
+        return 64 * self.warpgroups
+
+    @property
+    def bits(self) -> int:
+        return CODES[self.storage].bits
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a pixel of x."""
+        return CHANNELS * self.bits // 8
+
+    @property
+    def strip_bytes(self) -> int:
+        return self.rows * self.row_bytes
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Bytes at which the four weights and the constants start in shared memory, and at which they end."""
+        size = self.expanded * CHANNELS
+        sizes = (9 * CHANNELS * CHANNELS, size, size * self.shortcut, self.expanded * self.following, 4 * self.constants)
+        return tuple(STRIPS * self.strip_bytes + sum(sizes[:i]) for i in range(6))
+
+    @property
+    def constants(self) -> int:
+        """Numbers: s and b of the second convolution, of the next one, of the third one, and the shortcut's s."""
+        return 2 * CHANNELS + 2 * self.following + (2 + self.shortcut) * self.expanded
+
+    @property
+    def tail(self) -> int:
+        """Where barriers start."""
+        return -(-self.starts[5] // UNIT) * UNIT
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.tail + UNIT
+
+    @property
+    def blocks(self) -> int:
+        """Thread blocks that share an SM."""
+        fit = arch_for(90).shared_per_sm_bytes // (self.shared_bytes + BLOCK_BYTES)
+        return max(1, min(WARPGROUPS // self.warpgroups, fit))
+
+    @property
+    def line(self) -> str:
+        """For tables. Not `str`, by which Triton tells apart what a kernel is compiled for."""
+        return f"{self.pixels} pixels, strips of {self.rows}, {self.chunk} outputs at a time, {_blocks(self.blocks)}"
+
+
+def block_tile(storage: str, width: int, following: int, shortcut: bool) -> BlockTile:
+    """The tile of a block for images so wide: two thread blocks an SM where their memory fits, else one as large."""
+    for warpgroups in (WARPGROUPS // 2, WARPGROUPS):
+        row_bytes = Nhwc64(storage).pixel_bytes(CHANNELS)
+        rows, unit = strip_rows(64 * warpgroups, width, 3, row_bytes), 2048 // row_bytes
+        tile = BlockTile(storage, warpgroups, -(-rows // unit) * unit, EXPANDED, PIECE, following, shortcut, not shortcut)
+        if tile.blocks * warpgroups == WARPGROUPS:
+            break
+    return tile
+
+
+def block_refusals(
+    second: ConvSpec, third: ConvSpec, following: ConvSpec, size: Size, machine: Machine | None
+) -> tuple[str, ...]:
+    """Why three layers cannot run as one, for inputs of `size` (images, height, width); empty if they can."""
+    reasons = []
+    if machine is not None and "wgmma" not in machine.arch.features:
+        reasons.append("the kernel for whole blocks is for sm_90")
+    wanted = {"the second": (second, CHANNELS, CHANNELS, 3), "the third": (third, EXPANDED, CHANNELS, 1)}
+    wanted["the next"] = (following, following.outputs, EXPANDED, 1)
+    for name, (spec, outputs, channels, kernel) in wanted.items():
+        shape = [outputs, channels, kernel, kernel]
+        found = [spec.outputs, spec.channels, *spec.kernel]
+        if found != shape or spec.stride != (1, 1) or spec.padding != (kernel // 2, kernel // 2):
+            reasons.append(
+                f"{name} convolution is {found} with stride {spec.stride} and padding {spec.padding}, "
+                f"supported is {shape}, with stride 1, as large as its input"
+            )
+        if not spec.relu:
+            reasons.append(f"{name} convolution has no ReLU")
+    if following.outputs not in FOLLOWING:
+        reasons.append(f"the next convolution has {following.outputs} outputs, supported are {FOLLOWING}")
+    shortcut = third.second
+    added = third.residual if shortcut is None else shortcut.x
+    storages = {second.x, second.y, third.x, third.y, following.x, following.y, added}
+    if len(storages) > 1 or second.x not in ACTIVATIONS:
+        reasons.append(f"all activations have one storage of codes, got {', '.join(sorted(map(str, storages)))}")
+    if any(added is not None for spec in (second, following) for added in (spec.residual, spec.second)):
+        reasons.append("only the third convolution adds something")
+    if shortcut is not None and ((shortcut.channels, *shortcut.kernel) != (CHANNELS, 1, 1) or shortcut.stride != (1, 1)):
+        found = [third.outputs, shortcut.channels, *shortcut.kernel]
+        reasons.append(f"the shortcut is {found} with stride {shortcut.stride}, supported: 64 channels, 1")
+    if size[2] > MOST_WIDTH:
+        reasons.append(f"images are {size[2]} pixels wide, supported are up to {MOST_WIDTH}")
+    return tuple(reasons)

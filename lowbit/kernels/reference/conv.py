@@ -1,0 +1,117 @@
+"""What a convolution of codes, its sums and its pools compute, in plain torch on integer codes, exact on any device.
+
+`formats/conv.py` says what that is; tests and CPUs run this, and the kernels make the same codes bit for bit.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from lowbit.formats.conv import FLOATS, ConvLayer, SumSpec, code_range
+
+_FLOAT32_EXACT = 1 << 24
+
+
+def conv_reference(x: Tensor, layer: ConvLayer, residual: Tensor | None = None, second: Tensor | None = None) -> Tensor:
+    """Output codes int32 [N, O, Ho, Wo] (or values, for f16 and f32) of codes x [N, C, H, W], exact on any device.
+
+    `residual` [N, O, Ho, Wo] are the codes added, `second` [N, C2, H2, W2] the input of the second product; each is given
+    exactly where the layer has one. Raises ValueError for codes that the storage does not hold.
+    """
+    _check_given("residual", residual, layer.residual is not None)
+    _check_given("second", second, layer.second is not None)
+    t = fma(_sum(x, layer.weight, layer.x, layer.stride, layer.padding), _channels(layer.s), _channels(layer.b))
+    if residual is not None and layer.residual is not None:
+        _check_codes(residual, layer.residual)
+        t = fma(residual, torch.tensor(layer.g, dtype=torch.float32, device=x.device), t)
+    if second is not None and layer.second is not None:
+        p = layer.second
+        t = fma(_sum(second, p.weight, p.x, p.stride, p.padding), _channels(p.s), t)
+    return _stored(t, layer.y, layer.relu)
+
+
+def _stored(t: Tensor, y: str, relu: bool) -> Tensor:
+    """What is stored of t: codes, or values for f16 and f32."""
+    if y == "u4":
+        return t.round().clamp(0, 255).to(torch.int32) >> 4
+    if y == "s8":
+        return t.round().clamp(0 if relu else -128, 127).to(torch.int32)
+    return (t.relu() if relu else t).to(FLOATS[y])
+
+
+def sum_reference(x: Tensor, layer: SumSpec, other: Tensor | None = None) -> Tensor:
+    """Output codes int32 [N, C, H, W] of codes x, and of those of `other`, which is given where the layer has one."""
+    _check_given("other", other, layer.other is not None)
+    _check_codes(x, layer.x)
+    t = fma(x, *(torch.tensor(value, dtype=torch.float32, device=x.device) for value in (layer.s, layer.b)))
+    if other is not None and layer.other is not None:
+        _check_codes(other, layer.other)
+        t = fma(other, torch.tensor(layer.g, dtype=torch.float32, device=x.device), t)
+    return _stored(t, layer.y, layer.relu)
+
+
+def max_pool_reference(
+    codes: Tensor, window: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int] = (0, 0)
+) -> Tensor:
+    """Largest code of each window of codes [N, C, H, W]; what lies outside the image does not count."""
+    pooled = functional.max_pool2d(codes.float(), window, stride, padding)
+    return pooled.to(codes.dtype)
+
+
+def average_pool_reference(codes: Tensor, scale: float) -> Tensor:
+    """Mean value float32 [N, C] of all pixels: float32(sum of codes) * float32(scale / pixels), one product."""
+    pixels = codes.shape[2] * codes.shape[3]
+    factor = torch.tensor(scale / pixels, dtype=torch.float32, device=codes.device)
+    return codes.sum(dim=(2, 3), dtype=torch.int64).float() * factor
+
+
+def quantize_reference(x: Tensor, gain: Tensor, shift: Tensor, storage: str) -> Tensor:
+    """Codes int32 clamp(rne(fma(float32(x), gain[c], shift[c]))) of values x [N, C, H, W]; gain, shift float32 [C]. NaN has the
+    smallest code."""
+    low, high = code_range(storage)
+    return fma(x, _channels(gain), _channels(shift)).nan_to_num(nan=low).round().clamp(low, high).to(torch.int32)
+
+
+def fma(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """float32(a) * b + c in float32, rounded once, on any device; a may be integer.
+
+    A product of two float32 numbers is exact in float64. The sum is made odd where float64 had to round it (Boldo and
+    Melquiond, "Emulation of a FMA and correctly rounded sums", 2008), so that rounding it to float32 is rounding the exact sum.
+    """
+    product = a.float().double() * b.double()
+    addend = c.double()
+    total = product + addend
+    part = total - product
+    error = (product - (total - part)) + (addend - part)
+    bits = total.view(torch.int64)
+    odd = torch.where((error < 0) != (total < 0), bits - 1, bits) | 1
+    return torch.where((error != 0) & total.isfinite(), odd, bits).view(torch.float64).float()
+
+
+def _sum(x: Tensor, weight: Tensor, storage: str, stride: tuple[int, int], padding: tuple[int, int]) -> Tensor:
+    """The convolution of codes, exact: every partial sum is an integer that the floating-point type holds."""
+    _check_codes(x, storage)
+    largest = max(abs(limit) for limit in code_range(storage))
+    bound = largest * int(weight.abs().to(torch.int32).flatten(1).sum(1).max()) if weight.numel() else 0
+    # On a GPU float32 may mean tf32 and a fast algorithm may mean other sums; float64 does not.
+    dtype = torch.float32 if x.device.type == "cpu" and bound < _FLOAT32_EXACT else torch.float64
+    return functional.conv2d(x.to(dtype), weight.to(x.device, dtype), None, stride, padding).to(torch.int32)
+
+
+def _channels(per_channel: Tensor) -> Tensor:
+    return per_channel[:, None, None]
+
+
+def _check_given(name: str, tensor: Tensor | None, wanted: bool) -> None:
+    if (tensor is not None) != wanted:
+        raise ValueError(f"the layer has {'a' if wanted else 'no'} {name}, got {'none' if tensor is None else 'one'}")
+
+
+def _check_codes(codes: Tensor, storage: str) -> None:
+    low, high = code_range(storage)
+    if codes.is_floating_point() or codes.dim() != 4:
+        raise ValueError(f"codes are an integer tensor [N, C, H, W], got {codes.dtype} {list(codes.shape)}")
+    if codes.numel() and (int(codes.min()) < low or int(codes.max()) > high):
+        raise ValueError(f"{storage} codes lie in {low}..{high}, got {int(codes.min())}..{int(codes.max())}")

@@ -1,0 +1,114 @@
+"""PTX of parts/ run in NumPy, an instruction at a time in all threads: registers are uint32 arrays, one element a thread."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import torch
+
+from lowbit.hardware.emulate import ldmatrix
+from lowbit.kernels.reference.conv import fma
+
+
+def float32(bits):
+    return bits.view(np.float32)
+
+
+def bits_of(values):
+    return np.asarray(values, dtype=np.float32).view(np.uint32)
+
+
+def rounded(x):
+    whole = np.clip(np.rint(float32(x).astype(np.float64)), -(2**31), 2**31 - 1)
+    return whole.astype(np.int64).astype(np.int32).view(np.uint32)
+
+
+def packed(a, b, c, low, high):
+    byte = [np.clip(x.view(np.int32).astype(np.int64), low, high).astype(np.uint32) & 255 for x in (a, b)]
+    return byte[0] << 8 | byte[1] | c << 16
+
+
+def fused(a, b, c):
+    return bits_of(fma(*(torch.from_numpy(float32(x).copy()) for x in (a, b, c))).numpy())
+
+
+def looked_up(a, b, c, table):
+    found = np.zeros_like(a)
+    for i in range(8):
+        if table[0] >> i & 1:
+            found |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+    return found
+
+
+def signs(a, b, selector):
+    """prmt with 0xba98: each byte becomes its sign."""
+    assert selector[0] == 0xBA98
+    found = np.zeros_like(a)
+    for byte in range(4):
+        found |= np.where(a >> np.uint32(8 * byte + 7) & 1, 255 << 8 * byte, 0).astype(np.uint32)
+    return found
+
+
+def halves_added(a, b):
+    total = a.view(np.float16).reshape(-1, 2) + b.view(np.float16).reshape(-1, 2)
+    return np.ascontiguousarray(total).view(np.uint32).reshape(-1)
+
+
+RUN = {
+    "cvt.rn.f32.s32": lambda a: bits_of(a.view(np.int32).astype(np.float32)),
+    "fma.rn.f32": fused,
+    "mul.rn.f32": lambda a, b: bits_of(float32(a) * float32(b)),
+    "cvt.rni.s32.f32": rounded,
+    "cvt.pack.sat.u8.s32.b32": lambda a, b, c: packed(a, b, c, 0, 255),
+    "cvt.pack.sat.s8.s32.b32": lambda a, b, c: packed(a, b, c, -128, 127),
+    "cvt.f32.f16": lambda a: bits_of(a.astype(np.uint16).view(np.float16).astype(np.float32)),
+    "add.rn.f16x2": halves_added,
+    "shr": lambda a, b: a >> b,
+    "shl": lambda a, b: a << b,
+    "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
+    "xor": lambda a, b: a ^ b,
+    "add": lambda a, b: a + b,
+    "mul.lo.u32": lambda a, b: a * b,
+    "mad.lo.u32": lambda a, b, c: a * b + c,
+    "bfe.u32": lambda a, start, size: a >> start & (np.uint32(1) << size) - np.uint32(1),
+    "setp.ne.s32": lambda a, b: (a != b).astype(np.uint32),
+    "selp.b32": lambda a, b, p: np.where(p != 0, a, b),
+    "mov": lambda a: a,
+    "lop3.b32": looked_up,
+    "prmt.b32": signs,
+}
+
+
+def run(text, inputs, outputs, shared=None, start=0):
+    """The `outputs` words that PTX makes of `inputs`, uint32 arrays; `shared` are bytes of shared memory from address `start`
+    on, where `global_smem` lies."""
+    threads = len(inputs[0])
+    registers = {f"${outputs + i}": np.asarray(value, dtype=np.uint32) for i, value in enumerate(inputs)}
+    registers["global_smem"] = np.full(threads, start, dtype=np.uint32)
+
+    def value(name):
+        if name in registers:
+            return registers[name]
+        return np.full(threads, int(name[2:], 16) if name.startswith("0f") else int(name, 0), dtype=np.uint32)
+
+    for line in re.split(r"[;\n]+", text.strip()[1:-1] if text.strip().startswith("{") else text):
+        name, _, rest = line.strip().partition(" ")
+        if not name or name == ".reg":
+            continue
+        if name.startswith("ldmatrix"):
+            to, base, offset = re.fullmatch(r"\{(.*)\}, \[(\w+)(?:\+(\d+))?\]", rest).groups()
+            loaded = [
+                ldmatrix(shared, (value(base) + int(offset or 0) - start)[w : w + 32].reshape(4, 8))
+                for w in range(0, threads, 32)
+            ]
+            for i, register in enumerate(to.split(", ")):
+                registers[register] = np.concatenate([words[:, i] for words in loaded])
+        elif rest.startswith("{h0, h1}"):
+            word = value(rest.split("},")[1].strip())
+            registers["h0"], registers["h1"] = word & 0xFFFF, word >> 16
+        else:
+            to, *read = [part.strip() for part in rest.split(",")]
+            registers[to] = RUN[name if name in RUN else name.split(".")[0]](*map(value, read))
+    return [registers[f"${i}"] for i in range(outputs)]
