@@ -75,7 +75,7 @@ def candidates_scaled(shape: ScaledShape, machine: Machine, *, batch_invariant: 
     With `batch_invariant`, only tiles whose sums do not depend on m: all where they are exact integers until the end, else
     those that do not split K. Row i of y then has the same bits in any batch.
     """
-    tiles = [tile for tile in _tiles(shape) if not (batch_invariant and shape.apart and tile.splits > 1)]
+    tiles = [tile for tile in _tiles(shape) if not (batch_invariant and shape.promoted and tile.splits > 1)]
     return ordered(Candidate(tile, _reasons(tile, shape), _cost(tile, shape, machine)) for tile in tiles)
 
 
