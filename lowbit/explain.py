@@ -358,7 +358,7 @@ def _kernels(q: QuantTensor, machine: Machine) -> Step:
         problem = _problem(q, m, machine)
         chosen = choose(problem)
         slow = ", which decodes all weights at every call" if chosen.is_slow else ""
-        lines.append(f"on {machine.product}, M {m}: {chosen.name} (lowbit/{chosen.file}){slow}")
+        lines.append(f"on {machine.product}, M {m}: {chosen.name} (lowbit/{chosen.file}), for {chosen.runs_on}{slow}")
         lines += [f"  {line}" for line in ([] if chosen.is_slow else chosen.tile(problem))]
         others = [(kernel, kernel.refusals(problem)) for kernel in KERNELS if kernel.concerns(problem) and kernel != chosen]
         lines += [f"  not {kernel.name}: {'; '.join(reasons)}" for kernel, reasons in others if reasons]

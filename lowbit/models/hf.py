@@ -177,14 +177,14 @@ class LowbitQuantizer(HfQuantizer):
         # Files are written with the model's own names, whatever names those had that were loaded: quantized layers have tensors
         # that Transformers' mapping back to older names does not know.
         model._weight_conversions = []  # type: ignore[assignment]
+        if self.quantization_config.batch_invariant:
+            make_batch_invariant(model, getattr(model, "dtype", torch.bfloat16))
         if any(module.is_split for module in model.modules() if isinstance(module, PackedWeight)):
             logger.warning(
                 "tensor parallelism: every rank decodes its part of the quantized weights at each call, which is slow"
             )
             return model
         _put_plain_weights_first(model)
-        if self.quantization_config.batch_invariant:
-            make_batch_invariant(model, getattr(model, "dtype", torch.bfloat16))
         plan_on_cpu(model)
         prepare_on_gpu(model)  # now rather than at the first call, which torch.compile may be tracing
         return model

@@ -79,8 +79,8 @@ def slow_lines(layers: Iterable[tuple[str, int, int]]) -> list[str]:
             key = (problem.scheme, reasons, instead(problem))
             slow[key] = slow.get(key, 0) + 1
     return [
-        f"slow on a GPU: {count} modules of {scheme} decode their weights at every call, since no kernel takes them "
-        f"({'; '.join(reasons)})" + ("" if better is None else f"; {better} has one")
+        f"slow on a GPU: {count} module{'s' if count > 1 else ''} of {scheme} decode their weights at every call, since no "
+        f"kernel takes them ({'; '.join(reasons)})" + ("" if better is None else f"; {better} has one")
         for (scheme, reasons, better), count in slow.items()
     ]
 

@@ -33,6 +33,7 @@ def allow_decoding(model: nn.Module, dtype: torch.dtype, memory_bytes: int | Non
     limit = SHARE * (_machine_memory() if memory_bytes is None else memory_bytes)
     for layer in layers:
         layer.decode_bytes = dtype.itemsize if held + decoded <= limit else 0
+        layer.ask_again()
         if not layer.decode_bytes and layer.cpu_weight is not None and layer.cpu_weight.form == "decoded":
             layer.restore()
     groups: dict[tuple[str, str], int] = {}

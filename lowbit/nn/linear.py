@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.formats import PerBlock, QuantTensor, Scheme
+from lowbit.formats import PerBlock, QuantTensor, Scheme, pack_words
 from lowbit.nn.packed import PackedWeight
 from lowbit.ops import fragment_gemm, mixed_gemm, quantize_activations, scaled_gemm
 from lowbit.ops.byte_gemm import byte_gemm
@@ -105,19 +105,24 @@ class QuantLinear(PackedWeight):
             held = self._prepared_on_cpu(x.dtype)
         if held is not None:
             return cpu_gemm(x, held, self.bias)
-        if self.kernel_codes is not None and x.dtype in (torch.float16, torch.bfloat16):
+        if self.kernel_codes is not None and x.dtype in self.kernel_dtypes:
             return fragment_gemm(x, self.kernel_weight(), self.bias, batch_invariant=self.batch_invariant)
         channels = (self.weight_order, self.pre_quant_scale) if self.has_channels else ()
-        # Prepared it is for 16-bit x; this one is float32.
-        packed = self._form_on_disk() if self.is_prepared else self.weight_packed
-        return mixed_gemm(x, packed, self.weight_scale, self.weight_zero, self.bias, self.scheme_name, *channels)
+        return mixed_gemm(x, self._rows(), self.weight_scale, self.weight_zero, self.bias, self.scheme_name, *channels)
 
     def _prepared_on_cpu(self, dtype: torch.dtype) -> CpuWeight | None:
         """Prepares the layer where it is; its form on a CPU for x of `dtype`, if it has one then."""
-        if self.kernel_codes is None and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and (self.kernel_codes is None or dtype not in self.kernel_dtypes):
             self.prepare(dtype)
         held = self.cpu_weight
         return held if held is not None and held.dtype == dtype else None
+
+    def _rows(self) -> Tensor:
+        """The codes as on disk, for a product that no kernel takes; made anew where only a form for others is held."""
+        if self.batch_invariant:
+            raise UnsupportedProblem(f"{self.scheme}: no kernel for x of this type, or here, has batch-invariant sums")
+        packed = self.weight_packed
+        return packed if packed.numel() or not self.is_prepared else pack_words(self._prepared_codes(), self.scheme.weight.bits)
 
     @property
     def takes_quantized_input(self) -> bool:
@@ -153,8 +158,7 @@ class QuantLinear(PackedWeight):
                 x.codes, x.scale, self.scaled_weight(), self.bias, dtype=x.dtype, x_zero=x.zero,
                 batch_invariant=self.batch_invariant,
             )  # fmt: skip
-        self.restore()
-        weight = (self.weight_packed, self.weight_scale, self.weight_zero)
+        weight = (self._rows(), self.weight_scale, self.weight_zero)
         return scaled_gemm(x.codes, x.scale, *weight, self.bias, self.scheme_name, x.dtype, x.zero)
 
     def extra_repr(self) -> str:
@@ -169,9 +173,15 @@ def make_batch_invariant(model: nn.Module, dtype: torch.dtype) -> None:
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
     for name, layer in layers.items():
+        if layer.has_correction:
+            raise UnsupportedProblem(f"{name}: its low-rank correction is two products of torch, which are not batch-invariant")
+        reasons = layer.reasons_of_place()
+        if reasons:
+            raise UnsupportedProblem(f"{name}: batch-invariant kernels {'; '.join(reasons)}")
         try:
             choose(replace(layer.problem(dtype), batch_invariant=True))
         except UnsupportedProblem as error:
             raise UnsupportedProblem(f"{name}: {error}") from error
     for layer in layers.values():
         layer.batch_invariant = True
+        layer.ask_again()

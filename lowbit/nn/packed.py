@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -20,10 +22,11 @@ from lowbit.formats import (
     unpack_words,
 )
 from lowbit.ops.cpu_gemm import pack_for_cpu
-from lowbit.ops.table import Problem, choose, problem_on, warn_slow, why_slow
+from lowbit.ops.table import Problem, choose, problem_on, warn_slow, weight_refusals, why_slow
 from lowbit.ops.workspace import make_counters
 from lowbit.pack import FragmentWeight, OperandWeight
 from lowbit.pack.cpu import CpuWeight, unpack_cpu_codes
+from lowbit.pack.scaled import scaled_refusals
 from lowbit.quantize.rtn import scale_dtype
 
 KERNEL_TENSORS = ("kernel_codes", "kernel_scale", "kernel_channel_scale", "kernel_sums")
@@ -97,6 +100,7 @@ class PackedWeight(nn.Module):
         self.cpu_weight: CpuWeight | None = None
         self.decode_bytes = 0
         self.batch_invariant = False
+        self.kernel_dtypes = _kernel_dtypes(self.scheme)
         self._shared = False
         self._refused: dict[torch.dtype, tuple[str, ...]] = {}
 
@@ -131,18 +135,21 @@ class PackedWeight(nn.Module):
         """
         if self.cpu_weight is not None and self.scheme.activation is None and self.cpu_weight.dtype != dtype:
             self.restore()
-        if self.is_prepared:
+        if self.is_prepared and (self.kernel_codes is None or dtype in self.kernel_dtypes):
             return ()
-        if dtype not in self._refused:
-            with torch.inference_mode(False), torch.no_grad():  # what is made here outlives the call that happens to make it
-                reasons = self._reasons_of_place() or self._prepare(dtype)
-            if self.is_prepared:
-                self._refused.clear()
-            else:
-                self._refused[dtype] = reasons
-                if self.weight_packed.device.type == "cuda":
-                    warn_slow(self.scheme_name, reasons)
-        return self._refused.get(dtype, ())
+        reasons = self.reasons_of_place()  # asked every time: hooks come and go
+        if not reasons:
+            if dtype not in self._refused:
+                with torch.inference_mode(False), torch.no_grad():  # what is made here outlives the call that makes it
+                    self._refused[dtype] = why_slow(self.problem(dtype)) if self.is_prepared else self._prepare(dtype)
+            reasons = self._refused[dtype]
+        if reasons and self.weight_scale.device.type == "cuda":
+            warn_slow(self.scheme_name, reasons)
+        return reasons
+
+    def ask_again(self) -> None:
+        """Forgets why kernels did not take the layer, of which something has changed."""
+        self._refused.clear()
 
     def problem(self, dtype: torch.dtype, m: int = 1) -> Problem:
         """The product of the layer where it is, for `m` rows of x of `dtype`."""
@@ -151,7 +158,7 @@ class PackedWeight(nn.Module):
             batch_invariant=self.batch_invariant, decode_bytes=self.decode_bytes,
         )  # fmt: skip
 
-    def _reasons_of_place(self) -> tuple[str, ...]:
+    def reasons_of_place(self) -> tuple[str, ...]:
         """Why a layer as this one is held has to decode its weights at every call, whatever its scheme."""
         if self.is_split:
             return ("take a whole matrix, this is one rank's part of it",)
@@ -275,7 +282,9 @@ class PackedWeight(nn.Module):
         if self.kernel_codes is not None:
             scaled = self.scheme.activation is not None
             return (self.scaled_weight().nbytes if scaled else self.kernel_weight().nbytes) + beside
-        held = (self.weight_packed, self.weight_scale, self.weight_zero, self.weight_order, self.pre_quant_scale)
+        held = [self.weight_packed, self.weight_scale, self.weight_zero]
+        if self.cpu_weight is None or not self.cpu_weight.has_channels:  # which it counts itself
+            held += [self.weight_order, self.pre_quant_scale]
         form = 0 if self.cpu_weight is None else self.cpu_weight.nbytes
         return sum(p.nbytes for p in held if p is not None) + beside + form
 
@@ -294,20 +303,32 @@ class PackedWeight(nn.Module):
     def _save_to_state_dict(self, destination, prefix, keep_vars):  # type: ignore[no-untyped-def]
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.weight_packed.numel() == 0 and self.is_prepared:
-            packed = self._form_on_disk()  # made for the file; the kernels' form stays, which a captured graph may read
+            # Made for the file, so that a model and its state dict take the weights twice; the kernels' form stays, which a
+            # captured graph may read.
+            packed = self._form_on_disk()
             destination[f"{prefix}weight_packed"] = packed if keep_vars else packed.detach()
 
     def _load_from_state_dict(self, *arguments, **options):  # type: ignore[no-untyped-def]
-        """What is loaded has the form on disk. Kernels' tensors are filled again where they are, for graphs that read them."""
+        """What is loaded has the form on disk. A GPU's tensors are filled again where they are, for captured graphs that read
+        them, unless weights of other magnitudes have other ones (pack/weight.py): such graphs have to be captured again."""
         before = {name: getattr(self, name) for name in KERNEL_TENSORS}
-        self.restore()
+        with torch.inference_mode(False), torch.no_grad():
+            self.restore()
         super()._load_from_state_dict(*arguments, **options)
-        if before["kernel_codes"] is not None and self.weight_packed.device == before["kernel_codes"].device:
+        codes, scaled = before["kernel_codes"], self.scheme.activation is not None
+        if codes is None or self.weight_packed.device != codes.device:
+            return
+        if scaled_refusals(self.scheme, self.weight_scale.dtype) if scaled else weight_refusals(self.scheme):
+            return
+        with torch.inference_mode(False), torch.no_grad():
             self._pack_for_gpu()
-            for name, old in before.items():
-                new = getattr(self, name)
-                if old is not None and (old.shape, old.dtype) == (new.shape, new.dtype):
-                    setattr(self, name, old.copy_(new))
+            pairs = [(old, getattr(self, name), name) for name, old in before.items()]
+            if all(_alike(old, new) for old, new, _ in pairs):
+                for old, new, name in pairs:
+                    setattr(self, name, old if old is None else old.copy_(new))
+            else:
+                warnings.warn("CUDA graphs captured with the weights before are to be captured again", stacklevel=2)
+            self._drop_form_on_disk()
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
         """Moves devices as any module does, but keeps the type of scales and corrections: `.half()` must not round float32
@@ -324,6 +345,20 @@ class PackedWeight(nn.Module):
             return t.to(moved.device) if id(t) in exact and moved.dtype != t.dtype else moved
 
         return super()._apply(apply, recurse)
+
+
+@functools.lru_cache(maxsize=256)
+def _kernel_dtypes(scheme: Scheme) -> tuple[torch.dtype, ...]:
+    """Types of x that a GPU's kernels multiply weights of a scheme by; all where x is quantized first."""
+    halves = (torch.float16, torch.bfloat16)
+    if scheme.activation is not None:
+        return (*halves, torch.float32)
+    return tuple(dtype for dtype in halves if not weight_refusals(scheme, dtype))
+
+
+def _alike(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether one may take the other's place in memory."""
+    return a is b or (a is not None and b is not None and (a.shape, a.dtype) == (b.shape, b.dtype))
 
 
 def _parameter(t: Tensor) -> nn.Parameter:

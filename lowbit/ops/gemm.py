@@ -11,8 +11,9 @@ from lowbit.ops.cpu_gemm import cpu_gemm, pack_for_cpu, scaled_cpu_gemm
 from lowbit.ops.fragment_gemm import fragment_gemm
 from lowbit.ops.mixed_gemm import mixed_gemm
 from lowbit.ops.quantize_activations import Activations, quantize_activations
-from lowbit.ops.scaled_gemm import scaled_gemm
+from lowbit.ops.scaled_gemm import check_activations, scaled_gemm
 from lowbit.ops.table import UnsupportedProblem, choose, problem_on
+from lowbit.ops.workspace import make_counters
 from lowbit.pack.cpu import CpuWeight
 from lowbit.pack.gemm_weight import GemmWeight, RowWeight
 from lowbit.pack.scaled import OperandWeight
@@ -33,10 +34,14 @@ def pack_for(q: QuantTensor, dtype: torch.dtype = torch.bfloat16, *, batch_invar
         raise ValueError(f"{q.scheme} {q.shape}: a low-rank correction is no part of a product; nn.QuantLinear adds it")
     if q.scheme.activation is not None and (q.order is not None or q.pre_quant_scale is not None):
         raise ValueError(f"{q.scheme} {q.shape}: an order and factors of x belong before it is quantized, in nn.QuantLinear")
+    if q.activation_scale is not None:
+        raise ValueError(f"{q.scheme} {q.shape}: its scale of x quantizes x before the product, in nn.QuantLinear")
     match form:
         case "fragments":
+            make_counters(device)  # a graph that captures the first product could not
             return FragmentWeight.pack(q)
         case "operands":
+            make_counters(device)
             return OperandWeight.pack(q)
         case "rows":
             return RowWeight.pack(q)
@@ -68,6 +73,9 @@ def gemm(
         case FragmentWeight():
             return fragment_gemm(x, w, bias, batch_invariant=batch_invariant)
         case CpuWeight():
+            if x.dtype != w.dtype or not x.dim() or x.shape[-1] != w.shape[1]:
+                wanted = f"{str(w.dtype).removeprefix('torch.')} [.., {w.shape[1]}]"
+                raise ValueError(f"gemm: this weight of {w.scheme} takes x {wanted}, got {x.dtype} {tuple(x.shape)}")
             return cpu_gemm(x, w, bias)
         case RowWeight():
             return mixed_gemm(x, w.codes, w.scale, w.zero, bias, w.scheme.name, w.order, w.pre_quant_scale)
@@ -96,5 +104,10 @@ def _scaled(
             given = (x.codes, x.scale, w.codes, w.scale, w.zero, bias, w.scheme.name, dtype, x.zero)
             return scaled_gemm(*given, function, y_scale)
         case CpuWeight() if function == "none" and y_scale is None:
+            check_activations("gemm", x.codes, x.scale, x.zero, w.scheme)
+            if x.codes.shape[-1] != w.shape[1] or x.scale.numel() not in (1, x.codes[..., 0].numel()):
+                raise ValueError(f"gemm: {w.scheme} {w.shape} takes x [.., {w.shape[1]}] with a scale per token or one for all")
+            if x.zero is not None and w.sums is None:
+                raise ValueError(f"gemm: this weight of {w.scheme} holds no sums for zeros of x; use a scheme with them (_az)")
             return scaled_cpu_gemm(x.codes, x.scale, w, bias, dtype, x.zero)
     raise ValueError(f"gemm: {type(w).__name__} of {w.scheme} takes no function and no y_scale")

@@ -2,7 +2,7 @@
 
 A kernel states its refusals as data: a tuple of reasons, empty when it takes the problem. Layers choose the form of their
 weights by this table, `gemm` runs what it names, and explain, reports, warnings and errors print its rows: which kernel runs,
-and why, is said in one place. Nothing here asks a GPU, so a laptop can say what a server would do.
+and why, is said in one place. Only `problem_on` asks a GPU, so a laptop can say what a server would do.
 """
 
 from __future__ import annotations
@@ -72,7 +72,10 @@ def problem_on(
     scale_dtype: torch.dtype | None = None, batch_invariant: bool = False, decode_bytes: int = 0,
 ) -> Problem:  # fmt: skip
     """The problem of a weight of `shape` (N, K) on a device of this machine."""
-    machine, excluded = _place(torch.device(device))
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    machine, excluded = _place(device)
     return Problem(scheme, m, *shape, dtype, machine, excluded, scale_dtype, batch_invariant, decode_bytes)
 
 
@@ -160,7 +163,7 @@ def choose(problem: Problem) -> Kernel:
 def describe(problem: Problem) -> str:
     """The kernel that takes the problem, and its tile where it has several."""
     kernel = choose(problem)
-    return ", ".join((kernel.name, *(line.rsplit(":", 1)[0] for line in kernel.tile(problem)[:1])))
+    return ", ".join((kernel.name, *(line.partition(": ")[0] for line in kernel.tile(problem)[:1])))
 
 
 def why_slow(problem: Problem) -> tuple[str, ...]:
@@ -299,7 +302,8 @@ def _scaled_mma(p: Problem) -> tuple[str, ...]:
 @functools.lru_cache(maxsize=4096)
 def _tiles_8(p: Problem) -> tuple[Candidate[ScaledTile], ...]:
     assert p.machine is not None
-    shape = scaled_shape(p.scheme, p.m, p.n, p.k, isinstance(p.scheme.granularity, PerBlock))
+    x_blocks = isinstance(p.scheme.granularity, PerBlock) and p.k > p.scheme.granularity.k  # one block is one scale per token
+    shape = scaled_shape(p.scheme, p.m, p.n, p.k, x_blocks)
     found = candidates_scaled(shape, p.machine, batch_invariant=p.batch_invariant)
     return tuple(row for row in found if not row.reasons)
 
@@ -345,7 +349,8 @@ def _decoded_once(p: Problem) -> tuple[str, ...]:
 
 
 def _blocked(p: Problem) -> tuple[str, ...]:
-    return ()
+    known = (torch.float16, torch.bfloat16, torch.float32)
+    return () if p.dtype in known else (f"takes fp16, bf16 and fp32 activations, not {_name(p.dtype)}",)
 
 
 def _scaled_blocked(p: Problem) -> tuple[str, ...]:

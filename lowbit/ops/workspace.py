@@ -3,8 +3,9 @@
 Sums come from torch's allocator at every call and go back to it: nothing else has them meanwhile, and in a captured CUDA graph
 they are the graph's. Counters are zero whenever no kernel runs, each kernel leaves them so, and who counts in them must be
 alone. So every stream has its own, and every launch that a graph captures has some that nobody else ever gets: two graphs may
-then run at once, whichever stream they were captured on. They are parts of one allocation for each GPU, made by the first call
-that is not captured (or by `nn.QuantLinear.prepare`), outside the pools that captures allocate from and check.
+then run at once, whichever stream they were captured on. They are parts of one allocation for each GPU, made when a weight is
+packed for use (`nn.QuantLinear.prepare`, `ops.pack_for`): before anything is captured, outside the pools that captures, and the
+first runs of what torch.compile will capture, allocate from.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ class _Counters:
     """The counters of one GPU: parts are handed out one after the other and never come back."""
 
     memory: Tensor
+    nothing: tuple[Tensor, Tensor]
+    """What a launch without splits gets: one float32 and one int32, which it does not touch."""
     used: int = ALIGNED
     of_streams: dict[int, Tensor] = field(default_factory=dict)
 
@@ -50,7 +53,7 @@ def make_counters(device: torch.device) -> None:
             if device not in _counters:
                 memory = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
                 torch.cuda.current_stream().synchronize()  # other streams use them next
-                _counters[device] = _Counters(memory)
+                _counters[device] = _Counters(memory, (memory[:1].view(torch.float32), memory[:1]))
 
 
 def workspace(device: torch.device, sums: int, counters: int) -> tuple[Tensor, Tensor]:
@@ -58,10 +61,14 @@ def workspace(device: torch.device, sums: int, counters: int) -> tuple[Tensor, T
 
     Within a captured graph whose GPU has no counters left (`COUNTERS`), they are made zero at each replay, by a kernel more.
     """
-    make_counters(device)
     held = _counters.get(device)
+    if held is None:
+        make_counters(device)
+        held = _counters.get(device)
     if not counters:
-        few = torch.empty(1, dtype=torch.int32, device=device) if held is None else held.memory[:1]
+        if held is not None:
+            return held.nothing
+        few = torch.empty(1, dtype=torch.int32, device=device)
         return few.view(torch.float32), few
     partial = torch.empty(sums, dtype=torch.float32, device=device)
     counting = None if held is None else _counters_of_launch(held, device, counters)

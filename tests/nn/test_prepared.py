@@ -27,6 +27,10 @@ def layer(scheme, device="cpu") -> QuantLinear:
     return QuantLinear.from_quant_tensor(with_channels(q) if channels else q)
 
 
+def pack(module: QuantLinear) -> FragmentWeight:
+    return FragmentWeight.pack(module.quant_tensor())
+
+
 def as_if_prepared(module: QuantLinear) -> QuantLinear:
     """What `prepare` does on a GPU, by hand."""
     packed = FragmentWeight.pack(module.quant_tensor())
@@ -62,9 +66,47 @@ def test_what_is_loaded_fills_the_kernels_form_where_it_is(scheme):
     held = {name: getattr(module, name) for name in KERNEL_TENSORS}
     module.load_state_dict(other.state_dict())
     assert all(getattr(module, name) is t for name, t in held.items())
+    assert module.weight_packed.numel() == 0, "one form at a time"
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in module.state_dict().items())
     x = torch.randn(3, 200)
     assert torch.equal(module(x), other(x))
+
+
+@pytest.mark.parametrize("factor", [1e-4, 1e4])
+def test_loaded_weights_whose_form_has_other_tensors_take_no_graphs_memory(factor):
+    """Scales that leave fp16's normal range come with a power of two for each row, others do not."""
+    weight = torch.randn(96, 200).half()
+    small, large = sorted((1.0, factor))
+    first, second = (QuantLinear.from_quant_tensor(rtn(weight * f, "w4a16_g128")) for f in (small, large))
+    if factor > 1:
+        first, second = second, first
+    module = as_if_prepared(first)
+    held = {name: getattr(module, name) for name in KERNEL_TENSORS}
+    before = {name: None if t is None else t.clone() for name, t in held.items()}
+    expected = second.state_dict()
+    if (held["kernel_channel_scale"] is None) != (pack(second).channel_scale is None):
+        with pytest.warns(UserWarning, match="captured again"):
+            module.load_state_dict(expected, assign=True)
+        assert all(t is None or torch.equal(t, before[name]) for name, t in held.items()), "a graph reads the old ones whole"
+    else:
+        module.load_state_dict(expected, assign=True)
+    assert all(torch.equal(value, expected[name]) for name, value in module.state_dict().items())
+
+
+def test_types_of_x_that_kernels_do_not_take():
+    module = QuantLinear.from_quant_tensor(rtn(torch.randn(96, 256), "w6e5m0a16"))
+    assert module.kernel_dtypes == (torch.bfloat16,)
+    module = as_if_prepared(layer("w8a16"))
+    assert module.prepare(torch.float16) == () and module.prepare(torch.float32) != ()
+
+
+def test_what_hooks_refused_is_asked_again():
+    module = layer("w8a16").bfloat16()
+    module._hf_hook = type("Hook", (), {"offload": True})()
+    assert module.prepare(torch.bfloat16) != ()
+    del module._hf_hook
+    first, again = module.prepare(torch.bfloat16), module.prepare(torch.bfloat16)
+    assert first == again and not any("offloaded" in reason for reason in first)
 
 
 def test_another_device_brings_the_form_on_disk_back():

@@ -10,10 +10,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowbit.formats import parse_scheme
+from lowbit.formats import LowRank, parse_scheme
 from lowbit.hardware.machine import MACHINES, typical_machine
-from lowbit.nn import QuantLinear, convert
-from lowbit.ops import KERNELS, Problem, UnsupportedProblem, choose, gemm, pack_for, problem_on, rows, why_slow
+from lowbit.nn import QuantLinear, convert, make_batch_invariant
+from lowbit.ops import (
+    KERNELS,
+    Problem,
+    UnsupportedProblem,
+    choose,
+    gemm,
+    pack_for,
+    problem_on,
+    quantize_activations,
+    rows,
+    why_slow,
+)
 from lowbit.ops.table import describe, instead, warn_slow
 from lowbit.pack.gemm_weight import RowWeight
 from lowbit.quantize import rtn
@@ -56,7 +67,7 @@ def test_there_is_a_tile_for_everything(scheme, invariant):
         for shape in SHAPES:
             problem = on_h200(scheme, m, shape, batch_invariant=invariant)
             tile, *_ = choose(problem).tile(problem)
-            assert "tokens" in tile and tile.partition(":")[0] in describe(problem)
+            assert "tokens" in tile and describe(problem) == f"{choose(problem).name}, {tile.partition(': ')[0]}"
             older = replace(problem, machine=typical_machine(89))
             assert choose(older).name in ("ring_gemm", "plain_scaled_gemm")
 
@@ -151,9 +162,29 @@ def test_what_does_not_fit_a_product_is_refused():
     with pytest.raises(UnsupportedProblem, match="batch_invariant"):
         pack_for(q, torch.float32, batch_invariant=True)
     layer = QuantLinear.from_quant_tensor(q)
+    layer(torch.ones(1, 64))
     layer.batch_invariant = True
-    with pytest.raises(UnsupportedProblem, match="batch_invariant"):
+    with pytest.raises(UnsupportedProblem, match="batch.invariant"):
         layer(torch.ones(1, 64))
+    eight = rtn(torch.randn(32, 64), "w8a8")
+    made = quantize_activations(torch.randn(3, 64), "int8", symmetric=False)
+    held = pack_for(eight, torch.float32)
+    if not isinstance(held, RowWeight):
+        with pytest.raises(ValueError, match="holds no sums for zeros of x"):
+            gemm(made, held)
+        with pytest.raises(ValueError, match=r"takes x \[\.\., 64\]"):
+            gemm(torch.ones(3, 32), held)
+    with pytest.raises(ValueError, match="its scale of x quantizes x"):
+        pack_for(replace(eight, activation_scale=torch.ones(1)))
+
+
+def test_what_is_not_batch_invariant_is_refused():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32))
+    convert(model, "w8a16")
+    q = model[0].quant_tensor()
+    model[0] = QuantLinear.from_quant_tensor(replace(q, low_rank=LowRank(torch.ones(32, 2).half(), torch.ones(2, 64).half())))
+    with pytest.raises(UnsupportedProblem, match="0: its low-rank correction is two products of torch"):
+        make_batch_invariant(model, torch.float16)
 
 
 @pytest.mark.gpu
