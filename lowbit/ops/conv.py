@@ -1,14 +1,12 @@
-"""Convolutions of codes as objects and as torch operators: which kernel a lowered layer gets, made once, called many times.
+"""Convolutions of codes as objects: which kernel a lowered layer gets, made once, called many times.
 
 `prepare_conv` packs a layer for a GPU and picks its kernel and tile from shapes alone; the result writes into a given output
 and allocates nothing else, so that a network of them is captured in one CUDA graph. On a CPU the same call computes the same
-bits by the reference. The operators `lowbit::conv_codes`, `lowbit::max_pool_codes` and `lowbit::average_pool_codes` are the
-same things for torch.compile and export; a prepared layer is named by a handle there.
+bits by the reference. Pools of codes write into a given output too.
 """
 
 from __future__ import annotations
 
-import weakref
 from typing import Protocol
 
 import torch
@@ -27,18 +25,8 @@ from lowbit.pack.conv_layout import PackedConv
 from lowbit.pack.nhwc64 import Nhwc64, pixel_elements
 from lowbit.pack.stem import StemImages
 
-torch.library.define(
-    "lowbit::conv_codes", "(Tensor x, Tensor? residual, Tensor? second, int handle, SymInt[] shape, str y) -> Tensor"
-)
-torch.library.define(
-    "lowbit::max_pool_codes", "(Tensor x, str storage, SymInt[] window, SymInt[] stride, SymInt[] padding) -> Tensor"
-)
-torch.library.define("lowbit::average_pool_codes", "(Tensor x, str storage, SymInt channels, float scale) -> Tensor")
-
 STEM_POOL = ((3, 3), (2, 2), (1, 1))
 """Window, stride and padding of the max-pool that a stem may have inside."""
-
-_PREPARED: weakref.WeakValueDictionary[int, Conv] = weakref.WeakValueDictionary()
 
 
 def conv_refusals(layer: ConvLayer, device: torch.device | str) -> tuple[str, ...]:
@@ -73,8 +61,6 @@ class Conv:
     ) -> None:
         self.layer, self.images, self.device, self.pooled = layer, images, device, pooled
         self.outputs = layer.weight.shape[0]
-        self.handle = id(self)
-        _PREPARED[self.handle] = self
         machine = machine_of(device) if device.type == "cuda" else None
         self.choice = choose_conv(layer.spec, size, machine, images, pooled)
         self._kernel = None if machine is None else OnGpu(layer, self.choice, machine, images)
@@ -189,22 +175,27 @@ def stem_pool_refusals(layer: ConvLayer, machine: Machine | None) -> tuple[str, 
     return tuple(reasons)
 
 
-def conv_codes(conv: Conv, x: Tensor, residual: Tensor | None = None, second: Tensor | None = None) -> Tensor:
-    """`conv(x, residual, second)` as the operator lowbit::conv_codes, which torch.compile does not look into."""
-    shape = conv.output_shape(tuple(x.shape))
-    return torch.ops.lowbit.conv_codes(x, residual, second, conv.handle, shape, conv.layer.y)
-
-
 def max_pool_codes(
-    x: Tensor, storage: str, window: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int] = (0, 0)
-) -> Tensor:
-    """Largest codes of packed codes uint8 [N, H, W, bytes], packed."""
-    return torch.ops.lowbit.max_pool_codes(x, storage, window, stride, padding)
+    x: Tensor, storage: str, window: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int], out: Tensor
+) -> None:
+    """Writes the largest codes of packed codes uint8 [N, H, W, bytes], packed."""
+    if x.is_cuda:
+        from lowbit.kernels.elementwise.pool import max_pool
+
+        max_pool(x, storage, window, stride, padding, out)
+    else:
+        codes = Nhwc64(storage).unpack(x, x.shape[3] * 8 // CODES[storage].bits)
+        out.copy_(Nhwc64(storage).pack(max_pool_reference(codes, window, stride, padding)))
 
 
-def average_pool_codes(x: Tensor, storage: str, channels: int, scale: float) -> Tensor:
-    """Mean values float32 [N, channels] of packed codes of this scale."""
-    return torch.ops.lowbit.average_pool_codes(x, storage, channels, scale)
+def average_pool_codes(x: Tensor, storage: str, channels: int, scale: float, out: Tensor) -> None:
+    """Writes the mean values float32 [N, channels] of packed codes of this scale."""
+    if x.is_cuda:
+        from lowbit.kernels.elementwise.pool import average_pool
+
+        average_pool(x, storage, channels, scale, torch.float32, out)
+    else:
+        out.copy_(average_pool_reference(Nhwc64(storage).unpack(x, channels), scale))
 
 
 def average_pool_to_codes(x: Tensor, storage: str, channels: int, scale: float, gain: float, out: Tensor) -> None:
@@ -287,51 +278,3 @@ def launcher(
     from lowbit.kernels.sm90.conv import PreparedConv
 
     return PreparedConv(spec, packed, choice.tile, machine.sm_count, images)
-
-
-@torch.library.impl("lowbit::conv_codes", "CompositeExplicitAutograd")
-def _conv_codes(x: Tensor, residual: Tensor | None, second: Tensor | None, handle: int, shape: list[int], y: str) -> Tensor:
-    conv = _PREPARED.get(handle)
-    if conv is None:
-        raise RuntimeError("lowbit::conv_codes: the prepared layer of this graph is gone; keep it as long as the graph")
-    return conv(x, residual, second)
-
-
-@torch.library.register_fake("lowbit::conv_codes")
-def _conv_fake(x: Tensor, residual: Tensor | None, second: Tensor | None, handle: int, shape: list[int], y: str) -> Tensor:
-    return x.new_empty(shape, dtype=stored_dtype(y))
-
-
-@torch.library.impl("lowbit::max_pool_codes", "CompositeExplicitAutograd")
-def _max_pool(x: Tensor, storage: str, window: list[int], stride: list[int], padding: list[int]) -> Tensor:
-    if x.is_cuda:
-        from lowbit.kernels.elementwise.pool import max_pool
-
-        return max_pool(x, storage, _pair(window), _pair(stride), _pair(padding))
-    channels = x.shape[3] * 8 // CODES[storage].bits
-    codes = Nhwc64(storage).unpack(x, channels)
-    return Nhwc64(storage).pack(max_pool_reference(codes, _pair(window), _pair(stride), _pair(padding)))
-
-
-@torch.library.register_fake("lowbit::max_pool_codes")
-def _max_pool_fake(x: Tensor, storage: str, window: list[int], stride: list[int], padding: list[int]) -> Tensor:
-    height, width = output_size((x.shape[1], x.shape[2]), _pair(window), _pair(stride), _pair(padding))
-    return x.new_empty((x.shape[0], height, width, x.shape[3]))
-
-
-@torch.library.impl("lowbit::average_pool_codes", "CompositeExplicitAutograd")
-def _average_pool(x: Tensor, storage: str, channels: int, scale: float) -> Tensor:
-    if x.is_cuda:
-        from lowbit.kernels.elementwise.pool import average_pool
-
-        return average_pool(x, storage, channels, scale)
-    return average_pool_reference(Nhwc64(storage).unpack(x, channels), scale)
-
-
-@torch.library.register_fake("lowbit::average_pool_codes")
-def _average_pool_fake(x: Tensor, storage: str, channels: int, scale: float) -> Tensor:
-    return x.new_empty((x.shape[0], channels), dtype=torch.float32)
-
-
-def _pair(values: list[int]) -> tuple[int, int]:
-    return int(values[0]), int(values[1])

@@ -44,7 +44,6 @@ from lowbit.vision.program import (
     Program,
     Quantize,
     SumCodes,
-    Value,
 )
 
 
@@ -193,12 +192,13 @@ class DeviceProgram:
                 layout = Nhwc64(known.storage)
                 out = self._place(y, layout.shape((self.batch, *known.shape)), torch.uint8)
                 values[y] = out
-                return lambda: _max_pool(values[x], known, operation, out)
+                pool = operation
+                return lambda: max_pool_codes(values[x], known.storage, pool.kernel, pool.stride, pool.padding, out)
             case PoolAverage(y, x, scale):
                 read = self.program.values[x]
                 out = self._place(y, (self.batch, read.shape[0]), torch.float32)
                 values[y] = as_images(out)
-                return lambda: _average_pool(values[x], read, scale, out)
+                return lambda: average_pool_codes(values[x], read.storage, read.shape[0], scale, out)
             case AverageCodes(y, x, scale, factor):
                 read = self.program.values[x]
                 layout, count = Nhwc64("s8"), read.shape[0]
@@ -256,21 +256,3 @@ class DeviceProgram:
             values[operation.y] = call_other(operation.node, read, like)
 
         return compute
-
-
-def _max_pool(x: Tensor, known: Value, pool: PoolMax, out: Tensor) -> None:
-    if x.is_cuda:
-        from lowbit.kernels.elementwise.pool import max_pool
-
-        max_pool(x, known.storage, pool.kernel, pool.stride, pool.padding, out)
-    else:
-        out.copy_(max_pool_codes(x, known.storage, pool.kernel, pool.stride, pool.padding))
-
-
-def _average_pool(x: Tensor, known: Value, scale: float, out: Tensor) -> None:
-    if x.is_cuda:
-        from lowbit.kernels.elementwise.pool import average_pool
-
-        average_pool(x, known.storage, known.shape[0], scale, torch.float32, out)
-    else:
-        out.copy_(average_pool_codes(x, known.storage, known.shape[0], scale))

@@ -9,7 +9,6 @@ from lowbit.formats.conv import ConvLayer, SecondProduct, requantize
 from lowbit.kernels.reference.conv import average_pool_reference, conv_reference, quantize_reference
 from lowbit.ops.conv import (
     average_pool_codes,
-    conv_codes,
     conv_refusals,
     max_pool_codes,
     prepare_conv,
@@ -76,19 +75,15 @@ def test_a_pool_keeps_the_order_of_sums():
     assert "not as codes" in stem_pool_refusals(layer("s8", "f32", channels=3, kernel=7, stride=2), None)[0]
 
 
-def test_operators_under_fake_tensors_and_export():
-    prepared = prepare_conv(layer(), (1, 6, 6))
-    x = Nhwc64("u4").pack(torch.randint(0, 16, (1, 70, 6, 6)))
-
-    class Net(torch.nn.Module):
-        def forward(self, x):
-            y = max_pool_codes(conv_codes(prepared, x), "u4", (2, 2), (2, 2))
-            return average_pool_codes(y, "u4", 100, 0.25)
-
-    wanted = Net()(x)
-    assert torch.equal(torch.export.export(Net(), (x,)).module()(x), wanted) and wanted.shape == (1, 100)
-    pooled = Nhwc64("u4").unpack(max_pool_codes(prepared(x), "u4", (2, 2), (2, 2)), 100)
-    assert torch.equal(wanted, average_pool_reference(pooled, 0.25))
+def test_pools_of_codes():
+    x = Nhwc64("u4").pack(torch.randint(0, 16, (2, 70, 6, 8)))
+    largest = torch.empty(2, 3, 4, x.shape[3], dtype=torch.uint8)
+    max_pool_codes(x, "u4", (2, 2), (2, 2), (0, 0), largest)
+    wanted = torch.nn.functional.max_pool2d(Nhwc64("u4").unpack(x, 70).double(), 2)
+    assert torch.equal(Nhwc64("u4").unpack(largest, 70), wanted.int())
+    mean = torch.empty(2, 70)
+    average_pool_codes(x, "u4", 70, 0.25, mean)
+    assert torch.equal(mean, average_pool_reference(Nhwc64("u4").unpack(x, 70), 0.25))
 
 
 @pytest.mark.parametrize(
