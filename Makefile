@@ -46,7 +46,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist w
 
 test: lint
 	$(PYTEST)
-	PYTHONPATH=$(OLDEST) $(PYTEST) tests/kernels/sm80 tests/kernels/sm90
+	PYTHONPATH=$(OLDEST) $(PYTEST) tests/kernels/parts tests/kernels/sm80 tests/kernels/sm90
 
 # The kernels are compiled with the newest Triton by all tests, and once more with the oldest supported.
 OLDEST := $(VENV)/oldest-triton

@@ -472,7 +472,7 @@ def _operand(weight: _Weight) -> Step:
     reasons = scaled_refusals(q.scheme, q.scale.dtype)
     value = float(code_values(fmt)[weight.code])
     if reasons:
-        lines: tuple[str, ...] = (f"the kernels for 8-bit activations {'; '.join(reasons)}",)
+        lines: tuple[str, ...] = (f"the kernel for 8-bit activations {'; '.join(reasons)}",)
     elif fmt.bits == 8:
         byte = weight.code ^ 128 if isinstance(fmt, IntFormat) else weight.code
         lines = (f"codes of 8 bits are the operand, row by row: code {weight.code} is the byte {byte:#04x}, {value:g}",)

@@ -174,7 +174,7 @@ def test_kernels_are_named_with_reasons(quantized):
     assert (
         "scaled_blocked (lowbit/kernels/cpu/scaled_blocked.py), for any device, which decodes all weights at every call" in slow
     )
-    assert "not narrow_scaled_gemm: take scales per tensor" in slow
+    assert "not narrow_scaled_gemm: takes scales per tensor" in slow
 
 
 def test_the_walk_ends_in_the_kernels(quantized):
@@ -233,7 +233,7 @@ def test_order_and_pre_quant_scale_are_named(fp16, tmp_path):
         ("fp8_dynamic", "x becomes fp8_e4m3 by a scale for each token, the largest |x| / 448 ", "codes of 8 bits"),
         ("fp8_block", "by a scale for each token and 128 columns", "codes of 8 bits"),
         ("w4a8_g128", "x becomes int8 by a scale for each token", "made s8 in registers"),
-        ("w4a8_g64", "x becomes int8", "the kernels for 8-bit activations take scales"),
+        ("w4a8_g64", "x becomes int8", "the kernel for 8-bit activations takes scales"),
     ],
 )
 def test_quantized_inputs(quantized, scheme, says, byte):

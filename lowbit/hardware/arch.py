@@ -46,7 +46,7 @@ def arch_refusals(sm: int, name: str) -> tuple[str, ...]:
     """Why no kernel runs on a GPU called `name` of an SM version; empty if some may."""
     if any(arch.sm == sm for arch in ARCHS):
         return ()
-    return (f"are for {', '.join(f'sm_{arch.sm}' for arch in ARCHS)}; {name} is sm_{sm}",)
+    return (f"is for {', '.join(f'sm_{arch.sm}' for arch in ARCHS)}; {name} is sm_{sm}",)
 
 
 def arch_for(sm: int) -> Arch:

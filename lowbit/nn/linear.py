@@ -177,7 +177,7 @@ def make_batch_invariant(model: nn.Module, dtype: torch.dtype) -> None:
             raise UnsupportedProblem(f"{name}: its low-rank correction is two products of torch, which are not batch-invariant")
         reasons = layer.reasons_of_place()
         if reasons:
-            raise UnsupportedProblem(f"{name}: batch-invariant kernels {'; '.join(reasons)}")
+            raise UnsupportedProblem(f"{name}: a batch-invariant kernel {'; '.join(reasons)}")
         try:
             choose(replace(layer.problem(dtype), batch_invariant=True))
         except UnsupportedProblem as error:

@@ -161,9 +161,9 @@ class PackedWeight(nn.Module):
     def reasons_of_place(self) -> tuple[str, ...]:
         """Why a layer as this one is held has to decode its weights at every call, whatever its scheme."""
         if self.is_split:
-            return ("take a whole matrix, this is one rank's part of it",)
+            return ("takes a whole matrix, this is one rank's part of it",)
         if getattr(getattr(self, "_hf_hook", None), "offload", False):
-            return ("keep weights in memory, these are brought in and taken away at every call (offloaded by Accelerate)",)
+            return ("keeps weights in memory, these are brought in and taken away at every call (offloaded by Accelerate)",)
         return ()
 
     @property

@@ -65,7 +65,7 @@ def _check(
     check_output("byte_gemm", dtype, function, y_scale)
     reasons = scaled_refusals(s)
     if reasons:
-        raise ValueError(f"byte_gemm: the kernels {'; '.join(reasons)}")
+        raise ValueError(f"byte_gemm: the kernel {'; '.join(reasons)}")
     k = x.shape[-1]
     bits = s.weight.bits
     shape = (n, -(-k // ROW_BYTES) * ROW_BYTES) if bits == 8 else (strips(n), k_tiles(k), LANES * bits)

@@ -38,7 +38,7 @@ def conv_refusals(layer: ConvLayer, device: torch.device | str) -> tuple[str, ..
         return (f"convolutions of codes run on NVIDIA GPUs and on the CPU, not on {device.type}",)
     unknown = machine_refusals(device)
     if unknown:
-        return tuple(f"the convolution kernels {reason}" for reason in unknown)
+        return tuple(f"the convolution kernel {reason}" for reason in unknown)
     return features_refusals(layer.spec, features_of(device))
 
 

@@ -58,8 +58,8 @@ def on_meta(t: Described) -> Tensor:
 def triton_refusals() -> tuple[str, ...]:
     """Why the installed Triton cannot compile the kernels; empty if it can."""
     if importlib.util.find_spec("triton") is None:
-        return ("are written in Gluon, which comes with Triton 3.6 or newer: pip install triton",)
+        return ("is written in Gluon, which comes with Triton 3.6 or newer: pip install triton",)
     version = importlib.import_module("triton").__version__
     if tuple(int(part) for part in version.split(".")[:2]) < (3, 6):
-        return (f"are written in Gluon of Triton 3.6 or newer, installed is {version}: pip install --upgrade triton",)
+        return (f"is written in Gluon of Triton 3.6 or newer, installed is {version}: pip install --upgrade triton",)
     return ()

@@ -108,7 +108,7 @@ def quantize_refusals(fmt: NumberFormat, dtype: torch.dtype, k: int, device: tor
     device = torch.device(device)
     if device.type != "cuda":
         return (f"runs on NVIDIA GPUs, x is on {device.type}",)
-    reasons = [f"the kernels {reason}" for reason in machine_refusals(device)]
+    reasons = [f"the kernel {reason}" for reason in machine_refusals(device)]
     # For sm_89, Triton 3.6 makes 8-bit floats in two steps, the first of which cuts off.
     if not reasons and isinstance(fmt, FloatFormat) and torch.cuda.get_device_capability(device) < (9, 0):
         reasons.append(f"needs sm_90 for {fmt.name}, {torch.cuda.get_device_name(device)} is older")

@@ -84,7 +84,7 @@ def _place(device: torch.device) -> tuple[Machine | None, tuple[str, ...]]:
     if device.type == "cpu":
         return None, ()
     if device.type != "cuda":
-        return None, (f"run on NVIDIA GPUs and on CPUs, not on {device.type}",)
+        return None, (f"runs on NVIDIA GPUs and on CPUs, not on {device.type}",)
     unknown = machine_refusals(device)
     return (None if unknown else machine_of(device)), (*unknown, *triton_refusals())
 

@@ -48,15 +48,15 @@ _DTYPES = {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torc
 def scaled_refusals(scheme: Scheme, scale_dtype: torch.dtype | None = None) -> tuple[str, ...]:
     """Why the kernels for 8-bit activations cannot take weights of a scheme, with scales of a type; empty if they can."""
     if scheme.activation is None or scheme.activation.name not in _DTYPES:
-        return (f"multiply int8, e4m3 or e5m2 activations, not those of {scheme}",)
+        return (f"multiplies int8, e4m3 or e5m2 activations, not those of {scheme}",)
     reasons = []
     integer = isinstance(scheme.activation, IntFormat)
     if scheme.zero is not ZeroPoint.NONE:
-        reasons.append(f"take weights without zero points, not {scheme}")
+        reasons.append(f"takes weights without zero points, not {scheme}")
     elif scheme.weight.bits == 8:
         same = isinstance(scheme.weight, IntFormat) == integer
         if scheme.weight.name not in _DTYPES or not same:
-            reasons.append(f"multiply 8-bit operands of one kind, not {scheme.weight.name} by {scheme.activation.name}")
+            reasons.append(f"multiplies 8-bit operands of one kind, not {scheme.weight.name} by {scheme.activation.name}")
     else:
         try:
             byte_conversion(scheme.weight, _operand(scheme))
@@ -67,12 +67,12 @@ def scaled_refusals(scheme: Scheme, scale_dtype: torch.dtype | None = None) -> t
             pass
         case PerGroup(size) if size % GROUP == 0 and scheme.weight.bits < 8:
             if scale_dtype not in (None, torch.float16, torch.bfloat16):
-                reasons.append(f"take scales of groups in fp16 or bf16, {scheme} has them in {scale_dtype} here")
+                reasons.append(f"takes scales of groups in fp16 or bf16, {scheme} has them in {scale_dtype} here")
         case PerBlock(128, 128) if scheme.weight.bits == 8:
             pass
         case _:
             what = "in blocks of 128 x 128" if scheme.weight.bits == 8 else f"in groups of multiples of {GROUP}"
-            reasons.append(f"take scales per tensor, per channel or {what}, not {scheme}")
+            reasons.append(f"takes scales per tensor, per channel or {what}, not {scheme}")
     return tuple(reasons)
 
 
@@ -99,7 +99,7 @@ class OperandWeight:
         """
         reasons = scaled_refusals(q.scheme, q.scale.dtype)
         if reasons:
-            raise ValueError(f"the kernels for 8-bit activations {'; '.join(reasons)}")
+            raise ValueError(f"the kernel for 8-bit activations {'; '.join(reasons)}")
         if not bool(torch.isfinite(q.scale).all()):
             raise ValueError(f"{q.scheme} {q.shape}: scales must be finite, some are not")
         n, k = q.shape

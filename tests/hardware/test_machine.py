@@ -98,7 +98,7 @@ def test_the_choice_of_tile_sees_the_number_of_sms():
 def test_a_version_without_a_row_is_refused_before_anything_is_packed(monkeypatch, sm, name):
     """sm_87, 103 and 121 used to pass the checks and raise at the first call."""
     gpu(monkeypatch, name, sm)
-    words = f"are for sm_80, sm_86, sm_89, sm_90, sm_100, sm_120; {name} is sm_{sm}"
+    words = f"is for sm_80, sm_86, sm_89, sm_90, sm_100, sm_120; {name} is sm_{sm}"
     for scheme in ("w4a16_g128", "w8a8"):
         problem = problem_on(torch.device("cuda", sm), parse_scheme(scheme), 1, (64, 64), torch.float16)
         assert words in why_slow(problem)[0]

@@ -90,8 +90,8 @@ def test_why_the_other_kernel_is_not_it():
     assert said["torch_int4"] == "runs on a CPU, x is on a GPU"
     said = {kernel.name: "; ".join(reasons) for kernel, reasons in rows(on_h200("w4a16_g128", 64))}
     assert said["wgmma_gemm"] == "" and said["ring_gemm"] == "is not for M 64"
-    unknown = replace(on_h200("w4a16_g128"), machine=None, excluded=("are for sm_80; T4 is sm_75",))
-    assert why_slow(unknown) == ("wgmma_gemm: are for sm_80; T4 is sm_75",)
+    unknown = replace(on_h200("w4a16_g128"), machine=None, excluded=("is for sm_80; T4 is sm_75",))
+    assert why_slow(unknown) == ("wgmma_gemm: is for sm_80; T4 is sm_75",)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_why_the_other_kernel_is_not_it():
     [
         ("w4a8_g64", "groups of multiples of 128, not w4a8_g64", "w4a8_g128"),
         ("w4a16_g40", "groups of the kernels are multiples of 16, got 40", "w4a16_g128"),
-        ("w4a8_g128_z", "take weights without zero points", "w4a8_g128"),
+        ("w4a8_g128_z", "takes weights without zero points", "w4a8_g128"),
         ("w8a8_g128", "per tensor, per channel or in blocks of 128 x 128", "w8a8"),
     ],
 )

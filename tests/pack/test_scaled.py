@@ -68,7 +68,7 @@ def test_sums_are_what_a_zero_of_x_meets():
 @pytest.mark.parametrize(
     ("scheme", "why"),
     [
-        ("w4a16_g128", "multiply int8, e4m3 or e5m2 activations"),
+        ("w4a16_g128", "multiplies int8, e4m3 or e5m2 activations"),
         ("w4a8_g64", "in groups of multiples of 128, not w4a8_g64"),
         ("w8a8_g128", "in blocks of 128 x 128, not w8a8_g128"),
         ("w4a8_g128_z", "without zero points"),

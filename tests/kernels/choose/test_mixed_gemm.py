@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowbit.hardware.machine import MACHINES, typical_machine
-from lowbit.kernels.choose.mixed_gemm import MEASURED, GemmShape, Measured, RingTile, WgmmaTile, candidates, choose
 from lowbit.kernels.choose import mixed_gemm as module
+from lowbit.kernels.choose.mixed_gemm import MEASURED, GemmShape, Measured, RingTile, WgmmaTile, candidates, choose
 
 H200 = typical_machine(90)
 
