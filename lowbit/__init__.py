@@ -13,6 +13,7 @@ a name brings its modules when it is used. Whenever Transformers is imported, be
 import importlib
 import importlib.abc
 import sys
+import threading
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -91,12 +92,24 @@ _HOMES = {
 """Where the public names are defined; torch takes over a second to import and Transformers twice that."""
 
 
+_first_use = threading.RLock()
+"""One thread imports at a time: modules that import each other are otherwise seen half made."""
+
+_WITH_MODELS = tuple(f"lowbit.{room}" for room in ("models", "pipeline", "eval", "explain", "demo"))
+"""Rooms that import Transformers' models."""
+
+
 def __getattr__(name: str) -> Any:
-    if name in LAYERS:  # packages, of which `pipeline` can be called
-        return importlib.import_module(f"lowbit.{name}")
-    if name not in _HOMES:
+    home = f"lowbit.{name}" if name in LAYERS else _HOMES.get(name)
+    if home is None:
         raise AttributeError(f"module 'lowbit' has no attribute {name!r}")
-    found = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    with _first_use:
+        if home.startswith(_WITH_MODELS):  # which imports models.hf in turn: threads must not meet between the two
+            importlib.import_module(_MODELS)
+        module = importlib.import_module(home)
+        if name in LAYERS:  # packages, of which `pipeline` can be called
+            return module
+        found = globals()[name] = getattr(module, name)
     return found
 
 
@@ -114,7 +127,8 @@ class _WithTransformers(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname != _MODELS:
             return None
-        found = (f.find_spec(fullname, path, target) for f in sys.meta_path if f is not self and hasattr(f, "find_spec"))
+        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]  # those before have passed
+        found = (f.find_spec(fullname, path, target) for f in behind if hasattr(f, "find_spec"))
         spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None:
             spec.loader = _ThenRegister(spec.loader)
@@ -126,6 +140,9 @@ class _ThenRegister(importlib.abc.Loader):
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         made: ModuleType | None = self.loader.create_module(spec)
@@ -142,4 +159,5 @@ class _ThenRegister(importlib.abc.Loader):
 if _MODELS in sys.modules:
     importlib.import_module("lowbit.models.hf")
 else:
+    sys.meta_path[:] = [f for f in sys.meta_path if type(f).__name__ != _WithTransformers.__name__]  # of an import before this
     sys.meta_path.insert(0, _WithTransformers())

@@ -315,7 +315,7 @@ def _packing(weight: _Weight, layout: FragmentOrder, c: Conversion, place: _Plac
     for number, bits_there in where.items():
         parts = ", ".join(f"bit {bit} at {at}: {int(own[number]) >> at & 1}" for bit, at in reversed(bits_there))
         lines.append(f"word [{strip}, {k_tile}, {int(places[number])}] = {own[number]:08x}, of the code {parts}")
-    lines.append("(a kernel that reads the file's dense rows skips this step and the next; the step of lowbit/ops/table.py says which one runs)")
+    lines.append("(a kernel that reads the file's dense rows skips this step and the next: lowbit/ops/table.py says which)")
     return words, Step("lowbit/pack/fragment.py", str(layout), tuple(lines))
 
 

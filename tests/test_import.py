@@ -60,6 +60,32 @@ except AttributeError as error:
     assert python(code) == "module 'lowbit' has no attribute 'no_such_name'"
 
 
+def test_imported_again_transformers_still_loads():
+    """As autoreloaders and test suites do."""
+    for again in (
+        "importlib.reload(lowbit)",
+        "[sys.modules.pop(n) for n in list(sys.modules) if n.startswith('lowbit')]; import lowbit",
+    ):
+        code = f"import importlib, sys, lowbit; {again}; import transformers.modeling_utils as t; print(t.__name__)"
+        assert python(code) == "transformers.modeling_utils"
+
+
+def test_threads_may_ask_for_names_at_once():
+    code = """
+import threading, lowbit
+wrong = []
+def ask(name):
+    try:
+        getattr(lowbit, name)
+    except Exception as error:
+        wrong.append(repr(error))
+threads = [threading.Thread(target=ask, args=(name,)) for name in lowbit.__all__ * 2]
+[t.start() for t in threads], [t.join() for t in threads]
+print(wrong)
+"""
+    assert python(code) == "[]"
+
+
 def test_names_are_found_inside_torch_compile():
     code = """
 import torch

@@ -245,7 +245,10 @@ def _host() -> str:
 
 def _untouched(path: Path) -> bool:
     inside = path.iterdir() if path.is_dir() and not path.is_symlink() else ()
-    return time.time() - max(p.lstat().st_mtime for p in (path, *inside)) > _ABANDONED_SECONDS
+    try:
+        return time.time() - max(p.lstat().st_mtime for p in (path, *inside)) > _ABANDONED_SECONDS
+    except FileNotFoundError:  # somebody works on it now
+        return False
 
 
 def _runs(process: int) -> bool:
@@ -254,7 +257,7 @@ def _runs(process: int) -> bool:
         return True
     try:
         os.kill(process, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):  # the latter: no number of a process
         return False
     except PermissionError:
         pass

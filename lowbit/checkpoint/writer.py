@@ -136,6 +136,7 @@ class CheckpointWriter:
             return
         old = hidden(self.folder, "old")
         try:
+            os.utime(self.folder)  # so that other hosts see that somebody works on it
             os.rename(self.folder, old)
             os.rename(self._temporary, self.folder)
         except BaseException:

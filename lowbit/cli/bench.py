@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +10,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from lowbit.cli.terminal import err, out, say, user_errors
+from lowbit.cli.terminal import Json, check_json, err, out, say, user_errors, write_result
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure kernels beside cuBLAS and the peers; make tables of the results.")
 
@@ -237,7 +236,7 @@ def bench_generate(
     schemes: Annotated[str, typer.Option(help="Schemes to quantize to while loading, with commas.")] = "w4a16_g64,w8a16",
     new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate, greedily.")] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each; the median counts.")] = 3,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the rows there too.")] = None,
+    json_file: Json = None,
 ) -> None:
     """Time greedy generation of one text (batch 1) by `lowbit.pipeline`: unquantized, with each scheme, unquantized again.
 
@@ -249,6 +248,7 @@ def bench_generate(
     from lowbit.bench.generate import measure_generation
     from lowbit.formats import parse_scheme
 
+    check_json(json_file, "lowbit bench generate")
     names = [parse_scheme(part).name for part in schemes.split(",") if part.strip()]
     about = measure_generation(model, names, new_tokens, repeats)
     title = f"{about['model']} on {about['device']}"
@@ -259,9 +259,9 @@ def bench_generate(
             row["scheme"] or "none", row["dtype"], f"{row['bytes'] / 1e6:.0f}", f"{row['tokens_per_second']:.1f}", spread,
             f"{row['times_unquantized']:.2f}",
         )  # fmt: skip
-    out.print(table)
-    if json_file is not None:
-        json_file.write_text(json.dumps(about, indent=1) + "\n")
+    if str(json_file) != "-":
+        out.print(table)
+    write_result(json_file, "lowbit bench generate", about)
 
 
 def _plot(document: dict[str, Any], path: Path) -> None:

@@ -76,7 +76,12 @@ def _foreign_size(path: Path, model: PreTrainedModel) -> Size:
         elif isinstance(module, nn.Linear):
             weights += module.weight.numel()
             held += module.weight.nbytes
-    return Size(stored_bytes(path), weights, 8 * held / weights if weights else None, schemes.most_common(1)[0][0])
+    return Size(
+        stored_bytes(path),
+        weights,
+        8 * held / weights if weights else None,
+        next((scheme for scheme, _ in schemes.most_common(1)), None),
+    )
 
 
 def _bytes(reader: CheckpointReader, name: str) -> int:

@@ -23,6 +23,11 @@ from lowbit.models import tensorrt_llm
 
 TARGETS = ("lowbit", "gptq", "awq", "compressed-tensors", "tensorrt-llm", "dequantized")
 
+NOTHING_QUANTIZED = (
+    "none of its tensors is quantized; load it with Transformers (gguf_file=..), or write it as a 16-bit checkpoint first "
+    "(lowbit convert --to dequantized)"
+)
+
 
 class Target(ABC):
     """A kind of checkpoint."""
@@ -234,4 +239,7 @@ def _group(scheme: Scheme) -> int:
 
 
 def _most_common(schemes: Iterable[Scheme]) -> Scheme:
-    return Counter(schemes).most_common(1)[0][0]
+    found = Counter(schemes).most_common(1)
+    if not found:
+        raise CheckpointError(NOTHING_QUANTIZED)
+    return found[0][0]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +131,7 @@ class LowbitQuantizer(HfQuantizer):
                 with CheckpointReader(where) as reader:
                     types = {name: reader.info(name).dtype for name in reader.names()}
                     shapes = {name: reader.info(name).shape for name in reader.names()}
+            _untie(model, manifest.layers)
             place_empty_modules(model, manifest, types, where)
             if stored and _is_as_stated(model):
                 require_complete(where, model, shapes)
@@ -138,6 +139,7 @@ class LowbitQuantizer(HfQuantizer):
         refuse(where, parallel_refusals(model, None))
         config = self.quantization_config
         if config.layers is not None:  # they come as codes, of another tool's files (load_foreign)
+            _untie(model, config.layers)
             self.layers = {**{name: name for name in config.layers}, **(config.tied or {})}
             return
         self.plan = plan_for(model, config.scheme, config.modules_to_not_convert, config.embeddings)
@@ -347,6 +349,15 @@ def _layer(model: nn.Module, name: str) -> nn.Module:
     if not isinstance(module, (nn.Linear, nn.Embedding)):
         raise ValueError(f"it is a {type(module).__name__}, not a linear layer or embedding")
     return module
+
+
+def _untie(model: nn.Module, layers: Container[str]) -> None:
+    """Tells Transformers that modules with quantized weights of their own share none, whatever config.json says of ties: their
+    files do not, as Transformers finds of plain weights by itself."""
+    mapping = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    kept = {target: source for target, source in mapping.items() if target.removesuffix(".weight") not in layers}
+    if len(kept) < len(mapping):
+        model.all_tied_weights_keys = kept  # type: ignore[assignment]
 
 
 def _retie(model: nn.Module, ties: dict[str, str]) -> None:

@@ -18,7 +18,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from lowbit.checkpoint import CheckpointError, LayerEntry, Manifest
-from lowbit.models.conversion_targets import manifest_of
+from lowbit.models.conversion_targets import NOTHING_QUANTIZED, manifest_of
 from lowbit.models.hf import LowbitConfig, Quantized
 from lowbit.models.source import Contents, Opened
 
@@ -83,6 +83,8 @@ class _Loader:
         """Which modules take up quantized weights, for the quantizer; their schemes show when they are read."""
         layers = {self.modules[name]: {"shape": list(entry.shape)} for name, entry in self.source.entries.items()}
         schemes = [entry.scheme.name for entry in self.source.entries.values() if entry.scheme is not None]
+        if not schemes:
+            raise CheckpointError(f"{self.contents.where}: {NOTHING_QUANTIZED}")
         return LowbitConfig(schemes[0], layers=layers, tied=self.contents.tied(layers))
 
     def tensors(self, done: Callable[[], object]) -> dict[str, _WhenAsked]:

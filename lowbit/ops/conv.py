@@ -25,6 +25,9 @@ from lowbit.pack.conv_layout import PackedConv
 from lowbit.pack.nhwc64 import Nhwc64, pixel_elements
 from lowbit.pack.stem import StemImages
 
+ALIGNED_BYTES = 16
+"""Tensors start at multiples of this on a GPU: kernels are compiled for it."""
+
 STEM_POOL = ((3, 3), (2, 2), (1, 1))
 """Window, stride and padding of the max-pool that a stem may have inside."""
 
@@ -82,7 +85,8 @@ class Conv:
         """
         self._check(x, residual, second, out)
         if self._kernel is not None:
-            return self._kernel(x, residual, second, out)
+            with torch.cuda.device(self.device):
+                return self._kernel(x, residual, second, out)
         y = self._on_cpu(x, residual, second)
         return y if out is None else out.copy_(y)
 
@@ -110,8 +114,22 @@ class Conv:
             pixel = Nhwc64(layer.residual).pixel_bytes(self.outputs)
             if tuple(residual.shape) != (*shape[:3], pixel) or not residual.is_contiguous():
                 raise ValueError(f"the residual is contiguous uint8 {[*shape[:3], pixel]}, got {list(residual.shape)}")
-        if any(t is not None and t.device != x.device for t in (residual, second, out)) or x.device != self.device:
+            if residual.dtype != torch.uint8:
+                raise ValueError(f"the residual is contiguous uint8, got {residual.dtype}")
+        if second is not None and layer.second is not None:
+            pixel = Nhwc64(layer.second.x).pixel_bytes(layer.second.weight.shape[1])
+            fits = second.dim() == 4 and second.shape[0] == shape[0] and second.shape[3] == pixel
+            product = layer.spec.second
+            if not fits or product is None or product.output_size(second.shape[1], second.shape[2]) != tuple(shape[1:3]):
+                wanted = f"pixels of {pixel} bytes that make an output of {list(shape[:3])}"
+                raise ValueError(f"the second input has {wanted}, got {list(second.shape)}")
+            if second.dtype != torch.uint8 or not second.is_contiguous():
+                raise ValueError(f"the second input is contiguous uint8, got {second.dtype} with strides {second.stride()}")
+        given = [t for t in (x, residual, second, out) if t is not None]
+        if any(t.device != self.device for t in given):
             raise ValueError(f"all tensors must be on {self.device}, where the layer was prepared")
+        if x.is_cuda and any(t.data_ptr() % ALIGNED_BYTES for t in given):
+            raise ValueError(f"all tensors must start at multiples of {ALIGNED_BYTES} bytes; clone() those that do not")
 
     def _on_cpu(self, x: Tensor, residual: Tensor | None, second: Tensor | None) -> Tensor:
         layer = self.layer

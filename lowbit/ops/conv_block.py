@@ -16,6 +16,7 @@ from lowbit.formats.conv import ConvLayer
 from lowbit.hardware.machine import Machine, machine_of
 from lowbit.kernels.choose.conv import MOST_WIDTH, Size, block_refusals
 from lowbit.kernels.reference.conv import conv_reference
+from lowbit.ops.conv import ALIGNED_BYTES
 from lowbit.pack.conv_block import CHANNELS, EXPANDED, BlockLayout
 from lowbit.pack.nhwc64 import Nhwc64
 
@@ -49,7 +50,8 @@ class ConvBlock:
         if out is None:
             first, last = self.output_shapes(tuple(x.shape))
             out = (x.new_empty(first), x.new_empty(last))
-        return self._kernel(x, added, out)
+        with torch.cuda.device(self.device):
+            return self._kernel(x, added, out)
 
     def _check(self, x: Tensor, added: Tensor, out: tuple[Tensor, Tensor] | None) -> None:
         layout = Nhwc64(self.second.x)
@@ -64,6 +66,8 @@ class ConvBlock:
         for name, (tensor, shape) in wanted.items():
             if tensor.dtype != torch.uint8 or tuple(tensor.shape) != shape or not tensor.is_contiguous():
                 raise ValueError(f"{name} is contiguous uint8 {list(shape)}, got {tensor.dtype} {list(tensor.shape)}")
+            if tensor.is_cuda and tensor.data_ptr() % ALIGNED_BYTES:
+                raise ValueError(f"{name} must start at a multiple of {ALIGNED_BYTES} bytes; clone() it")
             if tensor.device != self.device:
                 raise ValueError(f"{name} must be on {self.device}, where the layers were prepared, got {tensor.device}")
 

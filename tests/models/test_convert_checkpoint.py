@@ -357,8 +357,8 @@ GGUF_CONFIG = LlamaConfig(
 )  # fmt: skip
 
 
-def write_gguf(path, model):
-    """A GGUF file of a tiny Llama, as llama.cpp's converter lays it out, by the package gguf."""
+def write_gguf(path, model, plain=False):
+    """A GGUF file of a tiny Llama, as llama.cpp's converter lays it out, by the package gguf; `plain` in 16 bits."""
     gguf = pytest.importorskip("gguf")
     config = model.config
     writer = gguf.GGUFWriter(path, "llama")
@@ -388,6 +388,7 @@ def write_gguf(path, model):
         if heads:
             data = data.reshape(heads, 2, -1, data.shape[1]).swapaxes(1, 2).reshape(data.shape)
         kind = gguf.GGMLQuantizationType[kinds.get(name.split(".")[-2], "Q4_0") if data.ndim == 2 else "F32"]
+        kind = gguf.GGMLQuantizationType.F16 if plain and data.ndim == 2 else kind
         new = names.get_name(name.removesuffix(".weight")) + ".weight"
         writer.add_tensor(new, gguf.quants.quantize(np.ascontiguousarray(data), kind), raw_dtype=kind)
     writer.write_header_to_file()

@@ -112,6 +112,27 @@ def test_gguf_file_and_folder(tmp_path):
     assert pipe("a", max_new_tokens=4, do_sample=False) == converted("a", max_new_tokens=4, do_sample=False)
 
 
+def test_gguf_without_quantized_tensors(tmp_path):
+    write_gguf(tmp_path / "m.gguf", LlamaForCausalLM(GGUF_CONFIG), plain=True)
+    with pytest.raises(CheckpointError, match="none of its tensors is quantized; load it with Transformers"):
+        lowbit.load(tmp_path / "m.gguf")
+    with pytest.raises(CheckpointError, match="none of its tensors is quantized"):
+        convert_checkpoint(tmp_path / "m.gguf", tmp_path / "out", "lowbit")
+
+
+@pytest.mark.parametrize("tool", ["gptq", "compressed-tensors"])
+def test_a_quantized_head_of_its_own_is_not_tied_whatever_is_stated(tool, tmp_path):
+    save_tiny(tmp_path / "fp16", tied=False)
+    quantize_checkpoint(tmp_path / "fp16", tmp_path / "own", "w4a16_g16", skip=[])
+    convert_checkpoint(tmp_path / "own", tmp_path / "theirs", tool)
+    expected = lowbit.load(tmp_path / "theirs", device="cpu", dtype=torch.float32)(IDS).logits
+    for folder in ("own", "theirs"):
+        path = tmp_path / folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": True}))
+        model = lowbit.load(tmp_path / folder, device="cpu", dtype=torch.float32)
+        assert torch.equal(model(IDS).logits, expected)
+
+
 @pytest.mark.parametrize(("tied", "bias"), [(True, True), (False, False)])
 @pytest.mark.parametrize("tool", ["gptq", "awq", "compressed-tensors"])
 def test_tied_untied_and_biases(tool, tied, bias, tmp_path):

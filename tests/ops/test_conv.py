@@ -103,6 +103,18 @@ def test_wrong_tensors_are_refused(call, message):
         call(prepare_conv(layer(), (1, 4, 4)))
 
 
+def test_a_second_input_of_another_size_is_refused():
+    second = SecondProduct(torch.ones(100, 3, 1, 1, dtype=torch.int8), torch.full((100,), 0.01), "s8", (2, 2))
+    prepared, x = prepare_conv(layer(second=second), (1, 4, 4)), torch.zeros(1, 4, 4, 64, dtype=torch.uint8)
+    right = torch.zeros(1, 8, 8, 64, dtype=torch.uint8)
+    assert prepared(x, None, right).shape == (1, 4, 4, 64)
+    for wrong in (right[:, :2, :2].contiguous(), right.expand(2, 8, 8, 64).contiguous(), right[..., :32].contiguous()):
+        with pytest.raises(ValueError, match="the second input has pixels of 64 bytes that make an output of"):
+            prepared(x, None, wrong)
+    with pytest.raises(ValueError, match="the second input is contiguous"):
+        prepared(x, None, torch.zeros(1, 64, 8, 8, dtype=torch.uint8).permute(0, 2, 3, 1))
+
+
 @pytest.mark.parametrize(
     ("capability", "words"),
     [

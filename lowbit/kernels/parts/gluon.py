@@ -153,6 +153,10 @@ def ptx(write, *numbers):
     return write(*numbers)
 
 
+WRITERS = ("kernels", "hardware", "formats", "pack")
+"""Packages whose Python is called while a kernel is compiled."""
+
+
 @functools.cache
 def source_digest() -> str:
     """A digest of the Python that writes PTX for the kernels.
@@ -160,6 +164,5 @@ def source_digest() -> str:
     Triton's cache of compiled kernels notices changes of a kernel's own source, but not of plain Python that it calls
     while compiling; configurations carry this digest so that an upgrade of the library is noticed too.
     """
-    here = Path(__file__).parent.parent
-    files = sorted([*here.glob("**/*.py"), *(here.parent / "hardware").glob("*.py"), *(here.parent / "formats").glob("*.py")])
+    files = sorted(file for room in WRITERS for file in (Path(__file__).parents[2] / room).glob("**/*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]

@@ -48,10 +48,11 @@ class Launcher:
         elif self.cluster == 1:  # compiles and launches
             self.kernel = self.function[self.grid](*arguments, **self.options)
         else:
-            self.kernel = self.function.warmup(*arguments, grid=self.grid, **self.options)
-            num_warps, _, shared_bytes = self.kernel.packed_metadata
-            self.kernel.packed_metadata = (num_warps, self.cluster, shared_bytes)
-            self.kernel[self.grid](*arguments)
+            made = self.function.warmup(*arguments, grid=self.grid, **self.options)
+            num_warps, _, shared_bytes = made.packed_metadata
+            made.packed_metadata = (num_warps, self.cluster, shared_bytes)
+            self.kernel = made  # whole: another thread may take it at once
+            made[self.grid](*arguments)
 
 
 @dataclass(frozen=True)

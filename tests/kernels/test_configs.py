@@ -1,0 +1,83 @@
+"""What kernels are compiled for: Triton tells two configurations apart by `str`, which has to say everything."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
+
+from lowbit import kernels
+from lowbit.kernels.choose.conv import block_tile
+from lowbit.kernels.parts.conv_tile import WgmmaConv
+from lowbit.kernels.parts.decode import Decode
+from lowbit.kernels.parts.ring import Ring
+from lowbit.kernels.parts.step import Step
+from lowbit.kernels.sm80.conv import MmaConv, MmaProduct
+from lowbit.kernels.sm80.mixed_gemm import RingGemm
+from lowbit.kernels.sm80.scaled_gemm import PlainGemm
+from lowbit.kernels.sm90.conv_block import BlockConv
+from lowbit.kernels.sm90.conv_deep import DeepConv
+from lowbit.kernels.sm90.conv_strip import StripConv
+from lowbit.kernels.sm90.mixed_gemm import WgmmaGemm
+from lowbit.kernels.sm90.narrow_scaled_gemm import NarrowGemm
+from lowbit.kernels.sm90.scaled_gemm import ScaledGemm
+from lowbit.kernels.sm90.stem_pool import StemPool
+
+HALF = torch.float16
+CONFIGS = [
+    WgmmaConv("u4", "s8", "u4", True, 2, 64, 32, 4),
+    StripConv("u4", "s8", None, True, 2, 64, 32, 9, rows=256),
+    DeepConv("u4", "s8", None, True, 2, 128, 64, 4),
+    BlockConv(**vars(block_tile("u4", 56, 64, False))),
+    StemPool("u4", True, 4, False, False),
+    MmaConv(MmaProduct("u4", 4), None, "s8", None, True),
+    WgmmaGemm(Decode("int4", "fp16", 128, "none", "fp16"), 64, 2, 4, 1, 8, False, False, True),
+    ScaledGemm(torch.int8, torch.int8, HALF, True, 2, 128, 4, 1, 8, False, "token", False, False, False, "none", False, True),
+    NarrowGemm("int4", torch.int8, HALF, 128, 2, 4, 1, 8, True, True, "token", False, False, "none", False, True),
+    PlainGemm("int4", torch.int8, torch.int8, HALF, 16, True, False, "token", False, False, "none"),
+    RingGemm(Ring(Step("int4", "fp16", 8, 128, "none", "fp16"), 1, 2, False), 4, 2, 1, False, False, True),
+]
+
+
+def others(value):
+    """Values like `value` of which one field, however deep, is another."""
+    if dataclasses.is_dataclass(value):
+        fields = [(f.name, other) for f in dataclasses.fields(value) for other in others(getattr(value, f.name))]
+        return [dataclasses.replace(value, **{name: other}) for name, other in fields]
+    if isinstance(value, torch.dtype):
+        return [torch.float8_e5m2]
+    return [not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else "other"]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: type(config).__name__)
+def test_every_field_is_told(config):
+    made = [config, *others(config)]
+    assert len({str(one) for one in made}) == len(made)
+
+
+def test_every_class_of_configurations_is_here():
+    found = set()
+    for module in pkgutil.walk_packages(kernels.__path__, "lowbit.kernels."):
+        for made in vars(importlib.import_module(module.name)).values():
+            if inspect.isclass(made) and dataclasses.is_dataclass(made):
+                found |= {made} if "digest" in {field.name for field in dataclasses.fields(made)} else set()
+    assert found == {type(config) for config in CONFIGS}
+
+
+@pytest.mark.parametrize(
+    "name", ["sm80/conv", "sm90/conv", "sm90/conv_strip", "sm90/conv_deep", "sm90/conv_block", "sm90/stem_pool"]
+)
+def test_kernels_are_siblings(name):
+    """A kernel imports parts and descriptors, no other kernel; what packs weights comes before it."""
+    text = (Path(kernels.__file__).parent / f"{name}.py").read_text()
+    imported = set(re.findall(r"^from (lowbit\.\S+) import", text, re.MULTILINE))
+    assert not {m for m in imported if ".sm" in m} - {"lowbit.kernels.sm90.tensor_map"}
+    assert ".pack(" not in text and "pack_layer" not in text
