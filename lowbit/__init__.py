@@ -153,7 +153,10 @@ class _ThenRegister(importlib.abc.Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self.loader
         self.loader.exec_module(module)
-        importlib.import_module("lowbit.models.hf")
+        try:
+            importlib.import_module("lowbit.models.hf")
+        except ImportError as error:
+            raise ImportError(f"lowbit could not register with Transformers: {error}") from error
 
 
 if _MODELS in sys.modules:

@@ -92,6 +92,8 @@ def is_foreign(path: str | Path) -> bool:
     if gguf_file(path) is not None:
         return True
     if not path.is_dir():
+        if path.suffix == ".gguf":
+            raise CheckpointError(f"{path}: there is no such file")
         return False
     config = read_json(path / "config.json")
     found = quantization_of(path, config)

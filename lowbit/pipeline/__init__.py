@@ -5,6 +5,7 @@ for response in pipe(["DeepSpeed is", "Seattle is"], max_new_tokens=128):
     print(response.generated_text, response.finish_reason)
 """
 
+import inspect
 import sys
 from types import ModuleType
 
@@ -18,6 +19,7 @@ class _Callable(ModuleType):
     """`lowbit.pipeline(..)` and `lowbit.pipeline.Response` both mean what they say, whichever was imported first."""
 
     __call__ = staticmethod(pipeline)
+    __signature__ = inspect.signature(pipeline)
 
 
 sys.modules[__name__].__class__ = _Callable

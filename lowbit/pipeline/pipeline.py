@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -129,7 +130,7 @@ def pipeline(
     model_name_or_path: str,
     *,
     quantization_mode: str | None = None,
-    tokenizer: str | PreTrainedTokenizerBase | None = None,
+    tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     max_length: int | None = None,
@@ -156,8 +157,8 @@ def pipeline(
         model_name_or_path, scheme=quantization_mode, device=device, dtype=dtype, verify=verify, progress=progress,
         batch_invariant=batch_invariant,
     )  # fmt: skip
-    if tokenizer is None or isinstance(tokenizer, str):
-        tokenizer = tokenizer_of(tokenizer or model_name_or_path, model)
+    if tokenizer is None or isinstance(tokenizer, (str, Path)):
+        tokenizer = tokenizer_of(str(tokenizer or model_name_or_path), model)
     return Pipeline(model, tokenizer, max_length=max_length)
 
 

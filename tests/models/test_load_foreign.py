@@ -112,6 +112,12 @@ def test_gguf_file_and_folder(tmp_path):
     assert pipe("a", max_new_tokens=4, do_sample=False) == converted("a", max_new_tokens=4, do_sample=False)
 
 
+def test_a_gguf_file_that_is_not_there(tmp_path):
+    """No hub is asked for it."""
+    with pytest.raises(CheckpointError, match="there is no such file"):
+        lowbit.load(tmp_path / "no.gguf")
+
+
 def test_gguf_without_quantized_tensors(tmp_path):
     write_gguf(tmp_path / "m.gguf", LlamaForCausalLM(GGUF_CONFIG), plain=True)
     with pytest.raises(CheckpointError, match="none of its tensors is quantized; load it with Transformers"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -191,3 +193,7 @@ def test_destroyed_pipelines_say_so(folder):
     pipe.destroy()
     with pytest.raises(RuntimeError, match="destroyed"):
         pipe("abc")
+
+
+def test_the_signature_is_that_of_the_function():
+    assert list(inspect.signature(lowbit.pipeline).parameters)[:2] == ["model_name_or_path", "quantization_mode"]

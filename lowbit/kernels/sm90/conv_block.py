@@ -534,7 +534,7 @@ class PreparedBlock:
 
     def __init__(self, third: ConvSpec, following: ConvSpec, packed: Tensor, g: float, sm_count: int) -> None:
         self.third, self.following, self.packed, self.g, self.sm_count = third, following, packed, g, sm_count
-        self.map = functools.lru_cache(maxsize=64)(row_map)
+        self.map = functools.lru_cache(maxsize=None)(row_map)
         self.kernels: dict[BlockConv, CompiledKernel] = {}
 
     def config(self, width: int) -> BlockConv:

@@ -535,7 +535,7 @@ class PreparedDeep:
         self.second: WindowOperand | None = None
         if spec.second is not None and packed.weight2 is not None:
             self.second = WindowOperand(spec.second, packed.weight2, tile.pixels, tile.step_bytes)
-        self.map = functools.lru_cache(maxsize=64)(row_map)
+        self.map = functools.lru_cache(maxsize=None)(row_map)
         self.kernels: dict[DeepConv, CompiledKernel] = {}
 
     def config(self, width: int) -> DeepConv:

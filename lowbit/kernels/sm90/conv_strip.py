@@ -194,7 +194,7 @@ class PreparedStrip:
 
     def __init__(self, spec: ConvSpec, packed: PackedConv, tile: ConvTile, sm_count: int) -> None:
         self.spec, self.packed, self.tile, self.sm_count = spec, packed, tile, sm_count
-        self.map = functools.lru_cache(maxsize=64)(row_map)
+        self.map = functools.lru_cache(maxsize=None)(row_map)
         self.kernels: dict[StripConv, CompiledKernel] = {}
 
     def config(self, width: int) -> StripConv:

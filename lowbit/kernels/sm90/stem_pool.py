@@ -357,7 +357,7 @@ class PreparedStemPool:
         self.spec, self.packed, self.images, self.sm_count = spec, packed, images, sm_count
         odd = [size % 2 == 1 for size in images.output]
         self.config = StemPool(spec.y, spec.relu, images.window[0], odd[0], odd[1])
-        self.map = functools.lru_cache(maxsize=64)(self._map)
+        self.map = functools.lru_cache(maxsize=None)(self._map)
         self.kernel: CompiledKernel | None = None
 
     def _map(self, n: int, address: int, device: torch.device) -> Tensor:

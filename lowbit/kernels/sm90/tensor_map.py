@@ -142,14 +142,15 @@ class WindowOperand:
     """One product of a convolution as a kernel is given it: packed weights, and how windows lie in its input.
 
     `pixels` windows and `step_bytes` of each are copied at a time. With `images`, the input is what they pack and `product` is
-    `images.product`. Descriptors are made once for each address and size, and kept.
+    `images.product`. Descriptors, 128 bytes each, are made once for each address and size, and kept: a
+    captured graph reads them.
     """
 
     def __init__(
         self, product: ProductSpec, weight: Tensor, pixels: int, step_bytes: int, images: StemImages | None = None
     ) -> None:
         self.product, self.weight, self.pixels, self.step_bytes, self.images = product, weight, pixels, step_bytes, images
-        self.map = functools.lru_cache(maxsize=64)(self._map)
+        self.map = functools.lru_cache(maxsize=None)(self._map)
 
     def arguments(self, x: Tensor) -> tuple[object, ...]:
         """What the kernel is given for an input: descriptor, weights, steps, and how windows lie."""
