@@ -152,14 +152,6 @@ def choose_conv(
     return rows[0]
 
 
-def explain_conv(
-    spec: ConvSpec, size: Size, machine: Machine | None, images: StemImages | None = None, pooled: bool = False
-) -> list[str]:
-    """Every candidate, a line each: what it would take, why it was chosen or why it was not."""
-    rows = conv_candidates(spec, size, machine, images, pooled)
-    return [f"{'runs' if row is rows[0] and not row.reasons else 'cannot' if row.reasons else 'could'}: {row}" for row in rows]
-
-
 def features_refusals(spec: ConvSpec, features: frozenset[str]) -> tuple[str, ...]:
     """Why no kernel of a GPU with these features can run a layer; empty if some may."""
     reasons = []

@@ -10,6 +10,7 @@ from lowbit.kernels.parts.gluon import gl, source_digest
 from lowbit.kernels.parts.operand import hold
 from lowbit.kernels.parts.pipeline import StageBarriers
 from lowbit.kernels.parts.requantize import Requantize
+from lowbit.kernels.parts.tile import Warpgroups
 from lowbit.kernels.parts.window_ring import WindowRing
 from lowbit.pack.conv_layout import GROUP, unit_channels
 from lowbit.pack.conv_weight import planes
@@ -19,7 +20,7 @@ UNIT_WORDS = gl.constexpr(UNIT // 4)
 
 
 @dataclass(frozen=True)
-class WgmmaConv:
+class WgmmaConv(Warpgroups):
     """All that is fixed when the kernel is compiled.
 
     A tile is 64 * warpgroups pixels x `outputs` channels; a step is `step_bytes` of packed channels of one tap. `second` is
@@ -42,14 +43,6 @@ class WgmmaConv:
     @property
     def pixels(self) -> int:
         return 64 * self.warpgroups
-
-    @property
-    def warps(self) -> int:
-        return 4 * self.warpgroups
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.warps
 
     @property
     def planes(self) -> int:
@@ -152,11 +145,6 @@ class WgmmaConv:
     @property
     def operand_tile(self) -> gl.NVMMASharedLayout:
         return gl.NVMMASharedLayout(swizzle_byte_width=self.step_bytes, element_bitwidth=8, rank=2)
-
-    @property
-    def threads_layout(self) -> gl.BlockedLayout:
-        """One element per thread."""
-        return gl.BlockedLayout([1], [32], [self.warps], [0])
 
     @property
     def quads_layout(self) -> gl.BlockedLayout:

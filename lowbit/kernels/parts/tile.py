@@ -17,15 +17,10 @@ TILE_K = gl.constexpr(STAGE_K)
 OPERAND_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 
 
-class WarpgroupTile:
-    """64 * warpgroups rows, 16 for each warp; `stages` of both operands wait in shared memory."""
+class Warpgroups:
+    """The warps that multiply, four for each of `warpgroups`, and their threads."""
 
     warpgroups: int
-    stages: int
-
-    @property
-    def rows(self) -> int:
-        return 64 * self.warpgroups
 
     @property
     def warps(self) -> int:
@@ -40,6 +35,16 @@ class WarpgroupTile:
     def threads_layout(self) -> gl.BlockedLayout:
         """One element per thread."""
         return gl.BlockedLayout([1], [32], [self.warps], [0])
+
+
+class WarpgroupTile(Warpgroups):
+    """64 * warpgroups rows, 16 for each warp; `stages` of both operands wait in shared memory."""
+
+    stages: int
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.warpgroups
 
     @property
     def regions(self) -> Regions:

@@ -46,6 +46,7 @@ from lowbit.kernels.parts.thread_product import (
     thread_words,
     wait,
 )
+from lowbit.kernels.parts.tile import Warpgroups
 from lowbit.kernels.sm90.tensor_map import row_map
 from lowbit.pack.conv_block import CHANNELS
 
@@ -62,23 +63,10 @@ REGISTERS = 65536 // (128 * WARPGROUPS)
 
 
 @dataclass(frozen=True)
-class BlockConv(BlockTile):
+class BlockConv(BlockTile, Warpgroups):
     """All that is fixed when the kernel is compiled: a tile, and what the kernel makes of it."""
 
     digest: str = source_digest()
-
-    @property
-    def warps(self) -> int:
-        return 4 * self.warpgroups
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.warps
-
-    @property
-    def threads_layout(self) -> gl.BlockedLayout:
-        """One element per thread."""
-        return gl.BlockedLayout([1], [32], [self.warps], [0])
 
     @property
     def boxes(self) -> int:
