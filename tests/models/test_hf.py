@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -19,6 +17,7 @@ from lowbit.models.hf import LOADING_OVERHEAD_BYTES, place_empty_modules
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
 from lowbit.nn import QuantEmbedding, QuantLinear
 from lowbit.quantize import rtn
+from tests.memory import linux, peak_bytes
 from tests.tiny import tiny_llama, with_channels
 
 SCHEMES = ["w8a16", "w6e3m2a16", "w4a16_g32_fz", "w3a16_g48_z"]
@@ -255,33 +254,20 @@ def test_config_round_trip_and_errors():
         LowbitConfig("w8a16", bits=4)
 
 
-MEMORY = """
-import sys, threading, time, torch
+STREAM = "lowbit.quantize_checkpoint(sys.argv[1], sys.argv[2], 'w4a16_g64')"
+LOAD = """
+config = lowbit.LowbitConfig('w4a16_g64')
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float16, quantization_config=config)
+"""
+IMPORTS = """
 import lowbit.models.quantize_checkpoint, transformers.models.llama.modeling_llama
 from lowbit.checkpoint import CheckpointReader
 from transformers import AutoModelForCausalLM
-peak, stop = 0, False
-def rss():
-    return int(next(line for line in open('/proc/self/status') if line.startswith('RssAnon')).split()[1]) * 1024
-base = rss()
-def watch():
-    global peak
-    while not stop:
-        peak = max(peak, rss())
-        time.sleep(0.001)
-thread = threading.Thread(target=watch); thread.start()
-if sys.argv[3] == 'stream':
-    lowbit.quantize_checkpoint(sys.argv[1], sys.argv[2], 'w4a16_g64')
-else:
-    config = lowbit.LowbitConfig('w4a16_g64')
-    model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float16, quantization_config=config)
-stop = True; thread.join()
-print(peak - base)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
-@pytest.mark.parametrize("how", ["load", "stream"])
+@linux
+@pytest.mark.parametrize("how", [LOAD, STREAM], ids=["load", "stream"])
 def test_peak_memory_is_packed_size_plus_one_layer_plus_a_constant(tmp_path, how):
     """fp16 weights of this model take 294 MB, packed ones 78 MB, the largest layer 38 MB."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -299,13 +285,7 @@ def test_peak_memory_is_packed_size_plus_one_layer_plus_a_constant(tmp_path, how
     weights = sum(p.numel() for p in model.parameters())
     layer = 9216 * 2048 * 2
     del model
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY, str(tmp_path / "fp16"), str(tmp_path / "out"), how],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    peak = int(done.stdout.split()[-1])
+    peak = peak_bytes(IMPORTS, how, tmp_path / "fp16", tmp_path / "out")
     packed = weights * 4.25 / 8
-    print(f"{how}: peak {peak:,}, packed {packed:,.0f}, layer {layer:,}")
+    print(f"peak {peak:,}, packed {packed:,.0f}, layer {layer:,}")
     assert peak < packed + layer + LOADING_OVERHEAD_BYTES

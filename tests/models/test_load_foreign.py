@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -25,6 +23,7 @@ from lowbit.models.quantize_checkpoint import quantize_checkpoint
 from lowbit.nn import QuantLinear
 from lowbit.nn.packed import PackedWeight
 from tests.checkpoint.foreign import DATA
+from tests.memory import linux, peak_bytes
 from tests.models.test_convert_checkpoint import GGUF_CONFIG, write_gguf
 from tests.tiny import save_tiny, tiny_llama
 
@@ -337,25 +336,6 @@ def test_progress(tmp_path, capfd):
     assert "awq weights" not in capfd.readouterr().err
 
 
-MEMORY = """
-import sys, threading, time, torch
-import lowbit.models.load, transformers.models.llama.modeling_llama
-peak, stop = 0, False
-def rss():
-    return int(next(line for line in open('/proc/self/status') if line.startswith('RssAnon')).split()[1]) * 1024
-base = rss()
-def watch():
-    global peak
-    while not stop:
-        peak = max(peak, rss())
-        time.sleep(0.001)
-thread = threading.Thread(target=watch); thread.start()
-model = lowbit.load(sys.argv[1], device='cpu', dtype=torch.float16)
-stop = True; thread.join()
-print(peak - base)
-"""
-
-
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
     """A folder of lowbit's own whose packed weights take 78 MB, the largest layer 75 MB in float32."""
@@ -376,14 +356,18 @@ def large(tmp_path_factory):
     return root
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+@linux
 @pytest.mark.parametrize("tool", ["own", "gptq", "compressed-tensors"])
 def test_peak_memory_is_packed_size_plus_one_layer_plus_a_constant(tool, large):
     if tool != "own":
         convert_checkpoint(large / "own", large / tool, tool)
-    done = subprocess.run([sys.executable, "-c", MEMORY, str(large / tool)], capture_output=True, text=True, check=True)
+    peak = peak_bytes(
+        "import lowbit.models.load, transformers.models.llama.modeling_llama",
+        "model = lowbit.load(sys.argv[1], device='cpu', dtype=torch.float16)",
+        large / tool,
+    )
     with CheckpointReader(large / "own") as reader:
         packed = sum(info.end - info.begin for info in map(reader.info, reader.names()))
-    peak, layer = int(done.stdout.split()[-1]), 9216 * 2048 * 4
+    layer = 9216 * 2048 * 4
     print(f"{tool}: peak {peak:,}, packed {packed:,}, layer {layer:,}")
     assert peak < packed + layer + LOADING_OVERHEAD_BYTES
