@@ -29,6 +29,7 @@ from triton.language.extra import cuda
 from lowbit.formats import ActivationRule, FloatFormat, NumberFormat
 from lowbit.hardware.machine import Machine
 from lowbit.kernels.parts.launch import Launcher
+from lowbit.kernels.parts.rows import add_and_store, floats, loaded, row_of, sigmoid, squares_of
 from lowbit.kernels.parts.rules import (
     RULES,
     codes_by_rule,
@@ -60,15 +61,6 @@ _SMALLEST = tl.constexpr(SMALLEST_SCALE)
 
 
 @triton.jit
-def row_of(base, row, stride, PIECES: tl.constexpr):
-    """Where a row begins; from the factor 8 the compiler sees that it may move pieces."""
-    start = row.to(tl.int64) * stride
-    if PIECES:
-        start = start * 8
-    return base + start
-
-
-@triton.jit
 def at_least_smallest(scale):
     """The scale, but none whose reciprocal is infinite."""
     return tl.where(scale < _SMALLEST, _SMALLEST, scale)
@@ -88,27 +80,6 @@ def merged(total, squares, count, other_total, other_squares, other_count):
     weight = tl.maximum(count * other_count * both, 1.0)  # 1 where a set is empty, as at the end of short rows
     apart = (total * other_count - other_total * count) * tl.rsqrt(weight)
     return total + other_total, tl.fma(apart, apart, squares + other_squares), both
-
-
-@triton.jit
-def loaded(base, i, K: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr):
-    """A row of K elements in chunks of STEP, zeros beyond K."""
-    chunks = ()
-    for c in tl.static_range(CHUNKS):
-        if K == STEP * CHUNKS:
-            chunks += (tl.load(base + c * STEP + i),)
-        else:
-            chunks += (tl.load(base + c * STEP + i, mask=c * STEP + i < K, other=0.0),)
-    return chunks
-
-
-@triton.jit
-def floats(chunks, CHUNKS: tl.constexpr):
-    """Chunks in float32."""
-    values = ()
-    for c in tl.static_range(CHUNKS):
-        values += (chunks[c].to(tl.float32),)
-    return values
 
 
 @triton.jit
@@ -136,15 +107,6 @@ def largest_of(values, CHUNKS: tl.constexpr):
     for c in tl.static_range(1, CHUNKS):
         made = larger(made, tl.abs(values[c]))
     return tl.reduce(made, 1, larger)
-
-
-@triton.jit
-def squares_of(values, CHUNKS: tl.constexpr):
-    """The sum of squares of each thread."""
-    made = values[0] * values[0]
-    for c in tl.static_range(1, CHUNKS):
-        made = tl.fma(values[c], values[c], made)
-    return tl.sum(made, axis=1)
 
 
 @triton.jit
@@ -196,25 +158,10 @@ def layer_normalized(
 
 @triton.jit
 def silu(values, CHUNKS: tl.constexpr):
-    """values / (1 + exp(-values)); 1 / sqrt(1 + exp(-value)), squared, takes a third of a division's work."""
+    """values / (1 + exp(-values)), chunk by chunk."""
     made = ()
     for c in tl.static_range(CHUNKS):
-        root = tl.rsqrt(1.0 + tl.exp2(values[c] * -1.4426950408889634))
-        made += (values[c] * (root * root),)
-    return made
-
-
-@triton.jit
-def add_and_store(sums, row, halves, others, i, K: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr):
-    """x + residual in x's type, which goes to memory too."""
-    made = ()
-    for c in tl.static_range(CHUNKS):
-        total = (halves[c].to(tl.float32) + others[c].to(tl.float32)).to(halves[c].dtype)
-        if K == STEP * CHUNKS:
-            tl.store(row_of(sums, row, K, False) + c * STEP + i, total)
-        else:
-            tl.store(row_of(sums, row, K, False) + c * STEP + i, total, mask=c * STEP + i < K)
-        made += (total,)
+        made += (values[c] * sigmoid(values[c]),)
     return made
 
 

@@ -1,0 +1,75 @@
+"""y[M, I] = f(gate[M, I]) * up[M, I]: the gate of an MLP, f = silu or GELU by its tanh formula. Plain Triton.
+
+Reads   gate, up fp16 or bf16, each with any row stride: the halves of one product [M, 2 I], or two products
+Writes  y [M, I] contiguous
+Blocks  a run of columns of one row, 8 or 16 elements a thread
+Overlap waits for the kernel before, then lets the one after it start (programmatic dependent launch, sm_90)
+Exact   f in float32, rounded to the type of gate, times up, rounded again, as Transformers' MLPs do; sigmoid by roots may be
+        off in the last bit of float32. Tested: tests/kernels/elementwise/test_gate.py
+Source  GELU: x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) (Hendrycks, Gimpel 2016), and (1 + tanh(t)) / 2 = sigmoid(2 t)
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import cuda
+
+from lowbit.hardware.machine import Machine
+from lowbit.kernels.parts.launch import Launcher
+from lowbit.kernels.parts.rows import row_of, sigmoid
+from lowbit.kernels.reference.decode import GATES
+
+PIECE = 8
+"""Elements in 16 bytes."""
+
+FEW_BLOCKS_PER_SM = 16
+"""Up to so many blocks of 1024 columns an SM, a thread has 8 elements, beyond that 16."""
+
+
+@triton.jit(do_not_specialize=["gate_stride", "up_stride"])
+def gate_rows(
+    y, gate, up, gate_stride, up_stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PIECES: tl.constexpr, GELU: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """COLUMNS columns of one row."""
+    row = tl.program_id(0)
+    i = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    if OVERLAP:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+    halves = tl.load(row_of(gate, row, gate_stride, PIECES) + i, mask=i < WIDTH, other=0.0)
+    others = tl.load(row_of(up, row, up_stride, PIECES) + i, mask=i < WIDTH, other=0.0)
+    value = halves.to(tl.float32)
+    if GELU:
+        made = value * sigmoid(1.5957691216057308 * tl.fma(0.044715 * value * value, value, value))
+    else:
+        made = value * sigmoid(value)
+    made = made.to(halves.dtype).to(tl.float32) * others.to(tl.float32)
+    tl.store(row_of(y, row, WIDTH, False) + i, made.to(halves.dtype), mask=i < WIDTH)
+
+
+class GatePlan:
+    """All of a call that does not depend on the tensors' contents: made once for a shape, called many times.
+
+    `pieces` promises that I and both row strides are multiples of 8 and that all tensors start at multiples of 16 bytes. A plan
+    serves one GPU, one alignment and one type of the tensors.
+    """
+
+    def __init__(self, m: int, width: int, function: str, pieces: bool, machine: Machine) -> None:
+        self.m, self.width = m, width
+        self.unit = PIECE if pieces else 1
+        few = m * -(-width // 1024) <= FEW_BLOCKS_PER_SM * machine.sm_count
+        columns = 1024 if few else 2048
+        overlap = machine.arch.sm >= 90
+        self.constants = (width, columns, pieces, GATES.index(function) == 1, overlap)
+        self.launch = Launcher(gate_rows, (m, -(-width // columns), 1), 4, overlap=overlap)
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
+        """y [M, I]; all tensors on the current device."""
+        y = torch.empty((self.m, self.width), dtype=gate.dtype, device=gate.device)
+        if self.m:
+            self.launch(y, gate, up, gate.stride(0) // self.unit, up.stride(0) // self.unit, *self.constants)
+        return y

@@ -1,0 +1,220 @@
+"""h = embedding of a token, or h += delta; x = norm(h), or h * gamma with the sum of squares: one launch. Plain Triton.
+
+Reads   h fp16 or bf16 [M, H] contiguous, delta [M, H] contiguous or None, gamma and post_gamma [H] of 16 or 32 bits;
+        or tokens and rows int32, a table [V, H] of the type of h, or codes uint8 [V, H] with one scale a row
+Writes  h, in place where delta is added; x [M, H]; squares fp32 [M] of h as it is stored
+Blocks  one row each, in chunks of 8 elements a thread; how many threads depends on H alone, so that a row's sums have one order
+        whatever the number of rows. The warps meet once, twice where delta is normalised first (post_gamma)
+Overlap gammas are read before the wait for the kernel before (programmatic dependent launch, sm_90); the kernel after may start
+        when all blocks have passed it, so what came before the kernel before is then complete
+Exact   sums, roots and products in float32. NORM 1: OFFSET 0 rounds the normalised value and then its product with gamma
+        (LlamaRMSNorm); another OFFSET multiplies by OFFSET + gamma in float32 and rounds once (GemmaRMSNorm). NORM 2: x = h *
+        (OFFSET + gamma) * factor, rounded once. Tested: tests/kernels/elementwise/test_norm.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import cuda
+
+from lowbit.hardware.machine import Machine
+from lowbit.kernels.parts.launch import Launcher
+from lowbit.kernels.parts.rows import add_and_store, floats, loaded, row_of, squares_of
+from lowbit.kernels.reference.decode import ZERO_CODE
+
+PIECE = 8
+"""16-bit elements in 16 bytes: what a thread reads at once."""
+
+MOST_THREADS = 1024
+
+NONE, NORMED, SQUARES = 0, 1, 2
+"""What is made of h beside it: nothing; its norm; h * gamma and sums of squares, for products that divide at their end."""
+
+_ZERO_CODE = tl.constexpr(ZERO_CODE)
+
+
+@triton.jit
+def normed(halves, weights, eps, H: tl.constexpr, OFFSET: tl.constexpr, CHUNKS: tl.constexpr):
+    """RMSNorm of a row, in the type of the row."""
+    HALF: tl.constexpr = halves[0].dtype
+    values = floats(halves, CHUNKS)
+    inverse = tl.rsqrt(tl.sum(squares_of(values, CHUNKS), axis=0) / H + eps)
+    made = ()
+    for c in tl.static_range(CHUNKS):
+        value = values[c] * inverse
+        if OFFSET == 0:
+            value = value.to(HALF).to(tl.float32) * weights[c].to(tl.float32)
+        else:
+            value = value * (weights[c].to(tl.float32) + OFFSET)
+        made += (value.to(HALF),)
+    return made
+
+
+@triton.jit
+def stored(base, row, halves, i, H: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr):
+    """A row to memory."""
+    for c in tl.static_range(CHUNKS):
+        if H == STEP * CHUNKS:
+            tl.store(row_of(base, row, H, False) + c * STEP + i, halves[c])
+        else:
+            tl.store(row_of(base, row, H, False) + c * STEP + i, halves[c], mask=c * STEP + i < H)
+
+
+@triton.jit
+def finish(
+    x, squares, row, halves, weights, i, eps, factor, H: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr,
+    NORM: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """What is made of a row of h: by NORM."""
+    if NORM == 1:
+        stored(x, row, normed(halves, weights, eps, H, OFFSET, CHUNKS), i, H, STEP, CHUNKS)
+    if NORM == 2:
+        values = floats(halves, CHUNKS)
+        tl.store(squares + row, tl.sum(squares_of(values, CHUNKS), axis=0))
+        made = ()
+        for c in tl.static_range(CHUNKS):
+            made += ((values[c] * (weights[c].to(tl.float32) + OFFSET) * factor).to(halves[c].dtype),)
+        stored(x, row, made, i, H, STEP, CHUNKS)
+
+
+@triton.jit(do_not_specialize=["eps", "factor"])
+def norm_rows(
+    x, squares, h, delta, gamma, post_gamma, eps, factor, H: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
+    CHUNKS: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """One row of h, to which delta (or its norm) is added first."""
+    row = tl.program_id(0)
+    STEP: tl.constexpr = THREADS * PIECE
+    i = tl.arange(0, THREADS)[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
+    weights = loaded(gamma, i, H, STEP, CHUNKS)
+    if post_gamma is not None:
+        post_weights = loaded(post_gamma, i, H, STEP, CHUNKS)
+    if OVERLAP:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+    halves = loaded(row_of(h, row, H, False), i, H, STEP, CHUNKS)
+    if delta is not None:
+        others = loaded(row_of(delta, row, H, False), i, H, STEP, CHUNKS)
+        if post_gamma is not None:
+            others = normed(others, post_weights, eps, H, OFFSET, CHUNKS)
+        halves = add_and_store(h, row, halves, others, i, H, STEP, CHUNKS)
+    finish(x, squares, row, halves, weights, i, eps, factor, H, STEP, CHUNKS, NORM, OFFSET)
+
+
+@triton.jit
+def decoded(codes, scale, i, HALF: tl.constexpr, H: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr):
+    """A row of codes as values of 16 bits, zeros beyond H, where codes are read as 0, which means -128."""
+    made = ()
+    for c in tl.static_range(CHUNKS):
+        value = ((codes[c].to(tl.int32) - _ZERO_CODE).to(tl.float32) * scale).to(HALF)
+        if H != STEP * CHUNKS:
+            value = tl.where(c * STEP + i < H, value, 0.0)
+        made += (value,)
+    return made
+
+
+@triton.jit
+def scaled(halves, scale, CHUNKS: tl.constexpr):
+    """A row times a number, rounded."""
+    made = ()
+    for c in tl.static_range(CHUNKS):
+        made += ((halves[c].to(tl.float32) * scale).to(halves[c].dtype),)
+    return made
+
+
+@triton.jit(do_not_specialize=["eps", "factor", "scale"])
+def embed_rows(
+    x, squares, h, tokens, rows, table, row_scale, gamma, eps, factor, scale, H: tl.constexpr, THREADS: tl.constexpr,
+    PIECE: tl.constexpr, CHUNKS: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, SCALED: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """The row of a token's embedding, from 16 bits or from codes with one scale."""
+    row = tl.program_id(0)
+    STEP: tl.constexpr = THREADS * PIECE
+    HALF: tl.constexpr = h.dtype.element_ty
+    i = tl.arange(0, THREADS)[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
+    weights = ()
+    if NORM != 0:
+        weights = loaded(gamma, i, H, STEP, CHUNKS)
+    if OVERLAP:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+    slot = row
+    if rows is not None:
+        slot = tl.load(rows + row)
+    token = tl.load(tokens + slot)
+    codes = loaded(row_of(table, token, H, False), i, H, STEP, CHUNKS)
+    halves = codes
+    if row_scale is not None:
+        halves = decoded(codes, tl.load(row_scale + token).to(tl.float32), i, HALF, H, STEP, CHUNKS)
+    if SCALED:
+        halves = scaled(halves, scale, CHUNKS)
+    stored(h, row, halves, i, H, STEP, CHUNKS)
+    finish(x, squares, row, halves, weights, i, eps, factor, H, STEP, CHUNKS, NORM, OFFSET)
+
+
+def shape_of(width: int) -> tuple[int, int]:
+    """Threads of a block and pieces of a thread for rows of `width`: about two pieces each, so that few rows are fast and many
+    have enough bytes on their way. The number of rows has no say: their sums would change with it."""
+    pieces = -(-width // PIECE)
+    threads = min(max(1 << max(pieces // 2, 1).bit_length() - 1, 32), MOST_THREADS)
+    return threads, -(-pieces // threads)
+
+
+@dataclass(frozen=True)
+class NormRequest:
+    """What is asked for: what is made of h (`NONE`, `NORMED` or `SQUARES`) and the offset of its weights."""
+
+    norm: int
+    offset: float = 0.0
+
+
+class NormPlan:
+    """All of a call of `norm_rows` that does not depend on the tensors' contents: made once for a shape, called many times. A
+    plan serves one GPU, one alignment and one set of types of the tensors."""
+
+    def __init__(self, m: int, width: int, request: NormRequest, machine: Machine) -> None:
+        self.m, self.width, self.request = m, width, request
+        threads, chunks = shape_of(width)
+        overlap = machine.arch.sm >= 90
+        self.constants = (width, threads, PIECE, chunks, request.norm, float(request.offset), overlap)
+        self.launch = Launcher(norm_rows, (m, 1, 1), threads // 32, overlap=overlap)
+
+    def __call__(
+        self, h: Tensor, delta: Tensor | None, gamma: Tensor, post_gamma: Tensor | None, eps: float, factor: float = 1.0
+    ) -> tuple[Tensor, Tensor | None]:
+        """x [M, H] and, as far as the request has them, squares [1, M]; all tensors on the current device."""
+        x = torch.empty_like(h)
+        squares = h.new_empty((1, self.m), dtype=torch.float32) if self.request.norm == SQUARES else None
+        if self.m:
+            self.launch(x, squares, h, delta, gamma, post_gamma, eps, factor, *self.constants)
+        return x, squares
+
+
+class EmbedPlan:
+    """All of a call of `embed_rows` that does not depend on the tensors' contents, as `NormPlan`. `scaled`: rows are multiplied
+    by a scale."""
+
+    def __init__(self, m: int, width: int, request: NormRequest, scaled: bool, machine: Machine) -> None:
+        self.m, self.width, self.request = m, width, request
+        threads, chunks = shape_of(width)
+        overlap = machine.arch.sm >= 90
+        self.constants = (width, threads, PIECE, chunks, request.norm, float(request.offset), scaled, overlap)
+        self.launch = Launcher(embed_rows, (m, 1, 1), threads // 32, overlap=overlap)
+
+    def __call__(
+        self, tokens: Tensor, rows: Tensor | None, table: Tensor, row_scale: Tensor | None, gamma: Tensor | None,
+        dtype: torch.dtype, scale: float, eps: float, factor: float = 1.0,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        """h [M, H] of `dtype`, then x and squares as far as the request has them; all tensors on the current device."""
+        h = torch.empty((self.m, self.width), dtype=dtype, device=table.device)
+        x = None if self.request.norm == NONE else torch.empty_like(h)
+        squares = h.new_empty((1, self.m), dtype=torch.float32) if self.request.norm == SQUARES else None
+        if self.m:
+            self.launch(x, squares, h, tokens, rows, table, row_scale, gamma, eps, factor, scale, *self.constants)
+        return h, x, squares

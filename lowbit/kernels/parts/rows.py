@@ -1,0 +1,71 @@
+"""A row in the registers of a block: THREADS times PIECE times CHUNKS elements, in pieces of 16 bytes where it starts at one.
+
+Values are tuples of CHUNKS blocks [THREADS, PIECE]; `i` are the elements of the first. Shared by the kernels that take a row at
+once: quantize_rows.py and norm.py of elementwise/. Tested: tests/kernels/parts/test_rows.py
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs, disable-error-code=assignment
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def row_of(base, row, stride, PIECES: tl.constexpr):
+    """Where a row begins; from the factor 8 the compiler sees that it may move pieces."""
+    start = row.to(tl.int64) * stride
+    if PIECES:
+        start = start * 8
+    return base + start
+
+
+@triton.jit
+def loaded(base, i, K: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr):
+    """A row of K elements in chunks of STEP, zeros beyond K."""
+    chunks = ()
+    for c in tl.static_range(CHUNKS):
+        if K == STEP * CHUNKS:
+            chunks += (tl.load(base + c * STEP + i),)
+        else:
+            chunks += (tl.load(base + c * STEP + i, mask=c * STEP + i < K, other=0.0),)
+    return chunks
+
+
+@triton.jit
+def floats(chunks, CHUNKS: tl.constexpr):
+    """Chunks in float32."""
+    values = ()
+    for c in tl.static_range(CHUNKS):
+        values += (chunks[c].to(tl.float32),)
+    return values
+
+
+@triton.jit
+def squares_of(values, CHUNKS: tl.constexpr):
+    """The sum of squares of each thread."""
+    made = values[0] * values[0]
+    for c in tl.static_range(1, CHUNKS):
+        made = tl.fma(values[c], values[c], made)
+    return tl.sum(made, axis=1)
+
+
+@triton.jit
+def add_and_store(sums, row, halves, others, i, K: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr):
+    """x + residual in x's type, which goes to memory too."""
+    made = ()
+    for c in tl.static_range(CHUNKS):
+        total = (halves[c].to(tl.float32) + others[c].to(tl.float32)).to(halves[c].dtype)
+        if K == STEP * CHUNKS:
+            tl.store(row_of(sums, row, K, False) + c * STEP + i, total)
+        else:
+            tl.store(row_of(sums, row, K, False) + c * STEP + i, total, mask=c * STEP + i < K)
+        made += (total,)
+    return made
+
+
+@triton.jit
+def sigmoid(value):
+    """1 / (1 + exp(-value)) of float32: 1 / sqrt(1 + exp(-value)), squared, takes a third of a division's work."""
+    root = tl.rsqrt(1.0 + tl.exp2(value * -1.4426950408889634))
+    return root * root

@@ -1,0 +1,57 @@
+"""The small steps of a language model beside products and attention: embedding, norm, gate. Their meaning, in plain torch.
+
+Everything rounds where Transformers' modules round, so that a step made of these equals the model's own forward.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, silu
+
+GATES = ("silu", "gelu_tanh")
+"""Functions of a gate: x / (1 + exp(-x)), and GELU by its tanh formula (Transformers' gelu_pytorch_tanh)."""
+
+ZERO_CODE = 128
+"""The code of 0 in 8 bits: codes are stored with their offset, as `formats` has int8."""
+
+
+def embed_rows_reference(
+    tokens: Tensor, rows: Tensor | None, codes: Tensor, row_scale: Tensor | None, dtype: torch.dtype, scale: float
+) -> Tensor:
+    """h [B, H] of `dtype`: the row of `codes` of token tokens[rows[b]] (tokens[b] without rows), decoded by `row_scale` [V] if
+    that is given, rounded to `dtype`, then times `scale`, itself rounded to `dtype`, and rounded again."""
+    picked = tokens if rows is None else tokens[rows.long()]
+    values = codes[picked.long()]
+    if row_scale is not None:
+        values = (values.float() - ZERO_CODE) * row_scale[picked.long()].float()[:, None]
+    values = values.to(dtype)
+    return values if scale == 1.0 else values * torch.tensor(scale, dtype=dtype, device=values.device)
+
+
+def norm_reference(h: Tensor, gamma: Tensor, eps: float, offset: float) -> Tensor:
+    """RMSNorm of h [.., H] in h's type. offset 0: the normalised value is rounded, then times gamma, rounded again (Llama and
+    those after it). Else: times (offset + gamma) in float32, rounded once (Gemma)."""
+    values = h.float()
+    normed = values * torch.rsqrt(values.square().mean(dim=-1, keepdim=True) + eps)
+    if offset == 0:
+        return (gamma.float() * normed.to(h.dtype).float()).to(h.dtype)
+    return (normed * (offset + gamma.float())).to(h.dtype)
+
+
+def add_reference(h: Tensor, delta: Tensor | None, eps: float, offset: float, post_gamma: Tensor | None) -> None:
+    """h += delta in place, or += its norm by `post_gamma`; rounded to h's type."""
+    if delta is not None:
+        h += delta if post_gamma is None else norm_reference(delta, post_gamma, eps, offset)
+
+
+def scaled_reference(h: Tensor, gamma: Tensor, offset: float, factor: float) -> tuple[Tensor, Tensor]:
+    """x = h * (offset + gamma) * factor, rounded once, and the sums of squares of h, float32 [1, B]."""
+    values = h.float()
+    return (values * (offset + gamma.float()) * factor).to(h.dtype), values.square().sum(dim=-1)[None]
+
+
+def gate_reference(gate: Tensor, up: Tensor, function: str) -> Tensor:
+    """f(gate), rounded to its type, times up, rounded again."""
+    made = silu(gate.float()) if function == "silu" else gelu(gate.float(), approximate="tanh")
+    return made.to(gate.dtype) * up

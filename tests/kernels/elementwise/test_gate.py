@@ -1,0 +1,100 @@
+"""The kernel of gates: against float64, its arithmetic without a GPU too."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.nn.functional import gelu, silu
+
+from lowbit.hardware.machine import machine_of, typical_machine
+from lowbit.kernels.reference.decode import GATES
+from lowbit.ops.decode import gate, gate2
+from tests.kernels.calls import meta
+from tests.kernels.sass import compile_plan
+
+pytest.importorskip("triton", reason="the kernel is written in Triton")
+from lowbit.kernels.elementwise.gate import GatePlan
+
+gpu = pytest.mark.gpu
+HALVES = [torch.float16, torch.bfloat16]
+
+
+def inputs(m, width, dtype, device="cpu"):
+    """Gates from where f is 0 or the gate itself to where it is half of it."""
+    generator = torch.Generator().manual_seed(m * width)
+    both = torch.randn(m, 2 * width, generator=generator) * torch.logspace(1.5, -4, m)[:, None]
+    return both.to(device, dtype)
+
+
+def exact(gate, up, function):
+    """f in float64, then the roundings that are meant: torch's GELU in float32 loses digits where 1 + tanh cancels."""
+    made = silu(gate.double()) if function == "silu" else gelu(gate.double(), approximate="tanh")
+    return made.to(gate.dtype) * up
+
+
+def near(got, wanted):
+    """A last bit of float32 may turn a rounding of f, and that one the next; nearly all are equal."""
+    eps = torch.finfo(got.dtype).eps
+    difference = (got.double() - wanted.double()).abs()
+    assert bool((difference <= 2 * eps * wanted.double().abs() + 1e-6).all()), float(difference.max())
+    assert float((difference > 0).double().mean()) <= 0.01
+
+
+def check(device, dtype, m, width, function, start=0):
+    both = inputs(m, width + start, dtype, device)
+    first, second = both[:, start : width + start], both[:, width + 2 * start :]
+    pieces = width % 8 == 0 and start == 0
+    plan = GatePlan(m, width, function, pieces, machine_of("cuda") if device == "cuda" else typical_machine(80))
+    for _ in range(2):
+        if device == "cuda":
+            torch.full((m, width), float("nan"), dtype=dtype, device=device)
+        y = plan(first, second)
+        assert y.is_contiguous()
+        near(y, exact(first, second, function))
+
+
+def check_without_a_gpu():
+    for function in GATES:
+        for m, width, start in ((1, 64, 0), (5, 203, 0), (3, 1032, 0), (3, 64, 3)):
+            check("cpu", torch.float16, m, width, function, start)
+
+
+def test_the_arithmetic_in_tritons_interpreter():
+    code = "from tests.kernels.elementwise.test_gate import check_without_a_gpu; check_without_a_gpu()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=["fp16", "bf16"])
+@pytest.mark.parametrize("function", GATES)
+@pytest.mark.parametrize("m", [1, 8192])
+def test_pieces_of_16_bytes_and_neighbours_that_overlap(m, function, dtype):
+    plan = GatePlan(m, 14336, function, True, typical_machine(90))
+    kernel = compile_plan(plan, (meta((m, 14336), dtype), meta((m, 14336), dtype)), 90)
+    each = 1 if m == 1 else 2
+    assert kernel.stack_bytes == 0 and kernel.registers <= 64 and kernel.shared_bytes == 0
+    assert kernel.count("LDG.E.128") == kernel.count("LDG") == 2 * each
+    assert kernel.count("STG.E.128") == kernel.count("STG") == each
+    lines = [line.split()[0] if not line.startswith("@") else line.split()[1] for line in kernel.lines]
+    wait = lines.index("ACQBULK")
+    assert wait < lines.index("PREEXIT") and all(i > wait for i, line in enumerate(lines) if line[:3] in ("LDG", "STG"))
+
+
+@gpu
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("function", GATES)
+@pytest.mark.parametrize("width", [8, 203, 1536, 14336])
+def test_against_the_reference(width, function, dtype):
+    for m in (1, 3, 64, 1000):
+        check("cuda", dtype, m, width, function)
+        check("cuda", dtype, m, width, function, start=3)
+        both = inputs(m, width, dtype, "cuda")
+        near(gate(both, function), exact(*both.chunk(2, dim=-1), function))
+        first, second = (half.contiguous() for half in both.chunk(2, dim=-1))
+        assert torch.equal(gate2(first, second, function), gate(both, function))

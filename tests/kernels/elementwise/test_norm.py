@@ -1,0 +1,279 @@
+"""The kernel of embedding, residual and norm: against its reference and float64, its arithmetic without a GPU too."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lowbit.hardware.machine import machine_of, typical_machine
+from lowbit.kernels.reference.decode import add_reference, embed_rows_reference, norm_reference, scaled_reference
+from lowbit.ops.decode import add_norm, add_norm_squares, embed_norm, embed_rows, quantize_embedding
+from tests.kernels.calls import meta
+from tests.kernels.sass import TRITON, compile_plan
+
+pytest.importorskip("triton", reason="the kernel is written in Triton")
+from lowbit.kernels.elementwise.norm import (
+    NONE,
+    NORMED,
+    PIECE,
+    SQUARES,
+    EmbedPlan,
+    NormPlan,
+    NormRequest,
+    shape_of,
+)
+
+gpu = pytest.mark.gpu
+NAN = float("nan")
+HALVES = [torch.float16, torch.bfloat16]
+
+
+def random(*shape, dtype=torch.float16, seed=0, device="cpu"):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def framed(values):
+    """The same rows amid poison: what a row reads or writes beyond its own would show."""
+    m, width = values.shape
+    memory = values.new_full(((m + 2) * width,), NAN)
+    rows = memory[width:-width].view(m, width)
+    rows.copy_(values)
+    return rows, memory
+
+
+def near(got, wanted, steps=1):
+    """Within so many roundings: a root in the last bit of float32 turns a tie, and one rounding feeds the next."""
+    eps = torch.finfo(got.dtype).eps
+    difference = (got.double() - wanted.double()).abs()
+    assert bool((difference <= steps * eps * wanted.double().abs() + 1e-6).all()), float(difference.max())
+    assert float((difference > 0).double().mean()) < 0.02, "nearly all to the bit"
+
+
+def machine(device):
+    return machine_of("cuda") if device == "cuda" else typical_machine(80)
+
+
+def poison(device):
+    """What the allocator hands out next is not finite."""
+    if device == "cuda":
+        torch.full((1 << 20,), NAN, device=device)
+
+
+def check_norm(device, dtype, m, width, offset, with_delta=True, with_post=False, weights=None):
+    h, delta = random(m, width, dtype=dtype, device=device), random(m, width, dtype=dtype, seed=1, device=device)
+    gamma, post = (random(width, dtype=weights or dtype, seed=seed, device=device) for seed in (2, 3))
+    delta, post = delta if with_delta else None, post if with_post else None
+    wanted = h.clone()
+    add_reference(wanted, delta, 1e-5, offset, post)
+    for norm in (NORMED, SQUARES):
+        plan = NormPlan(m, width, NormRequest(norm, offset), machine(device))
+        for _ in range(2):  # compiled, then called as it was compiled
+            mine, memory = framed(h)
+            poison(device)
+            x, squares = plan(mine, delta, gamma, post, 1e-5, 0.25)
+            near(mine, wanted) if with_post else None
+            assert with_post or torch.equal(mine, wanted)
+            assert memory[:width].isnan().all() and memory[-width:].isnan().all()
+            if norm == NORMED:
+                near(x, norm_reference(mine, gamma, 1e-5, offset), 2)
+                continue
+            exact, sums = scaled_reference(mine, gamma, offset, 0.25)
+            assert squares is not None and squares.shape == (1, m)
+            near(x, exact)
+            torch.testing.assert_close(squares, sums, rtol=1e-5, atol=0)
+
+
+def check_embed(device, dtype, width, packed, norm, scale, with_rows):
+    weight = random(50, width, dtype=torch.float32, device=device)
+    table = quantize_embedding(weight) if packed else None
+    codes, row_scale = (weight.to(dtype), None) if table is None else (table.codes, table.scale)
+    tokens = torch.tensor([3, 49, 0, 7], dtype=torch.int32, device=device)
+    rows = torch.tensor([2, 1, 3, 1, 0], dtype=torch.int32, device=device) if with_rows else None
+    gamma = random(width, dtype=dtype, seed=2, device=device)
+    m, rounded = len(tokens if rows is None else rows), float(torch.tensor(scale, dtype=dtype))
+    plan = EmbedPlan(m, width, NormRequest(norm, 1.0), scale != 1.0, machine(device))
+    wanted = embed_rows_reference(tokens, rows, codes, row_scale, dtype, scale)
+    for _ in range(2):
+        poison(device)
+        weights = None if norm == NONE else gamma
+        h, x, squares = plan(tokens, rows, codes, row_scale, weights, dtype, rounded, 1e-5, 0.5)
+        assert torch.equal(h, wanted)
+        if norm == NORMED:
+            near(x, norm_reference(wanted, gamma, 1e-5, 1.0), 2)
+        elif norm == SQUARES:
+            exact, sums = scaled_reference(wanted, gamma, 1.0, 0.5)
+            near(x, exact)
+            torch.testing.assert_close(squares, sums, rtol=1e-5, atol=0)
+        else:
+            assert x is None and squares is None
+
+
+def check_without_a_gpu():
+    for width, offset in itertools.product((64, 203, 576), (0.0, 1.0)):
+        check_norm("cpu", torch.float16, 3, width, offset)
+        check_norm("cpu", torch.float16, 3, width, offset, with_post=True)
+        check_norm("cpu", torch.float16, 3, width, offset, with_delta=False, weights=torch.float32)
+    for width, packed, norm, scale, with_rows in itertools.product(
+        (64, 203), (False, True), (NONE, NORMED, SQUARES), (1.0, 14.2), (False, True)
+    ):
+        check_embed("cpu", torch.float16, width, packed, norm, scale, with_rows)
+
+
+def test_the_arithmetic_in_tritons_interpreter():
+    """In fp16: the interpreter truncates to bf16, the machine rounds."""
+    code = "from tests.kernels.elementwise.test_norm import check_without_a_gpu; check_without_a_gpu()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("width", [1, 8, 203, 576, 896, 2048, 4096, 5120, 8192, 16384])
+def test_a_rows_shape_depends_on_its_width_alone(width):
+    """Two to four pieces a thread, few of them idle."""
+    threads, chunks = shape_of(width)
+    assert 32 <= threads <= 1024 and threads & (threads - 1) == 0
+    assert width <= threads * chunks * PIECE < width + threads * PIECE
+    plans = [NormPlan(m, width, NormRequest(NORMED), typical_machine(90)) for m in (1, 64, 8192)]
+    assert len({plan.constants for plan in plans}) == 1, "a row's bits do not depend on the number of rows"
+    if width >= 576:
+        assert 2 <= chunks <= 4 and 3 * threads * chunks * PIECE <= 4 * width
+
+
+def compiled_norm(width, dtype=torch.float16, norm=NORMED, offset=0.0, delta=True, post=False, sm=90):
+    plan = NormPlan(64, width, NormRequest(norm, offset), typical_machine(sm))
+    rows, weights = meta((64, width), dtype), meta((width,), dtype)
+    call = rows, rows if delta else None, weights, weights if post else None, 1e-5, 0.25
+    return plan, compile_plan(plan, call, sm)
+
+
+def compiled_embed(width, dtype=torch.float16, norm=NORMED, packed=False, scaled=False, sm=90):
+    plan = EmbedPlan(64, width, NormRequest(norm), scaled, typical_machine(sm))
+    ids, weights = meta((64,), torch.int32), None if norm == NONE else meta((width,), dtype)
+    table = meta((1000, width), torch.int8 if packed else dtype)
+    scale = meta((1000,), torch.float32) if packed else None
+    return plan, compile_plan(plan, (ids, ids, table, scale, weights, dtype, 2.0, 1e-5, 0.25), sm)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=["fp16", "bf16"])
+@pytest.mark.parametrize("width", [576, 4096, 5120, 8192, 16384])
+@pytest.mark.parametrize(("norm", "offset", "post"), [(NORMED, 0.0, False), (NORMED, 1.0, True), (SQUARES, 0.0, False)])
+def test_rows_move_in_pieces_of_16_bytes(width, dtype, norm, offset, post):
+    plan, kernel = compiled_norm(width, dtype, norm, offset, post=post)
+    _, threads, _, chunks, *_ = plan.constants
+    assert kernel.stack_bytes == 0 and kernel.registers <= (64 if threads == 1024 else 128)
+    assert kernel.count("LDG.E.128") == kernel.count("LDG") == (4 if post else 3) * chunks
+    assert kernel.count("STG.E.128") == 2 * chunks and kernel.count("STG") == 2 * chunks + (norm == SQUARES)
+    assert kernel.shared_bytes <= 4 * threads // 32, "only the sums of the warps are shared"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("norm", [NONE, NORMED])
+def test_an_embedding_moves_in_pieces(packed, norm):
+    plan, kernel = compiled_embed(4096, norm=norm, packed=packed, scaled=True)
+    _, _, _, chunks, *_ = plan.constants
+    assert kernel.stack_bytes == 0 and kernel.count("STG.E.128") == (1 + norm) * chunks
+    assert kernel.count("LDG.E.64" if packed else "LDG.E.128") >= chunks
+
+
+@pytest.mark.parametrize("of", ["norm", "embed"])
+def test_neighbours_in_the_stream_overlap(of):
+    """sm_90: gamma before the wait for the kernel before; everything else after it, and the start of the next one too, so
+    that what runs ahead of a kernel is at most the kernel before it."""
+    _, kernel = compiled_norm(4096) if of == "norm" else compiled_embed(4096)
+    lines = [line.split()[0] if not line.startswith("@") else line.split()[1] for line in kernel.lines]
+    start, wait = lines.index("PREEXIT"), lines.index("ACQBULK")
+    reads = [i for i, line in enumerate(lines) if line.startswith("LDG")]
+    assert wait < start and sum(i < wait for i in reads) == 2, "two pieces of gamma"
+    assert all(i > wait for i, line in enumerate(lines) if line.startswith("STG"))
+    _, before = compiled_norm(4096, sm=80) if of == "norm" else compiled_embed(4096, sm=80)
+    assert before.count("ACQBULK") == before.count("PREEXIT") == 0
+
+
+@pytest.mark.parametrize("sm", [80, 89, 100])
+def test_compiles_for_other_gpus(sm):
+    assert TRITON >= (3, 6)
+    for kernel in (compiled_norm(4096, sm=sm)[1], compiled_embed(4096, packed=True, sm=sm)[1]):
+        assert kernel.stack_bytes == 0
+
+
+@gpu
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("width", [8, 64, 203, 576, 896, 2048, 4096, 5120, 8192, 16384])
+def test_norms_against_the_reference(dtype, width):
+    for m, offset in itertools.product((1, 3, 64), (0.0, 1.0)):
+        check_norm("cuda", dtype, m, width, offset)
+        check_norm("cuda", dtype, m, width, offset, with_post=True)
+        check_norm("cuda", dtype, m, width, offset, with_delta=False)
+        check_norm("cuda", dtype, m, width, offset, weights=torch.float32)
+    check_norm("cuda", dtype, 8192, min(width, 4096), 0.0)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("width", [64, 203, 4096])
+def test_embeddings_against_the_reference(dtype, width):
+    for packed, norm, scale, with_rows in itertools.product(
+        (False, True), (NONE, NORMED, SQUARES), (1.0, 14.2), (False, True)
+    ):  # fmt: skip
+        check_embed("cuda", dtype, width, packed, norm, scale, with_rows)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_a_row_has_the_same_bits_in_any_company(dtype):
+    h, delta = (random(8192, 4096, dtype=dtype, seed=seed, device="cuda") for seed in (0, 1))
+    gamma = random(4096, dtype=dtype, seed=2, device="cuda")
+    many = h.clone()
+    x, squares = add_norm(many, delta, gamma, 1e-5), add_norm_squares(many.clone(), None, gamma)[1]
+    for first, m in ((0, 1), (5, 3), (64, 64), (8191, 1)):
+        few = h[first : first + m].clone()
+        assert torch.equal(add_norm(few, delta[first : first + m].clone(), gamma, 1e-5), x[first : first + m])
+        assert torch.equal(add_norm_squares(few, None, gamma)[1], squares[:, first : first + m])
+
+
+@gpu
+def test_rows_that_start_anywhere():
+    """Every combination of tensors at 16 bytes and between: a plan is compiled for the alignment of its tensors."""
+    for shifts in itertools.product((0, 1), repeat=3):
+        h, delta, gamma = (
+            random(n * 576 + s, seed=seed, device="cuda")[s:].view(n, 576)
+            for seed, (n, s) in enumerate(zip((3, 3, 1), shifts, strict=True))
+        )
+        mine = h.clone() if not shifts[0] else torch.cat([h.new_zeros(1), h.flatten()])[1:].view(3, 576)
+        wanted = h + delta
+        near(add_norm(mine, delta, gamma[0], 1e-5), norm_reference(wanted, gamma[0], 1e-5, 0.0), 2)
+        assert torch.equal(mine, wanted)
+
+
+@gpu
+def test_in_a_graph_behind_and_before_other_kernels():
+    """The kernel before writes what is added, the one after reads the result: both must be seen through the overlap."""
+    table, gamma = random(100, 4096, device="cuda"), random(4096, seed=2, device="cuda")
+    for m in (1, 16, 64):
+        tokens = torch.arange(64, dtype=torch.int32, device="cuda")
+        rows = torch.arange(m, dtype=torch.int32, device="cuda").flip(0).contiguous()
+
+        def step(tokens=tokens, rows=rows):
+            h, x = embed_norm(tokens, rows, table, gamma, 1e-5, torch.float16)
+            for _ in range(10):
+                x = add_norm(h, x, gamma, 1e-5)
+                x = add_norm(h, x * 0.5, gamma, 1e-5)
+            return h, x
+
+        wanted = step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            made = step()
+        for _ in range(3):
+            for t in made:
+                t.fill_(NAN)
+            graph.replay()
+            assert all(torch.equal(a, b) for a, b in zip(made, wanted, strict=True))
+    assert torch.equal(embed_rows(tokens, None, table, torch.float16), table[:64])

@@ -1,0 +1,56 @@
+"""Rows in registers: each helper in a kernel of its own, in Triton's interpreter, against torch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton", reason="the kernels are written in Triton")
+import triton.language as tl  # noqa: E402
+
+from lowbit.kernels.parts.rows import add_and_store, floats, loaded, row_of, sigmoid, squares_of  # noqa: E402
+
+
+@triton.jit
+def rows_kernel(
+    sums, squares, gates, x, beside, stride, K: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
+    CHUNKS: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """x + beside, its sum of squares, and the sigmoid of it."""
+    row = tl.program_id(0)
+    STEP: tl.constexpr = THREADS * PIECE
+    i = tl.arange(0, THREADS)[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
+    halves = loaded(row_of(x, row, stride, PIECES), i, K, STEP, CHUNKS)
+    others = loaded(row_of(beside, row, stride, PIECES), i, K, STEP, CHUNKS)
+    values = floats(add_and_store(sums, row, halves, others, i, K, STEP, CHUNKS), CHUNKS)
+    tl.store(squares + row, tl.sum(squares_of(values, CHUNKS), axis=0))
+    for c in tl.static_range(CHUNKS):
+        tl.store(row_of(gates, row, K, False) + c * STEP + i, sigmoid(values[c]), mask=c * STEP + i < K)
+
+
+def check_without_a_gpu():
+    for k, threads, chunks, pieces in ((64, 4, 2, True), (56, 4, 2, True), (203, 8, 4, False), (8, 32, 1, True)):
+        generator = torch.Generator().manual_seed(k)
+        wide = (100 * torch.randn(2, 3, k + 8, generator=generator)).half()
+        wide[:, :, k:] = float("nan")
+        x, beside = wide[0, :, :k], wide[1, :, :k]
+        sums, squares = torch.full((3, k), float("nan")).half(), torch.empty(3)
+        gates = torch.full((4, k), float("nan"))
+        stride = x.stride(0) // 8 if pieces else x.stride(0)
+        rows_kernel[(3,)](sums, squares, gates, x, beside, stride, k, threads, 8, chunks, pieces)
+        assert torch.equal(sums, x + beside)
+        torch.testing.assert_close(squares, sums.float().square().sum(1), rtol=1e-6, atol=0)
+        torch.testing.assert_close(gates[:3], sums.float().sigmoid(), rtol=1e-5, atol=1e-30)
+        assert gates[3].isnan().all()
+
+
+def test_the_arithmetic_in_tritons_interpreter():
+    code = "from tests.kernels.parts.test_rows import check_without_a_gpu; check_without_a_gpu()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
