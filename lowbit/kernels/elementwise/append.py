@@ -1,0 +1,100 @@
+"""q of prompt tokens, turned, and their k and v into the pages of their slots: RoPE, norms of heads, append. Plain Triton.
+
+Reads   qkv fp16 or bf16 [T, (heads + 2 kv_heads) head_dim]; tables, slots and positions of the tokens; cos and sin; gammas or None
+Writes  q [T, heads, head_dim]; k and v into pages [pages, kv_heads, 128, head_dim]
+Grid    tokens x groups of HEADS heads, of q, k and v as they come; a group may hold heads of all three
+Overlap lets the kernel after it start at once; it reads nothing before the kernel before it has finished, since that may have
+        written the positions (programmatic dependent launch, sm_90)
+Exact   float32, rounded once. Tested: tests/kernels/elementwise/test_append.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import cuda
+
+from lowbit.hardware.machine import Machine
+from lowbit.kernels.choose.attention import PAGE, AttentionShape
+from lowbit.kernels.parts.gluon import source_digest
+from lowbit.kernels.parts.launch import Launcher
+from lowbit.kernels.parts.rotary import angles, gammas, normed, turned
+
+HEADS = 4
+"""Heads of a program."""
+
+
+@dataclass(frozen=True)
+class Append:
+    """All that is fixed when the kernel is compiled."""
+
+    shape: AttentionShape
+    overlap: bool
+    heads: int = HEADS
+    page: int = PAGE
+    digest: str = source_digest()
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def append_heads(
+    q, qkv, k, v, tables, slot_of, position_of, cos_sin, q_norm, k_norm, table_stride, C: tl.constexpr
+):  # fmt: skip
+    """Some heads of one token."""
+    S: tl.constexpr = C.shape
+    if C.overlap:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * C.heads + tl.arange(0, C.heads)
+    d = tl.arange(0, S.lanes)
+    position = tl.load(position_of + token)
+    page = tl.load(tables + tl.load(slot_of + token).to(tl.int64) * table_stride + position // C.page).to(tl.int64)
+    cos, sin = angles(cos_sin, position, d, C)
+    lanes = (d < S.head_dim)[None, :]
+    exist = (head < S.heads + 2 * S.kv_heads)[:, None] & lanes
+    is_q, is_v = (head < S.heads)[:, None], (head >= S.heads + S.kv_heads)[:, None]
+    given = tl.load(qkv + token * S.features + head[:, None] * S.head_dim + d[None, :], mask=exist, other=0.0)
+    x = given.to(tl.float32)
+    if q_norm is not None:
+        x = tl.where(is_q, normed(x, gammas(q_norm, d, C)[None, :], C), x)
+    if k_norm is not None:
+        x = tl.where(is_q | is_v, x, normed(x, gammas(k_norm, d, C)[None, :], C))
+    x = turned(x, cos[None, :], sin[None, :], d, C).to(q.dtype.element_ty)
+    tl.store(q + (token * S.heads + head[:, None]) * S.head_dim + d[None, :], x, mask=is_q & lanes)
+    of_k = head - S.heads
+    of_v = of_k - S.kv_heads
+    place = page * S.kv_heads * C.page + position % C.page
+    to = (place + of_k[:, None] * C.page) * S.head_dim + d[None, :]
+    tl.store(k + to, x, mask=((of_k >= 0) & (of_v < 0))[:, None] & lanes)
+    to = (place + of_v[:, None] * C.page) * S.head_dim + d[None, :]
+    tl.store(v + to, given, mask=is_v & exist)
+
+
+class AppendPlan:
+    """All of a call that does not depend on the tensors' contents: made once for a shape, called many times.
+
+    A plan serves one GPU, one type of q, k and v and one type of gammas; all tensors are contiguous and start at multiples of 16
+    bytes.
+    """
+
+    def __init__(self, tokens: int, shape: AttentionShape, machine: Machine) -> None:
+        self.tokens, self.shape = tokens, shape
+        self.config = Append(shape, overlap=machine.arch.sm >= 90)
+        grid = (tokens, -(-(shape.heads + 2 * shape.kv_heads) // HEADS), 1)
+        self.launch = Launcher(append_heads, grid, 1 if shape.lanes <= 128 else 2, overlap=self.config.overlap)
+
+    def __call__(
+        self, qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, slot_of: Tensor, position_of: Tensor, cos_sin: Tensor,
+        q_norm: Tensor | None, k_norm: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """q [T, heads, head_dim]; all tensors on the current device."""
+        q = torch.empty((self.tokens, self.shape.heads, self.shape.head_dim), dtype=qkv.dtype, device=qkv.device)
+        if self.tokens:
+            self.launch(
+                q, qkv, k, v, tables, slot_of, position_of, cos_sin, q_norm, k_norm, tables.stride(0), self.config
+            )
+        return q

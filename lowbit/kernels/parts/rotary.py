@@ -1,0 +1,51 @@
+"""Heads of q and k on their way to attention: RMS norm of a head, RoPE in the rotate-half convention. Plain Triton.
+
+A head lies in `C.lanes` lanes, a power of two; those beyond `C.head_dim` hold zeros. Of the first `C.rotary_dim` elements, i turns
+with i + rotary_dim / 2, the others pass. `C` is the configuration of the kernel, which has the shape of attention as `C.shape`.
+All in float32.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def angles(cos_sin, position, d, C: tl.constexpr):
+    """cos, and sin with the sign of its lane, for lanes d of a head at a position: 1 and 0 where nothing turns."""
+    HALF: tl.constexpr = C.shape.rotary_dim // 2
+    row = cos_sin + position.to(tl.int64) * C.shape.rotary_dim + tl.where(d < HALF, d, d - HALF)
+    cos = tl.load(row, mask=d < 2 * HALF, other=1.0)
+    sin = tl.load(row + HALF, mask=d < 2 * HALF, other=0.0)
+    return cos, tl.where(d < HALF, -sin, sin)
+
+
+@triton.jit
+def partner(d, C: tl.constexpr):
+    """The lane with which lane d turns; itself where nothing turns."""
+    HALF: tl.constexpr = C.shape.rotary_dim // 2
+    return tl.where(d < HALF, d + HALF, tl.where(d < 2 * HALF, d - HALF, d))
+
+
+@triton.jit
+def gammas(gamma, d, C: tl.constexpr):
+    """The factors of a norm as it counts them."""
+    return tl.load(gamma + d, mask=d < C.shape.head_dim, other=0.0).to(tl.float32) + C.shape.norm_offset
+
+
+@triton.jit
+def normed(heads, gamma, C: tl.constexpr):
+    """Heads [n, lanes] over the root of their mean square, times gamma, which is [lanes] or [n, lanes]."""
+    mean = tl.sum(heads * heads, 1) / C.shape.head_dim
+    return heads * tl.rsqrt(mean + C.shape.norm_eps)[:, None] * gamma
+
+
+@triton.jit
+def turned(heads, cos, sin, d, C: tl.constexpr):
+    """Heads [n, lanes], turned by the angles [lanes] or [n, lanes]."""
+    if C.shape.rotary_dim == 0:
+        return heads
+    else:
+        other = tl.gather(heads, tl.broadcast_to(partner(d, C)[None, :], heads.shape), 1)
+        return heads * cos + other * sin

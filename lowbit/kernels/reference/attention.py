@@ -1,0 +1,103 @@
+"""Attention over a paged cache of keys and values in plain torch: the truth of the kernels, and what runs on a CPU.
+
+Pages hold PAGE tokens of one layer, [pages, kv_heads, PAGE, head_dim]; a row of a table names the pages of one slot in order.
+Nothing that lies in a page beyond a slot's own tokens reaches a result. Sums are float32 (float64 for float64), and what is
+stored or returned is rounded once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit.kernels.choose.attention import PAGE, AttentionShape
+
+SCORES = 1 << 26
+"""Scores that exist at a time: 256 MiB in float32."""
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def turned_heads(
+    qkv: Tensor, position_of: Tensor, cos_sin: Tensor, shape: AttentionShape, q_norm: Tensor | None, k_norm: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q [T, heads, head_dim], k and v [T, kv_heads, head_dim] of qkv [T, ..]: q and k normed (if there is a gamma) and turned."""
+    heads = qkv.view(len(qkv), -1, shape.head_dim)
+    q, k, v = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+    cos, sin = _wide(cos_sin)[position_of.long()][:, None, :].chunk(2, dim=-1)
+    turned = []
+    for x, gamma in ((_wide(q), q_norm), (_wide(k), k_norm)):
+        if gamma is not None:
+            x = x * (x.square().mean(dim=-1, keepdim=True) + shape.norm_eps).rsqrt() * (_wide(gamma) + shape.norm_offset)
+        low, high, rest = x.split([cos.shape[-1], cos.shape[-1], shape.head_dim - shape.rotary_dim], dim=-1)
+        turned.append(torch.cat([low * cos - high * sin, high * cos + low * sin, rest], dim=-1).to(qkv.dtype))
+    return turned[0], turned[1], v
+
+
+def append_reference(
+    qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, slot_of: Tensor, position_of: Tensor, cos_sin: Tensor,
+    shape: AttentionShape, q_norm: Tensor | None = None, k_norm: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """q [T, heads, head_dim] of tokens qkv [T, ..], whose keys and values it writes into the pages of their slots."""
+    q, new_k, new_v = turned_heads(qkv, position_of, cos_sin, shape, q_norm, k_norm)
+    position = position_of.long()
+    page = tables[slot_of.long(), position // PAGE].long()
+    k[page, :, position % PAGE] = new_k
+    v[page, :, position % PAGE] = new_v
+    return q
+
+
+def gathered(pages: Tensor, table_row: Tensor, tokens: int) -> Tensor:
+    """The first `tokens` tokens of a slot, [kv_heads, tokens, head_dim], whatever else its last page holds."""
+    own = pages.transpose(0, 1).index_select(1, table_row[: -(-tokens // PAGE)])
+    return own.reshape(pages.shape[1], -1, pages.shape[3])[:, :tokens]
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, first: int, shape: AttentionShape) -> Tensor:
+    """Tokens q [T, heads, head_dim] at positions first, first + 1, .. see keys and values [kv_heads, first + T, head_dim] up to
+    their own, of the last `window`; [T, heads * head_dim]."""
+    tokens, group = len(q), shape.heads // shape.kv_heads
+    y = torch.empty_like(q)
+    rows = max(1, SCORES // (shape.heads * (first + tokens)))
+    for start in range(0, tokens, rows):
+        part = q[start : start + rows]
+        low = max(0, first + start - shape.window + 1) if shape.window else 0
+        high = first + start + len(part)
+        query = part.view(-1, shape.kv_heads, group, shape.head_dim).permute(1, 2, 0, 3).flatten(1, 2)  # [kv_heads, group T, ..]
+        scores = _product(query, keys[:, low:high].transpose(1, 2)).view(shape.kv_heads, group, len(part), -1) * shape.scale
+        if shape.softcap:
+            scores = torch.tanh(scores / shape.softcap) * shape.softcap
+        ahead = torch.arange(low, high, device=q.device) - torch.arange(first + start, high, device=q.device)[:, None]
+        hidden = (ahead > 0) | (ahead <= -shape.window) if shape.window else ahead > 0
+        p = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1).flatten(1, 2)
+        seen = values[:, low:high]
+        out = _product(p if p.dtype == torch.float64 or not q.is_cuda else p.to(q.dtype), seen)
+        y[start : start + rows] = out.view(shape.kv_heads, group, len(part), -1).permute(2, 0, 1, 3).flatten(1, 2).to(q.dtype)
+    return y.flatten(1)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a . b with float32 sums that are not rounded: by tensor cores on a GPU, in float32 or float64 on a CPU."""
+    if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16):
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    return torch.bmm(_wide(a), _wide(b))
+
+
+def decode_reference(
+    qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, positions: Tensor, rows: Tensor, cos_sin: Tensor, shape: AttentionShape,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """As `lowbit.ops.attention.decode_attention`."""
+    slots = rows.long()
+    position_of = positions[slots]
+    q = append_reference(qkv, k, v, tables, rows, position_of, cos_sin, shape, q_norm, k_norm)
+    y = q.new_empty(len(q), shape.heads * shape.head_dim)
+    for row, (slot, position) in enumerate(zip(slots.tolist(), position_of.tolist(), strict=True)):
+        # Of a window, only the pages that it reaches.
+        skipped = max(0, position - shape.window + 1) // PAGE if shape.window else 0
+        seen = position + 1 - skipped * PAGE
+        own = tables[slot, skipped:]
+        y[row] = attend(q[row : row + 1], gathered(k, own, seen), gathered(v, own, seen), seen - 1, shape)
+    return y

@@ -1,0 +1,278 @@
+"""out[b] = softmax(scale q[b] . K^T) . V of one new token a row over a paged cache, with RoPE and append: sm_80 and newer, plain Triton.
+
+Reads   qkv fp16 or bf16 [B, (heads + 2 kv_heads) head_dim]; pages k, v [pages, kv_heads, 128, head_dim]; tables, positions, rows;
+        cos and sin; gammas of norms of heads of q and k, or None
+Writes  the new k and v at the row's position; out [B, heads * head_dim]
+Grid    kv heads x rows x parts, fixed while contexts change: parts are counted from the row's position (choose/attention.py,
+        `DecodeTile.active`), programs without work leave at once; parts come last in the order, so that short rows end early
+Program one part of one kv head, its heads of q as 16 rows of mma.sync; one block of keys and values is in registers while the one
+        before it is multiplied. Part 0 owns the new token, which nobody reads from memory
+Overlap tables, positions and the first block of old keys are read before the wait for the kernel before (sm_90): by then what
+        sampled this step's tokens is complete if the kernel before had waited for the one before it
+Combine the part that comes last for a row and kv head (a counter, left at zero) adds all parts in their order
+Window  only blocks that the window reaches are read
+Exact   q and k are rounded to 16 bits after they have turned, p before its product with V; sums and softmax in fp32, one rounding
+        at the store. Tested: tests/kernels/sm80/test_paged_attention.py
+Source  splits of keys and values: Dao et al., Flash-Decoding (2023); online softmax: Milakov and Gimelshein (2018)
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import cuda
+
+from lowbit.hardware.machine import Machine
+from lowbit.kernels.choose.attention import PAGE, AttentionShape, DecodeTile, combine_round
+from lowbit.kernels.parts.gluon import source_digest
+from lowbit.kernels.parts.launch import Launcher
+from lowbit.kernels.parts.rotary import angles, gammas, normed, turned
+
+
+@dataclass(frozen=True)
+class PagedAttention:
+    """All that is fixed when the kernel is compiled."""
+
+    shape: AttentionShape
+    tile: DecodeTile
+    overlap: bool
+    page: int = PAGE
+    digest: str = source_digest()
+
+    @property
+    def lanes(self) -> int:
+        return self.shape.lanes
+
+    @property
+    def group(self) -> int:
+        return self.shape.group
+
+    @property
+    def group_rows(self) -> int:
+        """Heads of a kv head, filled up to a power of two."""
+        return 1 << (self.group - 1).bit_length()
+
+    @property
+    def scale_log2(self) -> float:
+        """Scores are powers of two."""
+        return self.shape.scale * math.log2(math.e)
+
+    @property
+    def into_cap(self) -> float:
+        """tanh(x) = 1 - 2 / (1 + 2 ** (2 log2(e) x)), whose error is that of float32; x = scale / softcap . q . k"""
+        return 2 * math.log2(math.e) * self.shape.scale / self.shape.softcap
+
+    @property
+    def cap_log2(self) -> float:
+        return self.shape.softcap * math.log2(math.e)
+
+    @property
+    def chunk_blocks(self) -> int:
+        return self.tile.chunk // self.tile.block
+
+    @property
+    def round(self) -> int:
+        """Parts that are added at a time."""
+        return combine_round(self.tile.warps, self.shape)
+
+
+@triton.jit
+def block_base(table, n0, end, head, C: tl.constexpr):
+    """Element of a head's keys (and values) where the block of tokens from n0 on starts; a block lies in one page."""
+    page = tl.load(table + n0 // C.page, mask=n0 < end, other=0).to(tl.int64)
+    return ((page * C.shape.kv_heads + head) * C.page + n0 % C.page) * C.shape.head_dim
+
+
+@triton.jit
+def visible(n0, oldest, end, C: tl.constexpr):
+    """Which tokens of a block the row sees."""
+    n = n0 + tl.arange(0, C.tile.block)
+    seen = n < end
+    if C.shape.window > 0:
+        seen = seen & (n >= oldest)
+    return seen
+
+
+@triton.jit
+def load_block(pages, base, n0, oldest, end, C: tl.constexpr):
+    """[block, lanes] keys or values from n0 on; zeros where the row sees none, whatever lies there."""
+    n, d = tl.arange(0, C.tile.block)[:, None], tl.arange(0, C.lanes)[None, :]
+    seen = visible(n0, oldest, end, C)[:, None]
+    if C.lanes != C.shape.head_dim:
+        seen = seen & (d < C.shape.head_dim)
+    return tl.load(pages + base + (n * C.shape.head_dim + d), mask=seen, other=0.0)
+
+
+@triton.jit
+def powers(dots, C: tl.constexpr):
+    """Scores in powers of two, of q . k."""
+    if C.shape.softcap > 0:
+        return (1.0 - 2.0 / (1.0 + tl.exp2(dots * C.into_cap))) * C.cap_log2
+    else:
+        return dots * C.scale_log2
+
+
+@triton.jit
+def append(k, v, qkv_row, table, position, head, cos, sin, k_norm, C: tl.constexpr):
+    """The new token's k, turned, and v, both [1, lanes] as the pages now hold them."""
+    d = tl.arange(0, C.lanes)
+    exist = (d < C.shape.head_dim)[None, :]
+    at = qkv_row + (C.shape.heads + head) * C.shape.head_dim + d[None, :]
+    new_k = tl.load(at, mask=exist, other=0.0).to(tl.float32)
+    new_v = tl.load(at + C.shape.kv_heads * C.shape.head_dim, mask=exist, other=0.0)
+    if k_norm is not None:
+        new_k = normed(new_k, gammas(k_norm, d, C)[None, :], C)
+    new_k = turned(new_k, cos[None, :], sin[None, :], d, C).to(k.dtype.element_ty)
+    to = block_base(table, position, position + 1, head, C) + d[None, :]
+    tl.store(k + to, new_k, mask=exist)
+    tl.store(v + to, new_v, mask=exist)
+    return new_k, new_v
+
+
+@triton.jit
+def tops_of(tops, part, r, active, C: tl.constexpr):
+    """The highest scores and the sums of powers of some parts, [parts, group rows]; none of parts without work."""
+    at = tops + (part[:, None] * C.group + r[None, :]) * 2
+    exist = (part < active)[:, None] & (r < C.group)[None, :]
+    top = tl.load(at, mask=exist, other=float("-inf"), cache_modifier=".cg")
+    return top, tl.load(at + 1, mask=exist, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def combine(out, sums, tops, active, C: tl.constexpr):
+    """The active parts of one kv head and row added in their order: `sums` [splits, group, head_dim], `tops` [splits, group, 2]."""
+    ROWS: tl.constexpr = C.group_rows
+    LANES: tl.constexpr = C.lanes
+    r, d = tl.arange(0, ROWS), tl.arange(0, LANES)
+    top, total = tops_of(tops, tl.arange(0, C.tile.splits), r, active, C)
+    highest = tl.where(r < C.group, tl.max(top, 0), 0.0)
+    factor = 1.0 / tl.where(r < C.group, tl.sum(total * tl.exp2(top - highest[None, :]), 0), 1.0)
+    exist = (r < C.group)[:, None] & (d < C.shape.head_dim)[None, :]
+    y = tl.zeros([ROWS, LANES], tl.float32)
+    for first in range(0, active, C.round):
+        part = first + tl.arange(0, C.round)
+        heights, _ = tops_of(tops, part, r, active, C)
+        weights = tl.exp2(heights - highest[None, :]) * factor[None, :]
+        at = (part[:, None] * C.group + r[None, :])[:, :, None] * C.shape.head_dim + d[None, None, :]
+        some = tl.load(sums + at, mask=(part < active)[:, None, None] & exist[None, :, :], other=0.0, cache_modifier=".cg")
+        y += tl.sum(some * weights[:, :, None], 0)
+    tl.store(out + r[:, None] * C.shape.head_dim + d[None, :], y.to(out.dtype.element_ty), mask=exist)
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def paged_attention(
+    out, qkv, k, v, tables, positions, rows, cos_sin, q_norm, k_norm, partial, arrived, table_stride, C: tl.constexpr
+):  # fmt: skip
+    """One part of the tokens of one row, for one kv head."""
+    G: tl.constexpr = C.group
+    BLOCK: tl.constexpr = C.tile.block
+    LANES: tl.constexpr = C.lanes
+    head, b, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    slot = tl.load(rows + b)
+    position = tl.load(positions + slot)
+    oldest = position * 0
+    if C.shape.window > 0:
+        oldest = tl.maximum(position - C.shape.window + 1, 0)
+    first = oldest // BLOCK
+    blocks = tl.cdiv(position, BLOCK) - first
+    active = tl.maximum(tl.minimum(tl.cdiv(blocks, C.chunk_blocks), C.tile.splits), 1)
+    per = tl.maximum(tl.cdiv(blocks, active), 1)
+    active = tl.maximum(tl.cdiv(blocks, per), 1)
+    if part >= active:
+        return
+    begin = (first + part * per) * BLOCK
+    end = tl.minimum(begin + per * BLOCK, position)
+    table = tables + slot.to(tl.int64) * table_stride
+    base = block_base(table, begin, end, head, C)
+    keys = load_block(k, base, begin, oldest, end, C)
+    values = load_block(v, base, begin, oldest, end, C)
+    base = block_base(table, begin + BLOCK, end, head, C)
+    d, r = tl.arange(0, C.lanes), tl.arange(0, 16)
+    cos, sin = angles(cos_sin, position, d, C)
+    if q_norm is not None:
+        gamma = gammas(q_norm, d, C)[None, :]
+    if C.overlap:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+
+    qkv_row = qkv + b.to(tl.int64) * C.shape.features
+    q = qkv_row + (head * G + r % G)[:, None] * C.shape.head_dim + d[None, :]
+    q = tl.load(q, mask=(d < C.shape.head_dim)[None, :], other=0.0).to(tl.float32)
+    if q_norm is not None:
+        q = normed(q, gamma, C)
+    q = turned(q, cos[None, :], sin[None, :], d, C).to(k.dtype.element_ty)
+    top = tl.full([16], float("-inf"), tl.float32)
+    total = tl.zeros([16], tl.float32)
+    y = tl.zeros([16, LANES], tl.float32)
+    if part == 0:
+        new_k, new_v = append(k, v, qkv_row, table, position, head, cos, sin, k_norm, C)
+        top = powers(tl.sum(q.to(tl.float32) * new_k.to(tl.float32), 1), C)
+        total += 1.0
+        y += new_v.to(tl.float32)
+    for n0 in tl.range(begin, end, BLOCK, num_stages=1):
+        s = powers(tl.dot(q, tl.trans(keys)), C)
+        s = tl.where(visible(n0, oldest, end, C)[None, :], s, float("-inf"))
+        keys = load_block(k, base, n0 + BLOCK, oldest, end, C)
+        higher = tl.maximum(top, tl.max(s, 1))
+        p = tl.exp2(s - higher[:, None])
+        fade = tl.exp2(top - higher)
+        total = total * fade + tl.sum(p, 1)
+        y = tl.dot(p.to(k.dtype.element_ty), values, y * fade[:, None])
+        values = load_block(v, base, n0 + BLOCK, oldest, end, C)
+        base = block_base(table, n0 + 2 * BLOCK, end, head, C)
+        top = higher
+
+    place = b * C.shape.kv_heads + head
+    out = out + (b.to(tl.int64) * C.shape.heads + head * G) * C.shape.head_dim
+    exist = (r < G)[:, None] & (d < C.shape.head_dim)[None, :]
+    if active == 1:
+        tl.store(out + r[:, None] * C.shape.head_dim + d[None, :], (y / total[:, None]).to(out.dtype.element_ty), mask=exist)
+    else:
+        tops = partial + tl.num_programs(1) * (C.shape.heads * C.tile.splits * C.shape.head_dim)
+        tops += place * (C.tile.splits * G * 2)
+        sums = partial + place * (C.tile.splits * G * C.shape.head_dim)
+        at = part * G + r
+        tl.store(sums + at[:, None] * C.shape.head_dim + d[None, :], y, mask=exist)
+        tl.store(tops + at * 2, top, mask=r < G)
+        tl.store(tops + at * 2 + 1, total, mask=r < G)
+        tl.debug_barrier()  # all threads' stores are seen by who sees the counter
+        if tl.atomic_add(arrived + place, 1, sem="acq_rel") == active - 1:
+            tl.store(arrived + place, 0)
+            combine(out, sums, tops, active, C)
+
+
+class PagedAttentionPlan:
+    """All of a decode step's attention that does not depend on the tensors' contents: made once, called many times.
+
+    A plan serves one GPU, one type of q, k and v and one type of gammas; all tensors are contiguous and start at multiples of 16
+    bytes.
+    """
+
+    def __init__(self, rows: int, shape: AttentionShape, tile: DecodeTile, machine: Machine) -> None:
+        self.rows, self.shape, self.tile = rows, shape, tile
+        self.config = PagedAttention(shape, tile, overlap=machine.arch.sm >= 90)
+        grid = (shape.kv_heads, rows, tile.splits)
+        self.launch = Launcher(paged_attention, grid, tile.warps, overlap=self.config.overlap)
+
+    @property
+    def workspace(self) -> tuple[int, int]:
+        """Elements of the two workspaces, float32 sums and int32 counters (which are zero before and after)."""
+        if self.tile.splits == 1:
+            return 0, 0
+        return self.rows * self.shape.heads * self.tile.splits * (self.shape.head_dim + 2), self.rows * self.shape.kv_heads
+
+    def __call__(
+        self, qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, positions: Tensor, rows: Tensor, cos_sin: Tensor,
+        q_norm: Tensor | None, k_norm: Tensor | None, partial: Tensor, arrived: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """out [B, heads * head_dim]; all tensors on the current device."""
+        out = torch.empty((self.rows, self.shape.heads * self.shape.head_dim), dtype=qkv.dtype, device=qkv.device)
+        self.launch(
+            out, qkv, k, v, tables, positions, rows, cos_sin, q_norm, k_norm, partial, arrived, tables.stride(0), self.config
+        )
+        return out

@@ -1,0 +1,111 @@
+"""A paged cache with slots of given contexts, everything that no slot owns poisoned, and the same in float64 for the reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowbit.kernels.choose.attention import PAGE, AttentionShape
+from lowbit.kernels.reference.attention import decode_reference
+
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+"""Of a row, relative: q, k, p and the result are each rounded once."""
+
+
+def angles_of(positions: int, rotary_dim: int) -> Tensor:
+    """cos, then sin, of the pairs of each position: [positions, rotary_dim]."""
+    turns = torch.arange(positions).double()[:, None] * 1e4 ** -(torch.arange(rotary_dim // 2).double() / max(rotary_dim // 2, 1))
+    return torch.cat([turns.cos(), turns.sin()], dim=1).float()
+
+
+def shape(heads=8, kv_heads=2, head_dim=64, **options) -> AttentionShape:
+    options = {"scale": head_dim**-0.5, "rotary_dim": head_dim, **options}
+    return AttentionShape(heads, kv_heads, head_dim, **options)
+
+
+@dataclass
+class Case:
+    """The arguments of a decode step for all slots; the last slot is nobody's and several rows name it."""
+
+    shape: AttentionShape
+    qkv: Tensor
+    k: Tensor
+    v: Tensor
+    tables: Tensor
+    positions: Tensor
+    rows: Tensor
+    cos_sin: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+
+    @property
+    def arguments(self) -> tuple:
+        """What the plan takes before its workspaces."""
+        return (
+            self.qkv, self.k, self.v, self.tables, self.positions, self.rows, self.cos_sin, self.q_norm, self.k_norm
+        )  # fmt: skip
+
+    def copy(self, rows: list[int] | None = None) -> Case:
+        """Itself, or with some of its rows, with pages of its own."""
+        rows = list(range(len(self.rows))) if rows is None else rows
+        changed = {**vars(self), "qkv": self.qkv[rows].clone(), "rows": self.rows[rows].clone()}
+        return Case(**{**changed, "k": self.k.clone(), "v": self.v.clone()})
+
+    def expected(self) -> tuple[Tensor, Tensor, Tensor]:
+        """out, k and v of the reference in float64."""
+        wide = [None if t is None else t.double() if t.is_floating_point() else t for t in self.arguments]
+        out = decode_reference(*wide[:7], self.shape, *wide[7:])
+        return out, wide[1], wide[2]
+
+
+def make_case(
+    shape: AttentionShape, contexts: list[int], dtype=torch.float16, device="cpu", *, padding=0, norms=None, shared=False, seed=0
+) -> Case:  # fmt: skip
+    """A row for each context, the number of tokens before the new one, then `padding` rows that name the last slot.
+
+    Pages lie in random order; page 0, which tables name where they have no page, and all that was not written hold NaN. With
+    `shared`, the second slot has the whole pages of the first where both have as many tokens.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    random = lambda *size: torch.randn(*size, generator=generator)  # noqa: E731
+    held = [context // PAGE + 1 for context in [*contexts, 0]]
+    numbers = iter((torch.randperm(sum(held), generator=generator) + 1).tolist())
+    tables = torch.zeros(len(held), max(held) + 1, dtype=torch.int32)
+    k = torch.full((sum(held) + 1, shape.kv_heads, PAGE, shape.head_dim), torch.nan)
+    v = k.clone()
+    for slot, (pages, context) in enumerate(zip(held, [*contexts, 0], strict=True)):
+        for i in range(pages):
+            whole = min(context, contexts[0]) // PAGE
+            if shared and slot == 1 and i < whole:
+                tables[1, i] = tables[0, i]
+                continue
+            tables[slot, i] = number = next(numbers)
+            tokens = min(max(context - i * PAGE, 0), PAGE)
+            k[number, :, :tokens] = random(shape.kv_heads, tokens, shape.head_dim) * 2
+            v[number, :, :tokens] = random(shape.kv_heads, tokens, shape.head_dim)
+    rows = torch.tensor([*range(len(contexts)), *[len(contexts)] * padding], dtype=torch.int32)
+    positions = torch.tensor([*contexts, 0], dtype=torch.int32)
+    gammas = [None if norms is None else (random(shape.head_dim) * 0.3 + 1 - shape.norm_offset).to(norms) for _ in range(2)]
+    qkv = (random(len(rows), shape.features) * 2).to(dtype)
+    given = [qkv, k.to(dtype), v.to(dtype), tables, positions, rows, angles_of(max(contexts) + 1, shape.rotary_dim), *gammas]
+    return Case(shape, *(None if t is None else t.to(device) for t in given))
+
+
+def compare(case: Case, given: Case, out: Tensor, real: int | None = None) -> None:
+    """out and the pages of `case` after a step against the reference's for `given`, which is as it was before; `real` rows count."""
+    expected, k, v = given.expected()
+    real = len(expected) if real is None else real
+    tolerance = TOLERANCE[out.dtype]
+    error = (out[:real].double() - expected[:real]).norm(dim=1) / expected[:real].norm(dim=1)
+    assert (error < tolerance).all(), error  # NaN is not
+    slots, positions = case.rows[:real].long(), case.positions[case.rows[:real].long()].long()
+    page = case.tables[slots, positions // PAGE].long()
+    assert torch.allclose(case.k[page, :, positions % PAGE].double(), k[page, :, positions % PAGE], rtol=tolerance, atol=1e-2)
+    assert torch.equal(case.v[page, :, positions % PAGE].double(), v[page, :, positions % PAGE])
+    nobody = case.tables[-1, 0].long()
+    for after, before in ((case.k.clone(), given.k.clone()), (case.v.clone(), given.v.clone())):
+        after[page, :, positions % PAGE] = before[page, :, positions % PAGE] = 0
+        after[nobody, :, 0] = before[nobody, :, 0] = 0  # rows that pad write there
+        assert torch.equal(after.view(torch.int16), before.view(torch.int16)), "wrote where nothing was to be written"
