@@ -43,6 +43,7 @@ LAYERS = (
     "nn",
     "models",
     "vision",
+    "engine",
     "pipeline",
     "picture",
     "eval",
@@ -95,7 +96,7 @@ _HOMES = {
 _first_use = threading.RLock()
 """One thread imports at a time: modules that import each other are otherwise seen half made."""
 
-_WITH_MODELS = tuple(f"lowbit.{room}" for room in ("models", "pipeline", "eval", "explain", "demo"))
+_WITH_MODELS = tuple(f"lowbit.{room}" for room in ("models", "engine", "pipeline", "eval", "explain", "demo"))
 """Rooms that import Transformers' models."""
 
 

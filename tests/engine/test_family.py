@@ -1,0 +1,285 @@
+"""Decoders as data: a forward written from the description alone has the model's own logits, and what is unknown is said."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+
+from lowbit import convert
+from lowbit.engine.family import FAMILIES, Decoder, recognise
+from lowbit.models.fuse import fuse_quantization
+from lowbit.nn.fused import GatedMLP, QuantizingNorm
+from lowbit.ops.decode import EmbeddingTable
+
+SIZES = {
+    "vocab_size": 97, "hidden_size": 36, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 6,
+    "num_key_value_heads": 2, "head_dim": 10, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 16}
+TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
+
+CASES = {
+    "llama": ("Llama", {}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama-3": ("Llama", {"rope_parameters": LLAMA3, "num_key_value_heads": 6}),
+    "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}}),
+    "llama-gelu": ("Llama", {"hidden_act": "gelu_pytorch_tanh"}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral-window": ("Mistral", {"sliding_window": 5, "tie_word_embeddings": True}),
+    "qwen2": ("Qwen2", {"head_dim": 6}),
+    "qwen2-window": (
+        "Qwen2",
+        {"head_dim": 6, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "rope_parameters": YARN},
+    ),
+    "qwen3": ("Qwen3", {"attention_bias": True}),
+    "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True, "rope_parameters": YARN}),
+    "smollm3": ("SmolLM3", {"head_dim": 6, "no_rope_layers": [0, 1, 1], "tie_word_embeddings": True}),
+    "smollm3-window": (
+        "SmolLM3", {"head_dim": 6, "no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 4}
+    ),
+    "phi3": ("Phi3", {}),
+    "phi3-partial": (
+        "Phi3",
+        {"sliding_window": 5, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.4}},
+    ),
+    "gemma": ("Gemma", {"tie_word_embeddings": True, "attention_bias": True}),
+    "gemma2": (
+        "Gemma2", {"sliding_window": 5, "layer_types": TYPES, "query_pre_attn_scalar": 7, "attn_logit_softcapping": 2.0}
+    ),
+    "gemma2-untied": (
+        "Gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None, "tie_word_embeddings": False}
+    ),
+    "gemma3": (
+        "Gemma3", {"sliding_window": 5, "layer_types": TYPES, "query_pre_attn_scalar": 7, "final_logit_softcapping": 1.5}
+    ),
+    "gemma3-scaled": (
+        "Gemma3",
+        {
+            "layer_types": TYPES,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 900.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0},
+            },
+        },
+    ),
+}  # fmt: skip
+
+
+def tiny(family, **options):
+    """A random model of a family; norms and biases too, which begin as constants."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}TextConfig" if family == "Gemma3" else f"{family}Config")
+    model = getattr(transformers, f"{family}ForCausalLM")(config(**{**SIZES, **options}))
+    for name, parameter in model.named_parameters():
+        if "norm" in name or name.endswith("bias"):
+            torch.nn.init.normal_(parameter, mean=0.0 if name.endswith("bias") else 0.5, std=0.5)
+        else:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+def norm(x, gamma, eps, offset):
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * (offset + gamma)
+
+
+def attend(qkv, layer, decoder):
+    shape, (length, _) = decoder.attention_shape(layer), qkv.shape
+    heads = qkv.view(length, -1, shape.head_dim)
+    q, k, v = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
+    if layer.q_gamma is not None:
+        q, k = (norm(x, g, shape.norm_eps, shape.norm_offset) for x, g in ((q, layer.q_gamma), (k, layer.k_gamma)))
+    cos, sin = decoder.ropes[layer.rope][:length, None].chunk(2, dim=-1)
+    half = shape.rotary_dim // 2
+
+    def turned(x):
+        low, high, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        return torch.cat([low * cos - high * sin, high * cos + low * sin, rest], dim=-1)
+
+    k, v = (t.repeat_interleave(shape.group, dim=1) for t in (turned(k), v))
+    scores = torch.einsum("qhd,khd->hqk", turned(q), k) * shape.scale
+    scores = shape.softcap * (scores / shape.softcap).tanh() if shape.softcap else scores
+    at = torch.arange(length)
+    seen = at[None] <= at[:, None]
+    seen &= at[None] > at[:, None] - layer.window if layer.window else seen
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, v).flatten(1)
+
+
+def forward(decoder: Decoder, tokens):
+    """Logits [T, V] from the description: products are the modules', nothing else is."""
+
+    def product(layer, name, x):
+        return torch.cat([module(x) for module in layer.modules(name)], dim=-1)
+
+    def normed(x, gamma):
+        return norm(x, gamma, decoder.eps, decoder.norm_offset)
+
+    act = {"silu": torch.nn.functional.silu, "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh")}
+    h = decoder.table[tokens] * decoder.embedding_scale
+    for layer in decoder.layers:
+        delta = product(layer, "o", attend(product(layer, "qkv", normed(h, layer.input_gamma)), layer, decoder))
+        h = h + (delta if layer.after_attention_gamma is None else normed(delta, layer.after_attention_gamma))
+        gate, up = product(layer, "gate_up", normed(h, layer.mlp_gamma)).chunk(2, dim=-1)
+        delta = product(layer, "down", act[decoder.activation](gate) * up)
+        h = h + (delta if layer.after_mlp_gamma is None else normed(delta, layer.after_mlp_gamma))
+    logits = decoder.head(normed(h, decoder.final_gamma))
+    return decoder.final_softcap * (logits / decoder.final_softcap).tanh() if decoder.final_softcap else logits
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_the_description_is_the_model(case):
+    family, options = CASES[case]
+    model = tiny(family, **options)
+    decoder = recognise(model)
+    assert isinstance(decoder, Decoder), decoder
+    assert (decoder.family, decoder.tied, len(decoder.layers)) == (family, model.config.tie_word_embeddings, 3)
+    assert decoder.vocab == 97 and decoder.hidden == 36 and {rope.shape[0] for rope in decoder.ropes} == {64}
+    tokens = torch.randint(97, (23,), generator=torch.Generator().manual_seed(1))
+    wanted = model(input_ids=tokens[None], use_cache=False).logits[0]
+    got = forward(decoder, tokens)
+    assert float((got - wanted).abs().max()) <= 1e-5 * float(wanted.abs().max())
+
+
+def test_every_family_has_a_case():
+    assert {family for family, _ in CASES.values()} == set(FAMILIES)
+
+
+@pytest.mark.parametrize("case", ["llama", "phi3-partial", "gemma3"])
+def test_every_part_of_a_description_matters(case):
+    """The comparison above fails if any of it is wrong."""
+    family, options = CASES[case]
+    model = tiny(family, **options)
+    decoder = recognise(model)
+    assert isinstance(decoder, Decoder)
+    tokens = torch.randint(97, (23,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        right = forward(decoder, tokens)
+        changes = {"eps": 0.1, "norm_offset": decoder.norm_offset + 0.1, "embedding_scale": decoder.embedding_scale * 1.1}
+        changes["ropes"] = tuple(rope.flip(0) for rope in decoder.ropes)
+        changes["activation"] = "gelu_tanh" if decoder.activation == "silu" else "silu"
+        for name, value in changes.items():
+            wrong = copy.copy(decoder)
+            object.__setattr__(wrong, name, value)
+            assert float((forward(wrong, tokens) - right).abs().max()) > 1e-3 * float(right.abs().max()), name
+        attention = {"scale": 0.1, "softcap": 3.0} | ({"norm_eps": 0.1, "norm_offset": 0.9} if case == "gemma3" else {})
+        for name, value in attention.items():
+            wrong = copy.copy(decoder)
+            object.__setattr__(wrong, "attention", type(decoder.attention)(**{**vars(decoder.attention), name: value}))
+            assert float((forward(wrong, tokens) - right).abs().max()) > 1e-3 * float(right.abs().max()), name
+
+
+def test_quantized_and_fused_models_are_recognised():
+    """What lowbit.models.fuse puts in the place of norms and MLPs, quantized layers, and an embedding in 8 bits."""
+    sizes = {"hidden_size": 64, "head_dim": 16, "num_attention_heads": 4, "intermediate_size": 128}
+    model = tiny("Qwen3", **sizes)
+    plain = recognise(model)
+    convert(model, "w8a8")
+    fuse_quantization(model)
+    assert isinstance(model.model.layers[0].input_layernorm, QuantizingNorm)
+    assert isinstance(model.model.layers[0].mlp, GatedMLP)
+    decoder = recognise(model)
+    assert isinstance(decoder, Decoder) and isinstance(plain, Decoder)
+    assert decoder.activation == "silu" and decoder.eps == plain.eps
+    for mine, other in zip(decoder.layers, plain.layers, strict=True):
+        assert torch.equal(mine.input_gamma, other.input_gamma) and torch.equal(mine.mlp_gamma, other.mlp_gamma)
+        assert [type(module).__name__ for module in (*mine.qkv, *mine.gate_up, mine.o, mine.down)] == ["QuantLinear"] * 7
+    for scheme, kind in (("w8a16", EmbeddingTable), ("w4a16", torch.Tensor)):
+        model = tiny("Llama", **sizes, tie_word_embeddings=True)
+        convert(model, scheme, embeddings=True)
+        decoder = recognise(model)
+        assert isinstance(decoder, Decoder) and decoder.tied and isinstance(decoder.table, kind)
+    assert torch.equal(decoder.table, model.model.embed_tokens(torch.arange(97)))
+
+
+def unknown(what):
+    model = tiny("Gemma2" if what == "bidirectional" else "Llama")
+    layer = model.model.layers[1]
+    if what == "class":
+        return torch.nn.Linear(3, 3)
+    if what == "bidirectional":
+        model.config.use_bidirectional_attention = True
+    elif what == "linear":
+        layer.self_attn.q_proj = torch.nn.Sequential(layer.self_attn.q_proj)
+    elif what == "attention":
+        layer.self_attn = tiny("Mistral").model.layers[0].self_attn
+    elif what == "norm":
+        layer.input_layernorm = torch.nn.LayerNorm(36)
+    elif what == "eps":
+        layer.input_layernorm.variance_epsilon = 0.5
+    elif what == "hook":
+        layer.mlp.register_forward_hook(lambda *_: None)
+    elif what == "meta":
+        layer.mlp.to("meta")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("class", "Linear is none of the families that a decode program is written for (Llama, Mistral, Qwen2"),
+        ("bidirectional", "tokens see those after them"),
+        ("linear", "a linear layer is a Sequential, known are Linear, QuantLinear"),
+        ("attention", "self_attn is a MistralAttention, known is LlamaAttention"),
+        ("norm", "a norm is a LayerNorm, known are LlamaRMSNorm, QuantizingNorm"),
+        ("eps", "norms with different epsilons (1e-06, 0.5)"),
+        ("hook", "hooks on LlamaMLP"),
+        ("meta", "weights on several devices (cpu, meta)"),
+    ],
+)
+def test_what_is_not_known_is_said(what, reason):
+    found = recognise(unknown(what))
+    assert isinstance(found, tuple) and any(reason in line for line in found), found
+    assert len(found) == len(set(found)), "each reason once"
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "reason"),
+    [
+        (
+            "Llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0}},
+            "positions of type 'dynamic'",
+        ),
+        (
+            "Phi3",
+            {
+                "head_dim": 6,
+                "original_max_position_embeddings": 16,
+                "rope_parameters": {
+                    "rope_type": "longrope", "rope_theta": 500.0, "short_factor": [1.0] * 3, "long_factor": [2.0] * 3,
+                },
+            },
+            "positions of type 'longrope'",
+        ),
+        ("Llama", {"hidden_act": "relu"}, "a gate that is neither silu nor gelu_tanh: relu"),
+        ("Phi3", {"hidden_act": "gelu"}, "a gate that is neither silu nor gelu_tanh: gelu"),
+    ],
+)  # fmt: skip
+def test_options_that_no_program_has_are_said(family, options, reason):
+    found = recognise(tiny(family, **options))
+    assert isinstance(found, tuple) and any(reason in line for line in found), found
+
+
+@pytest.mark.parametrize("name", ["GPTNeoX", "Mixtral", "Cohere", "Granite", "Olmo2", "Bloom"])
+def test_other_families_are_not_taken_for_known_ones(name):
+    with torch.device("meta"):
+        model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(num_hidden_layers=1))
+    assert recognise(model) == (
+        f"{name}ForCausalLM is none of the families that a decode program is written for ({', '.join(FAMILIES)})",
+    )
+
+
+def test_code_of_a_checkpoint_is_not_transformers():
+    """A class of the same name may do anything."""
+    model = tiny("Llama")
+    stranger = type("LlamaForCausalLM", (type(model),), {"__module__": "transformers_modules.somebody.modeling"})
+    model.__class__ = stranger
+    assert "none of the families" in recognise(model)[0]
