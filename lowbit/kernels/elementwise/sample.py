@@ -8,8 +8,8 @@ Steps   survey: chunks of 2048 tokens: largest logit and sum of exponentials as 
         that comes last for a row puts the chunks together, and draws if the row is greedy. With ADJUST off, that is all
         weigh: masses of chunks, exact integers; without top-k and top-p the last block draws: chunk, then token. With them also
         counts of masses in 20 levels of two octaves each, from which the last block tells how far down candidates lie
-        settle: keys of candidates to a list, in order; the last block searches the thresholds in it, two bits at a time, and
-        draws
+        collect: keys of candidates to a list, in order
+        settle: one block a row searches the thresholds in the list, two bits at a time, and draws
 Overlap each may start while the one before still runs (programmatic dependent launch, sm_90): before the wait it reads what no
         kernel writes, slots of rows and their settings
 Exact   sums of masses are integers and chunks those of V alone, so a row's token and log-probability depend on neither B nor
@@ -34,12 +34,12 @@ SIZE = 2048
 
 WARPS = 8
 TILE, SEARCH_WARPS = 4096, 16
-"""Keys of the list that the last block of `settle` reads at a time, and its warps."""
+"""Keys of the list that a block of `settle` reads at a time, and its warps."""
 
 LEVELS = 20
 """Levels of two octaves of mass, the counts of five in a 64-bit word: a chunk's reach to 2^11."""
 
-HEAD = 8
+HEAD = 4
 """32-bit words that the kernels tell each other of a row."""
 
 _WORDS, _HEAD, _LEVELS = tl.constexpr(sampling.WORDS), tl.constexpr(HEAD), tl.constexpr(LEVELS)
@@ -52,7 +52,7 @@ _PENALIZED, _BIASED = tl.constexpr(sampling.PENALIZED), tl.constexpr(sampling.BI
 _CUT, _HELD, _PROMPT = tl.constexpr(sampling.CUT), tl.constexpr(sampling.HELD), tl.constexpr(sampling.PROMPT)
 _KEYS, _KEY_SCALE = tl.constexpr(sampling.KEYS), tl.constexpr(sampling.KEY_SCALE)
 _C0, _C1, _C2, _C3, _C4 = (tl.constexpr(c) for c in sampling.COEFFICIENTS)
-_BEST, _LARGEST, _LOG_SUM, _LEVEL, _CANDIDATES = (tl.constexpr(i) for i in range(5))
+_BEST, _LARGEST, _LOG_SUM, _LEVEL = (tl.constexpr(i) for i in range(4))
 
 
 @triton.jit
@@ -202,10 +202,10 @@ def survey(
     if last_to_arrive(arrived + b, CHUNKS):
         c = tl.arange(0, PADDED)
         exists = c < CHUNKS
-        part = parts + (b * CHUNKS + c) * 4
-        tops = tl.load(part, mask=exists, other=-8388608).to(tl.float32, bitcast=True)  # the bits of -inf
-        totals = tl.load(part + 1, mask=exists, other=0).to(tl.float32, bitcast=True)
-        bests = tl.load(part + 2, mask=exists, other=-8388608).to(tl.float32, bitcast=True)
+        of_chunks = parts + (b * CHUNKS + c) * 4
+        tops = tl.load(of_chunks, mask=exists, other=-8388608).to(tl.float32, bitcast=True)  # the bits of -inf
+        totals = tl.load(of_chunks + 1, mask=exists, other=0).to(tl.float32, bitcast=True)
+        bests = tl.load(of_chunks + 2, mask=exists, other=-8388608).to(tl.float32, bitcast=True)
         largest = tl.max(tops, 0)
         log_sum = tl.log(tl.sum(totals * tl.exp(-distances(tops, largest)), 0))
         best, first = tl.max(bests, 0, return_indices=True, return_indices_tie_break_left=True)
@@ -233,7 +233,7 @@ def counts_of_levels(key, word):
 def look_down(
     words, head, sums, levels, offsets, total, CHUNKS: tl.constexpr, PADDED: tl.constexpr
 ):  # fmt: skip
-    """How many levels of a row top-k, or else top-p, can reach; how many candidates are in them, and how many before each chunk.
+    """How many levels of a row top-k, or else top-p, can reach, and how many candidates are in them before each chunk and in all.
 
     Of a level all tokens have at most its first mass: what is left below is at most so much.
     """
@@ -255,8 +255,8 @@ def look_down(
     inside = tl.sum(tl.where(level <= last, count, 0), 1)
     chunk = tl.arange(0, PADDED)
     tl.store(offsets + chunk, tl.cumsum(inside, 0) - inside, mask=chunk < CHUNKS)
+    tl.store(offsets + CHUNKS, tl.sum(inside, 0))
     tl.store(head + _LEVEL, last)
-    tl.store(head + _CANDIDATES, tl.sum(inside, 0))
 
 
 @triton.jit
@@ -297,7 +297,7 @@ def weigh(
             if flags & _CUT:
                 tl.store(totals + b, total)
                 look_down(
-                    words, head, sums, levels + b * CHUNKS * 4, offsets + b * CHUNKS, total, CHUNKS, PADDED
+                    words, head, sums, levels + b * CHUNKS * 4, offsets + b * (CHUNKS + 1), total, CHUNKS, PADDED
                 )  # fmt: skip
             else:
                 target = target_of(words, total)
@@ -323,9 +323,9 @@ def added(a, b, c, d, e, f):
 def threshold(keys, n, needed, first, BITS: tl.constexpr, MASS: tl.constexpr, TILE: tl.constexpr):
     """The smallest key of `first` + [0, 2^BITS) up to which the masses of the n keys, or without MASS their number, come to what
     is needed; at each turn a quarter of what was left."""
-    step = 1 << (BITS - 2)
     i = tl.arange(0, TILE)
-    while step > 0:
+    for turn in range(BITS // 2):
+        step = 1 << (BITS - 2 - 2 * turn)
         low = tl.zeros([TILE], tl.int64)
         mid = tl.zeros([TILE], tl.int64)
         high = tl.zeros([TILE], tl.int64)
@@ -337,7 +337,6 @@ def threshold(keys, n, needed, first, BITS: tl.constexpr, MASS: tl.constexpr, TI
             high += tl.where(key < first + 3 * step, amount, 0)
         a, b, c = tl.reduce((low, mid, high), 0, added)
         first += step * ((a < needed).to(tl.int32) + (b < needed).to(tl.int32) + (c < needed).to(tl.int32))
-        step = step >> 2
     return first
 
 
@@ -363,7 +362,7 @@ def mass_up_to(keys, n, last, least, TILE: tl.constexpr):
 def drawn(keys, n, last, least, words, TILE: tl.constexpr):
     """Which of the n keys, of those `kept`, the random number falls on."""
     left = target_of(words, mass_up_to(keys, n, last, least, TILE))
-    found = 0
+    found = tl.full((), 0, tl.int32)
     for start in range(0, n, TILE):
         mass = kept(keys, start, n, last, least, TILE)
         found += tl.sum(((tl.cumsum(mass, 0) <= left) & (left >= 0)).to(tl.int32), 0)
@@ -376,23 +375,22 @@ def drawn(keys, n, last, least, words, TILE: tl.constexpr):
 def search(keys, n, level, total, words, TILE: tl.constexpr):
     """Which of the n candidates is drawn after top-k, top-p of `total` or what top-k leaves of it, and min-p."""
     top_k, top_p = tl.load(words + _TOP_K), real(words + _TOP_P)
-    last = _KEYS - 1
+    last = tl.full((), _KEYS - 1, tl.int32)
     if top_k > 0:
         last = threshold(keys, n, tl.minimum(top_k, n), level << 16, 16, False, TILE)
         total = mass_up_to(keys, n, last, 0, TILE)
     if top_p < 1.0:
-        last = threshold(keys, n, share(total, top_p), 0, 22, True, TILE)
+        last = threshold(keys, n, share(total, top_p), tl.full((), 0, tl.int32), 22, True, TILE)
     return drawn(keys, n, last, least_of(words), words, TILE)
 
 
 @triton.jit
-def settle(
-    logits, rows, settings, counts, bias, ends, heads, offsets, totals, lists, arrived, tokens, positions, out_tokens,
-    out_logprobs, slots,
+def collect(
+    logits, rows, settings, counts, bias, ends, heads, offsets, lists,
     V: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr,
-    ENDS: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
+    ENDS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The candidates of a chunk; the tokens of rows with top-k or top-p."""
+    """The candidates of a chunk, in order, to the row's list."""
     if OVERLAP:
         cuda.gdc_launch_dependents()
     chunk, b = tl.program_id(0), tl.program_id(1)
@@ -402,28 +400,53 @@ def settle(
     logits += b.to(tl.int64) * STRIDE
     counts += slot.to(tl.int64) * V
     bias += slot.to(tl.int64) * V
-    head, offsets, keys = heads + b * _HEAD, offsets + b * CHUNKS, lists + b.to(tl.int64) * V
+    offset = offsets + b * (CHUNKS + 1) + chunk
     if OVERLAP:
         cuda.gdc_wait()
     if (temperature > 0.0) & ((flags & _CUT) != 0):
-        best, scale, level = real(head + _BEST), tl.div_rn(_KEY_SCALE, temperature), tl.load(head + _LEVEL)
-        at = tl.arange(0, SIZE)
-        key = keys_of(logits, chunk * SIZE + at, best, scale, words, counts, bias, ends, flags, V, ENDS)
-        inside = (key >> 16 <= level).to(tl.int32)
-        tl.store(keys + tl.load(offsets + chunk) + tl.cumsum(inside, 0) - 1, key, mask=inside != 0)
-        if last_to_arrive(arrived + b, CHUNKS):
-            found = search(keys, tl.load(head + _CANDIDATES), level, tl.load(totals + b), words, TILE)
-            c = tl.arange(0, PADDED)
-            before = tl.load(offsets + c, mask=c < CHUNKS, other=V + 1)
-            chunk = tl.sum((before <= found).to(tl.int32), 0) - 1
-            found -= tl.load(offsets + chunk)
-            key = keys_of(logits, chunk * SIZE + at, best, scale, words, counts, bias, ends, flags, V, ENDS)
-            inside = tl.cumsum((key >> 16 <= level).to(tl.int32), 0)
-            token = chunk * SIZE + tl.sum((inside <= found).to(tl.int32), 0)
-            feed_back(
-                token, b, slot, flags, logits, words, counts, real(head + _LARGEST), real(head + _LOG_SUM), slots, tokens,
-                positions, out_tokens, out_logprobs,
-            )  # fmt: skip
+        before = tl.load(offset)
+        if tl.load(offset + 1) > before:
+            head, at = heads + b * _HEAD, chunk * SIZE + tl.arange(0, SIZE)
+            best, scale = real(head + _BEST), tl.div_rn(_KEY_SCALE, temperature)
+            key = keys_of(logits, at, best, scale, words, counts, bias, ends, flags, V, ENDS)
+            inside = (key >> 16 <= tl.load(head + _LEVEL)).to(tl.int32)
+            tl.store(lists + b.to(tl.int64) * V + before + tl.cumsum(inside, 0) - 1, key, mask=inside != 0)
+
+
+@triton.jit
+def settle(
+    logits, rows, settings, counts, bias, ends, heads, offsets, totals, lists, tokens, positions, out_tokens, out_logprobs, slots,
+    V: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr,
+    ENDS: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """The token of a row with top-k or top-p: its place in the list, then in the chunk where the list has it from."""
+    if OVERLAP:
+        cuda.gdc_launch_dependents()
+    b = tl.program_id(0)
+    slot = tl.load(rows + b)
+    words = settings + slot * _WORDS
+    temperature, flags = real(words + _TEMPERATURE), tl.load(words + _FLAGS)
+    logits += b.to(tl.int64) * STRIDE
+    counts += slot.to(tl.int64) * V
+    bias += slot.to(tl.int64) * V
+    head, offsets = heads + b * _HEAD, offsets + b * (CHUNKS + 1)
+    if OVERLAP:
+        cuda.gdc_wait()
+    if (temperature > 0.0) & ((flags & _CUT) != 0):
+        level = tl.load(head + _LEVEL)
+        found = search(lists + b.to(tl.int64) * V, tl.load(offsets + CHUNKS), level, tl.load(totals + b), words, TILE)
+        c = tl.arange(0, PADDED)
+        before = tl.load(offsets + c, mask=c < CHUNKS, other=V)
+        chunk = tl.sum((before <= found).to(tl.int32), 0) - 1
+        rank, at = found - tl.load(offsets + chunk), chunk * SIZE + tl.arange(0, SIZE)
+        best, scale = real(head + _BEST), tl.div_rn(_KEY_SCALE, temperature)
+        key = keys_of(logits, at, best, scale, words, counts, bias, ends, flags, V, ENDS)
+        inside = tl.cumsum((key >> 16 <= level).to(tl.int32), 0)
+        token = chunk * SIZE + tl.sum((inside <= rank).to(tl.int32), 0)
+        feed_back(
+            token, b, slot, flags, logits, words, counts, real(head + _LARGEST), real(head + _LOG_SUM), slots, tokens, positions,
+            out_tokens, out_logprobs,
+        )  # fmt: skip
 
 
 class Given(NamedTuple):
@@ -455,8 +478,9 @@ class SamplePlan:
         grid = (self.chunks, rows, 1)
         self.survey = Launcher(survey, grid, WARPS, overlap=overlap)
         self.weigh = Launcher(weigh, grid, WARPS, overlap=overlap)
-        self.settle = Launcher(settle, grid, SEARCH_WARPS, overlap=overlap)
-        self.of_survey, self.of_weigh, self.of_settle = (*sizes, filters, overlap), (*sizes, overlap), (*sizes, TILE, overlap)
+        self.collect = Launcher(collect, grid, WARPS, overlap=overlap)
+        self.settle = Launcher(settle, (rows, 1, 1), SEARCH_WARPS, overlap=overlap)
+        self.of_survey, self.of_chunks, self.of_settle = (*sizes, filters, overlap), (*sizes, overlap), (*sizes, TILE, overlap)
 
     @property
     def workspace(self) -> tuple[int, int]:
@@ -468,7 +492,7 @@ class SamplePlan:
         """32-bit words of a row: masses and levels of chunks, total; what chunks and kernels tell, offsets; keys, even."""
         if not self.filters:
             return (4 * self.chunks,)
-        return (2 * self.chunks, 8 * self.chunks, 2, 4 * self.chunks, HEAD, self.chunks, self.vocab)
+        return (2 * self.chunks, 8 * self.chunks, 2, 4 * self.chunks, HEAD, self.chunks + 1, self.vocab)
 
     def __call__(self, given: Given, space: Tensor, arrived: Tensor) -> None:
         """Samples; `space` float32 and `arrived` as `workspace` says, all tensors on the current device."""
@@ -481,5 +505,6 @@ class SamplePlan:
         sums, levels, totals = (part.view(torch.int64) for part in parts[:3])
         chunks, heads, offsets, lists = parts[3:]
         self.survey(*of_slots, chunks, heads, arrived, *fed, self.slots, *self.of_survey)
-        self.weigh(*of_slots, heads, sums, levels, offsets, totals, arrived, *fed, self.slots, *self.of_weigh)
-        self.settle(*of_slots, heads, offsets, totals, lists, arrived, *fed, self.slots, *self.of_settle)
+        self.weigh(*of_slots, heads, sums, levels, offsets, totals, arrived, *fed, self.slots, *self.of_chunks)
+        self.collect(*of_slots, heads, offsets, lists, *self.of_chunks)
+        self.settle(*of_slots, heads, offsets, totals, lists, *fed, self.slots, *self.of_settle)

@@ -121,3 +121,51 @@ def test_the_arithmetic_in_tritons_interpreter():
         [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=300
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def compiled(name, vocab=128256, dtype=torch.float16, filters=True, rows=16, ends=2, overlap=True):
+    """One of the kernels of a plan for sm_90: survey, weigh, collect or settle."""
+    plan, slots = SamplePlan(rows, vocab, vocab, 65, ends, filters, overlap), 65
+    noted = []
+    launches = {launch: getattr(plan, launch) for launch in ("survey", "weigh", "collect", "settle")}
+    for launch in launches:
+        setattr(plan, launch, lambda *arguments, of=launch: noted.append((of, arguments)))
+    words, counters = plan.workspace
+    i32, f32 = torch.int32, torch.float32
+    given = Given(
+        meta((rows, vocab), dtype), meta((rows,), i32), meta((slots, 16), i32), meta((slots, vocab), i32),
+        meta((slots, vocab), f32), meta((ends,), i32), meta((slots,), i32), meta((slots,), i32), meta((rows,), i32),
+        meta((rows,), f32),
+    )  # fmt: skip
+    plan(given, meta((words,), f32), meta((counters,), i32))
+    arguments = dict(noted)[name]
+
+    class One:
+        """A plan of this launch alone."""
+
+        launch = launches[name]
+
+        def __call__(self, *call):
+            self.launch(*call)
+
+    return compile_plan(One(), arguments, 90)
+
+
+CODE = [
+    ("survey", {"filters": False}, 32),
+    ("survey", {}, 64),
+    ("weigh", {}, 64),
+    ("collect", {}, 64),
+    ("settle", {}, 128),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "registers"), CODE, ids=lambda value: str(value))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_machine_code_of_sm_90(name, options, registers, dtype):
+    """No spills, logits in pieces of 16 bytes, the wait for the kernel before in front of all that it writes."""
+    kernel = compiled(name, dtype=dtype, **options)
+    print(f"\n{name} {options} {dtype}: {kernel.registers} registers, {kernel.shared_bytes} bytes shared")
+    assert kernel.stack_bytes == 0 and not kernel.count("LDL") and not kernel.count("STL")
+    assert kernel.registers <= registers
+    assert kernel.count("LDG.E.128")
