@@ -28,6 +28,7 @@ TYPES = {
     torch.float32: "fp32",
     torch.int8: "i8",
     torch.int32: "i32",
+    torch.int64: "i64",
     torch.float8_e4m3fn: "fp8e4nv",
     torch.float8_e5m2: "fp8e5",
 }

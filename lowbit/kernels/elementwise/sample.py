@@ -1,0 +1,510 @@
+"""The next token of each row, from its logits: the arithmetic of reference/sampling.py, the same token to the bit. Plain Triton.
+
+Reads   logits fp16, bf16 or fp32 [B, V], any row stride; slots of rows; settings of slots, 64 bytes each; of those slots that use
+        them, counts int32 [V] and bias fp32 [V]
+Writes  token and log-probability of each row; token, position, count of tokens and count of the token of each slot, but of the
+        last slot, which is nobody's: rows that fill up a step name it
+Steps   survey: chunks of 2048 tokens: largest logit and sum of exponentials as the model gave them, largest as adjusted. The block
+        that comes last for a row puts the chunks together, and draws if the row is greedy. With ADJUST off, that is all
+        weigh: masses of chunks, exact integers; without top-k and top-p the last block draws: chunk, then token. With them also
+        counts of masses in 20 levels of two octaves each, from which the last block tells how far down candidates lie
+        collect: keys of candidates to a list, in order
+        settle: one block a row searches the thresholds in the list, two bits at a time, and draws
+Overlap each may start while the one before still runs (programmatic dependent launch, sm_90): before the wait it reads what no
+        kernel writes, slots of rows and their settings
+Exact   sums of masses are integers and chunks those of V alone, so a row's token and log-probability depend on neither B nor
+        other rows. The log-probability is float32 with sums in a fixed order. Tested: tests/kernels/elementwise/test_sample.py
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import cuda
+
+from lowbit.kernels.parts.launch import Launcher
+from lowbit.kernels.reference import sampling
+
+SIZE = 2048
+"""Tokens of a chunk: 63 blocks for a vocabulary of 128256, one 16-byte piece of 16-bit logits a thread."""
+
+WARPS = 8
+TILE, SEARCH_WARPS = 4096, 16
+"""Keys of the list that a block of `settle` reads at a time, and its warps."""
+
+LEVELS = 20
+"""Levels of two octaves of mass, the counts of five in a 64-bit word: a chunk's reach to 2^11."""
+
+HEAD = 4
+"""32-bit words that the kernels tell each other of a row."""
+
+_WORDS, _HEAD, _LEVELS = tl.constexpr(sampling.WORDS), tl.constexpr(HEAD), tl.constexpr(LEVELS)
+_TEMPERATURE, _TOP_K = tl.constexpr(sampling.TEMPERATURE), tl.constexpr(sampling.TOP_K)
+_TOP_P, _MIN_P = tl.constexpr(sampling.TOP_P), tl.constexpr(sampling.MIN_P)
+_REPETITION, _PRESENCE = tl.constexpr(sampling.REPETITION), tl.constexpr(sampling.PRESENCE)
+_FREQUENCY, _MINIMUM = tl.constexpr(sampling.FREQUENCY), tl.constexpr(sampling.MINIMUM)
+_SEED, _FLAGS, _GENERATED = tl.constexpr(sampling.SEED), tl.constexpr(sampling.FLAGS), tl.constexpr(sampling.GENERATED)
+_PENALIZED, _BIASED = tl.constexpr(sampling.PENALIZED), tl.constexpr(sampling.BIASED)
+_CUT, _HELD, _PROMPT = tl.constexpr(sampling.CUT), tl.constexpr(sampling.HELD), tl.constexpr(sampling.PROMPT)
+_KEYS, _KEY_SCALE = tl.constexpr(sampling.KEYS), tl.constexpr(sampling.KEY_SCALE)
+_C0, _C1, _C2, _C3, _C4 = (tl.constexpr(c) for c in sampling.COEFFICIENTS)
+_BEST, _LARGEST, _LOG_SUM, _LEVEL = (tl.constexpr(i) for i in range(4))
+
+
+@triton.jit
+def real(pointer):
+    """A float32 among 32-bit words."""
+    return tl.load(pointer).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def distances(x, largest):
+    """largest - x, and 0 where they are equal, infinities too."""
+    return tl.where(x == largest, 0.0, largest - x)
+
+
+@triton.jit
+def raw_logits(logits, at, V: tl.constexpr):
+    """Logits of a row in float32; a NaN, and what is beyond V, is -inf."""
+    x = tl.load(logits + at, mask=at < V, other=float("-inf")).to(tl.float32)
+    return tl.where(x == x, x, float("-inf"))
+
+
+@triton.jit
+def adjusted(x, at, words, counts, bias, ends, flags, V: tl.constexpr, ENDS: tl.constexpr):
+    """Logits x of the tokens `at`, after all that comes before temperature. Products are `fma(a, b, 0)`: they round alone."""
+    if flags & _HELD:
+        if tl.load(words + _GENERATED) < tl.load(words + _MINIMUM):
+            for e in tl.static_range(ENDS):
+                x = tl.where(at == tl.load(ends + e), float("-inf"), x)
+    if flags & _PENALIZED:
+        count = tl.load(counts + at, mask=at < V, other=0)
+        repetition = real(words + _REPETITION)
+        repeated = tl.where(x > 0, tl.div_rn(x, repetition), tl.fma(x, repetition, 0.0))
+        x = tl.where(count != 0, repeated, x)
+        generated = count & (_PROMPT - 1)
+        x = x - tl.fma(generated.to(tl.float32), real(words + _FREQUENCY), 0.0)
+        x = x - tl.where(generated > 0, real(words + _PRESENCE), 0.0)
+    if flags & _BIASED:
+        x = x + tl.load(bias + at, mask=at < V, other=0.0)
+    return x
+
+
+@triton.jit
+def keys_of(logits, at, best, scale, words, counts, bias, ends, flags, V: tl.constexpr, ENDS: tl.constexpr):
+    """Keys of the tokens `at`; those beyond V have no mass."""
+    x = adjusted(raw_logits(logits, at, V), at, words, counts, bias, ends, flags, V, ENDS)
+    key = tl.minimum(distances(x, best) * scale, _KEYS * 1.0).to(tl.int32)
+    return tl.where(at < V, key, _KEYS)
+
+
+@triton.jit
+def masses(key):
+    """int64 2^(40 - key / 2^15), `masses` of the reference."""
+    f = ((key & 0x7FFF) << 17).to(tl.uint32, bitcast=True)
+    power = tl.full(f.shape, _C4, tl.uint32)
+    power = tl.full(f.shape, _C3, tl.uint32) - tl.umulhi(power, f)
+    power = tl.full(f.shape, _C2, tl.uint32) - tl.umulhi(power, f)
+    power = tl.full(f.shape, _C1, tl.uint32) - tl.umulhi(power, f)
+    power = tl.full(f.shape, _C0, tl.uint32) - tl.umulhi(power, f)
+    power = tl.full(f.shape, 1 << 31, tl.uint32) - tl.umulhi(power, f)
+    return tl.where(key < _KEYS, (power.to(tl.int64) << 9) >> (key >> 15).to(tl.int64), 0)
+
+
+@triton.jit
+def fraction(p):
+    """p in units of 2^-24."""
+    return (p * 16777216.0).to(tl.int64)
+
+
+@triton.jit
+def share(total, p):
+    """The least mass that is p of the total."""
+    parts = fraction(p)
+    return (total >> 24) * parts + (((total & 0xFFFFFF) * parts + 0xFFFFFF) >> 24)
+
+
+@triton.jit
+def least_of(words):
+    """The least mass that min-p keeps: so much of the largest there can be, which is the largest there is."""
+    return fraction(real(words + _MIN_P)) << 16
+
+
+@triton.jit
+def target_of(words, total):
+    """The running mass on which the random number of a slot falls, for a total of masses."""
+    seed = tl.load((words + _SEED).to(tl.pointer_type(tl.int64)))
+    low, high, _, _ = tl.philox(seed, tl.load(words + _GENERATED), 0, 0, 0)
+    random = (high.to(tl.uint64) << 32) | low.to(tl.uint64)
+    return tl.umulhi(random, total.to(tl.uint64)).to(tl.int64)
+
+
+@triton.jit
+def last_to_arrive(arrived, CHUNKS: tl.constexpr):
+    """Whether all other blocks of the row have been here; the counter is then zero again."""
+    tl.debug_barrier()
+    last = tl.atomic_add(arrived, 1, sem="acq_rel") == CHUNKS - 1
+    if last:
+        tl.store(arrived, 0)
+    return last
+
+
+@triton.jit
+def feed_back(
+    token, b, slot, flags, logits, words, counts, largest, log_sum, slots, tokens, positions, out_tokens, out_logprobs
+):  # fmt: skip
+    """The token of a row to where it is wanted, and its slot one on."""
+    x = tl.load(logits + token).to(tl.float32)
+    tl.store(out_tokens + b, token)
+    tl.store(out_logprobs + b, -distances(tl.where(x == x, x, float("-inf")), largest) - log_sum)
+    if slot < slots - 1:
+        tl.store(tokens + slot, token)
+        tl.store(positions + slot, tl.load(positions + slot) + 1)
+        tl.store(words + _GENERATED, tl.load(words + _GENERATED) + 1)
+        if flags & _PENALIZED:
+            tl.store(counts + token, tl.load(counts + token) + 1)
+
+
+@triton.jit
+def survey(
+    logits, rows, settings, counts, bias, ends, parts, heads, arrived, tokens, positions, out_tokens, out_logprobs, slots,
+    V: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr,
+    ENDS: tl.constexpr, ADJUST: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Largest logits of a chunk, and of a row; the tokens of greedy rows."""
+    if OVERLAP:
+        cuda.gdc_launch_dependents()
+    chunk, b = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(rows + b)
+    words = settings + slot * _WORDS
+    flags = tl.load(words + _FLAGS) if ADJUST else 0
+    temperature = real(words + _TEMPERATURE) if ADJUST else 0.0
+    logits += b.to(tl.int64) * STRIDE
+    counts += slot.to(tl.int64) * V
+    if OVERLAP:
+        cuda.gdc_wait()
+    at = chunk * SIZE + tl.arange(0, SIZE)
+    x = raw_logits(logits, at, V)
+    part = parts + (b * CHUNKS + chunk) * 4
+    largest = tl.max(x, 0)
+    tl.store(part, largest.to(tl.int32, bitcast=True))
+    total = tl.sum(tl.where(at < V, tl.exp(-distances(x, largest)), 0.0), 0)
+    tl.store(part + 1, total.to(tl.int32, bitcast=True))
+    if ADJUST:
+        x = adjusted(x, at, words, counts, bias + slot.to(tl.int64) * V, ends, flags, V, ENDS)
+    best, token = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(part + 2, best.to(tl.int32, bitcast=True))
+    tl.store(part + 3, chunk * SIZE + token)
+    if last_to_arrive(arrived + b, CHUNKS):
+        c = tl.arange(0, PADDED)
+        exists = c < CHUNKS
+        of_chunks = parts + (b * CHUNKS + c) * 4
+        tops = tl.load(of_chunks, mask=exists, other=-8388608).to(tl.float32, bitcast=True)  # the bits of -inf
+        totals = tl.load(of_chunks + 1, mask=exists, other=0).to(tl.float32, bitcast=True)
+        bests = tl.load(of_chunks + 2, mask=exists, other=-8388608).to(tl.float32, bitcast=True)
+        largest = tl.max(tops, 0)
+        log_sum = tl.log(tl.sum(totals * tl.exp(-distances(tops, largest)), 0))
+        best, first = tl.max(bests, 0, return_indices=True, return_indices_tie_break_left=True)
+        if temperature == 0.0:
+            token = tl.load(parts + (b * CHUNKS + first) * 4 + 3)
+            feed_back(
+                token, b, slot, flags, logits, words, counts, largest, log_sum, slots, tokens, positions, out_tokens, out_logprobs
+            )  # fmt: skip
+        else:
+            head = heads + b * _HEAD
+            tl.store(head + _BEST, best.to(tl.int32, bitcast=True))
+            tl.store(head + _LARGEST, largest.to(tl.int32, bitcast=True))
+            tl.store(head + _LOG_SUM, log_sum.to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def counts_of_levels(key, word):
+    """How many keys of a chunk lie in each of the levels 5 `word` to 5 `word` + 4, 12 bits each."""
+    level = key >> 16
+    mine = level // 5 == word
+    return tl.sum(tl.where(mine, tl.full(key.shape, 1, tl.int64) << (level % 5 * 12).to(tl.int64), 0), 0)
+
+
+@triton.jit
+def look_down(
+    words, head, sums, levels, offsets, total, CHUNKS: tl.constexpr, PADDED: tl.constexpr
+):  # fmt: skip
+    """How many levels of a row top-k, or else top-p, can reach, and how many candidates are in them before each chunk and in all.
+
+    Of a level all tokens have at most its first mass: what is left below is at most so much.
+    """
+    c = tl.arange(0, PADDED)[:, None]
+    level = tl.arange(0, 32)[None, :]
+    exist = (c < CHUNKS) & (level < _LEVELS)
+    packed = tl.load(levels + c * 4 + level // 5, mask=exist, other=0)
+    count = tl.where(exist, (packed >> (level % 5 * 12).to(tl.int64)) & 0xFFF, 0).to(tl.int32)
+    of_level = tl.sum(count, 0)
+    top_k = tl.load(words + _TOP_K)
+    if top_k > 0:
+        reached = tl.cumsum(of_level, 0) >= top_k
+    else:
+        octave = tl.maximum(40 - 2 * tl.arange(0, 32), 0).to(tl.int64)
+        most = of_level.to(tl.int64) << octave
+        below = tl.sum(most, 0) - tl.cumsum(most, 0)
+        reached = total - below >= share(total, real(words + _TOP_P))
+    last = tl.minimum(tl.sum(1 - reached.to(tl.int32), 0), _LEVELS - 1)
+    inside = tl.sum(tl.where(level <= last, count, 0), 1)
+    chunk = tl.arange(0, PADDED)
+    tl.store(offsets + chunk, tl.cumsum(inside, 0) - inside, mask=chunk < CHUNKS)
+    tl.store(offsets + CHUNKS, tl.sum(inside, 0))
+    tl.store(head + _LEVEL, last)
+
+
+@triton.jit
+def weigh(
+    logits, rows, settings, counts, bias, ends, heads, sums, levels, offsets, totals, arrived, tokens, positions, out_tokens,
+    out_logprobs, slots,
+    V: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr,
+    ENDS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """The mass of a chunk, and of a row; the tokens of rows without top-k and top-p."""
+    if OVERLAP:
+        cuda.gdc_launch_dependents()
+    chunk, b = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(rows + b)
+    words = settings + slot * _WORDS
+    temperature, flags, least = real(words + _TEMPERATURE), tl.load(words + _FLAGS), least_of(words)
+    logits += b.to(tl.int64) * STRIDE
+    counts += slot.to(tl.int64) * V
+    bias += slot.to(tl.int64) * V
+    head = heads + b * _HEAD
+    if OVERLAP:
+        cuda.gdc_wait()
+    if temperature > 0.0:
+        best, scale = real(head + _BEST), tl.div_rn(_KEY_SCALE, temperature)
+        at = tl.arange(0, SIZE)
+        key = keys_of(logits, chunk * SIZE + at, best, scale, words, counts, bias, ends, flags, V, ENDS)
+        mass = masses(key)
+        if flags & _CUT:
+            for word in tl.static_range(4):
+                tl.store(levels + (b * CHUNKS + chunk) * 4 + word, counts_of_levels(key, word))
+        else:
+            mass = tl.where(mass >= least, mass, 0)
+        tl.store(sums + b * CHUNKS + chunk, tl.sum(mass, 0))
+        if last_to_arrive(arrived + b, CHUNKS):
+            c = tl.arange(0, PADDED)
+            of_chunk = tl.load(sums + b * CHUNKS + c, mask=c < CHUNKS, other=0)
+            total = tl.sum(of_chunk, 0)
+            if flags & _CUT:
+                tl.store(totals + b, total)
+                look_down(
+                    words, head, sums, levels + b * CHUNKS * 4, offsets + b * (CHUNKS + 1), total, CHUNKS, PADDED
+                )  # fmt: skip
+            else:
+                target = target_of(words, total)
+                chunk = tl.sum((tl.cumsum(of_chunk, 0) <= target).to(tl.int32), 0)
+                target -= tl.sum(tl.where(c < chunk, of_chunk, 0), 0)
+                key = keys_of(logits, chunk * SIZE + at, best, scale, words, counts, bias, ends, flags, V, ENDS)
+                mass = masses(key)
+                running = tl.cumsum(tl.where(mass >= least, mass, 0), 0)
+                token = chunk * SIZE + tl.sum((running <= target).to(tl.int32), 0)
+                feed_back(
+                    token, b, slot, flags, logits, words, counts, real(head + _LARGEST), real(head + _LOG_SUM), slots, tokens,
+                    positions, out_tokens, out_logprobs,
+                )  # fmt: skip
+
+
+@triton.jit
+def added(a, b, c, d, e, f):
+    """Three sums at one meeting of the warps."""
+    return a + d, b + e, c + f
+
+
+@triton.jit
+def threshold(keys, n, needed, first, BITS: tl.constexpr, MASS: tl.constexpr, TILE: tl.constexpr):
+    """The smallest key of `first` + [0, 2^BITS) up to which the masses of the n keys, or without MASS their number, come to what
+    is needed; at each turn a quarter of what was left."""
+    i = tl.arange(0, TILE)
+    for turn in range(BITS // 2):
+        step = 1 << (BITS - 2 - 2 * turn)
+        low = tl.zeros([TILE], tl.int64)
+        mid = tl.zeros([TILE], tl.int64)
+        high = tl.zeros([TILE], tl.int64)
+        for start in range(0, n, TILE):
+            key = tl.load(keys + start + i, mask=start + i < n, other=_KEYS)
+            amount = masses(key) if MASS else tl.full([TILE], 1, tl.int64)
+            low += tl.where(key < first + step, amount, 0)
+            mid += tl.where(key < first + 2 * step, amount, 0)
+            high += tl.where(key < first + 3 * step, amount, 0)
+        a, b, c = tl.reduce((low, mid, high), 0, added)
+        first += step * ((a < needed).to(tl.int32) + (b < needed).to(tl.int32) + (c < needed).to(tl.int32))
+    return first
+
+
+@triton.jit
+def kept(keys, start, n, last, least, TILE: tl.constexpr):
+    """Masses of the keys from `start` on, 0 for those greater than `last` and for masses below `least`."""
+    i = start + tl.arange(0, TILE)
+    key = tl.load(keys + i, mask=i < n, other=_KEYS)
+    mass = masses(key)
+    return tl.where((key <= last) & (mass >= least), mass, 0)
+
+
+@triton.jit
+def mass_up_to(keys, n, last, least, TILE: tl.constexpr):
+    """The mass of the n keys as far as `kept`."""
+    total = tl.zeros([TILE], tl.int64)
+    for start in range(0, n, TILE):
+        total += kept(keys, start, n, last, least, TILE)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def drawn(keys, n, last, least, words, TILE: tl.constexpr):
+    """Which of the n keys, of those `kept`, the random number falls on."""
+    left = target_of(words, mass_up_to(keys, n, last, least, TILE))
+    found = tl.full((), 0, tl.int32)
+    for start in range(0, n, TILE):
+        mass = kept(keys, start, n, last, least, TILE)
+        found += tl.sum(((tl.cumsum(mass, 0) <= left) & (left >= 0)).to(tl.int32), 0)
+        total = tl.sum(mass, 0)
+        left = tl.where(left < total, -1, left - total)
+    return found
+
+
+@triton.jit
+def search(keys, n, level, total, words, TILE: tl.constexpr):
+    """Which of the n candidates is drawn after top-k, top-p of `total` or what top-k leaves of it, and min-p."""
+    top_k, top_p = tl.load(words + _TOP_K), real(words + _TOP_P)
+    last = tl.full((), _KEYS - 1, tl.int32)
+    if top_k > 0:
+        last = threshold(keys, n, tl.minimum(top_k, n), level << 16, 16, False, TILE)
+        total = mass_up_to(keys, n, last, 0, TILE)
+    if top_p < 1.0:
+        last = threshold(keys, n, share(total, top_p), tl.full((), 0, tl.int32), 22, True, TILE)
+    return drawn(keys, n, last, least_of(words), words, TILE)
+
+
+@triton.jit
+def collect(
+    logits, rows, settings, counts, bias, ends, heads, offsets, lists,
+    V: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr,
+    ENDS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """The candidates of a chunk, in order, to the row's list."""
+    if OVERLAP:
+        cuda.gdc_launch_dependents()
+    chunk, b = tl.program_id(0), tl.program_id(1)
+    slot = tl.load(rows + b)
+    words = settings + slot * _WORDS
+    temperature, flags = real(words + _TEMPERATURE), tl.load(words + _FLAGS)
+    logits += b.to(tl.int64) * STRIDE
+    counts += slot.to(tl.int64) * V
+    bias += slot.to(tl.int64) * V
+    offset = offsets + b * (CHUNKS + 1) + chunk
+    if OVERLAP:
+        cuda.gdc_wait()
+    if (temperature > 0.0) & ((flags & _CUT) != 0):
+        before = tl.load(offset)
+        if tl.load(offset + 1) > before:
+            head, at = heads + b * _HEAD, chunk * SIZE + tl.arange(0, SIZE)
+            best, scale = real(head + _BEST), tl.div_rn(_KEY_SCALE, temperature)
+            key = keys_of(logits, at, best, scale, words, counts, bias, ends, flags, V, ENDS)
+            inside = (key >> 16 <= tl.load(head + _LEVEL)).to(tl.int32)
+            tl.store(lists + b.to(tl.int64) * V + before + tl.cumsum(inside, 0) - 1, key, mask=inside != 0)
+
+
+@triton.jit
+def settle(
+    logits, rows, settings, counts, bias, ends, heads, offsets, totals, lists, tokens, positions, out_tokens, out_logprobs, slots,
+    V: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr,
+    ENDS: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """The token of a row with top-k or top-p: its place in the list, then in the chunk where the list has it from."""
+    if OVERLAP:
+        cuda.gdc_launch_dependents()
+    b = tl.program_id(0)
+    slot = tl.load(rows + b)
+    words = settings + slot * _WORDS
+    temperature, flags = real(words + _TEMPERATURE), tl.load(words + _FLAGS)
+    logits += b.to(tl.int64) * STRIDE
+    counts += slot.to(tl.int64) * V
+    bias += slot.to(tl.int64) * V
+    head, offsets = heads + b * _HEAD, offsets + b * (CHUNKS + 1)
+    if OVERLAP:
+        cuda.gdc_wait()
+    if (temperature > 0.0) & ((flags & _CUT) != 0):
+        level = tl.load(head + _LEVEL)
+        found = search(lists + b.to(tl.int64) * V, tl.load(offsets + CHUNKS), level, tl.load(totals + b), words, TILE)
+        c = tl.arange(0, PADDED)
+        before = tl.load(offsets + c, mask=c < CHUNKS, other=V)
+        chunk = tl.sum((before <= found).to(tl.int32), 0) - 1
+        rank, at = found - tl.load(offsets + chunk), chunk * SIZE + tl.arange(0, SIZE)
+        best, scale = real(head + _BEST), tl.div_rn(_KEY_SCALE, temperature)
+        key = keys_of(logits, at, best, scale, words, counts, bias, ends, flags, V, ENDS)
+        inside = tl.cumsum((key >> 16 <= level).to(tl.int32), 0)
+        token = chunk * SIZE + tl.sum((inside <= rank).to(tl.int32), 0)
+        feed_back(
+            token, b, slot, flags, logits, words, counts, real(head + _LARGEST), real(head + _LOG_SUM), slots, tokens, positions,
+            out_tokens, out_logprobs,
+        )  # fmt: skip
+
+
+class Given(NamedTuple):
+    """What a call is given: rows to sample, state of all slots, and where tokens go; ops/sample.py says what each is."""
+
+    logits: Tensor
+    rows: Tensor
+    settings: Tensor
+    counts: Tensor
+    bias: Tensor
+    ends: Tensor
+    tokens: Tensor
+    positions: Tensor
+    out_tokens: Tensor
+    out_logprobs: Tensor
+
+
+class SamplePlan:
+    """All of a call that does not depend on the tensors' contents: made once for a shape, called many times.
+
+    `rows` B, a vocabulary of `vocab`, rows of logits `stride` elements apart, `slots` slots, `ends` end-of-text tokens; `filters`
+    as `any_filter` of ops/sample.py. A plan serves one GPU, one type and alignment of logits.
+    """
+
+    def __init__(self, rows: int, vocab: int, stride: int, slots: int, ends: int, filters: bool, overlap: bool) -> None:
+        self.rows, self.vocab, self.slots, self.filters = rows, vocab, slots, filters
+        self.chunks = -(-vocab // SIZE)
+        sizes = (vocab, stride, SIZE, self.chunks, triton.next_power_of_2(self.chunks), ends)
+        grid = (self.chunks, rows, 1)
+        self.survey = Launcher(survey, grid, WARPS, overlap=overlap)
+        self.weigh = Launcher(weigh, grid, WARPS, overlap=overlap)
+        self.collect = Launcher(collect, grid, WARPS, overlap=overlap)
+        self.settle = Launcher(settle, (rows, 1, 1), SEARCH_WARPS, overlap=overlap)
+        self.of_survey, self.of_chunks, self.of_settle = (*sizes, filters, overlap), (*sizes, overlap), (*sizes, TILE, overlap)
+
+    @property
+    def workspace(self) -> tuple[int, int]:
+        """32-bit words of the one workspace, and int32 counters (which are zero before and after)."""
+        return self.rows * sum(self._parts), self.rows
+
+    @property
+    def _parts(self) -> tuple[int, ...]:
+        """32-bit words of a row: masses and levels of chunks, total; what chunks and kernels tell, offsets; keys, even."""
+        if not self.filters:
+            return (4 * self.chunks,)
+        return (2 * self.chunks, 8 * self.chunks, 2, 4 * self.chunks, HEAD, self.chunks + 1, self.vocab)
+
+    def __call__(self, given: Given, space: Tensor, arrived: Tensor) -> None:
+        """Samples; `space` float32 and `arrived` as `workspace` says, all tensors on the current device."""
+        logits, rows, settings, counts, bias, ends, *fed = given
+        of_slots = (logits, rows, settings, counts, bias, ends)
+        parts = space.view(torch.int32).split([self.rows * words for words in self._parts])
+        if not self.filters:
+            self.survey(*of_slots, parts[0], parts[0], arrived, *fed, self.slots, *self.of_survey)
+            return
+        sums, levels, totals = (part.view(torch.int64) for part in parts[:3])
+        chunks, heads, offsets, lists = parts[3:]
+        self.survey(*of_slots, chunks, heads, arrived, *fed, self.slots, *self.of_survey)
+        self.weigh(*of_slots, heads, sums, levels, offsets, totals, arrived, *fed, self.slots, *self.of_chunks)
+        self.collect(*of_slots, heads, offsets, lists, *self.of_chunks)
+        self.settle(*of_slots, heads, offsets, totals, lists, *fed, self.slots, *self.of_settle)

@@ -1,0 +1,154 @@
+"""The next token of each request, from its logits: adjusted, cut, drawn. The meaning of the kernels, in plain torch.
+
+Order of operations as in Transformers (generation/logits_process.py): end-of-text tokens are banned before the minimum, repetition
+penalty, presence and frequency penalty (OpenAI's, of generated tokens alone), bias, temperature, top-k, top-p, min-p.
+
+Beyond the adjusted logits all is arithmetic of integers, so that a kernel on any machine, in blocks of any size, draws the same
+token to the bit. With m the largest adjusted logit of a row, the key of a logit l is floor((m - l) * 2^15 * log2(e) / temperature)
+and its mass is 2^(40 - key / 2^15), a whole number; from 40 * 2^15 on (27.7 below m at temperature 1) it is 0. Sums of masses are
+exact in 64 bits for up to 2^23 tokens. Tokens with the same key (probabilities within 2e-5 of each other) count as equal: at a
+threshold of top-k or top-p all of them are kept. The random number is Philox4x32-10 (Salmon et al. 2011) of (seed, tokens
+generated so far), 64 bits R; the token drawn is the first whose running mass, in the order of tokens, exceeds R * total / 2^64.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+WORDS = 16
+"""32-bit words that hold the settings of a slot: one copy sets them, one line of the cache has them."""
+
+TEMPERATURE, TOP_K, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, MINIMUM, SEED, FLAGS, GENERATED = 0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 11
+"""Where they lie in it; the seed has two words."""
+
+PENALIZED, BIASED, CUT, HELD = 1, 2, 4, 8
+"""Flags: a repetition, presence or frequency penalty; a logit bias; top-k or top-p; a minimum of tokens."""
+
+PROMPT = 1 << 30
+"""Bit of a count: the prompt has the token."""
+
+OCTAVE_BITS = 15
+"""Keys in which a mass falls to its half, as a power of two."""
+
+MASS_BITS = 40
+"""The mass of the likeliest token, as a power of two."""
+
+KEYS = MASS_BITS << OCTAVE_BITS
+"""Keys from here on have no mass."""
+
+KEY_SCALE = float(torch.tensor(2**OCTAVE_BITS / math.log(2), dtype=torch.float32))
+"""Keys of a distance of 1, in float32."""
+
+COEFFICIENTS = (1488514810, 515782961, 118750274, 19769430, 2029222)
+"""2^-f for f in [0, 1) is 1 - c0 f + c1 f^2 - c2 f^3 + c3 f^4 - c4 f^5, in units of 2^-31, to 9e-8; fitted here."""
+
+FRACTION_BITS = 24
+"""top-p and min-p are multiples of 2^-24."""
+
+
+def philox(seed: int, counter: int) -> int:
+    """64 random bits: the first two words, low and high, of Philox4x32-10 under the key `seed` (64 bits) at `counter` (32 bits)."""
+    low = 0xFFFFFFFF
+    c = [counter & low, 0, 0, 0]
+    keys = [seed & low, seed >> 32 & low]
+    for _ in range(10):
+        one, other = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
+        c = [other >> 32 ^ c[1] ^ keys[0], other & low, one >> 32 ^ c[3] ^ keys[1], one & low]
+        keys = [keys[0] + 0x9E3779B9 & low, keys[1] + 0xBB67AE85 & low]
+    return c[1] << 32 | c[0]
+
+
+def masses(keys: Tensor) -> Tensor:
+    """int64 2^(40 - key / 2^15), rounded down after a polynomial of integers, of int64 keys in [0, KEYS]."""
+    fraction = (keys & ((1 << OCTAVE_BITS) - 1)) << (32 - OCTAVE_BITS)
+    power = torch.full_like(keys, COEFFICIENTS[-1])
+    for c in (*COEFFICIENTS[-2::-1], 1 << 31):
+        power = c - (power * fraction >> 32)
+    return torch.where(keys < KEYS, (power << MASS_BITS - 31) >> (keys >> OCTAVE_BITS), 0)
+
+
+def distances(x: Tensor, largest: Tensor) -> Tensor:
+    """largest - x, and 0 where they are equal, infinities too."""
+    return torch.where(x == largest, 0.0, largest - x)
+
+
+def cleaned(logits: Tensor) -> Tensor:
+    """Logits in float32; a NaN counts as -inf."""
+    x = logits.float()
+    return torch.where(x.isnan(), float("-inf"), x)
+
+
+def adjusted(x: Tensor, words: Tensor, counts: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
+    """x float32 [V] of a slot with the settings `words` int32 [WORDS], counts int32 [V] and bias float32 [V], before temperature."""
+    floats, flags = words.view(torch.float32), int(words[FLAGS])
+    if flags & HELD and words[GENERATED] < words[MINIMUM]:
+        x = x.index_fill(0, ends.long(), float("-inf"))
+    if flags & PENALIZED:
+        x = torch.where(counts != 0, torch.where(x > 0, x / floats[REPETITION], x * floats[REPETITION]), x)
+        generated = counts & (PROMPT - 1)
+        x = x - floats[FREQUENCY] * generated.float()
+        x = x - torch.where(generated > 0, floats[PRESENCE], 0.0)
+    return x + bias if flags & BIASED else x
+
+
+def kept(x: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
+    """int64 masses [V] of adjusted logits x float32 [V], 0 for those that top-k, top-p and min-p cut off.
+
+    top-k keeps the k smallest keys (0: all); top-p, of what is left, the smallest whose mass reaches p of the whole; min-p what has
+    at least min_p times the largest mass.
+    """
+    scale = torch.tensor(KEY_SCALE) / torch.tensor(temperature, dtype=torch.float32)
+    keys = (distances(x, x.max()) * scale).clamp(max=float(KEYS)).long()
+    mass = masses(keys)
+    ordered, order = keys.sort()
+    if 0 < top_k < len(keys):
+        mass = torch.where(keys <= ordered[top_k - 1], mass, 0)
+    running = mass[order].cumsum(0)
+    if top_p < 1:
+        last = int((running < share(int(running[-1]), top_p)).sum())
+        mass = torch.where(keys <= ordered[last], mass, 0)
+    return torch.where(mass >= fraction(min_p) << MASS_BITS - FRACTION_BITS, mass, 0)
+
+
+def fraction(p: float) -> int:
+    """floor(p * 2^24) of a float32 p."""
+    return int(torch.tensor(p, dtype=torch.float32) * 2**FRACTION_BITS)
+
+
+def share(total: int, p: float) -> int:
+    """The least mass that is p of the total."""
+    return -(-total * fraction(p) >> FRACTION_BITS)
+
+
+def drawn(mass: Tensor, seed: int, counter: int) -> int:
+    """The token that the random number of (seed, counter) falls on, among masses int64 [V]."""
+    running = mass.cumsum(0)
+    target = philox(seed, counter) * int(running[-1]) >> 64
+    return int((running <= target).sum())
+
+
+def sample_reference(
+    logits: Tensor, rows: Tensor, words: Tensor, counts: Tensor, bias: Tensor, ends: Tensor, tokens: Tensor, positions: Tensor,
+    out_tokens: Tensor, out_logprobs: Tensor,
+) -> None:  # fmt: skip
+    """`ops.sample` row by row: words int32 [slots, WORDS], the rest as there."""
+    floats, seeds, idle = words.view(torch.float32), words.view(torch.int64)[:, SEED // 2], len(words) - 1
+    for i, slot in enumerate(rows.tolist()):
+        raw = cleaned(logits[i])
+        x = adjusted(raw, words[slot], counts[slot], bias[slot], ends)
+        temperature, top_k = float(floats[slot, TEMPERATURE]), int(words[slot, TOP_K])
+        if temperature == 0:
+            token = int((x == x.max()).nonzero()[0])
+        else:
+            mass = kept(x, temperature, top_k, float(floats[slot, TOP_P]), float(floats[slot, MIN_P]))
+            token = drawn(mass, int(seeds[slot]), int(words[slot, GENERATED]))
+        apart = distances(raw, raw.max())
+        out_tokens[i], out_logprobs[i] = token, -apart[token] - apart.neg().exp().sum().log()
+        if slot != idle:
+            tokens[slot] = token
+            positions[slot] += 1
+            words[slot, GENERATED] += 1
+            counts[slot, token] += int(words[slot, FLAGS]) & PENALIZED

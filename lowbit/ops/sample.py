@@ -1,0 +1,278 @@
+"""The torch operator `lowbit::sample`: the next token of each row of a decode step, with the settings of its request.
+
+On NVIDIA GPUs one launch where all is greedy, else three (kernels/elementwise/sample.py), all of which a CUDA graph may capture;
+plain torch (kernels/reference/sampling.py) on a CPU. Both draw the same tokens, to the bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lowbit.hardware.machine import machine_of
+from lowbit.kernels.reference import sampling
+from lowbit.ops.operands import check_one_device
+from lowbit.ops.workspace import workspace
+
+if TYPE_CHECKING:
+    from lowbit.kernels.elementwise.sample import SamplePlan
+
+torch.library.define(
+    "lowbit::sample",
+    "(Tensor logits, Tensor rows, Tensor(a!) settings, Tensor(b!) counts, Tensor bias, Tensor ends, Tensor(c!) tokens,"
+    " Tensor(d!) positions, Tensor(e!) out_tokens, Tensor(f!) out_logprobs, bool any_filter=True) -> ()",
+)
+
+LEAST_TEMPERATURE = 1e-3
+"""Below it, other than 0, a temperature is a mistake: float32 then holds the scaled logits no longer."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the tokens of one request are drawn; the defaults are greedy and without any penalty.
+
+    `temperature` 0 takes the likeliest token, of equals the first; otherwise it is 0.001 or more. `top_k` 0, `top_p` 1 and `min_p`
+    0 keep all tokens; those equal at a threshold are all kept. `repetition_penalty` (1: none) divides positive and multiplies
+    negative logits of tokens of prompt and answer; `presence_penalty` and `frequency_penalty` are subtracted from logits of tokens
+    of the answer, once, and as often as they occur. `seed` is any 64-bit number: with it and the logits a token is determined.
+    `logit_bias` is added to the logits of tokens: a mapping of token to number, or pairs. Before `min_new_tokens` tokens no
+    end-of-text token comes. Raises ValueError for what is out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    min_new_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        finite = math.isfinite(self.presence_penalty) and math.isfinite(self.frequency_penalty)
+        t, penalty = self.temperature, self.repetition_penalty
+        ranges = (
+            ("temperature", "0 or 0.001 to 1000", t == 0 or LEAST_TEMPERATURE <= t <= 1000),
+            ("top_k", "0 (off) to 2^31 - 1", 0 <= self.top_k < 1 << 31),
+            ("top_p", "more than 0 and at most 1 (off)", 0 < self.top_p <= 1),
+            ("min_p", "0 (off) to 1", 0 <= self.min_p <= 1),
+            ("repetition_penalty", "0.001 to 1000, 1 being none", LEAST_TEMPERATURE <= penalty <= 1000),
+            ("presence_penalty", "finite", finite),
+            ("frequency_penalty", "finite", finite),
+            ("seed", "a 64-bit number", -(1 << 63) <= self.seed < 1 << 64),
+            ("logit_bias", "token numbers from 0 on with finite numbers", all(i >= 0 and math.isfinite(b) for i, b in self.bias)),
+            ("min_new_tokens", "0 to 2^31 - 1", 0 <= self.min_new_tokens < 1 << 31),
+        )
+        for name, wanted, right in ranges:
+            if not right:
+                raise ValueError(f"sampling: {name} is {wanted}, got {getattr(self, name)!r}")
+
+    @property
+    def bias(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` in pairs."""
+        given = self.logit_bias
+        return tuple(given.items()) if isinstance(given, Mapping) else tuple(given)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether `sample` with `any_filter=False` is enough for it."""
+        return self.temperature == 0 and not self.flags & ~sampling.CUT
+
+    @property
+    def flags(self) -> int:
+        """Which of the costly parts it uses, bits of `SamplingState.flags`."""
+        penalized = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+        cut = self.top_k > 0 or self.top_p < 1
+        used = (
+            (sampling.PENALIZED, penalized),
+            (sampling.BIASED, bool(self.bias)),
+            (sampling.CUT, cut),
+            (sampling.HELD, self.min_new_tokens > 0),
+        )
+        return sum(bit for bit, yes in used if yes)
+
+
+def _word(name: int, dtype: torch.dtype) -> property:
+    """A setting of all slots, a view of its word in their rows."""
+    each = dtype.itemsize // 4
+    return property(lambda state: state.settings.view(dtype)[:, name // each], doc=f"{dtype} [slots]")
+
+
+@dataclass(frozen=True)
+class SamplingState:
+    """The settings and counters of all slots, on their device; nothing in it ever moves.
+
+    `settings` int32 [slots, 16] has the scalars of a slot side by side, named by the properties below, as float32, int32 and for
+    `seed` int64 [slots] views. `counts` int32 [slots, V] is how often each token was generated, and bit 30 where the prompt has
+    it; `bias` float32 [slots, V]; both are read for slots only whose `flags` say so. `ends` int32 [E] are the end-of-text tokens.
+    The last slot is nobody's: rows that fill up a step name it, and `sample` leaves it as it is.
+    """
+
+    settings: Tensor
+    counts: Tensor
+    bias: Tensor
+    ends: Tensor
+
+    temperature = _word(sampling.TEMPERATURE, torch.float32)
+    top_k = _word(sampling.TOP_K, torch.int32)
+    top_p = _word(sampling.TOP_P, torch.float32)
+    min_p = _word(sampling.MIN_P, torch.float32)
+    repetition = _word(sampling.REPETITION, torch.float32)
+    presence = _word(sampling.PRESENCE, torch.float32)
+    frequency = _word(sampling.FREQUENCY, torch.float32)
+    minimum = _word(sampling.MINIMUM, torch.int32)
+    seed = _word(sampling.SEED, torch.int64)
+    flags = _word(sampling.FLAGS, torch.int32)
+    generated = _word(sampling.GENERATED, torch.int32)
+
+    @classmethod
+    def make(cls, slots: int, vocab: int, ends: Iterable[int], device: torch.device | str) -> SamplingState:
+        """State of `slots` greedy slots, the last of them nobody's, for logits [.., vocab]; 8 bytes for each slot and token.
+
+        Raises ValueError for ends that are not in the vocabulary and for less than two slots.
+        """
+        found = sorted(set(ends))
+        if slots < 2 or vocab < 1 or not all(0 <= end < vocab for end in found):
+            raise ValueError(f"sampling: {slots} slots (2 or more, the last nobody's) with ends {found} below {vocab} are needed")
+        settings = torch.frombuffer(bytearray(_row(Sampling()) * slots), dtype=torch.int32).view(slots, -1)
+        counts = torch.zeros((slots, vocab), dtype=torch.int32, device=device)
+        bias = torch.zeros((slots, vocab), dtype=torch.float32, device=device)
+        return cls(settings.to(device), counts, bias, torch.tensor(found, dtype=torch.int32, device=device))
+
+    def set(self, slot: int, settings: Sampling, prompt_ids: Sequence[int]) -> None:
+        """Gives a slot to a request that has generated nothing yet: on a GPU copies and kernels on the current stream, for which
+        the host does not wait.
+
+        `prompt_ids` are read if the settings have penalties. Raises ValueError for a slot, token or bias that does not exist.
+        """
+        slots, vocab = self.counts.shape
+        if not 0 <= slot < slots - 1:
+            raise ValueError(f"sampling: slots are 0 to {slots - 2} (the last one is nobody's), got {slot}")
+        tokens, biased = sorted(set(prompt_ids)), dict(settings.bias)
+        for what, ids in (("the prompt has", tokens), ("logit_bias has", list(biased))):
+            if ids and not 0 <= min(ids) <= max(ids) < vocab:
+                raise ValueError(f"sampling: tokens are 0 to {vocab - 1}, {what} {min(ids)} to {max(ids)}")
+        self.settings[slot].copy_(self._sent(torch.frombuffer(bytearray(_row(settings)), dtype=torch.int32)))
+        if settings.flags & sampling.PENALIZED:
+            self.counts[slot].zero_()
+            if tokens:
+                self.counts[slot].index_fill_(0, self._sent(torch.tensor(tokens)), sampling.PROMPT)
+        if settings.flags & sampling.BIASED:
+            self.bias[slot].zero_()
+            values = self._sent(torch.tensor(list(biased.values()), dtype=torch.float32))
+            self.bias[slot].index_copy_(0, self._sent(torch.tensor(list(biased))), values)
+
+    def _sent(self, made: Tensor) -> Tensor:
+        """A tensor of the host on the device; from pinned memory, which torch keeps until the copy is done."""
+        return made.pin_memory().to(self.counts.device, non_blocking=True) if self.counts.is_cuda else made
+
+
+def _row(s: Sampling) -> bytes:
+    """The 16 words of a slot, as kernels/reference/sampling.py names them."""
+    seed = s.seed - (1 << 64) if s.seed >= 1 << 63 else s.seed
+    penalties = s.repetition_penalty, s.presence_penalty, s.frequency_penalty
+    return struct.pack("<fi5fiqi5i", s.temperature, s.top_k, s.top_p, s.min_p, *penalties, s.min_new_tokens, seed, s.flags, *[0] * 5)
+
+
+def sample(
+    logits: Tensor, rows: Tensor, state: SamplingState, tokens: Tensor, positions: Tensor, out_tokens: Tensor,
+    out_logprobs: Tensor, *, any_filter: bool = True,
+) -> None:  # fmt: skip
+    """Draws the next token of each row of logits [B, V] (fp16, bf16 or fp32, any row stride) with the settings of its slot.
+
+    For row i of slot s = rows[i] (int32 [B]) and token t: out_tokens[i] = tokens[s] = t (int32 [B], int32 [slots]), positions[s]
+    += 1 (int32 [slots]), state.generated[s] += 1, state.counts[s, t] += 1 where the slot has penalties, and out_logprobs[i]
+    (float32 [B]) is log softmax of the logits as they are given, before penalties and temperature, at t. Of the last slot nothing
+    changes; it may be named by several rows, others by one. A NaN among the logits counts as -inf; if all are, or are banned, all
+    are equal. `any_filter=False` promises that all settings are `greedy`. The meaning of each setting and the order of operations
+    are said in kernels/reference/sampling.py. Raises ValueError for tensors that do not fit together.
+    """
+    torch.ops.lowbit.sample(
+        logits, rows, state.settings, state.counts, state.bias, state.ends, tokens, positions, out_tokens, out_logprobs, any_filter
+    )  # fmt: skip
+
+
+def top_logprobs(logits: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """The n largest of log softmax of logits [B, V], float32 [B, n] in falling order, and their tokens, int32 [B, n].
+
+    torch's own operations, as `sample` has it before penalties and temperature; of equal logits any come.
+    """
+    values, ids = logits.topk(n, dim=-1)
+    return values.float() - logits.float().logsumexp(-1, keepdim=True), ids.int()
+
+
+def _check(
+    logits: Tensor, rows: Tensor, settings: Tensor, counts: Tensor, bias: Tensor, ends: Tensor, tokens: Tensor, positions: Tensor,
+    out_tokens: Tensor, out_logprobs: Tensor,
+) -> None:  # fmt: skip
+    """Raises ValueError unless the tensors are of one call."""
+    if logits.dim() != 2 or logits.dtype not in (torch.float16, torch.bfloat16, torch.float32) or logits.stride(1) != 1:
+        raise ValueError(f"sample: logits are fp16, bf16 or fp32 [B, V] without gaps in a row, got {logits.dtype} {tuple(logits.shape)}")
+    (b, vocab), slots = logits.shape, settings.shape[0]
+    wanted = (
+        ("rows", rows, (b,), torch.int32), ("settings", settings, (slots, sampling.WORDS), torch.int32),
+        ("counts", counts, (slots, vocab), torch.int32), ("bias", bias, (slots, vocab), torch.float32),
+        ("ends", ends, (ends.numel(),), torch.int32), ("tokens", tokens, (slots,), torch.int32),
+        ("positions", positions, (slots,), torch.int32), ("out_tokens", out_tokens, (b,), torch.int32),
+        ("out_logprobs", out_logprobs, (b,), torch.float32),
+    )  # fmt: skip
+    for name, t, shape, dtype in wanted:
+        if tuple(t.shape) != shape or t.dtype != dtype or not t.is_contiguous():
+            raise ValueError(
+                f"sample: {name} is contiguous {str(dtype)[6:]} {shape} for logits {tuple(logits.shape)} and {slots} slots, "
+                f"got {str(t.dtype)[6:]} {tuple(t.shape)}"
+            )
+    check_one_device("sample", logits, *(t for _, t, _, _ in wanted))
+
+
+@torch.library.impl("lowbit::sample", "CPU")
+def _on_cpu(
+    logits: Tensor, rows: Tensor, settings: Tensor, counts: Tensor, bias: Tensor, ends: Tensor, tokens: Tensor, positions: Tensor,
+    out_tokens: Tensor, out_logprobs: Tensor, any_filter: bool = True,
+) -> None:  # fmt: skip
+    given = (logits, rows, settings, counts, bias, ends, tokens, positions, out_tokens, out_logprobs)
+    _check(*given)
+    sampling.sample_reference(*given)
+
+
+@torch.library.impl("lowbit::sample", "CUDA")
+def _on_gpu(
+    logits: Tensor, rows: Tensor, settings: Tensor, counts: Tensor, bias: Tensor, ends: Tensor, tokens: Tensor, positions: Tensor,
+    out_tokens: Tensor, out_logprobs: Tensor, any_filter: bool = True,
+) -> None:  # fmt: skip
+    given = (logits, rows, settings, counts, bias, ends, tokens, positions, out_tokens, out_logprobs)
+    _check(*given)
+    if not len(rows):
+        return
+    from lowbit.kernels.elementwise.sample import Given
+
+    aligned = logits.data_ptr() % 16 == 0
+    plan = _plan(logits.shape, logits.stride(0), logits.dtype, aligned, len(settings), len(ends), any_filter, logits.device)
+    with torch.cuda.device(logits.device):
+        plan(Given(*given), *workspace(logits.device, *plan.workspace))
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    shape: torch.Size, stride: int, dtype: torch.dtype, aligned: bool, slots: int, ends: int, filters: bool, on: torch.device
+) -> SamplePlan:
+    from lowbit.kernels.elementwise.sample import SamplePlan
+
+    return SamplePlan(shape[0], shape[1], stride, slots, ends, filters, machine_of(on).arch.sm >= 90)
+
+
+@torch.library.register_fake("lowbit::sample")
+def _fake(
+    logits: Tensor, rows: Tensor, settings: Tensor, counts: Tensor, bias: Tensor, ends: Tensor, tokens: Tensor, positions: Tensor,
+    out_tokens: Tensor, out_logprobs: Tensor, any_filter: bool = True,
+) -> None:  # fmt: skip
+    _check(logits, rows, settings, counts, bias, ends, tokens, positions, out_tokens, out_logprobs)

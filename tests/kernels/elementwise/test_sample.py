@@ -1,0 +1,171 @@
+"""The kernels that draw tokens: the reference's to the bit, in Triton's interpreter too, and what their machine code is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from lowbit.hardware.machine import machine_of
+from lowbit.kernels.reference.sampling import sample_reference
+from lowbit.ops.sample import Sampling, SamplingState, sample
+from tests.kernels.calls import meta
+from tests.kernels.sass import TRITON, compile_plan
+
+pytest.importorskip("triton", reason="the kernels are written in Triton")
+
+from lowbit.kernels.elementwise import sample as kernel_module
+from lowbit.kernels.elementwise.sample import Given, SamplePlan
+
+gpu = pytest.mark.gpu
+
+SETTINGS = [
+    Sampling(),
+    Sampling(temperature=1.0, seed=1),
+    Sampling(temperature=0.7, top_k=50, top_p=0.9, seed=2),
+    Sampling(temperature=1.3, top_p=0.8, min_p=0.002, seed=-3, repetition_penalty=1.3, presence_penalty=0.5),
+    Sampling(temperature=0.3, top_k=7, seed=1 << 63, frequency_penalty=0.25, min_new_tokens=9),
+    Sampling(temperature=2.5, min_p=0.05, seed=5, logit_bias={3: 4.0, 17: -50.0}),
+    Sampling(repetition_penalty=0.5, min_new_tokens=9, logit_bias={1: -2.5}),
+    Sampling(temperature=1.0, top_k=1 << 30, top_p=1e-6, min_p=1.0, seed=7),
+    Sampling(temperature=100.0, top_k=300, top_p=0.999, seed=8),
+    Sampling(temperature=0.01, top_k=40, top_p=0.95, seed=9),
+    Sampling(temperature=5.0, top_p=0.99, seed=10),
+]
+
+
+def state_of(settings, vocab, device="cpu", prompt=(1, 3, 17, 17)):
+    """A slot for each of the settings, some way into an answer, and one that is nobody's."""
+    state = SamplingState.make(len(settings) + 1, vocab, (0, 5, vocab - 1), device)
+    for slot, one in enumerate(settings):
+        state.set(slot, one, prompt)
+    generator = torch.Generator().manual_seed(vocab)
+    said = torch.randint(0, vocab, (len(settings), 40), generator=generator)
+    for slot in range(len(settings)):
+        state.counts[slot].index_add_(0, said[slot].to(device), torch.ones(40, dtype=torch.int32, device=device))
+    state.generated[:-1] = torch.arange(len(settings), dtype=torch.int32, device=device) * 4
+    return state
+
+
+def call(state, rows, logits):
+    """What `sample` writes to, poisoned where it need not be read."""
+    slots, device = len(state.settings), logits.device
+    feed = torch.arange(2 * slots, dtype=torch.int32, device=device).view(2, slots)
+    of_rows = torch.full((len(rows),), -7, dtype=torch.int32, device=device)
+    return Given(
+        logits, torch.tensor(rows, dtype=torch.int32, device=device), state.settings.clone(), state.counts.clone(), state.bias,
+        state.ends, feed[0].clone(), feed[1].clone(), of_rows, torch.full((len(rows),), float("nan"), device=device),
+    )  # fmt: skip
+
+
+def hard_logits(rows, vocab, dtype, gap=0, spread=3.0, device="cpu"):
+    """Normal numbers with some that hurt: ties for the largest, -inf, NaN; rows `gap` elements apart."""
+    generator = torch.Generator().manual_seed(rows * vocab)
+    wide = (torch.randn(rows, vocab + gap, generator=generator) * spread).to(dtype)
+    wide[:, vocab:] = float("inf")
+    if rows > 2:
+        wide[1, vocab // 2] = wide[1, vocab // 3] = 30
+        wide[1, 0], wide[2, vocab - 1] = float("-inf"), float("nan")
+    return wide.to(device)[:, :vocab]
+
+
+def check(settings, rows, logits, filters=True):
+    """Tokens, state and log-probabilities of the kernels are the reference's; every call leaves the counters zero."""
+    state = state_of(settings, logits.shape[1], logits.device)
+    wanted, got = call(state, rows, logits)._replace(logits=logits.cpu()), call(state, rows, logits)
+    wanted = Given(*(t.cpu() for t in wanted))
+    sample_reference(*wanted)
+    overlap = logits.is_cuda and machine_of(logits.device).arch.sm >= 90
+    ends = len(state.ends)
+    plan = SamplePlan(len(rows), logits.shape[1], logits.stride(0), len(state.settings), ends, filters, overlap)
+    words, counters = plan.workspace
+    space = torch.full((words,), float("nan"), device=logits.device)
+    arrived = torch.zeros(counters, dtype=torch.int32, device=logits.device)
+    plan(got, space, arrived)
+    assert not arrived.any()
+    for name, one, other in zip(Given._fields[1:-1], got[1:-1], wanted[1:-1], strict=True):
+        assert torch.equal(one.cpu(), other), (name, rows, logits.shape, one, other)
+    torch.testing.assert_close(got.out_logprobs.cpu(), wanted.out_logprobs, rtol=1e-5, atol=2e-5)
+    again = call(state, rows, logits)
+    plan(again, space.fill_(-1e30), arrived)
+    assert all(torch.equal(one, other) for one, other in zip(again[2:], got[2:], strict=True)), "the same bits every time"
+    return got
+
+
+LAST = len(SETTINGS)
+
+
+def check_without_a_gpu():
+    """With smaller tiles of the search: the interpreter adds up three sums at a time one by one."""
+    kernel_module.TILE = 128
+    for vocab, dtype, gap in ((1000, torch.float16, 3), (49152, torch.float32, 0), (151936, torch.float16, 64)):
+        rows = {1000: [*range(LAST), LAST, LAST], 49152: [2, 5, 4], 151936: [3]}[vocab]
+        check(SETTINGS, rows, hard_logits(len(rows), vocab, dtype, gap))
+    for batch in (1, 3, 8):
+        check(SETTINGS, [2, 0, 10, 1, LAST, 3, LAST, 8][:batch], hard_logits(batch, 5000, torch.float32))
+    for batch in (1, 3, 8):
+        check([Sampling()] * 4, [3, 0, 4, 4, 1, 4, 2, 4][:batch], hard_logits(batch, 5000, torch.float16, 8), filters=False)
+    for spread in (0.0, 1e-4, 40.0, 1e4):  # all equal; all within a few keys; one that stands out
+        check(SETTINGS, list(range(LAST)), hard_logits(LAST, 3000, torch.float32, spread=spread))
+    for value in (float("-inf"), float("nan"), float("inf")):
+        check(SETTINGS, [0, 1, 2], torch.full((3, 2100), value))
+
+
+def test_the_arithmetic_in_tritons_interpreter():
+    code = "from tests.kernels.elementwise.test_sample import check_without_a_gpu; check_without_a_gpu()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def compiled(name, vocab=128256, dtype=torch.float16, filters=True, rows=16, ends=2, overlap=True):
+    """One of the kernels of a plan for sm_90: survey, weigh, collect or settle."""
+    plan, slots = SamplePlan(rows, vocab, vocab, 65, ends, filters, overlap), 65
+    noted = []
+    launches = {launch: getattr(plan, launch) for launch in ("survey", "weigh", "collect", "settle")}
+    for launch in launches:
+        setattr(plan, launch, lambda *arguments, of=launch: noted.append((of, arguments)))
+    words, counters = plan.workspace
+    i32, f32 = torch.int32, torch.float32
+    given = Given(
+        meta((rows, vocab), dtype), meta((rows,), i32), meta((slots, 16), i32), meta((slots, vocab), i32),
+        meta((slots, vocab), f32), meta((ends,), i32), meta((slots,), i32), meta((slots,), i32), meta((rows,), i32),
+        meta((rows,), f32),
+    )  # fmt: skip
+    plan(given, meta((words,), f32), meta((counters,), i32))
+    arguments = dict(noted)[name]
+
+    class One:
+        """A plan of this launch alone."""
+
+        launch = launches[name]
+
+        def __call__(self, *call):
+            self.launch(*call)
+
+    return compile_plan(One(), arguments, 90)
+
+
+CODE = [
+    ("survey", {"filters": False}, 32),
+    ("survey", {}, 64),
+    ("weigh", {}, 64),
+    ("collect", {}, 64),
+    ("settle", {}, 128),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "registers"), CODE, ids=lambda value: str(value))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_machine_code_of_sm_90(name, options, registers, dtype):
+    """No spills, logits in pieces of 16 bytes, the wait for the kernel before in front of all that it writes."""
+    kernel = compiled(name, dtype=dtype, **options)
+    print(f"\n{name} {options} {dtype}: {kernel.registers} registers, {kernel.shared_bytes} bytes shared")
+    assert kernel.stack_bytes == 0 and not kernel.count("LDL") and not kernel.count("STL")
+    assert kernel.registers <= registers
+    assert kernel.count("LDG.E.128")
