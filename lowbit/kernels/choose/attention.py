@@ -176,7 +176,7 @@ EMPTY_US = 0.7
 def registers(tile: DecodeTile, shape: AttentionShape) -> int:
     """Of a thread, about: q, sums, one block of keys and one of values, and the rest."""
     lanes = shape.lanes
-    return min(255, lanes // 4 + lanes // (2 * tile.warps) + tile.block * lanes // (32 * tile.warps) + 70)
+    return min(255, lanes // 4 + lanes // (2 * tile.warps) + tile.block * lanes // (32 * tile.warps) + 90)
 
 
 def resident(tile: DecodeTile, shape: AttentionShape) -> int:

@@ -3,8 +3,8 @@
 Reads   qkv fp16 or bf16 [T, (heads + 2 kv_heads) head_dim]; tables, slots and positions of the tokens; cos and sin; gammas or None
 Writes  q [T, heads, head_dim]; k and v into pages [pages, kv_heads, 128, head_dim]
 Grid    tokens x groups of HEADS heads, of q, k and v as they come; a group may hold heads of all three
-Overlap lets the kernel after it start at once; it reads nothing before the kernel before it has finished, since that may have
-        written the positions (programmatic dependent launch, sm_90)
+Overlap waits for the kernel before it, which may have written the positions, and then lets the kernel after it start
+        (programmatic dependent launch, sm_90)
 Exact   float32, rounded once. Tested: tests/kernels/elementwise/test_append.py
 """
 
@@ -46,8 +46,8 @@ def append_heads(
     """Some heads of one token."""
     S: tl.constexpr = C.shape
     if C.overlap:
-        cuda.gdc_launch_dependents()
         cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * C.heads + tl.arange(0, C.heads)
     d = tl.arange(0, S.lanes)

@@ -135,32 +135,29 @@ def append(k, v, qkv_row, table, position, head, cos, sin, k_norm, C: tl.constex
 
 
 @triton.jit
-def tops_of(tops, part, r, active, C: tl.constexpr):
-    """The highest scores and the sums of powers of some parts, [parts, group rows]; none of parts without work."""
-    at = tops + (part[:, None] * C.group + r[None, :]) * 2
-    exist = (part < active)[:, None] & (r < C.group)[None, :]
-    top = tl.load(at, mask=exist, other=float("-inf"), cache_modifier=".cg")
-    return top, tl.load(at + 1, mask=exist, other=0.0, cache_modifier=".cg")
-
-
-@triton.jit
 def combine(out, sums, tops, active, C: tl.constexpr):
     """The active parts of one kv head and row added in their order: `sums` [splits, group, head_dim], `tops` [splits, group, 2]."""
     ROWS: tl.constexpr = C.group_rows
     LANES: tl.constexpr = C.lanes
+    ROUND: tl.constexpr = C.round
     r, d = tl.arange(0, ROWS), tl.arange(0, LANES)
-    top, total = tops_of(tops, tl.arange(0, C.tile.splits), r, active, C)
+    part = tl.arange(0, C.tile.splits)[:, None]
+    at = tops + (part * C.group + r[None, :]) * 2
+    here = (part < active) & (r < C.group)[None, :]
+    top = tl.load(at, mask=here, other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(at + 1, mask=here, other=0.0, cache_modifier=".cg")
     highest = tl.where(r < C.group, tl.max(top, 0), 0.0)
     factor = 1.0 / tl.where(r < C.group, tl.sum(total * tl.exp2(top - highest[None, :]), 0), 1.0)
     exist = (r < C.group)[:, None] & (d < C.shape.head_dim)[None, :]
     y = tl.zeros([ROWS, LANES], tl.float32)
-    for first in range(0, active, C.round):
-        part = first + tl.arange(0, C.round)
-        heights, _ = tops_of(tops, part, r, active, C)
-        weights = tl.exp2(heights - highest[None, :]) * factor[None, :]
-        at = (part[:, None] * C.group + r[None, :])[:, :, None] * C.shape.head_dim + d[None, None, :]
-        some = tl.load(sums + at, mask=(part < active)[:, None, None] & exist[None, :, :], other=0.0, cache_modifier=".cg")
-        y += tl.sum(some * weights[:, :, None], 0)
+    for first in range(0, active, ROUND):
+        for i in tl.static_range(ROUND):  # all loads of a round are under way at once
+            one = (first + i) * C.group + r
+            real = (first + i < active) & (r < C.group)
+            height = tl.load(tops + one * 2, mask=real, other=float("-inf"), cache_modifier=".cg")
+            some = sums + one[:, None] * C.shape.head_dim + d[None, :]
+            some = tl.load(some, mask=(first + i < active) & exist, other=0.0, cache_modifier=".cg")
+            y += some * (tl.exp2(height - highest) * factor)[:, None]
     tl.store(out + r[:, None] * C.shape.head_dim + d[None, :], y.to(out.dtype.element_ty), mask=exist)
 
 

@@ -1,0 +1,256 @@
+"""Attention over a paged cache of keys and values: operators `lowbit::decode_attention` and `lowbit::append_kv`, and prompts.
+
+Keys and values of a layer lie in pages of PAGE tokens, k and v [pages, kv_heads, PAGE, head_dim]. `tables` int32 [slots, P] names
+the pages of each slot in order, `positions` int32 [slots] the position of the token that it processes next. Which pages a slot
+has is its owner's affair: nothing here checks what the tables hold.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+
+from lowbit.hardware.machine import machine_of
+from lowbit.kernels.choose.attention import PAGE, AttentionShape, attention_refusals, choose_decode, shape_refusals
+from lowbit.kernels.reference.attention import append_reference, attend, decode_reference, gathered
+from lowbit.ops.operands import Described, described, on_meta, triton_refusals
+from lowbit.ops.workspace import workspace
+
+if TYPE_CHECKING:
+    from lowbit.kernels.elementwise.append import AppendPlan
+    from lowbit.kernels.sm80.paged_attention import PagedAttentionPlan
+
+_SHAPE = (
+    "SymInt heads, SymInt kv_heads, SymInt head_dim, float scale, SymInt rotary_dim, float softcap, SymInt window, float norm_eps,"
+    " float norm_offset"
+)
+_CACHE = "Tensor qkv, Tensor(a!) k, Tensor(b!) v, Tensor tables"
+
+torch.library.define(
+    "lowbit::decode_attention",
+    f"({_CACHE}, Tensor positions, Tensor rows, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, {_SHAPE},"
+    " bool batch_invariant=False) -> Tensor",
+)
+torch.library.define(
+    "lowbit::append_kv",
+    f"({_CACHE}, Tensor slot_of, Tensor position_of, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, {_SHAPE}) -> Tensor",
+)
+
+
+def decode_attention(
+    qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, positions: Tensor, rows: Tensor, cos_sin: Tensor, shape: AttentionShape,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None, *, batch_invariant: bool = False,
+) -> Tensor:  # fmt: skip
+    """Attention of one new token for each of B rows over its slot's pages: [B, heads * head_dim].
+
+    qkv [B, (heads + 2 kv_heads) head_dim] holds each row's heads of q, then k, then v; `rows` int32 [B] names its slot. Heads of
+    q and k are normed where q_norm and k_norm [head_dim] are given, and turned by cos_sin float32 [positions, rotary_dim]: cos
+    of each pair, then sin. The new k and v are written to the slot's position, and the token sees positions 0 to its own. On a
+    GPU types are fp16 or bf16, it is one launch, and positions, tables and older keys may be read before the kernel before it
+    has finished, so that kernel must not write them. With `batch_invariant` a row has the same bits in every batch; else a
+    row is cut into parts as suits the batch. Raises ValueError for tensors that do not fit together and for a shape no kernel
+    takes.
+    """
+    return torch.ops.lowbit.decode_attention(
+        qkv, k, v, tables, positions, rows, cos_sin, q_norm, k_norm, *_fields(shape), batch_invariant
+    )
+
+
+def append_kv(
+    qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, slot_of: Tensor, position_of: Tensor, cos_sin: Tensor,
+    shape: AttentionShape, q_norm: Tensor | None = None, k_norm: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """q [T, heads, head_dim] of T prompt tokens, normed and turned; their k and v go to the pages of their slots.
+
+    slot_of and position_of int32 [T] say whose tokens they are and where they stand; all else as in `decode_attention`.
+    """
+    return torch.ops.lowbit.append_kv(qkv, k, v, tables, slot_of, position_of, cos_sin, q_norm, k_norm, *_fields(shape))
+
+
+def prompt_attention(q: Tensor, k: Tensor, v: Tensor, table_row: Tensor, first: int, shape: AttentionShape) -> Tensor:
+    """Attention of tokens q [T, heads, head_dim] at positions first, first + 1, .. of one slot, whose keys and values up to
+    theirs are in its pages: [T, heads * head_dim].
+
+    table_row int32 [P] is on the device of q. On a GPU torch's flash attention where there is no soft cap and the window reaches
+    everything, which takes heads of q that share keys without repeating them; else `attend`.
+    """
+    reasons = shape_refusals(shape)
+    tokens = first + len(q)
+    if q.shape[1:] != (shape.heads, shape.head_dim) or first < 0 or tokens > PAGE * len(table_row):
+        reasons = (*reasons, f"q is [T, {shape.heads}, {shape.head_dim}], its {tokens} tokens on {len(table_row)} pages")
+    if reasons:
+        raise ValueError(f"prompt_attention: {'; '.join(reasons)}; got q {tuple(q.shape)} and first {first}")
+    keys, values = gathered(k, table_row, tokens), gathered(v, table_row, tokens)
+    if not q.is_cuda or shape.softcap or 0 < shape.window < tokens:
+        return attend(q, keys, values, first, shape)
+    mask = causal_lower_right(len(q), tokens)
+    out = scaled_dot_product_attention(
+        q.transpose(0, 1)[None], keys[None], values[None], attn_mask=mask, scale=shape.scale, enable_gqa=shape.group > 1
+    )
+    return out[0].transpose(0, 1).flatten(1)
+
+
+def _fields(shape: AttentionShape) -> tuple[int | float, ...]:
+    return (
+        shape.heads, shape.kv_heads, shape.head_dim, shape.scale, shape.rotary_dim, shape.softcap, shape.window, shape.norm_eps,
+        shape.norm_offset,
+    )  # fmt: skip
+
+
+def _check(
+    operator: str, shape: AttentionShape, qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, of_slots: Tensor | None,
+    of_rows: tuple[Tensor, ...], cos_sin: Tensor, norms: tuple[Tensor | None, Tensor | None],
+) -> None:  # fmt: skip
+    """Raises ValueError unless the tensors belong together under the shape."""
+    reasons = list(shape_refusals(shape))
+    if qkv.dim() != 2 or qkv.shape[1] != shape.features:
+        reasons.append(f"qkv is [B, {shape.features}], got {tuple(qkv.shape)}")
+    pages = (k.shape[0], shape.kv_heads, PAGE, shape.head_dim)
+    for name, x in (("k", k), ("v", v)):
+        if tuple(x.shape) != pages or x.dtype != qkv.dtype:
+            reasons.append(f"{name} is {qkv.dtype} {('pages', *pages[1:])}, got {x.dtype} {tuple(x.shape)}")
+    if tables.dim() != 2 or tables.dtype != torch.int32:
+        reasons.append(f"tables are int32 [slots, pages of a slot], got {tables.dtype} {tuple(tables.shape)}")
+    for x, length in ((of_slots, tables.shape[0]), *((t, qkv.shape[0]) for t in of_rows)):
+        if x is not None and (tuple(x.shape) != (length,) or x.dtype != torch.int32):
+            reasons.append(f"slots and positions are int32, one for each slot or row, [{length}], got {x.dtype} {tuple(x.shape)}")
+    if cos_sin.dim() != 2 or cos_sin.shape[1] != shape.rotary_dim or cos_sin.dtype not in (torch.float32, torch.float64):
+        reasons.append(f"cos_sin is float32 [positions, {shape.rotary_dim}], got {cos_sin.dtype} {tuple(cos_sin.shape)}")
+    for gamma in norms:
+        if gamma is not None and tuple(gamma.shape) != (shape.head_dim,):
+            reasons.append(f"q_norm and k_norm are [{shape.head_dim}], got {tuple(gamma.shape)}")
+    if reasons:
+        raise ValueError(f"{operator}: {'; '.join(reasons)}")
+
+
+def _check_cuda(operator: str, shape: AttentionShape, tensors: tuple[Described | None, ...]) -> None:
+    """Raises ValueError unless a kernel takes the shape and the tensors, of which the first is qkv."""
+    reasons = [*attention_refusals(shape), *triton_refusals()]
+    given = [t for t in tensors if t is not None]
+    if given[0][1] not in (torch.float16, torch.bfloat16):
+        reasons.append(f"the kernel takes fp16 and bf16, got {given[0][1]}: the reference on a CPU takes any")
+    if len({t[2] for t in given}) > 1:
+        reasons.append(f"all tensors must be on one device, got {sorted({str(t[2]) for t in given})}")
+    if not all(t[3] for t in given):
+        reasons.append("all tensors must start at multiples of 16 bytes; clone() those that do not")
+    if reasons:
+        raise ValueError(f"{operator}: {'; '.join(reasons)}")
+
+
+def _require_contiguous(operator: str, *tensors: Tensor) -> None:
+    """Raises ValueError for a cache that is not laid out as its kernels see it: a copy would not be the cache."""
+    if not all(t.is_contiguous() for t in tensors):
+        raise ValueError(f"{operator}: pages and tables are contiguous, got strides {[t.stride() for t in tensors]}")
+
+
+@torch.library.impl("lowbit::decode_attention", "CUDA")
+def _decode(
+    qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, positions: Tensor, rows: Tensor, cos_sin: Tensor, q_norm: Tensor | None,
+    k_norm: Tensor | None, heads: int, kv_heads: int, head_dim: int, scale: float, rotary_dim: int, softcap: float,
+    window: int, norm_eps: float, norm_offset: float, batch_invariant: bool = False,
+) -> Tensor:  # fmt: skip
+    shape = AttentionShape(heads, kv_heads, head_dim, scale, rotary_dim, softcap, window, norm_eps, norm_offset)
+    _require_contiguous("decode_attention", k, v, tables)
+    qkv, positions, rows = qkv.contiguous(), positions.contiguous(), rows.contiguous()
+    given = (qkv, k, v, tables, positions, rows, cos_sin.contiguous(), q_norm, k_norm)
+    plan = _decode_plan(shape, batch_invariant, tuple(described(t) for t in given))
+    if plan is None:
+        return qkv.new_empty(0, heads * head_dim)
+    if qkv.device.index != torch.cuda.current_device():
+        with torch.cuda.device(qkv.device):
+            return plan(*given, *workspace(qkv.device, *plan.workspace))
+    return plan(*given, *workspace(qkv.device, *plan.workspace))
+
+
+@functools.lru_cache(maxsize=1024)
+def _decode_plan(
+    shape: AttentionShape, batch_invariant: bool, tensors: tuple[Described | None, ...]
+) -> PagedAttentionPlan | None:
+    """The plan of a step; None without rows. Raises ValueError when the tensors do not fit."""
+    qkv, k, v, tables, positions, rows, cos_sin, q_norm, k_norm = (None if t is None else on_meta(t) for t in tensors)
+    assert qkv is not None and k is not None and v is not None and tables is not None and rows is not None and cos_sin is not None
+    _check("decode_attention", shape, qkv, k, v, tables, positions, (rows,), cos_sin, (q_norm, k_norm))
+    if len(rows) == 0:
+        return None
+    _check_cuda("decode_attention", shape, tensors)
+    assert tensors[0] is not None
+    machine = machine_of(tensors[0][2])
+    tile = choose_decode(len(rows), shape, PAGE * tables.shape[1], machine, batch_invariant)
+    from lowbit.kernels.sm80.paged_attention import PagedAttentionPlan
+
+    return PagedAttentionPlan(len(rows), shape, tile, machine)
+
+
+@torch.library.impl("lowbit::decode_attention", "CPU")
+def _decode_on_cpu(
+    qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, positions: Tensor, rows: Tensor, cos_sin: Tensor, q_norm: Tensor | None,
+    k_norm: Tensor | None, heads: int, kv_heads: int, head_dim: int, scale: float, rotary_dim: int, softcap: float,
+    window: int, norm_eps: float, norm_offset: float, batch_invariant: bool = False,
+) -> Tensor:  # fmt: skip
+    shape = AttentionShape(heads, kv_heads, head_dim, scale, rotary_dim, softcap, window, norm_eps, norm_offset)
+    _check("decode_attention", shape, qkv, k, v, tables, positions, (rows,), cos_sin, (q_norm, k_norm))
+    return decode_reference(qkv, k, v, tables, positions, rows, cos_sin, shape, q_norm, k_norm)
+
+
+@torch.library.register_fake("lowbit::decode_attention")
+def _fake_decode(
+    qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, positions: Tensor, rows: Tensor, cos_sin: Tensor, q_norm: Tensor | None,
+    k_norm: Tensor | None, heads: int, kv_heads: int, head_dim: int, scale: float, rotary_dim: int, softcap: float,
+    window: int, norm_eps: float, norm_offset: float, batch_invariant: bool = False,
+) -> Tensor:  # fmt: skip
+    return qkv.new_empty((qkv.shape[0], heads * head_dim))
+
+
+@torch.library.impl("lowbit::append_kv", "CUDA")
+def _append(
+    qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, slot_of: Tensor, position_of: Tensor, cos_sin: Tensor,
+    q_norm: Tensor | None, k_norm: Tensor | None, heads: int, kv_heads: int, head_dim: int, scale: float, rotary_dim: int,
+    softcap: float, window: int, norm_eps: float, norm_offset: float,
+) -> Tensor:  # fmt: skip
+    shape = AttentionShape(heads, kv_heads, head_dim, scale, rotary_dim, softcap, window, norm_eps, norm_offset)
+    _require_contiguous("append_kv", k, v, tables)
+    qkv, slot_of, position_of = qkv.contiguous(), slot_of.contiguous(), position_of.contiguous()
+    given = (qkv, k, v, tables, slot_of, position_of, cos_sin.contiguous(), q_norm, k_norm)
+    plan = _append_plan(shape, tuple(described(t) for t in given))
+    if qkv.device.index != torch.cuda.current_device():
+        with torch.cuda.device(qkv.device):
+            return plan(*given)
+    return plan(*given)
+
+
+@functools.lru_cache(maxsize=1024)
+def _append_plan(shape: AttentionShape, tensors: tuple[Described | None, ...]) -> AppendPlan:
+    """The plan of a prompt's tokens. Raises ValueError when the tensors do not fit."""
+    qkv, k, v, tables, slot_of, position_of, cos_sin, q_norm, k_norm = (None if t is None else on_meta(t) for t in tensors)
+    assert qkv is not None and k is not None and v is not None and tables is not None and cos_sin is not None
+    assert slot_of is not None and position_of is not None and tensors[0] is not None
+    _check("append_kv", shape, qkv, k, v, tables, None, (slot_of, position_of), cos_sin, (q_norm, k_norm))
+    _check_cuda("append_kv", shape, tensors)
+    from lowbit.kernels.elementwise.append import AppendPlan
+
+    return AppendPlan(len(qkv), shape, machine_of(tensors[0][2]))
+
+
+@torch.library.impl("lowbit::append_kv", "CPU")
+def _append_on_cpu(
+    qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, slot_of: Tensor, position_of: Tensor, cos_sin: Tensor,
+    q_norm: Tensor | None, k_norm: Tensor | None, heads: int, kv_heads: int, head_dim: int, scale: float, rotary_dim: int,
+    softcap: float, window: int, norm_eps: float, norm_offset: float,
+) -> Tensor:  # fmt: skip
+    shape = AttentionShape(heads, kv_heads, head_dim, scale, rotary_dim, softcap, window, norm_eps, norm_offset)
+    _check("append_kv", shape, qkv, k, v, tables, None, (slot_of, position_of), cos_sin, (q_norm, k_norm))
+    return append_reference(qkv, k, v, tables, slot_of, position_of, cos_sin, shape, q_norm, k_norm)
+
+
+@torch.library.register_fake("lowbit::append_kv")
+def _fake_append(
+    qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, slot_of: Tensor, position_of: Tensor, cos_sin: Tensor,
+    q_norm: Tensor | None, k_norm: Tensor | None, heads: int, kv_heads: int, head_dim: int, scale: float, rotary_dim: int,
+    softcap: float, window: int, norm_eps: float, norm_offset: float,
+) -> Tensor:  # fmt: skip
+    return qkv.new_empty((qkv.shape[0], heads, head_dim))

@@ -1,0 +1,88 @@
+"""RoPE and append of prompt tokens: against float64, in Triton's interpreter without a GPU; its machine code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lowbit.hardware.machine import machine_of, typical_machine
+from lowbit.kernels.reference.attention import append_reference
+from tests.kernels.attention import TOLERANCE, angles_of, shape
+from tests.kernels.calls import meta
+from tests.kernels.sass import compile_plan
+
+pytest.importorskip("triton", reason="the kernel is written in Triton")
+
+from lowbit.kernels.elementwise.append import AppendPlan
+
+gpu = pytest.mark.gpu
+
+SHAPES = {
+    "plain": (shape(), None),
+    "groups of 3, a quarter of 80 turns": (shape(3, 1, 80, rotary_dim=20), None),
+    "norms": (shape(6, 2, 128, norm_eps=1e-6), torch.float32),
+    "norms of Gemma": (shape(4, 4, 256, norm_eps=1e-6, norm_offset=1.0), torch.bfloat16),
+    "no turn": (shape(2, 1, 96, rotary_dim=0), None),
+}
+
+
+def check(shape, norms, dtype=torch.float16, device="cpu"):
+    """Tokens of three slots, some out of order, across page borders; pages and q are poisoned before."""
+    generator = torch.Generator().manual_seed(0)
+    slot_of = torch.tensor([0] * 5 + [2] * 3 + [1], dtype=torch.int32)
+    position_of = torch.tensor([126, 127, 128, 129, 130, 2, 0, 1, 700], dtype=torch.int32)
+    tables = torch.zeros(4, 6, dtype=torch.int32)
+    tables[0, :2], tables[1, 5], tables[2, 0] = torch.tensor([4, 1]), 3, 2
+    pages = torch.full((5, shape.kv_heads, 128, shape.head_dim), torch.nan, dtype=dtype, device=device)
+    qkv = torch.randn(len(slot_of), shape.features, generator=generator).to(dtype)
+    gammas = [None if norms is None else torch.randn(shape.head_dim, generator=generator).to(norms) for _ in range(2)]
+    given = [qkv, tables, slot_of, position_of, angles_of(701, shape.rotary_dim), *gammas]
+    qkv, tables, slot_of, position_of, cos_sin, *gammas = (None if t is None else t.to(device) for t in given)
+    machine = machine_of(device) if device == "cuda" else typical_machine(80)
+    plan = AppendPlan(len(slot_of), shape, machine)
+    wide = [None if t is None else t.double() for t in (qkv, pages, pages, cos_sin, *gammas)]
+    expected = append_reference(*wide[:3], tables, slot_of, position_of, wide[3], shape, *wide[4:])
+    for _ in range(2):
+        k, v = pages.clone(), pages.clone()
+        q = plan(qkv, k, v, tables, slot_of, position_of, cos_sin, *gammas)
+        for found, of in ((q, expected), (k, wide[1]), (v, wide[2])):
+            assert torch.allclose(found.double(), of, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype], equal_nan=True)
+        assert torch.equal(v.double().nan_to_num(7), wide[2].nan_to_num(7))
+
+
+def check_shapes():
+    for given, norms in SHAPES.values():
+        check(given, norms)
+
+
+def test_the_arithmetic_in_tritons_interpreter():
+    code = "from tests.kernels.elementwise.test_append import check_shapes; check_shapes()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_heads_move_in_pieces_of_16_bytes(sm, head_dim):
+    given = shape(32, 8, head_dim)
+    plan = AppendPlan(1000, given, typical_machine(sm))
+    int32, half = torch.int32, torch.float16
+    pages = meta((9, 8, 128, head_dim), half)
+    of_tokens = meta((1000,), int32), meta((1000,), int32), meta((8192, head_dim), torch.float32)
+    kernel = compile_plan(plan, (meta((1000, given.features), half), pages, pages, meta((4, 9), int32), *of_tokens, None, None), sm)
+    assert kernel.stack_bytes == 0
+    assert kernel.count("LDG.E.128") >= 1 and kernel.count("STG.E.128") == kernel.count("STG") >= 3
+    assert kernel.count("PREEXIT") == kernel.count("ACQBULK") == (sm >= 90)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SHAPES)
+def test_against_the_reference(name, dtype):
+    check(*SHAPES[name], dtype, "cuda")
