@@ -24,6 +24,15 @@ def tiny_llama(tied=True, bias=False, dtype=torch.float16):
     return model
 
 
+def eager_llama(dtype=torch.float32):
+    """A tiny model whose next token depends on all tokens before it: others of random weights repeat one for ever."""
+    model = tiny_llama(tied=False, dtype=dtype)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=2 * parameter.shape[1] ** -0.5)
+    return model.eval()
+
+
 def tiny_tokenizer(vocab_size=160):
     """A tokenizer of single characters with BOS, EOS and no padding token of its own."""
     characters = [chr(c) for c in range(32, 127)]

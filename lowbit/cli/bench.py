@@ -1,8 +1,9 @@
-"""`lowbit bench`: products, activations, convolutions and generation timed here, and tables of what was timed anywhere."""
+"""`lowbit bench`: products, activations, convolutions, steps and generation timed here, and tables of results."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -227,6 +228,73 @@ def bench_conv(
     if plot_file is not None:
         plot(document, plot_file)
         err.print(f"wrote {plot_file}")
+
+
+@bench_app.command(name="e2e")
+@user_errors
+def bench_e2e(
+    models: Annotated[
+        str, typer.Option(help="Shapes, separated by commas: Llama-3-8B, Llama-2-13B, Llama-2-70B.")
+    ] = "Llama-3-8B",
+    schemes: Annotated[
+        str, typer.Option(help="Schemes of the layers; 16 bits are measured too.")
+    ] = "w4a16_g128,w6e3m2a16,w8a16",
+    batches: Annotated[str, typer.Option(help="Requests at once.")] = "1,4,16,64",
+    contexts: Annotated[str, typer.Option(help="Tokens before the step.")] = "256,1024,8192",
+    head: Annotated[str, typer.Option(help="Scheme of LM head and embedding of quantized models, or none.")] = "w8a16",
+    dtype: Annotated[str, typer.Option(help="Activations, keys and values: float16 or bfloat16.")] = "float16",
+    layers: Annotated[int | None, typer.Option(min=1, help="Fewer layers than the model has: for trying.")] = None,
+    rivals: Annotated[str, typer.Option(help="Of the same model: eager, static (Transformers' generate), or none.")] = "none",
+    out_file: Annotated[Path | None, typer.Option("--out", help="Results; bench/results/<gpu>/<date>-e2e.json.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw them too: a .png or .svg file.")] = None,
+    report_file: Annotated[Path | None, typer.Option("--report", help="Print and draw this result file; needs no GPU.")] = None,
+) -> None:
+    """Time whole steps of language models (random weights in known shapes) on this GPU: decode, prompt, request from Python.
+
+    A step is the CUDA graph that lowbit.pipeline runs. Its limit is all bytes of weights, keys and values at the read bandwidth
+    measured in the same run. The file is complete after every row, so Ctrl-C keeps what was measured.
+
+    Example: lowbit bench e2e --schemes w4a16_g128 --batches 1,16 --contexts 1024 --plot step.png
+    """
+    from lowbit.bench.e2e_report import E2E, load, plot, step_table
+    from lowbit.eval.results import check_plot
+
+    if plot_file is not None:
+        check_plot(plot_file, E2E)
+    if report_file is not None:
+        document = load(report_file)
+    else:
+        import torch
+
+        from lowbit.bench.e2e import DTYPES, RIVALS, Asked, run
+        from lowbit.bench.language_model import SHAPES
+        from lowbit.bench.request import parse_rows
+        from lowbit.formats import parse_scheme
+
+        named = _names("--models", models, SHAPES)
+        beside = () if rivals == "none" else _names("--rivals", rivals, RIVALS)
+        if dtype not in DTYPES:
+            raise ValueError(f"--dtype is {' or '.join(DTYPES)}, got {dtype!r}")
+        chosen = tuple(parse_scheme(part).name for part in schemes.split(",") if part.strip() and part != "none")
+        ends = None if head == "none" else parse_scheme(head).name
+        if not torch.cuda.is_available():
+            raise ValueError(f"bench e2e measures an NVIDIA GPU and torch {torch.__version__} sees none")
+        asked = Asked(named, chosen, parse_rows(batches), parse_rows(contexts), ends, dtype, layers, beside)
+        path, document = run(asked, out_file, say)
+        say(f"wrote {path}")
+    out.print(step_table(document))
+    if plot_file is not None:
+        plot(document, plot_file)
+        say(f"wrote {plot_file}")
+
+
+def _names(option: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
+    """The names of a list with commas; raises ValueError for one that is not `known`."""
+    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    wrong = [name for name in names if name not in known] or ([text] if not names else [])
+    if wrong:
+        raise ValueError(f"{option} are {', '.join(known)}, got {wrong[0]!r}")
+    return names
 
 
 @bench_app.command(name="generate")

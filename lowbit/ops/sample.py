@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import struct
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -148,24 +149,28 @@ class SamplingState:
         bias = torch.zeros((slots, vocab), dtype=torch.float32, device=device)
         return cls(settings.to(device), counts, bias, torch.tensor(found, dtype=torch.int32, device=device))
 
-    def set(self, slot: int, settings: Sampling, prompt_ids: Sequence[int]) -> None:
-        """Gives a slot to a request that has generated nothing yet: on a GPU copies and kernels on the current stream, for which
-        the host does not wait.
+    def set(self, slot: int, settings: Sampling, prompt_ids: Sequence[int], generated_ids: Sequence[int] = ()) -> None:
+        """Gives a slot to a request that has generated some tokens, elsewhere, or none yet: on a GPU copies and kernels on the
+        current stream, for which the host does not wait.
 
-        `prompt_ids` are read if the settings have penalties. Raises ValueError for a slot, token or bias that does not exist.
+        What the ids are is read if the settings have penalties. Raises ValueError for a slot, token or bias that does not exist.
         """
         slots, vocab = self.counts.shape
         if not 0 <= slot < slots - 1:
             raise ValueError(f"sampling: slots are 0 to {slots - 2} (the last one is nobody's), got {slot}")
         tokens, biased = sorted(set(prompt_ids)), dict(settings.bias)
-        for what, ids in (("the prompt has", tokens), ("logit_bias has", list(biased))):
+        for what, ids in (("the prompt has", tokens), ("the answer has", generated_ids), ("logit_bias has", list(biased))):
             if ids and not 0 <= min(ids) <= max(ids) < vocab:
                 raise ValueError(f"sampling: tokens are 0 to {vocab - 1}, {what} {min(ids)} to {max(ids)}")
-        self.settings[slot].copy_(self._sent(torch.frombuffer(bytearray(_row(settings)), dtype=torch.int32)))
+        row = _row(settings, len(generated_ids))
+        self.settings[slot].copy_(self._sent(torch.frombuffer(bytearray(row), dtype=torch.int32)))
         if settings.flags & sampling.PENALIZED:
             self.counts[slot].zero_()
-            if tokens:
-                self.counts[slot].index_fill_(0, self._sent(torch.tensor(tokens)), sampling.PROMPT)
+            counted = Counter(generated_ids)
+            counted.update(dict.fromkeys(tokens, sampling.PROMPT))
+            if counted:
+                values = self._sent(torch.tensor(list(counted.values()), dtype=torch.int32))
+                self.counts[slot].index_copy_(0, self._sent(torch.tensor(list(counted))), values)
         if settings.flags & sampling.BIASED:
             self.bias[slot].zero_()
             values = self._sent(torch.tensor(list(biased.values()), dtype=torch.float32))
@@ -176,11 +181,11 @@ class SamplingState:
         return made.pin_memory().to(self.counts.device, non_blocking=True) if self.counts.is_cuda else made
 
 
-def _row(s: Sampling) -> bytes:
+def _row(s: Sampling, generated: int = 0) -> bytes:
     """The 16 words of a slot, as kernels/reference/sampling.py names them."""
     seed = s.seed - (1 << 64) if s.seed >= 1 << 63 else s.seed
     penalties = s.repetition_penalty, s.presence_penalty, s.frequency_penalty
-    return struct.pack("<fi5fiqi5i", s.temperature, s.top_k, s.top_p, s.min_p, *penalties, s.min_new_tokens, seed, s.flags, *[0] * 5)
+    return struct.pack("<fi5fiqi5i", s.temperature, s.top_k, s.top_p, s.min_p, *penalties, s.min_new_tokens, seed, s.flags, generated, *[0] * 4)
 
 
 def sample(

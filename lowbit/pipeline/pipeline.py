@@ -1,9 +1,10 @@
-"""Batched generation with a Transformers model: left padding, exact finish reasons, one Response per prompt."""
+"""Generation with a Transformers model: on a GPU by the engine, on a CPU by Transformers' `generate`."""
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,28 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
+from lowbit.engine import Drawn, Engine, TextStream
 from lowbit.models.load import load_causal
 from lowbit.models.skeleton import tokenizer_of
 from lowbit.pipeline.request import FinishReason, GenerateParams, Response, UnknownArgument
+from lowbit.pipeline.requests import config_refusals, requests_of
 
 
 class Pipeline:
     """A model and its tokenizer, called with one prompt or several."""
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, max_length: int | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_length: int | None = None,
+        batch_invariant: bool = False,
+        **engine: Any,
+    ) -> None:
         self.model, self.tokenizer = model.eval(), tokenizer
+        self._engine: Engine | None = None
+        self._options = {"batch_invariant": batch_invariant, **engine}
         self._defaults: dict[str, object] = {} if max_length is None else {"max_length": max_length}
         GenerateParams.from_arguments(self._defaults)  # a bad default is refused here, not at the first call
         # Chat models name further tokens that end a turn in their generation config.
@@ -39,15 +52,73 @@ class Pipeline:
             raise RuntimeError("this pipeline was destroyed")
         encoded = [self.tokenizer(t).input_ids for t in texts]
         limits = [params.new_tokens(len(ids)) for ids in encoded]
-        generated = self._generate(encoded, params, max(limits))
+        if self._by_engine:
+            generated = self._by_requests(encoded, params, limits)
+        else:
+            generated = self._generate(encoded, params, max(limits))
         rows = zip(texts, encoded, generated, limits, strict=True)
         return [self._response(text, ids, new[:limit], params) for text, ids, new, limit in rows]
+
+    def stream(self, prompt: str, **arguments: Any) -> Iterator[str]:
+        """The answer to one prompt as it comes, in pieces of whole characters; arguments as in a call.
+
+        Nothing of a stop string is in it. Giving the iterator up ends the request. On a CPU, texts that are drawn differ from a
+        call's with the same seed: those come from torch's random numbers.
+        """
+        params = GenerateParams.from_arguments({**self._defaults, **arguments})
+        if not isinstance(prompt, str) or not prompt:
+            raise ValueError(f"a stream is for one non-empty prompt, got {prompt!r}")
+        if self.model is None:
+            raise RuntimeError("this pipeline was destroyed")
+        ids = self.tokenizer(prompt).input_ids
+        return self._stream(prompt, ids, params, params.new_tokens(len(ids)))
+
+    def _stream(self, prompt: str, ids: list[int], params: GenerateParams, limit: int) -> Iterator[str]:
+        text = TextStream(self.tokenizer, ids, params.stop)
+        shown: list[str] = [prompt] if params.return_full_text else []
+
+        def watch(drawn: Drawn) -> bool:
+            shown.append(text.push(drawn.token))
+            return text.stopped
+
+        engine = self.engine
+        (request,) = requests_of([ids], [limit], params, self.model.generation_config, self._eos, [watch])
+        for _ in engine.stream(engine.submit(request)):
+            piece = "".join(shown)
+            shown.clear()
+            if piece:
+                yield piece
+        if rest := text.finish():
+            yield rest
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that texts come from, made when first asked for; its `report()` says how they are computed."""
+        if self._engine is None:
+            refused = config_refusals(self.model.generation_config)
+            if refused:
+                raise ValueError(f"the engine cannot draw tokens as this model asks: {'; '.join(refused)}")
+            self._engine = Engine(self.model, forward=self.model.device.type != "cuda", **self._options)
+        return self._engine
+
+    @property
+    def _by_engine(self) -> bool:
+        """Whether calls go through the engine: on a GPU, unless the model asks for something that only `generate` does."""
+        return self.model.device.type == "cuda" and not config_refusals(self.model.generation_config)
 
     def destroy(self) -> None:
         """Lets go of the model and its memory; the pipeline cannot be called afterwards."""
         self.model = None  # type: ignore[assignment]
+        self._engine = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+
+    def _by_requests(self, encoded: list[list[int]], params: GenerateParams, limits: list[int]) -> list[list[int]]:
+        """New tokens of each prompt, from the engine."""
+        texts = [TextStream(self.tokenizer, ids, params.stop) if params.stop else None for ids in encoded]
+        watches = [None if text is None else functools.partial(_stops, text) for text in texts]
+        requests = requests_of(encoded, limits, params, self.model.generation_config, self._eos, watches)
+        return [[drawn.token for drawn in request.drawn] for request in self.engine.generate(requests)]
 
     @torch.inference_mode()
     def _generate(self, encoded: list[list[int]], params: GenerateParams, limit: int) -> list[list[int]]:
@@ -159,7 +230,13 @@ def pipeline(
     )  # fmt: skip
     if tokenizer is None or isinstance(tokenizer, (str, Path)):
         tokenizer = tokenizer_of(str(tokenizer or model_name_or_path), model)
-    return Pipeline(model, tokenizer, max_length=max_length)
+    return Pipeline(model, tokenizer, max_length=max_length, batch_invariant=batch_invariant)
+
+
+def _stops(text: TextStream, drawn: Drawn) -> bool:
+    """Whether a text has come to a stop string."""
+    text.push(drawn.token)
+    return text.stopped
 
 
 def _ids(value: int | list[int] | None) -> list[int]:

@@ -1,0 +1,75 @@
+"""Language models of known shapes with random weights: what a step costs does not depend on what the weights say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from lowbit.formats import parse_scheme
+from lowbit.models.ends import quantize_ends
+from lowbit.nn import PackedWeight
+from lowbit.nn.convert import swap
+from lowbit.quantize import rtn
+
+
+def _llama(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int, theta: float) -> LlamaConfig:
+    return LlamaConfig(
+        hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, vocab_size=vocab, rope_parameters={"rope_type": "default", "rope_theta": theta},
+        max_position_embeddings=65536, tie_word_embeddings=False, rms_norm_eps=1e-5, eos_token_id=None,
+    )  # fmt: skip
+
+
+SHAPES: dict[str, Callable[[], LlamaConfig]] = {
+    "Llama-3-8B": lambda: _llama(4096, 14336, 32, 32, 8, 128256, 500000.0),
+    "Llama-2-13B": lambda: _llama(5120, 13824, 40, 40, 40, 32000, 10000.0),
+    "Llama-2-70B": lambda: _llama(8192, 28672, 80, 64, 8, 32000, 10000.0),
+}
+"""From the models' own config.json; room for 65,536 positions, whatever they were trained for."""
+
+
+def random_model(
+    shape: str, scheme: str | None, head: str | None, dtype: torch.dtype, device: torch.device, layers: int | None = None
+) -> PreTrainedModel:
+    """A model of a shape with Gaussian weights, its linear layers in `scheme` (None: `dtype`), its LM head and embedding in
+    `head` (None: `dtype`); `layers` fewer layers than it has. Layers have memory of their own, one at a time in 16 bits.
+
+    Raises ValueError for a shape that is none of `SHAPES`.
+    """
+    if shape not in SHAPES:
+        raise ValueError(f"models are {', '.join(SHAPES)}, got {shape!r}")
+    config = SHAPES[shape]()
+    config.dtype = dtype
+    if layers is not None:
+        config.num_hidden_layers = layers
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    rotary = model.get_submodule("model.rotary_emb")
+    model.set_submodule("model.rotary_emb", type(rotary)(config=config).to(device))  # its buffers are no parameters
+    generator = torch.Generator(device).manual_seed(0)
+    ends = {model.get_output_embeddings(), model.get_input_embeddings()}
+    for name, module in list(model.named_modules()):
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            made = torch.ones(parameter.shape, dtype=dtype, device=device)
+            if parameter.dim() == 2:
+                scale = 1.0 if isinstance(module, nn.Embedding) else parameter.shape[1] ** -0.5
+                made.normal_(0, scale, generator=generator)
+            setattr(module, key, nn.Parameter(made, requires_grad=False))
+        if isinstance(module, nn.Linear) and scheme is not None and module not in ends:
+            packed = swap(model, name, rtn(module.weight, parse_scheme(scheme)))
+            packed.prepare(dtype)
+    if head is not None:
+        quantize_ends(model, head)
+    return model
+
+
+def weight_bytes(model: PreTrainedModel) -> int:
+    """Bytes of all weights that a step reads, as they are stored: those of the embedding are a row each."""
+    embedding = model.get_input_embeddings()
+    modules = [m for m in model.modules() if m is not embedding]
+    packed = sum(m.weight_nbytes for m in modules if isinstance(m, PackedWeight))
+    plain = [p for m in modules if not isinstance(m, PackedWeight) for p in m.parameters(recurse=False)]
+    return packed + sum(p.nbytes for p in plain)

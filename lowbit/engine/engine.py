@@ -1,0 +1,310 @@
+"""Many texts at once from one model: requests come and go at every step, and the host is a step ahead of the GPU.
+
+    engine = Engine(model)
+    request = engine.submit(Request(prompt, limit=100))
+    for drawn in engine.stream(request): ...
+
+A round (`Engine.step`) plans, launches what is planned, and only then reads what the round before has drawn: the GPU never
+waits for Python. So a text that ends is computed one token further, which nobody reads. Whoever waits for a text does the
+rounds for all of them; several threads may wait.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lowbit.engine.batching import Batch, Round
+from lowbit.engine.cache import Cache, available_bytes, how_many_pages
+from lowbit.engine.check import LARGEST_DIFFERENCE, difference_to
+from lowbit.engine.family import recognise
+from lowbit.engine.forward import ForwardProgram
+from lowbit.engine.pages import Pages, pages_for
+from lowbit.engine.program import DecodeProgram
+from lowbit.engine.request import Drawn, End, Request
+from lowbit.engine.slots import Slots, on_device
+from lowbit.engine.steps import Program, Step, Steps, draw
+from lowbit.kernels.choose.attention import PAGE
+from lowbit.ops.sample import top_logprobs
+
+PIECE = 1024
+"""Tokens of prompts between two steps: enough for the tensor cores, and tens of milliseconds at most for those who wait."""
+
+
+@dataclass
+class Launched:
+    """What was launched: whose tokens, in the order of rows, where they will be, and how many rows were read."""
+
+    requests: list[Request]
+    tokens: Tensor
+    logprobs: Tensor
+    likeliest: tuple[Tensor, Tensor] | None
+    done: torch.cuda.Event | None
+    read: int = 0
+
+
+class Engine:
+    """Generates texts with a causal language model of Transformers.
+
+    `max_concurrent` requests are computed at once, others wait; a request has at most `max_length` tokens (default: as many as
+    the model has positions, as far as the cache holds them). `cache_bytes`: memory for keys and values (default: most of what a
+    GPU has free). `batch_invariant`: a text has the same bits whoever is computed beside it, for models whose quantized layers
+    were made so (`nn.linear.make_batch_invariant`). `sharing`: prompts that begin alike share what is computed. The decode
+    program takes the model's weights over into forms of its own, without a second copy. Raises ValueError where not even one
+    request fits into the cache. `forward`: computes by the model's own forward, one text at a time, as models do that no decode
+    program knows. `ahead`: reads what was drawn a round later, which a GPU does not wait for.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        max_concurrent: int = 64,
+        max_length: int | None = None,
+        cache_bytes: int | None = None,
+        piece: int = PIECE,
+        batch_invariant: bool = False,
+        sharing: bool = True,
+        forward: bool = False,
+        ahead: bool = True,
+    ) -> None:
+        if max_concurrent < 1:
+            raise ValueError(f"an engine computes at least 1 request at once, got max_concurrent={max_concurrent}")
+        self.device = model.device
+        on_gpu = self.device.type == "cuda"
+        positions = _positions(model)
+        self.max_length = min(max_length or positions, positions)
+        self.program, self.difference = _program(model, self.max_length, batch_invariant, forward)
+        pages = 1 + max_concurrent * pages_for(self.max_length)
+        if isinstance(self.program, DecodeProgram):
+            spec = self.program.cache_spec
+            if max_length is None:
+                self.max_length = _longest(spec.page_bytes, self.max_length, cache_bytes, self.device)
+            pages = how_many_pages(spec, self.device, max_concurrent, self.max_length, cache_bytes)
+            self.program.cache = Cache(spec, pages, self.device)
+        shares = sharing and isinstance(self.program, DecodeProgram)
+        self.batch = Batch(max_concurrent, Pages(pages), piece, sharing=shares, invariant=batch_invariant)
+        self.ends = _ends(model)
+        self.slots = Slots(max_concurrent, self.max_length, model.config.get_text_config().vocab_size, self.ends, self.device)
+        captures = on_gpu and isinstance(self.program, DecodeProgram)
+        self.steps = Steps(self.program, self.slots, max_concurrent, graphs=captures)
+        self._ahead = ahead
+        self._flying: deque[Launched] = deque()
+        self._lock = threading.RLock()
+
+    # ---- what callers do
+
+    def submit(self, request: Request) -> Request:
+        """Queues a request; raises ValueError for one that can never run here."""
+        most = len(request.prompt) + request.limit
+        reasons = self.batch.refusals(request)
+        if most > self.max_length:
+            reasons = (f"has {len(request.prompt):,} tokens and asks for {request.limit:,} more", *reasons)
+            raise ValueError(f"a text has at most {self.max_length:,} tokens here, this request {'; '.join(reasons)}")
+        if reasons:
+            raise ValueError(f"this request {'; '.join(reasons)}")
+        vocab = self.slots.sampling.counts.shape[1]
+        wrong = [token for token in request.prompt if not 0 <= token < vocab]
+        if wrong:
+            raise ValueError(f"tokens are from 0 to {vocab - 1}, this prompt has {wrong[0]}")
+        with self._lock:
+            self.batch.add(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Ends a request where it is; one that has ended stays as it is."""
+        with self._lock:
+            if request.end is None:
+                self._end(request, End.CANCELLED)
+
+    def stream(self, request: Request) -> Iterator[Drawn]:
+        """The tokens of a submitted request as they come; giving the iterator up cancels the request."""
+        read = 0
+        try:
+            while True:
+                while read < len(request.drawn):
+                    yield request.drawn[read]
+                    read += 1
+                if request.end is not None:
+                    return
+                self.step()
+        finally:
+            self.cancel(request)
+
+    def generate(self, requests: Iterable[Request]) -> list[Request]:
+        """Submits requests and runs until all of them have ended; if something fails on the way, none of them stays behind."""
+        submitted: list[Request] = []
+        try:
+            for request in requests:
+                submitted.append(self.submit(request))
+            while any(request.end is None for request in submitted):
+                self.step()
+        finally:
+            for request in submitted:
+                self.cancel(request)
+        return submitted
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """One round: launches what is due, then reads what the round before has drawn."""
+        with self._lock:
+            earlier = len(self._flying)
+            planned = self.batch.plan()
+            if planned:
+                self._launch_or_end(planned)
+            if not (planned and self._ahead):
+                earlier = len(self._flying)
+            for _ in range(earlier):
+                self._read(self._flying[0])
+                self._flying.popleft()
+
+    @torch.inference_mode()
+    def warm_up(self) -> Iterator[str]:
+        """Captures every graph; says which one before each."""
+        with self._lock:
+            for size, filters in self.steps.variants() if self.steps.graphs else ():
+                yield f"step of {size}{' with filters' if filters else ''}"
+                self.steps.captured(size, filters)
+
+    def report(self) -> list[str]:
+        """How texts are computed, a line each."""
+        if self.program.reasons:
+            return [f"through Transformers' forward, one text at a time: {'; '.join(self.program.reasons)}"]
+        assert isinstance(self.program, DecodeProgram) and self.program.cache is not None
+        decoder = self.program.decoder
+        return [
+            f"decode program of {decoder.family}, {len(decoder.layers)} layers; logits differ from Transformers' forward by "
+            f"{self.difference:.1e} of the largest",
+            f"cache: {self.program.cache}",
+        ]
+
+    # ---- a round
+
+    def _launch_or_end(self, planned: Round) -> None:
+        """Launches a round; if that fails, what it should have computed ends and all else goes on."""
+        launched = False
+        try:
+            self._launch(planned)
+            launched = True
+        finally:
+            if not launched:
+                for request in {*planned.steps, *(piece.request for piece in planned.pieces)}:
+                    self._end(request, End.FAILED)
+
+    def _launch(self, planned: Round) -> None:
+        for request in planned.joined:
+            assert request.slot is not None
+            drawn = [each.token for each in request.drawn]
+            self.slots.sampling.set(request.slot, request.sampling, request.prompt, drawn)
+        last = [piece for piece in planned.pieces if piece.last]
+        ends = [(piece.request.slot, piece.end - 1) for piece in last if piece.request.slot is not None]
+        self.slots.update(planned.grown, ends)
+        if planned.steps:
+            rows = self.slots.rows(planned.steps, len(planned.steps))
+            self._fly(planned.steps, self.steps.launch(rows, _filters(planned.steps)))
+        if planned.pieces:
+            logits = self.program.prompt(planned.pieces, self.slots)
+            requests = [piece.request for piece in last]
+            if logits is not None:
+                rows_of_last = on_device(self.slots.rows(requests, len(requests)), self.device)
+                self._fly(requests, draw(logits, rows_of_last, self.slots, _filters(requests)))
+
+    def _fly(self, requests: Sequence[Request], step: Step) -> None:
+        """Sends what a step draws on its way to the host."""
+        most = max(request.likeliest for request in requests)
+        likeliest = None
+        if most:
+            values, ids = top_logprobs(step.logits[: len(requests)], most)
+            likeliest = _to_host(values), _to_host(ids)
+        tokens, logprobs = _to_host(step.tokens), _to_host(step.logprobs)
+        done = None
+        if self.device.type == "cuda":
+            done = torch.cuda.Event()
+            done.record()
+        self._flying.append(Launched(list(requests), tokens, logprobs, likeliest, done))
+
+    def _read(self, launched: Launched) -> None:
+        if launched.done is not None:
+            launched.done.synchronize()
+        tokens, logprobs = launched.tokens.tolist(), launched.logprobs.tolist()
+        while launched.read < len(launched.requests):
+            row, request = launched.read, launched.requests[launched.read]
+            launched.read += 1  # first: an error in a caller's function must not repeat a token
+            if request.end is not None:
+                continue  # it ended, or was given up, while this was computed
+            likeliest: tuple[tuple[int, float], ...] = ()
+            if launched.likeliest is not None and request.likeliest:
+                values, ids = (part[row, : request.likeliest].tolist() for part in launched.likeliest)
+                likeliest = tuple(zip(ids, values, strict=True))
+            self._take(request, Drawn(tokens[row], logprobs[row], likeliest))
+
+    def _take(self, request: Request, drawn: Drawn) -> None:
+        request.drawn.append(drawn)
+        stopped, said = False, request.watch is None
+        try:
+            if request.watch is not None:
+                stopped, said = request.watch(drawn), True
+        finally:
+            if not said:  # it raises, and whoever does this round sees that
+                self._end(request, End.FAILED)
+        if drawn.token in request.ends or stopped:
+            self._end(request, End.STOP)
+        elif len(request.drawn) == request.limit:
+            self._end(request, End.LENGTH)
+
+    def _end(self, request: Request, end: End) -> None:
+        self.batch.remove(request)
+        request.end = end
+
+
+def _filters(requests: Iterable[Request]) -> bool:
+    """Whether some request asks for more than its likeliest token."""
+    return not all(request.sampling.greedy for request in requests)
+
+
+def _to_host(values: Tensor) -> Tensor:
+    """A copy in the host's memory, on its way."""
+    if values.device.type != "cuda":
+        return values.clone()
+    return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
+
+
+def _program(model: PreTrainedModel, positions: int, batch_invariant: bool, forward: bool) -> tuple[Program, float]:
+    """The decode program of a model and how far its logits are from the model's own; its forward where there is none."""
+    if forward:
+        return ForwardProgram(model, ("asked for",)), 0.0
+    decoder = recognise(model, positions)
+    if isinstance(decoder, tuple):
+        return ForwardProgram(model, decoder), 0.0
+
+    def make() -> DecodeProgram:
+        return DecodeProgram(decoder, model.dtype, model.device, batch_invariant=batch_invariant)
+
+    program, difference = difference_to(model, make)
+    if difference > LARGEST_DIFFERENCE:
+        return ForwardProgram(model, (f"the decode program of {decoder.family} differs from it by {difference:.2g}",)), 0.0
+    return program, difference
+
+
+def _positions(model: PreTrainedModel) -> int:
+    """How many tokens a text may have."""
+    return int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 20)
+
+
+def _longest(page_bytes: int, positions: int, cache_bytes: int | None, device: torch.device) -> int:
+    """The longest text of which a cache holds at least one."""
+    fits = available_bytes(device, cache_bytes) // page_bytes - 1
+    return min(positions, max(fits, 1) * PAGE)
+
+
+def _ends(model: PreTrainedModel) -> list[int]:
+    """The model's end-of-text tokens."""
+    config = model.generation_config
+    given = config.eos_token_id if config is not None else None
+    return [] if given is None else [given] if isinstance(given, int) else list(given)

@@ -1,0 +1,95 @@
+"""Products of a decode program: modules that read the same x become one, where their weights allow it.
+
+Weights of one format lie side by side in one tensor, of which the modules' own become parts: no byte is held twice, and the
+model that the program was made from still computes. Whatever cannot be joined runs as its module does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from lowbit.nn import QuantLinear
+from lowbit.nn.fused import quantize_alike
+from lowbit.ops import fragment_gemm
+from lowbit.pack import FragmentWeight
+from lowbit.pack.fragment import STRIP
+
+Product = Callable[[Tensor], Tensor]
+"""y [M, N] of x [M, K]."""
+
+
+def product(modules: Sequence[nn.Module], batch_invariant: bool) -> Product:
+    """One function of x whose result has the outputs of all `modules` side by side; they keep computing as before."""
+    layers = [module for module in modules if isinstance(module, QuantLinear)]
+    if len(layers) == len(modules):
+        if fragments := _joined_fragments(layers):
+            weight, bias = fragments
+            return lambda x: fragment_gemm(x, weight, bias, batch_invariant=batch_invariant)
+        if len(layers) > 1 and quantize_alike(list(layers)):
+            return lambda x: _one_input(x, layers)
+    if not layers and all(type(module) is nn.Linear for module in modules):
+        dense, bias = _joined_linear([module for module in modules if isinstance(module, nn.Linear)])
+        return lambda x: linear(x, dense, bias)
+    if len(modules) == 1:
+        return modules[0]
+    return lambda x: torch.cat([module(x) for module in modules], dim=-1)
+
+
+def _one_input(x: Tensor, layers: Sequence[QuantLinear]) -> Tensor:
+    """Products of 8-bit activations, quantized once for all."""
+    quantized = layers[0].quantize_input(x)
+    return torch.cat([layer(quantized) for layer in layers], dim=-1)
+
+
+def _joined_fragments(layers: Sequence[QuantLinear]) -> tuple[FragmentWeight, Tensor | None] | None:
+    """The weights of some layers as one, if they are all in the same form for a GPU and made of whole strips."""
+    first = layers[0]
+    for layer in layers:
+        alone = layer.kernel_codes is None or layer.scheme.activation is not None or layer.has_channels or layer.has_correction
+        if alone or layer.scheme_name != first.scheme_name or layer.in_features != first.in_features:
+            return None
+        if (layer.kernel_channel_scale is None) != (first.kernel_channel_scale is None):
+            return None
+    if any(layer.out_features % STRIP for layer in layers[:-1]):
+        return None
+    if len(layers) == 1:
+        return first.kernel_weight(), _bias(layers)
+    n = sum(layer.out_features for layer in layers)
+    joined = {name: _join(layers, name) for name in ("kernel_codes", "kernel_scale", "kernel_channel_scale")}
+    codes = joined["kernel_codes"]
+    assert codes is not None
+    weight = FragmentWeight(codes, joined["kernel_scale"], joined["kernel_channel_scale"], first.scheme, (n, first.in_features))
+    return weight, _bias(layers)
+
+
+def _join(layers: Sequence[QuantLinear], name: str) -> Tensor | None:
+    """One tensor of a buffer of all layers, whose own become parts of it."""
+    buffers = [getattr(layer, name) for layer in layers]
+    if buffers[0] is None:
+        return None
+    joined = torch.cat(buffers)
+    for layer, part in zip(layers, joined.split([len(buffer) for buffer in buffers]), strict=True):
+        setattr(layer, name, part)
+    return joined
+
+
+def _bias(layers: Sequence[QuantLinear | nn.Linear]) -> Tensor | None:
+    """The biases of some layers side by side, zeros where one has none; None where none has."""
+    if all(layer.bias is None for layer in layers):
+        return None
+    like = next(layer.bias for layer in layers if layer.bias is not None)
+    return torch.cat([like.new_zeros(layer.out_features) if layer.bias is None else layer.bias.data for layer in layers])
+
+
+def _joined_linear(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """The weights of layers that are not quantized as one, of which their own become parts."""
+    if len(layers) == 1:
+        return layers[0].weight.data, _bias(layers)
+    joined = torch.cat([layer.weight.data for layer in layers])
+    for layer, part in zip(layers, joined.split([layer.out_features for layer in layers]), strict=True):
+        layer.weight.data = part
+    return joined, _bias(layers)

@@ -1,0 +1,150 @@
+"""The step of a language model as a list of operators: products of packed weights and what stands between them.
+
+    embed | norm  qkv  attention  o | norm  gate-up  gate  down | ... | norm  head
+
+Eight launches a layer on a GPU. Prompts take the same products over all their tokens at once, with attention by torch. What
+each operator computes is said in kernels/reference/, which is also what runs on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowbit.engine.batching import Piece
+from lowbit.engine.cache import Cache, CacheSpec
+from lowbit.engine.family import Decoder, LayerParts
+from lowbit.engine.product import Product, product
+from lowbit.engine.slots import Slots, on_device
+from lowbit.kernels.choose.attention import AttentionShape
+from lowbit.ops.attention import append_kv, decode_attention, prompt_attention
+from lowbit.ops.decode import add_norm, embed_norm, gate
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The products of a decoder layer and what it needs beside them."""
+
+    parts: LayerParts
+    qkv: Product
+    o: Product
+    gate_up: Product
+    down: Product
+    shape: AttentionShape
+
+
+class DecodeProgram:
+    """The program of a decoder; `cache` holds what it remembers of each text."""
+
+    reasons: tuple[str, ...] = ()
+    shares_pages = True
+
+    def __init__(self, decoder: Decoder, dtype: torch.dtype, device: torch.device, *, batch_invariant: bool) -> None:
+        self.decoder, self.dtype, self.device, self.batch_invariant = decoder, dtype, device, batch_invariant
+        self.layers = [self._layer(parts) for parts in decoder.layers]
+        self.head = product([decoder.head], batch_invariant)
+        self.table = decoder.table
+        self.ropes = [table.to(device) for table in decoder.ropes]
+        self.cache: Cache | None = None
+
+    def _layer(self, parts: LayerParts) -> Layer:
+        made = {name: product(parts.modules(name), self.batch_invariant) for name in ("qkv", "o", "gate_up", "down")}
+        return Layer(parts, shape=self.decoder.attention_shape(parts), **made)
+
+    @property
+    def cache_spec(self) -> CacheSpec:
+        """What a cache of this model holds."""
+        shape = self.layers[0].shape
+        return CacheSpec(len(self.layers), shape.kv_heads, shape.head_dim, self.dtype)
+
+    def step(self, rows: Tensor, slots: Slots) -> Tensor:
+        """Logits [B, V] after the next token of each slot that `rows` int32 [B] names."""
+
+        def attend(i: int, layer: Layer, qkv: Tensor) -> Tensor:
+            keys, values = self._cache.layer(i)
+            return decode_attention(
+                qkv, keys, values, slots.tables, slots.positions, rows, self.ropes[layer.parts.rope], layer.shape,
+                layer.parts.q_gamma, layer.parts.k_gamma, batch_invariant=self.batch_invariant,
+            )  # fmt: skip
+
+        return self._logits(*self._layers(slots.tokens, rows, attend))
+
+    def prompt(self, pieces: Sequence[Piece], slots: Slots) -> Tensor | None:
+        """Logits [B, V] after the last piece of each text that has one among `pieces`; None if there is none."""
+        ids, slot_of, position_of = on_device(_flat(pieces), self.device)
+        ends = [end for end, piece in zip(_ends(pieces), pieces, strict=True) if piece.last]
+
+        def attend(i: int, layer: Layer, qkv: Tensor) -> Tensor:
+            keys, values = self._cache.layer(i)
+            q = append_kv(
+                qkv, keys, values, slots.tables, slot_of, position_of, self.ropes[layer.parts.rope], layer.shape,
+                layer.parts.q_gamma, layer.parts.k_gamma,
+            )  # fmt: skip
+            parts = q.split([len(piece.tokens) for piece in pieces])
+            tables = [slots.tables[_slot(piece)] for piece in pieces]
+            out = [
+                prompt_attention(part, keys, values, table, piece.begin, layer.shape)
+                for part, table, piece in zip(parts, tables, pieces, strict=True)
+            ]
+            return out[0] if len(out) == 1 else torch.cat(out)
+
+        h, delta = self._layers(ids, None, attend)
+        if not ends:
+            return None
+        last = on_device([end - 1 for end in ends], self.device).long()
+        return self._logits(h[last], delta[last])
+
+    @property
+    def _cache(self) -> Cache:
+        assert self.cache is not None
+        return self.cache
+
+    def _layers(
+        self, tokens: Tensor, rows: Tensor | None, attend: Callable[[int, Layer, Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream after all layers, and what the last one has yet to add to it."""
+        d = self.decoder
+        parts = self.layers[0].parts
+        h, x = embed_norm(
+            tokens, rows, self.table, parts.input_gamma, d.eps, self.dtype, scale=d.embedding_scale, offset=d.norm_offset
+        )
+        delta = h
+        for i, layer in enumerate(self.layers):
+            if i:
+                after, parts = parts.after_mlp_gamma, layer.parts
+                x = add_norm(h, delta, parts.input_gamma, d.eps, offset=d.norm_offset, post_gamma=after)
+            delta = layer.o(attend(i, layer, layer.qkv(x)))
+            x = add_norm(h, delta, parts.mlp_gamma, d.eps, offset=d.norm_offset, post_gamma=parts.after_attention_gamma)
+            delta = layer.down(gate(layer.gate_up(x), d.activation))
+        return h, delta
+
+    def _logits(self, h: Tensor, delta: Tensor) -> Tensor:
+        d = self.decoder
+        x = add_norm(h, delta, d.final_gamma, d.eps, offset=d.norm_offset, post_gamma=self.layers[-1].parts.after_mlp_gamma)
+        logits = self.head(x)
+        return d.final_softcap * torch.tanh(logits / d.final_softcap) if d.final_softcap else logits
+
+
+def _slot(piece: Piece) -> int:
+    slot = piece.request.slot
+    assert slot is not None
+    return slot
+
+
+def _ends(pieces: Sequence[Piece]) -> list[int]:
+    """Where each piece ends among the tokens of all."""
+    total, ends = 0, []
+    for piece in pieces:
+        total += len(piece.tokens)
+        ends.append(total)
+    return ends
+
+
+def _flat(pieces: Sequence[Piece]) -> tuple[list[int], list[int], list[int]]:
+    """Tokens, slots and positions of all tokens of some pieces."""
+    ids = [token for piece in pieces for token in piece.tokens]
+    slot_of = [_slot(piece) for piece in pieces for _ in piece.tokens]
+    return ids, slot_of, [position for piece in pieces for position in range(piece.begin, piece.end)]

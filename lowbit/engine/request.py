@@ -1,0 +1,93 @@
+"""One text to be generated: what was asked, how far it is, and why it ended."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from lowbit.ops.sample import Sampling
+
+MOST_LOGPROBS = 20
+"""Likeliest tokens that can be asked for beside each one drawn, OpenAI's limit."""
+
+
+class End(str, Enum):
+    """Why a text ended."""
+
+    STOP = "stop"
+    """An end-of-text token, or `watch` said so."""
+    LENGTH = "length"
+    """The limit of tokens."""
+    CANCELLED = "cancelled"
+    """The caller gave it up."""
+    FAILED = "failed"
+    """Computing it, or its `watch`, raised an error, which went to whoever did that round."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A token, the logarithm of the probability that the model itself gave it, the likeliest (token, logarithm) beside it."""
+
+    token: int
+    logprob: float
+    likeliest: tuple[tuple[int, float], ...] = ()
+
+
+_numbers = itertools.count()
+
+
+@dataclass(eq=False)
+class Request:
+    """A text that an engine generates after `prompt`, at most `limit` tokens.
+
+    `ends`: tokens that end it, beside `limit`. `watch` is called with each token in order and ends the text by returning True.
+    `likeliest`: how many of the likeliest tokens to report with each one. What follows is the engine's: `drawn` grows from
+    step to step, `end` is set when there will be no more.
+    """
+
+    prompt: Sequence[int]
+    limit: int
+    sampling: Sampling = field(default_factory=Sampling)
+    ends: frozenset[int] = frozenset()
+    watch: Callable[[Drawn], bool] | None = None
+    likeliest: int = 0
+
+    drawn: list[Drawn] = field(default_factory=list)
+    end: End | None = None
+    shared: int = 0
+    """Tokens of the prompt that others' pages held already."""
+
+    number: int = field(default_factory=lambda: next(_numbers))
+    slot: int | None = None
+    pages: list[int] = field(default_factory=list)
+    computed: int = 0
+    """Tokens whose keys and values are in the pages, or will be when what is launched has run."""
+    launched: int = 0
+    """Tokens drawn, those on the GPU that nobody has read yet among them."""
+    drawing: bool = False
+    """Whether all tokens known are computed, so that each step draws one more."""
+
+    def __post_init__(self) -> None:
+        if len(self.prompt) == 0:
+            raise ValueError("a prompt has at least one token, got none")
+        if self.limit < 1:
+            raise ValueError(f"a request is for at least 1 token, got {self.limit}")
+        if not 0 <= self.likeliest <= MOST_LOGPROBS:
+            raise ValueError(f"the likeliest tokens can be had up to {MOST_LOGPROBS}, got {self.likeliest}")
+
+    @property
+    def tokens(self) -> list[int]:
+        """The prompt and all tokens that were read."""
+        return [*self.prompt, *(drawn.token for drawn in self.drawn)]
+
+    @property
+    def unread(self) -> int:
+        """Tokens that are still on their way."""
+        return self.launched - len(self.drawn)
+
+    @property
+    def position(self) -> int:
+        """Where the token stands that the next step computes: the last one drawn."""
+        return len(self.prompt) + self.launched - 1

@@ -1,0 +1,55 @@
+"""The places that requests of an engine have on its device: the next token, its position, its pages, how tokens are drawn.
+
+All of it stays where it is for the engine's life: CUDA graphs hold the addresses. Rows of a step name slots; the last slot is
+nobody's, and rows that fill a step up to a size for which there is a graph name it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from lowbit.engine.pages import NOBODYS, pages_for
+from lowbit.engine.request import Request
+from lowbit.ops.sample import SamplingState
+
+
+class Slots:
+    """`count` slots for requests of at most `most_tokens` tokens, and one that is nobody's."""
+
+    def __init__(self, count: int, most_tokens: int, vocab: int, ends: Sequence[int], device: torch.device) -> None:
+        self.count, self.device = count, device
+        self.places = pages_for(most_tokens)
+        # One piece of memory, so that all that changes between two steps is one copy.
+        self._all = torch.zeros((count + 1) * (2 + self.places), dtype=torch.int32, device=device)
+        self.tokens = self._all[: count + 1]
+        self.positions = self._all[count + 1 : 2 * (count + 1)]
+        self.tables = self._all[2 * (count + 1) :].view(count + 1, self.places)
+        self.tables[count] = NOBODYS
+        self.sampling = SamplingState.make(count + 1, vocab, ends, device)
+
+    @property
+    def nobodys(self) -> int:
+        """The slot of rows that only fill a step up."""
+        return self.count
+
+    def update(self, pages: Iterable[tuple[int, int, int]], positions: Iterable[tuple[int, int]]) -> None:
+        """Enters pages, each as (slot, place in its table, page), and positions of slots."""
+        changes = [(2 * (self.count + 1) + slot * self.places + place, page) for slot, place, page in pages]
+        changes += [(self.count + 1 + slot, position) for slot, position in positions]
+        if changes:
+            where, values = on_device(list(zip(*changes, strict=True)), self.device)
+            self._all.index_copy_(0, where.long(), values)
+
+    def rows(self, requests: Sequence[Request], size: int) -> list[int]:
+        """The slots of some requests, filled up to `size` rows."""
+        named = [request.slot for request in requests if request.slot is not None]
+        return named + [self.nobodys] * (size - len(named))
+
+
+def on_device(values: object, device: torch.device) -> Tensor:
+    """int32 of some numbers on a device; the host does not wait for it."""
+    made = torch.tensor(values, dtype=torch.int32)
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made

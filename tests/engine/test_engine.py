@@ -1,0 +1,256 @@
+"""The engine on a CPU with tiny models: the tokens of Transformers, whoever else is there."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from lowbit.engine import End, Engine, Request, Sampling
+from lowbit.engine.program import DecodeProgram
+from tests.tiny import eager_llama
+
+VOCAB = 160
+
+
+@pytest.fixture(scope="module")
+def model():
+    return eager_llama()
+
+
+def engine_of(model, **options):
+    return Engine(model, **{"max_concurrent": 4, "piece": 128, "cache_bytes": 1 << 24} | options)
+
+
+def prompt(length, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCAB, (length,), generator=generator).tolist()
+
+
+def expected(model, ids, count):
+    """Greedy tokens of Transformers' generate."""
+    out = model.generate(
+        torch.tensor([ids]), max_new_tokens=count, do_sample=False, eos_token_id=None, pad_token_id=0,
+        attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+    )  # fmt: skip
+    return out[0, len(ids) :].tolist()
+
+
+def tokens(request):
+    return [drawn.token for drawn in request.drawn]
+
+
+LENGTHS = (1, 2, 77, 127, 128, 129, 200)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_greedy_tokens_are_transformers(model, ahead):
+    """Prompts of one token, at the borders of pages, and longer than a piece, more of them than there are slots."""
+    engine = engine_of(model, ahead=ahead)
+    requests = engine.generate([Request(prompt(length), 20) for length in LENGTHS])
+    assert isinstance(engine.program, DecodeProgram) and engine.difference < 1e-5
+    for request in requests:
+        assert tokens(request) == expected(model, request.prompt, 20), len(request.prompt)
+        assert request.end is End.LENGTH and len(set(tokens(request))) > 8, "a model that repeats itself would hide errors"
+    assert engine.batch.pages.available == engine.batch.pages.count - 1
+
+
+def test_out_of_pages_nothing_is_lost(model):
+    """A cache of 4 pages for 3 texts of 2: the newest waits, and its text is the same."""
+    page = DecodeProgram.cache_spec.fget(engine_of(model).program).page_bytes
+    engine = engine_of(model, cache_bytes=5 * page, max_length=256, sharing=False)
+    assert engine.batch.pages.count == 5
+    requests = engine.generate([Request(prompt(100, seed), 60) for seed in range(3)])
+    assert [tokens(r) for r in requests] == [expected(model, r.prompt, 60) for r in requests]
+
+
+def test_shared_prompts(model):
+    engine = engine_of(model)
+    common = prompt(200)
+    first, second = Request([*common, 5], 4), Request([*common, 6, 7], 4)
+    engine.generate([first, second])
+    assert second.shared == 128, "the first one's pages are known as soon as they are launched"
+    for request in (first, second):
+        assert tokens(request) == expected(model, request.prompt, 4)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(temperature=0.8, top_p=0.9, seed=3), Sampling(repetition_penalty=1.3)])
+def test_the_same_alone_and_among_others(model, sampling):
+    asked = dict(prompt=prompt(40), limit=25, sampling=sampling)
+    (alone,) = engine_of(model).generate([Request(**asked)])
+    others = [Request(prompt(30 + 20 * i, i + 1), 30, Sampling(temperature=1.0, seed=i)) for i in range(6)]
+    among = Request(**asked)
+    engine_of(model).generate([*others[:3], among, *others[3:]])
+    assert tokens(among) == tokens(alone)
+
+
+def test_drawing_goes_on_where_it_was_after_giving_way(model):
+    """The random numbers and counts of a text that gave way are those it would have had."""
+    page = engine_of(model).program.cache_spec.page_bytes
+    asked = [dict(prompt=prompt(100, i), limit=60, sampling=Sampling(1.0, seed=i, presence_penalty=1.0)) for i in range(3)]
+    roomy = engine_of(model).generate([Request(**each) for each in asked])
+    tight_engine = engine_of(model, cache_bytes=5 * page, max_length=256, sharing=False)
+    tight = tight_engine.generate([Request(**each) for each in asked])
+    assert [tokens(r) for r in tight] == [tokens(r) for r in roomy]
+
+
+def test_a_watch_and_an_end_token_stop(model):
+    ids = prompt(20)
+    drawn = expected(model, ids, 12)
+    seen = []
+
+    def watch(token):
+        seen.append(token.token)
+        return len(seen) == 5
+
+    engine = engine_of(model)
+    watched, ended = engine.generate([Request(ids, 12, watch=watch), Request(ids, 12, ends=frozenset({drawn[3]}))])
+    assert tokens(watched) == seen == drawn[:5] and watched.end is End.STOP
+    assert tokens(ended) == drawn[: drawn.index(drawn[3]) + 1] and ended.end is End.STOP
+
+
+def test_logprobs(model):
+    ids = prompt(20)
+    (request,) = engine_of(model).generate([Request(ids, 3, likeliest=4)])
+    with torch.no_grad():
+        logits = model(torch.tensor([[*ids, *tokens(request)]])).logits[0, len(ids) - 1 : -1]
+    for drawn, of_token in zip(request.drawn, logits.log_softmax(-1), strict=True):
+        values, best = of_token.topk(4)
+        assert [token for token, _ in drawn.likeliest] == best.tolist()
+        torch.testing.assert_close(torch.tensor([v for _, v in drawn.likeliest]), values, rtol=1e-4, atol=1e-4)
+        assert drawn.logprob == pytest.approx(of_token[drawn.token].item(), abs=1e-4)
+
+
+def test_a_stream_and_giving_it_up(model):
+    engine = engine_of(model)
+    ids = prompt(30)
+    request = Request(ids, 10)
+    assert [drawn.token for drawn in engine.stream(engine.submit(request))] == expected(model, ids, 10)
+    given_up = Request(ids, 50)
+    stream = engine.stream(engine.submit(given_up))
+    assert [next(stream).token for _ in range(3)] == expected(model, ids, 3)
+    stream.close()
+    assert given_up.end is End.CANCELLED and not engine.batch.running
+    engine.cancel(request)
+    assert request.end is End.LENGTH, "a text that has ended stays as it is"
+
+
+def test_several_threads_wait_for_their_own_texts(model):
+    engine = engine_of(model)
+    requests = [Request(prompt(20 + i, i), 15) for i in range(6)]
+    threads = [threading.Thread(target=engine.generate, args=([request],)) for request in requests]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [tokens(r) for r in requests] == [expected(model, r.prompt, 15) for r in requests]
+
+
+def test_an_error_of_one_harms_nobody_else(model):
+    engine = engine_of(model)
+
+    def watch(token):
+        raise RuntimeError("not today")
+
+    others = [engine.submit(Request(prompt(20 + i, i), 10)) for i in range(2)]
+    bad = engine.submit(Request(prompt(9), 10, watch=watch))
+    more = engine.submit(Request(prompt(25, 5), 10))
+    with pytest.raises(RuntimeError, match="not today"):
+        engine.generate([])
+        while bad.end is None:
+            engine.step()
+    assert bad.end is End.FAILED and len(bad.drawn) == 1
+    while any(r.end is None for r in (*others, more)):
+        engine.step()
+    assert [tokens(r) for r in (*others, more)] == [expected(model, r.prompt, 10) for r in (*others, more)]
+
+
+def test_a_round_that_fails_ends_what_it_should_have_computed(model, monkeypatch):
+    engine = engine_of(model)
+    request = engine.submit(Request(prompt(9), 10))
+    engine.step()
+
+    def fail(*args):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.program, "step", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.step()
+    assert request.end is End.FAILED and not engine.batch.running
+    (after,) = engine.generate([Request(prompt(9), 10)])
+    assert tokens(after) == expected(model, after.prompt, 10)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request(prompt(200), 57), "at most 256 tokens here, this request has 200 tokens and asks for 57 more"),
+        (Request([3, VOCAB], 5), "tokens are from 0 to 159, this prompt has 160"),
+    ],
+)
+def test_what_can_never_run_is_refused(model, request_, message):
+    with pytest.raises(ValueError, match=message):
+        engine_of(model, max_length=256).submit(request_)
+
+
+def test_wrong_requests_and_engines(model):
+    with pytest.raises(ValueError, match="at least one token, got none"):
+        Request([], 5)
+    with pytest.raises(ValueError, match="at least 1 token, got 0"):
+        Request([1], 0)
+    with pytest.raises(ValueError, match="up to 20, got 21"):
+        Request([1], 1, likeliest=21)
+    with pytest.raises(ValueError, match="at least 1 request at once, got max_concurrent=0"):
+        Engine(model, max_concurrent=0)
+    with pytest.raises(ValueError, match=r"a request of 256 tokens takes .* ask for fewer tokens \(max_length\) or give more"):
+        Engine(model, cache_bytes=1000, max_length=256)
+
+
+def test_a_family_that_no_program_knows_runs_all_the_same():
+    torch.manual_seed(1)
+    config = GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=2, n_positions=256, bos_token_id=0, eos_token_id=0)
+    model = GPT2LMHeadModel(config).eval()
+    engine = engine_of(model)
+    assert engine.report()[0].startswith("through Transformers' forward, one text at a time: ")
+    requests = engine.generate([Request(prompt(length), 12) for length in (1, 50, 130, 200, 20)])
+    assert [tokens(r) for r in requests] == [expected(model, r.prompt, 12) for r in requests]
+
+
+ARRIVALS = st.lists(
+    st.tuples(st.integers(0, 6), st.integers(1, 180), st.integers(1, 20), st.booleans(), st.none() | st.integers(0, 8)),
+    min_size=1,
+    max_size=5,
+)
+
+
+@settings(max_examples=25)
+@given(ARRIVALS, st.integers(1, 3), st.booleans())
+def test_any_order_of_arrivals(model, arrivals, slots, ahead):
+    """Against each request generated by itself; some are given up on the way."""
+    engine = engine_of(model, max_concurrent=slots, max_length=256, ahead=ahead)
+    coming = [
+        (wait, cancel, Request(prompt(length, length % 2), limit, Sampling(0.9 * drawn, seed=length)))
+        for wait, length, limit, drawn, cancel in arrivals
+    ]
+    for now in range(16):
+        for wait, cancel, request in coming:
+            if wait == now:
+                engine.submit(request)
+            if cancel is not None and wait + cancel == now:
+                engine.cancel(request)
+        engine.step()
+    requests = [request for _, _, request in coming]
+    while any(request.end is None for request in requests):
+        engine.step()
+    fresh = engine_of(model, max_concurrent=1, max_length=256, sharing=False)
+    for request in requests:
+        (alone,) = fresh.generate([Request(request.prompt, request.limit, request.sampling)])
+        assert tokens(request) == tokens(alone)[: len(request.drawn)]
+        assert request.end is End.CANCELLED or len(request.drawn) == request.limit
+    engine.step()
+    assert engine.batch.pages.available == engine.batch.pages.count - 1

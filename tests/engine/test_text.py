@@ -1,0 +1,80 @@
+"""Text as it comes: the same as decoding everything at the end, whole characters, nothing of a stop string."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from lowbit.engine.text import TextStream
+from tests.tiny import tiny_tokenizer
+
+
+def byte_tokenizer():
+    """A token for each byte: characters beyond ASCII take several."""
+    vocab = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    inner = Tokenizer(models.BPE(vocab, merges=[]))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+def words_tokenizer():
+    """SentencePiece-like: the space of the first token decoded is dropped."""
+    inner = Tokenizer(models.WordLevel({"<unk>": 0, "▁is": 1, "▁Sea": 2, "side": 3, "▁a": 4}, unk_token="<unk>"))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
+
+
+BYTES, WORDS, LETTERS = byte_tokenizer(), words_tokenizer(), tiny_tokenizer()
+
+
+def pushed(tokenizer, prompt, tokens, stop=()):
+    """What each token lets out, and at the end the rest."""
+    stream = TextStream(tokenizer, prompt, stop)
+    return [*(stream.push(token) for token in tokens), stream.finish()], stream
+
+
+@given(st.text(max_size=12), st.text(max_size=20))
+def test_whole_characters_and_the_same_text(prompt, text):
+    tokens = BYTES(text).input_ids
+    shown, stream = pushed(BYTES, BYTES(prompt).input_ids or [0], tokens)
+    assert "".join(shown) == stream.text == text
+    assert all("�" not in part for part in shown) or "�" in text
+
+
+@given(st.lists(st.integers(0, 255), max_size=20))
+def test_bytes_that_are_no_text_come_out_as_they_are_decoded(tokens):
+    shown, _ = pushed(BYTES, BYTES("x").input_ids, tokens)
+    assert "".join(shown) == BYTES.decode(tokens)
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=12), st.lists(st.integers(1, 4), max_size=12))
+def test_the_space_in_front_of_a_word_is_kept(prompt, tokens):
+    shown, _ = pushed(WORDS, prompt, tokens)
+    assert WORDS.decode(prompt) + "".join(shown) == WORDS.decode([*prompt, *tokens])
+
+
+@given(st.text("ab.", max_size=16), st.lists(st.text("ab.", min_size=1, max_size=4), min_size=1, max_size=3))
+def test_nothing_of_a_stop_string_is_shown(text, stop):
+    shown, stream = pushed(LETTERS, LETTERS("ab").input_ids, LETTERS(text).input_ids, stop)
+    ends = [len(text[: i + 1]) for i in range(len(text)) if any(s in text[: i + 1] for s in stop)]
+    if not ends:
+        assert not stream.stopped and "".join(shown) == text
+        return
+    complete = text[: ends[0]]
+    expected = complete[: min(complete.find(s) for s in stop if s in complete)]
+    assert stream.stopped and "".join(shown) == stream.text == expected
+    assert shown[ends[0] :] == [""] * (len(shown) - ends[0]), "nothing comes after the stop string"
+
+
+def test_what_may_become_a_stop_string_waits():
+    shown, _ = pushed(LETTERS, LETTERS("x").input_ids, LETTERS("a.b..c").input_ids, ["..."])
+    assert shown == ["a", "", ".b", "", "", "..c", ""]
+
+
+@pytest.mark.parametrize("tokens", [[], [0]])
+def test_special_tokens_are_not_shown(tokens):
+    shown, _ = pushed(LETTERS, LETTERS("x").input_ids, [*tokens, *LETTERS("hi").input_ids, LETTERS.eos_token_id])
+    assert "".join(shown) == "hi"

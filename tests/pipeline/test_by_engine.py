@@ -1,0 +1,115 @@
+"""Calls that go through the engine, as they do on a GPU: the same answers as Transformers' `generate`, and streams."""
+
+from __future__ import annotations
+
+import pytest
+
+import lowbit
+from lowbit.pipeline import FinishReason, Pipeline
+from lowbit.pipeline.requests import config_refusals
+from tests.tiny import eager_llama, tiny_tokenizer
+
+PROMPTS = ["DeepSpeed is", "Seattle", "The quick brown fox jumps over"]
+
+
+class ByEngine(Pipeline):
+    """A pipeline that does on a CPU what others do on a GPU."""
+
+    _by_engine = True
+
+
+@pytest.fixture(scope="module")
+def model():
+    return eager_llama()
+
+
+@pytest.fixture(scope="module")
+def pipe(model):
+    return Pipeline(model, tiny_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def by_engine(model):
+    return ByEngine(model, tiny_tokenizer(), max_concurrent=2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(max_new_tokens=12, ignore_eos=True),
+        dict(max_new_tokens=40),
+        dict(max_length=20, ignore_eos=True, return_full_text=True),
+        dict(max_new_tokens=30, ignore_eos=True, stop=["a", "Z"]),
+        dict(max_new_tokens=30, min_new_tokens=20),
+    ],
+    ids=lambda options: ",".join(options),
+)
+def test_greedy_answers_are_those_of_generate(pipe, by_engine, options):
+    prompts = [p[:12] for p in PROMPTS]
+    assert by_engine(prompts, do_sample=False, **options) == pipe(prompts, do_sample=False, **options)
+
+
+def test_a_penalty_of_the_models_own_is_kept(model):
+    """Qwen2's generation config has one, which `generate` obeys even when it is greedy."""
+    pipes = [kind(model, tiny_tokenizer()) for kind in (Pipeline, ByEngine)]
+    before = model.generation_config.repetition_penalty
+    model.generation_config.repetition_penalty = 1.5
+    try:
+        answers = [pipe(PROMPTS[0], max_new_tokens=25, do_sample=False, ignore_eos=True) for pipe in pipes]
+    finally:
+        model.generation_config.repetition_penalty = before
+    assert answers[0] == answers[1]
+    assert answers[0] != pipes[0](PROMPTS[0], max_new_tokens=25, do_sample=False, ignore_eos=True)
+
+
+def test_seeds(by_engine):
+    options = dict(max_new_tokens=20, ignore_eos=True)
+    a, b, c = (by_engine("Seattle", seed=seed, **options)[0] for seed in (1, 1, 2))
+    assert a == b != c
+    first, second = by_engine(["Seattle", "Seattle"], seed=1, **options)
+    assert first == a != second, "each prompt of a call has random numbers of its own"
+    assert by_engine("Seattle", **options) != by_engine("Seattle", **options)
+
+
+def test_what_the_engine_cannot_draw_goes_to_generate(model):
+    config = model.generation_config
+    assert config_refusals(config) == ()
+    config.no_repeat_ngram_size = 2
+    try:
+        assert config_refusals(config) == ("its generation config sets no_repeat_ngram_size=2",)
+        with pytest.raises(ValueError, match="the engine cannot draw tokens as this model asks: its generation config sets"):
+            next(Pipeline(model, tiny_tokenizer()).stream("x", do_sample=False))
+    finally:
+        config.no_repeat_ngram_size = None
+
+
+@pytest.mark.parametrize("kind", [Pipeline, ByEngine])
+def test_a_stream_is_the_answer_piece_by_piece(model, kind):
+    own = kind(model, tiny_tokenizer())
+    options = dict(max_new_tokens=25, do_sample=False, ignore_eos=True)
+    pieces = list(own.stream(PROMPTS[0], **options))
+    assert len(pieces) > 5 and "".join(pieces) == own(PROMPTS[0], **options)[0].generated_text
+    whole = list(own.stream(PROMPTS[0], return_full_text=True, **options))
+    assert whole[0].startswith(PROMPTS[0]) and "".join(whole) == PROMPTS[0] + "".join(pieces)
+    text = "".join(pieces)
+    stopped = own(PROMPTS[0], stop=[text[9:11]], **options)[0]
+    assert stopped.finish_reason is FinishReason.STOP
+    assert "".join(own.stream(PROMPTS[0], stop=[text[9:11]], **options)) == stopped.generated_text
+
+
+def test_a_stream_can_be_given_up(by_engine):
+    stream = by_engine.stream(PROMPTS[0], max_new_tokens=100, ignore_eos=True)
+    next(stream)
+    stream.close()
+    assert not by_engine.engine.batch.running
+
+
+def test_streams_refuse_what_calls_refuse(by_engine):
+    with pytest.raises(ValueError, match="a stream is for one non-empty prompt, got ''"):
+        by_engine.stream("")
+    with pytest.raises(lowbit.pipeline.UnknownArgument, match="max_new_token"):
+        by_engine.stream("x", max_new_token=3)
+    gone = Pipeline(by_engine.model, by_engine.tokenizer)
+    gone.destroy()
+    with pytest.raises(RuntimeError, match="this pipeline was destroyed"):
+        gone.stream("x")
