@@ -132,7 +132,7 @@ def plan_for(
     from lowbit.kernels.sm90.mixed_gemm import WgmmaPlan
 
     if isinstance(tile, RingTile):
-        return RingPlan(shape, tile, form, dtype, bias, overlap=machine.arch.sm >= 90)
+        return RingPlan(shape, tile, form, dtype, bias, machine.arch)
     return WgmmaPlan(shape, tile, form, dtype, bias, machine.sm_count)
 
 

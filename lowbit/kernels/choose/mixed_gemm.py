@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
+from lowbit.hardware.arch import Arch
 from lowbit.hardware.machine import Machine
 from lowbit.kernels.choose.candidate import Candidate, first_that_can, ordered
 
@@ -44,7 +45,7 @@ class GemmShape:
 
 @dataclass(frozen=True)
 class RingTile:
-    """Configuration of kernels/sm80/mixed_gemm.py; see there."""
+    """Configuration of kernels/sm80/mixed_gemm.py; see there. `blocks_per_sm`: the most that share an SM; 0: as many as fit."""
 
     tokens: int
     strips: int
@@ -52,16 +53,25 @@ class RingTile:
     warps_n: int
     warps_k: int
     splits: int
+    blocks_per_sm: int = 0
 
     @property
     def block_strips(self) -> int:
         return self.strips * self.warps_n
 
     def __str__(self) -> str:
+        few = f", {self.blocks_per_sm} block{'s' * (self.blocks_per_sm > 1)} an SM" if self.blocks_per_sm else ""
         return (
             f"ring {self.block_strips * 16} rows x {self.tokens} tokens, {self.warps_n} x {self.warps_k} warps of "
-            f"{self.strips} strips, ring of {self.strips * self.rounds}, K split {self.splits}"
+            f"{self.strips} strips, ring of {self.strips * self.rounds}, K split {self.splits}{few}"
         )
+
+
+def shared_by(tile: RingTile, arch: Arch) -> int:
+    """Bytes of shared memory with which no more blocks of a tile share an SM than it says; a block takes 1 KiB beside its own."""
+    if not tile.blocks_per_sm:
+        return 0
+    return min(arch.shared_per_sm_bytes // (tile.blocks_per_sm + 1) + 2048, arch.shared_per_block_bytes)
 
 
 @dataclass(frozen=True)
