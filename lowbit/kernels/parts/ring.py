@@ -7,8 +7,8 @@ and reads them back. A slot holds one step of one strip: the codes, as they lie 
     | slot 0: codes, scales | slot 1 | ... | slot depth - 1 | x slot 0 | ... | x slot rounds - 1 |
 
 x lies in 8 x 8 matrices of 128 bytes, so that `ldmatrix` reads B fragments without bank conflicts. Rows of tokens that do not
-exist are never copied: their places are cleared once. At one token that saves seven of eight copies of x, 119 us in a step of 32
-layers of 5 kernels (H200, 2026-11-22, Llama-3-8B shape, int4).
+exist are never copied: their places are cleared once. At one token that saves seven of eight copies of x, 119 us in a step of
+32 layers of 5 kernels (H200, 2026-11-22, Llama-3-8B's shape, int4).
 """
 
 from __future__ import annotations

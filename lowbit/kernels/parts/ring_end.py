@@ -8,7 +8,7 @@ A step of a decoder needs few kernels where each product does at its end what wo
               that both sums of a pair are in one lane, whatever the tile
     residual  h += y in place, then x of the next norm, h * gamma * x_factor, and the sum of squares of this block's rows of h
 
-gamma belongs to channels and goes to who knows its channels, 1 / rms to who knows the whole row: the main loop knows of neither.
+gamma belongs to channels and goes to who knows its channels, 1 / rms to who knows the whole row: the main loop knows neither.
 All sums in a fixed order: same input, same bits. Formula of gelu's tanh: Hendrycks and Gimpel, arXiv 1606.08415.
 """
 
@@ -53,9 +53,7 @@ class End:
         return "{\n" + "\n".join(lines) + "\n}"
 
 
-STORE = gl.constexpr(
-    "{ .reg .b32 at; mov.u32 at, global_smem; add.u32 at, at, $1; st.shared.f32 [at], $2; mov.b32 $0, 0; }"
-)
+STORE = gl.constexpr("{ .reg .b32 at; mov.u32 at, global_smem; add.u32 at, at, $1; st.shared.f32 [at], $2; mov.b32 $0, 0; }")
 """One float32 to shared memory: $1 byte, $2 value."""
 
 STORE_IF = gl.constexpr(
@@ -98,7 +96,7 @@ class Applied:
 
 @aggregate
 class Residual:
-    """h and x of the next norm [M, N], its gamma [N], squares of blocks; `old` and `weight` of a thread's outputs, if at hand."""
+    """h [M, N], the next norm's gamma [N], squares of blocks; `old` and `weight` are a thread's own h and gamma, if at hand."""
 
     h: Scalar
     gamma: Scalar

@@ -328,9 +328,7 @@ def ring_gemm(
 class RingLaunch:
     """What plans of the ring kernel have in common: its configuration, grid and workspace, and how it is launched."""
 
-    def __init__(
-        self, shape: GemmShape, tile: RingTile, form: WeightForm, dtype: torch.dtype, end: End, arch: Arch
-    ) -> None:
+    def __init__(self, shape: GemmShape, tile: RingTile, form: WeightForm, dtype: torch.dtype, end: End, arch: Arch) -> None:
         self.shape, self.tile, self.dtype = shape, tile, dtype
         overlap = arch.sm >= 90
         self.config = _config(tile, form, half_type(dtype), shape.k, end, overlap, shared_by(tile, arch))
@@ -352,7 +350,7 @@ class RingLaunch:
         of_h: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
         numbers: tuple[float | None, float | None, float | None] = (None, None, None),
     ) -> None:  # fmt: skip
-        """`room` is the workspace; `of_h` h, gamma and squares; `numbers` x_factor, 1 / width and eps: what the end asks for."""
+        """`room` is the workspace; `of_h` h, gamma and squares, `numbers` x_factor, 1 / width and eps, as the end asks for."""
         codes, scale, channel_scale = weight
         self.launch(
             y, x, codes, channel_scale if scale is None else scale, channel_scale, bias, *room, *of_h, self.shape.m,
@@ -364,9 +362,7 @@ class RingLaunch:
 class RingPlan(RingLaunch):
     """All of a product that does not depend on the tensors' contents: made once for a shape, called many times."""
 
-    def __init__(
-        self, shape: GemmShape, tile: RingTile, form: WeightForm, dtype: torch.dtype, bias: bool, arch: Arch
-    ) -> None:
+    def __init__(self, shape: GemmShape, tile: RingTile, form: WeightForm, dtype: torch.dtype, bias: bool, arch: Arch) -> None:
         super().__init__(shape, tile, form, dtype, End(form.channel_scale, bias), arch)
 
     def __call__(
@@ -402,9 +398,7 @@ class NormPlan(RingLaunch):
 class ResidualPlan(RingLaunch):
     """The same for a product that is added to h, whose next norm starts at its end."""
 
-    def __init__(
-        self, shape: GemmShape, tile: RingTile, form: WeightForm, dtype: torch.dtype, bias: bool, arch: Arch
-    ) -> None:
+    def __init__(self, shape: GemmShape, tile: RingTile, form: WeightForm, dtype: torch.dtype, bias: bool, arch: Arch) -> None:
         super().__init__(shape, tile, form, dtype, End(form.channel_scale, bias, residual=True), arch)
 
     @property
@@ -428,9 +422,7 @@ Weight = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 @functools.lru_cache(maxsize=1024)
-def _config(
-    tile: RingTile, form: WeightForm, dtype: HalfType, k: int, end: End, overlap: bool, shared_bytes: int
-) -> RingGemm:
+def _config(tile: RingTile, form: WeightForm, dtype: HalfType, k: int, end: End, overlap: bool, shared_bytes: int) -> RingGemm:
     step = Step(form.format, dtype, tile.tokens, form.group, form.zero, form.scale_dtype)
     whole = k % (STEP_K * tile.warps_k * tile.splits * tile.rounds) == 0
     ring = Ring(step, tile.strips, tile.rounds, not whole)
