@@ -86,24 +86,24 @@ class Place:
 
 @aggregate
 class Applied:
-    """What the sums are multiplied by and what is added; `rms` has 1 / rms of tokens 2t and 2t + 1 of each 8, or nothing."""
+    """What the sums are multiplied by and what is added: pointers, or with C.early what they point to for a thread's outputs;
+    `rms` has 1 / rms of tokens 2t and 2t + 1 of each 8, or nothing."""
 
     factor: Scalar
-    channel_scale: Scalar
+    channel_scale: Scalar | Tuple
     rms: Tuple
-    bias: Scalar
+    bias: Scalar | Tuple
 
 
 @aggregate
 class Residual:
-    """h [M, N], the next norm's gamma [N], squares of blocks; `old` and `weight` are a thread's own h and gamma, if at hand."""
+    """h [M, N], the next norm's gamma [N] (with C.early as in `Applied`, and `old` what h was), squares of blocks."""
 
     h: Scalar
-    gamma: Scalar
+    gamma: Scalar | Tuple
     squares: Scalar
     x_factor: Scalar
     old: Tuple
-    weight: Tuple
 
 
 @gluon.jit
@@ -211,15 +211,24 @@ def rms_of(factors, element, C: gl.constexpr):
 
 
 @gluon.jit
-def applied_to(total, applied, element, row, exists, C: gl.constexpr):
-    """A sum with all that is applied to it."""
+def of_row(channels, i: gl.constexpr, row, exists, C: gl.constexpr):
+    """What belongs to the row of a thread's i-th sum."""
+    if C.early:
+        return channels[i]
+    else:
+        return gl.load(channels + row, mask=exists, other=0.0)
+
+
+@gluon.jit
+def applied_to(total, applied, i: gl.constexpr, element, row, exists, C: gl.constexpr):
+    """A thread's i-th sum with all that is applied to it."""
     total *= applied.factor
     if C.end.channel_scale:
-        total *= gl.load(applied.channel_scale + row, mask=exists, other=0.0)
+        total *= of_row(applied.channel_scale, i, row, exists, C)
     if C.end.parts > 0:
         total *= rms_of(applied.rms, element, C)
     if C.end.bias:
-        total += gl.load(applied.bias + row, mask=exists, other=0.0).to(gl.float32)
+        total += of_row(applied.bias, i, row, exists, C).to(gl.float32)
     return total
 
 
@@ -230,7 +239,7 @@ def store(y, sums, applied, at, C: gl.constexpr):
     for i in gl.static_range(OUTPUTS):
         element, row_of_warps = element_of(i, at.warp, C)
         row, token, exists = output_of(element, row_of_warps, at, C)
-        total = applied_to(sums[i], applied, element, row, exists, C)
+        total = applied_to(sums[i], applied, i, element, row, exists, C)
         gl.store(y + token.to(gl.int64) * at.N + row, total.to(y.dtype.element_ty), mask=exists)
 
 
@@ -250,25 +259,38 @@ def store_gated(y, sums, applied, at, C: gl.constexpr):
     for i in gl.static_range(PAIRS):
         element, row_of_warps = element_of(2 * i, at.warp, C)
         row, token, exists = output_of(element, row_of_warps, at, C)
-        gate = applied_to(sums[2 * i], applied, element, row, exists, C)
-        up = applied_to(sums[2 * i + 1], applied, element, row + 8, exists, C)
+        gate = applied_to(sums[2 * i], applied, 2 * i, element, row, exists, C)
+        up = applied_to(sums[2 * i + 1], applied, 2 * i + 1, element, row + 8, exists, C)
         to = token.to(gl.int64) * (at.N // 2) + row // 16 * 8 + row % 16
         gl.store(y + to, (activated(gate, C) * up).to(y.dtype.element_ty), mask=exists)
 
 
 @gluon.jit
-def before(residual_h, gamma, at, C: gl.constexpr):
-    """h and gamma of a thread's outputs, on their way while the product is made."""
+def rows_ahead(channels, at, C: gl.constexpr):
+    """What `channels` [N] has for the rows of a thread's sums, on its way while the product is made; None stays None."""
     OUTPUTS: gl.constexpr = C.outputs
-    old = ()
-    weight = ()
+    if channels is None:
+        return channels
+    else:
+        values = ()
+        for i in gl.static_range(OUTPUTS):
+            element, row_of_warps = element_of(i, at.warp, C)
+            row, _token, exists = output_of(element, row_of_warps, at, C)
+            values = values + (gl.load(channels + row, mask=exists, other=0.0),)
+        return values
+
+
+@gluon.jit
+def outputs_ahead(h, at, C: gl.constexpr):
+    """The same of h [M, N]; the rows that this block finishes."""
+    OUTPUTS: gl.constexpr = C.outputs
+    values = ()
     for i in gl.static_range(OUTPUTS):
         element, row_of_warps = element_of(i, at.warp, C)
         row, token, exists = output_of(element, row_of_warps, at, C)
         exists = exists & (row >= at.own_row)
-        old = old + (gl.load(residual_h + token.to(gl.int64) * at.N + row, mask=exists, other=0.0),)
-        weight = weight + (gl.load(gamma + row, mask=exists, other=0.0),)
-    return old, weight
+        values = values + (gl.load(h + token.to(gl.int64) * at.N + row, mask=exists, other=0.0),)
+    return values
 
 
 @gluon.jit
@@ -280,19 +302,20 @@ def add_to_residual(x, sums, applied, residual, at, C: gl.constexpr):
     S: gl.constexpr = C.ring.step
     OUTPUTS: gl.constexpr = C.outputs
     BASE: gl.constexpr = 4 * C.accumulators * C.threads
-    old, weight = residual.old, residual.weight
-    if C.splits > 1:  # too many registers to hold them through the main loop for the one block that needs them
-        old, weight = before(residual.h, residual.gamma, at, C)
+    old = residual.old
+    if not C.early:
+        old = outputs_ahead(residual.h, at, C)
     for i in gl.static_range(OUTPUTS):
         element, row_of_warps = element_of(i, at.warp, C)
         row, token, exists = output_of(element, row_of_warps, at, C)
         exists = exists & (row >= at.own_row)
-        total = applied_to(sums[i], applied, element, row, exists, C) + old[i].to(gl.float32)
+        total = applied_to(sums[i], applied, i, element, row, exists, C) + old[i].to(gl.float32)
         kept = total.to(residual.h.dtype.element_ty)
         to = token.to(gl.int64) * at.N + row
         gl.store(residual.h + to, kept, mask=exists)
         total = gl.where(exists, kept.to(gl.float32), 0.0)
-        scaled = total * (weight[i].to(gl.float32) * residual.x_factor)
+        gamma = of_row(residual.gamma, i, row, exists, C).to(gl.float32)
+        scaled = total * (gamma * residual.x_factor)
         gl.store(x + to, scaled.to(x.dtype.element_ty), mask=exists)
         square = across_groups(total * total, C)
         octet = (row - at.first_strip * 16) // 8

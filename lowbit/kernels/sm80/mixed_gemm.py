@@ -32,10 +32,11 @@ from lowbit.kernels.parts.ring_end import (
     Gate,
     Place,
     Residual,
-    before,
     finish,
     meet,
+    outputs_ahead,
     rms_factors,
+    rows_ahead,
     sum_of_slices,
 )
 from lowbit.kernels.parts.step import STEP_K, STEP_TILES, Step
@@ -94,6 +95,12 @@ class RingGemm:
         """Sums of accumulators that each thread finishes: a gate and what it gates by the same."""
         together = 1 if self.end.gate == "none" else 2
         return together * -(-self.accumulators // (together * self.warps_k))
+
+    @property
+    def early(self) -> bool:
+        """Whether what the end needs is asked for before the main loop, in a chain of short kernels; not where only the last of
+        several blocks needs it."""
+        return self.splits == 1 and (self.end.parts > 0 or self.end.residual)
 
     @property
     def start_of_ring(self) -> str:
@@ -280,9 +287,12 @@ def ring_gemm(
         w, w_strip, scale, scale_strip, x, 8 * x_stride, x_size, tiles - slice_k * TILES, K - slice_k * STEP - place * 8
     )  # fmt: skip
 
+    at = Place(lane, warp, first_strip, first_token, gl.program_id(0) * C.block_strips * 16, M, N)
     if C.overlap:
         for d in gl.static_range(DEPTH):
             copy_step(ring, source, C, d, True, False)
+        if C.early:
+            channel_scale, bias, gamma = rows_ahead(channel_scale, at, C), rows_ahead(bias, at, C), rows_ahead(gamma, at, C)
         clear_x(ring, source, C)
         gl.inline_asm_elementwise(
             "griddepcontrol.wait;\n griddepcontrol.launch_dependents;\n mov.b32 $0, 0;", "=r", [],
@@ -294,15 +304,14 @@ def ring_gemm(
         for d in gl.static_range(DEPTH):
             copy_step(ring, source, C, d, True, True)
         clear_x(ring, source, C)
-
-    at = Place(lane, warp, first_strip, first_token, gl.program_id(0) * C.block_strips * 16, M, N)
+        if C.early:
+            channel_scale, bias, gamma = rows_ahead(channel_scale, at, C), rows_ahead(bias, at, C), rows_ahead(gamma, at, C)
     rms = ()
     old = ()
-    weight = ()
     if C.end.parts > 0:
         rms = rms_factors(squares, at, inverse_width, eps, x_factor, C)
-    if C.end.residual and C.splits == 1:
-        old, weight = before(h, gamma, at, C)
+    if C.end.residual and C.early:
+        old = outputs_ahead(h, at, C)
 
     THREADS: gl.constexpr = C.threads
     zeros = gl.zeros((THREADS,), gl.float32, gl.BlockedLayout([1], [32], [C.warps], [0]))
@@ -316,7 +325,7 @@ def ring_gemm(
     read, acc = iteration(ring, source, read, acc, C, True)
     sums = sum_of_slices(shared, acc, lane, warp, C)
     applied = Applied(factor, channel_scale, rms, bias)
-    residual = Residual(h, gamma, squares, x_factor, old, weight)
+    residual = Residual(h, gamma, squares, x_factor, old)
     if C.splits == 1:
         finish(y, sums, applied, residual, at, C)
     else:

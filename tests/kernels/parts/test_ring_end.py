@@ -156,14 +156,14 @@ def launch(tile, end, m, n, rng, **given):
             if end.parts
             else ()
         )
-        old, weight = (), ()
-        if end.residual and tile.splits == 1:
-            old, weight = d["before"](given["h"], given["gamma"], at, config)
-        applied = types.SimpleNamespace(factor=0.5, channel_scale=given.get("channel_scale"), rms=rms, bias=given.get("bias"))
+        channels = {name: given.get(name) for name in ("channel_scale", "bias", "gamma")}
+        if config.early:
+            channels = {name: d["rows_ahead"](memory, at, config) for name, memory in channels.items()}
+        old = d["outputs_ahead"](given["h"], at, config) if end.residual and config.early else ()
+        applied = types.SimpleNamespace(factor=0.5, channel_scale=channels["channel_scale"], rms=rms, bias=channels["bias"])
         residual = types.SimpleNamespace(
-            h=given.get("h"), gamma=given.get("gamma"), squares=given.get("squares"), x_factor=given.get("x_factor"), old=old,
-            weight=weight,
-        )  # fmt: skip
+            h=given.get("h"), gamma=channels["gamma"], squares=given.get("squares"), x_factor=given.get("x_factor"), old=old
+        )
         acc = accumulators(config, products, first, int(split), np.arange(config.threads))
         last, sums = True, d["sum_of_slices"](block.tile(), acc, at.lane, at.warp, config)
         if tile.splits > 1:

@@ -58,22 +58,31 @@ def main_loop(kernel):
     return max(loops, key=lambda loop: loop[1] - loop[0]) if loops else (found[0], found[-1])
 
 
-def check(tile, kernel, stack_bytes=0):
-    """Nothing of the main loop is in local memory; weights are asked for before the wait; what others write, x among it, is
-    read behind it. Returns the lines that load, and the main loop.
+def check(tile, kernel, end, of_rows, parts, stack_bytes=0):
+    """Nothing of the main loop is in local memory, and loads are where they hide: before the wait for the kernel before what
+    belongs to rows of w (`of_rows` tensors: scales, bias, gamma), behind it h or squares, none in the loop, none at the end.
 
-    ptxas may rather put a few words that the end needs away before the loop than have registers for fewer blocks.
+    Where splits meet, all but the squares are loaded at the end, by the block that comes last. ptxas may put a few words that
+    the end needs away before the loop, rather than have registers for fewer blocks.
     """
-    first, last = loop = main_loop(kernel)
+    first, last = main_loop(kernel)
     assert not re.search(r"\b(LDL|STL)\b", " ".join(kernel.lines[first : last + 1])), "registers spilled in the main loop"
     assert kernel.stack_bytes <= stack_bytes, "registers spilled"
     wait = next(i for i, line in enumerate(kernel.lines) if "ACQBULK" in line)
     copies = [i for i, line in enumerate(kernel.lines) if "LDGSTS" in line]
     assert copies[0] < wait < copies[-1], "copies of weights, wait, copies of x"
-    loads = [i for i, line in enumerate(kernel.lines) if re.search(r"\bLDG\b", line)]
     stores = [i for i, line in enumerate(kernel.lines) if re.search(r"\b(STG|ATOMG|RED)\b", line)]
-    assert min(loads + stores) > wait, "nothing but weights before the wait"
-    return loads, loop
+    assert min(stores) > last
+    loads = [i for i, line in enumerate(kernel.lines) if re.search(r"\bLDG\b", line)]
+    together = 1 if end in ("residual", "norm") else 2
+    outputs = together * -(-tile.strips * tile.tokens // (2 * together * tile.warps_k))
+    squares = -(-parts // 8) * tile.tokens // 4
+    of_others = outputs if end == "residual" else squares
+    early = tile.splits == 1
+    assert sum(i < wait for i in loads) == (of_rows * outputs if early else 0)
+    assert sum(wait < i < first for i in loads) == (of_others if early or end != "residual" else 0)
+    assert not [i for i in loads if first <= i <= last], "loads sank into the loop"
+    assert early == (not [i for i in loads if i > last])
 
 
 @pytest.mark.parametrize("m", [1, 16])
@@ -81,11 +90,8 @@ def check(tile, kernel, stack_bytes=0):
 def test_llama_3_8b(end, n, k, m):
     head = n > 100000
     tile, kernel = compiled(end, "int8" if head else "int4", m, n, k, group=0 if head else 128)
-    loads, (first, _) = check(tile, kernel)
+    check(tile, kernel, end, head + (end == "residual"), 128)
     assert kernel.count("HMMA.16816") == 2 * tile.strips * tile.rounds * 8 * (tile.tokens // 8)
-    outputs = -(-tile.strips * tile.tokens // 2 // tile.warps_k)
-    ahead = {"residual": 2 * outputs if tile.splits == 1 else 0}.get(end, 128 // 8 * tile.tokens // 4)
-    assert len([i for i in loads if i < first]) == ahead, "squares, or h and gamma, are asked for before the products"
     if tile.blocks_per_sm == 1:
         assert 2 * (kernel.shared_bytes + 1024) > arch_for(90).shared_per_sm_bytes >= kernel.shared_bytes + 1024
 
@@ -105,7 +111,7 @@ def test_formats(fmt, group, zero, dtype, m):
     """Every end in turn, with a bias; h, gates and channels of a narrow model, with a tail of K."""
     for end, n, k in (("residual", 896, 4864), ("norm", 1152, 896), ("gelu_tanh", 9728, 896)):
         tile, kernel = compiled(end, fmt, m, n, k, group, zero, dtype, bias=True, parts=56)
-        check(tile, kernel, stack_bytes=32)
+        check(tile, kernel, end, 1 + (group == 0) + (end == "residual"), 56, stack_bytes=32)
 
 
 @pytest.mark.parametrize("end", ["residual", "norm", "silu"])
@@ -115,13 +121,13 @@ def test_formats(fmt, group, zero, dtype, m):
 def test_splits(end, tile):
     """The block that comes last finishes; with 3 or 5 strips for 4 or 8 warps some warps finish nothing."""
     _, kernel = compiled(end, "int4", tile.tokens, 4096, 4096, tile=tile, bias=True)
-    check(tile, kernel, stack_bytes=32)
+    check(tile, kernel, end, 1 + (end == "residual"), 128, stack_bytes=32)
     assert kernel.count("ATOMG") == 1
 
 
 def test_most_parts():
     for m in (8, 16):
-        check(*compiled("norm", m=m, n=10240, k=8192, parts=256))
+        check(*compiled("norm", m=m, n=10240, k=8192, parts=256), "norm", 0, 256)
 
 
 @pytest.mark.parametrize("sm", [80, 86, 89, 120])
