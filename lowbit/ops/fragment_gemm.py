@@ -51,32 +51,33 @@ def fragment_gemm(x: Tensor, w: FragmentWeight, bias: Tensor | None = None, *, b
     )
 
 
-def _check(
-    x: Tensor, codes: Tensor, scale: Tensor | None, channel: Tensor | None, bias: Tensor | None, s: Scheme, n: int
-) -> None:
-    """Raises ValueError unless the tensors are of one product under the scheme."""
+def check_product(
+    operator: str, x: Tensor, codes: Tensor, scale: Tensor | None, channel: Tensor | None, bias: Tensor | None,
+    s: Scheme, n: int,
+) -> None:  # fmt: skip
+    """Raises ValueError, which names `operator`, unless the tensors are of one product under the scheme."""
     if x.dtype not in (torch.float16, torch.bfloat16) or x.dim() < 1:
-        raise ValueError(f"fragment_gemm: x is fp16 or bf16 [.., K], got {x.dtype} {tuple(x.shape)}")
+        raise ValueError(f"{operator}: x is fp16 or bf16 [.., K], got {x.dtype} {tuple(x.shape)}")
     k = x.shape[-1]
     expected = (strips(n), k_tiles(k), LANES * s.weight.bits)
     if tuple(codes.shape) != expected or codes.dtype != torch.int32:
         raise ValueError(
-            f"fragment_gemm: {s} with N {n} and K {k} takes codes int32 {expected} (FragmentWeight.pack makes them), "
+            f"{operator}: {s} with N {n} and K {k} takes codes int32 {expected} (FragmentWeight.pack makes them), "
             f"got {codes.dtype} {tuple(codes.shape)}: another K, another scheme, or packed for another kernel"
         )
     group, of_channels = kernel_group(s), has_channel_scale(s)
     if (group == 0) != (scale is None) or (of_channels and channel is None):
         kinds = (["scales per group"] if group else []) + (["scales per channel"] if of_channels else [])
-        raise ValueError(f"fragment_gemm: {s} takes {' and '.join(kinds)}, FragmentWeight.pack makes them")
+        raise ValueError(f"{operator}: {s} takes {' and '.join(kinds)}, FragmentWeight.pack makes them")
     if scale is not None:
         pair = 2 if s.zero.value == "" else 4
         shape = (strips(n), -(-k // 128) * (128 // group), 8, pair)
         if tuple(scale.shape) != shape or scale.dtype not in (torch.float16, torch.bfloat16):
-            raise ValueError(f"fragment_gemm: {s} takes fp16 or bf16 scales {shape}, got {scale.dtype} {tuple(scale.shape)}")
+            raise ValueError(f"{operator}: {s} takes fp16 or bf16 scales {shape}, got {scale.dtype} {tuple(scale.shape)}")
     if channel is not None and (tuple(channel.shape) != (n,) or channel.dtype != torch.float32):
-        raise ValueError(f"fragment_gemm: {s} takes float32 scales [{n}], got {channel.dtype} {tuple(channel.shape)}")
+        raise ValueError(f"{operator}: {s} takes float32 scales [{n}], got {channel.dtype} {tuple(channel.shape)}")
     if bias is not None and tuple(bias.shape) != (n,):
-        raise ValueError(f"fragment_gemm: bias is [{n}], got {tuple(bias.shape)}")
+        raise ValueError(f"{operator}: bias is [{n}], got {tuple(bias.shape)}")
 
 
 @torch.library.impl("lowbit::fragment_gemm", "CUDA")
@@ -86,7 +87,7 @@ def _fragment_gemm(
 ) -> Tensor:  # fmt: skip
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     if order is None and pre_quant_scale is None:
-        rows = _aligned_rows(rows)
+        rows = aligned_rows(rows)
     else:
         rows = _gathered(rows, order, pre_quant_scale)
     others = (described(codes), described(scale), described(channel_scale), described(bias))
@@ -110,7 +111,9 @@ def _plan(
     parsed = _scheme(scheme)
     codes, *optional = (None if t is None else on_meta(t) for t in others)
     assert codes is not None
-    _check(torch.empty((m, k), dtype=dtype, device="meta"), codes, optional[0], optional[1], optional[2], parsed, n)
+    scale, channel_scale, bias = optional
+    x = torch.empty((m, k), dtype=dtype, device="meta")
+    check_product("fragment_gemm", x, codes, scale, channel_scale, bias, parsed, n)
     devices = {on, *(t[2] for t in others if t is not None)}
     if len(devices) > 1:
         raise ValueError(f"fragment_gemm: all tensors must be on one device, got {sorted(map(str, devices))}")
@@ -132,7 +135,7 @@ def plan_for(
     from lowbit.kernels.sm90.mixed_gemm import WgmmaPlan
 
     if isinstance(tile, RingTile):
-        return RingPlan(shape, tile, form, dtype, bias, overlap=machine.arch.sm >= 90)
+        return RingPlan(shape, tile, form, dtype, bias, machine.arch)
     return WgmmaPlan(shape, tile, form, dtype, bias, machine.sm_count)
 
 
@@ -141,12 +144,12 @@ def _fake(
     x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None, scheme: str, n: int,
     batch_invariant: bool = False, order: Tensor | None = None, pre_quant_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    _check(x, codes, scale, channel_scale, bias, _scheme(scheme), n)
+    check_product("fragment_gemm", x, codes, scale, channel_scale, bias, _scheme(scheme), n)
     check_channels("fragment_gemm", x.shape[-1], order, pre_quant_scale)
     return x.new_empty((*x.shape[:-1], n))
 
 
-def _aligned_rows(x: Tensor) -> Tensor:
+def aligned_rows(x: Tensor) -> Tensor:
     """x [M, K] with rows of 16-byte pieces and no gap within a row, copied only if it is not so already."""
     if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0:
         return x
@@ -157,7 +160,7 @@ def _aligned_rows(x: Tensor) -> Tensor:
 
 
 def _gathered(x: Tensor, order: Tensor | None, pre_quant_scale: Tensor | None) -> Tensor:
-    """x [M, K] as the codes want it, in rows like those of `_aligned_rows`."""
+    """x [M, K] as the codes want it, in rows like those of `aligned_rows`."""
     x = x if x.stride(1) == 1 else x.contiguous()
     order = None if order is None else order.contiguous()
     pre_quant_scale = None if pre_quant_scale is None else pre_quant_scale.contiguous()

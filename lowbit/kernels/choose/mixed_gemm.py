@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
+from lowbit.hardware.arch import Arch
 from lowbit.hardware.machine import Machine
 from lowbit.kernels.choose.candidate import Candidate, first_that_can, ordered
 
@@ -44,7 +45,7 @@ class GemmShape:
 
 @dataclass(frozen=True)
 class RingTile:
-    """Configuration of kernels/sm80/mixed_gemm.py; see there."""
+    """Configuration of kernels/sm80/mixed_gemm.py; see there. `blocks_per_sm`: the most that share an SM; 0: as many as fit."""
 
     tokens: int
     strips: int
@@ -52,16 +53,25 @@ class RingTile:
     warps_n: int
     warps_k: int
     splits: int
+    blocks_per_sm: int = 0
 
     @property
     def block_strips(self) -> int:
         return self.strips * self.warps_n
 
     def __str__(self) -> str:
+        few = f", {self.blocks_per_sm} block{'s' * (self.blocks_per_sm > 1)} an SM" if self.blocks_per_sm else ""
         return (
             f"ring {self.block_strips * 16} rows x {self.tokens} tokens, {self.warps_n} x {self.warps_k} warps of "
-            f"{self.strips} strips, ring of {self.strips * self.rounds}, K split {self.splits}"
+            f"{self.strips} strips, ring of {self.strips * self.rounds}, K split {self.splits}{few}"
         )
+
+
+def shared_by(tile: RingTile, arch: Arch) -> int:
+    """Bytes of shared memory with which no more blocks of a tile share an SM than it says; a block takes 1 KiB besides."""
+    if not tile.blocks_per_sm:
+        return 0
+    return min(arch.shared_per_sm_bytes // (tile.blocks_per_sm + 1) + 2048, arch.shared_per_block_bytes)
 
 
 @dataclass(frozen=True)
@@ -126,7 +136,7 @@ def candidates(shape: GemmShape, machine: Machine, *, batch_invariant: bool = Fa
     if batch_invariant and rows:
         return ordered([row for row in rows if isinstance(row.tile, WgmmaTile) and row.tile.splits == 1])
     if shape.m <= RING_TOKENS or not rows:
-        rings = [_ring_candidate(tile, shape, machine) for tile in _ring_tiles(shape, machine)]
+        rings = [ring_candidate(tile, shape, machine) for tile in ring_tiles(shape, machine)]
         if batch_invariant:  # slices of K are those of the warps that share them
             return ordered([row for row in rings if (row.tile.warps_k, row.tile.splits) == (INVARIANT_WARPS, 1)])  # type: ignore[union-attr]
         rows = rings if shape.m <= SMALL_TOKENS else rows + rings
@@ -143,7 +153,8 @@ def choose(shape: GemmShape, machine: Machine, batch_invariant: bool = False) ->
 # ---- the ring kernel
 
 
-def _ring_tiles(shape: GemmShape, machine: Machine) -> list[RingTile]:
+def ring_tiles(shape: GemmShape, machine: Machine) -> list[RingTile]:
+    """Tiles of the ring kernel that are considered for a problem."""
     tokens = SMALL_TOKENS if shape.m <= SMALL_TOKENS else 16
     steps = -(-shape.k // 128)
     few = tokens == SMALL_TOKENS
@@ -161,7 +172,8 @@ def _ring_tiles(shape: GemmShape, machine: Machine) -> list[RingTile]:
     return tiles
 
 
-def _ring_candidate(tile: RingTile, shape: GemmShape, machine: Machine) -> GemmCandidate:
+def ring_candidate(tile: RingTile, shape: GemmShape, machine: Machine) -> GemmCandidate:
+    """A tile of the ring kernel with its reasons and its modelled time."""
     reasons = []
     per_round = tile.strips * (256 * shape.bits + 256) + 256 * tile.tokens
     shared = tile.warps_n * tile.warps_k * tile.rounds * per_round

@@ -7,6 +7,7 @@ Ring    every warp fills and reads a ring of its own: no barrier in the main loo
 Step    codes -> halves -> mma.sync, group scales in fp32 on the group's sum (parts/step.py)
 Sum     the slices of K meet once, in shared memory, in a fixed order: same input, same bits. With splits > 1 the block that
         comes last adds the sums of all splits, again in order
+End     y with scales and bias; for up to 16 tokens of a decode step also norm, gate and residual (parts/ring_end.py)
 Exact   decoding is exact; sums in fp32; one rounding at the store. Tested: tests/ops/test_fragment_gemm.py
 Source  fragments: PTX ISA; the private ring and measurements: docs/log.md
 """
@@ -19,11 +20,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lowbit.hardware.arch import Arch
 from lowbit.hardware.half import HalfType
-from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile
-from lowbit.kernels.parts.gluon import Scalar, Tuple, aggregate, barrier, gl, gluon, half_type, ptx, source_digest
+from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile, shared_by
+from lowbit.kernels.parts.gluon import Scalar, Tuple, aggregate, gl, gluon, half_type, ptx, run, source_digest
 from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.parts.ring import Ring
+from lowbit.kernels.parts.ring_end import (
+    Applied,
+    End,
+    Gate,
+    Place,
+    Residual,
+    finish,
+    meet,
+    outputs_ahead,
+    rms_factors,
+    rows_ahead,
+    sum_of_slices,
+)
 from lowbit.kernels.parts.step import STEP_K, STEP_TILES, Step
 from lowbit.pack.weight import WeightForm
 
@@ -32,16 +47,17 @@ from lowbit.pack.weight import WeightForm
 class RingGemm:
     """All that is fixed when the kernel is compiled. Of two equal ones, results are equal to the last bit.
 
-    `overlap` starts the weight copies before the kernel before has finished (programmatic dependent launch, sm_90).
+    `overlap` starts the weight copies before the kernel before has finished (programmatic dependent launch, sm_90). A block
+    takes `shared_bytes` of shared memory at least, so that no more than wanted share an SM.
     """
 
     ring: Ring
     warps_n: int
     warps_k: int
     splits: int
-    channel_scale: bool
-    bias: bool
+    end: End
     overlap: bool
+    shared_bytes: int = 0
     digest: str = source_digest()
 
     @property
@@ -68,30 +84,28 @@ class RingGemm:
 
     @property
     def shared_rows(self) -> int:
-        """Shared memory in rows of one float32 per thread: the rings, and in their place at the end the accumulators."""
-        return max(-(-self.ring.bytes * self.warps // (4 * self.threads)), self.accumulators)
+        """Shared memory in rows of one float32 per thread: the rings, and in their place at the end the accumulators, with the
+        residual the squares of its octets of rows behind them."""
+        squares = 2 * self.block_strips * self.ring.step.tokens if self.end.residual else 0
+        at_end = self.accumulators + -(-squares // self.threads)
+        return max(-(-max(self.ring.bytes * self.warps, self.shared_bytes) // (4 * self.threads)), at_end)
 
     @property
     def outputs(self) -> int:
-        """Elements of y that each thread finishes."""
-        return -(-self.accumulators // self.warps_k)
+        """Sums of accumulators that each thread finishes: a gate and what it gates by the same."""
+        together = 1 if self.end.gate == "none" else 2
+        return together * -(-self.accumulators // (together * self.warps_k))
+
+    @property
+    def early(self) -> bool:
+        """Whether what the end needs is asked for before the main loop, in a chain of short kernels; not where only the last of
+        several blocks needs it."""
+        return self.splits == 1 and (self.end.parts > 0 or self.end.residual)
 
     @property
     def start_of_ring(self) -> str:
         # The kernel has one allocation, so its offset is 0.
         return "{ .reg .b32 start; mov.u32 start, global_smem; add.u32 $0, start, $1; }"
-
-    @property
-    def store_sum(self) -> str:
-        """One accumulator to shared memory: $1 byte, $2 value."""
-        return "{ .reg .b32 at; mov.u32 at, global_smem; add.u32 at, at, $1; st.shared.f32 [at], $2; mov.b32 $0, 0; }"
-
-    @property
-    def add_slices(self) -> str:
-        """The sum of one accumulator over the slices of K, which lie 128 bytes apart: $1 byte of the first."""
-        lines = [".reg .b32 at; .reg .f32 v;", "mov.u32 at, global_smem; add.u32 at, at, $1; ld.shared.f32 $0, [at];"]
-        lines += [f"ld.shared.f32 v, [at+{128 * i}]; add.f32 $0, $0, v;" for i in range(1, self.warps_k)]
-        return "{\n" + "\n".join(lines) + "\n}"
 
 
 STEP = gl.constexpr(STEP_K)
@@ -218,80 +232,23 @@ def iteration(ring, source, read, acc, C: gl.constexpr, last: gl.constexpr):
 
 
 @gluon.jit
-def sum_of_slices(shared, acc, lane, warp, C: gl.constexpr):
-    """Adds what the warps of a block have for their slices of K. Thread by thread, C.outputs sums; see `store`."""
-    ACCUMULATORS: gl.constexpr = C.accumulators
-    OUTPUTS: gl.constexpr = C.outputs
-    barrier()
-    shared.index(0).store(acc[0])  # as below; it also keeps the allocation, which all the rest reaches by address, alive
-    for i in gl.static_range(1, ACCUMULATORS):
-        gl.inline_asm_elementwise(
-            C.store_sum, "=r,r,f", [(i * C.threads + warp * 32 + lane) * 4, acc[i]], dtype=gl.int32, is_pure=False, pack=1
-        )  # fmt: skip
-    barrier()
-    sums = ()
-    for i in gl.static_range(OUTPUTS):
-        index = i * C.warps + warp
-        element = gl.minimum(index // C.warps_n, C.accumulators - 1)
-        at = (element * C.warps + index % C.warps_n * C.warps_k) * 128 + lane * 4
-        sums = sums + (
-            gl.inline_asm_elementwise(C.add_slices, "=&f,r", [at], dtype=gl.float32, is_pure=False, pack=1),
-        )  # fmt: skip
-    return sums
-
-
-@gluon.jit
-def store(y, sums, channel_scale, bias, factor, lane, warp, first_strip, first_token, M, N, C: gl.constexpr):
-    """Scales, adds the bias and stores: lanes of a warp write 8 neighbouring rows of w for each of 4 tokens."""
-    S: gl.constexpr = C.ring.step
-    OUTPUTS: gl.constexpr = C.outputs
-    for i in gl.static_range(OUTPUTS):
-        index = i * C.warps + warp  # accumulator of the lane, then row of warps
-        element = index // C.warps_n
-        strip = first_strip + index % C.warps_n * C.ring.strips + element // S.accumulators
-        row = strip * 16 + (lane >> 2) + 8 * ((element >> 1) & 1)
-        token = first_token + (element % S.accumulators) // 4 * 8 + (lane & 3) * 2 + (element & 1)
-        exists = (element < C.accumulators) & (row < N) & (token < M)
-        total = sums[i] * factor
-        if C.channel_scale:
-            total *= gl.load(channel_scale + row, mask=exists, other=0.0)
-        if C.bias:
-            total += gl.load(bias + row, mask=exists, other=0.0).to(gl.float32)
-        gl.store(y + token.to(gl.int64) * N + row, total.to(y.dtype.element_ty), mask=exists)
-
-
-@gluon.jit
-def meet(partial, arrived, sums, thread, C: gl.constexpr):
-    """Leaves this block's sums to the last block of its rows and tokens; that block gets True and the sums of all splits.
-
-    `arrived` counts the blocks that are through and is 0 again afterwards.
-    """
-    OUTPUTS: gl.constexpr = C.outputs
-    SPLITS: gl.constexpr = C.splits
-    block = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
-    first = partial + block * (SPLITS * OUTPUTS * C.threads) + thread
-    for i in gl.static_range(OUTPUTS):
-        gl.store(first + (gl.program_id(2) * OUTPUTS + i) * C.threads, sums[i])
-    barrier()
-    last = gl.atomic_add(arrived + block, 1, sem="acq_rel") == SPLITS - 1
-    totals = sums
-    if last:
-        gl.store(arrived + block, 0)
-        totals = ()
-        for i in gl.static_range(OUTPUTS):
-            total = gl.load(first + i * C.threads)
-            for split in gl.static_range(1, SPLITS):
-                total += gl.load(first + (split * OUTPUTS + i) * C.threads)
-            totals = totals + (total,)
-    return last, totals
+def clear_x(ring, source, C: gl.constexpr):
+    """Zeros in the places of tokens that do not exist, which nothing is ever copied to."""
+    R: gl.constexpr = C.ring
+    EIGHTS: gl.constexpr = R.step.eights
+    for eight in gl.static_range(EIGHTS):
+        run(ptx(R.clear_x, eight), "=r,r,r", [ring.at_x, source.x_size[eight]])
 
 
 @gluon.jit(do_not_specialize=["M", "N", "K", "x_stride", "strips", "tiles", "scale_strip", "iterations"])
 def ring_gemm(
-    y, x, w, scale, channel_scale, bias, partial, arrived, M, N, K, x_stride, strips, tiles, scale_strip, iterations, factor,
-    C: gl.constexpr,
+    y, x, w, scale, channel_scale, bias, partial, arrived, h, gamma, squares, M, N, K, x_stride, strips, tiles, scale_strip,
+    iterations, factor, x_factor, inverse_width, eps, C: gl.constexpr,
 ):  # fmt: skip
-    """One block: C.block_strips strips of w, C.ring.step.tokens tokens, its slices of K. An iteration uses every slot once."""
+    """One block: C.block_strips strips of w, C.ring.step.tokens tokens, its slices of K. An iteration uses every slot once.
+
+    Before the wait only weights are read; what kernels before this one write, x, h and squares, after it.
+    """
     R: gl.constexpr = C.ring
     S: gl.constexpr = C.ring.step
     DEPTH: gl.constexpr = R.depth
@@ -302,7 +259,7 @@ def ring_gemm(
     lane = thread & 31
     warp = thread >> 5
     slice_k = gl.program_id(2) * C.warps_k + warp % C.warps_k
-    # The last block may overlap the one before: both then store the same values.
+    # The last block may overlap the one before: both then store the same values, but only one adds to h.
     first_strip = gl.minimum(gl.program_id(0) * C.block_strips, strips - C.block_strips)
     first_token = gl.program_id(1) * S.tokens
     strip = first_strip + warp // C.warps_k * R.strips
@@ -330,9 +287,13 @@ def ring_gemm(
         w, w_strip, scale, scale_strip, x, 8 * x_stride, x_size, tiles - slice_k * TILES, K - slice_k * STEP - place * 8
     )  # fmt: skip
 
+    at = Place(lane, warp, first_strip, first_token, gl.program_id(0) * C.block_strips * 16, M, N)
     if C.overlap:
         for d in gl.static_range(DEPTH):
             copy_step(ring, source, C, d, True, False)
+        if C.early:
+            channel_scale, bias, gamma = rows_ahead(channel_scale, at, C), rows_ahead(bias, at, C), rows_ahead(gamma, at, C)
+        clear_x(ring, source, C)
         gl.inline_asm_elementwise(
             "griddepcontrol.wait;\n griddepcontrol.launch_dependents;\n mov.b32 $0, 0;", "=r", [],
             dtype=gl.int32, is_pure=False, pack=1,
@@ -342,6 +303,15 @@ def ring_gemm(
     else:
         for d in gl.static_range(DEPTH):
             copy_step(ring, source, C, d, True, True)
+        clear_x(ring, source, C)
+        if C.early:
+            channel_scale, bias, gamma = rows_ahead(channel_scale, at, C), rows_ahead(bias, at, C), rows_ahead(gamma, at, C)
+    rms = ()
+    old = ()
+    if C.end.parts > 0:
+        rms = rms_factors(squares, at, inverse_width, eps, x_factor, C)
+    if C.end.residual and C.early:
+        old = outputs_ahead(h, at, C)
 
     THREADS: gl.constexpr = C.threads
     zeros = gl.zeros((THREADS,), gl.float32, gl.BlockedLayout([1], [32], [C.warps], [0]))
@@ -354,22 +324,23 @@ def ring_gemm(
         source = advance(source, C)
     read, acc = iteration(ring, source, read, acc, C, True)
     sums = sum_of_slices(shared, acc, lane, warp, C)
+    applied = Applied(factor, channel_scale, rms, bias)
+    residual = Residual(h, gamma, squares, x_factor, old)
     if C.splits == 1:
-        store(y, sums, channel_scale, bias, factor, lane, warp, first_strip, first_token, M, N, C)
+        finish(y, sums, applied, residual, at, C)
     else:
         last, totals = meet(partial, arrived, sums, thread, C)
         if last:
-            store(y, totals, channel_scale, bias, factor, lane, warp, first_strip, first_token, M, N, C)
+            finish(y, totals, applied, residual, at, C)
 
 
-class RingPlan:
-    """All of a product that does not depend on the tensors' contents: made once for a shape, called many times."""
+class RingLaunch:
+    """What plans of the ring kernel have in common: its configuration, grid and workspace, and how it is launched."""
 
-    def __init__(
-        self, shape: GemmShape, tile: RingTile, form: WeightForm, dtype: torch.dtype, bias: bool, overlap: bool
-    ) -> None:
-        self.shape, self.tile = shape, tile
-        self.config = _config(tile, form, half_type(dtype), shape.k, bias, overlap)
+    def __init__(self, shape: GemmShape, tile: RingTile, form: WeightForm, dtype: torch.dtype, end: End, arch: Arch) -> None:
+        self.shape, self.tile, self.dtype = shape, tile, dtype
+        overlap = arch.sm >= 90
+        self.config = _config(tile, form, half_type(dtype), shape.k, end, overlap, shared_by(tile, arch))
         self.grid = (-(-shape.strips // tile.block_strips), -(-shape.m // tile.tokens), tile.splits)
         self.launch = Launcher(ring_gemm, self.grid, self.config.warps, overlap=overlap)
         self.iterations = -(-shape.steps(STEP_K) // (self.config.slices * tile.rounds))
@@ -383,23 +354,85 @@ class RingPlan:
         blocks = self.grid[0] * self.grid[1]
         return blocks * self.tile.splits * self.config.outputs * self.config.threads, blocks
 
+    def run(
+        self, y: Tensor, x: Tensor, weight: Weight, bias: Tensor | None, room: tuple[Tensor, Tensor],
+        of_h: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+        numbers: tuple[float | None, float | None, float | None] = (None, None, None),
+    ) -> None:  # fmt: skip
+        """`room` is the workspace; `of_h` h, gamma and squares, `numbers` x_factor, 1 / width and eps, as the end asks for."""
+        codes, scale, channel_scale = weight
+        self.launch(
+            y, x, codes, channel_scale if scale is None else scale, channel_scale, bias, *room, *of_h, self.shape.m,
+            self.shape.n, self.shape.k, x.stride(0), codes.shape[0], codes.shape[1],
+            0 if scale is None else scale.stride(0), self.iterations, self.factor, *numbers, self.config,
+        )  # fmt: skip
+
+
+class RingPlan(RingLaunch):
+    """All of a product that does not depend on the tensors' contents: made once for a shape, called many times."""
+
+    def __init__(self, shape: GemmShape, tile: RingTile, form: WeightForm, dtype: torch.dtype, bias: bool, arch: Arch) -> None:
+        super().__init__(shape, tile, form, dtype, End(form.channel_scale, bias), arch)
+
     def __call__(
         self, x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None,
         sums: Tensor, arrived: Tensor,
     ) -> Tensor:  # fmt: skip
         """y [M, N] of x [M, K], whose rows start at multiples of 16 bytes; all tensors on the current device."""
-        m, n, k = self.shape.m, self.shape.n, self.shape.k
-        y = torch.empty((m, n), dtype=x.dtype, device=x.device)
-        self.launch(
-            y, x, codes, channel_scale if scale is None else scale, channel_scale, bias, sums, arrived, m, n, k, x.stride(0),
-            codes.shape[0], codes.shape[1], 0 if scale is None else scale.stride(0), self.iterations, self.factor, self.config,
-        )  # fmt: skip
+        y = torch.empty((self.shape.m, self.shape.n), dtype=x.dtype, device=x.device)
+        self.run(y, x, (codes, scale, channel_scale), bias, (sums, arrived))
         return y
 
 
+class NormPlan(RingLaunch):
+    """The same for a product of h * gamma * x_factor with the norm at its end, and a gate."""
+
+    def __init__(
+        self, shape: GemmShape, tile: RingTile, form: WeightForm, dtype: torch.dtype, bias: bool, parts: int, gate: Gate,
+        arch: Arch,
+    ) -> None:  # fmt: skip
+        super().__init__(shape, tile, form, dtype, End(form.channel_scale, bias, parts, gate), arch)
+        self.columns = shape.n if gate == "none" else shape.n // 2
+
+    def __call__(
+        self, x: Tensor, weight: Weight, squares: Tensor, bias: Tensor | None, width: int, eps: float, x_factor: float,
+        sums: Tensor, arrived: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """y [M, N], or [M, N / 2] behind a gate, of x [M, K] and `squares` [parts, M] of rows of h of `width` elements."""
+        y = torch.empty((self.shape.m, self.columns), dtype=x.dtype, device=x.device)
+        self.run(y, x, weight, bias, (sums, arrived), (None, None, squares), (x_factor, 1.0 / width, eps))
+        return y
+
+
+class ResidualPlan(RingLaunch):
+    """The same for a product that is added to h, whose next norm starts at its end."""
+
+    def __init__(self, shape: GemmShape, tile: RingTile, form: WeightForm, dtype: torch.dtype, bias: bool, arch: Arch) -> None:
+        super().__init__(shape, tile, form, dtype, End(form.channel_scale, bias, residual=True), arch)
+
+    @property
+    def parts(self) -> int:
+        """Sums of squares that each token gets."""
+        return self.grid[0]
+
+    def __call__(
+        self, x: Tensor, weight: Weight, h: Tensor, gamma: Tensor, bias: Tensor | None, x_factor: float,
+        sums: Tensor, arrived: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """(h * gamma * x_factor [M, N], squares [parts, M]) after h += y, in place."""
+        following = torch.empty((self.shape.m, self.shape.n), dtype=x.dtype, device=x.device)
+        squares = torch.empty((self.parts, self.shape.m), dtype=torch.float32, device=x.device)
+        self.run(following, x, weight, bias, (sums, arrived), (h, gamma, squares), (x_factor, None, None))
+        return following, squares
+
+
+Weight = tuple[Tensor, Tensor | None, Tensor | None]
+"""Codes, scales of groups and scales of channels, as pack/weight.py has them."""
+
+
 @functools.lru_cache(maxsize=1024)
-def _config(tile: RingTile, form: WeightForm, dtype: HalfType, k: int, bias: bool, overlap: bool) -> RingGemm:
+def _config(tile: RingTile, form: WeightForm, dtype: HalfType, k: int, end: End, overlap: bool, shared_bytes: int) -> RingGemm:
     step = Step(form.format, dtype, tile.tokens, form.group, form.zero, form.scale_dtype)
     whole = k % (STEP_K * tile.warps_k * tile.splits * tile.rounds) == 0
     ring = Ring(step, tile.strips, tile.rounds, not whole)
-    return RingGemm(ring, tile.warps_n, tile.warps_k, tile.splits, form.channel_scale, bias, overlap)
+    return RingGemm(ring, tile.warps_n, tile.warps_k, tile.splits, end, overlap, shared_bytes)

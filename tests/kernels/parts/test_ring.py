@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
@@ -11,6 +12,7 @@ pytest.importorskip("triton.experimental.gluon", reason="kernels are written in 
 from lowbit.kernels.parts.ring import Ring
 from lowbit.kernels.parts.step import Step
 from tests.kernels.parts.plain import check_operands, operands
+from tests.kernels.parts.threads import run
 
 
 def ring(fmt, tokens=16, group=128, zero="none", strips=2, rounds=3, tail=False):
@@ -47,6 +49,32 @@ def test_copies_fill_a_slot_of_x(tokens):
         assert places == list(range(made.x_slot(d), made.x_slot(d) + made.x_bytes))
     assert made.x_slot(made.depth - 1) + made.x_bytes == made.bytes, "the slots of x come last"
     assert made.x_slot(0) == made.depth * made.slot_bytes
+
+
+@pytest.mark.parametrize("tail", [False, True])
+@pytest.mark.parametrize("tokens", [8, 16])
+def test_places_of_x_are_copied_to_or_cleared_once(tokens, tail):
+    """Whatever the number of tokens: bytes of those that exist by every copy, of the others by `clear_x` alone."""
+    made, lane = ring("int4", tokens, tail=tail), np.arange(32)
+    for m in range(tokens + 1):
+        shared = np.full(made.bytes, 1, dtype=np.uint8)
+        copied_to = np.zeros(made.bytes, dtype=int)
+        for eight in range(made.step.eights):
+            exists = 16 * (8 * eight + lane // 4 < m)
+            run(made.clear_x(eight), [16 * (8 * (lane % 4) + lane // 4), exists], 1, shared)
+            for d in range(0, made.depth, made.strips):
+                text = made.copy_x(d, eight)
+                found = re.findall(r"@token cp\.async\.ca\.shared\.global \[\$1\+(\d+)\], \[\$2\+(\d+)\], 16(, size)?;", text)
+                assert len(found) == text.count("cp.async") and "setp.ne.s32 token, $3, 0;" in text
+                assert all(bool(size) == tail for _, _, size in found)
+                for to, _, _ in found:
+                    for one in lane[exists > 0]:
+                        first = int(to) + 16 * (8 * (one % 4) + one // 4)
+                        copied_to[first : first + 16] += 1
+        x = slice(made.x_slot(0), made.bytes)
+        assert (shared[: x.start] == 1).all(), "no codes, no scales"
+        assert ((copied_to[x] == 1) == (shared[x] == 1)).all() and copied_to.max(initial=0) <= 1
+        assert (shared[x] == 0).mean() == (tokens - m) / tokens
 
 
 @pytest.mark.parametrize("tail", [False, True])

@@ -70,12 +70,16 @@ RUN = {
     "or": lambda a, b: a | b,
     "xor": lambda a, b: a ^ b,
     "add": lambda a, b: a + b,
+    "shfl.sync.bfly.b32": lambda a, mask, *_: a.reshape(-1, 32)[:, np.arange(32) ^ mask[0]].reshape(-1),
     "mul.lo.u32": lambda a, b: a * b,
     "mad.lo.u32": lambda a, b, c: a * b + c,
     "bfe.u32": lambda a, start, size: a >> start & (np.uint32(1) << size) - np.uint32(1),
     "setp.ne.s32": lambda a, b: (a != b).astype(np.uint32),
     "selp.b32": lambda a, b, p: np.where(p != 0, a, b),
     "mov": lambda a: a,
+    "setp.eq.s32": lambda a, b: (a == b).astype(np.uint32),
+    "setp.gt.s32": lambda a, b: (a.view(np.int32) > b.view(np.int32)).astype(np.uint32),
+    "add.f32": lambda a, b: bits_of(float32(a) + float32(b)),
     "lop3.b32": looked_up,
     "prmt.b32": signs,
 }
@@ -94,10 +98,24 @@ def run(text, inputs, outputs, shared=None, start=0):
         return np.full(threads, int(name[2:], 16) if name.startswith("0f") else int(name, 0), dtype=np.uint32)
 
     for line in re.split(r"[;\n]+", text.strip()[1:-1] if text.strip().startswith("{") else text):
-        name, _, rest = line.strip().partition(" ")
+        line, where = line.strip(), slice(None)
+        if line.startswith("@"):
+            predicate, _, line = line[1:].partition(" ")
+            where = np.flatnonzero(registers[predicate])
+        name, _, rest = line.partition(" ")
         if not name or name == ".reg":
             continue
-        if name.startswith("ldmatrix"):
+        if name.startswith("ld.shared") or name.startswith("st.shared"):
+            words = [part.strip() for part in re.split(r"[\[\]{},]", rest) if part.strip()]
+            at = words.pop(-1 if name.startswith("ld") else 0)
+            base, _, offset = at.partition("+")
+            memory, place = shared.view(np.uint32), (value(base) + int(offset or 0) - start) // 4
+            for i, register in enumerate(words):
+                if name.startswith("ld"):
+                    registers[register] = memory[place + i]
+                else:
+                    memory[(place + i)[where]] = value(register)[where]
+        elif name.startswith("ldmatrix"):
             to, base, offset = re.fullmatch(r"\{(.*)\}, \[(\w+)(?:\+(\d+))?\]", rest).groups()
             loaded = [
                 ldmatrix(shared, (value(base) + int(offset or 0) - start)[w : w + 32].reshape(4, 8))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lowbit.formats import number_format
+from lowbit.hardware.arch import arch_for
 from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile, candidates
 from lowbit.pack import WeightForm
@@ -19,13 +20,13 @@ from lowbit.kernels.sm80.mixed_gemm import RingPlan
 FORMATS = ["int2", "int3", "int4", "int5", "int6", "int7", "int8", "fp6_e3m2", "fp6_e2m3", "fp5_e2m2", "fp4_e2m1", "fp8_e4m3"]
 
 
-def compiled(fmt, dtype="fp16", m=1, group=128, zero="none", k=8192, n=8192, bias=False, overlap=True, sm=90):
+def compiled(fmt, dtype="fp16", m=1, group=128, zero="none", k=8192, n=8192, bias=False, sm=90):
     shape = GemmShape(m, n, k, number_format(fmt).bits)
     tile = next(
         row.tile for row in candidates(shape, typical_machine(90)) if isinstance(row.tile, RingTile) and not row.reasons
     )
     half = {"fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
-    plan = RingPlan(shape, tile, WeightForm(fmt, group, zero, "fp16"), half, bias, overlap)
+    plan = RingPlan(shape, tile, WeightForm(fmt, group, zero, "fp16"), half, bias, arch_for(sm))
     return tile, compile_plan(plan, mixed_call(shape, half, group, torch.float16), sm, ("x", "w", "scale"))
 
 
@@ -52,7 +53,7 @@ def test_main_loop(fmt, m):
     [*((sm, "fp16") for sm in (80, 86, 89, 90, 100, 120)), (80, "bf16"), (120, "bf16")],
 )
 def test_every_machine(sm, dtype):
-    _, kernel = compiled("int4", dtype, m=16, overlap=sm >= 90, sm=sm)
+    _, kernel = compiled("int4", dtype, m=16, sm=sm)
     assert kernel.count("HMMA.16816") > 0 and kernel.stack_bytes == 0
     assert kernel.shared_bytes <= typical_machine(sm).arch.shared_per_block_bytes or sm in (86, 89, 120)
 

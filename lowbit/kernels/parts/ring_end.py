@@ -1,0 +1,341 @@
+"""The end of a product of the ring kernel: its slices of K come together, then what follows the product in a decode step.
+
+A step of a decoder needs few kernels where each product does at its end what would be a kernel of its own:
+
+    norm      x is h * gamma * x_factor, not yet divided by its rms. Who made it left sums of squares of h, some for each of its
+              blocks, `squares` [parts, M]; every warp adds them up, and y is multiplied by 1 / (rms * x_factor)
+    gate      y = act(gate) * up: of each strip of 16 rows the first 8 are gates, the others what they gate (pack/gated.py), so
+              that both sums of a pair are in one lane, whatever the tile
+    residual  h += y in place, then x of the next norm, h * gamma * x_factor, and the sum of squares of this block's rows of h
+
+gamma belongs to channels and goes to who knows its channels, 1 / rms to who knows the whole row: the main loop knows neither.
+All sums in a fixed order: same input, same bits. Formula of gelu's tanh: Hendrycks and Gimpel, arXiv 1606.08415.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lowbit.kernels.parts.gluon import Scalar, Tuple, aggregate, asm, barrier, gl, gluon, run
+
+Gate = Literal["none", "silu", "gelu_tanh"]
+
+
+@dataclass(frozen=True)
+class End:
+    """What becomes of the sums of a product: times `channel_scale`, times 1 / rms, plus `bias`, then gated or added to h.
+
+    `parts` sums of squares per token make its rms; 0: no norm. The residual excludes both norm and gate.
+    """
+
+    channel_scale: bool
+    bias: bool
+    parts: int = 0
+    gate: Gate = "none"
+    residual: bool = False
+
+    def __post_init__(self) -> None:
+        if self.residual and (self.parts or self.gate != "none"):
+            raise ValueError("a product that adds to h has no norm and no gate")
+
+    @property
+    def turns(self) -> int:
+        """Turns in which the 8 lanes of a token add up its parts."""
+        return -(-self.parts // 8)
+
+    @property
+    def add_groups(self) -> str:
+        """The sum of $1 over the 8 lane groups, the same in every lane."""
+        lines = [".reg .f32 other;", "mov.f32 $0, $1;"]
+        for distance in (4, 8, 16):
+            lines.append(f"shfl.sync.bfly.b32 other, $0, {distance}, 0x1f, 0xffffffff; add.f32 $0, $0, other;")
+        return "{\n" + "\n".join(lines) + "\n}"
+
+
+STORE = gl.constexpr("{ .reg .b32 at; mov.u32 at, global_smem; add.u32 at, at, $1; st.shared.f32 [at], $2; mov.b32 $0, 0; }")
+"""One float32 to shared memory: $1 byte, $2 value."""
+
+STORE_IF = gl.constexpr(
+    "{ .reg .b32 at; .reg .pred p; setp.ne.s32 p, $3, 0; mov.u32 at, global_smem; add.u32 at, at, $1;"
+    " @p st.shared.f32 [at], $2; mov.b32 $0, 0; }"
+)
+"""The same where $3 is not 0."""
+
+
+@gluon.constexpr_function
+def add_strided(count, stride):
+    """The sum of `count` float32 of shared memory, `stride` bytes apart, in their order: $1 byte of the first."""
+    lines = [".reg .b32 at; .reg .f32 v;", "mov.u32 at, global_smem; add.u32 at, at, $1; ld.shared.f32 $0, [at];"]
+    lines += [f"ld.shared.f32 v, [at+{stride * i}]; add.f32 $0, $0, v;" for i in range(1, count)]
+    return "{\n" + "\n".join(lines) + "\n}"
+
+
+@aggregate
+class Place:
+    """A thread of a block, and the block's share: its first strip and token, the first row that no other block finishes."""
+
+    lane: gl.tensor
+    warp: gl.tensor
+    first_strip: Scalar
+    first_token: Scalar
+    own_row: Scalar
+    M: Scalar
+    N: Scalar
+
+
+@aggregate
+class Applied:
+    """What the sums are multiplied by and what is added: pointers, or with C.early what they point to for a thread's outputs;
+    `rms` has 1 / rms of tokens 2t and 2t + 1 of each 8, or nothing."""
+
+    factor: Scalar
+    channel_scale: Scalar | Tuple
+    rms: Tuple
+    bias: Scalar | Tuple
+
+
+@aggregate
+class Residual:
+    """h [M, N], the next norm's gamma [N] (with C.early as in `Applied`, and `old` what h was), squares of blocks."""
+
+    h: Scalar
+    gamma: Scalar | Tuple
+    squares: Scalar
+    x_factor: Scalar
+    old: Tuple
+
+
+@gluon.jit
+def element_of(i: gl.constexpr, warp, C: gl.constexpr):
+    """Accumulator of the lane and row of warps of a thread's i-th sum; gates have even numbers, what they gate odd ones."""
+    PAIRS: gl.constexpr = C.ring.step.accumulators // 2
+    if C.end.gate == "none":
+        index = i * C.warps + warp
+        element = index // C.warps_n
+    else:
+        index = i // 2 * C.warps + warp
+        pair = index // C.warps_n
+        element = pair // PAIRS * (2 * PAIRS) + pair % PAIRS // 2 * 4 + (pair & 1) + i % 2 * 2
+    return element, index % C.warps_n
+
+
+@gluon.jit
+def output_of(element, row_of_warps, at, C: gl.constexpr):
+    """Row of w and token of an accumulator, and whether they exist."""
+    S: gl.constexpr = C.ring.step
+    strip = at.first_strip + row_of_warps * C.ring.strips + element // S.accumulators
+    row = strip * 16 + (at.lane >> 2) + 8 * ((element >> 1) & 1)
+    token = at.first_token + (element % S.accumulators) // 4 * 8 + (at.lane & 3) * 2 + (element & 1)
+    exists = (element < C.accumulators) & (row < at.N) & (token < at.M)
+    return row, token, exists
+
+
+@gluon.jit
+def sum_of_slices(shared, acc, lane, warp, C: gl.constexpr):
+    """Adds what the warps of a block have for their slices of K. Thread by thread, C.outputs sums; see `element_of`."""
+    ACCUMULATORS: gl.constexpr = C.accumulators
+    OUTPUTS: gl.constexpr = C.outputs
+    barrier()
+    shared.index(0).store(acc[0])  # as below; it also keeps the allocation, which all the rest reaches by address, alive
+    for i in gl.static_range(1, ACCUMULATORS):
+        run(STORE, "=r,r,f", [(i * C.threads + warp * 32 + lane) * 4, acc[i]])
+    barrier()
+    sums = ()
+    for i in gl.static_range(OUTPUTS):
+        element, row_of_warps = element_of(i, warp, C)
+        element = gl.minimum(element, C.accumulators - 1)
+        at = (element * C.warps + row_of_warps * C.warps_k) * 128 + lane * 4
+        sums = sums + (asm(add_strided(C.warps_k, 128), "=&f,r", [at], gl.float32),)
+    return sums
+
+
+@gluon.jit
+def meet(partial, arrived, sums, thread, C: gl.constexpr):
+    """Leaves this block's sums to the last block of its rows and tokens; that block gets True and the sums of all splits.
+
+    `arrived` counts the blocks that are through and is 0 again afterwards.
+    """
+    OUTPUTS: gl.constexpr = C.outputs
+    SPLITS: gl.constexpr = C.splits
+    block = gl.program_id(1) * gl.num_programs(0) + gl.program_id(0)
+    first = partial + block * (SPLITS * OUTPUTS * C.threads) + thread
+    for i in gl.static_range(OUTPUTS):
+        gl.store(first + (gl.program_id(2) * OUTPUTS + i) * C.threads, sums[i])
+    barrier()
+    last = gl.atomic_add(arrived + block, 1, sem="acq_rel") == SPLITS - 1
+    totals = sums
+    if last:
+        gl.store(arrived + block, 0)
+        totals = ()
+        for i in gl.static_range(OUTPUTS):
+            total = gl.load(first + i * C.threads)
+            for split in gl.static_range(1, SPLITS):
+                total += gl.load(first + (split * OUTPUTS + i) * C.threads)
+            totals = totals + (total,)
+    return last, totals
+
+
+@gluon.jit
+def across_groups(value, C: gl.constexpr):
+    """The sum over the 8 lane groups."""
+    return asm(C.end.add_groups, "=&f,f", [value], gl.float32)
+
+
+@gluon.jit
+def rms_factors(squares, at, inverse_width, eps, x_factor, C: gl.constexpr):
+    """1 / (rms * x_factor) of tokens 2t and 2t + 1 of each 8 tokens, t being the lane's place in its group."""
+    EIGHTS: gl.constexpr = C.ring.step.eights
+    TURNS: gl.constexpr = C.end.turns
+    factors = ()
+    for i in gl.static_range(2 * EIGHTS):
+        token = at.first_token + i // 2 * 8 + (at.lane & 3) * 2 + i % 2
+        total = (at.lane * 0).to(gl.float32)
+        for turn in gl.static_range(TURNS):
+            part = turn * 8 + (at.lane >> 2)
+            exists = (part < C.end.parts) & (token < at.M)
+            total += gl.load(squares + part * at.M + token, mask=exists, other=0.0)
+        factors = factors + (gl.rsqrt(across_groups(total, C) * inverse_width + eps) / x_factor,)
+    return factors
+
+
+@gluon.jit
+def rms_of(factors, element, C: gl.constexpr):
+    """The factor of the token of an accumulator."""
+    COUNT: gl.constexpr = 2 * C.ring.step.eights
+    which = element % (2 * COUNT) // 4 * 2 + (element & 1)
+    chosen = factors[0]
+    for i in gl.static_range(1, COUNT):
+        chosen = gl.where(which == i, factors[i], chosen)
+    return chosen
+
+
+@gluon.jit
+def of_row(channels, i: gl.constexpr, row, exists, C: gl.constexpr):
+    """What belongs to the row of a thread's i-th sum."""
+    if C.early:
+        return channels[i]
+    else:
+        return gl.load(channels + row, mask=exists, other=0.0)
+
+
+@gluon.jit
+def applied_to(total, applied, i: gl.constexpr, element, row, exists, C: gl.constexpr):
+    """A thread's i-th sum with all that is applied to it."""
+    total *= applied.factor
+    if C.end.channel_scale:
+        total *= of_row(applied.channel_scale, i, row, exists, C)
+    if C.end.parts > 0:
+        total *= rms_of(applied.rms, element, C)
+    if C.end.bias:
+        total += of_row(applied.bias, i, row, exists, C).to(gl.float32)
+    return total
+
+
+@gluon.jit
+def store(y, sums, applied, at, C: gl.constexpr):
+    """Stores what is applied to the sums: lanes of a warp write 8 neighbouring rows of w for each of 4 tokens."""
+    OUTPUTS: gl.constexpr = C.outputs
+    for i in gl.static_range(OUTPUTS):
+        element, row_of_warps = element_of(i, at.warp, C)
+        row, token, exists = output_of(element, row_of_warps, at, C)
+        total = applied_to(sums[i], applied, i, element, row, exists, C)
+        gl.store(y + token.to(gl.int64) * at.N + row, total.to(y.dtype.element_ty), mask=exists)
+
+
+@gluon.jit
+def activated(gate, C: gl.constexpr):
+    """act(gate): silu(g) = g / (1 + exp(-g)); gelu with tanh is g / (1 + exp(-2 u)), u = sqrt(2 / pi) (g + 0.044715 g^3)."""
+    if C.end.gate == "silu":
+        return gate / (1.0 + gl.exp(-gate))
+    else:
+        return gate / (1.0 + gl.exp(-1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)))
+
+
+@gluon.jit
+def store_gated(y, sums, applied, at, C: gl.constexpr):
+    """Stores y [M, N / 2] = act(gate) * up; the pair of rows 16 s + g and 16 s + 8 + g of w is column 8 s + g of y."""
+    PAIRS: gl.constexpr = C.outputs // 2
+    for i in gl.static_range(PAIRS):
+        element, row_of_warps = element_of(2 * i, at.warp, C)
+        row, token, exists = output_of(element, row_of_warps, at, C)
+        gate = applied_to(sums[2 * i], applied, 2 * i, element, row, exists, C)
+        up = applied_to(sums[2 * i + 1], applied, 2 * i + 1, element, row + 8, exists, C)
+        to = token.to(gl.int64) * (at.N // 2) + row // 16 * 8 + row % 16
+        gl.store(y + to, (activated(gate, C) * up).to(y.dtype.element_ty), mask=exists)
+
+
+@gluon.jit
+def rows_ahead(channels, at, C: gl.constexpr):
+    """What `channels` [N] has for the rows of a thread's sums, on its way while the product is made; None stays None."""
+    OUTPUTS: gl.constexpr = C.outputs
+    if channels is None:
+        return channels
+    else:
+        values = ()
+        for i in gl.static_range(OUTPUTS):
+            element, row_of_warps = element_of(i, at.warp, C)
+            row, _token, exists = output_of(element, row_of_warps, at, C)
+            values = values + (gl.load(channels + row, mask=exists, other=0.0),)
+        return values
+
+
+@gluon.jit
+def outputs_ahead(h, at, C: gl.constexpr):
+    """The same of h [M, N]; the rows that this block finishes."""
+    OUTPUTS: gl.constexpr = C.outputs
+    values = ()
+    for i in gl.static_range(OUTPUTS):
+        element, row_of_warps = element_of(i, at.warp, C)
+        row, token, exists = output_of(element, row_of_warps, at, C)
+        exists = exists & (row >= at.own_row)
+        values = values + (gl.load(h + token.to(gl.int64) * at.N + row, mask=exists, other=0.0),)
+    return values
+
+
+@gluon.jit
+def add_to_residual(x, sums, applied, residual, at, C: gl.constexpr):
+    """h += y, x = h * gamma * x_factor, and the block's sums of squares of h; of rows that two blocks have, the first's count.
+
+    Squares of 8 rows meet in a warp, those of the block's octets of rows in shared memory, behind the accumulators.
+    """
+    S: gl.constexpr = C.ring.step
+    OUTPUTS: gl.constexpr = C.outputs
+    BASE: gl.constexpr = 4 * C.accumulators * C.threads
+    old = residual.old
+    if not C.early:
+        old = outputs_ahead(residual.h, at, C)
+    for i in gl.static_range(OUTPUTS):
+        element, row_of_warps = element_of(i, at.warp, C)
+        row, token, exists = output_of(element, row_of_warps, at, C)
+        exists = exists & (row >= at.own_row)
+        total = applied_to(sums[i], applied, i, element, row, exists, C) + old[i].to(gl.float32)
+        kept = total.to(residual.h.dtype.element_ty)
+        to = token.to(gl.int64) * at.N + row
+        gl.store(residual.h + to, kept, mask=exists)
+        total = gl.where(exists, kept.to(gl.float32), 0.0)
+        gamma = of_row(residual.gamma, i, row, exists, C).to(gl.float32)
+        scaled = total * (gamma * residual.x_factor)
+        gl.store(x + to, scaled.to(x.dtype.element_ty), mask=exists)
+        square = across_groups(total * total, C)
+        octet = (row - at.first_strip * 16) // 8
+        slot = BASE + (octet * S.tokens + token - at.first_token) * 4
+        some = ((at.lane < 4) & (element < C.accumulators)).to(gl.int32)
+        run(STORE_IF, "=r,r,f,r", [slot, square, some])
+    barrier()
+    slot = at.warp * 32 + at.lane
+    own = gl.minimum(slot, S.tokens - 1)
+    total = asm(add_strided(2 * C.block_strips, 4 * S.tokens), "=&f,r", [BASE + own * 4], gl.float32)
+    token = at.first_token + slot
+    gl.store(residual.squares + gl.program_id(0) * at.M + token, total, mask=(slot < S.tokens) & (token < at.M))
+
+
+@gluon.jit
+def finish(y, sums, applied, residual, at, C: gl.constexpr):
+    """What C.end says of the sums."""
+    if C.end.residual:
+        add_to_residual(y, sums, applied, residual, at, C)
+    elif C.end.gate != "none":
+        store_gated(y, sums, applied, at, C)
+    else:
+        store(y, sums, applied, at, C)

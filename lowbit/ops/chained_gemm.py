@@ -1,0 +1,282 @@
+"""The torch operators `lowbit::norm_gemm` and `lowbit::residual_gemm`: products of a decode step with what surrounds them.
+
+With attention between qkv and o, four of them and one more kernel are a layer of a decoder, for up to 16 tokens:
+
+    qkv      norm_gemm(x, qkv, squares)                    y = x . w^T / rms + bias
+    o        residual_gemm(attention, o, h, gamma)         h += y; x = h * gamma * factor; squares of h
+    gate-up  norm_gemm(x, gate_up, squares, gated="silu")  y = silu(gate) * up
+    down     residual_gemm(y, down, h, gamma of the next layer)
+
+x is h * gamma before it is divided by its rms, which the next product does to its sums. It is not bounded as a normalised x is:
+in fp16 it is multiplied by `factor`, a power of two, which the next product takes back (`factor_of`). How many `parts`
+squares [parts, M] have is for the kernel that made them to say. Opaque to torch.compile, as `lowbit::fragment_gemm` is.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from lowbit.formats import parse_scheme
+from lowbit.hardware.machine import machine_of
+from lowbit.kernels.choose.chained_gemm import MOST_PARTS, Role, choose_chain
+from lowbit.kernels.choose.mixed_gemm import RING_TOKENS, GemmShape
+from lowbit.kernels.reference.chained import norm_gemm_reference, residual_gemm_reference
+from lowbit.ops.fragment_gemm import aligned_rows, check_product
+from lowbit.ops.operands import Described, described, on_meta
+from lowbit.ops.workspace import workspace
+from lowbit.pack import FragmentWeight, weight_form
+from lowbit.pack.gemm_weight import GemmWeight
+
+if TYPE_CHECKING:
+    from lowbit.kernels.sm80.mixed_gemm import NormPlan, ResidualPlan
+
+Gated = Literal["none", "silu", "gelu_tanh"]
+
+torch.library.define(
+    "lowbit::norm_gemm",
+    "(Tensor x, Tensor codes, Tensor? scale, Tensor? channel_scale, Tensor squares, Tensor? bias, str scheme, SymInt n,"
+    " int width, float eps, float factor, str gated, bool batch_invariant=False) -> Tensor",
+)
+torch.library.define(
+    "lowbit::residual_gemm",
+    "(Tensor x, Tensor codes, Tensor? scale, Tensor? channel_scale, Tensor(a!) h, Tensor gamma, Tensor? bias, str scheme,"
+    " float factor, bool batch_invariant=False) -> (Tensor, Tensor)",
+)
+
+_scheme = functools.lru_cache(maxsize=None)(parse_scheme)
+
+
+def chain_refusals(w: GemmWeight, m: int, dtype: torch.dtype) -> tuple[str, ...]:
+    """Why a weight is not multiplied by m tokens of `dtype` with norm, gate or residual at the end; empty if it is."""
+    reasons = []
+    if not isinstance(w, FragmentWeight):
+        reasons.append(f"takes weights in fragment order (FragmentWeight), not {type(w).__name__}")
+    if w.scheme.activation is not None:
+        reasons.append(f"takes activations of 16 bits; {w.scheme} quantizes them to {w.scheme.activation.name}")
+    if dtype not in (torch.float16, torch.bfloat16):
+        reasons.append(f"takes x in fp16 or bf16, not {dtype}")
+    if not 1 <= m <= RING_TOKENS:
+        reasons.append(f"takes 1 to {RING_TOKENS} tokens, not {m}")
+    if isinstance(w, FragmentWeight):
+        given = [name for name in ("order", "pre_quant_scale") if getattr(w, name) is not None]
+        reasons += [f"takes x as it comes: the weight has {' and '.join(given)}"] if given else []
+    return tuple(reasons)
+
+
+def factor_of(gamma: Tensor, dtype: torch.dtype) -> float:
+    """The power of two with which h * gamma * factor is finite in `dtype` wherever h is, and otherwise as large as can be.
+
+    It brings the largest |gamma| [N] to between 1/2 and 1; 1.0 in bf16, which has float32's range. What that may cost: fp16
+    rounds numbers below 2^-14 to multiples of 2^-24, no more error than rounding anyway makes while the root mean square of
+    h * gamma * factor is 2^-13 or more.
+    """
+    largest = float(gamma.abs().max())
+    if dtype != torch.float16 or largest == 0:
+        return 1.0
+    mantissa, exponent = math.frexp(largest)
+    return 2.0 ** -(exponent - (mantissa == 0.5))
+
+
+def norm_gemm(
+    x: Tensor, w: FragmentWeight, squares: Tensor, bias: Tensor | None = None, *, width: int, eps: float,
+    gated: Gated = "none", factor: float = 1.0, batch_invariant: bool = False,
+) -> Tensor:  # fmt: skip
+    """y [M, N] = x [M, K] . dequant(w)[N, K]^T / (rms * factor) + bias [N], in x's dtype, fp16 or bf16, M <= 16.
+
+    x is h * gamma * factor; rms = sqrt(sum of `squares` float32 [parts, M] / width + eps), that of rows of h of `width`
+    elements. With `gated`, w is of `pack.gated.pack_gated`, bias in its order, and y [M, N / 2] = act(gate) * up. With
+    `batch_invariant`, a row of y has the same bits whatever M. Raises ValueError for tensors that do not fit together.
+    """
+    _check_weight("norm_gemm", w, x)
+    return torch.ops.lowbit.norm_gemm(
+        x, w.codes, w.scale, w.channel_scale, squares, bias, w.scheme.name, w.shape[0], width, eps, factor, gated,
+        batch_invariant,
+    )  # fmt: skip
+
+
+def residual_gemm(
+    x: Tensor, w: FragmentWeight, h: Tensor, gamma: Tensor, bias: Tensor | None = None, *, factor: float = 1.0,
+    batch_invariant: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(x of the next norm [M, N], squares float32 [parts, M]) after h [M, N] += x [M, K] . dequant(w)[N, K]^T + bias [N].
+
+    h is rounded to its type, fp16 or bf16; of what it then holds are x = h * gamma [N] * factor, in the type of x, and
+    `squares`, sums of squares of parts of its rows, which add up to those of the rows. M <= 16; `batch_invariant` as in
+    `norm_gemm`. Raises ValueError for tensors that do not fit together.
+    """
+    _check_weight("residual_gemm", w, x)
+    return torch.ops.lowbit.residual_gemm(
+        x, w.codes, w.scale, w.channel_scale, h, gamma, bias, w.scheme.name, factor, batch_invariant
+    )
+
+
+def _check_weight(operator: str, w: FragmentWeight, x: Tensor) -> None:
+    if x.dim() != 2 or not 1 <= x.shape[0] <= RING_TOKENS or w.order is not None or w.pre_quant_scale is not None:
+        found = chain_refusals(w, x.shape[0], x.dtype) or (f"x is [M, K], got {tuple(x.shape)}",)
+        raise ValueError(f"{operator} {'; '.join(found)}")
+
+
+def _check_norm(
+    x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, squares: Tensor, bias: Tensor | None,
+    scheme: str, n: int, gated: str,
+) -> None:  # fmt: skip
+    """Raises ValueError unless the tensors are of one product with the norm at its end."""
+    check_product("norm_gemm", x, codes, scale, channel_scale, bias, _scheme(scheme), n)
+    m = x.shape[0]
+    if squares.dim() != 2 or squares.shape[1] != m or squares.dtype != torch.float32 or not 1 <= squares.shape[0] <= MOST_PARTS:
+        raise ValueError(
+            f"norm_gemm: squares are float32 [parts, {m}], 1 to {MOST_PARTS} parts, got {squares.dtype} {tuple(squares.shape)}"
+        )
+    if gated not in ("none", "silu", "gelu_tanh") or (gated != "none" and n % 16):
+        raise ValueError(f"norm_gemm: gated is none, or silu or gelu_tanh with strips of 8 gates and 8 ups; got {gated}, N {n}")
+
+
+def _check_residual(
+    x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, h: Tensor, gamma: Tensor,
+    bias: Tensor | None, scheme: str,
+) -> None:  # fmt: skip
+    """Raises ValueError unless the tensors are of one product with the residual at its end."""
+    if h.dim() != 2 or h.shape[0] != x.shape[0] or h.dtype not in (torch.float16, torch.bfloat16) or not h.is_contiguous():
+        raise ValueError(
+            f"residual_gemm: h is fp16 or bf16 [{x.shape[0]}, N], contiguous; got {h.dtype} {tuple(h.shape)}, "
+            f"strides {tuple(h.stride())}"
+        )
+    check_product("residual_gemm", x, codes, scale, channel_scale, bias, _scheme(scheme), h.shape[1])
+    if tuple(gamma.shape) != (h.shape[1],) or not gamma.is_floating_point():
+        raise ValueError(f"residual_gemm: gamma is floating-point [{h.shape[1]}], got {gamma.dtype} {tuple(gamma.shape)}")
+
+
+# ---- on a GPU
+
+
+@torch.library.impl("lowbit::norm_gemm", "CUDA")
+def _norm_gemm(
+    x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, squares: Tensor, bias: Tensor | None,
+    scheme: str, n: int, width: int, eps: float, factor: float, gated: Gated, batch_invariant: bool = False,
+) -> Tensor:  # fmt: skip
+    x, squares = aligned_rows(x), squares.contiguous()
+    others = (described(codes), described(scale), described(channel_scale), described(squares), described(bias))
+    plan = _norm_plan(scheme, x.shape[0], n, x.shape[1], x.dtype, x.device, others, gated, batch_invariant)
+    weight = codes, scale, channel_scale
+    if x.device.index != torch.cuda.current_device():
+        with torch.cuda.device(x.device):
+            return plan(x, weight, squares, bias, width, eps, factor, *workspace(x.device, *plan.workspace))
+    return plan(x, weight, squares, bias, width, eps, factor, *workspace(x.device, *plan.workspace))
+
+
+@torch.library.impl("lowbit::residual_gemm", "CUDA")
+def _residual_gemm(
+    x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, h: Tensor, gamma: Tensor,
+    bias: Tensor | None, scheme: str, factor: float, batch_invariant: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x, gamma = aligned_rows(x), gamma.contiguous()
+    others = (described(codes), described(scale), described(channel_scale), described(h), described(gamma), described(bias))
+    if not h.is_contiguous():
+        _check_residual(x, codes, scale, channel_scale, h, gamma, bias, scheme)
+    plan = _residual_plan(scheme, x.shape[0], x.shape[1], x.dtype, x.device, others, batch_invariant)
+    weight = codes, scale, channel_scale
+    if x.device.index != torch.cuda.current_device():
+        with torch.cuda.device(x.device):
+            return plan(x, weight, h, gamma, bias, factor, *workspace(x.device, *plan.workspace))
+    return plan(x, weight, h, gamma, bias, factor, *workspace(x.device, *plan.workspace))
+
+
+@functools.lru_cache(maxsize=4096)
+def _norm_plan(
+    scheme: str, m: int, n: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[Described | None, ...],
+    gated: Gated, batch_invariant: bool,
+) -> NormPlan:  # fmt: skip
+    """The plan of a product with the norm at its end. Raises ValueError when the tensors do not fit."""
+    from lowbit.kernels.sm80.mixed_gemm import NormPlan
+
+    codes, scale, channel_scale, squares, bias = (None if t is None else on_meta(t) for t in others)
+    assert codes is not None and squares is not None
+    x = torch.empty((m, k), dtype=dtype, device="meta")
+    _check_norm(x, codes, scale, channel_scale, squares, bias, scheme, n, gated)
+    _check_places("norm_gemm", on, others)
+    machine, shape = machine_of(on), GemmShape(m, n, k, _scheme(scheme).weight.bits)
+    role: Role = "norm" if gated == "none" else "gated"
+    form = weight_form(_scheme(scheme), None if scale is None else scale.dtype, channel_scale is not None)
+    tile = choose_chain(role, shape, machine, batch_invariant)
+    return NormPlan(shape, tile, form, dtype, bias is not None, squares.shape[0], gated, machine.arch)
+
+
+@functools.lru_cache(maxsize=4096)
+def _residual_plan(
+    scheme: str, m: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[Described | None, ...],
+    batch_invariant: bool,
+) -> ResidualPlan:  # fmt: skip
+    """The plan of a product with the residual at its end. Raises ValueError when the tensors do not fit."""
+    from lowbit.kernels.sm80.mixed_gemm import ResidualPlan
+
+    codes, scale, channel_scale, h, gamma, bias = (None if t is None else on_meta(t) for t in others)
+    assert codes is not None and h is not None and gamma is not None
+    _check_residual(torch.empty((m, k), dtype=dtype, device="meta"), codes, scale, channel_scale, h, gamma, bias, scheme)
+    _check_places("residual_gemm", on, others)
+    machine, shape = machine_of(on), GemmShape(m, h.shape[1], k, _scheme(scheme).weight.bits)
+    form = weight_form(_scheme(scheme), None if scale is None else scale.dtype, channel_scale is not None)
+    tile = choose_chain("residual", shape, machine, batch_invariant)
+    return ResidualPlan(shape, tile, form, dtype, bias is not None, machine.arch)
+
+
+def _check_places(operator: str, on: torch.device, others: tuple[Described | None, ...]) -> None:
+    """Raises ValueError unless all tensors are on one device, weights where the kernels read pieces of 16 bytes."""
+    devices = {on, *(t[2] for t in others if t is not None)}
+    if len(devices) > 1:
+        raise ValueError(f"{operator}: all tensors must be on one device, got {sorted(map(str, devices))}")
+    if not all(t is None or t[3] for t in others[:3]):
+        raise ValueError(f"{operator}: weights must start at multiples of 16 bytes (FragmentWeight.pack's do); clone() them")
+
+
+# ---- on a CPU, and without data
+
+
+@torch.library.impl("lowbit::norm_gemm", "CPU")
+def _norm_gemm_cpu(
+    x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, squares: Tensor, bias: Tensor | None,
+    scheme: str, n: int, width: int, eps: float, factor: float, gated: Gated, batch_invariant: bool = False,
+) -> Tensor:  # fmt: skip
+    _check_norm(x, codes, scale, channel_scale, squares, bias, scheme, n, gated)
+    w = FragmentWeight(codes, scale, channel_scale, _scheme(scheme), (n, x.shape[1])).unpack()
+    y = norm_gemm_reference(x, w, squares, bias, width=width, eps=eps, gated=gated, x_factor=factor)
+    return y.to(x.dtype)
+
+
+@torch.library.impl("lowbit::residual_gemm", "CPU")
+def _residual_gemm_cpu(
+    x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, h: Tensor, gamma: Tensor,
+    bias: Tensor | None, scheme: str, factor: float, batch_invariant: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    _check_residual(x, codes, scale, channel_scale, h, gamma, bias, scheme)
+    w = FragmentWeight(codes, scale, channel_scale, _scheme(scheme), (h.shape[1], x.shape[1])).unpack()
+    added, following, squares = residual_gemm_reference(x, w, h, gamma, bias, x_factor=factor)
+    h.copy_(added)
+    return following, squares
+
+
+@torch.library.register_fake("lowbit::norm_gemm")
+def _norm_fake(
+    x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, squares: Tensor, bias: Tensor | None,
+    scheme: str, n: int, width: int, eps: float, factor: float, gated: Gated, batch_invariant: bool = False,
+) -> Tensor:  # fmt: skip
+    _check_norm(x, codes, scale, channel_scale, squares, bias, scheme, n, gated)
+    return x.new_empty((x.shape[0], n if gated == "none" else n // 2))
+
+
+@torch.library.register_fake("lowbit::residual_gemm")
+def _residual_fake(
+    x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, h: Tensor, gamma: Tensor,
+    bias: Tensor | None, scheme: str, factor: float, batch_invariant: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    _check_residual(x, codes, scale, channel_scale, h, gamma, bias, scheme)
+    parts = 1
+    if x.device.type == "cuda":
+        shape = GemmShape(x.shape[0], h.shape[1], x.shape[1], _scheme(scheme).weight.bits)
+        tile = choose_chain("residual", shape, machine_of(x.device), batch_invariant)
+        parts = -(-shape.strips // tile.block_strips)
+    return torch.empty_like(h, dtype=x.dtype), x.new_empty((parts, x.shape[0]), dtype=torch.float32)

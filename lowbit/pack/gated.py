@@ -1,0 +1,71 @@
+"""Gate and up of an MLP as one matrix whose product is gated where it is made (kernels/parts/ring_end.py).
+
+Each strip of 16 rows has 8 rows of gate, then the same 8 of up: a lane of mma.sync holds rows g and g + 8 of a strip, so both
+numbers of a pair are its own.
+
+    row of the matrix   16 s + g           8 s + g of gate      0 <= g < 8
+                        16 s + 8 + g       8 s + g of up
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from lowbit.formats import PerBlock, PerChannel, PerGroup, PerTensor, QuantTensor, spread
+from lowbit.pack.fragment import STRIP
+from lowbit.pack.weight import FragmentWeight
+
+HALF = STRIP // 2
+
+
+def alternate(gate: Tensor, up: Tensor) -> Tensor:
+    """[2 I, ..] of gate and up [I, ..]: 8 rows of the one, then 8 of the other. Raises ValueError unless 8 divides I."""
+    if gate.shape != up.shape or gate.shape[0] % HALF:
+        raise ValueError(f"gate and up have the same shape, a multiple of {HALF} rows; got {[*gate.shape]} and {[*up.shape]}")
+    return torch.stack([gate.unflatten(0, (-1, HALF)), up.unflatten(0, (-1, HALF))], dim=1).flatten(0, 2)
+
+
+def gated_refusals(gate: QuantTensor, up: QuantTensor) -> tuple[str, ...]:
+    """Why gate and up cannot be one matrix; empty if they can."""
+    reasons = []
+    if gate.scheme != up.scheme:
+        reasons.append(f"gate and up have one scheme, got {gate.scheme} and {up.scheme}")
+    if gate.shape != up.shape:
+        reasons.append(f"gate and up have one shape, got {gate.shape} and {up.shape}")
+    if gate.shape[0] % HALF:
+        reasons.append(f"strips have {HALF} rows of gate and {HALF} of up, {gate.shape[0]} rows are no multiple of {HALF}")
+    for q in (gate, up):
+        if q.low_rank is not None:
+            reasons.append("a low-rank correction is no part of a product")
+        if q.order is not None or q.pre_quant_scale is not None:
+            reasons.append("x is the norm's own output: no order, no pre_quant_scale")
+    return tuple(dict.fromkeys(reasons))
+
+
+def pack_gated(gate: QuantTensor, up: QuantTensor) -> FragmentWeight:
+    """Gate and up [I, K] as one matrix (2 I, K), rows as in the module; raises ValueError with the refusals, if there are any.
+
+    Scales of a whole tensor become scales of rows, those of blocks scales of groups: the same numbers for the same weights.
+    """
+    reasons = gated_refusals(gate, up)
+    if reasons:
+        raise ValueError(f"gate and up cannot be packed as one matrix: {'; '.join(reasons)}")
+    gate, up = _with_scales_of_rows(gate), _with_scales_of_rows(up)
+    zero = None if gate.zero is None or up.zero is None else alternate(gate.zero, up.zero)
+    codes, scale = alternate(gate.codes, up.codes), alternate(gate.scale, up.scale)
+    return FragmentWeight.pack(QuantTensor(codes, scale, zero, gate.scheme))
+
+
+def _with_scales_of_rows(q: QuantTensor) -> QuantTensor:
+    """The same weights with scales (and zeros) that no two rows share."""
+    granularity = q.scheme.granularity
+    if not isinstance(granularity, (PerTensor, PerBlock)):
+        return q
+    rows = PerChannel() if isinstance(granularity, PerTensor) else PerGroup(granularity.k)
+    block = rows.block(q.shape)[1]
+    scale, zero = (None if t is None else spread(t, granularity, q.shape)[:, ::block] for t in (q.scale, q.zero))
+    assert scale is not None
+    return QuantTensor(q.codes, scale.contiguous(), zero, replace(q.scheme, granularity=rows))

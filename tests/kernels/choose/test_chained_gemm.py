@@ -1,0 +1,101 @@
+"""Tiles of a step's products: as measured where a step was measured, whole waves elsewhere, never a refusal."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowbit.hardware.arch import arch_for
+from lowbit.hardware.machine import MACHINES, typical_machine
+from lowbit.kernels.choose.chained_gemm import MEASURED, MOST_PARTS, chain_candidates, choose_chain
+from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile, shared_by
+
+H200 = typical_machine(90)
+ROLES = ["norm", "gated", "residual"]
+MODELS = {
+    # hidden, width of qkv, of the heads together, intermediate
+    "SmolLM2-135M": (576, 960, 576, 1536),
+    "Qwen2.5-0.5B": (896, 1152, 896, 4864),
+    "Llama-3-8B": (4096, 6144, 4096, 14336),
+    "Llama-2-13B": (5120, 15360, 5120, 13824),
+    "Llama-2-70B": (8192, 10240, 8192, 28672),
+}
+
+
+def products(model):
+    hidden, qkv, heads, intermediate = MODELS[model]
+    return [
+        ("norm", qkv, hidden),
+        ("residual", hidden, heads),
+        ("gated", 2 * intermediate, hidden),
+        ("residual", hidden, intermediate),
+    ]
+
+
+def blocks(tile, shape):
+    return -(-shape.strips // tile.block_strips) * tile.splits
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    role=st.sampled_from(ROLES), m=st.integers(1, 16), n=st.integers(1, 32768), k=st.integers(1, 32768), bits=st.integers(2, 8),
+    invariant=st.booleans(),
+)  # fmt: skip
+def test_every_shape_has_a_tile(role, m, n, k, bits, invariant):
+    shape = GemmShape(m, n, k, bits)
+    tile = choose_chain(role, shape, H200, invariant)
+    assert m <= tile.tokens and tile.block_strips <= shape.strips
+    assert role != "residual" or -(-shape.strips // tile.block_strips) <= MOST_PARTS
+    if invariant:
+        other = choose_chain(role, GemmShape(17 - m, n, k, bits), H200, True)
+        assert (tile.block_strips, tile.warps_k, tile.splits) == (other.block_strips, 8, 1) and other.splits == 1
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=str)
+def test_measured_tiles_are_chosen(row):
+    for m in row.tokens:
+        shape = GemmShape(m, row.n, row.k, row.bits)
+        assert choose_chain(row.role, shape, H200) == row.tile == chain_candidates(row.role, shape, H200)[0].tile
+        assert not any(one.measured for one in chain_candidates(row.role, shape, typical_machine(80)))
+
+
+@pytest.mark.parametrize("bits", [4, 6, 8])
+@pytest.mark.parametrize("m", [1, 4, 8])
+@pytest.mark.parametrize("model", MODELS)
+def test_few_tokens_fill_whole_waves(model, m, bits):
+    """Of a wave, or of as many blocks as share an SM, at least 7 of 10 SMs of an H200 have work, where there is that much."""
+    for role, n, k in products(model):
+        shape = GemmShape(m, n, k, bits)
+        tile = choose_chain(role, shape, H200)
+        count = blocks(tile, shape)
+        assert tile.splits == 1, "blocks would meet in memory"
+        if shape.strips >= H200.sm_count:
+            busiest = -(-count // H200.sm_count) * tile.block_strips
+            assert shape.strips / (busiest * H200.sm_count) >= 0.7, (role, n, k, str(tile))
+        assert (tile.blocks_per_sm == 1) == (role != "gated" and count <= H200.sm_count)
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.product)
+def test_every_machine_has_room(machine):
+    for model in MODELS:
+        for role, n, k in products(model):
+            for m in (1, 16):
+                tile = choose_chain(role, GemmShape(m, n, k, 8), machine)
+                assert shared_by(tile, machine.arch) <= machine.arch.shared_per_block_bytes
+
+
+@pytest.mark.parametrize("sm", [80, 86, 90])
+def test_shared_memory_keeps_blocks_apart(sm):
+    arch = arch_for(sm)
+    for count in (1, 2, 3):
+        tile = RingTile(8, 1, 1, 1, 8, 1, blocks_per_sm=count)
+        taken = shared_by(tile, arch) + 1024
+        assert (count + 1) * taken > arch.shared_per_sm_bytes >= count * taken
+    assert shared_by(RingTile(8, 1, 1, 1, 8, 1), arch) == 0
+
+
+def test_printed():
+    row = chain_candidates("residual", GemmShape(1, 4096, 4096, 4), H200)[0]
+    assert str(row.tile).endswith("K split 1, 1 block an SM")
+    assert str(row.measured).startswith("measured in a step on H200, 2026-11-22, 1 to 8 tokens: o")

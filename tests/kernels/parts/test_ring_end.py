@@ -1,0 +1,294 @@
+"""The end of the ring kernel, its own device code run in NumPy on all threads of all blocks: which lane finishes what, and that
+every output is right and written once."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import types
+
+import numpy as np
+import pytest
+import torch
+
+from lowbit.hardware.machine import typical_machine
+from lowbit.kernels.choose.chained_gemm import chain_candidates
+from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile
+
+pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
+
+from lowbit.kernels.parts import ring_end
+from lowbit.kernels.parts.ring import Ring
+from lowbit.kernels.parts.ring_end import End
+from lowbit.kernels.parts.step import Step
+from lowbit.kernels.sm80.mixed_gemm import RingGemm
+from tests.kernels.parts.plain import check_operands
+from tests.kernels.parts.threads import run
+
+
+class Lanes(np.ndarray):
+    """A tensor of a kernel, one element a thread."""
+
+    def to(self, kind, bitcast=False):
+        return self.astype(kind).view(Lanes)
+
+
+def lanes(values):
+    return np.asarray(values).view(Lanes)
+
+
+class Memory:
+    """Global memory that counts what is stored where; pointers are it and places."""
+
+    def __init__(self, values):
+        self.values, self.written = values, np.zeros(values.size, dtype=np.int64)
+        self.dtype = types.SimpleNamespace(element_ty=values.dtype)
+
+    def __add__(self, place):
+        return Pointer(self, lanes(place))
+
+
+class Pointer:
+    def __init__(self, memory, place):
+        self.memory, self.place, self.dtype = memory, place, memory.dtype
+
+    def __add__(self, place):
+        return Pointer(self.memory, self.place + place)
+
+
+def load(pointer, mask=True, other=0.0):
+    there = np.broadcast_to(mask, np.shape(pointer.place))
+    values = pointer.memory.values.reshape(-1)[np.where(there, pointer.place, 0)]
+    return lanes(np.where(there, values, np.asarray(other, values.dtype)))
+
+
+def store(pointer, value, mask=True):
+    there = np.broadcast_to(mask, np.shape(pointer.place))
+    places = np.broadcast_to(pointer.place, there.shape)[there]
+    pointer.memory.values.reshape(-1)[places] = np.broadcast_to(value, there.shape)[there]
+    np.add.at(pointer.memory.written, places, 1)
+
+
+def atomic_add(pointer, value, sem):
+    before = int(load(pointer))
+    store(pointer, before + value)
+    return before
+
+
+def exp(x):
+    with np.errstate(over="ignore"):
+        return np.exp(x)
+
+
+class Block:
+    """One block: the device functions of ring_end, Gluon's operations on arrays, PTX run by tests/kernels/parts/threads.py."""
+
+    def __init__(self, config, grid, place):
+        self.config, threads = config, config.threads
+        self.thread = lanes(np.arange(threads))
+        self.shared = np.full(4 * config.shared_rows * threads, 255, dtype=np.uint8)  # NaN
+        gl = types.SimpleNamespace(
+            static_range=range, float32=np.float32, int32=np.int32, int64=np.int64, constexpr=None, load=load, store=store,
+            atomic_add=atomic_add, program_id=lambda axis: place[axis], num_programs=lambda axis: grid[axis],
+            minimum=lambda a, b: lanes(np.minimum(a, b)), where=lambda c, a, b: lanes(np.where(c, a, b)), exp=exp,
+            rsqrt=lambda x: (1 / np.sqrt(x)).astype(np.float32),
+        )  # fmt: skip
+        self.device = {**vars(ring_end), "gl": gl, "barrier": lambda: None, "asm": self.asm, "run": self.run}
+        self.device["STORE"], self.device["STORE_IF"] = ring_end.STORE.value, ring_end.STORE_IF.value
+        for name, value in vars(ring_end).items():
+            if hasattr(value, "fn") and hasattr(value.fn, "__code__"):
+                self.device[name] = types.FunctionType(value.fn.__code__, self.device, name)
+
+    def ptx(self, text, arguments, outputs):
+        words = [np.broadcast_to(lanes(a), self.thread.shape) for a in arguments]
+        words = [np.ascontiguousarray(a.astype(np.float32 if a.dtype.kind == "f" else np.int32)).view(np.uint32) for a in words]
+        return run(getattr(text, "value", text), words, outputs, self.shared)
+
+    def asm(self, text, constraints, arguments, kind):
+        return lanes(self.ptx(text, arguments, 1)[0].view(kind))
+
+    def run(self, text, constraints, arguments):
+        self.ptx(text, arguments, 1)
+
+    def keep(self, value):
+        self.shared.view(np.float32)[: self.config.threads] = value
+
+    def tile(self):
+        return types.SimpleNamespace(index=lambda i: types.SimpleNamespace(store=self.keep))
+
+
+def config_of(tile, end):
+    ring = Ring(Step("int4", "fp16", tile.tokens, 128, "none", "fp16"), tile.strips, tile.rounds, False)
+    return RingGemm(ring, tile.warps_n, tile.warps_k, tile.splits, end, True)
+
+
+def accumulators(config, products, first_strip, split, thread):
+    """What each thread has after the main loop, PTX ISA's accumulator of m16n8k16: `products` [slices, rows, tokens]."""
+    found, lane, warp = [], thread % 32, thread // 32
+    per_strip = config.ring.step.accumulators
+    slice_k = split * config.warps_k + warp % config.warps_k
+    for element in range(config.accumulators):
+        strip = first_strip + warp // config.warps_k * config.ring.strips + element // per_strip
+        inside = element % per_strip
+        row, token = 16 * strip + lane // 4 + 8 * (inside // 2 % 2), 8 * (inside // 4) + 2 * (lane % 4) + inside % 2
+        found.append(products[slice_k, row, token])
+    return tuple(lanes(one) for one in found)
+
+
+def launch(tile, end, m, n, rng, **given):
+    """All blocks of a product whose sums over K are those of the products that are returned."""
+    config, strips = config_of(tile, end), -(-n // 16)
+    grid = -(-strips // tile.block_strips), 1, tile.splits
+    products = np.full((config.slices, 16 * strips, tile.tokens), np.nan, dtype=np.float32)  # what does not exist is poisoned
+    products[:, :n, :m] = rng.standard_normal((config.slices, n, m))
+    partial = Memory(np.full(grid[0] * tile.splits * config.outputs * config.threads, np.nan, dtype=np.float32))
+    arrived = Memory(np.zeros(grid[0], dtype=np.int32))
+    places = [(i, split) for i in range(grid[0]) for split in rng.permutation(tile.splits)]
+    for i, split in places:
+        block = Block(config, grid, (i, 0, int(split)))
+        d, thread = block.device, block.thread
+        first = min(i * tile.block_strips, strips - tile.block_strips)
+        at = types.SimpleNamespace(
+            lane=thread & 31, warp=thread >> 5, first_strip=first, first_token=0, own_row=i * tile.block_strips * 16, M=m, N=n
+        )
+        rms = (
+            d["rms_factors"](given["squares"], at, given["inverse_width"], given["eps"], given["x_factor"], config)
+            if end.parts
+            else ()
+        )
+        channels = {name: given.get(name) for name in ("channel_scale", "bias", "gamma")}
+        if config.early:
+            channels = {name: d["rows_ahead"](memory, at, config) for name, memory in channels.items()}
+        old = d["outputs_ahead"](given["h"], at, config) if end.residual and config.early else ()
+        applied = types.SimpleNamespace(factor=0.5, channel_scale=channels["channel_scale"], rms=rms, bias=channels["bias"])
+        residual = types.SimpleNamespace(
+            h=given.get("h"), gamma=channels["gamma"], squares=given.get("squares"), x_factor=given.get("x_factor"), old=old
+        )
+        acc = accumulators(config, products, first, int(split), np.arange(config.threads))
+        last, sums = True, d["sum_of_slices"](block.tile(), acc, at.lane, at.warp, config)
+        if tile.splits > 1:
+            last, sums = d["meet"](partial, arrived, sums, thread, config)
+        if last:
+            d["finish"](given["y"], sums, applied, residual, at, config)
+    assert not arrived.values.any(), "counters are zero again"
+    return products[:, :n, :m].sum(0, dtype=np.float64).T
+
+
+TILES = [
+    RingTile(8, 1, 1, 1, 8, 1), RingTile(8, 3, 2, 1, 8, 1), RingTile(8, 7, 1, 1, 8, 1), RingTile(8, 2, 1, 1, 16, 1),
+    RingTile(8, 3, 1, 2, 4, 2), RingTile(8, 5, 1, 2, 4, 1), RingTile(16, 2, 2, 1, 16, 1), RingTile(16, 7, 1, 2, 4, 1),
+    RingTile(16, 8, 1, 1, 8, 4), RingTile(16, 5, 1, 1, 8, 2), RingTile(16, 1, 1, 1, 8, 1),
+]  # fmt: skip
+
+
+def shapes(tile):
+    """(m, n): whole blocks, then an overlap of the last two and a part of a strip; tokens one, all but one, all."""
+    rows, tokens = 16 * tile.block_strips, tile.tokens
+    return [(tokens, 2 * rows), (tokens - 1, rows + 16), (tokens // 2 + 1, 2 * rows + 16), (1, rows)]
+
+
+def half(rng, *shape):
+    return rng.standard_normal(shape).astype(np.float16)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_norm(tile, bias):
+    rng = np.random.default_rng(0)
+    for m, n in [*shapes(tile), (2, 16 * tile.block_strips - 5)]:
+        for parts in (1, 9, 128):
+            squares, channel = rng.random((parts, m), dtype=np.float32), rng.random(n, dtype=np.float32)
+            of_bias, y = half(rng, n), Memory(np.full((m, n), np.nan, dtype=np.float16))
+            sums = launch(
+                tile, End(True, bias, parts), m, n, rng, y=y, squares=Memory(squares), channel_scale=Memory(channel),
+                bias=Memory(of_bias), inverse_width=1 / 64, eps=1e-3, x_factor=0.25,
+            )  # fmt: skip
+            rms = np.sqrt(squares.astype(np.float64).sum(0) / 64 + 1e-3)[:, None]
+            expected = 0.5 * sums * channel / (rms * 0.25) + (of_bias if bias else 0)
+            np.testing.assert_allclose(y.values, expected, rtol=2e-3, atol=1e-3)
+            own = np.zeros(n, dtype=bool)  # rows of a strip that two blocks have are stored by both, the same
+            own[: n // (16 * tile.block_strips) * 16 * tile.block_strips] = True
+            assert (y.written.reshape(m, n) >= 1).all() and (y.written.max() == 1 or not own.all())
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
+def test_gates_and_what_they_gate_are_in_one_lane(tile, gate):
+    rng = np.random.default_rng(1)
+    for m, n in shapes(tile):
+        squares, y = rng.random((3, m), dtype=np.float32), Memory(np.full((m, n // 2), np.nan, dtype=np.float16))
+        bias = half(rng, n)
+        sums = launch(
+            tile, End(False, True, 3, gate), m, n, rng, y=y, squares=Memory(squares), bias=Memory(bias), inverse_width=1 / 64,
+            eps=1e-3, x_factor=2.0,
+        )  # fmt: skip
+        rms = np.sqrt(squares.astype(np.float64).sum(0) / 64 + 1e-3)[:, None]
+        both = torch.from_numpy(0.5 * sums / (rms * 2.0) + bias).unflatten(1, (-1, 2, 8))
+        gates, ups = both[:, :, 0].flatten(1), both[:, :, 1].flatten(1)
+        act = torch.nn.functional.silu if gate == "silu" else lambda g: torch.nn.functional.gelu(g, approximate="tanh")
+        np.testing.assert_allclose(y.values, (act(gates) * ups).numpy(), rtol=4e-3, atol=2e-3)
+        assert (y.written >= 1).all() and y.written.max() <= 2
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_residual(tile, bias):
+    rng = np.random.default_rng(2)
+    for m, n in [*shapes(tile), (tile.tokens - 1, 3 * 16 * tile.block_strips - 21)]:
+        h, gamma, of_bias = half(rng, m, n), half(rng, n), half(rng, n)
+        parts = math.ceil(math.ceil(n / 16) / tile.block_strips)
+        memory, following, squares = (
+            Memory(h.copy()),
+            Memory(np.full((m, n), np.nan, np.float16)),
+            Memory(np.full((parts, m), np.nan, np.float32)),
+        )
+        sums = launch(
+            tile, End(False, bias, residual=True), m, n, rng, y=following, h=memory, gamma=Memory(gamma), squares=squares,
+            bias=Memory(of_bias), x_factor=0.25,
+        )  # fmt: skip
+        expected = h + 0.5 * sums + (of_bias if bias else 0)
+        np.testing.assert_allclose(memory.values, expected, rtol=1e-3, atol=1e-4)
+        kept = memory.values.astype(np.float64)
+        np.testing.assert_array_equal(following.values, (kept * gamma * 0.25).astype(np.float16))
+        np.testing.assert_allclose(squares.values.sum(0), (kept**2).sum(1), rtol=1e-5)
+        rows = np.minimum(np.arange(parts + 1) * 16 * tile.block_strips, n)
+        for part, (first, end) in enumerate(itertools.pairwise(rows)):
+            np.testing.assert_allclose(squares.values[part], (kept[:, first:end] ** 2).sum(1), rtol=1e-5)
+        for stored in (memory, following, squares):
+            assert (stored.written == 1).all(), "h is added to once, and its squares count once"
+
+
+@pytest.mark.parametrize(
+    ("role", "n", "k"), [("residual", 896, 4864), ("gated", 9728, 896), ("norm", 960, 576), ("residual", 5120, 13824)]
+)
+@pytest.mark.parametrize("m", [1, 16])
+def test_every_candidate_finishes_every_output_once(role, n, k, m):
+    """The map of outputs alone: accumulators that threads finish are those that exist, each by one thread."""
+    for row in chain_candidates(role, GemmShape(m, n, k, 4), typical_machine(90)):
+        config = config_of(
+            row.tile,
+            End(False, False, 0 if role == "residual" else 1, "silu" if role == "gated" else "none", role == "residual"),
+        )
+        block = Block(config, (1, 1, 1), (0, 0, 0))
+        warps, found, before = lanes(np.arange(config.warps)), [], None
+        for i in range(config.outputs):
+            element, row_of_warps = block.device["element_of"](i, warps, config)
+            found += [(int(e), int(r)) for e, r in zip(element, row_of_warps, strict=True) if e < config.accumulators]
+            if role == "gated" and i % 2:
+                assert (element == before + 2).all() and (before // 2 % 2 == 0)[before < config.accumulators].all()
+            before = element
+        assert sorted(found) == [(e, r) for e in range(config.accumulators) for r in range(config.warps_n)]
+
+
+def test_ptx_names_its_operands():
+    check_operands(End(False, False).add_groups, "=&f,f")
+    check_operands(ring_end.STORE.value, "=r,r,f")
+    check_operands(ring_end.STORE_IF.value, "=r,r,f,r")
+    for count in (1, 4, 16):
+        text = ring_end.add_strided(count, 128)
+        check_operands(getattr(text, "value", text), "=&f,r")
+
+
+def test_a_residual_has_no_norm():
+    with pytest.raises(ValueError, match="no norm and no gate"):
+        End(False, False, 4, residual=True)

@@ -1,0 +1,138 @@
+"""The ring kernel with norm, gate and residual at its end, compiled for a GPU that is not here: registers, order of loads."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from lowbit.formats import number_format
+from lowbit.hardware.arch import arch_for
+from lowbit.hardware.machine import typical_machine
+from lowbit.kernels.choose.chained_gemm import choose_chain
+from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile
+from lowbit.pack import WeightForm
+from tests.kernels.calls import meta, mixed_call
+from tests.kernels.sass import compile_plan
+
+pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
+
+from lowbit.kernels.sm80.mixed_gemm import NormPlan, ResidualPlan
+
+HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def compiled(
+    end, fmt="int4", m=1, n=4096, k=4096, group=128, zero="none", dtype="fp16", bias=False, parts=128, tile=None, sm=90
+):
+    """The kernel with an end that is "residual", "norm" or the name of a gate, and its tile."""
+    shape, half = GemmShape(m, n, k, number_format(fmt).bits), HALVES[dtype]
+    role = end if end in ("residual", "norm") else "gated"
+    tile = choose_chain(role, shape, typical_machine(sm)) if tile is None else tile
+    form, arch = WeightForm(fmt, group, zero, "fp16"), arch_for(sm)
+    x, codes, scale, channel, of_bias, sums, arrived = mixed_call(shape, half, group, torch.float16)
+    weight, added = (codes, scale, channel if form.channel_scale else None), of_bias if bias else None
+    if end == "residual":
+        plan = ResidualPlan(shape, tile, form, half, bias, arch)
+        call = x, weight, meta((m, n), half), meta((n,), half), added, 1.0, sums, arrived
+    else:
+        plan = NormPlan(shape, tile, form, half, bias, parts, "none" if end == "norm" else end, arch)
+        call = x, weight, meta((parts, m), torch.float32), added, k, 1e-5, 1.0, sums, arrived
+    return tile, compile_plan(plan, call, sm, ("x", "w", "scale"))
+
+
+LLAMA = [
+    ("norm", 6144, 4096),
+    ("residual", 4096, 4096),
+    ("silu", 28672, 4096),
+    ("residual", 4096, 14336),
+    ("norm", 128256, 4096),
+]
+
+
+def main_loop(kernel):
+    """First and last line of the loop of products, or the lines of its products where all of K is one iteration."""
+    found = [i for i, line in enumerate(kernel.lines) if "HMMA" in line]
+    loops = [loop for loop in kernel.loops if any(loop[0] <= i <= loop[1] for i in found)]
+    return max(loops, key=lambda loop: loop[1] - loop[0]) if loops else (found[0], found[-1])
+
+
+def check(tile, kernel, end, of_rows, parts, stack_bytes=0):
+    """Nothing of the main loop is in local memory, and loads are where they hide: before the wait for the kernel before what
+    belongs to rows of w (`of_rows` tensors: scales, bias, gamma), behind it h or squares, none in the loop, none at the end.
+
+    Where splits meet, all but the squares are loaded at the end, by the block that comes last. ptxas may put a few words that
+    the end needs away before the loop, rather than have registers for fewer blocks.
+    """
+    first, last = main_loop(kernel)
+    assert not re.search(r"\b(LDL|STL)\b", " ".join(kernel.lines[first : last + 1])), "registers spilled in the main loop"
+    assert kernel.stack_bytes <= stack_bytes, "registers spilled"
+    wait = next(i for i, line in enumerate(kernel.lines) if "ACQBULK" in line)
+    copies = [i for i, line in enumerate(kernel.lines) if "LDGSTS" in line]
+    assert copies[0] < wait < copies[-1], "copies of weights, wait, copies of x"
+    stores = [i for i, line in enumerate(kernel.lines) if re.search(r"\b(STG|ATOMG|RED)\b", line)]
+    assert min(stores) > last
+    loads = [i for i, line in enumerate(kernel.lines) if re.search(r"\bLDG\b", line)]
+    together = 1 if end in ("residual", "norm") else 2
+    outputs = together * -(-tile.strips * tile.tokens // (2 * together * tile.warps_k))
+    squares = -(-parts // 8) * tile.tokens // 4
+    of_others = outputs if end == "residual" else squares
+    early = tile.splits == 1
+    assert sum(i < wait for i in loads) == (of_rows * outputs if early else 0)
+    assert sum(wait < i < first for i in loads) == (of_others if early or end != "residual" else 0)
+    assert not [i for i in loads if first <= i <= last], "loads sank into the loop"
+    assert early == (not [i for i in loads if i > last])
+
+
+@pytest.mark.parametrize("m", [1, 16])
+@pytest.mark.parametrize(("end", "n", "k"), LLAMA)
+def test_llama_3_8b(end, n, k, m):
+    head = n > 100000
+    tile, kernel = compiled(end, "int8" if head else "int4", m, n, k, group=0 if head else 128)
+    check(tile, kernel, end, head + (end == "residual"), 128)
+    assert kernel.count("HMMA.16816") == 2 * tile.strips * tile.rounds * 8 * (tile.tokens // 8)
+    if tile.blocks_per_sm == 1:
+        assert 2 * (kernel.shared_bytes + 1024) > arch_for(90).shared_per_sm_bytes >= kernel.shared_bytes + 1024
+
+
+@pytest.mark.parametrize(
+    ("fmt", "group", "zero", "dtype"),
+    [
+        ("int4", 64, "none", "bf16"), ("int4", 0, "none", "fp16"), ("uint4", 128, "integer", "fp16"),
+        ("uint4", 64, "float", "bf16"),
+        ("fp6_e3m2", 0, "none", "fp16"), ("fp6_e3m2", 128, "none", "bf16"), ("int8", 0, "none", "bf16"),
+        ("int8", 128, "none", "fp16"),
+        ("int5", 64, "none", "fp16"), ("int3", 128, "none", "bf16"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("m", [4, 13])
+def test_formats(fmt, group, zero, dtype, m):
+    """Every end in turn, with a bias; h, gates and channels of a narrow model, with a tail of K."""
+    for end, n, k in (("residual", 896, 4864), ("norm", 1152, 896), ("gelu_tanh", 9728, 896)):
+        tile, kernel = compiled(end, fmt, m, n, k, group, zero, dtype, bias=True, parts=56)
+        check(tile, kernel, end, 1 + (group == 0) + (end == "residual"), 56, stack_bytes=32)
+
+
+@pytest.mark.parametrize("end", ["residual", "norm", "silu"])
+@pytest.mark.parametrize(
+    "tile", [RingTile(8, 3, 1, 2, 4, 2), RingTile(16, 5, 1, 1, 8, 2), RingTile(16, 8, 1, 1, 8, 4)], ids=str
+)
+def test_splits(end, tile):
+    """The block that comes last finishes; with 3 or 5 strips for 4 or 8 warps some warps finish nothing."""
+    _, kernel = compiled(end, "int4", tile.tokens, 4096, 4096, tile=tile, bias=True)
+    check(tile, kernel, end, 1 + (end == "residual"), 128, stack_bytes=32)
+    assert kernel.count("ATOMG") == 1
+
+
+def test_most_parts():
+    for m in (8, 16):
+        check(*compiled("norm", m=m, n=10240, k=8192, parts=256), "norm", 0, 256)
+
+
+@pytest.mark.parametrize("sm", [80, 86, 89, 120])
+@pytest.mark.parametrize("end", ["residual", "norm", "silu"])
+def test_every_machine(end, sm):
+    _, kernel = compiled(end, m=8, sm=sm)
+    assert kernel.stack_bytes == 0 and kernel.shared_bytes <= arch_for(sm).shared_per_block_bytes
+    assert (kernel.count("ACQBULK") > 0) == (sm >= 90)

@@ -1,0 +1,407 @@
+"""Products with norm, gate and residual at their ends: the reference against the layers of a model, the kernels against it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowbit.formats import QuantTensor
+from lowbit.kernels.reference.chained import norm_gemm_reference, residual_gemm_reference
+from lowbit.ops.chained_gemm import chain_refusals, factor_of, norm_gemm, residual_gemm
+from lowbit.pack import FragmentWeight, OperandWeight
+from lowbit.pack.gated import alternate, pack_gated
+from lowbit.quantize import rtn
+from tests.tiny import with_channels
+
+gpu = pytest.mark.gpu
+HALVES = [torch.float16, torch.bfloat16]
+SCHEMES = [
+    "w4a16_g128", "w4a16_g64", "w4a16_pc", "w4a16_g128_z", "w4a16_g32_fz", "w6e3m2a16", "w6e3m2a16_g128", "w8a16", "w8a16_g128",
+    "w5a16_g64", "w3a16_g128", "w8e4m3a16_b128x128",
+]  # fmt: skip
+GATES = {
+    "silu": torch.nn.functional.silu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+}
+
+
+def quantized(scheme, n, k, device="cpu", seed=0) -> QuantTensor:
+    generator = torch.Generator(device).manual_seed(seed)
+    return rtn(torch.randn(n, k, device=device, generator=generator) * k**-0.5, scheme)
+
+
+def relative_error(y, reference) -> float:
+    return float((y.double() - reference.double()).norm() / reference.double().norm())
+
+
+def squares_of(h, parts=1):
+    """Sums of squares [parts, M] of rows of h, cut in unequal parts."""
+    cuts = [len(part) for part in torch.arange(h.shape[1]).tensor_split(parts)]
+    return torch.stack([part.float().square().sum(1) for part in h.split(cuts, 1)])
+
+
+# ---- without a GPU
+
+
+def rms_norm(h, gamma, eps):
+    return h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps) * gamma
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("scheme", ["w4a16_g32", "w8a16", "w6e3m2a16", "w4a16_g32_z"])
+def test_two_layers_equal_norms_and_products_apart(scheme, gate, dtype):
+    """A toy without attention, h growing by its products: qkv with bias, o, gate-up, down, twice, then a head."""
+    torch.manual_seed(0)
+    b, hidden, inner, eps = 5, 64, 104, 1e-5
+    h = torch.randn(b, hidden).to(dtype)
+    reference, layers = h.double(), []
+    for layer in range(2):
+        parts = {
+            "qkv": (96, hidden),
+            "o": (hidden, 96),
+            "gate": (inner, hidden),
+            "up": (inner, hidden),
+            "down": (hidden, inner),
+        }
+        layers.append({name: quantized(scheme, *shape, seed=10 * layer + i) for i, (name, shape) in enumerate(parts.items())})
+    gammas = [(0.2 + 3 * torch.rand(hidden)).to(dtype) for _ in range(5)]
+    bias, head = torch.randn(96).to(dtype), quantized("w8a16", 48, hidden, seed=99)
+    factors = [factor_of(gamma, dtype) for gamma in gammas]
+
+    x, squares = (h.float() * gammas[0].float() * factors[0]).to(dtype), squares_of(h)
+    for i, layer in enumerate(layers):
+        fused = {name: FragmentWeight.pack(layer[name]) for name in ("qkv", "o", "down")}
+        given = {"width": hidden, "eps": eps}
+        x = norm_gemm(x, fused["qkv"], squares, bias, factor=factors[2 * i], **given)
+        x, squares = residual_gemm(x, fused["o"], h, gammas[2 * i + 1], factor=factors[2 * i + 1])
+        x = norm_gemm(x, pack_gated(layer["gate"], layer["up"]), squares, gated=gate, factor=factors[2 * i + 1], **given)
+        x, squares = residual_gemm(x, fused["down"], h, gammas[2 * i + 2], factor=factors[2 * i + 2])
+        w = {name: q.dequantize(torch.float64) for name, q in layer.items()}
+        qkv = rms_norm(reference, gammas[2 * i].double(), eps) @ w["qkv"].T + bias.double()
+        reference = reference + qkv @ w["o"].T
+        normed = rms_norm(reference, gammas[2 * i + 1].double(), eps)
+        reference = reference + (GATES[gate](normed @ w["gate"].T) * (normed @ w["up"].T)) @ w["down"].T
+    logits = norm_gemm(x, FragmentWeight.pack(head), squares, factor=factors[4], width=hidden, eps=eps)
+    reference = rms_norm(reference, gammas[4].double(), eps) @ head.dequantize(torch.float64).T
+    assert relative_error(logits, reference) < (2e-3 if dtype == torch.float16 else 1.6e-2)
+
+
+def test_h_that_overflows_without_a_factor():
+    """|h| up to 6e4 and gamma up to 9: h * gamma is no fp16 number, h * gamma * factor is, and the next product is right."""
+    torch.manual_seed(1)
+    q, following = quantized("w4a16_g32", 64, 64), quantized("w8a16", 80, 64, seed=1)
+    h = torch.randn(3, 64).half()
+    h[:, 7], h[1, 9] = 6e4, -5e4
+    gamma = torch.linspace(0.1, 9, 64).half()
+    factor = factor_of(gamma, torch.float16)
+    assert factor == 1 / 16
+    for used, finite in ((1.0, False), (factor, True)):
+        moved = h.clone()
+        x, squares = residual_gemm(torch.zeros(3, 64).half(), FragmentWeight.pack(q), moved, gamma, factor=used)
+        assert torch.equal(moved, h) and torch.isfinite(squares).all()
+        y = norm_gemm(x, FragmentWeight.pack(following), squares, width=64, eps=1e-6, factor=used)
+        assert bool(torch.isfinite(y).all()) == finite
+    expected = rms_norm(h.double(), gamma.double(), 1e-6) @ following.dequantize(torch.float64).T
+    assert relative_error(y, expected) < 1e-3
+
+
+@pytest.mark.parametrize("size", [1e-5, 1e-3, 1.0, 300.0])
+@pytest.mark.parametrize("rms", [1e-2, 1.0, 500.0])
+def test_the_factor_costs_no_precision(size, rms):
+    """gamma of any size, h from that of small embeddings on: the error is that of x normalised and rounded to fp16."""
+    torch.manual_seed(2)
+    w, h = torch.randn(256, 512, dtype=torch.float64), (torch.randn(8, 512) * rms).half()
+    gamma = (size * (0.1 + torch.rand(512))).float()
+    factor = factor_of(gamma, torch.float16)
+    assert 0.5 < float(gamma.max()) * factor <= 1
+    exact = rms_norm(h.double(), gamma.double(), 0.0) @ w.T
+    x = (h.float() * gamma * factor).half().double()
+    y = x @ w.T / (h.double().square().mean(1).sqrt() * factor)[:, None]
+    assert relative_error(y, exact) < 3e-4
+
+
+def test_factors_are_powers_of_two():
+    for largest, factor in ((1.0, 1.0), (0.9, 1.0), (0.5, 2.0), (1.5, 0.5), (2.0, 0.5), (37.0, 1 / 64), (0.0, 1.0)):
+        gamma = torch.tensor([0.0, -largest, largest / 3])
+        assert factor_of(gamma, torch.float16) == factor and factor_of(gamma, torch.bfloat16) == 1.0
+
+
+def test_gates_alternate_with_what_they_gate():
+    gate, up = quantized("w4a16_g32", 40, 64), quantized("w4a16_g32", 40, 64, seed=1)
+    bias = torch.randn(2, 40).half()
+    x, squares = torch.randn(3, 64).half(), torch.rand(7, 3)
+    for name, act in GATES.items():
+        y = norm_gemm(x, pack_gated(gate, up), squares, alternate(*bias), width=64, eps=1e-3, gated=name)
+        rms = (squares.double().sum(0) / 64 + 1e-3).sqrt()[:, None]
+        left, right = (x.double() @ q.dequantize(torch.float64).T / rms + b for q, b in zip((gate, up), bias, strict=True))
+        assert y.shape == (3, 40) and torch.equal(y, (act(left) * right).half())
+
+
+def test_the_residual_is_added_in_place():
+    q, h, gamma = quantized("w4a16_g32", 40, 64), torch.randn(3, 40).bfloat16(), torch.rand(40)
+    x, before, bias = torch.randn(3, 64).half(), h.clone(), torch.randn(40).half()
+    following, squares = residual_gemm(x, FragmentWeight.pack(q), h, gamma, bias, factor=0.25)
+    y = x.double() @ q.dequantize(torch.float64).T + bias.double()
+    assert torch.equal(h, (before.double() + y).bfloat16())
+    assert torch.equal(following, (h.double() * gamma.double() * 0.25).half()) and following.dtype == torch.float16
+    assert torch.allclose(squares.sum(0), h.float().square().sum(1)) and squares.dtype == torch.float32
+
+
+def test_refusals():
+    w, x = FragmentWeight.pack(quantized("w4a16_g32", 64, 64)), torch.zeros(2, 64).half()
+    assert chain_refusals(w, 16, torch.bfloat16) == ()
+    assert chain_refusals(w, 17, torch.float32) == (
+        "takes x in fp16 or bf16, not torch.float32",
+        "takes 1 to 16 tokens, not 17",
+    )
+    ordered = FragmentWeight.pack(with_channels(quantized("w4a16_g32", 64, 64)))
+    assert chain_refusals(ordered, 1, x.dtype) == ("takes x as it comes: the weight has order and pre_quant_scale",)
+    eight = OperandWeight.pack(quantized("w8a8", 64, 64))
+    assert chain_refusals(eight, 1, x.dtype) == (
+        "takes weights in fragment order (FragmentWeight), not OperandWeight",
+        "takes activations of 16 bits; w8a8 quantizes them to int8",
+    )
+    with pytest.raises(ValueError, match="norm_gemm takes x as it comes"):
+        norm_gemm(x, ordered, torch.ones(1, 2), width=64, eps=0.0)
+    with pytest.raises(ValueError, match="residual_gemm takes 1 to 16 tokens, not 17"):
+        residual_gemm(torch.zeros(17, 64).half(), w, torch.zeros(17, 64).half(), torch.ones(64))
+    with pytest.raises(
+        ValueError, match=r"norm_gemm: squares are float32 \[parts, 2\], 1 to 256 parts, got torch.float32 \(1, 3\)"
+    ):
+        norm_gemm(x, w, torch.ones(1, 3), width=64, eps=0.0)
+    with pytest.raises(
+        ValueError, match="gated is none, or silu or gelu_tanh with strips of 8 gates and 8 ups; got relu, N 64"
+    ):
+        norm_gemm(x, w, torch.ones(1, 2), width=64, eps=0.0, gated="relu")
+    with pytest.raises(
+        ValueError, match=r"h is fp16 or bf16 \[2, N\], contiguous; got torch.float16 \(2, 64\), strides \(128, 1\)"
+    ):
+        residual_gemm(x, w, torch.zeros(2, 128).half()[:, :64], torch.ones(64))
+    with pytest.raises(ValueError, match=r"gamma is floating-point \[64\], got torch.float32 \(3,\)"):
+        residual_gemm(x, w, torch.zeros(2, 64).half(), torch.ones(3))
+    with pytest.raises(ValueError, match="residual_gemm: w4a16_g32 with N 32 and K 64 takes codes"):
+        residual_gemm(x, w, torch.zeros(2, 32).half(), torch.ones(32))
+
+
+def operands(device, m=3, n=64, k=64):
+    w = FragmentWeight.pack(quantized("w4a16_g32", n, k, device))
+    x, h = (torch.randn(m, size, device=device, dtype=torch.float16) for size in (k, n))
+    squares, gamma = torch.rand(2, m, device=device), torch.rand(n, device=device)
+    norm = x, w.codes, w.scale, None, squares, None, "w4a16_g32", n, k, 1e-5, 1.0, "silu"
+    return norm, (x, w.codes, w.scale, None, h, gamma, None, "w4a16_g32", 1.0)
+
+
+def test_opcheck():
+    norm, residual = operands("cpu")
+    torch.library.opcheck(torch.ops.lowbit.norm_gemm.default, norm)
+    torch.library.opcheck(torch.ops.lowbit.residual_gemm.default, residual)
+
+
+# ---- on a GPU
+
+
+@gpu
+def test_opcheck_on_a_gpu():
+    norm, residual = operands("cuda", n=128, k=256)
+    torch.library.opcheck(torch.ops.lowbit.norm_gemm.default, norm)
+    torch.library.opcheck(torch.ops.lowbit.residual_gemm.default, residual)
+
+
+MS = [1, 2, 5, 8, 9, 13, 16]
+RAGGED = [(512, 1024), (1000, 576), (344, 1096), (48, 4864), (4096, 2048)]
+
+
+def poison(*shapes, dtype=torch.float32):
+    """What the allocator hands out next is poisoned."""
+    for shape in shapes:
+        torch.full(shape, float("nan"), dtype=dtype, device="cuda")
+
+
+@gpu
+@pytest.mark.parametrize("invariant", [False, True], ids=["", "batch-invariant"])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("gated", ["none", "silu", "gelu_tanh"])
+def test_norm_on_a_gpu(scheme, dtype, gated, invariant):
+    for place, (n, k) in enumerate(RAGGED):
+        n = n // 16 * 16 if gated != "none" else n
+        w = FragmentWeight.pack(q := quantized(scheme, n, k, "cuda", place))
+        bias = torch.randn(n, device="cuda", dtype=dtype) if place % 2 else None
+        whole = None
+        for m in reversed(MS):
+            generator = torch.Generator("cuda").manual_seed(k)
+            x = torch.randn(16, k, device="cuda", dtype=dtype, generator=generator)[:m]
+            squares = k * (0.5 + torch.rand(1 + 37 * place, 16, device="cuda", generator=generator))[:, :m].contiguous()
+            given = {"width": k, "eps": 1e-5, "gated": gated, "factor": 0.5}
+            poison((m, n), dtype=dtype)
+            y = norm_gemm(x, w, squares, bias, batch_invariant=invariant, **given)
+            expected = norm_gemm_reference(x, q, squares, bias, width=k, eps=1e-5, gated=gated, x_factor=0.5)
+            plain = q.dequantize(dtype).double()
+            honest = norm_gemm_reference(x, _Plain(plain), squares, bias, width=k, eps=1e-5, gated=gated, x_factor=0.5).to(
+                dtype
+            )
+            assert relative_error(y, expected) <= 2 * relative_error(honest, expected) + 2e-5, (n, k, m)
+            again = norm_gemm(x, w, squares, bias, batch_invariant=invariant, **given)
+            assert torch.equal(y, again), "same input, same bits"
+            if invariant:
+                whole = y if whole is None else whole
+                assert torch.equal(y, whole[:m]), "the same row of any batch"
+
+
+class _Plain:
+    """A weight that is what it is, for the reference."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def dequantize(self, dtype):
+        return self.values.to(dtype)
+
+
+@gpu
+@pytest.mark.parametrize("invariant", [False, True], ids=["", "batch-invariant"])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_residual_on_a_gpu(scheme, dtype, invariant):
+    for place, (n, k) in enumerate(RAGGED):
+        w = FragmentWeight.pack(q := quantized(scheme, n, k, "cuda", place))
+        gamma = torch.rand(n, device="cuda") + 0.5
+        bias = torch.randn(n, device="cuda", dtype=dtype) if place % 2 else None
+        whole = None
+        for m in reversed(MS):
+            generator = torch.Generator("cuda").manual_seed(k)
+            x = torch.randn(16, k, device="cuda", dtype=dtype, generator=generator)[:m]
+            before = torch.randn(16, n, device="cuda", dtype=dtype, generator=generator)[:m].contiguous()
+            added, _, _ = residual_gemm_reference(x, q, before, gamma, bias)
+            found = []
+            for _ in range(2):
+                h = before.clone()
+                poison((m, n), dtype=dtype)
+                poison((256, m))
+                found.append((h, *residual_gemm(x, w, h, gamma, bias, factor=0.5, batch_invariant=invariant)))
+            assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), "same input, same bits"
+            h, following, squares = found[0]
+            plain = q.dequantize(dtype).double()
+            honest, _, _ = residual_gemm_reference(x, _Plain(plain), before, gamma, bias)
+            assert relative_error(h, added) <= 2 * relative_error(honest, added) + 2e-4, (n, k, m)
+            assert torch.equal(following, (h.float() * (gamma * 0.5)).to(dtype)), (n, k, m)
+            assert torch.allclose(squares.sum(0), h.float().square().sum(1), rtol=1e-5) and torch.isfinite(squares).all()
+            if invariant:
+                whole = (h, following, squares) if whole is None else whole
+                assert torch.equal(h, whole[0][:m]) and torch.equal(squares, whole[2][:, :m]), "the same row of any batch"
+
+
+@gpu
+@pytest.mark.parametrize("m", [1, 8, 16])
+def test_every_tile_on_a_gpu(m):
+    """All candidates, splits and two rows of warps among them, of shapes with a part of a strip and blocks that overlap."""
+    from lowbit.hardware.machine import machine_of
+    from lowbit.kernels.choose.chained_gemm import chain_candidates
+    from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile
+    from lowbit.kernels.sm80.mixed_gemm import NormPlan, ResidualPlan
+    from lowbit.ops.workspace import workspace
+    from lowbit.pack import weight_form
+
+    machine, n, k = machine_of("cuda"), 1008, 2176
+    q = quantized("w4a16_g128", n, k, "cuda")
+    w, form = FragmentWeight.pack(q), weight_form(q.scheme, torch.float16, False)
+    shape, weight = GemmShape(m, n, k, 4), None
+    weight = w.codes, w.scale, w.channel_scale
+    x, h0 = (torch.randn(m, size, device="cuda", dtype=torch.float16) for size in (k, n))
+    gamma, squares = torch.rand(n, device="cuda"), k * torch.rand(11, m, device="cuda")
+    more = [RingTile(8 if m <= 8 else 16, 3, 1, 2, 4, 2), RingTile(8 if m <= 8 else 16, 5, 1, 1, 8, 3)]
+    tiles = [row.tile for row in chain_candidates("residual", shape, machine) if not row.reasons] + more
+    added, _, _ = residual_gemm_reference(x, q, h0, gamma)
+    gated = norm_gemm_reference(x, q, squares, width=k, eps=1e-5, gated="silu")
+    for tile in tiles:
+        plan, h = ResidualPlan(shape, tile, form, torch.float16, False, machine.arch), h0.clone()
+        poison((m, n), (n, m))
+        following, parts = plan(x, weight, h, gamma, None, 1.0, *workspace(x.device, *plan.workspace))
+        assert relative_error(h, added) < 1e-3 and relative_error(parts.sum(0), h.double().square().sum(1)) < 1e-5, str(tile)
+        assert torch.equal(following, (h.float() * gamma).half()), str(tile)
+        norm = NormPlan(shape, tile, form, torch.float16, False, 11, "silu", machine.arch)
+        poison((m, n))
+        y = norm(x, weight, squares, None, k, 1e-5, 1.0, *workspace(x.device, *norm.workspace))
+        assert relative_error(y, gated) < 2e-3, str(tile)
+
+
+@gpu
+@pytest.mark.parametrize("m", [1, 7, 16])
+@pytest.mark.parametrize("scheme", ["w4a16_g128", "w6e3m2a16", "w8a16"])
+def test_a_layer_in_a_graph(scheme, m):
+    """Four products in a chain, each started before the one before has finished, replayed: as launched one by one."""
+    hidden, inner = 1024, 2816
+    generator = torch.Generator("cuda").manual_seed(m)
+    q = {
+        "qkv": quantized(scheme, 1536, hidden, "cuda", 1), "o": quantized(scheme, hidden, 1536, "cuda", 2),
+        "gate": quantized(scheme, inner, hidden, "cuda", 3), "up": quantized(scheme, inner, hidden, "cuda", 4),
+        "down": quantized(scheme, hidden, inner, "cuda", 5),
+    }  # fmt: skip
+    w = {name: FragmentWeight.pack(q[name]) for name in ("qkv", "o", "down")} | {"gu": pack_gated(q["gate"], q["up"])}
+    gamma = [torch.rand(hidden, device="cuda", generator=generator) + 0.5 for _ in range(2)]
+    start = torch.randn(m, hidden, device="cuda", dtype=torch.float16, generator=generator)
+    h = start.clone()
+
+    def layers(count, pause=lambda: None):
+        h.copy_(start)
+        x, squares = (h.float() * gamma[0]).half(), h.float().square().sum(1)[None].contiguous()
+        for _ in range(count):
+            given = {"width": hidden, "eps": 1e-5}
+            pause()
+            x = norm_gemm(x, w["qkv"], squares, **given)
+            pause()
+            x, squares = residual_gemm(x, w["o"], h, gamma[1])
+            pause()
+            x = norm_gemm(x, w["gu"], squares, gated="silu", **given)
+            pause()
+            x, squares = residual_gemm(x, w["down"], h, gamma[0])
+        return x, squares
+
+    expected = [t.clone() for t in (*layers(6, torch.cuda.synchronize), h)]
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        layers(1)
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            made = layers(6)
+    for _ in range(3):
+        for t in made:
+            t.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip((*made, h), expected, strict=True))
+    reference = start.double()
+    for _ in range(6):
+        normed = rms_norm(reference, gamma[0].double(), 1e-5)
+        reference = reference + normed @ q["qkv"].dequantize(torch.float64).T @ q["o"].dequantize(torch.float64).T
+        normed = rms_norm(reference, gamma[1].double(), 1e-5)
+        gate, up = (normed @ q[name].dequantize(torch.float64).T for name in ("gate", "up"))
+        reference = reference + (torch.nn.functional.silu(gate) * up) @ q["down"].dequantize(torch.float64).T
+    assert relative_error(h, reference) < 5e-3
+
+
+@gpu
+def test_large_h_on_a_gpu():
+    q, following = quantized("w4a16_g128", 512, 512, "cuda"), quantized("w8a16", 256, 512, "cuda", 1)
+    h = torch.randn(3, 512, device="cuda", dtype=torch.float16)
+    h[:, 7], h[1, 9] = 6e4, -5e4
+    gamma = torch.linspace(0.1, 9, 512, device="cuda").half()
+    expected = rms_norm(h.double(), gamma.double(), 1e-6) @ following.dequantize(torch.float64).T
+    zero, factor = torch.zeros_like(h), factor_of(gamma, h.dtype)
+    x, squares = residual_gemm(zero, FragmentWeight.pack(q), h, gamma, factor=factor)
+    y = norm_gemm(x, FragmentWeight.pack(following), squares, width=512, eps=1e-6, factor=factor)
+    assert torch.isfinite(y).all() and relative_error(y, expected) < 1e-3
+
+
+@gpu
+@pytest.mark.parametrize("m", [1, 3, 8, 11, 16])
+def test_tokens_that_do_not_exist_are_not_read(m):
+    """x ends where its rows do: what lies behind it is NaN, and nothing of it may come through the ring."""
+    for k in (1000, 1024):
+        w = FragmentWeight.pack(quantized("w4a16_g128", 512, k, "cuda"))
+        room = torch.full((64, k), float("nan"), device="cuda", dtype=torch.float16)
+        room[:m] = torch.randn(m, k, device="cuda", dtype=torch.float16)
+        y = norm_gemm(room[:m], w, torch.full((1, m), float(k), device="cuda"), width=k, eps=0.0)
+        assert torch.isfinite(y).all()
