@@ -6,6 +6,7 @@ from lowbit.ops.gemm import gemm, pack_for
 from lowbit.ops.mixed_gemm import mixed_gemm
 from lowbit.ops.quantize_activations import (
     Activations,
+    add_norm_quantize,
     layer_norm_quantize,
     quantize_activations,
     rms_norm_quantize,
@@ -20,6 +21,7 @@ __all__ = [
     "Kernel",
     "Problem",
     "UnsupportedProblem",
+    "add_norm_quantize",
     "byte_gemm",
     "choose",
     "fragment_gemm",

@@ -32,6 +32,12 @@ torch.library.define(
     " Tensor? weight=None, Tensor? bias=None, float eps=0.0, Tensor? zero=None, str rule='') -> Tensor[]",
 )
 
+torch.library.define(
+    "lowbit::add_norm_quantize",
+    "(Tensor(a!) h, Tensor delta, Tensor weight, float eps, str format, SymInt group=0, Tensor? scale=None,"
+    " bool symmetric=True, Tensor? zero=None) -> (Tensor, Tensor, Tensor)",
+)
+
 BEFORE = ("", "rms_norm", "layer_norm", "silu")
 MOST_COLUMNS = 65536
 """Widest row that the kernel's registers hold."""
@@ -85,6 +91,20 @@ def rms_norm_quantize(
     With a `residual` [.., K], x + residual in x's type takes the place of x and is returned as `sum`.
     """
     return _quantize(x, fmt, group, scale, symmetric, zero, rule, "rms_norm", residual, weight, None, eps)
+
+
+def add_norm_quantize(
+    h: Tensor, delta: Tensor | None, weight: Tensor, eps: float, fmt: str | NumberFormat, *, group: int = 0,
+    scale: Tensor | None = None, symmetric: bool = True, zero: Tensor | None = None, rule: str = "",
+) -> Activations:  # fmt: skip
+    """`rms_norm_quantize` of the contiguous h [.., K] after h += delta in place; in one launch."""
+    if delta is None:
+        return rms_norm_quantize(h, weight, eps, fmt, group=group, scale=scale, symmetric=symmetric, zero=zero, rule=rule)
+    name = fmt if isinstance(fmt, str) else fmt.name
+    if rule:  # which no fused step has: the check says so
+        _check(h, name, group, scale, symmetric, "rms_norm", delta, weight, None, zero, rule)
+    codes, found, zeros = torch.ops.lowbit.add_norm_quantize(h, delta, weight, eps, name, group, scale, symmetric, zero)
+    return Activations(codes, found if scale is None else scale, zeros if zeros.numel() and zero is None else zero)
 
 
 def layer_norm_quantize(
@@ -208,26 +228,30 @@ def _plain(
 torch.library.impl("lowbit::quantize_activations", "CPU", _plain)
 
 
-@torch.library.impl("lowbit::quantize_activations", "CUDA")
 def _on_gpu(
     x: Tensor, fmt: str, group: int = 0, scale: Tensor | None = None, symmetric: bool = True, before: str = "",
     beside: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 0.0,
-    zero: Tensor | None = None, rule: str = "",
+    zero: Tensor | None = None, rule: str = "", total: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
+    """`total`: where x + residual goes, x itself maybe; without, to new memory."""
     rows = _rows(x)
     beside_rows = None if beside is None else _rows(beside)
-    others = tuple(described(t) for t in (beside, weight, bias, scale, zero))
+    others = tuple(described(t) for t in (beside, weight, bias, scale, zero, total))
     strides = rows.stride(0), None if beside_rows is None else beside_rows.stride(0)
     aligned = rows.data_ptr() % 16 == 0 and all(stride is None or stride % 8 == 0 for stride in strides)
     plan = _plan(fmt, x.shape, x.dtype, x.device, group, symmetric, before, others, aligned, rule)
     if plan is None:
-        return _plain(x, fmt, group, scale, symmetric, before, beside, weight, bias, eps, zero, rule)
+        made = _plain(x, fmt, group, scale, symmetric, before, beside, weight, bias, eps, zero, rule)
+        return made if total is None else [*made[:-1], total.copy_(made[-1])]
     if x.device.index != torch.cuda.current_device():
         with torch.cuda.device(x.device):
-            made = plan(rows, beside_rows, weight, bias, scale, eps, zero)
+            made = plan(rows, beside_rows, weight, bias, scale, eps, zero, total)
     else:
-        made = plan(rows, beside_rows, weight, bias, scale, eps, zero)
+        made = plan(rows, beside_rows, weight, bias, scale, eps, zero, total)
     return made if x.dim() == 2 else [t.reshape(*x.shape[:-1], t.shape[-1]) for t in made]
+
+
+torch.library.impl("lowbit::quantize_activations", "CUDA", _on_gpu)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -242,7 +266,8 @@ def _plan(
     others: tuple[Described | None, ...], aligned: bool, rule: str,
 ) -> QuantizePlan | None:  # fmt: skip
     """The plan of a call, None where the kernel does not take it. Raises ValueError when the tensors do not fit together."""
-    beside, weight, bias, scale, zero = (None if t is None else torch.empty(t[0], dtype=t[1], device="meta") for t in others)
+    made = (None if t is None else torch.empty(t[0], dtype=t[1], device="meta") for t in others[:-1])
+    beside, weight, bias, scale, zero = made
     x = torch.empty(shape, dtype=dtype, device="meta")
     parsed = _check(x, fmt, group, scale, symmetric, before, beside, weight, bias, zero, rule)
     devices = {on, *(t[2] for t in others if t is not None)}
@@ -276,3 +301,40 @@ def _fake(
     if before != "silu" and beside is not None:
         made.append(torch.empty_like(x))
     return made
+
+
+def _three(made: list[Tensor], h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scale and zero, empty where the caller has given them: an operator that writes to its arguments returns a fixed
+    number of tensors."""
+    codes, scale, zero = (*made, *(h.new_empty(0) for _ in range(3 - len(made))))
+    return codes, scale, zero
+
+
+@torch.library.impl("lowbit::add_norm_quantize", "CPU")
+def _add_norm_plain(
+    h: Tensor, delta: Tensor, weight: Tensor, eps: float, fmt: str, group: int = 0, scale: Tensor | None = None,
+    symmetric: bool = True, zero: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    *made, total = _plain(h, fmt, group, scale, symmetric, "rms_norm", delta, weight, None, eps, zero)
+    h.copy_(total)
+    return _three(made, h)
+
+
+@torch.library.impl("lowbit::add_norm_quantize", "CUDA")
+def _add_norm_on_gpu(
+    h: Tensor, delta: Tensor, weight: Tensor, eps: float, fmt: str, group: int = 0, scale: Tensor | None = None,
+    symmetric: bool = True, zero: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if not h.is_contiguous():
+        raise ValueError(f"add_norm_quantize: h is contiguous, got strides {h.stride()} of {tuple(h.shape)}")
+    *made, _ = _on_gpu(h, fmt, group, scale, symmetric, "rms_norm", delta, weight, None, eps, zero, "", h)
+    return _three(made, h)
+
+
+@torch.library.register_fake("lowbit::add_norm_quantize")
+def _add_norm_fake(
+    h: Tensor, delta: Tensor, weight: Tensor, eps: float, fmt: str, group: int = 0, scale: Tensor | None = None,
+    symmetric: bool = True, zero: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    *made, _ = _fake(h, fmt, group, scale, symmetric, "rms_norm", delta, weight, None, eps, zero)
+    return _three(made, h)

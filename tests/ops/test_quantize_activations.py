@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowbit.formats import encode, number_format
-from lowbit.ops import layer_norm_quantize, quantize_activations, rms_norm_quantize, silu_mul_quantize
+from lowbit.ops import add_norm_quantize, layer_norm_quantize, quantize_activations, rms_norm_quantize, silu_mul_quantize
 from lowbit.ops.quantize_activations import quantize_refusals
 
 FORMATS = ["int8", "fp8_e4m3", "fp8_e5m2"]
@@ -106,6 +106,38 @@ def test_a_residual_is_rounded_before_the_norm():
     assert torch.equal(got.codes, again.codes) and torch.equal(got.scale, again.scale)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"fmt": "fp8_e4m3", "group": 32},
+        {"symmetric": False},
+        {"scale": torch.tensor([0.05])},
+        {"scale": torch.tensor([0.05]), "symmetric": False, "zero": torch.tensor([-9], dtype=torch.int32)},
+    ],
+)
+def test_a_residual_in_place(options):
+    """A decode step's: the sum takes the place of h, all else is `rms_norm_quantize`'s."""
+    options = {"fmt": "int8"} | options
+    h, delta = random(4, 64, dtype=torch.float16), random(4, 64, dtype=torch.float16, seed=1)
+    weight = random(64, dtype=torch.float16, seed=2)
+    wanted = rms_norm_quantize(h, weight, 1e-6, residual=delta, **options)
+    mine = h.clone()
+    got = add_norm_quantize(mine, delta, weight, 1e-6, **options)
+    assert torch.equal(mine, wanted.sum) and got.sum is None
+    assert torch.equal(got.codes.float(), wanted.codes.float()) and torch.equal(got.scale, wanted.scale)
+    assert (got.zero is None) == (wanted.zero is None) and (got.zero is None or torch.equal(got.zero, wanted.zero))
+    first, again = (add_norm_quantize(h, None, weight, 1e-6, **options), rms_norm_quantize(h, weight, 1e-6, **options))
+    assert torch.equal(first.codes.float(), again.codes.float()) and torch.equal(first.scale, again.scale)
+    compiled = torch.compile(
+        lambda h, delta: add_norm_quantize(h, delta, weight, 1e-6, **options)[0].float(), fullgraph=True, backend="aot_eager"
+    )
+    mine = h.clone()
+    assert torch.equal(compiled(mine, delta), wanted.codes.float()) and torch.equal(mine, wanted.sum), (
+        "the mutation is declared"
+    )
+
+
 def test_shapes_and_compilation():
     for shape in ((8,), (0, 8), (2, 0, 8)):
         codes, scale, *_ = quantize_activations(torch.ones(shape), "int8")
@@ -138,6 +170,8 @@ def test_shapes_and_compilation():
         (lambda x: rms_norm_quantize(x, torch.ones(63), 1e-6, "int8"), r"weight is \[64\], got \(63,\)"),
         (lambda x: rms_norm_quantize(x, torch.ones(64), 1e-6, "int8", residual=x.half()), "goes with its like"),
         (lambda x: silu_mul_quantize(x, x[:1], "int8"), "goes with its like"),
+        (lambda x: add_norm_quantize(x, x[:1], torch.ones(64), 1e-6, "int8"), "goes with its like"),
+        (lambda x: add_norm_quantize(x, x, torch.ones(64), 1e-6, "int8", rule="ct"), "was rounded to x's type"),
     ],
 )
 def test_what_does_not_fit_is_said(call, message):

@@ -397,15 +397,16 @@ class QuantizePlan:
 
     def __call__(
         self, x: Tensor, beside: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None, eps: float,
-        zero: Tensor | None = None,
+        zero: Tensor | None = None, total: Tensor | None = None,
     ) -> list[Tensor]:  # fmt: skip
-        """codes [M, K], then scale, zero, sum as far as the request has them; all tensors on the current device."""
+        """codes [M, K], then scale, zero, sum as far as the request has them; all tensors on the current device. The sum goes to
+        `total`, contiguous, which may be x itself."""
         request, on = self.request, x.device
         codes = torch.empty((self.m, self.code_pieces * CODE_PIECE), dtype=CODE_DTYPES[request.fmt.name], device=on)
         groups = -(-self.k // request.group) if request.group else 1
         scales = None if request.static else torch.empty((self.m, groups), dtype=torch.float32, device=on)
         zeros = None if request.symmetric or request.static else torch.empty((self.m, groups), dtype=torch.int32, device=on)
-        sums = torch.empty((self.m, self.k), dtype=x.dtype, device=on) if request.residual else None
+        sums = torch.empty((self.m, self.k), dtype=x.dtype, device=on) if request.residual and total is None else total
         if self.m:
             strides = x.stride(0) // self.x_unit, 0 if beside is None else beside.stride(0) // self.x_unit
             arguments = (codes, scales, zeros, sums, x, beside, weight, bias, scale, zero, *strides, self.code_pieces, eps)

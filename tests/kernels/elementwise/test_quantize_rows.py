@@ -20,6 +20,7 @@ triton = pytest.importorskip("triton", reason="the kernel is written in Triton")
 from lowbit.kernels.elementwise import quantize_rows as kernel_module  # noqa: E402
 from lowbit.kernels.elementwise.quantize_rows import CODE_PIECE, QuantizePlan, Request  # noqa: E402
 from lowbit.ops import (  # noqa: E402
+    add_norm_quantize,
     layer_norm_quantize,
     quantize_activations,
     rms_norm_quantize,
@@ -88,6 +89,37 @@ def check_without_a_gpu(few):
     for m, k, group in ((5, 64, 0), (4, 203, 128), (3, 2304, 0)):
         check_fused(m, k, group)
     check_layer_norm("cpu", 80)
+    for m, k in ((5, 64), (4, 203), (3, 2304)):
+        check_in_place(m, k)
+        check_halves(m, k)
+
+
+def check_in_place(m, k, device="cpu", sm=80, dtype=torch.float16):
+    """The sum takes the place of x, amid poison."""
+    generator = torch.Generator().manual_seed(k)
+    x, other, weight = (torch.randn(n, k, generator=generator).to(device, dtype) for n in (m, m, 1))
+    plan = QuantizePlan(m, k, Request("rms_norm", number_format("int8"), residual=True), k % 8 == 0, typical_machine(sm))
+    codes, scale, total = plan(x, other, weight[0], None, None, 1e-5)
+    memory = torch.full(((m + 2) * k,), float("nan"), dtype=dtype, device=device)
+    mine = memory[k:-k].view(m, k)
+    mine.copy_(x)
+    for _ in range(2):
+        made = plan(mine, other, weight[0], None, None, 1e-5, None, mine)
+        assert made[2] is mine and torch.equal(mine, total) and torch.equal(total, (x.float() + other.float()).to(dtype))
+        assert torch.equal(made[0], codes) and torch.equal(made[1], scale)
+        assert memory[:k].isnan().all() and memory[-k:].isnan().all()
+        mine.copy_(x)
+
+
+def check_halves(m, k, device="cpu", sm=80):
+    """The gate of one product [M, 2 K], whose halves are rows with a gap."""
+    both = torch.randn(m, 2 * k, generator=torch.Generator().manual_seed(k)).to(device, torch.float16)
+    plan = QuantizePlan(m, k, Request("silu", number_format("int8")), k % 8 == 0, typical_machine(sm))
+    gate, up = both[:, :k], both[:, k:]
+    codes, scale = plan(gate, up, None, None, None, 0.0)
+    again = QuantizePlan(m, k, Request("silu", number_format("int8")), k % 8 == 0, typical_machine(sm))
+    apart = again(gate.contiguous(), up.contiguous(), None, None, None, 0.0)
+    assert torch.equal(codes, apart[0]) and torch.equal(scale, apart[1])
 
 
 def check_fused(m, k, group, device="cpu", sm=80):
@@ -314,6 +346,38 @@ def test_fused_against_the_plain_operator(dtype, name, m, k, group):
         got = type(got)(got.codes.cpu(), got.scale.cpu(), None if got.zero is None else got.zero.cpu())
         assert wanted.zero is None or torch.equal(got.zero, wanted.zero)
         near(got, wanted, spread, values)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("k", [64, 203, 576, 4096, 8192])
+def test_in_place_and_halves(k, dtype):
+    for m in (1, 16, 1000):
+        check_in_place(m, k, "cuda", 90, dtype)
+        check_halves(m, k, "cuda", 90)
+
+
+@gpu
+def test_a_residual_in_place_in_a_graph():
+    """As in a decode step: the kernel before writes delta, the one after reads the codes and what comes then h."""
+    delta, weight = (torch.randn(n, 4096, device="cuda", dtype=torch.float16) for n in (16, 1))
+
+    def step(h):
+        for _ in range(10):
+            made = add_norm_quantize(h, delta * 0.5, weight[0], 1e-5, "int8")
+            made = add_norm_quantize(h, (made.codes * made.scale).half(), weight[0], 1e-5, "int8")
+        return made.codes, made.scale, h
+
+    begin = torch.randn(16, 4096, device="cuda", dtype=torch.float16)
+    wanted = [t.clone() for t in step(begin.clone())]
+    torch.cuda.synchronize()
+    graph, h = torch.cuda.CUDAGraph(), begin.clone()
+    with torch.cuda.graph(graph):
+        made = step(h)
+    for _ in range(3):
+        h.copy_(begin)
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(made, wanted, strict=True))
 
 
 @gpu
