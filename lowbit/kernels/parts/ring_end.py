@@ -267,17 +267,14 @@ def store_gated(y, sums, applied, at, C: gl.constexpr):
 
 @gluon.jit
 def rows_ahead(channels, at, C: gl.constexpr):
-    """What `channels` [N] has for the rows of a thread's sums, on its way while the product is made; None stays None."""
+    """What `channels` [N] has for the rows of a thread's sums, on its way while the product is made."""
     OUTPUTS: gl.constexpr = C.outputs
-    if channels is None:
-        return channels
-    else:
-        values = ()
-        for i in gl.static_range(OUTPUTS):
-            element, row_of_warps = element_of(i, at.warp, C)
-            row, _token, exists = output_of(element, row_of_warps, at, C)
-            values = values + (gl.load(channels + row, mask=exists, other=0.0),)
-        return values
+    values = ()
+    for i in gl.static_range(OUTPUTS):
+        element, row_of_warps = element_of(i, at.warp, C)
+        row, _token, exists = output_of(element, row_of_warps, at, C)
+        values = values + (gl.load(channels + row, mask=exists, other=0.0),)
+    return values
 
 
 @gluon.jit

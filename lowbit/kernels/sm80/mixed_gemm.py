@@ -232,6 +232,31 @@ def iteration(ring, source, read, acc, C: gl.constexpr, last: gl.constexpr):
 
 
 @gluon.jit
+def source_of(x, w, scale, strip, slice_k, first_token, lane, M, K, x_stride, tiles, scale_strip, C: gl.constexpr):
+    """Where a lane of a slice of K begins."""
+    R: gl.constexpr = C.ring
+    S: gl.constexpr = C.ring.step
+    EIGHTS: gl.constexpr = S.eights
+    place, group = lane & 3, lane >> 2
+    w_strip = tiles * (32 * S.bits)
+    w += strip.to(gl.int64) * w_strip + slice_k * (R.code_bytes // 4) + lane * 4
+    if R.scale_copy > 0:
+        scale += (
+            strip.to(gl.int64) * scale_strip
+            + slice_k * (R.scale_bytes // 2)
+            + lane * (R.scale_copy // 2) % (R.scale_bytes // 2)
+        )
+    x_size = ()
+    for eight in gl.static_range(EIGHTS):
+        x_size = x_size + (gl.where(first_token + eight * 8 + group < M, 16, 0),)
+    # Tokens that do not exist are not read; their addresses only have to be somewhere.
+    x += (first_token + group).to(gl.int64) * x_stride + slice_k * STEP + place * 8
+    return Source(
+        w, w_strip, scale, scale_strip, x, 8 * x_stride, x_size, tiles - slice_k * TILES, K - slice_k * STEP - place * 8
+    )  # fmt: skip
+
+
+@gluon.jit
 def clear_x(ring, source, C: gl.constexpr):
     """Zeros in the places of tokens that do not exist, which nothing is ever copied to."""
     R: gl.constexpr = C.ring
@@ -252,7 +277,6 @@ def ring_gemm(
     R: gl.constexpr = C.ring
     S: gl.constexpr = C.ring.step
     DEPTH: gl.constexpr = R.depth
-    EIGHTS: gl.constexpr = S.eights
     ACCUMULATORS: gl.constexpr = C.accumulators
     shared = gl.allocate_shared_memory(gl.float32, [C.shared_rows, C.threads], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     thread = gl.arange(0, C.threads, gl.BlockedLayout([1], [32], [C.warps], [0]))
@@ -270,42 +294,24 @@ def ring_gemm(
         start + group * S.pair_bytes, start + (place * 8 + group) * 16,
     )  # fmt: skip
 
-    w_strip = tiles * (32 * S.bits)
-    w += strip.to(gl.int64) * w_strip + slice_k * (R.code_bytes // 4) + lane * 4
-    if R.scale_copy > 0:
-        scale += (
-            strip.to(gl.int64) * scale_strip
-            + slice_k * (R.scale_bytes // 2)
-            + lane * (R.scale_copy // 2) % (R.scale_bytes // 2)
-        )
-    x_size = ()
-    for eight in gl.static_range(EIGHTS):
-        x_size = x_size + (gl.where(first_token + eight * 8 + group < M, 16, 0),)
-    # Tokens that do not exist are not read; their addresses only have to be somewhere.
-    x += (first_token + group).to(gl.int64) * x_stride + slice_k * STEP + place * 8
-    source = Source(
-        w, w_strip, scale, scale_strip, x, 8 * x_stride, x_size, tiles - slice_k * TILES, K - slice_k * STEP - place * 8
-    )  # fmt: skip
-
+    source = source_of(x, w, scale, strip, slice_k, first_token, lane, M, K, x_stride, tiles, scale_strip, C)
     at = Place(lane, warp, first_strip, first_token, gl.program_id(0) * C.block_strips * 16, M, N)
+    for d in gl.static_range(DEPTH):
+        copy_step(ring, source, C, d, True, not C.overlap)
+    if C.early and C.end.channel_scale:
+        channel_scale = rows_ahead(channel_scale, at, C)
+    if C.early and C.end.bias:
+        bias = rows_ahead(bias, at, C)
+    if C.early and C.end.residual:
+        gamma = rows_ahead(gamma, at, C)
+    clear_x(ring, source, C)
     if C.overlap:
-        for d in gl.static_range(DEPTH):
-            copy_step(ring, source, C, d, True, False)
-        if C.early:
-            channel_scale, bias, gamma = rows_ahead(channel_scale, at, C), rows_ahead(bias, at, C), rows_ahead(gamma, at, C)
-        clear_x(ring, source, C)
         gl.inline_asm_elementwise(
             "griddepcontrol.wait;\n griddepcontrol.launch_dependents;\n mov.b32 $0, 0;", "=r", [],
             dtype=gl.int32, is_pure=False, pack=1,
         )  # fmt: skip
         for d in gl.static_range(DEPTH):
             copy_step(ring, source, C, d, False, True)
-    else:
-        for d in gl.static_range(DEPTH):
-            copy_step(ring, source, C, d, True, True)
-        clear_x(ring, source, C)
-        if C.early:
-            channel_scale, bias, gamma = rows_ahead(channel_scale, at, C), rows_ahead(bias, at, C), rows_ahead(gamma, at, C)
     rms = ()
     old = ()
     if C.end.parts > 0:
