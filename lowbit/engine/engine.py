@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from lowbit.engine.batching import Batch, Round
 from lowbit.engine.cache import Cache, available_bytes, how_many_pages
+from lowbit.engine.chain import MOST_TOKENS, Chain
 from lowbit.engine.check import LARGEST_DIFFERENCE, difference_to
 from lowbit.engine.family import recognise
 from lowbit.engine.forward import ForwardProgram
@@ -182,7 +183,15 @@ class Engine:
             f"decode program of {decoder.family}, {len(decoder.layers)} layers; logits differ from Transformers' forward by "
             f"{self.difference:.1e} of the largest",
             f"cache: {self.program.cache}",
+            *self._launches(),
         ]
+
+    def _launches(self) -> list[str]:
+        assert isinstance(self.program, DecodeProgram)
+        few = f"steps of up to {MOST_TOKENS} tokens"
+        if isinstance(self.program.chain, Chain):
+            return [f"{few}: 5 launches a layer"]
+        return [f"{few} take as many launches a layer as larger ones: {'; '.join(self.program.chain)}"]
 
     # ---- a round
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.kernels.choose.attention import AttentionShape
-from lowbit.kernels.reference.decode import GATES, gate_reference
+from lowbit.kernels.reference.decode import GATES, Gate, gate_reference
 from lowbit.nn import QuantLinear
 from lowbit.nn.embedding import QuantEmbedding
 from lowbit.nn.fused import GatedMLP, QuantizingNorm
@@ -60,7 +60,7 @@ STATIC_ROPES = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True, eq=False)
 class LayerParts:
-    """The modules and weights of a decoder layer.
+    """The modules and weights of a decoder layer, which is `block`.
 
     qkv and gate_up are the modules whose outputs side by side are q, k, v and gate, up: one where a checkpoint has them fused.
     The gammas are weights of norms [H], `input_gamma` before attention, `mlp_gamma` before the MLP, the other two of what
@@ -68,6 +68,7 @@ class LayerParts:
     itself included; 0: all. `rope` is an index into `Decoder.ropes`.
     """
 
+    block: nn.Module
     qkv: tuple[nn.Module, ...]
     o: nn.Module
     gate_up: tuple[nn.Module, ...]
@@ -109,7 +110,7 @@ class Decoder:
     final_gamma: Tensor
     head: nn.Module
     tied: bool
-    activation: str
+    activation: Gate
     attention: AttentionShape
     ropes: tuple[Tensor, ...]
     final_softcap: float
@@ -262,7 +263,7 @@ def _eps(norm: Any) -> float:
     return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
 
 
-def _activation(model: Any) -> str | None:
+def _activation(model: Any) -> Gate | None:
     """The function of the gates, by what it computes; they share the config's."""
     mlp = next((layer.mlp for layer in _layers(model) if not isinstance(layer.mlp, GatedMLP)), None)
     if mlp is None:
@@ -321,6 +322,7 @@ def _parts(model: Any, family: Family, i: int, rope: int) -> LayerParts:
     window = model.config.sliding_window if family.window_of_model else getattr(attention, "sliding_window", None)
     before_mlp = layer.pre_feedforward_layernorm if family.normalises_deltas else layer.post_attention_layernorm
     return LayerParts(
+        block=layer,
         qkv=_qkv(attention),
         o=attention.o_proj,
         gate_up=_gate_up(mlp),

@@ -1,19 +1,22 @@
 """Products of a decode program: modules that read the same x become one, where their weights allow it.
 
 Weights of one format lie side by side in one tensor, of which the modules' own become parts: no byte is held twice, and the
-model that the program was made from still computes. Whatever cannot be joined runs as its module does.
+model that the program was made from still computes. Rows of gate and up alternate where both are packed for a GPU
+(pack/gated.py), and the model's MLP then computes with that weight too. Whatever cannot be joined runs as its module does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from lowbit.kernels.reference.decode import Gate
 from lowbit.nn import QuantLinear
-from lowbit.nn.fused import quantize_alike
+from lowbit.nn.fused import AlternatingMLP, quantize_alike
 from lowbit.ops import fragment_gemm
 from lowbit.pack import FragmentWeight
 from lowbit.pack.fragment import STRIP
@@ -22,13 +25,25 @@ Product = Callable[[Tensor], Tensor]
 """y [M, N] of x [M, K]."""
 
 
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """y [M, N] = x [M, K] . w^T + bias with a weight in the form of the tensor cores; `alternates`: rows of gate and up do."""
+
+    weight: FragmentWeight
+    bias: Tensor | None
+    batch_invariant: bool
+    alternates: bool = False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return fragment_gemm(x, self.weight, self.bias, batch_invariant=self.batch_invariant)
+
+
 def product(modules: Sequence[nn.Module], batch_invariant: bool) -> Product:
     """One function of x whose result has the outputs of all `modules` side by side; they keep computing as before."""
     layers = [module for module in modules if isinstance(module, QuantLinear)]
     if len(layers) == len(modules):
-        if fragments := _joined_fragments(layers):
-            weight, bias = fragments
-            return lambda x: fragment_gemm(x, weight, bias, batch_invariant=batch_invariant)
+        if _in_one_form(layers):
+            return Packed(_joined_fragments(layers), _bias(layers), batch_invariant)
         if len(layers) > 1 and quantize_alike(list(layers)):
             return lambda x: _one_input(x, layers)
     if not layers and all(type(module) is nn.Linear for module in modules):
@@ -39,31 +54,46 @@ def product(modules: Sequence[nn.Module], batch_invariant: bool) -> Product:
     return lambda x: torch.cat([module(x) for module in modules], dim=-1)
 
 
+def gated_product(
+    modules: Sequence[nn.Module], block: nn.Module, down: nn.Module, activation: Gate, batch_invariant: bool
+) -> Product:
+    """The product of gate and up, whose rows alternate where they can: `block.mlp` then computes with that weight."""
+    layers = [module for module in modules if isinstance(module, QuantLinear)]
+    if len(layers) == 2 and _in_one_form(layers) and not AlternatingMLP.refusals(*layers):
+        mlp = AlternatingMLP(layers[0], layers[1], down, activation)
+        block.mlp = mlp
+        return Packed(mlp.weight(), mlp.bias, batch_invariant, alternates=True)
+    return product(modules, batch_invariant)
+
+
 def _one_input(x: Tensor, layers: Sequence[QuantLinear]) -> Tensor:
     """Products of 8-bit activations, quantized once for all."""
     quantized = layers[0].quantize_input(x)
     return torch.cat([layer(quantized) for layer in layers], dim=-1)
 
 
-def _joined_fragments(layers: Sequence[QuantLinear]) -> tuple[FragmentWeight, Tensor | None] | None:
-    """The weights of some layers as one, if they are all in the same form for a GPU and made of whole strips."""
+def _in_one_form(layers: Sequence[QuantLinear]) -> bool:
+    """Whether the weights of some layers are all in the same form for a GPU and made of whole strips."""
     first = layers[0]
-    for layer in layers:
-        alone = layer.kernel_codes is None or layer.scheme.activation is not None or layer.has_channels or layer.has_correction
-        if alone or layer.scheme_name != first.scheme_name or layer.in_features != first.in_features:
-            return None
-        if (layer.kernel_channel_scale is None) != (first.kernel_channel_scale is None):
-            return None
-    if any(layer.out_features % STRIP for layer in layers[:-1]):
-        return None
+    return not any(layer.out_features % STRIP for layer in layers[:-1]) and all(
+        layer.kernel_codes is not None
+        and layer.scheme.activation is None
+        and not (layer.has_channels or layer.has_correction)
+        and (layer.scheme_name, layer.in_features) == (first.scheme_name, first.in_features)
+        and (layer.kernel_channel_scale is None) == (first.kernel_channel_scale is None)
+        for layer in layers
+    )
+
+
+def _joined_fragments(layers: Sequence[QuantLinear]) -> FragmentWeight:
+    """The weights of some layers in one form as one, of which their own become parts."""
+    first = layers[0]
     if len(layers) == 1:
-        return first.kernel_weight(), _bias(layers)
-    n = sum(layer.out_features for layer in layers)
-    joined = {name: _join(layers, name) for name in ("kernel_codes", "kernel_scale", "kernel_channel_scale")}
-    codes = joined["kernel_codes"]
+        return first.kernel_weight()
+    shape = (sum(layer.out_features for layer in layers), first.in_features)
+    codes = _join(layers, "kernel_codes")
     assert codes is not None
-    weight = FragmentWeight(codes, joined["kernel_scale"], joined["kernel_channel_scale"], first.scheme, (n, first.in_features))
-    return weight, _bias(layers)
+    return FragmentWeight(codes, _join(layers, "kernel_scale"), _join(layers, "kernel_channel_scale"), first.scheme, shape)
 
 
 def _join(layers: Sequence[QuantLinear], name: str) -> Tensor | None:

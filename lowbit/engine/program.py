@@ -2,8 +2,8 @@
 
     embed | norm  qkv  attention  o | norm  gate-up  gate  down | ... | norm  head
 
-Eight launches a layer on a GPU. Prompts take the same products over all their tokens at once, with attention by torch. What
-each operator computes is said in kernels/reference/, which is also what runs on a CPU.
+Eight launches a layer on a GPU, five for a few tokens (chain.py). Prompts take the same products over all their tokens at once,
+with attention by torch. What each operator computes is said in kernels/reference/, which is also what runs on a CPU.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from torch import Tensor
 
 from lowbit.engine.batching import Piece
 from lowbit.engine.cache import Cache, CacheSpec
+from lowbit.engine.chain import MOST_TOKENS, Chain, chain_of
 from lowbit.engine.family import Decoder, LayerParts
-from lowbit.engine.product import Product, product
+from lowbit.engine.product import Packed, Product, gated_product, product
 from lowbit.engine.slots import Slots, on_device
 from lowbit.kernels.choose.attention import AttentionShape
+from lowbit.nn import QuantLinear
 from lowbit.ops.attention import append_kv, decode_attention, prompt_attention
 from lowbit.ops.decode import add_norm, embed_norm, gate
 
@@ -35,6 +37,11 @@ class Layer:
     down: Product
     shape: AttentionShape
 
+    @property
+    def alternates(self) -> bool:
+        """Whether columns of gate and up alternate."""
+        return isinstance(self.gate_up, Packed) and self.gate_up.alternates
+
 
 class DecodeProgram:
     """The program of a decoder; `cache` holds what it remembers of each text."""
@@ -46,13 +53,23 @@ class DecodeProgram:
         self.decoder, self.dtype, self.device, self.batch_invariant = decoder, dtype, device, batch_invariant
         self.layers = [self._layer(parts) for parts in decoder.layers]
         self.head = product([decoder.head], batch_invariant)
+        self.chain: Chain | tuple[str, ...] = ("its sums are not those of larger steps (batch_invariant)",)
+        if not batch_invariant:
+            products = [(row.qkv, row.o, row.gate_up, row.down) for row in self.layers]
+            self.chain = chain_of(decoder, products, self.head, dtype)
         self.table = decoder.table
         self.ropes = [table.to(device) for table in decoder.ropes]
         self.cache: Cache | None = None
 
     def _layer(self, parts: LayerParts) -> Layer:
-        made = {name: product(parts.modules(name), self.batch_invariant) for name in ("qkv", "o", "gate_up", "down")}
-        return Layer(parts, shape=self.decoder.attention_shape(parts), **made)
+        invariant = self.batch_invariant
+        for name in ("qkv", "o", "gate_up", "down"):
+            for module in parts.modules(name):
+                if isinstance(module, QuantLinear) and self.device.type == "cuda":
+                    module.prepare(self.dtype)
+        qkv, o, down = (product(parts.modules(name), invariant) for name in ("qkv", "o", "down"))
+        gate_up = gated_product(parts.modules("gate_up"), parts.block, parts.down, self.decoder.activation, invariant)
+        return Layer(parts, qkv, o, gate_up, down, self.decoder.attention_shape(parts))
 
     @property
     def cache_spec(self) -> CacheSpec:
@@ -63,13 +80,15 @@ class DecodeProgram:
     def step(self, rows: Tensor, slots: Slots) -> Tensor:
         """Logits [B, V] after the next token of each slot that `rows` int32 [B] names."""
 
-        def attend(i: int, layer: Layer, qkv: Tensor) -> Tensor:
-            keys, values = self._cache.layer(i)
+        def attend(i: int, qkv: Tensor) -> Tensor:
+            layer, (keys, values) = self.layers[i], self._cache.layer(i)
             return decode_attention(
                 qkv, keys, values, slots.tables, slots.positions, rows, self.ropes[layer.parts.rope], layer.shape,
                 layer.parts.q_gamma, layer.parts.k_gamma, batch_invariant=self.batch_invariant,
             )  # fmt: skip
 
+        if isinstance(self.chain, Chain) and len(rows) <= MOST_TOKENS:
+            return self._capped(self.chain.step(slots.tokens, rows, self.table, attend))
         return self._logits(*self._layers(slots.tokens, rows, attend))
 
     def prompt(self, pieces: Sequence[Piece], slots: Slots) -> Tensor | None:
@@ -77,8 +96,8 @@ class DecodeProgram:
         ids, slot_of, position_of = on_device(_flat(pieces), self.device)
         ends = [end for end, piece in zip(_ends(pieces), pieces, strict=True) if piece.last]
 
-        def attend(i: int, layer: Layer, qkv: Tensor) -> Tensor:
-            keys, values = self._cache.layer(i)
+        def attend(i: int, qkv: Tensor) -> Tensor:
+            layer, (keys, values) = self.layers[i], self._cache.layer(i)
             q = append_kv(
                 qkv, keys, values, slots.tables, slot_of, position_of, self.ropes[layer.parts.rope], layer.shape,
                 layer.parts.q_gamma, layer.parts.k_gamma,
@@ -102,9 +121,7 @@ class DecodeProgram:
         assert self.cache is not None
         return self.cache
 
-    def _layers(
-        self, tokens: Tensor, rows: Tensor | None, attend: Callable[[int, Layer, Tensor], Tensor]
-    ) -> tuple[Tensor, Tensor]:
+    def _layers(self, tokens: Tensor, rows: Tensor | None, attend: Callable[[int, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """The residual stream after all layers, and what the last one has yet to add to it."""
         d = self.decoder
         parts = self.layers[0].parts
@@ -116,16 +133,19 @@ class DecodeProgram:
             if i:
                 after, parts = parts.after_mlp_gamma, layer.parts
                 x = add_norm(h, delta, parts.input_gamma, d.eps, offset=d.norm_offset, post_gamma=after)
-            delta = layer.o(attend(i, layer, layer.qkv(x)))
+            delta = layer.o(attend(i, layer.qkv(x)))
             x = add_norm(h, delta, parts.mlp_gamma, d.eps, offset=d.norm_offset, post_gamma=parts.after_attention_gamma)
-            delta = layer.down(gate(layer.gate_up(x), d.activation))
+            delta = layer.down(gate(layer.gate_up(x), d.activation, alternate=layer.alternates))
         return h, delta
 
     def _logits(self, h: Tensor, delta: Tensor) -> Tensor:
         d = self.decoder
         x = add_norm(h, delta, d.final_gamma, d.eps, offset=d.norm_offset, post_gamma=self.layers[-1].parts.after_mlp_gamma)
-        logits = self.head(x)
-        return d.final_softcap * torch.tanh(logits / d.final_softcap) if d.final_softcap else logits
+        return self._capped(self.head(x))
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        cap = self.decoder.final_softcap
+        return cap * torch.tanh(logits / cap) if cap else logits
 
 
 def _slot(piece: Piece) -> int:

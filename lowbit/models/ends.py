@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lowbit.formats import parse_scheme
+from lowbit.models.hf import put_plain_weights_first
 from lowbit.nn import QuantLinear
 from lowbit.nn.convert import quantized, swap, tie
 
@@ -31,4 +32,5 @@ def quantize_ends(model: PreTrainedModel, scheme: str = SCHEME) -> list[str]:
         swap(model, names[module], quantized(names[module], module.weight, parse_scheme(scheme)))
     if tied:
         tie(model, names[head], names[embedding])
+    put_plain_weights_first(model)
     return [names[module] for module in ends]

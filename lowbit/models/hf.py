@@ -186,7 +186,7 @@ class LowbitQuantizer(HfQuantizer):
                 "tensor parallelism: every rank decodes its part of the quantized weights at each call, which is slow"
             )
             return model
-        _put_plain_weights_first(model)
+        put_plain_weights_first(model)
         plan_on_cpu(model)
         prepare_on_gpu(model)  # now rather than at the first call, which torch.compile may be tracing
         return model
@@ -373,7 +373,7 @@ def _retie(model: nn.Module, ties: dict[str, str]) -> None:
     model._tied_weights_keys = mapping  # type: ignore[assignment]
 
 
-def _put_plain_weights_first(model: nn.Module) -> None:
+def put_plain_weights_first(model: nn.Module) -> None:
     """Lists a module with plain weights before a quantized embedding: Transformers takes the type of the first floating-point
     parameter for the model's, also to state it in config.json, and that of an embedding's scales is another. The order of
     modules means nothing but in lists and sequences, which stay as they are."""

@@ -7,7 +7,11 @@ from torch import Tensor, nn
 
 from lowbit.formats import ActivationRule
 from lowbit.nn.linear import QuantizedInput, QuantLinear
-from lowbit.ops import rms_norm_quantize, silu_mul_quantize
+from lowbit.nn.packed import KERNEL_TENSORS
+from lowbit.ops import fragment_gemm, rms_norm_quantize, silu_mul_quantize
+from lowbit.ops.decode import gate
+from lowbit.pack import FragmentWeight
+from lowbit.pack.gated import HALF, alternate, pack_gated
 
 
 class QuantizingNorm(nn.Module):
@@ -56,6 +60,57 @@ class GatedMLP(nn.Module):
     def _down(self, x: QuantizedInput) -> Tensor:
         y: Tensor = self.down_proj(x)
         return y
+
+
+class AlternatingMLP(nn.Module):
+    """down(f(gate(x)) * up(x)) with gate and up as one packed weight whose rows alternate (pack/gated.py).
+
+    f is "silu" or "gelu_tanh". The layers `gate_proj` and `up_proj` that it is made of give their weights up, so a model that
+    has it can compute but not be saved. For x on a GPU, in fp16 or bf16.
+    """
+
+    def __init__(self, gate_proj: QuantLinear, up_proj: QuantLinear, down_proj: nn.Module, function: str) -> None:
+        super().__init__()
+        weight = pack_gated(gate_proj.quant_tensor(), up_proj.quant_tensor())
+        for layer in (gate_proj, up_proj):
+            for name in KERNEL_TENSORS:
+                setattr(layer, name, None)
+        self.scheme, self.shape, self.function, self.down_proj = weight.scheme, weight.shape, function, down_proj
+        self.register_buffer("kernel_codes", weight.codes, persistent=False)
+        self.register_buffer("kernel_scale", weight.scale, persistent=False)
+        self.register_buffer("kernel_channel_scale", weight.channel_scale, persistent=False)
+        biases = [layer.bias for layer in (gate_proj, up_proj) if layer.bias is not None]
+        self.bias: Tensor | None
+        self.register_buffer("bias", alternate(*(b.data for b in biases)) if biases else None, persistent=False)
+        self.register_state_dict_pre_hook(_cannot_be_saved)
+
+    @staticmethod
+    def refusals(gate_proj: QuantLinear, up_proj: QuantLinear) -> tuple[str, ...]:
+        """Why two layers whose weights are in one form for a GPU cannot be one; empty if they can."""
+        reasons = []
+        if gate_proj.out_features != up_proj.out_features or gate_proj.out_features % HALF:
+            reasons.append(f"rows of gate and up, {gate_proj.out_features} and {up_proj.out_features}, alternate by {HALF}")
+        if (gate_proj.bias is None) != (up_proj.bias is None):
+            reasons.append("one of gate and up has a bias")
+        return tuple(reasons)
+
+    def weight(self) -> FragmentWeight:
+        """Gate and up."""
+        codes = self.kernel_codes
+        assert isinstance(codes, Tensor)
+        return FragmentWeight(codes, self.kernel_scale, self.kernel_channel_scale, self.scheme, self.shape)  # type: ignore[arg-type]
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = fragment_gemm(x.reshape(-1, x.shape[-1]), self.weight(), self.bias)
+        y: Tensor = self.down_proj(gate(rows, self.function, alternate=True))
+        return y.view(*x.shape[:-1], -1)
+
+
+def _cannot_be_saved(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    raise RuntimeError(
+        f"{prefix.rstrip('.') or 'this module'}: an engine has packed the weights of its gate and up in a form of its own; "
+        "load the model again to save it"
+    )
 
 
 def quantize_alike(linears: list[nn.Module]) -> bool:

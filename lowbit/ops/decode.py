@@ -43,7 +43,7 @@ torch.library.define(
     "lowbit::add_norm_squares",
     "(Tensor(a!) h, Tensor? delta, Tensor gamma, float offset=0.0, float factor=1.0) -> (Tensor, Tensor)",
 )
-torch.library.define("lowbit::gate", "(Tensor gate, Tensor? up, str function) -> Tensor")
+torch.library.define("lowbit::gate", "(Tensor gate, Tensor? up, str function, bool alternate=False) -> Tensor")
 
 ENDS = ("", "norm", "squares")
 """What follows an embedding or a sum in the same launch, as kernels/elementwise/norm.py counts it."""
@@ -147,13 +147,14 @@ def add_norm_squares(
     return x, squares
 
 
-def gate(gate_up: Tensor, function: str) -> Tensor:
+def gate(gate_up: Tensor, function: str, *, alternate: bool = False) -> Tensor:
     """y [B, I] = f(gate) * up of gate_up [B, 2 I], the columns of gate first; f is "silu" or "gelu_tanh".
 
+    With `alternate`, 8 columns of gate come first, then those 8 of up, and so on: what a weight of `pack.gated` makes.
     f is computed in float32 and rounded to the type of gate before the product, as Transformers' MLPs do. Any row stride.
     Raises ValueError for anything else.
     """
-    made: Tensor = torch.ops.lowbit.gate(gate_up, None, function)
+    made: Tensor = torch.ops.lowbit.gate(gate_up, None, function, alternate)
     return made
 
 
@@ -360,11 +361,11 @@ def _add_norm_squares_fake(
     return torch.empty_like(h), h.new_empty((1, h.shape[0]), dtype=torch.float32)
 
 
-def _check_gate(on: torch.device, gate: Tensor, up: Tensor | None, function: str) -> None:
+def _check_gate(on: torch.device, gate: Tensor, up: Tensor | None, function: str, alternate: bool) -> None:
     if function not in GATES:
         raise ValueError(f"gate: functions are {', '.join(GATES)}, not {function!r}")
-    if gate.dim() != 2 or not gate.shape[1] or (up is None and gate.shape[1] % 2):
-        expected = "gate_up is [B, 2 I]" if up is None else "gate is [B, I]"
+    if gate.dim() != 2 or not gate.shape[1] or (up is None and gate.shape[1] % (16 if alternate else 2)):
+        expected = "gate is [B, I]" if up is not None else "gate_up is [B, 2 I]" + ", I a multiple of 8" * alternate
         raise ValueError(f"gate: {expected}, got {tuple(gate.shape)}")
     _check_row("gate", gate.dtype, 1, on)
     if up is not None and (up.shape != gate.shape or up.dtype != gate.dtype):
@@ -372,38 +373,42 @@ def _check_gate(on: torch.device, gate: Tensor, up: Tensor | None, function: str
 
 
 @functools.lru_cache(maxsize=4096)
-def _gate_plan(pieces: bool, function: str, *tensors: Described | None) -> GatePlan:
+def _gate_plan(pieces: bool, function: str, alternate: bool, *tensors: Described | None) -> GatePlan:
     """The plan of a call; raises ValueError when the tensors do not fit together."""
     from lowbit.kernels.elementwise.gate import GatePlan
 
     gate, up = (None if t is None else on_meta(t) for t in tensors)
     assert gate is not None
     on = _check_together("gate", tensors)
-    _check_gate(on, gate, up, function)
+    _check_gate(on, gate, up, function, alternate)
     width = gate.shape[1] // 2 if up is None else gate.shape[1]
-    return GatePlan(gate.shape[0], width, function, pieces, machine_of(on))
+    return GatePlan(gate.shape[0], width, function, pieces, machine_of(on), alternate)
 
 
 @torch.library.impl("lowbit::gate", "CUDA")
-def _gate_on_gpu(gate: Tensor, up: Tensor | None, function: str) -> Tensor:
+def _gate_on_gpu(gate: Tensor, up: Tensor | None, function: str, alternate: bool = False) -> Tensor:
     if gate.stride(-1) != 1 or (up is not None and up.stride(-1) != 1):
         raise ValueError("gate: the columns of a row follow each other in memory; call .contiguous() on gate and up")
     width = gate.shape[-1] // 2 if up is None else gate.shape[-1]
     pieces = width % 8 == 0 and all(t is None or (t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0) for t in (gate, up))
-    plan = _gate_plan(pieces, function, described(gate), described(up))
-    first, second = (gate[:, :width], gate[:, width:]) if up is None else (gate, up)
+    plan = _gate_plan(pieces, function, alternate, described(gate), described(up))
+    apart = 8 if alternate else width
+    first, second = (gate, gate[:, apart:]) if up is None else (gate, up)
     made: Tensor = _launched(gate.device, plan, first, second)
     return made
 
 
 @torch.library.impl("lowbit::gate", "CPU")
-def _gate_on_cpu(gate: Tensor, up: Tensor | None, function: str) -> Tensor:
+def _gate_on_cpu(gate: Tensor, up: Tensor | None, function: str, alternate: bool = False) -> Tensor:
     check_one_device("gate", gate, up)
-    _check_gate(gate.device, gate, up, function)
-    first, second = gate.chunk(2, dim=-1) if up is None else (gate, up)
+    _check_gate(gate.device, gate, up, function, alternate)
+    if alternate:
+        first, second = (part.flatten(1) for part in gate.unflatten(1, (-1, 2, 8)).unbind(2))
+    else:
+        first, second = gate.chunk(2, dim=-1) if up is None else (gate, up)
     return gate_reference(first, second, function)
 
 
 @torch.library.register_fake("lowbit::gate")
-def _gate_fake(gate: Tensor, up: Tensor | None, function: str) -> Tensor:
+def _gate_fake(gate: Tensor, up: Tensor | None, function: str, alternate: bool = False) -> Tensor:
     return gate.new_empty((gate.shape[0], gate.shape[1] // 2 if up is None else gate.shape[1]))

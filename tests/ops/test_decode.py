@@ -133,6 +133,8 @@ def test_gates_are_transformers_to_the_bit(function, name, dtype):
     both = 3 * random(5, 2 * 203, dtype=dtype)
     wanted = ACT2FN[name](both[:, :203]) * both[:, 203:]
     assert torch.equal(gate(both, function), wanted)
+    first, second = (half[:, :200].unflatten(1, (-1, 8)) for half in both.chunk(2, dim=-1))
+    assert torch.equal(gate(torch.stack([first, second], dim=2).flatten(1), function, alternate=True), wanted[:, :200])
     wide = random(5, 600, dtype=dtype, seed=4)
     assert torch.equal(gate2(both[:, :203], wide[:, 7:210], function), ACT2FN[name](both[:, :203]) * wide[:, 7:210])
 
@@ -167,6 +169,7 @@ def test_compilation_and_no_rows():
         (lambda h, g: add_norm(h, None, g, 1e-5, post_gamma=g), "post_gamma normalises delta, and there is none"),
         (lambda h, g: add_norm(h.t().contiguous().t(), None, g, 1e-5), "h is contiguous, got strides"),
         (lambda h, g: gate(h[:, :63], "silu"), r"gate_up is \[B, 2 I\], got \(2, 63\)"),
+        (lambda h, g: gate(h[:, :24], "silu", alternate=True), r"gate_up is \[B, 2 I\], I a multiple of 8, got \(2, 24\)"),
         (lambda h, g: gate(h, "relu"), "functions are silu, gelu_tanh, not 'relu'"),
         (lambda h, g: gate2(h, h[:1], "silu"), "up is .* like gate"),
         (lambda h, g: embed_rows(ids(1).long(), None, h, h.dtype), r"tokens are int32 \[..\], got torch.int64"),

@@ -1,6 +1,7 @@
 """y[M, I] = f(gate[M, I]) * up[M, I]: the gate of an MLP, f = silu or GELU by its tanh formula. Plain Triton.
 
-Reads   gate, up fp16 or bf16, each with any row stride: the halves of one product [M, 2 I], or two products
+Reads   gate, up fp16 or bf16, each with any row stride: the halves of one product [M, 2 I], two products, or one whose columns
+        alternate, 8 of gate, then the 8 of up (pack/gated.py)
 Writes  y [M, I] contiguous
 Blocks  a run of columns of one row, 8 or 16 elements a thread
 Overlap waits for the kernel before, then lets the one after it start (programmatic dependent launch, sm_90)
@@ -32,7 +33,7 @@ FEW_BLOCKS_PER_SM = 16
 @triton.jit(do_not_specialize=["gate_stride", "up_stride"])
 def gate_rows(
     y, gate, up, gate_stride, up_stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PIECES: tl.constexpr, GELU: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    ALTERNATE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """COLUMNS columns of one row."""
     row = tl.program_id(0)
@@ -40,8 +41,9 @@ def gate_rows(
     if OVERLAP:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
-    halves = tl.load(row_of(gate, row, gate_stride, PIECES) + i, mask=i < WIDTH, other=0.0)
-    others = tl.load(row_of(up, row, up_stride, PIECES) + i, mask=i < WIDTH, other=0.0)
+    at = i + i // 8 * 8 if ALTERNATE else i
+    halves = tl.load(row_of(gate, row, gate_stride, PIECES) + at, mask=i < WIDTH, other=0.0)
+    others = tl.load(row_of(up, row, up_stride, PIECES) + at, mask=i < WIDTH, other=0.0)
     value = halves.to(tl.float32)
     if GELU:
         made = value * sigmoid(1.5957691216057308 * tl.fma(0.044715 * value * value, value, value))
@@ -58,13 +60,13 @@ class GatePlan:
     serves one GPU, one alignment and one type of the tensors.
     """
 
-    def __init__(self, m: int, width: int, function: str, pieces: bool, machine: Machine) -> None:
+    def __init__(self, m: int, width: int, function: str, pieces: bool, machine: Machine, alternate: bool = False) -> None:
         self.m, self.width = m, width
         self.unit = PIECE if pieces else 1
         few = m * -(-width // 1024) <= FEW_BLOCKS_PER_SM * machine.sm_count
         columns = 1024 if few else 2048
         overlap = machine.arch.sm >= 90
-        self.constants = (width, columns, pieces, GATES.index(function) == 1, overlap)
+        self.constants = (width, columns, pieces, GATES.index(function) == 1, alternate, overlap)
         self.launch = Launcher(gate_rows, (m, -(-width // columns), 1), 4, overlap=overlap)
 
     def __call__(self, gate: Tensor, up: Tensor) -> Tensor:

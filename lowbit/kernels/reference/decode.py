@@ -5,11 +5,14 @@ Everything rounds where Transformers' modules round, so that a step made of thes
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
-GATES = ("silu", "gelu_tanh")
+Gate = Literal["silu", "gelu_tanh"]
+GATES: tuple[Gate, ...] = ("silu", "gelu_tanh")
 """Functions of a gate: x / (1 + exp(-x)), and GELU by its tanh formula (Transformers' gelu_pytorch_tanh)."""
 
 ZERO_CODE = 128

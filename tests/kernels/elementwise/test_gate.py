@@ -57,8 +57,23 @@ def check(device, dtype, m, width, function, start=0):
         near(y, exact(first, second, function))
 
 
+def alternating(both):
+    """The columns of gate and up, 8 of the one, then 8 of the other."""
+    first, second = (half.unflatten(1, (-1, 8)) for half in both.chunk(2, dim=-1))
+    return torch.stack([first, second], dim=2).flatten(1)
+
+
+def check_alternating(device, dtype, m, width, function):
+    both = inputs(m, width, dtype, device)
+    rows = alternating(both)
+    plan = GatePlan(m, width, function, True, machine_of("cuda") if device == "cuda" else typical_machine(80), alternate=True)
+    near(plan(rows, rows[:, 8:]), exact(*both.chunk(2, dim=-1), function))
+
+
 def check_without_a_gpu():
     for function in GATES:
+        for m, width in ((1, 64), (3, 1032), (2, 2056)):
+            check_alternating("cpu", torch.float16, m, width, function)
         for m, width, start in ((1, 64, 0), (5, 203, 0), (3, 1032, 0), (3, 64, 3)):
             check("cpu", torch.float16, m, width, function, start)
 
@@ -74,8 +89,9 @@ def test_the_arithmetic_in_tritons_interpreter():
 @pytest.mark.parametrize("dtype", HALVES, ids=["fp16", "bf16"])
 @pytest.mark.parametrize("function", GATES)
 @pytest.mark.parametrize("m", [1, 8192])
-def test_pieces_of_16_bytes_and_neighbours_that_overlap(m, function, dtype):
-    plan = GatePlan(m, 14336, function, True, typical_machine(90))
+@pytest.mark.parametrize("alternate", [False, True], ids=["halves", "alternate"])
+def test_pieces_of_16_bytes_and_neighbours_that_overlap(alternate, m, function, dtype):
+    plan = GatePlan(m, 14336, function, True, typical_machine(90), alternate)
     kernel = compile_plan(plan, (meta((m, 14336), dtype), meta((m, 14336), dtype)), 90)
     each = 1 if m == 1 else 2
     assert kernel.stack_bytes == 0 and kernel.registers <= 64 and kernel.shared_bytes == 0
@@ -94,6 +110,8 @@ def test_against_the_reference(width, function, dtype):
     for m in (1, 3, 64, 1000):
         check("cuda", dtype, m, width, function)
         check("cuda", dtype, m, width, function, start=3)
+        if width % 8 == 0:
+            check_alternating("cuda", dtype, m, width, function)
         both = inputs(m, width, dtype, "cuda")
         near(gate(both, function), exact(*both.chunk(2, dim=-1), function))
         first, second = (half.contiguous() for half in both.chunk(2, dim=-1))

@@ -1,0 +1,101 @@
+"""The step of a few tokens in five launches a layer: norm, gate and residual at the ends of the products (ops/chained_gemm.py).
+
+    embed, squares | qkv {/ rms}  attention  o {h += y; h * gamma; squares} | gate-up {/ rms; gate}  down {as o} | ..
+
+x is not normalised between two products: the sum of a row's squares goes with it, and the next product divides by its rms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowbit.engine.family import Decoder
+from lowbit.engine.product import Packed, Product
+from lowbit.ops.chained_gemm import Gated, chain_refusals, factor_of, norm_gemm, residual_gemm
+from lowbit.ops.decode import EmbeddingTable, add_norm, embed_norm_squares
+
+MOST_TOKENS = 8
+"""Rows of a step that the chain computes: with 16 its tiles take so many registers that nothing of the next kernel's start
+overlaps, and eight launches are as fast (2902 us against 2765, Llama-3-8B's shape in w4a16_g128, H200, 2026-11-22)."""
+
+
+@dataclass(frozen=True)
+class Gamma:
+    """What follows a norm: gamma [H] with its offset, and the power of two that keeps h * gamma in the range of x's type."""
+
+    values: Tensor
+    factor: float
+
+    @classmethod
+    def of(cls, gamma: Tensor, offset: float, dtype: torch.dtype) -> Gamma:
+        values = gamma.float() + offset
+        return cls(values, factor_of(values, dtype))
+
+
+@dataclass(frozen=True)
+class Link:
+    """The products of a layer, and the norms before attention and before the MLP."""
+
+    qkv: Packed
+    o: Packed
+    gate_up: Packed
+    down: Packed
+    before_attention: Gamma
+    before_mlp: Gamma
+
+
+class Chain:
+    """A decoder's step of up to MOST_TOKENS tokens."""
+
+    def __init__(self, decoder: Decoder, links: Sequence[Link], head: Product, dtype: torch.dtype) -> None:
+        self.decoder, self.links, self.head, self.dtype = decoder, links, head, dtype
+        final = Gamma.of(decoder.final_gamma, decoder.norm_offset, dtype)
+        # The norm that follows each layer's MLP: that before the next one's attention, or the last.
+        self.after = [*(link.before_attention for link in links[1:]), final]
+
+    def step(
+        self, tokens: Tensor, rows: Tensor, table: Tensor | EmbeddingTable, attend: Callable[[int, Tensor], Tensor]
+    ) -> Tensor:
+        """Logits [B, V] after the tokens of `rows`, before a soft cap; attend(i, qkv) is the attention of layer i."""
+        d, first = self.decoder, self.links[0].before_attention
+        h, x, squares = embed_norm_squares(
+            tokens, rows, table, first.values, self.dtype, scale=d.embedding_scale, factor=first.factor
+        )
+        for i, link in enumerate(self.links):
+            attended = attend(i, self._normed(x, link.qkv, squares, link.before_attention))
+            x, squares = self._added(attended, link.o, h, link.before_mlp)
+            y = self._normed(x, link.gate_up, squares, link.before_mlp, d.activation)
+            x, squares = self._added(y, link.down, h, self.after[i])
+        if isinstance(self.head, Packed) and not chain_refusals(self.head.weight, len(h), self.dtype):
+            return self._normed(x, self.head, squares, self.after[-1])
+        return self.head(add_norm(h, None, d.final_gamma, d.eps, offset=d.norm_offset))
+
+    def _normed(self, x: Tensor, w: Packed, squares: Tensor, gamma: Gamma, gated: Gated = "none") -> Tensor:
+        d = self.decoder
+        return norm_gemm(x, w.weight, squares, w.bias, width=d.hidden, eps=d.eps, gated=gated, factor=gamma.factor)
+
+    def _added(self, x: Tensor, w: Packed, h: Tensor, gamma: Gamma) -> tuple[Tensor, Tensor]:
+        return residual_gemm(x, w.weight, h, gamma.values, w.bias, factor=gamma.factor)
+
+
+def chain_of(
+    decoder: Decoder, products: Sequence[Sequence[Product]], head: Product, dtype: torch.dtype
+) -> Chain | tuple[str, ...]:
+    """The chain of a decoder whose layers have the products (qkv, o, gate-up, down); else the reasons why there is none."""
+    links, reasons = [], list[str]()
+    for parts, layer in zip(decoder.layers, products, strict=True):
+        if parts.after_attention_gamma is not None:
+            reasons.append("norms after attention and MLP stand between the products")
+        packed = [product for product in layer if isinstance(product, Packed)]
+        for product in packed:
+            reasons += chain_refusals(product.weight, 1, dtype)
+        if len(packed) < len(layer) or not packed[2].alternates:
+            reasons.append("its products, gate and up in one, are not all weights in the order of the tensor cores")
+        else:
+            before, mlp = (Gamma.of(gamma, decoder.norm_offset, dtype) for gamma in (parts.input_gamma, parts.mlp_gamma))
+            links.append(Link(packed[0], packed[1], packed[2], packed[3], before, mlp))
+    return tuple(dict.fromkeys(reasons)) or Chain(decoder, links, head, dtype)

@@ -1,0 +1,169 @@
+"""Steps of a few tokens in five launches, with the operators' reference on a CPU: the logits of the model itself."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
+from lowbit.engine.cache import Cache
+from lowbit.engine.chain import MOST_TOKENS, Chain
+from lowbit.engine.family import recognise
+from lowbit.engine.product import Packed, product
+from lowbit.engine.program import DecodeProgram
+from lowbit.engine.slots import Slots, on_device
+from lowbit.models.ends import quantize_ends
+from lowbit.nn import QuantLinear, convert
+from lowbit.nn.fused import AlternatingMLP
+from tests.tiny import eager_llama, tiny_llama
+
+VOCAB, TOKENS = 160, 12
+
+
+def packed(model, scheme):
+    """A model whose layers are in the form that they have on a GPU."""
+    convert(model, scheme)
+    for module in model.modules():
+        if isinstance(module, QuantLinear):
+            module._pack_for_gpu()
+            module._drop_form_on_disk()
+    return model
+
+
+def dequantized(model, dtype=torch.float64):
+    """The same weights in plain layers."""
+    plain = copy.deepcopy(model)
+    for name, module in list(plain.named_modules()):
+        if isinstance(module, QuantLinear):
+            layer = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
+            layer.weight.data = module.quant_tensor().dequantize(torch.float32)
+            if module.bias is not None:
+                layer.bias.data = module.bias.data
+            plain.set_submodule(name, layer)
+    return plain.to(dtype)
+
+
+def texts(count):
+    return torch.randint(3, VOCAB, (count, TOKENS), generator=torch.Generator().manual_seed(count))
+
+
+@torch.inference_mode()
+def stepped(program, ids):
+    """Logits [tokens, texts, V] of a program that is given texts token by token."""
+    count = len(ids)
+    program.cache = Cache(program.cache_spec, 1 + count, program.device)
+    program.cache.keys.fill_(torch.nan), program.cache.values.fill_(torch.nan)
+    slots = Slots(count, 128, VOCAB, (), program.device)
+    slots.update([(slot, 0, 1 + slot) for slot in range(count)], [])
+    logits = []
+    for position in range(ids.shape[1]):
+        slots.update([], [(slot, position) for slot in range(count)])
+        slots.tokens[:count] = ids[:, position].int()
+        logits.append(program.step(on_device(list(range(count)), program.device), slots))
+    return torch.stack(logits)
+
+
+def program_of(model):
+    decoder = recognise(model)
+    assert not isinstance(decoder, tuple), decoder
+    return DecodeProgram(decoder, model.dtype, torch.device("cpu"), batch_invariant=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("scheme", ["w4a16_g32", "w6e3m2a16", "w8a16"])
+@pytest.mark.parametrize("ends", [False, True], ids=["", "w8 ends"])
+def test_the_logits_of_the_model(dtype, scheme, ends):
+    model = packed(eager_llama(dtype), scheme)
+    if ends:
+        assert quantize_ends(model) == ["model.embed_tokens", "lm_head"]
+        model.lm_head._pack_for_gpu()
+    ids = texts(MOST_TOKENS)
+    reference = dequantized(model, torch.float32)
+    program = program_of(model)
+    assert isinstance(program.chain, Chain)
+    with torch.inference_mode():
+        expected = reference(ids).logits.transpose(0, 1).float()
+    found = stepped(program, ids).float()
+    error = ((found - expected).norm() / expected.norm()).item()
+    assert error < (0.01 if dtype == torch.float16 else 0.06), error
+    assert (found.argmax(-1) == expected.argmax(-1)).float().mean() > 0.9
+
+
+def test_the_largest_numbers_of_fp16_survive():
+    """Weights of norms of 300 and a residual stream of 20,000: h * gamma alone would be 6,000,000."""
+    model = eager_llama(torch.float16)
+    model.model.embed_tokens.weight.data *= 20_000 / model.model.embed_tokens.weight.abs().max()
+    for name, parameter in model.named_parameters():
+        if "layernorm" in name:
+            parameter.data.fill_(300)
+    for layer in model.model.layers:  # what follows a norm is small again
+        for part in (
+            layer.self_attn.q_proj,
+            layer.self_attn.k_proj,
+            layer.self_attn.v_proj,
+            layer.mlp.gate_proj,
+            layer.mlp.up_proj,
+        ):
+            part.weight.data /= 300
+    model = packed(model, "w8a16")
+    ids = texts(3)
+    with torch.inference_mode():
+        expected = dequantized(model, torch.float32)(ids).logits.transpose(0, 1)
+    found = stepped(program_of(model), ids).float()
+    assert found.isfinite().all() and (found - expected).norm() / expected.norm() < 0.02
+
+
+def test_weights_are_held_once_and_the_model_still_has_them():
+    model = packed(eager_llama(torch.float16), "w4a16_g32")
+    before = {name: m.quant_tensor() for name, m in model.named_modules() if isinstance(m, QuantLinear)}
+    program = program_of(model)
+    attention = model.model.layers[0].self_attn
+    qkv = program.layers[0].qkv
+    assert isinstance(qkv, Packed) and qkv.weight.shape == (64 + 32 + 32, 64)
+    assert attention.q_proj.kernel_codes.data_ptr() == qkv.weight.codes.data_ptr()
+    assert attention.k_proj.kernel_codes.untyped_storage().data_ptr() == qkv.weight.codes.untyped_storage().data_ptr()
+    joined = qkv.weight.unpack()
+    parts = [before[f"model.layers.0.self_attn.{name}_proj"] for name in "qkv"]
+    assert torch.equal(joined.codes, torch.cat([part.codes for part in parts]))
+    assert torch.equal(joined.scale, torch.cat([part.scale for part in parts]).to(joined.scale.dtype))
+    for name, part in zip("qkv", parts, strict=True):
+        assert torch.equal(attention.get_submodule(f"{name}_proj").quant_tensor().codes, part.codes)
+    mlp = model.model.layers[1].mlp
+    assert isinstance(mlp, AlternatingMLP)
+    assert mlp.kernel_codes is program.layers[1].gate_up.weight.codes
+    with pytest.raises(RuntimeError, match=r"model\.layers\.0\.mlp: an engine has packed the weights of its gate and up"):
+        model.state_dict()
+
+
+def test_layers_that_differ_run_as_they_are():
+    """q, k and v of different bits, or of rows that are no whole strips, are not one weight."""
+    torch.manual_seed(0)
+    linears = [nn.Linear(64, n, bias=False) for n in (32, 24, 16)]
+    model = nn.ModuleDict({str(i): layer for i, layer in enumerate(linears)}).half()
+    packed(model, "w4a16_g32")
+    layers = list(model.values())
+    assert isinstance(product(layers[:2], False), Packed), "the last one may end within a strip"
+    assert not isinstance(product(layers, False), Packed)
+    other = packed(nn.ModuleDict({"0": nn.Linear(64, 32, bias=False)}).half(), "w8a16")["0"]
+    assert not isinstance(product([layers[0], other], False), Packed)
+
+
+def test_biases_of_some_layers():
+    model = packed(nn.ModuleDict({"a": nn.Linear(64, 16), "b": nn.Linear(64, 16, bias=False)}).half(), "w8a16")
+    joined = product(list(model.values()), False)
+    assert isinstance(joined, Packed) and joined.bias is not None
+    assert torch.equal(joined.bias, torch.cat([model["a"].bias, torch.zeros(16, dtype=torch.float16)]))
+
+
+def test_why_there_is_no_chain():
+    program = program_of(tiny_llama(dtype=torch.float32))
+    assert program.chain == ("its products, gate and up in one, are not all weights in the order of the tensor cores",)
+    config = Gemma2Config(
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16,
+    )  # fmt: skip
+    program = program_of(packed(Gemma2ForCausalLM(config).half().eval(), "w8a16"))
+    assert program.chain == ("norms after attention and MLP stand between the products",)
