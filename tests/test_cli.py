@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import zipfile
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from lowbit import __version__, demo
@@ -113,6 +115,16 @@ def test_convert(tmp_path):
     refused = run("convert", DATA / "bitsandbytes-nf4-nested", tmp_path / "e")
     assert refused.exit_code == 1 and "--to dequantized" in refused.stderr and not (tmp_path / "e").exists()
     assert run("convert", tmp_path / "c", tmp_path / "f", "--to", "onnx").exit_code == 2
+
+
+def test_generate_shows_an_answer_as_it_comes(quantized, monkeypatch):
+    """On a terminal, for one prompt: the same text, piece by piece."""
+    written = io.StringIO()
+    terminal = Console(file=written, force_terminal=True, width=200, no_color=True)
+    monkeypatch.setattr("lowbit.cli.commands.out", terminal)
+    assert run("generate", quantized, "[bold]hi", "--max-new-tokens", "5").exit_code == 0
+    (answer,) = json.loads(run("generate", quantized, "[bold]hi", "--max-new-tokens", "5", "--json", "-").stdout)["responses"]
+    assert re.sub("\x1b\\[[0-9;]*m", "", written.getvalue()) == f"[bold]hi{answer['generated_text']}\n"
 
 
 def test_generate(quantized, fp16):

@@ -23,6 +23,7 @@ from lowbit.cli.terminal import AnyModel, Json, Model, check_json, err, out, say
 
 if TYPE_CHECKING:
     from lowbit.nn.convert import Plan
+    from lowbit.pipeline import Response, Stream
     from lowbit.quantize import Awq, Gptq, Hqq, Mixed, Rtn, SmoothQuant
 
 app = typer.Typer(
@@ -274,13 +275,32 @@ def generate(
     check_json(json_file, "lowbit generate")
     path = str(model_path(model))
     pipe = pipeline(path, quantization_mode=scheme, verify=verify, progress=err.is_terminal)
-    responses = pipe(prompts, max_new_tokens=max_new_tokens, do_sample=sample, seed=seed)
-    if str(json_file) != "-":
-        for prompt, response in zip(prompts, responses, strict=True):
-            out.print(f"[bold]{prompt}[/]", end="")
-            out.print(response.generated_text, markup=False, highlight=False)
+    options = {"max_new_tokens": max_new_tokens, "do_sample": sample, "seed": seed}
+    if len(prompts) == 1 and out.is_terminal and str(json_file) != "-":
+        responses = [_show_as_it_comes(pipe.stream(prompts[0], **options), prompts[0])]
+    else:
+        responses = pipe(prompts, **options)
+        if str(json_file) != "-":
+            for prompt, response in zip(prompts, responses, strict=True):
+                _show_prompt(prompt)
+                out.print(response.generated_text, markup=False, highlight=False)
     answers = [{"prompt": p, **asdict(r)} for p, r in zip(prompts, responses, strict=True)]
     write_result(json_file, "lowbit generate", {"responses": answers})
+
+
+def _show_prompt(prompt: str) -> None:
+    out.print(prompt, style="bold", markup=False, highlight=False, end="")
+
+
+def _show_as_it_comes(stream: Stream, prompt: str) -> Response:
+    """Writes an answer piece by piece; Ctrl-C ends it."""
+    _show_prompt(prompt)
+    with stream:
+        for piece in stream:
+            out.print(piece, markup=False, highlight=False, end="", soft_wrap=True)
+    out.print()
+    assert stream.response is not None
+    return stream.response
 
 
 app.command(name="eval")(user_errors(evaluate))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -124,7 +124,7 @@ class Engine:
             if request.end is None:
                 self._end(request, End.CANCELLED)
 
-    def stream(self, request: Request) -> Iterator[Drawn]:
+    def stream(self, request: Request) -> Generator[Drawn, None, None]:
         """The tokens of a submitted request as they come; giving the iterator up cancels the request."""
         read = 0
         try:

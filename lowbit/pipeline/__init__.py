@@ -1,8 +1,10 @@
-"""Load, quantize if asked, generate: the call and response of DeepSpeed-MII's pipeline over Transformers' generate.
+"""Load, quantize if asked, generate: the call and response of DeepSpeed-MII's pipeline, by the engine on a GPU.
 
 pipe = lowbit.pipeline("path", quantization_mode="wf6af16")
 for response in pipe(["DeepSpeed is", "Seattle is"], max_new_tokens=128):
     print(response.generated_text, response.finish_reason)
+for piece in pipe.stream("Seattle is", max_new_tokens=128):
+    print(piece, end="", flush=True)
 """
 
 import inspect
@@ -11,8 +13,9 @@ from types import ModuleType
 
 from lowbit.pipeline.pipeline import Pipeline, pipeline
 from lowbit.pipeline.request import FinishReason, GenerateParams, Response, UnknownArgument
+from lowbit.pipeline.stream import Stream
 
-__all__ = ["FinishReason", "GenerateParams", "Pipeline", "Response", "UnknownArgument", "pipeline"]
+__all__ = ["FinishReason", "GenerateParams", "Pipeline", "Response", "Stream", "UnknownArgument", "pipeline"]
 
 
 class _Callable(ModuleType):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from lowbit.engine import Drawn, Engine, TextStream
+from lowbit.models.ends import SCHEME, quantize_ends
 from lowbit.models.load import load_causal
 from lowbit.models.skeleton import tokenizer_of
+from lowbit.nn.linear import make_batch_invariant
 from lowbit.pipeline.request import FinishReason, GenerateParams, Response, UnknownArgument
 from lowbit.pipeline.requests import config_refusals, requests_of
+from lowbit.pipeline.stream import Stream
 
 
 class Pipeline:
@@ -59,11 +63,10 @@ class Pipeline:
         rows = zip(texts, encoded, generated, limits, strict=True)
         return [self._response(text, ids, new[:limit], params) for text, ids, new, limit in rows]
 
-    def stream(self, prompt: str, **arguments: Any) -> Iterator[str]:
-        """The answer to one prompt as it comes, in pieces of whole characters; arguments as in a call.
+    def stream(self, prompt: str, **arguments: Any) -> Stream:
+        """The answer to one prompt as it comes; arguments as in a call.
 
-        Nothing of a stop string is in it. Giving the iterator up ends the request. On a CPU, texts that are drawn differ from a
-        call's with the same seed: those come from torch's random numbers.
+        On a CPU, texts that are drawn differ from a call's with the same seed: those come from torch's random numbers.
         """
         params = GenerateParams.from_arguments({**self._defaults, **arguments})
         if not isinstance(prompt, str) or not prompt:
@@ -71,9 +74,9 @@ class Pipeline:
         if self.model is None:
             raise RuntimeError("this pipeline was destroyed")
         ids = self.tokenizer(prompt).input_ids
-        return self._stream(prompt, ids, params, params.new_tokens(len(ids)))
+        return Stream(self._pieces(prompt, ids, params, params.new_tokens(len(ids))))
 
-    def _stream(self, prompt: str, ids: list[int], params: GenerateParams, limit: int) -> Iterator[str]:
+    def _pieces(self, prompt: str, ids: list[int], params: GenerateParams, limit: int) -> Generator[str, None, Response]:
         text = TextStream(self.tokenizer, ids, params.stop)
         shown: list[str] = [prompt] if params.return_full_text else []
 
@@ -81,15 +84,16 @@ class Pipeline:
             shown.append(text.push(drawn.token))
             return text.stopped
 
-        engine = self.engine
         (request,) = requests_of([ids], [limit], params, self.model.generation_config, self._eos, [watch])
-        for _ in engine.stream(engine.submit(request)):
-            piece = "".join(shown)
-            shown.clear()
-            if piece:
-                yield piece
+        with contextlib.closing(self.engine.stream(self.engine.submit(request))) as tokens:
+            for _ in tokens:
+                piece = "".join(shown)
+                shown.clear()
+                if piece:
+                    yield piece
         if rest := text.finish():
             yield rest
+        return self._response(prompt, ids, [drawn.token for drawn in request.drawn], params)
 
     @property
     def engine(self) -> Engine:
@@ -208,6 +212,9 @@ def pipeline(
     verify: bool = False,
     progress: bool = False,
     batch_invariant: bool = False,
+    head: str | None = SCHEME,
+    max_concurrent: int = 64,
+    cache_bytes: int | None = None,
     **unknown: Any,
 ) -> Pipeline:
     """A pipeline over the Transformers model at a path or hub name, or in a GGUF file, DeepSpeed-MII's `mii.pipeline`.
@@ -218,19 +225,27 @@ def pipeline(
     bfloat16 for quantized models, which run several times slower in float32 (`models.cpu`), and float32 for others. max_length:
     default of the calls, in tokens of prompt and answer. verify: compare the files of a lowbit checkpoint with their checksums
     first. progress: show a bar while another tool's layers are read. batch_invariant: quantized layers give a token the same
-    bits in every batch, on a GPU. Raises UnknownArgument for other arguments, CheckpointError for what
+    bits in every batch, on a GPU. head: the scheme to which LM head and embedding of a quantized model are rounded on a GPU,
+    None for 16 bits. max_concurrent, cache_bytes: how many texts are computed at once on a GPU, and the memory of their keys
+    and values (`engine.Engine`). Raises UnknownArgument for other arguments, CheckpointError for what
     `models.load.load_causal` refuses (a checkpoint that lacks parameters, say), and ValueError when it is quantized to
     something else already.
     """
     for name in unknown:
         raise UnknownArgument(name, set(inspect.signature(pipeline).parameters) - {"unknown"})
     model = load_causal(
-        model_name_or_path, scheme=quantization_mode, device=device, dtype=dtype, verify=verify, progress=progress,
-        batch_invariant=batch_invariant,
-    )  # fmt: skip
+        model_name_or_path, scheme=quantization_mode, device=device, dtype=dtype, verify=verify, progress=progress
+    )
+    if head is not None and model.device.type == "cuda":
+        quantize_ends(model, head)
+    if batch_invariant:
+        make_batch_invariant(model, model.dtype)
     if tokenizer is None or isinstance(tokenizer, (str, Path)):
         tokenizer = tokenizer_of(str(tokenizer or model_name_or_path), model)
-    return Pipeline(model, tokenizer, max_length=max_length, batch_invariant=batch_invariant)
+    return Pipeline(
+        model, tokenizer, max_length=max_length, batch_invariant=batch_invariant, max_concurrent=max_concurrent,
+        cache_bytes=cache_bytes,
+    )  # fmt: skip
 
 
 def _stops(text: TextStream, drawn: Drawn) -> bool:

@@ -87,8 +87,11 @@ def test_what_the_engine_cannot_draw_goes_to_generate(model):
 def test_a_stream_is_the_answer_piece_by_piece(model, kind):
     own = kind(model, tiny_tokenizer())
     options = dict(max_new_tokens=25, do_sample=False, ignore_eos=True)
-    pieces = list(own.stream(PROMPTS[0], **options))
-    assert len(pieces) > 5 and "".join(pieces) == own(PROMPTS[0], **options)[0].generated_text
+    stream = own.stream(PROMPTS[0], **options)
+    pieces = list(stream)
+    (answer,) = own(PROMPTS[0], **options)
+    assert len(pieces) > 5 and "".join(pieces) == answer.generated_text
+    assert stream.response == answer and list(stream) == [] and stream.response == answer
     whole = list(own.stream(PROMPTS[0], return_full_text=True, **options))
     assert whole[0].startswith(PROMPTS[0]) and "".join(whole) == PROMPTS[0] + "".join(pieces)
     text = "".join(pieces)
