@@ -181,11 +181,16 @@ def _reasons(model: Any, family: Family) -> Iterator[str]:
         yield f"a gate that is neither {' nor '.join(GATES)}: {getattr(config, 'hidden_activation', None) or config.hidden_act}"
 
 
+_OWN_HOOKS = ("transformers.", "lowbit.")
+"""Whose hooks do nothing when no hidden states are asked for, or prepare a model on a GPU."""
+
+
 def _misplaced(model: nn.Module) -> Iterator[str]:
     """Modules that others watch, weights elsewhere or in parts."""
     for module in model.modules():
-        if any(getattr(module, hook, None) for hook in ("_forward_pre_hooks", "_forward_hooks", "_hf_hook")):
-            yield f"hooks on {type(module).__name__} (weights that are kept elsewhere, or somebody who watches)"
+        hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+        if not all(str(getattr(hook, "__module__", "")).startswith(_OWN_HOOKS) for hook in hooks):
+            yield f"hooks on {type(module).__name__}, which a decode program would not call"
     parameters = [*model.parameters(), *model.buffers()]
     devices = sorted({str(parameter.device) for parameter in parameters})
     if len(devices) > 1:

@@ -399,8 +399,8 @@ class QuantizePlan:
         self, x: Tensor, beside: Tensor | None, weight: Tensor | None, bias: Tensor | None, scale: Tensor | None, eps: float,
         zero: Tensor | None = None, total: Tensor | None = None,
     ) -> list[Tensor]:  # fmt: skip
-        """codes [M, K], then scale, zero, sum as far as the request has them; all tensors on the current device. The sum goes to
-        `total`, contiguous, which may be x itself."""
+        """codes [M, K], then scale, zero, sum as far as the request has them; all tensors on the current device. The sum goes
+        to `total`, contiguous, which may be x itself."""
         request, on = self.request, x.device
         codes = torch.empty((self.m, self.code_pieces * CODE_PIECE), dtype=CODE_DTYPES[request.fmt.name], device=on)
         groups = -(-self.k // request.group) if request.group else 1
