@@ -1,11 +1,11 @@
-"""The next token of each row, from its logits: the arithmetic of reference/sampling.py, the same token to the bit. Plain Triton.
+"""The next token of each row, from its logits: as reference/sampling.py has it, to the bit. Plain Triton.
 
-Reads   logits fp16, bf16 or fp32 [B, V], any row stride; slots of rows; settings of slots, 64 bytes each; of those slots that use
-        them, counts int32 [V] and bias fp32 [V]
+Reads   logits fp16, bf16 or fp32 [B, V], any row stride; slots of rows; settings of slots, 64 bytes each; of those slots that
+        use them, counts int32 [V] and bias fp32 [V]
 Writes  token and log-probability of each row; token, position, count of tokens and count of the token of each slot, but of the
         last slot, which is nobody's: rows that fill up a step name it
-Steps   survey: chunks of 2048 tokens: largest logit and sum of exponentials as the model gave them, largest as adjusted. The block
-        that comes last for a row puts the chunks together, and draws if the row is greedy. With ADJUST off, that is all
+Steps   survey: chunks of 2048 tokens: largest logit and sum of exponentials as the model gave them, largest as adjusted. The
+        block that comes last for a row puts the chunks together, and draws if the row is greedy. With ADJUST off, that is all
         weigh: masses of chunks, exact integers; without top-k and top-p the last block draws: chunk, then token. With them also
         counts of masses in 20 levels of two octaves each, from which the last block tells how far down candidates lie
         collect: keys of candidates to a list, in order
@@ -78,9 +78,9 @@ def raw_logits(logits, at, V: tl.constexpr):
 def adjusted(x, at, words, counts, bias, ends, flags, V: tl.constexpr, ENDS: tl.constexpr):
     """Logits x of the tokens `at`, after all that comes before temperature. Products are `fma(a, b, 0)`: they round alone."""
     if flags & _HELD:
-        if tl.load(words + _GENERATED) < tl.load(words + _MINIMUM):
-            for e in tl.static_range(ENDS):
-                x = tl.where(at == tl.load(ends + e), float("-inf"), x)
+        held = tl.load(words + _GENERATED) < tl.load(words + _MINIMUM)
+        for e in tl.static_range(ENDS):
+            x = tl.where(held & (at == tl.load(ends + e)), float("-inf"), x)
     if flags & _PENALIZED:
         count = tl.load(counts + at, mask=at < V, other=0)
         repetition = real(words + _REPETITION)
@@ -212,7 +212,8 @@ def survey(
         if temperature == 0.0:
             token = tl.load(parts + (b * CHUNKS + first) * 4 + 3)
             feed_back(
-                token, b, slot, flags, logits, words, counts, largest, log_sum, slots, tokens, positions, out_tokens, out_logprobs
+                token, b, slot, flags, logits, words, counts, largest, log_sum, slots, tokens, positions, out_tokens,
+                out_logprobs,
             )  # fmt: skip
         else:
             head = heads + b * _HEAD
@@ -233,7 +234,8 @@ def counts_of_levels(key, word):
 def look_down(
     words, head, sums, levels, offsets, total, CHUNKS: tl.constexpr, PADDED: tl.constexpr
 ):  # fmt: skip
-    """How many levels of a row top-k, or else top-p, can reach, and how many candidates are in them before each chunk and in all.
+    """How many levels of a row top-k, or else top-p, can reach, and how many candidates are in them before each chunk and in
+    all.
 
     Of a level all tokens have at most its first mass: what is left below is at most so much.
     """
@@ -321,8 +323,8 @@ def added(a, b, c, d, e, f):
 
 @triton.jit
 def threshold(keys, n, needed, first, BITS: tl.constexpr, MASS: tl.constexpr, TILE: tl.constexpr):
-    """The smallest key of `first` + [0, 2^BITS) up to which the masses of the n keys, or without MASS their number, come to what
-    is needed; at each turn a quarter of what was left."""
+    """The smallest key of `first` + [0, 2^BITS) up to which the masses of the n keys, or without MASS their number, come to
+    what is needed; at each turn a quarter of what was left."""
     i = tl.arange(0, TILE)
     for turn in range(BITS // 2):
         step = 1 << (BITS - 2 - 2 * turn)
@@ -415,7 +417,8 @@ def collect(
 
 @triton.jit
 def settle(
-    logits, rows, settings, counts, bias, ends, heads, offsets, totals, lists, tokens, positions, out_tokens, out_logprobs, slots,
+    logits, rows, settings, counts, bias, ends, heads, offsets, totals, lists, tokens, positions, out_tokens, out_logprobs,
+    slots,
     V: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr,
     ENDS: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -444,8 +447,8 @@ def settle(
         inside = tl.cumsum((key >> 16 <= level).to(tl.int32), 0)
         token = chunk * SIZE + tl.sum((inside <= rank).to(tl.int32), 0)
         feed_back(
-            token, b, slot, flags, logits, words, counts, real(head + _LARGEST), real(head + _LOG_SUM), slots, tokens, positions,
-            out_tokens, out_logprobs,
+            token, b, slot, flags, logits, words, counts, real(head + _LARGEST), real(head + _LOG_SUM), slots, tokens,
+            positions, out_tokens, out_logprobs,
         )  # fmt: skip
 
 
@@ -467,8 +470,8 @@ class Given(NamedTuple):
 class SamplePlan:
     """All of a call that does not depend on the tensors' contents: made once for a shape, called many times.
 
-    `rows` B, a vocabulary of `vocab`, rows of logits `stride` elements apart, `slots` slots, `ends` end-of-text tokens; `filters`
-    as `any_filter` of ops/sample.py. A plan serves one GPU, one type and alignment of logits.
+    `rows` B, a vocabulary of `vocab`, rows of logits `stride` elements apart, `slots` slots, `ends` end-of-text tokens;
+    `filters` as `any_filter` of ops/sample.py. A plan serves one GPU, one type and alignment of logits.
     """
 
     def __init__(self, rows: int, vocab: int, stride: int, slots: int, ends: int, filters: bool, overlap: bool) -> None:
