@@ -37,7 +37,7 @@ TILE, SEARCH_WARPS = 4096, 16
 """Keys of the list that a block of `settle` reads at a time, and its warps."""
 
 LEVELS = 20
-"""Levels of two octaves of mass, the counts of five in a 64-bit word: a chunk's reach to 2^11."""
+"""Levels of two octaves of mass: 2^16 keys each."""
 
 HEAD = 4
 """32-bit words that the kernels tell each other of a row."""
@@ -188,29 +188,28 @@ def survey(
     if OVERLAP:
         cuda.gdc_wait()
     at = chunk * SIZE + tl.arange(0, SIZE)
-    x = raw_logits(logits, at, V)
-    part = parts + (b * CHUNKS + chunk) * 4
-    largest = tl.max(x, 0)
-    tl.store(part, largest.to(tl.int32, bitcast=True))
-    total = tl.sum(tl.where(at < V, tl.exp(-distances(x, largest)), 0.0), 0)
-    tl.store(part + 1, total.to(tl.int32, bitcast=True))
-    if ADJUST:
-        x = adjusted(x, at, words, counts, bias + slot.to(tl.int64) * V, ends, flags, V, ENDS)
+    raw = raw_logits(logits, at, V)
+    x = adjusted(raw, at, words, counts, bias + slot.to(tl.int64) * V, ends, flags, V, ENDS) if ADJUST else raw
     best, token = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
-    tl.store(part + 2, best.to(tl.int32, bitcast=True))
-    tl.store(part + 3, chunk * SIZE + token)
+    largest = tl.max(raw, 0) if ADJUST else best
+    total = tl.sum(tl.where(at < V, tl.exp(-distances(raw, largest)), 0.0), 0)
+    part = parts + (b * CHUNKS + chunk) * 4
+    tl.store(part, best.to(tl.int32, bitcast=True))
+    tl.store(part + 1, chunk * SIZE + token)
+    tl.store(part + 2, largest.to(tl.int32, bitcast=True))
+    tl.store(part + 3, total.to(tl.int32, bitcast=True))
     if last_to_arrive(arrived + b, CHUNKS):
         c = tl.arange(0, PADDED)
         exists = c < CHUNKS
         of_chunks = parts + (b * CHUNKS + c) * 4
-        tops = tl.load(of_chunks, mask=exists, other=-8388608).to(tl.float32, bitcast=True)  # the bits of -inf
-        totals = tl.load(of_chunks + 1, mask=exists, other=0).to(tl.float32, bitcast=True)
-        bests = tl.load(of_chunks + 2, mask=exists, other=-8388608).to(tl.float32, bitcast=True)
-        largest = tl.max(tops, 0)
-        log_sum = tl.log(tl.sum(totals * tl.exp(-distances(tops, largest)), 0))
+        bests = tl.load(of_chunks, mask=exists, other=-8388608).to(tl.float32, bitcast=True)  # the bits of -inf
+        tops = tl.load(of_chunks + 2, mask=exists, other=-8388608).to(tl.float32, bitcast=True)
+        totals = tl.load(of_chunks + 3, mask=exists, other=0).to(tl.float32, bitcast=True)
         best, first = tl.max(bests, 0, return_indices=True, return_indices_tie_break_left=True)
+        largest = tl.max(tops, 0) if ADJUST else best
+        log_sum = tl.log(tl.sum(totals * tl.exp(-distances(tops, largest)), 0))
         if temperature == 0.0:
-            token = tl.load(parts + (b * CHUNKS + first) * 4 + 3)
+            token = tl.load(parts + (b * CHUNKS + first) * 4 + 1)
             feed_back(
                 token, b, slot, flags, logits, words, counts, largest, log_sum, slots, tokens, positions, out_tokens,
                 out_logprobs,
@@ -223,11 +222,33 @@ def survey(
 
 
 @triton.jit
-def counts_of_levels(key, word):
-    """How many keys of a chunk lie in each of the levels 5 `word` to 5 `word` + 4, 12 bits each."""
+def added(a, b, c, d, e, f):
+    """Three sums at one meeting of the warps."""
+    return a + d, b + e, c + f
+
+
+@triton.jit
+def store_counts(levels, key, mass, SIZE: tl.constexpr):
+    """Counts of a chunk's keys in each level, and the chunk's mass, which is returned.
+
+    Of 8 keys the counts of levels 0 to 15 fit in one word, 4 bits each; spread to 16 bits, level 4 f + w is field f of word w.
+    Levels 16 to 19 are the fields of word 4.
+    """
     level = key >> 16
-    mine = level // 5 == word
-    return tl.sum(tl.where(mine, tl.full(key.shape, 1, tl.int64) << (level % 5 * 12).to(tl.int64), 0), 0)
+    one = tl.full(key.shape, 1, tl.int64)
+    few = tl.where(level < 16, one << ((level & 15) * 4).to(tl.int64), 0)
+    few = tl.sum(tl.reshape(few, (SIZE // 8, 8)), 1)
+    rest = tl.where((level >= 16) & (level < _LEVELS), one << ((level & 3) * 16).to(tl.int64), 0)
+    rest = tl.sum(tl.reshape(rest, (SIZE // 8, 8)), 1)
+    FIELDS: tl.constexpr = 0x000F000F000F000F
+    a, b, c = tl.reduce((few & FIELDS, (few >> 4) & FIELDS, (few >> 8) & FIELDS), 0, added)
+    d, e, total = tl.reduce(((few >> 12) & FIELDS, rest, tl.sum(tl.reshape(mass, (SIZE // 8, 8)), 1)), 0, added)
+    tl.store(levels, a)
+    tl.store(levels + 1, b)
+    tl.store(levels + 2, c)
+    tl.store(levels + 3, d)
+    tl.store(levels + 4, e)
+    return total
 
 
 @triton.jit
@@ -242,8 +263,9 @@ def look_down(
     c = tl.arange(0, PADDED)[:, None]
     level = tl.arange(0, 32)[None, :]
     exist = (c < CHUNKS) & (level < _LEVELS)
-    packed = tl.load(levels + c * 4 + level // 5, mask=exist, other=0)
-    count = tl.where(exist, (packed >> (level % 5 * 12).to(tl.int64)) & 0xFFF, 0).to(tl.int32)
+    word, field = tl.where(level < 16, level % 4, 4), tl.where(level < 16, level // 4, level % 4)
+    packed = tl.load(levels + c * 5 + word, mask=exist, other=0)
+    count = ((packed >> (field * 16).to(tl.int64)) & 0xFFFF).to(tl.int32)
     of_level = tl.sum(count, 0)
     top_k = tl.load(words + _TOP_K)
     if top_k > 0:
@@ -287,11 +309,10 @@ def weigh(
         key = keys_of(logits, chunk * SIZE + at, best, scale, words, counts, bias, ends, flags, V, ENDS)
         mass = masses(key)
         if flags & _CUT:
-            for word in tl.static_range(4):
-                tl.store(levels + (b * CHUNKS + chunk) * 4 + word, counts_of_levels(key, word))
+            of_this = store_counts(levels + (b * CHUNKS + chunk) * 5, key, mass, SIZE)
         else:
-            mass = tl.where(mass >= least, mass, 0)
-        tl.store(sums + b * CHUNKS + chunk, tl.sum(mass, 0))
+            of_this = tl.sum(tl.where(mass >= least, mass, 0), 0)
+        tl.store(sums + b * CHUNKS + chunk, of_this)
         if last_to_arrive(arrived + b, CHUNKS):
             c = tl.arange(0, PADDED)
             of_chunk = tl.load(sums + b * CHUNKS + c, mask=c < CHUNKS, other=0)
@@ -299,7 +320,7 @@ def weigh(
             if flags & _CUT:
                 tl.store(totals + b, total)
                 look_down(
-                    words, head, sums, levels + b * CHUNKS * 4, offsets + b * (CHUNKS + 1), total, CHUNKS, PADDED
+                    words, head, sums, levels + b * CHUNKS * 5, offsets + b * (CHUNKS + 1), total, CHUNKS, PADDED
                 )  # fmt: skip
             else:
                 target = target_of(words, total)
@@ -313,12 +334,6 @@ def weigh(
                     token, b, slot, flags, logits, words, counts, real(head + _LARGEST), real(head + _LOG_SUM), slots, tokens,
                     positions, out_tokens, out_logprobs,
                 )  # fmt: skip
-
-
-@triton.jit
-def added(a, b, c, d, e, f):
-    """Three sums at one meeting of the warps."""
-    return a + d, b + e, c + f
 
 
 @triton.jit
@@ -495,7 +510,7 @@ class SamplePlan:
         """32-bit words of a row: masses and levels of chunks, total; what chunks and kernels tell, offsets; keys, even."""
         if not self.filters:
             return (4 * self.chunks,)
-        return (2 * self.chunks, 8 * self.chunks, 2, 4 * self.chunks, HEAD, self.chunks + 1, self.vocab)
+        return (2 * self.chunks, 10 * self.chunks, 2, 4 * self.chunks, HEAD, self.chunks + 1, self.vocab)
 
     def __call__(self, given: Given, space: Tensor, arrived: Tensor) -> None:
         """Samples; `space` float32 and `arrived` as `workspace` says, all tensors on the current device."""
