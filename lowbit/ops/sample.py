@@ -1,7 +1,7 @@
 """The torch operator `lowbit::sample`: the next token of each row of a decode step, with the settings of its request.
 
-On NVIDIA GPUs one launch where all is greedy, else three (kernels/elementwise/sample.py), all of which a CUDA graph may capture;
-plain torch (kernels/reference/sampling.py) on a CPU. Both draw the same tokens, to the bit.
+On NVIDIA GPUs one launch where all is greedy, else four (kernels/elementwise/sample.py), all of which a CUDA graph may
+capture; plain torch (kernels/reference/sampling.py) on a CPU. Both draw the same tokens, to the bit.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ LEAST_TEMPERATURE = 1e-3
 class Sampling:
     """How the tokens of one request are drawn; the defaults are greedy and without any penalty.
 
-    `temperature` 0 takes the likeliest token, of equals the first; otherwise it is 0.001 or more. `top_k` 0, `top_p` 1 and `min_p`
-    0 keep all tokens; those equal at a threshold are all kept. `repetition_penalty` (1: none) divides positive and multiplies
-    negative logits of tokens of prompt and answer; `presence_penalty` and `frequency_penalty` are subtracted from logits of tokens
-    of the answer, once, and as often as they occur. `seed` is any 64-bit number: with it and the logits a token is determined.
-    `logit_bias` is added to the logits of tokens: a mapping of token to number, or pairs. Before `min_new_tokens` tokens no
-    end-of-text token comes. Raises ValueError for what is out of range.
+    `temperature` 0 takes the likeliest token, of equals the first; otherwise it is 0.001 or more. `top_k` 0, `top_p` 1 and
+    `min_p` 0 keep all tokens; those equal at a threshold are all kept. `repetition_penalty` (1: none) divides positive and
+    multiplies negative logits of tokens of prompt and answer; `presence_penalty` and `frequency_penalty` are subtracted from
+    logits of tokens of the answer, once, and as often as they occur. `seed` is any 64-bit number: with it and the logits a
+    token is determined. `logit_bias` is added to the logits of tokens: a mapping of token to number, or pairs. Before
+    `min_new_tokens` tokens no end-of-text token comes. Raises ValueError for what is out of range.
     """
 
     temperature: float = 0.0
@@ -59,7 +59,6 @@ class Sampling:
     min_new_tokens: int = 0
 
     def __post_init__(self) -> None:
-        finite = math.isfinite(self.presence_penalty) and math.isfinite(self.frequency_penalty)
         t, penalty = self.temperature, self.repetition_penalty
         ranges = (
             ("temperature", "0 or 0.001 to 1000", t == 0 or LEAST_TEMPERATURE <= t <= 1000),
@@ -67,10 +66,14 @@ class Sampling:
             ("top_p", "more than 0 and at most 1 (off)", 0 < self.top_p <= 1),
             ("min_p", "0 (off) to 1", 0 <= self.min_p <= 1),
             ("repetition_penalty", "0.001 to 1000, 1 being none", LEAST_TEMPERATURE <= penalty <= 1000),
-            ("presence_penalty", "finite", finite),
-            ("frequency_penalty", "finite", finite),
+            ("presence_penalty", "finite", math.isfinite(self.presence_penalty)),
+            ("frequency_penalty", "finite", math.isfinite(self.frequency_penalty)),
             ("seed", "a 64-bit number", -(1 << 63) <= self.seed < 1 << 64),
-            ("logit_bias", "token numbers from 0 on with finite numbers", all(i >= 0 and math.isfinite(b) for i, b in self.bias)),
+            (
+                "logit_bias",
+                "token numbers from 0 on with finite numbers",
+                all(i >= 0 and math.isfinite(b) for i, b in self.bias),
+            ),
             ("min_new_tokens", "0 to 2^31 - 1", 0 <= self.min_new_tokens < 1 << 31),
         )
         for name, wanted, right in ranges:
@@ -112,10 +115,10 @@ def _word(name: int, dtype: torch.dtype) -> property:
 class SamplingState:
     """The settings and counters of all slots, on their device; nothing in it ever moves.
 
-    `settings` int32 [slots, 16] has the scalars of a slot side by side, named by the properties below, as float32, int32 and for
-    `seed` int64 [slots] views. `counts` int32 [slots, V] is how often each token was generated, and bit 30 where the prompt has
-    it; `bias` float32 [slots, V]; both are read for slots only whose `flags` say so. `ends` int32 [E] are the end-of-text tokens.
-    The last slot is nobody's: rows that fill up a step name it, and `sample` leaves it as it is.
+    `settings` int32 [slots, 16] has the scalars of a slot side by side, named by the properties below, as float32, int32 and
+    for `seed` int64 [slots] views. `counts` int32 [slots, V] is how often each token was generated, and bit 30 where the prompt
+    has it; `bias` float32 [slots, V]; both are read for slots only whose `flags` say so. `ends` int32 [E] are the end-of-text
+    tokens. The last slot is nobody's: rows that fill up a step name it, and `sample` leaves it as it is.
     """
 
     settings: Tensor
@@ -143,7 +146,9 @@ class SamplingState:
         """
         found = sorted(set(ends))
         if slots < 2 or vocab < 1 or not all(0 <= end < vocab for end in found):
-            raise ValueError(f"sampling: {slots} slots (2 or more, the last nobody's) with ends {found} below {vocab} are needed")
+            raise ValueError(
+                f"sampling: {slots} slots (2 or more, the last nobody's) with ends {found} below {vocab} are needed"
+            )
         settings = torch.frombuffer(bytearray(_row(Sampling()) * slots), dtype=torch.int32).view(slots, -1)
         counts = torch.zeros((slots, vocab), dtype=torch.int32, device=device)
         bias = torch.zeros((slots, vocab), dtype=torch.float32, device=device)
@@ -153,7 +158,7 @@ class SamplingState:
         """Gives a slot to a request that has generated some tokens, elsewhere, or none yet: on a GPU copies and kernels on the
         current stream, for which the host does not wait.
 
-        What the ids are is read if the settings have penalties. Raises ValueError for a slot, token or bias that does not exist.
+        The ids are read if the settings have penalties. Raises ValueError for a slot, token or bias that does not exist.
         """
         slots, vocab = self.counts.shape
         if not 0 <= slot < slots - 1:
@@ -185,7 +190,9 @@ def _row(s: Sampling, generated: int = 0) -> bytes:
     """The 16 words of a slot, as kernels/reference/sampling.py names them."""
     seed = s.seed - (1 << 64) if s.seed >= 1 << 63 else s.seed
     penalties = s.repetition_penalty, s.presence_penalty, s.frequency_penalty
-    return struct.pack("<fi5fiqi5i", s.temperature, s.top_k, s.top_p, s.min_p, *penalties, s.min_new_tokens, seed, s.flags, generated, *[0] * 4)
+    return struct.pack(
+        "<fi5fiqi5i", s.temperature, s.top_k, s.top_p, s.min_p, *penalties, s.min_new_tokens, seed, s.flags, generated, *[0] * 4
+    )
 
 
 def sample(
@@ -194,15 +201,17 @@ def sample(
 ) -> None:  # fmt: skip
     """Draws the next token of each row of logits [B, V] (fp16, bf16 or fp32, any row stride) with the settings of its slot.
 
-    For row i of slot s = rows[i] (int32 [B]) and token t: out_tokens[i] = tokens[s] = t (int32 [B], int32 [slots]), positions[s]
-    += 1 (int32 [slots]), state.generated[s] += 1, state.counts[s, t] += 1 where the slot has penalties, and out_logprobs[i]
-    (float32 [B]) is log softmax of the logits as they are given, before penalties and temperature, at t. Of the last slot nothing
-    changes; it may be named by several rows, others by one. A NaN among the logits counts as -inf; if all are, or are banned, all
-    are equal. `any_filter=False` promises that all settings are `greedy`. The meaning of each setting and the order of operations
-    are said in kernels/reference/sampling.py. Raises ValueError for tensors that do not fit together.
+    For row i of slot s = rows[i] (int32 [B]) and token t: out_tokens[i] = tokens[s] = t (int32 [B], int32 [slots]),
+    positions[s] += 1 (int32 [slots]), state.generated[s] += 1, state.counts[s, t] += 1 where the slot has penalties, and
+    out_logprobs[i] (float32 [B]) is log softmax of the logits as they are given, before penalties and temperature, at t. Of the
+    last slot nothing changes; it may be named by several rows, others by one. A NaN among the logits counts as -inf; if all
+    are, or are banned, all are equal. `any_filter=False` promises that all settings are `greedy`. The meaning of each setting
+    and the order of operations are said in kernels/reference/sampling.py. Raises ValueError for tensors that do not fit
+    together.
     """
     torch.ops.lowbit.sample(
-        logits, rows, state.settings, state.counts, state.bias, state.ends, tokens, positions, out_tokens, out_logprobs, any_filter
+        logits, rows, state.settings, state.counts, state.bias, state.ends, tokens, positions, out_tokens, out_logprobs,
+        any_filter,
     )  # fmt: skip
 
 
@@ -216,12 +225,14 @@ def top_logprobs(logits: Tensor, n: int) -> tuple[Tensor, Tensor]:
 
 
 def _check(
-    logits: Tensor, rows: Tensor, settings: Tensor, counts: Tensor, bias: Tensor, ends: Tensor, tokens: Tensor, positions: Tensor,
-    out_tokens: Tensor, out_logprobs: Tensor,
+    logits: Tensor, rows: Tensor, settings: Tensor, counts: Tensor, bias: Tensor, ends: Tensor, tokens: Tensor,
+    positions: Tensor, out_tokens: Tensor, out_logprobs: Tensor,
 ) -> None:  # fmt: skip
     """Raises ValueError unless the tensors are of one call."""
     if logits.dim() != 2 or logits.dtype not in (torch.float16, torch.bfloat16, torch.float32) or logits.stride(1) != 1:
-        raise ValueError(f"sample: logits are fp16, bf16 or fp32 [B, V] without gaps in a row, got {logits.dtype} {tuple(logits.shape)}")
+        raise ValueError(
+            f"sample: logits are fp16, bf16 or fp32 [B, V] without gaps in a row, got {logits.dtype} {tuple(logits.shape)}"
+        )
     (b, vocab), slots = logits.shape, settings.shape[0]
     wanted = (
         ("rows", rows, (b,), torch.int32), ("settings", settings, (slots, sampling.WORDS), torch.int32),
@@ -241,8 +252,8 @@ def _check(
 
 @torch.library.impl("lowbit::sample", "CPU")
 def _on_cpu(
-    logits: Tensor, rows: Tensor, settings: Tensor, counts: Tensor, bias: Tensor, ends: Tensor, tokens: Tensor, positions: Tensor,
-    out_tokens: Tensor, out_logprobs: Tensor, any_filter: bool = True,
+    logits: Tensor, rows: Tensor, settings: Tensor, counts: Tensor, bias: Tensor, ends: Tensor, tokens: Tensor,
+    positions: Tensor, out_tokens: Tensor, out_logprobs: Tensor, any_filter: bool = True,
 ) -> None:  # fmt: skip
     given = (logits, rows, settings, counts, bias, ends, tokens, positions, out_tokens, out_logprobs)
     _check(*given)
@@ -251,8 +262,8 @@ def _on_cpu(
 
 @torch.library.impl("lowbit::sample", "CUDA")
 def _on_gpu(
-    logits: Tensor, rows: Tensor, settings: Tensor, counts: Tensor, bias: Tensor, ends: Tensor, tokens: Tensor, positions: Tensor,
-    out_tokens: Tensor, out_logprobs: Tensor, any_filter: bool = True,
+    logits: Tensor, rows: Tensor, settings: Tensor, counts: Tensor, bias: Tensor, ends: Tensor, tokens: Tensor,
+    positions: Tensor, out_tokens: Tensor, out_logprobs: Tensor, any_filter: bool = True,
 ) -> None:  # fmt: skip
     given = (logits, rows, settings, counts, bias, ends, tokens, positions, out_tokens, out_logprobs)
     _check(*given)
@@ -277,7 +288,7 @@ def _plan(
 
 @torch.library.register_fake("lowbit::sample")
 def _fake(
-    logits: Tensor, rows: Tensor, settings: Tensor, counts: Tensor, bias: Tensor, ends: Tensor, tokens: Tensor, positions: Tensor,
-    out_tokens: Tensor, out_logprobs: Tensor, any_filter: bool = True,
+    logits: Tensor, rows: Tensor, settings: Tensor, counts: Tensor, bias: Tensor, ends: Tensor, tokens: Tensor,
+    positions: Tensor, out_tokens: Tensor, out_logprobs: Tensor, any_filter: bool = True,
 ) -> None:  # fmt: skip
     _check(logits, rows, settings, counts, bias, ends, tokens, positions, out_tokens, out_logprobs)

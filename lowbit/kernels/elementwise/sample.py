@@ -1,11 +1,11 @@
-"""The next token of each row, from its logits: the arithmetic of reference/sampling.py, the same token to the bit. Plain Triton.
+"""The next token of each row, from its logits: as reference/sampling.py has it, to the bit. Plain Triton.
 
-Reads   logits fp16, bf16 or fp32 [B, V], any row stride; slots of rows; settings of slots, 64 bytes each; of those slots that use
-        them, counts int32 [V] and bias fp32 [V]
+Reads   logits fp16, bf16 or fp32 [B, V], any row stride; slots of rows; settings of slots, 64 bytes each; of those slots that
+        use them, counts int32 [V] and bias fp32 [V]
 Writes  token and log-probability of each row; token, position, count of tokens and count of the token of each slot, but of the
         last slot, which is nobody's: rows that fill up a step name it
-Steps   survey: chunks of 2048 tokens: largest logit and sum of exponentials as the model gave them, largest as adjusted. The block
-        that comes last for a row puts the chunks together, and draws if the row is greedy. With ADJUST off, that is all
+Steps   survey: chunks of 2048 tokens: largest logit and sum of exponentials as the model gave them, largest as adjusted. The
+        block that comes last for a row puts the chunks together, and draws if the row is greedy. With ADJUST off, that is all
         weigh: masses of chunks, exact integers; without top-k and top-p the last block draws: chunk, then token. With them also
         counts of masses in 20 levels of two octaves each, from which the last block tells how far down candidates lie
         collect: keys of candidates to a list, in order
@@ -37,7 +37,7 @@ TILE, SEARCH_WARPS = 4096, 16
 """Keys of the list that a block of `settle` reads at a time, and its warps."""
 
 LEVELS = 20
-"""Levels of two octaves of mass, the counts of five in a 64-bit word: a chunk's reach to 2^11."""
+"""Levels of two octaves of mass: 2^16 keys each."""
 
 HEAD = 4
 """32-bit words that the kernels tell each other of a row."""
@@ -78,9 +78,9 @@ def raw_logits(logits, at, V: tl.constexpr):
 def adjusted(x, at, words, counts, bias, ends, flags, V: tl.constexpr, ENDS: tl.constexpr):
     """Logits x of the tokens `at`, after all that comes before temperature. Products are `fma(a, b, 0)`: they round alone."""
     if flags & _HELD:
-        if tl.load(words + _GENERATED) < tl.load(words + _MINIMUM):
-            for e in tl.static_range(ENDS):
-                x = tl.where(at == tl.load(ends + e), float("-inf"), x)
+        held = tl.load(words + _GENERATED) < tl.load(words + _MINIMUM)
+        for e in tl.static_range(ENDS):
+            x = tl.where(held & (at == tl.load(ends + e)), float("-inf"), x)
     if flags & _PENALIZED:
         count = tl.load(counts + at, mask=at < V, other=0)
         repetition = real(words + _REPETITION)
@@ -188,31 +188,31 @@ def survey(
     if OVERLAP:
         cuda.gdc_wait()
     at = chunk * SIZE + tl.arange(0, SIZE)
-    x = raw_logits(logits, at, V)
-    part = parts + (b * CHUNKS + chunk) * 4
-    largest = tl.max(x, 0)
-    tl.store(part, largest.to(tl.int32, bitcast=True))
-    total = tl.sum(tl.where(at < V, tl.exp(-distances(x, largest)), 0.0), 0)
-    tl.store(part + 1, total.to(tl.int32, bitcast=True))
-    if ADJUST:
-        x = adjusted(x, at, words, counts, bias + slot.to(tl.int64) * V, ends, flags, V, ENDS)
+    raw = raw_logits(logits, at, V)
+    x = adjusted(raw, at, words, counts, bias + slot.to(tl.int64) * V, ends, flags, V, ENDS) if ADJUST else raw
     best, token = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
-    tl.store(part + 2, best.to(tl.int32, bitcast=True))
-    tl.store(part + 3, chunk * SIZE + token)
+    largest = tl.max(raw, 0) if ADJUST else best
+    total = tl.sum(tl.where(at < V, tl.exp(-distances(raw, largest)), 0.0), 0)
+    part = parts + (b * CHUNKS + chunk) * 4
+    tl.store(part, best.to(tl.int32, bitcast=True))
+    tl.store(part + 1, chunk * SIZE + token)
+    tl.store(part + 2, largest.to(tl.int32, bitcast=True))
+    tl.store(part + 3, total.to(tl.int32, bitcast=True))
     if last_to_arrive(arrived + b, CHUNKS):
         c = tl.arange(0, PADDED)
         exists = c < CHUNKS
         of_chunks = parts + (b * CHUNKS + c) * 4
-        tops = tl.load(of_chunks, mask=exists, other=-8388608).to(tl.float32, bitcast=True)  # the bits of -inf
-        totals = tl.load(of_chunks + 1, mask=exists, other=0).to(tl.float32, bitcast=True)
-        bests = tl.load(of_chunks + 2, mask=exists, other=-8388608).to(tl.float32, bitcast=True)
-        largest = tl.max(tops, 0)
-        log_sum = tl.log(tl.sum(totals * tl.exp(-distances(tops, largest)), 0))
+        bests = tl.load(of_chunks, mask=exists, other=-8388608).to(tl.float32, bitcast=True)  # the bits of -inf
+        tops = tl.load(of_chunks + 2, mask=exists, other=-8388608).to(tl.float32, bitcast=True)
+        totals = tl.load(of_chunks + 3, mask=exists, other=0).to(tl.float32, bitcast=True)
         best, first = tl.max(bests, 0, return_indices=True, return_indices_tie_break_left=True)
+        largest = tl.max(tops, 0) if ADJUST else best
+        log_sum = tl.log(tl.sum(totals * tl.exp(-distances(tops, largest)), 0))
         if temperature == 0.0:
-            token = tl.load(parts + (b * CHUNKS + first) * 4 + 3)
+            token = tl.load(parts + (b * CHUNKS + first) * 4 + 1)
             feed_back(
-                token, b, slot, flags, logits, words, counts, largest, log_sum, slots, tokens, positions, out_tokens, out_logprobs
+                token, b, slot, flags, logits, words, counts, largest, log_sum, slots, tokens, positions, out_tokens,
+                out_logprobs,
             )  # fmt: skip
         else:
             head = heads + b * _HEAD
@@ -222,26 +222,50 @@ def survey(
 
 
 @triton.jit
-def counts_of_levels(key, word):
-    """How many keys of a chunk lie in each of the levels 5 `word` to 5 `word` + 4, 12 bits each."""
+def added(a, b, c, d, e, f):
+    """Three sums at one meeting of the warps."""
+    return a + d, b + e, c + f
+
+
+@triton.jit
+def store_counts(levels, key, mass, SIZE: tl.constexpr):
+    """Counts of a chunk's keys in each level, and the chunk's mass, which is returned.
+
+    Of 8 keys the counts of levels 0 to 15 fit in one word, 4 bits each; spread to 16 bits, level 4 f + w is field f of word w.
+    Levels 16 to 19 are the fields of word 4.
+    """
     level = key >> 16
-    mine = level // 5 == word
-    return tl.sum(tl.where(mine, tl.full(key.shape, 1, tl.int64) << (level % 5 * 12).to(tl.int64), 0), 0)
+    one = tl.full(key.shape, 1, tl.int64)
+    few = tl.where(level < 16, one << ((level & 15) * 4).to(tl.int64), 0)
+    few = tl.sum(tl.reshape(few, (SIZE // 8, 8)), 1)
+    rest = tl.where((level >= 16) & (level < _LEVELS), one << ((level & 3) * 16).to(tl.int64), 0)
+    rest = tl.sum(tl.reshape(rest, (SIZE // 8, 8)), 1)
+    FIELDS: tl.constexpr = 0x000F000F000F000F
+    a, b, c = tl.reduce((few & FIELDS, (few >> 4) & FIELDS, (few >> 8) & FIELDS), 0, added)
+    d, e, total = tl.reduce(((few >> 12) & FIELDS, rest, tl.sum(tl.reshape(mass, (SIZE // 8, 8)), 1)), 0, added)
+    tl.store(levels, a)
+    tl.store(levels + 1, b)
+    tl.store(levels + 2, c)
+    tl.store(levels + 3, d)
+    tl.store(levels + 4, e)
+    return total
 
 
 @triton.jit
 def look_down(
     words, head, sums, levels, offsets, total, CHUNKS: tl.constexpr, PADDED: tl.constexpr
 ):  # fmt: skip
-    """How many levels of a row top-k, or else top-p, can reach, and how many candidates are in them before each chunk and in all.
+    """How many levels of a row top-k, or else top-p, can reach, and how many candidates are in them before each chunk and in
+    all.
 
     Of a level all tokens have at most its first mass: what is left below is at most so much.
     """
     c = tl.arange(0, PADDED)[:, None]
     level = tl.arange(0, 32)[None, :]
     exist = (c < CHUNKS) & (level < _LEVELS)
-    packed = tl.load(levels + c * 4 + level // 5, mask=exist, other=0)
-    count = tl.where(exist, (packed >> (level % 5 * 12).to(tl.int64)) & 0xFFF, 0).to(tl.int32)
+    word, field = tl.where(level < 16, level % 4, 4), tl.where(level < 16, level // 4, level % 4)
+    packed = tl.load(levels + c * 5 + word, mask=exist, other=0)
+    count = ((packed >> (field * 16).to(tl.int64)) & 0xFFFF).to(tl.int32)
     of_level = tl.sum(count, 0)
     top_k = tl.load(words + _TOP_K)
     if top_k > 0:
@@ -285,11 +309,10 @@ def weigh(
         key = keys_of(logits, chunk * SIZE + at, best, scale, words, counts, bias, ends, flags, V, ENDS)
         mass = masses(key)
         if flags & _CUT:
-            for word in tl.static_range(4):
-                tl.store(levels + (b * CHUNKS + chunk) * 4 + word, counts_of_levels(key, word))
+            of_this = store_counts(levels + (b * CHUNKS + chunk) * 5, key, mass, SIZE)
         else:
-            mass = tl.where(mass >= least, mass, 0)
-        tl.store(sums + b * CHUNKS + chunk, tl.sum(mass, 0))
+            of_this = tl.sum(tl.where(mass >= least, mass, 0), 0)
+        tl.store(sums + b * CHUNKS + chunk, of_this)
         if last_to_arrive(arrived + b, CHUNKS):
             c = tl.arange(0, PADDED)
             of_chunk = tl.load(sums + b * CHUNKS + c, mask=c < CHUNKS, other=0)
@@ -297,7 +320,7 @@ def weigh(
             if flags & _CUT:
                 tl.store(totals + b, total)
                 look_down(
-                    words, head, sums, levels + b * CHUNKS * 4, offsets + b * (CHUNKS + 1), total, CHUNKS, PADDED
+                    words, head, sums, levels + b * CHUNKS * 5, offsets + b * (CHUNKS + 1), total, CHUNKS, PADDED
                 )  # fmt: skip
             else:
                 target = target_of(words, total)
@@ -314,15 +337,9 @@ def weigh(
 
 
 @triton.jit
-def added(a, b, c, d, e, f):
-    """Three sums at one meeting of the warps."""
-    return a + d, b + e, c + f
-
-
-@triton.jit
 def threshold(keys, n, needed, first, BITS: tl.constexpr, MASS: tl.constexpr, TILE: tl.constexpr):
-    """The smallest key of `first` + [0, 2^BITS) up to which the masses of the n keys, or without MASS their number, come to what
-    is needed; at each turn a quarter of what was left."""
+    """The smallest key of `first` + [0, 2^BITS) up to which the masses of the n keys, or without MASS their number, come to
+    what is needed; at each turn a quarter of what was left."""
     i = tl.arange(0, TILE)
     for turn in range(BITS // 2):
         step = 1 << (BITS - 2 - 2 * turn)
@@ -415,7 +432,8 @@ def collect(
 
 @triton.jit
 def settle(
-    logits, rows, settings, counts, bias, ends, heads, offsets, totals, lists, tokens, positions, out_tokens, out_logprobs, slots,
+    logits, rows, settings, counts, bias, ends, heads, offsets, totals, lists, tokens, positions, out_tokens, out_logprobs,
+    slots,
     V: tl.constexpr, STRIDE: tl.constexpr, SIZE: tl.constexpr, CHUNKS: tl.constexpr, PADDED: tl.constexpr,
     ENDS: tl.constexpr, TILE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -444,8 +462,8 @@ def settle(
         inside = tl.cumsum((key >> 16 <= level).to(tl.int32), 0)
         token = chunk * SIZE + tl.sum((inside <= rank).to(tl.int32), 0)
         feed_back(
-            token, b, slot, flags, logits, words, counts, real(head + _LARGEST), real(head + _LOG_SUM), slots, tokens, positions,
-            out_tokens, out_logprobs,
+            token, b, slot, flags, logits, words, counts, real(head + _LARGEST), real(head + _LOG_SUM), slots, tokens,
+            positions, out_tokens, out_logprobs,
         )  # fmt: skip
 
 
@@ -467,8 +485,8 @@ class Given(NamedTuple):
 class SamplePlan:
     """All of a call that does not depend on the tensors' contents: made once for a shape, called many times.
 
-    `rows` B, a vocabulary of `vocab`, rows of logits `stride` elements apart, `slots` slots, `ends` end-of-text tokens; `filters`
-    as `any_filter` of ops/sample.py. A plan serves one GPU, one type and alignment of logits.
+    `rows` B, a vocabulary of `vocab`, rows of logits `stride` elements apart, `slots` slots, `ends` end-of-text tokens;
+    `filters` as `any_filter` of ops/sample.py. A plan serves one GPU, one type and alignment of logits.
     """
 
     def __init__(self, rows: int, vocab: int, stride: int, slots: int, ends: int, filters: bool, overlap: bool) -> None:
@@ -492,7 +510,7 @@ class SamplePlan:
         """32-bit words of a row: masses and levels of chunks, total; what chunks and kernels tell, offsets; keys, even."""
         if not self.filters:
             return (4 * self.chunks,)
-        return (2 * self.chunks, 8 * self.chunks, 2, 4 * self.chunks, HEAD, self.chunks + 1, self.vocab)
+        return (2 * self.chunks, 10 * self.chunks, 2, 4 * self.chunks, HEAD, self.chunks + 1, self.vocab)
 
     def __call__(self, given: Given, space: Tensor, arrived: Tensor) -> None:
         """Samples; `space` float32 and `arrived` as `workspace` says, all tensors on the current device."""

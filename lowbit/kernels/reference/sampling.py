@@ -1,14 +1,16 @@
 """The next token of each request, from its logits: adjusted, cut, drawn. The meaning of the kernels, in plain torch.
 
-Order of operations as in Transformers (generation/logits_process.py): end-of-text tokens are banned before the minimum, repetition
-penalty, presence and frequency penalty (OpenAI's, of generated tokens alone), bias, temperature, top-k, top-p, min-p.
+Order of operations as in Transformers (generation/logits_process.py): end-of-text tokens are banned before the minimum,
+repetition penalty, presence and frequency penalty (OpenAI's, of generated tokens alone), bias, temperature, top-k, top-p,
+min-p.
 
 Beyond the adjusted logits all is arithmetic of integers, so that a kernel on any machine, in blocks of any size, draws the same
-token to the bit. With m the largest adjusted logit of a row, the key of a logit l is floor((m - l) * 2^15 * log2(e) / temperature)
-and its mass is 2^(40 - key / 2^15), a whole number; from 40 * 2^15 on (27.7 below m at temperature 1) it is 0. Sums of masses are
-exact in 64 bits for up to 2^23 tokens. Tokens with the same key (probabilities within 2e-5 of each other) count as equal: at a
-threshold of top-k or top-p all of them are kept. The random number is Philox4x32-10 (Salmon et al. 2011) of (seed, tokens
-generated so far), 64 bits R; the token drawn is the first whose running mass, in the order of tokens, exceeds R * total / 2^64.
+token to the bit. With m the largest adjusted logit of a row, the key of a logit l is floor((m - l) * 2^15 * log2(e) /
+temperature) and its mass is 2^(40 - key / 2^15), a whole number; from 40 * 2^15 on (27.7 below m at temperature 1) it is 0.
+Sums of masses are exact in 64 bits for up to 2^23 tokens. Tokens with the same key (probabilities within 2e-5 of each other)
+count as equal: at a threshold of top-k or top-p all of them are kept. The random number is Philox4x32-10 (Salmon et al. 2011)
+of (seed, tokens generated so far), 64 bits R; the token drawn is the first whose running mass, in the order of tokens, exceeds
+R * total / 2^64.
 """
 
 from __future__ import annotations
@@ -21,7 +23,19 @@ from torch import Tensor
 WORDS = 16
 """32-bit words that hold the settings of a slot: one copy sets them, one line of the cache has them."""
 
-TEMPERATURE, TOP_K, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, MINIMUM, SEED, FLAGS, GENERATED = 0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 11
+TEMPERATURE, TOP_K, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, MINIMUM, SEED, FLAGS, GENERATED = (
+    0,
+    1,
+    2,
+    3,
+    4,
+    5,
+    6,
+    7,
+    8,
+    10,
+    11,
+)
 """Where they lie in it; the seed has two words."""
 
 PENALIZED, BIASED, CUT, HELD = 1, 2, 4, 8
@@ -50,7 +64,8 @@ FRACTION_BITS = 24
 
 
 def philox(seed: int, counter: int) -> int:
-    """64 random bits: the first two words, low and high, of Philox4x32-10 under the key `seed` (64 bits) at `counter` (32 bits)."""
+    """64 random bits: the first two words, low and high, of Philox4x32-10 under the key `seed` (64 bits) at `counter` (32
+    bits)."""
     low = 0xFFFFFFFF
     c = [counter & low, 0, 0, 0]
     keys = [seed & low, seed >> 32 & low]
@@ -82,7 +97,8 @@ def cleaned(logits: Tensor) -> Tensor:
 
 
 def adjusted(x: Tensor, words: Tensor, counts: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
-    """x float32 [V] of a slot with the settings `words` int32 [WORDS], counts int32 [V] and bias float32 [V], before temperature."""
+    """x float32 [V] of a slot with the settings `words` int32 [WORDS], counts int32 [V] and bias float32 [V], before
+    temperature."""
     floats, flags = words.view(torch.float32), int(words[FLAGS])
     if flags & HELD and words[GENERATED] < words[MINIMUM]:
         x = x.index_fill(0, ends.long(), float("-inf"))
@@ -97,8 +113,8 @@ def adjusted(x: Tensor, words: Tensor, counts: Tensor, bias: Tensor, ends: Tenso
 def kept(x: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
     """int64 masses [V] of adjusted logits x float32 [V], 0 for those that top-k, top-p and min-p cut off.
 
-    top-k keeps the k smallest keys (0: all); top-p, of what is left, the smallest whose mass reaches p of the whole; min-p what has
-    at least min_p times the largest mass.
+    top-k keeps the k smallest keys (0: all); top-p, of what is left, the smallest whose mass reaches p of the whole; min-p what
+    has at least min_p times the largest mass.
     """
     scale = torch.tensor(KEY_SCALE) / torch.tensor(temperature, dtype=torch.float32)
     keys = (distances(x, x.max()) * scale).clamp(max=float(KEYS)).long()
