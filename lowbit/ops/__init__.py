@@ -1,6 +1,7 @@
 """How torch calls the kernels: the table of all of them, one product over it, and operators with schema, checks and fakes."""
 
 from lowbit.ops.byte_gemm import byte_gemm
+from lowbit.ops.chained_gemm import chain_refusals, norm_gemm, residual_gemm
 from lowbit.ops.fragment_gemm import fragment_gemm
 from lowbit.ops.gemm import gemm, pack_for
 from lowbit.ops.mixed_gemm import mixed_gemm
@@ -23,14 +24,17 @@ __all__ = [
     "UnsupportedProblem",
     "add_norm_quantize",
     "byte_gemm",
+    "chain_refusals",
     "choose",
     "fragment_gemm",
     "gemm",
     "layer_norm_quantize",
     "mixed_gemm",
+    "norm_gemm",
     "pack_for",
     "problem_on",
     "quantize_activations",
+    "residual_gemm",
     "rms_norm_quantize",
     "rows",
     "scaled_gemm",

@@ -1,6 +1,7 @@
 """How codes lie in memory: lossless layouts between codes [N, K] and the bytes that a kernel reads."""
 
 from lowbit.pack.fragment import FragmentOrder
+from lowbit.pack.gated import gated_refusals, pack_gated
 from lowbit.pack.layout import Layout
 from lowbit.pack.scaled import OperandWeight, scaled_refusals
 from lowbit.pack.scales import pack_scales, unpack_scales
@@ -14,8 +15,10 @@ __all__ = [
     "Layout",
     "OperandWeight",
     "WeightForm",
+    "gated_refusals",
     "has_channel_scale",
     "kernel_group",
+    "pack_gated",
     "pack_scales",
     "scaled_refusals",
     "unpack_scales",

@@ -53,13 +53,13 @@ def pack_gated(gate: QuantTensor, up: QuantTensor) -> FragmentWeight:
     reasons = gated_refusals(gate, up)
     if reasons:
         raise ValueError(f"gate and up cannot be packed as one matrix: {'; '.join(reasons)}")
-    gate, up = _with_scales_of_rows(gate), _with_scales_of_rows(up)
+    gate, up = with_scales_of_rows(gate), with_scales_of_rows(up)
     zero = None if gate.zero is None or up.zero is None else alternate(gate.zero, up.zero)
     codes, scale = alternate(gate.codes, up.codes), alternate(gate.scale, up.scale)
     return FragmentWeight.pack(QuantTensor(codes, scale, zero, gate.scheme))
 
 
-def _with_scales_of_rows(q: QuantTensor) -> QuantTensor:
+def with_scales_of_rows(q: QuantTensor) -> QuantTensor:
     """The same weights with scales (and zeros) that no two rows share."""
     granularity = q.scheme.granularity
     if not isinstance(granularity, (PerTensor, PerBlock)):

@@ -22,99 +22,8 @@ from lowbit.kernels.parts.ring import Ring
 from lowbit.kernels.parts.ring_end import End
 from lowbit.kernels.parts.step import Step
 from lowbit.kernels.sm80.mixed_gemm import RingGemm
+from tests.kernels.parts.blocks import Block, Memory, lanes
 from tests.kernels.parts.plain import check_operands
-from tests.kernels.parts.threads import run
-
-
-class Lanes(np.ndarray):
-    """A tensor of a kernel, one element a thread."""
-
-    def to(self, kind, bitcast=False):
-        return self.astype(kind).view(Lanes)
-
-
-def lanes(values):
-    return np.asarray(values).view(Lanes)
-
-
-class Memory:
-    """Global memory that counts what is stored where; pointers are it and places."""
-
-    def __init__(self, values):
-        self.values, self.written = values, np.zeros(values.size, dtype=np.int64)
-        self.dtype = types.SimpleNamespace(element_ty=values.dtype)
-
-    def __add__(self, place):
-        return Pointer(self, lanes(place))
-
-
-class Pointer:
-    def __init__(self, memory, place):
-        self.memory, self.place, self.dtype = memory, place, memory.dtype
-
-    def __add__(self, place):
-        return Pointer(self.memory, self.place + place)
-
-
-def load(pointer, mask=True, other=0.0):
-    there = np.broadcast_to(mask, np.shape(pointer.place))
-    values = pointer.memory.values.reshape(-1)[np.where(there, pointer.place, 0)]
-    return lanes(np.where(there, values, np.asarray(other, values.dtype)))
-
-
-def store(pointer, value, mask=True):
-    there = np.broadcast_to(mask, np.shape(pointer.place))
-    places = np.broadcast_to(pointer.place, there.shape)[there]
-    pointer.memory.values.reshape(-1)[places] = np.broadcast_to(value, there.shape)[there]
-    np.add.at(pointer.memory.written, places, 1)
-
-
-def atomic_add(pointer, value, sem):
-    before = int(load(pointer))
-    store(pointer, before + value)
-    return before
-
-
-def exp(x):
-    with np.errstate(over="ignore"):
-        return np.exp(x)
-
-
-class Block:
-    """One block: the device functions of ring_end, Gluon's operations on arrays, PTX run by tests/kernels/parts/threads.py."""
-
-    def __init__(self, config, grid, place):
-        self.config, threads = config, config.threads
-        self.thread = lanes(np.arange(threads))
-        self.shared = np.full(4 * config.shared_rows * threads, 255, dtype=np.uint8)  # NaN
-        gl = types.SimpleNamespace(
-            static_range=range, float32=np.float32, int32=np.int32, int64=np.int64, constexpr=None, load=load, store=store,
-            atomic_add=atomic_add, program_id=lambda axis: place[axis], num_programs=lambda axis: grid[axis],
-            minimum=lambda a, b: lanes(np.minimum(a, b)), where=lambda c, a, b: lanes(np.where(c, a, b)), exp=exp,
-            rsqrt=lambda x: (1 / np.sqrt(x)).astype(np.float32),
-        )  # fmt: skip
-        self.device = {**vars(ring_end), "gl": gl, "barrier": lambda: None, "asm": self.asm, "run": self.run}
-        self.device["STORE"], self.device["STORE_IF"] = ring_end.STORE.value, ring_end.STORE_IF.value
-        for name, value in vars(ring_end).items():
-            if hasattr(value, "fn") and hasattr(value.fn, "__code__"):
-                self.device[name] = types.FunctionType(value.fn.__code__, self.device, name)
-
-    def ptx(self, text, arguments, outputs):
-        words = [np.broadcast_to(lanes(a), self.thread.shape) for a in arguments]
-        words = [np.ascontiguousarray(a.astype(np.float32 if a.dtype.kind == "f" else np.int32)).view(np.uint32) for a in words]
-        return run(getattr(text, "value", text), words, outputs, self.shared)
-
-    def asm(self, text, constraints, arguments, kind):
-        return lanes(self.ptx(text, arguments, 1)[0].view(kind))
-
-    def run(self, text, constraints, arguments):
-        self.ptx(text, arguments, 1)
-
-    def keep(self, value):
-        self.shared.view(np.float32)[: self.config.threads] = value
-
-    def tile(self):
-        return types.SimpleNamespace(index=lambda i: types.SimpleNamespace(store=self.keep))
 
 
 def config_of(tile, end):
@@ -145,7 +54,7 @@ def launch(tile, end, m, n, rng, **given):
     arrived = Memory(np.zeros(grid[0], dtype=np.int32))
     places = [(i, split) for i in range(grid[0]) for split in rng.permutation(tile.splits)]
     for i, split in places:
-        block = Block(config, grid, (i, 0, int(split)))
+        block = Block(config, grid, (i, 0, int(split)), ring_end)
         d, thread = block.device, block.thread
         first = min(i * tile.block_strips, strips - tile.block_strips)
         at = types.SimpleNamespace(
@@ -269,7 +178,7 @@ def test_every_candidate_finishes_every_output_once(role, n, k, m):
             row.tile,
             End(False, False, 0 if role == "residual" else 1, "silu" if role == "gated" else "none", role == "residual"),
         )
-        block = Block(config, (1, 1, 1), (0, 0, 0))
+        block = Block(config, (1, 1, 1), (0, 0, 0), ring_end)
         warps, found, before = lanes(np.arange(config.warps)), [], None
         for i in range(config.outputs):
             element, row_of_warps = block.device["element_of"](i, warps, config)

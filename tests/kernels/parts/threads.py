@@ -77,6 +77,10 @@ RUN = {
     "setp.ne.s32": lambda a, b: (a != b).astype(np.uint32),
     "selp.b32": lambda a, b, p: np.where(p != 0, a, b),
     "mov": lambda a: a,
+    "setp.lt.s32": lambda a, b: (a.view(np.int32) < b.view(np.int32)).astype(np.uint32),
+    "min.s32": lambda a, b: np.minimum(a.view(np.int32), b.view(np.int32)).view(np.uint32),
+    "sub.s32": lambda a, b: a - b,
+    "mul.lo.s32": lambda a, b: a * b,
     "setp.eq.s32": lambda a, b: (a == b).astype(np.uint32),
     "setp.gt.s32": lambda a, b: (a.view(np.int32) > b.view(np.int32)).astype(np.uint32),
     "add.f32": lambda a, b: bits_of(float32(a) + float32(b)),
@@ -85,9 +89,13 @@ RUN = {
 }
 
 
-def run(text, inputs, outputs, shared=None, start=0):
+WAITS = ("cp.async.commit_group", "cp.async.wait_group", "bar.warp.sync", "griddepcontrol.")
+"""Instructions that order others, of which each is done here before the next begins."""
+
+
+def run(text, inputs, outputs, shared=None, start=0, memory=None):
     """The `outputs` words that PTX makes of `inputs`, uint32 arrays; `shared` are bytes of shared memory from address `start`
-    on, where `global_smem` lies."""
+    on, where `global_smem` lies, `memory` those of global memory."""
     threads = len(inputs[0])
     registers = {f"${outputs + i}": np.asarray(value, dtype=np.uint32) for i, value in enumerate(inputs)}
     registers["global_smem"] = np.full(threads, start, dtype=np.uint32)
@@ -103,20 +111,28 @@ def run(text, inputs, outputs, shared=None, start=0):
             predicate, _, line = line[1:].partition(" ")
             where = np.flatnonzero(registers[predicate])
         name, _, rest = line.partition(" ")
-        if not name or name == ".reg":
+        if not name or name == ".reg" or line.startswith(WAITS):
             continue
-        if name.startswith("ld.shared") or name.startswith("st.shared"):
+        if name.startswith("cp.async"):
+            to, source, size, *read = [part.strip(" []") for part in rest.split(",")]
+            (to, to_offset), (source, offset) = ((*part.split("+"), 0)[:2] for part in (to, source))
+            read = value(read[0]) if read else np.full(threads, int(size), dtype=np.uint32)
+            for lane in np.arange(threads)[where]:
+                at, begin = int(value(to)[lane]) + int(to_offset) - start, int(value(source)[lane]) + int(offset)
+                shared[at : at + int(size)] = 0
+                shared[at : at + read[lane]] = memory[begin : begin + read[lane]]
+        elif name.startswith("ld.shared") or name.startswith("st.shared"):
             words = [part.strip() for part in re.split(r"[\[\]{},]", rest) if part.strip()]
             at = words.pop(-1 if name.startswith("ld") else 0)
             base, _, offset = at.partition("+")
-            memory, place = shared.view(np.uint32), (value(base) + int(offset or 0) - start) // 4
+            of_shared, place = shared.view(np.uint32), (value(base) + int(offset or 0) - start) // 4
             for i, register in enumerate(words):
                 if name.startswith("ld"):
-                    registers[register] = memory[place + i]
+                    registers[register] = of_shared[place + i]
                 else:
-                    memory[(place + i)[where]] = value(register)[where]
+                    of_shared[(place + i)[where]] = value(register)[where]
         elif name.startswith("ldmatrix"):
-            to, base, offset = re.fullmatch(r"\{(.*)\}, \[(\w+)(?:\+(\d+))?\]", rest).groups()
+            to, base, offset = re.fullmatch(r"\{(.*)\}, \[(\$?\w+)(?:\+(\d+))?\]", rest).groups()
             loaded = [
                 ldmatrix(shared, (value(base) + int(offset or 0) - start)[w : w + 32].reshape(4, 8))
                 for w in range(0, threads, 32)

@@ -136,3 +136,33 @@ def test_every_machine(end, sm):
     _, kernel = compiled(end, m=8, sm=sm)
     assert kernel.stack_bytes == 0 and kernel.shared_bytes <= arch_for(sm).shared_per_block_bytes
     assert (kernel.count("ACQBULK") > 0) == (sm >= 90)
+
+
+def test_arguments_arrive_under_their_names():
+    """What the operators pass is 25 values in a row; the kernel knows them by these names."""
+    shape, tile, form = GemmShape(3, 64, 256, 4), RingTile(8, 1, 1, 1, 8, 1), WeightForm("int4", 128, "none", "fp16", True)
+    half, float32 = torch.float16, torch.float32
+    x, h, gamma, bias = (meta(size, half) for size in ((3, 256), (3, 64), (64,), (64,)))
+    weight, squares = (meta((4, 4, 128), torch.int32), meta((4, 2, 8, 2), half), meta((64,), float32)), meta((5, 3), float32)
+    room = meta((1,), float32), meta((1,), torch.int32)
+    for end in ("norm", "residual"):
+        if end == "norm":
+            plan = NormPlan(shape, tile, form, half, True, 5, "silu", arch_for(90))
+        else:
+            plan = ResidualPlan(shape, tile, form, half, True, arch_for(90))
+        noted, names = [], [param.name for param in plan.launch.function.params]
+        plan.launch = lambda *arguments, noted=noted: noted.append(arguments)
+        if end == "norm":
+            y = plan(x, weight, squares, bias, 128, 1e-5, 0.25, *room)
+            own = {"y": y, "squares": squares, "h": None, "gamma": None, "inverse_width": 1 / 128, "eps": 1e-5}
+            assert y.shape == (3, 32)
+        else:
+            following, made = plan(x, weight, h, gamma, bias, 0.25, *room)
+            own = {"y": following, "squares": made, "h": h, "gamma": gamma, "inverse_width": None, "eps": None}
+            assert following.shape == (3, 64) and made.shape == (plan.parts, 3) == (4, 3)
+        given = dict(zip(names, noted[0], strict=True))
+        own |= {"x": x, "w": weight[0], "scale": weight[1], "channel_scale": weight[2], "bias": bias, "x_factor": 0.25}
+        own |= {"partial": room[0], "arrived": room[1], "C": plan.config, "factor": plan.factor}
+        assert all(given[name] is value or given[name] == value for name, value in own.items())
+        sizes = {"M": 3, "N": 64, "K": 256, "x_stride": 256, "strips": 4, "tiles": 4, "scale_strip": 32, "iterations": 1}
+        assert {name: given[name] for name in sizes} == sizes and set(given) == set(own) | set(sizes)

@@ -1,0 +1,150 @@
+"""The whole ring kernel with every end, run in NumPy on packed weights: copies, ring, products, ends, against the reference.
+
+Its own device code and PTX, thread by thread; only a step's conversion and matrix instructions are done by their models in
+lowbit/hardware/emulate.py. What kernels before it write is NaN until the kernel has waited for them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from lowbit.hardware.arch import arch_for
+from lowbit.hardware.emulate import mma
+from lowbit.hardware.mma import MMA_M16N8K16_F16
+from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile
+from lowbit.kernels.reference.chained import norm_gemm_reference, residual_gemm_reference
+from lowbit.pack import FragmentWeight, weight_form
+from lowbit.quantize import rtn
+
+pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
+
+from lowbit.kernels.parts import ring_end
+from lowbit.kernels.sm80 import mixed_gemm
+from lowbit.kernels.sm80.mixed_gemm import NormPlan, ResidualPlan, RingPlan
+from tests.kernels.parts.blocks import Block, Memory, lanes
+
+TILES = [
+    RingTile(8, 2, 2, 1, 2, 1), RingTile(8, 3, 1, 2, 1, 2), RingTile(16, 1, 2, 1, 4, 1), RingTile(16, 2, 1, 1, 2, 3),
+]  # fmt: skip
+
+
+def multiply(read, x, sums, acc, C, strip):
+    """As the device function of this name, for scales without zeros."""
+    step, warps = C.ring.step, [slice(first, first + 32) for first in range(0, C.threads, 32)]
+    per_group = 8 // max(step.groups, 1)
+    found = [np.array(one) for one in acc]
+    for warp in warps:
+        words = [np.asarray(one[warp]).view(np.uint32) for one in read]
+        c, a = step.conversion, []
+        for first in range(0, step.words, c.fields.words):
+            a += c.program.run(words[first : first + c.fields.words])
+        a = np.stack(a, axis=1)
+        tokens = np.stack([np.asarray(one[warp]).view(np.uint32) for one in x], axis=1)
+        for eight in range(step.eights):
+            for group in range(max(step.groups, 1)):
+                part = np.zeros((32, 4))
+                for i in range(group * per_group, (group + 1) * per_group):
+                    b = tokens[:, 16 * eight + 2 * i : 16 * eight + 2 * i + 2]
+                    part = mma(MMA_M16N8K16_F16, "f16", a[:, 4 * i : 4 * i + 4], b, part)
+                if step.groups:
+                    scales = words[step.words + group].view(np.float16).reshape(-1, 2)
+                    part *= np.repeat(scales.astype(np.float64), 2, axis=1)
+                for i in range(4):
+                    found[step.accumulators * strip + 4 * eight + i][warp] += part[:, i]
+    return tuple(lanes(one.astype(np.float32)) for one in found)
+
+
+def launch(plan, late, call):
+    """Runs what a plan would launch; returns what it returns. `late` are tensors that the kernels before write."""
+    noted = []
+    plan.launch = lambda *arguments: noted.append(arguments)
+    made = plan(*call)
+    names = [param.name for param in mixed_gemm.ring_gemm.params]
+    given = dict(zip(names, noted[0], strict=True))
+    for tensor in made if isinstance(made, tuple) else (made,):
+        tensor.fill_(float("nan"))
+    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+    places, end = {}, 4096
+    for name, tensor in tensors.items():
+        places[name], end = end, (end + tensor.nbytes + 511) // 256 * 256
+    everything = np.full(end, 255, dtype=np.uint8)  # NaN around all
+    for name, tensor in tensors.items():
+        at = places[name]
+        flat = np.ascontiguousarray(tensor.numpy()).reshape(-1)
+        everything[at : at + tensor.nbytes] = flat.view(np.uint8)
+        given[name] = Memory(everything[at : at + tensor.nbytes].view(flat.dtype), at)
+    hidden = [
+        slice(places[name], places[name] + tensors[name].nbytes) for name in tensors if any(tensors[name] is t for t in late)
+    ]
+    for split in range(plan.grid[2]):
+        for i in range(plan.grid[0]):
+            held = [everything[place].copy() for place in hidden]
+            for place in hidden:
+                everything[place] = 255
+
+            def after_wait(held=held):
+                for place, values in zip(hidden, held, strict=True):
+                    everything[place] = values
+
+            block = Block(
+                plan.config, plan.grid, (i, 0, split), ring_end, mixed_gemm, memory=everything, after_wait=after_wait,
+                multiply=multiply,
+            )  # fmt: skip
+            block.device["ring_gemm"](*given.values())
+    for name, tensor in tensors.items():
+        tensor.copy_(torch.from_numpy(given[name].values).view(tensor.shape))
+    return made
+
+
+def close(y, reference, tolerance=2e-3):
+    return float((y.double() - reference.double()).norm() / reference.double().norm()) < tolerance
+
+
+def made(scheme, n, k, m):
+    generator = torch.Generator().manual_seed(n + m)
+    q = rtn(torch.randn(n, k, generator=generator) * k**-0.5, scheme)
+    w = FragmentWeight.pack(q)
+    form = weight_form(q.scheme, None if w.scale is None else w.scale.dtype, w.channel_scale is not None)
+    x, bias = torch.randn(m, k, generator=generator).half(), torch.randn(n, generator=generator).half()
+    return q, (w.codes, w.scale, w.channel_scale), form, x, bias
+
+
+def room(plan):
+    sums, counters = plan.workspace
+    return torch.full((max(sums, 1),), float("nan")), torch.zeros(max(counters, 1), dtype=torch.int32)
+
+
+CASES = [(scheme, k, tile) for tile in TILES for scheme, k in (("w4a16_g128", 512), ("w6e3m2a16", 400), ("w5a16_g64", 648))]
+
+
+@pytest.mark.parametrize(("scheme", "k", "tile"), CASES, ids=str)
+def test_norm_and_gate(scheme, k, tile):
+    for m, gate, n in ((1, "none", 88), (tile.tokens - 2, "silu", 112), (tile.tokens, "gelu_tanh", 96)):
+        q, weight, form, x, bias = made(scheme, n, k, m)
+        squares = k * (torch.rand(9, m) + 0.5)
+        plan = NormPlan(GemmShape(m, n, k, q.scheme.weight.bits), tile, form, torch.float16, True, 9, gate, arch_for(90))
+        y = launch(plan, (x, squares), (x, weight, squares, bias, k, 1e-3, 0.5, *room(plan)))
+        assert close(y, norm_gemm_reference(x, q, squares, bias, width=k, eps=1e-3, gated=gate, x_factor=0.5))
+
+
+@pytest.mark.parametrize(("scheme", "k", "tile"), CASES, ids=str)
+def test_residual(scheme, k, tile):
+    for m, n in ((1, 96), (tile.tokens - 3, 120), (tile.tokens, 160)):
+        q, weight, form, x, bias = made(scheme, n, k, m)
+        h, gamma = torch.randn(m, n).half(), torch.rand(n) + 0.5
+        added, following, _ = residual_gemm_reference(x, q, h, gamma, bias, x_factor=0.5)
+        plan = ResidualPlan(GemmShape(m, n, k, q.scheme.weight.bits), tile, form, torch.float16, True, arch_for(90))
+        got, squares = launch(plan, (x, h), (x, weight, h, gamma, bias, 0.5, *room(plan)))
+        assert close(h, added) and close(got, following)
+        assert torch.allclose(squares.sum(0), h.float().square().sum(1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("sm", [80, 90])
+def test_neither(tile, sm):
+    q, weight, form, x, bias = made("w4a16_g128", 104, 648, tile.tokens - 1)
+    plan = RingPlan(GemmShape(len(x), 104, 648, 4), tile, form, torch.float16, True, arch_for(sm))
+    y = launch(plan, (x,) if sm == 90 else (), (x, *weight, bias, *room(plan)))
+    assert close(y, x.double() @ q.dequantize(torch.float64).T + bias.double())
