@@ -1,0 +1,166 @@
+"""The engine on a GPU: graphs, kernels and feedback give the tokens that Transformers' forward gives, and allocate nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from lowbit.engine import End, Engine, Request, Sampling
+from lowbit.engine.chain import Chain
+from lowbit.engine.program import DecodeProgram
+from lowbit.models.ends import quantize_ends
+from lowbit.nn import convert
+from lowbit.nn.linear import make_batch_invariant
+
+pytestmark = pytest.mark.gpu
+
+VOCAB = 4096
+LENGTHS = (1, 2, 77, 127, 128, 129, 255, 600)
+
+COMMON = dict(
+    vocab_size=VOCAB, hidden_size=512, intermediate_size=1408, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2,
+    max_position_embeddings=2048, tie_word_embeddings=False,
+)  # fmt: skip
+
+
+def model_of(family="Llama", dtype=torch.float16, scheme="w4a16_g128", ends=False):
+    """A model whose next token depends on the text: wide weights, of which the largest logits are far apart."""
+    kinds = {
+        "Llama": (LlamaConfig, LlamaForCausalLM), "Qwen2": (Qwen2Config, Qwen2ForCausalLM), "Qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    }  # fmt: skip
+    config, kind = kinds[family]
+    torch.manual_seed(0)
+    more = {"head_dim": 64} if family == "Qwen3" else {}
+    with torch.device("cuda"):
+        model = kind(config(**COMMON, **more)).to(dtype).eval()
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=2 * parameter.shape[1] ** -0.5)
+        elif name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.5)
+    if scheme is not None:
+        convert(model, scheme)
+    if ends:
+        quantize_ends(model)
+    return model
+
+
+def prompt(length, seed=0):
+    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def tokens(request):
+    return [drawn.token for drawn in request.drawn]
+
+
+def wrong(model, request):
+    """Tokens that Transformers' forward, given the same text, finds less likely than another by more than rounding."""
+    ids = torch.tensor([[*request.prompt, *tokens(request)]], device="cuda")
+    with torch.inference_mode():
+        logits = model(ids).logits[0, len(request.prompt) - 1 : -1].float()
+    chosen = logits.gather(1, torch.tensor(tokens(request), device="cuda")[:, None])[:, 0]
+    best = logits.amax(1)
+    near = 0.02 * (logits - logits.mean(1, keepdim=True)).abs().amax(1)
+    return int((best - chosen > near).sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("scheme", [None, "w4a16_g128", "w6e3m2a16", "w8a16", "w8a8", "w4a8_g128", "fp8_dynamic"])
+def test_greedy_tokens(family, scheme, dtype):
+    """Alone (five launches a layer where there is a chain), and many at once, in order and out of it."""
+    model = model_of(family, dtype, scheme, ends=scheme is not None)
+    requests = [Request(prompt(length, length), 40) for length in LENGTHS]
+    engine = Engine(model, max_concurrent=16, max_length=1024, piece=256)
+    assert isinstance(engine.program, DecodeProgram), engine.report()
+    if scheme in ("w4a16_g128", "w6e3m2a16", "w8a16"):
+        assert isinstance(engine.program.chain, Chain), engine.report()
+    for request in [*engine.generate(requests), *engine.generate([Request(prompt(33), 40)])]:
+        assert request.end is End.LENGTH and len(set(tokens(request))) > 15
+        assert wrong(model, request) == 0, (len(request.prompt), engine.report())
+
+
+def test_after_warm_up_nothing_is_captured_compiled_or_allocated():
+    engine = Engine(model_of(), max_concurrent=16, max_length=1024)
+    for _ in engine.warm_up():
+        pass
+    asked = [Sampling(), Sampling(temperature=0.8, top_p=0.9, top_k=50, presence_penalty=0.5, seed=1)]
+
+    def texts(seed):
+        return [Request(prompt(50 + 9 * i, seed + i), 30, asked[i % 2], likeliest=i % 3) for i in range(20)]
+
+    engine.generate(texts(0))
+    captures, segments = engine.steps.captures, torch.cuda.memory_stats()["num_device_alloc"]
+    for request in engine.generate(texts(100)):
+        assert request.end is End.LENGTH
+    assert engine.steps.captures == captures == len(engine.steps.variants())
+    assert torch.cuda.memory_stats()["num_device_alloc"] == segments
+
+
+@pytest.mark.parametrize("scheme", ["w4a16_g128", "w8a8"])
+def test_batch_invariant_texts_have_the_same_bits(scheme):
+    model = model_of(scheme=scheme)
+    make_batch_invariant(model, model.dtype)
+    engine = Engine(model, max_concurrent=32, max_length=1024, piece=256, batch_invariant=True)
+    asked = dict(prompt=prompt(300, 7), limit=60, sampling=Sampling(temperature=0.9, top_p=0.95, seed=5))
+    (alone,) = engine.generate([Request(**asked)])
+    among = Request(**asked)
+    others = [Request(prompt(20 + 31 * i, i), 80, Sampling(1.0, seed=i)) for i in range(24)]
+    engine.generate([*others[:11], among, *others[11:]])
+    assert [(d.token, d.logprob) for d in among.drawn] == [(d.token, d.logprob) for d in alone.drawn]
+
+
+def test_the_same_bits_every_run():
+    engine = Engine(model_of(), max_concurrent=8, max_length=1024, sharing=False)
+    runs = []
+    for _ in range(2):
+        requests = [Request(prompt(40 + 50 * i, i), 50, Sampling(0.7 * (i % 2), seed=i)) for i in range(8)]
+        runs.append([[(d.token, d.logprob) for d in r.drawn] for r in engine.generate(requests)])
+    assert runs[0] == runs[1]
+
+
+def test_poisoned_pages_reach_nobody():
+    """NaN in every page that is not written yet, and in nobody's, where rows that fill a step up write."""
+    engine = Engine(model_of(), max_concurrent=5, max_length=512, sharing=False)
+    assert isinstance(engine.program, DecodeProgram) and engine.program.cache is not None
+    cache = engine.program.cache
+    cache.keys.fill_(torch.nan), cache.values.fill_(torch.nan)
+    asked = [(prompt(100 + i, i), 60) for i in range(5)]  # five rows are filled up to eight
+    poisoned = [tokens(r) for r in engine.generate([Request(*each) for each in asked])]
+    cache.keys.zero_(), cache.values.zero_()
+    assert poisoned == [tokens(r) for r in engine.generate([Request(*each) for each in asked])]
+
+
+def test_out_of_pages_nothing_is_lost():
+    model = model_of()
+    page = Engine(model, max_concurrent=1, max_length=128).program.cache_spec.page_bytes
+    engine = Engine(model_of(), max_concurrent=8, max_length=512, cache_bytes=12 * page, sharing=False)
+    requests = engine.generate([Request(prompt(100, seed), 200) for seed in range(8)])
+    assert all(r.end is End.LENGTH and len(r.drawn) == 200 for r in requests)
+    assert engine.batch.pages.available == engine.batch.pages.count - 1
+
+
+def test_the_model_computes_as_before():
+    """An engine takes weights over, and the model's own forward, generate and perplexity still have them."""
+    model = model_of(dtype=torch.bfloat16)
+    ids = torch.tensor([prompt(50)], device="cuda")
+    with torch.inference_mode():
+        before = model(ids).logits
+        allocated = torch.cuda.memory_allocated()
+        engine = Engine(model, max_concurrent=2, max_length=256, cache_bytes=1 << 24)
+        grown = torch.cuda.memory_allocated() - allocated - (engine.program.cache.keys.nbytes * 2)
+        after = model(ids).logits
+    assert ((after - before).float().norm() / before.float().norm()).item() < 0.01
+    assert grown < 20e6, "weights are held once"
+
+
+def test_several_engines_steps_with_and_without_the_chain_agree():
+    """Eight rows go through the chain, nine do not: the logits differ by rounding."""
+    engine = Engine(model_of(), max_concurrent=16, max_length=256)
+    ids = [prompt(64, seed) for seed in range(16)]
+    few = engine.generate([Request(i, 2) for i in ids[:8]])
+    many = engine.generate([Request(i, 2) for i in ids])
+    for one, other in zip(few, many, strict=False):
+        if tokens(one) == tokens(other):
+            assert abs(one.drawn[1].logprob - other.drawn[1].logprob) < 0.02
