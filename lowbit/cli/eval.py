@@ -136,7 +136,7 @@ def _perplexities(
     rows = []
     table = Table(Column("model", overflow="fold"), "perplexity", "standard error", "tokens", "nats per token")
     for name in models if reference is None else [reference, *models]:
-        pipe = pipeline(name, dtype=measuring_dtype(), progress=progress, head=None)
+        pipe = pipeline(name, dtype=measuring_dtype(), progress=progress)
         ids = token_ids(pipe, content, window, stride, windows)
         result = perplexity(pipe.model, ids, window=window, stride=stride, progress=progress)
         pipe.destroy()

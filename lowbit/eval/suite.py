@@ -149,7 +149,7 @@ def run_suite(
     names = [reference, *models] if reference is not None else list(models)
     held: Pipeline | None = None
     for name, label in zip(names, labels(names), strict=True):
-        pipe = pipeline(name, dtype=measuring_dtype(), progress=progress, head=None)
+        pipe = pipeline(name, dtype=measuring_dtype(), progress=progress)
         first = reference is not None and held is None
         dtype = str(pipe.model.dtype).removeprefix("torch.")
         results.add_model(name, label, first, size_of(name, pipe.model), dtype, str(pipe.model.device))

@@ -1,4 +1,4 @@
-"""Load, quantize if asked, generate: the call and response of DeepSpeed-MII's pipeline, by the engine on a GPU.
+"""Load, quantize if asked, generate: the call and response of DeepSpeed-MII's pipeline, and streams.
 
 pipe = lowbit.pipeline("path", quantization_mode="wf6af16")
 for response in pipe(["DeepSpeed is", "Seattle is"], max_new_tokens=128):

@@ -1,4 +1,4 @@
-"""Generation with a Transformers model: on a GPU by the engine, on a CPU by Transformers' `generate`."""
+"""Generation with a Transformers model: by its own `generate`, or by the decode engine; streams by the engine."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Pipeline:
         tokenizer: PreTrainedTokenizerBase,
         *,
         max_length: int | None = None,
-        batch_invariant: bool = False,
-        **engine: Any,
+        engine: bool = False,
+        **options: Any,
     ) -> None:
         self.model, self.tokenizer = model.eval(), tokenizer
         self._engine: Engine | None = None
-        self._options = {"batch_invariant": batch_invariant, **engine}
+        self._wants_engine, self._options = engine, options
         self._defaults: dict[str, object] = {} if max_length is None else {"max_length": max_length}
         GenerateParams.from_arguments(self._defaults)  # a bad default is refused here, not at the first call
         # Chat models name further tokens that end a turn in their generation config.
@@ -102,13 +102,13 @@ class Pipeline:
             refused = config_refusals(self.model.generation_config)
             if refused:
                 raise ValueError(f"the engine cannot draw tokens as this model asks: {'; '.join(refused)}")
-            self._engine = Engine(self.model, forward=self.model.device.type != "cuda", **self._options)
+            self._engine = Engine(self.model, forward=not self._wants_engine, **self._options)
         return self._engine
 
     @property
     def _by_engine(self) -> bool:
-        """Whether calls go through the engine: on a GPU, unless the model asks for something that only `generate` does."""
-        return self.model.device.type == "cuda" and not config_refusals(self.model.generation_config)
+        """Whether calls go through the engine: if asked for, and unless the model asks for what only `generate` does."""
+        return self._wants_engine and not config_refusals(self.model.generation_config)
 
     def destroy(self) -> None:
         """Lets go of the model and its memory; the pipeline cannot be called afterwards."""
@@ -212,6 +212,7 @@ def pipeline(
     verify: bool = False,
     progress: bool = False,
     batch_invariant: bool = False,
+    engine: bool = False,
     head: str | None = SCHEME,
     max_concurrent: int = 64,
     cache_bytes: int | None = None,
@@ -225,9 +226,10 @@ def pipeline(
     bfloat16 for quantized models, which run several times slower in float32 (`models.cpu`), and float32 for others. max_length:
     default of the calls, in tokens of prompt and answer. verify: compare the files of a lowbit checkpoint with their checksums
     first. progress: show a bar while another tool's layers are read. batch_invariant: quantized layers give a token the same
-    bits in every batch, on a GPU. head: the scheme to which LM head and embedding of a quantized model are rounded on a GPU,
-    None for 16 bits. max_concurrent, cache_bytes: how many texts are computed at once on a GPU, and the memory of their keys
-    and values (`engine.Engine`). Raises UnknownArgument for other arguments, CheckpointError for what
+    bits in every batch, on a GPU. engine: answer by the decode engine (docs/generate.md), new and not the default before it was
+    measured on a GPU; for it, head is the scheme to which LM head and embedding of a quantized model are rounded on a
+    GPU, None for 16 bits, max_concurrent how many texts are computed at once, and cache_bytes the memory of their keys and
+    values (`engine.Engine`). Raises UnknownArgument for other arguments, CheckpointError for what
     `models.load.load_causal` refuses (a checkpoint that lacks parameters, say), and ValueError when it is quantized to
     something else already.
     """
@@ -236,15 +238,15 @@ def pipeline(
     model = load_causal(
         model_name_or_path, scheme=quantization_mode, device=device, dtype=dtype, verify=verify, progress=progress
     )
-    if head is not None and model.device.type == "cuda":
+    if engine and head is not None and model.device.type == "cuda":
         quantize_ends(model, head)
     if batch_invariant:
         make_batch_invariant(model, model.dtype)
     if tokenizer is None or isinstance(tokenizer, (str, Path)):
         tokenizer = tokenizer_of(str(tokenizer or model_name_or_path), model)
     return Pipeline(
-        model, tokenizer, max_length=max_length, batch_invariant=batch_invariant, max_concurrent=max_concurrent,
-        cache_bytes=cache_bytes,
+        model, tokenizer, max_length=max_length, engine=engine, batch_invariant=batch_invariant,
+        max_concurrent=max_concurrent, cache_bytes=cache_bytes,
     )  # fmt: skip
 
 

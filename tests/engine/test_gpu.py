@@ -19,16 +19,18 @@ VOCAB = 4096
 LENGTHS = (1, 2, 77, 127, 128, 129, 255, 600)
 
 COMMON = dict(
-    vocab_size=VOCAB, hidden_size=512, intermediate_size=1408, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2,
-    max_position_embeddings=2048, tie_word_embeddings=False,
+    vocab_size=VOCAB, hidden_size=512, intermediate_size=1408, num_hidden_layers=3, num_attention_heads=8,
+    num_key_value_heads=2, max_position_embeddings=2048, tie_word_embeddings=False,
 )  # fmt: skip
 
 
 def model_of(family="Llama", dtype=torch.float16, scheme="w4a16_g128", ends=False):
     """A model whose next token depends on the text: wide weights, of which the largest logits are far apart."""
     kinds = {
-        "Llama": (LlamaConfig, LlamaForCausalLM), "Qwen2": (Qwen2Config, Qwen2ForCausalLM), "Qwen3": (Qwen3Config, Qwen3ForCausalLM),
-    }  # fmt: skip
+        "Llama": (LlamaConfig, LlamaForCausalLM),
+        "Qwen2": (Qwen2Config, Qwen2ForCausalLM),
+        "Qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    }
     config, kind = kinds[family]
     torch.manual_seed(0)
     more = {"head_dim": 64} if family == "Qwen3" else {}

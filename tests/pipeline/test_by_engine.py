@@ -1,4 +1,4 @@
-"""Calls that go through the engine, as they do on a GPU: the same answers as Transformers' `generate`, and streams."""
+"""Calls that go through the engine: the same answers as Transformers' `generate`, and streams."""
 
 from __future__ import annotations
 
@@ -10,12 +10,6 @@ from lowbit.pipeline.requests import config_refusals
 from tests.tiny import eager_llama, tiny_tokenizer
 
 PROMPTS = ["DeepSpeed is", "Seattle", "The quick brown fox jumps over"]
-
-
-class ByEngine(Pipeline):
-    """A pipeline that does on a CPU what others do on a GPU."""
-
-    _by_engine = True
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +24,7 @@ def pipe(model):
 
 @pytest.fixture(scope="module")
 def by_engine(model):
-    return ByEngine(model, tiny_tokenizer(), max_concurrent=2)
+    return Pipeline(model, tiny_tokenizer(), engine=True, max_concurrent=2)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +45,7 @@ def test_greedy_answers_are_those_of_generate(pipe, by_engine, options):
 
 def test_a_penalty_of_the_models_own_is_kept(model):
     """Qwen2's generation config has one, which `generate` obeys even when it is greedy."""
-    pipes = [kind(model, tiny_tokenizer()) for kind in (Pipeline, ByEngine)]
+    pipes = [Pipeline(model, tiny_tokenizer(), engine=engine) for engine in (False, True)]
     before = model.generation_config.repetition_penalty
     model.generation_config.repetition_penalty = 1.5
     try:
@@ -83,9 +77,9 @@ def test_what_the_engine_cannot_draw_goes_to_generate(model):
         config.no_repeat_ngram_size = None
 
 
-@pytest.mark.parametrize("kind", [Pipeline, ByEngine])
-def test_a_stream_is_the_answer_piece_by_piece(model, kind):
-    own = kind(model, tiny_tokenizer())
+@pytest.mark.parametrize("engine", [False, True])
+def test_a_stream_is_the_answer_piece_by_piece(model, engine):
+    own = Pipeline(model, tiny_tokenizer(), engine=engine)
     options = dict(max_new_tokens=25, do_sample=False, ignore_eos=True)
     stream = own.stream(PROMPTS[0], **options)
     pieces = list(stream)
