@@ -11,15 +11,17 @@ import pytest
 import torch
 
 from lowbit.hardware.machine import machine_of
-from lowbit.kernels.reference.sampling import sample_reference
+from lowbit.kernels.reference import sampling
 from lowbit.ops.sample import Sampling, SamplingState, sample
 from tests.kernels.calls import meta
 from tests.kernels.sass import compile_plan
 
-pytest.importorskip("triton", reason="the kernels are written in Triton")
+triton = pytest.importorskip("triton", reason="the kernels are written in Triton")
+import triton.language as tl  # noqa: E402
 
-from lowbit.kernels.elementwise import sample as kernel_module
-from lowbit.kernels.elementwise.sample import Given, SamplePlan
+from lowbit.kernels.elementwise import sample as kernel_module  # noqa: E402
+from lowbit.kernels.elementwise.masses import masses, share, target_of  # noqa: E402
+from lowbit.kernels.elementwise.sample import Given, SamplePlan  # noqa: E402
 
 gpu = pytest.mark.gpu
 
@@ -78,7 +80,7 @@ def check(settings, rows, logits, filters=True):
     state = state_of(settings, logits.shape[1], logits.device)
     wanted, got = call(state, rows, logits)._replace(logits=logits.cpu()), call(state, rows, logits)
     wanted = Given(*(t.cpu() for t in wanted))
-    sample_reference(*wanted)
+    sampling.sample_reference(*wanted)
     overlap = logits.is_cuda and machine_of(logits.device).arch.sm >= 90
     ends = len(state.ends)
     plan = SamplePlan(len(rows), logits.shape[1], logits.stride(0), len(state.settings), ends, filters, overlap)
@@ -97,12 +99,41 @@ def check(settings, rows, logits, filters=True):
     assert all(torch.equal(one, other) for one, other in zip(again[2:], got[2:], strict=True)), "the same bits every time"
 
 
+@triton.jit
+def arithmetic(made, keys, totals, ps, seeds, counters, N: tl.constexpr):
+    """Masses of keys, shares p of totals, and where random numbers fall on them."""
+    i = tl.arange(0, N)
+    total = tl.load(totals + i)
+    tl.store(made + i, masses(tl.load(keys + i)))
+    tl.store(made + N + i, share(total, tl.load(ps + i)))
+    tl.store(made + 2 * N + i, target_of(tl.load(seeds + i), tl.load(counters + i), total))
+
+
+def check_arithmetic(device="cpu"):
+    n, generator = 4096, torch.Generator().manual_seed(0)
+    keys = torch.randint(0, sampling.KEYS + 1, (n,), generator=generator)
+    keys[:3] = torch.tensor([0, sampling.KEYS - 1, sampling.KEYS])
+    totals = torch.randint(1 << 40, 1 << 57, (n,), generator=generator) >> torch.randint(0, 17, (n,), generator=generator)
+    totals = totals.clamp(min=1 << 40)
+    totals[::3] = totals[::3] >> 24 << 24  # of which many shares are whole
+    ps = torch.rand(n, generator=generator)
+    ps[::2] = (ps[::2] * 8).ceil() / 8
+    seeds = torch.randint(-(1 << 63), (1 << 63) - 1, (n,), generator=generator)
+    counters = torch.randint(0, 1 << 30, (n,), generator=generator, dtype=torch.int32)
+    made = torch.full((3, n), -1, device=device)
+    arithmetic[(1,)](made, *(t.to(device) for t in (keys.int(), totals, ps, seeds, counters)), n)
+    rows = zip(totals.tolist(), ps.tolist(), seeds.tolist(), counters.tolist(), strict=True)
+    both = [(sampling.share(t, p), sampling.philox(seed, counter) * t >> 64) for t, p, seed, counter in rows]
+    assert torch.equal(made.cpu(), torch.stack([sampling.masses(keys), *torch.tensor(both).T]))
+
+
 LAST = len(SETTINGS)
 
 
 def check_without_a_gpu():
     """With smaller tiles of the search: the interpreter adds up three sums at a time one by one."""
     kernel_module.TILE = 128
+    check_arithmetic()
     check(SETTINGS, [*range(LAST), LAST, LAST], hard_logits(LAST + 2, 1000, torch.float16, 3))
     check(SETTINGS, [2, 5, 4], hard_logits(3, 49152, torch.float32))
     check(SETTINGS, [2], hard_logits(1, 151936, torch.float16, 64))
@@ -213,6 +244,11 @@ def test_bit_equal_to_the_reference_on_a_gpu(vocab, dtype, gap):
             check(SETTINGS, rows, hard_logits(batch, vocab, dtype, gap, spread, "cuda"))
         slots = [*range(8)][:batch] + [8] * (batch - 8)
         check([Sampling()] * 8, slots, hard_logits(batch, vocab, dtype, gap, device="cuda"), filters=False)
+
+
+@gpu
+def test_the_arithmetic_on_a_gpu():
+    check_arithmetic("cuda")
 
 
 @gpu
