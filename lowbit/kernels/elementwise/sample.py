@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
+from lowbit.kernels.elementwise.masses import added, drawn, fraction, mass_up_to, masses, share, target_of, threshold
 from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.reference import sampling
 
@@ -51,7 +52,6 @@ _SEED, _FLAGS, _GENERATED = tl.constexpr(sampling.SEED), tl.constexpr(sampling.F
 _PENALIZED, _BIASED = tl.constexpr(sampling.PENALIZED), tl.constexpr(sampling.BIASED)
 _CUT, _HELD, _PROMPT = tl.constexpr(sampling.CUT), tl.constexpr(sampling.HELD), tl.constexpr(sampling.PROMPT)
 _KEYS, _KEY_SCALE = tl.constexpr(sampling.KEYS), tl.constexpr(sampling.KEY_SCALE)
-_C0, _C1, _C2, _C3, _C4 = (tl.constexpr(c) for c in sampling.COEFFICIENTS)
 _BEST, _LARGEST, _LOG_SUM, _LEVEL = (tl.constexpr(i) for i in range(4))
 
 
@@ -103,44 +103,15 @@ def keys_of(logits, at, best, scale, words, counts, bias, ends, flags, V: tl.con
 
 
 @triton.jit
-def masses(key):
-    """int64 2^(40 - key / 2^15), `masses` of the reference."""
-    f = ((key & 0x7FFF) << 17).to(tl.uint32, bitcast=True)
-    power = tl.full(f.shape, _C4, tl.uint32)
-    power = tl.full(f.shape, _C3, tl.uint32) - tl.umulhi(power, f)
-    power = tl.full(f.shape, _C2, tl.uint32) - tl.umulhi(power, f)
-    power = tl.full(f.shape, _C1, tl.uint32) - tl.umulhi(power, f)
-    power = tl.full(f.shape, _C0, tl.uint32) - tl.umulhi(power, f)
-    power = tl.full(f.shape, 1 << 31, tl.uint32) - tl.umulhi(power, f)
-    return tl.where(key < _KEYS, (power.to(tl.int64) << 9) >> (key >> 15).to(tl.int64), 0)
-
-
-@triton.jit
-def fraction(p):
-    """p in units of 2^-24."""
-    return (p * 16777216.0).to(tl.int64)
-
-
-@triton.jit
-def share(total, p):
-    """The least mass that is p of the total."""
-    parts = fraction(p)
-    return (total >> 24) * parts + (((total & 0xFFFFFF) * parts + 0xFFFFFF) >> 24)
+def seed_of(words):
+    """The seed of a slot, in two of its words."""
+    return tl.load((words + _SEED).to(tl.pointer_type(tl.int64)))
 
 
 @triton.jit
 def least_of(words):
     """The least mass that min-p keeps: so much of the largest there can be, which is the largest there is."""
     return fraction(real(words + _MIN_P)) << 16
-
-
-@triton.jit
-def target_of(words, total):
-    """The running mass on which the random number of a slot falls, for a total of masses."""
-    seed = tl.load((words + _SEED).to(tl.pointer_type(tl.int64)))
-    low, high, _, _ = tl.philox(seed, tl.load(words + _GENERATED), 0, 0, 0)
-    random = (high.to(tl.uint64) << 32) | low.to(tl.uint64)
-    return tl.umulhi(random, total.to(tl.uint64)).to(tl.int64)
 
 
 @triton.jit
@@ -219,12 +190,6 @@ def survey(
             tl.store(head + _BEST, best.to(tl.int32, bitcast=True))
             tl.store(head + _LARGEST, largest.to(tl.int32, bitcast=True))
             tl.store(head + _LOG_SUM, log_sum.to(tl.int32, bitcast=True))
-
-
-@triton.jit
-def added(a, b, c, d, e, f):
-    """Three sums at one meeting of the warps."""
-    return a + d, b + e, c + f
 
 
 @triton.jit
@@ -323,7 +288,7 @@ def weigh(
                     words, head, sums, levels + b * CHUNKS * 5, offsets + b * (CHUNKS + 1), total, CHUNKS, PADDED
                 )  # fmt: skip
             else:
-                target = target_of(words, total)
+                target = target_of(seed_of(words), tl.load(words + _GENERATED), total)
                 chunk = tl.sum((tl.cumsum(of_chunk, 0) <= target).to(tl.int32), 0)
                 target -= tl.sum(tl.where(c < chunk, of_chunk, 0), 0)
                 key = keys_of(logits, chunk * SIZE + at, best, scale, words, counts, bias, ends, flags, V, ENDS)
@@ -337,58 +302,6 @@ def weigh(
 
 
 @triton.jit
-def threshold(keys, n, needed, first, BITS: tl.constexpr, MASS: tl.constexpr, TILE: tl.constexpr):
-    """The smallest key of `first` + [0, 2^BITS) up to which the masses of the n keys, or without MASS their number, come to
-    what is needed; at each turn a quarter of what was left."""
-    i = tl.arange(0, TILE)
-    for turn in range(BITS // 2):
-        step = 1 << (BITS - 2 - 2 * turn)
-        low = tl.zeros([TILE], tl.int64)
-        mid = tl.zeros([TILE], tl.int64)
-        high = tl.zeros([TILE], tl.int64)
-        for start in range(0, n, TILE):
-            key = tl.load(keys + start + i, mask=start + i < n, other=_KEYS)
-            amount = masses(key) if MASS else tl.full([TILE], 1, tl.int64)
-            low += tl.where(key < first + step, amount, 0)
-            mid += tl.where(key < first + 2 * step, amount, 0)
-            high += tl.where(key < first + 3 * step, amount, 0)
-        a, b, c = tl.reduce((low, mid, high), 0, added)
-        first += step * ((a < needed).to(tl.int32) + (b < needed).to(tl.int32) + (c < needed).to(tl.int32))
-    return first
-
-
-@triton.jit
-def kept(keys, start, n, last, least, TILE: tl.constexpr):
-    """Masses of the keys from `start` on, 0 for those greater than `last` and for masses below `least`."""
-    i = start + tl.arange(0, TILE)
-    key = tl.load(keys + i, mask=i < n, other=_KEYS)
-    mass = masses(key)
-    return tl.where((key <= last) & (mass >= least), mass, 0)
-
-
-@triton.jit
-def mass_up_to(keys, n, last, least, TILE: tl.constexpr):
-    """The mass of the n keys as far as `kept`."""
-    total = tl.zeros([TILE], tl.int64)
-    for start in range(0, n, TILE):
-        total += kept(keys, start, n, last, least, TILE)
-    return tl.sum(total, 0)
-
-
-@triton.jit
-def drawn(keys, n, last, least, words, TILE: tl.constexpr):
-    """Which of the n keys, of those `kept`, the random number falls on."""
-    left = target_of(words, mass_up_to(keys, n, last, least, TILE))
-    found = tl.full((), 0, tl.int32)
-    for start in range(0, n, TILE):
-        mass = kept(keys, start, n, last, least, TILE)
-        found += tl.sum(((tl.cumsum(mass, 0) <= left) & (left >= 0)).to(tl.int32), 0)
-        total = tl.sum(mass, 0)
-        left = tl.where(left < total, -1, left - total)
-    return found
-
-
-@triton.jit
 def search(keys, n, level, total, words, TILE: tl.constexpr):
     """Which of the n candidates is drawn after top-k, top-p of `total` or what top-k leaves of it, and min-p."""
     top_k, top_p = tl.load(words + _TOP_K), real(words + _TOP_P)
@@ -398,7 +311,7 @@ def search(keys, n, level, total, words, TILE: tl.constexpr):
         total = mass_up_to(keys, n, last, 0, TILE)
     if top_p < 1.0:
         last = threshold(keys, n, share(total, top_p), tl.full((), 0, tl.int32), 22, True, TILE)
-    return drawn(keys, n, last, least_of(words), words, TILE)
+    return drawn(keys, n, last, least_of(words), seed_of(words), tl.load(words + _GENERATED), TILE)
 
 
 @triton.jit

@@ -11,15 +11,17 @@ import pytest
 import torch
 
 from lowbit.hardware.machine import machine_of
-from lowbit.kernels.reference.sampling import sample_reference
+from lowbit.kernels.reference import sampling
 from lowbit.ops.sample import Sampling, SamplingState, sample
 from tests.kernels.calls import meta
 from tests.kernels.sass import compile_plan
 
-pytest.importorskip("triton", reason="the kernels are written in Triton")
+triton = pytest.importorskip("triton", reason="the kernels are written in Triton")
+import triton.language as tl  # noqa: E402
 
-from lowbit.kernels.elementwise import sample as kernel_module
-from lowbit.kernels.elementwise.sample import Given, SamplePlan
+from lowbit.kernels.elementwise import sample as kernel_module  # noqa: E402
+from lowbit.kernels.elementwise.masses import masses, share, target_of  # noqa: E402
+from lowbit.kernels.elementwise.sample import Given, SamplePlan  # noqa: E402
 
 gpu = pytest.mark.gpu
 
@@ -78,7 +80,7 @@ def check(settings, rows, logits, filters=True):
     state = state_of(settings, logits.shape[1], logits.device)
     wanted, got = call(state, rows, logits)._replace(logits=logits.cpu()), call(state, rows, logits)
     wanted = Given(*(t.cpu() for t in wanted))
-    sample_reference(*wanted)
+    sampling.sample_reference(*wanted)
     overlap = logits.is_cuda and machine_of(logits.device).arch.sm >= 90
     ends = len(state.ends)
     plan = SamplePlan(len(rows), logits.shape[1], logits.stride(0), len(state.settings), ends, filters, overlap)
@@ -90,11 +92,39 @@ def check(settings, rows, logits, filters=True):
     for name, one, other in zip(Given._fields[1:-1], got[1:-1], wanted[1:-1], strict=True):
         assert torch.equal(one.cpu(), other), (name, rows, logits.shape, one, other)
     torch.testing.assert_close(got.out_logprobs.cpu(), wanted.out_logprobs, rtol=1e-5, atol=2e-5)
-    if not logits.is_cuda and logits.numel() > 1 << 14:
+    if not logits.is_cuda and logits.numel() > 1 << 13:
         return  # the interpreter takes its time
     again = call(state, rows, logits)
     plan(again, space.fill_(-1e30), arrived)
     assert all(torch.equal(one, other) for one, other in zip(again[2:], got[2:], strict=True)), "the same bits every time"
+
+
+@triton.jit
+def arithmetic(made, keys, totals, ps, seeds, counters, N: tl.constexpr):
+    """Masses of keys, shares p of totals, and where random numbers fall on them."""
+    i = tl.arange(0, N)
+    total = tl.load(totals + i)
+    tl.store(made + i, masses(tl.load(keys + i)))
+    tl.store(made + N + i, share(total, tl.load(ps + i)))
+    tl.store(made + 2 * N + i, target_of(tl.load(seeds + i), tl.load(counters + i), total))
+
+
+def check_arithmetic(device="cpu"):
+    n, generator = 4096, torch.Generator().manual_seed(0)
+    keys = torch.randint(0, sampling.KEYS + 1, (n,), generator=generator)
+    keys[:3] = torch.tensor([0, sampling.KEYS - 1, sampling.KEYS])
+    totals = torch.randint(1 << 40, 1 << 57, (n,), generator=generator) >> torch.randint(0, 17, (n,), generator=generator)
+    totals = totals.clamp(min=1 << 40)
+    totals[::3] = totals[::3] >> 24 << 24  # of which many shares are whole
+    ps = torch.rand(n, generator=generator)
+    ps[::2] = (ps[::2] * 8).ceil() / 8
+    seeds = torch.randint(-(1 << 63), (1 << 63) - 1, (n,), generator=generator)
+    counters = torch.randint(0, 1 << 30, (n,), generator=generator, dtype=torch.int32)
+    made = torch.full((3, n), -1, device=device)
+    arithmetic[(1,)](made, *(t.to(device) for t in (keys.int(), totals, ps, seeds, counters)), n)
+    rows = zip(totals.tolist(), ps.tolist(), seeds.tolist(), counters.tolist(), strict=True)
+    both = [(sampling.share(t, p), sampling.philox(seed, counter) * t >> 64) for t, p, seed, counter in rows]
+    assert torch.equal(made.cpu(), torch.stack([sampling.masses(keys), *torch.tensor(both).T]))
 
 
 LAST = len(SETTINGS)
@@ -103,11 +133,12 @@ LAST = len(SETTINGS)
 def check_without_a_gpu():
     """With smaller tiles of the search: the interpreter adds up three sums at a time one by one."""
     kernel_module.TILE = 128
+    check_arithmetic()
     check(SETTINGS, [*range(LAST), LAST, LAST], hard_logits(LAST + 2, 1000, torch.float16, 3))
     check(SETTINGS, [2, 5, 4], hard_logits(3, 49152, torch.float32))
     check(SETTINGS, [2], hard_logits(1, 151936, torch.float16, 64))
     for batch in (1, 3, 8):
-        check(SETTINGS, [2, 0, 3, 1, LAST, 9, LAST, 4][:batch], hard_logits(batch, 3000, torch.float32))
+        check(SETTINGS, [2, 0, 4, 1, LAST, 9, LAST, 3][:batch], hard_logits(batch, 3000, torch.float32))
         check([Sampling()] * 4, [3, 0, 4, 4, 1, 4, 2, 4][:batch], hard_logits(batch, 5000, torch.float16, 8), filters=False)
     for spread in (0.0, 1e-4, 40.0, 1e4):  # all equal; all within a few keys; one that stands out
         check(SETTINGS, [1, 2, 3, 4, 6], hard_logits(5, 2100, torch.float32, spread=spread))
@@ -192,15 +223,32 @@ def test_greedy_steps_are_one_launch():
 
 
 @gpu
-@pytest.mark.parametrize("vocab", [1000, 32000, 49152, 128256, 151936, 262144])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_bit_equal_to_the_reference_on_a_gpu(vocab, dtype):
+@pytest.mark.parametrize(
+    ("vocab", "dtype", "gap"),
+    [
+        (1000, torch.float16, 3),
+        (32003, torch.float16, 0),
+        (49152, torch.float32, 0),
+        (128256, torch.float16, 0),
+        (128256, torch.bfloat16, 8),
+        (128256, torch.float32, 3),
+        (151936, torch.bfloat16, 0),
+        (262144, torch.float16, 0),
+    ],
+    ids=str,
+)
+def test_bit_equal_to_the_reference_on_a_gpu(vocab, dtype, gap):
     for batch in (1, 3, 16, 64):
         rows = [*range(LAST)][:batch] + [LAST] * (batch - LAST)
-        for gap, spread in ((0, 3.0), (8, 3.0), (3, 10.0), (0, 0.01)):
+        for spread in (0.01, 3.0, 10.0):
             check(SETTINGS, rows, hard_logits(batch, vocab, dtype, gap, spread, "cuda"))
         slots = [*range(8)][:batch] + [8] * (batch - 8)
-        check([Sampling()] * 8, slots, hard_logits(batch, vocab, dtype, device="cuda"), filters=False)
+        check([Sampling()] * 8, slots, hard_logits(batch, vocab, dtype, gap, device="cuda"), filters=False)
+
+
+@gpu
+def test_the_arithmetic_on_a_gpu():
+    check_arithmetic("cuda")
 
 
 @gpu

@@ -1,0 +1,107 @@
+"""Masses of tokens in device code: whole numbers, their sums, and a search of thresholds and tokens in a list of keys.
+
+What a key and its mass are, and why they are integers, is said in reference/sampling.py, whose arithmetic this is to the bit.
+Tested: tests/kernels/elementwise/test_sample.py
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from lowbit.kernels.reference import sampling
+
+_KEYS = tl.constexpr(sampling.KEYS)
+_C0, _C1, _C2, _C3, _C4 = (tl.constexpr(c) for c in sampling.COEFFICIENTS)
+
+
+@triton.jit
+def masses(key):
+    """int64 2^(40 - key / 2^15), `masses` of the reference."""
+    f = ((key & 0x7FFF) << 17).to(tl.uint32, bitcast=True)
+    power = tl.full(f.shape, _C4, tl.uint32)
+    power = tl.full(f.shape, _C3, tl.uint32) - tl.umulhi(power, f)
+    power = tl.full(f.shape, _C2, tl.uint32) - tl.umulhi(power, f)
+    power = tl.full(f.shape, _C1, tl.uint32) - tl.umulhi(power, f)
+    power = tl.full(f.shape, _C0, tl.uint32) - tl.umulhi(power, f)
+    power = tl.full(f.shape, 1 << 31, tl.uint32) - tl.umulhi(power, f)
+    return tl.where(key < _KEYS, (power.to(tl.int64) << 9) >> (key >> 15).to(tl.int64), 0)
+
+
+@triton.jit
+def fraction(p):
+    """p in units of 2^-24."""
+    return (p * 16777216.0).to(tl.int64)
+
+
+@triton.jit
+def share(total, p):
+    """The least mass that is p of the total."""
+    parts = fraction(p)
+    return (total >> 24) * parts + (((total & 0xFFFFFF) * parts + 0xFFFFFF) >> 24)
+
+
+@triton.jit
+def target_of(seed, counter, total):
+    """The running mass on which the random number of a seed and a counter falls, for a total of masses."""
+    low, high, _, _ = tl.philox(seed, counter, 0, 0, 0)
+    random = (high.to(tl.uint64) << 32) | low.to(tl.uint64)
+    return tl.umulhi(random, total.to(tl.uint64)).to(tl.int64)
+
+
+@triton.jit
+def added(a, b, c, d, e, f):
+    """Three sums at one meeting of the warps."""
+    return a + d, b + e, c + f
+
+
+@triton.jit
+def threshold(keys, n, needed, first, BITS: tl.constexpr, MASS: tl.constexpr, TILE: tl.constexpr):
+    """The smallest key of `first` + [0, 2^BITS) up to which the masses of the n keys, or without MASS their number, come to
+    what is needed; at each turn a quarter of what was left."""
+    i = tl.arange(0, TILE)
+    for turn in range(BITS // 2):
+        step = 1 << (BITS - 2 - 2 * turn)
+        low = tl.zeros([TILE], tl.int64)
+        mid = tl.zeros([TILE], tl.int64)
+        high = tl.zeros([TILE], tl.int64)
+        for start in range(0, n, TILE):
+            key = tl.load(keys + start + i, mask=start + i < n, other=_KEYS)
+            amount = masses(key) if MASS else tl.full([TILE], 1, tl.int64)
+            low += tl.where(key < first + step, amount, 0)
+            mid += tl.where(key < first + 2 * step, amount, 0)
+            high += tl.where(key < first + 3 * step, amount, 0)
+        a, b, c = tl.reduce((low, mid, high), 0, added)
+        first += step * ((a < needed).to(tl.int32) + (b < needed).to(tl.int32) + (c < needed).to(tl.int32))
+    return first
+
+
+@triton.jit
+def kept(keys, start, n, last, least, TILE: tl.constexpr):
+    """Masses of the keys from `start` on, 0 for those greater than `last` and for masses below `least`."""
+    i = start + tl.arange(0, TILE)
+    key = tl.load(keys + i, mask=i < n, other=_KEYS)
+    mass = masses(key)
+    return tl.where((key <= last) & (mass >= least), mass, 0)
+
+
+@triton.jit
+def mass_up_to(keys, n, last, least, TILE: tl.constexpr):
+    """The mass of the n keys as far as `kept`."""
+    total = tl.zeros([TILE], tl.int64)
+    for start in range(0, n, TILE):
+        total += kept(keys, start, n, last, least, TILE)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def drawn(keys, n, last, least, seed, counter, TILE: tl.constexpr):
+    """Which of the n keys, of those `kept`, the random number falls on."""
+    left = target_of(seed, counter, mass_up_to(keys, n, last, least, TILE))
+    found = tl.full((), 0, tl.int32)
+    for start in range(0, n, TILE):
+        mass = kept(keys, start, n, last, least, TILE)
+        found += tl.sum(((tl.cumsum(mass, 0) <= left) & (left >= 0)).to(tl.int32), 0)
+        total = tl.sum(mass, 0)
+        left = tl.where(left < total, -1, left - total)
+    return found
