@@ -152,11 +152,11 @@ def combine(out, sums, tops, active, C: tl.constexpr):
     y = tl.zeros([ROWS, LANES], tl.float32)
     for first in range(0, active, ROUND):
         for i in tl.static_range(ROUND):  # all loads of a round are under way at once
-            one = (first + i) * C.group + r
-            real = (first + i < active) & (r < C.group)
-            height = tl.load(tops + one * 2, mask=real, other=float("-inf"), cache_modifier=".cg")
+            one = r + (first + i) * C.group
+            works = (one < active * C.group) & (r < C.group)
+            height = tl.load(tops + one * 2, mask=works, other=float("-inf"), cache_modifier=".cg")
             some = sums + one[:, None] * C.shape.head_dim + d[None, :]
-            some = tl.load(some, mask=(first + i < active) & exist, other=0.0, cache_modifier=".cg")
+            some = tl.load(some, mask=works[:, None] & exist, other=0.0, cache_modifier=".cg")
             y += some * (tl.exp2(height - highest) * factor)[:, None]
     tl.store(out + r[:, None] * C.shape.head_dim + d[None, :], y.to(out.dtype.element_ty), mask=exist)
 
@@ -229,7 +229,7 @@ def paged_attention(
     exist = (r < G)[:, None] & (d < C.shape.head_dim)[None, :]
     if active == 1:
         tl.store(out + r[:, None] * C.shape.head_dim + d[None, :], (y / total[:, None]).to(out.dtype.element_ty), mask=exist)
-    else:
+    elif C.tile.splits > 1:
         tops = partial + tl.num_programs(1) * (C.shape.heads * C.tile.splits * C.shape.head_dim)
         tops += place * (C.tile.splits * G * 2)
         sums = partial + place * (C.tile.splits * G * C.shape.head_dim)
@@ -254,7 +254,9 @@ class PagedAttentionPlan:
         self.rows, self.shape, self.tile = rows, shape, tile
         self.config = PagedAttention(shape, tile, overlap=machine.arch.sm >= 90)
         grid = (shape.kv_heads, rows, tile.splits)
-        self.launch = Launcher(paged_attention, grid, tile.warps, overlap=self.config.overlap)
+        # For sm_80 ptxas would rather spill a little than take more than 168 registers.
+        most = 0 if machine.arch.sm >= 90 else 255
+        self.launch = Launcher(paged_attention, grid, tile.warps, overlap=self.config.overlap, registers=most)
 
     @property
     def workspace(self) -> tuple[int, int]:
