@@ -1,8 +1,9 @@
 """Attention of a decode step, tile by tile: `python -m lowbit.bench.attention`, on an NVIDIA GPU.
 
-Prints, for each batch and context, the fastest tiles with their share of the bandwidth that keys and values need, beside the one
-that kernels/choose/attention.py takes and what its model says. Timed as all kernels are (bench/protocol.py): copies of the cache
-that exceed the L2, in one CUDA graph, outputs poisoned and checked. Pages lie in random order; all rows have the same context.
+Prints, for each batch and context, the fastest tiles with their share of the bandwidth that keys and values need, beside the
+one that kernels/choose/attention.py takes and what its model says. Timed as all kernels are (bench/protocol.py): copies of the
+cache that exceed the L2, in one CUDA graph, outputs poisoned and checked. Pages lie in random order; all rows have the same
+context.
 """
 
 from __future__ import annotations
@@ -77,7 +78,9 @@ def make_batch(rows: int, context: int, shape: AttentionShape, dtype: torch.dtyp
     def random(*size: int) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device).normal_(generator=generator)
 
-    turns = torch.arange(context + 1, device=device)[:, None] * 1e4 ** -torch.linspace(0, 1, shape.rotary_dim // 2, device=device)
+    turns = torch.arange(context + 1, device=device)[:, None] * 1e4 ** -torch.linspace(
+        0, 1, shape.rotary_dim // 2, device=device
+    )
     return Batch(
         random(rows, shape.features),
         tuple((random(*size), random(*size)) for _ in range(copies)),
@@ -135,13 +138,14 @@ def time_tiles(
 
 
 def main() -> None:
+    """The command line."""
     parser = argparse.ArgumentParser(prog="python -m lowbit.bench.attention", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
     parser.add_argument("--heads", type=int, nargs=3, default=(LLAMA.heads, LLAMA.kv_heads, LLAMA.head_dim), metavar="N",
                         help="heads of q, of k and v, elements of a head")  # fmt: skip
     parser.add_argument("--bf16", action="store_true")
-    parser.add_argument("--tiles", type=int, default=6, help="how many of the model's best are timed, at least one of 1, 2 and 4 warps")
+    parser.add_argument("--tiles", type=int, default=6, help="how many of the model's best are timed")
     given = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error(f"this times an NVIDIA GPU and torch {torch.__version__} sees none")

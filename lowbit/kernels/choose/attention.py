@@ -1,8 +1,8 @@
 """Which tile attends over a paged cache in a decode step: candidates, why some cannot, what each would cost, the choice.
 
 Pure functions of a shape and a machine, without Triton. What a step costs depends on contexts that change from step to step
-while the grid of a captured graph does not, so a tile is chosen for several: all rows at those of COMMON or at the longest a slot
-can have, and the same with one row at the longest, whose last programs run alone.
+while the grid of a captured graph does not, so a tile is chosen for several: all rows at those of COMMON or at the longest a
+slot can have, and the same with one row at the longest, whose last programs run alone.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ GROUP_ROWS = 16
 class AttentionShape:
     """What attention computes, of every token and layer alike.
 
-    `scale` is the factor of q . k. The first `rotary_dim` elements of each head of q and k turn, the first half of them with the
-    second. `softcap`: scores s become softcap * tanh(s / softcap); 0: they do not. `window`: a token sees the last `window`
-    tokens, itself included; 0: all. If gammas are given, heads of q and k are RMS-normed before they turn, with `norm_eps`,
-    and a gamma counts as `norm_offset` + gamma.
+    `scale` is the factor of q . k. The first `rotary_dim` elements of each head of q and k turn, the first half of them with
+    the second. `softcap`: scores s become softcap * tanh(s / softcap); 0: they do not. `window`: a token sees the last
+    `window` tokens, itself included; 0: all. If gammas are given, heads of q and k are RMS-normed before they turn, with
+    `norm_eps`, and a gamma counts as `norm_offset` + gamma.
     """
 
     heads: int
@@ -114,7 +114,7 @@ class DecodeTile:
 def candidates_decode(
     rows: int, shape: AttentionShape, longest: int, machine: Machine, *, batch_invariant: bool = False
 ) -> list[Candidate[DecodeTile]]:
-    """Every tile considered for a batch of `rows` and contexts up to `longest` tokens, the cheapest first, those that cannot last.
+    """Every tile considered for `rows` rows and contexts up to `longest` tokens, the cheapest first, those that cannot last.
 
     Costs are the geometric mean of the modelled microseconds at contexts of COMMON and at the longest. With `batch_invariant`
     they are those of INVARIANT_ROWS rows: a row is then cut in the same way in every batch.
@@ -162,7 +162,7 @@ def _reasons(tile: DecodeTile, shape: AttentionShape) -> tuple[str, ...]:
 START_US = 2.6
 """Launch, the loads that need one another (row, position, page, keys), q, and the store."""
 TURN_US = (0.3, 0.32)
-"""A turn of the loop, in which one block of keys and values arrives and is multiplied: constant, and for each warp of a program."""
+"""A turn of the loop, in which one block of keys and values arrives and is multiplied: constant, and for each warp."""
 READ_SHARE = (1.03, 0.02)
 """Time over that of the bare read where memory binds: of one warp, and for each one more, which waits for the others."""
 MEET_US = (0.5, 0.4)

@@ -1,18 +1,18 @@
-"""out[b] = softmax(scale q[b] . K^T) . V of one new token a row over a paged cache, with RoPE and append: sm_80 and newer, plain Triton.
+"""out[b] = softmax(scale q[b] . K^T) . V of one new token a row over a paged cache, RoPE and append inside; sm_80 and newer.
 
-Reads   qkv fp16 or bf16 [B, (heads + 2 kv_heads) head_dim]; pages k, v [pages, kv_heads, 128, head_dim]; tables, positions, rows;
-        cos and sin; gammas of norms of heads of q and k, or None
+Reads   qkv fp16 or bf16 [B, (heads + 2 kv_heads) head_dim]; pages k, v [pages, kv_heads, 128, head_dim]; tables, positions,
+        rows; cos and sin; gammas of norms of heads of q and k, or None
 Writes  the new k and v at the row's position; out [B, heads * head_dim]
 Grid    kv heads x rows x parts, fixed while contexts change: parts are counted from the row's position (choose/attention.py,
         `DecodeTile.active`), programs without work leave at once; parts come last in the order, so that short rows end early
-Program one part of one kv head, its heads of q as 16 rows of mma.sync; one block of keys and values is in registers while the one
-        before it is multiplied. Part 0 owns the new token, which nobody reads from memory
+Program one part of one kv head, its heads of q as 16 rows of mma.sync; one block of keys and values is on its way to registers
+        while the one before it is multiplied. Part 0 owns the new token, which nobody reads from memory
 Overlap tables, positions and the first block of old keys are read before the wait for the kernel before (sm_90): by then what
         sampled this step's tokens is complete if the kernel before had waited for the one before it
 Combine the part that comes last for a row and kv head (a counter, left at zero) adds all parts in their order
 Window  only blocks that the window reaches are read
-Exact   q and k are rounded to 16 bits after they have turned, p before its product with V; sums and softmax in fp32, one rounding
-        at the store. Tested: tests/kernels/sm80/test_paged_attention.py
+Exact   q and k are rounded to 16 bits after they have turned, p before its product with V; sums and softmax in fp32, one
+        rounding at the store. Tested: tests/kernels/sm80/test_paged_attention.py
 Source  splits of keys and values: Dao et al., Flash-Decoding (2023); online softmax: Milakov and Gimelshein (2018)
 """
 
@@ -136,7 +136,7 @@ def append(k, v, qkv_row, table, position, head, cos, sin, k_norm, C: tl.constex
 
 @triton.jit
 def combine(out, sums, tops, active, C: tl.constexpr):
-    """The active parts of one kv head and row added in their order: `sums` [splits, group, head_dim], `tops` [splits, group, 2]."""
+    """The active parts of one kv head and row, added in order: `sums` [splits, group, head_dim], `tops` [splits, group, 2]."""
     ROWS: tl.constexpr = C.group_rows
     LANES: tl.constexpr = C.lanes
     ROUND: tl.constexpr = C.round
@@ -246,8 +246,8 @@ def paged_attention(
 class PagedAttentionPlan:
     """All of a decode step's attention that does not depend on the tensors' contents: made once, called many times.
 
-    A plan serves one GPU, one type of q, k and v and one type of gammas; all tensors are contiguous and start at multiples of 16
-    bytes.
+    A plan serves one GPU, one type of q, k and v and one type of gammas; all tensors are contiguous and start at multiples of
+    16 bytes.
     """
 
     def __init__(self, rows: int, shape: AttentionShape, tile: DecodeTile, machine: Machine) -> None:

@@ -48,7 +48,9 @@ def test_parts_have_work_and_cover_all_tokens():
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.product)
-@pytest.mark.parametrize("given", [LLAMA, shape(16, 16, 64), shape(9, 3, 64), shape(4, 1, 256), shape(32, 2, 80), shape(40, 10, 96)])
+@pytest.mark.parametrize(
+    "given", [LLAMA, shape(16, 16, 64), shape(9, 3, 64), shape(4, 1, 256), shape(32, 2, 80), shape(40, 10, 96)]
+)
 def test_there_is_a_tile_for_every_batch(machine, given):
     for longest in (128, 4096, 131072):
         tiles = [choose_decode(rows, given, longest, machine) for rows in (1, 2, 8, 24, 64, 256)]

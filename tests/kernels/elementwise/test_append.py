@@ -75,7 +75,9 @@ def test_heads_move_in_pieces_of_16_bytes(sm, head_dim):
     int32, half = torch.int32, torch.float16
     pages = meta((9, 8, 128, head_dim), half)
     of_tokens = meta((1000,), int32), meta((1000,), int32), meta((8192, head_dim), torch.float32)
-    kernel = compile_plan(plan, (meta((1000, given.features), half), pages, pages, meta((4, 9), int32), *of_tokens, None, None), sm)
+    kernel = compile_plan(
+        plan, (meta((1000, given.features), half), pages, pages, meta((4, 9), int32), *of_tokens, None, None), sm
+    )
     assert kernel.stack_bytes == 0
     assert kernel.count("LDG.E.128") >= 1 and kernel.count("STG.E.128") == kernel.count("STG") >= 3
     assert kernel.count("PREEXIT") == kernel.count("ACQBULK") == (sm >= 90)
