@@ -1,8 +1,8 @@
 """Attention over a paged cache of keys and values: operators `lowbit::decode_attention` and `lowbit::append_kv`, and prompts.
 
-Keys and values of a layer lie in pages of PAGE tokens, k and v [pages, kv_heads, PAGE, head_dim]. `tables` int32 [slots, P] names
-the pages of each slot in order, `positions` int32 [slots] the position of the token that it processes next. Which pages a slot
-has is its owner's affair: nothing here checks what the tables hold.
+Keys and values of a layer lie in pages of PAGE tokens, k and v [pages, kv_heads, PAGE, head_dim]. `tables` int32 [slots, P]
+names the pages of each slot in order, `positions` int32 [slots] the position of the token that it processes next. Which pages
+a slot has is its owner's affair: nothing here checks what the tables hold.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from lowbit.kernels.sm80.paged_attention import PagedAttentionPlan
 
 _SHAPE = (
-    "SymInt heads, SymInt kv_heads, SymInt head_dim, float scale, SymInt rotary_dim, float softcap, SymInt window, float norm_eps,"
-    " float norm_offset"
+    "SymInt heads, SymInt kv_heads, SymInt head_dim, float scale, SymInt rotary_dim, float softcap, SymInt window,"
+    " float norm_eps, float norm_offset"
 )
 _CACHE = "Tensor qkv, Tensor(a!) k, Tensor(b!) v, Tensor tables"
 
@@ -48,13 +48,13 @@ def decode_attention(
 ) -> Tensor:  # fmt: skip
     """Attention of one new token for each of B rows over its slot's pages: [B, heads * head_dim].
 
-    qkv [B, (heads + 2 kv_heads) head_dim] holds each row's heads of q, then k, then v; `rows` int32 [B] names its slot. Heads of
-    q and k are normed where q_norm and k_norm [head_dim] are given, and turned by cos_sin float32 [positions, rotary_dim]: cos
-    of each pair, then sin. The new k and v are written to the slot's position, and the token sees positions 0 to its own. On a
-    GPU types are fp16 or bf16, it is one launch, and positions, tables and older keys may be read before the kernel before it
-    has finished, so that kernel must not write them. With `batch_invariant` a row has the same bits in every batch; else a
-    row is cut into parts as suits the batch. Raises ValueError for tensors that do not fit together and for a shape no kernel
-    takes.
+    qkv [B, (heads + 2 kv_heads) head_dim] holds each row's heads of q, then k, then v; `rows` int32 [B] names its slot. Heads
+    of q and k are normed where q_norm and k_norm [head_dim] are given, and turned by cos_sin float32 [positions, rotary_dim]:
+    cos of each pair, then sin. The new k and v are written to the slot's position, and the token sees positions 0 to its own.
+    On a GPU types are fp16 or bf16, it is one launch, and rows, positions, tables, cos_sin, gammas and older keys are read
+    before the kernel before it has finished, so neither that kernel nor one that it did not wait for may write them. With
+    `batch_invariant` a row has the same bits in every batch; else a row is cut into parts as suits the batch. Raises
+    ValueError for tensors that do not fit together and for a shape no kernel takes.
     """
     return torch.ops.lowbit.decode_attention(
         qkv, k, v, tables, positions, rows, cos_sin, q_norm, k_norm, *_fields(shape), batch_invariant
@@ -76,8 +76,8 @@ def prompt_attention(q: Tensor, k: Tensor, v: Tensor, table_row: Tensor, first: 
     """Attention of tokens q [T, heads, head_dim] at positions first, first + 1, .. of one slot, whose keys and values up to
     theirs are in its pages: [T, heads * head_dim].
 
-    table_row int32 [P] is on the device of q. On a GPU torch's flash attention where there is no soft cap and the window reaches
-    everything, which takes heads of q that share keys without repeating them; else `attend`.
+    table_row int32 [P] is on the device of q. On a GPU torch's flash attention where there is no soft cap and the window
+    reaches everything, which takes heads of q that share keys without repeating them; else `attend`.
     """
     reasons = shape_refusals(shape)
     tokens = first + len(q)
@@ -116,9 +116,11 @@ def _check(
             reasons.append(f"{name} is {qkv.dtype} {('pages', *pages[1:])}, got {x.dtype} {tuple(x.shape)}")
     if tables.dim() != 2 or tables.dtype != torch.int32:
         reasons.append(f"tables are int32 [slots, pages of a slot], got {tables.dtype} {tuple(tables.shape)}")
-    for x, length in ((of_slots, tables.shape[0]), *((t, qkv.shape[0]) for t in of_rows)):
-        if x is not None and (tuple(x.shape) != (length,) or x.dtype != torch.int32):
-            reasons.append(f"slots and positions are int32, one for each slot or row, [{length}], got {x.dtype} {tuple(x.shape)}")
+    lengths = [] if of_slots is None else [(of_slots, tables.shape[0])]
+    for x, length in (*lengths, *((t, qkv.shape[0]) for t in of_rows)):
+        if tuple(x.shape) != (length,) or x.dtype != torch.int32:
+            named = "slots and positions are int32, one for each slot or row"
+            reasons.append(f"{named}, [{length}], got {x.dtype} {tuple(x.shape)}")
     if cos_sin.dim() != 2 or cos_sin.shape[1] != shape.rotary_dim or cos_sin.dtype not in (torch.float32, torch.float64):
         reasons.append(f"cos_sin is float32 [positions, {shape.rotary_dim}], got {cos_sin.dtype} {tuple(cos_sin.shape)}")
     for gamma in norms:
@@ -173,7 +175,9 @@ def _decode_plan(
 ) -> PagedAttentionPlan | None:
     """The plan of a step; None without rows. Raises ValueError when the tensors do not fit."""
     qkv, k, v, tables, positions, rows, cos_sin, q_norm, k_norm = (None if t is None else on_meta(t) for t in tensors)
-    assert qkv is not None and k is not None and v is not None and tables is not None and rows is not None and cos_sin is not None
+    assert (
+        qkv is not None and k is not None and v is not None and tables is not None and rows is not None and cos_sin is not None
+    )
     _check("decode_attention", shape, qkv, k, v, tables, positions, (rows,), cos_sin, (q_norm, k_norm))
     if len(rows) == 0:
         return None

@@ -1,4 +1,4 @@
-"""A paged cache with slots of given contexts, everything that no slot owns poisoned, and the same in float64 for the reference."""
+"""A paged cache with slots of given contexts, all that no slot owns poisoned, and the same in float64 for the reference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 def angles_of(positions: int, rotary_dim: int) -> Tensor:
     """cos, then sin, of the pairs of each position: [positions, rotary_dim]."""
-    turns = torch.arange(positions).double()[:, None] * 1e4 ** -(torch.arange(rotary_dim // 2).double() / max(rotary_dim // 2, 1))
+    turns = torch.arange(positions).double()[:, None] * 1e4 ** -(
+        torch.arange(rotary_dim // 2).double() / max(rotary_dim // 2, 1)
+    )
     return torch.cat([turns.cos(), turns.sin()], dim=1).float()
 
 
@@ -61,7 +63,7 @@ class Case:
 
 
 def make_case(
-    shape: AttentionShape, contexts: list[int], dtype=torch.float16, device="cpu", *, padding=0, norms=None, shared=False, seed=0
+    shape: AttentionShape, contexts, dtype=torch.float16, device="cpu", *, padding=0, norms=None, shared=False, seed=0
 ) -> Case:  # fmt: skip
     """A row for each context, the number of tokens before the new one, then `padding` rows that name the last slot.
 
@@ -94,7 +96,7 @@ def make_case(
 
 
 def compare(case: Case, given: Case, out: Tensor, real: int | None = None) -> None:
-    """out and the pages of `case` after a step against the reference's for `given`, which is as it was before; `real` rows count."""
+    """out and the pages of `case` after a step against the reference's for `given`, as it was before; `real` rows count."""
     expected, k, v = given.expected()
     real = len(expected) if real is None else real
     tolerance = TOLERANCE[out.dtype]

@@ -1,7 +1,8 @@
 """Which tile attends over a paged cache in a decode step: candidates, why some cannot, what each would cost, the choice.
 
 Pure functions of a shape and a machine, without Triton. What a step costs depends on contexts that change from step to step
-while the grid of a captured graph does not, so a tile is chosen for two of them: COMMON tokens and the longest a slot can have.
+while the grid of a captured graph does not, so a tile is chosen for several: all rows at those of COMMON or at the longest a
+slot can have, and the same with one row at the longest, whose last programs run alone.
 """
 
 from __future__ import annotations
@@ -16,11 +17,8 @@ from lowbit.kernels.choose.candidate import Candidate, first_that_can, ordered
 PAGE = 128
 """Tokens of a page."""
 
-COMMON = 1024
-"""Tokens of the context that is taken for common."""
-
-RAGGED = 2
-"""How many times as long as the mean the longest context of a batch is taken to be: its last programs run alone."""
+COMMON = (256, 1024)
+"""Tokens of contexts that are taken for common."""
 
 INVARIANT_ROWS = 16
 """Rows for which the tile is chosen that all batches have under `batch_invariant`."""
@@ -33,10 +31,10 @@ GROUP_ROWS = 16
 class AttentionShape:
     """What attention computes, of every token and layer alike.
 
-    `scale` is the factor of q . k. The first `rotary_dim` elements of each head of q and k turn, the first half of them with the
-    second. `softcap`: scores s become softcap * tanh(s / softcap); 0: they do not. `window`: a token sees the last `window`
-    tokens, itself included; 0: all. If gammas are given, heads of q and k are RMS-normed before they turn, with `norm_eps`,
-    and a gamma counts as `norm_offset` + gamma.
+    `scale` is the factor of q . k. The first `rotary_dim` elements of each head of q and k turn, the first half of them with
+    the second. `softcap`: scores s become softcap * tanh(s / softcap); 0: they do not. `window`: a token sees the last
+    `window` tokens, itself included; 0: all. If gammas are given, heads of q and k are RMS-normed before they turn, with
+    `norm_eps`, and a gamma counts as `norm_offset` + gamma.
     """
 
     heads: int
@@ -116,17 +114,18 @@ class DecodeTile:
 def candidates_decode(
     rows: int, shape: AttentionShape, longest: int, machine: Machine, *, batch_invariant: bool = False
 ) -> list[Candidate[DecodeTile]]:
-    """Every tile considered for a batch of `rows` and contexts up to `longest` tokens, the cheapest first, those that cannot last.
+    """Every tile considered for `rows` rows and contexts up to `longest` tokens, the cheapest first, those that cannot last.
 
-    Costs are the geometric mean of the modelled microseconds at COMMON tokens and at the longest. With `batch_invariant` they
-    are those of INVARIANT_ROWS rows: a row is then cut in the same way in every batch.
+    Costs are the geometric mean of the modelled microseconds at contexts of COMMON and at the longest. With `batch_invariant`
+    they are those of INVARIANT_ROWS rows: a row is then cut in the same way in every batch.
     """
     rows = INVARIANT_ROWS if batch_invariant else rows
-    contexts = (min(COMMON, longest), longest)
+    contexts = [*(min(size, longest) for size in COMMON), longest]
     found = []
     for tile in _tiles(shape, longest):
-        costs = [modelled_us(tile, rows, shape, size, machine, RAGGED if rows > 1 else 1.0) for size in contexts]
-        found.append(Candidate(tile, _reasons(tile, shape), math.sqrt(costs[0] * costs[1])))
+        pairs = [(size, most) for size in contexts for most in ((size, longest) if rows > 1 else (size,))]
+        costs = [modelled_us(tile, rows, shape, *pair, machine) for pair in pairs]
+        found.append(Candidate(tile, _reasons(tile, shape), math.prod(costs) ** (1 / len(costs))))
     return ordered(found)
 
 
@@ -160,17 +159,20 @@ def _reasons(tile: DecodeTile, shape: AttentionShape) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-START_US = 4.2
-"""Launch, the loads that need one another (row, position, page, keys), q, the last products and the store."""
-BLOCK_US = (0.6, 0.0047)
-"""A turn of the loop, in which one block of keys and values arrives: constant, and for each token of it."""
-MEET_US = (0.8, 0.5)
+START_US = 2.6
+"""Launch, the loads that need one another (row, position, page, keys), q, and the store."""
+TURN_US = (0.3, 0.32)
+"""A turn of the loop, in which one block of keys and values arrives and is multiplied: constant, and for each warp."""
+READ_SHARE = (1.03, 0.02)
+"""Time over that of the bare read where memory binds: of one warp, and for each one more, which waits for the others."""
+MEET_US = (0.5, 0.4)
 """The parts of a row meet: the counter, and a round of reading what `combine` holds at a time."""
 EMPTY_US = 0.7
 """A program without work: two loads that need each other."""
-# Fitted to seven timings of an experiment, H200, 2026-11-22, 32 heads over 8 kv heads of 128, random pages: 5.7 us at batch 1 and
-# context 1024 and 16.7 at 8192 (16 parts, 32 tokens by 2 warps), 20.6 and 125 at batch 16 (8 parts, 16 tokens by 1 warp), 65.5 and
-# 475 at batch 64 (2 parts). Not yet measured: BLOCK_US of other blocks, MEET_US, EMPTY_US.
+# Fitted to six timings of an experiment, H200, 2026-11-22, 32 heads over 8 kv heads of 128, random pages: 5.7 us at batch 1 and
+# context 1024 (16 parts, 32 tokens by 2 warps), 20.6 and 125 at batch 16 and contexts 1024 and 8192 (8 parts, 16 tokens by
+# 1 warp), 65.5 and 475 at batch 64 (2 parts), 16.7 at batch 1 and 8192 (its combine spilled at 32 parts, this one does not).
+# Not yet measured: the share of each constant, other blocks, contexts beyond 8192. `python -m lowbit.bench.attention` does.
 
 
 def registers(tile: DecodeTile, shape: AttentionShape) -> int:
@@ -190,17 +192,16 @@ def combine_round(warps: int, shape: AttentionShape) -> int:
     return max(1, min(16, 2048 * warps // (group * shape.lanes)))
 
 
-def modelled_us(
-    tile: DecodeTile, rows: int, shape: AttentionShape, context: int, machine: Machine, ragged: float = 1.0
-) -> float:
-    """Time of one launch for `rows` rows of `context` tokens each, or on average where the longest has `ragged` times as many."""
-    tokens, most = (min(size, shape.window) if shape.window else size for size in (context, int(ragged * context)))
+def modelled_us(tile: DecodeTile, rows: int, shape: AttentionShape, context: int, longest: int, machine: Machine) -> float:
+    """Time of one launch for `rows` rows of `context` tokens each, one of which has `longest` instead."""
+    tokens, most = (min(size, shape.window) if shape.window else size for size in (context, longest))
     active = tile.active(tokens)
     places = machine.sm_count * resident(tile, shape)
     waves = -(-rows * shape.kv_heads * active // places)
-    turn_us = BLOCK_US[0] + BLOCK_US[1] * tile.block
+    turn_us = TURN_US[0] + TURN_US[1] * tile.warps
     turns = max(waves * -(-tokens // (active * tile.block)), -(-most // (tile.active(most) * tile.block)))
-    memory_us = 1.03e6 * rows * tokens * shape.token_bytes / machine.read_bytes
+    share = READ_SHARE[0] + READ_SHARE[1] * (tile.warps - 1)
+    memory_us = 1e6 * share * rows * tokens * shape.token_bytes / machine.read_bytes
     meet_us = 0.0 if active == 1 else MEET_US[0] + MEET_US[1] * -(-active // combine_round(tile.warps, shape))
     empty_us = EMPTY_US * rows * shape.kv_heads * (tile.splits - active) / places
     return START_US + max(memory_us, turns * turn_us) + meet_us + empty_us

@@ -1,6 +1,7 @@
 """q of prompt tokens, turned, and their k and v into the pages of their slots: RoPE, norms of heads, append. Plain Triton.
 
-Reads   qkv fp16 or bf16 [T, (heads + 2 kv_heads) head_dim]; tables, slots and positions of the tokens; cos and sin; gammas or None
+Reads   qkv fp16 or bf16 [T, (heads + 2 kv_heads) head_dim]; tables, slots and positions of the tokens; cos and sin; gammas of
+        norms of heads of q and k, or None
 Writes  q [T, heads, head_dim]; k and v into pages [pages, kv_heads, 128, head_dim]
 Grid    tokens x groups of HEADS heads, of q, k and v as they come; a group may hold heads of all three
 Overlap waits for the kernel before it, which may have written the positions, and then lets the kernel after it start
@@ -77,8 +78,8 @@ def append_heads(
 class AppendPlan:
     """All of a call that does not depend on the tensors' contents: made once for a shape, called many times.
 
-    A plan serves one GPU, one type of q, k and v and one type of gammas; all tensors are contiguous and start at multiples of 16
-    bytes.
+    A plan serves one GPU, one type of q, k and v and one type of gammas; all tensors are contiguous and start at multiples of
+    16 bytes.
     """
 
     def __init__(self, tokens: int, shape: AttentionShape, machine: Machine) -> None:
@@ -94,7 +95,5 @@ class AppendPlan:
         """q [T, heads, head_dim]; all tensors on the current device."""
         q = torch.empty((self.tokens, self.shape.heads, self.shape.head_dim), dtype=qkv.dtype, device=qkv.device)
         if self.tokens:
-            self.launch(
-                q, qkv, k, v, tables, slot_of, position_of, cos_sin, q_norm, k_norm, tables.stride(0), self.config
-            )
+            self.launch(q, qkv, k, v, tables, slot_of, position_of, cos_sin, q_norm, k_norm, tables.stride(0), self.config)
         return q

@@ -1,9 +1,10 @@
 """Heads of q and k on their way to attention: RMS norm of a head, RoPE in the rotate-half convention. Plain Triton.
 
-A head lies in `C.lanes` lanes, a power of two; those beyond `C.head_dim` hold zeros. Of the first `C.rotary_dim` elements, i turns
-with i + rotary_dim / 2, the others pass. `C` is the configuration of the kernel, which has the shape of attention as `C.shape`.
-All in float32.
+A head lies in a power of two of lanes; those beyond `head_dim` hold zeros. Of the first `rotary_dim` elements, i turns with
+i + rotary_dim / 2, the others pass. `C` is the configuration of the kernel, which has the shape of attention as `C.shape`. All
+in float32.
 """
+# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def _wide(x: Tensor) -> Tensor:
 def turned_heads(
     qkv: Tensor, position_of: Tensor, cos_sin: Tensor, shape: AttentionShape, q_norm: Tensor | None, k_norm: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q [T, heads, head_dim], k and v [T, kv_heads, head_dim] of qkv [T, ..]: q and k normed (if there is a gamma) and turned."""
+    """q [T, heads, head_dim], k and v [T, kv_heads, head_dim] of qkv [T, ..]: q and k normed (if there is a gamma), turned."""
     heads = qkv.view(len(qkv), -1, shape.head_dim)
     q, k, v = heads.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
     cos, sin = _wide(cos_sin)[position_of.long()][:, None, :].chunk(2, dim=-1)
@@ -65,7 +65,9 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, first: int, shape: Attention
         part = q[start : start + rows]
         low = max(0, first + start - shape.window + 1) if shape.window else 0
         high = first + start + len(part)
-        query = part.view(-1, shape.kv_heads, group, shape.head_dim).permute(1, 2, 0, 3).flatten(1, 2)  # [kv_heads, group T, ..]
+        query = (
+            part.view(-1, shape.kv_heads, group, shape.head_dim).permute(1, 2, 0, 3).flatten(1, 2)
+        )  # [kv_heads, group T, ..]
         scores = _product(query, keys[:, low:high].transpose(1, 2)).view(shape.kv_heads, group, len(part), -1) * shape.scale
         if shape.softcap:
             scores = torch.tanh(scores / shape.softcap) * shape.softcap

@@ -1,18 +1,18 @@
-"""out[b] = softmax(scale q[b] . K^T) . V of one new token a row over a paged cache, with RoPE and append: sm_80 and newer, plain Triton.
+"""out[b] = softmax(scale q[b] . K^T) . V of one new token a row over a paged cache, RoPE and append inside; sm_80 and newer.
 
-Reads   qkv fp16 or bf16 [B, (heads + 2 kv_heads) head_dim]; pages k, v [pages, kv_heads, 128, head_dim]; tables, positions, rows;
-        cos and sin; gammas of norms of heads of q and k, or None
+Reads   qkv fp16 or bf16 [B, (heads + 2 kv_heads) head_dim]; pages k, v [pages, kv_heads, 128, head_dim]; tables, positions,
+        rows; cos and sin; gammas of norms of heads of q and k, or None
 Writes  the new k and v at the row's position; out [B, heads * head_dim]
 Grid    kv heads x rows x parts, fixed while contexts change: parts are counted from the row's position (choose/attention.py,
         `DecodeTile.active`), programs without work leave at once; parts come last in the order, so that short rows end early
-Program one part of one kv head, its heads of q as 16 rows of mma.sync; one block of keys and values is in registers while the one
-        before it is multiplied. Part 0 owns the new token, which nobody reads from memory
+Program one part of one kv head, its heads of q as 16 rows of mma.sync; one block of keys and values is on its way to registers
+        while the one before it is multiplied. Part 0 owns the new token, which nobody reads from memory
 Overlap tables, positions and the first block of old keys are read before the wait for the kernel before (sm_90): by then what
         sampled this step's tokens is complete if the kernel before had waited for the one before it
 Combine the part that comes last for a row and kv head (a counter, left at zero) adds all parts in their order
 Window  only blocks that the window reaches are read
-Exact   q and k are rounded to 16 bits after they have turned, p before its product with V; sums and softmax in fp32, one rounding
-        at the store. Tested: tests/kernels/sm80/test_paged_attention.py
+Exact   q and k are rounded to 16 bits after they have turned, p before its product with V; sums and softmax in fp32, one
+        rounding at the store. Tested: tests/kernels/sm80/test_paged_attention.py
 Source  splits of keys and values: Dao et al., Flash-Decoding (2023); online softmax: Milakov and Gimelshein (2018)
 """
 
@@ -136,7 +136,7 @@ def append(k, v, qkv_row, table, position, head, cos, sin, k_norm, C: tl.constex
 
 @triton.jit
 def combine(out, sums, tops, active, C: tl.constexpr):
-    """The active parts of one kv head and row added in their order: `sums` [splits, group, head_dim], `tops` [splits, group, 2]."""
+    """The active parts of one kv head and row, added in order: `sums` [splits, group, head_dim], `tops` [splits, group, 2]."""
     ROWS: tl.constexpr = C.group_rows
     LANES: tl.constexpr = C.lanes
     ROUND: tl.constexpr = C.round
@@ -152,11 +152,11 @@ def combine(out, sums, tops, active, C: tl.constexpr):
     y = tl.zeros([ROWS, LANES], tl.float32)
     for first in range(0, active, ROUND):
         for i in tl.static_range(ROUND):  # all loads of a round are under way at once
-            one = (first + i) * C.group + r
-            real = (first + i < active) & (r < C.group)
-            height = tl.load(tops + one * 2, mask=real, other=float("-inf"), cache_modifier=".cg")
+            one = r + (first + i) * C.group
+            works = (one < active * C.group) & (r < C.group)
+            height = tl.load(tops + one * 2, mask=works, other=float("-inf"), cache_modifier=".cg")
             some = sums + one[:, None] * C.shape.head_dim + d[None, :]
-            some = tl.load(some, mask=(first + i < active) & exist, other=0.0, cache_modifier=".cg")
+            some = tl.load(some, mask=works[:, None] & exist, other=0.0, cache_modifier=".cg")
             y += some * (tl.exp2(height - highest) * factor)[:, None]
     tl.store(out + r[:, None] * C.shape.head_dim + d[None, :], y.to(out.dtype.element_ty), mask=exist)
 
@@ -229,7 +229,7 @@ def paged_attention(
     exist = (r < G)[:, None] & (d < C.shape.head_dim)[None, :]
     if active == 1:
         tl.store(out + r[:, None] * C.shape.head_dim + d[None, :], (y / total[:, None]).to(out.dtype.element_ty), mask=exist)
-    else:
+    elif C.tile.splits > 1:
         tops = partial + tl.num_programs(1) * (C.shape.heads * C.tile.splits * C.shape.head_dim)
         tops += place * (C.tile.splits * G * 2)
         sums = partial + place * (C.tile.splits * G * C.shape.head_dim)
@@ -246,15 +246,17 @@ def paged_attention(
 class PagedAttentionPlan:
     """All of a decode step's attention that does not depend on the tensors' contents: made once, called many times.
 
-    A plan serves one GPU, one type of q, k and v and one type of gammas; all tensors are contiguous and start at multiples of 16
-    bytes.
+    A plan serves one GPU, one type of q, k and v and one type of gammas; all tensors are contiguous and start at multiples of
+    16 bytes.
     """
 
     def __init__(self, rows: int, shape: AttentionShape, tile: DecodeTile, machine: Machine) -> None:
         self.rows, self.shape, self.tile = rows, shape, tile
         self.config = PagedAttention(shape, tile, overlap=machine.arch.sm >= 90)
         grid = (shape.kv_heads, rows, tile.splits)
-        self.launch = Launcher(paged_attention, grid, tile.warps, overlap=self.config.overlap)
+        # For sm_80 ptxas would rather spill a little than take more than 168 registers.
+        most = 0 if machine.arch.sm >= 90 else 255
+        self.launch = Launcher(paged_attention, grid, tile.warps, overlap=self.config.overlap, registers=most)
 
     @property
     def workspace(self) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from lowbit.hardware.machine import machine_of, typical_machine
 from lowbit.kernels.choose.attention import DecodeTile
 from tests.kernels.attention import compare, make_case, shape
 from tests.kernels.calls import meta
-from tests.kernels.sass import compile_plan
+from tests.kernels.sass import TRITON, compile_plan
 
 pytest.importorskip("triton", reason="the kernel is written in Triton")
 
@@ -36,7 +36,7 @@ def run(case, tile, machine):
         partial = torch.full((max(sums, 1),), torch.nan, device=case.k.device)
         found.append(plan(*case.arguments, partial, arrived))
         assert not arrived.any()
-    assert torch.equal(*found)
+    assert torch.equal(*(out[case.rows < len(case.positions) - 1] for out in found))  # rows that pad write over each other
     return found[0]
 
 
@@ -82,14 +82,14 @@ def warps_for(shape):
 
 def check_features():
     for given, options in FEATURES.values():
-        check(given, RAGGED[::-1], tile_for(given, 4, warps_for(given)[0]), **options)
+        check(given, [300, 129, 1], tile_for(given, 4, warps_for(given)[0]), **options)
 
 
 def check_tiles():
     given = shape()
-    for splits, chunk, block in ((1, 64, 64), (2, 64, 16), (16, 64, 32), (8, 128, 128), (64, 64, 16)):
-        check(given, [1000, 64, 65, 300], DecodeTile(splits, chunk, block, 1))
-    check(given, RAGGED, DecodeTile(16, 64, 32, 1))
+    for splits, chunk, block in ((1, 64, 64), (2, 64, 16), (8, 128, 128), (64, 64, 16)):
+        check(given, [700, 64, 65, 300], DecodeTile(splits, chunk, block, 1))
+    check(given, RAGGED, DecodeTile(16, 64, 32, 1))  # fp16: the interpreter does not multiply bf16
 
 
 def rows_alone(device, dtype):
@@ -112,6 +112,92 @@ def interpreted(call):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+@pytest.mark.skipif(
+    TRITON < (3, 7), reason="Triton's interpreter of 3.6 takes no bounds of loops from tensors under today's numpy"
+)
 @pytest.mark.parametrize("call", ["check_features()", "check_tiles()", "rows_alone('cpu', torch.float16)"])
 def test_the_arithmetic_in_tritons_interpreter(call):
     interpreted(call)
+
+
+def compiled(given, tile, sm=90, dtype=torch.float16, norms=None):
+    """The kernel of a step of 4 rows; norms: type of gammas."""
+    half, whole = (lambda *size: meta(size, dtype)), (lambda *size: meta(size, torch.int32))
+    pages = half(100, given.kv_heads, 128, given.head_dim)
+    gamma = None if norms is None else meta((given.head_dim,), norms)
+    state = whole(9, 64), whole(9), whole(4), meta((8192, given.rotary_dim), torch.float32), gamma, gamma
+    call = (half(4, given.features), pages, pages, *state, meta((1,), torch.float32), whole(1))
+    return compile_plan(PagedAttentionPlan(4, given, tile, typical_machine(sm)), call, sm)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group", "dtype"),
+    [(head_dim, group, torch.float16) for head_dim in (64, 128, 256) for group in (1, 4, 16)]
+    + [(80, 3, torch.float16), (96, 8, torch.bfloat16), (128, 4, torch.bfloat16)],
+    ids=str,
+)
+def test_nothing_spills_and_pages_are_read_in_pieces_of_16_bytes(head_dim, group, dtype):
+    """Of every tile that can be chosen, the number of parts aside: registers are those of its warps."""
+    given = shape(4 * group, 4, head_dim)
+    for warps in warps_for(given):
+        kernel = compiled(given, tile_for(given, 32, warps), 90, dtype)
+        assert kernel.stack_bytes == 0 and kernel.count("LDL") == kernel.count("STL") == 0, (warps, kernel.registers)
+        # 64 registers of keys and values, of the first block and in the loop; q; the parts of a round.
+        assert kernel.count("LDG.E.128") >= 33, warps
+        assert kernel.count("HMMA.16816") >= 32
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("sm", [80, 90])
+def test_all_features_at_once_do_not_spill(sm, head_dim):
+    given = shape(32, 8, head_dim, rotary_dim=head_dim // 2, softcap=50.0, window=4096, norm_eps=1e-6, norm_offset=1.0)
+    for warps in warps_for(given):
+        kernel = compiled(given, tile_for(given, 64, warps), sm, norms=torch.float16)
+        assert kernel.stack_bytes == 0, (warps, kernel.registers)
+
+
+def test_old_keys_are_asked_for_before_the_wait():
+    """sm_90: tables, positions and the first block before the wait, q after it; then the next kernel may start; then stores."""
+    given = shape(32, 8, 128)
+    for warps in (1, 2, 4):
+        kernel = compiled(given, tile_for(given, 16, warps))
+        names = [line.split()[line.startswith("@")] for line in kernel.lines]
+        wait, start = names.index("ACQBULK"), names.index("PREEXIT")
+        before = [name for name in names[:wait] if name.startswith("LDG")]
+        assert before.count("LDG.E.128") >= 16 and wait < start
+        assert not any(name.startswith(("STG", "ATOM", "HMMA")) for name in names[:start])
+    kernel = compiled(given, tile_for(given, 16), 80)
+    assert kernel.count("ACQBULK") == kernel.count("PREEXIT") == 0
+
+
+def test_without_parts_there_is_no_counter():
+    assert compiled(shape(), tile_for(shape(), 1)).count("ATOM") == 0
+    assert PagedAttentionPlan(4, shape(), tile_for(shape(), 1), typical_machine(90)).workspace == (0, 0)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FEATURES)
+def test_against_the_reference(name, dtype):
+    given, options = FEATURES[name]
+    for warps in warps_for(given):
+        for splits in (1, 4, 64):
+            check(given, [*RAGGED, 4000], tile_for(given, splits, warps), dtype, "cuda", **options)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_rows_do_not_feel_each_other(dtype):
+    rows_alone("cuda", dtype)
+
+
+@gpu
+def test_many_rows_and_parts_meet():
+    """More programs than fit the GPU at once, over and over: counters are left at zero, bits are the same."""
+    given = shape(32, 8, 128)
+    case = make_case(given, [(331 * i) % 2500 for i in range(64)], device="cuda", padding=8)
+    before, tile = case.copy(), tile_for(given, 32)
+    first = run(case, tile, machine_of("cuda"))
+    compare(case, before, first, 64)
+    for _ in range(20):
+        assert torch.equal(run(before.copy(), tile, machine_of("cuda"))[:64], first[:64])
