@@ -27,6 +27,7 @@ TYPES = {
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
     torch.int8: "i8",
+    torch.uint8: "u8",
     torch.int32: "i32",
     torch.int64: "i64",
     torch.float8_e4m3fn: "fp8e4nv",

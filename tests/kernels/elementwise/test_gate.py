@@ -37,11 +37,11 @@ def exact(gate, up, function):
 
 
 def near(got, wanted):
-    """A last bit of float32 may turn a rounding of f, and that one the next; nearly all are equal."""
+    """A last bit of float32 may turn a rounding of f, and that one the next; all but a few are equal."""
     eps = torch.finfo(got.dtype).eps
     difference = (got.double() - wanted.double()).abs()
     assert bool((difference <= 2 * eps * wanted.double().abs() + 1e-6).all()), float(difference.max())
-    assert float((difference > 0).double().mean()) <= 0.01
+    assert int((difference > 0).sum()) <= 1 + 0.01 * difference.numel()
 
 
 def check(device, dtype, m, width, function, start=0):

@@ -46,12 +46,14 @@ def framed(values):
     return rows, memory
 
 
-def near(got, wanted, steps=1):
-    """Within so many roundings: a root in the last bit of float32 turns a tie, and one rounding feeds the next."""
+def near(got, wanted, steps=1, size=None):
+    """Within so many roundings of numbers of `size`: a root in the last bit of float32 turns a tie, and one rounding feeds the
+    next. All but a few are equal."""
     eps = torch.finfo(got.dtype).eps
     difference = (got.double() - wanted.double()).abs()
-    assert bool((difference <= steps * eps * wanted.double().abs() + 1e-6).all()), float(difference.max())
-    assert float((difference > 0).double().mean()) < 0.02, "nearly all to the bit"
+    tolerance = steps * eps * (wanted if size is None else size).double().abs() + 1e-6
+    assert bool((difference <= tolerance).all()), float(difference.max())
+    assert int((difference > 0).sum()) <= 1 + 0.01 * difference.numel()
 
 
 def machine(device):
@@ -76,8 +78,10 @@ def check_norm(device, dtype, m, width, offset, with_delta=True, with_post=False
             mine, memory = framed(h)
             poison(device)
             x, squares = plan(mine, delta, gamma, post, 1e-5, 0.25)
-            near(mine, wanted) if with_post else None
-            assert with_post or torch.equal(mine, wanted)
+            if post is None:
+                assert torch.equal(mine, wanted)
+            else:  # a rounding of what is added, which may be larger than the sum
+                near(mine, wanted, 2, h.abs() + wanted.abs())
             assert memory[:width].isnan().all() and memory[-width:].isnan().all()
             if norm == NORMED:
                 near(x, norm_reference(mine, gamma, 1e-5, offset), 2)
@@ -145,19 +149,19 @@ def test_a_rows_shape_depends_on_its_width_alone(width):
         assert 2 <= chunks <= 4 and 3 * threads * chunks * PIECE <= 4 * width
 
 
-def compiled_norm(width, dtype=torch.float16, norm=NORMED, offset=0.0, delta=True, post=False, sm=90):
+def compiled_norm(width, dtype=torch.float16, norm=NORMED, offset=0.0, delta=True, post=False, sm=90, gamma=None):
     plan = NormPlan(64, width, NormRequest(norm, offset), typical_machine(sm))
-    rows, weights = meta((64, width), dtype), meta((width,), dtype)
+    rows, weights = meta((64, width), dtype), meta((width,), gamma or dtype)
     call = rows, rows if delta else None, weights, weights if post else None, 1e-5, 0.25
     return plan, compile_plan(plan, call, sm)
 
 
-def compiled_embed(width, dtype=torch.float16, norm=NORMED, packed=False, scaled=False, sm=90):
+def compiled_embed(width, dtype=torch.float16, norm=NORMED, packed=False, scaled=False, sm=90, rows=True):
     plan = EmbedPlan(64, width, NormRequest(norm), scaled, typical_machine(sm))
     ids, weights = meta((64,), torch.int32), None if norm == NONE else meta((width,), dtype)
-    table = meta((1000, width), torch.int8 if packed else dtype)
+    table = meta((1000, width), torch.uint8 if packed else dtype)
     scale = meta((1000,), torch.float32) if packed else None
-    return plan, compile_plan(plan, (ids, ids, table, scale, weights, dtype, 2.0, 1e-5, 0.25), sm)
+    return plan, compile_plan(plan, (ids, ids if rows else None, table, scale, weights, dtype, 2.0, 1e-5, 0.25), sm)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=["fp16", "bf16"])
@@ -200,6 +204,19 @@ def test_compiles_for_other_gpus(sm):
     assert TRITON >= (3, 6)
     for kernel in (compiled_norm(4096, sm=sm)[1], compiled_embed(4096, packed=True, sm=sm)[1]):
         assert kernel.stack_bytes == 0
+
+
+@pytest.mark.parametrize(("width", "dtype"), [(203, torch.float16), (4096, torch.bfloat16)], ids=str)
+def test_everything_that_is_launched_compiles(width, dtype):
+    made = [compiled_norm(width, dtype, *way) for way in itertools.product((NORMED, SQUARES), (0.0, 1.0), (False, True))]
+    made += [
+        compiled_embed(width, dtype, norm, packed, scaled=rows, rows=rows)
+        for norm, packed, rows in itertools.product((NONE, NORMED, SQUARES), (False, True), (False, True))
+    ]
+    assert all(kernel.stack_bytes == 0 and kernel.registers <= 96 for _, kernel in made)
+    for offset in (0.0, 1.0):  # two registers wait on the stack for gammas of 32 bits (ptxas of Triton 3.6)
+        kernel = compiled_norm(width, dtype, offset=offset, post=offset == 1, gamma=torch.float32)[1]
+        assert kernel.stack_bytes <= 8 and kernel.registers <= 96
 
 
 @gpu
