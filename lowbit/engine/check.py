@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from lowbit.engine.batching import Piece
@@ -14,16 +13,18 @@ from lowbit.engine.program import DecodeProgram
 from lowbit.engine.request import Request
 from lowbit.engine.slots import Slots, on_device
 
-LARGEST_DIFFERENCE = 0.1
-"""Of logits, over the largest of them: rounding in 16 bits makes 0.001 to 0.02, a wrong formula more than 0.3."""
+LARGEST_DIFFERENCE = 0.2
+"""Of logits, in the norm, over theirs. In a model of random weights that magnifies differences, rounding made 1e-6 in float32
+and 0.14 in bf16 with fp8 activations, where a last bit turns codes; wrong formulas (GELU for SiLU, another scale of attention,
+no window) 0.26 to 1.8. tests/engine/test_family.py proves a family's formulas; this finds models that are not of them."""
 
 TOKENS = 33
 
 
 @torch.inference_mode()
 def difference_to(model: PreTrainedModel, make: Callable[[], DecodeProgram]) -> tuple[DecodeProgram, float]:
-    """A program that `make` makes of a model, and the largest difference of their logits over the largest logit: after a prompt
-    of random tokens, and after one token more. The model computes first: a program may take its weights over."""
+    """A program that `make` makes of a model, and the norm of the difference of their logits over theirs: after a prompt of
+    random tokens, and after one token more. The model computes first: a program may take its weights over."""
     vocab = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocab, (TOKENS + 1,), generator=generator)
@@ -40,8 +41,4 @@ def difference_to(model: PreTrainedModel, make: Callable[[], DecodeProgram]) -> 
     program.cache = None
     assert prompt is not None
     found = torch.cat([prompt, step]).float()
-    return program, _largest(found - expected) / _largest(expected)
-
-
-def _largest(values: Tensor) -> float:
-    return float(values.abs().max())
+    return program, float((found - expected).norm() / expected.norm())

@@ -181,7 +181,7 @@ class Engine:
         decoder = self.program.decoder
         return [
             f"decode program of {decoder.family}, {len(decoder.layers)} layers; logits differ from Transformers' forward by "
-            f"{self.difference:.1e} of the largest",
+            f"{self.difference:.1e}, relatively",
             f"cache: {self.program.cache}",
             *self._launches(),
         ]

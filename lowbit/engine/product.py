@@ -9,20 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from lowbit.formats import ActivationRule, PerBlock, PerGroup
 from lowbit.kernels.reference.decode import Gate
 from lowbit.nn import QuantLinear
 from lowbit.nn.fused import AlternatingMLP, quantize_alike
+from lowbit.nn.linear import QuantizedInput
 from lowbit.ops import fragment_gemm
-from lowbit.pack import FragmentWeight
+from lowbit.ops.byte_gemm import byte_gemm
+from lowbit.pack import FragmentWeight, OperandWeight
 from lowbit.pack.fragment import STRIP
 
 Product = Callable[[Tensor], Tensor]
-"""y [M, N] of x [M, K]."""
+"""y [M, N] of x [M, K]; a `Scaled` one takes x quantized too."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,14 +42,46 @@ class Packed:
         return fragment_gemm(x, self.weight, self.bias, batch_invariant=self.batch_invariant)
 
 
+@dataclass(frozen=True, eq=False)
+class Scaled:
+    """y [M, N] = x [M, K] . w^T + bias of layers that quantize x alike: once for all, or by what makes x.
+
+    `weight` is all of them in the form of a GPU's kernels; None where they compute one after the other.
+    """
+
+    layers: Sequence[QuantLinear]
+    weight: OperandWeight | None
+    bias: Tensor | None
+    batch_invariant: bool
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether what makes x may quantize it in float32: not by another tool's rule, which takes x as it was rounded."""
+        return self.layers[0].scheme.rule is ActivationRule.OWN
+
+    def quantization(self) -> dict[str, Any]:
+        """How x is quantized: arguments of `ops.quantize_activations`."""
+        return self.layers[0].quantization()
+
+    def __call__(self, x: Tensor | QuantizedInput) -> Tensor:
+        if isinstance(x, Tensor):
+            x = self.layers[0].quantize_input(x)
+        if self.weight is None:
+            made = [layer(x) for layer in self.layers]
+            return made[0] if len(made) == 1 else torch.cat(made, dim=-1)
+        return byte_gemm(
+            x.codes, x.scale, self.weight, self.bias, dtype=x.dtype, x_zero=x.zero, batch_invariant=self.batch_invariant
+        )
+
+
 def product(modules: Sequence[nn.Module], batch_invariant: bool) -> Product:
     """One function of x whose result has the outputs of all `modules` side by side; they keep computing as before."""
     layers = [module for module in modules if isinstance(module, QuantLinear)]
     if len(layers) == len(modules):
         if _in_one_form(layers):
             return Packed(_joined_fragments(layers), _bias(layers), batch_invariant)
-        if len(layers) > 1 and quantize_alike(list(layers)):
-            return lambda x: _one_input(x, layers)
+        if quantize_alike(list(layers)):
+            return Scaled(layers, _joined_operands(layers), _bias(layers), batch_invariant)
     if not layers and all(type(module) is nn.Linear for module in modules):
         dense, bias = _joined_linear([module for module in modules if isinstance(module, nn.Linear)])
         return lambda x: linear(x, dense, bias)
@@ -64,12 +100,6 @@ def gated_product(
         block.mlp = mlp
         return Packed(mlp.weight(), mlp.bias, batch_invariant, alternates=True)
     return product(modules, batch_invariant)
-
-
-def _one_input(x: Tensor, layers: Sequence[QuantLinear]) -> Tensor:
-    """Products of 8-bit activations, quantized once for all."""
-    quantized = layers[0].quantize_input(x)
-    return torch.cat([layer(quantized) for layer in layers], dim=-1)
 
 
 def _in_one_form(layers: Sequence[QuantLinear]) -> bool:
@@ -96,10 +126,35 @@ def _joined_fragments(layers: Sequence[QuantLinear]) -> FragmentWeight:
     return FragmentWeight(codes, _join(layers, "kernel_scale"), _join(layers, "kernel_channel_scale"), first.scheme, shape)
 
 
+def _joined_operands(layers: Sequence[QuantLinear]) -> OperandWeight | None:
+    """The weights of some layers with 8-bit activations as one, of which their own become parts; None where they have no such
+    form, or are not made of whole strips or blocks."""
+    first = layers[0]
+    if any(layer.kernel_codes is None or layer.scheme_name != first.scheme_name for layer in layers):
+        return None
+    if len(layers) == 1:
+        return first.scaled_weight()
+    granularity = first.scheme.granularity
+    whole = granularity.n if isinstance(granularity, PerBlock) else STRIP
+    if any(layer.out_features % whole for layer in layers[:-1]):
+        return None
+    shape = (sum(layer.out_features for layer in layers), first.in_features)
+    codes, sums = _join(layers, "kernel_codes"), _join(layers, "kernel_sums")
+    assert codes is not None and sums is not None
+    # Scales of groups lie [K / 128, N]: the layers keep their own, which are small.
+    along = 1 if isinstance(granularity, PerGroup) else 0
+    scale = None if first.kernel_scale is None else torch.cat(_buffers(layers, "kernel_scale"), dim=along)
+    return OperandWeight(codes, scale, _join(layers, "kernel_channel_scale"), sums, first.scheme, shape)
+
+
+def _buffers(layers: Sequence[QuantLinear], name: str) -> list[Tensor]:
+    return [buffer for buffer in (getattr(layer, name) for layer in layers) if buffer is not None]
+
+
 def _join(layers: Sequence[QuantLinear], name: str) -> Tensor | None:
     """One tensor of a buffer of all layers, whose own become parts of it."""
-    buffers = [getattr(layer, name) for layer in layers]
-    if buffers[0] is None:
+    buffers = _buffers(layers, name)
+    if not buffers:
         return None
     joined = torch.cat(buffers)
     for layer, part in zip(layers, joined.split([len(buffer) for buffer in buffers]), strict=True):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +19,12 @@ from lowbit.engine.batching import Piece
 from lowbit.engine.cache import Cache, CacheSpec
 from lowbit.engine.chain import MOST_TOKENS, Chain, chain_of
 from lowbit.engine.family import Decoder, LayerParts
-from lowbit.engine.product import Packed, Product, gated_product, product
+from lowbit.engine.product import Packed, Product, Scaled, gated_product, product
 from lowbit.engine.slots import Slots, on_device
 from lowbit.kernels.choose.attention import AttentionShape
 from lowbit.nn import QuantLinear
+from lowbit.nn.linear import QuantizedInput
+from lowbit.ops import add_norm_quantize, silu_mul_quantize
 from lowbit.ops.attention import append_kv, decode_attention, prompt_attention
 from lowbit.ops.decode import add_norm, embed_norm, gate
 
@@ -132,11 +135,27 @@ class DecodeProgram:
         for i, layer in enumerate(self.layers):
             if i:
                 after, parts = parts.after_mlp_gamma, layer.parts
-                x = add_norm(h, delta, parts.input_gamma, d.eps, offset=d.norm_offset, post_gamma=after)
+                x = self._norm(layer.qkv, h, delta, parts.input_gamma, after)
             delta = layer.o(attend(i, layer.qkv(x)))
-            x = add_norm(h, delta, parts.mlp_gamma, d.eps, offset=d.norm_offset, post_gamma=parts.after_attention_gamma)
-            delta = layer.down(gate(layer.gate_up(x), d.activation, alternate=layer.alternates))
+            x = self._norm(layer.gate_up, h, delta, parts.mlp_gamma, parts.after_attention_gamma)
+            delta = layer.down(self._gate(layer, layer.gate_up(x)))
         return h, delta
+
+    def _norm(self, reader: Product, h: Tensor, delta: Tensor, gamma: Tensor, after: Tensor | None) -> Any:
+        """x of the product `reader`, quantized already where it takes 8-bit activations, after h += delta."""
+        d = self.decoder
+        if isinstance(reader, Scaled) and reader.is_fused and after is None and d.norm_offset == 0:
+            made = add_norm_quantize(h, delta, gamma, d.eps, **reader.quantization())
+            return QuantizedInput(made.codes, made.scale, made.zero, h.dtype)
+        return add_norm(h, delta, gamma, d.eps, offset=d.norm_offset, post_gamma=after)
+
+    def _gate(self, layer: Layer, gate_up: Tensor) -> Any:
+        """x of the product `down`, quantized already where it takes 8-bit activations."""
+        if isinstance(layer.down, Scaled) and layer.down.is_fused and self.decoder.activation == "silu":
+            first, second = gate_up.chunk(2, dim=-1)
+            made = silu_mul_quantize(first, second, **layer.down.quantization())
+            return QuantizedInput(made.codes, made.scale, made.zero, gate_up.dtype)
+        return gate(gate_up, self.decoder.activation, alternate=layer.alternates)
 
     def _logits(self, h: Tensor, delta: Tensor) -> Tensor:
         d = self.decoder

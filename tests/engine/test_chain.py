@@ -12,7 +12,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from lowbit.engine.cache import Cache
 from lowbit.engine.chain import MOST_TOKENS, Chain
 from lowbit.engine.family import recognise
-from lowbit.engine.product import Packed, product
+from lowbit.engine.product import Packed, Scaled, product
 from lowbit.engine.program import DecodeProgram
 from lowbit.engine.slots import Slots, on_device
 from lowbit.models.ends import quantize_ends
@@ -149,6 +149,23 @@ def test_layers_that_differ_run_as_they_are():
     assert not isinstance(product(layers, False), Packed)
     other = packed(nn.ModuleDict({"0": nn.Linear(64, 32, bias=False)}).half(), "w8a16")["0"]
     assert not isinstance(product([layers[0], other], False), Packed)
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a8_g128", "fp8_dynamic", "fp8_block"])
+def test_weights_of_8_bit_activations_are_joined_too(scheme):
+    torch.manual_seed(0)
+    layers = list(packed(nn.ModuleDict({str(n): nn.Linear(256, n) for n in (128, 384)}).half(), scheme).values())
+    before = [layer.quant_tensor() for layer in layers]
+    joined = product(layers, False)
+    assert isinstance(joined, Scaled) and joined.weight is not None
+    found = joined.weight.unpack()
+    assert torch.equal(found.codes, torch.cat([q.codes for q in before]))
+    expected = torch.cat([q.dequantize(torch.float32) for q in before])
+    assert torch.equal(found.dequantize(torch.float32), expected)
+    assert torch.equal(joined.bias, torch.cat([layer.bias for layer in layers]))
+    assert torch.equal(joined.weight.sums, torch.cat([layer.kernel_sums for layer in layers]))
+    assert layers[1].kernel_codes.untyped_storage().data_ptr() == joined.weight.codes.untyped_storage().data_ptr()
+    assert torch.equal(layers[1].quant_tensor().codes, before[1].codes)
 
 
 def test_biases_of_some_layers():

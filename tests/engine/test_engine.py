@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lowbit.engine import End, Engine, Request, Sampling
+from lowbit.engine.product import Scaled
 from lowbit.engine.program import DecodeProgram
+from lowbit.nn import convert
 from tests.tiny import eager_llama
 
 VOCAB = 160
@@ -57,6 +59,18 @@ def test_greedy_tokens_are_transformers(model, ahead):
         assert tokens(request) == expected(model, request.prompt, 20), len(request.prompt)
         assert request.end is End.LENGTH and len(set(tokens(request))) > 8, "a model that repeats itself would hide errors"
     assert engine.batch.pages.available == engine.batch.pages.count - 1
+
+
+@pytest.mark.parametrize("scheme", ["w8a16", "w8a8", "w4a8_g64", "fp8_dynamic"])
+def test_quantized_models(scheme):
+    """In float32, where x is quantized by the norm or gate that makes it to the same codes as by the layers themselves."""
+    quantized = eager_llama()
+    convert(quantized, scheme)
+    engine = engine_of(quantized)
+    assert isinstance(engine.program, DecodeProgram) and engine.difference < 1e-5
+    assert isinstance(engine.program.layers[0].down, Scaled) == (scheme != "w8a16")
+    for request in engine.generate([Request(prompt(length), 15) for length in (1, 30, 150)]):
+        assert tokens(request) == expected(quantized, request.prompt, 15)
 
 
 def test_out_of_pages_nothing_is_lost(model):
