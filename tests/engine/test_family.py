@@ -9,7 +9,9 @@ import torch
 import transformers
 
 from lowbit import convert
+from lowbit.engine.check import difference_to
 from lowbit.engine.family import FAMILIES, Decoder, recognise
+from lowbit.engine.program import DecodeProgram
 from lowbit.models.fuse import fuse_quantization, prepare_on_gpu
 from lowbit.nn.fused import GatedMLP, QuantizingNorm
 from lowbit.ops.decode import EmbeddingTable
@@ -294,3 +296,13 @@ def test_code_of_a_checkpoint_is_not_transformers():
     stranger = type("LlamaForCausalLM", (type(model),), {"__module__": "transformers_modules.somebody.modeling"})
     model.__class__ = stranger
     assert "none of the families" in recognise(model)[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_program_of_every_family_computes_its_model(case):
+    family, options = CASES[case]
+    model = tiny(family, **options)
+    decoder = recognise(model)
+    assert isinstance(decoder, Decoder)
+    program, difference = difference_to(model, lambda: DecodeProgram(decoder, model.dtype, model.device, batch_invariant=False))
+    assert difference < 1e-5 and len(program.layers) == len(decoder.layers)

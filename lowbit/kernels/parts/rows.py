@@ -3,7 +3,6 @@
 Values are tuples of CHUNKS blocks [THREADS, PIECE]; `i` are the elements of the first. Shared by the kernels that take a row at
 once: quantize_rows.py and norm.py of elementwise/. Tested: tests/kernels/parts/test_rows.py
 """
-# mypy: allow-untyped-defs, allow-incomplete-defs, no-check-untyped-defs, disable-error-code=assignment
 
 from __future__ import annotations
 
