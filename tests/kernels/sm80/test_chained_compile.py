@@ -71,6 +71,7 @@ def check(tile, kernel, end, of_rows, parts, stack_bytes=0):
     wait = next(i for i, line in enumerate(kernel.lines) if "ACQBULK" in line)
     copies = [i for i, line in enumerate(kernel.lines) if "LDGSTS" in line]
     assert copies[0] < wait < copies[-1], "copies of weights, wait, copies of x"
+    assert kernel.ptx.count("@absent st.shared") == 4 * tile.rounds * tile.tokens // 8, "places of no token are cleared, once"
     stores = [i for i, line in enumerate(kernel.lines) if re.search(r"\b(STG|ATOMG|RED)\b", line)]
     assert min(stores) > last
     loads = [i for i, line in enumerate(kernel.lines) if re.search(r"\bLDG\b", line)]
