@@ -23,6 +23,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from lowbit.checkpoint import CheckpointError, CheckpointReader, LayerEntry, Manifest
 from lowbit.checkpoint.schema import OLD_NAMES, current_names
 from lowbit.formats import QuantTensor, Scheme, parse_scheme
+from lowbit.models.attention import register_attention
 from lowbit.models.complete import require_complete, require_finite, some
 from lowbit.models.cpu import plan_on_cpu
 from lowbit.models.fuse import prepare_on_gpu
@@ -39,6 +40,9 @@ LOADING_OVERHEAD_BYTES = 100_000_000
 them) and one layer in 16 bits: float32 temporaries of `quantize.rtn`, what Python holds, and the codes of a layer of 20 million
 weights; a larger layer adds a byte for each weight more."""
 logger = logging.get_logger(__name__)
+
+
+register_attention()
 
 
 @register_quantization_config(METHOD)

@@ -1,0 +1,49 @@
+"""Transformers' attention without repeated keys and values: `attn_implementation="lowbit"`.
+
+Where heads of q share keys (grouped queries), Transformers' "sdpa" repeats keys and values for a step over a static cache that
+is compiled: with a mask, torch's fused attention takes no groups, and its way of folding a group into the query is for eager
+calls only (Transformers 5.23; 5.17 repeats in eager calls too). A step has one token a sequence, so the heads that share a key
+take the place of tokens: q [B, kv_heads, group, head_dim] over keys as they lie in the cache. All else is "sdpa".
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+NAME = "lowbit"
+
+
+def grouped_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+    scaling: float | None = None, **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Attention of query [B, heads, T, head_dim] over key and value [B, kv_heads, S, head_dim] as Transformers asks for it.
+
+    Returns [B, T, heads, head_dim] and None. With T 1 and a mask that all heads share, keys and values are read where they lie.
+    Raises ValueError for a soft cap.
+    """
+    if options.get("softcap") is not None:
+        raise ValueError(f"attn_implementation={NAME!r} has no softcap, got {options['softcap']}: use 'eager'")
+    batch, heads, tokens, head_dim = query.shape
+    shared = attention_mask is not None and attention_mask.shape[1] == 1 and heads != key.shape[1]
+    plain = options.get("position_bias") is None and options.get("cache") is None
+    if tokens != 1 or not shared or not plain:
+        out: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
+        )
+        return out
+    grouped = query.reshape(batch, key.shape[1], heads // key.shape[1], head_dim)
+    y = scaled_dot_product_attention(grouped, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling)
+    return y.reshape(batch, 1, heads, value.shape[-1]), None
+
+
+def register_attention() -> None:
+    """Makes the name known to Transformers."""
+    AttentionInterface.register(NAME, grouped_attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
