@@ -4,7 +4,6 @@ A head lies in a power of two of lanes; those beyond `head_dim` hold zeros. Of t
 i + rotary_dim / 2, the others pass. `C` is the configuration of the kernel, which has the shape of attention as `C.shape`. All
 in float32.
 """
-# mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 

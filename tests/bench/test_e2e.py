@@ -1,0 +1,110 @@
+"""`lowbit bench e2e`: models of known shapes, what a step's kernels are, tables; and one short run on a GPU."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from lowbit.bench import language_model
+from lowbit.bench.e2e_report import E2E, SCHEMA, load, plot, shares, step_table
+from lowbit.bench.language_model import random_model, weight_bytes
+from lowbit.cli.commands import app
+from lowbit.engine import Engine, Request
+from lowbit.eval.results import write_json
+from lowbit.nn import PackedWeight
+
+SMALL = dict(hidden=64, intermediate=192, layers=3, heads=4, kv_heads=2, vocab=320, theta=1e4)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    monkeypatch.setitem(language_model.SHAPES, "small", lambda: language_model._llama(**SMALL))
+    return "small"
+
+
+def test_a_random_model_computes_and_counts_its_bytes(small):
+    model = random_model(small, "w4a16_g32", "w8a16", torch.bfloat16, torch.device("cpu"), layers=2)
+    assert len(model.model.layers) == 2 and model.dtype == torch.bfloat16
+    for module in model.modules():
+        if isinstance(module, PackedWeight):
+            module.restore()  # a CPU's own form may be larger
+    weights = 2 * (64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 192 * 64)
+    of_layers = weights // 2 + weights // 32 * 2  # codes of 4 bits, fp16 scales of groups of 32
+    norms = 5 * 64 * 2
+    head = 320 * 64 + 320 * 4  # the embedding's rows are read one by one and do not count
+    assert weight_bytes(model) == of_layers + norms + head
+    plain = random_model(small, None, None, torch.float16, torch.device("cpu"))
+    assert not any(isinstance(module, PackedWeight) for module in plain.modules())
+    (request,) = Engine(plain.float(), max_concurrent=1, max_length=128).generate([Request([1, 2, 3], 8)])
+    assert len(request.drawn) == 8
+
+
+def test_unknown_models_are_refused():
+    with pytest.raises(ValueError, match="models are Llama-3-8B, Llama-2-13B, Llama-2-70B, got 'GPT-5'"):
+        random_model("GPT-5", None, None, torch.float16, torch.device("cpu"))
+
+
+def row(**more):
+    return {
+        "model": "small", "scheme": "w4a16_g128", "impl": "lowbit", "batch": 1, "context": 256, "ms_per_token": 0.5,
+        "limit_ms": 0.25, "bf16_ms_per_token": 1.0, "tokens_per_gpu_s": 2000.0, "kernels_per_layer": 5.1, "prefill_tok_s": 3e4,
+        "step_wall_ms": 0.6, "error": None, "kernels": {"ring_gemm": [4, 300.0], "decode_attention": [1, 90.0], "x": [1, 10.0]},
+    } | more  # fmt: skip
+
+
+def document(*rows):
+    return {
+        "result": E2E, "schema": SCHEMA, "date": "2026-11-22", "complete": True, "machine": {"gpu": "a GPU"}, "rows": [*rows],
+    }  # fmt: skip
+
+
+def test_tables_say_shares_ratios_and_errors(tmp_path):
+    write_json(tmp_path / "e2e.json", document(row(), row(batch=4, ms_per_token=None, error="OutOfMemoryError: too much")))
+    terminal = Console(width=220, record=True, quiet=False)
+    terminal.print(step_table(load(tmp_path / "e2e.json")))
+    text = terminal.export_text()
+    for said in ("50 %", "2.00", "2,000", "5.1", "0.600", "30,000", "OutOfMemoryError: too much"):
+        assert said in text
+    assert shares(row()) == {"products": 300.0, "attention": 90.0, "norms and gates": 0.0, "drawing": 0.0, "other": 10.0}
+
+
+def test_pictures_need_a_measured_row(tmp_path):
+    pytest.importorskip("matplotlib", reason="the extra lowbit[plot]")
+    plot(document(row(), row(batch=4), row(scheme=None), row(impl="transformers eager", kernels=None)), tmp_path / "e2e.svg")
+    assert {path.name for path in tmp_path.iterdir()} == {"e2e.svg", "e2e-dark.svg"}
+    with pytest.raises(ValueError, match="hold no measured row"):
+        plot(document(row(ms_per_token=None)), tmp_path / "none.svg")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--models", "GPT-5"], "--models are Llama-3-8B, Llama-2-13B, Llama-2-70B, got 'GPT-5'"),
+        (["--rivals", "vllm"], "--rivals are eager, static, got 'vllm'"),
+        (["--dtype", "float32"], "--dtype is float16 or bfloat16, got 'float32'"),
+        (["--schemes", "int4"], "int4"),
+    ],
+)
+def test_what_is_asked_wrongly_is_refused(arguments, message):
+    result = CliRunner().invoke(app, ["bench", "e2e", *arguments])
+    assert result.exit_code == 1 and message in " ".join(result.stderr.split())
+
+
+@pytest.mark.gpu
+def test_a_short_run(tmp_path):
+    """Two layers of Llama-3-8B's shape: all columns that a result file promises, no step faster than its bytes."""
+    out = tmp_path / "e2e.json"
+    arguments = ["--layers", "2", "--schemes", "w4a16_g128", "--batches", "1,16", "--contexts", "256", "--out", str(out)]
+    result = CliRunner().invoke(app, ["bench", "e2e", *arguments])
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(out.read_text())
+    assert found["complete"] and len(found["rows"]) == 4
+    for line in found["rows"]:
+        assert line["error"] is None and line["ms_per_token"] > line["limit_ms"] > 0
+        promised = ("model scheme gpus batch context kv_dtype head prompt output ms_per_token limit_ms bf16_ms_per_token "
+                    "prefill_tok_s tokens_per_gpu_s kernels_per_layer weight_bytes peak_bytes impl")  # fmt: skip
+        assert set(promised.split()) <= set(line)
