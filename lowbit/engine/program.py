@@ -20,7 +20,7 @@ from lowbit.engine.cache import Cache, CacheSpec
 from lowbit.engine.chain import MOST_TOKENS, Chain, chain_of
 from lowbit.engine.family import Decoder, LayerParts
 from lowbit.engine.product import Packed, Product, Scaled, gated_product, product
-from lowbit.engine.slots import Slots, on_device
+from lowbit.engine.slots import Slots, columns_on_device, on_device
 from lowbit.kernels.choose.attention import AttentionShape
 from lowbit.nn import QuantLinear
 from lowbit.nn.linear import QuantizedInput
@@ -96,7 +96,7 @@ class DecodeProgram:
 
     def prompt(self, pieces: Sequence[Piece], slots: Slots) -> Tensor | None:
         """Logits [B, V] after the last piece of each text that has one among `pieces`; None if there is none."""
-        ids, slot_of, position_of = on_device(_flat(pieces), self.device)
+        ids, slot_of, position_of = columns_on_device(_flat(pieces), self.device)
         ends = [end for end, piece in zip(_ends(pieces), pieces, strict=True) if piece.last]
 
         def attend(i: int, qkv: Tensor) -> Tensor:

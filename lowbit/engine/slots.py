@@ -15,6 +15,9 @@ from lowbit.engine.pages import NOBODYS, pages_for
 from lowbit.engine.request import Request
 from lowbit.ops.sample import SamplingState
 
+ALIGNED = 32
+"""int32 in a line of the cache: kernels take tensors that start at multiples of 16 bytes."""
+
 
 class Slots:
     """`count` slots for requests of at most `most_tokens` tokens, and one that is nobody's."""
@@ -22,11 +25,12 @@ class Slots:
     def __init__(self, count: int, most_tokens: int, vocab: int, ends: Sequence[int], device: torch.device) -> None:
         self.count, self.device = count, device
         self.places = pages_for(most_tokens)
-        # One piece of memory, so that all that changes between two steps is one copy.
-        self._all = torch.zeros((count + 1) * (2 + self.places), dtype=torch.int32, device=device)
+        # One piece of memory, so that all that changes between two steps is one copy; each part starts at a line of the cache.
+        self._apart = -(-(count + 1) // ALIGNED) * ALIGNED
+        self._all = torch.zeros(2 * self._apart + (count + 1) * self.places, dtype=torch.int32, device=device)
         self.tokens = self._all[: count + 1]
-        self.positions = self._all[count + 1 : 2 * (count + 1)]
-        self.tables = self._all[2 * (count + 1) :].view(count + 1, self.places)
+        self.positions = self._all[self._apart : self._apart + count + 1]
+        self.tables = self._all[2 * self._apart :].view(count + 1, self.places)
         self.tables[count] = NOBODYS
         self.sampling = SamplingState.make(count + 1, vocab, ends, device)
 
@@ -37,8 +41,8 @@ class Slots:
 
     def update(self, pages: Iterable[tuple[int, int, int]], positions: Iterable[tuple[int, int]]) -> None:
         """Enters pages, each as (slot, place in its table, page), and positions of slots."""
-        changes = [(2 * (self.count + 1) + slot * self.places + place, page) for slot, place, page in pages]
-        changes += [(self.count + 1 + slot, position) for slot, position in positions]
+        changes = [(2 * self._apart + slot * self.places + place, page) for slot, place, page in pages]
+        changes += [(self._apart + slot, position) for slot, position in positions]
         if changes:
             where, values = on_device(list(zip(*changes, strict=True)), self.device)
             self._all.index_copy_(0, where.long(), values)
@@ -47,6 +51,13 @@ class Slots:
         """The slots of some requests, filled up to `size` rows."""
         named = [request.slot for request in requests if request.slot is not None]
         return named + [self.nobodys] * (size - len(named))
+
+
+def columns_on_device(columns: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
+    """int32 of several lists of one length, in one copy; each starts at a line of the cache."""
+    length = len(columns[0])
+    padding = [0] * (-length % ALIGNED)
+    return list(on_device([[*column, *padding] for column in columns], device)[:, :length])
 
 
 def on_device(values: object, device: torch.device) -> Tensor:

@@ -51,12 +51,12 @@ def texts(count):
 
 
 @torch.inference_mode()
-def stepped(program, ids):
+def stepped(program, ids, vocab=VOCAB):
     """Logits [tokens, texts, V] of a program that is given texts token by token."""
     count = len(ids)
     program.cache = Cache(program.cache_spec, 1 + count, program.device)
     program.cache.keys.fill_(torch.nan), program.cache.values.fill_(torch.nan)
-    slots = Slots(count, 128, VOCAB, (), program.device)
+    slots = Slots(count, 128, vocab, (), program.device)
     slots.update([(slot, 0, 1 + slot) for slot in range(count)], [])
     logits = []
     for position in range(ids.shape[1]):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from lowbit.engine import End, Engine, Request, Sampling
 from lowbit.engine.chain import Chain
+from lowbit.engine.family import recognise
 from lowbit.engine.program import DecodeProgram
 from lowbit.models.ends import quantize_ends
 from lowbit.nn import convert
 from lowbit.nn.linear import make_batch_invariant
+from tests.engine.test_chain import stepped
 
 pytestmark = pytest.mark.gpu
 
@@ -166,3 +169,20 @@ def test_several_engines_steps_with_and_without_the_chain_agree():
     for one, other in zip(few, many, strict=False):
         if tokens(one) == tokens(other):
             assert abs(one.drawn[1].logprob - other.drawn[1].logprob) < 0.02
+
+
+@pytest.mark.parametrize("scheme", ["w4a16_g128", "w6e3m2a16", "w8a16", "w8a8", "fp8_dynamic"])
+@pytest.mark.parametrize("count", [8, 16], ids=["five launches", "eight launches"])
+def test_perplexity_of_steps(scheme, count):
+    """Texts given token by token: the mean loss is that of the model's own forward to a part in a thousand."""
+    model = model_of(scheme=scheme)
+    ids = torch.stack([torch.tensor(prompt(100, seed)) for seed in range(count)]).cuda()
+    with torch.inference_mode():
+        logits = model(ids).logits[:, :-1].float()
+    decoder = recognise(model)
+    assert not isinstance(decoder, tuple), decoder
+    program = DecodeProgram(decoder, model.dtype, model.device, batch_invariant=False)
+    found = stepped(program, ids, VOCAB).transpose(0, 1)[:, :-1].float()
+    following = ids[:, 1:].reshape(-1)
+    expected, got = (cross_entropy(part.reshape(-1, VOCAB), following) for part in (logits, found))
+    assert abs(got - expected) < 1e-3 * expected

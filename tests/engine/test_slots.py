@@ -1,0 +1,43 @@
+"""Where the places of requests lie: kernels take tensors that start at multiples of 16 bytes and do not move."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowbit.engine.pages import NOBODYS
+from lowbit.engine.request import Request
+from lowbit.engine.slots import Slots, columns_on_device
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 31, 32, 64])
+def test_every_part_starts_at_a_line(count):
+    slots = Slots(count, 300, 50, (), CPU)
+    for part in (slots.tokens, slots.positions, slots.tables):
+        assert (part.data_ptr() - slots.tokens.data_ptr()) % 128 == 0 and part.is_contiguous()
+    assert slots.tables.shape == (count + 1, 3) and len(slots.tokens) == len(slots.positions) == count + 1
+
+
+def test_changes_reach_their_places_and_no_others():
+    slots = Slots(3, 300, 50, (), CPU)
+    slots.tokens.copy_(torch.arange(4))
+    slots.update([(0, 2, 7), (2, 0, 9)], [(1, 44), (2, 5)])
+    assert slots.tables.tolist() == [[0, 0, 7], [0, 0, 0], [9, 0, 0], [NOBODYS] * 3]
+    assert slots.positions.tolist() == [0, 44, 5, 0] and slots.tokens.tolist() == [0, 1, 2, 3]
+    slots.update([], [])
+
+
+def test_rows_are_filled_up_with_nobody():
+    slots = Slots(3, 300, 50, (), CPU)
+    requests = [Request([1], 1), Request([1], 1)]
+    requests[0].slot, requests[1].slot = 2, 0
+    assert slots.rows(requests, 4) == [2, 0, slots.nobodys, slots.nobodys]
+
+
+@pytest.mark.parametrize("length", [1, 3, 32, 33])
+def test_columns(length):
+    made = columns_on_device([range(length), range(length, 2 * length)], CPU)
+    assert [column.tolist() for column in made] == [[*range(length)], [*range(length, 2 * length)]]
+    assert all(column.is_contiguous() and (column.data_ptr() - made[0].data_ptr()) % 128 == 0 for column in made)
