@@ -15,7 +15,9 @@ import torch
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
 from lowbit import kernels
+from lowbit.kernels.choose.attention import AttentionShape, DecodeTile
 from lowbit.kernels.choose.conv import block_tile
+from lowbit.kernels.elementwise.append import Append
 from lowbit.kernels.parts.conv_tile import WgmmaConv
 from lowbit.kernels.parts.decode import Decode
 from lowbit.kernels.parts.ring import Ring
@@ -23,6 +25,7 @@ from lowbit.kernels.parts.ring_end import End
 from lowbit.kernels.parts.step import Step
 from lowbit.kernels.sm80.conv import MmaConv, MmaProduct
 from lowbit.kernels.sm80.mixed_gemm import RingGemm
+from lowbit.kernels.sm80.paged_attention import PagedAttention
 from lowbit.kernels.sm80.scaled_gemm import PlainGemm
 from lowbit.kernels.sm90.conv_block import BlockConv
 from lowbit.kernels.sm90.conv_deep import DeepConv
@@ -33,6 +36,7 @@ from lowbit.kernels.sm90.scaled_gemm import ScaledGemm
 from lowbit.kernels.sm90.stem_pool import StemPool
 
 HALF = torch.float16
+HEADS = AttentionShape(32, 8, 128, 0.1, 128)
 CONFIGS = [
     WgmmaConv("u4", "s8", "u4", True, 2, 64, 32, 4),
     StripConv("u4", "s8", None, True, 2, 64, 32, 9, rows=256),
@@ -45,6 +49,8 @@ CONFIGS = [
     NarrowGemm("int4", torch.int8, HALF, 128, 2, 4, 1, 8, True, True, "token", False, False, "none", False, True),
     PlainGemm("int4", torch.int8, torch.int8, HALF, 16, True, False, "token", False, False, "none"),
     RingGemm(Ring(Step("int4", "fp16", 8, 128, "none", "fp16"), 1, 2, False), 4, 2, 1, End(False, False), True),
+    PagedAttention(HEADS, DecodeTile(8, 64, 64, 4), True),
+    Append(HEADS, True),
 ]
 
 
