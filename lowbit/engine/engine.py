@@ -196,15 +196,15 @@ class Engine:
     # ---- a round
 
     def _launch_or_end(self, planned: Round) -> None:
-        """Launches a round; if that fails, what it should have computed ends and all else goes on."""
+        """Launches a round; if that fails, all that it was for ends and everything else goes on."""
         launched = False
         try:
             self._launch(planned)
             launched = True
         finally:
             if not launched:
-                for request in {*planned.steps, *(piece.request for piece in planned.pieces)}:
-                    self._end(request, End.FAILED)
+                for request in self.batch.give_up(planned):
+                    request.end = End.FAILED
 
     def _launch(self, planned: Round) -> None:
         for request in planned.joined:

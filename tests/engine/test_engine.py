@@ -205,6 +205,41 @@ def test_a_round_that_fails_ends_what_it_should_have_computed(model, monkeypatch
     assert tokens(after) == expected(model, after.prompt, 10)
 
 
+def test_nobody_shares_pages_of_a_round_that_failed(model, monkeypatch):
+    """They were published when the round was planned, and nothing is in them."""
+    engine = engine_of(model)
+    common = prompt(200)
+
+    def fail(*args):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.program, "prompt", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.generate([Request(common, 5)])
+    (after,) = engine.generate([Request(common, 5)])
+    assert after.shared == 0 and tokens(after) == expected(model, common, 5)
+    (again,) = engine.generate([Request(common, 5)])
+    assert again.shared == 128 and tokens(again) == tokens(after)
+    assert engine.batch.pages.available == engine.batch.pages.count - 1
+
+
+def test_a_round_that_fails_ends_whoever_joined_in_it(model, monkeypatch):
+    """Also those for whose prompt it had no room: neither their pages nor their settings are on the device."""
+    engine = engine_of(model)
+    requests = [engine.submit(Request(prompt(length, length), 5)) for length in (60, 100)]
+
+    def fail(*args):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.slots, "update", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.step()
+    assert [request.end for request in requests] == [End.FAILED, End.FAILED]
+    assert not engine.batch.running and engine.batch.pages.available == engine.batch.pages.count - 1
+
+
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
