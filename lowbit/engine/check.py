@@ -19,9 +19,10 @@ and 0.14 in bf16 with fp8 activations, where a last bit turns codes; wrong formu
 no window) 0.26 to 1.8. tests/engine/test_family.py proves a family's formulas; this finds models that are not of them."""
 
 TOKENS = 33
+"""Of the prompt; one more is a step."""
 
 
-@torch.inference_mode()
+@torch.no_grad()  # and not inference_mode: what it makes are the model's weights too, which may be trained later
 def difference_to(model: PreTrainedModel, make: Callable[[], DecodeProgram]) -> tuple[DecodeProgram, float]:
     """A program that `make` makes of a model, and the norm of the difference of their logits over theirs: after a prompt of
     random tokens, and after one token more. The model computes first: a program may take its weights over."""

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from lowbit.engine.batching import Batch, Round
 from lowbit.engine.cache import Cache, available_bytes, how_many_pages
 from lowbit.engine.chain import MOST_TOKENS, Chain
-from lowbit.engine.check import LARGEST_DIFFERENCE, difference_to
+from lowbit.engine.check import LARGEST_DIFFERENCE, TOKENS, difference_to
 from lowbit.engine.family import recognise
 from lowbit.engine.forward import ForwardProgram
 from lowbit.engine.pages import Pages, pages_for
@@ -77,6 +77,8 @@ class Engine:
     ) -> None:
         if max_concurrent < 1:
             raise ValueError(f"an engine computes at least 1 request at once, got max_concurrent={max_concurrent}")
+        if max_length is not None and max_length < 2:
+            raise ValueError(f"a text has at least 2 tokens, a prompt's and one more, got max_length={max_length}")
         self.device = model.device
         on_gpu = self.device.type == "cuda"
         positions = _positions(model)
@@ -105,6 +107,8 @@ class Engine:
         """Queues a request; raises ValueError for one that can never run here."""
         most = len(request.prompt) + request.limit
         reasons = self.batch.refusals(request)
+        if request.end is not None or request in self.batch.waiting or request in self.batch.running:
+            reasons = ("was submitted before: make another one", *reasons)
         if most > self.max_length:
             reasons = (f"has {len(request.prompt):,} tokens and asks for {request.limit:,} more", *reasons)
             raise ValueError(f"a text has at most {self.max_length:,} tokens here, this request {'; '.join(reasons)}")
@@ -114,6 +118,9 @@ class Engine:
         wrong = [token for token in request.prompt if not 0 <= token < vocab]
         if wrong:
             raise ValueError(f"tokens are from 0 to {vocab - 1}, this prompt has {wrong[0]}")
+        wrong = [token for token, _ in request.sampling.bias if token >= vocab]
+        if wrong:
+            raise ValueError(f"tokens are from 0 to {vocab - 1}, this logit_bias has {wrong[0]}")
         with self._lock:
             self.batch.add(request)
         return request
@@ -129,10 +136,11 @@ class Engine:
         read = 0
         try:
             while True:
+                ended = request.end is not None  # asked first: another thread may read the last tokens now
                 while read < len(request.drawn):
                     yield request.drawn[read]
                     read += 1
-                if request.end is not None:
+                if ended:
                     return
                 self.step()
         finally:
@@ -288,7 +296,7 @@ def _program(model: PreTrainedModel, positions: int, batch_invariant: bool, forw
     """The decode program of a model and how far its logits are from the model's own; its forward where there is none."""
     if forward:
         return ForwardProgram(model, ("asked for",)), 0.0
-    decoder = recognise(model, positions)
+    decoder = recognise(model, max(positions, TOKENS + 1))
     if isinstance(decoder, tuple):
         return ForwardProgram(model, decoder), 0.0
 
@@ -296,7 +304,7 @@ def _program(model: PreTrainedModel, positions: int, batch_invariant: bool, forw
         return DecodeProgram(decoder, model.dtype, model.device, batch_invariant=batch_invariant)
 
     program, difference = difference_to(model, make)
-    if difference > LARGEST_DIFFERENCE:
+    if not difference <= LARGEST_DIFFERENCE:  # nor if it is no number
         return ForwardProgram(model, (f"the decode program of {decoder.family} differs from it by {difference:.2g}",)), 0.0
     return program, difference
 
