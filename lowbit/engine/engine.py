@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from lowbit.engine.batching import Batch, Round
 from lowbit.engine.cache import Cache, available_bytes, how_many_pages
 from lowbit.engine.chain import MOST_TOKENS, Chain
-from lowbit.engine.check import LARGEST_DIFFERENCE, TOKENS, difference_to
+from lowbit.engine.check import LARGEST_DIFFERENCE, TOKENS, difference_to, kernel_refusals
 from lowbit.engine.family import recognise
 from lowbit.engine.forward import ForwardProgram
 from lowbit.engine.pages import Pages, pages_for
@@ -176,9 +176,9 @@ class Engine:
     @torch.inference_mode()
     def warm_up(self) -> Iterator[str]:
         """Captures every graph; says which one before each."""
-        with self._lock:
-            for size, filters in self.steps.variants() if self.steps.graphs else ():
-                yield f"step of {size}{' with filters' if filters else ''}"
+        for size, filters in self.steps.variants() if self.steps.graphs else ():
+            yield f"step of {size}{' with filters' if filters else ''}"
+            with self._lock:
                 self.steps.captured(size, filters)
 
     def report(self) -> list[str]:
@@ -243,7 +243,7 @@ class Engine:
         done = None
         if self.device.type == "cuda":
             done = torch.cuda.Event()
-            done.record()
+            done.record(torch.cuda.current_stream(self.device))
         self._flying.append(Launched(list(requests), tokens, logprobs, likeliest, done))
 
     def _read(self, launched: Launched) -> None:
@@ -299,6 +299,9 @@ def _program(model: PreTrainedModel, positions: int, batch_invariant: bool, forw
     decoder = recognise(model, max(positions, TOKENS + 1))
     if isinstance(decoder, tuple):
         return ForwardProgram(model, decoder), 0.0
+    refused = kernel_refusals(decoder, model.dtype) if model.device.type == "cuda" else ()
+    if refused:
+        return ForwardProgram(model, refused), 0.0
 
     def make() -> DecodeProgram:
         return DecodeProgram(decoder, model.dtype, model.device, batch_invariant=batch_invariant)
