@@ -59,7 +59,8 @@ class Engine:
     were made so (`nn.linear.make_batch_invariant`). `sharing`: prompts that begin alike share what is computed. The decode
     program takes the model's weights over into forms of its own, without a second copy. Raises ValueError where not even one
     request fits into the cache. `forward`: computes by the model's own forward, one text at a time, as models do that no decode
-    program knows. `ahead`: reads what was drawn a round later, which a GPU does not wait for.
+    program knows. `ahead`: reads what was drawn a round later, which a GPU does not wait for. `ends`: tokens that
+    `Sampling.min_new_tokens` holds back (default: the end-of-text tokens of the model's generation config).
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Engine:
         sharing: bool = True,
         forward: bool = False,
         ahead: bool = True,
+        ends: Sequence[int] | None = None,
     ) -> None:
         if max_concurrent < 1:
             raise ValueError(f"an engine computes at least 1 request at once, got max_concurrent={max_concurrent}")
@@ -93,8 +95,9 @@ class Engine:
             self.program.cache = Cache(spec, pages, self.device)
         shares = sharing and isinstance(self.program, DecodeProgram)
         self.batch = Batch(max_concurrent, Pages(pages), piece, sharing=shares, invariant=batch_invariant)
-        self.ends = _ends(model)
-        self.slots = Slots(max_concurrent, self.max_length, model.config.get_text_config().vocab_size, self.ends, self.device)
+        vocab = model.config.get_text_config().vocab_size
+        self.ends = [end for end in (_ends(model) if ends is None else ends) if 0 <= end < vocab]  # no other is ever drawn
+        self.slots = Slots(max_concurrent, self.max_length, vocab, self.ends, self.device)
         captures = on_gpu and isinstance(self.program, DecodeProgram)
         self.steps = Steps(self.program, self.slots, max_concurrent, graphs=captures)
         self._ahead = ahead
