@@ -122,9 +122,21 @@ def test_generate_shows_an_answer_as_it_comes(quantized, monkeypatch):
     written = io.StringIO()
     terminal = Console(file=written, force_terminal=True, width=200, no_color=True)
     monkeypatch.setattr("lowbit.cli.commands.out", terminal)
-    assert run("generate", quantized, "[bold]hi", "--max-new-tokens", "5").exit_code == 0
-    (answer,) = json.loads(run("generate", quantized, "[bold]hi", "--max-new-tokens", "5", "--json", "-").stdout)["responses"]
-    assert re.sub("\x1b\\[[0-9;]*m", "", written.getvalue()) == f"[bold]hi{answer['generated_text']}\n"
+    asked = "generate", quantized, "[bold]:smile:hi", "--max-new-tokens", "5"
+    assert run(*asked).exit_code == 0
+    (answer,) = json.loads(run(*asked, "--json", "-").stdout)["responses"]
+    assert re.sub("\x1b\\[[0-9;]*m", "", written.getvalue()) == f"[bold]:smile:hi{answer['generated_text']}\n"
+
+
+def test_generate_on_a_terminal_what_only_transformers_draws(fp16, tmp_path, monkeypatch):
+    """A model whose generation config asks for it answers all at once."""
+    model = shutil.copytree(fp16, tmp_path / "model")
+    config = json.loads((model / "generation_config.json").read_text())
+    (model / "generation_config.json").write_text(json.dumps(config | {"no_repeat_ngram_size": 2}))
+    written = io.StringIO()
+    monkeypatch.setattr("lowbit.cli.commands.out", Console(file=written, force_terminal=True, width=200, no_color=True))
+    assert run("generate", model, "hello", "--max-new-tokens", "5").exit_code == 0
+    assert "hello" in written.getvalue()
 
 
 def test_generate(quantized, fp16):

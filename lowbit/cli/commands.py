@@ -276,20 +276,20 @@ def generate(
     path = str(model_path(model))
     pipe = pipeline(path, quantization_mode=scheme, verify=verify, progress=err.is_terminal)
     options = {"max_new_tokens": max_new_tokens, "do_sample": sample, "seed": seed}
-    if len(prompts) == 1 and out.is_terminal and str(json_file) != "-":
+    if len(prompts) == 1 and out.is_terminal and str(json_file) != "-" and not pipe.refusals:
         responses = [_show_as_it_comes(pipe.stream(prompts[0], **options), prompts[0])]
     else:
         responses = pipe(prompts, **options)
         if str(json_file) != "-":
             for prompt, response in zip(prompts, responses, strict=True):
                 _show_prompt(prompt)
-                out.print(response.generated_text, markup=False, highlight=False)
+                out.print(response.generated_text, markup=False, emoji=False, highlight=False)
     answers = [{"prompt": p, **asdict(r)} for p, r in zip(prompts, responses, strict=True)]
     write_result(json_file, "lowbit generate", {"responses": answers})
 
 
 def _show_prompt(prompt: str) -> None:
-    out.print(prompt, style="bold", markup=False, highlight=False, end="")
+    out.print(prompt, style="bold", markup=False, emoji=False, highlight=False, end="")
 
 
 def _show_as_it_comes(stream: Stream, prompt: str) -> Response:
@@ -297,7 +297,7 @@ def _show_as_it_comes(stream: Stream, prompt: str) -> Response:
     _show_prompt(prompt)
     with stream:
         for piece in stream:
-            out.print(piece, markup=False, highlight=False, end="", soft_wrap=True)
+            out.print(piece, markup=False, emoji=False, highlight=False, end="", soft_wrap=True)
     out.print()
     assert stream.response is not None
     return stream.response

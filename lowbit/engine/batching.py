@@ -80,6 +80,15 @@ class Batch:
             self._publish(request)
             self._leave(request)
 
+    def give_up(self, planned: Round) -> list[Request]:
+        """Lets go of all that a round was for, since it failed: nobody may share pages that it should have filled."""
+        for piece in planned.pieces:
+            self.pages.withdraw(piece.request.pages[piece.begin // PAGE :])
+        lost = dict.fromkeys([*planned.joined, *planned.steps, *(piece.request for piece in planned.pieces)])
+        for request in lost:
+            self._leave(request)
+        return list(lost)
+
     def plan(self) -> Round:
         """The next round, taken as launched: the numbers of the requests are already those after it."""
         planned = Round()

@@ -1,4 +1,4 @@
-"""Whether a decode program computes what its model does: both on the same random tokens."""
+"""Whether a decode program can compute a model, and computes what it does: both on the same random tokens."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from transformers import PreTrainedModel
 
 from lowbit.engine.batching import Piece
 from lowbit.engine.cache import Cache
+from lowbit.engine.family import Decoder
 from lowbit.engine.program import DecodeProgram
 from lowbit.engine.request import Request
 from lowbit.engine.slots import Slots, on_device
+from lowbit.kernels.choose.attention import attention_refusals
+from lowbit.ops.decode import MOST_COLUMNS
+from lowbit.ops.operands import triton_refusals
 
 LARGEST_DIFFERENCE = 0.2
 """Of logits, in the norm, over theirs. In a model of random weights that magnifies differences, rounding made 1e-6 in float32
@@ -19,9 +23,20 @@ and 0.14 in bf16 with fp8 activations, where a last bit turns codes; wrong formu
 no window) 0.26 to 1.8. tests/engine/test_family.py proves a family's formulas; this finds models that are not of them."""
 
 TOKENS = 33
+"""Of the prompt; one more is a step."""
 
 
-@torch.inference_mode()
+def kernel_refusals(decoder: Decoder, dtype: torch.dtype) -> tuple[str, ...]:
+    """Why the kernels of a step cannot compute a decoder on a GPU in `dtype`; empty if they can."""
+    reasons = [*attention_refusals(decoder.attention), *triton_refusals()]
+    if dtype not in (torch.float16, torch.bfloat16):
+        reasons.append(f"its kernels compute in fp16 and bf16, the model is in {str(dtype).removeprefix('torch.')}")
+    if decoder.hidden > MOST_COLUMNS:
+        reasons.append(f"its norms take up to {MOST_COLUMNS:,} columns, the model has {decoder.hidden:,}")
+    return tuple(reasons)
+
+
+@torch.no_grad()  # and not inference_mode: what it makes are the model's weights too, which may be trained later
 def difference_to(model: PreTrainedModel, make: Callable[[], DecodeProgram]) -> tuple[DecodeProgram, float]:
     """A program that `make` makes of a model, and the norm of the difference of their logits over theirs: after a prompt of
     random tokens, and after one token more. The model computes first: a program may take its weights over."""

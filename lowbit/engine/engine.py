@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from lowbit.engine.batching import Batch, Round
 from lowbit.engine.cache import Cache, available_bytes, how_many_pages
 from lowbit.engine.chain import MOST_TOKENS, Chain
-from lowbit.engine.check import LARGEST_DIFFERENCE, difference_to
+from lowbit.engine.check import LARGEST_DIFFERENCE, TOKENS, difference_to, kernel_refusals
 from lowbit.engine.family import recognise
 from lowbit.engine.forward import ForwardProgram
 from lowbit.engine.pages import Pages, pages_for
@@ -59,7 +59,8 @@ class Engine:
     were made so (`nn.linear.make_batch_invariant`). `sharing`: prompts that begin alike share what is computed. The decode
     program takes the model's weights over into forms of its own, without a second copy. Raises ValueError where not even one
     request fits into the cache. `forward`: computes by the model's own forward, one text at a time, as models do that no decode
-    program knows. `ahead`: reads what was drawn a round later, which a GPU does not wait for.
+    program knows. `ahead`: reads what was drawn a round later, which a GPU does not wait for. `ends`: tokens that
+    `Sampling.min_new_tokens` holds back (default: the end-of-text tokens of the model's generation config).
     """
 
     def __init__(
@@ -74,9 +75,12 @@ class Engine:
         sharing: bool = True,
         forward: bool = False,
         ahead: bool = True,
+        ends: Sequence[int] | None = None,
     ) -> None:
         if max_concurrent < 1:
             raise ValueError(f"an engine computes at least 1 request at once, got max_concurrent={max_concurrent}")
+        if max_length is not None and max_length < 2:
+            raise ValueError(f"a text has at least 2 tokens, a prompt's and one more, got max_length={max_length}")
         self.device = model.device
         on_gpu = self.device.type == "cuda"
         positions = _positions(model)
@@ -91,8 +95,9 @@ class Engine:
             self.program.cache = Cache(spec, pages, self.device)
         shares = sharing and isinstance(self.program, DecodeProgram)
         self.batch = Batch(max_concurrent, Pages(pages), piece, sharing=shares, invariant=batch_invariant)
-        self.ends = _ends(model)
-        self.slots = Slots(max_concurrent, self.max_length, model.config.get_text_config().vocab_size, self.ends, self.device)
+        vocab = model.config.get_text_config().vocab_size
+        self.ends = [end for end in (_ends(model) if ends is None else ends) if 0 <= end < vocab]  # no other is ever drawn
+        self.slots = Slots(max_concurrent, self.max_length, vocab, self.ends, self.device)
         captures = on_gpu and isinstance(self.program, DecodeProgram)
         self.steps = Steps(self.program, self.slots, max_concurrent, graphs=captures)
         self._ahead = ahead
@@ -105,6 +110,8 @@ class Engine:
         """Queues a request; raises ValueError for one that can never run here."""
         most = len(request.prompt) + request.limit
         reasons = self.batch.refusals(request)
+        if request.end is not None or request in self.batch.waiting or request in self.batch.running:
+            reasons = ("was submitted before: make another one", *reasons)
         if most > self.max_length:
             reasons = (f"has {len(request.prompt):,} tokens and asks for {request.limit:,} more", *reasons)
             raise ValueError(f"a text has at most {self.max_length:,} tokens here, this request {'; '.join(reasons)}")
@@ -114,6 +121,9 @@ class Engine:
         wrong = [token for token in request.prompt if not 0 <= token < vocab]
         if wrong:
             raise ValueError(f"tokens are from 0 to {vocab - 1}, this prompt has {wrong[0]}")
+        wrong = [token for token, _ in request.sampling.bias if token >= vocab]
+        if wrong:
+            raise ValueError(f"tokens are from 0 to {vocab - 1}, this logit_bias has {wrong[0]}")
         with self._lock:
             self.batch.add(request)
         return request
@@ -129,10 +139,11 @@ class Engine:
         read = 0
         try:
             while True:
+                ended = request.end is not None  # asked first: another thread may read the last tokens now
                 while read < len(request.drawn):
                     yield request.drawn[read]
                     read += 1
-                if request.end is not None:
+                if ended:
                     return
                 self.step()
         finally:
@@ -168,9 +179,9 @@ class Engine:
     @torch.inference_mode()
     def warm_up(self) -> Iterator[str]:
         """Captures every graph; says which one before each."""
-        with self._lock:
-            for size, filters in self.steps.variants() if self.steps.graphs else ():
-                yield f"step of {size}{' with filters' if filters else ''}"
+        for size, filters in self.steps.variants() if self.steps.graphs else ():
+            yield f"step of {size}{' with filters' if filters else ''}"
+            with self._lock:
                 self.steps.captured(size, filters)
 
     def report(self) -> list[str]:
@@ -196,15 +207,15 @@ class Engine:
     # ---- a round
 
     def _launch_or_end(self, planned: Round) -> None:
-        """Launches a round; if that fails, what it should have computed ends and all else goes on."""
+        """Launches a round; if that fails, all that it was for ends and everything else goes on."""
         launched = False
         try:
             self._launch(planned)
             launched = True
         finally:
             if not launched:
-                for request in {*planned.steps, *(piece.request for piece in planned.pieces)}:
-                    self._end(request, End.FAILED)
+                for request in self.batch.give_up(planned):
+                    request.end = End.FAILED
 
     def _launch(self, planned: Round) -> None:
         for request in planned.joined:
@@ -235,7 +246,7 @@ class Engine:
         done = None
         if self.device.type == "cuda":
             done = torch.cuda.Event()
-            done.record()
+            done.record(torch.cuda.current_stream(self.device))
         self._flying.append(Launched(list(requests), tokens, logprobs, likeliest, done))
 
     def _read(self, launched: Launched) -> None:
@@ -288,15 +299,18 @@ def _program(model: PreTrainedModel, positions: int, batch_invariant: bool, forw
     """The decode program of a model and how far its logits are from the model's own; its forward where there is none."""
     if forward:
         return ForwardProgram(model, ("asked for",)), 0.0
-    decoder = recognise(model, positions)
+    decoder = recognise(model, max(positions, TOKENS + 1))
     if isinstance(decoder, tuple):
         return ForwardProgram(model, decoder), 0.0
+    refused = kernel_refusals(decoder, model.dtype) if model.device.type == "cuda" else ()
+    if refused:
+        return ForwardProgram(model, refused), 0.0
 
     def make() -> DecodeProgram:
         return DecodeProgram(decoder, model.dtype, model.device, batch_invariant=batch_invariant)
 
     program, difference = difference_to(model, make)
-    if difference > LARGEST_DIFFERENCE:
+    if not difference <= LARGEST_DIFFERENCE:  # nor if it is no number
         return ForwardProgram(model, (f"the decode program of {decoder.family} differs from it by {difference:.2g}",)), 0.0
     return program, difference
 

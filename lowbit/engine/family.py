@@ -18,7 +18,7 @@ from lowbit.kernels.choose.attention import AttentionShape
 from lowbit.kernels.reference.decode import GATES, Gate, gate_reference
 from lowbit.nn import QuantLinear
 from lowbit.nn.embedding import QuantEmbedding
-from lowbit.nn.fused import GatedMLP, QuantizingNorm
+from lowbit.nn.fused import AlternatingMLP, GatedMLP, QuantizingNorm
 from lowbit.ops.decode import EmbeddingTable
 
 
@@ -62,7 +62,8 @@ STATIC_ROPES = ("default", "linear", "llama3", "yarn")
 class LayerParts:
     """The modules and weights of a decoder layer, which is `block`.
 
-    qkv and gate_up are the modules whose outputs side by side are q, k, v and gate, up: one where a checkpoint has them fused.
+    qkv and gate_up are the modules whose outputs side by side are q, k, v and gate, up: one where a checkpoint has them fused,
+    no gate_up where an engine has made an `AlternatingMLP` of it before.
     The gammas are weights of norms [H], `input_gamma` before attention, `mlp_gamma` before the MLP, the other two of what
     attention and MLP add, if that is normalised; q_gamma and k_gamma [head_dim] of each head. `window`: a token sees so many,
     itself included; 0: all. `rope` is an index into `Decoder.ropes`.
@@ -229,7 +230,7 @@ def _wrong(what: str, module: nn.Module, *kinds: type | str) -> Iterator[str]:
 def _wrong_parts(layer: Any, family: Family) -> Iterator[str]:
     attention, mlp = layer.self_attn, layer.mlp
     yield from _wrong("self_attn", attention, f"{family.name}Attention")
-    yield from _wrong("mlp", mlp, f"{family.name}MLP", GatedMLP)
+    yield from _wrong("mlp", mlp, f"{family.name}MLP", GatedMLP, AlternatingMLP)
     for module in (*_qkv(attention), attention.o_proj, *_gate_up(mlp), mlp.down_proj):
         yield from _wrong("a linear layer", module, *_LINEARS)
     for norm in _norms(layer, family):
@@ -253,6 +254,8 @@ def _qkv(attention: Any) -> tuple[nn.Module, ...]:
 
 
 def _gate_up(mlp: Any) -> tuple[nn.Module, ...]:
+    if isinstance(mlp, AlternatingMLP):
+        return ()
     return (mlp.gate_up_proj,) if hasattr(mlp, "gate_up_proj") else (mlp.gate_proj, mlp.up_proj)
 
 
@@ -273,6 +276,8 @@ def _activation(model: Any) -> Gate | None:
     mlp = next((layer.mlp for layer in _layers(model) if not isinstance(layer.mlp, GatedMLP)), None)
     if mlp is None:
         return "silu"
+    if isinstance(mlp, AlternatingMLP):
+        return mlp.function
     function = mlp.activation_fn if hasattr(mlp, "activation_fn") else mlp.act_fn
     x = torch.linspace(-8, 8, 65)
     found = [name for name in GATES if torch.allclose(function(x), gate_reference(x, torch.ones(65), name), 1e-4, 1e-6)]

@@ -20,8 +20,6 @@ from lowbit.engine.slots import Slots
 class ForwardProgram:
     """The model's own forward with a cache for each text; `reasons` says why there is no decode program."""
 
-    shares_pages = False
-
     def __init__(self, model: PreTrainedModel, reasons: tuple[str, ...]) -> None:
         self.model, self.reasons = model.eval(), reasons
         self.device, self.dtype = model.device, model.dtype

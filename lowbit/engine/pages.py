@@ -80,6 +80,12 @@ class Pages:
                 other = page
             number = self._numbers[other]
 
+    def withdraw(self, pages: Sequence[int]) -> None:
+        """Takes back that `pages` were published, which the caller holds: what they were to hold was not written."""
+        for page in pages:
+            if page in self._names:
+                del self._published[self._names.pop(page)]
+
     def release(self, pages: Sequence[int]) -> None:
         """Gives up the pages of a request, given from the first on; the last ones are the first to be reused."""
         for page in reversed(pages):

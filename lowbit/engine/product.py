@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from lowbit.formats import ActivationRule, PerBlock, PerGroup
 from lowbit.kernels.reference.decode import Gate
@@ -24,6 +24,9 @@ from lowbit.ops import fragment_gemm
 from lowbit.ops.byte_gemm import byte_gemm
 from lowbit.pack import FragmentWeight, OperandWeight
 from lowbit.pack.fragment import STRIP
+
+BLOCK = 64
+"""Rows of a product of 16-bit weights under `batch_invariant`."""
 
 Product = Callable[[Tensor], Tensor]
 """y [M, N] of x [M, K]; a `Scaled` one takes x quantized too."""
@@ -84,7 +87,7 @@ def product(modules: Sequence[nn.Module], batch_invariant: bool) -> Product:
             return Scaled(layers, _joined_operands(layers), _bias(layers), batch_invariant)
     if not layers and all(type(module) is nn.Linear for module in modules):
         dense, bias = _joined_linear([module for module in modules if isinstance(module, nn.Linear)])
-        return lambda x: linear(x, dense, bias)
+        return lambda x: _in_blocks(x, dense, bias) if batch_invariant else linear(x, dense, bias)
     if len(modules) == 1:
         return modules[0]
     return lambda x: torch.cat([module(x) for module in modules], dim=-1)
@@ -96,9 +99,9 @@ def gated_product(
     """The product of gate and up, whose rows alternate where they can: `block.mlp` then computes with that weight."""
     layers = [module for module in modules if isinstance(module, QuantLinear)]
     if len(layers) == 2 and _in_one_form(layers) and not AlternatingMLP.refusals(*layers):
-        mlp = AlternatingMLP(layers[0], layers[1], down, activation)
-        block.mlp = mlp
-        return Packed(mlp.weight(), mlp.bias, batch_invariant, alternates=True)
+        block.mlp = AlternatingMLP(layers[0], layers[1], down, activation)
+    if isinstance(block.mlp, AlternatingMLP):  # made now, or by an engine before
+        return Packed(block.mlp.weight(), block.mlp.bias, batch_invariant, alternates=True)
     return product(modules, batch_invariant)
 
 
@@ -168,6 +171,12 @@ def _bias(layers: Sequence[QuantLinear | nn.Linear]) -> Tensor | None:
         return None
     like = next(layer.bias for layer in layers if layer.bias is not None)
     return torch.cat([like.new_zeros(layer.out_features) if layer.bias is None else layer.bias.data for layer in layers])
+
+
+def _in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`linear` of so many rows at once as always, whoever chooses its kernel by their number."""
+    blocks = pad(x, (0, 0, 0, -len(x) % BLOCK)).split(BLOCK)
+    return torch.cat([linear(block, weight, bias) for block in blocks])[: len(x)]
 
 
 def _joined_linear(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:

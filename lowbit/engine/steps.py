@@ -86,15 +86,16 @@ class Steps:
         return found
 
     def _capture(self, size: int, filters: bool) -> Step:
-        rows = torch.full((size,), self.slots.nobodys, dtype=torch.int32, device=self.slots.device)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # compiles kernels and makes plans, which a capture may not
-            self._run(rows, filters)
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            step = self._run(rows, filters)
+        with torch.cuda.device(self.slots.device):  # streams are of the current one
+            rows = torch.full((size,), self.slots.nobodys, dtype=torch.int32, device=self.slots.device)
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):  # compiles kernels and makes plans, which a capture may not
+                self._run(rows, filters)
+            torch.cuda.current_stream().wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+                step = self._run(rows, filters)
         self._pool = graph.pool()
         return Step(rows, step.tokens, step.logprobs, step.logits, graph)
 

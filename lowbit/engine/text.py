@@ -7,7 +7,13 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 CONTEXT = 6
-"""Tokens before the new ones that are decoded with them: some tokenizers drop the space in front of the first word."""
+"""Tokens of a prompt that are decoded with the first new ones: some tokenizers drop the space in front of the first word."""
+
+MOST_OF_A_CHARACTER = 4
+"""Tokens that a character may take: its bytes."""
+
+MOST_UNFINISHED = 32
+"""After so many tokens without a whole character at their end, they are bytes that are no text."""
 
 UNFINISHED = "�"
 """What decoders write for bytes that are no whole character yet."""
@@ -23,7 +29,7 @@ class TextStream:
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
         self.tokenizer, self.stop = tokenizer, tuple(stop)
         self.text, self.stopped = "", False
-        self._window = list(prompt[-CONTEXT:])  # tokens decoded together: some shown already, then new ones
+        self._window = self._context(prompt)  # tokens decoded together: some shown already, then new ones
         self._new = len(self._window)
         self._shown = self._decode(self._window)
         self._out = 0  # characters of `text` that `push` has returned
@@ -34,7 +40,7 @@ class TextStream:
             return ""
         self._window.append(token)
         found = self._decode(self._window)
-        if found.endswith(UNFINISHED):
+        if found.endswith(UNFINISHED) and len(self._window) - self._new < MOST_UNFINISHED:
             return ""
         return self._add(found)
 
@@ -50,7 +56,10 @@ class TextStream:
     def _add(self, decoded: str) -> str:
         """Takes over what is new of the window's text, and moves the window on."""
         added = decoded[len(self._shown) :] if decoded.startswith(self._shown) else self._decode(self._window[self._new :])
-        self._window = self._window[-CONTEXT:]
+        if added:  # whole characters, so that the next window begins with one: decoders give up bytes that do not
+            self._window = self._window[self._new :]
+        elif self._new > MOST_UNFINISHED:  # tokens without text, special ones
+            self._window = self._window[: self._new]
         self._new = len(self._window)
         self._shown = self._decode(self._window)
         begin = max(0, len(self.text) - max(map(len, self.stop), default=1) + 1)
@@ -62,6 +71,11 @@ class TextStream:
         out = self.text[self._out : end]
         self._out = max(self._out, end)
         return out
+
+    def _context(self, prompt: Sequence[int]) -> list[int]:
+        """The last tokens of a prompt, from where a character begins."""
+        windows = [list(prompt[-count:]) for count in range(CONTEXT, CONTEXT + MOST_OF_A_CHARACTER)]
+        return next((window for window in windows if not self._decode(window).startswith(UNFINISHED)), windows[0])
 
     def _held(self) -> int:
         """Characters at the end of the text with which a stop string may begin."""

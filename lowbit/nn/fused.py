@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.formats import ActivationRule
+from lowbit.kernels.reference.decode import Gate
 from lowbit.nn.linear import QuantizedInput, QuantLinear
 from lowbit.nn.packed import KERNEL_TENSORS
 from lowbit.ops import fragment_gemm, rms_norm_quantize, silu_mul_quantize
@@ -69,7 +70,7 @@ class AlternatingMLP(nn.Module):
     has it can compute but not be saved. For x on a GPU, in fp16 or bf16.
     """
 
-    def __init__(self, gate_proj: QuantLinear, up_proj: QuantLinear, down_proj: nn.Module, function: str) -> None:
+    def __init__(self, gate_proj: QuantLinear, up_proj: QuantLinear, down_proj: nn.Module, function: Gate) -> None:
         super().__init__()
         weight = pack_gated(gate_proj.quant_tensor(), up_proj.quant_tensor())
         for layer in (gate_proj, up_proj):

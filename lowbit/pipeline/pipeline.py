@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import functools
 import inspect
+import threading
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
-from lowbit.engine import Drawn, Engine, TextStream
+from lowbit.engine import Drawn, End, Engine, Request, TextStream
 from lowbit.models.ends import SCHEME, quantize_ends
 from lowbit.models.load import load_causal
 from lowbit.models.skeleton import tokenizer_of
@@ -37,6 +39,7 @@ class Pipeline:
     ) -> None:
         self.model, self.tokenizer = model.eval(), tokenizer
         self._engine: Engine | None = None
+        self._making = threading.Lock()
         self._wants_engine, self._options = engine, options
         self._defaults: dict[str, object] = {} if max_length is None else {"max_length": max_length}
         GenerateParams.from_arguments(self._defaults)  # a bad default is refused here, not at the first call
@@ -66,7 +69,7 @@ class Pipeline:
     def stream(self, prompt: str, **arguments: Any) -> Stream:
         """The answer to one prompt as it comes; arguments as in a call.
 
-        On a CPU, texts that are drawn differ from a call's with the same seed: those come from torch's random numbers.
+        Without `engine`, texts that are drawn differ from a call's with the same seed: those come from torch's random numbers.
         """
         params = GenerateParams.from_arguments({**self._defaults, **arguments})
         if not isinstance(prompt, str) or not prompt:
@@ -93,22 +96,26 @@ class Pipeline:
                     yield piece
         if rest := text.finish():
             yield rest
-        return self._response(prompt, ids, [drawn.token for drawn in request.drawn], params)
+        return self._response(prompt, ids, _drawn(request), params)
 
     @property
     def engine(self) -> Engine:
         """The engine that texts come from, made when first asked for; its `report()` says how they are computed."""
-        if self._engine is None:
-            refused = config_refusals(self.model.generation_config)
-            if refused:
-                raise ValueError(f"the engine cannot draw tokens as this model asks: {'; '.join(refused)}")
-            self._engine = Engine(self.model, forward=not self._wants_engine, **self._options)
-        return self._engine
+        if self.refusals:
+            raise ValueError(f"the engine cannot draw tokens as this model asks: {'; '.join(self.refusals)}")
+        with self._making:  # two threads must not make two
+            if self._engine is None:
+                self._engine = Engine(self.model, forward=not self._wants_engine, ends=self._eos, **self._options)
+            return self._engine
+
+    @property
+    def refusals(self) -> tuple[str, ...]:
+        """What the model asks for that only Transformers' `generate` does, so that it has calls but no streams; else empty."""
+        return config_refusals(self.model.generation_config)
 
     @property
     def _by_engine(self) -> bool:
-        """Whether calls go through the engine: if asked for, and unless the model asks for what only `generate` does."""
-        return self._wants_engine and not config_refusals(self.model.generation_config)
+        return self._wants_engine and not self.refusals
 
     def destroy(self) -> None:
         """Lets go of the model and its memory; the pipeline cannot be called afterwards."""
@@ -122,7 +129,7 @@ class Pipeline:
         texts = [TextStream(self.tokenizer, ids, params.stop) if params.stop else None for ids in encoded]
         watches = [None if text is None else functools.partial(_stops, text) for text in texts]
         requests = requests_of(encoded, limits, params, self.model.generation_config, self._eos, watches)
-        return [[drawn.token for drawn in request.drawn] for request in self.engine.generate(requests)]
+        return [_drawn(request) for request in self.engine.generate(requests)]
 
     @torch.inference_mode()
     def _generate(self, encoded: list[list[int]], params: GenerateParams, limit: int) -> list[list[int]]:
@@ -170,11 +177,12 @@ class Pipeline:
 
     def _tokens_until(self, ids: list[int], new: list[int], stop: Sequence[str]) -> int:
         """How many tokens there were when a stop string was complete; others of the batch may have run on."""
-        for count in range(1, len(new)):
+
+        def has_stopped(count: int) -> bool:
             text = self._text(ids, new[:count])
-            if any(s in text for s in stop):
-                return count
-        return len(new)
+            return any(s in text for s in stop)
+
+        return 1 + bisect.bisect_left(range(1, len(new)), True, key=has_stopped)
 
 
 class _StopStrings(StoppingCriteria):
@@ -254,6 +262,13 @@ def _stops(text: TextStream, drawn: Drawn) -> bool:
     """Whether a text has come to a stop string."""
     text.push(drawn.token)
     return text.stopped
+
+
+def _drawn(request: Request) -> list[int]:
+    """The tokens of a request that has ended; raises RuntimeError if it failed, of which another thread was told."""
+    if request.end is End.FAILED:
+        raise RuntimeError("a round of the engine that other threads wait for too has failed; the error is theirs")
+    return [drawn.token for drawn in request.drawn]
 
 
 def _ids(value: int | list[int] | None) -> list[int]:

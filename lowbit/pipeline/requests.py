@@ -51,7 +51,8 @@ def requests_of(
 
 
 def _sampling(params: GenerateParams, config: GenerationConfig, seed: int) -> Sampling:
-    plain = Sampling(repetition_penalty=config.repetition_penalty or 1.0, min_new_tokens=params.min_new_tokens)
+    least = 0 if params.ignore_eos else params.min_new_tokens  # what is ignored is not held back either
+    plain = Sampling(repetition_penalty=config.repetition_penalty or 1.0, min_new_tokens=least)
     if not params.do_sample:
         return plain
     temperature = params.temperature if params.temperature is not None else config.temperature

@@ -138,6 +138,28 @@ def test_weights_are_held_once_and_the_model_still_has_them():
         model.state_dict()
 
 
+def test_a_second_program_of_a_model():
+    """The first one has made gate and up one weight."""
+    model = packed(eager_llama(torch.float16), "w4a16_g32")
+    first = program_of(model)
+    second = program_of(model)
+    assert second.decoder.activation == "silu" and isinstance(second.chain, Chain)
+    assert second.layers[0].gate_up.weight.codes is first.layers[0].gate_up.weight.codes
+    assert torch.equal(stepped(first, texts(3)), stepped(second, texts(3)))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_of_16_bit_weights_do_not_depend_on_the_batch(bias):
+    torch.manual_seed(0)
+    joined = product([nn.Linear(256, n, bias=bias) for n in (64, 24)], True)
+    x = torch.randn(150, 256)
+    with torch.no_grad():
+        y = joined(x)
+        assert y.shape == (150, 88)
+        for count in (1, 2, 7, 64, 65):
+            assert torch.equal(joined(x[:count]), y[:count]), count
+
+
 def test_layers_that_differ_run_as_they_are():
     """q, k and v of different bits, or of rows that are no whole strips, are not one weight."""
     torch.manual_seed(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 
 import pytest
@@ -205,11 +206,48 @@ def test_a_round_that_fails_ends_what_it_should_have_computed(model, monkeypatch
     assert tokens(after) == expected(model, after.prompt, 10)
 
 
+def test_nobody_shares_pages_of_a_round_that_failed(model, monkeypatch):
+    """They were published when the round was planned, and nothing is in them."""
+    engine = engine_of(model)
+    common = prompt(200)
+
+    def fail(*args):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.program, "prompt", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.generate([Request(common, 5)])
+    (after,) = engine.generate([Request(common, 5)])
+    assert after.shared == 0 and tokens(after) == expected(model, common, 5)
+    (again,) = engine.generate([Request(common, 5)])
+    assert again.shared == 128 and tokens(again) == tokens(after)
+    assert engine.batch.pages.available == engine.batch.pages.count - 1
+
+
+def test_a_round_that_fails_ends_whoever_joined_in_it(model, monkeypatch):
+    """Also those for whose prompt it had no room: neither their pages nor their settings are on the device."""
+    engine = engine_of(model)
+    requests = [engine.submit(Request(prompt(length, length), 5)) for length in (60, 100)]
+
+    def fail(*args):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.slots, "update", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            engine.step()
+    assert [request.end for request in requests] == [End.FAILED, End.FAILED]
+    assert not engine.batch.running and engine.batch.pages.available == engine.batch.pages.count - 1
+
+
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
         (Request(prompt(200), 57), "at most 256 tokens here, this request has 200 tokens and asks for 57 more"),
         (Request([3, VOCAB], 5), "tokens are from 0 to 159, this prompt has 160"),
+        (Request([3], 5, Sampling(logit_bias={VOCAB: 1.0})), "tokens are from 0 to 159, this logit_bias has 160"),
+        (Request([3], 5, end=End.LENGTH), "this request was submitted before: make another one"),
     ],
 )
 def test_what_can_never_run_is_refused(model, request_, message):
@@ -217,7 +255,69 @@ def test_what_can_never_run_is_refused(model, request_, message):
         engine_of(model, max_length=256).submit(request_)
 
 
+def test_a_request_is_submitted_once(model):
+    engine = engine_of(model)
+    request = engine.submit(Request([5, 6], 3))
+    for _ in range(4):
+        with pytest.raises(ValueError, match="was submitted before"):
+            engine.submit(request)
+        engine.step()
+    assert request.end is End.LENGTH and not engine.batch.running and not engine.batch.waiting
+
+
+def test_a_stream_has_the_tokens_that_another_thread_reads_last(model):
+    class Late(list):
+        """Whoever asks how many there are is told so just before the last one comes."""
+
+        asked = 0
+
+        def __len__(self):
+            count = super().__len__()
+            self.asked += 1
+            if self.asked == 3:  # for the third one
+                self.append("last")
+                request.end = End.LENGTH
+            return count
+
+    engine = engine_of(model)
+    request = engine.submit(Request([5, 6], 3))
+    request.drawn = Late(["first", "second"])
+    assert list(engine.stream(request)) == ["first", "second", "last"]
+
+
+def test_a_program_that_makes_no_numbers_is_not_used(model, monkeypatch):
+    monkeypatch.setattr(DecodeProgram, "_capped", lambda self, logits: logits * torch.nan)
+    assert engine_of(model).report() == [
+        "through Transformers' forward, one text at a time: the decode program of Llama differs from it by nan"
+    ]
+
+
+def test_short_texts(model):
+    """Shorter than what the program is checked with."""
+    engine = engine_of(model, max_length=10)
+    (request,) = engine.generate([Request(prompt(4), 6)])
+    assert isinstance(engine.program, DecodeProgram) and tokens(request) == expected(model, request.prompt, 6)
+
+
+def test_the_model_can_be_trained_saved_and_used_again(tmp_path):
+    """After an engine took its weights over, and a second one."""
+    own = eager_llama()
+    ids = torch.tensor([prompt(20)])
+    before = own(ids).logits.detach()
+    for _ in range(2):
+        (request,) = engine_of(own).generate([Request(prompt(20), 5)])
+        assert tokens(request) == expected(own, prompt(20), 5)
+    own.save_pretrained(tmp_path)
+    for model in (own, copy.deepcopy(own), type(own).from_pretrained(tmp_path, dtype=torch.float32)):
+        torch.testing.assert_close(model(ids).logits, before)
+    own.requires_grad_(True)
+    own(ids).logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in own.parameters())
+
+
 def test_wrong_requests_and_engines(model):
+    with pytest.raises(ValueError, match="at least 2 tokens, a prompt's and one more, got max_length=0"):
+        Engine(model, max_length=0)
     with pytest.raises(ValueError, match="at least one token, got none"):
         Request([], 5)
     with pytest.raises(ValueError, match="at least 1 token, got 0"):

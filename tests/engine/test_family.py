@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from lowbit import convert
-from lowbit.engine.check import difference_to
+from lowbit.engine.check import difference_to, kernel_refusals
 from lowbit.engine.family import FAMILIES, Decoder, recognise
 from lowbit.engine.program import DecodeProgram
 from lowbit.models.fuse import fuse_quantization, prepare_on_gpu
@@ -306,3 +306,14 @@ def test_the_program_of_every_family_computes_its_model(case):
     assert isinstance(decoder, Decoder)
     program, difference = difference_to(model, lambda: DecodeProgram(decoder, model.dtype, model.device, batch_invariant=False))
     assert difference < 1e-5 and len(program.layers) == len(decoder.layers)
+
+
+def test_what_the_kernels_of_a_step_refuse():
+    """Such a model runs through its own forward on a GPU, as one of an unknown family does."""
+    fits = recognise(tiny("Llama", head_dim=16))
+    assert not isinstance(fits, tuple) and kernel_refusals(fits, torch.float16) == ()
+    (dtype,) = kernel_refusals(fits, torch.float32)
+    assert dtype == "its kernels compute in fp16 and bf16, the model is in float32"
+    narrow = recognise(tiny("Llama", head_dim=10))
+    assert not isinstance(narrow, tuple)
+    assert kernel_refusals(narrow, torch.bfloat16) == ("heads have 16 to 256 elements, a multiple of 8, got 10",)

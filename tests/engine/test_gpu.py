@@ -160,6 +160,31 @@ def test_the_model_computes_as_before():
     assert grown < 20e6, "weights are held once"
 
 
+def test_a_model_in_float32_runs_through_its_forward():
+    engine = Engine(model_of(dtype=torch.float32, scheme=None), max_concurrent=2, max_length=256)
+    assert engine.report() == [
+        "through Transformers' forward, one text at a time: its kernels compute in fp16 and bf16, the model is in float32"
+    ]
+
+
+@pytest.mark.parametrize("scheme", [None, "w4a16_g128", "w8a8"])
+def test_a_second_engine_of_a_model(scheme):
+    model = model_of(scheme=scheme)
+    asked = dict(max_concurrent=4, max_length=256, cache_bytes=1 << 26)
+    first, second = (Engine(model, **asked).generate([Request(prompt(33), 40)])[0] for _ in range(2))
+    assert tokens(first) == tokens(second) and wrong(model, first) == 0
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_model_on_a_gpu_that_is_not_the_current_one():
+    """Graphs, streams and events are the model's GPU's."""
+    found = []
+    for device in ("cuda:0", "cuda:1"):
+        engine = Engine(model_of().to(device), max_concurrent=4, max_length=512, cache_bytes=1 << 26)
+        found.append([tokens(r) for r in engine.generate([Request(prompt(20 + 50 * i, i), 40) for i in range(4)])])
+    assert found[0] == found[1]
+
+
 def test_several_engines_steps_with_and_without_the_chain_agree():
     """Eight rows go through the chain, nine do not: the logits differ by rounding."""
     engine = Engine(model_of(), max_concurrent=16, max_length=256)

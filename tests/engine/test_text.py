@@ -27,6 +27,16 @@ def words_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
 
 
+def fallback_tokenizer():
+    """As Llama 2, Mistral and Gemma have it: a few words, and bytes for all else, which are text only as whole characters."""
+    names = ["<unk>", "▁a", "b", "▁", *(f"<0x{byte:02X}>" for byte in range(256))]
+    inner = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], unk_token="<unk>", byte_fallback=True))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    inner.decoder = decoders.Sequence(steps)
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
+
+
+FALLBACK = fallback_tokenizer()
 BYTES, WORDS, LETTERS = byte_tokenizer(), words_tokenizer(), tiny_tokenizer()
 
 
@@ -42,6 +52,33 @@ def test_whole_characters_and_the_same_text(prompt, text):
     shown, stream = pushed(BYTES, BYTES(prompt).input_ids or [0], tokens)
     assert "".join(shown) == stream.text == text
     assert all("�" not in part for part in shown) or "�" in text
+
+
+def of_characters(characters):
+    """Tokens of a text for `FALLBACK`: " a" and "b" are words, other characters bytes."""
+    words = {"a": [1], "b": [2], " ": [3]}
+    return [token for c in characters for token in words.get(c, [4 + byte for byte in c.encode()])]
+
+
+TEXTS = st.text("ab é€😀", max_size=12)
+
+
+@given(TEXTS.filter(len), TEXTS)
+def test_characters_of_several_bytes_follow_each_other(prompt, text):
+    tokens = of_characters(text)
+    shown, stream = pushed(FALLBACK, of_characters(prompt), tokens)
+    whole = FALLBACK.decode([*of_characters(prompt), *tokens])
+    assert FALLBACK.decode(of_characters(prompt)) + "".join(shown) == whole and stream.text == "".join(shown)
+    assert "�" not in whole
+
+
+def test_bytes_without_end_that_are_no_text_are_not_held_for_ever():
+    stream = TextStream(FALLBACK, [1])
+    shown = [stream.push(4 + 0x80) for _ in range(1000)]
+    assert len("".join(shown)) > 960 and len(stream._window) < 100
+    stream = TextStream(FALLBACK, [1])
+    shown = [stream.push(0) for _ in range(1000)]  # special tokens, if the end of text is ignored
+    assert "".join(shown) == "" and len(stream._window) < 100
 
 
 @given(st.lists(st.integers(0, 255), max_size=20))

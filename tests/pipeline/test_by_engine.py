@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
+
 import pytest
 
 import lowbit
+from lowbit.engine import Engine
 from lowbit.pipeline import FinishReason, Pipeline
 from lowbit.pipeline.requests import config_refusals
 from tests.tiny import eager_llama, tiny_tokenizer
@@ -54,6 +59,74 @@ def test_a_penalty_of_the_models_own_is_kept(model):
         model.generation_config.repetition_penalty = before
     assert answers[0] == answers[1]
     assert answers[0] != pipes[0](PROMPTS[0], max_new_tokens=25, do_sample=False, ignore_eos=True)
+
+
+@pytest.mark.parametrize("ignore", [False, True])
+def test_an_end_of_text_that_only_the_tokenizer_knows_is_held_back_too(model, ignore):
+    """And not at all where it is ignored."""
+    options = dict(max_new_tokens=12, do_sample=False)
+    text = Pipeline(model, tiny_tokenizer())(PROMPTS[0], ignore_eos=True, **options)[0].generated_text
+    assert text[3] not in text[:3]
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = text[3]
+    pipes = [Pipeline(model, tokenizer, engine=engine) for engine in (False, True)]
+    answers = [pipe(PROMPTS[0], min_new_tokens=9, ignore_eos=ignore, **options) for pipe in pipes]
+    assert answers[0] == answers[1] and answers[0][0].generated_length >= 9
+
+
+def test_end_of_text_tokens_that_the_model_does_not_have(model):
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "<|" + "x" * 3 + "|>"})
+    tokenizer.add_tokens([f"<|{i}|>" for i in range(100)])
+    tokenizer.eos_token = "<|99|>"
+    assert tokenizer.eos_token_id >= model.config.vocab_size
+    pipe = Pipeline(model, tokenizer, engine=True)
+    assert pipe(PROMPTS[0], max_new_tokens=4, do_sample=False, ignore_eos=True)[0].generated_length == 4
+
+
+def test_a_failure_that_another_thread_saw_is_no_answer(model, monkeypatch):
+    own = Pipeline(model, tiny_tokenizer(), engine=True)
+    stream = own.stream(PROMPTS[0], max_new_tokens=50, ignore_eos=True)
+    next(stream)
+
+    def fail(*args):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(own.engine.program, "step", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            own.engine.step()
+    with pytest.raises(RuntimeError, match="a round of the engine that other threads wait for too has failed"):
+        list(stream)
+    assert stream.response is None
+
+
+def test_threads_that_come_first_make_one_engine(model, monkeypatch):
+    made = []
+
+    class Slow(Engine):
+        def __init__(self, *args, **options):
+            made.append(self)
+            time.sleep(0.1)
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr(sys.modules[Pipeline.__module__], "Engine", Slow)
+    own = Pipeline(model, tiny_tokenizer(), engine=True)
+    threads = [threading.Thread(target=own, args=(PROMPTS[0],), kwargs={"max_new_tokens": 2}) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(made) == 1
+
+
+def test_where_a_stop_string_was_complete_is_found_in_few_looks(pipe, monkeypatch):
+    ids, new = pipe.tokenizer("x").input_ids, pipe.tokenizer("a" * 700 + "stop" + "a" * 296).input_ids
+    looks = []
+    text = Pipeline._text
+    monkeypatch.setattr(Pipeline, "_text", lambda self, *args: looks.append(0) or text(self, *args))
+    assert pipe._tokens_until(ids, new, ["stop"]) == 704 and len(looks) < 15
+    assert pipe._tokens_until(ids, new, ["b"]) == 1000 and pipe._tokens_until(ids, new, ["a"]) == 1
 
 
 def test_seeds(by_engine):
