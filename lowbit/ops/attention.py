@@ -34,7 +34,7 @@ _CACHE = "Tensor qkv, Tensor(a!) k, Tensor(b!) v, Tensor tables"
 torch.library.define(
     "lowbit::decode_attention",
     f"({_CACHE}, Tensor positions, Tensor rows, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, {_SHAPE},"
-    " bool batch_invariant=False) -> Tensor",
+    " bool batch_invariant=False, int longest=0) -> Tensor",
 )
 torch.library.define(
     "lowbit::append_kv",
@@ -44,7 +44,7 @@ torch.library.define(
 
 def decode_attention(
     qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, positions: Tensor, rows: Tensor, cos_sin: Tensor, shape: AttentionShape,
-    q_norm: Tensor | None = None, k_norm: Tensor | None = None, *, batch_invariant: bool = False,
+    q_norm: Tensor | None = None, k_norm: Tensor | None = None, *, batch_invariant: bool = False, longest: int = 0,
 ) -> Tensor:  # fmt: skip
     """Attention of one new token for each of B rows over its slot's pages: [B, heads * head_dim].
 
@@ -53,11 +53,12 @@ def decode_attention(
     cos of each pair, then sin. The new k and v are written to the slot's position, and the token sees positions 0 to its own.
     On a GPU types are fp16 or bf16, it is one launch, and rows, positions, tables, cos_sin, gammas and older keys are read
     before the kernel before it has finished, so neither that kernel nor one that it did not wait for may write them. With
-    `batch_invariant` a row has the same bits in every batch; else a row is cut into parts as suits the batch. Raises
-    ValueError for tensors that do not fit together and for a shape no kernel takes.
+    `batch_invariant` a row has the same bits in every batch; else a row is cut into parts as suits the batch. `longest`: tokens
+    of the longest context for which to choose how (default: all that the tables can name); longer ones come out right, slower.
+    Raises ValueError for tensors that do not fit together and for a shape no kernel takes.
     """
     return torch.ops.lowbit.decode_attention(
-        qkv, k, v, tables, positions, rows, cos_sin, q_norm, k_norm, *_fields(shape), batch_invariant
+        qkv, k, v, tables, positions, rows, cos_sin, q_norm, k_norm, *_fields(shape), batch_invariant, longest
     )
 
 
@@ -154,13 +155,13 @@ def _require_contiguous(operator: str, *tensors: Tensor) -> None:
 def _decode(
     qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, positions: Tensor, rows: Tensor, cos_sin: Tensor, q_norm: Tensor | None,
     k_norm: Tensor | None, heads: int, kv_heads: int, head_dim: int, scale: float, rotary_dim: int, softcap: float,
-    window: int, norm_eps: float, norm_offset: float, batch_invariant: bool = False,
+    window: int, norm_eps: float, norm_offset: float, batch_invariant: bool = False, longest: int = 0,
 ) -> Tensor:  # fmt: skip
     shape = AttentionShape(heads, kv_heads, head_dim, scale, rotary_dim, softcap, window, norm_eps, norm_offset)
     _require_contiguous("decode_attention", k, v, tables)
     qkv, positions, rows = qkv.contiguous(), positions.contiguous(), rows.contiguous()
     given = (qkv, k, v, tables, positions, rows, cos_sin.contiguous(), q_norm, k_norm)
-    plan = _decode_plan(shape, batch_invariant, tuple(described(t) for t in given))
+    plan = _decode_plan(shape, batch_invariant, longest, tuple(described(t) for t in given))
     if plan is None:
         return qkv.new_empty(0, heads * head_dim)
     if qkv.device.index != torch.cuda.current_device():
@@ -171,7 +172,7 @@ def _decode(
 
 @functools.lru_cache(maxsize=1024)
 def _decode_plan(
-    shape: AttentionShape, batch_invariant: bool, tensors: tuple[Described | None, ...]
+    shape: AttentionShape, batch_invariant: bool, longest: int, tensors: tuple[Described | None, ...]
 ) -> PagedAttentionPlan | None:
     """The plan of a step; None without rows. Raises ValueError when the tensors do not fit."""
     qkv, k, v, tables, positions, rows, cos_sin, q_norm, k_norm = (None if t is None else on_meta(t) for t in tensors)
@@ -184,7 +185,7 @@ def _decode_plan(
     _check_cuda("decode_attention", shape, tensors)
     assert tensors[0] is not None
     machine = machine_of(tensors[0][2])
-    tile = choose_decode(len(rows), shape, PAGE * tables.shape[1], machine, batch_invariant)
+    tile = choose_decode(len(rows), shape, longest or PAGE * tables.shape[1], machine, batch_invariant)
     from lowbit.kernels.sm80.paged_attention import PagedAttentionPlan
 
     return PagedAttentionPlan(len(rows), shape, tile, machine)
@@ -194,7 +195,7 @@ def _decode_plan(
 def _decode_on_cpu(
     qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, positions: Tensor, rows: Tensor, cos_sin: Tensor, q_norm: Tensor | None,
     k_norm: Tensor | None, heads: int, kv_heads: int, head_dim: int, scale: float, rotary_dim: int, softcap: float,
-    window: int, norm_eps: float, norm_offset: float, batch_invariant: bool = False,
+    window: int, norm_eps: float, norm_offset: float, batch_invariant: bool = False, longest: int = 0,
 ) -> Tensor:  # fmt: skip
     shape = AttentionShape(heads, kv_heads, head_dim, scale, rotary_dim, softcap, window, norm_eps, norm_offset)
     _check("decode_attention", shape, qkv, k, v, tables, positions, (rows,), cos_sin, (q_norm, k_norm))
@@ -205,7 +206,7 @@ def _decode_on_cpu(
 def _fake_decode(
     qkv: Tensor, k: Tensor, v: Tensor, tables: Tensor, positions: Tensor, rows: Tensor, cos_sin: Tensor, q_norm: Tensor | None,
     k_norm: Tensor | None, heads: int, kv_heads: int, head_dim: int, scale: float, rotary_dim: int, softcap: float,
-    window: int, norm_eps: float, norm_offset: float, batch_invariant: bool = False,
+    window: int, norm_eps: float, norm_offset: float, batch_invariant: bool = False, longest: int = 0,
 ) -> Tensor:  # fmt: skip
     return qkv.new_empty((qkv.shape[0], heads * head_dim))
 

@@ -146,6 +146,16 @@ def test_a_graph_follows_positions(rows):
 
 
 @gpu
+@pytest.mark.parametrize("longest", [128, 2048, 65536])
+def test_contexts_of_any_length_come_out_right_whatever_was_said(longest):
+    given = shape(32, 8, 128)
+    case = make_case(given, [(311 * i) % 4000 for i in range(9)], device="cuda")
+    before = case.copy()
+    expected, found = step(case).float(), step(before.copy(range(9)), longest=longest).float()
+    assert (found - expected).norm() < 2e-3 * expected.norm()
+
+
+@gpu
 def test_batch_invariant_rows_have_the_same_bits_in_every_batch():
     given = shape(32, 8, 128)
     case = make_case(given, [(211 * i) % 3000 for i in range(33)], device="cuda")
