@@ -158,7 +158,7 @@ def _decode(engine: Engine, batch: int, context: int, held: int, bandwidth: floa
     assert isinstance(program, DecodeProgram)
     _place(engine, batch, context, 4 * REPLAYS)
     torch.cuda.reset_peak_memory_stats()
-    step = engine.steps.launch(range(batch), filters=False)
+    step = engine.steps.launch(range(batch), False, context + 4 * REPLAYS)
     us = _times_us(step)
     engine.slots.positions[:batch] = context
     kernels = _kernels(step)

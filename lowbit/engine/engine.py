@@ -99,7 +99,7 @@ class Engine:
         self.ends = [end for end in (_ends(model) if ends is None else ends) if 0 <= end < vocab]  # no other is ever drawn
         self.slots = Slots(max_concurrent, self.max_length, vocab, self.ends, self.device)
         captures = on_gpu and isinstance(self.program, DecodeProgram)
-        self.steps = Steps(self.program, self.slots, max_concurrent, graphs=captures)
+        self.steps = Steps(self.program, self.slots, max_concurrent, graphs=captures, invariant=batch_invariant)
         self._ahead = ahead
         self._flying: deque[Launched] = deque()
         self._lock = threading.RLock()
@@ -179,10 +179,11 @@ class Engine:
     @torch.inference_mode()
     def warm_up(self) -> Iterator[str]:
         """Captures every graph; says which one before each."""
-        for size, filters in self.steps.variants() if self.steps.graphs else ():
-            yield f"step of {size}{' with filters' if filters else ''}"
+        for variant in self.steps.variants() if self.steps.graphs else ():
+            size, filters, reach = variant
+            yield f"step of {size}{' with filters' if filters else ''}, up to {reach:,} tokens"
             with self._lock:
-                self.steps.captured(size, filters)
+                self.steps.captured(variant)
 
     def report(self) -> list[str]:
         """How texts are computed, a line each."""
@@ -227,7 +228,8 @@ class Engine:
         self.slots.update(planned.grown, ends)
         if planned.steps:
             rows = self.slots.rows(planned.steps, len(planned.steps))
-            self._fly(planned.steps, self.steps.launch(rows, _filters(planned.steps)))
+            longest = max(request.computed for request in planned.steps)
+            self._fly(planned.steps, self.steps.launch(rows, _filters(planned.steps), longest))
         if planned.pieces:
             logits = self.program.prompt(planned.pieces, self.slots)
             requests = [piece.request for piece in last]

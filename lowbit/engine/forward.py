@@ -27,7 +27,7 @@ class ForwardProgram:
         takes_limit = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._options: dict[str, Any] = {"use_cache": True} | ({"logits_to_keep": 1} if takes_limit else {})
 
-    def step(self, rows: Tensor, slots: Slots) -> Tensor:
+    def step(self, rows: Tensor, slots: Slots, longest: int = 0) -> Tensor:
         """Logits [B, V] after the next token of each slot that `rows` names; nobody's rows get zeros."""
         tokens = slots.tokens.tolist()
         made = {slot: self._forward([tokens[slot]], slot) for slot in set(rows.tolist()) if slot in self._caches}

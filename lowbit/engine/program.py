@@ -79,14 +79,16 @@ class DecodeProgram:
         shape = self.layers[0].shape
         return CacheSpec(len(self.layers), shape.kv_heads, shape.head_dim, self.dtype)
 
-    def step(self, rows: Tensor, slots: Slots) -> Tensor:
-        """Logits [B, V] after the next token of each slot that `rows` int32 [B] names."""
+    def step(self, rows: Tensor, slots: Slots, longest: int = 0) -> Tensor:
+        """Logits [B, V] after the next token of each slot that `rows` int32 [B] names; kernels are chosen for contexts of up to
+        `longest` tokens (0: as many as a slot can have)."""
 
         def attend(i: int, qkv: Tensor) -> Tensor:
             layer, (keys, values) = self.layers[i], self._cache.layer(i)
             return decode_attention(
                 qkv, keys, values, slots.tables, slots.positions, rows, self.ropes[layer.parts.rope], layer.shape,
                 layer.parts.q_gamma, layer.parts.k_gamma, batch_invariant=self.batch_invariant,
+                longest=longest,
             )  # fmt: skip
 
         if isinstance(self.chain, Chain) and len(rows) <= MOST_TOKENS:

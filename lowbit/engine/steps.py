@@ -15,10 +15,19 @@ from torch import Tensor
 
 from lowbit.engine.batching import Piece
 from lowbit.engine.slots import Slots, on_device
+from lowbit.kernels.choose.attention import PAGE
 from lowbit.ops.sample import sample
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Numbers of rows for which there are graphs, up to the first that holds all requests of an engine."""
+
+REACHES = (2048, 8192)
+"""Longest contexts for which there are graphs, beside that of all tables: attention is launched in as many blocks as its
+longest context may keep busy, and those without work cost 16 us a layer at 64 rows of 1,024 tokens where 131,072 are possible
+(modelled, kernels/choose/attention.py)."""
+
+Variant = tuple[int, bool, int]
+"""Rows, whether some request asks for more than its likeliest token, and the longest context."""
 
 
 class Program(Protocol):
@@ -28,8 +37,8 @@ class Program(Protocol):
     device: torch.device
     dtype: torch.dtype
 
-    def step(self, rows: Tensor, slots: Slots) -> Tensor:
-        """Logits [B, V] after the next token of each slot of `rows`."""
+    def step(self, rows: Tensor, slots: Slots, longest: int = 0) -> Tensor:
+        """Logits [B, V] after the next token of each slot of `rows`, chosen for contexts of up to `longest` tokens (0: any)."""
 
     def prompt(self, pieces: Sequence[Piece], slots: Slots) -> Tensor | None:
         """Logits [B, V] after each last piece."""
@@ -50,57 +59,67 @@ class Step:
 
 
 class Steps:
-    """The steps of an engine of at most `most` requests."""
+    """The steps of an engine of at most `most` requests; `invariant`: a step does not depend on how long others' texts are."""
 
-    def __init__(self, program: Program, slots: Slots, most: int, *, graphs: bool) -> None:
+    def __init__(self, program: Program, slots: Slots, most: int, *, graphs: bool, invariant: bool = False) -> None:
         self.program, self.slots, self.graphs = program, slots, graphs
         enough = next((size for size in SIZES if size >= most), most)
         self.sizes = (*(size for size in SIZES if size < enough), enough)
+        longest = PAGE * slots.places
+        self.reaches = (longest,) if invariant else (*(reach for reach in REACHES if reach < longest), longest)
         self.captures = 0
         """Graphs captured so far: it stands still once an engine is warm."""
-        self._captured: dict[tuple[int, bool], Step] = {}
+        self._captured: dict[Variant, Step] = {}
         self._pool: Any = None
 
-    def variants(self) -> list[tuple[int, bool]]:
-        """Every size, with and without what only some requests ask of drawing; the largest first, whose memory serves all."""
-        return [(size, filters) for size in reversed(self.sizes) for filters in (False, True)]
+    def variants(self) -> list[Variant]:
+        """Every size, with and without what only some requests ask of drawing, for every reach; the largest first, whose memory
+        serves all."""
+        return [
+            (size, filters, reach)
+            for size in reversed(self.sizes)
+            for filters in (False, True)
+            for reach in reversed(self.reaches)
+        ]
 
-    def launch(self, rows: Sequence[int], filters: bool) -> Step:
-        """One step of the slots `rows`; `filters`: some request asks for more than its likeliest token."""
+    def launch(self, rows: Sequence[int], filters: bool, longest: int) -> Step:
+        """One step of the slots `rows`, whose contexts have up to `longest` tokens; `filters`: some request asks for more than
+        its likeliest token."""
+        reach = next(reach for reach in self.reaches if reach >= longest)
         if not self.graphs:
-            return self._run(on_device(list(rows), self.slots.device), filters)
+            return self._run(on_device(list(rows), self.slots.device), filters, reach)
         size = next(size for size in self.sizes if size >= len(rows))
-        step = self.captured(size, filters)
+        step = self.captured((size, filters, reach))
         assert step.graph is not None
         filled = [*rows, *[self.slots.nobodys] * (size - len(rows))]
         step.rows.copy_(on_device(filled, self.slots.device))
         step.graph.replay()
         return step
 
-    def captured(self, size: int, filters: bool) -> Step:
-        """The graph of a size, captured at the first call."""
-        found = self._captured.get((size, filters))
+    def captured(self, variant: Variant) -> Step:
+        """The graph of a variant, captured at the first call."""
+        found = self._captured.get(variant)
         if found is None:
-            found = self._captured[size, filters] = self._capture(size, filters)
+            found = self._captured[variant] = self._capture(*variant)
             self.captures += 1
         return found
 
-    def _capture(self, size: int, filters: bool) -> Step:
+    def _capture(self, size: int, filters: bool, reach: int) -> Step:
         with torch.cuda.device(self.slots.device):  # streams are of the current one
             rows = torch.full((size,), self.slots.nobodys, dtype=torch.int32, device=self.slots.device)
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):  # compiles kernels and makes plans, which a capture may not
-                self._run(rows, filters)
+                self._run(rows, filters, reach)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-                step = self._run(rows, filters)
+                step = self._run(rows, filters, reach)
         self._pool = graph.pool()
         return Step(rows, step.tokens, step.logprobs, step.logits, graph)
 
-    def _run(self, rows: Tensor, filters: bool) -> Step:
-        logits = self.program.step(rows, self.slots)
+    def _run(self, rows: Tensor, filters: bool, reach: int) -> Step:
+        logits = self.program.step(rows, self.slots, reach)
         return draw(logits, rows, self.slots, filters)
 
 

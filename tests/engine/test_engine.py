@@ -118,6 +118,18 @@ def test_drawing_goes_on_where_it_was_after_giving_way(model):
     assert [tokens(r) for r in tight] == [tokens(r) for r in roomy]
 
 
+@pytest.mark.parametrize("invariant", [False, True])
+def test_a_step_is_chosen_for_the_longest_text_in_it(model, monkeypatch, invariant):
+    """And, where a text must not depend on others, always for the longest that there can be."""
+    monkeypatch.setattr("lowbit.engine.steps.REACHES", (64, 192))
+    engine = engine_of(model, max_length=256, batch_invariant=invariant)
+    chosen, step = [], engine.program.step
+    monkeypatch.setattr(engine.program, "step", lambda rows, slots, longest: (chosen.append(longest), step(rows, slots))[1])
+    engine.generate([Request(prompt(60), 10), Request(prompt(20), 3)])
+    engine.generate([Request(prompt(190), 5)])
+    assert chosen == ([256] * 13 if invariant else [64] * 4 + [192] * 5 + [192] * 2 + [256] * 2)
+
+
 def test_a_watch_and_an_end_token_stop(model):
     ids = prompt(20)
     drawn = expected(model, ids, 12)
