@@ -22,6 +22,13 @@ TRITON = (
 """Its version: registers and spills differ, and a bound that fits both says nothing of either."""
 
 
+_NUMPY = tuple(int(part) for part in importlib.metadata.version("numpy").split(".")[:2])
+loops_to_loaded_bounds = pytest.mark.skipif(
+    () < TRITON < (3, 7) and _NUMPY >= (2, 4),
+    reason="the interpreter of Triton 3.6 cannot loop to a bound loaded from memory with NumPy 2.4 and newer",
+)
+"""For tests whose kernels do so."""
+
 TYPES = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",

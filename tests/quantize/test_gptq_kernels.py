@@ -15,7 +15,7 @@ from lowbit.quantize import gptq, rtn
 from lowbit.quantize.gptq import _GpuGrid, _Grid, _inside_groups, inverse_factor
 from lowbit.quantize.rtn import nearest, spanning, values
 from lowbit.quantize.statistics import output_error
-from tests.kernels.sass import compile_triton
+from tests.kernels.sass import compile_triton, loops_to_loaded_bounds
 from tests.quantize.data import inputs, weights
 
 pytest.importorskip("triton", reason="the kernels are written in Triton")
@@ -96,6 +96,7 @@ def check_without_a_gpu():
     check("w6e3m2a16", 3, 132, "loss", static=False)
 
 
+@loops_to_loaded_bounds
 def test_the_arithmetic_in_tritons_interpreter():
     code = "from tests.quantize.test_gptq_kernels import check_without_a_gpu; check_without_a_gpu()"
     done = subprocess.run(

@@ -14,7 +14,7 @@ from lowbit.hardware.machine import machine_of
 from lowbit.kernels.reference import sampling
 from lowbit.ops.sample import Sampling, SamplingState, sample
 from tests.kernels.calls import meta
-from tests.kernels.sass import compile_plan
+from tests.kernels.sass import compile_plan, loops_to_loaded_bounds
 
 triton = pytest.importorskip("triton", reason="the kernels are written in Triton")
 import triton.language as tl  # noqa: E402
@@ -146,6 +146,7 @@ def check_without_a_gpu():
         check(SETTINGS, [0, 1, 2], torch.full((3, 2100), value))
 
 
+@loops_to_loaded_bounds
 def test_the_arithmetic_in_tritons_interpreter():
     code = "from tests.kernels.elementwise.test_sample import check_without_a_gpu; check_without_a_gpu()"
     done = subprocess.run(

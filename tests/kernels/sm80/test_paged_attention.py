@@ -13,7 +13,7 @@ from lowbit.hardware.machine import machine_of, typical_machine
 from lowbit.kernels.choose.attention import DecodeTile
 from tests.kernels.attention import compare, make_case, shape
 from tests.kernels.calls import meta
-from tests.kernels.sass import TRITON, compile_plan
+from tests.kernels.sass import compile_plan, loops_to_loaded_bounds
 
 pytest.importorskip("triton", reason="the kernel is written in Triton")
 
@@ -112,9 +112,7 @@ def interpreted(call):
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.skipif(
-    TRITON < (3, 7), reason="Triton's interpreter of 3.6 takes no bounds of loops from tensors under today's numpy"
-)
+@loops_to_loaded_bounds
 @pytest.mark.parametrize("call", ["check_features()", "check_tiles()", "rows_alone('cpu', torch.float16)"])
 def test_the_arithmetic_in_tritons_interpreter(call):
     interpreted(call)
