@@ -95,7 +95,7 @@ class DecodeProgram:
 
     def prompt(self, pieces: Sequence[Piece], slots: Slots) -> Tensor | None:
         """Logits [B, V] after the last piece of each text that has one among `pieces`; None if there is none."""
-        ids, slot_of, position_of = on_device(_flat(pieces), self.device)
+        ids, slot_of, position_of = (on_device(part, self.device) for part in _flat(pieces))  # kernels take no odd addresses
         ends = [end for end, piece in zip(_ends(pieces), pieces, strict=True) if piece.last]
 
         def attend(i: int, qkv: Tensor) -> Tensor:

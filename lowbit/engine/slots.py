@@ -15,6 +15,9 @@ from lowbit.engine.pages import NOBODYS, pages_for
 from lowbit.engine.request import Request
 from lowbit.ops.sample import SamplingState
 
+ALIGNED = 32
+"""Numbers at whose multiples a part begins, 128 bytes: kernels take what starts at multiples of 16."""
+
 
 class Slots:
     """`count` slots for requests of at most `most_tokens` tokens, and one that is nobody's."""
@@ -23,10 +26,12 @@ class Slots:
         self.count, self.device = count, device
         self.places = pages_for(most_tokens)
         # One piece of memory, so that all that changes between two steps is one copy.
-        self._all = torch.zeros((count + 1) * (2 + self.places), dtype=torch.int32, device=device)
+        self._positions = -(-(count + 1) // ALIGNED) * ALIGNED
+        self._tables = 2 * self._positions
+        self._all = torch.zeros(self._tables + (count + 1) * self.places, dtype=torch.int32, device=device)
         self.tokens = self._all[: count + 1]
-        self.positions = self._all[count + 1 : 2 * (count + 1)]
-        self.tables = self._all[2 * (count + 1) :].view(count + 1, self.places)
+        self.positions = self._all[self._positions :][: count + 1]
+        self.tables = self._all[self._tables :].view(count + 1, self.places)
         self.tables[count] = NOBODYS
         self.sampling = SamplingState.make(count + 1, vocab, ends, device)
 
@@ -37,8 +42,8 @@ class Slots:
 
     def update(self, pages: Iterable[tuple[int, int, int]], positions: Iterable[tuple[int, int]]) -> None:
         """Enters pages, each as (slot, place in its table, page), and positions of slots."""
-        changes = [(2 * (self.count + 1) + slot * self.places + place, page) for slot, place, page in pages]
-        changes += [(self.count + 1 + slot, position) for slot, position in positions]
+        changes = [(self._tables + slot * self.places + place, page) for slot, place, page in pages]
+        changes += [(self._positions + slot, position) for slot, position in positions]
         if changes:
             where, values = on_device(list(zip(*changes, strict=True)), self.device)
             self._all.index_copy_(0, where.long(), values)
