@@ -171,6 +171,16 @@ def test_several_threads_wait_for_their_own_texts(model):
     assert [tokens(r) for r in requests] == [expected(model, r.prompt, 15) for r in requests]
 
 
+def test_submitting_does_not_wait_for_a_round(model):
+    """Else whoever does one after the other could keep the lock from those who come."""
+    engine = engine_of(model)
+    with engine._lock:
+        thread = threading.Thread(target=engine.submit, args=(Request(prompt(5), 2),), daemon=True)
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive() and len(engine.batch.waiting) == 1
+
+
 def test_an_error_of_one_harms_nobody_else(model):
     engine = engine_of(model)
 
