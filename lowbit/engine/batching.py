@@ -69,7 +69,7 @@ class Batch:
         return (f"needs {most:,} tokens of cache (prompt and limit), there are {have:,}",) if most > have else ()
 
     def add(self, request: Request) -> None:
-        """Queues a request that `refusals` has nothing against."""
+        """Queues a request that `refusals` has nothing against; at any time: an append to a deque is one step."""
         self.waiting.append(request)
 
     def remove(self, request: Request) -> None:

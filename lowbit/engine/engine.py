@@ -107,7 +107,7 @@ class Engine:
     # ---- what callers do
 
     def submit(self, request: Request) -> Request:
-        """Queues a request; raises ValueError for one that can never run here."""
+        """Queues a request, at once, whoever is doing a round; raises ValueError for one that can never run here."""
         most = len(request.prompt) + request.limit
         reasons = self.batch.refusals(request)
         if request.end is not None or request in self.batch.waiting or request in self.batch.running:
@@ -124,8 +124,7 @@ class Engine:
         wrong = [token for token, _ in request.sampling.bias if token >= vocab]
         if wrong:
             raise ValueError(f"tokens are from 0 to {vocab - 1}, this logit_bias has {wrong[0]}")
-        with self._lock:
-            self.batch.add(request)
+        self.batch.add(request)
         return request
 
     def cancel(self, request: Request) -> None:

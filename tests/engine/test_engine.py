@@ -15,6 +15,7 @@ from lowbit.engine import End, Engine, Request, Sampling
 from lowbit.engine.product import Scaled
 from lowbit.engine.program import DecodeProgram
 from lowbit.nn import convert
+from lowbit.ops import attention
 from tests.tiny import eager_llama
 
 VOCAB = 160
@@ -182,6 +183,16 @@ def test_several_threads_wait_for_their_own_texts(model):
     assert [tokens(r) for r in requests] == [expected(model, r.prompt, 15) for r in requests]
 
 
+def test_submitting_does_not_wait_for_a_round(model):
+    """Else whoever does one after the other could keep the lock from those who come."""
+    engine = engine_of(model)
+    with engine._lock:
+        thread = threading.Thread(target=engine.submit, args=(Request(prompt(5), 2),), daemon=True)
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive() and len(engine.batch.waiting) == 1
+
+
 def test_an_error_of_one_harms_nobody_else(model):
     engine = engine_of(model)
 
@@ -302,6 +313,25 @@ def test_a_program_that_makes_no_numbers_is_not_used(model, monkeypatch):
     assert engine_of(model).report() == [
         "through Transformers' forward, one text at a time: the decode program of Llama differs from it by nan"
     ]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 4, 64])
+def test_all_that_attention_is_given_starts_where_its_kernels_can_read(model, monkeypatch, slots):
+    """At multiples of 16 bytes, which they refuse otherwise: prompts of odd lengths, any number of slots."""
+    seen = []
+
+    def looking(operator):
+        def run(*args, **options):
+            seen.extend(operator.__name__ for each in args if isinstance(each, torch.Tensor) and each.data_ptr() % 16)
+            return operator(*args, **options)
+
+        return run
+
+    for operator in (attention.append_kv, attention.decode_attention):
+        monkeypatch.setattr(f"lowbit.engine.program.{operator.__name__}", looking(operator))
+    engine = engine_of(model, max_concurrent=slots)
+    engine.generate([Request(prompt(length), 3) for length in (3, 33, 130)])
+    assert not seen
 
 
 def test_short_texts(model):
