@@ -81,8 +81,8 @@ class Batch:
             self._leave(request)
 
     def give_up(self, planned: Round | None) -> list[Request]:
-        """Lets go of all that a round was for, since it failed: nobody may share pages that it should have filled. None: already
-        while it was planned, so that nobody knows how far any of those who run is."""
+        """Lets go of all that a round was for, since it failed: nobody may share pages that it should have filled. None: it
+        failed while it was planned, so that nobody knows how far any of those who run is."""
         if planned is None:
             planned = Round(joined=list(self.running), pieces=[Piece(request, 0, (), False) for request in self.running])
         for piece in planned.pieces:
