@@ -80,13 +80,18 @@ class Batch:
             self._publish(request)
             self._leave(request)
 
-    def give_up(self, planned: Round) -> list[Request]:
-        """Lets go of all that a round was for, since it failed: nobody may share pages that it should have filled."""
+    def give_up(self, planned: Round | None) -> list[Request]:
+        """Lets go of all that a round was for, since it failed: nobody may share pages that it should have filled. None: it
+        failed while it was planned, so that nobody knows how far any of those who run is."""
+        if planned is None:
+            planned = Round(joined=list(self.running), pieces=[Piece(request, 0, (), False) for request in self.running])
         for piece in planned.pieces:
             self.pages.withdraw(piece.request.pages[piece.begin // PAGE :])
         lost = dict.fromkeys([*planned.joined, *planned.steps, *(piece.request for piece in planned.pieces)])
         for request in lost:
             self._leave(request)
+            if request in self.waiting:
+                self.waiting.remove(request)
         return list(lost)
 
     def plan(self) -> Round:

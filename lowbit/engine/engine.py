@@ -166,9 +166,7 @@ class Engine:
         """One round: launches what is due, then reads what the round before has drawn."""
         with self._lock:
             earlier = len(self._flying)
-            planned = self.batch.plan()
-            if planned:
-                self._launch_or_end(planned)
+            planned = self._launch_next()
             if not (planned and self._ahead):
                 earlier = len(self._flying)
             for _ in range(earlier):
@@ -206,12 +204,15 @@ class Engine:
 
     # ---- a round
 
-    def _launch_or_end(self, planned: Round) -> None:
-        """Launches a round; if that fails, all that it was for ends and everything else goes on."""
-        launched = False
+    def _launch_next(self) -> Round:
+        """Plans and launches a round; if that fails, all that it was for ends and everything else goes on."""
+        planned, launched = None, False
         try:
-            self._launch(planned)
+            planned = self.batch.plan()
+            if planned:
+                self._launch(planned)
             launched = True
+            return planned
         finally:
             if not launched:
                 for request in self.batch.give_up(planned):

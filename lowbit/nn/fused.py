@@ -77,6 +77,7 @@ class AlternatingMLP(nn.Module):
             for name in KERNEL_TENSORS:
                 setattr(layer, name, None)
         self.scheme, self.shape, self.function, self.down_proj = weight.scheme, weight.shape, function, down_proj
+        self.batch_invariant = gate_proj.batch_invariant
         self.register_buffer("kernel_codes", weight.codes, persistent=False)
         self.register_buffer("kernel_scale", weight.scale, persistent=False)
         self.register_buffer("kernel_channel_scale", weight.channel_scale, persistent=False)
@@ -102,7 +103,7 @@ class AlternatingMLP(nn.Module):
         return FragmentWeight(codes, self.kernel_scale, self.kernel_channel_scale, self.scheme, self.shape)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = fragment_gemm(x.reshape(-1, x.shape[-1]), self.weight(), self.bias)
+        rows = fragment_gemm(x.reshape(-1, x.shape[-1]), self.weight(), self.bias, batch_invariant=self.batch_invariant)
         y: Tensor = self.down_proj(gate(rows, self.function, alternate=True))
         return y.view(*x.shape[:-1], -1)
 

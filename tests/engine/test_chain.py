@@ -148,6 +148,26 @@ def test_a_second_program_of_a_model():
     assert torch.equal(stepped(first, texts(3)), stepped(second, texts(3)))
 
 
+@pytest.mark.parametrize("invariant", [False, True])
+def test_the_models_own_mlp_stays_batch_invariant(monkeypatch, invariant):
+    model = packed(eager_llama(torch.float16), "w4a16_g32")
+    for module in model.modules():
+        if isinstance(module, QuantLinear):
+            module.batch_invariant = invariant
+    program_of(model)
+    asked = []
+
+    def product_of(x, weight, bias=None, *, batch_invariant=False):
+        asked.append(batch_invariant)
+        return x @ weight.unpack().dequantize(torch.float16).T
+
+    monkeypatch.setattr("lowbit.nn.fused.fragment_gemm", product_of)
+    mlp = model.model.layers[0].mlp
+    mlp.down_proj = nn.Identity()
+    mlp(torch.randn(3, 64).half())
+    assert asked == [invariant]
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_products_of_16_bit_weights_do_not_depend_on_the_batch(bias):
     torch.manual_seed(0)

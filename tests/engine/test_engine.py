@@ -248,6 +248,35 @@ def test_nobody_shares_pages_of_a_round_that_failed(model, monkeypatch):
     assert engine.batch.pages.available == engine.batch.pages.count - 1
 
 
+@pytest.mark.parametrize("where", ["_pieces_of_running", "_add_piece"])
+def test_an_interrupt_while_a_round_is_planned(model, monkeypatch, where):
+    """Whoever runs is told, no page that nobody wrote is shared, and the next texts are as ever."""
+    engine = engine_of(model)
+    first, second = (Request(prompt(200, seed), 20) for seed in range(2))
+    engine.submit(first)
+    for _ in range(3):
+        engine.step()
+    engine.submit(second)
+    inner = getattr(engine.batch, where)
+
+    def interrupted(*args):
+        inner(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.batch, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert first.end is End.FAILED and not engine.batch.running
+    for request in engine.generate([Request(prompt(200, seed), 20) for seed in range(2)]):
+        assert tokens(request) == expected(model, request.prompt, 20)
+    while second.end is None:
+        engine.step()
+    assert second.end is End.FAILED or tokens(second) == expected(model, second.prompt, 20)
+    engine.step()
+    assert engine.batch.pages.available == engine.batch.pages.count - 1
+
+
 def test_a_round_that_fails_ends_whoever_joined_in_it(model, monkeypatch):
     """Also those for whose prompt it had no room: neither their pages nor their settings are on the device."""
     engine = engine_of(model)
