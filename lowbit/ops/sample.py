@@ -163,13 +163,14 @@ class SamplingState:
         slots, vocab = self.counts.shape
         if not 0 <= slot < slots - 1:
             raise ValueError(f"sampling: slots are 0 to {slots - 2} (the last one is nobody's), got {slot}")
-        tokens, biased = sorted(set(prompt_ids)), dict(settings.bias)
+        penalized = bool(settings.flags & sampling.PENALIZED)  # else nobody reads what the prompt has
+        tokens, biased = sorted(set(prompt_ids)) if penalized else [], dict(settings.bias)
         for what, ids in (("the prompt has", tokens), ("the answer has", generated_ids), ("logit_bias has", list(biased))):
             if ids and not 0 <= min(ids) <= max(ids) < vocab:
                 raise ValueError(f"sampling: tokens are 0 to {vocab - 1}, {what} {min(ids)} to {max(ids)}")
         row = _row(settings, len(generated_ids))
         self.settings[slot].copy_(self._sent(torch.frombuffer(bytearray(row), dtype=torch.int32)))
-        if settings.flags & sampling.PENALIZED:
+        if penalized:
             self.counts[slot].zero_()
             counted = Counter(generated_ids)
             counted.update(dict.fromkeys(tokens, sampling.PROMPT))

@@ -269,7 +269,7 @@ def test_what_does_not_fit_together_is_refused():
     with pytest.raises(ValueError, match=r"slots are 0 to 0 \(the last one is nobody's\), got 1"):
         state.set(1, Sampling(), ())
     with pytest.raises(ValueError, match="tokens are 0 to 299, the prompt has 3 to 300"):
-        state.set(0, Sampling(), (3, 300))
+        state.set(0, Sampling(presence_penalty=1.0), (3, 300))
     with pytest.raises(ValueError, match="logit_bias has 300"):
         state.set(0, Sampling(logit_bias={300: 1.0}), ())
     with pytest.raises(ValueError, match="2 or more"):
