@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowbit import LowbitConfig, demo
+from lowbit.engine import Engine, Request
 from lowbit.eval import perplexity, sample_text
 from lowbit.explain import explain, render
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
@@ -88,3 +89,18 @@ def test_explain_walks_a_real_weight(smollm2, tmp_path):
     quantize_checkpoint(smollm2, tmp_path / "q", "w4a16_g64")
     text = render(explain(tmp_path / "q", "model.layers.12.mlp.gate_proj", 700, 300))
     assert "lop3.b32" in text and "lowbit/ops/table.py" in text
+
+
+@torch.inference_mode()
+def test_the_engine_draws_the_tokens_of_transformers(smollm2):
+    """Greedily in float32, three texts at once against one by one."""
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    engine = Engine(model, max_concurrent=3, max_length=256)
+    assert engine.difference < 1e-5, engine.report()
+    prompts = ["The capital of France is", "def fibonacci(n):", "Once upon a time"]
+    for request in engine.generate([Request(tokenizer(text).input_ids, 30) for text in prompts]):
+        out = model.generate(
+            torch.tensor([request.prompt]), max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        assert [drawn.token for drawn in request.drawn] == out[0, len(request.prompt) :].tolist()

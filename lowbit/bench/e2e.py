@@ -30,6 +30,7 @@ from lowbit.engine.program import DecodeProgram
 from lowbit.engine.steps import Step
 from lowbit.eval.results import versions, write_json
 from lowbit.formats import parse_scheme
+from lowbit.kernels.choose.attention import PAGE
 
 REPLAYS = 24
 PROMPT, OUTPUT = 1024, 64
@@ -163,7 +164,7 @@ def _decode(engine: Engine, batch: int, context: int, held: int, bandwidth: floa
     engine.slots.positions[:batch] = context
     kernels = _kernels(step)
     spec = program.cache_spec
-    kv = batch * context * spec.page_bytes / 128
+    kv = batch * context * spec.page_bytes / PAGE
     ms = statistics.median(us) / 1e3
     return {
         "ms_per_token": ms, "limit_ms": 1e3 * (held + kv) / bandwidth, "tokens_per_gpu_s": 1e3 * batch / ms,

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from lowbit.formats import parse_scheme
-from lowbit.models.ends import quantize_ends
+from lowbit.models.head import quantize_head
 from lowbit.nn import PackedWeight
 from lowbit.nn.convert import swap
 from lowbit.quantize import rtn
@@ -62,7 +62,7 @@ def random_model(
             packed = swap(model, name, rtn(module.weight, parse_scheme(scheme)))
             packed.prepare(dtype)
     if head is not None:
-        quantize_ends(model, head)
+        quantize_head(model, head)
     return model
 
 

@@ -262,7 +262,7 @@ def generate(
     verify: Annotated[bool, typer.Option("--verify", help="Compare the files with their checksums first.")] = False,
     json_file: Json = None,
 ) -> None:
-    """Continue texts with a model, greedily unless --sample is given.
+    """Continue texts with a model, greedily unless --sample is given; on a terminal, one text as it comes.
 
     GPTQ, AWQ, auto-round, compressed-tensors, FP8, torchao, ModelOpt and GGUF weights are loaded as they are, without a
     conversion first (docs/checkpoints.md).

@@ -1,11 +1,12 @@
 """How a language model runs: a decode step around packed weights, a paged cache, many requests at once.
 
 engine.py     the rounds: plans, launches, reads a round later      batching.py  who computes what next
-program.py    the step of a decoder as a list of operators          pages.py     which request holds which page
-product.py    products whose weights lie side by side               slots.py     what lies on the device for each request
-family.py     which decoders are known, as data                     cache.py     keys and values, and how many fit
-forward.py    models that no program knows, one text at a time      steps.py     a step as one CUDA graph for each size
-check.py      whether a program computes what its model does        text.py      whole characters, stop strings
+request.py    one text: what was asked, how far it is               pages.py     which request holds which page
+program.py    the step of a decoder as a list of operators          slots.py     what lies on the device for each request
+chain.py      the same for a few tokens, in fewer launches          cache.py     keys and values, and how many fit
+product.py    products whose weights lie side by side               steps.py     a step as one CUDA graph for each size
+family.py     which decoders are known, as data                     text.py      whole characters, stop strings
+forward.py    models that no program knows, one text at a time      check.py     whether a program computes its model
 """
 
 from lowbit.engine.engine import Engine

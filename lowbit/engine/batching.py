@@ -125,8 +125,7 @@ class Batch:
             page = self.pages.take()
             if page is None:
                 return False
-            assert request.slot is not None
-            planned.grown.append((request.slot, len(request.pages), page))
+            planned.grown.append((request.row, len(request.pages), page))
             request.pages.append(page)
         return True
 

@@ -14,7 +14,7 @@ SHARE = 0.9
 """Of a GPU's free memory that pages take: what torch's allocator holds for the step and the prompts comes out of the rest."""
 
 CPU_BYTES = 1 << 30
-"""What pages take on a CPU unless the caller says: 4 GiB and more of a laptop's memory belong to others."""
+"""What pages take on a CPU unless the caller says: the memory of a laptop belongs to others too."""
 
 
 @dataclass(frozen=True)

@@ -220,21 +220,20 @@ class Engine:
 
     def _launch(self, planned: Round) -> None:
         for request in planned.joined:
-            assert request.slot is not None
             drawn = [each.token for each in request.drawn]
-            self.slots.sampling.set(request.slot, request.sampling, request.prompt, drawn)
+            self.slots.sampling.set(request.row, request.sampling, request.prompt, drawn)
         last = [piece for piece in planned.pieces if piece.last]
-        ends = [(piece.request.slot, piece.end - 1) for piece in last if piece.request.slot is not None]
+        ends = [(piece.request.row, piece.end - 1) for piece in last]
         self.slots.update(planned.grown, ends)
         if planned.steps:
-            rows = self.slots.rows(planned.steps, len(planned.steps))
+            rows = [request.row for request in planned.steps]
             longest = max(request.computed for request in planned.steps)
             self._fly(planned.steps, self.steps.launch(rows, _filters(planned.steps), longest))
         if planned.pieces:
             logits = self.program.prompt(planned.pieces, self.slots)
             requests = [piece.request for piece in last]
             if logits is not None:
-                rows_of_last = on_device(self.slots.rows(requests, len(requests)), self.device)
+                rows_of_last = on_device([request.row for request in requests], self.device)
                 self._fly(requests, draw(logits, rows_of_last, self.slots, _filters(requests)))
 
     def _fly(self, requests: Sequence[Request], step: Step) -> None:

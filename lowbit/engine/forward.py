@@ -38,8 +38,7 @@ class ForwardProgram:
         """Logits [B, V] after the last piece of each text that has one among `pieces`; None if there is none."""
         ended = []
         for piece in pieces:
-            slot = piece.request.slot
-            assert slot is not None
+            slot = piece.request.row
             if piece.begin == 0:
                 self._caches[slot] = DynamicCache(config=self.model.config)
             logits = self._forward(list(piece.tokens), slot)

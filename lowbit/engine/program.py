@@ -107,7 +107,7 @@ class DecodeProgram:
                 layer.parts.q_gamma, layer.parts.k_gamma,
             )  # fmt: skip
             parts = q.split([len(piece.tokens) for piece in pieces])
-            tables = [slots.tables[_slot(piece)] for piece in pieces]
+            tables = [slots.tables[piece.request.row] for piece in pieces]
             out = [
                 prompt_attention(part, keys, values, table, piece.begin, layer.shape)
                 for part, table, piece in zip(parts, tables, pieces, strict=True)
@@ -168,12 +168,6 @@ class DecodeProgram:
         return cap * torch.tanh(logits / cap) if cap else logits
 
 
-def _slot(piece: Piece) -> int:
-    slot = piece.request.slot
-    assert slot is not None
-    return slot
-
-
 def _ends(pieces: Sequence[Piece]) -> list[int]:
     """Where each piece ends among the tokens of all."""
     total, ends = 0, []
@@ -186,5 +180,5 @@ def _ends(pieces: Sequence[Piece]) -> list[int]:
 def _flat(pieces: Sequence[Piece]) -> tuple[list[int], list[int], list[int]]:
     """Tokens, slots and positions of all tokens of some pieces."""
     ids = [token for piece in pieces for token in piece.tokens]
-    slot_of = [_slot(piece) for piece in pieces for _ in piece.tokens]
+    slot_of = [piece.request.row for piece in pieces for _ in piece.tokens]
     return ids, slot_of, [position for piece in pieces for position in range(piece.begin, piece.end)]

@@ -88,6 +88,12 @@ class Request:
         return self.launched - len(self.drawn)
 
     @property
+    def row(self) -> int:
+        """Its slot; for requests that are being computed."""
+        assert self.slot is not None
+        return self.slot
+
+    @property
     def position(self) -> int:
         """Where the token stands that the next step computes: the last one drawn."""
         return len(self.prompt) + self.launched - 1

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from lowbit.engine.pages import NOBODYS, pages_for
-from lowbit.engine.request import Request
 from lowbit.ops.sample import SamplingState
 
 ALIGNED = 32
@@ -46,11 +45,6 @@ class Slots:
         if changes:
             where, values = on_device(list(zip(*changes, strict=True)), self.device)
             self._all.index_copy_(0, where.long(), values)
-
-    def rows(self, requests: Sequence[Request], size: int) -> list[int]:
-        """The slots of some requests, filled up to `size` rows."""
-        named = [request.slot for request in requests if request.slot is not None]
-        return named + [self.nobodys] * (size - len(named))
 
 
 def columns_on_device(columns: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from lowbit.engine import Drawn, End, Engine, Request, TextStream
-from lowbit.models.ends import SCHEME, quantize_ends
+from lowbit.models.head import SCHEME, quantize_head
 from lowbit.models.load import load_causal
 from lowbit.models.skeleton import tokenizer_of
 from lowbit.nn.linear import make_batch_invariant
@@ -247,7 +247,7 @@ def pipeline(
         model_name_or_path, scheme=quantization_mode, device=device, dtype=dtype, verify=verify, progress=progress
     )
     if engine and head is not None and model.device.type == "cuda":
-        quantize_ends(model, head)
+        quantize_head(model, head)
     if batch_invariant:
         make_batch_invariant(model, model.dtype)
     if tokenizer is None or isinstance(tokenizer, (str, Path)):

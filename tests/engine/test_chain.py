@@ -15,7 +15,7 @@ from lowbit.engine.family import recognise
 from lowbit.engine.product import Packed, Scaled, product
 from lowbit.engine.program import DecodeProgram
 from lowbit.engine.slots import Slots, on_device
-from lowbit.models.ends import quantize_ends
+from lowbit.models.head import quantize_head
 from lowbit.nn import QuantLinear, convert
 from lowbit.nn.fused import AlternatingMLP
 from tests.tiny import eager_llama, tiny_llama
@@ -78,7 +78,7 @@ def program_of(model):
 def test_the_logits_of_the_model(dtype, scheme, ends):
     model = packed(eager_llama(dtype), scheme)
     if ends:
-        assert quantize_ends(model) == ["model.embed_tokens", "lm_head"]
+        assert quantize_head(model) == ["model.embed_tokens", "lm_head"]
         model.lm_head._pack_for_gpu()
     ids = texts(MOST_TOKENS)
     reference = dequantized(model, torch.float32)

@@ -212,13 +212,14 @@ def test_an_error_of_one_harms_nobody_else(model):
     assert [tokens(r) for r in (*others, more)] == [expected(model, r.prompt, 10) for r in (*others, more)]
 
 
+def fail(*args):
+    raise RuntimeError("out of memory")
+
+
 def test_a_round_that_fails_ends_what_it_should_have_computed(model, monkeypatch):
     engine = engine_of(model)
     request = engine.submit(Request(prompt(9), 10))
     engine.step()
-
-    def fail(*args):
-        raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
         patch.setattr(engine.program, "step", fail)
@@ -233,9 +234,6 @@ def test_nobody_shares_pages_of_a_round_that_failed(model, monkeypatch):
     """They were published when the round was planned, and nothing is in them."""
     engine = engine_of(model)
     common = prompt(200)
-
-    def fail(*args):
-        raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
         patch.setattr(engine.program, "prompt", fail)
@@ -281,9 +279,6 @@ def test_a_round_that_fails_ends_whoever_joined_in_it(model, monkeypatch):
     """Also those for whose prompt it had no room: neither their pages nor their settings are on the device."""
     engine = engine_of(model)
     requests = [engine.submit(Request(prompt(length, length), 5)) for length in (60, 100)]
-
-    def fail(*args):
-        raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patch:
         patch.setattr(engine.slots, "update", fail)

@@ -11,7 +11,7 @@ from lowbit.engine import End, Engine, Request, Sampling
 from lowbit.engine.chain import Chain
 from lowbit.engine.family import recognise
 from lowbit.engine.program import DecodeProgram
-from lowbit.models.ends import quantize_ends
+from lowbit.models.head import quantize_head
 from lowbit.nn import convert
 from lowbit.nn.linear import make_batch_invariant
 from tests.engine.test_chain import stepped
@@ -47,7 +47,7 @@ def model_of(family="Llama", dtype=torch.float16, scheme="w4a16_g128", ends=Fals
     if scheme is not None:
         convert(model, scheme)
     if ends:
-        quantize_ends(model)
+        quantize_head(model)
     return model
 
 
@@ -185,15 +185,18 @@ def test_a_model_on_a_gpu_that_is_not_the_current_one():
     assert found[0] == found[1]
 
 
-def test_several_engines_steps_with_and_without_the_chain_agree():
-    """Eight rows go through the chain, nine do not: the logits differ by rounding."""
+def test_steps_with_and_without_the_chain_agree():
+    """Eight rows go through the chain, sixteen do not: after the same token its logarithms differ by rounding."""
     engine = Engine(model_of(), max_concurrent=16, max_length=256)
     ids = [prompt(64, seed) for seed in range(16)]
     few = engine.generate([Request(i, 2) for i in ids[:8]])
-    many = engine.generate([Request(i, 2) for i in ids])
-    for one, other in zip(few, many, strict=False):
-        if tokens(one) == tokens(other):
-            assert abs(one.drawn[1].logprob - other.drawn[1].logprob) < 0.02
+    many = engine.generate([Request(i, 2) for i in ids])[:8]
+    alike = [
+        (one.drawn[1].logprob, other.drawn[1].logprob)
+        for one, other in zip(few, many, strict=True)
+        if tokens(one) == tokens(other)
+    ]
+    assert len(alike) >= 6 and all(abs(one - other) < 0.02 for one, other in alike)
 
 
 @pytest.mark.parametrize("scheme", ["w4a16_g128", "w6e3m2a16", "w8a16", "w8a8", "fp8_dynamic"])

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from lowbit.engine.pages import NOBODYS
-from lowbit.engine.request import Request
 from lowbit.engine.slots import Slots, columns_on_device
 
 CPU = torch.device("cpu")
@@ -27,13 +26,6 @@ def test_changes_reach_their_places_and_no_others():
     assert slots.tables.tolist() == [[0, 0, 7], [0, 0, 0], [9, 0, 0], [NOBODYS] * 3]
     assert slots.positions.tolist() == [0, 44, 5, 0] and slots.tokens.tolist() == [0, 1, 2, 3]
     slots.update([], [])
-
-
-def test_rows_are_filled_up_with_nobody():
-    slots = Slots(3, 300, 50, (), CPU)
-    requests = [Request([1], 1), Request([1], 1)]
-    requests[0].slot, requests[1].slot = 2, 0
-    assert slots.rows(requests, 4) == [2, 0, slots.nobodys, slots.nobodys]
 
 
 @pytest.mark.parametrize("length", [1, 3, 32, 33])

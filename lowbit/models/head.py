@@ -1,6 +1,6 @@
-"""The two ends of a language model, embedding and LM head, in 8 bits: the last 16-bit weights that a step reads.
+"""The LM head of a quantized language model, and its embedding, in 8 bits: the last 16-bit weights that a step reads.
 
-With layers of 4 bits, the head of an 8B model is a fifth of all bytes of a token; in 8 bits a tenth.
+With layers of 4 bits, the head of an 8B model is a fifth of all bytes of a token; in 8 bits an eighth.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lowbit.nn.convert import quantized, swap, tie
 SCHEME = "w8a16"
 
 
-def quantize_ends(model: PreTrainedModel, scheme: str = SCHEME) -> list[str]:
+def quantize_head(model: PreTrainedModel, scheme: str = SCHEME) -> list[str]:
     """Quantizes LM head and embedding of a model whose linear layers are quantized, in place, rounding to nearest with a scale
     for each row; returns the names of what it replaced, none where no layer is quantized or both are already.
 
