@@ -111,6 +111,8 @@ def _rows_of(model: str, scheme: str | None, asked: Asked, bandwidth: float, wat
         held = weight_bytes(made)
         yield from ({**blank, **nothing, "weight_bytes": held, **row} for row in _rivals(made, asked, watch))
         engine = _engine(made, cases)
+        for stage in engine.compile():
+            watch(f"{model}, {name}: compiling, {stage.done} of {stage.total} kernels")
         rate = _prefill(engine)
     except failures() as error:
         yield {**blank, **nothing, "impl": "lowbit", "batch": None, "context": None, "error": reason(error)}

@@ -44,9 +44,9 @@ CHECKPOINT = ("config.json", INDEX, *_WEIGHTS, "quantize_config.json", "quant_co
 _MAX_RESULT_BYTES = 1 << 23
 _ABANDONED_SECONDS = 24 * 3600
 _RESULT = re.compile(
-    rb"""\s*\{\s*"result":\s*"(?P<json>lowbit[a-z -]*)"
-       | <!--\ result:\ (?P<page>lowbit[a-z -]*?)\ -->
-       | (?:\x89PNG|<\?xml|%PDF).*?(?:Creator\x00|<dc:title>|/Creator\ \()(?P<plot>lowbit[a-z -]*)""",
+    rb"""\s*\{\s*"result":\s*"(?P<json>lowbit[a-z0-9\ -]*)"
+       | <!--\ result:\ (?P<page>lowbit[a-z0-9\ -]*?)\ -->
+       | (?:\x89PNG|<\?xml|%PDF).*?(?:Creator\x00|<dc:title>|/Creator\ \()(?P<plot>lowbit[a-z0-9\ -]*)""",
     re.DOTALL | re.VERBOSE,
 )
 """The beginning of a result file, with the command that wrote it."""

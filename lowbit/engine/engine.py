@@ -31,6 +31,8 @@ from lowbit.engine.program import DecodeProgram
 from lowbit.engine.request import Drawn, End, Request
 from lowbit.engine.slots import Slots, on_device
 from lowbit.engine.steps import Program, Step, Steps, draw
+from lowbit.engine.warm_up import Stage, compiled, kernels_of
+from lowbit.hardware.machine import machine_of
 from lowbit.kernels.choose.attention import PAGE
 from lowbit.ops.sample import top_logprobs
 
@@ -173,13 +175,23 @@ class Engine:
                 self._read(self._flying[0])
                 self._flying.popleft()
 
-    @torch.inference_mode()
-    def warm_up(self) -> Iterator[str]:
-        """Captures every graph; says which one before each."""
-        for variant in self.steps.variants() if self.steps.graphs else ():
+    def compile(self) -> Iterator[Stage]:
+        """Compiles every kernel, by several processes where Triton's cache does not have it; says how far it is before each."""
+        if not self.steps.graphs or not isinstance(self.program, DecodeProgram):
+            return
+        with self._lock:
+            wanted = kernels_of(self.program, self.steps, self.slots.count, min(self.batch.piece, self.max_length))
+        yield from compiled(wanted, machine_of(self.device).arch.sm)
+
+    def warm_up(self) -> Iterator[Stage]:
+        """Compiles every kernel and captures every graph, so that no request waits for either; says before each what is next."""
+        yield from self.compile()
+        variants = self.steps.variants() if self.steps.graphs else []
+        for done, variant in enumerate(variants):
             size, filters, reach = variant
-            yield f"step of {size}{' with filters' if filters else ''}, up to {reach:,} tokens"
-            with self._lock:
+            what = f"step of {size}{' with filters' if filters else ''}, up to {reach:,} tokens"
+            yield Stage(what, done, len(variants))
+            with self._lock, torch.inference_mode():
                 self.steps.captured(variant)
 
     def report(self) -> list[str]:

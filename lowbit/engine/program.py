@@ -93,7 +93,7 @@ class DecodeProgram:
 
         if isinstance(self.chain, Chain) and len(rows) <= MOST_TOKENS:
             return self._capped(self.chain.step(slots.tokens, rows, self.table, attend))
-        return self._logits(*self._layers(slots.tokens, rows, attend))
+        return self.logits(*self._layers(slots.tokens, rows, attend))
 
     def prompt(self, pieces: Sequence[Piece], slots: Slots) -> Tensor | None:
         """Logits [B, V] after the last piece of each text that has one among `pieces`; None if there is none."""
@@ -118,7 +118,7 @@ class DecodeProgram:
         if not ends:
             return None
         last = on_device([end - 1 for end in ends], self.device).long()
-        return self._logits(h[last], delta[last])
+        return self.logits(h[last], delta[last])
 
     @property
     def _cache(self) -> Cache:
@@ -158,7 +158,8 @@ class DecodeProgram:
             return QuantizedInput(made.codes, made.scale, made.zero, gate_up.dtype)
         return gate(gate_up, self.decoder.activation, alternate=layer.alternates)
 
-    def _logits(self, h: Tensor, delta: Tensor) -> Tensor:
+    def logits(self, h: Tensor, delta: Tensor) -> Tensor:
+        """Logits [B, V] of the residual stream h [B, hidden] after all layers, with what the last one has yet to add."""
         d = self.decoder
         x = add_norm(h, delta, d.final_gamma, d.eps, offset=d.norm_offset, post_gamma=self.layers[-1].parts.after_mlp_gamma)
         return self._capped(self.head(x))

@@ -87,7 +87,7 @@ class Steps:
         its likeliest token."""
         reach = next(reach for reach in self.reaches if reach >= longest)
         if not self.graphs:
-            return self._run(on_device(list(rows), self.slots.device), filters, reach)
+            return self.run(on_device(list(rows), self.slots.device), filters, reach)
         size = next(size for size in self.sizes if size >= len(rows))
         step = self.captured((size, filters, reach))
         assert step.graph is not None
@@ -110,15 +110,16 @@ class Steps:
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):  # compiles kernels and makes plans, which a capture may not
-                self._run(rows, filters, reach)
+                self.run(rows, filters, reach)
             torch.cuda.current_stream().wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-                step = self._run(rows, filters, reach)
+                step = self.run(rows, filters, reach)
         self._pool = graph.pool()
         return Step(rows, step.tokens, step.logprobs, step.logits, graph)
 
-    def _run(self, rows: Tensor, filters: bool, reach: int) -> Step:
+    def run(self, rows: Tensor, filters: bool, reach: int) -> Step:
+        """The step of the slots `rows` int32 [B] as it is written, launch by launch."""
         logits = self.program.step(rows, self.slots, reach)
         return draw(logits, rows, self.slots, filters)
 

@@ -276,7 +276,8 @@ def _residual_fake(
     _check_residual(x, codes, scale, channel_scale, h, gamma, bias, scheme)
     parts = 1
     if x.device.type == "cuda":
-        shape = GemmShape(x.shape[0], h.shape[1], x.shape[1], _scheme(scheme).weight.bits)
+        m, n, k = int(x.shape[0]), int(h.shape[1]), int(x.shape[1])  # a tile is chosen for numbers, also in a dynamic trace
+        shape = GemmShape(m, n, k, _scheme(scheme).weight.bits)
         tile = choose_chain("residual", shape, machine_of(x.device), batch_invariant)
         parts = -(-shape.strips // tile.block_strips)
     return torch.empty_like(h, dtype=x.dtype), x.new_empty((parts, x.shape[0]), dtype=torch.float32)

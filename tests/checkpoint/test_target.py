@@ -16,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from lowbit.bench.e2e_report import E2E
 from lowbit.checkpoint import CheckpointError, CheckpointReader, CheckpointWriter
 from lowbit.checkpoint.target import check_file, discard, hidden, left_behind, replace_file, write_result
 from lowbit.eval.results import check_plot, write_json
@@ -308,17 +309,20 @@ class TestResultFiles:
                 write()
         assert path.read_bytes() == content and os.listdir(tmp_path) == ["config.json"]
 
-    def test_results_replace_their_like(self, tmp_path):
+    @pytest.mark.parametrize("name", [JSON, PAGE, E2E])
+    def test_results_replace_their_like(self, tmp_path, name):
         path = tmp_path / "new" / "r.json"
         for value in (1, 2):
-            write_json(path, {"value": value, "result": JSON})
+            write_json(path, {"value": value, "result": name})
             assert json.loads(path.read_text())["value"] == value
-        (tmp_path / "new" / "empty").touch()
-        write_json(tmp_path / "new" / "empty", {"result": JSON})
+        with pytest.raises(ValueError, match=f"is a result of {name}, not of lowbit quantize"):
+            check_file(path, "lowbit quantize")
+
+    def test_pages_and_empty_files_are_replaced(self, tmp_path):
+        (tmp_path / "empty").touch()
+        write_json(tmp_path / "empty", {"result": JSON})
         for _ in range(2):
             page(tmp_path / "p.md")
-        with pytest.raises(ValueError, match="is a result of lowbit eval, not of lowbit quantize"):
-            check_file(path, "lowbit quantize")
 
     @pytest.mark.parametrize("mode", [0o600, 0o664, 0o444])
     def test_permissions_stay(self, tmp_path, mode):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import triton
+from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -36,6 +37,7 @@ __all__ = [
     "aggregate",
     "asm",
     "barrier",
+    "build_launcher",
     "builtin",
     "fence_async_shared",
     "gl",
@@ -53,6 +55,7 @@ __all__ = [
     "wait_alone",
     "warpgroup_mma",
     "warpgroup_mma_wait",
+    "without_gpu",
 ]
 
 # Renamed between Triton 3.6 and 3.9: the left names are today's.
@@ -166,3 +169,32 @@ def source_digest() -> str:
     """
     files = sorted(file for room in WRITERS for file in (Path(__file__).parents[2] / room).glob("**/*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+class _Compiling:
+    """As much of a Triton driver as compiling asks for."""
+
+    def __init__(self, sm: int) -> None:
+        self.target = GPUTarget("cuda", sm, 32)
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def without_gpu(sm: int) -> None:
+    """Makes Triton compile for GPUs of compute capability `sm` in this process, which needs none and cannot launch kernels."""
+    triton.runtime.driver.set_active(_Compiling(sm))
+
+
+def build_launcher(kernel: CompiledKernel) -> None:
+    """What else a first launch builds: Triton 3.6 compiles C for each signature, newer ones have one launcher for all."""
+    from triton.backends.nvidia import driver
+
+    if hasattr(driver, "make_launcher") and torch.cuda.is_available():  # it is linked with the driver
+        driver.CudaLauncher(kernel.src, kernel.metadata)

@@ -7,14 +7,57 @@ where memory is, nothing of what is in it, so those of addresses seen before ser
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lowbit.kernels.parts.gluon import CompiledKernel, gl
+
+
+@dataclass(frozen=True)
+class Address:
+    """As much of a tensor as a descriptor or the compiler needs: it must not keep the memory alive."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        """As Triton asks a tensor for it."""
+        return self.address
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A kernel to compile: where its function is, and of what it is called with as much as the compiler looks at."""
+
+    module: str
+    name: str
+    arguments: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+_thread = threading.local()
+
+
+@contextmanager
+def recording() -> Iterator[list[Wanted]]:
+    """Within it, kernels that this thread launches are not: those not compiled yet are listed, each once, when it ends.
+    Results are what memory happens to hold."""
+    listed: list[Wanted] = []
+    met: dict[Launcher, Wanted] = {}
+    _thread.met = met
+    try:
+        yield listed
+    finally:
+        _thread.met = None
+        for each in met.values():
+            if each not in listed:
+                listed.append(each)
 
 
 class Launcher:
@@ -43,7 +86,11 @@ class Launcher:
 
     def __call__(self, *arguments: Any) -> None:
         """Launches the kernel; the first call compiles it, or finds it in Triton's cache."""
-        if self.kernel is not None:
+        met = getattr(_thread, "met", None)
+        if met is not None:
+            if self.kernel is None and self not in met:
+                met[self] = self._wanted(arguments)
+        elif self.kernel is not None:
             self.kernel[self.grid](*arguments)
         elif self.cluster == 1:  # compiles and launches
             self.kernel = self.function[self.grid](*arguments, **self.options)
@@ -54,17 +101,26 @@ class Launcher:
             self.kernel = made  # whole: another thread may take it at once
             made[self.grid](*arguments)
 
+    def _wanted(self, arguments: Sequence[Any]) -> Wanted:
+        """The kernel by name, its arguments without their contents."""
+        function = self.function.fn
+        described = tuple(map(_described, arguments, self.function.params))
+        return Wanted(function.__module__, function.__qualname__, described, self.options)
 
-@dataclass(frozen=True)
-class Address:
-    """As much of a tensor as a descriptor needs: it must not keep the memory alive."""
 
-    address: int
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        """As Triton asks a tensor for it."""
-        return self.address
+def _described(argument: Any, parameter: Any) -> Any:
+    """One argument for all that Triton compiles alike: numbers by whether they are 1, multiples of 16, of 64 bits."""
+    if parameter.is_constexpr or argument is None or isinstance(argument, bool):
+        return argument
+    if isinstance(argument, torch.Tensor):
+        return Address(argument.data_ptr() % 16, argument.dtype)
+    if isinstance(argument, TensorDescriptor):
+        shape, strides = [*argument.block_shape], [*[1 << 16] * (len(argument.shape) - 1), 1]
+        return replace(argument, base=Address(0, argument.base.dtype), shape=shape, strides=strides)
+    if isinstance(argument, int):
+        small = 3 if parameter.do_not_specialize else 1 if argument == 1 else 3 if argument % 16 else 16
+        return small if -(1 << 31) <= argument < 1 << 31 else (1 << 40) + small
+    return 2.0 if isinstance(argument, float) else argument
 
 
 def descriptors(
