@@ -36,6 +36,9 @@ REPLAYS = 24
 PROMPT, OUTPUT = 1024, 64
 """Tokens of the prompt that is timed by itself, and tokens that a whole request draws."""
 
+PRODUCTS = ("gemm", "nvjet", "Reduce")
+"""Parts of the names of kernels that multiply by weights: this library's, cuBLAS's and its sums of split K."""
+
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 RIVALS: dict[str, dict[str, Any]] = {"eager": {}, "static": {"cache_implementation": "static"}}
@@ -47,7 +50,8 @@ PROTOCOL = (
     "that the engine runs, which embeds, computes all layers and the head, draws the likeliest token, feeds it back and moves "
     "positions on; all requests have `context` tokens before them. limit_ms: bytes of all weights as stored and of keys and "
     "values of the context, at the read bandwidth of the same run. prefill_tok_s: a prompt of `prompt` tokens, alone, from "
-    "tokens on the host to logits. request_s: wall time of `batch` requests from Python, of 128 tokens each, from the first "
+    "tokens on the host to logits; prefill_products: the share of its time in matrix products. request_s: wall time of "
+    "`batch` requests from Python, of 128 tokens each, from the first "
     f"call to the last token of {OUTPUT}; step_wall_ms is that time without the prompts, by token. bf16_ms_per_token is the "
     "same program with 16-bit weights through torch.nn.functional.linear in the same run. impl transformers: the same model's "
     "own `generate`, the time of 8 tokens more, its cache dynamic or, compiled, static."
@@ -113,14 +117,14 @@ def _rows_of(model: str, scheme: str | None, asked: Asked, bandwidth: float, wat
         engine = _engine(made, cases)
         for stage in engine.compile():
             watch(f"{model}, {name}: compiling, {stage.done} of {stage.total} kernels")
-        rate = _prefill(engine)
+        rate, in_products = _prefill(engine)
     except failures() as error:
         yield {**blank, **nothing, "impl": "lowbit", "batch": None, "context": None, "error": reason(error)}
         return
     for batch, context in cases:
         watch(f"{model}, {name}: batch {batch}, context {context}")
         row = {**blank, **nothing, "impl": "lowbit", "batch": batch, "context": context, "prompt": PROMPT, "output": OUTPUT}
-        row |= {"weight_bytes": held, "prefill_tok_s": rate}
+        row |= {"weight_bytes": held, "prefill_tok_s": rate, "prefill_products": in_products}
         try:
             yield {**row, **_decode(engine, batch, context, held, bandwidth), **_request(engine, batch)}
         except failures() as error:
@@ -164,7 +168,8 @@ def _decode(engine: Engine, batch: int, context: int, held: int, bandwidth: floa
     step = engine.steps.launch(range(batch), False, context + 4 * REPLAYS)
     us = _times_us(step)
     engine.slots.positions[:batch] = context
-    kernels = _kernels(step)
+    assert step.graph is not None
+    kernels = _kernels(step.graph.replay)
     spec = program.cache_spec
     kv = batch * context * spec.page_bytes / PAGE
     ms = statistics.median(us) / 1e3
@@ -190,12 +195,11 @@ def _times_us(step: Step) -> list[float]:
     return [1e3 * start.elapsed_time(end) for start, end in events]
 
 
-def _kernels(step: Step) -> dict[str, tuple[int, float]]:
-    """How often each kernel runs in a step, and its microseconds, as CUDA's profiler sees them: with programmatic launch,
-    kernels overlap, so that the sum may be more than the step."""
-    assert step.graph is not None
+def _kernels(launch: Callable[[], object]) -> dict[str, tuple[int, float]]:
+    """How often each kernel runs in what `launch` launches, and its microseconds, as CUDA's profiler sees them: with
+    programmatic launch, kernels overlap, so that the sum may be more than the whole takes."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        step.graph.replay()
+        launch()
         torch.cuda.synchronize()
     found: dict[str, tuple[int, float]] = {}
     for event in profile.events():
@@ -206,23 +210,29 @@ def _kernels(step: Step) -> dict[str, tuple[int, float]]:
 
 
 @torch.inference_mode()
-def _prefill(engine: Engine) -> float:
-    """Tokens per second of a prompt of PROMPT tokens."""
+def _prefill(engine: Engine) -> tuple[float, float]:
+    """Tokens per second of a prompt of PROMPT tokens, and the share of that time that its products take."""
     ids = torch.randint(engine.slots.sampling.counts.shape[1], (PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
     _place(engine, 1, PROMPT, 0)
     request = Request(ids, 1)
     request.slot = 0
     size = engine.batch.piece
+
+    def prompt() -> None:
+        for begin in range(0, PROMPT, size):
+            tokens = tuple(ids[begin : begin + size])
+            engine.program.prompt([Piece(request, begin, tokens, begin + size >= PROMPT)], engine.slots)
+
     seconds = []
     for _ in range(4):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        for begin in range(0, PROMPT, size):
-            tokens = tuple(ids[begin : begin + size])
-            engine.program.prompt([Piece(request, begin, tokens, begin + size >= PROMPT)], engine.slots)
+        prompt()
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    return PROMPT / statistics.median(seconds[1:])
+    took = statistics.median(seconds[1:])
+    products_us = sum(us for name, (_, us) in _kernels(prompt).items() if any(part in name for part in PRODUCTS))
+    return PROMPT / took, products_us / 1e6 / took
 
 
 def _request(engine: Engine, batch: int) -> dict[str, Any]:

@@ -184,7 +184,7 @@ class Engine:
         yield from compiled(wanted, machine_of(self.device).arch.sm)
 
     def warm_up(self) -> Iterator[Stage]:
-        """Compiles every kernel and captures every graph, so that no request waits for either; says before each what is next."""
+        """Compiles every kernel and captures every graph, so that no request waits for either; says what comes before each."""
         yield from self.compile()
         variants = self.steps.variants() if self.steps.graphs else []
         for done, variant in enumerate(variants):

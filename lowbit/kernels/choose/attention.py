@@ -2,7 +2,7 @@
 
 Pure functions of a shape and a machine, without Triton. What a step costs depends on contexts that change from step to step
 while the grid of a captured graph does not, so a tile is chosen for several: all rows at those of COMMON or at the longest a
-slot can have, and the same with one row at the longest, whose last programs run alone.
+slot can have, and rows of half that with one of the longest among them, whose last programs run alone.
 """
 
 from __future__ import annotations
@@ -116,14 +116,15 @@ def candidates_decode(
 ) -> list[Candidate[DecodeTile]]:
     """Every tile considered for `rows` rows and contexts up to `longest` tokens, the cheapest first, those that cannot last.
 
-    Costs are the geometric mean of the modelled microseconds at contexts of COMMON and at the longest. With `batch_invariant`
-    they are those of INVARIANT_ROWS rows: a row is then cut in the same way in every batch.
+    Costs are the geometric mean of the modelled microseconds of rows that are all alike, at contexts of COMMON and at the
+    longest, and of rows of half the longest with one of the longest among them. With `batch_invariant` they are those of
+    INVARIANT_ROWS rows: a row is then cut in the same way in every batch.
     """
     rows = INVARIANT_ROWS if batch_invariant else rows
     contexts = [*(min(size, longest) for size in COMMON), longest]
     found = []
     for tile in _tiles(shape, longest):
-        pairs = [(size, most) for size in contexts for most in ((size, longest) if rows > 1 else (size,))]
+        pairs = [*((size, size) for size in contexts), *([(longest // 2, longest)] if rows > 1 else [])]
         costs = [modelled_us(tile, rows, shape, *pair, machine) for pair in pairs]
         found.append(Candidate(tile, _reasons(tile, shape), math.prod(costs) ** (1 / len(costs))))
     return ordered(found)
@@ -159,20 +160,21 @@ def _reasons(tile: DecodeTile, shape: AttentionShape) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-START_US = 2.6
+START_US = 2.8
 """Launch, the loads that need one another (row, position, page, keys), q, and the store."""
-TURN_US = (0.3, 0.32)
-"""A turn of the loop, in which one block of keys and values arrives and is multiplied: constant, and for each warp."""
-READ_SHARE = (1.03, 0.02)
-"""Time over that of the bare read where memory binds: of one warp, and for each one more, which waits for the others."""
-MEET_US = (0.5, 0.4)
+TURN_US = {1: 0.87, 2: 1.55, 4: 1.79}
+"""A turn of the loop of so many warps, in which one block of keys and values arrives and is multiplied, alone on an SM."""
+CROWDED = 0.41
+"""How much longer it takes on an SM that is full."""
+READ_SHARE = {1: 1.0, 2: 1.0, 4: 1.1}
+"""Time over that of the bare read where memory binds: warps of a program wait for each other."""
+WAVE_US = 3.5
+"""Programs that start when others have ended."""
+MEET_US = (0.8, 0.76)
 """The parts of a row meet: the counter, and a round of reading what `combine` holds at a time."""
-EMPTY_US = 0.7
-"""A program without work: two loads that need each other."""
-# Fitted to six timings of an experiment, H200, 2026-11-22, 32 heads over 8 kv heads of 128, random pages: 5.7 us at batch 1 and
-# context 1024 (16 parts, 32 tokens by 2 warps), 20.6 and 125 at batch 16 and contexts 1024 and 8192 (8 parts, 16 tokens by
-# 1 warp), 65.5 and 475 at batch 64 (2 parts), 16.7 at batch 1 and 8192 (its combine spilled at 32 parts, this one does not).
-# Not yet measured: the share of each constant, other blocks, contexts beyond 8192. `python -m lowbit.bench.attention` does.
+# Fitted to 167 timings, H200, 2026-11-22, 32 heads over 8 kv heads of 128, random pages, batch 1 to 64, contexts 256 to 32768
+# (`python -m lowbit.bench.attention --tiles 9`): error 8.5 % in the mean (root mean square); the choice for one batch and
+# context was 3.4 % slower than the best tile in the mean. `combine` reads more parts in a round since.
 
 
 def registers(tile: DecodeTile, shape: AttentionShape) -> int:
@@ -187,21 +189,20 @@ def resident(tile: DecodeTile, shape: AttentionShape) -> int:
 
 
 def combine_round(warps: int, shape: AttentionShape) -> int:
-    """Parts that the program which comes last reads at a time: 64 registers a thread, a power of two."""
+    """Parts that the program which comes last reads at a time: 128 registers a thread, half as many where its many heads take
+    others; a power of two."""
     group = 1 << (shape.group - 1).bit_length()
-    return max(1, min(16, 2048 * warps // (group * shape.lanes)))
+    return max(1, min(16, (4096 if group <= 8 else 2048) * warps // (group * shape.lanes)))
 
 
 def modelled_us(tile: DecodeTile, rows: int, shape: AttentionShape, context: int, longest: int, machine: Machine) -> float:
     """Time of one launch for `rows` rows of `context` tokens each, one of which has `longest` instead."""
     tokens, most = (min(size, shape.window) if shape.window else size for size in (context, longest))
     active = tile.active(tokens)
-    places = machine.sm_count * resident(tile, shape)
-    waves = -(-rows * shape.kv_heads * active // places)
-    turn_us = TURN_US[0] + TURN_US[1] * tile.warps
+    programs, places = rows * shape.kv_heads * active, machine.sm_count * resident(tile, shape)
+    waves = -(-programs // places)
     turns = max(waves * -(-tokens // (active * tile.block)), -(-most // (tile.active(most) * tile.block)))
-    share = READ_SHARE[0] + READ_SHARE[1] * (tile.warps - 1)
-    memory_us = 1e6 * share * rows * tokens * shape.token_bytes / machine.read_bytes
+    turns_us = turns * TURN_US[tile.warps] * (1 + CROWDED * min(1.0, programs / places))
+    memory_us = 1e6 * READ_SHARE[tile.warps] * rows * tokens * shape.token_bytes / machine.read_bytes
     meet_us = 0.0 if active == 1 else MEET_US[0] + MEET_US[1] * -(-active // combine_round(tile.warps, shape))
-    empty_us = EMPTY_US * rows * shape.kv_heads * (tile.splits - active) / places
-    return START_US + max(memory_us, turns * turn_us) + meet_us + empty_us
+    return START_US + math.hypot(memory_us**2, turns_us**2) ** 0.5 + WAVE_US * (waves - 1) + meet_us

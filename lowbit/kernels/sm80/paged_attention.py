@@ -137,28 +137,34 @@ def append(k, v, qkv_row, table, position, head, cos, sin, k_norm, C: tl.constex
 @triton.jit
 def combine(out, sums, tops, active, C: tl.constexpr):
     """The active parts of one kv head and row, added in order: `sums` [splits, group, head_dim], `tops` [splits, group, 2]."""
+    GROUP: tl.constexpr = C.group
     ROWS: tl.constexpr = C.group_rows
     LANES: tl.constexpr = C.lanes
     ROUND: tl.constexpr = C.round
-    r, d = tl.arange(0, ROWS), tl.arange(0, LANES)
-    part = tl.arange(0, C.tile.splits)[:, None]
-    at = tops + (part * C.group + r[None, :]) * 2
-    here = (part < active) & (r < C.group)[None, :]
-    top = tl.load(at, mask=here, other=float("-inf"), cache_modifier=".cg")
-    total = tl.load(at + 1, mask=here, other=0.0, cache_modifier=".cg")
-    highest = tl.where(r < C.group, tl.max(top, 0), 0.0)
-    factor = 1.0 / tl.where(r < C.group, tl.sum(total * tl.exp2(top - highest[None, :]), 0), 1.0)
-    exist = (r < C.group)[:, None] & (d < C.shape.head_dim)[None, :]
+    part = tl.arange(0, C.tile.splits)
+    highest, factor = (), ()
+    for row in tl.static_range(GROUP):
+        at = tops + (part * GROUP + row) * 2
+        top = tl.load(at, mask=part < active, other=float("-inf"), cache_modifier=".cg")
+        total = tl.load(at + 1, mask=part < active, other=0.0, cache_modifier=".cg")
+        high = tl.max(top, 0)
+        highest += (high,)
+        factor += (1.0 / tl.sum(total * tl.exp2(top - high), 0),)
+    r, d = tl.arange(0, ROWS)[:, None], tl.arange(0, LANES)[None, :]
+    exist = (r < GROUP) & (d < C.shape.head_dim)
     y = tl.zeros([ROWS, LANES], tl.float32)
     for first in range(0, active, ROUND):
         for i in tl.static_range(ROUND):  # all loads of a round are under way at once
-            one = r + (first + i) * C.group
-            works = (one < active * C.group) & (r < C.group)
-            height = tl.load(tops + one * 2, mask=works, other=float("-inf"), cache_modifier=".cg")
-            some = sums + one[:, None] * C.shape.head_dim + d[None, :]
-            some = tl.load(some, mask=works[:, None] & exist, other=0.0, cache_modifier=".cg")
-            y += some * (tl.exp2(height - highest) * factor)[:, None]
-    tl.store(out + r[:, None] * C.shape.head_dim + d[None, :], y.to(out.dtype.element_ty), mask=exist)
+            some = sums + (tl.minimum(first + i, active - 1) * GROUP + r) * C.shape.head_dim + d
+            some = tl.load(some, mask=exist, other=0.0, cache_modifier=".cg")
+            # Numbers and no vector: handed from layout to layout it would cost two barriers a part.
+            weight = tl.zeros([ROWS, LANES], tl.float32)
+            for row in tl.static_range(GROUP):
+                one = tl.load(tops + (tl.minimum(first + i, active - 1) * GROUP + row) * 2, cache_modifier=".cg")
+                one = tl.exp2(one - highest[row]) * factor[row]
+                weight = tl.where((r == row) & (first + i < active), one, weight)
+            y += some * weight
+    tl.store(out + r * C.shape.head_dim + d, y.to(out.dtype.element_ty), mask=exist)
 
 
 @triton.jit(do_not_specialize=["table_stride"])

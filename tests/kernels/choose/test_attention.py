@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from lowbit.hardware.machine import MACHINES, typical_machine
@@ -26,16 +28,33 @@ def shape(heads, kv_heads, head_dim, **options):
 
 @pytest.mark.parametrize(
     ("rows", "context", "tile", "us"),
-    [  # an experiment on an H200, 2026-11-22
-        (1, 1024, DecodeTile(16, 64, 32, 2), 5.7),
-        (16, 1024, DecodeTile(8, 64, 16, 1), 20.6),
-        (64, 1024, DecodeTile(2, 64, 16, 1), 65.5),
-        (16, 8192, DecodeTile(8, 64, 16, 1), 125.0),
-        (64, 8192, DecodeTile(2, 64, 16, 1), 475.0),
+    [  # python -m lowbit.bench.attention, H200, 2026-11-22
+        (1, 8192, DecodeTile(32, 64, 64, 4), 15.1),
+        (1, 32768, DecodeTile(32, 64, 64, 4), 46.3),
+        (4, 1024, DecodeTile(16, 64, 16, 1), 10.8),
+        (4, 8192, DecodeTile(16, 64, 32, 2), 39.5),
+        (16, 256, DecodeTile(4, 64, 16, 1), 9.8),
+        (16, 1024, DecodeTile(4, 64, 16, 1), 28.0),
+        (16, 1024, DecodeTile(8, 64, 16, 1), 20.9),
+        (16, 1024, DecodeTile(16, 64, 16, 1), 25.6),
+        (16, 8192, DecodeTile(8, 64, 16, 1), 129.5),
+        (64, 1024, DecodeTile(2, 256, 16, 1), 66.4),
+        (64, 8192, DecodeTile(2, 256, 16, 1), 490.4),
     ],
 )
 def test_the_model_is_near_what_was_measured(rows, context, tile, us):
-    assert abs(modelled_us(tile, rows, LLAMA, context, context, H200) / us - 1) < 0.1
+    assert abs(modelled_us(tile, rows, LLAMA, context, context, H200) / us - 1) < 0.25
+
+
+@pytest.mark.parametrize(("rows", "longest"), itertools.product((1, 4, 16, 64), (2048, 8192, 65536)))
+def test_the_choice_is_near_the_best_that_was_measured(rows, longest):
+    """The same run: the fastest of up to ten tiles at each batch and context, us."""
+    best = {(1, 1024): 5.2, (1, 8192): 15.1, (4, 1024): 10.1, (4, 8192): 39.5, (4, 32768): 130.9, (16, 1024): 20.9,
+            (16, 8192): 129.5, (16, 32768): 495.0, (64, 1024): 66.4, (64, 8192): 490.4, (64, 32768): 1974.5}  # fmt: skip
+    tile = choose_decode(rows, LLAMA, longest, H200)
+    for (at, context), us in best.items():
+        if at == rows and context <= longest // 2:
+            assert modelled_us(tile, rows, LLAMA, context, context, H200) < 1.3 * us, (context, tile)
 
 
 def test_parts_have_work_and_cover_all_tokens():
@@ -89,5 +108,5 @@ def test_candidates_say_why_not():
 
 
 def test_a_round_of_the_combination_fits_the_registers():
-    assert [combine_round(warps, LLAMA) for warps in (1, 2, 4)] == [4, 8, 16]
-    assert combine_round(1, shape(16, 1, 256)) == 1
+    assert [combine_round(warps, LLAMA) for warps in (1, 2, 4)] == [8, 16, 16]
+    assert [combine_round(1, shape(heads, 1, 256)) for heads in (1, 8, 16)] == [16, 2, 1]
