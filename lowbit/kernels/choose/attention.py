@@ -1,8 +1,8 @@
 """Which tile attends over a paged cache in a decode step: candidates, why some cannot, what each would cost, the choice.
 
 Pure functions of a shape and a machine, without Triton. What a step costs depends on contexts that change from step to step
-while the grid of a captured graph does not, so a tile is chosen for several: all rows at those of COMMON or at the longest a
-slot can have, and rows of half that with one of the longest among them, whose last programs run alone.
+while the grid of a captured graph does not, so a tile is chosen for several: all rows at one of COMMON or of PARTS of the
+longest a slot can have, and rows of half that with one of the longest among them, whose last programs run alone.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from lowbit.kernels.choose.candidate import Candidate, first_that_can, ordered
 PAGE = 128
 """Tokens of a page."""
 
-COMMON = (256, 1024)
-"""Tokens of contexts that are taken for common."""
+COMMON = (300, 1100)
+"""Tokens of contexts that are taken for common; no multiples of what tiles are made of, as contexts hardly ever are."""
+
+PARTS = (0.3, 0.55, 0.9)
+"""And of the longest context."""
 
 INVARIANT_ROWS = 16
 """Rows for which the tile is chosen that all batches have under `batch_invariant`."""
@@ -116,15 +119,15 @@ def candidates_decode(
 ) -> list[Candidate[DecodeTile]]:
     """Every tile considered for `rows` rows and contexts up to `longest` tokens, the cheapest first, those that cannot last.
 
-    Costs are the geometric mean of the modelled microseconds of rows that are all alike, at contexts of COMMON and at the
-    longest, and of rows of half the longest with one of the longest among them. With `batch_invariant` they are those of
+    Costs are the geometric mean of the modelled microseconds of rows that are all alike, at contexts of COMMON and of PARTS of
+    the longest, and of rows of half the longest with one of the longest among them. With `batch_invariant` they are those of
     INVARIANT_ROWS rows: a row is then cut in the same way in every batch.
     """
     rows = INVARIANT_ROWS if batch_invariant else rows
-    contexts = [*(min(size, longest) for size in COMMON), longest]
+    contexts = [*(min(size, longest) for size in COMMON), *(int(part * longest) for part in PARTS)]
     found = []
     for tile in _tiles(shape, longest):
-        pairs = [*((size, size) for size in contexts), *([(longest // 2, longest)] if rows > 1 else [])]
+        pairs = [*((size, size) for size in contexts), *([(contexts[-2], longest)] if rows > 1 else [])]
         costs = [modelled_us(tile, rows, shape, *pair, machine) for pair in pairs]
         found.append(Candidate(tile, _reasons(tile, shape), math.prod(costs) ** (1 / len(costs))))
     return ordered(found)
@@ -162,7 +165,7 @@ def _reasons(tile: DecodeTile, shape: AttentionShape) -> tuple[str, ...]:
 
 START_US = 2.8
 """Launch, the loads that need one another (row, position, page, keys), q, and the store."""
-TURN_US = {1: 0.87, 2: 1.55, 4: 1.79}
+TURN_US = {1: 0.87, 2: 1.5, 4: 1.79}
 """A turn of the loop of so many warps, in which one block of keys and values arrives and is multiplied, alone on an SM."""
 CROWDED = 0.41
 """How much longer it takes on an SM that is full."""
