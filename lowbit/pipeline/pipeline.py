@@ -1,4 +1,4 @@
-"""Generation with a Transformers model: by its own `generate`, or by the decode engine; streams by the engine."""
+"""Generation with a Transformers model: by the decode engine on a GPU, else by its own `generate`; streams by the engine."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Pipeline:
         tokenizer: PreTrainedTokenizerBase,
         *,
         max_length: int | None = None,
-        engine: bool = False,
+        engine: bool | None = None,
         **options: Any,
     ) -> None:
         self.model, self.tokenizer = model.eval(), tokenizer
         self._engine: Engine | None = None
         self._making = threading.Lock()
-        self._wants_engine, self._options = engine, options
+        self._wants_engine, self._options = model.device.type == "cuda" if engine is None else engine, options
         self._defaults: dict[str, object] = {} if max_length is None else {"max_length": max_length}
         GenerateParams.from_arguments(self._defaults)  # a bad default is refused here, not at the first call
         # Chat models name further tokens that end a turn in their generation config.
@@ -69,7 +69,7 @@ class Pipeline:
     def stream(self, prompt: str, **arguments: Any) -> Stream:
         """The answer to one prompt as it comes; arguments as in a call.
 
-        Without `engine`, texts that are drawn differ from a call's with the same seed: those come from torch's random numbers.
+        On a CPU, texts that are drawn differ from a call's with the same seed: those come from torch's random numbers.
         """
         params = GenerateParams.from_arguments({**self._defaults, **arguments})
         if not isinstance(prompt, str) or not prompt:
@@ -115,7 +115,8 @@ class Pipeline:
 
     @property
     def _by_engine(self) -> bool:
-        return self._wants_engine and not self.refusals
+        """Whether calls are answered by the engine: not where it has no decode program; `generate` computes texts at once."""
+        return self._wants_engine and not self.refusals and not self.engine.program.reasons
 
     def destroy(self) -> None:
         """Lets go of the model and its memory; the pipeline cannot be called afterwards."""
@@ -220,7 +221,7 @@ def pipeline(
     verify: bool = False,
     progress: bool = False,
     batch_invariant: bool = False,
-    engine: bool = False,
+    engine: bool | None = None,
     head: str | None = SCHEME,
     max_concurrent: int = 64,
     cache_bytes: int | None = None,
@@ -234,10 +235,10 @@ def pipeline(
     bfloat16 for quantized models, which run several times slower in float32 (`models.cpu`), and float32 for others. max_length:
     default of the calls, in tokens of prompt and answer. verify: compare the files of a lowbit checkpoint with their checksums
     first. progress: show a bar while another tool's layers are read. batch_invariant: quantized layers give a token the same
-    bits in every batch, on a GPU. engine: answer by the decode engine (docs/generate.md), new and not the default before it was
-    measured on a GPU; for it, head is the scheme to which LM head and embedding of a quantized model are rounded on a
-    GPU, None for 16 bits, max_concurrent how many texts are computed at once, and cache_bytes the memory of their keys and
-    values (`engine.Engine`). Raises UnknownArgument for other arguments, CheckpointError for what
+    bits in every batch, on a GPU. engine: answer by the decode engine (docs/generate.md), by default on a GPU; for it, head is
+    the scheme to which LM head and embedding of a quantized model are rounded on a GPU, None for 16 bits, max_concurrent how
+    many texts are computed at once, and cache_bytes the memory of their keys and values (default: most of what the GPU has
+    free, `engine.Engine`). Raises UnknownArgument for other arguments, CheckpointError for what
     `models.load.load_causal` refuses (a checkpoint that lacks parameters, say), and ValueError when it is quantized to
     something else already.
     """
@@ -246,7 +247,7 @@ def pipeline(
     model = load_causal(
         model_name_or_path, scheme=quantization_mode, device=device, dtype=dtype, verify=verify, progress=progress
     )
-    if engine and head is not None and model.device.type == "cuda":
+    if engine in (True, None) and head is not None and model.device.type == "cuda":
         quantize_head(model, head)
     if batch_invariant:
         make_batch_invariant(model, model.dtype)
