@@ -114,7 +114,7 @@ def _rows_of(model: str, scheme: str | None, asked: Asked, bandwidth: float, wat
         )
         held = weight_bytes(made)
         yield from ({**blank, **nothing, "weight_bytes": held, **row} for row in _rivals(made, asked, watch))
-        engine = _engine(made, cases)
+        engine = engine_for(made, cases)
         for stage in engine.compile():
             watch(f"{model}, {name}: compiling, {stage.done} of {stage.total} kernels")
         rate, in_products = _prefill(engine)
@@ -134,7 +134,7 @@ def _rows_of(model: str, scheme: str | None, asked: Asked, bandwidth: float, wat
     torch.cuda.empty_cache()
 
 
-def _engine(model: PreTrainedModel, cases: Sequence[tuple[int, int]]) -> Engine:
+def engine_for(model: PreTrainedModel, cases: Sequence[tuple[int, int]]) -> Engine:
     """An engine whose cache holds every case, as far as memory goes."""
     longest = max(context for _, context in cases) + 4 * REPLAYS
     engine = Engine(
@@ -149,7 +149,7 @@ def _engine(model: PreTrainedModel, cases: Sequence[tuple[int, int]]) -> Engine:
     return engine
 
 
-def _place(engine: Engine, batch: int, context: int, tokens: int) -> None:
+def place(engine: Engine, batch: int, context: int, tokens: int) -> None:
     """Gives the first slots pages in random order for `tokens` more than `context`; ValueError where there are too few."""
     each, count = pages_for(context + tokens), engine.batch.pages.count - 1
     if batch * each > count:
@@ -163,10 +163,10 @@ def _decode(engine: Engine, batch: int, context: int, held: int, bandwidth: floa
     """The step of a batch at a context: time, limit, kernels."""
     program = engine.program
     assert isinstance(program, DecodeProgram)
-    _place(engine, batch, context, 4 * REPLAYS)
+    place(engine, batch, context, 4 * REPLAYS)
     torch.cuda.reset_peak_memory_stats()
     step = engine.steps.launch(range(batch), False, context + 4 * REPLAYS)
-    us = _times_us(step)
+    us = times_us(step)
     engine.slots.positions[:batch] = context
     assert step.graph is not None
     kernels = _kernels(step.graph.replay)
@@ -181,7 +181,7 @@ def _decode(engine: Engine, batch: int, context: int, held: int, bandwidth: floa
     }  # fmt: skip
 
 
-def _times_us(step: Step) -> list[float]:
+def times_us(step: Step) -> list[float]:
     """Microseconds of each replay; all are queued at once, so that the GPU never waits for Python."""
     assert step.graph is not None
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPLAYS)]
@@ -213,7 +213,7 @@ def _kernels(launch: Callable[[], object]) -> dict[str, tuple[int, float]]:
 def _prefill(engine: Engine) -> tuple[float, float]:
     """Tokens per second of a prompt of PROMPT tokens, and the share of that time that its products take."""
     ids = torch.randint(engine.slots.sampling.counts.shape[1], (PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
-    _place(engine, 1, PROMPT, 0)
+    place(engine, 1, PROMPT, 0)
     request = Request(ids, 1)
     request.slot = 0
     size = engine.batch.piece
