@@ -54,7 +54,9 @@ PROTOCOL = (
     "`batch` requests from Python, of 128 tokens each, from the first "
     f"call to the last token of {OUTPUT}; step_wall_ms is that time without the prompts, by token. bf16_ms_per_token is the "
     "same program with 16-bit weights through torch.nn.functional.linear in the same run. impl transformers: the same model's "
-    "own `generate`, the time of 8 tokens more, its cache dynamic or, compiled, static."
+    "own `generate`, the time of 8 tokens more, its cache dynamic or, compiled, static. kernels: of each how often it runs in "
+    "a step, its microseconds from start to end, and those that it adds, from the end of the kernel before to its own; layer: "
+    "what each kernel of a layer adds, in order, the median over the layers."
 )
 
 Watch = Callable[[str], None]
@@ -169,14 +171,14 @@ def _decode(engine: Engine, batch: int, context: int, held: int, bandwidth: floa
     us = times_us(step)
     engine.slots.positions[:batch] = context
     assert step.graph is not None
-    kernels = _kernels(step.graph.replay)
+    kernels = timeline(step.graph.replay)
     spec = program.cache_spec
     kv = batch * context * spec.page_bytes / PAGE
     ms = statistics.median(us) / 1e3
     return {
         "ms_per_token": ms, "limit_ms": 1e3 * (held + kv) / bandwidth, "tokens_per_gpu_s": 1e3 * batch / ms,
-        "kernels_per_layer": sum(count for count, _ in kernels.values()) / spec.layers, "kernels": kernels,
-        "gaps_us": statistics.median(us) - sum(took for _, took in kernels.values()),
+        "kernels_per_layer": len(kernels) / spec.layers, "kernels": by_name(kernels), "layer": one_layer(kernels),
+        "gaps_us": statistics.median(us) - sum(added for _, _, added in kernels),
         "peak_bytes": torch.cuda.max_memory_allocated(),
     }  # fmt: skip
 
@@ -195,18 +197,44 @@ def times_us(step: Step) -> list[float]:
     return [1e3 * start.elapsed_time(end) for start, end in events]
 
 
-def _kernels(launch: Callable[[], object]) -> dict[str, tuple[int, float]]:
-    """How often each kernel runs in what `launch` launches, and its microseconds, as CUDA's profiler sees them: with
-    programmatic launch, kernels overlap, so that the sum may be more than the whole takes."""
+Timeline = list[tuple[str, float, float]]
+"""Kernels in the order in which they end: name, microseconds from start to end, and of those the ones after the end of the
+kernel before."""
+
+
+def timeline(launch: Callable[[], object]) -> Timeline:
+    """What `launch` launches as CUDA's profiler sees it. With programmatic launch a kernel starts while the one before it runs,
+    and waits for it: what the kernel adds is the time after that."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         launch()
         torch.cuda.synchronize()
-    found: dict[str, tuple[int, float]] = {}
-    for event in profile.events():
-        if event.device_type.name == "CUDA":
-            count, us = found.get(event.name, (0, 0.0))
-            found[event.name] = (count + 1, us + event.device_time)
+    events = [event for event in profile.events() if event.device_type.name == "CUDA"]
+    found: Timeline = []
+    before = float("-inf")
+    for event in sorted(events, key=lambda event: event.time_range.end):
+        start, end = event.time_range.start, event.time_range.end
+        found.append((event.name, end - start, end - max(start, before)))
+        before = end
     return found
+
+
+def by_name(kernels: Timeline) -> dict[str, tuple[int, float, float]]:
+    """How often each kernel runs, its microseconds together, and those that it adds."""
+    found: dict[str, tuple[int, float, float]] = {}
+    for name, us, added in kernels:
+        count, so_far, adding = found.get(name, (0, 0.0, 0.0))
+        found[name] = (count + 1, so_far + us, adding + added)
+    return found
+
+
+def one_layer(kernels: Timeline) -> list[tuple[str, float]]:
+    """The kernels of a layer from that before attention on, with what each adds: microseconds, the median over the layers."""
+    at = [i for i, (name, _, _) in enumerate(kernels) if "attention" in name]
+    if len(at) < 3 or at[0] == 0:
+        return []
+    each = at[1] - at[0]
+    layers = [kernels[i - 1 : i - 1 + each] for i in at[1:-1]]
+    return [(column[0][0], statistics.median(added for _, _, added in column)) for column in zip(*layers, strict=True)]
 
 
 @torch.inference_mode()
@@ -231,7 +259,7 @@ def _prefill(engine: Engine) -> tuple[float, float]:
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
     took = statistics.median(seconds[1:])
-    products_us = sum(us for name, (_, us) in _kernels(prompt).items() if any(part in name for part in PRODUCTS))
+    products_us = sum(added for name, _, added in timeline(prompt) if any(part in name for part in PRODUCTS))
     return PROMPT / took, products_us / 1e6 / took
 
 

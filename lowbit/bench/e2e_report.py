@@ -66,17 +66,18 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def shares(row: dict[str, Any]) -> dict[str, float]:
-    """Microseconds of a step by kind of kernel."""
+    """Microseconds that kernels add to a step, by their kind; all 0 where a file says only how long each ran."""
     found = dict.fromkeys((*KINDS, "other"), 0.0)
-    for name, (_, us) in row.get("kernels", {}).items():
+    for name, (_, _, *added) in row.get("kernels", {}).items():
         kind = next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "other")
-        found[kind] += us
+        found[kind] += sum(added)
     return found
 
 
 def plot(document: dict[str, Any], path: Path) -> None:
-    """Tokens a second of one user against those of all together, a line for each scheme, a panel for each model and context;
-    below it where the time of a step goes. Raises ValueError when there is nothing to draw, and without matplotlib."""
+    """Tokens a second of each user against how many there are, a line for each scheme, a panel for each model and context;
+    below it where the time of a step goes, where the file says so. Raises ValueError when there is nothing to draw, and
+    without matplotlib."""
     rows = [row for row in document["rows"] if row["ms_per_token"] is not None]
     if not rows:
         raise ValueError("the results hold no measured row to plot")
@@ -85,48 +86,59 @@ def plot(document: dict[str, Any], path: Path) -> None:
 
 def _draw(document: dict[str, Any], rows: list[dict[str, Any]], theme: Theme) -> Any:
     panels = list(dict.fromkeys((row["model"], row["context"]) for row in rows))
-    figure = new_figure(3.6 * len(panels), 5.6, theme)
-    above, below = figure.subplots(2, len(panels), squeeze=False)
-    for axis, bars, panel in zip(above, below, panels, strict=True):
+    timed = [row for row in rows if row.get("kernels") and sum(shares(row).values())]
+    figure = new_figure(max(5.2, 3.8 * len(panels)), 6.4 if timed else 3.6, theme)
+    grid = figure.subplots(2 if timed else 1, len(panels), squeeze=False)
+    for number, panel in enumerate(panels):
         here = [row for row in rows if (row["model"], row["context"]) == panel]
-        _users(axis, here, f"{panel[0]}, context {panel[1]:,}", theme)
-        _where(bars, [row for row in here if row.get("kernels")], theme)
-    where = f"{document['machine']['gpu']}, {document['date']}"
-    figure.suptitle(f"tokens/s of a user against all users'; where a step's time goes. {where}", color=theme.text, fontsize=9.5)
+        _users(grid[0][number], here, f"{panel[0]}, context {panel[1]:,}", theme)
+        if timed:
+            _where(grid[1][number], [row for row in here if row in timed], theme)
+    title = f"Tokens a second for each user, by batch: {document['machine']['gpu']}, {document['date']}"
+    figure.suptitle(title, color=theme.text, fontsize=10, x=0.01, ha="left")
     return figure
 
 
 def _users(axis: Any, rows: list[dict[str, Any]], title: str, theme: Theme) -> None:
+    """A line for each scheme, 16 bits and rivals in grey, named where it begins with its figure there."""
     plain(axis, theme, title)
+    text = {"fontsize": 7.5, "textcoords": "offset points", "va": "center"}
     lines = list(dict.fromkeys((row["scheme"], row["impl"]) for row in rows))
     styles = ("-", "--", ":", "-.")
-    for number, (scheme, impl) in enumerate(lines):
+    below: float = float("inf")  # the figure of the line above, under which a near one is named
+    for number, (scheme, impl) in enumerate(sorted(lines, key=lambda line: _fastest(rows, line), reverse=True)):
         here = sorted((r for r in rows if (r["scheme"], r["impl"]) == (scheme, impl)), key=lambda row: row["batch"])
-        color = theme.rival if scheme is None or impl != "lowbit" else theme.own
-        label = (scheme or "16 bits") + ("" if impl == "lowbit" else f", {impl}")
-        axis.plot(
-            [r["tokens_per_gpu_s"] for r in here], [1e3 / r["ms_per_token"] for r in here], styles[number % 4],
-            color=color, marker="o", markersize=3, linewidth=1.2, label=label,
-        )  # fmt: skip
-    axis.set_xscale("log")
-    axis.set_xlabel("tokens/s of all users")
-    axis.set_ylabel("tokens/s of a user")
-    axis.legend(fontsize=7, frameon=False, labelcolor=theme.text)
+        own = scheme is not None and impl == "lowbit"
+        color, label = theme.own if own else theme.rival, (scheme or "16 bits") + ("" if impl == "lowbit" else f", {impl}")
+        users, each = [r["batch"] for r in here], [1e3 / r["ms_per_token"] for r in here]
+        axis.plot(users, each, styles[number % 4], color=color, marker="o", markersize=3, linewidth=2 if own else 1.4)
+        near = each[0] > 0.85 * below
+        below = each[0]
+        at = (4, -9 if near else 8)
+        axis.annotate(f"{label} {each[0]:,.0f}", (users[0], each[0]), xytext=at, color=color, weight="bold", **text)
+    batches = sorted({row["batch"] for row in rows})
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(batches, [str(batch) for batch in batches])
+    axis.minorticks_off()
+    axis.set_ylim(0, 1.12 * max(1e3 / row["ms_per_token"] for row in rows))
+    axis.set_xlabel("users at once")
+
+
+def _fastest(rows: list[dict[str, Any]], line: tuple[str | None, str]) -> float:
+    return max(1e3 / row["ms_per_token"] for row in rows if (row["scheme"], row["impl"]) == line)
 
 
 def _where(axis: Any, rows: list[dict[str, Any]], theme: Theme) -> None:
-    """Bars of kinds of kernels, stacked, a bar for each scheme and batch."""
-    plain(axis, theme)
+    """Bars of what kinds of kernels add to a step, stacked, a bar for each scheme and batch."""
+    plain(axis, theme, "where the time of a step goes, ms")
     axis.grid(visible=False)
     colors = (theme.own, theme.second, theme.rival, theme.text, theme.grid)
     names = [f"{row['scheme'] or '16 bits'}, {row['batch']}" for row in rows]
     start = [0.0] * len(rows)
     for kind, color in zip((*KINDS, "other"), colors, strict=True):
-        us = [shares(row)[kind] for row in rows]
-        axis.barh(range(len(rows)), us, left=start, height=0.7, color=color, label=kind)
-        start = [a + b for a, b in zip(start, us, strict=True)]
+        ms = [shares(row)[kind] / 1e3 for row in rows]
+        axis.barh(range(len(rows)), ms, left=start, height=0.7, color=color, label=kind)
+        start = [a + b for a, b in zip(start, ms, strict=True)]
     axis.set_yticks(range(len(rows)), names, fontsize=6)
     axis.invert_yaxis()
-    axis.set_xlabel("us of kernels in a step (scheme, batch)")
-    if rows:
-        axis.legend(fontsize=6, frameon=False, labelcolor=theme.text)
+    axis.legend(fontsize=6.5, frameon=False, labelcolor=theme.text, ncols=5, loc="upper center", bbox_to_anchor=(0.4, -0.08))

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from lowbit.bench import language_model
+from lowbit.bench import e2e, language_model
+from lowbit.bench.e2e import by_name, one_layer, timeline
 from lowbit.bench.e2e_report import E2E, SCHEMA, load, plot, shares, step_table
 from lowbit.bench.language_model import random_model, weight_bytes
 from lowbit.cli.commands import app
@@ -52,7 +54,8 @@ def row(**more):
     return {
         "model": "small", "scheme": "w4a16_g128", "impl": "lowbit", "batch": 1, "context": 256, "ms_per_token": 0.5,
         "limit_ms": 0.25, "bf16_ms_per_token": 1.0, "tokens_per_gpu_s": 2000.0, "kernels_per_layer": 5.1, "prefill_tok_s": 3e4,
-        "step_wall_ms": 0.6, "error": None, "kernels": {"ring_gemm": [4, 300.0], "decode_attention": [1, 90.0], "x": [1, 10.0]},
+        "step_wall_ms": 0.6, "error": None,
+        "kernels": {"ring_gemm": [4, 900.0, 300.0], "decode_attention": [1, 95.0, 90.0], "x": [1, 10.0, 10.0]},
     } | more  # fmt: skip
 
 
@@ -108,3 +111,27 @@ def test_a_short_run(tmp_path):
         promised = ("model scheme gpus batch context kv_dtype head prompt output ms_per_token limit_ms bf16_ms_per_token "
                     "prefill_tok_s tokens_per_gpu_s kernels_per_layer weight_bytes peak_bytes impl")  # fmt: skip
         assert set(promised.split()) <= set(line)
+
+
+def test_kernels_count_from_the_end_of_the_one_before(monkeypatch):
+    """Programmatic launch: the second starts in the first and waits; the third starts after a gap."""
+    times = [("qkv", 0, 10), ("attention", 4, 15), ("o", 18, 20)]
+
+    class Profile:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            pass
+
+        def events(self):
+            device, span = SimpleNamespace(name="CUDA"), lambda *at: SimpleNamespace(start=at[0], end=at[1])
+            return [SimpleNamespace(name=n, device_type=device, time_range=span(a, b)) for n, a, b in reversed(times)]
+
+    monkeypatch.setattr(e2e.torch.profiler, "profile", lambda **options: Profile())
+    monkeypatch.setattr(e2e.torch.cuda, "synchronize", lambda: None)
+    found = timeline(lambda: None)
+    assert found == [("qkv", 10, 10), ("attention", 11, 5), ("o", 2, 2)]
+    step = [("embed", 1.0, 1.0), *(3 * found), ("head", 5.0, 5.0)]
+    assert one_layer(step) == [("qkv", 10), ("attention", 5), ("o", 2)] and one_layer(found) == []
+    assert by_name(step)["attention"] == (3, 33, 15)
