@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -92,7 +92,8 @@ def make_batch(rows: int, context: int, shape: AttentionShape, dtype: torch.dtyp
 
 
 def tiles_to_time(rows: int, context: int, shape: AttentionShape, machine: Machine, count: int) -> list[DecodeTile]:
-    """The chosen tile of slots that hold no more than `context` tokens, the best by the model, and the best of other warps."""
+    """The chosen tile of slots that hold no more than `context` tokens, the best by the model, the best of other warps, and the
+    best with blocks in shared memory."""
     longest = (context // PAGE + 1) * PAGE
     chosen = choose_decode(rows, shape, longest, machine)
     able = [row.tile for row in candidates_decode(rows, shape, longest, machine) if not row.reasons]
@@ -103,7 +104,8 @@ def tiles_to_time(rows: int, context: int, shape: AttentionShape, machine: Machi
         unlike.setdefault((tile.active(context), tile.block, tile.warps), tile)
     best = [tile for tile in able if tile in unlike.values()]
     by_warps = [tile for warps in (1, 2, 4) for tile in [t for t in best if t.warps == warps][: max(1, count // 3)]]
-    return list(dict.fromkeys([chosen, *by_warps, *best[:count]]))
+    staged = [replace(tile, stages=stages) for stages in (2, 3) for tile in dict.fromkeys([*best[:2], *by_warps])]
+    return list(dict.fromkeys([chosen, *by_warps, *best[:count], *staged]))
 
 
 def time_tiles(

@@ -20,7 +20,7 @@ def test_the_chosen_tile_and_others_of_all_warps_are_timed(rows, context):
     tiles = tiles_to_time(rows, context, LLAMA, machine, 6)
     assert not attention_refusals(LLAMA)
     assert tiles[0] == choose_decode(rows, LLAMA, context + 128, machine)
-    assert {tile.warps for tile in tiles} == {1, 2, 4} and len(set(tiles)) == len(tiles) <= 13
+    assert {tile.warps for tile in tiles} == {1, 2, 4} and len(set(tiles)) == len(tiles) <= 30
 
 
 def test_a_batch_has_pages_of_its_own_for_each_row():

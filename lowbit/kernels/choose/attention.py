@@ -96,16 +96,19 @@ def attention_refusals(shape: AttentionShape) -> tuple[str, ...]:
 @dataclass(frozen=True)
 class DecodeTile:
     """Configuration of sm80/paged_attention.py: the tokens of a row are cut into at most `splits` parts of at least `chunk`
-    tokens; a program of `warps` warps reads one part of one kv head, `block` tokens at a time and one block ahead."""
+    tokens; a program of `warps` warps reads one part of one kv head, `block` tokens at a time: with one stage a block ahead, in
+    registers, the first before the wait for the kernel before; with more of them so many blocks, in shared memory."""
 
     splits: int
     chunk: int
     block: int
     warps: int
+    stages: int = 1
 
     def __str__(self) -> str:
         parts = f"at most {self.splits} parts of at least {self.chunk} tokens" if self.splits > 1 else "tokens not cut"
-        return f"{parts}, {self.block} tokens at a time by {self.warps} warp{'s' if self.warps > 1 else ''}"
+        ahead = f", {self.stages} stages" if self.stages > 1 else ""
+        return f"{parts}, {self.block} tokens at a time by {self.warps} warp{'s' if self.warps > 1 else ''}{ahead}"
 
     def active(self, tokens: int) -> int:
         """Parts of so many tokens that have work, as the kernel counts them."""

@@ -6,9 +6,10 @@ Writes  the new k and v at the row's position; out [B, heads * head_dim]
 Grid    kv heads x rows x parts, fixed while contexts change: parts are counted from the row's position (choose/attention.py,
         `DecodeTile.active`), programs without work leave at once; parts come last in the order, so that short rows end early
 Program one part of one kv head, its heads of q as 16 rows of mma.sync; one block of keys and values is on its way to registers
-        while the one before it is multiplied. Part 0 owns the new token, which nobody reads from memory
-Overlap tables, positions and the first block of old keys are read before the wait for the kernel before (sm_90): by then what
-        sampled this step's tokens is complete if the kernel before had waited for the one before it
+        while the one before it is multiplied, or several to shared memory (`DecodeTile.stages`). Part 0 owns the new token,
+        which nobody reads from memory
+Overlap tables, positions and, with one stage, the first block of old keys are read before the wait for the kernel before
+        (sm_90): by then what sampled this step's tokens is complete if the kernel before had waited for the one before it
 Combine the part that comes last for a row and kv head (a counter, left at zero) adds all parts in their order
 Window  only blocks that the window reaches are read
 Exact   q and k are rounded to 16 bits after they have turned, p before its product with V; sums and softmax in fp32, one
@@ -118,6 +119,13 @@ def powers(dots, C: tl.constexpr):
 
 
 @triton.jit
+def scores(q, keys, n0, oldest, end, C: tl.constexpr):
+    """Of a block, in powers of two."""
+    s = powers(tl.dot(q, tl.trans(keys)), C)
+    return tl.where(visible(n0, oldest, end, C)[None, :], s, float("-inf"))
+
+
+@triton.jit
 def append(k, v, qkv_row, table, position, head, cos, sin, k_norm, C: tl.constexpr):
     """The new token's k, turned, and v, both [1, lanes] as the pages now hold them."""
     d = tl.arange(0, C.lanes)
@@ -175,6 +183,7 @@ def paged_attention(
     G: tl.constexpr = C.group
     BLOCK: tl.constexpr = C.tile.block
     LANES: tl.constexpr = C.lanes
+    STAGES: tl.constexpr = C.tile.stages
     head, b, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(rows + b)
     position = tl.load(positions + slot)
@@ -192,9 +201,10 @@ def paged_attention(
     end = tl.minimum(begin + per * BLOCK, position)
     table = tables + slot.to(tl.int64) * table_stride
     base = block_base(table, begin, end, head, C)
-    keys = load_block(k, base, begin, oldest, end, C)
-    values = load_block(v, base, begin, oldest, end, C)
-    base = block_base(table, begin + BLOCK, end, head, C)
+    if STAGES == 1:
+        keys = load_block(k, base, begin, oldest, end, C)
+        values = load_block(v, base, begin, oldest, end, C)
+        base = block_base(table, begin + BLOCK, end, head, C)
     d, r = tl.arange(0, C.lanes), tl.arange(0, 16)
     cos, sin = angles(cos_sin, position, d, C)
     if q_norm is not None:
@@ -217,18 +227,28 @@ def paged_attention(
         top = powers(tl.sum(q.to(tl.float32) * new_k.to(tl.float32), 1), C)
         total += 1.0
         y += new_v.to(tl.float32)
-    for n0 in tl.range(begin, end, BLOCK, num_stages=1):
-        s = powers(tl.dot(q, tl.trans(keys)), C)
-        s = tl.where(visible(n0, oldest, end, C)[None, :], s, float("-inf"))
-        keys = load_block(k, base, n0 + BLOCK, oldest, end, C)
-        higher = tl.maximum(top, tl.max(s, 1))
-        p = tl.exp2(s - higher[:, None])
-        fade = tl.exp2(top - higher)
-        total = total * fade + tl.sum(p, 1)
-        y = tl.dot(p.to(k.dtype.element_ty), values, y * fade[:, None])
-        values = load_block(v, base, n0 + BLOCK, oldest, end, C)
-        base = block_base(table, n0 + 2 * BLOCK, end, head, C)
-        top = higher
+    if STAGES == 1:
+        for n0 in tl.range(begin, end, BLOCK, num_stages=1):
+            s = scores(q, keys, n0, oldest, end, C)
+            keys = load_block(k, base, n0 + BLOCK, oldest, end, C)
+            higher = tl.maximum(top, tl.max(s, 1))
+            p = tl.exp2(s - higher[:, None])
+            fade = tl.exp2(top - higher)
+            total = total * fade + tl.sum(p, 1)
+            y = tl.dot(p.to(k.dtype.element_ty), values, y * fade[:, None])
+            values = load_block(v, base, n0 + BLOCK, oldest, end, C)
+            base = block_base(table, n0 + 2 * BLOCK, end, head, C)
+            top = higher
+    else:
+        for n0 in tl.range(begin, end, BLOCK, num_stages=STAGES):
+            s = scores(q, load_block(k, base, n0, oldest, end, C), n0, oldest, end, C)
+            higher = tl.maximum(top, tl.max(s, 1))
+            p = tl.exp2(s - higher[:, None])
+            fade = tl.exp2(top - higher)
+            total = total * fade + tl.sum(p, 1)
+            y = tl.dot(p.to(k.dtype.element_ty), load_block(v, base, n0, oldest, end, C), y * fade[:, None])
+            base = block_base(table, n0 + BLOCK, end, head, C)
+            top = higher
 
     place = b * C.shape.kv_heads + head
     out = out + (b.to(tl.int64) * C.shape.heads + head * G) * C.shape.head_dim

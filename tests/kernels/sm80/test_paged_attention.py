@@ -70,9 +70,9 @@ FEATURES = {
 }  # fmt: skip
 
 
-def tile_for(shape, splits, warps=1, chunk=64):
+def tile_for(shape, splits, warps=1, chunk=64, stages=1):
     block = min(128, 2048 * warps // shape.lanes)
-    return DecodeTile(splits, max(chunk, block), block, warps)
+    return DecodeTile(splits, max(chunk, block), block, warps, stages)
 
 
 def warps_for(shape):
@@ -89,6 +89,7 @@ def check_tiles():
     given = shape()
     for splits, chunk, block in ((1, 64, 64), (2, 64, 16), (8, 128, 128), (64, 64, 16)):
         check(given, [700, 64, 65, 300], DecodeTile(splits, chunk, block, 1))
+    check(given, [300, 129, 1, 0], DecodeTile(4, 64, 16, 1, 3))
     check(given, RAGGED, DecodeTile(16, 64, 32, 1))  # fp16: the interpreter does not multiply bf16
 
 
@@ -168,6 +169,17 @@ def test_old_keys_are_asked_for_before_the_wait():
     assert kernel.count("ACQBULK") == kernel.count("PREEXIT") == 0
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("stages", [2, 3])
+def test_blocks_on_their_way_in_shared_memory(stages, head_dim):
+    """So many pieces of 16 bytes a turn, by copies that need no register, which leaves room for more programs."""
+    given = shape(32, 8, head_dim)
+    for warps in (1, 4):
+        kernel = compiled(given, tile_for(given, 32, warps, stages=stages))
+        assert kernel.stack_bytes == 0 and kernel.count("LDGSTS.E") == kernel.count("LDGSTS") >= 16
+        assert kernel.registers <= 168 and kernel.shared_bytes >= stages * 8192 * warps // 2
+
+
 def test_without_parts_there_is_no_counter():
     assert compiled(shape(), tile_for(shape(), 1)).count("ATOM") == 0
     assert PagedAttentionPlan(4, shape(), tile_for(shape(), 1), typical_machine(90)).workspace == (0, 0)
@@ -179,8 +191,8 @@ def test_without_parts_there_is_no_counter():
 def test_against_the_reference(name, dtype):
     given, options = FEATURES[name]
     for warps in warps_for(given):
-        for splits in (1, 4, 64):
-            check(given, [*RAGGED, 4000], tile_for(given, splits, warps), dtype, "cuda", **options)
+        for splits, stages in ((1, 1), (4, 1), (64, 1), (4, 3)):
+            check(given, [*RAGGED, 4000], tile_for(given, splits, warps, stages=stages), dtype, "cuda", **options)
 
 
 @gpu
