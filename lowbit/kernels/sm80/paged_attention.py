@@ -175,6 +175,30 @@ def combine(out, sums, tops, active, C: tl.constexpr):
     tl.store(out + r * C.shape.head_dim + d, y.to(out.dtype.element_ty), mask=exist)
 
 
+@triton.jit
+def finish(out, partial, arrived, y, top, total, b, head, part, active, C: tl.constexpr):
+    """Stores the one part there is, or leaves a part to the one that comes last, which adds them up."""
+    G: tl.constexpr = C.group
+    d, r = tl.arange(0, C.lanes), tl.arange(0, 16)
+    place = b * C.shape.kv_heads + head
+    out = out + (b.to(tl.int64) * C.shape.heads + head * G) * C.shape.head_dim
+    exist = (r < G)[:, None] & (d < C.shape.head_dim)[None, :]
+    if active == 1:
+        tl.store(out + r[:, None] * C.shape.head_dim + d[None, :], (y / total[:, None]).to(out.dtype.element_ty), mask=exist)
+    elif C.tile.splits > 1:
+        tops = partial + tl.num_programs(1) * (C.shape.heads * C.tile.splits * C.shape.head_dim)
+        tops += place * (C.tile.splits * G * 2)
+        sums = partial + place * (C.tile.splits * G * C.shape.head_dim)
+        at = part * G + r
+        tl.store(sums + at[:, None] * C.shape.head_dim + d[None, :], y, mask=exist)
+        tl.store(tops + at * 2, top, mask=r < G)
+        tl.store(tops + at * 2 + 1, total, mask=r < G)
+        tl.debug_barrier()  # all threads' stores are seen by who sees the counter
+        if tl.atomic_add(arrived + place, 1, sem="acq_rel") == active - 1:
+            tl.store(arrived + place, 0)
+            combine(out, sums, tops, active, C)
+
+
 @triton.jit(do_not_specialize=["table_stride"])
 def paged_attention(
     out, qkv, k, v, tables, positions, rows, cos_sin, q_norm, k_norm, partial, arrived, table_stride, C: tl.constexpr
@@ -249,24 +273,7 @@ def paged_attention(
             y = tl.dot(p.to(k.dtype.element_ty), load_block(v, base, n0, oldest, end, C), y * fade[:, None])
             base = block_base(table, n0 + BLOCK, end, head, C)
             top = higher
-
-    place = b * C.shape.kv_heads + head
-    out = out + (b.to(tl.int64) * C.shape.heads + head * G) * C.shape.head_dim
-    exist = (r < G)[:, None] & (d < C.shape.head_dim)[None, :]
-    if active == 1:
-        tl.store(out + r[:, None] * C.shape.head_dim + d[None, :], (y / total[:, None]).to(out.dtype.element_ty), mask=exist)
-    elif C.tile.splits > 1:
-        tops = partial + tl.num_programs(1) * (C.shape.heads * C.tile.splits * C.shape.head_dim)
-        tops += place * (C.tile.splits * G * 2)
-        sums = partial + place * (C.tile.splits * G * C.shape.head_dim)
-        at = part * G + r
-        tl.store(sums + at[:, None] * C.shape.head_dim + d[None, :], y, mask=exist)
-        tl.store(tops + at * 2, top, mask=r < G)
-        tl.store(tops + at * 2 + 1, total, mask=r < G)
-        tl.debug_barrier()  # all threads' stores are seen by who sees the counter
-        if tl.atomic_add(arrived + place, 1, sem="acq_rel") == active - 1:
-            tl.store(arrived + place, 0)
-            combine(out, sums, tops, active, C)
+    finish(out, partial, arrived, y, top, total, b, head, part, active, C)
 
 
 class PagedAttentionPlan:
