@@ -10,11 +10,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTraine
 
 from lowbit.formats import parse_scheme
 from lowbit.models.head import quantize_head
-from lowbit.nn import PackedWeight
+from lowbit.nn import QuantLinear
 from lowbit.nn.convert import swap
 from lowbit.nn.embedding import QuantEmbedding
 from lowbit.quantize import rtn
-
 
 POSITIONS = 65536
 """Room for longer contexts than models were trained for: what a step costs does not depend on that."""
@@ -85,6 +84,7 @@ def random_model(
 def weight_bytes(model: PreTrainedModel) -> int:
     """Bytes of all weights that a step reads, as they are stored: those of embeddings are a row each."""
     modules = [m for m in model.modules() if not isinstance(m, (nn.Embedding, QuantEmbedding))]
-    packed = sum(m.weight_nbytes for m in modules if isinstance(m, PackedWeight))
-    plain = [p for m in modules if not isinstance(m, PackedWeight) for p in m.parameters(recurse=False)]
-    return packed + sum(p.nbytes for p in plain)
+    packed = [m for m in modules if isinstance(m, QuantLinear)]
+    plain = [p for m in modules if not isinstance(m, QuantLinear) for p in m.parameters(recurse=False)]
+    plain += [m.bias for m in packed if m.bias is not None]
+    return sum(m.weight_nbytes for m in packed) + sum(p.nbytes for p in plain)

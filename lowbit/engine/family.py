@@ -95,7 +95,7 @@ FAMILIES = {
                 ("layer_norm_elementwise_affine", True, "norms have no weights"),
             ),
         ),
-    )  # fmt: skip
+    )
 }
 """By the name that the classes of a family begin with: LlamaForCausalLM, LlamaDecoderLayer, .."""
 
@@ -194,10 +194,10 @@ def recognise(model: nn.Module, positions: int | None = None) -> Decoder | tuple
     if family is None:
         known = ", ".join(FAMILIES)
         return (f"{type(model).__name__} is none of the families that a decode program is written for ({known})",)
-    known: Any = model
-    positions = int(known.config.max_position_embeddings) if positions is None else positions
-    reasons = tuple(_other_models(known, family)) or tuple(dict.fromkeys(_reasons(known, family, positions)))
-    return reasons or _decoder(known, family, positions)
+    causal: Any = model
+    positions = int(causal.config.max_position_embeddings) if positions is None else positions
+    reasons = tuple(_other_models(causal, family)) or tuple(dict.fromkeys(_reasons(causal, family, positions)))
+    return reasons or _decoder(causal, family, positions)
 
 
 def _family_of(model: nn.Module) -> Family | None:
@@ -382,7 +382,7 @@ def _decoder(model: Any, family: Family, positions: int) -> Decoder:
     kinds, ropes = _ropes(model, family, positions)
     attention = AttentionShape(
         heads=config.num_attention_heads,
-        kv_heads=getattr(config, "num_key_value_heads", config.num_attention_heads),
+        kv_heads=config.num_attention_heads // getattr(first, "num_key_value_groups", 1),
         head_dim=first.head_dim,
         scale=float(first.scaling),
         rotary_dim=ropes[0].shape[1],

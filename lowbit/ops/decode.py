@@ -280,9 +280,9 @@ def _embed_on_gpu(
     _check_contiguous("embed_rows", bias=bias, positions=positions, position_table=position_table)
     others = tuple(described(t) for t in (tokens, rows, table, row_scale, gamma, bias, positions, position_table))
     plan = _embed_plan(dtype, scale != 1.0, end, offset, *others)
-    arguments = (tokens, rows, table, row_scale, positions, position_table, gamma, bias, dtype)
-    arguments = (*arguments, _rounded(scale, dtype), eps, factor)
-    return [made for made in _launched(table.device, plan, *arguments) if made is not None]
+    given = (tokens, rows, table, row_scale, positions, position_table, gamma, bias)
+    made = _launched(table.device, plan, *given, dtype, _rounded(scale, dtype), eps, factor)
+    return [each for each in made if each is not None]
 
 
 @torch.library.impl("lowbit::embed_rows", "CPU")

@@ -1,4 +1,4 @@
-"""h = embedding of a token (and of its position), or h += delta; x = norm(h), or h * gamma with the sum of squares: one launch.
+"""h = embedding of a token (plus its position's), or h += delta; x = norm(h), or h * gamma with the sum of squares: one launch.
 
 Reads   h fp16 or bf16 [M, H] contiguous, delta [M, H] contiguous or None, gamma, bias and post_gamma [H] of 16 or 32 bits;
         or tokens and rows int32, a table [V, H] of the type of h, or codes uint8 [V, H] with one scale a row; positions int32
@@ -6,8 +6,8 @@ Reads   h fp16 or bf16 [M, H] contiguous, delta [M, H] contiguous or None, gamma
 Writes  h, in place where delta is added; x [M, H]; squares fp32 [M] of h as it is stored
 Blocks  one row each, in chunks of 8 elements a thread; how many threads depends on H alone, so that a row's sums have one order
         whatever the number of rows. The warps meet once, twice where delta is normalised first (post_gamma)
-Overlap gammas and bias are read before the wait for the kernel before (programmatic dependent launch, sm_90); the kernel after may start
-        when all blocks have passed it, so what came before the kernel before is then complete
+Overlap gammas and bias are read before the wait for the kernel before (programmatic dependent launch, sm_90); the kernel after
+        may start when all blocks have passed it, so what came before the kernel before is then complete
 Exact   sums, roots and products in float32. NORM 1: OFFSET 0 rounds the normalised value and then its product with gamma
         (LlamaRMSNorm); another OFFSET multiplies by OFFSET + gamma in float32 and rounds once (GemmaRMSNorm); with a bias, it
         is torch's LayerNorm, rounded once. NORM 2: x = h * (OFFSET + gamma) * factor, rounded once. Plain Triton.
@@ -85,7 +85,7 @@ def finish(
     x, squares, row, halves, weights, biases, i, eps, factor, H: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr,
     NORM: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """What is made of a row of h: by NORM, and by whether there are biases."""
+    """What is made of a row of h: by NORM; `biases` are None where that is no LayerNorm."""
     if NORM == 1:
         if biases is None:
             stored(x, row, normed(halves, weights, eps, H, OFFSET, CHUNKS), i, H, STEP, CHUNKS)
