@@ -58,11 +58,6 @@ class Family:
     layer_norms: bool = False
     fixed: tuple[tuple[str, object, str], ...] = ()
 
-    @property
-    def norm(self) -> type | str:
-        """The class of the norms between products, as `_wrong` takes it."""
-        return nn.LayerNorm if self.layer_norms else f"{self.name}RMSNorm"
-
 
 FAMILIES = {
     family.name: family
@@ -92,7 +87,6 @@ FAMILIES = {
             fixed=(
                 ("do_layer_norm_before", True, "norms stand after attention and MLP, not before"),
                 ("_remove_final_layer_norm", False, "no norm stands before the head"),
-                ("layer_norm_elementwise_affine", True, "norms have no weights"),
             ),
         ),
     )
@@ -227,7 +221,7 @@ def _reasons(model: Any, family: Family, positions: int) -> Iterator[str]:
     yield from _misplaced(model)
     yield from _unknown_positions(model, family, positions)
     final = _final_norm(model, family)
-    yield from _wrong("norm", final, family.norm)
+    yield from _wrong_norm("norm", final, family)
     yield from _wrong("embed_tokens", model.get_input_embeddings(), *_embedding_types(family))
     yield from _wrong("lm_head", model.lm_head, *_LINEARS)
     norms = [final]
@@ -311,7 +305,17 @@ def _wrong_parts(layer: Any, family: Family) -> Iterator[str]:
     for module in (*_qkv(attention), *linears):
         yield from _wrong("a linear layer", module, *_LINEARS)
     for norm in _norms(layer, family):
-        yield from _wrong("a norm", norm, family.norm, QuantizingNorm)
+        yield from _wrong_norm("a norm", norm, family, QuantizingNorm)
+
+
+def _wrong_norm(what: str, norm: Any, family: Family, *others: type) -> Iterator[str]:
+    """Whether a norm is none of the family's; `others` stand for RMSNorms."""
+    if not family.layer_norms:
+        yield from _wrong(what, norm, f"{family.name}RMSNorm", *others)
+        return
+    yield from _wrong(what, norm, nn.LayerNorm)
+    if isinstance(norm, nn.LayerNorm) and (norm.weight is None or norm.bias is None):
+        yield f"{what} is a LayerNorm without weights or without a bias"
 
 
 def _layers(model: Any, family: Family) -> Sequence[Any]:

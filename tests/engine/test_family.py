@@ -266,7 +266,7 @@ def unknown(what):
         ("linear", "a linear layer is a Sequential, known are Linear, QuantLinear"),
         ("attention", "self_attn is a MistralAttention, known is LlamaAttention"),
         ("norm", "a norm is a LayerNorm, known are LlamaRMSNorm, QuantizingNorm"),
-        ("layer norm", "a norm is a LlamaRMSNorm, known are LayerNorm, QuantizingNorm"),
+        ("layer norm", "a norm is a LlamaRMSNorm, known is LayerNorm"),
         ("positions", "the embedding of positions is a Embedding, known is OPTLearnedPositionalEmbedding"),
         ("eps", "norms with different epsilons (1e-06, 0.5)"),
         ("hook", "hooks on LlamaMLP"),
@@ -301,7 +301,7 @@ def test_what_is_not_known_is_said(what, reason):
         ("Llama", {"hidden_act": "relu2"}, "an activation that is neither silu nor gelu_tanh nor relu: relu2"),
         ("Phi3", {"hidden_act": "gelu"}, "an activation that is neither silu nor gelu_tanh nor relu: gelu"),
         ("OPT", {"activation_function": "tanh"}, "an activation that is neither silu nor gelu_tanh nor relu: tanh"),
-        ("OPT", {"layer_norm_elementwise_affine": False}, "norms have no weights (layer_norm_elementwise_affine is False)"),
+        ("OPT", {"layer_norm_elementwise_affine": False}, "a norm is a LayerNorm without weights or without a bias"),
         ("OPT", {"_remove_final_layer_norm": True}, "no norm stands before the head (_remove_final_layer_norm is True)"),
     ],
 )  # fmt: skip
