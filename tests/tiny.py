@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
 
 from lowbit.formats import QuantTensor
 
@@ -31,6 +31,20 @@ def eager_llama(dtype=torch.float32):
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, std=2 * parameter.shape[1] ** -0.5)
     return model.eval()
+
+
+def eager_opt(dtype=torch.float32, **options):
+    """The same with LayerNorm, learned positions, biases and an MLP without a gate."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=160, hidden_size=64, ffn_dim=192, num_hidden_layers=2, num_attention_heads=4)
+    model = OPTForCausalLM(OPTConfig(**{**sizes, "max_position_embeddings": 512, "dropout": 0.0, **options}))
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            scale = 0.5 if "embed" in name else 2 * parameter.shape[1] ** -0.5
+            torch.nn.init.normal_(parameter, std=scale)
+        else:
+            torch.nn.init.normal_(parameter, mean=0.0 if name.endswith("bias") else 1.0, std=0.3)
+    return model.to(dtype).eval()
 
 
 def tiny_tokenizer(vocab_size=160):

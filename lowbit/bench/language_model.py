@@ -6,29 +6,41 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, OPTConfig, PreTrainedConfig, PreTrainedModel
 
 from lowbit.formats import parse_scheme
 from lowbit.models.head import quantize_head
-from lowbit.nn import PackedWeight
+from lowbit.nn import QuantLinear
 from lowbit.nn.convert import swap
+from lowbit.nn.embedding import QuantEmbedding
 from lowbit.quantize import rtn
+
+POSITIONS = 65536
+"""Room for longer contexts than models were trained for: what a step costs does not depend on that."""
 
 
 def _llama(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int, theta: float) -> LlamaConfig:
     return LlamaConfig(
         hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=kv_heads, vocab_size=vocab, rope_parameters={"rope_type": "default", "rope_theta": theta},
-        max_position_embeddings=65536, tie_word_embeddings=False, rms_norm_eps=1e-5, eos_token_id=None,
+        max_position_embeddings=POSITIONS, tie_word_embeddings=False, rms_norm_eps=1e-5, eos_token_id=None,
     )  # fmt: skip
 
 
-SHAPES: dict[str, Callable[[], LlamaConfig]] = {
+def _opt(hidden: int, intermediate: int, layers: int, heads: int) -> OPTConfig:
+    return OPTConfig(
+        hidden_size=hidden, ffn_dim=intermediate, num_hidden_layers=layers, num_attention_heads=heads, vocab_size=50272,
+        max_position_embeddings=POSITIONS, eos_token_id=None,
+    )  # fmt: skip
+
+
+SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
     "Llama-3-8B": lambda: _llama(4096, 14336, 32, 32, 8, 128256, 500000.0),
     "Llama-2-13B": lambda: _llama(5120, 13824, 40, 40, 40, 32000, 10000.0),
     "Llama-2-70B": lambda: _llama(8192, 28672, 80, 64, 8, 32000, 10000.0),
+    "OPT-30B": lambda: _opt(7168, 28672, 48, 56),
 }
-"""From the models' own config.json; room for 65,536 positions, whatever they were trained for."""
+"""From the models' own config.json, but for POSITIONS."""
 
 
 def random_model(
@@ -47,13 +59,14 @@ def random_model(
         config.num_hidden_layers = layers
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    rotary = model.get_submodule("model.rotary_emb")
-    model.set_submodule("model.rotary_emb", type(rotary)(config=config).to(device))  # its buffers are no parameters
+    for name, module in list(model.named_modules()):
+        if name.endswith("rotary_emb"):  # its buffers are no parameters
+            model.set_submodule(name, type(module)(config=config).to(device))
     generator = torch.Generator(device).manual_seed(0)
     ends = {model.get_output_embeddings(), model.get_input_embeddings()}
     for name, module in list(model.named_modules()):
         for key, parameter in list(module.named_parameters(recurse=False)):
-            made = torch.ones(parameter.shape, dtype=dtype, device=device)
+            made = torch.full(parameter.shape, float(key != "bias"), dtype=dtype, device=device)
             if parameter.dim() == 2:
                 scale = 1.0 if isinstance(module, nn.Embedding) else parameter.shape[1] ** -0.5
                 made.normal_(0, scale, generator=generator)
@@ -61,15 +74,17 @@ def random_model(
         if isinstance(module, nn.Linear) and scheme is not None and module not in ends:
             packed = swap(model, name, rtn(module.weight, parse_scheme(scheme)))
             packed.prepare(dtype)
+    if config.tie_word_embeddings:
+        model.get_output_embeddings().weight = model.get_input_embeddings().weight
     if head is not None:
         quantize_head(model, head)
     return model
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """Bytes of all weights that a step reads, as they are stored: those of the embedding are a row each."""
-    embedding = model.get_input_embeddings()
-    modules = [m for m in model.modules() if m is not embedding]
-    packed = sum(m.weight_nbytes for m in modules if isinstance(m, PackedWeight))
-    plain = [p for m in modules if not isinstance(m, PackedWeight) for p in m.parameters(recurse=False)]
-    return packed + sum(p.nbytes for p in plain)
+    """Bytes of all weights that a step reads, as they are stored: those of embeddings are a row each."""
+    modules = [m for m in model.modules() if not isinstance(m, (nn.Embedding, QuantEmbedding))]
+    packed = [m for m in modules if isinstance(m, QuantLinear)]
+    plain = [p for m in modules if not isinstance(m, QuantLinear) for p in m.parameters(recurse=False)]
+    plain += [m.bias for m in packed if m.bias is not None]
+    return sum(m.weight_nbytes for m in packed) + sum(p.nbytes for p in plain)

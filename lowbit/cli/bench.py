@@ -234,7 +234,7 @@ def bench_conv(
 @user_errors
 def bench_e2e(
     models: Annotated[
-        str, typer.Option(help="Shapes, separated by commas: Llama-3-8B, Llama-2-13B, Llama-2-70B.")
+        str, typer.Option(help="Shapes, separated by commas: Llama-3-8B, Llama-2-13B, Llama-2-70B, OPT-30B.")
     ] = "Llama-3-8B",
     schemes: Annotated[
         str, typer.Option(help="Schemes of the layers; 16 bits are measured too.")

@@ -53,6 +53,8 @@ class Chain:
 
     def __init__(self, decoder: Decoder, links: Sequence[Link], head: Product, dtype: torch.dtype) -> None:
         self.decoder, self.links, self.head, self.dtype = decoder, links, head, dtype
+        assert decoder.activation != "relu"
+        self.gated: Gated = decoder.activation
         final = Gamma.of(decoder.final_gamma, decoder.norm_offset, dtype)
         # The norm that follows each layer's MLP: that before the next one's attention, or the last.
         self.after = [*(link.before_attention for link in links[1:]), final]
@@ -68,7 +70,7 @@ class Chain:
         for i, link in enumerate(self.links):
             attended = attend(i, self._normed(x, link.qkv, squares, link.before_attention))
             x, squares = self._added(attended, link.o, h, link.before_mlp)
-            y = self._normed(x, link.gate_up, squares, link.before_mlp, d.activation)
+            y = self._normed(x, link.gate_up, squares, link.before_mlp, self.gated)
             x, squares = self._added(y, link.down, h, self.after[i])
         if isinstance(self.head, Packed) and not chain_refusals(self.head.weight, len(h), self.dtype):
             return self._normed(x, self.head, squares, self.after[-1])
@@ -87,6 +89,13 @@ def chain_of(
 ) -> Chain | tuple[str, ...]:
     """The chain of a decoder whose layers have the products (qkv, o, gate-up, down); else the reasons why there is none."""
     links, reasons = [], list[str]()
+    if decoder.final_bias is not None:
+        reasons.append("its norms are LayerNorms, whose means no product subtracts at its end")
+    if not decoder.gated or decoder.activation == "relu":
+        what = f"{decoder.activation} {'of a gate' if decoder.gated else 'without a gate'}"
+        reasons.append(f"its MLP is {what}, known are gates of silu and gelu_tanh")
+    if reasons:
+        return tuple(reasons)
     for parts, layer in zip(decoder.layers, products, strict=True):
         if parts.after_attention_gamma is not None:
             reasons.append("norms after attention and MLP stand between the products")

@@ -23,19 +23,40 @@ from lowbit.ops.decode import EmbeddingTable
 
 
 @dataclass(frozen=True)
+class Names:
+    """Where the modules of a family are: in the model, in its decoder, in a layer."""
+
+    decoder: str = "model"
+    final_norm: str = "norm"
+    positions: str = ""
+    """The embedding of positions; "" where q and k turn instead."""
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    o: str = "self_attn.o_proj"
+    mlp: str = "mlp"
+    """The module with `down`, the activation and what is before it; "" for the layer itself."""
+    up: str = ""
+    """The product before the activation of an MLP without a gate."""
+    down: str = "down_proj"
+
+
+@dataclass(frozen=True)
 class Family:
     """What the models of a family do that their modules do not say: `norm_offset` is added to the weights of norms,
     `scales_embedding` multiplies embeddings by sqrt(hidden), `normalises_deltas` has a norm after attention and after the MLP,
     `window_of_model` says that every layer has the config's window, `ropes_by_type` that layers of each type turn by angles of
-    their own."""
+    their own. Norms are the family's own RMSNorm, or torch's LayerNorm (`layer_norms`). `fixed` are options of the config with
+    the only value that is known, and what any other means."""
 
     name: str
+    names: Names = Names()
     norm_offset: float = 0.0
     scales_embedding: bool = False
     normalises_deltas: bool = False
     window_of_model: bool = False
     softcaps_scores: bool = False
     ropes_by_type: bool = False
+    layer_norms: bool = False
+    fixed: tuple[tuple[str, object, str], ...] = ()
 
 
 FAMILIES = {
@@ -50,6 +71,24 @@ FAMILIES = {
         Family("Gemma", norm_offset=1.0, scales_embedding=True),
         Family("Gemma2", norm_offset=1.0, scales_embedding=True, normalises_deltas=True, softcaps_scores=True),
         Family("Gemma3", norm_offset=1.0, scales_embedding=True, normalises_deltas=True, ropes_by_type=True),
+        Family(
+            "OPT",
+            Names(
+                decoder="model.decoder",
+                final_norm="final_layer_norm",
+                positions="embed_positions",
+                norms=("self_attn_layer_norm", "final_layer_norm"),
+                o="self_attn.out_proj",
+                mlp="",
+                up="fc1",
+                down="fc2",
+            ),
+            layer_norms=True,
+            fixed=(
+                ("do_layer_norm_before", True, "norms stand after attention and MLP, not before"),
+                ("_remove_final_layer_norm", False, "no norm stands before the head"),
+            ),
+        ),
     )
 }
 """By the name that the classes of a family begin with: LlamaForCausalLM, LlamaDecoderLayer, .."""
@@ -63,10 +102,10 @@ class LayerParts:
     """The modules and weights of a decoder layer, which is `block`.
 
     qkv and gate_up are the modules whose outputs side by side are q, k, v and gate, up: one where a checkpoint has them fused,
-    no gate_up where an engine has made an `AlternatingMLP` of it before.
-    The gammas are weights of norms [H], `input_gamma` before attention, `mlp_gamma` before the MLP, the other two of what
-    attention and MLP add, if that is normalised; q_gamma and k_gamma [head_dim] of each head. `window`: a token sees so many,
-    itself included; 0: all. `rope` is an index into `Decoder.ropes`.
+    no gate_up where an engine has made an `AlternatingMLP` of it before, up alone in an MLP without a gate.
+    The gammas are weights of norms [H], `input_gamma` before attention, `mlp_gamma` before the MLP, each with a bias if it is a
+    LayerNorm, the other two of what attention and MLP add, if that is normalised; q_gamma and k_gamma [head_dim] of each head.
+    `window`: a token sees so many, itself included; 0: all. `rope` is an index into `Decoder.ropes`.
     """
 
     block: nn.Module
@@ -75,7 +114,9 @@ class LayerParts:
     gate_up: tuple[nn.Module, ...]
     down: nn.Module
     input_gamma: Tensor
+    input_bias: Tensor | None
     mlp_gamma: Tensor
+    mlp_bias: Tensor | None
     after_attention_gamma: Tensor | None
     after_mlp_gamma: Tensor | None
     q_gamma: Tensor | None
@@ -93,10 +134,11 @@ class LayerParts:
 class Decoder:
     """All that a decoder computes, as data; weights stay where the model has them.
 
-    Embedding, times `embedding_scale` rounded to the model's type; per layer h += attention(norm(h)), h += mlp(norm(h)), each
-    normalised first where the layer says so; the final norm and the head. Norms are `ops.decode.add_norm` with `eps` and
-    `norm_offset`. `ropes` are float32 [positions, rotary_dim], cosines of half as many angles, then their sines. Logits x
-    become final_softcap * tanh(x / final_softcap), unless that is 0.
+    Embedding, times `embedding_scale` rounded to the model's type, plus the row of its position if there is a `position_table`
+    [positions, hidden]; per layer h += attention(norm(h)), h += mlp(norm(h)), each normalised first where the layer says so;
+    the final norm and the head. Norms are `ops.decode.add_norm` with `eps` and `norm_offset`. The MLP is
+    down(activation(gate) * up), or down(activation(up)) unless it is `gated`. `ropes` are float32 [positions, rotary_dim],
+    cosines of half as many angles, then their sines. Logits x become final_softcap * tanh(x / final_softcap), unless that is 0.
     """
 
     family: str
@@ -107,11 +149,14 @@ class Decoder:
     norm_offset: float
     embedding: nn.Module
     embedding_scale: float
+    position_table: Tensor | None
     layers: tuple[LayerParts, ...]
     final_gamma: Tensor
+    final_bias: Tensor | None
     head: nn.Module
     tied: bool
     activation: Gate
+    gated: bool
     attention: AttentionShape
     ropes: tuple[Tensor, ...]
     final_softcap: float
@@ -137,14 +182,16 @@ class Decoder:
 def recognise(model: nn.Module, positions: int | None = None) -> Decoder | tuple[str, ...]:
     """The decoder of a causal language model of Transformers, or the reasons why it is none that is known.
 
-    `positions`: how many the tables of angles hold; without, as many as the config has (max_position_embeddings).
+    `positions`: how many a text may have; without, as many as the config has (max_position_embeddings).
     """
     family = _family_of(model)
     if family is None:
         known = ", ".join(FAMILIES)
         return (f"{type(model).__name__} is none of the families that a decode program is written for ({known})",)
-    reasons = tuple(dict.fromkeys(_reasons(model, family)))
-    return reasons or _decoder(model, family, positions)
+    causal: Any = model
+    positions = int(causal.config.max_position_embeddings) if positions is None else positions
+    reasons = tuple(_other_models(causal, family)) or tuple(dict.fromkeys(_reasons(causal, family, positions)))
+    return reasons or _decoder(causal, family, positions)
 
 
 def _family_of(model: nn.Module) -> Family | None:
@@ -155,19 +202,30 @@ def _family_of(model: nn.Module) -> Family | None:
     return family if own and family is not None and name == f"{family.name}ForCausalLM" else None
 
 
-def _reasons(model: Any, family: Family) -> Iterator[str]:
+def _other_models(model: Any, family: Family) -> Iterator[str]:
+    """Whether the family's name stands for another model here, which may lack the modules of the known one."""
+    for option, known, otherwise in family.fixed:
+        if getattr(model.config, option) != known:
+            yield f"{otherwise} ({option} is {getattr(model.config, option)})"
+    hidden = model.config.hidden_size
+    width = getattr(model.get_input_embeddings(), "embedding_dim", hidden)
+    if width != hidden:
+        yield f"embeddings of {width:,} elements are projected to rows of {hidden:,}"
+
+
+def _reasons(model: Any, family: Family, positions: int) -> Iterator[str]:
     """Why a program cannot be made of a model of a known family."""
     config = model.config
     if getattr(config, "use_bidirectional_attention", False):
         yield "tokens see those after them (use_bidirectional_attention)"
     yield from _misplaced(model)
-    yield from _unknown_ropes(config.rope_parameters, family)
-    inner = model.model
-    yield from _wrong("norm", inner.norm, f"{family.name}RMSNorm")
-    yield from _wrong("embed_tokens", inner.embed_tokens, *_embedding_types(family))
+    yield from _unknown_positions(model, family, positions)
+    final = _final_norm(model, family)
+    yield from _wrong_norm("norm", final, family)
+    yield from _wrong("embed_tokens", model.get_input_embeddings(), *_embedding_types(family))
     yield from _wrong("lm_head", model.lm_head, *_LINEARS)
-    norms = [inner.norm]
-    for i, layer in enumerate(_layers(model)):
+    norms = [final]
+    for i, layer in enumerate(_layers(model, family)):
         yield from _wrong("a decoder layer", layer, f"{family.name}DecoderLayer")
         yield from _wrong_parts(layer, family)
         kind = _layer_type(config, i)
@@ -178,8 +236,9 @@ def _reasons(model: Any, family: Family) -> Iterator[str]:
         norms += _norms(layer, family)
     if len({_eps(norm) for norm in norms}) > 1:
         yield f"norms with different epsilons ({', '.join(map(str, sorted({_eps(norm) for norm in norms})))})"
-    if _activation(model) is None:
-        yield f"a gate that is neither {' nor '.join(GATES)}: {getattr(config, 'hidden_activation', None) or config.hidden_act}"
+    if _activation(model, family) is None:
+        given = [getattr(config, name, None) for name in ("hidden_activation", "hidden_act", "activation_function")]
+        yield f"an activation that is neither {' nor '.join(GATES)}: {next(name for name in given if name)}"
 
 
 _OWN_HOOKS = ("transformers.", "lowbit.")
@@ -202,7 +261,17 @@ def _misplaced(model: nn.Module) -> Iterator[str]:
         yield "weights that are shared out among GPUs"
 
 
-def _unknown_ropes(parameters: Any, family: Family) -> Iterator[str]:
+def _unknown_positions(model: Any, family: Family, positions: int) -> Iterator[str]:
+    """Positions by other formulas than those known, or more than an embedding has."""
+    if family.names.positions:
+        yield from _wrong(
+            "the embedding of positions", _positions_of(model, family), f"{family.name}LearnedPositionalEmbedding"
+        )
+        have = model.config.max_position_embeddings
+        if positions > have:
+            yield f"its embedding has {have:,} positions, {positions:,} are asked for"
+        return
+    parameters = model.config.rope_parameters
     for rope in parameters.values() if family.ropes_by_type else (parameters,):
         kind = rope.get("rope_type", "default")
         if kind not in STATIC_ROPES:
@@ -228,17 +297,41 @@ def _wrong(what: str, module: nn.Module, *kinds: type | str) -> Iterator[str]:
 
 
 def _wrong_parts(layer: Any, family: Family) -> Iterator[str]:
-    attention, mlp = layer.self_attn, layer.mlp
+    attention, mlp, names = layer.self_attn, _mlp(layer, family), family.names
     yield from _wrong("self_attn", attention, f"{family.name}Attention")
-    yield from _wrong("mlp", mlp, f"{family.name}MLP", GatedMLP, AlternatingMLP)
-    for module in (*_qkv(attention), attention.o_proj, *_gate_up(mlp), mlp.down_proj):
+    if names.mlp:
+        yield from _wrong("mlp", mlp, f"{family.name}MLP", GatedMLP, AlternatingMLP)
+    linears = (layer.get_submodule(names.o), *_gate_up(mlp, family), mlp.get_submodule(names.down))
+    for module in (*_qkv(attention), *linears):
         yield from _wrong("a linear layer", module, *_LINEARS)
     for norm in _norms(layer, family):
-        yield from _wrong("a norm", norm, f"{family.name}RMSNorm", QuantizingNorm)
+        yield from _wrong_norm("a norm", norm, family, QuantizingNorm)
 
 
-def _layers(model: Any) -> Sequence[Any]:
-    return list(model.model.layers[: model.config.num_hidden_layers])
+def _wrong_norm(what: str, norm: Any, family: Family, *others: type) -> Iterator[str]:
+    """Whether a norm is none of the family's; `others` stand for RMSNorms."""
+    if not family.layer_norms:
+        yield from _wrong(what, norm, f"{family.name}RMSNorm", *others)
+        return
+    yield from _wrong(what, norm, nn.LayerNorm)
+    if isinstance(norm, nn.LayerNorm) and (norm.weight is None or norm.bias is None):
+        yield f"{what} is a LayerNorm without weights or without a bias"
+
+
+def _layers(model: Any, family: Family) -> Sequence[Any]:
+    return list(model.get_submodule(family.names.decoder).layers[: model.config.num_hidden_layers])
+
+
+def _final_norm(model: Any, family: Family) -> Any:
+    return model.get_submodule(f"{family.names.decoder}.{family.names.final_norm}")
+
+
+def _positions_of(model: Any, family: Family) -> Any:
+    return model.get_submodule(f"{family.names.decoder}.{family.names.positions}")
+
+
+def _mlp(layer: Any, family: Family) -> Any:
+    return layer.get_submodule(family.names.mlp)
 
 
 def _layer_type(config: Any, i: int) -> str:
@@ -253,15 +346,17 @@ def _qkv(attention: Any) -> tuple[nn.Module, ...]:
     return attention.q_proj, attention.k_proj, attention.v_proj
 
 
-def _gate_up(mlp: Any) -> tuple[nn.Module, ...]:
+def _gate_up(mlp: Any, family: Family) -> tuple[nn.Module, ...]:
     if isinstance(mlp, AlternatingMLP):
         return ()
+    if family.names.up:
+        return (mlp.get_submodule(family.names.up),)
     return (mlp.gate_up_proj,) if hasattr(mlp, "gate_up_proj") else (mlp.gate_proj, mlp.up_proj)
 
 
 def _norms(layer: Any, family: Family) -> list[Any]:
     """All norms of a layer."""
-    names = ["input_layernorm", "post_attention_layernorm"]
+    names = [*family.names.norms]
     names += ["pre_feedforward_layernorm", "post_feedforward_layernorm"] if family.normalises_deltas else []
     heads = [getattr(layer.self_attn, name, None) for name in ("q_norm", "k_norm")]
     return [*(getattr(layer, name) for name in names), *(norm for norm in heads if norm is not None)]
@@ -271,27 +366,27 @@ def _eps(norm: Any) -> float:
     return float(norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps)
 
 
-def _activation(model: Any) -> Gate | None:
-    """The function of the gates, by what it computes; they share the config's."""
-    mlp = next((layer.mlp for layer in _layers(model) if not isinstance(layer.mlp, GatedMLP)), None)
+def _activation(model: Any, family: Family) -> Gate | None:
+    """The function of the MLPs, by what it computes; they share the config's."""
+    mlps = (_mlp(layer, family) for layer in _layers(model, family))
+    mlp = next((mlp for mlp in mlps if not isinstance(mlp, GatedMLP)), None)
     if mlp is None:
         return "silu"
     if isinstance(mlp, AlternatingMLP):
         return mlp.function
     function = mlp.activation_fn if hasattr(mlp, "activation_fn") else mlp.act_fn
     x = torch.linspace(-8, 8, 65)
-    found = [name for name in GATES if torch.allclose(function(x), gate_reference(x, torch.ones(65), name), 1e-4, 1e-6)]
+    found = [name for name in GATES if torch.allclose(function(x), gate_reference(x, None, name), 1e-4, 1e-6)]
     return found[0] if found else None
 
 
-def _decoder(model: Any, family: Family, positions: int | None) -> Decoder:
-    config, inner, layers = model.config, model.model, _layers(model)
-    first = layers[0].self_attn
-    positions = int(config.max_position_embeddings) if positions is None else positions
+def _decoder(model: Any, family: Family, positions: int) -> Decoder:
+    config, embedding, layers = model.config, model.get_input_embeddings(), _layers(model, family)
+    first, final = layers[0].self_attn, _final_norm(model, family)
     kinds, ropes = _ropes(model, family, positions)
     attention = AttentionShape(
         heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
+        kv_heads=config.num_attention_heads // getattr(first, "num_key_value_groups", 1),
         head_dim=first.head_dim,
         scale=float(first.scaling),
         rotary_dim=ropes[0].shape[1],
@@ -299,22 +394,25 @@ def _decoder(model: Any, family: Family, positions: int | None) -> Decoder:
         norm_eps=_eps(first.q_norm) if hasattr(first, "q_norm") else 0.0,
         norm_offset=family.norm_offset,
     )
-    activation = _activation(model)
+    activation = _activation(model, family)
     assert activation is not None
     return Decoder(
         family=family.name,
         hidden=config.hidden_size,
-        vocab=inner.embed_tokens.num_embeddings,
+        vocab=embedding.num_embeddings,
         positions=positions,
-        eps=_eps(inner.norm),
+        eps=_eps(final),
         norm_offset=family.norm_offset,
-        embedding=inner.embed_tokens,
+        embedding=embedding,
         embedding_scale=config.hidden_size**0.5 if family.scales_embedding else 1.0,
+        position_table=_position_table(model, family),
         layers=tuple(_parts(model, family, i, kinds.index(_rope_kind(model, family, i))) for i in range(len(layers))),
-        final_gamma=inner.norm.weight.detach(),
+        final_gamma=final.weight.detach(),
+        final_bias=_norm_bias(final),
         head=model.lm_head,
-        tied=_weight(model.lm_head).data_ptr() == _weight(inner.embed_tokens).data_ptr(),
+        tied=_weight(model.lm_head).data_ptr() == _weight(embedding).data_ptr(),
         activation=activation,
+        gated=not family.names.up,
         attention=attention,
         ropes=ropes,
         final_softcap=float(getattr(config, "final_logit_softcapping", None) or 0.0),
@@ -326,20 +424,36 @@ def _weight(module: Any) -> Tensor:
     return weight
 
 
+def _norm_bias(norm: Any) -> Tensor | None:
+    return norm.bias.detach() if isinstance(norm, nn.LayerNorm) else None
+
+
+def _position_table(model: Any, family: Family) -> Tensor | None:
+    """The embedding's rows of positions 0, 1, ..; before them are rows of padding."""
+    if not family.names.positions:
+        return None
+    module = _positions_of(model, family)
+    table: Tensor = module.weight.detach()[module.offset :]
+    return table
+
+
 def _parts(model: Any, family: Family, i: int, rope: int) -> LayerParts:
-    layer = _layers(model)[i]
-    attention, mlp = layer.self_attn, layer.mlp
+    layer, names = _layers(model, family)[i], family.names
+    attention, mlp = layer.self_attn, _mlp(layer, family)
+    before_attention, after_attention = (layer.get_submodule(name) for name in names.norms)
     window = model.config.sliding_window if family.window_of_model else getattr(attention, "sliding_window", None)
-    before_mlp = layer.pre_feedforward_layernorm if family.normalises_deltas else layer.post_attention_layernorm
+    before_mlp = layer.pre_feedforward_layernorm if family.normalises_deltas else after_attention
     return LayerParts(
         block=layer,
         qkv=_qkv(attention),
-        o=attention.o_proj,
-        gate_up=_gate_up(mlp),
-        down=mlp.down_proj,
-        input_gamma=layer.input_layernorm.weight.detach(),
+        o=layer.get_submodule(names.o),
+        gate_up=_gate_up(mlp, family),
+        down=mlp.get_submodule(names.down),
+        input_gamma=before_attention.weight.detach(),
+        input_bias=_norm_bias(before_attention),
         mlp_gamma=before_mlp.weight.detach(),
-        after_attention_gamma=layer.post_attention_layernorm.weight.detach() if family.normalises_deltas else None,
+        mlp_bias=_norm_bias(before_mlp),
+        after_attention_gamma=after_attention.weight.detach() if family.normalises_deltas else None,
         after_mlp_gamma=layer.post_feedforward_layernorm.weight.detach() if family.normalises_deltas else None,
         q_gamma=attention.q_norm.weight.detach() if hasattr(attention, "q_norm") else None,
         k_gamma=attention.k_norm.weight.detach() if hasattr(attention, "k_norm") else None,
@@ -354,16 +468,18 @@ NOPE = "none"
 
 def _rope_kind(model: Any, family: Family, i: int) -> str:
     """Which angles a layer turns by."""
-    if not getattr(_layers(model)[i].self_attn, "use_rope", True):
+    if family.names.positions or not getattr(_layers(model, family)[i].self_attn, "use_rope", True):
         return NOPE
     return _layer_type(model.config, i) if family.ropes_by_type else "default"
 
 
 def _ropes(model: Any, family: Family, positions: int) -> tuple[list[str], tuple[Tensor, ...]]:
     """The kinds of angles that layers turn by, and a table of each."""
-    kinds = list(dict.fromkeys(_rope_kind(model, family, i) for i in range(len(_layers(model)))))
-    rotary = model.model.rotary_emb
+    kinds = list(dict.fromkeys(_rope_kind(model, family, i) for i in range(len(_layers(model, family)))))
     device = next(model.parameters()).device
+    if family.names.positions:
+        return kinds, (torch.empty(positions, 0, device=device),)
+    rotary = model.model.rotary_emb
     like, ids = torch.empty(0, device=device), torch.arange(positions, device=device)[None]
     tables = []
     for kind in sorted(kinds, key=lambda kind: kind == NOPE):  # the first says how many elements turn

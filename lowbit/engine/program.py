@@ -26,12 +26,12 @@ from lowbit.nn import QuantLinear
 from lowbit.nn.linear import QuantizedInput
 from lowbit.ops import add_norm_quantize, silu_mul_quantize
 from lowbit.ops.attention import append_kv, decode_attention, prompt_attention
-from lowbit.ops.decode import add_norm, embed_norm, gate
+from lowbit.ops.decode import activate, add_norm, embed_norm, gate
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The products of a decoder layer and what it needs beside them."""
+    """The products of a decoder layer and what it needs beside them; `gate_up` is up alone in an MLP without a gate."""
 
     parts: LayerParts
     qkv: Product
@@ -70,7 +70,11 @@ class DecodeProgram:
                 if isinstance(module, QuantLinear) and self.device.type == "cuda":
                     module.prepare(self.dtype)
         qkv, o, down = (product(parts.modules(name), invariant) for name in ("qkv", "o", "down"))
-        gate_up = gated_product(parts.modules("gate_up"), parts.block, parts.down, self.decoder.activation, invariant)
+        modules = parts.modules("gate_up")
+        if self.decoder.gated:
+            gate_up = gated_product(modules, parts.block, parts.down, self.decoder.activation, invariant)
+        else:
+            gate_up = product(modules, invariant)
         return Layer(parts, qkv, o, gate_up, down, self.decoder.attention_shape(parts))
 
     @property
@@ -93,7 +97,7 @@ class DecodeProgram:
 
         if isinstance(self.chain, Chain) and len(rows) <= MOST_TOKENS:
             return self._capped(self.chain.step(slots.tokens, rows, self.table, attend))
-        return self.logits(*self._layers(slots.tokens, rows, attend))
+        return self.logits(*self._layers(slots.tokens, rows, slots.positions, attend))
 
     def prompt(self, pieces: Sequence[Piece], slots: Slots) -> Tensor | None:
         """Logits [B, V] after the last piece of each text that has one among `pieces`; None if there is none."""
@@ -114,7 +118,7 @@ class DecodeProgram:
             ]
             return out[0] if len(out) == 1 else torch.cat(out)
 
-        h, delta = self._layers(ids, None, attend)
+        h, delta = self._layers(ids, None, position_of, attend)
         if not ends:
             return None
         last = on_device([end - 1 for end in ends], self.device).long()
@@ -125,33 +129,40 @@ class DecodeProgram:
         assert self.cache is not None
         return self.cache
 
-    def _layers(self, tokens: Tensor, rows: Tensor | None, attend: Callable[[int, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """The residual stream after all layers, and what the last one has yet to add to it."""
+    def _layers(
+        self, tokens: Tensor, rows: Tensor | None, positions: Tensor, attend: Callable[[int, Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """The residual stream after all layers, and what the last one has yet to add to it. Tokens and positions are those of
+        slots that `rows` names, or one for each row without it."""
         d = self.decoder
         parts = self.layers[0].parts
         h, x = embed_norm(
-            tokens, rows, self.table, parts.input_gamma, d.eps, self.dtype, scale=d.embedding_scale, offset=d.norm_offset
-        )
+            tokens, rows, self.table, parts.input_gamma, d.eps, self.dtype, scale=d.embedding_scale, offset=d.norm_offset,
+            bias=parts.input_bias, positions=None if d.position_table is None else positions, position_table=d.position_table,
+        )  # fmt: skip
         delta = h
         for i, layer in enumerate(self.layers):
             if i:
                 after, parts = parts.after_mlp_gamma, layer.parts
-                x = self._norm(layer.qkv, h, delta, parts.input_gamma, after)
+                x = self._norm(layer.qkv, h, delta, parts.input_gamma, parts.input_bias, after)
             delta = layer.o(attend(i, layer.qkv(x)))
-            x = self._norm(layer.gate_up, h, delta, parts.mlp_gamma, parts.after_attention_gamma)
+            x = self._norm(layer.gate_up, h, delta, parts.mlp_gamma, parts.mlp_bias, parts.after_attention_gamma)
             delta = layer.down(self._gate(layer, layer.gate_up(x)))
         return h, delta
 
-    def _norm(self, reader: Product, h: Tensor, delta: Tensor, gamma: Tensor, after: Tensor | None) -> Any:
-        """x of the product `reader`, quantized already where it takes 8-bit activations, after h += delta."""
+    def _norm(self, reader: Product, h: Tensor, delta: Tensor, gamma: Tensor, bias: Tensor | None, after: Tensor | None) -> Any:
+        """x of the product `reader`, quantized already where it takes 8-bit activations and the norm is Llama's, after h +=
+        delta."""
         d = self.decoder
-        if isinstance(reader, Scaled) and reader.is_fused and after is None and d.norm_offset == 0:
+        if isinstance(reader, Scaled) and reader.is_fused and bias is None and after is None and d.norm_offset == 0:
             made = add_norm_quantize(h, delta, gamma, d.eps, **reader.quantization())
             return QuantizedInput(made.codes, made.scale, made.zero, h.dtype)
-        return add_norm(h, delta, gamma, d.eps, offset=d.norm_offset, post_gamma=after)
+        return add_norm(h, delta, gamma, d.eps, offset=d.norm_offset, post_gamma=after, bias=bias)
 
     def _gate(self, layer: Layer, gate_up: Tensor) -> Any:
-        """x of the product `down`, quantized already where it takes 8-bit activations."""
+        """x of the product `down`, quantized already where it takes 8-bit activations and the gate is SiLU."""
+        if not self.decoder.gated:
+            return activate(gate_up, self.decoder.activation)
         if isinstance(layer.down, Scaled) and layer.down.is_fused and self.decoder.activation == "silu":
             first, second = gate_up.chunk(2, dim=-1)
             made = silu_mul_quantize(first, second, **layer.down.quantization())
@@ -161,7 +172,8 @@ class DecodeProgram:
     def logits(self, h: Tensor, delta: Tensor) -> Tensor:
         """Logits [B, V] of the residual stream h [B, hidden] after all layers, with what the last one has yet to add."""
         d = self.decoder
-        x = add_norm(h, delta, d.final_gamma, d.eps, offset=d.norm_offset, post_gamma=self.layers[-1].parts.after_mlp_gamma)
+        after = self.layers[-1].parts.after_mlp_gamma
+        x = add_norm(h, delta, d.final_gamma, d.eps, offset=d.norm_offset, post_gamma=after, bias=d.final_bias)
         return self._capped(self.head(x))
 
     def _capped(self, logits: Tensor) -> Tensor:

@@ -33,17 +33,19 @@ if TYPE_CHECKING:
 torch.library.define(
     "lowbit::embed_rows",
     "(Tensor tokens, Tensor? rows, Tensor table, Tensor? row_scale, ScalarType dtype, float scale, Tensor? gamma=None,"
-    " float eps=0.0, float offset=0.0, float factor=1.0, str end='') -> Tensor[]",
+    " float eps=0.0, float offset=0.0, float factor=1.0, str end='', Tensor? bias=None, Tensor? positions=None,"
+    " Tensor? position_table=None) -> Tensor[]",
 )
 torch.library.define(
     "lowbit::add_norm",
-    "(Tensor(a!) h, Tensor? delta, Tensor gamma, float eps, float offset=0.0, Tensor? post_gamma=None) -> Tensor",
+    "(Tensor(a!) h, Tensor? delta, Tensor gamma, float eps, float offset=0.0, Tensor? post_gamma=None, Tensor? bias=None)"
+    " -> Tensor",
 )
 torch.library.define(
     "lowbit::add_norm_squares",
     "(Tensor(a!) h, Tensor? delta, Tensor gamma, float offset=0.0, float factor=1.0) -> (Tensor, Tensor)",
 )
-torch.library.define("lowbit::gate", "(Tensor gate, Tensor? up, str function, bool alternate=False) -> Tensor")
+torch.library.define("lowbit::gate", "(Tensor gate, Tensor? up, str function, bool alternate=False, bool gated=True) -> Tensor")
 
 ENDS = ("", "norm", "squares")
 """What follows an embedding or a sum in the same launch, as kernels/elementwise/norm.py counts it."""
@@ -106,10 +108,18 @@ def embed_rows(
 
 def embed_norm(
     tokens: Tensor, rows: Tensor | None, table: Tensor | EmbeddingTable, gamma: Tensor, eps: float, dtype: torch.dtype,
-    *, scale: float = 1.0, offset: float = 0.0,
+    *, scale: float = 1.0, offset: float = 0.0, bias: Tensor | None = None, positions: Tensor | None = None,
+    position_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(h, x): `embed_rows`, and of that the `add_norm` without delta, in one launch."""
-    h, x = torch.ops.lowbit.embed_rows(tokens, rows, *_parts(table), dtype, scale, gamma, eps, offset, 1.0, "norm")
+    """(h, x): `embed_rows`, and of that the `add_norm` without delta, in one launch.
+
+    With a `position_table` [P, H] of `dtype`, its row positions[rows[b]] (positions[b] without `rows`; int32 [..]) is added to
+    h first. Positions are not checked either.
+    """
+    parts = _parts(table)
+    h, x = torch.ops.lowbit.embed_rows(
+        tokens, rows, *parts, dtype, scale, gamma, eps, offset, 1.0, "norm", bias, positions, position_table
+    )
     return h, x
 
 
@@ -124,16 +134,18 @@ def embed_norm_squares(
 
 
 def add_norm(
-    h: Tensor, delta: Tensor | None, gamma: Tensor, eps: float, *, offset: float = 0.0, post_gamma: Tensor | None = None
-) -> Tensor:
+    h: Tensor, delta: Tensor | None, gamma: Tensor, eps: float, *, offset: float = 0.0, post_gamma: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """x [B, H] = h / sqrt(mean(h^2) + eps) * (offset + gamma), after h += delta in place; h and delta contiguous, gammas [H].
 
     With `post_gamma`, delta's norm by it is added instead (Gemma 2 and 3). Everything is computed in float32; the sum is
     rounded to h's type first. With offset 0 the normalised value is rounded to h's type, then its product with gamma
-    (Llama, Mistral, Qwen, Phi-3); with another, 1 for Gemma, the product alone is. Raises ValueError for tensors that do not
-    fit together.
+    (Llama, Mistral, Qwen, Phi-3); with another, 1 for Gemma, the product alone is. With a `bias` [H] it is LayerNorm (OPT):
+    x = (h - mean) / sqrt(variance + eps) * gamma + bias, rounded once; it has no offset and no post_gamma. Raises ValueError
+    for tensors that do not fit together.
     """
-    made: Tensor = torch.ops.lowbit.add_norm(h, delta, gamma, eps, offset, post_gamma)
+    made: Tensor = torch.ops.lowbit.add_norm(h, delta, gamma, eps, offset, post_gamma, bias)
     return made
 
 
@@ -148,7 +160,7 @@ def add_norm_squares(
 
 
 def gate(gate_up: Tensor, function: str, *, alternate: bool = False) -> Tensor:
-    """y [B, I] = f(gate) * up of gate_up [B, 2 I], the columns of gate first; f is "silu" or "gelu_tanh".
+    """y [B, I] = f(gate) * up of gate_up [B, 2 I], the columns of gate first; f is "silu", "gelu_tanh" or "relu".
 
     With `alternate`, 8 columns of gate come first, then those 8 of up, and so on: what a weight of `pack.gated` makes.
     f is computed in float32 and rounded to the type of gate before the product, as Transformers' MLPs do. Any row stride.
@@ -161,6 +173,12 @@ def gate(gate_up: Tensor, function: str, *, alternate: bool = False) -> Tensor:
 def gate2(gate: Tensor, up: Tensor, function: str) -> Tensor:
     """`gate` of two tensors [B, I], each with any row stride."""
     made: Tensor = torch.ops.lowbit.gate(gate, up, function)
+    return made
+
+
+def activate(x: Tensor, function: str) -> Tensor:
+    """y [B, I] = f(x) of an MLP without a gate; otherwise as `gate`."""
+    made: Tensor = torch.ops.lowbit.gate(x, None, function, False, False)
     return made
 
 
@@ -177,10 +195,12 @@ def _check_row(who: str, dtype: torch.dtype, width: int, on: torch.device) -> No
         raise ValueError(f"{who}: rows have at most {MOST_COLUMNS} columns, got {width}")
 
 
-def _check_gamma(who: str, width: int, **gammas: Tensor | None) -> None:
+def _check_gamma(who: str, width: int, offset: float, **gammas: Tensor | None) -> None:
     for name, gamma in gammas.items():
         if gamma is not None and (tuple(gamma.shape) != (width,) or gamma.dtype not in _FLOATS):
             raise ValueError(f"{who}: {name} is floating [{width}], got {gamma.dtype} {tuple(gamma.shape)}")
+    if gammas.get("bias") is not None and (offset or gammas.get("post_gamma") is not None):
+        raise ValueError(f"{who}: LayerNorm, which has a bias, has neither an offset nor post_gamma")
 
 
 def _check_contiguous(who: str, **tensors: Tensor | None) -> None:
@@ -207,10 +227,11 @@ def _launched(on: torch.device, plan: Any, *arguments: Any) -> Any:
 
 
 def _check_embed(
-    on: torch.device, tokens: Tensor, rows: Tensor | None, table: Tensor, row_scale: Tensor | None, dtype: torch.dtype,
-    gamma: Tensor | None,
+    on: torch.device, dtype: torch.dtype, offset: float, end: str, tokens: Tensor, rows: Tensor | None, table: Tensor,
+    row_scale: Tensor | None, gamma: Tensor | None, bias: Tensor | None, positions: Tensor | None,
+    position_table: Tensor | None,
 ) -> None:  # fmt: skip
-    for name, ids in (("tokens", tokens), ("rows", rows)):
+    for name, ids in (("tokens", tokens), ("rows", rows), ("positions", positions)):
         if ids is not None and (ids.dim() != 1 or ids.dtype != torch.int32):
             raise ValueError(f"embed_rows: {name} are int32 [..], got {ids.dtype} {tuple(ids.shape)}")
     if table.dim() != 2 or not table.shape[1]:
@@ -218,7 +239,17 @@ def _check_embed(
     _check_row("embed_rows", dtype, table.shape[1], on)
     if row_scale is None and table.dtype != dtype:
         raise ValueError(f"embed_rows: the table is {dtype} like the rows, or an EmbeddingTable, got {table.dtype}")
-    _check_gamma("embed_rows", table.shape[1], gamma=gamma)
+    _check_gamma("embed_rows", table.shape[1], offset, gamma=gamma, bias=bias)
+    if bias is not None and end != "norm":
+        raise ValueError("embed_rows: a bias belongs to a norm, and none is asked for")
+    if (positions is None) != (position_table is None) or (
+        position_table is not None
+        and (position_table.dim() != 2 or position_table.shape[1] != table.shape[1] or position_table.dtype != dtype)
+    ):
+        raise ValueError(
+            f"embed_rows: positions have a table of {dtype} [P, {table.shape[1]}] like the rows, got "
+            f"{None if position_table is None else (position_table.dtype, tuple(position_table.shape))}"
+        )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -226,10 +257,10 @@ def _embed_plan(dtype: torch.dtype, scaled: bool, end: str, offset: float, *tens
     """The plan of a call; raises ValueError when the tensors do not fit together."""
     from lowbit.kernels.elementwise.norm import EmbedPlan, NormRequest
 
-    tokens, rows, table, row_scale, gamma = (None if t is None else on_meta(t) for t in tensors)
+    tokens, rows, table, *others = (None if t is None else on_meta(t) for t in tensors)
     assert tokens is not None and table is not None
     on = _check_together("embed_rows", tensors)
-    _check_embed(on, tokens, rows, table, row_scale, dtype, gamma)
+    _check_embed(on, dtype, offset, end, tokens, rows, table, *others)
     m = (tokens if rows is None else rows).shape[0]
     return EmbedPlan(m, table.shape[1], NormRequest(ENDS.index(end), offset), scaled, machine_of(on))
 
@@ -243,38 +274,46 @@ def _rounded(scale: float, dtype: torch.dtype) -> float:
 def _embed_on_gpu(
     tokens: Tensor, rows: Tensor | None, table: Tensor, row_scale: Tensor | None, dtype: torch.dtype, scale: float,
     gamma: Tensor | None = None, eps: float = 0.0, offset: float = 0.0, factor: float = 1.0, end: str = "",
+    bias: Tensor | None = None, positions: Tensor | None = None, position_table: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
     _check_contiguous("embed_rows", tokens=tokens, rows=rows, table=table, row_scale=row_scale, gamma=gamma)
-    others = tuple(described(t) for t in (tokens, rows, table, row_scale, gamma))
+    _check_contiguous("embed_rows", bias=bias, positions=positions, position_table=position_table)
+    others = tuple(described(t) for t in (tokens, rows, table, row_scale, gamma, bias, positions, position_table))
     plan = _embed_plan(dtype, scale != 1.0, end, offset, *others)
-    arguments = (tokens, rows, table, row_scale, gamma, dtype, _rounded(scale, dtype), eps, factor)
-    return [made for made in _launched(table.device, plan, *arguments) if made is not None]
+    given = (tokens, rows, table, row_scale, positions, position_table, gamma, bias)
+    made = _launched(table.device, plan, *given, dtype, _rounded(scale, dtype), eps, factor)
+    return [each for each in made if each is not None]
 
 
 @torch.library.impl("lowbit::embed_rows", "CPU")
 def _embed_on_cpu(
     tokens: Tensor, rows: Tensor | None, table: Tensor, row_scale: Tensor | None, dtype: torch.dtype, scale: float,
     gamma: Tensor | None = None, eps: float = 0.0, offset: float = 0.0, factor: float = 1.0, end: str = "",
+    bias: Tensor | None = None, positions: Tensor | None = None, position_table: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
-    check_one_device("embed_rows", tokens, rows, table, row_scale, gamma)
-    _check_embed(table.device, tokens, rows, table, row_scale, dtype, gamma)
-    h = embed_rows_reference(tokens, rows, table, row_scale, dtype, scale)
+    check_one_device("embed_rows", tokens, rows, table, row_scale, gamma, bias, positions, position_table)
+    _check_embed(table.device, dtype, offset, end, tokens, rows, table, row_scale, gamma, bias, positions, position_table)
+    h = embed_rows_reference(tokens, rows, table, row_scale, dtype, scale, positions, position_table)
     if end == "squares" and gamma is not None:
         return [h, *scaled_reference(h, gamma, offset, factor)]
-    return [h] if gamma is None else [h, norm_reference(h, gamma, eps, offset)]
+    return [h] if gamma is None else [h, norm_reference(h, gamma, eps, offset, bias)]
 
 
 @torch.library.register_fake("lowbit::embed_rows")
 def _embed_fake(
     tokens: Tensor, rows: Tensor | None, table: Tensor, row_scale: Tensor | None, dtype: torch.dtype, scale: float,
     gamma: Tensor | None = None, eps: float = 0.0, offset: float = 0.0, factor: float = 1.0, end: str = "",
+    bias: Tensor | None = None, positions: Tensor | None = None, position_table: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
     h = table.new_empty(((tokens if rows is None else rows).shape[0], table.shape[1]), dtype=dtype)
     made = [h, torch.empty_like(h), h.new_empty((1, h.shape[0]), dtype=torch.float32)]
     return made[: ENDS.index(end) + 1]
 
 
-def _check_norm(on: torch.device, h: Tensor, delta: Tensor | None, gamma: Tensor, post_gamma: Tensor | None) -> None:
+def _check_norm(
+    on: torch.device, offset: float, h: Tensor, delta: Tensor | None, gamma: Tensor, post_gamma: Tensor | None,
+    bias: Tensor | None = None,
+) -> None:  # fmt: skip
     if h.dim() != 2 or not h.shape[1]:
         raise ValueError(f"add_norm: h is [B, H], got {tuple(h.shape)}")
     _check_row("add_norm", h.dtype, h.shape[1], on)
@@ -282,7 +321,7 @@ def _check_norm(on: torch.device, h: Tensor, delta: Tensor | None, gamma: Tensor
         raise ValueError(f"add_norm: delta is {h.dtype} {tuple(h.shape)} like h, got {delta.dtype} {tuple(delta.shape)}")
     if post_gamma is not None and delta is None:
         raise ValueError("add_norm: post_gamma normalises delta, and there is none")
-    _check_gamma("add_norm", h.shape[1], gamma=gamma, post_gamma=post_gamma)
+    _check_gamma("add_norm", h.shape[1], offset, gamma=gamma, post_gamma=post_gamma, bias=bias)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -290,51 +329,55 @@ def _norm_plan(end: str, offset: float, *tensors: Described | None) -> NormPlan:
     """The plan of a call; raises ValueError when the tensors do not fit together."""
     from lowbit.kernels.elementwise.norm import NormPlan, NormRequest
 
-    h, delta, gamma, post_gamma = (None if t is None else on_meta(t) for t in tensors)
+    h, delta, gamma, *others = (None if t is None else on_meta(t) for t in tensors)
     assert h is not None and gamma is not None
     on = _check_together("add_norm", tensors)
-    _check_norm(on, h, delta, gamma, post_gamma)
+    _check_norm(on, offset, h, delta, gamma, *others)
     return NormPlan(h.shape[0], h.shape[1], NormRequest(ENDS.index(end), offset), machine_of(on))
 
 
 def _norm_on_gpu(
     end: str, h: Tensor, delta: Tensor | None, gamma: Tensor, eps: float, offset: float, post_gamma: Tensor | None = None,
-    factor: float = 1.0,
+    bias: Tensor | None = None, factor: float = 1.0,
 ) -> Any:  # fmt: skip
-    _check_contiguous("add_norm", h=h, delta=delta, gamma=gamma, post_gamma=post_gamma)
-    plan = _norm_plan(end, offset, *(described(t) for t in (h, delta, gamma, post_gamma)))
-    return _launched(h.device, plan, h, delta, gamma, post_gamma, eps, factor)
+    _check_contiguous("add_norm", h=h, delta=delta, gamma=gamma, post_gamma=post_gamma, bias=bias)
+    plan = _norm_plan(end, offset, *(described(t) for t in (h, delta, gamma, post_gamma, bias)))
+    return _launched(h.device, plan, h, delta, gamma, bias, post_gamma, eps, factor)
 
 
 def _add_on_cpu(
-    h: Tensor, delta: Tensor | None, gamma: Tensor, eps: float, offset: float, post_gamma: Tensor | None = None
-) -> None:
+    h: Tensor, delta: Tensor | None, gamma: Tensor, eps: float, offset: float, post_gamma: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> None:  # fmt: skip
     _check_contiguous("add_norm", h=h, delta=delta)
-    check_one_device("add_norm", h, delta, gamma, post_gamma)
-    _check_norm(h.device, h, delta, gamma, post_gamma)
+    check_one_device("add_norm", h, delta, gamma, post_gamma, bias)
+    _check_norm(h.device, offset, h, delta, gamma, post_gamma, bias)
     add_reference(h, delta, eps, offset, post_gamma)
 
 
 @torch.library.impl("lowbit::add_norm", "CUDA")
 def _add_norm_on_gpu(
-    h: Tensor, delta: Tensor | None, gamma: Tensor, eps: float, offset: float = 0.0, post_gamma: Tensor | None = None
-) -> Tensor:
-    x: Tensor = _norm_on_gpu("norm", h, delta, gamma, eps, offset, post_gamma)[0]
+    h: Tensor, delta: Tensor | None, gamma: Tensor, eps: float, offset: float = 0.0, post_gamma: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    x: Tensor = _norm_on_gpu("norm", h, delta, gamma, eps, offset, post_gamma, bias)[0]
     return x
 
 
 @torch.library.impl("lowbit::add_norm", "CPU")
 def _add_norm_on_cpu(
-    h: Tensor, delta: Tensor | None, gamma: Tensor, eps: float, offset: float = 0.0, post_gamma: Tensor | None = None
-) -> Tensor:
-    _add_on_cpu(h, delta, gamma, eps, offset, post_gamma)
-    return norm_reference(h, gamma, eps, offset)
+    h: Tensor, delta: Tensor | None, gamma: Tensor, eps: float, offset: float = 0.0, post_gamma: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    _add_on_cpu(h, delta, gamma, eps, offset, post_gamma, bias)
+    return norm_reference(h, gamma, eps, offset, bias)
 
 
 @torch.library.register_fake("lowbit::add_norm")
 def _add_norm_fake(
-    h: Tensor, delta: Tensor | None, gamma: Tensor, eps: float, offset: float = 0.0, post_gamma: Tensor | None = None
-) -> Tensor:
+    h: Tensor, delta: Tensor | None, gamma: Tensor, eps: float, offset: float = 0.0, post_gamma: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     return torch.empty_like(h)
 
 
@@ -361,11 +404,12 @@ def _add_norm_squares_fake(
     return torch.empty_like(h), h.new_empty((1, h.shape[0]), dtype=torch.float32)
 
 
-def _check_gate(on: torch.device, gate: Tensor, up: Tensor | None, function: str, alternate: bool) -> None:
+def _check_gate(on: torch.device, gate: Tensor, up: Tensor | None, function: str, alternate: bool, gated: bool) -> None:
     if function not in GATES:
         raise ValueError(f"gate: functions are {', '.join(GATES)}, not {function!r}")
-    if gate.dim() != 2 or not gate.shape[1] or (up is None and gate.shape[1] % (16 if alternate else 2)):
-        expected = "gate is [B, I]" if up is not None else "gate_up is [B, 2 I]" + ", I a multiple of 8" * alternate
+    halves = gated and up is None
+    if gate.dim() != 2 or not gate.shape[1] or (halves and gate.shape[1] % (16 if alternate else 2)):
+        expected = "gate_up is [B, 2 I]" + ", I a multiple of 8" * alternate if halves else "gate is [B, I]"
         raise ValueError(f"gate: {expected}, got {tuple(gate.shape)}")
     _check_row("gate", gate.dtype, 1, on)
     if up is not None and (up.shape != gate.shape or up.dtype != gate.dtype):
@@ -373,42 +417,42 @@ def _check_gate(on: torch.device, gate: Tensor, up: Tensor | None, function: str
 
 
 @functools.lru_cache(maxsize=4096)
-def _gate_plan(pieces: bool, function: str, alternate: bool, *tensors: Described | None) -> GatePlan:
+def _gate_plan(pieces: bool, function: str, alternate: bool, gated: bool, *tensors: Described | None) -> GatePlan:
     """The plan of a call; raises ValueError when the tensors do not fit together."""
     from lowbit.kernels.elementwise.gate import GatePlan
 
     gate, up = (None if t is None else on_meta(t) for t in tensors)
     assert gate is not None
     on = _check_together("gate", tensors)
-    _check_gate(on, gate, up, function, alternate)
-    width = gate.shape[1] // 2 if up is None else gate.shape[1]
+    _check_gate(on, gate, up, function, alternate, gated)
+    width = gate.shape[1] // 2 if gated and up is None else gate.shape[1]
     return GatePlan(gate.shape[0], width, function, pieces, machine_of(on), alternate)
 
 
 @torch.library.impl("lowbit::gate", "CUDA")
-def _gate_on_gpu(gate: Tensor, up: Tensor | None, function: str, alternate: bool = False) -> Tensor:
+def _gate_on_gpu(gate: Tensor, up: Tensor | None, function: str, alternate: bool = False, gated: bool = True) -> Tensor:
     if gate.stride(-1) != 1 or (up is not None and up.stride(-1) != 1):
         raise ValueError("gate: the columns of a row follow each other in memory; call .contiguous() on gate and up")
-    width = gate.shape[-1] // 2 if up is None else gate.shape[-1]
+    halves = gated and up is None
+    width = gate.shape[-1] // 2 if halves else gate.shape[-1]
     pieces = width % 8 == 0 and all(t is None or (t.stride(0) % 8 == 0 and t.data_ptr() % 16 == 0) for t in (gate, up))
-    plan = _gate_plan(pieces, function, alternate, described(gate), described(up))
-    apart = 8 if alternate else width
-    first, second = (gate, gate[:, apart:]) if up is None else (gate, up)
-    made: Tensor = _launched(gate.device, plan, first, second)
+    plan = _gate_plan(pieces, function, alternate, gated, described(gate), described(up))
+    second = gate[:, 8 if alternate else width :] if halves else up
+    made: Tensor = _launched(gate.device, plan, gate, second)
     return made
 
 
 @torch.library.impl("lowbit::gate", "CPU")
-def _gate_on_cpu(gate: Tensor, up: Tensor | None, function: str, alternate: bool = False) -> Tensor:
+def _gate_on_cpu(gate: Tensor, up: Tensor | None, function: str, alternate: bool = False, gated: bool = True) -> Tensor:
     check_one_device("gate", gate, up)
-    _check_gate(gate.device, gate, up, function, alternate)
+    _check_gate(gate.device, gate, up, function, alternate, gated)
     if alternate:
-        first, second = (part.flatten(1) for part in gate.unflatten(1, (-1, 2, 8)).unbind(2))
-    else:
-        first, second = gate.chunk(2, dim=-1) if up is None else (gate, up)
-    return gate_reference(first, second, function)
+        gate, up = (part.flatten(1) for part in gate.unflatten(1, (-1, 2, 8)).unbind(2))
+    elif gated and up is None:
+        gate, up = gate.chunk(2, dim=-1)
+    return gate_reference(gate, up, function)
 
 
 @torch.library.register_fake("lowbit::gate")
-def _gate_fake(gate: Tensor, up: Tensor | None, function: str, alternate: bool = False) -> Tensor:
-    return gate.new_empty((gate.shape[0], gate.shape[1] // 2 if up is None else gate.shape[1]))
+def _gate_fake(gate: Tensor, up: Tensor | None, function: str, alternate: bool = False, gated: bool = True) -> Tensor:
+    return gate.new_empty((gate.shape[0], gate.shape[1] // 2 if gated and up is None else gate.shape[1]))

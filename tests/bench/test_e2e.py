@@ -46,7 +46,7 @@ def test_a_random_model_computes_and_counts_its_bytes(small):
 
 
 def test_unknown_models_are_refused():
-    with pytest.raises(ValueError, match="models are Llama-3-8B, Llama-2-13B, Llama-2-70B, got 'GPT-5'"):
+    with pytest.raises(ValueError, match="models are Llama-3-8B, Llama-2-13B, Llama-2-70B, OPT-30B, got 'GPT-5'"):
         random_model("GPT-5", None, None, torch.float16, torch.device("cpu"))
 
 
@@ -86,7 +86,7 @@ def test_pictures_need_a_measured_row(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--models", "GPT-5"], "--models are Llama-3-8B, Llama-2-13B, Llama-2-70B, got 'GPT-5'"),
+        (["--models", "GPT-5"], "--models are Llama-3-8B, Llama-2-13B, Llama-2-70B, OPT-30B, got 'GPT-5'"),
         (["--rivals", "vllm"], "--rivals are eager, static, got 'vllm'"),
         (["--dtype", "float32"], "--dtype is float16 or bfloat16, got 'float32'"),
         (["--schemes", "int4"], "int4"),
@@ -97,11 +97,32 @@ def test_what_is_asked_wrongly_is_refused(arguments, message):
     assert result.exit_code == 1 and message in " ".join(result.stderr.split())
 
 
+def test_a_model_with_an_embedding_of_positions(monkeypatch):
+    """OPT's shape: a row of the embedding of positions is read, the tied weight counts once, as the head."""
+    config = language_model.SHAPES["OPT-30B"]()
+    assert (config.hidden_size, config.ffn_dim, config.num_hidden_layers, config.num_attention_heads) == (7168, 28672, 48, 56)
+    monkeypatch.setitem(language_model.SHAPES, "small", lambda: language_model._opt(64, 256, 3, 4))
+    model = random_model("small", None, None, torch.float32, torch.device("cpu"), layers=2)
+    of_layer = 4 * 64 * 64 + 4 * 64 + 2 * 64 * 256 + 64 + 256 + 2 * 2 * 64
+    assert weight_bytes(model) == 4 * (2 * of_layer + 2 * 64 + 50272 * 64)
+    engine = Engine(model, max_concurrent=1, max_length=128)
+    assert engine.difference < 1e-5 and not engine.program.reasons
+    packed = random_model("small", "w4a16_g32", "w8a16", torch.bfloat16, torch.device("cpu"))
+    for module in packed.modules():
+        if isinstance(module, PackedWeight):
+            module.restore()  # a CPU's own form may be larger
+    assert packed.lm_head.weight_packed is packed.model.decoder.embed_tokens.weight_packed
+    of_layer = (4 * 64 * 64 + 2 * 64 * 256) * 9 // 16 + 2 * (4 * 64 + 64 + 256 + 4 * 64)
+    assert weight_bytes(packed) == 3 * of_layer + 2 * 2 * 64 + 50272 * (64 + 4)
+
+
 @pytest.mark.gpu
-def test_a_short_run(tmp_path):
-    """Two layers of Llama-3-8B's shape: all columns that a result file promises, no step faster than its bytes."""
+@pytest.mark.parametrize("model", ["Llama-3-8B", "OPT-30B"])
+def test_a_short_run(tmp_path, model):
+    """Two layers of a model's shape: all columns that a result file promises, no step faster than its bytes."""
     out = tmp_path / "e2e.json"
-    arguments = ["--layers", "2", "--schemes", "w4a16_g128", "--batches", "1,16", "--contexts", "256", "--out", str(out)]
+    arguments = ["--models", model, "--layers", "2", "--schemes", "w4a16_g128", "--batches", "1,16", "--contexts", "256"]
+    arguments += ["--out", str(out)]
     result = CliRunner().invoke(app, ["bench", "e2e", *arguments])
     assert result.exit_code == 0, result.stderr
     found = json.loads(out.read_text())

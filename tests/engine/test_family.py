@@ -33,6 +33,7 @@ CASES = {
     "llama-3": ("Llama", {"rope_parameters": LLAMA3, "num_key_value_heads": 6}),
     "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}}),
     "llama-gelu": ("Llama", {"hidden_act": "gelu_pytorch_tanh"}),
+    "llama-relu": ("Llama", {"hidden_act": "relu"}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral-window": ("Mistral", {"sliding_window": 5, "tie_word_embeddings": True}),
     "qwen2": ("Qwen2", {"head_dim": 6}),
@@ -71,6 +72,9 @@ CASES = {
             },
         },
     ),
+    "opt": ("OPT", {"ffn_dim": 56}),
+    "opt-untied": ("OPT", {"ffn_dim": 40, "tie_word_embeddings": False, "enable_bias": False}),
+    "opt-gelu": ("OPT", {"ffn_dim": 56, "activation_function": "gelu_new"}),
 }  # fmt: skip
 
 
@@ -88,7 +92,10 @@ def tiny(family, **options):
     return model.eval()
 
 
-def norm(x, gamma, eps, offset):
+def norm(x, gamma, eps, offset, bias=None):
+    if bias is not None:
+        x = x - x.mean(-1, keepdim=True)
+        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * gamma + bias
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * (offset + gamma)
 
 
@@ -121,18 +128,25 @@ def forward(decoder: Decoder, tokens):
     def product(layer, name, x):
         return torch.cat([module(x) for module in layer.modules(name)], dim=-1)
 
-    def normed(x, gamma):
-        return norm(x, gamma, decoder.eps, decoder.norm_offset)
+    def normed(x, gamma, bias=None):
+        return norm(x, gamma, decoder.eps, decoder.norm_offset, bias)
 
-    act = {"silu": torch.nn.functional.silu, "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh")}
+    act = {
+        "silu": torch.nn.functional.silu,
+        "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+        "relu": torch.relu,
+    }[decoder.activation]
     h = decoder.table[tokens] * decoder.embedding_scale
+    h = h if decoder.position_table is None else h + decoder.position_table[: len(tokens)]
     for layer in decoder.layers:
-        delta = product(layer, "o", attend(product(layer, "qkv", normed(h, layer.input_gamma)), layer, decoder))
+        x = normed(h, layer.input_gamma, layer.input_bias)
+        delta = product(layer, "o", attend(product(layer, "qkv", x), layer, decoder))
         h = h + (delta if layer.after_attention_gamma is None else normed(delta, layer.after_attention_gamma))
-        gate, up = product(layer, "gate_up", normed(h, layer.mlp_gamma)).chunk(2, dim=-1)
-        delta = product(layer, "down", act[decoder.activation](gate) * up)
+        up = product(layer, "gate_up", normed(h, layer.mlp_gamma, layer.mlp_bias))
+        y = act(up.chunk(2, dim=-1)[0]) * up.chunk(2, dim=-1)[1] if decoder.gated else act(up)
+        delta = product(layer, "down", y)
         h = h + (delta if layer.after_mlp_gamma is None else normed(delta, layer.after_mlp_gamma))
-    logits = decoder.head(normed(h, decoder.final_gamma))
+    logits = decoder.head(normed(h, decoder.final_gamma, decoder.final_bias))
     return decoder.final_softcap * (logits / decoder.final_softcap).tanh() if decoder.final_softcap else logits
 
 
@@ -155,7 +169,7 @@ def test_every_family_has_a_case():
     assert {family for family, _ in CASES.values()} == set(FAMILIES)
 
 
-@pytest.mark.parametrize("case", ["llama", "phi3-partial", "gemma3"])
+@pytest.mark.parametrize("case", ["llama", "phi3-partial", "gemma3", "opt"])
 def test_every_part_of_a_description_matters(case):
     """The comparison above fails if any of it is wrong."""
     family, options = CASES[case]
@@ -167,6 +181,9 @@ def test_every_part_of_a_description_matters(case):
         right = forward(decoder, tokens)
         changes = {"eps": 0.1, "norm_offset": decoder.norm_offset + 0.1, "embedding_scale": decoder.embedding_scale * 1.1}
         changes["ropes"] = tuple(rope.flip(0) for rope in decoder.ropes)
+        if case == "opt":
+            changes = {"eps": 10.0, "embedding_scale": 1.1, "final_bias": decoder.final_bias + 1}
+            changes["position_table"] = decoder.position_table.roll(1, 0)
         changes["activation"] = "gelu_tanh" if decoder.activation == "silu" else "silu"
         for name, value in changes.items():
             wrong = copy.copy(decoder)
@@ -213,6 +230,13 @@ def test_hooks_of_transformers_and_of_this_library_do_no_harm():
 
 
 def unknown(what):
+    if what in ("layer norm", "positions"):
+        model, other = tiny("OPT", ffn_dim=56), tiny("Llama")
+        if what == "positions":
+            model.model.decoder.embed_positions = other.model.embed_tokens
+        else:
+            model.model.decoder.layers[1].self_attn_layer_norm = other.model.norm
+        return model
     model = tiny("Gemma2" if what == "bidirectional" else "Llama")
     layer = model.model.layers[1]
     if what == "class":
@@ -242,6 +266,8 @@ def unknown(what):
         ("linear", "a linear layer is a Sequential, known are Linear, QuantLinear"),
         ("attention", "self_attn is a MistralAttention, known is LlamaAttention"),
         ("norm", "a norm is a LayerNorm, known are LlamaRMSNorm, QuantizingNorm"),
+        ("layer norm", "a norm is a LlamaRMSNorm, known is LayerNorm"),
+        ("positions", "the embedding of positions is a Embedding, known is OPTLearnedPositionalEmbedding"),
         ("eps", "norms with different epsilons (1e-06, 0.5)"),
         ("hook", "hooks on LlamaMLP"),
         ("meta", "weights on several devices (cpu, meta)"),
@@ -272,13 +298,31 @@ def test_what_is_not_known_is_said(what, reason):
             },
             "positions of type 'longrope'",
         ),
-        ("Llama", {"hidden_act": "relu"}, "a gate that is neither silu nor gelu_tanh: relu"),
-        ("Phi3", {"hidden_act": "gelu"}, "a gate that is neither silu nor gelu_tanh: gelu"),
+        ("Llama", {"hidden_act": "relu2"}, "an activation that is neither silu nor gelu_tanh nor relu: relu2"),
+        ("Phi3", {"hidden_act": "gelu"}, "an activation that is neither silu nor gelu_tanh nor relu: gelu"),
+        ("OPT", {"activation_function": "tanh"}, "an activation that is neither silu nor gelu_tanh nor relu: tanh"),
+        ("OPT", {"layer_norm_elementwise_affine": False}, "a norm is a LayerNorm without weights or without a bias"),
+        ("OPT", {"_remove_final_layer_norm": True}, "no norm stands before the head (_remove_final_layer_norm is True)"),
     ],
 )  # fmt: skip
 def test_options_that_no_program_has_are_said(family, options, reason):
     found = recognise(tiny(family, **options))
     assert isinstance(found, tuple) and any(reason in line for line in found), found
+
+
+def test_opt_350m_is_another_model():
+    """Norms after attention and MLP, and embeddings half as wide."""
+    assert recognise(tiny("OPT", ffn_dim=56, do_layer_norm_before=False, word_embed_proj_dim=18)) == (
+        "norms stand after attention and MLP, not before (do_layer_norm_before is False)",
+        "embeddings of 18 elements are projected to rows of 36",
+    )
+
+
+def test_learned_positions_end():
+    """Angles can be computed for any position; rows of an embedding are as many as there are."""
+    model = tiny("OPT", ffn_dim=56)
+    assert isinstance(recognise(model, 64), Decoder) and isinstance(recognise(tiny("Llama"), 65), Decoder)
+    assert recognise(model, 65) == ("its embedding has 64 positions, 65 are asked for",)
 
 
 @pytest.mark.parametrize("name", ["GPTNeoX", "Mixtral", "Cohere", "Granite", "Olmo2", "Bloom"])

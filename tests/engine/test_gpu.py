@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from triton import knobs
 
 from lowbit.engine import End, Engine, Request, Sampling
@@ -34,12 +43,13 @@ def model_of(family="Llama", dtype=torch.float16, scheme="w4a16_g128", ends=Fals
         "Llama": (LlamaConfig, LlamaForCausalLM),
         "Qwen2": (Qwen2Config, Qwen2ForCausalLM),
         "Qwen3": (Qwen3Config, Qwen3ForCausalLM),
+        "OPT": (OPTConfig, OPTForCausalLM),
     }
     config, kind = kinds[family]
     torch.manual_seed(0)
-    more = {"head_dim": 64} if family == "Qwen3" else {}
+    more = {"head_dim": 64} if family == "Qwen3" else {"ffn_dim": 2048, "tie_word_embeddings": True} if family == "OPT" else {}
     with torch.device("cuda"):
-        model = kind(config(**COMMON, **more)).to(dtype).eval()
+        model = kind(config(**{**COMMON, **more})).to(dtype).eval()
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, std=2 * parameter.shape[1] ** -0.5)
@@ -79,7 +89,7 @@ def wrong(model, request):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
-@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "OPT"])
 @pytest.mark.parametrize("scheme", [None, "w4a16_g128", "w6e3m2a16", "w8a16", "w8a8", "w4a8_g128", "fp8_dynamic"])
 def test_greedy_tokens(family, scheme, dtype):
     """Alone (five launches a layer where there is a chain), and many at once, in order and out of it."""
@@ -88,14 +98,15 @@ def test_greedy_tokens(family, scheme, dtype):
     engine = Engine(model, max_concurrent=16, max_length=1024, piece=256)
     assert isinstance(engine.program, DecodeProgram), engine.report()
     if scheme in ("w4a16_g128", "w6e3m2a16", "w8a16"):
-        assert isinstance(engine.program.chain, Chain), engine.report()
+        assert isinstance(engine.program.chain, Chain) == (family != "OPT"), engine.report()
     for request in [*engine.generate(requests), *engine.generate([Request(prompt(33), 40)])]:
         assert request.end is End.LENGTH and len(set(tokens(request))) > 15
         assert wrong(model, request) == 0, (len(request.prompt), engine.report())
 
 
-def test_after_warm_up_nothing_is_captured_compiled_or_allocated():
-    engine = Engine(model_of(), max_concurrent=16, max_length=1024)
+@pytest.mark.parametrize("family", ["Llama", "OPT"])
+def test_after_warm_up_nothing_is_captured_compiled_or_allocated(family):
+    engine = Engine(model_of(family), max_concurrent=16, max_length=1024)
     stages = list(engine.warm_up())
     assert {stage.what for stage in stages} >= {"kernels", "step of 16 with filters, up to 1,024 tokens"}
     assert all(stage.done < stage.total for stage in stages)

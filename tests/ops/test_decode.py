@@ -9,10 +9,12 @@ import torch
 from transformers.activations import ACT2FN
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm, Gemma2TextScaledWordEmbedding
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.opt.modeling_opt import OPTLearnedPositionalEmbedding
 
 from lowbit.nn.embedding import QuantEmbedding
 from lowbit.ops.decode import (
     EmbeddingTable,
+    activate,
     add_norm,
     add_norm_squares,
     embed_norm,
@@ -127,12 +129,46 @@ def test_tables_that_are_none_are_refused():
         EmbeddingTable(torch.zeros(8, 32, dtype=torch.uint8), torch.ones(7))
 
 
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_layer_norm_is_torch_to_the_bit(width, dtype):
+    h, delta = random(5, width, dtype=dtype), random(5, width, dtype=dtype, seed=1)
+    norm = torch.nn.LayerNorm(width, eps=1e-5).to(dtype)
+    norm.weight.data, norm.bias.data = (random(width, dtype=dtype, seed=seed) for seed in (2, 3))
+    with torch.no_grad():
+        gamma, bias = norm.weight.detach(), norm.bias.detach()
+        mine = h.clone()
+        assert torch.equal(add_norm(mine, delta, gamma, 1e-5, bias=bias), norm(h + delta))
+        assert torch.equal(mine, h + delta), "the residual is added in place"
+        wide = torch.nn.functional.layer_norm(h.float(), (width,), gamma.float(), bias.float(), 1e-5)
+        assert torch.equal(add_norm(h, None, gamma.float(), 1e-5, bias=bias.float()), wide.to(dtype)), "weights of 32 bits"
+
+
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize(("function", "name"), [("silu", "silu"), ("gelu_tanh", "gelu_pytorch_tanh")])
+def test_an_embedding_with_positions_is_opts_to_the_bit(dtype):
+    """Positions of slots, or of the tokens of prompts; 2 rows of padding come before the first."""
+    words = torch.nn.Embedding(50, 203).to(dtype)
+    places = OPTLearnedPositionalEmbedding(30, 203).to(dtype)
+    gamma, bias = random(203, dtype=dtype, seed=2), random(203, dtype=dtype, seed=3)
+    tokens, positions, rows = ids(4, 49, 7, 0), ids(29, 0, 5, 6), ids(3, 1, 1)
+    for given in (None, rows):
+        which = slice(None) if given is None else given.long()
+        with torch.no_grad():
+            wanted = words(tokens[which].long()) + places(None, position_ids=positions[which].long())
+            h, x = embed_norm(
+                tokens, given, words.weight.detach(), gamma, 1e-5, dtype, bias=bias, positions=positions,
+                position_table=places.weight.detach()[2:],
+            )  # fmt: skip
+        assert torch.equal(h, wanted) and torch.equal(x, torch.nn.functional.layer_norm(wanted, (203,), gamma, bias, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("function", "name"), [("silu", "silu"), ("gelu_tanh", "gelu_pytorch_tanh"), ("relu", "relu")])
 def test_gates_are_transformers_to_the_bit(function, name, dtype):
     both = 3 * random(5, 2 * 203, dtype=dtype)
     wanted = ACT2FN[name](both[:, :203]) * both[:, 203:]
     assert torch.equal(gate(both, function), wanted)
+    assert torch.equal(activate(both, function), ACT2FN[name](both)), "an MLP without a gate"
     first, second = (half[:, :200].unflatten(1, (-1, 8)) for half in both.chunk(2, dim=-1))
     assert torch.equal(gate(torch.stack([first, second], dim=2).flatten(1), function, alternate=True), wanted[:, :200])
     wide = random(5, 600, dtype=dtype, seed=4)
@@ -145,14 +181,15 @@ def test_compilation_and_no_rows():
     def step(h, delta, gamma):
         x = add_norm(h, delta, gamma, 1e-5)
         y, squares = add_norm_squares(h, None, gamma)
-        return x, gate(torch.cat([y, x], dim=-1), "silu"), squares
+        z = add_norm(h, delta, gamma, 1e-5, bias=gamma)
+        return x, gate(torch.cat([y, x], dim=-1), "silu"), squares, activate(z, "relu")
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     for got, wanted in zip(compiled(h.clone(), delta, gamma), step(h.clone(), delta, gamma), strict=True):
         assert torch.equal(got, wanted)
     mine = h.clone()
     compiled(mine, delta, gamma)
-    assert torch.equal(mine, h + delta), "the mutation is declared"
+    assert torch.equal(mine, h + delta + delta), "the mutation is declared"
     meta = embed_norm_squares(ids(1).to("meta"), None, torch.empty(4, 8, device="meta"), gamma[:8].to("meta"), torch.float32)
     assert [t.shape for t in meta] == [(1, 8), (1, 8), (1, 1)]
     assert add_norm(torch.ones(0, 64), torch.ones(0, 64), gamma, 1e-5).shape == (0, 64)
@@ -170,7 +207,19 @@ def test_compilation_and_no_rows():
         (lambda h, g: add_norm(h.t().contiguous().t(), None, g, 1e-5), "h is contiguous, got strides"),
         (lambda h, g: gate(h[:, :63], "silu"), r"gate_up is \[B, 2 I\], got \(2, 63\)"),
         (lambda h, g: gate(h[:, :24], "silu", alternate=True), r"gate_up is \[B, 2 I\], I a multiple of 8, got \(2, 24\)"),
-        (lambda h, g: gate(h, "relu"), "functions are silu, gelu_tanh, not 'relu'"),
+        (lambda h, g: gate(h, "tanh"), "functions are silu, gelu_tanh, relu, not 'tanh'"),
+        (lambda h, g: activate(h[0], "relu"), r"gate is \[B, I\], got \(64,\)"),
+        (lambda h, g: add_norm(h, None, g, 1e-5, bias=g[:3]), r"bias is floating \[64\], got torch.float32 \(3,\)"),
+        (lambda h, g: add_norm(h, None, g, 1e-5, bias=g, offset=1.0), "LayerNorm, which has a bias, has neither an offset nor"),
+        (lambda h, g: add_norm(h, h.clone(), g, 1e-5, bias=g, post_gamma=g), "has neither an offset nor post_gamma"),
+        (
+            lambda h, g: embed_norm(ids(1), None, h, g, 1e-5, h.dtype, positions=ids(1)),
+            r"positions have a table of torch.float32 \[P, 64\] like the rows, got None",
+        ),
+        (
+            lambda h, g: embed_norm(ids(1), None, h, g, 1e-5, h.dtype, positions=ids(1), position_table=h.half()),
+            r"got \(torch.float16, \(2, 64\)\)",
+        ),
         (lambda h, g: gate2(h, h[:1], "silu"), "up is .* like gate"),
         (lambda h, g: embed_rows(ids(1).long(), None, h, h.dtype), r"tokens are int32 \[..\], got torch.int64"),
         (lambda h, g: embed_rows(ids(1), None, h, torch.float16), "the table is torch.float16 like the rows"),

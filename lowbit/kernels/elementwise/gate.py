@@ -1,7 +1,7 @@
-"""y[M, I] = f(gate[M, I]) * up[M, I]: the gate of an MLP, f = silu or GELU by its tanh formula. Plain Triton.
+"""y[M, I] = f(gate[M, I]) * up[M, I]: the gate of an MLP, f = silu, GELU by its tanh formula, or ReLU. Plain Triton.
 
 Reads   gate, up fp16 or bf16, each with any row stride: the halves of one product [M, 2 I], two products, or one whose columns
-        alternate, 8 of gate, then the 8 of up (pack/gated.py)
+        alternate, 8 of gate, then the 8 of up (pack/gated.py); without up, y = f(gate): an MLP that has no gate
 Writes  y [M, I] contiguous
 Blocks  a run of columns of one row, 8 or 16 elements a thread
 Overlap waits for the kernel before, then lets the one after it start (programmatic dependent launch, sm_90)
@@ -32,8 +32,8 @@ FEW_BLOCKS_PER_SM = 16
 
 @triton.jit(do_not_specialize=["gate_stride", "up_stride"])
 def gate_rows(
-    y, gate, up, gate_stride, up_stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PIECES: tl.constexpr, GELU: tl.constexpr,
-    ALTERNATE: tl.constexpr, OVERLAP: tl.constexpr,
+    y, gate, up, gate_stride, up_stride, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, PIECES: tl.constexpr,
+    FUNCTION: tl.constexpr, ALTERNATE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """COLUMNS columns of one row."""
     row = tl.program_id(0)
@@ -43,13 +43,17 @@ def gate_rows(
         cuda.gdc_launch_dependents()
     at = i + i // 8 * 8 if ALTERNATE else i
     halves = tl.load(row_of(gate, row, gate_stride, PIECES) + at, mask=i < WIDTH, other=0.0)
-    others = tl.load(row_of(up, row, up_stride, PIECES) + at, mask=i < WIDTH, other=0.0)
+    if up is not None:
+        others = tl.load(row_of(up, row, up_stride, PIECES) + at, mask=i < WIDTH, other=0.0)
     value = halves.to(tl.float32)
-    if GELU:
+    if FUNCTION == 0:
+        made = value * sigmoid(value)
+    elif FUNCTION == 1:
         made = value * sigmoid(1.5957691216057308 * tl.fma(0.044715 * value * value, value, value))
     else:
-        made = value * sigmoid(value)
-    made = made.to(halves.dtype).to(tl.float32) * others.to(tl.float32)
+        made = tl.where(value < 0, 0.0, value)  # which leaves NaN as it is, where a maximum would not
+    if up is not None:
+        made = made.to(halves.dtype).to(tl.float32) * others.to(tl.float32)
     tl.store(row_of(y, row, WIDTH, False) + i, made.to(halves.dtype), mask=i < WIDTH)
 
 
@@ -57,7 +61,7 @@ class GatePlan:
     """All of a call that does not depend on the tensors' contents: made once for a shape, called many times.
 
     `pieces` promises that I and both row strides are multiples of 8 and that all tensors start at multiples of 16 bytes. A plan
-    serves one GPU, one alignment and one type of the tensors.
+    serves one GPU, one alignment, one type of the tensors, and calls with `up` or without.
     """
 
     def __init__(self, m: int, width: int, function: str, pieces: bool, machine: Machine, alternate: bool = False) -> None:
@@ -66,12 +70,13 @@ class GatePlan:
         few = m * -(-width // 1024) <= FEW_BLOCKS_PER_SM * machine.sm_count
         columns = 1024 if few else 2048
         overlap = machine.arch.sm >= 90
-        self.constants = (width, columns, pieces, GATES.index(function) == 1, alternate, overlap)
+        self.constants = (width, columns, pieces, GATES.index(function), alternate, overlap)
         self.launch = Launcher(gate_rows, (m, -(-width // columns), 1), 4, overlap=overlap)
 
-    def __call__(self, gate: Tensor, up: Tensor) -> Tensor:
-        """y [M, I]; all tensors on the current device."""
+    def __call__(self, gate: Tensor, up: Tensor | None) -> Tensor:
+        """y [M, I], of f(gate) alone where there is no `up`; all tensors on the current device."""
         y = torch.empty((self.m, self.width), dtype=gate.dtype, device=gate.device)
         if self.m:
-            self.launch(y, gate, up, gate.stride(0) // self.unit, up.stride(0) // self.unit, *self.constants)
+            strides = gate.stride(0) // self.unit, 0 if up is None else up.stride(0) // self.unit
+            self.launch(y, gate, up, *strides, *self.constants)
         return y

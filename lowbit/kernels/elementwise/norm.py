@@ -1,15 +1,17 @@
-"""h = embedding of a token, or h += delta; x = norm(h), or h * gamma with the sum of squares: one launch. Plain Triton.
+"""h = embedding of a token (plus its position's), or h += delta; x = norm(h), or h * gamma with the sum of squares: one launch.
 
-Reads   h fp16 or bf16 [M, H] contiguous, delta [M, H] contiguous or None, gamma and post_gamma [H] of 16 or 32 bits;
-        or tokens and rows int32, a table [V, H] of the type of h, or codes uint8 [V, H] with one scale a row
+Reads   h fp16 or bf16 [M, H] contiguous, delta [M, H] contiguous or None, gamma, bias and post_gamma [H] of 16 or 32 bits;
+        or tokens and rows int32, a table [V, H] of the type of h, or codes uint8 [V, H] with one scale a row; positions int32
+        and a table [P, H] of the type of h, or None
 Writes  h, in place where delta is added; x [M, H]; squares fp32 [M] of h as it is stored
 Blocks  one row each, in chunks of 8 elements a thread; how many threads depends on H alone, so that a row's sums have one order
         whatever the number of rows. The warps meet once, twice where delta is normalised first (post_gamma)
-Overlap gammas are read before the wait for the kernel before (programmatic dependent launch, sm_90); the kernel after may start
-        when all blocks have passed it, so what came before the kernel before is then complete
+Overlap gammas and bias are read before the wait for the kernel before (programmatic dependent launch, sm_90); the kernel after
+        may start when all blocks have passed it, so what came before the kernel before is then complete
 Exact   sums, roots and products in float32. NORM 1: OFFSET 0 rounds the normalised value and then its product with gamma
-        (LlamaRMSNorm); another OFFSET multiplies by OFFSET + gamma in float32 and rounds once (GemmaRMSNorm). NORM 2: x = h *
-        (OFFSET + gamma) * factor, rounded once. Tested: tests/kernels/elementwise/test_norm.py
+        (LlamaRMSNorm); another OFFSET multiplies by OFFSET + gamma in float32 and rounds once (GemmaRMSNorm); with a bias, it
+        is torch's LayerNorm, rounded once. NORM 2: x = h * (OFFSET + gamma) * factor, rounded once. Plain Triton.
+        Tested: tests/kernels/elementwise/test_norm.py
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from triton.language.extra import cuda
 
 from lowbit.hardware.machine import Machine
 from lowbit.kernels.parts.launch import Launcher
-from lowbit.kernels.parts.rows import add_and_store, floats, loaded, row_of, squares_of
+from lowbit.kernels.parts.rows import add_and_store, floats, loaded, moments, row_of, squares_of
 from lowbit.kernels.reference.decode import ZERO_CODE
 
 PIECE = 8
@@ -56,6 +58,19 @@ def normed(halves, weights, eps, H: tl.constexpr, OFFSET: tl.constexpr, CHUNKS: 
 
 
 @triton.jit
+def layer_normed(halves, weights, biases, eps, i, H: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr):
+    """LayerNorm of a row, in the type of the row."""
+    values = floats(halves, CHUNKS)
+    mean, variance = moments(values, i, H, values[0].shape[0], STEP, CHUNKS)
+    inverse = tl.rsqrt(variance + eps)
+    made = ()
+    for c in tl.static_range(CHUNKS):
+        value = tl.fma((values[c] - mean) * inverse, weights[c].to(tl.float32), biases[c].to(tl.float32))
+        made += (value.to(halves[c].dtype),)
+    return made
+
+
+@triton.jit
 def stored(base, row, halves, i, H: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr):
     """A row to memory."""
     for c in tl.static_range(CHUNKS):
@@ -67,12 +82,15 @@ def stored(base, row, halves, i, H: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl
 
 @triton.jit
 def finish(
-    x, squares, row, halves, weights, i, eps, factor, H: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr,
+    x, squares, row, halves, weights, biases, i, eps, factor, H: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr,
     NORM: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """What is made of a row of h: by NORM."""
+    """What is made of a row of h: by NORM; `biases` are None where that is no LayerNorm."""
     if NORM == 1:
-        stored(x, row, normed(halves, weights, eps, H, OFFSET, CHUNKS), i, H, STEP, CHUNKS)
+        if biases is None:
+            stored(x, row, normed(halves, weights, eps, H, OFFSET, CHUNKS), i, H, STEP, CHUNKS)
+        else:
+            stored(x, row, layer_normed(halves, weights, biases, eps, i, H, STEP, CHUNKS), i, H, STEP, CHUNKS)
     if NORM == 2:
         values = floats(halves, CHUNKS)
         tl.store(squares + row, tl.sum(squares_of(values, CHUNKS), axis=0))
@@ -84,7 +102,7 @@ def finish(
 
 @triton.jit(do_not_specialize=["eps", "factor"])
 def norm_rows(
-    x, squares, h, delta, gamma, post_gamma, eps, factor, H: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
+    x, squares, h, delta, gamma, bias, post_gamma, eps, factor, H: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr,
     CHUNKS: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One row of h, to which delta (or its norm) is added first."""
@@ -92,6 +110,9 @@ def norm_rows(
     STEP: tl.constexpr = THREADS * PIECE
     i = tl.arange(0, THREADS)[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
     weights = loaded(gamma, i, H, STEP, CHUNKS)
+    biases = None
+    if bias is not None:
+        biases = loaded(bias, i, H, STEP, CHUNKS)
     if post_gamma is not None:
         post_weights = loaded(post_gamma, i, H, STEP, CHUNKS)
     if OVERLAP:
@@ -103,7 +124,7 @@ def norm_rows(
         if post_gamma is not None:
             others = normed(others, post_weights, eps, H, OFFSET, CHUNKS)
         halves = add_and_store(h, row, halves, others, i, H, STEP, CHUNKS)
-    finish(x, squares, row, halves, weights, i, eps, factor, H, STEP, CHUNKS, NORM, OFFSET)
+    finish(x, squares, row, halves, weights, biases, i, eps, factor, H, STEP, CHUNKS, NORM, OFFSET)
 
 
 @triton.jit
@@ -129,18 +150,21 @@ def scaled(halves, scale, CHUNKS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["eps", "factor", "scale"])
 def embed_rows(
-    x, squares, h, tokens, rows, table, row_scale, gamma, eps, factor, scale, H: tl.constexpr, THREADS: tl.constexpr,
-    PIECE: tl.constexpr, CHUNKS: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr, SCALED: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    x, squares, h, tokens, rows, table, row_scale, positions, position_table, gamma, bias, eps, factor, scale, H: tl.constexpr,
+    THREADS: tl.constexpr, PIECE: tl.constexpr, CHUNKS: tl.constexpr, NORM: tl.constexpr, OFFSET: tl.constexpr,
+    SCALED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The row of a token's embedding, from 16 bits or from codes with one scale."""
+    """The row of a token's embedding, from 16 bits or from codes with one scale; and that of its position, added."""
     row = tl.program_id(0)
     STEP: tl.constexpr = THREADS * PIECE
     HALF: tl.constexpr = h.dtype.element_ty
     i = tl.arange(0, THREADS)[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
     weights = ()
+    biases = None
     if NORM != 0:
         weights = loaded(gamma, i, H, STEP, CHUNKS)
+    if bias is not None:
+        biases = loaded(bias, i, H, STEP, CHUNKS)
     if OVERLAP:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
@@ -154,8 +178,12 @@ def embed_rows(
         halves = decoded(codes, tl.load(row_scale + token).to(tl.float32), i, HALF, H, STEP, CHUNKS)
     if SCALED:
         halves = scaled(halves, scale, CHUNKS)
-    stored(h, row, halves, i, H, STEP, CHUNKS)
-    finish(x, squares, row, halves, weights, i, eps, factor, H, STEP, CHUNKS, NORM, OFFSET)
+    if position_table is None:
+        stored(h, row, halves, i, H, STEP, CHUNKS)
+    else:
+        others = loaded(row_of(position_table, tl.load(positions + slot), H, False), i, H, STEP, CHUNKS)
+        halves = add_and_store(h, row, halves, others, i, H, STEP, CHUNKS)
+    finish(x, squares, row, halves, weights, biases, i, eps, factor, H, STEP, CHUNKS, NORM, OFFSET)
 
 
 def shape_of(width: int) -> tuple[int, int]:
@@ -186,13 +214,14 @@ class NormPlan:
         self.launch = Launcher(norm_rows, (m, 1, 1), threads // 32, overlap=overlap)
 
     def __call__(
-        self, h: Tensor, delta: Tensor | None, gamma: Tensor, post_gamma: Tensor | None, eps: float, factor: float = 1.0
-    ) -> tuple[Tensor, Tensor | None]:
+        self, h: Tensor, delta: Tensor | None, gamma: Tensor, bias: Tensor | None, post_gamma: Tensor | None, eps: float,
+        factor: float = 1.0,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """x [M, H] and, as far as the request has them, squares [1, M]; all tensors on the current device."""
         x = torch.empty_like(h)
         squares = h.new_empty((1, self.m), dtype=torch.float32) if self.request.norm == SQUARES else None
         if self.m:
-            self.launch(x, squares, h, delta, gamma, post_gamma, eps, factor, *self.constants)
+            self.launch(x, squares, h, delta, gamma, bias, post_gamma, eps, factor, *self.constants)
         return x, squares
 
 
@@ -208,13 +237,15 @@ class EmbedPlan:
         self.launch = Launcher(embed_rows, (m, 1, 1), threads // 32, overlap=overlap)
 
     def __call__(
-        self, tokens: Tensor, rows: Tensor | None, table: Tensor, row_scale: Tensor | None, gamma: Tensor | None,
-        dtype: torch.dtype, scale: float, eps: float, factor: float = 1.0,
+        self, tokens: Tensor, rows: Tensor | None, table: Tensor, row_scale: Tensor | None, positions: Tensor | None,
+        position_table: Tensor | None, gamma: Tensor | None, bias: Tensor | None, dtype: torch.dtype, scale: float, eps: float,
+        factor: float = 1.0,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         """h [M, H] of `dtype`, then x and squares as far as the request has them; all tensors on the current device."""
         h = torch.empty((self.m, self.width), dtype=dtype, device=table.device)
         x = None if self.request.norm == NONE else torch.empty_like(h)
         squares = h.new_empty((1, self.m), dtype=torch.float32) if self.request.norm == SQUARES else None
         if self.m:
-            self.launch(x, squares, h, tokens, rows, table, row_scale, gamma, eps, factor, scale, *self.constants)
+            given = (tokens, rows, table, row_scale, positions, position_table, gamma, bias)
+            self.launch(x, squares, h, *given, eps, factor, scale, *self.constants)
         return h, x, squares

@@ -29,7 +29,7 @@ from triton.language.extra import cuda
 from lowbit.formats import ActivationRule, FloatFormat, NumberFormat
 from lowbit.hardware.machine import Machine
 from lowbit.kernels.parts.launch import Launcher
-from lowbit.kernels.parts.rows import add_and_store, floats, loaded, row_of, sigmoid, squares_of
+from lowbit.kernels.parts.rows import add_and_store, floats, loaded, moments, row_of, sigmoid, squares_of
 from lowbit.kernels.parts.rules import (
     RULES,
     codes_by_rule,
@@ -73,16 +73,6 @@ def sum_and_largest(total, largest, other_total, other_largest):
 
 
 @triton.jit
-def merged(total, squares, count, other_total, other_squares, other_count):
-    """Sum, sum of squared differences from the mean, and how many, of two sets of numbers together (Chan, Golub, LeVeque 1979):
-    nothing large is subtracted from anything large, as it would be with sums of x^2."""
-    both = count + other_count
-    weight = tl.maximum(count * other_count * both, 1.0)  # 1 where a set is empty, as at the end of short rows
-    apart = (total * other_count - other_total * count) * tl.rsqrt(weight)
-    return total + other_total, tl.fma(apart, apart, squares + other_squares), both
-
-
-@triton.jit
 def times(values, weights, CHUNKS: tl.constexpr):
     """Products in float32, chunk by chunk."""
     products = ()
@@ -92,45 +82,12 @@ def times(values, weights, CHUNKS: tl.constexpr):
 
 
 @triton.jit
-def sum_of(values, CHUNKS: tl.constexpr):
-    """The sum of each thread."""
-    made = values[0]
-    for c in tl.static_range(1, CHUNKS):
-        made += values[c]
-    return tl.sum(made, axis=1)
-
-
-@triton.jit
 def largest_of(values, CHUNKS: tl.constexpr):
     """The largest magnitude of each thread."""
     made = tl.abs(values[0])
     for c in tl.static_range(1, CHUNKS):
         made = larger(made, tl.abs(values[c]))
     return tl.reduce(made, 1, larger)
-
-
-@triton.jit
-def moments(values, i, K: tl.constexpr, THREADS: tl.constexpr, STEP: tl.constexpr, CHUNKS: tl.constexpr):
-    """Mean and variance of a row at one meeting of the warps: first each warp by itself, around its own mean."""
-    WARPS: tl.constexpr = THREADS // 32
-    total = tl.sum(tl.reshape(sum_of(values, CHUNKS), (WARPS, 32)), axis=1)
-    if K == STEP * CHUNKS:
-        count = tl.full((WARPS,), K // WARPS, tl.float32)
-    else:
-        exist = ()
-        for c in tl.static_range(CHUNKS):
-            exist += (tl.where(c * STEP + i < K, 1.0, 0.0),)
-        count = tl.sum(tl.reshape(sum_of(exist, CHUNKS), (WARPS, 32)), axis=1)
-    near = tl.broadcast_to((total / tl.maximum(count, 1.0))[:, None], (WARPS, 32))
-    apart = ()
-    for c in tl.static_range(CHUNKS):
-        difference = values[c] - tl.reshape(near, (THREADS,))[:, None]
-        if K != STEP * CHUNKS:
-            difference = tl.where(c * STEP + i < K, difference, 0.0)
-        apart += (difference,)
-    squares = tl.sum(tl.reshape(squares_of(apart, CHUNKS), (WARPS, 32)), axis=1)
-    total, squares, _ = tl.reduce((total, squares, count), 0, merged)
-    return total / K, squares / K
 
 
 @triton.jit

@@ -9,32 +9,43 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu, layer_norm, relu, silu
 
-Gate = Literal["silu", "gelu_tanh"]
-GATES: tuple[Gate, ...] = ("silu", "gelu_tanh")
-"""Functions of a gate: x / (1 + exp(-x)), and GELU by its tanh formula (Transformers' gelu_pytorch_tanh)."""
+Gate = Literal["silu", "gelu_tanh", "relu"]
+GATES: tuple[Gate, ...] = ("silu", "gelu_tanh", "relu")
+"""Functions of a gate, or of an MLP without one: x / (1 + exp(-x)), GELU by its tanh formula (Transformers'
+gelu_pytorch_tanh), max(x, 0)."""
 
 ZERO_CODE = 128
 """The code of 0 in 8 bits: codes are stored with their offset, as `formats` has int8."""
 
 
 def embed_rows_reference(
-    tokens: Tensor, rows: Tensor | None, codes: Tensor, row_scale: Tensor | None, dtype: torch.dtype, scale: float
-) -> Tensor:
+    tokens: Tensor, rows: Tensor | None, codes: Tensor, row_scale: Tensor | None, dtype: torch.dtype, scale: float,
+    positions: Tensor | None = None, position_table: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """h [B, H] of `dtype`: the row of `codes` of token tokens[rows[b]] (tokens[b] without rows), decoded by `row_scale` [V] if
-    that is given, rounded to `dtype`, then times `scale`, itself rounded to `dtype`, and rounded again."""
+    that is given, rounded to `dtype`, then times `scale`, itself rounded to `dtype`, and rounded again; plus the row of
+    `position_table` [P, H] of its position, found likewise, if there is one, and rounded again."""
     picked = tokens if rows is None else tokens[rows.long()]
     values = codes[picked.long()]
     if row_scale is not None:
         values = (values.float() - ZERO_CODE) * row_scale[picked.long()].float()[:, None]
     values = values.to(dtype)
-    return values if scale == 1.0 else values * torch.tensor(scale, dtype=dtype, device=values.device)
+    if scale != 1.0:
+        values = values * torch.tensor(scale, dtype=dtype, device=values.device)
+    if positions is None or position_table is None:
+        return values
+    return values + position_table[(positions if rows is None else positions[rows.long()]).long()]
 
 
-def norm_reference(h: Tensor, gamma: Tensor, eps: float, offset: float) -> Tensor:
+def norm_reference(h: Tensor, gamma: Tensor, eps: float, offset: float, bias: Tensor | None = None) -> Tensor:
     """RMSNorm of h [.., H] in h's type. offset 0: the normalised value is rounded, then times gamma, rounded again (Llama and
-    those after it). Else: times (offset + gamma) in float32, rounded once (Gemma)."""
+    those after it). Else: times (offset + gamma) in float32, rounded once (Gemma). With a `bias` [H]: torch's LayerNorm,
+    (h - mean) / sqrt(variance + eps) * gamma + bias in float32, rounded once."""
+    if bias is not None:
+        kind = torch.promote_types(h.dtype, torch.promote_types(gamma.dtype, bias.dtype))
+        return layer_norm(h.to(kind), h.shape[-1:], gamma.to(kind), bias.to(kind), eps).to(h.dtype)
     values = h.float()
     normed = values * torch.rsqrt(values.square().mean(dim=-1, keepdim=True) + eps)
     if offset == 0:
@@ -54,7 +65,10 @@ def scaled_reference(h: Tensor, gamma: Tensor, offset: float, factor: float) -> 
     return (values * (offset + gamma.float()) * factor).to(h.dtype), values.square().sum(dim=-1)[None]
 
 
-def gate_reference(gate: Tensor, up: Tensor, function: str) -> Tensor:
-    """f(gate), rounded to its type, times up, rounded again."""
-    made = silu(gate.float()) if function == "silu" else gelu(gate.float(), approximate="tanh")
-    return made.to(gate.dtype) * up
+def gate_reference(gate: Tensor, up: Tensor | None, function: str) -> Tensor:
+    """f(gate), rounded to its type, times up, rounded again; without `up`, f(gate) alone."""
+    if function == "relu":
+        made = relu(gate)
+    else:
+        made = (silu(gate.float()) if function == "silu" else gelu(gate.float(), approximate="tanh")).to(gate.dtype)
+    return made if up is None else made * up

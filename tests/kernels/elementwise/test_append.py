@@ -68,13 +68,14 @@ def test_the_arithmetic_in_tritons_interpreter():
 
 
 @pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize("turns", [True, False])
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
-def test_heads_move_in_pieces_of_16_bytes(sm, head_dim):
-    given = shape(32, 8, head_dim)
+def test_heads_move_in_pieces_of_16_bytes(sm, head_dim, turns):
+    given = shape(32, 8, head_dim, rotary_dim=head_dim if turns else 0)
     plan = AppendPlan(1000, given, typical_machine(sm))
     int32, half = torch.int32, torch.float16
     pages = meta((9, 8, 128, head_dim), half)
-    of_tokens = meta((1000,), int32), meta((1000,), int32), meta((8192, head_dim), torch.float32)
+    of_tokens = meta((1000,), int32), meta((1000,), int32), meta((8192, given.rotary_dim), torch.float32)
     kernel = compile_plan(
         plan, (meta((1000, given.features), half), pages, pages, meta((4, 9), int32), *of_tokens, None, None), sm
     )

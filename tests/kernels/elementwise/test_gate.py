@@ -8,11 +8,11 @@ import sys
 
 import pytest
 import torch
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu, relu, silu
 
 from lowbit.hardware.machine import machine_of, typical_machine
 from lowbit.kernels.reference.decode import GATES
-from lowbit.ops.decode import gate, gate2
+from lowbit.ops.decode import activate, gate, gate2
 from tests.kernels.calls import meta
 from tests.kernels.sass import compile_plan
 
@@ -32,8 +32,9 @@ def inputs(m, width, dtype, device="cpu"):
 
 def exact(gate, up, function):
     """f in float64, then the roundings that are meant: torch's GELU in float32 loses digits where 1 + tanh cancels."""
-    made = silu(gate.double()) if function == "silu" else gelu(gate.double(), approximate="tanh")
-    return made.to(gate.dtype) * up
+    functions = {"silu": silu, "gelu_tanh": lambda x: gelu(x, approximate="tanh"), "relu": relu}
+    made = functions[function](gate.double()).to(gate.dtype)
+    return made if up is None else made * up
 
 
 def near(got, wanted):
@@ -70,8 +71,23 @@ def check_alternating(device, dtype, m, width, function):
     near(plan(rows, rows[:, 8:]), exact(*both.chunk(2, dim=-1), function))
 
 
+def check_alone(device, dtype, m, width, function, start=0):
+    """An MLP without a gate."""
+    x = inputs(m, width + start, dtype, device)[:, start : width + start]
+    pieces = width % 8 == 0 and start == 0
+    plan = GatePlan(m, width, function, pieces, machine_of("cuda") if device == "cuda" else typical_machine(80))
+    for _ in range(2):
+        y = plan(x, None)
+        assert y.is_contiguous()
+        near(y, exact(x, None, function))
+    if function == "relu":
+        assert torch.equal(y, x.relu())
+
+
 def check_without_a_gpu():
     for function in GATES:
+        for m, width, start in ((1, 64, 0), (5, 203, 0), (2, 2056, 0), (3, 64, 3)):
+            check_alone("cpu", torch.float16, m, width, function, start)
         for m, width in ((1, 64), (3, 1032), (2, 2056)):
             check_alternating("cpu", torch.float16, m, width, function)
         for m, width, start in ((1, 64, 0), (5, 203, 0), (3, 1032, 0), (3, 64, 3)):
@@ -102,6 +118,17 @@ def test_pieces_of_16_bytes_and_neighbours_that_overlap(alternate, m, function, 
     assert wait < lines.index("PREEXIT") and all(i > wait for i, line in enumerate(lines) if line[:3] in ("LDG", "STG"))
 
 
+@pytest.mark.parametrize("dtype", HALVES, ids=["fp16", "bf16"])
+@pytest.mark.parametrize("m", [1, 8192])
+@pytest.mark.parametrize("function", GATES)
+def test_without_a_gate_nothing_else_is_read(function, m, dtype):
+    plan = GatePlan(m, 28672, function, True, typical_machine(90))
+    kernel = compile_plan(plan, (meta((m, 28672), dtype), None), 90)
+    each = 1 if m == 1 else 2
+    assert kernel.stack_bytes == 0 and kernel.registers <= 64 and kernel.shared_bytes == 0
+    assert kernel.count("LDG.E.128") == kernel.count("LDG") == kernel.count("STG.E.128") == kernel.count("STG") == each
+
+
 @gpu
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("function", GATES)
@@ -110,9 +137,12 @@ def test_against_the_reference(width, function, dtype):
     for m in (1, 3, 64, 1000):
         check("cuda", dtype, m, width, function)
         check("cuda", dtype, m, width, function, start=3)
+        check_alone("cuda", dtype, m, width, function)
+        check_alone("cuda", dtype, m, width, function, start=3)
         if width % 8 == 0:
             check_alternating("cuda", dtype, m, width, function)
         both = inputs(m, width, dtype, "cuda")
         near(gate(both, function), exact(*both.chunk(2, dim=-1), function))
         first, second = (half.contiguous() for half in both.chunk(2, dim=-1))
         assert torch.equal(gate2(first, second, function), gate(both, function))
+        near(activate(both, function), exact(both, None, function))

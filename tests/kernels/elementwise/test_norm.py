@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from torch.nn.functional import layer_norm
 
 from lowbit.hardware.machine import machine_of, typical_machine
 from lowbit.kernels.reference.decode import add_reference, embed_rows_reference, norm_reference, scaled_reference
@@ -77,7 +78,7 @@ def check_norm(device, dtype, m, width, offset, with_delta=True, with_post=False
         for _ in range(2):  # compiled, then called as it was compiled
             mine, memory = framed(h)
             poison(device)
-            x, squares = plan(mine, delta, gamma, post, 1e-5, 0.25)
+            x, squares = plan(mine, delta, gamma, None, post, 1e-5, 0.25)
             if post is None:
                 assert torch.equal(mine, wanted)
             else:  # a rounding of what is added, which may be larger than the sum
@@ -92,25 +93,50 @@ def check_norm(device, dtype, m, width, offset, with_delta=True, with_post=False
             torch.testing.assert_close(squares, sums, rtol=1e-5, atol=0)
 
 
-def check_embed(device, dtype, width, packed, norm, scale, with_rows):
+def check_layer_norm(device, dtype, m, width, mean=0.0, with_delta=True, weights=None):
+    """Rows whose elements have a mean of their own, of which nothing may be left; and one row of equal elements."""
+    h, delta = random(m, width, dtype=dtype, device=device), random(m, width, dtype=dtype, seed=1, device=device)
+    h += mean
+    h[0], delta[0] = 3.0, 0.5
+    gamma, bias = (random(width, dtype=weights or dtype, seed=seed, device=device) for seed in (2, 3))
+    wanted = h + delta if with_delta else h.clone()
+    plan = NormPlan(m, width, NormRequest(NORMED), machine(device))
+    for _ in range(2):  # compiled, then called as it was compiled
+        mine, memory = framed(h)
+        poison(device)
+        x, squares = plan(mine, delta if with_delta else None, gamma, bias, None, 1e-5)
+        assert torch.equal(mine, wanted) and squares is None
+        assert memory[:width].isnan().all() and memory[-width:].isnan().all()
+        near(x, layer_norm(mine.double(), (width,), gamma.double(), bias.double(), 1e-5).to(dtype), 2, bias.abs() + x.abs())
+        near(x, norm_reference(mine, gamma, 1e-5, 0.0, bias), 2, bias.abs() + x.abs())
+        assert torch.equal(x[0], bias.to(dtype)), "(h - mean) is 0"
+
+
+def check_embed(device, dtype, width, packed, norm, scale, with_rows, learned=False):
     weight = random(50, width, dtype=torch.float32, device=device)
     table = quantize_embedding(weight) if packed else None
     codes, row_scale = (weight.to(dtype), None) if table is None else (table.codes, table.scale)
     tokens = torch.tensor([3, 49, 0, 7], dtype=torch.int32, device=device)
     rows = torch.tensor([2, 1, 3, 1, 0], dtype=torch.int32, device=device) if with_rows else None
     gamma = random(width, dtype=dtype, seed=2, device=device)
+    positions = torch.tensor([2, 0, 29, 7], dtype=torch.int32, device=device) if learned else None
+    position_table = random(30, width, dtype=dtype, seed=4, device=device) if learned else None
+    bias = random(width, dtype=dtype, seed=5, device=device) if learned and norm == NORMED else None
+    offset = 0.0 if learned else 1.0
     m, rounded = len(tokens if rows is None else rows), float(torch.tensor(scale, dtype=dtype))
-    plan = EmbedPlan(m, width, NormRequest(norm, 1.0), scale != 1.0, machine(device))
-    wanted = embed_rows_reference(tokens, rows, codes, row_scale, dtype, scale)
+    plan = EmbedPlan(m, width, NormRequest(norm, offset), scale != 1.0, machine(device))
+    wanted = embed_rows_reference(tokens, rows, codes, row_scale, dtype, scale, positions, position_table)
     for _ in range(2):
         poison(device)
         weights = None if norm == NONE else gamma
-        h, x, squares = plan(tokens, rows, codes, row_scale, weights, dtype, rounded, 1e-5, 0.5)
+        of_tokens = (tokens, rows, codes, row_scale, positions, position_table)
+        h, x, squares = plan(*of_tokens, weights, bias, dtype, rounded, 1e-5, 0.5)
         assert torch.equal(h, wanted)
         if norm == NORMED:
-            near(x, norm_reference(wanted, gamma, 1e-5, 1.0), 2)
+            exact = norm_reference(wanted, gamma, 1e-5, offset, bias)
+            near(x, exact, 2, exact.abs() + (0 if bias is None else bias.abs()))
         elif norm == SQUARES:
-            exact, sums = scaled_reference(wanted, gamma, 1.0, 0.5)
+            exact, sums = scaled_reference(wanted, gamma, offset, 0.5)
             near(x, exact)
             torch.testing.assert_close(squares, sums, rtol=1e-5, atol=0)
         else:
@@ -126,6 +152,12 @@ def check_without_a_gpu():
         (64, 203), (False, True), (NONE, NORMED, SQUARES), (1.0, 14.2), (False, True)
     ):
         check_embed("cpu", torch.float16, width, packed, norm, scale, with_rows)
+    for width, mean in itertools.product((64, 203, 576, 768), (0.0, 30.0)):
+        check_layer_norm("cpu", torch.float16, 3, width, mean)
+        check_layer_norm("cpu", torch.float16, 2, width, mean, with_delta=False, weights=torch.float32)
+    for width, packed, norm, with_rows in itertools.product((64, 203), (False, True), (NONE, NORMED), (False, True)):
+        check_embed("cpu", torch.float16, width, packed, norm, 1.0, with_rows, learned=True)
+    check_embed("cpu", torch.float16, 64, True, SQUARES, 14.2, True, learned=True)
 
 
 def test_the_arithmetic_in_tritons_interpreter():
@@ -149,19 +181,21 @@ def test_a_rows_shape_depends_on_its_width_alone(width):
         assert 2 <= chunks <= 4 and 3 * threads * chunks * PIECE <= 4 * width
 
 
-def compiled_norm(width, dtype=torch.float16, norm=NORMED, offset=0.0, delta=True, post=False, sm=90, gamma=None):
+def compiled_norm(width, dtype=torch.float16, norm=NORMED, offset=0.0, delta=True, post=False, sm=90, gamma=None, bias=False):
     plan = NormPlan(64, width, NormRequest(norm, offset), typical_machine(sm))
     rows, weights = meta((64, width), dtype), meta((width,), gamma or dtype)
-    call = rows, rows if delta else None, weights, weights if post else None, 1e-5, 0.25
+    call = rows, rows if delta else None, weights, weights if bias else None, weights if post else None, 1e-5, 0.25
     return plan, compile_plan(plan, call, sm)
 
 
-def compiled_embed(width, dtype=torch.float16, norm=NORMED, packed=False, scaled=False, sm=90, rows=True):
+def compiled_embed(width, dtype=torch.float16, norm=NORMED, packed=False, scaled=False, sm=90, rows=True, learned=False):
     plan = EmbedPlan(64, width, NormRequest(norm), scaled, typical_machine(sm))
     ids, weights = meta((64,), torch.int32), None if norm == NONE else meta((width,), dtype)
     table = meta((1000, width), torch.uint8 if packed else dtype)
     scale = meta((1000,), torch.float32) if packed else None
-    return plan, compile_plan(plan, (ids, ids if rows else None, table, scale, weights, dtype, 2.0, 1e-5, 0.25), sm)
+    of_positions = (ids, meta((2048, width), dtype), weights, weights) if learned else (None, None, weights, None)
+    call = (ids, ids if rows else None, table, scale, *of_positions, dtype, 2.0, 1e-5, 0.25)
+    return plan, compile_plan(plan, call, sm)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=["fp16", "bf16"])
@@ -176,6 +210,25 @@ def test_rows_move_in_pieces_of_16_bytes(width, dtype, norm, offset, post):
     assert kernel.shared_bytes <= 4 * threads // 32, "only the sums of the warps are shared"
 
 
+@pytest.mark.parametrize("dtype", HALVES, ids=["fp16", "bf16"])
+@pytest.mark.parametrize("width", [768, 4096, 5120, 7168, 9216, 12288, 16384])
+def test_layer_norms_move_in_pieces_of_16_bytes(width, dtype):
+    """Widths of OPT among them, with gamma and bias before the wait."""
+    plan, kernel = compiled_norm(width, dtype, bias=True)
+    _, threads, _, chunks, *_ = plan.constants
+    assert kernel.stack_bytes == 0 and kernel.registers <= (64 if threads == 1024 else 96)
+    assert kernel.count("LDG.E.128") == kernel.count("LDG") == 4 * chunks
+    assert kernel.count("STG.E.128") == kernel.count("STG") == 2 * chunks
+    reads, wait = reads_and_wait(kernel)
+    assert sum(i < wait for i in reads) == 2 * chunks
+    plan, kernel = compiled_embed(width, dtype, learned=True)
+    assert kernel.stack_bytes == 0 and kernel.registers <= (64 if threads == 1024 else 96)
+    assert kernel.count("LDG.E.128") == 4 * chunks == kernel.count("LDG") - 3, "row, token and position beside"
+    assert kernel.count("STG.E.128") == kernel.count("STG") == 2 * chunks
+    reads, wait = reads_and_wait(kernel)
+    assert sum(i < wait for i in reads) == 2 * chunks, "positions are written by the end of the step before"
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("norm", [NONE, NORMED])
 def test_an_embedding_moves_in_pieces(packed, norm):
@@ -183,6 +236,12 @@ def test_an_embedding_moves_in_pieces(packed, norm):
     _, _, _, chunks, *_ = plan.constants
     assert kernel.stack_bytes == 0 and kernel.count("STG.E.128") == (1 + norm) * chunks
     assert kernel.count("LDG.E.64" if packed else "LDG.E.128") >= chunks
+
+
+def reads_and_wait(kernel):
+    """Lines of loads, and that of the wait for the kernel before."""
+    lines = [line.split()[0] if not line.startswith("@") else line.split()[1] for line in kernel.lines]
+    return [i for i, line in enumerate(lines) if line.startswith("LDG")], lines.index("ACQBULK")
 
 
 @pytest.mark.parametrize("of", ["norm", "embed"])
@@ -214,6 +273,13 @@ def test_everything_that_is_launched_compiles(width, dtype):
         for norm, packed, rows in itertools.product((NONE, NORMED, SQUARES), (False, True), (False, True))
     ]
     assert all(kernel.stack_bytes == 0 and kernel.registers <= 96 for _, kernel in made)
+    made = [compiled_norm(width, dtype, delta=delta, bias=True) for delta in (False, True)]
+    made += [
+        compiled_embed(width, dtype, norm, packed, scaled=rows, rows=rows, learned=True)
+        for norm, packed, rows in itertools.product((NONE, NORMED), (False, True), (False, True))
+    ]
+    made += [compiled_norm(width, dtype, gamma=torch.float32, bias=True)]
+    assert all(kernel.stack_bytes == 0 and kernel.registers <= 96 for _, kernel in made)
     for offset in (0.0, 1.0):  # two registers wait on the stack for gammas of 32 bits (ptxas of Triton 3.6)
         kernel = compiled_norm(width, dtype, offset=offset, post=offset == 1, gamma=torch.float32)[1]
         assert kernel.stack_bytes <= 8 and kernel.registers <= 96
@@ -233,6 +299,25 @@ def test_norms_against_the_reference(dtype, width):
 
 @gpu
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("width", [8, 203, 768, 2048, 5120, 7168, 9216, 16384])
+def test_layer_norms_against_the_reference(dtype, width):
+    for m, mean in itertools.product((1, 3, 64), (0.0, 30.0)):
+        check_layer_norm("cuda", dtype, m, width, mean)
+        check_layer_norm("cuda", dtype, m, width, mean, with_delta=False, weights=torch.float32)
+    check_layer_norm("cuda", dtype, 8192, min(width, 4096), 1.0)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("width", [64, 203, 7168])
+def test_embeddings_with_positions_against_the_reference(dtype, width):
+    for packed, norm, with_rows in itertools.product((False, True), (NONE, NORMED), (False, True)):
+        check_embed("cuda", dtype, width, packed, norm, 1.0, with_rows, learned=True)
+    check_embed("cuda", dtype, width, True, SQUARES, 14.2, True, learned=True)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("width", [64, 203, 4096])
 def test_embeddings_against_the_reference(dtype, width):
     for packed, norm, scale, with_rows in itertools.product(
@@ -245,10 +330,12 @@ def test_embeddings_against_the_reference(dtype, width):
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_a_row_has_the_same_bits_in_any_company(dtype):
     h, delta = (random(8192, 4096, dtype=dtype, seed=seed, device="cuda") for seed in (0, 1))
-    gamma = random(4096, dtype=dtype, seed=2, device="cuda")
+    gamma, bias = (random(4096, dtype=dtype, seed=seed, device="cuda") for seed in (2, 3))
     many = h.clone()
     x, squares = add_norm(many, delta, gamma, 1e-5), add_norm_squares(many.clone(), None, gamma)[1]
+    centred = add_norm(many.clone(), None, gamma, 1e-5, bias=bias)
     for first, m in ((0, 1), (5, 3), (64, 64), (8191, 1)):
+        assert torch.equal(add_norm(many[first : first + m].clone(), None, gamma, 1e-5, bias=bias), centred[first : first + m])
         few = h[first : first + m].clone()
         assert torch.equal(add_norm(few, delta[first : first + m].clone(), gamma, 1e-5), x[first : first + m])
         assert torch.equal(add_norm_squares(few, None, gamma)[1], squares[:, first : first + m])
@@ -272,14 +359,18 @@ def test_rows_that_start_anywhere():
 def test_in_a_graph_behind_and_before_other_kernels():
     """The kernel before writes what is added, the one after reads the result: both must be seen through the overlap."""
     table, gamma = random(100, 4096, device="cuda"), random(4096, seed=2, device="cuda")
+    bias = random(4096, seed=3, device="cuda")
     for m in (1, 16, 64):
         tokens = torch.arange(64, dtype=torch.int32, device="cuda")
         rows = torch.arange(m, dtype=torch.int32, device="cuda").flip(0).contiguous()
 
         def step(tokens=tokens, rows=rows):
-            h, x = embed_norm(tokens, rows, table, gamma, 1e-5, torch.float16)
+            h, x = embed_norm(
+                tokens, rows, table, gamma, 1e-5, torch.float16, bias=bias, positions=tokens, position_table=table
+            )
             for _ in range(10):
                 x = add_norm(h, x, gamma, 1e-5)
+                x = add_norm(h, x, gamma, 1e-5, bias=bias)
                 x = add_norm(h, x * 0.5, gamma, 1e-5)
             return h, x
 

@@ -12,7 +12,7 @@ import torch
 triton = pytest.importorskip("triton", reason="the kernels are written in Triton")
 import triton.language as tl  # noqa: E402
 
-from lowbit.kernels.parts.rows import add_and_store, floats, loaded, row_of, sigmoid, squares_of  # noqa: E402
+from lowbit.kernels.parts.rows import add_and_store, floats, loaded, moments, row_of, sigmoid, squares_of  # noqa: E402
 
 
 @triton.jit
@@ -32,7 +32,32 @@ def rows_kernel(
         tl.store(row_of(gates, row, K, False) + c * STEP + i, sigmoid(values[c]), mask=c * STEP + i < K)
 
 
+@triton.jit
+def moments_kernel(means, variances, x, K: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr, CHUNKS: tl.constexpr):
+    """Mean and variance of a row."""
+    row = tl.program_id(0)
+    STEP: tl.constexpr = THREADS * PIECE
+    i = tl.arange(0, THREADS)[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
+    values = floats(loaded(row_of(x, row, K, False), i, K, STEP, CHUNKS), CHUNKS)
+    mean, variance = moments(values, i, K, THREADS, STEP, CHUNKS)
+    tl.store(means + row, mean)
+    tl.store(variances + row, variance)
+
+
+def check_moments():
+    """Of rows far from 0, where sums of squares would have no digits left; some warps have nothing of a short row."""
+    for k, threads, chunks in ((64, 32, 1), (203, 32, 1), (512, 64, 1), (576, 64, 2), (520, 128, 1)):
+        x = 1000 + torch.randn(3, k, generator=torch.Generator().manual_seed(k))
+        x[2] = 7
+        means, variances = torch.full((3,), float("nan")), torch.full((3,), float("nan"))
+        moments_kernel[(3,)](means, variances, x, k, threads, 8, chunks)
+        torch.testing.assert_close(means, x.double().mean(1).float(), rtol=1e-6, atol=0)
+        torch.testing.assert_close(variances, x.double().var(1, correction=0).float(), rtol=1e-4, atol=0)
+        assert variances[2] == 0
+
+
 def check_without_a_gpu():
+    check_moments()
     for k, threads, chunks, pieces in ((64, 4, 2, True), (56, 4, 2, True), (203, 8, 4, False), (8, 32, 1, True)):
         generator = torch.Generator().manual_seed(k)
         wide = (100 * torch.randn(2, 3, k + 8, generator=generator)).half()

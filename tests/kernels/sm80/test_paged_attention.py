@@ -55,6 +55,7 @@ FEATURES = {
     "half turns": (shape(rotary_dim=32), {}),
     "a quarter of 80 turns": (shape(head_dim=80, rotary_dim=20), {}),
     "no turn": (shape(rotary_dim=0), {}),
+    "no turn, one head each": (shape(3, 3, 128, rotary_dim=0), {}),
     "96": (shape(head_dim=96), {}),
     "128": (shape(4, 1, 128), {}),
     "256": (shape(4, 1, 256), {}),
@@ -144,6 +145,16 @@ def test_nothing_spills_and_pages_are_read_in_pieces_of_16_bytes(head_dim, group
         # 64 registers of keys and values, of the first block and in the loop; q; the parts of a round.
         assert kernel.count("LDG.E.128") >= 33, warps
         assert kernel.count("HMMA.16816") >= 32
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_heads_of_opt(head_dim, dtype):
+    """One head of q for each of k and v, none of which turns."""
+    given = shape(12, 12, head_dim, rotary_dim=0)
+    for warps in warps_for(given):
+        kernel = compiled(given, tile_for(given, 32, warps), 90, dtype)
+        assert kernel.stack_bytes == 0 and kernel.count("LDG.E.128") >= 32, (warps, kernel.registers)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

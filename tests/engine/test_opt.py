@@ -1,0 +1,144 @@
+"""OPT: LayerNorm, learned positions, biases, an MLP without a gate. Its program's logits are OPTForCausalLM's in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowbit.engine import Engine, Request
+from lowbit.engine.batching import Piece
+from lowbit.engine.cache import Cache
+from lowbit.engine.family import Decoder, recognise
+from lowbit.engine.product import Packed, Scaled
+from lowbit.engine.program import DecodeProgram
+from lowbit.engine.slots import Slots, on_device
+from lowbit.kernels.reference.gemm import mixed_gemm_reference
+from lowbit.models.head import quantize_head
+from lowbit.nn import convert
+from lowbit.nn.linear import QuantizedInput
+from lowbit.ops.decode import EmbeddingTable
+from tests.engine.test_chain import dequantized, packed, stepped, texts
+from tests.tiny import eager_opt
+
+VOCAB = 160
+
+
+def program_of(model, **options):
+    decoder = recognise(model)
+    assert isinstance(decoder, Decoder), decoder
+    return DecodeProgram(decoder, model.dtype, model.device, **{"batch_invariant": False, **options})
+
+
+def prompt(length, seed=0):
+    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def logits_of(model, ids):
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
+
+
+@pytest.mark.parametrize("options", [{}, {"tie_word_embeddings": False, "enable_bias": False}], ids=["tied", "untied"])
+@torch.inference_mode()
+def test_logits_of_pieces_and_steps(options):
+    """Two texts: prompts in pieces of their own, then tokens one by one over the borders of pages, rows in another order than
+    slots, whose positions differ."""
+    model = eager_opt(**options)
+    ids = [prompt(300), prompt(260, 1)]
+    program = program_of(model)
+    program.cache = Cache(program.cache_spec, 7, program.device)
+    program.cache.keys.fill_(torch.nan), program.cache.values.fill_(torch.nan)
+    slots = Slots(2, 384, VOCAB, (), program.device)
+    slots.update([(slot, place, 1 + 2 * place + slot) for slot in range(2) for place in range(3)], [])
+    requests = [Request(text, 1) for text in ids]
+    for slot, request in enumerate(requests):
+        request.slot = slot
+
+    def piece(slot, begin, end):
+        return Piece(requests[slot], begin, tuple(ids[slot][begin:end]), True)
+
+    expected = [logits_of(model, text) for text in ids]
+    tolerance = 1e-5 * float(expected[0].abs().max())
+    for pieces in ([piece(0, 0, 128)], [piece(1, 0, 126), piece(0, 128, 255)]):
+        found = program.prompt(pieces, slots)
+        for row, each in zip(found, pieces, strict=True):
+            torch.testing.assert_close(row, expected[each.request.row][each.end - 1], rtol=0, atol=tolerance)
+    places = [255, 126]
+    while places[0] < 300:
+        slots.update([], list(enumerate(places)))
+        slots.tokens[:2] = torch.tensor([text[at] for text, at in zip(ids, places, strict=True)], dtype=torch.int32)
+        found = program.step(on_device([1, slots.nobodys, 0], program.device), slots)
+        for row, slot in ((0, 1), (2, 0)):
+            torch.testing.assert_close(found[row], expected[slot][places[slot]], rtol=0, atol=tolerance)
+        places = [at + 1 for at in places]
+
+
+def test_greedy_tokens_are_transformers():
+    model = eager_opt(tie_word_embeddings=False)
+    engine = Engine(model, max_concurrent=4, piece=128, cache_bytes=1 << 24)
+    requests = engine.generate([Request(prompt(length, length), 20) for length in (1, 2, 77, 127, 128, 129, 200)])
+    assert isinstance(engine.program, DecodeProgram) and engine.difference < 1e-5
+    for request in requests:
+        drawn = [each.token for each in request.drawn]
+        chosen = logits_of(model, [*request.prompt, *drawn])[len(request.prompt) - 1 : -1].argmax(-1).tolist()
+        assert drawn == chosen and len(set(drawn)) > 5, "a model that repeats itself would hide errors"
+
+
+@pytest.mark.parametrize("scheme", ["w8a16", "w8a8", "w4a8_g64", "fp8_dynamic"])
+def test_quantized_layers(scheme, monkeypatch):
+    """8-bit activations: LayerNorm and ReLU write 16 bits (here 32), of which each product makes its codes once."""
+    model = eager_opt()
+    convert(model, scheme)
+    inputs = []
+    call = Scaled.__call__
+    monkeypatch.setattr(Scaled, "__call__", lambda product, x: (inputs.append(x), call(product, x))[1])
+    engine = Engine(model, max_concurrent=2, cache_bytes=1 << 24)
+    assert isinstance(engine.program, DecodeProgram) and engine.difference < 1e-5
+    assert isinstance(engine.program.layers[0].down, Scaled) == (scheme != "w8a16")
+    assert not any(isinstance(x, QuantizedInput) for x in inputs) and bool(inputs) == (scheme != "w8a16")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_weights_in_the_form_of_a_gpu(dtype, invariant, monkeypatch):
+    """q, k and v in one product with their biases; LM head and embedding, which are one weight, in 8 bits; no chain. Products
+    by their reference, as their kernels need a GPU."""
+
+    def product_of(x, weight, bias, batch_invariant):
+        return mixed_gemm_reference(x, weight.unpack(), bias).to(x.dtype)
+
+    monkeypatch.setattr("lowbit.engine.product.fragment_gemm", product_of)
+    model = packed(eager_opt(dtype), "w4a16_g32")
+    assert sorted(quantize_head(model)) == ["lm_head", "model.decoder.embed_tokens"]
+    model.lm_head._pack_for_gpu()
+    ids = texts(4)
+    with torch.inference_mode():
+        expected = dequantized(model, torch.float32)(ids).logits.transpose(0, 1).float()
+    program = program_of(model, batch_invariant=invariant)
+    assert isinstance(program.table, EmbeddingTable)
+    layer = program.layers[0]
+    assert all(isinstance(product, Packed) for product in (layer.qkv, layer.o, layer.gate_up, layer.down, program.head))
+    assert layer.qkv.bias is not None and layer.qkv.weight.shape == (192, 64) and not layer.alternates
+    found = stepped(program, ids).float()
+    assert float((found - expected).norm() / expected.norm()) < (0.01 if dtype == torch.float16 else 0.06)
+    if not invariant:
+        assert program.chain == (
+            "its norms are LayerNorms, whose means no product subtracts at its end",
+            "its MLP is relu without a gate, known are gates of silu and gelu_tanh",
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"do_layer_norm_before": False, "word_embed_proj_dim": 32}, "norms stand after attention and MLP"),
+        ({"max_position_embeddings": 20}, "its embedding has 20 positions, 34 are asked for"),
+    ],
+)
+def test_what_is_no_such_model_runs_through_its_forward(options, reason):
+    model = eager_opt(**options)
+    engine = Engine(model, max_concurrent=2, cache_bytes=1 << 24)
+    assert reason in engine.report()[0]
+    (request,) = engine.generate([Request(prompt(9), 5)])
+    ids = [*request.prompt, *(each.token for each in request.drawn)]
+    assert ids[9:] == logits_of(model, ids)[8:-1].argmax(-1).tolist()
