@@ -41,15 +41,17 @@ _ZERO_CODE = tl.constexpr(ZERO_CODE)
 
 
 @triton.jit
-def normed(halves, weights, eps, H: tl.constexpr, OFFSET: tl.constexpr, CHUNKS: tl.constexpr):
-    """RMSNorm of a row, in the type of the row."""
+def normed(halves, weights, eps, H: tl.constexpr, OFFSET: tl.constexpr, CHUNKS: tl.constexpr, ADDED: tl.constexpr = False):
+    """RMSNorm of a row, in the type of the row; ADDED: it is added to something next."""
     HALF: tl.constexpr = halves[0].dtype
     values = floats(halves, CHUNKS)
     inverse = tl.rsqrt(tl.sum(squares_of(values, CHUNKS), axis=0) / H + eps)
     made = ()
     for c in tl.static_range(CHUNKS):
         value = values[c] * inverse
-        if OFFSET == 0:
+        if OFFSET == 0 and ADDED:  # a product would be one of halves, which with the sum became one fma, of one rounding
+            value = tl.fma(value.to(HALF).to(tl.float32), weights[c].to(tl.float32), 0.0)
+        elif OFFSET == 0:
             value = value.to(HALF).to(tl.float32) * weights[c].to(tl.float32)
         else:
             value = value * (weights[c].to(tl.float32) + OFFSET)
@@ -122,7 +124,7 @@ def norm_rows(
     if delta is not None:
         others = loaded(row_of(delta, row, H, False), i, H, STEP, CHUNKS)
         if post_gamma is not None:
-            others = normed(others, post_weights, eps, H, OFFSET, CHUNKS)
+            others = normed(others, post_weights, eps, H, OFFSET, CHUNKS, ADDED=True)
         halves = add_and_store(h, row, halves, others, i, H, STEP, CHUNKS)
     finish(x, squares, row, halves, weights, biases, i, eps, factor, H, STEP, CHUNKS, NORM, OFFSET)
 

@@ -38,11 +38,12 @@ def exact(gate, up, function):
 
 
 def near(got, wanted):
-    """A last bit of float32 may turn a rounding of f, and that one the next; all but a few are equal."""
+    """A last bit of float32 may turn a rounding of f, and that one the next; all but a few are equal, and those next to
+    nothing: of GELU far below zero, 1e-27, float32 has no digit left."""
     eps = torch.finfo(got.dtype).eps
     difference = (got.double() - wanted.double()).abs()
     assert bool((difference <= 2 * eps * wanted.double().abs() + 1e-6).all()), float(difference.max())
-    assert int((difference > 0).sum()) <= 1 + 0.01 * difference.numel()
+    assert int((difference > 1e-9).sum()) <= 1 + 0.01 * difference.numel()
 
 
 def check(device, dtype, m, width, function, start=0):
