@@ -52,9 +52,10 @@ class LowbitConfig(QuantizationConfigMixin):
 
     scheme: a scheme's name, such as "w4a16_g64" or "wf6af16". modules_to_not_convert: names or patterns to leave in 16 bits; by
     default the LM head (and embeddings, which take `embeddings=True`). search: "max" or "mse", see `lowbit.quantize.rtn`.
-    head: a scheme of their own for LM head and embedding, whatever the former say. batch_invariant: quantized layers give a token the same bits in every batch, on a GPU; a choice of this run, which files do
-    not keep. The other arguments are what a checkpoint states about itself; the checksums `files` and `sha256` are forgotten,
-    since `save_pretrained` writes others. Raises ValueError for a scheme that does not exist.
+    head: a scheme of their own for LM head and embedding, whatever the former say. batch_invariant: quantized layers give a
+    token the same bits in every batch, on a GPU; a choice of this run, which files do not keep. The other arguments are what a
+    checkpoint states about itself; the checksums `files` and `sha256` are forgotten, since `save_pretrained` writes others.
+    Raises ValueError for a scheme that does not exist.
     """
 
     def __init__(

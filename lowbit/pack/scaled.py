@@ -149,7 +149,8 @@ def _sums(q: QuantTensor, scaled: bool) -> Tensor:
     block = granularity.n if isinstance(granularity, PerBlock) else 1
     step = max(1, CODES_AT_ONCE // (4 * block * max(1, q.shape[1])))  # float32, and a second time with its scales
     sums = []
-    for codes, scale in zip(q.codes.split(step * block), q.scale.split(step) if scaled else itertools.repeat(None), strict=False):
+    scales = q.scale.split(step) if scaled else itertools.repeat(None)
+    for codes, scale in zip(q.codes.split(step * block), scales, strict=False):
         values = decode(codes, q.scheme.weight)
         if scale is not None:
             values = values * spread(scale.float(), granularity, (codes.shape[0], codes.shape[1]))
