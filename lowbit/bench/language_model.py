@@ -31,6 +31,20 @@ SHAPES: dict[str, Callable[[], LlamaConfig]] = {
 """From the models' own config.json; room for 65,536 positions, whatever they were trained for."""
 
 
+def meta_model(shape: str, dtype: torch.dtype, layers: int | None = None) -> PreTrainedModel:
+    """The model of a shape without weights, on the meta device; `layers` fewer layers than it has. Raises ValueError for a
+    shape that is none of `SHAPES`."""
+    if shape not in SHAPES:
+        raise ValueError(f"models are {', '.join(SHAPES)}, got {shape!r}")
+    config = SHAPES[shape]()
+    config.dtype = dtype
+    if layers is not None:
+        config.num_hidden_layers = layers
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    return model
+
+
 def random_model(
     shape: str, scheme: str | None, head: str | None, dtype: torch.dtype, device: torch.device, layers: int | None = None
 ) -> PreTrainedModel:
@@ -39,16 +53,9 @@ def random_model(
 
     Raises ValueError for a shape that is none of `SHAPES`.
     """
-    if shape not in SHAPES:
-        raise ValueError(f"models are {', '.join(SHAPES)}, got {shape!r}")
-    config = SHAPES[shape]()
-    config.dtype = dtype
-    if layers is not None:
-        config.num_hidden_layers = layers
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    model = meta_model(shape, dtype, layers)
     rotary = model.get_submodule("model.rotary_emb")
-    model.set_submodule("model.rotary_emb", type(rotary)(config=config).to(device))  # its buffers are no parameters
+    model.set_submodule("model.rotary_emb", type(rotary)(config=model.config).to(device))  # its buffers are no parameters
     generator = torch.Generator(device).manual_seed(0)
     ends = {model.get_output_embeddings(), model.get_input_embeddings()}
     for name, module in list(model.named_modules()):

@@ -40,8 +40,11 @@ LOADING_OVERHEAD_BYTES = 100_000_000
 """Quantizing while loading, or on disk, needs at most this much memory beyond the packed weights (on disk: one shard of
 them) and one layer in 16 bits: float32 temporaries of `quantize.rtn`, what Python holds, and the codes of a layer of 20 million
 weights; a larger layer adds a byte for each weight more."""
-logger = logging.get_logger(__name__)
 
+GPU_LOADING_OVERHEAD_BYTES = 256_000_000
+"""The same of a GPU's memory, where more weights are quantized at once (`quantize.rtn.TIMES_ON_GPU`)."""
+
+logger = logging.get_logger(__name__)
 
 register_attention()
 
