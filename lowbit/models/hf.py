@@ -31,7 +31,7 @@ from lowbit.models.fuse import prepare_on_gpu
 from lowbit.models.names import Names
 from lowbit.models.parallel import parallel_refusals
 from lowbit.nn.convert import Plan, empty_like, plan_conversion, quantized, swap, tie
-from lowbit.nn.linear import QuantLinear, make_batch_invariant
+from lowbit.nn.linear import make_batch_invariant
 from lowbit.nn.packed import PackedWeight
 from lowbit.quantize.rtn import Search
 
@@ -201,7 +201,9 @@ class LowbitQuantizer(HfQuantizer):
             return model
         put_plain_weights_first(model)
         plan_on_cpu(model)
-        prepare_on_gpu(model)  # now rather than at the first call, which torch.compile may be tracing
+        # Now rather than at the first call, which torch.compile may be tracing; not as each layer comes: Transformers asks for
+        # the state dict before this, which would bring back the form on disk of all of them at once.
+        prepare_on_gpu(model)
         return model
 
     def get_weight_conversions(self) -> list[WeightRenaming]:
@@ -290,21 +292,10 @@ class _QuantizeOnLoad(ConversionOps):
             tie(model, follower, name)
             _mark_loaded(model.get_submodule(follower))
         _retie(model, followers)
-        if isinstance(new, QuantLinear) and not followers:
-            self._prepare(name, new, getattr(model, "dtype", torch.bfloat16))
         give_back_freed_memory()
         if missing_keys is not None:
             missing_keys -= {full_layer_name, *(f"{n}.weight" for n in (name, *followers))}
         return {}
-
-    def _prepare(self, name: str, layer: QuantLinear, dtype: torch.dtype) -> None:
-        """Brings a layer that is on a GPU into the form of its kernels at once, so that memory never has two forms of many."""
-        if not layer.weight_packed.is_cuda:
-            return
-        try:
-            layer.prepare(dtype)
-        except ValueError as error:
-            self.quantizer.failures.append(f"{name}: {error}")
 
     def _quantized(self, name: str, weight: Tensor | Quantized) -> QuantTensor:
         if isinstance(weight, Quantized):
