@@ -23,7 +23,7 @@ from lowbit.bench.protocol import failures, reason
 from lowbit.bench.synthetic import write_checkpoint
 from lowbit.checkpoint.target import check_file
 from lowbit.eval.results import machine, versions, write_json
-from lowbit.models.hf import GPU_LOADING_OVERHEAD_BYTES, LOADING_OVERHEAD_BYTES
+from lowbit.models.hf import GPU_LOADING_OVERHEAD_BYTES, LOADING_OVERHEAD_BYTES, give_back_freed_memory
 from lowbit.models.load import load_causal
 from lowbit.nn import PackedWeight, QuantLinear
 
@@ -184,6 +184,7 @@ def _copy_speed(device: torch.device) -> float:
 
 def _free(on_gpu: bool) -> None:
     gc.collect()
+    give_back_freed_memory()
     if on_gpu:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

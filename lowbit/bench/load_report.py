@@ -46,20 +46,24 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def load_table(document: dict[str, Any]) -> Table:
-    """One line for each kind of files and scheme: seconds, GB of files a second, the model's bytes, peaks of memory."""
+    """One line for each kind of files and scheme: seconds, GB of files a second, the model's bytes, the peak on
+    the GPU and its bound, the peak of the host's memory."""
     first = document["rows"][0] if document["rows"] else None
     of = "" if first is None else f" {first['model']}, {first['layers']} layers,"
+    heads = ", ".join(dict.fromkeys(row["head"] for row in document["rows"] if row["head"]))
     table = Table(
-        "files", "scheme", "head", "GB", "seconds", "GB/s", "model GB", "peak GB", "bound GB", "peak of host GB",
-        title=f"loading{of} on {document['machine']['device']}",
+        "files", "scheme", "GB", "s", "GB/s", "model GB", "peak GB", "bound GB", "host GB",
+        title=f"loading{of} on {document['machine']['device']}{f', head {heads}' if heads else ''}",
     )  # fmt: skip
+    for column in table.columns[:2]:
+        column.no_wrap = True
     for row in document["rows"]:
         table.add_row(*_cells(row))
     return table
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    named = [row["files"], row["scheme"] or "-", row["head"] or "-", _gb(row["source_bytes"])]
+    named = [row["files"], row["scheme"] or "-", _gb(row["source_bytes"])]
     if row["error"] is not None:
         return [*named, row["error"]]
     sizes = [_gb(row[key]) for key in ("model_bytes", "peak_bytes", "bound_bytes", "peak_host_bytes")]

@@ -298,7 +298,9 @@ def bench_load(
     kinds: Annotated[
         str, typer.Option(help="Kinds of files: 16-bit, and in w4a16_g128 lowbit, gptq, awq, compressed-tensors.")
     ] = "16-bit,lowbit,gptq",
-    head: Annotated[str, typer.Option(help="Scheme of LM head and embedding of quantized models, or none.")] = "w8a16",
+    head: Annotated[
+        str, typer.Option(help="On a GPU, scheme of LM head and embedding of quantized models, or none.")
+    ] = "w8a16",
     dtype: Annotated[str, typer.Option(help="Weights and activations: float16 or bfloat16.")] = "bfloat16",
     layers: Annotated[int | None, typer.Option(min=1, help="Fewer layers than the model has: for trying.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Loads of each; the fastest counts.")] = 2,
@@ -335,8 +337,8 @@ def bench_load(
     if folder is not None and not folder.is_dir():
         raise ValueError(f"--dir is a folder, {folder} is none")
     chosen = tuple(None if part == "none" else parse_scheme(part).name for part in schemes.split(",") if part.strip())
-    ends = None if head == "none" else parse_scheme(head).name
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    ends = None if head == "none" or where.type == "cpu" else parse_scheme(head).name  # as `lowbit.pipeline` does
     asked = Asked(model, wanted, chosen, ends, dtype, where, layers, repeats, folder)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
