@@ -140,3 +140,17 @@ def test_a_damaged_result_file_is_refused(tmp_path):
     )
     with pytest.raises(ValueError, match="row 0 lacks bound_bytes"):
         load_report.load(tmp_path / "load.json")
+
+
+@pytest.mark.gpu
+def test_loading_is_fast_and_within_its_bound_on_a_gpu(tmp_path):
+    """Two layers of the 8B shape and its head: 3 GB."""
+    schemes = (None, "w4a16_g128", "w6e3m2a16", "w8a8")
+    given = asked(tmp_path, model="Llama-3-8B", kinds=("16-bit", "lowbit", "gptq"), schemes=schemes, layers=2, repeats=2,
+                  device=torch.device("cuda"))  # fmt: skip
+    _, document = run(given, tmp_path / "load.json", lambda *step: None)
+    for row in document["rows"]:
+        print(row["files"], row["scheme"], f"{row['gb_per_s']} GB/s, peak {row['peak_bytes']:,} of {row['bound_bytes']:,}")
+        assert row["error"] is None and row["slow"] == 0
+        if row["files"] == "16-bit" and row["scheme"] is not None:
+            assert row["peak_bytes"] < row["bound_bytes"]
