@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 
@@ -42,3 +46,34 @@ def peak_bytes(setup: str, measured: str, *arguments: object) -> int:
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
     )  # fmt: skip
     return int(done.stdout.split()[-1])
+
+
+class TensorBytes(TorchDispatchMode):
+    """The most bytes that tensors made inside, of any device, hold at once: what `torch.cuda.max_memory_allocated` counts, but
+    for what operators allocate in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
+                self._count(tensor.untyped_storage(), before)
+        return made
+
+    def _count(self, storage: torch.UntypedStorage, before: set[int]) -> None:
+        key = storage._cdata
+        if key in before or key in self._known:
+            return
+        self._known.add(key)
+        self.held += storage.nbytes()
+        self.peak = max(self.peak, self.held)
+        weakref.finalize(storage, self._forget, key, storage.nbytes())
+
+    def _forget(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.held -= nbytes

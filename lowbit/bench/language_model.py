@@ -43,6 +43,20 @@ SHAPES: dict[str, Callable[[], PreTrainedConfig]] = {
 """From the models' own config.json, but for POSITIONS."""
 
 
+def meta_model(shape: str, dtype: torch.dtype, layers: int | None = None) -> PreTrainedModel:
+    """The model of a shape without weights, on the meta device; `layers` fewer layers than it has. Raises ValueError for a
+    shape that is none of `SHAPES`."""
+    if shape not in SHAPES:
+        raise ValueError(f"models are {', '.join(SHAPES)}, got {shape!r}")
+    config = SHAPES[shape]()
+    config.dtype = dtype
+    if layers is not None:
+        config.num_hidden_layers = layers
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    return model
+
+
 def random_model(
     shape: str, scheme: str | None, head: str | None, dtype: torch.dtype, device: torch.device, layers: int | None = None
 ) -> PreTrainedModel:
@@ -51,17 +65,10 @@ def random_model(
 
     Raises ValueError for a shape that is none of `SHAPES`.
     """
-    if shape not in SHAPES:
-        raise ValueError(f"models are {', '.join(SHAPES)}, got {shape!r}")
-    config = SHAPES[shape]()
-    config.dtype = dtype
-    if layers is not None:
-        config.num_hidden_layers = layers
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    model = meta_model(shape, dtype, layers)
     for name, module in list(model.named_modules()):
         if name.endswith("rotary_emb"):  # its buffers are no parameters
-            model.set_submodule(name, type(module)(config=config).to(device))
+            model.set_submodule(name, type(module)(config=model.config).to(device))
     generator = torch.Generator(device).manual_seed(0)
     ends = {model.get_output_embeddings(), model.get_input_embeddings()}
     for name, module in list(model.named_modules()):
@@ -74,7 +81,7 @@ def random_model(
         if isinstance(module, nn.Linear) and scheme is not None and module not in ends:
             packed = swap(model, name, rtn(module.weight, parse_scheme(scheme)))
             packed.prepare(dtype)
-    if config.tie_word_embeddings:
+    if model.config.tie_word_embeddings:
         model.get_output_embeddings().weight = model.get_input_embeddings().weight
     if head is not None:
         quantize_head(model, head)

@@ -362,10 +362,9 @@ def _unpack(words: Tensor, args: WeightArgs, count: int) -> Tensor:
     """Codes uint8 [R, count] of words int32 [R, W]."""
     if not args.padded:
         return words_to_codes(words, args.bits, count)
-    per_word = 32 // args.bits
-    shifts = torch.arange(per_word, device=words.device) * args.bits
-    codes = (words.to(torch.int64).unsqueeze(-1) >> shifts) & ((1 << args.bits) - 1)
-    return codes.flatten(1)[:, :count].to(torch.uint8)
+    mask = (1 << args.bits) - 1
+    codes = [((words >> shift) & mask).to(torch.uint8) for shift in range(0, 33 - args.bits, args.bits)]
+    return torch.stack(codes, dim=-1).flatten(1)[:, :count].contiguous()
 
 
 def _pack(codes: Tensor, args: WeightArgs) -> Tensor:

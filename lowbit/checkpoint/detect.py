@@ -112,14 +112,14 @@ class ForeignReader:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.files.__exit__(kind, error, trace)
 
-    def loaded(self, name: str) -> ForeignLayer:
-        """One layer with its tensors."""
-        tensors = {suffix: self.files.get(full) for suffix, full in self._layers[name].items()}
+    def loaded(self, name: str, device: torch.device | str = "cpu") -> ForeignLayer:
+        """One layer with its tensors, on a device."""
+        tensors = {suffix: self.files.get(full).to(device) for suffix, full in self._layers[name].items()}
         return ForeignLayer(name, tensors, self.files.info(next(iter(self._layers[name].values()))).file)
 
-    def layer(self, name: str) -> QuantTensor:
-        """One layer as codes, scales and zeros; raises CheckpointError where no scheme can say it."""
-        return self.schema.read(self.loaded(name))
+    def layer(self, name: str, device: torch.device | str = "cpu") -> QuantTensor:
+        """One layer as codes, scales and zeros, made on a device; raises CheckpointError where no scheme can say it."""
+        return self.schema.read(self.loaded(name, device))
 
     def dequantize(self, name: str, dtype: torch.dtype) -> Tensor:
         """One layer's weights [N, K]."""

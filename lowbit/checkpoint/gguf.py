@@ -33,6 +33,7 @@ from lowbit.formats import PerGroup, QuantTensor, Scheme, ZeroPoint, int_format,
 _MAX_COUNT = 1 << 20
 _MAX_STRING = 1 << 24
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_WEIGHTS_AT_ONCE = 1 << 22  # which bounds what decoding takes beside the codes
 _STRING, _ARRAY = 8, 9
 _PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 _UNREAD = {9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 20: "IQ4_NL", 23: "IQ4_XS", 39: "MXFP4", 40: "NVFP4"}
@@ -51,7 +52,7 @@ def _nibbles(data: Tensor) -> Tensor:
 
 def _fifth_bits(data: Tensor) -> Tensor:
     """32 bits in 4 bytes as uint8 [.., 32], each 0 or 16."""
-    shifts = torch.arange(8, dtype=torch.uint8)
+    shifts = torch.arange(8, dtype=torch.uint8, device=data.device)
     return ((data.unsqueeze(-1) >> shifts) & 1).flatten(-2) << 4
 
 
@@ -90,14 +91,14 @@ def _q4_k(block: Tensor) -> Decoded:
 
 def _q5_k(block: Tensor) -> Decoded:
     low = _nibbles(block[..., 48:].unflatten(-1, (4, 32))).flatten(-2)
-    shifts = torch.arange(8, dtype=torch.uint8)
+    shifts = torch.arange(8, dtype=torch.uint8, device=block.device)
     fifth = (block[..., 16:48].unsqueeze(-2) >> shifts.unsqueeze(-1)) & 1  # [.., 8 groups, 32]
     return (low | (fifth.flatten(-2) << 4), *_k_scales(block))
 
 
 def _q6_k(block: Tensor) -> Decoded:
     low = _nibbles(block[..., :128].unflatten(-1, (2, 64))).flatten(-2)
-    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=block.device)
     high = (block[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts.unsqueeze(-1)) & 3  # [.., 2 halves, 4 quarters, 32]
     scale = block[..., 192:208].contiguous().view(torch.int8).float() * _half(block, 208).float()
     return low | (high.flatten(-3) << 4), scale, None
@@ -200,13 +201,17 @@ class GgufReader:
             )
         return ForeignEntry((tensor.shape[0], tensor.shape[1]), BLOCKS[tensor.kind].scheme)
 
-    def layer(self, name: str) -> QuantTensor:
-        """A tensor of blocks."""
+    def layer(self, name: str, device: torch.device | str = "cpu") -> QuantTensor:
+        """A tensor of blocks, decoded on a device."""
         entry, tensor = self.entry(name), self.tensors[name]
         assert entry is not None, f"{name} is a plain tensor"
         block = BLOCKS[tensor.kind]
         n, k = entry.shape
-        codes, scale, zero = block.decode(self._bytes(name).reshape(n, k // block.weights, block.bytes))
+        blocks = self._bytes(name).to(device).reshape(n, k // block.weights, block.bytes)
+        decoded = [block.decode(rows) for rows in blocks.split(max(1, _WEIGHTS_AT_ONCE // k))]
+        codes, scale = torch.cat([codes for codes, _, _ in decoded]), torch.cat([scale for _, scale, _ in decoded])
+        zeros = [zero for _, _, zero in decoded if zero is not None]
+        zero = torch.cat(zeros) if zeros else None
         for what, values in (("scales", scale), ("minima", zero)):
             if values is not None and not bool(values.isfinite().all()):
                 raise CheckpointError(f"{self.path}: {name}: some {what} are not finite; the file is damaged")

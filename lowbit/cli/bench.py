@@ -288,6 +288,70 @@ def bench_e2e(
         say(f"wrote {plot_file}")
 
 
+@bench_app.command(name="load")
+@user_errors
+def bench_load(
+    model: Annotated[str, typer.Option(help="A shape: Llama-3-8B, Llama-2-13B, Llama-2-70B.")] = "Llama-3-8B",
+    schemes: Annotated[
+        str, typer.Option(help="Schemes to quantize 16-bit files to; none takes them as they are.")
+    ] = "none,w4a16_g128,w6e3m2a16,w8a16",
+    kinds: Annotated[
+        str, typer.Option(help="Kinds of files: 16-bit, and in w4a16_g128 lowbit, gptq, awq, compressed-tensors.")
+    ] = "16-bit,lowbit,gptq",
+    head: Annotated[
+        str, typer.Option(help="On a GPU, scheme of LM head and embedding of quantized models, or none.")
+    ] = "w8a16",
+    dtype: Annotated[str, typer.Option(help="Weights and activations: float16 or bfloat16.")] = "bfloat16",
+    layers: Annotated[int | None, typer.Option(min=1, help="Fewer layers than the model has: for trying.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Loads of each; the fastest counts.")] = 2,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; cuda where there is a GPU.")] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--dir", help="Where the files are written meanwhile; the system's temporary folder.")
+    ] = None,
+    out_file: Annotated[Path | None, typer.Option("--out", help="Results; bench/results/<gpu>/<date>-load.json.")] = None,
+    report_file: Annotated[Path | None, typer.Option("--report", help="Print this result file.")] = None,
+) -> None:
+    """Time loading: files of random weights in a known shape, until every layer is in the form that its kernels read.
+
+    Writes the files first (16 GB for Llama-3-8B) and removes them. States GB of files a second, the peak of memory on the GPU
+    beside its bound (the packed model, one layer in 16 bits, a constant) and that of the host. The result file is complete
+    after every row, so Ctrl-C keeps what was measured.
+
+    Example: lowbit bench load --layers 2 --schemes none,w4a16_g128
+    """
+    from lowbit.bench.load_report import load, load_table
+
+    if report_file is not None:
+        out.print(load_table(load(report_file)))
+        return
+    import torch
+
+    from lowbit.bench.load import DTYPES, KINDS, Asked, run
+    from lowbit.formats import parse_scheme
+
+    wanted = _names("--kinds", kinds, KINDS)
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype is {' or '.join(DTYPES)}, got {dtype!r}")
+    if device not in (None, "cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
+        raise ValueError(f"--device is cuda, where torch sees a GPU, or cpu, got {device!r}")
+    if folder is not None and not folder.is_dir():
+        raise ValueError(f"--dir is a folder, {folder} is none")
+    chosen = tuple(None if part == "none" else parse_scheme(part).name for part in schemes.split(",") if part.strip())
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    ends = None if head == "none" or where.type == "cpu" else parse_scheme(head).name  # as `lowbit.pipeline` does
+    asked = Asked(model, wanted, chosen, ends, dtype, where, layers, repeats, folder)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task("starting")
+
+        def watch(what: str, done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, description=what)
+
+        path, document = run(asked, out_file, watch)
+    out.print(load_table(document))
+    say(f"wrote {path}")
+
+
 def _names(option: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
     """The names of a list with commas; raises ValueError for one that is not `known`."""
     names = tuple(part.strip() for part in text.split(",") if part.strip())

@@ -26,6 +26,8 @@ def _period(bits: int) -> tuple[int, int]:
 def pack_words(codes: Tensor, bits: int) -> Tensor:
     """Packs codes uint8 [..., K] into bytes uint8 [..., ceil(K * bits / 8)]. Codes must be below 2^bits."""
     k = codes.shape[-1]
+    if bits == 8:
+        return codes.clone(memory_format=torch.contiguous_format)
     per_period, period_bytes = _period(bits)
     periods = -(-k // per_period)
     short = periods * per_period - k
@@ -47,6 +49,8 @@ def unpack_words(packed: Tensor, bits: int, k: int) -> Tensor:
     """
     if packed.shape[-1] != packed_bytes(k, bits):
         raise ValueError(f"{k} codes of {bits} bits are {packed_bytes(k, bits)} bytes a row, got {packed.shape[-1]}")
+    if bits == 8:
+        return packed.clone(memory_format=torch.contiguous_format)
     per_period, period_bytes = _period(bits)
     periods = -(-k // per_period)
     short = periods * period_bytes - packed.shape[-1]

@@ -74,10 +74,10 @@ class GgufSource:
         """Writes the tokenizer's files."""
         tokenizer_of(self.path).save_pretrained(folder)
 
-    def layer(self, name: str) -> QuantTensor:
-        """One layer, rows in Transformers' order."""
+    def layer(self, name: str, device: torch.device | str = "cpu") -> QuantTensor:
+        """One layer, rows in Transformers' order, made on a device."""
         old = self._names[f"{name}.weight"]
-        q = self.file.layer(old)
+        q = self.file.layer(old, device)
         rows = self._rows(old, q.shape[0])
         if rows is None:
             return q

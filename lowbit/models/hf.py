@@ -7,6 +7,7 @@ Importing this module registers the quantization method "lowbit" with Transforme
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -39,8 +40,11 @@ LOADING_OVERHEAD_BYTES = 100_000_000
 """Quantizing while loading, or on disk, needs at most this much memory beyond the packed weights (on disk: one shard of
 them) and one layer in 16 bits: float32 temporaries of `quantize.rtn`, what Python holds, and the codes of a layer of 20 million
 weights; a larger layer adds a byte for each weight more."""
-logger = logging.get_logger(__name__)
 
+GPU_LOADING_OVERHEAD_BYTES = 256_000_000
+"""The same of a GPU's memory, where more weights are quantized at once (`quantize.rtn.TIMES_ON_GPU`)."""
+
+logger = logging.get_logger(__name__)
 
 register_attention()
 
@@ -51,9 +55,10 @@ class LowbitConfig(QuantizationConfigMixin):
 
     scheme: a scheme's name, such as "w4a16_g64" or "wf6af16". modules_to_not_convert: names or patterns to leave in 16 bits; by
     default the LM head (and embeddings, which take `embeddings=True`). search: "max" or "mse", see `lowbit.quantize.rtn`.
-    batch_invariant: quantized layers give a token the same bits in every batch, on a GPU; a choice of this run, which files do
-    not keep. The other arguments are what a checkpoint states about itself; the checksums `files` and `sha256` are forgotten,
-    since `save_pretrained` writes others. Raises ValueError for a scheme that does not exist.
+    head: a scheme of their own for LM head and embedding, whatever the former say. batch_invariant: quantized layers give a
+    token the same bits in every batch, on a GPU; a choice of this run, which files do not keep. The other arguments are what a
+    checkpoint states about itself; the checksums `files` and `sha256` are forgotten, since `save_pretrained` writes others.
+    Raises ValueError for a scheme that does not exist.
     """
 
     def __init__(
@@ -64,6 +69,7 @@ class LowbitConfig(QuantizationConfigMixin):
         embeddings: bool = False,
         search: Search = "max",
         batch_invariant: bool = False,
+        head: str | None = None,
         layers: dict[str, dict[str, Any]] | None = None,
         tied: dict[str, str] | None = None,
         files: dict[str, dict[str, str]] | None = None,
@@ -82,6 +88,7 @@ class LowbitConfig(QuantizationConfigMixin):
         self.embeddings = embeddings
         self.search: Search = search
         self.batch_invariant = batch_invariant
+        self.head = None if head is None else parse_scheme(head).name
         self.layers = None if layers is None else {name: current_names(entry) for name, entry in layers.items()}
         self.tied = tied
 
@@ -102,7 +109,7 @@ class LowbitConfig(QuantizationConfigMixin):
         """What config.json holds: the arguments of quantizing are gone once there are layers."""
         out = {k: v for k, v in self.__dict__.items() if v is not None and k != "batch_invariant"}
         if self.layers is not None:
-            out.pop("search"), out.pop("embeddings")
+            out.pop("search"), out.pop("embeddings"), out.pop("head", None)
         return out
 
 
@@ -146,7 +153,7 @@ class LowbitQuantizer(HfQuantizer):
             _untie(model, config.layers)
             self.layers = {**{name: name for name in config.layers}, **(config.tied or {})}
             return
-        self.plan = plan_for(model, config.scheme, config.modules_to_not_convert, config.embeddings)
+        self.plan = plan_for(model, config.scheme, config.modules_to_not_convert, config.embeddings, config.head)
         if stored:
             with CheckpointReader(where) as reader:
                 shapes, names = {name: reader.info(name).shape for name in reader.names()}, Names(model)
@@ -161,7 +168,9 @@ class LowbitQuantizer(HfQuantizer):
 
     def param_element_size(self, model: nn.Module, param_name: str, param: Tensor) -> float:
         if self.param_needs_quantization(model, param_name):
-            return parse_scheme(self.quantization_config.scheme).weight.bits / 8
+            scheme = parse_scheme(self.quantization_config.scheme)
+            others = {} if self.plan is None else self.plan.others
+            return others.get(self.layers[param_name.removesuffix(".weight")], scheme).weight.bits / 8
         return param.element_size()
 
     def get_quantize_ops(self) -> ConversionOps:
@@ -174,7 +183,7 @@ class LowbitQuantizer(HfQuantizer):
         if left:
             raise CheckpointError(f"{where}: no file has the weight of {some(left)}, which was to be quantized")
         if self.plan is not None:
-            self.quantization_config.layers = {n: {"shape": list(shape)} for n, shape in self.plan.shapes.items()}
+            self.quantization_config.layers = {name: _entry(self.plan, name) for name in self.plan.shapes}
             self.quantization_config.tied = dict(self.plan.tied) or None
             self.quantization_config.modules_to_not_convert = sorted({row.name for row in self.plan.kept})
             for line in self.plan.lines():
@@ -192,7 +201,9 @@ class LowbitQuantizer(HfQuantizer):
             return model
         put_plain_weights_first(model)
         plan_on_cpu(model)
-        prepare_on_gpu(model)  # now rather than at the first call, which torch.compile may be tracing
+        # Now rather than at the first call, which torch.compile may be tracing; not as each layer comes: Transformers asks for
+        # the state dict before this, which would bring back the form on disk of all of them at once.
+        prepare_on_gpu(model)
         return model
 
     def get_weight_conversions(self) -> list[WeightRenaming]:
@@ -211,6 +222,12 @@ class LowbitQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def _entry(plan: Plan, name: str) -> dict[str, Any]:
+    """What config.json states of a layer."""
+    other = plan.others.get(name)
+    return {"shape": list(plan.shapes[name])} | ({} if other is None else {"scheme": other.name})
 
 
 def _is_as_stated(model: nn.Module) -> bool:
@@ -252,10 +269,12 @@ class _QuantizeOnLoad(ConversionOps):
         name = self.quantizer.layers[module]
         placeholder = model.get_submodule(name)
         try:
-            q = self._quantized(name, weight)
+            q, dtype = self._quantized(name, weight), weight.dtype
         except ValueError as error:  # raised when everything is loaded: here, Transformers would make a report of its own of it
             self.quantizer.failures.append(str(error))
             return {}
+        input_dict.clear()  # which Transformers holds too: from here on the layer is in memory as codes alone
+        del value, weight
         if isinstance(placeholder, PackedWeight):  # of tied weights that the files hold twice, the second
             if not torch.equal(placeholder.quant_tensor().codes, q.codes) or not torch.equal(placeholder.weight_scale, q.scale):
                 self.quantizer.failures.append(
@@ -264,15 +283,16 @@ class _QuantizeOnLoad(ConversionOps):
                 )
             return {}
         new = swap(model, name, q)
+        del q
         _mark_loaded(new)
         if isinstance(placeholder, nn.Embedding):
-            new.dtype = weight.dtype  # type: ignore[assignment]
-        give_back_freed_memory()
+            new.dtype = dtype  # type: ignore[assignment]
         followers = {n: owner for n, owner in self.quantizer.layers.items() if owner == name and n != name}
         for follower in followers:
             tie(model, follower, name)
             _mark_loaded(model.get_submodule(follower))
         _retie(model, followers)
+        give_back_freed_memory()
         if missing_keys is not None:
             missing_keys -= {full_layer_name, *(f"{n}.weight" for n in (name, *followers))}
         return {}
@@ -282,7 +302,7 @@ class _QuantizeOnLoad(ConversionOps):
             return weight.q
         plan = self.quantizer.plan
         assert plan is not None
-        return quantized(name, weight, plan.scheme, self.quantizer.quantization_config.search)
+        return quantized(name, weight, plan.others.get(name, plan.scheme), self.quantizer.quantization_config.search)
 
 
 def give_back_freed_memory() -> None:
@@ -304,18 +324,40 @@ def _malloc_trim() -> Callable[[int], int] | None:
         return None
 
 
-def plan_for(model: nn.Module, scheme: str, skip: Iterable[str] | None, embeddings: bool) -> Plan:
-    """`plan_conversion` for a Transformers model: knows its output embedding and the ties its config asks for."""
+def plan_for(model: nn.Module, scheme: str, skip: Iterable[str] | None, embeddings: bool, head: str | None = None) -> Plan:
+    """`plan_conversion` for a Transformers model: knows its output embedding and the ties its config asks for. With `head`, LM
+    head and embedding of a model that has layers to quantize are in this scheme, whatever `skip` and `embeddings` say."""
     if skip is None and not embeddings:
-        head = model.get_output_embeddings()  # type: ignore[operator]
-        skip = [name for name, module in model.named_modules() if module is head] or ["lm_head"]
+        output = model.get_output_embeddings()  # type: ignore[operator]
+        skip = [name for name, module in model.named_modules() if module is output] or ["lm_head"]
     mapping: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     ties = {
         target.removesuffix(".weight"): source.removesuffix(".weight")
         for target, source in mapping.items()
         if target.endswith(".weight") and source.endswith(".weight")
     }
-    return plan_conversion(model, scheme, skip=() if skip is None else skip, embeddings=embeddings, tied=ties)
+    plan = plan_conversion(model, scheme, skip=() if skip is None else skip, embeddings=embeddings, tied=ties)
+    return plan if head is None else _with_ends(plan, model, ties, parse_scheme(head))
+
+
+def _with_ends(plan: Plan, model: nn.Module, ties: Mapping[str, str], scheme: Scheme) -> Plan:
+    """The plan with embedding and LM head in `scheme`; the same plan where no other layer is quantized."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
+    names = {name: module for name, module in model.named_modules() if module in ends}
+    if not set(plan.linears) - set(names):
+        return plan
+    linears, embeddings, tied = dict(plan.linears), dict(plan.embeddings), dict(plan.tied)
+    for name, module in names.items():
+        if name in ties:
+            tied[name] = ties[name]
+        elif type(module) is nn.Linear:
+            linears[name] = (module.out_features, module.in_features)
+        elif type(module) is nn.Embedding:
+            embeddings[name] = (module.num_embeddings, module.embedding_dim)
+    tied = {name: owner for name, owner in tied.items() if owner in linears or owner in embeddings}
+    others = plan.others | {name: scheme for name in names if name in linears or name in embeddings}
+    kept = [row for row in plan.kept if row.name not in others and row.name not in tied]
+    return dataclasses.replace(plan, linears=linears, embeddings=embeddings, tied=tied, others=others, kept=kept)
 
 
 def place_empty_modules(

@@ -14,6 +14,7 @@ from lowbit.checkpoint.reader import INDEX, SINGLE, read_json
 from lowbit.formats import parse_scheme
 from lowbit.models.complete import Shape, incomplete, is_finite, require_complete, require_finite, some
 from lowbit.models.cpu import cpu_dtype, plan_on_cpu, quantizing_dtype
+from lowbit.models.head import quantize_head
 from lowbit.models.hf import METHOD, LowbitConfig, place_empty_modules
 from lowbit.models.load_foreign import load_foreign
 from lowbit.models.skeleton import build, config_of, damaged, require_causal, skeleton
@@ -61,10 +62,14 @@ def load_causal(
     verify: bool = False,
     progress: bool = False,
     batch_invariant: bool = False,
+    head: str | None = None,
 ) -> PreTrainedModel:
     """`load` of a causal language model; raises CheckpointError for architectures that do not predict the next token, before
-    any weights are read."""
-    model = _load(source, scheme, device, dtype, verify=verify, progress=progress, causal=True)
+    any weights are read. head: a scheme for the LM head and the embedding of a model whose layers are quantized, where these
+    come in 16 bits (`models.head`)."""
+    model = _load(source, scheme, device, dtype, verify=verify, progress=progress, causal=True, head=head)
+    if head is not None:
+        quantize_head(model, head)  # what was not quantized on the way
     if batch_invariant:
         make_batch_invariant(model, model.dtype)
     return model
@@ -72,7 +77,7 @@ def load_causal(
 
 def _load(
     source: str | Path, scheme: str | None, device: str | torch.device | None, dtype: torch.dtype | None, *, verify: bool,
-    progress: bool, causal: bool = False,
+    progress: bool, causal: bool = False, head: str | None = None,
 ) -> PreTrainedModel:  # fmt: skip
     device, folder = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")), Path(source)
     opened = open_checkpoint(folder) if is_foreign(folder) else None
@@ -81,7 +86,7 @@ def _load(
     if causal:
         require_causal(model, source)
     held = opened.tool if opened is not None else _held(config)
-    options = _quantization(source, held, scheme)
+    options = _quantization(source, held, scheme, head)
     if verify:
         verify_checkpoint(source)
     if folder.is_dir():
@@ -186,13 +191,14 @@ def _held(config: Any) -> str | None:
     return None if stored is None else str(stored.get("scheme", stored.get("quant_method")))
 
 
-def _quantization(source: str | Path, held: str | None, scheme: str | None) -> dict[str, Any]:
-    """The arguments of from_pretrained that quantize to a scheme while loading, of a checkpoint that is quantized to `held`."""
+def _quantization(source: str | Path, held: str | None, scheme: str | None, head: str | None) -> dict[str, Any]:
+    """The arguments of from_pretrained that quantize to a scheme while loading, LM head and embedding to that of `head`, of a
+    checkpoint that is quantized to `held`."""
     if scheme is None:
         return {}
     wanted = parse_scheme(scheme)
     if held is None:
-        return {"quantization_config": LowbitConfig(wanted.name)}
+        return {"quantization_config": LowbitConfig(wanted.name, head=head)}
     if held != wanted.name:
         raise ValueError(f"{source} is quantized already, to {held}; leave out the scheme {scheme!r}")
     return {}

@@ -54,7 +54,7 @@ def load_foreign(
     if contents.refused:
         advice = "lowbit convert --to dequantized may write 16-bit weights of it, or load it with the tool that made it"
         raise CheckpointError(f"{where}: {contents.refusals()}. {advice}")
-    loader = _Loader(contents)
+    loader = _Loader(contents, device)
     with tqdm(
         total=len(opened.source.entries), desc=f"{opened.tool} weights", unit="layer", disable=not progress, leave=False
     ) as bar:
@@ -74,8 +74,8 @@ def load_foreign(
 class _Loader:
     """Hands the layers and tensors of a checkpoint to Transformers and remembers what the layers are."""
 
-    def __init__(self, contents: Contents) -> None:
-        self.contents, self.source = contents, contents.source
+    def __init__(self, contents: Contents, device: torch.device) -> None:
+        self.contents, self.source, self.device = contents, contents.source, device
         self.modules = {name: contents.module(name) or name for name in self.source.entries}
         self.entries: dict[str, LayerEntry] = {}
 
@@ -91,7 +91,7 @@ class _Loader:
         """All that the model needs, under the names of the files; `done` is called after each layer."""
 
         def layer(name: str) -> Quantized:
-            q = self.contents.layer(name)
+            q = self.contents.layer(name, self.device)
             self.entries[self.modules[name]] = LayerEntry.of(q)
             done()
             return Quantized(q)

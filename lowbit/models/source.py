@@ -39,7 +39,7 @@ class Source(Protocol):
     entries: dict[str, ForeignEntry]
     plain: list[str]
 
-    def layer(self, name: str) -> QuantTensor: ...
+    def layer(self, name: str, device: torch.device | str = "cpu") -> QuantTensor: ...
 
     def dequantize(self, name: str, dtype: torch.dtype) -> Tensor: ...
 
@@ -55,8 +55,8 @@ class _LowbitSource:
         taken = {tensor for name, entry in manifest.layers.items() for tensor in expected_tensors(name, entry)}
         self.plain = [name for name in reader.names() if name not in taken]
 
-    def layer(self, name: str) -> QuantTensor:
-        return self._reader.layer(name)
+    def layer(self, name: str, device: torch.device | str = "cpu") -> QuantTensor:
+        return self._reader.layer(name).to(device)
 
     def dequantize(self, name: str, dtype: torch.dtype) -> Tensor:
         return self._reader.layer(name).dequantize(dtype)
@@ -207,10 +207,10 @@ class Contents:
         self.refuse(name, *reasons)
         return not reasons
 
-    def layer(self, name: str) -> QuantTensor:
-        """The weights of a layer as they can be stated and run: no order where scales do not depend on it, activations in 16
-        bits where the files have no word or this library no kernel for fewer."""
-        q = self.source.layer(name)
+    def layer(self, name: str, device: torch.device | str = "cpu") -> QuantTensor:
+        """The weights of a layer as they can be stated and run, on a device, which makes them: no order where scales do not
+        depend on it, activations in 16 bits where the files have no word or this library no kernel for fewer."""
+        q = self.source.layer(name, device)
         if q.order is not None and isinstance(q.scheme.granularity, (PerChannel, PerTensor)):
             codes = torch.empty_like(q.codes).index_copy_(1, q.order.long(), q.codes)
             q = replace(q, codes=codes, order=None)

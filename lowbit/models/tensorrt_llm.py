@@ -85,8 +85,8 @@ class TensorrtLlmSource:
                     f"{folder / WEIGHTS}: {name}: belongs to a layer without weights, {base}.weight is missing"
                 )
 
-    def layer(self, name: str) -> QuantTensor:
-        """One layer; factors of x that are all 1 are left out."""
+    def layer(self, name: str, device: torch.device | str = "cpu") -> QuantTensor:
+        """One layer, on a device, made on the host; factors of x that are all 1 are left out."""
         fused, (n, k) = self._fused[name], self.entries[name].shape
         begin, end = self._rows.get(name.split(".", 3)[-1], (0, n))
         weight, scale, factor = (
@@ -101,7 +101,8 @@ class TensorrtLlmSource:
                 )
         if factor is not None:
             factor = None if bool((factor == 1).all()) else factor.reshape(k).clone()
-        return QuantTensor(codes.contiguous(), scale[begin:end].contiguous(), None, self._scheme, pre_quant_scale=factor)
+        q = QuantTensor(codes.contiguous(), scale[begin:end].contiguous(), None, self._scheme, pre_quant_scale=factor)
+        return q.to(device)
 
     def dequantize(self, name: str, dtype: torch.dtype) -> Tensor:
         """One layer's weights [N, K]."""

@@ -40,6 +40,10 @@ STRIP = 16
 TILE_K = 64
 LANES = 32
 
+CODES_AT_ONCE = 1 << 22
+"""Codes brought into another order at once: temporary tensors take up to 9 bytes for each, 40 MB whatever the size of a
+matrix."""
+
 
 def strips(n: int) -> int:
     """Number of strips of 16 rows that cover `n` rows."""
@@ -93,6 +97,16 @@ class FragmentOrder(Layout):
 
     def _pack(self, codes: Tensor, bits: int) -> tuple[Tensor, ...]:
         n, k = codes.shape
+        (shape,) = self.plane_shapes(bits, (n, k))
+        plane = torch.empty(shape, dtype=torch.int32, device=codes.device)
+        step = _strips_at_once(k)
+        for part, target in zip(codes.split(step * STRIP), plane.split(step), strict=True):
+            target.copy_(self._packed(part, bits))
+        return (plane,)
+
+    def _packed(self, codes: Tensor, bits: int) -> Tensor:
+        """The plane of some strips."""
+        n, k = codes.shape
         padded = torch.nn.functional.pad(codes, (0, -k % TILE_K, 0, -n % STRIP))
         # (strip, row), (k_tile, k) -> strip, k_tile, (row, k)
         tiled = padded.reshape(strips(n), STRIP, k_tiles(k), TILE_K).transpose(1, 2).flatten(2).contiguous()
@@ -113,10 +127,18 @@ class FragmentOrder(Layout):
         words = words.flatten(3)
         plane = torch.empty_like(words.flatten(2))
         plane[..., word_places(bits).flatten().to(codes.device)] = words.flatten(2)
-        return (plane,)
+        return plane
 
     def _unpack(self, planes: tuple[Tensor, ...], bits: int, shape: Shape) -> Tensor:
-        words = planes[0][..., word_places(bits).to(planes[0].device)]  # strip, k_tile, lane, word
+        codes = torch.empty(shape, dtype=torch.uint8, device=planes[0].device)
+        step = _strips_at_once(shape[1])
+        for part, target in zip(planes[0].split(step), codes.split(step * STRIP), strict=True):
+            target.copy_(self._unpacked(part, bits, (target.shape[0], shape[1])))
+        return codes
+
+    def _unpacked(self, plane: Tensor, bits: int, shape: Shape) -> Tensor:
+        """The codes of some strips."""
+        words = plane[..., word_places(bits).to(plane.device)]  # strip, k_tile, lane, word
         source, moves = _moves(self, bits)
         words = words.unflatten(-1, (-1, self.fields(bits).words))  # strip, k_tile, lane, run, word
         window, elements = self.fields(bits).window, self.tile.elements
@@ -132,7 +154,12 @@ class FragmentOrder(Layout):
         # strip, k_tile, row, k -> (strip, row), (k_tile, k)
         tiled = codes.view(strips(shape[0]), k_tiles(shape[1]), STRIP, TILE_K).transpose(1, 2)
         whole = tiled.reshape(strips(shape[0]) * STRIP, k_tiles(shape[1]) * TILE_K)
-        return whole[: shape[0], : shape[1]].contiguous()
+        return whole[: shape[0], : shape[1]]
+
+
+def _strips_at_once(k: int) -> int:
+    """Strips of `k` columns that are packed together."""
+    return max(1, CODES_AT_ONCE // (STRIP * max(1, k)))
 
 
 def _shifted(words: Tensor, left: int) -> Tensor:

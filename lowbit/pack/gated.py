@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from lowbit.formats import PerBlock, PerChannel, PerGroup, PerTensor, QuantTensor, spread
-from lowbit.pack.fragment import STRIP
+from lowbit.hardware.mma import MMA_M16N8K16_F16
+from lowbit.pack.fragment import CODES_AT_ONCE, STRIP, FragmentOrder
 from lowbit.pack.weight import FragmentWeight
 
 HALF = STRIP // 2
@@ -55,8 +56,19 @@ def pack_gated(gate: QuantTensor, up: QuantTensor) -> FragmentWeight:
         raise ValueError(f"gate and up cannot be packed as one matrix: {'; '.join(reasons)}")
     gate, up = with_scales_of_rows(gate), with_scales_of_rows(up)
     zero = None if gate.zero is None or up.zero is None else alternate(gate.zero, up.zero)
-    codes, scale = alternate(gate.codes, up.codes), alternate(gate.scale, up.scale)
-    return FragmentWeight.pack(QuantTensor(codes, scale, zero, gate.scheme))
+    codes = torch.empty((2 * gate.shape[0], gate.shape[1]), dtype=torch.uint8, device="meta")
+    q = QuantTensor(codes, alternate(gate.scale, up.scale), zero, gate.scheme)
+    return FragmentWeight.pack(q, _plane(gate, up))
+
+
+def _plane(gate: QuantTensor, up: QuantTensor) -> Tensor:
+    """The codes of both in fragment order, made of some rows at once: as one matrix they would be in memory twice."""
+    order, bits = FragmentOrder(MMA_M16N8K16_F16, gate.scheme.weight), gate.scheme.weight.bits
+    (n, k), step = gate.shape, max(1, CODES_AT_ONCE // (STRIP * max(1, gate.shape[1])))
+    plane = torch.empty(order.plane_shapes(bits, (2 * n, k))[0], dtype=torch.int32, device=gate.codes.device)
+    for target, *parts in zip(plane.split(step), *(q.codes.split(step * HALF) for q in (gate, up)), strict=True):
+        target.copy_(order.pack(alternate(*parts), bits)[0])
+    return plane
 
 
 def with_scales_of_rows(q: QuantTensor) -> QuantTensor:

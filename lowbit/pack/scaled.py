@@ -14,6 +14,7 @@ There is `scale` or `channel_scale`, never both. Groups of a multiple of 128 are
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,7 +35,7 @@ from lowbit.formats import (
 )
 from lowbit.hardware.byte_conversions import ByteOperand, byte_conversion
 from lowbit.hardware.mma import MMA_M16N8K32_S8
-from lowbit.pack.fragment import STRIP, FragmentOrder
+from lowbit.pack.fragment import CODES_AT_ONCE, STRIP, FragmentOrder
 
 GROUP = 128
 """Columns of w that share a scale, where a row has several."""
@@ -103,7 +104,6 @@ class OperandWeight:
         if not bool(torch.isfinite(q.scale).all()):
             raise ValueError(f"{q.scheme} {q.shape}: scales must be finite, some are not")
         n, k = q.shape
-        values = decode(q.codes, q.scheme.weight)
         scale = channel = None
         if isinstance(q.scheme.granularity, PerGroup):
             size = q.scheme.granularity.size
@@ -113,9 +113,7 @@ class OperandWeight:
             scale = q.scale.float().contiguous()
         else:
             channel = q.scale.float().expand(n, 1).reshape(-1).contiguous()
-        if scale is not None:
-            values = values * spread(q.scale.float(), q.scheme.granularity, q.shape)
-        return cls(_pack_codes(q), scale, channel, values.sum(1, dtype=torch.float64).float(), q.scheme, q.shape)
+        return cls(_pack_codes(q), scale, channel, _sums(q, scaled=scale is not None), q.scheme, q.shape)
 
     def unpack(self) -> QuantTensor:
         """The matrix that `pack` packed; its inverse, but for scales that are not of groups, which are float32."""
@@ -145,6 +143,21 @@ class OperandWeight:
         return replace(self, **{name: t.clone() for name, t in self._tensors.items()})
 
 
+def _sums(q: QuantTensor, scaled: bool) -> Tensor:
+    """Sums of the rows of a matrix, float32 [N], with their scales or without; some blocks of rows at once."""
+    granularity = q.scheme.granularity
+    block = granularity.n if isinstance(granularity, PerBlock) else 1
+    step = max(1, CODES_AT_ONCE // (4 * block * max(1, q.shape[1])))  # float32, and a second time with its scales
+    sums = []
+    scales = q.scale.split(step) if scaled else itertools.repeat(None)
+    for codes, scale in zip(q.codes.split(step * block), scales, strict=False):
+        values = decode(codes, q.scheme.weight)
+        if scale is not None:
+            values = values * spread(scale.float(), granularity, (codes.shape[0], codes.shape[1]))
+        sums.append(values.sum(1, dtype=torch.float64).float())
+    return torch.cat(sums)
+
+
 def _order(scheme: Scheme) -> FragmentOrder:
     return FragmentOrder(MMA_M16N8K32_S8, scheme.weight)
 
@@ -159,7 +172,9 @@ def _pack_codes(q: QuantTensor) -> Tensor:
     stored = byte_conversion(fmt, _operand(q.scheme)).stored
     codes = q.codes
     if stored:
-        codes = torch.tensor(stored, dtype=torch.uint8, device=codes.device)[codes.int()]
+        table = torch.tensor(stored, dtype=torch.uint8, device=codes.device)
+        step = max(1, CODES_AT_ONCE // max(1, k))
+        codes = torch.cat([table[part.int()] for part in codes.split(step)])
     (packed,) = _order(q.scheme).pack(codes, fmt.bits)
     return packed
 

@@ -110,8 +110,9 @@ class FragmentWeight:
     pre_quant_scale: Tensor | None = None
 
     @classmethod
-    def pack(cls, q: QuantTensor) -> FragmentWeight:
-        """The kernels' form of `q`, on its device.
+    def pack(cls, q: QuantTensor, plane: Tensor | None = None) -> FragmentWeight:
+        """The kernels' form of `q`, on its device. `plane`: its codes, if they are in fragment order already; those of `q` are
+        not looked at then and may be on the meta device.
 
         Raises ValueError for groups that are no multiple of 16, scales that are not finite, an order that is no permutation,
         and a low-rank correction, which the layer adds (`nn.QuantLinear`).
@@ -126,8 +127,8 @@ class FragmentWeight:
                 raise ValueError(f"{q.scheme} {q.shape}: {name} must be finite, some are not")
         if q.order is not None and not is_permutation(q.order):
             raise ValueError(f"{q.scheme} {q.shape}: order is a permutation of 0 to {q.shape[1] - 1}, this one is not")
-        order = FragmentOrder(MMA_M16N8K16_F16, q.scheme.weight)
-        (codes,) = order.pack(q.codes, q.scheme.weight.bits)
+        if plane is None:
+            (plane,) = FragmentOrder(MMA_M16N8K16_F16, q.scheme.weight).pack(q.codes, q.scheme.weight.bits)
         channel = scale = None
         scales, zeros = q.scale, q.zero
         if has_channel_scale(q.scheme):
@@ -144,7 +145,7 @@ class FragmentWeight:
         if group:
             parts = [_by_group(values.to(scales.dtype), q, group) for values in (scales, zeros) if values is not None]
             scale = torch.cat(parts, dim=-1).contiguous()
-        return cls(codes, scale, channel, q.scheme, q.shape, q.order, q.pre_quant_scale)
+        return cls(plane, scale, channel, q.scheme, q.shape, q.order, q.pre_quant_scale)
 
     def unpack(self) -> QuantTensor:
         """The matrix that `pack` packed; its inverse, but for scales that are float32 then: those per channel or tensor, and

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from lowbit.engine import Drawn, End, Engine, Request, TextStream
-from lowbit.models.head import SCHEME, quantize_head
+from lowbit.models.head import SCHEME
 from lowbit.models.load import load_causal
 from lowbit.models.skeleton import tokenizer_of
 from lowbit.nn.linear import make_batch_invariant
@@ -244,11 +244,11 @@ def pipeline(
     """
     for name in unknown:
         raise UnknownArgument(name, set(inspect.signature(pipeline).parameters) - {"unknown"})
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model = load_causal(
-        model_name_or_path, scheme=quantization_mode, device=device, dtype=dtype, verify=verify, progress=progress
-    )
-    if engine in (True, None) and head is not None and model.device.type == "cuda":
-        quantize_head(model, head)
+        model_name_or_path, scheme=quantization_mode, device=device, dtype=dtype, verify=verify, progress=progress,
+        head=head if engine in (True, None) and device.type == "cuda" else None,
+    )  # fmt: skip
     if batch_invariant:
         make_batch_invariant(model, model.dtype)
     if tokenizer is None or isinstance(tokenizer, (str, Path)):

@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from lowbit import LowbitConfig
 from lowbit.checkpoint import CheckpointError, CheckpointReader, CheckpointWriter, LayerEntry, Manifest, layer_tensors
 from lowbit.formats import parse_scheme
+from lowbit.models.head import quantize_head
 from lowbit.models.hf import LOADING_OVERHEAD_BYTES, place_empty_modules
+from lowbit.models.load import load_causal
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
 from lowbit.nn import QuantEmbedding, QuantLinear
 from lowbit.quantize import rtn
@@ -289,3 +291,20 @@ def test_peak_memory_is_packed_size_plus_one_layer_plus_a_constant(tmp_path, how
     packed = weights * 4.25 / 8
     print(f"peak {peak:,}, packed {packed:,.0f}, layer {layer:,}")
     assert peak < packed + layer + LOADING_OVERHEAD_BYTES
+
+
+def test_a_scheme_for_head_and_embedding_is_that_of_quantize_head_and_is_saved(folder, tmp_path):
+    """Quantized as they come, not when everything is loaded: the same model, and files that say so."""
+    model = load_causal(folder, scheme="w4a16_g16", head="w8a16", device="cpu", dtype=torch.float32)
+    later = load_causal(folder, scheme="w4a16_g16", device="cpu", dtype=torch.float32)
+    quantize_head(later, "w8a16")
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        expected = later(ids).logits
+        assert torch.equal(model(ids).logits, expected)
+        model.save_pretrained(tmp_path / "saved")
+        again = load_causal(tmp_path / "saved", device="cpu", dtype=torch.float32)
+        assert torch.equal(again(ids).logits, expected)
+    for each in (model, again):
+        ends = each.get_input_embeddings(), each.get_output_embeddings()
+        assert [end.scheme_name for end in ends] == ["w8a16", "w8a16"]

@@ -1,10 +1,23 @@
-"""A calibrated run holds one decoder layer, whatever the number of layers."""
+"""A calibrated run holds one decoder layer, whatever the number of layers; loading holds one layer in two forms."""
 
 from __future__ import annotations
 
-import torch
+import sys
 
-from tests.memory import linux, peak_bytes
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, core_model_loading
+
+import lowbit
+from lowbit.bench.load import tensor_bytes
+from lowbit.models import hf
+from lowbit.models.convert_checkpoint import convert_checkpoint
+from lowbit.models.hf import GPU_LOADING_OVERHEAD_BYTES
+from lowbit.models.load import load_causal
+from lowbit.nn import PackedWeight, QuantEmbedding, QuantLinear
+from lowbit.nn.fused import AlternatingMLP
+from lowbit.quantize import rtn
+from tests.memory import TensorBytes, linux, peak_bytes
 from tests.tiny import tiny_tokenizer
 
 HIDDEN, INTERMEDIATE, LAYERS, SAMPLES, LENGTH = 512, 1024, 8, 24, 128
@@ -28,8 +41,6 @@ lowbit.quantize_checkpoint(sys.argv[1], sys.argv[2], 'w4a16_g64', method=Gptq(se
 @linux
 def test_gptq_holds_one_layer_its_statistics_and_the_activations(tmp_path):
     """Seven decoder layers more would take 73 MB more in float32."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     config = LlamaConfig(
         vocab_size=160, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_hidden_layers=LAYERS, num_attention_heads=8,
         num_key_value_heads=8, max_position_embeddings=256, dtype=torch.float16,
@@ -46,3 +57,123 @@ def test_gptq_holds_one_layer_its_statistics_and_the_activations(tmp_path):
     constant = 15_000_000
     stated = max(layer + activations + statistics, packed + layer) + constant
     assert peak < stated < peak + (LAYERS - 1) * layer
+
+
+VOCAB, WIDE = 16384, 2048
+AT_ONCE = 1 << 14
+CONSTANT = 100 * AT_ONCE
+
+
+def pack_for_gpu(layer, dtype):
+    layer._pack_for_gpu()
+    layer._drop_form_on_disk()
+    return ()
+
+
+def prepare_layers(model):
+    """`fuse.prepare_on_gpu`, wherever the layers are."""
+    for layer in layers_of(model):
+        layer.prepare(torch.bfloat16)
+
+
+def copied(tensor, device=None, dtype=None):
+    given = tensor[...]
+    return given.clone() if isinstance(given, torch.Tensor) else given
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Layers take the steps that they take on a GPU, files are copied as to one, and few weights are worked on at once, so that
+    what is meant to be constant is small beside a layer."""
+    monkeypatch.setattr(PackedWeight, "_prepare", pack_for_gpu)
+    monkeypatch.setattr(hf, "prepare_on_gpu", prepare_layers)
+    monkeypatch.setattr(core_model_loading, "_materialize_copy", copied)
+    monkeypatch.setattr(sys.modules["lowbit.quantize.rtn"], "WEIGHTS_AT_ONCE", AT_ONCE)
+    for module in ("fragment", "gated", "scaled"):
+        monkeypatch.setattr(sys.modules[f"lowbit.pack.{module}"], "CODES_AT_ONCE", AT_ONCE, raising=False)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """A folder in 16 bits, its head the largest layer: 17 MB of 96."""
+    folder = tmp_path_factory.mktemp("wide")
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=WIDE, num_hidden_layers=6, num_attention_heads=8,
+        num_key_value_heads=8, max_position_embeddings=256, tie_word_embeddings=False, dtype=torch.bfloat16,
+    )  # fmt: skip
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder / "16-bit", max_shard_size="20MB")
+    return folder
+
+
+def layers_of(model):
+    return [module for module in model.modules() if isinstance(module, QuantLinear)]
+
+
+@pytest.mark.parametrize("scheme", ["w4a16_g128", "w6e3m2a16", "w8a16", "w8a8", "w4a8_g128"])
+def test_loading_holds_the_packed_model_one_layer_and_a_constant(scheme, wide, as_on_a_gpu):
+    """Two ends in 16 bits would be 34 MB more, all layers as rows besides 10."""
+    with TensorBytes() as held:
+        model = load_causal(wide / "16-bit", scheme=scheme, head="w8a16", device="cpu", dtype=torch.bfloat16)
+        prepare_layers(model)  # the head, if that was quantized last
+    assert isinstance(model.get_input_embeddings(), QuantEmbedding) and isinstance(model.lm_head, QuantLinear)
+    assert all(layer.kernel_codes is not None and not layer.weight_packed.numel() for layer in layers_of(model))
+    packed, layer = tensor_bytes(model), 2 * VOCAB * HIDDEN
+    print(f"{scheme}: peak {held.peak:,}, packed {packed:,}, layer {layer:,}")
+    assert packed < 0.6 * sum(f.stat().st_size for f in (wide / "16-bit").glob("*.safetensors"))
+    assert held.peak < packed + layer + CONSTANT
+
+
+@pytest.mark.parametrize("tool", ["gptq", "awq", "compressed-tensors"])
+def test_taking_over_a_tools_files_holds_no_more(tool, wide, tmp_path, as_on_a_gpu):
+    lowbit.quantize_checkpoint(wide / "16-bit", tmp_path / "own", "w4a16_g128")
+    convert_checkpoint(tmp_path / "own", tmp_path / tool, tool)
+    with TensorBytes() as held:
+        model = load_causal(tmp_path / tool, device="cpu", dtype=torch.bfloat16)
+    assert all(layer.kernel_codes is not None for layer in layers_of(model))
+    packed, layer = tensor_bytes(model), 2 * VOCAB * HIDDEN
+    print(f"{tool}: peak {held.peak:,}, packed {packed:,}, layer {layer:,}")
+    assert held.peak < packed + layer + CONSTANT
+
+
+def test_gate_and_up_become_one_weight_without_a_copy_in_bytes(as_on_a_gpu):
+    n, k = WIDE, HIDDEN
+    gate, up, down = (QuantLinear.from_quant_tensor(rtn(torch.randn(n, k), "w4a16_g128")) for _ in range(3))
+    for layer in (gate, up):
+        layer.prepare(torch.bfloat16)
+    with TensorBytes() as held:
+        AlternatingMLP(gate, up, down, "silu")
+    made = 2 * n * k * (4 + 16 / 128) / 8
+    print(f"peak {held.peak:,}, made {made:,.0f}, both as bytes {2 * n * k:,}")
+    assert held.peak < made + 2 * n * k + CONSTANT  # was 20 bytes a weight of one
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scheme", ["w4a16_g128", "w6e3m2a16", "w8a8"])
+def test_a_pipeline_holds_the_packed_model_one_layer_and_a_constant_on_a_gpu(scheme, tmp_path):
+    """From the files to the engine's own forms of the weights: 860 MB in 16 bits, of which the head has 131. All layers in two
+    forms, or the ends in 16 bits, would be some 260 MB more."""
+    config = LlamaConfig(
+        vocab_size=32000, hidden_size=2048, intermediate_size=8192, num_hidden_layers=4, num_attention_heads=16,
+        num_key_value_heads=16, max_position_embeddings=256, tie_word_embeddings=False, dtype=torch.bfloat16,
+    )  # fmt: skip
+    with torch.device("cuda"):
+        made = LlamaForCausalLM(config).bfloat16()
+    made.save_pretrained(tmp_path, max_shard_size="200MB")
+    tiny_tokenizer().save_pretrained(tmp_path)
+    del made
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    pipe = lowbit.pipeline(str(tmp_path), quantization_mode=scheme, cache_bytes=64 << 20, max_concurrent=4)
+    loaded = torch.cuda.max_memory_allocated() - before
+    packed, layer = torch.cuda.memory_allocated() - before, 2 * 32000 * 2048
+    assert packed < 0.65 * sum(f.stat().st_size for f in tmp_path.glob("*.safetensors"))
+    assert loaded < packed + layer + GPU_LOADING_OVERHEAD_BYTES
+    assert all(linear.is_prepared and not linear.weight_packed.numel() for linear in layers_of(pipe.model))
+    torch.cuda.reset_peak_memory_stats()
+    assert not pipe.engine.program.reasons, pipe.engine.report()
+    cache = pipe.engine.program.cache
+    of_cache = sum(part.nbytes for i in range(cache.spec.layers) for part in cache.layer(i))
+    made = torch.cuda.max_memory_allocated() - before
+    print(f"{scheme}: loaded {loaded:,}, with the engine {made:,}, packed {packed:,}, layer {layer:,}, cache {of_cache:,}")
+    assert made < packed + of_cache + layer + GPU_LOADING_OVERHEAD_BYTES

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowbit.formats import IntFormat, PerGroup, Scheme, ZeroPoint, code_values, parse_scheme, uint_format
 from lowbit.quantize import rtn
@@ -161,3 +162,27 @@ def test_working_in_pieces_changes_nothing(name, monkeypatch):
     pieces = rtn(w, name)
     assert torch.equal(pieces.codes, whole.codes) and torch.equal(pieces.scale, whole.scale)
     assert whole.zero is None or torch.equal(pieces.zero, whole.zero)
+
+
+def test_pieces_wait_for_a_device_once_each(monkeypatch):
+    """Every number that comes to the host waits for all that a GPU has to do: once a piece, and twice for the matrix."""
+    waits = []
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            waits.extend([function] * (function is torch.ops.aten._local_scalar_dense.default))
+            return function(*args, **(kwargs or {}))
+
+    monkeypatch.setattr(sys.modules["lowbit.quantize.rtn"], "WEIGHTS_AT_ONCE", 128 * 8)
+    with Count():
+        rtn(random(80, 128), "w4a16_g32")
+    assert len(waits) == 10 + 2  # that all are finite, and which type the scales have
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_numbers_that_are_not_finite_are_counted_wherever_they_are(value, dtype):
+    w = random(8, 64).to(dtype)
+    w[3, 5] = w[7, 63] = value
+    with pytest.raises(ValueError, match="2 of 512 weights are not finite"):
+        rtn(w, "w4a16_g32")

@@ -1,0 +1,74 @@
+"""`lowbit bench load` on the terminal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from lowbit.eval.results import read_json
+
+SCHEMA = 1
+LOAD = "lowbit bench load"
+
+ROW_KEYS = frozenset(
+    {
+        *(
+            "model",
+            "layers",
+            "files",
+            "scheme",
+            "head",
+            "dtype",
+            "device",
+            "source_bytes",
+            "seconds",
+            "gb_per_s",
+            "model_bytes",
+        ),
+        *("layer_bytes", "bound_bytes", "peak_bytes", "peak_host_bytes", "slow", "error"),
+    }
+)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The document of a result file of `lowbit bench load`; raises ValueError that says what is wrong with it."""
+    document = read_json(path, LOAD, SCHEMA)
+    for key in ("machine", "rows", "date"):
+        if key not in document:
+            raise ValueError(f"{path}: holds no {key!r}")
+    for number, row in enumerate(document["rows"]):
+        missing = sorted(ROW_KEYS - set(row))
+        if missing:
+            raise ValueError(f"{path}: row {number} lacks {', '.join(missing)}")
+    return document
+
+
+def load_table(document: dict[str, Any]) -> Table:
+    """One line for each kind of files and scheme: seconds, GB of files a second, the model's bytes, the peak on
+    the GPU and its bound, the peak of the host's memory."""
+    first = document["rows"][0] if document["rows"] else None
+    of = "" if first is None else f" {first['model']}, {first['layers']} layers,"
+    heads = ", ".join(dict.fromkeys(row["head"] for row in document["rows"] if row["head"]))
+    table = Table(
+        "files", "scheme", "GB", "s", "GB/s", "model GB", "peak GB", "bound GB", "host GB",
+        title=f"loading{of} on {document['machine']['device']}{f', head {heads}' if heads else ''}",
+    )  # fmt: skip
+    for column in table.columns[:2]:
+        column.no_wrap = True
+    for row in document["rows"]:
+        table.add_row(*_cells(row))
+    return table
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    named = [row["files"], row["scheme"] or "-", _gb(row["source_bytes"])]
+    if row["error"] is not None:
+        return [*named, row["error"]]
+    sizes = [_gb(row[key]) for key in ("model_bytes", "peak_bytes", "bound_bytes", "peak_host_bytes")]
+    return [*named, f"{min(row['seconds']):.2f}", f"{row['gb_per_s']:.2f}", *sizes]
+
+
+def _gb(count: int | None) -> str:
+    return "-" if count is None else f"{count / 1e9:.2f}"
