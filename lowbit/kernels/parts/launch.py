@@ -120,8 +120,6 @@ def _described(argument: Any, parameter: Any) -> Any:
     if isinstance(argument, int):
         small = 3 if parameter.do_not_specialize else 1 if argument == 1 else 3 if argument % 16 else 16
         return small if -(1 << 31) <= argument < 1 << 31 else (1 << 40 if argument < 1 << 63 else 1 << 63) + small
-    if isinstance(argument, tuple):
-        return tuple(_described(each, parameter) for each in argument)
     return 2.0 if isinstance(argument, float) else argument
 
 
