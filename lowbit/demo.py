@@ -22,10 +22,10 @@ from lowbit.checkpoint.detect import quantization_of
 from lowbit.checkpoint.reader import read_json
 from lowbit.checkpoint.schema import METHOD
 from lowbit.eval import perplexity, sample_text
-from lowbit.models.cpu import measuring_dtype
+from lowbit.eval.suite import to_measure
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
 from lowbit.models.skeleton import tokenizer_of
-from lowbit.pipeline import Pipeline, pipeline
+from lowbit.pipeline import Pipeline
 
 SCHEMES = ("w8a16", "w6e3m2a16", "w5e2m2a16", "w4a16_g64", "w4a16_g32_fz")
 PROMPTS = ("Once upon a time, in a village by the sea,", "Isaac Newton discovered that white light")
@@ -130,7 +130,7 @@ def run(source: Path, out: Path, say: Callable[[str], None], *, progress: bool =
     tokenizer = tokenizer_of(source)
     ids = tokenizer(sample_text(), return_tensors="pt").input_ids[:, : WINDOW * WINDOWS]
     say(f"measuring the 16-bit model on {ids.shape[1]:,} tokens of Newton's Opticks")
-    reference, texts = _measure(pipeline(str(source), dtype=measuring_dtype()), ids, progress)
+    reference, texts = _measure(to_measure(str(source)), ids, progress)
     for prompt, text in zip(PROMPTS, texts, strict=True):
         say(f"16 bits say: {prompt}{text}")
     rows = []
@@ -140,7 +140,7 @@ def run(source: Path, out: Path, say: Callable[[str], None], *, progress: bool =
         say(f"quantizing to {scheme}")
         quantize_checkpoint(source, folder, scheme, overwrite=_is_of_lowbit(folder), progress=progress, say=say)
         weight_bytes, weights = _size(folder)
-        value, texts = _measure(pipeline(str(folder), dtype=measuring_dtype()), ids, progress)
+        value, texts = _measure(to_measure(str(folder)), ids, progress)
         seconds = time.perf_counter() - start
         rows.append(Row(scheme, 8 * weight_bytes / weights, weight_bytes, value, reference, seconds, texts, str(folder)))
     return rows

@@ -177,7 +177,7 @@ class _Measure:
     def tasks(self) -> list[tuple[str, Figure]]:
         """Questions, summaries and programs by the loaded model."""
         found: list[tuple[str, Figure]] = []
-        pipe = Pipeline(self.model, self.tokenizer)
+        pipe = Pipeline(self.model, self.tokenizer, engine=False)
         for task in self._others:
             if task.kind == "choice":
                 figures = choose(self.model, self.tokenizer, task.content, progress=self.progress).figures()

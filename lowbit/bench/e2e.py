@@ -18,7 +18,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lowbit.bench.ceilings import read_bandwidth
-from lowbit.bench.e2e_report import E2E, SCHEMA
+from lowbit.bench.e2e_report import E2E, KINDS, SCHEMA
 from lowbit.bench.language_model import random_model, weight_bytes
 from lowbit.bench.protocol import failures, reason, warm_up
 from lowbit.bench.results import default_path, machine
@@ -36,8 +36,8 @@ REPLAYS = 24
 PROMPT, OUTPUT = 1024, 64
 """Tokens of the prompt that is timed by itself, and tokens that a whole request draws."""
 
-PRODUCTS = ("gemm", "nvjet", "Reduce")
-"""Parts of the names of kernels that multiply by weights: this library's, cuBLAS's and its sums of split K."""
+PRODUCTS = KINDS["products"]
+"""Parts of the names of kernels that multiply by weights: this library's, cuBLAS's and its sums of split K (splitKreduce)."""
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 

@@ -17,7 +17,7 @@ KINDS = {
     "products": ("gemm", "cutlass", "cublas", "nvjet", "splitK"),
     "attention": ("attention", "append"),
     "norms and gates": ("norm", "gate", "embed"),
-    "drawing": ("survey", "weigh", "settle", "argmax"),
+    "drawing": ("survey", "weigh", "collect", "settle", "argmax"),
 }
 """Kernels of a step by what is in their names; the rest is "other"."""
 

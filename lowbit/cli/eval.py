@@ -126,9 +126,7 @@ def _perplexities(
 ) -> dict[str, Any]:
     from lowbit.checkpoint.reader import read_text
     from lowbit.eval import perplexity, sample_text
-    from lowbit.eval.suite import token_ids
-    from lowbit.models.cpu import measuring_dtype
-    from lowbit.pipeline import pipeline
+    from lowbit.eval.suite import to_measure, token_ids
 
     expected = "--text takes UTF-8 text, Newton's Opticks is taken without it"
     content = sample_text() if text is None else read_text(text, expected)
@@ -136,7 +134,7 @@ def _perplexities(
     rows = []
     table = Table(Column("model", overflow="fold"), "perplexity", "standard error", "tokens", "nats per token")
     for name in models if reference is None else [reference, *models]:
-        pipe = pipeline(name, dtype=measuring_dtype(), progress=progress)
+        pipe = to_measure(name, progress)
         ids = token_ids(pipe, content, window, stride, windows)
         result = perplexity(pipe.model, ids, window=window, stride=stride, progress=progress)
         pipe.destroy()

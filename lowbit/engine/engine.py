@@ -87,7 +87,9 @@ class Engine:
         on_gpu = self.device.type == "cuda"
         positions = _positions(model)
         self.max_length = min(max_length or positions, positions)
-        self.program, self.difference = _program(model, self.max_length, batch_invariant, forward)
+        # Whatever the caller's mode is: the weights that a program joins stay the model's, which may be trained.
+        with torch.inference_mode(next(model.parameters()).is_inference()):
+            self.program, self.difference = _program(model, self.max_length, batch_invariant, forward)
         pages = 1 + max_concurrent * pages_for(self.max_length)
         if isinstance(self.program, DecodeProgram):
             spec = self.program.cache_spec

@@ -128,6 +128,12 @@ def _read_task(path: Path, settings: Settings) -> Task:
     return Task(name, kind, content, str(path), hashlib.sha256(path.read_bytes()).hexdigest())
 
 
+def to_measure(name: str, progress: bool = False) -> Pipeline:
+    """A pipeline of a model as its files have it: the decode engine, which on a GPU rounds LM head and embedding of quantized
+    models to 8 bits and takes most of the memory for its cache, is left out."""
+    return pipeline(name, dtype=measuring_dtype(), progress=progress, engine=False)
+
+
 def run_suite(
     models: Sequence[str],
     reference: str | None,
@@ -149,7 +155,7 @@ def run_suite(
     names = [reference, *models] if reference is not None else list(models)
     held: Pipeline | None = None
     for name, label in zip(names, labels(names), strict=True):
-        pipe = pipeline(name, dtype=measuring_dtype(), progress=progress)
+        pipe = to_measure(name, progress)
         first = reference is not None and held is None
         dtype = str(pipe.model.dtype).removeprefix("torch.")
         results.add_model(name, label, first, size_of(name, pipe.model), dtype, str(pipe.model.device))

@@ -75,6 +75,15 @@ def test_tables_say_shares_ratios_and_errors(tmp_path):
     assert shares(row()) == {"products": 300.0, "attention": 90.0, "norms and gates": 0.0, "drawing": 0.0, "other": 10.0}
 
 
+def test_sums_of_split_k_are_products():
+    """As an H200's cuBLAS names them."""
+    name = "void cublasLt::splitKreduce_kernel<32, 16, int, float, __half>(cublasLt::cublasSplitKParams<float>)"
+    assert any(part in name for part in e2e.PRODUCTS)
+    assert shares(row(kernels={name: [1, 2.0, 2.0], "collect": [1, 1.0, 1.0]})) == {
+        "products": 2.0, "attention": 0.0, "norms and gates": 0.0, "drawing": 1.0, "other": 0.0,
+    }  # fmt: skip
+
+
 def test_pictures_need_a_measured_row(tmp_path):
     pytest.importorskip("matplotlib", reason="the extra lowbit[plot]")
     plot(document(row(), row(batch=4), row(scheme=None), row(impl="transformers eager", kernels=None)), tmp_path / "e2e.svg")

@@ -88,6 +88,22 @@ def test_end_to_end(models, data, tmp_path):
     assert ("![" in page) == HAS_MATPLOTLIB == ("no plot" not in result.stderr)
 
 
+@pytest.mark.parametrize("more", [(), ("--suite", "text")], ids=["perplexity", "suite"])
+def test_what_is_measured_is_what_the_files_hold(models, tmp_path, monkeypatch, more):
+    """No engine: on a GPU it would round the head to 8 bits, and its cache take the memory of the models after it."""
+    asked = []
+
+    def pipeline(name, **options):
+        asked.append((name, options.get("engine")))
+        return original(name, **options)
+
+    original = suite.pipeline
+    monkeypatch.setattr(suite, "pipeline", pipeline)
+    done = run("eval", models[1], "--reference", models[0], *more, *(("--out", tmp_path / "o") if more else ()), *SMALL)
+    assert done.exit_code == 0, done.stderr
+    assert asked == [(str(model), False) for model in models[:2]]
+
+
 def test_sizes_are_those_of_the_files(models, tmp_path):
     fp16, q4, _ = models
     run("eval", q4, "--reference", fp16, "--suite", "text", "--out", tmp_path, "--windows", "1", "--window", "16")

@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+import torch
 
 import lowbit
 from lowbit.engine import Engine
@@ -183,3 +184,14 @@ def test_streams_refuse_what_calls_refuse(by_engine):
     gone.destroy()
     with pytest.raises(RuntimeError, match="this pipeline was destroyed"):
         gone.stream("x")
+
+
+@pytest.mark.parametrize("loaded_within", [False, True])
+def test_an_engine_made_in_inference_mode_leaves_the_model_its_weights(loaded_within):
+    """What it joins them to are no inference tensors, which could not be trained."""
+    with torch.inference_mode(loaded_within):
+        model = eager_llama()
+    with torch.inference_mode():
+        made = Pipeline(model, tiny_tokenizer(), engine=True)(PROMPTS[0], max_new_tokens=5, do_sample=False)
+    assert {parameter.is_inference() for parameter in model.parameters()} == {loaded_within}
+    assert made == Pipeline(model, tiny_tokenizer(), engine=True)(PROMPTS[0], max_new_tokens=5, do_sample=False)

@@ -47,14 +47,14 @@ _thread = threading.local()
 @contextmanager
 def recording() -> Iterator[list[Wanted]]:
     """Within it, kernels that this thread launches are not: those not compiled yet are listed, each once, when it ends.
-    Results are what memory happens to hold."""
+    Results are what memory happens to hold. Within another recording, that one goes on without what this one lists."""
     listed: list[Wanted] = []
     met: dict[Launcher, Wanted] = {}
-    _thread.met = met
+    around, _thread.met = getattr(_thread, "met", None), met
     try:
         yield listed
     finally:
-        _thread.met = None
+        _thread.met = around
         for each in met.values():
             if each not in listed:
                 listed.append(each)
@@ -119,7 +119,7 @@ def _described(argument: Any, parameter: Any) -> Any:
         return replace(argument, base=Address(0, argument.base.dtype), shape=shape, strides=strides)
     if isinstance(argument, int):
         small = 3 if parameter.do_not_specialize else 1 if argument == 1 else 3 if argument % 16 else 16
-        return small if -(1 << 31) <= argument < 1 << 31 else (1 << 40) + small
+        return small if -(1 << 31) <= argument < 1 << 31 else (1 << 40 if argument < 1 << 63 else 1 << 63) + small
     return 2.0 if isinstance(argument, float) else argument
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,11 @@ from lowbit.pack import weight_form
 
 pytest.importorskip("triton")
 
+from triton import knobs
+
+from lowbit.kernels.parts.launch import Wanted
+
+ROOT = Path(__file__).parents[3]
 H200 = typical_machine(90)
 
 
@@ -63,6 +69,34 @@ def test_numbers_by_what_is_compiled_for_them():
     assert [_described(value, Plain) for value in (1, 16)] == [3, 3] and _described(17, Constant) == 17
 
 
+@pytest.mark.parametrize("align", [True, False])
+@pytest.mark.parametrize("specialize", [True, False])
+def test_descriptions_compile_to_what_their_arguments_do(specialize, align):
+    """By Triton's own word: the type and the assumptions that it compiles for."""
+    from triton._C.libtriton import native_specialize_impl
+    from triton.backends.compiler import BaseBackend
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from lowbit.kernels.parts.gluon import gl
+    from lowbit.kernels.parts.launch import Address, _described
+
+    class Parameter:
+        is_constexpr, do_not_specialize = False, not specialize
+
+    layout, code = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2), torch.empty(64, dtype=torch.int8)
+    edges = [0, 1, 16, 31, 1 << 31, 1 << 32, 1 << 63, 1 << 64]
+    numbers = [sign * edge + more for edge in edges for more in (-16, -1, 0, 1, 16) for sign in (1, -1)]
+    numbers = [number for number in numbers if -(1 << 63) <= number < 1 << 64]
+    tensors = [code, code[1:], code[16:], code[:0], torch.empty(8, 8, dtype=torch.bfloat16)[1:], Address(4, torch.int32)]
+    tensors += [torch.empty(3, dtype=dtype) for dtype in (torch.bool, torch.float8_e4m3fn, torch.float64)]
+    matrix = TensorDescriptor(torch.empty(64, 64, dtype=torch.half), [64, 64], [64, 1], [16, 64], layout)
+    small = TensorDescriptor(Address(0, torch.bfloat16), [3, 64], [64, 1], [8, 64], layout, "nan")
+    for given in (*numbers, True, False, 0.0, 1.0, -2.5, None, *tensors, matrix, small):
+        described = _described(given, Parameter)
+        found, expected = (native_specialize_impl(BaseBackend, x, False, specialize, align) for x in (described, given))
+        assert found == expected, (given, described)
+
+
 CHECK = """
 from tests.kernels.parts.test_compile import compiled_into
 compiled_into()
@@ -71,8 +105,6 @@ compiled_into()
 
 def compiled_into():
     """In a process of its own, which compiles without a GPU: what others compiled is found, nothing is compiled twice."""
-    from triton import knobs
-
     from lowbit.kernels.parts.compile import compile_all, compile_one
     from lowbit.kernels.parts.gluon import without_gpu
     from lowbit.kernels.parts.launch import recording
@@ -87,14 +119,69 @@ def compiled_into():
         compile_one(each)
     assert hits == [True, True], hits
     # An error ends the process that meets it; all kernels count as done, and fail where they are launched.
-    broken = [*wanted[:1], wanted[1].__class__("lowbit.kernels.parts.launch", "no_such_kernel", (), {})]
+    broken = [*wanted[:1], BROKEN]
     assert list(compile_all(broken, 90, processes=1)) == [1, 2]
 
 
-def test_compiled_by_other_processes(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", CHECK], capture_output=True, text=True, timeout=120, check=False)
+BROKEN = Wanted("lowbit.kernels.parts.launch", "no_such_kernel", (), {})
+
+
+def run(code, folder, tmp_path, **environment):
+    """Runs Python as a program that a user starts in some folder; kernels are compiled into tmp_path."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), **environment}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False, cwd=folder, env=environment
+    )
     assert done.returncode == 0, done.stderr
+
+
+def test_compiled_by_other_processes(tmp_path):
+    run(CHECK, ROOT, tmp_path)
+
+
+def test_found_where_the_program_finds_them(tmp_path):
+    """The program stands elsewhere, beside a folder of the library's name, and has found the library by its own path; modules
+    that it loads write to stdout."""
+    (tmp_path / "lowbit").mkdir()
+    (tmp_path / "lowbit" / "__init__.py").write_text("raise ImportError('not this one')")
+    (tmp_path / "tests.py").write_text("raise ImportError('nor this one')")
+    (tmp_path / "sitecustomize.py").write_text("print('hello'); print('and more, without an end', end='')")
+    path = os.pathsep.join([str(tmp_path), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+    run(f"import sys; sys.path[:0] = [{str(ROOT)!r}]; sys.path.remove('')\n{CHECK}", tmp_path, tmp_path, PYTHONPATH=path)
+
+
+def left_by_the_dead():
+    """In a process of its own: a kernel that fails ends one of two processes; the other compiles all that is left."""
+    from lowbit.kernels.parts.compile import compile_all, compile_one
+    from lowbit.kernels.parts.gluon import without_gpu
+    from lowbit.kernels.parts.launch import recording
+
+    with recording() as wanted:
+        ring()(), gate()(), gate(m=2)()
+    assert list(compile_all([BROKEN, *wanted], 90, processes=2)) == [*range(1, len(wanted) + 2)]
+    hits = []
+    knobs.compilation.listener = lambda src, cache_hit, **given: hits.append(cache_hit)
+    without_gpu(90)
+    for each in wanted:
+        compile_one(each)
+    assert all(hits) and len(hits) == len(wanted) >= 2, hits
+    sys.executable = ""
+    assert list(compile_all(wanted, 90)) == [*range(1, len(wanted) + 1)], "nor is there anybody where there is no Python"
+
+
+def test_who_dies_leaves_the_work_to_others(tmp_path):
+    run("from tests.kernels.parts.test_compile import left_by_the_dead as check; check()", ROOT, tmp_path)
+
+
+def test_recordings_within_recordings():
+    from lowbit.kernels.parts.launch import recording
+
+    with recording() as outer:
+        with pytest.raises(RuntimeError), recording() as inner:
+            gate()()
+            raise RuntimeError
+        ring()()  # is not launched: there is no GPU
+    assert [each.name for each in inner] == ["gate_rows"] and [each.name for each in outer] == ["ring_gemm"]
 
 
 def test_giving_up_ends_the_processes(tmp_path, monkeypatch):
