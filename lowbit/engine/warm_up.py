@@ -72,6 +72,9 @@ def compiled(wanted: list[Wanted], sm: int) -> Iterator[Stage]:
         begun = time.perf_counter()
         compile_one(each)
         if time.perf_counter() - begun > SLOW_SECONDS:
-            for more in compile_all(wanted[number + 1 :], sm):
+            left = wanted[number + 1 :]
+            for more in compile_all(left, sm):
                 yield Stage("kernels", number + more, len(wanted))
+            for one in left:  # from the cache into this process
+                compile_one(one)
             return

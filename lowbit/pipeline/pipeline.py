@@ -101,6 +101,8 @@ class Pipeline:
     @property
     def engine(self) -> Engine:
         """The engine that texts come from, made when first asked for; its `report()` says how they are computed."""
+        if self.model is None:
+            raise RuntimeError("this pipeline was destroyed")
         if self.refusals:
             raise ValueError(f"the engine cannot draw tokens as this model asks: {'; '.join(self.refusals)}")
         with self._making:  # two threads must not make two

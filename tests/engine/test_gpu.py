@@ -85,6 +85,7 @@ def wrong(model, request):
     chosen = logits.gather(1, torch.tensor(tokens(request), device="cuda")[:, None])[:, 0]
     near = 2 * (logits - others).abs().amax(1)
     assert (near / (logits.amax(1) - logits.mean(1))).median() < 0.7, "any token would pass"
+    near = near.minimum(0.7 * (logits.amax(1) - logits.mean(1)))
     return int((logits.amax(1) - chosen > near).sum())
 
 

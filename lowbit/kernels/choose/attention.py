@@ -105,6 +105,10 @@ class DecodeTile:
     warps: int
     stages: int = 1
 
+    def __post_init__(self) -> None:
+        if self.chunk % self.block:
+            raise ValueError(f"parts are whole blocks: {self.chunk} tokens are no multiple of {self.block}")
+
     def __str__(self) -> str:
         parts = f"at most {self.splits} parts of at least {self.chunk} tokens" if self.splits > 1 else "tokens not cut"
         ahead = f", {self.stages} stages" if self.stages > 1 else ""

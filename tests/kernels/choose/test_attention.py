@@ -57,6 +57,11 @@ def test_the_choice_is_near_the_best_that_was_measured(rows, longest):
             assert modelled_us(tile, rows, LLAMA, context, context, H200) < 1.3 * us, (context, tile)
 
 
+def test_a_part_is_whole_blocks():
+    with pytest.raises(ValueError, match="64 tokens are no multiple of 128"):
+        DecodeTile(4, 64, 128, 4)
+
+
 def test_parts_have_work_and_cover_all_tokens():
     for tile in (DecodeTile(16, 64, 32, 2), DecodeTile(7, 48, 16, 1), DecodeTile(1, 64, 64, 1), DecodeTile(64, 128, 128, 4)):
         for tokens in range(0, 3000, 7):
