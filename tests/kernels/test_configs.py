@@ -49,7 +49,7 @@ CONFIGS = [
     NarrowGemm("int4", torch.int8, HALF, 128, 2, 4, 1, 8, True, True, "token", False, False, "none", False, True),
     PlainGemm("int4", torch.int8, torch.int8, HALF, 16, True, False, "token", False, False, "none"),
     RingGemm(Ring(Step("int4", "fp16", 8, 128, "none", "fp16"), 1, 2, False), 4, 2, 1, End(False, False), True),
-    PagedAttention(HEADS, DecodeTile(8, 64, 64, 4), True),
+    PagedAttention(HEADS, DecodeTile(8, 128, 64, 4), True),
     Append(HEADS, True),
 ]
 
@@ -61,7 +61,7 @@ def others(value):
         return [dataclasses.replace(value, **{name: other}) for name, other in fields]
     if isinstance(value, torch.dtype):
         return [torch.float8_e5m2]
-    return [not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else "other"]
+    return [not value if isinstance(value, bool) else 2 * value or 1 if isinstance(value, int) else "other"]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: type(config).__name__)
