@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from lowbit.eval.results import read_json, write_plots
+from lowbit.eval.results import read_json, require_keys, write_plots
 from lowbit.picture import Theme, new_figure, plain
 
 SCHEMA = 1
@@ -25,9 +25,7 @@ KINDS = {
 def load(path: Path) -> dict[str, Any]:
     """The document of a result file of `lowbit bench e2e`; raises ValueError that says what is wrong with it."""
     document = read_json(path, E2E, SCHEMA)
-    for key in ("machine", "rows", "date"):
-        if key not in document:
-            raise ValueError(f"{path}: holds no {key!r}")
+    require_keys(path, document, ("machine", "rows", "date"))
     return document
 
 

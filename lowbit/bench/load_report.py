@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from lowbit.eval.results import read_json
+from lowbit.eval.results import read_json, require_keys
 
 SCHEMA = 1
 LOAD = "lowbit bench load"
@@ -35,13 +35,7 @@ ROW_KEYS = frozenset(
 def load(path: Path) -> dict[str, Any]:
     """The document of a result file of `lowbit bench load`; raises ValueError that says what is wrong with it."""
     document = read_json(path, LOAD, SCHEMA)
-    for key in ("machine", "rows", "date"):
-        if key not in document:
-            raise ValueError(f"{path}: holds no {key!r}")
-    for number, row in enumerate(document["rows"]):
-        missing = sorted(ROW_KEYS - set(row))
-        if missing:
-            raise ValueError(f"{path}: row {number} lacks {', '.join(missing)}")
+    require_keys(path, document, ("machine", "rows", "date"), ROW_KEYS)
     return document
 
 

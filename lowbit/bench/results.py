@@ -13,7 +13,7 @@ import torch
 from lowbit.bench.limits import Ceilings, compute_us, memory_us
 from lowbit.bench.protocol import PROTOCOL
 from lowbit.bench.request import Request
-from lowbit.eval.results import read_json, write_json
+from lowbit.eval.results import read_json, require_keys, write_json
 from lowbit.formats import parse_scheme
 
 SCHEMA = 1
@@ -112,13 +112,8 @@ class Results:
 def load(path: Path) -> dict[str, Any]:
     """The document of a result file; raises ValueError that says what is wrong with it."""
     document = read_json(path, GEMM, SCHEMA)
-    for key in ("machine", "versions", "rows"):
-        if key not in document:
-            raise ValueError(f"{path}: holds no {key!r}")
+    require_keys(path, document, ("machine", "versions", "rows"), ROW_KEYS)
     for number, row in enumerate(document["rows"]):
-        missing = sorted(ROW_KEYS - set(row))
-        if missing:
-            raise ValueError(f"{path}: row {number} lacks {', '.join(missing)}")
         if (row["us"] is None) == (row["error"] is None):
             raise ValueError(f"{path}: row {number} has {'neither' if row['us'] is None else 'both'} a time and an error")
     if document["rows"] and not document.get("ceilings"):

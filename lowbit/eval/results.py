@@ -6,7 +6,7 @@ import datetime
 import functools
 import json
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -132,6 +132,17 @@ def read_json(path: Path, result: str, schema: int | None = None) -> dict[str, A
         version = "" if schema is None else f" (schema {schema})"
         raise ValueError(f"{path}: not a result file of `{result}`{version}")
     return document
+
+
+def require_keys(path: Path, document: dict[str, Any], keys: Iterable[str], row_keys: Iterable[str] = ()) -> None:
+    """Raises ValueError that names the file and the first of `keys` that the document lacks, or all that a row of it lacks."""
+    for key in keys:
+        if key not in document:
+            raise ValueError(f"{path}: holds no {key!r}")
+    for number, row in enumerate(document["rows"]):
+        missing = sorted(set(row_keys) - set(row))
+        if missing:
+            raise ValueError(f"{path}: row {number} lacks {', '.join(missing)}")
 
 
 def check_plot(path: Path, result: str) -> Path:
