@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.bench.e2e import DTYPES, PROMPT, engine_for, place, times_us
+from lowbit.bench.e2e import DTYPES, PROMPT, engine_for, one_layer, place, timeline, times_us
 from lowbit.bench.language_model import SHAPES, random_model
 from lowbit.bench.protocol import failures, reason, warm_up
 from lowbit.engine import Engine
@@ -73,7 +73,8 @@ def parts_of(program: DecodeProgram, rows: int, reach: int, machine: Machine, co
     ]
     able = [row.tile for row in attention.candidates_decode(rows, layer.shape, reach, machine) if not row.reasons]
     by_warps = [tile for warps in (1, 2, 4) for tile in [t for t in able if t.warps == warps][: count // 3]]
-    return [*found, Part("attention", None, None, tuple(dict.fromkeys([*able[:count], *by_warps])))]
+    staged = [replace(tile, stages=2) for tile in dict.fromkeys([*able[:2], *by_warps])]
+    return [*found, Part("attention", None, None, tuple(dict.fromkeys([*able[:count], *by_warps, *staged])))]
 
 
 def _product_part(
@@ -118,7 +119,6 @@ class Trial:
         self.engine, self.rows, self.context = engine, rows, context
         self.reach = next(reach for reach in engine.steps.reaches if reach > context)
         place(engine, rows, context, 256)
-        engine.slots.tokens[:rows] = torch.arange(rows, dtype=torch.int32, device=engine.device)
 
     def run(self) -> Tensor:
         """Logits of the step as it is written; the slots stay where they are."""
@@ -130,16 +130,29 @@ class Trial:
         """Microseconds of a step, and its logits; raises ValueError where they are not those expected."""
         engine = self.engine
         with given(tiles, parts):
+            # Steps timed before have fed back the tokens that they drew.
             engine.slots.positions[: self.rows] = self.context
+            engine.slots.tokens[: self.rows] = torch.arange(self.rows, dtype=torch.int32, device=engine.device)
             logits = self.run().float()
             if expected is not None:
                 error = float((logits - expected).norm() / expected.norm())
                 if not error <= TOLERANCE:
                     raise ValueError(f"logits differ by {error:.3g}")
-            steps = Steps(engine.program, engine.slots, self.rows, graphs=True)
-            step: Step = steps.launch(range(self.rows), False, self.context + 1)
-            us = statistics.median(times_us(step))
+            us = statistics.median(times_us(self.capture()))
         return us, logits
+
+    @torch.inference_mode()
+    def layer(self, tiles: Tiles, parts: Sequence[Part]) -> str:
+        """Microseconds that each kernel of a layer adds to the step."""
+        with given(tiles, parts):
+            graph = self.capture().graph
+        assert graph is not None
+        return ", ".join(f"{name} {added:.1f}" for name, added in one_layer(timeline(graph.replay)))
+
+    def capture(self) -> Step:
+        """The step, captured anew."""
+        steps = Steps(self.engine.program, self.engine.slots, self.rows, graphs=True)
+        return steps.launch(range(self.rows), False, self.context + 1)
 
     @torch.inference_mode()
     def compile(self, parts: Sequence[Part], sm: int) -> None:
@@ -174,6 +187,8 @@ def search(trial: Trial, parts: Sequence[Part]) -> Iterator[str]:
                 best, kept[part.name] = us, tile
     again, _ = trial.measure({}, parts)
     yield f"kept: {best:.1f} us instead of {start:.1f}, {again:.1f} at the end"
+    for said, tiles in (("chosen", {}), ("kept", kept)):
+        yield f"  a layer as {said}: {trial.layer(tiles, parts)}"
     for name, tile in kept.items():
         part = next(part for part in parts if part.name == name)
         yield f"  {name} {part.shape or ''}: {tile!r}"

@@ -99,8 +99,7 @@ def _candidate(role: Role, tile: RingTile, shape: GemmShape, machine: Machine, t
         reasons = ring_candidate(tile, shape, machine).reasons
     if role == "residual" and blocks > MOST_PARTS:
         reasons += (f"its {blocks} blocks would leave as many sums of squares, {MOST_PARTS} are added up",)
-    # Gate-up is left as it was measured: alone on an SM its 256 blocks would be two waves.
-    alone = role != "gated" and blocks * tile.splits <= machine.sm_count
+    alone = blocks * tile.splits <= machine.sm_count
     return ChainCandidate(replace(tile, blocks_per_sm=1 if alone else 0), reasons, row.cost_us)
 
 
@@ -119,8 +118,8 @@ MEASURED: tuple[MeasuredChain, ...] = (
     ),
     MeasuredChain(
         "H200", "2026-11-22", "gated", (1, 8), 28672, 4096, 4,
-        RingTile(tokens=8, strips=7, rounds=1, warps_n=1, warps_k=8, splits=1),
-        "gate-up; alone 16.7 us instead of 19.6, 256 blocks, two on an SM",
+        RingTile(tokens=8, strips=7, rounds=1, warps_n=2, warps_k=4, splits=1, blocks_per_sm=1),
+        "gate-up; a step of 4 layers 309.1 us, with 256 blocks of half as many rows, two on an SM, 311.5",
     ),
     MeasuredChain(
         "H200", "2026-11-22", "residual", (1, 2), 4096, 14336, 4,
@@ -131,6 +130,36 @@ MEASURED: tuple[MeasuredChain, ...] = (
         "H200", "2026-11-22", "residual", (3, 8), 4096, 14336, 4,
         RingTile(tokens=8, strips=2, rounds=1, warps_n=1, warps_k=16, splits=1, blocks_per_sm=1),
         "down; 80 us less in a step of batch 4 than 8 warps with a ring of 4",
+    ),
+    MeasuredChain(
+        "H200", "2026-11-22", "norm", (3, 8), 128256, 4096, 8,
+        RingTile(tokens=8, strips=4, rounds=1, warps_n=1, warps_k=8, splits=1),
+        "head; 2 us less at batch 4 than with 7 strips",
+    ),
+    MeasuredChain(
+        "H200", "2026-11-22", "gated", (1, 8), 28672, 4096, 6,
+        RingTile(tokens=8, strips=7, rounds=1, warps_n=1, warps_k=8, splits=1),
+        "gate-up; 20.5 us where the modelled one adds 29.7 to a layer",
+    ),
+    MeasuredChain(
+        "H200", "2026-11-22", "residual", (1, 8), 4096, 14336, 6,
+        RingTile(tokens=8, strips=2, rounds=2, warps_n=1, warps_k=8, splits=1, blocks_per_sm=1),
+        "down; alone on an SM, 1 us less a layer",
+    ),
+    MeasuredChain(
+        "H200", "2026-11-22", "norm", (1, 8), 6144, 4096, 8,
+        RingTile(tokens=8, strips=3, rounds=1, warps_n=1, warps_k=8, splits=1, blocks_per_sm=1),
+        "qkv; alone on an SM",
+    ),
+    MeasuredChain(
+        "H200", "2026-11-22", "residual", (1, 8), 4096, 4096, 8,
+        RingTile(tokens=8, strips=2, rounds=2, warps_n=1, warps_k=8, splits=1, blocks_per_sm=1),
+        "o; with qkv and down so too, a step of 4 layers 392.4 us instead of 402.7 at batch 1",
+    ),
+    MeasuredChain(
+        "H200", "2026-11-22", "residual", (1, 8), 4096, 14336, 8,
+        RingTile(tokens=8, strips=2, rounds=2, warps_n=1, warps_k=8, splits=1, blocks_per_sm=1),
+        "down; alone on an SM",
     ),
     MeasuredChain(
         "H200", "2026-11-22", "residual", (9, 16), 4096, 4096, 4,

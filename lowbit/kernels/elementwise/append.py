@@ -23,7 +23,7 @@ from lowbit.hardware.machine import Machine
 from lowbit.kernels.choose.attention import PAGE, AttentionShape
 from lowbit.kernels.parts.gluon import source_digest
 from lowbit.kernels.parts.launch import Launcher
-from lowbit.kernels.parts.rotary import angles, gammas, normed, turned
+from lowbit.kernels.parts.rotary import angles, normed, pairs, turned
 
 HEADS = 4
 """Heads of a program."""
@@ -58,13 +58,16 @@ def append_heads(
     lanes = (d < S.head_dim)[None, :]
     exist = (head < S.heads + 2 * S.kv_heads)[:, None] & lanes
     is_q, is_v = (head < S.heads)[:, None], (head >= S.heads + S.kv_heads)[:, None]
-    given = tl.load(qkv + token * S.features + head[:, None] * S.head_dim + d[None, :], mask=exist, other=0.0)
-    x = given.to(tl.float32)
+    rows = qkv + token * S.features + head[:, None] * S.head_dim
+    given, other = pairs(rows, (head < S.heads + 2 * S.kv_heads)[:, None], d, C)
+    x = given
     if q_norm is not None:
-        x = tl.where(is_q, normed(x, gammas(q_norm, d, C)[None, :], C), x)
+        normed_x, normed_other = normed(x, other, q_norm, d, C)
+        x, other = tl.where(is_q, normed_x, x), tl.where(is_q, normed_other, other)
     if k_norm is not None:
-        x = tl.where(is_q | is_v, x, normed(x, gammas(k_norm, d, C)[None, :], C))
-    x = turned(x, cos[None, :], sin[None, :], d, C).to(q.dtype.element_ty)
+        normed_x, normed_other = normed(x, other, k_norm, d, C)
+        x, other = tl.where(is_q | is_v, x, normed_x), tl.where(is_q | is_v, other, normed_other)
+    x = turned(x, other, cos[None, :], sin[None, :], C).to(q.dtype.element_ty)
     tl.store(q + (token * S.heads + head[:, None]) * S.head_dim + d[None, :], x, mask=is_q & lanes)
     of_k = head - S.heads
     of_v = of_k - S.kv_heads
@@ -72,7 +75,7 @@ def append_heads(
     to = (place + of_k[:, None] * C.page) * S.head_dim + d[None, :]
     tl.store(k + to, x, mask=((of_k >= 0) & (of_v < 0))[:, None] & lanes)
     to = (place + of_v[:, None] * C.page) * S.head_dim + d[None, :]
-    tl.store(v + to, given, mask=is_v & exist)
+    tl.store(v + to, given.to(v.dtype.element_ty), mask=is_v & exist)
 
 
 class AppendPlan:

@@ -25,7 +25,22 @@ def angles(cos_sin, position, d, C: tl.constexpr):
 def partner(d, C: tl.constexpr):
     """The lane with which lane d turns; itself where nothing turns."""
     HALF: tl.constexpr = C.shape.rotary_dim // 2
-    return tl.where(d < HALF, d + HALF, tl.where(d < 2 * HALF, d - HALF, d))
+    other = tl.where(d < HALF, d + HALF, tl.where(d < 2 * HALF, d - HALF, d))
+    if HALF % 8 == 0:  # pieces of 16 bytes stay pieces, which the compiler does not see
+        other = tl.multiple_of(tl.max_contiguous(other, 8), 8)
+    return other
+
+
+@triton.jit
+def pairs(rows, exist, d, C: tl.constexpr):
+    """Heads [n, lanes] at pointers `rows` [n, 1], in float32, and each element's partner: read a second time, which costs less
+    than to hand it from lane to lane. Zeros where none `exist` [n, 1]."""
+    exist = exist & (d < C.shape.head_dim)[None, :]
+    heads = tl.load(rows + d[None, :], mask=exist, other=0.0).to(tl.float32)
+    if C.shape.rotary_dim == 0:
+        return heads, heads
+    else:
+        return heads, tl.load(rows + partner(d, C)[None, :], mask=exist, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -35,17 +50,16 @@ def gammas(gamma, d, C: tl.constexpr):
 
 
 @triton.jit
-def normed(heads, gamma, C: tl.constexpr):
-    """Heads [n, lanes] over the root of their mean square, times gamma, which is [lanes] or [n, lanes]."""
-    mean = tl.sum(heads * heads, 1) / C.shape.head_dim
-    return heads * tl.rsqrt(mean + C.shape.norm_eps)[:, None] * gamma
+def normed(heads, others, gamma, d, C: tl.constexpr):
+    """Heads [n, lanes] over the root of their mean square, times gamma; and their partners."""
+    root = tl.rsqrt(tl.sum(heads * heads, 1) / C.shape.head_dim + C.shape.norm_eps)[:, None]
+    return heads * root * gammas(gamma, d, C)[None, :], others * root * gammas(gamma, partner(d, C), C)[None, :]
 
 
 @triton.jit
-def turned(heads, cos, sin, d, C: tl.constexpr):
-    """Heads [n, lanes], turned by the angles [lanes] or [n, lanes]."""
+def turned(heads, others, cos, sin, C: tl.constexpr):
+    """Heads [n, lanes], turned with their partners by the angles [1 or n, lanes]."""
     if C.shape.rotary_dim == 0:
         return heads
     else:
-        other = tl.gather(heads, tl.broadcast_to(partner(d, C)[None, :], heads.shape), 1)
-        return heads * cos + other * sin
+        return heads * cos + others * sin

@@ -89,7 +89,7 @@ def moments(values, i, K: tl.constexpr, THREADS: tl.constexpr, STEP: tl.constexp
         apart += (difference,)
     squares = tl.sum(tl.reshape(squares_of(apart, CHUNKS), (WARPS, 32)), axis=1)
     total, squares, _ = tl.reduce((total, squares, count), 0, merged)
-    return total / K, squares / K
+    return tl.div_rn(total, K * 1.0), squares / K  # of equal elements the mean is what they are, and nothing is left of them
 
 
 @triton.jit

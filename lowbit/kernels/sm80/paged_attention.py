@@ -32,7 +32,7 @@ from lowbit.hardware.machine import Machine
 from lowbit.kernels.choose.attention import PAGE, AttentionShape, DecodeTile, combine_round
 from lowbit.kernels.parts.gluon import source_digest
 from lowbit.kernels.parts.launch import Launcher
-from lowbit.kernels.parts.rotary import angles, gammas, normed, turned
+from lowbit.kernels.parts.rotary import angles, normed, pairs, turned
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,12 @@ class PagedAttention:
     @property
     def chunk_blocks(self) -> int:
         return self.tile.chunk // self.tile.block
+
+    @property
+    def copies(self) -> int:
+        """Rows in which a program of several warps holds what belongs to all 16 rows of q, angles and the new token: one row
+        would be handed from layout to layout, at two barriers each time. One warp has no registers for them, nor barriers."""
+        return 1 if self.tile.warps == 1 else 16
 
     @property
     def round(self) -> int:
@@ -126,29 +132,68 @@ def scores(q, keys, n0, oldest, end, C: tl.constexpr):
 
 
 @triton.jit
-def append(k, v, qkv_row, table, position, head, cos, sin, k_norm, C: tl.constexpr):
-    """The new token's k, turned, and v, both [1, lanes] as the pages now hold them."""
-    d = tl.arange(0, C.lanes)
-    exist = (d < C.shape.head_dim)[None, :]
-    at = qkv_row + (C.shape.heads + head) * C.shape.head_dim + d[None, :]
-    new_k = tl.load(at, mask=exist, other=0.0).to(tl.float32)
-    new_v = tl.load(at + C.shape.kv_heads * C.shape.head_dim, mask=exist, other=0.0)
+def append(k, v, qkv_row, table, position, head, part, cos, sin, k_norm, C: tl.constexpr):
+    """The new token's k, turned, and v as the pages now hold them, [C.copies, lanes], for part 0; others get zeros and store
+    nothing."""
+    d, r = tl.arange(0, C.lanes), tl.arange(0, C.copies)[:, None]
+    own = part + r * 0 == 0
+    rows = qkv_row + (C.shape.heads + head + r * 0) * C.shape.head_dim
+    exist = (d < C.shape.head_dim)[None, :] & own
+    new_k, other = pairs(rows, own, d, C)
+    new_v = tl.load(rows + C.shape.kv_heads * C.shape.head_dim + d[None, :], mask=exist, other=0.0)
     if k_norm is not None:
-        new_k = normed(new_k, gammas(k_norm, d, C)[None, :], C)
-    new_k = turned(new_k, cos[None, :], sin[None, :], d, C).to(k.dtype.element_ty)
-    to = block_base(table, position, position + 1, head, C) + d[None, :]
-    tl.store(k + to, new_k, mask=exist)
-    tl.store(v + to, new_v, mask=exist)
+        new_k, other = normed(new_k, other, k_norm, d, C)
+    new_k = turned(new_k, other, cos, sin, C).to(k.dtype.element_ty)
+    to = block_base(table, position, position + 1, head, C) + r * 0 + d[None, :]
+    tl.store(k + to, new_k, mask=(r == 0) & exist)
+    tl.store(v + to, new_v, mask=(r == 0) & exist)
     return new_k, new_v
+
+
+@triton.jit
+def parts_from(sums, tops, first, active, C: tl.constexpr):
+    """C.round parts from the `first` on, all on their way at once: sums [rows, lanes] and, row by row, what they are relative
+    to. Numbers and no vectors: handed from layout to layout those would cost two barriers a part."""
+    GROUP: tl.constexpr = C.group
+    ROUND: tl.constexpr = C.round
+    ROWS: tl.constexpr = C.group_rows
+    LANES: tl.constexpr = C.lanes
+    r, d = tl.arange(0, ROWS)[:, None], tl.arange(0, LANES)[None, :]
+    exist = (r < GROUP) & (d < C.shape.head_dim)
+    values, relative = (), ()
+    for i in tl.static_range(ROUND):
+        part = tl.minimum(first + i, active - 1)
+        values += (tl.load(sums + (part * GROUP + r) * C.shape.head_dim + d, mask=exist, other=0.0, cache_modifier=".cg"),)
+        for row in tl.static_range(GROUP):
+            relative += (tl.load(tops + (part * GROUP + row) * 2, cache_modifier=".cg"),)
+    return values, relative
+
+
+@triton.jit
+def add_parts(y, values, relative, highest, factor, left, C: tl.constexpr):
+    """y and C.round parts, of which `left` exist, each times its share."""
+    GROUP: tl.constexpr = C.group
+    ROUND: tl.constexpr = C.round
+    ROWS: tl.constexpr = C.group_rows
+    LANES: tl.constexpr = C.lanes
+    r = tl.arange(0, ROWS)[:, None]
+    for i in tl.static_range(ROUND):
+        weight = tl.zeros([ROWS, LANES], tl.float32)
+        for row in tl.static_range(GROUP):
+            one = tl.exp2(relative[i * GROUP + row] - highest[row]) * factor[row]
+            weight = tl.where((r == row) & (i < left), one, weight)
+        y += values[i] * weight
+    return y
 
 
 @triton.jit
 def combine(out, sums, tops, active, C: tl.constexpr):
     """The active parts of one kv head and row, added in order: `sums` [splits, group, head_dim], `tops` [splits, group, 2]."""
     GROUP: tl.constexpr = C.group
+    ROUND: tl.constexpr = C.round
     ROWS: tl.constexpr = C.group_rows
     LANES: tl.constexpr = C.lanes
-    ROUND: tl.constexpr = C.round
+    values, relative = parts_from(sums, tops, 0, active, C)
     part = tl.arange(0, C.tile.splits)
     highest, factor = (), ()
     for row in tl.static_range(GROUP):
@@ -158,20 +203,12 @@ def combine(out, sums, tops, active, C: tl.constexpr):
         high = tl.max(top, 0)
         highest += (high,)
         factor += (1.0 / tl.sum(total * tl.exp2(top - high), 0),)
+    y = tl.zeros([ROWS, LANES], tl.float32)
+    for first in range(0, active, ROUND):  # the next round is on its way while one is added; the last one asks for nothing new
+        y = add_parts(y, values, relative, highest, factor, active - first, C)
+        values, relative = parts_from(sums, tops, first + ROUND, active, C)
     r, d = tl.arange(0, ROWS)[:, None], tl.arange(0, LANES)[None, :]
     exist = (r < GROUP) & (d < C.shape.head_dim)
-    y = tl.zeros([ROWS, LANES], tl.float32)
-    for first in range(0, active, ROUND):
-        for i in tl.static_range(ROUND):  # all loads of a round are under way at once
-            some = sums + (tl.minimum(first + i, active - 1) * GROUP + r) * C.shape.head_dim + d
-            some = tl.load(some, mask=exist, other=0.0, cache_modifier=".cg")
-            # Numbers and no vector: handed from layout to layout it would cost two barriers a part.
-            weight = tl.zeros([ROWS, LANES], tl.float32)
-            for row in tl.static_range(GROUP):
-                one = tl.load(tops + (tl.minimum(first + i, active - 1) * GROUP + row) * 2, cache_modifier=".cg")
-                one = tl.exp2(one - highest[row]) * factor[row]
-                weight = tl.where((r == row) & (first + i < active), one, weight)
-            y += some * weight
     tl.store(out + r * C.shape.head_dim + d, y.to(out.dtype.element_ty), mask=exist)
 
 
@@ -230,27 +267,21 @@ def paged_attention(
         values = load_block(v, base, begin, oldest, end, C)
         base = block_base(table, begin + BLOCK, end, head, C)
     d, r = tl.arange(0, C.lanes), tl.arange(0, 16)
-    cos, sin = angles(cos_sin, position, d, C)
-    if q_norm is not None:
-        gamma = gammas(q_norm, d, C)[None, :]
+    cos, sin = angles(cos_sin, position + tl.arange(0, C.copies)[:, None] * 0, d[None, :], C)
     if C.overlap:
         cuda.gdc_wait()
         cuda.gdc_launch_dependents()
 
     qkv_row = qkv + b.to(tl.int64) * C.shape.features
-    q = qkv_row + (head * G + r % G)[:, None] * C.shape.head_dim + d[None, :]
-    q = tl.load(q, mask=(d < C.shape.head_dim)[None, :], other=0.0).to(tl.float32)
+    q, other = pairs(qkv_row + (head * G + r % G)[:, None] * C.shape.head_dim, (r >= 0)[:, None], d, C)
+    new_k, new_v = append(k, v, qkv_row, table, position, head, part, cos, sin, k_norm, C)
     if q_norm is not None:
-        q = normed(q, gamma, C)
-    q = turned(q, cos[None, :], sin[None, :], d, C).to(k.dtype.element_ty)
-    top = tl.full([16], float("-inf"), tl.float32)
-    total = tl.zeros([16], tl.float32)
-    y = tl.zeros([16, LANES], tl.float32)
-    if part == 0:
-        new_k, new_v = append(k, v, qkv_row, table, position, head, cos, sin, k_norm, C)
-        top = powers(tl.sum(q.to(tl.float32) * new_k.to(tl.float32), 1), C)
-        total += 1.0
-        y += new_v.to(tl.float32)
+        q, other = normed(q, other, q_norm, d, C)
+    q = turned(q, other, cos, sin, C).to(k.dtype.element_ty)
+    top = powers(tl.sum(q.to(tl.float32) * new_k.to(tl.float32), 1), C)
+    top = tl.where(part == 0, top, float("-inf"))
+    total = tl.where(part == 0, 1.0, 0.0) + tl.zeros([16], tl.float32)
+    y = tl.zeros([16, LANES], tl.float32) + new_v.to(tl.float32)
     if STAGES == 1:
         for n0 in tl.range(begin, end, BLOCK, num_stages=1):
             s = scores(q, keys, n0, oldest, end, C)
@@ -287,8 +318,8 @@ class PagedAttentionPlan:
         self.rows, self.shape, self.tile = rows, shape, tile
         self.config = PagedAttention(shape, tile, overlap=machine.arch.sm >= 90)
         grid = (shape.kv_heads, rows, tile.splits)
-        # For sm_80 ptxas would rather spill a little than take more than 168 registers.
-        most = 0 if machine.arch.sm >= 90 else 255
+        # Unasked, ptxas would rather spill a little than take more than 168 registers. Those with stages need no more.
+        most = 255 if tile.stages == 1 else 168
         self.launch = Launcher(paged_attention, grid, tile.warps, overlap=self.config.overlap, registers=most)
 
     @property

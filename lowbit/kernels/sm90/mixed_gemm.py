@@ -3,6 +3,7 @@
 Computes y^T = w x^T: decoded weights are the register operand A of wgmma, 64 rows for each warpgroup; x is operand B.
 Reads   x by TMA in swizzled tiles of tokens x 64; w in FragmentOrder by TMA, 64 rows x 64 k a warpgroup and stage
 Roles   load: 1 warp; math: 2 or 4 warpgroups: wait, decode, scale, wgmma with two steps in flight, store by TMA
+Ahead   codes of the first stages are asked for before the kernel before has finished; x, which it may have made, after it
 Stages  of x and w, in one allocation with their barriers (parts/pipeline.py); warps run free of one another
 Grid    persistent, one block per SM; tiles in groups of tokens so that a wave shares x and w in L2
 Sum     in fp32, K in order; with splits > 1 the block that comes last adds the splits in order: same input, same bits
@@ -32,6 +33,7 @@ from lowbit.kernels.parts.gluon import (
     gl,
     gluon,
     half_type,
+    mbarrier,
     ptx,
     run,
     source_digest,
@@ -43,7 +45,7 @@ from lowbit.kernels.parts.gluon import (
 from lowbit.kernels.parts.launch import TilePlan, plane_descriptors
 from lowbit.kernels.parts.operand import finish, nothing_decoded, operand_a, read_words, registers_layout, words_layout
 from lowbit.kernels.parts.pipeline import acquire, advance, make_barriers, previous
-from lowbit.kernels.parts.prologue import start_next_and_await_previous
+from lowbit.kernels.parts.prologue import await_previous, start_next
 from lowbit.kernels.parts.schedule import SplitK, Tiles, count, iterations_of, meet, tile_at
 from lowbit.kernels.parts.smem import UNIT, Regions, allocate, view, view_stages
 from lowbit.kernels.parts.tile import WarpgroupTile
@@ -94,6 +96,11 @@ class WgmmaGemm(WarpgroupTile):
     @property
     def stage_bytes(self) -> int:
         return self.rows * 8 * self.decode.bits + self.tokens * 128
+
+    @property
+    def stages_ahead(self) -> int:
+        """Stages whose weights are asked for before x may be: not many where x is much, which then waits behind them."""
+        return self.stages if self.tokens < 128 else 2
 
     @property
     def regions(self) -> Regions:
@@ -189,24 +196,62 @@ class Products:
 
 
 @gluon.jit
-def load(copies, C: gl.constexpr):
-    """The warp that keeps the stages full."""
+def load_words(copies, full, stage, row_tile, k, C: gl.constexpr):
+    """Asks for the codes of a stage."""
     PLANES: gl.constexpr = C.decode.planes
-    # The kernel after this one may start now, and this one has to wait until the kernel before, which may have made x, is
-    # through. Math needs no wait of its own: it does nothing before x is there.
-    start_next_and_await_previous()
+    for plane in gl.static_range(PLANES):
+        column = k * (32 * C.decode.bits) + ptx(C.decode.plane_start, plane)
+        tma_load(copies.w_descs[plane], [row_tile * C.warps, column], full, copies.w[plane].index(stage))
+
+
+@gluon.jit
+def load(copies, C: gl.constexpr):
+    """The warp that keeps the stages full. The first weights do not wait for the kernel before this one, which may have made x.
+
+    Math needs no wait of its own: it does nothing but read weights before x is there.
+    """
+    start_next()
+    tiles = count(copies.tiles, C)
+    token_tile, row_tile, split = tile_at(gl.program_id(0), copies.tiles, C)
+    begin, end = iterations_of(split, copies.tiles, C)
+    ahead = gl.where(gl.program_id(0) < tiles, gl.minimum(end * 2 - begin * 2, C.stages_ahead), 0)
+    for i in range(0, ahead):
+        full = copies.barriers.index(i)
+        mbarrier.expect(full, C.stage_bytes)
+        load_words(copies, full, i, row_tile, begin * 2 + i, C)
+    await_previous()
     stage = 0
     phase = 1
-    for index in range(gl.program_id(0), count(copies.tiles, C), gl.num_programs(0)):
+    for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
         token_tile, row_tile, split = tile_at(index, copies.tiles, C)
         begin, end = iterations_of(split, copies.tiles, C)
         for k in range(begin * 2, end * 2):
-            full = acquire(copies.barriers, stage, phase, C)
-            for plane in gl.static_range(PLANES):
-                column = k * (32 * C.decode.bits) + ptx(C.decode.plane_start, plane)
-                tma_load(copies.w_descs[plane], [row_tile * C.warps, column], full, copies.w[plane].index(stage))
+            full = copies.barriers.index(stage)
+            if ahead == 0:
+                acquire(copies.barriers, stage, phase, C)
+                load_words(copies, full, stage, row_tile, k, C)
+            ahead = gl.maximum(ahead - 1, 0)
             tma_load(copies.x_desc, [token_tile * C.tokens, k * TILE_K], full, copies.x.index(stage))
             stage, phase = advance(stage, phase, 1, C)
+
+
+@gluon.jit
+def scales_of_strip(scales, row_tile, thread, C: gl.constexpr):
+    """Where the scales of a warp's strip begin; strips beyond the last, which are computed and not stored, have those of the
+    last."""
+    strip = gl.minimum(row_tile * (C.rows // 16) + (thread >> 5), scales.strips - 1)
+    return scales.words + strip.to(gl.int64) * scales.stride
+
+
+@gluon.jit
+def prefetch_scales(p, index, thread, C: gl.constexpr):
+    """Brings the scales of a tile's first 32 groups to the L2, a group for each lane: nothing hides their way from memory."""
+    if index < count(p.tiles, C):
+        _token_tile, row_tile, split = tile_at(index, p.tiles, C)
+        begin, _end = iterations_of(split, p.tiles, C)
+        group = gl.minimum(begin * (C.decode.pair_words // C.decode.group_words) + (thread & 31), p.scales.last_group)
+        scale = scales_of_strip(p.scales, row_tile, thread, C)
+        run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [scale + group * (8 * C.decode.group_words)])
 
 
 @gluon.jit
@@ -294,13 +339,15 @@ def math(p, C: gl.constexpr):
     tiles = count(p.tiles, C)
     stage = 0
     phase = 0
+    if C.decode.pair_words > 0:
+        prefetch_scales(p, gl.program_id(0), thread, C)
     words = read_words(p.w, stage, phase, gl.program_id(0) < tiles, C)
     for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
         token_tile, row_tile, split = tile_at(index, p.tiles, C)
         first_row, first_token = row_tile * C.rows, token_tile * C.tokens
-        # strips beyond the last are computed, not stored
-        strip = gl.minimum(first_row // 16 + (thread >> 5), p.scales.strips - 1)
-        scale = p.scales.words + strip.to(gl.int64) * p.scales.stride + lane_group * C.decode.group_words
+        if C.decode.pair_words > 0:
+            prefetch_scales(p, index + gl.num_programs(0), thread, C)
+        scale = scales_of_strip(p.scales, row_tile, thread, C) + lane_group * C.decode.group_words
         begin, end = iterations_of(split, p.tiles, C)
         more = index + gl.num_programs(0) < tiles
         acc, words, stage, phase = multiply(p, scale, words, stage, phase, begin, end, more, C)

@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="the functions are written in Triton")
 import triton
 import triton.language as tl
 
-from lowbit.kernels.parts.rotary import angles, gammas, normed, turned
+from lowbit.kernels.parts.rotary import angles, normed, pairs, turned
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,10 @@ class Config:
 def norm_and_turn(out, x, cos_sin, gamma, positions, C: tl.constexpr):
     position = tl.load(positions)
     d, head = tl.arange(0, C.shape.lanes), tl.arange(0, C.heads)[:, None]
-    exist = (d < C.shape.head_dim)[None, :] & (head >= 0)
-    heads = tl.load(x + head * C.shape.head_dim + d[None, :], mask=exist, other=0.0)
+    heads, others = pairs(x + head * C.shape.head_dim, head >= 0, d, C)
     cos, sin = angles(cos_sin, position, d, C)
-    heads = normed(heads, gammas(gamma, d, C)[None, :], C)
-    heads = turned(heads, cos[None, :], sin[None, :], d, C)
+    heads, others = normed(heads, others, gamma, d, C)
+    heads = turned(heads, others, cos[None, :], sin[None, :], C)
     tl.store(out + head * C.shape.lanes + d[None, :], heads)
 
 
