@@ -224,6 +224,21 @@ def test_what_a_call_writes():
     assert torch.equal(state.settings[2], before[2]), "the last slot is nobody's"
 
 
+@pytest.mark.parametrize(
+    "s", [Sampling(), Sampling(temperature=0.8, seed=1), Sampling(temperature=0.8, top_k=9, seed=1)], ids=str
+)
+def test_logits_that_are_no_numbers_have_no_log_probability(s):
+    """Theirs is NaN, by which the host knows them; tokens are some of the vocabulary; the rows beside are as ever, to the bit."""
+    logits = torch.stack([random_logits(i) for i in range(6)])
+    alone = [drawn(logits[i : i + 1], [0], state_with(s)) for i in (0, 5)]
+    logits[1, 7], logits[2, 7], logits[3], logits[4, 7] = math.nan, math.inf, -math.inf, -math.inf
+    tokens, logprobs = drawn(logits, list(range(6)), state_with(*[s] * 6))
+    assert logprobs.isnan().tolist() == [False, True, True, True, False, False]
+    assert ((tokens >= 0) & (tokens < VOCAB)).all()
+    for i, (token, logprob) in zip((0, 5), alone, strict=True):
+        assert tokens[i] == token[0] and logprobs[i] == logprob[0]
+
+
 def test_a_slot_is_given_to_a_new_request():
     old = Sampling(temperature=1.0, repetition_penalty=2.0, logit_bias={3: 9.0}, seed=4, min_new_tokens=3)
     state = state_with(old, answer=ANSWER)
