@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from lowbit.engine.pages import Pages, pages_for
-from lowbit.engine.request import Request
+from lowbit.engine.request import End, Request
 from lowbit.kernels.choose.attention import PAGE
 
 
@@ -73,11 +73,15 @@ class Batch:
         self.waiting.append(request)
 
     def remove(self, request: Request) -> None:
-        """Lets go of whatever a request holds; what of it is on the GPU still runs, and nobody reads it."""
+        """Lets go of whatever a request holds, which others may share unless it failed; what of it is on the GPU still runs,
+        and nobody reads it."""
         if request in self.waiting:
             self.waiting.remove(request)
         if request in self.running:
-            self._publish(request)
+            if request.end is End.FAILED:
+                self.pages.withdraw(request.pages)
+            else:
+                self._publish(request)
             self._leave(request)
 
     def give_up(self, planned: Round | None) -> list[Request]:
@@ -93,6 +97,23 @@ class Batch:
             if request in self.waiting:
                 self.waiting.remove(request)
         return list(lost)
+
+    def drop(self, piece: Piece, planned: Round) -> None:
+        """Lets go of a request whose piece of a round cannot be computed. Who joined in the round to share its pages waits
+        again: nobody has written them."""
+        unwritten = set(piece.request.pages[piece.begin // PAGE :])
+        self.pages.withdraw(list(unwritten))
+        self._leave(piece.request)
+        back = []
+        for request in planned.joined:
+            first = next((i for i, page in enumerate(request.pages) if page in unwritten), None)
+            if first is not None:
+                unwritten.update(request.pages[first:])
+                self.pages.withdraw(request.pages[first:])
+                self._leave(request)
+                request.launched = len(request.drawn)
+                back.append(request)
+        self.waiting.extendleft(reversed(back))
 
     def plan(self) -> Round:
         """The next round, taken as launched: the numbers of the requests are already those after it."""

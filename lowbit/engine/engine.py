@@ -6,11 +6,14 @@
 
 A round (`Engine.step`) plans, launches what is planned, and only then reads what the round before has drawn: the GPU never
 waits for Python. So a text that ends is computed one token further, which nobody reads. Whoever waits for a text does the
-rounds for all of them; several threads may wait.
+rounds for all of them; several threads may wait. What is submitted or cancelled meanwhile waits for no round: it is noted, and
+the next round begins with it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
@@ -20,10 +23,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lowbit.engine.batching import Batch, Round
+from lowbit.engine.batching import Batch, Piece, Round
 from lowbit.engine.cache import Cache, available_bytes, how_many_pages
 from lowbit.engine.chain import MOST_TOKENS, Chain
 from lowbit.engine.check import LARGEST_DIFFERENCE, TOKENS, difference_to, kernel_refusals
+from lowbit.engine.failure import Attempt, RoundFailed, in_words
 from lowbit.engine.family import recognise
 from lowbit.engine.forward import ForwardProgram
 from lowbit.engine.pages import Pages, pages_for
@@ -107,38 +111,53 @@ class Engine:
         self._ahead = ahead
         self._flying: deque[Launched] = deque()
         self._lock = threading.RLock()
+        """Of rounds, and of all that they plan with."""
+        self._noting = threading.Lock()
+        """Of what other threads note of a request meanwhile: never held for longer than that takes."""
+        self._ended: deque[Request] = deque()
+        """Requests that have ended, and may still hold slots and pages."""
+        self._broken: Exception | None = None
 
     # ---- what callers do
 
     def submit(self, request: Request) -> Request:
-        """Queues a request, at once, whoever is doing a round; raises ValueError for one that can never run here."""
+        """Queues a request, at once, whoever is doing a round; raises ValueError for one that can never run here, RuntimeError
+        when the GPU computes nothing any more."""
+        if self._broken is not None:
+            raise RuntimeError(
+                f"the GPU of this engine failed, start another process: {in_words(self._broken)}"
+            ) from self._broken
         most = len(request.prompt) + request.limit
         reasons = self.batch.refusals(request)
-        if request.end is not None or request in self.batch.waiting or request in self.batch.running:
-            reasons = ("was submitted before: make another one", *reasons)
         if most > self.max_length:
             reasons = (f"has {len(request.prompt):,} tokens and asks for {request.limit:,} more", *reasons)
             raise ValueError(f"a text has at most {self.max_length:,} tokens here, this request {'; '.join(reasons)}")
         if reasons:
             raise ValueError(f"this request {'; '.join(reasons)}")
         vocab = self.slots.sampling.counts.shape[1]
-        wrong = [token for token in request.prompt if not 0 <= token < vocab]
-        if wrong:
-            raise ValueError(f"tokens are from 0 to {vocab - 1}, this prompt has {wrong[0]}")
-        wrong = [token for token, _ in request.sampling.bias if token >= vocab]
-        if wrong:
-            raise ValueError(f"tokens are from 0 to {vocab - 1}, this logit_bias has {wrong[0]}")
-        self.batch.add(request)
+        for what, tokens in (("prompt", request.prompt), ("logit_bias", [token for token, _ in request.sampling.bias])):
+            if tokens and not 0 <= min(tokens) <= max(tokens) < vocab:
+                wrong = next(token for token in tokens if not 0 <= token < vocab)
+                raise ValueError(f"tokens are from 0 to {vocab - 1}, this {what} has {wrong}")
+        with self._noting:
+            if request.submitted or request.end is not None:
+                raise ValueError("this request was submitted before: make another one")
+            request.submitted = True
+            self.batch.add(request)
         return request
 
     def cancel(self, request: Request) -> None:
-        """Ends a request where it is; one that has ended stays as it is."""
-        with self._lock:
-            if request.end is None:
-                self._end(request, End.CANCELLED)
+        """Ends a request where it is, at once, whoever is doing a round; one that has ended stays as it is."""
+        self._end(request, End.CANCELLED)
+        if self._lock.acquire(blocking=False):  # else the round that another thread is doing lets go of it, or the next
+            try:
+                self._let_go()
+            finally:
+                self._lock.release()
 
     def stream(self, request: Request) -> Generator[Drawn, None, None]:
-        """The tokens of a submitted request as they come; giving the iterator up cancels the request."""
+        """The tokens of a submitted request as they come; giving the iterator up cancels the request. Raises RuntimeError at
+        the end of a text that failed."""
         read = 0
         try:
             while True:
@@ -147,35 +166,48 @@ class Engine:
                     yield request.drawn[read]
                     read += 1
                 if ended:
-                    return
-                self.step()
+                    break
+                with contextlib.suppress(RoundFailed):  # others' perhaps
+                    self.step()
         finally:
             self.cancel(request)
+        request.check()
 
     def generate(self, requests: Iterable[Request]) -> list[Request]:
-        """Submits requests and runs until all of them have ended; if something fails on the way, none of them stays behind."""
+        """Submits requests and runs until all of them have ended; if something fails on the way, none of them stays behind.
+        Raises RuntimeError, once all have ended, if one of them failed."""
         submitted: list[Request] = []
         try:
             for request in requests:
                 submitted.append(self.submit(request))
             while any(request.end is None for request in submitted):
-                self.step()
+                with contextlib.suppress(RoundFailed):  # others' perhaps
+                    self.step()
         finally:
             for request in submitted:
                 self.cancel(request)
+        for request in submitted:
+            request.check()
         return submitted
 
     @torch.inference_mode()
     def step(self) -> None:
-        """One round: launches what is due, then reads what the round before has drawn."""
+        """One round: launches what is due, then reads what the round before has drawn.
+
+        A request that fails by itself ends as failed, `Request.error` says why, and nobody else notices: one whose prompt or
+        `watch` raises an error, or whose logits are no numbers. Raises RoundFailed where that cannot be told apart, and all
+        requests of the round have ended so; then `submit` says whether the GPU still computes.
+        """
         with self._lock:
+            self._let_go()
             earlier = len(self._flying)
             planned = self._launch_next()
             if not (planned and self._ahead):
                 earlier = len(self._flying)
-            for _ in range(earlier):
+            for _ in range(min(earlier, len(self._flying))):
                 self._read(self._flying[0])
                 self._flying.popleft()
+            self._let_go()
 
     def compile(self) -> Iterator[Stage]:
         """Compiles every kernel, by several processes where Triton's cache does not have it; says how far it is before each."""
@@ -220,17 +252,15 @@ class Engine:
 
     def _launch_next(self) -> Round:
         """Plans and launches a round; if that fails, all that it was for ends and everything else goes on."""
-        planned, launched = None, False
+        planned = None
         try:
             planned = self.batch.plan()
             if planned:
                 self._launch(planned)
-            launched = True
             return planned
-        finally:
-            if not launched:
-                for request in self.batch.give_up(planned):
-                    request.end = End.FAILED
+        except BaseException as error:
+            self._fail_round(self.batch.give_up(planned), error)
+            raise
 
     def _launch(self, planned: Round) -> None:
         for request in planned.joined:
@@ -243,12 +273,49 @@ class Engine:
             rows = [request.row for request in planned.steps]
             longest = max(request.computed for request in planned.steps)
             self._fly(planned.steps, self.steps.launch(rows, _filters(planned.steps), longest))
-        if planned.pieces:
-            logits = self.program.prompt(planned.pieces, self.slots)
-            requests = [piece.request for piece in last]
+        if planned.pieces and self.program.computes_together:
+            self._launch_pieces(planned.pieces, planned)
+        elif planned.pieces:
+            self._launch_one_by_one(planned.pieces, planned)
+
+    def _launch_pieces(self, pieces: Sequence[Piece], planned: Round) -> None:
+        """Computes pieces of prompts together; if that raises an error, one by one, so that those fail that do so alone."""
+        with Attempt() as tried:
+            logits = self.program.prompt(pieces, self.slots)
+        if tried.error is None:
+            requests = [piece.request for piece in pieces if piece.last]
             if logits is not None:
-                rows_of_last = on_device([request.row for request in requests], self.device)
-                self._fly(requests, draw(logits, rows_of_last, self.slots, _filters(requests)))
+                rows = on_device([request.row for request in requests], self.device)
+                self._fly(requests, draw(logits, rows, self.slots, _filters(requests)))
+        elif len(pieces) > 1:
+            self._launch_one_by_one(pieces, planned)
+        else:
+            self.batch.drop(pieces[0], planned)
+            self._fail([pieces[0].request], tried.error)
+
+    def _launch_one_by_one(self, pieces: Sequence[Piece], planned: Round) -> None:
+        for piece in pieces:
+            if piece.request.slot is not None:  # else it waits again, for pages that one before should have filled
+                self._launch_pieces([piece], planned)
+
+    def _fail(self, requests: Sequence[Request], error: BaseException) -> None:
+        """Ends requests as failed, and all there are where the GPU does not compute any more."""
+        for request in requests:
+            self._end(request, End.FAILED, error)
+        with Attempt() as tried:
+            _wait_for(self.device)
+        if tried.error is not None:  # a CUDA error stays: nothing is ever computed after it in this process
+            self._broken = tried.error
+            for request in (*self.batch.running, *self.batch.waiting):
+                self._end(request, End.FAILED, tried.error)
+            self._flying.clear()
+
+    def _fail_round(self, requests: Sequence[Request], error: BaseException) -> None:
+        """The same for those of a round; raises RoundFailed, so that others than these can go on."""
+        self._fail(requests, error)
+        if requests and isinstance(error, Exception):
+            count = f"{len(requests)} request{'s' if len(requests) > 1 else ''}"
+            raise RoundFailed(f"a round of {count} failed: {in_words(error)}") from error
 
     def _fly(self, requests: Sequence[Request], step: Step) -> None:
         """Sends what a step draws on its way to the host."""
@@ -265,14 +332,22 @@ class Engine:
         self._flying.append(Launched(list(requests), tokens, logprobs, likeliest, done))
 
     def _read(self, launched: Launched) -> None:
-        if launched.done is not None:
-            launched.done.synchronize()
+        try:
+            if launched.done is not None:
+                launched.done.synchronize()
+        except RuntimeError as error:
+            self._flying.clear()
+            self._fail_round(self.batch.give_up(None), error)
+            raise
         tokens, logprobs = launched.tokens.tolist(), launched.logprobs.tolist()
         while launched.read < len(launched.requests):
             row, request = launched.read, launched.requests[launched.read]
-            launched.read += 1  # first: an error in a caller's function must not repeat a token
+            launched.read += 1  # first: an interrupt must not repeat a token
             if request.end is not None:
                 continue  # it ended, or was given up, while this was computed
+            if math.isnan(logprobs[row]):
+                self._end(request, End.FAILED, FloatingPointError("the model's logits are NaN or infinite"))
+                continue
             likeliest: tuple[tuple[int, float], ...] = ()
             if launched.likeliest is not None and request.likeliest:
                 values, ids = (part[row, : request.likeliest].tolist() for part in launched.likeliest)
@@ -281,21 +356,39 @@ class Engine:
 
     def _take(self, request: Request, drawn: Drawn) -> None:
         request.drawn.append(drawn)
-        stopped, said = False, request.watch is None
-        try:
-            if request.watch is not None:
-                stopped, said = request.watch(drawn), True
-        finally:
-            if not said:  # it raises, and whoever does this round sees that
-                self._end(request, End.FAILED)
+        stopped = False
+        if request.watch is not None:
+            try:
+                with Attempt() as tried:
+                    stopped = request.watch(drawn)
+            except BaseException as error:  # an interrupt
+                self._end(request, End.FAILED, error)
+                raise
+            if tried.error is not None:
+                self._end(request, End.FAILED, tried.error)
         if drawn.token in request.ends or stopped:
             self._end(request, End.STOP)
         elif len(request.drawn) == request.limit:
             self._end(request, End.LENGTH)
 
-    def _end(self, request: Request, end: End) -> None:
-        self.batch.remove(request)
-        request.end = end
+    def _end(self, request: Request, end: End, error: BaseException | None = None) -> None:
+        """Ends a request if nobody has; what it holds is let go of by the thread that does the rounds."""
+        with self._noting:
+            if request.end is not None:
+                return
+            request.error, request.end = error, end
+        self._ended.append(request)
+
+    def _let_go(self) -> None:
+        """Takes back the slots and pages of requests that have ended."""
+        while self._ended:
+            self.batch.remove(self._ended.popleft())
+
+
+def _wait_for(device: torch.device) -> None:
+    """Waits until a GPU has done all it was given; raises RuntimeError if it fails."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _filters(requests: Iterable[Request]) -> bool:

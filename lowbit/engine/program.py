@@ -50,6 +50,7 @@ class DecodeProgram:
     """The program of a decoder; `cache` holds what it remembers of each text."""
 
     reasons: tuple[str, ...] = ()
+    computes_together = True
 
     def __init__(self, decoder: Decoder, dtype: torch.dtype, device: torch.device, *, batch_invariant: bool) -> None:
         self.decoder, self.dtype, self.device, self.batch_invariant = decoder, dtype, device, batch_invariant

@@ -34,6 +34,8 @@ class Program(Protocol):
     """What computes logits: `DecodeProgram`, or a model's own forward."""
 
     reasons: tuple[str, ...]
+    computes_together: bool
+    """Whether pieces of several texts are computed at once, and may be computed again."""
     device: torch.device
     dtype: torch.dtype
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
-from lowbit.engine import Drawn, End, Engine, Request, TextStream
+from lowbit.engine import Drawn, Engine, TextStream
 from lowbit.models.head import SCHEME
 from lowbit.models.load import load_causal
 from lowbit.models.skeleton import tokenizer_of
@@ -49,7 +49,8 @@ class Pipeline:
     def __call__(self, prompts: str | list[str], **arguments: Any) -> list[Response]:
         """Responses to `prompts`, in order, each as if it had been asked alone; arguments are the fields of `GenerateParams`.
 
-        Raises UnknownArgument for others, ValueError for values out of range, no or empty prompts.
+        Raises UnknownArgument for others, ValueError for values out of range, no or empty prompts, RuntimeError if a text
+        fails.
         """
         params = GenerateParams.from_arguments({**self._defaults, **arguments})
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -67,7 +68,7 @@ class Pipeline:
         return [self._response(text, ids, new[:limit], params) for text, ids, new, limit in rows]
 
     def stream(self, prompt: str, **arguments: Any) -> Stream:
-        """The answer to one prompt as it comes; arguments as in a call.
+        """The answer to one prompt as it comes; arguments as in a call. The stream raises RuntimeError if the text fails.
 
         On a CPU, texts that are drawn differ from a call's with the same seed: those come from torch's random numbers.
         """
@@ -96,7 +97,7 @@ class Pipeline:
                     yield piece
         if rest := text.finish():
             yield rest
-        return self._response(prompt, ids, _drawn(request), params)
+        return self._response(prompt, ids, [drawn.token for drawn in request.drawn], params)
 
     @property
     def engine(self) -> Engine:
@@ -132,7 +133,7 @@ class Pipeline:
         texts = [TextStream(self.tokenizer, ids, params.stop) if params.stop else None for ids in encoded]
         watches = [None if text is None else functools.partial(_stops, text) for text in texts]
         requests = requests_of(encoded, limits, params, self.model.generation_config, self._eos, watches)
-        return [_drawn(request) for request in self.engine.generate(requests)]
+        return [[drawn.token for drawn in request.drawn] for request in self.engine.generate(requests)]
 
     @torch.inference_mode()
     def _generate(self, encoded: list[list[int]], params: GenerateParams, limit: int) -> list[list[int]]:
@@ -265,13 +266,6 @@ def _stops(text: TextStream, drawn: Drawn) -> bool:
     """Whether a text has come to a stop string."""
     text.push(drawn.token)
     return text.stopped
-
-
-def _drawn(request: Request) -> list[int]:
-    """The tokens of a request that has ended; raises RuntimeError if it failed, of which another thread was told."""
-    if request.end is End.FAILED:
-        raise RuntimeError("a round of the engine that other threads wait for too has failed; the error is theirs")
-    return [drawn.token for drawn in request.drawn]
 
 
 def _ids(value: int | list[int] | None) -> list[int]:

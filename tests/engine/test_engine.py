@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import random
 import threading
+import time
 
 import pytest
 import torch
@@ -193,23 +195,72 @@ def test_submitting_does_not_wait_for_a_round(model):
         assert not thread.is_alive() and len(engine.batch.waiting) == 1
 
 
-def test_an_error_of_one_harms_nobody_else(model):
+def test_cancelling_does_not_wait_for_a_round(model):
+    """It ends the text at once; whoever does the round gives back what it holds."""
     engine = engine_of(model)
+    request, waiting = (engine.submit(Request(prompt(5), 20)) for _ in range(2))
+    engine.step()
+    with engine._lock:
+        threads = [threading.Thread(target=engine.cancel, args=(each,), daemon=True) for each in (request, waiting)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert not any(thread.is_alive() for thread in threads) and request.end is waiting.end is End.CANCELLED
+        assert engine.batch.running
+    engine.step()
+    assert not engine.batch.running and not engine.batch.waiting
+    assert engine.batch.pages.available == engine.batch.pages.count - 1
 
-    def watch(token):
-        raise RuntimeError("not today")
 
-    others = [engine.submit(Request(prompt(20 + i, i), 10)) for i in range(2)]
-    bad = engine.submit(Request(prompt(9), 10, watch=watch))
-    more = engine.submit(Request(prompt(25, 5), 10))
-    with pytest.raises(RuntimeError, match="not today"):
-        engine.generate([])
-        while bad.end is None:
+@pytest.mark.parametrize("ahead", [True, False])
+def test_threads_that_submit_and_cancel_while_one_does_the_rounds(model, ahead):
+    """As a server does: each text is the one that its request draws alone, up to where it was given up."""
+    engine = engine_of(model, max_concurrent=3, cache_bytes=1 << 19, max_length=256, ahead=ahead)
+    asked = [(prompt(1 + 37 * i % 190, i % 3), 1 + 7 * i % 24, Sampling(0.9 * (i % 2), seed=i)) for i in range(12)]
+    fresh = engine_of(model, max_concurrent=1, max_length=256, sharing=False)
+    alone = [tokens(fresh.generate([Request(*each)])[0]) for each in asked]
+    stop, made, errors = threading.Event(), [[] for _ in range(4)], []
+
+    def rounds():
+        while not stop.is_set():
             engine.step()
-    assert bad.end is End.FAILED and len(bad.drawn) == 1
-    while any(r.end is None for r in (*others, more)):
-        engine.step()
-    assert [tokens(r) for r in (*others, more)] == [expected(model, r.prompt, 10) for r in (*others, more)]
+
+    def client(number):
+        chance = random.Random(number)
+        try:
+            for _ in range(12):
+                which = chance.randrange(len(asked))
+                request = engine.submit(Request(*asked[which]))
+                made[number].append((request, which))
+                until = time.monotonic() + 60
+                give_up = chance.choice([None, None, 0, 1, 5])
+                while request.end is None and time.monotonic() < until:
+                    if give_up is not None and len(request.drawn) >= give_up:
+                        engine.cancel(request)
+                        assert request.end is not None
+                    time.sleep(0.0005)
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    worker = threading.Thread(target=rounds)
+    clients = [threading.Thread(target=client, args=(number,)) for number in range(4)]
+    for thread in (worker, *clients):
+        thread.start()
+    for thread in clients:
+        thread.join(100)
+    stop.set()
+    worker.join(60)
+    assert not errors and not any(thread.is_alive() for thread in (worker, *clients))
+    ended = [each for of_client in made for each in of_client]
+    assert len(ended) == 48 and {request.end for request, _ in ended} == {End.LENGTH, End.CANCELLED}
+    for request, which in ended:
+        drawn = tokens(request)
+        assert drawn == (alone[which] if request.end is End.LENGTH else alone[which][: len(drawn)])
+    engine.step()
+    assert not engine.batch.running and not engine.batch.waiting and not engine._flying
+    assert engine.batch.pages.available == engine.batch.pages.count - 1
 
 
 def fail(*args):
