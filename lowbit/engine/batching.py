@@ -142,7 +142,7 @@ class Batch:
 
     def _grow(self, request: Request, planned: Round) -> bool:
         """Gives a request the page of its next token, if it has none."""
-        while len(request.pages) < pages_for(request.position + 1):
+        while len(request.pages) * PAGE <= request.position:
             page = self.pages.take()
             if page is None:
                 return False

@@ -340,6 +340,7 @@ class Engine:
             self._fail_round(self.batch.give_up(None), error)
             raise
         tokens, logprobs = launched.tokens.tolist(), launched.logprobs.tolist()
+        beside = None if launched.likeliest is None else [part.tolist() for part in launched.likeliest]
         while launched.read < len(launched.requests):
             row, request = launched.read, launched.requests[launched.read]
             launched.read += 1  # first: an interrupt must not repeat a token
@@ -349,8 +350,8 @@ class Engine:
                 self._end(request, End.FAILED, FloatingPointError("the model's logits are NaN or infinite"))
                 continue
             likeliest: tuple[tuple[int, float], ...] = ()
-            if launched.likeliest is not None and request.likeliest:
-                values, ids = (part[row, : request.likeliest].tolist() for part in launched.likeliest)
+            if beside is not None and request.likeliest:
+                values, ids = (part[row][: request.likeliest] for part in beside)
                 likeliest = tuple(zip(ids, values, strict=True))
             self._take(request, Drawn(tokens[row], logprobs[row], likeliest))
 

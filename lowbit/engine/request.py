@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from lowbit.engine.failure import in_words
 from lowbit.ops.sample import Sampling
@@ -27,8 +28,7 @@ class End(str, Enum):
     """Computing it, or its `watch`, raised an error, or its logits are no numbers: `Request.error` has it."""
 
 
-@dataclass(frozen=True)
-class Drawn:
+class Drawn(NamedTuple):
     """A token, the logarithm of the probability that the model itself gave it, the likeliest (token, logarithm) beside it."""
 
     token: int

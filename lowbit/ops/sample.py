@@ -86,7 +86,7 @@ class Sampling:
         given = self.logit_bias
         return tuple(given.items()) if isinstance(given, Mapping) else tuple(given)
 
-    @property
+    @functools.cached_property
     def greedy(self) -> bool:
         """Whether `sample` with `any_filter=False` is enough for it."""
         return self.temperature == 0 and not self.flags & ~sampling.CUT

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -186,7 +187,7 @@ def test_tokens_come_as_often_as_their_probability_says(s):
     freedom = int(many.sum()) - 1 + int(rest > 5)
     assert abs(float(chi) - freedom) < 4 * math.sqrt(2 * freedom), (float(chi), freedom)
     # The operator draws those very tokens.
-    state = state_with(s.__class__(**{**vars(s), "seed": 12345}))
+    state = state_with(replace(s, seed=12345))
     for i in range(20):
         token = int(drawn(logits[None], [0], state)[0])
         assert token == int((running <= targets[i]).sum()), i
