@@ -16,8 +16,9 @@ import contextlib
 import math
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -34,11 +35,14 @@ from lowbit.engine.pages import Pages, pages_for
 from lowbit.engine.program import DecodeProgram
 from lowbit.engine.request import Drawn, End, Request
 from lowbit.engine.slots import Slots, on_device
-from lowbit.engine.steps import Program, Step, Steps, draw
-from lowbit.engine.warm_up import Stage, compiled, kernels_of
+from lowbit.engine.steps import Program, Step, Steps, draw, filters
+from lowbit.engine.warm_up import Rehearsal, Stage, compiled
 from lowbit.hardware.machine import machine_of
 from lowbit.kernels.choose.attention import PAGE
 from lowbit.ops.sample import top_logprobs
+
+if TYPE_CHECKING:
+    from lowbit.kernels.parts.launch import Wanted
 
 PIECE = 1024
 """Tokens of prompts between two steps: enough for the tensor cores, and tens of milliseconds at most for those who wait."""
@@ -66,7 +70,8 @@ class Engine:
     program takes the model's weights over into forms of its own, without a second copy. Raises ValueError where not even one
     request fits into the cache. `forward`: computes by the model's own forward, one text at a time, as models do that no decode
     program knows. `ahead`: reads what was drawn a round later, which a GPU does not wait for. `ends`: tokens that
-    `Sampling.min_new_tokens` holds back (default: the end-of-text tokens of the model's generation config).
+    `Sampling.min_new_tokens` holds back (default: the end-of-text tokens of the model's generation config). `progress` is told
+    how far kernels are compiled that a round waits for, and at the end that all are.
     """
 
     def __init__(
@@ -82,6 +87,7 @@ class Engine:
         forward: bool = False,
         ahead: bool = True,
         ends: Sequence[int] | None = None,
+        progress: Callable[[Stage], object] | None = None,
     ) -> None:
         if max_concurrent < 1:
             raise ValueError(f"an engine computes at least 1 request at once, got max_concurrent={max_concurrent}")
@@ -108,6 +114,10 @@ class Engine:
         self.slots = Slots(max_concurrent, self.max_length, vocab, self.ends, self.device)
         captures = on_gpu and isinstance(self.program, DecodeProgram)
         self.steps = Steps(self.program, self.slots, max_concurrent, graphs=captures, invariant=batch_invariant)
+        self._rehearsal: Rehearsal | None = None
+        if captures and isinstance(self.program, DecodeProgram):
+            self._rehearsal = Rehearsal(self.program, self.steps, max_concurrent, self.max_length, piece)
+        self._progress = progress or (lambda stage: None)
         self._ahead = ahead
         self._flying: deque[Launched] = deque()
         self._lock = threading.RLock()
@@ -211,10 +221,10 @@ class Engine:
 
     def compile(self) -> Iterator[Stage]:
         """Compiles every kernel, by several processes where Triton's cache does not have it; says how far it is before each."""
-        if not self.steps.graphs or not isinstance(self.program, DecodeProgram):
+        if self._rehearsal is None:
             return
         with self._lock:
-            wanted = kernels_of(self.program, self.steps, self.slots.count, min(self.batch.piece, self.max_length))
+            wanted = self._rehearsal.kernels(self._rehearsal.everything())
         yield from compiled(wanted, machine_of(self.device).arch.sm)
 
     def warm_up(self) -> Iterator[Stage]:
@@ -263,6 +273,9 @@ class Engine:
             raise
 
     def _launch(self, planned: Round) -> None:
+        if self._rehearsal is not None and (parts := self._rehearsal.of_round(planned)):
+            with Attempt():  # whatever it is, it shows itself again where the kernel is launched
+                self._compile(self._rehearsal.kernels(parts))
         for request in planned.joined:
             drawn = [each.token for each in request.drawn]
             self.slots.sampling.set(request.row, request.sampling, request.prompt, drawn)
@@ -272,11 +285,17 @@ class Engine:
         if planned.steps:
             rows = [request.row for request in planned.steps]
             longest = max(request.computed for request in planned.steps)
-            self._fly(planned.steps, self.steps.launch(rows, _filters(planned.steps), longest))
+            self._fly(planned.steps, self.steps.launch(rows, filters(planned.steps), longest))
         if planned.pieces and self.program.computes_together:
             self._launch_pieces(planned.pieces, planned)
         elif planned.pieces:
             self._launch_one_by_one(planned.pieces, planned)
+
+    def _compile(self, wanted: Sequence[Wanted]) -> None:
+        """Compiles the kernels of a round before it launches them, where one after the other would be."""
+        for stage in compiled(wanted, machine_of(self.device).arch.sm):
+            self._progress(stage)
+        self._progress(Stage("kernels", len(wanted), len(wanted)))
 
     def _launch_pieces(self, pieces: Sequence[Piece], planned: Round) -> None:
         """Computes pieces of prompts together; if that raises an error, one by one, so that those fail that do so alone."""
@@ -286,7 +305,7 @@ class Engine:
             requests = [piece.request for piece in pieces if piece.last]
             if logits is not None:
                 rows = on_device([request.row for request in requests], self.device)
-                self._fly(requests, draw(logits, rows, self.slots, _filters(requests)))
+                self._fly(requests, draw(logits, rows, self.slots, filters(requests)))
         elif len(pieces) > 1:
             self._launch_one_by_one(pieces, planned)
         else:
@@ -390,11 +409,6 @@ def _wait_for(device: torch.device) -> None:
     """Waits until a GPU has done all it was given; raises RuntimeError if it fails."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _filters(requests: Iterable[Request]) -> bool:
-    """Whether some request asks for more than its likeliest token."""
-    return not all(request.sampling.greedy for request in requests)
 
 
 def _to_host(values: Tensor) -> Tensor:

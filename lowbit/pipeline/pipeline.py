@@ -9,13 +9,15 @@ import inspect
 import threading
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from lowbit.engine import Drawn, Engine, TextStream
+from lowbit.engine.warm_up import Stage
 from lowbit.models.head import SCHEME
 from lowbit.models.load import load_causal
 from lowbit.models.skeleton import tokenizer_of
@@ -237,13 +239,13 @@ def pipeline(
     the model's. device: "cuda" when torch sees a GPU, else "cpu". dtype of activations: the checkpoint's own on a GPU; on a CPU
     bfloat16 for quantized models, which run several times slower in float32 (`models.cpu`), and float32 for others. max_length:
     default of the calls, in tokens of prompt and answer. verify: compare the files of a lowbit checkpoint with their checksums
-    first. progress: show a bar while another tool's layers are read. batch_invariant: quantized layers give a token the same
-    bits in every batch, on a GPU. engine: answer by the decode engine (docs/generate.md), by default on a GPU; for it, head is
-    the scheme to which LM head and embedding of a quantized model are rounded on a GPU, None for 16 bits, max_concurrent how
-    many texts are computed at once, and cache_bytes the memory of their keys and values (default: most of what the GPU has
-    free, `engine.Engine`). Raises UnknownArgument for other arguments, CheckpointError for what
-    `models.load.load_causal` refuses (a checkpoint that lacks parameters, say), and ValueError when it is quantized to
-    something else already.
+    first. progress: show bars while another tool's layers are read and while kernels are compiled for the first texts.
+    batch_invariant: quantized layers give a token the same bits in every batch, on a GPU. engine: answer by the decode engine
+    (docs/generate.md), by default on a GPU; for it, head is the scheme to which LM head and embedding of a quantized model are
+    rounded on a GPU, None for 16 bits, max_concurrent how many texts are computed at once, and cache_bytes the memory of their
+    keys and values (default: most of what the GPU has free, `engine.Engine`). Raises UnknownArgument for other arguments,
+    CheckpointError for what `models.load.load_causal` refuses (a checkpoint that lacks parameters, say), and ValueError when it
+    is quantized to something else already.
     """
     for name in unknown:
         raise UnknownArgument(name, set(inspect.signature(pipeline).parameters) - {"unknown"})
@@ -258,8 +260,24 @@ def pipeline(
         tokenizer = tokenizer_of(str(tokenizer or model_name_or_path), model)
     return Pipeline(
         model, tokenizer, max_length=max_length, engine=engine, batch_invariant=batch_invariant,
-        max_concurrent=max_concurrent, cache_bytes=cache_bytes,
+        max_concurrent=max_concurrent, cache_bytes=cache_bytes, progress=Bar() if progress else None,
     )  # fmt: skip
+
+
+class Bar:
+    """Shows how far something is that texts wait for, and is gone when that is done."""
+
+    def __init__(self) -> None:
+        self._shown: tqdm[NoReturn] | None = None
+
+    def __call__(self, stage: Stage) -> None:
+        """Shows a stage."""
+        if self._shown is None:
+            self._shown = tqdm(total=stage.total, desc=stage.what, leave=False)
+        self._shown.update(stage.done - self._shown.n)
+        if stage.done == stage.total:
+            self._shown.close()
+            self._shown = None
 
 
 def _stops(text: TextStream, drawn: Drawn) -> bool:

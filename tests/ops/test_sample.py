@@ -229,7 +229,7 @@ def test_what_a_call_writes():
     "s", [Sampling(), Sampling(temperature=0.8, seed=1), Sampling(temperature=0.8, top_k=9, seed=1)], ids=str
 )
 def test_logits_that_are_no_numbers_have_no_log_probability(s):
-    """Theirs is NaN, by which the host knows them; tokens are some of the vocabulary; the rows beside are as ever, to the bit."""
+    """Theirs is NaN, by which the host knows them; tokens are in the vocabulary; the rows beside are as ever, to the bit."""
     logits = torch.stack([random_logits(i) for i in range(6)])
     alone = [drawn(logits[i : i + 1], [0], state_with(s)) for i in (0, 5)]
     logits[1, 7], logits[2, 7], logits[3], logits[4, 7] = math.nan, math.inf, -math.inf, -math.inf

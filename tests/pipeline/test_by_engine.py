@@ -11,9 +11,10 @@ import torch
 
 import lowbit
 from lowbit.engine import Engine
+from lowbit.engine.warm_up import Stage
 from lowbit.pipeline import FinishReason, Pipeline
 from lowbit.pipeline.requests import config_refusals
-from tests.tiny import eager_llama, tiny_tokenizer
+from tests.tiny import eager_llama, save_tiny, tiny_tokenizer
 
 PROMPTS = ["DeepSpeed is", "Seattle", "The quick brown fox jumps over"]
 
@@ -184,6 +185,19 @@ def test_streams_refuse_what_calls_refuse(by_engine):
     gone.destroy()
     with pytest.raises(RuntimeError, match="this pipeline was destroyed"):
         gone.stream("x")
+
+
+def test_bars_of_what_texts_wait_for(tmp_path, capfd):
+    """They come when kernels are compiled, and go when that is done; without progress there are none."""
+    save_tiny(tmp_path)
+    for progress in (False, True):
+        pipe = lowbit.pipeline(str(tmp_path), engine=True, device="cpu", progress=progress)
+        capfd.readouterr()
+        for done in range(3):
+            pipe.engine._progress(Stage("kernels", done, 2))
+        shown = capfd.readouterr().err.replace("\r", "\n").splitlines()
+        assert any("kernels:" in line and "/2" in line for line in shown) == progress
+        assert not shown or not shown[-1].strip(), "it is gone"
 
 
 @pytest.mark.parametrize("loaded_within", [False, True])
