@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lowbit.engine.batching import Batch, Piece, Round
-from lowbit.engine.cache import Cache, available_bytes, how_many_pages
+from lowbit.engine.cache import Cache, Room
 from lowbit.engine.chain import MOST_TOKENS, Chain
 from lowbit.engine.check import LARGEST_DIFFERENCE, TOKENS, difference_to, kernel_refusals
 from lowbit.engine.failure import Attempt, RoundFailed, in_words
@@ -38,7 +38,6 @@ from lowbit.engine.slots import Slots, on_device
 from lowbit.engine.steps import Program, Step, Steps, draw, filters
 from lowbit.engine.warm_up import Rehearsal, Stage, compiled
 from lowbit.hardware.machine import machine_of
-from lowbit.kernels.choose.attention import PAGE
 from lowbit.ops.sample import top_logprobs
 
 if TYPE_CHECKING:
@@ -100,12 +99,13 @@ class Engine:
         # Whatever the caller's mode is: the weights that a program joins stay the model's, which may be trained.
         with torch.inference_mode(next(model.parameters()).is_inference()):
             self.program, self.difference = _program(model, self.max_length, batch_invariant, forward)
+        self._positions, self._room = positions, Room.on(self.device, cache_bytes)  # what the program leaves
         pages = 1 + max_concurrent * pages_for(self.max_length)
         if isinstance(self.program, DecodeProgram):
             spec = self.program.cache_spec
             if max_length is None:
-                self.max_length = _longest(spec.page_bytes, self.max_length, cache_bytes, self.device)
-            pages = how_many_pages(spec, self.device, max_concurrent, self.max_length, cache_bytes)
+                self.max_length = min(self.max_length, self._room.longest(spec))
+            pages = self._room.pages(spec, max_concurrent, self.max_length)
             self.program.cache = Cache(spec, pages, self.device)
         shares = sharing and isinstance(self.program, DecodeProgram)
         self.batch = Batch(max_concurrent, Pages(pages), piece, sharing=shares, invariant=batch_invariant)
@@ -140,8 +140,8 @@ class Engine:
         most = len(request.prompt) + request.limit
         reasons = self.batch.refusals(request)
         if most > self.max_length:
-            reasons = (f"has {len(request.prompt):,} tokens and asks for {request.limit:,} more", *reasons)
-            raise ValueError(f"a text has at most {self.max_length:,} tokens here, this request {'; '.join(reasons)}")
+            asked = f"this request has {len(request.prompt):,} tokens and asks for {request.limit:,} more"
+            raise ValueError(f"a text has at most {self.max_length:,} tokens here, {asked}; {self._limit(most)}")
         if reasons:
             raise ValueError(f"this request {'; '.join(reasons)}")
         vocab = self.slots.sampling.counts.shape[1]
@@ -155,6 +155,14 @@ class Engine:
             request.submitted = True
             self.batch.add(request)
         return request
+
+    def _limit(self, tokens: int) -> str:
+        """Why a text cannot have so many tokens, and what to do."""
+        if tokens > self._positions:
+            return f"the model has {self._positions:,} positions: shorten the prompt or ask for fewer new tokens"
+        if isinstance(self.program, DecodeProgram) and tokens > self._room.longest(self.program.cache_spec):
+            return self._room.refusal(self.program.cache_spec, tokens)
+        return "so says max_length of the engine: make one with more, or ask for fewer tokens"
 
     def cancel(self, request: Request) -> None:
         """Ends a request where it is, at once, whoever is doing a round; one that has ended stays as it is."""
@@ -441,12 +449,6 @@ def _program(model: PreTrainedModel, positions: int, batch_invariant: bool, forw
 def _positions(model: PreTrainedModel) -> int:
     """How many tokens a text may have."""
     return int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 20)
-
-
-def _longest(page_bytes: int, positions: int, cache_bytes: int | None, device: torch.device) -> int:
-    """The longest text of which a cache holds at least one."""
-    fits = available_bytes(device, cache_bytes) // page_bytes - 1
-    return min(positions, max(fits, 1) * PAGE)
 
 
 def _ends(model: PreTrainedModel) -> list[int]:

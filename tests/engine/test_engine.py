@@ -345,7 +345,11 @@ def test_a_round_that_fails_ends_whoever_joined_in_it(model, monkeypatch):
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (Request(prompt(200), 57), "at most 256 tokens here, this request has 200 tokens and asks for 57 more"),
+        (
+            Request(prompt(200), 57),
+            "at most 256 tokens here, this request has 200 tokens and asks for 57 more; the model has 256 positions: shorten "
+            "the prompt or ask for fewer new tokens",
+        ),
         (Request([3, VOCAB], 5), "tokens are from 0 to 159, this prompt has 160"),
         (Request([3], 5, Sampling(logit_bias={VOCAB: 1.0})), "tokens are from 0 to 159, this logit_bias has 160"),
         (Request([3], 5, end=End.LENGTH), "this request was submitted before: make another one"),
@@ -354,6 +358,23 @@ def test_a_round_that_fails_ends_whoever_joined_in_it(model, monkeypatch):
 def test_what_can_never_run_is_refused(model, request_, message):
     with pytest.raises(ValueError, match=message):
         engine_of(model, max_length=256).submit(request_)
+
+
+def test_a_text_too_long_is_told_what_limits_it(model):
+    """The cache, in bytes that would be enough, or what the caller asked for; no more than the model has positions."""
+    page = engine_of(model).program.cache_spec.page_bytes
+    said = (
+        "at most 128 tokens here, this request has 120 tokens and asks for 9 more; it takes .* MiB of keys and values, there "
+    )
+    with pytest.raises(ValueError, match=said + rf"are .* MiB \(cache_bytes\): .*\(cache_bytes={3 * page}\).*engine=False"):
+        engine_of(model, cache_bytes=2 * page).submit(Request(prompt(120), 9))
+    assert engine_of(model, cache_bytes=3 * page).generate([Request(prompt(120), 9)])[0].end is End.LENGTH
+    with pytest.raises(ValueError, match="at most 128 tokens here, .*; the model has 256 positions: shorten the prompt"):
+        engine_of(model, cache_bytes=2 * page).submit(Request(prompt(120), 157))
+    with pytest.raises(ValueError, match="at most 100 tokens here, .*; so says max_length of the engine: make one with more"):
+        engine_of(model, max_length=100).submit(Request(prompt(96), 5))
+    with pytest.raises(ValueError, match=rf"MiB \(cache_bytes\): .*\(cache_bytes={2 * page}\), or do without .*engine=False"):
+        engine_of(model, cache_bytes=page)
 
 
 def test_a_request_is_submitted_once(model):

@@ -187,6 +187,17 @@ def test_streams_refuse_what_calls_refuse(by_engine):
         gone.stream("x")
 
 
+def test_texts_too_long_are_told_what_to_do(model):
+    """Calls and streams alike."""
+    own = Pipeline(model, tiny_tokenizer(), engine=True, cache_bytes=1 << 17)
+    said = r"at most 128 tokens here, .* asks for 150 more; it takes .* keys and values, .*\(cache_bytes=[0-9]+\).*engine=False"
+    with pytest.raises(ValueError, match=said):
+        own(PROMPTS[0], max_new_tokens=150)
+    with pytest.raises(ValueError, match=said):
+        list(own.stream(PROMPTS[0], max_new_tokens=150))
+    assert own(PROMPTS[0], max_new_tokens=5, ignore_eos=True)[0].generated_length == 5
+
+
 def test_bars_of_what_texts_wait_for(tmp_path, capfd):
     """They come when kernels are compiled, and go when that is done; without progress there are none."""
     save_tiny(tmp_path)
