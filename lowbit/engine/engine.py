@@ -13,6 +13,7 @@ the next round begins with it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import threading
 from collections import deque
@@ -42,6 +43,8 @@ from lowbit.ops.sample import top_logprobs
 
 if TYPE_CHECKING:
     from lowbit.kernels.parts.launch import Wanted
+
+logger = logging.getLogger(__name__)
 
 PIECE = 1024
 """Tokens of prompts between two steps: enough for the tensor cores, and tens of milliseconds at most for those who wait."""
@@ -126,17 +129,15 @@ class Engine:
         """Of what other threads note of a request meanwhile: never held for longer than that takes."""
         self._ended: deque[Request] = deque()
         """Requests that have ended, and may still hold slots and pages."""
-        self._broken: Exception | None = None
+        self._broken = ""
 
     # ---- what callers do
 
     def submit(self, request: Request) -> Request:
         """Queues a request, at once, whoever is doing a round; raises ValueError for one that can never run here, RuntimeError
         when the GPU computes nothing any more."""
-        if self._broken is not None:
-            raise RuntimeError(
-                f"the GPU of this engine failed, start another process: {in_words(self._broken)}"
-            ) from self._broken
+        if self._broken:
+            raise RuntimeError(f"the GPU of this engine failed, start another process: {self._broken}")
         most = len(request.prompt) + request.limit
         reasons = self.batch.refusals(request)
         if most > self.max_length:
@@ -282,7 +283,7 @@ class Engine:
 
     def _launch(self, planned: Round) -> None:
         if self._rehearsal is not None and (parts := self._rehearsal.of_round(planned)):
-            with Attempt():  # whatever it is, it shows itself again where the kernel is launched
+            with Attempt("compiling kernels"):  # whatever it is, it shows itself again where a kernel is launched
                 self._compile(self._rehearsal.kernels(parts))
         for request in planned.joined:
             drawn = [each.token for each in request.drawn]
@@ -307,9 +308,9 @@ class Engine:
 
     def _launch_pieces(self, pieces: Sequence[Piece], planned: Round) -> None:
         """Computes pieces of prompts together; if that raises an error, one by one, so that those fail that do so alone."""
-        with Attempt() as tried:
+        with Attempt("computing a prompt") as tried:
             logits = self.program.prompt(pieces, self.slots)
-        if tried.error is None:
+        if not tried.error:
             requests = [piece.request for piece in pieces if piece.last]
             if logits is not None:
                 rows = on_device([request.row for request in requests], self.device)
@@ -325,13 +326,13 @@ class Engine:
             if piece.request.slot is not None:  # else it waits again, for pages that one before should have filled
                 self._launch_pieces([piece], planned)
 
-    def _fail(self, requests: Sequence[Request], error: BaseException) -> None:
+    def _fail(self, requests: Sequence[Request], error: str) -> None:
         """Ends requests as failed, and all there are where the GPU does not compute any more."""
         for request in requests:
             self._end(request, End.FAILED, error)
-        with Attempt() as tried:
+        with Attempt("waiting for the GPU") as tried:
             _wait_for(self.device)
-        if tried.error is not None:  # a CUDA error stays: nothing is ever computed after it in this process
+        if tried.error:  # a CUDA error stays: nothing is ever computed after it in this process
             self._broken = tried.error
             for request in (*self.batch.running, *self.batch.waiting):
                 self._end(request, End.FAILED, tried.error)
@@ -339,8 +340,9 @@ class Engine:
 
     def _fail_round(self, requests: Sequence[Request], error: BaseException) -> None:
         """The same for those of a round; raises RoundFailed, so that others than these can go on."""
-        self._fail(requests, error)
+        self._fail(requests, in_words(error))
         if requests and isinstance(error, Exception):
+            logger.warning("a round failed", exc_info=error)
             count = f"{len(requests)} request{'s' if len(requests) > 1 else ''}"
             raise RoundFailed(f"a round of {count} failed: {in_words(error)}") from error
 
@@ -374,7 +376,7 @@ class Engine:
             if request.end is not None:
                 continue  # it ended, or was given up, while this was computed
             if math.isnan(logprobs[row]):
-                self._end(request, End.FAILED, FloatingPointError("the model's logits are NaN or infinite"))
+                self._end(request, End.FAILED, "the model's logits are NaN or infinite")
                 continue
             likeliest: tuple[tuple[int, float], ...] = ()
             if beside is not None and request.likeliest:
@@ -387,19 +389,19 @@ class Engine:
         stopped = False
         if request.watch is not None:
             try:
-                with Attempt() as tried:
+                with Attempt("a caller's watch") as tried:
                     stopped = request.watch(drawn)
             except BaseException as error:  # an interrupt
-                self._end(request, End.FAILED, error)
+                self._end(request, End.FAILED, in_words(error))
                 raise
-            if tried.error is not None:
+            if tried.error:
                 self._end(request, End.FAILED, tried.error)
         if drawn.token in request.ends or stopped:
             self._end(request, End.STOP)
         elif len(request.drawn) == request.limit:
             self._end(request, End.LENGTH)
 
-    def _end(self, request: Request, end: End, error: BaseException | None = None) -> None:
+    def _end(self, request: Request, end: End, error: str = "") -> None:
         """Ends a request if nobody has; what it holds is let go of by the thread that does the rounds."""
         with self._noting:
             if request.end is not None:

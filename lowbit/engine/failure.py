@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import traceback
+import logging
 from types import TracebackType
+
+logger = logging.getLogger(__name__)
 
 
 class RoundFailed(RuntimeError):
@@ -11,13 +13,14 @@ class RoundFailed(RuntimeError):
 
 
 class Attempt:
-    """A block whose error becomes `error` instead of being raised, for those who have to go on and tell somebody else.
+    """A block whose error is logged, and becomes words in `error` instead of being raised, for those who have to go on and tell
+    somebody else. Interrupts, which are no errors, are raised.
 
-    Interrupts, which are no errors, are raised. The error keeps its lines, and nothing of the memory that its functions held.
+    Words alone: an exception would keep alive all that was under way when it was raised.
     """
 
-    def __init__(self) -> None:
-        self.error: Exception | None = None
+    def __init__(self, what: str) -> None:
+        self.what, self.error = what, ""
 
     def __enter__(self) -> Attempt:
         return self
@@ -25,8 +28,8 @@ class Attempt:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
         if not isinstance(error, Exception):
             return False
-        traceback.clear_frames(trace)
-        self.error = error
+        logger.warning(f"{self.what} failed", exc_info=error)
+        self.error = in_words(error)
         return True
 
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from lowbit.engine.failure import in_words
 from lowbit.ops.sample import Sampling
 
 MOST_LOGPROBS = 20
@@ -25,7 +24,7 @@ class End(str, Enum):
     CANCELLED = "cancelled"
     """The caller gave it up."""
     FAILED = "failed"
-    """Computing it, or its `watch`, raised an error, or its logits are no numbers: `Request.error` has it."""
+    """Computing it, or its `watch`, raised an error, or its logits are no numbers: `Request.error` says which."""
 
 
 class Drawn(NamedTuple):
@@ -57,7 +56,7 @@ class Request:
 
     drawn: list[Drawn] = field(default_factory=list)
     end: End | None = None
-    error: BaseException | None = None
+    error: str = ""
     shared: int = 0
     """Tokens of the prompt that others' pages held already."""
 
@@ -81,10 +80,9 @@ class Request:
             raise ValueError(f"the likeliest tokens can be had up to {MOST_LOGPROBS}, got {self.likeliest}")
 
     def check(self) -> None:
-        """Raises RuntimeError, with what was raised in computing it, if it failed."""
+        """Raises RuntimeError if it failed."""
         if self.end is End.FAILED:
-            reason = "" if self.error is None else f": {in_words(self.error)}"
-            raise RuntimeError(f"this text failed after {len(self.drawn):,} tokens{reason}") from self.error
+            raise RuntimeError(f"this text failed after {len(self.drawn):,} tokens: {self.error}")
 
     @property
     def tokens(self) -> list[int]:
