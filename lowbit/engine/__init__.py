@@ -7,7 +7,7 @@ chain.py      the same for a few tokens, in fewer launches          cache.py    
 product.py    products whose weights lie side by side               steps.py     a step as one CUDA graph for each size
 family.py     which decoders are known, as data                     text.py      whole characters, stop strings
 forward.py    models that no program knows, one text at a time      check.py     whether a program computes its model
-failure.py   one text that fails, or a round
+prompts.py    attention of many prompts at once                  failure.py   one text that fails, or a round
 """
 
 from lowbit.engine.engine import Engine

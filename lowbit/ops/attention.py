@@ -96,6 +96,16 @@ def prompt_attention(q: Tensor, k: Tensor, v: Tensor, table_row: Tensor, first: 
     return out[0].transpose(0, 1).flatten(1)
 
 
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
+    """Attention of B whole prompts of L tokens by torch; a token sees those up to its own. [B * L, heads * head_dim] of
+    q [B, L, heads, head_dim], k and v [B, L, kv_heads, head_dim]. Not for a soft cap, nor a window shorter than L.
+    """
+    out = scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True, scale=shape.scale, enable_gqa=shape.group > 1
+    )
+    return out.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
 def _fields(shape: AttentionShape) -> tuple[int | float, ...]:
     return (
         shape.heads, shape.kv_heads, shape.head_dim, shape.scale, shape.rotary_dim, shape.softcap, shape.window, shape.norm_eps,
