@@ -91,12 +91,13 @@ class Batch:
             planned = Round(joined=list(self.running), pieces=[Piece(request, 0, (), False) for request in self.running])
         for piece in planned.pieces:
             self.pages.withdraw(piece.request.pages[piece.begin // PAGE :])
-        lost = dict.fromkeys([*planned.joined, *planned.steps, *(piece.request for piece in planned.pieces)])
+        found = dict.fromkeys([*planned.joined, *planned.steps, *(piece.request for piece in planned.pieces)])
+        lost = [request for request in found if request.slot is not None]  # others were dropped, or wait again
         for request in lost:
             self._leave(request)
             if request in self.waiting:
                 self.waiting.remove(request)
-        return list(lost)
+        return lost
 
     def drop(self, piece: Piece, planned: Round) -> None:
         """Lets go of a request whose piece of a round cannot be computed. Who joined in the round to share its pages waits

@@ -7,6 +7,8 @@ import weakref
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lowbit.engine import End, Engine, Request, RoundFailed, Sampling
@@ -205,6 +207,81 @@ def test_a_round_that_fails_is_the_affair_of_its_requests_alone(model, monkeypat
     with pytest.raises(RoundFailed, match="a round of 1 request failed: RuntimeError: out of memory"):
         for _ in range(3):
             engine.step()
+
+
+def test_a_round_that_fails_after_a_prompt_of_it_did(model, monkeypatch):
+    engine, well = engine_of(model), others(2)
+    bad = Request(prompt(40, 7), 10)
+    failing_prompts(engine, monkeypatch, bad)
+    for request in (bad, *well):
+        engine.submit(request)
+    with monkeypatch.context() as patch:
+        patch.setattr("lowbit.engine.engine.draw", fail)
+        with pytest.raises(RoundFailed, match="a round of 2 requests failed: RuntimeError: out of memory"):
+            engine.step()
+    assert {r.end for r in (bad, *well)} == {End.FAILED} and bad.error == "ValueError: this prompt is not for me"
+    run(engine, [])
+    assert [bits(r) for r in engine.generate(others(2))] == alone(model, others(2))
+
+
+ARRIVALS = st.lists(
+    st.tuples(
+        st.integers(0, 5),  # rounds before it comes
+        st.integers(1, 200),  # tokens of the prompt, of two texts only, so that many share pages
+        st.integers(0, 1),
+        st.integers(1, 12),  # limit
+        st.sampled_from(["well", "well", "prompt", "watch", "logits", "cancelled"]),
+    ),
+    min_size=1,
+    max_size=7,
+)
+
+
+@settings(max_examples=60)
+@given(ARRIVALS, st.integers(1, 4), st.booleans(), st.booleans(), st.sampled_from([128, 256]))
+def test_any_order_of_failures(model, arrivals, slots, ahead, invariant, piece):
+    """Whoever does not fail has the text that it has alone."""
+    engine = engine_of(model, max_concurrent=slots, ahead=ahead, batch_invariant=invariant, piece=piece, cache_bytes=1 << 20)
+    step, prompt_, how = engine.program.step, engine.program.prompt, {}
+
+    def watch(token):
+        raise ValueError("not today")
+
+    def spoilt(logits, requests):
+        for row, request in enumerate(requests):
+            if how[request] == "logits" and request.launched > 1:
+                logits[row, 5] = math.nan
+        return logits
+
+    def steps(rows, slots, longest):
+        of = {request.slot: request for request in engine.batch.running}
+        return spoilt(step(rows, slots, longest), [of[row] for row in rows.tolist()])
+
+    def prompts(pieces, slots):
+        if any(how[piece.request] == "prompt" and piece.end > 60 for piece in pieces):
+            raise ValueError("this prompt is not for me")
+        logits = prompt_(pieces, slots)
+        return None if logits is None else spoilt(logits, [piece.request for piece in pieces if piece.last])
+
+    engine.program.step, engine.program.prompt = steps, prompts
+    requests = []
+    for now in range(7):
+        for wait, length, seed, limit, kind in arrivals:
+            if wait == now:
+                requests.append(Request(prompt(length, seed), limit, watch=watch if kind == "watch" else None))
+                how[requests[-1]] = kind
+                engine.submit(requests[-1])
+        engine.step()
+        for request in requests:
+            if how[request] == "cancelled":
+                engine.cancel(request)
+    run(engine, requests)
+    fresh = engine_of(model, max_concurrent=1, sharing=False, batch_invariant=invariant)
+    for request in requests:
+        (expected,) = fresh.generate([Request(request.prompt, request.limit)])
+        drawn = [d.token for d in request.drawn]
+        assert drawn == [d.token for d in expected.drawn][: len(drawn)]
+        assert (request.end is End.LENGTH) == (len(drawn) == request.limit and how[request] != "watch"), (request, how[request])
 
 
 def test_a_gpu_that_computes_nothing_any_more(model, monkeypatch):
