@@ -106,7 +106,7 @@ class DecodeProgram:
         ids, slot_of, position_of = columns_on_device(_flat(pieces), self.device)
         ends = [end for end, piece in zip(_ends(pieces), pieces, strict=True) if piece.last]
 
-        attention = PromptAttention(pieces, slots, slot_of, position_of, invariant=self.batch_invariant)
+        attention = PromptAttention(pieces, slots, invariant=self.batch_invariant)
 
         def attend(i: int, qkv: Tensor) -> Tensor:
             layer, (keys, values) = self.layers[i], self._cache.layer(i)

@@ -1,10 +1,11 @@
-"""Attention of the pieces of prompts of a round: whole short prompts together, all else piece by piece."""
+"""Attention of the pieces of prompts of a round: short ones together, all else piece by piece."""
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,68 +16,87 @@ from lowbit.kernels.choose.attention import PAGE, AttentionShape
 from lowbit.ops.attention import causal_attention, prompt_attention
 
 LEAST = 16
-"""Prompts of up to so many tokens are filled up to it, longer ones to the next power of two: half of what is computed may be
-padding, whose cost is small beside that of a call for each prompt and layer."""
+"""Pieces of up to so many tokens are filled up to it, longer ones to the next power of two: half of what is computed may be
+padding, whose cost is small beside that of a call for each piece and layer."""
+
+MOST_KEYS = 1 << 15
+"""Tokens whose keys and values one call brings together: 128 MiB with 8 heads of 128 in 16 bits."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Pieces, by number, that begin at the same position and are filled up to `length` tokens; page and place [B, begin +
+    length] say where the keys of each lie. What only fills up is the first key."""
+
+    length: int
+    numbers: list[int]
+    page: Tensor
+    place: Tensor
 
 
 class PromptAttention:
     """How the attention of some pieces is computed, planned once for all layers.
 
-    Pieces that begin a text see nothing but themselves: those of about one length are one call, each filled up at its end,
-    where a causal mask hides it. slot_of and position_of int32 [T] are those of all tokens, in order. `invariant`: each piece
-    is a call of its own, whose result cannot depend on others.
+    Pieces of about one length that begin at the same position, 0 or behind a prompt that they share, are one call, each filled
+    up at its end, where a causal mask hides it. `invariant`: each piece is a call of its own, which cannot depend on others.
     """
 
-    def __init__(self, pieces: Sequence[Piece], slots: Slots, slot_of: Tensor, position_of: Tensor, *, invariant: bool) -> None:
+    def __init__(self, pieces: Sequence[Piece], slots: Slots, *, invariant: bool) -> None:
         self.pieces, self.tables = pieces, slots.tables
         self.begins = [0, *itertools.accumulate(len(piece.tokens) for piece in pieces)]
-        of_length: defaultdict[int, list[int]] = defaultdict(list)
-        if not invariant:
-            for number, piece in enumerate(pieces):
-                if piece.begin == 0:
-                    of_length[max(LEAST, 1 << (len(piece.tokens) - 1).bit_length())].append(number)
-        self.groups = [(length, numbers) for length, numbers in sorted(of_length.items()) if len(numbers) > 1]
-        grouped = {number for _, numbers in self.groups for number in numbers}
+        alike: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        for number, piece in enumerate(() if invariant else pieces):
+            alike[piece.begin, max(LEAST, 1 << (len(piece.tokens) - 1).bit_length())].append(number)
+        self.groups: list[Group] = []
+        for (begin, length), numbers in sorted(alike.items()):
+            most = MOST_KEYS // (begin + length)
+            for at in range(0, len(numbers) if most > 1 else 0, most):
+                if len(part := numbers[at : at + most]) > 1:
+                    self.groups.append(self._group(begin, length, part))
+        grouped = {number for group in self.groups for number in group.numbers}
         self.alone = [number for number in range(len(pieces)) if number not in grouped]
-        self.longest = max((len(pieces[number].tokens) for number in grouped), default=0)
+        self.longest = max((pieces[number].end for number in grouped), default=0)
         if self.groups:
-            self._index(slot_of, position_of)
+            self._order()
 
-    def _index(self, slot_of: Tensor, position_of: Tensor) -> None:
-        """Where the tokens of groups lie among all, in q and in the pages, and where all are in what is computed."""
-        taken, order, at = list[int](), [0] * len(slot_of), 0
-        for length, numbers in self.groups:
-            for number in numbers:
-                begin, count = self.begins[number], len(self.pieces[number].tokens)
-                taken += [*range(begin, begin + count), *[begin] * (length - count)]
-                order[begin : begin + count] = range(at, at + count)
-                at += length
-        for number in self.alone:
-            begin, count = self.begins[number], len(self.pieces[number].tokens)
-            order[begin : begin + count] = range(at, at + count)
-            at += count
-        both = on_device([*taken, *order], slot_of.device).long()
+    def _group(self, begin: int, length: int, numbers: list[int]) -> Group:
+        pieces, device = [self.pieces[number] for number in numbers], self.tables.device
+        slot, end = on_device([[piece.request.row for piece in pieces], [piece.end for piece in pieces]], device).long()
+        position = torch.arange(begin + length, device=device).expand(len(pieces), -1)
+        position = torch.where(position < end[:, None], position, 0)
+        return Group(length, numbers, self.tables[slot[:, None], position // PAGE].long(), position % PAGE)
+
+    def _order(self) -> None:
+        """Which rows of q are those of groups, filled up, and where all tokens are in what is computed."""
+        taken, order, at = list[int](), [0] * self.begins[-1], 0
+        for length, number in (
+            *((group.length, n) for group in self.groups for n in group.numbers),
+            *((0, n) for n in self.alone),
+        ):
+            begin, end = self.begins[number], self.begins[number + 1]
+            order[begin:end] = range(at, at + end - begin)
+            at += length or end - begin
+            if length:
+                taken += [*range(begin, end), *[begin] * (length - (end - begin))]
+        both = on_device([*taken, *order], self.tables.device).long()
         self.taken, self.order = both[: len(taken)], both[len(taken) :]
-        slot, position = slot_of[self.taken].long(), position_of[self.taken].long()
-        self.page, self.place = self.tables[slot, position // PAGE].long(), position % PAGE
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> Tensor:
         """[T, heads * head_dim] of q [T, heads, head_dim], with the keys and values of a layer, into which those of all pieces
         are written."""
         if not self.groups or shape.softcap or 0 < shape.window < self.longest:
             return _joined([self._alone(number, q, keys, values, shape) for number in range(len(self.pieces))])
-        out, at = [], 0
-        own = q[self.taken], keys[self.page, :, self.place], values[self.page, :, self.place]
-        for length, numbers in self.groups:
-            rows = slice(at, at := at + length * len(numbers))
-            own_q, own_k, own_v = (x[rows].unflatten(0, (-1, length)) for x in own)
-            out.append(causal_attention(own_q, own_k, own_v, shape))
+        out = []
+        of_groups = q[self.taken].split([group.length * len(group.numbers) for group in self.groups])
+        for group, own in zip(self.groups, of_groups, strict=True):
+            seen = keys[group.page, :, group.place], values[group.page, :, group.place]
+            out.append(causal_attention(own.unflatten(0, (-1, group.length)), *seen, shape))
         out += [self._alone(number, q, keys, values, shape) for number in self.alone]
         return _joined(out)[self.order]
 
     def _alone(self, number: int, q: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> Tensor:
-        piece, begin = self.pieces[number], self.begins[number]
-        part = q[begin : begin + len(piece.tokens)]
+        piece = self.pieces[number]
+        part = q[self.begins[number] : self.begins[number + 1]]
         return prompt_attention(part, keys, values, self.tables[piece.request.row], piece.begin, shape)
 
 

@@ -36,27 +36,17 @@ def case(lengths, begins):
     slots = Slots(len(lengths), 3 * PAGE, VOCAB, (), torch.device("cpu"))
     order = iter((torch.randperm(3 * len(lengths), generator=generator) + 1).tolist())
     slots.update([(slot, place, next(order)) for slot in range(len(lengths)) for place in range(3)], [])
-    pieces, slot_of, position_of = [], [], []
+    pieces = []
     keys, values = (torch.full((3 * len(lengths) + 1, 2, PAGE, 16), torch.nan) for _ in range(2))
     for slot, (length, begin) in enumerate(zip(lengths, begins, strict=True)):
         request = Request([0], 1)
         request.slot = slot
         pieces.append(Piece(request, begin, (0,) * length, True))
-        slot_of += [slot] * length
-        position_of += range(begin, begin + length)
         for position in range(begin + length):
             for part in (keys, values):
                 part[slots.tables[slot, position // PAGE], :, position % PAGE] = torch.randn(2, 16, generator=generator)
     q = torch.randn(sum(lengths), 4, 16, generator=generator)
-    return (
-        pieces,
-        slots,
-        torch.tensor(slot_of, dtype=torch.int32),
-        torch.tensor(position_of, dtype=torch.int32),
-        q,
-        keys,
-        values,
-    )
+    return pieces, slots, q, keys, values
 
 
 @pytest.mark.parametrize(
@@ -65,6 +55,7 @@ def case(lengths, begins):
         ([5, 16, 1, 12], [0, 0, 0, 0], (0, 1)),
         ([5, 17, 1, 30, 200, 140], [0] * 6, (0, 3)),
         ([5, 17, 1, 30, 200, 3], [0, 0, 0, 128, 0, 256], (4, 1)),
+        ([5, 17, 3, 30, 9, 31, 20], [128, 128, 128, 128, 256, 0, 256], (3, 2)),
         ([40], [0], (1, 0)),
         ([300, 40, 33, 300], [0] * 4, (0, 2)),
     ],
@@ -72,16 +63,27 @@ def case(lengths, begins):
 )
 @pytest.mark.parametrize("more", [{}, {"window": 320}, {"window": 9}, {"softcap": 20.0}], ids=str)
 def test_together_as_alone(calls, lengths, begins, expected, more):
-    pieces, slots, slot_of, position_of, q, keys, values = case(lengths, begins)
+    pieces, slots, q, keys, values = case(lengths, begins)
     shape = AttentionShape(**SHAPE, **more)
-    found = PromptAttention(pieces, slots, slot_of, position_of, invariant=False)(q, keys, values, shape)
+    found = PromptAttention(pieces, slots, invariant=False)(q, keys, values, shape)
     together = "softcap" not in more and more.get("window") != 9
     count = tuple(calls.count(name) for name in ("prompt_attention", "causal_attention"))
     assert count == expected if together else count[0] >= expected[0]
     calls.clear()
-    alone = PromptAttention(pieces, slots, slot_of, position_of, invariant=True)(q, keys, values, shape)
+    alone = PromptAttention(pieces, slots, invariant=True)(q, keys, values, shape)
     assert calls == ["prompt_attention"] * len(pieces)
     assert not found.isnan().any()
+    torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-5)
+
+
+def test_memory_of_a_call_is_bounded(calls, monkeypatch):
+    """By the keys that it brings together; what does not fit with another is alone."""
+    monkeypatch.setattr(prompts, "MOST_KEYS", 3 * (128 + 16))
+    pieces, slots, q, keys, values = case([5, 7, 3, 2, 9, 4, 1, 20, 21], [128] * 7 + [256] * 2)
+    attention = PromptAttention(pieces, slots, invariant=False)
+    assert [group.numbers for group in attention.groups] == [[0, 1, 2], [3, 4, 5]] and attention.alone == [6, 7, 8]
+    found = attention(q, keys, values, AttentionShape(**SHAPE))
+    alone = PromptAttention(pieces, slots, invariant=True)(q, keys, values, AttentionShape(**SHAPE))
     torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-5)
 
 
@@ -111,13 +113,11 @@ def test_calls_of_a_round(calls, invariant):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_together_as_alone_on_a_gpu(dtype):
     """By flash attention, within rounding, and the same bits every time."""
-    pieces, slots, slot_of, position_of, q, keys, values = case([5, 17, 1, 30, 200, 140, 300, 3], [0, 0, 0, 128, 0, 0, 0, 256])
+    pieces, slots, q, keys, values = case([5, 17, 1, 30, 200, 140, 25, 3], [0, 0, 0, 128, 0, 0, 128, 256])
     for name in ("_all", "tables"):
         setattr(slots, name, getattr(slots, name).cuda())
     given = q.cuda().to(dtype), keys.cuda().to(dtype), values.cuda().to(dtype), AttentionShape(**SHAPE)
-    together, alone = (
-        PromptAttention(pieces, slots, slot_of.cuda(), position_of.cuda(), invariant=invariant) for invariant in (False, True)
-    )
+    together, alone = (PromptAttention(pieces, slots, invariant=invariant) for invariant in (False, True))
     found = together(*given)
-    assert torch.equal(found, together(*given)) and len(together.groups) == 2
+    assert torch.equal(found, together(*given)) and len(together.groups) == 3
     torch.testing.assert_close(found.float(), alone(*given).float(), rtol=2e-2, atol=2e-2)
