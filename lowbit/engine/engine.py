@@ -407,6 +407,8 @@ class Engine:
             if request.end is not None:
                 return
             request.error, request.end = error, end
+        if end is End.FAILED:
+            logger.warning(f"a text failed: {error}")
         self._ended.append(request)
 
     def _let_go(self) -> None:

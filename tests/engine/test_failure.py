@@ -152,7 +152,7 @@ def test_a_prompt_that_raises_in_a_model_that_no_program_knows(monkeypatch):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("when", [0, 4])
-def test_logits_that_are_no_numbers(model, monkeypatch, value, when):
+def test_logits_that_are_no_numbers(model, monkeypatch, caplog, value, when):
     """In the prompt or in a step: the text ends, nobody shares its pages, and nobody else notices."""
     engine, well = engine_of(model), others()
     bad = Request(prompt(140, 7), 10)
@@ -179,6 +179,7 @@ def test_logits_that_are_no_numbers(model, monkeypatch, value, when):
     run(engine, [*well, bad])
     assert bad.end is End.FAILED and bad.error == "the model's logits are NaN or infinite" and len(bad.drawn) == when
     assert [bits(r) for r in well] == alone(model, well)
+    assert "a text failed: the model's logits are NaN or infinite" in caplog.text
     (again,) = engine.generate([Request(bad.prompt, 3)])
     assert again.shared == 0
 

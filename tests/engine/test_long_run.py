@@ -9,8 +9,8 @@ import weakref
 
 import torch
 
-from lowbit.engine import End, Engine, Request, Sampling, TextStream
-from lowbit.engine.failure import logger
+from lowbit.engine import End, Engine, Request, Sampling, TextStream, failure
+from lowbit.engine import engine as engine_module
 from tests.tiny import eager_llama, tiny_tokenizer
 
 VOCAB = 160
@@ -52,7 +52,8 @@ def objects():
 
 def test_thousands_of_texts_leave_nothing_behind(monkeypatch):
     """No objects, though none of them is left to the collector of cycles, and no bytes."""
-    monkeypatch.setattr(logger, "disabled", True)  # pytest keeps what is logged
+    for module in (failure, engine_module):
+        monkeypatch.setattr(module.logger, "disabled", True)  # pytest keeps what is logged
     engine = Engine(eager_llama(), max_concurrent=8, piece=128, cache_bytes=1 << 20, max_length=256)
     tokenizer = tiny_tokenizer()
     some_texts(engine, tokenizer, 256, 0)
