@@ -128,6 +128,13 @@ def test_generate_shows_an_answer_as_it_comes(quantized, monkeypatch):
     assert re.sub("\x1b\\[[0-9;]*m", "", written.getvalue()) == f"[bold]:smile:hi{answer['generated_text']}\n"
 
 
+def test_generate_shows_on_a_terminal_how_far_weights_are_read(quantized, monkeypatch):
+    asked = "generate", quantized, "hi", "--max-new-tokens", "2"
+    assert "weights" not in run(*asked).stderr.lower()
+    monkeypatch.setattr("lowbit.cli.commands.err", Console(file=io.StringIO(), force_terminal=True))
+    assert "loading weights: 100%" in run(*asked).stderr.lower()
+
+
 def test_generate_on_a_terminal_what_only_transformers_draws(fp16, tmp_path, monkeypatch):
     """A model whose generation config asks for it answers all at once."""
     model = shutil.copytree(fp16, tmp_path / "model")

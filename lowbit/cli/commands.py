@@ -264,16 +264,22 @@ def generate(
 ) -> None:
     """Continue texts with a model, greedily unless --sample is given; on a terminal, one text as it comes.
 
+    Bars show there how far weights are read, and kernels compiled where a GPU needs them for the first time.
+
     GPTQ, AWQ, auto-round, compressed-tensors, FP8, torchao, ModelOpt and GGUF weights are loaded as they are, without a
     conversion first (docs/checkpoints.md).
 
     Example: lowbit generate Llama-3-8B-AWQ "The light of the sun"
     """
+    from transformers.utils import logging
+
     from lowbit.checkpoint.gguf import model_path
     from lowbit.pipeline import pipeline
 
     check_json(json_file, "lowbit generate")
     path = str(model_path(model))
+    if err.is_terminal:
+        logging.enable_progress_bar()  # Transformers' own, of weights that it reads
     pipe = pipeline(path, quantization_mode=scheme, verify=verify, progress=err.is_terminal)
     options = {"max_new_tokens": max_new_tokens, "do_sample": sample, "seed": seed}
     if len(prompts) == 1 and out.is_terminal and str(json_file) != "-" and not pipe.refusals:

@@ -7,11 +7,13 @@ chain.py      the same for a few tokens, in fewer launches          cache.py    
 product.py    products whose weights lie side by side               steps.py     a step as one CUDA graph for each size
 family.py     which decoders are known, as data                     text.py      whole characters, stop strings
 forward.py    models that no program knows, one text at a time      check.py     whether a program computes its model
+prompts.py    attention of many prompts at once                  failure.py   one text that fails, or a round
 """
 
 from lowbit.engine.engine import Engine
+from lowbit.engine.failure import RoundFailed
 from lowbit.engine.request import Drawn, End, Request
 from lowbit.engine.text import TextStream
 from lowbit.ops.sample import Sampling
 
-__all__ = ["Drawn", "End", "Engine", "Request", "Sampling", "TextStream"]
+__all__ = ["Drawn", "End", "Engine", "Request", "RoundFailed", "Sampling", "TextStream"]

@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from lowbit.engine.pages import Pages, pages_for
-from lowbit.engine.request import Request
+from lowbit.engine.request import End, Request
 from lowbit.kernels.choose.attention import PAGE
 
 
@@ -73,11 +73,15 @@ class Batch:
         self.waiting.append(request)
 
     def remove(self, request: Request) -> None:
-        """Lets go of whatever a request holds; what of it is on the GPU still runs, and nobody reads it."""
+        """Lets go of whatever a request holds, which others may share unless it failed; what of it is on the GPU still runs,
+        and nobody reads it."""
         if request in self.waiting:
             self.waiting.remove(request)
         if request in self.running:
-            self._publish(request)
+            if request.end is End.FAILED:
+                self.pages.withdraw(request.pages)
+            else:
+                self._publish(request)
             self._leave(request)
 
     def give_up(self, planned: Round | None) -> list[Request]:
@@ -87,12 +91,30 @@ class Batch:
             planned = Round(joined=list(self.running), pieces=[Piece(request, 0, (), False) for request in self.running])
         for piece in planned.pieces:
             self.pages.withdraw(piece.request.pages[piece.begin // PAGE :])
-        lost = dict.fromkeys([*planned.joined, *planned.steps, *(piece.request for piece in planned.pieces)])
+        found = dict.fromkeys([*planned.joined, *planned.steps, *(piece.request for piece in planned.pieces)])
+        lost = [request for request in found if request.slot is not None]  # others were dropped, or wait again
         for request in lost:
             self._leave(request)
             if request in self.waiting:
                 self.waiting.remove(request)
-        return list(lost)
+        return lost
+
+    def drop(self, piece: Piece, planned: Round) -> None:
+        """Lets go of a request whose piece of a round cannot be computed. Who joined in the round to share its pages waits
+        again: nobody has written them."""
+        unwritten = set(piece.request.pages[piece.begin // PAGE :])
+        self.pages.withdraw(list(unwritten))
+        self._leave(piece.request)
+        back = []
+        for request in planned.joined:
+            first = next((i for i, page in enumerate(request.pages) if page in unwritten), None)
+            if first is not None:
+                unwritten.update(request.pages[first:])
+                self.pages.withdraw(request.pages[first:])
+                self._leave(request)
+                request.launched = len(request.drawn)
+                back.append(request)
+        self.waiting.extendleft(reversed(back))
 
     def plan(self) -> Round:
         """The next round, taken as launched: the numbers of the requests are already those after it."""
@@ -121,7 +143,7 @@ class Batch:
 
     def _grow(self, request: Request, planned: Round) -> bool:
         """Gives a request the page of its next token, if it has none."""
-        while len(request.pages) < pages_for(request.position + 1):
+        while len(request.pages) * PAGE <= request.position:
             page = self.pages.take()
             if page is None:
                 return False

@@ -54,25 +54,48 @@ class Cache:
         return f"{self.pages:,} pages of {PAGE} tokens, {self.pages * PAGE:,} tokens in {size / 2**30:.2f} GiB"
 
 
-def available_bytes(device: torch.device, given: int | None) -> int:
-    """Memory for keys and values: what the caller gives, or a share of what is free on a GPU."""
-    if given is not None:
-        return given
-    return CPU_BYTES if device.type != "cuda" else int(SHARE * torch.cuda.mem_get_info(device)[0])
+@dataclass(frozen=True)
+class Room:
+    """Memory for keys and values, and where that number comes from."""
 
+    bytes_: int
+    source: str
 
-def how_many_pages(spec: CacheSpec, device: torch.device, requests: int, most_tokens: int, memory_bytes: int | None) -> int:
-    """Pages for `requests` requests of up to `most_tokens` tokens, as far as memory goes (`available_bytes`).
+    @classmethod
+    def on(cls, device: torch.device, given: int | None) -> Room:
+        """What the caller gives (cache_bytes), or a share of what is free on a GPU."""
+        if given is not None:
+            return cls(given, "cache_bytes")
+        if device.type != "cuda":
+            return cls(CPU_BYTES, "what an engine takes on a CPU unless cache_bytes says more")
+        return cls(int(SHARE * torch.cuda.mem_get_info(device)[0]), f"{SHARE} of what the GPU had free")
 
-    Raises ValueError where not even one request fits.
-    """
-    memory_bytes = available_bytes(device, memory_bytes)
-    wanted = 1 + requests * pages_for(most_tokens)  # one is nobody's
-    found = min(wanted, spec.pages_in(memory_bytes))
-    if found < 1 + pages_for(most_tokens):
-        need = (1 + pages_for(most_tokens)) * spec.page_bytes
-        raise ValueError(
-            f"a request of {most_tokens:,} tokens takes {need / 2**30:.2f} GiB of keys and values, there are "
-            f"{memory_bytes / 2**30:.2f} GiB for them: ask for fewer tokens (max_length) or give more (cache_bytes)"
+    def longest(self, spec: CacheSpec) -> int:
+        """Tokens of the longest text that it holds, a page at least."""
+        return max(spec.pages_in(self.bytes_) - 1, 1) * PAGE
+
+    def pages(self, spec: CacheSpec, requests: int, most_tokens: int) -> int:
+        """Pages for `requests` requests of up to `most_tokens` tokens, as far as memory goes; raises ValueError where not even
+        one request fits."""
+        wanted = 1 + requests * pages_for(most_tokens)  # one is nobody's
+        found = min(wanted, spec.pages_in(self.bytes_))
+        if found < 1 + pages_for(most_tokens):
+            need = (1 + pages_for(most_tokens)) * spec.page_bytes
+            raise ValueError(
+                f"a request of {most_tokens:,} tokens takes {_size(need)} of keys and values, there are {_size(self.bytes_)} "
+                f"({self.source}): ask for fewer tokens (max_length) or give more (cache_bytes={need}), or do without an "
+                "engine (engine=False of a pipeline)"
+            )
+        return found
+
+    def refusal(self, spec: CacheSpec, tokens: int) -> str:
+        """Why a text of so many tokens does not fit, and what to do."""
+        need = (1 + pages_for(tokens)) * spec.page_bytes
+        return (
+            f"it takes {_size(need)} of keys and values, there are {_size(self.bytes_)} ({self.source}): shorten it, give more "
+            f"(cache_bytes={need}), or do without an engine (engine=False of a pipeline)"
         )
-    return found
+
+
+def _size(bytes_: int) -> str:
+    return f"{bytes_ / 2**30:.2f} GiB" if bytes_ >= 1 << 27 else f"{bytes_ / 2**20:.2f} MiB"

@@ -6,35 +6,45 @@
 
 A round (`Engine.step`) plans, launches what is planned, and only then reads what the round before has drawn: the GPU never
 waits for Python. So a text that ends is computed one token further, which nobody reads. Whoever waits for a text does the
-rounds for all of them; several threads may wait.
+rounds for all of them; several threads may wait. What is submitted or cancelled meanwhile waits for no round: it is noted, and
+the next round begins with it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import math
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lowbit.engine.batching import Batch, Round
-from lowbit.engine.cache import Cache, available_bytes, how_many_pages
+from lowbit.engine.batching import Batch, Piece, Round
+from lowbit.engine.cache import Cache, Room
 from lowbit.engine.chain import MOST_TOKENS, Chain
 from lowbit.engine.check import LARGEST_DIFFERENCE, TOKENS, difference_to, kernel_refusals
+from lowbit.engine.failure import Attempt, RoundFailed, in_words
 from lowbit.engine.family import recognise
 from lowbit.engine.forward import ForwardProgram
 from lowbit.engine.pages import Pages, pages_for
 from lowbit.engine.program import DecodeProgram
 from lowbit.engine.request import Drawn, End, Request
 from lowbit.engine.slots import Slots, on_device
-from lowbit.engine.steps import Program, Step, Steps, draw
-from lowbit.engine.warm_up import Stage, compiled, kernels_of
+from lowbit.engine.steps import Program, Step, Steps, draw, filters
+from lowbit.engine.warm_up import Rehearsal, Stage, compiled
 from lowbit.hardware.machine import machine_of
-from lowbit.kernels.choose.attention import PAGE
 from lowbit.ops.sample import top_logprobs
+
+if TYPE_CHECKING:
+    from lowbit.kernels.parts.launch import Wanted
+
+logger = logging.getLogger(__name__)
 
 PIECE = 1024
 """Tokens of prompts between two steps: enough for the tensor cores, and tens of milliseconds at most for those who wait."""
@@ -62,7 +72,8 @@ class Engine:
     program takes the model's weights over into forms of its own, without a second copy. Raises ValueError where not even one
     request fits into the cache. `forward`: computes by the model's own forward, one text at a time, as models do that no decode
     program knows. `ahead`: reads what was drawn a round later, which a GPU does not wait for. `ends`: tokens that
-    `Sampling.min_new_tokens` holds back (default: the end-of-text tokens of the model's generation config).
+    `Sampling.min_new_tokens` holds back (default: the end-of-text tokens of the model's generation config). `progress` is told
+    how far kernels are compiled that a round waits for, and at the end that all are.
     """
 
     def __init__(
@@ -78,6 +89,7 @@ class Engine:
         forward: bool = False,
         ahead: bool = True,
         ends: Sequence[int] | None = None,
+        progress: Callable[[Stage], object] | None = None,
     ) -> None:
         if max_concurrent < 1:
             raise ValueError(f"an engine computes at least 1 request at once, got max_concurrent={max_concurrent}")
@@ -90,12 +102,13 @@ class Engine:
         # Whatever the caller's mode is: the weights that a program joins stay the model's, which may be trained.
         with torch.inference_mode(next(model.parameters()).is_inference()):
             self.program, self.difference = _program(model, self.max_length, batch_invariant, forward)
+        self._positions, self._room = positions, Room.on(self.device, cache_bytes)  # what the program leaves
         pages = 1 + max_concurrent * pages_for(self.max_length)
         if isinstance(self.program, DecodeProgram):
             spec = self.program.cache_spec
             if max_length is None:
-                self.max_length = _longest(spec.page_bytes, self.max_length, cache_bytes, self.device)
-            pages = how_many_pages(spec, self.device, max_concurrent, self.max_length, cache_bytes)
+                self.max_length = min(self.max_length, self._room.longest(spec))
+            pages = self._room.pages(spec, max_concurrent, self.max_length)
             self.program.cache = Cache(spec, pages, self.device)
         shares = sharing and isinstance(self.program, DecodeProgram)
         self.batch = Batch(max_concurrent, Pages(pages), piece, sharing=shares, invariant=batch_invariant)
@@ -104,41 +117,66 @@ class Engine:
         self.slots = Slots(max_concurrent, self.max_length, vocab, self.ends, self.device)
         captures = on_gpu and isinstance(self.program, DecodeProgram)
         self.steps = Steps(self.program, self.slots, max_concurrent, graphs=captures, invariant=batch_invariant)
+        self._rehearsal: Rehearsal | None = None
+        if captures and isinstance(self.program, DecodeProgram):
+            self._rehearsal = Rehearsal(self.program, self.steps, max_concurrent, self.max_length, piece)
+        self._progress = progress or (lambda stage: None)
         self._ahead = ahead
         self._flying: deque[Launched] = deque()
         self._lock = threading.RLock()
+        """Of rounds, and of all that they plan with."""
+        self._noting = threading.Lock()
+        """Of what other threads note of a request meanwhile: never held for longer than that takes."""
+        self._ended: deque[Request] = deque()
+        """Requests that have ended, and may still hold slots and pages."""
+        self._broken = ""
 
     # ---- what callers do
 
     def submit(self, request: Request) -> Request:
-        """Queues a request, at once, whoever is doing a round; raises ValueError for one that can never run here."""
+        """Queues a request, at once, whoever is doing a round; raises ValueError for one that can never run here, RuntimeError
+        when the GPU computes nothing any more."""
+        if self._broken:
+            raise RuntimeError(f"the GPU of this engine failed, start another process: {self._broken}")
         most = len(request.prompt) + request.limit
         reasons = self.batch.refusals(request)
-        if request.end is not None or request in self.batch.waiting or request in self.batch.running:
-            reasons = ("was submitted before: make another one", *reasons)
         if most > self.max_length:
-            reasons = (f"has {len(request.prompt):,} tokens and asks for {request.limit:,} more", *reasons)
-            raise ValueError(f"a text has at most {self.max_length:,} tokens here, this request {'; '.join(reasons)}")
+            asked = f"this request has {len(request.prompt):,} tokens and asks for {request.limit:,} more"
+            raise ValueError(f"a text has at most {self.max_length:,} tokens here, {asked}; {self._limit(most)}")
         if reasons:
             raise ValueError(f"this request {'; '.join(reasons)}")
         vocab = self.slots.sampling.counts.shape[1]
-        wrong = [token for token in request.prompt if not 0 <= token < vocab]
-        if wrong:
-            raise ValueError(f"tokens are from 0 to {vocab - 1}, this prompt has {wrong[0]}")
-        wrong = [token for token, _ in request.sampling.bias if token >= vocab]
-        if wrong:
-            raise ValueError(f"tokens are from 0 to {vocab - 1}, this logit_bias has {wrong[0]}")
-        self.batch.add(request)
+        for what, tokens in (("prompt", request.prompt), ("logit_bias", [token for token, _ in request.sampling.bias])):
+            if tokens and not 0 <= min(tokens) <= max(tokens) < vocab:
+                wrong = next(token for token in tokens if not 0 <= token < vocab)
+                raise ValueError(f"tokens are from 0 to {vocab - 1}, this {what} has {wrong}")
+        with self._noting:
+            if request.submitted or request.end is not None:
+                raise ValueError("this request was submitted before: make another one")
+            request.submitted = True
+            self.batch.add(request)
         return request
 
+    def _limit(self, tokens: int) -> str:
+        """Why a text cannot have so many tokens, and what to do."""
+        if tokens > self._positions:
+            return f"the model has {self._positions:,} positions: shorten the prompt or ask for fewer new tokens"
+        if isinstance(self.program, DecodeProgram) and tokens > self._room.longest(self.program.cache_spec):
+            return self._room.refusal(self.program.cache_spec, tokens)
+        return "so says max_length of the engine: make one with more, or ask for fewer tokens"
+
     def cancel(self, request: Request) -> None:
-        """Ends a request where it is; one that has ended stays as it is."""
-        with self._lock:
-            if request.end is None:
-                self._end(request, End.CANCELLED)
+        """Ends a request where it is, at once, whoever is doing a round; one that has ended stays as it is."""
+        self._end(request, End.CANCELLED)
+        if self._lock.acquire(blocking=False):  # else the round that another thread is doing lets go of it, or the next
+            try:
+                self._let_go()
+            finally:
+                self._lock.release()
 
     def stream(self, request: Request) -> Generator[Drawn, None, None]:
-        """The tokens of a submitted request as they come; giving the iterator up cancels the request."""
+        """The tokens of a submitted request as they come; giving the iterator up cancels the request. Raises RuntimeError at
+        the end of a text that failed."""
         read = 0
         try:
             while True:
@@ -147,42 +185,55 @@ class Engine:
                     yield request.drawn[read]
                     read += 1
                 if ended:
-                    return
-                self.step()
+                    break
+                with contextlib.suppress(RoundFailed):  # others' perhaps
+                    self.step()
         finally:
             self.cancel(request)
+        request.check()
 
     def generate(self, requests: Iterable[Request]) -> list[Request]:
-        """Submits requests and runs until all of them have ended; if something fails on the way, none of them stays behind."""
+        """Submits requests and runs until all of them have ended; if something fails on the way, none of them stays behind.
+        Raises RuntimeError, once all have ended, if one of them failed."""
         submitted: list[Request] = []
         try:
             for request in requests:
                 submitted.append(self.submit(request))
             while any(request.end is None for request in submitted):
-                self.step()
+                with contextlib.suppress(RoundFailed):  # others' perhaps
+                    self.step()
         finally:
             for request in submitted:
                 self.cancel(request)
+        for request in submitted:
+            request.check()
         return submitted
 
     @torch.inference_mode()
     def step(self) -> None:
-        """One round: launches what is due, then reads what the round before has drawn."""
+        """One round: launches what is due, then reads what the round before has drawn.
+
+        A request that fails by itself ends as failed, `Request.error` says why, and nobody else notices: one whose prompt or
+        `watch` raises an error, or whose logits are no numbers. Raises RoundFailed where that cannot be told apart, and all
+        requests of the round have ended so; then `submit` says whether the GPU still computes.
+        """
         with self._lock:
+            self._let_go()
             earlier = len(self._flying)
             planned = self._launch_next()
             if not (planned and self._ahead):
                 earlier = len(self._flying)
-            for _ in range(earlier):
+            for _ in range(min(earlier, len(self._flying))):
                 self._read(self._flying[0])
                 self._flying.popleft()
+            self._let_go()
 
     def compile(self) -> Iterator[Stage]:
         """Compiles every kernel, by several processes where Triton's cache does not have it; says how far it is before each."""
-        if not self.steps.graphs or not isinstance(self.program, DecodeProgram):
+        if self._rehearsal is None:
             return
         with self._lock:
-            wanted = kernels_of(self.program, self.steps, self.slots.count, min(self.batch.piece, self.max_length))
+            wanted = self._rehearsal.kernels(self._rehearsal.everything())
         yield from compiled(wanted, machine_of(self.device).arch.sm)
 
     def warm_up(self) -> Iterator[Stage]:
@@ -220,19 +271,20 @@ class Engine:
 
     def _launch_next(self) -> Round:
         """Plans and launches a round; if that fails, all that it was for ends and everything else goes on."""
-        planned, launched = None, False
+        planned = None
         try:
             planned = self.batch.plan()
             if planned:
                 self._launch(planned)
-            launched = True
             return planned
-        finally:
-            if not launched:
-                for request in self.batch.give_up(planned):
-                    request.end = End.FAILED
+        except BaseException as error:
+            self._fail_round(self.batch.give_up(planned), error)
+            raise
 
     def _launch(self, planned: Round) -> None:
+        if self._rehearsal is not None and (parts := self._rehearsal.of_round(planned)):
+            with Attempt("compiling kernels"):  # whatever it is, it shows itself again where a kernel is launched
+                self._compile(self._rehearsal.kernels(parts))
         for request in planned.joined:
             drawn = [each.token for each in request.drawn]
             self.slots.sampling.set(request.row, request.sampling, request.prompt, drawn)
@@ -242,13 +294,57 @@ class Engine:
         if planned.steps:
             rows = [request.row for request in planned.steps]
             longest = max(request.computed for request in planned.steps)
-            self._fly(planned.steps, self.steps.launch(rows, _filters(planned.steps), longest))
-        if planned.pieces:
-            logits = self.program.prompt(planned.pieces, self.slots)
-            requests = [piece.request for piece in last]
+            self._fly(planned.steps, self.steps.launch(rows, filters(planned.steps), longest))
+        if planned.pieces and self.program.computes_together:
+            self._launch_pieces(planned.pieces, planned)
+        elif planned.pieces:
+            self._launch_one_by_one(planned.pieces, planned)
+
+    def _compile(self, wanted: Sequence[Wanted]) -> None:
+        """Compiles the kernels of a round before it launches them, where one after the other would be."""
+        for stage in compiled(wanted, machine_of(self.device).arch.sm):
+            self._progress(stage)
+        self._progress(Stage("kernels", len(wanted), len(wanted)))
+
+    def _launch_pieces(self, pieces: Sequence[Piece], planned: Round) -> None:
+        """Computes pieces of prompts together; if that raises an error, one by one, so that those fail that do so alone."""
+        with Attempt("computing a prompt") as tried:
+            logits = self.program.prompt(pieces, self.slots)
+        if not tried.error:
+            requests = [piece.request for piece in pieces if piece.last]
             if logits is not None:
-                rows_of_last = on_device([request.row for request in requests], self.device)
-                self._fly(requests, draw(logits, rows_of_last, self.slots, _filters(requests)))
+                rows = on_device([request.row for request in requests], self.device)
+                self._fly(requests, draw(logits, rows, self.slots, filters(requests)))
+        elif len(pieces) > 1:
+            self._launch_one_by_one(pieces, planned)
+        else:
+            self.batch.drop(pieces[0], planned)
+            self._fail([pieces[0].request], tried.error)
+
+    def _launch_one_by_one(self, pieces: Sequence[Piece], planned: Round) -> None:
+        for piece in pieces:
+            if piece.request.slot is not None:  # else it waits again, for pages that one before should have filled
+                self._launch_pieces([piece], planned)
+
+    def _fail(self, requests: Sequence[Request], error: str) -> None:
+        """Ends requests as failed, and all there are where the GPU does not compute any more."""
+        for request in requests:
+            self._end(request, End.FAILED, error)
+        with Attempt("waiting for the GPU") as tried:
+            _wait_for(self.device)
+        if tried.error:  # a CUDA error stays: nothing is ever computed after it in this process
+            self._broken = tried.error
+            for request in (*self.batch.running, *self.batch.waiting):
+                self._end(request, End.FAILED, tried.error)
+            self._flying.clear()
+
+    def _fail_round(self, requests: Sequence[Request], error: BaseException) -> None:
+        """The same for those of a round; raises RoundFailed, so that others than these can go on."""
+        self._fail(requests, in_words(error))
+        if requests and isinstance(error, Exception):
+            logger.warning("a round failed", exc_info=error)
+            count = f"{len(requests)} request{'s' if len(requests) > 1 else ''}"
+            raise RoundFailed(f"a round of {count} failed: {in_words(error)}") from error
 
     def _fly(self, requests: Sequence[Request], step: Step) -> None:
         """Sends what a step draws on its way to the host."""
@@ -265,42 +361,66 @@ class Engine:
         self._flying.append(Launched(list(requests), tokens, logprobs, likeliest, done))
 
     def _read(self, launched: Launched) -> None:
-        if launched.done is not None:
-            launched.done.synchronize()
+        try:
+            if launched.done is not None:
+                launched.done.synchronize()
+        except RuntimeError as error:
+            self._flying.clear()
+            self._fail_round(self.batch.give_up(None), error)
+            raise
         tokens, logprobs = launched.tokens.tolist(), launched.logprobs.tolist()
+        beside = None if launched.likeliest is None else [part.tolist() for part in launched.likeliest]
         while launched.read < len(launched.requests):
             row, request = launched.read, launched.requests[launched.read]
-            launched.read += 1  # first: an error in a caller's function must not repeat a token
+            launched.read += 1  # first: an interrupt must not repeat a token
             if request.end is not None:
                 continue  # it ended, or was given up, while this was computed
+            if math.isnan(logprobs[row]):
+                self._end(request, End.FAILED, "the model's logits are NaN or infinite")
+                continue
             likeliest: tuple[tuple[int, float], ...] = ()
-            if launched.likeliest is not None and request.likeliest:
-                values, ids = (part[row, : request.likeliest].tolist() for part in launched.likeliest)
+            if beside is not None and request.likeliest:
+                values, ids = (part[row][: request.likeliest] for part in beside)
                 likeliest = tuple(zip(ids, values, strict=True))
             self._take(request, Drawn(tokens[row], logprobs[row], likeliest))
 
     def _take(self, request: Request, drawn: Drawn) -> None:
         request.drawn.append(drawn)
-        stopped, said = False, request.watch is None
-        try:
-            if request.watch is not None:
-                stopped, said = request.watch(drawn), True
-        finally:
-            if not said:  # it raises, and whoever does this round sees that
-                self._end(request, End.FAILED)
+        stopped = False
+        if request.watch is not None:
+            try:
+                with Attempt("a caller's watch") as tried:
+                    stopped = request.watch(drawn)
+            except BaseException as error:  # an interrupt
+                self._end(request, End.FAILED, in_words(error))
+                raise
+            if tried.error:
+                self._end(request, End.FAILED, tried.error)
         if drawn.token in request.ends or stopped:
             self._end(request, End.STOP)
         elif len(request.drawn) == request.limit:
             self._end(request, End.LENGTH)
 
-    def _end(self, request: Request, end: End) -> None:
-        self.batch.remove(request)
-        request.end = end
+    def _end(self, request: Request, end: End, error: str = "") -> None:
+        """Ends a request if nobody has; what it holds is let go of by the thread that does the rounds."""
+        with self._noting:
+            if request.end is not None:
+                return
+            request.error, request.end = error, end
+        if end is End.FAILED:
+            logger.warning(f"a text failed: {error}")
+        self._ended.append(request)
+
+    def _let_go(self) -> None:
+        """Takes back the slots and pages of requests that have ended."""
+        while self._ended:
+            self.batch.remove(self._ended.popleft())
 
 
-def _filters(requests: Iterable[Request]) -> bool:
-    """Whether some request asks for more than its likeliest token."""
-    return not all(request.sampling.greedy for request in requests)
+def _wait_for(device: torch.device) -> None:
+    """Waits until a GPU has done all it was given; raises RuntimeError if it fails."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _to_host(values: Tensor) -> Tensor:
@@ -333,12 +453,6 @@ def _program(model: PreTrainedModel, positions: int, batch_invariant: bool, forw
 def _positions(model: PreTrainedModel) -> int:
     """How many tokens a text may have."""
     return int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 20)
-
-
-def _longest(page_bytes: int, positions: int, cache_bytes: int | None, device: torch.device) -> int:
-    """The longest text of which a cache holds at least one."""
-    fits = available_bytes(device, cache_bytes) // page_bytes - 1
-    return min(positions, max(fits, 1) * PAGE)
 
 
 def _ends(model: PreTrainedModel) -> list[int]:

@@ -20,6 +20,8 @@ from lowbit.engine.slots import Slots
 class ForwardProgram:
     """The model's own forward with a cache for each text; `reasons` says why there is no decode program."""
 
+    computes_together = False
+
     def __init__(self, model: PreTrainedModel, reasons: tuple[str, ...]) -> None:
         self.model, self.reasons = model.eval(), reasons
         self.device, self.dtype = model.device, model.dtype

@@ -20,12 +20,13 @@ from lowbit.engine.cache import Cache, CacheSpec
 from lowbit.engine.chain import MOST_TOKENS, Chain, chain_of
 from lowbit.engine.family import Decoder, LayerParts
 from lowbit.engine.product import Packed, Product, Scaled, gated_product, product
+from lowbit.engine.prompts import PromptAttention
 from lowbit.engine.slots import Slots, columns_on_device, on_device
 from lowbit.kernels.choose.attention import AttentionShape
 from lowbit.nn import QuantLinear
 from lowbit.nn.linear import QuantizedInput
 from lowbit.ops import add_norm_quantize, silu_mul_quantize
-from lowbit.ops.attention import append_kv, decode_attention, prompt_attention
+from lowbit.ops.attention import append_kv, decode_attention
 from lowbit.ops.decode import activate, add_norm, embed_norm, gate
 
 
@@ -50,6 +51,7 @@ class DecodeProgram:
     """The program of a decoder; `cache` holds what it remembers of each text."""
 
     reasons: tuple[str, ...] = ()
+    computes_together = True
 
     def __init__(self, decoder: Decoder, dtype: torch.dtype, device: torch.device, *, batch_invariant: bool) -> None:
         self.decoder, self.dtype, self.device, self.batch_invariant = decoder, dtype, device, batch_invariant
@@ -104,19 +106,15 @@ class DecodeProgram:
         ids, slot_of, position_of = columns_on_device(_flat(pieces), self.device)
         ends = [end for end, piece in zip(_ends(pieces), pieces, strict=True) if piece.last]
 
+        attention = PromptAttention(pieces, slots, invariant=self.batch_invariant)
+
         def attend(i: int, qkv: Tensor) -> Tensor:
             layer, (keys, values) = self.layers[i], self._cache.layer(i)
             q = append_kv(
                 qkv, keys, values, slots.tables, slot_of, position_of, self.ropes[layer.parts.rope], layer.shape,
                 layer.parts.q_gamma, layer.parts.k_gamma,
             )  # fmt: skip
-            parts = q.split([len(piece.tokens) for piece in pieces])
-            tables = [slots.tables[piece.request.row] for piece in pieces]
-            out = [
-                prompt_attention(part, keys, values, table, piece.begin, layer.shape)
-                for part, table, piece in zip(parts, tables, pieces, strict=True)
-            ]
-            return out[0] if len(out) == 1 else torch.cat(out)
+            return attention(q, keys, values, layer.shape)
 
         h, delta = self._layers(ids, None, position_of, attend)
         if not ends:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from lowbit.ops.sample import Sampling
 
@@ -23,11 +24,10 @@ class End(str, Enum):
     CANCELLED = "cancelled"
     """The caller gave it up."""
     FAILED = "failed"
-    """Computing it, or its `watch`, raised an error, which went to whoever did that round."""
+    """Computing it, or its `watch`, raised an error, or its logits are no numbers: `Request.error` says which."""
 
 
-@dataclass(frozen=True)
-class Drawn:
+class Drawn(NamedTuple):
     """A token, the logarithm of the probability that the model itself gave it, the likeliest (token, logarithm) beside it."""
 
     token: int
@@ -44,7 +44,7 @@ class Request:
 
     `ends`: tokens that end it, beside `limit`. `watch` is called with each token in order and ends the text by returning True.
     `likeliest`: how many of the likeliest tokens to report with each one. What follows is the engine's: `drawn` grows from
-    step to step, `end` is set when there will be no more.
+    step to step, `end` is set when there will be no more, `error` before it if it failed.
     """
 
     prompt: Sequence[int]
@@ -56,9 +56,11 @@ class Request:
 
     drawn: list[Drawn] = field(default_factory=list)
     end: End | None = None
+    error: str = ""
     shared: int = 0
     """Tokens of the prompt that others' pages held already."""
 
+    submitted: bool = False
     number: int = field(default_factory=lambda: next(_numbers))
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
@@ -76,6 +78,11 @@ class Request:
             raise ValueError(f"a request is for at least 1 token, got {self.limit}")
         if not 0 <= self.likeliest <= MOST_LOGPROBS:
             raise ValueError(f"the likeliest tokens can be had up to {MOST_LOGPROBS}, got {self.likeliest}")
+
+    def check(self) -> None:
+        """Raises RuntimeError if it failed."""
+        if self.end is End.FAILED:
+            raise RuntimeError(f"this text failed after {len(self.drawn):,} tokens: {self.error}")
 
     @property
     def tokens(self) -> list[int]:

@@ -6,7 +6,7 @@ the weights, and the rows and results here. Sizes between two graphs are filled 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lowbit.engine.batching import Piece
+from lowbit.engine.request import Request
 from lowbit.engine.slots import Slots, on_device
 from lowbit.kernels.choose.attention import PAGE
 from lowbit.ops.sample import sample
@@ -34,6 +35,8 @@ class Program(Protocol):
     """What computes logits: `DecodeProgram`, or a model's own forward."""
 
     reasons: tuple[str, ...]
+    computes_together: bool
+    """Whether pieces of several texts are computed at once, and may be computed again."""
     device: torch.device
     dtype: torch.dtype
 
@@ -82,14 +85,18 @@ class Steps:
             for reach in reversed(self.reaches)
         ]
 
+    def variant(self, count: int, filters: bool, longest: int) -> Variant:
+        """That of a step of `count` rows."""
+        size = next(size for size in self.sizes if size >= count)
+        return size, filters, next(reach for reach in self.reaches if reach >= longest)
+
     def launch(self, rows: Sequence[int], filters: bool, longest: int) -> Step:
         """One step of the slots `rows`, whose contexts have up to `longest` tokens; `filters`: some request asks for more than
         its likeliest token."""
-        reach = next(reach for reach in self.reaches if reach >= longest)
+        size, _, reach = variant = self.variant(len(rows), filters, longest)
         if not self.graphs:
             return self.run(on_device(list(rows), self.slots.device), filters, reach)
-        size = next(size for size in self.sizes if size >= len(rows))
-        step = self.captured((size, filters, reach))
+        step = self.captured(variant)
         assert step.graph is not None
         filled = [*rows, *[self.slots.nobodys] * (size - len(rows))]
         step.rows.copy_(on_device(filled, self.slots.device))
@@ -122,6 +129,11 @@ class Steps:
         """The step of the slots `rows` int32 [B] as it is written, launch by launch."""
         logits = self.program.step(rows, self.slots, reach)
         return draw(logits, rows, self.slots, filters)
+
+
+def filters(requests: Iterable[Request]) -> bool:
+    """Whether some request asks for more than its likeliest token."""
+    return not all(request.sampling.greedy for request in requests)
 
 
 def draw(logits: Tensor, rows: Tensor, slots: Slots, filters: bool) -> Step:

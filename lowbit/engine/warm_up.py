@@ -1,26 +1,29 @@
-"""Which kernels an engine will ever launch, found by going through every step and prompt without launching any."""
+"""Which kernels an engine is going to launch, found by going through steps and prompts without launching any."""
 
 from __future__ import annotations
 
+import bisect
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
-from lowbit.engine.batching import Piece
+from lowbit.engine.batching import Piece, Round
 from lowbit.engine.program import DecodeProgram
 from lowbit.engine.request import Request
 from lowbit.engine.slots import on_device
-from lowbit.engine.steps import Steps, draw
+from lowbit.engine.steps import Steps, draw, filters
 
 if TYPE_CHECKING:
     from lowbit.kernels.parts.launch import Wanted
 
 SLOW_SECONDS = 0.5
 """A kernel that takes longer was not in Triton's cache, and so are not those after it."""
+
+FEW = 3
+"""Fewer kernels are compiled sooner than other processes have begun: these import torch and Triton first."""
 
 
 @dataclass(frozen=True)
@@ -37,42 +40,87 @@ def lengths(most: int) -> list[int]:
     return [*range(1, min(most, 17)), *range(24, most, 8), most]
 
 
-@torch.inference_mode()
-def kernels_of(program: DecodeProgram, steps: Steps, concurrent: int, piece: int) -> list[Wanted]:
-    """The kernels of all steps, of prompts of up to `piece` tokens, and of the tokens drawn behind up to `concurrent` of them,
-    but for those that are compiled already. What they would read and write is nobody's."""
-    from lowbit.kernels.parts.launch import recording
-
-    slots = steps.slots
-    request = Request([0], 1)
-    request.slot = slots.nobodys
-    with torch.cuda.device(program.device), recording() as wanted:
-        for size, filters, reach in steps.variants():
-            steps.run(_nobodys(steps, size), filters, reach)
-        for length in lengths(piece):
-            program.prompt([Piece(request, 0, (0,) * length, False)], slots)
-        for count in range(1, concurrent + 1):
-            h = torch.zeros(count, program.decoder.hidden, dtype=program.dtype, device=program.device)
-            for filters in (False, True):
-                draw(program.logits(h, h), _nobodys(steps, count), slots, filters)
-    return wanted
+Part = tuple[str, int, bool, int]
+"""A part of what an engine launches: "step" of some rows, with filters or without, for contexts of up to so many tokens;
+"prompt" of so many tokens; "draw" behind so many prompts, with filters or without."""
 
 
-def _nobodys(steps: Steps, count: int) -> Tensor:
-    return on_device([steps.slots.nobodys] * count, steps.slots.device)
+class Rehearsal:
+    """Goes through parts of what an engine launches without launching anything, each once, to find the kernels of it.
+
+    `concurrent` requests of up to `longest` tokens, whose prompts come in rounds of up to `piece`. What kernels would read and
+    write is nobody's.
+    """
+
+    def __init__(self, program: DecodeProgram, steps: Steps, concurrent: int, longest: int, piece: int) -> None:
+        self.program, self.steps, self.concurrent, self.longest = program, steps, concurrent, longest
+        self.lengths = lengths(min(piece, concurrent * longest))
+        self.count = 0
+        """Rehearsals so far: it stands still once an engine is warm."""
+        self._known: set[Part] = set()
+
+    def everything(self) -> list[Part]:
+        """All parts that an engine can ever launch."""
+        return [
+            *(("step", *variant) for variant in self.steps.variants()),
+            *(("prompt", length, False, 0) for length in self.lengths),
+            *(("draw", count, filters, 0) for count in range(1, self.concurrent + 1) for filters in (False, True)),
+        ]
+
+    def of_round(self, planned: Round) -> list[Part]:
+        """The parts of a round, and of the step after it, as far as they are new."""
+        parts: list[Part] = []
+        last = [piece.request for piece in planned.pieces if piece.last]
+        for requests in (planned.steps, [*planned.steps, *last] if last else []):
+            if requests:
+                computed = max(request.computed for request in requests)
+                parts.append(("step", *self.steps.variant(len(requests), filters(requests), computed)))
+        if planned.pieces:
+            tokens = sum(len(piece.tokens) for piece in planned.pieces)
+            parts.append(("prompt", self.lengths[bisect.bisect_left(self.lengths, tokens)], False, 0))
+        if last:
+            parts.append(("draw", len(last), filters(last), 0))
+        return [part for part in dict.fromkeys(parts) if part not in self._known]
+
+    @torch.inference_mode()
+    def kernels(self, parts: Sequence[Part]) -> list[Wanted]:
+        """The kernels of some parts, but for those that are compiled already."""
+        from lowbit.kernels.parts.launch import recording
+
+        self.count += 1
+        self._known.update(parts)  # one that fails is not tried again
+        with torch.cuda.device(self.program.device), recording() as wanted:
+            for part in parts:
+                self._run(*part)
+        return wanted
+
+    def _run(self, what: str, count: int, any_filter: bool, reach: int) -> None:
+        slots = self.steps.slots
+        if what == "prompt":
+            request = Request([0], 1)
+            request.slot = slots.nobodys
+            tokens = [(0,) * min(self.longest, count - begin) for begin in range(0, count, self.longest)]
+            self.program.prompt([Piece(request, 0, each, False) for each in tokens], slots)
+            return
+        rows = on_device([slots.nobodys] * count, slots.device)
+        if what == "step":
+            self.steps.run(rows, any_filter, reach)
+        else:
+            h = torch.zeros(count, self.program.decoder.hidden, dtype=self.program.dtype, device=self.program.device)
+            draw(self.program.logits(h, h), rows, slots, any_filter)
 
 
-def compiled(wanted: list[Wanted], sm: int) -> Iterator[Stage]:
-    """Compiles kernels for GPUs of compute capability `sm`, by several processes where Triton's cache does not have them; says
-    how far it is before each."""
+def compiled(wanted: Sequence[Wanted], sm: int) -> Iterator[Stage]:
+    """Compiles kernels for GPUs of compute capability `sm` (90: 9.0), by several processes where Triton's cache does not have
+    enough of them; says how far it is before each."""
     from lowbit.kernels.parts.compile import compile_all, compile_one
 
     for number, each in enumerate(wanted):
         yield Stage("kernels", number, len(wanted))
         begun = time.perf_counter()
         compile_one(each)
-        if time.perf_counter() - begun > SLOW_SECONDS:
-            left = wanted[number + 1 :]
+        left = wanted[number + 1 :]
+        if len(left) >= FEW and time.perf_counter() - begun > SLOW_SECONDS:
             for more in compile_all(left, sm):
                 yield Stage("kernels", number + more, len(wanted))
             for one in left:  # from the cache into this process

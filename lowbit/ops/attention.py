@@ -96,6 +96,19 @@ def prompt_attention(q: Tensor, k: Tensor, v: Tensor, table_row: Tensor, first: 
     return out[0].transpose(0, 1).flatten(1)
 
 
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> Tensor:
+    """Attention of B times L tokens by torch, the last of K each, that see those up to their own: [B * L, heads * head_dim] of
+    q [B, L, heads, head_dim], k and v [B, K, kv_heads, head_dim]. Not for a soft cap, nor a window shorter than K.
+    """
+    # A bias is flash attention on a GPU, whatever torch prefers for the shape, and a mask in memory on a CPU.
+    whole = q.shape[1] == k.shape[1] and not q.is_cuda
+    out = scaled_dot_product_attention(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=whole, scale=shape.scale, enable_gqa=shape.group > 1,
+        attn_mask=None if whole else causal_lower_right(q.shape[1], k.shape[1]),
+    )  # fmt: skip
+    return out.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
 def _fields(shape: AttentionShape) -> tuple[int | float, ...]:
     return (
         shape.heads, shape.kv_heads, shape.head_dim, shape.scale, shape.rotary_dim, shape.softcap, shape.window, shape.norm_eps,

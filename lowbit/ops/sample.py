@@ -86,7 +86,7 @@ class Sampling:
         given = self.logit_bias
         return tuple(given.items()) if isinstance(given, Mapping) else tuple(given)
 
-    @property
+    @functools.cached_property
     def greedy(self) -> bool:
         """Whether `sample` with `any_filter=False` is enough for it."""
         return self.temperature == 0 and not self.flags & ~sampling.CUT
@@ -206,10 +206,10 @@ def sample(
     positions[s] += 1 (int32 [slots]), state.generated[s] += 1, state.counts[s, t] += 1 where the slot has penalties, and
     out_logprobs[i] (float32 [B]) is log softmax of the logits as they are given, before penalties and temperature, at t. Of the
     last slot nothing changes; it may be named by several rows, others by one. A NaN among the logits counts as -inf; if all
-    are, or are banned, all are equal. `any_filter=False` promises that all settings are `greedy`. The meaning of each setting
-    and the order of operations are said in kernels/reference/sampling.py. On sm_90 the kernels read `rows` and the settings
-    while the one before in the stream may still run: that one must not write them. Raises ValueError for tensors that do not
-    fit together.
+    are, or are banned, all are equal. The log-probability of a row with a NaN or +inf, or with nothing but -inf, is NaN.
+    `any_filter=False` promises that all settings are `greedy`. The meaning of each setting and the order of operations are said
+    in kernels/reference/sampling.py. On sm_90 the kernels read `rows` and the settings while the one before in the stream may
+    still run: that one must not write them. Raises ValueError for tensors that do not fit together.
     """
     torch.ops.lowbit.sample(
         logits, rows, state.settings, state.counts, state.bias, state.ends, tokens, positions, out_tokens, out_logprobs,

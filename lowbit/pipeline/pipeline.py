@@ -9,13 +9,15 @@ import inspect
 import threading
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
-from lowbit.engine import Drawn, End, Engine, Request, TextStream
+from lowbit.engine import Drawn, Engine, TextStream
+from lowbit.engine.warm_up import Stage
 from lowbit.models.head import SCHEME
 from lowbit.models.load import load_causal
 from lowbit.models.skeleton import tokenizer_of
@@ -49,7 +51,8 @@ class Pipeline:
     def __call__(self, prompts: str | list[str], **arguments: Any) -> list[Response]:
         """Responses to `prompts`, in order, each as if it had been asked alone; arguments are the fields of `GenerateParams`.
 
-        Raises UnknownArgument for others, ValueError for values out of range, no or empty prompts.
+        Raises UnknownArgument for others, ValueError for values out of range, no or empty prompts, RuntimeError if a text
+        fails.
         """
         params = GenerateParams.from_arguments({**self._defaults, **arguments})
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
@@ -67,7 +70,7 @@ class Pipeline:
         return [self._response(text, ids, new[:limit], params) for text, ids, new, limit in rows]
 
     def stream(self, prompt: str, **arguments: Any) -> Stream:
-        """The answer to one prompt as it comes; arguments as in a call.
+        """The answer to one prompt as it comes; arguments as in a call. The stream raises RuntimeError if the text fails.
 
         On a CPU, texts that are drawn differ from a call's with the same seed: those come from torch's random numbers.
         """
@@ -96,7 +99,7 @@ class Pipeline:
                     yield piece
         if rest := text.finish():
             yield rest
-        return self._response(prompt, ids, _drawn(request), params)
+        return self._response(prompt, ids, [drawn.token for drawn in request.drawn], params)
 
     @property
     def engine(self) -> Engine:
@@ -132,7 +135,7 @@ class Pipeline:
         texts = [TextStream(self.tokenizer, ids, params.stop) if params.stop else None for ids in encoded]
         watches = [None if text is None else functools.partial(_stops, text) for text in texts]
         requests = requests_of(encoded, limits, params, self.model.generation_config, self._eos, watches)
-        return [_drawn(request) for request in self.engine.generate(requests)]
+        return [[drawn.token for drawn in request.drawn] for request in self.engine.generate(requests)]
 
     @torch.inference_mode()
     def _generate(self, encoded: list[list[int]], params: GenerateParams, limit: int) -> list[list[int]]:
@@ -236,13 +239,13 @@ def pipeline(
     the model's. device: "cuda" when torch sees a GPU, else "cpu". dtype of activations: the checkpoint's own on a GPU; on a CPU
     bfloat16 for quantized models, which run several times slower in float32 (`models.cpu`), and float32 for others. max_length:
     default of the calls, in tokens of prompt and answer. verify: compare the files of a lowbit checkpoint with their checksums
-    first. progress: show a bar while another tool's layers are read. batch_invariant: quantized layers give a token the same
-    bits in every batch, on a GPU. engine: answer by the decode engine (docs/generate.md), by default on a GPU; for it, head is
-    the scheme to which LM head and embedding of a quantized model are rounded on a GPU, None for 16 bits, max_concurrent how
-    many texts are computed at once, and cache_bytes the memory of their keys and values (default: most of what the GPU has
-    free, `engine.Engine`). Raises UnknownArgument for other arguments, CheckpointError for what
-    `models.load.load_causal` refuses (a checkpoint that lacks parameters, say), and ValueError when it is quantized to
-    something else already.
+    first. progress: show bars while another tool's layers are read and while kernels are compiled for the first texts.
+    batch_invariant: quantized layers give a token the same bits in every batch, on a GPU. engine: answer by the decode engine
+    (docs/generate.md), by default on a GPU; for it, head is the scheme to which LM head and embedding of a quantized model are
+    rounded on a GPU, None for 16 bits, max_concurrent how many texts are computed at once, and cache_bytes the memory of their
+    keys and values (default: most of what the GPU has free, `engine.Engine`). Raises UnknownArgument for other arguments,
+    CheckpointError for what `models.load.load_causal` refuses (a checkpoint that lacks parameters, say), and ValueError when it
+    is quantized to something else already.
     """
     for name in unknown:
         raise UnknownArgument(name, set(inspect.signature(pipeline).parameters) - {"unknown"})
@@ -257,21 +260,30 @@ def pipeline(
         tokenizer = tokenizer_of(str(tokenizer or model_name_or_path), model)
     return Pipeline(
         model, tokenizer, max_length=max_length, engine=engine, batch_invariant=batch_invariant,
-        max_concurrent=max_concurrent, cache_bytes=cache_bytes,
+        max_concurrent=max_concurrent, cache_bytes=cache_bytes, progress=Bar() if progress else None,
     )  # fmt: skip
+
+
+class Bar:
+    """Shows how far something is that texts wait for, and is gone when that is done."""
+
+    def __init__(self) -> None:
+        self._shown: tqdm[NoReturn] | None = None
+
+    def __call__(self, stage: Stage) -> None:
+        """Shows a stage."""
+        if self._shown is None:
+            self._shown = tqdm(total=stage.total, desc=stage.what, leave=False)
+        self._shown.update(stage.done - self._shown.n)
+        if stage.done == stage.total:
+            self._shown.close()
+            self._shown = None
 
 
 def _stops(text: TextStream, drawn: Drawn) -> bool:
     """Whether a text has come to a stop string."""
     text.push(drawn.token)
     return text.stopped
-
-
-def _drawn(request: Request) -> list[int]:
-    """The tokens of a request that has ended; raises RuntimeError if it failed, of which another thread was told."""
-    if request.end is End.FAILED:
-        raise RuntimeError("a round of the engine that other threads wait for too has failed; the error is theirs")
-    return [drawn.token for drawn in request.drawn]
 
 
 def _ids(value: int | list[int] | None) -> list[int]:

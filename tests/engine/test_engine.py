@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import random
+import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -14,6 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from lowbit.engine import End, Engine, Request, Sampling
 from lowbit.engine.product import Scaled
 from lowbit.engine.program import DecodeProgram
+from lowbit.engine.steps import Step
 from lowbit.nn import convert
 from lowbit.ops import attention
 from tests.tiny import eager_llama
@@ -193,23 +198,72 @@ def test_submitting_does_not_wait_for_a_round(model):
         assert not thread.is_alive() and len(engine.batch.waiting) == 1
 
 
-def test_an_error_of_one_harms_nobody_else(model):
+def test_cancelling_does_not_wait_for_a_round(model):
+    """It ends the text at once; whoever does the round gives back what it holds."""
     engine = engine_of(model)
+    request, waiting = (engine.submit(Request(prompt(5), 20)) for _ in range(2))
+    engine.step()
+    with engine._lock:
+        threads = [threading.Thread(target=engine.cancel, args=(each,), daemon=True) for each in (request, waiting)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert not any(thread.is_alive() for thread in threads) and request.end is waiting.end is End.CANCELLED
+        assert engine.batch.running
+    engine.step()
+    assert not engine.batch.running and not engine.batch.waiting
+    assert engine.batch.pages.available == engine.batch.pages.count - 1
 
-    def watch(token):
-        raise RuntimeError("not today")
 
-    others = [engine.submit(Request(prompt(20 + i, i), 10)) for i in range(2)]
-    bad = engine.submit(Request(prompt(9), 10, watch=watch))
-    more = engine.submit(Request(prompt(25, 5), 10))
-    with pytest.raises(RuntimeError, match="not today"):
-        engine.generate([])
-        while bad.end is None:
+@pytest.mark.parametrize("ahead", [True, False])
+def test_threads_that_submit_and_cancel_while_one_does_the_rounds(model, ahead):
+    """As a server does: each text is the one that its request draws alone, up to where it was given up."""
+    engine = engine_of(model, max_concurrent=3, cache_bytes=1 << 19, max_length=256, ahead=ahead)
+    asked = [(prompt(1 + 37 * i % 190, i % 3), 1 + 7 * i % 24, Sampling(0.9 * (i % 2), seed=i)) for i in range(12)]
+    fresh = engine_of(model, max_concurrent=1, max_length=256, sharing=False)
+    alone = [tokens(fresh.generate([Request(*each)])[0]) for each in asked]
+    stop, made, errors = threading.Event(), [[] for _ in range(4)], []
+
+    def rounds():
+        while not stop.is_set():
             engine.step()
-    assert bad.end is End.FAILED and len(bad.drawn) == 1
-    while any(r.end is None for r in (*others, more)):
-        engine.step()
-    assert [tokens(r) for r in (*others, more)] == [expected(model, r.prompt, 10) for r in (*others, more)]
+
+    def client(number):
+        chance = random.Random(number)
+        try:
+            for _ in range(12):
+                which = chance.randrange(len(asked))
+                request = engine.submit(Request(*asked[which]))
+                made[number].append((request, which))
+                until = time.monotonic() + 60
+                give_up = chance.choice([None, None, 0, 1, 5])
+                while request.end is None and time.monotonic() < until:
+                    if give_up is not None and len(request.drawn) >= give_up:
+                        engine.cancel(request)
+                        assert request.end is not None
+                    time.sleep(0.0005)
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    worker = threading.Thread(target=rounds)
+    clients = [threading.Thread(target=client, args=(number,)) for number in range(4)]
+    for thread in (worker, *clients):
+        thread.start()
+    for thread in clients:
+        thread.join(100)
+    stop.set()
+    worker.join(60)
+    assert not errors and not any(thread.is_alive() for thread in (worker, *clients))
+    ended = [each for of_client in made for each in of_client]
+    assert len(ended) == 48 and {request.end for request, _ in ended} == {End.LENGTH, End.CANCELLED}
+    for request, which in ended:
+        drawn = tokens(request)
+        assert drawn == (alone[which] if request.end is End.LENGTH else alone[which][: len(drawn)])
+    engine.step()
+    assert not engine.batch.running and not engine.batch.waiting and not engine._flying
+    assert engine.batch.pages.available == engine.batch.pages.count - 1
 
 
 def fail(*args):
@@ -291,7 +345,11 @@ def test_a_round_that_fails_ends_whoever_joined_in_it(model, monkeypatch):
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (Request(prompt(200), 57), "at most 256 tokens here, this request has 200 tokens and asks for 57 more"),
+        (
+            Request(prompt(200), 57),
+            "at most 256 tokens here, this request has 200 tokens and asks for 57 more; the model has 256 positions: shorten "
+            "the prompt or ask for fewer new tokens",
+        ),
         (Request([3, VOCAB], 5), "tokens are from 0 to 159, this prompt has 160"),
         (Request([3], 5, Sampling(logit_bias={VOCAB: 1.0})), "tokens are from 0 to 159, this logit_bias has 160"),
         (Request([3], 5, end=End.LENGTH), "this request was submitted before: make another one"),
@@ -300,6 +358,23 @@ def test_a_round_that_fails_ends_whoever_joined_in_it(model, monkeypatch):
 def test_what_can_never_run_is_refused(model, request_, message):
     with pytest.raises(ValueError, match=message):
         engine_of(model, max_length=256).submit(request_)
+
+
+def test_a_text_too_long_is_told_what_limits_it(model):
+    """The cache, in bytes that would be enough, or what the caller asked for; no more than the model has positions."""
+    page = engine_of(model).program.cache_spec.page_bytes
+    said = (
+        "at most 128 tokens here, this request has 120 tokens and asks for 9 more; it takes .* MiB of keys and values, there "
+    )
+    with pytest.raises(ValueError, match=said + rf"are .* MiB \(cache_bytes\): .*\(cache_bytes={3 * page}\).*engine=False"):
+        engine_of(model, cache_bytes=2 * page).submit(Request(prompt(120), 9))
+    assert engine_of(model, cache_bytes=3 * page).generate([Request(prompt(120), 9)])[0].end is End.LENGTH
+    with pytest.raises(ValueError, match="at most 128 tokens here, .*; the model has 256 positions: shorten the prompt"):
+        engine_of(model, cache_bytes=2 * page).submit(Request(prompt(120), 157))
+    with pytest.raises(ValueError, match="at most 100 tokens here, .*; so says max_length of the engine: make one with more"):
+        engine_of(model, max_length=100).submit(Request(prompt(96), 5))
+    with pytest.raises(ValueError, match=rf"MiB \(cache_bytes\): .*\(cache_bytes={2 * page}\), or do without .*engine=False"):
+        engine_of(model, cache_bytes=page)
 
 
 def test_a_request_is_submitted_once(model):
@@ -356,6 +431,26 @@ def test_all_that_attention_is_given_starts_where_its_kernels_can_read(model, mo
     engine = engine_of(model, max_concurrent=slots)
     engine.generate([Request(prompt(length), 3) for length in (3, 33, 130)])
     assert not seen
+
+
+def test_what_a_step_of_many_costs_the_host(model, monkeypatch):
+    """Calls of Python functions, which say the same on every machine: fifteen for each text, and some tens for the round."""
+    engine = engine_of(model, max_concurrent=64, piece=1024)
+    drawn = Step(torch.empty(0), torch.full((64,), 5, dtype=torch.int32), torch.full((64,), -1.0), torch.randn(64, VOCAB))
+    monkeypatch.setattr(engine.steps, "launch", lambda rows, filters, longest: drawn)
+    for _ in range(64):
+        engine.submit(Request(prompt(3), 100, likeliest=2))
+    for _ in range(4):
+        engine.step()
+    calls = collections.Counter()
+    sys.setprofile(lambda frame, event, argument: calls.update([event]))
+    try:
+        for _ in range(10):
+            engine.step()
+    finally:
+        sys.setprofile(None)
+    assert all(len(request.drawn) == 13 for request in engine.batch.running) and len(engine.batch.running) == 64
+    assert calls["call"] < 10 * (64 * 15 + 50), calls
 
 
 def test_short_texts(model):

@@ -129,6 +129,40 @@ def test_after_warm_up_nothing_is_captured_compiled_or_allocated(family):
     assert not compiled, "nor found in Triton's cache only now"
 
 
+def test_the_first_texts_compile_what_they_need_and_later_ones_nothing():
+    """Without a warm-up: parts of a round are gone through before they are launched, each once."""
+    told = []
+    engine = Engine(model_of(), max_concurrent=4, max_length=512, cache_bytes=1 << 26, sharing=False, progress=told.append)
+    texts = [(prompt(30, 1), 20), (prompt(100, 2), 10)]
+    first = [tokens(r) for r in engine.generate([Request(*each) for each in texts])]
+    assert told and told[-1].done == told[-1].total and engine._rehearsal is not None
+    count, so_far = engine._rehearsal.count, len(told)
+    assert [tokens(r) for r in engine.generate([Request(*each) for each in texts])] == first
+    assert engine._rehearsal.count == count and len(told) == so_far
+
+
+@pytest.mark.parametrize("drawn", [0.0, 0.8], ids=["greedy", "drawn"])
+def test_a_text_whose_logits_are_no_numbers_ends_alone(drawn):
+    """A token whose embedding is NaN, in the prompt or drawn: in a step's graph too nobody else notices."""
+    model = model_of(scheme=None)
+    engine = Engine(model, max_concurrent=16, max_length=512, cache_bytes=1 << 26, batch_invariant=True, sharing=False)
+    asked = [dict(prompt=prompt(20 + 30 * i, i), limit=40, sampling=Sampling(drawn, seed=i)) for i in range(12)]
+    expected = engine.generate([Request(**each) for each in asked])
+    bad = tokens(expected[3])[20]
+    with torch.no_grad():
+        model.get_input_embeddings().weight[bad] = torch.nan
+    found = [engine.submit(Request(**each)) for each in asked]
+    while any(request.end is None for request in found):
+        engine.step()
+    for one, other in zip(found, expected, strict=True):
+        drawn_before = tokens(other)[:-1]  # the last one is never embedded
+        until = 0 if bad in one.prompt else drawn_before.index(bad) + 1 if bad in drawn_before else 40
+        assert one.end is (End.FAILED if until < 40 else End.LENGTH)
+        assert one.error == ("the model's logits are NaN or infinite" if until < 40 else "")
+        assert [(d.token, d.logprob) for d in one.drawn] == [(d.token, d.logprob) for d in other.drawn][:until]
+    assert found[3].end is End.FAILED and any(request.end is End.LENGTH for request in found)
+
+
 @pytest.mark.parametrize("scheme", ["w4a16_g128", "w8a8"])
 def test_batch_invariant_texts_have_the_same_bits(scheme):
     model = model_of(scheme=scheme)

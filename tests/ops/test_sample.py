@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -186,7 +187,7 @@ def test_tokens_come_as_often_as_their_probability_says(s):
     freedom = int(many.sum()) - 1 + int(rest > 5)
     assert abs(float(chi) - freedom) < 4 * math.sqrt(2 * freedom), (float(chi), freedom)
     # The operator draws those very tokens.
-    state = state_with(s.__class__(**{**vars(s), "seed": 12345}))
+    state = state_with(replace(s, seed=12345))
     for i in range(20):
         token = int(drawn(logits[None], [0], state)[0])
         assert token == int((running <= targets[i]).sum()), i
@@ -222,6 +223,21 @@ def test_what_a_call_writes():
     assert out[1:].tolist() == logits[1:].argmax(1).tolist()
     assert int(state.counts[1, out[0]]) & 0xFFFF == 1 and not state.counts[0].any(), "counted only where penalties read it"
     assert torch.equal(state.settings[2], before[2]), "the last slot is nobody's"
+
+
+@pytest.mark.parametrize(
+    "s", [Sampling(), Sampling(temperature=0.8, seed=1), Sampling(temperature=0.8, top_k=9, seed=1)], ids=str
+)
+def test_logits_that_are_no_numbers_have_no_log_probability(s):
+    """Theirs is NaN, by which the host knows them; tokens are in the vocabulary; the rows beside are as ever, to the bit."""
+    logits = torch.stack([random_logits(i) for i in range(6)])
+    alone = [drawn(logits[i : i + 1], [0], state_with(s)) for i in (0, 5)]
+    logits[1, 7], logits[2, 7], logits[3], logits[4, 7] = math.nan, math.inf, -math.inf, -math.inf
+    tokens, logprobs = drawn(logits, list(range(6)), state_with(*[s] * 6))
+    assert logprobs.isnan().tolist() == [False, True, True, True, False, False]
+    assert ((tokens >= 0) & (tokens < VOCAB)).all()
+    for i, (token, logprob) in zip((0, 5), alone, strict=True):
+        assert tokens[i] == token[0] and logprobs[i] == logprob[0]
 
 
 def test_a_slot_is_given_to_a_new_request():

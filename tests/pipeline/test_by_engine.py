@@ -11,9 +11,10 @@ import torch
 
 import lowbit
 from lowbit.engine import Engine
+from lowbit.engine.warm_up import Stage
 from lowbit.pipeline import FinishReason, Pipeline
 from lowbit.pipeline.requests import config_refusals
-from tests.tiny import eager_llama, tiny_tokenizer
+from tests.tiny import eager_llama, save_tiny, tiny_tokenizer
 
 PROMPTS = ["DeepSpeed is", "Seattle", "The quick brown fox jumps over"]
 
@@ -97,7 +98,7 @@ def test_a_failure_that_another_thread_saw_is_no_answer(model, monkeypatch):
         patch.setattr(own.engine.program, "step", fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             own.engine.step()
-    with pytest.raises(RuntimeError, match="a round of the engine that other threads wait for too has failed"):
+    with pytest.raises(RuntimeError, match=r"this text failed after \d tokens: RuntimeError: out of memory"):
         list(stream)
     assert stream.response is None
 
@@ -184,6 +185,30 @@ def test_streams_refuse_what_calls_refuse(by_engine):
     gone.destroy()
     with pytest.raises(RuntimeError, match="this pipeline was destroyed"):
         gone.stream("x")
+
+
+def test_texts_too_long_are_told_what_to_do(model):
+    """Calls and streams alike."""
+    own = Pipeline(model, tiny_tokenizer(), engine=True, cache_bytes=1 << 17)
+    said = r"at most 128 tokens here, .* asks for 150 more; it takes .* keys and values, .*\(cache_bytes=[0-9]+\).*engine=False"
+    with pytest.raises(ValueError, match=said):
+        own(PROMPTS[0], max_new_tokens=150)
+    with pytest.raises(ValueError, match=said):
+        list(own.stream(PROMPTS[0], max_new_tokens=150))
+    assert own(PROMPTS[0], max_new_tokens=5, ignore_eos=True)[0].generated_length == 5
+
+
+def test_bars_of_what_texts_wait_for(tmp_path, capfd):
+    """They come when kernels are compiled, and go when that is done; without progress there are none."""
+    save_tiny(tmp_path)
+    for progress in (False, True):
+        pipe = lowbit.pipeline(str(tmp_path), engine=True, device="cpu", progress=progress)
+        capfd.readouterr()
+        for done in range(3):
+            pipe.engine._progress(Stage("kernels", done, 2))
+        shown = capfd.readouterr().err.replace("\r", "\n").splitlines()
+        assert any("kernels:" in line and "/2" in line for line in shown) == progress
+        assert not shown or not shown[-1].strip(), "it is gone"
 
 
 @pytest.mark.parametrize("loaded_within", [False, True])

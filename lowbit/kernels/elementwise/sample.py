@@ -12,6 +12,7 @@ Steps   survey: chunks of 2048 tokens: largest logit and sum of exponentials as 
         settle: one block a row searches the thresholds in the list, two bits at a time, and draws
 Overlap each may start while the one before still runs (programmatic dependent launch, sm_90): before the wait it reads what no
         kernel writes, slots of rows and their settings
+Wrong   a row with a NaN or +inf, or with nothing but -inf: its log-probability is NaN, its token as if a NaN were -inf
 Exact   sums of masses are integers and chunks those of V alone, so a row's token and log-probability depend on neither B nor
         other rows. The log-probability is float32 with sums in a fixed order. Tested: tests/kernels/elementwise/test_sample.py
 """
@@ -68,9 +69,14 @@ def distances(x, largest):
 
 
 @triton.jit
-def raw_logits(logits, at, V: tl.constexpr):
-    """Logits of a row in float32; a NaN, and what is beyond V, is -inf."""
-    x = tl.load(logits + at, mask=at < V, other=float("-inf")).to(tl.float32)
+def given_logits(logits, at, V: tl.constexpr):
+    """Logits of a row in float32; what is beyond V is -inf."""
+    return tl.load(logits + at, mask=at < V, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def cleaned(x):
+    """Logits, of which a NaN is -inf."""
     return tl.where(x == x, x, float("-inf"))
 
 
@@ -97,7 +103,7 @@ def adjusted(x, at, words, counts, bias, ends, flags, V: tl.constexpr, ENDS: tl.
 @triton.jit
 def keys_of(logits, at, best, scale, words, counts, bias, ends, flags, V: tl.constexpr, ENDS: tl.constexpr):
     """Keys of the tokens `at`; those beyond V have no mass."""
-    x = adjusted(raw_logits(logits, at, V), at, words, counts, bias, ends, flags, V, ENDS)
+    x = adjusted(cleaned(given_logits(logits, at, V)), at, words, counts, bias, ends, flags, V, ENDS)
     key = tl.minimum(distances(x, best) * scale, _KEYS * 1.0).to(tl.int32)
     return tl.where(at < V, key, _KEYS)
 
@@ -129,9 +135,9 @@ def feed_back(
     token, b, slot, flags, logits, words, counts, largest, log_sum, slots, tokens, positions, out_tokens, out_logprobs
 ):  # fmt: skip
     """The token of a row to where it is wanted, and its slot one on."""
-    x = tl.load(logits + token).to(tl.float32)
+    x = cleaned(tl.load(logits + token).to(tl.float32))
     tl.store(out_tokens + b, token)
-    tl.store(out_logprobs + b, -distances(tl.where(x == x, x, float("-inf")), largest) - log_sum)
+    tl.store(out_logprobs + b, -distances(x, largest) - log_sum)
     if slot < slots - 1:
         tl.store(tokens + slot, token)
         tl.store(positions + slot, tl.load(positions + slot) + 1)
@@ -159,11 +165,13 @@ def survey(
     if OVERLAP:
         cuda.gdc_wait()
     at = chunk * SIZE + tl.arange(0, SIZE)
-    raw = raw_logits(logits, at, V)
+    found = given_logits(logits, at, V)
+    raw = cleaned(found)
     x = adjusted(raw, at, words, counts, bias + slot.to(tl.int64) * V, ends, flags, V, ENDS) if ADJUST else raw
     best, token = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
     largest = tl.max(raw, 0) if ADJUST else best
-    total = tl.sum(tl.where(at < V, tl.exp(-distances(raw, largest)), 0.0), 0)
+    weight = tl.where(found < float("inf"), tl.exp(-distances(raw, largest)), float("nan"))  # a NaN stays in all sums
+    total = tl.sum(tl.where(at < V, weight, 0.0), 0)
     part = parts + (b * CHUNKS + chunk) * 4
     tl.store(part, best.to(tl.int32, bitcast=True))
     tl.store(part + 1, chunk * SIZE + token)
@@ -179,6 +187,7 @@ def survey(
         best, first = tl.max(bests, 0, return_indices=True, return_indices_tie_break_left=True)
         largest = tl.max(tops, 0) if ADJUST else best
         log_sum = tl.log(tl.sum(totals * tl.exp(-distances(tops, largest)), 0))
+        log_sum = tl.where(largest > float("-inf"), log_sum, float("nan"))
         if temperature == 0.0:
             token = tl.load(parts + (b * CHUNKS + first) * 4 + 1)
             feed_back(

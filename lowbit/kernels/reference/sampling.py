@@ -96,6 +96,11 @@ def cleaned(logits: Tensor) -> Tensor:
     return torch.where(x.isnan(), float("-inf"), x)
 
 
+def is_distribution(logits: Tensor) -> bool:
+    """Whether the softmax of some logits is numbers: -inf are allowed, but not alone, NaN and +inf are not."""
+    return float(logits.float().amax()) not in (math.inf, -math.inf) and not bool(logits.isnan().any())
+
+
 def adjusted(x: Tensor, words: Tensor, counts: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
     """x float32 [V] of a slot with the settings `words` int32 [WORDS], counts int32 [V] and bias float32 [V], before
     temperature."""
@@ -162,7 +167,8 @@ def sample_reference(
             mass = kept(x, temperature, top_k, float(floats[slot, TOP_P]), float(floats[slot, MIN_P]))
             token = drawn(mass, int(seeds[slot]), int(words[slot, GENERATED]))
         apart = distances(raw, raw.max())
-        out_tokens[i], out_logprobs[i] = token, -apart[token] - apart.neg().exp().sum().log()
+        out_tokens[i] = token
+        out_logprobs[i] = -apart[token] - apart.neg().exp().sum().log() if is_distribution(logits[i]) else math.nan
         if slot != idle:
             tokens[slot] = token
             positions[slot] += 1

@@ -1,0 +1,104 @@
+"""Attention of the pieces of prompts of a round: short ones together, all else piece by piece."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowbit.engine.batching import Piece
+from lowbit.engine.slots import Slots, on_device
+from lowbit.kernels.choose.attention import PAGE, AttentionShape
+from lowbit.ops.attention import causal_attention, prompt_attention
+
+LEAST = 16
+"""Pieces of up to so many tokens are filled up to it, longer ones to the next power of two: half of what is computed may be
+padding, whose cost is small beside that of a call for each piece and layer."""
+
+MOST_KEYS = 1 << 15
+"""Tokens whose keys and values one call brings together: 128 MiB with 8 heads of 128 in 16 bits."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Pieces, by number, that begin at the same position and are filled up to `length` tokens; page and place [B, begin +
+    length] say where the keys of each lie. What only fills up is the first key."""
+
+    length: int
+    numbers: list[int]
+    page: Tensor
+    place: Tensor
+
+
+class PromptAttention:
+    """How the attention of some pieces is computed, planned once for all layers.
+
+    Pieces of about one length that begin at the same position, 0 or behind a prompt that they share, are one call, each filled
+    up at its end, where a causal mask hides it. `invariant`: each piece is a call of its own, which cannot depend on others.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], slots: Slots, *, invariant: bool) -> None:
+        self.pieces, self.tables = pieces, slots.tables
+        self.begins = [0, *itertools.accumulate(len(piece.tokens) for piece in pieces)]
+        alike: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
+        for number, piece in enumerate(() if invariant else pieces):
+            alike[piece.begin, max(LEAST, 1 << (len(piece.tokens) - 1).bit_length())].append(number)
+        self.groups: list[Group] = []
+        for (begin, length), numbers in sorted(alike.items()):
+            most = MOST_KEYS // (begin + length)
+            for at in range(0, len(numbers) if most > 1 else 0, most):
+                if len(part := numbers[at : at + most]) > 1:
+                    self.groups.append(self._group(begin, length, part))
+        grouped = {number for group in self.groups for number in group.numbers}
+        self.alone = [number for number in range(len(pieces)) if number not in grouped]
+        self.longest = max((pieces[number].end for number in grouped), default=0)
+        if self.groups:
+            self._order()
+
+    def _group(self, begin: int, length: int, numbers: list[int]) -> Group:
+        pieces, device = [self.pieces[number] for number in numbers], self.tables.device
+        slot, end = on_device([[piece.request.row for piece in pieces], [piece.end for piece in pieces]], device).long()
+        position = torch.arange(begin + length, device=device).expand(len(pieces), -1)
+        position = torch.where(position < end[:, None], position, 0)
+        return Group(length, numbers, self.tables[slot[:, None], position // PAGE].long(), position % PAGE)
+
+    def _order(self) -> None:
+        """Which rows of q are those of groups, filled up, and where all tokens are in what is computed."""
+        taken, order, at = list[int](), [0] * self.begins[-1], 0
+        for length, number in (
+            *((group.length, n) for group in self.groups for n in group.numbers),
+            *((0, n) for n in self.alone),
+        ):
+            begin, end = self.begins[number], self.begins[number + 1]
+            order[begin:end] = range(at, at + end - begin)
+            at += length or end - begin
+            if length:
+                taken += [*range(begin, end), *[begin] * (length - (end - begin))]
+        both = on_device([*taken, *order], self.tables.device).long()
+        self.taken, self.order = both[: len(taken)], both[len(taken) :]
+
+    def __call__(self, q: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> Tensor:
+        """[T, heads * head_dim] of q [T, heads, head_dim], with the keys and values of a layer, into which those of all pieces
+        are written."""
+        if not self.groups or shape.softcap or 0 < shape.window < self.longest:
+            return _joined([self._alone(number, q, keys, values, shape) for number in range(len(self.pieces))])
+        out = []
+        of_groups = q[self.taken].split([group.length * len(group.numbers) for group in self.groups])
+        for group, own in zip(self.groups, of_groups, strict=True):
+            seen = keys[group.page, :, group.place], values[group.page, :, group.place]
+            out.append(causal_attention(own.unflatten(0, (-1, group.length)), *seen, shape))
+        out += [self._alone(number, q, keys, values, shape) for number in self.alone]
+        return _joined(out)[self.order]
+
+    def _alone(self, number: int, q: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> Tensor:
+        piece = self.pieces[number]
+        part = q[self.begins[number] : self.begins[number + 1]]
+        return prompt_attention(part, keys, values, self.tables[piece.request.row], piece.begin, shape)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

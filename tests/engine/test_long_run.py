@@ -1,0 +1,84 @@
+"""A server's engine runs for months: what it holds does not depend on how many texts it has made."""
+
+from __future__ import annotations
+
+import collections
+import gc
+import tracemalloc
+import weakref
+
+import torch
+
+from lowbit.engine import End, Engine, Request, Sampling, TextStream, failure
+from lowbit.engine import engine as engine_module
+from tests.tiny import eager_llama, tiny_tokenizer
+
+VOCAB = 160
+
+
+def some_texts(engine, tokenizer, count, seed):
+    """Short texts of all kinds, 32 at a time: drawn in every way, streamed, given up, failing; how they ended."""
+    ends = collections.Counter()
+    generator = torch.Generator().manual_seed(seed)
+    for begin in range(0, count, 32):
+        requests = []
+        for i in range(begin, begin + 32):
+            length = int(torch.randint(1, 140, (), generator=generator))
+            ids = torch.randint(3, VOCAB, (length,), generator=generator).tolist()
+            text = TextStream(tokenizer, ids, ["zz"])
+
+            def watch(drawn, text=text, i=i):
+                if i % 16 == 5:
+                    raise ValueError("no more")
+                text.push(drawn.token)
+                return text.stopped
+
+            asked = Sampling(0.7 * (i % 3), top_p=0.9, seed=i, presence_penalty=0.1 * (i % 4), logit_bias={i % VOCAB: 1.0})
+            requests.append(engine.submit(Request(ids, 1 + i % 4, asked, watch=watch, likeliest=i % 3)))
+        engine.step()
+        for request in requests[7::16]:
+            engine.cancel(request)
+        next(engine.stream(requests[0]))
+        while any(request.end is None for request in requests):
+            engine.step()
+        ends.update(request.end for request in requests)
+    engine.step()
+    return ends
+
+
+def objects():
+    return collections.Counter(type(each).__name__ for each in gc.get_objects())
+
+
+def test_thousands_of_texts_leave_nothing_behind(monkeypatch):
+    """No objects, though none of them is left to the collector of cycles, and no bytes."""
+    for module in (failure, engine_module):
+        monkeypatch.setattr(module.logger, "disabled", True)  # pytest keeps what is logged
+    engine = Engine(eager_llama(), max_concurrent=8, piece=128, cache_bytes=1 << 20, max_length=256)
+    tokenizer = tiny_tokenizer()
+    some_texts(engine, tokenizer, 256, 0)
+    gc.collect()
+    gc.disable()
+    try:
+        before = objects()
+        ends = some_texts(engine, tokenizer, 2048, 1)
+        more = objects() - before
+    finally:
+        gc.enable()
+    assert sum(ends.values()) == 2048 and {End.LENGTH, End.CANCELLED, End.FAILED} <= set(ends)
+    assert sum(more.values()) < 100, more.most_common(8)
+    tracemalloc.start()
+    try:
+        some_texts(engine, tokenizer, 128, 2)  # all pages have been filled meanwhile
+        bytes_ = tracemalloc.get_traced_memory()[0]
+        some_texts(engine, tokenizer, 512, 3)
+        assert tracemalloc.get_traced_memory()[0] - bytes_ < 100_000
+    finally:
+        tracemalloc.stop()
+    held = weakref.ref(request := engine.submit(Request([5, 6], 2)))
+    engine.generate([])
+    while request.end is None:
+        engine.step()
+    engine.step()
+    del request
+    assert held() is None

@@ -1,0 +1,155 @@
+"""Kernels found before they are launched, in whole parts: engines whose kernels are only noted, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from lowbit.engine import End, Engine, Request, Sampling
+from lowbit.engine import warm_up as module
+from lowbit.engine.warm_up import Rehearsal, Stage, compiled
+from lowbit.hardware.machine import typical_machine
+from lowbit.kernels.parts import compile as compiling
+from lowbit.kernels.parts.launch import Launcher, Wanted, _thread
+from tests.tiny import eager_llama
+
+VOCAB = 160
+
+
+@pytest.fixture(scope="module")
+def model():
+    return eager_llama()
+
+
+def prompt(length, seed=0):
+    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+class Kernel(Launcher):
+    """A kernel that is one of its name alone; launches are noted."""
+
+    def __init__(self, name, events):
+        self.name, self.events, self.kernel = name, events, None
+
+    def _wanted(self, arguments):
+        return Wanted("", self.name, (), {})
+
+    def __call__(self):
+        if getattr(_thread, "met", None) is None:
+            self.events.append(("launched", self.name))
+        else:
+            super().__call__()
+
+
+@pytest.fixture
+def noted(model, monkeypatch):
+    """An engine that rehearses as on a GPU; what it compiles and launches, in order; what it tells of its progress."""
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr("lowbit.engine.engine.machine_of", lambda device: typical_machine(90))
+    events, told = [], []
+
+    def compiles(wanted, sm):
+        assert sm == 90
+        for number, each in enumerate(wanted):
+            yield Stage("kernels", number, len(wanted))
+            events.append(("compiled", each.name))
+
+    monkeypatch.setattr("lowbit.engine.engine.compiled", compiles)
+    engine = Engine(model, max_concurrent=4, piece=256, cache_bytes=1 << 24, sharing=False, progress=told.append)
+    rehearsal = engine._rehearsal = Rehearsal(engine.program, engine.steps, 4, engine.max_length, 256)
+    program = engine.program
+    step, prompts, logits = program.step, program.prompt, program.logits
+
+    def stepping(rows, slots, longest):
+        Kernel(f"step {engine.steps.variant(len(rows), False, longest)[::2]}", events)()
+        stepping.inside = True  # its head is its own: a graph of it has as many rows as the part
+        made = step(rows, slots, longest)
+        stepping.inside = False
+        return made
+
+    stepping.inside = False
+
+    def prompting(pieces, slots):
+        total = sum(len(piece.tokens) for piece in pieces)
+        Kernel(f"prompt {next((length for length in rehearsal.lengths if length >= total), total)}", events)()
+        return prompts(pieces, slots)
+
+    def heading(h, delta):
+        if not stepping.inside:
+            Kernel(f"head of {len(h)}", events)()
+        return logits(h, delta)
+
+    monkeypatch.setattr(program, "step", stepping)
+    monkeypatch.setattr(program, "prompt", prompting)
+    monkeypatch.setattr(program, "logits", heading)
+    return engine, events, told
+
+
+def texts():
+    return [Request(prompt(3 + 40 * i, i), 4 + i, Sampling(0.5 * (i % 2), seed=i)) for i in range(6)]
+
+
+def test_the_first_texts_compile_what_they_need_before_it_is_launched(noted):
+    """Prompts and the step after them at once, and what ran once never again."""
+    engine, events, told = noted
+    first = engine.generate([Request(prompt(9), 5)])[0]
+    names = [name for what, name in events if what == "compiled"]
+    assert names == ["step (1, 256)", "prompt 9", "head of 1"] and events.index(("launched", "prompt 9")) == 3
+    assert engine._rehearsal.count == 1
+    assert told == [Stage("kernels", done, 3) for done in range(4)]
+    engine.generate(texts())
+    seen = set()
+    for what, name in events:
+        assert what == "compiled" or name in seen, (name, "was compiled when it was launched")
+        seen.add(name)
+    count = engine._rehearsal.count
+    engine.generate(texts())
+    (again,) = engine.generate([Request(prompt(9), 5)])
+    assert engine._rehearsal.count == count and [d.token for d in again.drawn] == [d.token for d in first.drawn]
+
+
+def test_after_warm_up_nothing_is_rehearsed(noted):
+    engine, events, told = noted
+    stages = list(engine.warm_up())
+    assert stages == [Stage("kernels", number, len(events)) for number in range(len(events))]
+    assert {name for _, name in events} >= {"step (4, 256)", "prompt 1", "prompt 256", "head of 3"}
+    engine.generate(texts())
+    assert engine._rehearsal.count == 1 and not told
+    assert not [event for event in events[len(stages) :] if event[0] == "compiled"]
+
+
+def test_rounds_of_more_prompts_than_one_text_has_tokens(noted):
+    """Kernels are chosen for all tokens of a round, which may be more than a text can have."""
+    engine = noted[0]
+    rehearsal = Rehearsal(engine.program, engine.steps, 4, 100, 1024)
+    assert rehearsal.lengths[-1] == 400
+    names = {each.name for each in rehearsal.kernels([part for part in rehearsal.everything() if part[0] == "prompt"])}
+    assert len(names) == len(rehearsal.lengths)
+
+
+def test_a_kernel_that_cannot_be_compiled_fails_where_it_is_launched(noted, monkeypatch):
+    engine, _, _ = noted
+
+    def fails(wanted, sm):
+        raise RuntimeError("ptxas does not want to")
+        yield
+
+    monkeypatch.setattr("lowbit.engine.engine.compiled", fails)
+    assert {request.end for request in engine.generate(texts())} == {End.LENGTH}
+
+
+@pytest.mark.parametrize(("count", "slow", "processes"), [(3, True, False), (4, True, True), (9, False, False)])
+def test_processes_are_started_for_more_than_a_few_kernels(monkeypatch, count, slow, processes):
+    wanted = [Wanted("", str(number), (), {}) for number in range(count)]
+    done, by_processes = [], []
+    monkeypatch.setattr(module, "SLOW_SECONDS", 0.005)
+    monkeypatch.setattr(compiling, "compile_one", lambda each: (done.append(each), time.sleep(0.01 * slow)))
+    monkeypatch.setattr(compiling, "compile_all", lambda left, sm: (by_processes.append(each) or 1 for each in left))
+    stages = list(compiled(wanted, 90))
+    assert done == wanted and by_processes == (wanted[1:] if processes else [])
+    assert len(stages) == count and {stage.total for stage in stages} == {count}
