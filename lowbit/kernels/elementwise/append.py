@@ -59,7 +59,7 @@ def append_heads(
     exist = (head < S.heads + 2 * S.kv_heads)[:, None] & lanes
     is_q, is_v = (head < S.heads)[:, None], (head >= S.heads + S.kv_heads)[:, None]
     rows = qkv + token * S.features + head[:, None] * S.head_dim
-    given, other = pairs(rows, (head < S.heads + 2 * S.kv_heads)[:, None], d, C)
+    given, other = pairs(rows, (head < S.heads + 2 * S.kv_heads)[:, None], d, C, False)
     x = given
     if q_norm is not None:
         normed_x, normed_other = normed(x, other, q_norm, d, C)

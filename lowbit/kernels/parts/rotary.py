@@ -32,15 +32,17 @@ def partner(d, C: tl.constexpr):
 
 
 @triton.jit
-def pairs(rows, exist, d, C: tl.constexpr):
-    """Heads [n, lanes] at pointers `rows` [n, 1], in float32, and each element's partner: read a second time, which costs less
-    than to hand it from lane to lane. Zeros where none `exist` [n, 1]."""
+def pairs(rows, exist, d, C: tl.constexpr, TWICE: tl.constexpr):
+    """Heads [n, lanes] at pointers `rows` [n, 1], in float32, and each element's partner; zeros where none `exist` [n, 1].
+    Partners are read, where TWICE, which costs several warps less than to hand them from thread to thread with barriers."""
     exist = exist & (d < C.shape.head_dim)[None, :]
     heads = tl.load(rows + d[None, :], mask=exist, other=0.0).to(tl.float32)
     if C.shape.rotary_dim == 0:
         return heads, heads
-    else:
+    elif TWICE:
         return heads, tl.load(rows + partner(d, C)[None, :], mask=exist, other=0.0).to(tl.float32)
+    else:
+        return heads, tl.gather(heads, tl.broadcast_to(partner(d, C)[None, :], heads.shape), 1)
 
 
 @triton.jit

@@ -78,8 +78,8 @@ class PagedAttention:
 
     @property
     def copies(self) -> int:
-        """Rows in which a program of several warps holds what belongs to all 16 rows of q, angles and the new token: one row
-        would be handed from layout to layout, at two barriers each time. One warp has no registers for them, nor barriers."""
+        """Rows in which a program holds what belongs to all 16 rows of q, angles and the new token: with several warps one row
+        would be handed from layout to layout, at two barriers each time; one warp has no barriers, nor registers for more."""
         return 1 if self.tile.warps == 1 else 16
 
     @property
@@ -139,7 +139,7 @@ def append(k, v, qkv_row, table, position, head, part, cos, sin, k_norm, C: tl.c
     own = part + r * 0 == 0
     rows = qkv_row + (C.shape.heads + head + r * 0) * C.shape.head_dim
     exist = (d < C.shape.head_dim)[None, :] & own
-    new_k, other = pairs(rows, own, d, C)
+    new_k, other = pairs(rows, own, d, C, C.copies > 1)
     new_v = tl.load(rows + C.shape.kv_heads * C.shape.head_dim + d[None, :], mask=exist, other=0.0)
     if k_norm is not None:
         new_k, other = normed(new_k, other, k_norm, d, C)
@@ -273,15 +273,25 @@ def paged_attention(
         cuda.gdc_launch_dependents()
 
     qkv_row = qkv + b.to(tl.int64) * C.shape.features
-    q, other = pairs(qkv_row + (head * G + r % G)[:, None] * C.shape.head_dim, (r >= 0)[:, None], d, C)
-    new_k, new_v = append(k, v, qkv_row, table, position, head, part, cos, sin, k_norm, C)
+    q, other = pairs(qkv_row + (head * G + r % G)[:, None] * C.shape.head_dim, (r >= 0)[:, None], d, C, C.copies > 1)
+    if C.copies > 1:  # asked for with q
+        new_k, new_v = append(k, v, qkv_row, table, position, head, part, cos, sin, k_norm, C)
     if q_norm is not None:
         q, other = normed(q, other, q_norm, d, C)
     q = turned(q, other, cos, sin, C).to(k.dtype.element_ty)
-    top = powers(tl.sum(q.to(tl.float32) * new_k.to(tl.float32), 1), C)
-    top = tl.where(part == 0, top, float("-inf"))
-    total = tl.where(part == 0, 1.0, 0.0) + tl.zeros([16], tl.float32)
-    y = tl.zeros([16, LANES], tl.float32) + new_v.to(tl.float32)
+    top = tl.full([16], float("-inf"), tl.float32)
+    total = tl.zeros([16], tl.float32)
+    y = tl.zeros([16, LANES], tl.float32)
+    if C.copies > 1:
+        score = powers(tl.sum(q.to(tl.float32) * new_k.to(tl.float32), 1), C)
+        top = tl.where(part == 0, score, top)
+        total += tl.where(part == 0, 1.0, 0.0)
+        y += new_v.to(tl.float32)
+    elif part == 0:
+        new_k, new_v = append(k, v, qkv_row, table, position, head, part, cos, sin, k_norm, C)
+        top = powers(tl.sum(q.to(tl.float32) * new_k.to(tl.float32), 1), C)
+        total += 1.0
+        y += new_v.to(tl.float32)
     if STAGES == 1:
         for n0 in tl.range(begin, end, BLOCK, num_stages=1):
             s = scores(q, keys, n0, oldest, end, C)

@@ -27,10 +27,10 @@ class Config:
 
 
 @triton.jit
-def norm_and_turn(out, x, cos_sin, gamma, positions, C: tl.constexpr):
+def norm_and_turn(out, x, cos_sin, gamma, positions, C: tl.constexpr, TWICE: tl.constexpr):
     position = tl.load(positions)
     d, head = tl.arange(0, C.shape.lanes), tl.arange(0, C.heads)[:, None]
-    heads, others = pairs(x + head * C.shape.head_dim, head >= 0, d, C)
+    heads, others = pairs(x + head * C.shape.head_dim, head >= 0, d, C, TWICE)
     cos, sin = angles(cos_sin, position, d, C)
     heads, others = normed(heads, others, gamma, d, C)
     heads = turned(heads, others, cos[None, :], sin[None, :], C)
@@ -43,8 +43,12 @@ def check(head_dim, rotary_dim):
     x, gamma = torch.randn(4, head_dim, generator=generator), torch.randn(head_dim, generator=generator)
     angle = torch.rand(9, rotary_dim // 2, generator=generator) * 6
     cos_sin = torch.cat([angle.cos(), angle.sin()], dim=1)
-    out = torch.full((4, shape.lanes), torch.nan)
-    norm_and_turn[(1,)](out, x, cos_sin, gamma, torch.tensor([7]), Config(shape))
+    found = []
+    for twice in (False, True):
+        found.append(torch.full((4, shape.lanes), torch.nan))
+        norm_and_turn[(1,)](found[-1], x, cos_sin, gamma, torch.tensor([7]), Config(shape), twice)
+    out = found[0]
+    assert torch.equal(*found)
     wide = x.double() / (x.double().square().mean(dim=1, keepdim=True) + 1e-5).sqrt() * (1 + gamma.double())
     pairs = torch.complex(wide[:, : rotary_dim // 2], wide[:, rotary_dim // 2 : rotary_dim])
     pairs = pairs * torch.polar(torch.ones_like(angle[7]), angle[7])
