@@ -141,8 +141,7 @@ def candidates(shape: GemmShape, machine: Machine, *, batch_invariant: bool = Fa
             return ordered([row for row in rings if (row.tile.warps_k, row.tile.splits) == (INVARIANT_WARPS, 1)])  # type: ignore[union-attr]
         rows = rings if shape.m <= SMALL_TOKENS else rows + rings
     known = {row.tile: row for row in MEASURED if row.holds_for(shape, machine)}
-    rows = [replace(row, measured=known.get(row.tile)) for row in rows]
-    return ordered([replace(row, tile=spread(row.tile, shape, machine)) for row in rows])
+    return ordered([replace(row, measured=known.get(row.tile)) for row in rows])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -152,15 +151,6 @@ def choose(shape: GemmShape, machine: Machine, batch_invariant: bool = False) ->
 
 
 # ---- the ring kernel
-
-
-def spread(tile: Tile, shape: GemmShape, machine: Machine) -> Tile:
-    """The tile whose blocks have an SM each, where there are enough: with programmatic launch they start on SMs that happen to
-    be free, and pile up there (choose/chained_gemm.py)."""
-    if not isinstance(tile, RingTile) or tile.blocks_per_sm:
-        return tile
-    blocks = -(-shape.strips // tile.block_strips) * tile.splits * -(-shape.m // tile.tokens)
-    return replace(tile, blocks_per_sm=1) if blocks <= machine.sm_count else tile
 
 
 def ring_tiles(shape: GemmShape, machine: Machine) -> list[RingTile]:

@@ -4,8 +4,7 @@ Reads   gate, up fp16 or bf16, each with any row stride: the halves of one produ
         alternate, 8 of gate, then the 8 of up (pack/gated.py); without up, y = f(gate): an MLP that has no gate
 Writes  y [M, I] contiguous
 Blocks  a run of columns of one row, 8 or 16 elements a thread
-Overlap lets the kernel after it start, which may read nothing but weights ahead, and waits for the one before (programmatic
-        dependent launch, sm_90): a gate is over sooner than a product has started
+Overlap waits for the kernel before, then lets the one after it start (programmatic dependent launch, sm_90)
 Exact   f in float32, rounded to the type of gate, times up, rounded again, as Transformers' MLPs do; sigmoid by roots may be
         off in the last bit of float32. Tested: tests/kernels/elementwise/test_gate.py
 Source  GELU: x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) (Hendrycks, Gimpel 2016), and (1 + tanh(t)) / 2 = sigmoid(2 t)
@@ -40,8 +39,8 @@ def gate_rows(
     row = tl.program_id(0)
     i = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     if OVERLAP:
-        cuda.gdc_launch_dependents()
         cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
     at = i + i // 8 * 8 if ALTERNATE else i
     halves = tl.load(row_of(gate, row, gate_stride, PIECES) + at, mask=i < WIDTH, other=0.0)
     if up is not None:

@@ -6,9 +6,8 @@ Reads   h fp16 or bf16 [M, H] contiguous, delta [M, H] contiguous or None, gamma
 Writes  h, in place where delta is added; x [M, H]; squares fp32 [M] of h as it is stored
 Blocks  one row each, in chunks of 8 elements a thread; how many threads depends on H alone, so that a row's sums have one order
         whatever the number of rows. The warps meet once, twice where delta is normalised first (post_gamma)
-Overlap gammas and bias are read before the wait for the kernel before (programmatic dependent launch, sm_90). The kernel after
-        an embedding may start when all blocks have passed it, so what came before is then complete; the one after a norm
-        before that, since a norm is over sooner than a product has started: nothing but weights may be read there ahead
+Overlap gammas and bias are read before the wait for the kernel before (programmatic dependent launch, sm_90); the kernel after
+        may start when all blocks have passed it, so what came before the kernel before is then complete
 Exact   sums, roots and products in float32. NORM 1: OFFSET 0 rounds the normalised value and then its product with gamma
         (LlamaRMSNorm); another OFFSET multiplies by OFFSET + gamma in float32 and rounds once (GemmaRMSNorm); with a bias, it
         is torch's LayerNorm, rounded once. NORM 2: x = h * (OFFSET + gamma) * factor, rounded once. Plain Triton.
@@ -119,8 +118,8 @@ def norm_rows(
     if post_gamma is not None:
         post_weights = loaded(post_gamma, i, H, STEP, CHUNKS)
     if OVERLAP:
-        cuda.gdc_launch_dependents()
         cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
     halves = loaded(row_of(h, row, H, False), i, H, STEP, CHUNKS)
     if delta is not None:
         others = loaded(row_of(delta, row, H, False), i, H, STEP, CHUNKS)

@@ -193,7 +193,8 @@ def combine(out, sums, tops, active, C: tl.constexpr):
     ROUND: tl.constexpr = C.round
     ROWS: tl.constexpr = C.group_rows
     LANES: tl.constexpr = C.lanes
-    values, relative = parts_from(sums, tops, 0, active, C)
+    if C.copies > 1:  # one warp has no registers for a round ahead
+        values, relative = parts_from(sums, tops, 0, active, C)
     part = tl.arange(0, C.tile.splits)
     highest, factor = (), ()
     for row in tl.static_range(GROUP):
@@ -204,9 +205,12 @@ def combine(out, sums, tops, active, C: tl.constexpr):
         highest += (high,)
         factor += (1.0 / tl.sum(total * tl.exp2(top - high), 0),)
     y = tl.zeros([ROWS, LANES], tl.float32)
-    for first in range(0, active, ROUND):  # the next round is on its way while one is added; the last one asks for nothing new
+    for first in range(0, active, ROUND):
+        if C.copies == 1:
+            values, relative = parts_from(sums, tops, first, active, C)
         y = add_parts(y, values, relative, highest, factor, active - first, C)
-        values, relative = parts_from(sums, tops, first + ROUND, active, C)
+        if C.copies > 1:  # the last round asks again for what it has
+            values, relative = parts_from(sums, tops, first + ROUND, active, C)
     r, d = tl.arange(0, ROWS)[:, None], tl.arange(0, LANES)[None, :]
     exist = (r < GROUP) & (d < C.shape.head_dim)
     tl.store(out + r * C.shape.head_dim + d, y.to(out.dtype.element_ty), mask=exist)
