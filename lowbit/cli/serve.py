@@ -63,8 +63,8 @@ def serve(
     from lowbit.pipeline import pipeline
 
     path = model_path(model)
-    if api_key is not None and not api_key.strip():
-        raise ValueError("the API key is empty: give one, or none at all (unset LOWBIT_API_KEY)")
+    if api_key is not None and not (api_key and all("!" <= character <= "~" for character in api_key)):
+        raise ValueError("an API key is one or more ASCII characters without spaces; for none at all, unset LOWBIT_API_KEY")
     concurrent = max_concurrent or (MOST_ON_A_GPU if torch.cuda.is_available() else MOST_ON_A_CPU)
     limits = Limits(concurrent, max_queue, max_prompt or 1 << 20, max_body, grace)
     local = server.is_local(host)
