@@ -16,6 +16,7 @@ from rich.table import Table
 
 from lowbit._version import __version__
 from lowbit.cli.bench import bench_app
+from lowbit.cli.chat import chat
 from lowbit.cli.demo import demo
 from lowbit.cli.eval import evaluate
 from lowbit.cli.inspect import inspect
@@ -305,6 +306,7 @@ def _show_as_it_comes(stream: Stream, prompt: str) -> Response:
 
 
 app.command()(user_errors(serve))
+app.command()(user_errors(chat))
 app.command(name="eval")(user_errors(evaluate))
 app.command()(user_errors(inspect))
 

@@ -1,4 +1,4 @@
-"""`lowbit serve` and `lowbit chat`: texts over HTTP, and a dialogue on the terminal."""
+"""`lowbit serve`: texts over HTTP."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def serve(
     Example: lowbit serve Llama-3-8B --scheme w4a16_g128
     """
     try:
-        from lowbit.serve import server
         from lowbit.serve.limits import Limits
+        from lowbit.serve.server import Server, address_of, bound, is_local, service_of
     except ImportError as error:
         raise ValueError(f"{EXTRA} ({error})") from error
     import torch
@@ -67,24 +67,24 @@ def serve(
         raise ValueError("an API key is one or more ASCII characters without spaces; for none at all, unset LOWBIT_API_KEY")
     concurrent = max_concurrent or (MOST_ON_A_GPU if torch.cuda.is_available() else MOST_ON_A_CPU)
     limits = Limits(concurrent, max_queue, max_prompt or 1 << 20, max_body, grace)
-    local = server.is_local(host)
+    local = is_local(host)
     if not local and api_key is None:
         say(f"warning: whoever reaches {host} can use this server; give it a key with --api-key or LOWBIT_API_KEY")
     _log()
-    with server.bound(host, port) as sock:
+    with bound(host, port) as sock:
         say(f"loading {path}")
         pipe = pipeline(
             str(path), quantization_mode=scheme, verify=verify, progress=err.is_terminal, batch_invariant=batch_invariant,
             max_concurrent=concurrent, cache_bytes=None if cache_gib is None else int(cache_gib * 2**30),
         )  # fmt: skip
         called = path.resolve().stem if path.is_file() else path.resolve().name
-        service = server.service_of(pipe, name or called, limits, key=api_key, local=local)
+        service = service_of(pipe, name or called, limits, key=api_key, local=local)
         for line in pipe.engine.report():
             say(line)
-        where = server.address_of(sock)
+        where = address_of(sock)
         with _progress() as progress:
             shown = _Warming(progress, f"serving {service.name} at {where}/v1, a page to try it at {where}/")
-            running = server.Server(service, shown)
+            running = Server(service, shown)
             running.run(sockets=[sock])
     if service.worker.dead:
         raise typer.Exit(1)

@@ -18,7 +18,7 @@ from lowbit.serve.app import make_app
 from lowbit.serve.connection import Connection
 from lowbit.serve.errors import unavailable
 from lowbit.serve.limits import KEEP_ALIVE_SECONDS, Limits
-from lowbit.serve.service import Service, State
+from lowbit.serve.service import Service, State, configured
 
 logger = logging.getLogger("lowbit.serve")
 
@@ -57,8 +57,7 @@ def address_of(sock: socket.socket) -> str:
 
 def service_of(pipe: Pipeline, name: str, limits: Limits, *, key: str | None, local: bool) -> Service:
     """What is served of a pipeline, whose engine is made here; raises ValueError where that cannot draw as the model asks."""
-    defaults = pipe.model.generation_config.to_diff_dict()
-    return Service(name, pipe.engine, pipe.tokenizer, limits, key, local, defaults)
+    return Service(name, pipe.engine, pipe.tokenizer, limits, key, local, configured(pipe.model))
 
 
 class Server(uvicorn.Server):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lowbit.engine import Engine
 from lowbit.serve.chat import Prompts, TokenTexts
@@ -18,6 +18,13 @@ from lowbit.serve.errors import ApiError, unavailable
 from lowbit.serve.limits import Limits
 from lowbit.serve.metrics import Metrics
 from lowbit.serve.worker import MOST_FAILURES, Worker
+
+
+def configured(model: PreTrainedModel) -> dict[str, Any]:
+    """How a model's generation config says that tokens are drawn: settings for requests that do not say themselves."""
+    said = model.generation_config.to_diff_dict()
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    return {name: said[name] for name in names if said.get(name) is not None}
 
 
 class State(str, Enum):
@@ -51,8 +58,8 @@ class Seats:
 class Service:
     """One model as it is served under the name `name`; `key` is what clients have to know, None for nothing.
 
-    `local`: whether only this machine can connect. `defaults`: settings of the model's generation config, for requests that do
-    not say. `worker` is started by the server.
+    `local`: whether only this machine can connect. `defaults`: settings for requests that do not say
+    (`configured`). `worker` is started by the server.
     """
 
     name: str
