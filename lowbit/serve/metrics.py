@@ -27,7 +27,7 @@ class Metrics:
         self.failed_rounds = Counter("lowbit_failed_rounds", "Rounds of the engine that raised an error.", **kept)
         self.first_token = Histogram(
             "lowbit_time_to_first_token_seconds",
-            "From a request to its first token.",
+            "From an encoded prompt to its first token.",
             buckets=SECONDS,
             **kept,
         )
