@@ -24,7 +24,6 @@ class Metrics:
         self.prompt_tokens = Counter("lowbit_prompt_tokens", "Tokens of prompts.", **kept)
         self.shared_tokens = Counter("lowbit_prompt_tokens_shared", "Those that were in the cache already.", **kept)
         self.tokens = Counter("lowbit_generated_tokens", "Tokens of texts.", **kept)
-        self.failed_rounds = Counter("lowbit_failed_rounds", "Rounds of the engine that raised an error.", **kept)
         self.first_token = Histogram(
             "lowbit_time_to_first_token_seconds",
             "From an encoded prompt to its first token.",

@@ -32,8 +32,8 @@ ROUND_ERRORS = (
 """What a round raises: errors of torch and Triton among RuntimeError, those of tokenizers that meet odd tokens. They end the
 texts of that round; anything else ends the thread, and with it the server."""
 
-MOST_FAILURES = 3
-"""Rounds that fail one after the other before the server calls itself ill: a GPU's context that is lost stays so."""
+MOST_FAILURES = 5
+"""Texts that fail with none between them that does not before the server calls itself ill: a GPU that has failed stays so."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Worker:
     def __init__(self, engine: Engine, metrics: Metrics) -> None:
         self.engine, self.metrics = engine, metrics
         self.failures = 0
-        """Rounds that have failed one after the other."""
+        """Texts that have failed one after the other."""
         self.dead = False
         """Whether the thread has ended before it was told to."""
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
@@ -197,7 +197,11 @@ class Worker:
             try:
                 self.engine.submit(text.request)
             except ValueError as error:
-                self._bring([(text, Piece(text.index, "", (), End.FAILED, refused("request", str(error))))])
+                self._abandon([text], refused("request", str(error)))
+            except RuntimeError as error:  # of an engine that computes nothing any more
+                logger.error("a text was not taken: %s", error)
+                self.failures += 1
+                self._abandon([text])
             else:
                 self._live[text] = None
 
@@ -223,16 +227,14 @@ class Worker:
         error: BaseException | None = None
         try:
             self.engine.step()
-            self.failures = 0
         except ROUND_ERRORS as raised:
             error = raised
-            self.failures += 1
-            self.metrics.failed_rounds.inc()
             logger.error("a round of the engine failed: %s: %s", type(raised).__name__, str(raised)[:500])
         pieces = self._pieces()
         if error is not None and not any(piece.end for _, piece in pieces):
             # The engine did not say whose fault it was: nobody may wait for ever.
             lost = list(self._live)
+            self.failures += len(lost)
             self._cancel(lost)
             pieces += [(text, Piece(text.index, "", (), End.FAILED, failed())) for text in lost]
         self.metrics.rounds.observe(time.monotonic() - begun)
@@ -250,6 +252,7 @@ class Worker:
                 text.first = now
                 self.metrics.first_token.observe(now - text.submitted)
             if piece.end:
+                self.failures = self.failures + 1 if piece.end is End.FAILED else 0
                 del self._live[text]
                 self._count(text)
             pieces.append((text, piece))

@@ -78,10 +78,10 @@ def test_a_round_that_fails(failing, monkeypatch):
     assert ask(failing, ASKED, {**ASKED, "stream": True}) == [alone] * 2
     assert failing.service.healthy
     with failing.client() as client:
-        assert "lowbit_failed_rounds_total 1.0" in client.get("/metrics").text
+        assert 'lowbit_texts_total{end="failed"} 2.0' in client.get("/metrics").text
 
 
-def test_rounds_that_go_on_failing(failing, monkeypatch):
+def test_texts_that_go_on_failing(failing, monkeypatch):
     """The server calls itself ill, so that whoever looks after it starts another one; and well, should it recover."""
     with monkeypatch.context() as patch, failing.client() as client:
         patch.setattr(failing.engine.program, "prompt", lambda *_: [][0])
