@@ -83,7 +83,10 @@ def serve(
             say(line)
         where = address_of(sock)
         with _progress() as progress:
-            shown = _Warming(progress, f"serving {service.name} at {where}/v1, a page to try it at {where}/")
+            shown = _Warming(
+                progress,
+                f"serving {service.name}{f' in {scheme}' if scheme else ''} at {where}/v1, a page to try it at {where}/",
+            )
             running = Server(service, shown)
             running.run(sockets=[sock])
     if service.worker.dead:

@@ -124,6 +124,9 @@ class Worker:
         """Whether the thread has ended before it was told to."""
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._live: dict[Text, None] = {}
+        """Texts that the engine has; of the thread alone."""
+        self._open: dict[Text, None] = {}
+        """Texts for which somebody waits; of the event loop alone."""
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="lowbit-engine", daemon=True)
 
@@ -135,12 +138,15 @@ class Worker:
 
     def submit(self, texts: Sequence[Text]) -> None:
         """Generates texts; whatever comes of them, the last piece of each has an end or an error."""
-        self._orders.put(lambda: self._submit(texts))
+        self._open.update(dict.fromkeys(texts))
         if self.dead:
-            self._abandon(texts)
+            self._forsake()
+        self._orders.put(lambda: self._submit(texts))
 
     def cancel(self, texts: Sequence[Text]) -> None:
         """Ends texts before the next step; those that have ended stay as they are."""
+        for text in texts:
+            self._open.pop(text, None)
         self._orders.put(lambda: self._cancel(texts))
 
     def end_all(self, error: ApiError) -> None:
@@ -163,9 +169,7 @@ class Worker:
                     if self._live:
                         self._round()
         finally:
-            self.dead = not self._stopping
-            self._abandon(list(self._live))
-            self._call(self._ended)
+            self._call(self._over)
 
     def _warm_up(self) -> bool:
         """Whether texts can be computed now."""
@@ -265,13 +269,25 @@ class Worker:
 
     def _bring(self, pieces: Sequence[tuple[Text, Piece]]) -> None:
         if pieces:
-            self._call(lambda: _put(pieces))
+            self._call(lambda: self._put(pieces))
 
     def _call(self, function: Callable[[], None]) -> None:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(function)
 
+    def _put(self, pieces: Sequence[tuple[Text, Piece]]) -> None:
+        """On the event loop."""
+        for text, piece in pieces:
+            if piece.end:
+                self._open.pop(text, None)
+            text.mailbox.put(piece)
 
-def _put(pieces: Sequence[tuple[Text, Piece]]) -> None:
-    for text, piece in pieces:
-        text.mailbox.put(piece)
+    def _over(self) -> None:
+        """On the event loop, when the thread has ended."""
+        self.dead = not self._stopping
+        self._forsake()
+        self._ended()
+
+    def _forsake(self) -> None:
+        """On the event loop: nobody waits for what never comes."""
+        self._put([(text, Piece(text.index, "", (), End.FAILED, failed())) for text in list(self._open)])
