@@ -94,6 +94,16 @@ def test_many_at_once_asynchronously(free):
     assert asyncio.run(all_of_them()) == alone
 
 
+def test_a_round_is_one_wake_up(free, monkeypatch):
+    """However many texts it is for: the event loop is not woken up for each token."""
+    worker, calls = free.service.worker, []
+    call = worker._call
+    monkeypatch.setattr(worker, "_call", lambda function: (calls.append(function), call(function)))
+    with openai.OpenAI(base_url=f"{free.url}/v1", api_key="any", max_retries=0) as client:
+        client.completions.create(model=NAME, prompt="ab", n=4, max_tokens=50, extra_body={"ignore_eos": True})
+    assert 50 <= len(calls) < 60
+
+
 def test_choices_and_prompts(client, free):
     """n texts for each prompt, in order; the first has the request's seed, the others seeds of their own."""
     one = dict(model=NAME, max_tokens=12, temperature=1.0, seed=7)
