@@ -9,6 +9,7 @@ at most the text that was asked for.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import queue
@@ -249,7 +250,11 @@ class Worker:
         pieces, now = [], time.monotonic()
         for text in list(self._live):
             error = failed() if text.request.end is End.FAILED else None
-            piece = text.take(error)
+            try:
+                piece = text.take(error)
+            except ROUND_ERRORS as raised:  # its last tokens are no text
+                logger.error("a text could not be ended: %s: %s", type(raised).__name__, str(raised)[:500])
+                piece = Piece(text.index, "", (), End.FAILED, failed())
             if piece is None:
                 continue
             if text.first is None and piece.drawn:
@@ -272,7 +277,7 @@ class Worker:
             self._call(lambda: self._put(pieces))
 
     def _call(self, function: Callable[[], None]) -> None:
-        if not self._loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # the loop is closed: a second signal ended the server at once
             self._loop.call_soon_threadsafe(function)
 
     def _put(self, pieces: Sequence[tuple[Text, Piece]]) -> None:

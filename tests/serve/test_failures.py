@@ -60,6 +60,21 @@ def test_a_text_that_cannot_be_decoded(stream, failing, monkeypatch):
     assert failing.service.healthy
 
 
+def test_a_text_that_cannot_be_ended(failing, monkeypatch):
+    """An error behind the last token of one text, which comes after the engine's round."""
+    finish = TextStream.finish
+
+    def broken(self):
+        if self.stop == ("broken",):
+            raise ValueError("no such token")
+        return finish(self)
+
+    alone = ask(failing, ASKED)[0]
+    monkeypatch.setattr(TextStream, "finish", broken)
+    found = ask(failing, {**ASKED, "stop": "broken"}, ASKED, {**ASKED, "stream": True})
+    assert isinstance(found[0], openai.InternalServerError) and found[1:] == [alone] * 2
+
+
 def test_a_round_that_fails(failing, monkeypatch):
     """Those whose round it was are told so; those who come after it are answered as ever."""
     alone = ask(failing, ASKED)[0]

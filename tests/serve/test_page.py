@@ -56,7 +56,12 @@ def test_a_dialogue_in_the_browser(browser):
             server.wait_until(lambda: server.service.seats.taken == 1)
             browser.run("at('stop').click()")
             server.wait_until(lambda: server.service.seats.taken == 0)
+            browser.wait_for("!at('send').disabled && messages.length >= 5")
+            say(browser, "And more")
+            server.wait_until(lambda: server.service.seats.taken == 1)
+            browser.run("at('clear').click()")
         browser.wait_for("!at('send').disabled")
+        assert browser.run("messages.length") == 0 and turns(browser) == []
     requests = [e["params"]["request"]["url"] for e in browser.events if e.get("method") == "Network.requestWillBeSent"]
     assert requests and all(url.startswith((server.url, "about:")) for url in requests), requests
     said = [e["params"]["entry"] for e in browser.events if e.get("method") == "Log.entryAdded"]
