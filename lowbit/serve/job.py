@@ -136,7 +136,9 @@ def _request(service: Service, asked: Asked, ids: list[int], sampling: Sampling)
         raise too_long(param, f"a prompt of {len(ids):,} tokens", f"a text here has at most {most:,}, its answer included")
     limit = asked.limit or (room if isinstance(asked, ChatAsked) else min(room, COMPLETION_TOKENS))
     if limit > room:
-        raise too_long("max_tokens", f"{limit:,} after a prompt of {len(ids):,}", f"a text here has at most {most:,} tokens")
+        raise too_long(
+            asked.limit_name, f"{limit:,} after a prompt of {len(ids):,}", f"a text here has at most {most:,} tokens"
+        )
     if sampling.min_new_tokens > limit:
         raise refused("min_tokens", f"{sampling.min_new_tokens:,} are more than the {limit:,} that the text may have")
     ends = frozenset() if asked.ignore_eos else frozenset(service.engine.ends)

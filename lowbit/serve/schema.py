@@ -113,6 +113,11 @@ class Asked(Strict):
         return self.max_tokens
 
     @property
+    def limit_name(self) -> str:
+        """The field that says it."""
+        return "max_tokens"
+
+    @property
     def stops(self) -> tuple[str, ...]:
         """Stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -260,6 +265,11 @@ class ChatAsked(Asked):
     def limit(self) -> int | None:
         """Whichever name was used."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def limit_name(self) -> str:
+        """The one that was used."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def likeliest(self) -> int | None:

@@ -48,7 +48,8 @@ REFUSED_COMPLETIONS = [
 ]  # fmt: skip
 
 REFUSED_CHATS = [
-    ({"messages": []}, "messages"), ({"messages": "hi"}, "messages"), ({"messages": [{"role": "user"}]}, "messages.0"),
+    ({"messages": []}, "messages"), ({"messages": "hi"}, "messages"),
+    ({"max_tokens": None, "max_completion_tokens": 9999}, "max_completion_tokens"), ({"messages": [{"role": "user"}]}, "messages.0"),
     ({"messages": [{"role": "king", "content": "a"}]}, "messages.0.role"),
     ({"messages": [{"role": "user", "content": "a", "mood": 1}]}, "messages.0.mood"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages.0.content.0."),
