@@ -49,7 +49,8 @@ REFUSED_COMPLETIONS = [
 
 REFUSED_CHATS = [
     ({"messages": []}, "messages"), ({"messages": "hi"}, "messages"),
-    ({"max_tokens": None, "max_completion_tokens": 9999}, "max_completion_tokens"), ({"messages": [{"role": "user"}]}, "messages.0"),
+    ({"messages": [{"role": "user"}]}, "messages.0"),
+    ({"max_tokens": None, "max_completion_tokens": 9999}, "max_completion_tokens"),
     ({"messages": [{"role": "king", "content": "a"}]}, "messages.0.role"),
     ({"messages": [{"role": "user", "content": "a", "mood": 1}]}, "messages.0.mood"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages.0.content.0."),
