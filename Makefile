@@ -19,7 +19,7 @@ $(BIN)/.ready: constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install --quiet triton==$(TRITON)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[demo,dev,eval,plot]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[demo,dev,eval,plot,serve]"
 	@touch $@
 
 OLDEST_TRITON := $(shell sed -n 's/^.*triton>=\([0-9.]*\);.*/\1.0/p' pyproject.toml)

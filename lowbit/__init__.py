@@ -45,6 +45,7 @@ LAYERS = (
     "vision",
     "engine",
     "pipeline",
+    "serve",
     "picture",
     "eval",
     "explain",
@@ -96,7 +97,7 @@ _HOMES = {
 _first_use = threading.RLock()
 """One thread imports at a time: modules that import each other are otherwise seen half made."""
 
-_WITH_MODELS = tuple(f"lowbit.{room}" for room in ("models", "engine", "pipeline", "eval", "explain", "demo"))
+_WITH_MODELS = tuple(f"lowbit.{room}" for room in ("models", "engine", "pipeline", "serve", "eval", "explain", "demo"))
 """Rooms that import Transformers' models."""
 
 

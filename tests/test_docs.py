@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 from pathlib import Path
@@ -60,8 +61,16 @@ def test_code_blocks_run(page, tmp_path, monkeypatch):
         tiny_tokenizer().save_pretrained(tmp_path / "Llama-3-8B-AWQ")
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {}
-    for line, code in python_blocks(page.read_text()):
-        exec(compile("\n" * line + code, str(page), "exec"), namespace)
+    with contextlib.ExitStack() as stack:
+        here = "127.0.0.1:8000"
+        if page.name == "serve.md":
+            from tests.serve.running import running
+
+            server = stack.enter_context(running(name="SmolLM2-135M-Instruct"))
+            here = server.url.removeprefix("http://")
+        for line, code in python_blocks(page.read_text()):
+            code = code.replace("127.0.0.1:8000", here)
+            exec(compile("\n" * line + code, str(page), "exec"), namespace)
 
 
 def test_no_block_escapes():

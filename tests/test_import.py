@@ -25,7 +25,9 @@ def test_what_it_brings():
     assert python(f"import sys, lowbit; print({BROUGHT})") == "['lowbit', 'lowbit._version']"
 
 
-@pytest.mark.parametrize("command", ["", "quantize", "convert", "eval", "inspect", "explain", "demo", "bench", "bench conv"])
+@pytest.mark.parametrize(
+    "command", ["", "quantize", "convert", "eval", "inspect", "explain", "demo", "serve", "chat", "bench", "bench conv"]
+)
 def test_help_imports_no_layer(command):
     """Each page of help, and a wrong call, from the entry point on."""
     code = f"""

@@ -1,4 +1,4 @@
-"""The command line: quantize, convert, generate, eval, inspect, explain, schemes, demo, bench.
+"""The command line: quantize, convert, generate, serve, chat, eval, inspect, explain, schemes, demo, bench.
 
 Every command exits with 0 when it did its work, 1 when it could not (one line on stderr says why and what to do), 2 when
 it was called wrongly and 130 on Ctrl-C, which leaves no half-written checkpoint.
@@ -16,9 +16,11 @@ from rich.table import Table
 
 from lowbit._version import __version__
 from lowbit.cli.bench import bench_app
+from lowbit.cli.chat import chat
 from lowbit.cli.demo import demo
 from lowbit.cli.eval import evaluate
 from lowbit.cli.inspect import inspect
+from lowbit.cli.serve import serve
 from lowbit.cli.terminal import AnyModel, Json, Model, check_json, err, out, say, user_errors, write_result
 
 if TYPE_CHECKING:
@@ -309,6 +311,8 @@ def _show_as_it_comes(stream: Stream, prompt: str) -> Response:
     return stream.response
 
 
+app.command()(user_errors(serve))
+app.command()(user_errors(chat))
 app.command(name="eval")(user_errors(evaluate))
 app.command()(user_errors(inspect))
 

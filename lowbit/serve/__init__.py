@@ -1,0 +1,13 @@
+"""`lowbit serve`: texts over HTTP for those who speak OpenAI's API; a thin layer between connections and the engine.
+
+server.py      the process: a socket, warm-up, signals            worker.py   the thread that does the engine's rounds
+app.py         the routes                                         service.py  what routes share: model, seats, state
+schema.py      what can be asked, field by field                  chat.py     prompts as tokens, templates
+job.py         a request as texts for the engine
+answer.py      answers and chunks in OpenAI's form                stream.py   sending them, and noticing who is gone
+errors.py      refusals in OpenAI's form                          metrics.py  what Prometheus reads
+limits.py      how much of everything                             connection.py  how long a connection may take
+client.py      the other side, for `lowbit chat`                  page.py     the page at /
+
+FastAPI, uvicorn and prometheus-client come with `pip install 'lowbit[serve]'`; modules here import them, the package does not.
+"""

@@ -1,0 +1,189 @@
+"""The routes: OpenAI's for texts and models, /health, /ready, /metrics, and the page at /."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from fastapi import Depends, FastAPI, Request
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lowbit.serve.errors import ApiError, encoded, refused
+from lowbit.serve.job import Job, make_job, texts_asked
+from lowbit.serve.limits import LARGE_BODY_BYTES
+from lowbit.serve.page import page
+from lowbit.serve.schema import Asked, ChatAsked, CompletionAsked, parse
+from lowbit.serve.service import Service, State
+from lowbit.serve.stream import EventStream, read_body, unless_gone
+
+logger = logging.getLogger("lowbit.serve")
+
+GONE = 499
+"""The status, for log and metrics, of an answer that nobody waits for any more; nginx's number."""
+
+
+def make_app(service: Service) -> ASGIApp:
+    """The application over a service."""
+    app = FastAPI(title="lowbit", openapi_url=None, docs_url=None, redoc_url=None)
+
+    def check_key(request: Request) -> None:
+        service.check_key(request.headers.get("authorization"))
+
+    keyed = [Depends(check_key)]
+
+    @app.post("/v1/chat/completions", dependencies=keyed)
+    async def chat(request: Request) -> Response:
+        return await _answer(service, request, ChatAsked)
+
+    @app.post("/v1/completions", dependencies=keyed)
+    async def completions(request: Request) -> Response:
+        return await _answer(service, request, CompletionAsked)
+
+    @app.get("/v1/models", dependencies=keyed)
+    async def models() -> Response:
+        return _json({"object": "list", "data": [_model(service)]})
+
+    @app.get("/v1/models/{name:path}", dependencies=keyed)
+    async def model(name: str) -> Response:
+        service.check_model(name)
+        return _json(_model(service))
+
+    @app.get("/metrics", dependencies=keyed)
+    async def metrics() -> Response:
+        return Response(service.metrics.page(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/health")
+    async def health() -> Response:
+        return _json({"status": "ok" if service.healthy else "failing"}, 200 if service.healthy else 503)
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        return _json({"status": service.state.value}, 200 if service.state is State.READY and service.healthy else 503)
+
+    @app.get("/")
+    async def root() -> Response:
+        content, headers = page()
+        return Response(content, media_type="text/html", headers=headers)
+
+    app.add_exception_handler(ApiError, _refusal)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(ClientDisconnect, _gone)
+    app.add_exception_handler(Exception, _fault)
+    return Watched(app, service)
+
+
+async def _answer(service: Service, request: Request, kind: type[Asked]) -> Response:
+    """Texts for a request, whole or as events."""
+    service.check_ready()
+    content = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content != "application/json":  # which no page of another site can send without asking first
+        why = f"content-type: a body here is application/json, got {content[:60]!r}"
+        raise ApiError(415, why, code="unsupported_media_type", headers={"connection": "close"})
+    body = await read_body(request, service.limits.max_body)
+    if len(body) <= LARGE_BODY_BYTES:
+        asked = parse(kind, body)
+    else:
+        asked = await service.prompts.beside(lambda: parse(kind, body))
+    service.check_model(asked.model)
+    job = await _job(service, asked)
+    kept = False
+    try:
+        job.start()
+        if not asked.stream:
+            return _json(await unless_gone(request.receive, job.whole()))
+        pieces = await unless_gone(request.receive, job.pieces())  # what fails before its first token has a status
+        kept = True
+        return EventStream(job.events(pieces), job.close)
+    finally:
+        if not kept:
+            job.close()
+
+
+async def _job(service: Service, asked: Asked) -> Job:
+    """A request's texts, on seats that are theirs until the job is closed."""
+    texts = texts_asked(asked)
+    if texts > service.seats.count:
+        raise refused("n", f"a request here is for at most {service.seats.count:,} texts, this one is for {texts:,}")
+    service.seats.take(texts)
+    made = False
+    try:
+        job = await service.prompts.beside(lambda: make_job(service, asked))
+        made = True
+        return job
+    finally:
+        if not made:
+            service.seats.give_back(texts)
+
+
+def _model(service: Service) -> dict[str, object]:
+    return {"id": service.name, "object": "model", "created": service.created, "owned_by": "lowbit"}
+
+
+def _json(value: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(encoded(value), status, headers, media_type="application/json")
+
+
+async def _refusal(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _json(error.body(), error.status, error.headers)
+
+
+async def _http(request: Request, error: Exception) -> Response:
+    """What FastAPI itself refuses: paths and methods."""
+    assert isinstance(error, HTTPException)
+    why = {404: f"no such path: {request.url.path[:100]!r}", 405: f"{request.method[:20]} is not for this path"}
+    refusal = ApiError(error.status_code, why.get(error.status_code, str(error.detail)))
+    return _json(refusal.body(), error.status_code, dict(error.headers or {}))
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=GONE)
+
+
+async def _fault(request: Request, error: Exception) -> Response:
+    """A fault of this server: its log has the trace, which says nothing of bodies."""
+    return _json(ApiError(500, "the server failed, which its log describes", code="fault").body(), 500)
+
+
+class Watched:
+    """The application; counts and logs each request by path and status, and takes local ones from this machine's pages only."""
+
+    PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/metrics", "/health", "/ready", "/")
+    QUIET = ("/metrics", "/health", "/ready")
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self.app, self.service = app, service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        assert scope["type"] == "http", scope["type"]
+        begun, status = time.monotonic(), 0
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        path = scope["path"] if scope["path"] in self.PATHS else "other"
+        try:
+            if self._stranger(scope):
+                why = "this server is for this machine: its Host is localhost, unless it was started with an API key"
+                await _json(ApiError(403, why, code="wrong_host").body(), 403)(scope, receive, watched)
+            else:
+                await self.app(scope, receive, watched)
+        finally:
+            self.service.metrics.requests.labels(path, str(status or GONE)).inc()
+            if path not in self.QUIET:
+                logger.info("%s %s %d %.3f s", scope["method"], path, status or GONE, time.monotonic() - begun)
+
+    def _stranger(self, scope: Scope) -> bool:
+        """Whether a page of another site may have sent a request, under a name of its own that leads here."""
+        if not self.service.local or self.service.key is not None:
+            return False
+        host = next((value for name, value in scope["headers"] if name == b"host"), b"localhost").decode("latin-1")
+        name = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
+        return name.lower() not in ("localhost", "127.0.0.1", "::1", "")

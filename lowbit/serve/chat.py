@@ -1,0 +1,108 @@
+"""Prompts as tokens: plain text, dialogues by the model's own template, and how tokens read one by one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from lowbit.serve.errors import refused, too_long
+
+T = TypeVar("T")
+
+TEMPLATE_ERRORS = (
+    ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, TemplateError,
+)  # fmt: skip
+"""What templates raise for dialogues that they were not written for."""
+
+THREADS = 2
+"""That encode prompts: tokenizers compute outside Python's lock."""
+
+
+class Prompts:
+    """Makes tokens of what is asked, beside the event loop; a prompt has at most `most` tokens, of `vocab` that there are."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, most: int, vocab: int) -> None:
+        self.tokenizer, self.most, self.vocab = tokenizer, most, vocab
+        self.has_template = tokenizer.chat_template is not None
+        self._longest = max(map(len, tokenizer.get_vocab()), default=1)
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="lowbit-prompts")
+        # Once, alone: a tokenizer whose file asks for padding or truncation is changed by its first call.
+        tokenizer("a")
+
+    async def beside(self, function: Callable[[], T]) -> T:
+        """The result of a function that takes time, while the event loop goes on."""
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function)
+
+    def of_text(self, prompt: str | Sequence[int]) -> list[int]:
+        """Tokens of a prompt, with the tokenizer's own at its beginning; raises ApiError for one that cannot be computed."""
+        if not isinstance(prompt, str):
+            wrong = [token for token in prompt if not 0 <= token < self.vocab]
+            if wrong:
+                raise refused("prompt", f"tokens are from 0 to {self.vocab - 1:,}, got {wrong[0]:,}")
+            return self._checked(list(prompt), "prompt")
+        self._check_characters(prompt, "prompt")
+        return self._checked(self.tokenizer(prompt).input_ids, "prompt")
+
+    def of_dialogue(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
+        """Tokens of a dialogue up to where the answer begins; raises ApiError where the model has no template for it."""
+        if not self.has_template:
+            raise refused("messages", "this model has no chat template; POST /v1/completions takes a prompt as it is")
+        self._check_characters("".join(message["content"] for message in messages), "messages")
+        try:
+            text = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
+        except TEMPLATE_ERRORS as error:
+            why = " ".join(str(error).split())[:200]
+            raise refused("messages", f"the model's chat template does not take them ({why})") from error
+        assert isinstance(text, str)
+        self._check_characters(text, "messages")
+        return self._checked(self.tokenizer(text, add_special_tokens=False).input_ids, "messages")
+
+    def text_of(self, prompt: str | Sequence[int]) -> str:
+        """A prompt as it is repeated in front of its answer."""
+        if isinstance(prompt, str):
+            return prompt
+        text: str = self.tokenizer.decode(prompt)  # type: ignore[assignment]
+        return text
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _check_characters(self, text: str, param: str) -> None:
+        """Refuses what is too long before it is encoded: each token is at most the longest one."""
+        if len(text) > self.most * self._longest:
+            raise too_long(param, f"a text of {len(text):,} characters", f"a prompt here has at most {self.most:,} tokens")
+
+    def _checked(self, ids: list[int], param: str) -> list[int]:
+        if not ids:
+            raise refused(param, "it has no token, at least one is needed")
+        if len(ids) > self.most:
+            raise too_long(param, f"a prompt of {len(ids):,} tokens", f"here it has at most {self.most:,}")
+        return ids
+
+
+class TokenTexts:
+    """How each token reads alone, for log-probabilities."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        # Behind another token, since some tokenizers drop the space in front of a text's first word.
+        self._front = tokenizer("a", add_special_tokens=False).input_ids[-1:]
+        self._before = self._decoded(self._front)
+        self._known: dict[int, str] = {}
+
+    def __getitem__(self, token: int) -> str:
+        text = self._known.get(token)
+        if text is None:
+            text = self._decoded([*self._front, token])[len(self._before) :]
+            self._known[token] = text
+        return text
+
+    def _decoded(self, tokens: list[int]) -> str:
+        text: str = self.tokenizer.decode(tokens)  # type: ignore[assignment]
+        return text

@@ -1,0 +1,67 @@
+"""How much a server takes: of requests at once, of one request, and of a client's patience."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MOST_CHOICES = 16
+"""`n` of a request."""
+
+MOST_PROMPTS = 64
+"""Prompts in a request to /v1/completions."""
+
+MOST_STOPS = 16
+MOST_STOP_CHARACTERS = 256
+"""Of a stop string: as many characters at the end of a text may be held back."""
+
+MOST_BIASES = 1024
+"""Entries of logit_bias."""
+
+MOST_MESSAGES = 2048
+MOST_TOOLS = 128
+
+MOST_HEAD_BYTES = 32 << 10
+"""Request line and headers."""
+
+HEAD_SECONDS = 10.0
+"""Until the head of a request is there, from the connection or the head's first byte on."""
+
+BODY_SECONDS = 30.0
+"""Until the body is there."""
+
+STALL_SECONDS = 30.0
+"""That a client may leave what is sent unread before its texts are given up."""
+
+KEEP_ALIVE_SECONDS = 30
+"""That an idle connection stays open."""
+
+LARGE_BODY_BYTES = 16 << 10
+"""Bodies above this are parsed beside the event loop."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of a server: texts computed at once, texts that wait for that, tokens of a prompt, bytes of a body, and the seconds that
+    texts get to finish once the server is told to stop. Raises ValueError for numbers that leave nothing to do."""
+
+    max_concurrent: int = 64
+    max_queue: int = 256
+    max_prompt: int = 1 << 20
+    max_body: int = 1 << 20
+    grace_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        least = {"max_concurrent": 1, "max_queue": 0, "max_prompt": 1, "max_body": 1024, "grace_seconds": 0}
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                raise ValueError(f"{name} is at least {value}, got {getattr(self, name)}")
+
+    @property
+    def seats(self) -> int:
+        """Texts that the server holds at once."""
+        return self.max_concurrent + self.max_queue
+
+    @property
+    def connections(self) -> int:
+        """Connections that are open at once, idle ones among them."""
+        return 2 * self.seats + 64

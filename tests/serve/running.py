@@ -1,0 +1,125 @@
+"""A server in a thread of this process, and what it must have let go of when nobody asks anything."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+
+import httpx
+
+from lowbit.pipeline import Pipeline
+from lowbit.serve.limits import Limits
+from lowbit.serve.server import Server, address_of, bound, service_of
+from lowbit.serve.service import State
+from tests.tiny import eager_llama, tiny_tokenizer
+
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "{{ message.role }}: {{ message.content }}\n{% endfor %}{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+NAME = "tiny"
+FREE = 0.05
+"""Seconds between looks at whether something has been let go of."""
+
+
+def tiny_pipeline(engine=True, **options):
+    """A tiny model, by the decode program or by its own forward."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return Pipeline(eager_llama(), tokenizer, engine=engine, **{"max_concurrent": 4, "cache_bytes": 1 << 22, **options})
+
+
+class Running:
+    """A server that was started, and how to reach it."""
+
+    def __init__(self, pipe, limits, key=None, name=NAME, local=True):
+        self.pipe, self.key = pipe, key
+        self.socket = bound("127.0.0.1", 0)
+        self.url = address_of(self.socket)
+        self.service = service_of(pipe, name, limits, key=key, local=local)
+        self.server = Server(self.service)
+        self.thread = threading.Thread(target=self.server.run, args=([self.socket],))
+        self.thread.start()
+
+    @property
+    def engine(self):
+        return self.service.engine
+
+    @property
+    def address(self):
+        return self.socket.getsockname()
+
+    def wait_until(self, true, seconds=20.0):
+        """Waits for something to become true."""
+        end = time.monotonic() + seconds
+        while not true():
+            assert time.monotonic() < end, "it did not come true"
+            time.sleep(FREE)
+
+    def client(self, **options):
+        """An HTTP client."""
+        headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
+        return httpx.Client(base_url=self.url, timeout=60, headers=headers, **options)
+
+    def free(self):
+        """Whether no text, seat or page is held."""
+        batch = self.engine.batch
+        pages = batch.pages.count - 1 - batch.pages.available
+        return not (batch.running or batch.waiting or pages or self.service.seats.taken or self.service.worker._live)
+
+    def wait_until_free(self, seconds=20.0):
+        """Waits until nothing is held; says what is, if that takes too long."""
+        end = time.monotonic() + seconds
+        while not self.free():
+            held = (self.engine.batch.running, self.engine.batch.waiting, self.service.seats, self.service.worker._live)
+            assert time.monotonic() < end, held
+            time.sleep(FREE)
+
+    def stop(self):
+        self.server.should_exit = True
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+
+
+@contextlib.contextmanager
+def running(pipe=None, *, key=None, name=NAME, local=True, **limits):
+    """A server of a pipeline, ready; at the end it holds nothing and ends."""
+    server = Running(pipe or tiny_pipeline(), Limits(**{"max_concurrent": 4, **limits}), key, name, local)
+    try:
+        server.wait_until(lambda: server.service.state is State.READY, 60)
+        yield server
+        server.wait_until_free()
+    finally:
+        server.stop()
+
+
+def raw(server, data, *, seconds=10.0, end=False):
+    """What the server answers to some bytes until it closes the connection, or nothing comes for so long."""
+    with socket.create_connection(server.address, timeout=seconds) as connection:
+        connection.settimeout(seconds)
+        found = b""
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            connection.sendall(data)
+            if end:
+                connection.shutdown(socket.SHUT_WR)
+            while part := connection.recv(1 << 16):
+                found += part
+        return found
+
+
+def greedy(server, prompt, limit, **sampling):
+    """The text and tokens that the engine gives alone, and why it ended: what a server must say too."""
+    from lowbit.engine import Engine, Request, Sampling, TextStream
+
+    pipe = server.pipe
+    alone = Engine(
+        pipe.model, forward=bool(server.engine.program.reasons), ends=pipe._eos, max_concurrent=1, cache_bytes=1 << 26
+    )
+    ids = prompt if isinstance(prompt, list) else pipe.tokenizer(prompt).input_ids
+    (request,) = alone.generate([Request(ids, limit, Sampling(**sampling), frozenset(pipe._eos))])
+    stream = TextStream(pipe.tokenizer, ids)
+    text = "".join(stream.push(drawn.token) for drawn in request.drawn) + stream.finish()
+    return text, [drawn.token for drawn in request.drawn], request.end.value

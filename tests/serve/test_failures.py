@@ -1,0 +1,160 @@
+"""One request's failure ends that request alone: what others get stays the same to the bit, and the server goes on."""
+
+from __future__ import annotations
+
+import asyncio
+
+import openai
+import pytest
+
+from lowbit.engine import TextStream
+from lowbit.serve.limits import Limits
+from lowbit.serve.service import State
+from lowbit.serve.worker import MOST_FAILURES
+from tests.serve.running import NAME, Running, running, tiny_pipeline
+
+ASKED = {"model": NAME, "prompt": "ab", "max_tokens": 12, "temperature": 0}
+
+
+def ask(server, *bodies):
+    """Answers of the official client to several requests at once; errors as they are."""
+
+    async def one(client, body):
+        if not body.get("stream"):
+            return (await client.completions.create(**body)).choices[0].text
+        return "".join([part.choices[0].text async for part in await client.completions.create(**body)])
+
+    async def all_of_them():
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=60) as client:
+            return await asyncio.gather(*(one(client, body) for body in bodies), return_exceptions=True)
+
+    return asyncio.run(all_of_them())
+
+
+@pytest.fixture
+def failing():
+    """A server whose programs and texts may be damaged."""
+    with running(tiny_pipeline(max_concurrent=8), max_concurrent=8) as server:
+        yield server
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_that_cannot_be_decoded(stream, failing, monkeypatch):
+    """An error in what is done with the tokens of one text, in the middle of it."""
+    push = TextStream.push
+
+    def broken(self, token):
+        if self.stop == ("broken",) and len(self.text) > 3:
+            raise ValueError("no such token")
+        return push(self, token)
+
+    alone = ask(failing, ASKED)[0]
+    monkeypatch.setattr(TextStream, "push", broken)
+    found = ask(failing, ASKED, {**ASKED, "stop": "broken", "stream": stream}, {**ASKED, "stream": True}, ASKED)
+    error = found.pop(1)
+    assert found == [alone] * 3
+    if stream:  # its status was sent before
+        assert isinstance(error, openai.APIError) and "computing this text failed" in str(error)
+    else:
+        assert isinstance(error, openai.InternalServerError) and error.code == "failed"
+    assert failing.service.healthy
+
+
+def test_a_text_that_cannot_be_ended(failing, monkeypatch):
+    """An error behind the last token of one text, which comes after the engine's round."""
+    finish = TextStream.finish
+
+    def broken(self):
+        if self.stop == ("broken",):
+            raise ValueError("no such token")
+        return finish(self)
+
+    alone = ask(failing, ASKED)[0]
+    monkeypatch.setattr(TextStream, "finish", broken)
+    found = ask(failing, {**ASKED, "stop": "broken"}, ASKED, {**ASKED, "stream": True})
+    assert isinstance(found[0], openai.InternalServerError) and found[1:] == [alone] * 2
+
+
+def test_a_round_that_fails(failing, monkeypatch):
+    """Those whose round it was are told so; those who come after it are answered as ever."""
+    alone = ask(failing, ASKED)[0]
+    program = failing.engine.program
+    step, broken = program.step, []
+
+    def breaks(rows, *arguments):
+        if len(rows) == 2 and not broken:
+            broken.append(rows)
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return step(rows, *arguments)
+
+    monkeypatch.setattr(program, "step", breaks)
+    long = {**ASKED, "max_tokens": 200, "extra_body": {"ignore_eos": True}}
+    errors = ask(failing, long, {**long, "stream": True})
+    assert all(isinstance(error, openai.APIError) for error in errors)
+    failing.wait_until_free()
+    assert ask(failing, ASKED, {**ASKED, "stream": True}) == [alone] * 2
+    assert failing.service.healthy
+    with failing.client() as client:
+        assert 'lowbit_texts_total{end="failed"} 2.0' in client.get("/metrics").text
+
+
+def test_texts_that_go_on_failing(failing, monkeypatch):
+    """The server calls itself ill, so that whoever looks after it starts another one; and well, should it recover."""
+    with monkeypatch.context() as patch, failing.client() as client:
+        patch.setattr(failing.engine.program, "prompt", lambda *_: [][0])
+        for count in range(MOST_FAILURES):
+            assert client.get("/health").status_code == 200, count
+            assert client.post("/v1/completions", json=ASKED).status_code == 500
+        assert client.get("/health").status_code == client.get("/ready").status_code == 503
+        patch.undo()
+        assert client.post("/v1/completions", json=ASKED).status_code == 200
+        assert client.get("/health").status_code == 200
+
+
+def test_more_texts_than_pages():
+    """Texts that grow beyond the cache give way to each other, and are what they are alone."""
+    with running(tiny_pipeline(max_concurrent=6, cache_bytes=9 << 16), max_concurrent=6) as server:
+        pages, page = server.engine.batch.pages.count - 1, 128
+        bodies = [
+            {**ASKED, "prompt": letter, "max_tokens": 250, "stream": letter < "d", "extra_body": {"ignore_eos": True}}
+            for letter in "abcdef"
+        ]
+        alone = [ask(server, body)[0] for body in bodies]
+        assert pages < sum(-(-250 // page) for _ in bodies)
+        assert ask(server, *bodies) == alone
+
+
+class Fatal(BaseException):
+    """What no round is known to raise."""
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_that_dies_takes_the_server_with_it(monkeypatch):
+    """Nobody waits for ever for a thread that has ended."""
+    server = Running(tiny_pipeline(), Limits(max_concurrent=4))
+    try:
+        server.wait_until(lambda: server.service.state is State.READY)
+
+        def die(*_):
+            raise Fatal
+
+        monkeypatch.setattr(server.engine.program, "step", die)
+        errors = ask(server, ASKED, {**ASKED, "stream": True})
+        assert all(isinstance(error, openai.APIError) for error in errors), errors
+        server.thread.join(20)
+        assert not server.thread.is_alive() and server.service.worker.dead and server.service.seats.taken == 0
+    finally:
+        server.stop()
+
+
+def test_a_warm_up_that_fails(monkeypatch):
+    pipe = tiny_pipeline()
+
+    def fails():
+        raise RuntimeError("out of memory")
+        yield
+
+    monkeypatch.setattr(pipe.engine, "warm_up", fails)
+    server = Running(pipe, Limits(max_concurrent=4))
+    server.thread.join(20)
+    assert not server.thread.is_alive() and server.service.worker.dead and server.service.state is not State.READY

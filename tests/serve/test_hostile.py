@@ -1,0 +1,206 @@
+"""Requests that mean no good: never a status of 500, a hang or a leak."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import socket
+import threading
+import time
+
+import pytest
+
+from lowbit.serve import connection, stream
+from tests.serve.hostile import attack, status_of
+from tests.serve.running import NAME, raw, running, tiny_pipeline
+
+ASKED = {"model": NAME, "prompt": "ab", "max_tokens": 200, "ignore_eos": True}
+
+
+def post(body, *more):
+    """A request as bytes."""
+    data = json.dumps(body).encode()
+    lines = (b"POST /v1/completions HTTP/1.1", b"host: localhost", b"content-type: application/json", *more)
+    return b"\r\n".join((*lines, b"content-length: %d" % len(data), b"", data))
+
+
+def test_drawn_requests(free):
+    """200 here; `python -m tests.serve.hostile 1000` for more."""
+    seen = attack(free, 200)
+    assert seen[200] > 5 and seen[400] > 50, seen
+    with free.client() as client:
+        assert client.get("/health").status_code == 200 and client.get("/metrics").status_code == 200
+
+
+def test_pipelined_requests_are_answered_in_order(free):
+    body = {**ASKED, "max_tokens": 2}
+    answer = raw(free, post(body) * 3 + b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+    assert answer.count(b"HTTP/1.1 200") == 4 and answer.count(b"text_completion") == 3
+    assert answer.rstrip().endswith(b'{"status":"ok"}')
+
+
+def test_who_leaves_with_requests_behind_the_first(slow):
+    """uvicorn tells only the last of pipelined requests that its client has left."""
+    with socket.create_connection(slow.address) as connected:
+        connected.sendall(post({**ASKED, "stream": True}) + post(ASKED))
+        assert b"200" in connected.recv(20)
+    drawn = slow.steps
+    slow.wait_until_free()
+    assert slow.steps - drawn < 40
+
+
+@pytest.mark.parametrize("data", [b"", b"POST /v1/comp", post(ASKED)[:40], b"\r\n", b"GET / HTTP/1.1\r\nhost: loc"])
+def test_half_a_head(data, free, monkeypatch):
+    """Whoever does not finish the head of a request, from the beginning or byte by byte, is shown the door."""
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.3)
+    begun = time.monotonic()
+    assert raw(free, data) == b"" and 0.2 < time.monotonic() - begun < 3
+    with socket.create_connection(free.address) as slow_loris:
+        begun = time.monotonic()
+        with contextlib.suppress(ConnectionError):
+            while time.monotonic() - begun < 5:
+                slow_loris.sendall(b"x" if data else b"")
+                time.sleep(0.05)
+                slow_loris.settimeout(0.01)
+                with contextlib.suppress(TimeoutError):
+                    if not slow_loris.recv(1):
+                        break
+        assert time.monotonic() - begun < 3
+
+
+def test_a_second_request_has_no_more_time(free, monkeypatch):
+    """After an answer too."""
+    monkeypatch.setattr(connection, "HEAD_SECONDS", 0.3)
+    with socket.create_connection(free.address, timeout=10) as connected:
+        connected.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        answer = b""
+        while not answer.endswith(b'{"status":"ok"}'):
+            answer += connected.recv(1000)
+        begun = time.monotonic()
+        connected.sendall(b"GET /hea")
+        assert connected.recv(1000) == b"" and 0.2 < time.monotonic() - begun < 3
+
+
+def test_half_a_body(free, monkeypatch):
+    monkeypatch.setattr(stream, "BODY_SECONDS", 0.3)
+    answer = raw(free, post(ASKED)[:-5])
+    assert status_of(answer) == 408 and b"connection: close" in answer.lower()
+    raw(free, post(ASKED)[:-5], end=True, seconds=1)  # and gone
+
+
+def test_heads_are_bounded(free):
+    head = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
+    assert status_of(raw(free, head + b"connection: close\r\na: " + b"b" * 8000 + b"\r\n\r\n")) == 200
+    assert status_of(raw(free, head + b"a: " + b"b" * (1 << 20))) in (400, None)  # None: reset while we still send
+    assert status_of(raw(free, head + b"a: b\r\n" * 100_000)) in (400, None)
+    assert status_of(raw(free, head + b"a: " + b"b" * 40_000 + b"\r\n\r\n")) == 400
+    assert status_of(raw(free, b"GET /" + b"b" * 40_000 + b" HTTP/1.1\r\n\r\n")) == 400
+
+
+class Slow:
+    """A server whose steps take at least 10 ms, and how many there were."""
+
+    def __init__(self, server):
+        self.server, self.steps = server, 0
+        program = server.engine.program
+        step = program.step
+
+        def slowly(*arguments):
+            self.steps += 1
+            time.sleep(0.01)
+            return step(*arguments)
+
+        program.step = slowly
+
+    def __getattr__(self, name):
+        return getattr(self.server, name)
+
+
+@pytest.fixture(scope="module")
+def slow():
+    with running(tiny_pipeline(max_concurrent=4)) as server:
+        yield Slow(server)
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_who_leaves_is_not_computed_further(streams, slow):
+    """A text of 200 tokens would take two seconds and more."""
+    with socket.create_connection(slow.address) as connected:
+        connected.sendall(post({**ASKED, "stream": streams, "n": 3}))
+        slow.wait_until(lambda: slow.engine.batch.running)
+        if streams:
+            assert connected.recv(20)
+    drawn = slow.steps
+    slow.wait_until_free()
+    assert slow.steps - drawn < 40, "texts that nobody waits for were computed"
+
+
+def test_who_leaves_while_waiting_gives_the_place_up(slow):
+    with slow.client() as client:
+        done = []
+        others = [threading.Thread(target=lambda: done.append(client.post("/v1/completions", json=ASKED))) for _ in range(4)]
+        for thread in others:
+            thread.start()
+        slow.wait_until(lambda: len(slow.engine.batch.running) == 4)
+        with socket.create_connection(slow.address) as connected:
+            connected.sendall(post(ASKED))
+            slow.wait_until(lambda: slow.engine.batch.waiting)
+        slow.wait_until(lambda: not slow.engine.batch.waiting)
+        assert len(slow.engine.batch.running) == 4
+        for thread in others:
+            thread.join()
+    assert [answer.status_code for answer in done] == [200] * 4
+
+
+def test_leaving_at_random_moments(free):
+    """Sixty connections, closed or reset while they send, wait or read, beside one that stays and reads what it must."""
+    draw = random.Random(0)
+    body = {**ASKED, "max_tokens": 40, "temperature": 0}
+    with free.client() as client:
+        alone = client.post("/v1/completions", json=body).json()["choices"]
+        found = []
+
+        def stay():
+            found.extend(client.post("/v1/completions", json=body).json()["choices"] for _ in range(8))
+
+        staying = threading.Thread(target=stay)
+        staying.start()
+        for _ in range(60):
+            data = post({**ASKED, "stream": draw.random() < 0.5, "n": draw.randint(1, 3)})
+            with socket.create_connection(free.address) as connected:
+                if draw.random() < 0.5:
+                    connected.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")  # a reset
+                connected.sendall(data[: draw.randint(1, len(data))] if draw.random() < 0.3 else data)
+                time.sleep(draw.random() * 0.03)
+                if draw.random() < 0.5:
+                    connected.settimeout(0.01)
+                    with contextlib.suppress(TimeoutError):
+                        connected.recv(draw.randint(1, 300))
+        staying.join()
+    assert found == [alone] * 8
+    free.wait_until_free()
+
+
+def test_who_does_not_read_is_given_up(monkeypatch):
+    """A client that leaves its answer in the pipe; the text is computed meanwhile, and others are not held up."""
+    monkeypatch.setattr(connection, "STALL_SECONDS", 0.5)
+    with running() as server, contextlib.ExitStack() as stack:
+        server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # of the connections to come too
+        many = {**ASKED, "stream": True, "n": 4, "logprobs": 20}
+        stalled = []
+        for _ in range(3):
+            connected = stack.enter_context(socket.socket())
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            connected.connect(server.address)
+            connected.sendall(post(many))
+            stalled.append(connected)
+        with server.client() as client:
+            assert client.post("/v1/completions", json=ASKED).status_code == 200
+        server.wait_until(lambda: not server.server.server_state.connections)
+        server.wait_until_free()
+        for connected in stalled:
+            connected.settimeout(5)
+            with contextlib.suppress(ConnectionError):
+                while part := connected.recv(1 << 16):
+                    assert b"[DONE]" not in part, "it had all been sent"

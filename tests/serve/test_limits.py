@@ -1,0 +1,255 @@
+"""What a server refuses, in which words, and that a refusal leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import json
+import threading
+
+import openai
+import pytest
+
+from lowbit.serve.job import Job
+from lowbit.serve.limits import Limits
+from lowbit.serve.schema import ChatAsked, CompletionAsked, parse
+from lowbit.serve.service import State
+from lowbit.serve.worker import Mailbox, Text
+from tests.serve.running import NAME, raw, running, tiny_pipeline
+
+ASKED = {"model": NAME, "prompt": "ab", "max_tokens": 4, "temperature": 0}
+CHAT = {"model": NAME, "messages": [{"role": "user", "content": "ab"}], "max_tokens": 4}
+
+REFUSED = [
+    ({"model": None}, "model"), ({"model": 3}, "model"), ({"no_such_field": 1}, "no_such_field"),
+    ({"temperature": "1"}, "temperature"), ({"temperature": -0.1}, "temperature"), ({"temperature": 2.1}, "temperature"),
+    ({"temperature": 1e-7}, "temperature"), ({"temperature": True}, "temperature"), ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.1}, "top_p"), ({"top_k": -2}, "top_k"), ({"top_k": 1 << 40}, "top_k"), ({"min_p": 2}, "min_p"),
+    ({"seed": 1 << 70}, "seed"), ({"seed": 1.5}, "seed"), ({"n": 0}, "n"), ({"n": 17}, "n"), ({"n": "2"}, "n"),
+    ({"max_tokens": 0}, "max_tokens"), ({"max_tokens": -1}, "max_tokens"), ({"max_tokens": 1 << 50}, "max_tokens"),
+    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"), ({"stop": ""}, "stop"), ({"stop": ["a"] * 17}, "stop"),
+    ({"stop": "a" * 257}, "stop"), ({"stop": [1]}, "stop.0"), ({"presence_penalty": 3}, "presence_penalty"),
+    ({"frequency_penalty": -3}, "frequency_penalty"), ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"logit_bias": {"a": 1}}, "logit_bias"), ({"logit_bias": {"1": 101}}, "logit_bias"),
+    ({"logit_bias": {"01": 1}}, "logit_bias"), ({"logit_bias": {"160": 1}}, "logit_bias"),
+    ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"), ({"logit_bias": [1]}, "logit_bias"),
+    ({"stream": 1}, "stream"), ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"other": 1}}, "stream_options.other"), ({"user": 3}, "user"),
+    ({"response_format": {"type": "json_object"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format."),
+]  # fmt: skip
+"""Fields of both endpoints, and the name in the refusal."""
+
+REFUSED_COMPLETIONS = [
+    ({"prompt": None}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": [[]]}, "prompt.0"), ({"prompt": [1, "a"]}, "prompt."),
+    ({"prompt": [-1]}, "prompt.0"), ({"prompt": [1 << 33]}, "prompt.0"), ({"prompt": [160]}, "prompt"),
+    ({"prompt": ["a"] * 65}, "prompt"), ({"prompt": {}}, "prompt"), ({"prompt": ["a"] * 40, "n": 16}, "n"),
+    ({"logprobs": 21}, "logprobs"), ({"logprobs": True}, "logprobs"), ({"echo": True, "logprobs": 1}, "echo"),
+    ({"best_of": 2}, "best_of"), ({"suffix": "a"}, "suffix"), ({"messages": []}, "messages"),
+]  # fmt: skip
+
+REFUSED_CHATS = [
+    ({"messages": []}, "messages"), ({"messages": "hi"}, "messages"),
+    ({"messages": [{"role": "user"}]}, "messages.0"),
+    ({"max_tokens": None, "max_completion_tokens": 9999}, "max_completion_tokens"),
+    ({"messages": [{"role": "king", "content": "a"}]}, "messages.0.role"),
+    ({"messages": [{"role": "user", "content": "a", "mood": 1}]}, "messages.0.mood"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages.0.content.0."),
+    ({"messages": [{"role": "user", "content": "a", "tool_calls": [{"function": {"name": "", "arguments": ""}}]}]}, "messages"),
+    ({"max_completion_tokens": 5}, "max_completion_tokens"), ({"logprobs": 1}, "logprobs"), ({"top_logprobs": 2}, "top"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"), ({"tools": [{"type": "function"}]}, "tools.0.function"),
+    ({"tool_choice": "required"}, "tool_choice"), ({"tool_choice": {"type": "function"}}, "tool_choice"),
+    ({"functions": []}, "functions"), ({"modalities": ["audio"]}, "modalities.0"), ({"store": True}, "store"),
+    ({"reasoning_effort": "low"}, "reasoning_effort"), ({"service_tier": "flex"}, "service_tier"), ({"prompt": "a"}, "prompt"),
+    ({"metadata": {"a": "b"}}, "metadata"), ({"parallel_tool_calls": False}, "parallel_tool_calls"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "name"),
+    [("completions", *case) for case in REFUSED + REFUSED_COMPLETIONS]
+    + [("chat/completions", *case) for case in REFUSED + REFUSED_CHATS],
+    ids=lambda value: json.dumps(value)[:40],
+)
+def test_what_a_field_cannot_do_is_refused_with_its_name(path, field, name, free):
+    body = {**(ASKED if path == "completions" else CHAT), **field}
+    with free.client() as client:
+        answer = client.post(f"/v1/{path}", json=body)
+    error = answer.json()["error"]
+    assert answer.status_code == 400, error
+    assert error["type"] == "invalid_request_error" and error["param"].startswith(name), error
+    assert error["message"].startswith(error["param"]) and "\n" not in error["message"]
+
+
+def test_what_asks_for_nothing_is_taken(free):
+    trivial = {"response_format": {"type": "text"}, "n": None, "stop": None, "user": "me", "logit_bias": {}, "top_k": -1}
+    chat = {"store": False, "modalities": ["text"], "service_tier": "auto", "tools": [], "metadata": None, "logprobs": False}
+    with free.client() as client:
+        for path, body in (("completions", {**ASKED, "best_of": 1, "suffix": None}), ("chat/completions", {**CHAT, **chat})):
+            answer = client.post(f"/v1/{path}", json={**body, **trivial})
+            assert answer.status_code == 200, answer.text
+
+
+def test_bodies(free):
+    """Media types, sizes and what is no JSON."""
+    with free.client() as client:
+        post = lambda content, kind="application/json", **headers: client.post(  # noqa: E731
+            "/v1/completions", content=content, headers={"content-type": kind, **headers}
+        )
+        assert post(b"{}", "text/plain").status_code == 415
+        assert post(json.dumps(ASKED).encode(), "application/json; charset=utf-8").status_code == 200
+        for wrong in (
+            b"",
+            b"{",
+            b"[]",
+            b"3",
+            b"null",
+            b'"a"',
+            b"\xff\xfe",
+            b'{"model": "\xc3\x28"}',
+            b"[" * 100_000,
+            b"\0" * 50,
+        ):
+            answer = post(wrong)
+            assert answer.status_code == 400 and answer.json()["error"]["message"], wrong[:20]
+        large = json.dumps({**ASKED, "prompt": "a" * (1 << 20)}).encode()
+        assert post(large).status_code == 413
+        assert post(iter([large[:100_000]] * 20)).status_code == 413  # in chunks, of no stated length
+        many = json.dumps({f"f{i}": i for i in range(60_000)}).encode()
+        assert post(many).status_code == 400
+
+
+def test_refusals_know_their_field():
+    """Without a server: what the schema takes is what is said of it."""
+    asked = parse(CompletionAsked, json.dumps({**ASKED, "stop": ["a", "b"], "logit_bias": {"5": -3}, "n": 2}).encode())
+    assert (asked.stops, asked.choices, asked.limit, asked.likeliest) == (("a", "b"), 2, 4, None)
+    chat = parse(ChatAsked, json.dumps({**CHAT, "logprobs": True, "max_completion_tokens": 4}).encode())
+    assert (chat.likeliest, chat.limit, chat.messages[0].for_template()["content"]) == (0, 4, "ab")
+    call = {"id": "1", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    said = parse(ChatAsked, json.dumps({**CHAT, "messages": [{"role": "assistant", "tool_calls": [call]}]}).encode())
+    assert said.messages[0].for_template()["tool_calls"][0]["function"]["arguments"] == {"x": 1}
+
+
+def test_a_key():
+    with running(key="sesame") as server, server.client() as client:
+        for header in (None, "Bearer no", "Bearer", "Basic sesame", "Bearer sésame", "Bearer sesamee", "sesame", ""):
+            headers = {"authorization": header.encode()} if header is not None else {}
+            client.headers.pop("authorization", None)
+            for path in ("/v1/models", f"/v1/models/{NAME}", "/metrics"):
+                answer = client.get(path, headers=headers)
+                assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+                assert answer.headers["www-authenticate"] == "Bearer"
+            assert client.post("/v1/completions", json=ASKED, headers=headers).status_code == 401
+        for path in ("/health", "/ready", "/"):
+            assert client.get(path).status_code == 200
+        right = {"authorization": "Bearer sesame"}
+        assert client.post("/v1/completions", json=ASKED, headers=right).status_code == 200
+        assert client.get("/metrics", headers={**right, "host": "example.org"}).status_code == 200
+
+
+def test_another_sites_page_cannot_ask(tiny):
+    """Names that lead here (DNS rebinding), and forms, which need no leave of ours."""
+    with tiny.client() as client:
+        assert client.get("/v1/models", headers={"host": "evil.example"}).status_code == 403
+        for host in ("localhost:1", "127.0.0.1", "[::1]:8000", "LOCALHOST"):
+            assert client.get("/v1/models", headers={"host": host}).status_code == 200
+        form = client.post("/v1/completions", content=json.dumps(ASKED), headers={"content-type": "text/plain"})
+        assert form.status_code == 415 and "access-control-allow-origin" not in form.headers
+        assert client.options("/v1/completions", headers={"origin": "https://evil.example"}).status_code == 405
+
+
+def test_a_full_server_says_when_to_come_back():
+    """Seats are for those who are computed and those who wait; who is refused leaves them their places."""
+    with running(tiny_pipeline(max_concurrent=1), max_concurrent=1, max_queue=1) as server:
+        found = []
+        with server.client() as client, server.engine._lock:  # nothing is computed meanwhile
+            threads = [
+                threading.Thread(target=lambda: found.append(server.client().post("/v1/completions", json=ASKED))) for _ in "ab"
+            ]
+            for thread in threads:
+                thread.start()
+            server.wait_until(lambda: server.service.seats.taken == 2)
+            refused = client.post("/v1/completions", json=ASKED)
+            assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+            assert refused.json()["error"]["type"] == "rate_limit_error"
+            assert "2 of 2 texts" in refused.json()["error"]["message"]
+            assert client.get("/health").status_code == 200 and client.get("/ready").status_code == 200
+        for thread in threads:
+            thread.join(30)
+        assert [answer.status_code for answer in found] == [200, 200]
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any") as official, pytest.raises(openai.BadRequestError):
+            official.completions.create(**{**ASKED, "n": 3})
+
+
+def test_states():
+    """No text before the end of the warm-up nor after the beginning of the end; alive all along."""
+    with running() as server, server.client() as client:
+        for state in (State.WARMING, State.DRAINING):
+            server.service.state = state
+            answer = client.post("/v1/completions", json=ASKED)
+            assert (
+                answer.status_code == 503 and answer.headers["retry-after"] and state.value in answer.json()["error"]["message"]
+            )
+            assert client.get("/ready").status_code == 503 and client.get("/health").status_code == 200
+        server.service.state = State.READY
+        assert client.get("/ready").status_code == 200
+
+
+def test_prompts_have_a_limit_of_their_own():
+    with running(max_prompt=8) as server, server.client() as client:
+        assert client.post("/v1/completions", json={**ASKED, "prompt": "a" * 8}).status_code == 200
+        answer = client.post("/v1/completions", json={**ASKED, "prompt": "a" * 9})
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
+        assert answer.json()["error"]["message"] == "prompt: a prompt of 9 tokens, here it has at most 8"
+
+
+def test_limits_say_what_they_are():
+    with pytest.raises(ValueError, match="max_concurrent is at least 1, got 0"):
+        Limits(max_concurrent=0)
+
+
+def test_what_is_counted(free):
+    with free.client() as client:
+
+        def values():
+            lines = [line.rpartition(" ") for line in client.get("/metrics").text.splitlines() if line[0] != "#"]
+            return {name: float(value) for name, _, value in lines}
+
+        before = values()
+        client.post("/v1/completions", json={**ASKED, "prompt": "abc", "n": 2, "ignore_eos": True})
+        after = values()
+
+    def grown(name):
+        return after[name] - before.get(name, 0)
+
+    assert grown('lowbit_requests_total{endpoint="/v1/completions",status="200"}') == 1
+    assert (grown("lowbit_prompt_tokens_total"), grown("lowbit_generated_tokens_total")) == (6, 8)
+    assert grown('lowbit_texts_total{end="length"}') == 2
+    assert grown("lowbit_time_to_first_token_seconds_count") == grown("lowbit_time_per_token_seconds_count") == 2
+    assert after["lowbit_texts_running"] == after["lowbit_kv_pages_used"] == 0 < after["lowbit_kv_pages"]
+
+
+def test_the_log_has_no_bodies(free, caplog):
+    caplog.set_level("INFO")
+    with free.client() as client:
+        client.post("/v1/completions", json={**ASKED, "prompt": "secret", "user": "secret"})
+        client.post("/v1/completions", json={**ASKED, "secret": "secret"})
+        client.post("/v1/completions", content=b'"secret', headers={"content-type": "application/json"})
+        client.get("/secret")
+    lines = [r.getMessage() for r in caplog.records if r.name == "lowbit.serve"]
+    assert len(lines) == 4 and "secret" not in "".join(lines)
+
+
+def test_nothing_is_kept(tiny):
+    """Of requests that are over, whole, streamed, refused or given up."""
+
+    def left():
+        gc.collect()
+        return sum(type(each) in (Job, Text, Mailbox) for each in gc.get_objects())
+
+    before = left()
+    with tiny.client() as client:
+        for i in range(20):
+            client.post("/v1/completions", json={**ASKED, "stream": i % 2 == 0, "n": 1 + i % 3, "top_p": 1 + i % 4 // 3})
+    raw(tiny, b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{", seconds=0.1)
+    tiny.wait_until_free()
+    tiny.wait_until(lambda: left() <= before)

@@ -1,0 +1,17 @@
+"""Requests of every kind at once; more of them by `python -m tests.serve.mixed 2000`."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.serve.mixed import mix
+from tests.serve.running import running, tiny_pipeline
+
+
+@pytest.mark.parametrize("engine", [True, False], ids=["program", "forward"])
+def test_greedy_texts_are_those_of_the_engine_alone(engine):
+    """With fewer pages than the texts would take at once, and through Transformers' forward, as on a laptop."""
+    pipe = tiny_pipeline(engine, max_concurrent=8, cache_bytes=12 << 16)
+    with running(pipe, max_concurrent=8) as server:
+        seen = mix(server, 60)
+    assert len(seen) == 7, seen

@@ -1,0 +1,71 @@
+"""The page at / in a real browser."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.serve.browser import Browser, browser_path
+from tests.serve.running import NAME, greedy, running
+
+pytestmark = pytest.mark.skipif(browser_path() is None, reason="needs a Chromium (apt install chromium)")
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    made = Browser(browser_path(), tmp_path_factory.mktemp("chromium"))
+    yield made
+    made.close()
+
+
+def say(browser, text):
+    """Types something and sends it."""
+    browser.run(f"at('text').value = {json.dumps(text)}; at('ask').requestSubmit()")
+
+
+def turns(browser):
+    return browser.run("[...document.querySelectorAll('.turn')].map(turn => turn.textContent)")
+
+
+def answer(server, *dialogue, limit=30):
+    """What the model says to a dialogue, greedily."""
+    roles = ("user", "assistant")
+    text = "".join(f"{roles[i % 2]}: {said}\n" for i, said in enumerate(dialogue)) + "assistant: "
+    return greedy(server, server.pipe.tokenizer(text, add_special_tokens=False).input_ids, limit)[0]
+
+
+def test_a_dialogue_in_the_browser(browser):
+    """With a key: refused without it, answered with it, two turns, a third one stopped; nothing is asked of anybody else."""
+    with running(key="sesame") as server:
+        browser.open(f"{server.url}/")
+        say(browser, "Hello")
+        browser.wait_for("document.querySelector('.error')?.textContent.includes('API key') && !at('send').disabled")
+        browser.run("at('clear').click(); at('key').value = 'sesame'; at('temperature').value = 0; at('tokens').value = 30")
+        first = answer(server, "Hello")
+        say(browser, "Hello")
+        browser.wait_for("at('figures').textContent.includes('30 tokens') && !at('send').disabled")
+        assert turns(browser) == ["Hello", first]
+        assert browser.run("at('model').textContent") == NAME
+        say(browser, "<b>And?</b>")
+        browser.wait_for("document.querySelectorAll('.turn').length === 4 && !at('send').disabled")
+        assert turns(browser)[2:] == ["<b>And?</b>", answer(server, "Hello", first, "<b>And?</b>")]
+        assert browser.run("document.querySelectorAll('main b, .error').length") == 0
+        with server.engine._lock:  # nothing is computed meanwhile
+            say(browser, "More")
+            server.wait_until(lambda: server.service.seats.taken == 1)
+            browser.run("at('stop').click()")
+            server.wait_until(lambda: server.service.seats.taken == 0)
+            browser.wait_for("!at('send').disabled && messages.length >= 5")
+            say(browser, "And more")
+            server.wait_until(lambda: server.service.seats.taken == 1)
+            browser.run("at('clear').click()")
+        browser.wait_for("!at('send').disabled")
+        assert browser.run("messages.length") == 0 and turns(browser) == []
+    requests = [e["params"]["request"]["url"] for e in browser.events if e.get("method") == "Network.requestWillBeSent"]
+    assert requests and all(url.startswith((server.url, "about:")) for url in requests), requests
+    said = [e["params"]["entry"] for e in browser.events if e.get("method") == "Log.entryAdded"]
+    wrong = [
+        e for e in said if e["level"] in ("warning", "error") and not e.get("url", "").endswith(("v1/models", "favicon.ico"))
+    ]
+    assert not wrong and not [e for e in browser.events if e.get("method") == "Runtime.exceptionThrown"], wrong

@@ -1,0 +1,197 @@
+"""`lowbit serve` and `lowbit chat` as commands: what they print, signals, exit codes, and mistakes in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+from typer.testing import CliRunner
+
+from lowbit.cli.commands import app
+from lowbit.cli.terminal import err, out
+from lowbit.serve.client import Local, Remote
+from tests.serve.running import NAME, TEMPLATE, greedy, running
+from tests.tiny import eager_llama, tiny_tokenizer
+
+ASKED = {"model": "tiny", "prompt": "ab", "max_tokens": 200, "temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("serve") / "tiny"
+    eager_llama().save_pretrained(path)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(path)
+    return path
+
+
+class Command:
+    """A `lowbit serve` that was started, and its standard error."""
+
+    def __init__(self, *arguments):
+        code = "from lowbit.cli import main; main()"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, "serve", *map(str, arguments)],
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self.reading = threading.Thread(target=self._read)
+        self.reading.start()
+        end = time.monotonic() + 60
+        while not (found := re.search(r"^serving tiny at (http://127.0.0.1:(\d+))/v1", "\n".join(self.lines), re.MULTILINE)):
+            assert time.monotonic() < end and self.process.poll() is None, self.lines
+            time.sleep(0.05)
+        self.url, self.port = found[1], int(found[2])
+
+    def _read(self):
+        assert self.process.stderr is not None
+        self.lines.extend(line.rstrip() for line in self.process.stderr)
+
+    def client(self, key="any"):
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=30)
+
+    def ended(self, seconds=20):
+        """The exit status."""
+        status = self.process.wait(seconds)
+        self.reading.join(10)
+        return status
+
+
+@contextlib.contextmanager
+def command(*arguments):
+    made = Command(*arguments)
+    try:
+        yield made
+    finally:
+        made.process.kill()
+        made.ended()
+        assert made.process.stdout is not None and made.process.stdout.read() == ""
+        made.process.stdout.close()
+        assert "Traceback" not in "".join(made.lines), made.lines
+
+
+def test_signals(folder):
+    """SIGKILL breaks what runs and leaves the port; SIGTERM lets it finish, and only it; after the grace time it is told."""
+    with command(folder, "--port", 0) as killed:
+        with killed.client() as client:
+            whole = client.completions.create(**ASKED).choices[0].text
+            with pytest.raises((openai.APIError, httpx.HTTPError)):
+                for i, _ in enumerate(client.completions.create(**ASKED, stream=True)):
+                    if not i:
+                        killed.process.kill()
+        assert killed.ended() == -signal.SIGKILL
+    with command(folder, "--port", killed.port) as told:
+        with told.client() as client:
+            pieces = []
+            for i, part in enumerate(client.completions.create(**ASKED, stream=True)):
+                pieces.append(part.choices[0].text)
+                if i == 2:
+                    told.process.send_signal(signal.SIGTERM)
+                    time.sleep(0.15)
+                    with pytest.raises((openai.APIConnectionError, openai.InternalServerError)):
+                        told.client().completions.create(**ASKED)
+            assert "".join(pieces) == whole
+        assert told.ended() == 0
+        assert told.lines[-1] == "stopped" and any("SIGTERM" in line for line in told.lines)
+    with command(folder, "--port", killed.port, "--grace", 0) as hurried:
+        with hurried.client() as client, pytest.raises(openai.APIError, match="shutting down"):
+            for i, _ in enumerate(client.completions.create(**ASKED, stream=True)):
+                if i == 2:
+                    hurried.process.send_signal(signal.SIGINT)
+        assert hurried.ended() == 130
+
+
+def run(*arguments, **options):
+    out.width = err.width = 200
+    result = CliRunner().invoke(app, [str(a) for a in arguments], **options)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def test_mistakes_are_one_line(folder, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        cases = (
+            (("serve", folder, "--port", port), f"cannot listen on 127.0.0.1 port {port}: Address already in use"),
+            (("serve", folder, "--host", "no.such.host.invalid"), "cannot listen on no.such.host.invalid port 8000"),
+            (("serve", tmp_path / "none"), "none"),
+            (("serve", folder, "--api-key", ""), "an API key is one or more ASCII characters"),
+            (("serve", folder, "--scheme", "w99"), "w99"),
+            (("chat", f"http://127.0.0.1:{port + 1 if port < 65535 else 1}"), "is a server running there?"),
+            (("chat", "http://127.0.0.1:99999999"), "99999999"),
+            (("chat", tmp_path / "none"), "none"),
+        )
+        for arguments, message in cases:
+            result = run(*arguments)
+            lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+            assert result.exit_code == 1 and len(lines) == 1 and message in lines[0], (arguments, result.stderr)
+    assert run("serve", folder, "--port", 70000).exit_code == 2
+
+
+def test_without_the_extra(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lowbit.serve.server", None)
+    result = run("serve", folder)
+    assert result.exit_code == 1 and "pip install 'lowbit[serve]'" in result.stderr
+
+
+def test_chat_with_a_server_and_with_a_model(folder, monkeypatch):
+    """The same greedy answers, turn by turn; a refusal is said and the dialogue goes on."""
+    monkeypatch.setattr(out, "input", lambda *_, **__: lines.pop(0) if lines else (_ for _ in ()).throw(EOFError))
+    asked = ["Hello", "And?", "/new", "Hello", "x" * 300, "/exit", "never"]
+    with running(key="sesame") as server:
+        first, _, _ = greedy(server, server.pipe.tokenizer("user: Hello\nassistant: ", add_special_tokens=False).input_ids, 20)
+        told = []
+        for where in ((server.url, "--api-key", "sesame"), (folder,)):
+            lines = list(asked)
+            result = run("chat", *where, "--temperature", 0, "--max-tokens", 20)
+            assert result.exit_code == 0 and lines == ["never"]
+            told.append(result.stdout)
+            assert result.stderr.count("error: ") == 1 and "tokens" in result.stderr
+        assert told[0] == told[1] and told[0].startswith(f"{first}\n") and told[0].count(f"{first}\n") == 2
+        assert run("chat", server.url).stderr.startswith("error: the server says 401: this server asks for its API key")
+        assert (
+            "there is no model other here; it has tiny"
+            in run("chat", server.url, "--api-key", "sesame", "--name", "other").stderr
+        )
+
+
+def test_a_dialogue_that_is_left():
+    """An answer that is not read to its end is not computed to its end."""
+    with running() as server:
+        answer = Remote(server.url).answer([{"role": "user", "content": "Hello"}], 1.0, 150)
+        assert next(answer)
+        answer.close()
+        server.wait_until_free()
+        local = Local(server.pipe, NAME)
+        assert "".join(local.answer([{"role": "user", "content": "Hello"}], 0, 10)) == "".join(
+            Remote(f"{server.url}/v1/").answer([{"role": "user", "content": "Hello"}], 0, 10)
+        )
+        with pytest.raises(ValueError, match="the dialogue has 318 tokens, a text here at most 256"):
+            next(local.answer([{"role": "user", "content": "a" * 300}], 0, 10))
+
+
+def test_the_page_is_whole():
+    """Nothing in it comes from elsewhere, and its policy allows its own script and style alone."""
+    from lowbit.serve.page import page
+
+    content, headers = page()
+    text = content.decode()
+    assert (
+        "//" not in re.sub(r"<!--.*?-->", "", text).replace("//www.w3.org", "") and "src=" not in text and "href=" not in text
+    )
+    assert "default-src 'none'" in headers["content-security-policy"]
+    assert "unsafe" not in headers["content-security-policy"]
+    assert "innerHTML" not in text and " style=" not in text and not re.search(r" on\w+=", text)
