@@ -104,7 +104,7 @@ def tiles_to_time(rows: int, context: int, shape: AttentionShape, machine: Machi
         unlike.setdefault((tile.active(context), tile.block, tile.warps), tile)
     best = [tile for tile in able if tile in unlike.values()]
     by_warps = [tile for warps in (1, 2, 4) for tile in [t for t in best if t.warps == warps][: max(1, count // 3)]]
-    staged = [replace(tile, stages=stages) for stages in (2, 3) for tile in dict.fromkeys([*best[:2], *by_warps])]
+    staged = [replace(tile, stages=2) for tile in dict.fromkeys([*best[:2], *by_warps])]
     return list(dict.fromkeys([chosen, *by_warps, *best[:count], *staged]))
 
 

@@ -83,6 +83,12 @@ class PagedAttention:
         return 1 if self.tile.warps == 1 else 16
 
     @property
+    def ahead(self) -> bool:
+        """Whether a round of parts is asked for while the shares of all are made, and while the one before is added: where
+        there are registers for it."""
+        return self.copies > 1 and self.group_rows <= 4 and self.tile.stages == 1
+
+    @property
     def round(self) -> int:
         """Parts that are added at a time."""
         return combine_round(self.tile.warps, self.shape)
@@ -193,7 +199,7 @@ def combine(out, sums, tops, active, C: tl.constexpr):
     ROUND: tl.constexpr = C.round
     ROWS: tl.constexpr = C.group_rows
     LANES: tl.constexpr = C.lanes
-    if C.copies > 1:  # one warp has no registers for a round ahead
+    if C.ahead:
         values, relative = parts_from(sums, tops, 0, active, C)
     part = tl.arange(0, C.tile.splits)
     highest, factor = (), ()
@@ -206,10 +212,10 @@ def combine(out, sums, tops, active, C: tl.constexpr):
         factor += (1.0 / tl.sum(total * tl.exp2(top - high), 0),)
     y = tl.zeros([ROWS, LANES], tl.float32)
     for first in range(0, active, ROUND):
-        if C.copies == 1:
+        if not C.ahead:
             values, relative = parts_from(sums, tops, first, active, C)
         y = add_parts(y, values, relative, highest, factor, active - first, C)
-        if C.copies > 1:  # the last round asks again for what it has
+        if C.ahead:  # the last round asks again for what it has
             values, relative = parts_from(sums, tops, first + ROUND, active, C)
     r, d = tl.arange(0, ROWS)[:, None], tl.arange(0, LANES)[None, :]
     exist = (r < GROUP) & (d < C.shape.head_dim)

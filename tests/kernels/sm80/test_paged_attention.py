@@ -181,7 +181,7 @@ def test_old_keys_are_asked_for_before_the_wait():
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("stages", [2])
 def test_blocks_on_their_way_in_shared_memory(stages, head_dim):
     """So many pieces of 16 bytes a turn, by copies that need no register, which leaves room for more programs."""
     given = shape(32, 8, head_dim)
