@@ -92,34 +92,36 @@ def _draw(document: dict[str, Any], rows: list[dict[str, Any]], theme: Theme) ->
         _users(grid[0][number], here, f"{panel[0]}, context {panel[1]:,}", theme)
         if timed:
             _where(grid[1][number], [row for row in here if row in timed], theme)
+    if timed:
+        kinds = grid[1][0].get_legend_handles_labels()
+        figure.legend(*kinds, fontsize=6.5, frameon=False, labelcolor=theme.text, ncols=5, loc="outside lower left")
     title = f"Tokens a second for each user, by batch: {document['machine']['gpu']}, {document['date']}"
     figure.suptitle(title, color=theme.text, fontsize=10, x=0.01, ha="left")
     return figure
 
 
 def _users(axis: Any, rows: list[dict[str, Any]], title: str, theme: Theme) -> None:
-    """A line for each scheme, 16 bits and rivals in grey, named where it begins with its figure there."""
+    """A line for each scheme, 16 bits and rivals in grey, behind the figure where it begins; names where lines have fallen."""
     plain(axis, theme, title)
-    text = {"fontsize": 7.5, "textcoords": "offset points", "va": "center"}
+    text = {"fontsize": 7.5, "textcoords": "offset points", "va": "center", "ha": "right", "xytext": (-6, 0)}
     lines = list(dict.fromkeys((row["scheme"], row["impl"]) for row in rows))
     styles = ("-", "--", ":", "-.")
-    below: float = float("inf")  # the figure of the line above, under which a near one is named
     for number, (scheme, impl) in enumerate(sorted(lines, key=lambda line: _fastest(rows, line), reverse=True)):
         here = sorted((r for r in rows if (r["scheme"], r["impl"]) == (scheme, impl)), key=lambda row: row["batch"])
         own = scheme is not None and impl == "lowbit"
         color, label = theme.own if own else theme.rival, (scheme or "16 bits") + ("" if impl == "lowbit" else f", {impl}")
         users, each = [r["batch"] for r in here], [1e3 / r["ms_per_token"] for r in here]
-        axis.plot(users, each, styles[number % 4], color=color, marker="o", markersize=3, linewidth=2 if own else 1.4)
-        near = each[0] > 0.85 * below
-        below = each[0]
-        at = (4, -9 if near else 8)
-        axis.annotate(f"{label} {each[0]:,.0f}", (users[0], each[0]), xytext=at, color=color, weight="bold", **text)
+        line = {"marker": "o", "markersize": 3, "linewidth": 2 if own else 1.4}
+        axis.plot(users, each, styles[number % 4], color=color, label=label, **line)
+        axis.annotate(f"{each[0]:,.0f}", (users[0], each[0]), color=color, weight="bold", **text)
     batches = sorted({row["batch"] for row in rows})
     axis.set_xscale("log", base=2)
     axis.set_xticks(batches, [str(batch) for batch in batches])
     axis.minorticks_off()
+    axis.set_xlim(left=batches[0] / 2)
     axis.set_ylim(0, 1.12 * max(1e3 / row["ms_per_token"] for row in rows))
     axis.set_xlabel("users at once")
+    axis.legend(fontsize=6.5, frameon=False, labelcolor=theme.text, loc="upper right", handlelength=3.5)
 
 
 def _fastest(rows: list[dict[str, Any]], line: tuple[str | None, str]) -> float:
@@ -139,4 +141,3 @@ def _where(axis: Any, rows: list[dict[str, Any]], theme: Theme) -> None:
         start = [a + b for a, b in zip(start, ms, strict=True)]
     axis.set_yticks(range(len(rows)), names, fontsize=6)
     axis.invert_yaxis()
-    axis.legend(fontsize=6.5, frameon=False, labelcolor=theme.text, ncols=5, loc="upper center", bbox_to_anchor=(0.4, -0.08))
