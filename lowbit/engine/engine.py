@@ -123,10 +123,13 @@ class Engine:
         self._progress = progress or (lambda stage: None)
         self._ahead = ahead
         self._flying: deque[Launched] = deque()
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         """Of rounds, and of all that they plan with."""
-        self._noting = threading.Lock()
-        """Of what other threads note of a request meanwhile: never held for longer than that takes."""
+        self._doing: int | None = None
+        """The thread that does a round."""
+        self._noting = threading.RLock()
+        """Of what other threads note of a request meanwhile: never held for longer than that takes. The collector may end a
+        stream that was given up while this thread holds it."""
         self._ended: deque[Request] = deque()
         """Requests that have ended, and may still hold slots and pages."""
         self._broken = ""
@@ -151,6 +154,8 @@ class Engine:
                 wrong = next(token for token in tokens if not 0 <= token < vocab)
                 raise ValueError(f"tokens are from 0 to {vocab - 1}, this {what} has {wrong}")
         with self._noting:
+            if self._broken:  # meanwhile
+                raise RuntimeError(f"the GPU of this engine failed, start another process: {self._broken}")
             if request.submitted or request.end is not None:
                 raise ValueError("this request was submitted before: make another one")
             request.submitted = True
@@ -168,7 +173,9 @@ class Engine:
     def cancel(self, request: Request) -> None:
         """Ends a request where it is, at once, whoever is doing a round; one that has ended stays as it is."""
         self._end(request, End.CANCELLED)
-        if self._lock.acquire(blocking=False):  # else the round that another thread is doing lets go of it, or the next
+        # Else the round that is being done lets go of it, or the next. It may be this thread's: in the middle of one the
+        # collector ends streams that were given up.
+        if self._lock.acquire(blocking=False):
             try:
                 self._let_go()
             finally:
@@ -217,16 +224,25 @@ class Engine:
         `watch` raises an error, or whose logits are no numbers. Raises RoundFailed where that cannot be told apart, and all
         requests of the round have ended so; then `submit` says whether the GPU still computes.
         """
+        if self._doing == threading.get_ident():
+            raise RuntimeError("this thread is doing a round: what a round calls, a watch or progress, cannot do another")
         with self._lock:
-            self._let_go()
+            self._doing = threading.get_ident()
+            try:
+                self._round()
+            finally:
+                self._doing = None
+
+    def _round(self) -> None:
+        self._let_go()
+        earlier = len(self._flying)
+        planned = self._launch_next()
+        if not (planned and self._ahead):
             earlier = len(self._flying)
-            planned = self._launch_next()
-            if not (planned and self._ahead):
-                earlier = len(self._flying)
-            for _ in range(min(earlier, len(self._flying))):
-                self._read(self._flying[0])
-                self._flying.popleft()
-            self._let_go()
+        for _ in range(min(earlier, len(self._flying))):
+            self._read(self._flying[0])
+            self._flying.popleft()
+        self._let_go()
 
     def compile(self) -> Iterator[Stage]:
         """Compiles every kernel, by several processes where Triton's cache does not have it; says how far it is before each."""
@@ -304,7 +320,8 @@ class Engine:
         """Compiles the kernels of a round before it launches them, where one after the other would be."""
         for stage in compiled(wanted, machine_of(self.device).arch.sm):
             self._progress(stage)
-        self._progress(Stage("kernels", len(wanted), len(wanted)))
+        if wanted:
+            self._progress(Stage("kernels", len(wanted), len(wanted)))
 
     def _launch_pieces(self, pieces: Sequence[Piece], planned: Round) -> None:
         """Computes pieces of prompts together; if that raises an error, one by one, so that those fail that do so alone."""
@@ -333,8 +350,10 @@ class Engine:
         with Attempt("waiting for the GPU") as tried:
             _wait_for(self.device)
         if tried.error:  # a CUDA error stays: nothing is ever computed after it in this process
-            self._broken = tried.error
-            for request in (*self.batch.running, *self.batch.waiting):
+            with self._noting:  # who submits is told, or is among them
+                self._broken = tried.error
+                everybody = (*self.batch.running, *self.batch.waiting)
+            for request in everybody:
                 self._end(request, End.FAILED, tried.error)
             self._flying.clear()
 

@@ -49,8 +49,8 @@ class PromptAttention:
             alike[piece.begin, max(LEAST, 1 << (len(piece.tokens) - 1).bit_length())].append(number)
         self.groups: list[Group] = []
         for (begin, length), numbers in sorted(alike.items()):
-            most = MOST_KEYS // (begin + length)
-            for at in range(0, len(numbers) if most > 1 else 0, most):
+            most = max(1, MOST_KEYS // (begin + length))  # 1: each alone
+            for at in range(0, len(numbers), most):
                 if len(part := numbers[at : at + most]) > 1:
                     self.groups.append(self._group(begin, length, part))
         grouped = {number for group in self.groups for number in group.numbers}

@@ -100,7 +100,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> 
     """Attention of B times L tokens by torch, the last of K each, that see those up to their own: [B * L, heads * head_dim] of
     q [B, L, heads, head_dim], k and v [B, K, kv_heads, head_dim]. Not for a soft cap, nor a window shorter than K.
     """
-    # A bias is flash attention on a GPU, whatever torch prefers for the shape, and a mask in memory on a CPU.
+    # Behind a shared prompt a bias is flash attention on a GPU, from 0 on torch chooses; on a CPU it is a mask in memory.
     whole = q.shape[1] == k.shape[1] and not q.is_cuda
     out = scaled_dot_product_attention(
         q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=whole, scale=shape.scale, enable_gqa=shape.group > 1,

@@ -135,12 +135,15 @@ def test_rounds_of_more_prompts_than_one_text_has_tokens(noted):
 def test_a_kernel_that_cannot_be_compiled_fails_where_it_is_launched(noted, monkeypatch):
     engine, _, _ = noted
 
+    asked = []
+
     def fails(wanted, sm):
+        asked.append(wanted)
         raise RuntimeError("ptxas does not want to")
         yield
 
     monkeypatch.setattr("lowbit.engine.engine.compiled", fails)
-    assert {request.end for request in engine.generate(texts())} == {End.LENGTH}
+    assert {request.end for request in engine.generate(texts())} == {End.LENGTH} and asked
 
 
 @pytest.mark.parametrize(("count", "slow", "processes"), [(3, True, False), (4, True, True), (9, False, False)])
