@@ -216,6 +216,37 @@ def test_cancelling_does_not_wait_for_a_round(model):
     assert engine.batch.pages.available == engine.batch.pages.count - 1
 
 
+def test_a_stream_that_the_collector_ends_in_the_middle_of_a_round(model, monkeypatch):
+    """By the thread that does it, between planning and launching: nobody else notices, and what it held comes back."""
+    engine = engine_of(model)
+    request, other = (engine.submit(Request(prompt(5 + i), 20)) for i in range(2))
+    engine.step()
+    plan = engine.batch.plan
+
+    def planned():
+        found = plan()
+        engine.cancel(request)
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.batch, "plan", planned)
+        engine.step()
+    while other.end is None:
+        engine.step()
+    assert request.end is End.CANCELLED and other.end is End.LENGTH, other.error
+    alone = engine_of(model).generate([Request(prompt(6), 20)])[0]
+    assert [drawn.token for drawn in other.drawn] == [drawn.token for drawn in alone.drawn]
+    assert engine.batch.pages.available == engine.batch.pages.count - 1
+
+
+def test_a_watch_cannot_do_a_round(model):
+    engine = engine_of(model)
+    other = engine.submit(Request(prompt(5), 4, watch=lambda drawn: engine.step()))
+    while other.end is None:
+        engine.step()
+    assert other.end is End.FAILED and "this thread is doing a round" in other.error
+
+
 @pytest.mark.parametrize("ahead", [True, False])
 def test_threads_that_submit_and_cancel_while_one_does_the_rounds(model, ahead):
     """As a server does: each text is the one that its request draws alone, up to where it was given up."""

@@ -68,8 +68,8 @@ def test_together_as_alone(calls, lengths, begins, expected, more):
     found = PromptAttention(pieces, slots, invariant=False)(q, keys, values, shape)
     count = tuple(calls.count(name) for name in ("prompt_attention", "causal_attention"))
     # In one case no more than 5 tokens are together, which a window of 9 does not cut.
-    alone = "softcap" in more or (more.get("window") == 9 and expected != (4, 1))
-    assert count == ((len(pieces), 0) if alone else expected)
+    one_by_one = "softcap" in more or (more.get("window") == 9 and expected != (4, 1))
+    assert count == ((len(pieces), 0) if one_by_one else expected)
     calls.clear()
     alone = PromptAttention(pieces, slots, invariant=True)(q, keys, values, shape)
     assert calls == ["prompt_attention"] * len(pieces)
