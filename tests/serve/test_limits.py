@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import json
 import threading
+import tracemalloc
 
 import openai
 import pytest
 
+from lowbit.serve.errors import ApiError
 from lowbit.serve.job import Job
 from lowbit.serve.limits import Limits
 from lowbit.serve.schema import ChatAsked, CompletionAsked, parse
@@ -78,6 +80,19 @@ def test_what_a_field_cannot_do_is_refused_with_its_name(path, field, name, free
     assert answer.status_code == 400, error
     assert error["type"] == "invalid_request_error" and error["param"].startswith(name), error
     assert error["message"].startswith(error["param"]) and "\n" not in error["message"]
+
+
+@pytest.mark.parametrize("field", [{"stop": [1] * 300_000}, {"prompt": [[]] * 300_000}, {"prompt": [1] * 300_000 + [-1]}])
+def test_a_large_body_is_refused_at_its_first_fault(field):
+    """Not at each of them, which takes seconds and gigabytes."""
+    body = json.dumps({**ASKED, **field}).encode()
+    tracemalloc.start()
+    try:
+        with pytest.raises(ApiError) as refusal:
+            parse(CompletionAsked, body)
+        assert refusal.value.status == 400 and tracemalloc.get_traced_memory()[1] < 100 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_what_asks_for_nothing_is_taken(free):
