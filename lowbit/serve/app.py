@@ -16,7 +16,7 @@ from lowbit.serve.job import Job, make_job, texts_asked
 from lowbit.serve.limits import LARGE_BODY_BYTES
 from lowbit.serve.page import page
 from lowbit.serve.schema import Asked, ChatAsked, CompletionAsked, parse
-from lowbit.serve.service import Service, State
+from lowbit.serve.service import Service, State, is_local
 from lowbit.serve.stream import EventStream, read_body, unless_gone
 
 logger = logging.getLogger("lowbit.serve")
@@ -93,7 +93,7 @@ async def _answer(service: Service, request: Request, kind: type[Asked]) -> Resp
     try:
         job.start()
         if not asked.stream:
-            return _json(await unless_gone(request.receive, job.whole()))
+            return Response(await unless_gone(request.receive, job.whole()), media_type="application/json")
         pieces = await unless_gone(request.receive, job.pieces())  # what fails before its first token has a status
         kept = True
         return EventStream(job.events(pieces), job.close)
@@ -145,7 +145,8 @@ async def _gone(request: Request, error: Exception) -> Response:
 
 async def _fault(request: Request, error: Exception) -> Response:
     """A fault of this server: its log has the trace, which says nothing of bodies."""
-    return _json(ApiError(500, "the server failed, which its log describes", code="fault").body(), 500)
+    failure = ApiError(500, "the server failed, which its log describes", code="fault")
+    return _json(failure.body(), 500, {"connection": "close"})  # which uvicorn does
 
 
 class Watched:
@@ -186,4 +187,4 @@ class Watched:
             return False
         host = next((value for name, value in scope["headers"] if name == b"host"), b"localhost").decode("latin-1")
         name = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
-        return name.lower() not in ("localhost", "127.0.0.1", "::1", "")
+        return name != "" and not is_local(name.lower())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import signal
 import socket
@@ -40,14 +39,6 @@ def bound(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise OSError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
     return made
-
-
-def is_local(host: str) -> bool:
-    """Whether only this machine reaches a host."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def address_of(sock: socket.socket) -> str:

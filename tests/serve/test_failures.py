@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from lowbit.engine import TextStream
+from lowbit.serve.answer import CompletionAnswer
 from lowbit.serve.limits import Limits
 from lowbit.serve.service import State
 from lowbit.serve.worker import MOST_FAILURES
@@ -205,3 +206,27 @@ def test_a_stop_string_that_ends_with_the_last_character(failing, monkeypatch):
     with failing.client() as client:
         (choice,) = client.post("/v1/completions", json={**ASKED, "max_tokens": 3, "stop": "\ufffd"}).json()["choices"]
     assert choice["finish_reason"] == "stop" and "\ufffd" not in choice["text"]
+
+
+def test_a_fault_ends_its_connection(failing, monkeypatch):
+    """As its answer says, so that the client sends nothing more on it."""
+    monkeypatch.setattr(failing.service, "check_model", lambda name: 1 // 0)
+    with failing.client() as client:
+        answer = client.post("/v1/completions", json=ASKED)
+        assert answer.status_code == 500 and answer.headers["connection"] == "close"
+        assert client.get("/health").status_code == 200
+
+
+def test_log_probabilities_are_written_beside_the_event_loop(failing, monkeypatch):
+    """Those of a long text take a second, in which nobody else would be heard."""
+    complete, threads = CompletionAnswer.complete, []
+
+    def watched(self, pieces):
+        threads.append(threading.current_thread())
+        return complete(self, pieces)
+
+    monkeypatch.setattr(CompletionAnswer, "complete", watched)
+    with failing.client() as client:
+        for more in ({}, {"logprobs": 2}):
+            assert client.post("/v1/completions", json={**ASKED, **more}).status_code == 200
+    assert threads[0] is failing.thread and threads[1].name.startswith("lowbit-prompts")
