@@ -78,6 +78,10 @@ def make_app(service: Service) -> ASGIApp:
 async def _answer(service: Service, request: Request, kind: type[Asked]) -> Response:
     """Texts for a request, whole or as events."""
     service.check_ready()
+    if "upgrade" in request.headers.get("connection", "").lower() and "upgrade" in request.headers:
+        # The parser takes what follows for the other protocol.
+        why = f"upgrade: bodies here are of HTTP/1.1, got {request.headers['upgrade'][:60]!r}; send them without this header"
+        raise ApiError(400, why, code="upgrade", headers={"connection": "close"})
     content = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content != "application/json":  # which no page of another site can send without asking first
         why = f"content-type: a body here is application/json, got {content[:60]!r}"

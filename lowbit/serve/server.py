@@ -88,9 +88,10 @@ class Server(uvicorn.Server):
         self.service.state, self.should_exit = State.DRAINING, True
         asyncio.get_running_loop().call_later(self.service.limits.grace_seconds, self._end_all)
 
-    def capture_signals(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
         """Not uvicorn's way, which ends by the signal and not with 0, and hears none while the engine's thread ends."""
-        return contextlib.nullcontext()
+        yield
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

@@ -90,6 +90,13 @@ def test_a_second_request_has_no_more_time(free, monkeypatch):
         assert connected.recv(1000) == b"" and 0.2 < time.monotonic() - begun < 3
 
 
+def test_another_protocol_is_not_spoken(free):
+    """As some clients ask for before their first request."""
+    data = post(ASKED, b"connection: Upgrade, HTTP2-Settings", b"upgrade: h2c", b"http2-settings: AAMAAABk")
+    answer = raw(free, data)
+    assert status_of(answer) == 400 and b"send them without this header" in answer and answer.count(b"HTTP/1.1 ") == 1
+
+
 def test_half_a_body(free, monkeypatch):
     monkeypatch.setattr(stream, "BODY_SECONDS", 0.3)
     answer = raw(free, post(ASKED)[:-5])
