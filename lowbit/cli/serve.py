@@ -54,7 +54,8 @@ def serve(
     """
     try:
         from lowbit.serve.limits import Limits
-        from lowbit.serve.server import Server, address_of, bound, is_local, service_of
+        from lowbit.serve.server import Server, address_of, bound, service_of
+        from lowbit.serve.service import is_local
     except ImportError as error:
         raise ValueError(f"{EXTRA} ({error})") from error
     import torch

@@ -16,7 +16,7 @@ from lowbit.serve.job import Job, make_job, texts_asked
 from lowbit.serve.limits import LARGE_BODY_BYTES
 from lowbit.serve.page import page
 from lowbit.serve.schema import Asked, ChatAsked, CompletionAsked, parse
-from lowbit.serve.service import Service, State
+from lowbit.serve.service import Service, State, is_local
 from lowbit.serve.stream import EventStream, read_body, unless_gone
 
 logger = logging.getLogger("lowbit.serve")
@@ -78,6 +78,10 @@ def make_app(service: Service) -> ASGIApp:
 async def _answer(service: Service, request: Request, kind: type[Asked]) -> Response:
     """Texts for a request, whole or as events."""
     service.check_ready()
+    if "upgrade" in request.headers.get("connection", "").lower() and "upgrade" in request.headers:
+        # The parser takes what follows for the other protocol.
+        why = f"upgrade: bodies here are of HTTP/1.1, got {request.headers['upgrade'][:60]!r}; send them without this header"
+        raise ApiError(400, why, code="upgrade", headers={"connection": "close"})
     content = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content != "application/json":  # which no page of another site can send without asking first
         why = f"content-type: a body here is application/json, got {content[:60]!r}"
@@ -93,7 +97,7 @@ async def _answer(service: Service, request: Request, kind: type[Asked]) -> Resp
     try:
         job.start()
         if not asked.stream:
-            return _json(await unless_gone(request.receive, job.whole()))
+            return Response(await unless_gone(request.receive, job.whole()), media_type="application/json")
         pieces = await unless_gone(request.receive, job.pieces())  # what fails before its first token has a status
         kept = True
         return EventStream(job.events(pieces), job.close)
@@ -145,7 +149,8 @@ async def _gone(request: Request, error: Exception) -> Response:
 
 async def _fault(request: Request, error: Exception) -> Response:
     """A fault of this server: its log has the trace, which says nothing of bodies."""
-    return _json(ApiError(500, "the server failed, which its log describes", code="fault").body(), 500)
+    failure = ApiError(500, "the server failed, which its log describes", code="fault")
+    return _json(failure.body(), 500, {"connection": "close"})  # which uvicorn does
 
 
 class Watched:
@@ -186,4 +191,4 @@ class Watched:
             return False
         host = next((value for name, value in scope["headers"] if name == b"host"), b"localhost").decode("latin-1")
         name = host[1 : host.find("]")] if host.startswith("[") else host.partition(":")[0]
-        return name.lower() not in ("localhost", "127.0.0.1", "::1", "")
+        return name != "" and not is_local(name.lower())

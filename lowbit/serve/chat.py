@@ -23,6 +23,16 @@ THREADS = 2
 """That encode prompts: tokenizers compute outside Python's lock."""
 
 
+def rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+    """A dialogue as text, by the model's template; raises ValueError, in words, where that does not take it."""
+    try:
+        text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)  # type: ignore[arg-type]
+    except TEMPLATE_ERRORS as error:
+        raise ValueError(f"the model's chat template does not take them ({' '.join(str(error).split())[:200]})") from error
+    assert isinstance(text, str)
+    return text
+
+
 class Prompts:
     """Makes tokens of what is asked, beside the event loop; a prompt has at most `most` tokens, of `vocab` that there are."""
 
@@ -54,12 +64,14 @@ class Prompts:
             raise refused("messages", "this model has no chat template; POST /v1/completions takes a prompt as it is")
         self._check_characters("".join(message["content"] for message in messages), "messages")
         try:
-            text = self.tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)
-        except TEMPLATE_ERRORS as error:
-            why = " ".join(str(error).split())[:200]
-            raise refused("messages", f"the model's chat template does not take them ({why})") from error
-        assert isinstance(text, str)
+            text = rendered(self.tokenizer, messages, tools)
+        except ValueError as error:
+            raise refused("messages", str(error)) from error
         self._check_characters(text, "messages")
+        if not text.isascii() and any("\ud800" <= character <= "\udfff" for character in text):
+            raise refused("messages", "they have halves of surrogate pairs, which are no characters")
+        if tools and not self._uses_tools(messages, text):
+            raise refused("tools", "the model's chat template does not use them; leave them out, or say tool_choice none")
         return self._checked(self.tokenizer(text, add_special_tokens=False).input_ids, "messages")
 
     def text_of(self, prompt: str | Sequence[int]) -> str:
@@ -72,6 +84,13 @@ class Prompts:
     def close(self) -> None:
         """Ends the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _uses_tools(self, messages: list[dict[str, Any]], text: str) -> bool:
+        """Whether the text of a dialogue with tools is another without them."""
+        try:
+            return text != rendered(self.tokenizer, messages, None)
+        except ValueError:
+            return True
 
     def _check_characters(self, text: str, param: str) -> None:
         """Refuses what is too long before it is encoded: each token is at most the longest one."""

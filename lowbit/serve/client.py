@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import httpx
 
 from lowbit.engine import Request, Sampling, TextStream
 from lowbit.pipeline import Pipeline
+from lowbit.serve.chat import rendered
 from lowbit.serve.service import configured
 
 Messages = Sequence[Mapping[str, str]]
@@ -48,7 +49,7 @@ class Remote:
                 if response.is_error:
                     response.read()
                     raise ValueError(_refusal(response))
-                for line in response.iter_lines():
+                for line in _lines(response.iter_text()):
                     yield from _piece(line)
         except httpx.HTTPError as error:
             raise ValueError(f"{self._base}: {error or type(error).__name__}") from error
@@ -75,7 +76,7 @@ class Local:
     def answer(self, messages: Messages, temperature: float, max_tokens: int) -> Iterator[str]:
         """The next turn, as it comes."""
         tokenizer, engine = self.pipe.tokenizer, self.pipe.engine
-        text = tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, add_generation_prompt=True)
+        text = rendered(tokenizer, [dict(message) for message in messages], None)
         ids = tokenizer(text, add_special_tokens=False).input_ids
         room = engine.max_length - len(ids)
         if room < 1:
@@ -83,11 +84,23 @@ class Local:
         stream = TextStream(tokenizer, ids)
         sampling = Sampling(**{**self._configured, "temperature": temperature, "seed": secrets.randbits(63)})
         request = Request(ids, min(room, max_tokens), sampling, frozenset(engine.ends))
-        for drawn in engine.stream(engine.submit(request)):
-            if piece := stream.push(drawn.token):
-                yield piece
+        try:
+            for drawn in engine.stream(engine.submit(request)):
+                if piece := stream.push(drawn.token):
+                    yield piece
+        except RuntimeError as error:
+            raise ValueError(f"computing the answer failed: {error}") from error
         if rest := stream.finish():
             yield rest
+
+
+def _lines(texts: Iterable[str]) -> Iterator[str]:
+    """Lines of server-sent events, which end at no other characters than these."""
+    rest = ""
+    for text in texts:
+        *lines, rest = (rest + text).split("\n")
+        yield from (line.removesuffix("\r") for line in lines)
+    yield rest
 
 
 def _piece(line: str) -> Iterator[str]:

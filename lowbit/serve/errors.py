@@ -46,5 +46,5 @@ def failed() -> ApiError:
 
 
 def encoded(value: object) -> bytes:
-    """JSON without spaces."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    """JSON without spaces, in ASCII: some readers of events end lines at more characters than the standard's."""
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()

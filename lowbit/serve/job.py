@@ -44,8 +44,8 @@ class Job:
             self.service.worker.cancel(self.texts)
             self.service.seats.give_back(len(self.texts))
 
-    async def whole(self) -> dict[str, Any]:
-        """The whole answer; raises ApiError if one of its texts fails."""
+    async def whole(self) -> bytes:
+        """The whole answer as JSON; raises ApiError if one of its texts fails."""
         found: dict[int, Piece] = {}
         ended = 0
         while ended < len(self.texts):
@@ -53,7 +53,12 @@ class Job:
                 before = found.get(piece.index)
                 found[piece.index] = piece if before is None else before.followed_by(piece)
                 ended += piece.end is not None
-        return self.answer.complete(found)
+
+        def made() -> bytes:
+            return encoded(self.answer.complete(found))
+
+        # Log-probabilities of a long text take a second.
+        return made() if self.asked.likeliest is None else await self.service.prompts.beside(made)
 
     async def pieces(self) -> list[Piece]:
         """Some more pieces; raises ApiError if one of them says that its text failed."""

@@ -21,7 +21,10 @@ MOST_MESSAGES = 2048
 MOST_TOOLS = 128
 
 MOST_HEAD_BYTES = 32 << 10
-"""Request line and headers."""
+"""Request line and headers; of a chunked body what is no body, trailers among it."""
+
+MOST_PIPELINED = 8
+"""Requests that a connection sends behind one that is being answered; more end it."""
 
 HEAD_SECONDS = 10.0
 """Until the head of a request is there, from the connection or the head's first byte on."""

@@ -62,7 +62,7 @@ class Asked(Strict):
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
-    stop: str | list[str] | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
@@ -136,7 +136,14 @@ class Asked(Strict):
 class CompletionAsked(Asked):
     """The body of POST /v1/completions."""
 
-    prompt: str | Tokens | Annotated[list[str] | list[Tokens], Field(min_length=1, max_length=MOST_PROMPTS)]
+    prompt: (
+        str
+        | Tokens
+        | Annotated[
+            Annotated[list[str], Field(fail_fast=True)] | Annotated[list[Tokens], Field(fail_fast=True)],
+            Field(min_length=1, max_length=MOST_PROMPTS),
+        ]
+    )
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     best_of: Literal[1] | None = None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import logging
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
 
 import uvicorn
@@ -23,7 +23,7 @@ from lowbit.serve.service import Service, State, configured
 logger = logging.getLogger("lowbit.serve")
 
 AFTER_GRACE_SECONDS = 5
-"""For the answers that say that a text was given up."""
+"""For the answers that say that a text was given up, and again for the round that runs."""
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -39,14 +39,6 @@ def bound(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise OSError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
     return made
-
-
-def is_local(host: str) -> bool:
-    """Whether only this machine reaches a host."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def address_of(sock: socket.socket) -> str:
@@ -77,14 +69,17 @@ class Server(uvicorn.Server):
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Listens and warms up, until a signal comes or the engine's thread dies; then ends what runs, in time."""
-        loop = asyncio.get_running_loop()
-        self.service.worker.start(loop, self._warmed, self._ended)
-        try:
-            await super().serve(sockets)
-        finally:
-            self.service.prompts.close()
-            if not self.force_exit:
-                await loop.run_in_executor(None, self.service.worker.stop)
+        with self._signals():
+            try:
+                await super().serve(sockets)
+            finally:
+                self.service.prompts.close()
+                await self._end_thread()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listens first: a server that is warm can be reached."""
+        await super().startup(sockets)
+        self.service.worker.start(asyncio.get_running_loop(), self._warmed, self._ended)
 
     def drain(self) -> None:
         """Takes no more requests and ends when those that run are done, at most after the grace time; on the event loop."""
@@ -95,7 +90,12 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT drain; a second one ends at once. uvicorn's own way would end by the signal, not with 0."""
+        """Not uvicorn's way, which ends by the signal and not with 0, and hears none while the engine's thread ends."""
+        yield
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGTERM and SIGINT drain; a second one ends at once."""
         loop = asyncio.get_running_loop()
         handled = (signal.SIGTERM, signal.SIGINT)
         with contextlib.suppress(RuntimeError, ValueError):  # in a thread, which no signal reaches
@@ -115,6 +115,20 @@ class Server(uvicorn.Server):
             "%s: %s", signal.Signals(number).name, "ending at once" if self.force_exit else "no more requests are taken"
         )
         self.drain()
+        if self.force_exit:
+            for connection in list(self.server_state.connections):
+                connection.transport.abort()
+
+    async def _end_thread(self) -> None:
+        """Waits for the engine's thread, but not for a round that does not return: the thread ends with the process then."""
+        worker = self.service.worker
+        worker.stop()
+        end = time.monotonic() + AFTER_GRACE_SECONDS
+        while worker.running and not self.force_exit:
+            if time.monotonic() > end:
+                logger.error("the engine's round does not return; the server ends without it")
+                return
+            await asyncio.sleep(0.02)
 
     def _end_all(self) -> None:
         self.service.worker.end_all(unavailable("the server is shutting down, the time that texts get to finish is over"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,14 @@ def configured(model: PreTrainedModel) -> dict[str, Any]:
     said = model.generation_config.to_diff_dict()
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     return {name: said[name] for name in names if said.get(name) is not None}
+
+
+def is_local(host: str) -> bool:
+    """Whether only this machine reaches a host."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class State(str, Enum):

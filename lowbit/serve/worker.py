@@ -104,6 +104,7 @@ class Text:
         end = self.request.end
         if end in (End.STOP, End.LENGTH):
             self.shown += self.stream.finish()
+            end = End.STOP if self.stream.stopped else end  # what was held back may complete a stop string
         if not (self.fresh or end or error):
             return None
         piece = Piece(self.index, self.shown, tuple(self.fresh), end, error)
@@ -128,6 +129,8 @@ class Worker:
         """Texts that the engine has; of the thread alone."""
         self._open: dict[Text, None] = {}
         """Texts for which somebody waits; of the event loop alone."""
+        self._refusing: ApiError | None = None
+        """What texts that come after `end_all` are told; of the thread alone."""
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="lowbit-engine", daemon=True)
 
@@ -151,14 +154,18 @@ class Worker:
         self._orders.put(lambda: self._cancel(texts))
 
     def end_all(self, error: ApiError) -> None:
-        """Ends all texts that there are, with an error for those who wait for them."""
+        """Ends all texts that there are or come, with an error for those who wait for them."""
         self._orders.put(lambda: self._end_all(error))
 
     def stop(self) -> None:
-        """Ends the thread after the round that it does, and waits for it."""
+        """Tells the thread to end after the round that it does."""
         self._stopping = True
         self._orders.put(lambda: None)
-        self._thread.join()
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread is there."""
+        return self._thread.is_alive()
 
     # ---- in the thread
 
@@ -198,6 +205,9 @@ class Worker:
             order()
 
     def _submit(self, texts: Sequence[Text]) -> None:
+        if self._refusing is not None:
+            self._abandon(texts, self._refusing)
+            return
         for text in texts:
             try:
                 self.engine.submit(text.request)
@@ -218,6 +228,7 @@ class Worker:
                 self._count(text)
 
     def _end_all(self, error: ApiError) -> None:
+        self._refusing = error
         texts = list(self._live)
         self._cancel(texts)
         self._abandon(texts, error)

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import signal
+import socket
+import threading
+import time
 
 import openai
 import pytest
 
 from lowbit.engine import TextStream
+from lowbit.serve.answer import CompletionAnswer
 from lowbit.serve.limits import Limits
 from lowbit.serve.service import State
 from lowbit.serve.worker import MOST_FAILURES
@@ -158,3 +164,69 @@ def test_a_warm_up_that_fails(monkeypatch):
     server = Running(pipe, Limits(max_concurrent=4))
     server.thread.join(20)
     assert not server.thread.is_alive() and server.service.worker.dead and server.service.state is not State.READY
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_round_that_does_not_return(signals, monkeypatch, caplog):
+    """The server ends without it, after some time or with a second signal."""
+    monkeypatch.setattr("lowbit.serve.server.AFTER_GRACE_SECONDS", 1 if signals == 1 else 20)
+    server, goes_on = Running(tiny_pipeline(), Limits(max_concurrent=4, grace_seconds=0)), threading.Event()
+    try:
+        server.wait_until(lambda: server.service.state is State.READY)
+        monkeypatch.setattr(server.engine.program, "prompt", lambda *_: goes_on.wait(60))
+        with socket.create_connection(server.address) as waiting:
+            data = json.dumps(ASKED).encode()
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            waiting.sendall(head + b"content-length: %d\r\n\r\n" % len(data) + data)
+            server.wait_until(lambda: server.engine.batch.running)
+            server.service.worker._loop.call_soon_threadsafe(server.server._told, signal.SIGTERM)
+        if signals == 2:
+            time.sleep(0.5)
+            server.service.worker._loop.call_soon_threadsafe(server.server._told, signal.SIGTERM)
+        server.thread.join(5)
+        assert not server.thread.is_alive() and server.service.worker.running
+        assert ("does not return" in caplog.text) == (signals == 1)
+    finally:
+        goes_on.set()
+        server.stop()
+
+
+def test_texts_that_come_after_the_grace_time():
+    """Of a request whose body was on its way: told what the others were told."""
+    with running() as server:
+        server.service.worker._loop.call_soon_threadsafe(server.server._end_all)
+        (error,) = ask(server, ASKED)
+        assert isinstance(error, openai.InternalServerError) and error.status_code == 503 and "shutting down" in str(error)
+
+
+def test_a_stop_string_that_ends_with_the_last_character(failing, monkeypatch):
+    """A character whose last byte does not come is text only at the end, and may be a stop string."""
+    decode = failing.pipe.tokenizer.decode
+    monkeypatch.setattr(TextStream, "_decode", lambda self, tokens: decode(tokens)[: len(tokens) - 1] + "\ufffd" * bool(tokens))
+    with failing.client() as client:
+        (choice,) = client.post("/v1/completions", json={**ASKED, "max_tokens": 3, "stop": "\ufffd"}).json()["choices"]
+    assert choice["finish_reason"] == "stop" and "\ufffd" not in choice["text"]
+
+
+def test_a_fault_ends_its_connection(failing, monkeypatch):
+    """As its answer says, so that the client sends nothing more on it."""
+    monkeypatch.setattr(failing.service, "check_model", lambda name: 1 // 0)
+    with failing.client() as client:
+        answer = client.post("/v1/completions", json=ASKED)
+        assert answer.status_code == 500 and answer.headers["connection"] == "close"
+        assert client.get("/health").status_code == 200
+
+
+def test_log_probabilities_are_written_beside_the_event_loop(failing, monkeypatch):
+    """Those of a long text take a second, in which nobody else would be heard."""
+    complete, threads = CompletionAnswer.complete, []
+
+    def watched(self, pieces):
+        threads.append(threading.current_thread())
+        return complete(self, pieces)
+
+    monkeypatch.setattr(CompletionAnswer, "complete", watched)
+    with failing.client() as client:
+        for more in ({}, {"logprobs": 2}):
+            assert client.post("/v1/completions", json={**ASKED, **more}).status_code == 200
+    assert threads[0] is failing.thread and threads[1].name.startswith("lowbit-prompts")

@@ -40,11 +40,19 @@ def test_pipelined_requests_are_answered_in_order(free):
     assert answer.rstrip().endswith(b'{"status":"ok"}')
 
 
-def test_who_leaves_with_requests_behind_the_first(slow):
-    """uvicorn tells only the last of pipelined requests that its client has left."""
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("at_once", [True, False])
+def test_who_leaves_with_requests_behind_the_first(streams, at_once, slow):
+    """uvicorn tells only the last of pipelined requests that its client has left, and reads no further behind the first."""
     with socket.create_connection(slow.address) as connected:
-        connected.sendall(post({**ASKED, "stream": True}) + post(ASKED))
-        assert b"200" in connected.recv(20)
+        first, behind = post({**ASKED, "stream": streams}), post(ASKED)
+        connected.sendall(first + behind if at_once else first)
+        slow.wait_until(lambda: slow.engine.batch.running)
+        if not at_once:
+            connected.sendall(behind)
+            time.sleep(0.05)
+        if streams:
+            assert b"200" in connected.recv(20)
     drawn = slow.steps
     slow.wait_until_free()
     assert slow.steps - drawn < 40
@@ -82,6 +90,13 @@ def test_a_second_request_has_no_more_time(free, monkeypatch):
         assert connected.recv(1000) == b"" and 0.2 < time.monotonic() - begun < 3
 
 
+def test_another_protocol_is_not_spoken(free):
+    """As some clients ask for before their first request."""
+    data = post(ASKED, b"connection: Upgrade, HTTP2-Settings", b"upgrade: h2c", b"http2-settings: AAMAAABk")
+    answer = raw(free, data)
+    assert status_of(answer) == 400 and b"send them without this header" in answer and answer.count(b"HTTP/1.1 ") == 1
+
+
 def test_half_a_body(free, monkeypatch):
     monkeypatch.setattr(stream, "BODY_SECONDS", 0.3)
     answer = raw(free, post(ASKED)[:-5])
@@ -96,6 +111,24 @@ def test_heads_are_bounded(free):
     assert status_of(raw(free, head + b"a: b\r\n" * 100_000)) in (400, None)
     assert status_of(raw(free, head + b"a: " + b"b" * 40_000 + b"\r\n\r\n")) == 400
     assert status_of(raw(free, b"GET /" + b"b" * 40_000 + b" HTTP/1.1\r\n\r\n")) == 400
+
+
+@pytest.mark.parametrize("key", [None, "sesame"])
+def test_what_follows_a_body_is_bounded(key):
+    """Trailers; without the key too, whose lack is answered before the body is there."""
+    with running(key=key) as server:
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n"
+        opening = head + b"content-type: application/json\r\n\r\n1\r\n{\r\n0\r\n"
+        with socket.create_connection(server.address, timeout=5) as connected:
+            connected.sendall(opening)
+            with pytest.raises(ConnectionError):
+                for _ in range(400):  # 8 MB
+                    connected.sendall(b"a: b\r\n" * 3500)
+                    time.sleep(0.001)
+        data = json.dumps({**ASKED, "max_tokens": 2}).encode() + b" " * 100_000
+        chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (data[:3], data[3:]))
+        opening = opening.partition(b"\r\n\r\n")[0] + b"\r\nconnection: close\r\n\r\n"
+        assert status_of(raw(server, opening + chunks + b"0\r\na: b\r\n\r\n")) == (401 if key else 200)
 
 
 class Slow:
@@ -204,3 +237,17 @@ def test_who_does_not_read_is_given_up(monkeypatch):
             with contextlib.suppress(ConnectionError):
                 while part := connected.recv(1 << 16):
                     assert b"[DONE]" not in part, "it had all been sent"
+
+
+@pytest.mark.parametrize("ending", [b"GET / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n", b"no request\r\n\r\n"])
+def test_who_does_not_read_the_last_answer_is_cut(ending, monkeypatch):
+    """Answers that wait to be read when the connection is to end, less of them than holds a writer up."""
+    monkeypatch.setattr(connection, "STALL_SECONDS", 0.5)
+    with running() as server, socket.socket() as connected:
+        server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connected.connect(server.address)
+        connected.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n" * 2)
+        server.wait_until(lambda: server.server.server_state.total_requests == 2)
+        connected.sendall(ending)
+        server.wait_until(lambda: not server.server.server_state.connections, 5)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import gc
 import json
 import threading
+import tracemalloc
 
 import openai
 import pytest
 
+from lowbit.serve.errors import ApiError
 from lowbit.serve.job import Job
 from lowbit.serve.limits import Limits
 from lowbit.serve.schema import ChatAsked, CompletionAsked, parse
 from lowbit.serve.service import State
 from lowbit.serve.worker import Mailbox, Text
-from tests.serve.running import NAME, raw, running, tiny_pipeline
+from tests.serve.running import NAME, TEMPLATE, raw, running, tiny_pipeline
 
 ASKED = {"model": NAME, "prompt": "ab", "max_tokens": 4, "temperature": 0}
 CHAT = {"model": NAME, "messages": [{"role": "user", "content": "ab"}], "max_tokens": 4}
@@ -78,6 +80,19 @@ def test_what_a_field_cannot_do_is_refused_with_its_name(path, field, name, free
     assert answer.status_code == 400, error
     assert error["type"] == "invalid_request_error" and error["param"].startswith(name), error
     assert error["message"].startswith(error["param"]) and "\n" not in error["message"]
+
+
+@pytest.mark.parametrize("field", [{"stop": [1] * 300_000}, {"prompt": [[]] * 300_000}, {"prompt": [1] * 300_000 + [-1]}])
+def test_a_large_body_is_refused_at_its_first_fault(field):
+    """Not at each of them, which takes seconds and gigabytes."""
+    body = json.dumps({**ASKED, **field}).encode()
+    tracemalloc.start()
+    try:
+        with pytest.raises(ApiError) as refusal:
+            parse(CompletionAsked, body)
+        assert refusal.value.status == 400 and tracemalloc.get_traced_memory()[1] < 100 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_what_asks_for_nothing_is_taken(free):
@@ -150,7 +165,9 @@ def test_another_sites_page_cannot_ask(tiny):
     """Names that lead here (DNS rebinding), and forms, which need no leave of ours."""
     with tiny.client() as client:
         assert client.get("/v1/models", headers={"host": "evil.example"}).status_code == 403
-        for host in ("localhost:1", "127.0.0.1", "[::1]:8000", "LOCALHOST"):
+        for host in ("127.0.0.1.evil.example", "10.0.0.1", "[::2]"):
+            assert client.get("/v1/models", headers={"host": host}).status_code == 403
+        for host in ("localhost:1", "127.0.0.1", "127.0.0.2:8000", "[::1]:8000", "LOCALHOST"):
             assert client.get("/v1/models", headers={"host": host}).status_code == 200
         form = client.post("/v1/completions", content=json.dumps(ASKED), headers={"content-type": "text/plain"})
         assert form.status_code == 415 and "access-control-allow-origin" not in form.headers
@@ -258,3 +275,28 @@ def test_nothing_is_kept(tiny):
     raw(tiny, b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{", seconds=0.1)
     tiny.wait_until_free()
     tiny.wait_until(lambda: left() <= before)
+
+
+def test_halves_of_characters(free, monkeypatch):
+    """JSON has them in its strings, also in that of a call's arguments; a tokenizer does not take them."""
+    monkeypatch.setattr(free.pipe.tokenizer, "chat_template", "{{ messages[-1].tool_calls | tojson }}")
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": "\\ud800"}'}}
+    with free.client() as client:
+        for arguments, status in (('{"x": "\\ud800"}', 400), ('{"x": "\\ud83d\\ude00"}', 200)):
+            call["function"]["arguments"] = arguments
+            asked = {**CHAT, "messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]}
+            answer = client.post("/v1/chat/completions", json=asked)
+            assert answer.status_code == status and (status == 200 or answer.json()["error"]["param"] == "messages"), (
+                answer.text
+            )
+
+
+def test_tools_that_the_template_ignores(free, monkeypatch):
+    """Are refused rather than forgotten; with tool_choice none nobody expects them."""
+    asked = {**CHAT, "tools": [{"type": "function", "function": {"name": "weather"}}]}
+    with free.client() as client:
+        assert client.post("/v1/chat/completions", json=asked).status_code == 200
+        monkeypatch.setattr(free.pipe.tokenizer, "chat_template", TEMPLATE.partition("{% for tool ")[0])
+        answer = client.post("/v1/chat/completions", json=asked)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "tools"
+        assert client.post("/v1/chat/completions", json={**asked, "tool_choice": "none"}).status_code == 200

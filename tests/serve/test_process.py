@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 from lowbit.cli.commands import app
 from lowbit.cli.terminal import err, out
 from lowbit.serve.client import Local, Remote
-from tests.serve.running import NAME, TEMPLATE, greedy, running
+from lowbit.serve.errors import encoded
+from tests.serve.running import NAME, TEMPLATE, greedy, running, tiny_pipeline
 from tests.tiny import eager_llama, tiny_tokenizer
 
 ASKED = {"model": "tiny", "prompt": "ab", "max_tokens": 200, "temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -181,6 +182,29 @@ def test_a_dialogue_that_is_left():
         )
         with pytest.raises(ValueError, match="the dialogue has 318 tokens, a text here at most 256"):
             next(local.answer([{"role": "user", "content": "a" * 300}], 0, 10))
+
+
+def test_what_a_model_of_this_process_does_not_do(monkeypatch):
+    """Is said in words, as a server says it."""
+    pipe = tiny_pipeline()
+    local = Local(pipe, NAME)
+    with pytest.raises(ValueError, match="the model's chat template does not take them .no tools here."):
+        next(local.answer([{"role": "tool", "content": "a"}], 0, 10))
+    monkeypatch.setattr(pipe.engine.program, "prompt", lambda *_: [][0])
+    with pytest.raises(ValueError, match="computing the answer failed"):
+        next(local.answer([{"role": "user", "content": "a"}], 0, 10))
+
+
+def test_characters_that_end_lines_elsewhere(monkeypatch):
+    """In events a line ends at a line feed, with or without a carriage return in front of it, and in none of ours otherwise."""
+    odd = "a\u2028b\x85c\x0bd"
+    assert encoded(odd).isascii()
+    sent = f'data: {{"choices": [{{"delta": {{"content": "{odd}"}}}}]}}\r\n\r\ndata: [DONE]\n\n'.replace("\x0b", "").encode()
+    handler = httpx.MockTransport(lambda request: httpx.Response(200, stream=httpx.ByteStream(sent)))
+    with running() as server:
+        remote = Remote(server.url)
+        remote._client = httpx.Client(transport=handler)
+        assert [*remote.answer([{"role": "user", "content": "a"}], 0, 10)] == [odd.replace("\x0b", "")]
 
 
 def test_the_page_is_whole():
