@@ -86,7 +86,8 @@ class PagedAttention:
     def ahead(self) -> bool:
         """Whether a round of parts is asked for while the shares of all are made, and while the one before is added: where
         there are registers for it."""
-        return self.copies > 1 and self.group_rows <= 4 and self.tile.stages == 1
+        few = self.group_rows <= 4 and self.lanes <= 32 * self.tile.warps
+        return few and self.copies > 1 and self.tile.stages == 1
 
     @property
     def round(self) -> int:
