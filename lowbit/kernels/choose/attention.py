@@ -150,10 +150,6 @@ class DecodeCandidate(Candidate[DecodeTile]):
 
     measured: MeasuredDecode | None = None
 
-    @property
-    def rank(self) -> tuple[bool, bool, float]:
-        return bool(self.reasons), self.measured is None, self.cost_us
-
 
 def candidates_decode(
     rows: int, shape: AttentionShape, longest: int, machine: Machine, *, batch_invariant: bool = False

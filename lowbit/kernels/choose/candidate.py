@@ -14,16 +14,18 @@ C = TypeVar("C", bound="Candidate")
 
 @dataclass(frozen=True)
 class Candidate(Generic[T]):
-    """A tile, its reasons against the problem (empty: it can), its modelled time in microseconds."""
+    """A tile, its reasons against the problem (empty: it can), its modelled time in microseconds, and the measurement that
+    puts it first, if there is one."""
 
     tile: T
     reasons: tuple[str, ...]
     cost_us: float
+    measured: object | None = None
 
     @property
     def rank(self) -> tuple[bool, bool, float]:
         """What candidates are ordered by: whether it cannot, whether no measurement puts it first, its cost."""
-        return bool(self.reasons), True, self.cost_us
+        return bool(self.reasons), self.measured is None, self.cost_us
 
 
 def ordered(rows: Iterable[C]) -> list[C]:

@@ -62,10 +62,6 @@ class ChainCandidate(Candidate[RingTile]):
 
     measured: MeasuredChain | None = None
 
-    @property
-    def rank(self) -> tuple[bool, bool, float]:
-        return bool(self.reasons), self.measured is None, self.cost_us
-
 
 def chain_candidates(role: Role, shape: GemmShape, machine: Machine, *, batch_invariant: bool = False) -> list[ChainCandidate]:
     """Every tile considered for a product in a chain: the measured one, then the cheapest first, those that cannot last.

@@ -122,10 +122,6 @@ class GemmCandidate(Candidate[Tile]):
 
     measured: Measured | None = None
 
-    @property
-    def rank(self) -> tuple[bool, bool, float]:
-        return bool(self.reasons), self.measured is None, self.cost_us
-
 
 def candidates(shape: GemmShape, machine: Machine, *, batch_invariant: bool = False) -> list[GemmCandidate]:
     """Every tile considered for a problem: what was measured to be best, then the cheapest first, those that cannot last.
