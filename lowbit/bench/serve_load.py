@@ -8,7 +8,6 @@ look at the clock for each part that arrives, and JSON only at its end.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import math
 import random
@@ -162,15 +161,16 @@ class Asker:
 
 @dataclass(eq=False)
 class Client(asyncio.Protocol):
-    """A connection that asks one thing at a time and reads its events."""
+    """A connection that asks one thing at a time and reads its events; once it is `over`, another one has to be made."""
 
+    over: bool = False
     transport: asyncio.Transport | None = None
     answer: Answered | None = None
     done: asyncio.Future[None] | None = None
     parts: list[bytes] = field(default_factory=list)
 
     async def ask(self, asker: Asker, request: bytes, answer: Answered) -> None:
-        """Sends a request and waits for the end of its answer, which `answer` describes; connects where it must."""
+        """Sends a request and waits for the end of its answer, which `answer` describes; connects at first."""
         loop = asyncio.get_running_loop()
         self.answer, self.done, self.parts = answer, loop.create_future(), []
         self.parser = httptools.HttpResponseParser(self)
@@ -181,20 +181,20 @@ class Client(asyncio.Protocol):
             await self.done
         except OSError as error:
             answer.error = f"no connection: {type(error).__name__}"
+            self.close()
         except asyncio.CancelledError:
             answer.cut = True
             answer.tokens = sum(part.count(b"data: ") for part in self.parts)
+            self.close()
             raise
         finally:
             self.answer = self.done = None
-            if answer.error or answer.cut:
-                self.close()
 
     def close(self) -> None:
         """Leaves."""
+        self.over = True
         if self.transport is not None:
             self.transport.abort()
-            self.transport = None
 
     # ---- what asyncio calls
 
@@ -209,10 +209,11 @@ class Client(asyncio.Protocol):
             self.parser.feed_data(data)
         except httptools.HttpParserError as error:
             self._end(f"not HTTP: {error}")
+            self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """By the server, or by `close`."""
-        self.transport = None
+        self.over = True
         self._end("the connection was closed")
 
     # ---- what the parser calls
@@ -230,6 +231,8 @@ class Client(asyncio.Protocol):
         """The end of an answer."""
         if self.answer is None:
             return
+        if not self.parser.should_keep_alive():
+            self.close()
         status = self.parser.get_status_code()
         text = b"".join(self.parts)
         if status != 200:
@@ -259,15 +262,18 @@ async def closed_loop(
 
     async def stream(lengths: Iterator[tuple[int, int]]) -> None:
         client = Client()
-        with contextlib.closing(client):
+        try:
             while time.perf_counter() < end:
                 prompt, output = next(lengths)
                 request = asker.request(prompt, output)
+                client = Client() if client.over else client
                 answer = Answered(time.perf_counter(), output)
                 answers.append(answer)
                 await client.ask(asker, request, answer)
                 if answer.error:
                     await asyncio.sleep(AFTER_FAILURE_SECONDS)
+        finally:
+            client.close()
 
     tasks = [asyncio.ensure_future(stream(staggered(mix, number, streams))) for number in range(streams)]
     try:
@@ -301,6 +307,7 @@ async def open_loop(
 
     async def one(request: bytes, answer: Answered) -> None:
         client = idle.pop() if idle else Client()
+        client = Client() if client.over else client
         await client.ask(asker, request, answer)
         idle.append(client)
 
@@ -328,11 +335,14 @@ async def one_by_one(asker: Asker, prompt: int, output: int, most: int, seconds:
     answers: list[Answered] = []
     end = time.perf_counter() + seconds
     client = Client()
-    with contextlib.closing(client):
+    try:
         while len(answers) < most and time.perf_counter() < end:
             request = asker.request(prompt, output)
+            client = Client() if client.over else client
             answers.append(Answered(time.perf_counter(), output))
             await client.ask(asker, request, answers[-1])
+    finally:
+        client.close()
     return answers
 
 
