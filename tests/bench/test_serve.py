@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("fastapi", reason="needs the serve extra: pip install 'lowbit[serve]'")
 
-from lowbit.bench import serve_load
+from lowbit.bench import language_model, serve_host, serve_load
 from lowbit.bench.serve import percentiles
 from lowbit.bench.serve_host import random_tokenizer
 from lowbit.bench.serve_load import (
@@ -84,6 +84,24 @@ def test_tokens_count_where_they_fall():
 def test_percentiles():
     assert percentiles([]) is None and percentiles([2.0]) == {"p50": 2.0, "p95": 2.0, "p99": 2.0}
     assert percentiles([float(i) for i in range(101)]) == {"p50": 50.0, "p95": 95.0, "p99": 99.0}
+
+
+def test_a_shape_is_served_with_random_weights(monkeypatch):
+    """What the other process does before it serves, here."""
+    shape = dict(hidden=64, intermediate=192, layers=3, heads=4, kv_heads=2, vocab=320, theta=1e4)
+    monkeypatch.setitem(language_model.SHAPES, "small", lambda: language_model._llama(**shape))
+    asked = serve_host.Asked(
+        "small", None, "w4a16_g32", "w8a16", "bfloat16", 2, 3, (fixed(20, 6),), ("engine",), (50,), 2.0, 1.0, 0
+    )  # fmt: skip
+    made = serve_host._pipeline(asked, print)
+    assert made.engine.max_length == serve_host.POSITIONS and len(made.model.model.layers) == 2
+    answers, end, cpu = serve_host.engine_loop(made.engine, Prompts(320, 0), asked)
+    ended = [answer for answer in answers if answer.tokens == answer.asked]
+    assert len(ended) > 6 and cpu > 0 and not any(answer.error for answer in answers)
+    assert steady(answers, 3, end).tokens_per_s > 0 and [answer.asked for answer in answers[:4]] == [2, 4, 6, 6]
+    assert not made.engine.batch.running and not made.engine.batch.waiting
+    alone = serve_host.engine_alone(made.engine, Prompts(320, 1), asked)
+    assert 1 < len(alone) <= serve_host.MOST_ALONE and all(seconds > 0 for seconds in alone)
 
 
 def test_every_token_of_the_tokenizer_for_random_weights_is_text():
