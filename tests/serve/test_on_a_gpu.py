@@ -135,11 +135,12 @@ def test_clients_that_leave_free_their_pages_and_change_nobodys_text(server):
 def test_logits_that_are_no_numbers_end_one_text_alone():
     """A token whose embedding is NaN."""
     model, bad = model_of(scheme=None), 5
-    with torch.no_grad():
-        model.get_input_embeddings().weight[bad] = torch.nan
     prompts = [[token if token != bad else 6 for token in ids] for ids in PROMPTS[:12]]
     prompts[4] = [*prompts[4], bad]
     pipe = Pipeline(model, random_tokenizer(VOCAB), max_concurrent=16, cache_bytes=1 << 26, engine=True)
+    assert not pipe.engine.program.reasons  # which is looked at before the model is damaged
+    with torch.no_grad():
+        model.get_input_embeddings().weight[bad] = torch.nan
     with running(pipe, max_concurrent=16) as server:
         found = gather(server, text, prompts)
         server.wait_until_free()
