@@ -30,6 +30,9 @@ from lowbit.kernels.choose.mixed_gemm import (
 Role = Literal["norm", "gated", "residual"]
 """What is at a product's end: the norm (qkv, head), norm and gate (gate-up), or the residual (o, down)."""
 
+Y_TILES: dict[Role, float] = {"norm": 1, "gated": 0.5, "residual": 2}
+"""Tiles of y's size that wait in shared memory of the wgmma kernel: y, with the residual h too."""
+
 CHAIN_TOKENS = 64
 """Tokens of the largest step whose products have such ends: those of a tile of the wgmma kernel that is fast for decoding."""
 
@@ -83,7 +86,7 @@ def chain_candidates(role: Role, shape: GemmShape, machine: Machine, *, batch_in
         return ordered(rows)
     rows = []
     if "wgmma" in machine.arch.features:
-        tiled = wgmma_tiles(shape, in_chain=True, with_h=role == "residual")
+        tiled = wgmma_tiles(shape, Y_TILES[role], in_chain=True)
         rows = [_wgmma(role, tile, shape, machine) for tile in tiled]
     if shape.m <= RING_TOKENS or not rows:
         rings = [_candidate(role, ring, shape, machine) for ring in ring_tiles(shape, machine)]
@@ -221,6 +224,11 @@ MEASURED: tuple[MeasuredChain, ...] = (
         "H200", "2026-11-23", "residual", (9, 16), 4096, 14336, 6,
         WgmmaTile(tokens=16, warpgroups=2, stages=8, splits=4, token_group=2),
         "down; a step of 4 layers 489.9 us, 523.2 with the ring kernel's 128 rows in 4 splits",
+    ),
+    MeasuredChain(
+        "H200", "2026-11-23", "norm", (33, 64), 128256, 4096, 8,
+        WgmmaTile(tokens=64, warpgroups=2, stages=8, splits=1, token_group=2),
+        "head; a step of 4 layers 785.4 us, 811.5 with 256 rows in 4 stages",
     ),
     *(
         MeasuredChain(

@@ -207,13 +207,13 @@ def _ring_cost(tile: RingTile, shape: GemmShape, machine: Machine) -> float:
 # ---- the wgmma kernel
 
 
-def wgmma_tiles(shape: GemmShape, *, in_chain: bool = False, with_h: bool = False) -> list[WgmmaTile]:
-    """Tiles of the wgmma kernel that are considered for a problem. Shared memory also holds a tile of y, in a chain squares
-    (parts/tile_end.py), and where it is added a tile of h."""
+def wgmma_tiles(shape: GemmShape, y_tiles: float = 1, *, in_chain: bool = False) -> list[WgmmaTile]:
+    """Tiles of the wgmma kernel that are considered for a problem. Beside its stages shared memory holds `y_tiles` tiles of y
+    (half a one behind a gate, h too where it is added), and in a chain squares (parts/tile_end.py)."""
     tiles = []
     for tokens, warpgroups in _STAGE_CYCLES:
         stage = 64 * warpgroups * 8 * shape.bits + 128 * tokens
-        stored = (2 if with_h else 1) * 128 * warpgroups * tokens + (64 * tokens + 1024 if in_chain else 0)
+        stored = int(y_tiles * 128 * warpgroups * tokens) + (64 * tokens + 1024 if in_chain else 0)
         stages = min(8, (230_000 - stored) // stage // 2 * 2)
         iterations = shape.steps(128)
         tiles += [WgmmaTile(tokens, warpgroups, stages, splits, 2) for splits in (1, 2, 3, 4, 8) if splits <= iterations]

@@ -7,6 +7,7 @@ Ahead   codes of the first stages are asked for before the kernel before has fin
 Stages  of x and w, in one allocation with their barriers (parts/pipeline.py); warps run free of one another
 Grid    persistent, one block per SM; tiles in groups of tokens so that a wave shares x and w in L2
 Sum     in fp32, K in order; with splits > 1 the block that comes last adds the splits in order: same input, same bits
+End     y with scales and bias; for up to 64 tokens of a decode step also norm, gate and residual (parts/tile_end.py)
 Exact   every weight is decoded exactly and rounded once after scaling, as a dequantized model's would be
 Source  wgmma fragments: PTX ISA; the shape of the pipeline and what was measured: docs/log.md
 """
@@ -107,10 +108,10 @@ class WgmmaGemm(WarpgroupTile, Squares):
     @property
     def regions(self) -> Regions:
         w = [(f"w{p}", self.stages * self.rows * 8 * self.decode.plane_words(p)) for p in range(self.decode.planes)]
-        y, squares = self.rows * self.tokens * 2, 4 * SUMS * self.tokens
+        (tokens, channels), squares = self.store_block, 4 * SUMS * self.tokens
         of_end = (
-            ("y", y if self.store_by_tma else 0),
-            ("h", y if self.end.residual else 0),
+            ("y", 2 * tokens * channels if self.store_by_tma else 0),
+            ("h", 2 * tokens * channels if self.end.residual else 0),
             ("squares", squares if self.end.parts or self.end.residual else 0),
             ("h_there", UNIT if self.end.residual else 0),
         )
