@@ -111,6 +111,13 @@ def begin_end(stream, first_row, first_token, M, C: gl.constexpr):
 
 
 @gluon.jit
+def await_h(stream, C: gl.constexpr):
+    """Until h is there. Every block waits, also one whose split another one finishes: a copy must not outlive its block."""
+    if C.end.residual:
+        mbarrier.wait(stream.h_there, 0)
+
+
+@gluon.jit
 def add_squares(stream, first_token, M, C: gl.constexpr):
     """Part i of a token goes to sum i % SUMS. They are read behind a barrier, of which the main loop has some."""
     TOKENS: gl.constexpr = C.tokens
@@ -160,7 +167,6 @@ def add_to_residual(out, sums, stream, row_tile, first_row, first_token, C: gl.c
     rows = first_row + gl.arange(0, C.rows, gl.SliceLayout(1, C.accumulator))
     exists = rows < out.N
     gamma = gl.load(stream.gamma + rows, mask=exists, other=0.0).to(gl.float32) * stream.x_factor
-    mbarrier.wait(stream.h_there, 0)
     h = stream.h_tile.permute([1, 0])
     kept = (sums + h.load(C.accumulator).to(gl.float32)).to(stream.h_tile.dtype)
     h.store(kept)

@@ -52,7 +52,7 @@ from lowbit.kernels.parts.prologue import await_previous, start_next
 from lowbit.kernels.parts.schedule import SplitK, Tiles, count, iterations_of, meet, tile_at
 from lowbit.kernels.parts.smem import UNIT, Regions, allocate, view, view_stages
 from lowbit.kernels.parts.tile import WarpgroupTile
-from lowbit.kernels.parts.tile_end import SQUARES, SUMS, Applied, Squares, Stream, begin_end, finish_end, prefetch_rows
+from lowbit.kernels.parts.tile_end import SQUARES, SUMS, Applied, Squares, Stream, await_h, begin_end, finish_end, prefetch_rows
 from lowbit.pack.weight import WeightForm
 
 STAGE_K = 64
@@ -339,6 +339,7 @@ def math(p, C: gl.constexpr):
         begin, end = iterations_of(split, p.tiles, C)
         more = index + gl.num_programs(0) < tiles
         acc, words, stage, phase = multiply(p, scale, words, stage, phase, begin, end, more, C)
+        await_h(p.stream, C)
         if C.splits == 1:
             finish_end(p.out, acc, p.applied, p.stream, row_tile, first_row, first_token, C)
         else:

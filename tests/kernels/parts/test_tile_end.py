@@ -124,6 +124,7 @@ def run(end, m, n, tokens, rows, generator, half=torch.float16):
             N=n,
         )
         device("begin_end")(stream, tile * rows, 0, m, config)
+        device("await_h")(stream, config)
         device("finish_end")(out, sums[tile * rows :][:rows], applied, stream, tile, tile * rows, 0, config)
     total = (sums[:n, :m].double() * 0.5 * (scale.double()[:, None] if end.channel_scale else 1)).T
     if end.parts:
