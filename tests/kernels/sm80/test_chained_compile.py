@@ -97,17 +97,20 @@ def test_llama_3_8b(end, n, k, m):
         assert 2 * (kernel.shared_bytes + 1024) > arch_for(90).shared_per_sm_bytes >= kernel.shared_bytes + 1024
 
 
+FORMATS = [
+    ("int4", 64, "none", "bf16"), ("int4", 0, "none", "fp16"), ("uint4", 128, "integer", "fp16"),
+    ("uint4", 64, "float", "bf16"),
+    ("fp6_e3m2", 0, "none", "fp16"), ("fp6_e3m2", 128, "none", "bf16"), ("int8", 0, "none", "bf16"),
+    ("int8", 128, "none", "fp16"), ("int5", 64, "none", "fp16"), ("int3", 128, "none", "bf16"),
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("fmt", "group", "zero", "dtype"),
-    [
-        ("int4", 64, "none", "bf16"), ("int4", 0, "none", "fp16"), ("uint4", 128, "integer", "fp16"),
-        ("uint4", 64, "float", "bf16"),
-        ("fp6_e3m2", 0, "none", "fp16"), ("fp6_e3m2", 128, "none", "bf16"), ("int8", 0, "none", "bf16"),
-        ("int8", 128, "none", "fp16"),
-        ("int5", 64, "none", "fp16"), ("int3", 128, "none", "bf16"),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("m", [4, 13])
+    ("fmt", "group", "zero", "dtype", "m"),
+    # A warp holds twice the rows of x and of sums with 13 tokens: all there. With 4, of each way in which scales lie the format
+    # that is loaded in more ways: words of one plane and of three, with a zero or none, by channels and by groups.
+    [*((*case, 13) for case in FORMATS), *((*FORMATS[i], 4) for i in (0, 3, 4, 8))],
+)
 def test_formats(fmt, group, zero, dtype, m):
     """Every end in turn, with a bias; h, gates and channels of a narrow model, with a tail of K."""
     for end, n, k in (("residual", 896, 4864), ("norm", 1152, 896), ("gelu_tanh", 9728, 896)):
