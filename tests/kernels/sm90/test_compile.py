@@ -93,12 +93,12 @@ def check_barriers(config, kernel) -> None:
     [
         # Decoding is the same code in every tile. It has the fewest registers where four warpgroups share an SM (64 tokens) and
         # beside the sums of 256 tokens: every format there. In tiles that leave it more, those formats that differ most in how
-        # their words are loaded: one plane of 2 words, of 4, three planes, two vectors of 4.
+        # their words are loaded, two each: one plane of 2 words, of 4, three planes, two vectors of 4.
         *((dtype, m, n, fmt) for dtype, m, n in (("fp16", 64, 28672), ("bf16", 4096, 8192)) for fmt in FORMATS),
         *(
             (dtype, m, 8192, fmt)
-            for dtype, m in (("fp16", 32), ("bf16", 64), ("fp16", 256))
-            for fmt in ("int2", "int4", "fp7_e3m3", "int8")
+            for dtype, m, formats in (("fp16", 32, "int2 fp7_e3m3"), ("bf16", 64, "int4 int8"), ("fp16", 256, "fp7_e3m3 int8"))
+            for fmt in formats.split()
         ),
     ],
 )
