@@ -111,8 +111,8 @@ MODELS = {"residual": (896, 4864), "norm": (1152, 896), "gelu_tanh": (9728, 896)
 
 @pytest.mark.parametrize(
     ("fmt", "group", "zero", "dtype", "m", "end"),
-    # With 13 tokens a warp holds twice the rows of x and of sums: every format there, but for a norm, which takes fewer registers
-    # than a residual with each of them (70 to 116, 94 to 146). With 4 at most 106: the most of them, and scales of channels.
+    # With 13 tokens a warp holds twice the rows of x and of sums: every format there, but for a norm, which takes fewer
+    # registers than a residual with each (70 to 116, 94 to 146). With 4 at most 106: the most of them, and scales of channels.
     [
         *((*case, 13, end) for case in FORMATS for end in ("residual", "gelu_tanh")),
         *((*FORMATS[i], 13, "norm") for i in (1, 3, 5)),
