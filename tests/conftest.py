@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from hypothesis import settings
 
 settings.register_profile("lowbit", deadline=None, derandomize=True)
 settings.load_profile("lowbit")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Modules and tests stay to the end: the collector of cycles would look at all of them again and again, a tenth of the time
+    of all tests."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 import importlib.metadata
 import importlib.util
 import re
@@ -47,13 +48,19 @@ TYPES = {
 class Compiled:
     """The machine code of a kernel, the PTX it came from and what it uses."""
 
-    text: str
+    cubin: bytes
     ptx: str
     registers: int
     stack_bytes: int
     shared_bytes: int
 
-    @property
+    @functools.cached_property
+    def text(self) -> str:
+        """Disassembled once it is asked for: that takes longer than ptxas did."""
+        # Without the analysis of data flow, which is for indirect branches and takes a third of the time: the text is the same.
+        return _run("nvdisasm", ["--no-dataflow", "-c"], self.cubin)
+
+    @functools.cached_property
     def opcodes(self) -> collections.Counter[str]:
         """How often each operation occurs, with its modifiers."""
         return collections.Counter(re.findall(r"/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][A-Z0-9_.]+)", self.text))
@@ -61,7 +68,7 @@ class Compiled:
     def count(self, prefix: str) -> int:
         return sum(count for opcode, count in self.opcodes.items() if opcode.startswith(prefix))
 
-    @property
+    @functools.cached_property
     def lines(self) -> list[str]:
         return re.findall(r"/\*[0-9a-f]+\*/\s+(.*?) ;", self.text)
 
@@ -141,9 +148,8 @@ def _compile(source_type, kernel, signature, constants, pointers, warps, capabil
     import triton
     from triton.backends.compiler import GPUTarget
 
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-    if not (tools / "nvdisasm").exists():
-        pytest.skip(f"no nvdisasm in {tools}")
+    if not (_tools() / "nvdisasm").exists():
+        pytest.skip(f"no nvdisasm in {_tools()}")
     names = [*signature, *constants]
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in pointers}
     values = {(names.index(name),): None for name, kind in signature.items() if kind is None}
@@ -151,14 +157,21 @@ def _compile(source_type, kernel, signature, constants, pointers, warps, capabil
     types = {name: kind or "constexpr" for name, kind in signature.items()} | dict.fromkeys(constants, "constexpr")
     source = source_type(kernel, types, values, attributes)
     done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, **options})
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(done.asm["cubin"])
-        file.flush()
-        # Without the analysis of data flow, which is for indirect branches and takes a third of the time: the text is the same.
-        disassemble = [tools / "nvdisasm", "--no-dataflow", "-c", file.name]
-        text = subprocess.run(disassemble, capture_output=True, text=True, check=True).stdout
-        usage = subprocess.run(
-            [tools / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
+    usage = _run("cuobjdump", ["-res-usage"], done.asm["cubin"])
     registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
-    return Compiled(text, done.asm["ptx"], registers, stack, done.metadata.shared)
+    return Compiled(done.asm["cubin"], done.asm["ptx"], registers, stack, done.metadata.shared)
+
+
+def _tools() -> Path:
+    import triton
+
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+def _run(tool: str, options: list[str], cubin: bytes) -> str:
+    """What one of the tools says of a cubin."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [_tools() / tool, *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -36,7 +36,6 @@ from lowbit.kernels.parts.gluon import (
     gl,
     gluon,
     half_type,
-    mbarrier,
     ptx,
     run,
     source_digest,
@@ -47,8 +46,8 @@ from lowbit.kernels.parts.gluon import (
 )
 from lowbit.kernels.parts.launch import TilePlan, descriptors, plane_descriptors
 from lowbit.kernels.parts.operand import finish, nothing_decoded, operand_a, read_words, registers_layout, words_layout
-from lowbit.kernels.parts.pipeline import acquire, advance, make_barriers, previous
-from lowbit.kernels.parts.prologue import await_previous, start_next
+from lowbit.kernels.parts.pipeline import advance, make_barriers, previous
+from lowbit.kernels.parts.producer import load
 from lowbit.kernels.parts.schedule import SplitK, Tiles, count, iterations_of, meet, tile_at
 from lowbit.kernels.parts.smem import UNIT, Regions, allocate, view, view_stages
 from lowbit.kernels.parts.tile import WarpgroupTile
@@ -56,7 +55,6 @@ from lowbit.kernels.parts.tile_end import SQUARES, SUMS, Applied, Squares, Strea
 from lowbit.pack.weight import WeightForm
 
 STAGE_K = 64
-TILE_K = gl.constexpr(STAGE_K)
 
 PREFETCHED = gl.constexpr(6)
 """Iterations by which scales are brought into the L2 before they are loaded: more than the latency of memory."""
@@ -83,6 +81,8 @@ class WgmmaGemm(WarpgroupTile, Squares):
     paired = False
     stage_tiles = 1
     """Tiles of FragmentOrder along K in a stage."""
+    iteration_stages = 2
+    """Stages of an iteration of the main loop."""
 
     @property
     def columns(self) -> int:
@@ -197,43 +197,12 @@ class Products:
 
 
 @gluon.jit
-def load_words(copies, full, stage, row_tile, k, C: gl.constexpr):
+def load_weights(copies, full, stage, row_tile, k, C: gl.constexpr):
     """Asks for the codes of a stage."""
     PLANES: gl.constexpr = C.decode.planes
     for plane in gl.static_range(PLANES):
         column = k * (32 * C.decode.bits) + ptx(C.decode.plane_start, plane)
         tma_load(copies.w_descs[plane], [row_tile * C.warps, column], full, copies.w[plane].index(stage))
-
-
-@gluon.jit
-def load(copies, C: gl.constexpr):
-    """The warp that keeps the stages full. The first weights do not wait for the kernel before this one, which may have made x.
-
-    Math needs no wait of its own: it does nothing but read weights before x is there.
-    """
-    start_next()
-    tiles = count(copies.tiles, C)
-    token_tile, row_tile, split = tile_at(gl.program_id(0), copies.tiles, C)
-    begin, end = iterations_of(split, copies.tiles, C)
-    ahead = gl.where(gl.program_id(0) < tiles, gl.minimum(end * 2 - begin * 2, C.stages_ahead), 0)
-    for i in range(0, ahead):
-        full = copies.barriers.index(i)
-        mbarrier.expect(full, C.stage_bytes)
-        load_words(copies, full, i, row_tile, begin * 2 + i, C)
-    await_previous()
-    stage = 0
-    phase = 1
-    for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        token_tile, row_tile, split = tile_at(index, copies.tiles, C)
-        begin, end = iterations_of(split, copies.tiles, C)
-        for k in range(begin * 2, end * 2):
-            full = copies.barriers.index(stage)
-            if ahead == 0:
-                acquire(copies.barriers, stage, phase, C)
-                load_words(copies, full, stage, row_tile, k, C)
-            ahead = gl.maximum(ahead - 1, 0)
-            tma_load(copies.x_desc, [token_tile * C.tokens, k * TILE_K], full, copies.x.index(stage))
-            stage, phase = advance(stage, phase, 1, C)
 
 
 @gluon.jit
@@ -388,7 +357,7 @@ def wgmma_gemm(
     copies = Copies(w_descs, x_desc, w, x, barriers, tiles)
     # All warpgroups are one role: it takes the registers that the loader leaves, 240 a thread for two. (As roles of their
     # own, ptxas serializes their wgmma as soon as registers move between roles: Triton 3.6 and 3.9, remark C7512.)
-    gl.warp_specialize([(math, (products, C)), (load, (copies, C))], [1], [24])
+    gl.warp_specialize([(math, (products, C)), (load, (copies, gl.constexpr(load_weights), C))], [1], [24])
 
 
 class WgmmaLaunch(TilePlan):

@@ -32,7 +32,6 @@ from lowbit.kernels.parts.gluon import (
     fence_async_shared,
     gl,
     gluon,
-    mbarrier,
     ptx,
     run,
     source_digest,
@@ -44,12 +43,12 @@ from lowbit.kernels.parts.gluon import (
 from lowbit.kernels.parts.launch import Address, TilePlan, plane_descriptors
 from lowbit.kernels.parts.operand import finish, keep, nothing_decoded, operand_a, read_words, registers_layout, words_layout
 from lowbit.kernels.parts.pair import say_ready
-from lowbit.kernels.parts.pipeline import acquire, advance, make_barriers, previous
-from lowbit.kernels.parts.prologue import await_previous, start_next
+from lowbit.kernels.parts.pipeline import advance, make_barriers, previous
+from lowbit.kernels.parts.producer import load
 from lowbit.kernels.parts.promote import add_here, add_scaled_here
 from lowbit.kernels.parts.schedule import SplitK, Tiles, count, iterations_of, tile_at
 from lowbit.kernels.parts.smem import allocate, view, view_stages
-from lowbit.kernels.parts.tile import STAGE_K, TILE_K, ByteTile
+from lowbit.kernels.parts.tile import STAGE_K, ByteTile
 
 
 @dataclass(frozen=True)
@@ -81,6 +80,8 @@ class NarrowGemm(ByteTile):
     tokens_are_rows = False
     stage_tiles = TILES
     """Tiles of FragmentOrder along K in a stage."""
+    iteration_stages = 2
+    """Stages of an iteration of the main loop."""
 
     @property
     def decode(self) -> ByteDecode:
@@ -160,7 +161,7 @@ class Products:
 
 
 @gluon.jit
-def load_words(copies, full, stage, row_tile, k, C: gl.constexpr):
+def load_weights(copies, full, stage, row_tile, k, C: gl.constexpr):
     """Asks for the codes of a stage and their scales."""
     PLANES: gl.constexpr = C.decode.planes
     if C.grouped:
@@ -169,36 +170,6 @@ def load_words(copies, full, stage, row_tile, k, C: gl.constexpr):
         for tile in gl.static_range(2):
             column = (2 * k + tile) * (32 * C.bits) + ptx(C.decode.plane_start, plane)
             tma_load(copies.w_descs[plane], [row_tile * C.warps, column], full, copies.w[plane].index(2 * stage + tile))
-
-
-@gluon.jit
-def load(copies, C: gl.constexpr):
-    """The warp that keeps the stages full. The first weights do not wait for the kernel before this one."""
-    if C.paired:
-        say_ready(1, C)
-    start_next()
-    tiles = count(copies.tiles, C)
-    token_tile, row_tile, split = tile_at(gl.program_id(0), copies.tiles, C)
-    begin, end = iterations_of(split, copies.tiles, C)
-    ahead = gl.where(gl.program_id(0) < tiles, gl.minimum(end * 2 - begin * 2, C.stages_ahead), 0)
-    for i in range(0, ahead):
-        full = copies.barriers.index(i)
-        mbarrier.expect(full, C.stage_bytes)
-        load_words(copies, full, i, row_tile, begin * 2 + i, C)
-    await_previous()
-    stage = 0
-    phase = 1
-    for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        token_tile, row_tile, split = tile_at(index, copies.tiles, C)
-        begin, end = iterations_of(split, copies.tiles, C)
-        for k in range(begin * 2, end * 2):
-            full = copies.barriers.index(stage)
-            if ahead == 0:
-                acquire(copies.barriers, stage, phase, C)
-                load_words(copies, full, stage, row_tile, k, C)
-            ahead = gl.maximum(ahead - 1, 0)
-            tma_load(copies.x_desc, [token_tile * C.columns, k * TILE_K], full, copies.x.index(stage))
-            stage, phase = advance(stage, phase, 1, C)
 
 
 @gluon.jit
@@ -412,10 +383,11 @@ def narrow_scaled_gemm(
     copies = Copies(w_descs, x_desc, scale_desc, w, x, scale_stages, barriers, tiles)
     if C.paired:
         gl.warp_specialize(
-            [(math, (products, C)), (load, (copies, C)), (say_ready, (1, C)), (say_ready, (2, C))], [1, 1, 2], [24, 24, 24]
+            [(math, (products, C)), (load, (copies, gl.constexpr(load_weights), C)), (say_ready, (1, C)), (say_ready, (2, C))],
+            [1, 1, 2], [24, 24, 24],
         )  # fmt: skip
     else:
-        gl.warp_specialize([(math, (products, C)), (load, (copies, C))], [1], [24])
+        gl.warp_specialize([(math, (products, C)), (load, (copies, gl.constexpr(load_weights), C))], [1], [24])
 
 
 @functools.lru_cache(maxsize=1024)

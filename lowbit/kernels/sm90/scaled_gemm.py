@@ -33,7 +33,6 @@ from lowbit.kernels.parts.gluon import (
     fence_async_shared,
     gl,
     gluon,
-    mbarrier,
     run,
     source_digest,
     tma_load,
@@ -43,8 +42,8 @@ from lowbit.kernels.parts.gluon import (
 )
 from lowbit.kernels.parts.launch import TilePlan, descriptors
 from lowbit.kernels.parts.pair import say_ready
-from lowbit.kernels.parts.pipeline import acquire, advance, make_barriers, previous, release, wait_full
-from lowbit.kernels.parts.prologue import await_previous, start_next
+from lowbit.kernels.parts.pipeline import advance, make_barriers, previous, release, wait_full
+from lowbit.kernels.parts.producer import load
 from lowbit.kernels.parts.promote import add_here
 from lowbit.kernels.parts.schedule import SplitK, Tiles, count, iterations_of, tile_at
 from lowbit.kernels.parts.smem import allocate, view, view_stages
@@ -144,34 +143,9 @@ class BlockScales:
 
 
 @gluon.jit
-def load(copies, C: gl.constexpr):
-    """The warp that keeps the stages full. The first weights do not wait for the kernel before this one."""
-    x_desc, w_desc, barriers = copies.x_desc, copies.w_desc, copies.barriers
-    if C.paired:
-        say_ready(1, C)
-    start_next()
-    tiles = count(copies.tiles, C)
-    token_tile, channel_tile, split = tile_at(gl.program_id(0), copies.tiles, C)
-    begin, end = iterations_of(split, copies.tiles, C)
-    begin, end = begin * C.iteration_stages, end * C.iteration_stages
-    ahead = gl.where(gl.program_id(0) < tiles, gl.minimum(end - begin, C.stages_ahead), 0)
-    for i in range(0, ahead):
-        mbarrier.expect(barriers.index(i), C.stage_bytes)
-        tma_load(w_desc, [channel_tile * C.tile_channels, (begin + i) * TILE_K], barriers.index(i), copies.w.index(i))
-    await_previous()
-    stage = 0
-    phase = 1
-    for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        token_tile, channel_tile, split = tile_at(index, copies.tiles, C)
-        begin, end = iterations_of(split, copies.tiles, C)
-        for k in range(begin * C.iteration_stages, end * C.iteration_stages):
-            full = barriers.index(stage)
-            if ahead == 0:
-                acquire(barriers, stage, phase, C)
-                tma_load(w_desc, [channel_tile * C.tile_channels, k * TILE_K], full, copies.w.index(stage))
-            ahead = gl.maximum(ahead - 1, 0)
-            tma_load(x_desc, [token_tile * C.tile_tokens, k * TILE_K], full, copies.x.index(stage))
-            stage, phase = advance(stage, phase, 1, C)
+def load_weights(copies, full, stage, channel_tile, k, C: gl.constexpr):
+    """Asks for the rows of w of a stage."""
+    tma_load(copies.w_desc, [channel_tile * C.tile_channels, k * TILE_K], full, copies.w.index(stage))
 
 
 @gluon.jit
@@ -374,10 +348,11 @@ def scaled_gemm(
     copies = Copies(x_desc, w_desc, x, w, barriers, tiles)
     if C.paired:
         gl.warp_specialize(
-            [(math, (products, C)), (load, (copies, C)), (say_ready, (1, C)), (say_ready, (2, C))], [1, 1, 2], [24, 24, 24]
+            [(math, (products, C)), (load, (copies, gl.constexpr(load_weights), C)), (say_ready, (1, C)), (say_ready, (2, C))],
+            [1, 1, 2], [24, 24, 24],
         )  # fmt: skip
     else:
-        gl.warp_specialize([(math, (products, C)), (load, (copies, C))], [1], [24])
+        gl.warp_specialize([(math, (products, C)), (load, (copies, gl.constexpr(load_weights), C))], [1], [24])
 
 
 @functools.lru_cache(maxsize=1024)

@@ -135,11 +135,7 @@ def run(code, folder, tmp_path, **environment):
     assert done.returncode == 0, done.stderr
 
 
-def test_compiled_by_other_processes(tmp_path):
-    run(CHECK, ROOT, tmp_path)
-
-
-def test_found_where_the_program_finds_them(tmp_path):
+def test_compiled_by_other_processes_which_find_them_where_the_program_does(tmp_path):
     """The program stands elsewhere, beside a folder of the library's name, and has found the library by its own path; modules
     that it loads write to stdout."""
     (tmp_path / "lowbit").mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -26,17 +27,19 @@ RAGGED = [0, 1, 15, 127, 128, 129, 300, 1000]
 
 
 def run(case, tile, machine):
-    """out of a plan, called twice for the same bits; its counters are zero again, what it allocates is poisoned."""
+    """out of a plan, on a GPU called twice for the same bits (the interpreter has no other order); its counters are zero again,
+    what it allocates is poisoned."""
     plan = PagedAttentionPlan(len(case.rows), case.shape, tile, machine)
     sums, counters = plan.workspace
     arrived = torch.zeros(max(counters, 1), dtype=torch.int32, device=case.k.device)
     before, found = case.copy(), []
-    for _ in range(2):
+    for _ in range(2 if case.k.is_cuda else 1):
         case.k.copy_(before.k), case.v.copy_(before.v)
         partial = torch.full((max(sums, 1),), torch.nan, device=case.k.device)
         found.append(plan(*case.arguments, partial, arrived))
         assert not arrived.any()
-    assert torch.equal(*(out[case.rows < len(case.positions) - 1] for out in found))  # rows that pad write over each other
+    real = case.rows < len(case.positions) - 1  # rows that pad write over each other
+    assert torch.equal(found[0][real], found[-1][real])
     return found[0]
 
 
@@ -82,23 +85,26 @@ def warps_for(shape):
 
 
 def check_features():
-    for given, options in FEATURES.values():
+    """Where a kv head's heads and pages lie is asked of some; of the others one kv head does."""
+    for name, (given, options) in FEATURES.items():
+        if name not in ("plain", "one head each", "groups of 3", "96", "shared pages and padding"):
+            given = dataclasses.replace(given, heads=given.group, kv_heads=1)
         check(given, [300, 129, 1], tile_for(given, 4, warps_for(given)[0]), **options)
 
 
 def check_tiles():
     given = shape()
     for splits, chunk, block in ((1, 64, 64), (2, 64, 16), (8, 128, 128), (64, 64, 16)):
-        check(given, [700, 64, 65, 300], DecodeTile(splits, chunk, block, 1))
+        check(given, [400, 64, 65, 300], DecodeTile(splits, chunk, block, 1))
     check(given, [300, 129, 1, 0], DecodeTile(4, 64, 16, 1, 3))
-    check(given, RAGGED, DecodeTile(16, 64, 32, 1))  # fp16: the interpreter does not multiply bf16
+    check(given, [*RAGGED[:-1], 500], DecodeTile(16, 64, 32, 1))  # fp16: the interpreter does not multiply bf16
 
 
 def rows_alone(device, dtype):
     """Row by row the bits of a batch, whatever the other rows hold."""
     machine = machine_of(device) if device == "cuda" else typical_machine(80)
     tile = tile_for(shape(), 8)
-    case = make_case(shape(), [300, 1000, 0, 77], dtype, device, padding=1)
+    case = make_case(shape(), [300, 500, 0, 77], dtype, device, padding=1)
     given = case.copy()
     together = run(case, tile, machine)
     for row in range(4):
@@ -115,9 +121,8 @@ def interpreted(call):
 
 
 @loops_to_loaded_bounds
-@pytest.mark.parametrize("call", ["check_features()", "check_tiles()", "rows_alone('cpu', torch.float16)"])
-def test_the_arithmetic_in_tritons_interpreter(call):
-    interpreted(call)
+def test_the_arithmetic_in_tritons_interpreter():
+    interpreted("check_features(); check_tiles(); rows_alone('cpu', torch.float16)")
 
 
 def compiled(given, tile, sm=90, dtype=torch.float16, norms=None):
@@ -132,8 +137,10 @@ def compiled(given, tile, sm=90, dtype=torch.float16, norms=None):
 
 @pytest.mark.parametrize(
     ("head_dim", "group", "dtype"),
-    [(head_dim, group, torch.float16) for head_dim in (64, 128, 256) for group in (1, 4, 16)]
-    + [(80, 3, torch.float16), (96, 8, torch.bfloat16), (128, 4, torch.bfloat16)],
+    # Of 64 elements a program holds half of q and of its sums, 181 to 212 registers with any group where 128 take up to 247:
+    # one group here, one in `test_heads_of_opt`, one with all features. fp16 and bf16 have the same registers in every tile.
+    [(head_dim, group, torch.float16) for head_dim in (128, 256) for group in (1, 4, 16)]
+    + [(64, 16, torch.float16), (80, 3, torch.float16), (96, 8, torch.bfloat16)],
     ids=str,
 )
 def test_nothing_spills_and_pages_are_read_in_pieces_of_16_bytes(head_dim, group, dtype):
@@ -147,8 +154,7 @@ def test_nothing_spills_and_pages_are_read_in_pieces_of_16_bytes(head_dim, group
         assert kernel.count("HMMA.16816") >= 32
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.float16), (80, torch.bfloat16), (128, torch.float16)], ids=str)
 def test_heads_of_opt(head_dim, dtype):
     """One head of q for each of k and v, none of which turns."""
     given = shape(12, 12, head_dim, rotary_dim=0)
@@ -157,20 +163,23 @@ def test_heads_of_opt(head_dim, dtype):
         assert kernel.stack_bytes == 0 and kernel.count("LDG.E.128") >= 32, (warps, kernel.registers)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("sm", [80, 90])
-def test_all_features_at_once_do_not_spill(sm, head_dim):
+@pytest.mark.parametrize(
+    ("sm", "head_dim", "programs"),
+    # Of heads of 64, and of sm_80, what takes most registers: 204 of 255, and all 255. All else takes 220 at most.
+    [(90, 64, (1,)), (90, 128, None), (90, 256, None), (80, 128, (1, 2)), (80, 256, None)],
+)
+def test_all_features_at_once_do_not_spill(sm, head_dim, programs):
     given = shape(32, 8, head_dim, rotary_dim=head_dim // 2, softcap=50.0, window=4096, norm_eps=1e-6, norm_offset=1.0)
-    for warps in warps_for(given):
+    for warps in programs or warps_for(given):
         kernel = compiled(given, tile_for(given, 64, warps), sm, norms=torch.float16)
         assert kernel.stack_bytes == 0, (warps, kernel.registers)
 
 
 def test_old_keys_are_asked_for_before_the_wait():
     """sm_90: tables, positions and the first block before the wait, q after it; then the next kernel may start; then stores."""
-    given = shape(32, 8, 128)
+    given = shape(16, 4, 128)  # compiled by the tests above, and found in Triton's cache
     for warps in (1, 2, 4):
-        kernel = compiled(given, tile_for(given, 16, warps))
+        kernel = compiled(given, tile_for(given, 32, warps))
         names = [line.split()[line.startswith("@")] for line in kernel.lines]
         wait, start = names.index("ACQBULK"), names.index("PREEXIT")
         before = [name for name in names[:wait] if name.startswith("LDG")]

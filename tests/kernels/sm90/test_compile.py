@@ -96,12 +96,12 @@ def check_barriers(config, kernel) -> None:
     [
         # Decoding is the same code in every tile. It has the fewest registers where four warpgroups share an SM (64 tokens) and
         # beside the sums of 256 tokens: every format there. In tiles that leave it more, those formats that differ most in how
-        # their words are loaded: one plane of 2 words, of 4, three planes, two vectors of 4.
+        # their words are loaded, two each: one plane of 2 words, of 4, three planes, two vectors of 4.
         *((dtype, m, n, fmt) for dtype, m, n in (("fp16", 64, 28672), ("bf16", 4096, 8192)) for fmt in FORMATS),
         *(
             (dtype, m, 8192, fmt)
-            for dtype, m in (("fp16", 32), ("bf16", 64), ("fp16", 256))
-            for fmt in ("int2", "int4", "fp7_e3m3", "int8")
+            for dtype, m, formats in (("fp16", 32, "int2 fp7_e3m3"), ("bf16", 64, "int4 int8"), ("fp16", 256, "fp7_e3m3 int8"))
+            for fmt in formats.split()
         ),
     ],
 )
@@ -122,9 +122,15 @@ def test_main_loop(fmt, dtype, m, n):
     assert kernel.count("UTMALDG") > 0
 
 
-@pytest.mark.parametrize("zero", ["integer", "float"])
-@pytest.mark.parametrize(("dtype", "scale_dtype"), [("fp16", "fp16"), ("fp16", "bf16"), ("bf16", "bf16"), ("bf16", "fp16")])
-@pytest.mark.parametrize("group", [16, 128])
+# Zeros are decoded by type, scales are converted by type and loaded by group: every two of zero, types and group meet.
+@pytest.mark.parametrize(
+    ("zero", "dtype", "scale_dtype", "group"),
+    [
+        ("integer", "fp16", "fp16", 16), ("integer", "fp16", "bf16", 128), ("integer", "bf16", "bf16", 16),
+        ("integer", "bf16", "fp16", 128), ("float", "fp16", "fp16", 128), ("float", "fp16", "bf16", 16),
+        ("float", "bf16", "bf16", 128), ("float", "bf16", "fp16", 16),
+    ],
+)  # fmt: skip
 def test_zero_points_and_scale_types(zero, dtype, scale_dtype, group):
     _, kernel = compiled("uint4", dtype, 256, group, zero, scale_dtype, bias=True)
     assert kernel.stack_bytes == 0
@@ -144,8 +150,7 @@ def test_the_check_of_operands_finds_a_violation():
     check_operands_in_flight([*loop, "WARPGROUP.DEPBAR.LE gsb0, 0x0", "LOP3.LUT R153, R8, 0xf, R9, 0xea, !PT", "@P0 BRA x"])
 
 
-@pytest.mark.parametrize("m", [64, 4096])
-@pytest.mark.parametrize("fmt", ["int4", "fp8_e5m2"])  # an integer, and the float whose scales need it
+@pytest.mark.parametrize(("fmt", "m"), [("int4", 64), ("fp8_e5m2", 4096)])  # an integer, and the float whose scales need it
 def test_a_power_of_two_beside_group_scales_is_not_in_the_main_loop(fmt, m):
     """ptxas orders a few moves otherwise, no more."""
     loops = []

@@ -1,0 +1,84 @@
+"""What the copying warp asks for, and when: run as Python, beside the list of all that its block multiplies."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
+
+from lowbit.kernels.parts.pipeline import advance
+from lowbit.kernels.parts.producer import load
+from lowbit.kernels.parts.schedule import count, iterations_of, tile_at
+from tests.kernels.parts.plain import GL, plain
+
+
+class Stages(list):
+    """Stages, or barriers, by number."""
+
+    def index(self, i):
+        return self[i]
+
+
+def asked_for(block, blocks, tiles, C):
+    """What `load` does in a block, in order: (name, ..) for each step."""
+    log: list[tuple] = []
+    note = {name: lambda *_, name=name: log.append((name,)) for name in ("say_ready", "start_next", "await_previous")}
+    gl = SimpleNamespace(
+        **{
+            **vars(GL),
+            "program_id": lambda axis: block,
+            "num_programs": lambda axis: blocks,
+            "maximum": max,
+            "constexpr": object,
+        }
+    )
+    copies = SimpleNamespace(x_desc="x", x=Stages(range(C.stages)), barriers=Stages(range(C.stages)), tiles=tiles)
+    plain(
+        load,
+        gl=gl,
+        **note,
+        mbarrier=SimpleNamespace(expect=lambda full, size: log.append(("expect", full, size))),
+        acquire=lambda barriers, stage, phase, C: log.append(("acquire", stage, phase)),
+        tma_load=lambda desc, at, full, stage: log.append(("x", full, stage, *at)),
+        count=plain(count),
+        tile_at=plain(tile_at, gl=gl),
+        iterations_of=plain(iterations_of),
+        advance=plain(advance, gl=gl),
+    )(copies, lambda copies, full, stage, channel_tile, k, C: log.append(("w", full, stage, channel_tile, k)), C)
+    return log
+
+
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize(
+    ("of_tokens", "of_channels", "iterations", "splits", "per_iteration", "stages_ahead"),
+    [(1, 1, 9, 1, 1, 6), (3, 5, 7, 1, 2, 2), (2, 3, 5, 3, 2, 6), (1, 2, 1, 1, 1, 6)],
+)
+def test_every_stage_of_every_tile_once(of_tokens, of_channels, iterations, splits, per_iteration, stages_ahead, paired):
+    C = SimpleNamespace(
+        stages=6, stages_ahead=stages_ahead, stage_bytes=4096, iteration_stages=per_iteration, splits=splits, token_group=2,
+        tile_tokens=32, x_block=(32, 64), paired=paired,
+    )  # fmt: skip
+    tiles, blocks = SimpleNamespace(of_tokens=of_tokens, of_channels=of_channels, iterations=iterations), 4
+    for block in range(blocks):
+        log = asked_for(block, blocks, tiles, C)
+        of_tiles = []
+        for index in range(block, of_tokens * of_channels * splits, blocks):
+            token_tile, channel_tile, split = plain(tile_at, gl=GL)(index, tiles, C)
+            begin, end = plain(iterations_of)(split, tiles, C)
+            of_tiles.append([(channel_tile, token_tile * 32, k) for k in range(begin * per_iteration, end * per_iteration)])
+        wanted = [stage for tile in of_tiles for stage in tile]
+        w, x = ([entry for entry in log if entry[0] == name] for name in "wx")
+        places = [(i % 6, i % 6) for i in range(len(wanted))]
+        assert w == [("w", *place, channel, k) for place, (channel, _, k) in zip(places, wanted, strict=True)]
+        assert x == [("x", *place, token, k * 64) for place, (_, token, k) in zip(places, wanted, strict=True)]
+
+        # As many weights as may be are ahead of the kernel before, into stages that nobody has used; all else comes after it.
+        await_at, ahead = log.index(("await_previous",)), min(stages_ahead, len(of_tiles[0]) if of_tiles else 0)
+        assert [entry[0] for entry in log[:await_at]] == ["say_ready"] * paired + ["start_next"] + ["expect", "w"] * ahead
+        assert [entry[1:] for entry in log if entry[0] == "expect"] == [(i, 4096) for i in range(ahead)]
+        # The other stages are waited for, each with the parity of the lap before.
+        assert [entry[1:] for entry in log if entry[0] == "acquire"] == [
+            (i % 6, 1 - i // 6 % 2) for i in range(ahead, len(wanted))
+        ]
