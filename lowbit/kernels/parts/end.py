@@ -48,8 +48,13 @@ class End:
 
 @gluon.jit
 def activated(gate, C: gl.constexpr):
-    """act(gate): silu(g) = g / (1 + exp(-g)); gelu with tanh is g / (1 + exp(-2 u)), u = sqrt(2 / pi) (g + 0.044715 g^3)."""
+    """act(gate): silu(g) = g / (1 + exp(-g)); gelu with tanh is g / (1 + exp(-2 u)), u = sqrt(2 / pi) (g + 0.044715 g^3).
+
+    1 / a is the square of 1 / sqrt(a), one instruction where a division is ten, off by 2^-21 at most.
+    """
     if C.end.gate == "silu":
-        return gate / (1.0 + gl.exp(-gate))
+        power = -gate
     else:
-        return gate / (1.0 + gl.exp(-1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)))
+        power = -1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)
+    root = gl.rsqrt(1.0 + gl.exp(power))
+    return gate * (root * root)

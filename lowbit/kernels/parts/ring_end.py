@@ -151,6 +151,7 @@ def rms_factors(squares, at, inverse_width, eps, x_factor, C: gl.constexpr):
     EIGHTS: gl.constexpr = C.ring.step.eights
     TURNS: gl.constexpr = (C.end.parts + 7) // 8
     factors = ()
+    inverse = 1.0 / x_factor
     for i in gl.static_range(2 * EIGHTS):
         token = at.first_token + i // 2 * 8 + (at.lane & 3) * 2 + i % 2
         total = (at.lane * 0).to(gl.float32)
@@ -158,7 +159,7 @@ def rms_factors(squares, at, inverse_width, eps, x_factor, C: gl.constexpr):
             part = turn * 8 + (at.lane >> 2)
             exists = (part < C.end.parts) & (token < at.M)
             total += gl.load(squares + part * at.M + token, mask=exists, other=0.0)
-        factors = factors + (gl.rsqrt(across_groups(total, C) * inverse_width + eps) / x_factor,)
+        factors = factors + (gl.rsqrt(across_groups(total, C) * inverse_width + eps) * inverse,)
     return factors
 
 

@@ -136,7 +136,7 @@ def add_squares(stream, first_token, M, C: gl.constexpr):
 def rms_factors(stream, C: gl.constexpr):
     """1 / (rms * x_factor) of the tokens of a tile."""
     total = gl.sum(stream.sums.load(C.of_columns), axis=0)
-    factors = gl.rsqrt(total * stream.inverse_width + stream.eps) / stream.x_factor
+    factors = gl.rsqrt(total * stream.inverse_width + stream.eps) * (1.0 / stream.x_factor)
     return gl.convert_layout(factors, gl.SliceLayout(0, C.accumulator), assert_trivial=True)
 
 

@@ -36,6 +36,7 @@ from lowbit.kernels.parts.gluon import (
     gl,
     gluon,
     half_type,
+    mbarrier,
     ptx,
     run,
     source_digest,
