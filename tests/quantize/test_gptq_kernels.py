@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -15,6 +12,7 @@ from lowbit.quantize import gptq, rtn
 from lowbit.quantize.gptq import _GpuGrid, _Grid, _inside_groups, inverse_factor
 from lowbit.quantize.rtn import nearest, spanning, values
 from lowbit.quantize.statistics import output_error
+from tests.kernels.interpreter import interpreted
 from tests.kernels.sass import compile_triton, loops_to_loaded_bounds
 from tests.quantize.data import inputs, weights
 
@@ -98,11 +96,7 @@ def check_without_a_gpu():
 
 @loops_to_loaded_bounds
 def test_the_arithmetic_in_tritons_interpreter():
-    code = "from tests.quantize.test_gptq_kernels import check_without_a_gpu; check_without_a_gpu()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    interpreted(check_without_a_gpu)
 
 
 @pytest.mark.gpu

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -13,6 +9,7 @@ from lowbit.hardware.machine import machine_of, typical_machine
 from lowbit.kernels.reference.attention import append_reference
 from tests.kernels.attention import TOLERANCE, angles_of, shape
 from tests.kernels.calls import meta
+from tests.kernels.interpreter import interpreted
 from tests.kernels.sass import compile_plan
 
 pytest.importorskip("triton", reason="the kernel is written in Triton")
@@ -60,11 +57,7 @@ def check_shapes():
 
 
 def test_the_arithmetic_in_tritons_interpreter():
-    code = "from tests.kernels.elementwise.test_append import check_shapes; check_shapes()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    interpreted(check_shapes)
 
 
 @pytest.mark.parametrize("sm", [80, 90])

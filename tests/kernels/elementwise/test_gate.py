@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch.nn.functional import gelu, relu, silu
@@ -14,6 +10,7 @@ from lowbit.hardware.machine import machine_of, typical_machine
 from lowbit.kernels.reference.decode import GATES
 from lowbit.ops.decode import activate, gate, gate2
 from tests.kernels.calls import meta
+from tests.kernels.interpreter import interpreted
 from tests.kernels.sass import compile_plan
 
 pytest.importorskip("triton", reason="the kernel is written in Triton")
@@ -96,11 +93,7 @@ def check_without_a_gpu():
 
 
 def test_the_arithmetic_in_tritons_interpreter():
-    code = "from tests.kernels.elementwise.test_gate import check_without_a_gpu; check_without_a_gpu()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    interpreted(check_without_a_gpu)
 
 
 # Types of 16 bits are loaded, stored and converted by one instruction each: one type with either number of rows.

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from lowbit.hardware.machine import machine_of, typical_machine
 from tests.kernels.calls import meta
+from tests.kernels.interpreter import interpreted
 from tests.kernels.sass import compile_plan
 
 pytest.importorskip("triton", reason="the kernel is written in Triton")
@@ -66,11 +63,7 @@ def check_without_a_gpu():
 
 
 def test_the_arithmetic_in_tritons_interpreter():
-    code = "from tests.kernels.elementwise.test_gather import check_without_a_gpu; check_without_a_gpu()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    interpreted(check_without_a_gpu)
 
 
 def compiled(sm, m, k, dtype=torch.float16, scale=None):

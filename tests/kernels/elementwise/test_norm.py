@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,6 +12,7 @@ from lowbit.hardware.machine import machine_of, typical_machine
 from lowbit.kernels.reference.decode import add_reference, embed_rows_reference, norm_reference, scaled_reference
 from lowbit.ops.decode import add_norm, add_norm_squares, embed_norm, embed_rows, quantize_embedding
 from tests.kernels.calls import meta
+from tests.kernels.interpreter import interpreted
 from tests.kernels.sass import TRITON, compile_plan
 
 pytest.importorskip("triton", reason="the kernel is written in Triton")
@@ -173,11 +171,7 @@ def check_without_a_gpu():
 
 def test_the_arithmetic_in_tritons_interpreter():
     """In fp16: the interpreter truncates to bf16, the machine rounds."""
-    code = "from tests.kernels.elementwise.test_norm import check_without_a_gpu; check_without_a_gpu()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    interpreted(check_without_a_gpu)
 
 
 @pytest.mark.parametrize("width", [1, 8, 203, 576, 896, 2048, 4096, 5120, 8192, 16384])

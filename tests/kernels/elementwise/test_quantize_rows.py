@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,6 +11,7 @@ from lowbit.formats import number_format
 from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.reference.activations import quantize_activations_reference
 from tests.kernels.calls import meta
+from tests.kernels.interpreter import interpreted
 from tests.kernels.sass import compile_plan
 
 triton = pytest.importorskip("triton", reason="the kernel is written in Triton")
@@ -172,11 +170,7 @@ def check_layer_norm(device, sm):
 
 def test_the_arithmetic_in_tritons_interpreter():
     """Of int8; 8-bit floats are converted by the hardware, for which the interpreter has its own way."""
-    code = "from tests.kernels.elementwise.test_quantize_rows import check_without_a_gpu; check_without_a_gpu()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    interpreted(check_without_a_gpu)
 
 
 def compiled(sm, k, name="int8", before="", pieces=True, dtype=torch.float16, **asked):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 
 import pytest
@@ -14,6 +11,7 @@ from lowbit.hardware.machine import machine_of
 from lowbit.kernels.reference import sampling
 from lowbit.ops.sample import Sampling, SamplingState, sample
 from tests.kernels.calls import meta
+from tests.kernels.interpreter import interpreted
 from tests.kernels.sass import compile_plan, loops_to_loaded_bounds
 
 triton = pytest.importorskip("triton", reason="the kernels are written in Triton")
@@ -151,11 +149,7 @@ def check_without_a_gpu():
 
 @loops_to_loaded_bounds
 def test_the_arithmetic_in_tritons_interpreter():
-    code = "from tests.kernels.elementwise.test_sample import check_without_a_gpu; check_without_a_gpu()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    interpreted(check_without_a_gpu)
 
 
 def compiled(name, vocab=128256, dtype=torch.float16, filters=True, rows=16, ends=2, overlap=True):

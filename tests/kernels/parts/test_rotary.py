@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
 
 import pytest
 import torch
 
 from lowbit.kernels.choose.attention import AttentionShape
+from tests.kernels.interpreter import interpreted
 
 pytest.importorskip("triton", reason="the functions are written in Triton")
 
@@ -63,8 +61,4 @@ def check_shapes():
 
 
 def test_heads_are_normed_and_turned():
-    code = "from tests.kernels.parts.test_rotary import check_shapes; check_shapes()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    interpreted(check_shapes)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -14,6 +10,7 @@ from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.reference.activations import quantize_activations_reference
 from lowbit.ops import quantize_activations, rms_norm_quantize, silu_mul_quantize
 from tests.kernels.elementwise.test_quantize_rows import SHAPES, compiled, hard_rows, same
+from tests.kernels.interpreter import interpreted
 
 triton = pytest.importorskip("triton", reason="the kernel is written in Triton")
 from lowbit.kernels.elementwise import quantize_rows as kernel_module  # noqa: E402
@@ -66,11 +63,7 @@ def check_without_a_gpu():
 
 def test_the_arithmetic_in_tritons_interpreter():
     """Of int8 in fp16; the interpreter has its own way with 8-bit floats."""
-    code = "from tests.kernels.parts.test_rules import check_without_a_gpu; check_without_a_gpu()"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    interpreted(check_without_a_gpu)
 
 
 def test_by_hand():

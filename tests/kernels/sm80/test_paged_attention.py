@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,6 +11,7 @@ from lowbit.hardware.machine import machine_of, typical_machine
 from lowbit.kernels.choose.attention import DecodeTile
 from tests.kernels.attention import compare, make_case, shape
 from tests.kernels.calls import meta
+from tests.kernels.interpreter import interpreted
 from tests.kernels.sass import compile_plan, loops_to_loaded_bounds
 
 pytest.importorskip("triton", reason="the kernel is written in Triton")
@@ -111,18 +109,13 @@ def rows_alone(device, dtype):
         assert torch.equal(run(given.copy([row]), tile, machine)[0], together[row])
 
 
-def interpreted(call):
-    """Runs one of this file's functions in Triton's interpreter."""
-    code = f"import torch; from tests.kernels.sm80.test_paged_attention import *; {call}"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+def check_rows_alone():
+    rows_alone("cpu", torch.float16)
 
 
 @loops_to_loaded_bounds
 def test_the_arithmetic_in_tritons_interpreter():
-    interpreted("check_features(); check_tiles(); rows_alone('cpu', torch.float16)")
+    interpreted(check_features, check_tiles, check_rows_alone)
 
 
 def compiled(given, tile, sm=90, dtype=torch.float16, norms=None):
