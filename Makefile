@@ -46,9 +46,11 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist w
 
 test: lint
 	$(PYTEST)
-	PYTHONPATH=$(OLDEST) $(PYTEST) tests/kernels/parts tests/kernels/sm80 tests/kernels/sm90
+	PYTHONPATH=$(OLDEST) $(PYTEST) $(OLDEST_TESTS)
 
-# The kernels are compiled with the newest Triton by all tests, and once more with the oldest supported.
+# The kernels are compiled with the newest Triton by all tests, and once more with the oldest supported: by the files that compile
+# or interpret them.
+OLDEST_TESTS = $(shell grep -rlE 'compile|interpreted' --include='test_*.py' tests/kernels/parts tests/kernels/sm80 tests/kernels/sm90)
 OLDEST := $(VENV)/oldest-triton
 test: $(OLDEST)
 $(OLDEST): $(BIN)/.ready

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowbit.engine.family import Decoder
 from lowbit.engine.product import Packed, Product
-from lowbit.hardware.machine import machine_of
+from lowbit.hardware.machine import features_of
 from lowbit.kernels.choose.chained_gemm import CHAIN_TOKENS
 from lowbit.kernels.choose.mixed_gemm import SMALL_TOKENS
 from lowbit.ops.chained_gemm import Gated, chain_refusals, factor_of, norm_gemm, residual_gemm
@@ -88,7 +88,7 @@ def most_tokens(device: torch.device) -> int:
     """Rows of a step that a chain computes on a device: those of a tile of the wgmma kernel. Without it those of one mma.sync:
     with 16 the ring kernel takes so many registers that nothing of the next kernel's start overlaps, and eight launches are
     faster (2765 us against 2902, Llama-3-8B's shape in w4a16_g128, H200, 2026-11-22)."""
-    wgmma = device.type == "cuda" and "wgmma" in machine_of(device).arch.features
+    wgmma = device.type == "cuda" and "wgmma" in features_of(device)
     return CHAIN_TOKENS if wgmma else SMALL_TOKENS
 
 

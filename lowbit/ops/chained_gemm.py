@@ -1,7 +1,7 @@
 """The torch operators `lowbit::norm_gemm` and `lowbit::residual_gemm`: products of a decode step with what surrounds them.
 
-With attention between qkv and o, four of them and one more kernel are a layer of a decoder, for up to 64 tokens where there is
-wgmma (sm_90), else 16:
+With attention between qkv and o, four of them and one more kernel are a layer of a decoder, for up to 64 tokens (an
+engine takes them for as many where there is wgmma, sm_90, else for 8):
 
     qkv      norm_gemm(x, qkv, squares)                    y = x . w^T / rms + bias
     o        residual_gemm(attention, o, h, gamma)         h += y; x = h * gamma * factor; squares of h
@@ -222,6 +222,8 @@ def _residual_plan(
 
     codes, scale, channel_scale, h, gamma, bias = (None if t is None else on_meta(t) for t in others)
     assert codes is not None and h is not None and gamma is not None
+    described_h = others[3]
+    assert described_h is not None
     _check_residual(torch.empty((m, k), dtype=dtype, device="meta"), codes, scale, channel_scale, h, gamma, bias, scheme)
     _check_places("residual_gemm", on, others)
     machine, shape = machine_of(on), GemmShape(m, h.shape[1], k, _scheme(scheme).weight.bits)
@@ -229,6 +231,8 @@ def _residual_plan(
     tile = choose_chain("residual", shape, machine, batch_invariant)
     if isinstance(tile, RingTile):
         return ResidualPlan(shape, tile, form, dtype, bias is not None, machine.arch)
+    if not described_h[3]:
+        raise ValueError("residual_gemm: h must start at a multiple of 16 bytes; clone() it")
     from lowbit.kernels.sm90.mixed_gemm import WgmmaResidualPlan
 
     return WgmmaResidualPlan(shape, tile, form, dtype, bias is not None, h.dtype, machine.sm_count)

@@ -423,7 +423,7 @@ def test_large_h_on_a_gpu():
 
 
 @gpu
-@pytest.mark.parametrize("m", [1, 3, 8, 11, 16])
+@pytest.mark.parametrize("m", [1, 3, 8, 11, 16, 19, 50])
 def test_tokens_that_do_not_exist_are_not_read(m):
     """x ends where its rows do: what lies behind it is NaN, and nothing of it may come through the ring."""
     for k in (1000, 1024):
@@ -432,3 +432,31 @@ def test_tokens_that_do_not_exist_are_not_read(m):
         room[:m] = torch.randn(m, k, device="cuda", dtype=torch.float16)
         y = norm_gemm(room[:m], w, torch.full((1, m), float(k), device="cuda"), width=k, eps=0.0)
         assert torch.isfinite(y).all()
+
+
+@gpu
+@pytest.mark.parametrize("m", [20, 64])
+def test_blocks_of_several_tiles(m):
+    """More tiles of 256 rows than an H200 has SMs: what an end keeps in shared memory serves a block's next tile too."""
+    n, k = 36_864, 256
+    q = quantized("w4a16_g128", n, k, "cuda")
+    w, (x,) = FragmentWeight.pack(q), random_rows(k, torch.float16, k)
+    squares = k * (0.5 + torch.rand(7, m, device="cuda"))
+    for gated in ("none", "silu"):
+        poison((m, n), dtype=torch.float16)
+        y = norm_gemm(x[:m], w, squares, width=k, eps=1e-5, gated=gated)
+        assert relative_error(y, norm_gemm_reference(x[:m], q, squares, width=k, eps=1e-5, gated=gated)) < 2e-3
+
+
+@gpu
+def test_h_of_another_type_or_off_the_grid():
+    q, gamma = quantized("w4a16_g128", 512, 256, "cuda"), torch.rand(512, device="cuda")
+    w, (x, h) = FragmentWeight.pack(q), random_rows(256, torch.float16, 256, 512)
+    for m in (5, 40):
+        wide = h[:m].bfloat16()
+        added, following, _ = residual_gemm_reference(x[:m], q, wide, gamma)
+        found, _ = residual_gemm(x[:m], w, wide, gamma)
+        assert relative_error(wide, added) < 4e-3 and relative_error(found, following) < 4e-3
+    room = torch.zeros(40 * 512 + 1, device="cuda", dtype=torch.float16)
+    with pytest.raises(ValueError, match="h must start at a multiple of 16 bytes"):
+        residual_gemm(x[:40], w, room[1:].view(40, 512), gamma)

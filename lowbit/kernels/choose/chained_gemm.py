@@ -37,14 +37,14 @@ CHAIN_TOKENS = 64
 """Tokens of the largest step whose products have such ends: those of a tile of the wgmma kernel that is fast for decoding."""
 
 MOST_PARTS = 256
-"""Blocks that may leave sums of squares: each warp of the next product adds up all of them, 8 at a time."""
+"""Blocks that may leave sums of squares: the next product adds them up, in the ring kernel each warp all of them."""
 
 
 @dataclass(frozen=True)
 class MeasuredChain:
     """A tile of the fastest step that was tried, Llama-3-8B's shape, all kernels launched programmatically, context 1024.
 
-    Batches 1, 4 and 16 were run; `tokens` are the m, first and last, for which they stand.
+    Batches 1, 4, 16 and 64 were run; `tokens` are the m, first and last, for which they stand.
     """
 
     product: str
@@ -82,15 +82,13 @@ def chain_candidates(role: Role, shape: GemmShape, machine: Machine, *, batch_in
         one = GemmShape(1, shape.n, shape.k, shape.bits)
         tiles = [t for t in ring_tiles(one, machine) if (t.warps_k, t.splits) == (INVARIANT_WARPS, 1)]
         tokens = SMALL_TOKENS if shape.m <= SMALL_TOKENS else RING_TOKENS
-        rows = [_candidate(role, t, one, machine, tokens) for t in tiles]
-        return ordered(rows)
+        return ordered([_ring(role, t, one, machine, shape.m, tokens) for t in tiles])
     rows = []
-    if "wgmma" in machine.arch.features:
+    if shape.m > SMALL_TOKENS and "wgmma" in machine.arch.features:
         tiled = wgmma_tiles(shape, Y_TILES[role], in_chain=True)
         rows = [_wgmma(role, tile, shape, machine) for tile in tiled]
-    if shape.m <= RING_TOKENS or not rows:
-        rings = [_candidate(role, ring, shape, machine) for ring in ring_tiles(shape, machine)]
-        rows = rings if shape.m <= SMALL_TOKENS else rings + rows
+    if shape.m <= RING_TOKENS or all(row.reasons for row in rows):  # the ring kernel takes more than its tile in blocks of it
+        rows += [_ring(role, ring, shape, machine, shape.m) for ring in ring_tiles(shape, machine)]
     known = [row for row in MEASURED if row.holds_for(role, shape, machine)]
     first = [replace(_measured(role, row.tile, shape, machine), tile=row.tile, measured=row) for row in known]
     return ordered(first + rows)
@@ -108,12 +106,14 @@ def parts_of(tile: Tile, shape: GemmShape) -> int:
 
 
 def _measured(role: Role, tile: Tile, shape: GemmShape, machine: Machine) -> ChainCandidate:
-    kind = _candidate if isinstance(tile, RingTile) else _wgmma
-    return kind(role, tile, shape, machine)  # type: ignore[arg-type]
+    if isinstance(tile, WgmmaTile):
+        return _wgmma(role, tile, shape, machine)
+    return _ring(role, tile, shape, machine, shape.m)
 
 
-def _candidate(role: Role, tile: RingTile, shape: GemmShape, machine: Machine, tokens: int = 0) -> ChainCandidate:
-    """A tile with the blocks of an SM that it has in a chain. `tokens`: those that it is made for in the end, if others."""
+def _ring(role: Role, tile: RingTile, shape: GemmShape, machine: Machine, m: int, tokens: int = 0) -> ChainCandidate:
+    """A tile of the ring kernel with the blocks of an SM that it has in a chain of m tokens. `tokens`: those that it is made
+    for in the end, if others."""
     row = ring_candidate(tile, shape, machine)
     blocks = parts_of(tile, shape)
     reasons = row.reasons
@@ -121,7 +121,7 @@ def _candidate(role: Role, tile: RingTile, shape: GemmShape, machine: Machine, t
         tile = replace(tile, tokens=tokens)
         reasons = ring_candidate(tile, shape, machine).reasons
     reasons += _too_many_parts(role, blocks)
-    alone = blocks * tile.splits <= machine.sm_count
+    alone = blocks * tile.splits * -(-m // tile.tokens) <= machine.sm_count
     return ChainCandidate(replace(tile, blocks_per_sm=1 if alone else 0), reasons, row.cost_us)
 
 
@@ -216,7 +216,7 @@ MEASURED: tuple[MeasuredChain, ...] = (
         "down; 469.5 us, 488.0 with the ring kernel's 128 rows in 4 splits",
     ),
     MeasuredChain(
-        "H200", "2026-11-22", "gated", (9, 16), 28672, 4096, 4,
+        "H200", "2026-11-23", "gated", (9, 16), 28672, 4096, 4,
         RingTile(tokens=16, strips=7, rounds=1, warps_n=2, warps_k=4, splits=1),
         "gate-up; 488.0 us, 491.0 with 256 rows of the wgmma kernel",
     ),

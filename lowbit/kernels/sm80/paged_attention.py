@@ -9,7 +9,8 @@ Program one part of one kv head, its heads of q as 16 rows of mma.sync; one bloc
         while the one before it is multiplied, or several to shared memory (`DecodeTile.stages`). Part 0 owns the new token,
         which nobody reads from memory
 Overlap tables, positions and, with one stage, the first block of old keys are read before the wait for the kernel before
-        (sm_90): by then what sampled this step's tokens is complete if the kernel before had waited for the one before it
+        (sm_90): no kernel of the step writes them, and the first one, which lets the next start only behind its own wait, has
+        seen the step before complete
 Combine the part that comes last for a row and kv head (a counter, left at zero) adds all parts in their order
 Window  only blocks that the window reaches are read
 Exact   q and k are rounded to 16 bits after they have turned, p before its product with V; sums and softmax in fp32, one

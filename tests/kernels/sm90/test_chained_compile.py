@@ -23,12 +23,14 @@ H200 = typical_machine(90)
 
 
 def plan_of(end, fmt, m, n, k, group, dtype, bias, parts):
-    """The plan of an end that is "residual", "norm" or the name of a gate, with the first tile of the wgmma kernel."""
+    """The plan of an end that is "residual", "residual of bf16" (h, whatever x is), "norm" or the name of a gate, with the
+    first tile of the wgmma kernel."""
     shape, half, form = GemmShape(m, n, k, number_format(fmt).bits), HALVES[dtype], WeightForm(fmt, group, "none", "fp16")
+    end, _, other = end.partition(" of ")
     role = end if end in ("residual", "norm") else "gated"
     able = [row.tile for row in chain_candidates(role, shape, H200) if not row.reasons and isinstance(row.tile, WgmmaTile)]
     if end == "residual":
-        return WgmmaResidualPlan(shape, able[0], form, half, bias, half, H200.sm_count)
+        return WgmmaResidualPlan(shape, able[0], form, half, bias, HALVES.get(other, half), H200.sm_count)
     return WgmmaNormPlan(shape, able[0], form, half, bias, parts, "none" if end == "norm" else end, H200.sm_count)
 
 
@@ -36,8 +38,9 @@ def compiled(end, fmt="int4", m=64, n=4096, k=4096, group=128, dtype="fp16", bia
     plan = plan_of(end, fmt, m, n, k, group, dtype, bias, parts)
     x, codes, scale, channel, of_bias, sums, arrived = mixed_call(plan.shape, HALVES[dtype], group, torch.float16)
     weight, added = (codes, scale, None if group else channel), of_bias if bias else None
-    if end == "residual":
-        call = x, weight, meta((m, n), HALVES[dtype]), meta((n,), torch.float32), added, 1.0, sums, arrived
+    if end.startswith("residual"):
+        h = meta((m, n), torch.bfloat16 if end.endswith("bf16") else HALVES[dtype])
+        call = x, weight, h, meta((n,), torch.float32), added, 1.0, sums, arrived
     else:
         call = x, weight, meta((parts, m), torch.float32), added, k, 1e-5, 1.0, sums, arrived
     return plan, compile_plan(plan, call, 90, ("y", "scale", "partial"))
@@ -49,7 +52,7 @@ def compiled(end, fmt="int4", m=64, n=4096, k=4096, group=128, dtype="fp16", bia
         ("norm", "int4", 16, 6144, 4096, 128, "fp16", False), ("residual", "int4", 64, 4096, 14336, 128, "bf16", True),
         ("silu", "int4", 64, 28672, 4096, 128, "fp16", False), ("gelu_tanh", "fp6_e3m2", 24, 9728, 896, 0, "bf16", True),
         ("residual", "fp6_e3m2", 16, 4096, 4096, 0, "fp16", False), ("norm", "int8", 64, 128256, 4096, 0, "fp16", False),
-        ("residual", "int8", 32, 896, 4864, 0, "fp16", False),
+        ("residual", "int8", 32, 896, 4864, 0, "fp16", False), ("residual of bf16", "int4", 64, 4096, 4096, 128, "fp16", False),
     ],
 )  # fmt: skip
 def test_ends(end, fmt, m, n, k, group, dtype, bias):
@@ -62,7 +65,7 @@ def test_ends(end, fmt, m, n, k, group, dtype, bias):
     check_operands_in_flight(kernel.lines)
     check_barriers(plan.config, kernel)
     assert kernel.shared_bytes - plan.config.regions.bytes < 256
-    assert (kernel.count("UTMASTG") == 2) == (end == "residual"), "h and x"
+    assert (kernel.count("UTMASTG") == 2) == end.startswith("residual"), "h and x"
 
 
 def test_what_no_end_takes():
