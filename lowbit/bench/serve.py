@@ -39,10 +39,10 @@ PROTOCOL = (
     "engine without a server and without text. streams: as many clients, each asking as soon as it is answered; tokens_per_s "
     "counts from when all have had a first token, and ratio is that by the engine's. capacity: the same of another mix. idle: "
     "one request after the other; added_ms is the time to its first token less the median of the engine's own for prompts of "
-    "that length (own_first_ms). open: arrivals by chance (Poisson) at a share of the requests a second of the closed loop; "
-    "times count from when a request was due, and one without an end after as many seconds more has failed. first_ms: to the "
-    "first token; token_ms: of each request the mean time between its tokens; percentiles over requests. server_cpu, "
-    "client_cpu: cores that each process kept busy."
+    "that length (own_first_ms); own_ms are percentiles of the engine's own, samples_ms all times in order. open: arrivals by "
+    "chance (Poisson) at a share of the requests a second of the closed loop; times count from when a request was due, and one "
+    "without an end after as many seconds more has failed. first_ms: to the first token; token_ms: of each request the "
+    "mean time between its tokens; percentiles over requests. server_cpu, client_cpu: cores that each process kept busy."
 )
 
 Watch = Callable[[str], None]
@@ -88,7 +88,7 @@ class _Run:
             "asked": {**asdict(asked), "folder": None if asked.folder is None else asked.folder.name}, "protocol": PROTOCOL,
             "rows": self.rows,
         }  # fmt: skip
-        self.own_first_s: float | None = None
+        self.own_s: list[float] = []
         self.capacity: dict[Mix, float] = {}
 
     def all(self) -> tuple[Path, dict[str, Any]]:
@@ -97,7 +97,7 @@ class _Run:
         if "engine" in asked.parts:
             self._engine()
         if "idle" in asked.parts:
-            self.own_first_s = statistics.median(self._hear("alone"))
+            self.own_s = self._hear("alone")
         server, port = self._hear("address")
         # Other tokens than those whose pages the engine may still hold.
         asker = Asker(server, port, NAME, Prompts(self.about["vocab"], asked.seed + 1))
@@ -194,10 +194,16 @@ class _Run:
         self.watch("one request after the other")
         prompt, output = self._lengths(self.asked.mixes[0], "idle")()
         answers = await one_by_one(asker, prompt, min(output, ANSWER_ALONE), MOST_ALONE, self.asked.each)
-        assert self.own_first_s is not None
-        own = self.own_first_s
-        added = percentiles([1e3 * (answer.first_s - own) for answer in _good(answers)])
-        self._add("idle", self.asked.mixes[0], answers, own_first_ms=1e3 * own, added_ms=added)
+        good = _good(answers)
+        own = [1e3 * each for each in self.own_s]
+        median = statistics.median(own)
+        first, token = [1e3 * answer.first_s for answer in good], [1e3 * (answer.token_s or 0.0) for answer in good]
+        samples = {"own": own, "first": first, "token": token}
+        self._add(
+            "idle", self.asked.mixes[0], answers, own_first_ms=median, own_ms=percentiles(own),
+            added_ms=percentiles([each - median for each in first]),
+            samples_ms={name: [round(each, 3) for each in times] for name, times in samples.items()},
+        )  # fmt: skip
 
     async def _open(self, asker: Asker, mix: Mix) -> None:
         if mix not in self.capacity:

@@ -101,9 +101,11 @@ def verdicts(document: dict[str, Any]) -> list[str]:
             said.append(f"{row['ratio']:.3f} of the engine's own tokens a second (bar: at least {RATIO})")
     if "idle" in rows and rows["idle"]["added_ms"]:
         added = rows["idle"]["added_ms"]
+        own = rows["idle"].get("own_ms")  # which the first results lack
+        tail = "" if own is None else f", its p95 {own['p95']:.2f} and its p99 {own['p99']:.2f} ms"
         said.append(
             f"added to the first token when idle: {added['p50']:.2f} ms, p99 {added['p99']:.2f} ms (bar: p99 under "
-            f"{ADDED_MS:.0f} ms); the engine's own median is {rows['idle']['own_first_ms']:.2f} ms"
+            f"{ADDED_MS:.0f} ms); the engine's own median is {rows['idle']['own_first_ms']:.2f} ms{tail}"
         )
     return said
 

@@ -451,7 +451,9 @@ def _to_host(values: Tensor) -> Tensor:
 def _program(model: PreTrainedModel, positions: int, batch_invariant: bool, forward: bool) -> tuple[Program, float]:
     """The decode program of a model and how far its logits are from the model's own; its forward where there is none."""
     if forward:
-        return ForwardProgram(model, ("asked for",)), 0.0
+        on_cpu = model.device.type == "cpu"
+        reason = "on a CPU that is faster for one user" if on_cpu else "the engine was made so, with forward=True"
+        return ForwardProgram(model, (reason,)), 0.0
     decoder = recognise(model, max(positions, TOKENS + 1))
     if isinstance(decoder, tuple):
         return ForwardProgram(model, decoder), 0.0

@@ -28,7 +28,7 @@ from lowbit.pipeline.stream import Stream
 
 
 class Pipeline:
-    """A model and its tokenizer, called with one prompt or several."""
+    """A model and its tokenizer, called with one prompt or several; `ends` are the tokens that end a text, in order."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Pipeline:
         self._defaults: dict[str, object] = {} if max_length is None else {"max_length": max_length}
         GenerateParams.from_arguments(self._defaults)  # a bad default is refused here, not at the first call
         # Chat models name further tokens that end a turn in their generation config.
-        self._eos = sorted({*_ids(model.generation_config.eos_token_id), *_ids(tokenizer.eos_token_id)})
+        self.ends = sorted({*_ids(model.generation_config.eos_token_id), *_ids(tokenizer.eos_token_id)})
 
     def __call__(self, prompts: str | list[str], **arguments: Any) -> list[Response]:
         """Responses to `prompts`, in order, each as if it had been asked alone; arguments are the fields of `GenerateParams`.
@@ -90,7 +90,7 @@ class Pipeline:
             shown.append(text.push(drawn.token))
             return text.stopped
 
-        (request,) = requests_of([ids], [limit], params, self.model.generation_config, self._eos, [watch])
+        (request,) = requests_of([ids], [limit], params, self.model.generation_config, self.ends, [watch])
         with contextlib.closing(self.engine.stream(self.engine.submit(request))) as tokens:
             for _ in tokens:
                 piece = "".join(shown)
@@ -110,7 +110,7 @@ class Pipeline:
             raise ValueError(f"the engine cannot draw tokens as this model asks: {'; '.join(self.refusals)}")
         with self._making:  # two threads must not make two
             if self._engine is None:
-                self._engine = Engine(self.model, forward=not self._wants_engine, ends=self._eos, **self._options)
+                self._engine = Engine(self.model, forward=not self._wants_engine, ends=self.ends, **self._options)
             return self._engine
 
     @property
@@ -134,13 +134,13 @@ class Pipeline:
         """New tokens of each prompt, from the engine."""
         texts = [TextStream(self.tokenizer, ids, params.stop) if params.stop else None for ids in encoded]
         watches = [None if text is None else functools.partial(_stops, text) for text in texts]
-        requests = requests_of(encoded, limits, params, self.model.generation_config, self._eos, watches)
+        requests = requests_of(encoded, limits, params, self.model.generation_config, self.ends, watches)
         return [[drawn.token for drawn in request.drawn] for request in self.engine.generate(requests)]
 
     @torch.inference_mode()
     def _generate(self, encoded: list[list[int]], params: GenerateParams, limit: int) -> list[list[int]]:
         longest = max(len(ids) for ids in encoded)
-        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else (self._eos or [0])[0]
+        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else (self.ends or [0])[0]
         device = self.model.device
         tokens = torch.tensor([[pad] * (longest - len(ids)) + ids for ids in encoded], device=device)
         mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in encoded], device=device)
@@ -152,7 +152,7 @@ class Pipeline:
             options |= {"do_sample": False, "top_p": None, "top_k": None, "temperature": None}
         if params.stop:
             options["stopping_criteria"] = StoppingCriteriaList([_StopStrings(self, encoded, longest, params.stop)])
-        options["eos_token_id"] = None if params.ignore_eos else (self._eos or None)
+        options["eos_token_id"] = None if params.ignore_eos else (self.ends or None)
         # A seed belongs to this call: the caller's own random numbers go on as before.
         with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=params.seed is not None):
             if params.seed is not None:
@@ -165,7 +165,7 @@ class Pipeline:
         reason = FinishReason.LENGTH
         if not params.ignore_eos:
             for i, token in enumerate(new):
-                if token in self._eos:
+                if token in self.ends:
                     new, reason = new[: i + 1], FinishReason.STOP
                     break
         text = self._text(ids, new)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,11 @@ from lowbit.serve.worker import Mailbox, Piece, Text
 
 COMPLETION_TOKENS = 16
 """Of a completion that does not say how many; OpenAI's number. A chat may be as long as a text can."""
+
+FEW_LOGPROBS = 8
+"""Tokens whose log-probabilities are written on the event loop, in up to 0.2 ms. More, those of a long text, whole or for a
+client that reads slowly, take up to a second; but every token in another thread costs 16 streams a tenth of their tokens a
+second (a tiny model on two cores, 2026-11-23)."""
 
 NEXT_SEED = 0x9E3779B97F4A7C15
 """Between the seeds of a request's texts, of which the first has the seed itself: 2^64 over the golden ratio."""
@@ -54,11 +60,12 @@ class Job:
                 found[piece.index] = piece if before is None else before.followed_by(piece)
                 ended += piece.end is not None
 
-        def made() -> bytes:
-            return encoded(self.answer.complete(found))
+        return await self._made(lambda: encoded(self.answer.complete(found)), found.values())
 
-        # Log-probabilities of a long text take a second.
-        return made() if self.asked.likeliest is None else await self.service.prompts.beside(made)
+    async def _made(self, make: Callable[[], bytes], pieces: Iterable[Piece]) -> bytes:
+        """What `make` makes of some pieces, beside the event loop if they have the log-probabilities of many tokens."""
+        tokens = 0 if self.asked.likeliest is None else sum(len(piece.drawn) for piece in pieces)
+        return make() if tokens <= FEW_LOGPROBS else await self.service.prompts.beside(make)
 
     async def pieces(self) -> list[Piece]:
         """Some more pieces; raises ApiError if one of them says that its text failed."""
@@ -81,20 +88,26 @@ class Job:
         begun: set[int] = set()
         ended = 0
         while True:
-            chunks: list[dict[str, Any]] = []
             for piece in pieces:
                 if piece.error is not None:
                     await push(_event(piece.error.body()))
                     return
-                chunks += self.answer.chunks(piece, piece.index not in begun, usage)
-                begun.add(piece.index)
-                ended += piece.end is not None
-            if chunks:
-                await push(b"".join(map(_event, chunks)))
+            data = await self._made(functools.partial(self._chunks, pieces, begun), pieces)
+            ended += sum(piece.end is not None for piece in pieces)
+            if data:
+                await push(data)
             if ended == len(self.texts):
                 break
             pieces = await self.mailbox.fetch()
         await push((_event(self.answer.last_chunk()) if usage else b"") + b"data: [DONE]\n\n")
+
+    def _chunks(self, pieces: Sequence[Piece], begun: set[int]) -> bytes:
+        """The events of some more pieces; `begun`: the texts that have had one, which those of `pieces` join."""
+        chunks: list[dict[str, Any]] = []
+        for piece in pieces:
+            chunks += self.answer.chunks(piece, piece.index not in begun, self.asked.includes_usage)
+            begun.add(piece.index)
+        return b"".join(map(_event, chunks))
 
 
 def _event(value: dict[str, Any]) -> bytes:

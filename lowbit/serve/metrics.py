@@ -45,9 +45,10 @@ class Metrics:
         for name, meaning, value in gauges:
             Gauge(name, meaning, **kept).set_function(value)
 
-    def ended(self, request: Request, first: float | None) -> None:
-        """Counts a text that has ended; `first`: when its first token came, by `time.monotonic`."""
-        self.texts.labels((request.end or End.CANCELLED).value).inc()
+    def ended(self, request: Request, end: End, first: float | None) -> None:
+        """Counts a text that has ended, with the end that its client is told: what the engine held back may complete a stop
+        string later. `first`: when its first token came, by `time.monotonic`."""
+        self.texts.labels(end.value).inc()
         self.prompt_tokens.inc(len(request.prompt))
         self.shared_tokens.inc(request.shared)
         self.tokens.inc(len(request.drawn))

@@ -27,7 +27,8 @@ AFTER_GRACE_SECONDS = 5
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket on which nobody is heard yet, so that a taken port is known before a model is loaded; port 0 is any free one.
+    """A socket that listens, though nobody is heard before a server runs, so that a taken port is known before a model is
+    loaded, also one that another server has taken and is still loading for; port 0 is any free one.
 
     Raises OSError, naming host and port.
     """
@@ -36,6 +37,7 @@ def bound(host: str, port: int) -> socket.socket:
         made = socket.socket(family, kind, protocol)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind(address)
+        made.listen()  # a port that is only bound can be bound again
     except OSError as error:
         raise OSError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
     return made

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import gc
 import logging
 import queue
 import threading
@@ -177,6 +178,7 @@ class Worker:
                     if self._live:
                         self._round()
         finally:
+            gc.unfreeze()  # else what Triton holds counts as lost when the process ends
             self._call(self._over)
 
     def _warm_up(self) -> bool:
@@ -190,6 +192,8 @@ class Worker:
         except ROUND_ERRORS as error:
             logger.error("warming up failed: %s: %s", type(error).__name__, error)
             return False
+        gc.collect()
+        gc.freeze()  # what is there now stays: no collection walks through models and kernels while texts wait
         self._call(functools.partial(self._warm, None))
         return True
 
@@ -220,12 +224,12 @@ class Worker:
             else:
                 self._live[text] = None
 
-    def _cancel(self, texts: Sequence[Text]) -> None:
+    def _cancel(self, texts: Sequence[Text], end: End = End.CANCELLED) -> None:
         for text in texts:
             if text in self._live:
                 del self._live[text]
                 self.engine.cancel(text.request)
-                self._count(text)
+                self._count(text, end)
 
     def _end_all(self, error: ApiError) -> None:
         self._refusing = error
@@ -251,7 +255,7 @@ class Worker:
             # The engine did not say whose fault it was: nobody may wait for ever.
             lost = list(self._live)
             self.failures += len(lost)
-            self._cancel(lost)
+            self._cancel(lost, End.FAILED)
             pieces += [(text, Piece(text.index, "", (), End.FAILED, failed())) for text in lost]
         self.metrics.rounds.observe(time.monotonic() - begun)
         self._bring(pieces)
@@ -274,12 +278,12 @@ class Worker:
             if piece.end:
                 self.failures = self.failures + 1 if piece.end is End.FAILED else 0
                 del self._live[text]
-                self._count(text)
+                self._count(text, piece.end)
             pieces.append((text, piece))
         return pieces
 
-    def _count(self, text: Text) -> None:
-        self.metrics.ended(text.request, text.first)
+    def _count(self, text: Text, end: End) -> None:
+        self.metrics.ended(text.request, end, text.first)
 
     # ---- back to the event loop
 

@@ -133,6 +133,25 @@ def test_a_closed_loop_asks_as_soon_as_it_is_answered(server, asker):
     assert found.tokens_per_s == pytest.approx(sum(answer.tokens for answer in answers) / 2.5, rel=0.3)
 
 
+def test_one_after_the_other_meets_an_engine_that_does_nothing(server, asker, monkeypatch):
+    """What is measured as idle: each prompt is computed once, in one piece, with nothing of an earlier text running, on its way
+    or to be let go of."""
+    engine, prompt, found = server.engine, server.engine.program.prompt, []
+
+    def watched(pieces, slots):
+        found.append(
+            (len(pieces), pieces[0].begin, pieces[0].last, len(engine.batch.running), len(engine._flying), len(engine._ended))
+        )
+        return prompt(pieces, slots)
+
+    asyncio.run(one_by_one(asker, 20, 8, 1, 20.0))  # behind texts that were given up
+    monkeypatch.setattr(engine.program, "prompt", watched)
+    answers = asyncio.run(one_by_one(asker, 20, 8, 30, 20.0))
+    assert len(answers) == 30 and not any(answer.error for answer in answers)
+    assert found == [(1, 0, True, 1, 0, 0)] * 30
+    server.wait_until_free()
+
+
 def test_arrivals_come_when_they_are_due_whatever_became_of_others(server, asker):
     """More than the server has places for: what it refuses is counted as failed, with the reason."""
     answers = asyncio.run(open_loop(asker, lambda: (20, 60), 300.0, 1.0, random.Random(1)))
@@ -188,6 +207,14 @@ def test_a_whole_run(folder, tmp_path):
     engine, streams, idle, *arrivals = rows
     assert streams["ratio"] == pytest.approx(streams["tokens_per_s"] / engine["tokens_per_s"])
     assert 0.2 < streams["ratio"] < 1.3 and 0 < idle["added_ms"]["p50"] <= idle["added_ms"]["p99"]
+    samples = idle["samples_ms"]
+    assert len(samples["first"]) == len(samples["token"]) == idle["requests"] and samples["own"]
+    assert (
+        idle["own_ms"]["p50"]
+        == pytest.approx(idle["own_first_ms"])
+        == pytest.approx(statistics.median(samples["own"]), abs=1e-3)
+    )
+    assert max(samples["first"]) - idle["own_first_ms"] >= idle["added_ms"]["p99"] - 1e-3
     for row, share in zip(arrivals, (0.5, 0.8), strict=True):
         assert row["requests_per_s"] == pytest.approx(share * streams["requests_per_s"])
         assert row["first_ms"]["p50"] <= row["first_ms"]["p99"] and row["token_ms"]["p50"] > 0
@@ -257,6 +284,8 @@ def test_tables_say_what_failed_and_what_was_to_come_out(tmp_path):
         "0.901 of the engine's own tokens a second (bar: at least 0.92)",
         "added to the first token when idle: 2.00 ms, p99 4.50 ms (bar: p99 under 15 ms); the engine's own median is 12.30 ms",
     ]
+    known = row("idle", own_first_ms=12.3, own_ms={"p50": 12.3, "p95": 13.0, "p99": 25.5}, added_ms=rows[1]["added_ms"])
+    assert verdicts(document(known))[0].endswith("the engine's own median is 12.30 ms, its p95 13.00 and its p99 25.50 ms")
     with pytest.raises(ValueError, match="no open loop to plot"):
         plot(document(rows[0]), tmp_path / "none.png")
 

@@ -220,3 +220,16 @@ def test_an_engine_made_in_inference_mode_leaves_the_model_its_weights(loaded_wi
         made = Pipeline(model, tiny_tokenizer(), engine=True)(PROMPTS[0], max_new_tokens=5, do_sample=False)
     assert {parameter.is_inference() for parameter in model.parameters()} == {loaded_within}
     assert made == Pipeline(model, tiny_tokenizer(), engine=True)(PROMPTS[0], max_new_tokens=5, do_sample=False)
+
+
+def test_on_a_cpu_the_report_says_why_there_is_no_decode_program():
+    pipe = Pipeline(eager_llama(), tiny_tokenizer())
+    said = "through Transformers' forward, one text at a time: "
+    assert pipe.engine.report() == [f"{said}on a CPU that is faster for one user"]
+
+
+def test_tokens_that_end_a_text_are_known():
+    """Those of the tokenizer and of the generation config, which the engine has too."""
+    pipe = Pipeline(eager_llama(), tiny_tokenizer(), engine=True, cache_bytes=1 << 22)
+    assert pipe.ends == sorted({pipe.tokenizer.eos_token_id, pipe.model.generation_config.eos_token_id})
+    assert pipe.ends == pipe.engine.ends

@@ -116,10 +116,10 @@ def greedy(server, prompt, limit, **sampling):
 
     pipe = server.pipe
     alone = Engine(
-        pipe.model, forward=bool(server.engine.program.reasons), ends=pipe._eos, max_concurrent=1, cache_bytes=1 << 26
+        pipe.model, forward=bool(server.engine.program.reasons), ends=pipe.ends, max_concurrent=1, cache_bytes=1 << 26
     )
     ids = prompt if isinstance(prompt, list) else pipe.tokenizer(prompt).input_ids
-    (request,) = alone.generate([Request(ids, limit, Sampling(**sampling), frozenset(pipe._eos))])
+    (request,) = alone.generate([Request(ids, limit, Sampling(**sampling), frozenset(pipe.ends))])
     stream = TextStream(pipe.tokenizer, ids)
     text = "".join(stream.push(drawn.token) for drawn in request.drawn) + stream.finish()
     return text, [drawn.token for drawn in request.drawn], request.end.value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import signal
 import socket
@@ -16,7 +17,7 @@ from lowbit.engine import TextStream
 from lowbit.serve.answer import CompletionAnswer
 from lowbit.serve.limits import Limits
 from lowbit.serve.service import State
-from lowbit.serve.worker import MOST_FAILURES
+from lowbit.serve.worker import MOST_FAILURES, Mailbox
 from tests.serve.running import NAME, Running, running, tiny_pipeline
 
 ASKED = {"model": NAME, "prompt": "ab", "max_tokens": 12, "temperature": 0}
@@ -219,14 +220,38 @@ def test_a_fault_ends_its_connection(failing, monkeypatch):
 
 def test_log_probabilities_are_written_beside_the_event_loop(failing, monkeypatch):
     """Those of a long text take a second, in which nobody else would be heard."""
-    complete, threads = CompletionAnswer.complete, []
+    part, threads = CompletionAnswer._part, []
 
-    def watched(self, pieces):
+    def watched(self, *arguments):
         threads.append(threading.current_thread())
-        return complete(self, pieces)
+        return part(self, *arguments)
 
-    monkeypatch.setattr(CompletionAnswer, "complete", watched)
+    fetch = Mailbox.fetch
+
+    async def late(self):
+        await asyncio.sleep(0.5)  # as for a client that reads slowly: many tokens come as one piece
+        return await fetch(self)
+
+    monkeypatch.setattr(CompletionAnswer, "_part", watched)
+    monkeypatch.setattr(Mailbox, "fetch", late)
     with failing.client() as client:
-        for more in ({}, {"logprobs": 2}):
-            assert client.post("/v1/completions", json={**ASKED, **more}).status_code == 200
-    assert threads[0] is failing.thread and threads[1].name.startswith("lowbit-prompts")
+        for stream in (False, True):
+            for more in ({}, {"logprobs": 2}):
+                threads.clear()
+                assert client.post("/v1/completions", json={**ASKED, **more, "stream": stream}).status_code == 200
+                beside = [each.name.startswith("lowbit-prompts") for each in threads]
+                assert beside and all(beside if more else [each is failing.thread for each in threads]), (stream, more)
+
+
+def test_requests_start_no_threads_beside_those_of_the_server(failing):
+    """Each is a way to and fro while the engine's thread computes."""
+    with failing.client() as client:
+        assert client.post("/v1/completions", json=ASKED).status_code == 200
+    assert not [each.name for each in threading.enumerate() if each.name.startswith("AnyIO")]
+
+
+def test_what_a_warm_server_holds_is_no_garbage():
+    """No collection walks through the model while texts wait; when the server has ended, collections are as before."""
+    with running():
+        assert gc.get_freeze_count() > 10_000
+    assert gc.get_freeze_count() == 0

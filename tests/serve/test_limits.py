@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import threading
 import tracemalloc
 
 import openai
 import pytest
 
+from lowbit.engine import TextStream
 from lowbit.serve.errors import ApiError
 from lowbit.serve.job import Job
 from lowbit.serve.limits import Limits
@@ -240,9 +242,26 @@ def test_what_is_counted(free):
 
     assert grown('lowbit_requests_total{endpoint="/v1/completions",status="200"}') == 1
     assert (grown("lowbit_prompt_tokens_total"), grown("lowbit_generated_tokens_total")) == (6, 8)
-    assert grown('lowbit_texts_total{end="length"}') == 2
+    assert grown('lowbit_texts_total{end="length"}') == 2 and grown('lowbit_texts_total{end="stop"}') == 0
     assert grown("lowbit_time_to_first_token_seconds_count") == grown("lowbit_time_per_token_seconds_count") == 2
     assert after["lowbit_texts_running"] == after["lowbit_kv_pages_used"] == 0 < after["lowbit_kv_pages"]
+
+
+def test_a_text_that_stops_with_its_last_token_is_counted_as_its_client_is_told(free, monkeypatch):
+    """Where what was held back completes a stop string, the engine has ended the text for its length."""
+    decode = free.pipe.tokenizer.decode
+    monkeypatch.setattr(TextStream, "_decode", lambda self, tokens: decode(tokens)[: len(tokens) - 1] + "\ufffd" * bool(tokens))
+    with free.client() as client:
+
+        def counted():
+            found = re.findall(r'^lowbit_texts_total{end="(\w+)"} (.+)$', client.get("/metrics").text, re.MULTILINE)
+            return {end: float(count) for end, count in found}
+
+        before = counted()
+        asked = {**ASKED, "max_tokens": 3, "temperature": 0, "stop": "\ufffd"}
+        (choice,) = client.post("/v1/completions", json=asked).json()["choices"]
+        assert choice["finish_reason"] == "stop"
+        assert counted() == {**before, "stop": before.get("stop", 0) + 1}
 
 
 def test_the_log_has_no_bodies(free, caplog):

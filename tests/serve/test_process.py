@@ -20,6 +20,7 @@ from lowbit.cli.commands import app
 from lowbit.cli.terminal import err, out
 from lowbit.serve.client import Local, Remote
 from lowbit.serve.errors import encoded
+from lowbit.serve.server import bound
 from tests.serve.running import NAME, TEMPLATE, greedy, running, tiny_pipeline
 from tests.tiny import eager_llama, tiny_tokenizer
 
@@ -120,6 +121,14 @@ def run(*arguments, **options):
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result
+
+
+def test_a_port_belongs_to_the_first_server_while_it_loads():
+    """Before anybody is heard on it: else both load a model, and one of them for nothing."""
+    with bound("127.0.0.1", 0) as sock:
+        port = sock.getsockname()[1]
+        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1 port {port}: Address already in use"):
+            bound("127.0.0.1", port)
 
 
 def test_mistakes_are_one_line(folder, tmp_path):
