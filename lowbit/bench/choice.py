@@ -385,7 +385,8 @@ class Trials:
             except failures() as error:
                 failed[written(tile)] = reason(error)
         sums, counters = (max([1, *(plan.workspace[i] for plan in plans.values())]) for i in (0, 1))
-        room = torch.empty(sums, device="cuda"), torch.zeros(counters, dtype=torch.int32, device="cuda")
+        on = self.x.device
+        room = torch.empty(sums, device=on), torch.zeros(counters, dtype=torch.int32, device=on)
         count = launches(self.of.able(m, self.n, self.k)[0].cost_us, len(self.weights))
         x = self.of.given(self.x[:m])
         times: dict[AnyTile, float] = {}
