@@ -23,14 +23,14 @@ from lowbit.bench.e2e import DTYPES, PROMPT, engine_for, one_layer, place, timel
 from lowbit.bench.language_model import SHAPES, random_model
 from lowbit.bench.protocol import failures, reason, warm_up
 from lowbit.engine import Engine
-from lowbit.engine.chain import MOST_TOKENS, Chain
+from lowbit.engine.chain import Chain
 from lowbit.engine.product import Packed, Product
 from lowbit.engine.program import DecodeProgram
 from lowbit.engine.steps import Step, Steps
 from lowbit.engine.warm_up import compiled
 from lowbit.hardware.machine import Machine, machine_of
 from lowbit.kernels.choose import attention, chained_gemm, mixed_gemm
-from lowbit.kernels.choose.mixed_gemm import GemmShape
+from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile
 from lowbit.kernels.parts.launch import recording
 
 TOLERANCE = 0.02
@@ -59,7 +59,7 @@ class Part:
 def parts_of(program: DecodeProgram, rows: int, reach: int, machine: Machine, count: int) -> list[Part]:
     """The parts of a step of `rows` rows, those of the largest weights first, each with the model's `count` best tiles."""
     layer = program.layers[0]
-    chained = isinstance(program.chain, Chain) and rows <= MOST_TOKENS
+    chained = isinstance(program.chain, Chain) and rows <= program.chain.most
     roles: dict[str, chained_gemm.Role] = {
         "gate_up": "gated", "down": "residual", "qkv": "norm", "o": "residual", "head": "norm",
     }  # fmt: skip
@@ -85,7 +85,8 @@ def _product_part(
     if role is None:
         return Part(name, None, shape, tuple(r.tile for r in mixed_gemm.candidates(shape, machine) if not r.reasons)[:count])
     able = [row.tile for row in chained_gemm.chain_candidates(role, shape, machine) if not row.reasons][:count]
-    others = [replace(tile, blocks_per_sm=0 if tile.blocks_per_sm else 1) for tile in able[: count // 2]]
+    rings = [tile for tile in able[: count // 2] if isinstance(tile, RingTile)]
+    others = [replace(tile, blocks_per_sm=0 if tile.blocks_per_sm else 1) for tile in rings]
     return Part(name, role, shape, tuple(dict.fromkeys([*able, *others])))
 
 

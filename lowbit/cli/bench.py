@@ -11,6 +11,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from lowbit.cli.serve import EXTRA, MOST_ON_A_CPU, MOST_ON_A_GPU
 from lowbit.cli.terminal import Json, check_json, err, out, say, user_errors, write_result
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure kernels beside cuBLAS and the peers; make tables of the results.")
@@ -400,6 +401,84 @@ def _names(option: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
     if wrong:
         raise ValueError(f"{option} are {', '.join(known)}, got {wrong[0]!r}")
     return names
+
+
+@bench_app.command(name="serve")
+@user_errors
+def bench_serve(
+    model: Annotated[
+        Path | None, typer.Option(help="Folder of a model to serve; when absent, random weights of --shape.", exists=True)
+    ] = None,
+    shape: Annotated[str, typer.Option(help="Llama-3-8B, Llama-2-13B, Llama-2-70B or OPT-30B.")] = "Llama-3-8B",
+    scheme: Annotated[
+        str | None, typer.Option(help="Of the layers, or none; w4a16_g128 for a shape, a folder's own, when absent.")
+    ] = None,
+    head: Annotated[str, typer.Option(help="On a GPU, scheme of LM head and embedding of quantized models.")] = "w8a16",
+    dtype: Annotated[str, typer.Option(help="Of a shape's activations, keys and values: float16 or bfloat16.")] = "float16",
+    layers: Annotated[int | None, typer.Option(min=1, help="Fewer layers than the shape has: for trying.")] = None,
+    streams: Annotated[int | None, typer.Option(min=1, help="Clients at once; 64, on a CPU 8, when absent.")] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="That they ask for.")] = 300.0,
+    each: Annotated[float, typer.Option(min=1, help="Seconds of each other measurement.")] = 20.0,
+    prompt: Annotated[int, typer.Option(min=2, help="Tokens of prompts.")] = 512,
+    output: Annotated[int, typer.Option(min=2, help="Tokens of answers.")] = 128,
+    sharegpt: Annotated[bool, typer.Option(help="Arrivals with lengths like ShareGPT's too.")] = True,
+    loads: Annotated[str, typer.Option(help="Arrivals, in percent of what the closed loop answers.")] = "50,80,95",
+    parts: Annotated[str, typer.Option(help="What to measure: engine, streams, idle, open.")] = "engine,streams,idle,open",
+    seed: Annotated[int, typer.Option(help="Of prompts, lengths and arrivals.")] = 0,
+    out_file: Annotated[Path | None, typer.Option("--out", help="Results; bench/results/<gpu>/<date>-serve.json.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw them too: a .png or .svg file.")] = None,
+    report_file: Annotated[Path | None, typer.Option("--report", help="Print and draw this result file.")] = None,
+) -> None:
+    """Load a server of this machine as a team would, and say what it costs beside its engine and how long users wait.
+
+    engine: so many texts at once without a server. streams: the same over HTTP, for --seconds; what fails, and the share of
+    the engine's tokens a second that is left. idle: what HTTP adds to a first token. open: arrivals by chance, and percentiles
+    of the time to the first token and of the time per token. The file is complete after every part, so Ctrl-C keeps what was
+    measured.
+
+    Example, on a GPU: lowbit bench serve --seconds 60 --each 15 --plot serve.png
+    Example, on a CPU: lowbit bench serve --model SmolLM2-135M-Instruct --seconds 20 --prompt 64 --output 16 --no-sharegpt
+    """
+    from lowbit.bench.serve_report import SERVE, load, plot, serve_table, verdicts
+    from lowbit.eval.results import check_plot
+
+    if plot_file is not None:
+        check_plot(plot_file, SERVE)
+    if report_file is not None:
+        document = load(report_file)
+    else:
+        import torch
+
+        from lowbit.bench.language_model import SHAPES
+        from lowbit.bench.request import DTYPES, parse_rows
+        from lowbit.formats import parse_scheme
+
+        try:
+            from lowbit.bench.serve import PARTS, run
+            from lowbit.bench.serve_host import Asked
+            from lowbit.bench.serve_load import SHAREGPT, fixed
+        except ImportError as error:
+            raise ValueError(f"{EXTRA} ({error})") from error
+        if shape not in SHAPES:
+            raise ValueError(f"--shape is {', '.join(SHAPES)}, got {shape!r}")
+        if dtype not in DTYPES:
+            raise ValueError(f"--dtype is {' or '.join(DTYPES)}, got {dtype!r}")
+        named = "w4a16_g128" if scheme is None and model is None else scheme
+        asked = Asked(
+            None if model else shape, model, None if named in (None, "none") else parse_scheme(named).name,
+            None if head == "none" else parse_scheme(head).name, dtype, layers,
+            streams or (MOST_ON_A_GPU if torch.cuda.is_available() else MOST_ON_A_CPU),
+            (fixed(prompt, output), *([SHAREGPT] if sharegpt else [])), _names("--parts", parts, PARTS), parse_rows(loads),
+            seconds, each, seed,
+        )  # fmt: skip
+        path, document = run(asked, out_file, say)
+        say(f"wrote {path}")
+    out.print(serve_table(document))
+    for line in verdicts(document):
+        out.print(line, highlight=False)
+    if plot_file is not None:
+        plot(document, plot_file)
+        say(f"wrote {plot_file}")
 
 
 @bench_app.command(name="generate")

@@ -1,4 +1,4 @@
-"""The step of a few tokens in five launches a layer: norm, gate and residual at the ends of the products (ops/chained_gemm.py).
+"""The step of up to 64 tokens in five launches a layer: norm, gate and residual at the ends of products (ops/chained_gemm.py).
 
     embed, squares | qkv {/ rms}  attention  o {h += y; h * gamma; squares} | gate-up {/ rms; gate}  down {as o} | ..
 
@@ -15,12 +15,11 @@ from torch import Tensor
 
 from lowbit.engine.family import Decoder
 from lowbit.engine.product import Packed, Product
+from lowbit.hardware.machine import machine_of
+from lowbit.kernels.choose.chained_gemm import CHAIN_TOKENS
+from lowbit.kernels.choose.mixed_gemm import SMALL_TOKENS
 from lowbit.ops.chained_gemm import Gated, chain_refusals, factor_of, norm_gemm, residual_gemm
 from lowbit.ops.decode import EmbeddingTable, add_norm, embed_norm_squares
-
-MOST_TOKENS = 8
-"""Rows of a step that the chain computes: with 16 its tiles take so many registers that nothing of the next kernel's start
-overlaps, and eight launches are faster (2765 us against 2902, Llama-3-8B's shape in w4a16_g128, H200, 2026-11-22)."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +48,11 @@ class Link:
 
 
 class Chain:
-    """A decoder's step of up to MOST_TOKENS tokens."""
+    """A decoder's step of up to `most` tokens."""
 
     def __init__(self, decoder: Decoder, links: Sequence[Link], head: Product, dtype: torch.dtype) -> None:
         self.decoder, self.links, self.head, self.dtype = decoder, links, head, dtype
+        self.most = most_tokens(links[0].qkv.weight.codes.device)
         assert decoder.activation != "relu"
         self.gated: Gated = decoder.activation
         final = Gamma.of(decoder.final_gamma, decoder.norm_offset, dtype)
@@ -82,6 +82,14 @@ class Chain:
 
     def _added(self, x: Tensor, w: Packed, h: Tensor, gamma: Gamma) -> tuple[Tensor, Tensor]:
         return residual_gemm(x, w.weight, h, gamma.values, w.bias, factor=gamma.factor)
+
+
+def most_tokens(device: torch.device) -> int:
+    """Rows of a step that a chain computes on a device: those of a tile of the wgmma kernel. Without it those of one mma.sync:
+    with 16 the ring kernel takes so many registers that nothing of the next kernel's start overlaps, and eight launches are
+    faster (2765 us against 2902, Llama-3-8B's shape in w4a16_g128, H200, 2026-11-22)."""
+    wgmma = device.type == "cuda" and "wgmma" in machine_of(device).arch.features
+    return CHAIN_TOKENS if wgmma else SMALL_TOKENS
 
 
 def chain_of(

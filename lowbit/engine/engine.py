@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from lowbit.engine.batching import Batch, Piece, Round
 from lowbit.engine.cache import Cache, Room
-from lowbit.engine.chain import MOST_TOKENS, Chain
+from lowbit.engine.chain import Chain
 from lowbit.engine.check import LARGEST_DIFFERENCE, TOKENS, difference_to, kernel_refusals
 from lowbit.engine.failure import Attempt, RoundFailed, in_words
 from lowbit.engine.family import recognise
@@ -278,10 +278,9 @@ class Engine:
 
     def _launches(self) -> list[str]:
         assert isinstance(self.program, DecodeProgram)
-        few = f"steps of up to {MOST_TOKENS} tokens"
         if isinstance(self.program.chain, Chain):
-            return [f"{few}: 5 launches a layer"]
-        return [f"{few} take as many launches a layer as larger ones: {'; '.join(self.program.chain)}"]
+            return [f"steps of up to {self.program.chain.most} tokens: 5 launches a layer"]
+        return [f"small steps take as many launches a layer as larger ones: {'; '.join(self.program.chain)}"]
 
     # ---- a round
 

@@ -2,7 +2,7 @@
 
     embed | norm  qkv  attention  o | norm  gate-up  gate  down | ... | norm  head
 
-Eight launches a layer on a GPU, five for a few tokens (chain.py). Prompts take the same products over all their tokens at once,
+Eight launches a layer on a GPU, five up to 64 tokens (chain.py). Prompts take the same products over all their tokens at once,
 with attention by torch. What each operator computes is said in kernels/reference/, which is also what runs on a CPU.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lowbit.engine.batching import Piece
 from lowbit.engine.cache import Cache, CacheSpec
-from lowbit.engine.chain import MOST_TOKENS, Chain, chain_of
+from lowbit.engine.chain import Chain, chain_of
 from lowbit.engine.family import Decoder, LayerParts
 from lowbit.engine.product import Packed, Product, Scaled, gated_product, product
 from lowbit.engine.prompts import PromptAttention
@@ -97,7 +97,7 @@ class DecodeProgram:
                 longest=longest,
             )  # fmt: skip
 
-        if isinstance(self.chain, Chain) and len(rows) <= MOST_TOKENS:
+        if isinstance(self.chain, Chain) and len(rows) <= self.chain.most:
             return self._capped(self.chain.step(slots.tokens, rows, self.table, attend))
         return self.logits(*self._layers(slots.tokens, rows, slots.positions, attend))
 

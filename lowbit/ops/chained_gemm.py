@@ -1,6 +1,7 @@
 """The torch operators `lowbit::norm_gemm` and `lowbit::residual_gemm`: products of a decode step with what surrounds them.
 
-With attention between qkv and o, four of them and one more kernel are a layer of a decoder, for up to 16 tokens:
+With attention between qkv and o, four of them and one more kernel are a layer of a decoder, for up to 64 tokens where there is
+wgmma (sm_90), else 16:
 
     qkv      norm_gemm(x, qkv, squares)                    y = x . w^T / rms + bias
     o        residual_gemm(attention, o, h, gamma)         h += y; x = h * gamma * factor; squares of h
@@ -23,8 +24,8 @@ from torch import Tensor
 
 from lowbit.formats import parse_scheme
 from lowbit.hardware.machine import machine_of
-from lowbit.kernels.choose.chained_gemm import MOST_PARTS, Role, choose_chain
-from lowbit.kernels.choose.mixed_gemm import RING_TOKENS, GemmShape
+from lowbit.kernels.choose.chained_gemm import CHAIN_TOKENS, MOST_PARTS, Role, choose_chain, parts_of
+from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile
 from lowbit.kernels.reference.chained import norm_gemm_reference, residual_gemm_reference
 from lowbit.ops.fragment_gemm import aligned_rows, check_product
 from lowbit.ops.operands import Described, described, on_meta
@@ -34,6 +35,7 @@ from lowbit.pack.gemm_weight import GemmWeight
 
 if TYPE_CHECKING:
     from lowbit.kernels.sm80.mixed_gemm import NormPlan, ResidualPlan
+    from lowbit.kernels.sm90.mixed_gemm import WgmmaNormPlan, WgmmaResidualPlan
 
 Gated = Literal["none", "silu", "gelu_tanh"]
 
@@ -60,8 +62,8 @@ def chain_refusals(w: GemmWeight, m: int, dtype: torch.dtype) -> tuple[str, ...]
         reasons.append(f"takes activations of 16 bits; {w.scheme} quantizes them to {w.scheme.activation.name}")
     if dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"takes x in fp16 or bf16, not {dtype}")
-    if not 1 <= m <= RING_TOKENS:
-        reasons.append(f"takes 1 to {RING_TOKENS} tokens, not {m}")
+    if not 1 <= m <= CHAIN_TOKENS:
+        reasons.append(f"takes 1 to {CHAIN_TOKENS} tokens, not {m}")
     if isinstance(w, FragmentWeight):
         given = [name for name in ("order", "pre_quant_scale") if getattr(w, name) is not None]
         reasons += [f"takes x as it comes: the weight has {' and '.join(given)}"] if given else []
@@ -86,7 +88,7 @@ def norm_gemm(
     x: Tensor, w: FragmentWeight, squares: Tensor, bias: Tensor | None = None, *, width: int, eps: float,
     gated: Gated = "none", factor: float = 1.0, batch_invariant: bool = False,
 ) -> Tensor:  # fmt: skip
-    """y [M, N] = x [M, K] . dequant(w)[N, K]^T / (rms * factor) + bias [N], in x's dtype, fp16 or bf16, M <= 16.
+    """y [M, N] = x [M, K] . dequant(w)[N, K]^T / (rms * factor) + bias [N], in x's dtype, fp16 or bf16, M <= 64.
 
     x is h * gamma * factor; rms = sqrt(sum of `squares` float32 [parts, M] / width + eps), that of rows of h of `width`
     elements. With `gated`, w is of `pack.gated.pack_gated`, bias in its order, and y [M, N / 2] = act(gate) * up. With
@@ -106,7 +108,7 @@ def residual_gemm(
     """(x of the next norm [M, N], squares float32 [parts, M]) after h [M, N] += x [M, K] . dequant(w)[N, K]^T + bias [N].
 
     h is rounded to its type, fp16 or bf16; of what it then holds are x = h * gamma [N] * factor, in the type of x, and
-    `squares`, sums of squares of parts of its rows, which add up to those of the rows. M <= 16; `batch_invariant` as in
+    `squares`, sums of squares of parts of its rows, which add up to those of the rows. M <= 64; `batch_invariant` as in
     `norm_gemm`. Raises ValueError for tensors that do not fit together.
     """
     _check_weight("residual_gemm", w, x)
@@ -116,7 +118,7 @@ def residual_gemm(
 
 
 def _check_weight(operator: str, w: FragmentWeight, x: Tensor) -> None:
-    if x.dim() != 2 or not 1 <= x.shape[0] <= RING_TOKENS or w.order is not None or w.pre_quant_scale is not None:
+    if x.dim() != 2 or not 1 <= x.shape[0] <= CHAIN_TOKENS or w.order is not None or w.pre_quant_scale is not None:
         found = chain_refusals(w, x.shape[0], x.dtype) or (f"x is [M, K], got {tuple(x.shape)}",)
         raise ValueError(f"{operator} {'; '.join(found)}")
 
@@ -190,7 +192,7 @@ def _residual_gemm(
 def _norm_plan(
     scheme: str, m: int, n: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[Described | None, ...],
     gated: Gated, batch_invariant: bool,
-) -> NormPlan:  # fmt: skip
+) -> NormPlan | WgmmaNormPlan:  # fmt: skip
     """The plan of a product with the norm at its end. Raises ValueError when the tensors do not fit."""
     from lowbit.kernels.sm80.mixed_gemm import NormPlan
 
@@ -202,15 +204,19 @@ def _norm_plan(
     machine, shape = machine_of(on), GemmShape(m, n, k, _scheme(scheme).weight.bits)
     role: Role = "norm" if gated == "none" else "gated"
     form = weight_form(_scheme(scheme), None if scale is None else scale.dtype, channel_scale is not None)
-    tile = choose_chain(role, shape, machine, batch_invariant)
-    return NormPlan(shape, tile, form, dtype, bias is not None, squares.shape[0], gated, machine.arch)
+    tile, parts = choose_chain(role, shape, machine, batch_invariant), squares.shape[0]
+    if isinstance(tile, RingTile):
+        return NormPlan(shape, tile, form, dtype, bias is not None, parts, gated, machine.arch)
+    from lowbit.kernels.sm90.mixed_gemm import WgmmaNormPlan
+
+    return WgmmaNormPlan(shape, tile, form, dtype, bias is not None, parts, gated, machine.sm_count)
 
 
 @functools.lru_cache(maxsize=4096)
 def _residual_plan(
     scheme: str, m: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[Described | None, ...],
     batch_invariant: bool,
-) -> ResidualPlan:  # fmt: skip
+) -> ResidualPlan | WgmmaResidualPlan:  # fmt: skip
     """The plan of a product with the residual at its end. Raises ValueError when the tensors do not fit."""
     from lowbit.kernels.sm80.mixed_gemm import ResidualPlan
 
@@ -221,7 +227,11 @@ def _residual_plan(
     machine, shape = machine_of(on), GemmShape(m, h.shape[1], k, _scheme(scheme).weight.bits)
     form = weight_form(_scheme(scheme), None if scale is None else scale.dtype, channel_scale is not None)
     tile = choose_chain("residual", shape, machine, batch_invariant)
-    return ResidualPlan(shape, tile, form, dtype, bias is not None, machine.arch)
+    if isinstance(tile, RingTile):
+        return ResidualPlan(shape, tile, form, dtype, bias is not None, machine.arch)
+    from lowbit.kernels.sm90.mixed_gemm import WgmmaResidualPlan
+
+    return WgmmaResidualPlan(shape, tile, form, dtype, bias is not None, h.dtype, machine.sm_count)
 
 
 def _check_places(operator: str, on: torch.device, others: tuple[Described | None, ...]) -> None:
@@ -279,5 +289,5 @@ def _residual_fake(
         m, n, k = int(x.shape[0]), int(h.shape[1]), int(x.shape[1])  # a tile is chosen for numbers, also in a dynamic trace
         shape = GemmShape(m, n, k, _scheme(scheme).weight.bits)
         tile = choose_chain("residual", shape, machine_of(x.device), batch_invariant)
-        parts = -(-shape.strips // tile.block_strips)
+        parts = parts_of(tile, shape)
     return torch.empty_like(h, dtype=x.dtype), x.new_empty((parts, x.shape[0]), dtype=torch.float32)

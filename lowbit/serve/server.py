@@ -60,7 +60,7 @@ class Server(uvicorn.Server):
         config = uvicorn.Config(
             make_app(service), http=Connection, ws="none", lifespan="off", log_config=None, access_log=False,
             server_header=False, timeout_keep_alive=KEEP_ALIVE_SECONDS, limit_concurrency=service.limits.connections,
-            timeout_graceful_shutdown=grace,
+            timeout_graceful_shutdown=grace, loop="asyncio",  # whether uvloop, which ends otherwise, is installed or not
         )  # fmt: skip
         super().__init__(config)
         self.service, self._warm = service, warm

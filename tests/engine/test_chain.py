@@ -10,7 +10,7 @@ from torch import nn
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from lowbit.engine.cache import Cache
-from lowbit.engine.chain import MOST_TOKENS, Chain
+from lowbit.engine.chain import Chain
 from lowbit.engine.family import recognise
 from lowbit.engine.product import Packed, Scaled, product
 from lowbit.engine.program import DecodeProgram
@@ -80,10 +80,10 @@ def test_the_logits_of_the_model(dtype, scheme, ends):
     if ends:
         assert quantize_head(model) == ["model.embed_tokens", "lm_head"]
         model.lm_head._pack_for_gpu()
-    ids = texts(MOST_TOKENS)
     reference = dequantized(model, torch.float32)
     program = program_of(model)
     assert isinstance(program.chain, Chain)
+    ids = texts(program.chain.most)
     with torch.inference_mode():
         expected = reference(ids).logits.transpose(0, 1).float()
     found = stepped(program, ids).float()

@@ -100,7 +100,7 @@ def test_greedy_tokens(family, scheme, dtype):
     assert isinstance(engine.program, DecodeProgram), engine.report()
     if scheme in ("w4a16_g128", "w6e3m2a16", "w8a16"):
         assert isinstance(engine.program.chain, Chain) == (family != "OPT"), engine.report()
-    unlike = 8 if family == "OPT" else 15  # random weights of this family soon repeat themselves
+    unlike = 7 if family == "OPT" else 15  # random weights of this family soon repeat themselves
     for request in [*engine.generate(requests), *engine.generate([Request(prompt(33), 40)])]:
         assert request.end is End.LENGTH and len(set(tokens(request))) > unlike
         assert wrong(model, request) == 0, (len(request.prompt), engine.report())

@@ -20,8 +20,8 @@ from lowbit.kernels.choose.conv import block_tile
 from lowbit.kernels.elementwise.append import Append
 from lowbit.kernels.parts.conv_tile import WgmmaConv
 from lowbit.kernels.parts.decode import Decode
+from lowbit.kernels.parts.end import End
 from lowbit.kernels.parts.ring import Ring
-from lowbit.kernels.parts.ring_end import End
 from lowbit.kernels.parts.step import Step
 from lowbit.kernels.sm80.conv import MmaConv, MmaProduct
 from lowbit.kernels.sm80.mixed_gemm import RingGemm
@@ -44,7 +44,7 @@ CONFIGS = [
     BlockConv(**vars(block_tile("u4", 56, 64, False))),
     StemPool("u4", True, 4, False, False),
     MmaConv(MmaProduct("u4", 4), None, "s8", None, True),
-    WgmmaGemm(Decode("int4", "fp16", 128, "none", "fp16"), 64, 2, 4, 1, 8, False, False, True),
+    WgmmaGemm(Decode("int4", "fp16", 128, "none", "fp16"), 64, 2, 4, 1, 8, End(False, False), True),
     ScaledGemm(torch.int8, torch.int8, HALF, True, 2, 128, 4, 1, 8, False, "token", False, False, False, "none", False, True),
     NarrowGemm("int4", torch.int8, HALF, 128, 2, 4, 1, 8, True, True, "token", False, False, "none", False, True),
     PlainGemm("int4", torch.int8, torch.int8, HALF, 16, True, False, "token", False, False, "none"),

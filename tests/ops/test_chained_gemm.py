@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lowbit.formats import QuantTensor
+from lowbit.kernels.choose.chained_gemm import CHAIN_TOKENS
 from lowbit.kernels.reference.chained import norm_gemm_reference, residual_gemm_reference
 from lowbit.ops.chained_gemm import chain_refusals, factor_of, norm_gemm, residual_gemm
 from lowbit.pack import FragmentWeight, OperandWeight
@@ -150,10 +151,10 @@ def test_the_residual_is_added_in_place():
 
 def test_refusals():
     w, x = FragmentWeight.pack(quantized("w4a16_g32", 64, 64)), torch.zeros(2, 64).half()
-    assert chain_refusals(w, 16, torch.bfloat16) == ()
-    assert chain_refusals(w, 17, torch.float32) == (
+    assert chain_refusals(w, 64, torch.bfloat16) == ()
+    assert chain_refusals(w, 65, torch.float32) == (
         "takes x in fp16 or bf16, not torch.float32",
-        "takes 1 to 16 tokens, not 17",
+        "takes 1 to 64 tokens, not 65",
     )
     ordered = FragmentWeight.pack(with_channels(quantized("w4a16_g32", 64, 64)))
     assert chain_refusals(ordered, 1, x.dtype) == ("takes x as it comes: the weight has order and pre_quant_scale",)
@@ -164,8 +165,8 @@ def test_refusals():
     )
     with pytest.raises(ValueError, match="norm_gemm takes x as it comes"):
         norm_gemm(x, ordered, torch.ones(1, 2), width=64, eps=0.0)
-    with pytest.raises(ValueError, match="residual_gemm takes 1 to 16 tokens, not 17"):
-        residual_gemm(torch.zeros(17, 64).half(), w, torch.zeros(17, 64).half(), torch.ones(64))
+    with pytest.raises(ValueError, match="residual_gemm takes 1 to 64 tokens, not 65"):
+        residual_gemm(torch.zeros(65, 64).half(), w, torch.zeros(65, 64).half(), torch.ones(64))
     with pytest.raises(
         ValueError, match=r"norm_gemm: squares are float32 \[parts, 2\], 1 to 256 parts, got torch.float32 \(1, 3\)"
     ):
@@ -208,7 +209,7 @@ def test_opcheck_on_a_gpu():
     torch.library.opcheck(torch.ops.lowbit.residual_gemm.default, residual)
 
 
-MS = [1, 2, 5, 8, 9, 13, 16]
+MS = [1, 2, 5, 8, 9, 16, 17, 32, 50, 64]
 RAGGED = [(1000, 576), (344, 1096), (4096, 2048)]
 ONCE = [(scheme, HALVES[i % 2]) for i, scheme in enumerate(SCHEMES)]
 GATED = [
@@ -217,7 +218,7 @@ GATED = [
     ("w8a16", torch.float16),
     ("w4a16_g128_z", torch.bfloat16),
 ]
-"""Each a kernel to compile for every shape and for 8 and 16 tokens."""
+"""Each a kernel to compile for every shape and for 8, 16, 32 and 64 tokens."""
 
 
 def poison(*shapes, dtype=torch.float32):
@@ -237,9 +238,9 @@ class _Plain:
 
 
 def random_rows(k, dtype, *sizes):
-    """Sixteen rows of each size; the first m of them are those of m tokens."""
+    """As many rows of each size as a chain has; the first m of them are those of m tokens."""
     generator = torch.Generator("cuda").manual_seed(k)
-    return [torch.randn(16, size, device="cuda", dtype=dtype, generator=generator) for size in sizes]
+    return [torch.randn(CHAIN_TOKENS, size, device="cuda", dtype=dtype, generator=generator) for size in sizes]
 
 
 @gpu
@@ -253,7 +254,7 @@ def test_norm_on_a_gpu(gated, scheme, dtype):
         n = n // 16 * 16 if gated != "none" else n
         w = FragmentWeight.pack(q := quantized(scheme, n, k, "cuda", place))
         bias = torch.randn(n, device="cuda", dtype=dtype) if place % 2 else None
-        (rows,), all_squares = random_rows(k, dtype, k), k * (0.5 + torch.rand(1 + 37 * place, 16, device="cuda"))
+        (rows,), all_squares = random_rows(k, dtype, k), k * (0.5 + torch.rand(1 + 37 * place, CHAIN_TOKENS, device="cuda"))
         for m in MS:
             x, squares = rows[:m], all_squares[:, :m].contiguous()
             given = {"width": k, "eps": 1e-5, "gated": gated}
@@ -297,7 +298,7 @@ def test_rows_do_not_depend_on_the_batch(scheme):
         n = n // 16 * 16
         w, gamma = FragmentWeight.pack(quantized(scheme, n, k, "cuda")), torch.rand(n, device="cuda")
         rows, all_h = random_rows(k, torch.float16, k, n)
-        all_squares, whole = k * torch.rand(5, 16, device="cuda"), None
+        all_squares, whole = k * torch.rand(5, CHAIN_TOKENS, device="cuda"), None
         for m in reversed(MS):
             h = all_h[:m].clone()
             y = norm_gemm(rows[:m], w, all_squares[:, :m], width=k, eps=1e-5, gated="silu", batch_invariant=True)
@@ -308,13 +309,14 @@ def test_rows_do_not_depend_on_the_batch(scheme):
 
 
 @gpu
-@pytest.mark.parametrize("m", [1, 8, 16])
+@pytest.mark.parametrize("m", [1, 8, 16, 19, 64])
 def test_every_tile_on_a_gpu(m):
     """All candidates, splits and two rows of warps among them, of shapes with a part of a strip and blocks that overlap."""
     from lowbit.hardware.machine import machine_of
     from lowbit.kernels.choose.chained_gemm import chain_candidates
     from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile
     from lowbit.kernels.sm80.mixed_gemm import NormPlan, ResidualPlan
+    from lowbit.kernels.sm90.mixed_gemm import WgmmaNormPlan, WgmmaResidualPlan
     from lowbit.ops.workspace import workspace
     from lowbit.pack import weight_form
 
@@ -324,24 +326,34 @@ def test_every_tile_on_a_gpu(m):
     shape, weight = GemmShape(m, n, k, 4), (w.codes, w.scale, w.channel_scale)
     x, h0 = (torch.randn(m, size, device="cuda", dtype=torch.float16) for size in (k, n))
     gamma, squares = torch.rand(n, device="cuda"), k * torch.rand(11, m, device="cuda")
-    more = [RingTile(8 if m <= 8 else 16, 3, 1, 2, 4, 2), RingTile(8 if m <= 8 else 16, 5, 1, 1, 8, 3)]
+    more = [RingTile(8 if m <= 8 else 16, 3, 1, 2, 4, 2), RingTile(8 if m <= 8 else 16, 5, 1, 1, 8, 3)] if m <= 16 else []
     tiles = [row.tile for row in chain_candidates("residual", shape, machine) if not row.reasons] + more
+    assert len(tiles) > 8
     added, _, _ = residual_gemm_reference(x, q, h0, gamma)
-    gated = norm_gemm_reference(x, q, squares, width=k, eps=1e-5, gated="silu")
+    wanted = {gated: norm_gemm_reference(x, q, squares, width=k, eps=1e-5, gated=gated) for gated in ("silu", "none")}
+    given = form, torch.float16, False
     for tile in tiles:
-        plan, h = ResidualPlan(shape, tile, form, torch.float16, False, machine.arch), h0.clone()
+        if isinstance(tile, RingTile):
+            plan = ResidualPlan(shape, tile, *given, machine.arch)
+        else:
+            plan = WgmmaResidualPlan(shape, tile, *given, torch.float16, machine.sm_count)
+        h = h0.clone()
         poison((m, n), (n, m))
         following, parts = plan(x, weight, h, gamma, None, 1.0, *workspace(x.device, *plan.workspace))
         assert relative_error(h, added) < 1e-3 and relative_error(parts.sum(0), h.double().square().sum(1)) < 1e-5, str(tile)
         assert torch.equal(following, (h.float() * gamma).half()), str(tile)
-        norm = NormPlan(shape, tile, form, torch.float16, False, 11, "silu", machine.arch)
-        poison((m, n))
-        y = norm(x, weight, squares, None, k, 1e-5, 1.0, *workspace(x.device, *norm.workspace))
-        assert relative_error(y, gated) < 2e-3, str(tile)
+        for gated, expected in wanted.items():
+            if isinstance(tile, RingTile):
+                norm = NormPlan(shape, tile, *given, 11, gated, machine.arch)
+            else:
+                norm = WgmmaNormPlan(shape, tile, *given, 11, gated, machine.sm_count)
+            poison((m, n))
+            y = norm(x, weight, squares, None, k, 1e-5, 1.0, *workspace(x.device, *norm.workspace))
+            assert relative_error(y, expected) < 2e-3, (str(tile), gated)
 
 
 @gpu
-@pytest.mark.parametrize("m", [1, 7, 16])
+@pytest.mark.parametrize("m", [1, 7, 16, 40, 64])
 @pytest.mark.parametrize("scheme", ["w4a16_g128", "w6e3m2a16", "w8a16"])
 def test_a_layer_in_a_graph(scheme, m):
     """Four products in a chain, each started before the one before has finished, replayed: as launched one by one."""

@@ -1,4 +1,4 @@
-"""Which tile multiplies a product of a decode step whose norm, gate or residual is at its end: up to 16 tokens, ring kernel.
+"""Which kernel and tile multiply a product of a decode step whose norm, gate or residual is at its end, for up to 64 tokens.
 
 In a chain of kernels other tiles are fast than alone. With programmatic launch the next product's blocks start on SMs that are
 free and pile up there: behind o the same gate-up kernel took 25.6 us, behind a norm 17.7. Products of one wave of blocks
@@ -19,12 +19,19 @@ from lowbit.kernels.choose.mixed_gemm import (
     SMALL_TOKENS,
     GemmShape,
     RingTile,
+    Tile,
+    WgmmaTile,
     ring_candidate,
     ring_tiles,
+    wgmma_candidate,
+    wgmma_tiles,
 )
 
 Role = Literal["norm", "gated", "residual"]
 """What is at a product's end: the norm (qkv, head), norm and gate (gate-up), or the residual (o, down)."""
+
+CHAIN_TOKENS = 64
+"""Tokens of the largest step whose products have such ends: those of a tile of the wgmma kernel that is fast for decoding."""
 
 MOST_PARTS = 256
 """Blocks that may leave sums of squares: each warp of the next product adds up all of them, 8 at a time."""
@@ -44,7 +51,7 @@ class MeasuredChain:
     n: int
     k: int
     bits: int
-    tile: RingTile
+    tile: Tile
     note: str
 
     def __str__(self) -> str:
@@ -57,7 +64,7 @@ class MeasuredChain:
 
 
 @dataclass(frozen=True)
-class ChainCandidate(Candidate[RingTile]):
+class ChainCandidate(Candidate[Tile]):
     """A candidate with the measurement that puts it first, if there is one."""
 
     measured: MeasuredChain | None = None
@@ -74,29 +81,67 @@ def chain_candidates(role: Role, shape: GemmShape, machine: Machine, *, batch_in
         tokens = SMALL_TOKENS if shape.m <= SMALL_TOKENS else RING_TOKENS
         rows = [_candidate(role, t, one, machine, tokens) for t in tiles]
         return ordered(rows)
+    rows = []
+    if "wgmma" in machine.arch.features:
+        tiled = wgmma_tiles(shape, in_chain=True, with_h=role == "residual")
+        rows = [_wgmma(role, tile, shape, machine) for tile in tiled]
+    if shape.m <= RING_TOKENS or not rows:
+        rings = [_candidate(role, ring, shape, machine) for ring in ring_tiles(shape, machine)]
+        rows = rings if shape.m <= SMALL_TOKENS else rings + rows
     known = [row for row in MEASURED if row.holds_for(role, shape, machine)]
-    rows = [replace(_candidate(role, row.tile, shape, machine), tile=row.tile, measured=row) for row in known]
-    return ordered(rows + [_candidate(role, tile, shape, machine) for tile in ring_tiles(shape, machine)])
+    first = [replace(_measured(role, row.tile, shape, machine), tile=row.tile, measured=row) for row in known]
+    return ordered(first + rows)
 
 
 @functools.lru_cache(maxsize=4096)
-def choose_chain(role: Role, shape: GemmShape, machine: Machine, batch_invariant: bool = False) -> RingTile:
+def choose_chain(role: Role, shape: GemmShape, machine: Machine, batch_invariant: bool = False) -> Tile:
     """The first of the candidates that can; raises ValueError with everybody's reasons when none can."""
     return first_that_can(chain_candidates(role, shape, machine, batch_invariant=batch_invariant), shape, machine)
+
+
+def parts_of(tile: Tile, shape: GemmShape) -> int:
+    """Sums of squares that each token gets of a product with the residual at its end: one of each block of rows."""
+    return -(-shape.n // tile.rows)
+
+
+def _measured(role: Role, tile: Tile, shape: GemmShape, machine: Machine) -> ChainCandidate:
+    kind = _candidate if isinstance(tile, RingTile) else _wgmma
+    return kind(role, tile, shape, machine)  # type: ignore[arg-type]
 
 
 def _candidate(role: Role, tile: RingTile, shape: GemmShape, machine: Machine, tokens: int = 0) -> ChainCandidate:
     """A tile with the blocks of an SM that it has in a chain. `tokens`: those that it is made for in the end, if others."""
     row = ring_candidate(tile, shape, machine)
-    blocks = -(-shape.strips // tile.block_strips)
+    blocks = parts_of(tile, shape)
     reasons = row.reasons
     if tokens > tile.tokens:
         tile = replace(tile, tokens=tokens)
         reasons = ring_candidate(tile, shape, machine).reasons
-    if role == "residual" and blocks > MOST_PARTS:
-        reasons += (f"its {blocks} blocks would leave as many sums of squares, {MOST_PARTS} are added up",)
+    reasons += _too_many_parts(role, blocks)
     alone = blocks * tile.splits <= machine.sm_count
     return ChainCandidate(replace(tile, blocks_per_sm=1 if alone else 0), reasons, row.cost_us)
+
+
+def _wgmma(role: Role, tile: WgmmaTile, shape: GemmShape, machine: Machine) -> ChainCandidate:
+    """A tile of the wgmma kernel, whose end has all tokens at once, and of h a tile for each block."""
+    row = wgmma_candidate(tile, shape, machine)
+    blocks = parts_of(tile, shape)
+    reasons = row.reasons
+    if tile.tokens < shape.m:
+        reasons += (f"has {tile.tokens} tokens, a norm needs those of all {shape.m}",)
+    if role == "residual":
+        reasons += _too_many_parts(role, blocks)
+        if blocks * tile.splits > machine.sm_count:
+            reasons += (f"its {blocks * tile.splits} blocks are more than {machine.sm_count} SMs: h waits for one of each",)
+        if shape.n % 8:
+            reasons += (f"rows of h, {shape.n} wide, do not start at multiples of 16 bytes",)
+    return ChainCandidate(tile, reasons, row.cost_us)
+
+
+def _too_many_parts(role: Role, blocks: int) -> tuple[str, ...]:
+    if role != "residual" or blocks <= MOST_PARTS:
+        return ()
+    return (f"its {blocks} blocks would leave as many sums of squares, {MOST_PARTS} are added up",)
 
 
 # ---- where a step was measured; other rows are modelled
@@ -158,13 +203,31 @@ MEASURED: tuple[MeasuredChain, ...] = (
         "down; alone on an SM",
     ),
     MeasuredChain(
-        "H200", "2026-11-22", "residual", (9, 16), 4096, 4096, 4,
-        RingTile(tokens=16, strips=2, rounds=2, warps_n=1, warps_k=16, splits=1),
-        "o; tried at batch 16, where the fastest variant took 2758 us and 8 kernels a layer 2765",
+        "H200", "2026-11-23", "residual", (9, 16), 4096, 4096, 4,
+        RingTile(tokens=16, strips=3, rounds=2, warps_n=1, warps_k=8, splits=1, blocks_per_sm=1),
+        "o; a step of 4 layers 466.8 us, 469.5 with two strips",
+    ),
+    MeasuredChain(
+        "H200", "2026-11-23", "residual", (9, 16), 4096, 14336, 4,
+        WgmmaTile(tokens=16, warpgroups=4, stages=8, splits=8, token_group=2),
+        "down; 469.5 us, 488.0 with the ring kernel's 128 rows in 4 splits",
     ),
     MeasuredChain(
         "H200", "2026-11-22", "gated", (9, 16), 28672, 4096, 4,
         RingTile(tokens=16, strips=7, rounds=1, warps_n=2, warps_k=4, splits=1),
-        "gate-up; in all variants at batch 16, of which the fastest took 2758 us",
+        "gate-up; 488.0 us, 491.0 with 256 rows of the wgmma kernel",
+    ),
+    MeasuredChain(
+        "H200", "2026-11-23", "residual", (9, 16), 4096, 14336, 6,
+        WgmmaTile(tokens=16, warpgroups=2, stages=8, splits=4, token_group=2),
+        "down; a step of 4 layers 489.9 us, 523.2 with the ring kernel's 128 rows in 4 splits",
+    ),
+    *(
+        MeasuredChain(
+            "H200", "2026-11-23", "residual", (9, 16), 4096, 4096, bits,
+            WgmmaTile(tokens=16, warpgroups=2, stages=8, splits=4, token_group=2),
+            f"o; a step of 4 layers {us}",
+        )
+        for bits, us in ((6, "472.1 us, 481.1 with 48 rows of the ring kernel"), (8, "509.7 us, 512.0 with the ring kernel"))
     ),
 )  # fmt: skip

@@ -59,6 +59,10 @@ class RingTile:
     def block_strips(self) -> int:
         return self.strips * self.warps_n
 
+    @property
+    def rows(self) -> int:
+        return 16 * self.block_strips
+
     def __str__(self) -> str:
         few = f", {self.blocks_per_sm} block{'s' * (self.blocks_per_sm > 1)} an SM" if self.blocks_per_sm else ""
         return (
@@ -128,7 +132,7 @@ def candidates(shape: GemmShape, machine: Machine, *, batch_invariant: bool = Fa
 
     With `batch_invariant`, only tiles whose sums do not depend on m: row i of y then has the same bits in any batch.
     """
-    rows = [_wgmma_candidate(tile, shape, machine) for tile in _wgmma_tiles(shape)] if "wgmma" in machine.arch.features else []
+    rows = [wgmma_candidate(tile, shape, machine) for tile in wgmma_tiles(shape)] if "wgmma" in machine.arch.features else []
     if batch_invariant and rows:
         return ordered([row for row in rows if isinstance(row.tile, WgmmaTile) and row.tile.splits == 1])
     if shape.m <= RING_TOKENS or not rows:
@@ -203,11 +207,13 @@ def _ring_cost(tile: RingTile, shape: GemmShape, machine: Machine) -> float:
 # ---- the wgmma kernel
 
 
-def _wgmma_tiles(shape: GemmShape) -> list[WgmmaTile]:
+def wgmma_tiles(shape: GemmShape, *, in_chain: bool = False, with_h: bool = False) -> list[WgmmaTile]:
+    """Tiles of the wgmma kernel that are considered for a problem. Shared memory also holds a tile of y, in a chain squares
+    (parts/tile_end.py), and where it is added a tile of h."""
     tiles = []
     for tokens, warpgroups in _STAGE_CYCLES:
         stage = 64 * warpgroups * 8 * shape.bits + 128 * tokens
-        stored = 128 * warpgroups * tokens
+        stored = (2 if with_h else 1) * 128 * warpgroups * tokens + (64 * tokens + 1024 if in_chain else 0)
         stages = min(8, (230_000 - stored) // stage // 2 * 2)
         iterations = shape.steps(128)
         tiles += [WgmmaTile(tokens, warpgroups, stages, splits, 2) for splits in (1, 2, 3, 4, 8) if splits <= iterations]
@@ -227,7 +233,8 @@ _STAGE_CYCLES = {
 }
 
 
-def _wgmma_candidate(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> GemmCandidate:
+def wgmma_candidate(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> GemmCandidate:
+    """A tile of the wgmma kernel with its reasons and its modelled time."""
     reasons = []
     if tile.stages < 2:
         reasons.append(f"{shape.bits}-bit tiles leave room for {tile.stages} stages, 2 are needed")

@@ -1,57 +1,20 @@
-"""The end of a product of the ring kernel: its slices of K come together, then what follows the product in a decode step.
+"""The end of a product of the ring kernel: its slices of K come together, then what parts/end.py says, thread by thread.
 
-A step of a decoder needs few kernels where each product does at its end what would be a kernel of its own:
-
-    norm      x is h * gamma * x_factor, not yet divided by its rms. Who made it left sums of squares of h, some for each of its
-              blocks, `squares` [parts, M]; every warp adds them up, and y is multiplied by 1 / (rms * x_factor)
-    gate      y = act(gate) * up: of each strip of 16 rows the first 8 are gates, the others what they gate (pack/gated.py), so
-              that both sums of a pair are in one lane, whatever the tile
-    residual  h += y in place, then x of the next norm, h * gamma * x_factor, and the sum of squares of this block's rows of h
-
-gamma belongs to channels and goes to who knows its channels, 1 / rms to who knows the whole row: the main loop knows neither.
-All sums in a fixed order: same input, same bits. Formula of gelu's tanh: Hendrycks and Gimpel, arXiv 1606.08415.
+Every warp adds up the squares that a norm needs by itself; a gate and what it gates are sums of one thread. What the end needs
+from memory is asked for before the main loop, in a chain of short kernels.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
-
+from lowbit.kernels.parts.end import activated
 from lowbit.kernels.parts.gluon import Scalar, Tuple, aggregate, asm, barrier, gl, gluon, run
 
-Gate = Literal["none", "silu", "gelu_tanh"]
-
-
-@dataclass(frozen=True)
-class End:
-    """What becomes of the sums of a product: times `channel_scale`, times 1 / rms, plus `bias`, then gated or added to h.
-
-    `parts` sums of squares per token make its rms; 0: no norm. The residual excludes both norm and gate.
-    """
-
-    channel_scale: bool
-    bias: bool
-    parts: int = 0
-    gate: Gate = "none"
-    residual: bool = False
-
-    def __post_init__(self) -> None:
-        if self.residual and (self.parts or self.gate != "none"):
-            raise ValueError("a product that adds to h has no norm and no gate")
-
-    @property
-    def turns(self) -> int:
-        """Turns in which the 8 lanes of a token add up its parts."""
-        return -(-self.parts // 8)
-
-    @property
-    def add_groups(self) -> str:
-        """The sum of $1 over the 8 lane groups, the same in every lane."""
-        lines = [".reg .f32 other;", "mov.f32 $0, $1;"]
-        for distance in (4, 8, 16):
-            lines.append(f"shfl.sync.bfly.b32 other, $0, {distance}, 0x1f, 0xffffffff; add.f32 $0, $0, other;")
-        return "{\n" + "\n".join(lines) + "\n}"
-
+ADD_GROUPS = gl.constexpr(
+    "{ .reg .f32 other; mov.f32 $0, $1;\n"
+    + "\n".join(f"shfl.sync.bfly.b32 other, $0, {d}, 0x1f, 0xffffffff; add.f32 $0, $0, other;" for d in (4, 8, 16))
+    + "\n}"
+)
+"""The sum of $1 over the 8 lane groups, the same in every lane."""
 
 STORE = gl.constexpr("{ .reg .b32 at; mov.u32 at, global_smem; add.u32 at, at, $1; st.shared.f32 [at], $2; mov.b32 $0, 0; }")
 """One float32 to shared memory: $1 byte, $2 value."""
@@ -179,14 +142,14 @@ def meet(partial, arrived, sums, thread, C: gl.constexpr):
 @gluon.jit
 def across_groups(value, C: gl.constexpr):
     """The sum over the 8 lane groups."""
-    return asm(C.end.add_groups, "=&f,f", [value], gl.float32)
+    return asm(ADD_GROUPS, "=&f,f", [value], gl.float32)
 
 
 @gluon.jit
 def rms_factors(squares, at, inverse_width, eps, x_factor, C: gl.constexpr):
     """1 / (rms * x_factor) of tokens 2t and 2t + 1 of each 8 tokens, t being the lane's place in its group."""
     EIGHTS: gl.constexpr = C.ring.step.eights
-    TURNS: gl.constexpr = C.end.turns
+    TURNS: gl.constexpr = (C.end.parts + 7) // 8
     factors = ()
     for i in gl.static_range(2 * EIGHTS):
         token = at.first_token + i // 2 * 8 + (at.lane & 3) * 2 + i % 2
@@ -241,15 +204,6 @@ def store(y, sums, applied, at, C: gl.constexpr):
         row, token, exists = output_of(element, row_of_warps, at, C)
         total = applied_to(sums[i], applied, i, element, row, exists, C)
         gl.store(y + token.to(gl.int64) * at.N + row, total.to(y.dtype.element_ty), mask=exists)
-
-
-@gluon.jit
-def activated(gate, C: gl.constexpr):
-    """act(gate): silu(g) = g / (1 + exp(-g)); gelu with tanh is g / (1 + exp(-2 u)), u = sqrt(2 / pi) (g + 0.044715 g^3)."""
-    if C.end.gate == "silu":
-        return gate / (1.0 + gl.exp(-gate))
-    else:
-        return gate / (1.0 + gl.exp(-1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)))
 
 
 @gluon.jit

@@ -23,13 +23,12 @@ from torch import Tensor
 from lowbit.hardware.arch import Arch
 from lowbit.hardware.half import HalfType
 from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile, shared_by
+from lowbit.kernels.parts.end import End, Gate
 from lowbit.kernels.parts.gluon import Scalar, Tuple, aggregate, gl, gluon, half_type, ptx, run, source_digest
 from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.parts.ring import Ring
 from lowbit.kernels.parts.ring_end import (
     Applied,
-    End,
-    Gate,
     Place,
     Residual,
     finish,

@@ -18,11 +18,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lowbit.hardware.half import HalfType
 from lowbit.kernels.choose.mixed_gemm import GemmShape, WgmmaTile
 from lowbit.kernels.parts.decode import Decode, decode
-from lowbit.kernels.parts.epilogue import Output, put
+from lowbit.kernels.parts.end import End, Gate
+from lowbit.kernels.parts.epilogue import Output
 from lowbit.kernels.parts.gluon import (
     Descriptor,
     Scalar,
@@ -42,13 +44,14 @@ from lowbit.kernels.parts.gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from lowbit.kernels.parts.launch import TilePlan, plane_descriptors
+from lowbit.kernels.parts.launch import TilePlan, descriptors, plane_descriptors
 from lowbit.kernels.parts.operand import finish, nothing_decoded, operand_a, read_words, registers_layout, words_layout
 from lowbit.kernels.parts.pipeline import acquire, advance, make_barriers, previous
 from lowbit.kernels.parts.prologue import await_previous, start_next
 from lowbit.kernels.parts.schedule import SplitK, Tiles, count, iterations_of, meet, tile_at
 from lowbit.kernels.parts.smem import UNIT, Regions, allocate, view, view_stages
 from lowbit.kernels.parts.tile import WarpgroupTile
+from lowbit.kernels.parts.tile_end import SQUARES, SUMS, Applied, Squares, Stream, begin_end, finish_end, prefetch_rows
 from lowbit.pack.weight import WeightForm
 
 STAGE_K = 64
@@ -59,7 +62,7 @@ PREFETCHED = gl.constexpr(6)
 
 
 @dataclass(frozen=True)
-class WgmmaGemm(WarpgroupTile):
+class WgmmaGemm(WarpgroupTile, Squares):
     """All that is fixed when the kernel is compiled. Of two equal ones, results are equal to the last bit.
 
     A tile is `tokens` x 64 * warpgroups rows of w; `stages` (of 64 k each) is even, and K counts as if it were a multiple of
@@ -72,8 +75,7 @@ class WgmmaGemm(WarpgroupTile):
     stages: int
     splits: int
     token_group: int
-    channel_scale: bool
-    bias: bool
+    end: End
     store_by_tma: bool
     digest: str = source_digest()
 
@@ -105,8 +107,14 @@ class WgmmaGemm(WarpgroupTile):
     @property
     def regions(self) -> Regions:
         w = [(f"w{p}", self.stages * self.rows * 8 * self.decode.plane_words(p)) for p in range(self.decode.planes)]
-        y = self.rows * self.tokens * 2 if self.store_by_tma else 0
-        return Regions((("x", self.stages * self.tokens * 128), *w, ("y", y), ("barriers", UNIT)))
+        y, squares = self.rows * self.tokens * 2, 4 * SUMS * self.tokens
+        of_end = (
+            ("y", y if self.store_by_tma else 0),
+            ("h", y if self.end.residual else 0),
+            ("squares", squares if self.end.parts or self.end.residual else 0),
+            ("h_there", UNIT if self.end.residual else 0),
+        )
+        return Regions((("x", self.stages * self.tokens * 128), *w, *of_end, ("barriers", UNIT)))
 
     @property
     def x_type(self) -> torch.dtype:
@@ -132,7 +140,7 @@ class WgmmaGemm(WarpgroupTile):
     @property
     def store_block(self) -> list[int]:
         """[tokens, channels] of one store."""
-        return [self.tokens, self.rows]
+        return [self.tokens, self.rows if self.end.gate == "none" else self.rows // 2]
 
     @property
     def accumulator(self) -> gl.NVMMADistributedLayout:
@@ -174,23 +182,15 @@ class Scales:
 
 
 @aggregate
-class Applied:
-    """What is applied to sums: scales float32 and biases of channels, or None, and what all sums are multiplied by."""
-
-    channel_scale: Scalar
-    bias: Scalar
-    factor: Scalar
-
-
-@aggregate
 class Products:
-    """What the warpgroups work with: stages of w and x, scales, where splits meet, what is applied, where y goes."""
+    """What the warpgroups work with: stages of w and x, scales, where splits meet, what the end applies, where y goes."""
 
     w: Tuple
     x: gl.shared_memory_descriptor
     scales: Scales
     splits: SplitK
     applied: Applied
+    stream: Stream
     out: Output
     tiles: Tiles
 
@@ -315,23 +315,6 @@ def multiply(p, scale, words, stage, phase, begin, end, more, C: gl.constexpr):
 
 
 @gluon.jit
-def store(out, acc, applied, first_row, first_token, C: gl.constexpr):
-    """Scales and bias per row, one rounding, then y: transposed through shared memory by TMA, or element by element."""
-    rows = first_row + gl.arange(0, C.rows, gl.SliceLayout(1, C.accumulator))
-    acc = acc * applied.factor
-    if C.channel_scale:
-        acc = acc * gl.load(applied.channel_scale + rows, mask=rows < out.N, other=0.0)[:, None]
-    if C.bias:
-        acc = acc + gl.load(applied.bias + rows, mask=rows < out.N, other=0.0).to(gl.float32)[:, None]
-    if C.store_by_tma:
-        put(out, acc.to(C.y), first_token, first_row, False)
-    else:
-        tokens = first_token + gl.arange(0, C.tokens, gl.SliceLayout(0, C.accumulator))
-        at = out.pointer + tokens.to(gl.int64)[None, :] * out.N + rows[:, None]
-        gl.store(at, acc.to(C.y), mask=(rows < out.N)[:, None] & (tokens < out.M)[None, :])
-
-
-@gluon.jit
 def math(p, C: gl.constexpr):
     """The warpgroups that decode, multiply and store."""
     thread = gl.arange(0, C.threads, C.threads_layout)
@@ -342,9 +325,13 @@ def math(p, C: gl.constexpr):
     if C.decode.pair_words > 0:
         prefetch_scales(p, gl.program_id(0), thread, C)
     words = read_words(p.w, stage, phase, gl.program_id(0) < tiles, C)
+    if not C.end.plain:
+        token_tile, row_tile, split = tile_at(gl.program_id(0), p.tiles, C)
+        begin_end(p.stream, row_tile * C.rows, token_tile * C.tokens, p.out.M, C)
     for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
         token_tile, row_tile, split = tile_at(index, p.tiles, C)
         first_row, first_token = row_tile * C.rows, token_tile * C.tokens
+        prefetch_rows(p.applied, p.stream, first_row, p.out.N, C)
         if C.decode.pair_words > 0:
             prefetch_scales(p, index + gl.num_programs(0), thread, C)
         scale = scales_of_strip(p.scales, row_tile, thread, C) + lane_group * C.decode.group_words
@@ -352,19 +339,20 @@ def math(p, C: gl.constexpr):
         more = index + gl.num_programs(0) < tiles
         acc, words, stage, phase = multiply(p, scale, words, stage, phase, begin, end, more, C)
         if C.splits == 1:
-            store(p.out, acc, p.applied, first_row, first_token, C)
+            finish_end(p.out, acc, p.applied, p.stream, row_tile, first_row, first_token, C)
         else:
             last, total = meet(p.splits, acc, token_tile * p.tiles.of_channels + row_tile, split, C)
             if last:
-                store(p.out, total, p.applied, first_row, first_token, C)
+                finish_end(p.out, total, p.applied, p.stream, row_tile, first_row, first_token, C)
     if C.store_by_tma:
         tma_store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["M", "N", "token_tiles", "channel_tiles", "iterations", "scale_strip", "last_group", "strips"])
 def wgmma_gemm(
-    w_desc, w_desc_1, w_desc_2, x_desc, y_desc, y, scale, channel_scale, bias, partial, arrived, M, N, token_tiles,
-    channel_tiles, iterations, scale_strip, last_group, strips, factor, C: gl.constexpr,
+    w_desc, w_desc_1, w_desc_2, x_desc, y_desc, h_desc, y, scale, channel_scale, bias, partial, arrived, gamma, squares, M, N,
+    token_tiles, channel_tiles, iterations, scale_strip, last_group, strips, factor, x_factor, inverse_width, eps,
+    C: gl.constexpr,
 ):  # fmt: skip
     """The kernel: stages, barriers and roles. There is a descriptor of w for each of its planes; the others are None."""
     PLANES: gl.constexpr = C.decode.planes
@@ -377,13 +365,23 @@ def wgmma_gemm(
     y_tile = x
     if C.store_by_tma:
         y_tile = view(shared, C.regions, "y", C.y, y_desc.block_type.shape, y_desc.layout)
+    h_tile = x
+    h_there = x
+    sums = x
+    if C.end.parts > 0 or C.end.residual:
+        sums = view(shared, C.regions, "squares", gl.float32, [SQUARES, C.tokens], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    if C.end.residual:
+        h_tile = view(shared, C.regions, "h", h_desc.dtype, h_desc.block_type.shape, h_desc.layout)
+        h_there = view(shared, C.regions, "h_there", gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(h_there, count=1)
     barriers = make_barriers(shared, C)
     fence_async_shared()
     barrier()
     tiles = Tiles(token_tiles, channel_tiles, iterations)
+    stream = Stream(squares, inverse_width, eps, x_factor, gamma, h_desc, h_tile, h_there, sums)
     products = Products(
         w, x, Scales(scale, scale_strip, last_group, strips), SplitK(partial, arrived), Applied(channel_scale, bias, factor),
-        Output(y_desc, y, y_tile, M, N), tiles,
+        stream, Output(y_desc, y, y_tile, M, N), tiles,
     )  # fmt: skip
     copies = Copies(w_descs, x_desc, w, x, barriers, tiles)
     # All warpgroups are one role: it takes the registers that the loader leaves, 240 a thread for two. (As roles of their
@@ -391,41 +389,111 @@ def wgmma_gemm(
     gl.warp_specialize([(math, (products, C)), (load, (copies, C))], [1], [24])
 
 
-class WgmmaPlan(TilePlan):
-    """The plan of a product."""
+class WgmmaLaunch(TilePlan):
+    """What plans of the wgmma kernel have in common: its configuration and descriptors, and how it is launched."""
 
     def __init__(
-        self, shape: GemmShape, tile: WgmmaTile, form: WeightForm, dtype: torch.dtype, bias: bool, sm_count: int
+        self, shape: GemmShape, tile: WgmmaTile, form: WeightForm, dtype: torch.dtype, end: End, sm_count: int
     ) -> None:
         # Rows of y that do not start at multiples of 16 bytes are beyond TMA.
-        config = _config(tile, form, half_type(dtype), bias, tile.splits == 1 and shape.n % 8 == 0)
+        by_tma = shape.n % 8 == 0 and (tile.splits == 1 or end.residual or end.gate != "none")
+        config = _config(tile, form, half_type(dtype), end, by_tma)
         super().__init__(wgmma_gemm, shape, tile, config, sm_count)
+        if not end.plain and self.tiles[0] > 1:
+            raise ValueError(f"an end needs all {shape.m} tokens in one tile, {tile} has {tile.tokens}")
         self.iterations = shape.steps(2 * STAGE_K)
         self.last_group = (shape.k - 1) // max(form.group, 1)
         self.factor = config.decode.epilogue_factor
         blocks = [(config.warps, 32 * config.decode.plane_words(p)) for p in range(config.decode.planes)]
         self.weight_descriptors = plane_descriptors(shape.strips, shape.steps(64) * 32 * shape.bits, blocks)
 
+    def run(
+        self, y: Tensor, x: Tensor, weight: Weight, bias: Tensor | None, room: tuple[Tensor, Tensor],
+        h: TensorDescriptor | None = None, gamma: Tensor | None = None, squares: Tensor | None = None,
+        numbers: tuple[float | None, float | None, float | None] = (None, None, None),
+    ) -> None:  # fmt: skip
+        """`room` is the workspace; `numbers` are x_factor, 1 / width and eps, as the end asks for."""
+        codes, scale, channel_scale = weight
+        self.launch(
+            *self.weight_descriptors(codes.data_ptr()), self.x_descriptor(x.data_ptr(), x.stride(0)),
+            self.y_descriptor(y.data_ptr()), h, y, codes if scale is None else scale.view(torch.int32), channel_scale, bias,
+            *room, gamma, squares, self.shape.m, self.shape.n, *self.tiles, self.iterations,
+            0 if scale is None else scale.stride(0) // 2, self.last_group, codes.shape[0], self.factor, *numbers, self.config,
+        )  # fmt: skip
+
+
+class WgmmaPlan(WgmmaLaunch):
+    """The plan of a product."""
+
+    def __init__(
+        self, shape: GemmShape, tile: WgmmaTile, form: WeightForm, dtype: torch.dtype, bias: bool, sm_count: int
+    ) -> None:
+        super().__init__(shape, tile, form, dtype, End(form.channel_scale, bias), sm_count)
+
     def __call__(
         self, x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None,
         sums: Tensor, arrived: Tensor,
     ) -> Tensor:  # fmt: skip
         """y [M, N] of x [M, K], whose rows start at multiples of 16 bytes; all tensors on the current device."""
-        m, n = self.shape.m, self.shape.n
-        y = torch.empty((m, n), dtype=x.dtype, device=x.device)
-        self.launch(
-            *self.weight_descriptors(codes.data_ptr()), self.x_descriptor(x.data_ptr(), x.stride(0)),
-            self.y_descriptor(y.data_ptr()), y, codes if scale is None else scale.view(torch.int32), channel_scale, bias,
-            sums, arrived, m, n, *self.tiles, self.iterations, 0 if scale is None else scale.stride(0) // 2, self.last_group,
-            codes.shape[0], self.factor, self.config,
-        )  # fmt: skip
+        y = torch.empty((self.shape.m, self.shape.n), dtype=x.dtype, device=x.device)
+        self.run(y, x, (codes, scale, channel_scale), bias, (sums, arrived))
         return y
 
 
+class WgmmaNormPlan(WgmmaLaunch):
+    """The same for a product of h * gamma * x_factor with the norm at its end, and a gate."""
+
+    def __init__(
+        self, shape: GemmShape, tile: WgmmaTile, form: WeightForm, dtype: torch.dtype, bias: bool, parts: int, gate: Gate,
+        sm_count: int,
+    ) -> None:  # fmt: skip
+        super().__init__(shape, tile, form, dtype, End(form.channel_scale, bias, parts, gate), sm_count)
+        self.columns = shape.n if gate == "none" else shape.n // 2
+        if gate != "none":
+            block, kind = self.config.store_block, self.config.y
+            stored = gl.NVMMASharedLayout.get_default_for(block, kind)
+            self.y_descriptor = descriptors(dtype, (shape.m, self.columns), block, stored)
+
+    def __call__(
+        self, x: Tensor, weight: Weight, squares: Tensor, bias: Tensor | None, width: int, eps: float, x_factor: float,
+        sums: Tensor, arrived: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """y [M, N], or [M, N / 2] behind a gate, of x [M, K] and `squares` [parts, M] of rows of h of `width` elements."""
+        y = torch.empty((self.shape.m, self.columns), dtype=x.dtype, device=x.device)
+        self.run(y, x, weight, bias, (sums, arrived), squares=squares, numbers=(x_factor, 1.0 / width, eps))
+        return y
+
+
+class WgmmaResidualPlan(WgmmaLaunch):
+    """The same for a product that is added to h of type `h_type`, whose next norm starts at its end."""
+
+    def __init__(
+        self, shape: GemmShape, tile: WgmmaTile, form: WeightForm, dtype: torch.dtype, bias: bool, h_type: torch.dtype,
+        sm_count: int,
+    ) -> None:  # fmt: skip
+        super().__init__(shape, tile, form, dtype, End(form.channel_scale, bias, residual=True), sm_count)
+        if shape.n % 8 or self.tiles[1] * tile.splits > sm_count:
+            raise ValueError(f"h is added where N is a multiple of 8 and each block has one tile, not by {tile} for {shape}")
+        stored = gl.NVMMASharedLayout.get_default_for(self.config.store_block, self.config.y)
+        self.h_descriptor = descriptors(h_type, (shape.m, shape.n), self.config.store_block, stored)
+
+    def __call__(
+        self, x: Tensor, weight: Weight, h: Tensor, gamma: Tensor, bias: Tensor | None, x_factor: float,
+        sums: Tensor, arrived: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """(h * gamma * x_factor [M, N], squares [parts, M]) after h += y, in place."""
+        following = torch.empty((self.shape.m, self.shape.n), dtype=x.dtype, device=x.device)
+        squares = torch.empty((self.tiles[1], self.shape.m), dtype=torch.float32, device=x.device)
+        h_desc = self.h_descriptor(h.data_ptr())
+        self.run(following, x, weight, bias, (sums, arrived), h_desc, gamma, squares, (x_factor, None, None))
+        return following, squares
+
+
+Weight = tuple[Tensor, Tensor | None, Tensor | None]
+"""Codes, scales of groups and scales of channels, as pack/weight.py has them."""
+
+
 @functools.lru_cache(maxsize=1024)
-def _config(tile: WgmmaTile, form: WeightForm, dtype: HalfType, bias: bool, store_by_tma: bool) -> WgmmaGemm:
+def _config(tile: WgmmaTile, form: WeightForm, dtype: HalfType, end: End, store_by_tma: bool) -> WgmmaGemm:
     decode = Decode(form.format, dtype, form.group, form.zero, form.scale_dtype)
-    return WgmmaGemm(
-        decode, tile.tokens, tile.warpgroups, tile.stages, tile.splits, tile.token_group, form.channel_scale, bias,
-        store_by_tma,
-    )  # fmt: skip
+    return WgmmaGemm(decode, tile.tokens, tile.warpgroups, tile.stages, tile.splits, tile.token_group, end, store_by_tma)

@@ -16,7 +16,7 @@ from tests.kernels.sass import compile_plan
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
-from lowbit.kernels.sm90.mixed_gemm import WgmmaPlan
+from lowbit.kernels.sm90.mixed_gemm import WgmmaGemm, WgmmaPlan
 
 PRODUCT = re.compile(r"[HIQ]GMMA\S* R\d+, R(\d+),")
 """A wgmma of fp16, int8 or fp8, and the first register of its operand A."""
@@ -83,9 +83,12 @@ def check_straight_line(lines: list[str]) -> None:
 
 def check_barriers(config, kernel) -> None:
     """The barriers that our PTX addresses are those that Triton's operations use: the allocation lies at offset 0."""
-    waited = re.search(r"mbarrier\.try_wait\S* complete, \[(%r\d+)\]", kernel.ptx)[1]  # Triton's wait, in the loader
-    at = re.search(rf"add\.s32\s+{waited}, %r\d+, (\d+);", kernel.ptx)[1]
-    assert int(at) == config.barriers.start + 8 * config.stages
+    waits = re.findall(r"mbarrier\.try_wait\S* complete, \[(%r\d+)\]", kernel.ptx)  # Triton's: the loader's, and that for h
+    found = {int(at) for wait in waits for at in re.findall(rf"add\.s32\s+{wait}, %r\d+, (\d+);", kernel.ptx)}
+    expected = {config.barriers.start + 8 * config.stages}
+    if isinstance(config, WgmmaGemm) and config.end.residual:
+        expected.add(1024 * config.regions.start("h_there"))
+    assert found == expected
 
 
 @pytest.mark.parametrize(
@@ -148,6 +151,6 @@ def test_a_power_of_two_beside_group_scales_is_not_in_the_main_loop(fmt, m):
     loops = []
     for scaled_twice in (False, True):
         config, kernel = compiled(fmt, "fp16", m, scale_dtype="bf16", scaled_twice=scaled_twice)
-        assert config.channel_scale == scaled_twice and kernel.stack_bytes == 0 and kernel.count("STL") == 0
+        assert config.end.channel_scale == scaled_twice and kernel.stack_bytes == 0 and kernel.count("STL") == 0
         loops.append(len(main_loop(kernel.lines)))
     assert loops[1] <= loops[0] + 4

@@ -1,0 +1,100 @@
+"""The wgmma kernel with norm, gate and residual at its end, compiled for a GPU that is not here."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowbit.formats import number_format
+from lowbit.hardware.machine import typical_machine
+from lowbit.kernels.choose.chained_gemm import chain_candidates
+from lowbit.kernels.choose.mixed_gemm import GemmShape, WgmmaTile
+from lowbit.pack import WeightForm
+from tests.kernels.calls import meta, mixed_call
+from tests.kernels.sass import compile_plan
+
+pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
+
+from lowbit.kernels.sm90.mixed_gemm import WgmmaNormPlan, WgmmaResidualPlan
+from tests.kernels.sm90.test_compile import check_barriers, check_operands_in_flight, main_loop
+
+HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+H200 = typical_machine(90)
+
+
+def plan_of(end, fmt, m, n, k, group, dtype, bias, parts):
+    """The plan of an end that is "residual", "norm" or the name of a gate, with the first tile of the wgmma kernel."""
+    shape, half, form = GemmShape(m, n, k, number_format(fmt).bits), HALVES[dtype], WeightForm(fmt, group, "none", "fp16")
+    role = end if end in ("residual", "norm") else "gated"
+    able = [row.tile for row in chain_candidates(role, shape, H200) if not row.reasons and isinstance(row.tile, WgmmaTile)]
+    if end == "residual":
+        return WgmmaResidualPlan(shape, able[0], form, half, bias, half, H200.sm_count)
+    return WgmmaNormPlan(shape, able[0], form, half, bias, parts, "none" if end == "norm" else end, H200.sm_count)
+
+
+def compiled(end, fmt="int4", m=64, n=4096, k=4096, group=128, dtype="fp16", bias=False, parts=32):
+    plan = plan_of(end, fmt, m, n, k, group, dtype, bias, parts)
+    x, codes, scale, channel, of_bias, sums, arrived = mixed_call(plan.shape, HALVES[dtype], group, torch.float16)
+    weight, added = (codes, scale, None if group else channel), of_bias if bias else None
+    if end == "residual":
+        call = x, weight, meta((m, n), HALVES[dtype]), meta((n,), torch.float32), added, 1.0, sums, arrived
+    else:
+        call = x, weight, meta((parts, m), torch.float32), added, k, 1e-5, 1.0, sums, arrived
+    return plan, compile_plan(plan, call, 90, ("y", "scale", "partial"))
+
+
+@pytest.mark.parametrize(
+    ("end", "fmt", "m", "n", "k", "group", "dtype", "bias"),
+    [
+        ("norm", "int4", 16, 6144, 4096, 128, "fp16", False), ("residual", "int4", 64, 4096, 14336, 128, "bf16", True),
+        ("silu", "int4", 64, 28672, 4096, 128, "fp16", False), ("gelu_tanh", "fp6_e3m2", 24, 9728, 896, 0, "bf16", True),
+        ("residual", "fp6_e3m2", 16, 4096, 4096, 0, "fp16", False), ("norm", "int8", 64, 128256, 4096, 0, "fp16", False),
+        ("residual", "int8", 32, 896, 4864, 0, "fp16", False),
+    ],
+)  # fmt: skip
+def test_ends(end, fmt, m, n, k, group, dtype, bias):
+    """The main loop is that of a product without an end; what the end needs in shared memory lies in the regions it has there,
+    none of Triton's own beside them, which would move the barriers."""
+    plan, kernel = compiled(end, fmt, m, n, k, group, dtype, bias)
+    assert kernel.stack_bytes <= 32
+    assert not any("LDL" in line or "STL" in line for line in main_loop(kernel.lines)), "registers spilled"
+    assert kernel.count("HGMMA") == 8 and kernel.count("WARPGROUP.DEPBAR") == 3
+    check_operands_in_flight(kernel.lines)
+    check_barriers(plan.config, kernel)
+    assert kernel.shared_bytes - plan.config.regions.bytes < 256
+    assert (kernel.count("UTMASTG") == 2) == (end == "residual"), "h and x"
+
+
+def test_what_no_end_takes():
+    shape, form = GemmShape(64, 4096, 4096, 4), WeightForm("int4", 128, "none", "fp16")
+    with pytest.raises(ValueError, match="an end needs all 64 tokens in one tile"):
+        WgmmaNormPlan(shape, WgmmaTile(32, 2, 8, 1, 2), form, torch.float16, False, 1, "none", 132)
+    with pytest.raises(ValueError, match="each block has one tile"):
+        WgmmaResidualPlan(shape, WgmmaTile(64, 2, 8, 8, 2), form, torch.float16, False, torch.float16, 132)
+
+
+def test_arguments_arrive_under_their_names():
+    """What the plans pass is 29 values in a row; the kernel knows them by these names."""
+    half, float32 = torch.float16, torch.float32
+    x, h, gamma, bias = (meta(size, half) for size in ((20, 256), (20, 64), (64,), (64,)))
+    weight, squares = (meta((4, 4, 128), torch.int32), meta((4, 2, 8, 2), half), None), meta((5, 20), float32)
+    room = meta((1,), float32), meta((1,), torch.int32)
+    for end in ("silu", "residual"):
+        plan = plan_of(end, "int4", 20, 64, 256, 128, "fp16", True, 5)
+        noted, names = [], [param.name for param in plan.launch.function.params]
+        plan.launch = lambda *arguments, noted=noted: noted.append(arguments)
+        if end == "silu":
+            y = plan(x, weight, squares, bias, 128, 1e-5, 0.25, *room)
+            own = {"y": y, "squares": squares, "h_desc": None, "gamma": None, "inverse_width": 1 / 128, "eps": 1e-5}
+            assert y.shape == (20, 32)
+        else:
+            following, made = plan(x, weight, h, gamma, bias, 0.25, *room)
+            own = {"y": following, "squares": made, "gamma": gamma, "inverse_width": None, "eps": None}
+            assert following.shape == (20, 64) and made.shape == (plan.tiles[1], 20)
+        given = dict(zip(names, noted[0], strict=True))
+        own |= {"channel_scale": None, "bias": bias, "x_factor": 0.25, "partial": room[0], "arrived": room[1], "M": 20, "N": 64}
+        own |= {"C": plan.config, "factor": plan.factor, "iterations": 2, "strips": 4, "scale_strip": 16, "last_group": 1}
+        assert all(given[name] is value or given[name] == value for name, value in own.items())
+        stored = given["y_desc"]
+        assert stored.shape == ([20, 32] if end == "silu" else [20, 64])
+        assert (given["h_desc"] is None) == (end == "silu")
