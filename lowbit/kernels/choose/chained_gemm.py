@@ -111,15 +111,15 @@ def _measured(role: Role, tile: Tile, shape: GemmShape, machine: Machine) -> Cha
 
 def _candidate(role: Role, tile: RingTile, shape: GemmShape, machine: Machine, tokens: int = 0) -> ChainCandidate:
     """A tile with the blocks of an SM that it has in a chain. `tokens`: those that it is made for in the end, if others."""
-    row = ring_candidate(tile, shape, machine)
     blocks = parts_of(tile, shape)
+    alone = blocks * tile.splits <= machine.sm_count
+    tile = replace(tile, blocks_per_sm=1 if alone else 0)
+    row = ring_candidate(tile, shape, machine)
     reasons = row.reasons
     if tokens > tile.tokens:
         tile = replace(tile, tokens=tokens)
         reasons = ring_candidate(tile, shape, machine).reasons
-    reasons += _too_many_parts(role, blocks)
-    alone = blocks * tile.splits <= machine.sm_count
-    return ChainCandidate(replace(tile, blocks_per_sm=1 if alone else 0), reasons, row.cost_us)
+    return ChainCandidate(tile, reasons + _too_many_parts(role, blocks), row.cost_us)
 
 
 def _wgmma(role: Role, tile: WgmmaTile, shape: GemmShape, machine: Machine) -> ChainCandidate:
