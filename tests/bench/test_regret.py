@@ -33,11 +33,11 @@ def now(row):
         ("tuned", "w4a16_g128", 1.010, 1.10),
         ("tuned", "w6e3m2a16", 1.010, 1.10),
         ("tuned", "w8a16", 1.012, 1.13),
-        ("tuned", "w8e4m3a8e4m3", 1.075, 2.04),
+        ("tuned", "w8e4m3a8e4m3", 1.028, 1.27),
         ("untuned", "w4a16_g128", 1.010, 1.15),
         ("untuned", "w6e3m2a16", 1.010, 1.13),
         ("untuned", "w8a16", 1.018, 1.20),
-        ("untuned", "w8e4m3a8e4m3", 1.022, 1.37),
+        ("untuned", "w8e4m3a8e4m3", 1.015, 1.11),
     ],
 )
 def test_regret(rows, half, scheme, mean, worst):
@@ -54,4 +54,4 @@ def test_fewer_tokens_are_rarely_slower(rows):
     """43 products took more than 1.03 times as long as with more tokens when measured. What is left: tiles that are not full of
     tokens are slower than full ones, whichever is chosen."""
     found = falls(rows, now)
-    assert len(found) <= 30 and found[0][0] <= 1.2, [(ratio, row["scheme"], row["n"], row["m"]) for ratio, row, _ in found]
+    assert len(found) <= 29 and found[0][0] <= 1.2, [(ratio, row["scheme"], row["n"], row["m"]) for ratio, row, _ in found]
