@@ -121,32 +121,39 @@ def l2_bytes() -> int:
     return int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
 
 
-class Graph:
-    """Calls captured once, with their outputs, which every replay writes again."""
+class Memory:
+    """What graphs that are captured one after the other have in common: a stream, and a pool of memory in which a graph that is
+    gone leaves its outputs to the next."""
 
-    def __init__(self, calls: Sequence[Callable[[], Tensor]]) -> None:
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+        self.pool = torch.cuda.graph_pool_handle()
+        self.held = torch.cuda.CUDAGraph()  # without a graph the pool would be given back
+        with torch.cuda.graph(self.held, pool=self.pool, stream=self.stream):
+            self.output = torch.zeros(1, device="cuda")
+
+
+class Graph:
+    """Calls captured once, with their outputs, which every replay writes again.
+
+    With `memory` of graphs before it, all calls are one kernel's: the first is enough to compile it.
+    """
+
+    def __init__(self, calls: Sequence[Callable[[], Tensor]], memory: Memory | None = None) -> None:
         self.calls = calls
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream() if memory is None else memory.stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for call in calls:  # compiles and tunes what is compiled and tuned at first use
+            for call in calls if memory is None else calls[:1]:  # compiles and tunes what is compiled and tuned at first use
                 call()
         stream.synchronize()
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, stream=stream):
+        with torch.cuda.graph(self.graph, stream=stream, pool=None if memory is None else memory.pool):
             self.outputs = [call() for call in calls]
 
-    def times_us(self, replays: int) -> list[float]:
-        """Microseconds per call of each replay; all replays are queued at once, so that the GPU never waits for Python."""
-        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
-        for _ in range(3):
-            self.graph.replay()
-        for start, end in events:
-            start.record()
-            self.graph.replay()
-            end.record()
-        torch.cuda.synchronize()
-        return [1e3 * start.elapsed_time(end) / len(self.calls) for start, end in events]
+    def times_us(self, replays: int, warm: int = 3) -> list[float]:
+        """Microseconds per call of each replay, after `warm` of them that are not timed."""
+        return times_in_turn([self], replays, warm)[0]
 
     def poisoned_outputs(self) -> list[Tensor]:
         """The outputs of one more replay, filled with NaN before it."""
@@ -155,6 +162,26 @@ class Graph:
         self.graph.replay()
         torch.cuda.synchronize()
         return self.outputs
+
+
+def times_in_turn(graphs: Sequence[Graph], replays: int, warm: int) -> list[list[float]]:
+    """Microseconds per call of each replay of each graph, in turn, after `warm` turns that are not timed; all replays are
+    queued at once, so that the GPU never waits for Python."""
+    for _ in range(warm):
+        for graph in graphs:
+            graph.graph.replay()
+    events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in graphs]
+    for _ in range(replays):
+        for graph, of in zip(graphs, events, strict=True):
+            of.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+            of[-1][0].record()
+            graph.graph.replay()
+            of[-1][1].record()
+    torch.cuda.synchronize()
+    return [
+        [1e3 * start.elapsed_time(end) / len(graph.calls) for start, end in of]
+        for graph, of in zip(graphs, events, strict=True)
+    ]
 
 
 def capture(calls: Sequence[Callable[[], Tensor]]) -> Graph:

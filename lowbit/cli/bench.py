@@ -103,6 +103,47 @@ def bench_tiles(
             print(row.measured(machine.product))
 
 
+@bench_app.command(name="choice")
+@user_errors
+def bench_choice(
+    models: Annotated[str | None, typer.Option(help="Models, separated by commas: Llama-3-8B,Qwen2.5-7B; all twelve.")] = None,
+    schemes: Annotated[str | None, typer.Option(help="Schemes, separated by commas: w4a16_g128,w8a8.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="Rows of x, separated by commas: 1,16,64,256.")] = None,
+    half: Annotated[str | None, typer.Option(help="Only weights of this half: tuned or untuned.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=1, help="End after so long, compiling included.")] = None,
+    out_file: Annotated[Path | None, typer.Option("--out", help="Results; bench/results/<gpu>/<date>-choice.json.")] = None,
+    report_file: Annotated[Path | None, typer.Option("--report", help="Print this result file; needs no GPU.")] = None,
+) -> None:
+    """Time the chosen tile beside all that make sense, over weights of twelve models: regret, and time that falls with tokens.
+
+    Needs an H100 or H200. Weights are whole, halves and quarters; half of them are for tuning the choice, the others for
+    judging it, and they come in a mixed order. The file is written every so often and at the end: Ctrl-C keeps what there is.
+
+    Example: lowbit bench choice --models Llama-3-8B --schemes w4a16_g128 --tokens 1,16,64,256
+    """
+    from lowbit.bench import choice_report
+
+    if report_file is not None:
+        document = choice_report.load(report_file)
+    else:
+        from lowbit.bench.choice import make_asked, run
+
+        asked = make_asked(models, schemes, tokens, half, seconds)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+            task = bar.add_task("starting")
+
+            def watch(done: int, total: int, what: str) -> None:
+                bar.update(task, completed=done, total=total, description=what)
+
+            path, document = run(asked, out_file, say, watch)
+        say(f"wrote {path}")
+    for table in choice_report.tables(document):
+        out.print(table)
+    for line in choice_report.failed(document):
+        say(line)
+
+
 @bench_app.command(name="report")
 @user_errors
 def bench_report(

@@ -114,15 +114,15 @@ def _measured(role: Role, tile: Tile, shape: GemmShape, machine: Machine) -> Cha
 def _ring(role: Role, tile: RingTile, shape: GemmShape, machine: Machine, m: int, tokens: int = 0) -> ChainCandidate:
     """A tile of the ring kernel with the blocks of an SM that it has in a chain of m tokens. `tokens`: those that it is made
     for in the end, if others."""
-    row = ring_candidate(tile, shape, machine)
     blocks = parts_of(tile, shape)
+    alone = blocks * tile.splits * -(-m // max(tokens, tile.tokens)) <= machine.sm_count
+    tile = replace(tile, blocks_per_sm=1 if alone else 0)
+    row = ring_candidate(tile, shape, machine)
     reasons = row.reasons
     if tokens > tile.tokens:
         tile = replace(tile, tokens=tokens)
         reasons = ring_candidate(tile, shape, machine).reasons
-    reasons += _too_many_parts(role, blocks)
-    alone = blocks * tile.splits * -(-m // tile.tokens) <= machine.sm_count
-    return ChainCandidate(replace(tile, blocks_per_sm=1 if alone else 0), reasons, row.cost_us)
+    return ChainCandidate(tile, reasons + _too_many_parts(role, blocks), row.cost_us)
 
 
 def _wgmma(role: Role, tile: WgmmaTile, shape: GemmShape, machine: Machine) -> ChainCandidate:
@@ -224,6 +224,29 @@ MEASURED: tuple[MeasuredChain, ...] = (
         "H200", "2026-11-23", "residual", (9, 16), 4096, 14336, 6,
         WgmmaTile(tokens=16, warpgroups=2, stages=8, splits=4, token_group=2),
         "down; a step of 4 layers 489.9 us, 523.2 with the ring kernel's 128 rows in 4 splits",
+    ),
+    MeasuredChain(
+        "H200", "2026-11-22", "norm", (1, 2), 128256, 4096, 8,
+        RingTile(tokens=8, strips=7, rounds=1, warps_n=1, warps_k=8, splits=1),
+        "head; the fastest of those tried at batch 1",
+    ),
+    MeasuredChain(
+        "H200", "2026-11-23", "norm", (9, 16), 128256, 4096, 8,
+        WgmmaTile(tokens=16, warpgroups=4, stages=8, splits=1, token_group=2),
+        "head; a step of 4 layers 466.8 us, 472.4 with 256 rows of the ring kernel",
+    ),
+    *(
+        MeasuredChain(
+            "H200", "2026-11-23", "gated", (9, 16), 28672, 4096, bits,
+            WgmmaTile(tokens=16, warpgroups=4, stages=8, splits=1, token_group=2),
+            f"gate-up; a step of 4 layers {us} with 224 rows of the ring kernel",
+        )
+        for bits, us in ((6, "523.2 us, 536.1"), (8, "512.0 us, 514.8"))
+    ),
+    MeasuredChain(
+        "H200", "2026-11-23", "residual", (9, 16), 4096, 14336, 8,
+        WgmmaTile(tokens=16, warpgroups=2, stages=8, splits=4, token_group=2),
+        "down; a step of 4 layers 512.0 us, 529.1 with 64 rows of the ring kernel in 2 splits",
     ),
     MeasuredChain(
         "H200", "2026-11-23", "norm", (33, 64), 128256, 4096, 8,

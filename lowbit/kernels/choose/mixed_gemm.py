@@ -1,13 +1,15 @@
 """Which kernel and which tile multiply a problem: candidates, why some cannot, what each would cost, the choice.
 
 Pure functions of a problem and a machine: no GPU is asked, so a laptop can say what a server would do and why. Costs are
-modelled microseconds; their constants were measured on an H200 (2026-11-21, Triton 3.6, torch 2.11; docs/log.md) and
-only have to put the candidates in the right order.
+modelled microseconds; their constants were measured on an H200 (2026-11-21 and 2026-11-23, Triton 3.6, torch 2.11;
+docs/log.md) and only have to put the candidates in the right order. Tiles of more tokens than a product has are candidates too,
+since tokens can be filled up.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass, replace
 
 from lowbit.hardware.arch import Arch
@@ -21,7 +23,7 @@ INVARIANT_WARPS = 8
 """Warps that share K in ring tiles whose sums do not depend on m."""
 
 SMALL_TOKENS = 8
-"""Tokens of one mma.sync: up to here x costs little, and the ring kernel, which the memory binds, always wins."""
+"""Tokens of one mma.sync: up to here the ring kernel has tiles of 8 tokens, for which x costs little."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ def candidates(shape: GemmShape, machine: Machine, *, batch_invariant: bool = Fa
         rings = [ring_candidate(tile, shape, machine) for tile in ring_tiles(shape, machine)]
         if batch_invariant:  # slices of K are those of the warps that share them
             return ordered([row for row in rings if (row.tile.warps_k, row.tile.splits) == (INVARIANT_WARPS, 1)])  # type: ignore[union-attr]
-        rows = rings if shape.m <= SMALL_TOKENS else rows + rings
+        rows = rows + rings
     known = {row.tile: row for row in MEASURED if row.holds_for(shape, machine)}
     return ordered([replace(row, measured=known.get(row.tile)) for row in rows])
 
@@ -175,15 +177,70 @@ def ring_tiles(shape: GemmShape, machine: Machine) -> list[RingTile]:
 def ring_candidate(tile: RingTile, shape: GemmShape, machine: Machine) -> GemmCandidate:
     """A tile of the ring kernel with its reasons and its modelled time."""
     reasons = []
-    per_round = tile.strips * (256 * shape.bits + 256) + 256 * tile.tokens
-    shared = tile.warps_n * tile.warps_k * tile.rounds * per_round
+    shared = _ring_bytes(tile, shape)
     if shared > machine.arch.shared_per_block_bytes:
         reasons.append(f"needs {shared:,} bytes of shared memory, a block has {machine.arch.shared_per_block_bytes:,}")
     return GemmCandidate(tile, tuple(reasons), _ring_cost(tile, shape, machine))
 
 
+def _ring_bytes(tile: RingTile, shape: GemmShape) -> int:
+    """Shared memory of a block's rings, with scales of groups for each strip."""
+    return tile.warps_n * tile.warps_k * tile.rounds * (tile.strips * (256 * shape.bits + 256) + 256 * tile.tokens)
+
+
+_RESIDENT = {
+    # bits: blocks of 8 warps and 8 tokens whose registers an SM has room for, by strips; as Triton 3.6 compiles them for sm_90
+    4: (4, 3, 2, 2, 2, 2, 2, 1),
+    6: (4, 4, 3, 3, 3, 2, 2, 2),
+    8: (4, 4, 3, 3, 2, 2, 2, 2),
+}
+
+
+def _resident(tile: RingTile, shape: GemmShape, machine: Machine) -> int:
+    """Blocks that share an SM, by shared memory and by registers. Codes of up to 4 bits are taken to have scales of groups."""
+    bits = 4 if shape.bits <= 4 else 6 if shape.bits <= 6 else 8
+    warps = tile.warps_n * tile.warps_k
+    of_scales = 0 if bits == 4 else 256 * warps * tile.rounds * tile.strips
+    by_shared = machine.arch.shared_per_sm_bytes // (_ring_bytes(tile, shape) - of_scales + 1024)
+    most = tile.blocks_per_sm or by_shared
+    return max(1, min(most, by_shared, 8 * _RESIDENT[bits][tile.strips - 1] // warps))
+
+
+_TAIL, _SLOTS, _PAIR = 0.14, 0.23, 0.016
+"""Of the time of the memory: what SMs with fewer blocks than the busiest lose; what is lost where not all places for blocks
+are taken, since those of the next kernel pile up on a few SMs; what two rows of warps lose where several blocks share an SM."""
+_STEP_US, _WIDE_STEP_US = 0.0228, 0.0192
+"""Of an SM for 128 k of a strip: with scales of groups, and of codes of more than 4 bits, which have none in general."""
+
+
 def _ring_cost(tile: RingTile, shape: GemmShape, machine: Machine) -> float:
-    """Launch, then the longest SM: its weights at its share of the memory, its x and its decoding beside them.
+    """Launch, then what binds: the memory, of which an SM gets its share only while all have work, or instructions.
+
+    Of tiles of 8 tokens; these constants were fitted to the tuned half of bench/results/h200/2026-11-23-choice.json (H200,
+    Triton 3.6, torch 2.11). A ring is used whole: K counts as many steps as fill all slots of all warps.
+    """
+    if tile.tokens > SMALL_TOKENS:
+        return _wide_ring_cost(tile, shape, machine)
+    share = -(-shape.strips // tile.block_strips) * tile.splits * -(-shape.m // tile.tokens) / machine.sm_count
+    busiest = math.ceil(share)
+    room = _resident(tile, shape, machine)
+    together = min(room, busiest)
+    steps = -(-shape.steps(128) // (tile.warps_k * tile.splits * tile.rounds)) * tile.rounds * tile.strips
+    free = min(math.ceil(share / room) * room / share - 1, 1.5)
+    uneven = _TAIL * (busiest / share - 1) + _SLOTS * free + (_PAIR if tile.warps_n == 2 and room > 1 else 0)
+    weights = shape.n * shape.k * shape.bits / 8 * (1 + uneven)
+    x = share * machine.sm_count * tile.warps_n * min(shape.m, tile.tokens) * shape.k / tile.splits * 2
+    memory_us = (weights + 0.35 * x) / machine.read_bytes * 1e6
+    warps = tile.warps_n * tile.warps_k
+    decode_us = busiest * steps * warps * (_WIDE_STEP_US if shape.bits > 4 else _STEP_US)
+    turns_us = math.ceil(busiest / together) * steps * 0.02
+    gaps_us = (busiest - together) * 0.35 / together**2
+    # Near each other the two cost more than the larger one.
+    return 1.6 + (memory_us**4 + decode_us**4) ** 0.25 + turns_us + gaps_us + 0.0025 * warps
+
+
+def _wide_ring_cost(tile: RingTile, shape: GemmShape, machine: Machine) -> float:
+    """The same of 16 tokens: launch, then the longest SM, its weights at its share of the memory, its x and its decoding.
 
     x costs once per row of warps, since each warp copies its own: 16 tokens of x are as many bytes as 4 strips of int4.
     """
@@ -196,12 +253,12 @@ def _ring_cost(tile: RingTile, shape: GemmShape, machine: Machine) -> float:
     # A block's share of the memory; the L2 serves x and weights together at about 1.15 of the memory's rate.
     memory_us = waves * max(weights * machine.sm_count / read, (weights + x) * machine.sm_count / (1.15 * read)) * 1e6
     steps_per_warp = -(-shape.steps(128) // (tile.warps_k * tile.splits))
-    # A step of one strip occupies a warp for about 0.25 us with 16 tokens and 0.15 with 8, two warps for each scheduler.
-    latency_us = waves * steps_per_warp * tile.strips * (0.16 if tile.tokens > SMALL_TOKENS else 0.1)
+    # A step of one strip occupies a warp for about 0.32 us, two warps for each scheduler.
+    latency_us = waves * steps_per_warp * tile.strips * 0.16
     meet_us = 2.5 if tile.splits > 1 else 0.0
     # More warps hide more; more blocks one after the other cost their starts.
-    starts_us = 0.3 + (waves - 1) * (2.2 if tile.tokens > SMALL_TOKENS else 0.3)
-    return 3.5 + max(memory_us, latency_us) + meet_us + starts_us - 0.02 * tile.warps_n * tile.warps_k
+    starts_us = 0.3 + (waves - 1) * 2.2
+    return 1.2 + 1.05 * max(memory_us, latency_us) + meet_us + starts_us - 0.02 * tile.warps_n * tile.warps_k
 
 
 # ---- the wgmma kernel
@@ -221,16 +278,24 @@ def wgmma_tiles(shape: GemmShape, y_tiles: float = 1, *, in_chain: bool = False)
 
 
 _STAGE_CYCLES = {
-    # (tokens, warpgroups): cycles for 64 k of a tile, from whole kernels on an H200 at 1.755 GHz (see the module)
-    (256, 2): 1060,
-    (128, 2): 570,
-    (64, 4): 740,
-    (64, 2): 436,
-    (32, 4): 617,
-    (32, 2): 388,
-    (16, 4): 548,
-    (16, 2): 373,
+    # (tokens, warpgroups): cycles for 64 k of a tile of int4 with scales of groups. These and the constants below were fitted
+    # to whole kernels of the tuned half of bench/results/h200/2026-11-23-choice.json (H200, Triton 3.6, torch 2.11).
+    (256, 2): 1270,
+    (128, 2): 685,
+    (64, 4): 810,
+    (64, 2): 470,
+    (32, 4): 650,
+    (32, 2): 420,
+    (16, 4): 600,
+    (16, 2): 415,
 }
+_WIDE_CODES = 0.92
+"""Of these cycles, what codes of more than 4 bits take, which have no scales of groups in general."""
+_L2_BYTES_PER_CYCLE = 50
+"""What an SM takes in from the L2 (choose/scaled_gemm.py)."""
+_MISSING_CYCLES = 4
+"""What the copy engine needs for 64 k of a token that does not exist. 128 x 256 tokens took 506 us of 256 tokens, 825 of 128
+and 970 of 96 (N 152064, K 5120): a tile that is not full is slower than a full one."""
 
 
 def wgmma_candidate(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> GemmCandidate:
@@ -243,31 +308,26 @@ def wgmma_candidate(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> Gemm
 
 def _wgmma_cost(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> float:
     """Launch, then waves of tiles: the steps along K, storing, and for splits the way through the L2."""
-    tiles = -(-shape.m // tile.tokens) * -(-shape.n // tile.rows) * tile.splits
-    waves = -(-tiles // machine.sm_count)
-    iterations = -(-shape.steps(128) // tile.splits)
-    main_us = waves * iterations * 2 * _STAGE_CYCLES[tile.tokens, tile.warpgroups] / 1755
+    of_tokens = -(-shape.m // tile.tokens)
+    waves = -(-of_tokens * -(-shape.n // tile.rows) * tile.splits // machine.sm_count)
+    stages = waves * -(-shape.steps(128) // tile.splits) * 2
+    full = _STAGE_CYCLES[tile.tokens, tile.warpgroups] * (_WIDE_CODES if shape.bits > 4 else 1.0)
+    # The last tile of tokens may not be full.
+    missing = of_tokens * tile.tokens - shape.m
+    copied = 8 * tile.rows * shape.bits + 128 * (tile.tokens - missing)
+    last = max(full, copied / _L2_BYTES_PER_CYCLE + _MISSING_CYCLES * missing)
+    main_us = stages * (full + (last - full) / of_tokens) / 1755
     store_us = waves * tile.tokens * tile.rows * 2.2e-5
-    read = machine.read_bytes
-    meet_us = 0.0
-    if tile.splits > 1:
-        sums = tile.tokens * tile.rows * 4
-        meet_us = 1.5 + waves * (1.0 + sums * (tile.splits + 1) / 70e3) + tiles * sums / read * 1e6 / 2
-    memory_us = shape.n * shape.k * shape.bits / 8 / read * 1e6
-    return 3.5 + max(main_us, memory_us) + store_us + meet_us
+    kib = tile.tokens * tile.rows / 256
+    meet_us = waves * (0.77 + kib * (0.047 + 0.014 * tile.splits)) if tile.splits > 1 else 0.0
+    # Of the memory's rate, weights come at about 0.85.
+    memory_us = 1.17 * shape.n * shape.k * shape.bits / 8 / machine.read_bytes * 1e6
+    return 1.6 + max(main_us, memory_us) + store_us + meet_us
 
 
 # ---- where the model is wrong by more than 3 %: rows printed by `lowbit bench tiles`
 
 MEASURED: tuple[Measured, ...] = (
-    Measured(
-        "H200",
-        "2026-11-21",
-        GemmShape(m=1, n=28672, k=8192, bits=4),
-        RingTile(tokens=8, strips=7, rounds=1, warps_n=1, warps_k=8, splits=1),
-        30.4,
-        32.3,
-    ),
     Measured(
         "H200",
         "2026-11-21",
@@ -295,14 +355,6 @@ MEASURED: tuple[Measured, ...] = (
     Measured(
         "H200",
         "2026-11-21",
-        GemmShape(m=16, n=4096, k=4096, bits=4),
-        RingTile(tokens=16, strips=8, rounds=1, warps_n=1, warps_k=8, splits=4),
-        7.0,
-        8.0,
-    ),
-    Measured(
-        "H200",
-        "2026-11-21",
         GemmShape(m=256, n=4096, k=4096, bits=4),
         WgmmaTile(tokens=128, warpgroups=2, stages=8, splits=2, token_group=2),
         18.4,
@@ -315,21 +367,5 @@ MEASURED: tuple[Measured, ...] = (
         RingTile(tokens=8, strips=2, rounds=2, warps_n=1, warps_k=8, splits=1),
         11.8,
         12.8,
-    ),
-    Measured(
-        "H200",
-        "2026-11-21",
-        GemmShape(m=128, n=2048, k=2048, bits=4),
-        WgmmaTile(tokens=32, warpgroups=2, stages=8, splits=2, token_group=2),
-        7.9,
-        9.1,
-    ),
-    Measured(
-        "H200",
-        "2026-11-21",
-        GemmShape(m=32, n=8192, k=8192, bits=6),
-        WgmmaTile(tokens=32, warpgroups=2, stages=8, splits=2, token_group=2),
-        18.6,
-        19.4,
     ),
 )

@@ -160,6 +160,14 @@ _NARROW_STAGE_US = {
 }
 
 
+_PAIR_US = 0.6
+"""Of a pair of blocks that share K, to meet, besides its sums: N 576, K 2048, M 16 took 2.7 us by a pair of 64 x 16, 3.3 by one
+block (H200, 2026-11-23, bench/results/h200/2026-11-23-choice.json)."""
+_MOST_X = 3
+"""Of the weights' time from memory, what x and weights that are read again take at most, since they come from the L2: N 576, K
+2048, M 1024 takes 6 us by 64 x 128, where x alone was taken for 10 (the same)."""
+
+
 def _cost(tile: ScaledTile, shape: ScaledShape, machine: Machine) -> float:
     """Launch, then waves of tiles, at the pace of the tensor cores, the L2 or the memory, and the splits' meeting."""
     tiles = -(-shape.m // tile.tokens) * -(-shape.n // tile.channels) * tile.splits
@@ -181,10 +189,11 @@ def _cost(tile: ScaledTile, shape: ScaledShape, machine: Machine) -> float:
     store_us = waves * tile.rows * tile.columns * 4e-5
     meet_us = 0.5 + waves * 0.055 * kib * tile.splits if tile.splits > 1 else 0.0
     if tile.pair:  # 128 x 256 sums: 7,400 cycles after the last product, 2,350 where nothing is swapped
-        meet_us = 1.0 + 0.03 * kib + 2.5 * (waves - 1)
+        meet_us = _PAIR_US + 0.03 * kib + 2.5 * (waves - 1)
     # Tokens cost a little where the memory binds, and weights that are read once for each tile of tokens more.
     # A pair, of 128 channels, reads x half as often as the tiles of 64 that otherwise have so few tokens.
     x_us = shape.m * shape.k * (1.5e-6 if tile.pair else 3e-6) + 0.6 * (-(-shape.m // tile.tokens) - 1)
+    x_us = min(x_us, _MOST_X * memory_us)
     if shape.x_blocks and not tile.tokens_are_rows:
         per_stage *= 1 + tile.columns / 256
     return 2.5 + max(waves * steps * per_stage, memory_us + x_us) + store_us + meet_us

@@ -159,6 +159,10 @@ def ptx(write, *numbers):
 WRITERS = ("kernels", "hardware", "formats", "pack")
 """Packages whose Python is called while a kernel is compiled."""
 
+COSTS = frozenset(f"kernels/choose/{name}.py" for name in ("candidate", "mixed_gemm", "chained_gemm", "scaled_gemm"))
+"""Files in there that only say which tile is chosen. A tile's numbers are in the configuration of its kernel: where others are
+chosen, those that were compiled still serve."""
+
 
 @functools.cache
 def source_digest() -> str:
@@ -167,7 +171,9 @@ def source_digest() -> str:
     Triton's cache of compiled kernels notices changes of a kernel's own source, but not of plain Python that it calls
     while compiling; configurations carry this digest so that an upgrade of the library is noticed too.
     """
-    files = sorted(file for room in WRITERS for file in (Path(__file__).parents[2] / room).glob("**/*.py"))
+    package = Path(__file__).parents[2]
+    found = sorted(file for room in WRITERS for file in (package / room).glob("**/*.py"))
+    files = [file for file in found if file.relative_to(package).as_posix() not in COSTS]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 

@@ -13,7 +13,7 @@ from tests.kernels.sass import compile_kernel
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
-from lowbit.kernels.parts.gluon import WRITERS, Scalar, Tuple, aggregate, gl, gluon, half_type, source_digest
+from lowbit.kernels.parts.gluon import COSTS, WRITERS, Scalar, Tuple, aggregate, gl, gluon, half_type, source_digest
 
 
 @aggregate
@@ -79,3 +79,18 @@ def test_what_writes_kernels_is_in_the_digest():
     ]:
         rooms |= set(re.findall(r"^from lowbit\.(\w+)", path.read_text(), re.MULTILINE))
     assert rooms <= set(WRITERS) and len(source_digest()) == 16
+
+
+def test_costs_that_are_not_in_the_digest_write_nothing():
+    """Of files that only choose, kernels take tiles and shapes, whose numbers are in their configurations."""
+    package = Path(lowbit.__file__).parent
+    assert all((package / path).exists() for path in COSTS)
+    names = {path.rsplit("/", 1)[1].removesuffix(".py") for path in COSTS}
+    importing = re.compile(r"^from lowbit\.kernels\.choose\.(\w+) import ([^(\n]+|\([^)]*\))", re.MULTILINE)
+    taken = set()
+    for room in ("parts", "sm*", "elementwise"):
+        for path in package.glob(f"kernels/{room}/*.py"):
+            for name, imported in importing.findall(path.read_text()):
+                taken |= set(re.findall(r"\w+", imported)) if name in names else set()
+    # shared_by: the bytes that it gives are a field of RingGemm.
+    assert taken == {"GemmShape", "RingTile", "WgmmaTile", "ScaledShape", "ScaledTile", "shared_by"}
