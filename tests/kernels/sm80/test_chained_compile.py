@@ -10,7 +10,7 @@ import torch
 from lowbit.formats import number_format
 from lowbit.hardware.arch import arch_for
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose.chained_gemm import choose_chain
+from lowbit.kernels.choose.chained_gemm import chain_candidates
 from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile
 from lowbit.pack import WeightForm
 from tests.kernels.calls import meta, mixed_call
@@ -23,13 +23,19 @@ from lowbit.kernels.sm80.mixed_gemm import NormPlan, ResidualPlan
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
+def ring_of(role, shape, machine):
+    """The first tile of the ring kernel."""
+    rows = chain_candidates(role, shape, machine)
+    return next(row.tile for row in rows if not row.reasons and isinstance(row.tile, RingTile))
+
+
 def compiled(
     end, fmt="int4", m=1, n=4096, k=4096, group=128, zero="none", dtype="fp16", bias=False, parts=128, tile=None, sm=90
 ):
     """The kernel with an end that is "residual", "norm" or the name of a gate, and its tile."""
     shape, half = GemmShape(m, n, k, number_format(fmt).bits), HALVES[dtype]
     role = end if end in ("residual", "norm") else "gated"
-    tile = choose_chain(role, shape, typical_machine(sm)) if tile is None else tile
+    tile = ring_of(role, shape, typical_machine(sm)) if tile is None else tile
     form, arch = WeightForm(fmt, group, zero, "fp16"), arch_for(sm)
     x, codes, scale, channel, of_bias, sums, arrived = mixed_call(shape, half, group, torch.float16)
     weight, added = (codes, scale, channel if form.channel_scale else None), of_bias if bias else None
