@@ -112,17 +112,18 @@ def _measured(role: Role, tile: Tile, shape: GemmShape, machine: Machine) -> Cha
 
 
 def _ring(role: Role, tile: RingTile, shape: GemmShape, machine: Machine, m: int, tokens: int = 0) -> ChainCandidate:
-    """A tile of the ring kernel with the blocks of an SM that it has in a chain of m tokens. `tokens`: those that it is made
-    for in the end, if others."""
-    blocks = parts_of(tile, shape)
-    alone = blocks * tile.splits * -(-m // max(tokens, tile.tokens)) <= machine.sm_count
-    tile = replace(tile, blocks_per_sm=1 if alone else 0)
-    row = ring_candidate(tile, shape, machine)
-    reasons = row.reasons
-    if tokens > tile.tokens:
-        tile = replace(tile, tokens=tokens)
-        reasons = ring_candidate(tile, shape, machine).reasons
-    return ChainCandidate(tile, reasons + _too_many_parts(role, blocks), row.cost_us)
+    """A tile of the ring kernel with the blocks of an SM that it has in a chain of m tokens; its cost is that of shape.m.
+    `tokens`: those that it is made for in the end, if others."""
+    blocks = parts_of(tile, shape) * tile.splits
+    row = ring_candidate(_alone(tile, blocks, shape.m, machine), shape, machine)
+    tile = _alone(replace(tile, tokens=max(tokens, tile.tokens)), blocks, m, machine)
+    reasons = ring_candidate(tile, shape, machine).reasons + _too_many_parts(role, parts_of(tile, shape))
+    return ChainCandidate(tile, reasons, row.cost_us)
+
+
+def _alone(tile: RingTile, blocks: int, m: int, machine: Machine) -> RingTile:
+    """A tile whose blocks have an SM each where there are as many SMs; each of its tiles of tokens takes `blocks`."""
+    return replace(tile, blocks_per_sm=1 if blocks * -(-m // tile.tokens) <= machine.sm_count else 0)
 
 
 def _wgmma(role: Role, tile: WgmmaTile, shape: GemmShape, machine: Machine) -> ChainCandidate:
