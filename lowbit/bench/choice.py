@@ -182,6 +182,17 @@ def products_of(scheme: str, machine: Machine) -> Products:
     return (Products if parsed.activation is None else ScaledProducts)(parsed, machine)
 
 
+def chosen_now(row: dict[str, Any], machine: Machine) -> str:
+    """The tile that is chosen today for a row of a result file, as it would be written there."""
+    return written(products_of(row["scheme"], machine).able(row["m"], row["n"], row["k"])[0].tile)
+
+
+def as_chosen_now(rows: Sequence[dict[str, Any]], machine: Machine) -> list[dict[str, Any]]:
+    """The rows whose tile of today was timed, with that tile as the chosen one."""
+    now = [{**row, "chosen": chosen_now(row, machine)} for row in rows]
+    return [row for row in now if row["chosen"] in row["us"]]
+
+
 @dataclass(frozen=True)
 class Asked:
     """What a run measures: weights in their order, schemes, numbers of tokens; it ends early after `seconds`."""

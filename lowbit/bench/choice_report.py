@@ -104,8 +104,8 @@ def tables(document: dict[str, Any]) -> list[Table]:
     rows = document["rows"]
     judged = [row for row in rows if row["half"] == "untuned"] or rows
     return [
-        _regret_table(rows, "scheme"),
-        _regret_table(rows, "m"),
+        regret_table(rows, "scheme"),
+        regret_table(rows, "m"),
         _list("regret, worst", [(f"{r:.3f}", row, f"{_best(row)} instead of {row['chosen']}") for r, row in regrets(judged)]),
         _list(
             f"slower than with more tokens, {len(falls(rows))} of {len(rows)}",
@@ -128,9 +128,10 @@ def _name(row: Row) -> str:
     return f"{row['scheme']} {row['n']} x {row['k']} M {row['m']}"
 
 
-def _regret_table(rows: list[Row], column: str) -> Table:
+def regret_table(rows: list[Row], column: str, title: str = "regret") -> Table:
+    """Regret by half and by what rows have in a column."""
     table = Table(
-        column, *(f"{half} {what}" for half in HALVES for what in ("products", "mean", "worst", "<= 1.02")), title="regret"
+        column, *(f"{half} {what}" for half in HALVES for what in ("products", "mean", "worst", "<= 1.02")), title=title
     )
     for value in [*dict.fromkeys(row[column] for row in sorted(rows, key=lambda row: row[column])), None]:
         cells = []

@@ -122,12 +122,16 @@ def bench_choice(
     Example: lowbit bench choice --models Llama-3-8B --schemes w4a16_g128 --tokens 1,16,64,256
     """
     from lowbit.bench import choice_report
+    from lowbit.bench.choice import as_chosen_now, make_asked, run
+    from lowbit.hardware.machine import typical_machine
 
     if report_file is not None:
         document = choice_report.load(report_file)
+        now = as_chosen_now(document["rows"], typical_machine(90))
+        title = f"regret with the tiles that are chosen today, {len(now)} of {len(document['rows'])} timed"
+        out.print(choice_report.regret_table(now, "scheme", title))
+        out.print(f"Below: as they were chosen on {document['date']}.")
     else:
-        from lowbit.bench.choice import make_asked, run
-
         asked = make_asked(models, schemes, tokens, half, seconds)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:

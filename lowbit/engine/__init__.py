@@ -3,11 +3,11 @@
 engine.py     the rounds: plans, launches, reads a round later      batching.py  who computes what next
 request.py    one text: what was asked, how far it is               pages.py     which request holds which page
 program.py    the step of a decoder as a list of operators          slots.py     what lies on the device for each request
-chain.py      the same for up to 64, in fewer launches               cache.py     keys and values, and how many fit
+chain.py      the same for up to 64, in fewer launches              cache.py     keys and values, and how many fit
 product.py    products whose weights lie side by side               steps.py     a step as one CUDA graph for each size
 family.py     which decoders are known, as data                     text.py      whole characters, stop strings
 forward.py    models that no program knows, one text at a time      check.py     whether a program computes its model
-prompts.py    attention of many prompts at once                  failure.py   one text that fails, or a round
+prompts.py    attention of many prompts at once                     failure.py   one text that fails, or a round
 """
 
 from lowbit.engine.engine import Engine

@@ -8,9 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from lowbit.bench.choice import products_of, written
+from lowbit.bench.choice import as_chosen_now, chosen_now
 from lowbit.bench.choice_report import falls, load, summary
+from lowbit.cli.commands import app
 from lowbit.hardware.machine import typical_machine
 
 MEASURED = Path(__file__).parent.parent.parent / "bench/results/h200/2026-11-23-choice.json"
@@ -24,7 +26,7 @@ def rows():
 
 def now(row):
     """The tile that is chosen today."""
-    return written(products_of(row["scheme"], H200).able(row["m"], row["n"], row["k"])[0].tile)
+    return chosen_now(row, H200)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +45,15 @@ def now(row):
 def test_regret(rows, half, scheme, mean, worst):
     found = summary([row for row in rows if row["half"] == half and row["scheme"] == scheme], now)
     assert found is not None and found.mean <= mean and found.worst <= worst, found
+
+
+def test_what_a_report_says_of_today(rows):
+    """The same as a chooser over the rows; and the command prints it, with the figure that the changelog has."""
+    judged = [row for row in rows if row["half"] == "untuned"]
+    assert summary(as_chosen_now(judged, H200)) == summary(judged, now)
+    printed = CliRunner().invoke(app, ["bench", "choice", "--report", str(MEASURED)], env={"COLUMNS": "200"}).output
+    assert "chosen today" in printed and "as they were chosen on 2026-11-23" in printed
+    assert "tiles that are chosen today, 607 of 611 timed" in printed
 
 
 def test_nearly_all_chosen_tiles_were_measured(rows):

@@ -156,10 +156,10 @@ class TilePlan:
     """What the plans of products by wgmma have in common: tiles, grid, workspace, launcher, descriptors of x and y.
 
     `config` is the configuration of the kernel; it says how many tokens and channels a tile has, what is read and stored of it
-    at a time, and whether TMA stores it.
+    at a time, and whether TMA stores it. y has as many `columns`; None: one for each row of w.
     """
 
-    def __init__(self, function: Any, shape: Any, tile: Any, config: Any, sm_count: int) -> None:
+    def __init__(self, function: Any, shape: Any, tile: Any, config: Any, sm_count: int, columns: int | None = None) -> None:
         self.shape, self.tile, self.config = shape, tile, config
         self.tiles = (-(-shape.m // config.tile_tokens), -(-shape.n // config.tile_channels))
         blocks = self.tiles[0] * self.tiles[1] * config.splits
@@ -167,10 +167,11 @@ class TilePlan:
         self.grid = (blocks if config.paired else min(sm_count, blocks), 1, 1)
         self.launch = Launcher(function, self.grid, config.warps, overlap=True, cluster=2 if config.paired else 1)
         self.x_descriptor = descriptors(config.x_type, (shape.m, shape.k), config.x_block, config.x_shared_layout)
+        self.columns = shape.n if columns is None else columns
         self.y_descriptor: Callable[[int], TensorDescriptor | None] = lambda address: None
         if config.store_by_tma:
             stored = gl.NVMMASharedLayout.get_default_for(config.store_block, config.y)
-            self.y_descriptor = descriptors(config.y_type, (shape.m, shape.n), config.store_block, stored)
+            self.y_descriptor = descriptors(config.y_type, (shape.m, self.columns), config.store_block, stored)
 
     @property
     def workspace(self) -> tuple[int, int]:

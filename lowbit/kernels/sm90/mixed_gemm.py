@@ -370,7 +370,8 @@ class WgmmaLaunch(TilePlan):
         # Rows of y that do not start at multiples of 16 bytes are beyond TMA.
         by_tma = shape.n % 8 == 0 and (tile.splits == 1 or end.residual or end.gate != "none")
         config = _config(tile, form, half_type(dtype), end, by_tma)
-        super().__init__(wgmma_gemm, shape, tile, config, sm_count)
+        columns = shape.n if end.gate == "none" else shape.n // 2
+        super().__init__(wgmma_gemm, shape, tile, config, sm_count, columns)
         if not end.plain and self.tiles[0] > 1:
             raise ValueError(f"an end needs all {shape.m} tokens in one tile, {tile} has {tile.tokens}")
         self.iterations = shape.steps(2 * STAGE_K)
@@ -420,11 +421,6 @@ class WgmmaNormPlan(WgmmaLaunch):
         sm_count: int,
     ) -> None:  # fmt: skip
         super().__init__(shape, tile, form, dtype, End(form.channel_scale, bias, parts, gate), sm_count)
-        self.columns = shape.n if gate == "none" else shape.n // 2
-        if gate != "none":
-            block, kind = self.config.store_block, self.config.y
-            stored = gl.NVMMASharedLayout.get_default_for(block, kind)
-            self.y_descriptor = descriptors(dtype, (shape.m, self.columns), block, stored)
 
     def __call__(
         self, x: Tensor, weight: Weight, squares: Tensor, bias: Tensor | None, width: int, eps: float, x_factor: float,

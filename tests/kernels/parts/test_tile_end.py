@@ -12,17 +12,7 @@ pytest.importorskip("triton.experimental.gluon", reason="kernels are written in 
 from lowbit.kernels.parts import tile_end
 from lowbit.kernels.parts.end import End, activated
 from lowbit.kernels.parts.tile_end import SUMS
-from tests.kernels.parts.plain import plain
-
-
-class Pointer:
-    """Into memory [elements], as far as indices."""
-
-    def __init__(self, memory, index=0):
-        self.memory, self.index = memory, index
-
-    def __add__(self, index):
-        return Pointer(self.memory, self.index + index)
+from tests.kernels.parts.plain import Pointer, plain
 
 
 def load(pointer, mask, other):
