@@ -249,7 +249,7 @@ def _prefill(engine: Engine) -> tuple[float, float]:
     def prompt() -> None:
         for begin in range(0, PROMPT, size):
             tokens = tuple(ids[begin : begin + size])
-            engine.program.prompt([Piece(request, begin, tokens, begin + size >= PROMPT)], engine.slots)
+            engine.prompts.launch([Piece(request, begin, tokens, begin + size >= PROMPT)])
 
     seconds = []
     for _ in range(4):

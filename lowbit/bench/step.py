@@ -152,7 +152,7 @@ class Trial:
 
     def capture(self) -> Step:
         """The step, captured anew."""
-        steps = Steps(self.engine.program, self.engine.slots, self.rows, graphs=True)
+        steps = Steps(self.engine.program, self.engine.slots, self.rows, pool=torch.cuda.graph_pool_handle())
         return steps.launch(range(self.rows), False, self.context + 1)
 
     @torch.inference_mode()

@@ -34,6 +34,7 @@ from lowbit.engine.family import recognise
 from lowbit.engine.forward import ForwardProgram
 from lowbit.engine.pages import Pages, pages_for
 from lowbit.engine.program import DecodeProgram
+from lowbit.engine.prompts import Prompts
 from lowbit.engine.request import Drawn, End, Request
 from lowbit.engine.slots import Slots, on_device
 from lowbit.engine.steps import Program, Step, Steps, draw, filters
@@ -116,10 +117,12 @@ class Engine:
         self.ends = [end for end in (_ends(model) if ends is None else ends) if 0 <= end < vocab]  # no other is ever drawn
         self.slots = Slots(max_concurrent, self.max_length, vocab, self.ends, self.device)
         captures = on_gpu and isinstance(self.program, DecodeProgram)
-        self.steps = Steps(self.program, self.slots, max_concurrent, graphs=captures, invariant=batch_invariant)
+        pool = torch.cuda.graph_pool_handle() if captures else None  # one after the other, graphs may share their memory
+        self.steps = Steps(self.program, self.slots, max_concurrent, pool=pool, invariant=batch_invariant)
+        self.prompts = Prompts(self.program, self.slots, min(piece, max_concurrent * self.max_length), pool=pool)
         self._rehearsal: Rehearsal | None = None
         if captures and isinstance(self.program, DecodeProgram):
-            self._rehearsal = Rehearsal(self.program, self.steps, max_concurrent, self.max_length, piece)
+            self._rehearsal = Rehearsal(self.program, self.steps, self.prompts, max_concurrent, self.max_length)
         self._progress = progress or (lambda stage: None)
         self._ahead = ahead
         self._flying: deque[Launched] = deque()
@@ -256,12 +259,16 @@ class Engine:
         """Compiles every kernel and captures every graph, so that no request waits for either; says what comes before each."""
         yield from self.compile()
         variants = self.steps.variants() if self.steps.graphs else []
+        total = len(variants) + len(self.prompts.forms)
         for done, variant in enumerate(variants):
-            size, filters, reach = variant
-            what = f"step of {size}{' with filters' if filters else ''}, up to {reach:,} tokens"
-            yield Stage(what, done, len(variants))
+            size, filtered, reach = variant
+            yield Stage(f"step of {size}{' with filters' if filtered else ''}, up to {reach:,} tokens", done, total)
             with self._lock, torch.inference_mode():
                 self.steps.captured(variant)
+        for done, form in enumerate(self.prompts.forms, len(variants)):
+            yield Stage(f"prompts of {form.tokens:,} tokens that see {form.keys:,}", done, total)
+            with self._lock, torch.inference_mode():
+                self.prompts.captured(form)
 
     def report(self) -> list[str]:
         """How texts are computed, a line each."""
@@ -325,7 +332,7 @@ class Engine:
     def _launch_pieces(self, pieces: Sequence[Piece], planned: Round) -> None:
         """Computes pieces of prompts together; if that raises an error, one by one, so that those fail that do so alone."""
         with Attempt("computing a prompt") as tried:
-            logits = self.program.prompt(pieces, self.slots)
+            logits = self.prompts.launch(pieces)
         if not tried.error:
             requests = [piece.request for piece in pieces if piece.last]
             if logits is not None:

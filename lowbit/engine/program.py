@@ -3,7 +3,8 @@
     embed | norm  qkv  attention  o | norm  gate-up  gate  down | ... | norm  head
 
 Eight launches a layer on a GPU, five up to 64 tokens (chain.py). Prompts take the same products over all their tokens at once,
-with attention by torch. What each operator computes is said in kernels/reference/, which is also what runs on a CPU.
+with attention by torch, and on a GPU as many tokens as ragged.py names, some of them nobody's. What each operator computes is
+said in kernels/reference/, which is also what runs on a CPU.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from lowbit.engine.cache import Cache, CacheSpec
 from lowbit.engine.chain import Chain, chain_of
 from lowbit.engine.family import Decoder, LayerParts
 from lowbit.engine.product import Packed, Product, Scaled, gated_product, product
-from lowbit.engine.prompts import PromptAttention
-from lowbit.engine.slots import Slots, columns_on_device, on_device
+from lowbit.engine.prompt_attention import PromptAttention, RaggedAttention
+from lowbit.engine.ragged import Ragged, sizes
+from lowbit.engine.slots import Slots
 from lowbit.kernels.choose.attention import AttentionShape
 from lowbit.nn import QuantLinear
 from lowbit.nn.linear import QuantizedInput
@@ -103,24 +105,34 @@ class DecodeProgram:
 
     def prompt(self, pieces: Sequence[Piece], slots: Slots) -> Tensor | None:
         """Logits [B, V] after the last piece of each text that has one among `pieces`; None if there is none."""
-        ids, slot_of, position_of = columns_on_device(_flat(pieces), self.device)
-        ends = [end for end, piece in zip(_ends(pieces), pieces, strict=True) if piece.last]
+        count = sum(len(piece.tokens) for piece in pieces)
+        on_gpu = self.device.type == "cuda"
+        # As many tokens as a kernel is compiled for: none for every length.
+        ragged = Ragged.of(pieces, slots, sizes(count)[-1] if on_gpu else count)
+        by_pieces = None if on_gpu and not self.softcaps else PromptAttention(pieces, slots, invariant=self.batch_invariant)
+        h, delta = self.texts(ragged, slots, by_pieces)
+        last = ragged.last[: sum(piece.last for piece in pieces)]
+        return self.logits(h[last], delta[last]) if len(last) else None
 
-        attention = PromptAttention(pieces, slots, invariant=self.batch_invariant)
+    @property
+    def softcaps(self) -> bool:
+        """Whether scores of attention are capped, which no attention of all texts in one call does."""
+        return any(layer.shape.softcap for layer in self.layers)
+
+    def texts(self, ragged: Ragged, slots: Slots, attention: PromptAttention | None = None) -> tuple[Tensor, Tensor]:
+        """The residual stream after the tokens of prompts, and what the last layer has yet to add to it; without another
+        `attention` that of all texts in one call."""
+        attention_of = attention or RaggedAttention(ragged, self.layers[0].shape.kv_heads)
 
         def attend(i: int, qkv: Tensor) -> Tensor:
             layer, (keys, values) = self.layers[i], self._cache.layer(i)
             q = append_kv(
-                qkv, keys, values, slots.tables, slot_of, position_of, self.ropes[layer.parts.rope], layer.shape,
+                qkv, keys, values, slots.tables, ragged.slot_of, ragged.position_of, self.ropes[layer.parts.rope], layer.shape,
                 layer.parts.q_gamma, layer.parts.k_gamma,
             )  # fmt: skip
-            return attention(q, keys, values, layer.shape)
+            return attention_of(q, keys, values, layer.shape)
 
-        h, delta = self._layers(ids, None, position_of, attend)
-        if not ends:
-            return None
-        last = on_device([end - 1 for end in ends], self.device).long()
-        return self.logits(h[last], delta[last])
+        return self._layers(ragged.ids, None, ragged.position_of, attend)
 
     @property
     def _cache(self) -> Cache:
@@ -177,19 +189,3 @@ class DecodeProgram:
     def _capped(self, logits: Tensor) -> Tensor:
         cap = self.decoder.final_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
-
-
-def _ends(pieces: Sequence[Piece]) -> list[int]:
-    """Where each piece ends among the tokens of all."""
-    total, ends = 0, []
-    for piece in pieces:
-        total += len(piece.tokens)
-        ends.append(total)
-    return ends
-
-
-def _flat(pieces: Sequence[Piece]) -> tuple[list[int], list[int], list[int]]:
-    """Tokens, slots and positions of all tokens of some pieces."""
-    ids = [token for piece in pieces for token in piece.tokens]
-    slot_of = [piece.request.row for piece in pieces for _ in piece.tokens]
-    return ids, slot_of, [position for piece in pieces for position in range(piece.begin, piece.end)]

@@ -47,13 +47,6 @@ class Slots:
             self._all.index_copy_(0, where.long(), values)
 
 
-def columns_on_device(columns: Sequence[Sequence[int]], device: torch.device) -> list[Tensor]:
-    """int32 of several lists of one length, in one copy; each starts at a line of the cache."""
-    length = len(columns[0])
-    padding = [0] * (-length % ALIGNED)
-    return list(on_device([[*column, *padding] for column in columns], device)[:, :length])
-
-
 def on_device(values: object, device: torch.device) -> Tensor:
     """int32 of some numbers on a device; the host does not wait for it."""
     made = torch.tensor(values, dtype=torch.int32)

@@ -62,10 +62,11 @@ class Step:
 
 
 class Steps:
-    """The steps of an engine of at most `most` requests; `invariant`: a step does not depend on how long others' texts are."""
+    """The steps of an engine of at most `most` requests; `pool`: memory of graphs, None without them; `invariant`: a step does
+    not depend on how long others' texts are."""
 
-    def __init__(self, program: Program, slots: Slots, most: int, *, graphs: bool, invariant: bool = False) -> None:
-        self.program, self.slots, self.graphs = program, slots, graphs
+    def __init__(self, program: Program, slots: Slots, most: int, *, pool: Any = None, invariant: bool = False) -> None:
+        self.program, self.slots, self.graphs, self._pool = program, slots, pool is not None, pool
         enough = next((size for size in SIZES if size >= most), most)
         self.sizes = (*(size for size in SIZES if size < enough), enough)
         longest = PAGE * slots.places
@@ -73,7 +74,6 @@ class Steps:
         self.captures = 0
         """Graphs captured so far: it stands still once an engine is warm."""
         self._captured: dict[Variant, Step] = {}
-        self._pool: Any = None
 
     def variants(self) -> list[Variant]:
         """Every size, with and without what only some requests ask of drawing, for every reach; the largest first, whose memory
@@ -122,7 +122,6 @@ class Steps:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, stream=stream):
                 step = self.run(rows, filters, reach)
-        self._pool = graph.pool()
         return Step(rows, step.tokens, step.logprobs, step.logits, graph)
 
     def run(self, rows: Tensor, filters: bool, reach: int) -> Step:

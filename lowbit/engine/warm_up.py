@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lowbit.engine.batching import Piece, Round
+from lowbit.engine.batching import Round
 from lowbit.engine.program import DecodeProgram
-from lowbit.engine.request import Request
+from lowbit.engine.prompts import Prompts
 from lowbit.engine.slots import on_device
 from lowbit.engine.steps import Steps, draw, filters
 
@@ -35,11 +34,6 @@ class Stage:
     total: int
 
 
-def lengths(most: int) -> list[int]:
-    """Tokens of prompts of up to `most` that between them need every tile that one of any length needs."""
-    return [*range(1, min(most, 17)), *range(24, most, 8), most]
-
-
 Part = tuple[str, int, bool, int]
 """A part of what an engine launches: "step" of some rows, with filters or without, for contexts of up to so many tokens;
 "prompt" of so many tokens; "draw" behind so many prompts, with filters or without."""
@@ -48,13 +42,11 @@ Part = tuple[str, int, bool, int]
 class Rehearsal:
     """Goes through parts of what an engine launches without launching anything, each once, to find the kernels of it.
 
-    `concurrent` requests of up to `longest` tokens, whose prompts come in rounds of up to `piece`. What kernels would read and
-    write is nobody's.
+    `concurrent` requests of up to `longest` tokens. What kernels would read and write is nobody's.
     """
 
-    def __init__(self, program: DecodeProgram, steps: Steps, concurrent: int, longest: int, piece: int) -> None:
-        self.program, self.steps, self.concurrent, self.longest = program, steps, concurrent, longest
-        self.lengths = lengths(min(piece, concurrent * longest))
+    def __init__(self, program: DecodeProgram, steps: Steps, prompts: Prompts, concurrent: int, longest: int) -> None:
+        self.program, self.steps, self.prompts, self.concurrent, self.longest = program, steps, prompts, concurrent, longest
         self.count = 0
         """Rehearsals so far: it stands still once an engine is warm."""
         self._known: set[Part] = set()
@@ -63,7 +55,7 @@ class Rehearsal:
         """All parts that an engine can ever launch."""
         return [
             *(("step", *variant) for variant in self.steps.variants()),
-            *(("prompt", length, False, 0) for length in self.lengths),
+            *(("prompt", size, False, 0) for size in self.prompts.sizes),
             *(("draw", count, filters, 0) for count in range(1, self.concurrent + 1) for filters in (False, True)),
         ]
 
@@ -77,7 +69,7 @@ class Rehearsal:
                 parts.append(("step", *self.steps.variant(len(requests), filters(requests), computed)))
         if planned.pieces:
             tokens = sum(len(piece.tokens) for piece in planned.pieces)
-            parts.append(("prompt", self.lengths[bisect.bisect_left(self.lengths, tokens)], False, 0))
+            parts.append(("prompt", self.prompts.size(tokens), False, 0))
         if last:
             parts.append(("draw", len(last), filters(last), 0))
         return [part for part in dict.fromkeys(parts) if part not in self._known]
@@ -97,10 +89,7 @@ class Rehearsal:
     def _run(self, what: str, count: int, any_filter: bool, reach: int) -> None:
         slots = self.steps.slots
         if what == "prompt":
-            request = Request([0], 1)
-            request.slot = slots.nobodys
-            tokens = [(0,) * min(self.longest, count - begin) for begin in range(0, count, self.longest)]
-            self.program.prompt([Piece(request, 0, each, False) for each in tokens], slots)
+            self.prompts.rehearse(count, self.longest)
             return
         rows = on_device([slots.nobodys] * count, slots.device)
         if what == "step":

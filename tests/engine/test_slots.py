@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowbit.engine.pages import NOBODYS
-from lowbit.engine.slots import Slots, columns_on_device
+from lowbit.engine.slots import Slots
 
 CPU = torch.device("cpu")
 
@@ -26,10 +26,3 @@ def test_changes_reach_their_places_and_no_others():
     assert slots.tables.tolist() == [[0, 0, 7], [0, 0, 0], [9, 0, 0], [NOBODYS] * 3]
     assert slots.positions.tolist() == [0, 44, 5, 0] and slots.tokens.tolist() == [0, 1, 2, 3]
     slots.update([], [])
-
-
-@pytest.mark.parametrize("length", [1, 3, 32, 33])
-def test_columns(length):
-    made = columns_on_device([range(length), range(length, 2 * length)], CPU)
-    assert [column.tolist() for column in made] == [[*range(length)], [*range(length, 2 * length)]]
-    assert all(column.is_contiguous() and (column.data_ptr() - made[0].data_ptr()) % 128 == 0 for column in made)

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from lowbit.engine import End, Engine, Request, Sampling
 from lowbit.engine import warm_up as module
+from lowbit.engine.prompts import Prompts
 from lowbit.engine.warm_up import Rehearsal, Stage, compiled
 from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.parts import compile as compiling
@@ -61,7 +62,7 @@ def noted(model, monkeypatch):
 
     monkeypatch.setattr("lowbit.engine.engine.compiled", compiles)
     engine = Engine(model, max_concurrent=4, piece=256, cache_bytes=1 << 24, sharing=False, progress=told.append)
-    rehearsal = engine._rehearsal = Rehearsal(engine.program, engine.steps, 4, engine.max_length, 256)
+    engine._rehearsal = Rehearsal(engine.program, engine.steps, engine.prompts, 4, engine.max_length)
     program = engine.program
     step, prompts, logits = program.step, program.prompt, program.logits
 
@@ -76,7 +77,7 @@ def noted(model, monkeypatch):
 
     def prompting(pieces, slots):
         total = sum(len(piece.tokens) for piece in pieces)
-        Kernel(f"prompt {next((length for length in rehearsal.lengths if length >= total), total)}", events)()
+        Kernel(f"prompt {engine.prompts.size(total)}", events)()
         return prompts(pieces, slots)
 
     def heading(h, delta):
@@ -99,7 +100,7 @@ def test_the_first_texts_compile_what_they_need_before_it_is_launched(noted):
     engine, events, told = noted
     first = engine.generate([Request(prompt(9), 5)])[0]
     names = [name for what, name in events if what == "compiled"]
-    assert names == ["step (1, 256)", "prompt 9", "head of 1"] and events.index(("launched", "prompt 9")) == 3
+    assert names == ["step (1, 256)", "prompt 16", "head of 1"] and events.index(("launched", "prompt 16")) == 3
     assert engine._rehearsal.count == 1
     assert told == [Stage("kernels", done, 3) for done in range(4)]
     engine.generate(texts())
@@ -117,7 +118,7 @@ def test_after_warm_up_nothing_is_rehearsed(noted):
     engine, events, told = noted
     stages = list(engine.warm_up())
     assert stages == [Stage("kernels", number, len(events)) for number in range(len(events))]
-    assert {name for _, name in events} >= {"step (4, 256)", "prompt 1", "prompt 256", "head of 3"}
+    assert {name for _, name in events} >= {"step (4, 256)", "prompt 8", "prompt 256", "head of 3"}
     engine.generate(texts())
     assert engine._rehearsal.count == 1 and not told
     assert not [event for event in events[len(stages) :] if event[0] == "compiled"]
@@ -126,10 +127,11 @@ def test_after_warm_up_nothing_is_rehearsed(noted):
 def test_rounds_of_more_prompts_than_one_text_has_tokens(noted):
     """Kernels are chosen for all tokens of a round, which may be more than a text can have."""
     engine = noted[0]
-    rehearsal = Rehearsal(engine.program, engine.steps, 4, 100, 1024)
-    assert rehearsal.lengths[-1] == 400
+    prompts = Prompts(engine.program, engine.slots, 4 * 100)
+    rehearsal = Rehearsal(engine.program, engine.steps, prompts, 4, 100)
+    assert prompts.sizes[-2:] == (384, 448)
     names = {each.name for each in rehearsal.kernels([part for part in rehearsal.everything() if part[0] == "prompt"])}
-    assert len(names) == len(rehearsal.lengths)
+    assert len(names) == len(prompts.sizes)
 
 
 def test_a_kernel_that_cannot_be_compiled_fails_where_it_is_launched(noted, monkeypatch):

@@ -80,6 +80,17 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, first: int, shape: Attention
     return y.flatten(1)
 
 
+def ragged_reference(q: Tensor, k: Tensor, v: Tensor, q_begins: Tensor, k_begins: Tensor, shape: AttentionShape) -> Tensor:
+    """What `ops.attention.ragged_attention` computes, text by text; rows of no text are NaN."""
+    y = q.new_full((len(q), shape.heads * shape.head_dim), torch.nan)
+    bounds, of_keys = q_begins.tolist(), k_begins.tolist()
+    for begin, end, low, high in zip(bounds, bounds[1:], of_keys, of_keys[1:], strict=False):
+        if end > begin:
+            keys, values = (x[low:high].transpose(0, 1) for x in (k, v))
+            y[begin:end] = attend(q[begin:end], keys, values, high - low - (end - begin), shape)
+    return y
+
+
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """a . b with float32 sums that are not rounded: by tensor cores on a GPU, in float32 or float64 on a CPU."""
     if a.is_cuda and a.dtype in (torch.float16, torch.bfloat16):

@@ -1,4 +1,4 @@
-"""Attention of the pieces of prompts of a round: short ones together, all else piece by piece."""
+"""Attention of the pieces of prompts of a round: on a GPU of all in one call, else of short ones together."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from lowbit.engine.batching import Piece
+from lowbit.engine.ragged import Ragged
 from lowbit.engine.slots import Slots, on_device
 from lowbit.kernels.choose.attention import PAGE, AttentionShape
-from lowbit.ops.attention import causal_attention, prompt_attention
+from lowbit.ops.attention import causal_attention, prompt_attention, ragged_attention
 
 LEAST = 16
 """Pieces of up to so many tokens are filled up to it, longer ones to the next power of two: half of what is computed may be
@@ -32,6 +34,20 @@ class Group:
     numbers: list[int]
     page: Tensor
     place: Tensor
+
+
+class RaggedAttention:
+    """Attention of all texts of a `Ragged` in one call; a text's bits do not depend on others. Not for a soft cap."""
+
+    def __init__(self, ragged: Ragged, kv_heads: int) -> None:
+        self.ragged, self.where = ragged, ragged.keys(kv_heads)
+
+    def __call__(self, q: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> Tensor:
+        """[T, heads * head_dim] of q [T, heads, head_dim], with the keys and values of a layer, into which those of all pieces
+        are written; rows of nobody's tokens hold whatever memory did."""
+        seen = (part.view(-1, shape.head_dim).index_select(0, self.where) for part in (keys, values))
+        k, v = (part.view(-1, shape.kv_heads, shape.head_dim) for part in seen)
+        return ragged_attention(q, k, v, self.ragged.q_begins, self.ragged.k_begins, shape)
 
 
 class PromptAttention:
@@ -83,7 +99,11 @@ class PromptAttention:
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> Tensor:
         """[T, heads * head_dim] of q [T, heads, head_dim], with the keys and values of a layer, into which those of all pieces
-        are written."""
+        are written; zeros for tokens that only fill q up."""
+        out = self._of_pieces(q, keys, values, shape)
+        return out if len(out) == len(q) else pad(out, (0, 0, 0, len(q) - len(out)))
+
+    def _of_pieces(self, q: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> Tensor:
         if not self.groups or shape.softcap or 0 < shape.window < self.longest:
             return _joined([self._alone(number, q, keys, values, shape) for number in range(len(self.pieces))])
         out = []

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowbit.engine import Engine, Request, prompts
+from lowbit.engine import Engine, Request
+from lowbit.engine import prompt_attention as module
 from lowbit.engine.batching import Piece
-from lowbit.engine.prompts import PromptAttention
+from lowbit.engine.prompt_attention import PromptAttention
 from lowbit.engine.slots import Slots
 from lowbit.kernels.choose.attention import PAGE, AttentionShape
 from tests.tiny import eager_llama
@@ -22,8 +23,8 @@ def calls(monkeypatch):
     noted = []
 
     def counted(name):
-        inner = getattr(prompts, name)
-        monkeypatch.setattr(prompts, name, lambda *args: (noted.append(name), inner(*args))[1])
+        inner = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args: (noted.append(name), inner(*args))[1])
 
     for name in ("prompt_attention", "causal_attention"):
         counted(name)
@@ -79,7 +80,7 @@ def test_together_as_alone(calls, lengths, begins, expected, more):
 
 def test_memory_of_a_call_is_bounded(calls, monkeypatch):
     """By the keys that it brings together; what does not fit with another is alone."""
-    monkeypatch.setattr(prompts, "MOST_KEYS", 3 * (128 + 16))
+    monkeypatch.setattr(module, "MOST_KEYS", 3 * (128 + 16))
     pieces, slots, q, keys, values = case([5, 7, 3, 2, 9, 4, 1, 20, 21], [128] * 7 + [256] * 2)
     attention = PromptAttention(pieces, slots, invariant=False)
     assert [group.numbers for group in attention.groups] == [[0, 1, 2], [3, 4, 5]] and attention.alone == [6, 7, 8]
@@ -89,7 +90,7 @@ def test_memory_of_a_call_is_bounded(calls, monkeypatch):
 
 
 def test_a_piece_behind_more_keys_than_a_call_brings_together(monkeypatch):
-    monkeypatch.setattr(prompts, "MOST_KEYS", 128)
+    monkeypatch.setattr(module, "MOST_KEYS", 128)
     pieces, slots, *_ = case([5, 7], [256, 256])
     attention = PromptAttention(pieces, slots, invariant=False)
     assert not attention.groups and attention.alone == [0, 1]
