@@ -120,13 +120,37 @@ def test_after_warm_up_nothing_is_captured_compiled_or_allocated(family):
         return [Request(prompt(50 + 9 * i, seed + i), 30, asked[i % 2], likeliest=i % 3) for i in range(20)]
 
     engine.generate(texts(0))
-    captures, segments = engine.steps.captures, torch.cuda.memory_stats()["num_device_alloc"]
+    captures, segments = (engine.steps.captures, engine.prompts.captures), torch.cuda.memory_stats()["num_device_alloc"]
     for request in engine.generate(texts(100)):
         assert request.end is End.LENGTH
-    assert engine.steps.captures == captures == len(engine.steps.variants())
+    assert (engine.steps.captures, engine.prompts.captures) == captures
+    assert captures == (len(engine.steps.variants()), len(engine.prompts.forms))
     assert torch.cuda.memory_stats()["num_device_alloc"] == segments
     knobs.compilation.listener = None
     assert not compiled, "nor found in Triton's cache only now"
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_prompts_in_graphs_are_those_without(invariant, monkeypatch):
+    """In pieces, behind what they share, several at once, more at once than a graph has texts."""
+    shared = prompt(300, 9)
+    ids = [prompt(1 + 37 * i % 200, i) for i in range(20)] + [[*shared, *prompt(1 + 30 * i, i)] for i in range(4)]
+    ids += [prompt(700, 5), *(prompt(3 + i, i) for i in range(20))]
+
+    def generated():
+        model = model_of()
+        if invariant:
+            make_batch_invariant(model, model.dtype)
+        engine = Engine(model, max_concurrent=32, max_length=1024, piece=256, cache_bytes=1 << 28, batch_invariant=invariant)
+        return engine, [tokens(request) for request in engine.generate([Request(each, 8) for each in ids])]
+
+    engine, found = generated()
+    assert engine.prompts.captures > 5 and {form.keys for form in engine.prompts._captured} >= {256, 8192}
+    monkeypatch.setattr("lowbit.engine.prompts.Prompts._form", lambda self, pieces: None)
+    engine, expected = generated()
+    assert not engine.prompts.captures
+    same = sum(a == b for a, b in zip(found, expected, strict=True))
+    assert same == len(ids) if invariant else same > len(ids) - 3  # two logits may be nearer than rounding
 
 
 def test_the_first_texts_compile_what_they_need_and_later_ones_nothing():

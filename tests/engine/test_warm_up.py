@@ -127,7 +127,7 @@ def test_after_warm_up_nothing_is_rehearsed(noted):
 def test_rounds_of_more_prompts_than_one_text_has_tokens(noted):
     """Kernels are chosen for all tokens of a round, which may be more than a text can have."""
     engine = noted[0]
-    prompts = Prompts(engine.program, engine.slots, 4 * 100)
+    prompts = engine.prompts = Prompts(engine.program, engine.slots, 4 * 100)
     rehearsal = Rehearsal(engine.program, engine.steps, prompts, 4, 100)
     assert prompts.sizes[-2:] == (384, 448)
     names = {each.name for each in rehearsal.kernels([part for part in rehearsal.everything() if part[0] == "prompt"])}
@@ -152,8 +152,8 @@ def test_a_kernel_that_cannot_be_compiled_fails_where_it_is_launched(noted, monk
 def test_processes_are_started_for_more_than_a_few_kernels(monkeypatch, count, slow, processes):
     wanted = [Wanted("", str(number), (), {}) for number in range(count)]
     done, by_processes = [], []
-    monkeypatch.setattr(module, "SLOW_SECONDS", 0.005)
-    monkeypatch.setattr(compiling, "compile_one", lambda each: (done.append(each), time.sleep(0.01 * slow)))
+    monkeypatch.setattr(module, "SLOW_SECONDS", 0.1)
+    monkeypatch.setattr(compiling, "compile_one", lambda each: (done.append(each), time.sleep(0.11 * slow)))
     monkeypatch.setattr(compiling, "compile_all", lambda left, sm: (by_processes.append(each) or 1 for each in left))
     stages = list(compiled(wanted, 90))
     assert done == wanted and by_processes == (wanted[1:] if processes else [])

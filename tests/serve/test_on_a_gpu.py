@@ -94,14 +94,14 @@ def test_streams_at_once_have_the_texts_of_an_engine_alone(server, model):
 
 
 def test_no_request_waits_for_a_compiler_a_capture_or_memory(server):
-    steps, rehearsal = server.engine.steps, server.engine._rehearsal
-    assert steps.captures == len(steps.variants())
+    steps, prompts, rehearsal = server.engine.steps, server.engine.prompts, server.engine._rehearsal
+    assert (steps.captures, prompts.captures) == (len(steps.variants()), len(prompts.forms))
     for _ in range(2):  # the allocator of torch has seen a busy server
         gather(server, text, PROMPTS)
-    counts = steps.captures, rehearsal.count, torch.cuda.memory_stats()["num_device_alloc"]
+    counts = steps.captures, prompts.captures, rehearsal.count, torch.cuda.memory_stats()["num_device_alloc"]
     logprobs(server, PROMPTS[::2], temperature=0)
     gather(server, text, PROMPTS)
-    assert (steps.captures, rehearsal.count, torch.cuda.memory_stats()["num_device_alloc"]) == counts
+    assert (steps.captures, prompts.captures, rehearsal.count, torch.cuda.memory_stats()["num_device_alloc"]) == counts
 
 
 @pytest.mark.parametrize("drawn", [{"temperature": 0}, {"temperature": 0.9, "top_p": 0.9, "seed": 11}], ids=["greedy", "drawn"])

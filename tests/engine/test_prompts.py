@@ -1,0 +1,108 @@
+"""Prompts in graphs: which graph, filled with what; graphs are played by functions on a machine without a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowbit.engine import Engine, Request, Sampling
+from lowbit.engine import prompts as module
+from lowbit.engine.program import DecodeProgram
+from lowbit.engine.prompts import Prompts
+from lowbit.engine.ragged import Form
+from tests.tiny import eager_llama
+
+VOCAB = 160
+
+
+class Played:
+    """What a graph does: the same launches at the same addresses."""
+
+    def __init__(self, launch):
+        self.replay = launch
+
+
+@pytest.fixture
+def played(monkeypatch):
+    """Prompts of engines made here are in graphs; the forms that were replayed."""
+    forms = []
+    made = Prompts.__init__
+
+    def init(self, program, slots, most, *, pool=None):
+        made(self, program, slots, most, pool=0)
+
+    def capture(self, form):
+        numbers = torch.tensor(form.numbers((), self.slots.nobodys), dtype=torch.int32)
+        if self._logits is None:
+            self._logits = torch.empty_like(self.run(form, numbers))
+
+        def replay():
+            forms.append(form)
+            self._logits.copy_(self.run(form, numbers))
+
+        return Played(replay), numbers
+
+    monkeypatch.setattr(Prompts, "__init__", init)
+    monkeypatch.setattr(Prompts, "_capture", capture)
+    return forms
+
+
+@pytest.fixture(scope="module")
+def model():
+    return eager_llama()
+
+
+def prompt(length, seed=0):
+    return torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def asked():
+    """Texts that begin alike and that do not, in several pieces, with several drawn at once."""
+    shared = prompt(140, 9)
+    ids = [prompt(1 + 11 * i, i) for i in range(5)] + [[*shared, *prompt(1 + 30 * i, i)] for i in range(4)] + [prompt(200, 7)]
+    return [Request(each, 5, Sampling(0.7 * (i % 2), seed=i)) for i, each in enumerate(ids)]
+
+
+def generated(model, **options):
+    engine = Engine(model, max_concurrent=6, piece=128, cache_bytes=1 << 24, **options)
+    return [[drawn.token for drawn in request.drawn] for request in engine.generate(asked())], engine
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_texts_are_those_without_graphs(model, played, monkeypatch, invariant):
+    found, engine = generated(model, batch_invariant=invariant)
+    assert engine.prompts.captures == len({*played}) > 3
+    assert {form.keys > form.tokens for form in played} == {True, False}  # behind what is shared, and from the beginning
+    assert {form.tokens for form in played} <= {*engine.prompts.sizes} and engine.prompts.sizes[-1] == 128
+    monkeypatch.undo()
+    expected, engine = generated(model, batch_invariant=invariant)
+    assert found == expected and not engine.prompts.captures
+
+
+@pytest.mark.parametrize(("texts", "keys"), [(2, 8192), (15, 16)])
+def test_what_fits_into_no_graph_is_computed_without(model, played, monkeypatch, texts, keys):
+    """More texts than a graph has, or more before them."""
+    monkeypatch.setattr(module, "TEXTS", texts)
+    monkeypatch.setattr(module, "KEYS", keys)
+    calls = []
+    inner = DecodeProgram.prompt
+    monkeypatch.setattr(DecodeProgram, "prompt", lambda *args: (calls.append(args[1]), inner(*args))[1])
+    found, _ = generated(model)
+    calls = [pieces for pieces in calls if pieces[0].request.limit > 1]  # but for the check of the program
+    assert calls and played
+    for pieces in calls:
+        assert len(pieces) > texts or any(piece.begin for piece in pieces)
+    monkeypatch.undo()
+    assert generated(model)[0] == found
+
+
+def test_every_form_is_captured_once(model, played):
+    engine = Engine(model, max_concurrent=2, piece=256, cache_bytes=1 << 24)
+    stages = list(engine.warm_up())
+    assert [stage.what.split()[0] for stage in stages] == ["prompts"] * len(engine.prompts.forms)
+    assert [stage.done for stage in stages] == list(range(len(stages))) and {stage.total for stage in stages} == {len(stages)}
+    count = engine.prompts.captures
+    assert count == len(engine.prompts.forms) == len(set(engine.prompts.forms)) == 2 * len(engine.prompts.sizes)
+    assert engine.prompts.forms[0] == Form(256, 15, 8192)
+    engine.generate([Request(prompt(100), 3), Request(prompt(250), 3)])
+    assert engine.prompts.captures == count

@@ -1,0 +1,105 @@
+"""Pieces of prompts as tensors of a form: every token and key where its text has it, all else nobody's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowbit.engine.prompt_attention import PromptAttention, RaggedAttention
+from lowbit.engine.ragged import Form, Ragged, sizes
+from lowbit.engine.slots import on_device
+from lowbit.kernels.choose.attention import PAGE, AttentionShape
+from tests.engine.test_prompt_attention import SHAPE, case
+
+CASES = [
+    ([5, 16, 1, 12], [0, 0, 0, 0]),
+    ([5, 17, 1, 30, 200, 3], [0, 0, 0, 128, 0, 256]),
+    ([40], [0]),
+    ([1], [200]),
+    ([128, 128], [128, 0]),
+]
+
+
+@pytest.mark.parametrize("most", [1, 8, 9, 100, 128, 129, 1000, 1024, 1025, 3000])
+def test_sizes(most):
+    """Hardly more than asked for: less than twice a few tokens, less than 64 more up to 1,024, less than 256 beyond."""
+    found = sizes(most)
+    assert found == tuple(sorted(set(found))) and found[-1] >= most and all(size < most for size in found[:-1])
+    for tokens in range(1, most + 1):
+        size = next(size for size in found if size >= tokens)
+        assert size - tokens < (8 if tokens <= 8 else 32 if tokens <= 96 else 64 if tokens <= 1024 else 256)
+
+
+@pytest.mark.parametrize("form", [None, Form(400, 15, 900)], ids=str)
+@pytest.mark.parametrize(("lengths", "begins"), CASES, ids=str)
+def test_tokens_and_keys_are_where_their_texts_have_them(lengths, begins, form):
+    pieces, slots, *_ = case(lengths, begins)
+    if form is None:
+        ragged = Ragged.of(pieces, slots, sum(lengths))
+    else:
+        ragged = Ragged(form, on_device(form.numbers(pieces, slots.nobodys), slots.device), slots)
+    total, keys = sum(lengths), sum(lengths) + sum(begins)
+    slot_of = [slot for slot, length in enumerate(lengths) for _ in range(length)]
+    positions = [begin + i for begin, length in zip(begins, lengths, strict=True) for i in range(length)]
+    assert ragged.slot_of.tolist() == slot_of + [slots.nobodys] * (len(ragged.ids) - total)
+    assert ragged.position_of.tolist() == positions + [0] * (len(ragged.ids) - total)
+    assert ragged.slot_of.dtype == ragged.position_of.dtype == ragged.ids.dtype == ragged.q_begins.dtype == torch.int32
+    seen = [(slot, place) for slot, piece in enumerate(pieces) for place in range(piece.end)]
+    seen += [(slots.nobodys, 0)] * (ragged.form.keys - keys)
+    where = [
+        (int(slots.tables[slot, position // PAGE]) * 2 + head) * PAGE + position % PAGE
+        for slot, position in seen
+        for head in range(2)
+    ]
+    assert ragged.keys(2).tolist() == where
+    ends = torch.tensor(lengths).cumsum(0) - 1
+    assert ragged.last.tolist() == [*ends.tolist(), *[0] * (ragged.form.texts - len(lengths))]
+
+
+def test_only_last_pieces_have_an_end():
+    pieces, slots, *_ = case([5, 7, 2], [0, 0, 0])
+    pieces[1] = type(pieces[1])(pieces[1].request, 0, (1, 2, 3, 4, 5, 6, 7), False)
+    ragged = Ragged.of(pieces, slots, 14)
+    assert ragged.last.tolist() == [4, 13, 0] and ragged.ids.tolist() == [0] * 5 + [1, 2, 3, 4, 5, 6, 7] + [0] * 2
+
+
+@pytest.mark.parametrize("more", [{}, {"window": 320}, {"window": 9}], ids=str)
+@pytest.mark.parametrize(("lengths", "begins"), CASES, ids=str)
+def test_attention_of_all_texts_is_that_of_each(lengths, begins, more):
+    pieces, slots, q, keys, values = case(lengths, begins)
+    shape = AttentionShape(**SHAPE, **more)
+    form = Form(400, 15, 900)
+    ragged = Ragged(form, on_device(form.numbers(pieces, slots.nobodys), slots.device), slots)
+    filled = torch.cat([q, torch.full((400 - len(q), 4, 16), torch.nan)])
+    found = RaggedAttention(ragged, 2)(filled, keys, values, shape)
+    expected = PromptAttention(pieces, slots, invariant=True)(q, keys, values, shape)
+    assert found.shape == (400, 64) and torch.equal(found[: len(q)], expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("more", [{}, {"window": 320}, {"window": 9}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("lengths", "begins"), CASES, ids=str)
+def test_on_a_gpu(lengths, begins, dtype, more):
+    """By flash attention, within rounding; a text has the same bits alone, in a larger form and behind others."""
+    pieces, slots, q, keys, values = case(lengths, begins)
+    shape = AttentionShape(**SHAPE, **more)
+    expected = PromptAttention(pieces, slots, invariant=True)(q, keys, values, shape)
+    for name in ("_all", "tables"):
+        setattr(slots, name, getattr(slots, name).cuda())
+    slots.device = slots.tables.device
+    q, keys, values = (x.cuda().to(dtype) for x in (q, keys, values))
+
+    def computed(some, q, form):
+        ragged = Ragged(form, on_device(form.numbers(some, slots.nobodys), slots.device), slots)
+        filled = torch.cat([q, torch.full((form.tokens - len(q), 4, 16), torch.nan, dtype=dtype, device="cuda")])
+        return RaggedAttention(ragged, 2)(filled, keys, values, shape)[: len(q)]
+
+    found = computed(pieces, q, Form(400, 15, 900))
+    torch.testing.assert_close(found.float().cpu(), expected, rtol=2e-2, atol=2e-2)
+    begin = 0
+    for piece in pieces:
+        end = begin + len(piece.tokens)
+        alone = computed([piece], q[begin:end], Form(len(piece.tokens), 1, piece.end))
+        assert torch.equal(alone, found[begin:end])
+        begin = end
