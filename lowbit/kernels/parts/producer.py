@@ -12,7 +12,7 @@ from lowbit.kernels.parts.gluon import gl, gluon, mbarrier, tma_load
 from lowbit.kernels.parts.pair import say_ready
 from lowbit.kernels.parts.pipeline import acquire, advance
 from lowbit.kernels.parts.prologue import await_previous, start_next
-from lowbit.kernels.parts.schedule import count, iterations_of, tile_at
+from lowbit.kernels.parts.schedule import count, first_token_of, iterations_of, tile_at
 
 
 @gluon.jit
@@ -40,6 +40,7 @@ def load(copies, load_weights: gl.constexpr, C: gl.constexpr):
     phase = 1
     for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
         token_tile, channel_tile, split = tile_at(index, copies.tiles, C)
+        first_token = first_token_of(token_tile, copies.tiles, C)
         begin, end = iterations_of(split, copies.tiles, C)
         for k in range(begin * STAGES, end * STAGES):
             full = copies.barriers.index(stage)
@@ -47,5 +48,5 @@ def load(copies, load_weights: gl.constexpr, C: gl.constexpr):
                 acquire(copies.barriers, stage, phase, C)
                 load_weights(copies, full, stage, channel_tile, k, C)
             ahead = gl.maximum(ahead - 1, 0)
-            tma_load(copies.x_desc, [token_tile * C.tile_tokens, k * TILE_K], full, copies.x.index(stage))
+            tma_load(copies.x_desc, [first_token, k * TILE_K], full, copies.x.index(stage))
             stage, phase = advance(stage, phase, 1, C)

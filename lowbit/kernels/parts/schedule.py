@@ -12,11 +12,13 @@ from lowbit.kernels.parts.gluon import Scalar, aggregate, barrier, gl, gluon
 
 @aggregate
 class Tiles:
-    """How many tiles there are of tokens and of channels, and how many iterations of a main loop cover K."""
+    """How many tiles there are of tokens and of channels, how many iterations of a main loop cover K, and how many tokens
+    there are."""
 
     of_tokens: Scalar
     of_channels: Scalar
     iterations: Scalar
+    tokens: Scalar
 
 
 @aggregate
@@ -43,6 +45,13 @@ def tile_at(index, tiles, C: gl.constexpr):
     size = gl.minimum(tiles.of_tokens - first, C.token_group)
     inside = index % (C.token_group * tiles.of_channels)
     return first + inside % size, inside // size, split
+
+
+@gluon.jit
+def first_token_of(token_tile, tiles, C: gl.constexpr):
+    """Where a tile of tokens begins: the last one where it is full, if there are so many. Tokens of two tiles are stored twice,
+    with the same bits."""
+    return gl.minimum(token_tile * C.tile_tokens, gl.maximum(tiles.tokens - C.tile_tokens, 0))
 
 
 @gluon.jit

@@ -49,7 +49,7 @@ from lowbit.kernels.parts.launch import TilePlan, descriptors, plane_descriptors
 from lowbit.kernels.parts.operand import finish, nothing_decoded, operand_a, read_words, registers_layout, words_layout
 from lowbit.kernels.parts.pipeline import advance, make_barriers, previous
 from lowbit.kernels.parts.producer import load
-from lowbit.kernels.parts.schedule import SplitK, Tiles, count, iterations_of, meet, tile_at
+from lowbit.kernels.parts.schedule import SplitK, Tiles, count, first_token_of, iterations_of, meet, tile_at
 from lowbit.kernels.parts.smem import UNIT, Regions, allocate, view, view_stages
 from lowbit.kernels.parts.tile import WarpgroupTile
 from lowbit.kernels.parts.tile_end import SQUARES, SUMS, Applied, Squares, Stream, await_h, begin_end, finish_end, prefetch_rows
@@ -298,10 +298,10 @@ def math(p, C: gl.constexpr):
     words = read_words(p.w, stage, phase, gl.program_id(0) < tiles, C)
     if not C.end.plain:
         token_tile, row_tile, split = tile_at(gl.program_id(0), p.tiles, C)
-        begin_end(p.stream, row_tile * C.rows, token_tile * C.tokens, p.out.M, C)
+        begin_end(p.stream, row_tile * C.rows, first_token_of(token_tile, p.tiles, C), p.out.M, C)
     for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
         token_tile, row_tile, split = tile_at(index, p.tiles, C)
-        first_row, first_token = row_tile * C.rows, token_tile * C.tokens
+        first_row, first_token = row_tile * C.rows, first_token_of(token_tile, p.tiles, C)
         prefetch_rows(p.applied, p.stream, first_row, p.out.N, C)
         if C.decode.pair_words > 0:
             prefetch_scales(p, index + gl.num_programs(0), thread, C)
@@ -349,7 +349,7 @@ def wgmma_gemm(
     barriers = make_barriers(shared, C)
     fence_async_shared()
     barrier()
-    tiles = Tiles(token_tiles, channel_tiles, iterations)
+    tiles = Tiles(token_tiles, channel_tiles, iterations, M)
     stream = Stream(squares, inverse_width, eps, x_factor, gamma, h_desc, h_tile, h_there, sums)
     products = Products(
         w, x, Scales(scale, scale_strip, last_group, strips), SplitK(partial, arrived), Applied(channel_scale, bias, factor),

@@ -46,7 +46,7 @@ from lowbit.kernels.parts.pair import say_ready
 from lowbit.kernels.parts.pipeline import advance, make_barriers, previous
 from lowbit.kernels.parts.producer import load
 from lowbit.kernels.parts.promote import add_here, add_scaled_here
-from lowbit.kernels.parts.schedule import SplitK, Tiles, count, iterations_of, tile_at
+from lowbit.kernels.parts.schedule import SplitK, Tiles, count, first_token_of, iterations_of, tile_at
 from lowbit.kernels.parts.smem import allocate, view, view_stages
 from lowbit.kernels.parts.tile import STAGE_K, ByteTile
 
@@ -344,7 +344,8 @@ def math(p, C: gl.constexpr):
         else:
             acc, words, stage, phase = multiply(p, words, stage, phase, begin, end, more, C)
         tile = token_tile * p.tiles.of_channels + row_tile
-        complete(p.out, acc, p.applied, p.splits, tile, split, token_tile * C.columns, row_tile * C.rows, C)
+        first_token = first_token_of(token_tile, p.tiles, C)
+        complete(p.out, acc, p.applied, p.splits, tile, split, first_token, row_tile * C.rows, C)
     if C.store_by_tma:
         tma_store_wait(0)
 
@@ -377,7 +378,7 @@ def narrow_scaled_gemm(
         run(P.init, "=r,r", [gl.arange(0, C.threads, C.threads_layout)])
     fence_async_shared()
     barrier()
-    tiles = Tiles(token_tiles, channel_tiles, iterations)
+    tiles = Tiles(token_tiles, channel_tiles, iterations, M)
     applied = Applied(x_scale, x_zero, channel_scale, sums, bias, y_scale)
     products = Products(w, x, scales, SplitK(partial, arrived), applied, Output(y_desc, y, y_tile, M, N), tiles)
     copies = Copies(w_descs, x_desc, scale_desc, w, x, scale_stages, barriers, tiles)

@@ -45,7 +45,7 @@ from lowbit.kernels.parts.pair import say_ready
 from lowbit.kernels.parts.pipeline import advance, make_barriers, previous, release, wait_full
 from lowbit.kernels.parts.producer import load
 from lowbit.kernels.parts.promote import add_here
-from lowbit.kernels.parts.schedule import SplitK, Tiles, count, iterations_of, tile_at
+from lowbit.kernels.parts.schedule import SplitK, Tiles, count, first_token_of, iterations_of, tile_at
 from lowbit.kernels.parts.smem import allocate, view, view_stages
 from lowbit.kernels.parts.tile import OPERAND_LAYOUT, STAGE_K, TILE_K, ByteTile
 
@@ -297,7 +297,7 @@ def math(p, C: gl.constexpr):
     phase = 0
     for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
         token_tile, channel_tile, split = tile_at(index, p.tiles, C)
-        first_token, first_channel = token_tile * C.tile_tokens, channel_tile * C.tile_channels
+        first_token, first_channel = first_token_of(token_tile, p.tiles, C), channel_tile * C.tile_channels
         begin, end = iterations_of(split, p.tiles, C)
         begin, end = begin * C.iteration_stages, end * C.iteration_stages
         prefetch(p.applied, first_channel, p.out.N, C)
@@ -341,7 +341,7 @@ def scaled_gemm(
         run(P.init, "=r,r", [gl.arange(0, C.threads, C.threads_layout)])
     fence_async_shared()
     barrier()
-    tiles = Tiles(token_tiles, channel_tiles, iterations)
+    tiles = Tiles(token_tiles, channel_tiles, iterations, M)
     applied = Applied(x_scale, x_zero, w_scale, sums, bias, y_scale)
     out = Output(y_desc, y, y_tile, M, N)
     products = Products(x, w, w_scale, groups, SplitK(partial, arrived), applied, out, tiles)

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
-from lowbit.kernels.parts.schedule import count, iterations_of, meet, tile_at
+from lowbit.kernels.parts.schedule import count, first_token_of, iterations_of, meet, tile_at
 from tests.kernels.parts.plain import GL, Integer, Pointer, plain
 
 
@@ -23,6 +23,13 @@ def test_every_split_of_every_tile_once(tokens, channels, splits, group):
     assert [s for _, _, s in order] == list(range(splits)) * (tokens * channels), "splits of a tile run side by side"
     groups = [t // group for t, _, _ in order]
     assert groups == sorted(groups), "all channels for a group of tokens, then the next group"
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(1, [0]), (64, [0]), (65, [0, 1]), (128, [0, 64]), (150, [0, 64, 86])])
+def test_tiles_of_tokens_are_full_where_there_are_as_many(tokens, expected):
+    config, tiles = SimpleNamespace(tile_tokens=64), SimpleNamespace(tokens=tokens)
+    gl = SimpleNamespace(minimum=min, maximum=max)
+    assert [plain(first_token_of, gl=gl)(tile, tiles, config) for tile in range(-(-tokens // 64))] == expected
 
 
 @pytest.mark.parametrize(("iterations", "splits"), [(10, 1), (10, 3), (7, 4), (4, 4)])
