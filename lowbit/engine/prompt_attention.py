@@ -15,7 +15,8 @@ from lowbit.engine.batching import Piece
 from lowbit.engine.ragged import Ragged
 from lowbit.engine.slots import Slots, on_device
 from lowbit.kernels.choose.attention import PAGE, AttentionShape
-from lowbit.ops.attention import causal_attention, prompt_attention, ragged_attention
+from lowbit.ops.attention import causal_attention, prompt_attention
+from lowbit.ops.ragged_attention import gather_kv, ragged_attention
 
 LEAST = 16
 """Pieces of up to so many tokens are filled up to it, longer ones to the next power of two: half of what is computed may be
@@ -45,8 +46,7 @@ class RaggedAttention:
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> Tensor:
         """[T, heads * head_dim] of q [T, heads, head_dim], with the keys and values of a layer, into which those of all pieces
         are written; rows of nobody's tokens hold whatever memory did."""
-        seen = (part.view(-1, shape.head_dim).index_select(0, self.where) for part in (keys, values))
-        k, v = (part.view(-1, shape.kv_heads, shape.head_dim) for part in seen)
+        k, v = gather_kv(keys, values, self.where, self.ragged.k_begins[-1:])
         return ragged_attention(q, k, v, self.ragged.q_begins, self.ragged.k_begins, shape)
 
 

@@ -92,8 +92,7 @@ class Ragged:
         return text, torch.where(text < self.form.texts, each - begins[text], 0)
 
     def keys(self, kv_heads: int) -> Tensor:
-        """Where the heads of all keys lie among those of a layer, int64 [keys * kv_heads]."""
+        """Where the first heads of all keys lie among the rows of a layer's pages, int64 [keys]."""
         text, position = self._texts(self.k_begins, self.form.keys)
         page = self.tables[self._slot[text].long(), position // PAGE].long()
-        head = page[:, None] * kv_heads + torch.arange(kv_heads, device=page.device)
-        return (head * PAGE + (position % PAGE)[:, None]).flatten()
+        return page * (kv_heads * PAGE) + position % PAGE

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from lowbit.hardware.machine import machine_of
 from lowbit.kernels.choose.attention import PAGE, AttentionShape, attention_refusals, choose_decode, shape_refusals
-from lowbit.kernels.reference.attention import append_reference, attend, decode_reference, gathered, ragged_reference
+from lowbit.kernels.reference.attention import append_reference, attend, decode_reference, gathered
 from lowbit.ops.operands import Described, described, on_meta, triton_refusals
 from lowbit.ops.workspace import workspace
 
@@ -107,32 +107,6 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, shape: AttentionShape) -> 
         attn_mask=None if whole else causal_lower_right(q.shape[1], k.shape[1]),
     )  # fmt: skip
     return out.transpose(1, 2).flatten(2).flatten(0, 1)
-
-
-def ragged_attention(q: Tensor, k: Tensor, v: Tensor, q_begins: Tensor, k_begins: Tensor, shape: AttentionShape) -> Tensor:
-    """Attention of texts one after the other: [T, heads * head_dim] of q [T, heads, head_dim], k and v [K, kv_heads, head_dim].
-
-    Of text i are the tokens of q from q_begins[i] to q_begins[i + 1] and those of k and v from k_begins[i] to k_begins[i + 1],
-    int32 [texts + 1]; its tokens of q are its last ones and see those up to their own. Rows of no text hold whatever memory
-    did. On a GPU torch's flash attention, where no bit of a text depends on others; only lengths of tensors are known to the
-    host, so that a CUDA graph may hold it. Raises ValueError for a soft cap, which that does not have.
-    """
-    reasons = shape_refusals(shape)
-    if shape.softcap:
-        reasons = (*reasons, f"scores are not capped here, got softcap {shape.softcap}")
-    expected = (shape.heads, shape.kv_heads, shape.kv_heads)
-    if any(x.shape[1:] != (heads, shape.head_dim) for x, heads in zip((q, k, v), expected, strict=True)) or len(k) != len(v):
-        reasons = (*reasons, f"q, k and v are [.., {expected}, {shape.head_dim}]")
-    if reasons:
-        raise ValueError(f"ragged_attention: {'; '.join(reasons)}; got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
-    if not q.is_cuda:
-        return ragged_reference(q, k, v, q_begins, k_begins, shape)
-    # The operator that torch.nn.attention.varlen calls, which torch 2.9 does not have, and whose arguments changed since.
-    out = torch.ops.aten._flash_attention_forward(
-        q, k, v, q_begins, k_begins, len(q), len(k), 0.0, True, False, scale=shape.scale,
-        window_size_left=shape.window - 1 if shape.window else None, window_size_right=0,
-    )[0]  # fmt: skip
-    return out.flatten(1)
 
 
 def _fields(shape: AttentionShape) -> tuple[int | float, ...]:

@@ -145,7 +145,7 @@ def test_prompts_in_graphs_are_those_without(invariant, monkeypatch):
         return engine, [tokens(request) for request in engine.generate([Request(each, 8) for each in ids])]
 
     engine, found = generated()
-    assert engine.prompts.captures > 5 and {form.keys for form in engine.prompts._captured} >= {256, 8192}
+    assert engine.prompts.captures > 3 and {form.keys for form in engine.prompts._captured} >= {256, 8192}
     monkeypatch.setattr("lowbit.engine.prompts.Prompts._form", lambda self, pieces: None)
     engine, expected = generated()
     assert not engine.prompts.captures

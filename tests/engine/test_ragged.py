@@ -46,11 +46,7 @@ def test_tokens_and_keys_are_where_their_texts_have_them(lengths, begins, form):
     assert ragged.slot_of.dtype == ragged.position_of.dtype == ragged.ids.dtype == ragged.q_begins.dtype == torch.int32
     seen = [(slot, place) for slot, piece in enumerate(pieces) for place in range(piece.end)]
     seen += [(slots.nobodys, 0)] * (ragged.form.keys - keys)
-    where = [
-        (int(slots.tables[slot, position // PAGE]) * 2 + head) * PAGE + position % PAGE
-        for slot, position in seen
-        for head in range(2)
-    ]
+    where = [int(slots.tables[slot, position // PAGE]) * 2 * PAGE + position % PAGE for slot, position in seen]
     assert ragged.keys(2).tolist() == where
     ends = torch.tensor(lengths).cumsum(0) - 1
     assert ragged.last.tolist() == [*ends.tolist(), *[0] * (ragged.form.texts - len(lengths))]

@@ -18,6 +18,7 @@ from lowbit import kernels
 from lowbit.kernels.choose.attention import AttentionShape, DecodeTile
 from lowbit.kernels.choose.conv import block_tile
 from lowbit.kernels.elementwise.append import Append
+from lowbit.kernels.elementwise.gather_kv import GatherKv
 from lowbit.kernels.parts.conv_tile import WgmmaConv
 from lowbit.kernels.parts.decode import Decode
 from lowbit.kernels.parts.end import End
@@ -51,6 +52,7 @@ CONFIGS = [
     RingGemm(Ring(Step("int4", "fp16", 8, 128, "none", "fp16"), 1, 2, False), 4, 2, 1, End(False, False), True),
     PagedAttention(HEADS, DecodeTile(8, 128, 64, 4), True),
     Append(HEADS, True),
+    GatherKv(8, 128, True),
 ]
 
 

@@ -80,6 +80,14 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, first: int, shape: Attention
     return y.flatten(1)
 
 
+def gather_reference(pages: Tensor, where: Tensor, count: Tensor) -> Tensor:
+    """Rows [T, kv_heads, head_dim] of pages; those from `count` on are NaN."""
+    heads = where[:, None] + PAGE * torch.arange(pages.shape[1], device=pages.device)
+    made = pages.reshape(-1, pages.shape[3]).index_select(0, heads.flatten()).view(len(where), pages.shape[1], -1)
+    made[int(count) :] = torch.nan
+    return made
+
+
 def ragged_reference(q: Tensor, k: Tensor, v: Tensor, q_begins: Tensor, k_begins: Tensor, shape: AttentionShape) -> Tensor:
     """What `ops.attention.ragged_attention` computes, text by text; rows of no text are NaN."""
     y = q.new_full((len(q), shape.heads * shape.head_dim), torch.nan)

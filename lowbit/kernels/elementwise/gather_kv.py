@@ -1,0 +1,85 @@
+"""Keys and values of some tokens from the pages of a layer to tensors in which they lie one after the other. Plain Triton.
+
+Reads   k and v fp16 or bf16 [pages, kv_heads, 128, head_dim]; where int64 [T]; how many of the T tokens there are
+Writes  k and v [T, kv_heads, head_dim] of those tokens; others keep what memory held
+Grid    16 tokens x kv heads: tokens of a page lie side by side, of each head apart; programs without a token leave at once
+Overlap waits for the kernel before it, which may have written the pages, and then lets the kernel after it start
+        (programmatic dependent launch, sm_90)
+Exact   a copy. Tested: tests/kernels/elementwise/test_gather_kv.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import cuda
+
+from lowbit.hardware.machine import Machine
+from lowbit.kernels.choose.attention import PAGE
+from lowbit.kernels.parts.gluon import source_digest
+from lowbit.kernels.parts.launch import Launcher
+
+TOKENS = 16
+"""Of a program: 4 KiB each of keys and values with heads of 128."""
+
+
+@dataclass(frozen=True)
+class GatherKv:
+    """All that is fixed when the kernel is compiled."""
+
+    kv_heads: int
+    head_dim: int
+    overlap: bool
+    tokens: int = TOKENS
+    page: int = PAGE
+    digest: str = source_digest()
+
+    @property
+    def lanes(self) -> int:
+        """Lanes of a head, a power of two."""
+        return 1 << (self.head_dim - 1).bit_length()
+
+
+@triton.jit
+def gather_heads(k_out, v_out, k, v, where, count, C: tl.constexpr):
+    """One kv head of some tokens."""
+    if C.overlap:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+    total = tl.load(count)
+    first, head = tl.program_id(0) * C.tokens, tl.program_id(1)
+    if first >= total:
+        return
+    token, d = first + tl.arange(0, C.tokens), tl.arange(0, C.lanes)
+    exist = token < total
+    row = tl.load(where + token, mask=exist, other=0) + head * C.page
+    mask = exist[:, None] & (d < C.head_dim)[None, :]
+    given = row[:, None] * C.head_dim + d[None, :]
+    to = (token[:, None].to(tl.int64) * C.kv_heads + head) * C.head_dim + d[None, :]
+    keys = tl.load(k + given, mask=mask, other=0.0)
+    values = tl.load(v + given, mask=mask, other=0.0)
+    tl.store(k_out + to, keys, mask=mask)
+    tl.store(v_out + to, values, mask=mask)
+
+
+class GatherKvPlan:
+    """All of a call that does not depend on the tensors' contents: made once for a shape, called many times.
+
+    A plan serves one GPU and one type of k and v; all tensors are contiguous and start at multiples of 16 bytes.
+    """
+
+    def __init__(self, tokens: int, kv_heads: int, head_dim: int, machine: Machine) -> None:
+        self.size = (tokens, kv_heads, head_dim)
+        self.config = GatherKv(kv_heads, head_dim, overlap=machine.arch.sm >= 90)
+        self.launch = Launcher(gather_heads, (-(-tokens // TOKENS), kv_heads, 1), 2, overlap=self.config.overlap)
+
+    def __call__(self, k: Tensor, v: Tensor, where: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        """(k, v) [T, kv_heads, head_dim]; all tensors on the current device."""
+        k_out, v_out = (torch.empty(self.size, dtype=k.dtype, device=k.device) for _ in range(2))
+        if self.size[0]:
+            self.launch(k_out, v_out, k, v, where, count, self.config)
+        return k_out, v_out

@@ -1,0 +1,113 @@
+"""Attention of prompts one after the other, whose lengths the host need not know; operator `lowbit::gather_kv`.
+
+Their keys and values are brought together from the pages of a layer (ops/attention.py says how those lie), then torch's flash
+attention computes all texts in one call.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lowbit.hardware.machine import machine_of
+from lowbit.kernels.choose.attention import PAGE, AttentionShape, shape_refusals
+from lowbit.kernels.reference.attention import gather_reference, ragged_reference
+from lowbit.ops.operands import Described, described, triton_refusals
+
+if TYPE_CHECKING:
+    from lowbit.kernels.elementwise.gather_kv import GatherKvPlan
+
+torch.library.define("lowbit::gather_kv", "(Tensor k, Tensor v, Tensor where, Tensor count) -> (Tensor, Tensor)")
+
+
+def gather_kv(k: Tensor, v: Tensor, where: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values [T, kv_heads, head_dim] of tokens from pages k and v [pages, kv_heads, PAGE, head_dim].
+
+    `where` int64 [T] is page * kv_heads * PAGE + the place in the page, of the first `count` int32 [1] tokens; rows of others
+    hold whatever memory did. Nothing checks that there are such pages. On a GPU types are fp16 or bf16. Raises ValueError for
+    tensors that do not fit together.
+    """
+    made: tuple[Tensor, Tensor] = torch.ops.lowbit.gather_kv(k, v, where, count)
+    return made
+
+
+def ragged_attention(q: Tensor, k: Tensor, v: Tensor, q_begins: Tensor, k_begins: Tensor, shape: AttentionShape) -> Tensor:
+    """Attention of texts one after the other: [T, heads * head_dim] of q [T, heads, head_dim], k and v [K, kv_heads, head_dim].
+
+    Of text i are the tokens of q from q_begins[i] to q_begins[i + 1] and those of k and v from k_begins[i] to k_begins[i + 1],
+    int32 [texts + 1]; its tokens of q are its last ones and see those up to their own. Rows of no text hold whatever memory
+    did. On a GPU torch's flash attention, where no bit of a text depends on others; only lengths of tensors are known to the
+    host, so that a CUDA graph may hold it. Raises ValueError for a soft cap, which that does not have.
+    """
+    reasons = shape_refusals(shape)
+    if shape.softcap:
+        reasons = (*reasons, f"scores are not capped here, got softcap {shape.softcap}")
+    expected = (shape.heads, shape.kv_heads, shape.kv_heads)
+    if any(x.shape[1:] != (heads, shape.head_dim) for x, heads in zip((q, k, v), expected, strict=True)) or len(k) != len(v):
+        reasons = (*reasons, f"q, k and v are [.., {expected}, {shape.head_dim}]")
+    if reasons:
+        raise ValueError(f"ragged_attention: {'; '.join(reasons)}; got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
+    if not q.is_cuda:
+        return ragged_reference(q, k, v, q_begins, k_begins, shape)
+    # The operator that torch.nn.attention.varlen calls, which torch 2.9 does not have, and whose arguments changed since.
+    out = torch.ops.aten._flash_attention_forward(
+        q, k, v, q_begins, k_begins, len(q), len(k), 0.0, True, False, scale=shape.scale,
+        window_size_left=shape.window - 1 if shape.window else None, window_size_right=0,
+    )[0]  # fmt: skip
+    return out.flatten(1)
+
+
+def _check(k: Tensor, v: Tensor, where: Tensor, count: Tensor) -> None:
+    """Raises ValueError unless the tensors belong together."""
+    if k.dim() != 4 or k.shape[2] != PAGE or k.shape != v.shape or k.dtype != v.dtype:
+        found = f"{k.dtype} {tuple(k.shape)} and {v.dtype} {tuple(v.shape)}"
+        raise ValueError(f"gather_kv: k and v are pages [pages, kv_heads, {PAGE}, head_dim] of one type, got {found}")
+    if (where.dim(), where.dtype, count.shape, count.dtype) != (1, torch.int64, (1,), torch.int32):
+        found = f"{where.dtype} {tuple(where.shape)} and {count.dtype} {tuple(count.shape)}"
+        raise ValueError(f"gather_kv: where is int64 [T] and count int32 [1], got {found}")
+
+
+@torch.library.impl("lowbit::gather_kv", "CUDA")
+def _gather(k: Tensor, v: Tensor, where: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    plan = _plan(*(described(t) for t in (k, v, where)), count.device)
+    if not (k.is_contiguous() and v.is_contiguous()):
+        raise ValueError(f"gather_kv: pages are contiguous, got strides {k.stride()} and {v.stride()}")
+    given = (k, v, where.contiguous(), count)
+    if k.device.index != torch.cuda.current_device():
+        with torch.cuda.device(k.device):
+            return plan(*given)
+    return plan(*given)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(k: Described, v: Described, where: Described, counted: torch.device) -> GatherKvPlan:
+    """The plan of a call. Raises ValueError when the tensors do not fit."""
+    meta_k, meta_v, meta_where = (torch.empty(t[0], dtype=t[1], device="meta") for t in (k, v, where))
+    _check(meta_k, meta_v, meta_where, torch.empty(1, dtype=torch.int32, device="meta"))
+    reasons = [*triton_refusals()]
+    if k[1] not in (torch.float16, torch.bfloat16):
+        reasons.append(f"the kernel takes fp16 and bf16, got {k[1]}: the reference on a CPU takes any")
+    if len({k[2], v[2], where[2], counted}) > 1:
+        reasons.append(f"all tensors must be on one device, got {k[2]}, {v[2]}, {where[2]} and {counted}")
+    if not (k[3] and v[3]) or meta_k.shape[3] % 8:
+        reasons.append("pages start at multiples of 16 bytes, and so does each head: head_dim is a multiple of 8")
+    if reasons:
+        raise ValueError(f"gather_kv: {'; '.join(reasons)}")
+    from lowbit.kernels.elementwise.gather_kv import GatherKvPlan
+
+    return GatherKvPlan(len(meta_where), meta_k.shape[1], meta_k.shape[3], machine_of(k[2]))
+
+
+@torch.library.impl("lowbit::gather_kv", "CPU")
+def _gather_on_cpu(k: Tensor, v: Tensor, where: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    _check(k, v, where, count)
+    return gather_reference(k, where, count), gather_reference(v, where, count)
+
+
+@torch.library.register_fake("lowbit::gather_kv")
+def _fake(k: Tensor, v: Tensor, where: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    size = (where.shape[0], k.shape[1], k.shape[3])
+    return k.new_empty(size), v.new_empty(size)

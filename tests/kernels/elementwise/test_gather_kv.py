@@ -1,0 +1,74 @@
+"""Keys and values brought together: the same bits, in Triton's interpreter without a GPU; its machine code."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+from lowbit.hardware.machine import machine_of, typical_machine
+from lowbit.kernels.reference.attention import gather_reference
+from tests.kernels.calls import meta
+from tests.kernels.interpreter import interpreted
+from tests.kernels.sass import compile_plan
+
+pytest.importorskip("triton", reason="the kernel is written in Triton")
+
+from lowbit.kernels.elementwise.gather_kv import GatherKvPlan
+
+SIZES = [(1, 64), (2, 80), (8, 128), (3, 256)]
+
+
+@contextlib.contextmanager
+def poisoned():
+    """Memory that is new holds NaN."""
+    empty = torch.empty
+    torch.empty = lambda *size, **options: empty(*size, **options).fill_(torch.nan)
+    try:
+        yield
+    finally:
+        torch.empty = empty
+
+
+def check(kv_heads, head_dim, dtype=torch.float16, device="cpu"):
+    """Tokens of pages in disorder, fewer than the tensors hold; beyond them nothing is written."""
+    generator = torch.Generator().manual_seed(0)
+    pages = [torch.randn(7, kv_heads, 128, head_dim, generator=generator).to(device, dtype) for _ in range(2)]
+    machine = machine_of(device) if device == "cuda" else typical_machine(80)
+    for tokens, count in ((1, 1), (40, 40), (200, 0), (200, 129)):
+        token = torch.randint(7 * 128, (tokens,), generator=generator)
+        where = (token // 128 * (kv_heads * 128) + token % 128).to(device)
+        counted = torch.tensor([count], dtype=torch.int32, device=device)
+        plan = GatherKvPlan(tokens, kv_heads, head_dim, machine)
+        with poisoned():
+            found = plan(*pages, where, counted)
+        for each, of in zip(found, pages, strict=True):
+            assert torch.equal(each.nan_to_num(7), gather_reference(of, where, counted).nan_to_num(7))
+
+
+def check_sizes():
+    for size in SIZES:
+        check(*size)
+
+
+def test_the_copies_in_tritons_interpreter():
+    interpreted(check_sizes)
+
+
+@pytest.mark.parametrize("sm", [80, 90])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
+def test_heads_move_in_pieces_of_16_bytes(sm, head_dim):
+    plan = GatherKvPlan(1000, 8, head_dim, typical_machine(sm))
+    pages = meta((9, 8, 128, head_dim), torch.float16)
+    kernel = compile_plan(plan, (pages, pages, meta((1000,), torch.int64), meta((1,), torch.int32)), sm)
+    assert kernel.stack_bytes == 0
+    assert kernel.count("LDG.E.128") >= 2 and kernel.count("STG.E.128") == kernel.count("STG") >= 2
+    assert kernel.count("PREEXIT") == kernel.count("ACQBULK") == (sm >= 90)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("kv_heads", "head_dim"), SIZES)
+def test_against_the_reference(kv_heads, head_dim, dtype):
+    check(kv_heads, head_dim, dtype, "cuda")

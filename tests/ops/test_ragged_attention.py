@@ -1,0 +1,81 @@
+"""Texts one after the other: each sees its own tokens, as attention of one text does; what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowbit.kernels.choose.attention import AttentionShape
+from lowbit.kernels.reference.attention import attend
+from lowbit.ops.ragged_attention import gather_kv, ragged_attention
+
+SHAPE = AttentionShape(4, 2, 16, 0.3, 16)
+
+
+def texts(lengths, begins, filled=0):
+    """q, k, v and where each text begins; `filled` rows belong to none."""
+    generator = torch.Generator().manual_seed(0)
+    q_begins = torch.tensor([0, *lengths]).cumsum(0).int()
+    k_begins = torch.tensor([0, *(a + b for a, b in zip(lengths, begins, strict=True))]).cumsum(0).int()
+    sizes = ((int(q_begins[-1]) + filled, 4), (int(k_begins[-1]) + filled, 2), (int(k_begins[-1]) + filled, 2))
+    return [torch.randn(*size, 16, generator=generator) for size in sizes], q_begins, k_begins
+
+
+def each_alone(q, k, v, q_begins, k_begins, shape):
+    out = []
+    for i in range(len(q_begins) - 1):
+        own, keys, values = q[q_begins[i] : q_begins[i + 1]], k[k_begins[i] : k_begins[i + 1]], v[k_begins[i] : k_begins[i + 1]]
+        if len(own):
+            out.append(attend(own, keys.transpose(0, 1), values.transpose(0, 1), len(keys) - len(own), shape))
+    return torch.cat(out)
+
+
+CASES = [([5], [0]), ([3, 0, 7], [0, 0, 0]), ([1, 40, 2], [9, 0, 300]), ([33, 1, 1], [100, 0, 1])]
+
+
+@pytest.mark.parametrize("window", [0, 6])
+@pytest.mark.parametrize(("lengths", "begins"), CASES, ids=str)
+def test_each_text_alone(lengths, begins, window):
+    shape = AttentionShape(4, 2, 16, 0.3, 16, window=window)
+    given, q_begins, k_begins = texts(lengths, begins, 5)
+    found = ragged_attention(*given, q_begins, k_begins, shape)
+    assert torch.equal(found[:-5], each_alone(*given, q_begins, k_begins, shape))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [0, 6, 200])
+@pytest.mark.parametrize(("lengths", "begins"), CASES, ids=str)
+def test_on_a_gpu(lengths, begins, window, dtype):
+    shape = AttentionShape(4, 2, 16, 0.3, 16, window=window)
+    given, *of_texts = texts(lengths, begins, 5)
+    expected = each_alone(*given, *of_texts, shape)
+    found = ragged_attention(*(t.to("cuda", dtype) for t in given), *(t.cuda() for t in of_texts), shape)
+    torch.testing.assert_close(found[:-5].float().cpu(), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_what_is_refused():
+    given, *of_texts = texts([5], [0])
+    with pytest.raises(ValueError, match="not capped here, got softcap 30"):
+        ragged_attention(*given, *of_texts, AttentionShape(4, 2, 16, 0.3, 16, softcap=30.0))
+    with pytest.raises(ValueError, match=r"q, k and v are .* got \(5, 4, 16\), \(5, 2, 16\), \(4, 2, 16\)"):
+        ragged_attention(*given[:2], given[2][:4], *of_texts, SHAPE)
+    pages, where, count = torch.zeros(2, 2, 128, 16), torch.zeros(3, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    for wrong, reason in (
+        ((pages, pages[:1], where, count), "pages"),
+        ((pages[:, :, :64], pages[:, :, :64], where, count), "128"),
+        ((pages, pages.half(), where, count), "of one type"),
+        ((pages, pages, where.int(), count), "where is int64"),
+        ((pages, pages, where, count[0]), "count int32"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            gather_kv(*wrong)
+
+
+def test_the_operator_as_torch_checks_it():
+    pages, where = torch.randn(2, 2, 128, 16), torch.tensor([3, 300, 5])
+    count = torch.tensor([3], dtype=torch.int32)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.lowbit.gather_kv.default, (pages, pages + 1, where, count), test_utils=checks)
+    k, v = gather_kv(pages, pages + 1, where, count)
+    assert torch.equal(k[:, 0], pages[[0, 1, 0], 0, [3, 300 - 256, 5]]) and torch.equal(v, k + 1)
