@@ -313,11 +313,10 @@ def _wgmma_cost(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> float:
     waves = -(-of_tokens * -(-shape.n // tile.rows) * tile.splits // machine.sm_count)
     stages = waves * -(-shape.steps(128) // tile.splits) * 2
     full = _STAGE_CYCLES[tile.tokens, tile.warpgroups] * (_WIDE_CODES if shape.bits > 4 else 1.0)
-    # The last tile of tokens may not be full.
-    missing = of_tokens * tile.tokens - shape.m
+    # Only one that is alone may not be full: the last of several begins where it is.
+    missing = max(tile.tokens - shape.m, 0)
     copied = 8 * tile.rows * shape.bits + 128 * (tile.tokens - missing)
-    last = max(full, copied / _L2_BYTES_PER_CYCLE + _MISSING_CYCLES * missing)
-    main_us = stages * (full + (last - full) / of_tokens) / 1755
+    main_us = stages * max(full, copied / _L2_BYTES_PER_CYCLE + _MISSING_CYCLES * missing) / 1755
     store_us = waves * tile.tokens * tile.rows * 2.2e-5
     kib = tile.tokens * tile.rows / 256
     meet_us = waves * (0.77 + kib * (0.047 + 0.014 * tile.splits)) if tile.splits > 1 else 0.0
