@@ -22,6 +22,7 @@ from lowbit.nn.fused import AlternatingMLP, quantize_alike
 from lowbit.nn.linear import QuantizedInput
 from lowbit.ops import fragment_gemm
 from lowbit.ops.byte_gemm import byte_gemm
+from lowbit.ops.gated_gemm import gated_gemm
 from lowbit.pack import FragmentWeight, OperandWeight
 from lowbit.pack.fragment import STRIP
 
@@ -43,6 +44,10 @@ class Packed:
 
     def __call__(self, x: Tensor) -> Tensor:
         return fragment_gemm(x, self.weight, self.bias, batch_invariant=self.batch_invariant)
+
+    def gated(self, x: Tensor, activation: str) -> Tensor:
+        """f(gate) * up [M, N / 2], where rows alternate."""
+        return gated_gemm(x, self.weight, self.bias, activation, batch_invariant=self.batch_invariant)
 
 
 @dataclass(frozen=True, eq=False)

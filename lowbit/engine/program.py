@@ -157,7 +157,7 @@ class DecodeProgram:
                 x = self._norm(layer.qkv, h, delta, parts.input_gamma, parts.input_bias, after)
             delta = layer.o(attend(i, layer.qkv(x)))
             x = self._norm(layer.gate_up, h, delta, parts.mlp_gamma, parts.mlp_bias, parts.after_attention_gamma)
-            delta = layer.down(self._gate(layer, layer.gate_up(x)))
+            delta = layer.down(self._gated(layer, x))
         return h, delta
 
     def _norm(self, reader: Product, h: Tensor, delta: Tensor, gamma: Tensor, bias: Tensor | None, after: Tensor | None) -> Any:
@@ -169,15 +169,19 @@ class DecodeProgram:
             return QuantizedInput(made.codes, made.scale, made.zero, h.dtype)
         return add_norm(h, delta, gamma, d.eps, offset=d.norm_offset, post_gamma=after, bias=bias)
 
-    def _gate(self, layer: Layer, gate_up: Tensor) -> Any:
+    def _gated(self, layer: Layer, x: Any) -> Any:
         """x of the product `down`, quantized already where it takes 8-bit activations and the gate is SiLU."""
+        if layer.alternates:
+            assert isinstance(layer.gate_up, Packed)
+            return layer.gate_up.gated(x, self.decoder.activation)
+        gate_up = layer.gate_up(x)
         if not self.decoder.gated:
             return activate(gate_up, self.decoder.activation)
         if isinstance(layer.down, Scaled) and layer.down.is_fused and self.decoder.activation == "silu":
             first, second = gate_up.chunk(2, dim=-1)
             made = silu_mul_quantize(first, second, **layer.down.quantization())
             return QuantizedInput(made.codes, made.scale, made.zero, gate_up.dtype)
-        return gate(gate_up, self.decoder.activation, alternate=layer.alternates)
+        return gate(gate_up, self.decoder.activation)
 
     def logits(self, h: Tensor, delta: Tensor) -> Tensor:
         """Logits [B, V] of the residual stream h [B, hidden] after all layers, with what the last one has yet to add."""

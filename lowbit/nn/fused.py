@@ -9,8 +9,8 @@ from lowbit.formats import ActivationRule
 from lowbit.kernels.reference.decode import Gate
 from lowbit.nn.linear import QuantizedInput, QuantLinear
 from lowbit.nn.packed import KERNEL_TENSORS
-from lowbit.ops import fragment_gemm, rms_norm_quantize, silu_mul_quantize
-from lowbit.ops.decode import gate
+from lowbit.ops import rms_norm_quantize, silu_mul_quantize
+from lowbit.ops.gated_gemm import gated_gemm
 from lowbit.pack import FragmentWeight
 from lowbit.pack.gated import HALF, alternate, pack_gated
 
@@ -103,8 +103,8 @@ class AlternatingMLP(nn.Module):
         return FragmentWeight(codes, self.kernel_scale, self.kernel_channel_scale, self.scheme, self.shape)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = fragment_gemm(x.reshape(-1, x.shape[-1]), self.weight(), self.bias, batch_invariant=self.batch_invariant)
-        y: Tensor = self.down_proj(gate(rows, self.function, alternate=True))
+        rows, invariant = x.reshape(-1, x.shape[-1]), self.batch_invariant
+        y: Tensor = self.down_proj(gated_gemm(rows, self.weight(), self.bias, self.function, batch_invariant=invariant))
         return y.view(*x.shape[:-1], -1)
 
 

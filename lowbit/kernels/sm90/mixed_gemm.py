@@ -372,8 +372,8 @@ class WgmmaLaunch(TilePlan):
         config = _config(tile, form, half_type(dtype), end, by_tma)
         columns = shape.n if end.gate == "none" else shape.n // 2
         super().__init__(wgmma_gemm, shape, tile, config, sm_count, columns)
-        if not end.plain and self.tiles[0] > 1:
-            raise ValueError(f"an end needs all {shape.m} tokens in one tile, {tile} has {tile.tokens}")
+        if (end.parts or end.residual) and self.tiles[0] > 1:
+            raise ValueError(f"a norm or residual needs all {shape.m} tokens in one tile, {tile} has {tile.tokens}")
         self.iterations = shape.steps(2 * STAGE_K)
         self.last_group = (shape.k - 1) // max(form.group, 1)
         self.factor = config.decode.epilogue_factor
@@ -396,19 +396,21 @@ class WgmmaLaunch(TilePlan):
 
 
 class WgmmaPlan(WgmmaLaunch):
-    """The plan of a product."""
+    """The plan of a product, gated or not."""
 
     def __init__(
-        self, shape: GemmShape, tile: WgmmaTile, form: WeightForm, dtype: torch.dtype, bias: bool, sm_count: int
-    ) -> None:
-        super().__init__(shape, tile, form, dtype, End(form.channel_scale, bias), sm_count)
+        self, shape: GemmShape, tile: WgmmaTile, form: WeightForm, dtype: torch.dtype, bias: bool, sm_count: int,
+        gate: Gate = "none",
+    ) -> None:  # fmt: skip
+        super().__init__(shape, tile, form, dtype, End(form.channel_scale, bias, gate=gate), sm_count)
 
     def __call__(
         self, x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None,
         sums: Tensor, arrived: Tensor,
     ) -> Tensor:  # fmt: skip
-        """y [M, N] of x [M, K], whose rows start at multiples of 16 bytes; all tensors on the current device."""
-        y = torch.empty((self.shape.m, self.shape.n), dtype=x.dtype, device=x.device)
+        """y [M, N], or [M, N / 2] behind a gate, of x [M, K], whose rows start at multiples of 16 bytes; all tensors on the
+        current device."""
+        y = torch.empty((self.shape.m, self.columns), dtype=x.dtype, device=x.device)
         self.run(y, x, (codes, scale, channel_scale), bias, (sums, arrived))
         return y
 

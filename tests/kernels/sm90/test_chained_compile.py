@@ -15,7 +15,7 @@ from tests.kernels.sass import compile_plan
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
-from lowbit.kernels.sm90.mixed_gemm import WgmmaNormPlan, WgmmaResidualPlan
+from lowbit.kernels.sm90.mixed_gemm import WgmmaNormPlan, WgmmaPlan, WgmmaResidualPlan
 from tests.kernels.sm90.test_compile import check_barriers, check_operands_in_flight, main_loop
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -68,9 +68,32 @@ def test_ends(end, fmt, m, n, k, group, dtype, bias):
     assert (kernel.count("UTMASTG") == 2) == end.startswith("residual"), "h and x"
 
 
+@pytest.mark.parametrize(
+    ("fmt", "group", "tile", "gate"),
+    [
+        ("int4", 128, WgmmaTile(256, 2, 4, 1, 2), "silu"), ("int4", 128, WgmmaTile(128, 2, 8, 2, 2), "silu"),
+        ("fp6_e3m2", 0, WgmmaTile(128, 2, 6, 1, 2), "gelu_tanh"), ("int8", 0, WgmmaTile(64, 4, 4, 1, 2), "silu"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_gate_behind_any_number_of_tokens(fmt, group, tile, gate):
+    shape, form = GemmShape(1000, 28672, 4096, number_format(fmt).bits), WeightForm(fmt, group, "none", "fp16")
+    plan = WgmmaPlan(shape, tile, form, torch.float16, False, H200.sm_count, gate)
+    x, codes, scale, channel, _, sums, arrived = mixed_call(shape, torch.float16, group, torch.float16)
+    kernel = compile_plan(
+        plan, (x, codes, scale, None if group else channel, None, sums, arrived), 90, ("y", "scale", "partial")
+    )
+    assert kernel.stack_bytes <= 32
+    assert not any("LDL" in line or "STL" in line for line in main_loop(kernel.lines)), "registers spilled"
+    assert kernel.count("HGMMA") == 8 and kernel.count("UTMASTG") == 1
+    check_operands_in_flight(kernel.lines)
+    check_barriers(plan.config, kernel)
+    assert kernel.shared_bytes - plan.config.regions.bytes < 256 and plan.columns == 14336
+
+
 def test_what_no_end_takes():
     shape, form = GemmShape(64, 4096, 4096, 4), WeightForm("int4", 128, "none", "fp16")
-    with pytest.raises(ValueError, match="an end needs all 64 tokens in one tile"):
+    with pytest.raises(ValueError, match="a norm or residual needs all 64 tokens in one tile"):
         WgmmaNormPlan(shape, WgmmaTile(32, 2, 8, 1, 2), form, torch.float16, False, 1, "none", 132)
     with pytest.raises(ValueError, match="each block has one tile"):
         WgmmaResidualPlan(shape, WgmmaTile(64, 2, 8, 8, 2), form, torch.float16, False, torch.float16, 132)

@@ -1,0 +1,113 @@
+"""The torch operator `lowbit::gated_gemm`: gate and up of an MLP as one product, gated where it is made.
+
+Opaque to torch.compile, as `lowbit::fragment_gemm` is, whose checks and whose choice of tile it has. Small batches take a
+kernel for the product and one for the gate: it is in a chain that they do with one (ops/chained_gemm.py).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lowbit.formats import parse_scheme
+from lowbit.hardware.machine import machine_of
+from lowbit.kernels.choose.mixed_gemm import GemmShape, WgmmaTile, choose
+from lowbit.kernels.reference.decode import GATES, Gate
+from lowbit.ops.decode import gate
+from lowbit.ops.fragment_gemm import aligned_rows, check_product, fragment_gemm
+from lowbit.ops.operands import Described, described, on_meta
+from lowbit.ops.workspace import workspace
+from lowbit.pack import FragmentWeight, weight_form
+
+if TYPE_CHECKING:
+    from lowbit.kernels.sm90.mixed_gemm import WgmmaPlan
+
+torch.library.define(
+    "lowbit::gated_gemm",
+    "(Tensor x, Tensor codes, Tensor? scale, Tensor? channel_scale, Tensor? bias, str scheme, SymInt n, str gated,"
+    " bool batch_invariant=False) -> Tensor",
+)
+
+_scheme = functools.lru_cache(maxsize=None)(parse_scheme)
+
+
+def gated_gemm(
+    x: Tensor, w: FragmentWeight, bias: Tensor | None, gated: str, *, batch_invariant: bool = False
+) -> Tensor:  # fmt: skip
+    """y [M, N / 2] = f(gate) * up of x [M, K] . dequant(w)[N, K]^T + bias [N], in x's dtype, fp16 or bf16; f is "silu",
+    "gelu_tanh" or "relu".
+
+    w is of `pack.gated.pack_gated`, bias in its order. With `batch_invariant` a row of y has the same bits in every batch, else
+    gate and up of small batches are rounded before f, those of large ones are not. Raises ValueError for tensors that do not
+    fit together.
+    """
+    made: Tensor = torch.ops.lowbit.gated_gemm(
+        x, w.codes, w.scale, w.channel_scale, bias, w.scheme.name, w.shape[0], gated, batch_invariant
+    )
+    return made
+
+
+def _check(
+    x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None, scheme: str, n: int,
+    gated: str,
+) -> None:  # fmt: skip
+    """Raises ValueError unless the tensors are of one gated product."""
+    check_product("gated_gemm", x, codes, scale, channel_scale, bias, _scheme(scheme), n)
+    if x.dim() != 2 or gated not in GATES or n % 16:
+        raise ValueError(
+            f"gated_gemm: x is [M, K], gated {', '.join(GATES)}, and strips have 8 gates and 8 ups; got x "
+            f"{tuple(x.shape)}, {gated}, N {n}"
+        )
+
+
+@torch.library.impl("lowbit::gated_gemm", "CUDA")
+def _gated_gemm(
+    x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None, scheme: str, n: int,
+    gated: Gate, batch_invariant: bool = False,
+) -> Tensor:  # fmt: skip
+    others = (described(codes), described(scale), described(channel_scale), described(bias))
+    plan = _plan(scheme, x.shape, n, x.dtype, x.device, others, gated, batch_invariant)
+    if plan is None:
+        w = FragmentWeight(codes, scale, channel_scale, _scheme(scheme), (n, x.shape[1]))
+        return gate(fragment_gemm(x, w, bias, batch_invariant=batch_invariant), gated, alternate=True)
+    rows = aligned_rows(x)
+    if x.device.index != torch.cuda.current_device():
+        with torch.cuda.device(x.device):
+            return plan(rows, codes, scale, channel_scale, bias, *workspace(x.device, *plan.workspace))
+    return plan(rows, codes, scale, channel_scale, bias, *workspace(x.device, *plan.workspace))
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    scheme: str, size: torch.Size, n: int, dtype: torch.dtype, on: torch.device, others: tuple[Described | None, ...],
+    gated: Gate, batch_invariant: bool,
+) -> WgmmaPlan | None:  # fmt: skip
+    """The plan of a product with the gate at its end; None where two kernels do it. Raises ValueError for tensors that do not
+    fit."""
+    codes, scale, channel_scale, bias = (None if t is None else on_meta(t) for t in others)
+    assert codes is not None
+    parsed = _scheme(scheme)
+    _check(torch.empty(size, dtype=dtype, device="meta"), codes, scale, channel_scale, bias, scheme, n, gated)
+    if batch_invariant or gated == "relu" or 0 in (size[0], n):
+        return None
+    machine, shape = machine_of(on), GemmShape(size[0], n, size[1], parsed.weight.bits)
+    tile = choose(shape, machine)
+    whole = len({on, *(t[2] for t in others if t is not None)}) == 1 and all(t is None or t[3] for t in others[:3])
+    if not isinstance(tile, WgmmaTile) or not whole:  # the product alone says what it does not take
+        return None
+    from lowbit.kernels.sm90.mixed_gemm import WgmmaPlan
+
+    form = weight_form(parsed, None if scale is None else scale.dtype, channel_scale is not None)
+    return WgmmaPlan(shape, tile, form, dtype, bias is not None, machine.sm_count, gated)
+
+
+@torch.library.register_fake("lowbit::gated_gemm")
+def _fake(
+    x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None, scheme: str, n: int,
+    gated: str, batch_invariant: bool = False,
+) -> Tensor:  # fmt: skip
+    _check(x, codes, scale, channel_scale, bias, scheme, n, gated)
+    return x.new_empty((x.shape[0], n // 2))
