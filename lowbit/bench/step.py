@@ -39,7 +39,7 @@ TOLERANCE = 0.02
 GAIN = 0.004
 """Of the step: what another tile must gain to be kept; less is noise between captures."""
 
-OPERATORS = ("fragment_gemm", "chained_gemm", "attention")
+OPERATORS = ("fragment_gemm", "gated_gemm", "chained_gemm", "attention")
 """Modules of lowbit.ops that choose a tile when they make a plan."""
 
 Tiles = dict[str, Any]
@@ -95,21 +95,22 @@ def given(tiles: Tiles, parts: Sequence[Part]) -> Iterator[None]:
     """Within it, the operators of a step take these tiles where they would choose one."""
     chosen = {(part.role, part.shape): tiles[part.name] for part in parts if part.name in tiles}
     modules: list[Any] = [importlib.import_module(f"lowbit.ops.{name}") for name in OPERATORS]
-    plain, chain, attend = modules
+    plain, gated, chain, attend = modules
     choose, choose_chain, choose_decode = plain.choose, chain.choose_chain, attend.choose_decode
 
     def clear() -> None:
-        for plans in (plain._plan, chain._norm_plan, chain._residual_plan, attend._decode_plan):
+        for plans in (plain._plan, gated._plan, chain._norm_plan, chain._residual_plan, attend._decode_plan):
             plans.cache_clear()
 
-    plain.choose = lambda shape, *more: chosen.get((None, shape)) or choose(shape, *more)
+    plain.choose = gated.choose = lambda shape, *more: chosen.get((None, shape)) or choose(shape, *more)
     chain.choose_chain = lambda role, shape, *more: chosen.get((role, shape)) or choose_chain(role, shape, *more)
     attend.choose_decode = lambda *asked: tiles.get("attention") or choose_decode(*asked)
     clear()
     try:
         yield
     finally:
-        plain.choose, chain.choose_chain, attend.choose_decode = choose, choose_chain, choose_decode
+        plain.choose = gated.choose = choose
+        chain.choose_chain, attend.choose_decode = choose_chain, choose_decode
         clear()
 
 
