@@ -66,6 +66,18 @@ def test_ends(end, fmt, m, n, k, group, dtype, bias):
     check_barriers(plan.config, kernel)
     assert kernel.shared_bytes - plan.config.regions.bytes < 256
     assert (kernel.count("UTMASTG") == 2) == end.startswith("residual"), "h and x"
+    check_start(kernel.lines, "UTMALDG" if end.startswith("residual") else "LDG", 2 if group else 0)
+
+
+def check_start(lines, of_end, scales):
+    """Warps that multiply ask for scales before they wait for the kernel before, and for what the end needs of it before they
+    wait for x: neither is on its way alone."""
+    product = next(i for i, line in enumerate(lines) if "HGMMA" in line)
+    role = lines[max(i for i in range(product) if "USETMAXREG" in lines[i]) : product]
+    wait = next(i for i, line in enumerate(role) if "ACQBULK" in line)
+    words = next(i for i, line in enumerate(role) if "LDS" in line)
+    assert sum("LDG" in line for line in role[:wait]) >= scales
+    assert any(of_end in line for line in role[wait:words])
 
 
 def test_what_no_end_takes():
