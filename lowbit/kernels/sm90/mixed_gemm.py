@@ -4,7 +4,7 @@ Computes y^T = w x^T: decoded weights are the register operand A of wgmma, 64 ro
 Reads   x by TMA in swizzled tiles of tokens x 64; w in FragmentOrder by TMA, 64 rows x 64 k a warpgroup and stage
 Roles   load: 1 warp; math: 2 or 4 warpgroups: wait, decode, scale, wgmma with two steps in flight, store by TMA
 Ahead   codes and scales of the first stages are asked for before the kernel before has finished; x, which it may have made,
-        and what the end needs of it, after that, side by side
+        and what the end needs of it, after that, side by side; descriptors before anything else
 Stages  of x and w, in one allocation with their barriers (parts/pipeline.py); warps run free of one another
 Grid    persistent, one block per SM; tiles in groups of tokens so that a wave shares x and w in L2
 Sum     in fp32, K in order; with splits > 1 the block that comes last adds the splits in order: same input, same bits
@@ -38,6 +38,7 @@ from lowbit.kernels.parts.gluon import (
     gluon,
     half_type,
     mbarrier,
+    prefetch_descriptor,
     ptx,
     run,
     source_digest,
@@ -348,6 +349,16 @@ def wgmma_gemm(
     """The kernel: stages, barriers and roles. There is a descriptor of w for each of its planes; the others are None."""
     PLANES: gl.constexpr = C.decode.planes
     w_descs = (w_desc, w_desc_1, w_desc_2)
+    prefetch_descriptor(w_desc, "wgmma_gemm")
+    if PLANES > 1:
+        prefetch_descriptor(w_desc_1, "wgmma_gemm")
+    if PLANES > 2:
+        prefetch_descriptor(w_desc_2, "wgmma_gemm")
+    prefetch_descriptor(x_desc, "wgmma_gemm")
+    if C.end.residual:
+        prefetch_descriptor(h_desc, "wgmma_gemm")
+    if C.store_by_tma:
+        prefetch_descriptor(y_desc, "wgmma_gemm")
     shared = allocate(C)
     x = view_stages(shared, C.regions, "x", C.stages, x_desc)
     w = ()
@@ -483,4 +494,5 @@ Weight = tuple[Tensor, Tensor | None, Tensor | None]
 @functools.lru_cache(maxsize=1024)
 def _config(tile: WgmmaTile, form: WeightForm, dtype: HalfType, end: End, store_by_tma: bool) -> WgmmaGemm:
     decode = Decode(form.format, dtype, form.group, form.zero, form.scale_dtype)
-    return WgmmaGemm(decode, tile.tokens, tile.warpgroups, tile.stages, tile.splits, tile.token_group, end, store_by_tma)
+    token_group = tile.token_group if end.plain else 0
+    return WgmmaGemm(decode, tile.tokens, tile.warpgroups, tile.stages, tile.splits, token_group, end, store_by_tma)
