@@ -493,6 +493,6 @@ Weight = tuple[Tensor, Tensor | None, Tensor | None]
 
 @functools.lru_cache(maxsize=1024)
 def _config(tile: WgmmaTile, form: WeightForm, dtype: HalfType, end: End, store_by_tma: bool) -> WgmmaGemm:
-    decode = Decode(form.format, dtype, form.group, form.zero, form.scale_dtype)
+    decode = Decode(form.format, dtype, form.group, form.zero, form.scale_dtype, form.subnormal)
     token_group = tile.token_group if end.plain else 0
     return WgmmaGemm(decode, tile.tokens, tile.warpgroups, tile.stages, tile.splits, token_group, end, store_by_tma)
