@@ -140,7 +140,9 @@ class Products:
 
     def plan(self, tile: Any, m: int, n: int, k: int, w: Any) -> Any:
         """The plan of a product by a tile."""
-        form = weight_form(self.scheme, None if w.scale is None else w.scale.dtype, w.channel_scale is not None)
+        form = weight_form(
+            self.scheme, None if w.scale is None else w.scale.dtype, None if w.channel_scale is None else w.channel_scale.dtype
+        )
         return plan_for(tile, self.shape(m, n, k), form, torch.float16, False, self.machine)
 
     def multiply(self, plan: Any, x: Any, w: Any, room: tuple[Tensor, Tensor]) -> Tensor:

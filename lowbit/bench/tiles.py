@@ -84,7 +84,11 @@ def _time(tile: Tile, shape: GemmShape, machine: Machine, x: Tensor, weights: li
     from lowbit.ops.workspace import workspace
 
     first = weights[0]
-    form = weight_form(first.scheme, None if first.scale is None else first.scale.dtype, first.channel_scale is not None)
+    form = weight_form(
+        first.scheme,
+        None if first.scale is None else first.scale.dtype,
+        None if first.channel_scale is None else first.channel_scale.dtype,
+    )
     plan = plan_for(tile, shape, form, x.dtype, False, machine)
 
     def call(w: FragmentWeight) -> Any:

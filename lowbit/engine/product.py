@@ -118,9 +118,13 @@ def _in_one_form(layers: Sequence[QuantLinear]) -> bool:
         and layer.scheme.activation is None
         and not (layer.has_channels or layer.has_correction)
         and (layer.scheme_name, layer.in_features) == (first.scheme_name, first.in_features)
-        and (layer.kernel_channel_scale is None) == (first.kernel_channel_scale is None)
+        and _dtype(layer.kernel_channel_scale) == _dtype(first.kernel_channel_scale)
         for layer in layers
     )
+
+
+def _dtype(tensor: Tensor | None) -> torch.dtype | None:
+    return None if tensor is None else tensor.dtype
 
 
 def _joined_fragments(layers: Sequence[QuantLinear]) -> FragmentWeight:

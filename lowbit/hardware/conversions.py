@@ -25,7 +25,7 @@ Source: FasterTransformer and CUTLASS, FastInterleavedAndBiasedNumericArrayConve
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -96,6 +96,38 @@ def conversion(fmt: NumberFormat, dtype: HalfType) -> Conversion:
     return Conversion(fmt, dtype, fields, builder.build(outputs), factor)
 
 
+@dataclass(frozen=True)
+class SubnormalCodes:
+    """A program that turns words of integer codes into fp16 registers whose halves are code * 2^(up - 24), as masks leave them.
+    `up` has a number for each register, the bits by which its codes stay up."""
+
+    fields: FieldOrder
+    program: Program
+    up: tuple[int, ...]
+
+
+@functools.cache
+def subnormal_codes(fmt: IntFormat) -> SubnormalCodes:
+    """The codes of an integer format of up to 7 bits as subnormal halves; offsets are left to who multiplies them."""
+    fields = field_order(fmt)
+    builder = Builder([f"w{i}" for i in range(fields.words)])
+    placed = list(_placed(_codes(builder, fields), MANTISSA_BITS["fp16"]))
+    outputs = [_moved(builder, word, slot, [bit - down for bit in slot]) for word, slot, down in placed]
+    return SubnormalCodes(fields, builder.build(outputs), tuple(slot[0] - down for _, slot, down in placed))
+
+
+def _placed(codes: list[tuple[str, Slot]], mantissa: int) -> Iterator[tuple[str, Slot, int]]:
+    """Word and slot of each register, and how far down the word is shifted: as seldom as possible, since a field may stay some
+    bits up if it fits the mantissa there."""
+    down, before = 0, ""
+    for word, slot in codes:
+        if word != before or slot[0] < down:
+            down, before = 0, word
+        if slot[-1] - down >= mantissa:
+            down = slot[0]
+        yield word, slot, down
+
+
 def _codes(b: Builder, fields: FieldOrder) -> list[tuple[str, Slot]]:
     """The word and the slot of each register, after the gathered words have been put together."""
     words = [f"w{i}" for i in range(fields.words)]
@@ -126,13 +158,7 @@ def _moved(b: Builder, word: str, slot: Slot, places: Sequence[int], base: int =
 def _integer_outputs(b: Builder, fmt: IntFormat, dtype: HalfType, codes: list[tuple[str, Slot]]) -> list[str]:
     mantissa = MANTISSA_BITS[dtype]
     outputs = []
-    down, before = 0, ""
-    for word, slot in codes:
-        # The field may stay some bits up if it fits the mantissa there; else the word is shifted, as seldom as possible.
-        if word != before or slot[0] < down:
-            down, before = 0, word
-        if slot[-1] - down >= mantissa:
-            down = slot[0]
+    for word, slot, down in _placed(codes, mantissa):
         up = slot[0] - down
         number = _moved(b, word, slot, [bit - down for bit in slot], _MAGIC[dtype])
         minus = _half_bits(-(2.0 ** (mantissa - up) + fmt.offset), dtype)

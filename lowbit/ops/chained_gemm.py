@@ -203,7 +203,9 @@ def _norm_plan(
     _check_places("norm_gemm", on, others)
     machine, shape = machine_of(on), GemmShape(m, n, k, _scheme(scheme).weight.bits)
     role: Role = "norm" if gated == "none" else "gated"
-    form = weight_form(_scheme(scheme), None if scale is None else scale.dtype, channel_scale is not None)
+    form = weight_form(
+        _scheme(scheme), None if scale is None else scale.dtype, None if channel_scale is None else channel_scale.dtype
+    )
     tile, parts = choose_chain(role, shape, machine, batch_invariant), squares.shape[0]
     if isinstance(tile, RingTile):
         return NormPlan(shape, tile, form, dtype, bias is not None, parts, gated, machine.arch)
@@ -227,7 +229,9 @@ def _residual_plan(
     _check_residual(torch.empty((m, k), dtype=dtype, device="meta"), codes, scale, channel_scale, h, gamma, bias, scheme)
     _check_places("residual_gemm", on, others)
     machine, shape = machine_of(on), GemmShape(m, h.shape[1], k, _scheme(scheme).weight.bits)
-    form = weight_form(_scheme(scheme), None if scale is None else scale.dtype, channel_scale is not None)
+    form = weight_form(
+        _scheme(scheme), None if scale is None else scale.dtype, None if channel_scale is None else channel_scale.dtype
+    )
     tile = choose_chain("residual", shape, machine, batch_invariant)
     if isinstance(tile, RingTile):
         return ResidualPlan(shape, tile, form, dtype, bias is not None, machine.arch)

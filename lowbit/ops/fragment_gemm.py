@@ -74,7 +74,8 @@ def check_product(
         shape = (strips(n), -(-k // 128) * (128 // group), 8, pair)
         if tuple(scale.shape) != shape or scale.dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"{operator}: {s} takes fp16 or bf16 scales {shape}, got {scale.dtype} {tuple(scale.shape)}")
-    if channel is not None and (tuple(channel.shape) != (n,) or channel.dtype != torch.float32):
+    kinds_of_channel = (torch.float32,) if group == 0 or of_channels else (torch.float32, torch.bfloat16)
+    if channel is not None and (tuple(channel.shape) != (n,) or channel.dtype not in kinds_of_channel):
         raise ValueError(f"{operator}: {s} takes float32 scales [{n}], got {channel.dtype} {tuple(channel.shape)}")
     if bias is not None and tuple(bias.shape) != (n,):
         raise ValueError(f"{operator}: bias is [{n}], got {tuple(bias.shape)}")
@@ -123,7 +124,7 @@ def _plan(
         return None
     machine = machine_of(on)
     shape = GemmShape(m, n, k, parsed.weight.bits)
-    form = weight_form(parsed, None if others[1] is None else others[1][1], others[2] is not None)
+    form = weight_form(parsed, None if others[1] is None else others[1][1], None if others[2] is None else others[2][1])
     return plan_for(choose(shape, machine, batch_invariant), shape, form, dtype, others[3] is not None, machine)
 
 

@@ -100,7 +100,7 @@ def _plan(
         return None
     from lowbit.kernels.sm90.mixed_gemm import WgmmaPlan
 
-    form = weight_form(parsed, None if scale is None else scale.dtype, channel_scale is not None)
+    form = weight_form(parsed, None if scale is None else scale.dtype, None if channel_scale is None else channel_scale.dtype)
     return WgmmaPlan(shape, tile, form, dtype, bias is not None, machine.sm_count, gated)
 
 

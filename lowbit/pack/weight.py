@@ -5,6 +5,7 @@
                     fp16 or bf16 [N/16, G, 8, 4]             with zeros: those scales, then the zeros of both rows
     channel_scale   float32 [N]                              one scale per output channel, applied at the end
                                                              (beside scales of groups: a power of two)
+                    bf16 [N]                                 a power of two beside scales of groups that wait times 2^24
     order           int32 [K]                                channel of x that each column of codes meets, where not the same
     pre_quant_scale fp32, fp16 or bf16 [K]                   what each channel of x is multiplied by first, where there is one
 
@@ -17,6 +18,12 @@ of itself at most, as a weight in fp16 is, or by 2^-24 of the largest of its row
 module saves are the scales as they were. Scales of 16 bits are divided in the same way where they, or the weights they make,
 would leave fp16's normal range, in which a kernel with fp16 activations multiplies codes by them: fp8_e5m2's are a 57344th of
 the largest weight. They stay of their type, and exact, but for such as are 2^-13 of the largest of their row and less.
+
+Scales of groups of symmetric integers of b = 2 to 7 bits are divided so that the largest of each row is 2^-9 to 2^-8, and wait
+times 2^24. fp16 then multiplies a code as the subnormal number that a mask leaves, by one fma: code * 2^-24, times the scale as
+it waits, minus offset * scale; the sum is rounded once, to fp16 (parts/decode.py). The weights have the bits they would have
+otherwise where a scale is a 32nd of its row's largest or more, and are off by no more than others of their group where it is
+2^-(3 + b) of that. Where a row has smaller ones, other than 0, scales wait as said above.
 
 The kernels know groups of 16, 32, 64 and 128, a whole number of which make a step of 128 k. Scales of other groups (48,
 256, blocks of rows and k) are repeated until they are such groups: more bytes, the same weights.
@@ -32,6 +39,7 @@ from torch import Tensor
 
 from lowbit.formats import (
     FloatFormat,
+    IntFormat,
     PerBlock,
     PerChannel,
     PerGroup,
@@ -50,6 +58,7 @@ STEP_K = 128
 """K of a step of the kernels; a step has a whole number of groups."""
 
 _GROUPS = (128, 64, 32, 16)
+_HALVES = (torch.float16, torch.bfloat16)
 
 
 def kernel_group(scheme: Scheme) -> int:
@@ -80,6 +89,8 @@ class WeightForm:
     scale_dtype: HalfType
     scaled_twice: bool = False
     """Whether scales per channel follow those of the groups; without groups they are the only ones."""
+    subnormal: bool = False
+    """Whether scales of groups wait times 2^24, for codes as subnormal numbers."""
 
     @property
     def channel_scale(self) -> bool:
@@ -87,14 +98,14 @@ class WeightForm:
         return self.group == 0 or self.scaled_twice
 
 
-def weight_form(scheme: Scheme, scale_dtype: torch.dtype | None, channel_scale: bool) -> WeightForm:
-    """The form of weights of a scheme; `scale_dtype` is the type of their group scales, None without; `channel_scale` says
-    whether they have scales per channel."""
+def weight_form(scheme: Scheme, scale_dtype: torch.dtype | None, channel_dtype: torch.dtype | None) -> WeightForm:
+    """The form of weights of a scheme; the types are those of their scales of groups and of channels, None without."""
     zeros: dict[ZeroPoint, Literal["none", "integer", "float"]]
     zeros = {ZeroPoint.NONE: "none", ZeroPoint.INTEGER: "integer", ZeroPoint.FLOAT: "float"}
     half: HalfType = "bf16" if scale_dtype == torch.bfloat16 else "fp16"
     group = kernel_group(scheme)
-    return WeightForm(scheme.weight.name, group, zeros[scheme.zero], half, group > 0 and channel_scale)
+    twice, subnormal = group > 0 and channel_dtype is not None, channel_dtype == torch.bfloat16
+    return WeightForm(scheme.weight.name, group, zeros[scheme.zero], half, twice, subnormal)
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,13 +146,14 @@ class FragmentWeight:
             channel = q.scale.float().expand(q.shape[0], 1).reshape(-1).contiguous()
             # Integers of 8 bits are exact in bf16, which a kernel with bf16 activations need not convert.
             scales = torch.ones_like(q.scale, dtype=torch.bfloat16)
-        elif scales.dtype not in (torch.float16, torch.bfloat16) or not _normal_in_fp16(q):
-            factor = _row_factors(q)
+        elif (subnormal := _as_subnormals(q)) or scales.dtype not in _HALVES or not _normal_in_fp16(q):
+            factor = _row_factors(q, 2.0**-16 if subnormal else 1.0)
             half = torch.bfloat16 if scales.dtype == torch.bfloat16 else torch.float16
             scales = (scales.float() / factor[:, None]).to(half)
             if zeros is not None and q.scheme.zero is ZeroPoint.FLOAT:
                 zeros = (zeros.float() / factor[:, None]).to(half)
             channel = factor.repeat_interleave(q.scheme.granularity.block(q.shape)[0])[: q.shape[0]].contiguous()
+            channel = channel.bfloat16() if subnormal else channel
         if group:
             parts = [_by_group(values.to(scales.dtype), q, group) for values in (scales, zeros) if values is not None]
             scale = torch.cat(parts, dim=-1).contiguous()
@@ -195,14 +207,26 @@ def _normal_in_fp16(q: QuantTensor) -> bool:
     return bool(normal.all())
 
 
-def _row_factors(q: QuantTensor) -> Tensor:
-    """A power of two for each row of scales, float32: the largest scale is 1/2 to 1 of it (less where zeros are more than 256
-    times as large)."""
+def _as_subnormals(q: QuantTensor) -> bool:
+    """Whether codes may be multiplied as subnormal numbers: see the module."""
+    fmt = q.scheme.weight
+    if not isinstance(fmt, IntFormat) or not fmt.signed or fmt.bits > 7 or q.scheme.zero is not ZeroPoint.NONE:
+        return False
+    scale = q.scale.float().abs()
+    largest = scale.amax(dim=1, keepdim=True)
+    return bool(((scale == 0) | (scale >= largest * 2.0 ** -(3 + fmt.bits))).all() and (largest < 2.0**100).all())
+
+
+def _row_factors(q: QuantTensor, of: float = 1.0) -> Tensor:
+    """A power of two for each row of scales, float32: `of` times that of which the largest scale is 1/2 to 1 (less where zeros
+    are more than 256 times as large)."""
     largest = q.scale.float().abs().amax(dim=1)
     if q.zero is not None and q.scheme.zero is ZeroPoint.FLOAT:
         largest = torch.maximum(largest, q.zero.float().abs().amax(dim=1) / 256)
-    exponent = torch.frexp(largest).exponent.clamp(min=-126, max=127)
-    return torch.ldexp(torch.ones_like(largest), exponent)
+    # Near fp16's largest number, what would be rounded to 2^16 counts as that.
+    largest = largest if of == 1 else largest * (1 + 2.0**-11)
+    exponent = torch.frexp(largest).exponent.clamp(min=-126 if of == 1 else -110, max=127)
+    return torch.ldexp(torch.full_like(largest, of), exponent)
 
 
 def _by_group(values: Tensor, q: QuantTensor, group: int) -> Tensor:

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from lowbit.formats import FloatFormat, decode, int_format, number_format, uint_format
-from lowbit.hardware.conversions import conversion
+from lowbit.hardware.conversions import conversion, subnormal_codes
 from lowbit.hardware.fields import field_order
-from lowbit.hardware.half import widen_half
+from lowbit.hardware.half import round_half, widen_half
+from lowbit.hardware.ptx import HalfArithmetic, HalfFma
 from tests.formats import FLOAT_FORMATS, INT_FORMATS
 
 CASES = [(f, d) for f in INT_FORMATS + FLOAT_FORMATS for d in ("fp16", "bf16")]
@@ -162,3 +163,25 @@ def test_ptxas_takes_every_program(tmp_path, sm):
     opcodes = re.findall(r"^\s+/\*[0-9a-f]{4}\*/\s+(?:@!?U?P\d\s+)?([A-Z0-9]+)", sass.stdout, re.MULTILINE)
     half = sum(op in ("HADD2", "HFMA2") for op in opcodes)
     assert opcodes.count("LOP3") == 4 and half >= 4, opcodes
+
+
+@pytest.mark.parametrize("bits", range(2, 8))
+def test_codes_as_subnormal_numbers_make_the_same_weights(bits):
+    """Masks leave code * 2^(up - 24); times a scale * 2^(24 - up) less offset * scale, rounded once, are the bits of
+    codes less their offset, which are exact, times the scale. For scales down to a 32nd of the largest, of both signs."""
+    fmt, rng = number_format(f"int{bits}"), np.random.default_rng(bits)
+    masked, whole = subnormal_codes(fmt), conversion(fmt, "fp16")
+    words = rng.integers(0, 1 << 32, (masked.fields.words, 1 << 15), dtype=np.uint64).astype(np.uint32)
+    waits = np.arange(0x6400, 0x7C00, dtype=np.uint16).view(np.float16).astype(np.float64)  # 1024 to 65504
+    waits = rng.choice(waits, words.shape[1]) * rng.choice([-1.0, 1.0], words.shape[1])
+
+    def pair(values):
+        return round_half(np.stack([values, values], axis=-1), np.zeros(()), "fp16")
+
+    minus = HalfArithmetic("", "mul", "fp16", "", "").evaluate(pair(waits), pair(np.full(len(waits), fmt.min * 2.0**-24)))
+    for register, up, exact in zip(masked.program.run(list(words)), masked.up, whole.program.run(list(words)), strict=True):
+        times = HalfArithmetic("", "mul", "fp16", "", "").evaluate(pair(waits), pair(np.full(len(waits), 2.0**-up)))
+        assert np.array_equal(widen_half(register, "fp16") * 2.0 ** (24 - up) + fmt.min, widen_half(exact, "fp16"))
+        found = widen_half(HalfFma("", "fp16", "", "", "").evaluate(register, times, minus), "fp16")
+        today = widen_half(HalfArithmetic("", "mul", "fp16", "", "").evaluate(exact, pair(waits * 2.0**-17)), "fp16")
+        assert np.array_equal(found * 2.0**7, today)

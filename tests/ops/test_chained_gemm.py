@@ -322,7 +322,8 @@ def test_every_tile_on_a_gpu(m):
 
     machine, n, k = machine_of("cuda"), 1008, 2176
     q = quantized("w4a16_g128", n, k, "cuda")
-    w, form = FragmentWeight.pack(q), weight_form(q.scheme, torch.float16, False)
+    w = FragmentWeight.pack(q)
+    form = weight_form(q.scheme, torch.float16, w.channel_scale.dtype)
     shape, weight = GemmShape(m, n, k, 4), (w.codes, w.scale, w.channel_scale)
     x, h0 = (torch.randn(m, size, device="cuda", dtype=torch.float16) for size in (k, n))
     gamma, squares = torch.rand(n, device="cuda"), k * torch.rand(11, m, device="cuda")

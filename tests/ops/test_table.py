@@ -240,7 +240,9 @@ def test_rows_of_the_ring_kernel_have_the_same_bits_in_every_batch(scheme):
     n, k, older = 1024, 4096, typical_machine(80)
     q = rtn(torch.randn(n, k, device="cuda"), scheme)
     w = FragmentWeight.pack(q)
-    form = weight_form(q.scheme, None if w.scale is None else w.scale.dtype, w.channel_scale is not None)
+    form = weight_form(
+        q.scheme, None if w.scale is None else w.scale.dtype, None if w.channel_scale is None else w.channel_scale.dtype
+    )
     x = torch.randn(300, k, device="cuda", dtype=torch.float16)
 
     def product(rows):

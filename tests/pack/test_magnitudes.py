@@ -155,6 +155,9 @@ def multiplied(w: FragmentWeight, dtype: torch.dtype):
             parts = [p.half() for p in parts]
             parts[0] = (parts[0].double() * shift).half()
         scale, zero = parts[0].double(), parts[1].double() if len(parts) > 1 else 0.0
+        if w.channel_scale is not None and w.channel_scale.dtype == torch.bfloat16 and dtype == torch.float16:
+            assert bool((scale.abs() <= 65504).all()), "scales times 2^24"
+            return (values * scale * 2.0**-24).half().double() * (w.channel_scale.double() * 2.0**24)[:, None]
         if w.scheme.zero is ZeroPoint.FLOAT:
             values = values * scale + zero
         else:
@@ -191,7 +194,7 @@ def test_the_form_of_the_kernels(scheme, wide, dtype):
         assert bool(((multiplied(w, dtype) - expected).abs() <= bound).all())
 
 
-@pytest.mark.parametrize("scheme", ["w4a16_g128", "w4a16_g32_z", "w6e3m2a16_g64", "w4a16_g32_fz", "w8e4m3a16_b48x64"])
+@pytest.mark.parametrize("scheme", ["w8a16_g128", "w4a16_g32_z", "w6e3m2a16_g64", "w4a16_g32_fz", "w8e4m3a16_b48x64"])
 def test_scales_of_ordinary_weights_stay_as_they_are(scheme):
     w = FragmentWeight.pack(rtn(weights(1.0 if "e4m3" in scheme else 0.05), scheme))
     assert w.channel_scale is None and w.scale.dtype == scale_dtype(parse_scheme(scheme))

@@ -31,14 +31,14 @@ def test_float32_scales_per_channel_stay_exact_beside_integer_zeros(scheme):
     assert torch.equal(weights, q.dequantize())
     back = w.unpack()
     assert torch.equal(back.zero, q.zero) and torch.equal(back.scale, q.scale) and torch.equal(back.codes, q.codes)
-    form = weight_form(q.scheme, w.scale.dtype, True)
+    form = weight_form(q.scheme, w.scale.dtype, torch.float32)
     assert form.channel_scale and form.group == 128 and form.zero == "integer"
 
 
 def test_which_scales_wait_for_the_end():
     def kind(scheme):
         parsed = parse_scheme(scheme)
-        form = weight_form(parsed, torch.float16, has_channel_scale(parsed))
+        form = weight_form(parsed, torch.float16, torch.float32 if has_channel_scale(parsed) else None)
         return form.group, form.channel_scale
 
     assert kind("w8a16") == (0, True) and kind("w8a16_t") == (0, True)
@@ -73,11 +73,39 @@ def test_scales_of_groups_in_32_bits_are_rounded_as_stated(scheme):
             continue
         largest = torch.maximum(*(t.abs().amax(dim=1, keepdim=True) for t in (q.scale, ours)))
         assert bool(((stored - ours).abs() <= torch.maximum(ours.abs() * 2**-11, largest * 2**-24)).all())
-    assert weight_form(q.scheme, w.scale.dtype, w.channel_scale is not None).channel_scale
+    assert weight_form(q.scheme, w.scale.dtype, w.channel_scale.dtype).channel_scale
     half = QuantTensor(q.codes, torch.ones_like(q.scale).half(), None if zero is None else torch.ones_like(zero).to(
         torch.uint8 if zero.dtype == torch.uint8 else torch.float16), q.scheme)  # fmt: skip
     if not has_channel_scale(q.scheme):
-        assert FragmentWeight.pack(half).channel_scale is None, "scales of 16 bits stay as they are"
+        packed, subnormal = FragmentWeight.pack(half), scheme in ("w4a16_g32", "w6a16_g16")
+        assert (packed.channel_scale is not None) == subnormal, "scales of 16 bits stay as they are"
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_scales_that_wait_for_codes_as_subnormal_numbers(bits, dtype):
+    """The largest of each row is just below 2^16, all are exact; not where a row has one that is too small, and not 8 bits."""
+    q = rtn(random(100, 512), f"w{bits}a16_g64")
+    g = torch.Generator().manual_seed(bits)
+    scale = torch.exp2((2 + bits) * torch.rand(q.scale.shape, generator=g) - 9).to(dtype)
+    scale[3, 1] = scale[7] = 0
+    q = QuantTensor(q.codes, scale, None, q.scheme)
+    w = FragmentWeight.pack(q)
+    form = weight_form(q.scheme, w.scale.dtype, None if w.channel_scale is None else w.channel_scale.dtype)
+    assert form.subnormal == form.scaled_twice == (bits < 8) and w.scale.dtype == dtype
+    assert torch.equal(w.unpack().scale.float(), scale.float()) and torch.equal(w.unpack().codes, q.codes)
+    if bits < 8:
+        largest = unpack_scales(w.scale.flatten(-2), 100).float().amax(1)
+        assert bool((((largest >= 2**15) & (largest <= 65504)) | (scale.amax(1) == 0)).all())
+    scale[5, 2] = scale[5].amax() * 2.0 ** -(4 + bits)
+    assert FragmentWeight.pack(QuantTensor(q.codes, scale, None, q.scheme)).channel_scale is None
+
+
+def test_a_scale_that_fp16_rounds_up_stays_finite():
+    q = rtn(random(16, 128), "w4a16_g64")
+    scale = torch.full(q.scale.shape, 1 - 2.0**-13)
+    w = FragmentWeight.pack(QuantTensor(q.codes, scale, None, q.scheme))
+    assert w.channel_scale.dtype == torch.bfloat16 and bool(w.scale.isfinite().all()) and bool((w.unpack().scale == 1).all())
 
 
 def test_order_and_pre_quant_scale_travel_with_the_weight():

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowbit.formats import number_format
-from lowbit.hardware.conversions import Conversion, conversion
+from lowbit.formats import IntFormat, number_format
+from lowbit.hardware.conversions import Conversion, SubnormalCodes, conversion, subnormal_codes
 from lowbit.hardware.fields import WORD_GROUPS
 from lowbit.hardware.half import HalfType, half_pair
 from lowbit.kernels.parts.gluon import gl, gluon
@@ -23,6 +23,7 @@ class Decode:
     """Codes of `format` to fp16 or bf16, with scales per group of k (`group` 16, 32, 64, 128) or without (0).
 
     `zero` is "none", "integer" (w = (code - zero) * scale) or "float" (w = code * scale + zero). Every weight is rounded once.
+    With `subnormal`, scales wait times 2^24 (pack/weight.py): fp16 multiplies codes as the subnormal numbers that masks leave.
     """
 
     format: str
@@ -30,6 +31,7 @@ class Decode:
     group: int
     zero: str
     scale_dtype: HalfType
+    subnormal: bool = False
 
     @property
     def conversion(self) -> Conversion:
@@ -78,8 +80,15 @@ class Decode:
 
     @property
     def epilogue_factor(self) -> float:
-        """What a product must still be multiplied by: the exponent shift of floats, where no scale took it."""
+        """What a product must still be multiplied by: 2^24 where scales wait so, the shift of floats where no scale took it."""
+        if self.masked:
+            return 2.0**24
         return 1.0 if self.group else self.conversion.scale_factor
+
+    @property
+    def masked(self) -> bool:
+        """Whether codes are multiplied as subnormal numbers."""
+        return self.subnormal and self.dtype == "fp16"
 
     @property
     def types(self) -> tuple[gl.dtype, ...]:
@@ -94,17 +103,19 @@ class Decode:
         """Outputs: the 16 registers, two halves each. Inputs: the words, then for each group its scale and zero words."""
         words = [f"${REGISTERS + i}" for i in range(self.bits)]
         scales = [f"${REGISTERS + self.bits + i}" for i in range(self.scale_words)]
-        c, lines = self.conversion, [f".reg .b32 a<{REGISTERS}>, s<2>, z<2>, t;"]
-        for run in range(REGISTERS // c.registers):
-            inputs = words[run * c.fields.words :][: c.fields.words]
-            lines.append("{ .reg .b32 " + ", ".join(c.program.inputs) + ";")
-            lines += [f"mov.b32 {name}, {word};" for name, word in zip(c.program.inputs, inputs, strict=True)]
-            lines.append(c.program.ptx())
-            lines += [f"mov.b32 a{run * c.registers + i}, {name}; " for i, name in enumerate(c.program.outputs)]
+        fields, lines = self.conversion.fields, [f".reg .b32 a<{REGISTERS}>, s<2>, z<2>, t;"]
+        program = self._subnormal_codes.program if self.masked else self.conversion.program
+        for run in range(REGISTERS // fields.registers):
+            inputs = words[run * fields.words :][: fields.words]
+            lines.append("{ .reg .b32 " + ", ".join(program.inputs) + ";")
+            lines += [f"mov.b32 {name}, {word};" for name, word in zip(program.inputs, inputs, strict=True)]
+            lines.append(program.ptx())
+            lines += [f"mov.b32 a{run * fields.registers + i}, {name}; " for i, name in enumerate(program.outputs)]
             lines.append("}")
+        scale = self._scale_subnormal if self.masked else self._scale
         for group in range(self.groups):
             per_group = REGISTERS // self.groups
-            lines += self._scale(scales[group * self.group_words :], range(group * per_group, (group + 1) * per_group))
+            lines += scale(scales[group * self.group_words :], range(group * per_group, (group + 1) * per_group))
         lines += [f"mov.b32 ${i}, a{i};" for i in range(REGISTERS)]
         return "{\n" + "\n".join(lines) + "\n}"
 
@@ -132,6 +143,28 @@ class Decode:
                 lines.append(f"sub.rn.{kind} a{i}, a{i}, z{row};")
             lines.append(f"mul.rn.{kind} a{i}, a{i}, s{row};")
         return lines
+
+    @property
+    def _subnormal_codes(self) -> SubnormalCodes:
+        fmt = self.conversion.format
+        assert isinstance(fmt, IntFormat)
+        return subnormal_codes(fmt)
+
+    def _scale_subnormal(self, words: list[str], registers: range) -> list[str]:
+        """(code - offset) * scale in one fma: code * 2^(up - 24), scale * 2^(24 - up) and -offset * scale are exact."""
+        codes, fmt = self._subnormal_codes, self.conversion.format
+        ups = sorted({codes.up[i % len(codes.up)] for i in registers})
+        lines = [f"{{ .reg .b32 f, minus<2>, {', '.join(f'up{up}_<2>' for up in ups)};", f"mov.b32 f, {words[0]};"]
+        if self.scale_dtype == "bf16":
+            lines.append(_PAIR_TO_FP16)
+        for up in ups:
+            if up:
+                lines += [f"mov.b32 t, 0x{half_pair(2.0**-up, 'fp16'):08x};", "mul.rn.f16x2 t, f, t;"]
+            lines += _both("t" if up else "f", f"up{up}_")
+        lines += [f"mov.b32 t, 0x{half_pair(fmt.min * 2.0**-24, 'fp16'):08x};", "mul.rn.f16x2 t, f, t;", *_both("t", "minus")]
+        for i in registers:
+            lines.append(f"fma.rn.f16x2 a{i}, a{i}, up{codes.up[i % len(codes.up)]}_{i % 2}, minus{i % 2};")
+        return [*lines, "}"]
 
     def _scale_in_two_parts(self, words: list[str], registers: range) -> list[str]:
         """A scale of 11 bits as bf16 high + low part: code * low has at most 5 + 3 bits and is exact, so is the sum before
@@ -181,6 +214,13 @@ def decode(words, scales, odd: gl.constexpr, C: gl.constexpr):
 def _both(word: str, name: str) -> list[str]:
     """The two halves of a word, each in both halves of a register: name0 and name1."""
     return [f"prmt.b32 {name}0, {word}, 0, 0x1010;", f"prmt.b32 {name}1, {word}, 0, 0x3232;"]
+
+
+_PAIR_TO_FP16 = (
+    "{ .reg .b32 t; .reg .f32 lo, hi; shl.b32 t, f, 16; mov.b32 lo, t; and.b32 t, f, 0xffff0000; mov.b32 hi, t;"
+    " cvt.rn.f16x2.f32 f, hi, lo; }"
+)
+"""A pair of scales, f, from bf16 to fp16."""
 
 
 def _bf16_to_fp16(name: str) -> str:

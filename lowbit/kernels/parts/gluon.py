@@ -46,6 +46,7 @@ __all__ = [
     "mbarrier",
     "mma_v2",
     "part",
+    "prefetch_descriptor",
     "ptx",
     "run",
     "source_digest",
@@ -123,6 +124,18 @@ def asm(text, constraints, inputs, dtype, _semantic=None):
 def run(asm, constraints, arguments, _semantic=None):
     """PTX of which nothing but its effect is wanted, on tensors of one element per thread; $0 is written and dropped."""
     gl.inline_asm_elementwise(asm, constraints, arguments, dtype=gl.int32, is_pure=False, pack=1, _semantic=_semantic)
+
+
+@builtin
+def prefetch_descriptor(descriptor, kernel, _semantic=None):
+    """Brings a descriptor, an argument of the kernel named `kernel`, to where TMA reads it: the first copy by it need not wait
+    for memory. By the first thread of a block, in the kernel's own body."""
+    # Not an operand of the PTX, which Triton 3.6 refuses: the parameter has the number of the argument.
+    block = _semantic.builder.get_insertion_block()
+    numbers = {block.get_argument(i).id(): i for i in range(block.get_num_arguments())}
+    place = f"{getattr(kernel, 'value', kernel)}_param_{numbers[descriptor.handle.id()]}"
+    text = f"{{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0; @p prefetch.param.tensormap [{place}];"
+    run(f"{text} mov.b32 $0, 0; }}", "=r", [], _semantic=_semantic)
 
 
 @builtin

@@ -31,17 +31,15 @@ class StageBarriers:
 
     @property
     def init(self) -> str:
-        """Thread $1 = 0 makes all of them."""
-        full = [f"@p mbarrier.init.shared::cta.b64 [at+{self.start + 8 * i}], 1;" for i in range(self.stages)]
-        empty = [
-            f"@p mbarrier.init.shared::cta.b64 [at+{self.start + 8 * (self.stages + i)}], {self.readers};"
-            for i in range(self.stages)
-        ]
-        return (
-            "{ .reg .pred p; .reg .b32 at; mov.u32 at, global_smem; setp.eq.s32 p, $1, 0;\n"
-            + "\n".join(full + empty)
-            + "\nmov.b32 $0, 0; }"
-        )
+        """Makes all of them, $1 being the thread's number among the reading warps: each warp some, as one thread takes long."""
+        lines = [".reg .pred p; .reg .b32 at, count, warp, lane, number;", "shr.u32 warp, $1, 5; and.b32 lane, $1, 31;"]
+        for first in range(0, 2 * self.stages, self.readers):
+            lines += [
+                f"add.u32 number, warp, {first}; setp.lt.u32 p, number, {2 * self.stages}; setp.eq.and.u32 p, lane, 0, p;",
+                f"mov.u32 at, global_smem; mad.lo.u32 at, number, 8, at; setp.lt.u32 q, number, {self.stages};",
+                f"selp.b32 count, 1, {self.readers}, q; @p mbarrier.init.shared::cta.b64 [at+{self.start}], count;",
+            ]
+        return "{ .reg .pred q;\n" + "\n".join(lines) + "\nmov.b32 $0, 0; }"
 
     @property
     def wait(self) -> str:

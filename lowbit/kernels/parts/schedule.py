@@ -7,7 +7,7 @@ blocks in a row share a tile, each a stretch of K. The functions take the config
 
 from __future__ import annotations
 
-from lowbit.kernels.parts.gluon import Scalar, aggregate, barrier, gl, gluon
+from lowbit.kernels.parts.gluon import Scalar, aggregate, asm, barrier, gl, gluon
 
 
 @aggregate
@@ -37,7 +37,10 @@ def count(tiles, C: gl.constexpr):
 
 @gluon.jit
 def tile_at(index, tiles, C: gl.constexpr):
-    """(tile of tokens, of channels, split) of the index-th tile: all channels for a group of tokens, then the next group."""
+    """(tile of tokens, of channels, split) of the index-th tile: all channels for a group of tokens, then the next group. With
+    a C.token_group of 0 all tokens are in one tile, and a kernel starts without the divisions."""
+    if C.token_group == 0:  # of PTX, since of a constant too much would be worked out before a kernel's loop, and kept
+        return asm("mov.b32 $0, 0;", "=r", [], gl.int32), index // C.splits, index % C.splits
     split = index % C.splits
     index = index // C.splits
     group = index // (C.token_group * tiles.of_channels)

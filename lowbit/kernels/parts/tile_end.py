@@ -183,9 +183,11 @@ def finish_end(out, sums, applied, stream, row_tile, first_row, first_token, C: 
     """Scales, norm and bias, then what C.end says of the sums; one rounding, and y to memory: transposed through shared memory
     by TMA, or element by element."""
     rows = first_row + gl.arange(0, C.rows, gl.SliceLayout(1, C.accumulator))
-    sums = sums * applied.factor
     if C.end.channel_scale:
-        sums = sums * gl.load(applied.channel_scale + rows, mask=rows < out.N, other=0.0)[:, None]
+        scale = gl.load(applied.channel_scale + rows, mask=rows < out.N, other=0.0).to(gl.float32)
+        sums = sums * (scale * applied.factor)[:, None]  # the factor is a power of two
+    else:
+        sums = sums * applied.factor
     if C.end.parts > 0:
         sums = sums * rms_factors(stream, C)[None, :]
     if C.end.bias:

@@ -3,7 +3,8 @@
 Computes y^T = w x^T: decoded weights are the register operand A of wgmma, 64 rows for each warpgroup; x is operand B.
 Reads   x by TMA in swizzled tiles of tokens x 64; w in FragmentOrder by TMA, 64 rows x 64 k a warpgroup and stage
 Roles   load: 1 warp; math: 2 or 4 warpgroups: wait, decode, scale, wgmma with two steps in flight, store by TMA
-Ahead   codes of the first stages are asked for before the kernel before has finished; x, which it may have made, after it
+Ahead   codes and scales of the first stages are asked for before the kernel before has finished; x, which it may have made,
+        and what the end needs of it, after that, side by side; descriptors before anything else
 Stages  of x and w, in one allocation with their barriers (parts/pipeline.py); warps run free of one another
 Grid    persistent, one block per SM; tiles in groups of tokens so that a wave shares x and w in L2
 Sum     in fp32, K in order; with splits > 1 the block that comes last adds the splits in order: same input, same bits
@@ -37,6 +38,7 @@ from lowbit.kernels.parts.gluon import (
     gluon,
     half_type,
     mbarrier,
+    prefetch_descriptor,
     ptx,
     run,
     source_digest,
@@ -215,6 +217,12 @@ def scales_of_strip(scales, row_tile, thread, C: gl.constexpr):
 
 
 @gluon.jit
+def scales_of_pair(scales, row_tile, thread, C: gl.constexpr):
+    """The same for the pair of rows of a thread."""
+    return scales_of_strip(scales, row_tile, thread, C) + ((thread & 31) >> 2) * C.decode.group_words
+
+
+@gluon.jit
 def prefetch_scales(p, index, thread, C: gl.constexpr):
     """Brings the scales of a tile's first 32 groups to the L2, a group for each lane: nothing hides their way from memory."""
     if index < count(p.tiles, C):
@@ -243,6 +251,17 @@ def load_scales(scale, iteration, last, C: gl.constexpr):
 
 
 @gluon.jit
+def first_scales(p, index, thread, C: gl.constexpr):
+    """Scale and zero words of a tile's first two iterations. They are asked for before what a tile waits for: its first stage,
+    or the end of the tile before. Beyond the last tile, those of the last."""
+    _token_tile, row_tile, split = tile_at(gl.minimum(index, count(p.tiles, C) - 1), p.tiles, C)
+    begin, _end = iterations_of(split, p.tiles, C)
+    scale = scales_of_pair(p.scales, row_tile, thread, C)
+    last = p.scales.last_group
+    return load_scales(scale, begin, last, C) + load_scales(scale, begin + 1, last, C)
+
+
+@gluon.jit
 def start(registers, x, acc, stage, C: gl.constexpr):
     """Starts the products of a stage and waits for those of the stage before."""
     acc = warpgroup_mma(operand_a(registers, C), x.index(stage).permute([1, 0]), acc, is_async=True)
@@ -250,11 +269,11 @@ def start(registers, x, acc, stage, C: gl.constexpr):
 
 
 @gluon.jit
-def multiply(p, scale, words, stage, phase, begin, end, more, C: gl.constexpr):
+def multiply(p, scale, ahead, words, stage, phase, begin, end, more, C: gl.constexpr):
     """The sums of one tile, two stages an iteration. While one multiplies, the next is decoded, into other registers.
 
-    `words` are those of the tile's first stage; returned are those of the next tile's, if there is `more`, with the stage
-    and the phase that come next.
+    `ahead` are its `first_scales`; `words` are those of its first stage; returned are those of the next tile's, if there is
+    `more`, with the stage and the phase that come next.
     """
     ROWS: gl.constexpr = C.rows
     TOKENS: gl.constexpr = C.tokens
@@ -262,8 +281,8 @@ def multiply(p, scale, words, stage, phase, begin, end, more, C: gl.constexpr):
     last_group = p.scales.last_group
     acc = gl.zeros((ROWS, TOKENS), gl.float32, SUMS)
     odd = nothing_decoded(C)
-    scales = load_scales(scale, begin, last_group, C)
-    next_scales = load_scales(scale, begin + 1, last_group, C)
+    scales = ahead[0 : C.decode.pair_words]
+    next_scales = ahead[C.decode.pair_words :]
     barrier()  # Triton wants one between the stores of the tile before and loads; better here than in the loop
     for iteration in range(begin, end):
         before = previous(stage, C)
@@ -289,26 +308,27 @@ def multiply(p, scale, words, stage, phase, begin, end, more, C: gl.constexpr):
 def math(p, C: gl.constexpr):
     """The warpgroups that decode, multiply and store."""
     thread = gl.arange(0, C.threads, C.threads_layout)
-    lane_group = (thread & 31) >> 2
     tiles = count(p.tiles, C)
     stage = 0
     phase = 0
     if C.decode.pair_words > 0:
         prefetch_scales(p, gl.program_id(0), thread, C)
-    words = read_words(p.w, stage, phase, gl.program_id(0) < tiles, C)
+    ahead = first_scales(p, gl.program_id(0), thread, C)
     if not C.end.plain:
         token_tile, row_tile, split = tile_at(gl.program_id(0), p.tiles, C)
         begin_end(p.stream, row_tile * C.rows, first_token_of(token_tile, p.tiles, C), p.out.M, C)
+    words = read_words(p.w, stage, phase, gl.program_id(0) < tiles, C)
     for index in range(gl.program_id(0), tiles, gl.num_programs(0)):
         token_tile, row_tile, split = tile_at(index, p.tiles, C)
         first_row, first_token = row_tile * C.rows, first_token_of(token_tile, p.tiles, C)
         prefetch_rows(p.applied, p.stream, first_row, p.out.N, C)
         if C.decode.pair_words > 0:
             prefetch_scales(p, index + gl.num_programs(0), thread, C)
-        scale = scales_of_strip(p.scales, row_tile, thread, C) + lane_group * C.decode.group_words
+        scale = scales_of_pair(p.scales, row_tile, thread, C)
         begin, end = iterations_of(split, p.tiles, C)
         more = index + gl.num_programs(0) < tiles
-        acc, words, stage, phase = multiply(p, scale, words, stage, phase, begin, end, more, C)
+        acc, words, stage, phase = multiply(p, scale, ahead, words, stage, phase, begin, end, more, C)
+        ahead = first_scales(p, index + gl.num_programs(0), thread, C)
         await_h(p.stream, C)
         if C.splits == 1:
             finish_end(p.out, acc, p.applied, p.stream, row_tile, first_row, first_token, C)
@@ -329,6 +349,16 @@ def wgmma_gemm(
     """The kernel: stages, barriers and roles. There is a descriptor of w for each of its planes; the others are None."""
     PLANES: gl.constexpr = C.decode.planes
     w_descs = (w_desc, w_desc_1, w_desc_2)
+    prefetch_descriptor(w_desc, "wgmma_gemm")
+    if PLANES > 1:
+        prefetch_descriptor(w_desc_1, "wgmma_gemm")
+    if PLANES > 2:
+        prefetch_descriptor(w_desc_2, "wgmma_gemm")
+    prefetch_descriptor(x_desc, "wgmma_gemm")
+    if C.end.residual:
+        prefetch_descriptor(h_desc, "wgmma_gemm")
+    if C.store_by_tma:
+        prefetch_descriptor(y_desc, "wgmma_gemm")
     shared = allocate(C)
     x = view_stages(shared, C.regions, "x", C.stages, x_desc)
     w = ()
@@ -465,5 +495,6 @@ Weight = tuple[Tensor, Tensor | None, Tensor | None]
 
 @functools.lru_cache(maxsize=1024)
 def _config(tile: WgmmaTile, form: WeightForm, dtype: HalfType, end: End, store_by_tma: bool) -> WgmmaGemm:
-    decode = Decode(form.format, dtype, form.group, form.zero, form.scale_dtype)
-    return WgmmaGemm(decode, tile.tokens, tile.warpgroups, tile.stages, tile.splits, tile.token_group, end, store_by_tma)
+    decode = Decode(form.format, dtype, form.group, form.zero, form.scale_dtype, form.subnormal)
+    token_group = 0 if end.parts or end.residual else tile.token_group
+    return WgmmaGemm(decode, tile.tokens, tile.warpgroups, tile.stages, tile.splits, token_group, end, store_by_tma)

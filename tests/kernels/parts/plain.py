@@ -50,6 +50,7 @@ GL = types.SimpleNamespace(
     arange=lambda first, end, layout: np.arange(first, end),
     SliceLayout=lambda dim, layout: None,
     static_range=range,
+    int32=None,
     int64=None,
     store=lambda pointer, value: pointer.memory.__setitem__(pointer.index, value),
     load=lambda pointer: pointer.memory[pointer.index],

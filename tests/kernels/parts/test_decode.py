@@ -29,3 +29,14 @@ def test_ptx_names_its_operands(fmt, group):
         decode = Decode(fmt, dtype, group, zero, scale_dtype)
         check_operands(decode.asm, decode.constraints)
         assert len(decode.types) == 16 and decode.pair_words == (2 * decode.scale_words if group < 128 else decode.scale_words)
+
+
+@pytest.mark.parametrize("bits", range(2, 8))
+@pytest.mark.parametrize("scale_dtype", ["fp16", "bf16"])
+def test_codes_as_subnormal_numbers(bits, scale_dtype):
+    """One fma for each register, after masks; bf16, whose smallest numbers are others, decodes as ever."""
+    decode = Decode(f"int{bits}", "fp16", 64, "none", scale_dtype, True)
+    check_operands(decode.asm, decode.constraints)
+    assert decode.asm.count("fma.rn.f16x2") == 16 and "sub." not in decode.asm and decode.epilogue_factor == 2.0**24
+    plain, marked = (Decode(f"int{bits}", "bf16", 64, "none", scale_dtype, subnormal) for subnormal in (False, True))
+    assert plain.asm == marked.asm and marked.epilogue_factor == 1.0

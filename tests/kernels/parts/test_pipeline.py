@@ -15,10 +15,19 @@ from tests.kernels.parts.plain import GL, check_operands, plain
 BARRIERS = StageBarriers(start=2048, stages=6, readers=8)
 
 
-def test_every_barrier_is_made_once():
-    made = [(int(at), int(count)) for at, count in re.findall(r"init\S* \[at\+(\d+)\], (\d+);", BARRIERS.init)]
-    assert made == [(2048 + 8 * i, 1) for i in range(6)] + [(2048 + 8 * (6 + i), 8) for i in range(6)]
-    assert BARRIERS.end == made[-1][0] + 8
+@pytest.mark.parametrize(("stages", "readers"), [(6, 8), (8, 16), (1, 4), (8, 4)])
+def test_every_barrier_is_made_once(stages, readers):
+    """By the first lane of a warp, each in turn; the text says for which barriers a warp's number is raised."""
+    barriers = StageBarriers(start=2048, stages=stages, readers=readers)
+    turns = re.findall(
+        r"add.u32 number, warp, (\d+); setp.lt.u32 p, number, (\d+); setp.eq.and.u32 p, lane, 0, p;", barriers.init
+    )
+    (full,) = set(re.findall(r"setp.lt.u32 q, number, (\d+);\nselp.b32 count, 1, (\d+), q;", barriers.init))
+    (at,) = set(re.findall(r"@p mbarrier.init\S* \[at\+(\d+)\], count;", barriers.init))
+    numbers = [int(first) + warp for first, _ in turns for warp in range(readers)]
+    made = sorted((int(at) + 8 * n, 1 if n < int(full[0]) else int(full[1])) for n in numbers if n < int(turns[0][1]))
+    assert made == [(2048 + 8 * i, 1 if i < stages else readers) for i in range(2 * stages)]
+    assert barriers.end == made[-1][0] + 8
 
 
 def test_ptx_names_its_operands():

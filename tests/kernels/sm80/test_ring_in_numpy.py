@@ -66,6 +66,8 @@ def launch(plan, late, call):
     for tensor in made if isinstance(made, tuple) else (made,):
         tensor.fill_(float("nan"))
     tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+    # NumPy has no bf16; what the kernel reads of it are powers of two, which float32 holds too.
+    tensors = {name: value.float() if value.dtype == torch.bfloat16 else value for name, value in tensors.items()}
     places, end = {}, 4096
     for name, tensor in tensors.items():
         places[name], end = end, (end + tensor.nbytes + 511) // 256 * 256
@@ -106,7 +108,9 @@ def made(scheme, n, k, m):
     generator = torch.Generator().manual_seed(n + m)
     q = rtn(torch.randn(n, k, generator=generator) * k**-0.5, scheme)
     w = FragmentWeight.pack(q)
-    form = weight_form(q.scheme, None if w.scale is None else w.scale.dtype, w.channel_scale is not None)
+    form = weight_form(
+        q.scheme, None if w.scale is None else w.scale.dtype, None if w.channel_scale is None else w.channel_scale.dtype
+    )
     x, bias = torch.randn(m, k, generator=generator).half(), torch.randn(n, generator=generator).half()
     return q, (w.codes, w.scale, w.channel_scale), form, x, bias
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -66,6 +68,31 @@ def test_ends(end, fmt, m, n, k, group, dtype, bias):
     check_barriers(plan.config, kernel)
     assert kernel.shared_bytes - plan.config.regions.bytes < 256
     assert (kernel.count("UTMASTG") == 2) == end.startswith("residual"), "h and x"
+    check_start(kernel.lines, "UTMALDG" if end.startswith("residual") else "LDG", 2 if group else 0)
+
+
+def check_start(lines, of_end, scales):
+    """Warps that multiply ask for scales before they wait for the kernel before, and for what the end needs of it before they
+    wait for x: neither is on its way alone."""
+    product = next(i for i, line in enumerate(lines) if "HGMMA" in line)
+    role = lines[max(i for i in range(product) if "USETMAXREG" in lines[i]) : product]
+    wait = next(i for i, line in enumerate(role) if "ACQBULK" in line)
+    words = next(i for i, line in enumerate(role) if "LDS" in line)
+    assert sum("LDG" in line for line in role[:wait]) >= scales
+    assert any(of_end in line for line in role[wait:words])
+
+
+def test_a_block_starts_at_once():
+    """Its first copy waits for no division, no barrier made by one thread after the other, and no descriptor: a block whose
+    place another one leaves does all that while nothing runs."""
+    for end, fmt in (("silu", "int4"), ("residual", "fp6_e3m2")):
+        plan, kernel = compiled(end, fmt, 64, 4096, 4096, 128 if fmt == "int4" else 0)
+        role = kernel.lines[next(i for i, line in enumerate(kernel.lines) if "PREEXIT" in line) :]  # of the warp that copies
+        first = next(i for i, line in enumerate(role) if "UTMALDG" in line)
+        assert not any("MUFU.RCP" in line for line in role[:first]) and kernel.count("SYNCS.EXCH") <= 4
+        descriptors = re.findall(r"\.param \.align 64 \.b8 (\w+)\[128\]", kernel.ptx)
+        assert len(descriptors) == plan.config.decode.planes + (3 if end == "residual" else 2)
+        assert sorted(re.findall(r"prefetch\.param\.tensormap \[(\w+)\]", kernel.ptx)) == sorted(descriptors)
 
 
 @pytest.mark.parametrize(

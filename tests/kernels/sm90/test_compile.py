@@ -159,3 +159,20 @@ def test_a_power_of_two_beside_group_scales_is_not_in_the_main_loop(fmt, m):
         assert config.end.channel_scale == scaled_twice and kernel.stack_bytes == 0 and kernel.count("STL") == 0
         loops.append(len(main_loop(kernel.lines)))
     assert loops[1] <= loops[0] + 4
+
+
+def test_codes_as_subnormal_numbers():
+    """Nine instructions for 8 codes instead of 13, by two stages of 32 codes each in the loop."""
+    counts = []
+    for subnormal in (False, True):
+        shape, machine = GemmShape(64, 28672, 4096, 4), typical_machine(90)
+        form = WeightForm("int4", 128, "none", "fp16", subnormal, subnormal)
+        plan = WgmmaPlan(shape, choose(shape, machine), form, torch.float16, False, machine.sm_count)
+        x, codes, scale, channel, *rest = mixed_call(shape, torch.float16, 128, torch.float16)
+        channel = channel.to(torch.bfloat16) if subnormal else None
+        kernel = compile_plan(plan, (x, codes, scale, channel, *rest), 90, ("y", "scale", "partial"))
+        assert kernel.stack_bytes == 0
+        check_operands_in_flight(kernel.lines)
+        counts.append([kernel.count(name) for name in ("HADD2", "HMUL2", "HFMA2", "LOP3")])
+    plain, masked = counts
+    assert plain[0] >= 16 and plain[1] == 32 and masked[0] + masked[1] <= 8 and masked[2] >= 32
