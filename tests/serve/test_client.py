@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import tracemalloc
 
 import openai
 import pytest
@@ -205,6 +206,18 @@ def test_offsets_of_tokens_within_a_character():
     streamed = [chunk["choices"][0]["logprobs"] for piece in pieces for chunk in answer.chunks(piece, False, False)]
     assert [each for part in streamed for each in part["text_offset"]] == list(whole.places)
     assert answer.complete({0: whole})["choices"][0]["logprobs"]["text_offset"] == list(whole.places)
+
+
+def test_names_of_tokens_are_kept_as_far_as_they_are_few():
+    """A server comes to see all of a large vocabulary."""
+    tokenizer = random_tokenizer(20_000)
+    names = TokenTexts(tokenizer)
+    tracemalloc.start()
+    try:
+        assert [names[token] for token in range(300, 20_000)] == [f" {token - 256:x}" for token in range(300, 20_000)]
+        assert tracemalloc.get_traced_memory()[0] < 2.5e6  # 4.3 MB for all
+    finally:
+        tracemalloc.stop()
 
 
 def test_an_answer_comes_back_as_the_next_turn(client):
