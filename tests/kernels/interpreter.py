@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
+
+from tests.forks import forked
 
 
 def interpreted(*checks: Callable[[], None]) -> None:
     """Calls functions of one test file where all kernels are interpreted."""
     (module,) = {check.__module__ for check in checks}
     calls = "; ".join(f"tests.{check.__name__}()" for check in checks)
-    code = f"import {module} as tests; {calls}"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    imported = ("torch", "triton.experimental.gluon", "lowbit.ops", "tests.kernels.sass")
+    forked(f"import {module} as tests; {calls}", imported=imported, TRITON_INTERPRET="1")
