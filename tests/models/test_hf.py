@@ -252,7 +252,7 @@ def test_config_round_trip_and_errors():
     assert LowbitConfig(**config.to_dict()).to_dict() == config.to_dict()
     with pytest.raises(ValueError, match="unknown scheme"):
         LowbitConfig("int4")
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="bits"):
         LowbitConfig("w8a16", bits=4)
 
 
