@@ -27,7 +27,9 @@ def forked(code: str, *arguments: object, imported: tuple[str, ...] = (), **envi
     assert server.stdin is not None and server.stdout is not None
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps([code, [str(a) for a in arguments], folder]), file=server.stdin, flush=True)
-        status = int(server.stdout.readline())
+        answer = server.stdout.readline()
+        assert answer, f"a Python that imports {', '.join(imported)} has ended"
+        status = int(answer)
         out, err = (Path(folder, name).read_text() for name in ("out", "err"))
     assert status == 0, f"status {status}: {err[-4000:]}"
     return out
