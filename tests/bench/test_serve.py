@@ -189,13 +189,13 @@ def folder(tmp_path_factory):
     return path
 
 
-SHORT = ("--prompt", "40", "--output", "12", "--streams", "4", "--no-sharegpt", "--each", "1.5")
+SHORT = ("--prompt", "40", "--output", "12", "--streams", "4", "--no-sharegpt", "--each", "1")
 
 
 def test_a_whole_run(folder, tmp_path):
     path = tmp_path / "serve.json"
     result = CliRunner().invoke(
-        app, ["bench", "serve", "--model", str(folder), "--seconds", "3", *SHORT, "--loads", "50,80", "--out", str(path)]
+        app, ["bench", "serve", "--model", str(folder), "--seconds", "2", *SHORT, "--loads", "50,80", "--out", str(path)]
     )
     assert result.exit_code == 0, result.output
     document = load(path)
