@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import functools
+import gc
 import multiprocessing
 import random
 import statistics
@@ -17,11 +19,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lowbit.bench.results import default_path
-from lowbit.bench.serve_host import ANSWER_ALONE, MOST_ALONE, NAME, Asked, host
-from lowbit.bench.serve_load import Answered, Asker, Mix, Prompts, Steady, closed_loop, one_by_one, open_loop, steady
+from lowbit.bench.serve_host import NAME, Asked, host
+from lowbit.bench.serve_load import (
+    LAST_SECONDS,
+    Answered,
+    Asker,
+    Draw,
+    Mix,
+    Prompts,
+    Steady,
+    arrivals,
+    closed_loop,
+    one_by_one,
+    open_loop,
+    steady,
+)
 from lowbit.bench.serve_report import SCHEMA, SERVE
 from lowbit.checkpoint.target import check_file
 from lowbit.eval.results import versions, write_json
@@ -33,16 +48,25 @@ SAVED_EVERY_S = 10.0
 DRAWS_OF_A_MEAN = 4096
 END_SECONDS = 20.0
 
+MOST_ALONE = 200
+"""Requests whose first token is timed while nothing else runs."""
+
+ANSWER_ALONE = 8
+"""Tokens of each."""
+
 PROTOCOL = (
     "One process computes and serves, on the loopback; another asks. Prompts are random tokens, no two beginning alike; "
     "answers have exactly the tokens asked for, the likeliest ones, as events. engine: the closed loop of `streams` over the "
-    "engine without a server and without text. streams: as many clients, each asking as soon as it is answered; tokens_per_s "
-    "counts from when all have had a first token, and ratio is that by the engine's. capacity: the same of another mix. idle: "
-    "one request after the other; added_ms is the time to its first token less the median of the engine's own for prompts of "
-    "that length (own_first_ms); own_ms are percentiles of the engine's own, samples_ms all times in order. open: arrivals by "
-    "chance (Poisson) at a share of the requests a second of the closed loop; times count from when a request was due, and one "
-    "without an end after as many seconds more has failed. first_ms: to the first token; token_ms: of each request the "
-    "mean time between its tokens; percentiles over requests. server_cpu, client_cpu: cores that each process kept busy."
+    "engine without a server and without text. streams: as many clients, each asking as soon as it is answered, for an equal "
+    "time by each mix of lengths, without a pause between; answers count for the mix in which they were asked; tokens_per_s "
+    "counts from when all streams have had a first token of the mix, and ratio is that by the engine's. capacity: the same of "
+    "a mix that was not streamed. idle: one request after the other, and between two one of the serving process to its engine; "
+    "added_ms is the time to its first token less the median of the engine's own (own_first_ms); own_ms are percentiles "
+    "of the engine's own, samples_ms all times in order. open: arrivals by chance (Poisson) at a share of the closed loop's "
+    "requests a second, the shares one after the other without a pause; times count from when a request was due, and one "
+    f"without an end {LAST_SECONDS:.0f} s after the last arrival has failed. first_ms: to the first token; token_ms: of each "
+    "request the mean time between its tokens; percentiles over requests. server_cpu, client_cpu: cores that each process kept "
+    "busy while requests were asked."
 )
 
 Watch = Callable[[str], None]
@@ -76,7 +100,7 @@ class _Run:
     """One run: the document, its file, and the process that serves."""
 
     def __init__(self, asked: Asked, pipe: Connection, path: Path | None, watch: Watch) -> None:
-        self.asked, self.pipe, self.watch = asked, pipe, watch
+        self.asked, self.pipe, self._watch, self._begun = asked, pipe, watch, time.monotonic()
         self.about = self._hear("about")
         today = datetime.date.today()
         self.path = path or default_path(self.about["machine"]["device"], today).with_name(f"{today.isoformat()}-serve.json")
@@ -88,29 +112,37 @@ class _Run:
             "asked": {**asdict(asked), "folder": None if asked.folder is None else asked.folder.name}, "protocol": PROTOCOL,
             "rows": self.rows,
         }  # fmt: skip
-        self.own_s: list[float] = []
         self.capacity: dict[Mix, float] = {}
+        self._mean = functools.cache(self._mean_output)
 
     def all(self) -> tuple[Path, dict[str, Any]]:
         """Every part that was asked for."""
         asked = self.asked
         if "engine" in asked.parts:
             self._engine()
-        if "idle" in asked.parts:
-            self.own_s = self._hear("alone")
         server, port = self._hear("address")
         # Other tokens than those whose pages the engine may still hold.
         asker = Asker(server, port, NAME, Prompts(self.about["vocab"], asked.seed + 1))
-        if "streams" in asked.parts:
-            asyncio.run(self._closed("streams", asker, asked.mixes[0], asked.seconds))
-        if "idle" in asked.parts:
-            asyncio.run(self._idle(asker))
-        if "open" in asked.parts:
-            for mix in asked.mixes:
-                asyncio.run(self._open(asker, mix))
+        gc.collect()
+        gc.freeze()  # no collection walks through all modules while the clock runs
+        try:
+            if "streams" in asked.parts:
+                asyncio.run(self._closed("streams", asker, asked.mixes, asked.seconds / len(asked.mixes)))
+            if "idle" in asked.parts:
+                asyncio.run(self._idle(asker))
+            if "open" in asked.parts:
+                for mix in asked.mixes:
+                    asyncio.run(self._open(asker, mix))
+        finally:
+            gc.unfreeze()
         self.document["complete"] = True
         write_json(self.path, self.document)
+        self.watch("all parts are measured")
         return self.path, self.document
+
+    def watch(self, text: str) -> None:
+        """Tells how far the run is, and after how many seconds."""
+        self._watch(f"{time.monotonic() - self._begun:4.0f} s  {text}")
 
     def _hear(self, word: str) -> Any:
         """The value of the next `word` of the other process; tells what it says meanwhile."""
@@ -126,13 +158,14 @@ class _Run:
             assert said == "watch", said
             self.watch(value)
 
-    def _server_cpu(self) -> float:
+    def _ask(self, word: str, value: Any = None) -> float:
+        """What the other process answers."""
         try:
-            self.pipe.send("cpu")
+            self.pipe.send((word, value))
         except OSError as error:
             raise HostFailed("the process that serves has ended, before its work was done") from error
-        value: float = self._hear("cpu")
-        return value
+        answer: float = self._hear(word)
+        return answer
 
     def _add(self, part: str, mix: Mix, answers: Sequence[Answered], **more: Any) -> dict[str, Any]:
         """A row of the results, saved."""
@@ -141,7 +174,7 @@ class _Run:
         write_json(self.path, self.document)
         return row
 
-    def _lengths(self, mix: Mix, part: str) -> Callable[[], tuple[int, int]]:
+    def _lengths(self, mix: Mix, part: str) -> Draw:
         rng = random.Random(f"{self.asked.seed} {part} {mix.name}")
         return lambda: mix.draw(rng, self.about["max_length"])
 
@@ -155,47 +188,67 @@ class _Run:
         """Tokens and requests a second; a request is as many tokens as those of a mix have on average."""
         if found is None:
             return {"tokens_per_s": None, "requests_per_s": None}
+        return {"tokens_per_s": found.tokens_per_s, "requests_per_s": found.tokens_per_s / self._mean(mix)}
+
+    def _mean_output(self, mix: Mix) -> float:
         draw = self._lengths(mix, "mean")
-        mean = statistics.fmean(draw()[1] for _ in range(DRAWS_OF_A_MEAN))
-        return {"tokens_per_s": found.tokens_per_s, "requests_per_s": found.tokens_per_s / mean}
+        return statistics.fmean(draw()[1] for _ in range(DRAWS_OF_A_MEAN))
 
-    async def _closed(self, part: str, asker: Asker, mix: Mix, seconds: float) -> None:
+    async def _closed(self, part: str, asker: Asker, mixes: Sequence[Mix], seconds: float) -> None:
+        """The closed loop by each mix, for so many seconds each: a row of each."""
         streams = self.asked.streams
-        begun, client, server = time.perf_counter(), time.process_time(), self._server_cpu()
-        self.watch(f"{streams} streams of {mix.name} for {seconds:.0f} s")
-        row = self._add(part, mix, [], seconds=0.0)
-        saved = begun
+        self.watch(f"{streams} streams for {seconds:.0f} s of {', then '.join(mix.name for mix in mixes)}")
+        begun = saved = time.perf_counter()
+        own = next((row["tokens_per_s"] for row in self.rows if row["part"] == "engine"), None)
+        rows: list[dict[str, Any]] = []
+        marks: list[_Mark] = []
+        cores: list[dict[str, float]] = []
 
-        def update(answers: list[Answered], now: float) -> None:
-            found = steady(answers, streams, now)
-            row.update(_row(part, mix, self.asked, answers), **self._rates(found, mix), seconds=now - begun)
-            own = next((r["tokens_per_s"] for r in self.rows if r["part"] == "engine"), None)
-            if part == "streams" and own and row["tokens_per_s"]:
+        def update(answers: list[list[Answered]], number: int, now: float) -> None:
+            start, row, mix = begun + number * seconds, rows[number], mixes[number]
+            end = min(now, start + seconds)
+            row |= _row(part, mix, self.asked, answers[number]) | self._rates(steady(answers[number], streams, end), mix)
+            row["seconds"] = end - start
+            if part == "streams" and mix == self.asked.mixes[0] and own and row["tokens_per_s"]:
                 row["ratio"] = row["tokens_per_s"] / own
 
-        def look(answers: list[Answered]) -> None:
+        def look(answers: list[list[Answered]]) -> None:
             nonlocal saved
             now = time.perf_counter()
-            if now - saved > SAVED_EVERY_S:
+            if len(rows) < len(answers):
+                if rows:
+                    cores.append(self._cores(marks[-1]))
+                    update(answers, len(rows) - 1, now)
+                marks.append(self._mark())
+                rows.append(self._add(part, mixes[len(rows)], [], seconds=0.0))
+            elif now - saved > SAVED_EVERY_S:
                 saved = now
-                update(answers, now)
+                update(answers, len(rows) - 1, now)
                 write_json(self.path, self.document)
-                rate = row["tokens_per_s"]
-                self.watch(f"{now - begun:.0f} s, {row['failed']} failed, {f'{rate:,.0f}' if rate else 'no'} tokens/s")
+                rate = rows[-1]["tokens_per_s"]
+                failed = sum(row["failed"] for row in rows)
+                self.watch(f"{rows[-1]['mix']}: {failed} failed, {f'{rate:,.0f}' if rate else 'no'} tokens/s")
 
-        answers, end = await closed_loop(asker, self._lengths(mix, part), streams, seconds, look)
-        update(answers, end)
-        row |= self._cores(begun, client, server)
+        answers, end = await closed_loop(asker, [self._lengths(mix, part) for mix in mixes], streams, seconds, look)
+        cores.append(self._cores(marks[-1]))
+        for number, row in enumerate(rows):
+            update(answers, number, end)
+            row |= cores[number]
         write_json(self.path, self.document)
-        if row["requests_per_s"]:
-            self.capacity[mix] = row["requests_per_s"]
+        self.capacity |= {mix: row["requests_per_s"] for mix, row in zip(mixes, rows, strict=True) if row["requests_per_s"]}
 
     async def _idle(self, asker: Asker) -> None:
+        """Requests by HTTP and by the serving process in turn, so that both meet the same machine and the same engine."""
         self.watch("one request after the other")
         prompt, output = self._lengths(self.asked.mixes[0], "idle")()
-        answers = await one_by_one(asker, prompt, min(output, ANSWER_ALONE), MOST_ALONE, self.asked.each)
+        limit = min(output, ANSWER_ALONE)
+        own: list[float] = []
+
+        def alone() -> None:
+            own.append(1e3 * self._ask("alone", (prompt, limit)))
+
+        answers = await one_by_one(asker, prompt, limit, MOST_ALONE, self.asked.each, alone)
         good = _good(answers)
-        own = [1e3 * each for each in self.own_s]
         median = statistics.median(own)
         first, token = [1e3 * answer.first_s for answer in good], [1e3 * (answer.token_s or 0.0) for answer in good]
         samples = {"own": own, "first": first, "token": token}
@@ -206,24 +259,46 @@ class _Run:
         )  # fmt: skip
 
     async def _open(self, asker: Asker, mix: Mix) -> None:
+        each = self.asked.each
         if mix not in self.capacity:
-            await self._closed("capacity", asker, mix, self.asked.each)
+            await self._closed("capacity", asker, [mix], each)
         if mix not in self.capacity:
-            why = f"not all streams came to a first token in {self.asked.each:.0f} s: give them longer (--each)"
+            why = f"not all streams came to a first token in {each:.0f} s: give them longer (--each)"
             self._add("open", mix, [], error=why)
             return
+        prepared = []  # before any clock runs
+        lengths = self._lengths(mix, "open")
         for load in self.asked.loads:
             rate = load / 100 * self.capacity[mix]
-            self.watch(f"{mix.name}, {rate:.3g} requests a second, {load} % of capacity, for {self.asked.each:.0f} s")
-            begun, client, server = time.perf_counter(), time.process_time(), self._server_cpu()
-            rng = random.Random(f"{self.asked.seed} {load}")
-            answers = await open_loop(asker, self._lengths(mix, "open"), rate, self.asked.each, rng)
-            more = self._cores(begun, client, server)
-            self._add("open", mix, answers, load=load, requests_per_s=rate, seconds=self.asked.each, **more)
+            prepared.append((load, rate, arrivals(asker, lengths, rate, each, random.Random(f"{self.asked.seed} {load}"))))
+        ending = []
+        for load, rate, requests in prepared:
+            self.watch(f"{mix.name}, {rate:.3g} requests a second, {load} % of capacity, for {each:.0f} s")
+            mark = self._mark()
+            answers = await open_loop(asker, requests, each)
+            about = {"load": load, "requests_per_s": rate, "seconds": each, **self._cores(mark)}
+            ending.append(asyncio.ensure_future(self._ended(mix, answers, about)))
+        await asyncio.gather(*ending)
 
-    def _cores(self, begun: float, client: float, server: float) -> dict[str, float]:
-        took = time.perf_counter() - begun
-        return {"server_cpu": (self._server_cpu() - server) / took, "client_cpu": (time.process_time() - client) / took}
+    async def _ended(self, mix: Mix, answers: asyncio.Task[list[Answered]], about: dict[str, Any]) -> None:
+        """The row of a load, once its requests have an end, while others' may already be asked."""
+        self._add("open", mix, await answers, **about)
+
+    def _mark(self) -> _Mark:
+        return _Mark(time.perf_counter(), time.process_time(), self._ask("cpu"))
+
+    def _cores(self, begun: _Mark) -> dict[str, float]:
+        now = self._mark()
+        took = now.time - begun.time
+        return {"server_cpu": (now.server - begun.server) / took, "client_cpu": (now.client - begun.client) / took}
+
+
+class _Mark(NamedTuple):
+    """A moment, and what both processes had computed then, in seconds."""
+
+    time: float
+    client: float
+    server: float
 
 
 def _good(answers: Sequence[Answered]) -> list[Answered]:

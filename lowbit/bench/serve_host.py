@@ -42,12 +42,6 @@ POSITIONS = 8192
 NAME = "bench"
 QUEUE = 256
 
-MOST_ALONE = 200
-"""Prompts whose first token is timed while nothing else runs."""
-
-ANSWER_ALONE = 8
-"""Tokens that follow each."""
-
 
 @dataclass(frozen=True)
 class Asked:
@@ -87,9 +81,6 @@ def host(asked: Asked, pipe: Connection) -> None:
         if "engine" in asked.parts:
             watch(f"the engine alone, {asked.streams} texts at once")
             pipe.send(("engine", engine_loop(engine, prompts, asked)))
-        if "idle" in asked.parts:
-            watch("the engine alone, one text after the other")
-            pipe.send(("alone", engine_alone(engine, prompts, asked)))
         _serve(made, asked, pipe)
     except failures() as error:
         pipe.send(("failed", reason(error)))
@@ -179,46 +170,49 @@ def engine_loop(engine: Engine, prompts: Prompts, asked: Asked) -> tuple[list[An
     return answers, end, took
 
 
-def engine_alone(engine: Engine, prompts: Prompts, asked: Asked) -> list[float]:
-    """Seconds from a request to its first token while nothing else runs, of up to MOST_ALONE prompts."""
-    prompt, output = asked.mixes[0].draw(random.Random(asked.seed), engine.max_length)
-    found: list[float] = []
-    end = time.perf_counter() + asked.each
-    while len(found) < MOST_ALONE and time.perf_counter() < end:
-        ids = prompts(prompt)
-        begun = time.perf_counter()
-        request = engine.submit(Request(ids, min(output, ANSWER_ALONE)))
-        while not request.drawn and request.end is None:
-            engine.step()
-        found.append(time.perf_counter() - begun)
-        while request.end is None:
-            engine.step()
-    return found
+def first_token_alone(engine: Engine, prompt: list[int], limit: int) -> float:
+    """Seconds from a request to its first token while nothing else runs, without a server."""
+    begun = time.perf_counter()
+    request = engine.submit(Request(prompt, limit))
+    while not request.drawn and request.end is None:
+        engine.step()
+    took = time.perf_counter() - begun
+    while request.end is None:
+        engine.step()
+    return took
 
 
 def _serve(made: Pipeline, asked: Asked, pipe: Connection) -> None:
     limits = Limits(asked.streams, QUEUE, grace_seconds=1)
+    prompts = Prompts(made.engine.slots.sampling.counts.shape[1], asked.seed + 2)  # others than those that clients ask
     with bound("127.0.0.1", 0) as sock:
         server: Server | None = None
 
         def warm(stage: Stage | None) -> None:
             if stage is None:
                 loop = asyncio.get_running_loop()
-                threading.Thread(target=_obey, args=(pipe, loop, server), daemon=True).start()
+                assert server is not None
+                threading.Thread(target=_obey, args=(pipe, loop, server, prompts), daemon=True).start()
                 pipe.send(("address", sock.getsockname()[:2]))
 
         server = Server(service_of(made, NAME, limits, key=None, local=True), warm)
         server.run(sockets=[sock])
 
 
-def _obey(pipe: Connection, loop: asyncio.AbstractEventLoop, server: Server) -> None:
+def _obey(pipe: Connection, loop: asyncio.AbstractEventLoop, server: Server, prompts: Prompts) -> None:
     """Answers what is asked until the server shall end, in a thread of its own."""
     while True:
         try:
-            word = pipe.recv()
+            word, value = pipe.recv()
         except (EOFError, OSError):
-            word = "stop"
-        if word != "cpu":
             loop.call_soon_threadsafe(server.drain)
             return
-        pipe.send(("cpu", time.process_time()))
+        if word == "cpu":
+            pipe.send(("cpu", time.process_time()))
+        else:
+            assert word == "alone", word
+            prompt, output = value
+            try:
+                pipe.send(("alone", first_token_alone(server.service.engine, prompts(prompt), output)))
+            except failures() as error:
+                pipe.send(("failed", reason(error)))

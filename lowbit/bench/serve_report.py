@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -90,11 +91,14 @@ def verdicts(document: dict[str, Any]) -> list[str]:
     """A line for each of the bars that were measured: what came out, and what was to come out."""
     rows = {row["part"]: row for row in reversed(document["rows"])}
     said = []
-    if "streams" in rows and rows["streams"]["requests"]:
-        row = rows["streams"]
-        reasons = "".join(f"; {count:,} x {why}" for why, count in row["errors"].items())
+    streams = [row for row in document["rows"] if row["part"] == "streams" and row["requests"]]
+    if streams:
+        row, seconds = streams[0], sum(row["seconds"] for row in streams)
+        errors = sum((Counter(row["errors"]) for row in streams), Counter())
+        requests = sum(row["requests"] for row in streams)
+        reasons = "".join(f"; {count:,} x {why}" for why, count in errors.items())
         said.append(
-            f"{row['streams']} streams for {row['seconds']:.0f} s: {row['failed']:,} of {row['requests']:,} requests failed "
+            f"{row['streams']} streams for {seconds:.0f} s: {errors.total():,} of {requests:,} requests failed "
             f"(bar: none){reasons}"
         )
         if row["ratio"] is not None:

@@ -421,11 +421,11 @@ def bench_serve(
     dtype: Annotated[str, typer.Option(help="Of a shape's activations, keys and values: float16 or bfloat16.")] = "float16",
     layers: Annotated[int | None, typer.Option(min=1, help="Fewer layers than the shape has: for trying.")] = None,
     streams: Annotated[int | None, typer.Option(min=1, help="Clients at once; 64, on a CPU 8, when absent.")] = None,
-    seconds: Annotated[float, typer.Option(min=1, help="That they ask for.")] = 300.0,
+    seconds: Annotated[float, typer.Option(min=1, help="That they ask for, by each mix an equal part.")] = 300.0,
     each: Annotated[float, typer.Option(min=1, help="Seconds of each other measurement.")] = 20.0,
     prompt: Annotated[int, typer.Option(min=2, help="Tokens of prompts.")] = 512,
     output: Annotated[int, typer.Option(min=2, help="Tokens of answers.")] = 128,
-    sharegpt: Annotated[bool, typer.Option(help="Arrivals with lengths like ShareGPT's too.")] = True,
+    sharegpt: Annotated[bool, typer.Option(help="Lengths like ShareGPT's too.")] = True,
     loads: Annotated[str, typer.Option(help="Arrivals, in percent of what the closed loop answers.")] = "50,80,95",
     parts: Annotated[str, typer.Option(help="What to measure: engine, streams, idle, open.")] = "engine,streams,idle,open",
     seed: Annotated[int, typer.Option(help="Of prompts, lengths and arrivals.")] = 0,
@@ -436,9 +436,9 @@ def bench_serve(
     """Load a server of this machine as a team would, and say what it costs beside its engine and how long users wait.
 
     engine: so many texts at once without a server. streams: the same over HTTP, for --seconds; what fails, and the share of
-    the engine's tokens a second that is left. idle: what HTTP adds to a first token. open: arrivals by chance, and percentiles
-    of the time to the first token and of the time per token. The file is complete after every part, so Ctrl-C keeps what was
-    measured.
+    the engine's tokens a second that is left; then lengths like ShareGPT's. idle: what HTTP adds to a first token. open:
+    arrivals by chance, and percentiles of the time to the first token and of the time per token. The file is complete after
+    every part, so Ctrl-C keeps what was measured.
 
     Example, on a GPU: lowbit bench serve --seconds 60 --each 15 --plot serve.png
     Example, on a CPU: lowbit bench serve --model SmolLM2-135M-Instruct --seconds 20 --prompt 64 --output 16 --no-sharegpt

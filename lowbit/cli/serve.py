@@ -38,11 +38,13 @@ def serve(
     max_queue: Annotated[int, typer.Option(min=0, help="Texts that wait; to more the server says 429.")] = 256,
     max_prompt: Annotated[int | None, typer.Option(min=1, help="Tokens of a prompt; as many as a text may have.")] = None,
     max_body: Annotated[int, typer.Option(min=1024, help="Bytes of a request's body.")] = 1 << 20,
-    cache_gib: Annotated[float | None, typer.Option(min=0, help="Memory for keys and values; most of what is free.")] = None,
+    cache_gib: Annotated[
+        float | None, typer.Option(min=0, max=1e6, help="Memory for keys and values; most of the free.")
+    ] = None,
     batch_invariant: Annotated[
         bool, typer.Option("--batch-invariant", help="On a GPU: a text has the same bits whoever is computed beside it.")
     ] = False,
-    grace: Annotated[float, typer.Option(min=0, help="Seconds that texts get to finish after SIGTERM.")] = 30.0,
+    grace: Annotated[float, typer.Option(min=0, max=86400, help="Seconds that texts get to finish after SIGTERM.")] = 30.0,
     verify: Annotated[bool, typer.Option("--verify", help="Compare the files with their checksums first.")] = False,
 ) -> None:
     """Serve a model over HTTP to clients of OpenAI's API, and a page to try it at /.

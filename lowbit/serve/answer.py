@@ -120,8 +120,6 @@ class CompletionAnswer(Answer):
     """Of /v1/completions."""
 
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
-    offsets: dict[int, int] = field(default_factory=dict)
-    """Where the next token of each text stands, in characters."""
 
     def _choice(self, piece: Piece) -> dict[str, Any]:
         return self._part(piece, self._front(piece) + piece.text)
@@ -139,16 +137,11 @@ class CompletionAnswer(Answer):
         return {"index": piece.index, "text": text, "logprobs": logprobs, "finish_reason": self._reason(piece)}
 
     def _logprobs(self, piece: Piece) -> dict[str, Any]:
-        names = [self.names[each.token] for each in piece.drawn]
-        offsets = []
-        for name in names:
-            offsets.append(self.offsets.get(piece.index, 0))
-            self.offsets[piece.index] = offsets[-1] + len(name)
         return {
-            "tokens": names,
+            "tokens": [self.names[each.token] for each in piece.drawn],
             "token_logprobs": [_finite(each.logprob) for each in piece.drawn],
             "top_logprobs": [
                 {self.names[token]: _finite(logprob) for token, logprob in each.likeliest} for each in piece.drawn
             ],
-            "text_offset": offsets,
+            "text_offset": list(piece.places),
         }  # fmt: skip

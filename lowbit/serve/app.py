@@ -27,7 +27,7 @@ GONE = 499
 
 def make_app(service: Service) -> ASGIApp:
     """The application over a service."""
-    app = FastAPI(title="lowbit", openapi_url=None, docs_url=None, redoc_url=None)
+    app = FastAPI(title="lowbit", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
 
     async def check_key(request: Request) -> None:  # no plain function: FastAPI runs those in threads of its own
         service.check_key(request.headers.get("authorization"))

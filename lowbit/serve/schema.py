@@ -198,9 +198,13 @@ class Message(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MOST_MESSAGES)] | None = None
     name: Name | None = None
-    refusal: None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS)] | None = None
     tool_call_id: Name | None = None
+    # What an answer's message has in the official client, which may come back as it is.
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    refusal: None = None
 
     @model_validator(mode="after")
     def _says_something(self) -> Message:

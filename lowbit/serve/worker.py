@@ -40,17 +40,20 @@ MOST_FAILURES = 5
 
 @dataclass(frozen=True)
 class Piece:
-    """What came of the text `index` of a mailbox: characters, tokens, and at its end why, with the error if it failed."""
+    """What came of the text `index` of a mailbox: characters, tokens, and at its end why, with the error if it failed.
+    `places`: where in the text each token begins, in characters."""
 
     index: int
     text: str
     drawn: tuple[Drawn, ...]
     end: End | None = None
     error: ApiError | None = None
+    places: tuple[int, ...] = ()
 
     def followed_by(self, later: Piece) -> Piece:
         """Both as one."""
-        return Piece(self.index, self.text + later.text, self.drawn + later.drawn, later.end, later.error)
+        text, drawn, places = self.text + later.text, self.drawn + later.drawn, self.places + later.places
+        return Piece(self.index, text, drawn, later.end, later.error, places)
 
 
 class Mailbox:
@@ -89,6 +92,7 @@ class Text:
     first: float | None = None
     shown: str = ""
     fresh: list[Drawn] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.request.watch = self._watch
@@ -96,6 +100,7 @@ class Text:
     def _watch(self, drawn: Drawn) -> bool:
         """Takes a token, in the engine's thread; whether it completes a stop string."""
         self.fresh.append(drawn)
+        self.places.append(len(self.stream.text))  # a token within a character has the place of that
         if drawn.token not in self.request.ends:
             self.shown += self.stream.push(drawn.token)
         return self.stream.stopped
@@ -108,8 +113,8 @@ class Text:
             end = End.STOP if self.stream.stopped else end  # what was held back may complete a stop string
         if not (self.fresh or end or error):
             return None
-        piece = Piece(self.index, self.shown, tuple(self.fresh), end, error)
-        self.shown, self.fresh = "", []
+        piece = Piece(self.index, self.shown, tuple(self.fresh), end, error, tuple(self.places))
+        self.shown, self.fresh, self.places = "", [], []
         return piece
 
 

@@ -27,6 +27,7 @@ from lowbit.bench.serve_load import (
     Asker,
     Mix,
     Prompts,
+    arrivals,
     closed_loop,
     fixed,
     one_by_one,
@@ -45,8 +46,10 @@ VOCAB = 160
 
 
 def test_lengths_have_the_medians_and_percentiles_that_are_said():
+    """Those of the table, of requests that a text of 8,192 tokens holds."""
     rng = random.Random(0)
-    drawn = [SHAREGPT.draw(rng, 1 << 20) for _ in range(8000)]
+    drawn = [SHAREGPT.draw(rng, 8192) for _ in range(8000)]
+    assert max(map(sum, drawn)) <= 8192
     for of, median, p90 in ((0, 1730, 5696), (1, 415, 834)):
         cuts = statistics.quantiles([lengths[of] for lengths in drawn], n=10)
         assert cuts[4] == pytest.approx(median, rel=0.05) and cuts[8] == pytest.approx(p90, rel=0.05)
@@ -100,8 +103,8 @@ def test_a_shape_is_served_with_random_weights(monkeypatch):
     assert len(ended) > 6 and cpu > 0 and not any(answer.error for answer in answers)
     assert steady(answers, 3, end).tokens_per_s > 0 and [answer.asked for answer in answers[:4]] == [2, 4, 6, 6]
     assert not made.engine.batch.running and not made.engine.batch.waiting
-    alone = serve_host.engine_alone(made.engine, Prompts(320, 1), asked)
-    assert 1 < len(alone) <= serve_host.MOST_ALONE and all(seconds > 0 for seconds in alone)
+    assert serve_host.first_token_alone(made.engine, Prompts(320, 1)(20), 3) > 0
+    assert not made.engine.batch.running and not made.engine._flying
 
 
 def test_every_token_of_the_tokenizer_for_random_weights_is_text():
@@ -123,7 +126,7 @@ def asker(server):
 
 def test_a_closed_loop_asks_as_soon_as_it_is_answered(server, asker):
     looked = []
-    answers, end = asyncio.run(closed_loop(asker, lambda: (20, 12), 4, 2.5, lambda answers: looked.append(len(answers))))
+    (answers,), end = asyncio.run(closed_loop(asker, [lambda: (20, 12)], 4, 2.5, lambda found: looked.append(len(found[0]))))
     server.wait_until_free()
     whole = [answer for answer in answers if not answer.cut]
     assert len(whole) > 8 and len(answers) - len(whole) <= 4 and looked == sorted(looked) and len(looked) >= 2
@@ -131,6 +134,18 @@ def test_a_closed_loop_asks_as_soon_as_it_is_answered(server, asker):
     assert sorted(answer.asked for answer in answers[:4]) == [3, 6, 9, 12] and {answer.asked for answer in answers[4:]} == {12}
     found = steady(answers, 4, end)
     assert found.tokens_per_s == pytest.approx(sum(answer.tokens for answer in answers) / 2.5, rel=0.3)
+
+
+def test_a_closed_loop_goes_on_with_another_mix_without_a_pause(server, asker):
+    mixes = [lambda: (20, 12), lambda: (9, 30)]
+    (first, second), end = asyncio.run(closed_loop(asker, mixes, 4, 1.5, lambda found: None))
+    server.wait_until_free()
+    turn = end - 1.5
+    assert {answer.asked for answer in first[4:]} == {12} and {answer.asked for answer in second} == {30}
+    assert max(answer.due for answer in first) <= turn + 0.2 and not any(answer.cut or answer.error for answer in first)
+    streams = [answer for answer in [*first, *second] if answer.first and answer.first < turn + 0.5 < (answer.last or end)]
+    assert 1 <= len(streams) <= 4 and max(answer.last for answer in first) > turn, "what runs then is not cut"
+    assert min(answer.due for answer in second) - max(answer.last for answer in first) < 0.1
 
 
 def test_one_after_the_other_meets_an_engine_that_does_nothing(server, asker, monkeypatch):
@@ -152,9 +167,18 @@ def test_one_after_the_other_meets_an_engine_that_does_nothing(server, asker, mo
     server.wait_until_free()
 
 
+def asked_by_chance(asker, rate, output, seconds=1.0):
+    """Answers to arrivals."""
+
+    async def ask():
+        return await (await open_loop(asker, arrivals(asker, lambda: (20, output), rate, seconds, random.Random(1)), seconds))
+
+    return asyncio.run(ask())
+
+
 def test_arrivals_come_when_they_are_due_whatever_became_of_others(server, asker):
     """More than the server has places for: what it refuses is counted as failed, with the reason."""
-    answers = asyncio.run(open_loop(asker, lambda: (20, 60), 300.0, 1.0, random.Random(1)))
+    answers = asked_by_chance(asker, 300.0, 60)
     server.wait_until_free()
     due = [answer.due - answers[0].due for answer in answers]
     assert 250 < len(answers) < 350 and due == sorted(due) and due[-1] < 1.0
@@ -166,10 +190,28 @@ def test_arrivals_come_when_they_are_due_whatever_became_of_others(server, asker
     assert all(answer.tokens == 60 and answer.first_s > 0 for answer in answered)
 
 
+def test_a_load_begins_while_the_one_before_comes_to_its_end(server, asker, monkeypatch):
+    take = server.engine.step
+    monkeypatch.setattr(server.engine, "step", lambda: time.sleep(0.02) or take())
+
+    async def ask():
+        begun = time.perf_counter()
+        first = await open_loop(asker, [(0.0, 60, asker.request(20, 60)), (0.2, 60, asker.request(20, 60))], 0.3)
+        asked = time.perf_counter() - begun
+        second = await open_loop(asker, [(0.0, 2, asker.request(20, 2))], 0.1)
+        return asked, await second, await first
+
+    asked, (second,), first = asyncio.run(ask())
+    server.wait_until_free()
+    assert 0.3 <= asked < 0.6 and [answer.tokens for answer in first] == [60, 60] and second.tokens == 2
+    assert second.last < max(answer.last for answer in first) and not any(answer.error for answer in [*first, second])
+
+
 def test_a_request_without_an_end_in_time_has_failed(server, asker, monkeypatch):
     take = server.service.worker.engine.step
     monkeypatch.setattr(server.engine, "step", lambda: time.sleep(0.3) or take())
-    answers = asyncio.run(open_loop(asker, lambda: (20, 60), 4.0, 1.0, random.Random(1)))
+    monkeypatch.setattr(serve_load, "LAST_SECONDS", 1.0)
+    answers = asked_by_chance(asker, 4.0, 60)
     assert answers and {answer.error for answer in answers} == {"no end in time"}
     monkeypatch.undo()
     server.wait_until_free()
@@ -189,36 +231,42 @@ def folder(tmp_path_factory):
     return path
 
 
-SHORT = ("--prompt", "40", "--output", "12", "--streams", "4", "--no-sharegpt", "--each", "1")
+SHORT = ("--prompt", "40", "--output", "12", "--streams", "4", "--each", "1")
 
 
-def test_a_whole_run(folder, tmp_path):
+def test_a_whole_run(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(serve_load, "SHAREGPT", Mix("long-like", 30, 20, 60, 40))
     path = tmp_path / "serve.json"
-    result = CliRunner().invoke(
-        app, ["bench", "serve", "--model", str(folder), "--seconds", "2", *SHORT, "--loads", "50,80", "--out", str(path)]
-    )
+    command = ["bench", "serve", "--model", str(folder), "--seconds", "4", *SHORT, "--loads", "50,80", "--out", str(path)]
+    result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     document = load(path)
     rows = document["rows"]
     assert document["complete"] and document["machine"]["device"] == "cpu" and document["asked"]["folder"] == "tiny"
-    parts = [(row["part"], row["load"]) for row in rows]
-    assert parts == [("engine", None), ("streams", None), ("idle", None), ("open", 50), ("open", 80)]
-    assert [row["failed"] for row in rows] == [0] * 5 and all(row["requests"] for row in rows)
-    engine, streams, idle, *arrivals = rows
-    assert streams["ratio"] == pytest.approx(streams["tokens_per_s"] / engine["tokens_per_s"])
+    parts = [(row["part"], row["mix"], row["load"]) for row in rows]
+    mixes = ("40/12", "long-like")
+    loads = [("open", mix, load) for mix in mixes for load in (50, 80)]
+    assert parts == [("engine", mixes[0], None), *(("streams", mix, None) for mix in mixes), ("idle", mixes[0], None), *loads]
+    assert [row["failed"] for row in rows] == [0] * 8 and all(row["requests"] for row in rows)
+    engine, streams, other, idle, *arrivals = rows
+    assert streams["ratio"] == pytest.approx(streams["tokens_per_s"] / engine["tokens_per_s"]) and other["ratio"] is None
+    assert streams["seconds"] == pytest.approx(3) == pytest.approx(other["seconds"]) and streams["cut"] == 0
+    assert all(row["server_cpu"] > 0.05 and row["client_cpu"] > 0 for row in (streams, other, *arrivals))
     assert 0.2 < streams["ratio"] < 1.3 and 0 < idle["added_ms"]["p50"] <= idle["added_ms"]["p99"]
     samples = idle["samples_ms"]
-    assert len(samples["first"]) == len(samples["token"]) == idle["requests"] and samples["own"]
+    assert len(samples["own"]) == len(samples["first"]) == len(samples["token"]) == idle["requests"]
     assert (
         idle["own_ms"]["p50"]
         == pytest.approx(idle["own_first_ms"])
         == pytest.approx(statistics.median(samples["own"]), abs=1e-3)
     )
     assert max(samples["first"]) - idle["own_first_ms"] >= idle["added_ms"]["p99"] - 1e-3
-    for row, share in zip(arrivals, (0.5, 0.8), strict=True):
-        assert row["requests_per_s"] == pytest.approx(share * streams["requests_per_s"])
+    for row, (_, mix, share) in zip(arrivals, loads, strict=True):
+        capacity = (streams if mix == mixes[0] else other)["requests_per_s"]
+        assert row["requests_per_s"] == pytest.approx(share / 100 * capacity)
         assert row["first_ms"]["p50"] <= row["first_ms"]["p99"] and row["token_ms"]["p50"] > 0
-    assert "0 of" in result.output and "of the engine's own tokens a second (bar: at least 0.92)" in result.output
+    whole = f"4 streams for 6 s: 0 of {streams['requests'] + other['requests']:,} requests failed (bar: none)"
+    assert whole in result.output and "of the engine's own tokens a second (bar: at least 0.92)" in result.output
     pytest.importorskip("matplotlib")
     plot(document, tmp_path / "serve.png")
     assert (tmp_path / "serve-dark.png").stat().st_size > 10_000
@@ -226,7 +274,7 @@ def test_a_whole_run(folder, tmp_path):
 
 def test_a_run_that_is_killed_keeps_what_it_had_and_leaves_no_server(folder, tmp_path):
     path = tmp_path / "serve.json"
-    command = ["bench", "serve", "--model", str(folder), "--seconds", "600", *SHORT, "--out", str(path)]
+    command = ["bench", "serve", "--model", str(folder), "--seconds", "600", "--no-sharegpt", *SHORT, "--out", str(path)]
     process = subprocess.Popen(
         [sys.executable, "-c", "from lowbit.cli import main; main()", *command], stderr=subprocess.PIPE, text=True
     )
@@ -269,7 +317,8 @@ def row(part, **more):
 
 def test_tables_say_what_failed_and_what_was_to_come_out(tmp_path):
     rows = (
-        row("streams", ratio=0.901, failed=2, errors={"status 500": 2}),
+        row("streams", ratio=0.901, failed=2, errors={"status 500": 2}, seconds=200.0),
+        row("streams", mix="ShareGPT-like", seconds=100.0, failed=1, errors={"status 500": 1}),
         row("idle", own_first_ms=12.3, added_ms={"p50": 2.0, "p95": 3.0, "p99": 4.5}),
         row("open", load=80), row("open", mix="ShareGPT-like", error="not all streams came to a first token"),
     )  # fmt: skip
@@ -280,11 +329,11 @@ def test_tables_say_what_failed_and_what_was_to_come_out(tmp_path):
     for said in ("Llama-3-8B, w4a16_g128 on a GPU", "open at 80 %", "20 / 40 / 1,234", "not all streams came", "0.50, 0.10"):
         assert said in text
     assert verdicts(document(*rows)) == [
-        "64 streams for 300 s: 2 of 1,000 requests failed (bar: none); 2 x status 500",
+        "64 streams for 300 s: 3 of 2,000 requests failed (bar: none); 3 x status 500",
         "0.901 of the engine's own tokens a second (bar: at least 0.92)",
         "added to the first token when idle: 2.00 ms, p99 4.50 ms (bar: p99 under 15 ms); the engine's own median is 12.30 ms",
     ]
-    known = row("idle", own_first_ms=12.3, own_ms={"p50": 12.3, "p95": 13.0, "p99": 25.5}, added_ms=rows[1]["added_ms"])
+    known = row("idle", own_first_ms=12.3, own_ms={"p50": 12.3, "p95": 13.0, "p99": 25.5}, added_ms=rows[2]["added_ms"])
     assert verdicts(document(known))[0].endswith("the engine's own median is 12.30 ms, its p95 13.00 and its p99 25.50 ms")
     with pytest.raises(ValueError, match="no open loop to plot"):
         plot(document(rows[0]), tmp_path / "none.png")

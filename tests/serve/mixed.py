@@ -1,6 +1,7 @@
 """Requests of every kind at once; `python -m tests.serve.mixed 2000` sends so many to a server of its own.
 
-Greedy texts are those that the engine gives alone, whoever is computed beside them; half of the clients stream, some leave.
+Greedy texts are those that `lowbit.pipeline` gives by Transformers' own `generate`, whoever is computed beside them; half
+of the clients stream, some leave.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import time
 
 import openai
 
-from tests.serve.running import NAME, greedy, running, tiny_pipeline
+from lowbit.pipeline import Pipeline
+from tests.serve.running import NAME, running, tiny_pipeline
 
 LETTERS = "abcdefghijklmnop"
 KINDS = 12
@@ -25,9 +27,15 @@ def kind(number):
     return prompt, draw.randint(1, 60)
 
 
-def by_chat(server, prompt):
-    """The tokens of a chat that asks `prompt`."""
-    return server.pipe.tokenizer(f"user: {prompt}\nassistant: ", add_special_tokens=False).input_ids
+def wanted_of(server):
+    """What a completion and a chat of each kind say by `lowbit.pipeline`, without an engine."""
+    alone = Pipeline(server.pipe.model, server.pipe.tokenizer, engine=False)
+
+    def said(prompt, limit):
+        (answer,) = alone(prompt, max_new_tokens=limit, do_sample=False)
+        return answer.generated_text
+
+    return [(said(p, limit), said(f"user: {p}\nassistant: ", limit)) for p, limit in map(kind, range(KINDS))]
 
 
 async def ask(client, number, wanted, seen):
@@ -72,10 +80,7 @@ async def ask(client, number, wanted, seen):
 
 def mix(server, count, at_once=48):
     """Sends `count` requests, `at_once` at a time; how many there were of each way to ask."""
-    wanted = [
-        (greedy(server, prompt, limit)[0], greedy(server, by_chat(server, prompt), limit)[0])
-        for prompt, limit in map(kind, range(KINDS))
-    ]
+    wanted = wanted_of(server)
     seen: dict[str, int] = {}
 
     async def all_of_them():

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 
 import httpx
+import openai
 
 from lowbit.pipeline import Pipeline
 from lowbit.serve.limits import Limits
@@ -123,3 +127,50 @@ def greedy(server, prompt, limit, **sampling):
     stream = TextStream(pipe.tokenizer, ids)
     text = "".join(stream.push(drawn.token) for drawn in request.drawn) + stream.finish()
     return text, [drawn.token for drawn in request.drawn], request.end.value
+
+
+class Command:
+    """`lowbit serve` of a folder, or under the name, "tiny", that was started, and its standard error."""
+
+    def __init__(self, *arguments):
+        code = "from lowbit.cli import main; main()"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, "serve", *map(str, arguments)],
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self.reading = threading.Thread(target=self._read)
+        self.reading.start()
+        end = time.monotonic() + 60
+        while not (found := re.search(r"^serving tiny at (http://127.0.0.1:(\d+))/v1", "\n".join(self.lines), re.MULTILINE)):
+            assert time.monotonic() < end and self.process.poll() is None, self.lines
+            time.sleep(0.05)
+        self.url, self.port = found[1], int(found[2])
+
+    def _read(self):
+        assert self.process.stderr is not None
+        self.lines.extend(line.rstrip() for line in self.process.stderr)
+
+    def client(self, key="any"):
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=30)
+
+    def ended(self, seconds=20):
+        """The exit status."""
+        status = self.process.wait(seconds)
+        self.reading.join(10)
+        return status
+
+
+@contextlib.contextmanager
+def command(*arguments):
+    made = Command(*arguments)
+    try:
+        yield made
+    finally:
+        made.process.kill()
+        made.ended()
+        assert made.process.stdout is not None and made.process.stdout.read() == ""
+        made.process.stdout.close()
+        assert "Traceback" not in "".join(made.lines), made.lines

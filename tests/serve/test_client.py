@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import itertools
+import tracemalloc
 
 import openai
 import pytest
 
+from lowbit.bench.serve_host import random_tokenizer
+from lowbit.engine import Drawn, Request, TextStream
+from lowbit.serve.answer import CompletionAnswer
+from lowbit.serve.chat import TokenTexts
+from lowbit.serve.worker import Mailbox, Piece, Text
 from tests.serve.running import NAME, greedy
 
 PROMPT = "abc def"
@@ -177,11 +185,51 @@ def test_log_probabilities(client, free):
     plain = client.completions.create(model=NAME, prompt=PROMPT, max_tokens=6, temperature=0, logprobs=2)
     found = plain.choices[0].logprobs
     assert found is not None and "".join(found.tokens or ()) == plain.choices[0].text
-    assert (
-        found.text_offset is not None
-        and len(found.text_offset) == 6
-        and all(0 < len(top) <= 2 for top in found.top_logprobs or ())
+    assert found.text_offset == [0, *itertools.accumulate(map(len, found.tokens[:-1]))] and all(
+        0 < len(top) <= 2 for top in found.top_logprobs or ()
     )
+
+
+def test_offsets_of_tokens_within_a_character():
+    """Are that of the character: their own texts are no characters of the whole one."""
+    tokenizer = random_tokenizer(300)  # whose first tokens are bytes
+    ids = tokenizer("a\u00e9\U0001f600b", add_special_tokens=False).input_ids
+    assert len(ids) == 1 + 2 + 4 + 1
+    text = Text(Request([ids[0]], 9), TextStream(tokenizer, [ids[0]]), Mailbox(), 0)
+    pieces = []
+    for token in ids:
+        text.request.watch(Drawn(token, -1.0))
+        pieces.append(text.take())
+    whole = functools.reduce(Piece.followed_by, pieces)
+    assert whole.text == "a\u00e9\U0001f600b" and whole.places == (0, 1, 1, 2, 2, 2, 2, 3)
+    answer = CompletionAnswer("m", [text.request], 1, TokenTexts(tokenizer), True)
+    streamed = [chunk["choices"][0]["logprobs"] for piece in pieces for chunk in answer.chunks(piece, False, False)]
+    assert [each for part in streamed for each in part["text_offset"]] == list(whole.places)
+    assert answer.complete({0: whole})["choices"][0]["logprobs"]["text_offset"] == list(whole.places)
+
+
+def test_names_of_tokens_are_kept_as_far_as_they_are_few():
+    """A server comes to see all of a large vocabulary."""
+    tokenizer = random_tokenizer(20_000)
+    names = TokenTexts(tokenizer)
+    tracemalloc.start()
+    try:
+        assert [names[token] for token in range(300, 20_000)] == [f" {token - 256:x}" for token in range(300, 20_000)]
+        assert tracemalloc.get_traced_memory()[0] < 2.5e6  # 4.3 MB for all
+    finally:
+        tracemalloc.stop()
+
+
+def test_an_answer_comes_back_as_the_next_turn(client):
+    """As the client's object, and as its dictionary, which names what there is not."""
+    said = client.chat.completions.create(model=NAME, messages=MESSAGES, max_tokens=3, temperature=0).choices[0].message
+    counts = []
+    for turn in (said, said.model_dump(), {"role": "assistant", "content": said.content}):
+        answer = client.chat.completions.create(model=NAME, messages=[*MESSAGES, turn, *MESSAGES], max_tokens=1)
+        counts.append(answer.usage.prompt_tokens)
+    assert len(set(counts)) == 1
+    with pytest.raises(openai.BadRequestError, match="messages.1.audio"):
+        client.chat.completions.create(model=NAME, messages=[*MESSAGES, {**said.model_dump(), "audio": {"id": "1"}}])
 
 
 def test_echo_and_prompts_of_tokens(client, free):

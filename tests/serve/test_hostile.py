@@ -169,6 +169,20 @@ def test_who_leaves_is_not_computed_further(streams, slow):
     assert slow.steps - drawn < 40, "texts that nobody waits for were computed"
 
 
+def test_who_leaves_frees_the_pages_within_a_step(slow, monkeypatch):
+    """From when the server hears of it: the round that runs is the last."""
+    worker, pages = slow.service.worker, slow.engine.batch.pages
+    cancel, release, told, released = worker.cancel, pages.release, [], []
+    monkeypatch.setattr(worker, "cancel", lambda texts: (told.append(slow.steps), cancel(texts)))
+    monkeypatch.setattr(pages, "release", lambda held: (released.append(slow.steps) if held else None, release(held)))
+    with socket.create_connection(slow.address) as connected:
+        connected.sendall(post({**ASKED, "stream": True}))
+        slow.wait_until(lambda: slow.engine.batch.running)
+        assert connected.recv(20)
+    slow.wait_until(lambda: told and slow.free())
+    assert len(told) == len(released) == 1 and 0 < told[0] <= released[0] <= told[0] + 1
+
+
 def test_who_leaves_while_waiting_gives_the_place_up(slow):
     with slow.client() as client:
         done = []

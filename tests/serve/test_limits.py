@@ -176,6 +176,14 @@ def test_another_sites_page_cannot_ask(tiny):
         assert client.options("/v1/completions", headers={"origin": "https://evil.example"}).status_code == 405
 
 
+def test_no_path_leads_elsewhere(tiny):
+    """Not even to itself with another name: a Host header would say where."""
+    with tiny.client() as client:
+        for path in ("/health/", "/v1/completions/", "/example.org//", "/v1"):
+            answer = client.get(path)
+            assert answer.status_code == 404 and "location" not in answer.headers and answer.json()["error"]["message"], path
+
+
 def test_a_full_server_says_when_to_come_back():
     """Seats are for those who are computed and those who wait; who is refused leaves them their places."""
     with running(tiny_pipeline(max_concurrent=1), max_concurrent=1, max_queue=1) as server:
@@ -238,7 +246,7 @@ def test_what_is_counted(free):
         after = values()
 
     def grown(name):
-        return after[name] - before.get(name, 0)
+        return after.get(name, 0) - before.get(name, 0)
 
     assert grown('lowbit_requests_total{endpoint="/v1/completions",status="200"}') == 1
     assert (grown("lowbit_prompt_tokens_total"), grown("lowbit_generated_tokens_total")) == (6, 8)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import signal
 import socket
-import subprocess
 import sys
-import threading
 import time
 
 import httpx
@@ -21,7 +18,7 @@ from lowbit.cli.terminal import err, out
 from lowbit.serve.client import Local, Remote
 from lowbit.serve.errors import encoded
 from lowbit.serve.server import bound
-from tests.serve.running import NAME, TEMPLATE, greedy, running, tiny_pipeline
+from tests.serve.running import NAME, TEMPLATE, command, greedy, running, tiny_pipeline
 from tests.tiny import eager_llama, tiny_tokenizer
 
 ASKED = {"model": "tiny", "prompt": "ab", "max_tokens": 200, "temperature": 0, "extra_body": {"ignore_eos": True}}
@@ -35,53 +32,6 @@ def folder(tmp_path_factory):
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(path)
     return path
-
-
-class Command:
-    """A `lowbit serve` that was started, and its standard error."""
-
-    def __init__(self, *arguments):
-        code = "from lowbit.cli import main; main()"
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code, "serve", *map(str, arguments)],
-            stderr=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.lines: list[str] = []
-        self.reading = threading.Thread(target=self._read)
-        self.reading.start()
-        end = time.monotonic() + 60
-        while not (found := re.search(r"^serving tiny at (http://127.0.0.1:(\d+))/v1", "\n".join(self.lines), re.MULTILINE)):
-            assert time.monotonic() < end and self.process.poll() is None, self.lines
-            time.sleep(0.05)
-        self.url, self.port = found[1], int(found[2])
-
-    def _read(self):
-        assert self.process.stderr is not None
-        self.lines.extend(line.rstrip() for line in self.process.stderr)
-
-    def client(self, key="any"):
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=30)
-
-    def ended(self, seconds=20):
-        """The exit status."""
-        status = self.process.wait(seconds)
-        self.reading.join(10)
-        return status
-
-
-@contextlib.contextmanager
-def command(*arguments):
-    made = Command(*arguments)
-    try:
-        yield made
-    finally:
-        made.process.kill()
-        made.ended()
-        assert made.process.stdout is not None and made.process.stdout.read() == ""
-        made.process.stdout.close()
-        assert "Traceback" not in "".join(made.lines), made.lines
 
 
 def test_signals(folder):
