@@ -250,7 +250,7 @@ def test_a_whole_run(folder, tmp_path, monkeypatch):
     assert [row["failed"] for row in rows] == [0] * 8 and all(row["requests"] for row in rows)
     engine, streams, other, idle, *arrivals = rows
     assert streams["ratio"] == pytest.approx(streams["tokens_per_s"] / engine["tokens_per_s"]) and other["ratio"] is None
-    assert streams["seconds"] == pytest.approx(3) == pytest.approx(other["seconds"]) and streams["cut"] == 0
+    assert streams["seconds"] == pytest.approx(2) == pytest.approx(other["seconds"]) and streams["cut"] == 0
     assert all(row["server_cpu"] > 0.05 and row["client_cpu"] > 0 for row in (streams, other, *arrivals))
     assert 0.2 < streams["ratio"] < 1.3 and 0 < idle["added_ms"]["p50"] <= idle["added_ms"]["p99"]
     samples = idle["samples_ms"]
