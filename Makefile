@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo demo-vision study test lint format clean help
+.PHONY: demo demo-vision study test tests lint style types format clean help
 
 help:
 	@echo "make demo    quantize a real language model, measure it, hear it speak (a few minutes, no GPU needed)"
@@ -36,15 +36,20 @@ study: demo
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[plot]"
 	$(BIN)/python -m study $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/lowbit/smollm2-135m-instruct --device $(DEVICE) --limit 128 --results study-results
 
-lint: $(BIN)/.ready
+lint: style types
+style: $(BIN)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+types: $(BIN)/.ready
 	$(BIN)/mypy
 
 # A process for each core, of one thread each; one that is done takes over tests of another.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
-test: lint
+# Types beside the tests: mypy has one process.
+test: style $(VENV)/oldest-triton
+	$(MAKE) --jobs 2 types tests
+tests:
 	$(PYTEST)
 	PYTHONPATH=$(OLDEST) $(PYTEST) $(OLDEST_TESTS)
 
@@ -52,7 +57,6 @@ test: lint
 # or interpret them.
 OLDEST_TESTS = $(shell grep -rlE 'compile|interpreted' --include='test_*.py' tests/kernels/parts tests/kernels/sm80 tests/kernels/sm90)
 OLDEST := $(VENV)/oldest-triton
-test: $(OLDEST)
 $(OLDEST): $(BIN)/.ready
 	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==$(OLDEST_TRITON)
 

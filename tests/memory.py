@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from tests.forks import forked
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 
@@ -34,18 +33,17 @@ print(peak - base)
 """
 
 
+_MODEL = "transformers.models.llama.modeling_llama"
+
+
 def peak_bytes(setup: str, measured: str, *arguments: object) -> int:
     """Bytes of anonymous memory that the code `measured` takes at most above what `setup` left, each in `sys.argv[1:]`'s words.
 
     Whatever is freed goes back to the system at once: with glibc's own threshold, which grows, repeated runs of one program
     differ by 24 MB, so by 0.2 MB.
     """
-    done = subprocess.run(
-        [sys.executable, "-c", _FRAME.format(setup=setup, measured=measured), *map(str, arguments)],
-        capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent,
-        env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},
-    )  # fmt: skip
-    return int(done.stdout.split()[-1])
+    code = _FRAME.format(setup=setup, measured=measured)
+    return int(forked(code, *arguments, imported=("torch", _MODEL), MALLOC_MMAP_THRESHOLD_="65536").split()[-1])
 
 
 class TensorBytes(TorchDispatchMode):

@@ -1,4 +1,4 @@
-"""What importing the library costs and does; each case in a Python of its own."""
+"""What importing the library costs and does; each case in a Python of its own, or in a fork of one that has not met it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.forks import forked
 from tests.tiny import save_tiny
 
 
@@ -15,6 +16,14 @@ def python(code, *arguments):
     done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+def beside(code, *arguments):
+    """The same where most of what Transformers takes to import is there: what it imports, and its list of models, but none of
+    its models nor the module for whose import `lowbit` waits."""
+    unmet = "import sys; assert 'lowbit' not in sys.modules and 'transformers.modeling_utils' not in sys.modules\n"
+    imported = ("torch", "torch._dynamo", "torch.distributed.tensor", "transformers.models")
+    return forked(unmet + code, *arguments, imported=imported).strip()
 
 
 BROUGHT = """sorted(m for m in sys.modules if m.split('.')[0] in ('lowbit', 'torch', 'transformers', 'numpy', 'triton'))"""
@@ -59,7 +68,7 @@ try:
 except AttributeError as error:
     print(error)
 """
-    assert python(code) == "module 'lowbit' has no attribute 'no_such_name'"
+    assert beside(code) == "module 'lowbit' has no attribute 'no_such_name'"
 
 
 def test_imported_again_transformers_still_loads():
@@ -69,7 +78,7 @@ def test_imported_again_transformers_still_loads():
         "[sys.modules.pop(n) for n in list(sys.modules) if n.startswith('lowbit')]; import lowbit",
     ):
         code = f"import importlib, sys, lowbit; {again}; import transformers.modeling_utils as t; print(t.__name__)"
-        assert python(code) == "transformers.modeling_utils"
+        assert beside(code) == "transformers.modeling_utils"
 
 
 def test_threads_may_ask_for_names_at_once():
@@ -85,7 +94,7 @@ threads = [threading.Thread(target=ask, args=(name,)) for name in lowbit.__all__
 [t.start() for t in threads], [t.join() for t in threads]
 print(wrong)
 """
-    assert python(code) == "[]"
+    assert beside(code) == "[]"
 
 
 def test_names_are_found_inside_torch_compile():
@@ -97,7 +106,7 @@ w = lowbit.pack_for(q, torch.float32)
 run = torch.compile(lambda x: lowbit.gemm(x, w), backend="eager", fullgraph=True)
 print(run(torch.ones(1, 4)).tolist())
 """
-    assert python(code) == "[[4.0, 4.0, 4.0, 4.0]]"
+    assert beside(code) == "[[4.0, 4.0, 4.0, 4.0]]"
 
 
 @pytest.fixture(scope="module")
@@ -110,23 +119,23 @@ def folder(tmp_path_factory):
     return path / "int8"
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        "import lowbit; from transformers import AutoModelForCausalLM",
-        "from transformers import AutoModelForCausalLM; import lowbit",
-        "import transformers.modeling_utils; import lowbit; from transformers import AutoModelForCausalLM",
-        "import lowbit, importlib.util; importlib.util.find_spec('transformers.modeling_utils'); "
-        "from transformers import AutoModelForCausalLM",
-        "import lowbit; lowbit.pipeline; from transformers import AutoModelForCausalLM",
-        "import lowbit; from transformers.models.llama import LlamaForCausalLM as AutoModelForCausalLM",
-    ],
-)
-def test_a_checkpoint_loads_whatever_was_imported_first(folder, imports):
+FIRST = [
+    "import lowbit; from transformers import AutoModelForCausalLM",
+    "from transformers import AutoModelForCausalLM; import lowbit",
+    "import transformers.modeling_utils; import lowbit; from transformers import AutoModelForCausalLM",
+    "import lowbit, importlib.util; importlib.util.find_spec('transformers.modeling_utils'); "
+    "from transformers import AutoModelForCausalLM",
+    "import lowbit; lowbit.pipeline; from transformers import AutoModelForCausalLM",
+    "import lowbit; from transformers.models.llama import LlamaForCausalLM as AutoModelForCausalLM",
+]
+
+
+@pytest.mark.parametrize(("run", "imports"), [(python, FIRST[0]), *((beside, imports) for imports in FIRST)])
+def test_a_checkpoint_loads_whatever_was_imported_first(folder, run, imports):
     code = f"""
 import sys
 {imports}
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 print(sum(type(m).__name__ == "QuantLinear" for m in model.modules()))
 """
-    assert int(python(code, folder).splitlines()[-1]) > 0
+    assert int(run(code, folder).splitlines()[-1]) > 0

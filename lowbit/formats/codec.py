@@ -51,26 +51,25 @@ def _encode_float(x: Tensor, fmt: FloatFormat, saturate: bool) -> Tensor:
         if not saturate:
             raise ValueError(f"{fmt.name} has neither infinity nor NaN: it can only saturate")
         _refuse_nan(x, fmt)
-    magnitude = x.abs()
-    # The binade of each value: frexp gives m in [0.5, 1), so 2^(e-1) <= magnitude < 2^e. Subnormals share the lowest.
-    lowest = 1 - fmt.bias
-    exponent = (torch.frexp(magnitude).exponent - 1).clamp(min=lowest)
-    exponent = torch.where(magnitude == 0, lowest, exponent)  # frexp gives zero the exponent 0
+    # The binade of each value, from its own exponent: 2^e <= magnitude < 2^(e + 1). Subnormals share the lowest, what is beyond
+    # the largest value the next one.
+    integers, mantissa, bias = (torch.int32, 23, 127) if x.dtype == torch.float32 else (torch.int64, 52, 1023)
+    magnitude, lowest, next_one = x.detach().abs(), 1 - fmt.bias, (1 << fmt.exponent) - fmt.bias
+    exponent = ((magnitude.view(integers) >> mantissa) - bias).clamp(lowest, next_one)
     # Steps of the value inside its binade. The factor is a power of two, so `round` is the only rounding.
-    steps = torch.ldexp(magnitude, fmt.mantissa - exponent)
-    # Even steps are even codes, but for formats without mantissa, where the exponent's own last bit decides a tie.
-    tie_down = (steps == 1.5) & ((exponent - lowest) % 2 == 1) & (fmt.mantissa == 0)
-    steps = torch.where(tie_down, 1.0, steps.round())
+    steps = magnitude * ((fmt.mantissa + bias - exponent) << mantissa).view(x.dtype)
+    rounded = steps.round()
+    if fmt.mantissa == 0:  # even steps are even codes, but here the exponent's own last bit decides a tie
+        rounded = torch.where((steps == 1.5) & ((exponent - lowest) % 2 == 1), 1.0, rounded)
     # steps = 2^M + m in a normal binade: adding (E - 1) 2^M gives the code, and a carry moves on to the next binade.
-    code = steps + (exponent - lowest) * (1 << fmt.mantissa)
+    code = rounded + ((exponent - lowest) << fmt.mantissa)
     over = {"none": fmt.max_code, "nan": fmt.max_code + 1, "ieee": fmt.max_code + 1}[fmt.special]
-    code = code.nan_to_num(nan=0.0, posinf=float(over)).clamp(max=fmt.max_code if saturate else over)
-    code = code.to(torch.uint8)
+    code = code.clamp(max=fmt.max_code if saturate else over)
+    negative = torch.signbit(x)
     if fmt.special != "none":
-        all_ones = (1 << (fmt.bits - 1)) - 1
-        code = torch.where(x.isnan(), torch.full_like(code, all_ones), code)
-    sign = (torch.signbit(x) & ~x.isnan()).to(torch.uint8) << (fmt.bits - 1)
-    return code | sign
+        nan = x.isnan()
+        code, negative = torch.where(nan, (1 << (fmt.bits - 1)) - 1, code), negative & ~nan
+    return code.to(torch.uint8) | (negative.to(torch.uint8) << (fmt.bits - 1))
 
 
 def _refuse_nan(x: Tensor, fmt: NumberFormat) -> None:

@@ -112,7 +112,7 @@ def test_too_little_room_is_said_before_anything_is_written(small, tmp_path, mon
     monkeypatch.setattr("lowbit.checkpoint.target.free_bytes", lambda path: 1000)
     with pytest.raises(CheckpointError, match=r"the checkpoint needs 1,\d\d\d,\d\d\d bytes there, 1,000 are free"):
         run(asked(tmp_path), tmp_path / "load.json", lambda *step: None)
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match="a test needs 1,001 bytes there, 1,000 are free"):
         check_space(tmp_path, 1001, "a test")
     assert not list(tmp_path.iterdir())
 

@@ -231,13 +231,13 @@ def folder(tmp_path_factory):
     return path
 
 
-SHORT = ("--prompt", "40", "--output", "12", "--streams", "4", "--each", "1.5")
+SHORT = ("--prompt", "40", "--output", "12", "--streams", "4", "--each", "1")
 
 
 def test_a_whole_run(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(serve_load, "SHAREGPT", Mix("long-like", 30, 20, 60, 40))
     path = tmp_path / "serve.json"
-    command = ["bench", "serve", "--model", str(folder), "--seconds", "6", *SHORT, "--loads", "50,80", "--out", str(path)]
+    command = ["bench", "serve", "--model", str(folder), "--seconds", "4", *SHORT, "--loads", "50,80", "--out", str(path)]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     document = load(path)
@@ -250,7 +250,7 @@ def test_a_whole_run(folder, tmp_path, monkeypatch):
     assert [row["failed"] for row in rows] == [0] * 8 and all(row["requests"] for row in rows)
     engine, streams, other, idle, *arrivals = rows
     assert streams["ratio"] == pytest.approx(streams["tokens_per_s"] / engine["tokens_per_s"]) and other["ratio"] is None
-    assert streams["seconds"] == pytest.approx(3) == pytest.approx(other["seconds"]) and streams["cut"] == 0
+    assert streams["seconds"] == pytest.approx(2) == pytest.approx(other["seconds"]) and streams["cut"] == 0
     assert all(row["server_cpu"] > 0.05 and row["client_cpu"] > 0 for row in (streams, other, *arrivals))
     assert 0.2 < streams["ratio"] < 1.3 and 0 < idle["added_ms"]["p50"] <= idle["added_ms"]["p99"]
     samples = idle["samples_ms"]

@@ -42,10 +42,10 @@ def test_operators_take_what_they_are_given_and_no_longer_than_that():
     before = [ops[0].choose, ops[1].choose_chain, ops[2].choose_decode]
     shape, tile = GemmShape(4, 4096, 4096, 4), RingTile(8, 5, 1, 1, 8, 1)
     part = Part("o", "residual", shape, ())
-    with pytest.raises(RuntimeError), given({"o": tile}, [part]):
+    with pytest.raises(RuntimeError, match="its end"), given({"o": tile}, [part]):
         assert ops[1].choose_chain("residual", shape, H200, False) == tile
         assert ops[1].choose_chain("norm", shape, H200, False) != tile and ops[0].choose(shape, H200) != tile
-        raise RuntimeError
+        raise RuntimeError("its end")
     assert [ops[0].choose, ops[1].choose_chain, ops[2].choose_decode] == before
 
 

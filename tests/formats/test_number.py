@@ -49,9 +49,16 @@ def test_name_round_trip(fmt):
     assert number_format(fmt.name) == fmt
 
 
-@pytest.mark.parametrize("bad", ["int1", "int9", "fp6_e3m3", "fp9_e4m4", "fp2_e1m0", "nf4", ""])
-def test_unknown_names_are_refused(bad):
-    with pytest.raises(ValueError):
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        ("int1", "have 2 to 8 bits, got 1"), ("int9", "have 2 to 8 bits, got 9"), ("fp6_e3m3", "mantissa bits are 7, not 6"),
+        ("fp9_e4m4", "3 to 8 bits in all .* got e4m4"), ("fp2_e1m0", "3 to 8 bits in all .* got e1m0"),
+        ("nf4", "unknown number format 'nf4'; supported: int2..int8"), ("", "unknown number format ''; supported: int2..int8"),
+    ],
+)  # fmt: skip
+def test_unknown_names_are_refused(bad, why):
+    with pytest.raises(ValueError, match=why):
         number_format(bad)
 
 

@@ -82,10 +82,21 @@ def test_aliases_parse(alias):
     assert parse_scheme(alias.upper()) == parse_scheme(alias)
 
 
-@pytest.mark.parametrize("bad", ["w16a16", "w4", "w6e3m3a16", "w6e3m2a16_z", "w4a16_g0", "q4_k_m", "w4a16_g64_fz_z", "w8a16_az",
-                                 "w8e4m3a8e4m3_az", "w8a8_b128x128_az"])  # fmt: skip
-def test_nonsense_is_refused_with_help(bad):
-    with pytest.raises(ValueError):
+GRAMMAR = r"unknown scheme '.*'; the grammar is w<bits>.*, for example w4a16_g128, .*; aliases: fp8, "
+ACTIVATIONS = "zero points of activations .* go with integer activations of one scale per token or layer, such as w8a8_az"
+
+
+@pytest.mark.parametrize(
+    ("bad", "help"),
+    [
+        ("w16a16", "leaves the weights in 16 bits"), ("w4", GRAMMAR), ("q4_k_m", GRAMMAR), ("w4a16_g64_fz_z", GRAMMAR),
+        ("w6e3m3a16", "1 sign . 3 exponent . 3 mantissa bits are 7, not 6"), ("w4a16_g0", "a group has at least 1 element"),
+        ("w6e3m2a16_z", "zero points go with integer weights"), ("w8a16_az", ACTIVATIONS), ("w8e4m3a8e4m3_az", ACTIVATIONS),
+        ("w8a8_b128x128_az", ACTIVATIONS),
+    ],
+)  # fmt: skip
+def test_nonsense_is_refused_with_help(bad, help):
+    with pytest.raises(ValueError, match=help):
         parse_scheme(bad)
 
 

@@ -2,18 +2,52 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import functools
+import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
+
+import numpy as np
+
+from tests.forks import forked
 
 
 def interpreted(*checks: Callable[[], None]) -> None:
     """Calls functions of one test file where all kernels are interpreted."""
     (module,) = {check.__module__ for check in checks}
     calls = "; ".join(f"tests.{check.__name__}()" for check in checks)
-    code = f"import {module} as tests; {calls}"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}, timeout=300
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    imported = ("torch", "triton.experimental.gluon", "lowbit.ops", "tests.kernels.sass")
+    code = f"from tests.kernels.interpreter import hurry; hurry(); import {module} as tests; {calls}"
+    forked(code, imported=imported, TRITON_INTERPRET="1")
+
+
+def hurry() -> None:
+    """Most of the interpreter's time goes into what it does again and again: to look up NumPy's types, to search Triton
+    for what to replace at each call of a device function, and to combine numbers one by one."""
+    from triton.language.core import is_builtin
+    from triton.runtime import interpreter
+
+    @functools.cache
+    def replaced(module):
+        return [name for name, member in inspect.getmembers(module) if is_builtin(member)]
+
+    def members(module):
+        return [(name, getattr(module, name)) for name in replaced(module)]
+
+    interpreter.inspect = SimpleNamespace(**{**vars(inspect), "getmembers": members})
+    by_type, of_numbers = interpreter._get_np_dtype, functools.cache(interpreter._get_np_dtype)
+    interpreter._get_np_dtype = lambda given: (by_type if given.scalar.is_ptr() else of_numbers)(given.scalar)
+    interpreter.ReduceOps.generic_reduce = _reduce
+
+
+def _reduce(self, tensors):
+    """Combines two halves of all tensors at once, until a slice is left."""
+    parts = [tensor.handle.data for tensor in tensors]
+    while parts[0].shape[self.axis] > 1:
+        sides = zip(*(np.split(part, 2, self.axis) for part in parts), strict=True)
+        halves = [self.to_tensor(half, of.dtype) for side in sides for half, of in zip(side, tensors, strict=True)]
+        made = self.combine_fn.fn(*halves)
+        parts = [part.handle.data for part in (made if isinstance(made, tuple) else (made,))]
+    if not self.keep_dims:
+        parts = [part.squeeze(self.axis) for part in parts]
+    return [self.to_tensor(part, of.dtype) for part, of in zip(parts, tensors, strict=True)]

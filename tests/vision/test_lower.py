@@ -14,7 +14,7 @@ from lowbit.vision.graph import AveragePool, Conv, Input, MaxPool, Sum
 from lowbit.vision.lower import FLOAT, lower
 from lowbit.vision.observe import observe
 from lowbit.vision.program import Compute, Dequantize, PoolMax, Quantize
-from lowbit.vision.trace import FUSIONS, trace
+from lowbit.vision.trace import FUSIONS, fuse, trace, unfused
 from tests.vision.nets import Mixed, Plain, Shared, Sums, resnet, seasoned
 
 CASES = {
@@ -28,11 +28,17 @@ CASES = {
 
 
 @functools.cache
-def observed(case, fold):
+def traced(case):
     make, shape = CASES[case]
     torch.manual_seed(7)
     images = torch.randn(6, *shape)
-    graph = trace(make(), images, FUSIONS if fold else FUSIONS[:-1])
+    return unfused(make(), images), images
+
+
+@functools.cache
+def observed(case, fold):
+    graph, images = traced(case)
+    graph = fuse(graph, FUSIONS if fold else FUSIONS[:-1])
     return graph, observe(graph, [images]), images
 
 

@@ -2,7 +2,7 @@
 
 A persistent block computes the tiles with its number, and each as many further on as there are blocks. With splits, as many
 blocks in a row share a tile, each a stretch of K. The functions take the configuration C of a kernel, which has `splits`,
-`token_group`, the tile's `rows`, `columns`, `accumulator` and `threads`.
+`token_group`, `last_is_full`, the tile's `rows`, `columns`, `accumulator` and `threads`.
 """
 
 from __future__ import annotations
@@ -52,9 +52,12 @@ def tile_at(index, tiles, C: gl.constexpr):
 
 @gluon.jit
 def first_token_of(token_tile, tiles, C: gl.constexpr):
-    """Where a tile of tokens begins: the last one where it is full, if there are so many. Tokens of two tiles are stored twice,
-    with the same bits."""
-    return gl.minimum(token_tile * C.tile_tokens, gl.maximum(tiles.tokens - C.tile_tokens, 0))
+    """Where a tile of tokens begins. With C.last_is_full the last one begins where it is full, if there are so many tokens: the
+    copy engine takes long over rows that do not exist. Tokens of two tiles are stored twice, with the same bits."""
+    if C.last_is_full:
+        return gl.minimum(token_tile * C.tile_tokens, gl.maximum(tiles.tokens - C.tile_tokens, 0))
+    else:
+        return token_tile * C.tile_tokens
 
 
 @gluon.jit

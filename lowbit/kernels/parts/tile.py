@@ -70,6 +70,10 @@ class ByteTile(WarpgroupTile):
     paired: bool
     store_by_tma: bool
 
+    last_is_full = False
+    """Whether the last of several tiles of tokens begins where it is full: tokens that are no multiples of a tile cost the end
+    registers, which spill (narrow_scaled_gemm.py, 48 bytes with Triton 3.9)."""
+
     @property
     def operand_regions(self) -> tuple[tuple[str, int], ...]:
         """Shared memory of the operands' stages."""

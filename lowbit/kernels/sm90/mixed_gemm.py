@@ -82,6 +82,8 @@ class WgmmaGemm(WarpgroupTile, Squares):
     digest: str = source_digest()
 
     paired = False
+    last_is_full = True
+    """Whether the last of several tiles of tokens begins where it is full."""
     stage_tiles = 1
     """Tiles of FragmentOrder along K in a stage."""
     iteration_stages = 2

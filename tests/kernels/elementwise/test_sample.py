@@ -132,12 +132,13 @@ LAST = len(SETTINGS)
 
 
 def check_without_a_gpu():
-    """With smaller tiles of the search: the interpreter adds up three sums at a time one by one."""
-    kernel_module.TILE = 128
+    """With smaller tiles of the search first, so that lists are longer than one."""
     check_arithmetic()
+    whole, kernel_module.TILE = kernel_module.TILE, 128
     check(SETTINGS, [*range(LAST), LAST, LAST], hard_logits(LAST + 2, 1000, torch.float16, 3))
     check(SETTINGS, [2, 5, 4], hard_logits(3, 12288, torch.float32))
     check(SETTINGS, [2], hard_logits(1, 33003, torch.float16, 64))
+    kernel_module.TILE = whole
     for batch in (1, 3, 8):
         check(SETTINGS, [2, 0, 4, 1, LAST, 9, LAST, 3][:batch], hard_logits(batch, 3000, torch.float32))
         check([Sampling()] * 4, [3, 0, 4, 4, 1, 4, 2, 4][:batch], hard_logits(batch, 5000, torch.float16, 8), filters=False)

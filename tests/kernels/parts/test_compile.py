@@ -173,9 +173,9 @@ def test_recordings_within_recordings():
     from lowbit.kernels.parts.launch import recording
 
     with recording() as outer:
-        with pytest.raises(RuntimeError), recording() as inner:
+        with pytest.raises(RuntimeError, match="its end"), recording() as inner:
             gate()()
-            raise RuntimeError
+            raise RuntimeError("its end")
         ring()()  # is not launched: there is no GPU
     assert [each.name for each in inner] == ["gate_rows"] and [each.name for each in outer] == ["ring_gemm"]
 

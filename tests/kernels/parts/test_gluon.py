@@ -56,9 +56,9 @@ def test_an_aggregate_carries_values_by_name(second):
 
 
 def test_an_aggregate_refuses_what_it_has_no_name_for():
-    with pytest.raises((TypeError, AttributeError)):
-        Inner(1, third=2)
-    with pytest.raises(TypeError):
+    with pytest.raises((TypeError, AttributeError), match="third"):
+        Inner(1, 2, third=3)
+    with pytest.raises(TypeError, match="for attribute 'inner'"):
         Outer(1, (), 2)
 
 

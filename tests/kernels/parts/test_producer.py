@@ -59,7 +59,7 @@ def asked_for(block, blocks, tiles, C):
 def test_every_stage_of_every_tile_once(of_tokens, of_channels, iterations, splits, per_iteration, stages_ahead, paired):
     C = SimpleNamespace(
         stages=6, stages_ahead=stages_ahead, stage_bytes=4096, iteration_stages=per_iteration, splits=splits, token_group=2,
-        tile_tokens=32, x_block=(32, 64), paired=paired,
+        tile_tokens=32, x_block=(32, 64), paired=paired, last_is_full=True,
     )  # fmt: skip
     tiles, blocks = SimpleNamespace(of_tokens=of_tokens, of_channels=of_channels, iterations=iterations), 4
     tiles.tokens = max(20, of_tokens * 32 - 5)  # one tile is not full, the last of several begins where it is

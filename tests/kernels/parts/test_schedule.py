@@ -30,9 +30,11 @@ def test_every_split_of_every_tile_once(tokens, channels, splits, group):
 
 @pytest.mark.parametrize(("tokens", "expected"), [(1, [0]), (64, [0]), (65, [0, 1]), (128, [0, 64]), (150, [0, 64, 86])])
 def test_tiles_of_tokens_are_full_where_there_are_as_many(tokens, expected):
-    config, tiles = SimpleNamespace(tile_tokens=64), SimpleNamespace(tokens=tokens)
+    tiles = SimpleNamespace(tokens=tokens)
     gl = SimpleNamespace(minimum=min, maximum=max)
-    assert [plain(first_token_of, gl=gl)(tile, tiles, config) for tile in range(-(-tokens // 64))] == expected
+    for full, begins in ((True, expected), (False, list(range(0, tokens, 64)))):
+        config = SimpleNamespace(tile_tokens=64, last_is_full=full)
+        assert [plain(first_token_of, gl=gl)(tile, tiles, config) for tile in range(-(-tokens // 64))] == begins
 
 
 @pytest.mark.parametrize(("iterations", "splits"), [(10, 1), (10, 3), (7, 4), (4, 4)])
