@@ -27,7 +27,7 @@ def test_a_descriptor_is_fetched_anew():
     def asm(text, constraints, inputs, dtype, is_pure, pack):
         said.append((text, constraints, is_pure))
 
-    names = SimpleNamespace(**vars(GL), inline_asm_elementwise=asm, int32=None)
+    names = SimpleNamespace(**vars(GL) | {"inline_asm_elementwise": asm, "int32": None})
     plain(conv_inputs.map_arrived, gl=names)(np.int64(4096), SimpleNamespace(threads=128, threads_layout=None))
     ((text, constraints, is_pure),) = said
     assert "fence.proxy.tensormap::generic.acquire.gpu [$1], 128;" in text and not is_pure
