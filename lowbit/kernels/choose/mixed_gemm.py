@@ -1,9 +1,10 @@
 """Which kernel and which tile multiply a problem: candidates, why some cannot, what each would cost, the choice.
 
 Pure functions of a problem and a machine: no GPU is asked, so a laptop can say what a server would do and why. Costs are
-modelled microseconds; their constants were measured on an H200 (2026-11-21 and 2026-11-23, Triton 3.6, torch 2.11;
-docs/log.md) and only have to put the candidates in the right order. Tiles of more tokens than a product has are candidates too,
-since tokens can be filled up.
+modelled microseconds; their constants were fitted to the tuned halves of bench/results/h200/2026-11-23-choice.json and of
+2026-11-23-choice-middle.json beside it (H200, Triton 3.6, torch 2.11; docs/log.md), those of 16 tokens in the ring kernel to
+products of 2026-11-21, and only have to put the candidates in the right order. Tiles of more tokens than a product has are
+candidates too, since tokens can be filled up.
 """
 
 from __future__ import annotations
@@ -207,18 +208,17 @@ def _resident(tile: RingTile, shape: GemmShape, machine: Machine) -> int:
     return max(1, min(most, by_shared, 8 * _RESIDENT[bits][tile.strips - 1] // warps))
 
 
-_TAIL, _SLOTS, _PAIR = 0.14, 0.23, 0.016
+_TAIL, _SLOTS, _PAIR = 0.099, 0.092, 0.028
 """Of the time of the memory: what SMs with fewer blocks than the busiest lose; what is lost where not all places for blocks
 are taken, since those of the next kernel pile up on a few SMs; what two rows of warps lose where several blocks share an SM."""
-_STEP_US, _WIDE_STEP_US = 0.0228, 0.0192
+_STEP_US, _WIDE_STEP_US = 0.0113, 0.0301
 """Of an SM for 128 k of a strip: with scales of groups, and of codes of more than 4 bits, which have none in general."""
 
 
 def _ring_cost(tile: RingTile, shape: GemmShape, machine: Machine) -> float:
     """Launch, then what binds: the memory, of which an SM gets its share only while all have work, or instructions.
 
-    Of tiles of 8 tokens; these constants were fitted to the tuned half of bench/results/h200/2026-11-23-choice.json (H200,
-    Triton 3.6, torch 2.11). A ring is used whole: K counts as many steps as fill all slots of all warps.
+    Of tiles of 8 tokens. A ring is used whole: K counts as many steps as fill all slots of all warps.
     """
     if tile.tokens > SMALL_TOKENS:
         return _wide_ring_cost(tile, shape, machine)
@@ -231,13 +231,13 @@ def _ring_cost(tile: RingTile, shape: GemmShape, machine: Machine) -> float:
     uneven = _TAIL * (busiest / share - 1) + _SLOTS * free + (_PAIR if tile.warps_n == 2 and room > 1 else 0)
     weights = shape.n * shape.k * shape.bits / 8 * (1 + uneven)
     x = share * machine.sm_count * tile.warps_n * min(shape.m, tile.tokens) * shape.k / tile.splits * 2
-    memory_us = (weights + 0.35 * x) / machine.read_bytes * 1e6
+    memory_us = (weights + 0.43 * x) / machine.read_bytes * 1e6
     warps = tile.warps_n * tile.warps_k
     decode_us = busiest * steps * warps * (_WIDE_STEP_US if shape.bits > 4 else _STEP_US)
-    turns_us = math.ceil(busiest / together) * steps * 0.02
-    gaps_us = (busiest - together) * 0.35 / together**2
+    turns_us = math.ceil(busiest / together) * steps * 0.0094
+    gaps_us = (busiest - together) * 1.55 / together**2
     # Near each other the two cost more than the larger one.
-    return 1.6 + (memory_us**4 + decode_us**4) ** 0.25 + turns_us + gaps_us + 0.0025 * warps
+    return 0.50 + (memory_us**4 + decode_us**4) ** 0.25 + turns_us + gaps_us + 0.0026 * warps
 
 
 def _wide_ring_cost(tile: RingTile, shape: GemmShape, machine: Machine) -> float:
@@ -279,22 +279,20 @@ def wgmma_tiles(shape: GemmShape, y_tiles: float = 1, *, in_chain: bool = False)
 
 
 _STAGE_CYCLES = {
-    # (tokens, warpgroups): cycles for 64 k of a tile of int4 with scales of groups. These and the constants below were fitted
-    # to whole kernels of the tuned half of bench/results/h200/2026-11-23-choice.json (H200, Triton 3.6, torch 2.11).
-    (256, 2): 1270,
-    (128, 2): 685,
-    (64, 4): 810,
-    (64, 2): 470,
-    (32, 4): 650,
-    (32, 2): 420,
-    (16, 4): 600,
-    (16, 2): 415,
+    # (tokens, warpgroups): cycles for 64 k of a tile of int4, mostly with scales of groups, and of codes of more bits, mostly
+    # without. Fitted to whole kernels, as the constants below (see the beginning of this file).
+    (256, 2): (1297, 1209),
+    (128, 2): (691, 630),
+    (64, 4): (848, 769),
+    (64, 2): (522, 435),
+    (32, 4): (613, 706),
+    (32, 2): (438, 425),
+    (16, 4): (600, 650),
+    (16, 2): (502, 453),
 }
-_WIDE_CODES = 0.92
-"""Of these cycles, what codes of more than 4 bits take, which have no scales of groups in general."""
 _L2_BYTES_PER_CYCLE = 50
 """What an SM takes in from the L2 (choose/scaled_gemm.py)."""
-_MISSING_CYCLES = 4
+_MISSING_CYCLES = 3.6
 """What the copy engine needs for 64 k of a token that does not exist. 128 x 256 tokens took 506 us of 256 tokens, 825 of 128
 and 970 of 96 (N 152064, K 5120): a tile that is not full is slower than a full one."""
 
@@ -312,17 +310,17 @@ def _wgmma_cost(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> float:
     of_tokens = -(-shape.m // tile.tokens)
     waves = -(-of_tokens * -(-shape.n // tile.rows) * tile.splits // machine.sm_count)
     stages = waves * -(-shape.steps(128) // tile.splits) * 2
-    full = _STAGE_CYCLES[tile.tokens, tile.warpgroups] * (_WIDE_CODES if shape.bits > 4 else 1.0)
+    full = _STAGE_CYCLES[tile.tokens, tile.warpgroups][shape.bits > 4]
     # Only one that is alone may not be full: the last of several begins where it is.
     missing = max(tile.tokens - shape.m, 0)
     copied = 8 * tile.rows * shape.bits + 128 * (tile.tokens - missing)
     main_us = stages * max(full, copied / _L2_BYTES_PER_CYCLE + _MISSING_CYCLES * missing) / 1755
-    store_us = waves * tile.tokens * tile.rows * 2.2e-5
+    store_us = waves * tile.tokens * tile.rows * 2.4e-05
     kib = tile.tokens * tile.rows / 256
-    meet_us = waves * (0.77 + kib * (0.047 + 0.014 * tile.splits)) if tile.splits > 1 else 0.0
+    meet_us = waves * (0.74 + kib * (0.057 + 0.0176 * tile.splits)) if tile.splits > 1 else 0.0
     # Of the memory's rate, weights come at about 0.85.
-    memory_us = 1.17 * shape.n * shape.k * shape.bits / 8 / machine.read_bytes * 1e6
-    return 1.6 + max(main_us, memory_us) + store_us + meet_us
+    memory_us = 1.11 * shape.n * shape.k * shape.bits / 8 / machine.read_bytes * 1e6
+    return 1.15 + max(main_us, memory_us) + store_us + meet_us
 
 
 # ---- where the model is wrong by more than 3 %: rows printed by `lowbit bench tiles`
@@ -367,5 +365,45 @@ MEASURED: tuple[Measured, ...] = (
         RingTile(tokens=8, strips=2, rounds=2, warps_n=1, warps_k=8, splits=1),
         11.8,
         12.8,
+    ),
+    Measured(
+        "H200",
+        "2026-11-23",
+        GemmShape(m=1, n=4096, k=4096, bits=6),
+        RingTile(tokens=8, strips=2, rounds=1, warps_n=1, warps_k=16, splits=1),
+        4.9,
+        5.7,
+    ),
+    Measured(
+        "H200",
+        "2026-11-23",
+        GemmShape(m=4, n=15360, k=5120, bits=6),
+        RingTile(tokens=8, strips=2, rounds=2, warps_n=2, warps_k=4, splits=1),
+        16.9,
+        20.7,
+    ),
+    Measured(
+        "H200",
+        "2026-11-23",
+        GemmShape(m=16, n=5120, k=13824, bits=6),
+        WgmmaTile(tokens=16, warpgroups=2, stages=8, splits=3, token_group=2),
+        18.7,
+        21.3,
+    ),
+    Measured(
+        "H200",
+        "2026-11-23",
+        GemmShape(m=16, n=5120, k=13824, bits=8),
+        WgmmaTile(tokens=16, warpgroups=2, stages=8, splits=3, token_group=2),
+        21.2,
+        22.1,
+    ),
+    Measured(
+        "H200",
+        "2026-11-23",
+        GemmShape(m=16, n=5120, k=1280, bits=8),
+        WgmmaTile(tokens=16, warpgroups=4, stages=8, splits=4, token_group=2),
+        5.6,
+        5.9,
     ),
 )

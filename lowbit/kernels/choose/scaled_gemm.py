@@ -148,6 +148,12 @@ def _reasons(tile: ScaledTile, shape: ScaledShape) -> tuple[str, ...]:
 CLOCK_MHZ = 1755
 L2_BYTES_PER_CYCLE = 50
 """What an SM takes in from the L2: tiles of 64 x 128 to 64 x 256 with M 128 and 256 all came to 11.5 TB/s on 132 SMs."""
+_FEW_BUSY = 1.18
+"""How much more it takes in at most where other SMs have no block: N 2048, K 2048, M 128 takes 4.2 us by 64 blocks of 64 x 64,
+where steps as fast as those of 128 blocks would come to 5.8. This and other constants here were fitted to products of `lowbit
+bench choice` and weights of middle size (H200, 2026-11-23; docs/log.md)."""
+_LEAST_CYCLES = 215
+"""Of a step of 8-bit weights, whatever its size."""
 
 _NARROW_STAGE_US = {
     # (how sums leave the tensor core, int8): microseconds for 128 k of a tile of 128 channels by tokens, from whole kernels on
@@ -160,7 +166,7 @@ _NARROW_STAGE_US = {
 }
 
 
-_PAIR_US = 0.6
+_PAIR_US = 0.5
 """Of a pair of blocks that share K, to meet, besides its sums: N 576, K 2048, M 16 took 2.7 us by a pair of 64 x 16, 3.3 by one
 block (H200, 2026-11-23, bench/results/h200/2026-11-23-choice.json)."""
 _MOST_X = 3
@@ -182,17 +188,18 @@ def _cost(tile: ScaledTile, shape: ScaledShape, machine: Machine) -> float:
     else:
         halves = 1.27 if tile.tokens_are_rows and not tile.pair else 1.3
         slower = (halves if tile.columns == 256 else 1.4) if shape.promoted else 1.12
-        from_l2 = _stage_bytes(tile, shape) / L2_BYTES_PER_CYCLE
-        per_stage = max(from_l2, tile.rows * tile.columns / 32 * slower, 130) / CLOCK_MHZ
+        share = min(_FEW_BUSY, max(1.0, machine.sm_count / tiles))
+        from_l2 = _stage_bytes(tile, shape) / (L2_BYTES_PER_CYCLE * share)
+        per_stage = max(from_l2, tile.rows * tile.columns / 32 * slower, _LEAST_CYCLES) / CLOCK_MHZ
         per_stage *= 1.05 if shape.promoted and tile.columns < 256 else 1.0
     kib = tile.rows * tile.columns / 256
     store_us = waves * tile.rows * tile.columns * 4e-5
-    meet_us = 0.5 + waves * 0.055 * kib * tile.splits if tile.splits > 1 else 0.0
+    meet_us = 0.55 + waves * 0.055 * kib * tile.splits if tile.splits > 1 else 0.0
     if tile.pair:  # 128 x 256 sums: 7,400 cycles after the last product, 2,350 where nothing is swapped
-        meet_us = _PAIR_US + 0.03 * kib + 2.5 * (waves - 1)
+        meet_us = _PAIR_US + 0.034 * kib + 2.5 * (waves - 1)
     # Tokens cost a little where the memory binds, and weights that are read once for each tile of tokens more.
     # A pair, of 128 channels, reads x half as often as the tiles of 64 that otherwise have so few tokens.
-    x_us = shape.m * shape.k * (1.5e-6 if tile.pair else 3e-6) + 0.6 * (-(-shape.m // tile.tokens) - 1)
+    x_us = shape.m * shape.k * (1.5e-6 if tile.pair else 2.7e-6) + 0.6 * (-(-shape.m // tile.tokens) - 1)
     x_us = min(x_us, _MOST_X * memory_us)
     if shape.x_blocks and not tile.tokens_are_rows:
         per_stage *= 1 + tile.columns / 256

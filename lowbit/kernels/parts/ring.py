@@ -7,8 +7,8 @@ and reads them back. A slot holds one step of one strip: the codes, as they lie 
     | slot 0: codes, scales | slot 1 | ... | slot depth - 1 | x slot 0 | ... | x slot rounds - 1 |
 
 x lies in 8 x 8 matrices of 128 bytes, so that `ldmatrix` reads B fragments without bank conflicts. Rows of tokens that do not
-exist are never copied: their places are cleared once. At one token that saves seven of eight copies of x, 119 us in a step of
-32 layers of 5 kernels (H200, 2026-11-22, Llama-3-8B's shape, int4).
+exist are never read; in tiles of 8 tokens their places are cleared once and left alone. At one token that saves seven of eight
+copies of x, 119 us in a step of 32 layers of 5 kernels (H200, 2026-11-22, Llama-3-8B's shape, int4).
 """
 
 from __future__ import annotations
@@ -98,16 +98,24 @@ class Ring:
             lines.append(f"cp.async.{cache}.shared.global [$2+{to}], [$4], {self.scale_copy}{scale_size};")
         return "{\n" + "\n".join(lines) + "\nmov.b32 $0, 0;\n}"
 
+    @property
+    def leaves_x(self) -> bool:
+        """Whether copies leave alone the places of tokens that do not exist, instead of writing zeros. With 16 tokens ptxas
+        makes branches of it in the middle of the main loop: int4, N = K = 8192, M 16 took 15.05 us, not 14.29 (H200,
+        2026-11-23)."""
+        return self.step.tokens == 8
+
     def copy_x(self, d: int, eight: int) -> str:
-        """$1 ring + 16 (8 t + g) for lane 4 g + t, $2 row g of the 8 tokens at k + 8 t, $3 whether there is such a token (else
-        nothing is copied), $4 how many k exist from there on."""
-        size = ", size" if self.tail else ""
-        lines = [".reg .b32 size; .reg .pred token, some;", "setp.ne.s32 token, $3, 0;"]
+        """$1 ring + 16 (8 t + g) for lane 4 g + t, $2 row g of the 8 tokens at k + 8 t, $3 bytes of a piece (16, or 0 where
+        there is no such token: nothing is copied, or nothing but zeros), $4 how many k exist from there on."""
+        only = "@token " if self.leaves_x else ""
+        size = ", size" if self.tail or not self.leaves_x else ""
+        lines = [".reg .b32 size; .reg .pred token, some;", "setp.ne.s32 token, $3, 0; mov.b32 size, $3;"]
         for i in range(4):
             if self.tail:
-                lines.append(f"setp.gt.s32 some, $4, {32 * i}; selp.b32 size, 16, 0, some;")
+                lines.append(f"setp.gt.s32 some, $4, {32 * i}; selp.b32 size, $3, 0, some;")
             to = self.x_slot(d) + 2048 * eight + 512 * i
-            lines.append(f"@token cp.async.ca.shared.global [$1+{to}], [$2+{64 * i}], 16{size};")
+            lines.append(f"{only}cp.async.ca.shared.global [$1+{to}], [$2+{64 * i}], 16{size};")
         return "{\n" + "\n".join(lines) + "\nmov.b32 $0, 0;\n}"
 
     def clear_x(self, eight: int) -> str:

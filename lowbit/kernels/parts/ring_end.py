@@ -1,7 +1,7 @@
 """The end of a product of the ring kernel: its slices of K come together, then what parts/end.py says, thread by thread.
 
 Every warp adds up the squares that a norm needs by itself; a gate and what it gates are sums of one thread. What the end needs
-from memory is asked for before the main loop, in a chain of short kernels.
+from memory is asked for before the main loop, in a chain of short kernels, or before blocks that share rows meet.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Place:
 
 @aggregate
 class Applied:
-    """What the sums are multiplied by and what is added: pointers, or with C.early what they point to for a thread's outputs;
-    `rms` has 1 / rms of tokens 2t and 2t + 1 of each 8, or nothing."""
+    """What the sums are multiplied by and what is added: pointers, or with C.early or C.late what they point to for a
+    thread's outputs; `rms` has 1 / rms of tokens 2t and 2t + 1 of each 8, or nothing."""
 
     factor: Scalar
     channel_scale: Scalar | Tuple
@@ -60,7 +60,7 @@ class Applied:
 
 @aggregate
 class Residual:
-    """h [M, N], the next norm's gamma [N] (with C.early as in `Applied`, and `old` what h was), squares of blocks."""
+    """h [M, N], the next norm's gamma [N] (as in `Applied`; with C.early, `old` is what h was), squares of blocks."""
 
     h: Scalar
     gamma: Scalar | Tuple
@@ -177,7 +177,7 @@ def rms_of(factors, element, C: gl.constexpr):
 @gluon.jit
 def of_row(channels, i: gl.constexpr, row, exists, C: gl.constexpr):
     """What belongs to the row of a thread's i-th sum."""
-    if C.early:
+    if C.early or C.late:
         return channels[i]
     else:
         return gl.load(channels + row, mask=exists, other=0.0)

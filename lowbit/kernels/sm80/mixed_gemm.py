@@ -102,6 +102,11 @@ class RingGemm:
         return self.splits == 1 and (self.end.parts > 0 or self.end.residual)
 
     @property
+    def late(self) -> bool:
+        """Whether what belongs to rows is asked for when the sums are there, on its way while the blocks of a row meet."""
+        return self.splits > 1
+
+    @property
     def start_of_ring(self) -> str:
         # The kernel has one allocation, so its offset is 0.
         return "{ .reg .b32 start; mov.u32 start, global_smem; add.u32 $0, start, $1; }"
@@ -259,7 +264,7 @@ def source_of(x, w, scale, strip, slice_k, first_token, lane, M, K, x_stride, ti
 def clear_x(ring, source, C: gl.constexpr):
     """Zeros in the places of tokens that do not exist, which nothing is ever copied to."""
     R: gl.constexpr = C.ring
-    EIGHTS: gl.constexpr = R.step.eights
+    EIGHTS: gl.constexpr = R.step.eights if R.leaves_x else 0
     for eight in gl.static_range(EIGHTS):
         run(ptx(R.clear_x, eight), "=r,r,r", [ring.at_x, source.x_size[eight]])
 
@@ -329,6 +334,12 @@ def ring_gemm(
         source = advance(source, C)
     read, acc = iteration(ring, source, read, acc, C, True)
     sums = sum_of_slices(shared, acc, lane, warp, C)
+    if C.late and C.end.channel_scale:
+        channel_scale = rows_ahead(channel_scale, at, C)
+    if C.late and C.end.bias:
+        bias = rows_ahead(bias, at, C)
+    if C.late and C.end.residual:
+        gamma = rows_ahead(gamma, at, C)
     applied = Applied(factor, channel_scale, rms, bias)
     residual = Residual(h, gamma, squares, x_factor, old)
     if C.splits == 1:

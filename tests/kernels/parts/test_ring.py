@@ -54,23 +54,33 @@ def test_copies_fill_a_slot_of_x(tokens):
 @pytest.mark.parametrize("tail", [False, True])
 @pytest.mark.parametrize("tokens", [8, 16])
 def test_places_of_x_are_copied_to_or_cleared_once(tokens, tail):
-    """Whatever the number of tokens: bytes of those that exist by every copy, of the others by `clear_x` alone."""
+    """Whatever the number of tokens: bytes of those that exist by every copy, of the others by `clear_x` alone, or with zeros
+    by every copy."""
     made, lane = ring("int4", tokens, tail=tail), np.arange(32)
+    assert made.leaves_x == (tokens == 8)
     for m in range(tokens + 1):
         shared = np.full(made.bytes, 1, dtype=np.uint8)
         copied_to = np.zeros(made.bytes, dtype=int)
         for eight in range(made.step.eights):
             exists = 16 * (8 * eight + lane // 4 < m)
-            run(made.clear_x(eight), [16 * (8 * (lane % 4) + lane // 4), exists], 1, shared)
+            if made.leaves_x:
+                run(made.clear_x(eight), [16 * (8 * (lane % 4) + lane // 4), exists], 1, shared)
             for d in range(0, made.depth, made.strips):
                 text = made.copy_x(d, eight)
-                found = re.findall(r"@token cp\.async\.ca\.shared\.global \[\$1\+(\d+)\], \[\$2\+(\d+)\], 16(, size)?;", text)
-                assert len(found) == text.count("cp.async") and "setp.ne.s32 token, $3, 0;" in text
-                assert all(bool(size) == tail for _, _, size in found)
+                only = "@token " if made.leaves_x else ""
+                found = re.findall(
+                    rf"^{only}cp\.async\.ca\.shared\.global \[\$1\+(\d+)\], \[\$2\+(\d+)\], 16(, size)?;", text, re.MULTILINE
+                )
+                assert len(found) == text.count("cp.async") and "setp.ne.s32 token, $3, 0; mov.b32 size, $3;" in text
+                assert all(bool(size) == (tail or not made.leaves_x) for _, _, size in found)
+                assert text.count("selp.b32 size, $3, 0, some;") == tail * len(found), "no bytes of tokens that do not exist"
                 for to, _, _ in found:
-                    for one in lane[exists > 0]:
+                    for one in lane:
                         first = int(to) + 16 * (8 * (one % 4) + one // 4)
-                        copied_to[first : first + 16] += 1
+                        if exists[one]:
+                            copied_to[first : first + 16] += 1
+                        elif not made.leaves_x:
+                            shared[first : first + 16] = 0
         x = slice(made.x_slot(0), made.bytes)
         assert (shared[: x.start] == 1).all(), "no codes, no scales"
         assert ((copied_to[x] == 1) == (shared[x] == 1)).all() and copied_to.max(initial=0) <= 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -45,6 +47,19 @@ def test_main_loop(fmt, m):
     if number_format(fmt).bits >= 4:
         assert kernel.opcodes["LDS.128"] > 0, "codes are read in 128-bit pieces"
     assert kernel.count("ACQBULK") > 0, "waits for the kernel before (programmatic dependent launch)"
+    if m == 16:
+        (first, last) = max(kernel.loops, key=lambda loop: loop[1] - loop[0])
+        branches = [line for line in kernel.lines[first : last + 1] if re.search(r"\b(BRA|BSSY)\b", line)]
+        assert len(branches) == 1, "one iteration is one stretch of code: copies that a branch skips cost 5 %"
+
+
+def test_what_belongs_to_rows_is_on_its_way_while_blocks_meet():
+    tile, kernel = compiled("int4", m=16, bias=True)
+    assert tile.splits > 1
+    last = max(end for _, end in kernel.loops)
+    behind = [line for line in kernel.lines[last:] if re.search(r"\b(LDG|ATOMG|ATOM)\b", line)]
+    first_atom = next(i for i, line in enumerate(behind) if "ATOM" in line)
+    assert first_atom >= 8, "the biases of 8 sums"
 
 
 @pytest.mark.parametrize(
