@@ -265,7 +265,7 @@ def test_a_whole_run(folder, tmp_path, monkeypatch):
         capacity = (streams if mix == mixes[0] else other)["requests_per_s"]
         assert row["requests_per_s"] == pytest.approx(share / 100 * capacity)
         assert row["first_ms"]["p50"] <= row["first_ms"]["p99"] and row["token_ms"]["p50"] > 0
-    whole = f"4 streams for 6 s: 0 of {streams['requests'] + other['requests']:,} requests failed (bar: none)"
+    whole = f"4 streams for 4 s: 0 of {streams['requests'] + other['requests']:,} requests failed (bar: none)"
     assert whole in result.output and "of the engine's own tokens a second (bar: at least 0.92)" in result.output
     pytest.importorskip("matplotlib")
     plot(document, tmp_path / "serve.png")

@@ -27,14 +27,16 @@ FORMATS = ["int2", "int3", "int4", "int5", "int6", "int7", "int8", "fp6_e3m2", "
 
 
 def compiled(
-    fmt, dtype="fp16", m=4096, group=128, zero="none", scale_dtype="fp16", bias=False, n=8192, k=8192, scaled_twice=False
-):
+    fmt, dtype="fp16", m=4096, group=128, zero="none", scale_dtype="fp16", bias=False, n=8192, k=8192, scaled_twice=False,
+    subnormal=False,
+):  # fmt: skip
     shape, machine = GemmShape(m, n, k, number_format(fmt).bits), typical_machine(90)
     tile = choose(shape, machine)
     assert isinstance(tile, WgmmaTile)
-    form = WeightForm(fmt, group, zero, scale_dtype, scaled_twice)
+    form = WeightForm(fmt, group, zero, scale_dtype, scaled_twice or subnormal, subnormal)
     plan = WgmmaPlan(shape, tile, form, HALVES[dtype], bias, machine.sm_count)
-    call = mixed_call(shape, HALVES[dtype], group, HALVES[scale_dtype])
+    x, codes, scale, channel, *rest = mixed_call(shape, HALVES[dtype], group, HALVES[scale_dtype])
+    call = x, codes, scale, channel.to(torch.bfloat16) if subnormal else channel, *rest
     return plan.config, compile_plan(plan, call, 90, ("y", "scale", "partial"))
 
 
@@ -165,12 +167,7 @@ def test_codes_as_subnormal_numbers():
     """Nine instructions for 8 codes instead of 13, by two stages of 32 codes each in the loop."""
     counts = []
     for subnormal in (False, True):
-        shape, machine = GemmShape(64, 28672, 4096, 4), typical_machine(90)
-        form = WeightForm("int4", 128, "none", "fp16", subnormal, subnormal)
-        plan = WgmmaPlan(shape, choose(shape, machine), form, torch.float16, False, machine.sm_count)
-        x, codes, scale, channel, *rest = mixed_call(shape, torch.float16, 128, torch.float16)
-        channel = channel.to(torch.bfloat16) if subnormal else None
-        kernel = compile_plan(plan, (x, codes, scale, channel, *rest), 90, ("y", "scale", "partial"))
+        _, kernel = compiled("int4", m=64, n=28672, k=4096, subnormal=subnormal)
         assert kernel.stack_bytes == 0
         check_operands_in_flight(kernel.lines)
         counts.append([kernel.count(name) for name in ("HADD2", "HMUL2", "HFMA2", "LOP3")])
