@@ -51,11 +51,16 @@ class Prompts:
 
     def launch(self, pieces: Sequence[Piece]) -> Tensor | None:
         """Logits [B, V] after each last piece of a text, until the next launch; None if there is none."""
-        if not self.forms or len(pieces) <= TEXTS:
-            return self._launch(pieces)
-        parts = (self._launch(pieces[at : at + TEXTS]) for at in range(0, len(pieces), TEXTS))
-        made = [logits.clone() for logits in parts if logits is not None]  # the next part has them overwritten
+        first, *others = self.parts(pieces)
+        if not others:
+            return self._launch(first)
+        made = [logits.clone() for part in (first, *others) if (logits := self._launch(part)) is not None]  # before the next
         return torch.cat(made) if made else None
+
+    def parts(self, pieces: Sequence[Piece]) -> list[Sequence[Piece]]:
+        """What of some pieces is computed at once: as many as a graph has texts."""
+        most = TEXTS if self.forms else len(pieces)
+        return [pieces[at : at + most] for at in range(0, len(pieces), most)]
 
     def _launch(self, pieces: Sequence[Piece]) -> Tensor | None:
         form = self._form(pieces)
