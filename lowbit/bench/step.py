@@ -24,6 +24,7 @@ from lowbit.bench.language_model import SHAPES, random_model
 from lowbit.bench.protocol import failures, reason, warm_up
 from lowbit.engine import Engine
 from lowbit.engine.chain import Chain
+from lowbit.engine.graphs import Graphs
 from lowbit.engine.product import Packed, Product
 from lowbit.engine.program import DecodeProgram
 from lowbit.engine.steps import Step, Steps
@@ -153,7 +154,7 @@ class Trial:
 
     def capture(self) -> Step:
         """The step, captured anew."""
-        steps = Steps(self.engine.program, self.engine.slots, self.rows, pool=torch.cuda.graph_pool_handle())
+        steps = Steps(self.engine.program, self.engine.slots, self.rows, graphs=Graphs(self.engine.device))
         return steps.launch(range(self.rows), False, self.context + 1)
 
     @torch.inference_mode()

@@ -32,6 +32,7 @@ from lowbit.engine.check import LARGEST_DIFFERENCE, TOKENS, difference_to, kerne
 from lowbit.engine.failure import Attempt, RoundFailed, in_words
 from lowbit.engine.family import recognise
 from lowbit.engine.forward import ForwardProgram
+from lowbit.engine.graphs import Graphs
 from lowbit.engine.pages import Pages, pages_for
 from lowbit.engine.program import DecodeProgram
 from lowbit.engine.prompts import Prompts
@@ -117,9 +118,9 @@ class Engine:
         self.ends = [end for end in (_ends(model) if ends is None else ends) if 0 <= end < vocab]  # no other is ever drawn
         self.slots = Slots(max_concurrent, self.max_length, vocab, self.ends, self.device)
         captures = on_gpu and isinstance(self.program, DecodeProgram)
-        pool = torch.cuda.graph_pool_handle() if captures else None  # one after the other, graphs may share their memory
-        self.steps = Steps(self.program, self.slots, max_concurrent, pool=pool, invariant=batch_invariant)
-        self.prompts = Prompts(self.program, self.slots, min(piece, max_concurrent * self.max_length), pool=pool)
+        graphs = Graphs(self.device) if captures else None
+        self.steps = Steps(self.program, self.slots, max_concurrent, graphs=graphs, invariant=batch_invariant)
+        self.prompts = Prompts(self.program, self.slots, min(piece, max_concurrent * self.max_length), graphs=graphs)
         self._rehearsal: Rehearsal | None = None
         if captures and isinstance(self.program, DecodeProgram):
             self._rehearsal = Rehearsal(self.program, self.steps, self.prompts, max_concurrent, self.max_length)

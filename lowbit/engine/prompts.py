@@ -7,12 +7,13 @@ tokens need on the GPU. Tokens are drawn behind the graph, since how is for each
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lowbit.engine.batching import Piece
+from lowbit.engine.graphs import Graphs
 from lowbit.engine.program import DecodeProgram
 from lowbit.engine.ragged import Form, Ragged, sizes
 from lowbit.engine.request import Request
@@ -30,13 +31,13 @@ KEYS = 8192
 
 
 class Prompts:
-    """The prompts of an engine whose rounds have up to `most` tokens of them; `pool`: memory of graphs, None without them."""
+    """The prompts of an engine whose rounds have up to `most` tokens of them; `graphs`: where they are captured, or None."""
 
-    def __init__(self, program: Program, slots: Slots, most: int, *, pool: Any = None) -> None:
-        self.program, self.slots, self.sizes, self._pool = program, slots, sizes(most), pool
+    def __init__(self, program: Program, slots: Slots, most: int, *, graphs: Graphs | None = None) -> None:
+        self.program, self.slots, self.sizes, self._graphs = program, slots, sizes(most), graphs
         self.forms: tuple[Form, ...] = ()
         """All for which there are graphs, the largest first, whose memory serves all."""
-        if pool is not None and isinstance(program, DecodeProgram) and not program.softcaps:
+        if graphs is not None and isinstance(program, DecodeProgram) and not program.softcaps:
             each = ((size, keys) for size in reversed(self.sizes) for keys in (max(KEYS, size), size))
             self.forms = tuple(Form(size, TEXTS, keys) for size, keys in dict.fromkeys(each))
         self.captures = 0
@@ -50,11 +51,16 @@ class Prompts:
 
     def launch(self, pieces: Sequence[Piece]) -> Tensor | None:
         """Logits [B, V] after each last piece of a text, until the next launch; None if there is none."""
-        if not self.forms or len(pieces) <= TEXTS:
-            return self._launch(pieces)
-        parts = (self._launch(pieces[at : at + TEXTS]) for at in range(0, len(pieces), TEXTS))
-        made = [logits.clone() for logits in parts if logits is not None]  # the next part has them overwritten
+        first, *others = self.parts(pieces)
+        if not others:
+            return self._launch(first)
+        made = [logits.clone() for part in (first, *others) if (logits := self._launch(part)) is not None]  # before the next
         return torch.cat(made) if made else None
+
+    def parts(self, pieces: Sequence[Piece]) -> list[Sequence[Piece]]:
+        """What of some pieces is computed at once: as many as a graph has texts."""
+        most = TEXTS if self.forms else len(pieces)
+        return [pieces[at : at + most] for at in range(0, len(pieces), most)]
 
     def _launch(self, pieces: Sequence[Piece]) -> Tensor | None:
         form = self._form(pieces)
@@ -82,18 +88,16 @@ class Prompts:
         return found
 
     def _capture(self, form: Form) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        with torch.cuda.device(self.slots.device):  # streams are of the current one
-            numbers = on_device(form.numbers((), self.slots.nobodys), self.slots.device)
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):  # compiles kernels and makes plans, which a capture may not
-                made = self.run(form, numbers)
-            torch.cuda.current_stream().wait_stream(stream)
-            if self._logits is None:
+        numbers = on_device(form.numbers((), self.slots.nobodys), self.slots.device)
+
+        def into_logits() -> None:
+            made = self.run(form, numbers)
+            if self._logits is None:  # at the first run, which is not captured: no memory of graphs
                 self._logits = torch.empty_like(made)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-                self._logits.copy_(self.run(form, numbers))
+            self._logits.copy_(made)
+
+        assert self._graphs is not None
+        graph, _ = self._graphs.capture(into_logits)
         return graph, numbers
 
     def run(self, form: Form, numbers: Tensor) -> Tensor:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from lowbit.engine.batching import Piece
+from lowbit.engine.graphs import Graphs
 from lowbit.engine.request import Request
 from lowbit.engine.slots import Slots, on_device
 from lowbit.kernels.choose.attention import PAGE
@@ -62,11 +63,13 @@ class Step:
 
 
 class Steps:
-    """The steps of an engine of at most `most` requests; `pool`: memory of graphs, None without them; `invariant`: a step does
-    not depend on how long others' texts are."""
+    """The steps of an engine of at most `most` requests; `graphs`: where they are captured, None without them; `invariant`: a
+    step does not depend on how long others' texts are."""
 
-    def __init__(self, program: Program, slots: Slots, most: int, *, pool: Any = None, invariant: bool = False) -> None:
-        self.program, self.slots, self.graphs, self._pool = program, slots, pool is not None, pool
+    def __init__(
+        self, program: Program, slots: Slots, most: int, *, graphs: Graphs | None = None, invariant: bool = False
+    ) -> None:
+        self.program, self.slots, self.graphs = program, slots, graphs
         enough = next((size for size in SIZES if size >= most), most)
         self.sizes = (*(size for size in SIZES if size < enough), enough)
         longest = PAGE * slots.places
@@ -112,16 +115,9 @@ class Steps:
         return found
 
     def _capture(self, size: int, filters: bool, reach: int) -> Step:
-        with torch.cuda.device(self.slots.device):  # streams are of the current one
-            rows = torch.full((size,), self.slots.nobodys, dtype=torch.int32, device=self.slots.device)
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):  # compiles kernels and makes plans, which a capture may not
-                self.run(rows, filters, reach)
-            torch.cuda.current_stream().wait_stream(stream)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
-                step = self.run(rows, filters, reach)
+        assert self.graphs is not None
+        rows = torch.full((size,), self.slots.nobodys, dtype=torch.int32, device=self.slots.device)
+        graph, step = self.graphs.capture(lambda: self.run(rows, filters, reach))
         return Step(rows, step.tokens, step.logprobs, step.logits, graph)
 
     def run(self, rows: Tensor, filters: bool, reach: int) -> Step:

@@ -67,8 +67,8 @@ class Rehearsal:
             if requests:
                 computed = max(request.computed for request in requests)
                 parts.append(("step", *self.steps.variant(len(requests), filters(requests), computed)))
-        if planned.pieces:
-            tokens = sum(len(piece.tokens) for piece in planned.pieces)
+        for pieces in self.prompts.parts(planned.pieces) if planned.pieces else ():
+            tokens = sum(len(piece.tokens) for piece in pieces)
             parts.append(("prompt", self.prompts.size(tokens), False, 0))
         if last:
             parts.append(("draw", len(last), filters(last), 0))

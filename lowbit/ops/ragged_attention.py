@@ -53,8 +53,11 @@ def ragged_attention(q: Tensor, k: Tensor, v: Tensor, q_begins: Tensor, k_begins
     if not q.is_cuda:
         return ragged_reference(q, k, v, q_begins, k_begins, shape)
     # The operator that torch.nn.attention.varlen calls, which torch 2.9 does not have, and whose arguments changed since.
+    # Told of no more keys than a window has, it would take another kernel, with other tiles on some GPUs: for it others' keys
+    # would then decide.
+    most_keys = max(len(k), shape.window)
     out = torch.ops.aten._flash_attention_forward(
-        q, k, v, q_begins, k_begins, len(q), len(k), 0.0, True, False, scale=shape.scale,
+        q, k, v, q_begins, k_begins, len(q), most_keys, 0.0, True, False, scale=shape.scale,
         window_size_left=shape.window - 1 if shape.window else None, window_size_right=0,
     )[0]  # fmt: skip
     return out.flatten(1)

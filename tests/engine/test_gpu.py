@@ -130,6 +130,19 @@ def test_after_warm_up_nothing_is_captured_compiled_or_allocated(family):
     assert not compiled, "nor found in Triton's cache only now"
 
 
+@torch.inference_mode()
+def test_graphs_of_prompts_have_the_memory_of_the_largest():
+    engine = Engine(model_of(), max_concurrent=8, max_length=1024, cache_bytes=1 << 28)
+    largest, *others = engine.prompts.forms
+    engine.prompts.captured(largest)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    for form in others:
+        engine.prompts.captured(form)
+    torch.cuda.empty_cache()
+    assert len(others) > 30 and torch.cuda.memory_reserved() - before < 1 << 26
+
+
 @pytest.mark.parametrize("invariant", [False, True])
 def test_prompts_in_graphs_are_those_without(invariant, monkeypatch):
     """In pieces, behind what they share, several at once, more at once than a graph has texts."""

@@ -28,8 +28,8 @@ def played(monkeypatch):
     forms = []
     made = Prompts.__init__
 
-    def init(self, program, slots, most, *, pool=None):
-        made(self, program, slots, most, pool=0)
+    def init(self, program, slots, most, *, graphs=None):
+        made(self, program, slots, most, graphs=object())
 
     def capture(self, form):
         numbers = torch.tensor(form.numbers((), self.slots.nobodys), dtype=torch.int32)

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from lowbit.engine import End, Engine, Request, Sampling
 from lowbit.engine import warm_up as module
+from lowbit.engine.batching import Piece, Round
 from lowbit.engine.prompts import Prompts
 from lowbit.engine.warm_up import Rehearsal, Stage, compiled
 from lowbit.hardware.machine import typical_machine
@@ -132,6 +133,16 @@ def test_rounds_of_more_prompts_than_one_text_has_tokens(noted):
     assert prompts.sizes[-2:] == (384, 448)
     names = {each.name for each in rehearsal.kernels([part for part in rehearsal.everything() if part[0] == "prompt"])}
     assert len(names) == len(prompts.sizes)
+
+
+def test_rounds_of_more_texts_than_a_graph_has_are_rehearsed_as_they_are_launched(model):
+    """In parts, each of its own number of tokens: kernels of all at once are never launched."""
+    engine = Engine(model, max_concurrent=4, piece=256, cache_bytes=1 << 24)
+    pieces = [Piece(Request([3] * 6, 1), 0, (3,) * 6, False) for _ in range(40)]
+    for graphs, expected in ((object(), [192, 64]), (None, [256])):
+        prompts = Prompts(engine.program, engine.slots, 256, graphs=graphs)
+        parts = Rehearsal(engine.program, engine.steps, prompts, 4, engine.max_length).of_round(Round(pieces=pieces))
+        assert parts == [("prompt", size, False, 0) for size in expected]
 
 
 def test_a_kernel_that_cannot_be_compiled_fails_where_it_is_launched(noted, monkeypatch):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowbit.kernels.choose.attention import AttentionShape
 from lowbit.kernels.reference.attention import attend
@@ -52,6 +54,29 @@ def test_on_a_gpu(lengths, begins, window, dtype):
     expected = each_alone(*given, *of_texts, shape)
     found = ragged_attention(*(t.to("cuda", dtype) for t in given), *(t.cuda() for t in of_texts), shape)
     torch.testing.assert_close(found[:-5].float().cpu(), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("window", [0, 6, 65, 320])
+def test_flash_attention_has_a_window_however_many_keys_there_are(window):
+    """Told of no more keys than the window, torch takes its kernel without one: which, others' keys would decide."""
+    calls = []
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, called, types, args=(), kwargs=None):
+            if called is torch.ops.aten._flash_attention_forward.default:
+                calls.append((args[6], kwargs.get("window_size_left")))
+            return called(*args, **(kwargs or {}))
+
+    for keys in (64, 8192):
+        with FakeTensorMode(), Noted():
+            q, *kv = (
+                torch.empty(rows, heads, 16, dtype=torch.float16, device="cuda") for rows, heads in ((64, 4), *((keys, 2),) * 2)
+            )
+            begins = torch.empty(3, dtype=torch.int32, device="cuda")
+            ragged_attention(q, *kv, begins, begins, AttentionShape(4, 2, 16, 0.3, 16, window=window))
+    assert len(calls) == 2
+    for most_keys, left in calls:
+        assert left is None if not window else left == window - 1 < most_keys
 
 
 def test_what_is_refused():

@@ -44,7 +44,7 @@ class GatherKv:
         return 1 << (self.head_dim - 1).bit_length()
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["count"])  # it lies among other numbers, wherever there are how many
 def gather_heads(k_out, v_out, k, v, where, count, C: tl.constexpr):
     """One kv head of some tokens."""
     if C.overlap:

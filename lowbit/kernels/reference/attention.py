@@ -89,7 +89,7 @@ def gather_reference(pages: Tensor, where: Tensor, count: Tensor) -> Tensor:
 
 
 def ragged_reference(q: Tensor, k: Tensor, v: Tensor, q_begins: Tensor, k_begins: Tensor, shape: AttentionShape) -> Tensor:
-    """What `ops.attention.ragged_attention` computes, text by text; rows of no text are NaN."""
+    """What `ops.ragged_attention.ragged_attention` computes, text by text; rows of no text are NaN."""
     y = q.new_full((len(q), shape.heads * shape.head_dim), torch.nan)
     bounds, of_keys = q_begins.tolist(), k_begins.tolist()
     for begin, end, low, high in zip(bounds, bounds[1:], of_keys, of_keys[1:], strict=False):

@@ -11,6 +11,7 @@ from lowbit.hardware.machine import machine_of, typical_machine
 from lowbit.kernels.reference.attention import gather_reference
 from tests.kernels.calls import meta
 from tests.kernels.interpreter import interpreted
+from tests.kernels.parts.test_compile import ROOT, run
 from tests.kernels.sass import compile_plan
 
 pytest.importorskip("triton", reason="the kernel is written in Triton")
@@ -65,6 +66,34 @@ def test_heads_move_in_pieces_of_16_bytes(sm, head_dim):
     assert kernel.stack_bytes == 0
     assert kernel.count("LDG.E.128") >= 2 and kernel.count("STG.E.128") == kernel.count("STG") >= 2
     assert kernel.count("PREEXIT") == kernel.count("ACQBULK") == (sm >= 90)
+
+
+def compiled_once():
+    """In a process of its own, which compiles without a GPU."""
+    from triton import knobs
+
+    from lowbit.kernels.parts.compile import compile_one
+    from lowbit.kernels.parts.gluon import without_gpu
+    from lowbit.kernels.parts.launch import recording
+
+    plan, pages = GatherKvPlan(40, 2, 64, typical_machine(90)), torch.empty(3, 2, 128, 64, dtype=torch.float16)
+    where, numbers = torch.empty(40, dtype=torch.int64), torch.empty(8, dtype=torch.int32)
+    with recording() as wanted:
+        plan(pages, pages, where, numbers[3:4])
+    plan = GatherKvPlan(40, 2, 64, typical_machine(90))
+    with recording() as again:
+        plan(pages, pages, where, numbers[4:5])
+    found = []
+    knobs.compilation.listener = lambda src, cache_hit, **given: found.append(cache_hit)
+    without_gpu(90)
+    for each in (*wanted, *again):
+        compile_one(each)
+    assert found == [False], found
+
+
+def test_one_kernel_wherever_the_count_lies(tmp_path):
+    """It is one of the numbers of some texts, behind as many as there are: warming up knows of one place."""
+    run("from tests.kernels.elementwise.test_gather_kv import compiled_once; compiled_once()", ROOT, tmp_path)
 
 
 @pytest.mark.gpu

@@ -1,0 +1,57 @@
+"""Graphs of one engine have one memory; what CUDA would do is noted on a machine without a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lowbit.engine import Engine
+from lowbit.engine.graphs import Graphs
+from lowbit.engine.prompts import Prompts
+from lowbit.engine.steps import Steps
+from tests.tiny import eager_llama
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """Pool and stream of each capture, in order; streams and pools are new objects each."""
+    found = []
+
+    def graph(graph, pool, stream):
+        found.append((pool, stream))
+        return contextlib.nullcontext()
+
+    def stream():
+        return SimpleNamespace(wait_stream=lambda other: None)
+
+    for name, made in (
+        ("device", contextlib.nullcontext), ("stream", contextlib.nullcontext), ("Stream", stream),
+        ("current_stream", stream), ("graph_pool_handle", object), ("CUDAGraph", object), ("graph", graph),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, made)
+    return found
+
+
+def test_steps_and_prompts_are_captured_in_one_pool_on_one_stream(captures):
+    """Torch's allocator lets no stream have what another one has let go of, in a pool neither."""
+    engine = Engine(eager_llama(), max_concurrent=4, piece=128, cache_bytes=1 << 24)
+    graphs = Graphs(torch.device("cpu"))
+    steps = Steps(engine.program, engine.slots, 4, graphs=graphs)
+    prompts = Prompts(engine.program, engine.slots, 128, graphs=graphs)
+    with torch.inference_mode():
+        for variant in steps.variants():
+            steps.captured(variant)
+        for form in prompts.forms:
+            prompts.captured(form)
+    assert len(captures) == len(steps.variants()) + len(prompts.forms) > 10
+    assert len({id(part) for pair in captures for part in pair}) == 2
+
+
+def test_what_is_captured_has_run_before(captures):
+    """Kernels are compiled and memory that stays is made before: a capture may not."""
+    graphs, called = Graphs(torch.device("cpu")), []
+    _, made = graphs.capture(lambda: called.append(len(captures)) or len(called))
+    assert called == [0, 1] and made == 2
