@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from lowbit.formats import number_format
+from lowbit.formats import IntFormat, number_format
 from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.choose.mixed_gemm import GemmShape, WgmmaTile, choose
 from lowbit.pack import WeightForm
@@ -27,15 +27,17 @@ FORMATS = ["int2", "int3", "int4", "int5", "int6", "int7", "int8", "fp6_e3m2", "
 
 
 def compiled(
-    fmt, dtype="fp16", m=4096, group=128, zero="none", scale_dtype="fp16", bias=False, n=8192, k=8192, scaled_twice=False
-):
+    fmt, dtype="fp16", m=4096, group=128, zero="none", scale_dtype="fp16", bias=False, n=8192, k=8192, scaled_twice=False,
+    subnormal=False,
+):  # fmt: skip
     shape, machine = GemmShape(m, n, k, number_format(fmt).bits), typical_machine(90)
     tile = choose(shape, machine)
     assert isinstance(tile, WgmmaTile)
-    form = WeightForm(fmt, group, zero, scale_dtype, scaled_twice)
+    form = WeightForm(fmt, group, zero, scale_dtype, scaled_twice or subnormal, subnormal)
     plan = WgmmaPlan(shape, tile, form, HALVES[dtype], bias, machine.sm_count)
-    call = mixed_call(shape, HALVES[dtype], group, HALVES[scale_dtype])
-    return plan.config, compile_plan(plan, call, 90, ("y", "scale", "partial"))
+    x, codes, scale, channel, *rest = mixed_call(shape, HALVES[dtype], group, HALVES[scale_dtype])
+    channel = channel.bfloat16() if subnormal else channel
+    return plan.config, compile_plan(plan, (x, codes, scale, channel, *rest), 90, ("y", "scale", "partial"))
 
 
 def registers_written(line: str) -> set[int]:
@@ -106,7 +108,8 @@ def check_barriers(config, kernel) -> None:
     ],
 )
 def test_main_loop(fmt, dtype, m, n):
-    config, kernel = compiled(fmt, dtype, m, n=n)
+    number = number_format(fmt)  # codes of integers as ordinary weights have them (pack/weight.py)
+    config, kernel = compiled(fmt, dtype, m, n=n, subnormal=isinstance(number, IntFormat) and number.bits < 8)
     # Some kernels keep a value or two of the epilogue in local memory while the loop runs.
     assert kernel.stack_bytes <= 32
     assert not any("LDL" in line or "STL" in line for line in main_loop(kernel.lines)), "registers spilled"
@@ -117,7 +120,7 @@ def test_main_loop(fmt, dtype, m, n):
     assert kernel.count("WARPGROUP.DEPBAR") == 3, "a wait for each stage and one at the end"
     check_operands_in_flight(kernel.lines)
     check_barriers(config, kernel)
-    if number_format(fmt).bits >= 4:
+    if number.bits >= 4:
         assert kernel.opcodes["LDS.128"] >= 2
     assert kernel.count("UTMALDG") > 0
 
@@ -165,12 +168,7 @@ def test_codes_as_subnormal_numbers():
     """Nine instructions for 8 codes instead of 13, by two stages of 32 codes each in the loop."""
     counts = []
     for subnormal in (False, True):
-        shape, machine = GemmShape(64, 28672, 4096, 4), typical_machine(90)
-        form = WeightForm("int4", 128, "none", "fp16", subnormal, subnormal)
-        plan = WgmmaPlan(shape, choose(shape, machine), form, torch.float16, False, machine.sm_count)
-        x, codes, scale, channel, *rest = mixed_call(shape, torch.float16, 128, torch.float16)
-        channel = channel.to(torch.bfloat16) if subnormal else None
-        kernel = compile_plan(plan, (x, codes, scale, channel, *rest), 90, ("y", "scale", "partial"))
+        _, kernel = compiled("int4", m=64, n=28672, k=4096, subnormal=subnormal)
         assert kernel.stack_bytes == 0
         check_operands_in_flight(kernel.lines)
         counts.append([kernel.count(name) for name in ("HADD2", "HMUL2", "HFMA2", "LOP3")])
