@@ -69,8 +69,8 @@ def test_fewer_tokens_are_rarely_slower(rows):
 
 
 def test_few_products_are_slower_than_before_the_costs_were_fitted():
-    """Against the tiles that were chosen until 2026-11-22, in products of weights of middle size and others; costs were fitted to
-    most of these (the tuned ones). A tile that was not timed counts as slower."""
+    """Against the tiles that were chosen until 2026-11-22, in products of weights of middle size and others; costs were fitted
+    to most of these (the tuned ones). A tile that was not timed counts as slower."""
     slower, others = [], 0
     for row in load(MEASURED.with_name("2026-11-23-choice-middle.json"))["rows"]:
         chosen, before = now(row), row["us"][row["before"]]
