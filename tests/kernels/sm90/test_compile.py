@@ -36,8 +36,8 @@ def compiled(
     form = WeightForm(fmt, group, zero, scale_dtype, scaled_twice or subnormal, subnormal)
     plan = WgmmaPlan(shape, tile, form, HALVES[dtype], bias, machine.sm_count)
     x, codes, scale, channel, *rest = mixed_call(shape, HALVES[dtype], group, HALVES[scale_dtype])
-    channel = channel.bfloat16() if subnormal else channel
-    return plan.config, compile_plan(plan, (x, codes, scale, channel, *rest), 90, ("y", "scale", "partial"))
+    call = x, codes, scale, channel.to(torch.bfloat16) if subnormal else channel, *rest
+    return plan.config, compile_plan(plan, call, 90, ("y", "scale", "partial"))
 
 
 def registers_written(line: str) -> set[int]:

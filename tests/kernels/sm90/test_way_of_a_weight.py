@@ -12,8 +12,8 @@ from tests.kernels.sm90.test_compile import compiled
 
 R = r"R(\d+)(?:\.reuse)?"
 STEPS = (
-    rf"LOP3\.LUT {R}, R%s(?:\.reuse)?, 0xf000f, RZ, 0xc0",  # word & 0x000f000f: halves code * 2^-24
-    rf"HFMA2\S* {R}, R%s(?:\.reuse)?, {R}, {R}",  # the scale of the group, rounded once
+    rf"LOP3\.LUT {R}, R%s(?:\.reuse)?, 0xf000f, RZ, 0xc0",  # word & 0x000f000f: two codes as subnormal halves
+    rf"HFMA2\S* {R}, R%s(?:\.reuse)?, {R}, {R}",  # times the scale of the group, less offset times scale, rounded once
     rf"HGMMA\S* {R}, R%s, gdesc",  # operand A; x is found by its descriptor
 )
 MOVED = rf"MOV\S* {R}, (?:RZ, RZ, )?R%s(?:\.reuse)?$"
@@ -35,9 +35,9 @@ def way(lines: list[str], value: str) -> list[str]:
 
 def test_a_word_becomes_operand_a():
     _, kernel = compiled("int4", "fp16", 1024, group=64, subnormal=True)
-    # Whole, since codes are masked before the wait at its head.
-    turns = [kernel.lines[first : last + 1] for first, last in kernel.loops]
-    loop = min((turn for turn in turns if any("HGMMA" in line for line in turn)), key=len)
+    first = next(i for i, line in enumerate(kernel.lines) if "HGMMA" in line)
+    begin, end = max((begin, end) for begin, end in kernel.loops if begin < first < end)
+    loop = kernel.lines[begin : end + 1]
     loads = [(i, load[1]) for i, line in enumerate(loop) if (load := re.match(rf"LDS\.128 {R}", line))]
     assert len(loads) == 2, "four words of a lane for each of the two stages of a turn"
     for at, word in loads:
