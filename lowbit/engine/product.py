@@ -118,13 +118,14 @@ def _in_one_form(layers: Sequence[QuantLinear]) -> bool:
         and layer.scheme.activation is None
         and not (layer.has_channels or layer.has_correction)
         and (layer.scheme_name, layer.in_features) == (first.scheme_name, first.in_features)
-        and _dtype(layer.kernel_channel_scale) == _dtype(first.kernel_channel_scale)
+        and _scale_types(layer) == _scale_types(first)
         for layer in layers
     )
 
 
-def _dtype(tensor: Tensor | None) -> torch.dtype | None:
-    return None if tensor is None else tensor.dtype
+def _scale_types(layer: QuantLinear) -> tuple[torch.dtype | None, ...]:
+    """Of scales of groups and of channels: side by side, tensors of two types would be float32, which kernels do not take."""
+    return tuple(None if t is None else t.dtype for t in (layer.kernel_scale, layer.kernel_channel_scale))
 
 
 def _joined_fragments(layers: Sequence[QuantLinear]) -> FragmentWeight:

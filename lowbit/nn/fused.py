@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from lowbit.formats import ActivationRule
 from lowbit.kernels.reference.decode import Gate
 from lowbit.nn.linear import QuantizedInput, QuantLinear
-from lowbit.nn.packed import KERNEL_TENSORS
+from lowbit.nn.packed import KERNEL_TENSORS, keeping_types
 from lowbit.ops import rms_norm_quantize, silu_mul_quantize
 from lowbit.ops.gated_gemm import gated_gemm
 from lowbit.pack import FragmentWeight
@@ -106,6 +106,10 @@ class AlternatingMLP(nn.Module):
         rows, invariant = x.reshape(-1, x.shape[-1]), self.batch_invariant
         y: Tensor = self.down_proj(gated_gemm(rows, self.weight(), self.bias, self.function, batch_invariant=invariant))
         return y.view(*x.shape[:-1], -1)
+
+    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
+        """As in `PackedWeight`: `.half()` leaves scales as they are."""
+        return super()._apply(keeping_types(fn, (getattr(self, name, None) for name in KERNEL_TENSORS)), recurse)
 
 
 def _cannot_be_saved(module: nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -338,13 +339,18 @@ class PackedWeight(nn.Module):
             self.restore()
         self._refused.clear()
         names = ("weight_scale", "weight_zero", "pre_quant_scale", "activation_scale", "weight_up", "weight_down")
-        exact = {id(getattr(self, name)) for name in (*names, *KERNEL_TENSORS)}
+        return super()._apply(keeping_types(fn, (getattr(self, name) for name in (*names, *KERNEL_TENSORS))), recurse)
 
-        def apply(t: Tensor) -> Tensor:
-            moved = fn(t)
-            return t.to(moved.device) if id(t) in exact and moved.dtype != t.dtype else moved
 
-        return super()._apply(apply, recurse)
+def keeping_types(fn: Callable[[Tensor], Tensor], exact: Iterable[Tensor | None]) -> Callable[[Tensor], Tensor]:
+    """`fn` of `Module._apply`, which leaves those tensors their types."""
+    numbers = {id(t) for t in exact}
+
+    def apply(t: Tensor) -> Tensor:
+        moved = fn(t)
+        return t.to(moved.device) if id(t) in numbers and moved.dtype != t.dtype else moved
+
+    return apply
 
 
 @functools.lru_cache(maxsize=256)

@@ -18,7 +18,7 @@ from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile, Tile, choose
 from lowbit.ops.channels import check_channels
 from lowbit.ops.operands import Described, described, on_meta
 from lowbit.ops.workspace import workspace
-from lowbit.pack import FragmentWeight, WeightForm, has_channel_scale, kernel_group, weight_form
+from lowbit.pack import FragmentWeight, WeightForm, has_channel_scale, kernel_group, may_be_subnormal, weight_form
 from lowbit.pack.fragment import LANES, k_tiles, strips
 
 if TYPE_CHECKING:
@@ -74,9 +74,10 @@ def check_product(
         shape = (strips(n), -(-k // 128) * (128 // group), 8, pair)
         if tuple(scale.shape) != shape or scale.dtype not in (torch.float16, torch.bfloat16):
             raise ValueError(f"{operator}: {s} takes fp16 or bf16 scales {shape}, got {scale.dtype} {tuple(scale.shape)}")
-    kinds_of_channel = (torch.float32,) if group == 0 or of_channels else (torch.float32, torch.bfloat16)
+    kinds_of_channel = (torch.float32, torch.bfloat16) if may_be_subnormal(s) else (torch.float32,)
     if channel is not None and (tuple(channel.shape) != (n,) or channel.dtype not in kinds_of_channel):
-        raise ValueError(f"{operator}: {s} takes float32 scales [{n}], got {channel.dtype} {tuple(channel.shape)}")
+        types = "float32 or bf16" if may_be_subnormal(s) else "float32"
+        raise ValueError(f"{operator}: {s} takes {types} scales [{n}], got {channel.dtype} {tuple(channel.shape)}")
     if bias is not None and tuple(bias.shape) != (n,):
         raise ValueError(f"{operator}: bias is [{n}], got {tuple(bias.shape)}")
 

@@ -6,7 +6,7 @@ from lowbit.pack.layout import Layout
 from lowbit.pack.scaled import OperandWeight, scaled_refusals
 from lowbit.pack.scales import pack_scales, unpack_scales
 from lowbit.pack.tensorrt_llm import ColumnMajorTileInterleave
-from lowbit.pack.weight import FragmentWeight, WeightForm, has_channel_scale, kernel_group, weight_form
+from lowbit.pack.weight import FragmentWeight, WeightForm, has_channel_scale, kernel_group, may_be_subnormal, weight_form
 
 __all__ = [
     "ColumnMajorTileInterleave",
@@ -18,6 +18,7 @@ __all__ = [
     "gated_refusals",
     "has_channel_scale",
     "kernel_group",
+    "may_be_subnormal",
     "pack_gated",
     "pack_scales",
     "scaled_refusals",

@@ -79,6 +79,14 @@ def has_channel_scale(scheme: Scheme) -> bool:
     return isinstance(scheme.granularity, (PerChannel, PerTensor)) and scheme.zero is not ZeroPoint.FLOAT
 
 
+def may_be_subnormal(scheme: Scheme) -> bool:
+    """Whether fp16 can multiply codes of a scheme as the subnormal numbers that masks leave: symmetric integers of 2 to 7 bits
+    with scales of groups."""
+    fmt = scheme.weight
+    symmetric = isinstance(fmt, IntFormat) and fmt.signed and scheme.zero is ZeroPoint.NONE
+    return symmetric and fmt.bits <= 7 and kernel_group(scheme) > 0
+
+
 @dataclass(frozen=True)
 class WeightForm:
     """What a kernel must know of weights when it is compiled: names of formats, size of the kernels' groups, kind of zeros."""
@@ -209,12 +217,12 @@ def _normal_in_fp16(q: QuantTensor) -> bool:
 
 def _as_subnormals(q: QuantTensor) -> bool:
     """Whether codes may be multiplied as subnormal numbers: see the module."""
-    fmt = q.scheme.weight
-    if not isinstance(fmt, IntFormat) or not fmt.signed or fmt.bits > 7 or q.scheme.zero is not ZeroPoint.NONE:
+    if not may_be_subnormal(q.scheme):
         return False
     scale = q.scale.float().abs()
     largest = scale.amax(dim=1, keepdim=True)
-    return bool(((scale == 0) | (scale >= largest * 2.0 ** -(3 + fmt.bits))).all() and (largest < 2.0**100).all())
+    least = largest * 2.0 ** -(3 + q.scheme.weight.bits)
+    return bool(((scale == 0) | (scale >= least)).all() and (largest < 2.0**100).all())
 
 
 def _row_factors(q: QuantTensor, of: float = 1.0) -> Tensor:

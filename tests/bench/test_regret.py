@@ -68,13 +68,15 @@ def test_fewer_tokens_are_rarely_slower(rows):
     assert len(found) <= 29 and found[0][0] <= 1.2, [(ratio, row["scheme"], row["n"], row["m"]) for ratio, row, _ in found]
 
 
-def test_hardly_any_product_is_slower_than_before_the_costs_were_fitted():
-    """Against the tiles of 2026-11-21, where another one is chosen since; weights of middle size are among them. What counts is
-    what was timed: a tile that was not counts as slower."""
-    slower = []
+def test_few_products_are_slower_than_before_the_costs_were_fitted():
+    """Against the tiles that were chosen until 2026-11-22, in products of weights of middle size and others; costs were fitted
+    to most of these (the tuned ones). A tile that was not timed counts as slower."""
+    slower, others = [], 0
     for row in load(MEASURED.with_name("2026-11-23-choice-middle.json"))["rows"]:
         chosen, before = now(row), row["us"][row["before"]]
+        others += chosen != row["before"]
         ratio = row["us"].get(chosen, 1.1 * before) / before
         if ratio > 1.03:
             slower.append((round(ratio, 3), row["scheme"], row["n"], row["k"], row["m"], chosen))
+    assert others >= 100, "where the tile is the same, nothing is told"
     assert len(slower) <= 7 and max(slower)[0] <= 1.12, slower

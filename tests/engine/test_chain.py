@@ -18,6 +18,7 @@ from lowbit.engine.slots import Slots, on_device
 from lowbit.models.head import quantize_head
 from lowbit.nn import QuantLinear, convert
 from lowbit.nn.fused import AlternatingMLP
+from lowbit.quantize.rtn import rtn
 from tests.tiny import eager_llama, tiny_llama
 
 VOCAB, TOKENS = 160, 12
@@ -136,6 +137,30 @@ def test_weights_are_held_once_and_the_model_still_has_them():
     assert mlp.kernel_codes is program.layers[1].gate_up.weight.codes
     with pytest.raises(RuntimeError, match=r"model\.layers\.0\.mlp: an engine has packed the weights of its gate and up"):
         model.state_dict()
+
+
+def test_layers_whose_scales_are_of_two_types_stay_apart():
+    """Weights below 5e-4 have bf16 scales on disk (docs/numerics.md): beside fp16 ones they would be one float32 tensor."""
+    layers = [QuantLinear.from_quant_tensor(rtn(size * torch.randn(32, 128), "w4a16_g64")) for size in (1.0, 1e-4)]
+    for layer in layers:
+        layer._pack_for_gpu()
+    assert [layer.kernel_scale.dtype for layer in layers] == [torch.float16, torch.bfloat16]
+    assert len({layer.kernel_channel_scale.dtype for layer in layers}) == 1
+    assert not isinstance(product(layers, False), Packed)
+    assert [layer.kernel_scale.dtype for layer in layers] == [torch.float16, torch.bfloat16]
+
+
+def test_gate_and_up_as_one_weight_keep_the_types_of_their_scales():
+    """Whatever a module is cast to: the type of scales per channel says how codes are multiplied (pack/weight.py)."""
+    gate, up = (QuantLinear.from_quant_tensor(rtn(torch.randn(32, 128), "w4a16_g64")) for _ in range(2))
+    mlp = AlternatingMLP(gate, up, nn.Linear(32, 128), "silu")
+    before = mlp.weight()
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        after = mlp.to(dtype).weight()
+        assert torch.equal(after.scale, before.scale) and torch.equal(after.channel_scale, before.channel_scale)
+        assert (after.scale.dtype, after.channel_scale.dtype) == (torch.float16, torch.bfloat16)
+        assert mlp.down_proj.weight.dtype == dtype
+    assert mlp.to("meta").weight().channel_scale.device.type == "meta"
 
 
 def test_a_second_program_of_a_model():

@@ -189,8 +189,8 @@ def operands(device, m=3, n=64, k=64):
     w = FragmentWeight.pack(quantized("w4a16_g32", n, k, device))
     x, h = (torch.randn(m, size, device=device, dtype=torch.float16) for size in (k, n))
     squares, gamma = torch.rand(2, m, device=device), torch.rand(n, device=device)
-    norm = x, w.codes, w.scale, None, squares, None, "w4a16_g32", n, k, 1e-5, 1.0, "silu"
-    return norm, (x, w.codes, w.scale, None, h, gamma, None, "w4a16_g32", 1.0)
+    norm = x, w.codes, w.scale, w.channel_scale, squares, None, "w4a16_g32", n, k, 1e-5, 1.0, "silu"
+    return norm, (x, w.codes, w.scale, w.channel_scale, h, gamma, None, "w4a16_g32", 1.0)
 
 
 def test_opcheck():

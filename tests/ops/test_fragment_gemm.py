@@ -145,7 +145,7 @@ def test_opcheck_compile_and_graphs():
     q = quantized("w4a16_g128", 512, 1024)
     w = FragmentWeight.pack(q)
     x = torch.randn(2, 3, 1024, device="cuda", dtype=torch.float16)
-    arguments = (x, w.codes, w.scale, None, None, "w4a16_g128", 512)
+    arguments = (x, w.codes, w.scale, w.channel_scale, None, "w4a16_g128", 512)
     torch.library.opcheck(torch.ops.lowbit.fragment_gemm.default, arguments)
 
     def layer(x):
@@ -245,7 +245,7 @@ def test_opcheck_with_an_order():
     q = with_channels(quantized("w4a16_g128", 512, 1024))
     w = FragmentWeight.pack(q)
     x = torch.randn(2, 3, 1024, device="cuda", dtype=torch.float16)
-    arguments = (x, w.codes, w.scale, None, None, "w4a16_g128", 512, False, w.order, w.pre_quant_scale)
+    arguments = (x, w.codes, w.scale, w.channel_scale, None, "w4a16_g128", 512, False, w.order, w.pre_quant_scale)
     torch.library.opcheck(torch.ops.lowbit.fragment_gemm.default, arguments)
     compiled = torch.compile(lambda x: fragment_gemm(x, w) * 2, fullgraph=True)
     assert torch.equal(compiled(x), fragment_gemm(x, w) * 2)
@@ -253,6 +253,24 @@ def test_opcheck_with_an_order():
         torch.ops.lowbit.fragment_gemm(*arguments[:8], w.order.long(), None)
     with pytest.raises(ValueError, match="one device"):
         torch.ops.lowbit.fragment_gemm(*arguments[:8], w.order.cpu(), None)
+
+
+@pytest.mark.parametrize("scheme", ["w4a16_g128", "w4a16_g128_z", "w4a16_g32_fz", "w8a16_g128", "w6e3m2a16_g128", "w4a16_pc"])
+def test_which_weights_may_have_bf16_scales_of_channels(scheme):
+    """They say that scales of groups wait times 2^24, which is for symmetric integers of 2 to 7 bits."""
+    w = FragmentWeight.pack(quantized(scheme, 128, 256, device="cpu"))
+    x, channel = torch.empty(4, 256, dtype=torch.float16, device="meta"), torch.ones(128, dtype=torch.bfloat16)
+    codes, scale, channel = (None if t is None else t.to("meta") for t in (w.codes, w.scale, channel))
+
+    def product(channel):
+        return torch.ops.lowbit.fragment_gemm(x, codes, scale, channel, None, scheme, 128)
+
+    assert product(channel.float()).shape == (4, 128)
+    if scheme == "w4a16_g128":
+        assert w.channel_scale.dtype == torch.bfloat16 and product(channel).shape == (4, 128)
+    else:
+        with pytest.raises(ValueError, match=r"takes float32 scales \[128\], got torch.bfloat16"):
+            product(channel)
 
 
 @gpu

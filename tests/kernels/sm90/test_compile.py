@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from lowbit.formats import number_format
+from lowbit.formats import IntFormat, number_format
 from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.choose.mixed_gemm import GemmShape, WgmmaTile, choose
 from lowbit.pack import WeightForm
@@ -108,7 +108,8 @@ def check_barriers(config, kernel) -> None:
     ],
 )
 def test_main_loop(fmt, dtype, m, n):
-    config, kernel = compiled(fmt, dtype, m, n=n)
+    number = number_format(fmt)  # codes of integers as ordinary weights have them (pack/weight.py)
+    config, kernel = compiled(fmt, dtype, m, n=n, subnormal=isinstance(number, IntFormat) and number.bits < 8)
     # Some kernels keep a value or two of the epilogue in local memory while the loop runs.
     assert kernel.stack_bytes <= 32
     assert not any("LDL" in line or "STL" in line for line in main_loop(kernel.lines)), "registers spilled"
@@ -119,7 +120,7 @@ def test_main_loop(fmt, dtype, m, n):
     assert kernel.count("WARPGROUP.DEPBAR") == 3, "a wait for each stage and one at the end"
     check_operands_in_flight(kernel.lines)
     check_barriers(config, kernel)
-    if number_format(fmt).bits >= 4:
+    if number.bits >= 4:
         assert kernel.opcodes["LDS.128"] >= 2
     assert kernel.count("UTMALDG") > 0
 
