@@ -18,13 +18,14 @@ from lowbit.engine.program import DecodeProgram
 from lowbit.engine.ragged import Form, Ragged, sizes
 from lowbit.engine.request import Request
 from lowbit.engine.slots import Slots, on_device
+from lowbit.kernels.choose.attention import PAGE
 
 if TYPE_CHECKING:
     from lowbit.engine.steps import Program
 
 TEXTS = 31
-"""Texts of a graph, more come one graph after the other. Blocks of attention without a text cost 0.5 ms in all for 1,024 tokens
-beside those of one text (of 25; Llama-3-8B's shape, H200, 2026-11-23)."""
+"""Texts of a graph at most, more come one graph after the other. Blocks of attention without a text cost 0.5 ms in all for 1,024
+tokens beside those of one text (of 25; Llama-3-8B's shape, H200, 2026-11-23)."""
 
 KEYS = 8192
 """Tokens up to their own that the texts of a graph may see; there is another for texts that all begin in this round."""
@@ -35,11 +36,14 @@ class Prompts:
 
     def __init__(self, program: Program, slots: Slots, most: int, *, graphs: Graphs | None = None) -> None:
         self.program, self.slots, self.sizes, self._graphs = program, slots, sizes(most), graphs
+        self.texts = min(TEXTS, slots.count)
+        """Texts of a graph."""
         self.forms: tuple[Form, ...] = ()
         """All for which there are graphs, the largest first, whose memory serves all."""
         if graphs is not None and isinstance(program, DecodeProgram) and not program.softcaps:
-            each = ((size, keys) for size in reversed(self.sizes) for keys in (max(KEYS, size), size))
-            self.forms = tuple(Form(size, TEXTS, keys) for size, keys in dict.fromkeys(each))
+            most_keys = min(KEYS, slots.count * slots.places * PAGE)  # of all texts there may be
+            each = ((size, keys) for size in reversed(self.sizes) for keys in (max(most_keys, size), size))
+            self.forms = tuple(Form(size, self.texts, keys) for size, keys in dict.fromkeys(each))
         self.captures = 0
         """Graphs captured so far: it stands still once an engine is warm."""
         self._captured: dict[Form, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -59,7 +63,7 @@ class Prompts:
 
     def parts(self, pieces: Sequence[Piece]) -> list[Sequence[Piece]]:
         """What of some pieces is computed at once: as many as a graph has texts."""
-        most = TEXTS if self.forms else len(pieces)
+        most = self.texts if self.forms else len(pieces)
         return [pieces[at : at + most] for at in range(0, len(pieces), most)]
 
     def _launch(self, pieces: Sequence[Piece]) -> Tensor | None:
@@ -110,7 +114,7 @@ class Prompts:
     def rehearse(self, size: int, longest: int) -> None:
         """Goes through a prompt of so many tokens in texts of up to `longest`, which are nobody's."""
         if self.forms:
-            form = Form(size, TEXTS, size)
+            form = Form(size, self.texts, size)
             self.run(form, on_device(form.numbers((), self.slots.nobodys), self.slots.device))
             return
         request = Request([0], 1)

@@ -137,11 +137,11 @@ def test_rounds_of_more_prompts_than_one_text_has_tokens(noted):
 
 def test_rounds_of_more_texts_than_a_graph_has_are_rehearsed_as_they_are_launched(model):
     """In parts, each of its own number of tokens: kernels of all at once are never launched."""
-    engine = Engine(model, max_concurrent=4, piece=256, cache_bytes=1 << 24)
+    engine = Engine(model, max_concurrent=40, piece=256, cache_bytes=1 << 24)
     pieces = [Piece(Request([3] * 6, 1), 0, (3,) * 6, False) for _ in range(40)]
     for graphs, expected in ((object(), [192, 64]), (None, [256])):
         prompts = Prompts(engine.program, engine.slots, 256, graphs=graphs)
-        parts = Rehearsal(engine.program, engine.steps, prompts, 4, engine.max_length).of_round(Round(pieces=pieces))
+        parts = Rehearsal(engine.program, engine.steps, prompts, 40, engine.max_length).of_round(Round(pieces=pieces))
         assert parts == [("prompt", size, False, 0) for size in expected]
 
 
