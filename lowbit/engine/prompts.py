@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from lowbit.engine.steps import Program
 
 TEXTS = 31
-"""Texts of a graph at most, more come one graph after the other. Blocks of attention without a text cost 0.5 ms in all for 1,024
-tokens beside those of one text (of 25; Llama-3-8B's shape, H200, 2026-11-23)."""
+"""Texts of a graph at most, more come one graph after the other. Blocks of attention without a text cost 0.5 ms in all for
+1,024 tokens beside those of one text (of 25; Llama-3-8B's shape, H200, 2026-11-23)."""
 
 KEYS = 8192
 """Tokens up to their own that the texts of a graph may see; there is another for texts that all begin in this round."""
