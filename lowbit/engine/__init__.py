@@ -7,7 +7,9 @@ chain.py      the same for up to 64, in fewer launches              cache.py    
 product.py    products whose weights lie side by side               steps.py     a step as one CUDA graph for each size
 family.py     which decoders are known, as data                     text.py      whole characters, stop strings
 forward.py    models that no program knows, one text at a time      check.py     whether a program computes its model
-prompts.py    attention of many prompts at once                     failure.py   one text that fails, or a round
+prompts.py    prompts as CUDA graphs, by number of tokens           ragged.py    prompts of any lengths as tensors of one size
+prompt_attention.py  attention of all prompts of a round            graphs.py    one memory for all graphs
+failure.py    one text that fails, or a round                       warm_up.py   what will be launched, before it is
 """
 
 from lowbit.engine.engine import Engine

@@ -15,7 +15,7 @@ from torch import Tensor
 from lowbit.hardware.machine import machine_of
 from lowbit.kernels.choose.attention import PAGE, AttentionShape, shape_refusals
 from lowbit.kernels.reference.attention import gather_reference, ragged_reference
-from lowbit.ops.operands import Described, described, triton_refusals
+from lowbit.ops.operands import Described, described, on_meta, triton_refusals
 
 if TYPE_CHECKING:
     from lowbit.kernels.elementwise.gather_kv import GatherKvPlan
@@ -88,7 +88,7 @@ def _gather(k: Tensor, v: Tensor, where: Tensor, count: Tensor) -> tuple[Tensor,
 @functools.lru_cache(maxsize=1024)
 def _plan(k: Described, v: Described, where: Described, counted: torch.device) -> GatherKvPlan:
     """The plan of a call. Raises ValueError when the tensors do not fit."""
-    meta_k, meta_v, meta_where = (torch.empty(t[0], dtype=t[1], device="meta") for t in (k, v, where))
+    meta_k, meta_v, meta_where = (on_meta(t) for t in (k, v, where))
     _check(meta_k, meta_v, meta_where, torch.empty(1, dtype=torch.int32, device="meta"))
     reasons = [*triton_refusals()]
     if k[1] not in (torch.float16, torch.bfloat16):

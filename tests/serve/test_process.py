@@ -98,7 +98,9 @@ def test_mistakes_are_one_line(folder, tmp_path):
             result = run(*arguments)
             lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
             assert result.exit_code == 1 and len(lines) == 1 and message in lines[0], (arguments, result.stderr)
-    assert run("serve", folder, "--port", 70000).exit_code == 2
+    for option, number in (("--port", 70000), ("--grace", "inf"), ("--cache-gib", "inf")):
+        result = run("serve", folder, option, number)
+        assert result.exit_code == 2 and f"Invalid value for '{option}'" in result.stderr, result.stderr
 
 
 def test_without_the_extra(folder, monkeypatch):
