@@ -1,7 +1,7 @@
 """The end of a product of the ring kernel: its slices of K come together, then what parts/end.py says, thread by thread.
 
 Every warp adds up the squares that a norm needs by itself; a gate and what it gates are sums of one thread. What the end needs
-from memory is asked for before the main loop, in a chain of short kernels, or before blocks that share rows meet.
+from memory is asked for before the main loop, or brought to the L2 then and read when the sums are there.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class Place:
 
 @aggregate
 class Applied:
-    """What the sums are multiplied by and what is added: pointers, or with C.early or C.late what they point to for a
-    thread's outputs; `rms` has 1 / rms of tokens 2t and 2t + 1 of each 8, or nothing."""
+    """What the sums are multiplied by and what is added, scales and biases for each of a thread's outputs (`rows_ahead`), or
+    nothing; `rms` has 1 / rms of tokens 2t and 2t + 1 of each 8, or nothing."""
 
     factor: Scalar
-    channel_scale: Scalar | Tuple
+    channel_scale: Scalar | Tuple  # a pointer that nobody reads where there are none
     rms: Tuple
     bias: Scalar | Tuple
 
@@ -175,24 +175,15 @@ def rms_of(factors, element, C: gl.constexpr):
 
 
 @gluon.jit
-def of_row(channels, i: gl.constexpr, row, exists, C: gl.constexpr):
-    """What belongs to the row of a thread's i-th sum."""
-    if C.early or C.late:
-        return channels[i]
-    else:
-        return gl.load(channels + row, mask=exists, other=0.0)
-
-
-@gluon.jit
-def applied_to(total, applied, i: gl.constexpr, element, row, exists, C: gl.constexpr):
+def applied_to(total, applied, i: gl.constexpr, element, C: gl.constexpr):
     """A thread's i-th sum with all that is applied to it."""
     total *= applied.factor
     if C.end.channel_scale:
-        total *= of_row(applied.channel_scale, i, row, exists, C)
+        total *= applied.channel_scale[i]
     if C.end.parts > 0:
         total *= rms_of(applied.rms, element, C)
     if C.end.bias:
-        total += of_row(applied.bias, i, row, exists, C).to(gl.float32)
+        total += applied.bias[i].to(gl.float32)
     return total
 
 
@@ -203,7 +194,7 @@ def store(y, sums, applied, at, C: gl.constexpr):
     for i in gl.static_range(OUTPUTS):
         element, row_of_warps = element_of(i, at.warp, C)
         row, token, exists = output_of(element, row_of_warps, at, C)
-        total = applied_to(sums[i], applied, i, element, row, exists, C)
+        total = applied_to(sums[i], applied, i, element, C)
         gl.store(y + token.to(gl.int64) * at.N + row, total.to(y.dtype.element_ty), mask=exists)
 
 
@@ -214,8 +205,8 @@ def store_gated(y, sums, applied, at, C: gl.constexpr):
     for i in gl.static_range(PAIRS):
         element, row_of_warps = element_of(2 * i, at.warp, C)
         row, token, exists = output_of(element, row_of_warps, at, C)
-        gate = applied_to(sums[2 * i], applied, 2 * i, element, row, exists, C)
-        up = applied_to(sums[2 * i + 1], applied, 2 * i + 1, element, row + 8, exists, C)
+        gate = applied_to(sums[2 * i], applied, 2 * i, element, C)
+        up = applied_to(sums[2 * i + 1], applied, 2 * i + 1, element, C)
         to = token.to(gl.int64) * (at.N // 2) + row // 16 * 8 + row % 16
         gl.store(y + to, (activated(gate, C) * up).to(y.dtype.element_ty), mask=exists)
 
@@ -230,6 +221,18 @@ def rows_ahead(channels, at, C: gl.constexpr):
         row, _token, exists = output_of(element, row_of_warps, at, C)
         values = values + (gl.load(channels + row, mask=exists, other=0.0),)
     return values
+
+
+@gluon.jit
+def prefetch_rows(channel_scale, bias, gamma, thread, at, C: gl.constexpr):
+    """What belongs to the rows of a block to the L2: it would come from memory at the end, which nothing hides."""
+    row = gl.minimum(at.first_strip * 16 + thread, at.N - 1)
+    if C.end.channel_scale:
+        run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [channel_scale + row])
+    if C.end.bias:
+        run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [bias + row])
+    if C.end.residual:
+        run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [gamma + row])
 
 
 @gluon.jit
@@ -261,12 +264,12 @@ def add_to_residual(x, sums, applied, residual, at, C: gl.constexpr):
         element, row_of_warps = element_of(i, at.warp, C)
         row, token, exists = output_of(element, row_of_warps, at, C)
         exists = exists & (row >= at.own_row)
-        total = applied_to(sums[i], applied, i, element, row, exists, C) + old[i].to(gl.float32)
+        total = applied_to(sums[i], applied, i, element, C) + old[i].to(gl.float32)
         kept = total.to(residual.h.dtype.element_ty)
         to = token.to(gl.int64) * at.N + row
         gl.store(residual.h + to, kept, mask=exists)
         total = gl.where(exists, kept.to(gl.float32), 0.0)
-        gamma = of_row(residual.gamma, i, row, exists, C).to(gl.float32)
+        gamma = residual.gamma[i].to(gl.float32)
         scaled = total * (gamma * residual.x_factor)
         gl.store(x + to, scaled.to(x.dtype.element_ty), mask=exists)
         square = across_groups(total * total, C)

@@ -34,6 +34,7 @@ from lowbit.kernels.parts.ring_end import (
     finish,
     meet,
     outputs_ahead,
+    prefetch_rows,
     rms_factors,
     rows_ahead,
     sum_of_slices,
@@ -97,14 +98,9 @@ class RingGemm:
 
     @property
     def early(self) -> bool:
-        """Whether what the end needs is asked for before the main loop, in a chain of short kernels; not where only the last of
-        several blocks needs it."""
-        return self.splits == 1 and (self.end.parts > 0 or self.end.residual)
-
-    @property
-    def late(self) -> bool:
-        """Whether what belongs to rows is asked for when the sums are there, on its way while the blocks of a row meet."""
-        return self.splits > 1
+        """Whether what the end needs is asked for before the main loop; not where only the last of several blocks needs it, nor
+        where it would take many registers through the loop. Otherwise it is asked for when the sums are there, from the L2."""
+        return self.splits == 1 and (self.end.parts > 0 or self.end.residual or self.outputs <= 8)
 
     @property
     def start_of_ring(self) -> str:
@@ -308,6 +304,8 @@ def ring_gemm(
         bias = rows_ahead(bias, at, C)
     if C.early and C.end.residual:
         gamma = rows_ahead(gamma, at, C)
+    if not C.early:
+        prefetch_rows(channel_scale, bias, gamma, thread, at, C)
     clear_x(ring, source, C)
     if C.overlap:
         gl.inline_asm_elementwise(
@@ -334,11 +332,11 @@ def ring_gemm(
         source = advance(source, C)
     read, acc = iteration(ring, source, read, acc, C, True)
     sums = sum_of_slices(shared, acc, lane, warp, C)
-    if C.late and C.end.channel_scale:
+    if not C.early and C.end.channel_scale:
         channel_scale = rows_ahead(channel_scale, at, C)
-    if C.late and C.end.bias:
+    if not C.early and C.end.bias:
         bias = rows_ahead(bias, at, C)
-    if C.late and C.end.residual:
+    if not C.early and C.end.residual:
         gamma = rows_ahead(gamma, at, C)
     applied = Applied(factor, channel_scale, rms, bias)
     residual = Residual(h, gamma, squares, x_factor, old)

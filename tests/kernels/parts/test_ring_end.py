@@ -66,8 +66,7 @@ def launch(tile, end, m, n, rng, **given):
             else ()
         )
         channels = {name: given.get(name) for name in ("channel_scale", "bias", "gamma")}
-        if config.early or config.late:
-            channels = {name: memory and d["rows_ahead"](memory, at, config) for name, memory in channels.items()}
+        channels = {name: memory and d["rows_ahead"](memory, at, config) for name, memory in channels.items()}
         old = d["outputs_ahead"](given["h"], at, config) if end.residual and config.early else ()
         applied = types.SimpleNamespace(factor=0.5, channel_scale=channels["channel_scale"], rms=rms, bias=channels["bias"])
         residual = types.SimpleNamespace(
