@@ -7,7 +7,7 @@ from memory is asked for before the main loop, or brought to the L2 then and rea
 from __future__ import annotations
 
 from lowbit.kernels.parts.end import activated
-from lowbit.kernels.parts.gluon import Scalar, Tuple, aggregate, asm, barrier, gl, gluon, run
+from lowbit.kernels.parts.gluon import Scalar, Tuple, aggregate, asm, barrier, gl, gluon, ptx, run
 
 ADD_GROUPS = gl.constexpr(
     "{ .reg .f32 other; mov.f32 $0, $1;\n"
@@ -60,7 +60,7 @@ class Applied:
 
 @aggregate
 class Residual:
-    """h [M, N], the next norm's gamma [N] (as in `Applied`; with C.early, `old` is what h was), squares of blocks."""
+    """h [M, N], the next norm's gamma [N] (as in `Applied`; with C.h_early, `old` is what h was), squares of blocks."""
 
     h: Scalar
     gamma: Scalar | Tuple
@@ -71,16 +71,17 @@ class Residual:
 
 @gluon.jit
 def element_of(i: gl.constexpr, warp, C: gl.constexpr):
-    """Accumulator of the lane and row of warps of a thread's i-th sum; gates have even numbers, what they gate odd ones."""
+    """Accumulator of the lane and row of warps of a thread's i-th sum; gates have even numbers, what they gate odd ones.
+
+    Sums of a thread are neighbours: few rows, so few scales and biases (`RingGemm.first_of_row`)."""
     PAIRS: gl.constexpr = C.ring.step.accumulators // 2
+    first = warp // C.warps_n * C.outputs
     if C.end.gate == "none":
-        index = i * C.warps + warp
-        element = index // C.warps_n
+        element = first + i
     else:
-        index = i // 2 * C.warps + warp
-        pair = index // C.warps_n
+        pair = first // 2 + i // 2
         element = pair // PAIRS * (2 * PAIRS) + pair % PAIRS // 2 * 4 + (pair & 1) + i % 2 * 2
-    return element, index % C.warps_n
+    return element, warp % C.warps_n
 
 
 @gluon.jit
@@ -212,14 +213,24 @@ def store_gated(y, sums, applied, at, C: gl.constexpr):
 
 
 @gluon.jit
+def row_ahead(channels, values, i: gl.constexpr, at, C: gl.constexpr):
+    """What `channels` [N] has for the row of a thread's i-th sum: one of the `values` of the sums before, or loaded."""
+    first: gl.constexpr = ptx(C.first_of_row, i)
+    if first < i:
+        return values[first]
+    else:
+        element, row_of_warps = element_of(i, at.warp, C)
+        row, _token, _exists = output_of(element, row_of_warps, at, C)
+        return gl.load(channels + row, mask=(element < C.accumulators) & (row < at.N), other=0.0)
+
+
+@gluon.jit
 def rows_ahead(channels, at, C: gl.constexpr):
-    """What `channels` [N] has for the rows of a thread's sums, on its way while the product is made."""
+    """The same for all sums of a thread, on its way while the product is made."""
     OUTPUTS: gl.constexpr = C.outputs
     values = ()
     for i in gl.static_range(OUTPUTS):
-        element, row_of_warps = element_of(i, at.warp, C)
-        row, _token, exists = output_of(element, row_of_warps, at, C)
-        values = values + (gl.load(channels + row, mask=exists, other=0.0),)
+        values = values + (row_ahead(channels, values, i, at, C),)
     return values
 
 
@@ -258,7 +269,7 @@ def add_to_residual(x, sums, applied, residual, at, C: gl.constexpr):
     OUTPUTS: gl.constexpr = C.outputs
     BASE: gl.constexpr = 4 * C.accumulators * C.threads
     old = residual.old
-    if not C.early:
+    if not C.h_early:
         old = outputs_ahead(residual.h, at, C)
     for i in gl.static_range(OUTPUTS):
         element, row_of_warps = element_of(i, at.warp, C)

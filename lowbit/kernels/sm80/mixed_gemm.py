@@ -96,11 +96,30 @@ class RingGemm:
         together = 1 if self.end.gate == "none" else 2
         return together * -(-self.accumulators // (together * self.warps_k))
 
+    def first_of_row(self, i: int) -> int:
+        """The first of a thread's outputs in the row of output i, as far as that is the same for all threads."""
+        together = 1 if self.end.gate == "none" else 2
+        outputs, of_strip = self.outputs // together, self.ring.step.accumulators // together
+        whole_strips, in_one_strip = outputs % of_strip == 0, of_strip % outputs == 0
+
+        def row(j: int) -> tuple[int, ...]:
+            if whole_strips or (in_one_strip and (together == 2 or outputs % 4 == 0)):
+                return j // together // of_strip, j % 2 if together == 2 else j // 2 % 2
+            return (j // 2,) if together == 1 and outputs % 2 == 0 else (j,)  # two tokens of a row, or one
+
+        return next(j for j in range(i + 1) if row(j) == row(i))
+
     @property
-    def early(self) -> bool:
-        """Whether what the end needs is asked for before the main loop; not where only the last of several blocks needs it, nor
-        where it would take many registers through the loop. Otherwise it is asked for when the sums are there, from the L2."""
-        return self.splits == 1 and (self.end.parts > 0 or self.end.residual or self.outputs <= 8)
+    def rows_early(self) -> bool:
+        """Whether what belongs to rows is asked for before the main loop, through which it takes a register for each of a
+        thread's rows: in a chain of short kernels, and where they are few. Otherwise when the sums are there, from the L2."""
+        in_chain = self.splits == 1 and (self.end.parts > 0 or self.end.residual)
+        return in_chain or len({self.first_of_row(i) for i in range(self.outputs)}) <= 8
+
+    @property
+    def h_early(self) -> bool:
+        """The same of h; not where only the last of several blocks needs it."""
+        return self.splits == 1
 
     @property
     def start_of_ring(self) -> str:
@@ -298,13 +317,13 @@ def ring_gemm(
     at = Place(lane, warp, first_strip, first_token, gl.program_id(0) * C.block_strips * 16, M, N)
     for d in gl.static_range(DEPTH):
         copy_step(ring, source, C, d, True, not C.overlap)
-    if C.early and C.end.channel_scale:
+    if C.rows_early and C.end.channel_scale:
         channel_scale = rows_ahead(channel_scale, at, C)
-    if C.early and C.end.bias:
+    if C.rows_early and C.end.bias:
         bias = rows_ahead(bias, at, C)
-    if C.early and C.end.residual:
+    if C.rows_early and C.end.residual:
         gamma = rows_ahead(gamma, at, C)
-    if not C.early:
+    if not C.rows_early:
         prefetch_rows(channel_scale, bias, gamma, thread, at, C)
     clear_x(ring, source, C)
     if C.overlap:
@@ -318,7 +337,7 @@ def ring_gemm(
     old = ()
     if C.end.parts > 0:
         rms = rms_factors(squares, at, inverse_width, eps, x_factor, C)
-    if C.end.residual and C.early:
+    if C.end.residual and C.h_early:
         old = outputs_ahead(h, at, C)
 
     THREADS: gl.constexpr = C.threads
@@ -332,11 +351,11 @@ def ring_gemm(
         source = advance(source, C)
     read, acc = iteration(ring, source, read, acc, C, True)
     sums = sum_of_slices(shared, acc, lane, warp, C)
-    if not C.early and C.end.channel_scale:
+    if not C.rows_early and C.end.channel_scale:
         channel_scale = rows_ahead(channel_scale, at, C)
-    if not C.early and C.end.bias:
+    if not C.rows_early and C.end.bias:
         bias = rows_ahead(bias, at, C)
-    if not C.early and C.end.residual:
+    if not C.rows_early and C.end.residual:
         gamma = rows_ahead(gamma, at, C)
     applied = Applied(factor, channel_scale, rms, bias)
     residual = Residual(h, gamma, squares, x_factor, old)

@@ -67,7 +67,7 @@ def launch(tile, end, m, n, rng, **given):
         )
         channels = {name: given.get(name) for name in ("channel_scale", "bias", "gamma")}
         channels = {name: memory and d["rows_ahead"](memory, at, config) for name, memory in channels.items()}
-        old = d["outputs_ahead"](given["h"], at, config) if end.residual and config.early else ()
+        old = d["outputs_ahead"](given["h"], at, config) if end.residual and config.h_early else ()
         applied = types.SimpleNamespace(factor=0.5, channel_scale=channels["channel_scale"], rms=rms, bias=channels["bias"])
         residual = types.SimpleNamespace(
             h=given.get("h"), gamma=channels["gamma"], squares=given.get("squares"), x_factor=given.get("x_factor"), old=old
