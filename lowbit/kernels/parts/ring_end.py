@@ -73,14 +73,17 @@ class Residual:
 def element_of(i: gl.constexpr, warp, C: gl.constexpr):
     """Accumulator of the lane and row of warps of a thread's i-th sum; gates have even numbers, what they gate odd ones.
 
-    Sums of a thread are neighbours: few rows, so few scales and biases (`RingGemm.first_of_row`)."""
+    Sums of a thread are neighbours where they then lie in few rows, with few scales and biases (`RingGemm.first_of_row`);
+    otherwise those of neighbouring warps are."""
     PAIRS: gl.constexpr = C.ring.step.accumulators // 2
-    first = warp // C.warps_n * C.outputs
-    if C.end.gate == "none":
-        element = first + i
+    TOGETHER: gl.constexpr = 1 if C.end.gate == "none" else 2
+    if C.row_period > 0:
+        index = warp // C.warps_n * (C.outputs // TOGETHER) + i // TOGETHER
     else:
-        pair = first // 2 + i // 2
-        element = pair // PAIRS * (2 * PAIRS) + pair % PAIRS // 2 * 4 + (pair & 1) + i % 2 * 2
+        index = (i // TOGETHER * C.warps + warp) // C.warps_n
+    element = index
+    if TOGETHER == 2:
+        element = index // PAIRS * (2 * PAIRS) + index % PAIRS // 2 * 4 + (index & 1) + i % 2 * 2
     return element, warp % C.warps_n
 
 

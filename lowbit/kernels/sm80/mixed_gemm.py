@@ -96,18 +96,26 @@ class RingGemm:
         together = 1 if self.end.gate == "none" else 2
         return together * -(-self.accumulators // (together * self.warps_k))
 
+    @property
+    def row_period(self) -> int:
+        """Neighbouring accumulators of a thread, from the first that it finishes, that lie in the same rows for all threads: a
+        strip's, two tokens of a row's, or 0."""
+        together = 1 if self.end.gate == "none" else 2
+        outputs, of_strip = self.outputs, self.ring.step.accumulators
+        if outputs % of_strip == 0 or (of_strip % outputs == 0 and (together == 2 or outputs % 4 == 0)):
+            return of_strip
+        return 2 if together == 1 and outputs % 2 == 0 else 0
+
     def first_of_row(self, i: int) -> int:
         """The first of a thread's outputs in the row of output i, as far as that is the same for all threads."""
-        together = 1 if self.end.gate == "none" else 2
-        outputs, of_strip = self.outputs // together, self.ring.step.accumulators // together
-        whole_strips, in_one_strip = outputs % of_strip == 0, of_strip % outputs == 0
+        if self.row_period == 0:
+            return i
+        period = range(i // self.row_period * self.row_period, i + 1)
 
-        def row(j: int) -> tuple[int, ...]:
-            if whole_strips or (in_one_strip and (together == 2 or outputs % 4 == 0)):
-                return j // together // of_strip, j % 2 if together == 2 else j // 2 % 2
-            return (j // 2,) if together == 1 and outputs % 2 == 0 else (j,)  # two tokens of a row, or one
+        def half(j: int) -> int:  # row g of a strip or row g + 8
+            return j % 2 if self.end.gate != "none" else j // 2 % 2
 
-        return next(j for j in range(i + 1) if row(j) == row(i))
+        return next(j for j in period if half(j) == half(i))
 
     @property
     def rows_early(self) -> bool:
