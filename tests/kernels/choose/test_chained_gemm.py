@@ -78,13 +78,15 @@ def test_measured_tiles_are_chosen(row):
 @pytest.mark.parametrize("m", [1, 4, 8])
 @pytest.mark.parametrize("model", MODELS)
 def test_few_tokens_fill_whole_waves(model, m, bits):
-    """Of a wave, or of as many blocks as share an SM, at least 7 of 10 SMs of an H200 have work, where there is that much."""
+    """Of a wave, or of as many blocks as share an SM, at least 7 of 10 SMs of an H200 have work, where there is that much and
+    nothing was measured."""
     for role, n, k in products(model):
         shape = GemmShape(m, n, k, bits)
         tile = choose_chain(role, shape, H200)
+        measured = chain_candidates(role, shape, H200)[0].measured
         count = blocks(tile, shape)
         assert tile.splits == 1, "blocks would meet in memory"
-        if shape.strips >= H200.sm_count:
+        if shape.strips >= H200.sm_count and not measured:
             busiest = -(-count // H200.sm_count) * tile.block_strips
             assert shape.strips / (busiest * H200.sm_count) >= 0.7, (role, n, k, str(tile))
         assert (tile.blocks_per_sm == 1) == (count <= H200.sm_count)
@@ -113,4 +115,4 @@ def test_shared_memory_keeps_blocks_apart(sm):
 def test_printed():
     row = chain_candidates("residual", GemmShape(1, 4096, 4096, 4), H200)[0]
     assert str(row.tile).endswith("K split 1, 1 block an SM")
-    assert str(row.measured).startswith("measured in a step on H200, 2026-11-22, 1 to 8 tokens: o")
+    assert str(row.measured).startswith("measured in a step on H200, 2026-11-22, 1 to 2 tokens: o")

@@ -46,14 +46,14 @@ def framed(values):
     return rows, memory
 
 
-def near(got, wanted, steps=1, size=None):
+def near(got, wanted, steps=1, size=None, few=0.01):
     """Within so many roundings of numbers of `size`: a root in the last bit of float32 turns a tie, and one rounding feeds the
-    next. All but a few are equal."""
+    next. All but a `few` are equal."""
     eps = torch.finfo(got.dtype).eps
     difference = (got.double() - wanted.double()).abs()
     tolerance = steps * eps * (wanted if size is None else size).double().abs() + 1e-6
     assert bool((difference <= tolerance).all()), float(difference.max())
-    assert int((difference > 0).sum()) <= 1 + 0.01 * difference.numel()
+    assert int((difference > 0).sum()) <= 1 + few * difference.numel()
 
 
 def machine(device):
@@ -116,8 +116,9 @@ def check_layer_norm(device, dtype, m, width, mean=0.0, with_delta=True, weights
         of_mean = 2**-22 / torch.finfo(dtype).eps * of_row.abs() * gamma.abs() / (variance + 1e-5).sqrt()
         size = bias.abs() + x.abs() + of_mean
         near(x, layer_norm(mine.double(), (width,), gamma.double(), bias.double(), 1e-5).to(dtype), 2, size)
-        # Not of equal elements: torch merges means of parts, and what is left is divided by sqrt(eps).
-        near(x[1:], norm_reference(mine, gamma, 1e-5, 0.0, bias)[1:], 2, size[1:])
+        # Not of equal elements: torch merges means of parts, and what is left is divided by sqrt(eps). With a mean of 30, 1.3 %
+        # of 9216 elements round otherwise (torch 2.11 on an H200).
+        near(x[1:], norm_reference(mine, gamma, 1e-5, 0.0, bias)[1:], 2, size[1:], few=0.02 if mean else 0.01)
         assert torch.equal(x[0], bias.to(dtype)), "(h - mean) is 0"
 
 
