@@ -23,13 +23,16 @@ RING_TOKENS = 16
 INVARIANT_WARPS = 8
 """Warps that share K in ring tiles whose sums do not depend on m."""
 
+DENSE_BITS = 16
+"""Of weights that are not quantized (pack/dense.py), which the ring kernel alone multiplies."""
+
 SMALL_TOKENS = 8
 """Tokens of one mma.sync: up to here the ring kernel has tiles of 8 tokens, for which x costs little."""
 
 
 @dataclass(frozen=True)
 class GemmShape:
-    """What decides about speed: y[m, n] = x[m, k] . w[n, k]^T with codes of `bits` bits."""
+    """What decides about speed: y[m, n] = x[m, k] . w[n, k]^T with codes of `bits` bits, or halves (`DENSE_BITS`)."""
 
     m: int
     n: int
@@ -41,6 +44,11 @@ class GemmShape:
         """Strips of 16 rows of w."""
         return -(-self.n // 16)
 
+    @property
+    def dense(self) -> bool:
+        """Whether weights are halves and no codes."""
+        return self.bits == DENSE_BITS
+
     def steps(self, size: int) -> int:
         """Steps of `size` k that cover K."""
         return -(-self.k // size)
@@ -48,7 +56,8 @@ class GemmShape:
 
 @dataclass(frozen=True)
 class RingTile:
-    """Configuration of kernels/sm80/mixed_gemm.py; see there. `blocks_per_sm`: the most that share an SM; 0: as many as fit."""
+    """Configuration of kernels/sm80/mixed_gemm.py; see there. `blocks_per_sm`: the most that share an SM; 0: as many as fit.
+    `slots` of a warp's ring; 0: one for each of its strips and rounds."""
 
     tokens: int
     strips: int
@@ -57,6 +66,7 @@ class RingTile:
     warps_k: int
     splits: int
     blocks_per_sm: int = 0
+    slots: int = 0
 
     @property
     def block_strips(self) -> int:
@@ -66,11 +76,16 @@ class RingTile:
     def rows(self) -> int:
         return 16 * self.block_strips
 
+    @property
+    def depth(self) -> int:
+        """Slots of a warp's ring."""
+        return self.slots or self.strips * self.rounds
+
     def __str__(self) -> str:
         few = f", {self.blocks_per_sm} block{'s' * (self.blocks_per_sm > 1)} an SM" if self.blocks_per_sm else ""
         return (
             f"ring {self.block_strips * 16} rows x {self.tokens} tokens, {self.warps_n} x {self.warps_k} warps of "
-            f"{self.strips} strips, ring of {self.strips * self.rounds}, K split {self.splits}{few}"
+            f"{self.strips} strips, ring of {self.depth}, K split {self.splits}{few}"
         )
 
 
@@ -186,7 +201,9 @@ def ring_candidate(tile: RingTile, shape: GemmShape, machine: Machine) -> GemmCa
 
 def _ring_bytes(tile: RingTile, shape: GemmShape) -> int:
     """Shared memory of a block's rings, with scales of groups for each strip."""
-    return tile.warps_n * tile.warps_k * tile.rounds * (tile.strips * (256 * shape.bits + 256) + 256 * tile.tokens)
+    of_scales = 0 if shape.dense else 256
+    x_slots = max(1, tile.depth // tile.strips)
+    return tile.warps_n * tile.warps_k * (tile.depth * (256 * shape.bits + of_scales) + 256 * tile.tokens * x_slots)
 
 
 _RESIDENT = {

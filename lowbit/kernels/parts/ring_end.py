@@ -175,24 +175,33 @@ def rms_of(factors, element, C: gl.constexpr):
 
 
 @gluon.jit
-def of_row(channels, i: gl.constexpr, row, exists, C: gl.constexpr):
+def channel_of(row, at, C: gl.constexpr):
+    """The channel that a row of a strip is: itself, but where strips take gates and what they gate from two places."""
+    if C.ring.step.dense and C.end.gate != "none":
+        return row // 16 * 8 + row % 8 + row // 8 % 2 * (at.N // 2)
+    else:
+        return row
+
+
+@gluon.jit
+def of_row(channels, i: gl.constexpr, row, exists, at, C: gl.constexpr):
     """What belongs to the row of a thread's i-th sum."""
     if C.early or C.late:
         return channels[i]
     else:
-        return gl.load(channels + row, mask=exists, other=0.0)
+        return gl.load(channels + channel_of(row, at, C), mask=exists, other=0.0)
 
 
 @gluon.jit
-def applied_to(total, applied, i: gl.constexpr, element, row, exists, C: gl.constexpr):
+def applied_to(total, applied, i: gl.constexpr, element, row, exists, at, C: gl.constexpr):
     """A thread's i-th sum with all that is applied to it."""
     total *= applied.factor
     if C.end.channel_scale:
-        total *= of_row(applied.channel_scale, i, row, exists, C)
+        total *= of_row(applied.channel_scale, i, row, exists, at, C)
     if C.end.parts > 0:
         total *= rms_of(applied.rms, element, C)
     if C.end.bias:
-        total += of_row(applied.bias, i, row, exists, C).to(gl.float32)
+        total += of_row(applied.bias, i, row, exists, at, C).to(gl.float32)
     return total
 
 
@@ -203,7 +212,7 @@ def store(y, sums, applied, at, C: gl.constexpr):
     for i in gl.static_range(OUTPUTS):
         element, row_of_warps = element_of(i, at.warp, C)
         row, token, exists = output_of(element, row_of_warps, at, C)
-        total = applied_to(sums[i], applied, i, element, row, exists, C)
+        total = applied_to(sums[i], applied, i, element, row, exists, at, C)
         gl.store(y + token.to(gl.int64) * at.N + row, total.to(y.dtype.element_ty), mask=exists)
 
 
@@ -214,8 +223,8 @@ def store_gated(y, sums, applied, at, C: gl.constexpr):
     for i in gl.static_range(PAIRS):
         element, row_of_warps = element_of(2 * i, at.warp, C)
         row, token, exists = output_of(element, row_of_warps, at, C)
-        gate = applied_to(sums[2 * i], applied, 2 * i, element, row, exists, C)
-        up = applied_to(sums[2 * i + 1], applied, 2 * i + 1, element, row + 8, exists, C)
+        gate = applied_to(sums[2 * i], applied, 2 * i, element, row, exists, at, C)
+        up = applied_to(sums[2 * i + 1], applied, 2 * i + 1, element, row + 8, exists, at, C)
         to = token.to(gl.int64) * (at.N // 2) + row // 16 * 8 + row % 16
         gl.store(y + to, (activated(gate, C) * up).to(y.dtype.element_ty), mask=exists)
 
@@ -228,7 +237,7 @@ def rows_ahead(channels, at, C: gl.constexpr):
     for i in gl.static_range(OUTPUTS):
         element, row_of_warps = element_of(i, at.warp, C)
         row, _token, exists = output_of(element, row_of_warps, at, C)
-        values = values + (gl.load(channels + row, mask=exists, other=0.0),)
+        values = values + (gl.load(channels + channel_of(row, at, C), mask=exists, other=0.0),)
     return values
 
 
@@ -261,12 +270,12 @@ def add_to_residual(x, sums, applied, residual, at, C: gl.constexpr):
         element, row_of_warps = element_of(i, at.warp, C)
         row, token, exists = output_of(element, row_of_warps, at, C)
         exists = exists & (row >= at.own_row)
-        total = applied_to(sums[i], applied, i, element, row, exists, C) + old[i].to(gl.float32)
+        total = applied_to(sums[i], applied, i, element, row, exists, at, C) + old[i].to(gl.float32)
         kept = total.to(residual.h.dtype.element_ty)
         to = token.to(gl.int64) * at.N + row
         gl.store(residual.h + to, kept, mask=exists)
         total = gl.where(exists, kept.to(gl.float32), 0.0)
-        gamma = of_row(residual.gamma, i, row, exists, C).to(gl.float32)
+        gamma = of_row(residual.gamma, i, row, exists, at, C).to(gl.float32)
         scaled = total * (gamma * residual.x_factor)
         gl.store(x + to, scaled.to(x.dtype.element_ty), mask=exists)
         square = across_groups(total * total, C)
