@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from lowbit.pack.weight import DENSE_FORM, WeightForm
@@ -30,3 +31,7 @@ class DenseWeight:
     def nbytes(self) -> int:
         """Bytes of the matrix."""
         return self.values.nbytes
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The matrix in another type, as of a quantized one."""
+        return self.values.to(dtype)

@@ -173,6 +173,8 @@ def choose(shape: GemmShape, machine: Machine, batch_invariant: bool = False) ->
 
 def ring_tiles(shape: GemmShape, machine: Machine) -> list[RingTile]:
     """Tiles of the ring kernel that are considered for a problem."""
+    if shape.dense:
+        return _dense_tiles(shape)
     tokens = SMALL_TOKENS if shape.m <= SMALL_TOKENS else 16
     steps = -(-shape.k // 128)
     few = tokens == SMALL_TOKENS
@@ -188,6 +190,26 @@ def ring_tiles(shape: GemmShape, machine: Machine) -> list[RingTile]:
                 rounds = max(1, min(in_flight, 8 // strips, iterations if iterations <= 4 else 2))
                 tiles.append(RingTile(tokens, strips, rounds, warps_n, warps_k, splits))
     return tiles
+
+
+def _dense_tiles(shape: GemmShape) -> list[RingTile]:
+    """Those for weights of 16 bits, whose slots are 4 KiB: rings of a block of 64 and of 128 KiB, of fewer slots than strips
+    where a block has many of them."""
+    tokens = SMALL_TOKENS if shape.m <= SMALL_TOKENS else RING_TOKENS
+    steps, tiles = shape.steps(128), []
+    for splits in (1,) if tokens == SMALL_TOKENS else (1, 2, 4):
+        for warps_n, warps_k in ((1, 8), (2, 4), (1, 4)):
+            for strips in range(1, 9):
+                if strips * warps_n > shape.strips:
+                    continue
+                for kib in (64, 128):
+                    slots = kib // (4 * warps_n * warps_k)
+                    rounds = min(max(1, slots // strips), -(-steps // (warps_k * splits)))
+                    fewer = max(size for size in range(1, min(slots, strips) + 1) if strips % size == 0)
+                    if fewer == 1 < strips:
+                        continue
+                    tiles.append(RingTile(tokens, strips, rounds, warps_n, warps_k, splits, slots=fewer if fewer < strips else 0))
+    return list(dict.fromkeys(tiles))
 
 
 def ring_candidate(tile: RingTile, shape: GemmShape, machine: Machine) -> GemmCandidate:
@@ -212,12 +234,13 @@ _RESIDENT = {
     4: (4, 3, 2, 2, 2, 2, 2, 1),
     6: (4, 4, 3, 3, 3, 2, 2, 2),
     8: (4, 3, 3, 3, 2, 2, 2, 2),
+    DENSE_BITS: (2, 2, 2, 2, 2, 2, 1, 1),
 }
 
 
 def _resident(tile: RingTile, shape: GemmShape, machine: Machine) -> int:
     """Blocks that share an SM, by shared memory and by registers. Codes of up to 4 bits are taken to have scales of groups."""
-    bits = 4 if shape.bits <= 4 else 6 if shape.bits <= 6 else 8
+    bits = next(bits for bits in _RESIDENT if shape.bits <= bits)
     warps = tile.warps_n * tile.warps_k
     of_scales = 0 if bits == 4 else 256 * warps * tile.rounds * tile.strips
     by_shared = machine.arch.shared_per_sm_bytes // (_ring_bytes(tile, shape) - of_scales + 1024)

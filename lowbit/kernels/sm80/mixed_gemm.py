@@ -163,8 +163,9 @@ def addresses_of(start, lane, C: gl.constexpr):
         piece = piece ^ (lane >> 4)
         reads = (own + piece * 16, own + (piece ^ 2) * 16, own + (piece ^ 4) * 16, own + (piece ^ 6) * 16)
     else:
-        copies = (at16, start + lane * C.ring.scale_copy)
-        reads = (at16, start + lane * 8, start + lane * 4, start + group * S.pair_bytes)
+        at8, at4, at_scale = start + lane * 8, start + lane * 4, start + lane * C.ring.scale_copy
+        copies = (at16, at_scale)
+        reads = (at16, at8, at4, start + group * S.pair_bytes)
     return Addresses(lane, copies, reads, start + (place * 8 + group) * 16, at16)
 
 

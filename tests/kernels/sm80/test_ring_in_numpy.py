@@ -15,7 +15,7 @@ from lowbit.hardware.emulate import mma
 from lowbit.hardware.mma import MMA_M16N8K16_F16
 from lowbit.kernels.choose.mixed_gemm import DENSE_BITS, GemmShape, RingTile
 from lowbit.kernels.reference.chained import norm_gemm_reference, residual_gemm_reference
-from lowbit.pack import DENSE_FORM, FragmentWeight, weight_form
+from lowbit.pack import DENSE_FORM, DenseWeight, FragmentWeight, weight_form
 from lowbit.pack.gated import alternate
 from lowbit.quantize import rtn
 
@@ -168,16 +168,6 @@ ROWS = [
 """Rings of more than 128 k and of less, down to one slot; splits; two rows of warps."""
 
 
-class _Plain:
-    """A weight that is what it is, for the reference."""
-
-    def __init__(self, values):
-        self.values = values
-
-    def dequantize(self, dtype):
-        return self.values.to(dtype)
-
-
 def rows(n, k, m):
     """A weight, x and a bias; gate and up are two halves of the weight one after the other."""
     generator = torch.Generator().manual_seed(n + m)
@@ -199,7 +189,7 @@ def test_rows_with_norm_and_gate(tile, k):
         plan = NormPlan(GemmShape(m, n, k, DENSE_BITS), tile, DENSE_FORM, torch.float16, True, 9, gate, arch_for(90))
         y = launch(plan, (x, squares), (x, (values, None, None), squares, bias, k, 1e-3, 0.5, *room(plan)))
         w, b = (values, bias) if gate == "none" else (paired(values), paired(bias))
-        assert close(y, norm_gemm_reference(x, _Plain(w), squares, b, width=k, eps=1e-3, gated=gate, x_factor=0.5))
+        assert close(y, norm_gemm_reference(x, DenseWeight(w), squares, b, width=k, eps=1e-3, gated=gate, x_factor=0.5))
 
 
 @pytest.mark.parametrize("k", [512, 648])
@@ -208,7 +198,7 @@ def test_rows_with_the_residual(tile, k):
     for m, n in ((1, 144), (tile.tokens - 3, 130)):
         values, x, bias = rows(n, k, m)
         h, gamma = torch.randn(m, n).half(), torch.rand(n) + 0.5
-        added, following, _ = residual_gemm_reference(x, _Plain(values), h, gamma, bias, x_factor=0.5)
+        added, following, _ = residual_gemm_reference(x, DenseWeight(values), h, gamma, bias, x_factor=0.5)
         plan = ResidualPlan(GemmShape(m, n, k, DENSE_BITS), tile, DENSE_FORM, torch.float16, True, arch_for(90))
         got, squares = launch(plan, (x, h), (x, (values, None, None), h, gamma, bias, 0.5, *room(plan)))
         assert close(h, added) and close(got, following)
