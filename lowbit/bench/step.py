@@ -25,14 +25,15 @@ from lowbit.bench.protocol import failures, reason, warm_up
 from lowbit.engine import Engine
 from lowbit.engine.chain import Chain
 from lowbit.engine.graphs import Graphs
-from lowbit.engine.product import Packed, Product
+from lowbit.engine.product import Dense, Packed, Product
 from lowbit.engine.program import DecodeProgram
 from lowbit.engine.steps import Step, Steps
 from lowbit.engine.warm_up import compiled
 from lowbit.hardware.machine import Machine, machine_of
 from lowbit.kernels.choose import attention, chained_gemm, mixed_gemm
-from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile
+from lowbit.kernels.choose.mixed_gemm import DENSE_BITS, RING_TOKENS, GemmShape, RingTile
 from lowbit.kernels.parts.launch import recording
+from lowbit.pack import DenseWeight
 
 TOLERANCE = 0.02
 """Of logits, relative in the norm: tiles form sums in other orders, and random weights magnify what that rounds."""
@@ -70,7 +71,7 @@ def parts_of(program: DecodeProgram, rows: int, reach: int, machine: Machine, co
     found = [
         _product_part(name, roles[name] if chained else None, product.weight, rows, machine, count)
         for name, product in products.items()
-        if isinstance(product, Packed)
+        if isinstance(product, Packed) or (chained and isinstance(product, Dense) and rows <= RING_TOKENS)
     ]
     able = [row.tile for row in attention.candidates_decode(rows, layer.shape, reach, machine) if not row.reasons]
     by_warps = [tile for warps in (1, 2, 4) for tile in [t for t in able if t.warps == warps][: count // 3]]
@@ -82,7 +83,7 @@ def _product_part(
     name: str, role: chained_gemm.Role | None, weight: Any, rows: int, machine: Machine, count: int
 ) -> Part:  # fmt: skip
     n, k = weight.shape
-    shape = GemmShape(rows, n, k, weight.scheme.weight.bits)
+    shape = GemmShape(rows, n, k, DENSE_BITS if isinstance(weight, DenseWeight) else weight.scheme.weight.bits)
     if role is None:
         return Part(name, None, shape, tuple(r.tile for r in mixed_gemm.candidates(shape, machine) if not r.reasons)[:count])
     able = [row.tile for row in chained_gemm.chain_candidates(role, shape, machine) if not row.reasons][:count]
@@ -202,7 +203,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m lowbit.bench.step", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--model", choices=SHAPES, default="Llama-3-8B")
     parser.add_argument("--layers", type=int, default=4, help="a few, whose weights exceed the L2")
-    parser.add_argument("--schemes", nargs="+", default=["w4a16_g128"])
+    parser.add_argument("--schemes", nargs="+", default=["w4a16_g128"], help="none: 16 bits, the head too")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--context", type=int, default=PROMPT)
     parser.add_argument("--dtype", choices=DTYPES, default="float16")
@@ -213,7 +214,8 @@ def main() -> None:
     warm_up()
     machine = machine_of("cuda")
     for scheme in asked.schemes:
-        model = random_model(asked.model, scheme, "w8a16", DTYPES[asked.dtype], torch.device("cuda"), asked.layers)
+        packed, head = (None, None) if scheme == "none" else (scheme, "w8a16")
+        model = random_model(asked.model, packed, head, DTYPES[asked.dtype], torch.device("cuda"), asked.layers)
         engine = engine_for(model, [(rows, asked.context + 256) for rows in asked.rows])
         assert isinstance(engine.program, DecodeProgram)
         for rows in asked.rows:

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from lowbit.engine.family import Decoder
-from lowbit.engine.product import Packed, Product
+from lowbit.engine.product import Dense, Packed, Product
 from lowbit.hardware.machine import features_of
 from lowbit.kernels.choose.chained_gemm import CHAIN_TOKENS
-from lowbit.kernels.choose.mixed_gemm import SMALL_TOKENS
+from lowbit.kernels.choose.mixed_gemm import RING_TOKENS, SMALL_TOKENS
 from lowbit.ops.chained_gemm import Gated, chain_refusals, factor_of, norm_gemm, residual_gemm
 from lowbit.ops.decode import EmbeddingTable, add_norm, embed_norm_squares
+from lowbit.pack.fragment import STRIP
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,10 @@ class Gamma:
 class Link:
     """The products of a layer, and the norms before attention and before the MLP."""
 
-    qkv: Packed
-    o: Packed
-    gate_up: Packed
-    down: Packed
+    qkv: Packed | Dense
+    o: Packed | Dense
+    gate_up: Packed | Dense
+    down: Packed | Dense
     before_attention: Gamma
     before_mlp: Gamma
 
@@ -52,7 +53,7 @@ class Chain:
 
     def __init__(self, decoder: Decoder, links: Sequence[Link], head: Product, dtype: torch.dtype) -> None:
         self.decoder, self.links, self.head, self.dtype = decoder, links, head, dtype
-        self.most = most_tokens(links[0].qkv.weight.codes.device)
+        self.most = most_tokens(links)
         assert decoder.activation != "relu"
         self.gated: Gated = decoder.activation
         final = Gamma.of(decoder.final_gamma, decoder.norm_offset, dtype)
@@ -72,24 +73,40 @@ class Chain:
             x, squares = self._added(attended, link.o, h, link.before_mlp)
             y = self._normed(x, link.gate_up, squares, link.before_mlp, self.gated)
             x, squares = self._added(y, link.down, h, self.after[i])
-        if isinstance(self.head, Packed) and not chain_refusals(self.head.weight, len(h), self.dtype):
+        if isinstance(self.head, Packed | Dense) and not _refusals(self.head, len(h), self.dtype):
             return self._normed(x, self.head, squares, self.after[-1])
         return self.head(add_norm(h, None, d.final_gamma, d.eps, offset=d.norm_offset))
 
-    def _normed(self, x: Tensor, w: Packed, squares: Tensor, gamma: Gamma, gated: Gated = "none") -> Tensor:
+    def _normed(self, x: Tensor, w: Packed | Dense, squares: Tensor, gamma: Gamma, gated: Gated = "none") -> Tensor:
         d = self.decoder
         return norm_gemm(x, w.weight, squares, w.bias, width=d.hidden, eps=d.eps, gated=gated, factor=gamma.factor)
 
-    def _added(self, x: Tensor, w: Packed, h: Tensor, gamma: Gamma) -> tuple[Tensor, Tensor]:
+    def _added(self, x: Tensor, w: Packed | Dense, h: Tensor, gamma: Gamma) -> tuple[Tensor, Tensor]:
         return residual_gemm(x, w.weight, h, gamma.values, w.bias, factor=gamma.factor)
 
 
-def most_tokens(device: torch.device) -> int:
-    """Rows of a step that a chain computes on a device: those of a tile of the wgmma kernel. Without it those of one mma.sync:
-    with 16 the ring kernel takes so many registers that nothing of the next kernel's start overlaps, and eight launches are
-    faster (2765 us against 2902, Llama-3-8B's shape in w4a16_g128, H200, 2026-11-22)."""
-    wgmma = device.type == "cuda" and "wgmma" in features_of(device)
-    return CHAIN_TOKENS if wgmma else SMALL_TOKENS
+def most_tokens(links: Sequence[Link]) -> int:
+    """Rows of a step that a chain computes on its device: those of a tile of the wgmma kernel, or of the ring kernel where it has
+    weights of 16 bits. Without wgmma those of one mma.sync: with 16 the ring kernel takes so many registers that nothing of the
+    next kernel's start overlaps, and eight launches are faster (2765 us against 2902, Llama-3-8B's shape in w4a16_g128, H200,
+    2026-11-22)."""
+    products = [product for link in links for product in (link.qkv, link.o, link.gate_up, link.down)]
+    device = links[0].before_mlp.values.device
+    if device.type != "cuda" or "wgmma" not in features_of(device):
+        return SMALL_TOKENS
+    return RING_TOKENS if any(isinstance(product, Dense) for product in products) else CHAIN_TOKENS
+
+
+def _refusals(product: Packed | Dense, m: int, dtype: torch.dtype) -> tuple[str, ...]:
+    """Why a product is no part of a step of m tokens."""
+    if isinstance(product, Dense) and product.weight.values.device.type != "cuda":
+        return ("weights of 16 bits are torch's to multiply on a CPU",)
+    return chain_refusals(product.weight, m, dtype)
+
+
+def _pairs(gate_up: Packed | Dense) -> bool:
+    """Whether a product can multiply gate by up at its end."""
+    return gate_up.weight.shape[0] % STRIP == 0 if isinstance(gate_up, Dense) else gate_up.alternates
 
 
 def chain_of(
@@ -107,11 +124,11 @@ def chain_of(
     for parts, layer in zip(decoder.layers, products, strict=True):
         if parts.after_attention_gamma is not None:
             reasons.append("norms after attention and MLP stand between the products")
-        packed = [product for product in layer if isinstance(product, Packed)]
+        packed = [product for product in layer if isinstance(product, Packed | Dense)]
         for product in packed:
-            reasons += chain_refusals(product.weight, 1, dtype)
-        if len(packed) < len(layer) or not packed[2].alternates:
-            reasons.append("its products, gate and up in one, are not all weights in the order of the tensor cores")
+            reasons += _refusals(product, 1, dtype)
+        if len(packed) < len(layer) or not _pairs(packed[2]):
+            reasons.append("its products, gate and up in one, are not all weights in the order of the tensor cores or of 16 bits")
         else:
             before, mlp = (Gamma.of(gamma, decoder.norm_offset, dtype) for gamma in (parts.input_gamma, parts.mlp_gamma))
             links.append(Link(packed[0], packed[1], packed[2], packed[3], before, mlp))

@@ -23,7 +23,7 @@ from lowbit.nn.linear import QuantizedInput
 from lowbit.ops import fragment_gemm
 from lowbit.ops.byte_gemm import byte_gemm
 from lowbit.ops.gated_gemm import gated_gemm
-from lowbit.pack import FragmentWeight, OperandWeight
+from lowbit.pack import DenseWeight, FragmentWeight, OperandWeight
 from lowbit.pack.fragment import STRIP
 
 BLOCK = 64
@@ -48,6 +48,19 @@ class Packed:
     def gated(self, x: Tensor, activation: str) -> Tensor:
         """f(gate) * up [M, N / 2], where rows alternate."""
         return gated_gemm(x, self.weight, self.bias, activation, batch_invariant=self.batch_invariant)
+
+
+@dataclass(frozen=True, eq=False)
+class Dense:
+    """y [M, N] = x [M, K] . w^T + bias with a weight of 16 bits: torch's own product; in a chain the ring kernel's (chain.py)."""
+
+    weight: DenseWeight
+    bias: Tensor | None
+    batch_invariant: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        product = _in_blocks if self.batch_invariant else linear
+        return product(x, self.weight.values, self.bias)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,8 +104,8 @@ def product(modules: Sequence[nn.Module], batch_invariant: bool) -> Product:
         if quantize_alike(list(layers)):
             return Scaled(layers, _joined_operands(layers), _bias(layers), batch_invariant)
     if not layers and all(type(module) is nn.Linear for module in modules):
-        dense, bias = _joined_linear([module for module in modules if isinstance(module, nn.Linear)])
-        return lambda x: _in_blocks(x, dense, bias) if batch_invariant else linear(x, dense, bias)
+        dense, of_all = _joined_linear([module for module in modules if isinstance(module, nn.Linear)])
+        return Dense(DenseWeight(dense), of_all, batch_invariant)
     if len(modules) == 1:
         return modules[0]
     return lambda x: torch.cat([module(x) for module in modules], dim=-1)

@@ -11,6 +11,9 @@ engine takes them for as many where there is wgmma, sm_90, else for 8):
 x is h * gamma before it is divided by its rms, which the next product does to its sums. It is not bounded as a normalised x is:
 in fp16 it is multiplied by `factor`, a power of two, which the next product takes back (`factor_of`). How many `parts`
 squares [parts, M] have is for the kernel that made them to say. Opaque to torch.compile, as `lowbit::fragment_gemm` is.
+
+A weight that is not quantized, as `nn.Linear` holds it, is taken by the ring kernel for up to 16 tokens; in the operators
+`codes` is then the matrix itself, `scheme` "dense", and gate and up follow each other instead of alternating.
 """
 
 from __future__ import annotations
@@ -22,15 +25,16 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from lowbit.formats import parse_scheme
+from lowbit.formats import QuantTensor, parse_scheme
 from lowbit.hardware.machine import machine_of
 from lowbit.kernels.choose.chained_gemm import CHAIN_TOKENS, MOST_PARTS, Role, choose_chain, parts_of
-from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile
+from lowbit.kernels.choose.mixed_gemm import DENSE_BITS, RING_TOKENS, GemmShape, RingTile
 from lowbit.kernels.reference.chained import norm_gemm_reference, residual_gemm_reference
 from lowbit.ops.fragment_gemm import aligned_rows, check_product
 from lowbit.ops.operands import Described, described, on_meta
 from lowbit.ops.workspace import workspace
-from lowbit.pack import FragmentWeight, weight_form
+from lowbit.pack import DENSE_FORM, DenseWeight, FragmentWeight, WeightForm, weight_form
+from lowbit.pack.gated import alternate
 from lowbit.pack.gemm_weight import GemmWeight
 
 if TYPE_CHECKING:
@@ -52,9 +56,16 @@ torch.library.define(
 
 _scheme = functools.lru_cache(maxsize=None)(parse_scheme)
 
+DENSE = "dense"
+"""In place of a scheme's name: the weight is not quantized."""
 
-def chain_refusals(w: GemmWeight, m: int, dtype: torch.dtype) -> tuple[str, ...]:
+Weight = FragmentWeight | DenseWeight
+
+
+def chain_refusals(w: GemmWeight | DenseWeight, m: int, dtype: torch.dtype) -> tuple[str, ...]:
     """Why a weight is not multiplied by m tokens of `dtype` with norm, gate or residual at the end; empty if it is."""
+    if isinstance(w, DenseWeight):
+        return _dense_refusals(w, m, dtype)
     reasons = []
     if not isinstance(w, FragmentWeight):
         reasons.append(f"takes weights in fragment order (FragmentWeight), not {type(w).__name__}")
@@ -67,6 +78,17 @@ def chain_refusals(w: GemmWeight, m: int, dtype: torch.dtype) -> tuple[str, ...]
     if isinstance(w, FragmentWeight):
         given = [name for name in ("order", "pre_quant_scale") if getattr(w, name) is not None]
         reasons += [f"takes x as it comes: the weight has {' and '.join(given)}"] if given else []
+    return tuple(reasons)
+
+
+def _dense_refusals(w: DenseWeight, m: int, dtype: torch.dtype) -> tuple[str, ...]:
+    reasons = []
+    if dtype not in (torch.float16, torch.bfloat16) or w.values.dtype != dtype:
+        reasons.append(f"takes x and weights of 16 bits in fp16 or bf16, one type for both, not {dtype} and {w.values.dtype}")
+    if w.shape[1] % 8 or not w.values.is_contiguous() or w.values.data_ptr() % 16:
+        reasons.append(f"takes weights of 16 bits whose rows start at multiples of 16 bytes, not {w.shape[1]} wide")
+    if not 1 <= m <= RING_TOKENS:
+        reasons.append(f"takes weights of 16 bits for 1 to {RING_TOKENS} tokens, not {m}")
     return tuple(reasons)
 
 
@@ -85,42 +107,81 @@ def factor_of(gamma: Tensor, dtype: torch.dtype) -> float:
 
 
 def norm_gemm(
-    x: Tensor, w: FragmentWeight, squares: Tensor, bias: Tensor | None = None, *, width: int, eps: float,
+    x: Tensor, w: Weight, squares: Tensor, bias: Tensor | None = None, *, width: int, eps: float,
     gated: Gated = "none", factor: float = 1.0, batch_invariant: bool = False,
 ) -> Tensor:  # fmt: skip
     """y [M, N] = x [M, K] . dequant(w)[N, K]^T / (rms * factor) + bias [N], in x's dtype, fp16 or bf16, M <= 64.
 
     x is h * gamma * factor; rms = sqrt(sum of `squares` float32 [parts, M] / width + eps), that of rows of h of `width`
-    elements. With `gated`, w is of `pack.gated.pack_gated`, bias in its order, and y [M, N / 2] = act(gate) * up. With
-    `batch_invariant`, a row of y has the same bits whatever M. Raises ValueError for tensors that do not fit together.
+    elements. With `gated`, w is of `pack.gated.pack_gated`, or all of gate and then of up in 16 bits, bias in its order, and
+    y [M, N / 2] = act(gate) * up. M <= 16 for weights of 16 bits. With `batch_invariant`, a row of y has the same bits whatever M. Raises ValueError for tensors that do not fit together.
     """
     _check_weight("norm_gemm", w, x)
+    codes, scale, channel, scheme = _as_passed(w)
     return torch.ops.lowbit.norm_gemm(
-        x, w.codes, w.scale, w.channel_scale, squares, bias, w.scheme.name, w.shape[0], width, eps, factor, gated,
-        batch_invariant,
-    )  # fmt: skip
+        x, codes, scale, channel, squares, bias, scheme, w.shape[0], width, eps, factor, gated, batch_invariant
+    )
 
 
 def residual_gemm(
-    x: Tensor, w: FragmentWeight, h: Tensor, gamma: Tensor, bias: Tensor | None = None, *, factor: float = 1.0,
+    x: Tensor, w: Weight, h: Tensor, gamma: Tensor, bias: Tensor | None = None, *, factor: float = 1.0,
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(x of the next norm [M, N], squares float32 [parts, M]) after h [M, N] += x [M, K] . dequant(w)[N, K]^T + bias [N].
 
     h is rounded to its type, fp16 or bf16; of what it then holds are x = h * gamma [N] * factor, in the type of x, and
-    `squares`, sums of squares of parts of its rows, which add up to those of the rows. M <= 64; `batch_invariant` as in
+    `squares`, sums of squares of parts of its rows, which add up to those of the rows. M and `batch_invariant` as in
     `norm_gemm`. Raises ValueError for tensors that do not fit together.
     """
     _check_weight("residual_gemm", w, x)
-    return torch.ops.lowbit.residual_gemm(
-        x, w.codes, w.scale, w.channel_scale, h, gamma, bias, w.scheme.name, factor, batch_invariant
-    )
+    codes, scale, channel, scheme = _as_passed(w)
+    return torch.ops.lowbit.residual_gemm(x, codes, scale, channel, h, gamma, bias, scheme, factor, batch_invariant)
 
 
-def _check_weight(operator: str, w: FragmentWeight, x: Tensor) -> None:
-    if x.dim() != 2 or not 1 <= x.shape[0] <= CHAIN_TOKENS or w.order is not None or w.pre_quant_scale is not None:
+def _as_passed(w: Weight) -> tuple[Tensor, Tensor | None, Tensor | None, str]:
+    """A weight as the operators take it: codes, scales of groups and of channels, name of the scheme."""
+    if isinstance(w, DenseWeight):
+        return w.values, None, None, DENSE
+    return w.codes, w.scale, w.channel_scale, w.scheme.name
+
+
+def _check_weight(operator: str, w: Weight, x: Tensor) -> None:
+    fits = x.dim() == 2 and 1 <= x.shape[0] <= CHAIN_TOKENS
+    if isinstance(w, DenseWeight):
+        fits = fits and not _dense_refusals(w, x.shape[0], x.dtype)
+    else:
+        fits = fits and w.order is None and w.pre_quant_scale is None
+    if not fits:
         found = chain_refusals(w, x.shape[0], x.dtype) or (f"x is [M, K], got {tuple(x.shape)}",)
         raise ValueError(f"{operator} {'; '.join(found)}")
+
+
+def _check_product(
+    operator: str, x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None,
+    scheme: str, n: int,
+) -> None:  # fmt: skip
+    """As `check_product`, for weights of 16 bits too."""
+    if scheme != DENSE:
+        return check_product(operator, x, codes, scale, channel_scale, bias, _scheme(scheme), n)
+    expected = (n, x.shape[-1])
+    if x.dtype not in (torch.float16, torch.bfloat16) or codes.dtype != x.dtype or tuple(codes.shape) != expected:
+        raise ValueError(
+            f"{operator}: a weight of 16 bits is {list(expected)} in the type of x, fp16 or bf16; got x {x.dtype} "
+            f"{tuple(x.shape)} and {codes.dtype} {tuple(codes.shape)}"
+        )
+    if bias is not None and tuple(bias.shape) != (n,):
+        raise ValueError(f"{operator}: bias is [{n}], got {tuple(bias.shape)}")
+
+
+def _shape(scheme: str, m: int, n: int, k: int) -> GemmShape:
+    return GemmShape(m, n, k, DENSE_BITS if scheme == DENSE else _scheme(scheme).weight.bits)
+
+
+def _form(scheme: str, scale: Tensor | None, channel_scale: Tensor | None) -> WeightForm:
+    if scheme == DENSE:
+        return DENSE_FORM
+    types = (None if t is None else t.dtype for t in (scale, channel_scale))
+    return weight_form(_scheme(scheme), *types)
 
 
 def _check_norm(
@@ -128,7 +189,7 @@ def _check_norm(
     scheme: str, n: int, gated: str,
 ) -> None:  # fmt: skip
     """Raises ValueError unless the tensors are of one product with the norm at its end."""
-    check_product("norm_gemm", x, codes, scale, channel_scale, bias, _scheme(scheme), n)
+    _check_product("norm_gemm", x, codes, scale, channel_scale, bias, scheme, n)
     m = x.shape[0]
     if squares.dim() != 2 or squares.shape[1] != m or squares.dtype != torch.float32 or not 1 <= squares.shape[0] <= MOST_PARTS:
         raise ValueError(
@@ -148,7 +209,7 @@ def _check_residual(
             f"residual_gemm: h is fp16 or bf16 [{x.shape[0]}, N], contiguous; got {h.dtype} {tuple(h.shape)}, "
             f"strides {tuple(h.stride())}"
         )
-    check_product("residual_gemm", x, codes, scale, channel_scale, bias, _scheme(scheme), h.shape[1])
+    _check_product("residual_gemm", x, codes, scale, channel_scale, bias, scheme, h.shape[1])
     if tuple(gamma.shape) != (h.shape[1],) or not gamma.is_floating_point():
         raise ValueError(f"residual_gemm: gamma is floating-point [{h.shape[1]}], got {gamma.dtype} {tuple(gamma.shape)}")
 
@@ -201,11 +262,8 @@ def _norm_plan(
     x = torch.empty((m, k), dtype=dtype, device="meta")
     _check_norm(x, codes, scale, channel_scale, squares, bias, scheme, n, gated)
     _check_places("norm_gemm", on, others)
-    machine, shape = machine_of(on), GemmShape(m, n, k, _scheme(scheme).weight.bits)
+    machine, shape, form = machine_of(on), _shape(scheme, m, n, k), _form(scheme, scale, channel_scale)
     role: Role = "norm" if gated == "none" else "gated"
-    form = weight_form(
-        _scheme(scheme), None if scale is None else scale.dtype, None if channel_scale is None else channel_scale.dtype
-    )
     tile, parts = choose_chain(role, shape, machine, batch_invariant), squares.shape[0]
     if isinstance(tile, RingTile):
         return NormPlan(shape, tile, form, dtype, bias is not None, parts, gated, machine.arch)
@@ -228,10 +286,7 @@ def _residual_plan(
     assert described_h is not None
     _check_residual(torch.empty((m, k), dtype=dtype, device="meta"), codes, scale, channel_scale, h, gamma, bias, scheme)
     _check_places("residual_gemm", on, others)
-    machine, shape = machine_of(on), GemmShape(m, h.shape[1], k, _scheme(scheme).weight.bits)
-    form = weight_form(
-        _scheme(scheme), None if scale is None else scale.dtype, None if channel_scale is None else channel_scale.dtype
-    )
+    machine, shape, form = machine_of(on), _shape(scheme, m, h.shape[1], k), _form(scheme, scale, channel_scale)
     tile = choose_chain("residual", shape, machine, batch_invariant)
     if isinstance(tile, RingTile):
         return ResidualPlan(shape, tile, form, dtype, bias is not None, machine.arch)
@@ -254,13 +309,23 @@ def _check_places(operator: str, on: torch.device, others: tuple[Described | Non
 # ---- on a CPU, and without data
 
 
+def _unpacked(
+    codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, scheme: str, shape: tuple[int, int]
+) -> QuantTensor | DenseWeight:
+    if scheme == DENSE:
+        return DenseWeight(codes)
+    return FragmentWeight(codes, scale, channel_scale, _scheme(scheme), shape).unpack()
+
+
 @torch.library.impl("lowbit::norm_gemm", "CPU")
 def _norm_gemm_cpu(
     x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, squares: Tensor, bias: Tensor | None,
     scheme: str, n: int, width: int, eps: float, factor: float, gated: Gated, batch_invariant: bool = False,
 ) -> Tensor:  # fmt: skip
     _check_norm(x, codes, scale, channel_scale, squares, bias, scheme, n, gated)
-    w = FragmentWeight(codes, scale, channel_scale, _scheme(scheme), (n, x.shape[1])).unpack()
+    w = _unpacked(codes, scale, channel_scale, scheme, (n, x.shape[1]))
+    if isinstance(w, DenseWeight) and gated != "none":
+        w, bias = DenseWeight(alternate(*codes.chunk(2))), None if bias is None else alternate(*bias.chunk(2))
     y = norm_gemm_reference(x, w, squares, bias, width=width, eps=eps, gated=gated, x_factor=factor)
     return y.to(x.dtype)
 
@@ -271,7 +336,7 @@ def _residual_gemm_cpu(
     bias: Tensor | None, scheme: str, factor: float, batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     _check_residual(x, codes, scale, channel_scale, h, gamma, bias, scheme)
-    w = FragmentWeight(codes, scale, channel_scale, _scheme(scheme), (h.shape[1], x.shape[1])).unpack()
+    w = _unpacked(codes, scale, channel_scale, scheme, (h.shape[1], x.shape[1]))
     added, following, squares = residual_gemm_reference(x, w, h, gamma, bias, x_factor=factor)
     h.copy_(added)
     return following, squares
@@ -295,7 +360,7 @@ def _residual_fake(
     parts = 1
     if x.device.type == "cuda":
         m, n, k = int(x.shape[0]), int(h.shape[1]), int(x.shape[1])  # a tile is chosen for numbers, also in a dynamic trace
-        shape = GemmShape(m, n, k, _scheme(scheme).weight.bits)
+        shape = _shape(scheme, m, n, k)
         tile = choose_chain("residual", shape, machine_of(x.device), batch_invariant)
         parts = parts_of(tile, shape)
     return torch.empty_like(h, dtype=x.dtype), x.new_empty((parts, x.shape[0]), dtype=torch.float32)

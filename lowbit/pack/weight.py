@@ -103,7 +103,11 @@ class WeightForm:
     @property
     def channel_scale(self) -> bool:
         """Whether there are scales per channel."""
-        return self.group == 0 or self.scaled_twice
+        return self.scaled_twice or (self.group == 0 and self != DENSE_FORM)
+
+
+DENSE_FORM = WeightForm("dense", 0, "none", "fp16")
+"""Of weights that are halves, in the type of x (pack/dense.py): no scales."""
 
 
 def weight_form(scheme: Scheme, scale_dtype: torch.dtype | None, channel_dtype: torch.dtype | None) -> WeightForm:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -12,21 +13,28 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from lowbit.engine.cache import Cache
 from lowbit.engine.chain import Chain
 from lowbit.engine.family import recognise
-from lowbit.engine.product import Packed, Scaled, product
+from lowbit.engine.product import Dense, Packed, Scaled, product
 from lowbit.engine.program import DecodeProgram
 from lowbit.engine.slots import Slots, on_device
 from lowbit.models.head import quantize_head
 from lowbit.nn import QuantLinear, convert
 from lowbit.nn.fused import AlternatingMLP
+from lowbit.ops import chain_refusals
 from lowbit.quantize.rtn import rtn
 from tests.tiny import eager_llama, tiny_llama
 
 VOCAB, TOKENS = 160, 12
 
 
-def packed(model, scheme):
-    """A model whose layers are in the form that they have on a GPU."""
-    convert(model, scheme)
+def packed(model, scheme, skip=None):
+    """A model whose layers are in the form that they have on a GPU; those whose names `skip` finds are left as they are."""
+    if skip is None:
+        convert(model, scheme)
+    else:
+        kept = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and skip(name)}
+        convert(model, scheme)
+        for name, module in kept.items():
+            model.set_submodule(name, module)
     for module in model.modules():
         if isinstance(module, QuantLinear):
             module._pack_for_gpu()
@@ -115,6 +123,56 @@ def test_the_largest_numbers_of_fp16_survive():
         expected = dequantized(model, torch.float32)(ids).logits.transpose(0, 1)
     found = stepped(program_of(model), ids).float()
     assert found.isfinite().all() and (found - expected).norm() / expected.norm() < 0.02
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Weights of 16 bits take the chain on a CPU too, with the operators' reference."""
+    monkeypatch.setattr("lowbit.engine.chain._refusals", lambda product, m, dtype: chain_refusals(product.weight, m, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("parts", ["all", "attention", "mlp", "head"])
+def test_layers_of_16_bits_take_the_chain_too(as_on_a_gpu, dtype, parts):
+    """A model that is not quantized, and one of which parts are left as they are."""
+    model = eager_llama(dtype)
+    if parts != "all":
+        names = {"attention": r"self_attn", "mlp": r"mlp", "head": r"lm_head"}
+        packed(model, "w8a16", skip=lambda name: re.search(names[parts], name) or "lm_head" in name)
+    reference = dequantized(model, torch.float32)
+    weights = [model.model.layers[0].self_attn.q_proj, model.model.layers[1].mlp.up_proj]
+    before = [layer.weight.clone() if isinstance(layer, nn.Linear) else None for layer in weights]
+    program = program_of(model)
+    assert isinstance(program.chain, Chain)
+    layer = program.layers[0]
+    dense = {name for name in ("qkv", "o", "gate_up", "down") if isinstance(getattr(layer, name), Dense)}
+    expected_dense = {"all": {"qkv", "o", "gate_up", "down"}, "attention": {"qkv", "o"}, "mlp": {"gate_up", "down"}, "head": set()}
+    assert dense == expected_dense[parts] and isinstance(program.head, Dense)
+    ids = texts(program.chain.most)
+    with torch.inference_mode():
+        expected = reference(ids).logits.transpose(0, 1).float()
+    found = stepped(program, ids).float()
+    error = ((found - expected).norm() / expected.norm()).item()
+    assert error < (0.01 if dtype == torch.float16 else 0.06), error
+    for layer, weight in zip(weights, before, strict=True):
+        assert weight is None or torch.equal(layer.weight, weight), "the model has its weights, as parts of the joined ones"
+    if "qkv" in dense:
+        joined = program.layers[0].qkv.weight.values
+        assert weights[0].weight.data_ptr() == joined.data_ptr()
+    if parts == "all":
+        assert {"lm_head.weight", "model.layers.0.mlp.gate_proj.weight"} <= set(model.state_dict()), "it can be saved"
+
+
+def test_why_weights_of_16_bits_are_left_to_torch():
+    layer = [nn.Linear(60, 64, bias=False).half(), nn.Linear(64, 24, bias=False).half()]
+    narrow, half = (product([one], False) for one in layer)
+    assert chain_refusals(narrow.weight, 1, torch.float16) == (
+        "takes weights of 16 bits whose rows start at multiples of 16 bytes, not 60 wide",
+    )
+    assert chain_refusals(half.weight, 17, torch.bfloat16) == (
+        "takes x and weights of 16 bits in fp16 or bf16, one type for both, not torch.bfloat16 and torch.float16",
+        "takes weights of 16 bits for 1 to 16 tokens, not 17",
+    )
 
 
 def test_weights_are_held_once_and_the_model_still_has_them():
@@ -244,7 +302,7 @@ def test_biases_of_some_layers():
 
 def test_why_there_is_no_chain():
     program = program_of(tiny_llama(dtype=torch.float32))
-    assert program.chain == ("its products, gate and up in one, are not all weights in the order of the tensor cores",)
+    assert program.chain == ("weights of 16 bits are torch's to multiply on a CPU",)
     config = Gemma2Config(
         vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16,

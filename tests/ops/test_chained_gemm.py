@@ -9,7 +9,7 @@ from lowbit.formats import QuantTensor
 from lowbit.kernels.choose.chained_gemm import CHAIN_TOKENS
 from lowbit.kernels.reference.chained import norm_gemm_reference, residual_gemm_reference
 from lowbit.ops.chained_gemm import chain_refusals, factor_of, norm_gemm, residual_gemm
-from lowbit.pack import FragmentWeight, OperandWeight
+from lowbit.pack import DENSE_FORM, DenseWeight, FragmentWeight, OperandWeight
 from lowbit.pack.gated import alternate, pack_gated
 from lowbit.quantize import rtn
 from tests.tiny import with_channels
@@ -128,6 +128,26 @@ def test_factors_are_powers_of_two():
         assert factor_of(gamma, torch.float16) == factor and factor_of(gamma, torch.bfloat16) == 1.0
 
 
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("gate", GATES)
+def test_weights_of_16_bits(gate, dtype):
+    """As they lie: gate and up follow each other, in the weight and in the bias."""
+    torch.manual_seed(3)
+    gate_up, down, bias = torch.randn(80, 64).to(dtype), torch.randn(48, 40).to(dtype), torch.randn(80).to(dtype)
+    x, squares, h, gamma = torch.randn(3, 64).to(dtype), torch.rand(7, 3), torch.randn(3, 48).to(dtype), torch.rand(48)
+    rms = (squares.double().sum(0) / 64 + 1e-3).sqrt()[:, None]
+    plain = x.double() @ gate_up.double().T / rms + bias.double()
+    given = {"width": 64, "eps": 1e-3}
+    assert torch.equal(norm_gemm(x, DenseWeight(gate_up), squares, bias, **given), plain.to(dtype))
+    y = norm_gemm(x, DenseWeight(gate_up), squares, bias, gated=gate, **given)
+    assert torch.equal(y, (GATES[gate](plain[:, :40]) * plain[:, 40:]).to(dtype))
+    before = h.clone()
+    following, parts = residual_gemm(y, DenseWeight(down), h, gamma, factor=0.5)
+    assert torch.equal(h, (before.double() + y.double() @ down.double().T).to(dtype))
+    assert torch.equal(following, (h.double() * gamma.double() * 0.5).to(dtype))
+    assert torch.allclose(parts.sum(0), h.float().square().sum(1))
+
+
 def test_gates_alternate_with_what_they_gate():
     gate, up = quantized("w4a16_g32", 40, 64), quantized("w4a16_g32", 40, 64, seed=1)
     bias = torch.randn(2, 40).half()
@@ -185,16 +205,20 @@ def test_refusals():
         residual_gemm(x, w, torch.zeros(2, 32).half(), torch.ones(32))
 
 
-def operands(device, m=3, n=64, k=64):
+def operands(device, m=3, n=64, k=64, dense=False):
     w = FragmentWeight.pack(quantized("w4a16_g32", n, k, device))
     x, h = (torch.randn(m, size, device=device, dtype=torch.float16) for size in (k, n))
     squares, gamma = torch.rand(2, m, device=device), torch.rand(n, device=device)
-    norm = x, w.codes, w.scale, w.channel_scale, squares, None, "w4a16_g32", n, k, 1e-5, 1.0, "silu"
-    return norm, (x, w.codes, w.scale, w.channel_scale, h, gamma, None, "w4a16_g32", 1.0)
+    weight, scheme = (w.codes, w.scale, w.channel_scale), "w4a16_g32"
+    if dense:
+        weight, scheme = (torch.randn(n, k, device=device, dtype=torch.float16), None, None), "dense"
+    norm = x, *weight, squares, None, scheme, n, k, 1e-5, 1.0, "silu"
+    return norm, (x, *weight, h, gamma, None, scheme, 1.0)
 
 
-def test_opcheck():
-    norm, residual = operands("cpu")
+@pytest.mark.parametrize("dense", [False, True])
+def test_opcheck(dense):
+    norm, residual = operands("cpu", dense=dense)
     torch.library.opcheck(torch.ops.lowbit.norm_gemm.default, norm)
     torch.library.opcheck(torch.ops.lowbit.residual_gemm.default, residual)
 
@@ -203,8 +227,9 @@ def test_opcheck():
 
 
 @gpu
-def test_opcheck_on_a_gpu():
-    norm, residual = operands("cuda", n=128, k=256)
+@pytest.mark.parametrize("dense", [False, True])
+def test_opcheck_on_a_gpu(dense):
+    norm, residual = operands("cuda", n=128, k=256, dense=dense)
     torch.library.opcheck(torch.ops.lowbit.norm_gemm.default, norm)
     torch.library.opcheck(torch.ops.lowbit.residual_gemm.default, residual)
 
@@ -225,16 +250,6 @@ def poison(*shapes, dtype=torch.float32):
     """What the allocator hands out next is poisoned."""
     for shape in shapes:
         torch.full(shape, float("nan"), dtype=dtype, device="cuda")
-
-
-class _Plain:
-    """A weight that is what it is, for the reference."""
-
-    def __init__(self, values):
-        self.values = values
-
-    def dequantize(self, dtype):
-        return self.values.to(dtype)
 
 
 def random_rows(k, dtype, *sizes):
@@ -261,7 +276,7 @@ def test_norm_on_a_gpu(gated, scheme, dtype):
             poison((m, n), dtype=dtype)
             y = norm_gemm(x, w, squares, bias, factor=0.5, **given)
             expected = norm_gemm_reference(x, q, squares, bias, x_factor=0.5, **given)
-            honest = norm_gemm_reference(x, _Plain(q.dequantize(dtype)), squares, bias, x_factor=0.5, **given).to(dtype)
+            honest = norm_gemm_reference(x, DenseWeight(q.dequantize(dtype)), squares, bias, x_factor=0.5, **given).to(dtype)
             assert relative_error(y, expected) <= 2 * relative_error(honest, expected) + 2e-5, (n, k, m)
             assert torch.equal(y, norm_gemm(x, w, squares, bias, factor=0.5, **given)), "same input, same bits"
 
@@ -277,7 +292,7 @@ def test_residual_on_a_gpu(scheme, dtype):
         for m in MS:
             x, before = rows[:m], all_h[:m]
             added, _, _ = residual_gemm_reference(x, q, before, gamma, bias)
-            honest, _, _ = residual_gemm_reference(x, _Plain(q.dequantize(dtype)), before, gamma, bias)
+            honest, _, _ = residual_gemm_reference(x, DenseWeight(q.dequantize(dtype)), before, gamma, bias)
             found = []
             for _ in range(2):
                 h = before.clone()
@@ -461,3 +476,85 @@ def test_h_of_another_type_or_off_the_grid():
     room = torch.zeros(40 * 512 + 1, device="cuda", dtype=torch.float16)
     with pytest.raises(ValueError, match="h must start at a multiple of 16 bytes"):
         residual_gemm(x[:40], w, room[1:].view(40, 512), gamma)
+
+
+# ---- weights of 16 bits
+
+
+DENSE_MS = [1, 2, 5, 8, 9, 13, 16]
+
+
+def with_nan_around(values):
+    """The same in the middle of memory that is NaN: what a kernel reads beyond it shows."""
+    n, k = values.shape
+    around = torch.full((n + 32, k), float("nan"), device=values.device, dtype=values.dtype)
+    around[16 : 16 + n] = values
+    return around[16 : 16 + n]
+
+
+@gpu
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize(("n", "k"), [(1000, 576), (347, 1096), (4096, 2048), (40, 72)])
+def test_weights_of_16_bits_on_a_gpu(n, k, dtype):
+    w = DenseWeight(with_nan_around(torch.randn(n, k, device="cuda", dtype=dtype) * k**-0.5))
+    gamma, bias = torch.rand(n, device="cuda") + 0.5, torch.randn(n, device="cuda", dtype=dtype)
+    rows, all_h = random_rows(k, dtype, k, n)
+    all_squares = k * (0.5 + torch.rand(37, CHAIN_TOKENS, device="cuda"))
+    half = n // 16 * 16
+    pairs = DenseWeight(with_nan_around(w.values[:half].clone()))
+    alternating = DenseWeight(alternate(*pairs.values.chunk(2))), alternate(*bias[:half].chunk(2))
+    for m in DENSE_MS:
+        x, squares, before = rows[:m], all_squares[:, :m].contiguous(), all_h[:m]
+        given = {"width": k, "eps": 1e-5}
+        for gated, used, b, reference in (
+            ("none", w, bias, (w, bias)), ("silu", pairs, bias[:half].clone(), alternating),
+            ("gelu_tanh", pairs, None, (alternating[0], None)),
+        ):  # fmt: skip
+            poison((m, n), dtype=dtype)
+            y = norm_gemm(x, used, squares, b, factor=0.5, gated=gated, **given)
+            expected = norm_gemm_reference(x, reference[0], squares, reference[1], x_factor=0.5, gated=gated, **given)
+            honest = expected.to(dtype)
+            assert relative_error(y, expected) <= 2 * relative_error(honest, expected) + 2e-5, (m, gated)
+            assert torch.equal(y, norm_gemm(x, used, squares, b, factor=0.5, gated=gated, **given)), "same input, same bits"
+        added, _, _ = residual_gemm_reference(x, w, before, gamma, bias)
+        found = []
+        for _ in range(2):
+            h = before.clone()
+            poison((m, n), dtype=dtype)
+            poison((256, m))
+            found.append((h, *residual_gemm(x, w, h, gamma, bias, factor=0.5)))
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), "same input, same bits"
+        h, following, squares = found[0]
+        assert relative_error(h, added) <= 2e-4
+        assert torch.equal(following, (h.float() * (gamma * 0.5)).to(dtype))
+        assert torch.allclose(squares.sum(0), h.float().square().sum(1), rtol=1e-5)
+
+
+@gpu
+@pytest.mark.parametrize("m", [1, 8, 9, 16])
+def test_every_tile_of_16_bit_weights_on_a_gpu(m):
+    """All candidates of shapes with a part of a strip, a tail of K and blocks that overlap."""
+    from lowbit.hardware.machine import machine_of
+    from lowbit.kernels.choose.chained_gemm import chain_candidates
+    from lowbit.kernels.choose.mixed_gemm import DENSE_BITS, GemmShape
+    from lowbit.kernels.sm80.mixed_gemm import NormPlan, ResidualPlan
+    from lowbit.ops.workspace import workspace
+
+    machine, n, k = machine_of("cuda"), 1003, 2184
+    shape, values = GemmShape(m, n, k, DENSE_BITS), torch.randn(n, k, device="cuda", dtype=torch.float16) * k**-0.5
+    values = with_nan_around(values)
+    x, h0 = (torch.randn(m, size, device="cuda", dtype=torch.float16) for size in (k, n))
+    gamma, squares = torch.rand(n, device="cuda"), k * torch.rand(11, m, device="cuda")
+    added, _, _ = residual_gemm_reference(x, DenseWeight(values), h0, gamma)
+    expected = norm_gemm_reference(x, DenseWeight(values), squares, width=k, eps=1e-5)
+    tiles = [row.tile for row in chain_candidates("residual", shape, machine) if not row.reasons]
+    assert len(tiles) > 8
+    for tile in tiles:
+        plan, h = ResidualPlan(shape, tile, DENSE_FORM, torch.float16, False, machine.arch), h0.clone()
+        poison((m, n), (n, m))
+        _, parts = plan(x, (values, None, None), h, gamma, None, 1.0, *workspace(x.device, *plan.workspace))
+        assert relative_error(h, added) < 1e-3 and relative_error(parts.sum(0), h.double().square().sum(1)) < 1e-5, str(tile)
+        norm = NormPlan(shape, tile, DENSE_FORM, torch.float16, False, 11, "none", machine.arch)
+        poison((m, n))
+        y = norm(x, (values, None, None), squares, None, k, 1e-5, 1.0, *workspace(x.device, *norm.workspace))
+        assert relative_error(y, expected) < 2e-3, str(tile)

@@ -84,7 +84,7 @@ def chain_candidates(role: Role, shape: GemmShape, machine: Machine, *, batch_in
         tokens = SMALL_TOKENS if shape.m <= SMALL_TOKENS else RING_TOKENS
         return ordered([_ring(role, t, one, machine, shape.m, tokens) for t in tiles])
     rows = []
-    if shape.m > SMALL_TOKENS and "wgmma" in machine.arch.features:
+    if shape.m > SMALL_TOKENS and "wgmma" in machine.arch.features and not shape.dense:
         tiled = wgmma_tiles(shape, Y_TILES[role], in_chain=True)
         rows = [_wgmma(role, tile, shape, machine) for tile in tiled]
     if shape.m <= RING_TOKENS or all(row.reasons for row in rows):  # the ring kernel takes more than its tile in blocks of it

@@ -23,13 +23,16 @@ RING_TOKENS = 16
 INVARIANT_WARPS = 8
 """Warps that share K in ring tiles whose sums do not depend on m."""
 
+DENSE_BITS = 16
+"""Of weights that are not quantized (pack/dense.py), which the ring kernel alone multiplies."""
+
 SMALL_TOKENS = 8
 """Tokens of one mma.sync: up to here the ring kernel has tiles of 8 tokens, for which x costs little."""
 
 
 @dataclass(frozen=True)
 class GemmShape:
-    """What decides about speed: y[m, n] = x[m, k] . w[n, k]^T with codes of `bits` bits."""
+    """What decides about speed: y[m, n] = x[m, k] . w[n, k]^T with codes of `bits` bits, or halves (`DENSE_BITS`)."""
 
     m: int
     n: int
@@ -41,6 +44,11 @@ class GemmShape:
         """Strips of 16 rows of w."""
         return -(-self.n // 16)
 
+    @property
+    def dense(self) -> bool:
+        """Whether weights are halves and no codes."""
+        return self.bits == DENSE_BITS
+
     def steps(self, size: int) -> int:
         """Steps of `size` k that cover K."""
         return -(-self.k // size)
@@ -48,7 +56,8 @@ class GemmShape:
 
 @dataclass(frozen=True)
 class RingTile:
-    """Configuration of kernels/sm80/mixed_gemm.py; see there. `blocks_per_sm`: the most that share an SM; 0: as many as fit."""
+    """Configuration of kernels/sm80/mixed_gemm.py; see there. `blocks_per_sm`: the most that share an SM; 0: as many as fit.
+    `slots` of a warp's ring; 0: one for each of its strips and rounds."""
 
     tokens: int
     strips: int
@@ -57,6 +66,7 @@ class RingTile:
     warps_k: int
     splits: int
     blocks_per_sm: int = 0
+    slots: int = 0
 
     @property
     def block_strips(self) -> int:
@@ -66,11 +76,16 @@ class RingTile:
     def rows(self) -> int:
         return 16 * self.block_strips
 
+    @property
+    def depth(self) -> int:
+        """Slots of a warp's ring."""
+        return self.slots or self.strips * self.rounds
+
     def __str__(self) -> str:
         few = f", {self.blocks_per_sm} block{'s' * (self.blocks_per_sm > 1)} an SM" if self.blocks_per_sm else ""
         return (
             f"ring {self.block_strips * 16} rows x {self.tokens} tokens, {self.warps_n} x {self.warps_k} warps of "
-            f"{self.strips} strips, ring of {self.strips * self.rounds}, K split {self.splits}{few}"
+            f"{self.strips} strips, ring of {self.depth}, K split {self.splits}{few}"
         )
 
 
@@ -158,6 +173,8 @@ def choose(shape: GemmShape, machine: Machine, batch_invariant: bool = False) ->
 
 def ring_tiles(shape: GemmShape, machine: Machine) -> list[RingTile]:
     """Tiles of the ring kernel that are considered for a problem."""
+    if shape.dense:
+        return _dense_tiles(shape)
     tokens = SMALL_TOKENS if shape.m <= SMALL_TOKENS else 16
     steps = -(-shape.k // 128)
     few = tokens == SMALL_TOKENS
@@ -175,6 +192,26 @@ def ring_tiles(shape: GemmShape, machine: Machine) -> list[RingTile]:
     return tiles
 
 
+def _dense_tiles(shape: GemmShape) -> list[RingTile]:
+    """Those for weights of 16 bits, whose slots are 4 KiB: rings of a block of 64 and of 128 KiB, of fewer slots than strips
+    where a block has many of them."""
+    tokens = SMALL_TOKENS if shape.m <= SMALL_TOKENS else RING_TOKENS
+    steps, tiles = shape.steps(128), []
+    for splits in (1,) if tokens == SMALL_TOKENS else (1, 2, 4):
+        for warps_n, warps_k in ((1, 8), (2, 4), (1, 4)):
+            for strips in range(1, 9):
+                if strips * warps_n > shape.strips:
+                    continue
+                for kib in (64, 128):
+                    slots = kib // (4 * warps_n * warps_k)
+                    rounds = min(max(1, slots // strips), -(-steps // (warps_k * splits)))
+                    fewer = max(size for size in range(1, min(slots, strips) + 1) if strips % size == 0)
+                    if fewer == 1 < strips:
+                        continue
+                    tiles.append(RingTile(tokens, strips, rounds, warps_n, warps_k, splits, slots=fewer if fewer < strips else 0))
+    return list(dict.fromkeys(tiles))
+
+
 def ring_candidate(tile: RingTile, shape: GemmShape, machine: Machine) -> GemmCandidate:
     """A tile of the ring kernel with its reasons and its modelled time."""
     reasons = []
@@ -186,7 +223,9 @@ def ring_candidate(tile: RingTile, shape: GemmShape, machine: Machine) -> GemmCa
 
 def _ring_bytes(tile: RingTile, shape: GemmShape) -> int:
     """Shared memory of a block's rings, with scales of groups for each strip."""
-    return tile.warps_n * tile.warps_k * tile.rounds * (tile.strips * (256 * shape.bits + 256) + 256 * tile.tokens)
+    of_scales = 0 if shape.dense else 256
+    x_slots = max(1, tile.depth // tile.strips)
+    return tile.warps_n * tile.warps_k * (tile.depth * (256 * shape.bits + of_scales) + 256 * tile.tokens * x_slots)
 
 
 _RESIDENT = {
@@ -195,12 +234,13 @@ _RESIDENT = {
     4: (4, 3, 2, 2, 2, 2, 2, 1),
     6: (4, 4, 3, 3, 3, 2, 2, 2),
     8: (4, 3, 3, 3, 2, 2, 2, 2),
+    DENSE_BITS: (2, 2, 2, 2, 2, 2, 1, 1),
 }
 
 
 def _resident(tile: RingTile, shape: GemmShape, machine: Machine) -> int:
     """Blocks that share an SM, by shared memory and by registers. Codes of up to 4 bits are taken to have scales of groups."""
-    bits = 4 if shape.bits <= 4 else 6 if shape.bits <= 6 else 8
+    bits = next(bits for bits in _RESIDENT if shape.bits <= bits)
     warps = tile.warps_n * tile.warps_k
     of_scales = 0 if bits == 4 else 256 * warps * tile.rounds * tile.strips
     by_shared = machine.arch.shared_per_sm_bytes // (_ring_bytes(tile, shape) - of_scales + 1024)

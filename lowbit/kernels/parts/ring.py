@@ -4,7 +4,7 @@ Each lane copies pieces of 4, 8 or 16 bytes; a warp waits for its own copies (`c
 and reads them back. A slot holds one step of one strip: the codes, as they lie in memory, and the scales. Slots of x hold
 128 k of all tokens and are shared by the strips of the warp:
 
-    | slot 0: codes, scales | slot 1 | ... | slot depth - 1 | x slot 0 | ... | x slot rounds - 1 |
+    | slot 0: codes, scales | slot 1 | ... | slot depth - 1 | x slot 0 | ... | x slot x_slots - 1 |
 
 x lies in 8 x 8 matrices of 128 bytes, so that `ldmatrix` reads B fragments without bank conflicts. Rows of tokens that do not
 exist are never read; in tiles of 8 tokens their places are cleared once and left alone. At one token that saves seven of eight
@@ -25,18 +25,34 @@ class Ring:
     """The ring of a warp that walks `strips` strips through `rounds` steps of K at a time.
 
     `tail` is True where K is no whole number of such rounds: every copy is then limited to what exists, and the rest of
-    the slot is filled with zeros.
+    the slot is filled with zeros. `slots`: how many there are, where not one for each of these `turn` steps, of which they are a
+    part; whole steps of K, or fewer than one.
     """
 
     step: Step
     strips: int
     rounds: int
     tail: bool
+    slots: int = 0
+
+    def __post_init__(self) -> None:
+        if self.turn % self.depth or (self.depth > self.strips and self.depth % self.strips):
+            raise ValueError(f"{self.depth} slots are no part of {self.rounds} steps of {self.strips} strips")
+
+    @property
+    def turn(self) -> int:
+        """Steps of an iteration of the main loop."""
+        return self.strips * self.rounds
 
     @property
     def depth(self) -> int:
         """Slots, all of which are in flight."""
-        return self.strips * self.rounds
+        return self.slots or self.turn
+
+    @property
+    def x_slots(self) -> int:
+        """Slots of x. One is enough where a ring holds less than 128 k: its x is read before that of the next is asked for."""
+        return max(1, self.depth // self.strips)
 
     @property
     def code_bytes(self) -> int:
@@ -66,7 +82,7 @@ class Ring:
     @property
     def bytes(self) -> int:
         """Bytes of the ring."""
-        return self.depth * self.slot_bytes + self.rounds * self.x_bytes
+        return self.depth * self.slot_bytes + self.x_slots * self.x_bytes
 
     def slot(self, d: int) -> int:
         """Byte of the slot that step d uses."""
@@ -74,7 +90,7 @@ class Ring:
 
     def x_slot(self, d: int) -> int:
         """Byte of the slot that x of step d uses."""
-        return self.depth * self.slot_bytes + d % self.depth // self.strips * self.x_bytes
+        return self.depth * self.slot_bytes + d // self.strips % self.x_slots * self.x_bytes
 
     # ---- PTX. The kernel passes addresses that already contain the share of the lane.
 
@@ -121,9 +137,9 @@ class Ring:
     def clear_x(self, eight: int) -> str:
         """Zeros where `copy_x` never copies, in all slots: $1 and $2 are its $1 and $3."""
         lines = [".reg .b32 nil; .reg .pred absent;", "mov.b32 nil, 0; setp.eq.s32 absent, $2, 0;"]
-        for round_ in range(self.rounds):
+        for slot in range(self.x_slots):
             for i in range(4):
-                to = self.x_slot(round_ * self.strips) + 2048 * eight + 512 * i
+                to = self.x_slot(slot * self.strips) + 2048 * eight + 512 * i
                 lines.append(f"@absent st.shared.v4.b32 [$1+{to}], {{nil, nil, nil, nil}};")
         return "{\n" + "\n".join(lines) + "\nmov.b32 $0, 0;\n}"
 

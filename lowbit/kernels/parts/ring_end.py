@@ -179,6 +179,15 @@ def rms_of(factors, element, C: gl.constexpr):
 
 
 @gluon.jit
+def channel_of(row, at, C: gl.constexpr):
+    """The channel that a row of a strip is: itself, but where strips take gates and what they gate from two places."""
+    if C.ring.step.dense and C.end.gate != "none":
+        return row // 16 * 8 + row % 8 + row // 8 % 2 * (at.N // 2)
+    else:
+        return row
+
+
+@gluon.jit
 def applied_to(total, applied, i: gl.constexpr, element, C: gl.constexpr):
     """A thread's i-th sum with all that is applied to it."""
     total *= applied.factor
@@ -224,7 +233,7 @@ def row_ahead(channels, values, i: gl.constexpr, at, C: gl.constexpr):
     else:
         element, row_of_warps = element_of(i, at.warp, C)
         row, _token, _exists = output_of(element, row_of_warps, at, C)
-        return gl.load(channels + row, mask=(element < C.accumulators) & (row < at.N), other=0.0)
+        return gl.load(channels + channel_of(row, at, C), mask=(element < C.accumulators) & (row < at.N), other=0.0)
 
 
 @gluon.jit
@@ -240,7 +249,7 @@ def rows_ahead(channels, at, C: gl.constexpr):
 @gluon.jit
 def prefetch_rows(channel_scale, bias, gamma, thread, at, C: gl.constexpr):
     """What belongs to the rows of a block to the L2: it would come from memory at the end, which nothing hides."""
-    row = gl.minimum(at.first_strip * 16 + thread, at.N - 1)
+    row = channel_of(gl.minimum(at.first_strip * 16 + thread, at.N - 1), at, C)
     if C.end.channel_scale:
         run("prefetch.global.L2 [$1];\n mov.b32 $0, 0;", "=r,l", [channel_scale + row])
     if C.end.bias:

@@ -20,12 +20,15 @@ STEP_TILES = 2
 K_STEPS = STEP_K // 16
 """Matrix instructions along K in a step."""
 
+DENSE = "dense"
+"""The name of weights that are halves already, in the type of x."""
+
 
 @dataclass(frozen=True)
 class Step:
     """What one warp does with one strip and 128 k.
 
-    `tokens` is a multiple of 8. `group` is 0 where the scales wait for the end (per channel, per tensor), else 16, 32, 64 or
+    `format` is the name of a number format, or `DENSE`, whose words are fragments as they are. `tokens` is a multiple of 8. `group` is 0 where the scales wait for the end (per channel, per tensor), else 16, 32, 64 or
     128. `zero` is "none", "integer" (w = (code - zero) * scale) or "float" (w = code * scale + zero).
     """
 
@@ -41,8 +44,18 @@ class Step:
         return conversion(number_format(self.format), self.dtype)
 
     @property
+    def dense(self) -> bool:
+        """Whether words are fragments already."""
+        return self.format == DENSE
+
+    @property
     def bits(self) -> int:
-        return self.conversion.format.bits
+        return 16 if self.dense else self.conversion.format.bits
+
+    @property
+    def factor(self) -> float:
+        """By how much converted codes are too small."""
+        return 1.0 if self.dense else self.conversion.scale_factor
 
     @property
     def words(self) -> int:
@@ -147,6 +160,8 @@ class Step:
 
     def _convert(self, words: list[str]) -> list[str]:
         """Fills a0 to a31, four registers for each of the 8 matrix instructions."""
+        if self.dense:
+            return [f"mov.b32 a{i}, {word};" for i, word in enumerate(words)]
         c, lines = self.conversion, []
         program = c.program
         for run in range(len(words) // c.fields.words):

@@ -11,6 +11,7 @@ from torch.nn.functional import gelu, silu
 
 from lowbit.formats import QuantTensor
 from lowbit.kernels.reference.gemm import mixed_gemm_reference
+from lowbit.pack.dense import DenseWeight
 
 
 def rms_reference(squares: Tensor, width: int, eps: float) -> Tensor:
@@ -19,7 +20,7 @@ def rms_reference(squares: Tensor, width: int, eps: float) -> Tensor:
 
 
 def norm_gemm_reference(
-    x: Tensor, w: QuantTensor, squares: Tensor, bias: Tensor | None = None, *, width: int, eps: float,
+    x: Tensor, w: QuantTensor | DenseWeight, squares: Tensor, bias: Tensor | None = None, *, width: int, eps: float,
     gated: str = "none", x_factor: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """y [M, N] float64 = x [M, K] . dequantize(w)[N, K]^T / (rms * x_factor) + bias [N], x being h * gamma * x_factor.
@@ -35,7 +36,7 @@ def norm_gemm_reference(
 
 
 def residual_gemm_reference(
-    x: Tensor, w: QuantTensor, h: Tensor, gamma: Tensor, bias: Tensor | None = None, *, x_factor: float = 1.0
+    x: Tensor, w: QuantTensor | DenseWeight, h: Tensor, gamma: Tensor, bias: Tensor | None = None, *, x_factor: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(h + y, x of the next norm, squares), where y [M, N] = x [M, K] . dequantize(w)[N, K]^T + bias [N].
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, relu, silu
 
 from lowbit.formats import QuantTensor
+from lowbit.pack.dense import DenseWeight
 
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda y: y, "relu": relu, "gelu": partial(gelu, approximate="tanh"), "silu": silu,
@@ -17,7 +18,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 """What a product of quantized activations can be followed by; gelu is the one with tanh."""
 
 
-def mixed_gemm_reference(x: Tensor, w: QuantTensor, bias: Tensor | None = None) -> Tensor:
+def mixed_gemm_reference(x: Tensor, w: QuantTensor | DenseWeight, bias: Tensor | None = None) -> Tensor:
     """y [.., N] float64 = x [.., K] . dequantize(w)[N, K]^T + bias[N], everything in float64."""
     y = x.double() @ w.dequantize(torch.float64).T
     return y if bias is None else y + bias.double()

@@ -1,6 +1,7 @@
 """y[M, N] = x[M, K] . dequant(w)[N, K]^T for few tokens, any code width, mma.sync and cp.async: sm_80 and newer.
 
-Reads   x fp16 or bf16, rows of 16-byte pieces; w in FragmentOrder, one stream per strip of 16 rows; scales in the same order
+Reads   x fp16 or bf16, rows of 16-byte pieces; w in FragmentOrder, one stream per strip of 16 rows; scales in the same order;
+        or w of x's type as nn.Linear holds it, whose rows a gated product pairs by itself (parts/row_ring.py)
 Grid    blocks of rows x blocks of tokens x splits of K; about one block of threads per SM, all in one wave
 Warps   warps_n x warps_k: rows of warps own `strips` strips each, columns of warps share the steps of 128 k in turn
 Ring    every warp fills and reads a ring of its own: no barrier in the main loop, all slots in flight (parts/ring.py)
@@ -39,6 +40,7 @@ from lowbit.kernels.parts.ring_end import (
     rows_ahead,
     sum_of_slices,
 )
+from lowbit.kernels.parts.row_ring import RowRing
 from lowbit.kernels.parts.step import STEP_K, STEP_TILES, Step
 from lowbit.pack.weight import WeightForm
 
@@ -141,36 +143,78 @@ TILES = gl.constexpr(STEP_TILES)
 
 @aggregate
 class Addresses:
-    """A lane, and where in the ring of its warp its pieces of 16, 8 and 4 bytes, its scales, row pair and x lie."""
+    """A lane, and where in the ring of its warp it copies weights to and reads them from, copies x to and reads it from."""
 
     lane: gl.tensor
-    at16: gl.tensor
-    at8: gl.tensor
-    at4: gl.tensor
-    at_scale: gl.tensor
-    at_pair: gl.tensor
+    copies: Tuple
+    reads: Tuple
     at_x: gl.tensor
+    at16: gl.tensor
 
 
 @aggregate
 class Source:
-    """Where in global memory the next step's codes, scales and x lie for this lane, from strip to strip and from 8 tokens to
-    the next; which tokens exist; how many tiles of codes and how many k are left."""
+    """Where in global memory the next step's weights, scales and x lie for this lane, from strip to strip and from 8 tokens to
+    the next; which tokens exist; how many tiles of codes, or k of rows, are left, how many rows, and how many k of x.
 
-    w: gl.tensor
+    Of rows `w` has both halves of a strip; `w_strip` and `w_quad`, from row to the fourth after it, are bytes."""
+
+    w: Tuple
     w_strip: Scalar
+    w_quad: Scalar
     scale: Scalar
     scale_strip: Scalar
     x: gl.tensor
     x_eight: Scalar
     x_size: Tuple
-    tiles: gl.tensor
+    left: gl.tensor
+    rows: gl.tensor
     ks: gl.tensor
 
 
 @gluon.jit
+def addresses_of(start, lane, C: gl.constexpr):
+    """Where in the ring at byte `start` a lane copies and reads."""
+    S: gl.constexpr = C.ring.step
+    place, group = lane & 3, lane >> 2
+    at16 = start + lane * 16
+    if S.dense:
+        piece, row = lane & 7, lane >> 3
+        own = start + row * 128
+        copies = (own + (piece ^ row) * 16, own + (piece ^ row ^ 4) * 16)
+        own = start + (lane & 15) * 128
+        piece = piece ^ (lane >> 4)
+        reads = (own + piece * 16, own + (piece ^ 2) * 16, own + (piece ^ 4) * 16, own + (piece ^ 6) * 16)
+    else:
+        at8, at4, at_scale = start + lane * 8, start + lane * 4, start + lane * C.ring.scale_copy
+        copies = (at16, at_scale)
+        reads = (at16, at8, at4, start + group * S.pair_bytes)
+    return Addresses(lane, copies, reads, start + (place * 8 + group) * 16, at16)
+
+
+@gluon.jit
+def copy_weights(ring, source, C: gl.constexpr, strip: gl.constexpr, ahead: gl.constexpr, d: gl.constexpr):
+    """Starts the copies of one strip's weights, `ahead` steps of K on."""
+    R: gl.constexpr = C.ring
+    s = source
+    if R.step.dense:
+        gl.inline_asm_elementwise(
+            ptx(R.copy_rows, d, C.slices), "=r,r,r,l,l,r,r,r,r",
+            [ring.copies[0], ring.copies[1], s.w[0], s.w[1], s.w_strip, s.w_quad, s.left - ahead * STEP, s.rows],
+            dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        gl.inline_asm_elementwise(
+            ptx(R.copy_codes, d), "=r,r,r,l,l,r,r",
+            [ring.copies[0], ring.copies[1], s.w[0] + (strip * s.w_strip + ahead * (R.code_bytes // 4)),
+             s.scale + (strip * s.scale_strip + ahead * (R.scale_bytes // 2)), ring.lane, s.left - ahead * TILES],
+            dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@gluon.jit
 def copy_step(ring, source, C: gl.constexpr, d: gl.constexpr, codes: gl.constexpr, tokens: gl.constexpr):
-    """Starts the copies of step d, counted from where `source` stands: one strip's codes; x with the first strip."""
+    """Starts the copies of step d, counted from where `source` stands: one strip's weights; x with the first strip."""
     R: gl.constexpr = C.ring
     EIGHTS: gl.constexpr = R.step.eights
     strip: gl.constexpr = d % R.strips
@@ -184,12 +228,7 @@ def copy_step(ring, source, C: gl.constexpr, d: gl.constexpr, codes: gl.constexp
                 dtype=gl.int32, is_pure=False, pack=1,
             )  # fmt: skip
     if codes:
-        gl.inline_asm_elementwise(
-            ptx(R.copy_codes, d), "=r,r,r,l,l,r,r",
-            [ring.at16, ring.at_scale, s.w + (strip * s.w_strip + ahead * (R.code_bytes // 4)),
-             s.scale + (strip * s.scale_strip + ahead * (R.scale_bytes // 2)), ring.lane, s.tiles - ahead * TILES],
-            dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+        copy_weights(ring, s, C, strip, ahead, d)
     if tokens:
         gl.inline_asm_elementwise(
             "cp.async.commit_group;\n mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
@@ -201,19 +240,23 @@ def advance(source, C: gl.constexpr):
     """`source` one iteration further along K."""
     s = source
     steps: gl.constexpr = C.ring.rounds * C.slices
-    w = s.w + steps * (C.ring.code_bytes // 4)
+    if C.ring.step.dense:
+        w = (s.w[0] + steps * STEP, s.w[1] + steps * STEP)
+        left = s.left - steps * STEP
+    else:
+        w = (s.w[0] + steps * (C.ring.code_bytes // 4),)
+        left = s.left - steps * TILES
     scale = s.scale + steps * (C.ring.scale_bytes // 2)
     return Source(
-        w, s.w_strip, scale, s.scale_strip, s.x + steps * STEP, s.x_eight, s.x_size, s.tiles - steps * TILES,
-        s.ks - steps * STEP,
-    )  # fmt: skip
+        w, s.w_strip, s.w_quad, scale, s.scale_strip, s.x + steps * STEP, s.x_eight, s.x_size, left, s.rows, s.ks - steps * STEP
+    )
 
 
 @gluon.jit
 def read_step(ring, C: gl.constexpr, d: gl.constexpr, pending: gl.constexpr):
     """Waits for slot d and reads it: the lane's words of codes, then its scales."""
     return gl.inline_asm_elementwise(
-        ptx(C.ring.read, d, pending), C.ring.read_constraints, [ring.at16, ring.at8, ring.at4, ring.at_pair],
+        ptx(C.ring.read, d, pending), C.ring.read_constraints, ring.reads,
         dtype=C.ring.read_types, is_pure=False, pack=1,
     )  # fmt: skip
 
@@ -233,13 +276,13 @@ def multiply(read, x, sums, acc, C: gl.constexpr, strip: gl.constexpr):
 
 @gluon.jit
 def iteration(ring, source, read, acc, C: gl.constexpr, last: gl.constexpr):
-    """All slots once. `read` is what was read of the slot to be used first; each freed slot is filled again at once."""
+    """All strips, `rounds` steps of K. `read` is what was read of the first slot; each freed slot is filled again at once."""
     R: gl.constexpr = C.ring
     S: gl.constexpr = C.ring.step
-    DEPTH: gl.constexpr = R.depth
+    TURN: gl.constexpr = R.turn
     x = ()
     sums = ()
-    for d in gl.static_range(DEPTH):
+    for d in gl.static_range(TURN):
         if d % R.strips == 0:
             x = gl.inline_asm_elementwise(
                 ptx(R.read_x, d), R.x_constraints, [ring.at16], dtype=R.x_types, is_pure=False, pack=1
@@ -249,24 +292,48 @@ def iteration(ring, source, read, acc, C: gl.constexpr, last: gl.constexpr):
                     S.sum_asm, S.sum_constraints, x, dtype=S.sum_types, is_pure=True, pack=1
                 )  # fmt: skip
         following = read
-        if not last:
+        if not last or d + R.depth < R.turn:
             copy_step(ring, source, C, d + R.depth, True, True)
-        if not last or d + 1 < R.depth:
-            following = read_step(ring, C, d + 1, R.depth - 2 - d if last else R.depth - 1)
+        if not last or d + 1 < R.turn:
+            following = read_step(ring, C, d + 1, min(R.turn - 2 - d, R.depth - 1) if last else R.depth - 1)
         acc = multiply(read, x, sums, acc, C, d % R.strips)
         read = following
     return read, acc
 
 
 @gluon.jit
-def source_of(x, w, scale, strip, slice_k, first_token, lane, M, K, x_stride, tiles, scale_strip, C: gl.constexpr):
+def rows_of(w, strip, slice_k, lane, N, K, C: gl.constexpr):
+    """Where a lane's pieces begin in both halves of its warp's first strip, bytes from strip to strip, and how many rows there
+    are from there on. Where a product is gated the halves are of gate and of up, which follows all of gate."""
+    row, k = lane >> 3, slice_k * STEP + (lane & 7) * 8
+    if C.end.gate == "none":
+        first = strip * 16 + row
+        second = first + 8
+        w_strip = 32 * K
+    else:
+        first = strip * 8 + row
+        second = first + N // 2
+        w_strip = 16 * K
+    return (w + (first.to(gl.int64) * K + k), w + (second.to(gl.int64) * K + k)), w_strip, N - first
+
+
+@gluon.jit
+def source_of(x, w, scale, strip, slice_k, first_token, lane, M, N, K, x_stride, tiles, scale_strip, C: gl.constexpr):
     """Where a lane of a slice of K begins."""
     R: gl.constexpr = C.ring
     S: gl.constexpr = C.ring.step
     EIGHTS: gl.constexpr = S.eights
     place, group = lane & 3, lane >> 2
-    w_strip = tiles * (32 * S.bits)
-    w += strip.to(gl.int64) * w_strip + slice_k * (R.code_bytes // 4) + lane * 4
+    if S.dense:
+        w, w_strip, rows = rows_of(w, strip, slice_k, lane, N, K, C)
+        w_quad = 8 * K
+        left = K - slice_k * STEP - (lane & 7) * 8
+    else:
+        w_strip = tiles * (32 * S.bits)
+        w = (w + (strip.to(gl.int64) * w_strip + slice_k * (R.code_bytes // 4) + lane * 4),)
+        w_quad = 0
+        rows = lane
+        left = tiles - slice_k * TILES
     if R.scale_copy > 0:
         scale += (
             strip.to(gl.int64) * scale_strip
@@ -279,7 +346,7 @@ def source_of(x, w, scale, strip, slice_k, first_token, lane, M, K, x_stride, ti
     # Tokens that do not exist are not read; their addresses only have to be somewhere.
     x += (first_token + group).to(gl.int64) * x_stride + slice_k * STEP + place * 8
     return Source(
-        w, w_strip, scale, scale_strip, x, 8 * x_stride, x_size, tiles - slice_k * TILES, K - slice_k * STEP - place * 8
+        w, w_strip, w_quad, scale, scale_strip, x, 8 * x_stride, x_size, left, rows, K - slice_k * STEP - place * 8
     )  # fmt: skip
 
 
@@ -297,7 +364,7 @@ def ring_gemm(
     y, x, w, scale, channel_scale, bias, partial, arrived, h, gamma, squares, M, N, K, x_stride, strips, tiles, scale_strip,
     iterations, factor, x_factor, inverse_width, eps, C: gl.constexpr,
 ):  # fmt: skip
-    """One block: C.block_strips strips of w, C.ring.step.tokens tokens, its slices of K. An iteration uses every slot once.
+    """One block: C.block_strips strips of w, C.ring.step.tokens tokens, its slices of K.
 
     Before the wait only weights are read; what kernels before this one write, x, h and squares, after it.
     """
@@ -315,13 +382,8 @@ def ring_gemm(
     first_token = gl.program_id(1) * S.tokens
     strip = first_strip + warp // C.warps_k * R.strips
     start = gl.inline_asm_elementwise(C.start_of_ring, "=&r,r", [warp * R.bytes], dtype=gl.int32, is_pure=True, pack=1)
-    place, group = lane & 3, lane >> 2
-    ring = Addresses(
-        lane, start + lane * 16, start + lane * 8, start + lane * 4, start + lane * R.scale_copy,
-        start + group * S.pair_bytes, start + (place * 8 + group) * 16,
-    )  # fmt: skip
-
-    source = source_of(x, w, scale, strip, slice_k, first_token, lane, M, K, x_stride, tiles, scale_strip, C)
+    ring = addresses_of(start, lane, C)
+    source = source_of(x, w, scale, strip, slice_k, first_token, lane, M, N, K, x_stride, tiles, scale_strip, C)
     at = Place(lane, warp, first_strip, first_token, gl.program_id(0) * C.block_strips * 16, M, N)
     for d in gl.static_range(DEPTH):
         copy_step(ring, source, C, d, True, not C.overlap)
@@ -381,11 +443,11 @@ class RingLaunch:
     def __init__(self, shape: GemmShape, tile: RingTile, form: WeightForm, dtype: torch.dtype, end: End, arch: Arch) -> None:
         self.shape, self.tile, self.dtype = shape, tile, dtype
         overlap = arch.sm >= 90
-        self.config = _config(tile, form, half_type(dtype), shape.k, end, overlap, shared_by(tile, arch))
+        self.config = _config(tile, form, half_type(dtype), shape.n, shape.k, end, overlap, shared_by(tile, arch))
         self.grid = (-(-shape.strips // tile.block_strips), -(-shape.m // tile.tokens), tile.splits)
         self.launch = Launcher(ring_gemm, self.grid, self.config.warps, overlap=overlap)
         self.iterations = -(-shape.steps(STEP_K) // (self.config.slices * tile.rounds))
-        self.factor = self.config.ring.step.conversion.scale_factor
+        self.factor = self.config.ring.step.factor
 
     @property
     def workspace(self) -> tuple[int, int]:
@@ -402,10 +464,12 @@ class RingLaunch:
     ) -> None:  # fmt: skip
         """`room` is the workspace; `of_h` h, gamma and squares, `numbers` x_factor, 1 / width and eps, as the end asks for."""
         codes, scale, channel_scale = weight
+        some = next(t for t in (scale, channel_scale, codes) if t is not None)  # where there are no scales, nothing is read
+        tiles = 0 if self.config.ring.step.dense else codes.shape[1]
         self.launch(
-            y, x, codes, channel_scale if scale is None else scale, channel_scale, bias, *room, *of_h, self.shape.m,
-            self.shape.n, self.shape.k, x.stride(0), codes.shape[0], codes.shape[1],
-            0 if scale is None else scale.stride(0), self.iterations, self.factor, *numbers, self.config,
+            y, x, codes, some, channel_scale, bias, *room, *of_h, self.shape.m, self.shape.n, self.shape.k, x.stride(0),
+            self.shape.strips, tiles, 0 if scale is None else scale.stride(0), self.iterations, self.factor, *numbers,
+            self.config,
         )  # fmt: skip
 
 
@@ -468,12 +532,17 @@ class ResidualPlan(RingLaunch):
 
 
 Weight = tuple[Tensor, Tensor | None, Tensor | None]
-"""Codes, scales of groups and scales of channels, as pack/weight.py has them."""
+"""Codes, scales of groups and scales of channels, as pack/weight.py has them; or the rows of pack/dense.py alone."""
 
 
 @functools.lru_cache(maxsize=1024)
-def _config(tile: RingTile, form: WeightForm, dtype: HalfType, k: int, end: End, overlap: bool, shared_bytes: int) -> RingGemm:
+def _config(
+    tile: RingTile, form: WeightForm, dtype: HalfType, n: int, k: int, end: End, overlap: bool, shared_bytes: int
+) -> RingGemm:
     step = Step(form.format, dtype, tile.tokens, form.group, form.zero, form.scale_dtype)
-    whole = k % (STEP_K * tile.warps_k * tile.splits * tile.rounds) == 0
-    ring = Ring(step, tile.strips, tile.rounds, not whole)
+    tail = k % (STEP_K * tile.warps_k * tile.splits * tile.rounds) != 0
+    if step.dense:
+        ring: Ring = RowRing(step, tile.strips, tile.rounds, tail, tile.slots, n % 16 != 0)
+    else:
+        ring = Ring(step, tile.strips, tile.rounds, tail, tile.slots)
     return RingGemm(ring, tile.warps_n, tile.warps_k, tile.splits, end, overlap, shared_bytes)

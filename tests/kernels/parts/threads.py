@@ -81,6 +81,7 @@ RUN = {
     "min.s32": lambda a, b: np.minimum(a.view(np.int32), b.view(np.int32)).view(np.uint32),
     "sub.s32": lambda a, b: a - b,
     "mul.lo.s32": lambda a, b: a * b,
+    "mad.wide.s32": lambda a, b, c: a * b + c,  # addresses here have 32 bits
     "setp.eq.s32": lambda a, b: (a == b).astype(np.uint32),
     "setp.gt.s32": lambda a, b: (a.view(np.int32) > b.view(np.int32)).astype(np.uint32),
     "add.f32": lambda a, b: bits_of(float32(a) + float32(b)),

@@ -13,9 +13,10 @@ import torch
 from lowbit.hardware.arch import arch_for
 from lowbit.hardware.emulate import mma
 from lowbit.hardware.mma import MMA_M16N8K16_F16
-from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile
+from lowbit.kernels.choose.mixed_gemm import DENSE_BITS, GemmShape, RingTile
 from lowbit.kernels.reference.chained import norm_gemm_reference, residual_gemm_reference
-from lowbit.pack import FragmentWeight, weight_form
+from lowbit.pack import DENSE_FORM, DenseWeight, FragmentWeight, weight_form
+from lowbit.pack.gated import alternate
 from lowbit.quantize import rtn
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
@@ -37,9 +38,11 @@ def multiply(read, x, sums, acc, C, strip):
     found = [np.array(one) for one in acc]
     for warp in warps:
         words = [np.asarray(one[warp]).view(np.uint32) for one in read]
-        c, a = step.conversion, []
-        for first in range(0, step.words, c.fields.words):
-            a += c.program.run(words[first : first + c.fields.words])
+        a = words
+        if not step.dense:
+            c, a = step.conversion, []
+            for first in range(0, step.words, c.fields.words):
+                a += c.program.run(words[first : first + c.fields.words])
         a = np.stack(a, axis=1)
         tokens = np.stack([np.asarray(one[warp]).view(np.uint32) for one in x], axis=1)
         for eight in range(step.eights):
@@ -154,3 +157,57 @@ def test_neither(tile, sm):
     plan = RingPlan(GemmShape(len(x), 104, 648, 4), tile, form, torch.float16, True, arch_for(sm))
     y = launch(plan, (x,) if sm == 90 else (), (x, *weight, bias, *room(plan)))
     assert close(y, x.double() @ q.dequantize(torch.float64).T + bias.double())
+
+
+# ---- 16-bit weights as nn.Linear holds them
+
+ROWS = [
+    RingTile(8, 2, 2, 1, 2, 1), RingTile(8, 4, 1, 2, 1, 1, 0, 2), RingTile(16, 3, 2, 1, 2, 3, 0, 2),
+    RingTile(16, 1, 2, 1, 4, 1), RingTile(8, 3, 1, 1, 4, 1, 0, 1),
+]  # fmt: skip
+"""Rings of more than 128 k and of less, down to one slot; splits; two rows of warps."""
+
+
+def rows(n, k, m):
+    """A weight, x and a bias; gate and up are two halves of the weight one after the other."""
+    generator = torch.Generator().manual_seed(n + m)
+    values = (torch.randn(n, k, generator=generator) * k**-0.5).half()
+    return values, torch.randn(m, k, generator=generator).half(), torch.randn(n, generator=generator).half()
+
+
+def paired(t):
+    """Rows of gate and up as strips hold them."""
+    return alternate(*t.chunk(2))
+
+
+@pytest.mark.parametrize("k", [384, 520, 1024])
+@pytest.mark.parametrize("tile", ROWS, ids=str)
+def test_rows_with_norm_and_gate(tile, k):
+    for m, gate, n in ((1, "none", 131), (tile.tokens - 2, "silu", 176), (tile.tokens, "none", 160)):
+        values, x, bias = rows(n, k, m)
+        squares = k * (torch.rand(9, m) + 0.5)
+        plan = NormPlan(GemmShape(m, n, k, DENSE_BITS), tile, DENSE_FORM, torch.float16, True, 9, gate, arch_for(90))
+        y = launch(plan, (x, squares), (x, (values, None, None), squares, bias, k, 1e-3, 0.5, *room(plan)))
+        w, b = (values, bias) if gate == "none" else (paired(values), paired(bias))
+        assert close(y, norm_gemm_reference(x, DenseWeight(w), squares, b, width=k, eps=1e-3, gated=gate, x_factor=0.5))
+
+
+@pytest.mark.parametrize("k", [512, 648])
+@pytest.mark.parametrize("tile", ROWS, ids=str)
+def test_rows_with_the_residual(tile, k):
+    for m, n in ((1, 144), (tile.tokens - 3, 130)):
+        values, x, bias = rows(n, k, m)
+        h, gamma = torch.randn(m, n).half(), torch.rand(n) + 0.5
+        added, following, _ = residual_gemm_reference(x, DenseWeight(values), h, gamma, bias, x_factor=0.5)
+        plan = ResidualPlan(GemmShape(m, n, k, DENSE_BITS), tile, DENSE_FORM, torch.float16, True, arch_for(90))
+        got, squares = launch(plan, (x, h), (x, (values, None, None), h, gamma, bias, 0.5, *room(plan)))
+        assert close(h, added) and close(got, following)
+        assert torch.allclose(squares.sum(0), h.float().square().sum(1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("tile", ROWS, ids=str)
+def test_rows_alone(tile):
+    values, x, bias = rows(147, 648, tile.tokens - 1)
+    plan = RingPlan(GemmShape(len(x), 147, 648, DENSE_BITS), tile, DENSE_FORM, torch.float16, True, arch_for(80))
+    y = launch(plan, (), (x, values, None, None, bias, *room(plan)))
+    assert close(y, x.double() @ values.double().T + bias.double())
