@@ -90,8 +90,8 @@ RUN = {
 }
 
 
-WAITS = ("cp.async.commit_group", "cp.async.wait_group", "bar.warp.sync", "griddepcontrol.")
-"""Instructions that order others, of which each is done here before the next begins."""
+WAITS = ("cp.async.commit_group", "cp.async.wait_group", "bar.warp.sync", "griddepcontrol.", "prefetch.")
+"""Instructions that order others, of which each is done here before the next begins, or bring something nearer."""
 
 
 def run(text, inputs, outputs, shared=None, start=0, memory=None):
