@@ -128,7 +128,9 @@ def chain_of(
         for product in packed:
             reasons += _refusals(product, 1, dtype)
         if len(packed) < len(layer) or not _pairs(packed[2]):
-            reasons.append("its products, gate and up in one, are not all weights in the order of the tensor cores or of 16 bits")
+            reasons.append(
+                "its products, gate and up in one, are not all weights in the order of the tensor cores or of 16 bits"
+            )
         else:
             before, mlp = (Gamma.of(gamma, decoder.norm_offset, dtype) for gamma in (parts.input_gamma, parts.mlp_gamma))
             links.append(Link(packed[0], packed[1], packed[2], packed[3], before, mlp))
