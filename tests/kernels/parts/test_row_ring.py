@@ -18,8 +18,8 @@ ROWS = Step("dense", "fp16", 8, 0, "none", "fp16")
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("tail", [False, True])
 def test_rows_go_where_fragments_are_read(tail, ragged):
-    """Each lane's copies, then ldmatrix: registers hold what PTX ISA's A of m16n8k16 is, all of a slot is filled, rows and k that
-    do not exist with zeros, and no eight lanes that work at a time share a bank."""
+    """Each lane's copies, then ldmatrix: registers hold what PTX ISA's A of m16n8k16 is, all of a slot is filled, rows and k
+    that do not exist with zeros, and no eight lanes that work at a time share a bank."""
     made = RowRing(ROWS, 2, 2, tail, 0, ragged)
     k_exists, rows_exist, k = (
         (104, 27, 300) if tail and ragged else (104, 99, 300) if tail else (999, 27 if ragged else 99, 300)
