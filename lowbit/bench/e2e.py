@@ -25,9 +25,11 @@ from lowbit.bench.results import default_path, machine
 from lowbit.checkpoint.target import check_file
 from lowbit.engine import Engine, Request
 from lowbit.engine.batching import Piece
+from lowbit.engine.chain import Chain
+from lowbit.engine.graphs import Graphs
 from lowbit.engine.pages import pages_for
 from lowbit.engine.program import DecodeProgram
-from lowbit.engine.steps import Step
+from lowbit.engine.steps import Step, Steps
 from lowbit.eval.results import versions, write_json
 from lowbit.formats import parse_scheme
 from lowbit.kernels.choose.attention import PAGE
@@ -52,8 +54,10 @@ PROTOCOL = (
     "values of the context, at the read bandwidth of the same run. prefill_tok_s: a prompt of `prompt` tokens, alone, from "
     "tokens on the host to logits; prefill_products: the share of its time in matrix products. request_s: wall time of "
     "`batch` requests from Python, of 128 tokens each, from the first "
-    f"call to the last token of {OUTPUT}; step_wall_ms is that time without the prompts, by token. bf16_ms_per_token is the "
-    "same program with 16-bit weights through torch.nn.functional.linear in the same run. impl transformers: the same model's "
+    f"call to the last token of {OUTPUT}; step_wall_ms is that time without the prompts, by token. Products of 16-bit weights "
+    "are timed twice, by torch.nn.functional.linear (cuBLAS), eight launches a layer, and, for as many requests as it takes, "
+    "by this library's ring kernel, five; the faster one's is the row (products), other_ms_per_token the other one's. "
+    "bf16_ms_per_token is the ms_per_token of that row. impl transformers: the same model's "
     "own `generate`, the time of 8 tokens more, its cache dynamic or, compiled, static. kernels: of each how often it runs in "
     "a step, its microseconds from start to end, and those that it adds, from the end of the kernel before to its own; layer: "
     "what each kernel of a layer adds, in order, the median over the layers."
@@ -108,7 +112,8 @@ def _rows_of(model: str, scheme: str | None, asked: Asked, bandwidth: float, wat
     name = "16 bits" if scheme is None else parse_scheme(scheme).name
     cases = [(batch, context) for context in asked.contexts for batch in asked.batches]
     blank = {"model": model, "scheme": scheme, "gpus": 1, "kv_dtype": asked.dtype, "head": asked.head if scheme else None}
-    nothing = dict.fromkeys(("ms_per_token", "limit_ms", "prefill_tok_s", "tokens_per_gpu_s", "kernels_per_layer", "error"))
+    measures = ("ms_per_token", "limit_ms", "prefill_tok_s", "tokens_per_gpu_s", "kernels_per_layer")
+    nothing = dict.fromkeys((*measures, "products", "other_ms_per_token", "error"))
     try:
         watch(f"{model}, {name}: making the model")
         made = random_model(
@@ -128,7 +133,8 @@ def _rows_of(model: str, scheme: str | None, asked: Asked, bandwidth: float, wat
         row = {**blank, **nothing, "impl": "lowbit", "batch": batch, "context": context, "prompt": PROMPT, "output": OUTPUT}
         row |= {"weight_bytes": held, "prefill_tok_s": rate, "prefill_products": in_products}
         try:
-            yield {**row, **_decode(engine, batch, context, held, bandwidth), **_request(engine, batch)}
+            measured = _decode if scheme else _better
+            yield {**row, **measured(engine, batch, context, held, bandwidth), **_request(engine, batch)}
         except failures() as error:
             yield {**row, "error": reason(error)}
     del engine, made
@@ -161,13 +167,32 @@ def place(engine: Engine, batch: int, context: int, tokens: int) -> None:
     engine.slots.positions[:batch] = context
 
 
-def _decode(engine: Engine, batch: int, context: int, held: int, bandwidth: float) -> dict[str, Any]:
-    """The step of a batch at a context: time, limit, kernels."""
+def _better(engine: Engine, batch: int, context: int, held: int, bandwidth: float) -> dict[str, Any]:
+    """The step of 16-bit weights by the ring kernel or by cuBLAS, whichever takes less time, and the other one's."""
+    program = engine.program
+    assert isinstance(program, DecodeProgram)
+    chain, found = program.chain, dict[str, dict[str, Any]]()
+    if isinstance(chain, Chain) and batch <= chain.most:
+        found["ring"] = _decode(engine, batch, context, held, bandwidth)
+    program.chain = ("products by cuBLAS are timed",)
+    try:
+        steps = Steps(program, engine.slots, batch, graphs=Graphs(engine.device))
+        found["cuBLAS"] = _decode(engine, batch, context, held, bandwidth, steps)
+    finally:
+        program.chain = chain
+    first, *others = sorted(found, key=lambda name: found[name]["ms_per_token"])
+    return {**found[first], "products": first, "other_ms_per_token": found[others[0]]["ms_per_token"] if others else None}
+
+
+def _decode(
+    engine: Engine, batch: int, context: int, held: int, bandwidth: float, steps: Steps | None = None
+) -> dict[str, Any]:
+    """The step of a batch at a context, of the engine's or of other `steps`: time, limit, kernels."""
     program = engine.program
     assert isinstance(program, DecodeProgram)
     place(engine, batch, context, 4 * REPLAYS)
     torch.cuda.reset_peak_memory_stats()
-    step = engine.steps.launch(range(batch), False, context + 4 * REPLAYS)
+    step = (steps or engine.steps).launch(range(batch), False, context + 4 * REPLAYS)
     us = times_us(step)
     engine.slots.positions[:batch] = context
     assert step.graph is not None

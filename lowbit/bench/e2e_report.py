@@ -52,7 +52,8 @@ def step_table(document: dict[str, Any]) -> Table:
 
 def _cells(row: dict[str, Any]) -> list[str]:
     ms, limit, wide = row["ms_per_token"], row["limit_ms"], row["bf16_ms_per_token"]
-    named = [row["model"], row["scheme"] or "16 bits", row["impl"], *(str(row[key] or "-") for key in ("batch", "context"))]
+    wide_by = f"16 bits, {row['products']}" if row.get("products") else "16 bits"
+    named = [row["model"], row["scheme"] or wide_by, row["impl"], *(str(row[key] or "-") for key in ("batch", "context"))]
     if ms is None:
         return [*named, row["error"] or "-"]
     wall, rate, kernels = row.get("step_wall_ms"), row["prefill_tok_s"], row["kernels_per_layer"]

@@ -86,10 +86,11 @@ class Chain:
 
 
 def most_tokens(links: Sequence[Link]) -> int:
-    """Rows of a step that a chain computes on its device: those of a tile of the wgmma kernel, or of the ring kernel where it has
-    weights of 16 bits. Without wgmma those of one mma.sync: with 16 the ring kernel takes so many registers that nothing of the
-    next kernel's start overlaps, and eight launches are faster (2765 us against 2902, Llama-3-8B's shape in w4a16_g128, H200,
-    2026-11-22)."""
+    """Rows of a step that a chain computes on its device: those of a tile of the wgmma kernel, or of the ring kernel where
+    there are weights of 16 bits (faster than eight launches by cuBLAS at all of them: 720 and 797 us at one, 824 and 892 at 16,
+    four layers of Llama-3-8B's shape with its head, H200, 2026-11-23). Without wgmma those of one mma.sync: with 16 the ring
+    kernel takes so many registers that nothing of the next kernel's start overlaps, and eight launches are faster (2765 us
+    against 2902, Llama-3-8B's shape in w4a16_g128, H200, 2026-11-22)."""
     products = [product for link in links for product in (link.qkv, link.o, link.gate_up, link.down)]
     device = links[0].before_mlp.values.device
     if device.type != "cuda" or "wgmma" not in features_of(device):
@@ -128,7 +129,9 @@ def chain_of(
         for product in packed:
             reasons += _refusals(product, 1, dtype)
         if len(packed) < len(layer) or not _pairs(packed[2]):
-            reasons.append("its products, gate and up in one, are not all weights in the order of the tensor cores or of 16 bits")
+            reasons.append(
+                "its products, gate and up in one, are not all weights in the order of the tensor cores or of 16 bits"
+            )
         else:
             before, mlp = (Gamma.of(gamma, decoder.norm_offset, dtype) for gamma in (parts.input_gamma, parts.mlp_gamma))
             links.append(Link(packed[0], packed[1], packed[2], packed[3], before, mlp))

@@ -52,7 +52,7 @@ class Packed:
 
 @dataclass(frozen=True, eq=False)
 class Dense:
-    """y [M, N] = x [M, K] . w^T + bias with a weight of 16 bits: torch's own product; in a chain the ring kernel's (chain.py)."""
+    """y [M, N] = x [M, K] . w^T + bias with a weight of 16 bits: torch's product; in a chain the ring kernel's (chain.py)."""
 
     weight: DenseWeight
     bias: Tensor | None

@@ -113,8 +113,9 @@ def norm_gemm(
     """y [M, N] = x [M, K] . dequant(w)[N, K]^T / (rms * factor) + bias [N], in x's dtype, fp16 or bf16, M <= 64.
 
     x is h * gamma * factor; rms = sqrt(sum of `squares` float32 [parts, M] / width + eps), that of rows of h of `width`
-    elements. With `gated`, w is of `pack.gated.pack_gated`, or all of gate and then of up in 16 bits, bias in its order, and
-    y [M, N / 2] = act(gate) * up. M <= 16 for weights of 16 bits. With `batch_invariant`, a row of y has the same bits whatever M. Raises ValueError for tensors that do not fit together.
+    elements. With `gated`, w is of `pack.gated.pack_gated`, or in 16 bits all of gate and then of up, bias in its order, and
+    y [M, N / 2] = act(gate) * up. M <= 16 for weights of 16 bits. With `batch_invariant`, a row of y has the same bits whatever
+    M. Raises ValueError for tensors that do not fit together.
     """
     _check_weight("norm_gemm", w, x)
     codes, scale, channel, scheme = _as_passed(w)

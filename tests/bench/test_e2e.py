@@ -16,6 +16,7 @@ from lowbit.bench.e2e_report import E2E, SCHEMA, load, plot, shares, step_table
 from lowbit.bench.language_model import random_model, weight_bytes
 from lowbit.cli.commands import app
 from lowbit.engine import Engine, Request
+from lowbit.engine import chain as chain_of
 from lowbit.eval.results import write_json
 from lowbit.nn import PackedWeight
 
@@ -138,9 +139,42 @@ def test_a_short_run(tmp_path, model):
     assert found["complete"] and len(found["rows"]) == 4
     for line in found["rows"]:
         assert line["error"] is None and line["ms_per_token"] > line["limit_ms"] > 0
+        both = line["scheme"] is None and model != "OPT-30B"
+        assert (line["products"] is not None) == (line["scheme"] is None)
+        assert (line["other_ms_per_token"] is not None) == both and (
+            not both or line["other_ms_per_token"] >= line["ms_per_token"]
+        )
         promised = ("model scheme gpus batch context kv_dtype head prompt output ms_per_token limit_ms bf16_ms_per_token "
                     "prefill_tok_s tokens_per_gpu_s kernels_per_layer weight_bytes peak_bytes impl")  # fmt: skip
         assert set(promised.split()) <= set(line)
+
+
+def test_16_bits_are_the_better_of_two(small, monkeypatch):
+    """The ring kernel's chain as far as it goes, cuBLAS always; the program is left as it was."""
+    monkeypatch.setattr(chain_of, "_refusals", lambda product, m, dtype: ())
+    model = random_model(small, None, None, torch.float16, torch.device("cpu"))
+    engine = Engine(model, max_concurrent=1, max_length=128)
+    assert isinstance(engine.program.chain, chain_of.Chain) and engine.program.chain.most == 8
+    times = {"ring": 2.0, "cuBLAS": 3.0}
+
+    def decode(engine, batch, *more):
+        name = "ring" if isinstance(engine.program.chain, chain_of.Chain) else "cuBLAS"
+        assert (name == "cuBLAS") == (len(more) == 4), "steps of its own: graphs of the others are of the chain"
+        return {"ms_per_token": times[name], "kernels": name}
+
+    monkeypatch.setattr(e2e, "_decode", decode)
+    monkeypatch.setattr(e2e, "Graphs", lambda device: None)
+    assert e2e._better(engine, 1, 64, 1, 1.0) == {
+        "ms_per_token": 2.0, "kernels": "ring", "products": "ring", "other_ms_per_token": 3.0,
+    }  # fmt: skip
+    times["ring"] = 4.0
+    assert e2e._better(engine, 8, 64, 1, 1.0)["products"] == "cuBLAS"
+    found = e2e._better(engine, 9, 64, 1, 1.0)
+    assert found["products"] == "cuBLAS" and found["other_ms_per_token"] is None
+    assert isinstance(engine.program.chain, chain_of.Chain)
+    terminal = Console(width=220, record=True, quiet=False)
+    terminal.print(step_table(document(row(scheme=None, products="ring"))))
+    assert "16 bits, ring" in terminal.export_text()
 
 
 def test_kernels_count_from_the_end_of_the_one_before(monkeypatch):

@@ -27,7 +27,9 @@ def test_every_product_and_attention_is_tried(rows):
     program = program_of(packed(eager_llama(torch.float16), "w4a16_g32"))
     parts = {part.name: part for part in parts_of(program, rows, 128, H200, 6)}
     head = {"head"} if rows == 1 else set()
-    assert {*parts} == {"gate_up", "down", "qkv", "o", "attention"} | head, "a head in 16 bits is the chain's as far as there is one"
+    assert {*parts} == {"gate_up", "down", "qkv", "o", "attention"} | head, (
+        "a head in 16 bits is the chain's as far as there is one"
+    )
     for name in ("gate_up", "down", "qkv", "o"):
         part = parts[name]
         assert part.shape.m == rows and len(part.tiles) > 2 and len(set(part.tiles)) == len(part.tiles)

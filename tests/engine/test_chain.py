@@ -146,7 +146,12 @@ def test_layers_of_16_bits_take_the_chain_too(as_on_a_gpu, dtype, parts):
     assert isinstance(program.chain, Chain)
     layer = program.layers[0]
     dense = {name for name in ("qkv", "o", "gate_up", "down") if isinstance(getattr(layer, name), Dense)}
-    expected_dense = {"all": {"qkv", "o", "gate_up", "down"}, "attention": {"qkv", "o"}, "mlp": {"gate_up", "down"}, "head": set()}
+    expected_dense = {
+        "all": {"qkv", "o", "gate_up", "down"},
+        "attention": {"qkv", "o"},
+        "mlp": {"gate_up", "down"},
+        "head": set(),
+    }
     assert dense == expected_dense[parts] and isinstance(program.head, Dense)
     ids = texts(program.chain.most)
     with torch.inference_mode():

@@ -23,6 +23,7 @@ from lowbit.kernels.parts.conv_tile import WgmmaConv
 from lowbit.kernels.parts.decode import Decode
 from lowbit.kernels.parts.end import End
 from lowbit.kernels.parts.ring import Ring
+from lowbit.kernels.parts.row_ring import RowRing
 from lowbit.kernels.parts.step import Step
 from lowbit.kernels.sm80.conv import MmaConv, MmaProduct
 from lowbit.kernels.sm80.mixed_gemm import RingGemm
@@ -50,6 +51,7 @@ CONFIGS = [
     NarrowGemm("int4", torch.int8, HALF, 128, 2, 4, 1, 8, True, True, "token", False, False, "none", False, True),
     PlainGemm("int4", torch.int8, torch.int8, HALF, 16, True, False, "token", False, False, "none"),
     RingGemm(Ring(Step("int4", "fp16", 8, 128, "none", "fp16"), 1, 2, False), 4, 2, 1, End(False, False), True),
+    RingGemm(RowRing(Step("dense", "fp16", 8, 0, "none", "fp16"), 2, 1, False), 4, 2, 1, End(False, False), True),
     PagedAttention(HEADS, DecodeTile(8, 128, 64, 4), True),
     Append(HEADS, True),
     GatherKv(8, 128, True),

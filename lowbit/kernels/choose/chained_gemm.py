@@ -14,6 +14,7 @@ from typing import Literal
 from lowbit.hardware.machine import Machine
 from lowbit.kernels.choose.candidate import Candidate, first_that_can, ordered
 from lowbit.kernels.choose.mixed_gemm import (
+    DENSE_BITS,
     INVARIANT_WARPS,
     RING_TOKENS,
     SMALL_TOKENS,
@@ -266,5 +267,25 @@ MEASURED: tuple[MeasuredChain, ...] = (
             f"o; a step of 4 layers {us}",
         )
         for bits, us in ((6, "472.1 us, 481.1 with 48 rows of the ring kernel"), (8, "509.7 us, 512.0 with the ring kernel"))
+    ),
+    MeasuredChain(
+        "H200", "2026-11-23", "residual", (1, 8), 4096, 14336, DENSE_BITS,
+        RingTile(tokens=8, strips=2, rounds=2, warps_n=1, warps_k=8, splits=1, blocks_per_sm=1),
+        "down; a step of 4 layers 727.6 us, 734.8 with a ring of 2",
+    ),
+    MeasuredChain(
+        "H200", "2026-11-23", "norm", (1, 8), 128256, 4096, DENSE_BITS,
+        RingTile(tokens=8, strips=4, rounds=1, warps_n=1, warps_k=8, splits=1, blocks_per_sm=1),
+        "head; a step of 4 layers 720.3 us, 727.6 with 128 rows of 4 warps",
+    ),
+    MeasuredChain(
+        "H200", "2026-11-23", "residual", (9, 16), 4096, 14336, DENSE_BITS,
+        RingTile(tokens=16, strips=4, rounds=2, warps_n=1, warps_k=4, splits=2, blocks_per_sm=1),
+        "down; a step of 4 layers 826.1 us, 837.0 with 128 rows in 4 splits and a ring of 2",
+    ),
+    MeasuredChain(
+        "H200", "2026-11-23", "norm", (9, 16), 128256, 4096, DENSE_BITS,
+        RingTile(tokens=16, strips=7, rounds=1, warps_n=1, warps_k=4, splits=1),
+        "head; a step of 4 layers 821.2 us, 828.3 with 256 rows and a ring of 2",
     ),
 )  # fmt: skip

@@ -208,7 +208,9 @@ def _dense_tiles(shape: GemmShape) -> list[RingTile]:
                     fewer = max(size for size in range(1, min(slots, strips) + 1) if strips % size == 0)
                     if fewer == 1 < strips:
                         continue
-                    tiles.append(RingTile(tokens, strips, rounds, warps_n, warps_k, splits, slots=fewer if fewer < strips else 0))
+                    tiles.append(
+                        RingTile(tokens, strips, rounds, warps_n, warps_k, splits, slots=fewer if fewer < strips else 0)
+                    )
     return list(dict.fromkeys(tiles))
 
 

@@ -25,8 +25,8 @@ class Ring:
     """The ring of a warp that walks `strips` strips through `rounds` steps of K at a time.
 
     `tail` is True where K is no whole number of such rounds: every copy is then limited to what exists, and the rest of
-    the slot is filled with zeros. `slots`: how many there are, where not one for each of these `turn` steps, of which they are a
-    part; whole steps of K, or fewer than one.
+    the slot is filled with zeros. `slots`: how many there are, where not one for each of these `turn` steps: a divisor of them,
+    whole steps of K or less than one.
     """
 
     step: Step

@@ -26,9 +26,9 @@ class RowRing(Ring):
     ragged: bool = False
 
     def copy_rows(self, d: int, slices: int) -> str:
-        """$1 and $2 where lane 8 r + c copies piece c of row r, and of row r + 4; $3 and $4 where rows r and r + 8 come from in the
-        warp's first strip at step 0, $5 bytes from strip to strip, $6 bytes of four rows, $7 how many k exist from there on at
-        step d, $8 rows. Steps of K of a warp are `slices` apart."""
+        """$1 and $2 where lane 8 r + c copies piece c of row r, and of row r + 4, to; $3 and $4 where rows r and r + 8 of the
+        warp's first strip come from at step 0, $5 bytes from strip to strip, $6 bytes of four rows, $7 how many k exist from
+        there on at step d, $8 rows. Steps of K of a warp are `slices` apart."""
         strip, ahead = d % self.strips, 256 * (d // self.strips * slices)
         lines = [".reg .b32 size; .reg .b64 row0, row4, row8, row12; .reg .pred some;"]
         for row, base in ((0, 3), (8, 4)):
@@ -40,9 +40,8 @@ class RowRing(Ring):
                 for i, bound in enumerate(bounds):
                     lines.append(f"setp.gt.s32 some, {bound}; selp.b32 size, {'size' if i else 16}, 0, some;")
                 to, size = self.slot(d) + TILE_BYTES * tile + 512 * quad, ", size" if bounds else ""
-                lines.append(
-                    f"cp.async.cg.shared.global.L2::256B [${1 + quad % 2}+{to}], [row{4 * quad}+{ahead + 128 * tile}], 16{size};"
-                )
+                source = f"[row{4 * quad}+{ahead + 128 * tile}]"
+                lines.append(f"cp.async.cg.shared.global.L2::256B [${1 + quad % 2}+{to}], {source}, 16{size};")
         return "{\n" + "\n".join(lines) + "\nmov.b32 $0, 0;\n}"
 
     def read(self, d: int, pending: int) -> str:

@@ -28,8 +28,9 @@ DENSE = "dense"
 class Step:
     """What one warp does with one strip and 128 k.
 
-    `format` is the name of a number format, or `DENSE`, whose words are fragments as they are. `tokens` is a multiple of 8. `group` is 0 where the scales wait for the end (per channel, per tensor), else 16, 32, 64 or
-    128. `zero` is "none", "integer" (w = (code - zero) * scale) or "float" (w = code * scale + zero).
+    `format` is the name of a number format, or `DENSE`, whose words are fragments as they are. `tokens` is a multiple of 8.
+    `group` is 0 where the scales wait for the end (per channel, per tensor), else 16, 32, 64 or 128. `zero` is "none",
+    "integer" (w = (code - zero) * scale) or "float" (w = code * scale + zero).
     """
 
     format: str

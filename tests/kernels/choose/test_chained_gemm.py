@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lowbit.hardware.arch import arch_for
 from lowbit.hardware.machine import MACHINES, typical_machine
 from lowbit.kernels.choose.chained_gemm import CHAIN_TOKENS, MEASURED, MOST_PARTS, chain_candidates, choose_chain, parts_of
-from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile, WgmmaTile, shared_by
+from lowbit.kernels.choose.mixed_gemm import DENSE_BITS, RING_TOKENS, GemmShape, RingTile, WgmmaTile, shared_by
 
 H200 = typical_machine(90)
 ROLES = ["norm", "gated", "residual"]
@@ -42,9 +42,10 @@ def blocks(tile, shape):
 @settings(deadline=None, max_examples=200)
 @given(
     role=st.sampled_from(ROLES), m=st.integers(1, CHAIN_TOKENS), n=st.integers(1, 32768), k=st.integers(1, 32768),
-    bits=st.integers(2, 8), invariant=st.booleans(),
+    bits=st.integers(2, 9), invariant=st.booleans(),
 )  # fmt: skip
 def test_every_shape_has_a_tile(role, m, n, k, bits, invariant):
+    bits = bits if bits < 9 else DENSE_BITS
     shape = GemmShape(m, n, k, bits)
     tile = choose_chain(role, shape, H200, invariant)
     assert m <= tile.tokens or isinstance(tile, RingTile)
@@ -97,9 +98,21 @@ def test_every_machine_has_room(machine):
     for model in MODELS:
         for role, n, k in products(model):
             for m in (1, 16):
-                tile = choose_chain(role, GemmShape(m, n, k, 8), machine)
-                if isinstance(tile, RingTile):
-                    assert shared_by(tile, machine.arch) <= machine.arch.shared_per_block_bytes
+                for bits in (8, DENSE_BITS):
+                    tile = choose_chain(role, GemmShape(m, n, k, bits), machine)
+                    if isinstance(tile, RingTile):
+                        assert shared_by(tile, machine.arch) <= machine.arch.shared_per_block_bytes
+
+
+@settings(deadline=None, max_examples=60)
+@given(role=st.sampled_from(ROLES), m=st.integers(1, RING_TOKENS), n=st.integers(16, 40000), k=st.integers(8, 30000))
+def test_weights_of_16_bits_are_the_ring_kernels(role, m, n, k):
+    """A ring may have fewer slots than strips, never more than a block has memory for."""
+    for row in chain_candidates(role, GemmShape(m, n, k, DENSE_BITS), H200):
+        assert isinstance(row.tile, RingTile) and row.tile.tokens == (8 if m <= 8 else 16)
+        assert row.tile.strips * row.tile.rounds % row.tile.depth == 0
+        warps = row.tile.warps_n * row.tile.warps_k
+        assert row.reasons or warps * row.tile.depth * 4096 <= H200.arch.shared_per_block_bytes
 
 
 @pytest.mark.parametrize("sm", [80, 86, 90])

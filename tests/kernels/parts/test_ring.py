@@ -87,6 +87,30 @@ def test_places_of_x_are_copied_to_or_cleared_once(tokens, tail):
         assert (shared[x] == 0).mean() == (tokens - m) / tokens
 
 
+@pytest.mark.parametrize(("strips", "rounds", "slots"), [(4, 1, 2), (6, 1, 3), (3, 2, 1), (2, 4, 4), (7, 4, 4)])
+def test_fewer_slots_than_steps(strips, rounds, slots):
+    """A slot is filled again once it was read, and x of 128 k only once that before it was, which a strip's first step does."""
+    made = Ring(Step("int8", "fp16", 8, 0, "none", "fp16"), strips, rounds, False, slots)
+    assert made.depth == slots and made.turn == strips * rounds
+    held, x_held, read_x = {}, {}, -1
+    for d in range(made.depth):
+        held[made.slot(d)] = d
+        if d % strips == 0:
+            x_held[made.x_slot(d)] = d // strips
+    for d in range(4 * made.turn):
+        if d % strips == 0:
+            assert x_held[made.x_slot(d % made.turn)] == d // strips
+            read_x = d // strips
+        assert held[made.slot(d % made.turn)] == d, "what is read in an iteration is what was copied for it"
+        following = d + made.depth
+        held[made.slot(following)] = following
+        if following % strips == 0:
+            assert x_held.get(made.x_slot(following), -1) <= read_x
+            x_held[made.x_slot(following)] = following // strips
+    with pytest.raises(ValueError, match="5 slots are no part of 2 steps of 3 strips"):
+        Ring(Step("int8", "fp16", 8, 0, "none", "fp16"), 3, 2, False, 5)
+
+
 @pytest.mark.parametrize("tail", [False, True])
 def test_ptx_names_its_operands(tail):
     for fmt in ("int3", "int4", "int7"):

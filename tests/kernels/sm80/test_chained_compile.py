@@ -11,8 +11,8 @@ from lowbit.formats import number_format
 from lowbit.hardware.arch import arch_for
 from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.choose.chained_gemm import chain_candidates
-from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile
-from lowbit.pack import WeightForm
+from lowbit.kernels.choose.mixed_gemm import DENSE_BITS, GemmShape, RingTile
+from lowbit.pack import DENSE_FORM, WeightForm
 from tests.kernels.calls import meta, mixed_call
 from tests.kernels.sass import compile_plan
 
@@ -78,7 +78,7 @@ def check(plan, kernel, end, of_rows, parts, stack_bytes=0):
     wait = next(i for i, line in enumerate(kernel.lines) if "ACQBULK" in line)
     copies = [i for i, line in enumerate(kernel.lines) if "LDGSTS" in line]
     assert copies[0] < wait < copies[-1], "copies of weights, wait, copies of x"
-    cleared = 4 * tile.rounds if tile.tokens == 8 else 0
+    cleared = 4 * max(1, tile.depth // tile.strips) if tile.tokens == 8 else 0
     assert kernel.ptx.count("@absent st.shared") == cleared, "places of no token are cleared once, of 16 tokens by every copy"
     stores = [i for i, line in enumerate(kernel.lines) if re.search(r"\b(STG|ATOMG|RED)\b", line)]
     assert min(stores) > last
@@ -142,6 +142,55 @@ def test_splits(end, tile):
     plan, kernel = compiled(end, "int4", tile.tokens, 4096, 4096, tile=tile, bias=True)
     check(plan, kernel, end, 1 + (end == "residual"), 128, stack_bytes=32)
     assert kernel.count("ATOMG") == 1
+
+
+def compiled_rows(end, m, n, k, dtype="fp16", bias=False, tile=None, sm=90):
+    """The kernel of a weight of 16 bits as nn.Linear holds it, and its tile."""
+    shape, half, arch = GemmShape(m, n, k, DENSE_BITS), HALVES[dtype], arch_for(sm)
+    role = end if end in ("residual", "norm") else "gated"
+    tile = ring_of(role, shape, typical_machine(sm)) if tile is None else tile
+    x, w, added = meta((m, k), half), (meta((n, k), half), None, None), meta((n,), half) if bias else None
+    room = meta((1,), torch.float32), meta((1,), torch.int32)
+    if end == "residual":
+        plan = ResidualPlan(shape, tile, DENSE_FORM, half, bias, arch)
+        call = x, w, meta((m, n), half), meta((n,), half), added, 1.0, *room
+    else:
+        plan = NormPlan(shape, tile, DENSE_FORM, half, bias, 128, "none" if end == "norm" else end, arch)
+        call = x, w, meta((128, m), torch.float32), added, k, 1e-5, 1.0, *room
+    return tile, compile_plan(plan, call, sm, ("x", "w", "scale"))
+
+
+@pytest.mark.parametrize(("m", "dtype"), [(1, "fp16"), (8, "bf16"), (16, "bf16")])
+@pytest.mark.parametrize(("end", "n", "k"), LLAMA)
+def test_rows_of_16_bits(end, n, k, m, dtype):
+    """No second copy, no conversion: of 128 k and 16 rows 8 copies and 8 reads of 16 bytes a lane, and the products."""
+    tile, kernel = compiled_rows(end, m, n, k, dtype)
+    check(tile, kernel, end, int(end == "residual"), 128)
+    steps = 2 * tile.strips * tile.rounds  # the loop and its last turn, which starts no copies
+    assert kernel.count("HMMA.16816") == steps * 8 * (tile.tokens // 8)
+    of_x = 2 * tile.rounds * tile.tokens // 2
+    assert kernel.count("LDSM.16.M88.4") == steps * 8 + of_x
+    assert kernel.count("HFMA2") + kernel.count("HADD2") + kernel.count("PRMT") < 16, "nothing is converted"
+    assert kernel.registers <= (168 if tile.tokens == 8 else 255)
+
+
+@pytest.mark.parametrize(
+    "tile", [RingTile(8, 8, 1, 2, 4, 1, 1, 4), RingTile(16, 6, 1, 1, 8, 2, 0, 2), RingTile(8, 3, 2, 1, 4, 1, 0, 1)], ids=str
+)
+def test_rows_with_fewer_slots_than_strips(tile):
+    """And with rows that do not exist, and a tail of K."""
+    for end, n, k in (("residual", 4099, 4104), ("silu", 9728, 896)):
+        used, kernel = compiled_rows(end, tile.tokens, n, k, bias=True, tile=tile)
+        assert kernel.stack_bytes == 0 and used.depth == (tile.slots or tile.strips * tile.rounds)
+        waits = {int(found) for found in re.findall(r"cp\.async\.wait_group (\d+)", kernel.ptx)}
+        assert waits == set(range(tile.depth)), "never more under way than slots, at the end fewer and fewer"
+
+
+@pytest.mark.parametrize("sm", [80, 89, 120])
+def test_rows_on_every_machine(sm):
+    for m in (8, 16):
+        _, kernel = compiled_rows("residual", m, 4096, 4096, sm=sm)
+        assert kernel.stack_bytes == 0 and kernel.shared_bytes <= arch_for(sm).shared_per_block_bytes
 
 
 def test_most_parts():
