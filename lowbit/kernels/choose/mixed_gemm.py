@@ -99,7 +99,30 @@ class WgmmaTile:
         return f"wgmma {self.rows} rows x {self.tokens} tokens, {self.stages} stages, K split {self.splits}"
 
 
-Tile = RingTile | WgmmaTile
+@dataclass(frozen=True)
+class MmaTile:
+    """Configuration of kernels/sm80/wide_mixed_gemm.py; see there. A warp has `strips` strips of 16 rows."""
+
+    tokens: int
+    strips: int
+    warps_n: int
+    warps_m: int
+    stages: int
+    splits: int
+    token_group: int = 2
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.strips * self.warps_n
+
+    def __str__(self) -> str:
+        return (
+            f"mma {self.rows} rows x {self.tokens} tokens, {self.warps_n} x {self.warps_m} warps, {self.stages} stages, "
+            f"K split {self.splits}"
+        )
+
+
+Tile = RingTile | WgmmaTile | MmaTile
 
 
 @dataclass(frozen=True)
