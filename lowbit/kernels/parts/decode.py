@@ -223,11 +223,11 @@ class Decode:
     @property
     def _ready(self) -> tuple[str, ...]:
         """What a group's scales become, for row g and row g + 8 of each."""
-        zero = () if self.zero == "none" else ("zero",)
         if self.masked:
-            kinds: tuple[str, ...] = (*(f"up{up}" for up in sorted(set(self._subnormal_codes.up))), "minus")
-        else:
-            kinds = ("high", "low", *zero) if self._in_two_parts else ("scale", *zero)
+            ups = sorted({(up, i % 2) for i, up in enumerate(self._subnormal_codes.up)})
+            return (*(f"up{up}_{row}" for up, row in ups), "minus_0", "minus_1")
+        zero = () if self.zero == "none" else ("zero",)
+        kinds = ("high", "low", *zero) if self._in_two_parts else ("scale", *zero)
         return tuple(f"{kind}_{row}" for kind in kinds for row in (0, 1))
 
     def _prepare(self, words: list[str], ready: list[str]) -> list[str]:
@@ -328,8 +328,9 @@ def decode(words, scales, odd: gl.constexpr, C: gl.constexpr):
 
 
 def _both(word: str, name: dict[str, str], kind: str) -> list[str]:
-    """The two halves of a word, each in both halves of a register."""
-    return [f"prmt.b32 {name[f'{kind}_0']}, {word}, 0, 0x1010;", f"prmt.b32 {name[f'{kind}_1']}, {word}, 0, 0x3232;"]
+    """The two halves of a word, each in both halves of a register, where somebody asks for it."""
+    halves = ((f"{kind}_0", "0x1010"), (f"{kind}_1", "0x3232"))
+    return [f"prmt.b32 {name[asked]}, {word}, 0, {selector};" for asked, selector in halves if asked in name]
 
 
 def _widen(word: str, name: dict[str, str], kind: str) -> list[str]:
