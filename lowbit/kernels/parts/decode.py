@@ -279,7 +279,6 @@ class Decode:
         name = dict(zip(self._ready, ready, strict=True))
         if self._in_float32:
             return self._scale_in_float32(registers, name)
-        kind = "f16x2" if self.dtype == "fp16" else "bf16x2"
         lines = []
         for i in registers:
             row = i % 2
@@ -288,16 +287,31 @@ class Decode:
                 lines.append(f"fma.rn.f16x2 a{i}, a{i}, {name[f'up{up}_{row}']}, {name[f'minus_{row}']};")
                 continue
             if self.zero == "float":
-                lines.append(f"fma.rn.{kind} a{i}, a{i}, {name[f'scale_{row}']}, {name[f'zero_{row}']};")
+                lines.append(self._fma(f"a{i}", f"a{i}", name[f"scale_{row}"], name[f"zero_{row}"]))
                 continue
             if self.zero == "integer":
-                lines.append(f"sub.rn.{kind} a{i}, a{i}, {name[f'zero_{row}']};")
+                lines.append(self._sub(f"a{i}", name[f"zero_{row}"]))
             if self._in_two_parts:  # exact before the one rounding of the sum
-                lines += [f"mul.rn.{kind} t, a{i}, {name[f'low_{row}']};"]
-                lines += [f"fma.rn.{kind} a{i}, a{i}, {name[f'high_{row}']}, t;"]
+                lines.append(self._mul("t", f"a{i}", name[f"low_{row}"]))
+                lines.append(self._fma(f"a{i}", f"a{i}", name[f"high_{row}"], "t"))
             else:
-                lines.append(f"mul.rn.{kind} a{i}, a{i}, {name[f'scale_{row}']};")
+                lines.append(self._mul(f"a{i}", f"a{i}", name[f"scale_{row}"]))
         return lines
+
+    def _fma(self, to: str, a: str, b: str, c: str) -> str:
+        return f"fma.rn.{'f16x2' if self.dtype == 'fp16' else 'bf16x2'} {to}, {a}, {b}, {c};"
+
+    def _mul(self, to: str, a: str, b: str) -> str:
+        """bf16 has only fma before sm_90; -0 keeps the sign of zero."""
+        if self.dtype == "fp16":
+            return f"mul.rn.f16x2 {to}, {a}, {b};"
+        return f"{{ .reg .b32 nil; mov.b32 nil, 0x80008000; {self._fma(to, a, b, 'nil')} }}"
+
+    def _sub(self, a: str, b: str) -> str:
+        """a -= b."""
+        if self.dtype == "fp16":
+            return f"sub.rn.f16x2 {a}, {a}, {b};"
+        return f"{{ .reg .b32 minus; mov.b32 minus, 0xbf80bf80; {self._fma(a, b, 'minus', a)} }}"
 
     def _scale_in_float32(self, registers: range, name: dict[str, str]) -> list[str]:
         """The product is formed in float32 and rounded once."""

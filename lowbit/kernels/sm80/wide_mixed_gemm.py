@@ -295,7 +295,8 @@ def products(x, reader, source, begin, end, C: gl.constexpr):
     AHEAD: gl.constexpr = C.stages - 1
     TURN: gl.constexpr = C.turn_steps
     LAYOUT: gl.constexpr = C.x_layout
-    acc = gl.zeros((ROWS, TOKENS), gl.float32, C.accumulator)
+    SUMS: gl.constexpr = C.accumulator
+    acc = gl.zeros((ROWS, TOKENS), gl.float32, SUMS)
     for ahead in gl.static_range(AHEAD):
         copy_stage(source, begin + ahead, ahead, C)
     await_stage(C)
