@@ -18,7 +18,7 @@ from lowbit.hardware.machine import Machine
 from lowbit.kernels.choose.candidate import Candidate, first_that_can, ordered
 
 RING_TOKENS = 16
-"""Beyond this the ring kernel loses: its warps each bring their own x, the wgmma kernel's share it."""
+"""Beyond this the ring kernel loses: its warps each bring their own x, those of the others share it."""
 
 INVARIANT_WARPS = 8
 """Warps that share K in ring tiles whose sums do not depend on m."""
@@ -158,10 +158,15 @@ def candidates(shape: GemmShape, machine: Machine, *, batch_invariant: bool = Fa
 
     With `batch_invariant`, only tiles whose sums do not depend on m: row i of y then has the same bits in any batch.
     """
-    rows = [wgmma_candidate(tile, shape, machine) for tile in wgmma_tiles(shape)] if "wgmma" in machine.arch.features else []
-    if batch_invariant and rows:
-        return ordered([row for row in rows if isinstance(row.tile, WgmmaTile) and row.tile.splits == 1])
-    if shape.m <= RING_TOKENS or not rows:
+    wgmma = "wgmma" in machine.arch.features
+    if wgmma:
+        rows = [wgmma_candidate(tile, shape, machine) for tile in wgmma_tiles(shape)]
+    else:
+        many = shape.m > RING_TOKENS
+        rows = [mma_candidate(tile, shape, machine) for tile in mma_tiles(shape, machine)] if many else []
+    if batch_invariant and wgmma:
+        return ordered([row for row in rows if row.tile.splits == 1])
+    if shape.m <= RING_TOKENS or not wgmma:
         rings = [ring_candidate(tile, shape, machine) for tile in ring_tiles(shape, machine)]
         if batch_invariant:  # slices of K are those of the warps that share them
             return ordered([row for row in rings if (row.tile.warps_k, row.tile.splits) == (INVARIANT_WARPS, 1)])  # type: ignore[union-attr]
@@ -344,6 +349,68 @@ def _wgmma_cost(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> float:
     # Of the memory's rate, weights come at about 0.85.
     memory_us = 1.11 * shape.n * shape.k * shape.bits / 8 / machine.read_bytes * 1e6
     return 1.15 + max(main_us, memory_us) + store_us + meet_us
+
+
+# ---- the mma.sync kernel for many tokens
+
+
+_MMA_SHARES = {
+    # (tokens, strips, warps_n, warps_m): of the rate of mma.sync, what a tile reaches.
+    (256, 4, 2, 4): 0.8,
+    (128, 4, 4, 2): 0.8,
+    (128, 4, 2, 4): 0.7,
+    (128, 2, 4, 2): 0.7,
+    (64, 4, 4, 2): 0.6,
+    (64, 2, 4, 2): 0.6,
+    (64, 1, 4, 2): 0.5,
+    (32, 2, 4, 2): 0.5,
+}
+_MMA_STAGES = (6, 5, 4, 3, 2)
+
+
+def mma_tiles(shape: GemmShape, machine: Machine) -> list[MmaTile]:
+    """Tiles of the mma.sync kernel for many tokens that are considered for a problem, with as many stages as there is room for,
+    in half an SM where a tile is small."""
+    tiles = []
+    for tokens, strips, warps_n, warps_m in _MMA_SHARES:
+        if strips * warps_n > shape.strips or (strips == 4 and shape.bits in (3, 5, 7)):
+            continue  # codes that share words over 64 k are decoded all at once, which takes the registers of 2 strips
+        stage = _mma_stage_bytes(tokens, strips * warps_n, shape.bits)
+        room = machine.arch.shared_per_block_bytes
+        stages = next((count for count in _MMA_STAGES if count * stage <= room), 1)
+        blocks = -(-shape.m // tokens) * -(-shape.strips // (strips * warps_n))
+        for splits in (1, 2, 3, 4, 8):
+            if splits == 1 or (splits <= shape.steps(64) and blocks * splits <= 2 * machine.sm_count):
+                tiles.append(MmaTile(tokens, strips, warps_n, warps_m, stages, splits))
+    return tiles
+
+
+def _mma_stage_bytes(tokens: int, strips: int, bits: int) -> int:
+    """Shared memory of a stage; scales of groups of 16 with zeros are the most."""
+    return 128 * tokens + strips * (128 * bits + 256)
+
+
+def mma_candidate(tile: MmaTile, shape: GemmShape, machine: Machine) -> GemmCandidate:
+    """A tile of the mma.sync kernel with its reasons and its modelled time."""
+    reasons = []
+    if tile.stages < 2:
+        reasons.append(f"{shape.bits}-bit tiles leave room for {tile.stages} stages, 2 are needed")
+    return GemmCandidate(tile, tuple(reasons), _mma_cost(tile, shape, machine))
+
+
+def _mma_cost(tile: MmaTile, shape: GemmShape, machine: Machine) -> float:
+    """Launch, then the busiest SM: its tiles at the rate of mma.sync, or weights at the memory's; splits meet in L2."""
+    blocks = -(-shape.m // tile.tokens) * -(-shape.n // tile.rows) * tile.splits
+    busiest = -(-blocks // machine.sm_count)
+    share = _MMA_SHARES[tile.tokens, tile.strips, tile.warps_n, tile.warps_m]
+    stages = -(-shape.steps(64) // tile.splits)
+    stage_us = 2 * tile.rows * tile.tokens * 64 / (share * machine.peak_mma_fp16 / machine.sm_count) * 1e6
+    start_us = 1.2 * busiest
+    store_us = busiest * tile.tokens * tile.rows * 2.4e-05
+    kib = tile.tokens * tile.rows / 256
+    meet_us = busiest * (0.74 + kib * (0.057 + 0.0176 * tile.splits)) if tile.splits > 1 else 0.0
+    memory_us = 1.11 * shape.n * shape.k * shape.bits / 8 / machine.read_bytes * 1e6
+    return 1.5 + max(busiest * stages * stage_us, memory_us) + start_us + store_us + meet_us
 
 
 # ---- where the model is wrong by more than 3 %: rows printed by `lowbit bench tiles`

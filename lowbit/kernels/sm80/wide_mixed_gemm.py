@@ -7,7 +7,7 @@ Warps   warps_n x warps_m: each has `strips` strips of 16 rows and a share of th
 Stages  of 64 k, copied by all threads, `stages` - 1 ahead; one barrier for each (parts/tile_stage.py)
 Steps   four of 16 k: while one multiplies, x of the next is read and its weights are decoded, into other registers
 Sum     in fp32, K in order; with splits > 1 the block that comes last adds the splits in order: same input, same bits
-End     y with scales and bias, transposed through shared memory, stored in pieces of 16 bytes
+End     y with scales and bias, gated or not, transposed through shared memory, stored in pieces of 16 bytes
 Exact   every weight is decoded exactly and rounded once after scaling, as a dequantized model's would be
 Source  mma.m16n8k16 and ldmatrix: PTX ISA; the order of copies, barrier and products: CUTLASS 2.x; measurements: docs/log.md
 """
@@ -23,16 +23,19 @@ from torch import Tensor
 from lowbit.hardware.half import HalfType
 from lowbit.kernels.choose.mixed_gemm import GemmShape, MmaTile
 from lowbit.kernels.parts.decode import Decode
-from lowbit.kernels.parts.end import End
+from lowbit.kernels.parts.end import End, Gate
 from lowbit.kernels.parts.gluon import Tuple, aggregate, asm, barrier, gl, gluon, half_type, mma_v2, ptx, run, source_digest
 from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.parts.schedule import SplitK, Tiles, iterations_of, meet, tile_at
 from lowbit.kernels.parts.smem import Regions, allocate, view
-from lowbit.kernels.parts.tile_end import Applied
+from lowbit.kernels.parts.tile_end import Applied, gated
 from lowbit.kernels.parts.tile_stage import TileStage
 from lowbit.pack.weight import WeightForm
 
 STAGE_K = 64
+
+MOST_REGISTERS = 255
+"""Of a thread. Left to itself ptxas spills some in small tiles, so that more blocks might share an SM."""
 
 STEPS = gl.constexpr(4)
 """Matrix instructions along K in a stage."""
@@ -62,6 +65,11 @@ class MmaGemm:
     @property
     def rows(self) -> int:
         return 16 * self.strips * self.warps_n
+
+    @property
+    def channels(self) -> int:
+        """Of y, in a tile."""
+        return self.rows if self.end.gate == "none" else self.rows // 2
 
     @property
     def columns(self) -> int:
@@ -125,8 +133,8 @@ class MmaGemm:
 
     @property
     def store_layout(self) -> gl.BlockedLayout:
-        """[rows, tokens] with 8 rows a thread, neighbouring lanes neighbouring rows."""
-        lanes = min(32, self.rows // 8)
+        """[channels, tokens] with 8 channels a thread, neighbouring lanes neighbouring channels."""
+        lanes = min(32, self.channels // 8)
         return gl.BlockedLayout([8, 1], [lanes, 32 // lanes], [1, self.warps], [0, 1])
 
 
@@ -328,9 +336,11 @@ def products(x, reader, source, begin, end, C: gl.constexpr):
 
 
 @gluon.jit
-def finish_tile(y, acc, applied, first_row, first_token, M, N, C: gl.constexpr):
-    """Scales and bias, one rounding, and y to memory."""
-    rows = first_row + gl.arange(0, C.rows, gl.SliceLayout(1, C.accumulator))
+def finish_tile(y, acc, applied, first_row, first_token, M, N, columns, C: gl.constexpr):
+    """Scales, bias and gate, one rounding, and y [M, columns] to memory: 8 neighbouring channels of a token at a time."""
+    SUMS: gl.constexpr = C.accumulator
+    STORED: gl.constexpr = C.store_layout
+    rows = first_row + gl.arange(0, C.rows, gl.SliceLayout(1, SUMS))
     if C.end.channel_scale:
         scale = gl.load(applied.channel_scale + rows, mask=rows < N, other=0.0).to(gl.float32)
         acc = acc * (scale * applied.factor)[:, None]  # the factor is a power of two
@@ -338,24 +348,30 @@ def finish_tile(y, acc, applied, first_row, first_token, M, N, C: gl.constexpr):
         acc = acc * applied.factor
     if C.end.bias:
         acc = acc + gl.load(applied.bias + rows, mask=rows < N, other=0.0).to(gl.float32)[:, None]
-    result = gl.convert_layout(acc.to(C.decode.operand_type), C.store_layout)
-    rows = first_row + gl.arange(0, C.rows, gl.SliceLayout(1, C.store_layout))
-    tokens = first_token + gl.arange(0, C.tokens, gl.SliceLayout(0, C.store_layout))
-    at = y + tokens.to(gl.int64)[None, :] * N + rows[:, None]
-    gl.store(at, result, mask=(rows < N)[:, None] & (tokens < M)[None, :])
+    if C.end.gate != "none":
+        acc = gated(acc, C)
+        first_row = first_row // 2
+    result = gl.convert_layout(acc.to(C.decode.operand_type), STORED)
+    channels = first_row + gl.arange(0, C.channels, gl.SliceLayout(1, STORED))
+    tokens = first_token + gl.arange(0, C.tokens, gl.SliceLayout(0, STORED))
+    at = y + tokens.to(gl.int64)[None, :] * columns + channels[:, None]
+    gl.store(at, result, mask=(channels < columns)[:, None] & (tokens < M)[None, :])
 
 
-@gluon.jit(do_not_specialize=["M", "N", "K", "x_stride", "token_tiles", "row_tiles", "iterations", "strips", "w_strip", "scale_strip"])
+SIZES = ["M", "N", "K", "columns", "x_stride", "token_tiles", "row_tiles", "iterations", "strips", "w_strip", "scale_strip"]
+
+
+@gluon.jit(do_not_specialize=SIZES)
 def mma_gemm(
-    y, x, w, scale, channel_scale, bias, partial, arrived, M, N, K, x_stride, token_tiles, row_tiles, iterations, strips,
-    w_strip, scale_strip, factor, C: gl.constexpr,
+    y, x, w, scale, channel_scale, bias, partial, arrived, M, N, K, columns, x_stride, token_tiles, row_tiles, iterations,
+    strips, w_strip, scale_strip, factor, C: gl.constexpr,
 ):  # fmt: skip
     """One block: a tile, or its share of K. The last tile of rows begins where it is full: rows of two are stored twice, with
-    the same bits. N counts pieces of 8 where C.whole."""
+    the same bits. `columns` of y are pieces of 8 where C.whole."""
     S: gl.constexpr = C.stage
     PLANES: gl.constexpr = len(S.planes)
     if C.whole:
-        N = N * 8
+        columns = columns * 8
     shared = allocate(C)
     x_shared = view(shared, C.regions, "stages", C.decode.operand_type, [C.stages * STEPS, C.tokens, 16], S.x_layout)
     tiles = Tiles(token_tiles, row_tiles, iterations, M)
@@ -385,22 +401,26 @@ def mma_gemm(
     acc = products(x_shared, reader, source, begin, end, C)
     applied = Applied(channel_scale, bias, factor)
     if C.splits == 1:
-        finish_tile(y, acc, applied, first_strip * 16, first_token, M, N, C)
+        finish_tile(y, acc, applied, first_strip * 16, first_token, M, N, columns, C)
     else:
         last, total = meet(SplitK(partial, arrived), acc, token_tile * row_tiles + row_tile, split, C)
         if last:
-            finish_tile(y, total, applied, first_strip * 16, first_token, M, N, C)
+            finish_tile(y, total, applied, first_strip * 16, first_token, M, N, columns, C)
 
 
 class MmaPlan:
     """All of a product that does not depend on the tensors' contents: made once for a shape, called many times."""
 
-    def __init__(self, shape: GemmShape, tile: MmaTile, form: WeightForm, dtype: torch.dtype, bias: bool) -> None:
+    def __init__(
+        self, shape: GemmShape, tile: MmaTile, form: WeightForm, dtype: torch.dtype, bias: bool, gate: Gate = "none"
+    ) -> None:
         self.shape, self.tile = shape, tile
-        self.config = _config(tile, form, half_type(dtype), End(form.channel_scale, bias), shape.n % 8 == 0)
+        self.columns = shape.n if gate == "none" else shape.n // 2
+        end = End(form.channel_scale, bias, gate=gate)
+        self.config = _config(tile, form, half_type(dtype), end, self.columns % 8 == 0)
         self.tiles = (-(-shape.m // tile.tokens), -(-shape.strips // (tile.rows // 16)))
         grid = (self.tiles[0] * self.tiles[1] * tile.splits, 1, 1)
-        self.launch = Launcher(mma_gemm, grid, self.config.warps)
+        self.launch = Launcher(mma_gemm, grid, self.config.warps, registers=MOST_REGISTERS)
         self.factor = self.config.decode.epilogue_factor
 
     @property
@@ -415,14 +435,15 @@ class MmaPlan:
         self, x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None,
         sums: Tensor, arrived: Tensor,
     ) -> Tensor:  # fmt: skip
-        """y [M, N] of x [M, K], whose rows start at multiples of 16 bytes; all tensors on the current device."""
+        """y [M, N], or [M, N / 2] behind a gate, of x [M, K], whose rows start at multiples of 16 bytes, with zeros up to the
+        next one behind K; all tensors on the current device."""
         m, n, k = self.shape.m, self.shape.n, self.shape.k
-        y = torch.empty((m, n), dtype=x.dtype, device=x.device)
+        y = torch.empty((m, self.columns), dtype=x.dtype, device=x.device)
         self.launch(
-            y, x, codes, codes if scale is None else scale, channel_scale, bias, sums, arrived, m,
-            n // 8 if self.config.whole else n, k, x.stride(0), *self.tiles, self.shape.steps(STAGE_K), codes.shape[0],
-            self.shape.steps(STAGE_K) * 128 * self.shape.bits, 0 if scale is None else 2 * scale.stride(0), self.factor,
-            self.config,
+            y, x, codes, codes if scale is None else scale, channel_scale, bias, sums, arrived, m, n, k,
+            self.columns // 8 if self.config.whole else self.columns, x.stride(0), *self.tiles, self.shape.steps(STAGE_K),
+            codes.shape[0], self.shape.steps(STAGE_K) * 128 * self.shape.bits, 0 if scale is None else 2 * scale.stride(0),
+            self.factor, self.config,
         )  # fmt: skip
         return y
 

@@ -44,11 +44,8 @@ def test_x_comes_whole_and_ends_in_zeros(tokens, warps, m, k):
     at = [made.x_at(int(t), int(p)) for t, p in zip(token, piece, strict=True)]
     ks = k - 8 * piece - 64 * iteration
     memory = np.concatenate([x.reshape(-1).view(np.uint8), np.full(1 << 20, 255, dtype=np.uint8)])
-    run(
-        made.copy_x,
-        [START + slot * made.x_bytes + np.array(at), 2 * (token * k + 8 * piece + 64 * iteration), np.full(made.threads, 8 * warps * k), m - token, ks],
-        1, shared, START, memory,
-    )  # fmt: skip
+    source, step = 2 * (token * k + 8 * piece + 64 * iteration), np.full(made.threads, 8 * warps * k)
+    run(made.copy_x, [START + slot * made.x_bytes + np.array(at), source, step, m - token, ks], 1, shared, START, memory)
     expected = np.zeros((tokens, 64), dtype=np.uint16)
     part = x[:, 64 * iteration :]
     expected[:m, : part.shape[1]] = part
@@ -78,9 +75,9 @@ def test_lanes_read_their_words(fmt, strips, warps):
     for p in range(len(made.planes)):
         pieces = made.pieces(p)
         source = thread // pieces * row + thread % pieces * 16 + tile * 128 * number.bits
-        exists = np.ones(made.threads)
-        run(made.copy_codes(p), [at + 16 * thread, source, np.full(made.threads, row), thread, exists], 1, shared, START, memory)
-        run(made.copy_codes(p), [at + 16 * thread, source, np.full(made.threads, row), thread, 0 * exists], 1, shared, START, memory)
+        call = at + 16 * thread, source, np.full(made.threads, row), thread
+        run(made.copy_codes(p), [*call, np.ones(made.threads)], 1, shared, START, memory)
+        run(made.copy_codes(p), [*call, np.zeros(made.threads)], 1, shared, START, np.zeros_like(memory))  # copies nothing
     places = word_places(number.bits).numpy()
     for behind in (0, 2):
         own = thread // 32 % 2
