@@ -50,7 +50,7 @@ CONFIGS = [
     ScaledGemm(torch.int8, torch.int8, HALF, True, 2, 128, 4, 1, 8, False, "token", False, False, False, "none", False, True),
     NarrowGemm("int4", torch.int8, HALF, 128, 2, 4, 1, 8, True, True, "token", False, False, "none", False, True),
     PlainGemm("int4", torch.int8, torch.int8, HALF, 16, True, False, "token", False, False, "none"),
-    MmaGemm(Decode("int4", "fp16", 128, "none", "fp16"), 128, 4, 4, 2, 4, 1, 2, End(False, False), True),
+    MmaGemm(Decode("int4", "fp16", 128, "none", "fp16"), 128, 4, 4, 2, 4, 1, 2, False, End(False, False), True),
     RingGemm(Ring(Step("int4", "fp16", 8, 128, "none", "fp16"), 1, 2, False), 4, 2, 1, End(False, False), True),
     PagedAttention(HEADS, DecodeTile(8, 128, 64, 4), True),
     Append(HEADS, True),

@@ -101,7 +101,8 @@ class WgmmaTile:
 
 @dataclass(frozen=True)
 class MmaTile:
-    """Configuration of kernels/sm80/wide_mixed_gemm.py; see there. A warp has `strips` strips of 16 rows."""
+    """Configuration of kernels/sm80/wide_mixed_gemm.py; see there. A warp has `strips` strips of 16 rows; splits meet all at once,
+    or with `in_turn` one after the other."""
 
     tokens: int
     strips: int
@@ -110,6 +111,7 @@ class MmaTile:
     stages: int
     splits: int
     token_group: int = 2
+    in_turn: bool = False
 
     @property
     def rows(self) -> int:
@@ -118,7 +120,7 @@ class MmaTile:
     def __str__(self) -> str:
         return (
             f"mma {self.rows} rows x {self.tokens} tokens, {self.warps_n} x {self.warps_m} warps, {self.stages} stages, "
-            f"K split {self.splits}"
+            f"K split {self.splits}{' in turn' if self.in_turn else ''}"
         )
 
 

@@ -6,7 +6,8 @@ Grid    tiles of rows x tokens, times splits of K; neighbours in groups of token
 Warps   warps_n x warps_m: each has `strips` strips of 16 rows and a share of the tokens; warps of a row decode the same codes
 Stages  of 64 k, copied by all threads, `stages` - 1 ahead; one barrier for each (parts/tile_stage.py)
 Steps   four of 16 k: while one multiplies, x of the next is read and its weights are decoded, into other registers
-Sum     in fp32, K in order; with splits > 1 the block that comes last adds the splits in order: same input, same bits
+Sum     in fp32, K in order; with splits > 1 the block that comes last adds the splits in order, or each adds to what the one
+        before has left: same input, same bits
 End     y with scales and bias, gated or not, transposed through shared memory, stored in pieces of 16 bytes
 Exact   every weight is decoded exactly and rounded once after scaling, as a dequantized model's would be
 Source  mma.m16n8k16 and ldmatrix: PTX ISA; the order of copies, barrier and products: CUTLASS 2.x; measurements: docs/log.md
@@ -26,7 +27,7 @@ from lowbit.kernels.parts.decode import Decode
 from lowbit.kernels.parts.end import End, Gate
 from lowbit.kernels.parts.gluon import Tuple, aggregate, asm, barrier, gl, gluon, half_type, mma_v2, ptx, run, source_digest
 from lowbit.kernels.parts.launch import Launcher
-from lowbit.kernels.parts.schedule import SplitK, Tiles, iterations_of, meet, tile_at
+from lowbit.kernels.parts.schedule import SplitK, Tiles, iterations_of, meet, meet_in_turn, tile_at
 from lowbit.kernels.parts.smem import Regions, allocate, view
 from lowbit.kernels.parts.tile_end import Applied, gated
 from lowbit.kernels.parts.tile_stage import TileStage
@@ -56,6 +57,7 @@ class MmaGemm:
     stages: int
     splits: int
     token_group: int
+    in_turn: bool
     end: End
     whole: bool
     digest: str = source_digest()
@@ -403,7 +405,11 @@ def mma_gemm(
     if C.splits == 1:
         finish_tile(y, acc, applied, first_strip * 16, first_token, M, N, columns, C)
     else:
-        last, total = meet(SplitK(partial, arrived), acc, token_tile * row_tiles + row_tile, split, C)
+        at, tile = SplitK(partial, arrived), token_tile * row_tiles + row_tile
+        if C.in_turn:
+            last, total = meet_in_turn(at, acc, tile, split, C)
+        else:
+            last, total = meet(at, acc, tile, split, C)
         if last:
             finish_tile(y, total, applied, first_strip * 16, first_token, M, N, columns, C)
 
@@ -429,7 +435,8 @@ class MmaPlan:
         if self.tile.splits == 1:
             return 0, 0
         tiles = self.tiles[0] * self.tiles[1]
-        return tiles * self.tile.splits * self.tile.rows * self.tile.tokens, tiles
+        sums = 1 if self.tile.in_turn else self.tile.splits
+        return tiles * sums * self.tile.rows * self.tile.tokens, tiles
 
     def __call__(
         self, x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None,
@@ -452,5 +459,6 @@ class MmaPlan:
 def _config(tile: MmaTile, form: WeightForm, dtype: HalfType, end: End, whole: bool) -> MmaGemm:
     decode = Decode(form.format, dtype, form.group, form.zero, form.scale_dtype, form.subnormal)
     return MmaGemm(
-        decode, tile.tokens, tile.strips, tile.warps_n, tile.warps_m, tile.stages, tile.splits, tile.token_group, end, whole
-    )
+        decode, tile.tokens, tile.strips, tile.warps_n, tile.warps_m, tile.stages, tile.splits, tile.token_group, tile.in_turn,
+        end, whole,
+    )  # fmt: skip
