@@ -101,8 +101,8 @@ class WgmmaTile:
 
 @dataclass(frozen=True)
 class MmaTile:
-    """Configuration of kernels/sm80/wide_mixed_gemm.py; see there. A warp has `strips` strips of 16 rows; splits meet all at once,
-    or with `in_turn` one after the other."""
+    """Configuration of kernels/sm80/wide_mixed_gemm.py; see there. A warp has `strips` strips of 16 rows; splits meet all at
+    once, or with `in_turn` one after the other."""
 
     tokens: int
     strips: int

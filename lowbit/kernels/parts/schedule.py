@@ -105,9 +105,9 @@ def meet(at, acc, tile, split, C: gl.constexpr):
 
 @gluon.jit
 def meet_in_turn(at, acc, tile, split, C: gl.constexpr):
-    """The same sums in the same order, one block after the other: each waits for the split before it, adds what that has left and
-    leaves the sum. Of a tile, memory holds one sum, not one for each split. Blocks start in the order of their numbers, so that
-    what a block waits for is under way."""
+    """The same sums in the same order, one block after the other: each waits for the split before it, adds what that has left
+    and leaves the sum. Of a tile, memory holds one sum, not one for each split. Blocks start in the order of their numbers, so
+    that what a block waits for is under way."""
     place = places(C)
     base = at.partial + tile.to(gl.int64) * (C.rows * C.columns)
     if split > 0:

@@ -334,6 +334,9 @@ def products(x, reader, source, begin, end, C: gl.constexpr):
             registers = next_registers
             b = next_b
         slot = following
+    # Zeros of x beyond the end may still be on their way to where y is transposed.
+    run("cp.async.wait_group 0;\n mov.b32 $0, 0;", "=r", [])
+    barrier()
     return acc
 
 

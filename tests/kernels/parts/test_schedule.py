@@ -48,7 +48,7 @@ def test_splits_share_k(iterations, splits):
 
 @pytest.mark.parametrize(("rows", "columns"), [(64, 8), (128, 16), (256, 64), (128, 128)])
 def test_the_last_block_gets_the_sum_of_all_splits(rows, columns):
-    """Whichever comes last; the counters are then zero again, and no other tile has been touched. A warp writes 32 words that are
+    """Whichever comes last; the counters are then zero again, and no other tile has been touched. Words of a warp are
     neighbours, however many strips it has."""
     splits, tile = 3, Integer(1)
     config = SimpleNamespace(rows=rows, columns=columns, accumulator=None, splits=splits)
