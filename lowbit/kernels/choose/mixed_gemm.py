@@ -102,7 +102,7 @@ class WgmmaTile:
 @dataclass(frozen=True)
 class MmaTile:
     """Configuration of kernels/sm80/wide_mixed_gemm.py; see there. A warp has `strips` strips of 16 rows; splits meet all at
-    once, or with `in_turn` one after the other."""
+    once, or with `in_turn` one after the other; registers leave room for `blocks_per_sm` blocks on an SM."""
 
     tokens: int
     strips: int
@@ -112,6 +112,7 @@ class MmaTile:
     splits: int
     token_group: int = 2
     in_turn: bool = False
+    blocks_per_sm: int = 1
 
     @property
     def rows(self) -> int:
@@ -121,6 +122,7 @@ class MmaTile:
         return (
             f"mma {self.rows} rows x {self.tokens} tokens, {self.warps_n} x {self.warps_m} warps, {self.stages} stages, "
             f"K split {self.splits}{' in turn' if self.in_turn else ''}"
+            f"{f', {self.blocks_per_sm} blocks an SM' if self.blocks_per_sm > 1 else ''}"
         )
 
 

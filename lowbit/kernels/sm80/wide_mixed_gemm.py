@@ -36,7 +36,9 @@ from lowbit.pack.weight import WeightForm
 STAGE_K = 64
 
 MOST_REGISTERS = 255
-"""Of a thread. Left to itself ptxas spills some in small tiles, so that more blocks might share an SM."""
+"""Of a thread."""
+
+REGISTERS_PER_SM = 65536
 
 STEPS = gl.constexpr(4)
 """Matrix instructions along K in a stage."""
@@ -298,13 +300,33 @@ def operand_of(registers, step: gl.constexpr, C: gl.constexpr):
 
 
 @gluon.jit
+def read_x(x, block, C: gl.constexpr):
+    """Operand B of a step, 16 k x C.tokens, as whole registers: each in the first of its two elements, 0 in the other. Halves
+    that the main loop carries are taken apart and put together again in every iteration, a permutation each."""
+    LAYOUT: gl.constexpr = C.x_layout
+    halves = x.index(block).permute([1, 0]).load(LAYOUT)
+    pairs = gl.inline_asm_elementwise(
+        "mov.b32 $0, $2; mov.b32 $1, $2;", "=r,=r,r", [halves], dtype=gl.int32, is_pure=True, pack=2
+    )  # fmt: skip
+    k = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))
+    return gl.where((k % 2 == 0)[:, None], pairs, 0)
+
+
+@gluon.jit
+def operand_b(registers, C: gl.constexpr):
+    """The same as the instruction takes it."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r,r", [registers], dtype=C.decode.operand_type, is_pure=True, pack=2
+    )  # fmt: skip
+
+
+@gluon.jit
 def products(x, reader, source, begin, end, C: gl.constexpr):
     """The sums of one tile over the iterations from `begin` to `end`, of 64 k each."""
     ROWS: gl.constexpr = C.rows
     TOKENS: gl.constexpr = C.tokens
     AHEAD: gl.constexpr = C.stages - 1
     TURN: gl.constexpr = C.turn_steps
-    LAYOUT: gl.constexpr = C.x_layout
     SUMS: gl.constexpr = C.accumulator
     acc = gl.zeros((ROWS, TOKENS), gl.float32, SUMS)
     for ahead in gl.static_range(AHEAD):
@@ -312,7 +334,7 @@ def products(x, reader, source, begin, end, C: gl.constexpr):
     await_stage(C)
     words, ready = read_weights(reader, 0, C)
     registers = decode_turn(words, ready, 0, C)
-    b = x.index(0).permute([1, 0]).load(LAYOUT)
+    b = read_x(x, 0, C)
     slot = 0
     for iteration in range(begin, end):
         filled = gl.where(slot == 0, C.stages, slot) - 1
@@ -320,17 +342,17 @@ def products(x, reader, source, begin, end, C: gl.constexpr):
         copy_stage(source, iteration + AHEAD, filled, C)
         for step in gl.static_range(STEPS):
             if step + 1 < STEPS:
-                next_b = x.index(slot * STEPS + (step + 1)).permute([1, 0]).load(LAYOUT)
+                next_b = read_x(x, slot * STEPS + (step + 1), C)
                 if (step + 1) % TURN == 0:
                     next_registers = decode_turn(words, ready, (step + 1) // TURN, C)
                 else:
                     next_registers = registers
             else:
                 await_stage(C)
-                next_b = x.index(following * STEPS).permute([1, 0]).load(LAYOUT)
+                next_b = read_x(x, following * STEPS, C)
                 words, ready = read_weights(reader, following, C)
                 next_registers = decode_turn(words, ready, 0, C)
-            acc = mma_v2(operand_of(registers, step % TURN, C), b, acc)
+            acc = mma_v2(operand_of(registers, step % TURN, C), operand_b(b, C), acc)
             registers = next_registers
             b = next_b
         slot = following
@@ -429,7 +451,9 @@ class MmaPlan:
         self.config = _config(tile, form, half_type(dtype), end, self.columns % 8 == 0)
         self.tiles = (-(-shape.m // tile.tokens), -(-shape.strips // (tile.rows // 16)))
         grid = (self.tiles[0] * self.tiles[1] * tile.splits, 1, 1)
-        self.launch = Launcher(mma_gemm, grid, self.config.warps, registers=MOST_REGISTERS)
+        # Left to itself ptxas spills some in small tiles, so that more blocks might share an SM.
+        registers = min(MOST_REGISTERS, REGISTERS_PER_SM // (self.config.threads * tile.blocks_per_sm))
+        self.launch = Launcher(mma_gemm, grid, self.config.warps, registers=registers)
         self.factor = self.config.decode.epilogue_factor
 
     @property
