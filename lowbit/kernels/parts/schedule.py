@@ -114,7 +114,7 @@ def meet_in_turn(at, acc, tile, split, C: gl.constexpr):
         run(TURN, "=&r,l,r", [at.arrived + tile, split])
         barrier()
         acc = gl.inline_asm_elementwise(
-            ADDED, "=&f,l,f", [base + place.to(gl.int64), acc], dtype=gl.float32, is_pure=False, pack=1
+            ADDED, "=&f,l,f", [(base + place).to(gl.int64), acc], dtype=gl.float32, is_pure=False, pack=1
         )
     last = split == C.splits - 1
     if last:

@@ -71,13 +71,6 @@ def test_the_last_block_gets_the_sum_of_all_splits(rows, columns):
     assert np.isnan(partial[:one]).all() and np.isnan(partial[2 * one :]).all() and not np.isnan(partial[one : 2 * one]).any()
 
 
-class Wide(np.ndarray):
-    """Places as wide as they need be."""
-
-    def to(self, kind):
-        return self
-
-
 def test_splits_in_turn_add_up_the_same():
     """In the order of K whatever the sums; one sum of memory for a tile, and the counter is zero again."""
     rows, columns, splits, tile = 64, 16, 3, Integer(1)
@@ -92,7 +85,7 @@ def test_splits_in_turn_add_up_the_same():
         inline_asm_elementwise=lambda text, takes, given, **_: given[0].memory[given[0].index] + given[1],
     )
     run = lambda text, takes, given: waited.append((int(given[0].index), int(arrived[1]), given[1]))  # noqa: E731
-    function = plain(meet_in_turn, gl=gl, barrier=lambda: None, places=lambda C: plain(places, gl=GL)(C).view(Wide), run=run)
+    function = plain(meet_in_turn, gl=gl, barrier=lambda: None, places=plain(places, gl=GL), run=run)
     results = [function(at, sums[split], tile, split, config) for split in range(splits)]
     assert [bool(last) for last, _ in results] == [False, False, True] and not arrived.any()
     assert np.array_equal(results[-1][1], (sums[0] + sums[1]) + sums[2])
