@@ -17,8 +17,8 @@ READ_SHARE = 0.95
 """Of the data sheet's bandwidth, what a pure read kernel gets where nobody measured it: 4.58 of 4.8 TB/s on an H200."""
 
 MMA_SHARES = {"wgmma": 0.62, "tcgen05": 0.25}
-"""Of the peak of fp16, what mma.sync gets where the peak is that of another instruction. tcgen05: as many operations per SM and
-cycle as on sm_90, not measured."""
+"""Of the peak of fp16, what mma.sync gets where the peak is that of another instruction: wgmma, as others measured it (Luo et
+al., arXiv:2402.13499); tcgen05, as many operations per SM and cycle as on sm_90, not measured."""
 
 
 @dataclass(frozen=True)

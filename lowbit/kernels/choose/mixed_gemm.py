@@ -102,7 +102,7 @@ class WgmmaTile:
 @dataclass(frozen=True)
 class MmaTile:
     """Configuration of kernels/sm80/wide_mixed_gemm.py; see there. A warp has `strips` strips of 16 rows; splits meet all at
-    once, or with `in_turn` one after the other; registers leave room for `blocks_per_sm` blocks on an SM."""
+    once, or with `in_turn` one after the other."""
 
     tokens: int
     strips: int
@@ -112,7 +112,6 @@ class MmaTile:
     splits: int
     token_group: int = 2
     in_turn: bool = False
-    blocks_per_sm: int = 1
 
     @property
     def rows(self) -> int:
@@ -122,7 +121,6 @@ class MmaTile:
         return (
             f"mma {self.rows} rows x {self.tokens} tokens, {self.warps_n} x {self.warps_m} warps, {self.stages} stages, "
             f"K split {self.splits}{' in turn' if self.in_turn else ''}"
-            f"{f', {self.blocks_per_sm} blocks an SM' if self.blocks_per_sm > 1 else ''}"
         )
 
 
@@ -359,29 +357,28 @@ def _wgmma_cost(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> float:
 
 
 _MMA_SHARES = {
-    # (tokens, strips, warps_n, warps_m): of the rate of mma.sync, what a tile reaches.
-    (256, 4, 2, 4): 0.8,
-    (128, 4, 4, 2): 0.8,
-    (128, 4, 2, 4): 0.7,
-    (128, 2, 4, 2): 0.7,
-    (64, 4, 4, 2): 0.6,
-    (64, 2, 4, 2): 0.6,
-    (64, 1, 4, 2): 0.5,
-    (32, 2, 4, 2): 0.5,
+    # (tokens, strips, warps_n, warps_m): of the rate of mma.sync, what a tile reaches while it multiplies: int4, groups of 128
+    # and fp16, on an H200, 2026-11-23 (docs/log.md). Codes of more bits and zero points took up to a tenth longer.
+    (128, 2, 8, 1): 0.714,
+    (64, 2, 8, 1): 0.711,
+    (128, 2, 4, 2): 0.672,
+    (64, 2, 4, 2): 0.557,
+    (32, 2, 4, 2): 0.375,
+    (64, 1, 4, 2): 0.313,
 }
-_MMA_STAGES = (6, 5, 4, 3, 2)
+_MMA_STAGES = 4
+"""The most that were worth their shared memory; small tiles, which wait more, have half as many again."""
 
 
 def mma_tiles(shape: GemmShape, machine: Machine) -> list[MmaTile]:
-    """Tiles of the mma.sync kernel for many tokens that are considered for a problem, with as many stages as there is room for,
-    in half an SM where a tile is small."""
+    """Tiles of the mma.sync kernel for many tokens that are considered for a problem."""
     tiles = []
     for tokens, strips, warps_n, warps_m in _MMA_SHARES:
-        if strips * warps_n > shape.strips or (strips == 4 and shape.bits in (3, 5, 7)):
-            continue  # codes that share words over 64 k are decoded all at once, which takes the registers of 2 strips
-        stage = _mma_stage_bytes(tokens, strips * warps_n, shape.bits)
-        room = machine.arch.shared_per_block_bytes
-        stages = next((count for count in _MMA_STAGES if count * stage <= room), 1)
+        if strips * warps_n > shape.strips:
+            continue
+        small = tokens * strips * warps_n <= 64 * 8
+        room = machine.arch.shared_per_block_bytes // _mma_stage_bytes(tokens, strips * warps_n, shape.bits)
+        stages = min(room, _MMA_STAGES * 3 // 2 if small else _MMA_STAGES)
         blocks = -(-shape.m // tokens) * -(-shape.strips // (strips * warps_n))
         for splits in (1, 2, 3, 4, 8):
             if splits == 1 or (splits <= shape.steps(64) and blocks * splits <= 2 * machine.sm_count):
@@ -403,18 +400,16 @@ def mma_candidate(tile: MmaTile, shape: GemmShape, machine: Machine) -> GemmCand
 
 
 def _mma_cost(tile: MmaTile, shape: GemmShape, machine: Machine) -> float:
-    """Launch, then the busiest SM: its tiles at the rate of mma.sync, or weights at the memory's; splits meet in L2."""
-    blocks = -(-shape.m // tile.tokens) * -(-shape.n // tile.rows) * tile.splits
-    busiest = -(-blocks // machine.sm_count)
+    """Launch, then waves of tiles at their share of the rate of mma.sync, or weights at the memory's; for splits the way
+    through the L2."""
+    of_rows = -(-shape.strips // (tile.strips * tile.warps_n))
+    waves = -(-(-(-shape.m // tile.tokens) * of_rows * tile.splits) // machine.sm_count)
     share = _MMA_SHARES[tile.tokens, tile.strips, tile.warps_n, tile.warps_m]
-    stages = -(-shape.steps(64) // tile.splits)
     stage_us = 2 * tile.rows * tile.tokens * 64 / (share * machine.peak_mma_fp16 / machine.sm_count) * 1e6
-    start_us = 1.2 * busiest
-    store_us = busiest * tile.tokens * tile.rows * 2.4e-05
-    kib = tile.tokens * tile.rows / 256
-    meet_us = busiest * (0.74 + kib * (0.057 + 0.0176 * tile.splits)) if tile.splits > 1 else 0.0
+    main_us = waves * (-(-shape.steps(64) // tile.splits) * stage_us + 2.0)
+    meet_us = waves * (1.5 + tile.tokens * tile.rows * 4.5e-5 * tile.splits) if tile.splits > 1 else 0.0
     memory_us = 1.11 * shape.n * shape.k * shape.bits / 8 / machine.read_bytes * 1e6
-    return 1.5 + max(busiest * stages * stage_us, memory_us) + start_us + store_us + meet_us
+    return 1.5 + max(main_us, memory_us) + meet_us
 
 
 # ---- where the model is wrong by more than 3 %: rows printed by `lowbit bench tiles`

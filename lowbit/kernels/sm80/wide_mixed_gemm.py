@@ -452,7 +452,7 @@ class MmaPlan:
         self.tiles = (-(-shape.m // tile.tokens), -(-shape.strips // (tile.rows // 16)))
         grid = (self.tiles[0] * self.tiles[1] * tile.splits, 1, 1)
         # Left to itself ptxas spills some in small tiles, so that more blocks might share an SM.
-        registers = min(MOST_REGISTERS, REGISTERS_PER_SM // (self.config.threads * tile.blocks_per_sm))
+        registers = min(MOST_REGISTERS, REGISTERS_PER_SM // self.config.threads)
         self.launch = Launcher(mma_gemm, grid, self.config.warps, registers=registers)
         self.factor = self.config.decode.epilogue_factor
 

@@ -104,9 +104,10 @@ def test_stores_are_pieces_of_16_bytes():
 
 
 def test_decoding_keeps_its_budget():
-    """int4: of the cycles that an A100's tensor cores need for 64 k, 8 for each product, decoding issues in a fifth."""
-    _, kernel = compiled("int4", tile=MmaTile(128, 4, 4, 2, 4, 1))
+    """int4: of the cycles that an A100's tensor cores need for 64 k, 8 for each product, decoding issues in a tenth; all else
+    of the loop, reads of x first, is no more than that again."""
+    _, kernel = compiled("int4", tile=MmaTile(128, 2, 8, 1, 4, 1))
     loop = main_loop(kernel)
     products = sum("HMMA" in line for line in loop)
     decoding = sum(any(name in line for name in ("LOP3", "SHF", "HFMA2", "HMUL2", "PRMT")) for line in loop)
-    assert products == 128 and decoding <= 0.2 * 8 * products and len(loop) <= 3.5 * products
+    assert products == 128 and decoding <= 0.1 * 8 * products and len(loop) <= 2.6 * products
