@@ -58,15 +58,20 @@ def check_loop(tile, kernel) -> None:
     assert len(branches) <= 2, "one stretch of code"
 
 
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
-@pytest.mark.parametrize("fmt", FORMATS)
+# bf16 decodes in other instructions: of the formats those that differ most in how many codes share their words.
+@pytest.mark.parametrize(
+    ("fmt", "dtype"), [*((fmt, "fp16") for fmt in FORMATS), *((fmt, "bf16") for fmt in ("int4", "int7", "int8", "fp6_e3m2"))]
+)
 def test_main_loop(fmt, dtype):
     tile, kernel = compiled(fmt, dtype, scale_dtype=dtype)
     assert kernel.stack_bytes <= 32
     check_loop(tile, kernel)
 
 
-@pytest.mark.parametrize("tile", mma_tiles(GemmShape(4096, 8192, 8192, 4), typical_machine(80)), ids=str)
+TILES = [tile for tile in mma_tiles(GemmShape(4096, 8192, 8192, 4), typical_machine(80)) if tile.splits == 1]
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
 def test_every_tile(tile):
     check_loop(*compiled("int4", tile=tile))
 
