@@ -140,9 +140,11 @@ class Decode:
         return range(first, last + 1) if self.groups else range(0)
 
     def first_group(self, turn: int) -> int:
+        """The first of `turn_groups`."""
         return self.turn_groups(turn).start
 
     def end_group(self, turn: int) -> int:
+        """The one after their last."""
         return self.turn_groups(turn).stop
 
     @property
@@ -170,6 +172,7 @@ class Decode:
         return (gl.int32,) * self.turn_registers
 
     def turn_constraints(self, turn: int) -> str:
+        """Of the operands of `turn_asm`."""
         inputs = self.turn_words + self.ready * len(self.turn_groups(turn))
         return ",".join(["=&r"] * self.turn_registers + ["r"] * inputs)
 

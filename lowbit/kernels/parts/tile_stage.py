@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from lowbit.hardware.fields import WORD_GROUPS
 from lowbit.kernels.parts.decode import TILE_K, Decode
-from lowbit.kernels.parts.gluon import gl
+from lowbit.kernels.parts.gluon import gl, gluon
 
 PIECE = 16
 """Bytes of a copy."""
@@ -83,20 +83,12 @@ class TileStage:
         """[tokens, 16 k] of x."""
         return gl.SwizzledSharedLayout(8, 4, 2, [1, 0])
 
-    # ---- copies. Pieces of a warp are 4 tokens x 8: lanes 8 i to 8 i + 7 have pieces 2 i and 2 i + 1 of each.
-
-    def x_piece(self, thread: int) -> tuple[int, int]:
-        """(token, piece of its 8) that a thread copies first."""
-        return thread // 32 * 4 + thread % 8 // 2, thread % 2 + thread % 32 // 8 * 2
+    # ---- copies
 
     @property
     def x_turns(self) -> int:
         """Pieces of x that a thread copies; from one to the next the token moves by 4 for each warp."""
         return self.tokens * 8 // self.threads
-
-    def x_at(self, token: int, piece: int) -> int:
-        """Byte of a piece of 8 k of a token within the x of a stage."""
-        return piece // 2 * (self.tokens * 32) + token * 32 + (piece % 2 ^ token // 4 % 2) * PIECE
 
     @property
     def copy_x(self) -> str:
@@ -186,3 +178,17 @@ def _load(words: int, out: int, at: str) -> str:
         return f"ld.shared.b32 ${out}, [{at}];"
     registers = ", ".join(f"${out + i}" for i in range(words))
     return f"ld.shared.v{words}.b32 {{{registers}}}, [{at}];"
+
+
+@gluon.jit
+def x_piece(thread):
+    """(token, piece of its 8) that a thread copies first. A warp has 4 tokens, lanes 8 i to 8 i + 7 pieces 2 i and 2 i + 1 of
+    each: whole rows of memory, and no bank of shared memory twice."""
+    lane = thread % 32
+    return thread // 32 * 4 + lane % 8 // 2, lane % 2 + lane // 8 * 2
+
+
+@gluon.jit
+def x_at(token, piece, S: gl.constexpr):
+    """Byte of a piece of 8 k of a token within the x of a stage."""
+    return piece // 2 * (S.tokens * 32) + token * 32 + (piece % 2 ^ token // 4 % 2) * 16

@@ -30,7 +30,7 @@ from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.parts.schedule import SplitK, Tiles, iterations_of, meet, meet_in_turn, tile_at
 from lowbit.kernels.parts.smem import Regions, allocate, view
 from lowbit.kernels.parts.tile_end import Applied, gated
-from lowbit.kernels.parts.tile_stage import TileStage
+from lowbit.kernels.parts.tile_stage import TileStage, x_at, x_piece
 from lowbit.pack.weight import WeightForm
 
 STAGE_K = 64
@@ -182,13 +182,10 @@ def copy_stage(source, iteration, slot, C: gl.constexpr):
     thread = gl.arange(0, C.threads, C.threads_layout)
     start = asm("mov.u32 $0, global_smem;", "=r", [], gl.int32)
     there = iteration < source.end
-    lane = thread & 31
-    piece = (lane & 1) + lane // 8 * 2
-    token = thread // 32 * 4 + lane % 8 // 2
-    x_at = piece // 2 * (C.tokens * 32) + token * 32 + ((piece & 1) ^ (token // 4 & 1)) * 16
+    token, piece = x_piece(thread)
     run(
         S.copy_x, "=r,r,l,l,r,r",
-        [start + slot * S.x_bytes + x_at, source.x + iteration * 64, source.x_step, source.tokens,
+        [start + slot * S.x_bytes + x_at(token, piece, S), source.x + iteration * 64, source.x_step, source.tokens,
          gl.where(there, source.ks - iteration * 64, 0)],
     )  # fmt: skip
     w_at = start + S.w_start + slot * S.w_bytes + thread * 16
@@ -408,9 +405,9 @@ def mma_gemm(
     first_token = token_tile * C.tokens
 
     thread = gl.arange(0, C.threads, C.threads_layout)
-    lane = thread & 31
-    token = first_token + thread // 32 * 4 + lane % 8 // 2
-    k = ((lane & 1) + lane // 8 * 2) * 8
+    token, piece = x_piece(thread)
+    token += first_token
+    k = piece * 8
     stride = thread.to(gl.int64) * 0 + x_stride
     codes = ()
     for plane in gl.static_range(PLANES):

@@ -11,9 +11,9 @@ pytest.importorskip("triton.experimental.gluon", reason="kernels are written in 
 from lowbit.formats import number_format
 from lowbit.hardware.mma import MMA_M16N8K16_F16
 from lowbit.kernels.parts.decode import Decode
-from lowbit.kernels.parts.tile_stage import TileStage
+from lowbit.kernels.parts.tile_stage import TileStage, x_at, x_piece
 from lowbit.pack.fragment import FragmentOrder, word_places
-from tests.kernels.parts.plain import check_operands, operands
+from tests.kernels.parts.plain import check_operands, operands, plain
 from tests.kernels.parts.threads import run
 
 FORMATS = ["int2", "int3", "int4", "int5", "int6", "int7", "int8", "fp6_e3m2"]
@@ -40,12 +40,12 @@ def test_x_comes_whole_and_ends_in_zeros(tokens, warps, m, k):
     x = np.arange(1, m * k + 1, dtype=np.uint32).astype(np.uint16).reshape(m, k)
     shared = np.full(made.bytes, 255, dtype=np.uint8)
     thread = np.arange(made.threads)
-    token, piece = (np.array(values) for values in zip(*map(made.x_piece, thread), strict=True))
-    at = [made.x_at(int(t), int(p)) for t, p in zip(token, piece, strict=True)]
+    token, piece = plain(x_piece)(thread)
+    at = plain(x_at)(token, piece, made)
     ks = k - 8 * piece - 64 * iteration
     memory = np.concatenate([x.reshape(-1).view(np.uint8), np.full(1 << 20, 255, dtype=np.uint8)])
     source, step = 2 * (token * k + 8 * piece + 64 * iteration), np.full(made.threads, 8 * warps * k)
-    run(made.copy_x, [START + slot * made.x_bytes + np.array(at), source, step, m - token, ks], 1, shared, START, memory)
+    run(made.copy_x, [START + slot * made.x_bytes + at, source, step, m - token, ks], 1, shared, START, memory)
     expected = np.zeros((tokens, 64), dtype=np.uint16)
     part = x[:, 64 * iteration :]
     expected[:m, : part.shape[1]] = part
@@ -59,7 +59,9 @@ def test_ldmatrix_meets_no_bank_twice():
     made = stage()
     for first in range(0, made.tokens, 8):
         for piece in range(8):
-            assert len({made.x_at(first + i, piece) % 128 // 16 for i in range(8)}) == 8
+            assert len(set(plain(x_at)(first + np.arange(8), piece, made) % 128 // 16)) == 8
+    for quarter in range(0, 32, 8):  # and so do those that 8 lanes copy at a time
+        assert len(set(plain(x_at)(*plain(x_piece)(quarter + np.arange(8)), made) % 128 // 16)) == 8
 
 
 @pytest.mark.parametrize(("strips", "warps"), [(4, 4), (8, 8), (16, 8)])
