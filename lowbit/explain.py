@@ -16,7 +16,7 @@ from lowbit.hardware.conversions import Conversion, conversion
 from lowbit.hardware.half import HalfType
 from lowbit.hardware.machine import Machine, machine_of, typical_machine
 from lowbit.hardware.mma import MMA_M16N8K16_F16, MmaAtom, wgmma_f16
-from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile, WgmmaTile
+from lowbit.kernels.choose.mixed_gemm import GemmShape, MmaTile, RingTile, WgmmaTile
 from lowbit.kernels.choose.mixed_gemm import choose as choose_tile
 from lowbit.models.complete import require_complete
 from lowbit.models.hf import plan_for
@@ -388,7 +388,10 @@ def _in_the_kernels(weight: _Weight, machine: Machine) -> list[Step]:
         if kernel.is_slow or any(step.file == f"lowbit/{kernel.file}" for step in steps):
             continue
         tile = choose_tile(GemmShape(m, *weight.q.shape, weight.format.bits), machine)
-        lines = _in_ring(weight, tile) if isinstance(tile, RingTile) else _in_wgmma(weight, tile)
+        if isinstance(tile, RingTile):
+            lines = _in_ring(weight, tile)
+        else:
+            lines = _in_mma(weight, tile) if isinstance(tile, MmaTile) else _in_wgmma(weight, tile)
         steps.append(Step(f"lowbit/{kernel.file}", f"{kernel.name}, M {m}", (str(tile), *lines)))
     return steps
 
@@ -404,6 +407,22 @@ def _in_ring(weight: _Weight, tile: RingTile) -> tuple[str, ...]:
         f"step {step} of 128 k is number {turn} of that warp: slice {part} of {slices} along K, split {part // tile.warps_k};",
         "its words come by cp.async into the warp's own ring (copy_step), are read (read_step), decoded and multiplied by",
         "mma.sync (multiply); sums of all slices of K meet in a fixed order (sum_of_slices, meet), then y is stored (store)",
+    )
+
+
+def _in_mma(weight: _Weight, tile: MmaTile) -> tuple[str, ...]:
+    strips, strip = -(-weight.q.shape[0] // STRIP), weight.row // STRIP
+    row_tile = strip // (tile.rows // STRIP)
+    inside = strip - min(row_tile * (tile.rows // STRIP), strips - tile.rows // STRIP)
+    stages, stage = -(-weight.q.shape[1] // TILE_K), weight.column // TILE_K
+    split = next(i for i in range(tile.splits) if stages * (i + 1) // tile.splits > stage)
+    return (
+        f"row tile {row_tile}, strip {inside} of {tile.rows // STRIP}: strip {inside // tile.warps_n} of the warps of row "
+        f"{inside % tile.warps_n}; K split {split};",
+        f"k tile {stage} is stage {stage} of all: its words come by cp.async (copy_stage), are read by each of the "
+        f"{tile.warps_m} warps of the row (read_weights),",
+        "decoded in registers (decode_turn), made operand A (operand_of) and multiplied by",
+        "mma.sync (products) while those of the next 16 k are decoded; x is operand B, by ldmatrix from shared memory",
     )
 
 

@@ -169,7 +169,8 @@ def test_kernels_are_named_with_reasons(quantized):
     assert "on H200, M 64: wgmma_gemm (lowbit/kernels/sm90/mixed_gemm.py)" in text
     assert "modelled" in text and "next best: " in text and "not ring_gemm: is not for M 64" in text
     older = by_file(explain(quantized("w4a16_g64")[0], LAYER, sm=80))["table.py"]
-    assert "on A100-SXM4-80GB, M 64: ring_gemm" in older and "not wgmma_gemm: needs the wgmma instruction" in older
+    assert "on A100-SXM4-80GB, M 64: ring_gemm" in older and "not mma_gemm: would take" in older
+    assert "not wgmma_gemm: needs the wgmma instruction" in older
     slow = by_file(explain(quantized("w4a8_g64")[0], LAYER))["table.py"]
     assert (
         "scaled_blocked (lowbit/kernels/cpu/scaled_blocked.py), for any device, which decodes all weights at every call" in slow
@@ -177,7 +178,7 @@ def test_kernels_are_named_with_reasons(quantized):
     assert "not narrow_scaled_gemm: takes scales per tensor" in slow
 
 
-def test_the_walk_ends_in_the_kernels(quantized):
+def test_the_walk_ends_in_the_kernels(quantized, monkeypatch):
     """Row 17 is strip 1; column 90 is in the first step of 128 and in the second k tile of 64."""
     steps = explain(quantized("w4a16_g64")[0], LAYER, 17, 90)
     ring, wgmma = (step for step in steps if step.file.endswith("mixed_gemm.py"))
@@ -185,7 +186,12 @@ def test_the_walk_ends_in_the_kernels(quantized):
     assert "step 0 of 128 k is number 0 of that warp: slice 0" in "\n".join(ring.lines)
     assert "row tile 0, row 17 of 128: warpgroup 0, warp 1" in "\n".join(wgmma.lines)
     assert "k tile 1 is the odd stage of turn 0" in "\n".join(wgmma.lines) and "wgmma.mma_async m64n" in wgmma.lines[-2]
-    for step in (ring, wgmma):
+    monkeypatch.setattr("lowbit.explain.TOKENS", (1 << 18,))  # of a layer so small
+    steps = explain(quantized("w4a16_g64")[0], LAYER, 17, 90, sm=80)
+    (mma,) = (step for step in steps if step.file == "lowbit/kernels/sm80/wide_mixed_gemm.py")
+    assert re.search(r"row tile 0, strip 1 of 4: strip [01] of the warps of row [01]; K split 0", mma.lines[1])
+    assert "k tile 1 is stage 1 of all" in mma.lines[2]
+    for step in (ring, wgmma, mma):
         source = "".join(path.read_text() for path in (ROOT / step.file, *(ROOT / "lowbit/kernels/parts").glob("*.py")))
         for function in re.findall(r"\((\w+)(?:, (\w+))?\)", "\n".join(step.lines[1:])):
             assert all(f"def {name}(" in source for name in function if name), function

@@ -47,7 +47,7 @@ from lowbit.eval.results import versions, write_json
 from lowbit.formats import Scheme, parse_scheme
 from lowbit.hardware.machine import Machine, machine_of
 from lowbit.kernels.choose.candidate import Candidate
-from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile, WgmmaTile, candidates, ring_candidate
+from lowbit.kernels.choose.mixed_gemm import GemmShape, MmaTile, RingTile, WgmmaTile, candidates, ring_candidate
 from lowbit.kernels.choose.scaled_gemm import ScaledTile, candidates_scaled
 from lowbit.ops.byte_gemm import plan_for_scaled
 from lowbit.ops.fragment_gemm import plan_for
@@ -87,8 +87,8 @@ PROTOCOL = (
     f"shape, in the same run, the median of {REPLAYS} replays. Where x has 8 bits it is quantized before anything is timed."
 )
 
-AnyTile = RingTile | WgmmaTile | ScaledTile
-TILES: dict[str, type[Any]] = {"ring": RingTile, "wgmma": WgmmaTile, "scaled": ScaledTile}
+AnyTile = RingTile | WgmmaTile | MmaTile | ScaledTile
+TILES: dict[str, type[Any]] = {"ring": RingTile, "wgmma": WgmmaTile, "mma": MmaTile, "scaled": ScaledTile}
 Watch = Callable[[int, int, str], None]
 """Called with products done, products in all and what is measured now."""
 
@@ -112,6 +112,8 @@ def kind_of(tile: AnyTile) -> tuple[Any, ...]:
         return "ring", tile.tokens, tile.warps_n, tile.warps_k, tile.splits > 1
     if isinstance(tile, WgmmaTile):
         return "wgmma", tile.tokens, tile.warpgroups
+    if isinstance(tile, MmaTile):
+        return "mma", tile.tokens, tile.rows
     return "scaled", tile.tokens_are_rows, tile.warpgroups, tile.columns, tile.pair
 
 

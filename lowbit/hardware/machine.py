@@ -16,6 +16,10 @@ from lowbit.hardware.arch import Arch, arch_for, arch_refusals
 READ_SHARE = 0.95
 """Of the data sheet's bandwidth, what a pure read kernel gets where nobody measured it: 4.58 of 4.8 TB/s on an H200."""
 
+MMA_SHARES = {"wgmma": 0.62, "tcgen05": 0.25}
+"""Of the peak of fp16, what mma.sync gets where the peak is that of another instruction: wgmma, as others measured it (Luo et
+al., arXiv:2402.13499); tcgen05, as many operations per SM and cycle as on sm_90, not measured."""
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -35,6 +39,12 @@ class Machine:
     peak_int8: float | None
     peak_int4: float | None
     measured_read_bytes: float | None = None
+
+    @property
+    def peak_mma_fp16(self) -> float:
+        """Operations per second of mma.sync on fp16: all of the peak, but where that is another instruction's."""
+        newer = next((share for feature, share in MMA_SHARES.items() if feature in self.arch.features), 1.0)
+        return newer * self.peak_fp16
 
     @property
     def read_bytes(self) -> float:

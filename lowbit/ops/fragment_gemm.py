@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowbit.formats import Scheme, parse_scheme
 from lowbit.hardware.machine import Machine, machine_of
-from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile, Tile, choose
+from lowbit.kernels.choose.mixed_gemm import GemmShape, MmaTile, RingTile, Tile, WgmmaTile, choose
 from lowbit.ops.channels import check_channels
 from lowbit.ops.operands import Described, described, on_meta
 from lowbit.ops.workspace import workspace
@@ -23,7 +23,9 @@ from lowbit.pack.fragment import LANES, k_tiles, strips
 
 if TYPE_CHECKING:
     from lowbit.kernels.elementwise.gather import GatherPlan
+    from lowbit.kernels.parts.end import Gate
     from lowbit.kernels.sm80.mixed_gemm import RingPlan
+    from lowbit.kernels.sm80.wide_mixed_gemm import MmaPlan
     from lowbit.kernels.sm90.mixed_gemm import WgmmaPlan
 
 torch.library.define(
@@ -108,7 +110,7 @@ def _fragment_gemm(
 def _plan(
     scheme: str, m: int, n: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[Described | None, ...],
     batch_invariant: bool,
-) -> RingPlan | WgmmaPlan | None:  # fmt: skip
+) -> RingPlan | MmaPlan | WgmmaPlan | None:  # fmt: skip
     """The plan of a product; None where there is nothing to compute. Raises ValueError when the tensors do not fit."""
     parsed = _scheme(scheme)
     codes, *optional = (None if t is None else on_meta(t) for t in others)
@@ -131,14 +133,26 @@ def _plan(
 
 def plan_for(
     tile: Tile, shape: GemmShape, form: WeightForm, dtype: torch.dtype, bias: bool, machine: Machine
-) -> RingPlan | WgmmaPlan:
+) -> RingPlan | MmaPlan | WgmmaPlan:
     """The plan of a product with a given tile on a machine."""
     from lowbit.kernels.sm80.mixed_gemm import RingPlan
-    from lowbit.kernels.sm90.mixed_gemm import WgmmaPlan
 
     if isinstance(tile, RingTile):
         return RingPlan(shape, tile, form, dtype, bias, machine.arch)
-    return WgmmaPlan(shape, tile, form, dtype, bias, machine.sm_count)
+    return wide_plan(tile, shape, form, dtype, bias, machine)
+
+
+def wide_plan(
+    tile: MmaTile | WgmmaTile, shape: GemmShape, form: WeightForm, dtype: torch.dtype, bias: bool, machine: Machine,
+    gate: Gate = "none",
+) -> MmaPlan | WgmmaPlan:  # fmt: skip
+    """The same with a tile of the kernels for many tokens, gated or not."""
+    from lowbit.kernels.sm80.wide_mixed_gemm import MmaPlan
+    from lowbit.kernels.sm90.mixed_gemm import WgmmaPlan
+
+    if isinstance(tile, MmaTile):
+        return MmaPlan(shape, tile, form, dtype, bias, gate)
+    return WgmmaPlan(shape, tile, form, dtype, bias, machine.sm_count, gate)
 
 
 @torch.library.register_fake("lowbit::fragment_gemm")
@@ -152,10 +166,10 @@ def _fake(
 
 
 def aligned_rows(x: Tensor) -> Tensor:
-    """x [M, K] with rows of 16-byte pieces and no gap within a row, copied only if it is not so already."""
-    if x.stride(1) == 1 and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0:
-        return x
+    """x [M, K] with rows of 16-byte pieces, no gap within a row, zeros behind K; copied only if it is not so already."""
     k = x.shape[1]
+    if x.stride(1) == 1 and x.stride(0) % 8 == 0 and k % 8 == 0 and x.data_ptr() % 16 == 0:
+        return x
     padded = x.new_zeros((x.shape[0], -(-k // 8) * 8))
     padded[:, :k] = x
     return padded[:, :k]

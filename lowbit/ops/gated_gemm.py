@@ -14,15 +14,16 @@ from torch import Tensor
 
 from lowbit.formats import parse_scheme
 from lowbit.hardware.machine import machine_of
-from lowbit.kernels.choose.mixed_gemm import GemmShape, WgmmaTile, choose
+from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile, choose
 from lowbit.kernels.reference.decode import GATES, Gate
 from lowbit.ops.decode import gate
-from lowbit.ops.fragment_gemm import aligned_rows, check_product, fragment_gemm
+from lowbit.ops.fragment_gemm import aligned_rows, check_product, fragment_gemm, wide_plan
 from lowbit.ops.operands import Described, described, on_meta
 from lowbit.ops.workspace import workspace
 from lowbit.pack import FragmentWeight, weight_form
 
 if TYPE_CHECKING:
+    from lowbit.kernels.sm80.wide_mixed_gemm import MmaPlan
     from lowbit.kernels.sm90.mixed_gemm import WgmmaPlan
 
 torch.library.define(
@@ -84,7 +85,7 @@ def _gated_gemm(
 def _plan(
     scheme: str, size: torch.Size, n: int, dtype: torch.dtype, on: torch.device, others: tuple[Described | None, ...],
     gated: Gate, batch_invariant: bool,
-) -> WgmmaPlan | None:  # fmt: skip
+) -> MmaPlan | WgmmaPlan | None:  # fmt: skip
     """The plan of a product with the gate at its end; None where two kernels do it. Raises ValueError for tensors that do not
     fit."""
     codes, scale, channel_scale, bias = (None if t is None else on_meta(t) for t in others)
@@ -96,12 +97,10 @@ def _plan(
     machine, shape = machine_of(on), GemmShape(size[0], n, size[1], parsed.weight.bits)
     tile = choose(shape, machine)
     whole = len({on, *(t[2] for t in others if t is not None)}) == 1 and all(t is None or t[3] for t in others[:3])
-    if not isinstance(tile, WgmmaTile) or not whole:  # the product alone says what it does not take
+    if isinstance(tile, RingTile) or not whole:  # the product alone says what it does not take
         return None
-    from lowbit.kernels.sm90.mixed_gemm import WgmmaPlan
-
     form = weight_form(parsed, None if scale is None else scale.dtype, None if channel_scale is None else channel_scale.dtype)
-    return WgmmaPlan(shape, tile, form, dtype, bias is not None, machine.sm_count, gated)
+    return wide_plan(tile, shape, form, dtype, bias is not None, machine, gated)
 
 
 @torch.library.register_fake("lowbit::gated_gemm")

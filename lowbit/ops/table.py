@@ -22,7 +22,7 @@ from lowbit.formats import PerBlock, PerGroup, Scheme, ZeroPoint, parse_scheme
 from lowbit.hardware.conversions import conversion
 from lowbit.hardware.machine import Machine, machine_of, machine_refusals
 from lowbit.kernels.choose.candidate import Candidate
-from lowbit.kernels.choose.mixed_gemm import GemmCandidate, GemmShape, RingTile, WgmmaTile, candidates
+from lowbit.kernels.choose.mixed_gemm import GemmCandidate, GemmShape, MmaTile, RingTile, WgmmaTile, candidates
 from lowbit.kernels.choose.scaled_gemm import ScaledShape, ScaledTile, candidates_scaled
 from lowbit.kernels.cpu import torch_int8
 from lowbit.kernels.cpu.scaled_blocked import X_BLOCK
@@ -251,8 +251,8 @@ def _tiles_16(p: Problem) -> tuple[GemmCandidate, ...]:
     return tuple(row for row in found if not row.reasons)
 
 
-def _better_tile(p: Problem, kind: type[RingTile] | type[WgmmaTile]) -> tuple[str, ...]:
-    """Why the other kernel for 16-bit x has the better tile."""
+def _better_tile(p: Problem, kind: type[RingTile] | type[MmaTile] | type[WgmmaTile]) -> tuple[str, ...]:
+    """Why another kernel for 16-bit x has the better tile."""
     tiles = _tiles_16(p)
     if not tiles:
         return (f"has no tile for {p.scheme} with M {p.m}, N {p.n} and K {p.k}",)
@@ -265,6 +265,13 @@ def _better_tile(p: Problem, kind: type[RingTile] | type[WgmmaTile]) -> tuple[st
 
 def _wgmma(p: Problem) -> tuple[str, ...]:
     return _of_16_bits(p) or _without_wgmma(p) or _better_tile(p, WgmmaTile)
+
+
+def _mma(p: Problem) -> tuple[str, ...]:
+    assert p.machine is not None
+    if "wgmma" in p.machine.arch.features:
+        return (f"is for GPUs without wgmma, {p.machine.product} has it",)
+    return _of_16_bits(p) or _better_tile(p, MmaTile)
 
 
 def _ring(p: Problem) -> tuple[str, ...]:
@@ -365,6 +372,7 @@ def _scaled_blocked(p: Problem) -> tuple[str, ...]:
 
 KERNELS: tuple[Kernel, ...] = (
     Kernel("wgmma_gemm", "kernels/sm90/mixed_gemm.py", "sm_90", False, "fragments", _wgmma, _tile_16),
+    Kernel("mma_gemm", "kernels/sm80/wide_mixed_gemm.py", "sm_80 and newer", False, "fragments", _mma, _tile_16),
     Kernel("ring_gemm", "kernels/sm80/mixed_gemm.py", "sm_80 and newer", False, "fragments", _ring, _tile_16),
     Kernel(
         "scaled_gemm", "kernels/sm90/scaled_gemm.py", "sm_90", True, "operands", partial(_scaled_wgmma, narrow=False), _tile_8

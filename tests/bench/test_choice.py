@@ -11,7 +11,7 @@ from lowbit.bench.choice_report import beside_cublas, falls, load, regrets, summ
 from lowbit.bench.protocol import WrongResult
 from lowbit.cli.commands import app
 from lowbit.hardware.machine import machine_of, typical_machine
-from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile, WgmmaTile, choose
+from lowbit.kernels.choose.mixed_gemm import GemmShape, MmaTile, RingTile, WgmmaTile, choose
 from lowbit.kernels.choose.scaled_gemm import ScaledTile
 
 H200 = typical_machine(90)
@@ -64,8 +64,12 @@ def test_a_model_that_is_not_known_is_named():
 
 
 @pytest.mark.parametrize(
-    "tile", [RingTile(8, 3, 2, 1, 16, 1, 1), WgmmaTile(64, 2, 8, 4, 2), ScaledTile(True, 2, 256, 4, 2, 8, True)]
-)
+    "tile",
+    [
+        RingTile(8, 3, 2, 1, 16, 1, 1), WgmmaTile(64, 2, 8, 4, 2), ScaledTile(True, 2, 256, 4, 2, 8, True),
+        MmaTile(128, 2, 8, 1, 4, 2, 2, True),
+    ],
+)  # fmt: skip
 def test_a_tile_is_read_as_it_was_written(tile):
     assert choice.read(choice.written(tile)) == tile
     assert choice.read(choice.written(tile)).__class__ is tile.__class__

@@ -29,6 +29,7 @@ from lowbit.kernels.sm80.conv import MmaConv, MmaProduct
 from lowbit.kernels.sm80.mixed_gemm import RingGemm
 from lowbit.kernels.sm80.paged_attention import PagedAttention
 from lowbit.kernels.sm80.scaled_gemm import PlainGemm
+from lowbit.kernels.sm80.wide_mixed_gemm import MmaGemm
 from lowbit.kernels.sm90.conv_block import BlockConv
 from lowbit.kernels.sm90.conv_deep import DeepConv
 from lowbit.kernels.sm90.conv_strip import StripConv
@@ -50,6 +51,7 @@ CONFIGS = [
     ScaledGemm(torch.int8, torch.int8, HALF, True, 2, 128, 4, 1, 8, False, "token", False, False, False, "none", False, True),
     NarrowGemm("int4", torch.int8, HALF, 128, 2, 4, 1, 8, True, True, "token", False, False, "none", False, True),
     PlainGemm("int4", torch.int8, torch.int8, HALF, 16, True, False, "token", False, False, "none"),
+    MmaGemm(Decode("int4", "fp16", 128, "none", "fp16"), 128, 4, 4, 2, 4, 1, 2, False, End(False, False), True),
     RingGemm(Ring(Step("int4", "fp16", 8, 128, "none", "fp16"), 1, 2, False), 4, 2, 1, End(False, False), True),
     RingGemm(RowRing(Step("dense", "fp16", 8, 0, "none", "fp16"), 2, 1, False), 4, 2, 1, End(False, False), True),
     PagedAttention(HEADS, DecodeTile(8, 128, 64, 4), True),

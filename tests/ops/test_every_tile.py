@@ -7,10 +7,12 @@ import torch
 
 from lowbit.formats import parse_scheme
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose.mixed_gemm import GemmShape, choose
+from lowbit.kernels.choose.mixed_gemm import GemmShape, MmaTile, choose
 from lowbit.kernels.reference.gemm import mixed_gemm_reference
 from lowbit.ops import fragment_gemm
-from lowbit.pack import FragmentWeight
+from lowbit.ops.fragment_gemm import plan_for
+from lowbit.ops.workspace import workspace
+from lowbit.pack import FragmentWeight, weight_form
 from lowbit.quantize import rtn
 from tests.tiny import with_channels
 
@@ -19,18 +21,21 @@ LAYERS = [
     (4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (5120, 13824), (27648, 5120), (8192, 8192), (8192, 28672),
     (28672, 8192), (2048, 2048),
 ]  # fmt: skip
+H200 = typical_machine(90)
+OLDER = [typical_machine(80), typical_machine(89)]
+"""GPUs without wgmma, with much and with little shared memory."""
 TOKENS = [1, 5, 8, 13, 16, 24, 32, 48, 64, 100, 128, 200, 256, 512, 1024]
 SCHEMES = ["w4a16_g128", "w4a16_g128_z", "w4a16_g64_fz", "w4a16_pc", "w3a16_g128", "w6e3m2a16", "w8a16", "w8e4m3a16_b128x128"]
 
 
-def new_tiles(scheme, invariant=False):
-    """(n, k, numbers of tokens) of the layers on which a tile is chosen that was not chosen before."""
+def new_tiles(scheme, invariant=False, machine=H200, kind=object):
+    """(n, k, numbers of tokens) of the layers on which a tile of a kind is chosen that was not chosen before."""
     seen, found = set(), []
     for n, k in LAYERS:
         ms = []
         for m in TOKENS:
-            tile = choose(GemmShape(m, n, k, parse_scheme(scheme).weight.bits), typical_machine(90), invariant)
-            if tile not in seen:
+            tile = choose(GemmShape(m, n, k, parse_scheme(scheme).weight.bits), machine, invariant)
+            if tile not in seen and isinstance(tile, kind):
                 seen.add(tile)
                 ms.append(m)
         if ms:
@@ -68,5 +73,41 @@ def test_every_tile(scheme, dtype, invariant):
             # A single row's error scatters more than that of all.
             assert float(of_rows.max()) <= 2 * float(honest.max()) + 1e-5, (n, k, m)
             assert float(of_rows.mean()) <= 1.5 * float(honest.mean()) + 1e-5, (n, k, m)
+        del q, w, plain_w
+        torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("machine", OLDER, ids=lambda machine: machine.product)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_there_are_many_without_wgmma(scheme, machine):
+    assert sum(len(ms) for _, _, ms in new_tiles(scheme, machine=machine, kind=MmaTile)) >= 5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("machine", OLDER, ids=lambda machine: machine.product)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_tile_without_wgmma(scheme, dtype, machine):
+    """Those of the mma.sync kernel for many tokens, which other GPUs have; a full tile, one that is not, and the bits again."""
+    for place, (n, k, ms) in enumerate(new_tiles(scheme, machine=machine, kind=MmaTile)):
+        generator = torch.Generator("cuda").manual_seed(place)
+        q = rtn(torch.randn(n, k, device="cuda", generator=generator) * 0.05, scheme)
+        w, bias = FragmentWeight.pack(q), torch.randn(n, device="cuda", dtype=dtype, generator=generator)
+        plain_w = q.dequantize(dtype)
+        types = [None if t is None else t.dtype for t in (w.scale, w.channel_scale)]
+        for m in ms:
+            shape = GemmShape(m, n, k, q.scheme.weight.bits)
+            plan = plan_for(choose(shape, machine), shape, weight_form(q.scheme, *types), dtype, True, machine)
+            x = torch.randn(m, k, device="cuda", dtype=dtype, generator=generator)
+            torch.full((m, n), float("nan"), dtype=dtype, device="cuda")  # what the allocator hands out next is poisoned
+            call = x, w.codes, w.scale, w.channel_scale, bias, *workspace(x.device, *plan.workspace)
+            made = plan(*call)
+            reference = mixed_gemm_reference(x, q, bias)
+            plain = torch.nn.functional.linear(x, plain_w, bias).double()
+            of_rows = (made.double() - reference).norm(dim=1) / reference.norm(dim=1)
+            honest = (plain - reference).norm(dim=1) / reference.norm(dim=1)
+            assert float(of_rows.max()) <= 2 * float(honest.max()) + 1e-5, (n, k, m)
+            assert float(of_rows.mean()) <= 1.5 * float(honest.mean()) + 1e-5, (n, k, m)
+            assert torch.equal(made, plan(*call)), "same input, same bits"
         del q, w, plain_w
         torch.cuda.empty_cache()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from lowbit.formats import QuantTensor, decode, parse_scheme
 from lowbit.kernels.reference.gemm import mixed_gemm_reference
 from lowbit.ops import fragment_gemm
+from lowbit.ops.fragment_gemm import aligned_rows
 from lowbit.pack import FragmentWeight
 from lowbit.quantize import rtn
 from tests.tiny import with_channels
@@ -176,6 +177,28 @@ def test_x_of_any_layout():
     for x in (wide[:, 1:1001], wide[:, ::2][:, :1000], torch.randn(1000, 5, device="cuda", dtype=torch.float16).T):
         assert torch.equal(fragment_gemm(x, w), fragment_gemm(x.contiguous(), w))
     assert fragment_gemm(x[:0], w).shape == (0, 128)
+
+
+def test_rows_have_zeros_behind_them():
+    """The kernels copy pieces of 8: what a wider matrix has behind its rows is not to meet codes that are filled up with zeros,
+    which are weights like others."""
+    wide = torch.full((5, 1008), float("nan"), dtype=torch.float16)
+    x = wide[:, :1003]
+    x.copy_(torch.randn(5, 1003))
+    rows = aligned_rows(x)
+    assert torch.equal(rows, x) and rows.stride(1) == 1 and rows.stride(0) % 8 == 0
+    whole = rows.as_strided((5, rows.stride(0)), rows.stride())
+    assert not whole[:, 1003:].any() and aligned_rows(wide[:, :1000]).data_ptr() == wide.data_ptr()
+
+
+@gpu
+@pytest.mark.parametrize("m", [1, 16, 100])
+def test_x_that_ends_within_a_piece(m):
+    q = quantized("w4a16_g128", 128, 1003)
+    w = FragmentWeight.pack(q)
+    wide = torch.full((m, 1008), float("nan"), device="cuda", dtype=torch.float16)
+    wide[:, :1003] = torch.randn(m, 1003, device="cuda")
+    assert torch.equal(fragment_gemm(wide[:, :1003], w), fragment_gemm(wide[:, :1003].contiguous(), w))
 
 
 @gpu

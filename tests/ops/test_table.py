@@ -69,7 +69,7 @@ def test_there_is_a_tile_for_everything(scheme, invariant):
             tile, *_ = choose(problem).tile(problem)
             assert "tokens" in tile and describe(problem) == f"{choose(problem).name}, {tile.partition(': ')[0]}"
             older = replace(problem, machine=typical_machine(89))
-            assert choose(older).name in ("ring_gemm", "plain_scaled_gemm")
+            assert choose(older).name in ("mma_gemm", "ring_gemm", "plain_scaled_gemm")
 
 
 def test_sums_of_batch_invariant_tiles_do_not_depend_on_m():
@@ -90,6 +90,10 @@ def test_why_the_other_kernel_is_not_it():
     assert said["torch_int4"] == "runs on a CPU, x is on a GPU"
     said = {kernel.name: "; ".join(reasons) for kernel, reasons in rows(on_h200("w4a16_g128", 64))}
     assert said["wgmma_gemm"] == "" and said["ring_gemm"] == "is not for M 64"
+    assert said["mma_gemm"] == "is for GPUs without wgmma, H200 has it"
+    older = replace(on_h200("w4a16_g128", 64), machine=typical_machine(80))
+    said = {kernel.name: "; ".join(reasons) for kernel, reasons in rows(older)}
+    assert said["mma_gemm"] == "" and "would take" in said["ring_gemm"] and "needs the wgmma" in said["wgmma_gemm"]
     unknown = replace(on_h200("w4a16_g128"), machine=None, excluded=("is for sm_80; T4 is sm_75",))
     assert why_slow(unknown) == ("wgmma_gemm: is for sm_80; T4 is sm_75",)
 
@@ -199,7 +203,7 @@ def test_the_row_is_what_is_launched(scheme, monkeypatch):
     w = pack_for(q, torch.float16)
     kinds = {
         "WgmmaPlan": "wgmma_gemm", "RingPlan": "ring_gemm", "ScaledPlan": "scaled_gemm", "NarrowPlan": "narrow_scaled_gemm",
-        "PlainPlan": "plain_scaled_gemm",
+        "PlainPlan": "plain_scaled_gemm", "MmaPlan": "mma_gemm",
     }  # fmt: skip
     for m in MS:
         seen.clear()

@@ -20,13 +20,14 @@ from lowbit.kernels.choose.mixed_gemm import (
     SMALL_TOKENS,
     GemmShape,
     RingTile,
-    Tile,
     WgmmaTile,
     ring_candidate,
     ring_tiles,
     wgmma_candidate,
     wgmma_tiles,
 )
+
+ChainTile = RingTile | WgmmaTile
 
 Role = Literal["norm", "gated", "residual"]
 """What is at a product's end: the norm (qkv, head), norm and gate (gate-up), or the residual (o, down)."""
@@ -55,7 +56,7 @@ class MeasuredChain:
     n: int
     k: int
     bits: int
-    tile: Tile
+    tile: ChainTile
     note: str
 
     def __str__(self) -> str:
@@ -68,7 +69,7 @@ class MeasuredChain:
 
 
 @dataclass(frozen=True)
-class ChainCandidate(Candidate[Tile]):
+class ChainCandidate(Candidate[ChainTile]):
     """A candidate with the measurement that puts it first, if there is one."""
 
     measured: MeasuredChain | None = None
@@ -96,17 +97,17 @@ def chain_candidates(role: Role, shape: GemmShape, machine: Machine, *, batch_in
 
 
 @functools.lru_cache(maxsize=4096)
-def choose_chain(role: Role, shape: GemmShape, machine: Machine, batch_invariant: bool = False) -> Tile:
+def choose_chain(role: Role, shape: GemmShape, machine: Machine, batch_invariant: bool = False) -> ChainTile:
     """The first of the candidates that can; raises ValueError with everybody's reasons when none can."""
     return first_that_can(chain_candidates(role, shape, machine, batch_invariant=batch_invariant), shape, machine)
 
 
-def parts_of(tile: Tile, shape: GemmShape) -> int:
+def parts_of(tile: ChainTile, shape: GemmShape) -> int:
     """Sums of squares that each token gets of a product with the residual at its end: one of each block of rows."""
     return -(-shape.n // tile.rows)
 
 
-def _measured(role: Role, tile: Tile, shape: GemmShape, machine: Machine) -> ChainCandidate:
+def _measured(role: Role, tile: ChainTile, shape: GemmShape, machine: Machine) -> ChainCandidate:
     if isinstance(tile, WgmmaTile):
         return _wgmma(role, tile, shape, machine)
     return _ring(role, tile, shape, machine, shape.m)

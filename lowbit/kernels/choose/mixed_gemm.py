@@ -18,7 +18,7 @@ from lowbit.hardware.machine import Machine
 from lowbit.kernels.choose.candidate import Candidate, first_that_can, ordered
 
 RING_TOKENS = 16
-"""Beyond this the ring kernel loses: its warps each bring their own x, the wgmma kernel's share it."""
+"""Beyond this the ring kernel loses: its warps each bring their own x, those of the others share it."""
 
 INVARIANT_WARPS = 8
 """Warps that share K in ring tiles whose sums do not depend on m."""
@@ -114,7 +114,32 @@ class WgmmaTile:
         return f"wgmma {self.rows} rows x {self.tokens} tokens, {self.stages} stages, K split {self.splits}"
 
 
-Tile = RingTile | WgmmaTile
+@dataclass(frozen=True)
+class MmaTile:
+    """Configuration of kernels/sm80/wide_mixed_gemm.py; see there. A warp has `strips` strips of 16 rows; splits meet all at
+    once, or with `in_turn` one after the other."""
+
+    tokens: int
+    strips: int
+    warps_n: int
+    warps_m: int
+    stages: int
+    splits: int
+    token_group: int = 2
+    in_turn: bool = False
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.strips * self.warps_n
+
+    def __str__(self) -> str:
+        return (
+            f"mma {self.rows} rows x {self.tokens} tokens, {self.warps_n} x {self.warps_m} warps, {self.stages} stages, "
+            f"K split {self.splits}{' in turn' if self.in_turn else ''}"
+        )
+
+
+Tile = RingTile | WgmmaTile | MmaTile
 
 
 @dataclass(frozen=True)
@@ -150,10 +175,15 @@ def candidates(shape: GemmShape, machine: Machine, *, batch_invariant: bool = Fa
 
     With `batch_invariant`, only tiles whose sums do not depend on m: row i of y then has the same bits in any batch.
     """
-    rows = [wgmma_candidate(tile, shape, machine) for tile in wgmma_tiles(shape)] if "wgmma" in machine.arch.features else []
-    if batch_invariant and rows:
-        return ordered([row for row in rows if isinstance(row.tile, WgmmaTile) and row.tile.splits == 1])
-    if shape.m <= RING_TOKENS or not rows:
+    wgmma = "wgmma" in machine.arch.features
+    if wgmma:
+        rows = [wgmma_candidate(tile, shape, machine) for tile in wgmma_tiles(shape)]
+    else:
+        many = shape.m > RING_TOKENS
+        rows = [mma_candidate(tile, shape, machine) for tile in mma_tiles(shape, machine)] if many else []
+    if batch_invariant and wgmma:
+        return ordered([row for row in rows if row.tile.splits == 1])
+    if shape.m <= RING_TOKENS or not wgmma:
         rings = [ring_candidate(tile, shape, machine) for tile in ring_tiles(shape, machine)]
         if batch_invariant:  # slices of K are those of the warps that share them
             return ordered([row for row in rings if (row.tile.warps_k, row.tile.splits) == (INVARIANT_WARPS, 1)])  # type: ignore[union-attr]
@@ -363,6 +393,65 @@ def _wgmma_cost(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> float:
     # Of the memory's rate, weights come at about 0.85.
     memory_us = 1.11 * shape.n * shape.k * shape.bits / 8 / machine.read_bytes * 1e6
     return 1.15 + max(main_us, memory_us) + store_us + meet_us
+
+
+# ---- the mma.sync kernel for many tokens
+
+
+_MMA_SHARES = {
+    # (tokens, strips, warps_n, warps_m): of the rate of mma.sync, what a tile reaches while it multiplies: int4, groups of 128
+    # and fp16, on an H200, 2026-11-23 (docs/log.md). Codes of more bits and zero points took up to a tenth longer.
+    (128, 2, 8, 1): 0.714,
+    (64, 2, 8, 1): 0.711,
+    (128, 2, 4, 2): 0.672,
+    (64, 2, 4, 2): 0.557,
+    (32, 2, 4, 2): 0.375,
+    (64, 1, 4, 2): 0.313,
+}
+_MMA_STAGES = 4
+"""The most that were worth their shared memory; small tiles, which wait more, have half as many again."""
+
+
+def mma_tiles(shape: GemmShape, machine: Machine) -> list[MmaTile]:
+    """Tiles of the mma.sync kernel for many tokens that are considered for a problem."""
+    tiles = []
+    for tokens, strips, warps_n, warps_m in _MMA_SHARES:
+        if strips * warps_n > shape.strips:
+            continue
+        small = tokens * strips * warps_n <= 64 * 8
+        room = machine.arch.shared_per_block_bytes // _mma_stage_bytes(tokens, strips * warps_n, shape.bits)
+        stages = min(room, _MMA_STAGES * 3 // 2 if small else _MMA_STAGES)
+        blocks = -(-shape.m // tokens) * -(-shape.strips // (strips * warps_n))
+        for splits in (1, 2, 3, 4, 8):
+            if splits == 1 or (splits <= shape.steps(64) and blocks * splits <= 2 * machine.sm_count):
+                tiles.append(MmaTile(tokens, strips, warps_n, warps_m, stages, splits))
+    return tiles
+
+
+def _mma_stage_bytes(tokens: int, strips: int, bits: int) -> int:
+    """Shared memory of a stage; scales of groups of 16 with zeros are the most."""
+    return 128 * tokens + strips * (128 * bits + 256)
+
+
+def mma_candidate(tile: MmaTile, shape: GemmShape, machine: Machine) -> GemmCandidate:
+    """A tile of the mma.sync kernel with its reasons and its modelled time."""
+    reasons = []
+    if tile.stages < 2:
+        reasons.append(f"{shape.bits}-bit tiles leave room for {tile.stages} stages, 2 are needed")
+    return GemmCandidate(tile, tuple(reasons), _mma_cost(tile, shape, machine))
+
+
+def _mma_cost(tile: MmaTile, shape: GemmShape, machine: Machine) -> float:
+    """Launch, then waves of tiles at their share of the rate of mma.sync, or weights at the memory's; for splits the way
+    through the L2."""
+    of_rows = -(-shape.strips // (tile.strips * tile.warps_n))
+    waves = -(-(-(-shape.m // tile.tokens) * of_rows * tile.splits) // machine.sm_count)
+    share = _MMA_SHARES[tile.tokens, tile.strips, tile.warps_n, tile.warps_m]
+    stage_us = 2 * tile.rows * tile.tokens * 64 / (share * machine.peak_mma_fp16 / machine.sm_count) * 1e6
+    main_us = waves * (-(-shape.steps(64) // tile.splits) * stage_us + 2.0)
+    meet_us = waves * (1.5 + tile.tokens * tile.rows * 4.5e-5 * tile.splits) if tile.splits > 1 else 0.0
+    memory_us = 1.11 * shape.n * shape.k * shape.bits / 8 / machine.read_bytes * 1e6
+    return 1.5 + max(main_us, memory_us) + meet_us
 
 
 # ---- where the model is wrong by more than 3 %: rows printed by `lowbit bench tiles`

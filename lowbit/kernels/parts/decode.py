@@ -12,10 +12,14 @@ from lowbit.formats import IntFormat, number_format
 from lowbit.hardware.conversions import Conversion, SubnormalCodes, conversion, subnormal_codes
 from lowbit.hardware.fields import WORD_GROUPS
 from lowbit.hardware.half import HalfType, half_pair
+from lowbit.hardware.ptx import Program
 from lowbit.kernels.parts.gluon import gl, gluon
 from lowbit.kernels.parts.operand import REGISTERS
 
 TILE_K = 64
+
+INSTRUCTION = 4
+"""Registers of operand A of one matrix instruction."""
 
 
 @dataclass(frozen=True)
@@ -103,46 +107,105 @@ class Decode:
         """Outputs: the 16 registers, two halves each. Inputs: the words, then for each group its scale and zero words."""
         words = [f"${REGISTERS + i}" for i in range(self.bits)]
         scales = [f"${REGISTERS + self.bits + i}" for i in range(self.scale_words)]
-        fields, lines = self.conversion.fields, [f".reg .b32 a<{REGISTERS}>, s<2>, z<2>, t;"]
-        program = self._subnormal_codes.program if self.masked else self.conversion.program
-        for run in range(REGISTERS // fields.registers):
+        lines = [f".reg .b32 a<{REGISTERS}>, t;", *self._convert(words)]
+        ready, per_group = [f"f{i}" for i in range(self.ready)], REGISTERS // max(self.groups, 1)
+        for group in range(self.groups):
+            lines.append(f"{{ .reg .b32 {', '.join(ready)};")
+            lines += self._prepare(scales[group * self.group_words :][: self.group_words], ready)
+            lines += [*self._scale(range(group * per_group, (group + 1) * per_group), ready), "}"]
+        lines += [f"mov.b32 ${i}, a{i};" for i in range(REGISTERS)]
+        return "{\n" + "\n".join(lines) + "\n}"
+
+    # ---- the same in turns, for kernels whose products take operand A a part at a time
+
+    @property
+    def turns(self) -> int:
+        """Turns in which a tile is decoded: each a whole number of matrix instructions along K whose codes share no word with
+        others."""
+        return min(REGISTERS // self.conversion.fields.registers, REGISTERS // INSTRUCTION)
+
+    @property
+    def turn_registers(self) -> int:
+        return REGISTERS // self.turns
+
+    @property
+    def turn_words(self) -> int:
+        """Words of codes of a turn: they lie one behind the other."""
+        return self.bits // self.turns
+
+    def turn_groups(self, turn: int) -> range:
+        """Groups of a tile whose scales a turn needs."""
+        per_group = REGISTERS // max(self.groups, 1)
+        first, last = turn * self.turn_registers // per_group, ((turn + 1) * self.turn_registers - 1) // per_group
+        return range(first, last + 1) if self.groups else range(0)
+
+    def first_group(self, turn: int) -> int:
+        """The first of `turn_groups`."""
+        return self.turn_groups(turn).start
+
+    def end_group(self, turn: int) -> int:
+        """The one after their last."""
+        return self.turn_groups(turn).stop
+
+    @property
+    def ready(self) -> int:
+        """Registers that a group's scales and zeros take, as the decoding of its codes wants them; 0 without groups."""
+        return len(self._ready) if self.group else 0
+
+    @property
+    def ready_types(self) -> tuple[gl.dtype, ...]:
+        return (gl.int32,) * self.ready
+
+    @property
+    def ready_constraints(self) -> str:
+        return ",".join(["=&r"] * self.ready + ["r"] * self.group_words)
+
+    @property
+    def ready_asm(self) -> str:
+        """Outputs: what `turn_asm` takes of a group. Inputs: its words of scales and zeros."""
+        ready = [f"${i}" for i in range(self.ready)]
+        words = [f"${self.ready + i}" for i in range(self.group_words)]
+        return "{\n.reg .b32 t;\n" + "\n".join(self._prepare(words, ready)) + "\n}"
+
+    @property
+    def turn_types(self) -> tuple[gl.dtype, ...]:
+        return (gl.int32,) * self.turn_registers
+
+    def turn_constraints(self, turn: int) -> str:
+        """Of the operands of `turn_asm`."""
+        inputs = self.turn_words + self.ready * len(self.turn_groups(turn))
+        return ",".join(["=&r"] * self.turn_registers + ["r"] * inputs)
+
+    def turn_asm(self, turn: int) -> str:
+        """Outputs: the registers of a turn. Inputs: its words, then for each of its groups what `ready_asm` made of it."""
+        count, groups = self.turn_registers, self.turn_groups(turn)
+        words = [f"${count + i}" for i in range(self.turn_words)]
+        lines = [f".reg .b32 a<{count}>, t;", *self._convert(words)]
+        for i in range(len(groups)):
+            ready = [f"${count + self.turn_words + i * self.ready + j}" for j in range(self.ready)]
+            share = count // len(groups)
+            lines += self._scale(range(i * share, (i + 1) * share), ready)
+        lines += [f"mov.b32 ${i}, a{i};" for i in range(count)]
+        return "{\n" + "\n".join(lines) + "\n}"
+
+    # ---- lines of PTX: registers a<n> are those of the operand, t is free
+
+    def _convert(self, words: list[str]) -> list[str]:
+        """Codes to halves, from a0 on."""
+        program, fields = self._program, self.conversion.fields
+        lines = []
+        for run in range(len(words) // fields.words):
             inputs = words[run * fields.words :][: fields.words]
             lines.append("{ .reg .b32 " + ", ".join(program.inputs) + ";")
             lines += [f"mov.b32 {name}, {word};" for name, word in zip(program.inputs, inputs, strict=True)]
             lines.append(program.ptx())
             lines += [f"mov.b32 a{run * fields.registers + i}, {name}; " for i, name in enumerate(program.outputs)]
             lines.append("}")
-        scale = self._scale_subnormal if self.masked else self._scale
-        for group in range(self.groups):
-            per_group = REGISTERS // self.groups
-            lines += scale(scales[group * self.group_words :], range(group * per_group, (group + 1) * per_group))
-        lines += [f"mov.b32 ${i}, a{i};" for i in range(REGISTERS)]
-        return "{\n" + "\n".join(lines) + "\n}"
-
-    def _scale(self, words: list[str], registers: range) -> list[str]:
-        """Scales and zeros applied to some registers; register i belongs to row g for even i, g + 8 for odd i."""
-        if self.dtype == "bf16" and self.scale_dtype == "fp16":
-            if self.zero != "float" and self.bits <= 6:
-                return self._scale_in_two_parts(words, registers)
-            return self._scale_in_float32(words, registers)
-        kind = "f16x2" if self.dtype == "fp16" else "bf16x2"
-        lines = [*_both(words[0], "s")]
-        if self.zero != "none":
-            lines += _both(words[1], "z")
-        if self.scale_dtype != self.dtype:  # bf16 scales, fp16 weights: exact within the range of fp16
-            lines += [_bf16_to_fp16(name) for name in ("s0", "s1", *(("z0", "z1") if self.zero != "none" else ()))]
-        if self.conversion.scale_factor != 1:  # fp16 only: the exponent shift of floats
-            shift = half_pair(self.conversion.scale_factor, self.dtype)
-            lines += [f"mov.b32 t, 0x{shift:08x};", *(f"mul.rn.{kind} s{row}, s{row}, t;" for row in (0, 1))]
-        for i in registers:
-            row = i % 2
-            if self.zero == "float":
-                lines.append(f"fma.rn.{kind} a{i}, a{i}, s{row}, z{row};")
-                continue
-            if self.zero == "integer":
-                lines.append(f"sub.rn.{kind} a{i}, a{i}, z{row};")
-            lines.append(f"mul.rn.{kind} a{i}, a{i}, s{row};")
         return lines
+
+    @property
+    def _program(self) -> Program:
+        return self._subnormal_codes.program if self.masked else self.conversion.program
 
     @property
     def _subnormal_codes(self) -> SubnormalCodes:
@@ -150,54 +213,124 @@ class Decode:
         assert isinstance(fmt, IntFormat)
         return subnormal_codes(fmt)
 
-    def _scale_subnormal(self, words: list[str], registers: range) -> list[str]:
-        """(code - offset) * scale in one fma: code * 2^(up - 24), scale * 2^(24 - up) and -offset * scale are exact."""
-        codes, fmt = self._subnormal_codes, self.conversion.format
-        ups = sorted({codes.up[i % len(codes.up)] for i in registers})
-        lines = [f"{{ .reg .b32 f, minus<2>, {', '.join(f'up{up}_<2>' for up in ups)};", f"mov.b32 f, {words[0]};"]
+    @property
+    def _in_two_parts(self) -> bool:
+        """Whether an fp16 scale is the sum of two bf16 numbers: code * low has at most 5 + 3 bits and is exact."""
+        return self.dtype == "bf16" and self.scale_dtype == "fp16" and self.zero != "float" and self.bits <= 6
+
+    @property
+    def _in_float32(self) -> bool:
+        """Whether codes are scaled in float32: fp16 scales have more digits than bf16."""
+        return self.dtype == "bf16" and self.scale_dtype == "fp16" and not self._in_two_parts
+
+    @property
+    def _ready(self) -> tuple[str, ...]:
+        """What a group's scales become, for row g and row g + 8 of each."""
+        if self.masked:
+            ups = sorted({(up, i % 2) for i, up in enumerate(self._subnormal_codes.up)})
+            return (*(f"up{up}_{row}" for up, row in ups), "minus_0", "minus_1")
+        zero = () if self.zero == "none" else ("zero",)
+        kinds = ("high", "low", *zero) if self._in_two_parts else ("scale", *zero)
+        return tuple(f"{kind}_{row}" for kind in kinds for row in (0, 1))
+
+    def _prepare(self, words: list[str], ready: list[str]) -> list[str]:
+        """Words of scales and zeros of a group to the registers `ready`, which are called as `_ready` says."""
+        name = dict(zip(self._ready, ready, strict=True))
+        if self.masked:
+            return self._prepare_subnormal(words[0], name)
+        if self._in_two_parts:
+            return self._prepare_two_parts(words, name)
+        if self._in_float32:
+            return [line for word, kind in zip(words, ("scale", "zero"), strict=False) for line in _widen(word, name, kind)]
+        kind = "f16x2" if self.dtype == "fp16" else "bf16x2"
+        lines = [line for word, what in zip(words, ("scale", "zero"), strict=False) for line in _both(word, name, what)]
+        if self.scale_dtype != self.dtype:  # bf16 scales, fp16 weights: exact within the range of fp16
+            lines += [_bf16_to_fp16(register) for register in ready]
+        if self.conversion.scale_factor != 1:  # fp16 only: the exponent shift of floats
+            shift = half_pair(self.conversion.scale_factor, self.dtype)
+            lines.append(f"mov.b32 t, 0x{shift:08x};")
+            lines += [f"mul.rn.{kind} {name[f'scale_{row}']}, {name[f'scale_{row}']}, t;" for row in (0, 1)]
+        return lines
+
+    def _prepare_subnormal(self, word: str, name: dict[str, str]) -> list[str]:
+        """scale * 2^(24 - up) and -offset * scale, exact."""
+        lines = ["{ .reg .b32 f;", f"mov.b32 f, {word};"]
         if self.scale_dtype == "bf16":
             lines.append(_PAIR_TO_FP16)
-        for up in ups:
+        for up in sorted(set(self._subnormal_codes.up)):
             if up:
                 lines += [f"mov.b32 t, 0x{half_pair(2.0**-up, 'fp16'):08x};", "mul.rn.f16x2 t, f, t;"]
-            lines += _both("t" if up else "f", f"up{up}_")
-        lines += [f"mov.b32 t, 0x{half_pair(fmt.min * 2.0**-24, 'fp16'):08x};", "mul.rn.f16x2 t, f, t;", *_both("t", "minus")]
-        for i in registers:
-            lines.append(f"fma.rn.f16x2 a{i}, a{i}, up{codes.up[i % len(codes.up)]}_{i % 2}, minus{i % 2};")
-        return [*lines, "}"]
+            lines += _both("t" if up else "f", name, f"up{up}")
+        minus = half_pair(self.conversion.format.min * 2.0**-24, "fp16")
+        return [*lines, f"mov.b32 t, 0x{minus:08x};", "mul.rn.f16x2 t, f, t;", *_both("t", name, "minus"), "}"]
 
-    def _scale_in_two_parts(self, words: list[str], registers: range) -> list[str]:
-        """A scale of 11 bits as bf16 high + low part: code * low has at most 5 + 3 bits and is exact, so is the sum before
-        its one rounding."""
-        lines = ["{ .reg .f32 f; .reg .b32 high<2>, low<2>, both; .reg .b16 h0, h1;", f"mov.b32 {{h0, h1}}, {words[0]};"]
+    def _prepare_two_parts(self, words: list[str], name: dict[str, str]) -> list[str]:
+        """A scale of 11 bits as bf16 high + low part."""
+        lines = ["{ .reg .f32 f; .reg .b32 both; .reg .b16 h0, h1;", f"mov.b32 {{h0, h1}}, {words[0]};"]
         for row in (0, 1):
-            lines += [f"cvt.f32.f16 f, h{row}; cvt.rn.bf16x2.f32 high{row}, f, f;"]
-            lines += [f"and.b32 both, high{row}, 0xffff0000;", "{ .reg .f32 g; mov.b32 g, both; sub.f32 f, f, g; }"]
-            lines += [f"cvt.rn.bf16x2.f32 low{row}, f, f;"]
+            high, low = name[f"high_{row}"], name[f"low_{row}"]
+            lines += [f"cvt.f32.f16 f, h{row}; cvt.rn.bf16x2.f32 {high}, f, f;"]
+            lines += [f"and.b32 both, {high}, 0xffff0000;", "{ .reg .f32 g; mov.b32 g, both; sub.f32 f, f, g; }"]
+            lines += [f"cvt.rn.bf16x2.f32 {low}, f, f;"]
         if self.zero == "integer":
             lines += [f"mov.b32 {{h0, h1}}, {words[1]};"]
-            lines += [f"cvt.f32.f16 f, h{row}; cvt.rn.bf16x2.f32 z{row}, f, f;" for row in (0, 1)]
-            lines += [f"sub.rn.bf16x2 a{i}, a{i}, z{i % 2};" for i in registers]
-        for i in registers:
-            lines += [f"mul.rn.bf16x2 t, a{i}, low{i % 2};", f"fma.rn.bf16x2 a{i}, a{i}, high{i % 2}, t;"]
+            lines += [f"cvt.f32.f16 f, h{row}; cvt.rn.bf16x2.f32 {name[f'zero_{row}']}, f, f;" for row in (0, 1)]
         return [*lines, "}"]
 
-    def _scale_in_float32(self, words: list[str], registers: range) -> list[str]:
-        """fp16 scales have more digits than bf16: the product is formed in float32 and rounded once."""
-        names = ["fs0", "fs1"] + (["fz0", "fz1"] if self.zero != "none" else [])
-        lines = ["{ .reg .f32 fs<2>, fz<2>, lo, hi; .reg .b16 h0, h1; .reg .b32 t;"]
-        for name, word in zip(("fs", "fz"), words[: len(names) // 2], strict=False):
-            lines.append(f"mov.b32 {{h0, h1}}, {word}; cvt.f32.f16 {name}0, h0; cvt.f32.f16 {name}1, h1;")
+    def _scale(self, registers: range, ready: list[str]) -> list[str]:
+        """Scales and zeros applied to some registers; register i belongs to row g for even i, g + 8 for odd i."""
+        name = dict(zip(self._ready, ready, strict=True))
+        if self._in_float32:
+            return self._scale_in_float32(registers, name)
+        lines = []
         for i in registers:
             row = i % 2
+            if self.masked:  # (code - offset) * scale in one fma
+                up = self._subnormal_codes.up[i % len(self._subnormal_codes.up)]
+                lines.append(f"fma.rn.f16x2 a{i}, a{i}, {name[f'up{up}_{row}']}, {name[f'minus_{row}']};")
+                continue
+            if self.zero == "float":
+                lines.append(self._fma(f"a{i}", f"a{i}", name[f"scale_{row}"], name[f"zero_{row}"]))
+                continue
+            if self.zero == "integer":
+                lines.append(self._sub(f"a{i}", name[f"zero_{row}"]))
+            if self._in_two_parts:  # exact before the one rounding of the sum
+                lines.append(self._mul("t", f"a{i}", name[f"low_{row}"]))
+                lines.append(self._fma(f"a{i}", f"a{i}", name[f"high_{row}"], "t"))
+            else:
+                lines.append(self._mul(f"a{i}", f"a{i}", name[f"scale_{row}"]))
+        return lines
+
+    def _fma(self, to: str, a: str, b: str, c: str) -> str:
+        return f"fma.rn.{'f16x2' if self.dtype == 'fp16' else 'bf16x2'} {to}, {a}, {b}, {c};"
+
+    def _mul(self, to: str, a: str, b: str) -> str:
+        """bf16 has only fma before sm_90; -0 keeps the sign of zero."""
+        if self.dtype == "fp16":
+            return f"mul.rn.f16x2 {to}, {a}, {b};"
+        return f"{{ .reg .b32 nil; mov.b32 nil, 0x80008000; {self._fma(to, a, b, 'nil')} }}"
+
+    def _sub(self, a: str, b: str) -> str:
+        """a -= b."""
+        if self.dtype == "fp16":
+            return f"sub.rn.f16x2 {a}, {a}, {b};"
+        return f"{{ .reg .b32 minus; mov.b32 minus, 0xbf80bf80; {self._fma(a, b, 'minus', a)} }}"
+
+    def _scale_in_float32(self, registers: range, name: dict[str, str]) -> list[str]:
+        """The product is formed in float32 and rounded once."""
+        lines = ["{ .reg .f32 fs, fz, lo, hi;"]
+        for i in registers:
             lines += [f"shl.b32 t, a{i}, 16; mov.b32 lo, t;", f"and.b32 t, a{i}, 0xffff0000; mov.b32 hi, t;"]
+            lines.append(f"mov.b32 fs, {name[f'scale_{i % 2}']};")
+            if self.zero != "none":
+                lines.append(f"mov.b32 fz, {name[f'zero_{i % 2}']};")
             for half in ("lo", "hi"):
                 if self.zero == "float":
-                    lines.append(f"fma.rn.f32 {half}, {half}, fs{row}, fz{row};")
+                    lines.append(f"fma.rn.f32 {half}, {half}, fs, fz;")
                     continue
                 if self.zero == "integer":
-                    lines.append(f"sub.f32 {half}, {half}, fz{row};")
-                lines.append(f"mul.f32 {half}, {half}, fs{row};")
+                    lines.append(f"sub.f32 {half}, {half}, fz;")
+                lines.append(f"mul.f32 {half}, {half}, fs;")
             lines.append(f"cvt.rn.bf16x2.f32 a{i}, hi, lo;")
         return [*lines, "}"]
 
@@ -211,9 +344,17 @@ def decode(words, scales, odd: gl.constexpr, C: gl.constexpr):
     return gl.inline_asm_elementwise(D.asm, D.constraints, words + own, dtype=D.types, is_pure=True, pack=1)
 
 
-def _both(word: str, name: str) -> list[str]:
-    """The two halves of a word, each in both halves of a register: name0 and name1."""
-    return [f"prmt.b32 {name}0, {word}, 0, 0x1010;", f"prmt.b32 {name}1, {word}, 0, 0x3232;"]
+def _both(word: str, name: dict[str, str], kind: str) -> list[str]:
+    """The two halves of a word, each in both halves of a register, where somebody asks for it."""
+    halves = ((f"{kind}_0", "0x1010"), (f"{kind}_1", "0x3232"))
+    return [f"prmt.b32 {name[asked]}, {word}, 0, {selector};" for asked, selector in halves if asked in name]
+
+
+def _widen(word: str, name: dict[str, str], kind: str) -> list[str]:
+    """The two fp16 halves of a word as float32."""
+    lines = ["{ .reg .f32 f; .reg .b16 h0, h1;", f"mov.b32 {{h0, h1}}, {word};"]
+    lines += [f"cvt.f32.f16 f, h{row}; mov.b32 {name[f'{kind}_{row}']}, f;" for row in (0, 1)]
+    return [*lines, "}"]
 
 
 _PAIR_TO_FP16 = (

@@ -2,12 +2,20 @@
 
 A persistent block computes the tiles with its number, and each as many further on as there are blocks. With splits, as many
 blocks in a row share a tile, each a stretch of K. The functions take the configuration C of a kernel, which has `splits`,
-`token_group`, `last_is_full`, the tile's `rows`, `columns`, `accumulator` and `threads`.
+`token_group`, `last_is_full`, the tile's `rows`, `columns` and `accumulator`.
 """
 
 from __future__ import annotations
 
-from lowbit.kernels.parts.gluon import Scalar, aggregate, asm, barrier, gl, gluon
+from lowbit.kernels.parts.gluon import Scalar, aggregate, asm, barrier, gl, gluon, run
+
+TURN = gl.constexpr(
+    "{ .reg .pred early; WAIT: ld.acquire.gpu.global.b32 $0, [$1]; setp.lt.s32 early, $0, $2; @early bra WAIT; }"
+)
+"""Until the counter $1 is at least $2."""
+
+ADDED = gl.constexpr("{ .reg .f32 before; ld.global.cg.f32 before, [$1]; add.rn.f32 $0, before, $2; }")
+"""$2 behind what lies at $1. As one: all loads before all sums take the registers of two tiles."""
 
 
 @aggregate
@@ -67,14 +75,20 @@ def iterations_of(split, tiles, C: gl.constexpr):
 
 
 @gluon.jit
-def meet(at, acc, tile, split, C: gl.constexpr):
-    """Leaves the sums of one split to the block that comes last for this tile; that one gets True and the total."""
+def places(C: gl.constexpr):
+    """Where the sums of a tile lie in memory: neighbouring lanes, which hold rows g and pairs of columns 2t (hardware/mma.py),
+    have neighbouring words."""
     rows = gl.arange(0, C.rows, gl.SliceLayout(1, C.accumulator))
     columns = gl.arange(0, C.columns, gl.SliceLayout(0, C.accumulator))
-    # Neighbouring lanes, which hold rows g and pairs of columns 2t (hardware/mma.py), write neighbouring words.
-    of_row = rows % 8 * 4 + rows // 16 * 32 + rows // 8 % 2 * C.threads
-    of_column = columns % 8 // 2 + columns % 2 * (2 * C.threads) + columns // 8 * (4 * C.threads)
-    place = of_row[:, None] + of_column[None, :]
+    of_row = rows % 8 * 4 + rows // 16 * 32 + rows // 8 % 2 * (2 * C.rows)
+    of_column = columns % 8 // 2 + columns % 2 * (4 * C.rows) + columns // 8 * (8 * C.rows)
+    return of_row[:, None] + of_column[None, :]
+
+
+@gluon.jit
+def meet(at, acc, tile, split, C: gl.constexpr):
+    """Leaves the sums of one split to the block that comes last for this tile; that one gets True and the total."""
+    place = places(C)
     SPLITS: gl.constexpr = C.splits
     base = at.partial + tile.to(gl.int64) * (C.splits * C.rows * C.columns)
     gl.store(base + split * (C.rows * C.columns) + place, acc)
@@ -87,3 +101,26 @@ def meet(at, acc, tile, split, C: gl.constexpr):
         for i in gl.static_range(1, SPLITS):  # unrolled, so that all loads are under way at once
             total += gl.load(base + i * (C.rows * C.columns) + place)
     return last, total
+
+
+@gluon.jit
+def meet_in_turn(at, acc, tile, split, C: gl.constexpr):
+    """The same sums in the same order, one block after the other: each waits for the split before it, adds what that has left
+    and leaves the sum. Of a tile, memory holds one sum, not one for each split. Blocks start in the order of their numbers, so
+    that what a block waits for is under way."""
+    place = places(C)
+    base = at.partial + tile.to(gl.int64) * (C.rows * C.columns)
+    if split > 0:
+        run(TURN, "=&r,l,r", [at.arrived + tile, split])
+        barrier()
+        acc = gl.inline_asm_elementwise(
+            ADDED, "=&f,l,f", [(base + place).to(gl.int64), acc], dtype=gl.float32, is_pure=False, pack=1
+        )
+    last = split == C.splits - 1
+    if last:
+        gl.store(at.arrived + tile, 0)
+    else:
+        gl.store(base + place, acc)
+        barrier()
+        gl.atomic_add(at.arrived + tile, 1, sem="acq_rel")
+    return last, acc

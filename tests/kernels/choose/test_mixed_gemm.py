@@ -8,7 +8,18 @@ from hypothesis import strategies as st
 
 from lowbit.hardware.machine import MACHINES, typical_machine
 from lowbit.kernels.choose import mixed_gemm as module
-from lowbit.kernels.choose.mixed_gemm import MEASURED, GemmShape, Measured, RingTile, WgmmaTile, candidates, choose
+from lowbit.kernels.choose.mixed_gemm import (
+    MEASURED,
+    GemmShape,
+    Measured,
+    MmaTile,
+    RingTile,
+    WgmmaTile,
+    candidates,
+    choose,
+    mma_candidate,
+    mma_tiles,
+)
 
 H200 = typical_machine(90)
 
@@ -26,10 +37,52 @@ def test_every_shape_has_a_tile_that_fits(m, n, k, bits):
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda d: d.product)
-def test_other_machines_use_the_ring_kernel(machine):
+def test_other_machines_multiply_many_tokens_by_mma(machine):
     for m in (1, 16, 4096):
         tile = choose(GemmShape(m, 4096, 4096, 4), machine)
-        assert isinstance(tile, WgmmaTile) == (machine.arch.sm == 90 and m > 16)
+        many = WgmmaTile if machine.arch.sm == 90 else MmaTile
+        assert isinstance(tile, many) == (m > 16) and isinstance(tile, RingTile) == (m <= 16)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    m=st.integers(1, 20000), n=st.integers(1, 160000), k=st.integers(1, 30000), bits=st.integers(2, 8),
+    machine=st.sampled_from([machine for machine in MACHINES if machine.arch.sm != 90]),
+)  # fmt: skip
+def test_every_shape_has_a_tile_that_fits_without_wgmma(m, n, k, bits, machine):
+    tile = choose(GemmShape(m, n, k, bits), machine)
+    if isinstance(tile, MmaTile):
+        assert tile.rows <= 16 * -(-n // 16) and tile.stages >= 2 and tile.warps_n * tile.warps_m == 8
+        stage = 128 * tile.tokens + tile.rows // 16 * (128 * bits + 256)
+        assert tile.stages * stage <= machine.arch.shared_per_block_bytes
+        assert tile.splits <= -(-k // 64)
+    else:
+        assert isinstance(tile, RingTile)
+
+
+def test_many_tokens_come_near_dense_products():
+    """The ring kernel would take 5.7 ms on an A100, for what its tensor cores can do in 1.76."""
+    a100, shape = typical_machine(80), GemmShape(4096, 8192, 8192, 4)
+    rows = candidates(shape, a100)
+    ideal = 2 * shape.m * shape.n * shape.k / a100.peak_fp16 * 1e6
+    assert isinstance(rows[0].tile, MmaTile) and ideal < rows[0].cost_us < 1.6 * ideal
+    ring = next(row for row in rows if isinstance(row.tile, RingTile))
+    assert ring.cost_us > 3 * ideal
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "us"),
+    [
+        # the best of the tiles measured on an H200, 2026-11-23, int4 groups of 128
+        (64, 4096, 4096, 12.9), (128, 4096, 4096, 18.9), (256, 4096, 4096, 27.6), (512, 4096, 4096, 47.3),
+        (1024, 4096, 4096, 83.4), (64, 8192, 8192, 29.7), (128, 8192, 8192, 48.3), (256, 8192, 8192, 85.0),
+        (4096, 8192, 8192, 1350.6), (64, 28672, 4096, 45.6), (256, 28672, 4096, 167.9), (1024, 28672, 4096, 604.7),
+    ],
+)  # fmt: skip
+def test_costs_of_mma_tiles_are_near_what_was_measured(m, n, k, us):
+    """Where they have no say, a GPU with wgmma."""
+    rows = [mma_candidate(tile, shape, H200) for shape in [GemmShape(m, n, k, 4)] for tile in mma_tiles(shape, H200)]
+    assert min(row.cost_us for row in rows if not row.reasons) == pytest.approx(us, rel=0.12)
 
 
 def test_without_room_the_reasons_say_so():

@@ -37,6 +37,9 @@ class Pointer:
     def __add__(self, index):
         return Pointer(self.memory, self.index + index)
 
+    def to(self, kind):
+        return self
+
 
 def atomic_add(pointer, value, sem):
     before = pointer.memory[pointer.index]

@@ -82,6 +82,11 @@ RUN = {
     "sub.s32": lambda a, b: a - b,
     "mul.lo.s32": lambda a, b: a * b,
     "mad.wide.s32": lambda a, b, c: a * b + c,  # addresses here have 32 bits
+    "mul.wide.s32": lambda a, b: a * b,
+    "mad.lo.s32": lambda a, b, c: a * b + c,
+    "not.pred": lambda p: 1 - p,
+    "setp.lt.and.s32": lambda a, b, p: (a.view(np.int32) < b.view(np.int32)) & p,
+    "setp.gt.and.s32": lambda a, b, p: (a.view(np.int32) > b.view(np.int32)) & p,
     "setp.eq.s32": lambda a, b: (a == b).astype(np.uint32),
     "setp.gt.s32": lambda a, b: (a.view(np.int32) > b.view(np.int32)).astype(np.uint32),
     "add.f32": lambda a, b: bits_of(float32(a) + float32(b)),
@@ -100,6 +105,7 @@ def run(text, inputs, outputs, shared=None, start=0, memory=None):
     threads = len(inputs[0])
     registers = {f"${outputs + i}": np.asarray(value, dtype=np.uint32) for i, value in enumerate(inputs)}
     registers["global_smem"] = np.full(threads, start, dtype=np.uint32)
+    predicates: set[str] = set()
 
     def value(name):
         if name in registers:
@@ -112,12 +118,17 @@ def run(text, inputs, outputs, shared=None, start=0, memory=None):
             predicate, _, line = line[1:].partition(" ")
             where = np.flatnonzero(registers[predicate])
         name, _, rest = line.partition(" ")
+        if line.startswith(".reg .pred "):
+            predicates |= {one.strip() for one in line.removeprefix(".reg .pred ").split(",")}
         if not name or name == ".reg" or line.startswith(WAITS):
             continue
         if name.startswith("cp.async"):
             to, source, size, *read = [part.strip(" []") for part in rest.split(",")]
             (to, to_offset), (source, offset) = ((*part.split("+"), 0)[:2] for part in (to, source))
-            read = value(read[0]) if read else np.full(threads, int(size), dtype=np.uint32)
+            if read and read[0] in predicates:  # where it holds, zeros are written instead
+                read = np.where(value(read[0]) != 0, 0, int(size)).astype(np.uint32)
+            else:
+                read = value(read[0]) if read else np.full(threads, int(size), dtype=np.uint32)
             for lane in np.arange(threads)[where]:
                 at, begin = int(value(to)[lane]) + int(to_offset) - start, int(value(source)[lane]) + int(offset)
                 shared[at : at + int(size)] = 0

@@ -1,0 +1,118 @@
+"""The kernel for many tokens compiled for machines that are not here, and what its machine code must and must not have."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from lowbit.formats import IntFormat, number_format
+from lowbit.hardware.machine import typical_machine
+from lowbit.kernels.choose.mixed_gemm import GemmShape, MmaTile, choose, mma_tiles
+from lowbit.pack import WeightForm
+from tests.kernels.calls import mixed_call
+from tests.kernels.sass import compile_plan
+
+pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
+
+from lowbit.kernels.sm80.wide_mixed_gemm import MmaPlan
+
+HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+FORMATS = ["int2", "int3", "int4", "int5", "int6", "int7", "int8", "fp6_e3m2", "fp6_e2m3", "fp5_e2m2", "fp4_e2m1", "fp8_e4m3"]
+
+
+def compiled(
+    fmt, dtype="fp16", m=4096, group=128, zero="none", scale_dtype="fp16", bias=False, n=8192, k=8192, sm=80, tile=None
+):
+    """Codes of integers as ordinary weights have them (pack/weight.py)."""
+    number = number_format(fmt)
+    shape = GemmShape(m, n, k, number.bits)
+    tile = tile or choose(shape, typical_machine(sm))
+    assert isinstance(tile, MmaTile)
+    subnormal = group > 0 and zero == "none" and isinstance(number, IntFormat) and number.bits < 8
+    plan = MmaPlan(shape, tile, WeightForm(fmt, group, zero, scale_dtype, subnormal, subnormal), HALVES[dtype], bias)
+    x, codes, scale, channel, *rest = mixed_call(shape, HALVES[dtype], group, HALVES[scale_dtype])
+    call = x, codes, scale, channel.to(torch.bfloat16) if subnormal else channel, *rest
+    return tile, compile_plan(plan, call, sm)
+
+
+def main_loop(kernel) -> list[str]:
+    first, last = max(kernel.loops, key=lambda loop: sum("HMMA" in line for line in kernel.lines[loop[0] : loop[1] + 1]))
+    return kernel.lines[first : last + 1]
+
+
+def check_loop(tile, kernel) -> None:
+    """All products of 64 k, as many reads of x, one barrier, copies that are under way meanwhile, and nothing spilled."""
+    loop = main_loop(kernel)
+
+    def count(name: str) -> int:
+        return sum(name in line for line in loop)
+
+    assert count("LDL") == 0 and count("STL") == 0, "registers spilled"
+    eights = tile.tokens // tile.warps_m // 8
+    assert count("HMMA.16816") == 4 * tile.strips * eights
+    assert count("LDSM") == 4 * max(eights // 2, 1) and count("BAR.SYNC") == 1
+    assert count("DEPBAR.LE") == 1 and count("LDGSTS") >= tile.tokens * 8 // 256 + 1
+    branches = [line for line in loop if re.search(r"\b(BRA|BSSY)\b", line)]
+    assert len(branches) <= 2, "one stretch of code"
+
+
+# bf16 decodes in other instructions: of the formats those that differ most in how many codes share their words.
+@pytest.mark.parametrize(
+    ("fmt", "dtype"), [*((fmt, "fp16") for fmt in FORMATS), *((fmt, "bf16") for fmt in ("int4", "int7", "int8", "fp6_e3m2"))]
+)
+def test_main_loop(fmt, dtype):
+    tile, kernel = compiled(fmt, dtype, scale_dtype=dtype)
+    assert kernel.stack_bytes <= 32
+    check_loop(tile, kernel)
+
+
+TILES = [tile for tile in mma_tiles(GemmShape(4096, 8192, 8192, 4), typical_machine(80)) if tile.splits == 1]
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_every_tile(tile):
+    check_loop(*compiled("int4", tile=tile))
+
+
+@pytest.mark.parametrize("sm", [80, 86, 89, 90, 100, 120])
+def test_every_machine(sm):
+    shape, machine = GemmShape(4096, 8192, 8192, 4), typical_machine(sm)
+    tile = mma_tiles(shape, machine)[0]
+    tile, kernel = compiled("int4", sm=sm, tile=tile)
+    assert (
+        kernel.count("HMMA.16816") > 0 and kernel.count("LDSM") > 0 and kernel.count("LDGSTS") > 0 and kernel.stack_bytes == 0
+    )
+    assert kernel.shared_bytes <= machine.arch.shared_per_block_bytes
+
+
+# bf16 has only fma before sm_90; zeros and scales of another type are brought there each in a way of its own.
+@pytest.mark.parametrize("group", [16, 128])
+@pytest.mark.parametrize(
+    ("zero", "dtype", "scale_dtype"),
+    [
+        ("none", "bf16", "fp16"), ("integer", "fp16", "fp16"), ("integer", "bf16", "bf16"), ("integer", "bf16", "fp16"),
+        ("float", "fp16", "bf16"), ("float", "bf16", "fp16"),
+    ],
+)  # fmt: skip
+def test_zero_points_and_scale_types(zero, dtype, scale_dtype, group):
+    tile, kernel = compiled("uint4" if zero != "none" else "int4", dtype, 512, group, zero, scale_dtype, bias=True)
+    check_loop(tile, kernel)
+
+
+def test_stores_are_pieces_of_16_bytes():
+    _, kernel = compiled("int4", bias=True)
+    assert kernel.count("STG.E.128") > 0 and kernel.count("STG.E.U16") == 0
+    _, kernel = compiled("int4", n=8191)
+    assert kernel.count("STG.E.U16") > 0
+
+
+def test_decoding_keeps_its_budget():
+    """int4: of the cycles that an A100's tensor cores need for 64 k, 8 for each product, decoding issues in a tenth; all else
+    of the loop, reads of x first, is no more than that again."""
+    _, kernel = compiled("int4", tile=MmaTile(128, 2, 8, 1, 4, 1))
+    loop = main_loop(kernel)
+    products = sum("HMMA" in line for line in loop)
+    decoding = sum(any(name in line for name in ("LOP3", "SHF", "HFMA2", "HMUL2", "PRMT")) for line in loop)
+    assert products == 128 and decoding <= 0.1 * 8 * products and len(loop) <= 2.6 * products
