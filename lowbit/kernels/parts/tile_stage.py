@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from lowbit.hardware.fields import WORD_GROUPS
 from lowbit.kernels.parts.decode import TILE_K, Decode
-from lowbit.kernels.parts.gluon import gl, gluon
+from lowbit.kernels.parts.gluon import gl
 
 PIECE = 16
 """Bytes of a copy."""
@@ -92,8 +92,8 @@ class TileStage:
 
     @property
     def copy_x(self) -> str:
-        """$1 slot's x + x_at of the thread's first piece, $2 where that lies in memory, $3 bytes to the token of the next, $4
-        how many tokens exist from the first on, $5 how many k exist from the piece on."""
+        """$1 slot's x + the place of the thread's first piece in it, $2 where that lies in memory, $3 bytes to the token of the
+        next, $4 how many tokens exist from the first on, $5 how many k exist from the piece on."""
         lines = [".reg .pred some, none; .reg .b64 from;", "setp.gt.s32 some, $5, 0; mov.b64 from, $2;"]
         for turn in range(self.x_turns):
             if turn:
@@ -178,17 +178,3 @@ def _load(words: int, out: int, at: str) -> str:
         return f"ld.shared.b32 ${out}, [{at}];"
     registers = ", ".join(f"${out + i}" for i in range(words))
     return f"ld.shared.v{words}.b32 {{{registers}}}, [{at}];"
-
-
-@gluon.jit
-def x_piece(thread):
-    """(token, piece of its 8) that a thread copies first. A warp has 4 tokens, lanes 8 i to 8 i + 7 pieces 2 i and 2 i + 1 of
-    each: whole rows of memory, and no bank of shared memory twice."""
-    lane = thread % 32
-    return thread // 32 * 4 + lane % 8 // 2, lane % 2 + lane // 8 * 2
-
-
-@gluon.jit
-def x_at(token, piece, S: gl.constexpr):
-    """Byte of a piece of 8 k of a token within the x of a stage."""
-    return piece // 2 * (S.tokens * 32) + token * 32 + (piece % 2 ^ token // 4 % 2) * 16

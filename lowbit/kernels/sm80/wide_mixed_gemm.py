@@ -30,7 +30,7 @@ from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.parts.schedule import SplitK, Tiles, iterations_of, meet, meet_in_turn, tile_at
 from lowbit.kernels.parts.smem import Regions, allocate, view
 from lowbit.kernels.parts.tile_end import Applied, gated
-from lowbit.kernels.parts.tile_stage import TileStage, x_at, x_piece
+from lowbit.kernels.parts.tile_stage import TileStage
 from lowbit.pack.weight import WeightForm
 
 STAGE_K = 64
@@ -165,6 +165,20 @@ class Reader:
     start: gl.tensor
     strip: gl.tensor
     lane: gl.tensor
+
+
+@gluon.jit
+def x_piece(thread):
+    """(token, piece of its 8) that a thread copies first. A warp has 4 tokens, lanes 8 i to 8 i + 7 pieces 2 i and 2 i + 1 of
+    each: whole rows of memory, and no bank of shared memory twice."""
+    lane = thread % 32
+    return thread // 32 * 4 + lane % 8 // 2, lane % 2 + lane // 8 * 2
+
+
+@gluon.jit
+def x_at(token, piece, S: gl.constexpr):
+    """Byte of a piece of 8 k of a token within the x of a stage."""
+    return piece // 2 * (S.tokens * 32) + token * 32 + (piece % 2 ^ token // 4 % 2) * 16
 
 
 @gluon.jit
