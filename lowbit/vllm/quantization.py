@@ -81,6 +81,7 @@ class LowbitQuantization(QuantizationConfig):
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
         from lowbit.vllm.methods import LowbitEmbeddingMethod, LowbitLinearMethod, is_tied
+        from lowbit.vllm.sources import End
 
         if isinstance(layer, LinearBase):
             matrices = [self.source.matrix(name, torch.get_default_dtype()) for name in self._stored(prefix)]
@@ -93,9 +94,10 @@ class LowbitQuantization(QuantizationConfig):
                 )
             return LowbitLinearMethod(prefix, matrices)
         if isinstance(layer, VocabParallelEmbedding):
-            is_head = isinstance(layer, ParallelLMHead)
-            matrix = self.source.end(prefix, is_head, is_tied(), torch.get_default_dtype())
-            return None if matrix is None else LowbitEmbeddingMethod(matrix, is_head or is_tied())
+            shape = (layer.org_vocab_size, layer.embedding_dim)
+            end = End(prefix, shape, isinstance(layer, ParallelLMHead), is_tied())
+            matrix = self.source.end(end, torch.get_default_dtype())
+            return None if matrix is None else LowbitEmbeddingMethod(matrix, end.is_head or end.tied)
         if any(cls.__name__ in ("RoutedExperts", "FusedMoE") for cls in type(layer).__mro__):
             reasons = self.source.expert_refusals(prefix)
             if reasons:

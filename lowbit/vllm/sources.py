@@ -22,6 +22,19 @@ WHERE = "config.json"
 _ON_LOAD = {"quant_method", "format_version", "scheme", "modules_to_not_convert", "head", "search"}
 _EXPERTS = "experts are not computed with packed weights yet"
 
+
+
+@dataclass(frozen=True)
+class End:
+    """The embedding or, where `is_head`, the LM head of a model: its name ("" where vLLM's model gives an embedding none), its
+    shape (tokens, K), and whether the model has one weight for both."""
+
+    name: str
+    shape: tuple[int, int]
+    is_head: bool
+    tied: bool
+
+
 Renaming = Callable[[Iterable[str]], Mapping[str, str]]
 
 
@@ -33,8 +46,8 @@ class Source(ABC):
         """The matrix of a linear layer, in `dtype` where it is in 16 bits."""
 
     @abstractmethod
-    def end(self, name: str, is_head: bool, tied: bool, dtype: torch.dtype) -> Matrix | None:
-        """That of the embedding or of the LM head; None where it stays in 16 bits. `tied`: the model has one for both."""
+    def end(self, end: End, dtype: torch.dtype) -> Matrix | None:
+        """That of the embedding or of the LM head; None where it stays in 16 bits."""
 
     @abstractmethod
     def expert_refusals(self, name: str) -> tuple[str, ...]:
@@ -55,15 +68,23 @@ class OwnCheckpoint(Source):
         entry = self.manifest.layers.get(name)
         return PlainMatrix(name, dtype) if entry is None else PackedMatrix(name, entry)
 
-    def end(self, name: str, is_head: bool, tied: bool, dtype: torch.dtype) -> Matrix | None:
+    def end(self, end: End, dtype: torch.dtype) -> Matrix | None:
+        name = end.name or self._embedding(end.shape)
         owner = self.manifest.tied.get(name, name)
         entry = self.manifest.layers.get(owner)
-        if is_head and tied and owner == name and entry is not None:
+        if end.is_head and end.tied and owner == name and entry is not None:
             raise CheckpointError(
                 f"{WHERE}: {name} has weights of its own, but tie_word_embeddings is true, and vLLM would not load them; set "
                 "tie_word_embeddings to false"
             )
         return None if entry is None else PackedMatrix(owner, entry)
+
+    def _embedding(self, shape: tuple[int, int]) -> str:
+        """The embedding among the layers: it has the shape, and no LM head's name."""
+        found = [name for name, entry in self.manifest.layers.items() if entry.shape == shape and not _is_head(name)]
+        if len(found) > 1:
+            raise CheckpointError(f"{WHERE}: which of {', '.join(found)} is the embedding {list(shape)} is not known; it has no name")
+        return found[0] if found else ""
 
     def expert_refusals(self, name: str) -> tuple[str, ...]:
         return (_EXPERTS,) if any(layer.startswith(f"{name}.") for layer in self.manifest.layers) else ()
@@ -89,8 +110,8 @@ class SixteenBits(Source):
             return PlainMatrix(name, dtype)
         return RoundedMatrix(name, dtype, self.scheme, self.search)
 
-    def end(self, name: str, is_head: bool, tied: bool, dtype: torch.dtype) -> Matrix | None:
-        return None if self.head is None else RoundedMatrix(name, dtype, self.head, self.search)
+    def end(self, end: End, dtype: torch.dtype) -> Matrix | None:
+        return None if self.head is None else RoundedMatrix(end.name or "the embedding", dtype, self.head, self.search)
 
     def expert_refusals(self, name: str) -> tuple[str, ...]:
         if any(matches(name, pattern) for pattern in self.kept):
@@ -107,11 +128,15 @@ class OtherTools(Source):
     def matrix(self, name: str, dtype: torch.dtype) -> Matrix:
         return ForeignMatrix(name, self.schema, dtype)
 
-    def end(self, name: str, is_head: bool, tied: bool, dtype: torch.dtype) -> Matrix | None:
+    def end(self, end: End, dtype: torch.dtype) -> Matrix | None:
         return None
 
     def expert_refusals(self, name: str) -> tuple[str, ...]:
         return (f"{_EXPERTS}; serve this checkpoint without --quantization lowbit",)
+
+
+def _is_head(name: str) -> bool:
+    return name.rpartition(".")[2] in ("lm_head", "embed_out", "output", "output_layer")
 
 
 def source_of(config: Mapping[str, Any]) -> Source:
