@@ -3,7 +3,7 @@
 Tensor parallelism gives each of R ranks a part of the output channels (rows of w) or of the input channels (columns), whose
 partial sums are added. A part is a `QuantTensor` of its own that means exactly what these rows or columns mean in the whole:
 
-- K / R that is no multiple of the group gets the scales repeated at gcd(group, K / R): more bytes, the same weights. Blocks alike.
+- K / R that is no multiple of the group gets scales repeated at gcd(group, K / R): more bytes, the same weights. Blocks too.
 - Columns in another order (GPTQ's act-order) are scattered over all channels. A rank takes those that meet its channels, each
   group filled up to a multiple of `ORDERED_GROUP` with codes of weight 0, and an index that says which of its channels each of
   them meets. With one scale for each row or for all weights there is nothing to keep together: the columns are sorted instead.
@@ -47,7 +47,7 @@ def part_range(total: int, part: int, rank: int, ranks: int) -> Range:
 
 def rows_of(q: QuantTensor, ranges: Sequence[Range]) -> QuantTensor:
     """The output channels in `ranges`, one after the other; of blocks too, which become smaller where a range cuts one."""
-    n, k = q.shape
+    n = q.shape[0]
     if list(ranges) == [(0, n)]:
         return q
     taken = [slice(*each) for each in ranges]
@@ -77,9 +77,13 @@ def columns_refusals(q: QuantTensor, ranks: int) -> tuple[str, ...]:
     if isinstance(q.scheme.granularity, PerBlock):
         reasons.append(f"{q.scheme} has blocks whose columns are in another order, which are not split over ranks")
     if q.scheme.zero is ZeroPoint.FLOAT:
-        reasons.append(f"{q.scheme} has no code for the weight 0, with which groups in another order are filled up for each rank")
+        reasons.append(
+            f"{q.scheme} has no code for the weight 0, with which groups in another order are filled up for each rank"
+        )
     elif q.zero is not None and bool((q.zero >= 1 << q.scheme.weight.bits).any()):
-        reasons.append(f"zero points of {q.scheme} that no code stands for leave nothing to fill up groups in another order with")
+        reasons.append(
+            f"zero points of {q.scheme} that no code stands for leave nothing to fill up groups in another order with"
+        )
     return tuple(reasons)
 
 
@@ -114,7 +118,9 @@ def _neighbours(q: QuantTensor, begin: int, end: int) -> QuantTensor:
         own = math.gcd(size, end - begin)
         at = torch.arange(begin, end, own, device=scale.device) // size
         scale, zero = scale[:, at], None if zero is None else zero[:, at]
-        scheme = replace(scheme, granularity=PerGroup(own) if isinstance(granularity, PerGroup) else replace(granularity, k=own))
+        scheme = replace(
+            scheme, granularity=PerGroup(own) if isinstance(granularity, PerGroup) else replace(granularity, k=own)
+        )
     beside: dict[str, Any] = {"pre_quant_scale": None if q.pre_quant_scale is None else q.pre_quant_scale[begin:end]}
     if q.low_rank is not None:
         beside["low_rank"] = LowRank(q.low_rank.up, q.low_rank.down[:, begin:end])

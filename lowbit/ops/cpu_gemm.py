@@ -18,9 +18,7 @@ from lowbit.kernels.cpu.blocked import block_rows, decode_rows
 from lowbit.ops.channels import channels_of_codes
 from lowbit.pack.cpu import CpuWeight, Form, pack_int4, pack_int8
 
-torch.library.define(
-    "lowbit::cpu_gemm", "(Tensor x, Tensor codes, Tensor? scale, str form, int group, bool zeros) -> Tensor"
-)
+torch.library.define("lowbit::cpu_gemm", "(Tensor x, Tensor codes, Tensor? scale, str form, int group, bool zeros) -> Tensor")
 
 
 @torch.library.impl("lowbit::cpu_gemm", "CPU")

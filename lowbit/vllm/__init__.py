@@ -22,16 +22,10 @@ OLDEST, NEWEST = (0, 25, 1), (0, 33)
 def version_refusals(version: str) -> tuple[str, ...]:
     """Why a version of vLLM is not supported; empty if it is."""
     found = tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:3])
-    if OLDEST <= found and found[:2] <= NEWEST:
+    if found >= OLDEST and found[:2] <= NEWEST:
         return ()
-    newest = ".".join(map(str, NEWEST))
-    return (f"lowbit {_own()} supports vLLM {'.'.join(map(str, OLDEST))} to {newest}, installed is {version}: install vllm~={newest}.0",)
-
-
-def _own() -> str:
-    from lowbit import __version__
-
-    return __version__
+    oldest, newest = (".".join(map(str, each)) for each in (OLDEST, NEWEST))
+    return (f"lowbit supports vLLM {oldest} to {newest}, installed is {version}: pip install vllm~={newest}.0",)
 
 
 def register() -> None:

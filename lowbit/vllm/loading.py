@@ -1,4 +1,4 @@
-"""Collects the tensors of a layer's matrices as vLLM hands them out, and keeps this rank's part of each as soon as it is whole."""
+"""Collects the tensors of a layer's matrices as vLLM hands them out, and keeps this rank's part of each when it is whole."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _QKV = {"q": 0, "k": 1, "v": 2}
 
 @dataclass(frozen=True)
 class Cut:
-    """What a rank keeps of a layer: of its outputs (q, k and v: three) `parts` rows each, `whole` in all, and of K input channels
-    as many as ranks along K leave it. `fill` > 0: rows of nothing up to so many; `rows`: those of a vocabulary."""
+    """What a rank keeps of a layer: of its outputs (q, k and v: three) `parts` rows each, of `whole` in all, and of K input
+    channels as many as ranks along K leave it. `fill` > 0: rows of nothing up to so many; `rows`: those of a vocabulary."""
 
     parts: tuple[int, ...]
     whole: tuple[int, ...]
@@ -50,10 +50,12 @@ class Cut:
         return ranges
 
     def piece(self, name: str, whole: QuantTensor | Tensor, outputs: Sequence[int], k: int) -> Piece:
-        """This rank's part of a matrix. Raises CheckpointError, naming it, for one that does not fit the layer of vLLM or cannot
-        be split."""
+        """This rank's part of a matrix. Raises CheckpointError, naming it, for one that does not fit the layer of vLLM or
+        cannot be split."""
         if whole.shape[1] != k:
-            raise CheckpointError(f"{name}: has {whole.shape[1]} input channels, vLLM's layer {k}; config.json is of another model")
+            raise CheckpointError(
+                f"{name}: has {whole.shape[1]} input channels, vLLM's layer {k}; config.json is of another model"
+            )
         rank = self.rank if self.ranks_along_k > 1 else 0
         try:
             ranges = self.ranges(outputs, whole.shape[0])
@@ -115,7 +117,9 @@ class Loading(Generic[T]):
         if wanted in self.outputs:
             return self.outputs.index(wanted)
         names = ", ".join(matrix.name for matrix in self.matrices)
-        raise CheckpointError(f"vLLM loads output {of!r} of a layer that is made of {names}; this architecture is not supported")
+        raise CheckpointError(
+            f"vLLM loads output {of!r} of a layer that is made of {names}; this architecture is not supported"
+        )
 
     def _cut(self, number: int) -> None:
         matrix, held = self.matrices[number], self._tensors[number]

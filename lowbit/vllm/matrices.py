@@ -64,7 +64,9 @@ class PackedMatrix(Matrix):
 
     @property
     def suffixes(self) -> Mapping[str, torch.dtype]:
-        types = {name.removeprefix(f"{self.name}."): kinds for name, (_, kinds) in expected_tensors(self.name, self.entry).items()}
+        types = {
+            name.removeprefix(f"{self.name}."): kinds for name, (_, kinds) in expected_tensors(self.name, self.entry).items()
+        }
         own = scale_dtype(self.entry.scheme)
         return {suffix: own if own in kinds else kinds[0] for suffix, kinds in types.items()}
 
@@ -133,7 +135,7 @@ class RoundedMatrix(PlainMatrix):
 
 @dataclass(frozen=True)
 class ForeignMatrix(Matrix):
-    """One that another tool quantized, or left in 16 bits: its files alone say which, so it is whole when all files are read."""
+    """One that another tool quantized, or left in 16 bits: its files alone say which, so it is whole when all are read."""
 
     name: str
     schema: ForeignSchema
@@ -141,7 +143,7 @@ class ForeignMatrix(Matrix):
 
     @property
     def suffixes(self) -> Mapping[str, torch.dtype]:
-        return {suffix: torch.int32 for suffix in self.schema.suffixes} | {PLAIN: self.dtype}
+        return dict.fromkeys(self.schema.suffixes, torch.int32) | {PLAIN: self.dtype}
 
     def is_whole(self, tensors: Mapping[str, Tensor]) -> bool:
         return False

@@ -103,7 +103,9 @@ class LowbitEmbeddingMethod(QuantizeMethodBase):  # type: ignore[misc]
         """Notes what is to be loaded: this rank's tokens, filled up to as many as each rank has."""
         held = layer.shard_indices
         if held.num_added_elements:
-            raise ValueError(f"{self.matrix.name}: vocabularies to which LoRA adds tokens are not supported with quantized rows")
+            raise ValueError(
+                f"{self.matrix.name}: vocabularies to which LoRA adds tokens are not supported with quantized rows"
+            )
         rows, (part,) = (held.org_vocab_start_index, held.org_vocab_end_index), output_partition_sizes
         cut = Cut((part,), (layer.org_vocab_size,), rows=rows, fill=part)
         device = torch.empty(0).device

@@ -17,8 +17,8 @@ from lowbit.ops.table import why_slow
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """What a rank holds of one matrix: rows and columns of it, quantized or in 16 bits; `index` int64 [K'] says which channel of
-    x each column meets where they are in another order (`formats.split.columns_of`)."""
+    """What a rank holds of one matrix: rows and columns of it, quantized or in 16 bits; `index` int64 [K'] says which channel
+    of x each column meets where they are in another order (`formats.split.columns_of`)."""
 
     weight: QuantTensor | Tensor
     index: Tensor | None = None
@@ -74,8 +74,8 @@ class Product(nn.Module):
         return [factor.linear for factor in self.factors if factor.linear is not None]  # type: ignore[misc]
 
     def prepare(self, name: str, dtype: torch.dtype, *, batch_invariant: bool = False) -> None:
-        """Brings the weights into the form of their device's kernels for x of `dtype`. Raises ValueError, naming the layer, where
-        a GPU has none for them: it would decode all of them at every call. A CPU decodes them once then."""
+        """Brings the weights into the form of their device's kernels for x of `dtype`. Raises ValueError, naming the layer,
+        where a GPU has none for them: it would decode all of them at every call. A CPU decodes them once then."""
         if batch_invariant:
             make_batch_invariant(self, dtype)
         for linear in self.linears:
@@ -85,8 +85,8 @@ class Product(nn.Module):
             reasons = why_slow(linear.problem(dtype)) if on_gpu else ()
             if reasons:
                 raise ValueError(
-                    f"{name}: no kernel for {linear.scheme} [{linear.out_features}, {linear.in_features}] on this GPU, as this rank "
-                    f"holds it: {'; '.join(reasons)}; quantize to another scheme or use fewer ranks (--tensor-parallel-size)"
+                    f"{name}: no kernel for {linear.scheme} {linear.shape} on this GPU, which is what this rank holds of it: "
+                    f"{'; '.join(reasons)}; quantize to another scheme or use fewer ranks (--tensor-parallel-size)"
                 )
 
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:

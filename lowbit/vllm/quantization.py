@@ -1,8 +1,8 @@
 """vLLM's question: which layers of a model are quantized, and how. Three kinds of checkpoints answer it.
 
-    ours                 config.json lists every quantized matrix (`Manifest`), so that the folder selects this method by itself
-    16 bits              --hf-overrides '{"quantization_config": {"quant_method": "lowbit", "scheme": "w4a16_g128"}}'
-    another tool's       --quantization lowbit (GPTQ, AWQ, compressed-tensors, fp8: `checkpoint.detect.SCHEMAS`)
+ours                 config.json lists every quantized matrix (`Manifest`), so that the folder selects this method by itself
+16 bits              --hf-overrides '{"quantization_config": {"quant_method": "lowbit", "scheme": "w4a16_g128"}}'
+another tool's       --quantization lowbit (GPTQ, AWQ, compressed-tensors, fp8: `checkpoint.detect.SCHEMAS`)
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class LowbitQuantization(QuantizationConfig):
         )
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """What a layer is computed with; None for what vLLM computes in 16 bits. Raises ValueError, naming the layer, for one that
-        should be quantized and cannot be."""
+        """What a layer is computed with; None for what vLLM computes in 16 bits. Raises ValueError, naming the layer, for one
+        that should be quantized and cannot be."""
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
@@ -89,8 +89,8 @@ class LowbitQuantization(QuantizationConfig):
                 return UnquantizedLinearMethod()
             if prefix.rpartition(".")[2] in _READ_BY_OTHERS:
                 raise ValueError(
-                    f"{prefix}: vLLM reads the weights of this layer itself (multi-head latent attention), packed ones it cannot; "
-                    f"leave it in 16 bits (modules_to_not_convert: *.{_READ_BY_OTHERS[0]})"
+                    f"{prefix}: vLLM reads the weights of this layer itself (multi-head latent attention), which must not be "
+                    f"packed; leave it in 16 bits (modules_to_not_convert: *.{_READ_BY_OTHERS[0]})"
                 )
             return LowbitLinearMethod(prefix, matrices)
         if isinstance(layer, VocabParallelEmbedding):

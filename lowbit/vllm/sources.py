@@ -1,4 +1,4 @@
-"""What a `quantization_config` says of the matrices of a model: a checkpoint of ours, 16 bits to be quantized, another tool's."""
+"""What a `quantization_config` says of the matrices of a model: ours, 16 bits to be quantized, another tool's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from lowbit.vllm.matrices import ForeignMatrix, Matrix, PackedMatrix, PlainMatri
 WHERE = "config.json"
 _ON_LOAD = {"quant_method", "format_version", "scheme", "modules_to_not_convert", "head", "search"}
 _EXPERTS = "experts are not computed with packed weights yet"
-
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,9 @@ class OwnCheckpoint(Source):
         """The embedding among the layers: it has the shape, and no LM head's name."""
         found = [name for name, entry in self.manifest.layers.items() if entry.shape == shape and not _is_head(name)]
         if len(found) > 1:
-            raise CheckpointError(f"{WHERE}: which of {', '.join(found)} is the embedding {list(shape)} is not known; it has no name")
+            raise CheckpointError(
+                f"{WHERE}: which of {', '.join(found)} is the embedding {list(shape)} is not known; it has no name"
+            )
         return found[0] if found else ""
 
     def expert_refusals(self, name: str) -> tuple[str, ...]:

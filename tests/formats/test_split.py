@@ -73,14 +73,18 @@ def test_parts_of_columns_are_columns_of_the_whole(name, shape, ranks):
     assert all(part.shape == (shape[0], k // ranks) for part, _ in held) and len({part.scheme for part, _ in held}) == 1
 
 
-@pytest.mark.parametrize(("k", "ranks", "group"), [(14784, 1, 128), (29568, 2, 64), (14784, 4, 16), (14336, 8, 128), (576, 2, 32)])
+@pytest.mark.parametrize(
+    ("k", "ranks", "group"), [(14784, 1, 128), (29568, 2, 64), (14784, 4, 16), (14336, 8, 128), (576, 2, 32)]
+)
 def test_groups_that_ranks_cut_become_their_common_divisor(k, ranks, group):
     part, _ = columns_of(matrix("w4a16_g128", (16, k)), ranks - 1, ranks)
     assert part.scheme == parse_scheme(f"w4a16_g{group}")
 
 
 @pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("name", ["w4a16_g128", "w3a16_g64_z", "w6e3m2a16", "w6e3m2a16_g32", "w8a16_t", "w4a16_pc_z", "w4a16_g48"])
+@pytest.mark.parametrize(
+    "name", ["w4a16_g128", "w3a16_g64_z", "w6e3m2a16", "w6e3m2a16_g32", "w8a16_t", "w4a16_pc_z", "w4a16_g48"]
+)
 def test_columns_in_another_order_meet_their_channels(name, ranks):
     q = matrix(name, (32, 768), order=True, factors=True, low_rank=3)
     assert columns_refusals(q, ranks) == ()
