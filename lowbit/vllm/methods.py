@@ -17,6 +17,7 @@ from lowbit.nn import QuantEmbedding
 from lowbit.vllm.loading import Cut, Loading
 from lowbit.vllm.matrices import Matrix
 from lowbit.vllm.product import Piece, Product
+from lowbit.vllm.warm_up import compile_kernels, token_counts
 
 
 def is_tied() -> bool:
@@ -68,18 +69,26 @@ class LowbitLinearMethod(LinearMethodBase):  # type: ignore[misc]
         )  # fmt: skip
         device = torch.empty(0).device
         _expect(layer, Loading(self.matrices, cut, input_size, params_dtype, device, Product))
-        self.dtype = params_dtype
+        self.dtype, self.k, self.counts = params_dtype, input_size_per_partition, _token_counts()
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Brings the weights into the form of their device's kernels."""
         product: Product = _loaded(layer)
         product.prepare(self.name, self.dtype, batch_invariant=bool(envs.VLLM_BATCH_INVARIANT))
+        compile_kernels(product, self.k, self.dtype, self.counts, getattr(layer, "bias", None))
         layer.add_module("product", product)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [.., K of this rank] times this rank's rows, plus the bias."""
         y: Tensor = layer.product(x, bias)
         return y
+
+
+def _token_counts(*, head: bool = False) -> tuple[int, ...]:
+    """Numbers of tokens for which the vLLM that is building a model will run its layers, or the LM head: one a request."""
+    config = get_current_vllm_config()
+    most = config.scheduler_config.max_num_seqs if head else config.scheduler_config.max_num_batched_tokens
+    return token_counts(config.compilation_config.cudagraph_capture_sizes or (), most)
 
 
 def _whole_outputs(layer: Any, parts: Sequence[int]) -> tuple[int, ...]:
@@ -110,7 +119,7 @@ class LowbitEmbeddingMethod(QuantizeMethodBase):  # type: ignore[misc]
         cut = Cut((part,), (layer.org_vocab_size,), rows=rows, fill=part)
         device = torch.empty(0).device
         _expect(layer, Loading([self.matrix], cut, input_size, params_dtype, device, lambda pieces: pieces[0]))
-        self.dtype = params_dtype
+        self.dtype, self.k, self.counts = params_dtype, input_size, _token_counts(head=True)
 
     def tie_weights(self, layer: nn.Module, embed_tokens: Any) -> nn.Module:
         """The embedding itself in place of the LM head."""
@@ -131,6 +140,7 @@ class LowbitEmbeddingMethod(QuantizeMethodBase):  # type: ignore[misc]
             for linear in product.linears if looked_up else []:
                 linear.share_weight(layer.rows)
             product.prepare(self.matrix.name, self.dtype, batch_invariant=bool(envs.VLLM_BATCH_INVARIANT))
+            compile_kernels(product, self.k, self.dtype, self.counts)
             layer.add_module("product", product)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
