@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.formats.granularity import PerBlock, PerChannel, PerGroup, PerTensor
+from lowbit.formats.granularity import PerBlock, PerChannel, PerGroup, PerTensor, scale_shape
 from lowbit.formats.number import IntFormat
 from lowbit.formats.scheme import ZeroPoint
 from lowbit.formats.tensor import LowRank, QuantTensor
@@ -165,8 +165,9 @@ def by_channel(q: QuantTensor) -> QuantTensor:
     """A matrix with one scale for all as one with a scale for each row, all alike; any other as it is."""
     if not isinstance(q.scheme.granularity, PerTensor):
         return q
-    scale, zero = (None if t is None else t.expand(q.shape[0], 1).contiguous() for t in (q.scale, q.zero))
-    return replace(q, scale=scale, zero=zero, scheme=replace(q.scheme, granularity=PerChannel()))
+    n = q.shape[0]
+    zero = None if q.zero is None else q.zero.expand(n, 1).contiguous()
+    return replace(q, scale=q.scale.expand(n, 1).contiguous(), zero=zero, scheme=replace(q.scheme, granularity=PerChannel()))
 
 
 def stack_refusals(first: QuantTensor, second: QuantTensor) -> tuple[str, ...]:
@@ -209,9 +210,8 @@ def filled_up(q: QuantTensor, rows: int) -> QuantTensor:
     q, pad = by_channel(q), torch.nn.functional.pad
     more = missing
     if isinstance(q.scheme.granularity, PerBlock):
-        if q.zero is not None:
-            q = _without_cut_blocks(q)
-        more = -(-rows // q.scheme.granularity.n) - q.scale.shape[0]
+        q = q if q.zero is None else _without_cut_blocks(q)
+        more = scale_shape(q.scheme.granularity, (rows, q.shape[1]))[0] - q.scale.shape[0]
     held: dict[str, Any] = {
         "codes": pad(q.codes, (0, 0, 0, missing), value=_code_of_zero(q)),
         "scale": pad(q.scale, (0, 0, 0, more)),

@@ -66,7 +66,8 @@ class Product(nn.Module):
                 groups[-1].append(piece)
             else:
                 groups.append([piece])
-        self.factors = nn.ModuleList(Factor(group) for group in groups)
+        factors = [Factor(group) for group in groups]
+        self.factors, self.rows = nn.ModuleList(factors), [factor.out_features for factor in factors]
 
     @property
     def linears(self) -> list[QuantLinear]:
@@ -94,8 +95,8 @@ class Product(nn.Module):
             y: Tensor = self.factors[0](x, bias)
             return y
         parts, begin = [], 0
-        for factor in self.factors:
-            end = begin + factor.out_features  # type: ignore[operator]
+        for factor, rows in zip(self.factors, self.rows, strict=True):
+            end = begin + rows
             parts.append(factor(x, None if bias is None else bias[begin:end]))
             begin = end
         return torch.cat(parts, dim=-1)

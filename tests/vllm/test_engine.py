@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from lowbit import demo
+from lowbit.models.convert_checkpoint import convert_checkpoint
 from lowbit.models.load import load_causal
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
 from tests.forks import forked
@@ -108,6 +109,14 @@ def test_weights_of_a_shape_alone(tmp_path):
     stated = {"quant_method": "lowbit", "scheme": "w6e3m2a16"}
     tokens = served(folder, hf_overrides={"quantization_config": stated}, load_format="dummy")
     assert [len(each) for each in tokens] == [NEW] * 3
+
+
+@pytest.mark.parametrize(("tool", "scheme"), [("awq", "w4a16_g32_z"), ("gptq", "w4a16_g32"), ("compressed-tensors", "w8a8_ct")])
+def test_other_tools_checkpoints_run_on_our_kernels(tmp_path, tool, scheme):
+    order = {"gptq": ("q_proj", "k_proj", "v_proj", "down_proj")}.get(tool, ())
+    own = packed(tmp_path / "own", dict.fromkeys(MIXED, scheme), order=order)
+    convert_checkpoint(own, tmp_path / "model", tool)
+    assert served(tmp_path / "model", quantization="lowbit") == ours(own)
 
 
 @pytest.mark.model
