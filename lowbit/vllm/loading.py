@@ -88,12 +88,13 @@ class Loading(Generic[T]):
         self._tensors: list[dict[str, Tensor]] = [{} for _ in self.matrices]
         self._pieces: dict[int, Piece] = {}
         self._made: T | None = None
+        self._is_done = False
 
     def take(self, suffix: str, tensor: Tensor, of: Any = None) -> None:
         """Takes one tensor; raises CheckpointError, naming it, when it came before or its matrix is not as it should be."""
         number = self._matrix_of(of)
         matrix, held = self.matrices[number], self._tensors[number]
-        if suffix in held or number in self._pieces or self._made is not None:
+        if suffix in held or number in self._pieces or self._made is not None or self._is_done:
             raise CheckpointError(
                 f"{matrix.name}.{suffix}: came twice; weights of a running engine are not loaded again: start another engine"
             )
@@ -105,12 +106,13 @@ class Loading(Generic[T]):
         """What the layer keeps; `random`: without tensors, of random weights (vLLM's load format "dummy"). Raises
         CheckpointError, naming the tensors, when some are missing."""
         if random and self._made is None and not any(self._tensors) and not self._pieces:
-            return self._make([self._random(number) for number in range(len(self.matrices))])
+            self._made = self._make([self._random(number) for number in range(len(self.matrices))])
         for number in range(len(self.matrices)):
             if self._made is None and number not in self._pieces:
                 self._cut(number)
-        assert self._made is not None
-        return self._made
+        made, self._made, self._is_done = self._made, None, True
+        assert made is not None
+        return made
 
     def _matrix_of(self, of: Any) -> int:
         wanted = tuple(range(len(self.cut.parts))) if of is None else of if isinstance(of, tuple) else (_QKV.get(of, of),)

@@ -42,12 +42,9 @@ def _loader(loading: Loading[Any], suffix: str) -> Callable[..., None]:
 
 
 def _loaded(layer: nn.Module) -> Any:
-    """What all tensors of a layer made; the layer is rid of what loaded them."""
+    """What all tensors of a layer made. The empty parameters stay: LoRA asks them for the layer's device."""
     loading: Loading[Any] = layer.lowbit_loading  # type: ignore[assignment]
     made = loading.finish(random=bool(layer.lowbit_random))
-    for matrix in loading.matrices:
-        for suffix in matrix.suffixes:
-            layer._parameters.pop(suffix, None)
     del layer.lowbit_loading, layer.lowbit_random
     return made
 
@@ -132,6 +129,8 @@ class LowbitEmbeddingMethod(QuantizeMethodBase):  # type: ignore[misc]
 
         piece: Piece = _loaded(layer)
         looked_up = not isinstance(layer, ParallelLMHead)
+        empty = torch.empty(0, dtype=self.dtype, device=next(layer.parameters()).device)
+        layer.weight = nn.Parameter(empty, requires_grad=False)  # LoRA asks it for the device
         if looked_up:
             assert isinstance(piece.weight, QuantTensor)
             layer.add_module("rows", QuantEmbedding.from_quant_tensor(piece.weight, self.dtype))
