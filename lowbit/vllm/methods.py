@@ -45,6 +45,10 @@ def _loaded(layer: nn.Module) -> Any:
     """What all tensors of a layer made. The empty parameters stay: LoRA asks them for the layer's device."""
     loading: Loading[Any] = layer.lowbit_loading  # type: ignore[assignment]
     made = loading.finish(random=bool(layer.lowbit_random))
+    if loading.device.type == "cpu":
+        # vLLM's attention uses AMX without asking the system for it, which torch's product of 16-bit matrices does for others:
+        # without such products (int4, few tokens) it would end in an illegal instruction (seen with 0.32.0).
+        torch.cpu._init_amx()
     del layer.lowbit_loading, layer.lowbit_random
     return made
 

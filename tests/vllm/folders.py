@@ -22,6 +22,13 @@ MIXED = {
 ranks, so that groups become 64."""
 
 
+SETTINGS = {
+    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1",
+}  # fmt: skip
+"""One process, one thread: two processes of vLLM on two cores wait for each other at every layer."""
+
+
 def model(*, tied=False, heads=4, kv_heads=2, seed=0) -> LlamaForCausalLM:
     """Two layers with biases."""
     torch.manual_seed(seed)

@@ -16,7 +16,7 @@ from lowbit.models.convert_checkpoint import convert_checkpoint
 from lowbit.models.load import load_causal
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
 from tests.forks import forked
-from tests.vllm.folders import MIXED, packed, plain
+from tests.vllm.folders import MIXED, SETTINGS, packed, plain
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (make test-vllm)")
 
@@ -39,12 +39,6 @@ if __name__ == "__main__":
     tokens = [list(answer.outputs[0].token_ids) for answer in (*made, *alone)]
     print("TOKENS" + json.dumps(tokens), flush=True)
 """
-
-SETTINGS = {
-    "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1",
-}  # fmt: skip
-"""One process, one thread: two processes of vLLM on two cores wait for each other at every layer."""
 
 
 def served(folder, prompts=PROMPTS, new=NEW, **options):
