@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,19 @@ def is_tied() -> bool:
     return bool(getattr(get_current_vllm_config().model_config.hf_config.get_text_config(), "tie_word_embeddings", False))
 
 
+@contextlib.contextmanager
+def _usual_defaults() -> Iterator[None]:
+    """torch's own default type and device, where vLLM has set the model's: what is computed here names its types, but tables that
+    it keeps for later are made of defaults."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
 def _expect(layer: nn.Module, loading: Loading[Any]) -> None:
     """Gives a layer of vLLM a parameter without numbers for each tensor that its matrices may have, whose loader takes it."""
     layer.lowbit_loading, layer.lowbit_random = loading, get_current_vllm_config().load_config.load_format == "dummy"  # type: ignore[assignment]
@@ -36,7 +50,8 @@ def _expect(layer: nn.Module, loading: Loading[Any]) -> None:
 
 def _loader(loading: Loading[Any], suffix: str) -> Callable[..., None]:
     def load(parameter: nn.Parameter, tensor: Tensor, of: Any = None) -> None:
-        loading.take(suffix, tensor, of)
+        with _usual_defaults():
+            loading.take(suffix, tensor, of)
 
     return load
 
@@ -72,6 +87,7 @@ class LowbitLinearMethod(LinearMethodBase):  # type: ignore[misc]
         _expect(layer, Loading(self.matrices, cut, input_size, params_dtype, device, Product))
         self.dtype, self.k, self.counts = params_dtype, input_size_per_partition, _token_counts()
 
+    @_usual_defaults()
     def process_weights_after_loading(self, layer: Any) -> None:
         """Brings the weights into the form of their device's kernels."""
         product: Product = _loaded(layer)
@@ -127,6 +143,7 @@ class LowbitEmbeddingMethod(QuantizeMethodBase):  # type: ignore[misc]
         tied: nn.Module = embed_tokens
         return tied
 
+    @_usual_defaults()
     def process_weights_after_loading(self, layer: Any) -> None:
         """Makes the rows that are looked up and the form of the kernels; both where one matrix is for both."""
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead

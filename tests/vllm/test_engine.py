@@ -75,11 +75,12 @@ def test_two_ranks(tmp_path, tied):
     assert served(folder, tensor_parallel_size=2) == ours(folder)
 
 
-@pytest.mark.parametrize("scheme", ["w4a16_g32", "w8a8", "w6e3m2a16"])
-def test_compiled_pieces_are_not_compiled_again(tmp_path, scheme):
-    """vLLM traces the model once for all batches; in `served` the engine fails if anything is compiled after that."""
-    folder = packed(tmp_path / "model", dict.fromkeys(MIXED, scheme))
-    assert served(folder, enforce_eager=False) == ours(folder)
+@pytest.mark.parametrize(("scheme", "mode"), [("w4a16_g32", 3), ("w8a8", 2), ("w6e3m2a16", 3)])
+def test_compiled_pieces_are_not_compiled_again(tmp_path, scheme, mode):
+    """vLLM traces the model once for all batches, as a whole (2) or in pieces between attention, as on GPUs (3); in `served` the
+    engine fails if anything is compiled after that."""
+    folder = packed(tmp_path / "model", dict.fromkeys(MIXED, scheme), tied=True, embedding="w8a16")
+    assert served(folder, enforce_eager=False, compilation_config={"mode": mode}) == ours(folder)
 
 
 @pytest.mark.parametrize("scheme", ["w8e4m3a8e4m3", "w4a8_g128", "w8a8_az", "w4e2m1a16_g32", "w8a16_pc_z", "w2a16_g32_z"])
