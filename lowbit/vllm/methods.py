@@ -28,8 +28,8 @@ def is_tied() -> bool:
 
 @contextlib.contextmanager
 def _usual_defaults() -> Iterator[None]:
-    """torch's own default type and device, where vLLM has set the model's: what is computed here names its types, but tables that
-    it keeps for later are made of defaults."""
+    """torch's own default type and device, where vLLM has set the model's: what is computed here names its types, but tables
+    that it keeps for later are made of defaults."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:

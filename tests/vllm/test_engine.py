@@ -77,8 +77,8 @@ def test_two_ranks(tmp_path, tied):
 
 @pytest.mark.parametrize(("scheme", "mode"), [("w4a16_g32", 3), ("w8a8", 2), ("w6e3m2a16", 3)])
 def test_compiled_pieces_are_not_compiled_again(tmp_path, scheme, mode):
-    """vLLM traces the model once for all batches, as a whole (2) or in pieces between attention, as on GPUs (3); in `served` the
-    engine fails if anything is compiled after that."""
+    """vLLM traces the model once for all batches, as a whole (2) or in pieces between attention, as on GPUs (3); in `served`
+    the engine fails if anything is compiled after that."""
     folder = packed(tmp_path / "model", dict.fromkeys(MIXED, scheme), tied=True, embedding="w8a16")
     assert served(folder, enforce_eager=False, compilation_config={"mode": mode}) == ours(folder)
 
