@@ -61,6 +61,16 @@ def ours(folder, prompts=PROMPTS, new=NEW, **options):
     return tokens
 
 
+def test_registered_as_often_as_vllm_likes():
+    code = """
+from lowbit.vllm import register
+register(), register()
+from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, get_quantization_config
+print(QUANTIZATION_METHODS.count("lowbit"), get_quantization_config("lowbit").__name__)
+"""
+    assert forked(code, imported=("vllm",), **SETTINGS).splitlines()[-1] == "1 LowbitQuantization"
+
+
 def test_mixed_bits_act_order_and_a_tied_embedding(tmp_path):
     folder = packed(
         tmp_path / "model", MIXED, tied=True, embedding="w8a16", order=("o_proj", "down_proj"), factors=("o_proj",),

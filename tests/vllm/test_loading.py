@@ -15,6 +15,7 @@ from lowbit.vllm.loading import Cut, Loading
 from lowbit.vllm.matrices import PackedMatrix, PlainMatrix, RoundedMatrix
 from lowbit.vllm.product import Product
 from lowbit.vllm.sources import End, OwnCheckpoint, SixteenBits, source_of
+from tests.forks import ROOT, forked
 from tests.tiny import with_channels
 
 K = 256
@@ -254,3 +255,21 @@ def test_supported_versions(version):
 def test_other_versions_are_refused_in_one_line(version):
     (reason,) = version_refusals(version)
     assert reason == f"lowbit supports vLLM 0.25.1 to 0.33, installed is {version}: pip install vllm~=0.33.0"
+
+
+def test_the_entry_point_imports_nothing_where_there_is_no_vllm():
+    """pyproject.toml names it, vLLM calls it in every process, some twice."""
+    code = """
+import importlib.abc, sys
+class Hidden(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] == "vllm":
+            raise ImportError("hidden")
+sys.meta_path.insert(0, Hidden())
+from lowbit.vllm import register
+register(), register()
+print(sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "transformers", "triton", "numpy"}))
+"""
+    assert forked(code).strip() == "[]"
+    entry = '\n[project.entry-points."vllm.general_plugins"]\nlowbit = "lowbit.vllm:register"\n'
+    assert entry in (ROOT / "pyproject.toml").read_text()
