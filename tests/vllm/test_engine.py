@@ -10,6 +10,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from lowbit import demo
 from lowbit.models.convert_checkpoint import convert_checkpoint
@@ -137,7 +138,12 @@ def test_the_demos_model(tmp_path, scheme, embeddings):
     assert served(folder, prompts, 24) == ours(folder, prompts, 24)
 
 
-def test_a_checkpoint_that_cannot_be_split_says_so(tmp_path):
-    folder = packed(tmp_path / "model", MIXED | {"down_proj": "w4a16_g32_fz"}, order=("down_proj",))
-    with pytest.raises(AssertionError, match="down_proj: cannot be split for rank . of 2: w4a16_g32_fz has no code"):
-        served(folder, tensor_parallel_size=2)
+def test_a_file_that_lacks_a_tensor_is_named(tmp_path):
+    folder = packed(tmp_path / "model", MIXED)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.down_proj.weight_scale"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(
+        AssertionError, match="CheckpointError: the checkpoint's files lack model.layers.1.mlp.down_proj.weight_sc"
+    ):
+        served(folder)
