@@ -36,12 +36,11 @@ class Cut:
 
     def ranges(self, outputs: Sequence[int], n: int) -> list[Range]:
         """Rows that it keeps of a matrix of `n` rows that has these outputs one after the other."""
+        expected = " + ".join(str(self.whole[i]) for i in outputs)
+        if sum(self.whole[i] for i in outputs) != n:
+            raise ValueError(f"vLLM's layer has {expected} output channels on all ranks together, the matrix {n}")
         if self.rows is not None:
             return [self.rows]
-        if len(outputs) == 1:
-            return [part_range(n, self.parts[outputs[0]], self.rank, self.ranks)]
-        if sum(self.whole[i] for i in outputs) != n:
-            raise ValueError(f"{n} rows are not those of {' + '.join(str(self.whole[i]) for i in outputs)}")
         ranges, begin = [], 0
         for i in outputs:
             own = part_range(self.whole[i], self.parts[i], self.rank, self.ranks)

@@ -12,7 +12,7 @@ from lowbit.formats import QuantTensor
 from lowbit.formats.split import stack_refusals, stacked
 from lowbit.nn import QuantLinear
 from lowbit.nn.linear import make_batch_invariant
-from lowbit.ops.table import why_slow
+from lowbit.ops.table import UnsupportedProblem, why_slow
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +78,10 @@ class Product(nn.Module):
         """Brings the weights into the form of their device's kernels for x of `dtype`. Raises ValueError, naming the layer,
         where a GPU has none for them: it would decode all of them at every call. A CPU decodes them once then."""
         if batch_invariant:
-            make_batch_invariant(self, dtype)
+            try:
+                make_batch_invariant(self, dtype)
+            except UnsupportedProblem as error:
+                raise ValueError(f"{name}: {error}; serve it without VLLM_BATCH_INVARIANT") from error
         for linear in self.linears:
             linear.decode_bytes = dtype.itemsize
             linear.prepare(dtype)

@@ -173,7 +173,9 @@ def test_what_does_not_fit_is_named():
     )
     refused("has 256 input channels, vLLM's layer 512", loading(whole, 512), tensors)
     refused("rank 1 of 3: 256 input channels are no multiple of 3 ranks", loading(Cut((48,), (48,), 1, 3, 3)), tensors)
-    refused("48 channels cannot be split into parts of 32", loading(Cut((32,), (64,), 1, 2)), tensors)
+    refused("layer has 64 output channels on all ranks together, the matrix 48", loading(Cut((32,), (64,), 1, 2)), tensors)
+    refused("layer has 96 output channels on all ranks together, the matrix 48", loading(Cut((48,), (96,), 1, 2)), tensors)
+    refused("48 channels cannot be split into parts of 32", loading(Cut((32,), (48,), 1, 2)), tensors)
     with pytest.raises(CheckpointError, match="loads output 'k' of a layer that is made of model.layers.3.down_proj"):
         loading(whole).take("weight_packed", tensors["weight_packed"], "k")
     twice = loading(whole)

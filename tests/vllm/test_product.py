@@ -77,6 +77,12 @@ def test_a_cpu_has_nothing_to_compile():
     assert compile_kernels(product, K, torch.float32, (1, 2)) == 0
 
 
+def test_layers_that_are_not_batch_invariant_are_named():
+    product, _ = layer(("w4a16_g64",))
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp: .* without VLLM_BATCH_INVARIANT"):
+        product.prepare("model.layers.0.mlp", torch.bfloat16, batch_invariant=True)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("schemes", [("w4a16_g64",) * 3, ("w4a16_g128", "w6e3m2a16"), ("w8a8", "w8a8"), ("w3a16_g32", "")])
