@@ -81,7 +81,8 @@ class Product(nn.Module):
             try:
                 make_batch_invariant(self, dtype)
             except UnsupportedProblem as error:
-                raise ValueError(f"{name}: {error}; serve it without VLLM_BATCH_INVARIANT") from error
+                first = str(error).partition("\n")[0].rstrip(":")
+                raise ValueError(f"{name}: {first}; serve it without VLLM_BATCH_INVARIANT") from error
         for linear in self.linears:
             linear.decode_bytes = dtype.itemsize
             linear.prepare(dtype)
