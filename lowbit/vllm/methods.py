@@ -92,7 +92,8 @@ class LowbitLinearMethod(LinearMethodBase):  # type: ignore[misc]
         """Brings the weights into the form of their device's kernels."""
         product: Product = _loaded(layer)
         product.prepare(self.name, self.dtype, batch_invariant=bool(envs.VLLM_BATCH_INVARIANT))
-        compile_kernels(product, self.k, self.dtype, self.counts, getattr(layer, "bias", None))
+        adds_bias = not layer.skip_bias_add and (self.k == layer.input_size or layer.tp_rank == 0)  # of partial sums one does
+        compile_kernels(product, self.k, self.dtype, self.counts, getattr(layer, "bias", None) if adds_bias else None)
         layer.add_module("product", product)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
