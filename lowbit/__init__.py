@@ -46,6 +46,7 @@ LAYERS = (
     "engine",
     "pipeline",
     "serve",
+    "vllm",
     "picture",
     "eval",
     "explain",

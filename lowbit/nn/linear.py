@@ -86,9 +86,13 @@ class QuantLinear(PackedWeight):
         return module
 
     def forward(self, x: Tensor | QuantizedInput) -> Tensor:
+        return self.multiply(x, self.bias)
+
+    def multiply(self, x: Tensor | QuantizedInput, bias: Tensor | None) -> Tensor:
+        """The layer's y with another `bias` [out_features], or none."""
         if isinstance(x, QuantizedInput):
-            return self._scaled_product(x)
-        return self._corrected(self._product(x), x) if self.has_correction else self._product(x)
+            return self._scaled_product(x, bias)
+        return self._corrected(self._product(x, bias), x) if self.has_correction else self._product(x, bias)
 
     def _corrected(self, y: Tensor, x: Tensor) -> Tensor:
         """y + (x down^T) up^T in x's type, for 8-bit activations with x as it was in 16."""
@@ -97,18 +101,18 @@ class QuantLinear(PackedWeight):
         inner = torch.nn.functional.linear(x, down.to(x.dtype))
         return torch.addmm(y.reshape(-1, y.shape[-1]), inner.reshape(-1, len(down)), up.to(x.dtype).t()).view_as(y)
 
-    def _product(self, x: Tensor) -> Tensor:
+    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.activation_format is not None:
-            return self._scaled_product(self.quantize_input(x))
+            return self._scaled_product(self.quantize_input(x), bias)
         held = self.cpu_weight
         if held is None or held.dtype != x.dtype:
             held = self._prepared_on_cpu(x.dtype)
         if held is not None:
-            return cpu_gemm(x, held, self.bias)
+            return cpu_gemm(x, held, bias)
         if self.kernel_codes is not None and x.dtype in self.kernel_dtypes:
-            return fragment_gemm(x, self.kernel_weight(), self.bias, batch_invariant=self.batch_invariant)
+            return fragment_gemm(x, self.kernel_weight(), bias, batch_invariant=self.batch_invariant)
         channels = (self.weight_order, self.pre_quant_scale) if self.has_channels else ()
-        return mixed_gemm(x, self._rows(), self.weight_scale, self.weight_zero, self.bias, self.scheme_name, *channels)
+        return mixed_gemm(x, self._rows(), self.weight_scale, self.weight_zero, bias, self.scheme_name, *channels)
 
     def _prepared_on_cpu(self, dtype: torch.dtype) -> CpuWeight | None:
         """Prepares the layer where it is; its form on a CPU for x of `dtype`, if it has one then."""
@@ -148,18 +152,18 @@ class QuantLinear(PackedWeight):
         made = quantize_activations(x, **self.quantization())
         return QuantizedInput(made.codes, made.scale, made.zero, x.dtype)
 
-    def _scaled_product(self, x: QuantizedInput) -> Tensor:
+    def _scaled_product(self, x: QuantizedInput, bias: Tensor | None) -> Tensor:
         if not self.is_prepared and not torch.compiler.is_compiling():
             self.prepare(x.dtype)
         if self.cpu_weight is not None:
-            return scaled_cpu_gemm(x.codes, x.scale, self.cpu_weight, self.bias, x.dtype, x.zero)
+            return scaled_cpu_gemm(x.codes, x.scale, self.cpu_weight, bias, x.dtype, x.zero)
         if self.is_prepared and x.codes.is_cuda:
             return byte_gemm(
-                x.codes, x.scale, self.scaled_weight(), self.bias, dtype=x.dtype, x_zero=x.zero,
+                x.codes, x.scale, self.scaled_weight(), bias, dtype=x.dtype, x_zero=x.zero,
                 batch_invariant=self.batch_invariant,
             )  # fmt: skip
         weight = (self._rows(), self.weight_scale, self.weight_zero)
-        return scaled_gemm(x.codes, x.scale, *weight, self.bias, self.scheme_name, x.dtype, x.zero)
+        return scaled_gemm(x.codes, x.scale, *weight, bias, self.scheme_name, x.dtype, x.zero)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.scheme}, bias={self.bias is not None}"

@@ -1,7 +1,8 @@
 """Products on a CPU of weights that were brought into one of its forms (pack/cpu.py).
 
-For few rows these are calls of torch's operators, with nothing in between: a call of an operator written in Python takes as
-long as some of these products. For many rows they are `lowbit::int4_gemm` and `lowbit::gemm_by_rows`, opaque to torch.compile.
+These are calls of torch's operators, with nothing in between: a call of an operator written in Python takes as long as some of
+these products. What torch.compile traces calls `lowbit::cpu_gemm` instead, in which the choice between few rows and many is
+made when it runs, not when it is traced.
 """
 
 from __future__ import annotations
@@ -17,56 +18,47 @@ from lowbit.kernels.cpu.blocked import block_rows, decode_rows
 from lowbit.ops.channels import channels_of_codes
 from lowbit.pack.cpu import CpuWeight, Form, pack_int4, pack_int8
 
-torch.library.define("lowbit::int4_gemm", "(Tensor x, Tensor codes, Tensor scale, int group, bool zeros) -> Tensor")
-torch.library.define("lowbit::gemm_by_rows", "(Tensor x, Tensor w) -> Tensor")
+torch.library.define("lowbit::cpu_gemm", "(Tensor x, Tensor codes, Tensor? scale, str form, int group, bool zeros) -> Tensor")
 
 
-@torch.library.impl("lowbit::int4_gemm", "CPU")
-def _int4_gemm(x: Tensor, codes: Tensor, scale: Tensor, group: int, zeros: bool) -> Tensor:
-    return torch_int4.int4_gemm_decoding(x, codes, scale, group, zeros)
+@torch.library.impl("lowbit::cpu_gemm", "CPU")
+def _cpu_gemm(x: Tensor, codes: Tensor, scale: Tensor | None, form: str, group: int, zeros: bool) -> Tensor:
+    return _product(x, codes, scale, form, group, zeros)
 
 
-@torch.library.impl("lowbit::gemm_by_rows", "CPU")
-def _gemm_by_rows(x: Tensor, w: Tensor) -> Tensor:
-    return torch_int4.product_by_rows(x, w)
-
-
-@torch.library.register_fake("lowbit::int4_gemm")
-def _fake_int4_gemm(x: Tensor, codes: Tensor, scale: Tensor, group: int, zeros: bool) -> Tensor:
+@torch.library.register_fake("lowbit::cpu_gemm")
+def _fake_cpu_gemm(x: Tensor, codes: Tensor, scale: Tensor | None, form: str, group: int, zeros: bool) -> Tensor:
     return x.new_empty((x.shape[0], codes.shape[0]))
-
-
-@torch.library.register_fake("lowbit::gemm_by_rows")
-def _fake_gemm_by_rows(x: Tensor, w: Tensor) -> Tensor:
-    return x.new_empty((x.shape[0], w.shape[0]))
 
 
 def cpu_gemm(x: Tensor, w: CpuWeight, bias: Tensor | None = None) -> Tensor:
     """y [.., N] = x [.., K] . w[N, K]^T + bias [N], in x's dtype, which is that of `w`; x is scaled and put in order first."""
     if w.has_channels:
         x = channels_of_codes(x, w.order, w.pre_quant_scale)
-    y = _product(x.reshape(-1, w.shape[1]).contiguous(), w)
+    of_weight = (w.codes, w.scale, w.form, w.group, w.scheme.zero is not ZeroPoint.NONE)
+    product = torch.ops.lowbit.cpu_gemm if torch.compiler.is_compiling() else _product
+    y: Tensor = product(x.reshape(-1, w.shape[1]).contiguous(), *of_weight)
     if bias is not None:
         y = y + bias.to(y.dtype)
     return y.view(*x.shape[:-1], w.shape[0])
 
 
-def _product(x: Tensor, w: CpuWeight) -> Tensor:
+def _product(x: Tensor, codes: Tensor, scale: Tensor | None, form: str, group: int, zeros: bool) -> Tensor:
     m = x.shape[0]
-    if w.form == "int4":
-        assert w.scale is not None
+    if form == "int4":
+        assert scale is not None
         if m <= torch_int4.MAX_M:
-            return torch_int4.int4_gemm(x, w.codes, w.scale, w.group)
-        return torch.ops.lowbit.int4_gemm(x, w.codes, w.scale, w.group, w.scheme.zero is not ZeroPoint.NONE)
-    if w.form == "int8":
-        assert w.scale is not None
+            return torch_int4.int4_gemm(x, codes, scale, group)
+        return torch_int4.int4_gemm_decoding(x, codes, scale, group, zeros)
+    if form == "int8":
+        assert scale is not None
         if m <= torch_int8.MAX_M:
-            return torch_int8.int8_gemm(x, w.codes, w.scale)
-        return (torch.ops.lowbit.gemm_by_rows(x, w.codes).float() * w.scale.float()).to(x.dtype)
+            return torch_int8.int8_gemm(x, codes, scale)
+        return (torch_int4.product_by_rows(x, codes).float() * scale.float()).to(x.dtype)
     if x.dtype == torch.float32:
-        return torch.nn.functional.linear(x, w.codes)
+        return torch.nn.functional.linear(x, codes)
     # Torch's product of 16-bit matrices reorders all of w at each call, which costs as much as one token's product.
-    return torch.mv(w.codes, x[0])[None] if m == 1 else torch.ops.lowbit.gemm_by_rows(x, w.codes)
+    return torch.mv(codes, x[0])[None] if m == 1 else torch_int4.product_by_rows(x, codes)
 
 
 def scaled_cpu_gemm(

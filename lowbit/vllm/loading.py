@@ -1,0 +1,158 @@
+"""Collects the tensors of a layer's matrices as vLLM hands them out, and keeps this rank's part of each when it is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from lowbit.checkpoint import CheckpointError
+from lowbit.formats import QuantTensor
+from lowbit.formats.split import Range, columns_of, columns_refusals, filled_up, part_range, rows_of
+from lowbit.quantize import rtn
+from lowbit.vllm.matrices import Matrix
+from lowbit.vllm.product import Piece
+
+T = TypeVar("T")
+
+_QKV = {"q": 0, "k": 1, "v": 2}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What a rank keeps of a layer: of its outputs (q, k and v: three) `parts` rows each, of `whole` in all, and of K input
+    channels as many as ranks along K leave it. `fill` > 0: rows of nothing up to so many; `rows`: those of a vocabulary."""
+
+    parts: tuple[int, ...]
+    whole: tuple[int, ...]
+    rank: int = 0
+    ranks: int = 1
+    ranks_along_k: int = 1
+    rows: Range | None = None
+    fill: int = 0
+
+    def ranges(self, outputs: Sequence[int], n: int) -> list[Range]:
+        """Rows that it keeps of a matrix of `n` rows that has these outputs one after the other."""
+        expected = " + ".join(str(self.whole[i]) for i in outputs)
+        if sum(self.whole[i] for i in outputs) != n:
+            raise ValueError(f"vLLM's layer has {expected} output channels on all ranks together, the matrix {n}")
+        if self.rows is not None:
+            return [self.rows]
+        ranges, begin = [], 0
+        for i in outputs:
+            own = part_range(self.whole[i], self.parts[i], self.rank, self.ranks)
+            ranges.append((begin + own[0], begin + own[1]))
+            begin += self.whole[i]
+        return ranges
+
+    def piece(self, name: str, whole: QuantTensor | Tensor, outputs: Sequence[int], k: int) -> Piece:
+        """This rank's part of a matrix. Raises CheckpointError, naming it, for one that does not fit the layer of vLLM or
+        cannot be split."""
+        if whole.shape[1] != k:
+            raise CheckpointError(
+                f"{name}: has {whole.shape[1]} input channels, vLLM's layer {k}; config.json is of another model"
+            )
+        rank = self.rank if self.ranks_along_k > 1 else 0
+        try:
+            ranges = self.ranges(outputs, whole.shape[0])
+            if isinstance(whole, QuantTensor):
+                reasons = columns_refusals(whole, self.ranks_along_k)
+                if reasons:
+                    raise ValueError("; ".join(reasons))
+                part, index = columns_of(rows_of(whole, ranges), rank, self.ranks_along_k)
+                return Piece(filled_up(part, self.fill) if self.fill else part, index)
+            begin, end = part_range(k, k // self.ranks_along_k, rank, self.ranks_along_k)
+            rows = torch.cat([whole[first:last, begin:end] for first, last in ranges])
+            return Piece(torch.nn.functional.pad(rows, (0, 0, 0, self.fill - len(rows))) if self.fill else rows)
+        except ValueError as error:
+            raise CheckpointError(f"{name}: cannot be split for rank {self.rank} of {self.ranks}: {error}") from error
+
+
+class Loading(Generic[T]):
+    """The matrices of one layer of vLLM, `k` input channels each, on their way to `device`; of all pieces together `make` makes
+    what the layer keeps, as soon as they are there: nobody waits for other layers with unpacked codes.
+
+    vLLM says with each tensor of which output it is ("q", 0, (0, 1)), or nothing where it is of all of them.
+    """
+
+    def __init__(
+        self, matrices: Sequence[Matrix], cut: Cut, k: int, dtype: torch.dtype, device: torch.device,
+        make: Callable[[Sequence[Piece]], T],
+    ) -> None:  # fmt: skip
+        self.matrices, self.cut, self.k, self.dtype, self.device, self._make = tuple(matrices), cut, k, dtype, device, make
+        self.outputs = _outputs(self.matrices, cut)
+        self._tensors: list[dict[str, Tensor]] = [{} for _ in self.matrices]
+        self._pieces: dict[int, Piece] = {}
+        self._made: T | None = None
+        self._is_done = False
+
+    def take(self, suffix: str, tensor: Tensor, of: Any = None) -> None:
+        """Takes one tensor; raises CheckpointError, naming it, when it came before or its matrix is not as it should be."""
+        number = self._matrix_of(of)
+        matrix, held = self.matrices[number], self._tensors[number]
+        if suffix in held or number in self._pieces or self._made is not None or self._is_done:
+            raise CheckpointError(
+                f"{matrix.name}.{suffix}: came twice; weights of a running engine are not loaded again: start another engine"
+            )
+        held[suffix] = tensor
+        if matrix.is_whole(held):
+            self._cut(number)
+
+    def finish(self, *, random: bool = False) -> T:
+        """What the layer keeps; `random`: without tensors, of random weights (vLLM's load format "dummy"). Raises
+        CheckpointError, naming the tensors, when some are missing."""
+        if random and self._made is None and not any(self._tensors) and not self._pieces:
+            self._made = self._make([self._random(number) for number in range(len(self.matrices))])
+        for number in range(len(self.matrices)):
+            if self._made is None and number not in self._pieces:
+                self._cut(number)
+        made, self._made, self._is_done = self._made, None, True
+        assert made is not None
+        return made
+
+    def _matrix_of(self, of: Any) -> int:
+        wanted = tuple(range(len(self.cut.parts))) if of is None else of if isinstance(of, tuple) else (_QKV.get(of, of),)
+        if wanted in self.outputs:
+            return self.outputs.index(wanted)
+        names = ", ".join(matrix.name for matrix in self.matrices)
+        raise CheckpointError(
+            f"vLLM loads output {of!r} of a layer that is made of {names}; this architecture is not supported"
+        )
+
+    def _cut(self, number: int) -> None:
+        matrix, held = self.matrices[number], self._tensors[number]
+        piece = self.cut.piece(matrix.name, matrix.read(held, self.device), self.outputs[number], self.k)
+        held.clear()
+        index = None if piece.index is None else piece.index.to(self.device)
+        self._pieces[number] = Piece(piece.weight.to(self.device), index)
+        if len(self._pieces) == len(self.matrices):
+            self._made = self._make([self._pieces[i] for i in range(len(self.matrices))])
+            self._pieces.clear()
+
+    def _random(self, number: int) -> Piece:
+        rows = self.cut.fill or sum(self.cut.parts[i] for i in self.outputs[number])
+        shape, scheme = (rows, self.k // self.cut.ranks_along_k), self.matrices[number].scheme_of()
+        weight = torch.randn(shape, dtype=self.dtype, device=self.device) / self.k**0.5
+        return Piece(weight if scheme is None else rtn(weight, scheme))
+
+
+def _outputs(matrices: Sequence[Matrix], cut: Cut) -> list[tuple[int, ...]]:
+    """Which outputs of a layer each matrix holds: one each, all of them, or as many as its rows are."""
+    count = len(cut.parts)
+    if len(matrices) == count:
+        return [(i,) for i in range(count)]
+    if len(matrices) == 1:
+        return [tuple(range(count))]
+    found, next_one = [], 0
+    for matrix in matrices:
+        stated, begin, rows = matrix.stated_shape(), next_one, 0
+        while stated is not None and next_one < count and rows < stated[0]:
+            rows += cut.whole[next_one]
+            next_one += 1
+        if stated is None or rows != stated[0]:
+            raise CheckpointError(f"{matrix.name}: its rows are not whole outputs of vLLM's layer, which has {list(cut.whole)}")
+        found.append(tuple(range(begin, next_one)))
+    return found

@@ -1,0 +1,175 @@
+"""What vLLM calls for each layer that this library computes: create, load, process, apply."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm import envs
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.linear import LinearMethodBase
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+
+from lowbit.formats import QuantTensor
+from lowbit.nn import QuantEmbedding
+from lowbit.vllm.loading import Cut, Loading
+from lowbit.vllm.matrices import Matrix
+from lowbit.vllm.product import Piece, Product
+from lowbit.vllm.warm_up import compile_kernels, token_counts
+
+
+def is_tied() -> bool:
+    """Whether the model that vLLM is building has one weight for embedding and LM head."""
+    return bool(getattr(get_current_vllm_config().model_config.hf_config.get_text_config(), "tie_word_embeddings", False))
+
+
+@contextlib.contextmanager
+def _usual_defaults() -> Iterator[None]:
+    """torch's own default type and device, where vLLM has set the model's: what is computed here names its types, but tables
+    that it keeps for later are made of defaults."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+def _expect(layer: nn.Module, loading: Loading[Any]) -> None:
+    """Gives a layer of vLLM a parameter without numbers for each tensor that its matrices may have, whose loader takes it."""
+    layer.lowbit_loading, layer.lowbit_random = loading, get_current_vllm_config().load_config.load_format == "dummy"  # type: ignore[assignment]
+    for suffix, dtype in {suffix: kind for matrix in loading.matrices for suffix, kind in matrix.suffixes.items()}.items():
+        empty = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
+        empty.weight_loader = _loader(loading, suffix)  # type: ignore[attr-defined]
+        layer.register_parameter(suffix, empty)
+
+
+def _loader(loading: Loading[Any], suffix: str) -> Callable[..., None]:
+    def load(parameter: nn.Parameter, tensor: Tensor, of: Any = None) -> None:
+        with _usual_defaults():
+            loading.take(suffix, tensor, of)
+
+    return load
+
+
+def _loaded(layer: nn.Module) -> Any:
+    """What all tensors of a layer made. The empty parameters stay: LoRA asks them for the layer's device."""
+    loading: Loading[Any] = layer.lowbit_loading  # type: ignore[assignment]
+    made = loading.finish(random=bool(layer.lowbit_random))
+    if loading.device.type == "cpu":
+        # vLLM's attention uses AMX without asking the system for it, which torch's product of 16-bit matrices does for others:
+        # without such products (int4, few tokens) it would end in an illegal instruction (seen with 0.32.0).
+        torch.cpu._init_amx()
+    del layer.lowbit_loading, layer.lowbit_random
+    return made
+
+
+class LowbitLinearMethod(LinearMethodBase):  # type: ignore[misc]
+    """The linear layer `name`, made of `matrices`, one for each of its outputs or one for several."""
+
+    def __init__(self, name: str, matrices: Sequence[Matrix]) -> None:
+        self.name, self.matrices = name, matrices
+
+    def create_weights(
+        self, layer: Any, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int, output_size: int,
+        params_dtype: torch.dtype, **extra: Any,
+    ) -> None:  # fmt: skip
+        """Notes what is to be loaded: no memory is taken before it comes."""
+        cut = Cut(
+            tuple(output_partition_sizes), _whole_outputs(layer, output_partition_sizes), layer.tp_rank, layer.tp_size,
+            input_size // input_size_per_partition,
+        )  # fmt: skip
+        device = torch.empty(0).device
+        _expect(layer, Loading(self.matrices, cut, input_size, params_dtype, device, Product))
+        self.dtype, self.k, self.counts = params_dtype, input_size_per_partition, _token_counts()
+
+    @_usual_defaults()
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Brings the weights into the form of their device's kernels."""
+        product: Product = _loaded(layer)
+        product.prepare(self.name, self.dtype, batch_invariant=bool(envs.VLLM_BATCH_INVARIANT))
+        adds_bias = not layer.skip_bias_add and (self.k == layer.input_size or layer.tp_rank == 0)  # of partial sums one does
+        compile_kernels(product, self.k, self.dtype, self.counts, getattr(layer, "bias", None) if adds_bias else None)
+        layer.add_module("product", product)
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [.., K of this rank] times this rank's rows, plus the bias."""
+        y: Tensor = layer.product(x, bias)
+        return y
+
+
+def _token_counts(*, head: bool = False) -> tuple[int, ...]:
+    """Numbers of tokens for which the vLLM that is building a model will run its layers, or the LM head: one a request."""
+    config = get_current_vllm_config()
+    most = config.scheduler_config.max_num_seqs if head else config.scheduler_config.max_num_batched_tokens
+    return token_counts(config.compilation_config.cudagraph_capture_sizes or (), most)
+
+
+def _whole_outputs(layer: Any, parts: Sequence[int]) -> tuple[int, ...]:
+    """Rows of each output of a layer of vLLM on all ranks together, each once."""
+    if hasattr(layer, "total_num_kv_heads"):
+        heads, keys, values = layer.total_num_heads, layer.total_num_kv_heads, getattr(layer, "v_head_size", layer.head_size)
+        return (heads * layer.head_size, keys * layer.head_size, keys * values)
+    return tuple(getattr(layer, "output_sizes", (layer.output_size,)))
+
+
+class LowbitEmbeddingMethod(QuantizeMethodBase):  # type: ignore[misc]
+    """An embedding, an LM head, or one matrix for both; `multiplies`: whether it is multiplied by."""
+
+    def __init__(self, matrix: Matrix, multiplies: bool) -> None:
+        self.matrix, self.multiplies = matrix, multiplies
+
+    def create_weights(
+        self, layer: Any, input_size_per_partition: int, output_partition_sizes: list[int], input_size: int, output_size: int,
+        params_dtype: torch.dtype, **extra: Any,
+    ) -> None:  # fmt: skip
+        """Notes what is to be loaded: this rank's tokens, filled up to as many as each rank has."""
+        held = layer.shard_indices
+        if held.num_added_elements:
+            raise ValueError(
+                f"{self.matrix.name}: vocabularies to which LoRA adds tokens are not supported with quantized rows"
+            )
+        rows, (part,) = (held.org_vocab_start_index, held.org_vocab_end_index), output_partition_sizes
+        cut = Cut((part,), (layer.org_vocab_size,), rows=rows, fill=part)
+        device = torch.empty(0).device
+        _expect(layer, Loading([self.matrix], cut, input_size, params_dtype, device, lambda pieces: pieces[0]))
+        self.dtype, self.k, self.counts = params_dtype, input_size, _token_counts(head=True)
+
+    def tie_weights(self, layer: nn.Module, embed_tokens: Any) -> nn.Module:
+        """The embedding itself in place of the LM head."""
+        tied: nn.Module = embed_tokens
+        return tied
+
+    @_usual_defaults()
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Makes the rows that are looked up and the form of the kernels; both where one matrix is for both."""
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+        piece: Piece = _loaded(layer)
+        looked_up = not isinstance(layer, ParallelLMHead)
+        empty = torch.empty(0, dtype=self.dtype, device=next(layer.parameters()).device)
+        layer.weight = nn.Parameter(empty, requires_grad=False)  # LoRA asks it for the device
+        if looked_up:
+            assert isinstance(piece.weight, QuantTensor)
+            layer.add_module("rows", QuantEmbedding.from_quant_tensor(piece.weight, self.dtype))
+        if self.multiplies:
+            product = Product([piece])
+            for linear in product.linears if looked_up else []:
+                linear.share_weight(layer.rows)
+            product.prepare(self.matrix.name, self.dtype, batch_invariant=bool(envs.VLLM_BATCH_INVARIANT))
+            compile_kernels(product, self.k, self.dtype, self.counts)
+            layer.add_module("product", product)
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Logits of this rank's tokens."""
+        y: Tensor = layer.product(x, bias)
+        return y
+
+    def embedding(self, layer: Any, ids: Tensor) -> Tensor:
+        """Rows [.., K] of this rank's tokens."""
+        rows: Tensor = layer.rows(ids)
+        return rows

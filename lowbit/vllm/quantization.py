@@ -1,0 +1,110 @@
+"""vLLM's question: which layers of a model are quantized, and how. Three kinds of checkpoints answer it.
+
+ours                 config.json lists every quantized matrix (`Manifest`), so that the folder selects this method by itself
+16 bits              --hf-overrides '{"quantization_config": {"quant_method": "lowbit", "scheme": "w4a16_g128"}}'
+another tool's       --quantization lowbit (GPTQ, AWQ, compressed-tensors, fp8: `checkpoint.detect.SCHEMAS`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import vllm
+from torch import nn
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+
+from lowbit.vllm import version_refusals
+
+METHOD = "lowbit"
+
+_READ_BY_OTHERS = ("kv_b_proj",)
+"""Layers whose weights vLLM reads itself, without calling a method (multi-head latent attention)."""
+
+
+class LowbitQuantization(QuantizationConfig):
+    """What is quantized in a model; made by `from_config` of the `quantization_config` in config.json."""
+
+    def __init__(self, source: Any) -> None:
+        super().__init__()
+        self.source = source
+
+    def get_name(self) -> str:
+        return METHOD
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @staticmethod
+    def get_checkpoint_weight_mapper() -> Any:
+        """Renames and leaves out nothing: act-order (`g_idx`) is read here."""
+        from vllm.model_executor.models.utils import WeightsMapper
+
+        return WeightsMapper()
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: Mapping[str, Any], user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        """Takes other tools' checkpoints, if asked for by name."""
+        return METHOD if user_quant == METHOD and hf_quant_cfg.get("quant_method") != METHOD else None
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> LowbitQuantization:
+        """Raises ValueError for a vLLM that is not supported, and CheckpointError, naming the field, for a configuration."""
+        reasons = version_refusals(vllm.__version__)
+        if reasons:
+            raise ValueError("; ".join(reasons))
+        from lowbit.vllm.sources import source_of
+
+        return cls(source_of(config))
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        """Gives layers the names that vLLM's model has for them."""
+        self.source = self.source.renamed(
+            lambda names: {old: new for new, old in hf_to_vllm_mapper.apply_dict({name: name for name in names}).items()}
+        )
+
+    def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """What a layer is computed with; None for what vLLM computes in 16 bits. Raises ValueError, naming the layer, for one
+        that should be quantized and cannot be."""
+        from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+        from lowbit.vllm.methods import LowbitEmbeddingMethod, LowbitLinearMethod, is_tied
+        from lowbit.vllm.sources import End
+
+        if isinstance(layer, LinearBase):
+            matrices = [self.source.matrix(name, torch.get_default_dtype()) for name in self._stored(prefix)]
+            if all(matrix.is_plain for matrix in matrices):
+                return UnquantizedLinearMethod()
+            if prefix.rpartition(".")[2] in _READ_BY_OTHERS:
+                raise ValueError(
+                    f"{prefix}: vLLM reads the weights of this layer itself (multi-head latent attention), which must not be "
+                    f"packed; leave it in 16 bits (modules_to_not_convert: *.{_READ_BY_OTHERS[0]})"
+                )
+            return LowbitLinearMethod(prefix, matrices)
+        if isinstance(layer, VocabParallelEmbedding):
+            shape = (layer.org_vocab_size, layer.embedding_dim)
+            end = End(prefix, shape, isinstance(layer, ParallelLMHead), is_tied())
+            matrix = self.source.end(end, torch.get_default_dtype())
+            return None if matrix is None else LowbitEmbeddingMethod(matrix, end.is_head or end.tied)
+        if any(cls.__name__ in ("RoutedExperts", "FusedMoE") for cls in type(layer).__mro__):
+            reasons = self.source.expert_refusals(prefix)
+            if reasons:
+                raise ValueError(f"{prefix}: {'; '.join(reasons)}")
+        return None
+
+    def _stored(self, prefix: str) -> Iterable[str]:
+        """Names in the files of the matrices that a layer of vLLM is made of."""
+        parent, dot, last = prefix.rpartition(".")
+        return [f"{parent}{dot}{member}" for member in self.packed_modules_mapping.get(last, [last])]

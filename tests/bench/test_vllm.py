@@ -1,0 +1,61 @@
+"""The benchmark of vLLM's engine: what it asks for, and, where vLLM is installed, a whole run with a tiny model on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+
+from lowbit.bench.vllm import OWN, RIVALS, Request, main, run, stated, write_model
+from tests.vllm.folders import SETTINGS, plain
+
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (make test-vllm)")
+
+
+def test_what_config_json_states():
+    assert stated("lowbit:wf6af16") == {"quant_method": "lowbit", "scheme": "w6e3m2a16"}
+    assert stated("vllm:bf16") is None and stated("vllm:int4")["bits"] == 4
+    assert all(stated(impl) for impl in OWN) and set(RIVALS) == {"vllm:bf16", "vllm:int4", "vllm:fp8"}
+    for impl in ("vllm:int3", "lowbit", "lowbit:w9"):
+        with pytest.raises(ValueError, match="implementations are lowbit:SCHEME|unknown scheme"):
+            stated(impl)
+
+
+def test_a_model_is_its_shape(tmp_path):
+    write_model(tmp_path, Request("Llama-3-8B", (1,), 512, 128, layers=2), "lowbit:w4a16_g128")
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"] and config["num_hidden_layers"] == 2
+    assert (config["hidden_size"], config["intermediate_size"], config["vocab_size"]) == (4096, 14336, 128256)
+    assert config["quantization_config"] == {"quant_method": "lowbit", "scheme": "w4a16_g128"}
+
+
+def test_wrong_requests_are_refused_before_anything_runs(tmp_path, capsys):
+    for arguments, said in (
+        (["--impls", "vllm:int4"], "--out names"),
+        (["--impls", "x:y", "--out", str(tmp_path / "a")], "'x:y'"),
+    ):
+        with pytest.raises(SystemExit):
+            main(arguments)
+        assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
+def test_an_implementation_that_fails_is_a_row(tmp_path):
+    document = run(tmp_path / "out.json", ["vllm:bf16"], Request("Llama-3-8B", (1,), 8, 4))
+    (row,) = document["rows"]
+    assert "No module named 'vllm'" in row["error"] and json.loads((tmp_path / "out.json").read_text())["complete"]
+
+
+@needs_vllm
+def test_a_whole_run(tmp_path, monkeypatch):
+    for name, value in SETTINGS.items():
+        monkeypatch.setenv(name, value)
+    request = Request(str(plain(tmp_path / "model")), (1, 3), 16, 8, eager=True)
+    document = run(tmp_path / "out.json", ["lowbit:w4a16_g32", "vllm:bf16"], request)
+    assert [(row["impl"], row["scheme"], row["batch"]) for row in document["rows"]] == [
+        ("lowbit", "w4a16_g32", 1), ("lowbit", "w4a16_g32", 3), ("vllm", "bf16", 1), ("vllm", "bf16", 3)
+    ]  # fmt: skip
+    for row in document["rows"]:
+        assert row["error"] is None and row["tokens_s"] > 0 and (row["prompt"], row["output"], row["gpus"]) == (16, 8, 1)

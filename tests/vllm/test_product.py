@@ -1,0 +1,111 @@
+"""Layers of several matrices as a GPU multiplies them, and the kernels that are compiled before."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from lowbit.formats import QuantTensor
+from lowbit.quantize import rtn
+from lowbit.vllm.product import Piece, Product
+from lowbit.vllm.warm_up import compile_kernels, token_counts
+
+K = 512
+
+
+def weight(n, seed=0):
+    return torch.randn(n, K, generator=torch.Generator().manual_seed(seed)) / K**0.5
+
+
+def layer(schemes, device="cpu", dtype=torch.float32):
+    """Matrices of 64 rows in these schemes, "" in 16 bits, and what they are in one."""
+    held = [rtn(weight(64, i), name) if name else weight(64, i).to(dtype) for i, name in enumerate(schemes)]
+    product = Product([Piece(each.to(device)) for each in held])
+    dense = [each.dequantize() if isinstance(each, QuantTensor) else each.float() for each in held]
+    return product, torch.cat(dense)
+
+
+@pytest.mark.parametrize(
+    ("schemes", "products"),
+    [
+        (("w4a16_g64",) * 3, 1),
+        (("w4a16_g64", "w4a16_g64", "w6e3m2a16"), 2),
+        (("w4a16_g64", "w3a16_g64", "w4a16_g64"), 3),
+        (("", "", "w8a16"), 2),
+        (("w8a16_t", "w8a16_t"), 1),
+    ],
+)
+def test_neighbours_that_fit_together_are_one_product(schemes, products):
+    product, dense = layer(schemes)
+    product.prepare("layer", torch.float32)
+    x, bias = torch.randn(2, 3, K), torch.randn(len(dense))
+    assert len(product.factors) == products
+    assert torch.allclose(product(x, bias), x @ dense.T + bias, atol=1e-4)
+
+
+@pytest.mark.parametrize("schemes", [("w4a16_g64",), ("w4a16_g64", "w8a16"), ("w8a8",), ("w6e3m2a16", "")])
+def test_traced_once_for_all_batches(schemes):
+    """Few tokens and many take other ways through torch's products on a CPU: one trace has to hold both."""
+    product, _ = layer(schemes, dtype=torch.bfloat16)
+    product.prepare("layer", torch.bfloat16)
+    count = [0]
+
+    def backend(graph, inputs):
+        count[0] += 1
+        return graph.forward
+
+    compiled = torch.compile(product, fullgraph=True, backend=backend, dynamic=True)
+    for m in (50, 3, 17, 128):
+        x = torch.randn(m, K).bfloat16()
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(x, None), product(x, None), rtol=2e-2, atol=2e-2)
+    assert count == [1]
+
+
+def test_numbers_of_tokens_stand_close_to_each_other():
+    counts = token_counts((1, 2, 4, 8, 16, 511, 1 << 20), 8192)
+    assert counts[:64] == tuple(range(1, 65)) and counts[-1] == 8192 and 511 in counts and len(counts) < 400
+    assert all(b - a <= max(16, a // 20) for a, b in pairwise(counts))
+    assert {count % 16 == 0 for count in counts if count > 1024} == {True, False}
+    assert token_counts((), 5) == (1, 2, 3, 4, 5)
+
+
+def test_a_cpu_has_nothing_to_compile():
+    product, _ = layer(("w4a16_g64",))
+    assert compile_kernels(product, K, torch.float32, (1, 2)) == 0
+
+
+def test_layers_that_are_not_batch_invariant_are_named():
+    product, _ = layer(("w4a16_g64",))
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp: .* without VLLM_BATCH_INVARIANT"):
+        product.prepare("model.layers.0.mlp", torch.bfloat16, batch_invariant=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("schemes", [("w4a16_g64",) * 3, ("w4a16_g128", "w6e3m2a16"), ("w8a8", "w8a8"), ("w3a16_g32", "")])
+def test_on_a_gpu(schemes, invariant):
+    product, dense = layer(schemes, "cuda", torch.bfloat16)
+    product.prepare("layer", torch.bfloat16, batch_invariant=invariant)
+    counts, bias = (1, 2, 17, 300), torch.randn(len(dense)).bfloat16().cuda()
+    from triton import knobs
+
+    compile_kernels(product, K, torch.bfloat16, counts, bias)
+    compiled = []
+    knobs.compilation.listener = lambda src, **given: compiled.append(src.name)
+    for m in counts:
+        x = torch.randn(m, K).bfloat16().cuda()
+        expected = x.float().cpu() @ dense.T + bias.float().cpu()
+        error = (product(x, bias).float().cpu() - expected).norm() / expected.norm()
+        assert error < (0.02 if "w8a8" in schemes else 0.01)
+    knobs.compilation.listener = None
+    assert not compiled, "a kernel that a request would have waited for"
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_nothing_is_slow_in_silence():
+    product, _ = layer(("w4a8_g32",), "cuda", torch.bfloat16)
+    with pytest.raises(ValueError, match=r"layer: no kernel for w4a8_g32 .* use fewer ranks"):
+        product.prepare("layer", torch.bfloat16)
