@@ -131,7 +131,7 @@ def _snapped(w: Tensor, offset: Tensor, scale: Tensor, zero: Tensor | None, sche
 
 def _spacing(u: Tensor, fmt: Any) -> Tensor:
     """The distance between neighbouring values of a float format around u, a power of two."""
-    exponent = ((u.abs().view(torch.int32) >> 23) - 127).clamp(1 - fmt.bias, (1 << fmt.exponent) - fmt.bias)
+    exponent = ((u.abs().view(torch.int32) >> 23) - 127).clamp(1 - fmt.bias, (1 << fmt.exponent) - 1 - fmt.bias)
     return ((exponent - fmt.mantissa + 127) << 23).view(torch.float32)
 
 
