@@ -18,9 +18,10 @@ from lowbit.ops import quantize_activations
 from lowbit.quantize import Gptq, Learned, Mixed, Rtn
 from lowbit.quantize.learned import LearnedRounding
 from tests.models.test_calibrate import CALIBRATION, decoder_of, files, linears, load, logits, tiny  # noqa: F401  (a fixture)
+from tests.tiny import eager_llama, tiny_tokenizer
 
-METHOD = Learned(iterations=60, batch=3)
-TEXT = replace(CALIBRATION, samples=12)
+METHOD = Learned(iterations=50, batch=3)
+TEXT = replace(CALIBRATION, samples=12, length=48)
 
 
 def layer_error(path, weights_of=None):
@@ -36,28 +37,35 @@ def layer_error(path, weights_of=None):
     return float((got - exact).square().sum() / (exact - torch.cat(hidden)).square().sum())
 
 
-@pytest.mark.parametrize(
-    "scheme", ["w2a16_g16", "w3a16_g32_z", "w4a16_g32", "w4a16_g32_fz", "w8a16", "w4e2m1a16_g32", "w6e3m2a16"]
-)
-def test_learned_beats_rounding_and_gptq(scheme, tiny, tmp_path):  # noqa: F811
+@pytest.fixture(scope="module")
+def lively(tmp_path_factory):
+    """A model of random weights of ordinary size, without biases."""
+    path = tmp_path_factory.mktemp("learn") / "fp16"
+    eager_llama(torch.float16).save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("scheme", ["w2a16_g16", "w3a16_g32_z", "w4a16_g32_fz", "w4a16_g32", "w4e2m1a16_g32"])
+def test_learned_beats_rounding_and_gptq(scheme, lively, tmp_path):
     errors = []
     for method in (Rtn("mse"), Gptq(), METHOD):
         name = tmp_path / type(method).__name__
-        quantize_checkpoint(tiny, name, scheme, method=method, calibration=TEXT)
-        errors.append(layer_error(tiny, name))
-    assert errors[2] < 0.7 * errors[0] and errors[2] < 0.9 * errors[1], errors
+        quantize_checkpoint(lively, name, scheme, method=method, calibration=TEXT)
+        errors.append(layer_error(lively, name))
+    assert errors[2] < 0.5 * errors[0] and errors[2] < 0.9 * errors[1], errors
 
 
-@pytest.mark.parametrize("scheme", ["w8a8", "w8a8_az", "w8a8_ct", "fp8_block", "fp8_dynamic", "w4a8_g32", "w4a8e4m3_g32"])
-def test_activations_are_rounded_while_learning(scheme, tiny, tmp_path, monkeypatch):  # noqa: F811
+@pytest.mark.parametrize("scheme", ["w8a8", "w8a8_az", "w8a8_ct", "fp8", "fp8_block", "fp8_dynamic", "w4a8_g32"])
+def test_activations_are_rounded_while_learning(scheme, lively, tmp_path, monkeypatch):
     said, rounded = [], []
     original = rounded_activations
     monkeypatch.setattr(learn_module, "rounded_activations", lambda x, *a, **k: rounded.append(1) or original(x, *a, **k))
-    quantize_checkpoint(tiny, tmp_path / "q", scheme, method=METHOD, calibration=CALIBRATION, say=said.append)
+    quantize_checkpoint(lively, tmp_path / "q", scheme, method=METHOD, calibration=CALIBRATION, say=said.append)
     errors = [[float(v) for v in line.split("error ")[1].split(" -> ")] for line in said if "error" in line]
     assert len(errors) == 2 and all(after < 0.8 * before for before, after in errors), said
-    assert len(rounded) == 2 * 7 * (60 + 2 * 2), "each linear layer, each step, and both measurements of two batches"
-    assert (logits(load(tmp_path / "q")) - logits(load(tiny))).norm() < 0.1 * logits(load(tiny)).norm()
+    assert len(rounded) == 2 * 7 * (50 + 2 * 2), "each linear layer, each step, and both measurements of two batches"
+    assert (logits(load(tmp_path / "q")) - logits(load(lively))).norm() < 0.2 * logits(load(lively)).norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -111,31 +119,30 @@ def test_targets_are_the_float_models_and_inputs_the_quantized_ones(tiny, tmp_pa
         torch.testing.assert_close(seen[1][index], states[0], rtol=1e-3, atol=1e-3)
 
 
-def test_what_learning_makes_worse_is_left_rounded(tiny, monkeypatch):  # noqa: F811
-    decoder = Decoder(CheckpointReader(tiny), "cpu", torch.float32)
-    hidden = decoder.embed(CALIBRATION.tokens(tiny), together=3)
+def test_what_learning_makes_worse_is_left_rounded(lively, monkeypatch):
+    decoder = Decoder(CheckpointReader(lively), "cpu", torch.float32)
+    hidden = decoder.embed(CALIBRATION.tokens(lively), together=3)
     layer = decoder.load(0)
     exact = list(decoder.run(0, hidden))
     roundings = {n: LearnedRounding(layer.get_submodule(n).weight.data, parse_scheme("w4a16_g32")) for n in linears(decoder)}
     plain = {n: r.quantized().codes for n, r in roundings.items()}
-    with monkeypatch.context() as patched:  # uphill
-        patched.setattr(
-            torch.optim.Adam, "step", lambda self: [p.data.add_(p.grad.sign()) for p in self.param_groups[0]["params"]]
-        )
-        before, after = learn(decoder, 0, hidden, exact, roundings, {}, METHOD)
+
+    def uphill(adam):
+        for p in adam.param_groups[0]["params"]:
+            p.data.add_(p.grad.sign())
+
+    monkeypatch.setattr(torch.optim.Adam, "step", uphill)
+    before, after = learn(decoder, 0, hidden, exact, roundings, {}, METHOD)
     assert before == after and all(torch.equal(r.quantized().codes, plain[n]) for n, r in roundings.items())
 
 
-def test_a_mix_and_layers_left_in_16_bits_learn_too(tiny, tmp_path):  # noqa: F811
-    quantize_checkpoint(
-        tiny, tmp_path / "mix", "w4a16_g32", method=METHOD, calibration=CALIBRATION, mixed=Mixed(("w3a16_g32", "w8a16"), 5.2)
-    )
+def test_a_mix_and_layers_left_in_16_bits_learn_too(lively, tmp_path):
+    mixed, skip = Mixed(("w3a16_g32", "w8a16"), 5.2), ["v_proj", "lm_head"]
+    quantize_checkpoint(lively, tmp_path / "mix", "w4a16_g32", method=METHOD, calibration=CALIBRATION, mixed=mixed)
     with CheckpointReader(tmp_path / "mix") as reader:
         assert {reader.layer(name).scheme.name for name in reader.manifest.layers} == {"w3a16_g32", "w8a16"}
-    quantize_checkpoint(
-        tiny, tmp_path / "skip", "w4a16_g32", method=METHOD, calibration=CALIBRATION, skip=["v_proj", "lm_head"]
-    )
-    assert (logits(load(tmp_path / "skip")) - logits(load(tiny))).norm() < 0.2 * logits(load(tiny)).norm()
+    quantize_checkpoint(lively, tmp_path / "skip", "w4a16_g32", method=METHOD, calibration=CALIBRATION, skip=skip)
+    assert (logits(load(tmp_path / "skip")) - logits(load(lively))).norm() < 0.4 * logits(load(lively)).norm()
 
 
 def test_fewer_pieces_than_a_batch_has(tiny, tmp_path):  # noqa: F811
