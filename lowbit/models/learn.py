@@ -46,8 +46,9 @@ def learn(
     together = len(hidden[0])
     pieces = sum(len(x) for x in hidden)
     order = _order(pieces, together, method.iterations, method.seed + i)
-    parameters = [p for r in roundings.values() for p in (r.offset, r.factors)]
-    optimizer = torch.optim.Adam(parameters, betas=BETAS, eps=1e-12, fused=True)
+    groups = [group for r in roundings.values() for group in r.groups()]
+    parameters = [p for group in groups for p in group["params"]]
+    optimizer = torch.optim.Adam(groups, betas=BETAS, eps=1e-12, fused=True)
     layer = decoder.layers[i]
     with _rounded_inputs(layer, {n: r.scheme for n, r in roundings.items()}, ranges), _repeatable(decoder.device):
         before = _relative_error(decoder, i, hidden, exact, roundings)
@@ -57,7 +58,8 @@ def learn(
             with torch.enable_grad():
                 loss = (_output(decoder, i, x, roundings) - target).square().sum()
                 loss.backward(inputs=parameters)
-            optimizer.param_groups[0]["lr"] = RATE * (1 - step / method.iterations) / method.iterations
+            for group in optimizer.param_groups:
+                group["lr"] = group["speed"] * RATE * (1 - step / method.iterations) / method.iterations
             optimizer.step()
             optimizer.zero_grad()
             for rounding in roundings.values():

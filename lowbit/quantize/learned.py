@@ -49,6 +49,11 @@ class LearnedRounding:
         rounded: Tensor = _Round.apply(self._weight, self.offset, scale, zero, self.scheme, dtype)  # type: ignore[no-untyped-call]
         return uncover(rounded, self.scheme, self.shape)
 
+    def groups(self) -> list[dict[str, Any]]:
+        """What is learned, for an optimizer of torch, with the `speed` of each. A range has about 2^bits spacings: so a factor
+        moves its ends about as fast as an offset moves a weight. At the speed of offsets, learning was a third worse."""
+        return [{"params": [self.offset], "speed": 1.0}, {"params": [self.factors], "speed": 2.0**-self.scheme.weight.bits}]
+
     @torch.no_grad()
     def reset(self) -> None:
         """Back to rounding to nearest."""
