@@ -6,7 +6,7 @@ it was called wrongly and 130 on Ctrl-C, which leaves no half-written checkpoint
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -83,9 +83,7 @@ def quantize(
     samples: Annotated[int, typer.Option(min=1, help="Pieces of the calibration text.")] = 128,
     length: Annotated[int, typer.Option(min=2, help="Tokens in a piece.")] = 512,
     seed: Annotated[int, typer.Option(help="Which pieces are drawn, and for learned in which order.")] = 0,
-    iterations: Annotated[
-        int | None, typer.Option(min=1, help="learned: steps for each decoder layer, of 8 pieces each; 200 when absent.")
-    ] = None,
+    iterations: Annotated[int | None, typer.Option(min=1, help="learned: steps of 8 pieces for each layer; or 200.")] = None,
     act_order: Annotated[bool, typer.Option("--act-order", help="gptq: channels with large inputs first.")] = False,
     static_groups: Annotated[
         bool, typer.Option("--static-groups", help="gptq: groups and scales of the weights as they were.")
@@ -118,18 +116,15 @@ def quantize(
 
     A scheme is w<bits>\\[e<X>m<Y>]a16, then _g<size> for groups along K, then _z (integer zero points) or _fz
     (floating-point zeros): w8a16, w4a16_g64, w6e3m2a16, w4a16_g32_fz. With a8 or a8e4m3 instead of a16, activations are
-    quantized too: w8a8, w4a8_g128, w8a8_az (with zero points). Names of other tools work too: W4A16, wf6af16, fp8,
-    fp8_dynamic, fp8_block.
+    quantized too: w8a8, w4a8_g128, w8a8_az (with zero points). Other tools' names: W4A16, wf6af16, fp8, fp8_block.
 
     Without data, in seconds: rtn rounds each weight; hqq moves the zeros of _fz schemes. With text to calibrate on,
     in minutes: gptq lets later columns make up for each rounding; awq scales channels that meet large inputs;
-    smoothquant moves the range of activations into the weights; learned, the best at 4 bits and fewer and the slowest,
-    learns for a decoder layer at a time which way each weight is rounded and where scales clip. A run that was killed
-    goes on where it was when the same command is given again. Measure on another text than was calibrated on.
+    smoothquant moves the range of activations into the weights; learned, the slowest and at 4 bits and fewer the best,
+    learns which way each weight of a decoder layer is rounded and where scales clip. A run that was killed goes on
+    where it was when the same command is given again. Measure on another text than was calibrated on.
 
     Example: lowbit quantize SmolLM2-135M SmolLM2-135M-fp6 --scheme w6e3m2a16
-
-    Example: lowbit quantize SmolLM2-135M SmolLM2-135M-int4 --scheme w4a16_g64 --method gptq --act-order --samples 32
 
     Example: lowbit quantize SmolLM2-135M SmolLM2-135M-int4 --scheme w4a16_g64 --method learned --samples 64
 
@@ -138,19 +133,13 @@ def quantize(
     from lowbit.checkpoint.reader import model_folder
     from lowbit.models.calibrate import Calibration, unfinished_folder
     from lowbit.models.quantize_checkpoint import quantize_checkpoint
-    from lowbit.quantize import Learned
 
     check_json(json_file, "lowbit quantize", target)
-    if iterations is not None and method is not MethodChoice.learned:
-        raise ValueError(f"--iterations belongs to --method learned, not to {method.value}")
-    chosen = _method(method, search, act_order, static_groups, smooth, alpha)
-    if isinstance(chosen, Learned):
-        chosen = replace(chosen, iterations=iterations or chosen.iterations, seed=seed)
-    mixed = _mixed(mix, bits)
+    chosen = _method(method, search, act_order, static_groups, smooth, alpha, iterations, seed)
     try:
         plan = quantize_checkpoint(
             model_folder(source), target, scheme, skip=skip, embeddings=embeddings, method=chosen,
-            calibration=Calibration(samples, length, seed, calibration), mixed=mixed, low_rank=low_rank,
+            calibration=Calibration(samples, length, seed, calibration), mixed=_mixed(mix, bits), low_rank=low_rank,
             wide_inputs=a16 or (), device=device, overwrite=overwrite, progress=err.is_terminal, say=say,
         )  # fmt: skip
     except KeyboardInterrupt:
@@ -178,8 +167,9 @@ def _stated(plan: Plan) -> dict[str, object]:
 
 
 def _method(
-    name: MethodChoice, search: SearchChoice | None, act_order: bool, static_groups: bool, smooth: bool, alpha: str | None
-) -> Rtn | Hqq | Gptq | Awq | SmoothQuant | Learned:
+    name: MethodChoice, search: SearchChoice | None, act_order: bool, static_groups: bool, smooth: bool, alpha: str | None,
+    iterations: int | None, seed: int,
+) -> Rtn | Hqq | Gptq | Awq | SmoothQuant | Learned:  # fmt: skip
     """The method with its options; an option that belongs to another method is an error."""
     from lowbit.quantize import Awq, Gptq, Hqq, Learned, Rtn
 
@@ -187,6 +177,8 @@ def _method(
         raise ValueError(f"--act-order and --static-groups belong to --method gptq, not to {name.value}")
     if smooth and name not in (MethodChoice.gptq, MethodChoice.learned):
         raise ValueError(f"--smooth belongs to --method gptq and learned, not to {name.value}")
+    if iterations is not None and name is not MethodChoice.learned:
+        raise ValueError(f"--iterations belongs to --method learned, not to {name.value}")
     if alpha is not None and name is not MethodChoice.smoothquant and not smooth:
         raise ValueError(f"--alpha belongs to --method smoothquant and to --smooth, not to {name.value}")
     searches = {"rtn": ("max", "mse"), "gptq": ("max", "mse", "loss"), "awq": ("max", "loss")}.get(name.value, ())
@@ -204,7 +196,7 @@ def _method(
         case MethodChoice.awq:
             return Awq("loss" if search is SearchChoice.loss else "max")
         case MethodChoice.learned:
-            return Learned(smooth=_smoothquant(alpha) if smooth else None)
+            return Learned(iterations or Learned.iterations, seed=seed, smooth=_smoothquant(alpha) if smooth else None)
     return Hqq()
 
 

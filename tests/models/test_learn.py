@@ -142,7 +142,7 @@ def test_a_mix_and_layers_left_in_16_bits_learn_too(lively, tmp_path):
     with CheckpointReader(tmp_path / "mix") as reader:
         assert {reader.layer(name).scheme.name for name in reader.manifest.layers} == {"w3a16_g32", "w8a16"}
     quantize_checkpoint(lively, tmp_path / "skip", "w4a16_g32", method=METHOD, calibration=CALIBRATION, skip=skip)
-    assert (logits(load(tmp_path / "skip")) - logits(load(lively))).norm() < 0.4 * logits(load(lively)).norm()
+    assert (logits(load(tmp_path / "skip")) - logits(load(lively))).norm() < 0.7 * logits(load(lively)).norm()
 
 
 def test_fewer_pieces_than_a_batch_has(tiny, tmp_path):  # noqa: F811
