@@ -40,7 +40,7 @@ def learn(
     range in `ranges` where it is calibrated. Returns the squared error of the outputs, relative to what the layer adds to its
     inputs, on all pieces, before and after.
 
-    Offsets and factors go by Adam. Products are in bfloat16; sums, the residual stream and what is learned in float32. Each
+    Offsets and factors go by Adam. Products are in `product_dtype`, the residual stream and what is learned in float32. Each
     iteration takes the next `method.batch` pieces of an order that `method.seed` and i decide. Nothing in it waits for a GPU.
     """
     together = len(hidden[0])
@@ -72,6 +72,13 @@ def learn(
     return before, after
 
 
+def product_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 where the machine multiplies it, else float32. On one core of a Xeon with AMX, a step of SmolLM2-135M took
+    0.35 s in the one and 0.78 s in the other (2026-11-23)."""
+    fast = device.type != "cpu" or torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    return torch.bfloat16 if fast else torch.float32
+
+
 def _order(pieces: int, together: int, iterations: int, seed: int) -> list[list[int]]:
     """The pieces of each iteration: one random order of all after the other, in whole batches."""
     generator = torch.Generator().manual_seed(seed)
@@ -83,8 +90,9 @@ def _order(pieces: int, together: int, iterations: int, seed: int) -> list[list[
 
 
 def _output(decoder: Decoder, i: int, x: Tensor, roundings: Mapping[str, LearnedRounding]) -> Tensor:
-    with torch.autocast(decoder.device.type, torch.bfloat16):
-        weights = {f"{name}.weight": r.dense(torch.bfloat16) for name, r in roundings.items()}
+    dtype = product_dtype(decoder.device)
+    with torch.autocast(decoder.device.type, torch.bfloat16, enabled=dtype is torch.bfloat16):
+        weights = {f"{name}.weight": r.dense(dtype) for name, r in roundings.items()}
         return decoder.call(i, x, weights).float()
 
 

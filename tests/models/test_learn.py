@@ -86,6 +86,16 @@ def test_rounded_activations_are_those_of_the_operator(scheme, dtype):
     assert torch.equal(x.grad, torch.ones_like(x))
 
 
+def test_a_machine_without_bfloat16_learns_in_float32(lively, tmp_path, monkeypatch):
+    said = []
+    for dtype in (torch.bfloat16, torch.float32):
+        monkeypatch.setattr(learn_module, "product_dtype", lambda device, dtype=dtype: dtype)
+        target = tmp_path / str(dtype)
+        quantize_checkpoint(lively, target, "w3a16_g32", method=METHOD, calibration=CALIBRATION, say=said.append)
+    errors = [float(line.split(" -> ")[1]) for line in said if "error" in line]
+    assert len(errors) == 4 and all(0.7 < a / b < 1.4 for a, b in zip(errors[:2], errors[2:], strict=True))
+
+
 def test_the_seed_decides(tiny, tmp_path):  # noqa: F811
     for name, seed in (("a", 0), ("b", 1)):
         quantize_checkpoint(tiny, tmp_path / name, "w3a16_g32", method=Learned(9, 2, seed), calibration=CALIBRATION)
