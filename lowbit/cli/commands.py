@@ -120,7 +120,7 @@ def quantize(
 
     Without data, in seconds: rtn rounds each weight; hqq moves the zeros of _fz schemes. With text to calibrate on,
     in minutes: gptq lets later columns make up for each rounding; awq scales channels that meet large inputs;
-    smoothquant moves the range of activations into the weights; learned, the slowest and at 4 bits and fewer the best,
+    smoothquant moves the range of activations into the weights; learned, the slowest, for 4 bits and fewer,
     learns which way each weight of a decoder layer is rounded and where scales clip. A run that was killed goes on
     where it was when the same command is given again. Measure on another text than was calibrated on.
 
