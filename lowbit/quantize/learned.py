@@ -51,8 +51,8 @@ class LearnedRounding:
 
     def groups(self) -> list[dict[str, Any]]:
         """What is learned, for an optimizer of torch, with the `speed` of each. A range has about 2^bits spacings: so a factor
-        moves its ends about as fast as an offset moves a weight. That left a third less error than the speed of offsets in a layer
-        of random weights, and in SmolLM2-135M's first three as much, as much and a quarter more."""
+        moves its ends about as fast as an offset moves a weight. In a layer of random weights that left a third less error than
+        the speed of offsets, in SmolLM2-135M's first three as much, as much and a quarter more."""
         return [{"params": [self.offset], "speed": 1.0}, {"params": [self.factors], "speed": 2.0**-self.scheme.weight.bits}]
 
     @torch.no_grad()
