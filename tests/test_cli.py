@@ -278,7 +278,10 @@ def test_explain(quantized):
         (["quantize", "{quantized}", "{tmp}/q"], "quantized already"),
         (["quantize", "{fp16}", "{tmp}/q", "--scheme", "w8a4"], "nothing in"),
         (["quantize", "{fp16}", "{tmp}/q", "--scheme", "w8a16", "--a16", "down_proj"], "16-bit activations everywhere"),
-        (["quantize", "{fp16}", "{tmp}/q", "--scheme", "w8a8", "--smooth"], "--smooth belong to --method gptq, not to rtn"),
+        (
+            ["quantize", "{fp16}", "{tmp}/q", "--scheme", "w8a8", "--smooth"],
+            "--smooth belongs to --method gptq and learned, not to rtn",
+        ),
         (["quantize", "{fp16}", "{tmp}/q", "--method", "gptq", "--samples", "9999"], "take fewer or shorter samples"),
         (["quantize", "{fp16}", "{tmp}/q", "--method", "gptq", "--calibration", "{tmp}/none.txt"], "none.txt"),
         (
@@ -288,6 +291,8 @@ def test_explain(quantized):
         (["eval", "{fp16}", "--text", "{fp16}/model.safetensors"], "model.safetensors: not UTF-8 text"),
         (["quantize", "{fp16}", "{tmp}/q", "--method", "hqq"], "hqq moves floating-point zeros, which w4a16_g64 does not"),
         (["quantize", "{fp16}", "{tmp}/q", "--method", "awq", "--act-order"], "belong to --method gptq, not to awq"),
+        (["quantize", "{fp16}", "{tmp}/q", "--iterations", "9"], "--iterations belongs to --method learned, not to rtn"),
+        (["quantize", "{fp16}", "{tmp}/q", "--method", "learned", "--act-order"], "belong to --method gptq, not to learned"),
         (["quantize", "{fp16}", "{tmp}/q", "--method", "awq", "--search", "mse"], "--search belongs to"),
         (["quantize", "{fp16}", "{tmp}/q", "--search", "loss"], "rtn takes max or mse"),
         (["quantize", "{fp16}", "{tmp}/q", "--method", "hqq", "--search", "max"], "hqq takes none"),

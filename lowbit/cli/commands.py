@@ -26,7 +26,7 @@ from lowbit.cli.terminal import AnyModel, Json, Model, check_json, err, out, say
 if TYPE_CHECKING:
     from lowbit.nn.convert import Plan
     from lowbit.pipeline import Response, Stream
-    from lowbit.quantize import Awq, Gptq, Hqq, Mixed, Rtn, SmoothQuant
+    from lowbit.quantize import Awq, Gptq, Hqq, Learned, Mixed, Rtn, SmoothQuant
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -53,6 +53,7 @@ class MethodChoice(str, Enum):
     gptq = "gptq"
     awq = "awq"
     smoothquant = "smoothquant"
+    learned = "learned"
 
 
 @app.callback(invoke_without_command=True)
@@ -81,13 +82,14 @@ def quantize(
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Pieces of the calibration text.")] = 128,
     length: Annotated[int, typer.Option(min=2, help="Tokens in a piece.")] = 512,
-    seed: Annotated[int, typer.Option(help="Which pieces are drawn.")] = 0,
+    seed: Annotated[int, typer.Option(help="Which pieces are drawn, and for learned in which order.")] = 0,
+    iterations: Annotated[int | None, typer.Option(min=1, help="learned: steps of 8 pieces for each layer; or 200.")] = None,
     act_order: Annotated[bool, typer.Option("--act-order", help="gptq: channels with large inputs first.")] = False,
     static_groups: Annotated[
         bool, typer.Option("--static-groups", help="gptq: groups and scales of the weights as they were.")
     ] = False,
     smooth: Annotated[
-        bool, typer.Option("--smooth", help="gptq: SmoothQuant first, for schemes with 8-bit activations.")
+        bool, typer.Option("--smooth", help="gptq, learned: SmoothQuant first, for schemes with 8-bit activations.")
     ] = False,
     alpha: Annotated[
         str | None, typer.Option(help="SmoothQuant: how far activations move into weights, 0 to 1 (0.5 when absent), or auto.")
@@ -114,17 +116,17 @@ def quantize(
 
     A scheme is w<bits>\\[e<X>m<Y>]a16, then _g<size> for groups along K, then _z (integer zero points) or _fz
     (floating-point zeros): w8a16, w4a16_g64, w6e3m2a16, w4a16_g32_fz. With a8 or a8e4m3 instead of a16, activations are
-    quantized too: w8a8, w4a8_g128, w8a8_az (with zero points). Names of other tools work too: W4A16, wf6af16, fp8,
-    fp8_dynamic, fp8_block.
+    quantized too: w8a8, w4a8_g128, w8a8_az (with zero points). Other tools' names: W4A16, wf6af16, fp8, fp8_block.
 
     Without data, in seconds: rtn rounds each weight; hqq moves the zeros of _fz schemes. With text to calibrate on,
     in minutes: gptq lets later columns make up for each rounding; awq scales channels that meet large inputs;
-    smoothquant moves the range of activations into the weights. A run that was killed goes on where it was when
-    the same command is given again. Measure on another text than was calibrated on.
+    smoothquant moves the range of activations into the weights; learned, the slowest, for 4 bits and fewer,
+    learns which way each weight of a decoder layer is rounded and where scales clip. A run that was killed goes on
+    where it was when the same command is given again. Measure on another text than was calibrated on.
 
     Example: lowbit quantize SmolLM2-135M SmolLM2-135M-fp6 --scheme w6e3m2a16
 
-    Example: lowbit quantize SmolLM2-135M SmolLM2-135M-int4 --scheme w4a16_g64 --method gptq --act-order --samples 32
+    Example: lowbit quantize SmolLM2-135M SmolLM2-135M-int4 --scheme w4a16_g64 --method learned --samples 64
 
     Example: lowbit quantize SmolLM2-135M SmolLM2-135M-mix --mix w3a16_g64,w4a16_g64,w8a16 --bits 4.5
     """
@@ -133,12 +135,11 @@ def quantize(
     from lowbit.models.quantize_checkpoint import quantize_checkpoint
 
     check_json(json_file, "lowbit quantize", target)
-    chosen = _method(method, search, act_order, static_groups, smooth, alpha)
-    mixed = _mixed(mix, bits)
+    chosen = _method(method, search, act_order, static_groups, smooth, alpha, iterations, seed)
     try:
         plan = quantize_checkpoint(
             model_folder(source), target, scheme, skip=skip, embeddings=embeddings, method=chosen,
-            calibration=Calibration(samples, length, seed, calibration), mixed=mixed, low_rank=low_rank,
+            calibration=Calibration(samples, length, seed, calibration), mixed=_mixed(mix, bits), low_rank=low_rank,
             wide_inputs=a16 or (), device=device, overwrite=overwrite, progress=err.is_terminal, say=say,
         )  # fmt: skip
     except KeyboardInterrupt:
@@ -166,15 +167,20 @@ def _stated(plan: Plan) -> dict[str, object]:
 
 
 def _method(
-    name: MethodChoice, search: SearchChoice | None, act_order: bool, static_groups: bool, smooth: bool, alpha: str | None
-) -> Rtn | Hqq | Gptq | Awq | SmoothQuant:
+    name: MethodChoice, search: SearchChoice | None, act_order: bool, static_groups: bool, smooth: bool, alpha: str | None,
+    iterations: int | None, seed: int,
+) -> Rtn | Hqq | Gptq | Awq | SmoothQuant | Learned:  # fmt: skip
     """The method with its options; an option that belongs to another method is an error."""
-    from lowbit.quantize import Awq, Gptq, Hqq, Rtn
+    from lowbit.quantize import Awq, Gptq, Hqq, Learned, Rtn
 
-    if (act_order or static_groups or smooth) and name is not MethodChoice.gptq:
-        raise ValueError(f"--act-order, --static-groups and --smooth belong to --method gptq, not to {name.value}")
+    if (act_order or static_groups) and name is not MethodChoice.gptq:
+        raise ValueError(f"--act-order and --static-groups belong to --method gptq, not to {name.value}")
+    if smooth and name not in (MethodChoice.gptq, MethodChoice.learned):
+        raise ValueError(f"--smooth belongs to --method gptq and learned, not to {name.value}")
+    if iterations is not None and name is not MethodChoice.learned:
+        raise ValueError(f"--iterations belongs to --method learned, not to {name.value}")
     if alpha is not None and name is not MethodChoice.smoothquant and not smooth:
-        raise ValueError(f"--alpha belongs to --method smoothquant and to gptq --smooth, not to {name.value}")
+        raise ValueError(f"--alpha belongs to --method smoothquant and to --smooth, not to {name.value}")
     searches = {"rtn": ("max", "mse"), "gptq": ("max", "mse", "loss"), "awq": ("max", "loss")}.get(name.value, ())
     if search is not None and search.value not in searches:
         takes = " or ".join(searches) or "none"
@@ -189,6 +195,8 @@ def _method(
             return _smoothquant(alpha)
         case MethodChoice.awq:
             return Awq("loss" if search is SearchChoice.loss else "max")
+        case MethodChoice.learned:
+            return Learned(iterations or Learned.iterations, seed=seed, smooth=_smoothquant(alpha) if smooth else None)
     return Hqq()
 
 

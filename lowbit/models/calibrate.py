@@ -31,7 +31,7 @@ from lowbit.models.decoder import Decoder
 from lowbit.models.hf import give_back_freed_memory
 from lowbit.models.quantize_layer import LayerQuantizer, LayerResult
 from lowbit.models.skeleton import tokenizer_of
-from lowbit.quantize.method import Method
+from lowbit.quantize.method import Learned, Method
 
 TOKENS_AT_ONCE = 8192
 """Tokens that a GPU takes through a layer in one call, in whole texts: enough that it does not wait for Python. A CPU takes one
@@ -122,7 +122,8 @@ class Finished:
         for n, correction in ((n, q.low_rank) for n, q in result.quantized.items() if q.low_rank is not None):
             tensors |= {f"quantized {n} up": correction.up, f"quantized {n} down": correction.down}
         plain = {name: t.cpu().contiguous() for name, t in tensors.items()}
-        _replace(self._path(i), lambda path: save_file(plain, str(path), {"notes": json.dumps(result.notes)}))
+        said = {"notes": json.dumps(result.notes), "error": json.dumps(result.error)}
+        _replace(self._path(i), lambda path: save_file(plain, str(path), said))
 
     def read(self, i: int, schemes: Mapping[str, Scheme]) -> LayerResult | None:
         """What layer i brought; None when it is not finished."""
@@ -130,7 +131,8 @@ class Finished:
             return None
         fields: dict[str, dict[str, Tensor]] = {}
         with safe_open(str(self._path(i)), framework="pt") as file:
-            result = LayerResult(notes=json.loads(file.metadata()["notes"]))
+            said = {key: json.loads(text) for key, text in file.metadata().items()}
+            result = LayerResult(notes=said["notes"], error=said["error"])
             for key in file.keys():  # noqa: SIM118  (not a dict)
                 kind, name, *rest = key.split(" ")
                 if kind == "changed":
@@ -207,33 +209,48 @@ def calibrate_layers(
     progress: bool = False,
 ) -> list[str]:
     """Quantizes the linear layers named in `schemes` (full names) that are in decoder layers, with corrections of the rank
-    `low_rank` unless it is 0, and leaves the results in `finished`. Returns notes on layers that were only rounded.
+    `low_rank` unless it is 0, and leaves the results in `finished`. Returns notes on layers that were only rounded, and on what
+    learning brought.
 
     `tokens` [S, T] are the calibration texts; `embeddings` holds parameters by name that the model will have quantized. Peak
     memory: the embedding or one decoder layer in the type of computing, the activations of all texts twice, the Hessians of one
     decoder layer (4 K^2 bytes for each input of K channels; GPTQ takes one at a time, and three times as much of float64 to
     factorize it), and what Python and torch hold.
     """
-    together = 1 if decoder.device.type == "cpu" else max(1, TOKENS_AT_ONCE // tokens.shape[1])
-    hidden = decoder.embed(tokens, embeddings, together)
+    hidden = decoder.embed(tokens, embeddings, _together(decoder, method, tokens))
+    exact = hidden if isinstance(method, Learned) else None  # as the float model has them
     quantizer = LayerQuantizer(decoder, method, low_rank)
     notes = []
-    for i in tqdm(range(len(decoder)), desc=type(method).__name__.lower(), unit="layer", disable=not progress, leave=False):
+    bar = tqdm(range(len(decoder)), desc=type(method).__name__.lower(), unit="layer", disable=not progress, leave=False)
+    for i in bar:
         prefix = f"{decoder.layer_name(i)}."
         own = {name.removeprefix(prefix): scheme for name, scheme in schemes.items() if name.startswith(prefix)}
         result = finished.read(i, own)
-        if result is None:
+        if result is None or exact is not None:
             decoder.load(i)
-            result = quantizer.quantize(i, hidden, own) if own else LayerResult()
+        if exact is not None:
+            exact = list(decoder.run(i, exact))
+        if result is None:
+            result = quantizer.quantize(i, hidden, own, exact) if own else LayerResult()
             finished.write(i, result)
         else:
             dense = {f"{name}.weight": q.dequantize() for name, q in result.quantized.items()}
             decoder.load(i, {**dense, **result.changed})
         notes += result.notes
+        if result.error is not None:
+            bar.set_postfix_str(f"error {result.error[0]:.2e} -> {result.error[1]:.2e}")
+            notes.append(f"{prefix[:-1]}: error {result.error[0]:.3e} -> {result.error[1]:.3e}")
         hidden = list(decoder.run(i, hidden))
         decoder.free(i)
         give_back_freed_memory()
     return notes
+
+
+def _together(decoder: Decoder, method: Method, tokens: Tensor) -> int:
+    """How many texts go through a layer in one call."""
+    if isinstance(method, Learned):
+        return method.batch
+    return 1 if decoder.device.type == "cpu" else max(1, TOKENS_AT_ONCE // tokens.shape[1])
 
 
 def recipe_of(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader
 from lowbit.models.complete import require_finite_tensor
@@ -129,6 +130,14 @@ class Decoder:
         args, kwargs = context if dtype is None else _cast(context, dtype)
         y = self.layers[i](x if dtype is None else x.to(dtype), *args, **kwargs)
         self._returns_tuples = isinstance(y, tuple)
+        out: Tensor = y[0] if isinstance(y, tuple) else y
+        return out
+
+    def call(self, i: int, x: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+        """The output of layer i for x [S, T, hidden], of as many texts as one of the pieces that `embed` made, with `weights`
+        in place of the parameters of these names; gradients pass."""
+        args, kwargs = self._contexts[len(x)][i]
+        y = functional_call(self.layers[i], dict(weights), (x, *args), kwargs)
         out: Tensor = y[0] if isinstance(y, tuple) else y
         return out
 

@@ -24,7 +24,7 @@ from lowbit.models.skeleton import skeleton
 from lowbit.nn.convert import Plan, matches, quantized
 from lowbit.quantize.hqq import hqq
 from lowbit.quantize.lorc import lorc
-from lowbit.quantize.method import DATA_FREE, Hqq, Method, Rtn
+from lowbit.quantize.method import DATA_FREE, Hqq, Learned, Method, Rtn
 from lowbit.quantize.mixed import Mixed, choose, stored_bits
 from lowbit.quantize.rtn import Search
 
@@ -197,12 +197,13 @@ class _Weights:
             self._results.finished.clear()
 
     def _decoder(self) -> Decoder:
-        """Computes in float32 on a CPU, elsewhere in the type that most of the weights are stored in."""
+        """Computes in float32 on a CPU and where rounding is learned, else in the type that most weights are stored in."""
         sizes: dict[torch.dtype, int] = {}
         for info in map(self.reader.info, self.reader.names()):
             sizes[info.dtype] = sizes.get(info.dtype, 0) + info.end - info.begin
         stored = max(sizes, key=lambda dtype: sizes[dtype])
-        return Decoder(self.reader, self.device, torch.float32 if self.device.type == "cpu" else stored)
+        exact = self.device.type == "cpu" or isinstance(self.method, Learned)
+        return Decoder(self.reader, self.device, torch.float32 if exact else stored)
 
     def _rounded(self, tensor: str | None, module: str) -> QuantTensor:
         assert tensor is not None

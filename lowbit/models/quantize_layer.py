@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lowbit.formats import QuantTensor, Scheme
 from lowbit.models.decoder import Decoder, Input
+from lowbit.models.learn import learn
 from lowbit.quantize.activations import static_range
 from lowbit.quantize.awq import clipped, search_scale
 from lowbit.quantize.fold import Fold, divide_outputs, multiply_inputs
 from lowbit.quantize.gptq import gptq
+from lowbit.quantize.learned import LearnedRounding
 from lowbit.quantize.lorc import lorc
-from lowbit.quantize.method import Awq, Gptq, Method, Rtn, SmoothQuant
+from lowbit.quantize.method import Awq, Gptq, Learned, Method, Rtn, SmoothQuant
 from lowbit.quantize.rtn import rtn
 from lowbit.quantize.smoothquant import best_alpha, smoothing_scale
 from lowbit.quantize.statistics import InputStatistics
@@ -30,11 +33,13 @@ _PAIRS = (("v_proj", "o_proj"), ("v_proj", "out_proj"), ("up_proj", "down_proj")
 @dataclass
 class LayerResult:
     """What quantizing a decoder layer brought: `quantized` by the name of the linear layer, `changed`, other parameters that
-    took up factors, in the type of the files, and `notes` on layers that did not take part. Names are relative to the layer."""
+    took up factors, in the type of the files, `notes` on layers that did not take part, and `error`, of a method that learns,
+    that of the layer's outputs before and after. Names are relative to the layer."""
 
     quantized: dict[str, QuantTensor] = field(default_factory=dict)
     changed: dict[str, Tensor] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    error: tuple[float, float] | None = None
 
 
 class LayerQuantizer:
@@ -47,8 +52,11 @@ class LayerQuantizer:
         self._folds: dict[object, list[Fold | None]] = {}
 
     @torch.no_grad()
-    def quantize(self, i: int, hidden: list[Tensor], schemes: Mapping[str, Scheme]) -> LayerResult:
-        """Quantizes the linear layers named in `schemes` (names in the layer) of layer i, whose inputs are `hidden`."""
+    def quantize(
+        self, i: int, hidden: list[Tensor], schemes: Mapping[str, Scheme], exact: list[Tensor] | None = None
+    ) -> LayerResult:
+        """Quantizes the linear layers named in `schemes` (names in the layer) of layer i, whose inputs are `hidden`. `exact`,
+        what the layer is to put out, is for a method that learns."""
         inputs = self.decoder.inputs(i, hidden[0], list(schemes))
         result = LayerResult()
         match self.method:
@@ -60,6 +68,11 @@ class LayerQuantizer:
                 self._gptq(i, hidden, schemes, inputs, result)
             case Awq() | SmoothQuant():
                 self._rescale(i, hidden, schemes, inputs, result)
+            case Learned():
+                assert exact is not None
+                if self.method.smooth is not None:
+                    self._move_factors(self.method.smooth, i, hidden, schemes, inputs, result)
+                self._learn(i, hidden, exact, schemes, inputs, result)
             case _:
                 raise ValueError(f"{type(self.method).__name__} does not look at inputs")
         layer = self.decoder.layers[i]
@@ -74,6 +87,15 @@ class LayerQuantizer:
     ) -> None:
         """Rounds to nearest; what it looks at inputs for is their range."""
         assert isinstance(self.method, Rtn)
+        seen = self._ranges(i, hidden, inputs)
+        for group in inputs:
+            for name in group.linears:
+                with _naming(f"{self.decoder.layer_name(i)}.{name}"):
+                    q = rtn(_weight(self.decoder.layers[i], name), schemes[name], search=self.method.search)
+                self._set(i, name, replace(q, **static_range(schemes[name], *seen[group.linears[0]])), result)
+
+    def _ranges(self, i: int, hidden: list[Tensor], inputs: list[Input]) -> dict[str, Tensor]:
+        """The least and the largest number of each input, and 0, by the first linear layer that reads it."""
         seen = {group.linears[0]: torch.zeros(2, device=self.decoder.device) for group in inputs}
 
         def watch(name: str) -> Callable[[Tensor], None]:
@@ -84,11 +106,26 @@ class LayerQuantizer:
             return take
 
         self.decoder.observe(i, hidden, {name: watch(name) for name in seen})
+        return seen
+
+    def _learn(
+        self, i: int, hidden: list[Tensor], exact: list[Tensor], schemes: Mapping[str, Scheme], inputs: list[Input],
+        result: LayerResult,
+    ) -> None:  # fmt: skip
+        """All weights of the layer at once, against its float output."""
+        assert isinstance(self.method, Learned)
+        full = self.decoder.layer_name(i)
+        roundings: dict[str, LearnedRounding] = {}
+        seen = self._ranges(i, hidden, inputs) if any(s.static_activations for s in schemes.values()) else {}
+        ranges: dict[str, dict[str, Any]] = {}
         for group in inputs:
             for name in group.linears:
-                with _naming(f"{self.decoder.layer_name(i)}.{name}"):
-                    q = rtn(_weight(self.decoder.layers[i], name), schemes[name], search=self.method.search)
-                self._set(i, name, replace(q, **static_range(schemes[name], *seen[group.linears[0]])), result)
+                with _naming(f"{full}.{name}"):
+                    roundings[name] = LearnedRounding(_weight(self.decoder.layers[i], name), schemes[name])
+                ranges[name] = static_range(schemes[name], *seen[group.linears[0]]) if seen else {}
+        result.error = learn(self.decoder, i, hidden, exact, roundings, ranges, self.method)
+        for name, rounding in roundings.items():
+            self._set(i, name, replace(rounding.quantized(), **ranges[name]), result)
 
     def _gptq(
         self, i: int, hidden: list[Tensor], schemes: Mapping[str, Scheme], inputs: list[Input], result: LayerResult

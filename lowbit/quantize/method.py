@@ -48,5 +48,21 @@ class SmoothQuant:
     alpha: float | None = 0.5
 
 
-Method = Rtn | Hqq | Gptq | Awq | SmoothQuant
+@dataclass(frozen=True)
+class Learned:
+    """Offsets and scales learned for a whole decoder layer at once, see `quantize.learned` and `models.learn`: `iterations` of
+    `batch` pieces of text, drawn by `seed`."""
+
+    iterations: int = 200
+    batch: int = 8
+    seed: int = 0
+    smooth: SmoothQuant | None = None
+    """Done first where it is given, for schemes with 8-bit activations."""
+
+    def __post_init__(self) -> None:
+        if self.iterations < 1 or self.batch < 1:
+            raise ValueError(f"learning takes 1 or more iterations of 1 or more pieces, got {self.iterations} of {self.batch}")
+
+
+Method = Rtn | Hqq | Gptq | Awq | SmoothQuant | Learned
 DATA_FREE = (Rtn, Hqq)

@@ -22,7 +22,7 @@ from lowbit.models import calibrate, quantize_layer
 from lowbit.models.calibrate import Calibration, Finished, unfinished_folder
 from lowbit.models.decoder import Decoder
 from lowbit.models.quantize_layer import LayerQuantizer
-from lowbit.quantize import Awq, Gptq, Hqq, InputStatistics, Mixed, SmoothQuant, gptq, rtn
+from lowbit.quantize import Awq, Gptq, Hqq, InputStatistics, Learned, Mixed, SmoothQuant, gptq, rtn
 from lowbit.quantize.fold import divide_outputs, multiply_inputs
 from lowbit.quantize.smoothquant import smoothing_scale
 from tests.tiny import save_tiny, tiny_tokenizer
@@ -129,6 +129,8 @@ METHODS = [
     (SmoothQuant(0.5), "w8a16"),
     (SmoothQuant(None), "w8a16"),
     (Hqq(), "w4a16_g32_fz"),
+    (Learned(iterations=8, batch=4), "w3a16_g32"),
+    (Learned(iterations=8, batch=4), "w6e3m2a16"),
 ]
 
 
@@ -299,7 +301,7 @@ def test_other_families_fold_where_it_is_right(make, producers, tmp_path):
         assert (logits(load(tmp_path / "q")) - expected).norm() < 0.35 * expected.norm()
 
 
-@pytest.mark.parametrize("method", [Gptq(act_order=True), Awq()], ids=["gptq", "awq"])
+@pytest.mark.parametrize("method", [Gptq(act_order=True), Awq(), Learned(8, 4)], ids=["gptq", "awq", "learned"])
 def test_a_killed_run_goes_on_to_the_same_files(method, tiny, tmp_path, monkeypatch):
     quantize_checkpoint(tiny, tmp_path / "whole", "w4a16_g32", method=method, calibration=CALIBRATION)
     original, seen = LayerQuantizer.quantize, []

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from lowbit import LowbitConfig, quantize_checkpoint
 from lowbit.checkpoint import CheckpointError, CheckpointReader
 from lowbit.nn import QuantLinear, convert
-from lowbit.quantize import Gptq, Rtn, SmoothQuant, gptq, rtn
+from lowbit.quantize import Gptq, Learned, Rtn, SmoothQuant, gptq, rtn
 from lowbit.quantize.smoothquant import smoothing_scale
 from tests.models.test_calibrate import CALIBRATION, IDS, files, load, logits, tiny  # noqa: F401  (a fixture)
 
@@ -27,6 +27,9 @@ METHODS = [
     (SmoothQuant(0.5), "w8a8_az"),
     (Gptq(smooth=SmoothQuant(None)), "w8a8"),
     (Gptq(act_order=True, smooth=SmoothQuant(0.5)), "w4a8_g32"),
+    (Learned(8, 4), "fp8"),
+    (Learned(8, 4), "w8a8_t_az"),
+    (Learned(8, 4, smooth=SmoothQuant(0.5)), "w4a8_g32"),
 ]
 
 

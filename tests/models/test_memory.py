@@ -26,7 +26,7 @@ SETUP = """
 from pathlib import Path
 import lowbit.models.quantize_checkpoint
 from lowbit.models.calibrate import Calibration
-from lowbit.quantize import Gptq
+from lowbit.quantize import Gptq, Learned
 import transformers.models.llama.modeling_llama
 torch.set_num_threads(1)
 torch.linalg.eigh(torch.eye(4) @ torch.eye(4))  # the libraries' own workspaces
@@ -34,21 +34,38 @@ torch.linalg.eigh(torch.eye(4) @ torch.eye(4))  # the libraries' own workspaces
 
 RUN = """
 calibration = Calibration(int(sys.argv[3]), int(sys.argv[4]), text=Path(sys.argv[5]))
-lowbit.quantize_checkpoint(sys.argv[1], sys.argv[2], 'w4a16_g64', method=Gptq(search='max'), calibration=calibration)
+method = Learned(iterations=3, batch=2) if sys.argv[6:] else Gptq(search='max')
+lowbit.quantize_checkpoint(sys.argv[1], sys.argv[2], 'w4a16_g64', method=method, calibration=calibration)
 """
+
+
+def peak_of_calibrating(folder, layers, *arguments):
+    config = LlamaConfig(
+        vocab_size=160, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_hidden_layers=layers, num_attention_heads=8,
+        num_key_value_heads=8, max_position_embeddings=256, dtype=torch.float16,
+    )  # fmt: skip
+    LlamaForCausalLM(config).half().save_pretrained(folder / "fp16")
+    tiny_tokenizer().save_pretrained(folder / "fp16")
+    (folder / "text.txt").write_text("pack my box with five dozen liquor jugs " * (SAMPLES * LENGTH // 40 + 1))
+    return peak_bytes(SETUP, RUN, folder / "fp16", folder / "q", SAMPLES, LENGTH, folder / "text.txt", *arguments)
+
+
+@linux
+def test_learning_holds_one_layer_whatever_their_number(tmp_path):
+    """Six decoder layers more would take 63 MB more in float32, and eight times that with what is learned."""
+    peaks = [peak_of_calibrating(tmp_path / str(layers), layers, "learned") for layers in (2, 8)]
+    layer = 4 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INTERMEDIATE)
+    activations = 3 * 4 * SAMPLES * LENGTH * HIDDEN
+    print(f"peaks {peaks}: layer {layer:,}, activations {activations:,}")
+    assert peaks[1] - peaks[0] < layer + 6 * layer // 4 * 4.25 / 8
+    of_a_batch = 2 * LENGTH * 4 * (14 * HIDDEN + 6 * INTERMEDIATE)
+    assert peaks[0] < 9 * layer + activations + of_a_batch + 15_000_000
 
 
 @linux
 def test_gptq_holds_one_layer_its_statistics_and_the_activations(tmp_path):
     """Three decoder layers more would take 31 MB more in float32."""
-    config = LlamaConfig(
-        vocab_size=160, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_hidden_layers=LAYERS, num_attention_heads=8,
-        num_key_value_heads=8, max_position_embeddings=256, dtype=torch.float16,
-    )  # fmt: skip
-    LlamaForCausalLM(config).half().save_pretrained(tmp_path / "fp16")
-    tiny_tokenizer().save_pretrained(tmp_path / "fp16")
-    (tmp_path / "text.txt").write_text("pack my box with five dozen liquor jugs " * (SAMPLES * LENGTH // 40 + 1))
-    peak = peak_bytes(SETUP, RUN, tmp_path / "fp16", tmp_path / "q", SAMPLES, LENGTH, tmp_path / "text.txt")
+    peak = peak_of_calibrating(tmp_path, LAYERS)
     layer = 4 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INTERMEDIATE)
     activations = 2 * 4 * SAMPLES * LENGTH * HIDDEN
     statistics = 4 * INTERMEDIATE**2 + 3 * 8 * INTERMEDIATE**2

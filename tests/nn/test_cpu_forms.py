@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import nn
 
+from lowbit.formats import parse_scheme
 from lowbit.kernels.cpu.torch_int8 import sums_are_exact
 from lowbit.nn import QuantEmbedding, QuantLinear, convert
 from lowbit.nn.decoding import allow_decoding
 from lowbit.nn.row_linear import RowLinear
 from lowbit.pack.cpu import VECTOR_CPUS
 from lowbit.quantize import rtn
+from lowbit.quantize.learned import LearnedRounding
 from tests.tiny import with_channels
 
 pytestmark = pytest.mark.skipif(
@@ -187,3 +189,21 @@ def test_offloaded_layers_keep_the_form_on_disk():
     layer = QuantLinear.from_quant_tensor(rtn(torch.randn(32, 64), "w4a16_g32"))
     layer._hf_hook = SimpleNamespace(offload=True)
     assert "offloaded" in layer.prepare()[0] and not layer.is_prepared
+
+
+SIGNED = ["w2a16_g32", "w3a16_g64", "w4a16_g64", "w4a16_g128", "w6a16", "w8a16", "w4a16_b16x64", "w8a8", "w4a8_g128"]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("scheme", SIGNED)
+def test_scales_may_be_negative(scheme, device):
+    """Learned rounding, and auto-round's files, give the largest weight of a group the lowest code, whatever its sign."""
+    q = LearnedRounding(random(256, 256), parse_scheme(scheme)).quantized()
+    assert (q.scale < 0).any() and (q.scale > 0).any()
+    x = random(64, 256, seed=2).to(torch.float32 if device == "cpu" else torch.float16)
+    layer = QuantLinear.from_quant_tensor(q).to(device)
+    expected = x.double() @ q.dequantize(torch.float64).T
+    for rows in (1, 64):
+        with torch.inference_mode():
+            y = layer(x[:rows].to(device)).double().cpu()
+        assert (y - expected[:rows]).norm() < 0.02 * expected[:rows].norm()
