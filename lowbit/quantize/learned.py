@@ -49,11 +49,10 @@ class LearnedRounding:
         rounded: Tensor = _Round.apply(self._weight, self.offset, scale, zero, self.scheme, dtype)  # type: ignore[no-untyped-call]
         return uncover(rounded, self.scheme, self.shape)
 
-    def groups(self) -> list[dict[str, Any]]:
-        """What is learned, for an optimizer of torch, with the `speed` of each. A range has about 2^bits spacings: so a factor
-        moves its ends about as fast as an offset moves a weight. In a layer of random weights that left a third less error than
-        the speed of offsets, in SmolLM2-135M's first three as much, as much and a quarter more."""
-        return [{"params": [self.offset], "speed": 1.0}, {"params": [self.factors], "speed": 2.0**-self.scheme.weight.bits}]
+    @property
+    def parameters(self) -> list[Tensor]:
+        """What is learned, for an optimizer of torch."""
+        return [self.offset, self.factors]
 
     @torch.no_grad()
     def reset(self) -> None:
