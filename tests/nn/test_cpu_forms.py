@@ -174,6 +174,15 @@ def test_one_row_of_a_16_bit_layer(dtype, bias):
     assert x.grad is not None
 
 
+def test_a_16_bit_layer_that_leaves_the_cpu_is_one_of_torch():
+    """Whoever looks at a model there knows `nn.Linear`: a program of it, what quantizes its head."""
+    model = nn.Sequential(RowLinear.of(nn.Linear(192, 80).bfloat16()), nn.ReLU())
+    assert type(model.half()[0]) is RowLinear and type(copy.deepcopy(model)[0]) is RowLinear
+    before = model[0].state_dict().keys()
+    moved = model.to("meta")[0]
+    assert type(moved) is nn.Linear and moved.state_dict().keys() == before and moved.out_features == 80
+
+
 @pytest.mark.parametrize(
     ("scheme", "dtype"), [("w4a16_g32", torch.bfloat16), ("w8a16", torch.bfloat16), ("w6e3m2a16", torch.float32)]
 )
