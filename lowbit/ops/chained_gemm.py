@@ -85,7 +85,9 @@ def _dense_refusals(w: DenseWeight, m: int, dtype: torch.dtype) -> tuple[str, ..
     reasons = []
     if dtype not in (torch.float16, torch.bfloat16) or w.values.dtype != dtype:
         reasons.append(f"takes x and weights of 16 bits in fp16 or bf16, one type for both, not {dtype} and {w.values.dtype}")
-    if w.shape[1] % 8 or not w.values.is_contiguous() or w.values.data_ptr() % 16:
+    # torch.compile has no addresses; where a weight begins the operator checks too, when it is launched.
+    aligned = torch.compiler.is_compiling() or w.values.data_ptr() % 16 == 0
+    if w.shape[1] % 8 or not w.values.is_contiguous() or not aligned:
         reasons.append(f"takes weights of 16 bits whose rows start at multiples of 16 bytes, not {w.shape[1]} wide")
     if not 1 <= m <= RING_TOKENS:
         reasons.append(f"takes weights of 16 bits for 1 to {RING_TOKENS} tokens, not {m}")

@@ -1,8 +1,8 @@
 """Products on a CPU of weights that were brought into one of its forms (pack/cpu.py).
 
 These are calls of torch's operators, with nothing in between: a call of an operator written in Python takes as long as some of
-these products. What torch.compile traces calls `lowbit::cpu_gemm` instead, in which the choice between few rows and many is
-made when it runs, not when it is traced.
+these products. What torch.compile traces of 16 bits calls `lowbit::cpu_gemm` instead, in which the choice between few rows and
+many is made when it runs, not when it is traced. In float32 there is no choice, and gradients of x are torch's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def cpu_gemm(x: Tensor, w: CpuWeight, bias: Tensor | None = None) -> Tensor:
     if w.has_channels:
         x = channels_of_codes(x, w.order, w.pre_quant_scale)
     of_weight = (w.codes, w.scale, w.form, w.group, w.scheme.zero is not ZeroPoint.NONE)
-    product = torch.ops.lowbit.cpu_gemm if torch.compiler.is_compiling() else _product
+    opaque = torch.compiler.is_compiling() and x.dtype != torch.float32
+    product = torch.ops.lowbit.cpu_gemm if opaque else _product
     y: Tensor = product(x.reshape(-1, w.shape[1]).contiguous(), *of_weight)
     if bias is not None:
         y = y + bias.to(y.dtype)

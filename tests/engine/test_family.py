@@ -12,8 +12,10 @@ from lowbit import convert
 from lowbit.engine.check import difference_to, kernel_refusals
 from lowbit.engine.family import FAMILIES, Decoder, recognise
 from lowbit.engine.program import DecodeProgram
+from lowbit.models.cpu import plan_on_cpu
 from lowbit.models.fuse import fuse_quantization, prepare_on_gpu
 from lowbit.nn.fused import GatedMLP, QuantizingNorm
+from lowbit.nn.row_linear import RowLinear
 from lowbit.ops.decode import EmbeddingTable
 
 SIZES = {
@@ -277,6 +279,15 @@ def test_what_is_not_known_is_said(what, reason):
     found = recognise(unknown(what))
     assert isinstance(found, tuple) and any(reason in line for line in found), found
     assert len(found) == len(set(found)), "each reason once"
+
+
+def test_a_quantized_model_that_was_loaded_on_a_cpu_is_known_where_it_is_moved():
+    """On a CPU its head in 16 bits is a layer of its own (models/cpu.py); elsewhere that would refuse the program."""
+    model = tiny("Llama").bfloat16()
+    convert(model, "w4a16_g32")
+    plan_on_cpu(model)
+    assert isinstance(model.lm_head, RowLinear)
+    assert recognise(model.to("meta")) == ("weights that are not loaded",)
 
 
 @pytest.mark.parametrize(

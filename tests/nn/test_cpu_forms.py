@@ -127,6 +127,19 @@ def test_compiles(name):
             torch.testing.assert_close(compiled(x), y, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("name", ["w4a16_g32", "w8a16"])
+def test_gradients_of_x_in_float32_are_the_same_compiled(name):
+    model = nn.Sequential(nn.Linear(192, 96))
+    convert(model, name)
+    gradients = []
+    for m in (3, 50):
+        x = random(m, 192, seed=m).requires_grad_()
+        for called in (model, torch.compile(lambda x: model(x), fullgraph=True, backend="aot_eager")):
+            gradients.append(torch.autograd.grad(called(x).square().sum(), x)[0])
+        assert model[0].cpu_weight is not None and model[0].cpu_weight.form == "decoded"
+        torch.testing.assert_close(*gradients[-2:])
+
+
 def test_layers_are_decoded_once_only_where_all_of_them_fit():
     model = nn.Sequential(nn.Linear(192, 96, bias=False), nn.Linear(96, 64, bias=False)).bfloat16()
     convert(model, "w6e3m2a16")
@@ -161,6 +174,15 @@ def test_one_row_of_a_16_bit_layer(dtype, bias):
     x = random(1, 192).to(dtype).requires_grad_()
     rows(x).sum().backward()
     assert x.grad is not None
+
+
+def test_a_16_bit_layer_that_leaves_the_cpu_is_one_of_torch():
+    """Whoever looks at a model there knows `nn.Linear`: a program of it, what quantizes its head."""
+    model = nn.Sequential(RowLinear.of(nn.Linear(192, 80).bfloat16()), nn.ReLU())
+    assert type(model.half()[0]) is RowLinear and type(copy.deepcopy(model)[0]) is RowLinear
+    before = model[0].state_dict().keys()
+    moved = model.to("meta")[0]
+    assert type(moved) is nn.Linear and moved.state_dict().keys() == before and moved.out_features == 80
 
 
 @pytest.mark.parametrize(

@@ -223,6 +223,20 @@ def test_opcheck(dense):
     torch.library.opcheck(torch.ops.lowbit.residual_gemm.default, residual)
 
 
+@pytest.mark.parametrize("dense", [False, True])
+def test_compiles_as_one_graph(dense):
+    x, h, squares, gamma = torch.randn(3, 64).half(), torch.randn(3, 64).half(), torch.rand(2, 3), torch.rand(64)
+    w = DenseWeight(torch.randn(64, 64).half()) if dense else FragmentWeight.pack(quantized("w4a16_g32", 64, 64))
+
+    def products(x, squares, h):
+        y = norm_gemm(x, w, squares, width=64, eps=1e-5)
+        return residual_gemm(y, w, h, gamma)
+
+    expected = products(x, squares, h.clone())
+    found = torch.compile(products, fullgraph=True, backend="aot_eager")(x, squares, h.clone())
+    assert all(map(torch.equal, found, expected))
+
+
 # ---- on a GPU
 
 

@@ -13,7 +13,7 @@ import torch
 
 from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.choose.chained_gemm import chain_candidates
-from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile
+from lowbit.kernels.choose.mixed_gemm import DENSE_BITS, GemmShape, RingTile, ring_tiles
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
@@ -187,6 +187,24 @@ def test_every_candidate_finishes_every_output_once(role, n, k, m):
                 assert (element == before + 2).all() and (before // 2 % 2 == 0)[before < config.accumulators].all()
             before = element
         assert sorted(found) == [(e, r) for e in range(config.accumulators) for r in range(config.warps_n)]
+
+
+@pytest.mark.parametrize(("role", "n", "k"), [("residual", 896, 4864), ("gated", 9728, 896), ("norm", 4096, 4096)])
+@pytest.mark.parametrize("bits", [4, DENSE_BITS])
+def test_sums_of_a_row_share_what_is_asked_for(role, n, k, bits):
+    """In every thread of every tile, `first_of_row` names a sum of the same row, which exists where the other one does."""
+    for m in (1, 16):
+        for tile in ring_tiles(GemmShape(m, n, k, bits), typical_machine(80)):
+            gate, parts = "silu" if role == "gated" else "none", 0 if role == "residual" else 1
+            config = config_of(tile, End(False, True, parts, gate, role == "residual"))
+            block = Block(config, (1, 1, 1), (0, 0, 0), ring_end)
+            lane, warp = block.thread & 31, block.thread >> 5
+            at = types.SimpleNamespace(lane=lane, warp=warp, first_strip=0, first_token=0, own_row=0, M=m, N=n)
+            elements = [block.device["element_of"](i, warp, config) for i in range(config.outputs)]
+            rows = [block.device["output_of"](*one, at, config)[0] for one in elements]
+            for i, (element, _) in enumerate(elements):
+                first, finished = config.first_of_row(i), element < config.accumulators
+                assert (rows[i] == rows[first])[finished].all() and (elements[first][0] <= element).all(), str(tile)
 
 
 def test_ptx_names_its_operands():
