@@ -185,6 +185,13 @@ def test_what_does_not_fit_is_named():
         twice.take("weight_packed", tensors["weight_packed"])
 
 
+def test_outputs_that_are_not_known_are_refused():
+    """MiniMax-M3's layer has q, k, v and two of an indexer."""
+    matrices = [packed(f"layers.0.{of}", 64, "w4a16_g64")[0] for of in ("q", "k", "v", "index_q", "index_k")]
+    with pytest.raises(CheckpointError, match="layers.0.q: vLLM's layer has 5 outputs, 3 are known here; .* in 16 bits"):
+        Loading(matrices, Cut((64,) * 5, (64,) * 3), K, torch.float32, DEVICE, Product)
+
+
 def test_a_checkpoint_of_ours_says_what_is_quantized():
     entry = LayerEntry((160, 64), parse_scheme("w8a16"))
     layers = {"model.embed_tokens": entry, "model.layers.0.mlp.down_proj": LayerEntry((64, 176), parse_scheme("w4a16_g16"))}
