@@ -11,7 +11,14 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from lowbit import demo
 from lowbit.models.convert_checkpoint import convert_checkpoint
@@ -199,6 +206,28 @@ def test_packed_rows_that_vllm_rearranges_are_refused(tmp_path):
     quantize_checkpoint(tmp_path / "model", tmp_path / "own", "w8a16")
     with pytest.raises(AssertionError, match="self_attention.query_key_value: vLLM rearranges these rows of bloom while"):
         served(tmp_path / "own")
+
+
+def test_experts_stay_in_16_bits_where_that_is_said(tmp_path):
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=160, hidden_size=128, moe_intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, num_experts=4, num_experts_per_tok=2, bos_token_id=None, eos_token_id=None,
+        dtype=torch.float32,
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=2 * parameter.shape[-1] ** -0.5)
+    saved(model, tmp_path / "model")
+    for layer in model.model.layers.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.weight.data = rtn(layer.weight.data, "w8a16").dequantize()
+    stated = {"quant_method": "lowbit", "scheme": "w8a16"}
+    with pytest.raises(AssertionError, match=r"model.layers.0.mlp.experts: experts are not computed .* leave them in 16 bits"):
+        served(tmp_path / "model", hf_overrides={"quantization_config": stated})
+    stated["modules_to_not_convert"] = ["*.experts"]
+    assert served(tmp_path / "model", hf_overrides={"quantization_config": stated}) == generated(model, PROMPTS)
 
 
 def saved(model, folder):
