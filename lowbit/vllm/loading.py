@@ -142,6 +142,11 @@ class Loading(Generic[T]):
 def _outputs(matrices: Sequence[Matrix], cut: Cut) -> list[tuple[int, ...]]:
     """Which outputs of a layer each matrix holds: one each, all of them, or as many as its rows are."""
     count = len(cut.parts)
+    if len(cut.whole) != count:  # MiniMax-M3's indexer beside q, k and v
+        raise CheckpointError(
+            f"{matrices[0].name}: vLLM's layer has {count} outputs, {len(cut.whole)} are known here; this architecture is not "
+            "supported with quantized weights there: leave them in 16 bits"
+        )
     if len(matrices) == count:
         return [(i,) for i in range(count)]
     if len(matrices) == 1:

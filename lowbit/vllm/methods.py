@@ -16,14 +16,23 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from lowbit.formats import QuantTensor
 from lowbit.nn import QuantEmbedding
 from lowbit.vllm.loading import Cut, Loading
-from lowbit.vllm.matrices import Matrix
+from lowbit.vllm.matrices import PLAIN, Matrix
 from lowbit.vllm.product import Piece, Product
 from lowbit.vllm.warm_up import compile_kernels, token_counts
 
 
 def is_tied() -> bool:
     """Whether the model that vLLM is building has one weight for embedding and LM head."""
-    return bool(getattr(get_current_vllm_config().model_config.hf_config.get_text_config(), "tie_word_embeddings", False))
+    return bool(getattr(_text_config(), "tie_word_embeddings", False))
+
+
+def model_type() -> str:
+    """Transformers' name for the language model that vLLM is building."""
+    return str(getattr(_text_config(), "model_type", ""))
+
+
+def _text_config() -> Any:
+    return get_current_vllm_config().model_config.hf_config.get_text_config()
 
 
 @contextlib.contextmanager
@@ -45,6 +54,8 @@ def _expect(layer: nn.Module, loading: Loading[Any]) -> None:
     for suffix, dtype in {suffix: kind for matrix in loading.matrices for suffix, kind in matrix.suffixes.items()}.items():
         empty = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
         empty.weight_loader = _loader(loading, suffix)  # type: ignore[attr-defined]
+        if suffix == PLAIN:
+            empty.output_dim = 0  # type: ignore[attr-defined]  # Falcon's loader rearranges rows of what states where they are
         layer.register_parameter(suffix, empty)
 
 

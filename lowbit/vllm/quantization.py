@@ -26,8 +26,14 @@ _READ_BY_OTHERS = ("kv_b_proj",)
 class LowbitQuantization(QuantizationConfig):
     """What is quantized in a model; made by `from_config` of the `quantization_config` in config.json."""
 
-    def __init__(self, source: Any) -> None:
+    def __init__(self, source: Any = None) -> None:
         super().__init__()
+        if source is None:  # vLLM's call for a config.json that has no `quantization_config`
+            scheme = '{"quantization_config": {"quant_method": "lowbit", "scheme": "w4a16_g128"}}'
+            raise ValueError(
+                "--quantization lowbit: config.json states no quantization_config; quantize the model first (lowbit quantize), "
+                f"or state a scheme: --hf-overrides '{scheme}'"
+            )
         self.source = source
 
     def get_name(self) -> str:
@@ -77,11 +83,11 @@ class LowbitQuantization(QuantizationConfig):
     def get_quant_method(self, layer: nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """What a layer is computed with; None for what vLLM computes in 16 bits. Raises ValueError, naming the layer, for one
         that should be quantized and cannot be."""
-        from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+        from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, UnquantizedLinearMethod
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-        from lowbit.vllm.methods import LowbitEmbeddingMethod, LowbitLinearMethod, is_tied
-        from lowbit.vllm.sources import End
+        from lowbit.vllm.methods import LowbitEmbeddingMethod, LowbitLinearMethod, is_tied, model_type
+        from lowbit.vllm.sources import End, order_refusals
 
         if isinstance(layer, LinearBase):
             matrices = [self.source.matrix(name, torch.get_default_dtype()) for name in self._stored(prefix)]
@@ -92,6 +98,9 @@ class LowbitQuantization(QuantizationConfig):
                     f"{prefix}: vLLM reads the weights of this layer itself (multi-head latent attention), which must not be "
                     f"packed; leave it in 16 bits (modules_to_not_convert: *.{_READ_BY_OTHERS[0]})"
                 )
+            reasons = order_refusals(model_type(), prefix, matrices) if isinstance(layer, QKVParallelLinear) else ()
+            if reasons:
+                raise ValueError(f"{prefix}: {'; '.join(reasons)}")
             return LowbitLinearMethod(prefix, matrices)
         if isinstance(layer, VocabParallelEmbedding):
             shape = (layer.org_vocab_size, layer.embedding_dim)

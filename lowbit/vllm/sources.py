@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,12 @@ from lowbit.vllm.matrices import ForeignMatrix, Matrix, PackedMatrix, PlainMatri
 WHERE = "config.json"
 _ON_LOAD = {"quant_method", "format_version", "scheme", "modules_to_not_convert", "head", "search"}
 _EXPERTS = "experts are not computed with packed weights yet"
+_REARRANGED = {
+    **dict.fromkeys(("bloom", "falcon", "gpt_neox", "persimmon"), "query_key_value"),
+    "llama4_text": "qkv_proj",
+}
+"""Layers whose rows vLLM brings into another order while it loads them, by the type of the model (its `load_weights`, 0.25.1
+and 0.32.0): of a weight in 16 bits all, of a packed one not the zeros, the corrections, or nothing at all."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +125,9 @@ class SixteenBits(Source):
             return ()
         return (f"{_EXPERTS}; leave them in 16 bits (modules_to_not_convert: *.experts)",)
 
+    def renamed(self, rename: Renaming) -> Source:
+        return replace(self, kept=tuple(dict.fromkeys((*self.kept, *rename(self.kept).values()))))
+
 
 @dataclass(frozen=True)
 class OtherTools(Source):
@@ -134,6 +143,17 @@ class OtherTools(Source):
 
     def expert_refusals(self, name: str) -> tuple[str, ...]:
         return (f"{_EXPERTS}; serve this checkpoint without --quantization lowbit",)
+
+
+def order_refusals(model_type: str, name: str, matrices: Sequence[Matrix]) -> tuple[str, ...]:
+    """Why the rows of a layer that holds q, k and v would be in a wrong order; empty if they would not."""
+    is_rearranged = _REARRANGED.get(model_type) == name.rpartition(".")[2]
+    if not is_rearranged or all(isinstance(matrix, PlainMatrix) for matrix in matrices):
+        return ()
+    return (
+        f"vLLM rearranges these rows of {model_type} while it loads them, which it does not do with packed weights: leave "
+        "q, k and v in 16 bits, or have 16-bit weights quantized while they are loaded",
+    )
 
 
 def _is_head(name: str) -> bool:

@@ -11,12 +11,23 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from lowbit import demo
 from lowbit.models.convert_checkpoint import convert_checkpoint
 from lowbit.models.load import load_causal
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
+from lowbit.nn import QuantLinear
+from lowbit.quantize import rtn
 from tests.forks import forked
+from tests.tiny import tiny_tokenizer
 from tests.vllm.folders import MIXED, SETTINGS, packed, plain
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (make test-vllm)")
@@ -29,13 +40,16 @@ import json, sys
 if __name__ == "__main__":
     folder, prompts, new, options = sys.argv[1], *map(json.loads, sys.argv[2:5])
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
     from torch._dynamo.utils import counters
+    adapter = options.pop("adapter", None)
+    adapter = None if adapter is None else LoRARequest("adapter", 1, adapter)
     sizes = dict(max_model_len=128, max_num_seqs=8, dtype="float32", enforce_eager=True, seed=0)
     engine = LLM(folder, **{**sizes, **options})
     greedy = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
     graphs = dict(counters["stats"])
-    made = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], greedy, use_tqdm=False)
-    alone = engine.generate([{"prompt_token_ids": prompts[0]}], greedy, use_tqdm=False)
+    made = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], greedy, use_tqdm=False, lora_request=adapter)
+    alone = engine.generate([{"prompt_token_ids": prompts[0]}], greedy, use_tqdm=False, lora_request=adapter)
     assert dict(counters["stats"]) == graphs, "something was compiled for a batch"
     tokens = [list(answer.outputs[0].token_ids) for answer in (*made, *alone)]
     print("TOKENS" + json.dumps(tokens), flush=True)
@@ -53,7 +67,11 @@ def served(folder, prompts=PROMPTS, new=NEW, **options):
 
 def ours(folder, prompts=PROMPTS, new=NEW, **options):
     """Tokens of Transformers' `generate` with our layers."""
-    model, tokens = load_causal(folder, device="cpu", dtype=torch.float32, **options), []
+    return generated(load_causal(folder, device="cpu", dtype=torch.float32, **options), prompts, new)
+
+
+def generated(model, prompts, new=NEW):
+    tokens = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
         model.generation_config.eos_token_id = None
@@ -123,6 +141,103 @@ def test_other_tools_checkpoints_run_on_our_kernels(tmp_path, tool, scheme):
     own = packed(tmp_path / "own", dict.fromkeys(MIXED, scheme), order=order)
     convert_checkpoint(own, tmp_path / "model", tool)
     assert served(tmp_path / "model", quantization="lowbit") == ours(own)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_adapter_of_every_layer(tmp_path, ranks):
+    """LoRA of rank 8 on quantized layers."""
+    folder, adapter = packed(tmp_path / "model", MIXED, tied=True, embedding="w8a16"), tmp_path / "adapter"
+    tensors, expected = lora(adapter, folder), ours(folder)
+    model = load_causal(folder, device="cpu", dtype=torch.float32)
+    for name, layer in model.named_modules():
+        if isinstance(layer, QuantLinear) and name != "lm_head":
+            a, b = (tensors[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
+            layer.register_forward_hook(lambda _, x, y, a=a, b=b: y + x[0] @ a.T @ b.T)
+    adapted = generated(model, PROMPTS)
+    assert adapted != expected
+    assert served(folder, adapter=str(adapter), enable_lora=True, max_lora_rank=8, tensor_parallel_size=ranks) == adapted
+
+
+def lora(path, folder):
+    """An adapter for every quantized linear layer of a folder, written as PEFT does; its tensors."""
+    stated = json.loads((folder / "config.json").read_text())["quantization_config"]["layers"]
+    shapes = {name: entry["shape"] for name, entry in stated.items() if name.rpartition(".")[2] in MIXED}
+    torch.manual_seed(3)
+    tensors = {}
+    for name, (n, k) in shapes.items():
+        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(8, k) / k**0.5
+        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(n, 8) / 8**0.5
+    path.mkdir()
+    save_file(tensors, path / "adapter_model.safetensors")
+    stated = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": 8,
+        "lora_alpha": 8,
+        "bias": "none",
+        "target_modules": list(MIXED),
+    }
+    (path / "adapter_config.json").write_text(json.dumps(stated))
+    return tensors
+
+
+def test_16_bit_weights_whose_rows_vllm_rearranges(tmp_path):
+    """Falcon's q, k and v lie by groups of heads in its files, one after the other in vLLM's layer."""
+    torch.manual_seed(0)
+    config = FalconConfig(
+        vocab_size=160, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_kv_heads=2, alibi=False, bias=False,
+        new_decoder_architecture=True, bos_token_id=None, eos_token_id=None, dtype=torch.float32,
+    )  # fmt: skip
+    model = FalconForCausalLM(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=2 * parameter.shape[1] ** -0.5)
+    saved(model, tmp_path / "model")
+    for layer in model.transformer.h.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.weight.data = rtn(layer.weight.data, "w8a16").dequantize()
+    stated = {"quant_method": "lowbit", "scheme": "w8a16"}
+    assert served(tmp_path / "model", hf_overrides={"quantization_config": stated}) == generated(model, PROMPTS)
+
+
+def test_packed_rows_that_vllm_rearranges_are_refused(tmp_path):
+    config = BloomConfig(vocab_size=160, hidden_size=128, n_layer=1, n_head=4, bos_token_id=None, eos_token_id=None)
+    saved(BloomForCausalLM(config), tmp_path / "model")
+    quantize_checkpoint(tmp_path / "model", tmp_path / "own", "w8a16")
+    with pytest.raises(AssertionError, match="self_attention.query_key_value: vLLM rearranges these rows of bloom while"):
+        served(tmp_path / "own")
+
+
+def test_experts_stay_in_16_bits_where_that_is_said(tmp_path):
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=160, hidden_size=128, moe_intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, num_experts=4, num_experts_per_tok=2, bos_token_id=None, eos_token_id=None,
+        dtype=torch.float32,
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=2 * parameter.shape[-1] ** -0.5)
+    saved(model, tmp_path / "model")
+    for layer in model.model.layers.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.weight.data = rtn(layer.weight.data, "w8a16").dequantize()
+    stated = {"quant_method": "lowbit", "scheme": "w8a16"}
+    with pytest.raises(AssertionError, match=r"model.layers.0.mlp.experts: experts are not computed .* leave them in 16 bits"):
+        served(tmp_path / "model", hf_overrides={"quantization_config": stated})
+    stated["modules_to_not_convert"] = ["*.experts"]
+    assert served(tmp_path / "model", hf_overrides={"quantization_config": stated}) == generated(model, PROMPTS)
+
+
+def saved(model, folder):
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+
+
+def test_our_method_for_weights_in_16_bits_needs_a_scheme(tmp_path):
+    with pytest.raises(AssertionError, match="--quantization lowbit: config.json states no quantization_config; quantize"):
+        served(plain(tmp_path / "model"), quantization="lowbit")
 
 
 @pytest.mark.model

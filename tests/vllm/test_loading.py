@@ -14,7 +14,7 @@ from lowbit.vllm import version_refusals
 from lowbit.vllm.loading import Cut, Loading
 from lowbit.vllm.matrices import PackedMatrix, PlainMatrix, RoundedMatrix
 from lowbit.vllm.product import Product
-from lowbit.vllm.sources import End, OwnCheckpoint, SixteenBits, source_of
+from lowbit.vllm.sources import End, OwnCheckpoint, SixteenBits, order_refusals, source_of
 from tests.forks import ROOT, forked
 from tests.tiny import with_channels
 
@@ -185,6 +185,13 @@ def test_what_does_not_fit_is_named():
         twice.take("weight_packed", tensors["weight_packed"])
 
 
+def test_outputs_that_are_not_known_are_refused():
+    """MiniMax-M3's layer has q, k, v and two of an indexer."""
+    matrices = [packed(f"layers.0.{of}", 64, "w4a16_g64")[0] for of in ("q", "k", "v", "index_q", "index_k")]
+    with pytest.raises(CheckpointError, match="layers.0.q: vLLM's layer has 5 outputs, 3 are known here; .* in 16 bits"):
+        Loading(matrices, Cut((64,) * 5, (64,) * 3), K, torch.float32, DEVICE, Product)
+
+
 def test_a_checkpoint_of_ours_says_what_is_quantized():
     entry = LayerEntry((160, 64), parse_scheme("w8a16"))
     layers = {"model.embed_tokens": entry, "model.layers.0.mlp.down_proj": LayerEntry((64, 176), parse_scheme("w4a16_g16"))}
@@ -246,6 +253,28 @@ def test_16_bits_with_a_scheme():
     assert source.matrix("model.layers.0.mlp.gate", torch.bfloat16).is_plain
     assert source.matrix("model.layers.0.mlp.up_proj", torch.bfloat16).scheme_of().name == "w6e3m2a16"
     assert source.end(End("", (160, 64), False, True), torch.bfloat16).scheme_of().name == "w8a16"
+
+
+def test_modules_that_stay_in_16_bits_have_the_names_of_vllms_model_too():
+    """Qwen2-VL's config.json says model.language_model, vLLM's model language_model.model."""
+    source = SixteenBits(parse_scheme("w8a16"), ("model.language_model.layers.0.mlp.down_proj", "*.o_proj"))
+    moved = source.renamed(
+        lambda names: {name: name.replace("model.language_model.", "language_model.model.") for name in names}
+    )
+    assert moved.matrix("language_model.model.layers.0.mlp.down_proj", torch.bfloat16).is_plain
+    assert moved.matrix("language_model.model.layers.0.self_attn.o_proj", torch.bfloat16).is_plain
+    assert not moved.matrix("language_model.model.layers.1.mlp.down_proj", torch.bfloat16).is_plain
+
+
+def test_packed_rows_that_vllm_rearranges_are_refused():
+    matrix, _ = packed("transformer.h.0.self_attention.query_key_value", 96, "w4a16_g32_z")
+    rounded = RoundedMatrix("query_key_value", torch.bfloat16, parse_scheme("w4a16_g32"))
+    (reason,) = order_refusals("falcon", matrix.name, [matrix])
+    assert "vLLM rearranges these rows of falcon" in reason and "leave q, k and v in 16 bits" in reason
+    assert order_refusals("llama4_text", "model.layers.0.self_attn.qkv_proj", [rounded, matrix, rounded])
+    assert not order_refusals("falcon", matrix.name, [rounded])
+    assert not order_refusals("falcon", "transformer.h.0.self_attention.dense", [matrix])
+    assert not order_refusals("chatglm", "transformer.encoder.layers.0.self_attention.query_key_value", [matrix])
 
 
 @pytest.mark.parametrize("version", ["0.25.1", "0.25.2", "0.26.0", "0.32.0+cpu", "0.33.0", "0.33.4.post1"])
