@@ -94,16 +94,20 @@ Watch = Callable[[int, int, str], None]
 
 
 def written(tile: AnyTile) -> str:
-    """A tile in a result file: its kernel and its numbers, such as "wgmma 64 2 8 4 2"; `read` is the inverse."""
+    """A tile in a result file: its kernel and its numbers, such as "wgmma 64 2 8 4 2"; `read` is the inverse. The slots of a ring
+    that has one for each step are left out: result files are older than they."""
     name = next(name for name, kind in TILES.items() if isinstance(tile, kind))
-    return " ".join([name, *(str(int(value)) for value in dataclasses.astuple(tile))])
+    numbers = [int(value) for value in dataclasses.astuple(tile)]
+    if isinstance(tile, RingTile) and not tile.slots:
+        del numbers[-1]
+    return " ".join([name, *map(str, numbers)])
 
 
 def read(text: str) -> AnyTile:
     """The tile that `written` wrote."""
     name, *numbers = text.split()
-    kinds = (each.type for each in dataclasses.fields(TILES[name]))
-    return TILES[name](*(bool(int(n)) if kind == "bool" else int(n) for n, kind in zip(numbers, kinds, strict=True)))
+    kinds = [each.type for each in dataclasses.fields(TILES[name])]
+    return TILES[name](*(bool(int(n)) if kind == "bool" else int(n) for n, kind in zip(numbers, kinds, strict=False)))
 
 
 def kind_of(tile: AnyTile) -> tuple[Any, ...]:

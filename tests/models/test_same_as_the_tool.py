@@ -207,11 +207,11 @@ def distance(logits, reference):
     return float((logits.double() - reference.double()).norm() / reference.double().norm())
 
 
-def simulated_product(self, x):
+def simulated_product(self, x, bias):
     """The tool's: x and w dequantized and rounded to x's type, torch's product."""
     spread = x.scale.repeat_interleave(128, -1)[..., : x.shape[-1]] if x.scale.shape[-1] > 1 else x.scale
     values = ((x.codes.float() - (0 if x.zero is None else x.zero.float())) * spread).to(x.dtype)
-    return torch.nn.functional.linear(values, self.quant_tensor().dequantize(x.dtype))
+    return torch.nn.functional.linear(values, self.quant_tensor().dequantize(x.dtype), bias)
 
 
 def test_there_and_back_keeps_every_byte(tmp_path):

@@ -157,15 +157,16 @@ def compiled_rows(end, m, n, k, dtype="fp16", bias=False, tile=None, sm=90):
     else:
         plan = NormPlan(shape, tile, DENSE_FORM, half, bias, 128, "none" if end == "norm" else end, arch)
         call = x, w, meta((128, m), torch.float32), added, k, 1e-5, 1.0, *room
-    return tile, compile_plan(plan, call, sm, ("x", "w", "scale"))
+    return plan, compile_plan(plan, call, sm, ("x", "w", "scale"))
 
 
 @pytest.mark.parametrize(("m", "dtype"), [(1, "fp16"), (8, "bf16"), (16, "bf16")])
 @pytest.mark.parametrize(("end", "n", "k"), LLAMA)
 def test_rows_of_16_bits(end, n, k, m, dtype):
     """No second copy, no conversion: of 128 k and 16 rows 8 copies and 8 reads of 16 bytes a lane, and the products."""
-    tile, kernel = compiled_rows(end, m, n, k, dtype)
-    check(tile, kernel, end, int(end == "residual"), 128)
+    plan, kernel = compiled_rows(end, m, n, k, dtype)
+    tile = plan.tile
+    check(plan, kernel, end, int(end == "residual"), 128, stack_bytes=8)
     steps = 2 * tile.strips * tile.rounds  # the loop and its last turn, which starts no copies
     assert kernel.count("HMMA.16816") == steps * 8 * (tile.tokens // 8)
     of_x = 2 * tile.rounds * tile.tokens // 2
@@ -181,10 +182,10 @@ def test_rows_of_16_bits(end, n, k, m, dtype):
 def test_rows_with_fewer_slots_than_strips(tile):
     """And with rows that do not exist, and a tail of K."""
     for end, n, k in (("residual", 4099, 4104), ("silu", 9728, 896)):
-        used, kernel = compiled_rows(end, tile.tokens, n, k, bias=True, tile=tile)
+        plan, kernel = compiled_rows(end, tile.tokens, n, k, bias=True, tile=tile)
         first, last = main_loop(kernel)
-        assert not re.search(r"\b(LDL|STL)\b", " ".join(kernel.lines[first : last + 1])) and kernel.stack_bytes <= 32
-        assert used.depth == (tile.slots or tile.strips * tile.rounds)
+        assert not re.search(r"\b(LDL|STL)\b", " ".join(kernel.lines[first : last + 1])) and kernel.stack_bytes <= 40
+        assert plan.tile.depth == (tile.slots or tile.strips * tile.rounds)
         waits = {int(found) for found in re.findall(r"cp\.async\.wait_group (\d+)", kernel.ptx)}
         assert waits == set(range(tile.depth)), "never more under way than slots, at the end fewer and fewer"
 
