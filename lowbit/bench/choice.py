@@ -94,7 +94,7 @@ Watch = Callable[[int, int, str], None]
 
 
 def written(tile: AnyTile) -> str:
-    """A tile in a result file: its kernel and its numbers, such as "wgmma 64 2 8 4 2"; `read` is the inverse. The slots of a ring
+    """A tile in a result file: its kernel and its numbers, such as "wgmma 64 2 8 4 2"; `read` is the inverse. Slots of a ring
     that has one for each step are left out: result files are older than they."""
     name = next(name for name, kind in TILES.items() if isinstance(tile, kind))
     numbers = [int(value) for value in dataclasses.astuple(tile)]

@@ -48,8 +48,8 @@ def lively(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("scheme", "of_rounding", "of_gptq"),
-    # Where a range's ends move all of a group, ends that learn as fast as offsets, which real models want (models/learn.py), take
-    # more than these few iterations on random weights to pass GPTQ.
+    # Where a range's ends move all of a group, ends that learn as fast as offsets, which real models want (models/learn.py),
+    # take more than these few iterations on random weights to pass GPTQ.
     [
         *(("w2a16_g16", 0.5, 0.95), ("w3a16_g32_z", 0.5, 0.95), ("w4a16_g32", 0.5, 0.95)),
         *(("w4a16_g32_fz", 0.55, 1.45), ("w4e2m1a16_g32", 0.55, 1.45)),
