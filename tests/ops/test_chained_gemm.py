@@ -272,6 +272,18 @@ def random_rows(k, dtype, *sizes):
     return [torch.randn(CHAIN_TOKENS, size, device="cuda", dtype=dtype, generator=generator) for size in sizes]
 
 
+def residual_twice(x, w, before, gamma, bias):
+    """h [M, N], x of the next product and sums of squares, of two calls with equal bits in memory that is poisoned."""
+    found = []
+    for _ in range(2):
+        h = before.clone()
+        poison(before.shape, dtype=before.dtype)
+        poison((256, len(before)))
+        found.append((h, *residual_gemm(x, w, h, gamma, bias, factor=0.5)))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), "same input, same bits"
+    return found[0]
+
+
 @gpu
 @pytest.mark.parametrize(
     ("gated", "scheme", "dtype"),
@@ -307,14 +319,7 @@ def test_residual_on_a_gpu(scheme, dtype):
             x, before = rows[:m], all_h[:m]
             added, _, _ = residual_gemm_reference(x, q, before, gamma, bias)
             honest, _, _ = residual_gemm_reference(x, DenseWeight(q.dequantize(dtype)), before, gamma, bias)
-            found = []
-            for _ in range(2):
-                h = before.clone()
-                poison((m, n), dtype=dtype)
-                poison((256, m))
-                found.append((h, *residual_gemm(x, w, h, gamma, bias, factor=0.5)))
-            assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), "same input, same bits"
-            h, following, squares = found[0]
+            h, following, squares = residual_twice(x, w, before, gamma, bias)
             assert relative_error(h, added) <= 2 * relative_error(honest, added) + 2e-4, (n, k, m)
             assert torch.equal(following, (h.float() * (gamma * 0.5)).to(dtype)), (n, k, m)
             assert torch.allclose(squares.sum(0), h.float().square().sum(1), rtol=1e-5) and torch.isfinite(squares).all()
@@ -531,14 +536,7 @@ def test_weights_of_16_bits_on_a_gpu(n, k, dtype):
             assert relative_error(y, expected) <= 2 * relative_error(honest, expected) + 2e-5, (m, gated)
             assert torch.equal(y, norm_gemm(x, used, squares, b, factor=0.5, gated=gated, **given)), "same input, same bits"
         added, _, _ = residual_gemm_reference(x, w, before, gamma, bias)
-        found = []
-        for _ in range(2):
-            h = before.clone()
-            poison((m, n), dtype=dtype)
-            poison((256, m))
-            found.append((h, *residual_gemm(x, w, h, gamma, bias, factor=0.5)))
-        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), "same input, same bits"
-        h, following, squares = found[0]
+        h, following, squares = residual_twice(x, w, before, gamma, bias)
         assert relative_error(h, added) <= 2e-4
         assert torch.equal(following, (h.float() * (gamma * 0.5)).to(dtype))
         assert torch.allclose(squares.sum(0), h.float().square().sum(1), rtol=1e-5)

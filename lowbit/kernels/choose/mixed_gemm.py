@@ -369,12 +369,13 @@ _MISSING_CYCLES = 3.6
 and 970 of 96 (N 152064, K 5120): a tile that is not full is slower than a full one."""
 
 
+def _too_few_stages(stages: int, shape: GemmShape) -> tuple[str, ...]:
+    return () if stages >= 2 else (f"{shape.bits}-bit tiles leave room for {stages} stages, 2 are needed",)
+
+
 def wgmma_candidate(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> GemmCandidate:
     """A tile of the wgmma kernel with its reasons and its modelled time."""
-    reasons = []
-    if tile.stages < 2:
-        reasons.append(f"{shape.bits}-bit tiles leave room for {tile.stages} stages, 2 are needed")
-    return GemmCandidate(tile, tuple(reasons), _wgmma_cost(tile, shape, machine))
+    return GemmCandidate(tile, _too_few_stages(tile.stages, shape), _wgmma_cost(tile, shape, machine))
 
 
 def _wgmma_cost(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> float:
@@ -435,10 +436,7 @@ def _mma_stage_bytes(tokens: int, strips: int, bits: int) -> int:
 
 def mma_candidate(tile: MmaTile, shape: GemmShape, machine: Machine) -> GemmCandidate:
     """A tile of the mma.sync kernel with its reasons and its modelled time."""
-    reasons = []
-    if tile.stages < 2:
-        reasons.append(f"{shape.bits}-bit tiles leave room for {tile.stages} stages, 2 are needed")
-    return GemmCandidate(tile, tuple(reasons), _mma_cost(tile, shape, machine))
+    return GemmCandidate(tile, _too_few_stages(tile.stages, shape), _mma_cost(tile, shape, machine))
 
 
 def _mma_cost(tile: MmaTile, shape: GemmShape, machine: Machine) -> float:

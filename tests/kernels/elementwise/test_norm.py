@@ -118,7 +118,7 @@ def check_layer_norm(device, dtype, m, width, mean=0.0, with_delta=True, weights
         near(x, layer_norm(mine.double(), (width,), gamma.double(), bias.double(), 1e-5).to(dtype), 2, size)
         # Not of equal elements: torch merges means of parts, and what is left is divided by sqrt(eps). With a mean of 30, 1.3 %
         # of 9216 elements round otherwise (torch 2.11 on an H200).
-        near(x[1:], norm_reference(mine, gamma, 1e-5, 0.0, bias)[1:], 2, size[1:], few=0.02 if mean else 0.01)
+        near(x[1:], norm_reference(mine, gamma, 1e-5, 0.0, bias)[1:], 2, size[1:], few=0.015 if mean else 0.01)
         assert torch.equal(x[0], bias.to(dtype)), "(h - mean) is 0"
 
 

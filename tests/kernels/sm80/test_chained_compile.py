@@ -74,7 +74,8 @@ def check(plan, kernel, end, of_rows, parts, stack_bytes=0):
     tile, config = plan.tile, plan.config
     first, last = main_loop(kernel)
     assert not re.search(r"\b(LDL|STL)\b", " ".join(kernel.lines[first : last + 1])), "registers spilled in the main loop"
-    assert kernel.stack_bytes <= stack_bytes, "registers spilled"
+    used = kernel.stack_bytes if kernel.count("LDL") or kernel.count("STL") else 0  # ptxas may have a stack and not use it
+    assert used <= stack_bytes, "registers spilled"
     wait = next(i for i, line in enumerate(kernel.lines) if "ACQBULK" in line)
     copies = [i for i, line in enumerate(kernel.lines) if "LDGSTS" in line]
     assert copies[0] < wait < copies[-1], "copies of weights, wait, copies of x"
@@ -166,7 +167,7 @@ def test_rows_of_16_bits(end, n, k, m, dtype):
     """No second copy, no conversion: of 128 k and 16 rows 8 copies and 8 reads of 16 bytes a lane, and the products."""
     plan, kernel = compiled_rows(end, m, n, k, dtype)
     tile = plan.tile
-    check(plan, kernel, end, int(end == "residual"), 128, stack_bytes=8)
+    check(plan, kernel, end, int(end == "residual"), 128)
     steps = 2 * tile.strips * tile.rounds  # the loop and its last turn, which starts no copies
     assert kernel.count("HMMA.16816") == steps * 8 * (tile.tokens // 8)
     of_x = 2 * tile.rounds * tile.tokens // 2
@@ -199,7 +200,7 @@ def test_rows_on_every_machine(sm):
 
 def test_most_parts():
     for m in (8, 16):
-        check(*compiled("norm", m=m, n=10240, k=8192, parts=256), "norm", 0, 256, stack_bytes=8)
+        check(*compiled("norm", m=m, n=10240, k=8192, parts=256), "norm", 0, 256)
 
 
 @pytest.mark.parametrize("sm", [80, 86, 89, 120])
