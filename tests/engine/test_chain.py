@@ -55,6 +55,16 @@ def dequantized(model, dtype=torch.float64):
     return plain.to(dtype)
 
 
+def near_reference(program, reference, ids, dtype):
+    """Logits [T, B, vocab] of a program step by step and of a model at once, which differ by no more than roundings."""
+    with torch.inference_mode():
+        expected = reference(ids).logits.transpose(0, 1).float()
+    found = stepped(program, ids).float()
+    error = ((found - expected).norm() / expected.norm()).item()
+    assert error < (0.01 if dtype == torch.float16 else 0.06), error
+    return found, expected
+
+
 def texts(count):
     return torch.randint(3, VOCAB, (count, TOKENS), generator=torch.Generator().manual_seed(count))
 
@@ -92,12 +102,7 @@ def test_the_logits_of_the_model(dtype, scheme, ends):
     reference = dequantized(model, torch.float32)
     program = program_of(model)
     assert isinstance(program.chain, Chain)
-    ids = texts(program.chain.most)
-    with torch.inference_mode():
-        expected = reference(ids).logits.transpose(0, 1).float()
-    found = stepped(program, ids).float()
-    error = ((found - expected).norm() / expected.norm()).item()
-    assert error < (0.01 if dtype == torch.float16 else 0.06), error
+    found, expected = near_reference(program, reference, texts(program.chain.most), dtype)
     assert (found.argmax(-1) == expected.argmax(-1)).float().mean() > 0.9
 
 
@@ -153,12 +158,7 @@ def test_layers_of_16_bits_take_the_chain_too(as_on_a_gpu, dtype, parts):
         "head": set(),
     }
     assert dense == expected_dense[parts] and isinstance(program.head, Dense)
-    ids = texts(program.chain.most)
-    with torch.inference_mode():
-        expected = reference(ids).logits.transpose(0, 1).float()
-    found = stepped(program, ids).float()
-    error = ((found - expected).norm() / expected.norm()).item()
-    assert error < (0.01 if dtype == torch.float16 else 0.06), error
+    near_reference(program, reference, texts(program.chain.most), dtype)
     for layer, weight in zip(weights, before, strict=True):
         assert weight is None or torch.equal(layer.weight, weight), "the model has its weights, as parts of the joined ones"
     if "qkv" in dense:
