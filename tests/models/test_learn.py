@@ -47,21 +47,18 @@ def lively(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "of_rounding", "of_gptq"),
-    # Where a range's ends move all of a group, ends that learn as fast as offsets, which real models want (models/learn.py),
-    # take more than these few iterations on random weights to pass GPTQ.
-    [
-        *(("w2a16_g16", 0.5, 0.95), ("w3a16_g32_z", 0.5, 0.95), ("w4a16_g32", 0.5, 0.95)),
-        *(("w4a16_g32_fz", 0.55, 1.45), ("w4e2m1a16_g32", 0.55, 1.45)),
-    ],
+    ("scheme", "iterations"),
+    # Random weights want ends of ranges that learn slower than offsets, real models do not (models/learn.py):
+    # where the ends move all of a group, more iterations are needed to pass GPTQ here.
+    [("w2a16_g16", 120), ("w3a16_g32_z", 120), ("w4a16_g32", 120), ("w4a16_g32_fz", 360), ("w4e2m1a16_g32", 720)],
 )
-def test_learned_beats_rounding_and_gptq(scheme, of_rounding, of_gptq, lively, tmp_path):
+def test_learned_beats_rounding_and_gptq(scheme, iterations, lively, tmp_path):
     errors = []
-    for method in (Rtn("mse"), Gptq(), replace(METHOD, iterations=120)):
+    for method in (Rtn("mse"), Gptq(), replace(METHOD, iterations=iterations)):
         name = tmp_path / type(method).__name__
         quantize_checkpoint(lively, name, scheme, method=method, calibration=TEXT)
         errors.append(layer_error(lively, name))
-    assert errors[2] < of_rounding * errors[0] and errors[2] < of_gptq * errors[1], errors
+    assert errors[2] < 0.5 * errors[0] and errors[2] < 0.95 * errors[1], errors
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "w8a8_az", "w8a8_ct", "fp8", "fp8_block", "fp8_dynamic", "w4a8_g32"])
