@@ -70,23 +70,34 @@ def tokens(request):
     return [drawn.token for drawn in request.drawn]
 
 
-def wrong(model, request):
-    """Tokens that Transformers' forward, given the same text, finds less likely than another by more than rounding: by more
-    than twice what its own logits move when its embeddings move by a last bit, which 8-bit activations magnify."""
+@torch.inference_mode()
+def logits_and_nudged(model, ids):
+    """Logits by Transformers' forward, and those when its embeddings move by a last bit, up, down or not."""
+    embedded = model.get_input_embeddings()(ids)
+    signs = torch.randint(-1, 2, embedded.shape, generator=torch.Generator().manual_seed(0)).to(embedded)
+    nudged = embedded * (1 + signs * torch.finfo(embedded.dtype).eps)
+    return tuple(model(inputs_embeds=given).logits.float() for given in (embedded, nudged))
+
+
+def compared(model, request):
+    """Of each token drawn: whether Transformers' forward, given the same text, finds it less likely than another by more than
+    rounding, which is twice what its own logits move with a last bit of its embeddings (8-bit activations magnify that) and
+    never more than 0.7 of what the likeliest is above the mean; that rounding as a share of the latter; and whether it is
+    another token than the likeliest."""
     ids = torch.tensor([[*request.prompt, *tokens(request)]], device="cuda")
-    with torch.inference_mode():
-        embedded = model.get_input_embeddings()(ids)
-        signs = torch.randint(-1, 2, embedded.shape, generator=torch.Generator().manual_seed(0)).to(embedded)
-        nudged = embedded * (1 + signs * torch.finfo(embedded.dtype).eps)
-        logits, others = (
-            model(**given).logits[0, len(request.prompt) - 1 : -1].float()
-            for given in ({"inputs_embeds": embedded}, {"inputs_embeds": nudged})
-        )
-    chosen = logits.gather(1, torch.tensor(tokens(request), device="cuda")[:, None])[:, 0]
+    logits, others = (each[0, len(request.prompt) - 1 : -1] for each in logits_and_nudged(model, ids))
+    drawn = torch.tensor(tokens(request), device="cuda")
+    chosen = logits.gather(1, drawn[:, None])[:, 0]
+    above = logits.amax(1) - logits.mean(1)
     near = 2 * (logits - others).abs().amax(1)
-    assert (near / (logits.amax(1) - logits.mean(1))).median() < 0.7, "any token would pass"
-    near = near.minimum(0.7 * (logits.amax(1) - logits.mean(1)))
-    return int((logits.amax(1) - chosen > near).sum())
+    return logits.amax(1) - chosen > near.minimum(0.7 * above), near / above, drawn != logits.argmax(1)
+
+
+def check_greedy(model, requests, why=()):
+    """Each token of each text is the likeliest or as near as rounding, and any token would not do."""
+    found = [compared(model, request) for request in requests]
+    assert torch.cat([near for _, near, _ in found]).median() < 0.7, "any token would pass"
+    assert [int(wrong.sum()) for wrong, _, _ in found] == [0] * len(found), ([len(r.prompt) for r in requests], why)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
@@ -101,9 +112,9 @@ def test_greedy_tokens(family, scheme, dtype):
     if scheme in ("w4a16_g128", "w6e3m2a16", "w8a16"):
         assert isinstance(engine.program.chain, Chain) == (family != "OPT"), engine.report()
     unlike = 7 if family == "OPT" else 15  # random weights of this family soon repeat themselves
-    for request in [*engine.generate(requests), *engine.generate([Request(prompt(33), 40)])]:
-        assert request.end is End.LENGTH and len(set(tokens(request))) > unlike
-        assert wrong(model, request) == 0, (len(request.prompt), engine.report())
+    answered = [*engine.generate(requests), *engine.generate([Request(prompt(33), 40)])]
+    assert all(request.end is End.LENGTH and len(set(tokens(request))) > unlike for request in answered)
+    check_greedy(model, answered, engine.report())
 
 
 @pytest.mark.parametrize("family", ["Llama", "OPT"])
@@ -244,16 +255,17 @@ def test_out_of_pages_nothing_is_lost():
 
 
 def test_the_model_computes_as_before():
-    """An engine takes weights over, and the model's own forward, generate and perplexity still have them."""
+    """An engine takes weights over, and the model's own forward, generate and perplexity still have them: gate and up as one
+    product, whose sums have another order, so logits differ by less than a last bit of the embeddings changes them."""
     model = model_of(dtype=torch.bfloat16)
     ids = torch.tensor([prompt(50)], device="cuda")
     with torch.inference_mode():
-        before = model(ids).logits
+        before, nudged = logits_and_nudged(model, ids)
         allocated = torch.cuda.memory_allocated()
         engine = Engine(model, max_concurrent=2, max_length=256, cache_bytes=1 << 24)
         grown = torch.cuda.memory_allocated() - allocated - (engine.program.cache.keys.nbytes * 2)
-        after = model(ids).logits
-    assert ((after - before).float().norm() / before.float().norm()).item() < 0.01
+        after = model(ids).logits.float()
+    assert (after - before).norm() < (nudged - before).norm() < 0.1 * before.norm()
     assert grown < 20e6, "weights are held once"
 
 
@@ -269,7 +281,8 @@ def test_a_second_engine_of_a_model(scheme):
     model = model_of(scheme=scheme)
     asked = dict(max_concurrent=4, max_length=256, cache_bytes=1 << 26)
     first, second = (Engine(model, **asked).generate([Request(prompt(33), 40)])[0] for _ in range(2))
-    assert tokens(first) == tokens(second) and wrong(model, first) == 0
+    assert tokens(first) == tokens(second)
+    check_greedy(model, [first])
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

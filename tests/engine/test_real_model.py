@@ -1,0 +1,48 @@
+"""The demo's real model on a GPU: greedy texts of the engine are those of Transformers' forward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lowbit
+from lowbit import demo
+from lowbit.engine import Request
+from tests.engine.test_gpu import check_greedy, compared
+
+pytestmark = [pytest.mark.gpu, pytest.mark.model]
+
+PROMPTS = (
+    "The capital of France is",
+    "Once upon a time, in a small village by the sea,",
+    "def fibonacci(n):",
+    "The three laws of motion are",
+    "Water boils at",
+    "My favourite recipe for bread begins with",
+    "In 1969, the first people",
+    "To be, or not to be,",
+    "A list of prime numbers: 2, 3, 5,",
+    "The difference between a stack and a queue is",
+)
+OTHERS = {None: 10, "w8a16": 20, "w6e3m2a16": 30, "w4a16_g64": 60}
+"""Of 2,000 tokens, how many may be others than the likeliest: their logits are as near as rounding."""
+
+
+@pytest.fixture(scope="module")
+def smollm2():
+    try:
+        return demo.bring_model(print)
+    except demo.DemoError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("scheme", list(OTHERS))
+def test_greedy_texts(scheme, smollm2):
+    """Ten prompts, 200 tokens each, beside Transformers' forward of the same text, in fp16."""
+    pipe = lowbit.pipeline(str(smollm2), quantization_mode=scheme, dtype=torch.float16, max_concurrent=16, cache_bytes=1 << 28)
+    requests = pipe.engine.generate([Request(pipe.tokenizer(text).input_ids, 200) for text in PROMPTS])
+    check_greedy(pipe.model, requests, pipe.engine.report())
+    others = sum(int(other.sum()) for _, _, other in (compared(pipe.model, request) for request in requests))
+    print(f"{scheme or '16 bits'}: {others} of {sum(len(r.drawn) for r in requests)} tokens are not the likeliest")
+    assert others <= OTHERS[scheme]
+    pipe.destroy()
