@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowbit.formats import PerBlock, PerChannel, PerGroup, PerTensor, QuantTensor, spread
 from lowbit.hardware.mma import MMA_M16N8K16_F16
-from lowbit.pack.fragment import CODES_AT_ONCE, STRIP, FragmentOrder
+from lowbit.pack.fragment import STRIP, FragmentOrder, strips_at_once
 from lowbit.pack.weight import FragmentWeight
 
 HALF = STRIP // 2
@@ -64,7 +64,7 @@ def pack_gated(gate: QuantTensor, up: QuantTensor) -> FragmentWeight:
 def _plane(gate: QuantTensor, up: QuantTensor) -> Tensor:
     """The codes of both in fragment order, made of some rows at once: as one matrix they would be in memory twice."""
     order, bits = FragmentOrder(MMA_M16N8K16_F16, gate.scheme.weight), gate.scheme.weight.bits
-    (n, k), step = gate.shape, max(1, CODES_AT_ONCE // (STRIP * max(1, gate.shape[1])))
+    (n, k), step = gate.shape, strips_at_once(gate.shape[1], gate.codes.device)
     plane = torch.empty(order.plane_shapes(bits, (2 * n, k))[0], dtype=torch.int32, device=gate.codes.device)
     for target, *parts in zip(plane.split(step), *(q.codes.split(step * HALF) for q in (gate, up)), strict=True):
         target.copy_(order.pack(alternate(*parts), bits)[0])
