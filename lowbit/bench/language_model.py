@@ -71,7 +71,8 @@ def random_model(
             model.set_submodule(name, type(module)(config=model.config).to(device))
     generator = torch.Generator(device).manual_seed(0)
     ends = {model.get_output_embeddings(), model.get_input_embeddings()}
-    for name, module in list(model.named_modules()):
+    for name in [name for name, _ in model.named_modules()]:  # a list of the modules would keep what is swapped
+        module = model.get_submodule(name)
         for key, parameter in list(module.named_parameters(recurse=False)):
             made = torch.full(parameter.shape, float(key != "bias"), dtype=dtype, device=device)
             if parameter.dim() == 2:

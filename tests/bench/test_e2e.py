@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +20,7 @@ from lowbit.engine import Engine, Request
 from lowbit.engine import chain as chain_of
 from lowbit.eval.results import write_json
 from lowbit.nn import PackedWeight
+from lowbit.nn.convert import swap
 
 SMALL = dict(hidden=64, intermediate=192, layers=3, heads=4, kv_heads=2, vocab=320, theta=1e4)
 
@@ -199,3 +201,17 @@ def test_kernels_count_from_the_end_of_the_one_before(monkeypatch):
     step = [("embed", 1.0, 1.0), *(3 * found), ("head", 5.0, 5.0)]
     assert one_layer(step) == [("qkv", 10), ("attention", 5), ("o", 2)] and one_layer(found) == []
     assert by_name(step)["attention"] == (3, 33, 15)
+
+
+def test_one_layer_of_a_random_model_is_in_16_bits_at_a_time(small, monkeypatch):
+    """A model of 70 billion parameters is made beside its packed form, not beside itself."""
+    made, alive = [], []
+
+    def swap_and_count(model, name, q):
+        alive.append(sum(layer() is not None for layer in made))
+        made.append(weakref.ref(model.get_submodule(name)))
+        return swap(model, name, q)
+
+    monkeypatch.setattr(language_model, "swap", swap_and_count)
+    random_model(small, "w4a16_g32", None, torch.float16, torch.device("cpu"))
+    assert len(alive) == 21 and set(alive) == {0}

@@ -1,0 +1,5 @@
+"""`python -m lowbit` is the command `lowbit`."""
+
+from lowbit.cli import main
+
+main()
