@@ -342,9 +342,15 @@ def test_rows_do_not_depend_on_the_batch(scheme):
             assert torch.equal(found[3], whole[3][:, :m])
 
 
+def in_parts(*counts):
+    """Numbers of tokens whose tiles are tried, and which part of them: kernels take seconds to compile, and another process
+    takes another part; numbers of one test share their kernels."""
+    return [pytest.param(ms, slice(i, None, of), id=f"{ms}-{i}") for ms, of in counts for i in range(of)]
+
+
 @gpu
-@pytest.mark.parametrize("m", [1, 8, 16, 19, 64])
-def test_every_tile_on_a_gpu(m):
+@pytest.mark.parametrize(("ms", "part"), in_parts(((1, 8), 3), ((16,), 12), ((19,), 4), ((64,), 4)))
+def test_every_tile_on_a_gpu(ms, part):
     """All candidates, splits and two rows of warps among them, of shapes with a part of a strip and blocks that overlap."""
     from lowbit.hardware.machine import machine_of
     from lowbit.kernels.choose.chained_gemm import chain_candidates
@@ -358,33 +364,36 @@ def test_every_tile_on_a_gpu(m):
     q = quantized("w4a16_g128", n, k, "cuda")
     w = FragmentWeight.pack(q)
     form = weight_form(q.scheme, torch.float16, w.channel_scale.dtype)
-    shape, weight = GemmShape(m, n, k, 4), (w.codes, w.scale, w.channel_scale)
-    x, h0 = (torch.randn(m, size, device="cuda", dtype=torch.float16) for size in (k, n))
-    gamma, squares = torch.rand(n, device="cuda"), k * torch.rand(11, m, device="cuda")
-    more = [RingTile(8 if m <= 8 else 16, 3, 1, 2, 4, 2), RingTile(8 if m <= 8 else 16, 5, 1, 1, 8, 3)] if m <= 16 else []
-    tiles = [row.tile for row in chain_candidates("residual", shape, machine) if not row.reasons] + more
-    assert len(tiles) > 8
-    added, _, _ = residual_gemm_reference(x, q, h0, gamma)
-    wanted = {gated: norm_gemm_reference(x, q, squares, width=k, eps=1e-5, gated=gated) for gated in ("silu", "none")}
-    given = form, torch.float16, False
-    for tile in tiles:
-        if isinstance(tile, RingTile):
-            plan = ResidualPlan(shape, tile, *given, machine.arch)
-        else:
-            plan = WgmmaResidualPlan(shape, tile, *given, torch.float16, machine.sm_count)
-        h = h0.clone()
-        poison((m, n), (n, m))
-        following, parts = plan(x, weight, h, gamma, None, 1.0, *workspace(x.device, *plan.workspace))
-        assert relative_error(h, added) < 1e-3 and relative_error(parts.sum(0), h.double().square().sum(1)) < 1e-5, str(tile)
-        assert torch.equal(following, (h.float() * gamma).half()), str(tile)
-        for gated, expected in wanted.items():
+    weight, given = (w.codes, w.scale, w.channel_scale), (form, torch.float16, False)
+    for m in ms:
+        shape = GemmShape(m, n, k, 4)
+        x, h0 = (torch.randn(m, size, device="cuda", dtype=torch.float16) for size in (k, n))
+        gamma, squares = torch.rand(n, device="cuda"), k * torch.rand(11, m, device="cuda")
+        more = [RingTile(8 if m <= 8 else 16, 3, 1, 2, 4, 2), RingTile(8 if m <= 8 else 16, 5, 1, 1, 8, 3)] if m <= 16 else []
+        tiles = [row.tile for row in chain_candidates("residual", shape, machine) if not row.reasons] + more
+        assert len(tiles) > 8
+        added, _, _ = residual_gemm_reference(x, q, h0, gamma)
+        wanted = {gated: norm_gemm_reference(x, q, squares, width=k, eps=1e-5, gated=gated) for gated in ("silu", "none")}
+        for tile in sorted(tiles, key=str)[part]:
             if isinstance(tile, RingTile):
-                norm = NormPlan(shape, tile, *given, 11, gated, machine.arch)
+                plan = ResidualPlan(shape, tile, *given, machine.arch)
             else:
-                norm = WgmmaNormPlan(shape, tile, *given, 11, gated, machine.sm_count)
-            poison((m, n))
-            y = norm(x, weight, squares, None, k, 1e-5, 1.0, *workspace(x.device, *norm.workspace))
-            assert relative_error(y, expected) < 2e-3, (str(tile), gated)
+                plan = WgmmaResidualPlan(shape, tile, *given, torch.float16, machine.sm_count)
+            h = h0.clone()
+            poison((m, n), (n, m))
+            following, parts = plan(x, weight, h, gamma, None, 1.0, *workspace(x.device, *plan.workspace))
+            assert relative_error(h, added) < 1e-3 and relative_error(parts.sum(0), h.double().square().sum(1)) < 1e-5, str(
+                tile
+            )
+            assert torch.equal(following, (h.float() * gamma).half()), str(tile)
+            for gated, expected in wanted.items():
+                if isinstance(tile, RingTile):
+                    norm = NormPlan(shape, tile, *given, 11, gated, machine.arch)
+                else:
+                    norm = WgmmaNormPlan(shape, tile, *given, 11, gated, machine.sm_count)
+                poison((m, n))
+                y = norm(x, weight, squares, None, k, 1e-5, 1.0, *workspace(x.device, *norm.workspace))
+                assert relative_error(y, expected) < 2e-3, (str(tile), gated)
 
 
 @gpu
@@ -543,8 +552,8 @@ def test_weights_of_16_bits_on_a_gpu(n, k, dtype):
 
 
 @gpu
-@pytest.mark.parametrize("m", [1, 8, 9, 16])
-def test_every_tile_of_16_bit_weights_on_a_gpu(m):
+@pytest.mark.parametrize(("ms", "part"), in_parts(((1, 8), 4), ((9, 16), 10)))
+def test_every_tile_of_16_bit_weights_on_a_gpu(ms, part):
     """All candidates of shapes with a part of a strip, a tail of K and blocks that overlap."""
     from lowbit.hardware.machine import machine_of
     from lowbit.kernels.choose.chained_gemm import chain_candidates
@@ -553,20 +562,24 @@ def test_every_tile_of_16_bit_weights_on_a_gpu(m):
     from lowbit.ops.workspace import workspace
 
     machine, n, k = machine_of("cuda"), 1003, 2184
-    shape, values = GemmShape(m, n, k, DENSE_BITS), torch.randn(n, k, device="cuda", dtype=torch.float16) * k**-0.5
+    values = torch.randn(n, k, device="cuda", dtype=torch.float16) * k**-0.5
     values = with_nan_around(values)
-    x, h0 = (torch.randn(m, size, device="cuda", dtype=torch.float16) for size in (k, n))
-    gamma, squares = torch.rand(n, device="cuda"), k * torch.rand(11, m, device="cuda")
-    added, _, _ = residual_gemm_reference(x, DenseWeight(values), h0, gamma)
-    expected = norm_gemm_reference(x, DenseWeight(values), squares, width=k, eps=1e-5)
-    tiles = [row.tile for row in chain_candidates("residual", shape, machine) if not row.reasons]
-    assert len(tiles) > 8
-    for tile in tiles:
-        plan, h = ResidualPlan(shape, tile, DENSE_FORM, torch.float16, False, machine.arch), h0.clone()
-        poison((m, n), (n, m))
-        _, parts = plan(x, (values, None, None), h, gamma, None, 1.0, *workspace(x.device, *plan.workspace))
-        assert relative_error(h, added) < 1e-3 and relative_error(parts.sum(0), h.double().square().sum(1)) < 1e-5, str(tile)
-        norm = NormPlan(shape, tile, DENSE_FORM, torch.float16, False, 11, "none", machine.arch)
-        poison((m, n))
-        y = norm(x, (values, None, None), squares, None, k, 1e-5, 1.0, *workspace(x.device, *norm.workspace))
-        assert relative_error(y, expected) < 2e-3, str(tile)
+    for m in ms:
+        shape = GemmShape(m, n, k, DENSE_BITS)
+        x, h0 = (torch.randn(m, size, device="cuda", dtype=torch.float16) for size in (k, n))
+        gamma, squares = torch.rand(n, device="cuda"), k * torch.rand(11, m, device="cuda")
+        added, _, _ = residual_gemm_reference(x, DenseWeight(values), h0, gamma)
+        expected = norm_gemm_reference(x, DenseWeight(values), squares, width=k, eps=1e-5)
+        tiles = [row.tile for row in chain_candidates("residual", shape, machine) if not row.reasons]
+        assert len(tiles) > 8
+        for tile in sorted(tiles, key=str)[part]:
+            plan, h = ResidualPlan(shape, tile, DENSE_FORM, torch.float16, False, machine.arch), h0.clone()
+            poison((m, n), (n, m))
+            _, parts = plan(x, (values, None, None), h, gamma, None, 1.0, *workspace(x.device, *plan.workspace))
+            assert relative_error(h, added) < 1e-3 and relative_error(parts.sum(0), h.double().square().sum(1)) < 1e-5, str(
+                tile
+            )
+            norm = NormPlan(shape, tile, DENSE_FORM, torch.float16, False, 11, "none", machine.arch)
+            poison((m, n))
+            y = norm(x, (values, None, None), squares, None, k, 1e-5, 1.0, *workspace(x.device, *norm.workspace))
+            assert relative_error(y, expected) < 2e-3, str(tile)
