@@ -11,6 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from lowbit.bench.grid import HALVES
+from lowbit.bench.table import narrow_table
 from lowbit.eval.results import read_json, require_keys
 
 SCHEMA = 1
@@ -130,9 +131,8 @@ def _name(row: Row) -> str:
 
 def regret_table(rows: list[Row], column: str, title: str = "regret") -> Table:
     """Regret by half and by what rows have in a column."""
-    table = Table(
-        column, *(f"{half} {what}" for half in HALVES for what in ("products", "mean", "worst", "<= 1.02")), title=title
-    )
+    what = ("products", "mean", "worst", "<= 1.02")
+    table = narrow_table((column,), what * len(HALVES), f"{title}: of the {' and the '.join(HALVES)} half")
     for value in [*dict.fromkeys(row[column] for row in sorted(rows, key=lambda row: row[column])), None]:
         cells = []
         for half in HALVES:
@@ -146,14 +146,16 @@ def regret_table(rows: list[Row], column: str, title: str = "regret") -> Table:
 
 
 def _list(title: str, found: list[tuple[str, Row, str]]) -> Table:
-    table = Table("product", "us", "times", "beside", title=title)
+    table = narrow_table(("product",), ("us", "times"), title)
+    table.add_column("beside")
     for times, row, beside in found[:WORST]:
         table.add_row(_name(row), f"{row['us'][row['chosen']]:.1f}", times, beside)
     return table
 
 
 def _cublas_table(rows: list[Row]) -> Table:
-    table = Table("half", "products", "mean", "slowest", "below 1.0", "slowest is", title="times as fast as cuBLAS fp16")
+    table = narrow_table(("half",), ("products", "mean", "slowest", "below 1.0"), "times as fast as cuBLAS fp16")
+    table.add_column("slowest is")
     for half in HALVES:
         found = beside_cublas(row for row in rows if row["half"] == half)
         if found:

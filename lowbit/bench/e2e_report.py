@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from lowbit.bench.table import narrow_table
 from lowbit.eval.results import read_json, require_keys, write_plots
 from lowbit.picture import Theme, new_figure, plain
 
@@ -29,39 +30,62 @@ def load(path: Path) -> dict[str, Any]:
     return document
 
 
-def step_table(document: dict[str, Any]) -> Table:
-    """One line per model, scheme, batch and context: milliseconds a token, share of the limit, against 16 bits."""
-    title = f"one step of a decode, {document['machine']['gpu']}"
-    columns = (
-        "model",
-        "weights",
-        "impl",
-        "batch",
-        "context",
-        "ms a token",
-        "of its limit",
-        "x 16 bits",
-        "tokens/s",
-        "kernels/layer",
-    )
-    table = Table(*columns, "step from Python, ms", "prompt tokens/s", title=title)
-    for row in document["rows"]:
-        table.add_row(*_cells(row))
+def tables(document: dict[str, Any]) -> list[Table]:
+    """For each model and context a table of steps: milliseconds a token, share of the limit, against 16 bits, kernels a layer;
+    for each model one of what is seen from Python."""
+    rows = [row for row in document["rows"] if row["error"] is None]
+    of_contexts = list(dict.fromkeys((row["model"], row["context"]) for row in rows))
+    found = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        here = [row for row in rows if row["model"] == model]
+        found += [_step_table(document, here, context) for name, context in of_contexts if name == model]
+        found.append(_python_table(here))
+    return found
+
+
+def _step_table(document: dict[str, Any], rows: list[dict[str, Any]], context: int) -> Table:
+    title = f"{rows[0]['model']}, context {context:,}: a step of a decode on {document['machine']['gpu']}"
+    table = narrow_table(("weights",), ("users", "ms a token", "of limit", "x 16 bits", "tokens/s", "kernels"), title)
+    for row in (row for row in rows if row["context"] == context):
+        ms, limit, wide, kernels = (row[key] for key in ("ms_per_token", "limit_ms", "bf16_ms_per_token", "kernels_per_layer"))
+        table.add_row(
+            _weights(row), str(row["batch"]), f"{ms:.3f}", f"{100 * limit / ms:.0f} %" if limit else "-",
+            f"{wide / ms:.2f}" if wide else "-", f"{row['tokens_per_gpu_s']:,.0f}", f"{kernels:.1f}" if kernels else "-",
+        )  # fmt: skip
     return table
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    ms, limit, wide = row["ms_per_token"], row["limit_ms"], row["bf16_ms_per_token"]
-    wide_by = f"16 bits, {row['products']}" if row.get("products") else "16 bits"
-    named = [row["model"], row["scheme"] or wide_by, row["impl"], *(str(row[key] or "-") for key in ("batch", "context"))]
-    if ms is None:
-        return [*named, row["error"] or "-"]
-    wall, rate, kernels = row.get("step_wall_ms"), row["prefill_tok_s"], row["kernels_per_layer"]
-    return [
-        *named, f"{ms:.3f}", f"{100 * limit / ms:.0f} %" if limit else "-", f"{wide / ms:.2f}" if wide else "-",
-        f"{row['tokens_per_gpu_s']:,.0f}", f"{kernels:.1f}" if kernels else "-", f"{wall:.3f}" if wall else "-",
-        f"{rate:,.0f}" if rate else "-",
-    ]  # fmt: skip
+def _python_table(rows: list[dict[str, Any]]) -> Table:
+    """Steps and prompts by the clock of the host, whatever the context of the steps above."""
+    table = narrow_table(
+        ("weights",), ("users", "ms a token", "prompt tokens/s", "in products"), f"{rows[0]['model']}: from Python"
+    )
+    seen = set()
+    for row in rows:
+        key, wall, rate, share = (_weights(row), row["batch"]), *(row.get(k) for k in _FROM_PYTHON)
+        if key not in seen and (wall or rate):
+            table.add_row(
+                key[0], str(key[1]), f"{wall:.3f}" if wall else "-", f"{rate:,.0f}" if rate else "-",
+                f"{100 * share:.0f} %" if share else "-",
+            )  # fmt: skip
+        seen.add(key)
+    return table
+
+
+_FROM_PYTHON = ("step_wall_ms", "prefill_tok_s", "prefill_products")
+
+
+def failed(document: dict[str, Any]) -> list[str]:
+    """A line for each row that has no time."""
+    rows = [row for row in document["rows"] if row["error"] is not None]
+    asked = [[row["model"], _weights(row), *(f"{k} {row[k]:,}" for k in ("batch", "context") if row[k])] for row in rows]
+    return [f"{', '.join(names)}: {row['error']}" for names, row in zip(asked, rows, strict=True)]
+
+
+def _weights(row: dict[str, Any]) -> str:
+    """What computes: the scheme, or 16 bits by whose products, and whose loop where it is not this library's."""
+    products, impl = row.get("products"), row["impl"].removeprefix("transformers ")
+    return (row["scheme"] or "16 bits") + (f", {products}" if products else "") + ("" if impl == "lowbit" else f", {impl}")
 
 
 def shares(row: dict[str, Any]) -> dict[str, float]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from lowbit.bench.table import narrow_table
 from lowbit.eval.results import read_json, require_keys
 
 SCHEMA = 1
@@ -45,23 +46,22 @@ def load_table(document: dict[str, Any]) -> Table:
     first = document["rows"][0] if document["rows"] else None
     of = "" if first is None else f" {first['model']}, {first['layers']} layers,"
     heads = ", ".join(dict.fromkeys(row["head"] for row in document["rows"] if row["head"]))
-    table = Table(
-        "files", "scheme", "GB", "s", "GB/s", "model GB", "peak GB", "bound GB", "host GB",
-        title=f"loading{of} on {document['machine']['device']}{f', head {heads}' if heads else ''}",
+    table = narrow_table(
+        ("files", "scheme"), ("GB", "s", "GB/s", "model GB", "peak", "bound", "host"),
+        f"loading{of} on {document['machine']['device']}{f', head {heads}' if heads else ''}",
     )  # fmt: skip
-    for column in table.columns[:2]:
-        column.no_wrap = True
     for row in document["rows"]:
-        table.add_row(*_cells(row))
+        if row["error"] is None:
+            sizes = [_gb(row[key]) for key in ("model_bytes", "peak_bytes", "bound_bytes", "peak_host_bytes")]
+            files = row["files"], row["scheme"] or "-", _gb(row["source_bytes"])
+            table.add_row(*files, f"{min(row['seconds']):.2f}", f"{row['gb_per_s']:.2f}", *sizes)
     return table
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    named = [row["files"], row["scheme"] or "-", _gb(row["source_bytes"])]
-    if row["error"] is not None:
-        return [*named, row["error"]]
-    sizes = [_gb(row[key]) for key in ("model_bytes", "peak_bytes", "bound_bytes", "peak_host_bytes")]
-    return [*named, f"{min(row['seconds']):.2f}", f"{row['gb_per_s']:.2f}", *sizes]
+def failed(document: dict[str, Any]) -> list[str]:
+    """A line for each kind of files that did not load."""
+    rows = [row for row in document["rows"] if row["error"] is not None]
+    return [f"{row['files']}, {row['scheme'] or 'as they are'}: {row['error']}" for row in rows]
 
 
 def _gb(count: int | None) -> str:

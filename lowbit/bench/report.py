@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
+from lowbit.bench.table import narrow_table
 from lowbit.eval.report import replace_block
 
 MARK = "bench:gemm"
@@ -78,9 +79,8 @@ def lines(document: dict[str, Any], rows: Sequence[int] | None = None) -> list[L
 
 def table(document: dict[str, Any]) -> Table:
     """The lines of a result file for a terminal."""
-    made = Table(box=None, padding=(0, 2, 0, 0))
-    for name in ("scheme", "N x K", "M", "us", "limit us", "of limit", "x cuBLAS", "best peer", "peer us", "x peer", "rel err"):
-        made.add_column(name, no_wrap=True, justify="left" if name in ("scheme", "N x K", "best peer") else "right")
+    columns = ("M", "us", "limit us", "of limit", "x cuBLAS", "best peer", "peer us", "x peer", "rel err")
+    made = narrow_table(("scheme", "N x K"), columns)
     for line in lines(document):
         made.add_row(
             line.scheme, f"{line.n} x {line.k}", str(line.m), _us(line.us), _us(line.limit_us), _percent(line.share),

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
+from lowbit.bench.table import narrow_table
 from lowbit.eval.results import read_json, require_keys, write_plots
 from lowbit.picture import Theme, new_figure, plain
 
@@ -37,23 +38,26 @@ def load(path: Path) -> dict[str, Any]:
     return document
 
 
-def serve_table(document: dict[str, Any]) -> Table:
-    """One line for each part: requests, those that failed, tokens a second, percentiles of waiting."""
-    columns = (
-        "part",
-        "requests",
-        "failed",
-        "tokens/s",
-        "requests/s",
-        "first token, ms",
-        "ms a token",
-        "cores of server, clients",
-    )
-    title = f"{of(document)} on {document['machine']['device']}; p50 / p95 / p99"
-    table = Table(*columns, title=title)
-    for row in document["rows"]:
-        table.add_row(*_cells(row))
-    return table
+def tables(document: dict[str, Any]) -> list[Table]:
+    """A line for each part: requests, those that failed, tokens a second, cores that server and clients kept busy; and the
+    percentiles of waiting."""
+    rows = [row for row in document["rows"] if not row["error"]]
+    title = f"{of(document)} on {document['machine']['device']}; last, the cores that are busy"
+    work = narrow_table(("part",), ("asked", "failed", "tokens/s", "req/s", "server", "clients"), title)
+    waits = narrow_table(("",), PERCENTILES * 2, "milliseconds to the first token, and then for each")
+    for row in rows:
+        cores = [_number(row[key], ".2f") for key in ("server_cpu", "client_cpu")]
+        work.add_row(
+            _part(row), f"{row['requests']:,}", f"{row['failed']:,}", _number(row["tokens_per_s"], ",.0f"),
+            _number(row["requests_per_s"], ".2f"), *cores,
+        )  # fmt: skip
+        waits.add_row(_part(row), *_three(row["first_ms"]), *_three(row["token_ms"]))
+    return [work, waits]
+
+
+def failed(document: dict[str, Any]) -> list[str]:
+    """A line for each part that was not measured."""
+    return [f"{_part(row)}: {row['error']}" for row in document["rows"] if row["error"]]
 
 
 def of(document: dict[str, Any]) -> str:
@@ -62,25 +66,18 @@ def of(document: dict[str, Any]) -> str:
     return f"{asked['folder'] or asked['shape']}{', ' + asked['scheme'] if asked['scheme'] else ''}"
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
+def _part(row: dict[str, Any]) -> str:
     load = f" at {row['load']} %" if row["load"] else ""
-    streams = f", {row['streams']} at once" if row["part"] in ("engine", "streams", "capacity") else ""
-    name = f"{row['part']}{load}, {row['mix']}{streams}"
-    if row["error"]:
-        return [name, row["error"]]
-    cores = [_number(row[key], ".2f") for key in ("server_cpu", "client_cpu")]
-    return [
-        name, f"{row['requests']:,}", f"{row['failed']:,}", _number(row["tokens_per_s"], ",.0f"),
-        _number(row["requests_per_s"], ".2f"), _three(row["first_ms"]), _three(row["token_ms"]), ", ".join(cores),
-    ]  # fmt: skip
+    streams = f" of {row['streams']}" if row["part"] in ("engine", "streams", "capacity") else ""
+    return f"{row['part']}{streams}{load}, {row['mix']}"
 
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _three(values: dict[str, float] | None) -> str:
-    return "-" if values is None else " / ".join(_short(values[p]) for p in PERCENTILES)
+def _three(values: dict[str, float] | None) -> list[str]:
+    return ["-" if values is None else _short(values[p]) for p in PERCENTILES]
 
 
 def _short(value: float) -> str:

@@ -302,7 +302,7 @@ def bench_e2e(
 
     Example: lowbit bench e2e --schemes w4a16_g128 --batches 1,16 --contexts 1024 --plot step.png
     """
-    from lowbit.bench.e2e_report import E2E, load, plot, step_table
+    from lowbit.bench.e2e_report import E2E, failed, load, plot, tables
     from lowbit.eval.results import check_plot
 
     if plot_file is not None:
@@ -328,7 +328,9 @@ def bench_e2e(
         asked = Asked(named, chosen, parse_rows(batches), parse_rows(contexts), ends, dtype, layers, beside)
         path, document = run(asked, out_file, say)
         say(f"wrote {path}")
-    out.print(step_table(document))
+    out.print(*tables(document), sep="\n\n")
+    for line in failed(document):
+        say(line)
     if plot_file is not None:
         plot(document, plot_file)
         say(f"wrote {plot_file}")
@@ -365,7 +367,7 @@ def bench_load(
 
     Example: lowbit bench load --layers 2 --schemes none,w4a16_g128
     """
-    from lowbit.bench.load_report import load, load_table
+    from lowbit.bench.load_report import failed, load, load_table
 
     if report_file is not None:
         out.print(load_table(load(report_file)))
@@ -395,6 +397,8 @@ def bench_load(
 
         path, document = run(asked, out_file, watch)
     out.print(load_table(document))
+    for line in failed(document):
+        say(line)
     say(f"wrote {path}")
 
 
@@ -443,7 +447,7 @@ def bench_serve(
     Example, on a GPU: lowbit bench serve --seconds 60 --each 15 --plot serve.png
     Example, on a CPU: lowbit bench serve --model SmolLM2-135M-Instruct --seconds 20 --prompt 64 --output 16 --no-sharegpt
     """
-    from lowbit.bench.serve_report import SERVE, load, plot, serve_table, verdicts
+    from lowbit.bench.serve_report import SERVE, failed, load, plot, tables, verdicts
     from lowbit.eval.results import check_plot
 
     if plot_file is not None:
@@ -477,7 +481,9 @@ def bench_serve(
         )  # fmt: skip
         path, document = run(asked, out_file, say)
         say(f"wrote {path}")
-    out.print(serve_table(document))
+    out.print(*tables(document), sep="\n\n")
+    for line in failed(document):
+        say(line)
     for line in verdicts(document):
         out.print(line, highlight=False)
     if plot_file is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 from lowbit.bench import e2e, language_model
 from lowbit.bench.e2e import by_name, one_layer, timeline
-from lowbit.bench.e2e_report import E2E, SCHEMA, load, plot, shares, step_table
+from lowbit.bench.e2e_report import E2E, SCHEMA, failed, load, plot, shares, tables
 from lowbit.bench.language_model import random_model, weight_bytes
 from lowbit.cli.commands import app
 from lowbit.engine import Engine, Request
@@ -21,6 +22,8 @@ from lowbit.engine import chain as chain_of
 from lowbit.eval.results import write_json
 from lowbit.nn import PackedWeight
 from lowbit.nn.convert import swap
+
+RESULTS = Path(__file__).parents[2] / "bench/results/h200"
 
 SMALL = dict(hidden=64, intermediate=192, layers=3, heads=4, kv_heads=2, vocab=320, theta=1e4)
 
@@ -70,11 +73,25 @@ def document(*rows):
 
 def test_tables_say_shares_ratios_and_errors(tmp_path):
     write_json(tmp_path / "e2e.json", document(row(), row(batch=4, ms_per_token=None, error="OutOfMemoryError: too much")))
-    terminal = Console(width=220, record=True, quiet=False)
-    terminal.print(step_table(load(tmp_path / "e2e.json")))
+    terminal = Console(width=80, record=True, quiet=False)
+    results = load(tmp_path / "e2e.json")
+    terminal.print(*tables(results))
     text = terminal.export_text()
-    for said in ("50 %", "2.00", "2,000", "5.1", "0.600", "30,000", "OutOfMemoryError: too much"):
+    for said in ("small, context 256", "50 %", "2.00", "2,000", "5.1", "0.600", "30,000"):
         assert said in text
+    assert failed(results) == ["small, w4a16_g128, batch 4, context 256: OutOfMemoryError: too much"]
+
+
+def test_kept_results_fit_a_terminal():
+    """No figure is cut."""
+    terminal = Console(width=80, record=True, quiet=False)
+    for file in RESULTS.glob("*-e2e*.json"):
+        terminal.print(*tables(load(file)))
+    text = terminal.export_text()
+    assert "Llama-3-8B, context 8,192" in text and "16 bits, cuBLAS" in text and "…" not in text
+
+
+def test_shares_of_kinds_of_kernels():
     assert shares(row()) == {"products": 300.0, "attention": 90.0, "norms and gates": 0.0, "drawing": 0.0, "other": 10.0}
 
 
@@ -174,8 +191,8 @@ def test_16_bits_are_the_better_of_two(small, monkeypatch):
     found = e2e._better(engine, 9, 64, 1, 1.0)
     assert found["products"] == "cuBLAS" and found["other_ms_per_token"] is None
     assert isinstance(engine.program.chain, chain_of.Chain)
-    terminal = Console(width=220, record=True, quiet=False)
-    terminal.print(step_table(document(row(scheme=None, products="ring"))))
+    terminal = Console(width=80, record=True, quiet=False)
+    terminal.print(*tables(document(row(scheme=None, products="ring"))))
     assert "16 bits, ring" in terminal.export_text()
 
 

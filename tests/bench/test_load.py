@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from typer.testing import CliRunner
 from lowbit.bench import language_model, load, load_report
 from lowbit.bench.language_model import meta_model
 from lowbit.bench.load import Asked, run
-from lowbit.bench.load_report import load_table
+from lowbit.bench.load_report import failed, load_table
+from lowbit.bench.load_report import load as load_results
 from lowbit.bench.synthetic import write_checkpoint
 from lowbit.checkpoint import CheckpointError
 from lowbit.checkpoint.target import check_space
@@ -87,9 +89,16 @@ def test_what_fails_says_why_and_the_rest_goes_on(small, tmp_path, monkeypatch):
     _, document = run(some, tmp_path / "load.json", lambda *step: None)
     refused, plain = document["rows"]
     assert refused["error"] == "OutOfMemoryError: too much" and plain["error"] is None and document["complete"]
-    terminal = Console(width=200, record=True, quiet=False)
-    terminal.print(load_table(document))
-    assert "OutOfMemoryError: too much" in terminal.export_text()
+    assert load_table(document).row_count == 1
+    assert failed(document) == ["16-bit, w8a16: OutOfMemoryError: too much"]
+
+
+def test_kept_results_fit_a_terminal():
+    terminal = Console(width=80, record=True, quiet=False)
+    results = Path(__file__).parents[2] / "bench/results/h200/2026-11-23-load.json"
+    terminal.print(load_table(load_results(results)))
+    text = terminal.export_text()
+    assert "w4a16_g128" in text and "4.20" in text and "…" not in text
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, OSError])

@@ -35,7 +35,7 @@ from lowbit.bench.serve_load import (
     staggered,
     steady,
 )
-from lowbit.bench.serve_report import load, plot, serve_table, verdicts
+from lowbit.bench.serve_report import failed, load, plot, tables, verdicts
 from lowbit.cli.commands import app
 from lowbit.engine import TextStream
 from lowbit.eval.results import write_json
@@ -323,11 +323,13 @@ def test_tables_say_what_failed_and_what_was_to_come_out(tmp_path):
         row("open", load=80), row("open", mix="ShareGPT-like", error="not all streams came to a first token"),
     )  # fmt: skip
     write_json(tmp_path / "serve.json", document(*rows))
-    terminal = Console(width=220, record=True)
-    terminal.print(serve_table(load(tmp_path / "serve.json")))
-    text = terminal.export_text()
-    for said in ("Llama-3-8B, w4a16_g128 on a GPU", "open at 80 %", "20 / 40 / 1,234", "not all streams came", "0.50, 0.10"):
+    terminal = Console(width=80, record=True)
+    terminal.print(*tables(load(tmp_path / "serve.json")))
+    text = " ".join(terminal.export_text().split())
+    for said in ("Llama-3-8B, w4a16_g128 on a GPU", "open at 80 %", "20 40 1,234", "0.50 0.10", "streams of 64, ShareGPT-like"):
         assert said in text
+    assert "…" not in text
+    assert failed(document(*rows)) == ["open, ShareGPT-like: not all streams came to a first token"]
     assert verdicts(document(*rows)) == [
         "64 streams for 300 s: 3 of 2,000 requests failed (bar: none); 3 x status 500",
         "0.901 of the engine's own tokens a second (bar: at least 0.92)",

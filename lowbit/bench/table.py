@@ -1,0 +1,17 @@
+"""Tables of results that fit a terminal of 80 columns: texts to the left, figures to the right, nothing folded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+
+def narrow_table(texts: Sequence[str], figures: Sequence[str], title: str | None = None) -> Table:
+    """A table without rows: columns of texts, then columns of figures."""
+    table = Table(box=None, padding=(0, 2, 0, 0), title=title, title_justify="left", title_style="bold")
+    for name in texts:
+        table.add_column(name, no_wrap=True)
+    for name in figures:
+        table.add_column(name, no_wrap=True, justify="right")
+    return table
