@@ -7,8 +7,10 @@ kernel spin, by which the table is cut. Clocks are left alone, and caches are em
 from __future__ import annotations
 
 import csv
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -105,14 +107,26 @@ def _profiled() -> str:
         log = Path(folder, "table.csv")
         command = [ncu, "--clock-control", "none", "--profile-from-start", "off", "--csv", "--page", "raw"]
         command += ["--print-units", "base", "--metrics", ",".join(asked), "--log-file", str(log)]
-        done = subprocess.run(
-            [*command, sys.executable, "-m", __name__], capture_output=True, text=True, timeout=LIMIT_S, check=False
-        )
+        code, said = _ended([*command, sys.executable, "-m", __name__])
         table = log.read_text() if log.exists() else ""
-    if done.returncode or '"ID"' not in table:
-        said = " | ".join(line for line in [*table.splitlines(), *done.stderr.splitlines()] if "==" in line or "rror" in line)
-        raise RuntimeError(f"ncu: {said or 'no table'}")
+    if code or '"ID"' not in table:
+        told = " | ".join(line for line in [*table.splitlines(), *said.splitlines()] if "==" in line or "rror" in line)
+        raise RuntimeError(f"ncu: {told or 'no table'}")
     return table
+
+
+def _ended(command: list[str]) -> tuple[int, str]:
+    """Exit status of a program and what it wrote to its error output; whatever ends the wait ends the program and its own."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
+    )
+    try:
+        said = process.communicate(timeout=LIMIT_S)[1]
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+    return process.returncode, said
 
 
 def _known(ncu: str) -> list[str]:

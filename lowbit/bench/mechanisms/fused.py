@@ -71,11 +71,13 @@ class TwoKernels:
 
 @functools.lru_cache(maxsize=1)
 def two_kernels() -> TwoKernels:
+    """The weight of all rows, as two kernels read it."""
     return TwoKernels(Product(SCHEME, 1, None).q)
 
 
 @functools.lru_cache(maxsize=1)
 def halves() -> Tensor:
+    """An fp16 weight of the same size."""
     return gaussian(N, K, 1, torch.float16)
 
 

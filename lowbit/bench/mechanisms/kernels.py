@@ -33,6 +33,7 @@ class DecodeLoop:
 
 @gluon.jit
 def decoded(words, C: gl.constexpr):
+    """The registers of a tile of words."""
     D: gl.constexpr = C.decode
     return gl.inline_asm_elementwise(D.asm, D.constraints, words, dtype=D.types, is_pure=True, pack=1)
 
@@ -93,6 +94,7 @@ class StepLoop:
 
 @gluon.jit
 def stepped(words, held, sums, C: gl.constexpr):
+    """The sums after one more step."""
     S: gl.constexpr = C.step
     return gl.inline_asm_elementwise(S.asm, S.constraints, words + held + sums, dtype=S.types, is_pure=True, pack=1)
 

@@ -95,6 +95,7 @@ class Product:
         return self.plan(self.x, w.codes, w.scale, w.channel_scale, None, *room)  # type: ignore[no-any-return]
 
     def measure(self, **figures: float) -> Row:
+        """What a row says of it; its first 64 rows are compared with the float64 product."""
         weights = [self.weight]
         weights += [self.weight.clone() for _ in range(copies_needed(self.weight.nbytes, l2_bytes()) - 1)]
         rows = self.x[:64].double()

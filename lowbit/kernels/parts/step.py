@@ -206,6 +206,7 @@ def operands_of(*counts: int) -> list[list[str]]:
 
 
 def mma(dtype: HalfType, d: list[str], a: list[str], b: list[str], c: list[str]) -> str:
+    """mma.sync m16n8k16 as PTX, of the registers of its four operands."""
     kind = "f16" if dtype == "fp16" else "bf16"
     registers = ", ".join("{" + ", ".join(group) + "}" for group in (d, a, b, c))
     return f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {registers};"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import time
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -121,6 +124,24 @@ def test_the_profilers_table_is_cut_at_its_marks():
         "kernels": 2, "read_mb": 2.0, "written_mb": 0.5, "memory_percent": 50.0, "tensor_percent": 10.0,
     }  # fmt: skip
     assert summed(second)["figures"]["read_mb"] == 34.0 and grouped("==PROF== nothing") == []
+
+
+def test_a_profiler_that_does_not_end_is_ended_with_what_it_started(tmp_path, monkeypatch):
+    pytest.importorskip("triton.experimental.gluon", reason="the cases are products of the library's kernels")
+    from lowbit.bench.mechanisms import counters
+
+    monkeypatch.setattr(counters, "LIMIT_S", 1)
+    number = tmp_path / "pid"
+    with pytest.raises(subprocess.TimeoutExpired):
+        counters._ended(["sh", "-c", f"sleep 60 & echo $! > {number}; wait"])
+    for _ in range(100):  # a killed process has to be reaped by whoever inherits it
+        status = Path("/proc", number.read_text().strip(), "stat")
+        if not status.exists() or ") Z " in status.read_text():
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("the child of the profiler lives on")
+    assert counters._ended(["sh", "-c", "echo no >&2; exit 3"]) == (3, "no\n")
 
 
 def test_every_row_is_written_as_it_comes(tmp_path, monkeypatch):
