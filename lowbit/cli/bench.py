@@ -411,6 +411,50 @@ def _names(option: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
     return names
 
 
+@bench_app.command(name="mechanisms")
+@user_errors
+def bench_mechanisms(
+    parts: Annotated[
+        str | None,
+        typer.Option(help="Of conversions, products, scales, tiles, fused, cublas, counters, convolution; all when absent."),
+    ] = None,
+    out_file: Annotated[Path | None, typer.Option("--out", help="Results; bench/results/<gpu>/<date>-mechanisms.json.")] = None,
+    report_file: Annotated[Path | None, typer.Option("--report", help="Print this result file; needs no GPU.")] = None,
+) -> None:
+    """Measure why the kernels are fast: each mechanism with and without, in a loop over registers or in a whole product.
+
+    Conversions of codes by cast and by logic, with and without the shift of exponents, FP6 in segments of 4 + 2 bits; scales
+    before or after the product; order of tiles, stages, split-K, sliced-K; one kernel or two; what the GPU's counters say
+    (needs ncu); channels of convolutions. docs/mechanisms.md explains the rows. Needs an H100 or H200, two to three minutes.
+    The file is complete after every row, so Ctrl-C keeps what was measured.
+
+    Example: lowbit bench mechanisms --parts conversions,scales
+    Example, without a GPU: lowbit bench mechanisms --report bench/results/h200/2026-11-23-mechanisms.json
+    """
+    from lowbit.bench.mechanisms import report
+
+    wanted = tuple(report.PARTS) if parts is None else _names("--parts", parts, report.PARTS)
+    if report_file is not None:
+        document = report.load(report_file)
+    else:
+        import torch
+
+        if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+            raise ValueError(
+                f"bench mechanisms measures an H100 or H200 (sm_90) and torch {torch.__version__} sees none; --report FILE "
+                "prints a result file without a GPU"
+            )
+        from lowbit.bench.mechanisms.run import run
+
+        with Progress(TextColumn("{task.description}"), TimeElapsedColumn(), console=err, transient=True,
+                      disable=not err.is_terminal) as bar:  # fmt: skip
+            task = bar.add_task("starting")
+            path, document = run(wanted, out_file, lambda line: bar.update(task, description=line))
+        say(f"wrote {path}")
+    for table in report.tables(document, wanted):
+        out.print(table)
+
+
 @bench_app.command(name="serve")
 @user_errors
 def bench_serve(

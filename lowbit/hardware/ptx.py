@@ -372,9 +372,10 @@ class Program:
 class Builder:
     """Writes a `Program`; an instruction asked for twice is emitted once, so that shifted views are shared for free."""
 
-    def __init__(self, inputs: Sequence[str]) -> None:
+    def __init__(self, inputs: Sequence[str], begun: Sequence[Instruction] = ()) -> None:
+        """`begun`: instructions of a Builder that go before."""
         self._inputs = tuple(inputs)
-        self._instructions: list[Instruction] = []
+        self._instructions: list[Instruction] = [*begun]
         self._known: dict[tuple[Any, ...], str] = {}
 
     def _emit(self, kind: type[Instruction], arguments: Mapping[str, Operand]) -> str:
@@ -405,7 +406,7 @@ class Builder:
         """(a & mask) ^ c."""
         return self.lop3(a, mask, c, AND_XOR)
 
-    def select(self, mask: int, a: Operand, b: Operand) -> str:
+    def select(self, mask: Operand, a: Operand, b: Operand) -> str:
         """Bit by bit, a where the mask is set and b elsewhere."""
         return self.lop3(mask, a, b, SELECT)
 

@@ -120,7 +120,7 @@ class Step:
     @property
     def asm(self) -> str:
         """Outputs: accumulators. Inputs: words, words of x, scale words, sums of x, accumulators."""
-        operand = _operands(self.accumulators, self.words, self.token_words, self.scale_words, self.sums, self.accumulators)
+        operand = operands_of(self.accumulators, self.words, self.token_words, self.scale_words, self.sums, self.accumulators)
         out, words, x, scales, sums, acc = operand
         per_group = K_STEPS // max(self.groups, 1)
         lines = [".reg .b32 a<32>;", f".reg .f32 p<{self.accumulators}>;", ".reg .f32 s<2>, z<2>, t, nil;"]
@@ -134,7 +134,7 @@ class Step:
                     start = ["nil"] * 4 if self.groups else acc[4 * eight : 4 * eight + 4]
                     a = [f"a{4 * step + i}" for i in range(4)]
                     b = x[16 * eight + 2 * step : 16 * eight + 2 * step + 2]
-                    lines.append(_mma(self.dtype, part, a, b, part if inside else start))
+                    lines.append(mma(self.dtype, part, a, b, part if inside else start))
             if self.groups:
                 lines += self._scale(group, out, scales, sums, acc)
         if not self.groups:
@@ -144,7 +144,7 @@ class Step:
     @property
     def sum_asm(self) -> str:
         """Outputs: sums of x. Inputs: words of x. A matrix instruction whose A is all ones adds up its tokens."""
-        out, x = _operands(self.sums, self.token_words)
+        out, x = operands_of(self.sums, self.token_words)
         per_group = K_STEPS // self.groups
         ones = "0x3c003c00" if self.dtype == "fp16" else "0x3f803f80"
         lines = [".reg .b32 one; .reg .f32 p<4>, nil;", f"mov.b32 one, {ones};", "mov.f32 nil, 0f00000000;"]
@@ -154,7 +154,7 @@ class Step:
                 for inside in range(per_group):
                     step = group * per_group + inside
                     b = x[16 * eight + 2 * step : 16 * eight + 2 * step + 2]
-                    lines.append(_mma(self.dtype, part, ["one"] * 4, b, part if inside else ["nil"] * 4))
+                    lines.append(mma(self.dtype, part, ["one"] * 4, b, part if inside else ["nil"] * 4))
                 first = 2 * (group * self.eights + eight)
                 lines += [f"mov.f32 {out[first]}, p0;", f"mov.f32 {out[first + 1]}, p1;"]
         return "{\n" + "\n".join(lines) + "\n}"
@@ -196,7 +196,7 @@ class Step:
         return lines
 
 
-def _operands(*counts: int) -> list[list[str]]:
+def operands_of(*counts: int) -> list[list[str]]:
     """$0, $1, ... dealt to groups of so many operands."""
     groups, first = [], 0
     for count in counts:
@@ -205,7 +205,8 @@ def _operands(*counts: int) -> list[list[str]]:
     return groups
 
 
-def _mma(dtype: HalfType, d: list[str], a: list[str], b: list[str], c: list[str]) -> str:
+def mma(dtype: HalfType, d: list[str], a: list[str], b: list[str], c: list[str]) -> str:
+    """mma.sync m16n8k16 as PTX, of the registers of its four operands."""
     kind = "f16" if dtype == "fp16" else "bf16"
     registers = ", ".join("{" + ", ".join(group) + "}" for group in (d, a, b, c))
     return f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 {registers};"

@@ -1,0 +1,137 @@
+"""Device code of the microkernels: a conversion, or a step of products, again and again over registers (see loops.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowbit.kernels.parts.decode import Decode
+from lowbit.kernels.parts.gluon import asm, barrier, gl, gluon, run, source_digest
+from lowbit.kernels.parts.operand import HOLD, REGISTERS
+from lowbit.kernels.parts.step import Step
+
+CLOCK = gl.constexpr("mov.u32 $0, %clock;")
+HELD = gl.constexpr(",".join(["=r"] + ["r"] * (REGISTERS + 1)))
+
+
+@dataclass(frozen=True)
+class DecodeLoop:
+    """Compile-time facts of `decode_loop`."""
+
+    decode: Decode
+    warps: int
+    chained: bool
+    digest: str = source_digest()
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def threads_layout(self) -> gl.BlockedLayout:
+        return gl.BlockedLayout([1], [32], [self.warps], [0])
+
+
+@gluon.jit
+def decoded(words, C: gl.constexpr):
+    """The registers of a tile of words."""
+    D: gl.constexpr = C.decode
+    return gl.inline_asm_elementwise(D.asm, D.constraints, words, dtype=D.types, is_pure=True, pack=1)
+
+
+@gluon.jit
+def decode_loop(out, clocks, words, step, turns, C: gl.constexpr):
+    """out int32 [16, threads of all blocks]: the registers of words int32 [bits, threads], which are decoded `turns` times
+    more; clocks int32 [threads] of those."""
+    BITS: gl.constexpr = C.decode.bits
+    OUT: gl.constexpr = len(C.decode.types)
+    shared = gl.allocate_shared_memory(gl.int32, [C.threads], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    thread = gl.program_id(0) * C.threads + gl.arange(0, C.threads, C.threads_layout)
+    total = gl.num_programs(0) * C.threads
+    w = ()
+    for i in gl.static_range(BITS):
+        w = w + (gl.load(words + i * total + thread),)
+    registers = decoded(w, C)
+    for i in gl.static_range(OUT):
+        gl.store(out + i * total + thread, registers[i])
+    shared.store(thread)
+    barrier()
+    never = thread * 0 + turns  # stores to shared memory happen at -1
+    begin = asm(CLOCK, "=r", [], gl.int32)
+    for _ in range(turns):
+        registers = decoded(w, C)
+        run(HOLD, HELD, registers + (never,))
+        following = ()
+        if C.chained:
+            all_of = registers[0]
+            for i in gl.static_range(1, OUT):
+                all_of = all_of ^ registers[i]
+            for i in gl.static_range(BITS):
+                following = following + (w[i] ^ all_of,)
+        else:
+            for i in gl.static_range(BITS):
+                following = following + (w[i] + step,)
+        w = following
+    end = asm(CLOCK, "=r", [], gl.int32)
+    gl.store(clocks + thread, end - begin)
+
+
+@dataclass(frozen=True)
+class StepLoop:
+    """Compile-time facts of `step_loop`."""
+
+    step: Step
+    warps: int
+    digest: str = source_digest()
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def threads_layout(self) -> gl.BlockedLayout:
+        return gl.BlockedLayout([1], [32], [self.warps], [0])
+
+
+@gluon.jit
+def stepped(words, held, sums, C: gl.constexpr):
+    """The sums after one more step."""
+    S: gl.constexpr = C.step
+    return gl.inline_asm_elementwise(S.asm, S.constraints, words + held + sums, dtype=S.types, is_pure=True, pack=1)
+
+
+@gluon.jit
+def step_loop(out, clocks, words, step, turns, C: gl.constexpr):
+    """out float32 [2 sums, threads of all blocks]: of one step, and of `turns` of them, of changing codes; words int32 [words
+    of codes, of x and of scales, threads]; clocks int32 [threads] of those turns."""
+    S: gl.constexpr = C.step
+    WORDS: gl.constexpr = S.words
+    HELD: gl.constexpr = S.token_words + S.scale_words
+    OUT: gl.constexpr = S.accumulators
+    THREADS: gl.constexpr = C.threads
+    thread = gl.program_id(0) * THREADS + gl.arange(0, THREADS, C.threads_layout)
+    total = gl.num_programs(0) * THREADS
+    LAYOUT: gl.constexpr = C.threads_layout
+    zero = gl.zeros((THREADS,), gl.float32, LAYOUT)
+    w = ()
+    held = ()
+    sums = ()
+    for i in gl.static_range(WORDS):
+        w = w + (gl.load(words + i * total + thread),)
+    for i in gl.static_range(HELD):
+        held = held + (gl.load(words + (WORDS + i) * total + thread),)
+    for _ in gl.static_range(OUT):
+        sums = sums + (zero,)
+    first = stepped(w, held, sums, C)
+    for i in gl.static_range(OUT):
+        gl.store(out + i * total + thread, first[i])
+    begin = asm(CLOCK, "=r", [], gl.int32)
+    for _ in range(turns):
+        sums = stepped(w, held, sums, C)
+        following = ()
+        for i in gl.static_range(WORDS):
+            following = following + (w[i] + step,)
+        w = following
+    end = asm(CLOCK, "=r", [], gl.int32)
+    gl.store(clocks + thread, end - begin)
+    for i in gl.static_range(OUT):
+        gl.store(out + (OUT + i) * total + thread, sums[i])

@@ -1,0 +1,251 @@
+"""Conversions of codes to halves that the library does not use, as data: executed bit-exactly in NumPy, printed as PTX.
+
+Each is a `Way`: a `Conversion` (hardware/conversions.py), so that the library's own decoding takes it in place of its own
+(`Decoding`, `Stepping`), and what the words in memory must be for it.
+
+cast, float32   What a compiler makes of a cast of signed integers: two fields cut out, two `cvt`, one pack; to the half at
+                once, or to float32 and both rounded together.
+multiplied      fp6 with the exponent's difference made up for by one product a register, not by the scale.
+rebuilt         The same in integers: 12 added to the exponent of normal numbers, subnormal ones by a subtraction.
+4+2             FP6-LLM's: sign and exponent of a code in one word, its mantissa in another, four codes put together in the four
+                bytes of a register and cast there, of which two halves' registers are made. Written from its description,
+                arXiv:2401.14112.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from lowbit.formats import number_format
+from lowbit.hardware.conversions import Conversion, conversion
+from lowbit.hardware.fields import FieldOrder
+from lowbit.hardware.half import HalfType, half_pair
+from lowbit.hardware.mma import MMA_M16N8K16_F16
+from lowbit.hardware.ptx import Builder, Instruction, Program, Words, lut
+from lowbit.kernels.parts.decode import Decode
+from lowbit.kernels.parts.step import K_STEPS, Step, mma, operands_of
+from lowbit.pack.fragment import FragmentOrder
+
+OWN = "own"
+"""The name of the library's conversion of any format."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A conversion under a name. Words in memory hold codes as its fields say, with the bits of `flip` turned over."""
+
+    name: str
+    conversion: Conversion
+    flip: int = 0
+
+    def plane(self, codes: Tensor) -> Tensor:
+        """Codes [N, K] as the words of pack/fragment.py for this conversion."""
+        c = self.conversion
+        (plane,) = _Order(MMA_M16N8K16_F16, c.format, order=c.fields).pack(codes, c.format.bits)
+        return plane ^ _signed(self.flip)
+
+
+@dataclass(frozen=True)
+class _Order(FragmentOrder):
+    """Fragment order with another order of fields in the words of a lane."""
+
+    order: FieldOrder = field(kw_only=True)
+
+    def fields(self, bits: int) -> FieldOrder:
+        return self.order
+
+
+@dataclass(frozen=True)
+class Decoding(Decode):
+    """The library's decoding of a tile, with another conversion."""
+
+    by: Conversion = field(kw_only=True)
+
+    @property
+    def conversion(self) -> Conversion:
+        return self.by
+
+
+@dataclass(frozen=True)
+class Stepping(Step):
+    """A step of the library's ring kernel, with another conversion."""
+
+    by: Conversion = field(kw_only=True)
+
+    @property
+    def conversion(self) -> Conversion:
+        return self.by
+
+
+@dataclass(frozen=True)
+class ScaledFirst(Step):
+    """A step whose scales of groups multiply the weights before the product, as halves, not the sums after it. Scales may be
+    2^16 and more (pack/weight.py), so they are made smaller by as much."""
+
+    @property
+    def factor(self) -> float:
+        return super().factor * 2.0**16
+
+    @property
+    def asm(self) -> str:
+        out, words, x, scales, _, acc = operands_of(
+            self.accumulators, self.words, self.token_words, self.scale_words, self.sums, self.accumulators
+        )
+        if not self.groups or self.zero != "none" or self.scale_dtype != "fp16" or self.dtype != "fp16":
+            raise ValueError(f"scales before the product are measured in fp16, by groups and without zeros, not {self}")
+        lines = [".reg .b32 a<32>, small, s<2>;", f"mov.b32 small, 0x{half_pair(2.0**-16, 'fp16'):08x};", *self._convert(words)]
+        for group in range(self.groups):
+            lines += [f"mul.rn.f16x2 s0, {scales[group]}, small;", "prmt.b32 s1, s0, 0, 0x3232; prmt.b32 s0, s0, 0, 0x1010;"]
+            share = 4 * K_STEPS // self.groups
+            lines += [f"mul.rn.f16x2 a{i}, a{i}, s{i % 2};" for i in range(group * share, (group + 1) * share)]
+        for step in range(K_STEPS):
+            a = [f"a{4 * step + i}" for i in range(4)]
+            for eight in range(self.eights):
+                sums = out[4 * eight : 4 * eight + 4]
+                b = x[16 * eight + 2 * step : 16 * eight + 2 * step + 2]
+                lines.append(mma(self.dtype, sums, a, b, sums if step else acc[4 * eight : 4 * eight + 4]))
+        return "{\n" + "\n".join(lines) + "\n}"
+
+
+# ---- the conversions
+
+
+@functools.cache
+def ways(fmt: str, dtype: HalfType) -> tuple[Way, ...]:
+    """The conversions of int4, int8 or fp6_e3m2 (to fp16 only) that are compared, the library's first."""
+    own = Way(OWN, conversion(number_format(fmt), dtype))
+    if fmt == "fp6_e3m2":
+        return own, _multiplied(own.conversion), _rebuilt(own.conversion), _four_plus_two(own.conversion)
+    return own, *(_cast(own.conversion, name, name == "float32") for name in ("cast", "float32"))
+
+
+def nothing(fmt: str, dtype: HalfType) -> Conversion:
+    """No conversion: each register is one of the words. What a loop costs beside the conversion in it."""
+    number = number_format(fmt)
+    words = [f"w{i}" for i in range(number.bits)]
+    fields = FieldOrder(number.bits, 16, (), 16, number.bits, ())
+    return Conversion(number, dtype, fields, Program(tuple(words), tuple(words[i % len(words)] for i in range(16)), ()), 1.0)
+
+
+@dataclass(frozen=True)
+class Cast(Instruction):
+    """The signed fields of `width` bits at `low` and 16 bits above it, each cast to a half."""
+
+    dest: str
+    a: str
+    low: int
+    width: int
+    dtype: HalfType
+    by_float32: bool
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        return (self.a,)
+
+    @property
+    def opcode(self) -> str:
+        return "cvt"
+
+    @property
+    def min_sm(self) -> int:  # type: ignore[override]
+        return 90 if self.dtype == "bf16" and not self.by_float32 else 80
+
+    def evaluate(self, *values: Words) -> Words:
+        (word,) = values
+        halves = []
+        for low in (self.low, self.low + 16):
+            number = (word << np.uint32(32 - self.width - low)).view(np.int32) >> np.int32(32 - self.width)
+            bits = number.astype(np.float16).view(np.uint16) if self.dtype == "fp16" else _bf16_bits(number)
+            halves.append(bits.astype(np.uint32))
+        return halves[0] | halves[1] << np.uint32(16)
+
+    def ptx(self) -> str:
+        half = "f16" if self.dtype == "fp16" else "bf16"
+        cut = [f"bfe.s32 x{i}, {self.a}, {self.low + 16 * i}, {self.width};" for i in (0, 1)]
+        if self.by_float32:
+            text = ["{ .reg .b32 x<2>; .reg .f32 f<2>;", *cut, *(f"cvt.rn.f32.s32 f{i}, x{i};" for i in (0, 1))]
+            return " ".join([*text, f"cvt.rn.{half}x2.f32 {self.dest}, f1, f0; }}"])
+        text = ["{ .reg .b32 x<2>; .reg .b16 h<2>;", *cut, *(f"cvt.rn.{half}.s32 h{i}, x{i};" for i in (0, 1))]
+        return " ".join([*text, f"mov.b32 {self.dest}, {{h0, h1}}; }}"])
+
+
+def _bf16_bits(number: np.ndarray) -> np.ndarray:
+    return number.astype(np.float32).view(np.uint32) >> np.uint32(16)
+
+
+def _cast(own: Conversion, name: str, by_float32: bool) -> Way:
+    """Of integers stored in two's complement, which is their top bit turned over."""
+    bits = own.format.bits
+    instructions = tuple(
+        Cast(f"r{r}", f"w{r // (16 // bits)}", bits * (r % (16 // bits)), bits, own.dtype, by_float32)
+        for r in range(own.registers)
+    )
+    program = Program(own.program.inputs, tuple(each.dest for each in instructions), instructions)
+    flip = sum(1 << i for i in range(bits - 1, 32, bits))
+    return Way(name, dataclasses.replace(own, program=program), flip)
+
+
+def _followed(own: Conversion, after: Callable[[Builder, str], str]) -> Program:
+    """The program of a conversion and something after it for each register."""
+    b = Builder(own.program.inputs, own.program.instructions)
+    return b.build([after(b, register) for register in own.program.outputs])
+
+
+def _multiplied(own: Conversion) -> Way:
+    def after(b: Builder, register: str) -> str:
+        return b.mul(own.dtype, register, b.constant(half_pair(own.scale_factor, own.dtype)))
+
+    return Way("multiplied", dataclasses.replace(own, program=_followed(own, after), scale_factor=1.0))
+
+
+def _rebuilt(own: Conversion) -> Way:
+    """Exponents 1 to 7 of e3m2 become 13 to 19; m / 4 * 2^-2 is 2^-2 (1 + m / 4) less 2^-2."""
+
+    def after(b: Builder, register: str) -> str:
+        carried = b.add_words(b.mask(register, 0x1C001C00), 0x7C007C00)  # into the top bit of a half unless the exponent is 0
+        normal = b.prmt(carried, 0, 0xBB99)  # that bit, all over the half
+        least = b.masked_or(register, 0x80008000, 0x34003400)
+        subnormal = b.sub(own.dtype, b.lop3(register, 0x34003400, 0, OR), least)
+        return b.select(normal, b.add_words(register, 0x30003000), subnormal)
+
+    return Way("rebuilt", dataclasses.replace(own, program=_followed(own, after), scale_factor=1.0))
+
+
+class _FourPlusTwo(FieldOrder):
+    """Word i < 4 has sign and exponent of steps 2 i and 2 i + 1, word 4 + i mantissas of steps 4 i to 4 i + 3; a step has 4
+    codes, in bytes 1 and 3 (register 2 i) and 0 and 2 (register 2 i + 1): #2 #4 #1 #3 from the top."""
+
+    @property
+    def places(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        found = []
+        for register in range(self.registers):
+            step, byte = register // 2, 8 * (1 - register % 2)
+            high, low = byte + 4 * (1 - step % 2), byte + 6 - 2 * (step % 4)
+            found.append(((4 + step // 4, low), (4 + step // 4, low + 1), *((step // 2, high + i) for i in range(4))))
+        return tuple(found)
+
+
+def _four_plus_two(own: Conversion) -> Way:
+    b = Builder([f"w{i}" for i in range(6)])
+    outputs: list[str] = []
+    for step in range(8):
+        high = b.mask(b.shift(f"w{step // 2}", -4 * (step % 2)), 0xF0F0F0F0)
+        code = b.masked_or(b.shift(f"w{4 + step // 4}", 4 - 2 * (step % 4)), 0x0C0C0C0C, high)
+        sign = b.mask(code, 0x80808080)
+        cast = b.masked_or(b.shift(code, 2), 0x1F1F1F1F, sign)
+        outputs += [b.mask(cast, 0xFF00FF00), b.mask(b.shift(cast, -8), 0xFF00FF00)]
+    fields = _FourPlusTwo(6, 16, (), 16, 6, ())
+    return Way("4+2", dataclasses.replace(own, fields=fields, program=b.build(outputs)))
+
+
+OR = lut(lambda a, b, c: a | b)
+
+
+def _signed(word: int) -> int:
+    return word - (1 << 32) if word >> 31 else word
