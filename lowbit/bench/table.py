@@ -1,4 +1,4 @@
-"""Tables of results that fit a terminal of 80 columns: texts to the left, figures to the right, nothing folded."""
+"""Tables of results that fit a terminal of 80 columns: texts to the left, figures to the right and whole."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def narrow_table(texts: Sequence[str], figures: Sequence[str], title: str | None
     """A table without rows: columns of texts, then columns of figures."""
     table = Table(box=None, padding=(0, 2, 0, 0), title=title, title_justify="left", title_style="bold")
     for name in texts:
-        table.add_column(name, no_wrap=True)
+        table.add_column(name, overflow="fold")
     for name in figures:
         table.add_column(name, no_wrap=True, justify="right")
     return table

@@ -142,8 +142,7 @@ def bench_choice(
 
             path, document = run(asked, out_file, say, watch)
         say(f"wrote {path}")
-    for table in choice_report.tables(document):
-        out.print(table)
+    out.print(*choice_report.tables(document), sep="\n\n")
     for line in choice_report.failed(document):
         say(line)
 
@@ -451,8 +450,9 @@ def bench_mechanisms(
             task = bar.add_task("starting")
             path, document = run(wanted, out_file, lambda line: bar.update(task, description=line))
         say(f"wrote {path}")
-    for table in report.tables(document, wanted):
-        out.print(table)
+    out.print(*report.tables(document, wanted), sep="\n\n")
+    for line in report.failed(document):
+        say(line)
 
 
 @bench_app.command(name="serve")

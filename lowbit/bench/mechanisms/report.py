@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
+from lowbit.bench.table import narrow_table
 from lowbit.eval.results import read_json, require_keys
 
 SCHEMA = 1
@@ -39,34 +40,45 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def tables(document: dict[str, Any], parts: Sequence[str] = tuple(PARTS)) -> list[Table]:
-    """A table for each of the parts that has rows."""
-    found = {part: [row for row in document["rows"] if row["part"] == part] for part in parts}
-    return [_table(PARTS[part], rows) for part, rows in found.items() if rows]
+    """A table for each kind of rows that a part has: those with the same figures."""
+    found = []
+    for part in parts:
+        kinds: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+        for row in document["rows"]:
+            if row["part"] == part and row["error"] is None:
+                kinds.setdefault((*row["figures"], *["us"] * (row["us"] is not None)), []).append(row)
+        found += [_table(PARTS[part], rows) for rows in kinds.values()]
+    return found
+
+
+def failed(document: dict[str, Any]) -> list[str]:
+    """A line for each row that was not measured."""
+    rows = [row for row in document["rows"] if row["error"] is not None]
+    return [f"{row['part']}, {row['case']}, {row['way']}, {row['dtype']}: {row['error']}" for row in rows]
 
 
 def _table(title: str, rows: list[dict[str, Any]]) -> Table:
-    names = list(dict.fromkeys(name for row in rows for name in row["figures"]))
-    timed, sized = any(row["us"] for row in rows), any(row["n"] for row in rows)
-    tokens = any(row["m"] is not None for row in rows)
-    table = Table("case", "way", "type", title=title)
-    for column in [
-        *["N x K"] * sized,
-        *["M"] * tokens,
-        *["us", "x first"] * timed,
-        *(name.replace("_", " ") for name in names),
-    ]:
-        table.add_column(column, justify="right")
-    for row in rows:
-        cells = [row["case"], row["way"], row["dtype"]]
-        cells += [f"{row['n']} x {row['k'] or '-'}"] * sized + [str(row["m"] if row["m"] is not None else "-")] * tokens
-        if row["error"] is not None:
-            table.add_row(*cells, row["error"])
-            continue
-        if timed:
-            ratio = against_first(row, rows)
-            cells += ["-" if row["us"] is None else f"{row['us']:.2f}", "-" if ratio is None else f"{ratio:.2f}"]
-        table.add_row(*cells, *(_number(row["figures"].get(name)) for name in names))
+    """What is the same in all rows is in the title."""
+    of = {"type": [row["dtype"] for row in rows], "N x K": [_size(row) for row in rows], "M": [_tokens(row) for row in rows]}
+    same = [f"{name} {values[0]}" for name, values in of.items() if len({*values}) == 1 and values[0] != "-"]
+    told = {name: values for name, values in of.items() if len({*values}) > 1}
+    timed = rows[0]["us"] is not None
+    names = [*told, *["us", "x first"] * timed, *(name.replace("_", "\n") for name in rows[0]["figures"])]
+    table = narrow_table(("case", "way"), names, ", ".join([title, *same]))
+    for i, row in enumerate(rows):
+        ratio = against_first(row, rows)
+        times = [f"{row['us']:.2f}", "-" if ratio is None else f"{ratio:.2f}"] if timed else []
+        figures = [_number(value) for value in row["figures"].values()]
+        table.add_row(row["case"], row["way"], *(values[i] for values in told.values()), *times, *figures)
     return table
+
+
+def _size(row: dict[str, Any]) -> str:
+    return f"{row['n']} x {row['k']}" if row["n"] and row["k"] else "-"
+
+
+def _tokens(row: dict[str, Any]) -> str:
+    return "-" if row["m"] is None else str(row["m"])
 
 
 def against_first(row: dict[str, Any], rows: list[dict[str, Any]]) -> float | None:

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from lowbit.bench.mechanisms.report import MECHANISMS, PARTS, SCHEMA, against_first, load, tables
+from lowbit.bench.mechanisms.report import MECHANISMS, PARTS, SCHEMA, against_first, failed, load, tables
 from lowbit.cli.commands import app
 from lowbit.eval.results import write_json
 
@@ -40,7 +40,7 @@ ROWS = (
 
 
 def text_of(found):
-    terminal = Console(width=200, record=True, quiet=False)
+    terminal = Console(width=80, record=True, quiet=False)
     for table in found:
         terminal.print(table)
     return terminal.export_text()
@@ -53,7 +53,6 @@ def test_tables_say_times_ratios_figures_and_errors(tmp_path):
         "25.00",
         "2.50",
         "1.00",
-        "WrongResult: relative error 1",
         "8192 x 8192",
         "41.25",
         "32",
@@ -63,6 +62,14 @@ def test_tables_say_times_ratios_figures_and_errors(tmp_path):
     assert PARTS["tiles"][:20] not in text, "parts without rows have no table"
     only = text_of(tables(load(tmp_path / "m.json"), ["conversions"]))
     assert "41.25" in only and "25.00" not in only
+    assert [line for line in failed(document(*ROWS)) if line.endswith("WrongResult: relative error 1")]
+
+
+def test_kept_results_fit_a_terminal():
+    """No figure is cut."""
+    (file,) = (Path(__file__).parents[3] / "bench/results/h200").glob("*-mechanisms.json")
+    text = text_of(tables(load(file)))
+    assert "two kernels" in text and "…" not in text
 
 
 def test_times_are_compared_within_a_case():
