@@ -24,12 +24,23 @@ def compiled(sm, scheme, x_scale="token", x_zero=False, y=torch.bfloat16, functi
     return compile_plan(plan, call, sm, ("y", "x", "w", "x_stride", "w_stride"))
 
 
-@pytest.mark.parametrize("sm", [80, 86, 89, 120])
+@pytest.mark.parametrize("sm", [80, 86, 87, 89, 120])
 def test_int8(sm):
     to_codes = compiled(sm, "w8a8", y=torch.int8, function="gelu")
     for kernel in (compiled(sm, "w8a8"), compiled(sm, "w4a8_g128", x_zero=True), to_codes):
         # 64 rows x 64 tokens x 128 k for 4 warps: 4 k steps x 8 tiles of 8 tokens
         assert kernel.count("IMMA.16832") == 32 and kernel.stack_bytes == 0
+
+
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a8_g128", "w5a8"])
+def test_stages_are_copied_ahead(scheme):
+    """In the main loop cp.async fills shared memory, nothing else does; two blocks fit an SM of any machine."""
+    kernel = compiled(80, scheme)
+    first, last = max(kernel.loops, key=lambda loop: sum("IMMA" in line for line in kernel.lines[loop[0] : loop[1]]))
+    loop = kernel.lines[first : last + 1]
+    copies = sum("LDGSTS.E.BYPASS.128" in line for line in loop)
+    assert copies == {"w8a8": 8, "w4a8_g128": 6, "w5a8": 6}[scheme] and sum("DEPBAR.LE" in line for line in loop) == 1
+    assert not any(line.startswith("STS") for line in loop) and kernel.shared_bytes <= 50 << 10
 
 
 @pytest.mark.parametrize("sm", [89, 120])
