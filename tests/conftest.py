@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import gc
 
 import pytest
@@ -24,7 +25,23 @@ def pytest_collection():
         gc.enable()
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--third", action="store_true", help="of the cases of each test only one of three, the first among them")
+    parser.addoption("--third-elsewhere", default="", metavar="FILES", help="files of which another run has that third")
+
+
+def pytest_collection_modifyitems(config, items):
+    third, elsewhere = config.getoption("third"), config.getoption("third_elsewhere").split()
+    cases, chosen, left = collections.Counter(), [], []
+    for item in items:
+        file, test = item.nodeid.partition("::")[0], item.nodeid.partition("[")[0]
+        of_the_third = cases[test] % 3 == 0
+        wanted = of_the_third if third else not of_the_third or cases[test] == 0 or file not in elsewhere
+        (chosen if wanted else left).append(item)
+        cases[test] += 1
+    if left:
+        items[:] = chosen
+        config.hook.pytest_deselected(items=left)
     if torch.cuda.is_available():
         return
     for item in items:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -32,24 +30,12 @@ def ids(smollm2):
 
 
 def measure(model, ids):
-    return perplexity(model, ids, window=384).perplexity
+    return perplexity(model, ids, window=len(ids)).perplexity
 
 
 @pytest.fixture(scope="module")
 def plain(smollm2):
     return AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
-def quantized(smollm2, ids):
-    """Its perplexity by scheme, each measured once."""
-
-    @functools.cache
-    def measured(scheme):
-        config = LowbitConfig(scheme)
-        return measure(AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32, quantization_config=config), ids)
-
-    return measured
 
 
 def simulate(weight, scheme):
@@ -77,22 +63,23 @@ def simulate(weight, scheme):
     return (((groups - low) / scale).round().clamp(0, 15) * scale + low).reshape(n, k)
 
 
+BARS = {"w8a16": 0.005, "w4a16_g32_fz": 0.01}
+"""Off the 16-bit model's: 8 bits within 0.5 %; 4 bits with floating-point zeros in groups of 32, its own grid, within 1 %."""
+
+
 @pytest.mark.parametrize("scheme", demo.SCHEMES)
-def test_perplexity_equals_a_plain_simulation(ids, scheme, quantized, plain, monkeypatch):
+def test_perplexity_equals_a_plain_simulation(smollm2, ids, scheme, plain, monkeypatch):
+    """Weights that differ show in few tokens; how far off they are, against the bar, in all."""
+    config = LowbitConfig(scheme)
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32, quantization_config=config)
+    if scheme in BARS:
+        value, reference = measure(model, ids), measure(plain, ids)
+        assert abs(value / reference - 1) < BARS[scheme], (scheme, value, reference)
     for name, module in plain.named_modules():
         if isinstance(module, torch.nn.Linear) and name != "lm_head":
             monkeypatch.setattr(module.weight, "data", simulate(module.weight.data, scheme))
-    got, expected = quantized(scheme), measure(plain, ids)
+    got, expected = measure(model, ids[:128]), measure(plain, ids[:128])
     assert abs(got / expected - 1) < 5e-5, (got, expected)
-
-
-def test_bars(ids, quantized, plain):
-    """8 bits within 0.5 % of the 16-bit model; 4 bits with floating-point zeros in groups of 32, this model's own grid,
-    within 1 %."""
-    reference = measure(plain, ids)
-    for scheme, bar in (("w8a16", 0.005), ("w4a16_g32_fz", 0.01)):
-        value = quantized(scheme)
-        assert abs(value / reference - 1) < bar, (scheme, value, reference)
 
 
 def test_explain_walks_a_real_weight(smollm2, tmp_path):

@@ -11,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -90,7 +91,8 @@ def test_percentiles():
 
 
 def test_a_shape_is_served_with_random_weights(monkeypatch):
-    """What the other process does before it serves, here."""
+    """What the other process does before it serves, here, for a second of its own time, however busy the machine is."""
+    monkeypatch.setattr(serve_host, "time", SimpleNamespace(perf_counter=time.process_time, process_time=time.process_time))
     shape = dict(hidden=64, intermediate=192, layers=3, heads=4, kv_heads=2, vocab=320, theta=1e4)
     monkeypatch.setitem(language_model.SHAPES, "small", lambda: language_model._llama(**shape))
     asked = serve_host.Asked(
@@ -133,7 +135,7 @@ def test_a_closed_loop_asks_as_soon_as_it_is_answered(server, asker):
     assert all(answer.error is None and answer.tokens == answer.asked and answer.first < answer.last for answer in whole)
     assert sorted(answer.asked for answer in answers[:4]) == [3, 6, 9, 12] and {answer.asked for answer in answers[4:]} == {12}
     found = steady(answers, 4, end)
-    assert found.tokens_per_s == pytest.approx(sum(answer.tokens for answer in answers) / 2.5, rel=0.3)
+    assert found.tokens_per_s == pytest.approx(sum(answer.tokens for answer in answers) / (end - found.begin), rel=0.3)
 
 
 def test_a_closed_loop_goes_on_with_another_mix_without_a_pause(server, asker):
@@ -142,10 +144,11 @@ def test_a_closed_loop_goes_on_with_another_mix_without_a_pause(server, asker):
     server.wait_until_free()
     turn = end - 1.5
     assert {answer.asked for answer in first[4:]} == {12} and {answer.asked for answer in second} == {30}
-    assert max(answer.due for answer in first) <= turn + 0.2 and not any(answer.cut or answer.error for answer in first)
+    begun = min(answer.due for answer in second)
+    assert max(answer.due for answer in first) <= begun >= turn and not any(answer.cut or answer.error for answer in first)
     streams = [answer for answer in [*first, *second] if answer.first and answer.first < turn + 0.5 < (answer.last or end)]
     assert 1 <= len(streams) <= 4 and max(answer.last for answer in first) > turn, "what runs then is not cut"
-    assert min(answer.due for answer in second) - max(answer.last for answer in first) < 0.1
+    assert begun - max(answer.last for answer in first) < 0.1
 
 
 def test_one_after_the_other_meets_an_engine_that_does_nothing(server, asker, monkeypatch):
@@ -251,8 +254,10 @@ def test_a_whole_run(folder, tmp_path, monkeypatch):
     engine, streams, other, idle, *arrivals = rows
     assert streams["ratio"] == pytest.approx(streams["tokens_per_s"] / engine["tokens_per_s"]) and other["ratio"] is None
     assert streams["seconds"] == pytest.approx(2) == pytest.approx(other["seconds"]) and streams["cut"] == 0
-    assert all(row["server_cpu"] > 0.05 and row["client_cpu"] > 0 for row in (streams, other, *arrivals))
-    assert 0.2 < streams["ratio"] < 1.3 and 0 < idle["added_ms"]["p50"] <= idle["added_ms"]["p99"]
+    assert all(row["server_cpu"] > 0 and row["client_cpu"] > 0 for row in (streams, other, *arrivals))
+    # By the time that each had of a core: a busy machine may give them different shares.
+    assert 0.2 < streams["ratio"] * engine["server_cpu"] / streams["server_cpu"] < 1.3
+    assert engine["server_cpu"] + streams["server_cpu"] > 0.1 and 0 < idle["added_ms"]["p50"] <= idle["added_ms"]["p99"]
     samples = idle["samples_ms"]
     assert len(samples["own"]) == len(samples["first"]) == len(samples["token"]) == idle["requests"]
     assert (

@@ -46,15 +46,12 @@ def lively(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize(
-    ("scheme", "iterations"),
-    # Random weights want ends of ranges that learn slower than offsets, real models do not (models/learn.py):
-    # where the ends move all of a group, more iterations are needed to pass GPTQ here.
-    [("w2a16_g16", 120), ("w3a16_g32_z", 120), ("w4a16_g32", 120), ("w4a16_g32_fz", 360), ("w4e2m1a16_g32", 720)],
-)
-def test_learned_beats_rounding_and_gptq(scheme, iterations, lively, tmp_path):
+# Random weights want ends of ranges that learn slower than offsets, real models do not (models/learn.py): where the ends move
+# all of a group, as with these zeros and floats, two and three bits pass GPTQ in 120 iterations; four take up to 720.
+@pytest.mark.parametrize("scheme", ["w2a16_g16", "w3a16_g32_z", "w4a16_g32", "w2a16_g16_fz", "w3e1m1a16_g32"])
+def test_learned_beats_rounding_and_gptq(scheme, lively, tmp_path):
     errors = []
-    for method in (Rtn("mse"), Gptq(), replace(METHOD, iterations=iterations)):
+    for method in (Rtn("mse"), Gptq(), replace(METHOD, iterations=120)):
         name = tmp_path / type(method).__name__
         quantize_checkpoint(lively, name, scheme, method=method, calibration=TEXT)
         errors.append(layer_error(lively, name))

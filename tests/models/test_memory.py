@@ -39,7 +39,7 @@ lowbit.quantize_checkpoint(sys.argv[1], sys.argv[2], 'w4a16_g64', method=method,
 """
 
 
-def peak_of_calibrating(folder, layers, *arguments):
+def peak_of_calibrating(folder, layers, samples, *arguments):
     config = LlamaConfig(
         vocab_size=160, hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_hidden_layers=layers, num_attention_heads=8,
         num_key_value_heads=8, max_position_embeddings=256, dtype=torch.float16,
@@ -47,17 +47,18 @@ def peak_of_calibrating(folder, layers, *arguments):
     LlamaForCausalLM(config).half().save_pretrained(folder / "fp16")
     tiny_tokenizer().save_pretrained(folder / "fp16")
     (folder / "text.txt").write_text("pack my box with five dozen liquor jugs " * (SAMPLES * LENGTH // 40 + 1))
-    return peak_bytes(SETUP, RUN, folder / "fp16", folder / "q", SAMPLES, LENGTH, folder / "text.txt", *arguments)
+    return peak_bytes(SETUP, RUN, folder / "fp16", folder / "q", samples, LENGTH, folder / "text.txt", *arguments)
 
 
 @linux
 def test_learning_holds_one_layer_whatever_their_number(tmp_path):
-    """Six decoder layers more would take 63 MB more in float32, and eight times that with what is learned."""
-    peaks = [peak_of_calibrating(tmp_path / str(layers), layers, "learned") for layers in (2, 8)]
+    """Three decoder layers more would take 31 MB more in float32, and eight times that with what is learned."""
+    samples = SAMPLES // 2  # a layer's state is eight times what all of these take
+    peaks = [peak_of_calibrating(tmp_path / str(layers), layers, samples, "learned") for layers in (2, 5)]
     layer = 4 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INTERMEDIATE)
-    activations = 3 * 4 * SAMPLES * LENGTH * HIDDEN
+    activations = 3 * 4 * samples * LENGTH * HIDDEN
     print(f"peaks {peaks}: layer {layer:,}, activations {activations:,}")
-    assert peaks[1] - peaks[0] < layer + 6 * layer // 4 * 4.25 / 8
+    assert peaks[1] - peaks[0] < layer + 3 * layer // 4 * 4.25 / 8
     of_a_batch = 2 * LENGTH * 4 * (14 * HIDDEN + 6 * INTERMEDIATE)
     assert peaks[0] < 9 * layer + activations + of_a_batch + 15_000_000
 
@@ -65,7 +66,7 @@ def test_learning_holds_one_layer_whatever_their_number(tmp_path):
 @linux
 def test_gptq_holds_one_layer_its_statistics_and_the_activations(tmp_path):
     """Three decoder layers more would take 31 MB more in float32."""
-    peak = peak_of_calibrating(tmp_path, LAYERS)
+    peak = peak_of_calibrating(tmp_path, LAYERS, SAMPLES)
     layer = 4 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INTERMEDIATE)
     activations = 2 * 4 * SAMPLES * LENGTH * HIDDEN
     statistics = 4 * INTERMEDIATE**2 + 3 * 8 * INTERMEDIATE**2
@@ -126,7 +127,7 @@ def layers_of(model):
     return [module for module in model.modules() if isinstance(module, QuantLinear)]
 
 
-@pytest.mark.parametrize("scheme", ["w4a16_g128", "w6e3m2a16", "w8a16", "w8a8", "w4a8_g128"])
+@pytest.mark.parametrize("scheme", ["w4a16_g128", "w6e3m2a16", "w8a8", "w4a8_g128"])  # w8a16 is what the head has
 def test_loading_holds_the_packed_model_one_layer_and_a_constant(scheme, wide, as_on_a_gpu):
     """Two ends in 16 bits would be 34 MB more, all layers as rows besides 10."""
     with TensorBytes() as held:

@@ -190,8 +190,12 @@ CODE = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "registers"), CODE, ids=lambda value: str(value))
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("name", "options", "registers", "dtype"),
+    # bf16 becomes float32 as fp16 does, but for one instruction, where all kernels read logits: by one kernel.
+    [(*case, dtype) for case in CODE for dtype in (torch.float16, torch.float32)] + [(*CODE[1], torch.bfloat16)],
+    ids=str,
+)
 def test_machine_code_of_sm_90(name, options, registers, dtype):
     """No spills, logits in pieces of 16 bytes, the wait for the kernel before in front of all that it writes."""
     kernel = compiled(name, dtype=dtype, **options)

@@ -110,8 +110,7 @@ def test_llama_3_8b(end, n, k, m):
 FORMATS = [
     ("int4", 64, "none", "bf16"), ("int4", 0, "none", "fp16"), ("uint4", 128, "integer", "fp16"),
     ("uint4", 64, "float", "bf16"),
-    ("fp6_e3m2", 0, "none", "fp16"), ("fp6_e3m2", 128, "none", "bf16"), ("int8", 0, "none", "bf16"),
-    ("int8", 128, "none", "fp16"), ("int5", 64, "none", "fp16"), ("int3", 128, "none", "bf16"),
+    ("fp6_e3m2", 0, "none", "fp16"), ("int8", 128, "none", "fp16"), ("int5", 64, "none", "fp16"), ("int3", 128, "none", "bf16"),
 ]  # fmt: skip
 
 
@@ -121,12 +120,13 @@ MODELS = {"residual": (896, 4864), "norm": (1152, 896), "gelu_tanh": (9728, 896)
 
 @pytest.mark.parametrize(
     ("fmt", "group", "zero", "dtype", "m", "end"),
-    # With 13 tokens a warp holds twice the rows of x and of sums: every format there, but for a norm, which takes fewer
-    # registers than a residual with each (70 to 116, 94 to 146). With 4 at most 106: the most of them, and scales of channels.
+    # An end knows nothing of codes. With 13 tokens a warp holds twice the rows of x and of sums: every format there, behind a
+    # gate, which takes the most registers with each (155 to 182; a residual 95 to 146, a norm 70 to 118). Of the other ends
+    # what has the most, and scales of channels, which an end meets; with 4 tokens, at most 106, the same.
     [
-        *((*case, 13, end) for case in FORMATS for end in ("residual", "gelu_tanh")),
-        *((*FORMATS[i], 13, "norm") for i in (1, 3, 5)),
-        *((*FORMATS[i], 4, end) for i in (3, 4) for end in MODELS),
+        *((*case, 13, "gelu_tanh") for case in FORMATS),
+        *((*FORMATS[i], 13, end) for end, i in (("residual", 1), ("residual", 3), ("norm", 1), ("norm", 3))),
+        *((*FORMATS[i], 4, end) for end, i in (("residual", 3), ("gelu_tanh", 3), ("norm", 4))),
     ],
 )
 def test_formats(fmt, group, zero, dtype, m, end):
@@ -134,11 +134,16 @@ def test_formats(fmt, group, zero, dtype, m, end):
     check(plan, kernel, end, 1 + (group == 0) + (end == "residual"), 56, stack_bytes=32)
 
 
-@pytest.mark.parametrize("end", ["residual", "norm", "silu"])
 @pytest.mark.parametrize(
-    "tile", [RingTile(8, 3, 1, 2, 4, 2), RingTile(16, 5, 1, 1, 8, 2), RingTile(16, 8, 1, 1, 8, 4)], ids=str
-)
-def test_splits(end, tile):
+    ("tile", "end"),
+    # Each tile with the end that takes most registers there; only a residual loads h behind the sums: with two tiles.
+    [
+        (RingTile(8, 3, 1, 2, 4, 2), "residual"), (RingTile(16, 5, 1, 1, 8, 2), "residual"),
+        (RingTile(16, 5, 1, 1, 8, 2), "silu"), (RingTile(16, 8, 1, 1, 8, 4), "norm"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_splits(tile, end):
     """The block that comes last finishes; with 3 or 5 strips for 4 or 8 warps some warps finish nothing."""
     plan, kernel = compiled(end, "int4", tile.tokens, 4096, 4096, tile=tile, bias=True)
     check(plan, kernel, end, 1 + (end == "residual"), 128, stack_bytes=32)
@@ -161,7 +166,7 @@ def compiled_rows(end, m, n, k, dtype="fp16", bias=False, tile=None, sm=90):
     return plan, compile_plan(plan, call, sm, ("x", "w", "scale"))
 
 
-@pytest.mark.parametrize(("m", "dtype"), [(1, "fp16"), (8, "bf16"), (16, "bf16")])
+@pytest.mark.parametrize(("m", "dtype"), [(1, "fp16"), (16, "bf16")])  # as many registers with either type
 @pytest.mark.parametrize(("end", "n", "k"), LLAMA)
 def test_rows_of_16_bits(end, n, k, m, dtype):
     """No second copy, no conversion: of 128 k and 16 rows 8 copies and 8 reads of 16 bytes a lane, and the products."""
@@ -191,11 +196,10 @@ def test_rows_with_fewer_slots_than_strips(tile):
         assert waits == set(range(tile.depth)), "never more under way than slots, at the end fewer and fewer"
 
 
-@pytest.mark.parametrize("sm", [80, 89, 120])
-def test_rows_on_every_machine(sm):
-    for m in (8, 16):
-        _, kernel = compiled_rows("residual", m, 4096, 4096, sm=sm)
-        assert kernel.stack_bytes == 0 and kernel.shared_bytes <= arch_for(sm).shared_per_block_bytes
+@pytest.mark.parametrize(("sm", "m"), [(80, 8), (80, 16), (89, 16), (120, 16)])  # 8: 94 to 128 registers, 16: 168 to 178
+def test_rows_on_every_machine(sm, m):
+    _, kernel = compiled_rows("residual", m, 4096, 4096, sm=sm)
+    assert kernel.stack_bytes == 0 and kernel.shared_bytes <= arch_for(sm).shared_per_block_bytes
 
 
 def test_most_parts():
@@ -203,8 +207,11 @@ def test_most_parts():
         check(*compiled("norm", m=m, n=10240, k=8192, parts=256), "norm", 0, 256)
 
 
-@pytest.mark.parametrize("sm", [80, 86, 89, 120])
-@pytest.mark.parametrize("end", ["residual", "norm", "silu"])
+@pytest.mark.parametrize(
+    ("end", "sm"),
+    # Every machine, and every end in either of the two tiles that they choose: that of sm_80, 89 and 120, and that of 86.
+    [("residual", 80), ("norm", 89), ("silu", 120), ("residual", 86), ("norm", 86), ("silu", 86)],
+)
 def test_every_machine(end, sm):
     _, kernel = compiled(end, m=8, sm=sm)
     assert kernel.stack_bytes == 0 and kernel.shared_bytes <= arch_for(sm).shared_per_block_bytes

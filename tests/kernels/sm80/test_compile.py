@@ -19,7 +19,7 @@ pytest.importorskip("triton.experimental.gluon", reason="kernels are written in 
 
 from lowbit.kernels.sm80.mixed_gemm import RingPlan
 
-FORMATS = ["int2", "int3", "int4", "int5", "int6", "int7", "int8", "fp6_e3m2", "fp6_e2m3", "fp5_e2m2", "fp4_e2m1", "fp8_e4m3"]
+FORMATS = ["int2", "int3", "int4", "int5", "int7", "int8", "fp6_e3m2", "fp4_e2m1", "fp8_e4m3"]
 
 
 def compiled(fmt, dtype="fp16", m=1, group=128, zero="none", k=8192, n=8192, bias=False, sm=90):
@@ -37,8 +37,9 @@ def compiled(fmt, dtype="fp16", m=1, group=128, zero="none", k=8192, n=8192, bia
 @pytest.mark.parametrize(
     ("m", "fmt"),
     # With 16 tokens a warp holds twice the rows of w and of x, 170 registers and more; with one 74 to 121, so nothing can spill
-    # that does not there: of the formats those that differ most in how their words are loaded.
-    [*((16, fmt) for fmt in FORMATS), *((1, fmt) for fmt in ("int2", "int4", "int7", "int8"))],
+    # that does not there: of the formats those that differ most in how their words are loaded. Formats of as many bits are
+    # loaded alike: with 16 tokens one of 6 bits and one of 5.
+    [*((16, fmt) for fmt in FORMATS), *((1, fmt) for fmt in ("int4", "int7", "int8"))],
 )
 def test_main_loop(fmt, m):
     tile, kernel = compiled(fmt, m=m)
@@ -66,13 +67,13 @@ def test_what_belongs_to_rows_is_on_its_way_before_the_main_loop():
 
 @pytest.mark.parametrize(
     ("sm", "dtype"),
-    # bf16 has no add and multiply of its own before sm_90: once on either side.
-    [*((sm, "fp16") for sm in (80, 86, 89, 90, 100, 120)), (80, "bf16"), (120, "bf16")],
+    # bf16 has no add and multiply of its own before sm_90: once on either side. sm_86 has the instructions of 80 and 89.
+    [(80, "fp16"), (80, "bf16"), (89, "fp16"), (90, "fp16"), (100, "fp16"), (120, "bf16")],
 )
 def test_every_machine(sm, dtype):
     _, kernel = compiled("int4", dtype, m=16, sm=sm)
     assert kernel.count("HMMA.16816") > 0 and kernel.stack_bytes == 0
-    assert kernel.shared_bytes <= typical_machine(sm).arch.shared_per_block_bytes or sm in (86, 89, 120)
+    assert kernel.shared_bytes <= typical_machine(sm).arch.shared_per_block_bytes or sm in (89, 120)
 
 
 @pytest.mark.parametrize(

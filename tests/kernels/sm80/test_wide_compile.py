@@ -19,6 +19,7 @@ pytest.importorskip("triton.experimental.gluon", reason="kernels are written in 
 from lowbit.kernels.sm80.wide_mixed_gemm import MmaPlan
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+BF16 = ("int4", "int7", "int8", "fp6_e3m2")
 FORMATS = ["int2", "int3", "int4", "int5", "int6", "int7", "int8", "fp6_e3m2", "fp6_e2m3", "fp5_e2m2", "fp4_e2m1", "fp8_e4m3"]
 
 
@@ -58,9 +59,11 @@ def check_loop(tile, kernel) -> None:
     assert len(branches) <= 2, "one stretch of code"
 
 
-# bf16 decodes in other instructions: of the formats those that differ most in how many codes share their words.
+# bf16 decodes in other instructions: of the formats those that differ most in how many codes share their words. Where fp16 has
+# another format of as many bits, whose words are loaded alike, these are there alone.
 @pytest.mark.parametrize(
-    ("fmt", "dtype"), [*((fmt, "fp16") for fmt in FORMATS), *((fmt, "bf16") for fmt in ("int4", "int7", "int8", "fp6_e3m2"))]
+    ("fmt", "dtype"),
+    [*((fmt, "fp16") for fmt in FORMATS if fmt not in ("int8", "fp6_e3m2")), *((fmt, "bf16") for fmt in BF16)],
 )
 def test_main_loop(fmt, dtype):
     tile, kernel = compiled(fmt, dtype, scale_dtype=dtype)
@@ -92,12 +95,12 @@ def test_every_machine(machine):
 
 
 # bf16 has only fma before sm_90; zeros and scales of another type are brought there each in a way of its own.
-@pytest.mark.parametrize("group", [16, 128])
+# How many scales a step has, one or four, they do not know: one or the other.
 @pytest.mark.parametrize(
-    ("zero", "dtype", "scale_dtype"),
+    ("zero", "dtype", "scale_dtype", "group"),
     [
-        ("none", "bf16", "fp16"), ("integer", "fp16", "fp16"), ("integer", "bf16", "bf16"), ("integer", "bf16", "fp16"),
-        ("float", "fp16", "bf16"), ("float", "bf16", "fp16"),
+        ("none", "bf16", "fp16", 128), ("integer", "fp16", "fp16", 16), ("integer", "bf16", "bf16", 128),
+        ("integer", "bf16", "fp16", 16), ("float", "fp16", "bf16", 128), ("float", "bf16", "fp16", 16),
     ],
 )  # fmt: skip
 def test_zero_points_and_scale_types(zero, dtype, scale_dtype, group):

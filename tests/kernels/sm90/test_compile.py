@@ -96,10 +96,12 @@ def check_barriers(config, kernel) -> None:
 @pytest.mark.parametrize(
     ("dtype", "m", "n", "fmt"),
     [
-        # Decoding is the same code in every tile. It has the fewest registers where four warpgroups share an SM (64 tokens) and
-        # beside the sums of 256 tokens: every format there. In tiles that leave it more, those formats that differ most in how
-        # their words are loaded, two each: one plane of 2 words, of 4, three planes, two vectors of 4.
-        *((dtype, m, n, fmt) for dtype, m, n in (("fp16", 64, 28672), ("bf16", 4096, 8192)) for fmt in FORMATS),
+        # Decoding is the same code in every tile. It has the fewest registers where four warpgroups share an SM (64 tokens):
+        # every format there; and beside the sums of 256 tokens: of each number of bits, whose words are loaded alike, one.
+        # In tiles that leave it more, those formats that differ most in how their words are loaded, two each: one plane of 2
+        # words, of 4, three planes, two vectors of 4.
+        *(("fp16", 64, 28672, fmt) for fmt in FORMATS),
+        *(("bf16", 4096, 8192, fmt) for fmt in ("int2", "int3", "int4", "fp5_e2m2", "fp6_e3m2", "int7", "fp8_e4m3")),
         *(
             (dtype, m, 8192, fmt)
             for dtype, m, formats in (("fp16", 32, "int2 fp7_e3m3"), ("bf16", 64, "int4 int8"), ("fp16", 256, "fp7_e3m3 int8"))
