@@ -26,6 +26,7 @@ from lowbit.eval.suite import Settings as SuiteSettings
 from lowbit.eval.suite import Task, read_tasks
 from lowbit.models.calibrate import Calibration
 from lowbit.models.complete import require_complete
+from lowbit.models.hf import plan_for
 from lowbit.models.load import load_causal
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
 from lowbit.models.skeleton import tokenizer_of
@@ -85,6 +86,7 @@ def run(
     described = [_described(task) for task in tasks]
     request = {"model": source.name, "group": group, "settings": asdict(settings), "tasks": described}
     results = Results(path, request)
+    results.document.setdefault("weights", _weights(measure.reference))
     work = path.with_name(f".{path.stem}.work")
     work.mkdir(parents=True, exist_ok=True)
     for task in texts:
@@ -103,6 +105,12 @@ def run(
         results.write(complete=True)
         discard(work, [f"{task.name}.txt" for task in texts])
     return results
+
+
+def _weights(model: PreTrainedModel) -> dict[str, int]:
+    """How many weights are in the linear layers that are quantized, and how many elsewhere."""
+    linear = sum(n * k for n, k in plan_for(model, "w8a16", None, False).linears.values())
+    return {"linear": linear, "other": sum(p.numel() for p in model.parameters()) - linear}
 
 
 def _described(task: Task) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The command line: quantize, convert, generate, serve, chat, eval, inspect, explain, schemes, demo, bench.
+"""The command line: recommend, quantize, convert, generate, serve, chat, eval, inspect, explain, schemes, demo, bench.
 
 Every command exits with 0 when it did its work, 1 when it could not (one line on stderr says why and what to do), 2 when
 it was called wrongly and 130 on Ctrl-C, which leaves no half-written checkpoint.
@@ -20,6 +20,7 @@ from lowbit.cli.chat import chat
 from lowbit.cli.demo import demo
 from lowbit.cli.eval import evaluate
 from lowbit.cli.inspect import inspect
+from lowbit.cli.recommend import recommend
 from lowbit.cli.serve import serve
 from lowbit.cli.terminal import AnyModel, Json, Model, check_json, err, out, say, user_errors, write_result
 
@@ -63,6 +64,9 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
         out.print(f"lowbit {__version__}, torch {torch.__version__}", highlight=False)
         raise typer.Exit
+
+
+app.command()(user_errors(recommend))
 
 
 @app.command()
