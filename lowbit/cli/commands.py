@@ -86,7 +86,7 @@ def quantize(
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Pieces of the calibration text.")] = 128,
     length: Annotated[int, typer.Option(min=2, help="Tokens in a piece.")] = 512,
-    seed: Annotated[int, typer.Option(help="Which pieces are drawn, and for learned in which order.")] = 0,
+    seed: Annotated[int, typer.Option(help="Which pieces are drawn, for learned in which order; of --rotate.")] = 0,
     iterations: Annotated[int | None, typer.Option(min=1, help="learned: steps of 8 pieces for each layer; or 200.")] = None,
     act_order: Annotated[bool, typer.Option("--act-order", help="gptq: channels with large inputs first.")] = False,
     static_groups: Annotated[
@@ -98,6 +98,9 @@ def quantize(
     alpha: Annotated[
         str | None, typer.Option(help="SmoothQuant: how far activations move into weights, 0 to 1 (0.5 when absent), or auto.")
     ] = None,
+    rotate: Annotated[
+        bool, typer.Option("--rotate", help="Rotate residual stream and heads first, by --seed; Llama's kind of decoders.")
+    ] = False,
     mix: Annotated[
         str | None, typer.Option(help="Schemes to choose from, layer by layer, separated by commas; wants --bits.")
     ] = None,
@@ -144,7 +147,8 @@ def quantize(
         plan = quantize_checkpoint(
             model_folder(source), target, scheme, skip=skip, embeddings=embeddings, method=chosen,
             calibration=Calibration(samples, length, seed, calibration), mixed=_mixed(mix, bits), low_rank=low_rank,
-            wide_inputs=a16 or (), device=device, overwrite=overwrite, progress=err.is_terminal, say=say,
+            wide_inputs=a16 or (), rotation=seed if rotate else None, device=device, overwrite=overwrite,
+            progress=err.is_terminal, say=say,
         )  # fmt: skip
     except KeyboardInterrupt:
         if unfinished_folder(target).exists():
