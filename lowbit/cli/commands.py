@@ -77,8 +77,7 @@ def quantize(
     scheme: Annotated[str, typer.Option(help="Scheme, see below.")] = "w4a16_g64",
     method: Annotated[MethodChoice, typer.Option(help="How codes are chosen, see below.")] = MethodChoice.rtn,
     search: Annotated[
-        SearchChoice | None,
-        typer.Option(help="Scales from the largest weight (rtn, awq), of least squares, or of least loss (gptq)."),
+        SearchChoice | None, typer.Option(help="Scales from the largest weight (rtn, awq), of least squares, or loss (gptq).")
     ] = None,
     calibration: Annotated[
         Path | None,
@@ -89,18 +88,14 @@ def quantize(
     seed: Annotated[int, typer.Option(help="Which pieces are drawn, for learned in which order; of --rotate.")] = 0,
     iterations: Annotated[int | None, typer.Option(min=1, help="learned: steps of 8 pieces for each layer; or 200.")] = None,
     act_order: Annotated[bool, typer.Option("--act-order", help="gptq: channels with large inputs first.")] = False,
-    static_groups: Annotated[
-        bool, typer.Option("--static-groups", help="gptq: groups and scales of the weights as they were.")
-    ] = False,
+    static_groups: Annotated[bool, typer.Option("--static-groups", help="gptq: groups, scales of the first weights.")] = False,
     smooth: Annotated[
         bool, typer.Option("--smooth", help="gptq, learned: SmoothQuant first, for schemes with 8-bit activations.")
     ] = False,
     alpha: Annotated[
         str | None, typer.Option(help="SmoothQuant: how far activations move into weights, 0 to 1 (0.5 when absent), or auto.")
     ] = None,
-    rotate: Annotated[
-        bool, typer.Option("--rotate", help="Rotate residual stream and heads first, by --seed; Llama's kind of decoders.")
-    ] = False,
+    rotate: Annotated[bool, typer.Option("--rotate", help="Rotate Llama-like models first, by --seed.")] = False,
     mix: Annotated[
         str | None, typer.Option(help="Schemes to choose from, layer by layer, separated by commas; wants --bits.")
     ] = None,
