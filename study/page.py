@@ -295,9 +295,10 @@ def frontier(document: Document) -> list[tuple[Row, Value]]:
 
 def choice(document: Document) -> str:
     """The frontier of divergence against bytes: all weights, what is not quantized in 16 bits."""
-    lines = []
-    weights = document.get("weights")
-    for row, kl in frontier(document) if weights else ():
+    if "weights" not in document:
+        return ""
+    lines, weights = [], document["weights"]
+    for row, kl in frontier(document):
         size = (row["bits_per_weight"] * weights["linear"] / 8 + 2 * weights["other"]) / 1e6
         lines.append((f"`{row['scheme']}`", f"`{row['method']}`", f"{row['bits_per_weight']:.2f}", f"{size:.0f}", _value(kl)))
     if not lines:
