@@ -49,6 +49,7 @@ LAYERS = (
     "vllm",
     "picture",
     "eval",
+    "recommend",
     "explain",
     "demo",
     "bench",
@@ -98,7 +99,9 @@ _HOMES = {
 _first_use = threading.RLock()
 """One thread imports at a time: modules that import each other are otherwise seen half made."""
 
-_WITH_MODELS = tuple(f"lowbit.{room}" for room in ("models", "engine", "pipeline", "serve", "eval", "explain", "demo"))
+_WITH_MODELS = tuple(
+    f"lowbit.{room}" for room in ("models", "engine", "pipeline", "serve", "eval", "recommend", "explain", "demo")
+)
 """Rooms that import Transformers' models."""
 
 

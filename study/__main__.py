@@ -10,13 +10,15 @@ import typer
 from lowbit.checkpoint.reader import model_folder
 from lowbit.cli.terminal import err, say, user_errors
 from lowbit.eval.results import check_plot
+from study.curves import TABLE, curves, write_curves
 from study.data import gather
 from study.page import write_pages
-from study.plot import plot
+from study.plot import plot, plot_choice
 from study.results import STUDY, load
 from study.run import Settings, run
 
-PLOT = "quality.png"
+PAGES = ("study.md", "quantize.md", "choose.md")
+PLOT, CHOICE = "quality.png", "choice.png"
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich")
@@ -32,8 +34,9 @@ def study(
     results: Annotated[Path, typer.Option(help="Folder of the result files, one per model.")] = Path("bench/results/study"),
     name: Annotated[str | None, typer.Option(help="Name of the result file, for one model; the folder's when absent.")] = None,
     page: Annotated[
-        list[Path] | None, typer.Option(help="Page to rewrite; repeatable. docs/study.md and docs/quantize.md when absent.")
+        list[Path] | None, typer.Option(help="Page to rewrite; repeatable. docs/study.md, quantize.md, choose.md when absent.")
     ] = None,
+    table: Annotated[Path, typer.Option(help="What `lowbit recommend` reads.")] = TABLE,
     only: Annotated[str | None, typer.Option(help="Only cases like this: 'w4a16_g64 *', '* rtn'.")] = None,
     window: Annotated[int, typer.Option(min=2, help="Tokens per window.")] = 1024,
     windows: Annotated[int, typer.Option(min=1, help="Windows of each text.")] = 16,
@@ -60,7 +63,8 @@ def study(
         raise ValueError(f"--dtype is float32 or bfloat16, got {dtype!r}")
     if name is not None and len(models or []) != 1:
         raise ValueError(f"--name names the result file of one model, got {len(models or [])}")
-    check_plot(results / PLOT, STUDY)
+    for drawing in (PLOT, CHOICE):
+        check_plot(results / drawing, STUDY)
     settings = Settings(window, windows, samples, length, limit, dtype, run_generated_code)
     for model in models or []:
         model_folder(model)
@@ -73,11 +77,14 @@ def study(
     if not found:
         raise ValueError(f"{results}: holds no result file; name a model to measure")
     documents = [load(path) for path in found]
-    for line in write_pages(documents, page or [Path("docs/study.md"), Path("docs/quantize.md")]):
+    write_curves(documents, table)
+    say(f"wrote {table}")
+    for line in write_pages(documents, page or [Path("docs") / name for name in PAGES]):
         say(f"wrote {line}")
     try:
         plot(documents, results / PLOT)
-        say(f"wrote {results / PLOT}")
+        plot_choice(curves(documents), results / CHOICE)
+        say(f"wrote {results / PLOT} and {results / CHOICE}")
     except ValueError as error:
         say(f"no plot: {error}")
 

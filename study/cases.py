@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 
 from torch import nn
 
-from lowbit.quantize.method import DATA_FREE, Awq, Gptq, Hqq, Method, Rtn
+from lowbit.quantize.method import DATA_FREE, Awq, Gptq, Hqq, Learned, Method, Rtn
 
 FORMATS = {
     "int4": "w4a16",
@@ -28,19 +28,26 @@ GROUPS = (128, 64, 32, 16)
 @dataclass(frozen=True)
 class Case:
     """One way to quantize the model. `text` names the calibration text (None for methods without data), `seed` draws the pieces
-    of it; cases with `tasks` are measured on questions, summaries and programs too, not on text alone."""
+    of it; cases with `tasks` are measured on questions, summaries and programs too, not on text alone. `rotation` is the seed
+    of rotations that come first, None without."""
 
     scheme: str
     method: Method
     text: str | None = None
     seed: int = 0
     tasks: bool = False
+    rotation: int | None = None
 
     @property
     def key(self) -> str:
         """What tells the case from all others in a result file."""
-        parts = [self.scheme, *method_name(self.method).split(" ")]
+        parts = [self.scheme, *self.method_name.split(" ")]
         return " ".join(parts if self.text is None else [*parts, self.text, f"seed {self.seed}"])
+
+    @property
+    def method_name(self) -> str:
+        """The method with the options that are not the default ones, rotation among them: `gptq search=mse rotate=True`."""
+        return method_name(self.method) + (" rotate=True" if self.rotation is not None else "")
 
 
 def method_name(method: Method) -> str:
@@ -84,6 +91,11 @@ def cases(group: int, texts: Sequence[str]) -> list[Case]:
     found += [Case(_coarse("w6e3m2a16"), Gptq(), name) for name in others]
     found += [Case(f"{fine_int4}_z", Awq(), DEFAULT_TEXT), Case(fine_int4, Gptq(act_order=True), DEFAULT_TEXT)]
     found += [Case(f"{fine_int4}_z", Gptq(act_order=True), DEFAULT_TEXT), Case(f"w3a16{fine}", Gptq(), DEFAULT_TEXT)]
+    few_bits = (fine_int4, coarse_int4, f"w3a16{fine}")
+    found += [Case(scheme, Learned(), DEFAULT_TEXT) for scheme in few_bits]
+    found += [Case("w2a16_g32", method, DEFAULT_TEXT) for method in (Gptq(), Learned())]
+    found += [Case(scheme, Rtn(), rotation=0) for scheme in few_bits]
+    found += [Case(scheme, method, DEFAULT_TEXT, rotation=0) for scheme in few_bits for method in (Gptq(), Learned())]
     return found
 
 

@@ -24,14 +24,15 @@ DEFAULTS = ("gptq", "gptq damping=0.01", "gptq search=mse", "gptq search=mse dam
 def write_pages(documents: Sequence[Document], pages: Sequence[Path]) -> list[str]:
     """Rewrites, in every page, the blocks whose marks it has: `<!-- study:NAME -->` to `<!-- /study:NAME -->`, NAME one of
     `BLOCKS`. Returns what was written, "PAGE: NAME". Raises ValueError for a page without any mark."""
-    written = []
+    written, together = [], merged(documents)
     for page in pages:
         text = read_page(page)
         names = [name for name in BLOCKS if f"<!-- study:{name} -->" in text]
         if not names:
             raise ValueError(f"{page}: has none of the marks <!-- study:NAME -->, NAME one of {', '.join(BLOCKS)}")
         for name in names:
-            parts = [BLOCKS[name](document) for document in documents if name in _ANY or len(texts_of(document)) > 1]
+            shown = documents if name in _ANY else [document for document in together if len(texts_of(document)) > 1]
+            parts = [BLOCKS[name](document) for document in shown]
             replace_block(page, f"study:{name}", "\n\n".join(part for part in parts if part))
             written.append(f"{page}: {name}")
     return written
@@ -41,6 +42,19 @@ def texts_of(document: Document) -> list[str]:
     """Names of the texts, the one that is calibrated on by default first."""
     names = [task["task"] for task in document["request"]["tasks"] if task["kind"] == "text"]
     return sorted(names, key=lambda name: (name != DEFAULT_TEXT, name))
+
+
+def merged(documents: Sequence[Document]) -> list[Document]:
+    """The documents, those of one model on the same texts as one: the first's, with the cases that only others have."""
+    found: dict[Any, Document] = {}
+    for document in documents:
+        request = document["request"]
+        texts = sorted(task["sha256"] for task in request["tasks"] if task["kind"] == "text")
+        sizes = [request["settings"].get(name) for name in ("window", "windows", "samples", "length", "dtype")]
+        first = found.setdefault(repr((request["model"], request["group"], texts, sizes)), {**document, "rows": []})
+        known = {row["key"] for row in first["rows"]}
+        first["rows"] = first["rows"] + [row for row in document["rows"] if row["key"] not in known]
+    return list(found.values())
 
 
 def row_of(document: Document, scheme: str, method: str, text: str | None = None, seed: int = 0) -> Row | None:
@@ -266,6 +280,34 @@ def more(document: Document) -> str:
     return f"**{document['request']['model']}**\n\n{_table(head, lines, left=2)}"
 
 
+def frontier(document: Document) -> list[tuple[Row, Value]]:
+    """The cases to which none with as few bits comes as near, fewest bits first, each with its divergence."""
+    found: list[tuple[Row, Value]] = []
+    measured = [
+        (row, mean_kl(document, row)) for row in document["rows"] if row["calibration"] in (None, FIRST) and row["method"]
+    ]
+    shown = [(row, kl) for row, kl in measured if kl is not None]
+    for row, kl in sorted(shown, key=lambda pair: (pair[0]["bits_per_weight"], pair[1])):
+        if not found or kl[0] < found[-1][1][0]:
+            found.append((row, kl))
+    return found
+
+
+def choice(document: Document) -> str:
+    """The frontier of divergence against bytes: all weights, what is not quantized in 16 bits."""
+    if "weights" not in document:
+        return ""
+    lines, weights = [], document["weights"]
+    for row, kl in frontier(document):
+        size = (row["bits_per_weight"] * weights["linear"] / 8 + 2 * weights["other"]) / 1e6
+        lines.append((f"`{row['scheme']}`", f"`{row['method']}`", f"{row['bits_per_weight']:.2f}", f"{size:.0f}", _value(kl)))
+    if not lines:
+        return ""
+    whole = 2e-6 * (weights["linear"] + weights["other"])
+    head = ("scheme", "method", "bits per weight", "MB of all weights", "KL")
+    return f"**{document['request']['model']}**, {whole:,.0f} MB in 16 bits\n\n{_table(head, lines, left=2)}"
+
+
 def _name(row: Row) -> str:
     return UNQUANTIZED if row["scheme"] is None else f"{row['scheme']} {row['method']}"
 
@@ -293,5 +335,6 @@ BLOCKS: dict[str, Callable[[Document], str]] = {
     "defaults": defaults,
     "tasks": tasks,
     "more": more,
+    "choice": choice,
 }
 """What can be generated: the name of a block and the function that makes it of one document."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from lowbit.eval.results import write_plots
 from lowbit.picture import Theme, label_points, new_figure, plain
-from study.page import DEFAULTS, FIRST, change, grid_scheme, mean_kl, row_of, texts_of
+from study.page import DEFAULTS, FIRST, change, frontier, grid_scheme, mean_kl, merged, row_of, texts_of
 from study.results import STUDY
 
 
@@ -19,7 +19,7 @@ def plot(documents: Sequence[dict[str, Any]], path: Path) -> None:
     the next one. Right: the change of perplexity on each text with fine int4, rounded to nearest and by GPTQ on each
     calibration text. Raises ValueError when there is nothing to draw and when matplotlib is not installed.
     """
-    drawn = [document for document in documents if len(texts_of(document)) > 1 and _points(document)]
+    drawn = [document for document in merged(documents) if len(texts_of(document)) > 1 and _points(document)]
     if not drawn:
         raise ValueError("the results hold no quantized model to plot")
     write_plots(path, STUDY, lambda theme: _draw(drawn, theme))
@@ -49,12 +49,7 @@ def _points(document: dict[str, Any]) -> list[tuple[dict[str, Any], float, float
 
 def _best(document: dict[str, Any]) -> list[tuple[float, float, str]]:
     """Bits per weight, mean KL and name of the cases to which none with as few bits comes as close."""
-    best: list[tuple[float, float, str]] = []
-    for row, kl, _ in sorted(_points(document), key=lambda point: (point[0]["bits_per_weight"], point[1])):
-        if not best or kl < best[-1][1]:
-            name = row["scheme"].replace("a16", "").removesuffix("_pc")
-            best.append((row["bits_per_weight"], kl, f"{name} {row['method'].split(' ')[0]}"))
-    return best
+    return [(row["bits_per_weight"], kl, case_name(row)) for row, (kl, _) in frontier(document)]
 
 
 def _quality(axis: Any, document: dict[str, Any], theme: Theme) -> None:
@@ -96,3 +91,53 @@ def _calibration(axis: Any, document: dict[str, Any], theme: Theme) -> None:
     axis.set_yticks(range(len(shown)), [name for name, _ in shown])
     axis.set_xlabel("measured on")
     axis.spines["bottom"].set_visible(False)
+
+
+def case_name(row: dict[str, Any]) -> str:
+    """A case in few words: w4_g64 gptq."""
+    return f"{row['scheme'].replace('a16', '').removesuffix('_pc')} {row['method'].split(' ')[0]}"
+
+
+MARKERS = {"rtn": "o", "hqq": "D", "gptq": "s", "awq": "^", "learned": "*"}
+
+
+def plot_choice(table: dict[str, Any], path: Path) -> None:
+    """Draws divergence against bytes, a panel for each model of the table (`study.curves`), for light and for dark pages: every
+    case a mark of its method's shape, those on the frontier joined and named. Raises ValueError when matplotlib is missing."""
+    write_plots(path, STUDY, lambda theme: _draw_choice(table["models"], theme))
+
+
+def _draw_choice(models: Sequence[dict[str, Any]], theme: Theme) -> Any:
+    figure = new_figure(11, 4.6, theme)
+    axes = figure.subplots(1, len(models), squeeze=False)[0]
+    fronts = [_choice(axis, model, theme) for axis, model in zip(axes, models, strict=True)]
+    figure.canvas.draw()  # places the axes, which labels have to know
+    for axis, front in zip(axes, fronts, strict=True):
+        label_points(axis, front, theme)
+    return figure
+
+
+def _choice(axis: Any, model: dict[str, Any], theme: Theme) -> list[tuple[float, float, str]]:
+    """Draws one model; returns megabytes, divergence and name of the cases on the frontier."""
+    whole = f"{2e-6 * (model['linear'] + model['other']):,.0f} MB in 16 bits"
+    plain(axis, theme, f"{model['model']} ({whole}), mean over {len(model['texts'])} texts")
+    axis.set_xlabel("MB of all weights, embedding and LM head in 16 bits")
+    axis.set_ylabel("KL, nats per token")
+    axis.set_yscale("log")
+    front: list[tuple[float, float, str]] = []
+    colors = {"rtn": theme.rival, "hqq": theme.rival, "gptq": theme.second, "awq": theme.second, "learned": theme.own}
+    points = [((r["bits"] * model["linear"] / 8 + 2 * model["other"]) / 1e6, r["kl"], r) for r in model["rows"]]
+    for method, marker in MARKERS.items():
+        own = [(x, kl, r["error"]) for x, kl, r in points if r["method"].split(" ")[0] == method]
+        if own:
+            axis.errorbar(
+                [x for x, _, _ in own], [kl for _, kl, _ in own], yerr=[error or 0 for _, _, error in own], label=method,
+                marker=marker, markersize=9 if marker == "*" else 5, color=colors[method], linestyle="none", linewidth=0.8,
+            )  # fmt: skip
+    for x, kl, row in sorted(points, key=lambda point: point[:2]):
+        if not front or kl < front[-1][1]:
+            front.append((x, kl, case_name(row)))
+    axis.plot([x for x, _, _ in front], [kl for _, kl, _ in front], color=theme.own, linewidth=1.2, zorder=0)
+    axis.set_xlim(left=axis.get_xlim()[0] - 0.35 * (axis.get_xlim()[1] - axis.get_xlim()[0]))  # room for the first names
+    axis.legend(frameon=False, fontsize=8, labelcolor=theme.text)
+    return front

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lowbit.checkpoint import CheckpointReader, expected_tensors
@@ -26,11 +26,12 @@ from lowbit.eval.suite import Settings as SuiteSettings
 from lowbit.eval.suite import Task, read_tasks
 from lowbit.models.calibrate import Calibration
 from lowbit.models.complete import require_complete
+from lowbit.models.hf import plan_for
 from lowbit.models.load import load_causal
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
 from lowbit.models.skeleton import tokenizer_of
 from lowbit.pipeline import Pipeline
-from study.cases import Case, cases, group_size, method_name, needs_text
+from study.cases import Case, cases, group_size, needs_text
 from study.results import UNQUANTIZED, Results
 
 SEEN = "seen"
@@ -85,6 +86,7 @@ def run(
     described = [_described(task) for task in tasks]
     request = {"model": source.name, "group": group, "settings": asdict(settings), "tasks": described}
     results = Results(path, request)
+    results.document.setdefault("weights", _weights(measure.reference))
     work = path.with_name(f".{path.stem}.work")
     work.mkdir(parents=True, exist_ok=True)
     for task in texts:
@@ -105,6 +107,20 @@ def run(
     return results
 
 
+def _weights(model: PreTrainedModel) -> dict[str, int]:
+    """How many weights are in the linear layers that are quantized, and how many elsewhere."""
+    linear = sum(n * k for n, k in plan_for(model, "w8a16", None, False).linears.values())
+    return {"linear": linear, "other": sum(p.numel() for p in model.parameters()) - linear}
+
+
+def _untied(model: PreTrainedModel) -> tuple[str, str]:
+    """Gives the LM head weights of its own; returns the names of those of the embedding and of the head."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+    names = {module: f"{name}.weight" for name, module in model.named_modules()}
+    return names[embedding], names[head]
+
+
 def _described(task: Task) -> dict[str, Any]:
     return {key: value for key, value in task.described().items() if key != "path"}
 
@@ -119,15 +135,16 @@ def _add(
     start = time.perf_counter()
     discard(target, CHECKPOINT)  # of a run that was killed while measuring, of another model perhaps
     quantize_checkpoint(
-        source, target, case.scheme, method=case.method, calibration=calibration, device=device, progress=progress
-    )
+        source, target, case.scheme, method=case.method, calibration=calibration, rotation=case.rotation, device=device,
+        progress=progress,
+    )  # fmt: skip
     seconds = time.perf_counter() - start
     bits = measure.load(target)
     figures = measure.texts() + (measure.tasks() if case.tasks else [])
     if calibration is not None:
         figures += measure.seen(calibration.tokens(source), settings.length)
     row = {
-        "key": case.key, "scheme": case.scheme, "method": method_name(case.method), "bits_per_weight": bits, "seconds": seconds,
+        "key": case.key, "scheme": case.scheme, "method": case.method_name, "bits_per_weight": bits, "seconds": seconds,
         "calibration": None if calibration is None else {"text": case.text, "seed": case.seed},
     }  # fmt: skip
     results.add(row, figures)
@@ -144,6 +161,7 @@ class _Measure:
         self.reference: PreTrainedModel = load_causal(source, device=device, dtype=dtype).eval()
         self.tokenizer: PreTrainedTokenizerBase = tokenizer_of(source, self.reference)
         self.model = copy.deepcopy(self.reference)
+        self._ends = _untied(self.model)
         self._others = [task for task in tasks if task.kind != "text"]
         self._ids = {task.name: self._tokens(task) for task in tasks if task.kind == "text"}
 
@@ -156,7 +174,8 @@ class _Measure:
             state = {name: reader.get(name).float() for name in reader.names() if name not in quantized}
         state |= {f"{name}.weight": q.dequantize() for name, q in layers.items()}
         require_complete(folder, self.model, {name: tuple(tensor.shape) for name, tensor in state.items()})
-        self.model.load_state_dict(state, strict=False)
+        embedding, head = self._ends
+        self.model.load_state_dict({head: state[embedding], **state} if embedding in state else state, strict=False)
         return 8 * sum(q.nbytes for q in layers.values()) / sum(q.codes.numel() for q in layers.values())
 
     def unquantized(self) -> list[tuple[str, Figure]]:

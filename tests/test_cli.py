@@ -50,7 +50,19 @@ def run(*arguments):
 def test_help_teaches_every_command():
     result = run("--help")
     assert result.exit_code == 0
-    for command in ("quantize", "convert", "generate", "eval", "inspect", "explain", "schemes", "demo", "serve", "chat"):
+    for command in (
+        "recommend",
+        "quantize",
+        "convert",
+        "generate",
+        "eval",
+        "inspect",
+        "explain",
+        "schemes",
+        "demo",
+        "serve",
+        "chat",
+    ):
         assert command in result.stdout
         page = run(command, "--help")
         assert page.exit_code == 0 and "Usage" in page.stdout

@@ -69,10 +69,12 @@ class CheckpointReader:
     Opening it parses config.json and every file's header, reads the orders of layers that have one, and raises
     CheckpointError, naming file and tensor, for anything truncated, foreign or inconsistent. `manifest` is None when the
     checkpoint is not a lowbit one; its tensors go by the names of today, also where it has older ones. `weights` is the name of
-    the file, where it is one of another name than Transformers'.
+    the file, where it is one of another name than Transformers'. `rotation` is the seed of rotations that tensors are read with
+    (`models.rotate`), None without.
     """
 
     def __init__(self, folder: str | Path, weights: str = SINGLE) -> None:
+        self.rotation: int | None = None
         self.folder = model_folder(Path(folder))
         self.config: dict[str, Any] = read_json(self.folder / "config.json")
         self._tensors = _read_headers(self.folder, weights)

@@ -40,7 +40,7 @@ read; only the new ones are written."""
 _FACTORS = ("weight_up", "weight_down")
 """Tensors of a layer whose entry states a "low_rank"."""
 _ENTRY_KEYS = {"shape", "scheme", "low_rank", *_FLAGS}
-_KEYS = {"quant_method", "format_version", "scheme", "layers", "modules_to_not_convert", "tied", "files", "sha256"}
+_KEYS = {"quant_method", "format_version", "scheme", "layers", "modules_to_not_convert", "tied", "rotation", "files", "sha256"}
 
 
 class CheckpointError(ValueError):
@@ -74,7 +74,8 @@ class Manifest:
 
     `tied` maps the name of a module without tensors of its own to the layer whose tensors it shares, `files` the name of each
     file of tensors to its SHA-256 (64 hexadecimal digits); it is empty where the files are not known to be those written here.
-    With `files`, the manifest states its own SHA-256 too.
+    With `files`, the manifest states its own SHA-256 too. `rotation` is the seed of the rotations that the weights took up
+    before they were quantized (`models.rotate`), None without: who runs the model need not know.
     """
 
     scheme: Scheme
@@ -82,6 +83,7 @@ class Manifest:
     modules_to_not_convert: tuple[str, ...] = ()
     tied: dict[str, str] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
+    rotation: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The value of `quantization_config`; a layer states its scheme only where it is not the default."""
@@ -99,6 +101,7 @@ class Manifest:
             "modules_to_not_convert": list(self.modules_to_not_convert),
             "layers": layers,
             **tied,
+            **({} if self.rotation is None else {"rotation": self.rotation}),
             **files,
         }
         return {**stated, "sha256": manifest_sha256(stated)} if self.files else stated
@@ -142,10 +145,13 @@ class Manifest:
         for follower, owner in tied.items():
             if not isinstance(owner, str) or owner not in layers:
                 raise CheckpointError(f"{where}: {follower!r} is tied to {owner!r}, which is not among the layers")
+        rotation = data.get("rotation")
+        if rotation is not None and type(rotation) is not int:
+            raise CheckpointError(f"{where}: rotation is the seed of the rotations, a whole number, got {rotation!r}")
         files = {
             str(name): _digest(entry, where, name) for name, entry in _mapping(data.get("files", {}), where, "files").items()
         }
-        return cls(default, layers, tuple(kept), dict(tied), files)
+        return cls(default, layers, tuple(kept), dict(tied), files, rotation)
 
 
 def current_names(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The command line: quantize, convert, generate, serve, chat, eval, inspect, explain, schemes, demo, bench.
+"""The command line: recommend, quantize, convert, generate, serve, chat, eval, inspect, explain, schemes, demo, bench.
 
 Every command exits with 0 when it did its work, 1 when it could not (one line on stderr says why and what to do), 2 when
 it was called wrongly and 130 on Ctrl-C, which leaves no half-written checkpoint.
@@ -20,6 +20,7 @@ from lowbit.cli.chat import chat
 from lowbit.cli.demo import demo
 from lowbit.cli.eval import evaluate
 from lowbit.cli.inspect import inspect
+from lowbit.cli.recommend import recommend
 from lowbit.cli.serve import serve
 from lowbit.cli.terminal import AnyModel, Json, Model, check_json, err, out, say, user_errors, write_result
 
@@ -65,6 +66,9 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
         raise typer.Exit
 
 
+app.command()(user_errors(recommend))
+
+
 @app.command()
 @user_errors
 def quantize(
@@ -73,8 +77,7 @@ def quantize(
     scheme: Annotated[str, typer.Option(help="Scheme, see below.")] = "w4a16_g64",
     method: Annotated[MethodChoice, typer.Option(help="How codes are chosen, see below.")] = MethodChoice.rtn,
     search: Annotated[
-        SearchChoice | None,
-        typer.Option(help="Scales from the largest weight (rtn, awq), of least squares, or of least loss (gptq)."),
+        SearchChoice | None, typer.Option(help="Scales from the largest weight (rtn, awq), of least squares, or loss (gptq).")
     ] = None,
     calibration: Annotated[
         Path | None,
@@ -82,18 +85,17 @@ def quantize(
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Pieces of the calibration text.")] = 128,
     length: Annotated[int, typer.Option(min=2, help="Tokens in a piece.")] = 512,
-    seed: Annotated[int, typer.Option(help="Which pieces are drawn, and for learned in which order.")] = 0,
+    seed: Annotated[int, typer.Option(help="Which pieces are drawn, for learned in which order; of --rotate.")] = 0,
     iterations: Annotated[int | None, typer.Option(min=1, help="learned: steps of 8 pieces for each layer; or 200.")] = None,
     act_order: Annotated[bool, typer.Option("--act-order", help="gptq: channels with large inputs first.")] = False,
-    static_groups: Annotated[
-        bool, typer.Option("--static-groups", help="gptq: groups and scales of the weights as they were.")
-    ] = False,
+    static_groups: Annotated[bool, typer.Option("--static-groups", help="gptq: groups, scales of the first weights.")] = False,
     smooth: Annotated[
         bool, typer.Option("--smooth", help="gptq, learned: SmoothQuant first, for schemes with 8-bit activations.")
     ] = False,
     alpha: Annotated[
         str | None, typer.Option(help="SmoothQuant: how far activations move into weights, 0 to 1 (0.5 when absent), or auto.")
     ] = None,
+    rotate: Annotated[bool, typer.Option("--rotate", help="Rotate Llama-like models first, by --seed.")] = False,
     mix: Annotated[
         str | None, typer.Option(help="Schemes to choose from, layer by layer, separated by commas; wants --bits.")
     ] = None,
@@ -140,7 +142,8 @@ def quantize(
         plan = quantize_checkpoint(
             model_folder(source), target, scheme, skip=skip, embeddings=embeddings, method=chosen,
             calibration=Calibration(samples, length, seed, calibration), mixed=_mixed(mix, bits), low_rank=low_rank,
-            wide_inputs=a16 or (), device=device, overwrite=overwrite, progress=err.is_terminal, say=say,
+            wide_inputs=a16 or (), rotation=seed if rotate else None, device=device, overwrite=overwrite,
+            progress=err.is_terminal, say=say,
         )  # fmt: skip
     except KeyboardInterrupt:
         if unfinished_folder(target).exists():

@@ -13,7 +13,7 @@ from torch.func import functional_call
 from lowbit.checkpoint import CheckpointError, CheckpointReader
 from lowbit.models.complete import require_finite_tensor
 from lowbit.models.names import Names
-from lowbit.models.skeleton import build, config_of, require_causal
+from lowbit.models.skeleton import build, config_as_read, require_causal
 
 
 class _Stop(Exception):
@@ -38,7 +38,7 @@ class Decoder:
 
     def __init__(self, reader: CheckpointReader, device: torch.device | str, dtype: torch.dtype) -> None:
         self.reader, self.device, self.dtype = reader, torch.device(device), dtype
-        model = build(config_of(reader.folder), reader.folder / "config.json", buffers=True)
+        model = build(config_as_read(reader), reader.folder / "config.json", buffers=True)
         require_causal(model, reader.folder)
         self.model: nn.Module = model.eval()
         self.name, self.layers = _decoder_layers(self.model, reader)

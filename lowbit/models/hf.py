@@ -72,6 +72,7 @@ class LowbitConfig(QuantizationConfigMixin):
         head: str | None = None,
         layers: dict[str, dict[str, Any]] | None = None,
         tied: dict[str, str] | None = None,
+        rotation: int | None = None,
         files: dict[str, dict[str, str]] | None = None,
         sha256: str | None = None,
         format_version: int = 1,
@@ -91,6 +92,7 @@ class LowbitConfig(QuantizationConfigMixin):
         self.head = None if head is None else parse_scheme(head).name
         self.layers = None if layers is None else {name: current_names(entry) for name, entry in layers.items()}
         self.tied = tied
+        self.rotation = rotation
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:

@@ -19,8 +19,9 @@ from lowbit.models.complete import require_complete, require_finite_tensor
 from lowbit.models.decoder import Decoder
 from lowbit.models.hf import give_back_freed_memory, plan_for
 from lowbit.models.names import Names
+from lowbit.models.rotate import RotatedReader
 from lowbit.models.sensitivity import SCRATCH_FILES, measure_sensitivity
-from lowbit.models.skeleton import skeleton
+from lowbit.models.skeleton import build, config_as_read
 from lowbit.nn.convert import Plan, matches, quantized
 from lowbit.quantize.hqq import hqq
 from lowbit.quantize.lorc import lorc
@@ -42,6 +43,7 @@ def quantize_checkpoint(
     mixed: Mixed | None = None,
     low_rank: int = 0,
     wide_inputs: Iterable[str] = (),
+    rotation: int | None = None,
     device: str | torch.device = "cpu",
     overwrite: bool = False,
     progress: bool = False,
@@ -54,18 +56,17 @@ def quantize_checkpoint(
     it, see `calibrate_layers`: layers outside the decoder are rounded to nearest, and a run that was killed goes on when it is
     called again. `mixed` chooses a scheme for each unit of layers in the decoder. Unless `low_rank` is 0, each linear layer has
     a correction of that rank (`quantize.lorc`), for its inputs where the method observes them. Layers that fit one of the
-    patterns `wide_inputs` have the scheme's weights with 16-bit activations. `target` appears complete or not at all. `say`
-    gets a line for every choice made on the way. Returns the report of what was converted and what was not. Other arguments as
-    for `lowbit.LowbitConfig`. Raises CheckpointError for files that cannot be read or written and ValueError for schemes,
-    weights, texts, patterns and devices that cannot be used, and where nothing can be quantized.
+    patterns `wide_inputs` have the scheme's weights with 16-bit activations. With `rotation`, a seed, the residual stream
+    and heads are rotated first (`models.rotate`). `target` appears complete or not at all. `say` gets a line for every choice
+    made on the way. Returns the report of what was converted and what was not. Other arguments as for
+    `lowbit.LowbitConfig`. Raises CheckpointError for files that cannot be read or written and ValueError for schemes, weights,
+    texts, patterns and devices that cannot be used, and where nothing can be quantized.
     """
     source, target = Path(source), Path(target)
     method, device = Rtn(search) if method is None else method, _computing(device)
     writer = CheckpointWriter(target, overwrite=overwrite, sources=[source], say=say)
-    with CheckpointReader(source) as reader:
-        if (found := quantization_of(source, reader.config)) is not None:
-            raise CheckpointError(f"{source}: is quantized already ({found[0]}); quantize the 16-bit checkpoint it came from")
-        model = skeleton(source)
+    with _opened(source, rotation, say) as reader:
+        model = build(config_as_read(reader), source / "config.json")
         names = Names(model)
         require_complete(source, model, {tensor: reader.info(tensor).shape for tensor in reader.names()}, names)
         skip = None if skip is None else _fitting(tuple(skip), model)
@@ -101,7 +102,8 @@ def quantize_checkpoint(
                     give_back_freed_memory()
                 elif module not in plan.tied:
                     writer.add(names.written(tensor), weights.plain(tensor))
-            writer.finish(reader.config, manifest_of(plan, entries), copy_from=source)
+            manifest = dataclasses.replace(manifest_of(plan, entries), rotation=rotation)
+            writer.finish(reader.config, manifest, copy_from=source)
         weights.done()
     return plan
 
@@ -189,7 +191,8 @@ class _Weights:
         """A tensor that is not quantized."""
         found = None if self._results is None else self._results.changed(tensor)
         value = self.reader.get(tensor) if found is None else found
-        return require_finite_tensor(self.reader.info(tensor).file, tensor, value)
+        info = self.reader.info(tensor)
+        return require_finite_tensor(info.file, tensor, value.to(info.dtype))
 
     def done(self) -> None:
         """Removes what a killed run would have needed."""
@@ -216,6 +219,21 @@ class _Weights:
         if self.low_rank and module in self.plan.linears:
             q = dataclasses.replace(q, low_rank=lorc(weight, q, self.low_rank))
         return q.to("cpu")
+
+
+def _opened(source: Path, rotation: int | None, say: Callable[[str], None]) -> CheckpointReader:
+    """The reader of a 16-bit checkpoint, rotated where a seed is given."""
+    reader = CheckpointReader(source)
+    if (found := quantization_of(source, reader.config)) is not None:
+        raise CheckpointError(f"{source}: is quantized already ({found[0]}); quantize the 16-bit checkpoint it came from")
+    if rotation is None:
+        return reader
+    rotated = RotatedReader(source, rotation)
+    rotated.check()
+    if rotated.untied:
+        more = rotated.info("lm_head.weight")
+        say(f"embedding and LM head come apart when they are rotated: {more.end - more.begin:,} bytes more")
+    return rotated
 
 
 def _computing(device: str | torch.device) -> torch.device:

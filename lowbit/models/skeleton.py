@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from lowbit.checkpoint import CheckpointError
+from lowbit.checkpoint import CheckpointError, CheckpointReader
 from lowbit.checkpoint.gguf import gguf_file
 from lowbit.checkpoint.reader import read_json
 
@@ -68,6 +68,14 @@ def skeleton(source: str | Path) -> PreTrainedModel:
     """The model of a Transformers folder (or a hub's) on the meta device: its modules and shapes, no weights. Raises
     CheckpointError for a config.json of which Transformers can make none."""
     return build(config_of(source), _file(source))
+
+
+def config_as_read(reader: CheckpointReader) -> PreTrainedConfig:
+    """The configuration of the model whose files `reader` reads, with weights tied as the reader's own says."""
+    config = config_of(reader.folder)
+    if "tie_word_embeddings" in reader.config:
+        config.tie_word_embeddings = reader.config["tie_word_embeddings"]
+    return config
 
 
 def build(config: PreTrainedConfig, where: Path | str, *, buffers: bool = False) -> PreTrainedModel:

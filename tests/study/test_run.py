@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 from lowbit.eval import divergence, perplexity
 from lowbit.models.calibrate import Calibration
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
-from lowbit.quantize import Gptq
+from lowbit.quantize import Gptq, Rtn
 from study import run as study_run
 from study.__main__ import app
+from study.cases import Case
 from study.results import figure_of, load
 from study.run import SEEN, Settings, halves, run
 from tests.tiny import save_tiny, tiny_tokenizer
@@ -69,6 +70,21 @@ def test_a_row_is_what_the_parts_measure(model, data, tmp_path):
     assert figure_of(row, "topics", "nll difference")[0] == pytest.approx(worse, rel=1e-3)
     assert row["bits_per_weight"] == pytest.approx(5.0) and row["calibration"] == {"text": "topics", "seed": 0}
     assert figure_of(row, "questions", "accuracy") is not None and figure_of(row, "opticks", "KL mean")[0] > 0
+
+
+def test_a_rotated_row_has_a_head_of_its_own_and_the_next_one_not(model, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(study_run, "cases", lambda *_: [Case("w4a16_pc", Rtn(), rotation=0), Case("w8a16_g16", Rtn())])
+    run(model, data, tmp_path / "r.json", SMALL)
+    rows = {row["key"]: row for row in load(tmp_path / "r.json")["rows"]}
+    assert list(rows) == ["16 bits", "w4a16_pc rtn rotate=True", "w8a16_g16 rtn"]
+    assert rows["w4a16_pc rtn rotate=True"]["method"] == "rtn rotate=True"
+    ids = torch.tensor(tiny_tokenizer()(halves((data / "topics.txt").read_text())[1]).input_ids[: 3 * 32])
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for key, scheme, rotation in (("w4a16_pc rtn rotate=True", "w4a16_pc", 0), ("w8a16_g16 rtn", "w8a16_g16", None)):
+        quantize_checkpoint(model, tmp_path / scheme, scheme, rotation=rotation)
+        quantized = AutoModelForCausalLM.from_pretrained(tmp_path / scheme, dtype=torch.float32)
+        expected = divergence(quantized, reference, ids, window=32).mean
+        assert figure_of(rows[key], "topics", "KL mean")[0] == pytest.approx(expected, rel=1e-2)
 
 
 def test_goes_on_where_it_was_stopped(model, data, tmp_path, monkeypatch):

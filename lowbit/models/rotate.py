@@ -1,0 +1,140 @@
+"""A checkpoint as it reads when the model's residual stream and its attention heads are rotated (`quantize.rotate`).
+
+The model computes the same: what writes to the residual stream (embedding, output and down projection) does so rotated by one
+matrix R, and what reads it (query, key, value, gate, up, LM head) turns it back, for x R (W R)^T = x W^T. RMSNorm lies between;
+it keeps the length of x and so commutes with R once its weight is moved into the layers that read it. The channels of each head
+are rotated by another matrix, from the value projection to the output projection. Nothing is left to do at run time.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+
+from lowbit.checkpoint import CheckpointError, CheckpointReader
+from lowbit.models.decoder import Decoder
+from lowbit.models.names import Names
+from lowbit.models.skeleton import skeleton
+from lowbit.quantize.rotate import Rotation
+
+TOLERANCE = 1e-4
+"""Largest relative difference, in float32, between what the rotated model computes and what the model does, rotated."""
+
+_EMBEDDING, _NORM, _HEAD = "embed_tokens.weight", "norm.weight", "lm_head.weight"
+_LAYER = re.compile(r"layers\.(\d+)\.(.*)")
+_BEFORE = {"self_attn": "input_layernorm.weight", "mlp": "post_attention_layernorm.weight"}
+"""The norm through which a part of a layer reads the residual stream."""
+_READS = re.compile(r"self_attn\.((q|k|v)_proj\.weight|v_proj\.bias)|mlp\.(gate|up)_proj\.weight")
+_WRITES = re.compile(r"(self_attn\.o|mlp\.down)_proj\.(weight|bias)")
+_STAYS = re.compile(r"self_attn\.((q|k)_proj\.bias|(q|k)_norm\.weight)|mlp\.(gate|up)_proj\.bias")
+
+
+class RotatedReader(CheckpointReader):
+    """The files of a 16-bit decoder of Llama's kind, its tensors rotated as they are read, by matrices that follow from `seed`.
+
+    Matrices come in float32; `info` says what the files have. Of tied weights the LM head comes apart under a name of its own,
+    since it alone takes up the weight of the last norm, and `config` says so. Raises CheckpointError for other models, saying
+    what is in the way, and for those that do not compute the same then (`check`).
+    """
+
+    def __init__(self, folder: str | Path, seed: int) -> None:
+        super().__init__(folder)
+        model = skeleton(self.folder)
+        names, prefix = Names(model), f"{model.base_model_prefix}."
+        own = {tensor: names.parameter(tensor) or tensor for tensor in self.names()}
+        self._roles = {tensor: name.removeprefix(prefix) for tensor, name in own.items()}
+        self._refuse(type(model).__name__)
+        self.untied = _HEAD not in self._roles.values()
+        if self.untied:
+            embedding = next(tensor for tensor, role in self._roles.items() if role == _EMBEDDING)
+            self._tensors[_HEAD], self._stored[_HEAD], self._roles[_HEAD] = self._tensors[embedding], embedding, _HEAD
+        self._files = {role: tensor for tensor, role in self._roles.items()}
+        self.config = {**self.config, "tie_word_embeddings": False}
+        text: Any = model.config.get_text_config()
+        self._head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+        try:
+            self.residual = Rotation(text.hidden_size, seed)
+            Rotation(self._head_dim, seed)
+        except ValueError as error:
+            raise CheckpointError(f"{self.folder}: {error}") from error
+        self.rotation = seed
+
+    def get(self, name: str) -> Tensor:
+        """One tensor, rotated."""
+        raw, role = super().get(name), self._roles[name]
+        if role == _EMBEDDING:
+            return self.residual.apply(raw.float())
+        if role == _HEAD:
+            return self._read_by(raw, _NORM)
+        if role == _NORM:
+            return torch.ones_like(raw)
+        layer, part = _LAYER.fullmatch(role).groups()  # type: ignore[union-attr]
+        if part in _BEFORE.values():
+            return torch.ones_like(raw)
+        if _STAYS.fullmatch(part):
+            return raw
+        if _WRITES.fullmatch(part):
+            turned = self._heads(raw, int(layer), -1) if part == "self_attn.o_proj.weight" else raw.float()
+            return self.residual.apply(turned, 0)
+        turned = self._heads(raw, int(layer), 0) if part.startswith("self_attn.v_proj") else raw
+        return turned if part.endswith("bias") else self._read_by(turned, f"layers.{layer}.{_BEFORE[part.split('.')[0]]}")
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """Raises CheckpointError unless embedding, first layer and last norm with LM head compute the same in float32 as those
+        of the files: tried out, so that norms which add 1 to their weight or take off a mean are found, whatever their name."""
+        tokens = torch.arange(32)[None] % self._tensors[self._files[_EMBEDDING]].shape[0]
+        added, outputs, logits = [], [], []
+        for reader in (CheckpointReader(self.folder), self):
+            decoder = Decoder(reader, "cpu", torch.float32)
+            hidden = decoder.embed(tokens)
+            decoder.load(0)
+            after = next(decoder.run(0, hidden))
+            norm = decoder.model.get_submodule(f"{decoder.name.rpartition('.')[0]}.norm")
+            head = _HEAD if reader is self or not self.untied else _EMBEDDING
+            last = functional_call(norm, {"weight": reader.get(self._files[_NORM]).float()}, (after,))
+            added.append(after - hidden[0])
+            outputs.append(after)
+            logits.append(last @ reader.get(self._files[head]).float().T)
+        turned = [(self.residual.apply(added[0]), added[1]), (self.residual.apply(outputs[0]), outputs[1]), tuple(logits)]
+        worst = max(float((a - b).norm() / a.norm()) for a, b in turned)
+        if not worst <= TOLERANCE:
+            raise CheckpointError(
+                f"{self.folder}: {type(decoder.model).__name__} computes something else when it is rotated (a relative "
+                f"difference of {worst:.1e}): its norms or its residual stream are not Llama's; quantize it without --rotate"
+            )
+
+    def _read_by(self, weight: Tensor, norm: str) -> Tensor:
+        """The weight [N, D] of a layer that reads the residual stream through a norm."""
+        return self.residual.apply(weight.float() * super().get(self._files[norm]).float())
+
+    def _heads(self, x: Tensor, layer: int, dim: int) -> Tensor:
+        """x with the channels of each head rotated, along `dim` 0 or -1."""
+        parts = x.float().unflatten(dim, (-1, self._head_dim))
+        rotation = Rotation(self._head_dim, self.rotation + 1 + layer)  # type: ignore[operator]
+        return rotation.apply(parts, 1 if dim == 0 else -1).reshape(x.shape)
+
+    def _refuse(self, model: str) -> None:
+        """Raises CheckpointError for tensors that no rotation is known for here."""
+        roles = set(self._roles.values())
+        missing = [role for role in (_EMBEDDING, _NORM) if role not in roles]
+        strange = [role for role in sorted(roles - {_EMBEDDING, _NORM, _HEAD}) if not _is_known(role)]
+        if missing or strange:
+            found = f"has {strange[0]}" if strange else f"has no {missing[0]}"
+            raise CheckpointError(
+                f"{self.folder}: {model} {found}; rotated are decoders such as Llama, Mistral, Qwen 2 and Qwen 3, whose layers "
+                "have an RMSNorm before attention and one before a gated MLP; quantize it without --rotate"
+            )
+
+
+def _is_known(role: str) -> bool:
+    match = _LAYER.fullmatch(role)
+    if match is None:
+        return False
+    part = match[2]
+    return part in _BEFORE.values() or any(pattern.fullmatch(part) is not None for pattern in (_READS, _WRITES, _STAYS))

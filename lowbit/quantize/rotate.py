@@ -1,0 +1,98 @@
+"""Rotations by Hadamard matrices: x R, with R = S H / sqrt(n), S random signs and H of ones and minus ones with H H^T = n I.
+
+A rotation spreads what lies in a few channels over all of them, so that a group of weights or a token of activations has a
+smaller range for the same sum of squares. Sources: S. Ashkboos et al., "QuaRot: Outlier-Free 4-Bit Inference in Rotated LLMs",
+arXiv:2404.00456; Z. Liu et al., "SpinQuant: LLM Quantization with Learned Rotations", arXiv:2405.16406. H is the Kronecker
+product of one matrix of Paley's (R. Paley, "On Orthogonal Matrices", 1933) and of Sylvester's, so x R costs no n x n product.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ROWS_AT_ONCE = 1 << 22
+"""Numbers that are rotated at a time, in float64."""
+
+
+class Rotation:
+    """An orthogonal matrix R [n, n], the same for a seed. Raises ValueError where no Hadamard matrix of order n is known here:
+    n is a power of two times 1, times q + 1 for a prime q of 4k + 3, or times 2 (q + 1) for a prime q of 4k + 1."""
+
+    def __init__(self, n: int, seed: int) -> None:
+        self.factors = hadamard_factors(n)
+        bits = torch.randint(0, 2, (n,), generator=torch.Generator().manual_seed(seed))
+        self.signs = (2 * bits - 1).double()
+
+    def apply(self, x: Tensor, dim: int = -1) -> Tensor:
+        """x R over the channels of `dim`, computed in float64, in float32; for a weight [N, K] and dim 0 that is R^T x."""
+        moved = x.movedim(dim, -1)
+        rows = moved.reshape(-1, moved.shape[-1])
+        out = torch.empty(rows.shape, dtype=torch.float32, device=x.device)
+        for some, into in zip(rows.split(step := max(1, ROWS_AT_ONCE // rows.shape[1])), out.split(step), strict=True):
+            into.copy_(self._product(some.double()))
+        return out.reshape(moved.shape).movedim(-1, dim).contiguous()
+
+    def _product(self, rows: Tensor) -> Tensor:
+        y = (rows * self.signs.to(rows.device)).reshape(-1, *(len(factor) for factor in self.factors))
+        for axis, factor in enumerate(self.factors, 1):
+            y = torch.tensordot(y, factor.to(y.device), dims=([axis], [0])).movedim(-1, axis)
+        return y.reshape(rows.shape) / rows.shape[1] ** 0.5
+
+
+def hadamard_factors(n: int) -> list[Tensor]:
+    """Matrices of ones and minus ones, float64, whose Kronecker product is a Hadamard matrix of order n; of the Sylvester part
+    none is larger than 64 x 64. Raises ValueError where there is none of this kind."""
+    rest, first = n, None
+    while first is None:
+        first = _paley(rest)
+        if first is None and rest % 2:
+            raise ValueError(f"no Hadamard matrix of order {n:,} is known here, by which {n:,} channels could be rotated")
+        rest = rest if first is not None else rest // 2
+    factors, left = [first], n // rest
+    while left > 1:
+        size = min(left, 64)
+        factors.append(_sylvester(size))
+        left //= size
+    return factors
+
+
+def _paley(n: int) -> Tensor | None:
+    """A Hadamard matrix of order n that is no multiple of a smaller one: of order 1, or by one of Paley's constructions from
+    the quadratic residues of a prime."""
+    if n == 1:
+        return torch.ones(1, 1, dtype=torch.float64)
+    one = _conference(n - 1) if n % 4 == 0 and (n - 1) % 4 == 3 else None
+    if one is not None:
+        return one + torch.eye(n, dtype=torch.float64)
+    two = _conference(n // 2 - 1) if n % 4 == 0 and (n // 2 - 1) % 4 == 1 else None
+    if two is None:
+        return None
+    sums = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
+    own = torch.tensor([[1.0, -1.0], [-1.0, -1.0]], dtype=torch.float64)
+    return torch.kron(two, sums) + torch.kron(torch.eye(n // 2, dtype=torch.float64), own)
+
+
+def _conference(q: int) -> Tensor | None:
+    """C [q + 1, q + 1] with C C^T = q I, zeros on the diagonal and ones or minus ones elsewhere, symmetric for a prime q of
+    4k + 1 and skew for one of 4k + 3; None where q is no odd prime."""
+    if q < 3 or q % 2 == 0 or any(q % d == 0 for d in range(3, int(q**0.5) + 1, 2)):
+        return None
+    residue = torch.full((q,), -1.0, dtype=torch.float64)
+    residue[torch.arange(1, q) ** 2 % q] = 1
+    residue[0] = 0
+    i = torch.arange(q)
+    c = torch.ones(q + 1, q + 1, dtype=torch.float64)
+    c[0, 0], c[1:, 1:] = 0, residue[(i[:, None] - i) % q]
+    if q % 4 == 3:
+        c[1:, 0] = -1
+    return c
+
+
+def _sylvester(n: int) -> Tensor:
+    """A Hadamard matrix of order n, a power of two."""
+    h = torch.ones(1, 1, dtype=torch.float64)
+    pair = torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64)
+    while len(h) < n:
+        h = torch.kron(h, pair)
+    return h

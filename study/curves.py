@@ -1,0 +1,51 @@
+"""The study in one small table that comes with the package: what each scheme and method loses, for `lowbit recommend`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from lowbit.eval.results import write_json
+from study.page import FIRST, mean_kl, merged, texts_of
+from study.results import STUDY
+
+TABLE = Path("lowbit/eval/data/divergence.json")
+
+
+def curves(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The table: for each model with several texts its linear and other weights, what was measured on, and a row for each case
+    that was not calibrated or was by default. Files of one model add to each other; of a case in two the first counts."""
+    models = []
+    for document in (d for d in merged(documents) if len(texts_of(d)) > 1 and "weights" in d):
+        request = document["request"]
+        machines = [d for d in documents if d["request"]["model"] == request["model"] and len(texts_of(d)) > 1]
+        models.append(
+            {
+                "model": request["model"], **document["weights"], "group": request["group"], "texts": texts_of(document),
+                "tokens": request["settings"]["windows"] * request["settings"]["window"],
+                "measured": sorted({_where(d) for d in machines}), "rows": list(_rows(document)),
+            }
+        )  # fmt: skip
+    return {"result": STUDY, "models": sorted(models, key=lambda m: m["linear"])}
+
+
+def write_curves(documents: Sequence[dict[str, Any]], path: Path = TABLE) -> None:
+    """Writes the table of all result files."""
+    write_json(path, curves(documents))
+
+
+def _where(document: dict[str, Any]) -> str:
+    machine = document["machine"]
+    return f"{document['date']}, {', '.join(machine['gpus']) or machine['processor']}"
+
+
+def _rows(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for row in document["rows"]:
+        kl = mean_kl(document, row) if row["method"] and row["calibration"] in (None, FIRST) else None
+        if kl is not None:
+            error = None if kl[1] is None else float(f"{kl[1]:.3g}")
+            bits = round(row["bits_per_weight"], 4)
+            yield {
+                "scheme": row["scheme"], "method": row["method"], "bits": bits, "kl": float(f"{kl[0]:.4g}"), "error": error,
+            }  # fmt: skip

@@ -1,0 +1,215 @@
+"""`lowbit recommend`: bytes as the checkpoint will have them, choices that follow the table, and what is not known said."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import GPT2Config, LlamaConfig, OPTConfig
+
+from lowbit import recommend as room
+from lowbit.checkpoint import CheckpointError, CheckpointReader
+from lowbit.engine.cache import CacheSpec
+from lowbit.formats import parse_scheme
+from lowbit.models.hf import plan_for
+from lowbit.models.quantize_checkpoint import quantize_checkpoint
+from lowbit.models.skeleton import skeleton
+from lowbit.recommend import cache_bytes, options_of, recommend, tensor_bytes
+from tests.test_cli import run
+from tests.tiny import save_tiny
+
+SMALL, LARGE = "small", "large"
+
+
+def row(scheme, method, kl):
+    return {"scheme": scheme, "method": method, "bits": 4.0, "kl": kl, "error": None}
+
+
+TABLE = (
+    {
+        "model": SMALL, "linear": 1000, "other": 10, "group": 64,
+        "rows": [
+            row("w3a16_g64", "rtn", 2.0), row("w4a16_g64", "rtn", 0.4), row("w4a16_g64", "gptq", 0.2),
+            row("w4a16_g64_z", "rtn", 0.01), row("w8a16", "rtn", 0.004), row("w4a16_g64", "gptq damping=0.01", 0.001),
+            row("w2a16_g32", "learned iterations=100", 3.0),
+        ],
+    },
+    {
+        "model": LARGE, "linear": 10_000_000, "other": 10, "group": 128,
+        "rows": [
+            row("w4a16_g128", "rtn", 0.1), row("w4a16_g128", "gptq", 0.05), row("w8a16", "rtn", 0.001),
+            row("w8a16_g128", "gptq", 0.0005),
+        ],
+    },
+)  # fmt: skip
+
+
+@pytest.fixture
+def table(monkeypatch):
+    monkeypatch.setattr(room, "measured", lambda: TABLE)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return save_tiny(tmp_path_factory.mktemp("recommend") / "tiny")
+
+
+def config_only(folder, config, dtype=torch.bfloat16):
+    config.dtype = dtype
+    config.architectures = [type(config).__name__.replace("Config", "ForCausalLM")]
+    config.save_pretrained(folder)
+    return folder
+
+
+def llama(**options):
+    sizes = dict(hidden_size=256, intermediate_size=640, num_hidden_layers=2, num_attention_heads=4, vocab_size=512)
+    return LlamaConfig(**{**sizes, "num_key_value_heads": 2, "tie_word_embeddings": False, **options})
+
+
+@pytest.mark.parametrize("scheme", ["w8a16", "w4a16_g16", "w4a16_g32_z", "w6e2m3a16", "w3a16_g16_fz"])
+@pytest.mark.parametrize(("tied", "embeddings"), [(True, False), (False, False), (True, True), (False, True)])
+def test_bytes_are_those_of_the_checkpoint(tmp_path, scheme, tied, embeddings):
+    save_tiny(tmp_path / "m", tied=tied, bias=True)
+    quantize_checkpoint(tmp_path / "m", tmp_path / "q", scheme, embeddings=embeddings)
+    with CheckpointReader(tmp_path / "q") as reader:
+        stored = sum(info.end - info.begin for info in map(reader.info, reader.names()))
+    model = skeleton(tmp_path / "m")
+    assert tensor_bytes(model, plan_for(model, scheme, None, embeddings)) == stored
+
+
+def test_bytes_of_the_model_as_it_is(tiny):
+    with CheckpointReader(tiny) as reader:
+        stored = sum(info.end - info.begin for info in map(reader.info, reader.names()))
+    assert tensor_bytes(skeleton(tiny), None) == stored
+
+
+def test_bytes_of_a_context(tmp_path):
+    model = skeleton(config_only(tmp_path / "llama", llama()))
+    # 2 tensors x 2 layers x 2 heads of 64 channels x 2 bytes: 1024 a token, in pages of 128 tokens
+    assert [cache_bytes(model, n) for n in (0, 1, 128, 129)] == [0, 131072, 131072, 262144]
+    assert cache_bytes(model, 128) == CacheSpec(2, 2, 64, torch.bfloat16).page_bytes
+    opt = OPTConfig(hidden_size=64, ffn_dim=192, num_hidden_layers=3, num_attention_heads=4, vocab_size=160)
+    assert cache_bytes(skeleton(config_only(tmp_path / "opt", opt)), 128) == 2 * 3 * 64 * 2 * 128
+
+
+def test_the_nearest_measured_model_is_no_larger(table, tmp_path):
+    model = config_only(tmp_path / "m", llama())  # 1.4 million linear weights
+    found = recommend(model, divergence=0.004)
+    assert (found.chosen.scheme.name, found.chosen.method, found.chosen.of) == ("w8a16", "rtn", SMALL)
+    # The only case of the other model that this one lacks, by the ratio where both were measured.
+    other = next(c for c in found.neighbours if c.of == LARGE)
+    ratio = (0.4 / 0.1 * 0.2 / 0.05 * 0.004 / 0.001) ** (1 / 3)
+    assert other.scheme.name == "w8a16_g128" and other.kl == pytest.approx(0.0005 * ratio) and "estimate" in other.source()
+    big = config_only(tmp_path / "big", llama(intermediate_size=25600))
+    assert recommend(big, budget_bytes=1e9).chosen.of == LARGE
+
+
+def test_a_budget_takes_the_least_divergence_and_the_least_work(table, tmp_path):
+    model = config_only(tmp_path / "m", llama())
+    size = {s: tensor_bytes(skeleton(model), plan_for(skeleton(model), s, None, False)) for s in ("w4a16_g128", "w8a16")}
+    found = recommend(model, budget_bytes=size["w8a16"] - 1)
+    assert (found.chosen.scheme.name, found.chosen.method, found.chosen.bytes) == ("w4a16_g128", "gptq", size["w4a16_g128"])
+    assert found.command == f"lowbit quantize {model} m-w4a16_g128 --scheme w4a16_g128 --method gptq"
+    assert any("gptq leaves 50% of the divergence that rounding" in line for line in found.why)
+    assert any("the next better is w8a16 by rtn" in line for line in found.why)
+    # Both are negligible: rounding and fewer bytes decide.
+    assert recommend(config_only(tmp_path / "b", llama(intermediate_size=25600)), budget_bytes=1e9).chosen.method == "rtn"
+    # What a context takes is not there for weights.
+    context = recommend(model, budget_bytes=size["w8a16"] + 131071, context=128)
+    assert context.chosen.scheme.name == "w4a16_g128" and context.cache_bytes == 131072
+    assert recommend(model, budget_bytes=size["w8a16"] + 131072, context=128).chosen.scheme.name == "w8a16"
+
+
+def test_a_divergence_takes_the_fewest_bytes_and_the_least_work(table, tmp_path):
+    model = config_only(tmp_path / "m", llama())
+    assert recommend(model, divergence=0.4).chosen.options == ("--scheme", "w4a16_g128")
+    assert recommend(model, divergence=0.39).chosen.options == ("--scheme", "w4a16_g128", "--method", "gptq")
+    assert recommend(model, divergence=0.1).chosen.scheme.name == "w8a16"
+    broken = recommend(model, divergence=2.5)
+    assert broken.chosen.scheme.name == "w3a16_g128" and any("text breaks down" in line for line in broken.why)
+    assert any("was measured as w3a16_g64" in line for line in broken.why)
+
+
+def test_groups_are_those_that_divide_the_layers(table, tmp_path):
+    found = recommend(config_only(tmp_path / "m", llama(intermediate_size=608)), divergence=0.4)  # 19 x 32
+    assert found.chosen.scheme == parse_scheme("w4a16_g32") and found.chosen.measured == parse_scheme("w4a16_g64")
+    # Groups that are not those of the measured model's grid stay as they are, or are left out.
+    learned = recommend(tmp_path / "m", divergence=5.0).chosen
+    assert learned.options == ("--scheme", "w2a16_g32", "--method", "learned", "--iterations", "100")
+    assert recommend(config_only(tmp_path / "n", llama(intermediate_size=624)), divergence=5.0).chosen.scheme.weight.bits == 3
+
+
+def test_neither_zeros_nor_options_that_the_command_lacks(table, tmp_path):
+    found = recommend(config_only(tmp_path / "m", llama()), divergence=5.0)
+    assert all(c.scheme.zero.value == "" and "damping" not in c.method for c in found.neighbours)
+    assert options_of("gptq damping=0.01") is None and options_of("rtn") == ()
+    assert options_of("gptq act_order=True search=mse") == ("--method", "gptq", "--act-order", "--search", "mse")
+
+
+def test_what_does_not_fit_is_told_what_would(table, tmp_path):
+    model = config_only(tmp_path / "m", llama())
+    with pytest.raises(
+        ValueError, match=r"nothing that was measured fits 0\.1 MB: the smallest is w2a16_g32 by .* --embeddings\)"
+    ):
+        recommend(model, budget_bytes=1e5)
+    with pytest.raises(ValueError, match=r"no scheme that was measured diverges by 0\.0001 or less; w8a16_g128 by gptq"):
+        recommend(model, divergence=1e-4)
+    with pytest.raises(
+        ValueError, match=r"nothing in 1\.5 MB diverges by 0\.01 or less: there, w4a16.*; w8a16 by rtn, .* has it"
+    ):
+        recommend(model, budget_bytes=1.5e6, divergence=0.01)
+    with pytest.raises(ValueError, match=r"--budget-gb 6\) or a bound"):
+        recommend(model)
+
+
+def test_models_it_has_no_answer_for(tmp_path, tiny):
+    quantize_checkpoint(tiny, tmp_path / "q", "w8a16")
+    with pytest.raises(CheckpointError, match=r"is quantized already \(lowbit\); give the 16-bit model"):
+        recommend(tmp_path / "q", budget_bytes=1e9)
+    with pytest.raises(CheckpointError, match="no such folder"):
+        recommend(tmp_path / "none", budget_bytes=1e9)
+    gpt2 = GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=160)
+    gpt2.architectures = ["GPT2LMHeadModel"]
+    gpt2.save_pretrained(tmp_path / "gpt2")  # its linear layers are Conv1D
+    with pytest.raises(ValueError, match="none of its layers can be quantized"):
+        recommend(tmp_path / "gpt2", budget_bytes=1e9)
+
+
+def test_the_real_table_on_a_model_of_8_billion(tmp_path):
+    eight = llama(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=128256,
+    )  # fmt: skip
+    model = config_only(tmp_path / "Llama-3-8B", eight)
+    found = recommend(model, budget_bytes=24e9)
+    assert found.chosen.options == ("--scheme", "w8a16") and found.weights_16bit_bytes == 2 * 8_030_261_248
+    # 8 bits for 6,979,321,856 weights, a float32 scale for each row of the linear layers, the rest in 16 bits
+    rows = 32 * (2 * 4096 + 2 * 1024 + 2 * 14336 + 4096)
+    assert found.chosen.bytes == 6_979_321_856 + 4 * rows + 2 * (8_030_261_248 - 6_979_321_856)
+    assert any("extrapolated" in line for line in found.why) and any("1,050,673,152 weights of 2" in line for line in found.why)
+    least = math.inf
+    for budget in (5e9, 5.65e9, 6e9, 7e9, 8e9, 10e9):
+        c = recommend(model, budget_bytes=budget).chosen
+        assert c.bytes <= budget and c.kl <= least
+        least = max(room.SIMILAR * c.kl, room.NEGLIGIBLE)
+    assert recommend(model, budget_bytes=7.4e9).chosen.scheme.name == "w6e2m3a16"
+
+
+def test_the_command(tiny, tmp_path):
+    result = run("recommend", tiny, "--divergence", "0.05", "--json", tmp_path / "r.json")
+    assert result.exit_code == 0
+    value = json.loads((tmp_path / "r.json").read_text())
+    assert value["result"] == "lowbit recommend" and value["command"] in result.stdout and "KL measured on" in result.stdout
+    assert value["chosen"] in value["neighbours"] and value["chosen"]["kl"] <= 0.05 and value["cache_bytes"] == 0
+    with_context = run("recommend", tiny, "--budget-gb", "0.01", "--context", "100", "--json", "-")
+    assert json.loads(with_context.stdout)["cache_bytes"] == 128 * 2 * 2 * 2 * 16 * 2
+    words = value["command"].split()
+    assert run(*words[1:3], tmp_path / "q", *words[4:], "--samples", "2", "--length", "16").exit_code == 0
+    for options, message in (
+        ([], "say what is wanted"), (["--budget-gb", "0"], "--budget-gb is a number above 0"),
+        (["--divergence", "nan"], "--divergence is a number above 0"), (["--budget-gb", "0.00001"], "nothing that was"),
+    ):  # fmt: skip
+        failed = run("recommend", tiny, *options)
+        assert failed.exit_code == 1 and message in failed.stderr and failed.stderr.count("\n") == 1
