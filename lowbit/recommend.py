@@ -333,7 +333,7 @@ def _limits(chosen: Candidate, plan: Plan) -> list[str]:
     base, lines = _base(plan.linears), []
     times = sum(n * k for n, k in plan.linears.values()) / base["linear"]
     if 0.5 <= times <= 2:
-        lines.append(f"measured on {chosen.of}, not on this model")
+        lines.append(f"measured on {chosen.of}" + (", a model of this very shape" if times == 1 else ", not on this model"))
     else:
         size = f"{times:,.0f}" if times >= 10 else f"{times:.2g}"
         lines.append(

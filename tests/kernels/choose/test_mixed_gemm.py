@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lowbit.bench.grid import weights
 from lowbit.hardware.machine import MACHINES, typical_machine
 from lowbit.kernels.choose import mixed_gemm as module
 from lowbit.kernels.choose.mixed_gemm import (
@@ -83,6 +84,17 @@ def test_costs_of_mma_tiles_are_near_what_was_measured(m, n, k, us):
     """Where they have no say, a GPU with wgmma."""
     rows = [mma_candidate(tile, shape, H200) for shape in [GemmShape(m, n, k, 4)] for tile in mma_tiles(shape, H200)]
     assert min(row.cost_us for row in rows if not row.reasons) == pytest.approx(us, rel=0.12)
+
+
+@pytest.mark.parametrize("bits", [4, 6, 8])
+def test_time_does_not_fall_as_tokens_are_added(bits, monkeypatch):
+    """By the costs, in weights of known models: tokens can be filled up, so fewer never need to take longer."""
+    monkeypatch.setattr(module, "MEASURED", ())
+    tokens = [1, 2, 5, 8, 9, 16, 17, 24, 32, 33, 64, 65, 96, 128, 129, 192, 256, 257, 384, 512, 1024, 1500, 4096]
+    for n, k in weights()[::3]:
+        costs = [candidates(GemmShape(m, n, k, bits), H200)[0].cost_us for m in tokens]
+        falls = [m for i, m in enumerate(tokens) if costs[i] > 1.03 * min(costs[i:])]
+        assert not falls, (n, k, falls)
 
 
 def test_without_room_the_reasons_say_so():
