@@ -89,17 +89,25 @@ PROTOCOL = (
 
 AnyTile = RingTile | WgmmaTile | MmaTile | ScaledTile
 TILES: dict[str, type[Any]] = {"ring": RingTile, "wgmma": WgmmaTile, "mma": MmaTile, "scaled": ScaledTile}
+LATER: dict[type[Any], tuple[int, list[int]]] = {
+    RingTile: (7, [0]),
+    WgmmaTile: (5, [0, 1]),
+    ScaledTile: (7, [0]),
+}
+"""How many numbers of a tile the first result files had, and the others where they say nothing."""
 Watch = Callable[[int, int, str], None]
 """Called with products done, products in all and what is measured now."""
 
 
 def written(tile: AnyTile) -> str:
-    """A tile in a result file: its kernel and its numbers, such as "wgmma 64 2 8 4 2"; `read` is the inverse. Slots of a ring
-    that has one for each step are left out: result files are older than they."""
+    """A tile in a result file: its kernel and its numbers, such as "wgmma 64 2 8 4 2"; `read` is the inverse. What tiles got
+    later than result files is left out where it says nothing: slots of a ring that has one for each step, no equal shares of K,
+    no sections."""
     name = next(name for name, kind in TILES.items() if isinstance(tile, kind))
     numbers = [int(value) for value in dataclasses.astuple(tile)]
-    if isinstance(tile, RingTile) and not tile.slots:
-        del numbers[-1]
+    older, nothing = LATER.get(type(tile), (len(numbers), []))
+    if numbers[older:] == nothing:
+        del numbers[older:]
     return " ".join([name, *map(str, numbers)])
 
 
@@ -115,10 +123,10 @@ def kind_of(tile: AnyTile) -> tuple[Any, ...]:
     if isinstance(tile, RingTile):
         return "ring", tile.tokens, tile.warps_n, tile.warps_k, tile.splits > 1
     if isinstance(tile, WgmmaTile):
-        return "wgmma", tile.tokens, tile.warpgroups
+        return "wgmma", tile.tokens, tile.warpgroups, tile.stream_k
     if isinstance(tile, MmaTile):
         return "mma", tile.tokens, tile.rows
-    return "scaled", tile.tokens_are_rows, tile.warpgroups, tile.columns, tile.pair
+    return "scaled", tile.tokens_are_rows, tile.warpgroups, tile.columns, tile.pair, tile.stream_k
 
 
 class Products:
@@ -253,7 +261,7 @@ def neighbours(tile: AnyTile, shape: Any, machine: Machine) -> list[AnyTile]:
     if isinstance(tile, RingTile):
         found = [dataclasses.replace(tile, rounds=rounds) for rounds in {tile.rounds // 2, 2 * tile.rounds} if rounds]
         return [t for t in found if t.strips * t.rounds <= 8 and not ring_candidate(t, shape, machine).reasons]
-    if isinstance(tile, WgmmaTile):
+    if isinstance(tile, WgmmaTile) and not tile.stream_k:
         tiles = -(-shape.m // tile.tokens) * -(-shape.n // tile.rows)
         splits = min(machine.sm_count // tiles, shape.steps(128), MOST_SPLITS)
         return [dataclasses.replace(tile, splits=splits)] if splits > 1 else []

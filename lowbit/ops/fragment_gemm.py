@@ -42,7 +42,8 @@ def fragment_gemm(x: Tensor, w: FragmentWeight, bias: Tensor | None = None, *, b
 
     With `batch_invariant`, a row of y has the same bits in every batch; else sums of small batches are formed in another
     order than those of large ones. A weight with an `order` or a `pre_quant_scale` takes one more kernel, which brings x into
-    the order of the codes (kernels/elementwise/gather.py). Raises ValueError for tensors that do not fit together.
+    the order of the codes (kernels/elementwise/gather.py), but for up to 4 tokens, where the product does
+    (kernels/parts/channels.py). Raises ValueError for tensors that do not fit together.
     """
     if w.order is None and w.pre_quant_scale is None:
         return torch.ops.lowbit.fragment_gemm(
@@ -90,26 +91,30 @@ def _fragment_gemm(
     batch_invariant: bool = False, order: Tensor | None = None, pre_quant_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    if order is None and pre_quant_scale is None:
-        rows = aligned_rows(rows)
-    else:
-        rows = _gathered(rows, order, pre_quant_scale)
     others = (described(codes), described(scale), described(channel_scale), described(bias))
-    plan = _plan(scheme, rows.shape[0], n, rows.shape[1], x.dtype, x.device, others, batch_invariant)
+    of_x = (described(order), described(pre_quant_scale))
+    plan = _plan(scheme, rows.shape[0], n, rows.shape[1], x.dtype, x.device, others, of_x, batch_invariant)
     if plan is None:
         return x.new_empty((*x.shape[:-1], n))
+    inside: tuple[Tensor | None, ...] = ()
+    if order is None and pre_quant_scale is None:
+        rows = aligned_rows(rows)
+    elif plan.gathers:
+        rows, inside = aligned_rows(rows), (order, pre_quant_scale)
+    else:
+        rows = _gathered(rows, order, pre_quant_scale)
     if x.device.index != torch.cuda.current_device():
         with torch.cuda.device(x.device):
-            y = plan(rows, codes, scale, channel_scale, bias, *workspace(x.device, *plan.workspace))
+            y = plan(rows, codes, scale, channel_scale, bias, *workspace(x.device, *plan.workspace), *inside)
     else:
-        y = plan(rows, codes, scale, channel_scale, bias, *workspace(x.device, *plan.workspace))
+        y = plan(rows, codes, scale, channel_scale, bias, *workspace(x.device, *plan.workspace), *inside)
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], n)
 
 
 @functools.lru_cache(maxsize=4096)
 def _plan(
     scheme: str, m: int, n: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[Described | None, ...],
-    batch_invariant: bool,
+    of_x: tuple[Described | None, Described | None], batch_invariant: bool,
 ) -> RingPlan | MmaPlan | WgmmaPlan | None:  # fmt: skip
     """The plan of a product; None where there is nothing to compute. Raises ValueError when the tensors do not fit."""
     parsed = _scheme(scheme)
@@ -118,7 +123,8 @@ def _plan(
     scale, channel_scale, bias = optional
     x = torch.empty((m, k), dtype=dtype, device="meta")
     check_product("fragment_gemm", x, codes, scale, channel_scale, bias, parsed, n)
-    devices = {on, *(t[2] for t in others if t is not None)}
+    check_channels("fragment_gemm", k, *(None if t is None else on_meta(t) for t in of_x))
+    devices = {on, *(t[2] for t in (*others, *of_x) if t is not None)}
     if len(devices) > 1:
         raise ValueError(f"fragment_gemm: all tensors must be on one device, got {sorted(map(str, devices))}")
     if not all(t is None or t[3] for t in others[:3]):
@@ -128,17 +134,23 @@ def _plan(
     machine = machine_of(on)
     shape = GemmShape(m, n, k, parsed.weight.bits)
     form = weight_form(parsed, None if others[1] is None else others[1][1], None if others[2] is None else others[2][1])
-    return plan_for(choose(shape, machine, batch_invariant), shape, form, dtype, others[3] is not None, machine)
+    tile = choose(shape, machine, batch_invariant)
+    order, factor = of_x
+    # As the ring kernel reads them; else x comes to it as the codes want it.
+    readable = (order is None or order[3]) and (factor is None or (factor[3] and factor[1] == torch.float32))
+    inside = (order is not None, factor is not None) if readable else (False, False)
+    return plan_for(tile, shape, form, dtype, others[3] is not None, machine, inside)
 
 
 def plan_for(
-    tile: Tile, shape: GemmShape, form: WeightForm, dtype: torch.dtype, bias: bool, machine: Machine
-) -> RingPlan | MmaPlan | WgmmaPlan:
-    """The plan of a product with a given tile on a machine."""
+    tile: Tile, shape: GemmShape, form: WeightForm, dtype: torch.dtype, bias: bool, machine: Machine,
+    of_x: tuple[bool, bool] = (False, False),
+) -> RingPlan | MmaPlan | WgmmaPlan:  # fmt: skip
+    """The plan of a product with a given tile on a machine; `of_x`: whether there is an order, and factors, of x."""
     from lowbit.kernels.sm80.mixed_gemm import RingPlan
 
     if isinstance(tile, RingTile):
-        return RingPlan(shape, tile, form, dtype, bias, machine.arch)
+        return RingPlan(shape, tile, form, dtype, bias, machine.arch, of_x)
     return wide_plan(tile, shape, form, dtype, bias, machine)
 
 

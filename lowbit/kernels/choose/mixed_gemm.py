@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from lowbit.hardware.arch import Arch
 from lowbit.hardware.machine import Machine
 from lowbit.kernels.choose.candidate import Candidate, first_that_can, ordered
+from lowbit.kernels.choose.shares import PART_US, longest_share, share_refusals
 
 RING_TOKENS = 16
 """Beyond this the ring kernel loses: its warps each bring their own x, those of the others share it."""
@@ -98,20 +99,26 @@ def shared_by(tile: RingTile, arch: Arch) -> int:
 
 @dataclass(frozen=True)
 class WgmmaTile:
-    """Configuration of kernels/sm90/mixed_gemm.py; see there."""
+    """Configuration of kernels/sm90/mixed_gemm.py; see there. `stream_k`: all blocks have equal shares of K, and there are no
+    splits. `sections`: a block sums so many parts of K one after the other, with the bits of as many splits."""
 
     tokens: int
     warpgroups: int
     stages: int
     splits: int
     token_group: int
+    stream_k: bool = False
+    sections: int = 1
 
     @property
     def rows(self) -> int:
         return 64 * self.warpgroups
 
     def __str__(self) -> str:
-        return f"wgmma {self.rows} rows x {self.tokens} tokens, {self.stages} stages, K split {self.splits}"
+        shared = "equal shares of K" if self.stream_k else f"K split {self.splits}"
+        if self.sections > 1:
+            shared = f"{self.sections} parts of K in turn"
+        return f"wgmma {self.rows} rows x {self.tokens} tokens, {self.stages} stages, {shared}"
 
 
 @dataclass(frozen=True)
@@ -182,7 +189,7 @@ def candidates(shape: GemmShape, machine: Machine, *, batch_invariant: bool = Fa
         many = shape.m > RING_TOKENS
         rows = [mma_candidate(tile, shape, machine) for tile in mma_tiles(shape, machine)] if many else []
     if batch_invariant and wgmma:
-        return ordered([row for row in rows if row.tile.splits == 1])
+        return ordered([wgmma_candidate(tile, shape, machine) for tile in invariant_tiles(shape, machine)])
     if shape.m <= RING_TOKENS or not wgmma:
         rings = [ring_candidate(tile, shape, machine) for tile in ring_tiles(shape, machine)]
         if batch_invariant:  # slices of K are those of the warps that share them
@@ -205,9 +212,9 @@ def ring_tiles(shape: GemmShape, machine: Machine) -> list[RingTile]:
     """Tiles of the ring kernel that are considered for a problem."""
     if shape.dense:
         return _dense_tiles(shape)
-    tokens = SMALL_TOKENS if shape.m <= SMALL_TOKENS else 16
     steps = -(-shape.k // 128)
-    few = tokens == SMALL_TOKENS
+    few = shape.m <= SMALL_TOKENS
+    tokens = SMALL_TOKENS if few else RING_TOKENS
     tiles = []
     for splits in (1,) if few else (1, 2, 4):
         for warps_n, warps_k in ((1, 16), (1, 8), (2, 4)) if few else ((1, 8), (2, 4)):
@@ -347,7 +354,32 @@ def wgmma_tiles(shape: GemmShape, y_tiles: float = 1, *, in_chain: bool = False)
         stages = min(8, (230_000 - stored) // stage // 2 * 2)
         iterations = shape.steps(128)
         tiles += [WgmmaTile(tokens, warpgroups, stages, splits, 2) for splits in (1, 2, 3, 4, 8) if splits <= iterations]
+        if not in_chain:
+            tiles.append(WgmmaTile(tokens, warpgroups, stages, 1, 2, stream_k=True))
     return tiles
+
+
+INVARIANT_PARTS = 8
+"""The most parts of K of sums that do not depend on m."""
+
+
+def invariant_tiles(shape: GemmShape, machine: Machine) -> list[WgmmaTile]:
+    """Tiles of the wgmma kernel whose sums do not depend on m: with all of them K is cut into the same parts, as many as splits
+    fill the GPU for few tokens. For many a block sums them one after the other."""
+    parts = max(1, min(INVARIANT_PARTS, machine.sm_count // -(-shape.n // 128), shape.steps(128) // 4))
+    plain = [tile for tile in wgmma_tiles(shape, in_chain=True) if tile.splits == 1]
+    if parts == 1:
+        return plain
+    return [
+        replace(tile, **how)
+        for tile in plain
+        for how in ({"splits": parts}, {"sections": parts})
+        if "splits" in how or tile.tokens <= SECTION_TOKENS[tile.warpgroups]
+    ]  # fmt: skip
+
+
+SECTION_TOKENS = {2: 128, 4: 32}
+"""Tokens of the largest tile whose registers hold sums twice; 64 by 4 warpgroups spill 24 bytes (Triton 3.6)."""
 
 
 _STAGE_CYCLES = {
@@ -364,9 +396,6 @@ _STAGE_CYCLES = {
 }
 _L2_BYTES_PER_CYCLE = 50
 """What an SM takes in from the L2 (choose/scaled_gemm.py)."""
-_MISSING_CYCLES = 3.6
-"""What the copy engine needs for 64 k of a token that does not exist. 128 x 256 tokens took 506 us of 256 tokens, 825 of 128
-and 970 of 96 (N 152064, K 5120): a tile that is not full is slower than a full one."""
 
 
 def _too_few_stages(stages: int, shape: GemmShape) -> tuple[str, ...]:
@@ -375,25 +404,44 @@ def _too_few_stages(stages: int, shape: GemmShape) -> tuple[str, ...]:
 
 def wgmma_candidate(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> GemmCandidate:
     """A tile of the wgmma kernel with its reasons and its modelled time."""
-    return GemmCandidate(tile, _too_few_stages(tile.stages, shape), _wgmma_cost(tile, shape, machine))
+    reasons = _too_few_stages(tile.stages, shape)
+    if tile.stream_k:
+        reasons += share_refusals(_wgmma_tiles(tile, shape), shape.steps(128), machine.sm_count)
+    return GemmCandidate(tile, reasons, _wgmma_cost(tile, shape, machine))
+
+
+def _wgmma_tiles(tile: WgmmaTile, shape: GemmShape) -> int:
+    return -(-shape.m // tile.tokens) * -(-shape.n // tile.rows)
 
 
 def _wgmma_cost(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> float:
-    """Launch, then waves of tiles: the steps along K, storing, and for splits the way through the L2."""
-    of_tokens = -(-shape.m // tile.tokens)
-    waves = -(-of_tokens * -(-shape.n // tile.rows) * tile.splits // machine.sm_count)
-    stages = waves * -(-shape.steps(128) // tile.splits) * 2
-    full = _STAGE_CYCLES[tile.tokens, tile.warpgroups][shape.bits > 4]
-    # Only one that is alone may not be full: the last of several begins where it is.
-    missing = max(tile.tokens - shape.m, 0)
-    copied = 8 * tile.rows * shape.bits + 128 * (tile.tokens - missing)
-    main_us = stages * max(full, copied / _L2_BYTES_PER_CYCLE + _MISSING_CYCLES * missing) / 1755
-    store_us = waves * tile.tokens * tile.rows * 2.4e-05
+    """Launch, then turns of tiles: the steps along K, storing, and for parts the way through the L2."""
+    tiles, sms = _wgmma_tiles(tile, shape), machine.sm_count
+    turns: float
+    iterations = shape.steps(128)
     kib = tile.tokens * tile.rows / 256
-    meet_us = waves * (0.74 + kib * (0.057 + 0.0176 * tile.splits)) if tile.splits > 1 else 0.0
+    if tile.stream_k:
+        turns = tiles / sms
+        stages = 2 * longest_share(tiles, iterations, sms)
+        meet_us = PART_US[0] + kib * PART_US[1]
+    else:
+        turns = -(-tiles * tile.splits // sms)
+        stages = 2 * turns * -(-iterations // tile.splits)
+        meet_us = turns * (0.74 + kib * (0.057 + 0.0176 * tile.splits)) if tile.splits > 1 else 0.0
+        meet_us += turns * (tile.sections - 1) * _SECTION_US
+    # The copy engine is not asked for tokens that do not exist but those of one piece.
+    piece = max(8, tile.tokens // 8)
+    copied = 8 * tile.rows * shape.bits + 128 * min(tile.tokens, -(-shape.m // piece) * piece)
+    full = _STAGE_CYCLES[tile.tokens, tile.warpgroups][shape.bits > 4]
+    main_us = stages * max(full, copied / _L2_BYTES_PER_CYCLE) / 1755
+    store_us = turns * tile.tokens * tile.rows * 2.4e-05
     # Of the memory's rate, weights come at about 0.85.
     memory_us = 1.11 * shape.n * shape.k * shape.bits / 8 / machine.read_bytes * 1e6
     return 1.15 + max(main_us, memory_us) + store_us + meet_us
+
+
+_SECTION_US = 0.5
+"""Of a part of K after another one in the same block: what is under way comes to its end."""
 
 
 # ---- the mma.sync kernel for many tokens

@@ -7,7 +7,7 @@ Ahead   codes and scales of the first stages are asked for before the kernel bef
         and what the end needs of it, after that, side by side; descriptors before anything else
 Stages  of x and w, in one allocation with their barriers (parts/pipeline.py); warps run free of one another
 Grid    persistent, one block per SM; tiles in groups of tokens so that a wave shares x and w in L2
-Sum     in fp32, K in order; with splits > 1 the block that comes last adds the splits in order: same input, same bits
+Sum     in fp32, K in order; of a tile that blocks share, the one that comes last adds the parts in order: same input, same bits
 End     y with scales and bias; for up to 64 tokens of a decode step also norm, gate and residual (parts/tile_end.py)
 Exact   every weight is decoded exactly and rounded once after scaling, as a dequantized model's would be
 Source  wgmma fragments: PTX ISA; the shape of the pipeline and what was measured: docs/log.md
@@ -51,9 +51,19 @@ from lowbit.kernels.parts.launch import TilePlan, descriptors, plane_descriptors
 from lowbit.kernels.parts.operand import finish, nothing_decoded, operand_a, read_words, registers_layout, words_layout
 from lowbit.kernels.parts.pipeline import advance, make_barriers, previous
 from lowbit.kernels.parts.producer import load
-from lowbit.kernels.parts.schedule import SplitK, Tiles, count, first_token_of, iterations_of, meet, tile_at
+from lowbit.kernels.parts.schedule import (
+    SplitK,
+    Tiles,
+    count,
+    first_token_of,
+    iterations_of,
+    meet,
+    meet_parts,
+    part_of,
+    tile_at,
+)
 from lowbit.kernels.parts.smem import UNIT, Regions, allocate, view, view_stages
-from lowbit.kernels.parts.tile import WarpgroupTile
+from lowbit.kernels.parts.tile import WarpgroupTile, pieces_of_x
 from lowbit.kernels.parts.tile_end import SQUARES, SUMS, Applied, Squares, Stream, await_h, begin_end, finish_end, prefetch_rows
 from lowbit.pack.weight import WeightForm
 
@@ -76,14 +86,22 @@ class WgmmaGemm(WarpgroupTile, Squares):
     warpgroups: int
     stages: int
     splits: int
+    sections: int
+    stream_k: bool
     token_group: int
     end: End
     store_by_tma: bool
+    x_pieces: int
     digest: str = source_digest()
 
     paired = False
-    last_is_full = True
-    """Whether the last of several tiles of tokens begins where it is full."""
+
+    @property
+    def last_is_full(self) -> bool:
+        """Whether the last of several tiles of tokens begins where it is full. Not where blocks share tiles: tokens of two of
+        them would have sums of other parts of K."""
+        return not self.stream_k
+
     stage_tiles = 1
     """Tiles of FragmentOrder along K in a stage."""
     iteration_stages = 2
@@ -137,7 +155,7 @@ class WgmmaGemm(WarpgroupTile, Squares):
     @property
     def x_block(self) -> tuple[int, int]:
         """Tokens and k of x that come at a time."""
-        return self.tokens, STAGE_K
+        return self.tokens // self.x_pieces, STAGE_K
 
     @property
     def x_shared_layout(self) -> gl.NVMMASharedLayout:
@@ -307,6 +325,25 @@ def multiply(p, scale, ahead, words, stage, phase, begin, end, more, C: gl.const
 
 
 @gluon.jit
+def multiply_in_sections(p, scale, ahead, words, stage, phase, more, C: gl.constexpr):
+    """The sums of one tile by parts of K, as many as splits elsewhere and cut in the same places; each is summed on its own and
+    then added, which gives the bits of those splits."""
+    ROWS: gl.constexpr = C.rows
+    TOKENS: gl.constexpr = C.tokens
+    SUMS: gl.constexpr = C.accumulator
+    total = gl.zeros((ROWS, TOKENS), gl.float32, SUMS)
+    for section in range(C.sections):
+        begin, end = part_of(section, p.tiles, C.sections)
+        if section > 0:
+            last = p.scales.last_group
+            ahead = load_scales(scale, begin, last, C) + load_scales(scale, begin + 1, last, C)
+        follows = (section + 1 < C.sections) | more
+        acc, words, stage, phase = multiply(p, scale, ahead, words, stage, phase, begin, end, follows, C)
+        total = gl.where(section > 0, total + acc, acc)  # nothing else, lest -0 become 0
+    return total, words, stage, phase
+
+
+@gluon.jit
 def math(p, C: gl.constexpr):
     """The warpgroups that decode, multiply and store."""
     thread = gl.arange(0, C.threads, C.threads_layout)
@@ -329,10 +366,17 @@ def math(p, C: gl.constexpr):
         scale = scales_of_pair(p.scales, row_tile, thread, C)
         begin, end = iterations_of(split, p.tiles, C)
         more = index + gl.num_programs(0) < tiles
-        acc, words, stage, phase = multiply(p, scale, ahead, words, stage, phase, begin, end, more, C)
+        if C.sections > 1:
+            acc, words, stage, phase = multiply_in_sections(p, scale, ahead, words, stage, phase, more, C)
+        else:
+            acc, words, stage, phase = multiply(p, scale, ahead, words, stage, phase, begin, end, more, C)
         ahead = first_scales(p, index + gl.num_programs(0), thread, C)
         await_h(p.stream, C)
-        if C.splits == 1:
+        if C.stream_k:
+            last, total = meet_parts(p.splits, acc, split, p.tiles, C)
+            if last:
+                finish_end(p.out, total, p.applied, p.stream, row_tile, first_row, first_token, C)
+        elif C.splits == 1:
             finish_end(p.out, acc, p.applied, p.stream, row_tile, first_row, first_token, C)
         else:
             last, total = meet(p.splits, acc, token_tile * p.tiles.of_channels + row_tile, split, C)
@@ -362,7 +406,7 @@ def wgmma_gemm(
     if C.store_by_tma:
         prefetch_descriptor(y_desc, "wgmma_gemm")
     shared = allocate(C)
-    x = view_stages(shared, C.regions, "x", C.stages, x_desc)
+    x = view(shared, C.regions, "x", x_desc.dtype, [C.stages, C.tile_tokens, C.x_block[1]], x_desc.layout)
     w = ()
     for p in gl.static_range(PLANES):
         w = w + (view_stages(shared, C.regions, f"w{p}", C.stages, w_descs[p]),)
@@ -401,12 +445,11 @@ class WgmmaLaunch(TilePlan):
     ) -> None:
         # Rows of y that do not start at multiples of 16 bytes are beyond TMA.
         by_tma = shape.n % 8 == 0 and (tile.splits == 1 or end.residual or end.gate != "none")
-        config = _config(tile, form, half_type(dtype), end, by_tma)
+        config = _config(tile, form, half_type(dtype), end, by_tma, pieces_of_x(shape.m, tile.tokens, not tile.stream_k))
         columns = shape.n if end.gate == "none" else shape.n // 2
         super().__init__(wgmma_gemm, shape, tile, config, sm_count, columns)
         if (end.parts or end.residual) and self.tiles[0] > 1:
             raise ValueError(f"a norm or residual needs all {shape.m} tokens in one tile, {tile} has {tile.tokens}")
-        self.iterations = shape.steps(2 * STAGE_K)
         self.last_group = (shape.k - 1) // max(form.group, 1)
         self.factor = config.decode.epilogue_factor
         blocks = [(config.warps, 32 * config.decode.plane_words(p)) for p in range(config.decode.planes)]
@@ -429,6 +472,9 @@ class WgmmaLaunch(TilePlan):
 
 class WgmmaPlan(WgmmaLaunch):
     """The plan of a product, gated or not."""
+
+    gathers = False
+    """Whether it brings x into an order by itself."""
 
     def __init__(
         self, shape: GemmShape, tile: WgmmaTile, form: WeightForm, dtype: torch.dtype, bias: bool, sm_count: int,
@@ -496,7 +542,10 @@ Weight = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 @functools.lru_cache(maxsize=1024)
-def _config(tile: WgmmaTile, form: WeightForm, dtype: HalfType, end: End, store_by_tma: bool) -> WgmmaGemm:
+def _config(tile: WgmmaTile, form: WeightForm, dtype: HalfType, end: End, store_by_tma: bool, x_pieces: int) -> WgmmaGemm:
     decode = Decode(form.format, dtype, form.group, form.zero, form.scale_dtype, form.subnormal)
     token_group = 0 if end.parts or end.residual else tile.token_group
-    return WgmmaGemm(decode, tile.tokens, tile.warpgroups, tile.stages, tile.splits, token_group, end, store_by_tma)
+    return WgmmaGemm(
+        decode, tile.tokens, tile.warpgroups, tile.stages, tile.splits, tile.sections, tile.stream_k, token_group, end,
+        store_by_tma, x_pieces,
+    )  # fmt: skip

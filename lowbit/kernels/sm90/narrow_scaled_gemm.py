@@ -48,7 +48,7 @@ from lowbit.kernels.parts.producer import load
 from lowbit.kernels.parts.promote import add_here, add_scaled_here
 from lowbit.kernels.parts.schedule import SplitK, Tiles, count, first_token_of, iterations_of, tile_at
 from lowbit.kernels.parts.smem import allocate, view, view_stages
-from lowbit.kernels.parts.tile import STAGE_K, ByteTile
+from lowbit.kernels.parts.tile import STAGE_K, ByteTile, pieces_of_x
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,8 @@ class NarrowGemm(ByteTile):
     function: str
     paired: bool
     store_by_tma: bool
+    x_pieces: int
+    stream_k: bool
     digest: str = source_digest()
 
     tokens_are_rows = False
@@ -345,7 +347,7 @@ def math(p, C: gl.constexpr):
             acc, words, stage, phase = multiply(p, words, stage, phase, begin, end, more, C)
         tile = token_tile * p.tiles.of_channels + row_tile
         first_token = first_token_of(token_tile, p.tiles, C)
-        complete(p.out, acc, p.applied, p.splits, tile, split, first_token, row_tile * C.rows, C)
+        complete(p.out, acc, p.applied, p.splits, p.tiles, tile, split, first_token, row_tile * C.rows, C)
     if C.store_by_tma:
         tma_store_wait(0)
 
@@ -359,7 +361,7 @@ def narrow_scaled_gemm(
     PLANES: gl.constexpr = C.decode.planes
     w_descs = (w_desc, w_desc_1, w_desc_2)
     shared = allocate(C)
-    x = view_stages(shared, C.regions, "x", C.stages, x_desc)
+    x = view(shared, C.regions, "x", x_desc.dtype, [C.stages, C.tile_tokens, C.x_block[1]], x_desc.layout)
     w = ()
     for p in gl.static_range(PLANES):
         w = w + (view_stages(shared, C.regions, f"w{p}", 2 * C.stages, w_descs[p]),)
@@ -402,6 +404,7 @@ def narrow_config(
     return NarrowGemm(
         scheme.weight.name, CODE_TYPES[scheme.activation.name], dtype, tile.columns, tile.warpgroups, tile.stages,
         tile.splits, tile.token_group, shape.grouped, shape.promoted, x_scale, x_zero, bias, function, tile.pair, by_tma,
+        pieces_of_x(shape.m, tile.tokens), tile.stream_k,
     )  # fmt: skip
 
 
@@ -410,7 +413,6 @@ class NarrowPlan(TilePlan):
 
     def __init__(self, shape: ScaledShape, tile: ScaledTile, config: NarrowGemm, sm_count: int) -> None:
         super().__init__(narrow_scaled_gemm, shape, tile, config, sm_count)
-        self.iterations = -(-shape.k // (2 * STAGE_K))
         blocks = [(config.warps, 32 * config.decode.plane_words(p)) for p in range(config.decode.planes)]
         self.weight_descriptors = plane_descriptors(-(-shape.n // 16), -(-shape.k // 64) * 32 * shape.bits, blocks)
         self.scale_descriptor = functools.lru_cache(maxsize=1024)(self._scale_descriptor)

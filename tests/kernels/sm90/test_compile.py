@@ -28,10 +28,10 @@ FORMATS = ["int2", "int3", "int4", "int5", "int6", "int7", "int8", "fp6_e3m2", "
 
 def compiled(
     fmt, dtype="fp16", m=4096, group=128, zero="none", scale_dtype="fp16", bias=False, n=8192, k=8192, scaled_twice=False,
-    subnormal=False,
+    subnormal=False, tile=None,
 ):  # fmt: skip
     shape, machine = GemmShape(m, n, k, number_format(fmt).bits), typical_machine(90)
-    tile = choose(shape, machine)
+    tile = tile or choose(shape, machine)
     assert isinstance(tile, WgmmaTile)
     form = WeightForm(fmt, group, zero, scale_dtype, scaled_twice or subnormal, subnormal)
     plan = WgmmaPlan(shape, tile, form, HALVES[dtype], bias, machine.sm_count)
@@ -123,6 +123,26 @@ def test_main_loop(fmt, dtype, m, n):
     if number.bits >= 4:
         assert kernel.opcodes["LDS.128"] >= 2
     assert kernel.count("UTMALDG") > 0
+
+
+@pytest.mark.parametrize(
+    ("fmt", "m", "tile"),
+    [
+        *((fmt, 1024, WgmmaTile(256, 2, 4, 1, 2, stream_k=True)) for fmt in ("int4", "fp6_e3m2")),
+        ("int8", 1024, WgmmaTile(128, 2, 6, 1, 2, stream_k=True)), ("int4", 300, WgmmaTile(64, 4, 8, 1, 2, stream_k=True)),
+        ("int4", 1024, WgmmaTile(128, 2, 8, 1, 2, sections=4)), ("int8", 40, WgmmaTile(64, 2, 8, 1, 2, sections=8)),
+        ("int4", 97, WgmmaTile(128, 2, 8, 1, 2)), ("int4", 5, WgmmaTile(16, 4, 8, 2, 2)),
+    ],
+)  # fmt: skip
+def test_tiles_that_are_shared_in_sections_or_not_full(fmt, m, tile):
+    """Nothing of what is around the main loop is seen in it."""
+    config, kernel = compiled(fmt, m=m, n=5120, subnormal=fmt == "int4", tile=tile)
+    assert kernel.stack_bytes == 0 and kernel.count("STL") == 0, "registers spilled"
+    assert len([line for line in kernel.lines if "HGMMA" in line]) == 8 and kernel.count("WARPGROUP.DEPBAR") == 3
+    check_operands_in_flight(kernel.lines)
+    check_barriers(config, kernel)
+    assert kernel.count("UTMALDG") == 2 * config.decode.planes + config.x_pieces, "weights ahead of x, weights, x"
+    assert (config.x_pieces > 1) == (m < tile.tokens)
 
 
 # Zeros are decoded by type, scales are converted by type and loaded by group: every two of zero, types and group meet.
