@@ -34,10 +34,14 @@ _KIB = 1 << 10
 ARCHS: tuple[Arch, ...] = (
     Arch(80, 164 * _KIB, 163 * _KIB, _AMPERE),
     Arch(86, 100 * _KIB, 99 * _KIB, _AMPERE),
+    Arch(87, 164 * _KIB, 163 * _KIB, _AMPERE),
     Arch(89, 100 * _KIB, 99 * _KIB, _ADA),
     Arch(90, 228 * _KIB, 227 * _KIB, _HOPPER),
     Arch(100, 228 * _KIB, 227 * _KIB, _BLACKWELL | {"tcgen05"}),
+    Arch(103, 228 * _KIB, 227 * _KIB, _BLACKWELL | {"tcgen05"}),
+    Arch(110, 228 * _KIB, 227 * _KIB, _BLACKWELL | {"tcgen05"}),
     Arch(120, 100 * _KIB, 99 * _KIB, _BLACKWELL),
+    Arch(121, 100 * _KIB, 99 * _KIB, _BLACKWELL),
 )
 """The versions for which kernels are compiled in the tests."""
 

@@ -1,7 +1,8 @@
 """What a GPU can do: how many SMs it has, its L2, its memory. The one in hand is asked; products stand for those that are not.
 
-Sources of the rows: NVIDIA's architecture whitepapers and data sheets of A100, A10, L40S, H200, B200 and RTX 5090 (SMs, L2,
-bandwidth, dense peaks).
+Sources of the rows: NVIDIA's architecture whitepapers and data sheets of A100, A10, Jetson AGX Orin 64GB, L40S, H200, HGX B200,
+HGX B300, Jetson T5000, RTX 5090 and DGX Spark (SMs, L2, bandwidth, dense peaks; where only the peak of another type is given,
+the others follow from it: of Orin int8, of T5000 fp8, of DGX Spark fp4 with sparsity).
 """
 
 from __future__ import annotations
@@ -57,11 +58,15 @@ _MIB = 1 << 20
 MACHINES: tuple[Machine, ...] = (
     Machine("A100-SXM4-80GB", arch_for(80), 108, 40 * _MIB, 2.039e12, 312e12, None, 624e12, 1248e12),
     Machine("A10", arch_for(86), 72, 6 * _MIB, 600e9, 125e12, None, 250e12, 500e12),
+    Machine("Orin", arch_for(87), 16, 4 * _MIB, 204.8e9, 42.5e12, None, 85e12, 170e12),
     Machine("L40S", arch_for(89), 142, 96 * _MIB, 864e9, 362e12, 733e12, 733e12, None),
     # Read bandwidth measured 2026-11-21 by a pure read kernel, one run: docs/log.md.
     Machine("H200", arch_for(90), 132, 50 * _MIB, 4.8e12, 989e12, 1979e12, 1979e12, None, 4.58e12),
     Machine("B200", arch_for(100), 148, 126 * _MIB, 8e12, 2250e12, 4500e12, 4500e12, None),
+    Machine("B300 SXM6 AC", arch_for(103), 148, 126 * _MIB, 8e12, 2250e12, 4500e12, 125e12, None),
+    Machine("Thor", arch_for(110), 20, 32 * _MIB, 273e9, 258e12, 517e12, 517e12, None),
     Machine("GeForce RTX 5090", arch_for(120), 170, 96 * _MIB, 1.792e12, 210e12, 419e12, 838e12, None),
+    Machine("GB10", arch_for(121), 48, 24 * _MIB, 273e9, 125e12, 250e12, 250e12, None),
 )
 """One for each SM version: what stands for a GPU that is not there."""
 

@@ -20,8 +20,12 @@ pytestmark = pytest.mark.gpu
 
 A100 = typical_machine(80)
 LARGE, SMALL = MmaTile(128, 2, 8, 1, 3, 1), MmaTile(64, 2, 4, 2, 4, 2)
-SHARED = [MmaTile(128, 4, 4, 2, 3, 1), MmaTile(64, 4, 4, 2, 2, 3), MmaTile(32, 2, 4, 2, 6, 2), MmaTile(64, 1, 4, 2, 5, 1)]
-"""Tiles whose warps have 4 strips, or 1."""
+SLICED = [MmaTile(64, 2, 4, 1, 4, 1, warps_k=2), MmaTile(32, 2, 2, 1, 3, 2, warps_k=4)]
+"""Tiles whose warps share K."""
+SHARED = [
+    MmaTile(128, 4, 4, 2, 3, 1), MmaTile(64, 4, 4, 2, 2, 3), MmaTile(32, 2, 4, 2, 6, 2), MmaTile(64, 1, 4, 2, 5, 1), *SLICED,
+]  # fmt: skip
+"""Tiles whose warps have 4 strips, or 1, and those."""
 
 
 def product(tile, x, w, bias=None, gate="none"):
@@ -80,7 +84,12 @@ def test_tiles_that_do_not_split_k_have_the_same_bits():
     q = quantized("w4a16_g128", 1024, 2048)
     w, x = FragmentWeight.pack(q), torch.randn(300, 2048, device="cuda", dtype=torch.float16)
     whole = product(LARGE, x, w)
-    for tile in (*SHARED, SMALL, replace(LARGE, token_group=8), replace(LARGE, stages=2)):
+    for tile in (
+        *(tile for tile in SHARED if tile.warps_k == 1),
+        SMALL,
+        replace(LARGE, token_group=8),
+        replace(LARGE, stages=2),
+    ):
         for m in (1, 17, 64, 300):
             assert torch.equal(product(replace(tile, splits=1), x[:m], w), whole[:m]), (tile, m)
 

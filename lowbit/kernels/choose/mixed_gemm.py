@@ -116,8 +116,8 @@ class WgmmaTile:
 
 @dataclass(frozen=True)
 class MmaTile:
-    """Configuration of kernels/sm80/wide_mixed_gemm.py; see there. A warp has `strips` strips of 16 rows; splits meet all at
-    once, or with `in_turn` one after the other."""
+    """Configuration of kernels/sm80/wide_mixed_gemm.py; see there. A warp has `strips` strips of 16 rows; `warps_k` of them
+    share K; splits meet all at once, or with `in_turn` one after the other."""
 
     tokens: int
     strips: int
@@ -127,14 +127,16 @@ class MmaTile:
     splits: int
     token_group: int = 2
     in_turn: bool = False
+    warps_k: int = 1
 
     @property
     def rows(self) -> int:
         return 16 * self.strips * self.warps_n
 
     def __str__(self) -> str:
+        of_k = f" x {self.warps_k}" if self.warps_k > 1 else ""
         return (
-            f"mma {self.rows} rows x {self.tokens} tokens, {self.warps_n} x {self.warps_m} warps, {self.stages} stages, "
+            f"mma {self.rows} rows x {self.tokens} tokens, {self.warps_n} x {self.warps_m} warps{of_k}, {self.stages} stages, "
             f"K split {self.splits}{' in turn' if self.in_turn else ''}"
         )
 

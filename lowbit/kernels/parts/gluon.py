@@ -18,7 +18,7 @@ from triton.compiler import CompiledKernel
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -39,6 +39,8 @@ __all__ = [
     "barrier",
     "build_launcher",
     "builtin",
+    "commit_copies",
+    "copy_ahead",
     "fence_async_shared",
     "gl",
     "gluon",
@@ -54,6 +56,7 @@ __all__ = [
     "tma_store",
     "tma_store_wait",
     "wait_alone",
+    "wait_copies",
     "warpgroup_mma",
     "warpgroup_mma_wait",
     "without_gpu",
@@ -61,6 +64,8 @@ __all__ = [
 
 # Renamed between Triton 3.6 and 3.9: the left names are today's.
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+copy_ahead = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+commit_copies, wait_copies = async_copy.commit_group, async_copy.wait_group
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait

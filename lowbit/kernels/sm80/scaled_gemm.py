@@ -1,8 +1,9 @@
 """y[M, N] = (x[M, K] . dequant(w)[N, K]^T) scaled, x of 8 bits, w of 8 or fewer, mma.sync: sm_80 and newer, fp8 from sm_89 on.
 
 Computes y^T = w x^T. The plain kernel: right on every machine that has the instructions, tuned for none.
-Reads   x row-major, by way of shared memory; w of 8 bits likewise; codes of fewer bits in FragmentOrder, straight to registers
+Reads   x and w of 8 bits row-major, by ldmatrix; codes of fewer bits in FragmentOrder, each lane its own
 Grid    blocks of 64 rows of w x blocks of tokens; 4 warps of 16 rows each
+Stages  of 128 k, copied by cp.async, `stages` - 1 ahead; one barrier for each
 Sum     int8 in s32, exact; fp8 in fp32. Where scales change along K, every 128 k go, scaled, to a sum in fp32
 Exact   every weight is decoded exactly (hardware/byte_conversions.py) and never rounded; one rounding at the store
 Source  mma.m16n8k32 and its fragments: PTX ISA
@@ -19,13 +20,27 @@ from lowbit.formats import Scheme
 from lowbit.kernels.choose.scaled_gemm import ScaledShape
 from lowbit.kernels.parts.byte_decode import TILES, ByteDecode, decode
 from lowbit.kernels.parts.epilogue import CODE_TYPES, OUTPUTS, TYPES, Applied, XScale, finished, of_channels, of_tokens
-from lowbit.kernels.parts.gluon import barrier, gl, gluon, mma_v2, source_digest
+from lowbit.kernels.parts.gluon import (
+    Scalar,
+    aggregate,
+    barrier,
+    commit_copies,
+    copy_ahead,
+    gl,
+    gluon,
+    mma_v2,
+    ptx,
+    source_digest,
+    wait_copies,
+)
 from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.parts.operand import operand_a, registers_layout
-from lowbit.pack.fragment import word_places
 
 ROWS = 64
 STEP_K = 128
+FEW, MANY = (16, 6), (64, 3)
+"""Tokens of a block and stages: with 48 KiB of shared memory two blocks share an SM on every machine."""
+
 STEP = gl.constexpr(STEP_K)
 WORD_TILES = gl.constexpr(TILES)
 
@@ -39,6 +54,7 @@ class PlainGemm:
     x_type: torch.dtype
     y_type: torch.dtype
     columns: int
+    stages: int
     grouped: bool
     block_scale: bool
     x_scale: XScale
@@ -57,10 +73,9 @@ class PlainGemm:
         return ByteDecode(self.narrow, "s8" if self.x_type == torch.int8 else "e4m3")
 
     @property
-    def word_places(self) -> tuple[tuple[int, ...], ...]:
-        """Where in a tile's words those of lane 0 lie, and by how much they move from lane to lane."""
-        places = word_places(self.decode.bits)
-        return tuple(places[0].tolist()), tuple((places[1] - places[0]).tolist())
+    def planes(self) -> int:
+        """Of narrow codes."""
+        return self.decode.planes if self.narrow else 0
 
     @property
     def factor(self) -> float:
@@ -112,6 +127,14 @@ class PlainGemm:
     def shared_layout(self) -> gl.SwizzledSharedLayout:
         return gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
 
+    def words_layout(self, plane: int) -> gl.BlockedLayout:
+        """[strips, 32 lanes * words] of a plane of narrow codes."""
+        return gl.BlockedLayout([1, self.decode.plane_words(plane)], [1, 32], [self.warps, 1], [1, 0])
+
+    @property
+    def words_shared_layout(self) -> gl.SwizzledSharedLayout:
+        return gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+
     @property
     def threads_layout(self) -> gl.BlockedLayout:
         """One element per thread."""
@@ -122,28 +145,91 @@ class PlainGemm:
         return registers_layout(self.warps, 4)
 
 
+@aggregate
+class Source:
+    """Where x and w lie, and from row to row; how many rows of each there are from the block's first on; of narrow codes the
+    first strip, how many there are, and tiles of 64 k of each; how many k there are, a multiple of 16."""
+
+    x: Scalar
+    x_stride: Scalar
+    tokens: Scalar
+    w: Scalar
+    w_stride: Scalar
+    channels: Scalar
+    first_strip: Scalar
+    strips: Scalar
+    tiles: Scalar
+    ks: Scalar
+
+
 @gluon.jit
-def copy_rows(source, stride, shared, first, k, rows_exist, k_exist, COUNT: gl.constexpr, C: gl.constexpr):
-    """128 k of some rows to shared memory, zeros where there are none; `k_exist` is a multiple of 16."""
-    rows = first + gl.arange(0, COUNT, gl.SliceLayout(1, C.copy_layout))
+def copy_rows(source, stride, shared, k, rows_exist, k_exist, COUNT: gl.constexpr, C: gl.constexpr):
+    """Starts to copy 128 k of some rows, zeros where there are none."""
+    rows = gl.arange(0, COUNT, gl.SliceLayout(1, C.copy_layout))
     columns = k + gl.arange(0, STEP, gl.SliceLayout(0, C.copy_layout))
     at = source + rows.to(gl.int64)[:, None] * stride + columns[None, :]
-    bytes_of = gl.load(at, mask=(rows < rows_exist)[:, None] & (columns < k_exist)[None, :], other=0.0)
-    shared.store(bytes_of)
+    copy_ahead(shared, at, (rows < rows_exist)[:, None] & (columns < k_exist)[None, :])
 
 
 @gluon.jit
-def read_words(w, strip, tile, tiles, C: gl.constexpr):
-    """A lane's words of 128 k, zeros beyond the last tile."""
-    PLACES: gl.constexpr = C.word_places
-    WORDS: gl.constexpr = C.decode.bits
-    lane = gl.arange(0, C.threads, C.threads_layout) & 31
-    words = ()
-    for t in gl.static_range(WORD_TILES):
-        for i in gl.static_range(WORDS):
-            at = w + (strip.to(gl.int64) * tiles + tile + t) * (32 * WORDS) + PLACES[0][i] + lane * PLACES[1][i]
-            words = words + (gl.load(at, mask=(lane >= 0) & (tile + t < tiles), other=0),)
-    return words
+def copy_words(source, shared, slot, group, plane: gl.constexpr, C: gl.constexpr):
+    """The same of a plane of narrow codes."""
+    LAYOUT: gl.constexpr = ptx(C.words_layout, plane)
+    WORDS: gl.constexpr = ptx(C.decode.plane_words, plane) * 32
+    COUNT: gl.constexpr = WORDS * WORD_TILES
+    WARPS: gl.constexpr = C.warps
+    strip = source.first_strip + gl.arange(0, WARPS, gl.SliceLayout(1, LAYOUT))
+    strip = gl.minimum(strip, source.strips - 1)  # strips beyond the last are computed, not stored
+    word = gl.arange(0, COUNT, gl.SliceLayout(0, LAYOUT))
+    tile = group * WORD_TILES + word // WORDS
+    inside = tile * (32 * C.decode.bits) + word % WORDS + ptx(C.decode.plane_start, plane)
+    row = strip.to(gl.int64) * source.tiles * (32 * C.decode.bits)
+    there = (strip >= 0)[:, None] & (tile < source.tiles)[None, :]
+    copy_ahead(shared.index(slot), source.w + row[:, None] + inside[None, :], there)
+
+
+@gluon.jit
+def copy_step(source, x_shared, w_shared, group, slot, C: gl.constexpr):
+    """Starts the copies of 128 k; those beyond K become zeros."""
+    PLANES: gl.constexpr = C.planes
+    copy_rows(source.x, source.x_stride, x_shared.index(slot), group * STEP, source.tokens, source.ks, C.columns, C)
+    if C.narrow == "":
+        copy_rows(source.w, source.w_stride, w_shared[0].index(slot), group * STEP, source.channels, source.ks, C.rows, C)
+    for plane in gl.static_range(PLANES):
+        copy_words(source, w_shared[plane], slot, group, plane, C)
+    commit_copies()
+
+
+@gluon.jit
+def split_words(words, COUNT: gl.constexpr, C: gl.constexpr):
+    """[lanes, COUNT] -> COUNT tensors, one element per thread."""
+    if COUNT == 1:
+        return (gl.convert_layout(gl.reshape(words, [C.threads]), C.threads_layout, assert_trivial=True),)
+    else:
+        low, high = gl.split(gl.permute(gl.reshape(words, [C.threads, 2, COUNT // 2]), [0, 2, 1]))
+        return split_words(low, COUNT // 2, C) + split_words(high, COUNT // 2, C)
+
+
+@gluon.jit
+def read_plane(shared, slot, plane: gl.constexpr, C: gl.constexpr):
+    """A lane's words of a plane: those of the first tile, then of the second."""
+    LAYOUT: gl.constexpr = ptx(C.words_layout, plane)
+    WORDS: gl.constexpr = ptx(C.decode.plane_words, plane)
+    read = gl.reshape(shared.index(slot).load(LAYOUT), [C.warps, WORD_TILES, 32, WORDS])
+    return split_words(gl.reshape(gl.permute(read, [0, 2, 1, 3]), [C.threads, WORD_TILES * WORDS]), WORD_TILES * WORDS, C)
+
+
+@gluon.jit
+def read_words(shared, slot, C: gl.constexpr):
+    """A lane's words of 128 k."""
+    PLANES: gl.constexpr = C.planes
+    first = ()
+    second = ()
+    for plane in gl.static_range(PLANES):
+        words = read_plane(shared[plane], slot, plane, C)
+        first = first + words[0 : ptx(C.decode.plane_words, plane)]
+        second = second + words[ptx(C.decode.plane_words, plane) :]
+    return first + second
 
 
 @gluon.jit
@@ -157,6 +243,13 @@ def step_scale(x_scale, scale, group, groups, stride, tokens, channels, M, N, C:
     if C.block_scale:
         factor = factor * gl.load(scale + channels // 128 * groups + group, mask=channels < N, other=0.0)[:, None]
     return factor
+
+
+@gluon.jit
+def words_memory(plane: gl.constexpr, C: gl.constexpr):
+    """Shared memory for all stages of a plane of narrow codes."""
+    COUNT: gl.constexpr = ptx(C.decode.plane_words, plane) * (32 * WORD_TILES)
+    return gl.allocate_shared_memory(gl.int32, [C.stages, C.warps, COUNT], C.words_shared_layout)
 
 
 @gluon.jit(do_not_specialize=["M", "N", "K", "strips", "tiles", "scale_stride"])
@@ -173,34 +266,43 @@ def plain_scaled_gemm(
     first_token = gl.program_id(1) * C.columns
     channels = first_channel + gl.arange(0, C.rows, gl.SliceLayout(1, SUMS))
     tokens = first_token + gl.arange(0, C.columns, gl.SliceLayout(0, SUMS))
-    x_shared = gl.allocate_shared_memory(C.x, [C.columns, STEP], C.shared_layout)
+    STAGES: gl.constexpr = C.stages
+    PLANES: gl.constexpr = C.planes
+    x_shared = gl.allocate_shared_memory(C.x, [STAGES, COLUMNS, STEP], C.shared_layout)
+    w_shared = ()
     if C.narrow == "":
-        w_shared = gl.allocate_shared_memory(C.w, [C.rows, STEP], C.shared_layout)
-    warp = gl.arange(0, C.threads, C.threads_layout) // 32
-    strip = gl.minimum(first_channel // 16 + warp, strips - 1)  # strips beyond the last are computed, not stored
-    k_exist = (K + 15) // 16 * 16
+        w_shared = (gl.allocate_shared_memory(C.w, [STAGES, COUNT, STEP], C.shared_layout),)
+        w += first_channel.to(gl.int64) * w_stride
+    for plane in gl.static_range(PLANES):
+        w_shared = w_shared + (words_memory(plane, C),)
+    source = Source(
+        x + first_token.to(gl.int64) * x_stride, x_stride, M - first_token, w, w_stride, N - first_channel,
+        first_channel // 16, strips, tiles, (K + 15) // 16 * 16,
+    )  # fmt: skip
     groups = (K + STEP - 1) // STEP
     zeros = gl.zeros((COUNT, COLUMNS), TYPE, SUMS)
     acc = zeros
     if C.promote:
         acc = gl.zeros((COUNT, COLUMNS), gl.float32, SUMS)
+    for ahead in gl.static_range(STAGES - 1):
+        copy_step(source, x_shared, w_shared, ahead, ahead, C)
+    slot = 0
     for group in range(0, groups):
-        k = group * STEP
+        wait_copies(STAGES - 2)
         barrier()
-        copy_rows(x, x_stride, x_shared, first_token, k, M, k_exist, C.columns, C)
+        copy_step(source, x_shared, w_shared, group + (STAGES - 1), gl.where(slot == 0, STAGES, slot) - 1, C)
         if C.narrow == "":
-            copy_rows(w, w_stride, w_shared, first_channel, k, N, k_exist, C.rows, C)
-            barrier()
-            a = w_shared.load(C.operand_layout)
+            a = w_shared[0].index(slot).load(C.operand_layout)
         else:
-            a = operand_a(decode(read_words(w, strip, group * WORD_TILES, tiles, C), C), C)
-            barrier()
-        b = x_shared.permute([1, 0]).load(C.x_layout)
+            a = operand_a(decode(read_words(w_shared, slot, C), C), C)
+        b = x_shared.index(slot).permute([1, 0]).load(C.x_layout)
+        slot = gl.where(slot + 1 == STAGES, 0, slot + 1)
         if C.promote:
             part_sum = mma_v2(a, b, zeros).to(gl.float32)
             acc += part_sum * step_scale(x_scale, scale, group, groups, scale_stride, tokens, channels, M, N, C)
         else:
             acc = mma_v2(a, b, acc)
+    wait_copies(0)  # of zeros beyond K, which must not outlive the block
     result = finished(acc, Applied(x_scale, x_zero, channel_scale, sums, bias, y_scale), tokens, channels, M, N, C)
     at = y + of_tokens(tokens.to(gl.int64) * N, C) + of_channels(channels, C)
     gl.store(at, result, mask=of_tokens(tokens < M, C) & of_channels(channels < N, C))
@@ -217,12 +319,12 @@ class PlainPlan:
     ) -> None:  # fmt: skip
         assert scheme.activation is not None
         self.shape = shape
-        columns = 16 if shape.m <= 16 else 64
+        columns, stages = FEW if shape.m <= 16 else MANY
         narrow = scheme.weight.name if shape.bits < 8 else ""
         x_type = CODE_TYPES[scheme.activation.name]
         self.config = PlainGemm(
-            narrow, CODE_TYPES.get(scheme.weight.name, x_type), x_type, dtype, columns, shape.grouped, shape.blocks, x_scale,
-            x_zero, bias, function,
+            narrow, CODE_TYPES.get(scheme.weight.name, x_type), x_type, dtype, columns, stages, shape.grouped, shape.blocks,
+            x_scale, x_zero, bias, function,
         )  # fmt: skip
         grid = (-(-shape.n // ROWS), -(-shape.m // columns), 1)
         self.launch = Launcher(plain_scaled_gemm, grid, self.config.warps)

@@ -3,8 +3,10 @@
 Computes y^T = w x^T: decoded weights are operand A of mma.sync m16n8k16, from registers; x is operand B, by ldmatrix.
 Reads   x fp16 or bf16, rows of 16-byte pieces; w in FragmentOrder; scales in the same order
 Grid    tiles of rows x tokens, times splits of K; neighbours in groups of tokens, so that a wave shares x and w in L2
-Warps   warps_n x warps_m: each has `strips` strips of 16 rows and a share of the tokens; warps of a row decode the same codes
-Stages  of 64 k, copied by all threads, `stages` - 1 ahead; one barrier for each (parts/tile_stage.py)
+Warps   warps_n x warps_m: each has `strips` strips of 16 rows and a share of the tokens; warps of a row decode the same codes.
+        With warps_k > 1 as many share K: x of their slices is columns of one matrix, 8 tokens of each in turn, since a warp
+        multiplies its own columns alone; at the end the columns of a token are added up
+Stages  of 64 k for each slice, copied by all threads, `stages` - 1 ahead; one barrier for each (parts/tile_stage.py)
 Steps   four of 16 k: while one multiplies, x of the next is read and its weights are decoded, into other registers
 Sum     in fp32, K in order; with splits > 1 the block that comes last adds the splits in order, or each adds to what the one
         before has left: same input, same bits
@@ -56,6 +58,7 @@ class MmaGemm:
     strips: int
     warps_n: int
     warps_m: int
+    warps_k: int
     stages: int
     splits: int
     token_group: int
@@ -81,7 +84,7 @@ class MmaGemm:
 
     @property
     def warps(self) -> int:
-        return self.warps_n * self.warps_m
+        return self.warps_n * self.warps_m * self.warps_k
 
     @property
     def threads(self) -> int:
@@ -89,11 +92,15 @@ class MmaGemm:
 
     @property
     def stage(self) -> TileStage:
-        return TileStage(self.decode, self.tokens, self.strips * self.warps_n, self.stages, self.warps)
+        return TileStage(self.decode, self.tokens, self.strips * self.warps_n, self.stages, self.warps, self.warps_k)
 
     @property
     def regions(self) -> Regions:
         return Regions((("stages", self.stage.bytes),))
+
+    @property
+    def stage_k(self) -> int:
+        return STAGE_K * self.warps_k
 
     @property
     def turn_steps(self) -> int:
@@ -104,7 +111,7 @@ class MmaGemm:
 
     @property
     def accumulator(self) -> gl.NVMMADistributedLayout:
-        return gl.NVMMADistributedLayout([2, 0], [self.warps_n, self.warps_m], [16, 8])
+        return gl.NVMMADistributedLayout([2, 0], [self.warps_n, self.warps_m * self.warps_k], [16, 8])
 
     @property
     def operand_layout(self) -> gl.DotOperandLayout:
@@ -132,7 +139,7 @@ class MmaGemm:
 
     def _warp_bases(self, rank: int) -> list[list[int]]:
         more = [0] * (rank - 1)
-        of_tokens = [[0, *more] for _ in range(self.warps_m.bit_length() - 1)]
+        of_tokens = [[0, *more] for _ in range((self.warps_m * self.warps_k).bit_length() - 1)]
         return of_tokens + [[32 << i, *more] for i in range(self.warps_n.bit_length() - 1)]
 
     @property
@@ -145,7 +152,8 @@ class MmaGemm:
 @aggregate
 class Source:
     """Where this thread's first pieces of x, codes (one for each plane) and scales lie, bytes from piece to piece or from strip
-    to strip; how many tokens and k exist from the piece of x on, and the iteration with which the block ends."""
+    to strip; how many tokens and k exist from the piece of x on, how many tiles of 64 k, and the iteration with which the block
+    ends."""
 
     x: gl.tensor
     x_step: gl.tensor
@@ -155,6 +163,7 @@ class Source:
     w_strip: gl.tensor
     scale: gl.tensor
     scale_strip: gl.tensor
+    tiles: gl.tensor
     end: gl.tensor
 
 
@@ -177,8 +186,9 @@ def x_piece(thread):
 
 @gluon.jit
 def x_at(token, piece, S: gl.constexpr):
-    """Byte of a piece of 8 k of a token within the x of a stage."""
-    return piece // 2 * (S.tokens * 32) + token * 32 + (piece % 2 ^ token // 4 % 2) * 16
+    """Byte of a piece of 8 k of a token within the x of a stage, of its first slice."""
+    row = token + token // 8 * (8 * S.slices - 8)
+    return piece // 2 * (S.slices * S.tokens * 32) + row * 32 + (piece % 2 ^ token // 4 % 2) * 16
 
 
 @gluon.jit
@@ -190,7 +200,7 @@ def first_piece(base, first_strip, thread, stride, of_strip: gl.constexpr, eleme
 
 @gluon.jit
 def copy_stage(source, iteration, slot, C: gl.constexpr):
-    """Starts the copies of 64 k; of none beyond the end, as one group all the same."""
+    """Starts the copies of a stage; of none beyond the end, as one group all the same."""
     S: gl.constexpr = C.stage
     PLANES: gl.constexpr = len(S.planes)
     thread = gl.arange(0, C.threads, C.threads_layout)
@@ -199,20 +209,23 @@ def copy_stage(source, iteration, slot, C: gl.constexpr):
     token, piece = x_piece(thread)
     run(
         S.copy_x, "=r,r,l,l,r,r",
-        [start + slot * S.x_bytes + x_at(token, piece, S), source.x + iteration * 64, source.x_step, source.tokens,
-         gl.where(there, source.ks - iteration * 64, 0)],
+        [start + slot * S.x_bytes + x_at(token, piece, S), source.x + iteration * C.stage_k, source.x_step, source.tokens,
+         gl.where(there, source.ks - iteration * C.stage_k, 0)],
     )  # fmt: skip
+    slices = (thread >= 0) & there
+    if C.warps_k > 1:
+        slices = thread * 0 + gl.where(there, source.tiles - iteration * C.warps_k, 0)
     w_at = start + S.w_start + slot * S.w_bytes + thread * 16
     for plane in gl.static_range(PLANES):
         run(
             ptx(S.copy_codes, plane), "=r,r,l,r,r,r",
-            [w_at, source.w[plane] + iteration * (32 * C.decode.bits), source.w_strip, thread, (thread >= 0) & there],
+            [w_at, source.w[plane] + iteration * (32 * C.decode.bits * C.warps_k), source.w_strip, thread, slices],
         )  # fmt: skip
     if S.scale_bytes > 0:
-        group = iteration * 64 // C.decode.group * (16 * C.decode.group_words)
+        group = iteration * C.stage_k // C.decode.group * (16 * C.decode.group_words)
         run(
             S.copy_scales, "=r,r,l,r,r,r",
-            [w_at, source.scale + group, source.scale_strip, thread, (thread >= 0) & there],
+            [w_at, source.scale + group, source.scale_strip, thread, slices],
         )  # fmt: skip
     run("cp.async.commit_group;\n mov.b32 $0, 0;", "=r", [])
 
@@ -332,14 +345,25 @@ def operand_b(registers, C: gl.constexpr):
 
 
 @gluon.jit
+def of_slices(sums, C: gl.constexpr):
+    """The sums of all slices of K, in a fixed order."""
+    if C.warps_k == 1:
+        return sums
+    else:
+        apart = gl.reshape(sums, [C.rows, C.tokens // 8, C.warps_k, 8])
+        total = gl.reshape(gl.sum(apart, axis=2), [C.rows, C.tokens])
+        return gl.convert_layout(total, C.accumulator)
+
+
+@gluon.jit
 def products(x, reader, source, begin, end, C: gl.constexpr):
-    """The sums of one tile over the iterations from `begin` to `end`, of 64 k each."""
+    """The sums of one tile over the iterations from `begin` to `end`, a stage each."""
     ROWS: gl.constexpr = C.rows
-    TOKENS: gl.constexpr = C.tokens
+    COLUMNS: gl.constexpr = C.tokens * C.warps_k
     AHEAD: gl.constexpr = C.stages - 1
     TURN: gl.constexpr = C.turn_steps
     SUMS: gl.constexpr = C.accumulator
-    acc = gl.zeros((ROWS, TOKENS), gl.float32, SUMS)
+    acc = gl.zeros((ROWS, COLUMNS), gl.float32, SUMS)
     for ahead in gl.static_range(AHEAD):
         copy_stage(source, begin + ahead, ahead, C)
     await_stage(C)
@@ -370,7 +394,7 @@ def products(x, reader, source, begin, end, C: gl.constexpr):
     # Zeros of x beyond the end may still be on their way to where y is transposed.
     run("cp.async.wait_group 0;\n mov.b32 $0, 0;", "=r", [])
     barrier()
-    return acc
+    return of_slices(acc, C)
 
 
 @gluon.jit
@@ -411,7 +435,9 @@ def mma_gemm(
     if C.whole:
         columns = columns * 8
     shared = allocate(C)
-    x_shared = view(shared, C.regions, "stages", C.decode.operand_type, [C.stages * STEPS, C.tokens, 16], S.x_layout)
+    x_shared = view(
+        shared, C.regions, "stages", C.decode.operand_type, [C.stages * STEPS, C.tokens * C.warps_k, 16], S.x_layout
+    )
     tiles = Tiles(token_tiles, row_tiles, iterations, M)
     token_tile, row_tile, split = tile_at(gl.program_id(0), tiles, C)
     begin, end = iterations_of(split, tiles, C)
@@ -431,10 +457,13 @@ def mma_gemm(
         scales = first_piece(scale, first_strip, thread, scale_strip // 2, S.scale_pieces, 8)
     source = Source(
         x + (token * stride + k), stride * (8 * C.warps), M - token, K - k, codes, thread * 0 + w_strip, scales,
-        thread * 0 + scale_strip, end,
+        thread * 0 + scale_strip, (K + 63) // 64, end,
     )  # fmt: skip
     each = gl.arange(0, 32 * C.warps_n, C.lanes_layout)
     start = asm("mov.u32 $0, global_smem;", "=r", [], gl.int32)
+    if C.warps_k > 1:  # what layouts take to be the same in all columns of warps differs from slice to slice
+        own = asm("{ .reg .b32 t; mov.u32 t, %tid.x; shr.u32 $0, t, 5; }", "=r", [], gl.int32) % C.warps_k
+        start += own * S.slice_bytes
     reader = Reader(each * 0 + start, each // 32, each & 31)
     acc = products(x_shared, reader, source, begin, end, C)
     applied = Applied(channel_scale, bias, factor)
@@ -486,9 +515,9 @@ class MmaPlan:
         y = torch.empty((m, self.columns), dtype=x.dtype, device=x.device)
         self.launch(
             y, x, codes, codes if scale is None else scale, channel_scale, bias, sums, arrived, m, n, k,
-            self.columns // 8 if self.config.whole else self.columns, x.stride(0), *self.tiles, self.shape.steps(STAGE_K),
-            codes.shape[0], self.shape.steps(STAGE_K) * 128 * self.shape.bits, 0 if scale is None else 2 * scale.stride(0),
-            self.factor, self.config,
+            self.columns // 8 if self.config.whole else self.columns, x.stride(0), *self.tiles,
+            self.shape.steps(self.config.stage_k), codes.shape[0], self.shape.steps(STAGE_K) * 128 * self.shape.bits,
+            0 if scale is None else 2 * scale.stride(0), self.factor, self.config,
         )  # fmt: skip
         return y
 
@@ -497,6 +526,6 @@ class MmaPlan:
 def _config(tile: MmaTile, form: WeightForm, dtype: HalfType, end: End, whole: bool) -> MmaGemm:
     decode = Decode(form.format, dtype, form.group, form.zero, form.scale_dtype, form.subnormal)
     return MmaGemm(
-        decode, tile.tokens, tile.strips, tile.warps_n, tile.warps_m, tile.stages, tile.splits, tile.token_group, tile.in_turn,
-        end, whole,
+        decode, tile.tokens, tile.strips, tile.warps_n, tile.warps_m, tile.warps_k, tile.stages, tile.splits, tile.token_group,
+        tile.in_turn, end, whole,
     )  # fmt: skip

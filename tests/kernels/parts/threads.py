@@ -88,6 +88,7 @@ RUN = {
     "setp.lt.and.s32": lambda a, b, p: (a.view(np.int32) < b.view(np.int32)) & p,
     "setp.gt.and.s32": lambda a, b, p: (a.view(np.int32) > b.view(np.int32)) & p,
     "setp.eq.s32": lambda a, b: (a == b).astype(np.uint32),
+    "setp.le.s32": lambda a, b: (a.view(np.int32) <= b.view(np.int32)).astype(np.uint32),
     "setp.gt.s32": lambda a, b: (a.view(np.int32) > b.view(np.int32)).astype(np.uint32),
     "add.f32": lambda a, b: bits_of(float32(a) + float32(b)),
     "lop3.b32": looked_up,

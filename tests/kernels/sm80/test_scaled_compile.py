@@ -32,6 +32,17 @@ def test_int8(sm):
         assert kernel.count("IMMA.16832") == 32 and kernel.stack_bytes == 0
 
 
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a8_g128", "w5a8"])
+def test_stages_are_copied_ahead(scheme):
+    """In the main loop cp.async fills shared memory, nothing else does; two blocks fit an SM of any machine."""
+    kernel = compiled(80, scheme)
+    first, last = max(kernel.loops, key=lambda loop: sum("IMMA" in line for line in kernel.lines[loop[0] : loop[1]]))
+    loop = kernel.lines[first : last + 1]
+    copies = sum("LDGSTS.E.BYPASS.128" in line for line in loop)
+    assert copies == {"w8a8": 8, "w4a8_g128": 6, "w5a8": 6}[scheme] and sum("DEPBAR.LE" in line for line in loop) == 1
+    assert not any(line.startswith("STS") for line in loop) and kernel.shared_bytes <= 50 << 10
+
+
 @pytest.mark.parametrize("sm", [89, 120])
 def test_fp8(sm):
     for kernel in (compiled(sm, "fp8_block", "block"), compiled(sm, "w6e3m2a8e4m3")):
