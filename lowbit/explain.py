@@ -414,12 +414,14 @@ def _in_mma(weight: _Weight, tile: MmaTile) -> tuple[str, ...]:
     strips, strip = -(-weight.q.shape[0] // STRIP), weight.row // STRIP
     row_tile = strip // (tile.rows // STRIP)
     inside = strip - min(row_tile * (tile.rows // STRIP), strips - tile.rows // STRIP)
-    stages, stage = -(-weight.q.shape[1] // TILE_K), weight.column // TILE_K
+    size, k_tile = TILE_K * tile.warps_k, weight.column // TILE_K
+    stages, stage = -(-weight.q.shape[1] // size), weight.column // size
     split = next(i for i in range(tile.splits) if stages * (i + 1) // tile.splits > stage)
+    own = f"slice {k_tile % tile.warps_k} of " if tile.warps_k > 1 else ""
     return (
         f"row tile {row_tile}, strip {inside} of {tile.rows // STRIP}: strip {inside // tile.warps_n} of the warps of row "
         f"{inside % tile.warps_n}; K split {split};",
-        f"k tile {stage} is stage {stage} of all: its words come by cp.async (copy_stage), are read by each of the "
+        f"k tile {k_tile} is {own}stage {stage} of all: its words come by cp.async (copy_stage), are read by each of the "
         f"{tile.warps_m} warps of the row (read_weights),",
         "decoded in registers (decode_turn), made operand A (operand_of) and multiplied by",
         "mma.sync (products) while those of the next 16 k are decoded; x is operand B, by ldmatrix from shared memory",

@@ -24,7 +24,7 @@ def compiled(sm, scheme, x_scale="token", x_zero=False, y=torch.bfloat16, functi
     return compile_plan(plan, call, sm, ("y", "x", "w", "x_stride", "w_stride"))
 
 
-@pytest.mark.parametrize("sm", [80, 86, 89, 120])
+@pytest.mark.parametrize("sm", [80, 86, 87, 89, 120])
 def test_int8(sm):
     to_codes = compiled(sm, "w8a8", y=torch.int8, function="gelu")
     for kernel in (compiled(sm, "w8a8"), compiled(sm, "w4a8_g128", x_zero=True), to_codes):
