@@ -28,7 +28,7 @@ from torch import Tensor
 from lowbit.formats import QuantTensor, parse_scheme
 from lowbit.hardware.machine import machine_of
 from lowbit.kernels.choose.chained_gemm import CHAIN_TOKENS, MOST_PARTS, Role, choose_chain, parts_of
-from lowbit.kernels.choose.mixed_gemm import DENSE_BITS, RING_TOKENS, GemmShape, RingTile
+from lowbit.kernels.choose.mixed_gemm import DENSE_BITS, RING_TOKENS, GemmShape, MmaTile, RingTile
 from lowbit.kernels.reference.chained import norm_gemm_reference, residual_gemm_reference
 from lowbit.ops.fragment_gemm import aligned_rows, check_product
 from lowbit.ops.operands import Described, described, on_meta
@@ -39,6 +39,7 @@ from lowbit.pack.gemm_weight import GemmWeight
 
 if TYPE_CHECKING:
     from lowbit.kernels.sm80.mixed_gemm import NormPlan, ResidualPlan
+    from lowbit.kernels.sm80.wide_mixed_gemm import MmaNormPlan, MmaResidualPlan
     from lowbit.kernels.sm90.mixed_gemm import WgmmaNormPlan, WgmmaResidualPlan
 
 Gated = Literal["none", "silu", "gelu_tanh"]
@@ -256,7 +257,7 @@ def _residual_gemm(
 def _norm_plan(
     scheme: str, m: int, n: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[Described | None, ...],
     gated: Gated, batch_invariant: bool,
-) -> NormPlan | WgmmaNormPlan:  # fmt: skip
+) -> NormPlan | MmaNormPlan | WgmmaNormPlan:  # fmt: skip
     """The plan of a product with the norm at its end. Raises ValueError when the tensors do not fit."""
     from lowbit.kernels.sm80.mixed_gemm import NormPlan
 
@@ -270,6 +271,10 @@ def _norm_plan(
     tile, parts = choose_chain(role, shape, machine, batch_invariant), squares.shape[0]
     if isinstance(tile, RingTile):
         return NormPlan(shape, tile, form, dtype, bias is not None, parts, gated, machine.arch)
+    if isinstance(tile, MmaTile):
+        from lowbit.kernels.sm80.wide_mixed_gemm import MmaNormPlan
+
+        return MmaNormPlan(shape, tile, form, dtype, bias is not None, parts, gated)
     from lowbit.kernels.sm90.mixed_gemm import WgmmaNormPlan
 
     return WgmmaNormPlan(shape, tile, form, dtype, bias is not None, parts, gated, machine.sm_count)
@@ -279,7 +284,7 @@ def _norm_plan(
 def _residual_plan(
     scheme: str, m: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[Described | None, ...],
     batch_invariant: bool,
-) -> ResidualPlan | WgmmaResidualPlan:  # fmt: skip
+) -> ResidualPlan | MmaResidualPlan | WgmmaResidualPlan:  # fmt: skip
     """The plan of a product with the residual at its end. Raises ValueError when the tensors do not fit."""
     from lowbit.kernels.sm80.mixed_gemm import ResidualPlan
 
@@ -293,6 +298,10 @@ def _residual_plan(
     tile = choose_chain("residual", shape, machine, batch_invariant)
     if isinstance(tile, RingTile):
         return ResidualPlan(shape, tile, form, dtype, bias is not None, machine.arch)
+    if isinstance(tile, MmaTile):
+        from lowbit.kernels.sm80.wide_mixed_gemm import MmaResidualPlan
+
+        return MmaResidualPlan(shape, tile, form, dtype, bias is not None)
     if not described_h[3]:
         raise ValueError("residual_gemm: h must start at a multiple of 16 bytes; clone() it")
     from lowbit.kernels.sm90.mixed_gemm import WgmmaResidualPlan

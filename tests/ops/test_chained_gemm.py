@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
 from lowbit.formats import QuantTensor
+from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.choose.chained_gemm import CHAIN_TOKENS
 from lowbit.kernels.reference.chained import norm_gemm_reference, residual_gemm_reference
 from lowbit.ops.chained_gemm import chain_refusals, factor_of, norm_gemm, residual_gemm
@@ -354,8 +357,9 @@ def test_every_tile_on_a_gpu(ms, part):
     """All candidates, splits and two rows of warps among them, of shapes with a part of a strip and blocks that overlap."""
     from lowbit.hardware.machine import machine_of
     from lowbit.kernels.choose.chained_gemm import chain_candidates
-    from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile
+    from lowbit.kernels.choose.mixed_gemm import GemmShape, MmaTile, RingTile
     from lowbit.kernels.sm80.mixed_gemm import NormPlan, ResidualPlan
+    from lowbit.kernels.sm80.wide_mixed_gemm import MmaNormPlan, MmaResidualPlan
     from lowbit.kernels.sm90.mixed_gemm import WgmmaNormPlan, WgmmaResidualPlan
     from lowbit.ops.workspace import workspace
     from lowbit.pack import weight_form
@@ -372,11 +376,15 @@ def test_every_tile_on_a_gpu(ms, part):
         more = [RingTile(8 if m <= 8 else 16, 3, 1, 2, 4, 2), RingTile(8 if m <= 8 else 16, 5, 1, 1, 8, 3)] if m <= 16 else []
         tiles = [row.tile for row in chain_candidates("residual", shape, machine) if not row.reasons] + more
         assert len(tiles) > 8
+        older = chain_candidates("residual", shape, typical_machine(80))
+        tiles += [row.tile for row in older if isinstance(row.tile, MmaTile) and not row.reasons]
         added, _, _ = residual_gemm_reference(x, q, h0, gamma)
         wanted = {gated: norm_gemm_reference(x, q, squares, width=k, eps=1e-5, gated=gated) for gated in ("silu", "none")}
         for tile in sorted(tiles, key=str)[part]:
             if isinstance(tile, RingTile):
                 plan = ResidualPlan(shape, tile, *given, machine.arch)
+            elif isinstance(tile, MmaTile):
+                plan = MmaResidualPlan(shape, tile, *given)
             else:
                 plan = WgmmaResidualPlan(shape, tile, *given, torch.float16, machine.sm_count)
             h = h0.clone()
@@ -389,6 +397,8 @@ def test_every_tile_on_a_gpu(ms, part):
             for gated, expected in wanted.items():
                 if isinstance(tile, RingTile):
                     norm = NormPlan(shape, tile, *given, 11, gated, machine.arch)
+                elif isinstance(tile, MmaTile):
+                    norm = MmaNormPlan(shape, tile, *given, 11, gated)
                 else:
                     norm = WgmmaNormPlan(shape, tile, *given, 11, gated, machine.sm_count)
                 poison((m, n))
@@ -397,10 +407,22 @@ def test_every_tile_on_a_gpu(ms, part):
 
 
 @gpu
-@pytest.mark.parametrize("m", [1, 7, 16, 40, 64])
-@pytest.mark.parametrize("scheme", ["w4a16_g128", "w6e3m2a16", "w8a16"])
-def test_a_layer_in_a_graph(scheme, m):
-    """Four products in a chain, each started before the one before has finished, replayed: as launched one by one."""
+@pytest.mark.parametrize(
+    ("scheme", "m", "older"),
+    [
+        *((scheme, m, False) for scheme in ("w4a16_g128", "w6e3m2a16", "w8a16") for m in (1, 7, 16, 40, 64)),
+        *(("w4a16_g128", m, True) for m in (7, 16, 40, 64)),
+    ],
+)
+def test_a_layer_in_a_graph(scheme, m, older, monkeypatch):
+    """Four products in a chain, each started before the one before has finished, replayed: as launched one by one. By the
+    kernels of this GPU, and by those of one without wgmma."""
+    if older:
+        from lowbit.ops import chained_gemm
+
+        monkeypatch.setattr(chained_gemm, "machine_of", lambda device: typical_machine(80))
+        for plans in (chained_gemm._norm_plan, chained_gemm._residual_plan):
+            monkeypatch.setattr(chained_gemm, plans.__name__, functools.cache(plans.__wrapped__))
     hidden, inner = 1024, 2816
     generator = torch.Generator("cuda").manual_seed(m)
     q = {

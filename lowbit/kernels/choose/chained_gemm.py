@@ -19,15 +19,18 @@ from lowbit.kernels.choose.mixed_gemm import (
     RING_TOKENS,
     SMALL_TOKENS,
     GemmShape,
+    MmaTile,
     RingTile,
     WgmmaTile,
+    mma_candidate,
+    mma_tiles,
     ring_candidate,
     ring_tiles,
     wgmma_candidate,
     wgmma_tiles,
 )
 
-ChainTile = RingTile | WgmmaTile
+ChainTile = RingTile | WgmmaTile | MmaTile
 
 Role = Literal["norm", "gated", "residual"]
 """What is at a product's end: the norm (qkv, head), norm and gate (gate-up), or the residual (o, down)."""
@@ -86,9 +89,11 @@ def chain_candidates(role: Role, shape: GemmShape, machine: Machine, *, batch_in
         tokens = SMALL_TOKENS if shape.m <= SMALL_TOKENS else RING_TOKENS
         return ordered([_ring(role, t, one, machine, shape.m, tokens) for t in tiles])
     rows = []
-    if shape.m > SMALL_TOKENS and "wgmma" in machine.arch.features and not shape.dense:
-        tiled = wgmma_tiles(shape, Y_TILES[role], in_chain=True)
-        rows = [_wgmma(role, tile, shape, machine) for tile in tiled]
+    if shape.m > SMALL_TOKENS and not shape.dense:
+        if "wgmma" in machine.arch.features:
+            rows = [_wgmma(role, tile, shape, machine) for tile in wgmma_tiles(shape, Y_TILES[role], in_chain=True)]
+        else:
+            rows = [_mma(role, tile, shape, machine) for tile in mma_tiles(shape, machine)]
     if shape.m <= RING_TOKENS or all(row.reasons for row in rows):  # the ring kernel takes more than its tile in blocks of it
         rows += [_ring(role, ring, shape, machine, shape.m) for ring in ring_tiles(shape, machine)]
     known = [row for row in MEASURED if row.holds_for(role, shape, machine)]
@@ -142,6 +147,12 @@ def _wgmma(role: Role, tile: WgmmaTile, shape: GemmShape, machine: Machine) -> C
         if shape.n % 8:
             reasons += (f"rows of h, {shape.n} wide, do not start at multiples of 16 bytes",)
     return ChainCandidate(tile, reasons, row.cost_us)
+
+
+def _mma(role: Role, tile: MmaTile, shape: GemmShape, machine: Machine) -> ChainCandidate:
+    """A tile of the mma.sync kernel, of which a product has as many as it wants."""
+    row = mma_candidate(tile, shape, machine)
+    return ChainCandidate(tile, row.reasons + _too_many_parts(role, parts_of(tile, shape)), row.cost_us)
 
 
 def _too_many_parts(role: Role, blocks: int) -> tuple[str, ...]:

@@ -8,9 +8,8 @@ meet once for each stage.
     weights  slice by slice: codes as pack/fragment.py orders them, plane by plane: [strips, 32 lanes * words]; then scales and
              zeros of the groups of these 64 k (of 128 k, where groups are as long): [strips, groups, 8, 2 or 4] halves
 
-PTX with addresses that threads bring along; $0 is written and dropped where nothing is read. Pieces of x that do not exist are
-zeros, and weights of slices beyond K; those of a stage beyond the end are not copied.
-Tested: tests/kernels/parts/test_tile_stage.py
+PTX with addresses that threads bring along; $0 is written and dropped where nothing is read. Pieces that do not exist become
+zeros. Tested: tests/kernels/parts/test_tile_stage.py
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ PIECE = 16
 """Bytes of a copy."""
 
 X_ROW = 2 * TILE_K
-"""Bytes of a token in a slice of a stage."""
-
-X_PIECES = 32
-"""Of them, those of a matrix instruction."""
+"""Bytes of a token in a stage."""
 
 
 @dataclass(frozen=True)
@@ -98,24 +94,19 @@ class TileStage:
 
     @property
     def x_turns(self) -> int:
-        """Pieces of x of a slice that a thread copies; from one to the next the token moves by 4 for each warp."""
-        return self.tokens * 8 // self.threads
+        """Pieces of x that a thread copies: of all slices, then of the token that is 4 for each warp further on."""
+        return self.slices * self.tokens * 8 // self.threads
 
-    @property
-    def copy_x(self) -> str:
+    def copy_x(self, turn: int) -> str:
         """$1 slot's x + the place of the thread's first piece in it, $2 where that lies in memory, $3 bytes to the token of the
         next, $4 how many tokens exist from the first on, $5 how many k exist from the piece on."""
-        lines = [".reg .pred some, none; .reg .b64 from;"]
-        for own in range(self.slices):
-            k = TILE_K * own
-            lines.append(f"setp.gt.s32 some, $5, {k}; mov.b64 from, $2;")
-            for turn in range(self.x_turns):
-                if turn:
-                    lines.append("add.s64 from, from, $3;")
-                tokens = 4 * self.warps * turn
-                to = X_PIECES * (tokens * self.slices + 8 * own)
-                lines.append(f"setp.gt.and.s32 none, $4, {tokens}, some; not.pred none, none;")
-                lines.append(f"cp.async.cg.shared.global.L2::128B [$1+{to}], [from+{2 * k}], 16, none;")
+        further, own = divmod(turn, self.slices)
+        tokens, k = 4 * self.warps * further, TILE_K * own
+        lines = [".reg .pred some, none; .reg .b64 from;", f"setp.gt.s32 some, $5, {k};"]
+        lines.append(f"mad.wide.s32 from, $3, {further}, $2;" if further else "mov.b64 from, $2;")
+        lines.append(f"setp.gt.and.s32 none, $4, {tokens}, some; not.pred none, none;")
+        to = 32 * (tokens * self.slices + 8 * own)
+        lines.append(f"cp.async.cg.shared.global.L2::128B [$1+{to}], [from+{2 * k}], 16, none;")
         return _block(lines)
 
     def pieces(self, plane: int) -> int:
@@ -126,39 +117,42 @@ class TileStage:
     def scale_pieces(self) -> int:
         return self.scale_bytes // PIECE
 
-    def copy_codes(self, plane: int) -> str:
-        """$1 slot's weights + 16 thread, $2 the thread's first piece of the stage, $3 bytes from strip to strip, $4 thread, $5
-        how many slices of the stage there are within K."""
-        start = 128 * sum(self.planes[:plane])
-        return self._copy(
-            self.pieces(plane), self.plane_at(plane), [start + 128 * self.decode.bits * i for i in range(self.slices)]
-        )
+    def code_turns(self, plane: int) -> int:
+        """Pieces of a plane that a thread copies, the last of each slice not every thread."""
+        return self.slices * -(-self.strips * self.pieces(plane) // self.threads)
 
     @property
-    def copy_scales(self) -> str:
-        """The same for scales of the stage's groups."""
-        of_group = 32 * self.decode.group_words  # bytes
-        return self._copy(
-            self.scale_pieces, self.scales_at, [TILE_K * i // self.decode.group * of_group for i in range(self.slices)]
-        )
+    def scale_turns(self) -> int:
+        return self.slices * -(-self.strips * self.scale_pieces // self.threads)
 
-    def _copy(self, of_strip: int, to: int, starts: list[int]) -> str:
-        """Copies `of_strip` pieces of each strip, which begin so many bytes behind $2 for a slice, to byte `to` of it and on.
-        A later slice, beyond K where an earlier one is not, becomes zeros."""
-        lines = [".reg .pred there, all, none; .reg .b64 from, skip;", "setp.ne.s32 all, $5, 0;"]
-        count = self.strips * of_strip
-        for own, start in enumerate(starts):
-            lines.append("mov.b64 from, $2;" + (f" setp.le.s32 none, $5, {own};" if own else ""))
-            for first in range(0, count, self.threads):
-                if first:
-                    lines.append(f"mul.wide.s32 skip, $3, {self.threads // of_strip}; add.s64 from, from, skip;")
-                there = "all"
-                if count - first < self.threads:
-                    lines.append(f"setp.lt.and.s32 there, $4, {count - first}, all;")
-                    there = "there"
-                at = to + PIECE * first + own * self.slice_bytes
-                copy = f"cp.async.cg.shared.global.L2::128B [$1+{at}], [from+{start}], 16{', none' if own else ''};"
-                lines.append(f"@{there} {copy}")
+    def copy_codes(self, plane: int, turn: int) -> str:
+        """$1 slot's weights + 16 thread, $2 the thread's first piece of the stage, $3 bytes from strip to strip, $4 thread, $5
+        how many slices there are of the stage, in K."""
+        start = 128 * sum(self.planes[:plane])
+        return self._copy(turn, self.pieces(plane), self.plane_at(plane), start, 128 * self.decode.bits)
+
+    def copy_scales(self, turn: int) -> str:
+        """The same for scales of the stage's groups."""
+        of_groups = 32 * self.decode.group_words  # bytes
+        own = turn % self.slices * TILE_K // self.decode.group
+        return self._copy(turn, self.scale_pieces, self.scales_at, own * of_groups, 0)
+
+    def _copy(self, turn: int, of_strip: int, to: int, start: int, of_slice: int) -> str:
+        """Copies a piece of `of_strip` of each strip, which begin `start` bytes behind $2 and `of_slice` more for each slice,
+        to byte `to` of a slice and on."""
+        further, own = divmod(turn, self.slices)
+        first = further * self.threads
+        lines = [".reg .pred there, none; .reg .b64 from;", f"setp.le.s32 none, $5, {own};"]
+        if further:
+            lines.append(f"mad.wide.s32 from, $3, {first // of_strip}, $2;")
+        else:
+            lines.append("mov.b64 from, $2;")
+        left, there = self.strips * of_strip - first, ""
+        if left < self.threads:
+            lines.append(f"setp.lt.s32 there, $4, {left};")
+            there = "@there "
+        at, source = to + PIECE * first + own * self.slice_bytes, start + own * of_slice
+        lines.append(f"{there}cp.async.cg.shared.global.L2::128B [$1+{at}], [from+{source}], 16, none;")
         return _block(lines)
 
     # ---- reads, by the lanes of the warp that has a strip

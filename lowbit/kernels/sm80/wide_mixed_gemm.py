@@ -3,14 +3,12 @@
 Computes y^T = w x^T: decoded weights are operand A of mma.sync m16n8k16, from registers; x is operand B, by ldmatrix.
 Reads   x fp16 or bf16, rows of 16-byte pieces; w in FragmentOrder; scales in the same order
 Grid    tiles of rows x tokens, times splits of K; neighbours in groups of tokens, so that a wave shares x and w in L2
-Warps   warps_n x warps_m: each has `strips` strips of 16 rows and a share of the tokens; warps of a row decode the same codes.
-        With warps_k > 1 as many share K: x of their slices is columns of one matrix, 8 tokens of each in turn, since a warp
-        multiplies its own columns alone; at the end the columns of a token are added up
-Stages  of 64 k for each slice, copied by all threads, `stages` - 1 ahead; one barrier for each (parts/tile_stage.py)
+Warps   warps_n x warps_m: each has `strips` strips of 16 rows and a share of the tokens; warps of a row decode the same codes
+Stages  of 64 k, copied by all threads, `stages` - 1 ahead; one barrier for each (parts/tile_stage.py)
 Steps   four of 16 k: while one multiplies, x of the next is read and its weights are decoded, into other registers
 Sum     in fp32, K in order; with splits > 1 the block that comes last adds the splits in order, or each adds to what the one
         before has left: same input, same bits
-End     y with scales and bias, gated or not, transposed through shared memory, stored in pieces of 16 bytes
+End     y with scales and bias; gate, norm and residual of a step (parts/mma_end.py); stored in pieces of 16 bytes
 Exact   every weight is decoded exactly and rounded once after scaling, as a dequantized model's would be
 Source  mma.m16n8k16 and ldmatrix: PTX ISA; the order of copies, barrier and products: CUTLASS 2.x; measurements: docs/log.md
 """
@@ -29,9 +27,9 @@ from lowbit.kernels.parts.decode import Decode
 from lowbit.kernels.parts.end import End, Gate
 from lowbit.kernels.parts.gluon import Tuple, aggregate, asm, barrier, gl, gluon, half_type, mma_v2, ptx, run, source_digest
 from lowbit.kernels.parts.launch import Launcher
+from lowbit.kernels.parts.mma_end import Applied, Output, Stream, finish_tile
 from lowbit.kernels.parts.schedule import SplitK, Tiles, iterations_of, meet, meet_in_turn, tile_at
 from lowbit.kernels.parts.smem import Regions, allocate, view
-from lowbit.kernels.parts.tile_end import Applied, gated
 from lowbit.kernels.parts.tile_stage import TileStage
 from lowbit.pack.weight import WeightForm
 
@@ -41,6 +39,12 @@ MOST_REGISTERS = 255
 """Of a thread."""
 
 REGISTERS_PER_SM = 65536
+
+CHUNK = 32
+"""Tokens of a warp that are multiplied at a time."""
+
+AHEAD = 4
+"""Chunks of x that are read ahead."""
 
 STEPS = gl.constexpr(4)
 """Matrix instructions along K in a stage."""
@@ -107,6 +111,64 @@ class MmaGemm:
         """Steps whose weights are decoded together."""
         return self.decode.turn_registers // 4
 
+    # ---- the order of a stage: matrix instructions along K, for each of them the tile's tokens a chunk at a time
+
+    @property
+    def chunks(self) -> int:
+        """Of a tile's tokens."""
+        return max(self.tokens // (CHUNK * self.warps_m), 1)
+
+    @property
+    def chunk_columns(self) -> int:
+        """Columns of a chunk: its tokens for each slice of K, 8 tokens at a time."""
+        return self.tokens * self.warps_k // self.chunks
+
+    @property
+    def positions(self) -> int:
+        """Chunks of a stage."""
+        return 4 * self.chunks
+
+    @property
+    def ahead(self) -> int:
+        """Chunks of x that are read before they are multiplied."""
+        return min(AHEAD, self.chunks)
+
+    @property
+    def copies(self) -> tuple[tuple[str, int, int], ...]:
+        """What a thread copies of a stage, one piece each: of what, plane, turn."""
+        stage = self.stage
+        codes = [("codes", plane, turn) for plane in range(len(stage.planes)) for turn in range(stage.code_turns(plane))]
+        scales = [("scales", 0, turn) for turn in range(stage.scale_turns)]
+        return (*(("x", 0, turn) for turn in range(stage.x_turns)), *codes, *scales)
+
+    def first_decoded(self, position: int) -> int:
+        """The first strip that is decoded for the next step with a chunk; with the first of a stage's once it is there."""
+        step, chunk = divmod(position, self.chunks)
+        start = self.chunks - self.ahead if step == 3 else 0
+        return max(chunk - start, 0) * self.strips // (self.chunks - start)
+
+    def end_decoded(self, position: int) -> int:
+        return self.strips if (position + 1) % self.chunks == 0 else self.first_decoded(position + 1)
+
+    @property
+    def copy_count(self) -> int:
+        return len(self.copies)
+
+    def copied_of(self, i: int) -> str:
+        """What copy i is of: "x", "codes" or "scales"."""
+        return self.copies[i][0]
+
+    def copied_plane(self, i: int) -> int:
+        return self.copies[i][1]
+
+    def copied_turn(self, i: int) -> int:
+        return self.copies[i][2]
+
+    def first_copied(self, position: int) -> int:
+        """The first copy that starts with a chunk: they are spread over those before the next stage is waited for."""
+        room = self.positions - self.ahead
+        return min(position, room) * len(self.copies) // room
+
     # ---- layouts
 
     @property
@@ -141,6 +203,16 @@ class MmaGemm:
         more = [0] * (rank - 1)
         of_tokens = [[0, *more] for _ in range((self.warps_m * self.warps_k).bit_length() - 1)]
         return of_tokens + [[32 << i, *more] for i in range(self.warps_n.bit_length() - 1)]
+
+    @property
+    def parts_size(self) -> int:
+        """Sums of squares of a token that a norm adds up, and some that are zero."""
+        return 1 << (self.end.parts - 1).bit_length()
+
+    @property
+    def parts_layout(self) -> gl.BlockedLayout:
+        """[parts, tokens]: neighbouring lanes neighbouring tokens."""
+        return gl.BlockedLayout([1, 1], [1, 32], [self.warps, 1], [1, 0])
 
     @property
     def store_layout(self) -> gl.BlockedLayout:
@@ -187,7 +259,7 @@ def x_piece(thread):
 @gluon.jit
 def x_at(token, piece, S: gl.constexpr):
     """Byte of a piece of 8 k of a token within the x of a stage, of its first slice."""
-    row = token + token // 8 * (8 * S.slices - 8)
+    row = token // 8 * (8 * S.slices) + token % 8
     return piece // 2 * (S.slices * S.tokens * 32) + row * 32 + (piece % 2 ^ token // 4 % 2) * 16
 
 
@@ -199,34 +271,40 @@ def first_piece(base, first_strip, thread, stride, of_strip: gl.constexpr, eleme
 
 
 @gluon.jit
-def copy_stage(source, iteration, slot, C: gl.constexpr):
-    """Starts the copies of a stage; of none beyond the end, as one group all the same."""
+def copy_piece(source, iteration, slot, i: gl.constexpr, C: gl.constexpr):
+    """Starts copy i of a stage; one beyond the end becomes zeros."""
     S: gl.constexpr = C.stage
-    PLANES: gl.constexpr = len(S.planes)
+    what: gl.constexpr = ptx(C.copied_of, i)
+    plane: gl.constexpr = ptx(C.copied_plane, i)
+    turn: gl.constexpr = ptx(C.copied_turn, i)
     thread = gl.arange(0, C.threads, C.threads_layout)
     start = asm("mov.u32 $0, global_smem;", "=r", [], gl.int32)
     there = iteration < source.end
-    token, piece = x_piece(thread)
-    run(
-        S.copy_x, "=r,r,l,l,r,r",
-        [start + slot * S.x_bytes + x_at(token, piece, S), source.x + iteration * C.stage_k, source.x_step, source.tokens,
-         gl.where(there, source.ks - iteration * C.stage_k, 0)],
-    )  # fmt: skip
-    slices = (thread >= 0) & there
-    if C.warps_k > 1:
-        slices = thread * 0 + gl.where(there, source.tiles - iteration * C.warps_k, 0)
+    tiles = thread * 0 + gl.where(there, source.tiles - iteration * C.warps_k, 0)
     w_at = start + S.w_start + slot * S.w_bytes + thread * 16
-    for plane in gl.static_range(PLANES):
+    if what == "x":
+        token, piece = x_piece(thread)
         run(
-            ptx(S.copy_codes, plane), "=r,r,l,r,r,r",
-            [w_at, source.w[plane] + iteration * (32 * C.decode.bits * C.warps_k), source.w_strip, thread, slices],
+            ptx(S.copy_x, turn), "=r,r,l,r,r,r",
+            [start + slot * S.x_bytes + x_at(token, piece, S), source.x + iteration * C.stage_k, source.x_step, source.tokens,
+             gl.where(there, source.ks - iteration * C.stage_k, 0)],
         )  # fmt: skip
-    if S.scale_bytes > 0:
+    elif what == "codes":
+        run(
+            ptx(S.copy_codes, plane, turn), "=r,r,l,r,r,r",
+            [w_at, source.w[plane] + iteration * (32 * C.decode.bits * C.warps_k), source.w_strip, thread, tiles],
+        )  # fmt: skip
+    else:
         group = iteration * C.stage_k // C.decode.group * (16 * C.decode.group_words)
         run(
-            S.copy_scales, "=r,r,l,r,r,r",
-            [w_at, source.scale + group, source.scale_strip, thread, slices],
+            ptx(S.copy_scales, turn), "=r,r,l,r,r,r",
+            [w_at, source.scale + group, source.scale_strip, thread, tiles],
         )  # fmt: skip
+
+
+@gluon.jit
+def commit():
+    """Ends a group of copies, of none beyond the end."""
     run("cp.async.commit_group;\n mov.b32 $0, 0;", "=r", [])
 
 
@@ -281,16 +359,6 @@ def decode_strip(words, ready, strip: gl.constexpr, turn: gl.constexpr, C: gl.co
 
 
 @gluon.jit
-def decode_turn(words, ready, turn: gl.constexpr, C: gl.constexpr):
-    """The same of all strips of a warp."""
-    STRIPS: gl.constexpr = C.strips
-    registers = ()
-    for strip in gl.static_range(STRIPS):
-        registers = registers + decode_strip(words, ready, strip, turn, C)
-    return registers
-
-
-@gluon.jit
 def join(registers, count: gl.constexpr, C: gl.constexpr):
     """`count` tensors [lanes, 2] -> [lanes, 2 * count], in order."""
     if count == 1:
@@ -325,8 +393,8 @@ def operand_of(registers, step: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def read_x(x, block, C: gl.constexpr):
-    """Operand B of a step, 16 k x C.tokens, as whole registers: each in the first of its two elements, 0 in the other. Halves
-    that the main loop carries are taken apart and put together again in every iteration, a permutation each."""
+    """Operand B of a chunk, 16 k x its tokens, as whole registers: each in the first of its two elements, 0 in the other.
+    Halves that the main loop carries are taken apart and put together again in every iteration, a permutation each."""
     LAYOUT: gl.constexpr = C.x_layout
     halves = x.index(block).permute([1, 0]).load(LAYOUT)
     pairs = gl.inline_asm_elementwise(
@@ -345,6 +413,18 @@ def operand_b(registers, C: gl.constexpr):
 
 
 @gluon.jit
+def together(sums, count: gl.constexpr, C: gl.constexpr):
+    """Sums of `count` chunks, in order, as one matrix; this takes no instruction."""
+    if count == 1:
+        return sums[0]
+    else:
+        low = together(sums[0 : count // 2], count // 2, C)
+        high = together(sums[count // 2 :], count // 2, C)
+        both = gl.permute(gl.join(low, high), [0, 2, 1])
+        return gl.convert_layout(gl.reshape(both, [C.rows, C.chunk_columns * count]), C.accumulator, assert_trivial=True)
+
+
+@gluon.jit
 def of_slices(sums, C: gl.constexpr):
     """The sums of all slices of K, in a fixed order."""
     if C.warps_k == 1:
@@ -356,68 +436,78 @@ def of_slices(sums, C: gl.constexpr):
 
 
 @gluon.jit
+def multiply(sums, registers, b, position: gl.constexpr, C: gl.constexpr):
+    """The sums with the products of a chunk."""
+    CHUNK: gl.constexpr = position % C.chunks
+    STEP: gl.constexpr = position // C.chunks % C.turn_steps
+    new = mma_v2(operand_of(registers, STEP, C), operand_b(b, C), sums[CHUNK])
+    return sums[0:CHUNK] + (new,) + sums[CHUNK + 1 :]
+
+
+@gluon.jit
+def decode_ahead(decoded, words, ready, position: gl.constexpr, C: gl.constexpr):
+    """`decoded`, and what a chunk adds to it of the next turn's registers of operand A."""
+    STEP: gl.constexpr = (position // C.chunks + 1) % STEPS
+    if STEP % C.turn_steps == 0:
+        for strip in gl.static_range(ptx(C.first_decoded, position), ptx(C.end_decoded, position)):
+            decoded = decoded + decode_strip(words, ready, strip, STEP // C.turn_steps, C)
+    return decoded
+
+
+@gluon.jit
 def products(x, reader, source, begin, end, C: gl.constexpr):
-    """The sums of one tile over the iterations from `begin` to `end`, a stage each."""
+    """The sums of one tile over the iterations from `begin` to `end`, of 64 k each."""
+    COPIED: gl.constexpr = C.stages - 1
+    POSITIONS: gl.constexpr = C.positions
+    AHEAD: gl.constexpr = C.ahead
+    CHUNKS: gl.constexpr = C.chunks
+    COPIES: gl.constexpr = C.copy_count
+    STRIPS: gl.constexpr = C.strips
     ROWS: gl.constexpr = C.rows
-    COLUMNS: gl.constexpr = C.tokens * C.warps_k
-    AHEAD: gl.constexpr = C.stages - 1
-    TURN: gl.constexpr = C.turn_steps
+    COLUMNS: gl.constexpr = C.chunk_columns
     SUMS: gl.constexpr = C.accumulator
-    acc = gl.zeros((ROWS, COLUMNS), gl.float32, SUMS)
-    for ahead in gl.static_range(AHEAD):
-        copy_stage(source, begin + ahead, ahead, C)
+    sums = ()
+    for _ in gl.static_range(CHUNKS):
+        sums = sums + (gl.zeros((ROWS, COLUMNS), gl.float32, SUMS),)
+    for stage in gl.static_range(COPIED):
+        for i in gl.static_range(COPIES):
+            copy_piece(source, begin + stage, stage, i, C)
+        commit()
     await_stage(C)
     words, ready = read_weights(reader, 0, C)
-    registers = decode_turn(words, ready, 0, C)
-    b = read_x(x, 0, C)
+    registers = ()
+    for strip in gl.static_range(STRIPS):
+        registers = registers + decode_strip(words, ready, strip, 0, C)
+    b = ()
+    for position in gl.static_range(AHEAD):
+        b = b + (read_x(x, position, C),)
     slot = 0
     for iteration in range(begin, end):
         filled = gl.where(slot == 0, C.stages, slot) - 1
         following = gl.where(slot + 1 == C.stages, 0, slot + 1)
-        copy_stage(source, iteration + AHEAD, filled, C)
-        for step in gl.static_range(STEPS):
-            if step + 1 < STEPS:
-                next_b = read_x(x, slot * STEPS + (step + 1), C)
-                if (step + 1) % TURN == 0:
-                    next_registers = decode_turn(words, ready, (step + 1) // TURN, C)
-                else:
-                    next_registers = registers
-            else:
+        decoded = ()
+        for position in gl.static_range(POSITIONS):
+            if position + AHEAD == POSITIONS:
+                commit()
                 await_stage(C)
-                next_b = read_x(x, following * STEPS, C)
                 words, ready = read_weights(reader, following, C)
-                next_registers = decode_turn(words, ready, 0, C)
-            acc = mma_v2(operand_of(registers, step % TURN, C), operand_b(b, C), acc)
-            registers = next_registers
-            b = next_b
+            if position + AHEAD < POSITIONS:
+                b = b + (read_x(x, slot * POSITIONS + (position + AHEAD), C),)
+            else:
+                b = b + (read_x(x, following * POSITIONS + (position + AHEAD - POSITIONS), C),)
+            for i in gl.static_range(ptx(C.first_copied, position), ptx(C.first_copied, position + 1)):
+                copy_piece(source, iteration + COPIED, filled, i, C)
+            decoded = decode_ahead(decoded, words, ready, position, C)
+            sums = multiply(sums, registers, b[0], position, C)
+            b = b[1:]
+            if (position + 1) % (CHUNKS * C.turn_steps) == 0:
+                registers = decoded
+                decoded = ()
         slot = following
     # Zeros of x beyond the end may still be on their way to where y is transposed.
     run("cp.async.wait_group 0;\n mov.b32 $0, 0;", "=r", [])
     barrier()
-    return of_slices(acc, C)
-
-
-@gluon.jit
-def finish_tile(y, acc, applied, first_row, first_token, M, N, columns, C: gl.constexpr):
-    """Scales, bias and gate, one rounding, and y [M, columns] to memory: 8 neighbouring channels of a token at a time."""
-    SUMS: gl.constexpr = C.accumulator
-    STORED: gl.constexpr = C.store_layout
-    rows = first_row + gl.arange(0, C.rows, gl.SliceLayout(1, SUMS))
-    if C.end.channel_scale:
-        scale = gl.load(applied.channel_scale + rows, mask=rows < N, other=0.0).to(gl.float32)
-        acc = acc * (scale * applied.factor)[:, None]  # the factor is a power of two
-    else:
-        acc = acc * applied.factor
-    if C.end.bias:
-        acc = acc + gl.load(applied.bias + rows, mask=rows < N, other=0.0).to(gl.float32)[:, None]
-    if C.end.gate != "none":
-        acc = gated(acc, C)
-        first_row = first_row // 2
-    result = gl.convert_layout(acc.to(C.decode.operand_type), STORED)
-    channels = first_row + gl.arange(0, C.channels, gl.SliceLayout(1, STORED))
-    tokens = first_token + gl.arange(0, C.tokens, gl.SliceLayout(0, STORED))
-    at = y + tokens.to(gl.int64)[None, :] * columns + channels[:, None]
-    gl.store(at, result, mask=(channels < columns)[:, None] & (tokens < M)[None, :])
+    return of_slices(together(sums, CHUNKS, C), C)
 
 
 SIZES = ["M", "N", "K", "columns", "x_stride", "token_tiles", "row_tiles", "iterations", "strips", "w_strip", "scale_strip"]
@@ -425,8 +515,8 @@ SIZES = ["M", "N", "K", "columns", "x_stride", "token_tiles", "row_tiles", "iter
 
 @gluon.jit(do_not_specialize=SIZES)
 def mma_gemm(
-    y, x, w, scale, channel_scale, bias, partial, arrived, M, N, K, columns, x_stride, token_tiles, row_tiles, iterations,
-    strips, w_strip, scale_strip, factor, C: gl.constexpr,
+    y, x, w, scale, channel_scale, bias, partial, arrived, gamma, h, squares, M, N, K, columns, x_stride, token_tiles,
+    row_tiles, iterations, strips, w_strip, scale_strip, factor, x_factor, inverse_width, eps, C: gl.constexpr,
 ):  # fmt: skip
     """One block: a tile, or its share of K. The last tile of rows begins where it is full: rows of two are stored twice, with
     the same bits. `columns` of y are pieces of 8 where C.whole."""
@@ -435,9 +525,8 @@ def mma_gemm(
     if C.whole:
         columns = columns * 8
     shared = allocate(C)
-    x_shared = view(
-        shared, C.regions, "stages", C.decode.operand_type, [C.stages * STEPS, C.tokens * C.warps_k, 16], S.x_layout
-    )
+    blocks = [C.stages * C.positions, C.chunk_columns, 16]
+    x_shared = view(shared, C.regions, "stages", C.decode.operand_type, blocks, S.x_layout)
     tiles = Tiles(token_tiles, row_tiles, iterations, M)
     token_tile, row_tile, split = tile_at(gl.program_id(0), tiles, C)
     begin, end = iterations_of(split, tiles, C)
@@ -456,7 +545,7 @@ def mma_gemm(
     if S.scale_bytes > 0:
         scales = first_piece(scale, first_strip, thread, scale_strip // 2, S.scale_pieces, 8)
     source = Source(
-        x + (token * stride + k), stride * (8 * C.warps), M - token, K - k, codes, thread * 0 + w_strip, scales,
+        x + (token * stride + k), thread * 0 + x_stride * (8 * C.warps), M - token, K - k, codes, thread * 0 + w_strip, scales,
         thread * 0 + scale_strip, (K + 63) // 64, end,
     )  # fmt: skip
     each = gl.arange(0, 32 * C.warps_n, C.lanes_layout)
@@ -466,9 +555,10 @@ def mma_gemm(
         start += own * S.slice_bytes
     reader = Reader(each * 0 + start, each // 32, each & 31)
     acc = products(x_shared, reader, source, begin, end, C)
-    applied = Applied(channel_scale, bias, factor)
+    out, applied = Output(y, M, N, columns), Applied(channel_scale, bias, factor)
+    stream = Stream(squares, inverse_width, eps, x_factor, gamma, h)
     if C.splits == 1:
-        finish_tile(y, acc, applied, first_strip * 16, first_token, M, N, columns, C)
+        finish_tile(out, acc, applied, stream, row_tile, first_strip * 16, first_token, C)
     else:
         at, tile = SplitK(partial, arrived), token_tile * row_tiles + row_tile
         if C.in_turn:
@@ -476,18 +566,16 @@ def mma_gemm(
         else:
             last, total = meet(at, acc, tile, split, C)
         if last:
-            finish_tile(y, total, applied, first_strip * 16, first_token, M, N, columns, C)
+            finish_tile(out, total, applied, stream, row_tile, first_strip * 16, first_token, C)
 
 
-class MmaPlan:
-    """All of a product that does not depend on the tensors' contents: made once for a shape, called many times."""
+class MmaLaunch:
+    """What plans of the kernel have in common: all of a product that does not depend on the tensors' contents, made once for a
+    shape, called many times."""
 
-    def __init__(
-        self, shape: GemmShape, tile: MmaTile, form: WeightForm, dtype: torch.dtype, bias: bool, gate: Gate = "none"
-    ) -> None:
+    def __init__(self, shape: GemmShape, tile: MmaTile, form: WeightForm, dtype: torch.dtype, end: End) -> None:
         self.shape, self.tile = shape, tile
-        self.columns = shape.n if gate == "none" else shape.n // 2
-        end = End(form.channel_scale, bias, gate=gate)
+        self.columns = shape.n if end.gate == "none" else shape.n // 2
         self.config = _config(tile, form, half_type(dtype), end, self.columns % 8 == 0)
         self.tiles = (-(-shape.m // tile.tokens), -(-shape.strips // (tile.rows // 16)))
         grid = (self.tiles[0] * self.tiles[1] * tile.splits, 1, 1)
@@ -505,21 +593,74 @@ class MmaPlan:
         sums = 1 if self.tile.in_turn else self.tile.splits
         return tiles * sums * self.tile.rows * self.tile.tokens, tiles
 
+    def run(
+        self, x: Tensor, weight: Weight, bias: Tensor | None, room: tuple[Tensor, Tensor], h: Tensor | None = None,
+        gamma: Tensor | None = None, squares: Tensor | None = None,
+        numbers: tuple[float | None, float | None, float | None] = (None, None, None),
+    ) -> Tensor:  # fmt: skip
+        """y, or x of the next norm; `room` is the workspace, `numbers` are x_factor, 1 / width and eps, as the end asks for."""
+        (codes, scale, channel_scale), shape = weight, self.shape
+        y = torch.empty((shape.m, self.columns), dtype=x.dtype, device=x.device)
+        self.launch(
+            y, x, codes, codes if scale is None else scale, channel_scale, bias, *room, gamma, h, squares, shape.m, shape.n,
+            shape.k, self.columns // 8 if self.config.whole else self.columns, x.stride(0), *self.tiles,
+            shape.steps(self.config.stage_k), codes.shape[0], shape.steps(STAGE_K) * 128 * shape.bits,
+            0 if scale is None else 2 * scale.stride(0), self.factor, *numbers, self.config,
+        )  # fmt: skip
+        return y
+
+
+class MmaPlan(MmaLaunch):
+    """The plan of a product, gated or not."""
+
+    def __init__(
+        self, shape: GemmShape, tile: MmaTile, form: WeightForm, dtype: torch.dtype, bias: bool, gate: Gate = "none"
+    ) -> None:
+        super().__init__(shape, tile, form, dtype, End(form.channel_scale, bias, gate=gate))
+
     def __call__(
         self, x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None,
         sums: Tensor, arrived: Tensor,
     ) -> Tensor:  # fmt: skip
         """y [M, N], or [M, N / 2] behind a gate, of x [M, K], whose rows start at multiples of 16 bytes, with zeros up to the
         next one behind K; all tensors on the current device."""
-        m, n, k = self.shape.m, self.shape.n, self.shape.k
-        y = torch.empty((m, self.columns), dtype=x.dtype, device=x.device)
-        self.launch(
-            y, x, codes, codes if scale is None else scale, channel_scale, bias, sums, arrived, m, n, k,
-            self.columns // 8 if self.config.whole else self.columns, x.stride(0), *self.tiles,
-            self.shape.steps(self.config.stage_k), codes.shape[0], self.shape.steps(STAGE_K) * 128 * self.shape.bits,
-            0 if scale is None else 2 * scale.stride(0), self.factor, self.config,
-        )  # fmt: skip
-        return y
+        return self.run(x, (codes, scale, channel_scale), bias, (sums, arrived))
+
+
+class MmaNormPlan(MmaLaunch):
+    """The same for a product of h * gamma * x_factor with the norm at its end, and a gate."""
+
+    def __init__(
+        self, shape: GemmShape, tile: MmaTile, form: WeightForm, dtype: torch.dtype, bias: bool, parts: int, gate: Gate
+    ) -> None:
+        super().__init__(shape, tile, form, dtype, End(form.channel_scale, bias, parts, gate))
+
+    def __call__(
+        self, x: Tensor, weight: Weight, squares: Tensor, bias: Tensor | None, width: int, eps: float, x_factor: float,
+        sums: Tensor, arrived: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """y [M, N], or [M, N / 2] behind a gate, of x [M, K] and `squares` [parts, M] of rows of h of `width` elements."""
+        return self.run(x, weight, bias, (sums, arrived), squares=squares, numbers=(x_factor, 1.0 / width, eps))
+
+
+class MmaResidualPlan(MmaLaunch):
+    """The same for a product that is added to h, whose next norm starts at its end."""
+
+    def __init__(self, shape: GemmShape, tile: MmaTile, form: WeightForm, dtype: torch.dtype, bias: bool) -> None:
+        super().__init__(shape, tile, form, dtype, End(form.channel_scale, bias, residual=True))
+
+    def __call__(
+        self, x: Tensor, weight: Weight, h: Tensor, gamma: Tensor, bias: Tensor | None, x_factor: float,
+        sums: Tensor, arrived: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """(h * gamma * x_factor [M, N], squares [parts, M]) after h += y, in place."""
+        squares = torch.empty((self.tiles[1], self.shape.m), dtype=torch.float32, device=x.device)
+        y = self.run(x, weight, bias, (sums, arrived), h, gamma, squares, (x_factor, None, None))
+        return y, squares
+
+
+Weight = tuple[Tensor, Tensor | None, Tensor | None]
+"""Codes, scales of groups and scales of channels, as pack/weight.py has them."""
 
 
 @functools.lru_cache(maxsize=1024)

@@ -43,16 +43,17 @@ def blocks(tile, shape):
 @given(
     role=st.sampled_from(ROLES), m=st.integers(1, CHAIN_TOKENS), n=st.integers(1, 32768), k=st.integers(1, 32768),
     bits=st.integers(2, 9), invariant=st.booleans(),
+    machine=st.sampled_from([H200, typical_machine(80), typical_machine(120)]),
 )  # fmt: skip
-def test_every_shape_has_a_tile(role, m, n, k, bits, invariant):
+def test_every_shape_has_a_tile(role, m, n, k, bits, invariant, machine):
     bits = bits if bits < 9 else DENSE_BITS
     shape = GemmShape(m, n, k, bits)
-    tile = choose_chain(role, shape, H200, invariant)
-    assert m <= tile.tokens or isinstance(tile, RingTile)
-    assert isinstance(tile, WgmmaTile) or tile.block_strips <= shape.strips
+    tile = choose_chain(role, shape, machine, invariant)
+    assert m <= tile.tokens or not isinstance(tile, WgmmaTile)
+    assert isinstance(tile, WgmmaTile) or tile.rows <= 16 * shape.strips
     assert role != "residual" or parts_of(tile, shape) <= MOST_PARTS
     if invariant:
-        other = choose_chain(role, GemmShape(1 + CHAIN_TOKENS - m, n, k, bits), H200, True)
+        other = choose_chain(role, GemmShape(1 + CHAIN_TOKENS - m, n, k, bits), machine, True)
         assert (tile.block_strips, tile.warps_k, tile.splits) == (other.block_strips, 8, 1) and other.splits == 1
 
 
