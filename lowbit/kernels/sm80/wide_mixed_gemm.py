@@ -525,8 +525,9 @@ def mma_gemm(
     if C.whole:
         columns = columns * 8
     shared = allocate(C)
-    blocks = [C.stages * C.positions, C.chunk_columns, 16]
-    x_shared = view(shared, C.regions, "stages", C.decode.operand_type, blocks, S.x_layout)
+    x_shared = view(
+        shared, C.regions, "stages", C.decode.operand_type, [C.stages * C.positions, C.chunk_columns, 16], S.x_layout
+    )
     tiles = Tiles(token_tiles, row_tiles, iterations, M)
     token_tile, row_tile, split = tile_at(gl.program_id(0), tiles, C)
     begin, end = iterations_of(split, tiles, C)
