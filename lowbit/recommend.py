@@ -317,8 +317,8 @@ def _why(
         )
     if chosen.scheme.weight.bits <= 4 and chosen.method != "learned":
         lines.append(
-            "--method learned, and --method gptq --rotate, which the study does not have yet, took gptq's divergence from 0.22 to "
-            "0.14 and 0.13 on one model and text (docs/quantize.md)"
+            "--method learned, and --method gptq --rotate, which the study does not have yet, took gptq's divergence from 0.22 "
+            "to 0.14 and 0.13 on one model and text (docs/quantize.md)"
         )
     if chosen.kl >= BROKEN:
         lines.append(
