@@ -330,7 +330,8 @@ def _one(impl: str, request: Request) -> None:
     try:
         llm = started(impl, request)
         tell({"started": True})
-        sys.stdin.readline()
+        if not sys.stdin.readline():  # who started it has ended
+            return
         for row in measure(llm, impl, request):
             tell(row)
     except Exception as error:
