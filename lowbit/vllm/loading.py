@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowbit.checkpoint import CheckpointError
 from lowbit.formats import QuantTensor
 from lowbit.formats.split import Range, columns_of, columns_refusals, filled_up, part_range, rows_of
 from lowbit.quantize import rtn
-from lowbit.vllm.matrices import Matrix
+from lowbit.vllm.matrices import PLAIN, Matrix
 from lowbit.vllm.product import Piece
 
 T = TypeVar("T")
@@ -66,7 +67,7 @@ class Cut:
                 return Piece(filled_up(part, self.fill) if self.fill else part, index)
             begin, end = part_range(k, k // self.ranks_along_k, rank, self.ranks_along_k)
             rows = torch.cat([whole[first:last, begin:end] for first, last in ranges])
-            return Piece(torch.nn.functional.pad(rows, (0, 0, 0, self.fill - len(rows))) if self.fill else rows)
+            return Piece(nn.functional.pad(rows, (0, 0, 0, self.fill - len(rows))) if self.fill else rows)
         except ValueError as error:
             raise CheckpointError(f"{name}: cannot be split for rank {self.rank} of {self.ranks}: {error}") from error
 
@@ -161,3 +162,56 @@ def _outputs(matrices: Sequence[Matrix], cut: Cut) -> list[tuple[int, ...]]:
             raise CheckpointError(f"{matrix.name}: its rows are not whole outputs of vLLM's layer, which has {list(cut.whole)}")
         found.append(tuple(range(begin, next_one)))
     return found
+
+
+@contextlib.contextmanager
+def usual_defaults() -> Iterator[None]:
+    """torch's own default type and device, where vLLM has set the model's: what is computed here names its types, but tables
+    that it keeps for later are made of defaults."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+def expect(layer: nn.Module, loading: Loading[Any], random: bool = False) -> None:
+    """Gives a layer of vLLM or SGLang a parameter without numbers for each tensor that its matrices may have, whose loader
+    takes it; `random`: none will come, weights are made up."""
+    layer.lowbit_loading, layer.lowbit_random = loading, random  # type: ignore[assignment]
+    for suffix, dtype in {suffix: kind for matrix in loading.matrices for suffix, kind in matrix.suffixes.items()}.items():
+        empty = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
+        empty.weight_loader = _loader(loading, suffix)  # type: ignore[attr-defined]
+        if suffix == PLAIN:
+            empty.output_dim = 0  # type: ignore[attr-defined]  # Falcon's loader rearranges rows of what states where they are
+        layer.register_parameter(suffix, empty)
+
+
+def _loader(loading: Loading[Any], suffix: str) -> Callable[..., None]:
+    def load(parameter: nn.Parameter, tensor: Tensor, of: Any = None) -> None:
+        with usual_defaults():
+            loading.take(suffix, tensor, of)
+
+    return load
+
+
+def loaded(layer: nn.Module) -> Any:
+    """What all tensors of a layer made. The empty parameters stay: LoRA asks them for the layer's device."""
+    loading: Loading[Any] = layer.lowbit_loading  # type: ignore[assignment]
+    made = loading.finish(random=bool(layer.lowbit_random))
+    if loading.device.type == "cpu":
+        # vLLM's attention uses AMX without asking the system for it, which torch's product of 16-bit matrices does for others:
+        # without such products (int4, few tokens) it would end in an illegal instruction (seen with 0.32.0).
+        torch.cpu._init_amx()
+    del layer.lowbit_loading, layer.lowbit_random
+    return made
+
+
+def whole_outputs(layer: Any, parts: Sequence[int]) -> tuple[int, ...]:
+    """Rows of each output of a layer of vLLM on all ranks together, each once."""
+    if hasattr(layer, "total_num_kv_heads"):
+        heads, keys, values = layer.total_num_heads, layer.total_num_kv_heads, getattr(layer, "v_head_size", layer.head_size)
+        return (heads * layer.head_size, keys * layer.head_size, keys * values)
+    return tuple(getattr(layer, "output_sizes", (layer.output_size,)))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,8 +14,8 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 
 from lowbit.formats import QuantTensor
 from lowbit.nn import QuantEmbedding
-from lowbit.vllm.loading import Cut, Loading
-from lowbit.vllm.matrices import PLAIN, Matrix
+from lowbit.vllm.loading import Cut, Loading, expect, loaded, usual_defaults, whole_outputs
+from lowbit.vllm.matrices import Matrix
 from lowbit.vllm.product import Piece, Product
 from lowbit.vllm.warm_up import compile_kernels, token_counts
 
@@ -35,48 +34,8 @@ def _text_config() -> Any:
     return get_current_vllm_config().model_config.hf_config.get_text_config()
 
 
-@contextlib.contextmanager
-def _usual_defaults() -> Iterator[None]:
-    """torch's own default type and device, where vLLM has set the model's: what is computed here names its types, but tables
-    that it keeps for later are made of defaults."""
-    dtype = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float32)
-    try:
-        with torch.device("cpu"):
-            yield
-    finally:
-        torch.set_default_dtype(dtype)
-
-
-def _expect(layer: nn.Module, loading: Loading[Any]) -> None:
-    """Gives a layer of vLLM a parameter without numbers for each tensor that its matrices may have, whose loader takes it."""
-    layer.lowbit_loading, layer.lowbit_random = loading, get_current_vllm_config().load_config.load_format == "dummy"  # type: ignore[assignment]
-    for suffix, dtype in {suffix: kind for matrix in loading.matrices for suffix, kind in matrix.suffixes.items()}.items():
-        empty = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
-        empty.weight_loader = _loader(loading, suffix)  # type: ignore[attr-defined]
-        if suffix == PLAIN:
-            empty.output_dim = 0  # type: ignore[attr-defined]  # Falcon's loader rearranges rows of what states where they are
-        layer.register_parameter(suffix, empty)
-
-
-def _loader(loading: Loading[Any], suffix: str) -> Callable[..., None]:
-    def load(parameter: nn.Parameter, tensor: Tensor, of: Any = None) -> None:
-        with _usual_defaults():
-            loading.take(suffix, tensor, of)
-
-    return load
-
-
-def _loaded(layer: nn.Module) -> Any:
-    """What all tensors of a layer made. The empty parameters stay: LoRA asks them for the layer's device."""
-    loading: Loading[Any] = layer.lowbit_loading  # type: ignore[assignment]
-    made = loading.finish(random=bool(layer.lowbit_random))
-    if loading.device.type == "cpu":
-        # vLLM's attention uses AMX without asking the system for it, which torch's product of 16-bit matrices does for others:
-        # without such products (int4, few tokens) it would end in an illegal instruction (seen with 0.32.0).
-        torch.cpu._init_amx()
-    del layer.lowbit_loading, layer.lowbit_random
-    return made
+def _is_dummy() -> bool:
+    return bool(get_current_vllm_config().load_config.load_format == "dummy")
 
 
 class LowbitLinearMethod(LinearMethodBase):  # type: ignore[misc]
@@ -91,17 +50,17 @@ class LowbitLinearMethod(LinearMethodBase):  # type: ignore[misc]
     ) -> None:  # fmt: skip
         """Notes what is to be loaded: no memory is taken before it comes."""
         cut = Cut(
-            tuple(output_partition_sizes), _whole_outputs(layer, output_partition_sizes), layer.tp_rank, layer.tp_size,
+            tuple(output_partition_sizes), whole_outputs(layer, output_partition_sizes), layer.tp_rank, layer.tp_size,
             input_size // input_size_per_partition,
         )  # fmt: skip
         device = torch.empty(0).device
-        _expect(layer, Loading(self.matrices, cut, input_size, params_dtype, device, Product))
+        expect(layer, Loading(self.matrices, cut, input_size, params_dtype, device, Product), _is_dummy())
         self.dtype, self.k, self.counts = params_dtype, input_size_per_partition, _token_counts()
 
-    @_usual_defaults()
+    @usual_defaults()
     def process_weights_after_loading(self, layer: Any) -> None:
         """Brings the weights into the form of their device's kernels."""
-        product: Product = _loaded(layer)
+        product: Product = loaded(layer)
         product.prepare(self.name, self.dtype, batch_invariant=bool(envs.VLLM_BATCH_INVARIANT))
         adds_bias = not layer.skip_bias_add and (self.k == layer.input_size or layer.tp_rank == 0)  # of partial sums one does
         compile_kernels(product, self.k, self.dtype, self.counts, getattr(layer, "bias", None) if adds_bias else None)
@@ -118,14 +77,6 @@ def _token_counts(*, head: bool = False) -> tuple[int, ...]:
     config = get_current_vllm_config()
     most = config.scheduler_config.max_num_seqs if head else config.scheduler_config.max_num_batched_tokens
     return token_counts(config.compilation_config.cudagraph_capture_sizes or (), most)
-
-
-def _whole_outputs(layer: Any, parts: Sequence[int]) -> tuple[int, ...]:
-    """Rows of each output of a layer of vLLM on all ranks together, each once."""
-    if hasattr(layer, "total_num_kv_heads"):
-        heads, keys, values = layer.total_num_heads, layer.total_num_kv_heads, getattr(layer, "v_head_size", layer.head_size)
-        return (heads * layer.head_size, keys * layer.head_size, keys * values)
-    return tuple(getattr(layer, "output_sizes", (layer.output_size,)))
 
 
 class LowbitEmbeddingMethod(QuantizeMethodBase):  # type: ignore[misc]
@@ -147,7 +98,7 @@ class LowbitEmbeddingMethod(QuantizeMethodBase):  # type: ignore[misc]
         rows, (part,) = (held.org_vocab_start_index, held.org_vocab_end_index), output_partition_sizes
         cut = Cut((part,), (layer.org_vocab_size,), rows=rows, fill=part)
         device = torch.empty(0).device
-        _expect(layer, Loading([self.matrix], cut, input_size, params_dtype, device, lambda pieces: pieces[0]))
+        expect(layer, Loading([self.matrix], cut, input_size, params_dtype, device, lambda pieces: pieces[0]), _is_dummy())
         self.dtype, self.k, self.counts = params_dtype, input_size, _token_counts(head=True)
 
     def tie_weights(self, layer: nn.Module, embed_tokens: Any) -> nn.Module:
@@ -155,12 +106,12 @@ class LowbitEmbeddingMethod(QuantizeMethodBase):  # type: ignore[misc]
         tied: nn.Module = embed_tokens
         return tied
 
-    @_usual_defaults()
+    @usual_defaults()
     def process_weights_after_loading(self, layer: Any) -> None:
         """Makes the rows that are looked up and the form of the kernels; both where one matrix is for both."""
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-        piece: Piece = _loaded(layer)
+        piece: Piece = loaded(layer)
         looked_up = not isinstance(layer, ParallelLMHead)
         empty = torch.empty(0, dtype=self.dtype, device=next(layer.parameters()).device)
         layer.weight = nn.Parameter(empty, requires_grad=False)  # LoRA asks it for the device

@@ -6,8 +6,9 @@ import importlib.util
 import json
 
 import pytest
+import torch
 
-from lowbit.bench.vllm import OWN, RIVALS, Request, main, run, stated, write_model
+from lowbit.bench.vllm import OWN, RIVALS, Request, cache_bytes, main, random_weights, run, stated, write_model
 from tests.vllm.folders import SETTINGS, plain
 
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (make test-vllm)")
@@ -28,6 +29,28 @@ def test_a_model_is_its_shape(tmp_path):
     assert config["architectures"] == ["LlamaForCausalLM"] and config["num_hidden_layers"] == 2
     assert (config["hidden_size"], config["intermediate_size"], config["vocab_size"]) == (4096, 14336, 128256)
     assert config["quantization_config"] == {"quant_method": "lowbit", "scheme": "w4a16_g128"}
+
+
+def test_memory_for_keys_and_values(tmp_path):
+    request = Request("Llama-3-8B", (1, 16), 100, 28, gpus=2)
+    write_model(tmp_path, request, "vllm:bf16")
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert cache_bytes(config, request) == (16 * 128 + 128) * 32 * 2 * 4 * 128 * 2
+
+
+def test_random_weights_are_no_zeros():
+    """What vLLM's own dummy weights are for codes and fp8."""
+    module = torch.nn.Module()
+    kinds = {"weight": torch.bfloat16, "qweight": torch.int32, "packed": torch.float8_e4m3fn, "scales": torch.bfloat16}
+    for name, dtype in kinds.items():
+        module.register_buffer(name, torch.zeros(64, 64, dtype=dtype))
+    module.register_buffer("_k_scale", torch.ones(()))
+    module.register_buffer("norm", torch.zeros(64))
+    random_weights(module)
+    for name in kinds:
+        values = getattr(module, name).double()
+        assert len(values.unique()) > 32 and values.isfinite().all()
+    assert (module.scales > 0).all() and (module.norm == 1).all() and module._k_scale == 1
 
 
 def test_wrong_requests_are_refused_before_anything_runs(tmp_path, capsys):
@@ -53,9 +76,11 @@ def test_a_whole_run(tmp_path, monkeypatch):
     for name, value in SETTINGS.items():
         monkeypatch.setenv(name, value)
     request = Request(str(plain(tmp_path / "model")), (1, 3), 16, 8, eager=True)
-    document = run(tmp_path / "out.json", ["lowbit:w4a16_g32", "vllm:bf16"], request)
+    document = run(tmp_path / "out.json", ["lowbit:w4a16_g32", "vllm:bf16"], request, together=2)
     assert [(row["impl"], row["scheme"], row["batch"]) for row in document["rows"]] == [
         ("lowbit", "w4a16_g32", 1), ("lowbit", "w4a16_g32", 3), ("vllm", "bf16", 1), ("vllm", "bf16", 3)
     ]  # fmt: skip
     for row in document["rows"]:
         assert row["error"] is None and row["tokens_s"] > 0 and (row["prompt"], row["output"], row["gpus"]) == (16, 8, 1)
+        assert row["step_ms"] > 0 and 0 < row["first_s"] < max(row["runs_s"])
+        assert any("Lowbit" in kernel for kernel in row["kernels"]) == (row["impl"] == "lowbit")

@@ -1,0 +1,20 @@
+"""SGLang's plug-in, experimental: its server takes checkpoints of ours.
+
+SGLang calls `register` in each of its processes, by the entry point "sglang.srt.plugins"; a checkpoint asks for the method by
+itself. Matrices are collected, split and multiplied by `lowbit.vllm`, whose interface of linear layers SGLang shares.
+"""
+
+from __future__ import annotations
+
+
+def register() -> None:
+    """Makes the method "lowbit" known to the SGLang of this process, as often as it is called."""
+    from sglang.srt.arg_groups.choices import QUANTIZATION_CHOICES
+    from sglang.srt.layers.quantization import QUANTIZATION_METHODS
+
+    from lowbit.checkpoint.schema import METHOD
+    from lowbit.sglang.methods import LowbitSGLang
+
+    QUANTIZATION_METHODS[METHOD] = LowbitSGLang
+    if METHOD not in QUANTIZATION_CHOICES:
+        QUANTIZATION_CHOICES.append(METHOD)

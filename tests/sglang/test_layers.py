@@ -1,0 +1,123 @@
+"""SGLang's linear layers with our method, on a CPU: their products are those of the whole matrices. Skipped without SGLang."""
+
+from __future__ import annotations
+
+import importlib.util
+from contextlib import ExitStack
+
+import pytest
+import torch
+from torch import nn
+
+from lowbit.checkpoint import CheckpointError, LayerEntry, Manifest, layer_tensors
+from lowbit.formats import parse_scheme
+from lowbit.quantize import rtn
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
+
+K, OUTPUTS = 256, {"q_proj": 256, "k_proj": 64, "v_proj": 64, "o_proj": 256, "gate_proj": 192, "up_proj": 192, "plain": 64}
+SCHEMES = {"q_proj": "w4a16_g128", "k_proj": "w4a16_g128", "v_proj": "w6e3m2a16", "o_proj": "w4a16_g128",
+           "gate_proj": "w3a16_g64_z", "up_proj": "w5a16_g32_fz"}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def matrices():
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(n, K, generator=generator) / K**0.5 for name, n in OUTPUTS.items()}
+    return {name: rtn(weight, SCHEMES[name]) if name in SCHEMES else weight for name, weight in weights.items()}
+
+
+def method(matrices):
+    from lowbit.sglang.methods import LowbitSGLang
+
+    layers = {f"m.{name}": LayerEntry.of(q) for name, q in matrices.items() if name in SCHEMES}
+    manifest = Manifest(parse_scheme("w4a16_g128"), layers, ())
+    return LowbitSGLang.from_config(manifest.to_dict() | {"packed_modules_mapping": {}})
+
+
+def loaded(layer, matrices, ids):
+    """Gives a layer its tensors as SGLang's models do: the parameter's own loader, with the output's name."""
+    parameters = dict(layer.named_parameters())
+    for name, of in ids.items():
+        q = matrices[name]
+        tensors = {"weight": q} if isinstance(q, torch.Tensor) else layer_tensors(q)
+        for suffix, tensor in tensors.items():
+            parameters[suffix].weight_loader(parameters[suffix], tensor, *(() if of is None else (of,)))
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer
+
+
+def ranked(rank, ranks):
+    from sglang.srt.runtime_context import get_parallel
+
+    stack = ExitStack()
+    stack.enter_context(get_parallel().override(tp_size=ranks, tp_rank=rank, attn_tp_size=ranks, attn_tp_rank=rank))
+    return stack
+
+
+def dense(matrix):
+    return matrix if isinstance(matrix, torch.Tensor) else matrix.dequantize().float()
+
+
+def test_registered_as_often_as_sglang_likes():
+    from sglang.srt.arg_groups.choices import QUANTIZATION_CHOICES
+    from sglang.srt.layers.quantization import QUANTIZATION_METHODS
+
+    from lowbit.sglang import register
+
+    register(), register()
+    assert QUANTIZATION_CHOICES.count("lowbit") == 1 and QUANTIZATION_METHODS["lowbit"].__name__ == "LowbitSGLang"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_q_k_v_and_gate_up_by_rows(matrices, ranks):
+    from sglang.srt.layers.linear import MergedColumnParallelLinear, QKVParallelLinear
+
+    x, config = torch.randn(5, K, generator=torch.Generator().manual_seed(1)), method(matrices)
+    for rank in range(ranks):
+        with ranked(rank, ranks):
+            qkv = QKVParallelLinear(K, 64, 4, 1, bias=False, params_dtype=torch.float32, quant_config=config,
+                                    prefix="m.qkv_proj")  # fmt: skip
+            up = MergedColumnParallelLinear(K, [192, 192], bias=False, params_dtype=torch.float32, quant_config=config,
+                                            prefix="m.gate_up_proj")  # fmt: skip
+        loaded(qkv, matrices, {"q_proj": "q", "k_proj": "k", "v_proj": "v"})
+        loaded(up, matrices, {"gate_proj": 0, "up_proj": 1})
+        q, k, v = (dense(matrices[f"{name}_proj"]) for name in "qkv")
+        rows = torch.cat([q.chunk(ranks)[rank], k, v])  # one KV head, which all ranks hold
+        torch.testing.assert_close(qkv.quant_method.apply(qkv, x), x @ rows.T, rtol=1e-4, atol=1e-4)
+        gate = torch.cat([dense(matrices[name]).chunk(ranks)[rank] for name in ("gate_proj", "up_proj")])
+        torch.testing.assert_close(up.quant_method.apply(up, x), x @ gate.T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_o_by_columns(matrices, ranks):
+    """256 channels in groups of 128: four ranks have 64 each."""
+    from sglang.srt.layers.linear import RowParallelLinear
+
+    x, total = torch.randn(3, K, generator=torch.Generator().manual_seed(2)), torch.zeros(3, 256)
+    for rank in range(ranks):
+        with ranked(rank, ranks):
+            layer = RowParallelLinear(K, 256, bias=False, params_dtype=torch.float32, quant_config=method(matrices),
+                                      prefix="m.o_proj")  # fmt: skip
+        total += layer.quant_method.apply(loaded(layer, matrices, {"o_proj": None}), x.chunk(ranks, -1)[rank])
+    torch.testing.assert_close(total, x @ dense(matrices["o_proj"]).T, rtol=1e-4, atol=1e-4)
+
+
+def test_what_is_plain_and_what_is_refused(matrices):
+    from sglang.srt.layers.linear import LinearBase, QKVParallelLinear
+    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+
+    from lowbit.sglang.methods import LowbitSGLang
+
+    config = method(matrices)
+    assert isinstance(config.get_quant_method(LinearBase(1, 1), "m.plain"), UnquantizedLinearMethod)
+    assert config.get_quant_method(nn.Identity(), "m") is None
+    experts = type("FusedMoE", (nn.Module,), {})()
+    assert config.get_quant_method(experts, "n.experts") is None
+    with pytest.raises(ValueError, match="m: experts are not computed"):
+        config.get_quant_method(experts, "m")
+    config.packed_modules_mapping = {"qkv_proj": ["o_proj"]}
+    with pytest.raises(ValueError, match="m.qkv_proj: q, k and v that are one matrix"):
+        config.get_quant_method(QKVParallelLinear.__new__(QKVParallelLinear), "m.qkv_proj")
+    with pytest.raises(CheckpointError, match="quantized already"):
+        LowbitSGLang.from_config({"quant_method": "lowbit", "scheme": "w4a16_g128"})

@@ -1,0 +1,98 @@
+"""vLLM's engine on a GPU, compiled and with CUDA graphs, gives the probabilities and tokens of Transformers with our layers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lowbit.models.load import load_causal
+from lowbit.models.quantize_checkpoint import quantize_checkpoint
+from tests.tiny import tiny_tokenizer
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+]
+
+VOCAB, NEW = 1000, 24
+NEAR, NEAR_ON_AVERAGE = 0.5, 0.03
+"""Logits by which rounding to 16 bits may change which is the largest; a random token's is some 6 behind."""
+
+ENGINE = """
+import json, sys
+from vllm import LLM, SamplingParams
+folder, prompts, new = sys.argv[1], *map(json.loads, sys.argv[2:])
+engine = LLM(
+    folder, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=512, max_num_seqs=8, cudagraph_capture_sizes=[1, 2, 8],
+    kv_cache_memory_bytes=1 << 28, gpu_memory_utilization=0.02, seed=0,
+)
+asked = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False, prompt_logprobs=0)
+answers = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], asked, use_tqdm=False)
+print("ANSWERS" + json.dumps([
+    {
+        "logprobs": [next(iter(each.values())).logprob for each in answer.prompt_logprobs[1:]],
+        "tokens": list(answer.outputs[0].token_ids),
+    }
+    for answer in answers
+]))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model of two layers with a KV head for four."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=1024, intermediate_size=2816, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=128, max_position_embeddings=512, dtype=torch.bfloat16, bos_token_id=None,
+        eos_token_id=None, tie_word_embeddings=False,
+    )  # fmt: skip
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(config).to(torch.bfloat16)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=2 * parameter.shape[1] ** -0.5)
+    path = tmp_path_factory.mktemp("vllm") / "model"
+    model.save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    return path
+
+
+def answers(folder, prompts):
+    settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", ENGINE, str(folder), json.dumps(prompts), json.dumps(NEW)],
+        env=os.environ | settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:]
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("ANSWERS")).removeprefix("ANSWERS"))
+
+
+@pytest.mark.parametrize("scheme", ["w4a16_g128", "w6e3m2a16", "w8a8", "fp8_dynamic", "w3a16_g64_z"])
+def test_logits_and_tokens_on_a_gpu(folder, tmp_path, scheme):
+    quantize_checkpoint(folder, tmp_path / "own", scheme)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in (2, 17, 64, 129, 300)]
+    made = answers(tmp_path / "own", prompts)
+    model = load_causal(tmp_path / "own", device="cuda", dtype=torch.bfloat16)
+    off = count = 0.0
+    for prompt, answer in zip(prompts, made, strict=True):
+        ids = torch.tensor([prompt + answer["tokens"]], device="cuda")
+        with torch.inference_mode():
+            logits = model(ids).logits[0].double()
+        known = torch.log_softmax(logits, -1)[:-1].gather(1, ids[0, 1:, None])[: len(prompt) - 1, 0]
+        off += float((torch.tensor(answer["logprobs"], device="cuda") - known).sum())
+        count += len(known)
+        step = logits[len(prompt) - 1 : -1]
+        behind = step.max(-1).values - step.gather(1, ids[0, len(prompt) :, None])[:, 0]
+        assert behind.max() < NEAR and behind.mean() < NEAR_ON_AVERAGE, f"prompt of {len(prompt)}: {behind.tolist()}"
+    print(f"{scheme}: nats per token differ by {off / count:.1e} over {count:.0f} tokens")
+    assert abs(off / count) < 5e-3
