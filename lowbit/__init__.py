@@ -47,6 +47,7 @@ LAYERS = (
     "pipeline",
     "serve",
     "vllm",
+    "sglang",
     "picture",
     "eval",
     "recommend",

@@ -143,10 +143,10 @@ def kernels(model: torch.nn.Module) -> list[str]:
 
 def started(impl: str, request: Request) -> Any:
     """vLLM's `LLM` for an implementation. It is made once in a process, which ends with it."""
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    from vllm import LLM
+    from vllm import LLM, envs
     from vllm.model_executor.model_loader import dummy_loader
 
+    envs.VLLM_ENABLE_V1_MULTIPROCESSING = False  # the engine in this process
     dummy_loader.initialize_dummy_weights = random_weights
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), request, impl)
