@@ -35,8 +35,8 @@ def pytest_collection_modifyitems(config, items):
     cases, chosen, left = collections.Counter(), [], []
     for item in items:
         file, test = item.nodeid.partition("::")[0], item.nodeid.partition("[")[0]
-        of_the_third = cases[test] % 3 == 0
-        wanted = of_the_third if third else not of_the_third or cases[test] == 0 or file not in elsewhere
+        of_the_third, with_all = cases[test] % 3 == 0, file not in elsewhere or "gpu" in item.keywords
+        wanted = of_the_third if third else not of_the_third or cases[test] == 0 or with_all
         (chosen if wanted else left).append(item)
         cases[test] += 1
     if left:

@@ -35,9 +35,10 @@ METHODS = [
 
 @pytest.mark.parametrize(("method", "scheme"), METHODS, ids=lambda v: v if isinstance(v, str) else type(v).__name__)
 def test_every_method_leaves_a_checkpoint_that_loads(method, scheme, tiny, tmp_path):  # noqa: F811
-    for name in ("a", "b"):
-        quantize_checkpoint(tiny, tmp_path / name, scheme, method=method, calibration=CALIBRATION)
-    assert files(tmp_path / "a") == files(tmp_path / "b"), "the same seed gives the same files"
+    quantize_checkpoint(tiny, tmp_path / "a", scheme, method=method, calibration=CALIBRATION)
+    if isinstance(method, Learned):  # of the others tests/models/test_calibrate.py says it
+        quantize_checkpoint(tiny, tmp_path / "b", scheme, method=method, calibration=CALIBRATION)
+        assert files(tmp_path / "a") == files(tmp_path / "b"), "the same seed gives the same files"
     with CheckpointReader(tmp_path / "a") as reader:
         reader.check()
         scales = [reader.layer(name).activation_scale for name in reader.manifest.layers]

@@ -7,6 +7,7 @@ much of each as it does at size 1.
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -107,18 +108,17 @@ def test_which_type_scales_have():
     assert of("w4a16_g32_fz", ordinary + 1e5) == torch.bfloat16, "zeros beyond fp16"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_product_on_a_cpu(scheme, dtype):
+def test_the_product_on_a_cpu(scheme):
     """x is as large as brings the result to the middle of its type."""
-    for size in SIZES:
-        q = rtn(weights(size), scheme)
+    made = {size: rtn(weights(size), scheme) for size in SIZES}
+    for (size, q), dtype in itertools.product(made.items(), [torch.float32, *HALVES]):
         x = (torch.randn(5, K, generator=torch.Generator().manual_seed(2)) * min(1 / size, 2.0**13)).to(dtype)
         y = QuantLinear.from_quant_tensor(q)(x)
         bound = EPS.get(dtype, 2.0**-20)
         absolute = x.double().abs() @ q.dequantize(torch.float64).abs().T
         smallest = 2.0**-24 if dtype == torch.float16 else 0.0
-        assert bool(((y.double() - mixed_gemm_reference(x, q)).abs() <= 2 * bound * absolute + smallest).all())
+        assert bool(((y.double() - mixed_gemm_reference(x, q)).abs() <= 2 * bound * absolute + smallest).all()), dtype
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "w8a8_az", "w4a8_g128", "fp8", "fp8_block", "w4a8e4m3_g128", "w6e3m2a8e4m3"])
@@ -174,10 +174,9 @@ def wide_scales(q: QuantTensor) -> QuantTensor:
     return QuantTensor(q.codes, q.scale.float(), zero, q.scheme)
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_form_of_the_kernels(scheme, wide, dtype):
+def test_the_form_of_the_kernels(scheme, wide):
     """Each weight is off by one rounding of x's type, and of fp16 where scales of 32 bits were rounded, or by as little of the
     largest of its row; without a power of two for each row, by half of fp16's smallest number. Code times scale and a
     floating-point zero are rounded apart, and are larger than their sum."""
@@ -189,9 +188,10 @@ def test_the_form_of_the_kernels(scheme, wide, dtype):
         most = expected.abs()
         if q.scheme.zero is ZeroPoint.FLOAT:
             most = most + 2 * spread(q.zero.double(), q.scheme.granularity, q.shape).abs()
-        bound = (EPS[dtype] + 2.0**-11) * most + 2.0**-23 * most.amax(dim=1, keepdim=True)
-        bound += 2.0**-25 if w.channel_scale is None else 0.0
-        assert bool(((multiplied(w, dtype) - expected).abs() <= bound).all())
+        for dtype in HALVES:
+            bound = (EPS[dtype] + 2.0**-11) * most + 2.0**-23 * most.amax(dim=1, keepdim=True)
+            bound += 2.0**-25 if w.channel_scale is None else 0.0
+            assert bool(((multiplied(w, dtype) - expected).abs() <= bound).all()), dtype
 
 
 @pytest.mark.parametrize("scheme", ["w8a16_g128", "w4a16_g32_z", "w6e3m2a16_g64", "w4a16_g32_fz", "w8e4m3a16_b48x64"])
