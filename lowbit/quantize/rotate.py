@@ -13,6 +13,9 @@ from torch import Tensor
 
 ROWS_AT_ONCE = 1 << 22
 """Numbers that are rotated at a time, in float64."""
+LARGEST = 128
+"""Order of Paley's matrix where a smaller one would do: multiplying by one of order n takes n products a number, and there is
+one of order 8192."""
 
 
 class Rotation:
@@ -41,15 +44,18 @@ class Rotation:
 
 
 def hadamard_factors(n: int) -> list[Tensor]:
-    """Matrices of ones and minus ones, float64, whose Kronecker product is a Hadamard matrix of order n; of the Sylvester part
-    none is larger than 64 x 64. Raises ValueError where there is none of this kind."""
-    rest, first = n, None
-    while first is None:
-        first = _paley(rest)
-        if first is None and rest % 2:
-            raise ValueError(f"no Hadamard matrix of order {n:,} is known here, by which {n:,} channels could be rotated")
-        rest = rest if first is not None else rest // 2
-    factors, left = [first], n // rest
+    """Matrices of ones and minus ones, float64, whose Kronecker product is a Hadamard matrix of order n: Paley's, the largest
+    of at most `LARGEST` or else the smallest, and Sylvester's, none larger than 64. Raises ValueError where there is none."""
+    size = n & -n  # the largest power of two in n
+    first = None
+    for rest in (n // size << i for i in range(size.bit_length())):
+        if first is not None and rest > LARGEST:
+            break
+        found = _paley(rest)
+        first = found if found is not None else first
+    if first is None:
+        raise ValueError(f"no Hadamard matrix of order {n:,} is known here, by which {n:,} channels could be rotated")
+    factors, left = [first], n // len(first)
     while left > 1:
         size = min(left, 64)
         factors.append(_sylvester(size))
