@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.func import functional_call
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader
+from lowbit.models.complete import require_complete, require_finite_tensor
 from lowbit.models.decoder import Decoder
 from lowbit.models.names import Names
 from lowbit.models.skeleton import skeleton
@@ -26,6 +27,8 @@ TOLERANCE = 1e-4
 """Largest relative difference, in float32, between what the rotated model computes and what the model does, rotated."""
 
 _EMBEDDING, _NORM, _HEAD = "embed_tokens.weight", "norm.weight", "lm_head.weight"
+_COMPUTED = "rotary_emb.inv_freq"
+"""A tensor that older files have, and nothing reads."""
 _LAYER = re.compile(r"layers\.(\d+)\.(.*)")
 _BEFORE = {"self_attn": "input_layernorm.weight", "mlp": "post_attention_layernorm.weight"}
 """The norm through which a part of a layer reads the residual stream."""
@@ -46,7 +49,8 @@ class RotatedReader(CheckpointReader):
         super().__init__(folder)
         model = skeleton(self.folder)
         names, prefix = Names(model), f"{model.base_model_prefix}."
-        own = {tensor: names.parameter(tensor) or tensor for tensor in self.names()}
+        require_complete(self.folder, model, {tensor: self.info(tensor).shape for tensor in self.names()}, names)
+        own = {tensor: names.parameter(tensor) or tensor for tensor in self.names() if not tensor.endswith(_COMPUTED)}
         self._roles = {tensor: name.removeprefix(prefix) for tensor, name in own.items()}
         self._refuse(type(model).__name__)
         self.untied = _HEAD not in self._roles.values()
@@ -66,7 +70,9 @@ class RotatedReader(CheckpointReader):
 
     def get(self, name: str) -> Tensor:
         """One tensor, rotated."""
-        raw, role = super().get(name), self._roles[name]
+        raw, role = self._raw(name), self._roles.get(name)
+        if role is None:
+            return raw
         if role == _EMBEDDING:
             return self.residual.apply(raw.float())
         if role == _HEAD:
@@ -111,7 +117,11 @@ class RotatedReader(CheckpointReader):
 
     def _read_by(self, weight: Tensor, norm: str) -> Tensor:
         """The weight [N, D] of a layer that reads the residual stream through a norm."""
-        return self.residual.apply(weight.float() * super().get(self._files[norm]).float())
+        return self.residual.apply(weight.float() * self._raw(self._files[norm]).float())
+
+    def _raw(self, name: str) -> Tensor:
+        """One tensor as the files have it, its numbers finite: rotated, one that is not would spoil others."""
+        return require_finite_tensor(self.info(name).file, name, super().get(name))
 
     def _heads(self, x: Tensor, layer: int, dim: int) -> Tensor:
         """x with the channels of each head rotated, along `dim` 0 or -1."""
@@ -122,7 +132,9 @@ class RotatedReader(CheckpointReader):
     def _refuse(self, model: str) -> None:
         """Raises CheckpointError for tensors that no rotation is known for here."""
         roles = set(self._roles.values())
-        missing = [role for role in (_EMBEDDING, _NORM) if role not in roles]
+        layers = {match[1] for match in map(_LAYER.fullmatch, roles) if match is not None}
+        norms = [f"layers.{layer}.{norm}" for layer in sorted(layers, key=int) for norm in _BEFORE.values()]
+        missing = [role for role in (_EMBEDDING, _NORM, *norms) if role not in roles]
         strange = [role for role in sorted(roles - {_EMBEDDING, _NORM, _HEAD}) if not _is_known(role)]
         if missing or strange:
             found = f"has {strange[0]}" if strange else f"has no {missing[0]}"

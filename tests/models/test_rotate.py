@@ -6,9 +6,11 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     GemmaConfig,
@@ -164,6 +166,7 @@ REFUSED = {
     "opt": (eager_opt, "OPTForCausalLM has "),
     "gemma": (lambda: GemmaForCausalLM(GemmaConfig(**SIZES, head_dim=16)), "GemmaForCausalLM computes something else when"),
     "gemma2": (lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=16)), "post_feedforward_layernorm"),
+    "cohere": (lambda: CohereForCausalLM(CohereConfig(**SIZES)), "has no layers.0.post_attention_layernorm.weight"),
     "phi3": (lambda: Phi3ForCausalLM(Phi3Config(**SIZES, pad_token_id=0)), "gate_up_proj.weight"),
     "order": (lambda: Qwen2ForCausalLM(Qwen2Config(**{**SIZES, "hidden_size": 92})), "no Hadamard matrix of order 92"),
 }  # fmt: skip
@@ -176,6 +179,41 @@ def test_what_cannot_be_rotated_is_refused(name, tmp_path):
     with pytest.raises(CheckpointError, match=message):
         quantize_checkpoint(tmp_path / "m", tmp_path / "q", "w8a16", rotation=0)
     assert not (tmp_path / "q").exists()
+
+
+def changed(folder, **tensors):
+    """The files in a folder with some tensors changed, None being none."""
+    file = folder / "model.safetensors"
+    held = {**load_file(file), **{name.replace("__", "."): value for name, value in tensors.items()}}
+    save_file({name: value for name, value in held.items() if value is not None}, file, {"format": "pt"})
+
+
+DAMAGED = {
+    "no file has lm_head.weight": {"lm_head__weight": None},
+    r"v_proj.weight is \[30, 64\], by config.json it is \[32, 64\]": {
+        "model__layers__0__self_attn__v_proj__weight": torch.zeros(30, 64)
+    },
+    "layers.1.input_layernorm.weight: 1 of 64 numbers are not finite": {
+        "model__layers__1__input_layernorm__weight": torch.tensor([float("inf"), *[1.0] * 63])
+    },
+}
+
+
+@pytest.mark.parametrize("message", DAMAGED)
+def test_damaged_files_are_refused_as_without_rotation(message, tmp_path):
+    saved(random(tiny_llama(tied=False)), tmp_path / "m")
+    changed(tmp_path / "m", **DAMAGED[message])
+    for rotation in (None, 0):
+        with pytest.raises(CheckpointError, match=message):
+            quantize_checkpoint(tmp_path / "m", tmp_path / "q", "w8a16", rotation=rotation)
+
+
+def test_frequencies_in_older_files_stay(tmp_path):
+    model = random(tiny_llama(tied=False))
+    saved(model, tmp_path / "m")
+    changed(tmp_path / "m", model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8))
+    quantize_checkpoint(tmp_path / "m", tmp_path / "q", "w8a16", rotation=0)
+    assert distance(tmp_path / "q", model) <= 0.02
 
 
 def test_another_rotation_is_another_run(tmp_path):
