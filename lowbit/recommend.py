@@ -135,7 +135,7 @@ def recommend(
     weights = sum(p.numel() for p in skeleton.parameters())
     linear = sum(n * k for n, k in plan.linears.values())
     full = tensor_bytes(skeleton, None)
-    why = (*_why(chosen, candidates, budget_bytes, divergence, full, kv), *_limits(chosen, plan))
+    why = (*_why(chosen, candidates, budget_bytes, divergence, full, kv), *_limits(chosen, plan, skeleton))
     return Recommendation(str(model), weights, linear, full, kv, chosen, _neighbours(chosen, candidates), why)
 
 
@@ -146,7 +146,7 @@ def tensor_bytes(model: PreTrainedModel, plan: Plan | None) -> int:
     own: set[int] = set()
     total = 0
     shapes = {} if plan is None else plan.shapes
-    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    tied = _tied(model)
     others = {} if plan is None else plan.others
     for name, tensor in model.state_dict(keep_vars=True).items():
         module = name.removesuffix(".weight")
@@ -171,8 +171,9 @@ def cache_bytes(model: PreTrainedModel, context: int) -> int:
         raise ValueError(f"{type(model).__name__}: config.json names no attention heads, so what a context takes is not known")
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    keys, values = (getattr(config, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))  # DeepSeek's differ
     dtype = _dtype(model)
-    spec = CacheSpec(config.num_hidden_layers, kv_heads, head_dim, dtype if dtype.itemsize == 2 else torch.bfloat16)
+    spec = CacheSpec(config.num_hidden_layers, kv_heads, (keys + values) // 2, dtype if dtype.itemsize == 2 else torch.bfloat16)
     return spec.page_bytes * pages_for(context)
 
 
@@ -197,6 +198,11 @@ def measured() -> tuple[dict[str, Any], ...]:
     """The table that `python -m study` writes: models, the smallest first, each with its rows."""
     text = resources.files("lowbit.eval").joinpath("data/divergence.json").read_text(encoding="utf-8")
     return tuple(json.loads(text)["models"])
+
+
+def _tied(model: PreTrainedModel) -> set[str]:
+    """Names of weights that are another one's."""
+    return set(getattr(model, "all_tied_weights_keys", None) or {})
 
 
 def _dtype(model: PreTrainedModel) -> torch.dtype:
@@ -328,7 +334,7 @@ def _why(
     return lines
 
 
-def _limits(chosen: Candidate, plan: Plan) -> list[str]:
+def _limits(chosen: Candidate, plan: Plan, model: PreTrainedModel) -> list[str]:
     """What the figures do not cover, a line each."""
     base, lines = _base(plan.linears), []
     times = sum(n * k for n, k in plan.linears.values()) / base["linear"]
@@ -348,10 +354,10 @@ def _limits(chosen: Candidate, plan: Plan) -> list[str]:
     if chosen.scheme != chosen.measured:
         lines.append(f"it was measured as {chosen.measured}; finer groups lose less, coarser ones more")
     if plan.kept:
-        weights = sum(row.weights for row in plan.kept)
-        lines.append(
-            f"{weights:,} weights of {len(plan.kept)} modules, embeddings and LM head among them, are counted in 16 bits"
-        )
+        weights = sum(row.weights for row in plan.kept if f"{row.name}.weight" not in _tied(model))
+        others = sorted({row.kind for row in plan.kept} - {"Linear", "Embedding"})
+        among = ", ".join(["embeddings and LM head among them", *others])
+        lines.append(f"{weights:,} weights of {len(plan.kept)} modules ({among}) are counted in 16 bits")
     lines += [line for line in plan.lines() if line.startswith("slow on a GPU")]
     lines.append("measure it on your own text: lowbit eval OUT --reference MODEL --suite text")
     return lines

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from transformers import GPT2Config, LlamaConfig, OPTConfig
+from transformers import DeepseekV3Config, GPT2Config, LlamaConfig, MixtralConfig, OPTConfig
 
 from lowbit import recommend as room
 from lowbit.checkpoint import CheckpointError, CheckpointReader
@@ -92,6 +92,25 @@ def test_bytes_of_a_context(tmp_path):
     assert cache_bytes(model, 128) == CacheSpec(2, 2, 64, torch.bfloat16).page_bytes
     opt = OPTConfig(hidden_size=64, ffn_dim=192, num_hidden_layers=3, num_attention_heads=4, vocab_size=160)
     assert cache_bytes(skeleton(config_only(tmp_path / "opt", opt)), 128) == 2 * 3 * 64 * 2 * 128
+
+    # Keys of 24 + 8 channels, values of 24, four heads of each
+    deepseek = DeepseekV3Config(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4, v_head_dim=24,
+        qk_nope_head_dim=24, qk_rope_head_dim=8, vocab_size=160,
+    )  # fmt: skip
+    assert cache_bytes(skeleton(config_only(tmp_path / "deepseek", deepseek)), 128) == 2 * 4 * (32 + 24) * 2 * 128
+
+
+def test_weights_that_stay_in_16_bits_count_once(tmp_path):
+    tied = recommend(config_only(tmp_path / "tied", llama(tie_word_embeddings=True)), budget_bytes=1e9)
+    assert any(f"{512 * 256:,} weights of 2 modules (embeddings and LM head among them) are" in line for line in tied.why)
+    experts = MixtralConfig(
+        hidden_size=256, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=512, num_local_experts=4,
+    )  # fmt: skip
+    found = recommend(config_only(tmp_path / "experts", experts), budget_bytes=1e9)
+    weights = 2 * 512 * 256 + 2 * 4 * 256 + 2 * 4 * 3 * 64 * 256
+    assert any(f"{weights:,} weights of 6 modules (embeddings and LM head among them, MixtralE" in line for line in found.why)
 
 
 def test_the_nearest_measured_model_is_no_larger(table, tmp_path):

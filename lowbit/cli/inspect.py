@@ -75,10 +75,11 @@ def _contents(model: Path, check: bool) -> Inspected:
         checked = _checked(reader) if check else []
         manifest = reader.manifest
         layers = manifest.layers if manifest else {}
+        rotated = [] if manifest is None or manifest.rotation is None else [f"rotated (--rotate --seed {manifest.rotation})"]
         rows = [_layer_row(name, reader.layer(name)) for name in layers]
         packed = {tensor for name, entry in layers.items() for tensor in expected_tensors(name, entry)}
         rest = sum(_tensor_bytes(reader, name) for name in reader.names() if name not in packed)
-    return rows, rest, manifest.modules_to_not_convert if manifest else (), checked, "lowbit" if manifest else "none"
+    return rows, rest, manifest.modules_to_not_convert if manifest else (), rotated + checked, "lowbit" if manifest else "none"
 
 
 def _foreign_contents(model: Path) -> Inspected:

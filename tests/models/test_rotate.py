@@ -238,6 +238,7 @@ def test_the_command(tmp_path):
     result = run("quantize", tmp_path / "m", tmp_path / "q", "--scheme", "w8a16", "--rotate", "--seed", "4")
     assert result.exit_code == 0 and "come apart when they are rotated" in result.stderr
     assert json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]["rotation"] == 4
+    assert "rotated (--rotate --seed 4)" in run("inspect", tmp_path / "q").stdout
     config = tmp_path / "q" / "config.json"
     config.write_text(config.read_text().replace('"rotation": 4', '"rotation": "x"'))
     assert "rotation is the seed" in run("inspect", tmp_path / "q").stderr
