@@ -307,7 +307,7 @@ def _why(
         near = "" if least.kl == chosen.kl else f", all but that of {_of(least)}, for less work or fewer bytes"
         lines.append(f"the least divergence in {gigabytes(budget)}{near}: {gigabytes(chosen.bytes)} of weights{beside}")
         if full + kv <= budget:
-            lines.append(f"the 16-bit model takes {gigabytes(full)} and fits as it is; quantized it is smaller and faster")
+            lines.append(f"the model takes {gigabytes(full)} and fits as it is; quantized it is smaller and faster")
         if better:
             lines.append(f"the next better is {better[0].scheme} by {better[0].method}, {gigabytes(better[0].bytes + kv)}")
     else:
@@ -357,7 +357,9 @@ def _limits(chosen: Candidate, plan: Plan, model: PreTrainedModel) -> list[str]:
         weights = sum(row.weights for row in plan.kept if f"{row.name}.weight" not in _tied(model))
         others = sorted({row.kind for row in plan.kept} - {"Linear", "Embedding"})
         among = ", ".join(["embeddings and LM head among them", *others])
-        lines.append(f"{weights:,} weights of {len(plan.kept)} modules ({among}) are counted in 16 bits")
+        lines.append(
+            f"{weights:,} weights of {len(plan.kept)} modules ({among}) are counted in {8 * _dtype(model).itemsize} bits"
+        )
     lines += [line for line in plan.lines() if line.startswith("slow on a GPU")]
     lines.append("measure it on your own text: lowbit eval OUT --reference MODEL --suite text")
     return lines

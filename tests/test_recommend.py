@@ -104,6 +104,8 @@ def test_bytes_of_a_context(tmp_path):
 def test_weights_that_stay_in_16_bits_count_once(tmp_path):
     tied = recommend(config_only(tmp_path / "tied", llama(tie_word_embeddings=True)), budget_bytes=1e9)
     assert any(f"{512 * 256:,} weights of 2 modules (embeddings and LM head among them) are" in line for line in tied.why)
+    wide = recommend(config_only(tmp_path / "wide", llama(), torch.float32), budget_bytes=1e9)
+    assert any("among them) are counted in 32 bits" in line for line in wide.why)
     experts = MixtralConfig(
         hidden_size=256, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=512, num_local_experts=4,
