@@ -8,6 +8,7 @@ vLLM's own `vllm:bf16`, `vllm:int4` (symmetric, groups of 128, by the kernel tha
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import itertools
 import json
@@ -267,7 +268,7 @@ class _Process:
     its standard input."""
 
     def __init__(self, impl: str, request: Request, limit_s: float | None) -> None:
-        self.impl, self.limit_s = impl, limit_s
+        self.impl, self.batches, self.limit_s = impl, len(request.batches), limit_s
         self.begin, self.load_s, self.error = time.perf_counter(), 0.0, ""
         command = [sys.executable, "-m", "lowbit.bench.vllm", "--one", impl, json.dumps(asdict(request))]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -281,15 +282,15 @@ class _Process:
         self.lines.put("")
 
     def _next(self, until: float | None) -> dict[str, Any] | None:
-        """What it says next; None at its end. One that says nothing until then is ended."""
+        """What it says next; None, and why in `error`, where it fails. One that says nothing until then is ended."""
         try:
             line = self.lines.get(timeout=None if until is None else max(0.0, until - time.perf_counter()))
         except queue.Empty:
             self.error = f"nothing for {self.limit_s:g} s"
+            self.end()
             return None
         if not line:
-            code = self.process.wait()
-            self.error = f"the process ended with {code}" if code else ""
+            self.error = f"the process ended with {self.process.wait()}"
             return None
         said: dict[str, Any] = json.loads(line)
         self.error = said.get("error") or ""
@@ -304,9 +305,13 @@ class _Process:
         """Lets it measure."""
         if not self.error:
             assert self.process.stdin is not None
-            self.process.stdin.write("\n")
-            self.process.stdin.flush()
-            while (row := self._next(None if self.limit_s is None else time.perf_counter() + self.limit_s)) is not None:
+            with contextlib.suppress(BrokenPipeError):  # it has ended since it started: `_next` says so
+                self.process.stdin.write("\n")
+                self.process.stdin.flush()
+            for _ in range(self.batches):
+                row = self._next(None if self.limit_s is None else time.perf_counter() + self.limit_s)
+                if row is None:
+                    break
                 yield row | {"load_s": self.load_s}
         if self.error:
             own, _, scheme = self.impl.partition(":")

@@ -71,6 +71,35 @@ def test_an_implementation_that_fails_is_a_row(tmp_path):
     assert "No module named 'vllm'" in row["error"] and json.loads((tmp_path / "out.json").read_text())["complete"]
 
 
+ENGINES = """#!/bin/sh
+# -m lowbit.bench.vllm --one IMPLEMENTATION REQUEST
+case $4 in
+vllm:fp8) echo $$ > "$0.silent"; exec sleep 60;;
+vllm:bf16) echo '{"started": true}'; exec 0<&-; touch "$0.gone";;
+*) echo '{"started": true}'; read line
+   while [ ! -e "$0.gone" ]; do sleep 0.1; done
+   kill -0 "$(cat "$0.silent")" 2> "$0.error" && alone=false || alone=true
+   row='"impl": "vllm", "scheme": "int4", "tokens_s": 1, "first_s": 1, "step_ms": null, "kernels": null, "error": null'
+   echo "{$row, \\"batch\\": 1, \\"alone\\": $alone}"; echo "{$row, \\"batch\\": 3}"; exit 3;;
+esac
+"""
+
+
+def test_engines_that_fall_silent_or_end_leave_the_others_alone(tmp_path, monkeypatch):
+    """One that says nothing is gone before another is measured; one that ends after its start is a row; what an engine does
+    after its last row does not matter."""
+    engines = tmp_path / "engines"
+    engines.write_text(ENGINES)
+    engines.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(engines))
+    request = Request("Llama-3-8B", (1, 3), 8, 4)
+    document = run(tmp_path / "out.json", ["vllm:int4", "vllm:fp8", "vllm:bf16"], request, together=3, limit_s=3)
+    first, second, silent, ended = document["rows"]
+    assert first["alone"] and (first["batch"], second["batch"], second["error"]) == (1, 3, None)
+    assert (silent["scheme"], silent["error"]) == ("fp8", "nothing for 3 s")
+    assert (ended["scheme"], ended["error"]) == ("bf16", "the process ended with 0") and document["complete"]
+
+
 @needs_vllm
 def test_a_whole_run(tmp_path, monkeypatch):
     for name, value in SETTINGS.items():
