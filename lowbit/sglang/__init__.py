@@ -8,13 +8,20 @@ from __future__ import annotations
 
 
 def register() -> None:
-    """Makes the method "lowbit" known to the SGLang of this process, as often as it is called."""
-    from sglang.srt.arg_groups.choices import QUANTIZATION_CHOICES
-    from sglang.srt.layers.quantization import QUANTIZATION_METHODS
-
+    """Makes the method "lowbit" known to the SGLang of this process, as often as it is called, and whatever that SGLang is:
+    whoever serves other checkpoints is not concerned."""
     from lowbit.checkpoint.schema import METHOD
-    from lowbit.sglang.methods import LowbitSGLang
 
+    try:
+        from sglang.srt.arg_groups.choices import QUANTIZATION_CHOICES
+        from sglang.srt.layers.quantization import QUANTIZATION_METHODS
+
+        from lowbit.sglang.methods import LowbitSGLang
+    except ImportError as error:  # an SGLang without these names, whose own error follows if the method is asked for
+        import logging
+
+        logging.getLogger(__name__).debug("the method lowbit is not registered with this SGLang: %s", error)
+        return
     QUANTIZATION_METHODS[METHOD] = LowbitSGLang
     if METHOD not in QUANTIZATION_CHOICES:
         QUANTIZATION_CHOICES.append(METHOD)
