@@ -38,8 +38,8 @@ from lowbit.kernels.parts.operand import operand_a, registers_layout
 
 ROWS = 64
 STEP_K = 128
-FEW, MANY = (16, 6), (64, 3)
-"""Tokens of a block and stages: with 48 KiB of shared memory two blocks share an SM on every machine."""
+FEW, MANY = (16, 4), (64, 3)
+"""Tokens of a block and stages: at most 48 KiB of shared memory, so that two blocks share an SM on every machine."""
 
 STEP = gl.constexpr(STEP_K)
 WORD_TILES = gl.constexpr(TILES)
