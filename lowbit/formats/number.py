@@ -130,7 +130,7 @@ NumberFormat = IntFormat | FloatFormat
 
 @functools.cache
 def _values(fmt: NumberFormat) -> Tensor:
-    return torch.tensor([fmt.value_of(c) for c in range(1 << fmt.bits)], dtype=torch.float32)
+    return torch.tensor([fmt.value_of(c) for c in range(1 << fmt.bits)], dtype=torch.float32, device="cpu")
 
 
 def code_values(fmt: NumberFormat) -> Tensor:

@@ -267,7 +267,7 @@ def _embed_plan(dtype: torch.dtype, scaled: bool, end: str, offset: float, *tens
 
 @functools.lru_cache(maxsize=256)
 def _rounded(scale: float, dtype: torch.dtype) -> float:
-    return float(torch.tensor(scale, dtype=dtype))
+    return float(torch.tensor(scale, dtype=dtype, device="cpu"))
 
 
 @torch.library.impl("lowbit::embed_rows", "CUDA")

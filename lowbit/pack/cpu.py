@@ -190,14 +190,14 @@ def _pieces(shape: tuple[int, int]) -> list[tuple[int, int]]:
 def block_rows() -> int:
     """Rows of w that torch's int4 product keeps together: 64 with AVX-512, 32 with AVX2."""
     rows = 128
-    order = _nibbles(torch.tensor([[0, 1]], dtype=torch.int32).expand(rows, 2).contiguous())
+    order = _nibbles(torch.tensor([[0, 1]], dtype=torch.int32, device="cpu").expand(rows, 2).contiguous())
     return int(order.argmax())  # column 0 of a block comes first, whole
 
 
 @functools.cache
 def _column_order(rows: int) -> Tensor:
     """Which row of a block of so many each entry of a column belongs to, found by packing the rows' own numbers."""
-    number = torch.arange(rows, dtype=torch.int32)[:, None].expand(rows, 2)
+    number = torch.arange(rows, dtype=torch.int32, device="cpu")[:, None].expand(rows, 2)
     low, high = (_nibbles(part.contiguous())[:rows] for part in (number & 15, number >> 4))
     return (low + 16 * high).long()
 

@@ -171,7 +171,8 @@ def word_places(bits: int, device: torch.device | None = None) -> Tensor:
     """Where in a tile's 32 * bits words each word of each lane lies: int64 [32, bits]."""
     places, start = [], 0
     for words in WORD_GROUPS[bits]:
-        places.append(start + words * torch.arange(LANES)[:, None] + torch.arange(words))
+        lane, word = torch.arange(LANES, device="cpu"), torch.arange(words, device="cpu")  # whatever the default is
+        places.append(start + words * lane[:, None] + word)
         start += LANES * words
     return torch.cat(places, dim=1).to(device=device)
 

@@ -6,10 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit.formats import float_format, int_format
+from lowbit.formats import code_values, float_format, int_format
+from lowbit.formats.number import _values
 from lowbit.hardware.fields import WORD_GROUPS, field_order
 from lowbit.hardware.mma import MMA_M16N8K8_F16, MMA_M16N8K16_F16, MMA_M16N8K32_S8, MMA_M16N8K64_S4, wgmma_f16, wgmma_s8
+from lowbit.kernels.cpu.torch_int4 import _values_of_bytes
 from lowbit.pack import FragmentOrder
+from lowbit.pack.cpu import _column_order, block_rows
+from lowbit.pack.fragment import _moves, word_places
 
 from .test_layout import random_codes
 
@@ -121,3 +125,16 @@ def test_impossible_orders_are_refused() -> None:
         FragmentOrder(MMA_M16N8K64_S4).pack(random_codes(64, 64, 5), 5)
     with pytest.raises(ValueError, match=r"codes of fp6_e3m2 have 6 bits"):
         FragmentOrder(MMA_M16N8K16_F16, float_format(3, 2)).pack(random_codes(64, 64, 5), 5)
+
+
+def test_tables_that_are_kept_do_not_follow_the_default_device() -> None:
+    """Made first under `torch.device("meta")`, as models are, they would be without numbers for the rest of the process."""
+    for table in (word_places, _moves, _values, _values_of_bytes, _column_order, block_rows):
+        table.cache_clear()
+    codes = random_codes(32, 128, 4)
+    with torch.device("meta"):
+        planes = F16_ORDER.pack(codes, 4)
+        values = code_values(int_format(4))
+        column_order, of_bytes = _column_order(block_rows()), _values_of_bytes(torch.bfloat16)
+    assert torch.equal(F16_ORDER.unpack(planes, 4, (32, 128)), codes) and values.tolist() == list(range(-8, 8))
+    assert {each.device.type for each in (column_order, of_bytes, word_places(4))} == {"cpu"}

@@ -50,7 +50,7 @@ def int4_gemm_decoding(x: Tensor, codes: Tensor, scale: Tensor, group: int, zero
 @functools.cache
 def _values_of_bytes(dtype: torch.dtype) -> Tensor:
     """Of every byte both its values code4 - 8, one integer that holds two numbers of `dtype`: one look-up for two weights."""
-    byte = torch.arange(256)
+    byte = torch.arange(256, device="cpu")
     values = (torch.stack((byte & 15, byte >> 4), dim=-1) - 8).to(dtype)
     return values.view(torch.int32 if dtype == torch.bfloat16 else torch.int64)[:, 0].contiguous()
 
