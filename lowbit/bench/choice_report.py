@@ -76,8 +76,9 @@ def falls(rows: Iterable[Row], chooser: Chooser = chosen) -> list[tuple[float, R
 
 
 def beside_cublas(rows: Iterable[Row], chooser: Chooser = chosen) -> list[tuple[float, Row]]:
-    """Times as fast as cuBLAS in fp16, of rows that are held to it, the slowest first."""
-    held = [row for row in rows if row["m"] >= BESIDE_CUBLAS_M and min(row["n"], row["k"]) >= BESIDE_CUBLAS_NK]
+    """Times as fast as cuBLAS in fp16, of rows that are held to it and have its time, the slowest first."""
+    large = [row for row in rows if row["m"] >= BESIDE_CUBLAS_M and min(row["n"], row["k"]) >= BESIDE_CUBLAS_NK]
+    held = [row for row in large if row["cublas_us"]]
     return sorted(((row["cublas_us"] / us, row) for row, us in timed(held, chooser)), key=lambda each: each[0])
 
 

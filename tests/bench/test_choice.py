@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -175,6 +176,16 @@ def test_a_result_file_is_printed_without_a_gpu(result_file):
     assert result.exit_code == 0, result.output
     assert "1.050" in result.output and "w4a16_g128 2048 x 4096 M 1" in result.output
     assert "WrongResult: relative error 1" in result.output
+
+
+KEPT = sorted((Path(__file__).parents[2] / "bench" / "results").glob("*/*-choice*.json"))
+
+
+@pytest.mark.parametrize("path", KEPT, ids=lambda path: path.name)
+def test_kept_result_files_are_printed(path):
+    """One of them has no times of cuBLAS."""
+    done = CliRunner().invoke(app, ["bench", "choice", "--report", str(path)])
+    assert done.exit_code == 0 and "slower than with more tokens" in done.output and "…" not in done.output
 
 
 def test_a_result_file_that_lacks_something_is_refused(result_file):
