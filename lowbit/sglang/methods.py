@@ -27,6 +27,9 @@ MOST_TOKENS = 8192
 _MEMBERS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """What SGLang's models stack, of which few state it."""
 
+_ADDED = ("packed_modules_mapping", "hf_config")
+"""Fields that SGLang adds to what config.json states."""
+
 _READ_BY_OTHERS = ("kv_b_proj",)
 """Layers whose weights SGLang reads itself, without calling a method (multi-head latent attention)."""
 
@@ -58,7 +61,7 @@ class LowbitSGLang(QuantizationConfig):  # type: ignore[misc]
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> LowbitSGLang:
         """Raises CheckpointError, naming the field, for a configuration that states no layers."""
-        stated = {key: value for key, value in config.items() if key != "packed_modules_mapping"}  # SGLang's own addition
+        stated = {key: value for key, value in config.items() if key not in _ADDED}
         source = source_of(stated)
         if not isinstance(source, OwnCheckpoint):
             raise CheckpointError("config.json: SGLang serves models that are quantized already: lowbit quantize MODEL FOLDER")

@@ -32,7 +32,7 @@ def method(matrices):
 
     layers = {f"m.{name}": LayerEntry.of(q) for name, q in matrices.items() if name in SCHEMES}
     manifest = Manifest(parse_scheme("w4a16_g128"), layers, ())
-    return LowbitSGLang.from_config(manifest.to_dict() | {"packed_modules_mapping": {}})
+    return LowbitSGLang.from_config(manifest.to_dict() | {"packed_modules_mapping": {}, "hf_config": object()})
 
 
 def loaded(layer, matrices, ids):
