@@ -43,6 +43,11 @@ class TileStage:
     warps: int
     slices: int = 1
 
+    def __post_init__(self) -> None:
+        of_turn = 4 * self.warps  # tokens; of two turns the second begins 8 tokens on, or 16, ..., where rows lie alike
+        if self.tokens % of_turn or (self.tokens > of_turn and of_turn % 8):
+            raise ValueError(f"{self.warps} warps copy {of_turn} tokens at once, a tile of {self.tokens} is no multiple")
+
     @property
     def threads(self) -> int:
         return 32 * self.warps

@@ -67,6 +67,12 @@ def test_x_comes_whole_and_ends_in_zeros(tokens, warps, m, k, slices):
     assert (others == 255).all(), "nothing else is written"
 
 
+@pytest.mark.parametrize(("tokens", "warps"), [(16, 8), (48, 8), (64, 1)])
+def test_tokens_that_its_threads_would_leave_out_are_refused(tokens, warps):
+    with pytest.raises(ValueError, match=f"a tile of {tokens} is no multiple"):
+        stage(tokens=tokens, warps=warps)
+
+
 @pytest.mark.parametrize("slices", [1, 2, 4])
 def test_ldmatrix_meets_no_bank_twice(slices):
     """8 tokens of a piece of 8 k lie in 8 different groups of 4 banks."""
