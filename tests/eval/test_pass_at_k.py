@@ -40,7 +40,7 @@ def test_impossible_counts(arguments):
 def test_solve_counts_what_passes():
     pipe = ScriptedPipeline(["    return a + b\n", "    return a - b\n", "    return b + a\n", "    while True: pass\n",
                              "    return 2\n", "    return 1\n", "    return (\n", "    exit(0)\n"])  # fmt: skip
-    result = solve(pipe, [ADD, ONE], samples=4, ks=(1, 4), limits=Limits(seconds=1), max_new_tokens=9)
+    result = solve(pipe, [ADD, ONE], samples=4, ks=(1, 4), limits=Limits(seconds=4), max_new_tokens=9)
     assert [(s.problem, s.passed) for s in result.problems] == [("t/0", 2), ("t/1", 1)]
     assert result.values == {1: pytest.approx((2 / 4 + 1 / 4) / 2), 4: 1.0}
     assert result.standard_errors[1] == pytest.approx(0.125)

@@ -118,7 +118,7 @@ def test_a_second_input_of_another_size_is_refused():
 @pytest.mark.parametrize(
     ("capability", "words"),
     [
-        ((7, 5), "sm_80, sm_86, sm_89, sm_90, sm_100, sm_120; NVIDIA T4 is sm_75"),
+        ((7, 5), "sm_80, sm_86, sm_87, sm_89, sm_90, sm_100, sm_103, sm_110, sm_120, sm_121; NVIDIA T4 is sm_75"),
         ((8, 6), ""),
         ((9, 0), "strides are 8 at most"),
         ((12, 0), ""),
