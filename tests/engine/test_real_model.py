@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import lowbit
-from lowbit import demo
 from lowbit.engine import Request
 from tests.engine.test_gpu import check_greedy, compared
 
@@ -26,14 +25,6 @@ PROMPTS = (
 )
 OTHERS = {None: 10, "w8a16": 20, "w6e3m2a16": 30, "w4a16_g64": 60}
 """Of 2,000 tokens, how many may be others than the likeliest: their logits are as near as rounding."""
-
-
-@pytest.fixture(scope="module")
-def smollm2():
-    try:
-        return demo.bring_model(print)
-    except demo.DemoError as error:
-        pytest.skip(str(error))
 
 
 @pytest.mark.parametrize("scheme", list(OTHERS))

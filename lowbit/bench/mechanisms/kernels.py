@@ -13,14 +13,10 @@ CLOCK = gl.constexpr("mov.u32 $0, %clock;")
 HELD = gl.constexpr(",".join(["=r"] + ["r"] * (REGISTERS + 1)))
 
 
-@dataclass(frozen=True)
-class DecodeLoop:
-    """Compile-time facts of `decode_loop`."""
+class Warps:
+    """What loops know of their block: each thread has one element."""
 
-    decode: Decode
     warps: int
-    chained: bool
-    digest: str = source_digest()
 
     @property
     def threads(self) -> int:
@@ -29,6 +25,16 @@ class DecodeLoop:
     @property
     def threads_layout(self) -> gl.BlockedLayout:
         return gl.BlockedLayout([1], [32], [self.warps], [0])
+
+
+@dataclass(frozen=True)
+class DecodeLoop(Warps):
+    """Compile-time facts of `decode_loop`."""
+
+    decode: Decode
+    warps: int
+    chained: bool
+    digest: str = source_digest()
 
 
 @gluon.jit
@@ -76,20 +82,12 @@ def decode_loop(out, clocks, words, step, turns, C: gl.constexpr):
 
 
 @dataclass(frozen=True)
-class StepLoop:
+class StepLoop(Warps):
     """Compile-time facts of `step_loop`."""
 
     step: Step
     warps: int
     digest: str = source_digest()
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.warps
-
-    @property
-    def threads_layout(self) -> gl.BlockedLayout:
-        return gl.BlockedLayout([1], [32], [self.warps], [0])
 
 
 @gluon.jit
