@@ -34,7 +34,7 @@ from lowbit.kernels.parts.gluon import (
     wait_copies,
 )
 from lowbit.kernels.parts.launch import Launcher
-from lowbit.kernels.parts.operand import operand_a, registers_layout
+from lowbit.kernels.parts.operand import operand_a, registers_layout, split_words
 
 ROWS = 64
 STEP_K = 128
@@ -198,16 +198,6 @@ def copy_step(source, x_shared, w_shared, group, slot, C: gl.constexpr):
     for plane in gl.static_range(PLANES):
         copy_words(source, w_shared[plane], slot, group, plane, C)
     commit_copies()
-
-
-@gluon.jit
-def split_words(words, COUNT: gl.constexpr, C: gl.constexpr):
-    """[lanes, COUNT] -> COUNT tensors, one element per thread."""
-    if COUNT == 1:
-        return (gl.convert_layout(gl.reshape(words, [C.threads]), C.threads_layout, assert_trivial=True),)
-    else:
-        low, high = gl.split(gl.permute(gl.reshape(words, [C.threads, 2, COUNT // 2]), [0, 2, 1]))
-        return split_words(low, COUNT // 2, C) + split_words(high, COUNT // 2, C)
 
 
 @gluon.jit
