@@ -33,7 +33,7 @@ torch.library.define(
     "lowbit::byte_gemm",
     "(Tensor x, Tensor x_scale, Tensor codes, Tensor? scale, Tensor? channel_scale, Tensor sums, Tensor? bias, str scheme,"
     " SymInt n, ScalarType dtype, Tensor? x_zero=None, str function='none', Tensor? y_scale=None,"
-    " bool batch_invariant=False) -> Tensor",
+    " bool batch_invariant=False, bool fast_accum=False) -> Tensor",
 )
 
 _scheme = functools.lru_cache(maxsize=None)(parse_scheme)
@@ -42,16 +42,19 @@ _scheme = functools.lru_cache(maxsize=None)(parse_scheme)
 def byte_gemm(
     x: Tensor, x_scale: Tensor, w: OperandWeight, bias: Tensor | None = None, *, dtype: torch.dtype = torch.bfloat16,
     x_zero: Tensor | None = None, function: str = "none", y_scale: Tensor | None = None, batch_invariant: bool = False,
+    fast_accum: bool = False,
 ) -> Tensor:  # fmt: skip
     """y [.., N] = function(((x [.., K] - x_zero) * x_scale) . dequant(w)[N, K]^T + bias [N]) of `dtype`.
 
     Everything but w is as in `scaled_gemm`; scales of x in blocks of 128 go with 8-bit weights only. What follows the sums is
-    in float32, with one rounding to `dtype`. With `batch_invariant`, a row of y has the same bits in every batch. Raises
-    ValueError for tensors that do not fit together.
+    in float32, with one rounding to `dtype`. With `batch_invariant`, a row of y has the same bits in every batch. With
+    `fast_accum`, sums of fp8 by fp8 whose scales do not change along K stay in the tensor core of an sm_90, as those of
+    `torch._scaled_mm(use_fast_accum=True)` do, at ten times the error and more (docs/numerics.md); elsewhere it changes
+    nothing. Raises ValueError for tensors that do not fit together, and for both at once.
     """
     return torch.ops.lowbit.byte_gemm(
         x, x_scale, w.codes, w.scale, w.channel_scale, w.sums, bias, w.scheme.name, w.shape[0], dtype, x_zero, function,
-        y_scale, batch_invariant,
+        y_scale, batch_invariant, fast_accum,
     )  # fmt: skip
 
 
@@ -88,11 +91,16 @@ def _check(
         raise ValueError("byte_gemm: x with scales of blocks goes with 8-bit weights; `scaled_gemm` takes it with all")
 
 
+def _check_sums(batch_invariant: bool, fast_accum: bool) -> None:
+    if batch_invariant and fast_accum:
+        raise ValueError("byte_gemm: fast sums differ between small and large batches: batch_invariant or fast_accum, not both")
+
+
 @torch.library.impl("lowbit::byte_gemm", "CUDA")
 def _byte_gemm(
     x: Tensor, x_scale: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, sums: Tensor,
     bias: Tensor | None, scheme: str, n: int, dtype: torch.dtype, x_zero: Tensor | None = None, function: str = "none",
-    y_scale: Tensor | None = None, batch_invariant: bool = False,
+    y_scale: Tensor | None = None, batch_invariant: bool = False, fast_accum: bool = False,
 ) -> Tensor:  # fmt: skip
     k = x.shape[-1]
     rows = _aligned_rows(x if x.dim() == 2 else x.reshape(-1, k))
@@ -100,7 +108,8 @@ def _byte_gemm(
     if x_zero is not None:
         x_zero = x_zero.reshape(-1).expand(rows.shape[0]).contiguous()
     others = tuple(described(t) for t in (codes, scale, channel_scale, sums, bias, x_scale, x_zero, y_scale))
-    plan = _plan(scheme, rows.shape[0], n, x.shape, x.dtype, x.device, dtype, function, others, batch_invariant)
+    asked = batch_invariant, fast_accum
+    plan = _plan(scheme, rows.shape[0], n, x.shape, x.dtype, x.device, dtype, function, others, *asked)
     if plan is None:
         return x.new_empty((*x.shape[:-1], n), dtype=dtype)
     arguments = (rows, x_scale, x_zero, codes, scale, channel_scale, sums, bias)
@@ -115,7 +124,7 @@ def _byte_gemm(
 @functools.lru_cache(maxsize=4096)
 def _plan(
     scheme: str, m: int, n: int, x_shape: torch.Size, x_type: torch.dtype, on: torch.device, dtype: torch.dtype,
-    function: str, others: tuple[Described | None, ...], batch_invariant: bool,
+    function: str, others: tuple[Described | None, ...], batch_invariant: bool, fast_accum: bool,
 ) -> ScaledPlan | NarrowPlan | PlainPlan | None:  # fmt: skip
     """The plan of a product; None where there is nothing to compute. Raises ValueError when the tensors do not fit."""
     parsed = _scheme(scheme)
@@ -125,6 +134,7 @@ def _plan(
     x = torch.empty(x_shape, dtype=x_type, device="meta")
     zero = None if x_zero is None else x_zero.new_empty((*x_shape[:-1], 1))
     _check(x, x_scale, codes, scale, channel, sums, bias, parsed, n, dtype, zero, function, y_scale)
+    _check_sums(batch_invariant, fast_accum)
     devices = {on, *(t[2] for t in others if t is not None)}
     if len(devices) > 1:
         raise ValueError(f"byte_gemm: all tensors must be on one device, got {sorted(map(str, devices))}")
@@ -134,7 +144,7 @@ def _plan(
         return None
     blocks = x_scale.numel() > m
     kind: XScale = "block" if blocks else "tensor" if x_scale.numel() == 1 and m > 1 else "token"
-    shape = scaled_shape(parsed, m, n, k, blocks)
+    shape = scaled_shape(parsed, m, n, k, blocks, fast_accum)
     machine = machine_of(on)
     if "wgmma" in machine.arch.features:
         tile = choose_scaled(shape, machine, batch_invariant)
@@ -162,9 +172,10 @@ def plan_for_scaled(
 def _fake(
     x: Tensor, x_scale: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, sums: Tensor,
     bias: Tensor | None, scheme: str, n: int, dtype: torch.dtype, x_zero: Tensor | None = None, function: str = "none",
-    y_scale: Tensor | None = None, batch_invariant: bool = False,
+    y_scale: Tensor | None = None, batch_invariant: bool = False, fast_accum: bool = False,
 ) -> Tensor:  # fmt: skip
     _check(x, x_scale, codes, scale, channel_scale, sums, bias, _scheme(scheme), n, dtype, x_zero, function, y_scale)
+    _check_sums(batch_invariant, fast_accum)
     return x.new_empty((*x.shape[:-1], n), dtype=dtype)
 
 

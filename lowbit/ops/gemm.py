@@ -51,14 +51,16 @@ def pack_for(q: QuantTensor, dtype: torch.dtype = torch.bfloat16, *, batch_invar
 
 def gemm(
     x: Tensor | Activations, w: GemmWeight, bias: Tensor | None = None, *, dtype: torch.dtype | None = None,
-    batch_invariant: bool = False, function: str = "none", y_scale: Tensor | None = None,
+    batch_invariant: bool = False, function: str = "none", y_scale: Tensor | None = None, fast_accum: bool = False,
 ) -> Tensor:  # fmt: skip
     """y [.., N] = x [.., K] . dequant(w)[N, K]^T + bias [N], in x's dtype.
 
     x is fp16, bf16 or fp32; under a scheme with 8-bit activations it is quantized first, token by token, or is quantized
     already (`quantize_activations`): y is then of `dtype`, bfloat16 if not given, and `function` and `y_scale` are those of
-    `ops.scaled_gemm`. With `batch_invariant`, a row of y has the same bits in every batch. Raises ValueError for tensors that
-    do not fit together, and UnsupportedProblem where no kernel for this form does what is asked.
+    `ops.scaled_gemm`. With `batch_invariant`, a row of y has the same bits in every batch. `fast_accum` is that of
+    `torch._scaled_mm`: sums of fp8 by fp8 stay in the tensor core, which has few bits for them, a little faster and ten times
+    less exact (docs/numerics.md); everywhere else it changes nothing. Raises ValueError for tensors that do not fit together,
+    and UnsupportedProblem where no kernel for this form does what is asked.
     """
     if batch_invariant and isinstance(w, (RowWeight, CpuWeight)):
         problem = problem_on(w.codes.device, w.scheme, 1, w.shape, torch.bfloat16, batch_invariant=True)
@@ -66,9 +68,10 @@ def gemm(
     if w.scheme.activation is not None:
         made = quantized(x, w.scheme) if isinstance(x, Tensor) else x
         kind = dtype or (x.dtype if isinstance(x, Tensor) else torch.bfloat16)
-        return _scaled(made, w, bias, kind, batch_invariant, function, y_scale)
-    if not isinstance(x, Tensor) or dtype is not None or function != "none" or y_scale is not None:
-        raise ValueError(f"gemm: {w.scheme} takes x in 16 or 32 bits, and y is of its type, with no function after the product")
+        return _scaled(made, w, bias, kind, batch_invariant, function, y_scale, fast_accum)
+    if not isinstance(x, Tensor) or dtype is not None or function != "none" or y_scale is not None or fast_accum:
+        wanted = "x in 16 or 32 bits, and y is of its type, with no function after the product and no fast_accum"
+        raise ValueError(f"gemm: {w.scheme} takes {wanted}")
     match w:
         case FragmentWeight():
             return fragment_gemm(x, w, bias, batch_invariant=batch_invariant)
@@ -92,13 +95,13 @@ def quantized(x: Tensor, scheme: Scheme) -> Activations:
 
 def _scaled(
     x: Activations, w: GemmWeight, bias: Tensor | None, dtype: torch.dtype, batch_invariant: bool, function: str,
-    y_scale: Tensor | None,
+    y_scale: Tensor | None, fast_accum: bool,
 ) -> Tensor:  # fmt: skip
     match w:
         case OperandWeight():
             return byte_gemm(
                 x.codes, x.scale, w, bias, dtype=dtype, x_zero=x.zero, function=function, y_scale=y_scale,
-                batch_invariant=batch_invariant,
+                batch_invariant=batch_invariant, fast_accum=fast_accum,
             )  # fmt: skip
         case RowWeight():
             given = (x.codes, x.scale, w.codes, w.scale, w.zero, bias, w.scheme.name, dtype, x.zero)

@@ -89,11 +89,12 @@ def _place(device: torch.device) -> tuple[Machine | None, tuple[str, ...]]:
     return (None if unknown else machine_of(device)), (*unknown, *triton_refusals())
 
 
-def scaled_shape(scheme: Scheme, m: int, n: int, k: int, x_blocks: bool = False) -> ScaledShape:
+def scaled_shape(scheme: Scheme, m: int, n: int, k: int, x_blocks: bool = False, fast_accum: bool = False) -> ScaledShape:
     """What the choice of a tile for 8-bit activations sees of a product; `x_blocks`: x has scales of blocks."""
     blocks = isinstance(scheme.granularity, PerBlock)
     integer = scheme.activation is not None and scheme.activation.name == "int8"
-    return ScaledShape(m, n, k, scheme.weight.bits, integer, isinstance(scheme.granularity, PerGroup), blocks, x_blocks)
+    grouped = isinstance(scheme.granularity, PerGroup)
+    return ScaledShape(m, n, k, scheme.weight.bits, integer, grouped, blocks, x_blocks, fast_accum)
 
 
 @dataclass(frozen=True)

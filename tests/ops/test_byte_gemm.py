@@ -148,6 +148,27 @@ def test_no_function_hides_what_is_not_a_number(m):
         assert y[1].isnan().all() and y[0].isfinite().all()
 
 
+@gpu
+@pytest.mark.parametrize("scheme", ["fp8_dynamic", "w8e4m3a8e5m2"])
+@pytest.mark.parametrize("m", [1, 30, 300])
+def test_fast_sums_of_fp8_are_near(scheme, m):
+    """Within what the tensor core's 14 bits allow, never as exact as those that leave it, and the same every time."""
+    q, x, x_scale, _, expected = problem(scheme, m, 520, 4096)
+    w = OperandWeight.pack(q)
+    fast, again = (byte_gemm(x, x_scale, w, dtype=torch.float32, fast_accum=True) for _ in range(2))
+    exact = byte_gemm(x, x_scale, w, dtype=torch.float32)
+    assert relative_error(exact, expected) < ERROR["fp8"] < relative_error(fast, expected) < 5e-3
+    assert torch.equal(fast, again)
+
+
+@gpu
+@pytest.mark.parametrize("scheme", ["w8a8", "fp8_block", "w4a8e4m3", "w4a8e4m3_g128"])
+def test_fast_sums_change_nothing_elsewhere(scheme):
+    q, x, x_scale, _, _ = problem(scheme, 40, 520, 1024)
+    w = OperandWeight.pack(q)
+    assert torch.equal(byte_gemm(x, x_scale, w, fast_accum=True), byte_gemm(x, x_scale, w))
+
+
 def exact_problem(scheme, m, n, k):
     """All scales powers of two and small numbers: float32 holds every step, so that codes are exact, ties among them."""
     generator = torch.Generator("cuda").manual_seed(m)

@@ -26,6 +26,7 @@ from lowbit.ops import (
     why_slow,
 )
 from lowbit.ops.table import describe, instead, warn_slow
+from lowbit.pack import OperandWeight
 from lowbit.pack.gemm_weight import RowWeight
 from lowbit.quantize import rtn
 
@@ -161,6 +162,8 @@ def test_what_does_not_fit_a_product_is_refused():
     q = rtn(torch.randn(32, 64), "w4a16_g32")
     with pytest.raises(ValueError, match="x in 16 or 32 bits"):
         gemm(torch.ones(1, 64), pack_for(q, torch.float32), function="silu")
+    with pytest.raises(ValueError, match="and no fast_accum"):
+        gemm(torch.ones(1, 64), pack_for(q, torch.float32), fast_accum=True)
     with pytest.raises(UnsupportedProblem, match="no product that is batch-invariant"):
         gemm(torch.ones(1, 64), pack_for(q, torch.float32), batch_invariant=True)
     with pytest.raises(UnsupportedProblem, match="batch_invariant"):
@@ -180,6 +183,21 @@ def test_what_does_not_fit_a_product_is_refused():
             gemm(torch.ones(3, 32), held)
     with pytest.raises(ValueError, match="its scale of x quantizes x"):
         pack_for(replace(eight, activation_scale=torch.ones(1)))
+
+
+def test_fast_sums():
+    """Sums are exact where nothing is won by others; refused beside sums that are the same in every batch."""
+    q = rtn(torch.randn(32, 256), "fp8_dynamic")
+    x, w = torch.randn(3, 256), pack_for(q, torch.float32)
+    assert torch.equal(gemm(x, w, fast_accum=True), gemm(x, w))
+    made, meta = quantize_activations(x, "fp8_e4m3"), OperandWeight.pack(q)
+    given = [
+        t if t is None else t.to("meta")
+        for t in (made.codes, made.scale, meta.codes, meta.scale, meta.channel_scale, meta.sums)
+    ]
+    both = {"batch_invariant": True, "fast_accum": True}
+    with pytest.raises(ValueError, match="batch_invariant or fast_accum, not both"):
+        torch.ops.lowbit.byte_gemm(*given, None, "fp8_dynamic", 32, torch.bfloat16, **both)
 
 
 def test_what_is_not_batch_invariant_is_refused():

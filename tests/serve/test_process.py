@@ -133,7 +133,9 @@ def test_chat_with_a_server_and_with_a_model(folder, monkeypatch):
 def test_a_dialogue_that_is_left():
     """An answer that is not read to its end is not computed to its end."""
     with running() as server:
-        answer = Remote(server.url).answer([{"role": "user", "content": "Hello"}], 0, 150)  # drawn, one in a hundred has no piece at all
+        answer = Remote(server.url).answer(
+            [{"role": "user", "content": "Hello"}], 0, 150
+        )  # drawn, one in a hundred has no piece at all
         assert next(answer)
         answer.close()
         server.wait_until_free()

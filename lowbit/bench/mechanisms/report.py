@@ -20,6 +20,7 @@ PARTS = {
     "scales": "scales of groups on sums after the product or on weights before it",
     "tiles": "tiles: order, stages, split-K, sliced-K; int4 in groups of 128",
     "fused": "one kernel, or weights written out as halves and then cuBLAS",
+    "sums": "fp8 sums that leave the tensor core every 128 k or stay; errors of float32 results",
     "cublas": "fp16 weights by cuBLAS, shares of what was measured in the same run",
     "counters": "the same by the GPU's counters, cold caches",
     "convolution": "channels of convolutions",

@@ -11,7 +11,7 @@ import torch
 
 from lowbit.bench.ceilings import measured_ceilings
 from lowbit.bench.limits import Ceilings
-from lowbit.bench.mechanisms import fused, layouts, loops, products
+from lowbit.bench.mechanisms import fused, layouts, loops, products, sums
 from lowbit.bench.mechanisms.counters import rows as counted
 from lowbit.bench.mechanisms.report import MECHANISMS, SCHEMA
 from lowbit.bench.mechanisms.trial import Row, Trial
@@ -49,6 +49,8 @@ def trials(parts: Sequence[str], ceilings: Ceilings) -> Iterator[Trial]:
     if "tiles" in parts:
         yield from products.tile_trials()
     yield from (trial for trial in fused.trials(ceilings) if trial.row["part"] in parts)
+    if "sums" in parts:
+        yield from sums.trials()
     if "convolution" in parts:
         yield from layouts.trials()
 

@@ -17,6 +17,8 @@ class ScaledShape:
     """What decides about speed: y[m, n] = x[m, k] . w[n, k]^T with 8-bit x and codes of `bits` bits.
 
     `integer`: int8, else fp8. `grouped`: w has scales of groups of 128; `blocks`, `x_blocks`: w, x have scales of blocks.
+    `fast_accum`: sums of fp8 by fp8 may stay in the tensor core to the end. Not those of narrower codes, which are small e4m3
+    numbers: they lose 5e-3 and 1e-2 within 1104 k (docs/numerics.md).
     """
 
     m: int
@@ -27,15 +29,12 @@ class ScaledShape:
     grouped: bool = False
     blocks: bool = False
     x_blocks: bool = False
+    fast_accum: bool = False
 
     @property
     def promoted(self) -> bool:
         """Whether every 128 k are summed on their own and then added in fp32: scales change there, or fp8 sums would lose."""
-        return self.grouped or self.blocks or self.x_blocks or (PROMOTE_FP8 and not self.integer)
-
-
-PROMOTE_FP8 = True
-"""Whether fp8 products are summed in fp32 every 128 k; docs/numerics.md has the errors with and without."""
+        return self.grouped or self.blocks or self.x_blocks or not (self.integer or (self.fast_accum and self.bits == 8))
 
 
 @dataclass(frozen=True)
@@ -159,7 +158,6 @@ _NARROW_STAGE_US = {
     # (how sums leave the tensor core, int8): microseconds for 128 k of a tile of 128 channels by tokens, from whole kernels on
     # an H200, 2026-11-21; N 8192. 256 where they leave it early: K 8192 and 28672, M 1024 and 4096, relative to 128.
     ("whole", True): {8: 0.2, 16: 0.2, 32: 0.22, 64: 0.25, 128: 0.31, 256: 0.71},
-    ("whole", False): {8: 0.24, 16: 0.24, 32: 0.27, 64: 0.3, 128: 0.36, 256: 0.8},
     ("grouped", True): {8: 0.2, 16: 0.21, 32: 0.25, 64: 0.3, 128: 0.46, 256: 0.85},
     ("grouped", False): {8: 0.25, 16: 0.26, 32: 0.29, 64: 0.33, 128: 0.49, 256: 0.93},
     ("promoted", False): {8: 0.25, 16: 0.26, 32: 0.29, 64: 0.31, 128: 0.45, 256: 0.8},

@@ -60,11 +60,11 @@ def test_rows_on_a_gpu(monkeypatch):
     """One of each kind: figures, and an error within what its rows allow."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("the bench measures sm_90")
-    from lowbit.bench.mechanisms import fused, loops, products
+    from lowbit.bench.mechanisms import fused, loops, products, sums
 
     monkeypatch.setattr(layouts, "IMAGES", 4)
     trials = [next(loops.conversion_trials(4)), next(loops.step_trials(4)), next(products.scale_trials())]
-    trials += [next(products.tile_trials()), *list(layouts.trials())[::5]]
+    trials += [next(products.tile_trials()), *list(layouts.trials())[::5], *list(sums.trials())[2:4]]
     trials += [trial for trial in fused.trials(fused.Ceilings(4e12, 6e14)) if trial.row["m"] == 16]
     for trial in trials:
         trial.once()

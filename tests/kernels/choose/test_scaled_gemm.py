@@ -50,6 +50,20 @@ def test_the_fastest_tile_comes_first(scheme, m, k, warpgroups, columns, splits)
     assert (tile.warpgroups, tile.columns, tile.splits) == (warpgroups, columns, splits)
 
 
+def test_fast_sums_are_those_of_fp8_by_fp8_alone():
+    """Nothing else has sums that stay in the tensor core and lose by it."""
+
+    def promoted(scheme, fast):
+        return scaled_shape(parse_scheme(scheme), 256, 8192, 8192, fast_accum=fast).promoted
+
+    for scheme in ("fp8_dynamic", "fp8", "w8e4m3a8e5m2"):
+        assert promoted(scheme, False) and not promoted(scheme, True), scheme
+    for scheme in ("fp8_block", "w4a8e4m3", "w4a8e4m3_g128", "w8a8", "w4a8"):
+        assert promoted(scheme, False) == promoted(scheme, True) == ("a8e4m3" in scheme or scheme == "fp8_block"), scheme
+    blocks = scaled_shape(parse_scheme("fp8_dynamic"), 256, 8192, 8192, True, fast_accum=True)
+    assert blocks.promoted, "scales of x change every 128 k"
+
+
 def test_scales_of_blocks_keep_to_one_block():
     for m in (1, 64, 1000):
         rows = candidates_scaled(scaled_shape(parse_scheme("fp8_block"), m, 4096, 4096, x_blocks=True), H200)

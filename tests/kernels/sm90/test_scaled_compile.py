@@ -21,17 +21,19 @@ from lowbit.kernels.sm90.scaled_gemm import scaled_config
 from tests.kernels.sm90.test_compile import check_barriers, check_operands_in_flight, main_loop
 
 
-def eight(scheme, m, n=8192, k=8192, dtype=torch.bfloat16, x_scale="token", x_zero=False, function="none", tile=None):
-    return compiled(scheme, m, n, k, dtype, x_scale, x_zero, function, tile)
+def eight(
+    scheme, m, n=8192, k=8192, dtype=torch.bfloat16, x_scale="token", x_zero=False, function="none", tile=None, fast=False
+):
+    return compiled(scheme, m, n, k, dtype, x_scale, x_zero, function, tile, fast)
 
 
 def narrow(scheme, m, n=8192, k=8192, dtype=torch.bfloat16, x_zero=False, function="none", tile=None):
     return compiled(scheme, m, n, k, dtype, "token", x_zero, function, tile)
 
 
-def compiled(scheme, m, n, k, dtype, x_scale, x_zero, function, tile):
+def compiled(scheme, m, n, k, dtype, x_scale, x_zero, function, tile, fast=False):
     parsed, machine = parse_scheme(scheme), typical_machine(90)
-    shape = scaled_shape(parsed, m, n, k, x_scale == "block")
+    shape = scaled_shape(parsed, m, n, k, x_scale == "block", fast)
     tile = tile or choose_scaled(shape, machine)
     plan = plan_for_scaled(tile, shape, parsed, dtype, x_scale, x_zero, True, machine, function)
     codes = dtype == torch.int8
@@ -63,6 +65,21 @@ def test_eight_bits(scheme, m):
     assert kernel.count("WARPGROUP.DEPBAR") == (4 if config.by_halves else 1 if one_wait else 2)
     assert kernel.count("UTMALDG") > 0 and kernel.count("ACQBULK") > 0
     assert kernel.shared_bytes <= 227 * 1024
+    check_barriers(config, kernel)
+
+
+def test_fast_sums_stay_in_the_tensor_core():
+    """No addition between products, and one stage's are under way while the next one's start."""
+    config, kernel = eight("fp8_dynamic", 4096, fast=True)
+    _, exact = eight("fp8_dynamic", 4096)
+    assert not config.promote and config.columns == 256 and kernel.stack_bytes == 0
+
+    def additions(lines):
+        products = [i for i, line in enumerate(lines) if "QGMMA" in line]
+        return sum(line.startswith("FADD") for line in lines[products[0] : products[-1]])
+
+    assert additions(kernel.lines) == 0 < additions(exact.lines)
+    assert len([line for line in kernel.lines if "QGMMA" in line]) == 4 and kernel.count("WARPGROUP.DEPBAR") == 2
     check_barriers(config, kernel)
 
 
