@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lowbit.quantize import rtn
 
 LAYERS = (
+    "folders",
     "formats",
     "checkpoint",
     "quantize",

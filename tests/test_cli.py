@@ -52,6 +52,7 @@ def test_help_teaches_every_command():
     assert result.exit_code == 0
     for command in (
         "recommend",
+        "tune",
         "quantize",
         "convert",
         "generate",

@@ -76,9 +76,9 @@ def public(tree: ast.Module):
 
 
 def test_the_environment_decides_nothing():
-    """Behaviour comes from arguments: no module reads environment variables (the demo's cache folder excepted)."""
+    """Behaviour comes from arguments: no module reads environment variables (where the user's cache is excepted)."""
     for path in SOURCES:
-        if path.name != "demo.py":
+        if path.name != "folders.py":
             assert "environ" not in path.read_text() and "getenv" not in path.read_text(), path
 
 

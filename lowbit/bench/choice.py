@@ -47,7 +47,10 @@ from lowbit.eval.results import versions, write_json
 from lowbit.formats import Scheme, parse_scheme
 from lowbit.hardware.machine import Machine, machine_of
 from lowbit.kernels.choose.candidate import Candidate
+from lowbit.kernels.choose.kept import written
+from lowbit.kernels.choose.mixed_gemm import KINDS as MIXED
 from lowbit.kernels.choose.mixed_gemm import GemmShape, MmaTile, RingTile, WgmmaTile, candidates, ring_candidate
+from lowbit.kernels.choose.scaled_gemm import KINDS as SCALED
 from lowbit.kernels.choose.scaled_gemm import ScaledTile, candidates_scaled
 from lowbit.ops.byte_gemm import plan_for_scaled
 from lowbit.ops.fragment_gemm import plan_for
@@ -88,26 +91,9 @@ PROTOCOL = (
 )
 
 AnyTile = RingTile | WgmmaTile | MmaTile | ScaledTile
-TILES: dict[str, type[Any]] = {"ring": RingTile, "wgmma": WgmmaTile, "mma": MmaTile, "scaled": ScaledTile}
+TILES = {**MIXED, **SCALED}
 Watch = Callable[[int, int, str], None]
 """Called with products done, products in all and what is measured now."""
-
-
-def written(tile: AnyTile) -> str:
-    """A tile in a result file: its kernel and its numbers, such as "wgmma 64 2 8 4 2"; `read` is the inverse. Slots of a ring
-    that has one for each step are left out: result files are older than they."""
-    name = next(name for name, kind in TILES.items() if isinstance(tile, kind))
-    numbers = [int(value) for value in dataclasses.astuple(tile)]
-    if isinstance(tile, RingTile) and not tile.slots:
-        del numbers[-1]
-    return " ".join([name, *map(str, numbers)])
-
-
-def read(text: str) -> AnyTile:
-    """The tile that `written` wrote."""
-    name, *numbers = text.split()
-    kinds = [each.type for each in dataclasses.fields(TILES[name])]
-    return TILES[name](*(bool(int(n)) if kind == "bool" else int(n) for n, kind in zip(numbers, kinds, strict=False)))
 
 
 def kind_of(tile: AnyTile) -> tuple[Any, ...]:
@@ -183,16 +169,18 @@ class ScaledProducts(Products):
 
 
 def products_of(scheme: str, machine: Machine) -> Products:
-    """The products of a scheme; raises ValueError for one that no tile is chosen for here."""
+    """The products of a scheme; raises ValueError for one of which a machine has no choice."""
     parsed = parse_scheme(scheme)
+    if parsed.activation is None:
+        return Products(parsed, machine)
     if "wgmma" not in machine.arch.features:
-        raise ValueError(f"bench choice measures tiles of an H100 or H200 (sm_90), {machine.product} is sm_{machine.arch.sm}")
-    return (Products if parsed.activation is None else ScaledProducts)(parsed, machine)
+        raise ValueError(f"{parsed}: the kernel for 8-bit activations has one tile on {machine.product} (sm_{machine.arch.sm})")
+    return ScaledProducts(parsed, machine)
 
 
 def chosen_now(row: dict[str, Any], machine: Machine) -> str:
     """The tile that is chosen today for a row of a result file, as it would be written there."""
-    return written(products_of(row["scheme"], machine).able(row["m"], row["n"], row["k"])[0].tile)
+    return written(products_of(row["scheme"], machine).able(row["m"], row["n"], row["k"])[0].tile, TILES)
 
 
 def as_chosen_now(rows: Sequence[dict[str, Any]], machine: Machine) -> list[dict[str, Any]]:
@@ -298,7 +286,7 @@ def run(asked: Asked, out: Path | None, say: Callable[[str], None], watch: Watch
     if not torch.cuda.is_available():
         raise ValueError(f"bench choice measures an NVIDIA GPU and torch {torch.__version__} sees none")
     end = time.monotonic() + asked.seconds
-    here, described, today = machine_of("cuda"), machine(), datetime.date.today()
+    here, described, today = dataclasses.replace(machine_of("cuda"), tuned=""), machine(), datetime.date.today()
     if out is None:
         gemm = default_path(described["gpu"], today)
         out = gemm.with_name(gemm.name.replace("-gemm", "-choice"))
@@ -402,7 +390,7 @@ class Trials:
             try:
                 plans[tile] = self.of.plan(tile, m, self.n, self.k, self.weights[0])
             except failures() as error:
-                failed[written(tile)] = reason(error)
+                failed[written(tile, TILES)] = reason(error)
         sums, counters = (max([1, *(plan.workspace[i] for plan in plans.values())]) for i in (0, 1))
         on = self.x.device
         room = torch.empty(sums, device=on), torch.zeros(counters, dtype=torch.int32, device=on)
@@ -414,7 +402,7 @@ class Trials:
             try:
                 trials[tile] = self._trial(plan, m, x, room, count)
             except failures() as error:
-                failed[written(tile)] = reason(error)
+                failed[written(tile, TILES)] = reason(error)
                 continue
             times[tile] = trials[tile].us
             limit = SLOWER * min(times.values())
@@ -425,7 +413,8 @@ class Trials:
         level = statistics.fmean(us / times[tile] for tile, us in medians.items()) if medians else 1.0
         times = {tile: medians.get(tile, level * us) for tile, us in times.items()}
         return {
-            "chosen": written(tiles[0]), "us": {written(tile): round(us, 3) for tile, us in times.items()}, "failed": failed,
+            "chosen": written(tiles[0], TILES), "us": {written(tile, TILES): round(us, 3) for tile, us in times.items()},
+            "failed": failed,
         }  # fmt: skip
 
     def _trial(self, plan: Any, m: int, x: Any, room: tuple[Tensor, Tensor], count: int) -> Trial:

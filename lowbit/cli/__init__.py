@@ -3,7 +3,7 @@
 __init__.py   the entry point, and what Ctrl-C does before a command begins
 terminal.py   what commands share: consoles, mistakes as one line, results as JSON
 commands.py   quantize, convert, generate, explain, schemes, demo, and the whole of `lowbit`
-recommend.py, eval.py, inspect.py, serve.py, chat.py, bench.py
+recommend.py, eval.py, inspect.py, serve.py, chat.py, tune.py, bench.py
 
 A module here declares arguments and help at its top and imports the layers inside its functions.
 """

@@ -1,4 +1,4 @@
-"""The command line: recommend, quantize, convert, generate, serve, chat, eval, inspect, explain, schemes, demo, bench.
+"""The command line: recommend, quantize, convert, generate, serve, chat, eval, inspect, explain, schemes, demo, tune, bench.
 
 Every command exits with 0 when it did its work, 1 when it could not (one line on stderr says why and what to do), 2 when
 it was called wrongly and 130 on Ctrl-C, which leaves no half-written checkpoint.
@@ -23,6 +23,7 @@ from lowbit.cli.inspect import inspect
 from lowbit.cli.recommend import recommend
 from lowbit.cli.serve import serve
 from lowbit.cli.terminal import AnyModel, Json, Model, check_json, err, out, say, user_errors, write_result
+from lowbit.cli.tune import tune
 
 if TYPE_CHECKING:
     from lowbit.nn.convert import Plan
@@ -67,6 +68,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 
 app.command()(user_errors(recommend))
+app.command()(user_errors(tune))
 
 
 @app.command()

@@ -66,7 +66,7 @@ def demo(
 def _demo_vision(out_folder: Path, data: Path | None, json_file: Path | None) -> None:
     import torch
 
-    from lowbit.demo import cache_folder
+    from lowbit.folders import cache_folder
     from lowbit.vision import demo as vision_demo
     from lowbit.vision.fashion import bring_data
 

@@ -7,6 +7,7 @@ marks of italics and of illustrations removed, nothing else changed (Greek lette
 
 from __future__ import annotations
 
+import bz2
 from importlib import resources
 
 SHA256 = "80cac7b6d4b753412ec91bdddfecd0fbce2a2f8d1ecb29142c8dce09a6505b18"
@@ -14,4 +15,4 @@ SHA256 = "80cac7b6d4b753412ec91bdddfecd0fbce2a2f8d1ecb29142c8dce09a6505b18"
 
 def sample_text() -> str:
     """The text: paragraphs of one line each with an empty line between them."""
-    return resources.files("lowbit.eval").joinpath("data/opticks.txt").read_text(encoding="utf-8")
+    return bz2.decompress(resources.files("lowbit.eval").joinpath("data/opticks.txt.bz2").read_bytes()).decode()

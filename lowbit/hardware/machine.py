@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from lowbit.folders import tuned_file
 from lowbit.hardware.arch import Arch, arch_for, arch_refusals
 
 READ_SHARE = 0.95
@@ -27,7 +28,7 @@ class Machine:
     """One GPU; peaks are dense (no sparsity), in operations per second, None where the type has no tensor-core path.
 
     `product` is the name the driver gives it, less "NVIDIA"; `measured_read_bytes` the read bandwidth of a pure read kernel,
-    where somebody measured it (bytes per second).
+    where somebody measured it (bytes per second). `tuned`: the file of `lowbit tune` with tiles measured on this very GPU.
     """
 
     product: str
@@ -40,6 +41,7 @@ class Machine:
     peak_int8: float | None
     peak_int4: float | None
     measured_read_bytes: float | None = None
+    tuned: str = ""
 
     @property
     def peak_mma_fp16(self) -> float:
@@ -104,8 +106,8 @@ def machine_of(device: torch.device | str) -> Machine:
 def _machine_of(device: int) -> Machine:
     found = torch.cuda.get_device_properties(device)
     typical = typical_machine(_sm(device))
-    here = replace(typical, sm_count=found.multi_processor_count, l2_bytes=found.L2_cache_size)
     product = found.name.removeprefix("NVIDIA ")
+    here = replace(typical, sm_count=found.multi_processor_count, l2_bytes=found.L2_cache_size, tuned=_tuned(product))
     if product == typical.product:
         return here
     share = here.sm_count / typical.sm_count
@@ -117,6 +119,14 @@ def _machine_of(device: int) -> Machine:
         here, product=product, bandwidth_bytes=bandwidth, peak_fp16=share * typical.peak_fp16, peak_fp8=fp8, peak_int8=int8,
         peak_int4=int4, measured_read_bytes=None,
     )  # fmt: skip
+
+
+def _tuned(product: str) -> str:
+    try:
+        file = tuned_file(product)
+        return str(file) if file.is_file() else ""
+    except (OSError, RuntimeError):  # no home, or none that may be read
+        return ""
 
 
 def _sm(device: torch.device | str | int) -> int:

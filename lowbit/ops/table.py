@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -280,7 +280,11 @@ def _ring(p: Problem) -> tuple[str, ...]:
 
 
 def _tile_16(p: Problem) -> tuple[str, ...]:
-    best, *others = _tiles_16(p)
+    return _in_words(*_tiles_16(p))
+
+
+def _in_words(best: Candidate[Any], *others: Candidate[Any]) -> tuple[str, ...]:
+    """The tile that is chosen, why, and what the next best would cost."""
     why = best.measured or f"modelled {best.cost_us:.1f} us"
     return (f"{best.tile}: {why}", *(f"next best: {row.tile}, {row.cost_us:.1f} us" for row in others[:1]))
 
@@ -317,11 +321,7 @@ def _tiles_8(p: Problem) -> tuple[Candidate[ScaledTile], ...]:
 
 
 def _tile_8(p: Problem) -> tuple[str, ...]:
-    best, *others = _tiles_8(p)
-    return (
-        f"{best.tile}: modelled {best.cost_us:.1f} us",
-        *(f"next best: {row.tile}, {row.cost_us:.1f} us" for row in others[:1]),
-    )
+    return _in_words(*_tiles_8(p))
 
 
 # ---- CPUs, and any device

@@ -12,6 +12,7 @@ from lowbit.bench.choice_report import beside_cublas, falls, load, regrets, summ
 from lowbit.bench.protocol import WrongResult
 from lowbit.cli.commands import app
 from lowbit.hardware.machine import machine_of, typical_machine
+from lowbit.kernels.choose.kept import read, written
 from lowbit.kernels.choose.mixed_gemm import GemmShape, MmaTile, RingTile, WgmmaTile, choose
 from lowbit.kernels.choose.scaled_gemm import ScaledTile
 
@@ -72,8 +73,8 @@ def test_a_model_that_is_not_known_is_named():
     ],
 )  # fmt: skip
 def test_a_tile_is_read_as_it_was_written(tile):
-    assert choice.read(choice.written(tile)) == tile
-    assert choice.read(choice.written(tile)).__class__ is tile.__class__
+    again = read(written(tile, choice.TILES), choice.TILES)
+    assert again == tile and again.__class__ is tile.__class__
 
 
 def test_the_chosen_tile_is_tried_first_and_those_of_more_tokens_too():
@@ -217,5 +218,5 @@ def test_a_small_run_on_a_gpu(scheme, tmp_path):
     here = machine_of("cuda")
     for found in document["rows"]:
         assert not found["failed"]
-        assert found["chosen"] == choice.written(choice.products_of(scheme, here).able(found["m"], 2048, 4096)[0].tile)
+        assert found["chosen"] == written(choice.products_of(scheme, here).able(found["m"], 2048, 4096)[0].tile, choice.TILES)
         assert 0 < min(found["us"].values()) <= found["us"][found["chosen"]] < 1000 and found["cublas_us"] > 0

@@ -12,9 +12,11 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lowbit.hardware.arch import Arch
 from lowbit.hardware.machine import Machine
+from lowbit.kernels.choose import kept
 from lowbit.kernels.choose.candidate import Candidate, first_that_can, ordered
 
 RING_TOKENS = 16
@@ -142,6 +144,8 @@ class MmaTile:
 
 
 Tile = RingTile | WgmmaTile | MmaTile
+KINDS: dict[str, type[Any]] = {"ring": RingTile, "wgmma": WgmmaTile, "mma": MmaTile}
+"""What tiles are called in files."""
 
 
 @dataclass(frozen=True)
@@ -169,11 +173,12 @@ class Measured:
 class GemmCandidate(Candidate[Tile]):
     """A candidate with the measurement that puts it first, if there is one."""
 
-    measured: Measured | None = None
+    measured: Measured | kept.Kept | None = None
 
 
 def candidates(shape: GemmShape, machine: Machine, *, batch_invariant: bool = False) -> list[GemmCandidate]:
-    """Every tile considered for a problem: what was measured to be best, then the cheapest first, those that cannot last.
+    """Every tile considered for a problem: what was measured to be best, here before elsewhere, then the cheapest first, those
+    that cannot last.
 
     With `batch_invariant`, only tiles whose sums do not depend on m: row i of y then has the same bits in any batch.
     """
@@ -190,6 +195,9 @@ def candidates(shape: GemmShape, machine: Machine, *, batch_invariant: bool = Fa
         if batch_invariant:  # slices of K are those of the warps that share them
             return ordered([row for row in rings if (row.tile.warps_k, row.tile.splits) == (INVARIANT_WARPS, 1)])  # type: ignore[union-attr]
         rows = rows + rings
+    here = kept.first(rows, machine.tuned, shape, KINDS, lambda tile: _candidate(tile, shape, machine))
+    if here is not None:
+        return ordered(here)
     known = {row.tile: row for row in MEASURED if row.holds_for(shape, machine)}
     return ordered([replace(row, measured=known.get(row.tile)) for row in rows])
 
@@ -198,6 +206,12 @@ def candidates(shape: GemmShape, machine: Machine, *, batch_invariant: bool = Fa
 def choose(shape: GemmShape, machine: Machine, batch_invariant: bool = False) -> Tile:
     """The first of the candidates that can; raises ValueError with everybody's reasons when none can."""
     return first_that_can(candidates(shape, machine, batch_invariant=batch_invariant), shape, machine)
+
+
+def _candidate(tile: Tile, shape: GemmShape, machine: Machine) -> GemmCandidate:
+    if isinstance(tile, RingTile):
+        return ring_candidate(tile, shape, machine)
+    return wgmma_candidate(tile, shape, machine) if isinstance(tile, WgmmaTile) else mma_candidate(tile, shape, machine)
 
 
 # ---- the ring kernel

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lowbit.hardware.machine import Machine
+from lowbit.kernels.choose import kept
 from lowbit.kernels.choose.candidate import Candidate, first_that_can, ordered
 
 
@@ -68,14 +70,24 @@ class ScaledTile:
         return f"wgmma 8-bit {order}, {self.tokens} tokens x {self.channels} channels, {self.stages} stages, {split}"
 
 
+KINDS: dict[str, type[Any]] = {"scaled": ScaledTile}
+"""What tiles are called in files."""
+
+
 def candidates_scaled(shape: ScaledShape, machine: Machine, *, batch_invariant: bool = False) -> list[Candidate[ScaledTile]]:
-    """Every tile considered for a problem, the cheapest first, those that cannot last.
+    """Every tile considered for a problem: what was measured here to be best, then the cheapest first, those that cannot last.
 
     With `batch_invariant`, only tiles whose sums do not depend on m: all where they are exact integers until the end, else
     those that do not split K. Row i of y then has the same bits in any batch.
     """
     tiles = [tile for tile in _tiles(shape) if not (batch_invariant and shape.promoted and tile.splits > 1)]
-    return ordered(Candidate(tile, _reasons(tile, shape), _cost(tile, shape, machine)) for tile in tiles)
+
+    def candidate(tile: ScaledTile) -> Candidate[ScaledTile]:
+        return Candidate(tile, _reasons(tile, shape), _cost(tile, shape, machine))
+
+    rows = [candidate(tile) for tile in tiles]
+    here = None if batch_invariant else kept.first(rows, machine.tuned, shape, KINDS, candidate)
+    return ordered(rows if here is None else here)
 
 
 @functools.lru_cache(maxsize=4096)

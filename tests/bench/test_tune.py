@@ -1,0 +1,105 @@
+"""`lowbit tune`: which products a model has, which tile is kept, what a file holds; on a GPU, that the tile is launched."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from lowbit.bench import tune
+from lowbit.bench.tune import Tuned, fastest, keep, products_of_model
+from lowbit.cli.commands import app
+from lowbit.folders import tuned_file
+from lowbit.hardware.machine import machine_of, typical_machine
+from lowbit.kernels.choose import kept
+from lowbit.kernels.choose.kept import Kept
+from lowbit.kernels.choose.mixed_gemm import KINDS, GemmShape, choose
+from lowbit.models.quantize_checkpoint import quantize_checkpoint
+from tests.tiny import save_tiny
+
+H200 = typical_machine(90)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    kept.forget()
+    yield tmp_path / "cache"
+    kept.forget()
+
+
+def test_products_of_a_model(tmp_path):
+    """Each once, those that are computed as one too; of a checkpoint of ours with the schemes that it states."""
+    source = save_tiny(tmp_path / "tiny")
+    config = json.loads((source / "config.json").read_text())
+    hidden, between = config["hidden_size"], config["intermediate_size"]
+    kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    wanted = {
+        (hidden + 2 * kv, hidden),
+        (2 * between, hidden),
+        (hidden, hidden),
+        (kv, hidden),
+        (between, hidden),
+        (hidden, between),
+    }
+    (found,) = products_of_model(source, "w8a16").values()
+    assert set(found) == wanted and len(found) == len(wanted)
+    quantize_checkpoint(source, tmp_path / "quantized", "w4a16_g32", progress=False)
+    assert products_of_model(tmp_path / "quantized", None) == {"w4a16_g32": found}
+    with pytest.raises(ValueError, match="is not quantized; name the scheme"):
+        products_of_model(source, None)
+
+
+def test_another_tile_is_kept_where_it_gains():
+    us = {"a": 10.0, "b": 9.8, "c": 12.0}
+    assert fastest("a", us, 16, "today") == Kept(16, "a", 10.0, 10.0, "today")
+    assert fastest("c", us, 16, "today") == Kept(16, "b", 9.8, 12.0, "today")
+    assert fastest("d", us, 16, "today") == Kept(16, "b", 9.8, 9.8, "today"), "the modelled one failed"
+
+
+def test_files_add_up(cache):
+    """Newer figures replace older ones of the same product; what another version measured goes."""
+    file = tuned_file("H200")
+    first, second = (Tuned("w4a16_g128", 4096, 4096, Kept(m, "wgmma 64 2 8 2 2", 9.0, 10.0, "2026-11-23")) for m in (64, 128))
+    keep(file, [first], H200)
+    keep(file, [second, replace(first, kept=replace(first.kept, us=8.0))], H200)
+    rows = json.loads(file.read_text())["products"]["GemmShape 4096 4096 4"]
+    assert [(row["m"], row["us"]) for row in rows] == [(64, 8.0), (128, 9.0)]
+    here = replace(H200, tuned=str(file))
+    assert "wgmma 128 rows x 64 tokens" in str(choose(GemmShape(64, 4096, 4096, 4), here))
+    document = json.loads(file.read_text())
+    file.write_text(json.dumps(document | {"lowbit": "0.0.1"}))
+    keep(file, [second], H200)
+    (left,) = json.loads(file.read_text())["products"]["GemmShape 4096 4096 4"]
+    assert left["m"] == 128
+
+
+def test_the_command_without_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    source = save_tiny(tmp_path / "tiny")
+    result = CliRunner().invoke(app, ["tune", str(source), "--scheme", "w8a16"], env={"COLUMNS": "200"})
+    assert result.exit_code == 1 and "measures an NVIDIA GPU" in result.output
+    result = CliRunner().invoke(app, ["tune", str(source)], env={"COLUMNS": "200"})
+    assert result.exit_code == 1 and "--scheme" in result.output
+
+
+@pytest.mark.gpu
+def test_what_is_measured_is_launched(cache, monkeypatch):
+    """In the next process; here its machine is asked for anew."""
+    from lowbit.hardware.machine import _machine_of
+
+    said = []
+    monkeypatch.setattr(tune, "MARGIN", -1.0)  # the fastest is kept, whatever it gains
+    rows = tune.run({"w4a16_g128": [(1024, 2048)], "w8a8": [(1024, 2048)]}, (1, 64), 120.0, said.append, lambda *_: None)
+    assert [(row.scheme, row.kept.m) for row in rows] == [(s, m) for s in ("w4a16_g128", "w8a8") for m in (1, 64)]
+    _machine_of.cache_clear()
+    try:
+        here = machine_of("cuda")
+        assert here.tuned == str(tuned_file(here.product)) and any(here.tuned in line for line in said)
+        tile = choose(GemmShape(64, 1024, 2048, 4), here)
+        assert kept.written(tile, KINDS) == rows[1].kept.tile
+    finally:
+        _machine_of.cache_clear()

@@ -1,0 +1,113 @@
+"""Tiles that were measured on the machine in hand come before modelled ones, and a file that is wrong changes nothing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+from lowbit._version import __version__
+from lowbit.formats import parse_scheme
+from lowbit.hardware.machine import typical_machine
+from lowbit.kernels.choose import kept
+from lowbit.kernels.choose.kept import KEPT, SCHEMA, Kept, problem_of, read, written
+from lowbit.kernels.choose.mixed_gemm import KINDS, GemmShape, MmaTile, RingTile, WgmmaTile, candidates, choose
+from lowbit.kernels.choose.scaled_gemm import KINDS as SCALED
+from lowbit.kernels.choose.scaled_gemm import ScaledTile, candidates_scaled, choose_scaled
+from lowbit.ops.table import Problem, scaled_shape
+from lowbit.ops.table import choose as choose_kernel
+
+H200, A100 = typical_machine(90), typical_machine(80)
+SHAPE = GemmShape(64, 5120, 13824, 4)
+
+
+@pytest.fixture
+def file(tmp_path):
+    kept.forget()
+    yield tmp_path / "h200.json"
+    kept.forget()
+
+
+def write(file, products, **other):
+    rows = {problem: [asdict(row) for row in found] for problem, found in products.items()}
+    file.write_text(json.dumps({"result": KEPT, "schema": SCHEMA, "lowbit": __version__, "products": rows} | other))
+    return str(file)
+
+
+def measured(tile, m=64, kinds=KINDS):
+    return Kept(m, written(tile, kinds), 20.0, 25.0, "2026-11-23")
+
+
+@pytest.mark.parametrize("machine", [H200, A100], ids=lambda machine: machine.product)
+def test_the_measured_tile_comes_first(file, machine):
+    """For as many tokens and fewer, down to more than half; for nothing else, and nothing that is batch-invariant."""
+    modelled = choose(SHAPE, machine)
+    other = next(row.tile for row in candidates(SHAPE, machine)[1:] if not row.reasons and row.tile != modelled)
+    here = replace(machine, tuned=write(file, {problem_of(SHAPE): [measured(other)]}))
+    assert choose(SHAPE, here) == other and choose(replace(SHAPE, m=33), here) == other
+    for shape in (replace(SHAPE, m=32), replace(SHAPE, m=65), replace(SHAPE, n=5136), replace(SHAPE, bits=8)):
+        assert choose(shape, here) == choose(shape, machine)
+    assert choose(SHAPE, here, True) == choose(SHAPE, machine, True)
+    assert len(candidates(SHAPE, here)) == len(candidates(SHAPE, machine))
+
+
+def test_the_nearest_number_of_tokens_counts(file):
+    tiles = [row.tile for row in candidates(SHAPE, H200) if not row.reasons][1:3]
+    rows = [measured(tiles[0], 96), measured(tiles[1], 64)]
+    here = replace(H200, tuned=write(file, {problem_of(SHAPE): rows}))
+    assert [choose(replace(SHAPE, m=m), here) for m in (96, 65, 64, 50)] == [tiles[0], tiles[0], tiles[1], tiles[1]]
+
+
+def test_a_tile_that_the_choice_does_not_consider(file):
+    tile = WgmmaTile(64, 2, 8, 7, 2)
+    assert tile not in [row.tile for row in candidates(SHAPE, H200)]
+    here = replace(H200, tuned=write(file, {problem_of(SHAPE): [measured(tile)]}))
+    assert choose(SHAPE, here) == tile
+
+
+def test_products_with_8_bits(file):
+    shape = scaled_shape(parse_scheme("w8a8"), 64, 5120, 13824)
+    tile = [row.tile for row in candidates_scaled(shape, H200) if not row.reasons][2]
+    here = replace(H200, tuned=write(file, {problem_of(shape): [measured(tile, kinds=SCALED)]}))
+    assert choose_scaled(shape, here) == tile != choose_scaled(shape, H200)
+    assert choose_scaled(replace(shape, integer=False), here) == choose_scaled(replace(shape, integer=False), H200)
+    words = choose_kernel(Problem(parse_scheme("w8a8"), 64, 5120, 13824, torch.bfloat16, here)).tile
+    told = words(Problem(parse_scheme("w8a8"), 64, 5120, 13824, torch.bfloat16, here))[0]
+    assert str(tile) in told and "measured here by `lowbit tune`, 2026-11-23, M 64: 20 us, 20 % less than modelled" in told
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("{", "Expecting property name"),
+        ("[]", "indices must be integers"),
+        (json.dumps({"result": "another", "schema": SCHEMA}), "no file of `lowbit tune`"),
+        (json.dumps({"result": KEPT, "schema": SCHEMA, "lowbit": "0.0.1"}), "lowbit 0.0.1 measured it"),
+        (json.dumps({"result": KEPT, "schema": SCHEMA, "lowbit": __version__, "products": {"a": [{}]}}), "missing 5 required"),
+    ],
+)
+def test_a_file_that_is_wrong_is_left_aside(file, text, why):
+    file.write_text(text)
+    here = replace(H200, tuned=str(file))
+    with pytest.warns(UserWarning, match=why):
+        assert choose(SHAPE, here) == choose(SHAPE, H200)
+
+
+@pytest.mark.parametrize("text", ["wgmma 64", "wgmma 64 2 8 many 2", "another 1 2", "ring 8 3 2 1 8 1"])
+def test_tiles_that_nobody_knows_are_left_aside(file, text):
+    """A ring of another number of fields is read as it was before they were added; others not at all."""
+    found = read(text, KINDS)
+    assert found == (RingTile(8, 3, 2, 1, 8, 1) if text.startswith("ring") else None)
+    if found is None:
+        here = replace(H200, tuned=write(file, {problem_of(SHAPE): [Kept(64, text, 1.0, 2.0, "2026-11-23")]}))
+        assert choose(SHAPE, here) == choose(SHAPE, H200)
+
+
+def test_names_of_problems_tell_all_but_tokens():
+    assert problem_of(SHAPE) == "GemmShape 5120 13824 4" == problem_of(replace(SHAPE, m=1))
+    shapes = [scaled_shape(parse_scheme(name), 1, 512, 1024) for name in ("w8a8", "fp8_dynamic", "w4a8_g128", "fp8_block")]
+    assert len({problem_of(shape) for shape in shapes}) == 4
+    assert read(written(MmaTile(64, 2, 4, 2, 3, 1), KINDS), KINDS) == MmaTile(64, 2, 4, 2, 3, 1)
+    assert read(written(ScaledTile(False, 2, 64, 4, 1, 8), SCALED), SCALED) == ScaledTile(False, 2, 64, 4, 1, 8)
