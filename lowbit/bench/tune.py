@@ -24,11 +24,14 @@ from lowbit.checkpoint.reader import CheckpointReader, model_folder, read_json
 from lowbit.engine.warm_up import compiled
 from lowbit.eval.results import versions, write_json
 from lowbit.folders import tuned_file
+from lowbit.formats import parse_scheme
 from lowbit.hardware.machine import Machine, machine_of
 from lowbit.kernels.choose import kept
 from lowbit.kernels.choose.kept import KEPT, SCHEMA, Kept, problem_of
 from lowbit.models.hf import plan_for
 from lowbit.models.skeleton import causal_skeleton
+from lowbit.ops.table import weight_refusals
+from lowbit.pack import scaled_refusals
 
 TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
 MARGIN = 0.03
@@ -100,7 +103,8 @@ def run(products: Products, tokens: Sequence[int], seconds: float, say: Callable
         raise ValueError(f"tune measures an NVIDIA GPU and torch {torch.__version__} sees none")
     here = replace(machine_of("cuda"), tuned="")
     file, end = tuned_file(here.product), time.monotonic() + seconds
-    asked = [Asked(tuple(shapes), (scheme,), tuple(tokens)) for scheme, shapes in products.items()]
+    schemes = with_a_choice(products, here, say)
+    asked = [Asked(tuple(products[scheme]), (scheme,), tuple(tokens)) for scheme in schemes]
     total = sum(each.count for each in asked)
     watch(0, total, "listing kernels")
     wanted = [kernel for each in asked for kernel in kernels(each, here)]
@@ -123,6 +127,24 @@ def run(products: Products, tokens: Sequence[int], seconds: float, say: Callable
         if rows:
             keep(file, rows, here)
             say(f"wrote {file}")
+
+
+def with_a_choice(schemes: Iterable[str], here: Machine, say: Callable[[str], None]) -> list[str]:
+    """The schemes that have tiles to choose from on a machine; says why others have none, and raises ValueError if all have."""
+    found: list[str] = []
+    reasons: dict[str, str] = {}
+    for scheme in schemes:
+        parsed = parse_scheme(scheme)
+        refused = weight_refusals(parsed, torch.float16) if parsed.activation is None else scaled_refusals(parsed)
+        if not refused and parsed.activation is not None and "wgmma" not in here.arch.features:
+            refused = (f"the kernel for 8-bit activations has one tile on {here.product}",)
+        found += [] if refused else [scheme]
+        reasons |= {scheme: f"{scheme}: nothing to choose, {'; '.join(refused)}"} if refused else {}
+    if not found:
+        raise ValueError("\n".join(reasons.values()) or "the model has no quantized layers")
+    for line in reasons.values():
+        say(line)
+    return found
 
 
 @torch.inference_mode()

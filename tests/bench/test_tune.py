@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from lowbit.bench import tune
-from lowbit.bench.tune import Tuned, fastest, keep, products_of_model
+from lowbit.bench.tune import Tuned, fastest, keep, products_of_model, with_a_choice
 from lowbit.cli.commands import app
 from lowbit.folders import tuned_file
 from lowbit.hardware.machine import machine_of, typical_machine
@@ -75,6 +75,17 @@ def test_files_add_up(cache):
     keep(file, [second], H200)
     (left,) = json.loads(file.read_text())["products"]["GemmShape 4096 4096 4"]
     assert left["m"] == 128
+
+
+def test_schemes_without_a_choice_are_named():
+    said = []
+    assert with_a_choice(["w4a16_g40", "w8a8", "w4a16_g128"], H200, said.append) == ["w8a8", "w4a16_g128"]
+    assert len(said) == 1 and said[0].startswith("w4a16_g40: nothing to choose, ")
+    said.clear()
+    assert with_a_choice(["w8a8", "w4a16_g128"], typical_machine(80), said.append) == ["w4a16_g128"]
+    assert said == ["w8a8: nothing to choose, the kernel for 8-bit activations has one tile on A100-SXM4-80GB"]
+    with pytest.raises(ValueError, match="w4a16_g40: nothing to choose"):
+        with_a_choice(["w4a16_g40"], H200, said.append)
 
 
 def test_the_command_without_a_gpu(tmp_path, monkeypatch):
