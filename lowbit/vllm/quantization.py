@@ -86,9 +86,11 @@ class LowbitQuantization(QuantizationConfig):
         from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, UnquantizedLinearMethod
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
+        from lowbit.vllm.complete import watch_loader
         from lowbit.vllm.methods import LowbitEmbeddingMethod, LowbitLinearMethod, is_tied, model_type
         from lowbit.vllm.sources import End, order_refusals
 
+        watch_loader()
         if isinstance(layer, LinearBase):
             matrices = [self.source.matrix(name, torch.get_default_dtype()) for name in self._stored(prefix)]
             if all(matrix.is_plain for matrix in matrices):

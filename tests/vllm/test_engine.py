@@ -253,12 +253,41 @@ def test_the_demos_model(tmp_path, scheme, embeddings):
     assert served(folder, prompts, 24) == ours(folder, prompts, 24)
 
 
-def test_a_file_that_lacks_a_tensor_is_named(tmp_path):
-    folder = packed(tmp_path / "model", MIXED)
+@pytest.mark.parametrize(
+    ("lacking", "said"),
+    [
+        ("layers.1.mlp.down_proj.weight_scale", "files lack model.layers.1.mlp.down_proj.weight_scale"),
+        ("layers.1.self_attn.k_proj.weight", "files lack numbers of model.layers.1.self_attn.qkv_proj.weight, or hold NaN"),
+        ("layers.0.self_attn.v_proj.bias", "files lack numbers of model.layers.0.self_attn.qkv_proj.bias"),
+        ("embed_tokens.weight", "embed_tokens.weight"),
+        ("layers.0.input_layernorm.weight", "model.layers.0.input_layernorm.weight"),
+    ],
+)
+def test_a_file_that_lacks_a_tensor_is_named(tmp_path, lacking, said):
+    """q, k and v are in 16 bits here: one weight and one bias of vLLM's layer."""
+    folder = packed(
+        tmp_path / "model", {end: scheme for end, scheme in MIXED.items() if end not in ("q_proj", "k_proj", "v_proj")}
+    )
     tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.1.mlp.down_proj.weight_scale"]
+    del tensors[f"model.{lacking}"]
     save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(AssertionError, match=said):
+        served(folder)
+
+
+def test_a_tensor_that_config_json_does_not_state_is_named(tmp_path):
+    """Columns in another order, of which nobody would be told."""
+    folder = packed(tmp_path / "model", MIXED, order=("o_proj",))
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]["layers"]["model.layers.1.self_attn.o_proj"]["order"]
+    (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(
-        AssertionError, match="CheckpointError: the checkpoint's files lack model.layers.1.mlp.down_proj.weight_sc"
+        AssertionError, match='o_proj.weight_order: config.json does not state "order": true for model.layers.1'
     ):
         served(folder)
+
+
+@pytest.mark.parametrize("options", [{"cpu_offload_gb": 1}, {"offload_group_size": 2}])
+def test_weights_in_cpu_memory_are_refused(tmp_path, options):
+    with pytest.raises(AssertionError, match=r"qkv_proj: weights of quantized layers are not moved to CPU memory"):
+        served(packed(tmp_path / "model", MIXED), **options)
