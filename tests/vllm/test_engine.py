@@ -58,7 +58,7 @@ if __name__ == "__main__":
 
 def served(folder, prompts=PROMPTS, new=NEW, **options):
     """Tokens of vLLM, of all prompts together; the first prompt alone has to give the same."""
-    settings = SETTINGS | {"VLLM_CACHE_ROOT": str(folder.parent / "cache")}
+    settings = SETTINGS | {"VLLM_CACHE_ROOT": str(folder.parent.parent / "cache")}  # what vLLM finds of an architecture, once
     out = forked(ENGINE, folder, json.dumps(prompts), json.dumps(new), json.dumps(options), imported=("vllm",), **settings)
     *tokens, alone = json.loads(next(line for line in out.splitlines() if line.startswith("TOKENS"))[6:])
     assert alone == tokens[0]
