@@ -22,6 +22,9 @@ METHOD = "lowbit"
 _READ_BY_OTHERS = ("kv_b_proj",)
 """Layers whose weights vLLM reads itself, without calling a method (multi-head latent attention)."""
 
+_DRAFT = "draft_model."
+"""What vLLM puts before the names of a whole model that drafts tokens for another."""
+
 
 class LowbitQuantization(QuantizationConfig):
     """What is quantized in a model; made by `from_config` of the `quantization_config` in config.json."""
@@ -91,6 +94,7 @@ class LowbitQuantization(QuantizationConfig):
         from lowbit.vllm.sources import End, order_refusals
 
         watch_loader()
+        prefix = prefix.removeprefix(_DRAFT)
         if isinstance(layer, LinearBase):
             matrices = [self.source.matrix(name, torch.get_default_dtype()) for name in self._stored(prefix)]
             if all(matrix.is_plain for matrix in matrices):
