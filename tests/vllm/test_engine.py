@@ -42,7 +42,7 @@ if __name__ == "__main__":
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
     from torch._dynamo.utils import counters
-    adapter = options.pop("adapter", None)
+    adapter, reload = options.pop("adapter", None), options.pop("reload", False)
     adapter = None if adapter is None else LoRARequest("adapter", 1, adapter)
     sizes = dict(max_model_len=128, max_num_seqs=8, dtype="float32", enforce_eager=True, seed=0)
     engine = LLM(folder, **{**sizes, **options})
@@ -53,6 +53,8 @@ if __name__ == "__main__":
     assert dict(counters["stats"]) == graphs, "something was compiled for a batch"
     tokens = [list(answer.outputs[0].token_ids) for answer in (*made, *alone)]
     print("TOKENS" + json.dumps(tokens), flush=True)
+    if reload:
+        engine.collective_rpc("reload_weights")
 """
 
 
@@ -285,6 +287,18 @@ def test_a_tensor_that_config_json_does_not_state_is_named(tmp_path):
         AssertionError, match='o_proj.weight_order: config.json does not state "order": true for model.layers.1'
     ):
         served(folder)
+
+
+def test_a_draft_model(tmp_path):
+    """vLLM's names of its layers begin with "draft_model."."""
+    folder = packed(tmp_path / "model", MIXED)
+    draft = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
+    assert served(folder, speculative_config=draft) == ours(folder)
+
+
+def test_new_weights_for_a_running_engine_are_refused(tmp_path):
+    with pytest.raises(AssertionError, match="came twice; weights of a running engine are not loaded again: start another"):
+        served(packed(tmp_path / "model", MIXED), reload=True)
 
 
 @pytest.mark.parametrize("options", [{"cpu_offload_gb": 1}, {"offload_group_size": 2}])

@@ -237,6 +237,18 @@ def test_a_checkpoint_of_ours_says_what_is_quantized():
     assert not moved.matrix("language_model.model.layers.0.mlp.down_proj", torch.float16).is_plain
 
 
+def test_what_the_files_have_as_one_matrix_is_one():
+    """GLM-4's gate_up_proj, whatever vLLM's model states; StableLM's states nothing, and its files have two."""
+    entry, stated = LayerEntry((160, 64), parse_scheme("w8a16")), {"gate_up_proj": ["gate_proj", "up_proj"]}
+    for held, of_model in (("gate_up_proj",), stated), (("gate_proj", "up_proj"), {}), (("gate_proj", "up_proj"), stated):
+        layers = {f"model.layers.0.mlp.{name}": entry for name in held}
+        source = source_of(Manifest(parse_scheme("w8a16"), layers).to_dict())
+        found = source.matrices("model.layers.0.mlp.gate_up_proj", of_model, torch.bfloat16)
+        assert found == [PackedMatrix(name, entry) for name in layers]
+    rounded = SixteenBits(parse_scheme("w8a16")).matrices("mlp.gate_up_proj", stated, torch.bfloat16)
+    assert [matrix.name for matrix in rounded] == ["mlp.gate_proj", "mlp.up_proj"]
+
+
 def test_a_head_of_its_own_in_a_tied_model_is_refused():
     source = source_of(Manifest(parse_scheme("w8a16"), {"lm_head": LayerEntry((160, 64), parse_scheme("w8a16"))}).to_dict())
     assert source.end(End("lm_head", (160, 64), True, False), torch.float16).name == "lm_head"
