@@ -24,9 +24,6 @@ from lowbit.vllm.warm_up import compile_kernels, token_counts
 MOST_TOKENS = 8192
 """Tokens that SGLang computes at once where nobody says another number (--chunked-prefill-size)."""
 
-_MEMBERS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""What SGLang's models stack, of which few state it."""
-
 _ADDED = ("packed_modules_mapping", "hf_config")
 """Fields that SGLang adds to what config.json states."""
 
@@ -77,7 +74,7 @@ class LowbitSGLang(QuantizationConfig):  # type: ignore[misc]
         """What a layer is computed with; None for what SGLang computes in 16 bits. Raises ValueError, naming the layer, for one
         that is quantized and cannot be computed."""
         if isinstance(layer, LinearBase):
-            matrices = self._matrices(prefix)
+            matrices = self.source.matrices(prefix, self.packed_modules_mapping, torch.get_default_dtype())
             if all(matrix.is_plain for matrix in matrices):
                 return UnquantizedLinearMethod()
             if prefix.rpartition(".")[2] in _READ_BY_OTHERS:
@@ -94,14 +91,6 @@ class LowbitSGLang(QuantizationConfig):  # type: ignore[misc]
         if any(cls.__name__ == "FusedMoE" for cls in type(layer).__mro__) and (reasons := self.source.expert_refusals(prefix)):
             raise ValueError(f"{prefix}: {'; '.join(reasons)}")
         return None
-
-    def _matrices(self, prefix: str) -> list[Matrix]:
-        parent, dot, last = prefix.rpartition(".")
-        members = {**_MEMBERS, **self.packed_modules_mapping}.get(last, (last,))
-        whole = self.source.matrix(prefix, torch.get_default_dtype())
-        if not whole.is_plain:
-            return [whole]
-        return [self.source.matrix(f"{parent}{dot}{member}", torch.get_default_dtype()) for member in members]
 
 
 class LowbitSGLangLinear(LinearMethodBase):  # type: ignore[misc]

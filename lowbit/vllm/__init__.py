@@ -7,8 +7,9 @@ vLLM calls `register` in each of its processes, by the entry point "vllm.general
     loading         collects them as vLLM hands them out, and keeps this rank's part (formats/split.py)
     product         multiplies the parts that a layer is made of
     methods         what vLLM calls: create, load, process, apply                  (vLLM's linear and embedding methods)
+    complete        what else of a model no file filled                            (vLLM's loader of files)
 
-Modules that import vLLM are `quantization` and `methods`; this one imports nothing else until `register` is called.
+Modules that import vLLM are `quantization`, `methods` and `complete`; this one imports nothing else until `register` is called.
 """
 
 from __future__ import annotations

@@ -21,6 +21,10 @@ T = TypeVar("T")
 
 _QKV = {"q": 0, "k": 1, "v": 2}
 
+ACTIVATION_SCALE, RENAMED = "activation_scale", "input_scale"
+"""What the calibrated scale of x is called in our files, and what some models make of that while they load them (Llama in
+SGLang 0.5.23, Mistral 3 in vLLM 0.33)."""
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -94,6 +98,11 @@ class Loading(Generic[T]):
         """Takes one tensor; raises CheckpointError, naming it, when it came before or its matrix is not as it should be."""
         number = self._matrix_of(of)
         matrix, held = self.matrices[number], self._tensors[number]
+        if suffix in matrix.unstated:
+            raise CheckpointError(
+                f"{matrix.name}.{suffix}: config.json does not state {matrix.unstated[suffix]} for {matrix.name}; take the "
+                "config.json that came with these files, or quantize the model again"
+            )
         if suffix in held or number in self._pieces or self._made is not None or self._is_done:
             raise CheckpointError(
                 f"{matrix.name}.{suffix}: came twice; weights of a running engine are not loaded again: start another engine"
@@ -179,14 +188,20 @@ def usual_defaults() -> Iterator[None]:
 
 def expect(layer: nn.Module, loading: Loading[Any], random: bool = False) -> None:
     """Gives a layer of vLLM or SGLang a parameter without numbers for each tensor that its matrices may have, whose loader
-    takes it; `random`: none will come, weights are made up."""
+    takes it; also for those that they must not have, which many models would leave out in silence where nothing has the name.
+    `random`: none will come, weights are made up."""
     layer.lowbit_loading, layer.lowbit_random = loading, random  # type: ignore[assignment]
-    for suffix, dtype in {suffix: kind for matrix in loading.matrices for suffix, kind in matrix.suffixes.items()}.items():
-        empty = nn.Parameter(torch.empty(0, dtype=dtype), requires_grad=False)
+    types = {suffix: torch.uint8 for matrix in loading.matrices for suffix in matrix.unstated}
+    types |= {suffix: kind for matrix in loading.matrices for suffix, kind in matrix.suffixes.items()}
+    suffixes = {suffix: suffix for suffix in types}
+    if ACTIVATION_SCALE in types:
+        suffixes.setdefault(RENAMED, ACTIVATION_SCALE)
+    for name, suffix in suffixes.items():
+        empty = nn.Parameter(torch.empty(0, dtype=types[suffix]), requires_grad=False)
         empty.weight_loader = _loader(loading, suffix)  # type: ignore[attr-defined]
         if suffix == PLAIN:
             empty.output_dim = 0  # type: ignore[attr-defined]  # Falcon's loader rearranges rows of what states where they are
-        layer.register_parameter(suffix, empty)
+        layer.register_parameter(name, empty)
 
 
 def _loader(loading: Loading[Any], suffix: str) -> Callable[..., None]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowbit.checkpoint import CheckpointError, LayerEntry, expected_tensors
 from lowbit.checkpoint.foreign import ForeignLayer, ForeignSchema, checked_entry
-from lowbit.checkpoint.schema import quant_tensor
+from lowbit.checkpoint.schema import quant_tensor, unstated_tensors
 from lowbit.formats import QuantTensor, Scheme
 from lowbit.quantize import rtn
 from lowbit.quantize.rtn import Search, scale_dtype
@@ -31,6 +31,11 @@ class Matrix(ABC):
     @abstractmethod
     def suffixes(self) -> Mapping[str, torch.dtype]:
         """Tensors that it can have, by the end of their names, and the type that each most likely has."""
+
+    @property
+    def unstated(self) -> Mapping[str, str]:
+        """Tensors that others like it have and it must not: each with what config.json would state if it had it."""
+        return {}
 
     @abstractmethod
     def is_whole(self, tensors: Mapping[str, Tensor]) -> bool:
@@ -69,6 +74,10 @@ class PackedMatrix(Matrix):
         }
         own = scale_dtype(self.entry.scheme)
         return {suffix: own if own in kinds else kinds[0] for suffix, kinds in types.items()}
+
+    @property
+    def unstated(self) -> Mapping[str, str]:
+        return {name.removeprefix(f"{self.name}."): key for name, key in unstated_tensors(self.name, self.entry).items()}
 
     def is_whole(self, tensors: Mapping[str, Tensor]) -> bool:
         return len(tensors) == len(self.suffixes)

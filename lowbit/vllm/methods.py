@@ -38,6 +38,16 @@ def _is_dummy() -> bool:
     return bool(get_current_vllm_config().load_config.load_format == "dummy")
 
 
+def _refuse_offload(name: str) -> None:
+    """vLLM chooses what to move to CPU memory before it loads weights, when a packed layer has none: all would stay."""
+    offload = get_current_vllm_config().offload_config
+    if offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0:
+        raise ValueError(
+            f"{name}: weights of quantized layers are not moved to CPU memory (--cpu-offload-gb, --offload-group-size); leave "
+            "the option out, and quantize to fewer bits or use more ranks (--tensor-parallel-size) if they do not fit"
+        )
+
+
 class LowbitLinearMethod(LinearMethodBase):  # type: ignore[misc]
     """The linear layer `name`, made of `matrices`, one for each of its outputs or one for several."""
 
@@ -49,6 +59,7 @@ class LowbitLinearMethod(LinearMethodBase):  # type: ignore[misc]
         params_dtype: torch.dtype, **extra: Any,
     ) -> None:  # fmt: skip
         """Notes what is to be loaded: no memory is taken before it comes."""
+        _refuse_offload(self.name)
         cut = Cut(
             tuple(output_partition_sizes), whole_outputs(layer, output_partition_sizes), layer.tp_rank, layer.tp_size,
             input_size // input_size_per_partition,
@@ -90,6 +101,7 @@ class LowbitEmbeddingMethod(QuantizeMethodBase):  # type: ignore[misc]
         params_dtype: torch.dtype, **extra: Any,
     ) -> None:  # fmt: skip
         """Notes what is to be loaded: this rank's tokens, filled up to as many as each rank has."""
+        _refuse_offload(self.matrix.name)
         held = layer.shard_indices
         if held.num_added_elements:
             raise ValueError(

@@ -7,7 +7,7 @@ another tool's       --quantization lowbit (GPTQ, AWQ, compressed-tensors, fp8: 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,9 @@ METHOD = "lowbit"
 
 _READ_BY_OTHERS = ("kv_b_proj",)
 """Layers whose weights vLLM reads itself, without calling a method (multi-head latent attention)."""
+
+_DRAFT = "draft_model."
+"""What vLLM puts before the names of a whole model that drafts tokens for another."""
 
 
 class LowbitQuantization(QuantizationConfig):
@@ -86,11 +89,14 @@ class LowbitQuantization(QuantizationConfig):
         from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, UnquantizedLinearMethod
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
+        from lowbit.vllm.complete import watch_loader
         from lowbit.vllm.methods import LowbitEmbeddingMethod, LowbitLinearMethod, is_tied, model_type
         from lowbit.vllm.sources import End, order_refusals
 
+        watch_loader()
+        prefix = prefix.removeprefix(_DRAFT)
         if isinstance(layer, LinearBase):
-            matrices = [self.source.matrix(name, torch.get_default_dtype()) for name in self._stored(prefix)]
+            matrices = self.source.matrices(prefix, self.packed_modules_mapping, torch.get_default_dtype())
             if all(matrix.is_plain for matrix in matrices):
                 return UnquantizedLinearMethod()
             if prefix.rpartition(".")[2] in _READ_BY_OTHERS:
@@ -112,8 +118,3 @@ class LowbitQuantization(QuantizationConfig):
             if reasons:
                 raise ValueError(f"{prefix}: {'; '.join(reasons)}")
         return None
-
-    def _stored(self, prefix: str) -> Iterable[str]:
-        """Names in the files of the matrices that a layer of vLLM is made of."""
-        parent, dot, last = prefix.rpartition(".")
-        return [f"{parent}{dot}{member}" for member in self.packed_modules_mapping.get(last, [last])]

@@ -42,9 +42,17 @@ class End:
 
 Renaming = Callable[[Iterable[str]], Mapping[str, str]]
 
+_USUAL = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""What engines stack, for models that do not state it."""
+
 
 class Source(ABC):
     """The matrices of a model by the names that vLLM's model has for them."""
+
+    def matrices(self, name: str, members: Mapping[str, Sequence[str]], dtype: torch.dtype) -> list[Matrix]:
+        """Those that a linear layer of the engine is made of; `members`: what its model stacks, by the last part of a name."""
+        parent, dot, last = name.rpartition(".")
+        return [self.matrix(f"{parent}{dot}{member}", dtype) for member in members.get(last, (last,))]
 
     @abstractmethod
     def matrix(self, name: str, dtype: torch.dtype) -> Matrix:
@@ -72,6 +80,12 @@ class OwnCheckpoint(Source):
     def matrix(self, name: str, dtype: torch.dtype) -> Matrix:
         entry = self.manifest.layers.get(name)
         return PlainMatrix(name, dtype) if entry is None else PackedMatrix(name, entry)
+
+    def matrices(self, name: str, members: Mapping[str, Sequence[str]], dtype: torch.dtype) -> list[Matrix]:
+        """As the files have them: one where the layer's own name is there, whatever its model states (GLM-4's gate_up_proj)."""
+        if name in self.manifest.layers:
+            return [self.matrix(name, dtype)]
+        return super().matrices(name, {**_USUAL, **members}, dtype)
 
     def end(self, end: End, dtype: torch.dtype) -> Matrix | None:
         name = end.name or self._embedding(end.shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 
 from lowbit.checkpoint import CheckpointError, LayerEntry, Manifest, layer_tensors
 from lowbit.formats import parse_scheme
+from lowbit.nn import QuantLinear
 from lowbit.quantize import rtn
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
@@ -30,18 +32,23 @@ def matrices():
 def method(matrices):
     from lowbit.sglang.methods import LowbitSGLang
 
-    layers = {f"m.{name}": LayerEntry.of(q) for name, q in matrices.items() if name in SCHEMES}
+    layers = {f"m.{name}": LayerEntry.of(q) for name, q in matrices.items() if not isinstance(q, torch.Tensor)}
     manifest = Manifest(parse_scheme("w4a16_g128"), layers, ())
     return LowbitSGLang.from_config(manifest.to_dict() | {"packed_modules_mapping": {}, "hf_config": object()})
 
 
-def loaded(layer, matrices, ids):
-    """Gives a layer its tensors as SGLang's models do: the parameter's own loader, with the output's name."""
+def loaded(layer, matrices, ids, model="Qwen2ForCausalLM"):
+    """Gives a layer its tensors as SGLang's models do: the parameter's own loader, with the output's name; by the names that
+    `model` makes of those in the files."""
+    from sglang.srt.model_loader.auto_loader import WeightsMapper, get_weight_remap
+
     parameters = dict(layer.named_parameters())
+    renamed = get_weight_remap(type(model, (nn.Module,), {})()) or WeightsMapper()
     for name, of in ids.items():
         q = matrices[name]
         tensors = {"weight": q} if isinstance(q, torch.Tensor) else layer_tensors(q)
-        for suffix, tensor in tensors.items():
+        for full, tensor in renamed.apply((f"{name}.{suffix}", tensor) for suffix, tensor in tensors.items()):
+            suffix = full.removeprefix(f"{name}.")
             parameters[suffix].weight_loader(parameters[suffix], tensor, *(() if of is None else (of,)))
     layer.quant_method.process_weights_after_loading(layer)
     return layer
@@ -101,6 +108,44 @@ def test_o_by_columns(matrices, ranks):
                                       prefix="m.o_proj")  # fmt: skip
         total += layer.quant_method.apply(loaded(layer, matrices, {"o_proj": None}), x.chunk(ranks, -1)[rank])
     torch.testing.assert_close(total, x @ dense(matrices["o_proj"]).T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("model", ["Qwen2ForCausalLM", "LlamaForCausalLM"])
+@pytest.mark.parametrize("scheme", ["w8a8", "w8e4m3a8e4m3", "w4a8_g128"])
+def test_calibrated_scales_of_x(scheme, model, ranks):
+    """SGLang's Llama calls them otherwise than the files, other models do not."""
+    from sglang.srt.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+
+    generator, scales = torch.Generator().manual_seed(3), {"o_proj": 0.02, "gate_proj": 0.03, "up_proj": 0.04}
+    x, held = torch.randn(5, K, generator=generator), {}
+    for name, scale in scales.items():
+        q = rtn(torch.randn(192, K, generator=generator), scheme)
+        held[name] = replace(q, activation_scale=torch.tensor([scale]))
+    o, gate, up = (QuantLinear.from_quant_tensor(q)(x) for q in held.values())
+    options = dict(bias=False, params_dtype=torch.float32, quant_config=method(held))
+    total = torch.zeros(5, 192)
+    for rank in range(ranks):
+        with ranked(rank, ranks):
+            row = RowParallelLinear(K, 192, prefix="m.o_proj", **options)
+            column = MergedColumnParallelLinear(K, [192, 192], prefix="m.gate_up_proj", **options)
+        loaded(row, held, {"o_proj": None}, model)
+        loaded(column, held, {"gate_proj": 0, "up_proj": 1}, model)
+        total += row.quant_method.apply(row, x.chunk(ranks, -1)[rank])
+        expected = torch.cat([each.chunk(ranks, -1)[rank] for each in (gate, up)], dim=-1)
+        torch.testing.assert_close(column.quant_method.apply(column, x), expected, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(total, o, rtol=1e-4, atol=1e-3)
+
+
+def test_a_tensor_that_config_json_does_not_state_is_named(matrices):
+    """SGLang's models leave out in silence what no parameter has the name of."""
+    from sglang.srt.layers.linear import RowParallelLinear
+
+    q = matrices["o_proj"]
+    with ranked(0, 1):
+        layer = RowParallelLinear(K, 256, bias=False, quant_config=method(matrices), prefix="m.o_proj")
+    with pytest.raises(CheckpointError, match='m.o_proj.weight_order: config.json does not state "order": true for m.o_proj'):
+        loaded(layer, {"o_proj": replace(q, order=torch.arange(K, dtype=torch.int32))}, {"o_proj": None})
 
 
 def test_what_is_plain_and_what_is_refused(matrices):

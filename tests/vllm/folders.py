@@ -66,12 +66,12 @@ def packed(path: Path, schemes: dict[str, str], *, tied=False, order=(), factors
             if end in low_rank:
                 q = replace(q, low_rank=lorc(module.weight, replace(q, order=None, pre_quant_scale=None), 4))
             _add(name, q, layers, tensors)
-            if module.bias is not None:
-                tensors[f"{name}.bias"] = module.bias.detach()
         elif isinstance(module, nn.Embedding) and embedding is not None:
             _add(name, rtn(module.weight, embedding), layers, tensors)
         elif hasattr(module, "weight") and not (tied and end == "lm_head"):
             tensors[f"{name}.weight"] = module.weight.detach()
+        if getattr(module, "bias", None) is not None:
+            tensors[f"{name}.bias"] = module.bias.detach()
     ties = {"lm_head": "model.embed_tokens"} if tied and embedding else {}
     manifest = Manifest(parse_scheme(next(iter(schemes.values()))), layers, ("lm_head",) * (not ties), ties)
     source = path.with_name(f"{path.name}-tokenizer")

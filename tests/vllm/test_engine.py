@@ -42,7 +42,7 @@ if __name__ == "__main__":
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
     from torch._dynamo.utils import counters
-    adapter = options.pop("adapter", None)
+    adapter, reload = options.pop("adapter", None), options.pop("reload", False)
     adapter = None if adapter is None else LoRARequest("adapter", 1, adapter)
     sizes = dict(max_model_len=128, max_num_seqs=8, dtype="float32", enforce_eager=True, seed=0)
     engine = LLM(folder, **{**sizes, **options})
@@ -53,12 +53,14 @@ if __name__ == "__main__":
     assert dict(counters["stats"]) == graphs, "something was compiled for a batch"
     tokens = [list(answer.outputs[0].token_ids) for answer in (*made, *alone)]
     print("TOKENS" + json.dumps(tokens), flush=True)
+    if reload:
+        engine.collective_rpc("reload_weights")
 """
 
 
 def served(folder, prompts=PROMPTS, new=NEW, **options):
     """Tokens of vLLM, of all prompts together; the first prompt alone has to give the same."""
-    settings = SETTINGS | {"VLLM_CACHE_ROOT": str(folder.parent / "cache")}
+    settings = SETTINGS | {"VLLM_CACHE_ROOT": str(folder.parent.parent / "cache")}  # what vLLM finds of an architecture, once
     out = forked(ENGINE, folder, json.dumps(prompts), json.dumps(new), json.dumps(options), imported=("vllm",), **settings)
     *tokens, alone = json.loads(next(line for line in out.splitlines() if line.startswith("TOKENS"))[6:])
     assert alone == tokens[0]
@@ -253,12 +255,53 @@ def test_the_demos_model(tmp_path, scheme, embeddings):
     assert served(folder, prompts, 24) == ours(folder, prompts, 24)
 
 
-def test_a_file_that_lacks_a_tensor_is_named(tmp_path):
-    folder = packed(tmp_path / "model", MIXED)
+@pytest.mark.parametrize(
+    ("lacking", "said"),
+    [
+        ("layers.1.mlp.down_proj.weight_scale", "files lack model.layers.1.mlp.down_proj.weight_scale"),
+        ("layers.1.self_attn.k_proj.weight", "files lack numbers of model.layers.1.self_attn.qkv_proj.weight, or hold NaN"),
+        ("layers.0.self_attn.v_proj.bias", "files lack numbers of model.layers.0.self_attn.qkv_proj.bias"),
+        ("embed_tokens.weight", "embed_tokens.weight"),
+        ("layers.0.input_layernorm.weight", "model.layers.0.input_layernorm.weight"),
+    ],
+)
+def test_a_file_that_lacks_a_tensor_is_named(tmp_path, lacking, said):
+    """q, k and v are in 16 bits here: one weight and one bias of vLLM's layer."""
+    folder = packed(
+        tmp_path / "model", {end: scheme for end, scheme in MIXED.items() if end not in ("q_proj", "k_proj", "v_proj")}
+    )
     tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.1.mlp.down_proj.weight_scale"]
+    del tensors[f"model.{lacking}"]
     save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(AssertionError, match=said):
+        served(folder)
+
+
+def test_a_tensor_that_config_json_does_not_state_is_named(tmp_path):
+    """Columns in another order, of which nobody would be told."""
+    folder = packed(tmp_path / "model", MIXED, order=("o_proj",))
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]["layers"]["model.layers.1.self_attn.o_proj"]["order"]
+    (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(
-        AssertionError, match="CheckpointError: the checkpoint's files lack model.layers.1.mlp.down_proj.weight_sc"
+        AssertionError, match='o_proj.weight_order: config.json does not state "order": true for model.layers.1'
     ):
         served(folder)
+
+
+def test_a_draft_model(tmp_path):
+    """vLLM's names of its layers begin with "draft_model."."""
+    folder = packed(tmp_path / "model", MIXED)
+    draft = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
+    assert served(folder, speculative_config=draft) == ours(folder)
+
+
+def test_new_weights_for_a_running_engine_are_refused(tmp_path):
+    with pytest.raises(AssertionError, match="came twice; weights of a running engine are not loaded again: start another"):
+        served(packed(tmp_path / "model", MIXED), reload=True)
+
+
+@pytest.mark.parametrize("options", [{"cpu_offload_gb": 1}, {"offload_group_size": 2}])
+def test_weights_in_cpu_memory_are_refused(tmp_path, options):
+    with pytest.raises(AssertionError, match=r"qkv_proj: weights of quantized layers are not moved to CPU memory"):
+        served(packed(tmp_path / "model", MIXED), **options)
