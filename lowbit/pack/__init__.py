@@ -6,7 +6,7 @@ from lowbit.pack.gated import gated_refusals, pack_gated
 from lowbit.pack.layout import Layout
 from lowbit.pack.scaled import OperandWeight, scaled_refusals
 from lowbit.pack.scales import pack_scales, unpack_scales
-from lowbit.pack.tensorrt_llm import ColumnMajorTileInterleave
+from lowbit.pack.tensorrt_llm import ColumnMajorTileInterleave, PermutedColumnMajor, SignedColumnMajor
 from lowbit.pack.weight import (
     DENSE_FORM,
     FragmentWeight,
@@ -25,6 +25,8 @@ __all__ = [
     "FragmentWeight",
     "Layout",
     "OperandWeight",
+    "PermutedColumnMajor",
+    "SignedColumnMajor",
     "WeightForm",
     "gated_refusals",
     "has_channel_scale",
