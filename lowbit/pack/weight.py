@@ -123,7 +123,7 @@ DENSE_FORM = WeightForm("dense", 0, "none", "fp16")
 
 
 def weight_form(
-    scheme: Scheme, scale_dtype: torch.dtype | None, channel_dtype: torch.dtype | None, interleaved: bool = False
+    scheme: Scheme, scale_dtype: torch.dtype | None, channel_dtype: torch.dtype | None, *, interleaved: bool = False
 ) -> WeightForm:
     """The form of weights of a scheme; the types are those of their scales of groups and of channels, None without."""
     zeros: dict[ZeroPoint, Literal["none", "integer", "float"]]

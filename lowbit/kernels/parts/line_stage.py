@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowbit.kernels.parts.decode import INSTRUCTION, REGISTERS, Decode
+from lowbit.kernels.parts.decode import INSTRUCTION, Decode
 from lowbit.kernels.parts.gluon import gl, gluon
+from lowbit.kernels.parts.operand import REGISTERS
 from lowbit.kernels.parts.tile_stage import PIECE, TileStage
 
 STRIP = gl.constexpr(16)
@@ -78,8 +79,7 @@ class LineStage(TileStage):
                 lines.append("xor.b32 piece, piece, 2;")
             registers = ", ".join(f"${out + i}" for i in range(4))
             lines.append(
-                f"mad.lo.s32 at, piece, {PIECE}, here; "
-                f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{{registers}}}, [at+{start}];"
+                f"mad.lo.s32 at, piece, {PIECE}, here; ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{{registers}}}, [at+{start}];"
             )
         return lines
 
