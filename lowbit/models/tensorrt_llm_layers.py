@@ -17,10 +17,10 @@ A shape [K, ..] is only that of w^T: the bytes below it are those of `pack/tenso
 follows from the GPU that converted the model and from the release, and no field of config.json says it; whoever has the files
 adds the field `weight_order`, which TensorRT-LLM's own readers pass over.
 
-Source: TensorRT-LLM, tensorrt_llm/models/llama/convert.py (load_weights_from_gptq), models/convert_utils.py
-(weight_only_quantize_dict), models/modeling_utils.py (preprocess_perlayer_weights), quantization/functional.py
-(postprocess_weight_only_groupwise, preprocess_weights_for_mixed_gemm), cutlass_preprocessors.cpp; files that ModelOpt 0.41
-exports.
+Source: TensorRT-LLM, load_weights_from_gptq (tensorrt_llm/models/llama/convert.py), weight_only_quantize_dict
+(tensorrt_llm/models/convert_utils.py), preprocess_perlayer_weights (tensorrt_llm/models/modeling_utils.py),
+postprocess_weight_only_groupwise and preprocess_weights_for_mixed_gemm (tensorrt_llm/quantization/functional.py,
+cutlass_preprocessors.cpp); files that ModelOpt 0.41 exports.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ def weight_form(
 
 @dataclass(frozen=True, eq=False)
 class PlaneWeight:
-    """The tensors described in the module, for a matrix of `shape` (N, K) under `scheme`, with codes in the order of `layout`."""
+    """The tensors described in the module, for a matrix of `shape` (N, K) under `scheme`; codes in the order of `layout`."""
 
     codes: Tensor
     scale: Tensor | None

@@ -135,7 +135,7 @@ def test_weights_in_tensorrt_llms_order_have_one_kernel(scheme, machine):
         problem = replace(on_h200(scheme, m), machine=machine, form="interleaved")
         assert [kernel.name for kernel, reasons in rows(problem) if not reasons] == ["interleaved_gemm"]
         assert describe(problem).startswith("interleaved_gemm, mma ") and not why_slow(problem)
-        said = dict((kernel.name, reasons) for kernel, reasons in rows(replace(problem, form=None)))
+        said = {kernel.name: reasons for kernel, reasons in rows(replace(problem, form=None))}
         assert said["interleaved_gemm"] == (
             "is for weights that wait in TensorRT-LLM's order, these are brought into fragments",
         )

@@ -164,11 +164,12 @@ def _scaled(scheme: str, m: int, first: bool) -> Product:
 
 
 def order_trials() -> Iterator[Trial]:
-    """Weights in fragment order and in TensorRT-LLM's lines: one kernel, one tile, the same weights in the same instructions."""
+    """Weights in fragment order and in TensorRT-LLM's lines: one kernel, one tile, the same registers of each instruction."""
     for scheme in ("w4a16_g128", "w4a16_pc", "w8a16"):
         for m, tile in ((64, MmaTile(64, 2, 8, 1, 4, 4)), (256, MMA), (1024, MMA), (4096, MMA)):
             for lines in (False, True):
-                row = blank("lines", scheme, "TensorRT-LLM's lines" if lines else "fragment order", m=m, n=N, k=K)
+                way = "TensorRT-LLM's lines" if lines else "fragment order"
+                row = blank("lines", scheme, way, m=m, n=N, k=K)
                 yield trial_of(row, functools.partial(Product, scheme, m, tile, lines=lines))
 
 
