@@ -416,7 +416,7 @@ def bench_mechanisms(
     parts: Annotated[
         str | None,
         typer.Option(
-            help="Of conversions, products, scales, tiles, fused, sums, cublas, counters, convolution; all when absent."
+            help="Of conversions, products, scales, tiles, lines, fused, sums, cublas, counters, convolution; all when absent."
         ),
     ] = None,
     out_file: Annotated[Path | None, typer.Option("--out", help="Results; bench/results/<gpu>/<date>-mechanisms.json.")] = None,
@@ -425,9 +425,9 @@ def bench_mechanisms(
     """Measure why the kernels are fast: each mechanism with and without, in a loop over registers or in a whole product.
 
     Conversions of codes by cast and by logic, with and without the shift of exponents, FP6 in segments of 4 + 2 bits; scales
-    before or after the product; order of tiles, stages, split-K, sliced-K; one kernel or two; fp8 sums that stay in the tensor
-    core; what the GPU's counters say (needs ncu); channels of convolutions. docs/mechanisms.md explains the rows. Two to three
-    minutes on an H100 or H200.
+    before or after the product; order of tiles, stages, split-K, sliced-K; TensorRT-LLM's order of weights; one kernel or two;
+    fp8 sums that stay in the tensor core; what the GPU's counters say (needs ncu); channels of convolutions.
+    docs/mechanisms.md explains the rows. Some three minutes on an H100 or H200.
     The file is complete after every row, so Ctrl-C keeps what was measured.
 
     Example: lowbit bench mechanisms --parts conversions,scales

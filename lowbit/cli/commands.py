@@ -248,7 +248,8 @@ def convert(
 
     Read: GPTQ (versions 1 and 2, act-order), AWQ (gemm), auto-round, compressed-tensors (integers, FP8, MX, NVFP4), FP8,
     torchao, ModelOpt (FP8, NVFP4, AWQ), bitsandbytes NF4 and FP4 (to dequantized only), GGUF (Q4_0 to Q6_K of llama, qwen2 and
-    qwen3 models), TensorRT-LLM (W4A16_AWQ of llama models), and lowbit. The tool is found out from config.json.
+    qwen3 models), TensorRT-LLM (W4A16_AWQ, W8A16, W4A16 and GPTQ of llama, mistral, qwen2 and qwen3 models), and lowbit. The
+    tool is found out from config.json.
 
     Written: lowbit (runs here with plain from_pretrained), gptq, awq, compressed-tensors (for vLLM and others), tensorrt-llm
     (symmetric int4 in groups of 64 or 128, for trtllm-build), and dequantized: plain weights in the model's type (of 16 bits

@@ -1,17 +1,12 @@
-"""TensorRT-LLM's checkpoints of Llama models with 4-bit weights in groups (quant_algo W4A16_AWQ), read and written.
+"""TensorRT-LLM's checkpoints of Llama, Mistral, Qwen2 and Qwen3 models, read; of Llama models in W4A16_AWQ, written.
 
     config.json            {"architecture": "LlamaForCausalLM", "quantization": {"quant_algo": "W4A16_AWQ", ...}, ...}
     rank0.safetensors      transformer.layers.0.attention.qkv   q, k and v, one below the other      mlp.fc     gate_proj
                                             ....attention.dense   o_proj                             mlp.gate   up_proj
                                                                                                      mlp.proj   down_proj
-        ...weight                    int8 [N/2, K], two's complement, the even row of two in the low nibble
-        ...weights_scaling_factor    float [N, K/g]
-        ...prequant_scaling_factor   float [K] or [1, K], what x is multiplied by first
 
-Here weights lie in plain order: `trtllm-build` brings them into the order of a GPU's kernels (pack/tensorrt_llm.py). Files of
-W8A16, W4A16 and W4A16_GPTQ hold them in that order, and do not say of which GPU; so they are not read, and not written. Source:
-TensorRT-LLM, docs/source/architecture/checkpoint.md and preprocess_perlayer_weights in tensorrt_llm/models/modeling_utils.py;
-files that ModelOpt 0.41 exports.
+`models/tensorrt_llm_layers.py` has the tensors of a layer. q, k and v become layers of their own, as Transformers has them.
+Source: TensorRT-LLM, docs/source/architecture/checkpoint.md; files that ModelOpt 0.41 exports.
 """
 
 from __future__ import annotations
@@ -23,14 +18,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader
-from lowbit.checkpoint.foreign import SCALE_DTYPES, ForeignEntry, ForeignLayer
-from lowbit.formats import IntFormat, PerGroup, QuantTensor, Scheme, ZeroPoint, int_format
-from lowbit.pack.tensorrt_llm import from_signed_row_major, to_signed_row_major
+from lowbit.checkpoint.foreign import ForeignEntry, ForeignLayer
+from lowbit.formats import IntFormat, PerGroup, QuantTensor, ZeroPoint
+from lowbit.models.tensorrt_llm_layers import AWQ, schema
+from lowbit.pack.tensorrt_llm import to_signed_row_major
 
-ALGORITHM, WEIGHTS = "W4A16_AWQ", "rank0.safetensors"
+WEIGHTS = "rank0.safetensors"
 GROUPS = (64, 128)
 """Group sizes that TensorRT-LLM's kernels take."""
 
@@ -49,7 +45,16 @@ _GLOBAL = {
 }
 _NORMS = {"input_layernorm.weight": "input_layernorm.weight", "post_attention_layernorm.weight": "post_layernorm.weight"}
 _IN_LAYER = re.compile(r"(model|transformer)\.layers\.(\d{1,5})\.(.+)")
-_SUFFIXES = ("weight", "weights_scaling_factor", "prequant_scaling_factor")
+_HEAD_NORMS = {
+    "self_attn.q_norm.weight": "attention.q_layernorm.weight",
+    "self_attn.k_norm.weight": "attention.k_layernorm.weight",
+}
+_CONFIGS: dict[str, type[PreTrainedConfig]] = {
+    "LlamaForCausalLM": LlamaConfig,
+    "MistralForCausalLM": MistralConfig,
+    "Qwen2ForCausalLM": Qwen2Config,
+    "Qwen3ForCausalLM": Qwen3Config,
+}
 
 
 def is_tensorrt_llm(config: Mapping[str, Any]) -> bool:
@@ -64,11 +69,17 @@ class TensorrtLlmSource:
     def __init__(self, folder: Path) -> None:
         self.reader = CheckpointReader(folder, weights=WEIGHTS)
         self.config, self._where = self.reader.config, folder / "config.json"
-        self._scheme = self._read_scheme()
+        self._held = frozenset(self.reader.names())
+        mapping = self.config.get("mapping") or {}
+        if mapping.get("world_size", 1) != 1:
+            raise CheckpointError(
+                f"{self._where}: the model is split over {mapping['world_size']} ranks; read are files of one"
+            )
+        self.schema = schema(self.config, self._where, self._weight_type())
         self.notes: list[str] = []
         self.model_config = self._read_config()
         heads, shared = self.model_config.num_attention_heads, self.model_config.num_key_value_heads
-        size: int = self.model_config.head_dim  # type: ignore[assignment]
+        size: int = self.model_config.head_dim
         self._rows = {"self_attn.q_proj": (0, heads * size)}
         self._rows["self_attn.k_proj"] = (heads * size, (heads + shared) * size)
         self._rows["self_attn.v_proj"] = ((heads + shared) * size, (heads + 2 * shared) * size)
@@ -80,29 +91,20 @@ class TensorrtLlmSource:
             self._place(name)
         for name in self.reader.names():
             base, _, suffix = name.rpartition(".")
-            if suffix in _SUFFIXES and name not in self._names.values() and base not in self._fused.values():
+            if suffix in self.schema.suffixes and name not in self._names.values() and base not in self._fused.values():
                 raise CheckpointError(
                     f"{folder / WEIGHTS}: {name}: belongs to a layer without weights, {base}.weight is missing"
                 )
 
     def layer(self, name: str, device: torch.device | str = "cpu") -> QuantTensor:
         """One layer, on a device, made on the host; factors of x that are all 1 are left out."""
-        fused, (n, k) = self._fused[name], self.entries[name].shape
-        begin, end = self._rows.get(name.split(".", 3)[-1], (0, n))
-        weight, scale, factor = (
-            self.reader.get(f"{fused}.{suffix}") if self._has(fused, suffix) else None for suffix in _SUFFIXES
-        )
-        assert weight is not None and scale is not None
-        codes = from_signed_row_major(weight.t().contiguous(), 4, 2 * weight.shape[0])[begin:end]
-        for suffix, values in (("weights_scaling_factor", scale), ("prequant_scaling_factor", factor)):
-            if values is not None and not bool(values.isfinite().all()):
-                raise CheckpointError(
-                    f"{self.reader.folder / WEIGHTS}: {fused}.{suffix}: some are not finite; the file is damaged"
-                )
-        if factor is not None:
-            factor = None if bool((factor == 1).all()) else factor.reshape(k).clone()
-        q = QuantTensor(codes.contiguous(), scale[begin:end].contiguous(), None, self._scheme, pre_quant_scale=factor)
-        return q.to(device)
+        fused = self._fused[name]
+        tensors = {s: self.reader.get(f"{fused}.{s}") for s in self.schema.suffixes if f"{fused}.{s}" in self._held}
+        q = self.schema.read(ForeignLayer(fused, tensors, self.reader.folder / WEIGHTS))
+        begin, end = self._rows_of(name, q.shape[0])
+        zero = None if q.zero is None else q.zero[begin:end].contiguous()
+        codes, scale = q.codes[begin:end].contiguous(), q.scale[begin:end].contiguous()
+        return QuantTensor(codes, scale, zero, q.scheme, pre_quant_scale=q.pre_quant_scale).to(device)
 
     def dequantize(self, name: str, dtype: torch.dtype) -> Tensor:
         """One layer's weights [N, K]."""
@@ -110,34 +112,25 @@ class TensorrtLlmSource:
 
     def get(self, name: str) -> Tensor:
         """A plain tensor."""
-        return self.reader.get(self._names[name])
+        tensor = self.reader.get(self._names[name])
+        if not name.endswith("_proj.bias"):
+            return tensor
+        begin, end = self._rows_of(name.removesuffix(".bias"), tensor.shape[0])
+        return tensor[begin:end].contiguous()
 
-    def _read_scheme(self) -> Scheme:
-        stated, mapping = self.config["quantization"], self.config.get("mapping") or {}
-        algorithm, group = stated.get("quant_algo"), stated.get("group_size")
-        if algorithm != ALGORITHM:
-            raise CheckpointError(
-                f"{self._where}: quant_algo {algorithm!r}; of TensorRT-LLM's checkpoints those of {ALGORITHM} are read. W8A16, "
-                "W4A16 and W4A16_GPTQ hold weights in the order of one generation of GPUs, which they do not name; export the "
-                "model for Transformers with the tool that quantized it"
-            )
-        if mapping.get("world_size", 1) != 1:
-            raise CheckpointError(
-                f"{self._where}: the model is split over {mapping['world_size']} ranks; read are files of one"
-            )
-        if stated.get("has_zero_point"):
-            raise CheckpointError(
-                f"{self._where}: has_zero_point is true; the zero points there were rounded, and are not read"
-            )
-        if type(group) is not int or not 0 < group <= 1 << 20:
-            raise CheckpointError(f"{self._where}: group_size is a positive number, got {group!r}")
-        return Scheme(int_format(4), None, PerGroup(group))
+    def _weight_type(self) -> torch.dtype:
+        """In which type the files hold a weight of the decoder."""
+        found = (name for name in self._held if any(name.endswith(f".{linear}.weight") for linear in _LINEAR))
+        name = min(found, default=None)
+        if name is None:
+            raise CheckpointError(f"{self.reader.folder / WEIGHTS}: holds no layer such as transformer.layers.0.mlp.fc.weight")
+        return self.reader.info(name).dtype
 
-    def _read_config(self) -> LlamaConfig:
+    def _read_config(self) -> PreTrainedConfig:
         config = self.config
-        if config["architecture"] != "LlamaForCausalLM":
+        if config["architecture"] not in _CONFIGS:
             raise CheckpointError(
-                f"{self._where}: architecture {config['architecture']!r}; read are checkpoints of LlamaForCausalLM"
+                f"{self._where}: architecture {config['architecture']!r}; read are checkpoints of {', '.join(_CONFIGS)}"
             )
         names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
         wrong = [name for name in names if type(config.get(name)) is not int or config[name] < 1]
@@ -147,7 +140,8 @@ class TensorrtLlmSource:
         if "rotary_base" not in config:
             self.notes.append("config.json states no rotary_base; 10000 is taken")
         scaling = config.get("rotary_scaling")
-        return LlamaConfig(
+        kind = _CONFIGS[config["architecture"]]
+        return kind(
             **{name: config[name] for name in names},
             num_key_value_heads=config.get("num_key_value_heads", heads),
             head_dim=config.get("head_size") or config["hidden_size"] // heads,
@@ -157,48 +151,70 @@ class TensorrtLlmSource:
             rope_parameters={"rope_type": "default", **(scaling or {}), "rope_theta": config.get("rotary_base", 10000.0)},
             tie_word_embeddings=False,
             dtype=config.get("dtype"),
+            **({"attention_bias": self._has_bias("attention.qkv")} if kind is LlamaConfig else {}),
+            **({"sliding_window": None} if kind is MistralConfig else {}),
         )
+
+    def _has_bias(self, linear: str) -> bool:
+        return any(name.endswith(f".{linear}.bias") for name in self._held)
+
+    def _rows_of(self, name: str, n: int) -> tuple[int, int]:
+        """Which of the n rows of a layer of the files are those of a layer of Transformers' name."""
+        return self._rows.get(name.split(".", 3)[-1], (0, n))
 
     def _place(self, tensor: str) -> None:
         """Finds out what a tensor is under Transformers' names."""
         base, _, suffix = tensor.rpartition(".")
         match = _IN_LAYER.fullmatch(base)
-        if match is not None and match[3] in _LINEAR and suffix in _SUFFIXES:
+        if match is not None and match[3] in _LINEAR and suffix in self.schema.suffixes:
             if suffix == "weight":
-                self._check(base)
-                for name in _LINEAR[match[3]]:
-                    begin, end = self._rows.get(name, (0, 2 * self.reader.info(tensor).shape[0]))
-                    full = f"model.layers.{match[2]}.{name}"
-                    self._fused[full] = base
-                    self.entries[full] = ForeignEntry((end - begin, self.reader.info(tensor).shape[1]), self._scheme)
+                self._place_layer(base, [f"model.layers.{match[2]}.{part}" for part in _LINEAR[match[3]]])
             return
         names = {old: new for new, old in _GLOBAL.items()}
         match = _IN_LAYER.fullmatch(tensor)
         if match is not None:
-            names |= {f"transformer.layers.{match[2]}.{old}": f"model.layers.{match[2]}.{new}" for new, old in _NORMS.items()}
-        if tensor not in names:
+            norms = _NORMS | _HEAD_NORMS
+            names |= {f"transformer.layers.{match[2]}.{old}": f"model.layers.{match[2]}.{new}" for new, old in norms.items()}
+        parts = _bias_parts(tensor) or ((names[tensor],) if tensor in names else ())
+        if not parts:
             raise CheckpointError(
-                f"{self.reader.folder / WEIGHTS}: {tensor}: has no counterpart in Transformers' Llama that is known here"
+                f"{self.reader.folder / WEIGHTS}: {tensor}: has no counterpart in Transformers' "
+                f"{self.config['architecture']} that is known here"
             )
-        self._names[names[tensor]] = tensor
-        self.plain.append(names[tensor])
+        if len(parts) > 1 and self.reader.info(tensor).shape != (self._rows["self_attn.v_proj"][1],):
+            raise CheckpointError(
+                f"{self.reader.folder / WEIGHTS}: {tensor}: {list(self.reader.info(tensor).shape)}, by config.json q, k and v "
+                f"have {self._rows['self_attn.v_proj'][1]} rows together"
+            )
+        for name in parts:
+            self._names[name] = tensor
+            self.plain.append(name)
 
-    def _check(self, base: str) -> None:
-        """Types and shapes of a quantized layer."""
-        parts = {s: self.reader.info(f"{base}.{s}") for s in _SUFFIXES if self._has(base, s)}
-        layer = ForeignLayer(base, parts, self.reader.folder / WEIGHTS)
-        rows, k = layer.matrix("weight", (torch.int8, torch.uint8))
-        group = self._scheme.granularity.block((rows, k))[1]
-        if k % group:
-            raise layer.error("weight", f"{k} input channels are no whole groups of {group}")
-        layer.expect("weights_scaling_factor", SCALE_DTYPES, (2 * rows, k // group))
-        if layer.has("prequant_scaling_factor"):
-            layer.expect("prequant_scaling_factor", SCALE_DTYPES, (k,), (1, k))
-        if base.endswith(".qkv") and 2 * rows != self._rows["self_attn.v_proj"][1]:
-            raise layer.error("weight", f"q, k and v have {self._rows['self_attn.v_proj'][1]} rows together, found {2 * rows}")
+    def _place_layer(self, base: str, parts: list[str]) -> None:
+        """Checks types and shapes of a quantized layer and enters its parts."""
+        tensors: dict[str, Any] = {}
+        for suffix in self.schema.suffixes:
+            full = f"{base}.{suffix}"
+            if full in self._held:
+                tensors[suffix] = self.reader.get(full) if suffix in self.schema.small else self.reader.info(full)
+        layer = ForeignLayer(base, tensors, self.reader.folder / WEIGHTS)
+        entry = self.schema.entry(layer)
+        n, k = entry.shape
+        together = self._rows["self_attn.v_proj"][1]
+        if len(parts) > 1 and n != together:
+            raise layer.error("weight", f"q, k and v have {together} rows together, found {n}")
+        for name in parts:
+            begin, end = self._rows_of(name, n)
+            self._fused[name] = base
+            self.entries[name] = ForeignEntry((end - begin, k), entry.scheme)
 
-    def _has(self, base: str, suffix: str) -> bool:
-        return f"{base}.{suffix}" in self.reader.names()
+
+def _bias_parts(tensor: str) -> tuple[str, ...]:
+    """Transformers' names of the bias of a linear layer of the files; none for other tensors."""
+    match = _IN_LAYER.fullmatch(tensor.removesuffix(".bias"))
+    if not tensor.endswith(".bias") or match is None or match[3] not in _LINEAR:
+        return ()
+    return tuple(f"model.layers.{match[2]}.{part}.bias" for part in _LINEAR[match[3]])
 
 
 def refusals(name: str, q: QuantTensor) -> tuple[str, ...]:
@@ -291,7 +307,7 @@ def config_of(config: Mapping[str, Any], group: int, version: str) -> dict[str, 
         "rotary_scaling": rope if scaled else None,
         "mapping": {"world_size": 1, "tp_size": 1, "pp_size": 1},
         "quantization": {
-            "quant_algo": ALGORITHM,
+            "quant_algo": AWQ,
             "kv_cache_quant_algo": None,
             "group_size": group,
             "has_zero_point": False,

@@ -185,6 +185,7 @@ class PackedWeight(nn.Module):
             make_counters(self.weight_packed.device)  # a graph that captures the first product could not
             self._pack_for_gpu()
         else:
+            assert form != "interleaved", "which is never chosen for weights on disk"
             self.cpu_weight = pack_for_cpu(replace(self.quant_tensor(), low_rank=None), form, dtype)
         if form != "decoded":
             self._drop_form_on_disk()

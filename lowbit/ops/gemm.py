@@ -12,41 +12,47 @@ from lowbit.ops.fragment_gemm import fragment_gemm
 from lowbit.ops.mixed_gemm import mixed_gemm
 from lowbit.ops.quantize_activations import Activations, quantize_activations
 from lowbit.ops.scaled_gemm import check_activations, scaled_gemm
-from lowbit.ops.table import UnsupportedProblem, choose, problem_on
+from lowbit.ops.table import Form, UnsupportedProblem, choose, problem_on
 from lowbit.ops.workspace import make_counters
 from lowbit.pack.cpu import CpuWeight
 from lowbit.pack.gemm_weight import GemmWeight, RowWeight
 from lowbit.pack.scaled import OperandWeight
-from lowbit.pack.weight import FragmentWeight
+from lowbit.pack.weight import FragmentWeight, InterleavedWeight
 
 
-def pack_for(q: QuantTensor, dtype: torch.dtype = torch.bfloat16, *, batch_invariant: bool = False) -> GemmWeight:
-    """`q` in the form that the first kernel of ops/table.py reads that takes it on its device, for x of `dtype`.
+def pack_for(
+    q: QuantTensor, dtype: torch.dtype = torch.bfloat16, *, batch_invariant: bool = False, form: Form | None = None
+) -> GemmWeight:
+    """`q` in the form that the first kernel of ops/table.py reads that takes it on its device, for x of `dtype`, or in `form`:
+    "interleaved" is TensorRT-LLM's order for sm_80 (`InterleavedWeight`), which is never the first.
 
     Raises UnsupportedProblem, with every kernel's reasons, where there is none, and ValueError for what is no part of a
     product: a low-rank correction, and an order or factors of x under a scheme that quantizes x after them (`nn.QuantLinear`
     has both).
     """
     device = q.codes.device
-    problem = problem_on(device, q.scheme, 1, q.shape, dtype, scale_dtype=q.scale.dtype, batch_invariant=batch_invariant)
-    form = choose(problem).form
+    known = {"scale_dtype": q.scale.dtype, "batch_invariant": batch_invariant, "form": form}
+    chosen = choose(problem_on(device, q.scheme, 1, q.shape, dtype, **known)).form  # type: ignore[arg-type]
     if q.low_rank is not None:
         raise ValueError(f"{q.scheme} {q.shape}: a low-rank correction is no part of a product; nn.QuantLinear adds it")
     if q.scheme.activation is not None and (q.order is not None or q.pre_quant_scale is not None):
         raise ValueError(f"{q.scheme} {q.shape}: an order and factors of x belong before it is quantized, in nn.QuantLinear")
     if q.activation_scale is not None:
         raise ValueError(f"{q.scheme} {q.shape}: its scale of x quantizes x before the product, in nn.QuantLinear")
-    match form:
+    match chosen:
         case "fragments":
             make_counters(device)  # a graph that captures the first product could not
             return FragmentWeight.pack(q)
+        case "interleaved":
+            make_counters(device)
+            return InterleavedWeight.pack(q)
         case "operands":
             make_counters(device)
             return OperandWeight.pack(q)
         case "rows":
             return RowWeight.pack(q)
         case "int4" | "int8" | "decoded":
-            return pack_for_cpu(q, form, dtype)
+            return pack_for_cpu(q, chosen, dtype)
 
 
 def gemm(
@@ -73,7 +79,9 @@ def gemm(
         wanted = "x in 16 or 32 bits, and y is of its type, with no function after the product and no fast_accum"
         raise ValueError(f"gemm: {w.scheme} takes {wanted}")
     match w:
-        case FragmentWeight():
+        case FragmentWeight() | InterleavedWeight():
+            if isinstance(w, InterleavedWeight):  # which a GPU has to be asked about: no choice brought w into this form
+                choose(problem_on(w.codes.device, w.scheme, 1, w.shape, x.dtype, form="interleaved"))
             return fragment_gemm(x, w, bias, batch_invariant=batch_invariant)
         case CpuWeight():
             if x.dtype != w.dtype or not x.dim() or x.shape[-1] != w.shape[1]:

@@ -22,16 +22,16 @@ from lowbit.formats import PerBlock, PerGroup, Scheme, ZeroPoint, parse_scheme
 from lowbit.hardware.conversions import conversion
 from lowbit.hardware.machine import Machine, machine_of, machine_refusals
 from lowbit.kernels.choose.candidate import Candidate
-from lowbit.kernels.choose.mixed_gemm import GemmCandidate, GemmShape, MmaTile, RingTile, WgmmaTile, candidates
+from lowbit.kernels.choose.mixed_gemm import GemmCandidate, GemmShape, MmaTile, RingTile, WgmmaTile, candidates, line_candidates
 from lowbit.kernels.choose.scaled_gemm import ScaledShape, ScaledTile, candidates_scaled
 from lowbit.kernels.cpu import torch_int8
 from lowbit.kernels.cpu.scaled_blocked import X_BLOCK
 from lowbit.kernels.reference.activations import CODE_DTYPES
 from lowbit.ops.operands import triton_refusals
-from lowbit.pack import kernel_group, scaled_refusals
+from lowbit.pack import interleaved_refusals, kernel_group, scaled_refusals
 from lowbit.pack.cpu import int4_refusals, int8_refusals
 
-Form = Literal["fragments", "operands", "int4", "int8", "decoded", "rows"]
+Form = Literal["fragments", "interleaved", "operands", "int4", "int8", "decoded", "rows"]
 """In which of its forms a weight is multiplied: pack/gemm_weight.py."""
 
 
@@ -40,7 +40,8 @@ class Problem:
     """One product: y[m, n] = x[m, k] . w[n, k]^T under a scheme, for x of `dtype` before it is quantized.
 
     `machine` is the GPU, None on a CPU; `excluded` says why nothing of this library's runs on it. `scale_dtype` is the type of
-    the weight's scales, where that is known; `decode_bytes` what a decoded weight may take on a CPU.
+    the weight's scales, where that is known; `decode_bytes` what a decoded weight may take on a CPU. `form` is the one in
+    which the weight waits already; None: it is brought into that of the kernel.
     """
 
     scheme: Scheme
@@ -53,6 +54,7 @@ class Problem:
     scale_dtype: torch.dtype | None = None
     batch_invariant: bool = False
     decode_bytes: int = 0
+    form: Form | None = None
 
     def __str__(self) -> str:
         where = (
@@ -69,14 +71,14 @@ class Problem:
 
 def problem_on(
     device: torch.device | str, scheme: Scheme, m: int, shape: tuple[int, int], dtype: torch.dtype, *,
-    scale_dtype: torch.dtype | None = None, batch_invariant: bool = False, decode_bytes: int = 0,
+    scale_dtype: torch.dtype | None = None, batch_invariant: bool = False, decode_bytes: int = 0, form: Form | None = None,
 ) -> Problem:  # fmt: skip
     """The problem of a weight of `shape` (N, K) on a device of this machine."""
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     machine, excluded = _place(device)
-    return Problem(scheme, m, *shape, dtype, machine, excluded, scale_dtype, batch_invariant, decode_bytes)
+    return Problem(scheme, m, *shape, dtype, machine, excluded, scale_dtype, batch_invariant, decode_bytes, form)
 
 
 @functools.lru_cache(maxsize=64)
@@ -121,15 +123,18 @@ class Kernel:
     @property
     def on_gpu(self) -> bool:
         """Whether it needs a GPU."""
-        return self.form in ("fragments", "operands")
+        return self.form in ("fragments", "interleaved", "operands")
 
     def concerns(self, p: Problem) -> bool:
-        """Whether it is made for the device and the x of a problem."""
-        return (self.is_slow or self.on_gpu == p.on_gpu) and self.scaled == (p.scheme.activation is not None)
+        """Whether it is made for the device, the x and the form of weight of a problem."""
+        form = self.form == p.form if p.form else self.form != "interleaved"
+        return form and (self.is_slow or self.on_gpu == p.on_gpu) and self.scaled == (p.scheme.activation is not None)
 
     def refusals(self, p: Problem) -> tuple[str, ...]:
         """Why it does not take a problem; empty if it does."""
         reasons = []
+        if p.form is not None and self.form != p.form:
+            reasons.append(f"reads weights in the form {self.form}, this one waits in the form {p.form}")
         if not self.is_slow and self.on_gpu != p.on_gpu:
             reasons.append("runs on NVIDIA GPUs, x is on a CPU" if self.on_gpu else "runs on a CPU, x is on a GPU")
         if self.scaled != (p.scheme.activation is not None):
@@ -279,6 +284,29 @@ def _ring(p: Problem) -> tuple[str, ...]:
     return _of_16_bits(p) or _better_tile(p, RingTile)
 
 
+def _interleaved(p: Problem) -> tuple[str, ...]:
+    if p.form is None:
+        return ("is for weights that wait in TensorRT-LLM's order, these are brought into fragments",)
+    reasons = (*_of_16_bits(p), *interleaved_refusals(p.scheme, (p.n, p.k)))
+    return reasons or (() if _tiles_of_lines(p) else (f"has no tile for {p.scheme} with M {p.m}, N {p.n} and K {p.k}",))
+
+
+@functools.lru_cache(maxsize=4096)
+def _tiles_of_lines(p: Problem) -> tuple[GemmCandidate, ...]:
+    assert p.machine is not None
+    shape = GemmShape(p.m, p.n, p.k, p.scheme.weight.bits)
+    found = line_candidates(shape, p.machine, batch_invariant=p.batch_invariant)
+    return tuple(row for row in found if not row.reasons)
+
+
+def _tile_of_lines(p: Problem) -> tuple[str, ...]:
+    best, *others = _tiles_of_lines(p)
+    return (
+        f"{best.tile}: modelled {best.cost_us:.1f} us as if in fragment order",
+        *(f"next best: {row.tile}, {row.cost_us:.1f} us" for row in others[:1]),
+    )
+
+
 def _tile_16(p: Problem) -> tuple[str, ...]:
     return _in_words(*_tiles_16(p))
 
@@ -375,6 +403,10 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("wgmma_gemm", "kernels/sm90/mixed_gemm.py", "sm_90", False, "fragments", _wgmma, _tile_16),
     Kernel("mma_gemm", "kernels/sm80/wide_mixed_gemm.py", "sm_80 and newer", False, "fragments", _mma, _tile_16),
     Kernel("ring_gemm", "kernels/sm80/mixed_gemm.py", "sm_80 and newer", False, "fragments", _ring, _tile_16),
+    Kernel(
+        "interleaved_gemm", "kernels/sm80/wide_mixed_gemm.py", "sm_80 and newer", False, "interleaved", _interleaved,
+        _tile_of_lines,
+    ),
     Kernel(
         "scaled_gemm", "kernels/sm90/scaled_gemm.py", "sm_90", True, "operands", partial(_scaled_wgmma, narrow=False), _tile_8
     ),

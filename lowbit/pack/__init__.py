@@ -6,12 +6,14 @@ from lowbit.pack.gated import gated_refusals, pack_gated
 from lowbit.pack.layout import Layout
 from lowbit.pack.scaled import OperandWeight, scaled_refusals
 from lowbit.pack.scales import pack_scales, unpack_scales
-from lowbit.pack.tensorrt_llm import ColumnMajorTileInterleave
+from lowbit.pack.tensorrt_llm import ColumnMajorTileInterleave, PermutedColumnMajor, SignedColumnMajor
 from lowbit.pack.weight import (
     DENSE_FORM,
     FragmentWeight,
+    InterleavedWeight,
     WeightForm,
     has_channel_scale,
+    interleaved_refusals,
     kernel_group,
     may_be_subnormal,
     weight_form,
@@ -23,11 +25,15 @@ __all__ = [
     "DenseWeight",
     "FragmentOrder",
     "FragmentWeight",
+    "InterleavedWeight",
     "Layout",
     "OperandWeight",
+    "PermutedColumnMajor",
+    "SignedColumnMajor",
     "WeightForm",
     "gated_refusals",
     "has_channel_scale",
+    "interleaved_refusals",
     "kernel_group",
     "may_be_subnormal",
     "pack_gated",

@@ -1,4 +1,5 @@
-"""The forms in which a weight waits for its products, one at a time: rows as on disk, fragments, 8-bit operands, a CPU's own.
+"""The forms in which a weight waits for its products, one at a time: rows as on disk, fragments, TensorRT-LLM's lines, 8-bit
+operands, a CPU's own.
 
 Each is a class with `pack` (of a `QuantTensor`), `unpack` (its inverse) and `nbytes`; ops/table.py says which kernel reads it.
 """
@@ -13,7 +14,7 @@ from torch import Tensor
 from lowbit.formats import QuantTensor, Scheme, pack_words, unpack_words
 from lowbit.pack.cpu import CpuWeight
 from lowbit.pack.scaled import OperandWeight
-from lowbit.pack.weight import FragmentWeight
+from lowbit.pack.weight import FragmentWeight, InterleavedWeight
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,5 +58,5 @@ class RowWeight:
         return replace(self, **{name: t.clone() for name, t in self._tensors.items()})
 
 
-GemmWeight = RowWeight | FragmentWeight | OperandWeight | CpuWeight
+GemmWeight = RowWeight | FragmentWeight | InterleavedWeight | OperandWeight | CpuWeight
 """A weight in one of its forms."""

@@ -1,4 +1,5 @@
-"""ColumnMajorTileInterleave: int4 and int8 weights as TensorRT-LLM and FasterTransformer store them for sm_75 to sm_89.
+"""ColumnMajorTileInterleave: int4 and int8 weights as TensorRT-LLM and FasterTransformer store them for sm_75 to sm_89, and
+the two orders that TensorRT-LLM has for other GPUs.
 
 On disk they keep w^T row-major: int8 [K, N * bits / 8], signed; at 4 bits two columns a byte, the even n in the low
 nibble. Four steps, each invertible, make of it what their kernels read. At 4 bits (differences at 8 bits in brackets):
@@ -11,13 +12,19 @@ nibble. Four steps, each invertible, make of it what their kernels read. At 4 bi
     4 bias and order       + 8 (+ 128), then in each 32-bit word nibbles 7 5 3 1 6 4 2 0 (bytes 3 1 2 0), highest first:
                            LOP3 with 0x000f000f takes elements 0 and 1, so the conversion puts out the natural order
 
-The result belongs to one generation of kernels (those for sm_90 read plain column-major weights), so it is never a
-storage format of this library. Their code asks for N in multiples of 8 at least; the steps need 4 (2). Source:
-TensorRT-LLM and FasterTransformer, cutlass_preprocessors (.cpp, .cc), preprocess_weights_for_mixed_gemm.
+With 4-bit weights and fp8 activations a line is 128 k, not 64, of 2 columns, and rows come in the order of m16n8k32's fragment:
+0 1 2 3 16 17 18 19 | 4 5 6 7 20 21 22 23 | ...
+
+The result belongs to one generation of kernels, so it is never a storage format of this library. Those of sm_120 and newer take
+the one of sm_80; for sm_90 step 3 is left out (`PermutedColumnMajor`), or, in earlier releases and for sm_100, all but step 2
+(`SignedColumnMajor`). Their code asks for N in multiples of 8 at least; the steps need 4 (2, 1). Source: TensorRT-LLM and
+FasterTransformer, preprocess_weights_for_mixed_gemm in cutlass_preprocessors (.cpp, .cc) and in
+tensorrt_llm/quantization/functional.py.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,7 +37,6 @@ from lowbit.hardware.fields import WORD_BITS
 from lowbit.hardware.mma import b_fragment
 from lowbit.pack.layout import Layout, Shape
 
-TILE_K = 64  # one step of K: 128 bytes of 16-bit activations
 _LINE_BITS = 1024  # of a cache line of 128 bytes
 
 
@@ -47,10 +53,12 @@ class PermuteRows:
     """Step 1, [K, N] -> [K, N]: inside each 32 (16 at 8 bits) rows, those of one lane's B fragments come together."""
 
     bits: int
+    activation_bits: int = 16
 
     def order(self) -> list[int]:
-        """Row to read at each place: 0 1 8 9 16 17 24 25 2 3 ... at 4 bits, from the B fragment of mma.m16n8k16."""
-        fragment = b_fragment(k=16, bits=16)
+        """Row to read at each place: 0 1 8 9 16 17 24 25 2 3 ... at 4 bits, from the B fragment of mma.m16n8k16 (m16n8k32 for
+        activations of 8 bits)."""
+        fragment = b_fragment(k=256 // self.activation_bits, bits=self.activation_bits)
         k, n = fragment.coordinates()
         column = k[n[:, 0, 0] == 0].reshape(4, -1)  # the 4 lanes that hold column 0; k of a lane in register order
         steps = WORD_BITS // self.bits // column.shape[1]  # k steps whose elements fill one 32-bit register
@@ -79,22 +87,29 @@ class ToColumnMajor:
 
 @dataclass(frozen=True)
 class InterleaveColumns:
-    """Step 3, [N, K] -> [N / c, K * c]: tiles of 64 k of c neighbouring columns alternate; c = 4 at 4 bits, 2 at 8."""
+    """Step 3, [N, K] -> [N / c, K * c]: tiles of 64 k of c neighbouring columns alternate; c = 4 at 4 bits, 2 at 8. For
+    activations of 8 bits tiles are of 128 k, and c is 2 at 4 bits."""
 
     bits: int
+    activation_bits: int = 16
+
+    @property
+    def tile_k(self) -> int:
+        """One step of K: 128 bytes of activations."""
+        return _LINE_BITS // self.activation_bits
 
     @property
     def columns(self) -> int:
-        """Columns whose 64 k share one 128-byte line."""
-        return _LINE_BITS // (self.bits * TILE_K)
+        """Columns of which a tile shares one 128-byte line."""
+        return self.activation_bits // self.bits
 
     def apply(self, elements: Tensor) -> Tensor:
         n, k = elements.shape
-        tiled = elements.reshape(n // self.columns, self.columns, k // TILE_K, TILE_K)  # set, column, k_tile, k
+        tiled = elements.reshape(n // self.columns, self.columns, k // self.tile_k, self.tile_k)  # set, column, k_tile, k
         return tiled.transpose(1, 2).flatten(1)  # set, (k_tile, column, k)
 
     def undo(self, elements: Tensor) -> Tensor:
-        tiled = torch.unflatten(elements, 1, (-1, self.columns, TILE_K))  # set, k_tile, column, k
+        tiled = torch.unflatten(elements, 1, (-1, self.columns, self.tile_k))  # set, k_tile, column, k
         return tiled.transpose(1, 2).flatten(2).flatten(0, 1)  # (set, column), (k_tile, k)
 
 
@@ -123,35 +138,38 @@ def _sign_bit(bits: int) -> int:
     return 1 << (bits - 1)
 
 
-@dataclass(frozen=True)
-class ColumnMajorTileInterleave(Layout):
-    """Codes of 4 or 8 bits in the interleaved column-major tiles of the module's picture.
+class _Preprocessed(Layout):
+    """Codes in one plane of bytes, made by steps. It has the bytes of TensorRT-LLM's int8 [K, N * bits / 8] tensor after
+    preprocessing, in the same order. Codes here are offset binary (value + 8 or + 128)."""
 
-    Codes are offset binary (value + 8 or + 128). One plane uint8 [N / c, K * c * bits / 8] with c = 4 or 2 columns; it
-    has the bytes of TensorRT-LLM's int8 [K, N * bits / 8] tensor after preprocessing, in the same order. K must be a
-    multiple of 64, N of 4 at 4 bits and of 2 at 8 bits.
-    """
-
+    @abstractmethod
     def steps(self, bits: int) -> tuple[Step, ...]:
-        """The steps in order, from signed elements [K, N] to biased elements [N / c, K * c]."""
-        return PermuteRows(bits), ToColumnMajor(), InterleaveColumns(bits), BiasAndRegisterOrder(bits)
+        """The steps in order, from signed elements [K, N] to those of the plane."""
+
+    @abstractmethod
+    def columns(self, bits: int) -> int:
+        """Columns of w^T in one row of the plane, of which N is a multiple."""
+
+    @abstractmethod
+    def step_k(self, bits: int) -> int:
+        """What K is a multiple of."""
 
     @property
     def plane_dtype(self) -> torch.dtype:
         return torch.uint8
 
     def plane_shapes(self, bits: int, shape: Shape) -> tuple[tuple[int, ...], ...]:
-        columns = InterleaveColumns(bits).columns
+        columns = self.columns(bits)
         return ((shape[0] // columns, shape[1] * columns * bits // 8),)
 
     def refusals(self, bits: int, shape: Shape) -> tuple[str, ...]:
         if bits not in (4, 8):
             return (f"it holds 4-bit and 8-bit codes, not {bits}-bit ones",)
         reasons = []
-        if shape[1] % TILE_K:
-            reasons.append(f"K must be a multiple of {TILE_K}")
-        if shape[0] % InterleaveColumns(bits).columns:
-            reasons.append(f"N must be a multiple of {InterleaveColumns(bits).columns}")
+        if shape[1] % self.step_k(bits):
+            reasons.append(f"K must be a multiple of {self.step_k(bits)}")
+        if shape[0] % self.columns(bits):
+            reasons.append(f"N must be a multiple of {self.columns(bits)}")
         return tuple(reasons)
 
     def _pack(self, codes: Tensor, bits: int) -> tuple[Tensor, ...]:
@@ -161,10 +179,64 @@ class ColumnMajorTileInterleave(Layout):
         return (pack_words(elements, bits),)
 
     def _unpack(self, planes: tuple[Tensor, ...], bits: int, shape: Shape) -> Tensor:
-        elements = unpack_words(planes[0], bits, shape[1] * InterleaveColumns(bits).columns)
+        elements = unpack_words(planes[0], bits, shape[1] * self.columns(bits))
         for step in reversed(self.steps(bits)):
             elements = step.undo(elements)
         return (elements.t() ^ _sign_bit(bits)).contiguous()
+
+
+@dataclass(frozen=True)
+class ColumnMajorTileInterleave(_Preprocessed):
+    """The order for sm_75 to sm_89, sm_120 and newer: all four steps, biased codes in one plane uint8 [N / c, K * c * bits / 8]
+    with c = 4 or 2 columns. K must be a multiple of 64, N of c. With `activation_bits` 8 and codes of 4 bits, tiles have 128 k
+    of 2 columns."""
+
+    activation_bits: int = 16
+
+    def steps(self, bits: int) -> tuple[Step, ...]:
+        width = self.activation_bits
+        return PermuteRows(bits, width), ToColumnMajor(), InterleaveColumns(bits, width), BiasAndRegisterOrder(bits)
+
+    def columns(self, bits: int) -> int:
+        return InterleaveColumns(bits, self.activation_bits).columns
+
+    def step_k(self, bits: int) -> int:
+        return InterleaveColumns(bits, self.activation_bits).tile_k
+
+    def refusals(self, bits: int, shape: Shape) -> tuple[str, ...]:
+        if self.activation_bits == 8 and bits != 4:
+            return (f"it holds 4-bit codes for activations of 8 bits, not {bits}-bit ones",)
+        return super().refusals(bits, shape)
+
+
+@dataclass(frozen=True)
+class PermutedColumnMajor(_Preprocessed):
+    """The order for sm_90: all steps but the interleaving of columns. One plane uint8 [N, K * bits / 8]; K must be a multiple
+    of 32 at 4 bits, of 16 at 8."""
+
+    def steps(self, bits: int) -> tuple[Step, ...]:
+        return PermuteRows(bits), ToColumnMajor(), BiasAndRegisterOrder(bits)
+
+    def columns(self, bits: int) -> int:
+        return 1
+
+    def step_k(self, bits: int) -> int:
+        return len(PermuteRows(bits).order())
+
+
+@dataclass(frozen=True)
+class SignedColumnMajor(_Preprocessed):
+    """The order for sm_90 in earlier releases, and for sm_100: w [N, K] row by row in two's complement, the even k in the low
+    nibble. One plane uint8 [N, K * bits / 8]."""
+
+    def steps(self, bits: int) -> tuple[Step, ...]:
+        return (ToColumnMajor(),)
+
+    def columns(self, bits: int) -> int:
+        return 1
+
+    def step_k(self, bits: int) -> int:
+        return 8 // bits
 
 
 def to_signed_row_major(codes: Tensor, bits: int) -> Tensor:

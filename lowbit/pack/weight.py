@@ -1,6 +1,7 @@
 """A quantized matrix as the tensor-core kernels read it: codes in fragment order, scales beside them.
 
-    codes           int32 [N/16, K/64, 32 * bits]            pack.fragment
+    codes           int32 [N/16, K/64, 32 * bits]            pack.fragment (`FragmentWeight`)
+                    int32 [N/c, K * c * bits / 32]           pack.tensorrt_llm, c = 16 / bits channels (`InterleavedWeight`)
     scale           fp16 or bf16 [N/16, G, 8, 2]             groups along K: scales of rows g and g + 8 for lane group g
                     fp16 or bf16 [N/16, G, 8, 4]             with zeros: those scales, then the zeros of both rows
     channel_scale   float32 [N]                              one scale per output channel, applied at the end
@@ -31,8 +32,9 @@ The kernels know groups of 16, 32, 64 and 128, a whole number of which make a st
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -40,6 +42,7 @@ from torch import Tensor
 from lowbit.formats import (
     FloatFormat,
     IntFormat,
+    NumberFormat,
     PerBlock,
     PerChannel,
     PerGroup,
@@ -52,7 +55,14 @@ from lowbit.formats import (
 from lowbit.hardware.half import BIAS, HalfType
 from lowbit.hardware.mma import MMA_M16N8K16_F16
 from lowbit.pack.fragment import FragmentOrder
+from lowbit.pack.layout import Layout
 from lowbit.pack.scales import pack_scales, unpack_scales
+from lowbit.pack.tensorrt_llm import ColumnMajorTileInterleave
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_STRIP = 16
 
 STEP_K = 128
 """K of a step of the kernels; a step has a whole number of groups."""
@@ -99,6 +109,8 @@ class WeightForm:
     """Whether scales per channel follow those of the groups; without groups they are the only ones."""
     subnormal: bool = False
     """Whether scales of groups wait times 2^24, for codes as subnormal numbers."""
+    interleaved: bool = False
+    """Whether codes lie in TensorRT-LLM's interleaved lines, not in fragment order."""
 
     @property
     def channel_scale(self) -> bool:
@@ -110,19 +122,21 @@ DENSE_FORM = WeightForm("dense", 0, "none", "fp16")
 """Of weights that are halves, in the type of x (pack/dense.py): no scales."""
 
 
-def weight_form(scheme: Scheme, scale_dtype: torch.dtype | None, channel_dtype: torch.dtype | None) -> WeightForm:
+def weight_form(
+    scheme: Scheme, scale_dtype: torch.dtype | None, channel_dtype: torch.dtype | None, *, interleaved: bool = False
+) -> WeightForm:
     """The form of weights of a scheme; the types are those of their scales of groups and of channels, None without."""
     zeros: dict[ZeroPoint, Literal["none", "integer", "float"]]
     zeros = {ZeroPoint.NONE: "none", ZeroPoint.INTEGER: "integer", ZeroPoint.FLOAT: "float"}
     half: HalfType = "bf16" if scale_dtype == torch.bfloat16 else "fp16"
     group = kernel_group(scheme)
     twice, subnormal = group > 0 and channel_dtype is not None, channel_dtype == torch.bfloat16
-    return WeightForm(scheme.weight.name, group, zeros[scheme.zero], half, twice, subnormal)
+    return WeightForm(scheme.weight.name, group, zeros[scheme.zero], half, twice, subnormal, interleaved)
 
 
 @dataclass(frozen=True, eq=False)
-class FragmentWeight:
-    """The tensors described in the module, for a matrix of `shape` (N, K) under `scheme`."""
+class PlaneWeight:
+    """The tensors described in the module, for a matrix of `shape` (N, K) under `scheme`; codes in the order of `layout`."""
 
     codes: Tensor
     scale: Tensor | None
@@ -133,9 +147,14 @@ class FragmentWeight:
     pre_quant_scale: Tensor | None = None
 
     @classmethod
-    def pack(cls, q: QuantTensor, plane: Tensor | None = None) -> FragmentWeight:
-        """The kernels' form of `q`, on its device. `plane`: its codes, if they are in fragment order already; those of `q` are
-        not looked at then and may be on the meta device.
+    @abstractmethod
+    def layout(cls, fmt: NumberFormat) -> Layout:
+        """The order of codes of a format, in one plane."""
+
+    @classmethod
+    def pack(cls, q: QuantTensor, plane: Tensor | None = None) -> Self:
+        """The kernels' form of `q`, on its device. `plane`: its codes, if they are in the layout's order already; those of `q`
+        are not looked at then and may be on the meta device.
 
         Raises ValueError for groups that are no multiple of 16, scales that are not finite, an order that is no permutation,
         and a low-rank correction, which the layer adds (`nn.QuantLinear`).
@@ -151,7 +170,7 @@ class FragmentWeight:
         if q.order is not None and not is_permutation(q.order):
             raise ValueError(f"{q.scheme} {q.shape}: order is a permutation of 0 to {q.shape[1] - 1}, this one is not")
         if plane is None:
-            (plane,) = FragmentOrder(MMA_M16N8K16_F16, q.scheme.weight).pack(q.codes, q.scheme.weight.bits)
+            (plane,) = cls.layout(q.scheme.weight).pack(q.codes, q.scheme.weight.bits)
         channel = scale = None
         scales, zeros = q.scale, q.zero
         if has_channel_scale(q.scheme):
@@ -169,13 +188,13 @@ class FragmentWeight:
         if group:
             parts = [_by_group(values.to(scales.dtype), q, group) for values in (scales, zeros) if values is not None]
             scale = torch.cat(parts, dim=-1).contiguous()
-        return cls(plane, scale, channel, q.scheme, q.shape, q.order, q.pre_quant_scale)
+        return cls(plane.view(torch.int32), scale, channel, q.scheme, q.shape, q.order, q.pre_quant_scale)
 
     def unpack(self) -> QuantTensor:
         """The matrix that `pack` packed; its inverse, but for scales that are float32 then: those per channel or tensor, and
         those of groups beside a power of two for each row, which are as they were rounded."""
-        order = FragmentOrder(MMA_M16N8K16_F16, self.scheme.weight)
-        codes = order.unpack((self.codes,), self.scheme.weight.bits, self.shape)
+        layout = self.layout(self.scheme.weight)
+        codes = layout.unpack((self.codes.view(layout.plane_dtype),), self.scheme.weight.bits, self.shape)
         parts = [] if self.scale is None else [_from_groups(part, self) for part in self.scale.split(2, dim=-1)]
         zero = parts[1] if len(parts) == 2 else None
         if zero is not None and self.scheme.zero is ZeroPoint.INTEGER:
@@ -201,9 +220,43 @@ class FragmentWeight:
         """Bytes of all tensors, padding included."""
         return sum(t.nbytes for t in self._tensors.values())
 
-    def clone(self) -> FragmentWeight:
+    def clone(self) -> Self:
         """An equal weight in memory of its own."""
         return replace(self, **{name: t.clone() for name, t in self._tensors.items()})
+
+
+class FragmentWeight(PlaneWeight):
+    """Codes in fragment order, which all kernels for 16-bit x read."""
+
+    @classmethod
+    def layout(cls, fmt: NumberFormat) -> Layout:
+        return FragmentOrder(MMA_M16N8K16_F16, fmt)
+
+
+class InterleavedWeight(PlaneWeight):
+    """Codes in TensorRT-LLM's interleaved lines (pack/tensorrt_llm.py), int32 [N / c, K * c * bits / 32], as its checkpoints
+    have them for sm_80; `interleaved_refusals` says what they cannot be."""
+
+    @classmethod
+    def layout(cls, fmt: NumberFormat) -> Layout:
+        return ColumnMajorTileInterleave()
+
+    @classmethod
+    def pack(cls, q: QuantTensor, plane: Tensor | None = None) -> Self:
+        """As `FragmentWeight.pack`; ValueError, too, for what the lines do not hold."""
+        if reasons := interleaved_refusals(q.scheme, q.shape):
+            raise ValueError(f"{q.scheme} {q.shape}: {'; '.join(reasons)}")
+        return super().pack(q, plane)
+
+
+def interleaved_refusals(scheme: Scheme, shape: tuple[int, int]) -> tuple[str, ...]:
+    """Why no weight of a scheme and shape (N, K) waits in TensorRT-LLM's lines for a kernel; empty if it does."""
+    if not isinstance(scheme.weight, IntFormat) or scheme.weight.bits not in (4, 8):
+        return (f"TensorRT-LLM's lines hold integers of 4 and 8 bits, not {scheme.weight.name}",)
+    reasons = [f"TensorRT-LLM's lines: {why}" for why in ColumnMajorTileInterleave().refusals(scheme.weight.bits, shape)]
+    if shape[0] % _STRIP:
+        reasons.append(f"warps take {_STRIP} channels of TensorRT-LLM's lines at a time, N {shape[0]} is no multiple")
+    return tuple(reasons)
 
 
 def _normal_in_fp16(q: QuantTensor) -> bool:
@@ -254,7 +307,7 @@ def _by_group(values: Tensor, q: QuantTensor, group: int) -> Tensor:
     return pack_scales(padded).unflatten(-1, (8, 2))
 
 
-def _from_groups(part: Tensor, w: FragmentWeight) -> Tensor:
+def _from_groups(part: Tensor, w: PlaneWeight) -> Tensor:
     n, k = w.shape
     size = w.scheme.granularity.block((n, k))
     values = unpack_scales(part.flatten(-2), n)

@@ -160,13 +160,13 @@ QKV, FC = "transformer.layers.0.attention.qkv", "transformer.layers.0.mlp.fc"
         (
             lambda c: c["quantization"].update(quant_algo="W8A16"),
             None,
-            "order of one generation of GPUs, which they do not name",
+            "order of one generation of GPUs, which the files do not name",
         ),
         (lambda c: c["quantization"].update(quant_algo=None), None, "quant_algo None"),
-        (lambda c: c["quantization"].update(has_zero_point=True), None, "zero points there were rounded"),
+        (lambda c: c["quantization"].update(has_zero_point=True), None, "weights in plain order have no zero points"),
         (lambda c: c["quantization"].update(group_size="big"), None, "group_size is a positive number, got 'big'"),
         (lambda c: c["mapping"].update(world_size=2), None, "split over 2 ranks"),
-        (lambda c: c.update(architecture="GPTForCausalLM"), None, "read are checkpoints of LlamaForCausalLM"),
+        (lambda c: c.update(architecture="GPTForCausalLM"), None, "read are checkpoints of LlamaForCausalLM, Mistral"),
         (lambda c: c.update(hidden_size=0), None, "hidden_size is a positive number, got 0"),
         (None, lambda t: t.update({f"{FC}.weight": t[f"{FC}.weight"].float()}), f"{FC}.weight: a matrix of int8"),
         (None, lambda t: t.pop(f"{FC}.weights_scaling_factor"), f"{FC}.weights_scaling_factor: missing"),
@@ -174,7 +174,7 @@ QKV, FC = "transformer.layers.0.attention.qkv", "transformer.layers.0.mlp.fc"
         (
             None,
             lambda t: t[f"{FC}.weights_scaling_factor"].fill_(float("nan")),
-            f"{FC}.weights_scaling_factor: some are not finite",
+            f"{FC}.weights_scaling_factor: scales are finite numbers",
         ),
         (
             None,

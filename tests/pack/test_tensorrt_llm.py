@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from lowbit.pack import ColumnMajorTileInterleave
+from lowbit.pack import ColumnMajorTileInterleave, PermutedColumnMajor, SignedColumnMajor
 from lowbit.pack.tensorrt_llm import (
     BiasAndRegisterOrder,
     InterleaveColumns,
@@ -24,18 +24,22 @@ from .test_layout import random_codes
 ROWS_INT4 = [0, 1, 8, 9, 16, 17, 24, 25, 2, 3, 10, 11, 18, 19, 26, 27]
 ROWS_INT4 += [4, 5, 12, 13, 20, 21, 28, 29, 6, 7, 14, 15, 22, 23, 30, 31]
 ROWS_INT8 = [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]
+ROWS_INT4_FP8 = [0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23]
+ROWS_INT4_FP8 += [8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31]
 
 
-def preprocessed(values: NDArray[np.int64], bits: int) -> bytes:
-    """Bytes of signed values [K, N] after the four steps, one element at a time."""
+def preprocessed(values: NDArray[np.int64], bits: int, fp8: bool = False, interleave: bool = True) -> bytes:
+    """Bytes of signed values [K, N] after the four steps, one element at a time; for activations of 8 bits, or without columns
+    interleaved."""
     k_size, n_size = values.shape
-    rows = ROWS_INT4 if bits == 4 else ROWS_INT8
-    columns = 4 if bits == 4 else 2
+    rows = ROWS_INT4_FP8 if fp8 else ROWS_INT4 if bits == 4 else ROWS_INT8
+    tile_k = 128 if fp8 else 64
+    columns = 1024 // (tile_k * bits) if interleave else 1
     stream: list[int] = []
     for first in range(0, n_size, columns):
-        for tile in range(0, k_size, 64):
+        for tile in range(0, k_size, tile_k):
             for n in range(first, first + columns):
-                for k in range(tile, tile + 64):
+                for k in range(tile, tile + tile_k):
                     read = k - k % len(rows) + rows[k % len(rows)]
                     stream.append(int(values[read, n]) + (1 << (bits - 1)))
     slots = [7, 5, 3, 1, 6, 4, 2, 0] if bits == 4 else [3, 1, 2, 0]  # element of each slot, highest slot first
@@ -55,6 +59,32 @@ def test_bytes(bits: int, shape: tuple[int, int]) -> None:
     (plane,) = ColumnMajorTileInterleave().pack(codes, bits)
     values = codes.t().numpy().astype(np.int64) - (1 << (bits - 1))
     assert plane.numpy().tobytes() == preprocessed(values, bits)
+
+
+@pytest.mark.parametrize("shape", [(4, 128), (6, 384)])
+def test_bytes_for_activations_of_8_bits(shape: tuple[int, int]) -> None:
+    layout = ColumnMajorTileInterleave(activation_bits=8)
+    codes = random_codes(*shape, 4, seed=sum(shape))
+    (plane,) = layout.pack(codes, 4)
+    values = codes.t().numpy().astype(np.int64) - 8
+    assert plane.numpy().tobytes() == preprocessed(values, 4, fp8=True)
+    assert torch.equal(layout.unpack((plane,), 4, shape), codes)
+    assert "4-bit codes for activations of 8 bits" in layout.refusals(8, shape)[0]
+    assert layout.refusals(4, (3, 64)) == ("K must be a multiple of 128", "N must be a multiple of 2")
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_bytes_for_other_generations(bits: int) -> None:
+    codes = random_codes(5, 192, bits)
+    values = codes.t().numpy().astype(np.int64) - (1 << (bits - 1))
+    (hopper,) = PermutedColumnMajor().pack(codes, bits)
+    assert hopper.numpy().tobytes() == preprocessed(values, bits, interleave=False)
+    (signed,) = SignedColumnMajor().pack(codes, bits)
+    nibbles = values.T & ((1 << bits) - 1)  # [N, K]
+    rows = nibbles if bits == 8 else nibbles[:, ::2] | nibbles[:, 1::2] << 4
+    assert signed.numpy().tolist() == rows.tolist()
+    for layout, plane in ((PermutedColumnMajor(), hopper), (SignedColumnMajor(), signed)):
+        assert torch.equal(layout.unpack((plane,), bits, (5, 192)), codes)
 
 
 @pytest.mark.parametrize(("bits", "order"), [(4, ROWS_INT4), (8, ROWS_INT8)])

@@ -19,6 +19,7 @@ PARTS = {
     "products": "the same conversions in products",
     "scales": "scales of groups on sums after the product or on weights before it",
     "tiles": "tiles: order, stages, split-K, sliced-K; int4 in groups of 128",
+    "lines": "weights in TensorRT-LLM's interleaved lines or in fragment order, same tile of the mma.sync kernel",
     "fused": "one kernel, or weights written out as halves and then cuBLAS",
     "sums": "fp8 sums that leave the tensor core every 128 k or stay; errors of float32 results",
     "cublas": "fp16 weights by cuBLAS, shares of what was measured in the same run",

@@ -199,9 +199,17 @@ class Decode:
             lines.append("{ .reg .b32 " + ", ".join(program.inputs) + ";")
             lines += [f"mov.b32 {name}, {word};" for name, word in zip(program.inputs, inputs, strict=True)]
             lines.append(program.ptx())
-            lines += [f"mov.b32 a{run * fields.registers + i}, {name}; " for i, name in enumerate(program.outputs)]
+            lines += [f"mov.b32 a{self.register_of(run, i)}, {name}; " for i, name in enumerate(program.outputs)]
             lines.append("}")
         return lines
+
+    def register_of(self, run: int, output: int) -> int:
+        """Which register of the operand an output of a run of the conversion is."""
+        return run * self.conversion.fields.registers + output
+
+    def output_of(self, register: int) -> int:
+        """The output of the conversion that becomes a register."""
+        return register % self.conversion.fields.registers
 
     @property
     def _program(self) -> Program:
@@ -227,7 +235,7 @@ class Decode:
     def _ready(self) -> tuple[str, ...]:
         """What a group's scales become, for row g and row g + 8 of each."""
         if self.masked:
-            ups = sorted({(up, i % 2) for i, up in enumerate(self._subnormal_codes.up)})
+            ups = sorted({(self._subnormal_codes.up[self.output_of(i)], i % 2) for i in range(REGISTERS)})
             return (*(f"up{up}_{row}" for up, row in ups), "minus_0", "minus_1")
         zero = () if self.zero == "none" else ("zero",)
         kinds = ("high", "low", *zero) if self._in_two_parts else ("scale", *zero)
@@ -286,7 +294,7 @@ class Decode:
         for i in registers:
             row = i % 2
             if self.masked:  # (code - offset) * scale in one fma
-                up = self._subnormal_codes.up[i % len(self._subnormal_codes.up)]
+                up = self._subnormal_codes.up[self.output_of(i)]
                 lines.append(f"fma.rn.f16x2 a{i}, a{i}, {name[f'up{up}_{row}']}, {name[f'minus_{row}']};")
                 continue
             if self.zero == "float":

@@ -131,12 +131,17 @@ class TileStage:
     def scale_pieces(self) -> int:
         return self.scale_bytes // PIECE
 
+    @property
+    def tile_words(self) -> int:
+        """Words of codes from a tile of 64 k of a strip to the next."""
+        return 32 * self.decode.bits
+
     def copy_codes(self, plane: int) -> str:
         """$1 slot's weights + 16 thread, $2 the thread's first piece of the stage, $3 bytes from strip to strip, $4 thread, $5
         how many slices of the stage there are within K."""
         start = 128 * sum(self.planes[:plane])
         return self._copy(
-            self.pieces(plane), self.plane_at(plane), [start + 128 * self.decode.bits * i for i in range(self.slices)]
+            self.pieces(plane), self.plane_at(plane), [start + 4 * self.tile_words * i for i in range(self.slices)]
         )
 
     @property
@@ -181,15 +186,8 @@ class TileStage:
         the slot, the warp's strip, the lane."""
         count = len(self.read_types)
         slot, own, lane = (f"${count + i}" for i in range(3))
-        lines = [".reg .b32 at, here;"]
-        out = 0
-        for plane, words in enumerate(self.planes):
-            vector = min(words, 4)
-            lines.append(f"mad.lo.s32 at, {own}, {128 * words}, {slot}; mad.lo.s32 at, {lane}, {4 * vector}, at;")
-            start = self.plane_at(plane) + strip * 128 * words
-            for first in range(0, words, vector):
-                lines.append(_load(vector, out, f"at+{start + 32 * 4 * first}"))
-                out += vector
+        lines = [".reg .b32 at, here;", *self._read_codes(strip, slot, own, lane)]
+        out = self.decode.bits
         if self.scale_bytes:
             words = self.decode.group_words
             lines.append(f"mad.lo.s32 at, {own}, {self.scale_bytes}, {slot};")
@@ -198,6 +196,18 @@ class TileStage:
                 lines.append(_load(words, out, f"at+{self.scales_at + strip * self.scale_bytes + 32 * words * group}"))
                 out += words
         return "{\n" + "\n".join(lines) + "\n}"
+
+    def _read_codes(self, strip: int, slot: str, own: str, lane: str) -> list[str]:
+        """Lines that read the words of codes, to $0 and on; `at` and `here` are free."""
+        lines, out = [], 0
+        for plane, words in enumerate(self.planes):
+            vector = min(words, 4)
+            lines.append(f"mad.lo.s32 at, {own}, {128 * words}, {slot}; mad.lo.s32 at, {lane}, {4 * vector}, at;")
+            start = self.plane_at(plane) + strip * 128 * words
+            for first in range(0, words, vector):
+                lines.append(_load(vector, out, f"at+{start + 32 * 4 * first}"))
+                out += vector
+        return lines
 
 
 def _block(lines: list[str]) -> str:

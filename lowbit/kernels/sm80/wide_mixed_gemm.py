@@ -1,7 +1,7 @@
 """y[M, N] = x[M, K] . dequant(w)[N, K]^T for many tokens, any code width, mma.sync and cp.async: sm_80 and newer.
 
 Computes y^T = w x^T: decoded weights are operand A of mma.sync m16n8k16, from registers; x is operand B, by ldmatrix.
-Reads   x fp16 or bf16, rows of 16-byte pieces; w in FragmentOrder; scales in the same order
+Reads   x fp16 or bf16, rows of 16-byte pieces; w in FragmentOrder, or in ColumnMajorTileInterleave; scales in fragment order
 Grid    tiles of rows x tokens, times splits of K; neighbours in groups of tokens, so that a wave shares x and w in L2
 Warps   warps_n x warps_m: each has `strips` strips of 16 rows and a share of the tokens; warps of a row decode the same codes.
         With warps_k > 1 as many share K: x of their slices is columns of one matrix, 8 tokens of each in turn, since a warp
@@ -29,6 +29,7 @@ from lowbit.kernels.parts.decode import Decode
 from lowbit.kernels.parts.end import End, Gate
 from lowbit.kernels.parts.gluon import Tuple, aggregate, asm, barrier, gl, gluon, half_type, mma_v2, ptx, run, source_digest
 from lowbit.kernels.parts.launch import Launcher
+from lowbit.kernels.parts.line_stage import LineDecode, LineStage, first_line_piece
 from lowbit.kernels.parts.schedule import SplitK, Tiles, iterations_of, meet, meet_in_turn, tile_at
 from lowbit.kernels.parts.smem import Regions, allocate, view
 from lowbit.kernels.parts.tile_end import Applied, gated
@@ -92,7 +93,13 @@ class MmaGemm:
 
     @property
     def stage(self) -> TileStage:
-        return TileStage(self.decode, self.tokens, self.strips * self.warps_n, self.stages, self.warps, self.warps_k)
+        kind = LineStage if self.lines else TileStage
+        return kind(self.decode, self.tokens, self.strips * self.warps_n, self.stages, self.warps, self.warps_k)
+
+    @property
+    def lines(self) -> bool:
+        """Whether weights come in lines of several channels."""
+        return isinstance(self.decode, LineDecode)
 
     @property
     def regions(self) -> Regions:
@@ -219,7 +226,7 @@ def copy_stage(source, iteration, slot, C: gl.constexpr):
     for plane in gl.static_range(PLANES):
         run(
             ptx(S.copy_codes, plane), "=r,r,l,r,r,r",
-            [w_at, source.w[plane] + iteration * (32 * C.decode.bits * C.warps_k), source.w_strip, thread, slices],
+            [w_at, source.w[plane] + iteration * (S.tile_words * C.warps_k), source.w_strip, thread, slices],
         )  # fmt: skip
     if S.scale_bytes > 0:
         group = iteration * C.stage_k // C.decode.group * (16 * C.decode.group_words)
@@ -451,7 +458,10 @@ def mma_gemm(
     stride = thread.to(gl.int64) * 0 + x_stride
     codes = ()
     for plane in gl.static_range(PLANES):
-        codes = codes + (first_piece(w, first_strip, thread, w_strip // 4, ptx(S.pieces, plane), 4),)
+        if C.lines:
+            codes = codes + (first_line_piece(w, first_strip, thread, w_strip // 4, S),)
+        else:
+            codes = codes + (first_piece(w, first_strip, thread, w_strip // 4, ptx(S.pieces, plane), 4),)
     scales = codes[0]
     if S.scale_bytes > 0:
         scales = first_piece(scale, first_strip, thread, scale_strip // 2, S.scale_pieces, 8)
@@ -516,7 +526,7 @@ class MmaPlan:
         self.launch(
             y, x, codes, codes if scale is None else scale, channel_scale, bias, sums, arrived, m, n, k,
             self.columns // 8 if self.config.whole else self.columns, x.stride(0), *self.tiles,
-            self.shape.steps(self.config.stage_k), codes.shape[0], self.shape.steps(STAGE_K) * 128 * self.shape.bits,
+            self.shape.steps(self.config.stage_k), self.shape.strips, self.shape.steps(STAGE_K) * 128 * self.shape.bits,
             0 if scale is None else 2 * scale.stride(0), self.factor, self.config,
         )  # fmt: skip
         return y
@@ -524,7 +534,8 @@ class MmaPlan:
 
 @functools.lru_cache(maxsize=1024)
 def _config(tile: MmaTile, form: WeightForm, dtype: HalfType, end: End, whole: bool) -> MmaGemm:
-    decode = Decode(form.format, dtype, form.group, form.zero, form.scale_dtype, form.subnormal)
+    kind = LineDecode if form.interleaved else Decode
+    decode = kind(form.format, dtype, form.group, form.zero, form.scale_dtype, form.subnormal)
     return MmaGemm(
         decode, tile.tokens, tile.strips, tile.warps_n, tile.warps_m, tile.warps_k, tile.stages, tile.splits, tile.token_group,
         tile.in_turn, end, whole,

@@ -41,18 +41,33 @@ def looked_up(a, b, c, table):
     return found
 
 
-def signs(a, b, selector):
-    """prmt with 0xba98: each byte becomes its sign."""
-    assert selector[0] == 0xBA98
+def permuted(a, b, selector):
+    """prmt: a digit of the selector for each byte, with 8 added its sign."""
     found = np.zeros_like(a)
     for byte in range(4):
-        found |= np.where(a >> np.uint32(8 * byte + 7) & 1, 255 << 8 * byte, 0).astype(np.uint32)
+        digit = int(selector[0]) >> 4 * byte & 15
+        taken = (b if digit & 4 else a) >> np.uint32(8 * (digit & 3)) & np.uint32(255)
+        taken = np.where(taken >> 7, 255, 0).astype(np.uint32) if digit & 8 else taken
+        found |= taken << np.uint32(8 * byte)
     return found
 
 
+def halves(*words):
+    return [np.ascontiguousarray(word).view(np.float16).reshape(-1, 2).astype(np.float64) for word in words]
+
+
+def words_of(values):
+    """Rounded once: sums and products of halves are exact, or nearly so, in float64."""
+    return np.ascontiguousarray(values.astype(np.float16)).view(np.uint32).reshape(-1)
+
+
 def halves_added(a, b):
-    total = a.view(np.float16).reshape(-1, 2) + b.view(np.float16).reshape(-1, 2)
-    return np.ascontiguousarray(total).view(np.uint32).reshape(-1)
+    return words_of(sum(halves(a, b)))
+
+
+def halves_fused(a, b, c):
+    x, y, z = halves(a, b, c)
+    return words_of(x * y + z)
 
 
 RUN = {
@@ -92,7 +107,11 @@ RUN = {
     "setp.gt.s32": lambda a, b: (a.view(np.int32) > b.view(np.int32)).astype(np.uint32),
     "add.f32": lambda a, b: bits_of(float32(a) + float32(b)),
     "lop3.b32": looked_up,
-    "prmt.b32": signs,
+    "prmt.b32": permuted,
+    "fma.rn.f16x2": halves_fused,
+    "mul.rn.f16x2": lambda a, b: halves_fused(a, b, np.full_like(a, 0x80008000)),
+    "sub.f16x2": lambda a, b: halves_added(a, b ^ np.uint32(0x80008000)),
+    "sub.rn.f16x2": lambda a, b: halves_added(a, b ^ np.uint32(0x80008000)),
 }
 
 
