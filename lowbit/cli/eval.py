@@ -132,6 +132,7 @@ def _perplexities(
     from lowbit.checkpoint.reader import read_text
     from lowbit.eval import perplexity, sample_text
     from lowbit.eval.suite import to_measure, token_ids
+    from lowbit.models.skeleton import require_causal
 
     expected = "--text takes UTF-8 text, Newton's Opticks is taken without it"
     content = sample_text() if text is None else read_text(text, expected)
@@ -140,6 +141,7 @@ def _perplexities(
     table = Table(Column("model", overflow="fold"), "perplexity", "standard error", "tokens", "nats per token")
     for name in models if reference is None else [reference, *models]:
         pipe = to_measure(name, progress)
+        require_causal(pipe.model, name)
         ids = token_ids(pipe, content, window, stride, windows)
         result = perplexity(pipe.model, ids, window=window, stride=stride, progress=progress)
         pipe.destroy()
