@@ -16,7 +16,10 @@ from tests.test_docs import python_blocks
 from tests.tiny import save_tiny
 
 ROOT = Path(__file__).parent.parent
-DATA = {"lowbit/py.typed", "lowbit/eval/data/divergence.json", "lowbit/eval/data/opticks.txt.bz2", "lowbit/serve/page.html"}
+DATA = {
+    *("lowbit/py.typed", "lowbit/serve/page.html", "lowbit/eval/guard.js", "lowbit/eval/data/divergence.json"),
+    *("lowbit/eval/data/opticks.txt.bz2", "lowbit/eval/data/javascript/functions.jsonl"),
+}
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from lowbit.eval.results import Results
     from lowbit.eval.suite import Settings
 
-TEXT_ONLY = "text"
 PERPLEXITY = "lowbit eval"
 PAGE, PLOT = "report.md", "quality.png"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -37,7 +36,11 @@ def evaluate(
     stride: Annotated[int | None, typer.Option(min=1, help="Tokens between windows; the window itself when absent.")] = None,
     windows: Annotated[int, typer.Option(min=1, help="Windows to measure; fewer tokens when the text ends before.")] = 8,
     suite: Annotated[
-        Path | None, typer.Option(help="Measure everything that a folder's .txt and .jsonl files allow; or: text, only text.")
+        Path | None,
+        typer.Option(
+            help="Measure everything that a folder's .txt and .jsonl files allow; or: text, only the built-in text; "
+            "javascript, functions to be written in JavaScript."
+        ),
     ] = None,
     out_folder: Annotated[
         Path | None, typer.Option("--out", help="--suite: where results go; lowbit-eval when absent.")
@@ -58,13 +61,15 @@ def evaluate(
     """Perplexity of models on real text, with the exact number of tokens and a standard error.
 
     With --suite, more: divergence from --reference (KL, same top-1), multiple choice ("question", "choices", "answer"),
-    summaries by ROUGE ("document", "summary"; needs lowbit\\[eval]) and programs by pass@k (HumanEval's file), whatever the
-    folder has files for. OUT gets results.json, complete after every task, a page and a plot (needs lowbit\\[plot]).
-    docs/evaluate.md says how each is measured.
+    summaries by ROUGE ("document", "summary"; needs lowbit\\[eval]) and programs by pass@k (HumanEval's file; JavaScript
+    needs node), whatever the folder has files for. OUT gets results.json, complete after every task, a page and a plot (needs
+    lowbit\\[plot]). docs/evaluate.md says how each is measured.
 
     Example: lowbit eval SmolLM2-int4 --reference SmolLM2
 
     Example: lowbit eval SmolLM2-int4 SmolLM2-fp6 --reference SmolLM2 --suite my-tasks --out results
+
+    Example: lowbit eval Coder-int4 --reference Coder --suite javascript --run-generated-code
     """  # fmt: skip
     from lowbit.checkpoint.target import check_file
     from lowbit.eval.results import SUITE, as_json, write_json
@@ -127,6 +132,7 @@ def _perplexities(
     from lowbit.checkpoint.reader import read_text
     from lowbit.eval import perplexity, sample_text
     from lowbit.eval.suite import to_measure, token_ids
+    from lowbit.models.skeleton import require_causal
 
     expected = "--text takes UTF-8 text, Newton's Opticks is taken without it"
     content = sample_text() if text is None else read_text(text, expected)
@@ -135,6 +141,7 @@ def _perplexities(
     table = Table(Column("model", overflow="fold"), "perplexity", "standard error", "tokens", "nats per token")
     for name in models if reference is None else [reference, *models]:
         pipe = to_measure(name, progress)
+        require_causal(pipe.model, name)
         ids = token_ids(pipe, content, window, stride, windows)
         result = perplexity(pipe.model, ids, window=window, stride=stride, progress=progress)
         pipe.destroy()
@@ -152,12 +159,12 @@ def _suite(
     from lowbit.checkpoint.target import check_file
     from lowbit.eval import report
     from lowbit.eval.results import RESULTS, SUITE, UNFINISHED, check_plot
-    from lowbit.eval.suite import read_tasks, run_suite
+    from lowbit.eval.suite import WORDS, read_tasks, run_suite
 
     for name in (RESULTS, UNFINISHED, PAGE):
         check_file(folder / name, SUITE)
     check_plot(folder / PLOT, SUITE)
-    tasks = read_tasks(None if str(suite) == TEXT_ONLY else suite, text, settings)
+    tasks = read_tasks(WORDS.get(str(suite), suite), text, settings)
     try:
         results = run_suite(models, reference, tasks, settings, folder, say, err.is_terminal)
     except KeyboardInterrupt:

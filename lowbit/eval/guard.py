@@ -1,10 +1,13 @@
 """Runs one generated program inside limits; the child process of `lowbit.eval.sandbox`, never imported by anything else.
 
-It imports the standard library only and reads a JSON request on standard input. In this order it sets resource limits, gives
-up the rights to write outside the current folder, to start programs and to use TCP (Landlock, Linux 5.13 and newer; TCP from
-6.7), and installs an audit hook, which cannot be removed. Then it executes the program. Only a program that ran to its end and
-tried nothing that the hook refuses is reported as passed, with a token that nobody writes by accident. It is no secret: program
-and guard share one interpreter, so a program that searches this module's memory finds it and can report what it likes.
+It imports the standard library only and reads a JSON request on standard input. It gives up the rights to write outside the
+current folder, to start programs and to use TCP (Landlock, Linux 5.13 and newer; TCP from 6.7) and sets resource limits.
+
+A Python program is executed here, after an audit hook was installed, which cannot be removed. Only a program that ran to its
+end and tried nothing that the hook refuses is reported as passed, with a token that nobody writes by accident. It is no secret:
+program and guard share one interpreter, so a program that searches this module's memory finds it and can report what it likes.
+
+For a JavaScript program this process becomes Node.js (`request["node"]`), which runs `guard.js` and keeps limits and Landlock.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ import resource
 import struct
 import sys
 import types
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
 
 # Landlock: linux/landlock.h; the three calls have the same numbers on every architecture.
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
@@ -25,6 +30,7 @@ _EXECUTE, _WRITE_FILE, _REFER, _TRUNCATE = 1 << 0, 1 << 1, 1 << 13, 1 << 14
 _MAKE_AND_REMOVE = sum(1 << bit for bit in range(4, 13))
 _BIND_TCP, _CONNECT_TCP = 1 << 0, 1 << 1
 _SET_NO_NEW_PRIVS = 38  # linux/prctl.h
+_PT_INTERP = 3  # elf.h
 
 _REFUSED = (
     *("socket.", "subprocess.", "os.exec", "os.fork", "os.forkpty", "os.kill", "os.posix_spawn", "os.spawn", "os.system"),
@@ -50,8 +56,11 @@ def main() -> None:
     """Executes the program of the request; see the module."""
     request = json.load(sys.stdin)
     folder, channel, token = os.path.realpath(os.curdir), request["channel"], request["token"]
+    if "node" in request:
+        _become_node(request, folder)
     landlock = _restrict(folder)
-    _limit(request)
+    _limit(request, resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))  # not for root, from whom the kernel lifts it
     attempts: list[str] = []
 
     def report(passed: bool, reason: str, write: Any = os.write) -> None:
@@ -73,21 +82,48 @@ def main() -> None:
     report(not attempts, attempts[0] if attempts else "")
 
 
-def _limit(request: dict[str, Any]) -> None:
-    """Resource limits, soft and hard; the kernel lifts the one on further processes and threads for the user root."""
+def _become_node(request: dict[str, Any], folder: str) -> NoReturn:
+    """Node.js in the place of this process: it has `guard.js` on its command line and the request on standard input, so that no
+    file need be readable. It reserves far more address space than it uses: its limit is on memory that can be written."""
+    node = request["node"]
+    source = Path(__file__).with_name("guard.js").read_text(encoding="utf-8")
+    passed = {name: request[name] for name in ("program", "token", "channel")} | {
+        "landlock": _restrict(folder, _programs(node))
+    }
+    with open(os.memfd_create("request"), "w", encoding="utf-8") as memory:
+        json.dump(passed, memory)
+        memory.seek(0)
+        os.dup2(memory.fileno(), 0)
+    _limit(request, resource.RLIMIT_DATA)
+    heap = f"--max-old-space-size={request['memory_bytes'] // 2 >> 20}"
+    os.execve(node, [node, "--experimental-permission", "--no-warnings", heap, "--eval", source], {})
+
+
+def _programs(path: str) -> list[str]:
+    """A program and, where it has one, the loader that its ELF header names (PT_INTERP): what executing it takes."""
+    with open(path, "rb") as file:
+        head = file.read(1 << 12)
+    start, size, count = *struct.unpack_from("<Q", head, 32), *struct.unpack_from("<HH", head, 54)
+    for kind, offset, length in (struct.unpack_from("<I4xQ16xQ", head, start + size * i) for i in range(count)):
+        if kind == _PT_INTERP:
+            return [path, head[offset : offset + length - 1].decode()]
+    return [path]
+
+
+def _limit(request: dict[str, Any], memory: int) -> None:
+    """Resource limits, soft and hard; `memory`: what is limited of it."""
     for what, value in (
         (resource.RLIMIT_CPU, request["cpu_seconds"]),
-        (resource.RLIMIT_AS, request["memory_bytes"]),
+        (memory, request["memory_bytes"]),
         (resource.RLIMIT_FSIZE, request["file_bytes"]),
         (resource.RLIMIT_NOFILE, request["open_files"]),
-        (resource.RLIMIT_NPROC, 0),
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(what, (value, value))
 
 
-def _restrict(folder: str) -> str:
-    """Landlock: what the kernel refuses from now on, "" when it has no Landlock or has it switched off."""
+def _restrict(folder: str, programs: Sequence[str] = ()) -> str:
+    """Landlock: what it refuses from now on, "" when the kernel has none or has it switched off; `programs` may start."""
     libc = ctypes.CDLL(None, use_errno=True)
     version = libc.syscall(_CREATE_RULESET, None, 0, 1)
     if version < 1:
@@ -99,7 +135,8 @@ def _restrict(folder: str) -> str:
     if rules < 0:
         return ""
     # Files under the program's folder may change, and it may throw output away.
-    for path, rights in ((folder, changing), (os.devnull, changing & (_WRITE_FILE | _TRUNCATE))):
+    allowed = ((folder, changing), (os.devnull, changing & (_WRITE_FILE | _TRUNCATE)), *((path, _EXECUTE) for path in programs))
+    for path, rights in allowed:
         handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
         if libc.syscall(_ADD_RULE, rules, 1, struct.pack("=Qi", rights, handle), 0):
             return ""

@@ -12,27 +12,31 @@ from tqdm import tqdm
 
 from lowbit.eval.figure import Figure, mean_of_items
 from lowbit.eval.records import read_records, text_field
-from lowbit.eval.sandbox import STANDARD, Limits, run_untrusted
+from lowbit.eval.sandbox import JAVASCRIPT, LANGUAGES, PYTHON, STANDARD, Limits, run_untrusted
 from lowbit.pipeline import Pipeline
 
-STOP = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint")
-"""Where a completion ends: the next thing at the margin (Chen et al. 2021, section 3.1)."""
+STOP = {PYTHON: ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint"), JAVASCRIPT: ("\n}",)}
+"""Where a completion ends, by language: before the next thing at the margin (Chen et al. 2021, section 3.1); in JavaScript that
+is the function's own closing brace, which is put back."""
+_END = {PYTHON: "", JAVASCRIPT: "\n}"}
 MAX_NEW_TOKENS = 512
 _AT_ONCE = 16  # samples of one problem that are generated together
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A prompt that ends in a function's signature and docstring, and tests that define `check(function)`."""
+    """A prompt that ends in a function's signature and docstring (in JavaScript: in a comment, a signature and a brace), and
+    tests that define `check(function)`."""
 
     name: str
     prompt: str
     entry_point: str
     test: str
+    language: str = PYTHON
 
     def program(self, completion: str) -> str:
-        """The source that passes if the completion is right."""
-        return f"{self.prompt}{completion}\n\n{self.test}\n\ncheck({self.entry_point})\n"
+        """The source that passes if the completion, cut where `STOP` says, is right."""
+        return f"{self.prompt}{completion}{_END[self.language]}\n\n{self.test}\n\ncheck({self.entry_point})\n"
 
 
 @dataclass(frozen=True)
@@ -79,15 +83,23 @@ def pass_at_k(samples: int, passed: int, k: int) -> float:
 
 
 def read_problems(path: Path, limit: int | None = None) -> list[Problem]:
-    """The problems of a file in HumanEval's format: task_id, prompt, entry_point, test; raises ValueError for others."""
-    problems = []
+    """The problems of a file in HumanEval's format: task_id, prompt, entry_point, test, and, where it is not Python, language,
+    the same in all records. Raises ValueError for others."""
+    problems: list[Problem] = []
     for number, record in enumerate(read_records(path, limit), 1):
         name, prompt, entry, test = (
             text_field(record, key, f"{path}, record {number}") for key in ("task_id", "prompt", "entry_point", "test")
         )
         if not entry.isidentifier():
             raise ValueError(f"{path}, record {number}: entry_point is the name of a function, got {entry!r}")
-        problems.append(Problem(name, prompt, entry, test))
+        language = record.get("language", PYTHON)
+        if language not in LANGUAGES:
+            raise ValueError(f"{path}, record {number}: language is {' or '.join(LANGUAGES)}, got {language!r}")
+        if problems and problems[0].language != language:
+            raise ValueError(
+                f"{path}, record {number}: in {language}, those before it in {problems[0].language}; make two files"
+            )
+        problems.append(Problem(name, prompt, entry, test, language))
     return problems
 
 
@@ -109,9 +121,12 @@ def solve(
     The prompt is given as it is, without a chat template, and the completion ends before the next thing at the margin
     (`STOP`). One sample is the greedy completion, of `batch_size` problems at once; more are drawn with top-p 0.95 and
     `temperature`, and `seed` makes them repeatable on one machine. A completion has at most `max_new_tokens`, and no more than
-    fit into the model's context beside the longest prompt of its batch. Raises ValueError for no problems, for k beyond the
-    samples, and for a prompt that leaves no room in the context.
+    fit into the model's context beside the longest prompt of its batch. Raises ValueError for no problems, for problems in
+    two languages, for k beyond the samples, and for a prompt that leaves no room in the context.
     """
+    languages = {problem.language for problem in problems}
+    if len(languages) > 1:
+        raise ValueError(f"problems in one language are solved at once, got {' and '.join(sorted(languages))}")
     if not problems or not ks or not all(1 <= k <= samples for k in ks):
         raise ValueError(f"at least one problem, and k from 1 to the {samples} samples; got {len(problems)} and k {list(ks)}")
     at_once = batch_size if samples == 1 else 1
@@ -119,7 +134,8 @@ def solve(
     with tqdm(total=len(problems), desc="programs", unit="problem", leave=False, disable=None if progress else True) as bar:
         for number in range(0, len(problems), at_once):
             part = problems[number : number + at_once]
-            arguments = {"stop": STOP, "max_new_tokens": min(max_new_tokens, *(_room(pipe, p, max_new_tokens) for p in part))}
+            room = min(max_new_tokens, *(_room(pipe, p, max_new_tokens) for p in part))
+            arguments = {"stop": STOP[part[0].language], "max_new_tokens": room}
             if samples == 1:
                 greedy = pipe([p.prompt for p in part], do_sample=False, **arguments)
                 completions = [[response.generated_text] for response in greedy]
@@ -127,7 +143,7 @@ def solve(
                 drawn = {**arguments, "do_sample": True, "temperature": temperature, "top_p": 0.95}
                 completions = [_draw(pipe, part[0].prompt, samples, seed + 1_000_003 * number, drawn)]
             for problem, written in zip(part, completions, strict=True):
-                outcomes = [run_untrusted(problem.program(c), limits) for c in written]
+                outcomes = [run_untrusted(problem.program(c), limits, problem.language) for c in written]
                 reasons = [o.reason for o in outcomes if not o.passed]
                 solved.append(Solved(problem.name, samples, sum(o.passed for o in outcomes), reasons))
             bar.update(len(part))

@@ -105,9 +105,8 @@ def markdown(document: dict[str, Any], plots: list[str]) -> str:
         lines += [f"## {task['task']}", "", f"{_described(task, settings)}", ""]
         if cells:
             lines += [_line(head), _line(["---", *["---:"] * (len(head) - 1)]), *map(_line, cells), ""]
-    if "sandbox" in document["request"]:
-        lines += ["Generated code was contained by: "]
-        lines[-1] += "; ".join(f"{what}: {by}" for what, by in document["request"]["sandbox"].items()) + ".\n"
+    for language, held in document["request"].get("sandbox", {}).items():
+        lines += [f"Generated {language} was contained by: " + "; ".join(f"{what}: {by}" for what, by in held.items()) + ".\n"]
     missing = skipped(document)
     if missing:
         lines += ["## Not measured", "", *(f"- {line}" for line in missing), ""]

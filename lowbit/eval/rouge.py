@@ -15,7 +15,8 @@ from lowbit.pipeline import Pipeline
 
 KINDS = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}
 PROMPT = "{document}\n\nTL;DR:"
-"""What is asked (Radford et al. 2019, section 3.6); plain text, so that models without a chat template can be compared."""
+"""What is asked (Radford et al. 2019, section 3.6); plain text, so that models without a chat template can be compared. An
+encoder-decoder gets the document, after the prefix that its config.json states for summaries (T5's "summarize: ")."""
 MAX_NEW_TOKENS = 64
 
 
@@ -81,28 +82,38 @@ def summarize(
 ) -> Rouge:
     """Lets the model summarize every document, greedily, `batch_size` of them at once, and scores what it says.
 
-    A summary ends at the end-of-text token or after `max_new_tokens`. A document that does not fit into the model's
-    context together with the question and the answer is cut at its end, and counted in `cut`.
+    A summary ends at the end-of-text token or after `max_new_tokens`. A document that does not fit into the model's context
+    together with the question and the answer (of an encoder-decoder: with its prefix) is cut at its end, and counted in `cut`.
     """
-    room = getattr(pipe.model.config, "max_position_embeddings", None)
+    question, room = _question(pipe, max_new_tokens)
     said: list[str] = []
     cut = 0
     for start in tqdm(range(0, len(documents), batch_size), desc="summaries", unit="batch", leave=False,
                       disable=None if progress else True):  # fmt: skip
         prompts = []
         for item in documents[start : start + batch_size]:
-            prompt, shortened = _fitting(pipe, item.document, None if room is None else room - max_new_tokens)
+            prompt, shortened = _fitting(pipe, question, item.document, room)
             prompts.append(prompt)
             cut += shortened
         said += [r.generated_text.strip() for r in pipe(prompts, do_sample=False, max_new_tokens=max_new_tokens)]
     return rouge(said, [item.summary for item in documents], cut)
 
 
-def _fitting(pipe: Pipeline, document: str, room: int | None) -> tuple[str, bool]:
+def _question(pipe: Pipeline, max_new_tokens: int) -> tuple[str, int | None]:
+    """The prompt with {document} in it, and how many tokens it may have; None for any number."""
+    config = pipe.model.config
+    room: int | None = getattr(config, "max_position_embeddings", None)
+    if not pipe.encodes:
+        return PROMPT, None if room is None else room - max_new_tokens
+    stated: dict[str, Any] = getattr(config, "task_specific_params", None) or {}
+    return stated.get("summarization", {}).get("prefix", "") + "{document}", room
+
+
+def _fitting(pipe: Pipeline, question: str, document: str, room: int | None) -> tuple[str, bool]:
     """The prompt, and whether the document had to be cut so that it takes at most `room` tokens."""
     text = document
     while True:
-        prompt = PROMPT.format(document=text)
+        prompt = question.replace("{document}", text)
         excess = 0 if room is None else len(pipe.tokenizer(prompt).input_ids) - room
         if excess <= 0:
             return prompt, len(text) < len(document)

@@ -1,4 +1,4 @@
-"""Runs generated Python programs in a process of their own that can do little harm. For mistakes, not for attackers.
+"""Runs generated programs, Python and JavaScript, in processes of their own that can do little harm: mistakes, not attacks.
 
 What a language model writes is run here to be tested, so it must not be able to hang, to fill memory or disk, to reach the
 network or to change files by accident. Who must run code that is written to do harm needs a virtual machine around all
@@ -26,7 +26,7 @@ from pathlib import Path
 
 _GUARD = Path(__file__).with_name("guard.py")
 _NAMESPACES = ("--user", "--net", "--pid", "--ipc", "--fork", "--kill-child")
-
+LANGUAGES = PYTHON, JAVASCRIPT = "python", "javascript"
 
 PAUSE_S = 0.005
 """How often the folder of a program is looked through. Programs that wrote as fast as they could were ended with 76 to 85 MB
@@ -60,43 +60,78 @@ class Outcome:
     reason: str
 
 
-def run_untrusted(program: str, limits: Limits = STANDARD) -> Outcome:
-    """Runs Python source in a locked-down process and says whether it ran to its end without an exception.
+def run_untrusted(program: str, limits: Limits = STANDARD, language: str = PYTHON) -> Outcome:
+    """Runs source in "python" or "javascript" in a locked-down process and says whether it ran to its end without an exception.
 
     The process has an empty temporary folder as its current one, no variables from outside, no input, and its output goes
     nowhere. `sys.exit`, a signal, a limit, or an attempt to reach the network, to start a process, or to write outside its
-    folder count as failed, even where the program catches the error. Raises OSError when the process cannot be started, and
-    ValueError on systems other than Linux.
+    folder count as failed, even where the program catches the error; in JavaScript, which has no way to any of them, nor to
+    reading files, so does every `require` of more than the modules of `guard.js`. Raises OSError when the process cannot be
+    started, and ValueError on systems other than Linux and for JavaScript where there is no Node.js (`find_node`).
     """
-    return _run(program, limits)[0]
+    return _run(program, limits, language)[0]
 
 
-def enforcement() -> dict[str, str]:
-    """What contains a program on this machine, found out by running one: for reports, beside the results."""
-    outcome, landlock = _run("pass", STANDARD)
+def enforcement(language: str = PYTHON) -> dict[str, str]:
+    """What contains a program on this machine, found out by running one: for reports, beside the results. Raises ValueError
+    when none can be run."""
+    outcome, landlock = _run("", STANDARD, language)
     if not outcome.passed:
-        raise ValueError(f"generated code cannot be run on this machine: {outcome.reason}")
+        raise ValueError(f"generated {language} code cannot be run on this machine: {outcome.reason}")
     spaces = bool(_namespaces())
+    network, processes, files = ("audit hook",) * 3
+    if language == JAVASCRIPT:
+        network, processes, files = "no names for it", *("Node.js's permission model",) * 2
+    if landlock:
+        processes, files = f"{processes}, no other programs (Landlock)", f"{files}, read-only (Landlock)"
     return {
-        "network": "no interface (network namespace)" if spaces else "audit hook" + ", no TCP (Landlock)" * ("TCP" in landlock),
-        "processes": "audit hook" + ", ended with the program (process namespace)" * spaces,
-        "files outside its folder": "read-only (Landlock)" if landlock else "audit hook",
+        "network": "no interface (network namespace)" if spaces else network + ", no TCP (Landlock)" * ("TCP" in landlock),
+        "processes": processes + ", ended with the program (process namespace)" * spaces,
+        "files outside its folder": files,
         "time, memory, file size": "resource limits",
         "all files together": f"looked through every {1000 * PAUSE_S:g} ms",
-    }  # fmt: skip
+    }
 
 
-def _run(program: str, limits: Limits) -> tuple[Outcome, str]:
+def find_node() -> str:
+    """The path of Node.js, by which JavaScript is run. Raises ValueError when there is none, or an older one than 20, which has
+    no permission model."""
+    path = shutil.which("node")
+    if path is None:
+        raise ValueError(
+            "generated JavaScript is run by Node.js, 20 or newer, and there is no `node` on the PATH: install it "
+            "(https://nodejs.org), or leave JavaScript problems out"
+        )
+    return _node(path)
+
+
+@functools.cache
+def _node(path: str) -> str:
+    """Of the command at `path`, which may be a script that starts it."""
+    done = subprocess.run(
+        [path, "-p", "process.versions.node + ' ' + process.execPath"], capture_output=True, text=True, check=False
+    )
+    version, _, real = done.stdout.strip().partition(" ")
+    if done.returncode or not version.split(".")[0].isdigit() or int(version.split(".")[0]) < 20:
+        said = version or done.stderr.strip() or f"ended with status {done.returncode}"
+        raise ValueError(f"generated JavaScript is run by Node.js, 20 or newer; {path} is {said}: install a newer one")
+    return real
+
+
+def _run(program: str, limits: Limits, language: str) -> tuple[Outcome, str]:
     """The outcome, and what Landlock refuses (see `guard.py`)."""
     if sys.platform != "linux":
         raise ValueError(f"generated code is run on Linux only, this is {sys.platform}")
+    if language not in LANGUAGES:
+        raise ValueError(f"programs are written in {' or '.join(LANGUAGES)}, got {language!r}")
+    runner = {"node": find_node()} if language == JAVASCRIPT else {}
     token = secrets.token_hex(16)
     reading, writing = os.pipe()
     try:
         with _folder() as folder:
             request = {
                 "program": program, "token": token, "channel": writing, "cpu_seconds": math.ceil(limits.seconds) + 1,
-                "memory_bytes": limits.memory_bytes, "file_bytes": limits.file_bytes, "open_files": limits.open_files,
+                "memory_bytes": limits.memory_bytes, "file_bytes": limits.file_bytes, "open_files": limits.open_files, **runner,
             }  # fmt: skip
             ended = _execute(json.dumps(request), folder, writing, limits)
         os.set_blocking(reading, False)

@@ -26,6 +26,8 @@ from lowbit.models.cpu import measuring_dtype
 from lowbit.pipeline import Pipeline, pipeline
 
 BUILT_IN = "opticks"
+WORDS: dict[str, Path | None] = {"text": None, "javascript": Path(__file__).parent / "data" / "javascript"}
+"""What `--suite` takes beside folders of the user's: the built-in text alone; with it 53 functions to write in JavaScript."""
 _FIELDS = {
     "choice": ("choices", "answer"),
     "summary": ("document", "summary"),
@@ -80,7 +82,8 @@ def read_tasks(suite: Path | None, text: Path | None, settings: Settings) -> lis
     before any model is loaded.
     """
     if suite is not None and not suite.is_dir():
-        raise ValueError(f"{suite}: no such folder; --suite takes a folder of .txt and .jsonl files, or the word text")
+        words = " or ".join(WORDS)
+        raise ValueError(f"{suite}: no such folder; --suite takes a folder of .txt and .jsonl files, or the word {words}")
     paths = [] if suite is None else sorted(p for p in suite.iterdir() if not p.is_dir() and not p.name.startswith("."))
     files = [_read_task(path, settings) for path in paths]
     if text is not None:
@@ -149,8 +152,9 @@ def run_suite(
     `settings.run_generated_code`.
     """
     request = {"settings": asdict(settings), "reference": reference, "tasks": [task.described() for task in tasks]}
-    if settings.run_generated_code and any(task.kind == "code" for task in tasks):
-        request["sandbox"] = enforcement()
+    if settings.run_generated_code and (programs := [task for task in tasks if task.kind == "code"]):
+        languages = sorted({task.content[0].language for task in programs})
+        request["sandbox"] = {language: enforcement(language) for language in languages}
     results = Results(folder, request)
     names = [reference, *models] if reference is not None else list(models)
     held: Pipeline | None = None
@@ -182,10 +186,12 @@ def _measure(
     def add(measured: Measured) -> None:
         results.add(task.name, measured.figures(), measured)
 
-    if task.kind == "text":
+    if pipe.encodes and task.kind != "summary":
+        results.skip(task.name, "an encoder-decoder does not continue a text; it is measured on summaries")
+    elif task.kind == "text":
         ids = token_ids(pipe, task.content, settings.window, settings.stride, settings.windows)
         add(perplexity(pipe.model, ids, window=settings.window, stride=settings.stride, progress=progress))
-        if reference is None:
+        if reference is None or reference.encodes:
             return
         same = torch.equal(ids, token_ids(reference, task.content, settings.window, settings.stride, settings.windows))
         if same and reference.model.config.vocab_size == pipe.model.config.vocab_size:

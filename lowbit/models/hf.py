@@ -146,6 +146,7 @@ class LowbitQuantizer(HfQuantizer):
                     shapes = {name: reader.info(name).shape for name in reader.names()}
             _untie(model, manifest.layers)
             place_empty_modules(model, manifest, types, where)
+            _leave_as_loaded(model, [*manifest.layers, *manifest.tied])
             if stored and _is_as_stated(model):
                 require_complete(where, model, shapes)
             return
@@ -154,6 +155,7 @@ class LowbitQuantizer(HfQuantizer):
         if config.layers is not None:  # they come as codes, of another tool's files (load_foreign)
             _untie(model, config.layers)
             self.layers = {**{name: name for name in config.layers}, **(config.tied or {})}
+            _leave_as_loaded(model, self.layers)
             return
         self.plan = plan_for(model, config.scheme, config.modules_to_not_convert, config.embeddings, config.head)
         if stored:
@@ -163,6 +165,7 @@ class LowbitQuantizer(HfQuantizer):
                 require_complete(where, model, shapes, names)
             self.plan = names.followed(self.plan, shapes)
         self.layers = {**{name: name for name in self.plan.shapes}, **self.plan.tied}
+        _leave_as_loaded(model, self.layers)
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
         module, _, parameter = param_name.rpartition(".")
@@ -327,8 +330,9 @@ def _malloc_trim() -> Callable[[int], int] | None:
 
 
 def plan_for(model: nn.Module, scheme: str, skip: Iterable[str] | None, embeddings: bool, head: str | None = None) -> Plan:
-    """`plan_conversion` for a Transformers model: knows its output embedding and the ties its config asks for. With `head`, LM
-    head and embedding of a model that has layers to quantize are in this scheme, whatever `skip` and `embeddings` say."""
+    """`plan_conversion` for a Transformers model: knows its output embedding, the ties its config asks for, and what its class
+    keeps in float32 (T5's `wo`, which overflows fp16 and whose `weight` it looks at), which stays so. With `head`, LM head and
+    embedding of a model that has layers to quantize are in this scheme, whatever `skip` and `embeddings` say."""
     if skip is None and not embeddings:
         output = model.get_output_embeddings()  # type: ignore[operator]
         skip = [name for name, module in model.named_modules() if module is output] or ["lm_head"]
@@ -338,7 +342,8 @@ def plan_for(model: nn.Module, scheme: str, skip: Iterable[str] | None, embeddin
         for target, source in mapping.items()
         if target.endswith(".weight") and source.endswith(".weight")
     }
-    plan = plan_conversion(model, scheme, skip=() if skip is None else skip, embeddings=embeddings, tied=ties)
+    skip = (*(skip or ()), *(getattr(model, "_keep_in_fp32_modules", None) or ()))
+    plan = plan_conversion(model, scheme, skip=skip, embeddings=embeddings, tied=ties)
     return plan if head is None else _with_ends(plan, model, ties, parse_scheme(head))
 
 
@@ -438,6 +443,17 @@ def put_plain_weights_first(model: nn.Module) -> None:
                 parent._modules.clear()
                 parent._modules.update({part: others[part], **others})
             return
+
+
+def _leave_as_loaded(model: nn.Module, layers: Iterable[str]) -> None:
+    """Keeps Transformers from initialising the modules that hold these layers, all of whose weights come from files: some do it
+    by the `weight` of their layers (T5's attention), which quantized ones have not. What has parameters or buffers of its own
+    is left to it, and a model of another class than config.json's, which has weights that files lack."""
+    for name in layers:
+        parent = model.get_submodule(name.rpartition(".")[0])
+        own = any(True for _ in (*parent.parameters(recurse=False), *parent.buffers(recurse=False)))
+        if not own and (parent is not model or _is_as_stated(model)):
+            parent._is_hf_initialized = True  # type: ignore[assignment]
 
 
 def _mark_loaded(module: nn.Module) -> None:

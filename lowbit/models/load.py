@@ -17,7 +17,7 @@ from lowbit.models.cpu import cpu_dtype, plan_on_cpu, quantizing_dtype
 from lowbit.models.head import quantize_head
 from lowbit.models.hf import METHOD, LowbitConfig, place_empty_modules
 from lowbit.models.load_foreign import load_foreign
-from lowbit.models.skeleton import build, config_of, damaged, require_causal, skeleton
+from lowbit.models.skeleton import build, config_of, damaged, is_encoder_decoder, require_causal, skeleton
 from lowbit.models.source import Contents, is_foreign, open_checkpoint
 from lowbit.nn.embedding import QuantEmbedding
 from lowbit.nn.linear import make_batch_invariant
@@ -63,12 +63,16 @@ def load_causal(
     progress: bool = False,
     batch_invariant: bool = False,
     head: str | None = None,
+    or_encoder_decoder: bool = False,
 ) -> PreTrainedModel:
     """`load` of a causal language model; raises CheckpointError for architectures that do not predict the next token, before
     any weights are read. head: a scheme for the LM head and the embedding of a model whose layers are quantized, where these
-    come in 16 bits (`models.head`)."""
-    model = _load(source, scheme, device, dtype, verify=verify, progress=progress, causal=True, head=head)
-    if head is not None:
+    come in 16 bits (`models.head`). or_encoder_decoder: take models such as BART and T5 too, whose head stays as it is."""
+    model = _load(
+        source, scheme, device, dtype, verify=verify, progress=progress, causal=True, head=head,
+        or_encoder_decoder=or_encoder_decoder,
+    )  # fmt: skip
+    if head is not None and not is_encoder_decoder(model):
         quantize_head(model, head)  # what was not quantized on the way
     if batch_invariant:
         make_batch_invariant(model, model.dtype)
@@ -77,14 +81,15 @@ def load_causal(
 
 def _load(
     source: str | Path, scheme: str | None, device: str | torch.device | None, dtype: torch.dtype | None, *, verify: bool,
-    progress: bool, causal: bool = False, head: str | None = None,
+    progress: bool, causal: bool = False, head: str | None = None, or_encoder_decoder: bool = False,
 ) -> PreTrainedModel:  # fmt: skip
     device, folder = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")), Path(source)
     opened = open_checkpoint(folder) if is_foreign(folder) else None
     config = config_of(source) if opened is None else opened.config
     model = build(config, folder / "config.json") if opened is None else opened.model
     if causal:
-        require_causal(model, source)
+        require_causal(model, source, or_encoder_decoder=or_encoder_decoder)
+    head = None if is_encoder_decoder(model) else head
     held = opened.tool if opened is not None else _held(config)
     options = _quantization(source, held, scheme, head)
     if verify:

@@ -16,7 +16,11 @@ from accelerate import init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader
 from lowbit.checkpoint.gguf import gguf_file
@@ -93,9 +97,21 @@ def build(config: PreTrainedConfig, where: Path | str, *, buffers: bool = False)
     return model
 
 
+def is_encoder_decoder(model: PreTrainedModel) -> bool:
+    """Whether a model writes a text of its own about the one that it is given, as BART and T5 do."""
+    known = type(model).__name__ in _names(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
+    return known and bool(getattr(model.config, "is_encoder_decoder", False))
+
+
 def causal_refusals(model: PreTrainedModel) -> tuple[str, ...]:
-    """Why a model does not predict the next token, empty if it does."""
+    """Why a model does not predict the next token of its text, empty if it does."""
     name = type(model).__name__
+    if is_encoder_decoder(model):
+        return (
+            f"its architecture is {name}, an encoder-decoder, which does not continue a text; such models are quantized "
+            "without calibration (rtn, hqq), answer as pipelines and by lowbit generate, and are measured on summaries (lowbit "
+            "eval --suite), and that is all",
+        )
     if name not in _names(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         return (
             f"its architecture is {name}, which has no causal language-model head; generating, measuring and calibrating take "
@@ -116,9 +132,9 @@ def causal_skeleton(source: str | Path) -> PreTrainedModel:
     return model
 
 
-def require_causal(model: PreTrainedModel, source: str | Path) -> None:
-    """Raises CheckpointError unless the model predicts the next token."""
-    reasons = causal_refusals(model)
+def require_causal(model: PreTrainedModel, source: str | Path, *, or_encoder_decoder: bool = False) -> None:
+    """Raises CheckpointError unless the model predicts the next token, or is an encoder-decoder where that will do too."""
+    reasons = () if or_encoder_decoder and is_encoder_decoder(model) else causal_refusals(model)
     if reasons:
         raise CheckpointError(f"{source}: {'; '.join(reasons)}")
 

@@ -20,7 +20,7 @@ from lowbit.engine import Drawn, Engine, TextStream
 from lowbit.engine.warm_up import Stage
 from lowbit.models.head import SCHEME
 from lowbit.models.load import load_causal
-from lowbit.models.skeleton import tokenizer_of
+from lowbit.models.skeleton import is_encoder_decoder, tokenizer_of
 from lowbit.nn.linear import make_batch_invariant
 from lowbit.pipeline.request import FinishReason, GenerateParams, Response, UnknownArgument
 from lowbit.pipeline.requests import config_refusals, requests_of
@@ -28,7 +28,8 @@ from lowbit.pipeline.stream import Stream
 
 
 class Pipeline:
-    """A model and its tokenizer, called with one prompt or several; `ends` are the tokens that end a text, in order."""
+    """A model and its tokenizer, called with one prompt or several; `ends` are the tokens that end a text, in order, `encodes`
+    says whether the model is an encoder-decoder, which answers a prompt rather than continuing it."""
 
     def __init__(
         self,
@@ -47,6 +48,7 @@ class Pipeline:
         GenerateParams.from_arguments(self._defaults)  # a bad default is refused here, not at the first call
         # Chat models name further tokens that end a turn in their generation config.
         self.ends = sorted({*_ids(model.generation_config.eos_token_id), *_ids(tokenizer.eos_token_id)})
+        self.encodes = is_encoder_decoder(model)
 
     def __call__(self, prompts: str | list[str], **arguments: Any) -> list[Response]:
         """Responses to `prompts`, in order, each as if it had been asked alone; arguments are the fields of `GenerateParams`.
@@ -116,7 +118,8 @@ class Pipeline:
     @property
     def refusals(self) -> tuple[str, ...]:
         """What the model asks for that only Transformers' `generate` does, so that it has calls but no streams; else empty."""
-        return config_refusals(self.model.generation_config)
+        encoder = ("it is an encoder-decoder",) if self.encodes else ()
+        return (*encoder, *config_refusals(self.model.generation_config))
 
     @property
     def _by_engine(self) -> bool:
@@ -142,8 +145,15 @@ class Pipeline:
         longest = max(len(ids) for ids in encoded)
         pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else (self.ends or [0])[0]
         device = self.model.device
-        tokens = torch.tensor([[pad] * (longest - len(ids)) + ids for ids in encoded], device=device)
-        mask = torch.tensor([[0] * (longest - len(ids)) + [1] * len(ids) for ids in encoded], device=device)
+
+        def padded(ids: list[int], value: int) -> list[int]:
+            # What is continued ends where the new tokens begin; an encoder numbers its tokens from the first, padding included.
+            padding = [value] * (longest - len(ids))
+            return [*ids, *padding] if self.encodes else [*padding, *ids]
+
+        tokens = torch.tensor([padded(ids, pad) for ids in encoded], device=device)
+        mask = torch.tensor([padded([1] * len(ids), 0) for ids in encoded], device=device)
+        before = 1 if self.encodes else longest  # tokens that come back before new ones: a decoder starts from one
         options: dict[str, Any] = {"max_new_tokens": limit, "min_new_tokens": params.min_new_tokens, "pad_token_id": pad}
         if params.do_sample:
             options |= {"do_sample": True, "top_p": params.top_p, "top_k": params.top_k or 0}
@@ -151,14 +161,14 @@ class Pipeline:
         else:
             options |= {"do_sample": False, "top_p": None, "top_k": None, "temperature": None}
         if params.stop:
-            options["stopping_criteria"] = StoppingCriteriaList([_StopStrings(self, encoded, longest, params.stop)])
+            options["stopping_criteria"] = StoppingCriteriaList([_StopStrings(self, encoded, before, params.stop)])
         options["eos_token_id"] = None if params.ignore_eos else (self.ends or None)
         # A seed belongs to this call: the caller's own random numbers go on as before.
         with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=params.seed is not None):
             if params.seed is not None:
                 torch.manual_seed(params.seed)
             out: Tensor = self.model.generate(tokens, attention_mask=mask, **options)
-        return [row.tolist() for row in out[:, longest:]]
+        return [row.tolist() for row in out[:, before:]]
 
     def _response(self, prompt: str, ids: list[int], new: list[int], params: GenerateParams) -> Response:
         """Cuts one row of the batch where it ended: at the end-of-text token, then at the first stop string."""
@@ -178,6 +188,7 @@ class Pipeline:
 
     def _text(self, ids: list[int], new: list[int]) -> str:
         """Text of `new` after the prompt `ids`; decoded alone, some tokenizers drop the space in front of the first word."""
+        ids = [] if self.encodes else ids
         prompt, whole = (self.tokenizer.decode(part, skip_special_tokens=True) for part in (ids, [*ids, *new]))
         return whole[len(prompt) :] if whole.startswith(prompt) else self.tokenizer.decode(new, skip_special_tokens=True)
 
@@ -198,8 +209,8 @@ class _StopStrings(StoppingCriteria):
     the prompt's last one began.
     """
 
-    def __init__(self, pipe: Pipeline, encoded: list[list[int]], longest: int, stop: Sequence[str]) -> None:
-        self.pipe, self.encoded, self.longest, self.stop = pipe, encoded, longest, stop
+    def __init__(self, pipe: Pipeline, encoded: list[list[int]], before: int, stop: Sequence[str]) -> None:
+        self.pipe, self.encoded, self.before, self.stop = pipe, encoded, before, stop
         self.tail = 4 * max(len(s) for s in stop) + 4  # a character is at most four byte tokens
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
@@ -211,7 +222,7 @@ class _StopStrings(StoppingCriteria):
         tail = self.pipe.tokenizer.decode(row[-self.tail :], skip_special_tokens=True)
         if not any(s in tail for s in self.stop):
             return False
-        text = self.pipe._text(ids, row[self.longest :])
+        text = self.pipe._text(ids, row[self.before :])
         return any(s in text for s in self.stop)
 
 
@@ -234,6 +245,7 @@ def pipeline(
 ) -> Pipeline:
     """A pipeline over the Transformers model at a path or hub name, or in a GGUF file, DeepSpeed-MII's `mii.pipeline`.
 
+    The model continues its prompts, or, of an encoder-decoder such as BART or T5, answers them by Transformers' `generate`.
     quantization_mode: a scheme to quantize 16-bit weights to while loading ("wf6af16", "w4a16_g64", ...); None takes the model
     as it is, quantized by this library, by another tool (`lowbit.load`), or not. tokenizer: one, or its path, when it is not
     the model's. device: "cuda" when torch sees a GPU, else "cpu". dtype of activations: the checkpoint's own on a GPU; on a CPU
@@ -252,7 +264,7 @@ def pipeline(
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     model = load_causal(
         model_name_or_path, scheme=quantization_mode, device=device, dtype=dtype, verify=verify, progress=progress,
-        head=head if engine in (True, None) and device.type == "cuda" else None,
+        head=head if engine in (True, None) and device.type == "cuda" else None, or_encoder_decoder=True,
     )  # fmt: skip
     if batch_invariant:
         make_batch_invariant(model, model.dtype)

@@ -46,7 +46,7 @@ def test_solve_counts_what_passes():
     assert result.standard_errors[1] == pytest.approx(0.125)
     assert "took longer" in result.problems[0].reasons[1] and "SyntaxError" in result.problems[1].reasons[1]
     (prompts, arguments), (_, second) = pipe.asked
-    assert prompts == [ADD.prompt] * 4 and arguments["do_sample"] and arguments["stop"] == STOP
+    assert prompts == [ADD.prompt] * 4 and arguments["do_sample"] and arguments["stop"] == STOP["python"]
     assert arguments["max_new_tokens"] == 9 and arguments["seed"] != second["seed"]
     assert [f.metric for f in result.figures()] == ["pass@1", "pass@4"]
 

@@ -66,7 +66,7 @@ def test_end_to_end(models, data, tmp_path):
     assert result.exit_code == 0, result.stderr
     document = json.loads((out / "results.json").read_text())
     assert document["complete"] and document["versions"]["torch"] and document["machine"]["threads"]
-    assert document["request"]["sandbox"]["time, memory, file size"] == "resource limits"
+    assert document["request"]["sandbox"]["python"]["time, memory, file size"] == "resource limits"
     assert [t["items"] for t in document["request"]["tasks"]] == [None, 3, *[1] * HAS_ROUGE, 1]
     labels = [m["label"] for m in document["models"]]
     assert labels == ["fp16", "w4a16_g32", "w8a16"] and [m["reference"] for m in document["models"]] == [True, False, False]

@@ -1,0 +1,60 @@
+// Runs one generated JavaScript program: what guard.py becomes, once it has set the limits that the kernel holds.
+//
+// Node's permission model refuses files, processes and threads here. The program finds the names of ECMAScript, those of KEPT and
+// a silent console, nothing else of Node's: no process, no fetch. `require` knows MODULES; any other name fails the program, even if
+// it catches the error. Passed is a program that ran to its end, promises and timers included.
+"use strict";
+
+(() => {
+  const MODULES = ["assert", "assert/strict", "buffer", "crypto", "events", "path", "querystring", "string_decoder", "url", "util"];
+  const KEPT = [
+    ...["Buffer", "TextDecoder", "TextEncoder", "URL", "URLSearchParams", "atob", "btoa", "structuredClone"],
+    ...["clearImmediate", "clearInterval", "clearTimeout", "queueMicrotask", "setImmediate", "setInterval", "setTimeout"],
+  ];
+  const SILENT = ["debug", "dir", "error", "group", "groupEnd", "info", "log", "table", "time", "timeEnd", "trace", "warn"];
+
+  const fs = require("node:fs");
+  const vm = require("node:vm");
+  const process = globalThis.process;
+  const modules = new Map(MODULES.map((name) => [name, require(`node:${name}`)]));
+  const request = JSON.parse(fs.readFileSync(0, "utf8"));
+  const attempts = [];
+  let ended = false;
+
+  const report = (passed, reason) => {
+    const said = reason.slice(0, 500).replace(/\s+/g, " ");
+    fs.writeSync(request.channel, `${request.token}\t${passed ? "passed" : "failed"}\t${request.landlock}\t${said}\n`);
+  };
+  process.on("uncaughtException", (error) => {
+    report(false, attempts[0] ?? (error instanceof Error ? `${error.name}: ${error.message}` : `thrown: a ${typeof error}`));
+    process.exit(1);
+  });
+  process.on("exit", (status) => {
+    if (status === 0 && ended) {
+      report(attempts.length === 0, attempts[0] ?? "");
+    }
+  });
+
+  const allowed = new Set([...vm.runInNewContext("Object.getOwnPropertyNames(globalThis)"), ...KEPT]);
+  for (const name of Object.getOwnPropertyNames(globalThis)) {
+    if (!allowed.has(name)) {
+      delete globalThis[name];
+    }
+  }
+  // Node's own console.assert only prints, so that every test would pass.
+  globalThis.console = { assert: modules.get("assert"), ...Object.fromEntries(SILENT.map((name) => [name, () => {}])) };
+  globalThis.require = (name) => {
+    const found = modules.get(String(name).replace(/^node:/, ""));
+    if (found === undefined) {
+      attempts.push(`refused: require(${JSON.stringify(name)})`);
+      throw new Error(attempts[0]);
+    }
+    return found;
+  };
+
+  const run = async () => {
+    await new vm.Script(request.program, { filename: "generated.js" }).runInThisContext();
+    ended = true;
+  };
+  run();
+})();
