@@ -427,13 +427,18 @@ def bench_mechanisms(
     Conversions of codes by cast and by logic, with and without the shift of exponents, FP6 in segments of 4 + 2 bits; scales
     before or after the product; order of tiles, stages, split-K, sliced-K; TensorRT-LLM's order of weights; one kernel or two;
     fp8 sums that stay in the tensor core; what the GPU's counters say (needs ncu); channels of convolutions.
-    docs/mechanisms.md explains the rows. Some three minutes on an H100 or H200.
+    docs/mechanisms.md explains the rows. Some three minutes on an H100 or H200, in the repository: pip does not install it.
     The file is complete after every row, so Ctrl-C keeps what was measured.
 
     Example: lowbit bench mechanisms --parts conversions,scales
     Example, without a GPU: lowbit bench mechanisms --report bench/results/h200/2026-11-23-mechanisms.json
     """
-    from lowbit.bench.mechanisms import report
+    try:
+        from lowbit.bench.mechanisms import report
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            "bench mechanisms runs in the repository (git clone, then make): pip installs what users run"
+        ) from error
 
     wanted = tuple(report.PARTS) if parts is None else _names("--parts", parts, report.PARTS)
     if report_file is not None:

@@ -1,6 +1,6 @@
 """English text for measuring that needs no download.
 
-Isaac Newton, Opticks, fourth edition, London 1730 (public domain): the beginning of the first book, about 160,000
+Isaac Newton, Opticks, fourth edition, London 1730 (public domain): the beginning of the first book, about 100,000
 characters. Prepared from the plain text in the test data of the Go distribution: paragraphs unwrapped to one line each,
 marks of italics and of illustrations removed, nothing else changed (Greek letters stay spelled out, as `[Greek: d]`).
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import bz2
 from importlib import resources
 
-SHA256 = "80cac7b6d4b753412ec91bdddfecd0fbce2a2f8d1ecb29142c8dce09a6505b18"
+SHA256 = "d305b4a38d148a19358c165206faef6d1e04c560767b356cda8d00c918488e7f"
 
 
 def sample_text() -> str:
