@@ -23,6 +23,7 @@ from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Conf
 from lowbit.checkpoint import CheckpointError, CheckpointReader
 from lowbit.checkpoint.foreign import ForeignEntry, ForeignLayer
 from lowbit.formats import IntFormat, PerGroup, QuantTensor, ZeroPoint
+from lowbit.models.skeleton import damaged
 from lowbit.models.tensorrt_llm_layers import AWQ, schema
 from lowbit.pack.tensorrt_llm import to_signed_row_major
 
@@ -71,6 +72,8 @@ class TensorrtLlmSource:
         self.config, self._where = self.reader.config, folder / "config.json"
         self._held = frozenset(self.reader.names())
         mapping = self.config.get("mapping") or {}
+        if not isinstance(mapping, dict):
+            raise CheckpointError(f"{self._where}: mapping is a JSON object, got {mapping!r}")
         if mapping.get("world_size", 1) != 1:
             raise CheckpointError(
                 f"{self._where}: the model is split over {mapping['world_size']} ranks; read are files of one"
@@ -139,21 +142,22 @@ class TensorrtLlmSource:
         heads = config["num_attention_heads"]
         if "rotary_base" not in config:
             self.notes.append("config.json states no rotary_base; 10000 is taken")
-        scaling = config.get("rotary_scaling")
         kind = _CONFIGS[config["architecture"]]
-        return kind(
-            **{name: config[name] for name in names},
-            num_key_value_heads=config.get("num_key_value_heads", heads),
-            head_dim=config.get("head_size") or config["hidden_size"] // heads,
-            max_position_embeddings=config.get("max_position_embeddings") or 2048,
-            rms_norm_eps=config.get("norm_epsilon", 1e-5),
-            hidden_act=config.get("hidden_act", "silu"),
-            rope_parameters={"rope_type": "default", **(scaling or {}), "rope_theta": config.get("rotary_base", 10000.0)},
-            tie_word_embeddings=False,
-            dtype=config.get("dtype"),
-            **({"attention_bias": self._has_bias("attention.qkv")} if kind is LlamaConfig else {}),
-            **({"sliding_window": None} if kind is MistralConfig else {}),
-        )
+        with damaged(self._where, f"Transformers cannot make a {kind.__name__} of it", config):
+            scaling = dict(config.get("rotary_scaling") or {})
+            return kind(
+                **{name: config[name] for name in names},
+                num_key_value_heads=config.get("num_key_value_heads", heads),
+                head_dim=config.get("head_size") or config["hidden_size"] // heads,
+                max_position_embeddings=config.get("max_position_embeddings") or 2048,
+                rms_norm_eps=config.get("norm_epsilon", 1e-5),
+                hidden_act=config.get("hidden_act", "silu"),
+                rope_parameters={"rope_type": "default", **scaling, "rope_theta": config.get("rotary_base", 10000.0)},
+                tie_word_embeddings=False,
+                dtype=config.get("dtype"),
+                **({"attention_bias": self._has_bias("attention.qkv")} if kind is LlamaConfig else {}),
+                **({"sliding_window": None} if kind is MistralConfig else {}),
+            )
 
     def _has_bias(self, linear: str) -> bool:
         return any(name.endswith(f".{linear}.bias") for name in self._held)
