@@ -24,14 +24,16 @@ def pack_for(q: QuantTensor, dtype: torch.dtype = torch.bfloat16, *, batch_invar
     """`q` in the form that the first kernel of ops/table.py reads that takes it on its device, for x of `dtype`.
 
     Raises UnsupportedProblem, with every kernel's reasons, where there is none, and ValueError for what is no part of a
-    product: a low-rank correction, and an order or factors of x under a scheme that quantizes x after them (`nn.QuantLinear`
-    has both).
+    product: a low-rank correction, a rotation of x, and an order or factors of x under a scheme that quantizes x after them
+    (`nn.QuantLinear` has them).
     """
     device = q.codes.device
     problem = problem_on(device, q.scheme, 1, q.shape, dtype, scale_dtype=q.scale.dtype, batch_invariant=batch_invariant)
     form = choose(problem).form
     if q.low_rank is not None:
         raise ValueError(f"{q.scheme} {q.shape}: a low-rank correction is no part of a product; nn.QuantLinear adds it")
+    if q.hadamard:
+        raise ValueError(f"{q.scheme} {q.shape}: a rotation of x is no part of a product; nn.QuantLinear does it")
     if q.scheme.activation is not None and (q.order is not None or q.pre_quant_scale is not None):
         raise ValueError(f"{q.scheme} {q.shape}: an order and factors of x belong before it is quantized, in nn.QuantLinear")
     if q.activation_scale is not None:
