@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.formats import PerBlock, QuantTensor, Scheme, pack_words
+from lowbit.formats import ActivationRule, PerBlock, QuantTensor, Scheme, pack_words
 from lowbit.nn.packed import PackedWeight
 from lowbit.ops import fragment_gemm, mixed_gemm, quantize_activations, scaled_gemm
 from lowbit.ops.byte_gemm import byte_gemm
@@ -108,7 +108,7 @@ class QuantLinear(PackedWeight):
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.activation_format is not None:
-            return self._scaled_product(self.quantize_input(x), bias)
+            return self._scaled_product(self._quantized(x), bias)
         held = self.cpu_weight
         if held is None or held.dtype != x.dtype:
             held = self._prepared_on_cpu(x.dtype)
@@ -135,8 +135,14 @@ class QuantLinear(PackedWeight):
 
     @property
     def takes_quantized_input(self) -> bool:
-        """Whether the layer does nothing with x but quantize it, so that others may do that."""
-        return self.activation_format is not None and not (self.has_channels or self.has_correction or self.hadamard)
+        """Whether the layer does nothing with x but rotate and quantize it, so that others may do that."""
+        return self.activation_format is not None and not self.has_channels and not self.has_correction
+
+    @property
+    def quantizes_rounded_input(self) -> bool:
+        """Whether x is rounded to its type before it is quantized: to be rotated, or by another tool's rule. What makes x may
+        not quantize it in float32 then, only have the layer do it (`quantize_input`)."""
+        return bool(self.hadamard) or self.scheme.rule is not ActivationRule.OWN
 
     def quantization(self) -> dict[str, Any]:
         """How x is quantized: arguments of `ops.quantize_activations`."""
@@ -152,6 +158,9 @@ class QuantLinear(PackedWeight):
 
     def quantize_input(self, x: Tensor) -> QuantizedInput:
         """x as the product takes it, for a scheme with 8-bit activations."""
+        return self._quantized(rotate_channels(x, self.hadamard) if self.hadamard else x)
+
+    def _quantized(self, x: Tensor) -> QuantizedInput:
         if self.has_channels:
             x = channels_of_codes(x, self.weight_order, self.pre_quant_scale)
         made = quantize_activations(x, **self.quantization())

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lowbit.engine.product import product
+from lowbit.engine.product import Scaled, product
 from lowbit.formats import LowRank, rotate_blocks
 from lowbit.nn import QuantEmbedding, QuantLinear
 from lowbit.nn.convert import empty_like
-from lowbit.nn.fused import quantize_alike
+from lowbit.nn.fused import GatedMLP, QuantizingNorm, quantize_alike
 from lowbit.nn.linear import make_batch_invariant
 from lowbit.ops.channels import rotate_channels
 from lowbit.ops.table import UnsupportedProblem
@@ -70,11 +70,24 @@ def test_the_operator_for_compilers():
     assert torch.equal(rotate_channels(random(4, 64), 16), rotate_blocks(random(4, 64), 16))
 
 
-def test_nobody_makes_its_input_quantized():
-    layers = [QuantLinear.from_quant_tensor(weight("w8a8")) for _ in range(2)]
-    assert not layers[0].takes_quantized_input and not quantize_alike(layers)
-    assert QuantLinear.from_quant_tensor(weight("w8a8", block=0)).takes_quantized_input
-    assert product(layers[:1], batch_invariant=False) is layers[0], "the decode engine lets it compute itself"
+def test_one_rotation_for_all_that_read_an_input():
+    """Norms and gates have the layers rotate and quantize, once, and do not quantize in float32 themselves."""
+    gate, up, down = (
+        QuantLinear.from_quant_tensor(replace(rtn(random(256, 256, seed=i), "w8a8"), hadamard=64)) for i in range(3)
+    )
+    plain = QuantLinear.from_quant_tensor(rtn(random(256, 256), "w8a8"))
+    assert quantize_alike([gate, up]) and not quantize_alike([gate, plain])
+    x, norm = random(5, 256), torch.nn.RMSNorm(256, eps=1e-6)
+    norm.weight.data = random(256, seed=5)
+    made = QuantizingNorm(norm, 1e-6, gate)(x)
+    assert torch.equal(made.codes, gate.quantize_input(norm(x)).codes)
+    assert torch.equal(gate(made), gate(norm(x))) and torch.equal(up(made), up(norm(x)))
+    inner = torch.nn.functional.silu(gate(x)) * up(x)
+    assert torch.equal(GatedMLP(gate, up, down)(x), down(inner))
+    assert torch.equal(GatedMLP(gate, up, down)(gate.quantize_input(x)), down(inner))
+    joined = product([gate, up], batch_invariant=False)
+    assert isinstance(joined, Scaled) and not joined.is_fused and product([plain], batch_invariant=False).is_fused
+    assert torch.equal(joined(x), torch.cat((gate(x), up(x)), dim=-1))
 
 
 def test_what_is_refused():
