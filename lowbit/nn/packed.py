@@ -282,9 +282,9 @@ class PackedWeight(nn.Module):
         up, down = self.weight_up, self.weight_down
         correction = None if up is None or down is None else LowRank(up.data, down.data)
         of_x = (self.weight_order, self.pre_quant_scale, self.activation_scale, self.activation_zero)
-        zero, order, pre_quant_scale, *static = (None if p is None else p.data for p in (self.weight_zero, *of_x))
-        beside = (order, pre_quant_scale, correction, *static)
-        return QuantTensor(codes, self.weight_scale.data, zero, self.scheme, *beside, hadamard=self.hadamard)
+        zero, order, factors, *static = (None if p is None else p.data for p in (self.weight_zero, *of_x))
+        scale = self.weight_scale.data
+        return QuantTensor(codes, scale, zero, self.scheme, order, factors, correction, static[0], static[1], self.hadamard)
 
     @property
     def weight_nbytes(self) -> int:

@@ -140,7 +140,7 @@ def test_reasons_that_need_no_second_process():
 
     assert reasons("w4a16_g16") == ()
     assert reasons("w4a16_g64", tp_size=1) == ()
-    assert "rotations of x" in reasons("w4a16_g16", hadamard=16)[0]
+    assert "its rotation" in reasons("w4a16_g16", hadamard=16)[0]
     assert reasons("w8a16_g2", (64, 124)) == () and "do not end with a byte" in reasons("w3a16_g2", (64, 124))[0]
     assert "not by embedding_rowwise" in reasons("w8a16_g16", tp_plan={layer: "embedding_rowwise"})[0]
     assert "its 63 output channels" in reasons("w8a16_g16", (63, 64), tp_plan={layer: "colwise"})[0]
