@@ -251,6 +251,8 @@ def _meaning(weight: _Weight) -> Step:
         sum_ = f"scale {scale:.8g}, zero {zero:.8g}: weight = {value:g} x {scale:.8g} + {zero:.8g}"
     lines.append(f"{sum_} = {weight.dequantized:.9g}")
     channel = weight.column
+    if q.hadamard:
+        lines.append(f"x is rotated in blocks of {q.hadamard} channels first; what follows is of its channels then")
     if q.order is not None:
         channel = int(q.order[weight.column])
         lines.append(f"order [{weight.column}] = {channel}: it multiplies channel {channel} of x")

@@ -20,11 +20,12 @@ anything is used:
      "layers": {"model.layers.0.self_attn.q_proj": {"shape": [576, 576]}, ...},
      "files": {"model.safetensors": {"sha256": "64 hexadecimal digits"}}, "sha256": "64 hexadecimal digits"}
 
-A layer with another scheme than the default states it; `tied` maps modules to the layer whose tensors they share, `rotation`
-is the seed of rotations that the weights took up before (`models/rotate.py`) and means nothing to a reader. `files` has
-the checksum of every file of tensors, and `sha256` that of this object without it (`schema.manifest_sha256`); both are absent
-where Transformers wrote the files. A reader refuses keys that it does not know, and a `format_version` other than its own with
-the advice to update: a release that adds a key raises the version and reads the older ones too. The first release writes 1.
+A layer with another scheme than the default states it; one whose input is to be rotated has "hadamard": B, the channels of a
+block (`formats/hadamard.py`). `tied` maps modules to the layer whose tensors they share, `rotation` is the seed of rotations
+that the weights took up before (`models/rotate.py`) and means nothing to a reader. `files` has the checksum of every file of
+tensors, and `sha256` that of this object without it (`schema.manifest_sha256`); both are absent where Transformers wrote the
+files. A reader refuses keys that it does not know, and a `format_version` other than its own with the advice to update: a
+release that adds a key raises the version and reads the older ones too. The first release writes 1.
 """
 
 from lowbit.checkpoint.detect import ForeignReader, detect

@@ -137,6 +137,8 @@ def refusals(q: QuantTensor) -> tuple[str, ...]:
         reasons.append("AWQ files have no scale of the input's channels")
     if q.low_rank is not None:
         reasons.append("AWQ files have no low-rank correction")
+    if q.hadamard:
+        reasons.append("AWQ files have no rotation of the input")
     return tuple(reasons)
 
 

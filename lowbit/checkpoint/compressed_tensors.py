@@ -233,6 +233,8 @@ def refusals(q: QuantTensor) -> tuple[str, ...]:
         reasons.append("compressed-tensors files have no scale of the input's channels")
     if q.low_rank is not None:
         reasons.append("compressed-tensors files have no low-rank correction")
+    if q.hadamard:
+        reasons.append("compressed-tensors files as written here have no rotation of the input")
     return tuple(reasons)
 
 

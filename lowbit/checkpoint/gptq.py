@@ -205,6 +205,8 @@ def refusals(q: QuantTensor) -> tuple[str, ...]:
         reasons.append("GPTQ files have no scale of the input's channels")
     if q.low_rank is not None:
         reasons.append("GPTQ files have no low-rank correction")
+    if q.hadamard:
+        reasons.append("GPTQ files have no rotation of the input")
     return tuple(reasons)
 
 

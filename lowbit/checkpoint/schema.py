@@ -18,6 +18,7 @@ from lowbit.formats import (
     QuantTensor,
     Scheme,
     ZeroPoint,
+    check_block,
     pack_words,
     packed_bytes,
     parse_scheme,
@@ -39,7 +40,7 @@ OLD_NAMES = {"input_scale": "pre_quant_scale"}
 read; only the new ones are written."""
 _FACTORS = ("weight_up", "weight_down")
 """Tensors of a layer whose entry states a "low_rank"."""
-_ENTRY_KEYS = {"shape", "scheme", "low_rank", *_FLAGS}
+_ENTRY_KEYS = {"shape", "scheme", "low_rank", "hadamard", *_FLAGS}
 _KEYS = {"quant_method", "format_version", "scheme", "layers", "modules_to_not_convert", "tied", "rotation", "files", "sha256"}
 
 
@@ -50,7 +51,8 @@ class CheckpointError(ValueError):
 @dataclass(frozen=True)
 class LayerEntry:
     """One quantized matrix: its shape (N, K) and scheme, whether it has an order, an input scale, an activation scale and an
-    activation zero, and the rank of its low-rank correction, 0 without one (`QuantTensor`)."""
+    activation zero, the rank of its low-rank correction, 0 without one, and the channels of a block in which its input is
+    rotated, 0 if it is not (`QuantTensor`)."""
 
     shape: tuple[int, int]
     scheme: Scheme
@@ -59,13 +61,14 @@ class LayerEntry:
     low_rank: int = 0
     activation_scale: bool = False
     activation_zero: bool = False
+    hadamard: int = 0
 
     @classmethod
     def of(cls, q: QuantTensor) -> LayerEntry:
         """The entry of a matrix."""
         rank = 0 if q.low_rank is None else q.low_rank.rank
         flags = {key: getattr(q, key) is not None for key in _FLAGS}
-        return cls(q.shape, q.scheme, low_rank=rank, **flags)
+        return cls(q.shape, q.scheme, low_rank=rank, hadamard=q.hadamard, **flags)
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ class Manifest:
         for name, entry in self.layers.items():
             layers[name] = {"shape": list(entry.shape)} | ({} if entry.scheme == self.scheme else {"scheme": entry.scheme.name})
             layers[name] |= {key: True for key in _FLAGS if getattr(entry, key)}
-            layers[name] |= {"low_rank": entry.low_rank} if entry.low_rank else {}
+            layers[name] |= {key: value for key in ("low_rank", "hadamard") if (value := getattr(entry, key))}
         tied = {"tied": dict(self.tied)} if self.tied else {}
         files = {"files": {name: {"sha256": digest} for name, digest in self.files.items()}} if self.files else {}
         stated = {
@@ -137,7 +140,9 @@ class Manifest:
                     f"have zero points (_az), not {scheme}"
                 )
             shape = _shape(entry.get("shape"), where, name)
-            layers[str(name)] = LayerEntry(shape, scheme, **flags, low_rank=_rank(entry.get("low_rank", 0), shape, where, name))
+            rank = _rank(entry.get("low_rank", 0), shape, where, name)
+            block = _block(entry.get("hadamard", 0), shape, where, name)
+            layers[str(name)] = LayerEntry(shape, scheme, **flags, low_rank=rank, hadamard=block)
         kept = data.get("modules_to_not_convert", [])
         if not isinstance(kept, list) or not all(isinstance(k, str) for k in kept):
             raise CheckpointError(f"{where}: modules_to_not_convert is a list of names, got {kept!r}")
@@ -188,9 +193,10 @@ def layer_tensors(q: QuantTensor) -> dict[str, Tensor]:
 def quant_tensor(tensors: Mapping[str, Tensor], entry: LayerEntry) -> QuantTensor:
     """The inverse of `layer_tensors`."""
     codes = unpack_words(tensors["weight_packed"], entry.scheme.weight.bits, entry.shape[1])
-    beside = {key: tensors.get(suffix) for key, suffix in _FLAGS.items()}
+    beside: dict[str, Any] = {key: tensors.get(suffix) for key, suffix in _FLAGS.items()}
     correction = LowRank(*(tensors[suffix] for suffix in _FACTORS)) if entry.low_rank else None
-    return QuantTensor(codes, tensors["weight_scale"], tensors.get("weight_zero"), entry.scheme, low_rank=correction, **beside)
+    beside |= {"low_rank": correction, "hadamard": entry.hadamard}
+    return QuantTensor(codes, tensors["weight_scale"], tensors.get("weight_zero"), entry.scheme, **beside)
 
 
 def expected_tensors(name: str, entry: LayerEntry) -> dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]:
@@ -256,6 +262,17 @@ def _digest(entry: Any, where: Path | str, name: Any) -> str:
 def _rank(value: Any, shape: tuple[int, int], where: Path | str, name: Any) -> int:
     if type(value) is not int or not 0 <= value <= min(shape):
         raise CheckpointError(f"{where}: layer {name!r}: the low_rank of {list(shape)} is 1 to {min(shape)}, got {value!r}")
+    return value
+
+
+def _block(value: Any, shape: tuple[int, int], where: Path | str, name: Any) -> int:
+    if type(value) is not int:
+        raise CheckpointError(f"{where}: layer {name!r}: hadamard is a number of channels, got {value!r}")
+    try:
+        if value:
+            check_block(value, shape[1])
+    except ValueError as error:
+        raise CheckpointError(f"{where}: layer {name!r}: {error}") from error
     return value
 
 

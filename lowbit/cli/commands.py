@@ -98,6 +98,9 @@ def quantize(
         str | None, typer.Option(help="SmoothQuant: how far activations move into weights, 0 to 1 (0.5 when absent), or auto.")
     ] = None,
     rotate: Annotated[bool, typer.Option("--rotate", help="Rotate Llama-like models first, by --seed.")] = False,
+    rotate_inputs: Annotated[
+        list[str] | None, typer.Option(help="Layer or pattern whose inputs are rotated when the model runs; repeatable.")
+    ] = None,
     mix: Annotated[
         str | None, typer.Option(help="Schemes to choose from, layer by layer, separated by commas; wants --bits.")
     ] = None,
@@ -144,7 +147,8 @@ def quantize(
         plan = quantize_checkpoint(
             model_folder(source), target, scheme, skip=skip, embeddings=embeddings, method=chosen,
             calibration=Calibration(samples, length, seed, calibration), mixed=_mixed(mix, bits), low_rank=low_rank,
-            wide_inputs=a16 or (), rotation=seed if rotate else None, device=device, overwrite=overwrite,
+            wide_inputs=a16 or (), rotation=seed if rotate else None,
+            rotate_inputs=rotate_inputs or (), device=device, overwrite=overwrite,
             progress=err.is_terminal, say=say,
         )  # fmt: skip
     except KeyboardInterrupt:

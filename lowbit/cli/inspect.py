@@ -48,6 +48,7 @@ def _print(rows: list[dict[str, Any]], rest: int, kept: tuple[str, ...], lines: 
         named = ("order", "pre_quant_scale", "activation_scale", "activation_zero")
         beside = "".join(f" + {name.replace('_', ' ')}" for name in named if row[name])
         beside += f" + rank {row['low_rank']}" if row["low_rank"] else ""
+        beside += f" + x rotated by {row['hadamard']}" if row["hadamard"] else ""
         size, bits = f"{row['n']} x {row['k']}", f"{row['bits_per_weight']:.3f}"
         table.add_row(row["layer"], row["scheme"] + beside, size, f"{row['bytes']:,}", bits)
     if rows:
@@ -123,6 +124,7 @@ def _layer_row(name: str, q: QuantTensor) -> dict[str, Any]:
         "activation_scale": q.activation_scale is not None,
         "activation_zero": q.activation_zero is not None,
         "low_rank": 0 if q.low_rank is None else q.low_rank.rank,
+        "hadamard": q.hadamard,
     }
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-from lowbit.formats import ActivationRule, PerBlock, PerGroup
+from lowbit.formats import PerBlock, PerGroup
 from lowbit.kernels.reference.decode import Gate
 from lowbit.nn import QuantLinear
 from lowbit.nn.fused import AlternatingMLP, quantize_alike
@@ -77,8 +77,8 @@ class Scaled:
 
     @property
     def is_fused(self) -> bool:
-        """Whether what makes x may quantize it in float32: not by another tool's rule, which takes x as it was rounded."""
-        return self.layers[0].scheme.rule is ActivationRule.OWN
+        """Whether what makes x may quantize it in float32: not where it is rotated or another tool's rule holds."""
+        return not self.layers[0].quantizes_rounded_input
 
     def quantization(self) -> dict[str, Any]:
         """How x is quantized: arguments of `ops.quantize_activations`."""
@@ -129,7 +129,7 @@ def _in_one_form(layers: Sequence[QuantLinear]) -> bool:
     return not any(layer.out_features % STRIP for layer in layers[:-1]) and all(
         layer.kernel_codes is not None
         and layer.scheme.activation is None
-        and not (layer.has_channels or layer.has_correction)
+        and not (layer.has_channels or layer.has_correction or layer.hadamard)
         and (layer.scheme_name, layer.in_features) == (first.scheme_name, first.in_features)
         and _scale_types(layer) == _scale_types(first)
         for layer in layers

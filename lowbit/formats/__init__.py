@@ -11,6 +11,7 @@ from lowbit.formats.granularity import (
     scale_shape,
     spread,
 )
+from lowbit.formats.hadamard import BLOCKS, check_block, rotate_blocks
 from lowbit.formats.number import (
     FloatFormat,
     IntFormat,
@@ -27,6 +28,7 @@ from lowbit.formats.words import pack_words, packed_bytes, unpack_words
 
 __all__ = [
     "ALIASES",
+    "BLOCKS",
     "ActivationRule",
     "FloatFormat",
     "Granularity",
@@ -41,6 +43,7 @@ __all__ = [
     "QuantTensor",
     "Scheme",
     "ZeroPoint",
+    "check_block",
     "code_values",
     "decode",
     "encode",
@@ -51,6 +54,7 @@ __all__ = [
     "pack_words",
     "packed_bytes",
     "parse_scheme",
+    "rotate_blocks",
     "scale_shape",
     "spread",
     "uint_format",

@@ -9,6 +9,7 @@ partial sums are added. A part is a `QuantTensor` of its own that means exactly 
   them meets. With one scale for each row or for all weights there is nothing to keep together: the columns are sorted instead.
 - A calibrated scale of x stays that of the whole x; one found at each call is that of the rank's part, at most as large.
 - A low-rank correction is split with the side that is split.
+- x that is rotated in blocks of channels is split between blocks, and not where columns are scattered.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ def columns_refusals(q: QuantTensor, ranks: int) -> tuple[str, ...]:
     k = q.shape[1]
     if k % ranks:
         return (f"{k} input channels are no multiple of {ranks} ranks",)
+    if ranks > 1 and q.hadamard and (q.order is not None or k // ranks % q.hadamard):
+        return (f"inputs that are rotated in blocks of {q.hadamard} channels are split between blocks, and without an order",)
     if ranks == 1 or q.order is None or not isinstance(q.scheme.granularity, (PerGroup, PerBlock)):
         return ()
     reasons = []
@@ -181,6 +184,8 @@ def stack_refusals(first: QuantTensor, second: QuantTensor) -> tuple[str, ...]:
     for name in ("order", "pre_quant_scale", "activation_scale", "activation_zero"):
         if not _same(getattr(one, name), getattr(other, name)):
             reasons.append(f"{name} differs")
+    if one.hadamard != other.hadamard:
+        reasons.append("rotations of the input differ")
     if one.low_rank is not None or other.low_rank is not None:
         reasons.append("low-rank corrections are of one matrix each")
     if isinstance(one.scheme.granularity, PerBlock) and one.shape[0] % one.scheme.granularity.n:

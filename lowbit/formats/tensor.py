@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lowbit.formats.codec import decode
 from lowbit.formats.granularity import scale_shape, spread
+from lowbit.formats.hadamard import check_block, rotate_blocks
 from lowbit.formats.scheme import Scheme, ZeroPoint
 
 
@@ -61,8 +62,9 @@ class QuantTensor:
     groups channels by importance); `pre_quant_scale` float [K] is what each channel of x is multiplied by first (AWQ's, where
     it is not folded into the layer before). `low_rank` is a correction that is added to all this. `activation_scale` float32
     [1] is the scale by which all of x is quantized under a scheme with activations; without one, every token has its own. With
-    it goes, where the scheme's activations have zero points, `activation_zero` int32 [1]. Raises ValueError
-    when shapes or dtypes do not fit the scheme.
+    it goes, where the scheme's activations have zero points, `activation_zero` int32 [1]. With `hadamard`, a number of
+    channels, x is rotated in blocks of so many before all else (`rotate_blocks`), and everything above is of the rotated x.
+    Raises ValueError when shapes or dtypes do not fit the scheme.
     """
 
     codes: Tensor
@@ -74,6 +76,7 @@ class QuantTensor:
     low_rank: LowRank | None = None
     activation_scale: Tensor | None = None
     activation_zero: Tensor | None = None
+    hadamard: int = 0
 
     def __post_init__(self) -> None:
         if self.codes.dim() != 2 or self.codes.dtype != torch.uint8:
@@ -113,6 +116,8 @@ class QuantTensor:
         if self.low_rank is not None and (self.low_rank.up.shape[0], self.low_rank.down.shape[1]) != self.shape:
             shapes = f"{tuple(self.low_rank.up.shape)} and {tuple(self.low_rank.down.shape)}"
             raise ValueError(f"{self.scheme} of {self.shape}: a low-rank correction is [N, r] and [r, K], got {shapes}")
+        if self.hadamard:
+            check_block(self.hadamard, self.shape[1])
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -133,8 +138,8 @@ class QuantTensor:
         return 8 * self.nbytes / max(self.codes.numel(), 1)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weights [N, K] that multiply x as it comes, `order`, `pre_quant_scale` and `low_rank` applied: computed in
-        float32 (float64 when asked for it) and rounded once to `dtype`."""
+        """The weights [N, K] that multiply x as it comes, `order`, `pre_quant_scale`, `low_rank` and `hadamard` applied:
+        computed in float32 (float64 when asked for it) and rounded once to `dtype`."""
         compute = torch.float64 if dtype == torch.float64 else torch.float32
         weight = self.dequantize_codes(compute)
         if self.order is not None:
@@ -143,11 +148,13 @@ class QuantTensor:
             weight *= self.pre_quant_scale.to(compute)
         if self.low_rank is not None:
             weight += self.low_rank.dense(compute)
+        if self.hadamard:
+            weight = rotate_blocks(weight, self.hadamard)
         return weight.to(dtype)
 
     def dequantize_codes(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weights [N, K] in the order of the codes, without `pre_quant_scale` and `low_rank`: what the codes, scales and
-        zeros alone mean."""
+        """The weights [N, K] in the order of the codes, without `pre_quant_scale`, `low_rank` and `hadamard`: what the codes,
+        scales and zeros alone mean."""
         compute = torch.float64 if dtype == torch.float64 else torch.float32
         values = decode(self.codes, self.scheme.weight, compute)
         scale = spread(self.scale.to(compute), self.scheme.granularity, self.shape)

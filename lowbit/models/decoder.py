@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,9 +12,12 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader
+from lowbit.formats import rotate_blocks
 from lowbit.models.complete import require_finite_tensor
 from lowbit.models.names import Names
 from lowbit.models.skeleton import build, config_as_read, require_causal
+
+_NONE: Mapping[str, int] = MappingProxyType({})
 
 
 class _Stop(Exception):
@@ -32,12 +36,16 @@ class Input:
 class Decoder:
     """The decoder of the checkpoint that `reader` has open: a skeleton on the meta device whose layers come and go.
 
-    Computes on `device` in `dtype`. Raises CheckpointError for models that have no list of decoder layers or do not predict the
-    next token, and for weights that Transformers splits or merges while loading.
+    Computes on `device` in `dtype`. The inputs of the linear layers in `hadamard` are rotated in blocks of so many channels
+    (`formats.rotate_blocks`), and their weights as they are read: the model stays the same one. Raises CheckpointError for
+    models that have no list of decoder layers or do not predict the next token, and for weights that Transformers splits or
+    merges while loading.
     """
 
-    def __init__(self, reader: CheckpointReader, device: torch.device | str, dtype: torch.dtype) -> None:
-        self.reader, self.device, self.dtype = reader, torch.device(device), dtype
+    def __init__(
+        self, reader: CheckpointReader, device: torch.device | str, dtype: torch.dtype, hadamard: Mapping[str, int] = _NONE
+    ) -> None:
+        self.reader, self.device, self.dtype, self.hadamard = reader, torch.device(device), dtype, dict(hadamard)
         model = build(config_as_read(reader), reader.folder / "config.json", buffers=True)
         require_causal(model, reader.folder)
         self.model: nn.Module = model.eval()
@@ -48,6 +56,8 @@ class Decoder:
         self._files = {name: tensor for tensor, name in self._names.items()}
         self._contexts: dict[int, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}  # by how many texts a call has
         self._returns_tuples = False
+        for name, block in self.hadamard.items():
+            self.model.get_submodule(name).register_forward_pre_hook(_rotating(block))
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -272,7 +282,13 @@ class Decoder:
                 "calibrate take files whose tensors are the model's own, not split or merged while loading. Use a method "
                 "without data (rtn, hqq)"
             )
-        return require_finite_tensor(self.reader.info(name).file, name, self.reader.get(name))
+        value, block = self.reader.get(name), self.hadamard.get(parameter.removesuffix(".weight"))
+        require_finite_tensor(self.reader.info(name).file, name, value)
+        return rotate_blocks(value.float(), block) if block and parameter.endswith(".weight") else value
+
+
+def _rotating(block: int) -> Callable[..., tuple[Tensor]]:
+    return lambda module, args: (rotate_blocks(args[0], block),)
 
 
 class _stopped:

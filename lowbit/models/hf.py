@@ -384,7 +384,7 @@ def _place_empty_module(model: nn.Module, name: str, entry: LayerEntry, owner: s
     layer = _layer(model, name)
     new = empty_like(
         layer, entry.scheme, device="meta", order=entry.order, pre_quant_scale=entry.pre_quant_scale, low_rank=entry.low_rank,
-        activation_scale=entry.activation_scale, activation_zero=entry.activation_zero,
+        activation_scale=entry.activation_scale, activation_zero=entry.activation_zero, hadamard=entry.hadamard,
     )  # fmt: skip
     # Transformers loads a tensor in the type of the parameter it finds: scales must be as wide as in the file, unlike biases.
     for suffix, parameter in list(new.named_parameters(recurse=False)):

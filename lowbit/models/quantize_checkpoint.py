@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from tqdm import tqdm
 from lowbit.checkpoint import CheckpointError, CheckpointReader, CheckpointWriter, LayerEntry, Manifest, layer_tensors
 from lowbit.checkpoint.detect import quantization_of
 from lowbit.checkpoint.target import check_space, discard
-from lowbit.formats import QuantTensor, Scheme, parse_scheme
+from lowbit.formats import QuantTensor, Scheme, parse_scheme, rotate_blocks
 from lowbit.models.calibrate import Calibration, Finished, Results, calibrate_layers, finished_bytes, recipe_of
 from lowbit.models.complete import require_complete, require_finite_tensor
 from lowbit.models.decoder import Decoder
@@ -44,6 +44,7 @@ def quantize_checkpoint(
     low_rank: int = 0,
     wide_inputs: Iterable[str] = (),
     rotation: int | None = None,
+    rotate_inputs: Iterable[str] = (),
     device: str | torch.device = "cpu",
     overwrite: bool = False,
     progress: bool = False,
@@ -57,8 +58,9 @@ def quantize_checkpoint(
     called again. `mixed` chooses a scheme for each unit of layers in the decoder. Unless `low_rank` is 0, each linear layer has
     a correction of that rank (`quantize.lorc`), for its inputs where the method observes them. Layers that fit one of the
     patterns `wide_inputs` have the scheme's weights with 16-bit activations. With `rotation`, a seed, the residual stream
-    and heads are rotated first (`models.rotate`). `target` appears complete or not at all. `say` gets a line for every choice
-    made on the way. Returns the report of what was converted and what was not. Other arguments as for
+    and heads are rotated first (`models.rotate`). Layers that fit one of the patterns `rotate_inputs` have their inputs rotated
+    when the model runs, in blocks of channels (`formats.rotate_blocks`). `target` appears complete or not at all. `say` gets a
+    line for every choice made on the way. Returns the report of what was converted and what was not. Other arguments as for
     `lowbit.LowbitConfig`. Raises CheckpointError for files that cannot be read or written and ValueError for schemes, weights,
     texts, patterns and devices that cannot be used, and where nothing can be quantized.
     """
@@ -79,7 +81,7 @@ def quantize_checkpoint(
         needed_bytes = _output_bytes(reader, modules, plan, mixed, low_rank)
         writer.reserve(needed_bytes)
         plan = dataclasses.replace(plan, others=_wide(plan, wide_inputs, mixed))
-        weights = _Weights(reader, plan, method, device, low_rank)
+        weights = _Weights(reader, plan, method, device, low_rank, _rotated(plan, rotate_inputs))
         if mixed is not None:
             for candidate in mixed.schemes:
                 _same_layers(plan_for(model, candidate, skip, embeddings), plan)
@@ -121,8 +123,12 @@ def manifest_of(plan: Plan, entries: dict[str, LayerEntry]) -> Manifest:
 class _Weights:
     """The tensors to write: rounded as they are asked for, or from the finished layers of a calibrated run."""
 
-    def __init__(self, reader: CheckpointReader, plan: Plan, method: Method, device: torch.device, low_rank: int = 0) -> None:
+    def __init__(
+        self, reader: CheckpointReader, plan: Plan, method: Method, device: torch.device, low_rank: int,
+        hadamard: Mapping[str, int],
+    ) -> None:  # fmt: skip
         self.reader, self.plan, self.method, self.device, self.low_rank = reader, plan, method, device, low_rank
+        self.hadamard = hadamard
         self.schemes: dict[str, Scheme] = dict.fromkeys(plan.shapes, plan.scheme) | plan.others
         self._results: Results | None = None
 
@@ -130,7 +136,8 @@ class _Weights:
         self, mixed: Mixed, target: Path, calibration: Calibration, say: Callable[[str], None], progress: bool
     ) -> None:
         """Gives each unit of linear layers in the decoder a scheme, and says which."""
-        decoder = Decoder(self.reader, self.device, torch.float32)  # gradients may be smaller than 16 bits can say
+        # In float32, since gradients may be smaller than 16 bits can say.
+        decoder = Decoder(self.reader, self.device, torch.float32, self.hadamard)
         schemes = [parse_scheme(name) for name in mixed.schemes]
         shapes = [shape for name, shape in self.plan.linears.items() if name.startswith(f"{decoder.name}.")]
         weights = sum(n * k for n, k in shapes)
@@ -185,7 +192,8 @@ class _Weights:
     def quantized(self, tensor: str, module: str) -> QuantTensor:
         """The quantized weight of a module, whose tensor in the files is `tensor`."""
         found = None if self._results is None else self._results.quantized(module)
-        return self._rounded(tensor, module) if found is None else found
+        found = self._rounded(tensor, module) if found is None else found
+        return dataclasses.replace(found, hadamard=self.hadamard.get(module, 0))
 
     def plain(self, tensor: str) -> Tensor:
         """A tensor that is not quantized."""
@@ -206,11 +214,13 @@ class _Weights:
             sizes[info.dtype] = sizes.get(info.dtype, 0) + info.end - info.begin
         stored = max(sizes, key=lambda dtype: sizes[dtype])
         exact = self.device.type == "cpu" or isinstance(self.method, Learned)
-        return Decoder(self.reader, self.device, torch.float32 if exact else stored)
+        return Decoder(self.reader, self.device, torch.float32 if exact else stored, self.hadamard)
 
     def _rounded(self, tensor: str | None, module: str) -> QuantTensor:
         assert tensor is not None
         weight, scheme = self.reader.get(tensor).to(self.device), self.schemes[module]
+        if module in self.hadamard:
+            weight = rotate_blocks(weight.float(), self.hadamard[module])
         if isinstance(self.method, Hqq):
             q = hqq(weight, scheme)
         else:
@@ -272,6 +282,22 @@ def _wide(plan: Plan, patterns: Iterable[str], mixed: Mixed | None) -> dict[str,
             raise ValueError(f"no linear layer that is quantized fits {pattern!r}, such as {next(iter(plan.linears), 'none')}")
     scheme = plan.scheme.weight_only
     return {name: scheme for name in plan.linears if any(matches(name, pattern) for pattern in patterns)}
+
+
+def _rotated(plan: Plan, patterns: Iterable[str]) -> dict[str, int]:
+    """The linear layers that fit one of the patterns, with the channels of a block in which their inputs are rotated: 64, where
+    they divide K, else 16, so that scales of groups of a multiple of 64 see whole blocks."""
+    blocks = {}
+    for pattern in patterns:
+        fitting = [name for name in plan.linears if matches(name, pattern)]
+        if not fitting:
+            raise ValueError(f"no linear layer that is quantized fits {pattern!r}, such as {next(iter(plan.linears), 'none')}")
+        for name in fitting:
+            k = plan.linears[name][1]
+            if k % 16:
+                raise ValueError(f"{name}: inputs are rotated in blocks of 64 or 16 channels, which do not divide its {k}")
+            blocks[name] = 64 if k % 64 == 0 else 16
+    return blocks
 
 
 def _announce(low_rank: int, plan: Plan, say: Callable[[str], None]) -> None:

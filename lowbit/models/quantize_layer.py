@@ -219,9 +219,11 @@ class LayerQuantizer:
 
     def _find_folds(self, i: int, hidden: Tensor, inputs: list[Input]) -> list[Fold | None]:
         """Where a factor on each input can go: tried out on the layer, so that it is known and not assumed. Layers with the
-        same modules and shapes share the answer."""
+        same modules, shapes and rotations share the answer."""
         layer = self.decoder.layers[i]
-        signature = (type(layer), tuple((n, tuple(p.shape)) for n, p in layer.named_parameters()), tuple(inputs))
+        prefix = f"{self.decoder.layer_name(i)}."
+        rotated = tuple(name.removeprefix(prefix) for name in self.decoder.hadamard if name.startswith(prefix))
+        signature = (type(layer), tuple((n, tuple(p.shape)) for n, p in layer.named_parameters()), tuple(inputs), rotated)
         if signature not in self._folds:
             self._folds[signature] = [
                 next((f for f in self._candidates(layer, group) if self._holds(i, hidden, f)), None) for group in inputs

@@ -243,6 +243,8 @@ def refusals(name: str, q: QuantTensor) -> tuple[str, ...]:
         reasons.append("TensorRT-LLM's checkpoints have no channel order (act-order)")
     if q.low_rank is not None:
         reasons.append("TensorRT-LLM's checkpoints have no low-rank correction")
+    if q.hadamard:
+        reasons.append("TensorRT-LLM's checkpoints have no rotation of the input")
     return tuple(reasons)
 
 

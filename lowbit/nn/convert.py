@@ -226,15 +226,19 @@ def empty_like(
     low_rank: int = 0,
     activation_scale: bool = False,
     activation_zero: bool = False,
+    hadamard: int = 0,
 ) -> PackedWeight:
     """A quantized stand-in for a linear layer or embedding, its weights not set, with an order, an input scale, a correction
-    of a rank, an activation scale or zero if asked for.
+    of a rank, an activation scale or zero, or a rotation of its input, if asked for.
 
     Raises ValueError for an embedding that should have one of these.
     """
     if isinstance(module, nn.Embedding):
-        if order or pre_quant_scale or low_rank or activation_scale:
-            flags = {"order": order, "input scale": pre_quant_scale, "low-rank correction": low_rank, "activation scale": True}
+        if order or pre_quant_scale or low_rank or hadamard or activation_scale:
+            flags = {
+                "order": order, "input scale": pre_quant_scale, "low-rank correction": low_rank, "rotation": hadamard,
+                "activation scale": True,
+            }  # fmt: skip
             what = next(name for name, has in flags.items() if has)
             raise ValueError(f"an embedding has no input channels, so its weights have no {what}")
         return QuantEmbedding(module.num_embeddings, module.embedding_dim, scheme, module.weight.dtype, device)
@@ -242,5 +246,5 @@ def empty_like(
     features = (module.in_features, module.out_features)
     return QuantLinear(
         *features, scheme, bias=module.bias, device=device, order=order, pre_quant_scale=pre_quant_scale, low_rank=low_rank,
-        activation_scale=activation_scale, activation_zero=activation_zero,
+        activation_scale=activation_scale, activation_zero=activation_zero, hadamard=hadamard,
     )  # fmt: skip

@@ -50,6 +50,11 @@ class QuantEmbedding(PackedWeight):
             )
         super()._set_correction(up, down)
 
+    def _set_rotation(self, hadamard: int) -> None:
+        if hadamard:
+            raise ValueError("an embedding multiplies no input that could be rotated; quantize it without")
+        super()._set_rotation(hadamard)
+
     def forward(self, ids: Tensor) -> Tensor:
         rows = ids.reshape(-1)
         codes = unpack_words(self.weight_packed[rows], self.scheme.weight.bits, self.embedding_dim)

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.formats import PerBlock, QuantTensor, Scheme, pack_words
+from lowbit.formats import ActivationRule, PerBlock, QuantTensor, Scheme, pack_words
 from lowbit.nn.packed import PackedWeight
 from lowbit.ops import fragment_gemm, mixed_gemm, quantize_activations, scaled_gemm
 from lowbit.ops.byte_gemm import byte_gemm
-from lowbit.ops.channels import channels_of_codes
+from lowbit.ops.channels import channels_of_codes, rotate_channels
 from lowbit.ops.cpu_gemm import cpu_gemm, scaled_cpu_gemm
 from lowbit.ops.table import UnsupportedProblem, choose
 from lowbit.pack.cpu import CpuWeight
@@ -42,12 +42,13 @@ class QuantizedInput:
 class QuantLinear(PackedWeight):
     """y [.., out_features] = x [.., in_features] . dequant(w)^T + bias, with w packed (see `PackedWeight`).
 
-    x is fp16, bf16 or fp32 and y has its type; bias [out_features] is kept as it was in the original layer. With an `order` or
-    a `pre_quant_scale`, x is brought into the order of the codes and scaled first, at every call. A scheme with 8-bit
-    activations has x quantized next, by the `activation_scale` (and `activation_zero`) or else token by token (by blocks of K
-    where the weights have blocks). A low-rank correction costs two small products and two roundings to x's type: of x down^T,
-    and of the quantized product before the correction is added. The first call brings the weights into the form of the device's
-    kernels (`prepare`), but not one that torch.compile traces: call the layer once before.
+    x is fp16, bf16 or fp32 and y has its type; bias [out_features] is kept as it was in the original layer. At every call, x is
+    first rotated in blocks of channels with `hadamard`, and rounded to its type, and with an `order` or a `pre_quant_scale`
+    brought into the order of the codes and scaled. A scheme with 8-bit activations has x quantized next, by the
+    `activation_scale` (and `activation_zero`) or else token by token (by blocks of K where the weights have blocks). A low-rank
+    correction costs two small products and two roundings to x's type: of x down^T, and of the quantized product before the
+    correction is added. The first call brings the weights into the form of the device's kernels (`prepare`), but not one that
+    torch.compile traces: call the layer once before.
     """
 
     bias: nn.Parameter | None
@@ -68,10 +69,12 @@ class QuantLinear(PackedWeight):
         low_rank: int = 0,
         activation_scale: bool = False,
         activation_zero: bool = False,
+        hadamard: int = 0,
     ) -> None:
-        shape, beside = (out_features, in_features), {"order": order, "pre_quant_scale": pre_quant_scale}
+        shape = (out_features, in_features)
+        beside = {"order": order, "pre_quant_scale": pre_quant_scale}
         static = {"activation_scale": activation_scale, "activation_zero": activation_zero}
-        super().__init__(shape, scheme, device, **beside, low_rank=low_rank, **static)
+        super().__init__(shape, scheme, device, **beside, low_rank=low_rank, **static, hadamard=hadamard)
         self.activation_format = None if self.scheme.activation is None else self.scheme.activation.name
         # Blocks of weights go with groups of activations as long as a block.
         self.activation_group = self.scheme.granularity.k if isinstance(self.scheme.granularity, PerBlock) else 0
@@ -92,6 +95,8 @@ class QuantLinear(PackedWeight):
         """The layer's y with another `bias` [out_features], or none."""
         if isinstance(x, QuantizedInput):
             return self._scaled_product(x, bias)
+        if self.hadamard:
+            x = rotate_channels(x, self.hadamard)
         return self._corrected(self._product(x, bias), x) if self.has_correction else self._product(x, bias)
 
     def _corrected(self, y: Tensor, x: Tensor) -> Tensor:
@@ -103,7 +108,7 @@ class QuantLinear(PackedWeight):
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.activation_format is not None:
-            return self._scaled_product(self.quantize_input(x), bias)
+            return self._scaled_product(self._quantized(x), bias)
         held = self.cpu_weight
         if held is None or held.dtype != x.dtype:
             held = self._prepared_on_cpu(x.dtype)
@@ -130,8 +135,14 @@ class QuantLinear(PackedWeight):
 
     @property
     def takes_quantized_input(self) -> bool:
-        """Whether the layer does nothing with x but quantize it, so that others may do that."""
+        """Whether the layer does nothing with x but rotate and quantize it, so that others may do that."""
         return self.activation_format is not None and not self.has_channels and not self.has_correction
+
+    @property
+    def quantizes_rounded_input(self) -> bool:
+        """Whether x is rounded to its type before it is quantized: to be rotated, or by another tool's rule. What makes x may
+        not quantize it in float32 then, only have the layer do it (`quantize_input`)."""
+        return bool(self.hadamard) or self.scheme.rule is not ActivationRule.OWN
 
     def quantization(self) -> dict[str, Any]:
         """How x is quantized: arguments of `ops.quantize_activations`."""
@@ -147,6 +158,9 @@ class QuantLinear(PackedWeight):
 
     def quantize_input(self, x: Tensor) -> QuantizedInput:
         """x as the product takes it, for a scheme with 8-bit activations."""
+        return self._quantized(rotate_channels(x, self.hadamard) if self.hadamard else x)
+
+    def _quantized(self, x: Tensor) -> QuantizedInput:
         if self.has_channels:
             x = channels_of_codes(x, self.weight_order, self.pre_quant_scale)
         made = quantize_activations(x, **self.quantization())
@@ -166,7 +180,8 @@ class QuantLinear(PackedWeight):
         return scaled_gemm(x.codes, x.scale, *weight, bias, self.scheme_name, x.dtype, x.zero)
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, {self.scheme}, bias={self.bias is not None}"
+        said = f"in_features={self.in_features}, out_features={self.out_features}, {self.scheme}, bias={self.bias is not None}"
+        return said + (f", hadamard={self.hadamard}" if self.hadamard else "")
 
 
 def make_batch_invariant(model: nn.Module, dtype: torch.dtype) -> None:
@@ -179,6 +194,8 @@ def make_batch_invariant(model: nn.Module, dtype: torch.dtype) -> None:
     for name, layer in layers.items():
         if layer.has_correction:
             raise UnsupportedProblem(f"{name}: its low-rank correction is two products of torch, which are not batch-invariant")
+        if layer.hadamard:
+            raise UnsupportedProblem(f"{name}: its input is rotated by a product of torch, which is not batch-invariant")
         reasons = layer.reasons_of_place()
         if reasons:
             raise UnsupportedProblem(f"{name}: a batch-invariant kernel {'; '.join(reasons)}")

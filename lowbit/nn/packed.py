@@ -16,6 +16,7 @@ from lowbit.formats import (
     QuantTensor,
     Scheme,
     ZeroPoint,
+    check_block,
     pack_words,
     packed_bytes,
     parse_scheme,
@@ -40,9 +41,9 @@ class PackedWeight(nn.Module):
 
     With `order`, there is `weight_order` int32 [K], with `pre_quant_scale` a parameter of this name, float [K] (float32 until
     loaded otherwise), with `low_rank` r `weight_up` [N, r] and `weight_down` [r, K], fp16, with `activation_scale` a parameter
-    of this name, float32 [1], with `activation_zero` one int32 [1]; `QuantTensor` says what they mean. Parameters
-    rather than buffers, because tensor parallelism shards parameters only; never one called `weight`, which a reader without
-    this library would take for floats.
+    of this name, float32 [1], with `activation_zero` one int32 [1]; `QuantTensor` says what they mean, and `hadamard`.
+    Parameters rather than buffers, because tensor parallelism shards parameters only; never one called `weight`, which a reader
+    without this library would take for floats.
     """
 
     weight_zero: nn.Parameter | None
@@ -68,6 +69,7 @@ class PackedWeight(nn.Module):
         low_rank: int = 0,
         activation_scale: bool = False,
         activation_zero: bool = False,
+        hadamard: int = 0,
     ) -> None:
         super().__init__()
         self.scheme = parse_scheme(scheme)
@@ -96,6 +98,7 @@ class PackedWeight(nn.Module):
             _parameter(torch.empty(1, dtype=torch.float32, device=device)) if activation_scale else None,
             _parameter(torch.empty(1, dtype=torch.int32, device=device)) if activation_zero else None,
         )
+        self._set_rotation(hadamard)
         for name in KERNEL_TENSORS:
             self.register_buffer(name, None, persistent=False)
         self.cpu_weight: CpuWeight | None = None
@@ -119,6 +122,11 @@ class PackedWeight(nn.Module):
     def _set_activation_range(self, scale: nn.Parameter | None, zero: nn.Parameter | None) -> None:
         self.register_parameter("activation_scale", scale)
         self.register_parameter("activation_zero", zero)
+
+    def _set_rotation(self, hadamard: int) -> None:
+        if hadamard:
+            check_block(hadamard, self.shape[1])
+        self.hadamard = hadamard
 
     @property
     def is_prepared(self) -> bool:
@@ -186,13 +194,13 @@ class PackedWeight(nn.Module):
             self._pack_for_gpu()
         else:
             assert form != "interleaved", "which is never chosen for weights on disk"
-            self.cpu_weight = pack_for_cpu(replace(self.quant_tensor(), low_rank=None), form, dtype)
+            self.cpu_weight = pack_for_cpu(replace(self.quant_tensor(), low_rank=None, hadamard=0), form, dtype)
         if form != "decoded":
             self._drop_form_on_disk()
         return ()
 
     def _pack_for_gpu(self) -> None:
-        q = replace(self.quant_tensor(), low_rank=None)
+        q = replace(self.quant_tensor(), low_rank=None, hadamard=0)
         packed = FragmentWeight.pack(q) if self.scheme.activation is None else OperandWeight.pack(q)
         self.kernel_codes, self.kernel_scale = packed.codes, packed.scale
         self.kernel_channel_scale = packed.channel_scale
@@ -245,6 +253,7 @@ class PackedWeight(nn.Module):
         factors = (None, None) if q.low_rank is None else (q.low_rank.up, q.low_rank.down)
         self._set_correction(*(None if t is None else _parameter(t) for t in factors))
         self._set_activation_range(*(None if t is None else _parameter(t) for t in (q.activation_scale, q.activation_zero)))
+        self._set_rotation(q.hadamard)
         self._forget_prepared()
         self.weight_packed = _parameter(pack_words(q.codes, q.scheme.weight.bits))
         self.weight_scale = _parameter(q.scale)
@@ -257,6 +266,7 @@ class PackedWeight(nn.Module):
             raise ValueError(f"cannot tie {self.scheme} {self.shape} to {other.scheme} {other.shape}")
         self._set_channels(other.weight_order, other.pre_quant_scale)
         self._set_correction(other.weight_up, other.weight_down)
+        self._set_rotation(other.hadamard)
         other.restore()
         self.restore()
         self._shared = other._shared = True
@@ -273,8 +283,9 @@ class PackedWeight(nn.Module):
         up, down = self.weight_up, self.weight_down
         correction = None if up is None or down is None else LowRank(up.data, down.data)
         of_x = (self.weight_order, self.pre_quant_scale, self.activation_scale, self.activation_zero)
-        zero, order, pre_quant_scale, *static = (None if p is None else p.data for p in (self.weight_zero, *of_x))
-        return QuantTensor(codes, self.weight_scale.data, zero, self.scheme, order, pre_quant_scale, correction, *static)
+        zero, order, factors, *static = (None if p is None else p.data for p in (self.weight_zero, *of_x))
+        scale = self.weight_scale.data
+        return QuantTensor(codes, scale, zero, self.scheme, order, factors, correction, static[0], static[1], self.hadamard)
 
     @property
     def weight_nbytes(self) -> int:

@@ -1,9 +1,13 @@
-"""What a layer does to the channels of x before the product: times `pre_quant_scale`, in the codes' `order`."""
+"""What a layer does to the channels of x before the product: rotates them, scales them, brings them into the codes' order."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from lowbit.formats import check_block, rotate_blocks
+
+torch.library.define("lowbit::rotate_channels", "(Tensor x, int block) -> Tensor")
 
 PRE_QUANT_SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -26,3 +30,20 @@ def channels_of_codes(x: Tensor, order: Tensor | None, pre_quant_scale: Tensor |
     if pre_quant_scale is not None:
         x = (x.float() * pre_quant_scale.float()).to(x.dtype)
     return x if order is None else x.index_select(-1, order)
+
+
+def rotate_channels(x: Tensor, block: int) -> Tensor:
+    """x [.., K], fp16, bf16 or fp32, each block of so many channels rotated by a Hadamard matrix (`formats.rotate_blocks`)."""
+    rotated: Tensor = torch.ops.lowbit.rotate_channels(x, block)
+    return rotated
+
+
+@torch.library.impl("lowbit::rotate_channels", ("CPU", "CUDA"))
+def _rotate_channels(x: Tensor, block: int) -> Tensor:
+    return rotate_blocks(x, block)
+
+
+@torch.library.register_fake("lowbit::rotate_channels")
+def _rotated_fake(x: Tensor, block: int) -> Tensor:
+    check_block(block, x.shape[-1])
+    return torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -32,9 +32,10 @@ class RowWeight:
 
     @classmethod
     def pack(cls, q: QuantTensor) -> RowWeight:
-        """`q`, on its device; ValueError for a low-rank correction, which the layer adds (`nn.QuantLinear`)."""
-        if q.low_rank is not None:
-            raise ValueError(f"{q.scheme} {q.shape}: a low-rank correction is no part of a product; pack the weight without")
+        """`q`, on its device; ValueError for a low-rank correction and a rotation of x, which `nn.QuantLinear` has."""
+        if q.low_rank is not None or q.hadamard:
+            what = "a rotation of x" if q.hadamard else "a low-rank correction"
+            raise ValueError(f"{q.scheme} {q.shape}: {what} is no part of a product; pack the weight without")
         codes = pack_words(q.codes, q.scheme.weight.bits)
         return cls(codes, q.scale, q.zero, q.scheme, q.shape, q.order, q.pre_quant_scale)
 

@@ -157,12 +157,11 @@ class PlaneWeight:
         are not looked at then and may be on the meta device.
 
         Raises ValueError for groups that are no multiple of 16, scales that are not finite, an order that is no permutation,
-        and a low-rank correction, which the layer adds (`nn.QuantLinear`).
+        and a low-rank correction or a rotation of x, which belong to the layer (`nn.QuantLinear`).
         """
-        if q.low_rank is not None:
-            raise ValueError(
-                f"{q.scheme} {q.shape}: a low-rank correction is no part of the kernels' form; pack the weight without"
-            )
+        if q.low_rank is not None or q.hadamard:
+            what = "a rotation of x" if q.hadamard else "a low-rank correction"
+            raise ValueError(f"{q.scheme} {q.shape}: {what} is no part of the kernels' form; pack the weight without")
         group = kernel_group(q.scheme)
         for name, values in (("scales", q.scale), ("zeros", q.zero), ("factors of x", q.pre_quant_scale)):
             if values is not None and values.is_floating_point() and not bool(torch.isfinite(values).all()):
