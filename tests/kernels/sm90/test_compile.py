@@ -149,7 +149,7 @@ def test_per_channel():
 
 def test_the_check_of_operands_finds_a_violation():
     loop = ["SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R3", "HGMMA.64x64x16.F32 R24, R152, gdesc[UR4], R24, gsb0"]
-    wrong = [*loop, "LOP3.LUT R153, R8, 0xf, R9, 0xea, !PT", "WARPGROUP.DEPBAR.LE gsb0, 0x0", "@P0 BRA `(.L_x_1)"]
+    wrong = [*loop, "LOP3.LUT R153, R8, 0xf, R9, 0xea, !PT", "WARPGROUP.DEPBAR.LE gsb0, 0x0", "@P0 BRA 0x40"]
     with pytest.raises(AssertionError, match="R153"):
         check_operands_in_flight(wrong)
     check_operands_in_flight([*loop, "WARPGROUP.DEPBAR.LE gsb0, 0x0", "LOP3.LUT R153, R8, 0xf, R9, 0xea, !PT", "@P0 BRA x"])
