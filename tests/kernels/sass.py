@@ -93,6 +93,12 @@ class Compiled:
         return [(bisect.bisect_left(places, target), i) for target, i in targets if places[0] <= target <= places[i]]
 
 
+def batches(cases, size=4):
+    """Cases of a test so many at a time, whose kernels are disassembled together."""
+    cases = list(cases)
+    return [cases[i : i + size] for i in range(0, len(cases), size)]
+
+
 INSTRUCTION_BYTES = 16
 _UNREAD: weakref.WeakSet[Compiled] = weakref.WeakSet()
 
