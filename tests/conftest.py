@@ -25,6 +25,7 @@ def pytest_collection():
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(10_000)  # 700 is for small programs: compiling one kernel makes a million objects that are no cycles
         gc.enable()
 
 
