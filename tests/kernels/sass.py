@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import bisect
 import collections
 import functools
 import importlib.metadata
 import importlib.util
+import itertools
 import re
+import struct
 import subprocess
 import tempfile
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,7 +48,7 @@ TYPES = {
 """Triton's names."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Compiled:
     """The machine code of a kernel, the PTX it came from and what it uses."""
 
@@ -53,12 +57,20 @@ class Compiled:
     registers: int
     stack_bytes: int
     shared_bytes: int
+    capability: int
+
+    def __post_init__(self):
+        _UNREAD.add(self)
 
     @functools.cached_property
     def text(self) -> str:
-        """Disassembled once it is asked for: that takes longer than ptxas did."""
-        # Without the analysis of data flow, which is for indirect branches and takes a third of the time: the text is the same.
-        return _run("nvdisasm", ["--no-dataflow", "-c"], self.cubin)
+        """Disassembled once it is asked for, and with it the other kernels that a test has compiled before it reads the first:
+        nvdisasm starts in a third of a second, which is more than ptxas took, and reads a kernel in a hundredth."""
+        together = [self, *(other for other in _UNREAD if other is not self and other.capability == self.capability)]
+        for kernel, text in zip(together, _disassembled([kernel.cubin for kernel in together], self.capability), strict=True):
+            kernel.__dict__["text"] = text
+            _UNREAD.discard(kernel)
+        return self.__dict__["text"]
 
     @functools.cached_property
     def opcodes(self) -> collections.Counter[str]:
@@ -75,18 +87,39 @@ class Compiled:
     @property
     def loops(self) -> list[tuple[int, int]]:
         """First and last line, as numbers of `lines`, of what each branch back encloses."""
-        found, labels, number = [], {}, 0
-        for text in self.text.splitlines():
-            label = re.match(r"\s*(\.L_x_\d+):", text)
-            if label:
-                labels[label[1]] = number
-            line = re.search(r"/\*[0-9a-f]+\*/\s+(.*?) ;", text)
-            if line:
-                branch = re.search(r"BRA.*`\((\.L_x_\d+)\)", line[1])
-                if branch and branch[1] in labels:
-                    found.append((labels[branch[1]], number))
-                number += 1
-        return found
+        places = [int(place, 16) for place in re.findall(r"/\*([0-9a-f]+)\*/\s+.*? ;", self.text)]
+        branches = [(i, re.search(r"BRA.* 0x([0-9a-f]+)$", line)) for i, line in enumerate(self.lines)]
+        targets = [(int(branch[1], 16), i) for i, branch in branches if branch]
+        return [(bisect.bisect_left(places, target), i) for target, i in targets if places[0] <= target <= places[i]]
+
+
+def batches(cases, size=4):
+    """Cases of a test so many at a time, whose kernels are disassembled together."""
+    cases = list(cases)
+    return [cases[i : i + size] for i in range(0, len(cases), size)]
+
+
+INSTRUCTION_BYTES = 16
+_UNREAD: weakref.WeakSet[Compiled] = weakref.WeakSet()
+
+
+def _code(cubin: bytes) -> bytes:
+    """The instructions in an ELF file with one kernel: its section .text.NAME."""
+    (table,), (size, count, names) = struct.unpack_from("<Q", cubin, 0x28), struct.unpack_from("<3H", cubin, 0x3A)
+    headers = [struct.unpack_from("<2I4Q", cubin, table + i * size) for i in range(count)]  # name, type, flags, address, place
+    (code,) = [header for header in headers if cubin.startswith(b".text.", headers[names][4] + header[0])]
+    return cubin[code[4] :][: code[5]]
+
+
+def _disassembled(cubins: list[bytes], capability: int) -> list[str]:
+    """The instructions of each with their addresses, which go on from one to the next."""
+    codes = [_code(cubin) for cubin in cubins]
+    # Without the analysis of data flow, which is for indirect branches and takes a third of the time: the text is the same.
+    options = ["--no-dataflow", "--binary", f"SM{capability}{'a' if capability >= 90 else ''}"]
+    lines = re.findall(r"/\*[0-9a-f]+\*/.*;.*", _run("nvdisasm", options, b"".join(codes)))
+    assert INSTRUCTION_BYTES * len(lines) == sum(map(len, codes))
+    taken = iter(lines)
+    return ["\n".join(itertools.islice(taken, len(code) // INSTRUCTION_BYTES)) for code in codes]
 
 
 def compile_kernel(kernel, signature, config, pointers, warps, capability, **options) -> Compiled:
@@ -159,7 +192,7 @@ def _compile(source_type, kernel, signature, constants, pointers, warps, capabil
     done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, **options})
     usage = _run("cuobjdump", ["-res-usage"], done.asm["cubin"])
     registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))
-    return Compiled(done.asm["cubin"], done.asm["ptx"], registers, stack, done.metadata.shared)
+    return Compiled(done.asm["cubin"], done.asm["ptx"], registers, stack, done.metadata.shared, capability)
 
 
 def _tools() -> Path:

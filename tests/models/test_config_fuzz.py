@@ -6,7 +6,6 @@ import copy
 import json
 import random
 import shutil
-import time
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from lowbit import convert_checkpoint, quantize_checkpoint
 from lowbit.models.load import check_checkpoint, load_causal
 from tests.tiny import save_tiny
 
-SECONDS = 20
+CHANGES = 120
 IDS = torch.arange(12)[None]
 VALUES = (
     None, True, False, 0, 1, -1, 2, 3, 7, 64, 1.5, 0.0, 10**6, 10**12, 10**30, float("nan"), float("inf"), "", "64", "x",
@@ -80,8 +79,8 @@ def test_a_changed_config_is_refused_or_means_what_it_says(folders, tmp_path):
     for source, target in zip(folders, (quantized, dequantized), strict=True):
         shutil.copytree(source, target)
     config = json.loads((quantized / "config.json").read_text())
-    random_, end, outcomes = random.Random(0), time.monotonic() + SECONDS, {"refused": 0, "same": 0}
-    while time.monotonic() < end and sum(outcomes.values()) < 400:
+    random_, outcomes = random.Random(0), {"refused": 0, "same": 0}
+    for _ in range(CHANGES):
         changed, changes = mutate(config, random_)
         (quantized / "config.json").write_text(json.dumps(changed))
         try:

@@ -48,7 +48,7 @@ def lively(tmp_path_factory):
 
 # Random weights want ends of ranges that learn slower than offsets, real models do not (models/learn.py): where the ends move
 # all of a group, as with these zeros and floats, two and three bits pass GPTQ in 120 iterations; four take up to 720.
-@pytest.mark.parametrize("scheme", ["w2a16_g16", "w3a16_g32_z", "w4a16_g32", "w2a16_g16_fz", "w3e1m1a16_g32"])
+@pytest.mark.parametrize("scheme", ["w3a16_g32_z", "w4a16_g32", "w2a16_g16_fz", "w3e1m1a16_g32"])
 def test_learned_beats_rounding_and_gptq(scheme, lively, tmp_path):
     errors = []
     for method in (Rtn("mse"), Gptq(), replace(METHOD, iterations=120)):
@@ -58,7 +58,8 @@ def test_learned_beats_rounding_and_gptq(scheme, lively, tmp_path):
     assert errors[2] < 0.5 * errors[0] and errors[2] < 0.95 * errors[1], errors
 
 
-@pytest.mark.parametrize("scheme", ["w8a8", "w8a8_az", "w8a8_ct", "fp8", "fp8_block", "fp8_dynamic", "w4a8_g32"])
+# What differs in how inputs are rounded (dynamic or not, by which tool's rule) the next test compares bit by bit.
+@pytest.mark.parametrize("scheme", ["w8a8_az", "fp8", "fp8_block", "w4a8_g32"])
 def test_activations_are_rounded_while_learning(scheme, lively, tmp_path, monkeypatch):
     said, rounded = [], []
     original = rounded_activations

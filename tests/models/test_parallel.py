@@ -22,7 +22,7 @@ from lowbit.formats import parse_scheme
 from lowbit.models.parallel import parallel_refusals
 from tests.tiny import tiny_llama, with_channels
 
-SECONDS = 100
+SECONDS = 600
 
 JOBS = {  # scheme on disk, scheme while loading, what is refused
     "plain": (None, None, None),

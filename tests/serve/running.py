@@ -27,6 +27,8 @@ TEMPLATE = (
 NAME = "tiny"
 FREE = 0.05
 """Seconds between looks at whether something has been let go of."""
+PATIENCE = 120.0
+"""Seconds for what takes none where nothing is wrong: the machine may have more to do."""
 
 
 def tiny_pipeline(engine=True, **options):
@@ -56,7 +58,7 @@ class Running:
     def address(self):
         return self.socket.getsockname()
 
-    def wait_until(self, true, seconds=20.0):
+    def wait_until(self, true, seconds=PATIENCE):
         """Waits for something to become true."""
         end = time.monotonic() + seconds
         while not true():
@@ -64,9 +66,9 @@ class Running:
             time.sleep(FREE)
 
     def client(self, **options):
-        """An HTTP client."""
+        """An HTTP client, without the certificates that it does not need: reading them takes longer than most answers."""
         headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
-        return httpx.Client(base_url=self.url, timeout=60, headers=headers, **options)
+        return httpx.Client(base_url=self.url, timeout=PATIENCE, headers=headers, verify=False, **options)
 
     def free(self):
         """Whether no text, seat or page is held."""
@@ -74,7 +76,7 @@ class Running:
         pages = batch.pages.count - 1 - batch.pages.available
         return not (batch.running or batch.waiting or pages or self.service.seats.taken or self.service.worker._live)
 
-    def wait_until_free(self, seconds=20.0):
+    def wait_until_free(self, seconds=PATIENCE):
         """Waits until nothing is held; says what is, if that takes too long."""
         end = time.monotonic() + seconds
         while not self.free():
@@ -84,7 +86,7 @@ class Running:
 
     def stop(self):
         self.server.should_exit = True
-        self.thread.join(30)
+        self.thread.join(PATIENCE)
         assert not self.thread.is_alive()
 
 
@@ -93,7 +95,7 @@ def running(pipe=None, *, key=None, name=NAME, local=True, **limits):
     """A server of a pipeline, ready; at the end it holds nothing and ends."""
     server = Running(pipe or tiny_pipeline(), Limits(**{"max_concurrent": 4, **limits}), key, name, local)
     try:
-        server.wait_until(lambda: server.service.state is State.READY, 60)
+        server.wait_until(lambda: server.service.state is State.READY)
         yield server
         server.wait_until_free()
     finally:
@@ -143,20 +145,29 @@ class Command:
         self.lines: list[str] = []
         self.reading = threading.Thread(target=self._read)
         self.reading.start()
-        end = time.monotonic() + 60
-        while not (found := re.search(r"^serving tiny at (http://127.0.0.1:(\d+))/v1", "\n".join(self.lines), re.MULTILINE)):
+        self.wait_until(lambda: self.found)
+        self.url, self.port = self.found[1], int(self.found[2])
+
+    @property
+    def found(self):
+        """Where it says that it serves."""
+        return re.search(r"^serving tiny at (http://127.0.0.1:(\d+))/v1", "\n".join(self.lines), re.MULTILINE)
+
+    def wait_until(self, true):
+        """Waits for something to become true while the process runs."""
+        end = time.monotonic() + PATIENCE
+        while not true():
             assert time.monotonic() < end and self.process.poll() is None, self.lines
-            time.sleep(0.05)
-        self.url, self.port = found[1], int(found[2])
+            time.sleep(FREE)
 
     def _read(self):
         assert self.process.stderr is not None
         self.lines.extend(line.rstrip() for line in self.process.stderr)
 
     def client(self, key="any"):
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=30)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE)
 
-    def ended(self, seconds=20):
+    def ended(self, seconds=PATIENCE):
         """The exit status."""
         status = self.process.wait(seconds)
         self.reading.join(10)

@@ -18,7 +18,7 @@ from lowbit.serve.answer import CompletionAnswer
 from lowbit.serve.limits import Limits
 from lowbit.serve.service import State
 from lowbit.serve.worker import MOST_FAILURES, Mailbox
-from tests.serve.running import NAME, Running, running, tiny_pipeline
+from tests.serve.running import NAME, PATIENCE, Running, running, tiny_pipeline
 
 ASKED = {"model": NAME, "prompt": "ab", "max_tokens": 12, "temperature": 0}
 
@@ -148,7 +148,7 @@ def test_an_engine_that_dies_takes_the_server_with_it(monkeypatch):
         monkeypatch.setattr(server.engine.program, "step", die)
         errors = ask(server, ASKED, {**ASKED, "stream": True})
         assert all(isinstance(error, openai.APIError) for error in errors), errors
-        server.thread.join(20)
+        server.thread.join(PATIENCE)
         assert not server.thread.is_alive() and server.service.worker.dead and server.service.seats.taken == 0
     finally:
         server.stop()
@@ -163,18 +163,18 @@ def test_a_warm_up_that_fails(monkeypatch):
 
     monkeypatch.setattr(pipe.engine, "warm_up", fails)
     server = Running(pipe, Limits(max_concurrent=4))
-    server.thread.join(20)
+    server.thread.join(PATIENCE)
     assert not server.thread.is_alive() and server.service.worker.dead and server.service.state is not State.READY
 
 
 @pytest.mark.parametrize("signals", [1, 2])
 def test_a_round_that_does_not_return(signals, monkeypatch, caplog):
     """The server ends without it, after some time or with a second signal."""
-    monkeypatch.setattr("lowbit.serve.server.AFTER_GRACE_SECONDS", 1 if signals == 1 else 20)
+    monkeypatch.setattr("lowbit.serve.server.AFTER_GRACE_SECONDS", 1 if signals == 1 else 2 * PATIENCE)
     server, goes_on = Running(tiny_pipeline(), Limits(max_concurrent=4, grace_seconds=0)), threading.Event()
     try:
         server.wait_until(lambda: server.service.state is State.READY)
-        monkeypatch.setattr(server.engine.program, "prompt", lambda *_: goes_on.wait(60))
+        monkeypatch.setattr(server.engine.program, "prompt", lambda *_: goes_on.wait(3 * PATIENCE))
         with socket.create_connection(server.address) as waiting:
             data = json.dumps(ASKED).encode()
             head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -184,7 +184,7 @@ def test_a_round_that_does_not_return(signals, monkeypatch, caplog):
         if signals == 2:
             time.sleep(0.5)
             server.service.worker._loop.call_soon_threadsafe(server.server._told, signal.SIGTERM)
-        server.thread.join(5)
+        server.thread.join(PATIENCE)
         assert not server.thread.is_alive() and server.service.worker.running
         assert ("does not return" in caplog.text) == (signals == 1)
     finally:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -61,20 +63,18 @@ def test_the_arithmetic_in_tritons_interpreter():
 
 
 @pytest.mark.parametrize("sm", [80, 90])
-@pytest.mark.parametrize("turns", [True, False])
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
-def test_heads_move_in_pieces_of_16_bytes(sm, head_dim, turns):
-    given = shape(32, 8, head_dim, rotary_dim=head_dim if turns else 0)
-    plan = AppendPlan(1000, given, typical_machine(sm))
-    int32, half = torch.int32, torch.float16
-    pages = meta((9, 8, 128, head_dim), half)
-    of_tokens = meta((1000,), int32), meta((1000,), int32), meta((8192, given.rotary_dim), torch.float32)
-    kernel = compile_plan(
-        plan, (meta((1000, given.features), half), pages, pages, meta((4, 9), int32), *of_tokens, None, None), sm
-    )
-    assert kernel.stack_bytes == 0
-    assert kernel.count("LDG.E.128") >= 1 and kernel.count("STG.E.128") == kernel.count("STG") >= 3
-    assert kernel.count("PREEXIT") == kernel.count("ACQBULK") == (sm >= 90)
+def test_heads_move_in_pieces_of_16_bytes(sm):
+    kernels, int32, half = {}, torch.int32, torch.float16
+    for head_dim, turns in itertools.product((64, 80, 128, 256), (True, False)):
+        given = shape(32, 8, head_dim, rotary_dim=head_dim if turns else 0)
+        pages = meta((9, 8, 128, head_dim), half)
+        of_tokens = meta((1000,), int32), meta((1000,), int32), meta((8192, given.rotary_dim), torch.float32)
+        call = meta((1000, given.features), half), pages, pages, meta((4, 9), int32), *of_tokens, None, None
+        kernels[head_dim, turns] = compile_plan(AppendPlan(1000, given, typical_machine(sm)), call, sm)
+    for case, kernel in kernels.items():
+        assert kernel.stack_bytes == 0, case
+        assert kernel.count("LDG.E.128") >= 1 and kernel.count("STG.E.128") == kernel.count("STG") >= 3, case
+        assert kernel.count("PREEXIT") == kernel.count("ACQBULK") == (sm >= 90), case
 
 
 @gpu

@@ -100,29 +100,26 @@ def test_the_arithmetic_in_tritons_interpreter():
 ROWS_AND_TYPES = [(1, torch.float16), (8192, torch.bfloat16)]
 
 
-@pytest.mark.parametrize("function", GATES)
 @pytest.mark.parametrize(("m", "dtype"), ROWS_AND_TYPES, ids=["1-fp16", "8192-bf16"])
-@pytest.mark.parametrize("alternate", [False, True], ids=["halves", "alternate"])
-def test_pieces_of_16_bytes_and_neighbours_that_overlap(alternate, m, function, dtype):
-    plan = GatePlan(m, 14336, function, True, typical_machine(90), alternate)
-    kernel = compile_plan(plan, (meta((m, 14336), dtype), meta((m, 14336), dtype)), 90)
-    each = 1 if m == 1 else 2
-    assert kernel.stack_bytes == 0 and kernel.registers <= 64 and kernel.shared_bytes == 0
-    assert kernel.count("LDG.E.128") == kernel.count("LDG") == 2 * each
-    assert kernel.count("STG.E.128") == kernel.count("STG") == each
-    lines = [line.split()[0] if not line.startswith("@") else line.split()[1] for line in kernel.lines]
-    wait = lines.index("ACQBULK")
-    assert wait < lines.index("PREEXIT") and all(i > wait for i, line in enumerate(lines) if line[:3] in ("LDG", "STG"))
-
-
-@pytest.mark.parametrize(("m", "dtype"), ROWS_AND_TYPES, ids=["1-fp16", "8192-bf16"])
-@pytest.mark.parametrize("function", GATES)
-def test_without_a_gate_nothing_else_is_read(function, m, dtype):
-    plan = GatePlan(m, 28672, function, True, typical_machine(90))
-    kernel = compile_plan(plan, (meta((m, 28672), dtype), None), 90)
-    each = 1 if m == 1 else 2
-    assert kernel.stack_bytes == 0 and kernel.registers <= 64 and kernel.shared_bytes == 0
-    assert kernel.count("LDG.E.128") == kernel.count("LDG") == kernel.count("STG.E.128") == kernel.count("STG") == each
+def test_pieces_of_16_bytes_and_neighbours_that_overlap(m, dtype):
+    """Without a gate nothing else is read."""
+    each, both = 1 if m == 1 else 2, (meta((m, 14336), dtype), meta((m, 14336), dtype))
+    kernels, of_one = {}, {}
+    for function in GATES:
+        for alternate in (False, True):
+            plan = GatePlan(m, 14336, function, True, typical_machine(90), alternate)
+            kernels[function, alternate] = compile_plan(plan, both, 90)
+        plan = GatePlan(m, 28672, function, True, typical_machine(90))
+        of_one[function] = compile_plan(plan, (meta((m, 28672), dtype), None), 90)
+    for case, kernel in (*kernels.items(), *of_one.items()):
+        assert kernel.stack_bytes == 0 and kernel.registers <= 64 and kernel.shared_bytes == 0, case
+        assert kernel.count("LDG.E.128") == kernel.count("LDG") == (1 if case in of_one else 2) * each, case
+        assert kernel.count("STG.E.128") == kernel.count("STG") == each, case
+    for case, kernel in kernels.items():
+        lines = [line.split()[0] if not line.startswith("@") else line.split()[1] for line in kernel.lines]
+        wait = lines.index("ACQBULK")
+        assert wait < lines.index("PREEXIT"), case
+        assert all(i > wait for i, line in enumerate(lines) if line[:3] in ("LDG", "STG")), case
 
 
 @gpu

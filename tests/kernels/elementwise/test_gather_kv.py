@@ -58,14 +58,16 @@ def test_the_copies_in_tritons_interpreter():
 
 
 @pytest.mark.parametrize("sm", [80, 90])
-@pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
-def test_heads_move_in_pieces_of_16_bytes(sm, head_dim):
-    plan = GatherKvPlan(1000, 8, head_dim, typical_machine(sm))
-    pages = meta((9, 8, 128, head_dim), torch.float16)
-    kernel = compile_plan(plan, (pages, pages, meta((1000,), torch.int64), meta((1,), torch.int32)), sm)
-    assert kernel.stack_bytes == 0
-    assert kernel.count("LDG.E.128") >= 2 and kernel.count("STG.E.128") == kernel.count("STG") >= 2
-    assert kernel.count("PREEXIT") == kernel.count("ACQBULK") == (sm >= 90)
+def test_heads_move_in_pieces_of_16_bytes(sm):
+    kernels = {}
+    for head_dim in (64, 80, 128, 256):
+        pages = meta((9, 8, 128, head_dim), torch.float16)
+        call = pages, pages, meta((1000,), torch.int64), meta((1,), torch.int32)
+        kernels[head_dim] = compile_plan(GatherKvPlan(1000, 8, head_dim, typical_machine(sm)), call, sm)
+    for head_dim, kernel in kernels.items():
+        assert kernel.stack_bytes == 0, head_dim
+        assert kernel.count("LDG.E.128") >= 2 and kernel.count("STG.E.128") == kernel.count("STG") >= 2, head_dim
+        assert kernel.count("PREEXIT") == kernel.count("ACQBULK") == (sm >= 90), head_dim
 
 
 def compiled_once():

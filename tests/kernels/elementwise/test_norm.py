@@ -210,42 +210,39 @@ WIDTHS = [(576, "fp16"), (4096, "bf16"), (5120, "bf16"), (8192, "fp16"), (16384,
 WIDTHS_OF_OPT = [(768, "bf16"), (4096, "fp16"), (5120, "fp16"), (7168, "bf16"), (12288, "bf16"), (16384, "fp16")]
 
 
-@pytest.mark.parametrize(("width", "dtype"), WIDTHS)
 @pytest.mark.parametrize(("norm", "offset", "post"), [(NORMED, 0.0, False), (NORMED, 1.0, True), (SQUARES, 0.0, False)])
-def test_rows_move_in_pieces_of_16_bytes(width, dtype, norm, offset, post):
-    plan, kernel = compiled_norm(width, TYPES[dtype], norm, offset, post=post)
-    _, threads, _, chunks, *_ = plan.constants
-    assert kernel.stack_bytes == 0 and kernel.registers <= (64 if threads == 1024 else 128)
-    assert kernel.count("LDG.E.128") == kernel.count("LDG") == (4 if post else 3) * chunks
-    assert kernel.count("STG.E.128") == 2 * chunks and kernel.count("STG") == 2 * chunks + (norm == SQUARES)
-    assert kernel.shared_bytes <= 4 * threads // 32, "only the sums of the warps are shared"
+def test_rows_move_in_pieces_of_16_bytes(norm, offset, post):
+    made = [(case, *compiled_norm(case[0], TYPES[case[1]], norm, offset, post=post)) for case in WIDTHS]
+    for case, plan, kernel in made:
+        _, threads, _, chunks, *_ = plan.constants
+        assert kernel.stack_bytes == 0 and kernel.registers <= (64 if threads == 1024 else 128), case
+        assert kernel.count("LDG.E.128") == kernel.count("LDG") == (4 if post else 3) * chunks, case
+        assert kernel.count("STG.E.128") == 2 * chunks and kernel.count("STG") == 2 * chunks + (norm == SQUARES), case
+        assert kernel.shared_bytes <= 4 * threads // 32, "only the sums of the warps are shared"
 
 
-@pytest.mark.parametrize(("width", "dtype"), WIDTHS_OF_OPT)
-def test_layer_norms_move_in_pieces_of_16_bytes(width, dtype):
+def test_layer_norms_move_in_pieces_of_16_bytes():
     """Widths of OPT among them, with gamma and bias before the wait."""
-    plan, kernel = compiled_norm(width, TYPES[dtype], bias=True)
-    _, threads, _, chunks, *_ = plan.constants
-    assert kernel.stack_bytes == 0 and kernel.registers <= (64 if threads == 1024 else 96)
-    assert kernel.count("LDG.E.128") == kernel.count("LDG") == 4 * chunks
-    assert kernel.count("STG.E.128") == kernel.count("STG") == 2 * chunks
-    reads, wait = reads_and_wait(kernel)
-    assert sum(i < wait for i in reads) == 2 * chunks
-    plan, kernel = compiled_embed(width, TYPES[dtype], learned=True)
-    assert kernel.stack_bytes == 0 and kernel.registers <= (64 if threads == 1024 else 96)
-    assert kernel.count("LDG.E.128") == 4 * chunks == kernel.count("LDG") - 3, "row, token and position beside"
-    assert kernel.count("STG.E.128") == kernel.count("STG") == 2 * chunks
-    reads, wait = reads_and_wait(kernel)
-    assert sum(i < wait for i in reads) == 2 * chunks, "positions are written by the end of the step before"
+    made = [(case, *compiled_norm(case[0], TYPES[case[1]], bias=True)) for case in WIDTHS_OF_OPT]
+    of_embeddings = [compiled_embed(width, TYPES[dtype], learned=True)[1] for width, dtype in WIDTHS_OF_OPT]
+    for (case, plan, kernel), embed in zip(made, of_embeddings, strict=True):
+        _, threads, _, chunks, *_ = plan.constants
+        for each in (kernel, embed):
+            assert each.stack_bytes == 0 and each.registers <= (64 if threads == 1024 else 96), case
+            assert each.count("STG.E.128") == each.count("STG") == 2 * chunks, case
+            reads, wait = reads_and_wait(each)
+            assert sum(i < wait for i in reads) == 2 * chunks, "positions are written by the end of the step before"
+        assert kernel.count("LDG.E.128") == kernel.count("LDG") == 4 * chunks, case
+        assert embed.count("LDG.E.128") == 4 * chunks == embed.count("LDG") - 3, "row, token and position beside"
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("norm", [NONE, NORMED])
-def test_an_embedding_moves_in_pieces(packed, norm):
-    plan, kernel = compiled_embed(4096, norm=norm, packed=packed, scaled=True)
-    _, _, _, chunks, *_ = plan.constants
-    assert kernel.stack_bytes == 0 and kernel.count("STG.E.128") == (1 + norm) * chunks
-    assert kernel.count("LDG.E.64" if packed else "LDG.E.128") >= chunks
+def test_an_embedding_moves_in_pieces():
+    cases = itertools.product((NONE, NORMED), (False, True))
+    made = [(*case, *compiled_embed(4096, norm=case[0], packed=case[1], scaled=True)) for case in cases]
+    for norm, packed, plan, kernel in made:
+        _, _, _, chunks, *_ = plan.constants
+        assert kernel.stack_bytes == 0 and kernel.count("STG.E.128") == (1 + norm) * chunks, (norm, packed)
+        assert kernel.count("LDG.E.64" if packed else "LDG.E.128") >= chunks, (norm, packed)
 
 
 def reads_and_wait(kernel):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -22,19 +24,15 @@ def test_maxima_move_16_bytes_at_a_time(four):
     assert kernel.stack_bytes == 0 and kernel.count("LDG.E.128") == 9 and kernel.count("STG.E.128") == 1
 
 
-@pytest.mark.parametrize(("four", "codes"), [(True, False), (False, False), (True, True), (False, True)])
-def test_means_compile(four, codes):
-    constants = dict(ROW=1024, FOUR=four, CODES=codes, BLOCK=512, UNDER_WAY=49)
-    signature = {
-        "y": "*u8" if codes else "*fp32",
-        "x": "*u8",
-        "pixels": "i32",
-        "channels": "i32",
-        "factor": "fp32",
-        "gain": "fp32",
-    }
-    kernel = compile_triton(average_pool_kernel, signature, constants, ("y", "x"), 4, 90)
-    assert kernel.stack_bytes == 0 and kernel.opcodes["LDG.E"] == 49, "4 bytes of 49 pixels are under way"
+def test_means_compile():
+    kernels = {}
+    for four, codes in itertools.product((True, False), repeat=2):
+        constants = dict(ROW=1024, FOUR=four, CODES=codes, BLOCK=512, UNDER_WAY=49)
+        signature = {"y": "*u8" if codes else "*fp32", "x": "*u8"} | dict.fromkeys(("pixels", "channels"), "i32")
+        signature |= dict.fromkeys(("factor", "gain"), "fp32")
+        kernels[four, codes] = compile_triton(average_pool_kernel, signature, constants, ("y", "x"), 4, 90)
+    for case, kernel in kernels.items():
+        assert kernel.stack_bytes == 0 and kernel.opcodes["LDG.E"] == 49, ("4 bytes of 49 pixels are under way", case)
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -190,25 +191,24 @@ def plan_for(m, k, before="", **asked):
 
 
 @pytest.mark.parametrize("sm", [80, 89, 90, 100])
-@pytest.mark.parametrize("k", [4096, 8192, 28672])
-def test_a_row_is_read_in_pieces_of_16_bytes(sm, k):
+def test_a_row_is_read_in_pieces_of_16_bytes(sm):
     """Twice: the second time, when the scale is known, it comes from the caches, and no registers wait for the scale."""
-    warps, kernel = compiled(sm, k)
-    pieces = k // (8 * 32 * warps)
-    loads = [line for line in kernel.lines if "LDG" in line]
-    assert len(loads) == 2 * pieces and all(".128" in line for line in loads)
-    assert kernel.count("STG.E.64") == pieces and kernel.stack_bytes <= (16 if k == 28672 else 0)
-    assert kernel.count("F2I") == 0, "rounding is an addition"
-    assert kernel.shared_bytes <= 4 * warps, "only what the warps found is shared"
+    for k, (warps, kernel) in {k: compiled(sm, k) for k in (4096, 8192, 28672)}.items():
+        pieces = k // (8 * 32 * warps)
+        loads = [line for line in kernel.lines if "LDG" in line]
+        assert len(loads) == 2 * pieces and all(".128" in line for line in loads), k
+        assert kernel.count("STG.E.64") == pieces and kernel.stack_bytes <= (16 if k == 28672 else 0), k
+        assert kernel.count("F2I") == 0, "rounding is an addition"
+        assert kernel.shared_bytes <= 4 * warps, "only what the warps found is shared"
 
 
-@pytest.mark.parametrize("before", ["rms_norm", "layer_norm", "silu"])
-@pytest.mark.parametrize("name", ["int8", "fp8_e4m3"])
-def test_what_is_fused_reads_everything_once(before, name):
-    warps, kernel = compiled(90, 8192, name, before, residual=before == "rms_norm")
-    tensors = {"rms_norm": 3, "layer_norm": 3, "silu": 2}[before]  # x and the rest of what is as long as a row
-    assert kernel.stack_bytes == 0
-    assert sum(".128" in line for line in kernel.lines if "LDG" in line) == tensors * 8192 // (8 * 32 * warps)
+def test_what_is_fused_reads_everything_once():
+    tensors = {"rms_norm": 3, "layer_norm": 3, "silu": 2}  # x and the rest of what is as long as a row
+    cases = [*itertools.product(("int8", "fp8_e4m3"), tensors)]
+    made = [compiled(90, 8192, name, before, residual=before == "rms_norm") for name, before in cases]
+    for (name, before), (warps, kernel) in zip(cases, made, strict=True):
+        assert kernel.stack_bytes == 0, (name, before)
+        assert sum(".128" in line for line in kernel.lines if "LDG" in line) == tensors[before] * 8192 // (8 * 32 * warps)
 
 
 @pytest.mark.parametrize("m", [1, 4096])
@@ -235,26 +235,25 @@ def test_floats_are_rounded_once(sm, name):
     )
 
 
-@pytest.mark.parametrize(
-    ("before", "nbytes", "share"), [("", 3, 0.4), ("rms_norm", 3, 0.7), ("layer_norm", 3, 0.85), ("silu", 5, 0.45)]
-)
-def test_few_instructions_per_element(before, nbytes, share):
+def test_few_instructions_per_element():
     """At 4 TB/s an SM of an H200 moves 17.3 bytes in a clock, in which it issues 128 instructions. Counted with what is done
     once for a row, and with branches hardly ever taken."""
-    for k in (4096, 8192):
-        warps, kernel = compiled(90, k, before=before)
+    bounds = {"": (3, 0.4), "rms_norm": (3, 0.7), "layer_norm": (3, 0.85), "silu": (5, 0.45)}
+    cases = [*itertools.product(bounds, (4096, 8192))]
+    made = [compiled(90, k, before=before) for before, k in cases]
+    for (before, k), (warps, kernel) in zip(cases, made, strict=True):
+        nbytes, share = bounds[before]
         executed = max(number for number, line in enumerate(kernel.lines) if "EXIT" in line)
-        assert executed * 32 * warps / k < share * 128 * nbytes / 17.3
+        assert executed * 32 * warps / k < share * 128 * nbytes / 17.3, (before, k)
 
 
 @pytest.mark.parametrize("m", [1, 64])
 def test_neighbours_in_the_stream_overlap(m):
-    _, kernel = compiled(90, 4096, before="rms_norm")
+    (_, kernel), (_, before) = (compiled(sm, 4096, before="rms_norm") for sm in (90, 80))
     lines = [line.split()[0] if not line.startswith("@") else line.split()[1] for line in kernel.lines]
     start, wait = lines.index("PREEXIT"), lines.index("ACQBULK")
     reads = [i for i, line in enumerate(lines) if line.startswith("LDG")]
     assert start < wait and any(i < wait for i in reads) and any(i > wait for i in reads)
-    _, before = compiled(80, 4096, before="rms_norm")
     assert before.count("ACQBULK") == before.count("PREEXIT") == 0
 
 

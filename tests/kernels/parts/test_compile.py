@@ -130,7 +130,7 @@ def run(code, folder, tmp_path, **environment):
     """Runs Python as a program that a user starts in some folder; kernels are compiled into tmp_path."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), **environment}
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False, cwd=folder, env=environment
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False, cwd=folder, env=environment
     )
     assert done.returncode == 0, done.stderr
 

@@ -14,7 +14,7 @@ from lowbit.kernels.choose.chained_gemm import chain_candidates
 from lowbit.kernels.choose.mixed_gemm import DENSE_BITS, GemmShape, RingTile
 from lowbit.pack import DENSE_FORM, WeightForm
 from tests.kernels.calls import meta, mixed_call
-from tests.kernels.sass import compile_plan
+from tests.kernels.sass import batches, compile_plan
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
@@ -95,16 +95,18 @@ def check(plan, kernel, end, of_rows, parts, stack_bytes=0):
     assert h_early == (not [i for i in loads if i > last])
 
 
-@pytest.mark.parametrize("m", [1, 16])
-@pytest.mark.parametrize(("end", "n", "k"), LLAMA)
-def test_llama_3_8b(end, n, k, m):
-    head = n > 100000
-    plan, kernel = compiled(end, "int8" if head else "int4", m, n, k, group=0 if head else 128)
-    tile = plan.tile
-    check(plan, kernel, end, head + (end == "residual"), 128)
-    assert kernel.count("HMMA.16816") == 2 * tile.strips * tile.rounds * 8 * (tile.tokens // 8)
-    if tile.blocks_per_sm == 1:
-        assert 2 * (kernel.shared_bytes + 1024) > arch_for(90).shared_per_sm_bytes >= kernel.shared_bytes + 1024
+@pytest.mark.parametrize("cases", batches([(*case, m) for case in LLAMA for m in (1, 16)], 3))
+def test_llama_3_8b(cases):
+    made = []
+    for end, n, k, m in cases:
+        head = n > 100000
+        made.append((end, head, *compiled(end, "int8" if head else "int4", m, n, k, group=0 if head else 128)))
+    for end, head, plan, kernel in made:
+        tile = plan.tile
+        check(plan, kernel, end, head + (end == "residual"), 128)
+        assert kernel.count("HMMA.16816") == 2 * tile.strips * tile.rounds * 8 * (tile.tokens // 8)
+        if tile.blocks_per_sm == 1:
+            assert 2 * (kernel.shared_bytes + 1024) > arch_for(90).shared_per_sm_bytes >= kernel.shared_bytes + 1024
 
 
 FORMATS = [
@@ -119,19 +121,23 @@ MODELS = {"residual": (896, 4864), "norm": (1152, 896), "gelu_tanh": (9728, 896)
 
 
 @pytest.mark.parametrize(
-    ("fmt", "group", "zero", "dtype", "m", "end"),
+    "cases",
     # An end knows nothing of codes. With 13 tokens a warp holds twice the rows of x and of sums: every format there, behind a
     # gate, which takes the most registers with each (155 to 182; a residual 95 to 146, a norm 70 to 118). Of the other ends
     # what has the most, and scales of channels, which an end meets; with 4 tokens, at most 106, the same.
-    [
+    batches([
         *((*case, 13, "gelu_tanh") for case in FORMATS),
         *((*FORMATS[i], 13, end) for end, i in (("residual", 1), ("residual", 3), ("norm", 1), ("norm", 3))),
         *((*FORMATS[i], 4, end) for end, i in (("residual", 3), ("gelu_tanh", 3), ("norm", 4))),
-    ],
-)
-def test_formats(fmt, group, zero, dtype, m, end):
-    plan, kernel = compiled(end, fmt, m, *MODELS[end], group, zero, dtype, bias=True, parts=56)
-    check(plan, kernel, end, 1 + (group == 0) + (end == "residual"), 56, stack_bytes=32)
+    ]),
+)  # fmt: skip
+def test_formats(cases):
+    made = [
+        (end, group, *compiled(end, fmt, m, *MODELS[end], group, zero, dtype, bias=True, parts=56))
+        for fmt, group, zero, dtype, m, end in cases
+    ]
+    for end, group, plan, kernel in made:
+        check(plan, kernel, end, 1 + (group == 0) + (end == "residual"), 56, stack_bytes=32)
 
 
 @pytest.mark.parametrize(
@@ -166,11 +172,15 @@ def compiled_rows(end, m, n, k, dtype="fp16", bias=False, tile=None, sm=90):
     return plan, compile_plan(plan, call, sm, ("x", "w", "scale"))
 
 
-@pytest.mark.parametrize(("m", "dtype"), [(1, "fp16"), (16, "bf16")])  # as many registers with either type
-@pytest.mark.parametrize(("end", "n", "k"), LLAMA)
-def test_rows_of_16_bits(end, n, k, m, dtype):
+# As many registers with either type.
+@pytest.mark.parametrize("cases", batches([(*case, *of) for case in LLAMA for of in ((1, "fp16"), (16, "bf16"))], 3))
+def test_rows_of_16_bits(cases):
     """No second copy, no conversion: of 128 k and 16 rows 8 copies and 8 reads of 16 bytes a lane, and the products."""
-    plan, kernel = compiled_rows(end, m, n, k, dtype)
+    for each in [(end, *compiled_rows(end, m, n, k, dtype)) for end, n, k, m, dtype in cases]:
+        check_rows(*each)
+
+
+def check_rows(end, plan, kernel):
     tile = plan.tile
     check(plan, kernel, end, int(end == "residual"), 128)
     steps = 2 * tile.strips * tile.rounds  # the loop and its last turn, which starts no copies
@@ -187,8 +197,8 @@ def test_rows_of_16_bits(end, n, k, m, dtype):
 )
 def test_rows_with_fewer_slots_than_strips(tile):
     """And with rows that do not exist, and a tail of K."""
-    for end, n, k in (("residual", 4099, 4104), ("silu", 9728, 896)):
-        plan, kernel = compiled_rows(end, tile.tokens, n, k, bias=True, tile=tile)
+    cases = ("residual", 4099, 4104), ("silu", 9728, 896)
+    for plan, kernel in [compiled_rows(end, tile.tokens, n, k, bias=True, tile=tile) for end, n, k in cases]:
         first, last = main_loop(kernel)
         assert not re.search(r"\b(LDL|STL)\b", " ".join(kernel.lines[first : last + 1])) and kernel.stack_bytes <= 40
         assert plan.tile.depth == (tile.slots or tile.strips * tile.rounds)
@@ -203,8 +213,8 @@ def test_rows_on_every_machine(sm, m):
 
 
 def test_most_parts():
-    for m in (8, 16):
-        check(*compiled("norm", m=m, n=10240, k=8192, parts=256), "norm", 0, 256)
+    for each in [compiled("norm", m=m, n=10240, k=8192, parts=256) for m in (8, 16)]:
+        check(*each, "norm", 0, 256)
 
 
 @pytest.mark.parametrize(

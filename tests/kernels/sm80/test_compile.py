@@ -13,7 +13,7 @@ from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile, candidates
 from lowbit.pack import WeightForm
 from tests.kernels.calls import mixed_call
-from tests.kernels.sass import compile_plan
+from tests.kernels.sass import batches, compile_plan
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
@@ -35,14 +35,19 @@ def compiled(fmt, dtype="fp16", m=1, group=128, zero="none", k=8192, n=8192, bia
 
 
 @pytest.mark.parametrize(
-    ("m", "fmt"),
+    "cases",
     # With 16 tokens a warp holds twice the rows of w and of x, 170 registers and more; with one 74 to 121, so nothing can spill
     # that does not there: of the formats those that differ most in how their words are loaded. Formats of as many bits are
     # loaded alike: with 16 tokens one of 6 bits and one of 5.
-    [*((16, fmt) for fmt in FORMATS), *((1, fmt) for fmt in ("int4", "int7", "int8"))],
+    batches([*((16, fmt) for fmt in FORMATS), *((1, fmt) for fmt in ("int4", "int7", "int8"))]),
 )
-def test_main_loop(fmt, m):
-    tile, kernel = compiled(fmt, m=m)
+def test_main_loop(cases):
+    made = [(m, fmt, *compiled(fmt, m=m)) for m, fmt in cases]
+    for each in made:
+        check_main_loop(*each)
+
+
+def check_main_loop(m, fmt, tile, kernel):
     assert kernel.count("LDL") == 0 and kernel.count("STL") == 0 and kernel.stack_bytes == 0, "registers spilled"
     # Two copies of the loop body (the last turn starts no copies): every strip and round has 8 products per 8 tokens.
     assert kernel.count("HMMA.16816") == 2 * tile.strips * tile.rounds * 8 * (tile.tokens // 8)

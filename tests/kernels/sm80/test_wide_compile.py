@@ -12,7 +12,7 @@ from lowbit.hardware.machine import MACHINES, typical_machine
 from lowbit.kernels.choose.mixed_gemm import GemmShape, MmaTile, choose, mma_tiles
 from lowbit.pack import WeightForm
 from tests.kernels.calls import mixed_call
-from tests.kernels.sass import TRITON, compile_plan
+from tests.kernels.sass import TRITON, batches, compile_plan
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
@@ -65,13 +65,13 @@ def check_loop(tile, kernel, of_weights=0) -> None:
 # bf16 decodes in other instructions: of the formats those that differ most in how many codes share their words. Where fp16 has
 # another format of as many bits, whose words are loaded alike, these are there alone.
 @pytest.mark.parametrize(
-    ("fmt", "dtype"),
-    [*((fmt, "fp16") for fmt in FORMATS if fmt not in ("int8", "fp6_e3m2")), *((fmt, "bf16") for fmt in BF16)],
+    "cases",
+    batches([*((fmt, "fp16") for fmt in FORMATS if fmt not in ("int8", "fp6_e3m2")), *((fmt, "bf16") for fmt in BF16)]),
 )
-def test_main_loop(fmt, dtype):
-    tile, kernel = compiled(fmt, dtype, scale_dtype=dtype)
-    assert kernel.stack_bytes <= 32
-    check_loop(tile, kernel)
+def test_main_loop(cases):
+    for tile, kernel in [compiled(fmt, dtype, scale_dtype=dtype) for fmt, dtype in cases]:
+        assert kernel.stack_bytes <= 32, cases
+        check_loop(tile, kernel)
 
 
 LINES = [MmaTile(128, 2, 8, 1, 3, 1), MmaTile(64, 2, 4, 2, 6, 1), MmaTile(64, 1, 4, 2, 6, 1)]
@@ -108,9 +108,10 @@ SLICED = [MmaTile(64, 2, 4, 1, 4, 1, warps_k=2), MmaTile(32, 2, 2, 1, 3, 2, warp
 TILES = [tile for tile in mma_tiles(GemmShape(4096, 8192, 8192, 4), typical_machine(80)) if tile.splits == 1] + SLICED
 
 
-@pytest.mark.parametrize("tile", TILES, ids=str)
-def test_every_tile(tile):
-    check_loop(*compiled("int4", tile=tile))
+@pytest.mark.parametrize("tiles", batches(TILES))
+def test_every_tile(tiles):
+    for each in [compiled("int4", tile=tile) for tile in tiles]:
+        check_loop(*each)
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.product)
@@ -130,22 +131,25 @@ def test_every_machine(machine):
 # bf16 has only fma before sm_90; zeros and scales of another type are brought there each in a way of its own.
 # How many scales a step has, one or four, they do not know: one or the other.
 @pytest.mark.parametrize(
-    ("zero", "dtype", "scale_dtype", "group"),
-    [
+    "cases",
+    batches([
         ("none", "bf16", "fp16", 128), ("integer", "fp16", "fp16", 16), ("integer", "bf16", "bf16", 128),
         ("integer", "bf16", "fp16", 16), ("float", "fp16", "bf16", 128), ("float", "bf16", "fp16", 16),
-    ],
+    ], 3),
 )  # fmt: skip
-def test_zero_points_and_scale_types(zero, dtype, scale_dtype, group):
-    tile, kernel = compiled("uint4" if zero != "none" else "int4", dtype, 512, group, zero, scale_dtype, bias=True)
-    check_loop(tile, kernel)
+def test_zero_points_and_scale_types(cases):
+    made = [
+        compiled("uint4" if zero != "none" else "int4", dtype, 512, group, zero, scale_dtype, bias=True)
+        for zero, dtype, scale_dtype, group in cases
+    ]
+    for each in made:
+        check_loop(*each)
 
 
 def test_stores_are_pieces_of_16_bytes():
-    _, kernel = compiled("int4", bias=True)
-    assert kernel.count("STG.E.128") > 0 and kernel.count("STG.E.U16") == 0
-    _, kernel = compiled("int4", n=8191)
-    assert kernel.count("STG.E.U16") > 0
+    (_, even), (_, odd) = compiled("int4", bias=True), compiled("int4", n=8191)
+    assert even.count("STG.E.128") > 0 and even.count("STG.E.U16") == 0
+    assert odd.count("STG.E.U16") > 0
 
 
 def test_decoding_keeps_its_budget():

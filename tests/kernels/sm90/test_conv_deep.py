@@ -15,7 +15,7 @@ from lowbit.kernels.reference.conv import conv_reference
 from lowbit.kernels.sm90.conv_deep import PreparedDeep, deep_config, deep_conv
 from lowbit.pack.conv_weight import WgmmaPieces
 from lowbit.pack.nhwc64 import Nhwc64
-from tests.kernels.sass import TRITON, compile_kernel
+from tests.kernels.sass import TRITON, batches, compile_kernel
 from tests.kernels.sm90.test_compile import check_straight_line
 from tests.kernels.sm90.test_conv import OPERAND, check_products_in_flight, codes_of, layer, product_loops
 
@@ -60,17 +60,24 @@ WINDOWS = [(3, 1, None), (1, 1, "same"), (1, 1, None), (3, 2, None)]
 
 
 @pytest.mark.parametrize(
-    ("x", "tile", "kernel", "stride", "residual"),
+    "cases",
     # Small tiles differ in how many warpgroups do the same: of the windows the two that differ most, each of one type of x.
-    [(x, WIDE, *window) for x in ("u4", "s8") for window in WINDOWS]
-    + [("u4", (1, 1), *WINDOWS[0]), ("s8", (1, 1), *WINDOWS[1]), ("s8", (1, 2), *WINDOWS[0]), ("u4", (1, 2), *WINDOWS[1])],
-    ids=str,
+    batches(
+        [(x, WIDE, *window) for x in ("u4", "s8") for window in WINDOWS]
+        + [("u4", (1, 1), *WINDOWS[0]), ("s8", (1, 1), *WINDOWS[1]), ("s8", (1, 2), *WINDOWS[0]), ("u4", (1, 2), *WINDOWS[1])]
+    ),
 )
-def test_machine_code(x, kernel, stride, residual, tile):
-    residual = x if residual else None
-    spec = plain_layer(128, 128, kernel, stride, x, x, residual=residual).spec
-    config = deep_config(spec, deep_tile(spec, *tile), 28)
-    code = compiled(config)
+def test_machine_code(cases):
+    made = []
+    for x, tile, kernel, stride, residual in cases:
+        spec = plain_layer(128, 128, kernel, stride, x, x, residual=x if residual else None).spec
+        config = deep_config(spec, deep_tile(spec, *tile), 28)
+        made.append((x, stride, config, compiled(config)))
+    for each in made:
+        check_machine_code(*each)
+
+
+def check_machine_code(x, stride, config, code):
     # 128 registers at the start; what a warpgroup gives, the others have.
     assert code.registers == 128 and code.count("USETMAXREG") == 2 and code.stack_bytes == 0
     steps = 2 + config.odd  # two a turn, and an odd one before
