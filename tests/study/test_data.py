@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
+import hashlib
 import json
 import subprocess
+from pathlib import Path
 
+from lowbit.eval import sample_text
 from study import data
+
+RESULTS = Path(__file__).parents[2] / "bench" / "results" / "study"
+
+
+def test_newton_is_what_the_kept_figures_were_measured_on():
+    text = bz2.decompress(data._OPTICKS.read_bytes())
+    assert text.decode().startswith(sample_text())
+    for file in sorted(RESULTS.glob("*.json")):
+        (task,) = (task for task in json.loads(file.read_text())["request"]["tasks"] if task["task"] == "opticks")
+        assert task["sha256"] == hashlib.sha256(text).hexdigest(), file.name
 
 
 def test_descriptions(tmp_path, monkeypatch):
