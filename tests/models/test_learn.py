@@ -132,6 +132,22 @@ def test_targets_are_the_float_models_and_inputs_the_quantized_ones(tiny, tmp_pa
         torch.testing.assert_close(seen[1][index], states[0], rtol=1e-3, atol=1e-3)
 
 
+def test_a_rate_that_is_too_high_is_followed_by_a_lower_one(lively, monkeypatch):
+    decoder = Decoder(CheckpointReader(lively), "cpu", torch.float32)
+    hidden = decoder.embed(CALIBRATION.tokens(lively), together=3)
+    layer = decoder.load(0)
+    exact = list(decoder.run(0, hidden))
+    found = {}
+    for rates in ((1e3,), (1e3, 1.0), (1.0,)):
+        monkeypatch.setattr(learn_module, "RATES", rates)
+        r = {n: LearnedRounding(layer.get_submodule(n).weight.data, parse_scheme("w4a16_g32")) for n in linears(decoder)}
+        found[rates] = (*learn(decoder, 0, hidden, exact, r, {}, METHOD), [x.quantized().codes for x in r.values()])
+    before, after, _ = found[1e3,]
+    assert before == after
+    assert found[1e3, 1.0][1] < 0.8 * before and found[1e3, 1.0][:2] == found[1.0,][:2]
+    assert all(map(torch.equal, found[1e3, 1.0][2], found[1.0,][2])), "it starts from the beginning"
+
+
 def test_what_learning_makes_worse_is_left_rounded(lively, monkeypatch):
     decoder = Decoder(CheckpointReader(lively), "cpu", torch.float32)
     hidden = decoder.embed(CALIBRATION.tokens(lively), together=3)
