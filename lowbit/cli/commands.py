@@ -101,15 +101,13 @@ def quantize(
     rotate_inputs: Annotated[
         list[str] | None, typer.Option(help="Layer or pattern whose inputs are rotated when the model runs; repeatable.")
     ] = None,
-    mix: Annotated[
-        str | None, typer.Option(help="Schemes to choose from, layer by layer, separated by commas; wants --bits.")
-    ] = None,
+    mix: Annotated[str | None, typer.Option(help="Schemes to choose from, layer by layer, with commas; wants --bits.")] = None,
     bits: Annotated[float | None, typer.Option(help="Bits per weight with scales that --mix may take on average.")] = None,
     low_rank: Annotated[
         int, typer.Option(min=0, help="Rank of a 16-bit correction beside each linear layer; takes back part of the error.")
     ] = 0,
     a16: Annotated[
-        list[str] | None, typer.Option("--a16", help="Layer or pattern whose activations stay in 16 bits; repeatable.")
+        list[str] | None, typer.Option("--a16", help="Layer or pattern with 16-bit activations; repeatable.")
     ] = None,
     skip: Annotated[
         list[str] | None, typer.Option(help="Module name or pattern to leave in 16 bits, instead of lm_head; repeatable.")
@@ -147,9 +145,8 @@ def quantize(
         plan = quantize_checkpoint(
             model_folder(source), target, scheme, skip=skip, embeddings=embeddings, method=chosen,
             calibration=Calibration(samples, length, seed, calibration), mixed=_mixed(mix, bits), low_rank=low_rank,
-            wide_inputs=a16 or (), rotation=seed if rotate else None,
-            rotate_inputs=rotate_inputs or (), device=device, overwrite=overwrite,
-            progress=err.is_terminal, say=say,
+            wide_inputs=a16 or (), rotation=seed if rotate else None, rotate_inputs=rotate_inputs or (), device=device,
+            overwrite=overwrite, progress=err.is_terminal, say=say,
         )  # fmt: skip
     except KeyboardInterrupt:
         if unfinished_folder(target).exists():
