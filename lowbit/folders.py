@@ -7,8 +7,11 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """$XDG_CACHE_HOME/lowbit, or .cache/lowbit in the user's home; raises RuntimeError for a user without one."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lowbit"
+    """$XDG_CACHE_HOME/lowbit, or .cache/lowbit in the user's home; raises ValueError for a user without one."""
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lowbit"
+    except RuntimeError as error:
+        raise ValueError("this user has no home folder; XDG_CACHE_HOME names another for what lowbit keeps") from error
 
 
 def tuned_file(product: str) -> Path:

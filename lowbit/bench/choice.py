@@ -285,6 +285,10 @@ def run(asked: Asked, out: Path | None, say: Callable[[str], None], watch: Watch
     """
     if not torch.cuda.is_available():
         raise ValueError(f"bench choice measures an NVIDIA GPU and torch {torch.__version__} sees none")
+    if torch.cuda.get_device_capability()[0] != 9:
+        raise ValueError(
+            "bench choice measures an H100 or H200 (sm_90); `lowbit tune` times the tiles of a model on other GPUs"
+        )
     end = time.monotonic() + asked.seconds
     here, described, today = dataclasses.replace(machine_of("cuda"), tuned=""), machine(), datetime.date.today()
     if out is None:

@@ -15,16 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from lowbit._version import __version__
 from lowbit.bench.choice import Asked, Trials, Watch, kernels, products_of, tried
 from lowbit.bench.protocol import gaussian, warm_up
 from lowbit.checkpoint.detect import quantization_of
 from lowbit.checkpoint.reader import CheckpointReader, model_folder, read_json
+from lowbit.checkpoint.target import check_file
 from lowbit.engine.warm_up import compiled
 from lowbit.eval.results import versions, write_json
 from lowbit.folders import tuned_file
-from lowbit.formats import parse_scheme
+from lowbit.formats import PerBlock, parse_scheme
 from lowbit.hardware.machine import Machine, machine_of
 from lowbit.kernels.choose import kept
 from lowbit.kernels.choose.kept import KEPT, SCHEMA, Kept, problem_of
@@ -71,7 +73,14 @@ def products_of_model(source: str | Path, scheme: str | None) -> Products:
     if found is not None and found[0] == "lowbit" and scheme is None:
         with CheckpointReader(folder) as reader:
             assert reader.manifest is not None
-            layers = {name: (entry.scheme.name, entry.shape) for name, entry in reader.manifest.layers.items()}
+            manifest = reader.manifest
+        model = causal_skeleton(folder)
+        owners = set(manifest.tied.values())  # an embedding that is the head too is multiplied by
+        for name, entry in manifest.layers.items():
+            if name in owners or not isinstance(model.get_submodule(name), nn.Embedding):
+                layers[name] = entry.scheme.name, entry.shape
+    elif found is not None and found[0] == "lowbit":
+        raise ValueError(f"{folder}: is quantized by lowbit and states its schemes; leave out --scheme")
     elif scheme is None:
         what = "is not quantized" if found is None else f"is quantized by {found[0]}"
         raise ValueError(
@@ -102,7 +111,8 @@ def run(products: Products, tokens: Sequence[int], seconds: float, say: Callable
     if not torch.cuda.is_available():
         raise ValueError(f"tune measures an NVIDIA GPU and torch {torch.__version__} sees none")
     here = replace(machine_of("cuda"), tuned="")
-    file, end = tuned_file(here.product), time.monotonic() + seconds
+    end, file = time.monotonic() + seconds, check_file(tuned_file(here.product), KEPT)
+    file.parent.mkdir(parents=True, exist_ok=True)  # before minutes go into what could not be kept
     schemes = with_a_choice(products, here, say)
     asked = [Asked(tuple(products[scheme]), (scheme,), tuple(tokens)) for scheme in schemes]
     total = sum(each.count for each in asked)
@@ -133,11 +143,20 @@ def with_a_choice(schemes: Iterable[str], here: Machine, say: Callable[[str], No
     """The schemes that have tiles to choose from on a machine; says why others have none, and raises ValueError if all have."""
     found: list[str] = []
     reasons: dict[str, str] = {}
+    measured: dict[str, str] = {}
     for scheme in schemes:
         parsed = parse_scheme(scheme)
-        refused = weight_refusals(parsed, torch.float16) if parsed.activation is None else scaled_refusals(parsed)
+        refused: tuple[str, ...] = (
+            weight_refusals(parsed, torch.float16) if parsed.activation is None else scaled_refusals(parsed)
+        )
         if not refused and parsed.activation is not None and "wgmma" not in here.arch.features:
             refused = (f"the kernel for 8-bit activations has one tile on {here.product}",)
+        if not refused and isinstance(parsed.granularity, PerBlock):
+            refused = ("tiles of scales in blocks are not measured",)
+        if not refused:
+            problem = problem_of(products_of(scheme, here).shape(1, 1, 1))
+            refused = (f"its tiles are those of {measured[problem]}, of as many bits",) if problem in measured else ()
+            measured.setdefault(problem, scheme)
         found += [] if refused else [scheme]
         reasons |= {scheme: f"{scheme}: nothing to choose, {'; '.join(refused)}"} if refused else {}
     if not found:
@@ -176,7 +195,7 @@ def keep(file: Path, rows: Iterable[Tuned], here: Machine) -> None:
     """Writes what was measured into the machine's file; of products that are there already the newer figures stay."""
     products: dict[str, dict[int, Kept]] = {}
     for problem, found in _there(file).items():
-        products[problem] = {row["m"]: Kept(**row) for row in found}
+        products[problem] = {row.m: row for row in found}
     for row in rows:
         shape = products_of(row.scheme, here).shape(row.kept.m, row.n, row.k)
         products.setdefault(problem_of(shape), {})[row.kept.m] = row.kept
@@ -191,10 +210,12 @@ def keep(file: Path, rows: Iterable[Tuned], here: Machine) -> None:
     kept.forget()
 
 
-def _there(file: Path) -> dict[str, list[dict[str, Any]]]:
+def _there(file: Path) -> dict[str, list[Kept]]:
     """What this version has kept in the file before."""
     try:
         document = json.loads(file.read_text())
-        return document["products"] if (document["schema"], document["lowbit"]) == (SCHEMA, __version__) else {}
-    except (OSError, ValueError, KeyError, TypeError):
+        if (document["schema"], document["lowbit"]) != (SCHEMA, __version__):
+            return {}
+        return {problem: [Kept(**row) for row in rows] for problem, rows in document["products"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}

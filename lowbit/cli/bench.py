@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -89,7 +90,7 @@ def bench_tiles(
     if not torch.cuda.is_available():
         raise ValueError(f"bench tiles measures an NVIDIA GPU and torch {torch.__version__} sees none")
     warm_up()
-    machine = machine_of("cuda")
+    machine = replace(machine_of("cuda"), tuned="")
     rows = list(measure_tiles(request, machine, say))
     table = Table("format", "N x K", "M", "chosen", "us", "best us", "batch-invariant us", "cost")
     for row in rows:

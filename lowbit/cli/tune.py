@@ -9,11 +9,11 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from lowbit.cli.terminal import AnyModel, err, out, say
+from lowbit.cli.terminal import Model, err, out, say
 
 
 def tune(
-    model: AnyModel,
+    model: Model,
     scheme: Annotated[
         str | None, typer.Option(help="Scheme of a model that lowbit has not quantized, such as w4a16_g128.")
     ] = None,
@@ -23,9 +23,9 @@ def tune(
     """Time the tiles of a model's products on this GPU and keep the fastest, for every process that starts afterwards.
 
     Which tile multiplies is chosen by a model of costs that was fitted to an H200; on other GPUs, and for shapes that nobody
-    looked at, a measurement is worth more. Kept are tiles that gain 3 percent and more, in a file of the user's cache, which
-    removing undoes; `lowbit explain` names it where it decides. Products of decode steps with a norm, gate or residual at
-    their ends (up to 64 tokens in lowbit's own engine) are chosen apart. Takes some minutes; what is measured stays on Ctrl-C.
+    looked at, a measurement is worth more. A tile that gains 3 percent and more is taken from then on, by a file in the user's
+    cache, which removing undoes; `lowbit explain` says where a tile was measured. Products of decode steps with a norm, gate or
+    residual at their ends (up to 64 tokens in lowbit's own engine) are chosen apart. Some minutes; Ctrl-C keeps what there is.
 
     Example: lowbit tune Llama-3-8B-w4a16_g128
 

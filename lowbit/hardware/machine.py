@@ -125,7 +125,7 @@ def _tuned(product: str) -> str:
     try:
         file = tuned_file(product)
         return str(file) if file.is_file() else ""
-    except (OSError, RuntimeError):  # no home, or none that may be read
+    except (OSError, ValueError):  # no home, or none that may be read
         return ""
 
 

@@ -155,23 +155,26 @@ class Decoder:
     def inputs(self, i: int, hidden: Tensor, linears: list[str]) -> list[Input]:
         """Which of `linears` (names in the layer) run for `hidden` [S, T, hidden], and which of them read the same tensor."""
         layer = self.layers[i]
-        seen: list[tuple[Tensor, list[str]]] = []
+        seen: list[tuple[Tensor, int, list[str]]] = []
         made: list[tuple[Tensor, str]] = []
 
         def reads(name: str) -> Callable[..., None]:
+            block = self.hadamard.get(f"{self.layer_name(i)}.{name}", 0)
+
             def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-                for x, names in seen:
-                    if _same(x, args[0]):
+                for x, same, names in seen:
+                    if _same(x, args[0]) and same == block:
                         names.append(name)
                         return
-                seen.append((args[0], [name]))
+                seen.append((args[0], block, [name]))
 
             return hook
 
         def makes(name: str) -> Callable[..., None]:
             return lambda module, args, output: made.append((output, name)) if isinstance(output, Tensor) else None
 
-        hooks = [layer.get_submodule(name).register_forward_pre_hook(reads(name)) for name in linears]
+        # Before what rotates: layers whose inputs are rotated alike read the same tensor.
+        hooks = [layer.get_submodule(name).register_forward_pre_hook(reads(name), prepend=True) for name in linears]
         leaves = [(n, m) for n, m in layer.named_modules() if n and next(m.parameters(recurse=False), None) is not None]
         hooks += [module.register_forward_hook(makes(name)) for name, module in leaves]
         try:
@@ -179,7 +182,7 @@ class Decoder:
         finally:
             for hook in hooks:
                 hook.remove()
-        return [Input(tuple(names), next((name for y, name in reversed(made) if y is x), None)) for x, names in seen]
+        return [Input(tuple(names), next((name for y, name in reversed(made) if y is x), None)) for x, _, names in seen]
 
     @torch.no_grad()
     def observe(self, i: int, hidden: list[Tensor], watch: Mapping[str, Callable[[Tensor], None]]) -> None:

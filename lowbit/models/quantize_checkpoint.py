@@ -25,7 +25,7 @@ from lowbit.models.skeleton import build, config_as_read
 from lowbit.nn.convert import Plan, matches, quantized
 from lowbit.quantize.hqq import hqq
 from lowbit.quantize.lorc import lorc
-from lowbit.quantize.method import DATA_FREE, Hqq, Learned, Method, Rtn
+from lowbit.quantize.method import DATA_FREE, Hqq, Learned, Method, Rtn, SmoothQuant
 from lowbit.quantize.mixed import Mixed, choose, stored_bits
 from lowbit.quantize.rtn import Search
 
@@ -81,7 +81,10 @@ def quantize_checkpoint(
         needed_bytes = _output_bytes(reader, modules, plan, mixed, low_rank)
         writer.reserve(needed_bytes)
         plan = dataclasses.replace(plan, others=_wide(plan, wide_inputs, mixed))
-        weights = _Weights(reader, plan, method, device, low_rank, _rotated(plan, rotate_inputs))
+        hadamard = _rotated(plan, rotate_inputs)
+        if hadamard and (isinstance(method, SmoothQuant) or getattr(method, "smooth", None) is not None):
+            say(f"the inputs of {len(hadamard)} layers are rotated, not smoothed: no factor passes through a rotation")
+        weights = _Weights(reader, plan, method, device, low_rank, hadamard)
         if mixed is not None:
             for candidate in mixed.schemes:
                 _same_layers(plan_for(model, candidate, skip, embeddings), plan)

@@ -96,7 +96,8 @@ def scaled_shape(scheme: Scheme, m: int, n: int, k: int, x_blocks: bool = False,
     blocks = isinstance(scheme.granularity, PerBlock)
     integer = scheme.activation is not None and scheme.activation.name == "int8"
     grouped = isinstance(scheme.granularity, PerGroup)
-    return ScaledShape(m, n, k, scheme.weight.bits, integer, grouped, blocks, x_blocks, fast_accum)
+    fast = fast_accum and scheme.weight.bits == 8 and not (integer or grouped or blocks or x_blocks)
+    return ScaledShape(m, n, k, scheme.weight.bits, integer, grouped, blocks, x_blocks, fast)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from lowbit._version import __version__
 from lowbit.bench import tune
 from lowbit.bench.tune import Tuned, fastest, keep, products_of_model, with_a_choice
 from lowbit.cli.commands import app
@@ -51,6 +52,17 @@ def test_products_of_a_model(tmp_path):
     assert products_of_model(tmp_path / "quantized", None) == {"w4a16_g32": found}
     with pytest.raises(ValueError, match="is not quantized; name the scheme"):
         products_of_model(source, None)
+    with pytest.raises(ValueError, match="states its schemes; leave out --scheme"):
+        products_of_model(tmp_path / "quantized", "w8a8")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_embedding_is_a_product_where_it_is_the_head(tied, tmp_path):
+    source = save_tiny(tmp_path / "tiny", tied=tied)
+    quantize_checkpoint(source, tmp_path / "quantized", "w8a16", embeddings=True, progress=False)
+    config = json.loads((source / "config.json").read_text())
+    (found,) = products_of_model(tmp_path / "quantized", None).values()
+    assert (config["vocab_size"], config["hidden_size"]) in found
 
 
 def test_another_tile_is_kept_where_it_gains():
@@ -72,15 +84,30 @@ def test_files_add_up(cache):
     assert "wgmma 128 rows x 64 tokens" in str(choose(GemmShape(64, 4096, 4096, 4), here))
     document = json.loads(file.read_text())
     file.write_text(json.dumps(document | {"lowbit": "0.0.1"}))
-    keep(file, [second], H200)
+    keep(file, [second], H200)  # the first goes with its version
     (left,) = json.loads(file.read_text())["products"]["GemmShape 4096 4096 4"]
     assert left["m"] == 128
+
+
+@pytest.mark.parametrize("text", ['{"result": "lowbit tune", "schema": 1, "lowbit": "VERSION", "products": {"a": [{}]}}'])
+def test_a_damaged_file_is_written_anew(text, cache):
+    file = tuned_file("H200")
+    file.parent.mkdir(parents=True)
+    file.write_text(text.replace("VERSION", __version__))
+    keep(file, [Tuned("w8a16", 64, 128, Kept(1, "ring 8 1 1 1 8 1", 1.0, 2.0, "2026-11-23"))], H200)
+    assert list(json.loads(file.read_text())["products"]) == ["GemmShape 64 128 8"]
 
 
 def test_schemes_without_a_choice_are_named():
     said = []
     assert with_a_choice(["w4a16_g40", "w8a8", "w4a16_g128"], H200, said.append) == ["w8a8", "w4a16_g128"]
     assert len(said) == 1 and said[0].startswith("w4a16_g40: nothing to choose, ")
+    said.clear()
+    assert with_a_choice(["w4a16_g128", "w4a16_pc", "fp8_block"], H200, said.append) == ["w4a16_g128"]
+    assert said == [
+        "w4a16_pc: nothing to choose, its tiles are those of w4a16_g128, of as many bits",
+        "fp8_block: nothing to choose, tiles of scales in blocks are not measured",
+    ]
     said.clear()
     assert with_a_choice(["w8a8", "w4a16_g128"], typical_machine(80), said.append) == ["w4a16_g128"]
     assert said == ["w8a8: nothing to choose, the kernel for 8-bit activations has one tile on A100-SXM4-80GB"]

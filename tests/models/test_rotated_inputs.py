@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,27 @@ def test_calibration_sees_inputs_as_the_layer_multiplies_them(tiny):
     x, y, rotated, same = seen
     torch.testing.assert_close(rotated, rotate_blocks(x, 16), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(same, y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("patterns", "count"), [(["*_proj"], 4), (["q_proj"], 5), ([], 4)])
+def test_layers_that_rotate_alike_share_an_input(patterns, count, tiny):
+    """q, k and v are calibrated, scaled and mixed as one, whether their input is rotated or not."""
+    with CheckpointReader(tiny) as reader:
+        decoder = Decoder(reader, "cpu", torch.float32)
+        linears = [name for name, module in decoder.layers[0].named_modules() if isinstance(module, torch.nn.Linear)]
+        rotated = {f"{decoder.layer_name(0)}.{name}": 16 for name in linears if any(fnmatch(name, f"*{p}") for p in patterns)}
+        decoder = Decoder(reader, "cpu", torch.float32, rotated)
+        hidden = decoder.embed(IDS)
+        decoder.load(0)
+        found = decoder.inputs(0, hidden[0], linears)
+    assert len(found) == count and sum(len(each.linears) for each in found) == 7
+
+
+def test_smoothing_says_what_it_leaves(tiny, tmp_path):
+    said = []
+    options = dict(method=Gptq(smooth=SmoothQuant()), calibration=CALIBRATION, say=said.append)
+    quantize_checkpoint(tiny, tmp_path / "q", "w8a8", **options, rotate_inputs=["down_proj"])
+    assert any("inputs of 2 layers are rotated, not smoothed" in line for line in said)
 
 
 def test_factors_are_not_folded_through_a_rotation(tiny, tmp_path):

@@ -19,6 +19,8 @@ from lowbit._version import __version__
 
 KEPT = "lowbit tune"
 SCHEMA = 1
+NO_SLOWER = 1.05
+"""How much more than the cheapest tile one may be modelled to take for fewer tokens than it was measured with."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +34,8 @@ class Kept:
     date: str
 
     def __str__(self) -> str:
-        margin = 100 * (1 - self.us / self.modelled_us)
-        gained = f"{margin:.0f} % less than modelled" if self.us < self.modelled_us else "as modelled"
-        return f"measured here by `lowbit tune`, {self.date}, M {self.m}: {self.us:g} us, {gained}"
+        gain = 100 * (1 - self.us / self.modelled_us)
+        return f"measured here by `lowbit tune`, {self.date}, M {self.m}: {self.us:g} us, {gain:.0f} % less than modelled"
 
 
 def problem_of(shape: Any) -> str:
@@ -54,13 +55,17 @@ def kept_for(file: str, shape: Any) -> Kept | None:
 
 def first(rows: list[Any], file: str, shape: Any, kinds: Mapping[str, type[Any]], candidate: Any) -> list[Any] | None:
     """`rows` of candidates with the kept tile of `file` as a measured one, made by `candidate(tile)`; None if it says nothing
-    that can be used."""
+    that can be used. Where no other tile gained, the model goes on deciding; and a tile that gained with more tokens is taken
+    for fewer only if the model does not have it slower than others there: it may be one that they hardly fill."""
     row = kept_for(file, shape)
-    tile = None if row is None else read(row.tile, kinds)
-    if tile is None:
+    tile = None if row is None or row.us >= row.modelled_us else read(row.tile, kinds)
+    if row is None or tile is None:
         return None
     found = candidate(tile)
-    return None if found.reasons else [replace(found, measured=row), *(each for each in rows if each.tile != tile)]
+    least = min((each.cost_us for each in rows if not each.reasons), default=found.cost_us)
+    if found.reasons or (row.m > shape.m and found.cost_us > NO_SLOWER * least):
+        return None
+    return [replace(found, measured=row), *(each for each in rows if each.tile != tile)]
 
 
 @functools.lru_cache(maxsize=8)

@@ -19,7 +19,7 @@ class ScaledShape:
     """What decides about speed: y[m, n] = x[m, k] . w[n, k]^T with 8-bit x and codes of `bits` bits.
 
     `integer`: int8, else fp8. `grouped`: w has scales of groups of 128; `blocks`, `x_blocks`: w, x have scales of blocks.
-    `fast_accum`: sums of fp8 by fp8 may stay in the tensor core to the end. Not those of narrower codes, which are small e4m3
+    `fast_accum`: sums of fp8 by fp8 stay in the tensor core to the end. Never those of narrower codes, which are small e4m3
     numbers: they lose 5e-3 and 1e-2 within 1104 k (docs/numerics.md).
     """
 
@@ -36,7 +36,7 @@ class ScaledShape:
     @property
     def promoted(self) -> bool:
         """Whether every 128 k are summed on their own and then added in fp32: scales change there, or fp8 sums would lose."""
-        return self.grouped or self.blocks or self.x_blocks or not (self.integer or (self.fast_accum and self.bits == 8))
+        return self.grouped or self.blocks or self.x_blocks or not (self.integer or self.fast_accum)
 
 
 @dataclass(frozen=True)
