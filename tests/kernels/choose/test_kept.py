@@ -65,15 +65,13 @@ def test_fewer_tokens(file):
     fewer = replace(shape, m=300)
     near = next(tile for tile in tiles if 1 < cost_of(tile, fewer, H200) < kept.NO_SLOWER)
     far = next(tile for tile in tiles if cost_of(tile, fewer, H200) > 1.2)
-    for tile in (near, far):
-        kept.forget()
-        here = replace(H200, tuned=write(file, {problem_of(shape): [measured(tile, 512)]}))
+    for name, tile in (("near", near), ("far", far)):
+        here = replace(H200, tuned=write(file.with_name(name), {problem_of(shape): [measured(tile, 512)]}))
         assert choose(shape, here) == tile
         assert choose(fewer, here) == (tile if tile == near else choose(fewer, H200))
         assert choose(replace(shape, m=256), here) == choose(replace(shape, m=256), H200)
-    kept.forget()
     rows = [measured(near, 512), measured(far, 300)]
-    assert choose(fewer, replace(H200, tuned=write(file.with_name("two.json"), {problem_of(shape): rows}))) == far
+    assert choose(fewer, replace(H200, tuned=write(file.with_name("both"), {problem_of(shape): rows}))) == far
 
 
 def test_where_nothing_gained_the_model_decides(file):
