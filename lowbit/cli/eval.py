@@ -164,6 +164,8 @@ def _suite(
     for name in (RESULTS, UNFINISHED, PAGE):
         check_file(folder / name, SUITE)
     check_plot(folder / PLOT, SUITE)
+    if str(suite) in WORDS and suite.exists():
+        raise ValueError(f"--suite {suite}: names a built-in suite and a folder here; for that one give {suite.resolve()}")
     tasks = read_tasks(WORDS.get(str(suite), suite), text, settings)
     try:
         results = run_suite(models, reference, tasks, settings, folder, say, err.is_terminal)

@@ -11,7 +11,6 @@
     ...["Buffer", "TextDecoder", "TextEncoder", "URL", "URLSearchParams", "atob", "btoa", "structuredClone"],
     ...["clearImmediate", "clearInterval", "clearTimeout", "queueMicrotask", "setImmediate", "setInterval", "setTimeout"],
   ];
-  const SILENT = ["debug", "dir", "error", "group", "groupEnd", "info", "log", "table", "time", "timeEnd", "trace", "warn"];
 
   const fs = require("node:fs");
   const vm = require("node:vm");
@@ -35,6 +34,9 @@
     }
   });
 
+  // What an own property holds is not looked up in the prototype, which a program has by require("events").
+  Object.defineProperty(process, "emit", { value: process.emit, writable: false, configurable: false });
+
   const allowed = new Set([...vm.runInNewContext("Object.getOwnPropertyNames(globalThis)"), ...KEPT]);
   for (const name of Object.getOwnPropertyNames(globalThis)) {
     if (!allowed.has(name)) {
@@ -42,7 +44,8 @@
     }
   }
   // Node's own console.assert only prints, so that every test would pass.
-  globalThis.console = { assert: modules.get("assert"), ...Object.fromEntries(SILENT.map((name) => [name, () => {}])) };
+  const silent = Object.fromEntries(Object.keys(globalThis.console).map((name) => [name, () => {}]));
+  globalThis.console = { ...silent, assert: modules.get("assert") };
   globalThis.require = (name) => {
     const found = modules.get(String(name).replace(/^node:/, ""));
     if (found === undefined) {

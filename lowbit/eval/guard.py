@@ -96,7 +96,7 @@ def _become_node(request: dict[str, Any], folder: str) -> NoReturn:
         os.dup2(memory.fileno(), 0)
     _limit(request, resource.RLIMIT_DATA)
     heap = f"--max-old-space-size={request['memory_bytes'] // 2 >> 20}"
-    os.execve(node, [node, "--experimental-permission", "--no-warnings", heap, "--eval", source], {})
+    os.execve(node, [node, request["permission"], "--no-warnings", heap, "--eval", source], {})
 
 
 def _programs(path: str) -> list[str]:

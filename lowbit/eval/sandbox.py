@@ -83,7 +83,8 @@ def enforcement(language: str = PYTHON) -> dict[str, str]:
     if language == JAVASCRIPT:
         network, processes, files = "no names for it", *("Node.js's permission model",) * 2
     if landlock:
-        processes, files = f"{processes}, no other programs (Landlock)", f"{files}, read-only (Landlock)"
+        others = ", no other programs (Landlock)" if language == PYTHON else ""  # Node.js needs its loader, which starts any
+        processes, files = f"{processes}{others}", f"{files}, read-only (Landlock)"
     return {
         "network": "no interface (network namespace)" if spaces else network + ", no TCP (Landlock)" * ("TCP" in landlock),
         "processes": processes + ", ended with the program (process namespace)" * spaces,
@@ -93,9 +94,9 @@ def enforcement(language: str = PYTHON) -> dict[str, str]:
     }
 
 
-def find_node() -> str:
-    """The path of Node.js, by which JavaScript is run. Raises ValueError when there is none, or an older one than 20, which has
-    no permission model."""
+def find_node() -> tuple[str, str]:
+    """The path of Node.js, by which JavaScript is run, and its option for the permission model. Raises ValueError when there is
+    none, or an older one than 20, which has no such model."""
     path = shutil.which("node")
     if path is None:
         raise ValueError(
@@ -106,7 +107,7 @@ def find_node() -> str:
 
 
 @functools.cache
-def _node(path: str) -> str:
+def _node(path: str) -> tuple[str, str]:
     """Of the command at `path`, which may be a script that starts it."""
     done = subprocess.run(
         [path, "-p", "process.versions.node + ' ' + process.execPath"], capture_output=True, text=True, check=False
@@ -115,7 +116,7 @@ def _node(path: str) -> str:
     if done.returncode or not version.split(".")[0].isdigit() or int(version.split(".")[0]) < 20:
         said = version or done.stderr.strip() or f"ended with status {done.returncode}"
         raise ValueError(f"generated JavaScript is run by Node.js, 20 or newer; {path} is {said}: install a newer one")
-    return real
+    return real, "--permission" if int(version.split(".")[0]) >= 24 else "--experimental-permission"
 
 
 def _run(program: str, limits: Limits, language: str) -> tuple[Outcome, str]:
@@ -124,7 +125,7 @@ def _run(program: str, limits: Limits, language: str) -> tuple[Outcome, str]:
         raise ValueError(f"generated code is run on Linux only, this is {sys.platform}")
     if language not in LANGUAGES:
         raise ValueError(f"programs are written in {' or '.join(LANGUAGES)}, got {language!r}")
-    runner = {"node": find_node()} if language == JAVASCRIPT else {}
+    runner = dict(zip(("node", "permission"), find_node(), strict=True)) if language == JAVASCRIPT else {}
     token = secrets.token_hex(16)
     reading, writing = os.pipe()
     try:

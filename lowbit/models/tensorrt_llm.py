@@ -145,6 +145,7 @@ class TensorrtLlmSource:
         kind = _CONFIGS[config["architecture"]]
         with damaged(self._where, f"Transformers cannot make a {kind.__name__} of it", config):
             scaling = dict(config.get("rotary_scaling") or {})
+            scaled = scaling.get("rope_type") or scaling.get("type") or "default"  # older configs have the shorter name
             return kind(
                 **{name: config[name] for name in names},
                 num_key_value_heads=config.get("num_key_value_heads", heads),
@@ -152,7 +153,7 @@ class TensorrtLlmSource:
                 max_position_embeddings=config.get("max_position_embeddings") or 2048,
                 rms_norm_eps=config.get("norm_epsilon", 1e-5),
                 hidden_act=config.get("hidden_act", "silu"),
-                rope_parameters={"rope_type": "default", **scaling, "rope_theta": config.get("rotary_base", 10000.0)},
+                rope_parameters={**scaling, "rope_type": scaled, "rope_theta": config.get("rotary_base", 10000.0)},
                 tie_word_embeddings=False,
                 dtype=config.get("dtype"),
                 **({"attention_bias": self._has_bias("attention.qkv")} if kind is LlamaConfig else {}),

@@ -63,7 +63,7 @@ class Pipeline:
         if self.model is None:
             raise RuntimeError("this pipeline was destroyed")
         encoded = [self.tokenizer(t).input_ids for t in texts]
-        limits = [params.new_tokens(len(ids)) for ids in encoded]
+        limits = [params.new_tokens(1 if self.encodes else len(ids)) for ids in encoded]
         if self._by_engine:
             generated = self._by_requests(encoded, params, limits)
         else:
@@ -154,7 +154,9 @@ class Pipeline:
         tokens = torch.tensor([padded(ids, pad) for ids in encoded], device=device)
         mask = torch.tensor([padded([1] * len(ids), 0) for ids in encoded], device=device)
         before = 1 if self.encodes else longest  # tokens that come back before new ones: a decoder starts from one
-        options: dict[str, Any] = {"max_new_tokens": limit, "min_new_tokens": params.min_new_tokens, "pad_token_id": pad}
+        options: dict[str, Any] = {"max_new_tokens": limit, "pad_token_id": pad}
+        # Even 0 would stand in the place of a min_length of the model's own.
+        options |= {"min_new_tokens": params.min_new_tokens} if params.min_new_tokens else {}
         if params.do_sample:
             options |= {"do_sample": True, "top_p": params.top_p, "top_k": params.top_k or 0}
             options |= {"temperature": params.temperature} if params.temperature is not None else {}
@@ -214,7 +216,8 @@ class _StopStrings(StoppingCriteria):
         self.tail = 4 * max(len(s) for s in stop) + 4  # a character is at most four byte tokens
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        ended = [self._ended(ids, row) for ids, row in zip(self.encoded, input_ids.tolist(), strict=True)]
+        beams = len(input_ids) // len(self.encoded)  # rows of a prompt, side by side
+        ended = [self._ended(self.encoded[i // beams], row) for i, row in enumerate(input_ids.tolist())]
         return torch.tensor(ended, device=input_ids.device)
 
     def _ended(self, ids: list[int], row: list[int]) -> bool:

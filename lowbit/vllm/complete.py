@@ -1,5 +1,5 @@
 """Every parameter of a model came from its files: vLLM asks this of models in 16 bits only, and what the files lack of another
-would be whatever was in memory."""
+would be whatever was in memory. Experts, which stay in 16 bits, are not asked one by one: vLLM holds all in one parameter."""
 
 from __future__ import annotations
 

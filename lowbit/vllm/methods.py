@@ -41,7 +41,9 @@ def _is_dummy() -> bool:
 def _refuse_offload(name: str) -> None:
     """vLLM chooses what to move to CPU memory before it loads weights, when a packed layer has none: all would stay."""
     offload = get_current_vllm_config().offload_config
-    if offload.uva.cpu_offload_gb > 0 or offload.prefetch.offload_group_size > 0:
+    asked = offload.uva.cpu_offload_params  # parts of names; none: all layers
+    is_asked = offload.uva.cpu_offload_gb > 0 and (not asked or any(f".{part}." in f".{name}." for part in asked))
+    if is_asked or offload.prefetch.offload_group_size > 0:
         raise ValueError(
             f"{name}: weights of quantized layers are not moved to CPU memory (--cpu-offload-gb, --offload-group-size); leave "
             "the option out, and quantize to fewer bits or use more ranks (--tensor-parallel-size) if they do not fit"

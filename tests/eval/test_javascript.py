@@ -213,6 +213,30 @@ def test_what_holds_below_the_names(spaces, monkeypatch, tmp_path):
 
 
 @node
+def test_what_is_emitted_stays_with_node():
+    """The prototype of all that emits is at hand; `process` does not come by it."""
+    program = """
+        const { EventEmitter } = require("events");
+        const own = EventEmitter.prototype.emit;
+        EventEmitter.prototype.emit = function (...given) {
+          if (typeof this.reallyExit === "function") this.reallyExit(7);
+          return own.apply(this, given);
+        };
+    """
+    outcome = run_untrusted(program, PATIENT, JAVASCRIPT)
+    assert outcome.passed, outcome.reason
+    assert run_untrusted("console.count(); console.groupCollapsed(); console.timeLog();", PATIENT, JAVASCRIPT).passed
+
+
+@pytest.mark.parametrize(("version", "option"), [("20.1.0", "--experimental-permission"), ("24.0.1", "--permission")])
+def test_the_option_is_that_of_the_version(version, option, tmp_path):
+    script = tmp_path / "node"
+    script.write_text(f"#!/bin/sh\necho {version} /opt/node\n")
+    script.chmod(0o755)
+    assert sandbox._node(str(script)) == ("/opt/node", option)
+
+
+@node
 def test_enforcement_says_what_holds(spaces):
     said = enforcement(JAVASCRIPT)
     assert set(said) == set(enforcement())

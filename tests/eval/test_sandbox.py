@@ -107,7 +107,7 @@ def test_others_are_contained_and_fail(program, reason, spaces):
     start, limits = time.monotonic(), FAST if "sleep" in program or "while" in program else PATIENT
     outcome = run_untrusted(program, limits)
     assert not outcome.passed and reason in outcome.reason
-    assert time.monotonic() - start < limits.seconds + 60
+    assert time.monotonic() - start < limits.seconds + 15
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_all_files_together(program, reason, spaces, monkeypatch, tmp_path):
     limits = Limits(seconds=1.0 if program is UNREADABLE else 20.0)
     outcome = run_untrusted(program, limits)
     assert not outcome.passed and reason in outcome.reason
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 20
     ((size, entries),) = found
     assert size < 2 * limits.disk_bytes and entries < 5 * limits.entries
     assert not os.listdir(tmp_path)

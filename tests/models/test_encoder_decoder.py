@@ -7,13 +7,14 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForSeq2SeqLM, BartConfig, T5Config
+from transformers import AutoModelForSeq2SeqLM, BartConfig, LongT5Config, SwitchTransformersConfig, T5Config
 from typer.testing import CliRunner
 
 import lowbit
 from lowbit.checkpoint import CheckpointError, CheckpointReader
 from lowbit.cli.commands import app
 from lowbit.eval.rouge import Document, summarize
+from lowbit.models.hf import plan_for
 from lowbit.models.load import check_checkpoint, load_causal
 from lowbit.nn import QuantLinear
 from lowbit.nn.packed import PackedWeight
@@ -133,6 +134,28 @@ def test_a_pipeline_answers_each_as_if_alone(source, quantized):
     assert run("generate", quantized, PROMPTS[0], "--max-new-tokens", "3", "--json", "-").exit_code == 0
     with pytest.raises(ValueError, match="the engine cannot draw tokens as this model asks: it is an encoder-decoder"):
         list(pipe.stream("a"))
+
+
+def test_beams_and_lengths_are_the_models_own(source, quantized):
+    """Of its generation config; a document takes no tokens of the answer's."""
+    pipe = pipeline(str(quantized), dtype=torch.float32, max_length=20)
+    own = pipe.model.generation_config
+    own.num_beams, own.min_length = 3, 10
+    ids = pipe.tokenizer(PROMPTS[0], return_tensors="pt").input_ids
+    expected = pipe.model.generate(ids, max_new_tokens=12, do_sample=False)[0, 1:]
+    (found,) = pipe(PROMPTS[0], do_sample=False, max_new_tokens=12)
+    assert found.generated_text == pipe.tokenizer.decode(expected, skip_special_tokens=True)
+    stop = found.generated_text[2:4]
+    for stopped in pipe(PROMPTS, do_sample=False, max_new_tokens=12, stop=[stop]):  # another beam may win then
+        assert stop not in stopped.generated_text
+    assert pipe("dog " * 15, do_sample=False, max_new_tokens=12)[0].generated_length >= 10
+
+
+@pytest.mark.parametrize("kind", [LongT5Config, SwitchTransformersConfig])
+def test_layers_whose_weight_a_model_reads_itself(kind, tmp_path):
+    model = AutoModelForSeq2SeqLM.from_config(kind(**T5.to_diff_dict() | {"model_type": kind.model_type}))
+    plan = plan_for(model, "w8a16", None, False)
+    assert plan.linears and not [name for name in plan.linears if name.endswith(".wo")]
 
 
 def test_summaries(source, quantized, monkeypatch):

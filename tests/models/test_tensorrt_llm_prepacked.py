@@ -175,6 +175,15 @@ def test_weights_of_channels(tmp_path, algorithm, scheme, order):
     same_model(folder, tmp_path / "own")
 
 
+@pytest.mark.parametrize("named", ["type", "rope_type"])
+def test_positions_are_scaled_under_either_name(tmp_path, named):
+    held, config = own_checkpoint(tmp_path / "own", "w8a16")
+    folder = their_checkpoint(tmp_path / "theirs", held, config, "W8A16", "interleaved")
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rotary_scaling": {named: "linear", "factor": 4.0}}))
+    assert load_causal(folder, device="cpu").config.rope_parameters["rope_type"] == "linear"
+
+
 @pytest.mark.parametrize("algorithm", ["W4A16_GPTQ", "W8A16_GPTQ", "W4A16_AWQ"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_symmetric_weights_of_groups(tmp_path, algorithm, dtype):
