@@ -9,7 +9,7 @@ help:
 	@echo "make demo    quantize a real language model, measure it, hear it speak (a few minutes, no GPU needed)"
 	@echo "make demo-vision  train a small CNN, quantize it to INT8 and INT4, count its right answers (minutes, no GPU needed)"
 	@echo "make test    everything that needs no GPU: style, types, tests, documentation"
-	@echo "make test-vllm  the plug-in of vLLM in whole engines on a CPU (3.5 GB of packages, a quarter of an hour)"
+	@echo "make test-vllm  the plug-in of vLLM in whole engines on a CPU (3.5 GB of packages, up to three quarters of an hour)"
 	@echo "make study   the study of docs/study.md again: a GPU (DEVICE=cuda, the default) or hours on a CPU (DEVICE=cpu)"
 	@echo "make lint    style and types only"
 	@echo "make format  let ruff lay out the code"

@@ -301,11 +301,8 @@ def _tiles_of_lines(p: Problem) -> tuple[GemmCandidate, ...]:
 
 
 def _tile_of_lines(p: Problem) -> tuple[str, ...]:
-    best, *others = _tiles_of_lines(p)
-    return (
-        f"{best.tile}: modelled {best.cost_us:.1f} us as if in fragment order",
-        *(f"next best: {row.tile}, {row.cost_us:.1f} us" for row in others[:1]),
-    )
+    chosen, *next_best = _in_words(*_tiles_of_lines(p))
+    return f"{chosen} as if in fragment order", *next_best
 
 
 def _tile_16(p: Problem) -> tuple[str, ...]:

@@ -37,15 +37,6 @@ node = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(params=["namespaces", "no namespaces"])
-def spaces(request, monkeypatch):
-    """Both kinds of machine: with `unshare`, and without or where it is not allowed."""
-    if request.param == "no namespaces":
-        monkeypatch.setattr(sandbox, "_namespaces", lambda: ())
-    elif not sandbox._namespaces():
-        pytest.skip("no `unshare` here, or it is not allowed")
-
-
 def outcomes(completions, limits=PATIENT):
     """Of one completion per problem, four at a time."""
     with ThreadPoolExecutor(4) as pool:

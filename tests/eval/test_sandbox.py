@@ -35,15 +35,6 @@ os._exit(0)
 """
 
 
-@pytest.fixture(params=["namespaces", "no namespaces"])
-def spaces(request, monkeypatch):
-    """Both kinds of machine: with `unshare`, and without or where it is not allowed."""
-    if request.param == "no namespaces":
-        monkeypatch.setattr(sandbox, "_namespaces", lambda: ())
-    elif not sandbox._namespaces():
-        pytest.skip("no `unshare` here, or it is not allowed")
-
-
 @pytest.mark.parametrize(
     "program",
     [

@@ -25,6 +25,7 @@ from lowbit.models.quantize_layer import LayerQuantizer
 from lowbit.quantize import Awq, Gptq, Hqq, InputStatistics, Learned, Mixed, SmoothQuant, gptq, rtn
 from lowbit.quantize.fold import divide_outputs, multiply_inputs
 from lowbit.quantize.smoothquant import smoothing_scale
+from tests.models.written import files
 from tests.tiny import save_tiny, tiny_tokenizer
 
 CALIBRATION = Calibration(samples=6, length=24, text=Path(__file__))  # any text will do
@@ -38,10 +39,6 @@ def load(path):
 def logits(model, ids=IDS):
     with torch.inference_mode():
         return model(ids).logits
-
-
-def files(folder):
-    return {p.name: p.read_bytes() for p in sorted(Path(folder).iterdir())}
 
 
 def randomized(model):

@@ -18,6 +18,7 @@ from lowbit.models import quantize_layer
 from lowbit.models.calibrate import Calibration, unfinished_folder
 from lowbit.models.quantize_layer import LayerQuantizer
 from lowbit.quantize import Awq, Gptq, Hqq, Rtn, SmoothQuant, lorc, rtn
+from tests.models.written import files, layers
 from tests.tiny import save_tiny
 
 CALIBRATION = Calibration(samples=6, length=24, text=Path(__file__))  # any text will do
@@ -40,16 +41,6 @@ def corrected(tiny, tmp_path_factory):
 def logits(path):
     with torch.inference_mode():
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()(IDS).logits
-
-
-def layers(folder):
-    with CheckpointReader(folder) as reader:
-        reader.check()
-        return {name: reader.layer(name) for name in reader.manifest.layers}
-
-
-def files(folder):
-    return {p.name: p.read_bytes() for p in sorted(Path(folder).iterdir())}
 
 
 def test_by_hand(tiny, corrected):

@@ -20,6 +20,7 @@ from lowbit.models.calibrate import Calibration
 from lowbit.models.decoder import Decoder
 from lowbit.models.quantize_layer import LayerQuantizer
 from lowbit.quantize import Awq, Gptq, Hqq, Learned, Mixed, Rtn, SmoothQuant, rtn
+from tests.models.written import files, layers
 from tests.test_cli import run
 from tests.tiny import save_tiny
 
@@ -36,16 +37,6 @@ def tiny(tmp_path_factory):
 def logits(path):
     with torch.inference_mode():
         return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()(IDS).logits
-
-
-def layers(folder):
-    with CheckpointReader(folder) as reader:
-        reader.check()
-        return {name: reader.layer(name) for name in reader.manifest.layers}
-
-
-def files(folder):
-    return {p.name: p.read_bytes() for p in sorted(Path(folder).iterdir())}
 
 
 def test_by_hand(tiny, tmp_path):
