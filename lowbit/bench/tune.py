@@ -83,9 +83,8 @@ def products_of_model(source: str | Path, scheme: str | None) -> Products:
         raise ValueError(f"{folder}: is quantized by lowbit and states its schemes; leave out --scheme")
     elif scheme is None:
         what = "is not quantized" if found is None else f"is quantized by {found[0]}"
-        raise ValueError(
-            f"{folder}: {what}; name the scheme that it will be run with: --scheme (`lowbit inspect` prints those)"
-        )
+        where = "`lowbit schemes` explains them" if found is None else "`lowbit inspect` prints it"
+        raise ValueError(f"{folder}: {what}; name the scheme that it will be run with: --scheme ({where})")
     else:
         plan = plan_for(causal_skeleton(folder), scheme, None, False)
         layers = {name: (plan.others.get(name, plan.scheme).name, shape) for name, shape in plan.linears.items()}
