@@ -98,20 +98,25 @@ def conversion(fmt: NumberFormat, dtype: HalfType) -> Conversion:
 
 @dataclass(frozen=True)
 class SubnormalCodes:
-    """A program that turns words of integer codes into fp16 registers whose halves are code * 2^(up - 24), as masks leave them.
-    `up` has a number for each register, the bits by which its codes stay up."""
+    """A program that turns words of integer codes into registers whose halves are code * 2^(up - 24) in fp16, in bf16
+    code * 2^(up - 133), as masks leave them. `up` has a number for each register, the bits by which its codes stay up."""
 
     fields: FieldOrder
     program: Program
     up: tuple[int, ...]
 
 
+_CODE_BITS: dict[HalfType, int] = {"fp16": MANTISSA_BITS["fp16"], "bf16": MANTISSA_BITS["bf16"] + 1}
+"""Low bits of a half that are a whole number times its least one. Those of the first binade go on where subnormal numbers end:
+fp16 can do without that bit, bf16 needs it for 4-bit codes that stay up."""
+
+
 @functools.cache
-def subnormal_codes(fmt: IntFormat) -> SubnormalCodes:
+def subnormal_codes(fmt: IntFormat, dtype: HalfType) -> SubnormalCodes:
     """The codes of an integer format of up to 7 bits as subnormal halves; offsets are left to who multiplies them."""
     fields = field_order(fmt)
     builder = Builder([f"w{i}" for i in range(fields.words)])
-    placed = list(_placed(_codes(builder, fields), MANTISSA_BITS["fp16"]))
+    placed = list(_placed(_codes(builder, fields), _CODE_BITS[dtype]))
     outputs = [_moved(builder, word, slot, [bit - down for bit in slot]) for word, slot, down in placed]
     return SubnormalCodes(fields, builder.build(outputs), tuple(slot[0] - down for _, slot, down in placed))
 

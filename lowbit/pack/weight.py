@@ -24,7 +24,8 @@ Scales of groups of symmetric integers of b = 2 to 7 bits are divided so that th
 times 2^24. fp16 then multiplies a code as the subnormal number that a mask leaves, by one fma: code * 2^-24, times the scale as
 it waits, minus offset * scale; the sum is rounded once, to fp16 (parts/decode.py). The weights have the bits they would have
 otherwise where a scale is a 32nd of its row's largest or more, and are off by no more than others of their group where it is
-2^-(3 + b) of that. Where a row has smaller ones, other than 0, scales wait as said above.
+2^-(3 + b) of that. Where a row has smaller ones, other than 0, scales wait as said above. bf16 does the same with
+code * 2^-133 where the scales are bf16: the first binade goes on where subnormal numbers end, so its lowest 8 bits count alike.
 
 The kernels know groups of 16, 32, 64 and 128, a whole number of which make a step of 128 k. Scales of other groups (48,
 256, blocks of rows and k) are repeated until they are such groups: more bytes, the same weights.
@@ -90,8 +91,8 @@ def has_channel_scale(scheme: Scheme) -> bool:
 
 
 def may_be_subnormal(scheme: Scheme) -> bool:
-    """Whether fp16 can multiply codes of a scheme as the subnormal numbers that masks leave: symmetric integers of 2 to 7 bits
-    with scales of groups."""
+    """Whether kernels can multiply codes of a scheme as the subnormal numbers that masks leave: symmetric integers of 2 to 7
+    bits with scales of groups."""
     fmt = scheme.weight
     symmetric = isinstance(fmt, IntFormat) and fmt.signed and scheme.zero is ZeroPoint.NONE
     return symmetric and fmt.bits <= 7 and kernel_group(scheme) > 0

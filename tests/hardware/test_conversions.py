@@ -165,23 +165,31 @@ def test_ptxas_takes_every_program(tmp_path, sm):
     assert opcodes.count("LOP3") == 4 and half >= 4, opcodes
 
 
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("bits", range(2, 8))
-def test_codes_as_subnormal_numbers_make_the_same_weights(bits):
-    """Masks leave code * 2^(up - 24); times a scale * 2^(24 - up) less offset * scale, rounded once, are the bits of
-    codes less their offset, which are exact, times the scale. For scales down to a 32nd of the largest, of both signs."""
-    fmt, rng = number_format(f"int{bits}"), np.random.default_rng(bits)
-    masked, whole = subnormal_codes(fmt), conversion(fmt, "fp16")
+def test_codes_as_subnormal_numbers_make_the_same_weights(bits, dtype):
+    """Masks leave code * 2^up times the least number of the type; times a scale * 2^-up less offset * scale, rounded once, are
+    the bits of codes less their offset, which are exact, times the scale. For scales down to a 32nd of the largest."""
+    fmt, rng, least = number_format(f"int{bits}"), np.random.default_rng(bits), {"fp16": 24, "bf16": 133}[dtype]
+    masked, whole = subnormal_codes(fmt, dtype), conversion(fmt, dtype)
     words = rng.integers(0, 1 << 32, (masked.fields.words, 1 << 15), dtype=np.uint64).astype(np.uint32)
     waits = np.arange(0x6400, 0x7C00, dtype=np.uint16).view(np.float16).astype(np.float64)  # 1024 to 65504
+    if dtype == "bf16":  # 1024 to 65280 with 8 digits, over 2^24 times the least number as the kernels have them
+        waits = np.unique(widen_half(round_half(np.stack([waits, waits], axis=-1), np.zeros(()), dtype), dtype)) * 2.0 ** (
+            least - 24
+        )
     waits = rng.choice(waits, words.shape[1]) * rng.choice([-1.0, 1.0], words.shape[1])
 
     def pair(values):
-        return round_half(np.stack([values, values], axis=-1), np.zeros(()), "fp16")
+        return round_half(np.stack([values, values], axis=-1), np.zeros(()), dtype)
 
-    minus = HalfArithmetic("", "mul", "fp16", "", "").evaluate(pair(waits), pair(np.full(len(waits), fmt.min * 2.0**-24)))
+    def times(a, b):
+        return HalfArithmetic("", "mul", dtype, "", "").evaluate(a, b)
+
+    minus = times(pair(waits), pair(np.full(len(waits), fmt.min * 2.0**-least)))
     for register, up, exact in zip(masked.program.run(list(words)), masked.up, whole.program.run(list(words)), strict=True):
-        times = HalfArithmetic("", "mul", "fp16", "", "").evaluate(pair(waits), pair(np.full(len(waits), 2.0**-up)))
-        assert np.array_equal(widen_half(register, "fp16") * 2.0 ** (24 - up) + fmt.min, widen_half(exact, "fp16"))
-        found = widen_half(HalfFma("", "fp16", "", "", "").evaluate(register, times, minus), "fp16")
-        today = widen_half(HalfArithmetic("", "mul", "fp16", "", "").evaluate(exact, pair(waits * 2.0**-17)), "fp16")
-        assert np.array_equal(found * 2.0**7, today)
+        scale = times(pair(waits), pair(np.full(len(waits), 2.0**-up)))
+        assert np.array_equal(widen_half(register, dtype) * 2.0 ** (least - up) + fmt.min, widen_half(exact, dtype))
+        found = widen_half(HalfFma("", dtype, "", "", "").evaluate(register, scale, minus), dtype)
+        today = widen_half(times(exact, pair(waits * 2.0**-17)), dtype)
+        assert np.array_equal(found * 2.0 ** (least - 17), today)

@@ -105,6 +105,41 @@ def test_one_hot_activations_return_the_weights(scheme, dtype, m):
     assert torch.equal(fragment_gemm(x, FragmentWeight.pack(q)), expected)
 
 
+OF_BF16 = [
+    "w2a16_g64",
+    "w3a16_g128",
+    "w4a16_g128",
+    "w4a16_g32",
+    "w5a16_g32",
+    "w6a16_g128",
+    "w7a16_g64",
+    "w4a16_g128_z",
+    "w6e3m2a16_g128",
+]
+"""Schemes whose scales are bf16 where the weights are."""
+
+
+def quantized_bf16(scheme, n, k) -> QuantTensor:
+    q = rtn(torch.randn(n, k, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).bfloat16() * 0.05, scheme)
+    assert q.scale.dtype == torch.bfloat16
+    return q
+
+
+@gpu
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("scheme", OF_BF16)
+@pytest.mark.parametrize("m", [8, 32, 300])
+def test_scales_in_bf16(scheme, dtype, m):
+    """Integers are multiplied as the least numbers of bf16: the same weights to the bit, and the same products."""
+    q = quantized_bf16(scheme, 200, 704)
+    w, columns = FragmentWeight.pack(q), torch.randint(704, (m,), device="cuda")
+    one_hot = torch.nn.functional.one_hot(columns, 704).to(dtype)
+    assert torch.equal(fragment_gemm(one_hot, w), q.dequantize(torch.float32)[:, columns].T.to(dtype))
+    x = torch.randn(m, 704, device="cuda", dtype=dtype)
+    reference, plain = mixed_gemm_reference(x, q), torch.nn.functional.linear(x, q.dequantize(dtype))
+    assert relative_error(fragment_gemm(x, w), reference) <= 1.5 * relative_error(plain, reference) + 1e-5
+
+
 @gpu
 @settings(deadline=None, max_examples=25, suppress_health_check=list(HealthCheck))
 @given(

@@ -13,7 +13,7 @@ from lowbit.kernels.reference.gemm import mixed_gemm_reference
 from lowbit.ops.fragment_gemm import aligned_rows, wide_plan
 from lowbit.ops.workspace import workspace
 from lowbit.pack import FragmentWeight, weight_form
-from tests.ops.test_fragment_gemm import SCHEMES, quantized, relative_error
+from tests.ops.test_fragment_gemm import OF_BF16, SCHEMES, quantized, quantized_bf16, relative_error
 from tests.ops.test_gated_gemm import gated_by
 
 pytestmark = pytest.mark.gpu
@@ -59,6 +59,17 @@ def test_against_float64(scheme, dtype, m, n, k):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_one_hot_activations_return_the_weights(scheme, dtype):
     q = quantized(scheme, 272, 704)
+    columns = torch.randperm(704, device="cuda")[:100]
+    x = torch.nn.functional.one_hot(columns, 704).to(dtype)
+    expected = q.dequantize(torch.float32)[:, columns].T.to(dtype)
+    for tile in (LARGE, SMALL):
+        assert torch.equal(product(tile, x, FragmentWeight.pack(q)), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scheme", OF_BF16)
+def test_scales_in_bf16(scheme, dtype):
+    q = quantized_bf16(scheme, 272, 704)
     columns = torch.randperm(704, device="cuda")[:100]
     x = torch.nn.functional.one_hot(columns, 704).to(dtype)
     expected = q.dequantize(torch.float32)[:, columns].T.to(dtype)

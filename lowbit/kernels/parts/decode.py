@@ -18,6 +18,9 @@ from lowbit.kernels.parts.operand import REGISTERS
 
 TILE_K = 64
 
+_BF16_ROOM = 133 - 24
+"""Powers of two by which the least subnormal number of bf16 is below that of fp16."""
+
 INSTRUCTION = 4
 """Registers of operand A of one matrix instruction."""
 
@@ -27,7 +30,8 @@ class Decode:
     """Codes of `format` to fp16 or bf16, with scales per group of k (`group` 16, 32, 64, 128) or without (0).
 
     `zero` is "none", "integer" (w = (code - zero) * scale) or "float" (w = code * scale + zero). Every weight is rounded once.
-    With `subnormal`, scales wait times 2^24 (pack/weight.py): fp16 multiplies codes as the subnormal numbers that masks leave.
+    With `subnormal`, scales wait times 2^24 (pack/weight.py): codes are multiplied as the subnormal numbers that masks leave,
+    in fp16, and in bf16 where the scales are bf16 too.
     """
 
     format: str
@@ -92,7 +96,7 @@ class Decode:
     @property
     def masked(self) -> bool:
         """Whether codes are multiplied as subnormal numbers."""
-        return self.subnormal and self.dtype == "fp16"
+        return self.subnormal and (self.dtype == "fp16" or self.scale_dtype == "bf16")
 
     @property
     def types(self) -> tuple[gl.dtype, ...]:
@@ -219,7 +223,7 @@ class Decode:
     def _subnormal_codes(self) -> SubnormalCodes:
         fmt = self.conversion.format
         assert isinstance(fmt, IntFormat)
-        return subnormal_codes(fmt)
+        return subnormal_codes(fmt, self.dtype)
 
     @property
     def _in_two_parts(self) -> bool:
@@ -261,16 +265,17 @@ class Decode:
         return lines
 
     def _prepare_subnormal(self, word: str, name: dict[str, str]) -> list[str]:
-        """scale * 2^(24 - up) and -offset * scale, exact."""
+        """scale * 2^(24 - up), in bf16 2^(133 - up), over 2^24, and -offset * scale, exact."""
         lines = ["{ .reg .b32 f;", f"mov.b32 f, {word};"]
-        if self.scale_dtype == "bf16":
+        if self.scale_dtype != self.dtype:
             lines.append(_PAIR_TO_FP16)
+        room = 0 if self.dtype == "fp16" else _BF16_ROOM
         for up in sorted(set(self._subnormal_codes.up)):
-            if up:
-                lines += [f"mov.b32 t, 0x{half_pair(2.0**-up, 'fp16'):08x};", "mul.rn.f16x2 t, f, t;"]
-            lines += _both("t" if up else "f", name, f"up{up}")
-        minus = half_pair(self.conversion.format.min * 2.0**-24, "fp16")
-        return [*lines, f"mov.b32 t, 0x{minus:08x};", "mul.rn.f16x2 t, f, t;", *_both("t", name, "minus"), "}"]
+            if room - up:
+                lines += [f"mov.b32 t, 0x{half_pair(2.0 ** (room - up), self.dtype):08x};", self._mul("t", "f", "t")]
+            lines += _both("t" if room - up else "f", name, f"up{up}")
+        minus = half_pair(self.conversion.format.min * 2.0**-24, self.dtype)
+        return [*lines, f"mov.b32 t, 0x{minus:08x};", self._mul("t", "f", "t"), *_both("t", name, "minus"), "}"]
 
     def _prepare_two_parts(self, words: list[str], name: dict[str, str]) -> list[str]:
         """A scale of 11 bits as bf16 high + low part."""
@@ -295,7 +300,7 @@ class Decode:
             row = i % 2
             if self.masked:  # (code - offset) * scale in one fma
                 up = self._subnormal_codes.up[self.output_of(i)]
-                lines.append(f"fma.rn.f16x2 a{i}, a{i}, {name[f'up{up}_{row}']}, {name[f'minus_{row}']};")
+                lines.append(self._fma(f"a{i}", f"a{i}", name[f"up{up}_{row}"], name[f"minus_{row}"]))
                 continue
             if self.zero == "float":
                 lines.append(self._fma(f"a{i}", f"a{i}", name[f"scale_{row}"], name[f"zero_{row}"]))

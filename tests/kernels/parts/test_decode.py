@@ -9,6 +9,8 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
+from lowbit.formats import number_format
+from lowbit.hardware.conversions import subnormal_codes
 from lowbit.kernels.parts.decode import Decode
 from tests.kernels.parts.plain import check_operands, operands
 
@@ -33,13 +35,21 @@ def test_ptx_names_its_operands(fmt, group):
 
 
 @pytest.mark.parametrize("bits", range(2, 8))
-@pytest.mark.parametrize("scale_dtype", ["fp16", "bf16"])
-def test_codes_as_subnormal_numbers(bits, scale_dtype):
-    """One fma for each register, after masks; bf16, whose smallest numbers are others, decodes as ever."""
-    decode = Decode(f"int{bits}", "fp16", 64, "none", scale_dtype, True)
+@pytest.mark.parametrize(("dtype", "scale_dtype"), [("fp16", "fp16"), ("fp16", "bf16"), ("bf16", "bf16")])
+def test_codes_as_subnormal_numbers(bits, dtype, scale_dtype):
+    """One fma for each register, after masks: in bf16 as in fp16."""
+    decode = Decode(f"int{bits}", dtype, 64, "none", scale_dtype, True)
     check_operands(decode.asm, decode.constraints)
-    assert decode.asm.count("fma.rn.f16x2") == 16 and "sub." not in decode.asm and decode.epilogue_factor == 2.0**24
-    plain, marked = (Decode(f"int{bits}", "bf16", 64, "none", scale_dtype, subnormal) for subnormal in (False, True))
+    scales = len(set(subnormal_codes(number_format(f"int{bits}"), "bf16").up))
+    own = 0 if dtype == "fp16" else scales + 1  # bf16 multiplies by fma: the group's scale for each place, and by the offset
+    assert decode.asm.count(f"fma.rn.{'f16x2' if dtype == 'fp16' else 'bf16x2'}") == 16 + own
+    assert "sub." not in decode.asm and decode.epilogue_factor == 2.0**24
+
+
+@pytest.mark.parametrize("bits", range(2, 8))
+def test_scales_with_more_digits_than_bf16(bits):
+    """Weights in bf16 with scales in fp16 are decoded as ever."""
+    plain, marked = (Decode(f"int{bits}", "bf16", 64, "none", "fp16", subnormal) for subnormal in (False, True))
     assert plain.asm == marked.asm and marked.epilogue_factor == 1.0
 
 
