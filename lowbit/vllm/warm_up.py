@@ -34,8 +34,9 @@ def compile_kernels(product: Product, k: int, dtype: torch.dtype, counts: tuple[
 
     On a GPU; a CPU has nothing to compile. Layers alike launch the same kernels, so that the second finds none missing.
     """
-    forms = tuple((q.scheme_name, q.shape, q.weight_scale.dtype, q.has_channels, q.batch_invariant) for q in product.linears)
-    alike = (forms, k, dtype, counts, bias is None)
+    forms = tuple((q.scheme_name, q.shape, q.weight_scale.dtype, q.batch_invariant) for q in product.linears)
+    of_x = tuple((q.has_channels, q.hadamard, q.activation_scale is None) for q in product.linears)
+    alike = (forms, of_x, k, dtype, counts, bias is None)
     if not forms or product.linears[0].weight_scale.device.type != "cuda" or alike in _compiled:
         return 0
     from lowbit.engine.warm_up import compiled
