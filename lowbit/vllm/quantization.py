@@ -90,10 +90,11 @@ class LowbitQuantization(QuantizationConfig):
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
         from lowbit.vllm.complete import is_experts, watch_loader
-        from lowbit.vllm.methods import LowbitEmbeddingMethod, LowbitLinearMethod, is_tied, model_type
+        from lowbit.vllm.methods import LowbitEmbeddingMethod, LowbitLinearMethod, compile_together, is_tied, model_type
         from lowbit.vllm.sources import End, order_refusals
 
         watch_loader()
+        compile_together()
         prefix = prefix.removeprefix(_DRAFT)
         if isinstance(layer, LinearBase):
             matrices = self.source.matrices(prefix, self.packed_modules_mapping, torch.get_default_dtype())

@@ -96,6 +96,31 @@ print(QUANTIZATION_METHODS.count("lowbit"), get_quantization_config("lowbit").__
     assert forked(code, imported=("vllm",), **SETTINGS).splitlines()[-1] == "1 LowbitQuantization"
 
 
+def test_kernels_are_compiled_when_all_layers_are_processed():
+    code = """
+from unittest.mock import MagicMock
+import torch
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader import base_loader
+import lowbit.engine.warm_up
+from lowbit.vllm.methods import compile_together
+from lowbit.vllm.warm_up import compile_soon
+class Method(QuantizeMethodBase):
+    def create_weights(self, layer): pass
+    def apply(self, layer): pass
+    def process_weights_after_loading(self, layer): compile_soon([layer.name], 90), print(layer.name)
+def layer(name):
+    made = torch.nn.Module()
+    made.name, made.quant_method = name, Method()
+    return made
+lowbit.engine.warm_up.compiled = lambda wanted, sm: [print(*wanted, sm)]
+compile_together(), compile_together()
+model = torch.nn.Sequential(layer("a"), layer("b"))
+base_loader.process_weights_after_loading(model, MagicMock(), torch.device("cpu"))
+"""
+    assert forked(code, imported=("vllm",), **SETTINGS).splitlines()[-3:] == ["a", "b", "a b 90"]
+
+
 def test_mixed_bits_act_order_and_a_tied_embedding(tmp_path):
     folder = packed(
         tmp_path / "model", MIXED, tied=True, embedding="w8a16", order=("o_proj", "down_proj"), factors=("o_proj",),
