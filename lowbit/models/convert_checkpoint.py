@@ -172,7 +172,7 @@ class _Converter:
 
     def _plain(self, name: str) -> None:
         tensor = self.contents.plain(name)
-        written = self.contents.names.written(name) if self.report.target == "lowbit" else name
+        written = self.contents.names.written(name, self.report.layers) if self.report.target == "lowbit" else name
         names = (written,) if self.target is None else self.target.plain(written)
         self._add({new: tensor if i == 0 else tensor.clone() for i, new in enumerate(names)})
 

@@ -332,6 +332,9 @@ def _malloc_trim() -> Callable[[int], int] | None:
 _READ_BY_THE_MODEL = {"longt5": ("wo",), "switch_transformers": ("wo",)}
 """Layers whose `weight` a model's code looks at, though its class does not keep them in float32 as T5's does, by model type."""
 
+_GATES = ("shared_expert_gate",)
+"""Layers of one output that weigh an expert, which engines have in 16 bits, as they have routers."""
+
 
 def _model_type(model: nn.Module) -> str:
     return str(getattr(getattr(model, "config", None), "model_type", ""))
@@ -339,8 +342,9 @@ def _model_type(model: nn.Module) -> str:
 
 def plan_for(model: nn.Module, scheme: str, skip: Iterable[str] | None, embeddings: bool, head: str | None = None) -> Plan:
     """`plan_conversion` for a Transformers model: knows its output embedding, the ties its config asks for, and what its class
-    keeps in float32 (T5's `wo`, which overflows fp16 and whose `weight` it looks at), which stays so. With `head`, LM head and
-    embedding of a model that has layers to quantize are in this scheme, whatever `skip` and `embeddings` say."""
+    keeps in float32 (T5's `wo`, which overflows fp16 and whose `weight` it looks at), which stays so, as do gates of experts.
+    With `head`, LM head and embedding of a model that has layers to quantize are in this scheme, whatever `skip` and
+    `embeddings` say."""
     if skip is None and not embeddings:
         output = model.get_output_embeddings()  # type: ignore[operator]
         skip = [name for name, module in model.named_modules() if module is output] or ["lm_head"]
@@ -350,7 +354,7 @@ def plan_for(model: nn.Module, scheme: str, skip: Iterable[str] | None, embeddin
         for target, source in mapping.items()
         if target.endswith(".weight") and source.endswith(".weight")
     }
-    kept = [*(getattr(model, "_keep_in_fp32_modules", None) or ()), *_READ_BY_THE_MODEL.get(_model_type(model), ())]
+    kept = [*(getattr(model, "_keep_in_fp32_modules", None) or ()), *_READ_BY_THE_MODEL.get(_model_type(model), ()), *_GATES]
     skip = (*(skip or ()), *(pattern for name in kept for pattern in (name, f"*.{name}")))
     plan = plan_conversion(model, scheme, skip=skip, embeddings=embeddings, tied=ties)
     return plan if head is None else _with_ends(plan, model, ties, parse_scheme(head))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from transformers import PreTrainedModel
@@ -52,11 +52,15 @@ class Names:
         place = self.place(tensor)
         return None if place is None or place.through else place.parameters[0]
 
-    def written(self, tensor: str) -> str:
-        """The name under which a tensor is written so that it is found again: the model's own where it is a parameter as it
-        is, else the one it has."""
+    def written(self, tensor: str, packed: Container[str]) -> str:
+        """The name under which a tensor that is not quantized is written: that of the source, which servers know. The model's
+        own for tensors of the modules `packed`, whose codes have that, and where names of the source are those of a base model,
+        without the prefix that the codes have."""
         name = self.parameter(tensor)
-        return tensor if name is None or self.parameter(name) != name else name
+        if name is None or self.parameter(name) != name:
+            return tensor
+        renamed, _ = rename_source_key(tensor, self._renamings, self._converters)
+        return name if renamed != name or name.rpartition(".")[0] in packed else tensor
 
     def modules(self, plan: Plan, tensors: Iterable[str]) -> dict[str, str]:
         """Tensor name in the files -> name of the module whose weight it is, for modules of the plan. One tensor of tied

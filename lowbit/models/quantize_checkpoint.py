@@ -106,7 +106,7 @@ def quantize_checkpoint(
                     del q, value
                     give_back_freed_memory()
                 elif module not in plan.tied:
-                    writer.add(names.written(tensor), weights.plain(tensor))
+                    writer.add(names.written(tensor, plan.shapes), weights.plain(tensor))
             manifest = dataclasses.replace(manifest_of(plan, entries), rotation=rotation)
             writer.finish(reader.config, manifest, copy_from=source)
         weights.done()

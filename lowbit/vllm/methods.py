@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,13 +12,28 @@ from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader import base_loader
 
 from lowbit.formats import QuantTensor
 from lowbit.nn import QuantEmbedding
 from lowbit.vllm.loading import Cut, Loading, expect, loaded, usual_defaults, whole_outputs
 from lowbit.vllm.matrices import Matrix
 from lowbit.vllm.product import Piece, Product
-from lowbit.vllm.warm_up import compile_kernels, token_counts
+from lowbit.vllm.warm_up import compile_kernels, together, token_counts
+
+
+@functools.cache
+def compile_together() -> None:
+    """Has vLLM's loader compile the kernels of all layers of a model at once, in this process; a loader that processes them in
+    its own way has those of each compiled by themselves."""
+    process = base_loader.process_weights_after_loading
+
+    @functools.wraps(process)
+    def process_weights_after_loading(*given: Any, **options: Any) -> None:
+        with together():
+            process(*given, **options)
+
+    base_loader.process_weights_after_loading = process_weights_after_loading
 
 
 def is_tied() -> bool:

@@ -89,11 +89,12 @@ class LowbitQuantization(QuantizationConfig):
         from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, UnquantizedLinearMethod
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-        from lowbit.vllm.complete import watch_loader
-        from lowbit.vllm.methods import LowbitEmbeddingMethod, LowbitLinearMethod, is_tied, model_type
+        from lowbit.vllm.complete import is_experts, watch_loader
+        from lowbit.vllm.methods import LowbitEmbeddingMethod, LowbitLinearMethod, compile_together, is_tied, model_type
         from lowbit.vllm.sources import End, order_refusals
 
         watch_loader()
+        compile_together()
         prefix = prefix.removeprefix(_DRAFT)
         if isinstance(layer, LinearBase):
             matrices = self.source.matrices(prefix, self.packed_modules_mapping, torch.get_default_dtype())
@@ -113,7 +114,7 @@ class LowbitQuantization(QuantizationConfig):
             end = End(prefix, shape, isinstance(layer, ParallelLMHead), is_tied())
             matrix = self.source.end(end, torch.get_default_dtype())
             return None if matrix is None else LowbitEmbeddingMethod(matrix, end.is_head or end.tied)
-        if any(cls.__name__ in ("RoutedExperts", "FusedMoE") for cls in type(layer).__mro__):
+        if is_experts(layer):
             reasons = self.source.expert_refusals(prefix)
             if reasons:
                 raise ValueError(f"{prefix}: {'; '.join(reasons)}")

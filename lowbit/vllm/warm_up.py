@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lowbit.vllm.product import Product
+
+if TYPE_CHECKING:
+    from lowbit.kernels.parts.launch import Wanted
 
 FEW = 64
 """Up to so many tokens every number may have a tile of its own."""
@@ -29,16 +33,47 @@ _compiled: set[Any] = set()
 """What was compiled for in this process: a model has many layers alike."""
 
 
+_noted: list[tuple[Wanted, int]] | None = None
+"""Kernels of layers before, with their GPU's compute capability, within `together`."""
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Within it, kernels are only noted; when it ends, those of all layers are compiled at once. Each time that processes are
+    started for it, they import torch and Triton first."""
+    global _noted
+    _noted = []
+    try:
+        yield
+        noted = _noted
+    finally:
+        _noted = None
+    for sm in dict.fromkeys(sm for _, sm in noted):
+        compile_soon([each for each, of in noted if of == sm], sm)
+
+
+def compile_soon(wanted: Sequence[Wanted], sm: int) -> None:
+    """Compiles kernels, now or where `together` ends, each once."""
+    from lowbit.engine.warm_up import compiled
+
+    if _noted is None:
+        for _ in compiled(wanted, sm):
+            pass
+        return
+    _noted.extend((each, sm) for each in wanted if (each, sm) not in _noted)
+
+
 def compile_kernels(product: Product, k: int, dtype: torch.dtype, counts: tuple[int, ...], bias: Tensor | None = None) -> int:
-    """Compiles what `product` launches for x [count, k] of `dtype`, for every count; returns how many kernels were missing.
+    """Compiles what `product` launches for x [count, k] of `dtype`, for every count, or notes it (`together`); returns how many
+    kernels were missing.
 
     On a GPU; a CPU has nothing to compile. Layers alike launch the same kernels, so that the second finds none missing.
     """
-    forms = tuple((q.scheme_name, q.shape, q.weight_scale.dtype, q.has_channels, q.batch_invariant) for q in product.linears)
-    alike = (forms, k, dtype, counts, bias is None)
+    forms = tuple((q.scheme_name, q.shape, q.weight_scale.dtype, q.batch_invariant) for q in product.linears)
+    of_x = tuple((q.has_channels, q.hadamard, q.activation_scale is None) for q in product.linears)
+    alike = (forms, of_x, k, dtype, counts, bias is None)
     if not forms or product.linears[0].weight_scale.device.type != "cuda" or alike in _compiled:
         return 0
-    from lowbit.engine.warm_up import compiled
     from lowbit.hardware.machine import machine_of
     from lowbit.kernels.parts.launch import recording
 
@@ -48,6 +83,5 @@ def compile_kernels(product: Product, k: int, dtype: torch.dtype, counts: tuple[
         x = torch.zeros((max(counts), k), dtype=dtype, device=device)
         for count in counts:
             product(x[:count], bias)
-    for _ in compiled(wanted, machine_of(device).arch.sm):
-        pass
+    compile_soon(wanted, machine_of(device).arch.sm)
     return len(wanted)

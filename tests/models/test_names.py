@@ -20,6 +20,8 @@ from transformers import (
     LlavaForConditionalGeneration,
     MixtralConfig,
     MixtralForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     ViTConfig,
     ViTForImageClassification,
 )
@@ -107,6 +109,34 @@ def test_what_transformers_merges_is_kept_with_the_reason(tmp_path):
     assert sorted({name.rpartition(".")[2] for name in plan.linears}) == ["k_proj", "o_proj", "q_proj", "v_proj"]
     experts = [row for row in plan.kept if "experts" in row.name]
     assert len(experts) == 2 and all("3-dimensional" in row.reason and row.weights for row in experts)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_not_quantized_keeps_its_name(name, tmp_path):
+    """Servers know the names of the source: Mixtral's router is block_sparse_moe.gate there, mlp.gate in Transformers."""
+    source = saved(name, tmp_path / "plain")
+    plan = quantize_checkpoint(source, tmp_path / "q", "w8a16")
+    with CheckpointReader(source) as before, CheckpointReader(tmp_path / "q") as after:
+        names, found = Names(skeleton(source)), set(after.names())
+        own = {tensor: names.parameter(tensor) or tensor for tensor in before.names()}
+        quantized = {tensor for tensor in own if own[tensor].rpartition(".")[0] in plan.shapes}
+        assert {tensor for tensor in own if tensor not in quantized} <= found
+        assert {own[tensor] for tensor in quantized if not tensor.endswith(".weight")} <= found
+        assert len(found) == len(own) + len(plan.shapes)  # codes and scales for each weight
+
+
+def test_the_gate_of_a_shared_expert_stays_in_16_bits(tmp_path):
+    config = Qwen2MoeConfig(
+        **SMALL, vocab_size=160, num_key_value_heads=2, num_experts=4, moe_intermediate_size=32,
+        shared_expert_intermediate_size=64,
+    )  # fmt: skip
+    Qwen2MoeForCausalLM(config).save_pretrained(tmp_path / "plain")
+    plan = quantize_checkpoint(tmp_path / "plain", tmp_path / "q", "w8a16")
+    assert {name.rpartition("mlp.")[2] for name in plan.shapes if "mlp" in name} == {
+        "shared_expert.gate_proj", "shared_expert.up_proj", "shared_expert.down_proj"
+    }  # fmt: skip
+    in_memory = load(tmp_path / "plain", quantization_config=LowbitConfig("w8a16"))
+    assert torch.equal(outputs("mixtral", load(tmp_path / "q")), outputs("mixtral", in_memory))
 
 
 class TestFusedFiles:

@@ -16,6 +16,10 @@ from transformers import (
     BloomForCausalLM,
     FalconConfig,
     FalconForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -92,12 +96,44 @@ print(QUANTIZATION_METHODS.count("lowbit"), get_quantization_config("lowbit").__
     assert forked(code, imported=("vllm",), **SETTINGS).splitlines()[-1] == "1 LowbitQuantization"
 
 
+def test_kernels_are_compiled_when_all_layers_are_processed():
+    code = """
+from unittest.mock import MagicMock
+import torch
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.model_loader import base_loader
+import lowbit.engine.warm_up
+from lowbit.vllm.methods import compile_together
+from lowbit.vllm.warm_up import compile_soon
+class Method(QuantizeMethodBase):
+    def create_weights(self, layer): pass
+    def apply(self, layer): pass
+    def process_weights_after_loading(self, layer): compile_soon([layer.name], 90), print(layer.name)
+def layer(name):
+    made = torch.nn.Module()
+    made.name, made.quant_method = name, Method()
+    return made
+lowbit.engine.warm_up.compiled = lambda wanted, sm: [print(*wanted, sm)]
+compile_together(), compile_together()
+model = torch.nn.Sequential(layer("a"), layer("b"))
+base_loader.process_weights_after_loading(model, MagicMock(), torch.device("cpu"))
+"""
+    assert forked(code, imported=("vllm",), **SETTINGS).splitlines()[-3:] == ["a", "b", "a b 90"]
+
+
 def test_mixed_bits_act_order_and_a_tied_embedding(tmp_path):
     folder = packed(
         tmp_path / "model", MIXED, tied=True, embedding="w8a16", order=("o_proj", "down_proj"), factors=("o_proj",),
         low_rank=("up_proj", "down_proj"),
     )  # fmt: skip
     assert served(folder) == ours(folder)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_inputs_that_are_rotated(tmp_path, ranks):
+    """Of every layer: blocks of 64 channels, and down_proj's 192 of each of two ranks are three of them."""
+    quantize_checkpoint(plain(tmp_path / "model"), tmp_path / "own", "w4a16_g32", rotate_inputs=["*_proj"])
+    assert served(tmp_path / "own", tensor_parallel_size=ranks) == ours(tmp_path / "own")
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -210,17 +246,23 @@ def test_packed_rows_that_vllm_rearranges_are_refused(tmp_path):
         served(tmp_path / "own")
 
 
-def test_experts_stay_in_16_bits_where_that_is_said(tmp_path):
+EXPERTS = dict(
+    vocab_size=160, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+    num_experts_per_tok=2, bos_token_id=None, eos_token_id=None, pad_token_id=None, dtype=torch.float32,
+)  # fmt: skip
+
+
+def of_experts(model):
+    """The model with other random weights, by which its next token depends on all before."""
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=160, hidden_size=128, moe_intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=32, num_experts=4, num_experts_per_tok=2, bos_token_id=None, eos_token_id=None,
-        dtype=torch.float32,
-    )  # fmt: skip
-    model = Qwen3MoeForCausalLM(config).eval()
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=2 * parameter.shape[-1] ** -0.5)
+    return model.eval()
+
+
+def test_experts_stay_in_16_bits_where_that_is_said(tmp_path):
+    model = of_experts(Qwen3MoeForCausalLM(Qwen3MoeConfig(**EXPERTS, moe_intermediate_size=64, num_experts=4)))
     saved(model, tmp_path / "model")
     for layer in model.model.layers.modules():
         if isinstance(layer, torch.nn.Linear):
@@ -230,6 +272,34 @@ def test_experts_stay_in_16_bits_where_that_is_said(tmp_path):
         served(tmp_path / "model", hf_overrides={"quantization_config": stated})
     stated["modules_to_not_convert"] = ["*.experts"]
     assert served(tmp_path / "model", hf_overrides={"quantization_config": stated}) == generated(model, PROMPTS)
+
+
+def mixtral():
+    return of_experts(MixtralForCausalLM(MixtralConfig(**EXPERTS, intermediate_size=64, num_local_experts=4)))
+
+
+def qwen2_moe():
+    sizes = dict(moe_intermediate_size=64, shared_expert_intermediate_size=96, num_experts=4)
+    return of_experts(Qwen2MoeForCausalLM(Qwen2MoeConfig(**EXPERTS, **sizes)))
+
+
+@pytest.mark.parametrize("made", [mixtral, qwen2_moe])
+def test_experts_of_a_quantized_model_are_in_16_bits(made, tmp_path):
+    """Routers and experts have the names of the source, which vLLM's model knows."""
+    saved(made(), tmp_path / "model")
+    quantize_checkpoint(tmp_path / "model", tmp_path / "own", "w8a16")
+    assert served(tmp_path / "own") == ours(tmp_path / "own")
+
+
+@pytest.mark.parametrize(("lacking", "said"), [("w1", "w13_weight"), ("w2", "w2_weight"), ("w3", "w13_weight")])
+def test_an_expert_that_the_files_lack_is_named(lacking, said, tmp_path):
+    saved(mixtral(), tmp_path / "model")
+    quantize_checkpoint(tmp_path / "model", tmp_path / "own", "w8a16")
+    tensors = load_file(tmp_path / "own" / "model.safetensors")
+    del tensors[f"model.layers.1.block_sparse_moe.experts.2.{lacking}.weight"]
+    save_file(tensors, tmp_path / "own" / "model.safetensors")
+    with pytest.raises(AssertionError, match=rf"files lack numbers of model\.layers\.1\.\S*\.{said}\[2\], or hold NaN"):
+        served(tmp_path / "own")
 
 
 def saved(model, folder):
@@ -262,7 +332,7 @@ def test_the_demos_model(tmp_path, scheme, embeddings):
         ("layers.1.self_attn.k_proj.weight", "files lack numbers of model.layers.1.self_attn.qkv_proj.weight, or hold NaN"),
         ("layers.0.self_attn.v_proj.bias", "files lack numbers of model.layers.0.self_attn.qkv_proj.bias"),
         ("embed_tokens.weight", "embed_tokens.weight"),
-        ("layers.0.input_layernorm.weight", "model.layers.0.input_layernorm.weight"),
+        ("layers.0.input_layernorm.weight", 'model.layers.0.input_layernorm.weight.*"enable_weights_track": false}\' loads it'),
     ],
 )
 def test_a_file_that_lacks_a_tensor_is_named(tmp_path, lacking, said):
@@ -275,6 +345,15 @@ def test_a_file_that_lacks_a_tensor_is_named(tmp_path, lacking, said):
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(AssertionError, match=said):
         served(folder)
+
+
+def test_a_norm_that_the_files_lack_is_left_out_on_request(tmp_path):
+    """vLLM makes it of ones, which it is here."""
+    folder = packed(tmp_path / "model", MIXED)
+    expected, tensors = ours(folder), load_file(folder / "model.safetensors")
+    del tensors["model.layers.0.input_layernorm.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    assert served(folder, model_loader_extra_config={"enable_weights_track": False}) == expected
 
 
 def test_a_tensor_that_config_json_does_not_state_is_named(tmp_path):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 
 from lowbit.checkpoint import CheckpointError, LayerEntry, Manifest, layer_tensors
-from lowbit.formats import QuantTensor, parse_scheme
+from lowbit.formats import QuantTensor, parse_scheme, rotate_blocks
 from lowbit.nn import QuantLinear
 from lowbit.quantize import rtn
 from lowbit.vllm import version_refusals
@@ -28,8 +29,10 @@ def weight(n, seed=0, k=K):
     return torch.randn(n, k, generator=torch.Generator().manual_seed(seed))
 
 
-def packed(name, n, scheme, seed=0, k=K, channels=False):
-    q = rtn(weight(n, seed, k), scheme)
+def packed(name, n, scheme, seed=0, k=K, channels=False, rotated=0):
+    """`rotated`: channels of a block in which its input is rotated at run time."""
+    w = weight(n, seed, k)
+    q = replace(rtn(rotate_blocks(w, rotated) if rotated else w, scheme), hadamard=rotated)
     q = with_channels(q) if channels else q
     return PackedMatrix(name, LayerEntry.of(q)), q
 
@@ -142,6 +145,51 @@ def test_parts_of_input_channels_add_up(name, ranks, channels):
         product = loaded(Cut((48,), (48,), rank, ranks, ranks_along_k=ranks), [(matrix, q, None)])
         total += product(x[:, rank * K // ranks : (rank + 1) * K // ranks], None)
     close(total, x @ dense(q).T)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("block", [16, 64])
+@pytest.mark.parametrize("name", ["w4a16_g64", "w4a16_g128", "w3a16_g32_z", "w8a8", "w6e3m2a16"])
+def test_parts_of_rotated_input_channels_add_up(name, block, ranks):
+    """256 channels: each of four ranks has one block of 64."""
+    matrix, q = packed("down_proj", 48, name, rotated=block)
+    x, total = weight(5, 9), torch.zeros(5, 48)
+    for rank in range(ranks):
+        product = loaded(Cut((48,), (48,), rank, ranks, ranks_along_k=ranks), [(matrix, q, None)])
+        total += product(x[:, rank * K // ranks : (rank + 1) * K // ranks], None)
+    expected = x @ dense(q).T
+    if q.scheme.activation is None:
+        close(total, expected)
+    assert (total - expected).norm() < 0.02 * expected.norm()
+    assert (x @ dense(replace(q, hadamard=0)).T - expected).norm() > expected.norm(), "what it is without a rotation"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_rotated_inputs_of_q_k_and_v(ranks):
+    """One product where all rotate alike, else one for each way."""
+    sizes, x = (64, 32, 32), weight(5, 9)
+    for blocks, products in (((64, 64, 64), 1), ((64, 64, 0), 2), ((64, 16, 64), 3)):
+        held = [
+            (*packed(of, n, "w4a16_g64", number, rotated=block), of)
+            for number, (of, n, block) in enumerate(zip("qkv", sizes, blocks, strict=True))
+        ]
+        for rank in range(ranks):
+            own = [n // ranks for n in sizes]
+            product = loaded(Cut(tuple(own), sizes, rank, ranks), held)
+            rows = [slice(rank * part, (rank + 1) * part) for part in own]
+            assert len(product.factors) == products
+            close(product(x, None), torch.cat([x @ dense(q)[r].T for (_, q, _), r in zip(held, rows, strict=True)], dim=1))
+
+
+@pytest.mark.parametrize(("block", "ranks", "order"), [(64, 8, False), (256, 2, False), (64, 2, True)])
+def test_blocks_of_rotated_channels_are_not_cut(block, ranks, order):
+    """A rank's channels would be rotated among themselves, and the sum of all be wrong."""
+    matrix, q = packed("down_proj", 48, "w4a16_g16", rotated=block)
+    if order:
+        q = with_channels(q, pre_quant_scale=None)
+        matrix = PackedMatrix("down_proj", LayerEntry.of(q))
+    with pytest.raises(CheckpointError, match=f"down_proj: cannot be split .* rotated in blocks of {block} channels are split"):
+        loaded(Cut((48,), (48,), 0, ranks, ranks_along_k=ranks), [(matrix, q, None)])
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

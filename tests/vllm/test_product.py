@@ -10,7 +10,7 @@ import torch
 from lowbit.formats import QuantTensor
 from lowbit.quantize import rtn
 from lowbit.vllm.product import Piece, Product
-from lowbit.vllm.warm_up import compile_kernels, token_counts
+from lowbit.vllm.warm_up import compile_kernels, compile_soon, together, token_counts
 
 K = 512
 
@@ -77,6 +77,21 @@ def test_a_cpu_has_nothing_to_compile():
     assert compile_kernels(product, K, torch.float32, (1, 2)) == 0
 
 
+def test_kernels_of_all_layers_are_compiled_at_once(monkeypatch):
+    done = []
+    monkeypatch.setattr("lowbit.engine.warm_up.compiled", lambda wanted, sm: done.append((wanted, sm)) or iter(()))
+    compile_soon(["a"], 90)
+    with together():
+        compile_soon(["b", "c"], 90)
+        compile_soon(["c", "d"], 90)
+        assert done == [(["a"], 90)]
+    with pytest.raises(ValueError, match="of a layer"), together():
+        compile_soon(["e"], 90)
+        raise ValueError("of a layer")
+    compile_soon(["f"], 90)
+    assert done == [(["a"], 90), (["b", "c", "d"], 90), (["f"], 90)]
+
+
 def test_layers_that_are_not_batch_invariant_are_named():
     product, _ = layer(("w4a16_g64",))
     with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp: .* without VLLM_BATCH_INVARIANT"):
@@ -92,7 +107,8 @@ def test_on_a_gpu(schemes, invariant):
     counts, bias = (1, 2, 17, 300), torch.randn(len(dense)).bfloat16().cuda()
     from triton import knobs
 
-    compile_kernels(product, K, torch.bfloat16, counts, bias)
+    with together():
+        compile_kernels(product, K, torch.bfloat16, counts, bias)
     compiled = []
     knobs.compilation.listener = lambda src, **given: compiled.append(src.name)
     for m in counts:
