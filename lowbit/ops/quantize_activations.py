@@ -101,8 +101,9 @@ def add_norm_quantize(
 ) -> Activations:  # fmt: skip
     """`rms_norm_quantize` of the contiguous h [.., K] after h += delta in place; in one launch."""
     if delta is None:
-        given = {"group": group, "scale": scale, "symmetric": symmetric, "zero": zero, "rule": rule, "hadamard": hadamard}
-        return rms_norm_quantize(h, weight, eps, fmt, **given)
+        return rms_norm_quantize(
+            h, weight, eps, fmt, group=group, scale=scale, symmetric=symmetric, zero=zero, rule=rule, hadamard=hadamard
+        )
     name = fmt if isinstance(fmt, str) else fmt.name
     if rule:  # which no fused step has: the check says so
         _check(h, name, group, scale, symmetric, "rms_norm", delta, weight, None, zero, rule)
