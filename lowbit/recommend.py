@@ -26,9 +26,11 @@ from lowbit.engine.cache import CacheSpec
 from lowbit.engine.pages import pages_for
 from lowbit.formats import PerGroup, Scheme, ZeroPoint, parse_scheme
 from lowbit.models.hf import plan_for
+from lowbit.models.rotate import rotation_refusals
 from lowbit.models.skeleton import causal_skeleton
 from lowbit.nn.convert import Plan
 from lowbit.quantize.mixed import stored_bits
+from lowbit.quantize.rotate import hadamard_factors
 
 GROUPS = (128, 64, 32, 16)
 SIMILAR = 1.25
@@ -41,8 +43,10 @@ BROKEN = 0.5
 NEIGHBOURS = 3
 """Rows shown on either side of what is taken."""
 
-_OPTIONS = {"search": "--search", "iterations": "--iterations"}
-_FLAGS = {"act_order=True": "--act-order", "static_groups=True": "--static-groups"}
+_OPTIONS = {
+    "search": "--search", "iterations": "--iterations", "samples": "--samples", "rotate_inputs": "--rotate-inputs",
+}  # fmt: skip
+_FLAGS = {"act_order=True": "--act-order", "static_groups=True": "--static-groups", "rotate=True": "--rotate"}
 
 
 @dataclass(frozen=True)
@@ -122,7 +126,11 @@ def recommend(
     kv = cache_bytes(skeleton, context)
     candidates = _candidates(skeleton)
     room = None if budget_bytes is None else budget_bytes - kv
-    fitting = [c for c in candidates if (room is None or c.bytes <= room) and (divergence is None or c.kl <= divergence)]
+    fitting = [
+        c
+        for c in candidates
+        if c.scheme.activation is None and (room is None or c.bytes <= room) and (divergence is None or c.kl <= divergence)
+    ]
     if not fitting:
         raise ValueError(f"{path}: {_nothing_fits(skeleton, candidates, room, kv, divergence)}")
     if divergence is None:
@@ -200,6 +208,13 @@ def measured() -> tuple[dict[str, Any], ...]:
     return tuple(json.loads(text)["models"])
 
 
+@cache
+def of_one_text() -> tuple[dict[str, Any], ...]:
+    """What was measured on one text alone, outside the study: each row names its `source` in the documentation."""
+    text = resources.files("lowbit.eval").joinpath("data/one_text.json").read_text(encoding="utf-8")
+    return tuple(json.loads(text)["models"])
+
+
 def _tied(model: PreTrainedModel) -> set[str]:
     """Names of weights that are another one's."""
     return set(getattr(model, "all_tied_weights_keys", None) or {})
@@ -213,28 +228,48 @@ def _dtype(model: PreTrainedModel) -> torch.dtype:
 def _candidates(model: PreTrainedModel) -> list[Candidate]:
     """Everything that was measured, with its bytes for this model. The divergence is that on the largest measured model that is
     no larger than this one (the smallest, if all are); of a case that only another one has, that one's times the ratio of the
-    two models over all cases that both have (geometric mean)."""
+    two models over all cases that both have (geometric mean), and so is that of a case measured on one text alone."""
     linears = plan_for(model, "w8a16", None, False).linears
     base = _base(linears)
     found: dict[tuple[Scheme, str], Candidate] = {}
     plans: dict[Scheme, Plan] = {}
-    for other in (base, *(m for m in measured() if m is not base)):
+    rotatable, apart = _rotatable(model), _untied_bytes(model)
+    for other in (base, *(m for m in measured() if m is not base), *of_one_text()):
         factor = 1.0 if other is base else _ratio(base, other)
         for row in other["rows"]:
             was = parse_scheme(row["scheme"])
             scheme = _for_model(was, other["group"], linears)
             if scheme is None or (scheme, row["method"]) in found or options_of(row["method"]) is None:
                 continue
+            rotated = "rotate=True" in row["method"]
+            if (rotated and not rotatable) or ("rotate_inputs" in row["method"] and any(k % 16 for _, k in linears.values())):
+                continue
             if scheme.zero is not ZeroPoint.NONE:  # the measured weights were on such a grid once, which flatters these
                 continue
             if scheme not in plans:
                 plans[scheme] = plan_for(model, scheme.name, None, False)
             if plans[scheme].linears:
-                size = tensor_bytes(model, plans[scheme])
+                size = tensor_bytes(model, plans[scheme]) + (apart if rotated else 0)
                 found[scheme, row["method"]] = Candidate(
                     scheme, row["method"], size, row["kl"] * factor, other["model"], factor, was
                 )
     return list(found.values())
+
+
+def _rotatable(model: PreTrainedModel) -> bool:
+    """Whether a model is of the kind that `--rotate` takes, by its tensors' names and sizes; the rest is tried out there."""
+    text: Any = model.config.get_text_config()
+    roles = {name.removeprefix(f"{model.base_model_prefix}.") for name in model.state_dict()}
+    try:
+        sizes = (text.hidden_size, getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+        return not rotation_refusals(roles) and all(hadamard_factors(size) for size in sizes)
+    except (AttributeError, ValueError):  # no such size, or no matrix of it
+        return False
+
+
+def _untied_bytes(model: PreTrainedModel) -> int:
+    """Bytes of the weights that are another one's, which `--rotate` takes apart."""
+    return sum(tensor.numel() * _dtype(model).itemsize for name, tensor in model.state_dict().items() if name in _tied(model))
 
 
 def _ratio(base: dict[str, Any], other: dict[str, Any]) -> float:
@@ -321,10 +356,18 @@ def _why(
         lines.append(
             f"{calibrated.method}, with a text to calibrate on, leaves {calibrated.kl / chosen.kl:.0%} of its divergence"
         )
-    if chosen.scheme.weight.bits <= 4 and chosen.method != "learned":
+    learned = min((c for c in same if c.work == 2), key=lambda c: c.kl, default=None)
+    if chosen.work == 1 and learned is not None and learned.kl < chosen.kl:
         lines.append(
-            "--method learned, and --method gptq --rotate, which the study does not have yet, took gptq's divergence from 0.22 "
-            "to 0.14 and 0.13 on one model and text (docs/quantize.md)"
+            f"--method learned, for more work, leaves {learned.kl / chosen.kl:.0%} of its divergence ({learned.source()})"
+        )
+    fast = min(
+        (c for c in candidates if c.scheme.activation is not None and c.bytes <= chosen.bytes), key=lambda c: c.kl, default=None
+    )
+    if fast is not None:
+        lines.append(
+            f"for many tokens at once, with activations in 8 bits: {shlex.join(fast.options)}, {gigabytes(fast.bytes)} with a "
+            f"divergence of {fast.kl:.2g} ({fast.source()})"
         )
     if chosen.kl >= BROKEN:
         lines.append(
@@ -348,8 +391,8 @@ def _limits(chosen: Candidate, plan: Plan, model: PreTrainedModel) -> list[str]:
         )
     if chosen.factor != 1:
         lines.append(
-            f"its divergence is an estimate: {chosen.of}'s times {chosen.factor:.2f}, the ratio of the two models where both "
-            "were measured"
+            f"its divergence is an estimate: that of {chosen.of}, times {chosen.factor:.2f}, the ratio to {base['model']} "
+            "where both were measured"
         )
     if chosen.scheme != chosen.measured:
         lines.append(f"it was measured as {chosen.measured}; finer groups lose less, coarser ones more")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from lowbit.recommend import cache_bytes, options_of, recommend, tensor_bytes
 from tests.test_cli import run
 from tests.tiny import save_tiny
 
+ROOT = Path(__file__).parent.parent
 SMALL, LARGE = "small", "large"
 
 
@@ -49,6 +52,7 @@ TABLE = (
 @pytest.fixture
 def table(monkeypatch):
     monkeypatch.setattr(room, "measured", lambda: TABLE)
+    monkeypatch.setattr(room, "of_one_text", tuple)
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +220,50 @@ def test_the_real_table_on_a_model_of_8_billion(tmp_path):
         assert c.bytes <= budget and c.kl <= least
         least = max(room.SIMILAR * c.kl, room.NEGLIGIBLE)
     assert recommend(model, budget_bytes=7.4e9).chosen.scheme.name == "w6e2m3a16"
+
+
+def test_figures_of_one_text_are_those_of_the_documentation():
+    """Each in a table of the section that it names, in a line of its scheme and method."""
+    for model in room.of_one_text():
+        for row in model["rows"]:
+            page, anchor = row["source"].split("#")
+            sections = re.split(r"^#{2,3} ", (ROOT / page).read_text(), flags=re.MULTILINE)
+            (section,) = [s for s in sections if s.split("\n")[0].lower().replace(" ", "-") == anchor]
+            name = row["method"].split(" ")[0]
+            words = [f"--{word}" for word in ("rotate-inputs", "rotate") if word.replace("-", "_") + "=" in row["method"]][:1]
+            words += [name] if name != "rtn" else []
+            lines = [line for line in section.split("\n") if line.startswith("|") and f"{row['kl']:.4f}".rstrip("0") in line]
+            assert [line for line in lines if all(word in line for word in words)], row
+            assert row["scheme"] in section and options_of(row["method"]) is not None
+
+
+def test_methods_measured_on_one_text(monkeypatch, tmp_path):
+    monkeypatch.setattr(room, "measured", lambda: TABLE)
+    beside = {
+        "model": "one text", "linear": 1000, "group": 64,
+        "rows": [
+            row("w4a16_g64", "rtn", 0.2), row("w4a16_g64", "gptq", 0.1), row("w4a16_g64", "gptq rotate=True samples=32", 0.05),
+            row("w4a16_g64", "learned iterations=100", 0.04), row("w8a8", "rtn rotate_inputs=*", 0.003),
+        ],
+    }  # fmt: skip
+    monkeypatch.setattr(room, "of_one_text", lambda: (beside,))
+    model = config_only(tmp_path / "m", llama())
+    size = tensor_bytes(skeleton(model), plan_for(skeleton(model), "w4a16_g128", None, False))
+    found = recommend(model, budget_bytes=size)
+    # Both within a quarter of the least: less work. Twice the one text's figures, as where both were measured.
+    assert found.chosen.options == ("--scheme", "w4a16_g128", "--method", "gptq", "--rotate", "--samples", "32")
+    assert found.chosen.kl == pytest.approx(0.1) and found.chosen.bytes == size
+    assert any("2.00" in line and "an estimate: that of one text" in line for line in found.why)
+    assert any(line.startswith("--method learned, for more work, leaves 80%") for line in found.why)
+    eight = recommend(model, budget_bytes=tensor_bytes(skeleton(model), plan_for(skeleton(model), "w8a8", None, False)))
+    assert eight.chosen.scheme.name == "w8a16", "8-bit activations are named, not taken"
+    assert any("--scheme w8a8 --rotate-inputs '*'" in line and "0.006" in line for line in eight.why)
+    # Tied weights come apart, which takes an embedding's bytes; other decoders are not rotated at all.
+    tied = recommend(config_only(tmp_path / "tied", llama(tie_word_embeddings=True)), divergence=0.1)
+    apart = next(c for c in tied.neighbours if "--rotate" in c.options)
+    assert apart.bytes == tied.chosen.bytes + 2 * 512 * 256 == size and tied.chosen.method == "learned iterations=100"
+    opt = OPTConfig(hidden_size=256, ffn_dim=640, num_hidden_layers=2, num_attention_heads=4, vocab_size=512)
+    assert recommend(config_only(tmp_path / "opt", opt), divergence=0.1).chosen.method == "learned iterations=100"
 
 
 def test_the_command(tiny, tmp_path):

@@ -77,7 +77,7 @@ class Scaled:
 
     @property
     def is_fused(self) -> bool:
-        """Whether what makes x may quantize it in float32: not where it is rotated or another tool's rule holds."""
+        """Whether what makes x may quantize it in float32: not where another tool's rule holds."""
         return not self.layers[0].quantizes_rounded_input
 
     def quantization(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ are rotated by another matrix, from the value projection to the output projectio
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -131,17 +132,22 @@ class RotatedReader(CheckpointReader):
 
     def _refuse(self, model: str) -> None:
         """Raises CheckpointError for tensors that no rotation is known for here."""
-        roles = set(self._roles.values())
-        layers = {match[1] for match in map(_LAYER.fullmatch, roles) if match is not None}
-        norms = [f"layers.{layer}.{norm}" for layer in sorted(layers, key=int) for norm in _BEFORE.values()]
-        missing = [role for role in (_EMBEDDING, _NORM, *norms) if role not in roles]
-        strange = [role for role in sorted(roles - {_EMBEDDING, _NORM, _HEAD}) if not _is_known(role)]
-        if missing or strange:
-            found = f"has {strange[0]}" if strange else f"has no {missing[0]}"
+        found = rotation_refusals(self._roles.values())
+        if found:
             raise CheckpointError(
-                f"{self.folder}: {model} {found}; rotated are decoders such as Llama, Mistral, Qwen 2 and Qwen 3, whose layers "
-                "have an RMSNorm before attention and one before a gated MLP; quantize it without --rotate"
+                f"{self.folder}: {model} {found[0]}; rotated are decoders such as Llama, Mistral, Qwen 2 and Qwen 3, whose "
+                "layers have an RMSNorm before attention and one before a gated MLP; quantize it without --rotate"
             )
+
+
+def rotation_refusals(tensors: Iterable[str]) -> tuple[str, ...]:
+    """What a decoder with `tensors` of these names (without the prefix of its base model) has that no rotation is known for, or
+    lacks; empty where there is nothing."""
+    roles = set(tensors)
+    layers = {match[1] for match in map(_LAYER.fullmatch, roles) if match is not None}
+    norms = [f"layers.{layer}.{norm}" for layer in sorted(layers, key=int) for norm in _BEFORE.values()]
+    strange = [f"has {role}" for role in sorted(roles - {_EMBEDDING, _NORM, _HEAD}) if not _is_known(role)]
+    return (*strange, *(f"has no {role}" for role in (_EMBEDDING, _NORM, *norms) if role not in roles))
 
 
 def _is_known(role: str) -> bool:

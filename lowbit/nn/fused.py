@@ -18,8 +18,8 @@ class QuantizingNorm(nn.Module):
     """RMSNorm whose result is a `QuantizedInput` for layers that quantize like `reader`, one of them: one pass over memory.
 
     `norm` is the module that it replaces, with `weight` [K]. Computed in float32 and not rounded to x's type before it is
-    quantized, where a norm by itself rounds once or twice: codes next to a tie may differ by one. Where layers rotate x or
-    quantize it by another tool's rule, which take x as it was rounded, `norm` computes it, and it is quantized once for all.
+    quantized, or rotated and quantized, where a norm by itself rounds once or twice: codes next to a tie may differ by one. By
+    another tool's rule, which takes x as it was rounded, `norm` computes it, and it is quantized once for all.
     """
 
     def __init__(self, norm: nn.Module, eps: float, reader: QuantLinear) -> None:
@@ -41,8 +41,8 @@ class QuantizingNorm(nn.Module):
 
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)), x quantized once for gate and up, and silu, product and quantization for `down_proj` in one
-    pass: in float32, as in `QuantizingNorm`; rounded to x's type in between where layers rotate it, or by another tool's rule.
-    x is a tensor [.., K] or a `QuantizedInput`."""
+    pass: in float32, as in `QuantizingNorm`; rounded to x's type in between by another tool's rule. x is a tensor [.., K] or a
+    `QuantizedInput`."""
 
     def __init__(self, gate_proj: QuantLinear, up_proj: QuantLinear, down_proj: QuantLinear) -> None:
         super().__init__()
@@ -124,8 +124,8 @@ def quantize_alike(linears: list[nn.Module]) -> bool:
     layers = [layer for layer in linears if type(layer) is QuantLinear and layer.takes_quantized_input]
     if len(layers) < len(linears) or not layers:
         return False
-    block, first = layers[0].hadamard, layers[0].quantization()
-    return all(layer.hadamard == block and _equal(layer.quantization(), first) for layer in layers[1:])
+    first = layers[0].quantization()
+    return all(_equal(layer.quantization(), first) for layer in layers[1:])
 
 
 def _equal(one: dict[str, object], other: dict[str, object]) -> bool:

@@ -45,10 +45,10 @@ class QuantLinear(PackedWeight):
     x is fp16, bf16 or fp32 and y has its type; bias [out_features] is kept as it was in the original layer. At every call, x is
     first rotated in blocks of channels with `hadamard`, and rounded to its type, and with an `order` or a `pre_quant_scale`
     brought into the order of the codes and scaled. A scheme with 8-bit activations has x quantized next, by the
-    `activation_scale` (and `activation_zero`) or else token by token (by blocks of K where the weights have blocks). A low-rank
-    correction costs two small products and two roundings to x's type: of x down^T, and of the quantized product before the
-    correction is added. The first call brings the weights into the form of the device's kernels (`prepare`), but not one that
-    torch.compile traces: call the layer once before.
+    `activation_scale` (and `activation_zero`) or else token by token (by blocks of K where the weights have blocks), and is
+    rotated in the same pass where nothing is done in between. A low-rank correction costs two small products and two
+    roundings to x's type: of x down^T, and of the quantized product before the correction is added. The first call brings the
+    weights into the form of the device's kernels (`prepare`), but not one that torch.compile traces: call the layer before.
     """
 
     bias: nn.Parameter | None
@@ -95,6 +95,8 @@ class QuantLinear(PackedWeight):
         """The layer's y with another `bias` [out_features], or none."""
         if isinstance(x, QuantizedInput):
             return self._scaled_product(x, bias)
+        if self.takes_quantized_input:
+            return self._scaled_product(self.quantize_input(x), bias)
         if self.hadamard:
             x = rotate_channels(x, self.hadamard)
         return self._corrected(self._product(x, bias), x) if self.has_correction else self._product(x, bias)
@@ -140,12 +142,12 @@ class QuantLinear(PackedWeight):
 
     @property
     def quantizes_rounded_input(self) -> bool:
-        """Whether x is rounded to its type before it is quantized: to be rotated, or by another tool's rule. What makes x may
-        not quantize it in float32 then, only have the layer do it (`quantize_input`)."""
-        return bool(self.hadamard) or self.scheme.rule is not ActivationRule.OWN
+        """Whether x is rounded to its type before it is quantized, by another tool's rule. What makes x may not quantize it in
+        float32 then, only have the layer do it (`quantize_input`)."""
+        return self.scheme.rule is not ActivationRule.OWN
 
     def quantization(self) -> dict[str, Any]:
-        """How x is quantized: arguments of `ops.quantize_activations`."""
+        """How x is rotated and quantized: arguments of `ops.quantize_activations`."""
         static = self.activation_scale
         return {
             "fmt": self.activation_format,
@@ -154,16 +156,19 @@ class QuantLinear(PackedWeight):
             "symmetric": not self.scheme.activation_zero,
             "zero": self.activation_zero,
             "rule": self.scheme.rule.value,
+            "hadamard": self.hadamard,
         }
 
     def quantize_input(self, x: Tensor) -> QuantizedInput:
-        """x as the product takes it, for a scheme with 8-bit activations."""
-        return self._quantized(rotate_channels(x, self.hadamard) if self.hadamard else x)
+        """x as the product takes it, for a layer that `takes_quantized_input`."""
+        made = quantize_activations(x, **self.quantization())
+        return QuantizedInput(made.codes, made.scale, made.zero, x.dtype)
 
     def _quantized(self, x: Tensor) -> QuantizedInput:
+        """x that is rotated already."""
         if self.has_channels:
             x = channels_of_codes(x, self.weight_order, self.pre_quant_scale)
-        made = quantize_activations(x, **self.quantization())
+        made = quantize_activations(x, **(self.quantization() | {"hadamard": 0}))
         return QuantizedInput(made.codes, made.scale, made.zero, x.dtype)
 
     def _scaled_product(self, x: QuantizedInput, bias: Tensor | None) -> Tensor:
@@ -194,8 +199,6 @@ def make_batch_invariant(model: nn.Module, dtype: torch.dtype) -> None:
     for name, layer in layers.items():
         if layer.has_correction:
             raise UnsupportedProblem(f"{name}: its low-rank correction is two products of torch, which are not batch-invariant")
-        if layer.hadamard:
-            raise UnsupportedProblem(f"{name}: its input is rotated by a product of torch, which is not batch-invariant")
         reasons = layer.reasons_of_place()
         if reasons:
             raise UnsupportedProblem(f"{name}: a batch-invariant kernel {'; '.join(reasons)}")

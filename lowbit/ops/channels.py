@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from lowbit.formats import check_block, rotate_blocks
+from lowbit.hardware.machine import machine_of, machine_refusals
+from lowbit.ops.operands import Described, described, triton_refusals
+
+if TYPE_CHECKING:
+    from lowbit.kernels.elementwise.rotate import RotatePlan
 
 torch.library.define("lowbit::rotate_channels", "(Tensor x, int block) -> Tensor")
 
@@ -33,14 +41,41 @@ def channels_of_codes(x: Tensor, order: Tensor | None, pre_quant_scale: Tensor |
 
 
 def rotate_channels(x: Tensor, block: int) -> Tensor:
-    """x [.., K], fp16, bf16 or fp32, each block of so many channels rotated by a Hadamard matrix (`formats.rotate_blocks`)."""
+    """x [.., K], fp16, bf16 or fp32, each block of so many channels rotated by a Hadamard matrix, summed up in float32 and
+    rounded once: one pass over memory on NVIDIA GPUs (kernels/elementwise/rotate.py), a product of torch elsewhere
+    (`formats.rotate_blocks`). Raises ValueError for a `block` that has no matrix or does not divide K."""
     rotated: Tensor = torch.ops.lowbit.rotate_channels(x, block)
     return rotated
 
 
-@torch.library.impl("lowbit::rotate_channels", ("CPU", "CUDA"))
-def _rotate_channels(x: Tensor, block: int) -> Tensor:
+@torch.library.impl("lowbit::rotate_channels", "CPU")
+def _on_cpu(x: Tensor, block: int) -> Tensor:
     return rotate_blocks(x, block)
+
+
+@torch.library.impl("lowbit::rotate_channels", "CUDA")
+def _on_gpu(x: Tensor, block: int) -> Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
+    plan = _plan(block, rows.stride(0) % 8 == 0, described(rows))
+    if plan is None:
+        return rotate_blocks(x, block)
+    with torch.cuda.device(x.device):
+        return plan(rows).view(x.shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(block: int, stride: bool, rows: Described) -> RotatePlan | None:
+    """The plan of a call, None where the kernel does not run; `stride` is one of whole pieces. Raises ValueError as
+    `rotate_channels` does."""
+    (m, k), dtype, on, aligned = rows
+    check_block(block, k)
+    if machine_refusals(on) or triton_refusals() or dtype not in PRE_QUANT_SCALE_DTYPES:
+        return None
+    from lowbit.kernels.elementwise.rotate import RotatePlan
+
+    return RotatePlan(m, k, block, aligned and stride, machine_of(on))
 
 
 @torch.library.register_fake("lowbit::rotate_channels")

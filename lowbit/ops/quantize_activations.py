@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit.formats import ActivationRule, FloatFormat, NumberFormat, number_format
+from lowbit.formats import ActivationRule, FloatFormat, NumberFormat, check_block, number_format
 from lowbit.hardware.machine import machine_of, machine_refusals
 from lowbit.kernels.cpu.torch_int8 import quantize_rows
 from lowbit.kernels.reference.activations import (
@@ -21,6 +21,7 @@ from lowbit.kernels.reference.activations import (
     rms_norm_reference,
     silu_mul_reference,
 )
+from lowbit.ops.channels import rotate_channels
 from lowbit.ops.operands import Described, described, triton_refusals
 
 if TYPE_CHECKING:
@@ -29,13 +30,13 @@ if TYPE_CHECKING:
 torch.library.define(
     "lowbit::quantize_activations",
     "(Tensor x, str format, SymInt group=0, Tensor? scale=None, bool symmetric=True, str before='', Tensor? beside=None,"
-    " Tensor? weight=None, Tensor? bias=None, float eps=0.0, Tensor? zero=None, str rule='') -> Tensor[]",
+    " Tensor? weight=None, Tensor? bias=None, float eps=0.0, Tensor? zero=None, str rule='', SymInt hadamard=0) -> Tensor[]",
 )
 
 torch.library.define(
     "lowbit::add_norm_quantize",
     "(Tensor(a!) h, Tensor delta, Tensor weight, float eps, str format, SymInt group=0, Tensor? scale=None,"
-    " bool symmetric=True, Tensor? zero=None) -> (Tensor, Tensor, Tensor)",
+    " bool symmetric=True, Tensor? zero=None, SymInt hadamard=0) -> (Tensor, Tensor, Tensor)",
 )
 
 BEFORE = ("", "rms_norm", "layer_norm", "silu")
@@ -67,7 +68,7 @@ class Activations(NamedTuple):
 
 def quantize_activations(
     x: Tensor, fmt: str | NumberFormat, *, group: int = 0, scale: Tensor | None = None, symmetric: bool = True,
-    zero: Tensor | None = None, rule: str = "",
+    zero: Tensor | None = None, rule: str = "", hadamard: int = 0,
 ) -> Activations:  # fmt: skip
     """x [.., K] (fp16, bf16 or fp32) in codes of `fmt`: int8, fp8_e4m3 or fp8_e5m2.
 
@@ -75,52 +76,58 @@ def quantize_activations(
     given `scale` float32 [1] for all, beyond which values saturate. Not `symmetric`, for int8 only: the scale covers max - min,
     and there are zero points, with a given scale the given `zero` int32 [1]. Rounds to nearest, ties to even. Rows
     of zeros have the scale 2^-126; rows with an infinity or a NaN have a scale that is not finite, nor is then any product.
-    `rule` is the value of a `formats.ActivationRule`: "" for the above, or another tool's. Raises ValueError for what does not
-    fit together.
+    `rule` is the value of a `formats.ActivationRule`: "" for the above, or another tool's. With `hadamard`, x is rotated in
+    blocks of so many channels and rounded to its type before (`formats.rotate_blocks`). Raises ValueError for what does not fit
+    together.
     """
-    return _quantize(x, fmt, group, scale, symmetric, zero, rule)
+    return _quantize(x, fmt, group, scale, symmetric, zero, rule, hadamard)
 
 
 def rms_norm_quantize(
     x: Tensor, weight: Tensor, eps: float, fmt: str | NumberFormat, *, residual: Tensor | None = None, group: int = 0,
-    scale: Tensor | None = None, symmetric: bool = True, zero: Tensor | None = None, rule: str = "",
+    scale: Tensor | None = None, symmetric: bool = True, zero: Tensor | None = None, rule: str = "", hadamard: int = 0,
 ) -> Activations:  # fmt: skip
-    """`quantize_activations` of x / sqrt(mean(x^2) + eps) * weight [K], in float32 and not rounded in between.
-    That is no rule but this library's own: any other raises ValueError.
+    """`quantize_activations` of x / sqrt(mean(x^2) + eps) * weight [K], in float32 and not rounded in between, nor before it is
+    rotated. That is no rule but this library's own: any other raises ValueError.
 
     With a `residual` [.., K], x + residual in x's type takes the place of x and is returned as `sum`.
     """
-    return _quantize(x, fmt, group, scale, symmetric, zero, rule, "rms_norm", residual, weight, None, eps)
+    return _quantize(x, fmt, group, scale, symmetric, zero, rule, hadamard, "rms_norm", residual, weight, None, eps)
 
 
 def add_norm_quantize(
     h: Tensor, delta: Tensor | None, weight: Tensor, eps: float, fmt: str | NumberFormat, *, group: int = 0,
-    scale: Tensor | None = None, symmetric: bool = True, zero: Tensor | None = None, rule: str = "",
+    scale: Tensor | None = None, symmetric: bool = True, zero: Tensor | None = None, rule: str = "", hadamard: int = 0,
 ) -> Activations:  # fmt: skip
     """`rms_norm_quantize` of the contiguous h [.., K] after h += delta in place; in one launch."""
     if delta is None:
-        return rms_norm_quantize(h, weight, eps, fmt, group=group, scale=scale, symmetric=symmetric, zero=zero, rule=rule)
+        return rms_norm_quantize(
+            h, weight, eps, fmt, group=group, scale=scale, symmetric=symmetric, zero=zero, rule=rule, hadamard=hadamard
+        )
     name = fmt if isinstance(fmt, str) else fmt.name
     if rule:  # which no fused step has: the check says so
         _check(h, name, group, scale, symmetric, "rms_norm", delta, weight, None, zero, rule)
-    codes, found, zeros = torch.ops.lowbit.add_norm_quantize(h, delta, weight, eps, name, group, scale, symmetric, zero)
+    codes, found, zeros = torch.ops.lowbit.add_norm_quantize(
+        h, delta, weight, eps, name, group, scale, symmetric, zero, hadamard
+    )
     return Activations(codes, found if scale is None else scale, zeros if zeros.numel() and zero is None else zero)
 
 
 def layer_norm_quantize(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, fmt: str | NumberFormat, *, residual: Tensor | None = None,
     group: int = 0, scale: Tensor | None = None, symmetric: bool = True, zero: Tensor | None = None, rule: str = "",
+    hadamard: int = 0,
 ) -> Activations:  # fmt: skip
     """`quantize_activations` of (x - mean) / sqrt(variance + eps) * weight + bias; otherwise as `rms_norm_quantize`."""
-    return _quantize(x, fmt, group, scale, symmetric, zero, rule, "layer_norm", residual, weight, bias, eps)
+    return _quantize(x, fmt, group, scale, symmetric, zero, rule, hadamard, "layer_norm", residual, weight, bias, eps)
 
 
 def silu_mul_quantize(
     gate: Tensor, up: Tensor, fmt: str | NumberFormat, *, group: int = 0, scale: Tensor | None = None,
-    symmetric: bool = True, zero: Tensor | None = None, rule: str = "",
+    symmetric: bool = True, zero: Tensor | None = None, rule: str = "", hadamard: int = 0,
 ) -> Activations:  # fmt: skip
     """`quantize_activations` of silu(gate) * up, in float32 and not rounded in between."""
-    return _quantize(gate, fmt, group, scale, symmetric, zero, rule, "silu", up)
+    return _quantize(gate, fmt, group, scale, symmetric, zero, rule, hadamard, "silu", up)
 
 
 def quantize_refusals(fmt: NumberFormat, dtype: torch.dtype, k: int, device: torch.device | str) -> tuple[str, ...]:
@@ -141,12 +148,12 @@ def quantize_refusals(fmt: NumberFormat, dtype: torch.dtype, k: int, device: tor
 
 def _quantize(
     x: Tensor, fmt: str | NumberFormat, group: int, scale: Tensor | None, symmetric: bool, zero: Tensor | None,
-    rule: str,
+    rule: str, hadamard: int,
     before: str = "", beside: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 0.0,
 ) -> Activations:  # fmt: skip
     name = fmt if isinstance(fmt, str) else fmt.name
     made = torch.ops.lowbit.quantize_activations(
-        x, name, group, scale, symmetric, before, beside, weight, bias, eps, zero, rule
+        x, name, group, scale, symmetric, before, beside, weight, bias, eps, zero, rule, hadamard
     )
     zero = made[2] if scale is None and not symmetric else zero
     total = made[-1] if before.endswith("norm") and beside is not None else None
@@ -158,7 +165,7 @@ def _quantize(
 def _check(
     x: Tensor, fmt: str, group: int, scale: Tensor | None, symmetric: bool, before: str, beside: Tensor | None,
     weight: Tensor | None, bias: Tensor | None, zero: Tensor | None,
-    rule: str,
+    rule: str, hadamard: int = 0,
 ) -> NumberFormat:  # fmt: skip
     """The format; raises ValueError unless everything fits together."""
     who = "quantize_activations"
@@ -198,15 +205,17 @@ def _check(
             f"{who}: the rule {rule!r} quantizes what was rounded to x's type, which is not so when fused with {before}; "
             "quantize what that step returns"
         )
+    if hadamard:
+        check_block(hadamard, x.shape[-1])
     return _format(fmt)
 
 
 def _plain(
     x: Tensor, fmt: str, group: int = 0, scale: Tensor | None = None, symmetric: bool = True, before: str = "",
     beside: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 0.0,
-    zero: Tensor | None = None, rule: str = "",
+    zero: Tensor | None = None, rule: str = "", hadamard: int = 0,
 ) -> list[Tensor]:  # fmt: skip
-    parsed = _check(x, fmt, group, scale, symmetric, before, beside, weight, bias, zero, rule)
+    parsed = _check(x, fmt, group, scale, symmetric, before, beside, weight, bias, zero, rule, hadamard)
     total = None
     if before == "silu":
         assert beside is not None
@@ -218,6 +227,8 @@ def _plain(
         if weight is not None:
             norm = rms_norm_reference(values, weight, eps) if before == "rms_norm" else None
             values = layer_norm_reference(values, weight, bias, eps) if norm is None else norm
+    if hadamard:
+        values = rotate_channels(values, hadamard)
     if fmt == "int8" and symmetric and scale is None and not (group or rule) and x.numel():
         codes, x_scale = quantize_rows(values)
         return [codes, x_scale] if total is None else [codes, x_scale, total]
@@ -231,7 +242,7 @@ torch.library.impl("lowbit::quantize_activations", "CPU", _plain)
 def _on_gpu(
     x: Tensor, fmt: str, group: int = 0, scale: Tensor | None = None, symmetric: bool = True, before: str = "",
     beside: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 0.0,
-    zero: Tensor | None = None, rule: str = "", total: Tensor | None = None,
+    zero: Tensor | None = None, rule: str = "", hadamard: int = 0, total: Tensor | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """`total`: where x + residual goes, x itself maybe; without, to new memory."""
     rows = _rows(x)
@@ -239,9 +250,9 @@ def _on_gpu(
     others = tuple(described(t) for t in (beside, weight, bias, scale, zero, total))
     strides = rows.stride(0), None if beside_rows is None else beside_rows.stride(0)
     aligned = rows.data_ptr() % 16 == 0 and all(stride is None or stride % 8 == 0 for stride in strides)
-    plan = _plan(fmt, x.shape, x.dtype, x.device, group, symmetric, before, others, aligned, rule)
+    plan = _plan(fmt, x.shape, x.dtype, x.device, group, symmetric, before, others, aligned, rule, hadamard)
     if plan is None:
-        made = _plain(x, fmt, group, scale, symmetric, before, beside, weight, bias, eps, zero, rule)
+        made = _plain(x, fmt, group, scale, symmetric, before, beside, weight, bias, eps, zero, rule, hadamard)
         return made if total is None else [*made[:-1], total.copy_(made[-1])]
     if x.device.index != torch.cuda.current_device():
         with torch.cuda.device(x.device):
@@ -263,13 +274,13 @@ def _rows(x: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=4096)
 def _plan(
     fmt: str, shape: torch.Size, dtype: torch.dtype, on: torch.device, group: int, symmetric: bool, before: str,
-    others: tuple[Described | None, ...], aligned: bool, rule: str,
+    others: tuple[Described | None, ...], aligned: bool, rule: str, hadamard: int,
 ) -> QuantizePlan | None:  # fmt: skip
     """The plan of a call, None where the kernel does not take it. Raises ValueError when the tensors do not fit together."""
     made = (None if t is None else torch.empty(t[0], dtype=t[1], device="meta") for t in others[:-1])
     beside, weight, bias, scale, zero = made
     x = torch.empty(shape, dtype=dtype, device="meta")
-    parsed = _check(x, fmt, group, scale, symmetric, before, beside, weight, bias, zero, rule)
+    parsed = _check(x, fmt, group, scale, symmetric, before, beside, weight, bias, zero, rule, hadamard)
     devices = {on, *(t[2] for t in others if t is not None)}
     if len(devices) > 1:
         raise ValueError(f"quantize_activations: all tensors must be on one device, got {sorted(map(str, devices))}")
@@ -279,7 +290,7 @@ def _plan(
     from lowbit.kernels.elementwise.quantize_rows import QuantizePlan, Request
 
     residual = before != "silu" and beside is not None
-    request: Request = Request(before, parsed, group, scale is not None, symmetric, residual, ActivationRule(rule))
+    request: Request = Request(before, parsed, group, scale is not None, symmetric, residual, ActivationRule(rule), hadamard)
     pieces = aligned and k % 8 == 0 and all(t is None or t[3] for t in others)
     return QuantizePlan(shape[:-1].numel(), k, request, pieces, machine_of(on))
 
@@ -288,9 +299,9 @@ def _plan(
 def _fake(
     x: Tensor, fmt: str, group: int = 0, scale: Tensor | None = None, symmetric: bool = True, before: str = "",
     beside: Tensor | None = None, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 0.0,
-    zero: Tensor | None = None, rule: str = "",
+    zero: Tensor | None = None, rule: str = "", hadamard: int = 0,
 ) -> list[Tensor]:  # fmt: skip
-    _check(x, fmt, group, scale, symmetric, before, beside, weight, bias, zero, rule)
+    _check(x, fmt, group, scale, symmetric, before, beside, weight, bias, zero, rule, hadamard)
     groups = -(-x.shape[-1] // group) if group else 1
     filled = -(-x.shape[-1] // CODE_PIECE) * CODE_PIECE if x.device.type == "cuda" else x.shape[-1]
     made = [x.new_empty((*x.shape[:-1], filled), dtype=CODE_DTYPES[fmt])[..., : x.shape[-1]]]
@@ -313,9 +324,9 @@ def _three(made: list[Tensor], h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 @torch.library.impl("lowbit::add_norm_quantize", "CPU")
 def _add_norm_plain(
     h: Tensor, delta: Tensor, weight: Tensor, eps: float, fmt: str, group: int = 0, scale: Tensor | None = None,
-    symmetric: bool = True, zero: Tensor | None = None,
+    symmetric: bool = True, zero: Tensor | None = None, hadamard: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    *made, total = _plain(h, fmt, group, scale, symmetric, "rms_norm", delta, weight, None, eps, zero)
+    *made, total = _plain(h, fmt, group, scale, symmetric, "rms_norm", delta, weight, None, eps, zero, "", hadamard)
     h.copy_(total)
     return _three(made, h)
 
@@ -323,18 +334,18 @@ def _add_norm_plain(
 @torch.library.impl("lowbit::add_norm_quantize", "CUDA")
 def _add_norm_on_gpu(
     h: Tensor, delta: Tensor, weight: Tensor, eps: float, fmt: str, group: int = 0, scale: Tensor | None = None,
-    symmetric: bool = True, zero: Tensor | None = None,
+    symmetric: bool = True, zero: Tensor | None = None, hadamard: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     if not h.is_contiguous():
         raise ValueError(f"add_norm_quantize: h is contiguous, got strides {h.stride()} of {tuple(h.shape)}")
-    *made, _ = _on_gpu(h, fmt, group, scale, symmetric, "rms_norm", delta, weight, None, eps, zero, "", h)
+    *made, _ = _on_gpu(h, fmt, group, scale, symmetric, "rms_norm", delta, weight, None, eps, zero, "", hadamard, h)
     return _three(made, h)
 
 
 @torch.library.register_fake("lowbit::add_norm_quantize")
 def _add_norm_fake(
     h: Tensor, delta: Tensor, weight: Tensor, eps: float, fmt: str, group: int = 0, scale: Tensor | None = None,
-    symmetric: bool = True, zero: Tensor | None = None,
+    symmetric: bool = True, zero: Tensor | None = None, hadamard: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    *made, _ = _fake(h, fmt, group, scale, symmetric, "rms_norm", delta, weight, None, eps, zero)
+    *made, _ = _fake(h, fmt, group, scale, symmetric, "rms_norm", delta, weight, None, eps, zero, "", hadamard)
     return _three(made, h)

@@ -8,6 +8,7 @@ import random
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,8 +20,10 @@ from lowbit.engine import End, Engine, Request, Sampling
 from lowbit.engine.product import Scaled
 from lowbit.engine.program import DecodeProgram
 from lowbit.engine.steps import Step
-from lowbit.nn import convert
+from lowbit.formats import rotate_blocks
+from lowbit.nn import QuantLinear, convert
 from lowbit.ops import attention
+from lowbit.quantize import rtn
 from tests.tiny import eager_llama
 
 VOCAB = 160
@@ -68,13 +71,16 @@ def test_greedy_tokens_are_transformers(model, ahead):
     assert engine.batch.pages.available == engine.batch.pages.count - 1
 
 
-@pytest.mark.parametrize("scheme", ["w8a16", "w8a8", "w4a8_g64", "fp8_dynamic"])
-def test_quantized_models(scheme):
+@pytest.mark.parametrize(("scheme", "hadamard"), [("w8a16", 0), ("w8a8", 0), ("w4a8_g64", 0), ("fp8_dynamic", 0), ("w8a8", 16)])
+def test_quantized_models(scheme, hadamard):
     """In float32, where the norm or gate that makes x quantizes it to the codes of the layers themselves, but for one in
     thousands that is next to a tie: every token is one that the model, given the same text, finds likeliest or nearly so, or as
     near as its logits move when its embeddings move by a last bit, which one tie of e4m3 can make a tenth of them."""
     quantized = eager_llama()
     convert(quantized, scheme)
+    for layer in filter(lambda module: hadamard and type(module) is QuantLinear, quantized.modules()):
+        q = layer.quant_tensor()
+        layer.set_weight(replace(rtn(rotate_blocks(q.dequantize(), hadamard), scheme), hadamard=hadamard))
     engine = engine_of(quantized)
     assert isinstance(engine.program, DecodeProgram) and engine.difference < 1e-5
     assert isinstance(engine.program.layers[0].down, Scaled) == (scheme != "w8a16")

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from lowbit.formats import encode, number_format
+from lowbit.formats import encode, number_format, rotate_blocks
+from lowbit.kernels.reference.activations import layer_norm_reference, rms_norm_reference, silu_mul_reference
 from lowbit.ops import add_norm_quantize, layer_norm_quantize, quantize_activations, rms_norm_quantize, silu_mul_quantize
 from lowbit.ops.quantize_activations import quantize_refusals
 
@@ -106,12 +107,33 @@ def test_a_residual_is_rounded_before_the_norm():
     assert torch.equal(got.codes, again.codes) and torch.equal(got.scale, again.scale)
 
 
+@pytest.mark.parametrize("name", ["int8", "fp8_e4m3"])
+def test_rotated_before_they_are_quantized(name):
+    """x alone rounded to its type, what a norm or a gate makes of it not."""
+    x, other, weight = random(4, 128, dtype=torch.float16), random(4, 128, dtype=torch.float16, seed=1), random(128, seed=2)
+    pairs = [
+        (quantize_activations(x, name, hadamard=64), rotate_blocks(x, 64)),
+        (rms_norm_quantize(x, weight, 1e-6, name, hadamard=64), rotate_blocks(rms_norm_reference(x, weight, 1e-6), 64)),
+        (layer_norm_quantize(x, weight, None, 1e-6, name, hadamard=64),
+         rotate_blocks(layer_norm_reference(x, weight, None, 1e-6), 64)),
+        (silu_mul_quantize(x, other, name, hadamard=16), rotate_blocks(silu_mul_reference(x, other), 16)),
+    ]  # fmt: skip
+    for made, values in pairs:
+        apart = quantize_activations(values, name)
+        assert torch.equal(made.codes.view(torch.uint8), apart.codes.view(torch.uint8)) and torch.equal(made.scale, apart.scale)
+    torch.library.opcheck(torch.ops.lowbit.quantize_activations, (x, name), {"hadamard": 64})
+    assert torch.equal(quantize_activations(x, name, hadamard=16, rule="ct").codes.float(),
+                       quantize_activations(rotate_blocks(x, 16), name, rule="ct").codes.float())  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "options",
     [
         {},
         {"fmt": "fp8_e4m3", "group": 32},
         {"symmetric": False},
+        {"hadamard": 16},
+        {"fmt": "fp8_e4m3", "group": 32, "hadamard": 64},
         {"scale": torch.tensor([0.05])},
         {"scale": torch.tensor([0.05]), "symmetric": False, "zero": torch.tensor([-9], dtype=torch.int32)},
     ],
@@ -170,6 +192,8 @@ def test_shapes_and_compilation():
         (lambda x: rms_norm_quantize(x, torch.ones(63), 1e-6, "int8"), r"weight is \[64\], got \(63,\)"),
         (lambda x: rms_norm_quantize(x, torch.ones(64), 1e-6, "int8", residual=x.half()), "goes with its like"),
         (lambda x: silu_mul_quantize(x, x[:1], "int8"), "goes with its like"),
+        (lambda x: silu_mul_quantize(x, x, "int8", hadamard=32), "blocks of 16, 64, 256 that divide K, got 32 for K 64"),
+        (lambda x: quantize_activations(x, "int8", hadamard=256), "that divide K, got 256 for K 64"),
         (lambda x: add_norm_quantize(x, x[:1], torch.ones(64), 1e-6, "int8"), "goes with its like"),
         (lambda x: add_norm_quantize(x, x, torch.ones(64), 1e-6, "int8", rule="ct"), "was rounded to x's type"),
     ],

@@ -1,17 +1,20 @@
 """codes, scale = quantize(f(x)): activations to int8 or 8-bit floats in one pass, alone or right after what makes them.
 
 Reads   x fp16 or bf16 [M, K], any row stride; by `before` also residual [M, K], weight and bias [K] (norms), up [M, K] (silu)
-f       "": x; "rms_norm", "layer_norm": of x, or of x + residual, which is rounded to x's type and written; "silu": silu(x) up
+f       "": x; "rms_norm", "layer_norm": of x, or of x + residual, which is rounded to x's type and written; "silu": silu(x) up;
+        each then rotated in blocks of `hadamard` channels, in registers (parts/hadamard.py)
 Writes  codes int8 or float8 in rows that start at multiples of 16 bytes, zeros from K up to there; scale fp32 [M, 1], or
         [M, ceil(K / group)] for groups; zero int32 [M, 1] if asymmetric. With a given scale (and zero), codes only
 Blocks  one token each, in chunks of 8 elements a thread, up to 64 in all. The warps meet once for the scale, together with the
         sum of squares of RMSNorm, and before that once for mean and variance of LayerNorm. Where that takes fewer registers,
         so that more rows are under way at once, the row is read again when its scale is known, from the caches
+        Rotated values, which cost more than a read, are kept
 Overlap lets the kernel after it start at once, and reads RMSNorm's weights before the kernel before it has finished
         (programmatic dependent launch, sm_90)
 Exact   without f bit-equal to reference/: a NaN is the largest of all, and of a range by its bits; true divisions,
         rounding by adding 1.5 * 2^23, conversions of floats by the hardware (sm_90). f in float32, not rounded before it is
-        quantized; divisions and roots then may be off in the last bit. RULE 0 is the library's own way to quantize; the
+        quantized; divisions and roots then may be off in the last bit. x alone, rotated, is rounded to its type first: the
+        codes and scales of elementwise/rotate.py's result, bit for bit. RULE 0 is the library's own way to quantize; the
         others, other tools' (parts/rules.py), go without f, bit-equal too. Tested: tests/kernels/elementwise/
 """
 
@@ -28,8 +31,9 @@ from triton.language.extra import cuda
 
 from lowbit.formats import ActivationRule, FloatFormat, NumberFormat
 from lowbit.hardware.machine import Machine
+from lowbit.kernels.parts.hadamard import rotated
 from lowbit.kernels.parts.launch import Launcher
-from lowbit.kernels.parts.rows import add_and_store, floats, loaded, moments, row_of, sigmoid, squares_of
+from lowbit.kernels.parts.rows import add_and_store, floats, loaded, moments, rounded_to, row_of, sigmoid, squares_of
 from lowbit.kernels.parts.rules import (
     RULES,
     codes_by_rule,
@@ -123,6 +127,16 @@ def silu(values, CHUNKS: tl.constexpr):
 
 
 @triton.jit
+def rotated_before(values, BLOCK: tl.constexpr, BEFORE: tl.constexpr, TYPE: tl.constexpr, CHUNKS: tl.constexpr):
+    """What is quantized: values in blocks of BLOCK channels times H (0: as they are), x alone rounded to its type then."""
+    if BLOCK > 0:
+        values = rotated(values, BLOCK, CHUNKS)
+        if BEFORE == 0:
+            values = floats(rounded_to(values, TYPE, CHUNKS), CHUNKS)
+    return values
+
+
+@triton.jit
 def range_of(values, factor, CHUNKS: tl.constexpr):
     """Scale and zero point that cover 0 and all values, times `factor` > 0."""
     lowest = tl.zeros_like(values[0]).to(tl.int32)
@@ -211,9 +225,9 @@ def quantize_rows(
     codes, scales, zeros, sums, x, beside, weight, bias, static, static_zero, x_stride, beside_stride, code_pieces, eps,
     K: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr, CHUNKS: tl.constexpr, GROUP: tl.constexpr,
     BEFORE: tl.constexpr, FORMAT: tl.constexpr, LARGEST: tl.constexpr, PIECES: tl.constexpr, AGAIN: tl.constexpr,
-    OVERLAP: tl.constexpr, RULE: tl.constexpr,
+    OVERLAP: tl.constexpr, RULE: tl.constexpr, HADAMARD: tl.constexpr,
 ):  # fmt: skip
-    """One token: CHUNKS times THREADS times PIECE elements; GROUP is 0 for one scale."""
+    """One token: CHUNKS times THREADS times PIECE elements; GROUP is 0 for one scale, HADAMARD for no rotation."""
     if OVERLAP:
         cuda.gdc_launch_dependents()
     row = tl.program_id(0)
@@ -231,6 +245,7 @@ def quantize_rows(
     if sums is not None:
         halves = add_and_store(sums, row, halves, others, i, K, STEP, CHUNKS)
     values = floats(halves, CHUNKS)
+    TYPE: tl.constexpr = x.dtype.element_ty
     factor = 1.0  # of all values, left to the end
     if BEFORE == 1:
         squares = squares_of(values, CHUNKS)
@@ -241,6 +256,7 @@ def quantize_rows(
         values = layer_normalized(values, weight, bias, eps, i, K, THREADS, STEP, CHUNKS)
     elif BEFORE == 3:
         values = times(silu(values, CHUNKS), others, CHUNKS)
+    values = rotated_before(values, HADAMARD, BEFORE, TYPE, CHUNKS)
     together: tl.constexpr = BEFORE == 1 and static is None and zeros is None and GROUP == 0
     if together:
         total, largest = tl.reduce((squares, largest_of(values, CHUNKS)), 0, sum_and_largest)
@@ -248,7 +264,6 @@ def quantize_rows(
     elif BEFORE == 1:
         factor = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
     zero = None
-    TYPE: tl.constexpr = x.dtype.element_ty
     if static is not None:
         scale = given_scale(tl.load(static), TYPE, RULE)
         if static_zero is not None:
@@ -293,7 +308,7 @@ def quantize_rows(
 @dataclass(frozen=True)
 class Request:
     """What is asked for: step before, format, group (0: per token), whether a scale is given (and a zero, if not symmetric),
-    whether there are no zero points, a residual, and the rule of quantization."""
+    whether there are no zero points, a residual, the rule of quantization, and channels of a rotated block (0: none)."""
 
     before: str
     fmt: NumberFormat
@@ -302,6 +317,7 @@ class Request:
     symmetric: bool = True
     residual: bool = False
     rule: ActivationRule = ActivationRule.OWN
+    hadamard: int = 0
 
 
 def shape_of(few: bool, k: int, request: Request) -> tuple[int, int, bool, int]:
@@ -315,16 +331,21 @@ def shape_of(few: bool, k: int, request: Request) -> tuple[int, int, bool, int]:
         too_many = each > (32 if request.residual else MOST_EACH)
         return each > MOST_EACH, too_many, threads * each, -piece, abs(math.log2(threads / wanted))
 
-    pieces = (PIECE, PIECE // 2) if request.residual else (PIECE,)
+    halves = request.residual and request.hadamard <= 32 * PIECE // 2  # what is rotated together is in one warp
+    pieces = (PIECE, PIECE // 2) if halves else (PIECE,)
     threads, piece = min(((t, p) for p in pieces for t in (32, 64, 128, 256, 512, 1024)), key=cost)
     each = -(-k // (threads * piece)) * piece
-    again = request.before in ("", "rms_norm") and not ((few and each <= 32) or request.residual or request.group)
+    again = request.before in ("", "rms_norm") and not (
+        (few and each <= 32) or request.residual or request.group or request.hadamard
+    )
     if request.residual:
         registers = 64 if threads == 1024 else 0
     elif request.before == "layer_norm":
         registers = 64 if each <= 32 else 128 if each == MOST_EACH else 0
-    else:
-        registers = 64 if each > 32 else 0
+    elif each <= 32:
+        registers = 0
+    else:  # so that rotated values stay in registers; of 512 threads there would be one block
+        registers = 80 if request.hadamard and threads <= 256 else 64
     return threads, piece, again, min(registers, 65536 // threads)
 
 
@@ -348,7 +369,7 @@ class QuantizePlan:
         overlap = machine.arch.sm >= 90
         self.constants = (
             k, threads, piece, chunks, group, STEPS[request.before], FORMATS[request.fmt.name], largest, pieces, again, overlap,
-            RULES[request.rule],
+            RULES[request.rule], request.hadamard,
         )  # fmt: skip
         self.launch = Launcher(quantize_rows, (m, 1, 1), threads // 32, overlap=overlap, registers=registers)
 

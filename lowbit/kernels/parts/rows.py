@@ -41,6 +41,15 @@ def floats(chunks, CHUNKS: tl.constexpr):
 
 
 @triton.jit
+def rounded_to(values, TYPE: tl.constexpr, CHUNKS: tl.constexpr):
+    """Chunks of float32 in another type."""
+    made = ()
+    for c in tl.static_range(CHUNKS):
+        made += (values[c].to(TYPE),)
+    return made
+
+
+@triton.jit
 def squares_of(values, CHUNKS: tl.constexpr):
     """The sum of squares of each thread."""
     made = values[0] * values[0]

@@ -1,0 +1,75 @@
+"""y = x H: each block of channels times a Hadamard matrix, one pass over memory; what quantizes x rotates it itself instead.
+
+Reads   x fp16, bf16 or fp32 [M, K], any row stride
+Writes  y of the type of x [M, K]
+Blocks  TILE channels of one row each, in chunks of 8 elements a thread; no warp meets another
+Overlap lets the kernel after it start at once (programmatic dependent launch, sm_90)
+Exact   sums in float32 in the order of parts/hadamard.py, one rounding: a row has the same bits whatever is beside it. Plain
+        Triton. Tested: tests/kernels/elementwise/test_rotate.py
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra import cuda
+
+from lowbit.hardware.machine import Machine
+from lowbit.kernels.parts.hadamard import rotated
+from lowbit.kernels.parts.launch import Launcher
+from lowbit.kernels.parts.rows import floats, loaded, rounded_to, row_of
+
+PIECE = 8
+"""16-bit elements in 16 bytes: what a thread reads at once."""
+
+THREADS = 128
+
+
+@triton.jit(do_not_specialize=["x_stride"])
+def rotate_rows(
+    y, x, x_stride, K: tl.constexpr, BLOCK: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr, CHUNKS: tl.constexpr,
+    PIECES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """CHUNKS times THREADS times PIECE channels of a row; PIECES: rows start at multiples of 8 elements."""
+    if OVERLAP:
+        cuda.gdc_launch_dependents()
+    row = tl.program_id(0)
+    STEP: tl.constexpr = THREADS * PIECE
+    TILE: tl.constexpr = STEP * CHUNKS
+    i = tl.arange(0, THREADS)[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
+    i += tl.program_id(1) * TILE
+    END: tl.constexpr = TILE if K % TILE == 0 else K  # masks only where a tile is not whole
+    if OVERLAP:
+        cuda.gdc_wait()
+    values = floats(loaded(row_of(x, row, x_stride, PIECES), i, END, STEP, CHUNKS), CHUNKS)
+    made = rounded_to(rotated(values, BLOCK, CHUNKS), y.dtype.element_ty, CHUNKS)
+    for c in tl.static_range(CHUNKS):
+        if END == TILE:
+            tl.store(row_of(y, row, K, False) + c * STEP + i, made[c])
+        else:
+            tl.store(row_of(y, row, K, False) + c * STEP + i, made[c], mask=c * STEP + i < K)
+
+
+class RotatePlan:
+    """All of a call that does not depend on x's contents: made once for a shape, called many times.
+
+    `pieces` promises that x and its rows start at multiples of 16 bytes. A plan serves one GPU, one alignment and one type.
+    """
+
+    def __init__(self, m: int, k: int, block: int, pieces: bool, machine: Machine) -> None:
+        self.m, self.k = m, k
+        self.unit = PIECE if pieces else 1
+        chunks = 1 if k <= THREADS * PIECE else 2
+        overlap = machine.arch.sm >= 90
+        self.constants = (k, block, THREADS, PIECE, chunks, pieces, overlap)
+        grid = (m, -(-k // (THREADS * PIECE * chunks)), 1)
+        self.launch = Launcher(rotate_rows, grid, THREADS // 32, overlap=overlap)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """y [M, K] of x [M, K], on the current device."""
+        y = torch.empty((self.m, self.k), dtype=x.dtype, device=x.device)
+        if self.m:
+            self.launch(y, x, x.stride(0) // self.unit, *self.constants)
+        return y

@@ -1,0 +1,52 @@
+"""x H block by block, on a row in the registers of a block of threads (parts/rows.py): log2(BLOCK) steps of butterflies.
+
+Exact   x is first divided by sqrt(BLOCK), a power of 2; then each step is one sum in float32 of two numbers, a + b or a - b, of
+        elements 1, 2, 4, .. apart, in this order: the same bits whatever the shape of a block of threads and the number of rows
+Moves   steps within the PIECE elements that a thread holds side by side move nothing, those beyond it one shuffle an element
+        Tested: tests/kernels/elementwise/test_rotate.py
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def within(value, APART: tl.constexpr):
+    """a + b, a - b of elements that are APART in one thread; value [THREADS, PIECE]."""
+    THREADS: tl.constexpr = value.shape[0]
+    PIECE: tl.constexpr = value.shape[1]
+    pairs = tl.reshape(value, (THREADS, PIECE // (2 * APART), 2, APART))
+    a, b = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
+    return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (THREADS, PIECE))
+
+
+@triton.jit
+def across(value, APART: tl.constexpr):
+    """The same of what threads hold that are APART."""
+    THREADS: tl.constexpr = value.shape[0]
+    PIECE: tl.constexpr = value.shape[1]
+    pairs = tl.reshape(value, (THREADS // (2 * APART), 2, APART * PIECE))
+    bits = pairs.to(tl.int32, bitcast=True)
+    both = tl.xor_sum(bits, axis=1, keep_dims=True)
+    other = (both ^ bits).to(tl.float32, bitcast=True)
+    sign = 1.0 - 2.0 * tl.arange(0, 2).to(tl.float32)
+    return tl.reshape(tl.fma(pairs, sign[None, :, None], other), (THREADS, PIECE))
+
+
+@triton.jit
+def rotated(values, BLOCK: tl.constexpr, CHUNKS: tl.constexpr):
+    """Chunks [THREADS, PIECE] of float32, each BLOCK elements times H."""
+    PIECE: tl.constexpr = values[0].shape[1]
+    STEPS: tl.constexpr = 4 if BLOCK == 16 else 6 if BLOCK == 64 else 8
+    made = ()
+    for c in tl.static_range(CHUNKS):
+        value = values[c] * (0.25 if BLOCK == 16 else 0.125 if BLOCK == 64 else 0.0625)
+        for step in tl.static_range(STEPS):
+            if 1 << step < PIECE:
+                value = within(value, 1 << step)
+            else:
+                value = across(value, (1 << step) // PIECE)
+        made += (value,)
+    return made

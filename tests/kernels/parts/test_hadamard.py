@@ -1,0 +1,58 @@
+"""Butterflies in registers: the matrix they are, and the same bits whatever shape a row has there."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowbit.formats import BLOCKS, rotate_blocks
+from tests.kernels.interpreter import interpreted
+
+triton = pytest.importorskip("triton", reason="the kernels are written in Triton")
+import triton.language as tl  # noqa: E402
+
+from lowbit.kernels.parts.hadamard import rotated  # noqa: E402
+from lowbit.kernels.parts.rows import floats, loaded  # noqa: E402
+
+
+def butterflies(x, block):
+    """x H in float32, in the order that the kernels promise."""
+    values, apart = x.float() * block**-0.5, 1
+    while apart < block:
+        pairs = values.unflatten(-1, (-1, 2, apart))
+        a, b = pairs.unbind(-2)
+        values = torch.stack((a + b, a - b), -2).flatten(-3)
+        apart *= 2
+    return values
+
+
+@triton.jit
+def rotate_one(y, x, BLOCK: tl.constexpr, THREADS: tl.constexpr, PIECE: tl.constexpr, CHUNKS: tl.constexpr):
+    """A row of 1024 numbers."""
+    STEP: tl.constexpr = THREADS * PIECE
+    i = tl.arange(0, THREADS)[:, None] * PIECE + tl.arange(0, PIECE)[None, :]
+    values = rotated(floats(loaded(x, i, STEP * CHUNKS, STEP, CHUNKS), CHUNKS), BLOCK, CHUNKS)
+    for c in tl.static_range(CHUNKS):
+        tl.store(y + c * STEP + i, values[c])
+
+
+def check_shapes():
+    x = torch.randn(1024, generator=torch.Generator().manual_seed(0))
+    for block in BLOCKS:
+        for threads, piece in ((32, 8), (128, 8), (256, 4), (64, 16), (32, 32)):
+            y = torch.full_like(x, float("nan"))
+            rotate_one[(1,)](y, x, block, threads, piece, 1024 // (threads * piece))
+            assert torch.equal(y, butterflies(x, block)), (block, threads, piece)
+
+
+def test_the_same_bits_in_every_shape():
+    interpreted(check_shapes)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_butterflies_are_the_matrix(block):
+    """In float64 to the last bits, in float32 as near as sums one after the other are."""
+    x = torch.randn(7, 2 * block, generator=torch.Generator().manual_seed(0))
+    right, size = rotate_blocks(x.double(), block), x.double().norm(dim=1, keepdim=True)
+    steps = block.bit_length() - 1
+    assert bool(((butterflies(x, block).double() - right).abs() <= steps * 2.0**-24 * size).all())
