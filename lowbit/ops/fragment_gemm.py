@@ -53,7 +53,8 @@ def fragment_gemm(
 
     With `batch_invariant`, a row of y has the same bits in every batch; else sums of small batches are formed in another
     order than those of large ones. A weight with an `order` or a `pre_quant_scale` takes one more kernel, which brings x into
-    the order of the codes (kernels/elementwise/gather.py). Raises ValueError for tensors that do not fit together.
+    the order of the codes (kernels/elementwise/gather.py), but for up to 4 tokens, where the product does
+    (kernels/parts/channels.py). Raises ValueError for tensors that do not fit together.
     """
     interleaved = isinstance(w, InterleavedWeight)
     if w.order is None and w.pre_quant_scale is None and not interleaved:
@@ -109,26 +110,30 @@ def _fragment_gemm(
     interleaved: bool = False,
 ) -> Tensor:  # fmt: skip
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    if order is None and pre_quant_scale is None:
-        rows = aligned_rows(rows)
-    else:
-        rows = _gathered(rows, order, pre_quant_scale)
     others = (described(codes), described(scale), described(channel_scale), described(bias))
-    plan = _plan(scheme, rows.shape[0], n, rows.shape[1], x.dtype, x.device, others, batch_invariant, interleaved)
+    of_x = (described(order), described(pre_quant_scale))
+    plan = _plan(scheme, rows.shape[0], n, rows.shape[1], x.dtype, x.device, others, of_x, batch_invariant, interleaved)
     if plan is None:
         return x.new_empty((*x.shape[:-1], n))
+    inside: tuple[Tensor | None, ...] = ()
+    if order is None and pre_quant_scale is None:
+        rows = aligned_rows(rows)
+    elif plan.gathers:
+        rows, inside = aligned_rows(rows), (order, pre_quant_scale)
+    else:
+        rows = _gathered(rows, order, pre_quant_scale)
     if x.device.index != torch.cuda.current_device():
         with torch.cuda.device(x.device):
-            y = plan(rows, codes, scale, channel_scale, bias, *workspace(x.device, *plan.workspace))
+            y = plan(rows, codes, scale, channel_scale, bias, *workspace(x.device, *plan.workspace), *inside)
     else:
-        y = plan(rows, codes, scale, channel_scale, bias, *workspace(x.device, *plan.workspace))
+        y = plan(rows, codes, scale, channel_scale, bias, *workspace(x.device, *plan.workspace), *inside)
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], n)
 
 
 @functools.lru_cache(maxsize=4096)
 def _plan(
     scheme: str, m: int, n: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[Described | None, ...],
-    batch_invariant: bool, interleaved: bool,
+    of_x: tuple[Described | None, Described | None], batch_invariant: bool, interleaved: bool,
 ) -> RingPlan | MmaPlan | WgmmaPlan | None:  # fmt: skip
     """The plan of a product; None where there is nothing to compute. Raises ValueError when the tensors do not fit."""
     parsed = _scheme(scheme)
@@ -137,7 +142,8 @@ def _plan(
     scale, channel_scale, bias = optional
     x = torch.empty((m, k), dtype=dtype, device="meta")
     check_product("fragment_gemm", x, codes, scale, channel_scale, bias, parsed, n, interleaved)
-    devices = {on, *(t[2] for t in others if t is not None)}
+    check_channels("fragment_gemm", k, *(None if t is None else on_meta(t) for t in of_x))
+    devices = {on, *(t[2] for t in (*others, *of_x) if t is not None)}
     if len(devices) > 1:
         raise ValueError(f"fragment_gemm: all tensors must be on one device, got {sorted(map(str, devices))}")
     if not all(t is None or t[3] for t in others[:3]):
@@ -148,17 +154,22 @@ def _plan(
     shape = GemmShape(m, n, k, parsed.weight.bits)
     types = (None if t is None else t[1] for t in others[1:3])
     form, pick = weight_form(parsed, *types, interleaved=interleaved), choose_for_lines if interleaved else choose
-    return plan_for(pick(shape, machine, batch_invariant), shape, form, dtype, others[3] is not None, machine)
+    order, factor = of_x
+    # As the ring kernel reads them; else x comes to it as the codes want it.
+    readable = (order is None or order[3]) and (factor is None or (factor[3] and factor[1] == torch.float32))
+    inside = (order is not None, factor is not None) if readable else (False, False)
+    return plan_for(pick(shape, machine, batch_invariant), shape, form, dtype, others[3] is not None, machine, inside)
 
 
 def plan_for(
-    tile: Tile, shape: GemmShape, form: WeightForm, dtype: torch.dtype, bias: bool, machine: Machine
-) -> RingPlan | MmaPlan | WgmmaPlan:
-    """The plan of a product with a given tile on a machine."""
+    tile: Tile, shape: GemmShape, form: WeightForm, dtype: torch.dtype, bias: bool, machine: Machine,
+    of_x: tuple[bool, bool] = (False, False),
+) -> RingPlan | MmaPlan | WgmmaPlan:  # fmt: skip
+    """The plan of a product with a given tile on a machine; `of_x`: whether there is an order, and factors, of x."""
     from lowbit.kernels.sm80.mixed_gemm import RingPlan
 
     if isinstance(tile, RingTile):
-        return RingPlan(shape, tile, form, dtype, bias, machine.arch)
+        return RingPlan(shape, tile, form, dtype, bias, machine.arch, of_x)
     return wide_plan(tile, shape, form, dtype, bias, machine)
 
 

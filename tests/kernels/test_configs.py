@@ -19,6 +19,7 @@ from lowbit.kernels.choose.attention import AttentionShape, DecodeTile
 from lowbit.kernels.choose.conv import block_tile
 from lowbit.kernels.elementwise.append import Append
 from lowbit.kernels.elementwise.gather_kv import GatherKv
+from lowbit.kernels.parts.channels import Channels
 from lowbit.kernels.parts.conv_tile import WgmmaConv
 from lowbit.kernels.parts.decode import Decode
 from lowbit.kernels.parts.end import End
@@ -52,7 +53,16 @@ CONFIGS = [
     NarrowGemm("int4", torch.int8, HALF, 128, 2, 4, 1, 8, True, True, "token", False, False, "none", False, True),
     PlainGemm("int4", torch.int8, torch.int8, HALF, 16, 6, True, False, "token", False, False, "none"),
     MmaGemm(Decode("int4", "fp16", 128, "none", "fp16"), 128, 4, 4, 2, 1, 4, 1, 2, False, End(False, False), True),
-    RingGemm(Ring(Step("int4", "fp16", 8, 128, "none", "fp16"), 1, 2, False), 4, 2, 1, End(False, False), True),
+    RingGemm(
+        Ring(Step("int4", "fp16", 8, 128, "none", "fp16"), 1, 2, False),
+        4,
+        2,
+        1,
+        End(False, False),
+        True,
+        0,
+        Channels("fp16", 1, 4096, True, True, 65536),
+    ),
     RingGemm(RowRing(Step("dense", "fp16", 8, 0, "none", "fp16"), 2, 1, False), 4, 2, 1, End(False, False), True),
     PagedAttention(HEADS, DecodeTile(8, 128, 64, 4), True),
     Append(HEADS, True),

@@ -238,14 +238,16 @@ def test_x_that_ends_within_a_piece(m):
 
 @gpu
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize(("order", "pre_quant_scale"), [(True, None), (False, torch.float32), (True, torch.float16)])
+@pytest.mark.parametrize(
+    ("order", "pre_quant_scale"), [(True, None), (False, torch.float32), (True, torch.float32), (True, torch.float16)]
+)
 @pytest.mark.parametrize("scheme", ["w4a16_g128", "w6e3m2a16", "w4a16_g32_z", "w4a16_z"])
 @pytest.mark.parametrize("k", [200, 203, 576, 4096])
 def test_order_and_pre_quant_scale(scheme, order, pre_quant_scale, dtype, k):
     q = with_channels(quantized(scheme, 344, k), order, pre_quant_scale)
     w = FragmentWeight.pack(q)
     picked = slice(None) if q.order is None else q.order.long()
-    for m in (1, 16, 100):
+    for m in (1, 3, 16, 100):
         x = torch.randn(m, k, device="cuda", dtype=dtype)
         scaled = x if q.pre_quant_scale is None else (x.float() * q.pre_quant_scale.float()).to(dtype)
         plain = torch.nn.functional.linear(scaled[:, picked], q.dequantize_codes(dtype))

@@ -5,6 +5,7 @@ Reads   x fp16 or bf16, rows of 16-byte pieces; w in FragmentOrder, one stream p
 Grid    blocks of rows x blocks of tokens x splits of K; about one block of threads per SM, all in one wave
 Warps   warps_n x warps_k: rows of warps own `strips` strips each, columns of warps share the steps of 128 k in turn
 Ring    every warp fills and reads a ring of its own: no barrier in the main loop, all slots in flight (parts/ring.py)
+Order   of channels: x of up to 4 tokens comes whole, times factors, and is gathered step by step (parts/channels.py)
 Step    codes -> halves -> mma.sync, group scales in fp32 on the group's sum (parts/step.py)
 Sum     the slices of K meet once, in shared memory, in a fixed order: same input, same bits. With splits > 1 the block that
         comes last adds the sums of all splits, again in order
@@ -16,7 +17,7 @@ Source  fragments: PTX ISA; the private ring and measurements: docs/log.md
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,8 +25,17 @@ from torch import Tensor
 from lowbit.hardware.arch import Arch
 from lowbit.hardware.half import HalfType
 from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile, shared_by
+from lowbit.kernels.parts.channels import (
+    Channels,
+    advance_channels,
+    begin_channels,
+    bring_x,
+    channels_refusals,
+    gather,
+    tokens_held,
+)
 from lowbit.kernels.parts.end import End, Gate
-from lowbit.kernels.parts.gluon import Scalar, Tuple, aggregate, gl, gluon, half_type, ptx, run, source_digest
+from lowbit.kernels.parts.gluon import Scalar, Tuple, aggregate, barrier, gl, gluon, half_type, ptx, run, source_digest
 from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.parts.ring import Ring
 from lowbit.kernels.parts.ring_end import (
@@ -60,6 +70,7 @@ class RingGemm:
     end: End
     overlap: bool
     shared_bytes: int = 0
+    channels: Channels | None = None
     digest: str = source_digest()
 
     @property
@@ -86,11 +97,12 @@ class RingGemm:
 
     @property
     def shared_rows(self) -> int:
-        """Shared memory in rows of one float32 per thread: the rings, and in their place at the end the accumulators, with the
-        residual the squares of its octets of rows behind them."""
+        """Shared memory in rows of one float32 per thread: the rings and x that is gathered, and in their place at the end the
+        accumulators, with the residual the squares of its octets of rows behind them."""
         squares = 2 * self.block_strips * self.ring.step.tokens if self.end.residual else 0
         at_end = self.accumulators + -(-squares // self.threads)
-        return max(-(-max(self.ring.bytes * self.warps, self.shared_bytes) // (4 * self.threads)), at_end)
+        rings = self.ring.bytes * self.warps + (self.channels.bytes if self.channels else 0)
+        return max(-(-max(rings, self.shared_bytes) // (4 * self.threads)), at_end)
 
     @property
     def outputs(self) -> int:
@@ -118,6 +130,11 @@ class RingGemm:
             return j % 2 if self.end.gate != "none" else j // 2 % 2
 
         return next(j for j in period if half(j) == half(i))
+
+    @property
+    def x_early(self) -> bool:
+        """Whether x is asked for together with the first codes."""
+        return not self.overlap and self.channels is None
 
     @property
     def rows_early(self) -> bool:
@@ -213,14 +230,17 @@ def copy_weights(ring, source, C: gl.constexpr, strip: gl.constexpr, ahead: gl.c
 
 
 @gluon.jit
-def copy_step(ring, source, C: gl.constexpr, d: gl.constexpr, codes: gl.constexpr, tokens: gl.constexpr):
-    """Starts the copies of step d, counted from where `source` stands: one strip's weights; x with the first strip."""
+def copy_step(ring, source, gathered, C: gl.constexpr, d: gl.constexpr, codes: gl.constexpr, tokens: gl.constexpr):
+    """Starts the copies of step d, counted from where `source` stands: one strip's weights; x with the first strip, if it is
+    not gathered instead."""
     R: gl.constexpr = C.ring
     EIGHTS: gl.constexpr = R.step.eights
     strip: gl.constexpr = d % R.strips
     ahead: gl.constexpr = d // R.strips * C.slices  # steps of K
     s = source
-    if tokens and strip == 0:
+    if tokens and strip == 0 and C.channels is not None:
+        gathered = gather(gathered, d, ahead * STEP, (ahead + C.slices) * STEP, C)
+    if tokens and strip == 0 and C.channels is None:
         for eight in gl.static_range(EIGHTS):
             gl.inline_asm_elementwise(
                 ptx(R.copy_x, d, eight), "=r,r,l,r,r",
@@ -233,6 +253,7 @@ def copy_step(ring, source, C: gl.constexpr, d: gl.constexpr, codes: gl.constexp
         gl.inline_asm_elementwise(
             "cp.async.commit_group;\n mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
         )  # fmt: skip
+    return gathered
 
 
 @gluon.jit
@@ -275,7 +296,7 @@ def multiply(read, x, sums, acc, C: gl.constexpr, strip: gl.constexpr):
 
 
 @gluon.jit
-def iteration(ring, source, read, acc, C: gl.constexpr, last: gl.constexpr):
+def iteration(ring, source, gathered, read, acc, C: gl.constexpr, last: gl.constexpr):
     """All strips, `rounds` steps of K. `read` is what was read of the first slot; each freed slot is filled again at once."""
     R: gl.constexpr = C.ring
     S: gl.constexpr = C.ring.step
@@ -293,12 +314,12 @@ def iteration(ring, source, read, acc, C: gl.constexpr, last: gl.constexpr):
                 )  # fmt: skip
         following = read
         if not last or d + R.depth < R.turn:
-            copy_step(ring, source, C, d + R.depth, True, True)
+            gathered = copy_step(ring, source, gathered, C, d + R.depth, True, True)
         if not last or d + 1 < R.turn:
             following = read_step(ring, C, d + 1, min(R.turn - 2 - d, R.depth - 1) if last else R.depth - 1)
         acc = multiply(read, x, sums, acc, C, d % R.strips)
         read = following
-    return read, acc
+    return gathered, read, acc
 
 
 @gluon.jit
@@ -361,8 +382,8 @@ def clear_x(ring, source, C: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["M", "N", "K", "x_stride", "strips", "tiles", "scale_strip", "iterations"])
 def ring_gemm(
-    y, x, w, scale, channel_scale, bias, partial, arrived, h, gamma, squares, M, N, K, x_stride, strips, tiles, scale_strip,
-    iterations, factor, x_factor, inverse_width, eps, C: gl.constexpr,
+    y, x, w, scale, channel_scale, bias, partial, arrived, h, gamma, squares, order, pre_quant_scale, M, N, K, x_stride,
+    strips, tiles, scale_strip, iterations, factor, x_factor, inverse_width, eps, C: gl.constexpr,
 ):  # fmt: skip
     """One block: C.block_strips strips of w, C.ring.step.tokens tokens, its slices of K.
 
@@ -385,8 +406,11 @@ def ring_gemm(
     ring = addresses_of(start, lane, C)
     source = source_of(x, w, scale, strip, slice_k, first_token, lane, M, N, K, x_stride, tiles, scale_strip, C)
     at = Place(lane, warp, first_strip, first_token, gl.program_id(0) * C.block_strips * 16, M, N)
+    gathered = ()
+    if C.channels is not None:
+        gathered = begin_channels(order, start, slice_k, lane, M - first_token, K, C)
     for d in gl.static_range(DEPTH):
-        copy_step(ring, source, C, d, True, not C.overlap)
+        gathered = copy_step(ring, source, gathered, C, d, True, C.x_early)
     if C.rows_early and C.end.channel_scale:
         channel_scale = rows_ahead(channel_scale, at, C)
     if C.rows_early and C.end.bias:
@@ -401,8 +425,12 @@ def ring_gemm(
             "griddepcontrol.wait;\n griddepcontrol.launch_dependents;\n mov.b32 $0, 0;", "=r", [],
             dtype=gl.int32, is_pure=False, pack=1,
         )  # fmt: skip
+    if C.channels is not None:
+        bring_x(x, pre_quant_scale, thread, first_token, M, x_stride, C)
+        barrier()
+    if not C.x_early:
         for d in gl.static_range(DEPTH):
-            copy_step(ring, source, C, d, False, True)
+            gathered = copy_step(ring, source, gathered, C, d, False, True)
     rms = ()
     old = ()
     if C.end.parts > 0:
@@ -417,9 +445,11 @@ def ring_gemm(
         acc = acc + (zeros,)
     read = read_step(ring, C, 0, R.depth - 1)
     for _ in range(0, iterations - 1):
-        read, acc = iteration(ring, source, read, acc, C, False)
+        gathered, read, acc = iteration(ring, source, gathered, read, acc, C, False)
         source = advance(source, C)
-    read, acc = iteration(ring, source, read, acc, C, True)
+        if C.channels is not None:
+            gathered = advance_channels(gathered, C.ring.rounds * C.slices * STEP)
+    gathered, read, acc = iteration(ring, source, gathered, read, acc, C, True)
     sums = sum_of_slices(shared, acc, lane, warp, C)
     if not C.rows_early and C.end.channel_scale:
         channel_scale = rows_ahead(channel_scale, at, C)
@@ -437,13 +467,26 @@ def ring_gemm(
             finish(y, totals, applied, residual, at, C)
 
 
+OfX = tuple[bool, bool]
+"""Whether x is to be brought into another order of channels, and multiplied by factors of them."""
+
+NOTHING: OfX = (False, False)
+
+
 class RingLaunch:
     """What plans of the ring kernel have in common: its configuration, grid and workspace, and how it is launched."""
 
-    def __init__(self, shape: GemmShape, tile: RingTile, form: WeightForm, dtype: torch.dtype, end: End, arch: Arch) -> None:
+    def __init__(
+        self, shape: GemmShape, tile: RingTile, form: WeightForm, dtype: torch.dtype, end: End, arch: Arch,
+        of_x: OfX = NOTHING,
+    ) -> None:  # fmt: skip
         self.shape, self.tile, self.dtype = shape, tile, dtype
         overlap = arch.sm >= 90
         self.config = _config(tile, form, half_type(dtype), shape.n, shape.k, end, overlap, shared_by(tile, arch))
+        if any(of_x) and not channels_refusals(shape.m, shape.k):
+            start = self.config.ring.bytes * self.config.warps
+            channels = Channels(half_type(dtype), tokens_held(shape.m), shape.k, *of_x, start)
+            self.config = replace(self.config, channels=channels)
         self.grid = (-(-shape.strips // tile.block_strips), -(-shape.m // tile.tokens), tile.splits)
         self.launch = Launcher(ring_gemm, self.grid, self.config.warps, overlap=overlap)
         self.iterations = -(-shape.steps(STEP_K) // (self.config.slices * tile.rounds))
@@ -461,31 +504,41 @@ class RingLaunch:
         self, y: Tensor, x: Tensor, weight: Weight, bias: Tensor | None, room: tuple[Tensor, Tensor],
         of_h: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
         numbers: tuple[float | None, float | None, float | None] = (None, None, None),
+        of_x: tuple[Tensor | None, Tensor | None] = (None, None),
     ) -> None:  # fmt: skip
-        """`room` is the workspace; `of_h` h, gamma and squares, `numbers` x_factor, 1 / width and eps, as the end asks for."""
+        """`room` is the workspace; `of_h` h, gamma and squares, `numbers` x_factor, 1 / width and eps, as the end asks for;
+        `of_x` order and pre_quant_scale."""
         codes, scale, channel_scale = weight
         some = next(t for t in (scale, channel_scale, codes) if t is not None)  # where there are no scales, nothing is read
         tiles = 0 if self.config.ring.step.dense else codes.shape[1]
         self.launch(
-            y, x, codes, some, channel_scale, bias, *room, *of_h, self.shape.m, self.shape.n, self.shape.k, x.stride(0),
+            y, x, codes, some, channel_scale, bias, *room, *of_h, *of_x, self.shape.m, self.shape.n, self.shape.k, x.stride(0),
             self.shape.strips, tiles, 0 if scale is None else scale.stride(0), self.iterations, self.factor, *numbers,
             self.config,
         )  # fmt: skip
 
 
 class RingPlan(RingLaunch):
-    """All of a product that does not depend on the tensors' contents: made once for a shape, called many times."""
+    """All of a product that does not depend on the tensors' contents: made once for a shape, called many times.
 
-    def __init__(self, shape: GemmShape, tile: RingTile, form: WeightForm, dtype: torch.dtype, bias: bool, arch: Arch) -> None:
-        super().__init__(shape, tile, form, dtype, End(form.channel_scale, bias), arch)
+    `of_x` says what there is of an order and of float32 factors of x; where it cannot gather them (parts/channels.py),
+    `gathers` is False and x has to come as the codes want it.
+    """
+
+    def __init__(
+        self, shape: GemmShape, tile: RingTile, form: WeightForm, dtype: torch.dtype, bias: bool, arch: Arch,
+        of_x: OfX = NOTHING,
+    ) -> None:  # fmt: skip
+        super().__init__(shape, tile, form, dtype, End(form.channel_scale, bias), arch, of_x)
+        self.gathers = self.config.channels is not None
 
     def __call__(
         self, x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None,
-        sums: Tensor, arrived: Tensor,
+        sums: Tensor, arrived: Tensor, order: Tensor | None = None, pre_quant_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """y [M, N] of x [M, K], whose rows start at multiples of 16 bytes; all tensors on the current device."""
         y = torch.empty((self.shape.m, self.shape.n), dtype=x.dtype, device=x.device)
-        self.run(y, x, (codes, scale, channel_scale), bias, (sums, arrived))
+        self.run(y, x, (codes, scale, channel_scale), bias, (sums, arrived), of_x=(order, pre_quant_scale))
         return y
 
 

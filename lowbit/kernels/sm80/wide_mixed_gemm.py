@@ -492,6 +492,9 @@ def mma_gemm(
 class MmaPlan:
     """All of a product that does not depend on the tensors' contents: made once for a shape, called many times."""
 
+    gathers = False
+    """Whether it brings x into an order by itself."""
+
     def __init__(
         self, shape: GemmShape, tile: MmaTile, form: WeightForm, dtype: torch.dtype, bias: bool, gate: Gate = "none"
     ) -> None:

@@ -430,6 +430,9 @@ class WgmmaLaunch(TilePlan):
 class WgmmaPlan(WgmmaLaunch):
     """The plan of a product, gated or not."""
 
+    gathers = False
+    """Whether it brings x into an order by itself."""
+
     def __init__(
         self, shape: GemmShape, tile: WgmmaTile, form: WeightForm, dtype: torch.dtype, bias: bool, sm_count: int,
         gate: Gate = "none",

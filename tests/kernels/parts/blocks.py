@@ -44,6 +44,9 @@ class Pointer:
     def __add__(self, place):
         return Pointer(self.memory, self.place + place)
 
+    def to(self, kind):
+        return lanes(self.bytes)
+
     @property
     def bytes(self):
         """Addresses."""

@@ -77,6 +77,7 @@ RUN = {
     "cvt.rni.s32.f32": rounded,
     "cvt.pack.sat.u8.s32.b32": lambda a, b, c: packed(a, b, c, 0, 255),
     "cvt.pack.sat.s8.s32.b32": lambda a, b, c: packed(a, b, c, -128, 127),
+    "cvt.rn.f16.f32": lambda a: float32(a).astype(np.float16).view(np.uint16).astype(np.uint32),
     "cvt.f32.f16": lambda a: bits_of(a.astype(np.uint16).view(np.float16).astype(np.float32)),
     "add.rn.f16x2": halves_added,
     "shr": lambda a, b: a >> b,
@@ -153,6 +154,20 @@ def run(text, inputs, outputs, shared=None, start=0, memory=None):
                 at, begin = int(value(to)[lane]) + int(to_offset) - start, int(value(source)[lane]) + int(offset)
                 shared[at : at + int(size)] = 0
                 shared[at : at + read[lane]] = memory[begin : begin + read[lane]]
+        elif name.startswith("ld.global"):
+            words = [part.strip() for part in re.split(r"[\[\]{},]", rest) if part.strip()]
+            base, _, offset = words.pop().partition("+")
+            for i, register in enumerate(words):
+                place = np.arange(threads)[where]
+                found = np.array(registers.get(register, np.zeros(threads, dtype=np.uint32)))
+                found[place] = memory.view(np.uint32)[(value(base)[place] + int(offset or 0)) // 4 + i]
+                registers[register] = found
+        elif name == "ld.shared.b16":
+            register, at = (part.strip(" []") for part in rest.split(","))
+            base, _, offset = at.partition("+")
+            place, found = np.arange(threads)[where], np.array(registers[register])
+            found[place] = shared.view(np.uint16)[(value(base)[place] + int(offset or 0) - start) // 2]
+            registers[register] = found
         elif name.startswith("ld.shared") or name.startswith("st.shared"):
             words = [part.strip() for part in re.split(r"[\[\]{},]", rest) if part.strip()]
             at = words.pop(-1 if name.startswith("ld") else 0)
@@ -160,7 +175,9 @@ def run(text, inputs, outputs, shared=None, start=0, memory=None):
             of_shared, place = shared.view(np.uint32), (value(base) + int(offset or 0) - start) // 4
             for i, register in enumerate(words):
                 if name.startswith("ld"):
-                    registers[register] = of_shared[place + i]
+                    found = np.array(registers.get(register, np.zeros(threads, dtype=np.uint32)))
+                    found[where] = of_shared[(place + i)[where]]
+                    registers[register] = found
                 else:
                     of_shared[(place + i)[where]] = value(register)[where]
         elif name.startswith("ldmatrix"):
@@ -171,6 +188,8 @@ def run(text, inputs, outputs, shared=None, start=0, memory=None):
             ]
             for i, register in enumerate(to.split(", ")):
                 registers[register] = np.concatenate([words[:, i] for words in loaded])
+        elif joined := re.fullmatch(r"(\w+), \{(\w+), (\w+)\}", rest):
+            registers[joined[1]] = value(joined[2]) & 0xFFFF | value(joined[3]) << np.uint32(16)
         elif rest.startswith("{h0, h1}"):
             word = value(rest.split("},")[1].strip())
             registers["h0"], registers["h1"] = word & 0xFFFF, word >> 16

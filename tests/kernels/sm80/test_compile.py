@@ -10,7 +10,7 @@ import torch
 from lowbit.formats import number_format
 from lowbit.hardware.arch import arch_for
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile, candidates
+from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile, candidates, choose
 from lowbit.pack import WeightForm
 from tests.kernels.calls import mixed_call
 from tests.kernels.sass import batches, compile_plan
@@ -68,6 +68,26 @@ def test_what_belongs_to_rows_is_on_its_way_before_the_main_loop():
     (first, last) = max(kernel.loops, key=lambda loop: loop[1] - loop[0])
     assert sum(i < first for i in loads) == 4, "scales and biases of the two rows of a thread's sums"
     assert sum(i > last for i in loads) == 8 * tile.splits, "sums of all splits, and nothing else"
+
+
+@pytest.mark.parametrize(("m", "of_x"), [(1, (True, False)), (1, (True, True)), (4, (True, True))])
+def test_order_and_factors_inside(m, of_x):
+    """A main loop without a branch, at one token of no more instructions than one that copies x behind predicates."""
+    shape = GemmShape(m, 4096, 4096, 4)
+    tile, form = choose(shape, typical_machine(90)), WeightForm("int4", 128, "none", "fp16", True, True)
+    plain = RingPlan(shape, tile, form, torch.float16, False, arch_for(90))
+    inside = RingPlan(shape, tile, form, torch.float16, False, arch_for(90), of_x)
+    assert inside.gathers and not plain.gathers
+    call = mixed_call(shape, torch.float16, 128, torch.float16)
+    order, factor = torch.empty(4096, dtype=torch.int32, device="meta"), torch.empty(4096, device="meta")
+    more = (order if of_x[0] else None, factor if of_x[1] else None)
+    before = compile_plan(plain, call, 90, ("x", "w", "scale"))
+    kernel = compile_plan(inside, (*call, *more), 90, ("x", "w", "scale", "order", "pre_quant_scale"))
+    assert kernel.stack_bytes == 0 and kernel.count("STL") == 0, "registers spilled"
+    assert kernel.count("HMMA.16816") == before.count("HMMA.16816")
+    (first, last), (first_before, last_before) = (max(k.loops, key=lambda loop: loop[1] - loop[0]) for k in (kernel, before))
+    assert len([line for line in kernel.lines[first : last + 1] if re.search(r"\b(BRA|BSSY)\b", line)]) == 1
+    assert last - first <= (1 if m == 1 else 7 / 6) * (last_before - first_before)
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,14 @@ from lowbit.hardware.emulate import mma
 from lowbit.hardware.mma import MMA_M16N8K16_F16
 from lowbit.kernels.choose.mixed_gemm import DENSE_BITS, GemmShape, RingTile
 from lowbit.kernels.reference.chained import norm_gemm_reference, residual_gemm_reference
+from lowbit.ops.channels import channels_of_codes
 from lowbit.pack import DENSE_FORM, DenseWeight, FragmentWeight, weight_form
 from lowbit.pack.gated import alternate
 from lowbit.quantize import rtn
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
-from lowbit.kernels.parts import ring_end
+from lowbit.kernels.parts import channels, ring_end
 from lowbit.kernels.sm80 import mixed_gemm
 from lowbit.kernels.sm80.mixed_gemm import NormPlan, ResidualPlan, RingPlan
 from tests.kernels.parts.blocks import Block, Memory, lanes
@@ -94,7 +95,7 @@ def launch(plan, late, call):
                     everything[place] = values
 
             block = Block(
-                plan.config, plan.grid, (i, 0, split), ring_end, mixed_gemm, memory=everything, after_wait=after_wait,
+                plan.config, plan.grid, (i, 0, split), ring_end, channels, mixed_gemm, memory=everything, after_wait=after_wait,
                 multiply=multiply,
             )  # fmt: skip
             block.device["ring_gemm"](*given.values())
@@ -211,3 +212,23 @@ def test_rows_alone(tile):
     plan = RingPlan(GemmShape(len(x), 147, 648, DENSE_BITS), tile, DENSE_FORM, torch.float16, True, arch_for(80))
     y = launch(plan, (), (x, values, None, None, bias, *room(plan)))
     assert close(y, x.double() @ values.double().T + bias.double())
+
+
+@pytest.mark.parametrize(("scheme", "k"), SCHEMES, ids=str)
+@pytest.mark.parametrize(("m", "of_x"), [(1, (True, False)), (3, (True, True)), (4, (False, True))])
+def test_order_and_factors_inside(scheme, k, m, of_x):
+    """The bits of a product of x that was brought into order before."""
+    n = 104
+    q, weight, form, x, bias = made(scheme, n, k, m)
+    generator = torch.Generator().manual_seed(k)
+    order = torch.randperm(k, generator=generator).int() if of_x[0] else None
+    factor = torch.rand(k, generator=generator) + 0.5 if of_x[1] else None
+    for tile in TILES[:2]:
+        shape = GemmShape(m, n, k, q.scheme.weight.bits)
+        plan = RingPlan(shape, tile, form, torch.float16, True, arch_for(90), of_x)
+        assert plan.gathers
+        y = launch(plan, (x,), (x, *weight, bias, *room(plan), order, factor))
+        plain = RingPlan(shape, tile, form, torch.float16, True, arch_for(90))
+        brought = channels_of_codes(x, order, factor)
+        assert torch.equal(y, launch(plain, (brought,), (brought, *weight, bias, *room(plain))))
+        assert not torch.equal(brought, x)
