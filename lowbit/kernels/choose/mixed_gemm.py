@@ -398,13 +398,17 @@ _MISSING_CYCLES = 3.6
 and 970 of 96 (N 152064, K 5120): a tile that is not full is slower than a full one."""
 
 
-def _too_few_stages(stages: int, shape: GemmShape) -> tuple[str, ...]:
-    return () if stages >= 2 else (f"{shape.bits}-bit tiles leave room for {stages} stages, 2 are needed",)
+def _too_few_stages(stages: int, least: int, shape: GemmShape) -> tuple[str, ...]:
+    return () if stages >= least else (f"{shape.bits}-bit tiles leave room for {stages} stages, {least} are needed",)
+
+
+LEAST_STAGES = 4
+"""Of the wgmma kernel: it waits for the first stage of an iteration before it gives back those of the one before."""
 
 
 def wgmma_candidate(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> GemmCandidate:
     """A tile of the wgmma kernel with its reasons and its modelled time."""
-    return GemmCandidate(tile, _too_few_stages(tile.stages, shape), _wgmma_cost(tile, shape, machine))
+    return GemmCandidate(tile, _too_few_stages(tile.stages, LEAST_STAGES, shape), _wgmma_cost(tile, shape, machine))
 
 
 def _wgmma_cost(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> float:
@@ -465,7 +469,7 @@ def _mma_stage_bytes(tokens: int, strips: int, bits: int) -> int:
 
 def mma_candidate(tile: MmaTile, shape: GemmShape, machine: Machine) -> GemmCandidate:
     """A tile of the mma.sync kernel with its reasons and its modelled time."""
-    return GemmCandidate(tile, _too_few_stages(tile.stages, shape), _mma_cost(tile, shape, machine))
+    return GemmCandidate(tile, _too_few_stages(tile.stages, 2, shape), _mma_cost(tile, shape, machine))
 
 
 def _mma_cost(tile: MmaTile, shape: GemmShape, machine: Machine) -> float:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lowbit.hardware.arch import arch_for
 from lowbit.hardware.machine import MACHINES, typical_machine
 from lowbit.kernels.choose.chained_gemm import CHAIN_TOKENS, MEASURED, MOST_PARTS, chain_candidates, choose_chain, parts_of
-from lowbit.kernels.choose.mixed_gemm import DENSE_BITS, RING_TOKENS, GemmShape, RingTile, WgmmaTile, shared_by
+from lowbit.kernels.choose.mixed_gemm import DENSE_BITS, LEAST_STAGES, RING_TOKENS, GemmShape, RingTile, WgmmaTile, shared_by
 
 H200 = typical_machine(90)
 ROLES = ["norm", "gated", "residual"]
@@ -65,6 +65,14 @@ def test_few_sms_have_a_tile_too(sm_count):
             assert choose_chain(role, GemmShape(m, 16384, 8192, 4), part).splits >= 1
     wide = choose_chain("residual", GemmShape(64, 16384, 8192, 4), part)
     assert isinstance(wide, RingTile) and wide.blocks_per_sm == 0, "several waves"
+
+
+@pytest.mark.parametrize("role", ["norm", "residual"])
+def test_no_tile_waits_for_itself(role):
+    rows = chain_candidates(role, GemmShape(64, 4096, 4096, 6), H200)
+    tiled = [row for row in rows if isinstance(row.tile, WgmmaTile)]
+    assert all((row.tile.stages < LEAST_STAGES) <= bool(row.reasons) for row in tiled)
+    assert {row.tile.stages for row in tiled} & {2}, "memory for the end leaves room for 2"
 
 
 @pytest.mark.parametrize("row", MEASURED, ids=str)

@@ -10,6 +10,7 @@ from lowbit.bench.grid import weights
 from lowbit.hardware.machine import MACHINES, typical_machine
 from lowbit.kernels.choose import mixed_gemm as module
 from lowbit.kernels.choose.mixed_gemm import (
+    LEAST_STAGES,
     MEASURED,
     GemmShape,
     Measured,
@@ -33,7 +34,7 @@ def test_every_shape_has_a_tile_that_fits(m, n, k, bits):
     if isinstance(tile, RingTile):
         assert tile.block_strips <= shape.strips and tile.warps_n * tile.warps_k in (8, 16)
     else:
-        assert tile.stages % 2 == 0 and tile.stages >= 2
+        assert tile.stages % 2 == 0 and tile.stages >= LEAST_STAGES
         assert tile.stages * (512 * tile.warpgroups * bits + 128 * tile.tokens) <= 230_000
 
 

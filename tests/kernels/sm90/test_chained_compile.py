@@ -122,6 +122,8 @@ def test_what_no_end_takes():
     shape, form = GemmShape(64, 4096, 4096, 4), WeightForm("int4", 128, "none", "fp16")
     with pytest.raises(ValueError, match="a norm or residual needs all 64 tokens in one tile"):
         WgmmaNormPlan(shape, WgmmaTile(32, 2, 8, 1, 2), form, torch.float16, False, 1, "none", 132)
+    with pytest.raises(ValueError, match="waits for itself with less than 4 stages"):
+        WgmmaNormPlan(shape, WgmmaTile(64, 2, 2, 1, 2), form, torch.float16, False, 1, "none", 132)
     with pytest.raises(ValueError, match="each block has one tile"):
         WgmmaResidualPlan(shape, WgmmaTile(64, 2, 8, 8, 2), form, torch.float16, False, torch.float16, 132)
 
