@@ -11,7 +11,7 @@ import functools
 import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,14 +89,18 @@ def forget() -> None:
     _rows.cache_clear()
 
 
+LATER = {"slots": 0, "sections": 1}
+"""What tiles got later than result files, last of their fields, and the number that says nothing: slots of a ring that has one
+for each step, K in one part."""
+
+
 def written(tile: Any, kinds: Mapping[str, type[Any]]) -> str:
-    """A tile in a result file: its kernel and its numbers, such as "wgmma 64 2 8 4 2"; `read` is the inverse. Slots of a ring
-    that has one for each step are left out: result files are older than they."""
+    """A tile in a result file: its kernel and its numbers, such as "wgmma 64 2 8 4 2", without those of LATER that say nothing;
+    `read` is the inverse."""
     name = next(name for name, kind in kinds.items() if isinstance(tile, kind))
-    numbers = [int(value) for value in astuple(tile)]
-    if getattr(tile, "slots", None) == 0:
-        del numbers[-1]
-    return " ".join([name, *map(str, numbers)])
+    numbers = {each.name: int(getattr(tile, each.name)) for each in fields(tile)}
+    kept = [number for field, number in numbers.items() if LATER.get(field) != number]
+    return " ".join([name, *map(str, kept)])
 
 
 def read(text: str, kinds: Mapping[str, type[Any]]) -> Any:

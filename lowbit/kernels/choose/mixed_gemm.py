@@ -100,20 +100,23 @@ def shared_by(tile: RingTile, arch: Arch) -> int:
 
 @dataclass(frozen=True)
 class WgmmaTile:
-    """Configuration of kernels/sm90/mixed_gemm.py; see there."""
+    """Configuration of kernels/sm90/mixed_gemm.py; see there. `sections`: a block sums so many parts of K one after the other,
+    with the bits of as many splits."""
 
     tokens: int
     warpgroups: int
     stages: int
     splits: int
     token_group: int
+    sections: int = 1
 
     @property
     def rows(self) -> int:
         return 64 * self.warpgroups
 
     def __str__(self) -> str:
-        return f"wgmma {self.rows} rows x {self.tokens} tokens, {self.stages} stages, K split {self.splits}"
+        of_k = f"K split {self.splits}" if self.sections == 1 else f"{self.sections} parts of K in turn"
+        return f"wgmma {self.rows} rows x {self.tokens} tokens, {self.stages} stages, {of_k}"
 
 
 @dataclass(frozen=True)
@@ -189,7 +192,7 @@ def candidates(shape: GemmShape, machine: Machine, *, batch_invariant: bool = Fa
         many = shape.m > RING_TOKENS
         rows = [mma_candidate(tile, shape, machine) for tile in mma_tiles(shape, machine)] if many else []
     if batch_invariant and wgmma:
-        return ordered([row for row in rows if row.tile.splits == 1])
+        return ordered([wgmma_candidate(tile, shape, machine) for tile in invariant_tiles(shape, machine)])
     if shape.m <= RING_TOKENS or not wgmma:
         rings = [ring_candidate(tile, shape, machine) for tile in ring_tiles(shape, machine)]
         if batch_invariant:  # slices of K are those of the warps that share them
@@ -379,6 +382,29 @@ def wgmma_tiles(shape: GemmShape, y_tiles: float = 1, *, in_chain: bool = False)
     return tiles
 
 
+INVARIANT_PARTS = 8
+"""The most parts of K of sums that do not depend on m."""
+
+
+def invariant_tiles(shape: GemmShape, machine: Machine) -> list[WgmmaTile]:
+    """Tiles of the wgmma kernel whose sums do not depend on m: with all of them K is cut into the same parts, as many as splits
+    fill the GPU for few tokens. For many a block sums them one after the other."""
+    parts = max(1, min(INVARIANT_PARTS, machine.sm_count // -(-shape.n // 128), shape.steps(128) // 4))
+    plain = [tile for tile in wgmma_tiles(shape) if tile.splits == 1]
+    if parts == 1:
+        return plain
+    return [
+        replace(tile, **how)
+        for tile in plain
+        for how in ({"splits": parts}, {"sections": parts})
+        if "splits" in how or tile.tokens <= SECTION_TOKENS[tile.warpgroups]
+    ]  # fmt: skip
+
+
+SECTION_TOKENS = {2: 128, 4: 32}
+"""Tokens of the largest tile whose registers hold sums twice; 64 by 4 warpgroups spill 24 bytes (Triton 3.6)."""
+
+
 _STAGE_CYCLES = {
     # (tokens, warpgroups): cycles for 64 k of a tile of int4, mostly with scales of groups, and of codes of more bits, mostly
     # without. Fitted to whole kernels, as the constants below (see the beginning of this file).
@@ -424,9 +450,14 @@ def _wgmma_cost(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> float:
     store_us = waves * tile.tokens * tile.rows * 2.4e-05
     kib = tile.tokens * tile.rows / 256
     meet_us = waves * (0.74 + kib * (0.057 + 0.0176 * tile.splits)) if tile.splits > 1 else 0.0
+    meet_us += waves * (tile.sections - 1) * _SECTION_US
     # Of the memory's rate, weights come at about 0.85.
     memory_us = 1.11 * shape.n * shape.k * shape.bits / 8 / machine.read_bytes * 1e6
     return 1.15 + max(main_us, memory_us) + store_us + meet_us
+
+
+_SECTION_US = 0.5
+"""Of a part of K after another one in the same block: what is under way comes to its end."""
 
 
 # ---- the mma.sync kernel for many tokens

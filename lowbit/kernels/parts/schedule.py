@@ -71,7 +71,13 @@ def first_token_of(token_tile, tiles, C: gl.constexpr):
 @gluon.jit
 def iterations_of(split, tiles, C: gl.constexpr):
     """The first iteration along K of a split, and the one after its last."""
-    return tiles.iterations * split // C.splits, tiles.iterations * (split + 1) // C.splits
+    return part_of(split, tiles, C.splits)
+
+
+@gluon.jit
+def part_of(part, tiles, parts: gl.constexpr):
+    """The same of one of so many parts."""
+    return tiles.iterations * part // parts, tiles.iterations * (part + 1) // parts
 
 
 @gluon.jit

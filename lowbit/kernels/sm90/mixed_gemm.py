@@ -51,7 +51,7 @@ from lowbit.kernels.parts.launch import TilePlan, descriptors, plane_descriptors
 from lowbit.kernels.parts.operand import finish, nothing_decoded, operand_a, read_words, registers_layout, words_layout
 from lowbit.kernels.parts.pipeline import advance, make_barriers, previous
 from lowbit.kernels.parts.producer import load
-from lowbit.kernels.parts.schedule import SplitK, Tiles, count, first_token_of, iterations_of, meet, tile_at
+from lowbit.kernels.parts.schedule import SplitK, Tiles, count, first_token_of, iterations_of, meet, part_of, tile_at
 from lowbit.kernels.parts.smem import UNIT, Regions, allocate, view, view_stages
 from lowbit.kernels.parts.tile import WarpgroupTile
 from lowbit.kernels.parts.tile_end import SQUARES, SUMS, Applied, Squares, Stream, await_h, begin_end, finish_end, prefetch_rows
@@ -76,6 +76,7 @@ class WgmmaGemm(WarpgroupTile, Squares):
     warpgroups: int
     stages: int
     splits: int
+    sections: int
     token_group: int
     end: End
     store_by_tma: bool
@@ -307,6 +308,25 @@ def multiply(p, scale, ahead, words, stage, phase, begin, end, more, C: gl.const
 
 
 @gluon.jit
+def multiply_in_sections(p, scale, ahead, words, stage, phase, more, C: gl.constexpr):
+    """The sums of one tile by parts of K, as many as splits elsewhere and cut in the same places; each is summed on its own and
+    then added, which gives the bits of those splits."""
+    ROWS: gl.constexpr = C.rows
+    TOKENS: gl.constexpr = C.tokens
+    SUMS: gl.constexpr = C.accumulator
+    total = gl.zeros((ROWS, TOKENS), gl.float32, SUMS)
+    for section in range(C.sections):
+        begin, end = part_of(section, p.tiles, C.sections)
+        if section > 0:
+            last = p.scales.last_group
+            ahead = load_scales(scale, begin, last, C) + load_scales(scale, begin + 1, last, C)
+        follows = (section + 1 < C.sections) | more
+        acc, words, stage, phase = multiply(p, scale, ahead, words, stage, phase, begin, end, follows, C)
+        total = gl.where(section > 0, total + acc, acc)  # nothing else, lest -0 become 0
+    return total, words, stage, phase
+
+
+@gluon.jit
 def math(p, C: gl.constexpr):
     """The warpgroups that decode, multiply and store."""
     thread = gl.arange(0, C.threads, C.threads_layout)
@@ -329,7 +349,10 @@ def math(p, C: gl.constexpr):
         scale = scales_of_pair(p.scales, row_tile, thread, C)
         begin, end = iterations_of(split, p.tiles, C)
         more = index + gl.num_programs(0) < tiles
-        acc, words, stage, phase = multiply(p, scale, ahead, words, stage, phase, begin, end, more, C)
+        if C.sections > 1:
+            acc, words, stage, phase = multiply_in_sections(p, scale, ahead, words, stage, phase, more, C)
+        else:
+            acc, words, stage, phase = multiply(p, scale, ahead, words, stage, phase, begin, end, more, C)
         ahead = first_scales(p, index + gl.num_programs(0), thread, C)
         await_h(p.stream, C)
         if C.splits == 1:
@@ -506,4 +529,6 @@ Weight = tuple[Tensor, Tensor | None, Tensor | None]
 def _config(tile: WgmmaTile, form: WeightForm, dtype: HalfType, end: End, store_by_tma: bool) -> WgmmaGemm:
     decode = Decode(form.format, dtype, form.group, form.zero, form.scale_dtype, form.subnormal)
     token_group = 0 if end.parts or end.residual else tile.token_group
-    return WgmmaGemm(decode, tile.tokens, tile.warpgroups, tile.stages, tile.splits, token_group, end, store_by_tma)
+    return WgmmaGemm(
+        decode, tile.tokens, tile.warpgroups, tile.stages, tile.splits, tile.sections, token_group, end, store_by_tma
+    )

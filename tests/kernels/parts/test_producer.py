@@ -10,7 +10,7 @@ pytest.importorskip("triton.experimental.gluon", reason="kernels are written in 
 
 from lowbit.kernels.parts.pipeline import advance
 from lowbit.kernels.parts.producer import load
-from lowbit.kernels.parts.schedule import count, first_token_of, iterations_of, tile_at
+from lowbit.kernels.parts.schedule import count, first_token_of, iterations_of, part_of, tile_at
 from tests.kernels.parts.plain import GL, plain
 
 
@@ -45,7 +45,7 @@ def asked_for(block, blocks, tiles, C):
         count=plain(count),
         tile_at=plain(tile_at, gl=gl),
         first_token_of=plain(first_token_of, gl=gl),
-        iterations_of=plain(iterations_of),
+        iterations_of=plain(iterations_of, part_of=plain(part_of)),
         advance=plain(advance, gl=gl),
     )(copies, lambda copies, full, stage, channel_tile, k, C: log.append(("w", full, stage, channel_tile, k)), C)
     return log
@@ -68,7 +68,7 @@ def test_every_stage_of_every_tile_once(of_tokens, of_channels, iterations, spli
         of_tiles = []
         for index in range(block, of_tokens * of_channels * splits, blocks):
             token_tile, channel_tile, split = plain(tile_at, gl=GL)(index, tiles, C)
-            begin, end = plain(iterations_of)(split, tiles, C)
+            begin, end = plain(iterations_of, part_of=plain(part_of))(split, tiles, C)
             token = min(token_tile * 32, max(tiles.tokens - 32, 0))
             of_tiles.append([(channel_tile, token, k) for k in range(begin * per_iteration, end * per_iteration)])
         wanted = [stage for tile in of_tiles for stage in tile]

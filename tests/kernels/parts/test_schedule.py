@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
-from lowbit.kernels.parts.schedule import count, first_token_of, iterations_of, meet, meet_in_turn, places, tile_at
+from lowbit.kernels.parts.schedule import count, first_token_of, iterations_of, meet, meet_in_turn, part_of, places, tile_at
 from tests.kernels.parts.plain import GL, Integer, Pointer, plain
 
 
@@ -40,7 +40,7 @@ def test_tiles_of_tokens_are_full_where_there_are_as_many(tokens, expected):
 @pytest.mark.parametrize(("iterations", "splits"), [(10, 1), (10, 3), (7, 4), (4, 4)])
 def test_splits_share_k(iterations, splits):
     config, tiles = SimpleNamespace(splits=splits), SimpleNamespace(iterations=iterations)
-    shares = [plain(iterations_of)(split, tiles, config) for split in range(splits)]
+    shares = [plain(iterations_of, part_of=plain(part_of))(split, tiles, config) for split in range(splits)]
     assert shares[0][0] == 0 and shares[-1][1] == iterations
     assert all(before[1] == after[0] for before, after in itertools.pairwise(shares))
     assert all(end - begin >= iterations // splits for begin, end in shares)

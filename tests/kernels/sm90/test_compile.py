@@ -28,10 +28,10 @@ FORMATS = ["int2", "int3", "int4", "int5", "int6", "int7", "int8", "fp6_e3m2", "
 
 def compiled(
     fmt, dtype="fp16", m=4096, group=128, zero="none", scale_dtype="fp16", bias=False, n=8192, k=8192, scaled_twice=False,
-    subnormal=False,
+    subnormal=False, tile=None,
 ):  # fmt: skip
     shape, machine = GemmShape(m, n, k, number_format(fmt).bits), typical_machine(90)
-    tile = choose(shape, machine)
+    tile = tile or choose(shape, machine)
     assert isinstance(tile, WgmmaTile)
     form = WeightForm(fmt, group, zero, scale_dtype, scaled_twice or subnormal, subnormal)
     plan = WgmmaPlan(shape, tile, form, HALVES[dtype], bias, machine.sm_count)
@@ -132,6 +132,22 @@ def check_main_loop(fmt, config, kernel):
     if number_format(fmt).bits >= 4:
         assert kernel.opcodes["LDS.128"] >= 2
     assert kernel.count("UTMALDG") > 0
+
+
+@pytest.mark.parametrize(
+    ("fmt", "dtype", "zero", "tile"),
+    [
+        ("int4", "fp16", "none", WgmmaTile(128, 2, 8, 1, 2, 4)), ("int4", "bf16", "float", WgmmaTile(128, 2, 8, 1, 2, 4)),
+        ("int8", "bf16", "none", WgmmaTile(128, 2, 8, 1, 2, 2)), ("fp6_e3m2", "fp16", "none", WgmmaTile(32, 4, 8, 1, 2, 8)),
+    ],
+)  # fmt: skip
+def test_parts_of_k_in_turn(fmt, dtype, zero, tile):
+    """The main loop is there once, and registers hold sums twice."""
+    config, kernel = compiled(fmt, dtype, 1024, zero=zero, subnormal=zero == "none" and fmt == "int4", tile=tile)
+    assert kernel.stack_bytes == 0 and kernel.count("STL") == 0, "registers spilled"
+    assert len([line for line in kernel.lines if "HGMMA" in line]) == 8 and kernel.count("WARPGROUP.DEPBAR") == 3
+    check_operands_in_flight(kernel.lines)
+    check_barriers(config, kernel)
 
 
 # Zeros are decoded by type, scales are converted by type and loaded by group: every two of zero, types and group meet.
