@@ -419,9 +419,6 @@ _STAGE_CYCLES = {
 }
 _L2_BYTES_PER_CYCLE = 50
 """What an SM takes in from the L2 (choose/scaled_gemm.py)."""
-_MISSING_CYCLES = 3.6
-"""What the copy engine needs for 64 k of a token that does not exist. 128 x 256 tokens took 506 us of 256 tokens, 825 of 128
-and 970 of 96 (N 152064, K 5120): a tile that is not full is slower than a full one."""
 
 
 def _too_few_stages(stages: int, least: int, shape: GemmShape) -> tuple[str, ...]:
@@ -443,10 +440,10 @@ def _wgmma_cost(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> float:
     waves = -(-of_tokens * -(-shape.n // tile.rows) * tile.splits // machine.sm_count)
     stages = waves * -(-shape.steps(128) // tile.splits) * 2
     full = _STAGE_CYCLES[tile.tokens, tile.warpgroups][shape.bits > 4]
-    # Only one that is alone may not be full: the last of several begins where it is.
-    missing = max(tile.tokens - shape.m, 0)
-    copied = 8 * tile.rows * shape.bits + 128 * (tile.tokens - missing)
-    main_us = stages * max(full, copied / _L2_BYTES_PER_CYCLE + _MISSING_CYCLES * missing) / 1755
+    # The copy engine is not asked for tokens that do not exist but those of one piece.
+    piece = max(8, tile.tokens // 8)
+    copied = 8 * tile.rows * shape.bits + 128 * min(tile.tokens, -(-shape.m // piece) * piece)
+    main_us = stages * max(full, copied / _L2_BYTES_PER_CYCLE) / 1755
     store_us = waves * tile.tokens * tile.rows * 2.4e-05
     kib = tile.tokens * tile.rows / 256
     meet_us = waves * (0.74 + kib * (0.057 + 0.0176 * tile.splits)) if tile.splits > 1 else 0.0

@@ -42,6 +42,14 @@ class StageBarriers:
         return "{ .reg .pred q;\n" + "\n".join(lines) + "\nmov.b32 $0, 0; }"
 
     @property
+    def expect(self) -> str:
+        """Says that $3 bytes will come to stage $2; of the copying warp's threads the one whose $1 is 0 does."""
+        return (
+            "{ .reg .pred p; .reg .b32 at; mov.u32 at, global_smem; mad.lo.u32 at, $2, 8, at; setp.eq.s32 p, $1, 0;\n"
+            f"@p mbarrier.arrive.expect_tx.shared::cta.b64 _, [at+{self.start}], $3; mov.b32 $0, 0; }}"
+        )
+
+    @property
     def wait(self) -> str:
         """Waits until stage $1 is full in the phase of parity $2; not at all if $3 is 0."""
         return (
@@ -70,12 +78,20 @@ def make_barriers(shared, C: gl.constexpr):
 
 
 @gluon.jit
-def acquire(barriers, stage, phase, C: gl.constexpr):
-    """For the copying warp: waits until a stage may be filled, says how many bytes will come, and returns its full barrier."""
-    full = barriers.index(stage)
+def expect(barriers, stage, absent, C: gl.constexpr):
+    """For the copying warp: says how many bytes will come to a stage: those of a whole one less the `absent` of x."""
+    if C.x_pieces == 1:
+        mbarrier.expect(barriers.index(stage), C.stage_bytes)
+    else:
+        lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+        run(C.barriers.expect, "=r,r,r,r", [lane, lane * 0 + stage, lane * 0 + (C.stage_bytes - absent)])
+
+
+@gluon.jit
+def acquire(barriers, stage, phase, absent, C: gl.constexpr):
+    """For the copying warp: waits until a stage may be filled, and says how many bytes will come."""
     mbarrier.wait(barriers.index(C.stages + stage), phase)
-    mbarrier.expect(full, C.stage_bytes)
-    return full
+    expect(barriers, stage, absent, C)
 
 
 @gluon.jit

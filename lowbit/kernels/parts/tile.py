@@ -14,7 +14,16 @@ STAGE_K = 128
 """K of a stage; a row of it is as wide as the widest swizzle."""
 
 TILE_K = gl.constexpr(STAGE_K)
+MOST_PIECES = 8
+"""Copies in which x of a stage comes where a tile is not full: no more tokens are then absent than cost no time."""
+
 OPERAND_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+
+
+def pieces_of_x(m: int, tokens: int) -> int:
+    """In how many copies the x of a stage comes, a tile having so many tokens: one, or where it is alone and not full as many
+    as have whole swizzled rows of 8."""
+    return 1 if m >= tokens else min(MOST_PIECES, tokens // 8)
 
 
 class Warpgroups:
@@ -41,6 +50,9 @@ class WarpgroupTile(Warpgroups):
     """64 * warpgroups rows, 16 for each warp; `stages` of both operands wait in shared memory."""
 
     stages: int
+
+    x_row_bytes = 128
+    """Of a token in a stage."""
 
     @property
     def rows(self) -> int:
@@ -69,6 +81,7 @@ class ByteTile(WarpgroupTile):
     promote: bool
     paired: bool
     store_by_tma: bool
+    x_pieces: int
 
     last_is_full = False
     """Whether the last of several tiles of tokens begins where it is full: tokens that are no multiples of a tile cost the end
@@ -95,7 +108,7 @@ class ByteTile(WarpgroupTile):
     @property
     def x_block(self) -> tuple[int, int]:
         """Tokens and k of x that come at a time."""
-        return self.tile_tokens, STAGE_K
+        return self.tile_tokens // self.x_pieces, STAGE_K
 
     @property
     def x_shared_layout(self) -> gl.NVMMASharedLayout:

@@ -53,7 +53,7 @@ from lowbit.kernels.parts.pipeline import advance, make_barriers, previous
 from lowbit.kernels.parts.producer import load
 from lowbit.kernels.parts.schedule import SplitK, Tiles, count, first_token_of, iterations_of, meet, part_of, tile_at
 from lowbit.kernels.parts.smem import UNIT, Regions, allocate, view, view_stages
-from lowbit.kernels.parts.tile import WarpgroupTile
+from lowbit.kernels.parts.tile import WarpgroupTile, pieces_of_x
 from lowbit.kernels.parts.tile_end import SQUARES, SUMS, Applied, Squares, Stream, await_h, begin_end, finish_end, prefetch_rows
 from lowbit.pack.weight import WeightForm
 
@@ -80,6 +80,7 @@ class WgmmaGemm(WarpgroupTile, Squares):
     token_group: int
     end: End
     store_by_tma: bool
+    x_pieces: int
     digest: str = source_digest()
 
     paired = False
@@ -138,7 +139,7 @@ class WgmmaGemm(WarpgroupTile, Squares):
     @property
     def x_block(self) -> tuple[int, int]:
         """Tokens and k of x that come at a time."""
-        return self.tokens, STAGE_K
+        return self.tokens // self.x_pieces, STAGE_K
 
     @property
     def x_shared_layout(self) -> gl.NVMMASharedLayout:
@@ -385,7 +386,7 @@ def wgmma_gemm(
     if C.store_by_tma:
         prefetch_descriptor(y_desc, "wgmma_gemm")
     shared = allocate(C)
-    x = view_stages(shared, C.regions, "x", C.stages, x_desc)
+    x = view(shared, C.regions, "x", x_desc.dtype, [C.stages, C.tile_tokens, C.x_block[1]], x_desc.layout)
     w = ()
     for p in gl.static_range(PLANES):
         w = w + (view_stages(shared, C.regions, f"w{p}", C.stages, w_descs[p]),)
@@ -424,7 +425,7 @@ class WgmmaLaunch(TilePlan):
     ) -> None:
         # Rows of y that do not start at multiples of 16 bytes are beyond TMA.
         by_tma = shape.n % 8 == 0 and (tile.splits == 1 or end.residual or end.gate != "none")
-        config = _config(tile, form, half_type(dtype), end, by_tma)
+        config = _config(tile, form, half_type(dtype), end, by_tma, pieces_of_x(shape.m, tile.tokens))
         if (
             config.stages < 2 * config.iteration_stages
         ):  # the next iteration's first is waited for before this one's are given back
@@ -526,9 +527,9 @@ Weight = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 @functools.lru_cache(maxsize=1024)
-def _config(tile: WgmmaTile, form: WeightForm, dtype: HalfType, end: End, store_by_tma: bool) -> WgmmaGemm:
+def _config(tile: WgmmaTile, form: WeightForm, dtype: HalfType, end: End, store_by_tma: bool, x_pieces: int) -> WgmmaGemm:
     decode = Decode(form.format, dtype, form.group, form.zero, form.scale_dtype, form.subnormal)
     token_group = 0 if end.parts or end.residual else tile.token_group
     return WgmmaGemm(
-        decode, tile.tokens, tile.warpgroups, tile.stages, tile.splits, tile.sections, token_group, end, store_by_tma
+        decode, tile.tokens, tile.warpgroups, tile.stages, tile.splits, tile.sections, token_group, end, store_by_tma, x_pieces
     )

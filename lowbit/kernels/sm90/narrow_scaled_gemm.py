@@ -48,7 +48,7 @@ from lowbit.kernels.parts.producer import load
 from lowbit.kernels.parts.promote import add_here, add_scaled_here
 from lowbit.kernels.parts.schedule import SplitK, Tiles, count, first_token_of, iterations_of, tile_at
 from lowbit.kernels.parts.smem import allocate, view, view_stages
-from lowbit.kernels.parts.tile import STAGE_K, ByteTile
+from lowbit.kernels.parts.tile import STAGE_K, ByteTile, pieces_of_x
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,7 @@ class NarrowGemm(ByteTile):
     function: str
     paired: bool
     store_by_tma: bool
+    x_pieces: int
     digest: str = source_digest()
 
     tokens_are_rows = False
@@ -359,7 +360,7 @@ def narrow_scaled_gemm(
     PLANES: gl.constexpr = C.decode.planes
     w_descs = (w_desc, w_desc_1, w_desc_2)
     shared = allocate(C)
-    x = view_stages(shared, C.regions, "x", C.stages, x_desc)
+    x = view(shared, C.regions, "x", x_desc.dtype, [C.stages, C.tile_tokens, C.x_block[1]], x_desc.layout)
     w = ()
     for p in gl.static_range(PLANES):
         w = w + (view_stages(shared, C.regions, f"w{p}", 2 * C.stages, w_descs[p]),)
@@ -402,6 +403,7 @@ def narrow_config(
     return NarrowGemm(
         scheme.weight.name, CODE_TYPES[scheme.activation.name], dtype, tile.columns, tile.warpgroups, tile.stages,
         tile.splits, tile.token_group, shape.grouped, shape.promoted, x_scale, x_zero, bias, function, tile.pair, by_tma,
+        pieces_of_x(shape.m, tile.tokens),
     )  # fmt: skip
 
 

@@ -47,7 +47,7 @@ from lowbit.kernels.parts.producer import load
 from lowbit.kernels.parts.promote import add_here
 from lowbit.kernels.parts.schedule import SplitK, Tiles, count, first_token_of, iterations_of, tile_at
 from lowbit.kernels.parts.smem import allocate, view, view_stages
-from lowbit.kernels.parts.tile import OPERAND_LAYOUT, STAGE_K, TILE_K, ByteTile
+from lowbit.kernels.parts.tile import OPERAND_LAYOUT, STAGE_K, TILE_K, ByteTile, pieces_of_x
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ class ScaledGemm(ByteTile):
     function: str
     paired: bool
     store_by_tma: bool
+    x_pieces: int
     digest: str = source_digest()
 
     @property
@@ -330,7 +331,7 @@ def scaled_gemm(
     with C.block_scale, x_scale [1], [M] or [M, groups].
     """
     shared = allocate(C)
-    x = view_stages(shared, C.regions, "x", C.stages, x_desc)
+    x = view(shared, C.regions, "x", x_desc.dtype, [C.stages, C.tile_tokens, C.x_block[1]], x_desc.layout)
     w = view_stages(shared, C.regions, "w", C.stages, w_desc)
     y_tile = x
     if C.store_by_tma:
@@ -367,7 +368,7 @@ def scaled_config(
     return ScaledGemm(
         CODE_TYPES[scheme.weight.name], CODE_TYPES[scheme.activation.name], dtype, tile.tokens_are_rows, tile.warpgroups,
         tile.columns, tile.stages, tile.splits, tile.token_group, shape.promoted, x_scale, shape.blocks, x_zero, bias,
-        function, tile.pair, by_tma,
+        function, tile.pair, by_tma, pieces_of_x(shape.m, tile.tokens),
     )  # fmt: skip
 
 

@@ -150,6 +150,16 @@ def test_parts_of_k_in_turn(fmt, dtype, zero, tile):
     check_barriers(config, kernel)
 
 
+@pytest.mark.parametrize(("m", "tile"), [(97, WgmmaTile(128, 2, 8, 1, 2)), (5, WgmmaTile(16, 4, 8, 2, 2))])
+def test_x_of_a_tile_that_is_not_full(m, tile):
+    """It comes in pieces, which the main loop does not see."""
+    config, kernel = compiled("int4", m=m, n=5120, subnormal=True, tile=tile)
+    assert kernel.stack_bytes == 0 and kernel.count("STL") == 0, "registers spilled"
+    assert len([line for line in kernel.lines if "HGMMA" in line]) == 8 and kernel.count("WARPGROUP.DEPBAR") == 3
+    check_barriers(config, kernel)
+    assert config.x_pieces > 1 and kernel.count("UTMALDG") == 2 + config.x_pieces, "weights ahead of x, weights, x"
+
+
 # Zeros are decoded by type, scales are converted by type and loaded by group: every two of zero, types and group meet.
 @pytest.mark.parametrize(
     "cases",
