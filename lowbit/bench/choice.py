@@ -101,10 +101,10 @@ def kind_of(tile: AnyTile) -> tuple[Any, ...]:
     if isinstance(tile, RingTile):
         return "ring", tile.tokens, tile.warps_n, tile.warps_k, tile.splits > 1
     if isinstance(tile, WgmmaTile):
-        return "wgmma", tile.tokens, tile.warpgroups
+        return "wgmma", tile.tokens, tile.warpgroups, tile.stream_k
     if isinstance(tile, MmaTile):
         return "mma", tile.tokens, tile.rows
-    return "scaled", tile.tokens_are_rows, tile.warpgroups, tile.columns, tile.pair
+    return "scaled", tile.tokens_are_rows, tile.warpgroups, tile.columns, tile.pair, tile.stream_k
 
 
 class Products:
@@ -241,7 +241,7 @@ def neighbours(tile: AnyTile, shape: Any, machine: Machine) -> list[AnyTile]:
     if isinstance(tile, RingTile):
         found = [dataclasses.replace(tile, rounds=rounds) for rounds in {tile.rounds // 2, 2 * tile.rounds} if rounds]
         return [t for t in found if t.strips * t.rounds <= 8 and not ring_candidate(t, shape, machine).reasons]
-    if isinstance(tile, WgmmaTile):
+    if isinstance(tile, WgmmaTile) and not tile.stream_k:
         tiles = -(-shape.m // tile.tokens) * -(-shape.n // tile.rows)
         splits = min(machine.sm_count // tiles, shape.steps(128), MOST_SPLITS)
         return [dataclasses.replace(tile, splits=splits)] if splits > 1 else []

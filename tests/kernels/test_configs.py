@@ -48,11 +48,11 @@ CONFIGS = [
     BlockConv(**vars(block_tile("u4", 56, 64, False))),
     StemPool("u4", True, 4, False, False),
     MmaConv(MmaProduct("u4", 4), None, "s8", None, True),
-    WgmmaGemm(Decode("int4", "fp16", 128, "none", "fp16"), 64, 2, 4, 1, 1, 8, End(False, False), True, 1),
+    WgmmaGemm(Decode("int4", "fp16", 128, "none", "fp16"), 64, 2, 4, 1, 1, False, 8, End(False, False), True, 1),
     ScaledGemm(
-        torch.int8, torch.int8, HALF, True, 2, 128, 4, 1, 8, False, "token", False, False, False, "none", False, True, 1
+        torch.int8, torch.int8, HALF, True, 2, 128, 4, 1, 8, False, "token", False, False, False, "none", False, True, 1, False
     ),
-    NarrowGemm("int4", torch.int8, HALF, 128, 2, 4, 1, 8, True, True, "token", False, False, "none", False, True, 1),
+    NarrowGemm("int4", torch.int8, HALF, 128, 2, 4, 1, 8, True, True, "token", False, False, "none", False, True, 1, False),
     PlainGemm("int4", torch.int8, torch.int8, HALF, 16, 6, True, False, "token", False, False, "none"),
     MmaGemm(Decode("int4", "fp16", 128, "none", "fp16"), 128, 4, 4, 2, 1, 4, 1, 2, False, End(False, False), True),
     RingGemm(

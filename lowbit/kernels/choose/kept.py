@@ -89,9 +89,9 @@ def forget() -> None:
     _rows.cache_clear()
 
 
-LATER = {"slots": 0, "sections": 1}
+LATER = {"slots": 0, "sections": 1, "stream_k": 0}
 """What tiles got later than result files, last of their fields, and the number that says nothing: slots of a ring that has one
-for each step, K in one part."""
+for each step, K in one part, no equal shares of it."""
 
 
 def written(tile: Any, kinds: Mapping[str, type[Any]]) -> str:
@@ -99,8 +99,9 @@ def written(tile: Any, kinds: Mapping[str, type[Any]]) -> str:
     `read` is the inverse."""
     name = next(name for name, kind in kinds.items() if isinstance(tile, kind))
     numbers = {each.name: int(getattr(tile, each.name)) for each in fields(tile)}
-    kept = [number for field, number in numbers.items() if LATER.get(field) != number]
-    return " ".join([name, *map(str, kept)])
+    while (last := next(reversed(numbers))) in LATER and LATER[last] == numbers[last]:
+        del numbers[last]
+    return " ".join([name, *map(str, numbers.values())])
 
 
 def read(text: str, kinds: Mapping[str, type[Any]]) -> Any:

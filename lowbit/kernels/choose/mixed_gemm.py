@@ -18,6 +18,7 @@ from lowbit.hardware.arch import Arch
 from lowbit.hardware.machine import Machine
 from lowbit.kernels.choose import kept
 from lowbit.kernels.choose.candidate import Candidate, first_that_can, ordered
+from lowbit.kernels.choose.shares import PART_US, longest_share, share_refusals
 
 RING_TOKENS = 16
 """Beyond this the ring kernel loses: its warps each bring their own x, those of the others share it."""
@@ -101,7 +102,7 @@ def shared_by(tile: RingTile, arch: Arch) -> int:
 @dataclass(frozen=True)
 class WgmmaTile:
     """Configuration of kernels/sm90/mixed_gemm.py; see there. `sections`: a block sums so many parts of K one after the other,
-    with the bits of as many splits."""
+    with the bits of as many splits. `stream_k`: all blocks have equal shares of K, and there are no splits."""
 
     tokens: int
     warpgroups: int
@@ -109,13 +110,15 @@ class WgmmaTile:
     splits: int
     token_group: int
     sections: int = 1
+    stream_k: bool = False
 
     @property
     def rows(self) -> int:
         return 64 * self.warpgroups
 
     def __str__(self) -> str:
-        of_k = f"K split {self.splits}" if self.sections == 1 else f"{self.sections} parts of K in turn"
+        of_k = "equal shares of K" if self.stream_k else f"K split {self.splits}"
+        of_k = of_k if self.sections == 1 else f"{self.sections} parts of K in turn"
         return f"wgmma {self.rows} rows x {self.tokens} tokens, {self.stages} stages, {of_k}"
 
 
@@ -379,6 +382,8 @@ def wgmma_tiles(shape: GemmShape, y_tiles: float = 1, *, in_chain: bool = False)
         stages = min(8, (230_000 - stored) // stage // 2 * 2)
         iterations = shape.steps(128)
         tiles += [WgmmaTile(tokens, warpgroups, stages, splits, 2) for splits in (1, 2, 3, 4, 8) if splits <= iterations]
+        if not in_chain:
+            tiles.append(WgmmaTile(tokens, warpgroups, stages, 1, 2, stream_k=True))
     return tiles
 
 
@@ -390,7 +395,7 @@ def invariant_tiles(shape: GemmShape, machine: Machine) -> list[WgmmaTile]:
     """Tiles of the wgmma kernel whose sums do not depend on m: with all of them K is cut into the same parts, as many as splits
     fill the GPU for few tokens. For many a block sums them one after the other."""
     parts = max(1, min(INVARIANT_PARTS, machine.sm_count // -(-shape.n // 128), shape.steps(128) // 4))
-    plain = [tile for tile in wgmma_tiles(shape) if tile.splits == 1]
+    plain = [tile for tile in wgmma_tiles(shape) if tile.splits == 1 and not tile.stream_k]
     if parts == 1:
         return plain
     return [
@@ -431,23 +436,37 @@ LEAST_STAGES = 4
 
 def wgmma_candidate(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> GemmCandidate:
     """A tile of the wgmma kernel with its reasons and its modelled time."""
-    return GemmCandidate(tile, _too_few_stages(tile.stages, LEAST_STAGES, shape), _wgmma_cost(tile, shape, machine))
+    reasons = _too_few_stages(tile.stages, LEAST_STAGES, shape)
+    if tile.stream_k:
+        reasons += share_refusals(_wgmma_tiles(tile, shape), shape.steps(128), machine.sm_count)
+    return GemmCandidate(tile, reasons, _wgmma_cost(tile, shape, machine))
+
+
+def _wgmma_tiles(tile: WgmmaTile, shape: GemmShape) -> int:
+    return -(-shape.m // tile.tokens) * -(-shape.n // tile.rows)
 
 
 def _wgmma_cost(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> float:
-    """Launch, then waves of tiles: the steps along K, storing, and for splits the way through the L2."""
-    of_tokens = -(-shape.m // tile.tokens)
-    waves = -(-of_tokens * -(-shape.n // tile.rows) * tile.splits // machine.sm_count)
-    stages = waves * -(-shape.steps(128) // tile.splits) * 2
-    full = _STAGE_CYCLES[tile.tokens, tile.warpgroups][shape.bits > 4]
+    """Launch, then turns of tiles: the steps along K, storing, and for parts the way through the L2."""
+    tiles, sms = _wgmma_tiles(tile, shape), machine.sm_count
+    turns: float
+    iterations = shape.steps(128)
+    kib = tile.tokens * tile.rows / 256
+    if tile.stream_k:
+        turns = tiles / sms
+        stages = 2 * longest_share(tiles, iterations, sms)
+        meet_us = PART_US[0] + kib * PART_US[1]
+    else:
+        turns = -(-tiles * tile.splits // sms)
+        stages = 2 * turns * -(-iterations // tile.splits)
+        meet_us = turns * (0.74 + kib * (0.057 + 0.0176 * tile.splits)) if tile.splits > 1 else 0.0
+        meet_us += turns * (tile.sections - 1) * _SECTION_US
     # The copy engine is not asked for tokens that do not exist but those of one piece.
     piece = max(8, tile.tokens // 8)
     copied = 8 * tile.rows * shape.bits + 128 * min(tile.tokens, -(-shape.m // piece) * piece)
+    full = _STAGE_CYCLES[tile.tokens, tile.warpgroups][shape.bits > 4]
     main_us = stages * max(full, copied / _L2_BYTES_PER_CYCLE) / 1755
-    store_us = waves * tile.tokens * tile.rows * 2.4e-05
-    kib = tile.tokens * tile.rows / 256
-    meet_us = waves * (0.74 + kib * (0.057 + 0.0176 * tile.splits)) if tile.splits > 1 else 0.0
-    meet_us += waves * (tile.sections - 1) * _SECTION_US
+    store_us = turns * tile.tokens * tile.rows * 2.4e-05
     # Of the memory's rate, weights come at about 0.85.
     memory_us = 1.11 * shape.n * shape.k * shape.bits / 8 / machine.read_bytes * 1e6
     return 1.15 + max(main_us, memory_us) + store_us + meet_us

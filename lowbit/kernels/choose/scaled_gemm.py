@@ -12,6 +12,7 @@ from typing import Any
 from lowbit.hardware.machine import Machine
 from lowbit.kernels.choose import kept
 from lowbit.kernels.choose.candidate import Candidate, first_that_can, ordered
+from lowbit.kernels.choose.shares import PART_US, longest_share, share_refusals
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class ScaledTile:
     token_group: int
     pair: bool = False
     """Whether both splits are one cluster of two blocks, each of which ends up with one half of the columns."""
+    stream_k: bool = False
+    """Whether all blocks have equal shares of K; there are no splits then."""
 
     @property
     def rows(self) -> int:
@@ -67,6 +70,7 @@ class ScaledTile:
     def __str__(self) -> str:
         order = "x . w^T" if self.tokens_are_rows else "w . x^T"
         split = "K split over a pair of blocks" if self.pair else f"K split {self.splits}"
+        split = "equal shares of K" if self.stream_k else split
         return f"wgmma 8-bit {order}, {self.tokens} tokens x {self.channels} channels, {self.stages} stages, {split}"
 
 
@@ -80,10 +84,10 @@ def candidates_scaled(shape: ScaledShape, machine: Machine, *, batch_invariant: 
     With `batch_invariant`, only tiles whose sums do not depend on m: all where they are exact integers until the end, else
     those that do not split K. Row i of y then has the same bits in any batch.
     """
-    tiles = [tile for tile in _tiles(shape) if not (batch_invariant and shape.promoted and tile.splits > 1)]
+    tiles = [t for t in _tiles(shape) if not (batch_invariant and shape.promoted and (t.splits > 1 or t.stream_k))]
 
     def candidate(tile: ScaledTile) -> Candidate[ScaledTile]:
-        return Candidate(tile, _reasons(tile, shape), _cost(tile, shape, machine))
+        return Candidate(tile, _reasons(tile, shape, machine), _cost(tile, shape, machine))
 
     rows = [candidate(tile) for tile in tiles]
     here = None if batch_invariant else kept.first(rows, machine.tuned, shape, KINDS, candidate)
@@ -135,11 +139,15 @@ def _tiles(shape: ScaledShape) -> list[ScaledTile]:
                     room = (SHARED_BYTES - _store_bytes(tile) - 1024) // _stage_bytes(tile, shape)
                     stages = min((MOST_NARROW_STAGES if narrow else MOST_STAGES).get(columns, 12), room)
                     tiles.append(replace(tile, stages=stages // 2 * 2 if narrow else stages))
+                    if splits == 1:
+                        tiles.append(replace(tiles[-1], stream_k=True))
     return tiles
 
 
-def _reasons(tile: ScaledTile, shape: ScaledShape) -> tuple[str, ...]:
+def _reasons(tile: ScaledTile, shape: ScaledShape, machine: Machine) -> tuple[str, ...]:
     reasons = []
+    if tile.stream_k:
+        reasons += share_refusals(_count(tile, shape), -(-shape.k // SHARE_K), machine.sm_count)
     if tile.stages < 2:
         reasons.append(f"leaves room for {tile.stages} stages, 2 are needed")
     # Promoted sums take a second set of registers; 256 columns are then multiplied in two halves, without scales of blocks.
@@ -154,6 +162,15 @@ def _reasons(tile: ScaledTile, shape: ScaledShape) -> tuple[str, ...]:
     if shape.blocks and tile.channels > 128:
         reasons.append("reaches beyond one block of scales")
     return tuple(reasons)
+
+
+SHARE_K = 256
+"""K of an iteration of main loops that have the longest ones."""
+
+
+def _count(tile: ScaledTile, shape: ScaledShape) -> int:
+    """Tiles of y."""
+    return -(-shape.m // tile.tokens) * -(-shape.n // tile.channels)
 
 
 CLOCK_MHZ = 1755
@@ -186,9 +203,12 @@ _MOST_X = 3
 
 def _cost(tile: ScaledTile, shape: ScaledShape, machine: Machine) -> float:
     """Launch, then waves of tiles, at the pace of the tensor cores, the L2 or the memory, and the splits' meeting."""
-    tiles = -(-shape.m // tile.tokens) * -(-shape.n // tile.channels) * tile.splits
-    waves = -(-tiles // machine.sm_count)
+    tiles = _count(tile, shape) * tile.splits
+    waves: float = -(-tiles // machine.sm_count)
     steps = -(-shape.k // (128 * tile.splits))
+    turns = waves * steps
+    if tile.stream_k:
+        waves, turns = tiles / machine.sm_count, 2 * longest_share(tiles, -(-shape.k // SHARE_K), machine.sm_count)
     read = machine.read_bytes
     memory_us = shape.n * shape.k * shape.bits / 8 / read * 1e6
     if shape.bits < 8:
@@ -205,6 +225,8 @@ def _cost(tile: ScaledTile, shape: ScaledShape, machine: Machine) -> float:
     kib = tile.rows * tile.columns / 256
     store_us = waves * tile.rows * tile.columns * 4e-5
     meet_us = 0.55 + waves * 0.055 * kib * tile.splits if tile.splits > 1 else 0.0
+    if tile.stream_k:
+        meet_us = PART_US[0] + PART_US[1] * kib
     if tile.pair:  # 128 x 256 sums: 7,400 cycles after the last product, 2,350 where nothing is swapped
         meet_us = _PAIR_US + 0.034 * kib + 2.5 * (waves - 1)
     # Tokens cost a little where the memory binds, and weights that are read once for each tile of tokens more.
@@ -213,4 +235,4 @@ def _cost(tile: ScaledTile, shape: ScaledShape, machine: Machine) -> float:
     x_us = min(x_us, _MOST_X * memory_us)
     if shape.x_blocks and not tile.tokens_are_rows:
         per_stage *= 1 + tile.columns / 256
-    return 2.5 + max(waves * steps * per_stage, memory_us + x_us) + store_us + meet_us
+    return 2.5 + max(turns * per_stage, memory_us + x_us) + store_us + meet_us

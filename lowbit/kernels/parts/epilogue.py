@@ -24,7 +24,7 @@ from lowbit.kernels.parts.gluon import (
     tma_store_wait,
 )
 from lowbit.kernels.parts.pair import swap
-from lowbit.kernels.parts.schedule import meet
+from lowbit.kernels.parts.schedule import meet, meet_parts
 
 XScale = Literal["tensor", "token", "block"]
 
@@ -193,11 +193,22 @@ def halves(acc, C: gl.constexpr):
 
 
 @gluon.jit
-def complete(out, acc, applied, splits, tile, split, first_token, first_channel, C: gl.constexpr):
-    """Brings the splits of a tile together, where there are any, and stores it; C.by_halves gives `acc` as two halves."""
+def whole(low, high, C: gl.constexpr):
+    """What `halves` takes apart; this takes no instruction either."""
+    acc = gl.reshape(gl.permute(gl.join(low, high), [0, 2, 1]), [C.rows, C.columns])
+    return gl.convert_layout(acc, C.accumulator, assert_trivial=True)
+
+
+@gluon.jit
+def complete(out, acc, applied, splits, tiles, tile, split, first_token, first_channel, C: gl.constexpr):
+    """Brings the parts of a tile together, where there are any, and stores it; C.by_halves gives `acc` as two halves."""
     if C.paired:
         low, high = acc if C.by_halves else halves(acc, C)
         store_half(out, swap(low, high, split, C), applied, first_token, first_channel, split, C)
+    elif C.stream_k:
+        last, total = meet_parts(splits, whole(*acc, C) if C.by_halves else acc, split, tiles, C)
+        if last:
+            store(out, total, applied, first_token, first_channel, C)
     elif C.by_halves:
         store_halves(out, acc, applied, first_token, first_channel, C)
     elif C.splits == 1:

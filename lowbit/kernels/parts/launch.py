@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from lowbit.kernels.choose.shares import sharing_blocks
 from lowbit.kernels.parts.gluon import CompiledKernel, gl
 
 
@@ -153,7 +154,8 @@ def plane_descriptors(
 
 
 class TilePlan:
-    """What the plans of products by wgmma have in common: tiles, grid, workspace, launcher, descriptors of x and y.
+    """What the plans of products by wgmma have in common: tiles, iterations along K, grid, workspace, launcher, and the
+    descriptors of x and y.
 
     `config` is the configuration of the kernel; it says how many tokens and channels a tile has, what is read and stored of it
     at a time, and whether TMA stores it. y has as many `columns`; None: one for each row of w.
@@ -162,9 +164,11 @@ class TilePlan:
     def __init__(self, function: Any, shape: Any, tile: Any, config: Any, sm_count: int, columns: int | None = None) -> None:
         self.shape, self.tile, self.config = shape, tile, config
         self.tiles = (-(-shape.m // config.tile_tokens), -(-shape.n // config.tile_channels))
-        blocks = self.tiles[0] * self.tiles[1] * config.splits
+        self.iterations = -(-shape.k // (config.x_block[1] * config.iteration_stages))
+        tiles = self.tiles[0] * self.tiles[1]
         # Blocks of a pair have one tile: the next one would overwrite the stages in which they meet.
-        self.grid = (blocks if config.paired else min(sm_count, blocks), 1, 1)
+        blocks = tiles * config.splits if config.paired else min(sm_count, tiles * config.splits)
+        self.grid = (sharing_blocks(tiles, self.iterations, sm_count) if config.stream_k else blocks, 1, 1)
         self.launch = Launcher(function, self.grid, config.warps, overlap=True, cluster=2 if config.paired else 1)
         self.x_descriptor = descriptors(config.x_type, (shape.m, shape.k), config.x_block, config.x_shared_layout)
         self.columns = shape.n if columns is None else columns
@@ -176,7 +180,9 @@ class TilePlan:
     @property
     def workspace(self) -> tuple[int, int]:
         """Elements of the two workspaces, float32 sums and int32 counters (which are zero before and after)."""
+        tiles = self.tiles[0] * self.tiles[1]
+        if self.config.stream_k:
+            return 2 * self.grid[0] * self.config.rows * self.config.columns, min(tiles, 2 * self.grid[0])
         if self.config.splits == 1 or self.config.paired:
             return 0, 0
-        tiles = self.tiles[0] * self.tiles[1]
         return tiles * self.config.splits * self.config.rows * self.config.columns, tiles

@@ -1,13 +1,15 @@
 """Which tile a block computes next, which share of K, and how the shares of a tile are added up.
 
 A persistent block computes the tiles with its number, and each as many further on as there are blocks. With splits, as many
-blocks in a row share a tile, each a stretch of K. The functions take the configuration C of a kernel, which has `splits`,
-`token_group`, `last_is_full`, the tile's `rows`, `columns` and `accumulator`.
+blocks in a row share a tile, each a stretch of K. With `stream_k` all blocks have equal shares of K instead (parts/shares.py).
+The functions take the configuration C of a kernel, which has `splits`, `stream_k`, `token_group`, `last_is_full`, the tile's
+`rows`, `columns` and `accumulator`.
 """
 
 from __future__ import annotations
 
 from lowbit.kernels.parts.gluon import Scalar, aggregate, asm, barrier, gl, gluon, run
+from lowbit.kernels.parts.shares import blocks_of, share_of, stretch_of, tile_of
 
 TURN = gl.constexpr(
     "{ .reg .pred early; WAIT: ld.acquire.gpu.global.b32 $0, [$1]; setp.lt.s32 early, $0, $2; @early bra WAIT; }"
@@ -16,6 +18,9 @@ TURN = gl.constexpr(
 
 ADDED = gl.constexpr("{ .reg .f32 before; ld.global.cg.f32 before, [$1]; add.rn.f32 $0, before, $2; }")
 """$2 behind what lies at $1. As one: all loads before all sums take the registers of two tiles."""
+
+ADDED_INTEGERS = gl.constexpr("{ .reg .b32 before; ld.global.cg.b32 before, [$1]; add.s32 $0, before, $2; }")
+"""The same of int32."""
 
 
 @aggregate
@@ -31,7 +36,7 @@ class Tiles:
 
 @aggregate
 class SplitK:
-    """Where the splits of a tile meet: sums float32 or int32, and a counter int32 for each tile, zero before and after."""
+    """Where the parts of a tile meet: sums float32 or int32, and a counter int32 for each tile, zero before and after."""
 
     partial: Scalar
     arrived: Scalar
@@ -39,18 +44,25 @@ class SplitK:
 
 @gluon.jit
 def count(tiles, C: gl.constexpr):
-    """Tiles times splits."""
+    """Tiles times splits; with `stream_k` as if all blocks had as many turns as this one."""
+    if C.stream_k:
+        return share_of(tiles).turns * gl.num_programs(0)
     return tiles.of_tokens * tiles.of_channels * C.splits
 
 
 @gluon.jit
 def tile_at(index, tiles, C: gl.constexpr):
     """(tile of tokens, of channels, split) of the index-th tile: all channels for a group of tokens, then the next group. With
-    a C.token_group of 0 all tokens are in one tile, and a kernel starts without the divisions."""
+    a C.token_group of 0 all tokens are in one tile, and a kernel starts without the divisions. With `stream_k` the split is the
+    block's turn."""
     if C.token_group == 0:  # of PTX, since of a constant too much would be worked out before a kernel's loop, and kept
         return asm("mov.b32 $0, 0;", "=r", [], gl.int32), index // C.splits, index % C.splits
-    split = index % C.splits
-    index = index // C.splits
+    if C.stream_k:
+        split = index // gl.num_programs(0)
+        index = tile_of(split, share_of(tiles))
+    else:
+        split = index % C.splits
+        index = index // C.splits
     group = index // (C.token_group * tiles.of_channels)
     first = group * C.token_group
     size = gl.minimum(tiles.of_tokens - first, C.token_group)
@@ -71,6 +83,8 @@ def first_token_of(token_tile, tiles, C: gl.constexpr):
 @gluon.jit
 def iterations_of(split, tiles, C: gl.constexpr):
     """The first iteration along K of a split, and the one after its last."""
+    if C.stream_k:
+        return stretch_of(split, share_of(tiles), tiles)
     return part_of(split, tiles, C.splits)
 
 
@@ -107,6 +121,45 @@ def meet(at, acc, tile, split, C: gl.constexpr):
         for i in gl.static_range(1, SPLITS):  # unrolled, so that all loads are under way at once
             total += gl.load(base + i * (C.rows * C.columns) + place)
     return last, total
+
+
+@gluon.jit
+def meet_parts(at, acc, turn, tiles, C: gl.constexpr):
+    """The same for what `stream_k` makes of a tile; a tile that is one block's alone passes through. Memory has two places for
+    each block: for a part that begins a tile, and for one that does not.
+
+    The block that begins a tile mostly comes last, as the others have theirs at the beginning of their shares. It asks first,
+    and then adds to what its registers hold.
+    """
+    SIZE: gl.constexpr = C.rows * C.columns
+    share = share_of(tiles)
+    begin, end = stretch_of(turn, share, tiles)
+    last = (begin == 0) & (end == tiles.iterations)
+    if not last:
+        tile = tile_of(turn, share)
+        first, end_block = blocks_of(tile, tiles)
+        place = places(C)
+        arrived = at.arrived + tile
+        if begin == 0:
+            last = gl.atomic_add(arrived, 0, sem="acquire") == end_block - first
+        if not last:
+            own = at.partial + (gl.program_id(0) * 2 + gl.where(begin == 0, 1, 0)).to(gl.int64) * SIZE
+            gl.store(own + place, acc)
+            barrier()
+            last = gl.atomic_add(arrived, 1, sem="acq_rel") == end_block - first
+            if last:
+                acc = gl.load(at.partial + (first * 2 + 1).to(gl.int64) * SIZE + place)
+        if last:
+            gl.store(arrived, 0)
+            for block in range(first + 1, end_block + 1):
+                more = (at.partial + (block * 2).to(gl.int64) * SIZE + place).to(gl.int64)
+                if acc.dtype == gl.int32:
+                    acc = gl.inline_asm_elementwise(
+                        ADDED_INTEGERS, "=r,l,r", [more, acc], dtype=gl.int32, is_pure=False, pack=1
+                    )
+                else:
+                    acc = gl.inline_asm_elementwise(ADDED, "=f,l,f", [more, acc], dtype=gl.float32, is_pure=False, pack=1)
+    return last, acc
 
 
 @gluon.jit

@@ -20,10 +20,10 @@ MOST_PIECES = 8
 OPERAND_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
 
 
-def pieces_of_x(m: int, tokens: int) -> int:
-    """In how many copies the x of a stage comes, a tile having so many tokens: one, or where it is alone and not full as many
-    as have whole swizzled rows of 8."""
-    return 1 if m >= tokens else min(MOST_PIECES, tokens // 8)
+def pieces_of_x(m: int, tokens: int, last_is_full: bool = True) -> int:
+    """In how many copies the x of a stage comes, a tile having so many tokens: one, or where a tile is not full as many as have
+    whole swizzled rows of 8. With `last_is_full` only one that is alone is not; without, the last of several may cost time."""
+    return 1 if m >= tokens and (last_is_full or m % tokens == 0) else min(MOST_PIECES, tokens // 8)
 
 
 class Warpgroups:
@@ -82,6 +82,7 @@ class ByteTile(WarpgroupTile):
     paired: bool
     store_by_tma: bool
     x_pieces: int
+    stream_k: bool
 
     last_is_full = False
     """Whether the last of several tiles of tokens begins where it is full: tokens that are no multiples of a tile cost the end

@@ -68,6 +68,7 @@ class MmaGemm:
     whole: bool
     digest: str = source_digest()
 
+    stream_k = False
     last_is_full = False
 
     @property

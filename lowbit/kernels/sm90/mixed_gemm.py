@@ -7,7 +7,7 @@ Ahead   codes and scales of the first stages are asked for before the kernel bef
         and what the end needs of it, after that, side by side; descriptors before anything else
 Stages  of x and w, in one allocation with their barriers (parts/pipeline.py); warps run free of one another
 Grid    persistent, one block per SM; tiles in groups of tokens so that a wave shares x and w in L2
-Sum     in fp32, K in order; with splits > 1 the block that comes last adds the splits in order: same input, same bits
+Sum     in fp32, K in order; of a tile that blocks share, the one that comes last adds the parts in order: same input, same bits
 End     y with scales and bias; for up to 64 tokens of a decode step also norm, gate and residual (parts/tile_end.py)
 Exact   every weight is decoded exactly and rounded once after scaling, as a dequantized model's would be
 Source  wgmma fragments: PTX ISA; the shape of the pipeline and what was measured: docs/log.md
@@ -51,7 +51,17 @@ from lowbit.kernels.parts.launch import TilePlan, descriptors, plane_descriptors
 from lowbit.kernels.parts.operand import finish, nothing_decoded, operand_a, read_words, registers_layout, words_layout
 from lowbit.kernels.parts.pipeline import advance, make_barriers, previous
 from lowbit.kernels.parts.producer import load
-from lowbit.kernels.parts.schedule import SplitK, Tiles, count, first_token_of, iterations_of, meet, part_of, tile_at
+from lowbit.kernels.parts.schedule import (
+    SplitK,
+    Tiles,
+    count,
+    first_token_of,
+    iterations_of,
+    meet,
+    meet_parts,
+    part_of,
+    tile_at,
+)
 from lowbit.kernels.parts.smem import UNIT, Regions, allocate, view, view_stages
 from lowbit.kernels.parts.tile import WarpgroupTile, pieces_of_x
 from lowbit.kernels.parts.tile_end import SQUARES, SUMS, Applied, Squares, Stream, await_h, begin_end, finish_end, prefetch_rows
@@ -77,6 +87,7 @@ class WgmmaGemm(WarpgroupTile, Squares):
     stages: int
     splits: int
     sections: int
+    stream_k: bool
     token_group: int
     end: End
     store_by_tma: bool
@@ -84,8 +95,13 @@ class WgmmaGemm(WarpgroupTile, Squares):
     digest: str = source_digest()
 
     paired = False
-    last_is_full = True
-    """Whether the last of several tiles of tokens begins where it is full."""
+
+    @property
+    def last_is_full(self) -> bool:
+        """Whether the last of several tiles of tokens begins where it is full. Not where blocks share tiles: tokens of two of
+        them would have sums of other parts of K."""
+        return not self.stream_k
+
     stage_tiles = 1
     """Tiles of FragmentOrder along K in a stage."""
     iteration_stages = 2
@@ -356,7 +372,11 @@ def math(p, C: gl.constexpr):
             acc, words, stage, phase = multiply(p, scale, ahead, words, stage, phase, begin, end, more, C)
         ahead = first_scales(p, index + gl.num_programs(0), thread, C)
         await_h(p.stream, C)
-        if C.splits == 1:
+        if C.stream_k:
+            last, total = meet_parts(p.splits, acc, split, p.tiles, C)
+            if last:
+                finish_end(p.out, total, p.applied, p.stream, row_tile, first_row, first_token, C)
+        elif C.splits == 1:
             finish_end(p.out, acc, p.applied, p.stream, row_tile, first_row, first_token, C)
         else:
             last, total = meet(p.splits, acc, token_tile * p.tiles.of_channels + row_tile, split, C)
@@ -425,7 +445,7 @@ class WgmmaLaunch(TilePlan):
     ) -> None:
         # Rows of y that do not start at multiples of 16 bytes are beyond TMA.
         by_tma = shape.n % 8 == 0 and (tile.splits == 1 or end.residual or end.gate != "none")
-        config = _config(tile, form, half_type(dtype), end, by_tma, pieces_of_x(shape.m, tile.tokens))
+        config = _config(tile, form, half_type(dtype), end, by_tma, pieces_of_x(shape.m, tile.tokens, not tile.stream_k))
         if (
             config.stages < 2 * config.iteration_stages
         ):  # the next iteration's first is waited for before this one's are given back
@@ -434,7 +454,6 @@ class WgmmaLaunch(TilePlan):
         super().__init__(wgmma_gemm, shape, tile, config, sm_count, columns)
         if (end.parts or end.residual) and self.tiles[0] > 1:
             raise ValueError(f"a norm or residual needs all {shape.m} tokens in one tile, {tile} has {tile.tokens}")
-        self.iterations = shape.steps(2 * STAGE_K)
         self.last_group = (shape.k - 1) // max(form.group, 1)
         self.factor = config.decode.epilogue_factor
         blocks = [(config.warps, 32 * config.decode.plane_words(p)) for p in range(config.decode.planes)]
@@ -531,5 +550,15 @@ def _config(tile: WgmmaTile, form: WeightForm, dtype: HalfType, end: End, store_
     decode = Decode(form.format, dtype, form.group, form.zero, form.scale_dtype, form.subnormal)
     token_group = 0 if end.parts or end.residual else tile.token_group
     return WgmmaGemm(
-        decode, tile.tokens, tile.warpgroups, tile.stages, tile.splits, tile.sections, token_group, end, store_by_tma, x_pieces
+        decode,
+        tile.tokens,
+        tile.warpgroups,
+        tile.stages,
+        tile.splits,
+        tile.sections,
+        tile.stream_k,
+        token_group,
+        end,
+        store_by_tma,
+        x_pieces,
     )

@@ -76,6 +76,7 @@ class NarrowGemm(ByteTile):
     paired: bool
     store_by_tma: bool
     x_pieces: int
+    stream_k: bool
     digest: str = source_digest()
 
     tokens_are_rows = False
@@ -346,7 +347,7 @@ def math(p, C: gl.constexpr):
             acc, words, stage, phase = multiply(p, words, stage, phase, begin, end, more, C)
         tile = token_tile * p.tiles.of_channels + row_tile
         first_token = first_token_of(token_tile, p.tiles, C)
-        complete(p.out, acc, p.applied, p.splits, tile, split, first_token, row_tile * C.rows, C)
+        complete(p.out, acc, p.applied, p.splits, p.tiles, tile, split, first_token, row_tile * C.rows, C)
     if C.store_by_tma:
         tma_store_wait(0)
 
@@ -403,7 +404,7 @@ def narrow_config(
     return NarrowGemm(
         scheme.weight.name, CODE_TYPES[scheme.activation.name], dtype, tile.columns, tile.warpgroups, tile.stages,
         tile.splits, tile.token_group, shape.grouped, shape.promoted, x_scale, x_zero, bias, function, tile.pair, by_tma,
-        pieces_of_x(shape.m, tile.tokens),
+        pieces_of_x(shape.m, tile.tokens), tile.stream_k,
     )  # fmt: skip
 
 
@@ -412,7 +413,6 @@ class NarrowPlan(TilePlan):
 
     def __init__(self, shape: ScaledShape, tile: ScaledTile, config: NarrowGemm, sm_count: int) -> None:
         super().__init__(narrow_scaled_gemm, shape, tile, config, sm_count)
-        self.iterations = -(-shape.k // (2 * STAGE_K))
         blocks = [(config.warps, 32 * config.decode.plane_words(p)) for p in range(config.decode.planes)]
         self.weight_descriptors = plane_descriptors(-(-shape.n // 16), -(-shape.k // 64) * 32 * shape.bits, blocks)
         self.scale_descriptor = functools.lru_cache(maxsize=1024)(self._scale_descriptor)

@@ -75,6 +75,7 @@ class ScaledGemm(ByteTile):
     paired: bool
     store_by_tma: bool
     x_pieces: int
+    stream_k: bool
     digest: str = source_digest()
 
     @property
@@ -315,7 +316,7 @@ def math(p, C: gl.constexpr):
         else:
             acc, stage, phase = multiply(p, stage, phase, begin, end, C)
         tile = token_tile * p.tiles.of_channels + channel_tile
-        complete(p.out, acc, p.applied, p.splits, tile, split, first_token, first_channel, C)
+        complete(p.out, acc, p.applied, p.splits, p.tiles, tile, split, first_token, first_channel, C)
     if C.store_by_tma:
         tma_store_wait(0)
 
@@ -368,7 +369,7 @@ def scaled_config(
     return ScaledGemm(
         CODE_TYPES[scheme.weight.name], CODE_TYPES[scheme.activation.name], dtype, tile.tokens_are_rows, tile.warpgroups,
         tile.columns, tile.stages, tile.splits, tile.token_group, shape.promoted, x_scale, shape.blocks, x_zero, bias,
-        function, tile.pair, by_tma, pieces_of_x(shape.m, tile.tokens),
+        function, tile.pair, by_tma, pieces_of_x(shape.m, tile.tokens), tile.stream_k,
     )  # fmt: skip
 
 
@@ -378,7 +379,6 @@ class ScaledPlan(TilePlan):
     def __init__(self, shape: ScaledShape, tile: ScaledTile, config: ScaledGemm, sm_count: int) -> None:
         super().__init__(scaled_gemm, shape, tile, config, sm_count)
         self.groups = -(-shape.k // STAGE_K)
-        self.iterations = -(-self.groups // config.iteration_stages)
         block = (config.tile_channels, STAGE_K)
         self.w_descriptor = descriptors(config.w_type, (shape.n, shape.k), block, OPERAND_LAYOUT, seen=1024)
 

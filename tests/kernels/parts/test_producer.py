@@ -70,7 +70,7 @@ def asked_for(block, blocks, tiles, C):
 def test_every_stage_of_every_tile_once(of_tokens, of_channels, iterations, splits, per_iteration, stages_ahead, paired):
     C = SimpleNamespace(
         stages=6, stages_ahead=stages_ahead, stage_bytes=4096, iteration_stages=per_iteration, splits=splits, token_group=2,
-        tile_tokens=32, x_block=(32, 64), x_pieces=1, x_row_bytes=128, paired=paired, last_is_full=True,
+        tile_tokens=32, x_block=(32, 64), x_pieces=1, x_row_bytes=128, paired=paired, last_is_full=True, stream_k=False,
     )  # fmt: skip
     tiles, blocks = SimpleNamespace(of_tokens=of_tokens, of_channels=of_channels, iterations=iterations), 4
     tiles.tokens = max(20, of_tokens * 32 - 5)  # one tile is not full, the last of several begins where it is
@@ -102,7 +102,7 @@ def test_every_stage_of_every_tile_once(of_tokens, of_channels, iterations, spli
 def test_pieces_without_a_token_are_not_asked_for(tokens, pieces):
     C = SimpleNamespace(
         stages=6, stages_ahead=6, stage_bytes=8192, iteration_stages=1, splits=1, token_group=2, tile_tokens=32,
-        x_block=(8, 64), x_pieces=4, x_row_bytes=128, paired=False, last_is_full=True,
+        x_block=(8, 64), x_pieces=4, x_row_bytes=128, paired=False, last_is_full=True, stream_k=False,
     )  # fmt: skip
     tiles = SimpleNamespace(of_tokens=1, of_channels=3, iterations=7, tokens=tokens)
     log = asked_for(0, 2, tiles, C)

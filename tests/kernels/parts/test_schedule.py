@@ -18,7 +18,7 @@ from tests.kernels.parts.plain import GL, Integer, Pointer, plain
     ("tokens", "channels", "splits", "group"), [(1, 7, 1, 2), (5, 3, 4, 2), (8, 4, 3, 8), (3, 9, 2, 8), (1, 7, 4, 0)]
 )
 def test_every_split_of_every_tile_once(tokens, channels, splits, group):
-    config = SimpleNamespace(splits=splits, token_group=group)
+    config = SimpleNamespace(splits=splits, token_group=group, stream_k=False)
     tiles = SimpleNamespace(of_tokens=tokens, of_channels=channels, iterations=10)
     tile_at_ = plain(tile_at, gl=GL, asm=lambda *given: 0)
     order = [tile_at_(index, tiles, config) for index in range(plain(count)(tiles, config))]
@@ -39,7 +39,7 @@ def test_tiles_of_tokens_are_full_where_there_are_as_many(tokens, expected):
 
 @pytest.mark.parametrize(("iterations", "splits"), [(10, 1), (10, 3), (7, 4), (4, 4)])
 def test_splits_share_k(iterations, splits):
-    config, tiles = SimpleNamespace(splits=splits), SimpleNamespace(iterations=iterations)
+    config, tiles = SimpleNamespace(splits=splits, stream_k=False), SimpleNamespace(iterations=iterations)
     shares = [plain(iterations_of, part_of=plain(part_of))(split, tiles, config) for split in range(splits)]
     assert shares[0][0] == 0 and shares[-1][1] == iterations
     assert all(before[1] == after[0] for before, after in itertools.pairwise(shares))

@@ -150,6 +150,22 @@ def test_parts_of_k_in_turn(fmt, dtype, zero, tile):
     check_barriers(config, kernel)
 
 
+@pytest.mark.parametrize(
+    ("fmt", "m", "tile"),
+    [
+        *((fmt, 1024, WgmmaTile(256, 2, 4, 1, 2, stream_k=True)) for fmt in ("int4", "fp6_e3m2")),
+        ("int8", 1024, WgmmaTile(128, 2, 6, 1, 2, stream_k=True)), ("int4", 300, WgmmaTile(64, 4, 8, 1, 2, stream_k=True)),
+    ],
+)  # fmt: skip
+def test_equal_shares_of_k(fmt, m, tile):
+    """Nothing of what is around the main loop is seen in it."""
+    config, kernel = compiled(fmt, m=m, n=5120, subnormal=fmt == "int4", tile=tile)
+    assert kernel.stack_bytes == 0 and kernel.count("STL") == 0, "registers spilled"
+    assert len([line for line in kernel.lines if "HGMMA" in line]) == 8 and kernel.count("WARPGROUP.DEPBAR") == 3
+    check_operands_in_flight(kernel.lines)
+    check_barriers(config, kernel)
+
+
 @pytest.mark.parametrize(("m", "tile"), [(97, WgmmaTile(128, 2, 8, 1, 2)), (5, WgmmaTile(16, 4, 8, 2, 2))])
 def test_x_of_a_tile_that_is_not_full(m, tile):
     """It comes in pieces, which the main loop does not see."""
