@@ -93,7 +93,7 @@ def test_logits_and_tokens_on_a_gpu(folder, tmp_path, scheme):
         # By what rounding to 16 bits moves logits, which a step of 8-bit activations that it flips multiplies, another token
         # may be the largest; a random one is some 6 behind.
         moved = (logits - rounded).abs()
-        said = f"{len(prompt)} tokens: {behind.tolist()}, rounding moves logits by {moved.mean():.3f}, at most {moved.max():.3f}"
+        said = f"{len(prompt)} tokens: {behind.tolist()}, rounding moves logits by {moved.mean():.3f}, up to {moved.max():.3f}"
         assert behind.max() < 2 * moved.max() < 5 and behind.mean() < moved.mean(), said
     print(f"{scheme}: nats per token differ by {off / count:.1e} over {count:.0f} tokens")
     assert abs(off / count) < 5e-3

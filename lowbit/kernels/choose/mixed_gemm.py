@@ -456,8 +456,9 @@ def _wgmma_cost(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> float:
     return 1.15 + max(main_us, memory_us) + store_us + meet_us
 
 
-_SECTION_US = 0.5
-"""Of a part of K after another one in the same block: what is under way comes to its end."""
+_SECTION_US = 0.03
+"""Of a part of K after another one in the same block: what is under way comes to its end. Measured on an H200, 2026-11-23,
+int4, 4096 x 4096, 256 tokens: two waves of 128 rows x 64 tokens take 18.59 us in four parts, 18.42 in one."""
 
 
 # ---- the mma.sync kernel for many tokens
