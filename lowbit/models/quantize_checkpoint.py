@@ -228,7 +228,7 @@ class _Weights:
             q = hqq(weight, scheme)
         else:
             search = self.method.search if isinstance(self.method, Rtn) else "max"
-            q = quantized(f"{self.reader.folder}: {tensor}", weight, scheme, search)
+            q = quantized(f"{self.reader.folder}: {tensor}", weight, scheme, search, self.reader.info(tensor).dtype)
         if self.low_rank and module in self.plan.linears:
             q = dataclasses.replace(q, low_rank=lorc(weight, q, self.low_rank))
         return q.to("cpu")

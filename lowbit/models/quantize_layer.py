@@ -79,7 +79,7 @@ class LayerQuantizer:
         for name in [n for n in schemes if n not in result.quantized]:
             full = f"{self.decoder.layer_name(i)}.{name}"
             result.notes.append(f"{full}: the first calibration text did not reach it; rounded to nearest")
-            self._set(i, name, rtn(_weight(layer, name), schemes[name]), result)
+            self._set(i, name, rtn(_weight(layer, name), schemes[name], stored=self._stored(i, name)), result)
         return result
 
     def _round(
@@ -91,7 +91,8 @@ class LayerQuantizer:
         for group in inputs:
             for name in group.linears:
                 with _naming(f"{self.decoder.layer_name(i)}.{name}"):
-                    q = rtn(_weight(self.decoder.layers[i], name), schemes[name], search=self.method.search)
+                    weight, search = _weight(self.decoder.layers[i], name), self.method.search
+                    q = rtn(weight, schemes[name], search=search, stored=self._stored(i, name))
                 self._set(i, name, replace(q, **static_range(schemes[name], *seen[group.linears[0]])), result)
 
     def _ranges(self, i: int, hidden: list[Tensor], inputs: list[Input]) -> dict[str, Tensor]:
@@ -121,7 +122,8 @@ class LayerQuantizer:
         for group in inputs:
             for name in group.linears:
                 with _naming(f"{full}.{name}"):
-                    roundings[name] = LearnedRounding(_weight(self.decoder.layers[i], name), schemes[name])
+                    weight = _weight(self.decoder.layers[i], name)
+                    roundings[name] = LearnedRounding(weight, schemes[name], self._stored(i, name))
                 ranges[name] = static_range(schemes[name], *seen[group.linears[0]]) if seen else {}
         result.error = learn(self.decoder, i, hidden, exact, roundings, ranges, self.method)
         for name, rounding in roundings.items():
@@ -141,6 +143,7 @@ class LayerQuantizer:
                     q = gptq(
                         _weight(layer, name), statistics.hessian, schemes[name], act_order=self.method.act_order,
                         static_groups=self.method.static_groups, search=self.method.search, damping=self.method.damping,
+                        stored=self._stored(i, name),
                     )  # fmt: skip
                 q = replace(q, **static_range(schemes[name], statistics.low, statistics.high))
                 self._set(i, name, q, result, statistics.hessian)
@@ -156,7 +159,8 @@ class LayerQuantizer:
                 weight, scheme = _weight(self.decoder.layers[i], name), schemes[name]
                 with _naming(f"{self.decoder.layer_name(i)}.{name}"):
                     clip = isinstance(self.method, Awq) and self.method.search == "loss"
-                    q = clipped(weight, scheme, stats.hessian) if clip else rtn(weight, scheme)
+                    stored = self._stored(i, name)
+                    q = clipped(weight, scheme, stats.hessian, stored) if clip else rtn(weight, scheme, stored=stored)
                 q = replace(q, pre_quant_scale=pre_quant_scales.get(name), **static_range(scheme, stats.low, stats.high))
                 self._set(i, name, q, result, stats.hessian)
 
@@ -212,6 +216,10 @@ class LayerQuantizer:
             q = replace(q, low_rank=lorc(weight, q, self.low_rank, hessian))
         result.quantized[name] = q
         weight.copy_(q.dequantize())
+
+    def _stored(self, i: int, name: str) -> torch.dtype:
+        """The type in which the files hold a linear layer's weight."""
+        return self.decoder.stored_dtype(i, f"{name}.weight")
 
     def _statistics(self, i: int, group: Input, keep: int) -> InputStatistics:
         channels = _weight(self.decoder.layers[i], group.linears[0]).shape[1]

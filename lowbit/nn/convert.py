@@ -186,10 +186,12 @@ def convert(
     return plan
 
 
-def quantized(name: str, weight: Tensor, scheme: Scheme, search: Search = "max") -> QuantTensor:
+def quantized(
+    name: str, weight: Tensor, scheme: Scheme, search: Search = "max", stored: torch.dtype | None = None
+) -> QuantTensor:
     """`rtn` whose errors name the layer."""
     try:
-        return rtn(weight, scheme, search=search)
+        return rtn(weight, scheme, search=search, stored=stored)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
 

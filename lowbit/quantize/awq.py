@@ -43,12 +43,12 @@ def search_scale(
     return best
 
 
-def clipped(weight: Tensor, scheme: Scheme, hessian: Tensor) -> QuantTensor:
+def clipped(weight: Tensor, scheme: Scheme, hessian: Tensor, stored: torch.dtype | None = None) -> QuantTensor:
     """Rounds `weight` [N, K] to nearest with, for each group, the clip factor whose error in the group's share of the output is
-    least, for inputs whose sum of x^T x is `hessian` [K, K]."""
+    least, for inputs whose sum of x^T x is `hessian` [K, K]; `stored` as for `rtn`."""
     check_weight(weight, "awq")
     n, k = weight.shape
-    dtype = scale_dtype(scheme, weight)
+    dtype = scale_dtype(scheme, weight, stored)
     width = scheme.granularity.block((n, k))[1]
     rows = torch.arange(n, device=weight.device) // scheme.granularity.block((n, k))[0]
     codes = torch.empty(n, k, dtype=torch.uint8, device=weight.device)

@@ -31,6 +31,7 @@ def gptq(
     static_groups: bool = False,
     search: GptqSearch = "loss",
     damping: float = 0.05,
+    stored: torch.dtype | None = None,
 ) -> QuantTensor:
     """Quantizes `weight` [N, K] (any float dtype, any device) for inputs whose sum of x^T x is `hessian` [K, K].
 
@@ -41,8 +42,8 @@ def gptq(
     `order`, unless `static_groups` leaves them as they are, or one scale spans the row. `damping` times the mean of the
     Hessian's diagonal is added to it; docs/quantize.md says how 0.05 was chosen. Channels that were zero in all inputs are
     rounded to nearest. Columns are corrected in float32, the Hessian is factorized in float64; on a GPU the columns are walked
-    by kernels (`gptq_kernels`), whose sums come in another order. Raises ValueError for weights that are no matrix of finite
-    numbers and a Hessian that does not fit them or cannot be factorized.
+    by kernels (`gptq_kernels`), whose sums come in another order. `stored` is as for `rtn`. Raises ValueError for weights that
+    are no matrix of finite numbers and a Hessian that does not fit them or cannot be factorized.
     """
     scheme = parse_scheme(scheme)
     if search not in ("max", "mse", "loss"):
@@ -57,7 +58,7 @@ def gptq(
     # What a column's squared error costs, by the numbers of the channels.
     cost = torch.empty(k, device=weight.device).index_copy_(0, order, factor.diagonal().square().reciprocal())
     on_gpu = weight.is_cuda and importlib.util.find_spec("triton") is not None
-    grid = _GpuGrid(weight, scheme, search) if on_gpu else _Grid(weight, scheme, search)
+    grid = (_GpuGrid if on_gpu else _Grid)(weight, scheme, search, stored)
     w = weight.detach().float()
     if static_groups:
         for start in range(0, k, grid.width):
@@ -95,13 +96,14 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
 class _Grid:
     """The scales and zeros of a weight [N, K], found one column of them at a time, and the rounding of columns on them."""
 
-    def __init__(self, weight: Tensor, scheme: Scheme, search: GptqSearch) -> None:
+    def __init__(self, weight: Tensor, scheme: Scheme, search: GptqSearch, stored: torch.dtype | None = None) -> None:
         shape = (weight.shape[0], weight.shape[1])
         self.rows, self.width = scheme.granularity.block(shape)
         self.scheme = scheme
         self._factors = (1.0,) if search == "max" else CLIP_FACTORS
         self._by_loss = search == "loss"
-        empty = torch.empty(scale_shape(scheme.granularity, shape), dtype=scale_dtype(scheme, weight), device=weight.device)
+        dtype = scale_dtype(scheme, weight, stored)
+        empty = torch.empty(scale_shape(scheme.granularity, shape), dtype=dtype, device=weight.device)
         self.scale = empty
         self.zero = None if scheme.zero is ZeroPoint.NONE else torch.empty_like(empty)
         if scheme.zero is ZeroPoint.INTEGER:
@@ -143,8 +145,8 @@ class _Grid:
 class _GpuGrid(_Grid):
     """The same by kernels: nothing waits for the GPU before the last column."""
 
-    def __init__(self, weight: Tensor, scheme: Scheme, search: GptqSearch) -> None:
-        super().__init__(weight, scheme, search)
+    def __init__(self, weight: Tensor, scheme: Scheme, search: GptqSearch, stored: torch.dtype | None = None) -> None:
+        super().__init__(weight, scheme, search, stored)
         self._tried = torch.tensor(self._factors, device=weight.device)
 
     def round_columns(self, w: Tensor, factor: Tensor, groups: Tensor, cost: Tensor | None) -> Tensor:

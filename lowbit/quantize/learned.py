@@ -24,15 +24,15 @@ FACTORS = (0.1, 1.0)
 class LearnedRounding:
     """How `weight` [N, K] is rounded by `scheme`: `offset`, from -0.5 to 0.5 for each weight, and `factors` [1, S], or [2, S]
     for both ends of the range of schemes with zero points, from 0.1 to 1 for each of the S scales. Both are float32 and first 0
-    and 1: rounding to nearest. Raises ValueError for weights that are no matrix of finite numbers.
+    and 1: rounding to nearest. `stored` as for `rtn`. Raises ValueError for weights that are no matrix of finite numbers.
 
     Without zero points, the largest weight of a scale becomes the code of largest magnitude. Of integers that is the lowest, so
     scales are negative where that weight is positive, and all codes are used.
     """
 
-    def __init__(self, weight: Tensor, scheme: Scheme) -> None:
+    def __init__(self, weight: Tensor, scheme: Scheme, stored: torch.dtype | None = None) -> None:
         check_weight(weight, "learned")
-        self.scheme, self.shape, self._dtype = scheme, (weight.shape[0], weight.shape[1]), scale_dtype(scheme, weight)
+        self.scheme, self.shape, self._dtype = scheme, (weight.shape[0], weight.shape[1]), scale_dtype(scheme, weight, stored)
         self._weight = cover(weight.detach().float(), scheme, self.shape).contiguous()
         low, high = self._weight.aminmax(dim=1)
         if scheme.zero is ZeroPoint.NONE:

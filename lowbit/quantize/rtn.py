@@ -41,19 +41,22 @@ _FP16_NORMAL = (2.0**-14, 2.0**15)
 Metric = Callable[[Tensor], Tensor]
 
 
-def scale_dtype(scheme: Scheme, weight: Tensor | None = None) -> torch.dtype:
-    """The type in which the scales of `weight` [N, K] are stored; without it, those of weights of ordinary size.
+def scale_dtype(scheme: Scheme, weight: Tensor | None = None, stored: torch.dtype | None = None) -> torch.dtype:
+    """The type in which the scales of `weight` [N, K] are stored; without it, those of weights of ordinary size. `stored`: the
+    type of the weight in its model's files, if not its own (calibration may hold it in float32).
 
     One scale per channel or tensor costs nothing: float32. Group scales are read with the weights and are 16 bits:
     fp16, or bf16 where one of them would not be a normal number of fp16. Of formats whose largest value is so big (fp8) that
-    weight / max is ordinarily an fp16 subnormal, they are always bf16. So are those of weights that are bf16, which will be
-    multiplied as such: with fp16's three digits more, decoding takes half as many instructions again (kernels/parts/decode.py),
-    and up to 7 bits they are worth less than 0.06 % of the rounding error of Gaussian weights (8 bits: 0.3 %, kept in fp16).
+    weight / max is ordinarily an fp16 subnormal, they are always bf16. So are those of weights that are stored in bf16, which
+    will be multiplied as such: with fp16's three digits more, decoding takes half as many instructions again
+    (kernels/parts/decode.py), and up to 7 bits they are worth less than 0.06 % of the rounding error of Gaussian weights (8
+    bits: 0.3 %, kept in fp16).
     """
     if not isinstance(scheme.granularity, (PerGroup, PerBlock)):
         return torch.float32
-    is_bf16 = weight is not None and weight.dtype == torch.bfloat16
-    if is_bf16 and scheme.weight.bits <= 7 and scheme.zero is not ZeroPoint.FLOAT:
+    if stored is None and weight is not None:
+        stored = weight.dtype
+    if stored == torch.bfloat16 and scheme.weight.bits <= 7 and scheme.zero is not ZeroPoint.FLOAT:
         return torch.bfloat16
     if scheme.weight.max > 256 or (weight is not None and not _fp16_holds_scales(weight, scheme)):
         return torch.bfloat16
@@ -77,12 +80,13 @@ def _fp16_holds_scales(weight: Tensor, scheme: Scheme) -> bool:
     return bool(holds)  # once: on a GPU each answer waits for all that is queued
 
 
-def rtn(weight: Tensor, scheme: str | Scheme, *, search: Search = "max") -> QuantTensor:
+def rtn(weight: Tensor, scheme: str | Scheme, *, search: Search = "max", stored: torch.dtype | None = None) -> QuantTensor:
     """Quantizes `weight` [N, K] (any float dtype, any device) by rounding every weight to its nearest code.
 
     search="max" takes the scale that just holds the largest weight; "mse" tries 31 smaller ones as well and keeps, for
-    each scale, the one with the least mean squared error. Channels and groups of zeros come back as zeros. Raises
-    ValueError for a weight that is not a matrix of finite numbers.
+    each scale, the one with the least mean squared error. Channels and groups of zeros come back as zeros. `stored`, the type
+    of the weight in its model's files if not its own, has a say in that of the scales (`scale_dtype`). Raises ValueError for a
+    weight that is not a matrix of finite numbers.
 
     Source: per-channel scales max|W| / 28 for FP6 are ZeroQuant(4+2)'s (arXiv:2312.08583); the clip search is the
     usual MSE observer.
@@ -90,7 +94,7 @@ def rtn(weight: Tensor, scheme: str | Scheme, *, search: Search = "max") -> Quan
     scheme = parse_scheme(scheme)
     factors = clip_factors(search)
     check_weight(weight, "rtn")
-    step, dtype = rows_at_once(scheme, weight), scale_dtype(scheme, weight)
+    step, dtype = rows_at_once(scheme, weight), scale_dtype(scheme, weight, stored)
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     scales, zeros = [], []
     for part, target in zip(weight.detach().split(step), codes.split(step), strict=True):

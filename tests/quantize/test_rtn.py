@@ -12,6 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowbit.formats import IntFormat, PerGroup, Scheme, ZeroPoint, code_values, parse_scheme, uint_format
 from lowbit.quantize import rtn
+from lowbit.quantize.awq import clipped
+from lowbit.quantize.gptq import gptq
+from lowbit.quantize.learned import LearnedRounding
 from tests.formats import FLOAT_FORMATS, INT_FORMATS
 
 SYMMETRIC = [f for f in INT_FORMATS if f.signed] + FLOAT_FORMATS
@@ -186,3 +189,22 @@ def test_numbers_that_are_not_finite_are_counted_wherever_they_are(value, dtype)
     w[3, 5] = w[7, 63] = value
     with pytest.raises(ValueError, match="2 of 512 weights are not finite"):
         rtn(w, "w4a16_g32")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "expected"),
+    [("w2a16_g64", torch.bfloat16), ("w4a16_g128", torch.bfloat16), ("w7a16_g32_z", torch.bfloat16),
+     ("w6e3m2a16_g128", torch.bfloat16), ("w8a16_g32", torch.float16), ("w4a16_g32_fz", torch.float16),
+     ("w4a16_pc", torch.float32)],
+)  # fmt: skip
+def test_scales_of_weights_stored_in_bf16(scheme, expected):
+    """Every method asks what the files hold, whatever type it computes in; bf16 costs next to nothing."""
+    w = (random(32, 256) * 0.02).bfloat16()
+    hessian, parsed = torch.eye(256), parse_scheme(scheme)
+    found = [rtn(w, scheme), rtn(w.float(), scheme, stored=torch.bfloat16), rtn(w, scheme, stored=torch.float16)]
+    assert [q.scale.dtype for q in found] == [expected, expected, torch.float16 if expected == torch.bfloat16 else expected]
+    calibrated = [gptq(w.float(), hessian, scheme, stored=torch.bfloat16), clipped(w.float(), parsed, hessian, torch.bfloat16)]
+    learned = LearnedRounding(w.float(), parsed, torch.bfloat16).quantized()
+    assert {q.scale.dtype for q in (*calibrated, learned)} == {expected}
+    errors = [float((q.dequantize(torch.float64) - w.double()).norm()) for q in (found[0], found[2])]
+    assert errors[0] <= 1.002 * errors[1]
