@@ -393,12 +393,8 @@ def invariant_tiles(shape: GemmShape, machine: Machine) -> list[WgmmaTile]:
     plain = [tile for tile in wgmma_tiles(shape) if tile.splits == 1]
     if parts == 1:
         return plain
-    return [
-        replace(tile, **how)
-        for tile in plain
-        for how in ({"splits": parts}, {"sections": parts})
-        if "splits" in how or tile.tokens <= SECTION_TOKENS[tile.warpgroups]
-    ]  # fmt: skip
+    few = [replace(tile, splits=parts) for tile in plain]
+    return few + [replace(tile, sections=parts) for tile in plain if tile.tokens <= SECTION_TOKENS[tile.warpgroups]]
 
 
 SECTION_TOKENS = {2: 128, 4: 32}

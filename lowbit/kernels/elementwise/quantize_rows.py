@@ -286,9 +286,7 @@ def quantize_rows(
     code_row = row_of(codes, row, code_pieces * 2, True)
     for c in tl.static_range(CHUNKS):
         if GROUP == 0:
-            code = codes_under(
-                values[c], scale, factor, zero, static is not None, saturate, FORMAT, BEFORE == 0, TYPE, RULE
-            )  # fmt: skip
+            code = codes_under(values[c], scale, factor, zero, static is not None, saturate, FORMAT, BEFORE == 0, TYPE, RULE)
         else:
             tiles = tl.reshape(values[c], (STEP // GROUP, GROUP))
             highest = tl.reduce(tl.abs(tiles), 1, larger, keep_dims=True)
