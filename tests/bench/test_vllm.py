@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
+from lowbit.bench import vllm_report
 from lowbit.bench.vllm import OWN, RIVALS, Request, cache_bytes, main, random_weights, run, stated, write_model
+from lowbit.picture import LIGHT
 from tests.vllm.folders import SETTINGS, plain
 
+KEPT = Path(__file__).parents[2] / "bench/results/h200/2026-11-23-vllm.json"
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed (make test-vllm)")
 
 
@@ -57,6 +61,8 @@ def test_wrong_requests_are_refused_before_anything_runs(tmp_path, capsys):
     for arguments, said in (
         (["--impls", "vllm:int4"], "--out names"),
         (["--impls", "x:y", "--out", str(tmp_path / "a")], "'x:y'"),
+        (["--out", str(tmp_path / "a"), "--plot", str(tmp_path / "a.gif")], "a plot is a .png, .svg or .pdf file"),
+        (["--report", str(tmp_path / "a")], "no such file"),
     ):
         with pytest.raises(SystemExit):
             main(arguments)
@@ -69,6 +75,32 @@ def test_an_implementation_that_fails_is_a_row(tmp_path):
     document = run(tmp_path / "out.json", ["vllm:bf16"], Request("Llama-3-8B", (1,), 8, 4))
     (row,) = document["rows"]
     assert "No module named 'vllm'" in row["error"] and json.loads((tmp_path / "out.json").read_text())["complete"]
+    with pytest.raises(ValueError, match="no measured row"):
+        vllm_report.plot(vllm_report.load(tmp_path / "out.json"), tmp_path / "none.png")
+
+
+def test_kept_results_are_printed_and_drawn(tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="the extra lowbit[plot]")
+    main(["--report", str(KEPT), "--plot", str(tmp_path / "vllm.png")])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 28 and lines[8].startswith("lowbit:w4a16_g128 batch 1: 388 tokens/s, 2.34 ms a step")
+    assert all((tmp_path / f"vllm{theme}.png").stat().st_size > 10_000 for theme in ("", "-dark"))
+
+
+def test_bars_stand_by_bits_with_their_values():
+    """A figure that is not there, of an engine that failed or of steps that never made a token for all, has no bar."""
+    pytest.importorskip("matplotlib", reason="the extra lowbit[plot]")
+    document = vllm_report.load(KEPT)
+    rows = [row | {"step_ms": None} if row["scheme"] == "fp8" else row for row in document["rows"]]
+    figure = vllm_report._draw(document, [row for row in rows if (row["scheme"], row["batch"]) != ("bf16", 16)], LIGHT)
+    first, second, *_, last = figure.axes
+    names = "w4a16_g128", "vLLM's int4", "w6e3m2a16", "fp8_dynamic", "w8a8", "vLLM's fp8", "vLLM's bf16"
+    assert tuple(label.get_text() for label in first.get_yticklabels()) == names
+    assert [text.get_text() for text in first.texts] == ["388", "264", "313", "285", "269", "288", "207"]
+    assert [text.get_text() for text in second.texts] == ["3,492", "3,030", "3,196", "3,495", "3,570", "3,515"]
+    assert [text.get_text() for text in last.texts] == ["72", "76", "73", "89", "93", "73"]
+    assert [round(bar.get_width()) for bar in last.patches] == [72, 76, 73, 89, 93, 73]
+    assert [text.get_color() == LIGHT.own for text in first.texts] == [True, False, True, True, True, False, False]
 
 
 ENGINES = """#!/bin/sh
@@ -94,6 +126,7 @@ def test_engines_that_fall_silent_or_end_leave_the_others_alone(tmp_path, monkey
     monkeypatch.setattr("sys.executable", str(engines))
     request = Request("Llama-3-8B", (1, 3), 8, 4)
     document = run(tmp_path / "out.json", ["vllm:int4", "vllm:fp8", "vllm:bf16"], request, together=3, limit_s=3)
+    assert "gpu" in document["machine"]
     first, second, silent, ended = document["rows"]
     assert first["alone"] and (first["batch"], second["batch"], second["error"]) == (1, 3, None)
     assert (silent["scheme"], silent["error"]) == ("fp8", "nothing for 3 s")
