@@ -1,4 +1,4 @@
-"""Layers whose scales are bf16, because fp16 has no normal number for them, on their way through files."""
+"""Layers whose scales are bf16, because fp16 has no normal number for them or they are of bf16 weights, through files."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ from tests.tiny import tiny_llama, tiny_tokenizer
 TINY = "model.layers.0.self_attn.k_proj"
 
 
-@pytest.mark.parametrize("scheme", ["w4a16_g32", "w4a16_g32_fz", "w8a16_g32_z"])
-def test_one_layer_of_tiny_weights(tmp_path, scheme):
-    model = tiny_llama(dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("scheme", "dtype"),
+    [("w4a16_g32", torch.float32), ("w4a16_g32_fz", torch.bfloat16), ("w8a16_g32_z", torch.bfloat16)],
+    ids=str,
+)
+def test_one_layer_of_tiny_weights(tmp_path, scheme, dtype):
+    model = tiny_llama(dtype=dtype)
     with torch.no_grad():
         model.get_submodule(TINY).weight.mul_(2.0**-20)
     model.save_pretrained(tmp_path / "plain")
@@ -39,3 +43,19 @@ def test_one_layer_of_tiny_weights(tmp_path, scheme):
     layer = AutoModelForCausalLM.from_pretrained(tmp_path / "small").get_submodule(TINY)
     assert isinstance(layer, QuantLinear) and layer.weight_scale.dtype == torch.bfloat16
     assert torch.equal(layer.quant_tensor().dequantize(), expected)
+
+
+@pytest.mark.parametrize("scheme", ["w4a16_g32", "w3a16_g32_z", "w6e3m2a16_g32", "w8a16_g32"])
+def test_bf16_weights_of_up_to_7_bits(tmp_path, scheme):
+    """Their scales are bf16 in the file and as loaded, whatever the type of the model then."""
+    model = tiny_llama(dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "plain")
+    tiny_tokenizer().save_pretrained(tmp_path / "plain")
+    quantize_checkpoint(tmp_path / "plain", tmp_path / "small", scheme)
+    expected = rtn(model.get_submodule(TINY).weight, scheme)
+    for dtype in (torch.bfloat16, torch.float16):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "small", dtype=dtype)
+        layers = {name: module for name, module in loaded.named_modules() if isinstance(module, QuantLinear)}
+        wanted = torch.float16 if scheme.startswith("w8") else torch.bfloat16
+        assert {layer.weight_scale.dtype for layer in layers.values()} == {wanted} and len(layers) == 14
+        assert torch.equal(layers[TINY].quant_tensor().dequantize(), expected.dequantize())
