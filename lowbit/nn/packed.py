@@ -35,6 +35,9 @@ KERNEL_TENSORS = ("kernel_codes", "kernel_scale", "kernel_channel_scale", "kerne
 """Buffers of a weight in the form of a GPU's kernels. Buffers, because torch.compile copies other tensors into each CUDA graph
 at every replay."""
 
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+"""Types of scales."""
+
 
 class PackedWeight(nn.Module):
     """A matrix [N, K] as `weight_packed` uint8 [N, ceil(K * bits / 8)], `weight_scale` and, with zeros, `weight_zero`.
@@ -321,13 +324,18 @@ class PackedWeight(nn.Module):
             packed = self._form_on_disk()
             destination[f"{prefix}weight_packed"] = packed if keep_vars else packed.detach()
 
-    def _load_from_state_dict(self, *arguments, **options):  # type: ignore[no-untyped-def]
-        """What is loaded has the form on disk. A GPU's tensors are filled again where they are, for captured graphs that read
-        them, unless weights of other magnitudes have other ones (pack/weight.py): such graphs have to be captured again."""
+    def _load_from_state_dict(self, state_dict, prefix, *arguments, **options):  # type: ignore[no-untyped-def]
+        """What is loaded has the form on disk, and scales have the types that they come in: which 16 bits hold them goes with
+        the weights. A GPU's tensors are filled again where they are, for captured graphs that read them, unless weights of
+        other magnitudes have other ones (pack/weight.py): such graphs have to be captured again."""
         before = {name: getattr(self, name) for name in KERNEL_TENSORS}
         with torch.inference_mode(False), torch.no_grad():
             self.restore()
-        super()._load_from_state_dict(*arguments, **options)
+            for name in ("weight_scale", "weight_zero", "pre_quant_scale"):
+                held, comes = getattr(self, name), state_dict.get(f"{prefix}{name}")
+                if held is not None and held.is_floating_point() and getattr(comes, "dtype", None) in _FLOATS:
+                    held.data = held.data.to(comes.dtype)  # the same parameter, which a tied module holds too
+        super()._load_from_state_dict(state_dict, prefix, *arguments, **options)
         codes, scaled = before["kernel_codes"], self.scheme.activation is not None
         if codes is None or self.weight_packed.device != codes.device:
             return

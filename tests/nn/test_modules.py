@@ -65,6 +65,21 @@ def test_state_dict_round_trip_and_names():
     assert not any(p.requires_grad for p in layer.parameters())
 
 
+@pytest.mark.parametrize("name", ["w4a16_g32", "w4a16_g32_z", "w4a16_g32_fz"])
+@pytest.mark.parametrize(("held", "loaded"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
+def test_scales_are_loaded_in_their_own_type(name, held, loaded):
+    """Those of bf16 weights are bf16, which has fewer digits than fp16; those of tiny ones too, which fp16 does not have."""
+    tiny = 2.0**-20 if loaded == torch.bfloat16 else 1.0
+    layer = QuantLinear.from_quant_tensor(rtn(random(8, 32).to(held), name))
+    expected = rtn((random(8, 32, seed=1) * tiny).to(loaded), name)
+    assert layer.weight_scale.dtype != expected.scale.dtype or name.endswith("fz")
+    layer.load_state_dict(QuantLinear.from_quant_tensor(expected).state_dict())
+    assert torch.equal(layer.quant_tensor().dequantize(), expected.dequantize())
+    made = QuantLinear(32, 8, name)
+    made.load_state_dict(layer.state_dict())
+    assert torch.equal(made.quant_tensor().dequantize(), expected.dequantize())
+
+
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
