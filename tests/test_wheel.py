@@ -18,7 +18,7 @@ from tests.tiny import save_tiny
 ROOT = Path(__file__).parent.parent
 DATA = {
     *("lowbit/py.typed", "lowbit/serve/page.html", "lowbit/eval/guard.js", "lowbit/eval/data/divergence.json"),
-    *("lowbit/eval/data/opticks.txt.bz2", "lowbit/eval/data/javascript/functions.jsonl"),
+    *("lowbit/eval/data/one_text.json", "lowbit/eval/data/opticks.txt.bz2", "lowbit/eval/data/javascript/functions.jsonl"),
 }
 
 IN_THE_REPOSITORY = "lowbit/bench/mechanisms/"
