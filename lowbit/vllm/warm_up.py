@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lowbit.nn import QuantLinear
 from lowbit.vllm.product import Product
 
 if TYPE_CHECKING:
@@ -63,15 +64,22 @@ def compile_soon(wanted: Sequence[Wanted], sm: int) -> None:
     _noted.extend((each, sm) for each in wanted if (each, sm) not in _noted)
 
 
+def form_of(layer: QuantLinear) -> tuple[Any, ...]:
+    """What the kernels of a prepared layer are compiled for; by the magnitudes of weights, layers of one scheme differ in the
+    types of their scales (pack/weight.py)."""
+    types = tuple(None if t is None else t.dtype for t in (layer.kernel_scale, layer.kernel_channel_scale))
+    of_x = (layer.has_channels, layer.hadamard, layer.activation_scale is None)
+    return (layer.scheme_name, layer.shape, types, of_x, layer.batch_invariant)
+
+
 def compile_kernels(product: Product, k: int, dtype: torch.dtype, counts: tuple[int, ...], bias: Tensor | None = None) -> int:
     """Compiles what `product` launches for x [count, k] of `dtype`, for every count, or notes it (`together`); returns how many
     kernels were missing.
 
     On a GPU; a CPU has nothing to compile. Layers alike launch the same kernels, so that the second finds none missing.
     """
-    forms = tuple((q.scheme_name, q.shape, q.weight_scale.dtype, q.batch_invariant) for q in product.linears)
-    of_x = tuple((q.has_channels, q.hadamard, q.activation_scale is None) for q in product.linears)
-    alike = (forms, of_x, k, dtype, counts, bias is None)
+    forms = tuple(form_of(layer) for layer in product.linears)
+    alike = (forms, k, dtype, counts, bias is None)
     if not forms or product.linears[0].weight_scale.device.type != "cuda" or alike in _compiled:
         return 0
     from lowbit.hardware.machine import machine_of

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from lowbit.formats import QuantTensor
+from lowbit.nn import QuantLinear
 from lowbit.quantize import rtn
 from lowbit.vllm.product import Piece, Product
-from lowbit.vllm.warm_up import compile_kernels, compile_soon, together, token_counts
+from lowbit.vllm.warm_up import compile_kernels, compile_soon, form_of, together, token_counts
 
 K = 512
 
@@ -75,6 +76,17 @@ def test_numbers_of_tokens_stand_close_to_each_other():
 def test_a_cpu_has_nothing_to_compile():
     product, _ = layer(("w4a16_g64",))
     assert compile_kernels(product, K, torch.float32, (1, 2)) == 0
+
+
+def test_layers_of_one_scheme_may_have_kernels_of_their_own():
+    """Codes are multiplied as subnormal numbers but where a row has groups much smaller than others (pack/weight.py)."""
+    plain, uneven = weight(64).bfloat16(), weight(64).bfloat16()
+    uneven[:, :64] *= 2.0**-10
+    layers = [QuantLinear.from_quant_tensor(rtn(each, "w4a16_g64")) for each in (plain, 2 * plain, uneven)]
+    for each in layers:
+        each._pack_for_gpu()
+    assert {each.weight_scale.dtype for each in layers} == {torch.bfloat16}
+    assert form_of(layers[0]) == form_of(layers[1]) != form_of(layers[2])
 
 
 def test_kernels_of_all_layers_are_compiled_at_once(monkeypatch):
