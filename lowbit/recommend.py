@@ -361,10 +361,9 @@ def _why(
         lines.append(
             f"--method learned, for more work, leaves {learned.kl / chosen.kl:.0%} of its divergence ({learned.source()})"
         )
-    fast = min(
-        (c for c in candidates if c.scheme.activation is not None and c.bytes <= chosen.bytes), key=lambda c: c.kl, default=None
-    )
-    if fast is not None:
+    eight = [c for c in candidates if c.scheme.activation is not None and c.bytes <= chosen.bytes]
+    fast = min(eight, key=lambda c: c.kl, default=None)
+    if fast is not None and (divergence is None or fast.kl <= divergence):
         lines.append(
             f"for many tokens at once, with activations in 8 bits: {shlex.join(fast.options)}, {gigabytes(fast.bytes)} with a "
             f"divergence of {fast.kl:.2g} ({fast.source()})"

@@ -258,6 +258,7 @@ def test_methods_measured_on_one_text(monkeypatch, tmp_path):
     eight = recommend(model, budget_bytes=tensor_bytes(skeleton(model), plan_for(skeleton(model), "w8a8", None, False)))
     assert eight.chosen.scheme.name == "w8a16", "8-bit activations are named, not taken"
     assert any("--scheme w8a8 --rotate-inputs '*'" in line and "0.006" in line for line in eight.why)
+    assert not any("--scheme w8a8" in line for line in recommend(model, divergence=0.005).why), "0.006 is more than was asked"
     # Tied weights come apart, which takes an embedding's bytes; other decoders are not rotated at all.
     tied = recommend(config_only(tmp_path / "tied", llama(tie_word_embeddings=True)), divergence=0.1)
     apart = next(c for c in tied.neighbours if "--rotate" in c.options)
