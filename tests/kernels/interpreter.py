@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -23,7 +24,8 @@ def interpreted(*checks: Callable[[], None]) -> None:
 
 def hurry() -> None:
     """Most of the interpreter's time goes into what it does again and again: to look up NumPy's types, to search Triton
-    for what to replace at each call of a device function, and to combine numbers one by one."""
+    for what to replace at each call of a device function, to combine numbers one by one, and to compute every sum and product
+    of integers once more in 64 bits for a check that it only makes when it debugs."""
     from triton.language.core import is_builtin
     from triton.runtime import interpreter
 
@@ -38,6 +40,9 @@ def hurry() -> None:
     by_type, of_numbers = interpreter._get_np_dtype, functools.cache(interpreter._get_np_dtype)
     interpreter._get_np_dtype = lambda given: (by_type if given.scalar.is_ptr() else of_numbers)(given.scalar)
     interpreter.ReduceOps.generic_reduce = _reduce
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug, "the check is made: its numbers are needed"
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
 def _reduce(self, tensors):
