@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
@@ -16,14 +17,17 @@ def interpreted(*checks: Callable[[], None]) -> None:
     """Calls functions of one test file where all kernels are interpreted."""
     (module,) = {check.__module__ for check in checks}
     calls = "; ".join(f"tests.{check.__name__}()" for check in checks)
-    imported = ("torch", "triton.experimental.gluon", "lowbit.ops", "tests.kernels.sass")
+    # The last is what torch imports when two tensors are compared for the first time: two thirds of a second.
+    imported = ("torch", "triton.experimental.gluon", "lowbit.ops", "tests.kernels.sass", "torch.distributed.tensor")
     code = f"from tests.kernels.interpreter import hurry; hurry(); import {module} as tests; {calls}"
     forked(code, imported=imported, TRITON_INTERPRET="1")
 
 
 def hurry() -> None:
     """Most of the interpreter's time goes into what it does again and again: to look up NumPy's types, to search Triton
-    for what to replace at each call of a device function, and to combine numbers one by one."""
+    for what to replace and to replace it at each call of a device function, to combine numbers one by one, and to compute
+    every sum and product of integers once more in 64 bits for a check that it only makes when it debugs."""
+    import triton.language as tl
     from triton.language.core import is_builtin
     from triton.runtime import interpreter
 
@@ -35,9 +39,24 @@ def hurry() -> None:
         return [(name, getattr(module, name)) for name in replaced(module)]
 
     interpreter.inspect = SimpleNamespace(**{**vars(inspect), "getmembers": members})
+    replace_in = interpreter._patch_lang
+
+    @functools.cache
+    def languages(function):
+        return [value for value in function.__globals__.values() if value is tl or value is tl.core]
+
+    def replace_once(function):
+        """What a kernel replaces is put back at its end; until then its device functions find it replaced."""
+        wanted = any(is_builtin(language.load) for language in languages(function))
+        return replace_in(function) if wanted else interpreter._LangPatchScope()
+
+    interpreter._patch_lang = replace_once
     by_type, of_numbers = interpreter._get_np_dtype, functools.cache(interpreter._get_np_dtype)
     interpreter._get_np_dtype = lambda given: (by_type if given.scalar.is_ptr() else of_numbers)(given.scalar)
     interpreter.ReduceOps.generic_reduce = _reduce
+    builder = interpreter.interpreter_builder
+    assert not builder.options.debug, "the check is made: its numbers are needed"
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
 def _reduce(self, tensors):

@@ -41,7 +41,7 @@ def test_compiles_once():
     launch = Launcher(kernel, (6, 2, 1), 8, overlap=True, registers=64)
     launch(1, 2)
     launch(3, 4)
-    options = {"num_warps": 8, "launch_pdl": True, "maxnreg": 64}
+    options = {"num_warps": 8, "sanitize_overflow": False, "launch_pdl": True, "maxnreg": 64}
     assert kernel.events == [("compile and launch", (6, 2, 1), (1, 2), options), ("launch", (6, 2, 1), (3, 4), {})]
 
 
