@@ -24,9 +24,11 @@ from lowbit.vllm.warm_up import compile_kernels, together, token_counts
 
 @functools.cache
 def compile_together() -> None:
-    """Has vLLM's loader compile the kernels of all layers of a model at once, in this process; a loader that processes them in
-    its own way has those of each compiled by themselves."""
-    process = base_loader.process_weights_after_loading
+    """Has vLLM's loader compile the kernels of all layers of a model at once, in this process; a loader, or a vLLM, that
+    processes them in its own way has those of each compiled by themselves."""
+    process = getattr(base_loader, "process_weights_after_loading", None)
+    if process is None:
+        return
 
     @functools.wraps(process)
     def process_weights_after_loading(*given: Any, **options: Any) -> None:

@@ -425,10 +425,9 @@ class WgmmaLaunch(TilePlan):
         # Rows of y that do not start at multiples of 16 bytes are beyond TMA.
         by_tma = shape.n % 8 == 0 and (tile.splits == 1 or end.residual or end.gate != "none")
         config = _config(tile, form, half_type(dtype), end, by_tma)
-        if (
-            config.stages < 2 * config.iteration_stages
-        ):  # the next iteration's first is waited for before this one's are given back
-            raise ValueError(f"{tile}: the kernel waits for itself with less than {2 * config.iteration_stages} stages")
+        # An iteration's first stage is waited for before those of the one before are given back.
+        if config.stages < (least := 2 * config.iteration_stages):
+            raise ValueError(f"{tile}: the kernel waits for itself with less than {least} stages")
         columns = shape.n if end.gate == "none" else shape.n // 2
         super().__init__(wgmma_gemm, shape, tile, config, sm_count, columns)
         if (end.parts or end.residual) and self.tiles[0] > 1:
