@@ -135,15 +135,22 @@ def test_several_outputs_in_one_of_two_matrices():
     close(product(x, None), x @ torch.cat(rows).T)
 
 
+def sum_of_ranks(x, matrix, q, ranks):
+    """What the ranks make of their channels of x [5, K], added up: [5, 48]."""
+    total = torch.zeros(5, 48)
+    for rank in range(ranks):
+        product = loaded(Cut((48,), (48,), rank, ranks, ranks_along_k=ranks), [(matrix, q, None)])
+        total += product(x[:, rank * K // ranks : (rank + 1) * K // ranks], None)
+    return total
+
+
 @pytest.mark.parametrize("channels", [False, True], ids=["", "act-order and factors of x"])
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", ["w4a16_g128", "w3a16_g32_z", "w6e3m2a16", "w8a16_t", "w2a16_g64"])
 def test_parts_of_input_channels_add_up(name, ranks, channels):
     matrix, q = packed("down_proj", 48, name, channels=channels)
-    x, total = weight(5, 9), torch.zeros(5, 48)
-    for rank in range(ranks):
-        product = loaded(Cut((48,), (48,), rank, ranks, ranks_along_k=ranks), [(matrix, q, None)])
-        total += product(x[:, rank * K // ranks : (rank + 1) * K // ranks], None)
+    x = weight(5, 9)
+    total = sum_of_ranks(x, matrix, q, ranks)
     close(total, x @ dense(q).T)
 
 
@@ -153,10 +160,8 @@ def test_parts_of_input_channels_add_up(name, ranks, channels):
 def test_parts_of_rotated_input_channels_add_up(name, block, ranks):
     """256 channels: each of four ranks has one block of 64."""
     matrix, q = packed("down_proj", 48, name, rotated=block)
-    x, total = weight(5, 9), torch.zeros(5, 48)
-    for rank in range(ranks):
-        product = loaded(Cut((48,), (48,), rank, ranks, ranks_along_k=ranks), [(matrix, q, None)])
-        total += product(x[:, rank * K // ranks : (rank + 1) * K // ranks], None)
+    x = weight(5, 9)
+    total = sum_of_ranks(x, matrix, q, ranks)
     expected = x @ dense(q).T
     if q.scheme.activation is None:
         close(total, expected)
