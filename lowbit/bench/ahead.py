@@ -52,7 +52,7 @@ def _compute_once(task: tuple[Build, Request]) -> None:
     build, request = task
     (scheme,), (shape,), (m,) = request.schemes, request.shapes, request.rows
     try:
-        contender = build(quantized(parse_scheme(scheme), shape), request)
+        contender = build(quantized(parse_scheme(scheme), shape, request.torch_dtype), request)
         x = contender.prepare(gaussian(m, shape[1], seed=2, dtype=contender.dtype))
         for _, product in contender.products(m):
             product(x, contender.weight)

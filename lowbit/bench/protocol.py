@@ -245,9 +245,9 @@ def gaussian(rows: int, columns: int, seed: int, dtype: torch.dtype = torch.floa
     return torch.randn(rows, columns, device="cuda", generator=generator).to(dtype)
 
 
-def quantized(scheme: Scheme, shape: tuple[int, int]) -> QuantTensor:
-    """The weight of a problem: Gaussian, of deviation 1/sqrt(K) so that y is of the size of x."""
-    return rtn(gaussian(*shape, seed=1) / math.sqrt(shape[1]), scheme)
+def quantized(scheme: Scheme, shape: tuple[int, int], dtype: torch.dtype = torch.float16) -> QuantTensor:
+    """The weight of a problem, of a model in `dtype`: Gaussian, of deviation 1/sqrt(K) so that y is of the size of x."""
+    return rtn(gaussian(*shape, seed=1) / math.sqrt(shape[1]), scheme, stored=dtype)
 
 
 def reference_product(x: Tensor, q: QuantTensor, rows_at_once: int = 1024) -> Tensor:
@@ -268,7 +268,7 @@ def measured_rows(impl: str, build: Build, request: Request) -> Iterator[dict[st
             scheme = parse_scheme(name)
             blanks = [blank_row(impl, scheme, shape, m, request.dtype) for m in request.rows]
             try:
-                contender = build(quantized(scheme, shape), request)
+                contender = build(quantized(scheme, shape, request.torch_dtype), request)
             except failures() as error:
                 yield from ({**row, "error": reason(error)} for row in blanks)
             else:
