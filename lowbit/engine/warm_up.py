@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,9 +16,6 @@ from lowbit.engine.steps import Steps, draw, filters
 
 if TYPE_CHECKING:
     from lowbit.kernels.parts.launch import Wanted
-
-SLOW_SECONDS = 0.5
-"""A kernel that takes longer was not in Triton's cache, and so are not those after it."""
 
 FEW = 3
 """Fewer kernels are compiled sooner than other processes have begun: these import torch and Triton first."""
@@ -101,15 +97,15 @@ class Rehearsal:
 
 def compiled(wanted: Sequence[Wanted], sm: int) -> Iterator[Stage]:
     """Compiles kernels for GPUs of compute capability `sm` (90: 9.0), by several processes where Triton's cache does not have
-    enough of them; says how far it is before each."""
-    from lowbit.kernels.parts.compile import compile_all, compile_one
+    enough of them (those after one that it has not, it will not have either); says how far it is before each."""
+    from lowbit.kernels.parts.compile import compile_all, compile_one, misses
 
     for number, each in enumerate(wanted):
         yield Stage("kernels", number, len(wanted))
-        begun = time.perf_counter()
-        compile_one(each)
+        with misses() as missing:  # by the time that it takes a process's first kernel looks like one that is not there
+            compile_one(each)
         left = wanted[number + 1 :]
-        if len(left) >= FEW and time.perf_counter() - begun > SLOW_SECONDS:
+        if missing and len(left) >= FEW:
             for more in compile_all(left, sm):
                 yield Stage("kernels", number + more, len(wanted))
             for one in left:  # from the cache into this process

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
+
+from triton import knobs
 
 from lowbit.engine import End, Engine, Request, Sampling
 from lowbit.engine import warm_up as module
@@ -159,13 +161,18 @@ def test_a_kernel_that_cannot_be_compiled_fails_where_it_is_launched(noted, monk
     assert {request.end for request in engine.generate(texts())} == {End.LENGTH} and asked
 
 
-@pytest.mark.parametrize(("count", "slow", "processes"), [(3, True, False), (4, True, True), (9, False, False)])
-def test_processes_are_started_for_more_than_a_few_kernels(monkeypatch, count, slow, processes):
+@pytest.mark.parametrize(("count", "missing", "processes"), [(3, True, False), (4, True, True), (9, False, False)])
+def test_processes_are_started_for_more_than_a_few_kernels(monkeypatch, count, missing, processes):
     wanted = [Wanted("", str(number), (), {}) for number in range(count)]
     done, by_processes = [], []
-    monkeypatch.setattr(module, "SLOW_SECONDS", 0.1)
-    monkeypatch.setattr(compiling, "compile_one", lambda each: (done.append(each), time.sleep(0.11 * slow)))
+
+    def compile_one(each):
+        done.append(each)
+        knobs.compilation.listener(src=SimpleNamespace(name=each.name), cache_hit=not missing, metadata={})
+
+    monkeypatch.setattr(compiling, "compile_one", compile_one)
     monkeypatch.setattr(compiling, "compile_all", lambda left, sm: (by_processes.append(each) or 1 for each in left))
+    monkeypatch.setattr(knobs.compilation, "listener", lambda **given: None)
     stages = list(compiled(wanted, 90))
     assert done == wanted and by_processes == (wanted[1:] if processes else [])
     assert len(stages) == count and {stage.total for stage in stages} == {count}

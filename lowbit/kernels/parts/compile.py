@@ -24,6 +24,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from triton import knobs
+
 from lowbit.kernels.parts.gluon import CompiledKernel, build_launcher, without_gpu
 from lowbit.kernels.parts.launch import Wanted
 
@@ -94,6 +96,25 @@ def compile_one(wanted: Wanted) -> CompiledKernel:
     for name in wanted.name.split("."):
         function = getattr(function, name)
     return function.warmup(*wanted.arguments, grid=(1, 1, 1), **wanted.options)
+
+
+@contextlib.contextmanager
+def misses() -> Iterator[list[str]]:
+    """Lists the kernels, by name, that are compiled within it because Triton's cache on disk does not have them."""
+    found: list[str] = []
+    before = knobs.compilation.listener
+
+    def listener(*, src: Any, cache_hit: bool, **more: Any) -> None:
+        if not cache_hit:
+            found.append(src.name)
+        if before is not None:
+            before(src=src, cache_hit=cache_hit, **more)
+
+    knobs.compilation.listener = listener
+    try:
+        yield found
+    finally:
+        knobs.compilation.listener = before
 
 
 def main(sm: int) -> None:
