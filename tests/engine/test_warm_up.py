@@ -13,7 +13,6 @@ pytest.importorskip("triton")
 from triton import knobs
 
 from lowbit.engine import End, Engine, Request, Sampling
-from lowbit.engine import warm_up as module
 from lowbit.engine.batching import Piece, Round
 from lowbit.engine.prompts import Prompts
 from lowbit.engine.warm_up import Rehearsal, Stage, compiled
