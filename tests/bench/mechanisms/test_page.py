@@ -10,6 +10,15 @@ from lowbit.bench.mechanisms.report import load
 
 ROOT = Path(__file__).parents[3]
 RESULTS = ROOT / "bench" / "results" / "h200"
+OF_LINES = {
+    "int4 in groups of 128": "w4a16_g128", "int4, scales of channels": "w4a16_pc", "int8, scales of channels": "w8a16"
+}  # fmt: skip
+"""Cases of the part that times TensorRT-LLM's lines by what the page calls them."""
+
+
+def rows_of_runs():
+    """The rows of both kept files."""
+    return [row for name in ("mechanisms", "mechanisms-lines-sums") for row in load(RESULTS / f"2026-11-23-{name}.json")["rows"]]
 
 
 def tables(text):
@@ -29,10 +38,15 @@ def tables(text):
 def rows_of(line, head, rows):
     """The measured rows that a line of a table may speak of: those of the type, the format and the M that it names."""
     named, m = line[0].split(), line[head.index("M")] if "M" in head else None
+    if line[0] in OF_LINES:
+        rows = [row for row in rows if row["part"] == "lines" and row["case"] == OF_LINES[line[0]]]
+    elif re.fullmatch(r"\d+ x \d+", line[0]) and "every 128 k" in head:
+        rows = [row for row in rows if row["part"] == "sums" and f"{row['n']} x {row['k']}" == line[0]]
     for kind in ("fp16", "bf16"):
         rows = [row for row in rows if row["dtype"] == kind] if kind in named else rows
     for code in ("int8", "int4", "fp6"):
-        rows = [row for row in rows if row["case"].startswith(code)] if named[:1] == [code] else rows
+        if named[:1] == [code] and line[0] not in OF_LINES:
+            rows = [row for row in rows if row["case"].startswith(code)]
     return [row for row in rows if row["m"] == int(m)] if m else rows
 
 
@@ -54,7 +68,7 @@ def unknown(cells, values):
 
 
 def test_tables_are_the_figures_of_the_run():
-    rows = load(RESULTS / "2026-11-23-mechanisms.json")["rows"]
+    rows = rows_of_runs()
     sizes = {row["m"] for row in rows} | {1, 2, 3, 4, 5, 6, 8, 56, 112}
     for heading, found in tables((ROOT / "docs" / "mechanisms.md").read_text()).items():
         if heading not in ("What came out", "FP6 beside INT4"):
@@ -77,7 +91,7 @@ def test_fp6_beside_int4_is_computed():
 
 def test_the_check_finds_a_wrong_figure():
     assert unknown(["12.3", "x", "9", "0.51"], [12.34, 0.5, 9.4]) == ["0.51"]
-    rows = load(RESULTS / "2026-11-23-mechanisms.json")["rows"]
+    rows = rows_of_runs()
     head, line = ["", "M", "own"], ["int8 fp16, ring kernel", "1", "25.9"]  # a figure of another M
     assert unknown(line[2:], [*figures_of(rows_of(line, head, rows))]) == ["25.9"]
     assert unknown(line[2:], [*figures_of(rows)]) == []
