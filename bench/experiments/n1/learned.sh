@@ -1,0 +1,1 @@
+python3 $1/learned.py && python3 -m lowbit quantize /tmp/learned8b /tmp/learned8b-w4 --scheme w4a16_g128 --method learned --samples 64 --iterations ${ITER:-100} --device ${DEVICE:-cuda} --overwrite 2>&1 | tr '\r' '\n' | while IFS= read -r l; do echo "$(date +%s.%N | cut -c6-14) $l"; done
