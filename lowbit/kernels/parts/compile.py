@@ -18,6 +18,8 @@ import importlib
 import os
 import pickle
 import queue
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -30,10 +32,10 @@ from lowbit.kernels.parts.gluon import CompiledKernel, build_launcher, without_g
 from lowbit.kernels.parts.launch import Wanted
 
 MOST_PROCESSES = 16
-"""Each holds torch and Triton, about 0.5 GB."""
+"""They share torch and Triton, 0.4 GB."""
 
-COMPILED = "compiled a kernel\n"
-"""How the line ends that a process writes after each kernel; what else modules write there says nothing."""
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""A process with several threads is not to become two."""
 
 
 def compile_all(wanted: Sequence[Wanted], sm: int, processes: int | None = None) -> Iterator[int]:
@@ -47,13 +49,13 @@ def compile_all(wanted: Sequence[Wanted], sm: int, processes: int | None = None)
     for each in [*wanted, *[None] * count]:
         left.put(each)
     done: queue.SimpleQueue[bool] = queue.SimpleQueue()  # a kernel; False: a process
-    workers: list[subprocess.Popen[str]] = []
+    first, ends = None, []
     try:
-        for _ in range(count):
-            with contextlib.suppress(OSError):  # there is no Python to start, or no memory for it
-                workers.append(_process(sm))
-                threading.Thread(target=_feed, args=(workers[-1], left, done), daemon=True).start()
-        number, living = 0, len(workers)
+        with contextlib.suppress(OSError):  # there is no Python to start, or no memory for it
+            first, ends = _processes(sm, count)
+        for end in ends:
+            threading.Thread(target=_feed, args=(end, left, done), daemon=True).start()
+        number, living = 0, len(ends)
         while living:
             if done.get():
                 number += 1
@@ -62,31 +64,40 @@ def compile_all(wanted: Sequence[Wanted], sm: int, processes: int | None = None)
                 living -= 1
         yield from range(number + 1, len(wanted) + 1)
     finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
+        if first is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(first.pid, signal.SIGKILL)
+            first.wait()
 
 
-def _process(sm: int) -> subprocess.Popen[str]:
-    """A process that runs `main`, with this one's path: by `-m` it would look where the program was started."""
+def _processes(sm: int, count: int) -> tuple[subprocess.Popen[bytes], list[socket.socket]]:
+    """A process that runs `main` with this one's path (by `-m` it would look where the program was started) and becomes `count`
+    of them, in a group of their own; and a socket to each."""
     path = [entry for entry in sys.path if isinstance(entry, str)]
-    command = f"import sys; sys.path[:] = {path!r}; from {__name__} import main; main({sm})"
-    return subprocess.Popen(
-        [sys.executable or "", "-c", command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        text=True, errors="replace",
-    )  # fmt: skip
+    pairs = [socket.socketpair() for _ in range(count)]
+    theirs = [end.fileno() for _, end in pairs]
+    command = f"import sys; sys.path[:] = {path!r}; from {__name__} import main; main({sm}, {theirs})"
+    quiet = subprocess.DEVNULL
+    try:
+        first = subprocess.Popen(
+            [sys.executable or "", "-c", command], stdin=quiet, stdout=quiet, stderr=quiet, pass_fds=theirs, start_new_session=True,
+            env={**os.environ, **ONE_THREAD},
+        )  # fmt: skip
+    finally:
+        for _, end in pairs:
+            end.close()
+    return first, [end for end, _ in pairs]
 
 
-def _feed(worker: subprocess.Popen[str], left: queue.SimpleQueue[Wanted | None], done: queue.SimpleQueue[bool]) -> None:
+def _feed(end: socket.socket, left: queue.SimpleQueue[Wanted | None], done: queue.SimpleQueue[bool]) -> None:
     """Gives a process one kernel after the other, until there are no more or it has ended."""
-    assert worker.stdin is not None and worker.stdout is not None
     lives = True
-    while lives and (each := left.get()) is not None:
-        with contextlib.suppress(OSError):  # nobody reads: so it has ended
-            worker.stdin.write(base64.b64encode(pickle.dumps(each)).decode() + "\n")
-            worker.stdin.flush()
-        lives = any(line.endswith(COMPILED) for line in iter(worker.stdout.readline, ""))
-        done.put(True)
+    with end, contextlib.suppress(OSError), end.makefile("rb") as answers:
+        while lives and (each := left.get()) is not None:
+            with contextlib.suppress(OSError):  # nobody reads: so it has ended
+                end.sendall(base64.b64encode(pickle.dumps(each)) + b"\n")
+            lives = bool(answers.readline())
+            done.put(True)
     done.put(False)
 
 
@@ -117,9 +128,26 @@ def misses() -> Iterator[list[str]]:
         knobs.compilation.listener = before
 
 
-def main(sm: int) -> None:
-    """A process that compiles: pickled kernels come in by lines, and for each a line goes out. An error ends it."""
+def main(sm: int, sockets: Sequence[int]) -> None:
+    """A process that imports what compiling takes, once, and becomes one for each of the `sockets` (file descriptors): pickled
+    kernels come in by lines, and for each a line goes out. An error ends the one that meets it."""
     without_gpu(sm)
-    for line in sys.stdin:
-        build_launcher(compile_one(pickle.loads(base64.b64decode(line))))
-        print(COMPILED, end="", flush=True)
+    for number, mine in enumerate(sockets):
+        if os.fork() == 0:
+            for other in sockets[number + 1 :]:
+                os.close(other)
+            try:
+                _compile_for(mine)
+            finally:
+                os._exit(0)
+        os.close(mine)
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
+
+
+def _compile_for(mine: int) -> None:
+    with socket.socket(fileno=mine) as end, end.makefile("rb") as lines:
+        for line in lines:
+            build_launcher(compile_one(pickle.loads(base64.b64decode(line))))
+            end.sendall(b"\n")
