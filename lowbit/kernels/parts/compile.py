@@ -49,7 +49,8 @@ def compile_all(wanted: Sequence[Wanted], sm: int, processes: int | None = None)
     for each in [*wanted, *[None] * count]:
         left.put(each)
     done: queue.SimpleQueue[bool] = queue.SimpleQueue()  # a kernel; False: a process
-    first, ends = None, []
+    first: subprocess.Popen[bytes] | None = None
+    ends: list[socket.socket] = []
     try:
         with contextlib.suppress(OSError):  # there is no Python to start, or no memory for it
             first, ends = _processes(sm, count)
@@ -80,8 +81,8 @@ def _processes(sm: int, count: int) -> tuple[subprocess.Popen[bytes], list[socke
     quiet = subprocess.DEVNULL
     try:
         first = subprocess.Popen(
-            [sys.executable or "", "-c", command], stdin=quiet, stdout=quiet, stderr=quiet, pass_fds=theirs, start_new_session=True,
-            env={**os.environ, **ONE_THREAD},
+            [sys.executable or "", "-c", command], stdin=quiet, stdout=quiet, stderr=quiet, pass_fds=theirs,
+            start_new_session=True, env={**os.environ, **ONE_THREAD},
         )  # fmt: skip
     finally:
         for _, end in pairs:

@@ -18,7 +18,8 @@ OF_LINES = {
 
 def rows_of_runs():
     """The rows of both kept files."""
-    return [row for name in ("mechanisms", "mechanisms-lines-sums") for row in load(RESULTS / f"2026-11-23-{name}.json")["rows"]]
+    files = [RESULTS / f"2026-11-23-{name}.json" for name in ("mechanisms", "mechanisms-lines-sums")]
+    return [row for file in files for row in load(file)["rows"]]
 
 
 def tables(text):
