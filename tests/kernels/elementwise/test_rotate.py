@@ -121,15 +121,15 @@ def compiled(sm, k, block, before="", name="int8", m=4096, dtype=torch.bfloat16,
 def test_in_registers(sm, block):
     """No step goes through shared memory, nothing is spilled, and x is read once; steps beyond a thread are one shuffle an
     element."""
-    for k in (4096, 14336):
-        for before, residual in (("", False), ("rms_norm", True), ("silu", False)):
-            plan, kernel = compiled(sm, k, block, before, residual=residual)
-            _, threads, piece, chunks, *_ = plan.constants
-            steps = (block // piece).bit_length() - 1
-            loads = [line for line in kernel.lines if "LDG" in line]
-            assert kernel.stack_bytes == 0 and kernel.shared_bytes <= 8 * threads // 32, (k, before)
-            assert kernel.count("BAR") <= 2 and 0 < kernel.count("SHFL") - steps * piece * chunks <= 20, (k, before)
-            assert len(loads) == chunks * (3 if residual else 2 if before else 1), (k, before)
+    asked = [(k, *case) for k in (4096, 14336) for case in (("", False), ("rms_norm", True), ("silu", False))]
+    made = [compiled(sm, k, block, before, residual=residual) for k, before, residual in asked]  # all, before one is read
+    for (k, before, residual), (plan, kernel) in zip(asked, made, strict=True):
+        _, threads, piece, chunks, *_ = plan.constants
+        steps = (block // piece).bit_length() - 1
+        loads = [line for line in kernel.lines if "LDG" in line]
+        assert kernel.stack_bytes == 0 and kernel.shared_bytes <= 8 * threads // 32, (k, before)
+        assert kernel.count("BAR") <= 2 and 0 < kernel.count("SHFL") - steps * piece * chunks <= 20, (k, before)
+        assert len(loads) == chunks * (3 if residual else 2 if before else 1), (k, before)
 
 
 @pytest.mark.parametrize("sm", [80, 89, 90])
