@@ -56,7 +56,7 @@ def measure_tiles(request: Request, machine: Machine, watch: Callable[[str], Non
         if scheme.activation is not None:
             raise ValueError(f"bench tiles measures tiles of the kernels for 16-bit activations, not {scheme}")
         for n, k in request.shapes:
-            q = quantized(scheme, (n, k))
+            q = quantized(scheme, (n, k), request.torch_dtype)
             weight = FragmentWeight.pack(q)
             weights = [weight] + [weight.clone() for _ in range(copies_needed(weight.nbytes, l2_bytes()) - 1)]
             reference = q.dequantize(torch.float64)

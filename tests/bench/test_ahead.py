@@ -45,7 +45,7 @@ compute_once = ahead._compute_once
 
 
 def on_cpu(task):
-    ahead.quantized = lambda scheme, shape: ahead_weight(scheme, shape)
+    ahead.quantized = lambda scheme, shape, dtype: ahead_weight(scheme, shape)
     ahead.gaussian = lambda rows, columns, seed, dtype: torch.zeros(rows, columns, dtype=dtype)
     ahead.torch.cuda.synchronize = ahead.torch.cuda.empty_cache = lambda: None
     compute_once(task)

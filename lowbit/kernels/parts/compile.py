@@ -32,10 +32,7 @@ from lowbit.kernels.parts.gluon import CompiledKernel, build_launcher, without_g
 from lowbit.kernels.parts.launch import Wanted
 
 MOST_PROCESSES = 16
-"""They share torch and Triton, 0.4 GB."""
-
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-"""A process with several threads is not to become two."""
+"""What they import, torch and Triton, is there once: 0.4 GB."""
 
 
 def compile_all(wanted: Sequence[Wanted], sm: int, processes: int | None = None) -> Iterator[int]:
@@ -65,41 +62,57 @@ def compile_all(wanted: Sequence[Wanted], sm: int, processes: int | None = None)
                 living -= 1
         yield from range(number + 1, len(wanted) + 1)
     finally:
+        for end in ends:
+            with contextlib.suppress(OSError):  # closed by who fed it
+                end.shutdown(socket.SHUT_RDWR)
         if first is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(first.pid, signal.SIGKILL)
-            first.wait()
+            _end(first)
+
+
+def _end(first: subprocess.Popen[bytes]) -> None:
+    """Ends the group of the first process, which waits for those that it became: in a container nobody else would."""
+    for asked, seconds in ((signal.SIGTERM, 5.0), (signal.SIGKILL, None)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(first.pid, asked)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            first.wait(seconds)
+            return
 
 
 def _processes(sm: int, count: int) -> tuple[subprocess.Popen[bytes], list[socket.socket]]:
     """A process that runs `main` with this one's path (by `-m` it would look where the program was started) and becomes `count`
     of them, in a group of their own; and a socket to each."""
     path = [entry for entry in sys.path if isinstance(entry, str)]
-    pairs = [socket.socketpair() for _ in range(count)]
-    theirs = [end.fileno() for _, end in pairs]
-    command = f"import sys; sys.path[:] = {path!r}; from {__name__} import main; main({sm}, {theirs})"
-    quiet = subprocess.DEVNULL
-    try:
+    with contextlib.ExitStack() as ours, contextlib.ExitStack() as theirs:
+        ends, files = [], []
+        for _ in range(count):
+            mine, other = socket.socketpair()
+            ends.append(ours.enter_context(mine))
+            files.append(theirs.enter_context(other).fileno())
+        command = f"import sys; sys.path[:] = {path!r}; from {__name__} import main; main({sm}, {files})"
+        quiet = subprocess.DEVNULL
         first = subprocess.Popen(
-            [sys.executable or "", "-c", command], stdin=quiet, stdout=quiet, stderr=quiet, pass_fds=theirs,
-            start_new_session=True, env={**os.environ, **ONE_THREAD},
+            [sys.executable or "", "-c", command], stdin=quiet, stdout=quiet, stderr=quiet, pass_fds=files,
+            start_new_session=True,
         )  # fmt: skip
-    finally:
-        for _, end in pairs:
-            end.close()
-    return first, [end for end, _ in pairs]
+        ours.pop_all()
+    return first, ends
 
 
 def _feed(end: socket.socket, left: queue.SimpleQueue[Wanted | None], done: queue.SimpleQueue[bool]) -> None:
     """Gives a process one kernel after the other, until there are no more or it has ended."""
-    lives = True
-    with end, contextlib.suppress(OSError), end.makefile("rb") as answers:
-        while lives and (each := left.get()) is not None:
-            with contextlib.suppress(OSError):  # nobody reads: so it has ended
-                end.sendall(base64.b64encode(pickle.dumps(each)) + b"\n")
-            lives = bool(answers.readline())
-            done.put(True)
-    done.put(False)
+    try:
+        lives = True
+        with end, end.makefile("rb") as answers:
+            while lives and (each := left.get()) is not None:
+                try:
+                    end.sendall(base64.b64encode(pickle.dumps(each)) + b"\n")
+                    lives = bool(answers.readline())
+                except OSError:  # nobody reads: it has ended
+                    lives = False
+                done.put(True)
+    finally:
+        done.put(False)
 
 
 def compile_one(wanted: Wanted) -> CompiledKernel:
@@ -131,13 +144,16 @@ def misses() -> Iterator[list[str]]:
 
 def main(sm: int, sockets: Sequence[int]) -> None:
     """A process that imports what compiling takes, once, and becomes one for each of the `sockets` (file descriptors): pickled
-    kernels come in by lines, and for each a line goes out. An error ends the one that meets it."""
+    kernels come in by lines, and for each a line goes out. An error ends the one that meets it. The first waits for all others,
+    and so ignores what ends them. It has no thread but its own and those of NumPy's OpenBLAS, which stops them at a fork."""
     without_gpu(sm)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for number, mine in enumerate(sockets):
         if os.fork() == 0:
-            for other in sockets[number + 1 :]:
-                os.close(other)
             try:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+                for other in sockets[number + 1 :]:  # its end is noticed where nobody else holds its socket
+                    os.close(other)
                 _compile_for(mine)
             finally:
                 os._exit(0)

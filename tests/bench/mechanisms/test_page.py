@@ -68,7 +68,7 @@ def unknown(cells, values):
     return found
 
 
-def test_tables_are_the_figures_of_the_run():
+def test_tables_are_the_figures_of_the_runs():
     rows = rows_of_runs()
     sizes = {row["m"] for row in rows} | {1, 2, 3, 4, 5, 6, 8, 56, 112}
     for heading, found in tables((ROOT / "docs" / "mechanisms.md").read_text()).items():

@@ -184,15 +184,26 @@ def test_recordings_within_recordings():
     assert [each.name for each in inner] == ["gate_rows"] and [each.name for each in outer] == ["ring_gemm"]
 
 
-def test_giving_up_ends_the_processes(tmp_path, monkeypatch):
+@pytest.mark.parametrize("given_up", [True, False])
+def test_no_process_is_left(tmp_path, monkeypatch, given_up):
+    """Whether all is compiled or not: none lives, and none that has ended waits for somebody to ask how."""
+    from lowbit.kernels.parts import compile as compiling
     from lowbit.kernels.parts.compile import compile_all
     from lowbit.kernels.parts.launch import recording
 
+    started = []
+    make = compiling._processes
+    monkeypatch.setattr(compiling, "_processes", lambda sm, count: started.append(make(sm, count)) or started[-1])
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     with recording() as wanted:
         ring()(), gate()()
     progress = compile_all(wanted, 90, processes=2)
     next(progress)
-    progress.close()
-    ps = subprocess.run(["ps", "-o", "args", "--ppid", str(os.getpid())], capture_output=True, text=True, check=True)
-    assert "lowbit.kernels.parts.compile" not in ps.stdout
+    ((first, _),) = started
+    group = ["ps", "-o", "pid=,stat=", "-g", str(first.pid)]
+    assert len(subprocess.run(group, capture_output=True, text=True, check=False).stdout.splitlines()) >= 2
+    if given_up:
+        progress.close()
+    else:
+        assert len([*progress]) == len(wanted) - 1
+    assert subprocess.run(group, capture_output=True, text=True, check=False).stdout == ""
