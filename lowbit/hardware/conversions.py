@@ -5,8 +5,9 @@
 Integers   A code c of b bits in the low mantissa bits of the half 2^m (fp16: 0x6400 = 1024; bf16: 0x4300 = 128) makes the
            number 2^m + c exactly; subtracting 2^m + offset leaves the value. In fp16 the field may also stay s bits up:
            2^10 + 2^s c, times 2^-s, minus 2^(10-s) + offset, one fma, which saves the shift (s = 4: 1/16 and 64 + 8).
-           bf16 has 7 mantissa bits, too few for that and for 8-bit codes: those become (128 + low 7 bits) - (128 or 256),
-           the top bit choosing the subtrahend through the exponent field.
+           bf16 has 7 mantissa bits, too few for that. Its 8-bit codes lie alone in the low byte, code * 2^-133 (the first
+           binade goes on where subnormal numbers end), times 2^127, minus offset * 2^-6, one fma; the weight's scale takes
+           the 2^6 that are missing.
            Bytes are put beside the magic byte by PRMT: selector 0x5250 takes bytes 0 and 2 of the codes (digits 0 and
            2) and byte 1 of the second operand (digit 5), 0x64, into the upper byte of each half.
 Floats     Sign to bit 15, exponent and mantissa to just below it: the half's exponent bias is larger, so the number comes
@@ -90,7 +91,7 @@ def conversion(fmt: NumberFormat, dtype: HalfType) -> Conversion:
     if isinstance(fmt, FloatFormat):
         outputs, factor = _float_outputs(builder, fmt, dtype, codes)
     elif fmt.bits == 8:
-        outputs = _byte_outputs(builder, fmt, dtype)
+        outputs, factor = _byte_outputs(builder, fmt, dtype)
     else:
         outputs = _integer_outputs(builder, fmt, dtype, codes)
     return Conversion(fmt, dtype, fields, builder.build(outputs), factor)
@@ -175,22 +176,14 @@ def _integer_outputs(b: Builder, fmt: IntFormat, dtype: HalfType, codes: list[tu
     return outputs
 
 
-def _byte_outputs(b: Builder, fmt: IntFormat, dtype: HalfType) -> list[str]:
+def _byte_outputs(b: Builder, fmt: IntFormat, dtype: HalfType) -> tuple[list[str], float]:
     if dtype == "fp16":
         magic, minus = b.constant(0x64646464), b.constant(_half_bits(1024.0 + fmt.offset, dtype) * _BOTH)
-        return [b.sub(dtype, b.prmt("w0", magic, selector), minus) for selector in (0x5250, 0x5351)]
-    outputs = []
-    for register in range(2):
-        view = b.shift("w0", 8 * register)
-        low = b.masked_or(view, 0x7F * _BOTH, 0x4300 * _BOTH)  # 128 + the low seven bits
-        if fmt.offset:  # minus 128 where the top bit is set, minus 256 where it is not
-            subtrahend = b.masked_xor(view, 0x80 * _BOTH, 0x4380 * _BOTH)
-            outputs.append(b.fma(dtype, subtrahend, b.constant(0xBF80 * _BOTH), low))
-        else:  # plus 0 where the top bit is set (256 - 256), minus 128 where it is not (128 - 256)
-            addend = b.masked_xor(view, 0x80 * _BOTH, 0x4300 * _BOTH)
-            one = b.constant(0x3F80 * _BOTH)
-            outputs.append(b.fma(dtype, low, one, b.fma(dtype, addend, one, b.constant(0xC380 * _BOTH))))
-    return outputs
+        return [b.sub(dtype, b.prmt("w0", magic, selector), minus) for selector in (0x5250, 0x5351)], 1.0
+    times, missing = b.constant(_half_bits(2.0**127, dtype) * _BOTH), 2.0 ** (133 - 127)
+    minus = b.constant(_half_bits(-fmt.offset / missing, dtype) * _BOTH)
+    nothing = b.constant(0)
+    return [b.fma(dtype, b.prmt("w0", nothing, selector), times, minus) for selector in (0x4240, 0x4341)], missing
 
 
 def _float_outputs(b: Builder, fmt: FloatFormat, dtype: HalfType, codes: list[tuple[str, Slot]]) -> tuple[list[str], float]:

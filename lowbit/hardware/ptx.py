@@ -14,6 +14,7 @@ Source of the semantics: PTX ISA, sections on lop3, prmt, shf, shl, shr, mov and
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -39,6 +40,11 @@ AND = lut(lambda a, b, c: a & b)
 AND_OR = lut(lambda a, b, c: (a & b) | c)
 AND_XOR = lut(lambda a, b, c: (a & b) ^ c)
 SELECT = lut(lambda mask, a, b: (mask & a) | (~mask & b))
+
+
+def float_constant(value: float) -> str:
+    """A float32 constant as PTX text."""
+    return f"0f{struct.unpack('>I', struct.pack('>f', value))[0]:08X}"
 
 
 class Instruction:

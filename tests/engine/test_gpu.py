@@ -53,8 +53,8 @@ def model_of(family="Llama", dtype=torch.float16, scheme="w4a16_g128", ends=Fals
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, std=2 * parameter.shape[1] ** -0.5)
-        elif name.endswith("bias"):
-            torch.nn.init.normal_(parameter, std=0.5)
+        elif name.endswith("bias"):  # OPT has them everywhere: larger ones would say the same token again and again
+            torch.nn.init.normal_(parameter, std=0.1 if family == "OPT" else 0.5)
     if scheme is not None:
         convert(model, scheme)
     if ends:
@@ -111,9 +111,8 @@ def test_greedy_tokens(family, scheme, dtype):
     assert isinstance(engine.program, DecodeProgram), engine.report()
     if scheme in ("w4a16_g128", "w6e3m2a16", "w8a16"):
         assert isinstance(engine.program.chain, Chain) == (family != "OPT"), engine.report()
-    unlike = 7 if family == "OPT" else 15  # random weights of this family soon repeat themselves
     answered = [*engine.generate(requests), *engine.generate([Request(prompt(33), 40)])]
-    assert all(request.end is End.LENGTH and len(set(tokens(request))) > unlike for request in answered)
+    assert all(request.end is End.LENGTH and len(set(tokens(request))) > 15 for request in answered)
     check_greedy(model, answered, engine.report())
 
 

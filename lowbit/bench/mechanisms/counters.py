@@ -85,8 +85,13 @@ def grouped(table: str) -> list[list[dict[str, float]]]:
         if MARK in line["Kernel Name"]:
             found.append([])
         elif found:
-            found[-1].append({_short(name): _number(text) for name, text in line.items() if "__" in name})
+            found[-1].append({_short(name): _number(text) for name, text in line.items() if _asked(name)})
     return found
+
+
+def _asked(metric: str) -> bool:
+    """The table has more columns: facts of the GPU, some of them words."""
+    return metric in (READ, WRITTEN, TIME, MEMORY) or metric.startswith(TENSOR)
 
 
 def _short(metric: str) -> str:

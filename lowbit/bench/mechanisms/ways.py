@@ -188,7 +188,7 @@ def _cast(own: Conversion, name: str, by_float32: bool) -> Way:
     )
     program = Program(own.program.inputs, tuple(each.dest for each in instructions), instructions)
     flip = sum(1 << i for i in range(bits - 1, 32, bits))
-    return Way(name, dataclasses.replace(own, program=program), flip)
+    return Way(name, dataclasses.replace(own, program=program, scale_factor=1.0), flip)
 
 
 def _followed(own: Conversion, after: Callable[[Builder, str], str]) -> Program:

@@ -12,7 +12,7 @@ from lowbit.formats import IntFormat, number_format
 from lowbit.hardware.conversions import Conversion, SubnormalCodes, conversion, subnormal_codes
 from lowbit.hardware.fields import WORD_GROUPS
 from lowbit.hardware.half import HalfType, half_pair
-from lowbit.hardware.ptx import Program
+from lowbit.hardware.ptx import Program, float_constant
 from lowbit.kernels.parts.gluon import gl, gluon
 from lowbit.kernels.parts.operand import REGISTERS
 
@@ -252,16 +252,19 @@ class Decode:
             return self._prepare_subnormal(words[0], name)
         if self._in_two_parts:
             return self._prepare_two_parts(words, name)
+        factors = {"scale": self.conversion.scale_factor}
+        if self.zero != "none":  # codes come out too small; a zero beside them is as small, one beside weights is not
+            factors["zero"] = 1 / self.conversion.scale_factor if self.zero == "integer" else 1.0
         if self._in_float32:
-            return [line for word, kind in zip(words, ("scale", "zero"), strict=False) for line in _widen(word, name, kind)]
-        kind = "f16x2" if self.dtype == "fp16" else "bf16x2"
-        lines = [line for word, what in zip(words, ("scale", "zero"), strict=False) for line in _both(word, name, what)]
+            widened = (_widen(word, name, *kind) for word, kind in zip(words, factors.items(), strict=True))
+            return [line for lines in widened for line in lines]
+        lines = [line for word, what in zip(words, factors, strict=True) for line in _both(word, name, what)]
         if self.scale_dtype != self.dtype:  # bf16 scales, fp16 weights: exact within the range of fp16
             lines += [_bf16_to_fp16(register) for register in ready]
-        if self.conversion.scale_factor != 1:  # fp16 only: the exponent shift of floats
-            shift = half_pair(self.conversion.scale_factor, self.dtype)
-            lines.append(f"mov.b32 t, 0x{shift:08x};")
-            lines += [f"mul.rn.{kind} {name[f'scale_{row}']}, {name[f'scale_{row}']}, t;" for row in (0, 1)]
+        for kind, by in factors.items():
+            if by != 1:
+                lines.append(f"mov.b32 t, 0x{half_pair(by, self.dtype):08x};")
+                lines += [self._mul(name[f"{kind}_{row}"], name[f"{kind}_{row}"], "t") for row in (0, 1)]
         return lines
 
     def _prepare_subnormal(self, word: str, name: dict[str, str]) -> list[str]:
@@ -363,10 +366,14 @@ def _both(word: str, name: dict[str, str], kind: str) -> list[str]:
     return [f"prmt.b32 {name[asked]}, {word}, 0, {selector};" for asked, selector in halves if asked in name]
 
 
-def _widen(word: str, name: dict[str, str], kind: str) -> list[str]:
-    """The two fp16 halves of a word as float32."""
+def _widen(word: str, name: dict[str, str], kind: str, by: float) -> list[str]:
+    """The two fp16 halves of a word as float32, times a power of two."""
     lines = ["{ .reg .f32 f; .reg .b16 h0, h1;", f"mov.b32 {{h0, h1}}, {word};"]
-    lines += [f"cvt.f32.f16 f, h{row}; mov.b32 {name[f'{kind}_{row}']}, f;" for row in (0, 1)]
+    for row in (0, 1):
+        lines.append(f"cvt.f32.f16 f, h{row};")
+        if by != 1:
+            lines.append(f"mul.f32 f, f, {float_constant(by)};")
+        lines.append(f"mov.b32 {name[f'{kind}_{row}']}, f;")
     return [*lines, "}"]
 
 

@@ -7,11 +7,10 @@ there 32-bit ones: that spares the unit that does the conversions and the logic,
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 
 from lowbit.formats.conv import CODES
-from lowbit.hardware.ptx import lut
+from lowbit.hardware.ptx import float_constant, lut
 from lowbit.pack.conv_layout import GROUP, group_order
 
 SELECT_BY_LAST = lut(lambda a, b, mask: (b & mask) | (a & ~mask))
@@ -83,7 +82,7 @@ class Requantize:
         lines = [".reg .b16 h0, h1; .reg .f32 even, odd;"]
         if self.residual == "u4":  # channels c and c + 4 in one register, those of odd c times 16
             pairs = [(first, c // 2, c % 2, (c, c + 4)) for c in range(4)]
-            lines.append(f"mul.rn.f32 even, {g}, {_hex(2.0**24)}; mul.rn.f32 odd, {g}, {_hex(2.0**20)};")
+            lines.append(f"mul.rn.f32 even, {g}, {float_constant(2.0**24)}; mul.rn.f32 odd, {g}, {float_constant(2.0**20)};")
         else:  # channels c and c + 2; the sign is turned round
             pairs = [(first + c // 4, c % 2, 0, (c, c + 2)) for c in (0, 1, 4, 5)]
             lines.append(f"mov.b32 even, {g};")
@@ -122,8 +121,3 @@ class LinkedRequantize(Requantize):
         first = self.words - 2
         lines = [f"and.b32 ${first}, low, 0xF0F0F0F0; and.b32 ${first + 1}, high, 0xF0F0F0F0;"]
         return lines + super()._write() if self.stored else lines
-
-
-def _hex(value: float) -> str:
-    """A float32 constant in PTX."""
-    return f"0f{struct.unpack('>I', struct.pack('>f', value))[0]:08X}"

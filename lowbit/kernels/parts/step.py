@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from lowbit.formats import number_format
 from lowbit.hardware.conversions import Conversion, conversion
 from lowbit.hardware.half import HalfType
+from lowbit.hardware.ptx import float_constant
 from lowbit.kernels.parts.gluon import gl
 
 STEP_K = 128
@@ -180,6 +181,8 @@ class Step:
         lines = _widen("s", words[0], self.scale_dtype)
         if self.zero != "none":
             lines += _widen("z", words[1], self.scale_dtype)
+            if self.factor != 1:  # all sums are multiplied by it at the end, but zeros are not too small
+                lines += [f"mul.f32 z{row}, z{row}, {float_constant(1 / self.factor)};" for row in (0, 1)]
         for eight in range(self.eights):
             for i in range(4):
                 index, row = 4 * eight + i, i // 2

@@ -109,14 +109,15 @@ def test_the_command(tmp_path, monkeypatch):
 
 TABLE = """==PROF== Connected to process 1
 "ID","Kernel Name","dram__bytes_read.sum","dram__bytes_write.sum","gpu__time_duration.sum",\
-"dram__throughput.avg.pct_of_peak_sustained_elapsed","sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed"
-"","","byte","byte","ns","%","%"
-"0","void at::native::before()","9","9","9","9","9"
-"1","at::cuda::spin_kernel(long)","0","0","900","0","0"
-"2","gemm","1,000,000","500000","1000","80","40"
-"3","reduce","1000000","0","3,000","40","0"
-"4","at::cuda::spin_kernel(long)","0","0","900","0","0"
-"5","ring_gemm","34000000","0","10000","90","12.5"
+"dram__throughput.avg.pct_of_peak_sustained_elapsed","sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",\
+"device__attribute_confidential_computing_mode"
+"","","byte","byte","ns","%","%",""
+"0","void at::native::before()","9","9","9","9","9","No-CC"
+"1","at::cuda::spin_kernel(long)","0","0","900","0","0","No-CC"
+"2","gemm","1,000,000","500000","1000","80","40","No-CC"
+"3","reduce","1000000","0","3,000","40","0","No-CC"
+"4","at::cuda::spin_kernel(long)","0","0","900","0","0","No-CC"
+"5","ring_gemm","34000000","0","10000","90","12.5","No-CC"
 """
 
 

@@ -140,13 +140,12 @@ def test_products_by_another_conversion_compile(scheme, dtype, m):
     # every way there, one in the others.
     for way in others if m == 64 else others[:1] if m == 1 else others[-1:]:
         plan = plan_for(tile or choose(shape, machine), shape, form, TORCH[dtype], False, machine)
-        before = plan.factor
         decode_by(plan, way.conversion)
         x, codes, _, channel, *rest = mixed_call(shape, TORCH[dtype], 0, torch.float16)
         assert way.plane(torch.zeros(16, 64, dtype=torch.uint8)).shape == codes[:1, : 32 * fmt.bits].unflatten(1, (1, -1)).shape
         kernel = compile_plan(plan, (x, codes.unflatten(1, (shape.steps(64), -1)), None, channel, None, *rest[1:]), 90)
         assert kernel.stack_bytes <= 64, f"{way.name} spills"
-        assert plan.factor == (1.0 if way.name in ("multiplied", "rebuilt") else before)
+        assert plan.factor == way.conversion.scale_factor
 
 
 @pytest.mark.parametrize("m", [1, 16])
