@@ -2,12 +2,11 @@
 
 `cvt` runs at a quarter of the rate of logic operations, so weights are converted by building the bits of a half:
 
-Integers   A code c of b bits in the low mantissa bits of the half 2^m (fp16: 0x6400 = 1024; bf16: 0x4300 = 128) makes the
-           number 2^m + c exactly; subtracting 2^m + offset leaves the value. In fp16 the field may also stay s bits up:
-           2^10 + 2^s c, times 2^-s, minus 2^(10-s) + offset, one fma, which saves the shift (s = 4: 1/16 and 64 + 8).
-           bf16 has 7 mantissa bits, too few for that. Its 8-bit codes lie alone in the low byte, code * 2^-133 (the first
-           binade goes on where subnormal numbers end), times 2^127, minus offset * 2^-6, one fma; the weight's scale takes
-           the 2^6 that are missing.
+Integers   A code c of b bits in the low mantissa bits of the half 2^10 = 1024 (0x6400) makes the number 2^10 + c exactly;
+           subtracting 2^10 + offset leaves the value. The field may also stay s bits up: 2^10 + 2^s c, times 2^-s, minus
+           2^(10-s) + offset, one fma, which saves the shift (s = 4: 1/16 and 64 + 8). bf16 has 7 mantissa bits, too few for
+           that, but its subnormal numbers and the binade after them are one scale of 8 bits: what a mask leaves is c 2^(s-133),
+           times 2^(127-s), minus offset 2^-6, one fma. The weight's scale takes the 2^6 that are missing.
            Bytes are put beside the magic byte by PRMT: selector 0x5250 takes bytes 0 and 2 of the codes (digits 0 and
            2) and byte 1 of the second operand (digit 5), 0x64, into the upper byte of each half.
 Floats     Sign to bit 15, exponent and mantissa to just below it: the half's exponent bias is larger, so the number comes
@@ -20,7 +19,7 @@ Words hold the codes as `hardware.fields` orders them. For 4 and 8 bits that is 
 e7 e5 e3 e1 e6 e4 e2 e0, bytes e3 e1 e2 e0, from the top).
 
 Source: FasterTransformer and CUTLASS, FastInterleavedAndBiasedNumericArrayConverter (LOP3 0xEA, 1032, 1/16 and -72; PRMT,
-1024 and 1152); FP6-LLM, arXiv:2401.14112 (bias shift). int8 to bf16 without float32 is this library's own.
+1024 and 1152); FP6-LLM, arXiv:2401.14112 (bias shift). Integers as bf16's subnormal numbers are this library's own.
 """
 
 from __future__ import annotations
@@ -38,7 +37,9 @@ from lowbit.hardware.half import BIAS, MANTISSA_BITS, HalfType, widen_half
 from lowbit.hardware.ptx import Builder, Program, Words
 
 _BOTH = 0x00010001  # the same bits in both halves of a register
-_MAGIC: dict[HalfType, int] = {"fp16": 0x6400, "bf16": 0x4300}
+_FP16_MAGIC = 0x6400  # 1024
+_MISSING = 2.0**6
+"""By how much integers come out too small in bf16, which has no 2^133 but 2^127."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def conversion(fmt: NumberFormat, dtype: HalfType) -> Conversion:
     elif fmt.bits == 8:
         outputs, factor = _byte_outputs(builder, fmt, dtype)
     else:
-        outputs = _integer_outputs(builder, fmt, dtype, codes)
+        outputs, factor = _integer_outputs(builder, fmt, dtype, codes)
     return Conversion(fmt, dtype, fields, builder.build(outputs), factor)
 
 
@@ -161,29 +162,44 @@ def _moved(b: Builder, word: str, slot: Slot, places: Sequence[int], base: int =
     return result
 
 
-def _integer_outputs(b: Builder, fmt: IntFormat, dtype: HalfType, codes: list[tuple[str, Slot]]) -> list[str]:
-    mantissa = MANTISSA_BITS[dtype]
+def _integer_outputs(
+    b: Builder, fmt: IntFormat, dtype: HalfType, codes: list[tuple[str, Slot]]
+) -> tuple[list[str], float]:  # fmt: skip
+    if dtype == "bf16":
+        numbers = [
+            (_moved(b, word, slot, [bit - down for bit in slot]), slot[0] - down)
+            for word, slot, down in _placed(codes, _CODE_BITS[dtype])
+        ]
+        return _from_subnormal(b, fmt, numbers)
     outputs = []
-    for word, slot, down in _placed(codes, mantissa):
+    for word, slot, down in _placed(codes, MANTISSA_BITS[dtype]):
         up = slot[0] - down
-        number = _moved(b, word, slot, [bit - down for bit in slot], _MAGIC[dtype])
-        minus = _half_bits(-(2.0 ** (mantissa - up) + fmt.offset), dtype)
-        if up == 0 and dtype == "fp16":
-            outputs.append(b.sub(dtype, number, b.constant((minus ^ 0x8000) * _BOTH)))
+        number = _moved(b, word, slot, [bit - down for bit in slot], _FP16_MAGIC)
+        minus = _half_bits(2.0 ** (10 - up) + fmt.offset, dtype) * _BOTH
+        if up == 0:
+            outputs.append(b.sub(dtype, number, b.constant(minus)))
         else:
             factor = b.constant(_half_bits(2.0**-up, dtype) * _BOTH)
-            outputs.append(b.fma(dtype, number, factor, b.constant(minus * _BOTH)))
-    return outputs
+            outputs.append(b.fma(dtype, number, factor, b.constant(minus ^ 0x8000 * _BOTH)))
+    return outputs, 1.0
 
 
 def _byte_outputs(b: Builder, fmt: IntFormat, dtype: HalfType) -> tuple[list[str], float]:
-    if dtype == "fp16":
-        magic, minus = b.constant(0x64646464), b.constant(_half_bits(1024.0 + fmt.offset, dtype) * _BOTH)
-        return [b.sub(dtype, b.prmt("w0", magic, selector), minus) for selector in (0x5250, 0x5351)], 1.0
-    times, missing = b.constant(_half_bits(2.0**127, dtype) * _BOTH), 2.0 ** (133 - 127)
-    minus = b.constant(_half_bits(-fmt.offset / missing, dtype) * _BOTH)
-    nothing = b.constant(0)
-    return [b.fma(dtype, b.prmt("w0", nothing, selector), times, minus) for selector in (0x4240, 0x4341)], missing
+    if dtype == "bf16":
+        nothing = b.constant(0)
+        return _from_subnormal(b, fmt, [(b.prmt("w0", nothing, selector), 0) for selector in (0x4240, 0x4341)])
+    magic, minus = b.constant(0x01010101 * (_FP16_MAGIC >> 8)), b.constant(_half_bits(1024.0 + fmt.offset, dtype) * _BOTH)
+    return [b.sub(dtype, b.prmt("w0", magic, selector), minus) for selector in (0x5250, 0x5351)], 1.0
+
+
+def _from_subnormal(b: Builder, fmt: IntFormat, numbers: list[tuple[str, int]]) -> tuple[list[str], float]:
+    """(code - offset) / `_MISSING` in bf16 of code * 2^(up - 133), which stands `up` bits up, and what is missing."""
+    minus = _half_bits(-fmt.offset / _MISSING, "bf16") * _BOTH
+    outputs = []
+    for number, up in numbers:
+        times = b.constant(_half_bits(2.0**133 / _MISSING / 2**up, "bf16") * _BOTH)
+        outputs.append(b.fma("bf16", number, times, b.constant(minus)))
+    return outputs, _MISSING
 
 
 def _float_outputs(b: Builder, fmt: FloatFormat, dtype: HalfType, codes: list[tuple[str, Slot]]) -> tuple[list[str], float]:

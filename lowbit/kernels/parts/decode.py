@@ -250,11 +250,11 @@ class Decode:
         name = dict(zip(self._ready, ready, strict=True))
         if self.masked:
             return self._prepare_subnormal(words[0], name)
-        if self._in_two_parts:
-            return self._prepare_two_parts(words, name)
         factors = {"scale": self.conversion.scale_factor}
         if self.zero != "none":  # codes come out too small; a zero beside them is as small, one beside weights is not
             factors["zero"] = 1 / self.conversion.scale_factor if self.zero == "integer" else 1.0
+        if self._in_two_parts:
+            return self._prepare_two_parts(words, name, factors)
         if self._in_float32:
             widened = (_widen(word, name, *kind) for word, kind in zip(words, factors.items(), strict=True))
             return [line for lines in widened for line in lines]
@@ -280,17 +280,18 @@ class Decode:
         minus = half_pair(self.conversion.format.min * 2.0**-24, self.dtype)
         return [*lines, f"mov.b32 t, 0x{minus:08x};", self._mul("t", "f", "t"), *_both("t", name, "minus"), "}"]
 
-    def _prepare_two_parts(self, words: list[str], name: dict[str, str]) -> list[str]:
+    def _prepare_two_parts(self, words: list[str], name: dict[str, str], factors: dict[str, float]) -> list[str]:
         """A scale of 11 bits as bf16 high + low part."""
         lines = ["{ .reg .f32 f; .reg .b32 both; .reg .b16 h0, h1;", f"mov.b32 {{h0, h1}}, {words[0]};"]
         for row in (0, 1):
             high, low = name[f"high_{row}"], name[f"low_{row}"]
-            lines += [f"cvt.f32.f16 f, h{row}; cvt.rn.bf16x2.f32 {high}, f, f;"]
+            lines += [*_half_times(f"h{row}", factors["scale"]), f"cvt.rn.bf16x2.f32 {high}, f, f;"]
             lines += [f"and.b32 both, {high}, 0xffff0000;", "{ .reg .f32 g; mov.b32 g, both; sub.f32 f, f, g; }"]
             lines += [f"cvt.rn.bf16x2.f32 {low}, f, f;"]
         if self.zero == "integer":
             lines += [f"mov.b32 {{h0, h1}}, {words[1]};"]
-            lines += [f"cvt.f32.f16 f, h{row}; cvt.rn.bf16x2.f32 {name[f'zero_{row}']}, f, f;" for row in (0, 1)]
+            for row in (0, 1):
+                lines += [*_half_times(f"h{row}", factors["zero"]), f"cvt.rn.bf16x2.f32 {name[f'zero_{row}']}, f, f;"]
         return [*lines, "}"]
 
     def _scale(self, registers: range, ready: list[str]) -> list[str]:
@@ -370,11 +371,13 @@ def _widen(word: str, name: dict[str, str], kind: str, by: float) -> list[str]:
     """The two fp16 halves of a word as float32, times a power of two."""
     lines = ["{ .reg .f32 f; .reg .b16 h0, h1;", f"mov.b32 {{h0, h1}}, {word};"]
     for row in (0, 1):
-        lines.append(f"cvt.f32.f16 f, h{row};")
-        if by != 1:
-            lines.append(f"mul.f32 f, f, {float_constant(by)};")
-        lines.append(f"mov.b32 {name[f'{kind}_{row}']}, f;")
+        lines += [*_half_times(f"h{row}", by), f"mov.b32 {name[f'{kind}_{row}']}, f;"]
     return [*lines, "}"]
+
+
+def _half_times(half: str, by: float) -> list[str]:
+    """An fp16 number in f, times a power of two."""
+    return [f"cvt.f32.f16 f, {half};", *([f"mul.f32 f, f, {float_constant(by)};"] if by != 1 else [])]
 
 
 _PAIR_TO_FP16 = (
