@@ -17,6 +17,9 @@ def plain(function, **names):
 class Integer(int):
     """A scalar of a kernel."""
 
+    def __rsub__(self, other):
+        return Integer(other - int(self))
+
     def to(self, kind):
         return self
 
