@@ -40,6 +40,9 @@ class Pointer:
     def __add__(self, index):
         return Pointer(self.memory, self.index + index)
 
+    def __getitem__(self, axes):
+        return Pointer(self.memory, self.index[axes])
+
     def to(self, kind):
         return self
 

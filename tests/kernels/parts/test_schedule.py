@@ -20,6 +20,7 @@ from lowbit.kernels.parts.schedule import (
     meet_shares,
     part_of,
     places,
+    places_from,
     stretch_of,
     tile_at,
 )
@@ -66,6 +67,7 @@ def test_the_last_block_gets_the_sum_of_all_splits(rows, columns):
     config = SimpleNamespace(rows=rows, columns=columns, accumulator=None, splits=splits)
     of = plain(places, gl=GL)(config)
     assert sorted(of.reshape(-1)) == list(range(rows * columns))
+    assert np.array_equal(plain(places_from, gl=GL)(Pointer(None, 5), config).index, of + 5)
     for strip in range(rows // 16):
         group, lane = np.arange(8)[:, None], np.arange(4)[None, :]
         words = of[16 * strip + group, 2 * lane].reshape(-1)
@@ -187,9 +189,8 @@ def test_shares_meet_in_the_order_of_k(shape, at_once):
         mine, names = work[number]
         gl = SimpleNamespace(**{**vars(names["gl"]), "atomic_add": turns.add})
         meeting = plain(
-            meet_shares, **{**names, "gl": gl}, barrier=lambda: None, places=plain(places, gl=GL),
+            meet_shares, **{**names, "gl": gl}, barrier=lambda: None, places_from=plain(places_from, gl=GL),
             run=lambda text, takes, given: turns.wait(number, *given),
-            range=lambda first, end: map(Integer, range(first, end)),
         )  # fmt: skip
         for index, tile, begin, _ in mine:
             last, total = meeting(at, sums[tile, begin], Integer(index), tiles, config)
