@@ -433,7 +433,7 @@ def _in_mma(weight: _Weight, tile: MmaTile) -> tuple[str, ...]:
 def _in_wgmma(weight: _Weight, tile: WgmmaTile) -> tuple[str, ...]:
     row_tile, inside = divmod(weight.row, tile.rows)
     turns, turn = -(-weight.q.shape[1] // 128), weight.column // 128
-    split = next(i for i in range(tile.splits) if turns * (i + 1) // tile.splits > turn)
+    split = next((str(i) for i in range(tile.splits) if turns * (i + 1) // tile.splits > turn), "by equal shares of blocks")
     half = "even" if weight.column // TILE_K % 2 == 0 else "odd"
     return (
         f"row tile {row_tile}, row {inside} of {tile.rows}: warpgroup {inside // 64}, warp {inside // STRIP}; K split {split};",

@@ -101,7 +101,7 @@ def kind_of(tile: AnyTile) -> tuple[Any, ...]:
     if isinstance(tile, RingTile):
         return "ring", tile.tokens, tile.warps_n, tile.warps_k, tile.splits > 1
     if isinstance(tile, WgmmaTile):
-        return "wgmma", tile.tokens, tile.warpgroups
+        return "wgmma", tile.tokens, tile.warpgroups, tile.splits == 0
     if isinstance(tile, MmaTile):
         return "mma", tile.tokens, tile.rows
     return "scaled", tile.tokens_are_rows, tile.warpgroups, tile.columns, tile.pair

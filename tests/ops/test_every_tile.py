@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lowbit.formats import parse_scheme
-from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose.mixed_gemm import GemmShape, MmaTile, choose
+from lowbit.hardware.machine import machine_of, typical_machine
+from lowbit.kernels.choose.mixed_gemm import GemmShape, MmaTile, WgmmaTile, candidates, choose
 from lowbit.kernels.reference.gemm import mixed_gemm_reference
 from lowbit.ops import fragment_gemm
 from lowbit.ops.fragment_gemm import plan_for
@@ -75,6 +75,33 @@ def test_every_tile(scheme, dtype, invariant):
             assert float(of_rows.mean()) <= 1.5 * float(honest.mean()) + 1e-5, (n, k, m)
         del q, w, plain_w
         torch.cuda.empty_cache()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scheme", ["w4a16_g128", "w6e3m2a16", "w8a16"])
+def test_shares_of_the_last_wave(scheme, dtype):
+    """Before, within and after whole waves; a last tile of tokens that is not full; K that ends within an iteration."""
+    machine = machine_of("cuda")
+    for place, (m, n, k) in enumerate([(256, 3080, 2048), (700, 5120, 1000), (517, 6144, 1024), (1280, 4616, 640)]):
+        generator = torch.Generator("cuda").manual_seed(place)
+        q = rtn(torch.randn(n, k, device="cuda", generator=generator) * 0.05, scheme)
+        w, bias = FragmentWeight.pack(q), torch.randn(n, device="cuda", dtype=dtype, generator=generator)
+        types = [None if t is None else t.dtype for t in (w.scale, w.channel_scale)]
+        x = torch.randn(m, k, device="cuda", dtype=dtype, generator=generator)
+        reference, shape = mixed_gemm_reference(x, q, bias), GemmShape(m, n, k, q.scheme.weight.bits)
+        plain = torch.nn.functional.linear(x, q.dequantize(dtype), bias).double()
+        honest = float(((plain - reference).norm(dim=1) / reference.norm(dim=1)).max())
+        tiles = [row.tile for row in candidates(shape, machine) if not row.reasons]
+        for tile in (t for t in tiles if isinstance(t, WgmmaTile) and t.splits == 0):
+            plan = plan_for(tile, shape, weight_form(q.scheme, *types), dtype, True, machine)
+            sums, arrived = workspace(x.device, *plan.workspace)
+            torch.full((m, n), float("nan"), dtype=dtype, device="cuda")  # what the allocator hands out next is poisoned
+            y = plan(x, w.codes, w.scale, w.channel_scale, bias, sums.fill_(float("nan")), arrived)
+            of_rows = (y.double() - reference).norm(dim=1) / reference.norm(dim=1)
+            assert float(of_rows.max()) <= 2 * honest + 1e-5, (tile, shape)
+            assert torch.equal(y, plan(x, w.codes, w.scale, w.channel_scale, bias, sums, arrived)), "same input, same bits"
+            assert not arrived.any(), (tile, shape)
 
 
 @pytest.mark.parametrize("machine", OLDER, ids=lambda machine: machine.product)

@@ -100,8 +100,9 @@ def shared_by(tile: RingTile, arch: Arch) -> int:
 
 @dataclass(frozen=True)
 class WgmmaTile:
-    """Configuration of kernels/sm90/mixed_gemm.py; see there. `sections`: a block sums so many parts of K one after the other,
-    with the bits of as many splits."""
+    """Configuration of kernels/sm90/mixed_gemm.py; see there. With 0 splits all blocks have equal shares of the tiles that fill
+    no whole wave (stream-K). `sections`: a block sums so many parts of K one after the other, with the bits of as many splits.
+    """
 
     tokens: int
     warpgroups: int
@@ -116,6 +117,7 @@ class WgmmaTile:
 
     def __str__(self) -> str:
         of_k = f"K split {self.splits}" if self.sections == 1 else f"{self.sections} parts of K in turn"
+        of_k = of_k if self.splits else "equal shares of the last wave (stream-K)"
         return f"wgmma {self.rows} rows x {self.tokens} tokens, {self.stages} stages, {of_k}"
 
 
@@ -379,9 +381,13 @@ def wgmma_tiles(shape: GemmShape, y_tiles: float = 1, *, in_chain: bool = False)
         stages = min(8, (230_000 - stored) // stage // 2 * 2)
         iterations = shape.steps(128)
         tiles += [WgmmaTile(tokens, warpgroups, stages, splits, 2) for splits in (1, 2, 3, 4, 8) if splits <= iterations]
+        if not in_chain and tokens >= SHARED_TOKENS:
+            tiles.append(WgmmaTile(tokens, warpgroups, stages, 0, 2))
     return tiles
 
 
+SHARED_TOKENS = 128
+"""Of the smallest tile that blocks share: for fewer tokens there are splits, and nothing was measured."""
 INVARIANT_PARTS = 8
 """The most parts of K of sums that do not depend on m."""
 
@@ -430,28 +436,61 @@ LEAST_STAGES = 4
 
 def wgmma_candidate(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> GemmCandidate:
     """A tile of the wgmma kernel with its reasons and its modelled time."""
-    return GemmCandidate(tile, _too_few_stages(tile.stages, LEAST_STAGES, shape), _wgmma_cost(tile, shape, machine))
+    reasons = _too_few_stages(tile.stages, LEAST_STAGES, shape) + share_refusals(tile, shape, machine.sm_count)
+    return GemmCandidate(tile, reasons, _wgmma_cost(tile, shape, machine))
+
+
+def _wgmma_waves(tile: WgmmaTile, shape: GemmShape, sm_count: int) -> tuple[int, int]:
+    """Whole waves of undivided tiles, and the tiles that are left over."""
+    return divmod(-(-shape.m // tile.tokens) * -(-shape.n // tile.rows), sm_count)
+
+
+LEAST_SHARE = 2
+"""Iterations of 128 k that a block has at least of what is shared: it waits for others, which costs more than those take."""
+
+
+def share_refusals(tile: WgmmaTile, shape: GemmShape, sm_count: int) -> tuple[str, ...]:
+    """Why blocks do not share tiles of a problem in equal parts; empty if they do, or are not to."""
+    waves, left = _wgmma_waves(tile, shape, sm_count)
+    if tile.splits or left * shape.steps(128) >= LEAST_SHARE * sm_count:
+        return ()
+    return (
+        f"{left} tiles of {shape.steps(128)} x 128 k beside {waves} whole waves are too little for {sm_count} blocks to share",
+    )
 
 
 def _wgmma_cost(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> float:
-    """Launch, then waves of tiles: the steps along K, storing, and for splits the way through the L2."""
-    of_tokens = -(-shape.m // tile.tokens)
-    waves = -(-of_tokens * -(-shape.n // tile.rows) * tile.splits // machine.sm_count)
-    stages = waves * -(-shape.steps(128) // tile.splits) * 2
+    """Launch, then waves of tiles: the steps along K, storing, and for parts of K the way through the L2."""
+    waves, left = _wgmma_waves(tile, shape, machine.sm_count)
+    iterations = shape.steps(128)
+    stages: float
+    kib = tile.tokens * tile.rows / 256
+    if tile.splits == 0:
+        turns = waves + 1
+        shared = -(-left * iterations // machine.sm_count)
+        stages = 2 * (waves * iterations + shared) * _SHARED_MARGIN
+        meet_us = kib * _SHARED_US
+    else:
+        turns = -(-(waves * machine.sm_count + left) * tile.splits // machine.sm_count)
+        stages = 2 * turns * -(-iterations // tile.splits)
+        meet_us = turns * (0.74 + kib * (0.057 + 0.0176 * tile.splits)) if tile.splits > 1 else 0.0
+        meet_us += turns * (tile.sections - 1) * _SECTION_US
     full = _STAGE_CYCLES[tile.tokens, tile.warpgroups][shape.bits > 4]
-    # Only one that is alone may not be full: the last of several begins where it is.
-    missing = max(tile.tokens - shape.m, 0)
+    # Only one that is alone may not be full, or the last one where blocks share: else that one begins where it is.
+    missing = max(tile.tokens - shape.m, 0) if tile.splits else -shape.m % tile.tokens
     copied = 8 * tile.rows * shape.bits + 128 * (tile.tokens - missing)
     main_us = stages * max(full, copied / _L2_BYTES_PER_CYCLE + _MISSING_CYCLES * missing) / 1755
-    store_us = waves * tile.tokens * tile.rows * 2.4e-05
-    kib = tile.tokens * tile.rows / 256
-    meet_us = waves * (0.74 + kib * (0.057 + 0.0176 * tile.splits)) if tile.splits > 1 else 0.0
-    meet_us += waves * (tile.sections - 1) * _SECTION_US
+    store_us = turns * tile.tokens * tile.rows * 2.4e-05
     # Of the memory's rate, weights come at about 0.85.
     memory_us = 1.11 * shape.n * shape.k * shape.bits / 8 / machine.read_bytes * 1e6
     return 1.15 + max(main_us, memory_us) + store_us + meet_us
 
 
+_SHARED_US, _SHARED_MARGIN = 0.145, 1.03
+"""Where parts of tiles meet, of each KiB of 256 sums of a tile; and what shares must gain, or tiles stay whole. Of 12 times on
+an H200, 2026-11-23, int4 in groups of 128, N 5120 K 13824, N 6144 K 4096 and N 4096 K 14336, M 256 and 1024: beyond waves that
+could be cut anywhere, tiles of 128 tokens took 7 to 10 us and of 256 tokens 17 to 23, once 19 and once 30. Up to two waves were
+shared then, with twice the memory; what is shared now, less than one wave, has not been timed."""
 _SECTION_US = 0.03
 """Of a part of K after another one in the same block: what is under way comes to its end. Measured on an H200, 2026-11-23,
 int4, 4096 x 4096, 256 tokens: two waves of 128 rows x 64 tokens take 18.59 us in four parts, 18.42 in one."""
@@ -517,83 +556,43 @@ def _mma_cost(tile: MmaTile, shape: GemmShape, machine: Machine) -> float:
 
 MEASURED: tuple[Measured, ...] = (
     Measured(
-        "H200",
-        "2026-11-21",
-        GemmShape(m=16, n=6144, k=4096, bits=4),
-        RingTile(tokens=16, strips=6, rounds=1, warps_n=1, warps_k=8, splits=2),
-        7.8,
-        8.4,
+        "H200", "2026-11-21", GemmShape(m=16, n=6144, k=4096, bits=4),
+        RingTile(tokens=16, strips=6, rounds=1, warps_n=1, warps_k=8, splits=2), 7.8, 8.4,
     ),
     Measured(
-        "H200",
-        "2026-11-21",
-        GemmShape(m=128, n=6144, k=4096, bits=4),
-        WgmmaTile(tokens=128, warpgroups=2, stages=8, splits=2, token_group=2),
-        18.3,
-        19.0,
+        "H200", "2026-11-21", GemmShape(m=128, n=6144, k=4096, bits=4),
+        WgmmaTile(tokens=128, warpgroups=2, stages=8, splits=2, token_group=2), 18.3, 19.0,
     ),
     Measured(
-        "H200",
-        "2026-11-21",
-        GemmShape(m=1, n=4096, k=4096, bits=4),
-        RingTile(tokens=8, strips=2, rounds=4, warps_n=1, warps_k=8, splits=1),
-        4.5,
-        4.9,
+        "H200", "2026-11-21", GemmShape(m=1, n=4096, k=4096, bits=4),
+        RingTile(tokens=8, strips=2, rounds=4, warps_n=1, warps_k=8, splits=1), 4.5, 4.9,
     ),
     Measured(
-        "H200",
-        "2026-11-21",
-        GemmShape(m=256, n=4096, k=4096, bits=4),
-        WgmmaTile(tokens=128, warpgroups=2, stages=8, splits=2, token_group=2),
-        18.4,
-        19.1,
+        "H200", "2026-11-21", GemmShape(m=256, n=4096, k=4096, bits=4),
+        WgmmaTile(tokens=128, warpgroups=2, stages=8, splits=2, token_group=2), 18.4, 19.1,
     ),
     Measured(
-        "H200",
-        "2026-11-21",
-        GemmShape(m=1, n=4096, k=14336, bits=4),
-        RingTile(tokens=8, strips=2, rounds=2, warps_n=1, warps_k=8, splits=1),
-        11.8,
-        12.8,
+        "H200", "2026-11-21", GemmShape(m=1, n=4096, k=14336, bits=4),
+        RingTile(tokens=8, strips=2, rounds=2, warps_n=1, warps_k=8, splits=1), 11.8, 12.8,
     ),
     Measured(
-        "H200",
-        "2026-11-23",
-        GemmShape(m=1, n=4096, k=4096, bits=6),
-        RingTile(tokens=8, strips=2, rounds=1, warps_n=1, warps_k=16, splits=1),
-        4.9,
-        5.7,
+        "H200", "2026-11-23", GemmShape(m=1, n=4096, k=4096, bits=6),
+        RingTile(tokens=8, strips=2, rounds=1, warps_n=1, warps_k=16, splits=1), 4.9, 5.7,
     ),
     Measured(
-        "H200",
-        "2026-11-23",
-        GemmShape(m=4, n=15360, k=5120, bits=6),
-        RingTile(tokens=8, strips=2, rounds=2, warps_n=2, warps_k=4, splits=1),
-        16.9,
-        20.7,
+        "H200", "2026-11-23", GemmShape(m=4, n=15360, k=5120, bits=6),
+        RingTile(tokens=8, strips=2, rounds=2, warps_n=2, warps_k=4, splits=1), 16.9, 20.7,
     ),
     Measured(
-        "H200",
-        "2026-11-23",
-        GemmShape(m=16, n=5120, k=13824, bits=6),
-        WgmmaTile(tokens=16, warpgroups=2, stages=8, splits=3, token_group=2),
-        18.7,
-        21.3,
+        "H200", "2026-11-23", GemmShape(m=16, n=5120, k=13824, bits=6),
+        WgmmaTile(tokens=16, warpgroups=2, stages=8, splits=3, token_group=2), 18.7, 21.3,
     ),
     Measured(
-        "H200",
-        "2026-11-23",
-        GemmShape(m=16, n=5120, k=13824, bits=8),
-        WgmmaTile(tokens=16, warpgroups=2, stages=8, splits=3, token_group=2),
-        21.2,
-        22.1,
+        "H200", "2026-11-23", GemmShape(m=16, n=5120, k=13824, bits=8),
+        WgmmaTile(tokens=16, warpgroups=2, stages=8, splits=3, token_group=2), 21.2, 22.1,
     ),
     Measured(
-        "H200",
-        "2026-11-23",
-        GemmShape(m=16, n=5120, k=1280, bits=8),
-        WgmmaTile(tokens=16, warpgroups=4, stages=8, splits=4, token_group=2),
-        5.6,
-        5.9,
+        "H200", "2026-11-23", GemmShape(m=16, n=5120, k=1280, bits=8),
+        WgmmaTile(tokens=16, warpgroups=4, stages=8, splits=4, token_group=2), 5.6, 5.9,
     ),
-)
+)  # fmt: skip

@@ -168,7 +168,7 @@ class TilePlan:
         self.tiles = (-(-shape.m // config.tile_tokens), -(-shape.n // config.tile_channels))
         blocks = self.tiles[0] * self.tiles[1] * config.splits
         # Blocks of a pair have one tile: the next one would overwrite the stages in which they meet.
-        self.grid = (blocks if config.paired else min(sm_count, blocks), 1, 1)
+        self.grid = (blocks if config.paired else min(sm_count, blocks or sm_count), 1, 1)
         self.launch = Launcher(function, self.grid, config.warps, overlap=True, cluster=2 if config.paired else 1)
         self.x_descriptor = descriptors(config.x_type, (shape.m, shape.k), config.x_block, config.x_shared_layout)
         self.columns = shape.n if columns is None else columns
@@ -182,5 +182,7 @@ class TilePlan:
         """Elements of the two workspaces, float32 sums and int32 counters (which are zero before and after)."""
         if self.config.splits == 1 or self.config.paired:
             return 0, 0
-        tiles = self.tiles[0] * self.tiles[1]
-        return tiles * self.config.splits * self.config.rows * self.config.columns, tiles
+        tiles, sums = self.tiles[0] * self.tiles[1], self.config.rows * self.config.columns
+        if self.config.splits == 0:  # a part of each block, a counter of each tile that they share
+            return self.grid[0] * sums, tiles % self.grid[0]
+        return tiles * self.config.splits * sums, tiles

@@ -3,6 +3,12 @@
 A persistent block computes the tiles with its number, and each as many further on as there are blocks. With splits, as many
 blocks in a row share a tile, each a stretch of K. The functions take the configuration C of a kernel, which has `splits`,
 `token_group`, `last_is_full`, the tile's `rows`, `columns` and `accumulator`.
+
+With 0 splits (stream-K) all blocks compute equally many whole tiles first, and of the tiles that are left over, fewer than
+blocks, each an equal share: their iterations along K, one tile after the other, are dealt in stretches, the last one to the
+first block. A stretch lies in one tile, or ends one and begins the next. There are at least as many iterations as blocks.
+Source: Osama, Merrill, Cecka, Garland, Owens, "Stream-K: Work-centric Parallel Decomposition for Dense Matrix-Matrix
+Multiplication on the GPU" (arXiv:2301.03598).
 """
 
 from __future__ import annotations
@@ -31,7 +37,7 @@ class Tiles:
 
 @aggregate
 class SplitK:
-    """Where the splits of a tile meet: sums float32 or int32, and a counter int32 for each tile, zero before and after."""
+    """Where the parts of a tile meet: sums float32 or int32, and a counter int32 for each tile, zero before and after."""
 
     partial: Scalar
     arrived: Scalar
@@ -39,18 +45,28 @@ class SplitK:
 
 @gluon.jit
 def count(tiles, C: gl.constexpr):
-    """Tiles times splits."""
+    """Tiles times splits; of stream-K what it would be if all blocks had as many turns as this one."""
+    if C.splits == 0:
+        whole, begin, end = stretch_of(tiles)
+        return whole + ((end - 1) // tiles.iterations - begin // tiles.iterations + 1) * gl.num_programs(0)
     return tiles.of_tokens * tiles.of_channels * C.splits
 
 
 @gluon.jit
 def tile_at(index, tiles, C: gl.constexpr):
     """(tile of tokens, of channels, split) of the index-th tile: all channels for a group of tokens, then the next group. With
-    a C.token_group of 0 all tokens are in one tile, and a kernel starts without the divisions."""
+    a C.token_group of 0 all tokens are in one tile, and a kernel starts without the divisions. Of stream-K the split is the
+    index, which says with the block's number what it computes of the tile."""
     if C.token_group == 0:  # of PTX, since of a constant too much would be worked out before a kernel's loop, and kept
         return asm("mov.b32 $0, 0;", "=r", [], gl.int32), index // C.splits, index % C.splits
-    split = index % C.splits
-    index = index // C.splits
+    if C.splits == 0:
+        split = index
+        whole, begin, _end = stretch_of(tiles)
+        shared = whole + begin // tiles.iterations + (index - whole) // gl.num_programs(0)
+        index = gl.where(index < whole, index, shared)
+    else:
+        split = index % C.splits
+        index = index // C.splits
     group = index // (C.token_group * tiles.of_channels)
     first = group * C.token_group
     size = gl.minimum(tiles.of_tokens - first, C.token_group)
@@ -71,7 +87,23 @@ def first_token_of(token_tile, tiles, C: gl.constexpr):
 @gluon.jit
 def iterations_of(split, tiles, C: gl.constexpr):
     """The first iteration along K of a split, and the one after its last."""
+    if C.splits == 0:
+        whole, begin, end = stretch_of(tiles)
+        start = (begin // tiles.iterations + (split - whole) // gl.num_programs(0)) * tiles.iterations
+        begin = gl.where(split < whole, 0, gl.maximum(begin - start, 0))
+        return begin, gl.where(split < whole, tiles.iterations, gl.minimum(end - start, tiles.iterations))
     return part_of(split, tiles, C.splits)
+
+
+@gluon.jit
+def stretch_of(tiles):
+    """Of stream-K: how many tiles blocks compute whole, and this block's first iteration of all those of the other tiles, with
+    the one after its last."""
+    blocks = gl.num_programs(0)
+    of_all = tiles.of_tokens * tiles.of_channels
+    dealt = of_all % blocks * tiles.iterations
+    place = blocks - 1 - gl.program_id(0)
+    return of_all // blocks * blocks, dealt * place // blocks, dealt * (place + 1) // blocks
 
 
 @gluon.jit
@@ -107,6 +139,47 @@ def meet(at, acc, tile, split, C: gl.constexpr):
         for i in gl.static_range(1, SPLITS):  # unrolled, so that all loads are under way at once
             total += gl.load(base + i * (C.rows * C.columns) + place)
     return last, total
+
+
+@gluon.jit
+def places_from(base, C: gl.constexpr):
+    """Pointers to `places` behind `base`: one address for each thread, to which constants are added last. With an address for
+    each sum Triton 3.6 leaves registers for 9 loads of 128 at a time, so for 75."""
+    rows = gl.arange(0, C.rows, gl.SliceLayout(1, C.accumulator))
+    columns = gl.arange(0, C.columns, gl.SliceLayout(0, C.accumulator))
+    of_thread = (base + (rows % 8 * 4 + rows // 16 * 32))[:, None] + (columns % 8 // 2)[None, :]
+    of_column = columns % 2 * (4 * C.rows) + columns // 8 * (8 * C.rows)
+    return of_thread + (rows // 8 % 2 * (2 * C.rows))[:, None] + of_column[None, :]
+
+
+@gluon.jit
+def meet_shares(at, acc, index, tiles, C: gl.constexpr):
+    """The same of stream-K, for the block that begins a tile: it waits for those that have the rest, and adds theirs to its own
+    sums in the order of K. Their stretches come later, so that they are blocks of smaller numbers, which are under way: blocks
+    start in that order. Each leaves one part at most, since all but the first of a stretch begin their tiles."""
+    SIZE: gl.constexpr = C.rows * C.columns
+    begin, end = iterations_of(index, tiles, C)
+    whole, first, _end = stretch_of(tiles)
+    if end - begin < tiles.iterations:
+        blocks = gl.num_programs(0)
+        own = blocks - 1 - gl.program_id(0)
+        tile = first // tiles.iterations + (index - whole) // blocks
+        part = at.partial + own.to(gl.int64) * SIZE
+        if begin > 0:
+            gl.store(places_from(part, C), acc)
+            barrier()
+            gl.atomic_add(at.arrived + tile, 1, sem="acq_rel")
+        else:
+            dealt = tiles.of_tokens * tiles.of_channels % blocks * tiles.iterations
+            last = ((tile + 1) * tiles.iterations * blocks - 1) // dealt
+            run(TURN, "=&r,l,r", [at.arrived + tile, last - own])
+            barrier()
+            gl.store(at.arrived + tile, 0)
+            for _ in range(own, last):
+                part += SIZE
+                theirs = places_from(part, C).to(gl.int64)
+                acc = gl.inline_asm_elementwise(ADDED, "=f,l,f", [theirs, acc], dtype=gl.float32, is_pure=False, pack=1)
+    return begin == 0, acc
 
 
 @gluon.jit

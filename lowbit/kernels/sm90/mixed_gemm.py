@@ -7,7 +7,7 @@ Ahead   codes and scales of the first stages are asked for before the kernel bef
         and what the end needs of it, after that, side by side; descriptors before anything else
 Stages  of x and w, in one allocation with their barriers (parts/pipeline.py); warps run free of one another
 Grid    persistent, one block per SM; tiles in groups of tokens so that a wave shares x and w in L2
-Sum     in fp32, K in order; with splits > 1 the block that comes last adds the splits in order: same input, same bits
+Sum     in fp32, K in order; parts that several blocks have of a tile are added by one of them in order: same input, same bits
 End     y with scales and bias; for up to 64 tokens of a decode step also norm, gate and residual (parts/tile_end.py)
 Exact   every weight is decoded exactly and rounded once after scaling, as a dequantized model's would be
 Source  wgmma fragments: PTX ISA; the shape of the pipeline and what was measured: docs/log.md
@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lowbit.hardware.half import HalfType
-from lowbit.kernels.choose.mixed_gemm import GemmShape, WgmmaTile
+from lowbit.kernels.choose.mixed_gemm import GemmShape, WgmmaTile, share_refusals
 from lowbit.kernels.parts.decode import Decode, decode
 from lowbit.kernels.parts.end import End, Gate
 from lowbit.kernels.parts.epilogue import Output
@@ -51,7 +51,17 @@ from lowbit.kernels.parts.launch import TilePlan, descriptors, plane_descriptors
 from lowbit.kernels.parts.operand import finish, nothing_decoded, operand_a, read_words, registers_layout, words_layout
 from lowbit.kernels.parts.pipeline import advance, make_barriers, previous
 from lowbit.kernels.parts.producer import load
-from lowbit.kernels.parts.schedule import SplitK, Tiles, count, first_token_of, iterations_of, meet, part_of, tile_at
+from lowbit.kernels.parts.schedule import (
+    SplitK,
+    Tiles,
+    count,
+    first_token_of,
+    iterations_of,
+    meet,
+    meet_shares,
+    part_of,
+    tile_at,
+)
 from lowbit.kernels.parts.smem import UNIT, Regions, allocate, view, view_stages
 from lowbit.kernels.parts.tile import WarpgroupTile
 from lowbit.kernels.parts.tile_end import SQUARES, SUMS, Applied, Squares, Stream, await_h, begin_end, finish_end, prefetch_rows
@@ -68,7 +78,7 @@ class WgmmaGemm(WarpgroupTile, Squares):
     """All that is fixed when the kernel is compiled. Of two equal ones, results are equal to the last bit.
 
     A tile is `tokens` x 64 * warpgroups rows of w; `stages` (of 64 k each) is even, and K counts as if it were a multiple of
-    128.
+    128. With 0 splits blocks share the tiles that fill no whole wave (parts/schedule.py).
     """
 
     decode: Decode
@@ -83,8 +93,13 @@ class WgmmaGemm(WarpgroupTile, Squares):
     digest: str = source_digest()
 
     paired = False
-    last_is_full = True
-    """Whether the last of several tiles of tokens begins where it is full."""
+
+    @property
+    def last_is_full(self) -> bool:
+        """Whether the last of several tiles of tokens begins where it is full. Not where blocks share tiles: tokens of two of
+        them would have sums of other parts of K."""
+        return self.splits > 0
+
     stage_tiles = 1
     """Tiles of FragmentOrder along K in a stage."""
     iteration_stages = 2
@@ -358,7 +373,10 @@ def math(p, C: gl.constexpr):
         if C.splits == 1:
             finish_end(p.out, acc, p.applied, p.stream, row_tile, first_row, first_token, C)
         else:
-            last, total = meet(p.splits, acc, token_tile * p.tiles.of_channels + row_tile, split, C)
+            if C.splits == 0:
+                last, total = meet_shares(p.splits, acc, split, p.tiles, C)
+            else:
+                last, total = meet(p.splits, acc, token_tile * p.tiles.of_channels + row_tile, split, C)
             if last:
                 finish_end(p.out, total, p.applied, p.stream, row_tile, first_row, first_token, C)
     if C.store_by_tma:
@@ -423,11 +441,13 @@ class WgmmaLaunch(TilePlan):
         self, shape: GemmShape, tile: WgmmaTile, form: WeightForm, dtype: torch.dtype, end: End, sm_count: int
     ) -> None:
         # Rows of y that do not start at multiples of 16 bytes are beyond TMA.
-        by_tma = shape.n % 8 == 0 and (tile.splits == 1 or end.residual or end.gate != "none")
+        by_tma = shape.n % 8 == 0 and (tile.splits <= 1 or end.residual or end.gate != "none")
         config = _config(tile, form, half_type(dtype), end, by_tma)
         # An iteration's first stage is waited for before those of the one before are given back.
         if config.stages < (least := 2 * config.iteration_stages):
             raise ValueError(f"{tile}: the kernel waits for itself with less than {least} stages")
+        if refused := share_refusals(tile, shape, sm_count):
+            raise ValueError(f"{tile}: {'; '.join(refused)}")
         columns = shape.n if end.gate == "none" else shape.n // 2
         super().__init__(wgmma_gemm, shape, tile, config, sm_count, columns)
         if (end.parts or end.residual) and self.tiles[0] > 1:
@@ -500,7 +520,7 @@ class WgmmaResidualPlan(WgmmaLaunch):
         sm_count: int,
     ) -> None:  # fmt: skip
         super().__init__(shape, tile, form, dtype, End(form.channel_scale, bias, residual=True), sm_count)
-        if shape.n % 8 or self.tiles[1] * tile.splits > sm_count:
+        if shape.n % 8 or not 0 < self.tiles[1] * tile.splits <= sm_count:
             raise ValueError(f"h is added where N is a multiple of 8 and each block has one tile, not by {tile} for {shape}")
         stored = gl.NVMMASharedLayout.get_default_for(self.config.store_block, self.config.y)
         self.h_descriptor = descriptors(h_type, (shape.m, shape.n), self.config.store_block, stored)

@@ -60,9 +60,9 @@ def cost_of(tile, shape, machine):
 
 def test_fewer_tokens(file):
     """Down to more than half as many, unless the model has the tile slower than others there; the nearest number counts."""
-    shape = GemmShape(512, 4096, 14336, 4)
+    shape = GemmShape(512, 28672, 4096, 4)
     tiles = [row.tile for row in candidates(shape, H200) if not row.reasons][1:]
-    fewer = replace(shape, m=300)
+    fewer = replace(shape, m=400)
     near = next(tile for tile in tiles if 1 < cost_of(tile, fewer, H200) < kept.NO_SLOWER)
     far = next(tile for tile in tiles if cost_of(tile, fewer, H200) > 1.2)
     for name, tile in (("near", near), ("far", far)):
@@ -70,7 +70,7 @@ def test_fewer_tokens(file):
         assert choose(shape, here) == tile
         assert choose(fewer, here) == (tile if tile == near else choose(fewer, H200))
         assert choose(replace(shape, m=256), here) == choose(replace(shape, m=256), H200)
-    rows = [measured(near, 512), measured(far, 300)]
+    rows = [measured(near, 512), measured(far, 400)]
     assert choose(fewer, replace(H200, tuned=write(file.with_name("both"), {problem_of(shape): rows}))) == far
 
 

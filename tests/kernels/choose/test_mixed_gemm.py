@@ -120,6 +120,29 @@ def test_measured_choices(m, n, k, expected):
     assert str(choose(GemmShape(m, n, k, 4), H200)).startswith(expected)
 
 
+@pytest.mark.parametrize(
+    ("n", "k", "m", "shared"),
+    [
+        # where shares of the last wave were the fastest tile measured on an H200, 2026-11-23 (docs/log.md), and where not
+        (5120, 13824, 256, True), (5120, 13824, 1024, True), (6144, 4096, 256, False), (6144, 4096, 1024, False),
+        (4096, 14336, 256, False), (4096, 14336, 1024, False),
+    ],
+)  # fmt: skip
+def test_the_last_wave_is_shared_where_that_was_fastest(n, k, m, shared):
+    shape = GemmShape(m, n, k, 4)
+    tile = choose(shape, H200)
+    assert isinstance(tile, WgmmaTile) and (tile.splits == 0) == shared
+    assert ("stream-K" in str(tile)) == shared
+    assert all(row.tile.splits for row in candidates(shape, H200, batch_invariant=True))
+
+
+def test_whole_waves_are_not_shared():
+    rows = candidates(GemmShape(256, 132 * 128, 4096, 4), H200)
+    reasons = {row.tile.tokens: row.reasons for row in rows if isinstance(row.tile, WgmmaTile) and row.tile.splits == 0}
+    assert reasons.keys() == {128, 256}
+    assert all("0 tiles of 32 x 128 k" in text for (text,) in reasons.values())
+
+
 @settings(deadline=None, max_examples=50)
 @given(n=st.integers(16, 30000), k=st.integers(64, 30000), bits=st.integers(2, 8), m=st.lists(st.integers(1, 8192), min_size=2))
 def test_batch_invariant_sums_do_not_depend_on_m(n, k, bits, m):

@@ -17,6 +17,9 @@ def plain(function, **names):
 class Integer(int):
     """A scalar of a kernel."""
 
+    def __rsub__(self, other):
+        return Integer(other - int(self))
+
     def to(self, kind):
         return self
 
@@ -36,6 +39,9 @@ class Pointer:
 
     def __add__(self, index):
         return Pointer(self.memory, self.index + index)
+
+    def __getitem__(self, axes):
+        return Pointer(self.memory, self.index[axes])
 
     def to(self, kind):
         return self

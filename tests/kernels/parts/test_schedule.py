@@ -1,8 +1,9 @@
-"""Order of tiles, shares of K, and the meeting of splits."""
+"""Order of tiles, shares of K, and the meeting of splits and of shares."""
 
 from __future__ import annotations
 
 import itertools
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +11,19 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
-from lowbit.kernels.parts.schedule import count, first_token_of, iterations_of, meet, meet_in_turn, part_of, places, tile_at
+from lowbit.kernels.parts.schedule import (
+    count,
+    first_token_of,
+    iterations_of,
+    meet,
+    meet_in_turn,
+    meet_shares,
+    part_of,
+    places,
+    places_from,
+    stretch_of,
+    tile_at,
+)
 from tests.kernels.parts.plain import GL, Integer, Pointer, plain
 
 
@@ -54,6 +67,7 @@ def test_the_last_block_gets_the_sum_of_all_splits(rows, columns):
     config = SimpleNamespace(rows=rows, columns=columns, accumulator=None, splits=splits)
     of = plain(places, gl=GL)(config)
     assert sorted(of.reshape(-1)) == list(range(rows * columns))
+    assert np.array_equal(plain(places_from, gl=GL)(Pointer(None, 5), config).index, of + 5)
     for strip in range(rows // 16):
         group, lane = np.arange(8)[:, None], np.arange(4)[None, :]
         words = of[16 * strip + group, 2 * lane].reshape(-1)
@@ -90,3 +104,107 @@ def test_splits_in_turn_add_up_the_same():
     assert [bool(last) for last, _ in results] == [False, False, True] and not arrived.any()
     assert np.array_equal(results[-1][1], (sums[0] + sums[1]) + sums[2])
     assert waited == [(1, 1, 1), (1, 2, 2)] and np.isnan(partial[: rows * columns]).all()
+
+
+SHARED = [
+    (1, 7, 5, 3),
+    (2, 5, 4, 3),
+    (3, 9, 6, 4),
+    (1, 40, 32, 132),
+    (8, 40, 10, 132),
+    (2, 133, 70, 132),
+    (1, 2, 400, 132),
+    (5, 1, 8, 2),
+]
+"""Tiles of tokens, of channels, iterations, blocks: fewer tiles than blocks, a few more, many times as many."""
+
+
+def shared_work(shape, **more):
+    """For each block what it computes, as a kernel asks for it: (index, tile, first iteration, the one after the last)."""
+    tokens, channels, iterations, blocks = shape
+    tiles = SimpleNamespace(of_tokens=tokens, of_channels=channels, iterations=iterations)
+    config, work = SimpleNamespace(splits=0, token_group=2, accumulator=None, **more), []
+    for block in range(blocks):
+        gl = SimpleNamespace(
+            **vars(GL), maximum=max, program_id=lambda axis, block=block: Integer(block), num_programs=lambda axis: blocks,
+            float32=None, inline_asm_elementwise=lambda text, takes, given, **_: given[0].memory[given[0].index] + given[1],
+        )  # fmt: skip
+        names = {"gl": gl, "stretch_of": plain(stretch_of, gl=gl)}
+        names["iterations_of"] = plain(iterations_of, **names)
+        mine = []
+        for index in range(block, plain(count, **names)(tiles, config), blocks):
+            token_tile, channel_tile, split = plain(tile_at, **names)(index, tiles, config)
+            mine.append((index, (token_tile, channel_tile), *names["iterations_of"](split, tiles, config)))
+        work.append((mine, names))
+    return work, tiles, config
+
+
+@pytest.mark.parametrize("shape", SHARED)
+def test_shares_are_equal_and_cover_every_tile_once(shape):
+    tokens, channels, iterations, blocks = shape
+    work = [mine for mine, _ in shared_work(shape)[0]]
+    done = sorted((tile, k) for mine in work for _, tile, begin, end in mine for k in range(begin, end))
+    assert done == sorted(itertools.product(itertools.product(range(tokens), range(channels)), range(iterations)))
+    counts = [sum(end - begin for _, _, begin, end in mine) for mine in work]
+    assert max(counts) - min(counts) <= 1 and all(begin < end for mine in work for _, _, begin, end in mine)
+    for mine in work:
+        assert len([1 for _, _, begin, _ in mine if begin > 0]) <= 1, "memory has one place for each block"
+        whole = [end - begin == iterations for _, _, begin, end in mine][: tokens * channels // blocks]
+        assert all(whole), "undivided tiles first"
+
+
+class Turns:
+    """Blocks as threads that run only while they do not wait; they start in the order of their numbers."""
+
+    def __init__(self, arrived):
+        self.changed, self.arrived, self.waits = threading.Condition(), arrived, []
+
+    def wait(self, block, pointer, least):
+        with self.changed:
+            self.waits.append((block, int(least)))
+            assert self.changed.wait_for(lambda: self.arrived[pointer.index] >= least, timeout=20), "nobody comes"
+
+    def add(self, pointer, value, sem):
+        with self.changed:
+            self.arrived[pointer.index] += value
+            self.changed.notify_all()
+
+
+@pytest.mark.parametrize("at_once", [1, 5, 200])
+@pytest.mark.parametrize("shape", [*SHARED[:4], SHARED[-2]])
+def test_shares_meet_in_the_order_of_k(shape, at_once):
+    """However few blocks run at once, none waits for one that has not started; counters are zero again."""
+    rows, columns = 64, 8
+    work, tiles, config = shared_work(shape, rows=rows, columns=columns)
+    rng, blocks = np.random.default_rng(0), shape[-1]
+    sums = {(tile, begin): rng.standard_normal((rows, columns)) for mine, _ in work for _, tile, begin, _ in mine}
+    expected: dict[tuple[int, int], np.ndarray] = {}
+    for tile, begin in sorted(sums):
+        expected[tile] = expected[tile] + sums[tile, begin] if begin else sums[tile, begin]
+    partial, arrived = np.full(blocks * rows * columns, np.nan), np.zeros(blocks, dtype=int)
+    at, turns, results = SimpleNamespace(partial=Pointer(partial), arrived=Pointer(arrived)), Turns(arrived), {}
+    room = threading.Semaphore(at_once)
+
+    def block(number):
+        mine, names = work[number]
+        gl = SimpleNamespace(**{**vars(names["gl"]), "atomic_add": turns.add})
+        meeting = plain(
+            meet_shares, **{**names, "gl": gl}, barrier=lambda: None, places_from=plain(places_from, gl=GL),
+            run=lambda text, takes, given: turns.wait(number, *given),
+        )  # fmt: skip
+        for index, tile, begin, _ in mine:
+            last, total = meeting(at, sums[tile, begin], Integer(index), tiles, config)
+            if last:
+                assert tile not in results
+                results[tile] = total
+        room.release()
+
+    threads = []
+    for number in range(blocks):
+        assert room.acquire(timeout=20), "a block waits for one that has not started"
+        threads.append(threading.Thread(target=block, args=(number,)))
+        threads[-1].start()
+    for thread in threads:
+        thread.join()
+    assert results.keys() == expected.keys() and not arrived.any()
+    assert all(np.array_equal(results[tile], expected[tile]) for tile in expected)

@@ -150,6 +150,35 @@ def test_parts_of_k_in_turn(fmt, dtype, zero, tile):
     check_barriers(config, kernel)
 
 
+@pytest.mark.parametrize(
+    ("fmt", "dtype", "tile"),
+    [
+        ("int4", "fp16", WgmmaTile(256, 2, 4, 0, 2)), ("int4", "bf16", WgmmaTile(128, 2, 8, 0, 2)),
+        ("fp6_e3m2", "fp16", WgmmaTile(256, 2, 4, 0, 2)), ("int8", "bf16", WgmmaTile(128, 2, 6, 0, 2)),
+    ],
+)  # fmt: skip
+def test_equal_shares_of_the_last_wave(fmt, dtype, tile):
+    """The main loop sees nothing of it, and what others left is added without a second set of sums in registers: many loads
+    are under way before the first sum."""
+    config, kernel = compiled(fmt, dtype, 1024, n=5120, subnormal=fmt == "int4", tile=tile)
+    assert kernel.stack_bytes == 0 and kernel.count("STL") == 0, "registers spilled"
+    assert len([line for line in kernel.lines if "HGMMA" in line]) == 8 and kernel.count("WARPGROUP.DEPBAR") == 3
+    check_operands_in_flight(kernel.lines)
+    check_barriers(config, kernel)
+    loads = [i for i, line in enumerate(kernel.lines) if "LDG.E.STRONG.GPU" in line]
+    added = next(i for i in range(loads[0], len(kernel.lines)) if "FADD" in kernel.lines[i])
+    assert len(loads) >= tile.tokens // 2 and len([i for i in loads if i < added]) >= 48
+
+
+def test_shares_are_of_tiles_that_fill_no_whole_wave():
+    form = WeightForm("int4", 128, "none", "fp16", False, True)
+    for m, n, k in ((1024, 128 * 33, 4096), (256, 256, 4096)):
+        with pytest.raises(ValueError, match=r"tiles of 32 x 128 k beside \d whole waves are too little for 132 blocks"):
+            WgmmaPlan(GemmShape(m, n, k, 4), WgmmaTile(256, 2, 4, 0, 2), form, torch.float16, False, 132)
+    plan = WgmmaPlan(GemmShape(1024, 5120, 4096, 4), WgmmaTile(256, 2, 4, 0, 2), form, torch.float16, False, 132)
+    assert plan.grid == (132, 1, 1) and plan.workspace == (132 * 128 * 256, 28), "of 160 tiles"
+
+
 # Zeros are decoded by type, scales are converted by type and loaded by group: every two of zero, types and group meet.
 @pytest.mark.parametrize(
     "cases",
