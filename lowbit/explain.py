@@ -423,10 +423,10 @@ def _in_mma(weight: _Weight, tile: MmaTile) -> tuple[str, ...]:
     return (
         f"row tile {row_tile}, strip {inside} of {tile.rows // STRIP}: strip {inside // tile.warps_n} of the warps of row "
         f"{inside % tile.warps_n}; K split {split};",
-        f"k tile {k_tile} is {own}stage {stage} of all: its words come by cp.async (copy_stage), are read by each of the "
+        f"k tile {k_tile} is {own}stage {stage} of all: its words come by cp.async (copy_piece), are read by each of the "
         f"{tile.warps_m} warps of the row (read_weights),",
-        "decoded in registers (decode_turn), made operand A (operand_of) and multiplied by",
-        "mma.sync (products) while those of the next 16 k are decoded; x is operand B, by ldmatrix from shared memory",
+        "decoded in registers (decode_strip), made operand A (operand_of) and multiplied by",
+        "mma.sync (multiply) while those of the next 16 k are decoded; x is operand B, by ldmatrix from shared memory",
     )
 
 

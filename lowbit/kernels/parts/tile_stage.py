@@ -8,18 +8,19 @@ meet once for each stage.
     weights  slice by slice: codes as pack/fragment.py orders them, plane by plane: [strips, 32 lanes * words]; then scales and
              zeros of the groups of these 64 k (of 128 k, where groups are as long): [strips, groups, 8, 2 or 4] halves
 
-PTX with addresses that threads bring along; $0 is written and dropped where nothing is read. Pieces of x that do not exist are
-zeros, and weights of slices beyond K; those of a stage beyond the end are not copied.
+PTX with addresses that threads bring along, one piece each; $0 is written and dropped where nothing is read. Pieces that do not
+exist, of x and of slices and stages beyond the end, become zeros, and their addresses are not read.
 Tested: tests/kernels/parts/test_tile_stage.py
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from lowbit.hardware.fields import WORD_GROUPS
 from lowbit.kernels.parts.decode import TILE_K, Decode
-from lowbit.kernels.parts.gluon import gl
+from lowbit.kernels.parts.gluon import Tuple, aggregate, asm, gl, gluon, ptx, run
 
 PIECE = 16
 """Bytes of a copy."""
@@ -29,6 +30,15 @@ X_ROW = 2 * TILE_K
 
 X_PIECES = 32
 """Of them, those of a matrix instruction."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A piece that every thread copies: of x, of a plane of codes or of scales, the turn-th of them."""
+
+    of: Literal["x", "codes", "scales"]
+    turn: int
+    plane: int = 0
 
 
 @dataclass(frozen=True)
@@ -103,25 +113,21 @@ class TileStage:
 
     @property
     def x_turns(self) -> int:
-        """Pieces of x of a slice that a thread copies; from one to the next the token moves by 4 for each warp."""
-        return self.tokens * 8 // self.threads
+        """Pieces of x that a thread copies: of all slices, then of the token that is 4 for each warp further on."""
+        return self.slices * self.tokens * 8 // self.threads
 
-    @property
-    def copy_x(self) -> str:
+    def copy_x(self, turn: int) -> str:
         """$1 slot's x + the place of the thread's first piece in it, $2 where that lies in memory, $3 bytes to the token of the
-        next, $4 how many tokens exist from the first on, $5 how many k exist from the piece on."""
-        lines = [".reg .pred some, none; .reg .b64 from;"]
-        for own in range(self.slices):
-            k = TILE_K * own
-            lines.append(f"setp.gt.s32 some, $5, {k}; mov.b64 from, $2;")
-            for turn in range(self.x_turns):
-                if turn:
-                    lines.append("add.s64 from, from, $3;")
-                tokens = 4 * self.warps * turn
-                to = X_PIECES * (tokens * self.slices + 8 * own)
-                lines.append(f"setp.gt.and.s32 none, $4, {tokens}, some; not.pred none, none;")
-                lines.append(f"cp.async.cg.shared.global.L2::128B [$1+{to}], [from+{2 * k}], 16, none;")
-        return _block(lines)
+        next, below 2^31, $4 how many tokens exist from the first on, $5 how many k exist from the piece on."""
+        further, own = divmod(turn, self.slices)
+        tokens, k = 4 * self.warps * further, TILE_K * own
+        to = X_PIECES * (tokens * self.slices + 8 * own)
+        return _block([
+            f".reg .pred some, none; .reg .b64 from; setp.gt.s32 some, $5, {k};",
+            f"mad.wide.s32 from, $3, {further}, $2;" if further else "mov.b64 from, $2;",
+            f"setp.gt.and.s32 none, $4, {tokens}, some; not.pred none, none;",
+            f"cp.async.cg.shared.global.L2::128B [$1+{to}], [from+{2 * k}], 16, none;",
+        ])  # fmt: skip
 
     def pieces(self, plane: int) -> int:
         """Pieces of a strip's codes in a plane of a stage."""
@@ -136,39 +142,50 @@ class TileStage:
         """Words of codes from a tile of 64 k of a strip to the next."""
         return 32 * self.decode.bits
 
-    def copy_codes(self, plane: int) -> str:
-        """$1 slot's weights + 16 thread, $2 the thread's first piece of the stage, $3 bytes from strip to strip, $4 thread, $5
-        how many slices of the stage there are within K."""
-        start = 128 * sum(self.planes[:plane])
-        return self._copy(
-            self.pieces(plane), self.plane_at(plane), [start + 4 * self.tile_words * i for i in range(self.slices)]
-        )
+    @property
+    def group_shift(self) -> int:
+        """Bits to shift a k by to its group: of a division the sign would be looked at."""
+        return self.decode.group.bit_length() - 1
+
+    def code_turns(self, plane: int) -> int:
+        """Pieces of a plane that a thread copies, of all slices in turn; with the last of a slice some threads have none."""
+        return self.slices * -(-self.strips * self.pieces(plane) // self.threads)
 
     @property
-    def copy_scales(self) -> str:
+    def scale_turns(self) -> int:
+        return self.slices * -(-self.strips * self.scale_pieces // self.threads)
+
+    @property
+    def copies(self) -> tuple[Copy, ...]:
+        """All that a thread copies of a stage."""
+        codes = [Copy("codes", turn, plane) for plane in range(len(self.planes)) for turn in range(self.code_turns(plane))]
+        scales = [Copy("scales", turn) for turn in range(self.scale_turns)]
+        return (*(Copy("x", turn) for turn in range(self.x_turns)), *codes, *scales)
+
+    def copy_codes(self, turn: int, plane: int) -> str:
+        """$1 slot's weights + 16 thread, $2 the thread's first piece of the stage, $3 bytes from strip to strip, $4 thread, $5
+        how many slices of the stage there are within K, at most 0 beyond the end."""
+        start = 128 * sum(self.planes[:plane]) + turn % self.slices * 4 * self.tile_words
+        return self._copy(turn, self.pieces(plane), self.plane_at(plane), start)
+
+    def copy_scales(self, turn: int) -> str:
         """The same for scales of the stage's groups."""
         of_group = 32 * self.decode.group_words  # bytes
-        return self._copy(
-            self.scale_pieces, self.scales_at, [TILE_K * i // self.decode.group * of_group for i in range(self.slices)]
-        )
+        start = turn % self.slices * TILE_K // self.decode.group * of_group
+        return self._copy(turn, self.scale_pieces, self.scales_at, start)
 
-    def _copy(self, of_strip: int, to: int, starts: list[int]) -> str:
-        """Copies `of_strip` pieces of each strip, which begin so many bytes behind $2 for a slice, to byte `to` of it and on.
-        A later slice, beyond K where an earlier one is not, becomes zeros."""
-        lines = [".reg .pred there, all, none; .reg .b64 from, skip;", "setp.ne.s32 all, $5, 0;"]
-        count = self.strips * of_strip
-        for own, start in enumerate(starts):
-            lines.append("mov.b64 from, $2;" + (f" setp.le.s32 none, $5, {own};" if own else ""))
-            for first in range(0, count, self.threads):
-                if first:
-                    lines.append(f"mul.wide.s32 skip, $3, {self.threads // of_strip}; add.s64 from, from, skip;")
-                there = "all"
-                if count - first < self.threads:
-                    lines.append(f"setp.lt.and.s32 there, $4, {count - first}, all;")
-                    there = "there"
-                at = to + PIECE * first + own * self.slice_bytes
-                copy = f"cp.async.cg.shared.global.L2::128B [$1+{at}], [from+{start}], 16{', none' if own else ''};"
-                lines.append(f"@{there} {copy}")
+    def _copy(self, turn: int, of_strip: int, to: int, start: int) -> str:
+        """Copies one of `of_strip` pieces of each strip, which begin `start` bytes behind $2, to a slice's byte `to` and on."""
+        further, own = divmod(turn, self.slices)
+        first = further * self.threads
+        left, there = self.strips * of_strip - first, ""
+        lines = [f".reg .pred there, none; .reg .b64 from; setp.le.s32 none, $5, {own};"]
+        lines.append(f"mad.wide.s32 from, $3, {first // of_strip}, $2;" if further else "mov.b64 from, $2;")
+        if left < self.threads:
+            lines.append(f"setp.lt.s32 there, $4, {left};")
+            there = "@there "
+        at = to + PIECE * first + own * self.slice_bytes
+        lines.append(f"{there}cp.async.cg.shared.global.L2::128B [$1+{at}], [from+{start}], 16, none;")
         return _block(lines)
 
     # ---- reads, by the lanes of the warp that has a strip
@@ -219,3 +236,80 @@ def _load(words: int, out: int, at: str) -> str:
         return f"ld.shared.b32 ${out}, [{at}];"
     registers = ", ".join(f"${out + i}" for i in range(words))
     return f"ld.shared.v{words}.b32 {{{registers}}}, [{at}];"
+
+
+# ---- copies on the device
+
+
+@aggregate
+class Source:
+    """Where this thread's first pieces of x, codes (one for each plane) and scales lie, bytes from piece to piece or from strip
+    to strip; how many tokens there are from the piece of x on; how many k from it on, and tiles of 64 k, to where the block
+    ends."""
+
+    x: gl.tensor
+    x_step: gl.tensor
+    tokens: gl.tensor
+    ks: gl.tensor
+    w: Tuple
+    w_strip: gl.tensor
+    scale: gl.tensor
+    scale_strip: gl.tensor
+    tiles: gl.tensor
+
+
+@gluon.jit
+def x_piece(thread):
+    """(token, piece of its 8) that a thread copies first. A warp has 4 tokens, lanes 8 i to 8 i + 7 pieces 2 i and 2 i + 1 of
+    each: whole rows of memory, and no bank of shared memory twice."""
+    lane = thread % 32
+    return thread // 32 * 4 + lane % 8 // 2, lane % 2 + lane // 8 * 2
+
+
+@gluon.jit
+def x_at(token, piece, S: gl.constexpr):
+    """Byte of a piece of 8 k of a token within the x of a stage, of its first slice."""
+    row = token + token // 8 * (8 * S.slices - 8)
+    return piece // 2 * (S.slices * S.tokens * 32) + row * 32 + (piece % 2 ^ token // 4 % 2) * 16
+
+
+@gluon.jit
+def first_piece(base, first_strip, thread, stride, of_strip: gl.constexpr, elements: gl.constexpr):
+    """Where a thread's first piece of `elements` lies, of `of_strip` for each strip."""
+    strip = first_strip + thread // of_strip
+    return base + strip.to(gl.int64) * stride + thread % of_strip * elements
+
+
+@gluon.jit
+def copy_piece(source, iteration, slot, i: gl.constexpr, C: gl.constexpr):
+    """Starts copy i of a stage; what is beyond the end becomes zeros."""
+    S: gl.constexpr = C.stage
+    COPY: gl.constexpr = ptx(C.order.copy, i)
+    thread = gl.arange(0, C.threads, C.threads_layout)
+    start = asm("mov.u32 $0, global_smem;", "=r", [], gl.int32)
+    tiles = source.tiles - iteration * C.warps_k
+    w_at = start + S.w_start + slot * S.w_bytes + thread * 16
+    if COPY.of == "x":
+        token, piece = x_piece(thread)
+        run(
+            ptx(S.copy_x, COPY.turn), "=r,r,l,r,r,r",
+            [start + slot * S.x_bytes + x_at(token, piece, S), source.x + iteration * C.stage_k, source.x_step, source.tokens,
+             source.ks - iteration * C.stage_k],
+        )  # fmt: skip
+    elif COPY.of == "codes":
+        run(
+            ptx(S.copy_codes, COPY.turn, COPY.plane), "=r,r,l,r,r,r",
+            [w_at, source.w[COPY.plane] + iteration * (S.tile_words * C.warps_k), source.w_strip, thread, tiles],
+        )  # fmt: skip
+    else:
+        group = (iteration * C.stage_k >> S.group_shift) * (16 * C.decode.group_words)
+        run(
+            ptx(S.copy_scales, COPY.turn), "=r,r,l,r,r,r",
+            [w_at, source.scale + group, source.scale_strip, thread, tiles],
+        )  # fmt: skip
+
+
+@gluon.jit
+def commit():
+    """Ends a group of copies, of none beyond the end."""
+    run("cp.async.commit_group;\n mov.b32 $0, 0;", "=r", [])

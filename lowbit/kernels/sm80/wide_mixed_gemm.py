@@ -7,7 +7,8 @@ Warps   warps_n x warps_m: each has `strips` strips of 16 rows and a share of th
         With warps_k > 1 as many share K: x of their slices is columns of one matrix, 8 tokens of each in turn, since a warp
         multiplies its own columns alone; at the end the columns of a token are added up
 Stages  of 64 k for each slice, copied by all threads, `stages` - 1 ahead; one barrier for each (parts/tile_stage.py)
-Steps   four of 16 k: while one multiplies, x of the next is read and its weights are decoded, into other registers
+Steps   four of 16 k, in each a warp's tokens by chunks of 32: while a chunk is multiplied, x of the fourth one on is read, and
+        weights of the next step are decoded, into other registers; copies are spread over a stage (parts/stage_order.py)
 Sum     in fp32, K in order; with splits > 1 the block that comes last adds the splits in order, or each adds to what the one
         before has left: same input, same bits
 End     y with scales and bias, gated or not, transposed through shared memory, stored in pieces of 16 bytes
@@ -27,13 +28,14 @@ from lowbit.hardware.half import HalfType
 from lowbit.kernels.choose.mixed_gemm import GemmShape, MmaTile
 from lowbit.kernels.parts.decode import Decode
 from lowbit.kernels.parts.end import End, Gate
-from lowbit.kernels.parts.gluon import Tuple, aggregate, asm, barrier, gl, gluon, half_type, mma_v2, ptx, run, source_digest
+from lowbit.kernels.parts.gluon import aggregate, asm, barrier, gl, gluon, half_type, mma_v2, ptx, run, source_digest
 from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.parts.line_stage import LineDecode, LineStage, first_line_piece
 from lowbit.kernels.parts.schedule import SplitK, Tiles, iterations_of, meet, meet_in_turn, tile_at
 from lowbit.kernels.parts.smem import Regions, allocate, view
+from lowbit.kernels.parts.stage_order import StageOrder
 from lowbit.kernels.parts.tile_end import Applied, gated
-from lowbit.kernels.parts.tile_stage import TileStage
+from lowbit.kernels.parts.tile_stage import Source, TileStage, commit, copy_piece, first_piece, x_piece
 from lowbit.pack.weight import WeightForm
 
 STAGE_K = 64
@@ -42,9 +44,6 @@ MOST_REGISTERS = 255
 """Of a thread."""
 
 REGISTERS_PER_SM = 65536
-
-STEPS = gl.constexpr(4)
-"""Matrix instructions along K in a stage."""
 
 STEP_REGISTERS = gl.constexpr(4)
 """Registers of operand A of one."""
@@ -114,6 +113,15 @@ class MmaGemm:
         """Steps whose weights are decoded together."""
         return self.decode.turn_registers // 4
 
+    @property
+    def order(self) -> StageOrder:
+        return StageOrder(self.tokens // self.warps_m, self.strips, self.stage.copies)
+
+    @property
+    def chunk_columns(self) -> int:
+        """Columns of a chunk: its tokens of all warps for each slice of K, 8 tokens at a time."""
+        return self.tokens * self.warps_k // self.order.chunks
+
     # ---- layouts
 
     @property
@@ -157,84 +165,12 @@ class MmaGemm:
 
 
 @aggregate
-class Source:
-    """Where this thread's first pieces of x, codes (one for each plane) and scales lie, bytes from piece to piece or from strip
-    to strip; how many tokens and k exist from the piece of x on, how many tiles of 64 k, and the iteration with which the block
-    ends."""
-
-    x: gl.tensor
-    x_step: gl.tensor
-    tokens: gl.tensor
-    ks: gl.tensor
-    w: Tuple
-    w_strip: gl.tensor
-    scale: gl.tensor
-    scale_strip: gl.tensor
-    tiles: gl.tensor
-    end: gl.tensor
-
-
-@aggregate
 class Reader:
     """What a lane reads weights by: the start of shared memory, its warp's strip, its number."""
 
     start: gl.tensor
     strip: gl.tensor
     lane: gl.tensor
-
-
-@gluon.jit
-def x_piece(thread):
-    """(token, piece of its 8) that a thread copies first. A warp has 4 tokens, lanes 8 i to 8 i + 7 pieces 2 i and 2 i + 1 of
-    each: whole rows of memory, and no bank of shared memory twice."""
-    lane = thread % 32
-    return thread // 32 * 4 + lane % 8 // 2, lane % 2 + lane // 8 * 2
-
-
-@gluon.jit
-def x_at(token, piece, S: gl.constexpr):
-    """Byte of a piece of 8 k of a token within the x of a stage, of its first slice."""
-    row = token + token // 8 * (8 * S.slices - 8)
-    return piece // 2 * (S.slices * S.tokens * 32) + row * 32 + (piece % 2 ^ token // 4 % 2) * 16
-
-
-@gluon.jit
-def first_piece(base, first_strip, thread, stride, of_strip: gl.constexpr, elements: gl.constexpr):
-    """Where a thread's first piece of `elements` lies, of `of_strip` for each strip."""
-    strip = first_strip + thread // of_strip
-    return base + strip.to(gl.int64) * stride + thread % of_strip * elements
-
-
-@gluon.jit
-def copy_stage(source, iteration, slot, C: gl.constexpr):
-    """Starts the copies of a stage; of none beyond the end, as one group all the same."""
-    S: gl.constexpr = C.stage
-    PLANES: gl.constexpr = len(S.planes)
-    thread = gl.arange(0, C.threads, C.threads_layout)
-    start = asm("mov.u32 $0, global_smem;", "=r", [], gl.int32)
-    there = iteration < source.end
-    token, piece = x_piece(thread)
-    run(
-        S.copy_x, "=r,r,l,l,r,r",
-        [start + slot * S.x_bytes + x_at(token, piece, S), source.x + iteration * C.stage_k, source.x_step, source.tokens,
-         gl.where(there, source.ks - iteration * C.stage_k, 0)],
-    )  # fmt: skip
-    slices = (thread >= 0) & there
-    if C.warps_k > 1:
-        slices = thread * 0 + gl.where(there, source.tiles - iteration * C.warps_k, 0)
-    w_at = start + S.w_start + slot * S.w_bytes + thread * 16
-    for plane in gl.static_range(PLANES):
-        run(
-            ptx(S.copy_codes, plane), "=r,r,l,r,r,r",
-            [w_at, source.w[plane] + iteration * (S.tile_words * C.warps_k), source.w_strip, thread, slices],
-        )  # fmt: skip
-    if S.scale_bytes > 0:
-        group = iteration * C.stage_k // C.decode.group * (16 * C.decode.group_words)
-        run(
-            S.copy_scales, "=r,r,l,r,r,r",
-            [w_at, source.scale + group, source.scale_strip, thread, slices],
-        )  # fmt: skip
-    run("cp.async.commit_group;\n mov.b32 $0, 0;", "=r", [])
 
 
 @gluon.jit
@@ -288,16 +224,6 @@ def decode_strip(words, ready, strip: gl.constexpr, turn: gl.constexpr, C: gl.co
 
 
 @gluon.jit
-def decode_turn(words, ready, turn: gl.constexpr, C: gl.constexpr):
-    """The same of all strips of a warp."""
-    STRIPS: gl.constexpr = C.strips
-    registers = ()
-    for strip in gl.static_range(STRIPS):
-        registers = registers + decode_strip(words, ready, strip, turn, C)
-    return registers
-
-
-@gluon.jit
 def join(registers, count: gl.constexpr, C: gl.constexpr):
     """`count` tensors [lanes, 2] -> [lanes, 2 * count], in order."""
     if count == 1:
@@ -332,8 +258,8 @@ def operand_of(registers, step: gl.constexpr, C: gl.constexpr):
 
 @gluon.jit
 def read_x(x, block, C: gl.constexpr):
-    """Operand B of a step, 16 k x C.tokens, as whole registers: each in the first of its two elements, 0 in the other. Halves
-    that the main loop carries are taken apart and put together again in every iteration, a permutation each."""
+    """Operand B of a chunk, 16 k x its columns, as whole registers: each in the first of its two elements, 0 in the other.
+    Halves that the main loop carries are taken apart and put together again in every iteration, a permutation each."""
     LAYOUT: gl.constexpr = C.x_layout
     halves = x.index(block).permute([1, 0]).load(LAYOUT)
     pairs = gl.inline_asm_elementwise(
@@ -352,6 +278,18 @@ def operand_b(registers, C: gl.constexpr):
 
 
 @gluon.jit
+def together(sums, count: gl.constexpr, C: gl.constexpr):
+    """Sums of `count` chunks, in order, as one matrix; this takes no instruction."""
+    if count == 1:
+        return sums[0]
+    else:
+        low = together(sums[0 : count // 2], count // 2, C)
+        high = together(sums[count // 2 :], count // 2, C)
+        both = gl.permute(gl.join(low, high), [0, 2, 1])
+        return gl.convert_layout(gl.reshape(both, [C.rows, C.chunk_columns * count]), C.accumulator, assert_trivial=True)
+
+
+@gluon.jit
 def of_slices(sums, C: gl.constexpr):
     """The sums of all slices of K, in a fixed order."""
     if C.warps_k == 1:
@@ -363,45 +301,78 @@ def of_slices(sums, C: gl.constexpr):
 
 
 @gluon.jit
+def multiply(sums, registers, b, position: gl.constexpr, C: gl.constexpr):
+    """The sums with the products of a chunk."""
+    CHUNK: gl.constexpr = position % C.order.chunks
+    STEP: gl.constexpr = position // C.order.chunks % C.turn_steps
+    new = mma_v2(operand_of(registers, STEP, C), operand_b(b, C), sums[CHUNK])
+    return sums[0:CHUNK] + (new,) + sums[CHUNK + 1 :]
+
+
+@gluon.jit
+def decode_ahead(decoded, words, ready, position: gl.constexpr, C: gl.constexpr):
+    """`decoded`, and what a chunk adds to it of the next turn's registers of operand A."""
+    STEP: gl.constexpr = ptx(C.order.next_step, position)
+    if STEP % C.turn_steps == 0:
+        for strip in gl.static_range(ptx(C.order.first_strip, position), ptx(C.order.end_strip, position)):
+            decoded = decoded + decode_strip(words, ready, strip, STEP // C.turn_steps, C)
+    return decoded
+
+
+@gluon.jit
 def products(x, reader, source, begin, end, C: gl.constexpr):
     """The sums of one tile over the iterations from `begin` to `end`, a stage each."""
+    STAGES_AHEAD: gl.constexpr = C.stages - 1
+    POSITIONS: gl.constexpr = C.order.positions
+    AHEAD: gl.constexpr = C.order.ahead
+    CHUNKS: gl.constexpr = C.order.chunks
+    COPIES: gl.constexpr = C.order.copy_count
+    STRIPS: gl.constexpr = C.strips
     ROWS: gl.constexpr = C.rows
-    COLUMNS: gl.constexpr = C.tokens * C.warps_k
-    AHEAD: gl.constexpr = C.stages - 1
-    TURN: gl.constexpr = C.turn_steps
+    COLUMNS: gl.constexpr = C.chunk_columns
     SUMS: gl.constexpr = C.accumulator
-    acc = gl.zeros((ROWS, COLUMNS), gl.float32, SUMS)
-    for ahead in gl.static_range(AHEAD):
-        copy_stage(source, begin + ahead, ahead, C)
+    sums = ()
+    for _ in gl.static_range(CHUNKS):
+        sums = sums + (gl.zeros((ROWS, COLUMNS), gl.float32, SUMS),)
+    for stage in gl.static_range(STAGES_AHEAD):
+        for i in gl.static_range(COPIES):
+            copy_piece(source, begin + stage, stage, i, C)
+        commit()
     await_stage(C)
     words, ready = read_weights(reader, 0, C)
-    registers = decode_turn(words, ready, 0, C)
-    b = read_x(x, 0, C)
+    registers = ()
+    for strip in gl.static_range(STRIPS):
+        registers = registers + decode_strip(words, ready, strip, 0, C)
+    b = ()
+    for position in gl.static_range(AHEAD):
+        b = b + (read_x(x, position, C),)
     slot = 0
     for iteration in range(begin, end):
         filled = gl.where(slot == 0, C.stages, slot) - 1
         following = gl.where(slot + 1 == C.stages, 0, slot + 1)
-        copy_stage(source, iteration + AHEAD, filled, C)
-        for step in gl.static_range(STEPS):
-            if step + 1 < STEPS:
-                next_b = read_x(x, slot * STEPS + (step + 1), C)
-                if (step + 1) % TURN == 0:
-                    next_registers = decode_turn(words, ready, (step + 1) // TURN, C)
-                else:
-                    next_registers = registers
-            else:
+        decoded = ()
+        for position in gl.static_range(POSITIONS):
+            if position + AHEAD == POSITIONS:
+                commit()
                 await_stage(C)
-                next_b = read_x(x, following * STEPS, C)
                 words, ready = read_weights(reader, following, C)
-                next_registers = decode_turn(words, ready, 0, C)
-            acc = mma_v2(operand_of(registers, step % TURN, C), operand_b(b, C), acc)
-            registers = next_registers
-            b = next_b
+            if position + AHEAD < POSITIONS:
+                b = b + (read_x(x, slot * POSITIONS + (position + AHEAD), C),)
+            else:
+                b = b + (read_x(x, following * POSITIONS + (position + AHEAD - POSITIONS), C),)
+            for i in gl.static_range(ptx(C.order.first_copy, position), ptx(C.order.first_copy, position + 1)):
+                copy_piece(source, iteration + STAGES_AHEAD, filled, i, C)
+            decoded = decode_ahead(decoded, words, ready, position, C)
+            sums = multiply(sums, registers, b[0], position, C)
+            b = b[1:]
+            if (position + 1) % (CHUNKS * C.turn_steps) == 0:
+                registers = decoded
+                decoded = ()
         slot = following
-    # Zeros of x beyond the end may still be on their way to where y is transposed.
+    # Zeros of stages beyond the end may still be on their way to where y is transposed.
     run("cp.async.wait_group 0;\n mov.b32 $0, 0;", "=r", [])
     barrier()
-    return of_slices(acc, C)
+    return of_slices(together(sums, CHUNKS, C), C)
 
 
 @gluon.jit
@@ -443,7 +414,7 @@ def mma_gemm(
         columns = columns * 8
     shared = allocate(C)
     x_shared = view(
-        shared, C.regions, "stages", C.decode.operand_type, [C.stages * STEPS, C.tokens * C.warps_k, 16], S.x_layout
+        shared, C.regions, "stages", C.decode.operand_type, [C.stages * C.order.positions, C.chunk_columns, 16], S.x_layout
     )
     tiles = Tiles(token_tiles, row_tiles, iterations, M)
     token_tile, row_tile, split = tile_at(gl.program_id(0), tiles, C)
@@ -455,7 +426,6 @@ def mma_gemm(
     token, piece = x_piece(thread)
     token += first_token
     k = piece * 8
-    stride = thread.to(gl.int64) * 0 + x_stride
     codes = ()
     for plane in gl.static_range(PLANES):
         if C.lines:
@@ -466,8 +436,9 @@ def mma_gemm(
     if S.scale_bytes > 0:
         scales = first_piece(scale, first_strip, thread, scale_strip // 2, S.scale_pieces, 8)
     source = Source(
-        x + (token * stride + k), stride * (8 * C.warps), M - token, K - k, codes, thread * 0 + w_strip, scales,
-        thread * 0 + scale_strip, (K + 63) // 64, end,
+        x + (token.to(gl.int64) * x_stride + k), thread * 0 + x_stride * (8 * C.warps), M - token,
+        gl.minimum(K, end * C.stage_k) - k, codes, thread * 0 + w_strip, scales, thread * 0 + scale_strip,
+        thread * 0 + gl.minimum((K + 63) // 64, end * C.warps_k),
     )  # fmt: skip
     each = gl.arange(0, 32 * C.warps_n, C.lanes_layout)
     start = asm("mov.u32 $0, global_smem;", "=r", [], gl.int32)

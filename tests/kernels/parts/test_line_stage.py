@@ -55,7 +55,8 @@ def copied(made, plane, first_strip, iteration, slot, shared, exist=None):
     source = 4 * (of(0, first_strip, thread, row // 4, made) + iteration * made.tile_words * slices)
     at = START + made.w_start + slot * made.w_bytes
     call = [at + 16 * thread, source, np.full(made.threads, row), thread, np.full(made.threads, exist or slices)]
-    run(made.copy_codes(0), call, 1, shared, START, memory)
+    for turn in range(made.code_turns(0)):
+        run(made.copy_codes(turn, 0), call, 1, shared, START, memory)
     return at
 
 
@@ -141,7 +142,8 @@ def test_products(bits, group):
             pieces, row = made.scale_pieces, 2 * w.scale[0].numel()
             source = thread // pieces * row + thread % pieces * 16 + tile * 64 // group * (32 * d.group_words)
             call = [at + 16 * thread, source, np.full(made.threads, row), thread, np.ones(made.threads)]
-            run(made.copy_scales, call, 1, shared, START, memory)
+            for turn in range(made.scale_turns):
+                run(made.copy_scales(turn), call, 1, shared, START, memory)
         start = np.full(made.threads, at)
         found = run(made.read(0), [start, thread // 32, thread % 32], len(made.read_types), shared, START)
         words, scales = found[:bits], found[bits:]

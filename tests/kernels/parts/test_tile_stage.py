@@ -11,8 +11,7 @@ pytest.importorskip("triton.experimental.gluon", reason="kernels are written in 
 from lowbit.formats import number_format
 from lowbit.hardware.mma import MMA_M16N8K16_F16
 from lowbit.kernels.parts.decode import Decode
-from lowbit.kernels.parts.tile_stage import TileStage
-from lowbit.kernels.sm80.wide_mixed_gemm import x_at, x_piece
+from lowbit.kernels.parts.tile_stage import TileStage, x_at, x_piece
 from lowbit.pack.fragment import FragmentOrder, word_places
 from tests.kernels.parts.plain import check_operands, operands, plain
 from tests.kernels.parts.threads import run
@@ -58,7 +57,8 @@ def test_x_comes_whole_and_ends_in_zeros(tokens, warps, m, k, slices):
     ks = k - 8 * piece - of_stage * iteration
     memory = np.concatenate([x.reshape(-1).view(np.uint8), np.full(1 << 20, 255, dtype=np.uint8)])
     source, step = 2 * (token * k + 8 * piece + of_stage * iteration), np.full(made.threads, 8 * warps * k)
-    run(made.copy_x, [START + slot * made.x_bytes + at, source, step, m - token, ks], 1, shared, START, memory)
+    for turn in range(made.x_turns):
+        run(made.copy_x(turn), [START + slot * made.x_bytes + at, source, step, m - token, ks], 1, shared, START, memory)
     expected = np.zeros((tokens, of_stage), dtype=np.uint16)
     part = x[:, of_stage * iteration :]
     expected[:m, : part.shape[1]] = part
@@ -99,13 +99,13 @@ def test_lanes_read_their_words(fmt, strips, warps, slices):
         for p in range(len(made.planes)):
             pieces = made.pieces(p)
             source = thread // pieces * row + thread % pieces * 16 + slices * 128 * number.bits
-            call = [at + 16 * thread, source, np.full(made.threads, row), thread]
-            run(made.copy_codes(p), [*call, np.full(made.threads, exist)], 1, shared, START, memory)
-            run(made.copy_codes(p), [*call, np.zeros(made.threads)], 1, shared, START, np.zeros_like(memory))  # copies nothing
+            for turn in range(made.code_turns(p)):
+                call = [at + 16 * thread, source, np.full(made.threads, row), thread, np.full(made.threads, exist)]
+                run(made.copy_codes(turn, p), call, 1, shared, START, memory)
 
     places = word_places(number.bits).numpy()
     own, lane = thread // 32 % 2, thread % 32
-    for exist in range(slices, 0, -1):  # a slice beyond K is zeros
+    for exist in (slices, slices - 1):  # a slice beyond K is zeros
         fill(exist)
         for of_slice in range(slices):
             start = np.full(made.threads, at + of_slice * made.slice_bytes)
@@ -129,7 +129,9 @@ def test_lanes_read_the_scales_of_their_rows(group, zero, slices):
     at, pieces = START + made.w_start + slot * made.w_bytes, made.scale_pieces
     source = thread // pieces * row + thread % pieces * 16 + iteration * 64 * slices // group * (16 * pair)
     exist = np.full(made.threads, slices)
-    run(made.copy_scales, [at + 16 * thread, source, np.full(made.threads, row), thread, exist], 1, shared, START, memory)
+    for turn in range(made.scale_turns):
+        call = [at + 16 * thread, source, np.full(made.threads, row), thread, exist]
+        run(made.copy_scales(turn), call, 1, shared, START, memory)
     own, lane = thread // 32, thread % 32
     for of_slice in range(slices):
         start = np.full(made.threads, at + of_slice * made.slice_bytes)
@@ -144,5 +146,5 @@ def test_lanes_read_the_scales_of_their_rows(group, zero, slices):
 def test_a_stage_is_its_parts(fmt):
     made = stage(fmt, group=32, zero="float")
     assert made.w_bytes == 4 * (128 * made.decode.bits + 128) and made.scales_at == 4 * 128 * made.decode.bits
-    for text in (made.copy_x, made.copy_scales, *(made.copy_codes(p) for p in range(len(made.planes)))):
+    for text in (made.copy_x(0), made.copy_scales(0), *(made.copy_codes(0, p) for p in range(len(made.planes)))):
         assert operands(text) <= set(range(6))

@@ -119,9 +119,10 @@ WAITS = ("cp.async.commit_group", "cp.async.wait_group", "bar.warp.sync", "gridd
 """Instructions that order others, of which each is done here before the next begins, or bring something nearer."""
 
 
-def run(text, inputs, outputs, shared=None, start=0, memory=None):
+def run(text, inputs, outputs, shared=None, start=0, memory=None, copies=None):
     """The `outputs` words that PTX makes of `inputs`, uint32 arrays; `shared` are bytes of shared memory from address `start`
-    on, where `global_smem` lies, `memory` those of global memory."""
+    on, where `global_smem` lies, `memory` those of global memory. With a list of `copies`, cp.async is only noted in it: where
+    to and where from, how many bytes are read, and which threads copy."""
     threads = len(inputs[0])
     registers = {f"${outputs + i}": np.asarray(value, dtype=np.uint32) for i, value in enumerate(inputs)}
     registers["global_smem"] = np.full(threads, start, dtype=np.uint32)
@@ -149,6 +150,11 @@ def run(text, inputs, outputs, shared=None, start=0, memory=None):
                 read = np.where(value(read[0]) != 0, 0, int(size)).astype(np.uint32)
             else:
                 read = value(read[0]) if read else np.full(threads, int(size), dtype=np.uint32)
+            if copies is not None:
+                active = np.zeros(threads, dtype=bool)
+                active[where] = True
+                copies.append((value(to) + np.uint32(to_offset), value(source) + np.uint32(offset), read, active))
+                continue
             for lane in np.arange(threads)[where]:
                 at, begin = int(value(to)[lane]) + int(to_offset) - start, int(value(source)[lane]) + int(offset)
                 shared[at : at + int(size)] = 0

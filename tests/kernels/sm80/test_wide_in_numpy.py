@@ -6,11 +6,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
+from lowbit.formats import number_format
 from lowbit.hardware.mma import MMA_M16N8K16_F16
-from lowbit.kernels.sm80.wide_mixed_gemm import join, operand_of
+from lowbit.kernels.choose.mixed_gemm import GemmShape, MmaTile
+from lowbit.kernels.sm80.wide_mixed_gemm import MmaPlan, decode_ahead, join, operand_of, products
+from lowbit.pack.weight import WeightForm
 from tests.kernels.parts.plain import GL, Array, plain
 
 
@@ -41,3 +45,84 @@ def test_the_matrix_is_what_the_instruction_reads(warps_n, strips, turn_register
                 expected = MMA_M16N8K16_F16.a.scatter(2 * held[..., None] + np.arange(2))
                 first = 16 * (strip * warps_n + warp)
                 assert np.array_equal(made[first : first + 16], expected)
+
+
+class Stages:
+    """Shared memory of a block as far as who fills and reads it: copies land when their group is waited for."""
+
+    def __init__(self, config):
+        self.config, self.slots, self.group, self.groups = config, [None] * config.stages, [], []
+        self.copied, self.read_since = {}, set()
+
+    def copy_piece(self, source, iteration, slot, i, C):
+        assert slot not in self.read_since, "warps may still read what would be overwritten"
+        self.group.append((iteration, slot, i))
+
+    def commit(self):
+        self.groups.append(self.group)
+        self.group = []
+
+    def await_stage(self, C):
+        landed, self.groups = self.groups[: 1 - C.stages + 1 or None], self.groups[1 - C.stages + 1 :]
+        for iteration, slot, i in (copy for group in landed for copy in group):
+            self.copied.setdefault((iteration, slot), set()).add(i)
+            self.slots[slot] = iteration
+        self.read_since = set()
+
+    def whole(self, slot):
+        self.read_since.add(slot)
+        assert self.copied[self.slots[slot], slot] == set(range(self.config.order.copy_count)), (
+            "a stage is read before it is there"
+        )
+        return self.slots[slot]
+
+    def read_x(self, x, block, C):
+        slot, position = divmod(block, C.order.positions)
+        return self.whole(slot), position
+
+    def read_weights(self, reader, slot, C):
+        return self.whole(slot), None
+
+    def decode_strip(self, words, ready, strip, turn, C):
+        return ((words, strip, turn),)
+
+
+@pytest.mark.parametrize("fmt", ["int3", "int4", "int8", "int2"])
+@pytest.mark.parametrize(
+    "tile",
+    [
+        MmaTile(128, 2, 8, 1, 4, 1), MmaTile(128, 4, 4, 2, 3, 1), MmaTile(64, 1, 4, 2, 6, 1), MmaTile(32, 2, 4, 2, 2, 1),
+        MmaTile(256, 1, 8, 1, 3, 1), MmaTile(64, 2, 4, 1, 4, 1, warps_k=2),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_each_product_has_its_x_and_its_weights(tile, fmt):
+    """The order of the main loop: what is multiplied when, of stages that are there, none filled while it is read."""
+    form = WeightForm(fmt, 128, "none", "fp16", False, False)
+    config = MmaPlan(GemmShape(4096, 8192, 8192, number_format(fmt).bits), tile, form, torch.float16, False).config
+    stages, seen = Stages(config), []
+
+    def multiply(sums, registers, b, position, C):
+        step, chunk = divmod(position, C.order.chunks)
+        (iteration,) = {each[0] for each in registers}
+        assert [each[1:] for each in registers] == [(strip, step // C.turn_steps) for strip in range(C.strips)]
+        assert b == (iteration, position)
+        seen.append((iteration, step, chunk))
+        return sums
+
+    names = {"copy_piece", "commit", "await_stage", "read_x", "read_weights", "decode_strip"}
+    device = {name: getattr(stages, name) for name in names}
+    ahead = plain(decode_ahead, gl=GL, ptx=lambda write, *numbers: write(*numbers), decode_strip=stages.decode_strip)
+    gl = SimpleNamespace(**vars(GL), zeros=lambda shape, kind, layout: 0, float32=None)
+    loop = plain(
+        products, gl=gl, ptx=lambda write, *numbers: write(*numbers), decode_ahead=ahead, multiply=multiply,
+        run=lambda *_: None, barrier=lambda: None, together=lambda sums, count, C: sums,
+        of_slices=lambda sums, C: sums, **device,
+    )  # fmt: skip
+    for begin, end in ((5, 16), (3, 4)):  # many stages, and fewer than there is room for
+        stages.__init__(config)
+        seen.clear()
+        loop(None, None, None, begin, end, config)
+        assert seen == [
+            (i, step, chunk) for i in range(begin, end) for step in range(4) for chunk in range(config.order.chunks)
+        ]

@@ -1,0 +1,204 @@
+"""Where copies of the kernel for many tokens read and write, in all threads and stages of the blocks at a product's edges: the
+kernel's own Python and PTX, for every tile that a choice can give of 1 to 1024 tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
+
+from lowbit.formats import number_format
+from lowbit.hardware.machine import typical_machine
+from lowbit.kernels.choose.mixed_gemm import GemmShape, MmaTile, mma_tiles
+from lowbit.kernels.parts import tile_stage as stage
+from lowbit.kernels.parts.line_stage import first_line_piece
+from lowbit.kernels.parts.schedule import iterations_of, part_of, places, tile_at
+from lowbit.kernels.sm80.wide_mixed_gemm import MmaPlan, mma_gemm
+from lowbit.pack.weight import WeightForm
+from tests.kernels.parts.plain import GL, Array, plain
+from tests.kernels.parts.threads import run
+
+A100 = typical_machine(80)
+MACHINES = [A100, replace(typical_machine(90), arch=A100.arch)]
+"""An A100, and an H200 by the kernels of one."""
+
+SHARED = 4096
+"""Where shared memory is said to begin."""
+
+ROOM = 1 << 26
+"""Addresses from one tensor to the next."""
+
+
+class Values(Array):
+    """A tensor of a kernel."""
+
+    def to(self, kind):
+        return self
+
+
+class Address:
+    """Into a tensor of elements of so many bytes."""
+
+    def __init__(self, at, size):
+        self.at, self.size = at, size
+
+    def __add__(self, elements):
+        return Address(self.at + self.size * elements, self.size)
+
+
+def source_of(x, x_step, tokens, ks, w, w_strip, scale, scale_strip, tiles):
+    return SimpleNamespace(**locals())
+
+
+NAMES = SimpleNamespace(**vars(GL) | {"arange": lambda first, end, layout: np.arange(first, end).view(Values)})
+
+
+class Blocks:
+    """Blocks of a product, from their number to the addresses of their copies: those of the first and last tile of tokens by
+    the first two and the last tile of rows, all splits. Between them addresses are straight lines."""
+
+    def __init__(self, plan, group, of_scale):
+        self.plan, self.config, shape = plan, plan.config, plan.shape
+        strips, steps = shape.strips, shape.steps(64)
+        self.w_strip = steps * 128 * shape.bits
+        self.scale_strip = shape.steps(128) * (128 // group) * of_scale if group else 0
+        self.x_stride = -(-shape.k // 8) * 8
+        sizes = 2 * shape.m * self.x_stride, strips * self.w_strip, strips * self.scale_strip
+        assert max(sizes) <= ROOM
+        self.tensors = [(ROOM * (i + 1), ROOM * (i + 1) + size) for i, size in enumerate(sizes)]
+        self.copies, self.ends = [], []
+        names = {"x_piece": plain(stage.x_piece), "x_at": plain(stage.x_at), "asm": lambda *_: SHARED, "ptx": self.ptx}
+        self.copy = plain(stage.copy_piece, gl=NAMES, run=self.noted, **names)
+        self.tile_at = plain(tile_at, gl=NAMES)
+        order = {"tile_at": lambda *_: self.place}
+        order["iterations_of"] = plain(iterations_of, part_of=plain(part_of))
+        pieces = {"first_piece": plain(stage.first_piece, gl=NAMES)}
+        pieces["first_line_piece"] = plain(first_line_piece, gl=NAMES, STRIP=16)
+        gl = SimpleNamespace(**vars(NAMES), program_id=lambda axis: None)
+        ends = {name: self.end_of(name) for name in ("finish_tile", "meet", "meet_in_turn")}
+        self.run_block = plain(
+            mma_gemm, gl=gl, products=self.products, allocate=lambda C: None, view=lambda *_: None,
+            Tiles=lambda *sizes: SimpleNamespace(of_tokens=sizes[0], of_channels=sizes[1], iterations=sizes[2]),
+            Source=source_of, Reader=lambda *_: None, Applied=lambda *_: None, SplitK=lambda *_: None,
+            **names, **order, **pieces, **ends,
+        )  # fmt: skip
+
+    def ptx(self, write, *numbers):
+        return write(*numbers)
+
+    def end_of(self, name):
+        def end(*values):
+            self.ends.append((name, values))
+            return False, None
+
+        return end
+
+    def products(self, x, reader, source, begin, end, C):
+        """All copies that the main loop starts, those beyond the end with them; which stage is whose: test_wide_in_numpy.py."""
+        assert end > begin
+        wanted = {*range(begin, min(begin + C.stages, end)), *range(max(end - C.stages, begin), end + C.stages - 1)}
+        iteration = np.array(sorted(wanted))[:, None].view(Values)
+        for i in range(C.order.copy_count):
+            self.beyond, self.slot = iteration >= end, (iteration - begin) % C.stages
+            self.copy(source, iteration, self.slot, i, C)
+
+    def noted(self, text, constraints, inputs):
+        inputs = [value.at if isinstance(value, Address) else value for value in inputs]
+        together = np.broadcast_arrays(*inputs, self.beyond, self.slot)
+        *inputs, beyond, slot = (np.ascontiguousarray(each).reshape(-1) for each in together)
+        assert all(value.min() >= 0 and value.max() < 1 << 32 for value in inputs[:2])
+        copies = []
+        run(text, inputs, 1, copies=copies)
+        ((to, source, read, active),) = copies
+        self.copies.append((to[active], source[active], read[active] > 0, beyond[active], slot[active]))
+
+    def run_all(self):
+        plan, shape, C = self.plan, self.plan.shape, self.config
+        x, w, scale = (Address(begin, size) for (begin, _), size in zip(self.tensors, (2, 4, 2), strict=True))
+        token_tiles, row_tiles = plan.tiles
+        tiles = SimpleNamespace(of_tokens=token_tiles, of_channels=row_tiles)
+        edges = {0, token_tiles - 1}, {0, min(1, row_tiles - 1), row_tiles - 1}
+        for block in range(plan.launch.grid[0]):
+            self.place = self.tile_at(block, tiles, C)
+            if self.place[0] not in edges[0] or self.place[1] not in edges[1]:
+                continue
+            self.run_block(
+                None, x, w, scale, None, None, None, None, shape.m, shape.n, shape.k, plan.columns, self.x_stride, *plan.tiles,
+                shape.steps(C.stage_k), shape.strips, self.w_strip, self.scale_strip, 1.0, C,
+            )  # fmt: skip
+        return [np.concatenate(each) for each in zip(*self.copies, strict=True)]
+
+
+def check(shape, tile, fmt="int4", group=128, zero="none", lines=False):
+    """Every piece that is read is in x, in the codes or in the scales, every piece that is written in its stage, and a stage
+    is written whole; sums and counters of splits are in their workspaces."""
+    form = WeightForm(fmt, group, zero, "fp16", False, False, lines)
+    plan = MmaPlan(shape, tile, form, torch.float16, False)
+    blocks = Blocks(plan, group, 32 if zero == "none" else 64)
+    C, S = plan.config, plan.config.stage
+    to, source, read, beyond, slot = blocks.run_all()
+    assert not read[beyond].any(), "nothing is read beyond the end"
+    inside = np.zeros(to.shape, dtype=bool)
+    for begin, end in blocks.tensors:
+        inside |= (begin <= source) & (source + 16 <= end)
+    assert (inside | ~read).all(), "read outside of its tensor"
+    assert not (source[read] % 16).any() and not (to % 16).any()
+    at = to - SHARED
+    w_at = at - S.w_start
+    of_x, of_w = at // S.x_bytes == slot, (w_at >= 0) & (w_at // S.w_bytes == slot)
+    assert ((at >= 0) & (at < S.bytes) & np.where(at < S.w_start, of_x, of_w)).all(), "written outside of its stage"
+    whole = (S.x_bytes + S.w_bytes) // 16
+    assert len(to) % whole == 0 and len(np.unique(at)) == len(np.unique(slot)) * whole, "a stage is not whole"
+    sums, counters = plan.workspace
+    place = plain(places, gl=NAMES)(C)
+    assert place.min() == 0 and place.max() < C.rows * C.columns
+    for name, values in blocks.ends:
+        if name == "finish_tile":
+            assert tile.splits == 1
+            continue
+        _, _, of_tile, split, _ = values
+        own = of_tile if name == "meet_in_turn" else of_tile * C.splits + split
+        assert of_tile < counters and (own + 1) * C.rows * C.columns <= sums
+
+
+def tiles_of(n, k, bits):
+    """Each tile that is considered for 1 to 1024 tokens, with the fewest and the most of them and a number between that fills
+    no tile."""
+    found: dict[MmaTile, list[int]] = {}
+    for machine in MACHINES:
+        for m in range(1, 1025):
+            for tile in mma_tiles(GemmShape(m, n, k, bits), machine):
+                found.setdefault(tile, []).append(m)
+    for tile, counts in found.items():
+        ragged = [m for m in counts if m % tile.tokens]
+        yield tile, {min(counts), max(counts), *ragged[len(ragged) // 2 :][:1]}
+
+
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (8192, 8192), (28672, 4096)])
+def test_every_tile_stays_in_its_tensors(n, k):
+    for tile, counts in tiles_of(n, k, 4):
+        for m in counts:
+            check(GemmShape(m, n, k, 4), tile)
+
+
+SLICED = MmaTile(64, 2, 4, 1, 4, 2, warps_k=2)
+
+
+@pytest.mark.parametrize("tile", [MmaTile(128, 2, 8, 1, 3, 3), MmaTile(64, 2, 8, 1, 4, 2, in_turn=True), SLICED], ids=str)
+@pytest.mark.parametrize(
+    ("fmt", "group", "zero", "lines"),
+    [("fp6_e3m2", 0, "none", False), ("int3", 128, "none", False), ("uint4", 16, "integer", False), ("int7", 64, "none", False),
+     ("int4", 128, "none", True), ("int8", 0, "none", True)],
+)  # fmt: skip
+def test_other_forms_and_ragged_shapes(fmt, group, zero, lines, tile):
+    """A part of a tile of rows, of 64 k and of tokens; fewer stages in a split than there is room for."""
+    if lines and tile.warps_k > 1:
+        pytest.skip("no tile of lines shares K")
+    bits = number_format(fmt).bits
+    for m, n, k in ((77, 4000 if lines else 3989, 1096 if not lines else 1088), (130, 512, 64 * 3)):
+        check(GemmShape(m, n, k, bits), tile, fmt, group, zero, lines)
