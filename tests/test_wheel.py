@@ -21,8 +21,8 @@ DATA = {
     *("lowbit/eval/data/one_text.json", "lowbit/eval/data/opticks.txt.bz2", "lowbit/eval/data/javascript/functions.jsonl"),
 }
 
-IN_THE_REPOSITORY = "lowbit/bench/mechanisms/"
-"""What measures a page of the documentation stays where that is."""
+IN_THE_REPOSITORY = ("lowbit/bench/mechanisms/", "lowbit/bench/tuning/")
+"""What measures a page of the documentation, and what finds rows for the choice of kernels, stays where those are."""
 
 
 @pytest.fixture(scope="module")

@@ -489,8 +489,8 @@ def _wgmma_cost(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> float:
 _SHARED_US, _SHARED_MARGIN = 0.145, 1.03
 """Where parts of tiles meet, of each KiB of 256 sums of a tile; and what shares must gain, or tiles stay whole. Of 12 times on
 an H200, 2026-11-23, int4 in groups of 128, N 5120 K 13824, N 6144 K 4096 and N 4096 K 14336, M 256 and 1024: beyond waves that
-could be cut anywhere, tiles of 128 tokens took 7 to 10 us and of 256 tokens 17 to 23, once 19 and once 30. What is shared now, less
-than one wave, meets in two thirds of that (2026-11-24: 0.107 and 0.124); by these costs none of 79 points chose shares that lost."""
+could be cut anywhere, tiles of 128 tokens took 7 to 10 us and of 256 tokens 17 to 23. What is shared now, less than one wave,
+meets in two thirds of that (2026-11-24: 0.107 and 0.124); by these costs none of 79 points took shares that lost."""
 _SECTION_US = 0.03
 """Of a part of K after another one in the same block: what is under way comes to its end. Measured on an H200, 2026-11-23,
 int4, 4096 x 4096, 256 tokens: two waves of 128 rows x 64 tokens take 18.59 us in four parts, 18.42 in one."""

@@ -57,9 +57,11 @@ class StageOrder:
 
     @property
     def copy_count(self) -> int:
+        """Copies of a stage."""
         return len(self.copies)
 
     def copy(self, i: int) -> Copy:
+        """The i-th of them; a kernel takes no tuple of constants."""
         return self.copies[i]
 
     def first_copy(self, position: int) -> int:
@@ -75,4 +77,5 @@ class StageOrder:
         return max(chunk - start, 0) * self.strips // (self.chunks - start)
 
     def end_strip(self, position: int) -> int:
+        """The one after the last of them."""
         return self.strips if (position + 1) % self.chunks == 0 else self.first_strip(position + 1)

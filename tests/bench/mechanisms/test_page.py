@@ -17,8 +17,8 @@ OF_LINES = {
 
 
 def rows_of_runs():
-    """The rows of both kept files."""
-    files = [RESULTS / f"2026-11-23-{name}.json" for name in ("mechanisms", "mechanisms-lines-sums")]
+    """The rows of all kept files."""
+    files = sorted(RESULTS.glob("*-mechanisms*.json"))
     return [row for file in files for row in load(file)["rows"]]
 
 

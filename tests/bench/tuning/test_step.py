@@ -10,7 +10,7 @@ import torch
 from lowbit.bench import language_model
 from lowbit.bench.e2e import engine_for
 from lowbit.bench.language_model import random_model
-from lowbit.bench.step import Part, Trial, given, parts_of, search
+from lowbit.bench.tuning.step import Part, Trial, given, parts_of, search
 from lowbit.hardware.machine import machine_of, typical_machine
 from lowbit.kernels.choose.chained_gemm import choose_chain
 from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile, choose

@@ -1,4 +1,4 @@
-"""Attention of a decode step, tile by tile: `python -m lowbit.bench.attention`, on an NVIDIA GPU.
+"""Attention of a decode step, tile by tile: `python -m lowbit.bench.tuning.attention`, on an NVIDIA GPU.
 
 Prints, for each batch and context, the fastest tiles with their share of the bandwidth that keys and values need, beside the
 one that kernels/choose/attention.py takes and what its model says. Timed as all kernels are (bench/protocol.py): copies of the
@@ -141,7 +141,7 @@ def time_tiles(
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m lowbit.bench.attention", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(prog="python -m lowbit.bench.tuning.attention", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
     parser.add_argument("--heads", type=int, nargs=3, default=(LLAMA.heads, LLAMA.kv_heads, LLAMA.head_dim), metavar="N",

@@ -1,4 +1,4 @@
-"""Tiles of a decode step, tried where they run: `python -m lowbit.bench.step`, on an NVIDIA GPU.
+"""Tiles of a decode step, tried where they run: `python -m lowbit.bench.tuning.step`, on an NVIDIA GPU.
 
 A tile that is fast alone may be slow between others: with programmatic launch blocks of neighbours share SMs. This captures the
 whole step of a few layers again for each tile of each product and of attention, one after the other, keeps what makes the step
@@ -200,7 +200,7 @@ def search(trial: Trial, parts: Sequence[Part]) -> Iterator[str]:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m lowbit.bench.step", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(prog="python -m lowbit.bench.tuning.step", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--model", choices=SHAPES, default="Llama-3-8B")
     parser.add_argument("--layers", type=int, default=4, help="a few, whose weights exceed the L2")
     parser.add_argument("--schemes", nargs="+", default=["w4a16_g128"], help="none: 16 bits, the head too")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowbit.bench.attention import CONTEXTS, LLAMA, ROWS, Timed, make_batch, tiles_to_time, time_tiles
+from lowbit.bench.tuning.attention import CONTEXTS, LLAMA, ROWS, Timed, make_batch, tiles_to_time, time_tiles
 from lowbit.hardware.machine import machine_of, typical_machine
 from lowbit.kernels.choose.attention import DecodeTile, attention_refusals, choose_decode
 from lowbit.kernels.reference.attention import decode_reference
