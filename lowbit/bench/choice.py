@@ -42,7 +42,6 @@ from lowbit.bench.protocol import (
 from lowbit.bench.quantized_x import Codes, quantized_x
 from lowbit.bench.request import parse_rows
 from lowbit.bench.results import default_path, machine
-from lowbit.engine.warm_up import compiled
 from lowbit.eval.results import versions, write_json
 from lowbit.formats import Scheme, parse_scheme
 from lowbit.hardware.machine import Machine, machine_of
@@ -303,8 +302,10 @@ def run(asked: Asked, out: Path | None, say: Callable[[str], None], watch: Watch
     watch(0, asked.count, "listing kernels")
     wanted = kernels(asked, here)
     say(f"{asked.count} products of {len(asked.shapes)} weights, {len(wanted)} distinct kernels")
-    for stage in compiled(wanted, here.arch.sm):
-        watch(stage.done, stage.total, "compiling")
+    from lowbit.kernels.parts.compile import compiled
+
+    for done in compiled(wanted, here.arch.sm):
+        watch(done, len(wanted), "compiling")
     warm_up()
     saved = time.monotonic()
     try:

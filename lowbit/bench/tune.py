@@ -23,7 +23,6 @@ from lowbit.bench.protocol import gaussian, warm_up
 from lowbit.checkpoint.detect import quantization_of
 from lowbit.checkpoint.reader import CheckpointReader, model_folder, read_json
 from lowbit.checkpoint.target import check_file
-from lowbit.engine.warm_up import compiled
 from lowbit.eval.results import versions, write_json
 from lowbit.folders import tuned_file
 from lowbit.formats import PerBlock, parse_scheme
@@ -118,8 +117,10 @@ def run(products: Products, tokens: Sequence[int], seconds: float, say: Callable
     watch(0, total, "listing kernels")
     wanted = [kernel for each in asked for kernel in kernels(each, here)]
     say(f"{total} products of {sum(len(each.shapes) for each in asked)} weights, {len(wanted)} kernels, for {here.product}")
-    for stage in compiled(wanted, here.arch.sm):
-        watch(stage.done, stage.total, "compiling")
+    from lowbit.kernels.parts.compile import compiled
+
+    for done in compiled(wanted, here.arch.sm):
+        watch(done, len(wanted), "compiling")
     warm_up()
     rows: list[Tuned] = []
     try:

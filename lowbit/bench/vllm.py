@@ -32,8 +32,11 @@ from lowbit.bench import results, vllm_report
 from lowbit.bench.language_model import SHAPES
 from lowbit.bench.protocol import reason
 from lowbit.bench.vllm_report import BENCH, SCHEMA
+from lowbit.checkpoint.gptq import Gptq
 from lowbit.eval.results import check_plot, machine, versions, write_json
 from lowbit.formats import parse_scheme
+from lowbit.quantize import rtn
+from lowbit.vllm.loading import usual_defaults
 
 REPEATS, ENOUGH_S = 3, 4.0
 """A batch is measured so many times, or until so many seconds are spent."""
@@ -112,15 +115,18 @@ def cache_bytes(config: Mapping[str, Any], request: Request) -> int:
 
 
 def random_weights(module: torch.nn.Module, *_: Any) -> None:
-    """In place of vLLM's dummy weights, whose codes are as memory has them, whose fp8 is 0: multiplying zeros takes less power.
-    Ours are made by `lowbit.vllm`."""
+    """In place of vLLM's dummy weights, whose codes are as memory has them, whose fp8 is 0: products of many tokens take all
+    the power that a GPU is allowed, and less of it for numbers that are alike, which raises its clock. Ours are made by
+    `lowbit.vllm`; int4 of vLLM is what those are."""
+    for layer in module.modules():
+        if hasattr(layer, "qweight"):
+            _random_int4(layer.qweight.data, layer.scales.data)
     for name, tensor in module.state_dict().items():
         if tensor.device.type == "meta" or not tensor.numel():
             continue
-        if not tensor.is_floating_point():
-            if tensor.dtype == torch.int32 and tensor.dim() == 2:
-                tensor.random_(-(2**31), 2**31 - 1)
-        elif "scale" in name:
+        if not tensor.is_floating_point() or name.endswith(".scales"):
+            continue
+        if "scale" in name:
             if tensor.dim():  # not those of keys and values
                 tensor.uniform_(1e-3, 3e-3)
         elif tensor.dim() < 2:
@@ -129,6 +135,16 @@ def random_weights(module: torch.nn.Module, *_: Any) -> None:
             wide = tensor.element_size() > 1
             made = torch.randn(tensor.shape, dtype=tensor.dtype if wide else torch.float16, device=tensor.device)
             tensor.copy_(made.mul_(tensor.shape[-1] ** -0.5 if wide else 8.0))
+
+
+def _random_int4(words: torch.Tensor, scales: torch.Tensor) -> None:
+    """Normal weights, rounded as ours are, in the words [K/8, N] and scales [K/128, N] of GPTQ's files."""
+    k, n = 8 * words.shape[0], words.shape[1]
+    with usual_defaults():
+        weight = torch.randn((n, k), dtype=scales.dtype, device=words.device) / k**0.5
+        made = Gptq(bits=4, group=k // scales.shape[0], symmetric=True).write(rtn(weight, f"w4a16_g{k // scales.shape[0]}"))
+    words.copy_(made["qweight"])
+    scales.copy_(made["scales"])
 
 
 def kernels(model: torch.nn.Module) -> list[str]:

@@ -39,7 +39,7 @@ from lowbit.engine.prompts import Prompts
 from lowbit.engine.request import Drawn, End, Request
 from lowbit.engine.slots import Slots, on_device
 from lowbit.engine.steps import Program, Step, Steps, draw, filters
-from lowbit.engine.warm_up import Rehearsal, Stage, compiled
+from lowbit.engine.warm_up import Rehearsal, Stage
 from lowbit.hardware.machine import machine_of
 from lowbit.ops.sample import top_logprobs
 
@@ -254,7 +254,7 @@ class Engine:
             return
         with self._lock:
             wanted = self._rehearsal.kernels(self._rehearsal.everything())
-        yield from compiled(wanted, machine_of(self.device).arch.sm)
+        yield from self._compiled(wanted)
 
     def warm_up(self) -> Iterator[Stage]:
         """Compiles every kernel and captures every graph, so that no request waits for either; says what comes before each."""
@@ -323,9 +323,16 @@ class Engine:
         elif planned.pieces:
             self._launch_one_by_one(planned.pieces, planned)
 
+    def _compiled(self, wanted: Sequence[Wanted]) -> Iterator[Stage]:
+        if wanted:
+            from lowbit.kernels.parts.compile import compiled
+
+            for done in compiled(wanted, machine_of(self.device).arch.sm):
+                yield Stage("kernels", done, len(wanted))
+
     def _compile(self, wanted: Sequence[Wanted]) -> None:
         """Compiles the kernels of a round before it launches them, where one after the other would be."""
-        for stage in compiled(wanted, machine_of(self.device).arch.sm):
+        for stage in self._compiled(wanted):
             self._progress(stage)
         if wanted:
             self._progress(Stage("kernels", len(wanted), len(wanted)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,9 +16,6 @@ from lowbit.engine.steps import Steps, draw, filters
 
 if TYPE_CHECKING:
     from lowbit.kernels.parts.launch import Wanted
-
-FEW = 3
-"""Fewer kernels are compiled sooner than other processes have begun: these import torch and Triton first."""
 
 
 @dataclass(frozen=True)
@@ -93,21 +90,3 @@ class Rehearsal:
         else:
             h = torch.zeros(count, self.program.decoder.hidden, dtype=self.program.dtype, device=self.program.device)
             draw(self.program.logits(h, h), rows, slots, any_filter)
-
-
-def compiled(wanted: Sequence[Wanted], sm: int) -> Iterator[Stage]:
-    """Compiles kernels for GPUs of compute capability `sm` (90: 9.0), by several processes where Triton's cache does not have
-    enough of them (those after one that it has not, it will not have either); says how far it is before each."""
-    from lowbit.kernels.parts.compile import compile_all, compile_one, misses
-
-    for number, each in enumerate(wanted):
-        yield Stage("kernels", number, len(wanted))
-        with misses() as missing:  # by the time that it takes a process's first kernel looks like one that is not there
-            compile_one(each)
-        left = wanted[number + 1 :]
-        if missing and len(left) >= FEW:
-            for more in compile_all(left, sm):
-                yield Stage("kernels", number + more, len(wanted))
-            for one in left:  # from the cache into this process
-                compile_one(one)
-            return

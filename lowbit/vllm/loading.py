@@ -176,11 +176,12 @@ def _outputs(matrices: Sequence[Matrix], cut: Cut) -> list[tuple[int, ...]]:
 @contextlib.contextmanager
 def usual_defaults() -> Iterator[None]:
     """torch's own default type and device, where vLLM has set the model's: what is computed here names its types, but tables
-    that it keeps for later are made of defaults."""
+    that it keeps for later are made of defaults. A default device is a function in Python before each of torch's, which
+    takes longer than many of them; none is called here."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
-        with torch.device("cpu"):
+        with torch._C.DisableTorchFunction():
             yield
     finally:
         torch.set_default_dtype(dtype)

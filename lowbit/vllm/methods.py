@@ -19,13 +19,15 @@ from lowbit.nn import QuantEmbedding
 from lowbit.vllm.loading import Cut, Loading, expect, loaded, usual_defaults, whole_outputs
 from lowbit.vllm.matrices import Matrix
 from lowbit.vllm.product import Piece, Product
-from lowbit.vllm.warm_up import compile_kernels, together, token_counts
+from lowbit.vllm.warm_up import compile_kernels, hash_early, together, token_counts
 
 
 @functools.cache
 def compile_together() -> None:
     """Has vLLM's loader compile the kernels of all layers of a model at once, in this process; a loader, or a vLLM, that
     processes them in its own way has those of each compiled by themselves."""
+    if torch.cuda.is_available():
+        hash_early()
     process = getattr(base_loader, "process_weights_after_loading", None)
     if process is None:
         return

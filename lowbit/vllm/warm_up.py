@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -21,13 +22,21 @@ FEW = 64
 
 def token_counts(captured: Iterable[int], most: int) -> tuple[int, ...]:
     """Numbers of tokens, up to `most`, that stand for all that a layer will meet: those of the CUDA graphs, all small ones, and
-    larger ones so close to each other that no tile is chosen only between two of them; multiples of 16, for which Triton
-    compiles kernels of their own, and others."""
+    larger ones so close to each other that no tile is chosen only between two of them. No kernel is compiled for what a number
+    of tokens is a multiple of (`do_not_specialize`)."""
     found, count = {*captured, *range(1, FEW + 1)}, FEW
     while count < most:
         count += max(16, count // 24 // 16 * 16)
-        found |= {count, count + 1}
+        found.add(count)
     return tuple(sorted(each for each in found | {most} if 1 <= each <= most))
+
+
+def hash_early() -> None:
+    """Has a thread compute Triton's hash of itself (0.4 s), which a process needs before its first kernel, while weights are
+    read."""
+    from triton.runtime.cache import triton_key
+
+    threading.Thread(target=triton_key, name="triton_key", daemon=True).start()
 
 
 _compiled: set[Any] = set()
@@ -55,7 +64,7 @@ def together() -> Iterator[None]:
 
 def compile_soon(wanted: Sequence[Wanted], sm: int) -> None:
     """Compiles kernels, now or where `together` ends, each once."""
-    from lowbit.engine.warm_up import compiled
+    from lowbit.kernels.parts.compile import compiled
 
     if _noted is None:
         for _ in compiled(wanted, sm):
@@ -89,7 +98,7 @@ def compile_kernels(product: Product, k: int, dtype: torch.dtype, counts: tuple[
     device = product.linears[0].weight_scale.device
     with torch.inference_mode(), torch.cuda.device(device), recording() as wanted:
         x = torch.zeros((max(counts), k), dtype=dtype, device=device)
-        for count in counts:
+        for count in sorted(counts, reverse=True):  # smaller results take the memory of larger ones
             product(x[:count], bias)
     compile_soon(wanted, machine_of(device).arch.sm)
     return len(wanted)

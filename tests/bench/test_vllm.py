@@ -45,7 +45,7 @@ def test_memory_for_keys_and_values(tmp_path):
 def test_random_weights_are_no_zeros():
     """What vLLM's own dummy weights are for codes and fp8."""
     module = torch.nn.Module()
-    kinds = {"weight": torch.bfloat16, "qweight": torch.int32, "packed": torch.float8_e4m3fn, "scales": torch.bfloat16}
+    kinds = {"weight": torch.bfloat16, "packed": torch.float8_e4m3fn, "weight_scale": torch.bfloat16}
     for name, dtype in kinds.items():
         module.register_buffer(name, torch.zeros(64, 64, dtype=dtype))
     module.register_buffer("_k_scale", torch.ones(()))
@@ -54,7 +54,22 @@ def test_random_weights_are_no_zeros():
     for name in kinds:
         values = getattr(module, name).double()
         assert len(values.unique()) > 32 and values.isfinite().all()
-    assert (module.scales > 0).all() and (module.norm == 1).all() and module._k_scale == 1
+    assert (module.weight_scale > 0).all() and (module.norm == 1).all() and module._k_scale == 1
+
+
+def test_int4_of_vllm_are_weights_as_ours():
+    """Uniform codes need less power than those of normal weights: Machete took 4.66 ms instead of 5.54 for a layer (H200)."""
+    module = torch.nn.Sequential(torch.nn.Module())
+    k, n = 512, 64
+    for name, shape, dtype in (("qweight", (k // 8, n), torch.int32), ("qzeros", (k // 128, n // 8), torch.int32)):
+        module[0].register_buffer(name, torch.zeros(shape, dtype=dtype))
+    module[0].register_buffer("scales", torch.zeros(k // 128, n, dtype=torch.bfloat16))
+    random_weights(module)
+    shifts = 4 * torch.arange(8, dtype=torch.int32)
+    codes = ((module[0].qweight[:, None] >> shifts[:, None]) & 15).reshape(k, n) - 8
+    weight = codes * module[0].scales.double().repeat_interleave(128, 0)
+    assert abs(weight.mean()) < 1e-3 and 0.95 < weight.std() * k**0.5 < 1.05
+    assert torch.histc(codes.double(), 16, -8, 7).argmax() == 8
 
 
 def test_wrong_requests_are_refused_before_anything_runs(tmp_path, capsys):

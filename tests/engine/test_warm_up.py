@@ -15,7 +15,7 @@ from triton import knobs
 from lowbit.engine import End, Engine, Request, Sampling
 from lowbit.engine.batching import Piece, Round
 from lowbit.engine.prompts import Prompts
-from lowbit.engine.warm_up import Rehearsal, Stage, compiled
+from lowbit.engine.warm_up import Rehearsal, Stage
 from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.parts import compile as compiling
 from lowbit.kernels.parts.launch import Launcher, Wanted, _thread
@@ -59,10 +59,10 @@ def noted(model, monkeypatch):
     def compiles(wanted, sm):
         assert sm == 90
         for number, each in enumerate(wanted):
-            yield Stage("kernels", number, len(wanted))
+            yield number
             events.append(("compiled", each.name))
 
-    monkeypatch.setattr("lowbit.engine.engine.compiled", compiles)
+    monkeypatch.setattr("lowbit.kernels.parts.compile.compiled", compiles)
     engine = Engine(model, max_concurrent=4, piece=256, cache_bytes=1 << 24, sharing=False, progress=told.append)
     engine._rehearsal = Rehearsal(engine.program, engine.steps, engine.prompts, 4, engine.max_length)
     program = engine.program
@@ -156,7 +156,7 @@ def test_a_kernel_that_cannot_be_compiled_fails_where_it_is_launched(noted, monk
         raise RuntimeError("ptxas does not want to")
         yield
 
-    monkeypatch.setattr("lowbit.engine.engine.compiled", fails)
+    monkeypatch.setattr("lowbit.kernels.parts.compile.compiled", fails)
     assert {request.end for request in engine.generate(texts())} == {End.LENGTH} and asked
 
 
@@ -172,6 +172,5 @@ def test_processes_are_started_for_more_than_a_few_kernels(monkeypatch, count, m
     monkeypatch.setattr(compiling, "compile_one", compile_one)
     monkeypatch.setattr(compiling, "compile_all", lambda left, sm: (by_processes.append(each) or 1 for each in left))
     monkeypatch.setattr(knobs.compilation, "listener", lambda **given: None)
-    stages = list(compiled(wanted, 90))
+    assert len(list(compiling.compiled(wanted, 90))) == count
     assert done == wanted and by_processes == (wanted[1:] if processes else [])
-    assert len(stages) == count and {stage.total for stage in stages} == {count}

@@ -102,7 +102,7 @@ from unittest.mock import MagicMock
 import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.model_loader import base_loader
-import lowbit.engine.warm_up
+import lowbit.kernels.parts.compile
 from lowbit.vllm.methods import compile_together
 from lowbit.vllm.warm_up import compile_soon
 class Method(QuantizeMethodBase):
@@ -113,7 +113,7 @@ def layer(name):
     made = torch.nn.Module()
     made.name, made.quant_method = name, Method()
     return made
-lowbit.engine.warm_up.compiled = lambda wanted, sm: [print(*wanted, sm)]
+lowbit.kernels.parts.compile.compiled = lambda wanted, sm: [print(*wanted, sm)]
 compile_together(), compile_together()
 model = torch.nn.Sequential(layer("a"), layer("b"))
 base_loader.process_weights_after_loading(model, MagicMock(), torch.device("cpu"))

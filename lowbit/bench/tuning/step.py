@@ -28,10 +28,10 @@ from lowbit.engine.graphs import Graphs
 from lowbit.engine.product import Dense, Packed, Product
 from lowbit.engine.program import DecodeProgram
 from lowbit.engine.steps import Step, Steps
-from lowbit.engine.warm_up import compiled
 from lowbit.hardware.machine import Machine, machine_of
 from lowbit.kernels.choose import attention, chained_gemm, mixed_gemm
 from lowbit.kernels.choose.mixed_gemm import DENSE_BITS, RING_TOKENS, GemmShape, RingTile
+from lowbit.kernels.parts.compile import compiled
 from lowbit.kernels.parts.launch import recording
 from lowbit.pack import DenseWeight
 

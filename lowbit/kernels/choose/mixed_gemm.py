@@ -204,7 +204,7 @@ def candidates(shape: GemmShape, machine: Machine, *, batch_invariant: bool = Fa
     if here is not None:
         return ordered(here)
     known = {row.tile: row for row in MEASURED if row.holds_for(shape, machine)}
-    return ordered([replace(row, measured=known.get(row.tile)) for row in rows])
+    return ordered([replace(row, measured=known[row.tile]) if row.tile in known else row for row in rows])
 
 
 @functools.lru_cache(maxsize=4096)

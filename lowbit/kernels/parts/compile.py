@@ -31,6 +31,8 @@ from triton import knobs
 from lowbit.kernels.parts.gluon import CompiledKernel, build_launcher, without_gpu
 from lowbit.kernels.parts.launch import Wanted
 
+FEW = 3
+"""Fewer kernels are compiled sooner than other processes have begun: these import torch and Triton first."""
 MOST_PROCESSES = 16
 """What they import, torch and Triton, is there once: 0.4 GB."""
 
@@ -140,6 +142,22 @@ def misses() -> Iterator[list[str]]:
         yield found
     finally:
         knobs.compilation.listener = before
+
+
+def compiled(wanted: Sequence[Wanted], sm: int) -> Iterator[int]:
+    """Compiles kernels into this process, for GPUs of compute capability `sm`, by several processes where Triton's cache does
+    not have enough of them (those after one that it has not, it will not have either); says before each how many are done."""
+    for number, each in enumerate(wanted):
+        yield number
+        with misses() as missing:  # by the time that it takes a process's first kernel looks like one that is not there
+            compile_one(each)
+        left = wanted[number + 1 :]
+        if missing and len(left) >= FEW:
+            for more in compile_all(left, sm):
+                yield number + more
+            for one in left:  # from the cache into this process
+                compile_one(one)
+            return
 
 
 def main(sm: int, sockets: Sequence[int]) -> None:

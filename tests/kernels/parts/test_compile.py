@@ -105,9 +105,8 @@ compiled_into()
 
 def compiled_into():
     """In a process of its own, which compiles without a GPU: what others compiled is found, nothing is compiled twice."""
-    from lowbit.engine.warm_up import compiled
     from lowbit.kernels.parts import compile as compiling
-    from lowbit.kernels.parts.compile import compile_all, compile_one
+    from lowbit.kernels.parts.compile import compile_all, compile_one, compiled
     from lowbit.kernels.parts.gluon import without_gpu
     from lowbit.kernels.parts.launch import recording
 
@@ -121,7 +120,7 @@ def compiled_into():
         compile_one(each)
     assert hits == [True, True], hits
     compiling.compile_all = None  # not called: a process's first kernel takes long, but is there
-    assert [stage.done for stage in compiled([*wanted, *wanted], 90)] == [0, 1, 2, 3]
+    assert list(compiled([*wanted, *wanted], 90)) == [0, 1, 2, 3]
     # An error ends the process that meets it; all kernels count as done, and fail where they are launched.
     broken = [*wanted[:1], BROKEN]
     assert list(compile_all(broken, 90, processes=1)) == [1, 2]
