@@ -118,10 +118,10 @@ def random_weights(module: torch.nn.Module, *_: Any) -> None:
     """In place of vLLM's dummy weights, whose codes are as memory has them, whose fp8 is 0: products of many tokens take all
     the power that a GPU is allowed, and less of it for numbers that are alike, which raises its clock. Ours are made by
     `lowbit.vllm`; int4 of vLLM is what those are."""
-    for layer in module.modules():
-        if hasattr(layer, "qweight"):
-            _random_int4(layer.qweight.data, layer.scales.data)
-    for name, tensor in module.state_dict().items():
+    tensors = module.state_dict()
+    for name, tensor in tensors.items():
+        if name.endswith(".qweight"):
+            _random_int4(tensor, tensors[name.removesuffix("qweight") + "scales"])
         if tensor.device.type == "meta" or not tensor.numel():
             continue
         if not tensor.is_floating_point() or name.endswith(".scales"):

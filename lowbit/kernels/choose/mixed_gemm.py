@@ -1,10 +1,10 @@
 """Which kernel and which tile multiply a problem: candidates, why some cannot, what each would cost, the choice.
 
 Pure functions of a problem and a machine: no GPU is asked, so a laptop can say what a server would do and why. Costs are
-modelled microseconds; their constants were fitted to the tuned halves of bench/results/h200/2026-11-23-choice.json and of
-2026-11-23-choice-middle.json beside it (H200, Triton 3.6, torch 2.11; docs/log.md), those of 16 tokens in the ring kernel to
-products of 2026-11-21, and only have to put the candidates in the right order. Tiles of more tokens than a product has are
-candidates too, since tokens can be filled up.
+modelled microseconds, which only have to put the candidates in the right order; their constants were fitted to the tuned
+halves of bench/results/h200/2026-11-23-choice.json, 2026-11-23-choice-middle.json and 2026-11-24-choice.json (H200, Triton
+3.6, torch 2.11; docs/log.md), those of 16 tokens in the ring kernel to products of 2026-11-21. Tiles of more tokens than a
+product has are candidates too, since tokens can be filled up.
 """
 
 from __future__ import annotations
@@ -340,10 +340,9 @@ def _ring_cost(tile: RingTile, shape: GemmShape, machine: Machine) -> float:
     memory_us = (weights + 0.43 * x) / machine.read_bytes * 1e6
     warps = tile.warps_n * tile.warps_k
     decode_us = busiest * steps * warps * (_WIDE_STEP_US if shape.bits > 4 else _STEP_US)
-    turns_us = math.ceil(busiest / together) * steps * 0.0094
-    gaps_us = (busiest - together) * 1.55 / together**2
+    turns_us = math.ceil(busiest / together) * steps * 0.0094 + (busiest - together) * 1.55 / together**2
     # Near each other the two cost more than the larger one.
-    return 0.50 + (memory_us**4 + decode_us**4) ** 0.25 + turns_us + gaps_us + 0.0026 * warps
+    return 0.50 + (memory_us**4 + decode_us**4) ** 0.25 + turns_us + 0.0026 * warps
 
 
 def _wide_ring_cost(tile: RingTile, shape: GemmShape, machine: Machine) -> float:
@@ -463,34 +462,37 @@ def _wgmma_cost(tile: WgmmaTile, shape: GemmShape, machine: Machine) -> float:
     """Launch, then waves of tiles: the steps along K, storing, and for parts of K the way through the L2."""
     waves, left = _wgmma_waves(tile, shape, machine.sm_count)
     iterations = shape.steps(128)
-    stages: float
     kib = tile.tokens * tile.rows / 256
-    if tile.splits == 0:
-        turns = waves + 1
-        shared = -(-left * iterations // machine.sm_count)
-        stages = 2 * (waves * iterations + shared) * _SHARED_MARGIN
-        meet_us = kib * _SHARED_US
-    else:
-        turns = -(-(waves * machine.sm_count + left) * tile.splits // machine.sm_count)
-        stages = 2 * turns * -(-iterations // tile.splits)
-        meet_us = turns * (0.74 + kib * (0.057 + 0.0176 * tile.splits)) if tile.splits > 1 else 0.0
-        meet_us += turns * (tile.sections - 1) * _SECTION_US
     full = _STAGE_CYCLES[tile.tokens, tile.warpgroups][shape.bits > 4]
     # Only one that is alone may not be full, or the last one where blocks share: else that one begins where it is.
     missing = max(tile.tokens - shape.m, 0) if tile.splits else -shape.m % tile.tokens
     copied = 8 * tile.rows * shape.bits + 128 * (tile.tokens - missing)
-    main_us = stages * max(full, copied / _L2_BYTES_PER_CYCLE + _MISSING_CYCLES * missing) / 1755
+    stage_us = max(full, copied / _L2_BYTES_PER_CYCLE + _MISSING_CYCLES * missing) / 1755
+    # Each tile's share of the memory's time: a wave that does not fill the GPU leaves its SMs more of it.
+    weights_us = _WEIGHTS * shape.n * shape.k * shape.bits / 8 / machine.read_bytes * 1e6 / (waves * machine.sm_count + left)
+    if tile.splits == 0:
+        turns = waves + 1
+        shared = -(-left * iterations // machine.sm_count)
+        main_us = waves * max(2 * iterations * stage_us, machine.sm_count * weights_us)
+        main_us = (main_us + max(2 * shared * stage_us, left * weights_us)) * _SHARED_MARGIN
+        meet_us = kib * _SHARED_US
+    else:
+        turns, alone = divmod((waves * machine.sm_count + left) * tile.splits, machine.sm_count)
+        turn_us = 2 * -(-iterations // tile.splits) * stage_us
+        main_us = turns * max(turn_us, machine.sm_count * weights_us / tile.splits)
+        main_us += max(turn_us, alone * weights_us / tile.splits) if alone else 0
+        turns += alone > 0
+        meet_us = turns * (0.74 + kib * (0.057 + 0.0176 * tile.splits)) if tile.splits > 1 else 0.0
+        meet_us += turns * (tile.sections - 1) * _SECTION_US
     store_us = turns * tile.tokens * tile.rows * 2.4e-05
-    # Of the memory's rate, weights come at about 0.85.
-    memory_us = 1.11 * shape.n * shape.k * shape.bits / 8 / machine.read_bytes * 1e6
-    return 1.15 + max(main_us, memory_us) + store_us + meet_us
+    return 1.15 + main_us + store_us + meet_us
 
 
-_SHARED_US, _SHARED_MARGIN = 0.145, 1.03
-"""Where parts of tiles meet, of each KiB of 256 sums of a tile; and what shares must gain, or tiles stay whole. Of 12 times on
-an H200, 2026-11-23, int4 in groups of 128, N 5120 K 13824, N 6144 K 4096 and N 4096 K 14336, M 256 and 1024: beyond waves that
-could be cut anywhere, tiles of 128 tokens took 7 to 10 us and of 256 tokens 17 to 23. What is shared now, less than one wave,
-meets in two thirds of that (2026-11-24: 0.107 and 0.124); by these costs none of 79 points took shares that lost."""
+_WEIGHTS, _SHARED_US, _SHARED_MARGIN = 1.11, 0.145, 1.03
+"""Of the time that the memory needs for weights, what they take; of each KiB of 256 sums where parts of tiles meet; what shares
+must gain, or tiles stay whole. Of 12 times on an H200, 2026-11-23, int4 in groups of 128, N 5120 K 13824, N 6144 K 4096,
+N 4096 K 14336, M 256 and 1024: beyond waves that could be cut anywhere, tiles of 128 tokens took 7 to 10 us and of 256 tokens
+17 to 23. What is shared now, less than one wave, meets in two thirds of that (2026-11-24: 0.107 and 0.124)."""
 _SECTION_US = 0.03
 """Of a part of K after another one in the same block: what is under way comes to its end. Measured on an H200, 2026-11-23,
 int4, 4096 x 4096, 256 tokens: two waves of 128 rows x 64 tokens take 18.59 us in four parts, 18.42 in one."""
