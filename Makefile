@@ -44,8 +44,9 @@ style: $(BIN)/.ready
 types: $(BIN)/.ready
 	$(BIN)/mypy
 
-# A process for each core, of one thread each; one that is done takes over tests of another.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
+# A process for each core, of one thread each; one that is done takes over tests of another. Many tests start Python, which does
+# not compile all modules again where bytecode is written.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 # Types beside the tests: mypy has one process.
 test: style $(VENV)/oldest-triton
