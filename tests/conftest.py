@@ -90,8 +90,8 @@ class Logged(logging.Handler):
 
 @pytest.fixture
 def logged():
-    """What is logged while a test runs, from INFO on. pytest's own handlers (without `-p no:logging`) are hung on all loggers
-    that keep their records to themselves, six times for each test: 2.6 ms, a tenth of the time of small ones."""
+    """What is logged while a test runs, from INFO on. pytest's own handlers (without `-p no:logging`) are hung on all loggers that
+    keep their records to themselves, six times for each test: 2.6 ms, a tenth of the time of small ones."""
     root, handler = logging.getLogger(), Logged()
     level = root.level
     root.addHandler(handler)
