@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import gc
-import logging
 import random
 import secrets
 import zlib
@@ -71,34 +70,6 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU, torch sees none"))
-
-
-class Logged(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self):
-        super().__init__()
-        self.records = []
-
-    def emit(self, record):
-        self.records.append(record)
-
-    @property
-    def text(self):
-        return "\n".join(map(self.format, self.records))
-
-
-@pytest.fixture
-def logged():
-    """What is logged while a test runs, from INFO on. pytest's own handlers (without `-p no:logging`) are hung on all loggers that
-    keep their records to themselves, six times for each test: 2.6 ms, a tenth of the time of small ones."""
-    root, handler = logging.getLogger(), Logged()
-    level = root.level
-    root.addHandler(handler)
-    root.setLevel(logging.INFO)
-    yield handler
-    root.setLevel(level)
-    root.removeHandler(handler)
 
 
 @pytest.fixture(scope="session")

@@ -152,7 +152,7 @@ def test_a_prompt_that_raises_in_a_model_that_no_program_knows(monkeypatch):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("when", [0, 4])
-def test_logits_that_are_no_numbers(model, monkeypatch, logged, value, when):
+def test_logits_that_are_no_numbers(model, monkeypatch, caplog, value, when):
     """In the prompt or in a step: the text ends, nobody shares its pages, and nobody else notices."""
     engine, well = engine_of(model), others()
     bad = Request(prompt(140, 7), 10)
@@ -179,7 +179,7 @@ def test_logits_that_are_no_numbers(model, monkeypatch, logged, value, when):
     run(engine, [*well, bad])
     assert bad.end is End.FAILED and bad.error == "the model's logits are NaN or infinite" and len(bad.drawn) == when
     assert [bits(r) for r in well] == alone(model, well)
-    assert "a text failed: the model's logits are NaN or infinite" in logged.text
+    assert "a text failed: the model's logits are NaN or infinite" in caplog.text
     (again,) = engine.generate([Request(bad.prompt, 3)])
     assert again.shared == 0
 
@@ -305,11 +305,11 @@ def test_a_gpu_that_computes_nothing_any_more(model, monkeypatch):
         engine.submit(Request(prompt(9), 10))
 
 
-def test_an_error_is_logged_with_its_lines(logged):
+def test_an_error_is_logged_with_its_lines(caplog):
     with Attempt("a computation") as tried:
         fail()
     assert tried.error == "RuntimeError: out of memory"
-    assert "a computation failed" in logged.text and "in fail" in logged.text
+    assert "a computation failed" in caplog.text and "in fail" in caplog.text
     with pytest.raises(KeyboardInterrupt), Attempt("nothing"):
         raise KeyboardInterrupt
 

@@ -279,7 +279,7 @@ def test_commands_take_other_tools_folders(tmp_path):
     assert sorted(tmp_path.rglob("*")) == sorted([*before, tmp_path / "i.json"]), "nothing else is written"
 
 
-def test_what_is_left_out_is_said(tmp_path, logged):
+def test_what_is_left_out_is_said(tmp_path, caplog):
     config = tmp_path / "edited" / "config.json"
     edited(tmp_path, lambda t: None, "compressed-tensors-fp8")
     value = json.loads(config.read_text())
@@ -287,7 +287,7 @@ def test_what_is_left_out_is_said(tmp_path, logged):
     config.write_text(json.dumps(value))
     lowbit.load(tmp_path / "edited", device="cpu")
     said = "edited: model.layers.0.mlp.down_proj and 6 more: activations stay in 16 bits, the files asked for fp4_e2m1"
-    assert any(record.getMessage().endswith(said) for record in logged.records)
+    assert any(record.getMessage().endswith(said) for record in caplog.records)
     shown = run("inspect", tmp_path / "edited").stdout
     assert "w8e4m3a16_t" in shown and "activations stay in 16 bits, the files asked for fp4_e2m1" in shown
 

@@ -168,7 +168,7 @@ def test_a_warm_up_that_fails(monkeypatch):
 
 
 @pytest.mark.parametrize("signals", [1, 2])
-def test_a_round_that_does_not_return(signals, monkeypatch, logged):
+def test_a_round_that_does_not_return(signals, monkeypatch, caplog):
     """The server ends without it, after some time or with a second signal."""
     monkeypatch.setattr("lowbit.serve.server.AFTER_GRACE_SECONDS", 1 if signals == 1 else 2 * PATIENCE)
     server, goes_on = Running(tiny_pipeline(), Limits(max_concurrent=4, grace_seconds=0)), threading.Event()
@@ -186,7 +186,7 @@ def test_a_round_that_does_not_return(signals, monkeypatch, logged):
             server.service.worker._loop.call_soon_threadsafe(server.server._told, signal.SIGTERM)
         server.thread.join(PATIENCE)
         assert not server.thread.is_alive() and server.service.worker.running
-        assert ("does not return" in logged.text) == (signals == 1)
+        assert ("does not return" in caplog.text) == (signals == 1)
     finally:
         goes_on.set()
         server.stop()

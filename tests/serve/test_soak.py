@@ -8,7 +8,8 @@ import os
 from tests.serve.soak import SECRET, Held, growth_mib, visits
 
 
-def test_visitors_of_every_kind_are_answered_as_they_should_be(free, logged):
+def test_visitors_of_every_kind_are_answered_as_they_should_be(free, caplog):
+    caplog.set_level("INFO")
     looked = []
     samples, visitors = asyncio.run(visits(free.url, os.getpid(), 4.0, 15.0, 1.0, looked.append))
     free.wait_until_free()
@@ -16,7 +17,7 @@ def test_visitors_of_every_kind_are_answered_as_they_should_be(free, logged):
     assert {said.split()[0] for said in visitors.seen} == {"whole", "leave", "refused", "half", "look"}
     assert samples[-1].requests == visitors.seen.total() > 30
     assert all(each.rss_mib > 100 and each.threads > 2 and each.files > 3 for each in samples)
-    assert SECRET not in logged.text
+    assert SECRET not in caplog.text
 
 
 def test_growth_is_between_quarters():
