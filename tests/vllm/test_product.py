@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from itertools import pairwise
 
 import pytest
@@ -70,6 +71,13 @@ def test_numbers_of_tokens_stand_close_to_each_other():
     assert counts[:64] == tuple(range(1, 65)) and counts[-1] == 8192 and 511 in counts and len(counts) < 400
     assert all(b - a <= max(16, a // 20) for a, b in pairwise(counts))
     assert token_counts((), 5) == (1, 2, 3, 4, 5)
+
+
+@pytest.mark.parametrize("name", ["sm80.mixed_gemm:ring_gemm", "sm80.wide_mixed_gemm:mma_gemm", "sm90.mixed_gemm:wgmma_gemm"])
+def test_no_kernel_is_compiled_for_what_a_number_of_tokens_is_a_multiple_of(name):
+    module, function = name.split(":")
+    parameters = getattr(importlib.import_module(f"lowbit.kernels.{module}"), function).params
+    assert next(p for p in parameters if p.name == "M").do_not_specialize
 
 
 def test_a_cpu_has_nothing_to_compile():

@@ -163,10 +163,6 @@ _FEW_BUSY = 1.18
 """How much more it takes in at most where other SMs have no block: N 2048, K 2048, M 128 takes 4.2 us by 64 blocks of 64 x 64,
 where steps as fast as those of 128 blocks would come to 5.8. This and other constants here were fitted to products of `lowbit
 bench choice` and weights of middle size (H200, 2026-11-23; docs/log.md)."""
-_MISSING_CYCLES = 12.0
-"""What the copy engine needs for 128 k of a token that does not exist, in tiles of 64 tokens and more: 128 tokens x 256
-channels and 128 x 128, whole and half empty ones in turn, took 1,435 and 1,027 cycles, whole ones 1,300 and 752 (e4m3, N 76032,
-M 192, H200, 2026-11-24)."""
 _LEAST_CYCLES = 215
 """Of a step of 8-bit weights, whatever its size."""
 
@@ -203,11 +199,8 @@ def _cost(tile: ScaledTile, shape: ScaledShape, machine: Machine) -> float:
         halves = 1.27 if tile.tokens_are_rows and not tile.pair else 1.3
         slower = (halves if tile.columns == 256 else 1.4) if shape.promoted else 1.12
         share = min(_FEW_BUSY, max(1.0, machine.sm_count / tiles))
-        rate, missing = L2_BYTES_PER_CYCLE * share, -shape.m % tile.tokens if tile.tokens >= 64 else 0
-        least = max(tile.rows * tile.columns / 32 * slower, _LEAST_CYCLES)
-        whole = max(_stage_bytes(tile, shape) / rate, least)
-        last = max((_stage_bytes(tile, shape) - 128 * missing) / rate + _MISSING_CYCLES * missing, least)
-        per_stage = (whole + (last - whole) / -(-shape.m // tile.tokens)) / CLOCK_MHZ
+        from_l2 = _stage_bytes(tile, shape) / (L2_BYTES_PER_CYCLE * share)
+        per_stage = max(from_l2, tile.rows * tile.columns / 32 * slower, _LEAST_CYCLES) / CLOCK_MHZ
         per_stage *= 1.05 if shape.promoted and tile.columns < 256 else 1.0
     kib = tile.rows * tile.columns / 256
     store_us = waves * tile.rows * tile.columns * 4e-5
