@@ -75,7 +75,7 @@ $(VLLM)/.ready: tests/vllm/requirements.py pyproject.toml constraints.txt
 	$(VLLM)/bin/python -m pip install --quiet --no-deps --editable .
 	@touch $@
 test-vllm: $(VLLM)/.ready
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q tests/vllm tests/bench/test_vllm.py
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q tests/vllm tests/benchmarks/test_vllm.py
 
 format: $(BIN)/.ready
 	$(BIN)/ruff check --fix .

@@ -54,6 +54,7 @@ LAYERS = (
     "recommend",
     "explain",
     "demo",
+    "tune",
     "bench",
     "cli",
 )
@@ -102,7 +103,7 @@ _first_use = threading.RLock()
 """One thread imports at a time: modules that import each other are otherwise seen half made."""
 
 _WITH_MODELS = tuple(
-    f"lowbit.{room}" for room in ("models", "engine", "pipeline", "serve", "eval", "recommend", "explain", "demo")
+    f"lowbit.{room}" for room in ("models", "engine", "pipeline", "serve", "eval", "recommend", "explain", "demo", "bench")
 )
 """Rooms that import Transformers' models."""
 

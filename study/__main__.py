@@ -31,7 +31,9 @@ def study(
         list[Path] | None, typer.Argument(metavar="[MODEL...]", help="Folders of 16-bit models; none: only the pages.")
     ] = None,
     data: Annotated[Path, typer.Option(help="Texts and tasks; filled when it does not exist.")] = Path("study-data"),
-    results: Annotated[Path, typer.Option(help="Folder of the result files, one per model.")] = Path("bench/results/study"),
+    results: Annotated[Path, typer.Option(help="Folder of the result files, one per model.")] = Path(
+        "benchmarks/results/study"
+    ),
     name: Annotated[str | None, typer.Option(help="Name of the result file, for one model; the folder's when absent.")] = None,
     page: Annotated[
         list[Path] | None, typer.Option(help="Page to rewrite; repeatable. docs/study.md, quantize.md, choose.md when absent.")

@@ -35,7 +35,7 @@ def test_what_it_brings():
 
 
 @pytest.mark.parametrize(
-    "command", ["", "quantize", "convert", "eval", "inspect", "explain", "demo", "serve", "chat", "bench", "bench conv"]
+    "command", ["", "quantize", "convert", "eval", "inspect", "explain", "demo", "serve", "chat", "bench", "tune"]
 )
 def test_help_imports_no_layer(command):
     """Each page of help, and a wrong call, from the entry point on."""

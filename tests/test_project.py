@@ -14,7 +14,7 @@ import pytest
 import lowbit
 
 ROOT = Path(__file__).parent.parent
-SOURCES = sorted(path for folder in ("lowbit", "study") for path in (ROOT / folder).rglob("*.py"))
+SOURCES = sorted(path for folder in ("lowbit", "benchmarks", "study") for path in (ROOT / folder).rglob("*.py"))
 
 
 def layer_of(module: str) -> str | None:
@@ -43,6 +43,14 @@ def test_layers_import_only_earlier_ones(path):
             assert lowbit.LAYERS.index(other) <= lowbit.LAYERS.index(own), f"{path}:{line}: {own} imports {module}"
 
 
+def test_the_package_imports_nothing_from_the_repository_around_it():
+    """`benchmarks/`, `study/` and `tests/` are not in the wheel."""
+    for path in SOURCES:
+        if path.is_relative_to(ROOT / "lowbit"):
+            outside = {module for _, module in imports(path) if module.split(".")[0] in ("benchmarks", "study", "tests")}
+            assert not outside, f"{path} imports {sorted(outside)}"
+
+
 def test_every_folder_and_file_is_a_layer():
     names = {p.stem for p in (ROOT / "lowbit").iterdir() if (p.is_dir() and any(p.glob("*.py"))) or p.suffix == ".py"}
     assert names - {"__init__", "__main__", "_version"} == set(lowbit.LAYERS)
@@ -50,7 +58,7 @@ def test_every_folder_and_file_is_a_layer():
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_style(path):
-    """Checks what the house style says and no linter does. Counts of lines warn: a long file is a reason to look, not a fault."""
+    """Checks what the house style says and no linter does; long files and functions only warn."""
     text = path.read_text()
     tree = ast.parse(text)
     if text.count("\n") > 600:

@@ -52,6 +52,14 @@ _RESULT = re.compile(
 """The beginning of a result file, with the command that wrote it."""
 
 
+def command_of(result: str) -> str:
+    """Returns the command that writes results named `result`: files keep the names that commands had when they were first read."""
+    words = result.split()
+    if words[:2] == ["lowbit", "study"]:
+        return "python -m study"
+    return f"python -m benchmarks {words[2]}" if words[:2] == ["lowbit", "bench"] and len(words) == 3 else result
+
+
 def check_folder(folder: Path, *, overwrite: bool, sources: Iterable[Path] = ()) -> str | None:
     """What would be replaced by writing the folder, in words; None where nothing is there, or an empty folder.
 
@@ -179,10 +187,12 @@ def check_file(path: Path, result: str) -> Path:
     file, or in place of an earlier result of the same command. Raises ValueError for everything else."""
     real = Path(os.path.realpath(path))
     if real.is_dir():
-        raise ValueError(f"{path}: is a folder; name a file for the result of {result}")
+        raise ValueError(f"{path}: is a folder; name a file for the result of {command_of(result)}")
     if not os.path.lexists(real):
         if not _existing(real).is_dir():
-            raise ValueError(f"{path}: {_existing(real)} is not a folder; name another file for the result of {result}")
+            raise ValueError(
+                f"{path}: {_existing(real)} is not a folder; name another file for the result of {command_of(result)}"
+            )
         return real
     if not real.is_file():
         raise ValueError(f"{path}: is no regular file, and a result replaces the whole file; name another file")
@@ -190,7 +200,11 @@ def check_file(path: Path, result: str) -> Path:
         match = _RESULT.match(file.read(_MAX_RESULT_BYTES))
     found = match and next(filter(None, match.groups()))
     if found != result.encode() and real.stat().st_size:
-        what = f"a result of {found.decode()}, not of {result}" if found else f"no result of {result}"
+        what = (
+            f"a result of {command_of(found.decode())}, not of {command_of(result)}"
+            if found
+            else f"no result of {command_of(result)}"
+        )
         raise ValueError(f"{path}: exists and is {what}; it is not replaced: name another file, or delete this one yourself")
     return real
 

@@ -15,7 +15,7 @@ import typer
 from rich.table import Table
 
 from lowbit._version import __version__
-from lowbit.cli.bench import bench_app
+from lowbit.cli.bench import bench
 from lowbit.cli.chat import chat
 from lowbit.cli.demo import demo
 from lowbit.cli.eval import evaluate
@@ -36,7 +36,6 @@ app = typer.Typer(
     rich_markup_mode="rich",
     help="Run neural networks with low-bit weights: quantize, measure, generate, look inside.",
 )
-app.add_typer(bench_app, name="bench")
 
 
 class SearchChoice(str, Enum):
@@ -69,6 +68,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 app.command()(user_errors(recommend))
 app.command()(user_errors(tune))
+app.command()(user_errors(bench))
 
 
 @app.command()

@@ -31,9 +31,9 @@ def tune(
 
     Example: lowbit tune Llama-3-8B --scheme w8a8 --tokens 1,16,64,256
     """
-    from lowbit.bench.request import parse_rows
-    from lowbit.bench.tune import TOKENS, Tuned, products_of_model, run
     from lowbit.formats import parse_scheme
+    from lowbit.tune.run import TOKENS, Tuned, products_of_model, run
+    from lowbit.tune.trials import parse_rows
 
     named = None if scheme is None else parse_scheme(scheme).name
     rows = TOKENS if tokens is None else tuple(sorted(set(parse_rows(tokens))))

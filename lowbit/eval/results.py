@@ -17,7 +17,7 @@ import torch
 from lowbit._version import __version__
 from lowbit.checkpoint import CheckpointError
 from lowbit.checkpoint.reader import regular_file
-from lowbit.checkpoint.target import check_file, write_result
+from lowbit.checkpoint.target import check_file, command_of, write_result
 from lowbit.eval.figure import Figure
 from lowbit.eval.size import Size
 from lowbit.picture import DARK, LIGHT, Theme
@@ -123,14 +123,14 @@ def read_json(path: Path, result: str, schema: int | None = None) -> dict[str, A
     try:
         document: Any = json.loads(regular_file(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ValueError(f"{path}: no such file; give a result file of `{result}`") from None
+        raise ValueError(f"{path}: no such file; give a result file of `{command_of(result)}`") from None
     except (ValueError, RecursionError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise ValueError(f"{path}: not JSON ({error})") from error
     if not isinstance(document, dict) or document.get("result") != result or document.get("schema") != schema:
         version = "" if schema is None else f" (schema {schema})"
-        raise ValueError(f"{path}: not a result file of `{result}`{version}")
+        raise ValueError(f"{path}: not a result file of `{command_of(result)}`{version}")
     return document
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lowbit.bench.e2e_report import E2E
+from benchmarks.e2e_report import E2E
 from lowbit.checkpoint import CheckpointError, CheckpointReader, CheckpointWriter
 from lowbit.checkpoint.target import check_file, discard, hidden, left_behind, replace_file, write_result
 from lowbit.eval.results import check_plot, write_json
@@ -372,7 +372,7 @@ class TestResultFiles:
         for _ in range(2):
             write_plots(path, "lowbit study", lambda theme: figure)
         for written in (path, path.with_stem("p-dark")):
-            with pytest.raises(ValueError, match="is a result of lowbit study, not of lowbit bench gemm"):
+            with pytest.raises(ValueError, match="is a result of lowbit study, not of python -m benchmarks gemm"):
                 check_plot(path, "lowbit bench gemm")
             figure.savefig(written)
             with pytest.raises(ValueError, match=rf"{written.name}: exists and is no result of lowbit study"):
@@ -385,7 +385,7 @@ class TestResultFiles:
 
 
 def test_the_committed_results_are_recognised():
-    root = Path(__file__).parent.parent.parent / "bench" / "results"
+    root = Path(__file__).parent.parent.parent / "benchmarks" / "results"
     for path in root.glob("*/*"):
         kind = "lowbit study" if path.parent.name == "study" else f"lowbit bench {path.stem.split('-')[3].rstrip('8')}"
         check_file(path, kind)

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, core_model_loading
 
 import lowbit
-from lowbit.bench.load import tensor_bytes
+from benchmarks.load import tensor_bytes
 from lowbit.models import hf
 from lowbit.models.convert_checkpoint import convert_checkpoint
 from lowbit.models.hf import GPU_LOADING_OVERHEAD_BYTES

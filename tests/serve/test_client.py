@@ -10,7 +10,7 @@ import tracemalloc
 import openai
 import pytest
 
-from lowbit.bench.serve_host import random_tokenizer
+from benchmarks.serve_host import random_tokenizer
 from lowbit.engine import Drawn, Request, TextStream
 from lowbit.serve.answer import CompletionAnswer
 from lowbit.serve.chat import TokenTexts

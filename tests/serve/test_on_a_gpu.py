@@ -9,7 +9,7 @@ import openai
 import pytest
 import torch
 
-from lowbit.bench.serve_host import random_tokenizer
+from benchmarks.serve_host import random_tokenizer
 from lowbit.engine import End, Engine, Request, TextStream
 from lowbit.nn.linear import make_batch_invariant
 from lowbit.pipeline import Pipeline

@@ -15,7 +15,7 @@ from study.results import STUDY, load
 from tests.study.test_page import document, row
 
 ROOT = Path(__file__).parent.parent.parent
-DOCUMENTS = [load(path) for path in sorted((ROOT / "bench" / "results" / "study").glob("*.json"))]
+DOCUMENTS = [load(path) for path in sorted((ROOT / "benchmarks" / "results" / "study").glob("*.json"))]
 
 
 def test_the_table_is_the_studys():

@@ -12,7 +12,7 @@ from pathlib import Path
 from lowbit.eval import sample_text
 from study import data
 
-RESULTS = Path(__file__).parents[2] / "bench" / "results" / "study"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "study"
 
 
 def test_newton_is_what_the_kept_figures_were_measured_on():

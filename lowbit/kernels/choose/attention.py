@@ -216,7 +216,7 @@ WAVE_US = 3.5
 MEET_US = (0.8, 0.76)
 """The parts of a row meet: the counter, and a round of reading what `combine` holds at a time."""
 # Fitted to 167 timings, H200, 2026-11-22, 32 heads over 8 kv heads of 128, random pages, batch 1 to 64, contexts 256 to 32768
-# (`python -m lowbit.bench.tuning.attention --tiles 9`): error 8.5 % (root mean square); the choice for one batch and
+# (`python -m benchmarks.tuning.attention --tiles 9`): error 8.5 % (root mean square); the choice for one batch and
 # context was 3.4 % slower than the best tile in the mean. Two warps fitted best with 1.55 us; 1.5 keeps at batch 4 the tile
 # with which the whole step was faster (1780 us against 1847). `combine` reads more parts in a round since.
 

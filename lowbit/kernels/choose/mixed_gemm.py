@@ -2,7 +2,7 @@
 
 Pure functions of a problem and a machine: no GPU is asked, so a laptop can say what a server would do and why. Costs are
 modelled microseconds, which only have to put the candidates in the right order; their constants were fitted to the tuned
-halves of bench/results/h200/2026-11-23-choice.json, 2026-11-23-choice-middle.json and 2026-11-24-choice.json (H200, Triton
+halves of benchmarks/results/h200/2026-11-23-choice.json, 2026-11-23-choice-middle.json and 2026-11-24-choice.json (H200, Triton
 3.6, torch 2.11; docs/log.md), those of 16 tokens in the ring kernel to products of 2026-11-21. Tiles of more tokens than a
 product has are candidates too, since tokens can be filled up.
 """
@@ -554,7 +554,7 @@ def _mma_cost(tile: MmaTile, shape: GemmShape, machine: Machine) -> float:
     return 1.5 + max(main_us, memory_us) + meet_us
 
 
-# ---- where the model is wrong by more than 3 %: rows printed by `lowbit bench tiles`
+# ---- where the model is wrong by more than 3 %: rows printed by `python -m benchmarks tiles`
 
 MEASURED: tuple[Measured, ...] = (
     Measured(

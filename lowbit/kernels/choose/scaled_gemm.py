@@ -178,7 +178,7 @@ _NARROW_STAGE_US = {
 
 _PAIR_US = 0.5
 """Of a pair of blocks that share K, to meet, besides its sums: N 576, K 2048, M 16 took 2.7 us by a pair of 64 x 16, 3.3 by one
-block (H200, 2026-11-23, bench/results/h200/2026-11-23-choice.json)."""
+block (H200, 2026-11-23, benchmarks/results/h200/2026-11-23-choice.json)."""
 _MOST_X = 3
 """Of the weights' time from memory, what x and weights that are read again take at most, since they come from the L2: N 576, K
 2048, M 1024 takes 6 us by 64 x 128, where x alone was taken for 10 (the same)."""

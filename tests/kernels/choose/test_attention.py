@@ -28,7 +28,7 @@ def shape(heads, kv_heads, head_dim, **options):
 
 @pytest.mark.parametrize(
     ("rows", "context", "tile", "us"),
-    [  # python -m lowbit.bench.tuning.attention, H200, 2026-11-22
+    [  # python -m benchmarks.tuning.attention, H200, 2026-11-22
         (1, 8192, DecodeTile(32, 64, 64, 4), 15.1),
         (1, 32768, DecodeTile(32, 64, 64, 4), 46.3),
         (4, 1024, DecodeTile(16, 64, 16, 1), 10.8),

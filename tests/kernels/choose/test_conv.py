@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.resnet50 import blocks
 from lowbit import kernels
-from lowbit.bench.resnet50 import blocks
 from lowbit.formats.conv import ConvSpec, ProductSpec
 from lowbit.hardware.machine import MACHINES, typical_machine
 from lowbit.kernels.choose.conv import (

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowbit.bench.grid import weights
+from benchmarks.grid import weights
 from lowbit.hardware.machine import MACHINES, typical_machine
 from lowbit.kernels.choose import mixed_gemm as module
 from lowbit.kernels.choose.mixed_gemm import (

@@ -283,7 +283,7 @@ def test_in_a_graph_with_a_neighbour_before_and_after():
 
 @gpu
 def test_how_long_it_takes():
-    """Prints microseconds a call in a graph of 20; no bar here, `lowbit bench e2e` has it."""
+    """Prints microseconds a call in a graph of 20; no bar here, `python -m benchmarks e2e` has it."""
     vocab = 128256
     cases = {
         "greedy": (Sampling(), False), "temperature": (Sampling(temperature=0.8, seed=1), True),

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
 
-from lowbit.bench.resnet50 import blocks
+from benchmarks.resnet50 import blocks
 from lowbit.formats.conv import ACTIVATIONS, CODES, ConvLayer, SecondProduct, code_range, requantize
 from lowbit.kernels.choose.conv import ConvTile
 from lowbit.kernels.parts.conv_tile import WgmmaConv

@@ -1,0 +1,566 @@
+"""`python -m benchmarks`: measures products, activations, convolutions, decode steps and servers; prints tables of results."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from lowbit.cli.serve import EXTRA, MOST_ON_A_CPU, MOST_ON_A_GPU
+from lowbit.cli.terminal import err, out, say, user_errors
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    help="Measure this library beside cuBLAS and its rivals, from a checkout; make tables of the results.",
+)
+
+
+@app.command(name="gemm")
+@user_errors
+def gemm(
+    formats: Annotated[str | None, typer.Option(help="Schemes, separated by commas.")] = None,
+    shapes: Annotated[str | None, typer.Option(help="Weights as NxK, separated by commas: 8192x8192,8192x28672.")] = None,
+    m: Annotated[str | None, typer.Option("--m", help="Rows of x, separated by commas: 1,16,64,256,1024,4096.")] = None,
+    dtype: Annotated[str, typer.Option(help="Type of x and y: float16 or bfloat16.")] = "float16",
+    peers: Annotated[str | None, typer.Option(help="humming, gemlite, torch or none; those installed when absent.")] = None,
+    out_file: Annotated[Path | None, typer.Option("--out", help="Results; benchmarks/results/<gpu>/<date>-gemm.json.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw them too: a .png or .svg file.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer formats, shapes and M, and no tuning of peers.")] = False,
+) -> None:
+    """Time y = x w^T with quantized weights on this GPU: us, share of the machine's limit, times cuBLAS and the best peer.
+
+    Needs an NVIDIA GPU. Kernels are compiled first, in up to 16 processes. Each row is checked against a float64 product. The
+    file is complete after every row, so Ctrl-C keeps what was measured.
+
+    Example: python -m benchmarks gemm --formats w4a16_g128,w6e3m2a16 --shapes 8192x28672 --m 1,16,256 --peers none
+    """
+    from benchmarks import report
+    from benchmarks.gemm import choose_peers, run
+    from benchmarks.request import make_request
+    from benchmarks.results import GEMM
+    from lowbit.eval.results import check_plot
+
+    if plot_file is not None:
+        check_plot(plot_file, GEMM)
+    request = make_request(formats, shapes, m, dtype, quick)
+    present, absent = choose_peers(peers)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task("starting")
+
+        def watch(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total, description=what)
+
+        results = run(request, present, absent, out_file, say, watch)
+    out.print(report.table(results.document))
+    for line in report.failed(results.document):
+        say(line)
+    say(f"wrote {results.path}")
+    if plot_file is not None:
+        _plot(results.document, plot_file)
+
+
+@app.command(name="tiles")
+@user_errors
+def tiles(
+    formats: Annotated[str | None, typer.Option(help="Schemes, separated by commas.")] = None,
+    shapes: Annotated[str | None, typer.Option(help="Weights as NxK, separated by commas: 8192x8192,8192x28672.")] = None,
+    m: Annotated[str | None, typer.Option("--m", help="Rows of x, separated by commas: 1,16,64,256,1024,4096.")] = None,
+    dtype: Annotated[str, typer.Option(help="Type of x and y: float16 or bfloat16.")] = "float16",
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer formats, shapes and M.")] = False,
+) -> None:
+    """Check the choice of tile on this GPU: the chosen one beside the best of the next ones and the batch-invariant one.
+
+    Needs an NVIDIA GPU. Rows in which another tile wins by more than 3 % are printed at the end in the form in which
+    kernels/choose/mixed_gemm.py keeps them.
+
+    Example: python -m benchmarks tiles --formats w4a16_g128 --shapes 4096x4096 --m 16,64,256
+    """
+    import torch
+
+    from benchmarks.request import make_request
+    from benchmarks.tiles import measure_tiles
+    from lowbit.hardware.machine import machine_of
+    from lowbit.tune.timing import warm_up
+
+    request = make_request(formats, shapes, m, dtype, quick)
+    if not torch.cuda.is_available():
+        raise ValueError(f"bench tiles measures an NVIDIA GPU and torch {torch.__version__} sees none")
+    warm_up()
+    machine = replace(machine_of("cuda"), tuned="")
+    rows = list(measure_tiles(request, machine, say))
+    table = Table("format", "N x K", "M", "chosen", "us", "best us", "batch-invariant us", "cost")
+    for row in rows:
+        table.add_row(
+            row.scheme, f"{row.shape.n} x {row.shape.k}", str(row.shape.m), str(row.chosen), f"{row.chosen_us:.1f}",
+            f"{row.best_us:.1f}", f"{row.invariant_us:.1f}", f"{row.invariant_us / row.chosen_us:.2f}x",
+        )  # fmt: skip
+    out.print(table)
+    for row in rows:
+        if row.worth_a_row:
+            print(row.measured(machine.product))
+
+
+@app.command(name="choice")
+@user_errors
+def choice(
+    models: Annotated[str | None, typer.Option(help="Models, separated by commas: Llama-3-8B,Qwen2.5-7B; all twelve.")] = None,
+    schemes: Annotated[str | None, typer.Option(help="Schemes, separated by commas: w4a16_g128,w8a8.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="Rows of x, separated by commas: 1,16,64,256.")] = None,
+    half: Annotated[str | None, typer.Option(help="Only weights of this half: tuned or untuned.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=1, help="End after so long, compiling included.")] = None,
+    out_file: Annotated[
+        Path | None, typer.Option("--out", help="Results; benchmarks/results/<gpu>/<date>-choice.json.")
+    ] = None,
+    report_file: Annotated[Path | None, typer.Option("--report", help="Print this result file; needs no GPU.")] = None,
+) -> None:
+    """Time the chosen tile beside all that make sense, over weights of twelve models: regret, and time that falls with tokens.
+
+    Needs an H100 or H200. Weights are whole, halves and quarters; half of them are for tuning the choice, the others for
+    judging it, and they come in a mixed order. The file is written every so often and at the end: Ctrl-C keeps what there is.
+
+    Example: python -m benchmarks choice --models Llama-3-8B --schemes w4a16_g128 --tokens 1,16,64,256
+    """
+    from benchmarks import choice_report
+    from benchmarks.choice import as_chosen_now, make_asked, run
+    from lowbit.hardware.machine import typical_machine
+
+    if report_file is not None:
+        document = choice_report.load(report_file)
+        now = as_chosen_now(document["rows"], typical_machine(90))
+        title = f"regret with the tiles that are chosen today, {len(now)} of {len(document['rows'])} timed"
+        out.print(choice_report.regret_table(now, "scheme", title))
+        out.print(f"Below: as they were chosen on {document['date']}.")
+    else:
+        asked = make_asked(models, schemes, tokens, half, seconds)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+            task = bar.add_task("starting")
+
+            def watch(done: int, total: int, what: str) -> None:
+                bar.update(task, completed=done, total=total, description=what)
+
+            path, document = run(asked, out_file, say, watch)
+        say(f"wrote {path}")
+    out.print(*choice_report.tables(document), sep="\n\n")
+    for line in choice_report.failed(document):
+        say(line)
+
+
+@app.command(name="report")
+@user_errors
+def report(
+    file: Annotated[Path, typer.Argument(help="Result file of `python -m benchmarks gemm`.")],
+    m: Annotated[str | None, typer.Option("--m", help="Only these numbers of rows of x: 1,16,256.")] = None,
+    formats: Annotated[str | None, typer.Option(help="Only these schemes, separated by commas.")] = None,
+    shapes: Annotated[str | None, typer.Option(help="Only weights of these NxK, separated by commas.")] = None,
+    readme: Annotated[
+        Path | None, typer.Option(help="Rewrite the block between <!-- bench:gemm --> and <!-- /bench:gemm --> of this file.")
+    ] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw the results: a .png or .svg file.")] = None,
+) -> None:
+    """Print the Markdown tables of a result file; needs no GPU.
+
+    Example: python -m benchmarks report benchmarks/results/h200/2026-11-21-gemm.json --readme README.md
+    """
+    from benchmarks import report
+    from benchmarks.request import parse_shape
+    from benchmarks.results import GEMM, load
+    from lowbit.eval.results import check_plot
+    from lowbit.tune.trials import parse_rows
+
+    if plot_file is not None:
+        check_plot(plot_file, GEMM)
+    document = load(file)
+    chosen = None if formats is None else formats.split(",")
+    sizes = None if shapes is None else [parse_shape(part) for part in shapes.split(",")]
+    text = report.markdown(document, None if m is None else parse_rows(m), chosen, sizes)
+    if readme is None:
+        sys.stdout.write(text)
+    else:
+        report.rewrite_readme(readme, text)
+        say(f"wrote the table into {readme}")
+    if plot_file is not None:
+        _plot(document, plot_file)
+
+
+@app.command(name="activations")
+@user_errors
+def activations(
+    m: Annotated[str | None, typer.Option("--m", help="Rows of x, separated by commas: 16,256,4096,16384.")] = None,
+    k: Annotated[str | None, typer.Option("--k", help="Columns of x, separated by commas: 4096,8192,28672.")] = None,
+    dtype: Annotated[str, typer.Option(help="Type of x: float16 or bfloat16.")] = "float16",
+    out_file: Annotated[
+        Path | None, typer.Option("--out", help="Results; benchmarks/results/<gpu>/<date>-activations.json.")
+    ] = None,
+    report_file: Annotated[Path | None, typer.Option("--report", help="Print this result file; needs no GPU.")] = None,
+) -> None:
+    """Time the quantization of activations on this GPU, alone and fused with norms and SiLU: us, share of a copy's speed.
+
+    Needs an NVIDIA GPU. Results are compared with the CPU's. A second table has products with x quantized outside and inside
+    the timed region. The file is complete after every row, so Ctrl-C keeps what was measured; the tables are Markdown.
+
+    Example: python -m benchmarks activations --m 16,4096 --k 8192
+    """
+    import torch
+
+    from benchmarks.activations import COLUMNS, ROWS, run
+    from benchmarks.activations_report import load, markdown
+    from benchmarks.request import DTYPES
+    from lowbit.tune.trials import parse_rows
+
+    if report_file is not None:
+        print(markdown(load(report_file)), end="")
+        return
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype is {' or '.join(DTYPES)}, got {dtype!r}")
+    rows = ROWS if m is None else parse_rows(m)
+    columns = COLUMNS if k is None else parse_rows(k)
+    if not torch.cuda.is_available():
+        raise ValueError(f"bench activations measures an NVIDIA GPU and torch {torch.__version__} sees none")
+    path, document = run(rows, columns, DTYPES[dtype], out_file, lambda line: print(line, file=sys.stderr, flush=True))
+    print(markdown(document), end="")
+    print(f"wrote {path}", file=sys.stderr)
+
+
+@app.command(name="conv")
+@user_errors
+def conv(
+    storages: Annotated[str, typer.Option(help="Activations, separated by commas: int4, int8.")] = "int4,int8",
+    batches: Annotated[str | None, typer.Option(help="Images, separated by commas: 1,8,32,128,256,2048.")] = None,
+    peers: Annotated[
+        str, typer.Option(help="Rivals in fp16, separated by commas: cudnn, compile (torch.compile), or none.")
+    ] = "cudnn",
+    out_file: Annotated[Path | None, typer.Option("--out", help="Results; benchmarks/results/<gpu>/<date>-conv.json.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw where the time goes: a .png or .svg file.")] = None,
+    report_file: Annotated[Path | None, typer.Option("--report", help="Print and draw this result file; needs no GPU.")] = None,
+) -> None:
+    """Time ResNet-50 in INT4 and INT8 on this GPU, its fusions on and off at batch 128, and every layer beside its roofline.
+
+    Needs an H100 or H200. Codes are compared with an integer reference first, bit for bit. The file is complete after every
+    row, so Ctrl-C keeps what was measured.
+
+    Example: python -m benchmarks conv --storages int4 --batches 1,128 --plot layers.png
+    """
+    from benchmarks.conv_report import CONV, STORAGES, layer_table, load, network_table, plot
+    from lowbit.eval.results import check_plot
+
+    if plot_file is not None:
+        check_plot(plot_file, CONV)
+    if report_file is not None:
+        document = load(report_file)
+    else:
+        wanted = storages.split(",")
+        unknown = [name for name in wanted if name not in STORAGES]
+        if unknown:
+            raise ValueError(f"storages are {' and '.join(STORAGES)}, got {', '.join(unknown)}")
+        import torch
+
+        if not torch.cuda.is_available():
+            raise ValueError(f"bench conv measures an NVIDIA GPU and torch {torch.__version__} sees none")
+        from benchmarks.conv import BATCHES, run
+        from benchmarks.conv_network import FUSIONS
+        from benchmarks.conv_rivals import RIVALS
+        from lowbit.tune.trials import parse_rows
+
+        rivals = [] if peers == "none" else peers.split(",")
+        if set(rivals) - set(RIVALS):
+            raise ValueError(f"peers are {', '.join(RIVALS)} or none, got {peers}")
+        chosen = BATCHES if batches is None else parse_rows(batches)
+        path, document = run([STORAGES[n] for n in wanted], chosen, FUSIONS, rivals, out_file, err.print)  # type: ignore[misc]
+        err.print(f"wrote {path}")
+    out.print(network_table(document))
+    for storage in dict.fromkeys(row["storage"] for row in document["layers"]):
+        out.print(layer_table(document, storage))
+    if plot_file is not None:
+        plot(document, plot_file)
+        err.print(f"wrote {plot_file}")
+
+
+@app.command(name="e2e")
+@user_errors
+def e2e(
+    models: Annotated[
+        str, typer.Option(help="Shapes, separated by commas: Llama-3-8B, Llama-2-13B, Llama-2-70B, OPT-30B.")
+    ] = "Llama-3-8B",
+    schemes: Annotated[
+        str, typer.Option(help="Schemes of the layers; 16 bits are measured too.")
+    ] = "w4a16_g128,w6e3m2a16,w8a16",
+    batches: Annotated[str, typer.Option(help="Requests at once.")] = "1,4,16,64",
+    contexts: Annotated[str, typer.Option(help="Tokens before the step.")] = "256,1024,8192",
+    head: Annotated[str, typer.Option(help="Scheme of LM head and embedding of quantized models, or none.")] = "w8a16",
+    dtype: Annotated[str, typer.Option(help="Activations, keys and values: float16 or bfloat16.")] = "float16",
+    layers: Annotated[int | None, typer.Option(min=1, help="Fewer layers than the model has: for trying.")] = None,
+    rivals: Annotated[str, typer.Option(help="Of the same model: eager, static (Transformers' generate), or none.")] = "none",
+    out_file: Annotated[Path | None, typer.Option("--out", help="Results; benchmarks/results/<gpu>/<date>-e2e.json.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw them too: a .png or .svg file.")] = None,
+    report_file: Annotated[Path | None, typer.Option("--report", help="Print and draw this result file; needs no GPU.")] = None,
+) -> None:
+    """Time whole steps of language models (random weights in known shapes) on this GPU: decode, prompt, request from Python.
+
+    A step is the CUDA graph that lowbit.pipeline runs. Its limit is all bytes of weights, keys and values at the read bandwidth
+    measured in the same run. The file is complete after every row, so Ctrl-C keeps what was measured.
+
+    Example: python -m benchmarks e2e --schemes w4a16_g128 --batches 1,16 --contexts 1024 --plot step.png
+    """
+    from benchmarks.e2e_report import E2E, failed, load, plot, tables
+    from lowbit.eval.results import check_plot
+
+    if plot_file is not None:
+        check_plot(plot_file, E2E)
+    if report_file is not None:
+        document = load(report_file)
+    else:
+        import torch
+
+        from benchmarks.e2e import DTYPES, RIVALS, Asked, run
+        from benchmarks.language_model import SHAPES
+        from lowbit.formats import parse_scheme
+        from lowbit.tune.trials import parse_rows
+
+        named = _names("--models", models, SHAPES)
+        beside = () if rivals == "none" else _names("--rivals", rivals, RIVALS)
+        if dtype not in DTYPES:
+            raise ValueError(f"--dtype is {' or '.join(DTYPES)}, got {dtype!r}")
+        chosen = tuple(parse_scheme(part).name for part in schemes.split(",") if part.strip() and part != "none")
+        ends = None if head == "none" else parse_scheme(head).name
+        if not torch.cuda.is_available():
+            raise ValueError(f"bench e2e measures an NVIDIA GPU and torch {torch.__version__} sees none")
+        asked = Asked(named, chosen, parse_rows(batches), parse_rows(contexts), ends, dtype, layers, beside)
+        path, document = run(asked, out_file, say)
+        say(f"wrote {path}")
+    out.print(*tables(document), sep="\n\n")
+    for line in failed(document):
+        say(line)
+    if plot_file is not None:
+        plot(document, plot_file)
+        say(f"wrote {plot_file}")
+
+
+@app.command(name="load")
+@user_errors
+def load(
+    model: Annotated[str, typer.Option(help="A shape: Llama-3-8B, Llama-2-13B, Llama-2-70B.")] = "Llama-3-8B",
+    schemes: Annotated[
+        str, typer.Option(help="Schemes to quantize 16-bit files to; none takes them as they are.")
+    ] = "none,w4a16_g128,w6e3m2a16,w8a16",
+    kinds: Annotated[
+        str, typer.Option(help="Kinds of files: 16-bit, and in w4a16_g128 lowbit, gptq, awq, compressed-tensors.")
+    ] = "16-bit,lowbit,gptq",
+    head: Annotated[
+        str, typer.Option(help="On a GPU, scheme of LM head and embedding of quantized models, or none.")
+    ] = "w8a16",
+    dtype: Annotated[str, typer.Option(help="Weights and activations: float16 or bfloat16.")] = "bfloat16",
+    layers: Annotated[int | None, typer.Option(min=1, help="Fewer layers than the model has: for trying.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Loads of each; the fastest counts.")] = 2,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; cuda where there is a GPU.")] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--dir", help="Where the files are written meanwhile; the system's temporary folder.")
+    ] = None,
+    out_file: Annotated[Path | None, typer.Option("--out", help="Results; benchmarks/results/<gpu>/<date>-load.json.")] = None,
+    report_file: Annotated[Path | None, typer.Option("--report", help="Print this result file.")] = None,
+) -> None:
+    """Time loading: files of random weights in a known shape, until every layer is in the form that its kernels read.
+
+    Writes the files first (16 GB for Llama-3-8B) and removes them. States GB of files a second, the peak of memory on the GPU
+    beside its bound (the packed model, one layer in 16 bits, a constant) and that of the host. The result file is complete
+    after every row, so Ctrl-C keeps what was measured.
+
+    Example: python -m benchmarks load --layers 2 --schemes none,w4a16_g128
+    """
+    from benchmarks.load_report import failed, load, load_table
+
+    if report_file is not None:
+        out.print(load_table(load(report_file)))
+        return
+    import torch
+
+    from benchmarks.load import DTYPES, KINDS, Asked, run
+    from lowbit.formats import parse_scheme
+
+    wanted = _names("--kinds", kinds, KINDS)
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype is {' or '.join(DTYPES)}, got {dtype!r}")
+    if device not in (None, "cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
+        raise ValueError(f"--device is cuda, where torch sees a GPU, or cpu, got {device!r}")
+    if folder is not None and not folder.is_dir():
+        raise ValueError(f"--dir is a folder, {folder} is none")
+    chosen = tuple(None if part == "none" else parse_scheme(part).name for part in schemes.split(",") if part.strip())
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    ends = None if head == "none" or where.type == "cpu" else parse_scheme(head).name  # as `lowbit.pipeline` does
+    asked = Asked(model, wanted, chosen, ends, dtype, where, layers, repeats, folder)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task("starting")
+
+        def watch(what: str, done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, description=what)
+
+        path, document = run(asked, out_file, watch)
+    out.print(load_table(document))
+    for line in failed(document):
+        say(line)
+    say(f"wrote {path}")
+
+
+def _names(option: str, text: str, known: Iterable[str]) -> tuple[str, ...]:
+    """The names of a list with commas; raises ValueError for one that is not `known`."""
+    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    wrong = [name for name in names if name not in known] or ([text] if not names else [])
+    if wrong:
+        raise ValueError(f"{option} are {', '.join(known)}, got {wrong[0]!r}")
+    return names
+
+
+@app.command(name="mechanisms")
+@user_errors
+def mechanisms(
+    parts: Annotated[
+        str | None,
+        typer.Option(
+            help="Of conversions, products, scales, tiles, lines, fused, sums, cublas, counters, convolution; all when absent."
+        ),
+    ] = None,
+    out_file: Annotated[
+        Path | None, typer.Option("--out", help="Results; benchmarks/results/<gpu>/<date>-mechanisms.json.")
+    ] = None,
+    report_file: Annotated[Path | None, typer.Option("--report", help="Print this result file; needs no GPU.")] = None,
+) -> None:
+    """Measure why the kernels are fast: each mechanism with and without, in a loop over registers or in a whole product.
+
+    Conversions of codes by cast and by logic, with and without the shift of exponents, FP6 in segments of 4 + 2 bits; scales
+    before or after the product; order of tiles, stages, split-K, sliced-K; TensorRT-LLM's order of weights; one kernel or two;
+    fp8 sums that stay in the tensor core; what the GPU's counters say (needs ncu); channels of convolutions.
+    docs/mechanisms.md explains the rows. Some three minutes on an H100 or H200.
+    The file is complete after every row, so Ctrl-C keeps what was measured.
+
+    Example: python -m benchmarks mechanisms --parts conversions,scales
+    Example, without a GPU: python -m benchmarks mechanisms --report benchmarks/results/h200/2026-11-23-mechanisms.json
+    """
+    from benchmarks.mechanisms import report
+
+    wanted = tuple(report.PARTS) if parts is None else _names("--parts", parts, report.PARTS)
+    if report_file is not None:
+        document = report.load(report_file)
+    else:
+        import torch
+
+        if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+            raise ValueError(
+                f"bench mechanisms measures an H100 or H200 (sm_90) and torch {torch.__version__} sees none; --report FILE "
+                "prints a result file without a GPU"
+            )
+        from benchmarks.mechanisms.run import run
+
+        with Progress(TextColumn("{task.description}"), TimeElapsedColumn(), console=err, transient=True,
+                      disable=not err.is_terminal) as bar:  # fmt: skip
+            task = bar.add_task("starting")
+            path, document = run(wanted, out_file, lambda line: bar.update(task, description=line))
+        say(f"wrote {path}")
+    out.print(*report.tables(document, wanted), sep="\n\n")
+    for line in report.failed(document):
+        say(line)
+
+
+@app.command(name="serve")
+@user_errors
+def serve(
+    model: Annotated[
+        Path | None, typer.Option(help="Folder of a model to serve; when absent, random weights of --shape.", exists=True)
+    ] = None,
+    shape: Annotated[str, typer.Option(help="Llama-3-8B, Llama-2-13B, Llama-2-70B or OPT-30B.")] = "Llama-3-8B",
+    scheme: Annotated[
+        str | None, typer.Option(help="Of the layers, or none; w4a16_g128 for a shape, a folder's own, when absent.")
+    ] = None,
+    head: Annotated[str, typer.Option(help="On a GPU, scheme of LM head and embedding of quantized models.")] = "w8a16",
+    dtype: Annotated[str, typer.Option(help="Of a shape's activations, keys and values: float16 or bfloat16.")] = "float16",
+    layers: Annotated[int | None, typer.Option(min=1, help="Fewer layers than the shape has: for trying.")] = None,
+    streams: Annotated[int | None, typer.Option(min=1, help="Clients at once; 64, on a CPU 8, when absent.")] = None,
+    seconds: Annotated[float, typer.Option(min=1, help="That they ask for, by each mix an equal part.")] = 300.0,
+    each: Annotated[float, typer.Option(min=1, help="Seconds of each other measurement.")] = 20.0,
+    prompt: Annotated[int, typer.Option(min=2, help="Tokens of prompts.")] = 512,
+    output: Annotated[int, typer.Option(min=2, help="Tokens of answers.")] = 128,
+    sharegpt: Annotated[bool, typer.Option(help="Lengths like ShareGPT's too.")] = True,
+    loads: Annotated[str, typer.Option(help="Arrivals, in percent of what the closed loop answers.")] = "50,80,95",
+    parts: Annotated[str, typer.Option(help="What to measure: engine, streams, idle, open.")] = "engine,streams,idle,open",
+    seed: Annotated[int, typer.Option(help="Of prompts, lengths and arrivals.")] = 0,
+    out_file: Annotated[Path | None, typer.Option("--out", help="Results; benchmarks/results/<gpu>/<date>-serve.json.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Draw them too: a .png or .svg file.")] = None,
+    report_file: Annotated[Path | None, typer.Option("--report", help="Print and draw this result file.")] = None,
+) -> None:
+    """Load a server of this machine as a team would, and say what it costs beside its engine and how long users wait.
+
+    engine: so many texts at once without a server. streams: the same over HTTP, for --seconds; what fails, and the share of
+    the engine's tokens a second that is left; then lengths like ShareGPT's. idle: what HTTP adds to a first token. open:
+    arrivals by chance, and percentiles of the time to the first token and of the time per token. The file is complete after
+    every part, so Ctrl-C keeps what was measured.
+
+    Example, on a GPU: python -m benchmarks serve --seconds 60 --each 15 --plot serve.png
+    Example, on a CPU: python -m benchmarks serve --model SmolLM2-135M --seconds 20 --prompt 64 --output 16 --no-sharegpt
+    """
+    from benchmarks.serve_report import SERVE, failed, load, plot, tables, verdicts
+    from lowbit.eval.results import check_plot
+
+    if plot_file is not None:
+        check_plot(plot_file, SERVE)
+    if report_file is not None:
+        document = load(report_file)
+    else:
+        import torch
+
+        from benchmarks.language_model import SHAPES
+        from benchmarks.request import DTYPES
+        from lowbit.formats import parse_scheme
+        from lowbit.tune.trials import parse_rows
+
+        try:
+            from benchmarks.serve import PARTS, run
+            from benchmarks.serve_host import Asked
+            from benchmarks.serve_load import SHAREGPT, fixed
+        except ImportError as error:
+            raise ValueError(f"{EXTRA} ({error})") from error
+        if shape not in SHAPES:
+            raise ValueError(f"--shape is {', '.join(SHAPES)}, got {shape!r}")
+        if dtype not in DTYPES:
+            raise ValueError(f"--dtype is {' or '.join(DTYPES)}, got {dtype!r}")
+        named = "w4a16_g128" if scheme is None and model is None else scheme
+        asked = Asked(
+            None if model else shape, model, None if named in (None, "none") else parse_scheme(named).name,
+            None if head == "none" else parse_scheme(head).name, dtype, layers,
+            streams or (MOST_ON_A_GPU if torch.cuda.is_available() else MOST_ON_A_CPU),
+            (fixed(prompt, output), *([SHAREGPT] if sharegpt else [])), _names("--parts", parts, PARTS), parse_rows(loads),
+            seconds, each, seed,
+        )  # fmt: skip
+        path, document = run(asked, out_file, say)
+        say(f"wrote {path}")
+    out.print(*tables(document), sep="\n\n")
+    for line in failed(document):
+        say(line)
+    for line in verdicts(document):
+        out.print(line, highlight=False)
+    if plot_file is not None:
+        plot(document, plot_file)
+        say(f"wrote {plot_file}")
+
+
+@app.command(name="vllm", context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def vllm(arguments: typer.Context) -> None:
+    """Run vLLM's engine with this library's schemes and vLLM's own on the same weights; -- --help lists the options."""
+    from benchmarks.vllm import main
+
+    main(arguments.args)
+
+
+def _plot(document: dict[str, Any], path: Path) -> None:
+    from benchmarks.plot import plot
+
+    for written in plot(document, path):
+        say(f"wrote {written}, and beside it a copy for dark pages")

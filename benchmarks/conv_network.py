@@ -1,0 +1,180 @@
+"""ResNet-50 as `lowbit.vision` lowers and runs it, with what goes into one kernel switched off and on.
+
+Fusions are switched by name, each including those before it:
+
+    none      every convolution writes codes; ReLUs and sums of two tensors are kernels of their own
+    relu      convolution + ReLU, sum + ReLU
+    add       convolution + add + ReLU: what MegEngine fuses
+    shortcut  the convolution of the shortcut computed inside the one it is added to
+    stem      the max-pool computed inside the first convolution
+    blocks    of stage 1, the second and third convolution of a block and the first one of the next in one kernel
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.resnet50 import IMAGE, ResNet50
+from lowbit.formats.conv import ACTIVATIONS, ConvLayer
+from lowbit.pack.stem import PIXEL_BYTES
+from lowbit.vision.bits import assign_bits, calibrate
+from lowbit.vision.device import DeviceProgram
+from lowbit.vision.fusion import KERNEL_FUSIONS
+from lowbit.vision.graph import Graph
+from lowbit.vision.lower import FLOAT, lower
+from lowbit.vision.memory import stems
+from lowbit.vision.observe import observe
+from lowbit.vision.program import (
+    AverageCodes,
+    Block,
+    Convolve,
+    Operation,
+    PoolAverage,
+    PoolMax,
+    Program,
+    Quantize,
+    SumCodes,
+    made_by,
+)
+from lowbit.vision.trace import FUSIONS as GRAPH_FUSIONS
+from lowbit.vision.trace import fuse, unfused
+
+FUSIONS = ("none", *GRAPH_FUSIONS, *KERNEL_FUSIONS)
+
+SCHEMES: dict[str, str] = {"u4": "w8a4", "s8": "w8a8"}
+"""4-bit weights are no faster: they are 0.1 % of the bytes at a batch of 128."""
+
+CALIBRATION_IMAGES = 4
+
+
+@functools.cache
+def traced(device: str) -> tuple[Graph, Tensor]:
+    """The network on `device` without any fusion, and images for its scales."""
+    images = torch.randn(CALIBRATION_IMAGES, 3, IMAGE, IMAGE, generator=torch.Generator().manual_seed(1)).to(device)
+    return unfused(ResNet50().to(device), images), images
+
+
+def up_to(fusion: str) -> tuple[str, ...]:
+    """The fusions that the row of this name has. Raises ValueError for another name than those of `FUSIONS`."""
+    if fusion not in FUSIONS:
+        raise ValueError(f"fusions are {', '.join(FUSIONS)}, got {fusion!r}")
+    return FUSIONS[1 : FUSIONS.index(fusion) + 1]
+
+
+@functools.cache
+def program_of(storage: str, fusion: str, device: str = "cuda") -> Program:
+    """The network in integers."""
+    apart, images = traced(device)
+    graph = fuse(apart, [name for name in up_to(fusion) if name in GRAPH_FUSIONS])
+    return lower(graph, calibrate(graph, observe(graph, [images]), assign_bits(graph, SCHEMES[storage])))
+
+
+@dataclass(frozen=True)
+class Step:
+    """One kernel of the network: bytes of what it reads and writes, each once, and operations."""
+
+    name: str
+    call: Callable[[], object]
+    moved_bytes: float
+    operations: float
+
+
+class Network:
+    """ResNet-50 of `storage` activations at a batch, on the current GPU; its images are random."""
+
+    def __init__(self, storage: str, batch: int, fusion: str = FUSIONS[-1]) -> None:
+        self.program = program_of(storage, fusion)
+        self.launched = DeviceProgram(
+            self.program, batch, torch.device("cuda"), [name for name in up_to(fusion) if name in KERNEL_FUSIONS]
+        )
+        self.images = torch.randn(batch, 3, IMAGE, IMAGE, device="cuda")
+        self.launched.feed(self.images)
+        operations = {operation.y: operation for operation in self.launched.program.operations}
+        names = labels(self.launched.program)
+        self.steps = [
+            Step(names[y], call, *work_of(operations[y], self.launched.program, batch)) for y, call in self.launched.steps
+        ]
+
+    def wrong_values(self) -> int:
+        """How many codes of all values, and how many logits, differ from the reference's."""
+        wanted: dict[str, Tensor] = {}
+        logits = self.program.run(self.images, watch=lambda name, value: wanted.update({name: value}))
+        wrong, values = 0, self.launched.program.values
+        operations = {operation.y: operation for operation in self.launched.program.operations}
+        for y, call in self.launched.steps:
+            call()
+            codes = [name for name in made_by(operations[y]) if values[name].storage in ACTIVATIONS]
+            wrong += sum(int((self.launched.codes(name) != wanted[name]).sum()) for name in codes)
+        return wrong + int((self.launched.result() != logits).sum())
+
+
+def labels(program: Program) -> dict[str, str]:
+    """What to call each operation, by the value that it makes."""
+    found: dict[str, str] = {}
+    for op in program.operations:
+        match op:
+            case Convolve():
+                found[op.y] = f"{op.layer.name} and max-pool" if op.pooled else op.layer.name
+            case Block():
+                found[op.also] = op.third.layer.name
+                found[op.y] = f"{op.second.layer.name} to {op.following.layer.name}"
+            case SumCodes():
+                found[op.y] = f"{found[op.x]} {'ReLU' if op.other is None else 'sum'}"
+            case PoolMax():
+                found[op.y] = "max-pool"
+            case PoolAverage() | AverageCodes():
+                found[op.y] = "average pool"
+            case Quantize():
+                found[op.y] = f"codes of {found.get(op.x, 'the images')}"
+            case _:
+                found[op.y] = op.y.removesuffix(FLOAT)
+    return found
+
+
+def work_of(operation: Operation, program: Program, batch: int) -> tuple[float, float]:
+    """Bytes of inputs, weights and output, and multiplications and additions, of one operation for a batch."""
+    moved = sum(batch * _bytes_of(name, program) for name in (*operation.inputs, *made_by(operation)))
+    if isinstance(operation, Block):
+        parts = [(conv, work_of(conv, program, batch)) for conv in (operation.second, operation.third, operation.following)]
+        return moved + sum(_weights_of(conv) for conv, _ in parts), sum(work for _, (_, work) in parts)
+    if not isinstance(operation, Convolve):
+        return moved, 0.0
+    layer, (_, height, width) = operation.layer, _sums_of(operation, program)
+    moved, work = moved + _weights_of(operation), 0.0
+    products = [(operation.x, layer.weight, layer.stride)]
+    if layer.second is not None and operation.second is not None:
+        products.append((operation.second, layer.second.weight, layer.second.stride))
+    for name, weight, stride in products:
+        work += 2.0 * batch * height * width * weight.numel()
+        if tuple(weight.shape[2:]) == (1, 1):  # skips pixels
+            moved -= batch * _bytes_of(name, program) * (1 - 1 / (stride[0] * stride[1]))
+    return moved, work
+
+
+def _weights_of(operation: Convolve) -> float:
+    """Bytes of the weights, as kernels keep them."""
+    second = operation.layer.second
+    return float(operation.layer.weight.numel() + (0 if second is None else second.weight.numel()))
+
+
+def _sums_of(operation: Convolve, program: Program) -> tuple[int, int, int]:
+    """Shape of one image's sums, which is not that of the output where a max-pool is inside."""
+    layer: ConvLayer = operation.layer
+    shape = program.values[operation.x].shape
+    return (layer.weight.shape[0], *layer.output_size(shape[1], shape[2]))
+
+
+def _bytes_of(name: str, program: Program) -> float:
+    """Bytes of one image's value."""
+    if name in (packed := stems(program)):
+        return float(packed[name].rows * packed[name].columns * PIXEL_BYTES)
+    value = program.values[name]
+    count = 1
+    for size in value.shape:
+        count *= size
+    return count * {"u4": 0.5, "s8": 1.0, "f16": 2.0, "f32": 4.0}[value.storage]

@@ -1,0 +1,341 @@
+"""`python -m benchmarks e2e`: what a user of a language model gets: the step of a decode, the prompt, the whole request.
+
+Models are random weights in the shapes of known ones, the program and the graphs those that `lowbit.pipeline` runs.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from benchmarks.ceilings import read_bandwidth
+from benchmarks.e2e_report import E2E, KINDS, SCHEMA
+from benchmarks.language_model import random_model, weight_bytes
+from benchmarks.results import default_path, machine
+from lowbit.checkpoint.target import check_file
+from lowbit.engine import Engine, Request
+from lowbit.engine.batching import Piece
+from lowbit.engine.chain import Chain
+from lowbit.engine.graphs import Graphs
+from lowbit.engine.pages import pages_for
+from lowbit.engine.program import DecodeProgram
+from lowbit.engine.steps import Step, Steps
+from lowbit.eval.results import versions, write_json
+from lowbit.formats import parse_scheme
+from lowbit.kernels.choose.attention import PAGE
+from lowbit.tune.timing import failures, reason, warm_up
+
+REPLAYS = 24
+PROMPT, OUTPUT = 1024, 64
+"""Tokens of the prompt that is timed by itself, and tokens that a whole request draws."""
+
+PRODUCTS = KINDS["products"]
+"""Parts of the names of kernels that multiply by weights: this library's, cuBLAS's and its sums of split K (splitKreduce)."""
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+RIVALS: dict[str, dict[str, Any]] = {"eager": {}, "static": {"cache_implementation": "static"}}
+"""Arguments of Transformers' `generate`; a static cache has it compile the model."""
+
+PROTOCOL = (
+    "Gaussian weights in the shape of the model, each layer in memory of its own; keys and values in 16 bits, random, in "
+    f"pages of 128 tokens in random order. ms_per_token: median of {REPLAYS} replays, timed with events, of the CUDA graph "
+    "that the engine runs, which embeds, computes all layers and the head, draws the likeliest token, feeds it back and moves "
+    "positions on; all requests have `context` tokens before them. limit_ms: bytes of all weights as stored and of keys and "
+    "values of the context, at the read bandwidth of the same run. prefill_tok_s: a prompt of `prompt` tokens, alone, from "
+    "tokens on the host to logits; prefill_products: the share of its time in matrix products. request_s: wall time of "
+    "`batch` requests from Python, of 128 tokens each, from the first "
+    f"call to the last token of {OUTPUT}; step_wall_ms is that time without the prompts, by token. Products of 16-bit weights "
+    "are timed twice, by torch.nn.functional.linear (cuBLAS), eight launches a layer, and, for as many requests as it takes, "
+    "by this library's ring kernel, five; the faster one's is the row (products), other_ms_per_token the other one's. "
+    "bf16_ms_per_token is the ms_per_token of that row. impl transformers: the same model's "
+    "own `generate`, the time of 8 tokens more, its cache dynamic or, compiled, static. kernels: of each how often it runs in "
+    "a step, its microseconds from start to end, and those that it adds, from the end of the kernel before to its own; layer: "
+    "what each kernel of a layer adds, in order, the median over the layers."
+)
+
+Watch = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a run measures."""
+
+    models: tuple[str, ...]
+    schemes: tuple[str, ...]
+    batches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    head: str | None = "w8a16"
+    dtype: str = "float16"
+    layers: int | None = None
+    rivals: tuple[str, ...] = ()
+
+
+def run(asked: Asked, path: Path | None, watch: Watch) -> tuple[Path, dict[str, Any]]:
+    """Measures everything and returns the result file, which is written after each row, and its document."""
+    about = machine()
+    path = path or default_path(about["gpu"], datetime.date.today()).with_name(f"{datetime.date.today().isoformat()}-e2e.json")
+    check_file(path, E2E)
+    warm_up()
+    bandwidth, kernel = read_bandwidth()
+    rows: list[dict[str, Any]] = []
+    document: dict[str, Any] = {
+        "result": E2E, "schema": SCHEMA, "date": datetime.date.today().isoformat(), "complete": False, "machine": about,
+        "versions": versions(("transformers",)), "read_bytes_per_s": bandwidth, "read_kernel": kernel, "protocol": PROTOCOL,
+        "rows": rows,
+    }  # fmt: skip
+    for model in asked.models:
+        wide: dict[tuple[int, int], float] = {}
+        for scheme in (None, *asked.schemes):
+            for row in _rows_of(model, scheme, asked, bandwidth, watch):
+                key = (row["batch"], row["context"])
+                if scheme is None and row["impl"] == "lowbit" and row["ms_per_token"]:
+                    wide[key] = row["ms_per_token"]
+                rows.append({**row, "bf16_ms_per_token": wide.get(key)})
+                write_json(path, document)
+    document["complete"] = True
+    write_json(path, document)
+    return path, document
+
+
+def _rows_of(model: str, scheme: str | None, asked: Asked, bandwidth: float, watch: Watch) -> Iterator[dict[str, Any]]:
+    """The rows of one model in one scheme; what fails carries its reason."""
+    name = "16 bits" if scheme is None else parse_scheme(scheme).name
+    cases = [(batch, context) for context in asked.contexts for batch in asked.batches]
+    blank = {"model": model, "scheme": scheme, "gpus": 1, "kv_dtype": asked.dtype, "head": asked.head if scheme else None}
+    measures = ("ms_per_token", "limit_ms", "prefill_tok_s", "tokens_per_gpu_s", "kernels_per_layer")
+    nothing = dict.fromkeys((*measures, "products", "other_ms_per_token", "error"))
+    try:
+        watch(f"{model}, {name}: making the model")
+        made = random_model(
+            model, scheme, asked.head if scheme else None, DTYPES[asked.dtype], torch.device("cuda"), asked.layers
+        )
+        held = weight_bytes(made)
+        yield from ({**blank, **nothing, "weight_bytes": held, **row} for row in _rivals(made, asked, watch))
+        engine = engine_for(made, cases)
+        for stage in engine.compile():
+            watch(f"{model}, {name}: compiling, {stage.done} of {stage.total} kernels")
+        rate, in_products = _prefill(engine)
+    except failures() as error:
+        yield {**blank, **nothing, "impl": "lowbit", "batch": None, "context": None, "error": reason(error)}
+        return
+    for batch, context in cases:
+        watch(f"{model}, {name}: batch {batch}, context {context}")
+        row = {**blank, **nothing, "impl": "lowbit", "batch": batch, "context": context, "prompt": PROMPT, "output": OUTPUT}
+        row |= {"weight_bytes": held, "prefill_tok_s": rate, "prefill_products": in_products}
+        try:
+            measured = _decode if scheme else _better
+            yield {**row, **measured(engine, batch, context, held, bandwidth), **_request(engine, batch)}
+        except failures() as error:
+            yield {**row, "error": reason(error)}
+    del engine, made
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def engine_for(model: PreTrainedModel, cases: Sequence[tuple[int, int]]) -> Engine:
+    """An engine whose cache holds every case, as far as memory goes."""
+    longest = max(context for _, context in cases) + 4 * REPLAYS
+    engine = Engine(
+        model, max_concurrent=max(batch for batch, _ in cases), max_length=max(longest, PROMPT + OUTPUT), sharing=False
+    )
+    program = engine.program
+    if not isinstance(program, DecodeProgram) or program.cache is None:
+        raise ValueError(f"there is no decode program: {'; '.join(program.reasons)}")
+    for i in range(program.cache.spec.layers):
+        for part in program.cache.layer(i):
+            part.normal_()
+    return engine
+
+
+def place(engine: Engine, batch: int, context: int, tokens: int) -> None:
+    """Gives the first slots pages in random order for `tokens` more than `context`; ValueError where there are too few."""
+    each, count = pages_for(context + tokens), engine.batch.pages.count - 1
+    if batch * each > count:
+        raise ValueError(f"keys and values of {batch} x {context} tokens take {batch * each:,} pages, {count:,} fit")
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))[: batch * each] + 1
+    engine.slots.tables[:batch, :each] = order.view(batch, each).to(engine.device, torch.int32)
+    engine.slots.positions[:batch] = context
+
+
+def _better(engine: Engine, batch: int, context: int, held: int, bandwidth: float) -> dict[str, Any]:
+    """The step of 16-bit weights by the ring kernel or by cuBLAS, whichever takes less time, and the other one's."""
+    program = engine.program
+    assert isinstance(program, DecodeProgram)
+    chain, found = program.chain, dict[str, dict[str, Any]]()
+    if isinstance(chain, Chain) and batch <= chain.most:
+        found["ring"] = _decode(engine, batch, context, held, bandwidth)
+    program.chain = ("products by cuBLAS are timed",)
+    try:
+        steps = Steps(program, engine.slots, batch, graphs=Graphs(engine.device))
+        found["cuBLAS"] = _decode(engine, batch, context, held, bandwidth, steps)
+    finally:
+        program.chain = chain
+    first, *others = sorted(found, key=lambda name: found[name]["ms_per_token"])
+    return {**found[first], "products": first, "other_ms_per_token": found[others[0]]["ms_per_token"] if others else None}
+
+
+def _decode(
+    engine: Engine, batch: int, context: int, held: int, bandwidth: float, steps: Steps | None = None
+) -> dict[str, Any]:
+    """The step of a batch at a context, of the engine's or of other `steps`: time, limit, kernels."""
+    program = engine.program
+    assert isinstance(program, DecodeProgram)
+    place(engine, batch, context, 4 * REPLAYS)
+    torch.cuda.reset_peak_memory_stats()
+    step = (steps or engine.steps).launch(range(batch), False, context + 4 * REPLAYS)
+    us = times_us(step)
+    engine.slots.positions[:batch] = context
+    assert step.graph is not None
+    kernels = timeline(step.graph.replay)
+    spec = program.cache_spec
+    kv = batch * context * spec.page_bytes / PAGE
+    ms = statistics.median(us) / 1e3
+    return {
+        "ms_per_token": ms, "limit_ms": 1e3 * (held + kv) / bandwidth, "tokens_per_gpu_s": 1e3 * batch / ms,
+        "kernels_per_layer": len(kernels) / spec.layers, "kernels": by_name(kernels), "layer": one_layer(kernels),
+        "gaps_us": statistics.median(us) - sum(added for _, _, added in kernels),
+        "peak_bytes": torch.cuda.max_memory_allocated(),
+    }  # fmt: skip
+
+
+def times_us(step: Step) -> list[float]:
+    """Microseconds of each replay; all are queued at once, so that the GPU never waits for Python."""
+    assert step.graph is not None
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPLAYS)]
+    for _ in range(3):
+        step.graph.replay()
+    for start, end in events:
+        start.record()
+        step.graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    return [1e3 * start.elapsed_time(end) for start, end in events]
+
+
+Timeline = list[tuple[str, float, float]]
+"""Kernels in the order in which they end: name, microseconds from start to end, and of those the ones after the end of the
+kernel before."""
+
+
+def timeline(launch: Callable[[], object]) -> Timeline:
+    """What `launch` launches as CUDA's profiler sees it. With programmatic launch a kernel starts while the one before it runs,
+    and waits for it: what the kernel adds is the time after that."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        launch()
+        torch.cuda.synchronize()
+    events = [event for event in profile.events() if event.device_type.name == "CUDA"]
+    found: Timeline = []
+    before = float("-inf")
+    for event in sorted(events, key=lambda event: event.time_range.end):
+        start, end = event.time_range.start, event.time_range.end
+        found.append((event.name, end - start, end - max(start, before)))
+        before = end
+    return found
+
+
+def by_name(kernels: Timeline) -> dict[str, tuple[int, float, float]]:
+    """How often each kernel runs, its microseconds together, and those that it adds."""
+    found: dict[str, tuple[int, float, float]] = {}
+    for name, us, added in kernels:
+        count, so_far, adding = found.get(name, (0, 0.0, 0.0))
+        found[name] = (count + 1, so_far + us, adding + added)
+    return found
+
+
+def one_layer(kernels: Timeline) -> list[tuple[str, float]]:
+    """The kernels of a layer from that before attention on, with what each adds: microseconds, the median over the layers."""
+    at = [i for i, (name, _, _) in enumerate(kernels) if "attention" in name]
+    if len(at) < 3 or at[0] == 0:
+        return []
+    each = at[1] - at[0]
+    layers = [kernels[i - 1 : i - 1 + each] for i in at[1:-1]]
+    return [(column[0][0], statistics.median(added for _, _, added in column)) for column in zip(*layers, strict=True)]
+
+
+@torch.inference_mode()
+def _prefill(engine: Engine) -> tuple[float, float]:
+    """Tokens per second of a prompt of PROMPT tokens, and the share of that time that its products take."""
+    ids = torch.randint(engine.slots.sampling.counts.shape[1], (PROMPT,), generator=torch.Generator().manual_seed(1)).tolist()
+    place(engine, 1, PROMPT, 0)
+    request = Request(ids, 1)
+    request.slot = 0
+    size = engine.batch.piece
+
+    def prompt() -> None:
+        for begin in range(0, PROMPT, size):
+            tokens = tuple(ids[begin : begin + size])
+            engine.prompts.launch([Piece(request, begin, tokens, begin + size >= PROMPT)])
+
+    seconds = []
+    for _ in range(4):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        prompt()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    took = statistics.median(seconds[1:])
+    products_us = sum(added for name, _, added in timeline(prompt) if any(part in name for part in PRODUCTS))
+    return PROMPT / took, products_us / 1e6 / took
+
+
+def _request(engine: Engine, batch: int) -> dict[str, Any]:
+    """Wall time of whole requests, twice; the second counts."""
+    vocab = engine.slots.sampling.counts.shape[1]
+    generator = torch.Generator().manual_seed(2)
+    taken: dict[str, float] = {}
+    for _ in range(2):
+        prompts = [torch.randint(vocab, (128,), generator=generator).tolist() for _ in range(batch)]
+        requests = [engine.submit(Request(ids, OUTPUT)) for ids in prompts]
+        start = time.perf_counter()
+        while not all(request.drawn for request in requests):
+            engine.step()
+        begun = time.perf_counter()
+        drawn = min(len(request.drawn) for request in requests)
+        while any(request.end is None for request in requests):
+            engine.step()
+        end = time.perf_counter()
+        taken = {"request_s": end - start, "step_wall_ms": 1e3 * (end - begun) / (OUTPUT - drawn)}
+    return taken
+
+
+def _rivals(model: PreTrainedModel, asked: Asked, watch: Watch) -> Iterator[dict[str, Any]]:
+    """Transformers' own `generate` of the same model; before an engine takes memory for its cache."""
+    for rival in asked.rivals:
+        for context in asked.contexts[:1]:
+            for batch in asked.batches:
+                watch(f"transformers, {rival}: batch {batch}, context {context}")
+                row = {"impl": f"transformers {rival}", "batch": batch, "context": context}
+                try:
+                    ms = _generate_ms(model, batch, context, **RIVALS[rival])
+                    yield {**row, "ms_per_token": ms, "tokens_per_gpu_s": 1e3 * batch / ms}
+                except failures() as error:
+                    yield {**row, "error": reason(error)}
+
+
+@torch.inference_mode()
+def _generate_ms(model: PreTrainedModel, batch: int, context: int, **options: Any) -> float:
+    """Milliseconds a token of `generate`: the time of 16 tokens less that of 8."""
+    ids = torch.randint(model.config.vocab_size, (batch, context), device="cuda")
+
+    def seconds(count: int) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False,
+            pad_token_id=0, **options,
+        )  # fmt: skip
+        torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    seconds(16)
+    return 1e3 * min(seconds(16) - seconds(8) for _ in range(2)) / 8

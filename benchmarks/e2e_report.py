@@ -1,0 +1,168 @@
+"""`python -m benchmarks e2e` on the terminal, and its pictures. Needs no GPU to draw a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from benchmarks.table import narrow_table
+from lowbit.eval.results import read_json, require_keys, write_plots
+from lowbit.picture import Theme, new_figure, plain
+
+SCHEMA = 1
+E2E = "lowbit bench e2e"
+
+KINDS = {
+    "products": ("gemm", "cutlass", "cublas", "nvjet", "splitK"),
+    "attention": ("attention", "append"),
+    "norms and gates": ("norm", "gate", "embed"),
+    "drawing": ("survey", "weigh", "collect", "settle", "argmax"),
+}
+"""Kernels of a step by what is in their names; the rest is "other"."""
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The document of a result file of `python -m benchmarks e2e`; raises ValueError that says what is wrong with it."""
+    document = read_json(path, E2E, SCHEMA)
+    require_keys(path, document, ("machine", "rows", "date"))
+    return document
+
+
+def tables(document: dict[str, Any]) -> list[Table]:
+    """For each model and context a table of steps: milliseconds a token, share of the limit, against 16 bits, kernels a layer;
+    for each model one of what is seen from Python."""
+    rows = [row for row in document["rows"] if row["error"] is None]
+    of_contexts = list(dict.fromkeys((row["model"], row["context"]) for row in rows))
+    found = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        here = [row for row in rows if row["model"] == model]
+        found += [_step_table(document, here, context) for name, context in of_contexts if name == model]
+        found.append(_python_table(here))
+    return found
+
+
+def _step_table(document: dict[str, Any], rows: list[dict[str, Any]], context: int) -> Table:
+    title = f"{rows[0]['model']}, context {context:,}: a step of a decode on {document['machine']['gpu']}"
+    table = narrow_table(("weights",), ("users", "ms a token", "of limit", "x 16 bits", "tokens/s", "kernels"), title)
+    for row in (row for row in rows if row["context"] == context):
+        ms, limit, wide, kernels = (row[key] for key in ("ms_per_token", "limit_ms", "bf16_ms_per_token", "kernels_per_layer"))
+        table.add_row(
+            _weights(row), str(row["batch"]), f"{ms:.3f}", f"{100 * limit / ms:.0f} %" if limit else "-",
+            f"{wide / ms:.2f}" if wide else "-", f"{row['tokens_per_gpu_s']:,.0f}", f"{kernels:.1f}" if kernels else "-",
+        )  # fmt: skip
+    return table
+
+
+def _python_table(rows: list[dict[str, Any]]) -> Table:
+    """Steps and prompts by the clock of the host, whatever the context of the steps above."""
+    table = narrow_table(
+        ("weights",), ("users", "ms a token", "prompt tokens/s", "in products"), f"{rows[0]['model']}: from Python"
+    )
+    seen = set()
+    for row in rows:
+        key, wall, rate, share = (_weights(row), row["batch"]), *(row.get(k) for k in _FROM_PYTHON)
+        if key not in seen and (wall or rate):
+            table.add_row(
+                key[0], str(key[1]), f"{wall:.3f}" if wall else "-", f"{rate:,.0f}" if rate else "-",
+                f"{100 * share:.0f} %" if share else "-",
+            )  # fmt: skip
+        seen.add(key)
+    return table
+
+
+_FROM_PYTHON = ("step_wall_ms", "prefill_tok_s", "prefill_products")
+
+
+def failed(document: dict[str, Any]) -> list[str]:
+    """A line for each row that has no time."""
+    rows = [row for row in document["rows"] if row["error"] is not None]
+    asked = [[row["model"], _weights(row), *(f"{k} {row[k]:,}" for k in ("batch", "context") if row[k])] for row in rows]
+    return [f"{', '.join(names)}: {row['error']}" for names, row in zip(asked, rows, strict=True)]
+
+
+def _weights(row: dict[str, Any]) -> str:
+    """What computes: the scheme, or 16 bits by whose products, and whose loop where it is not this library's."""
+    products, impl = row.get("products"), row["impl"].removeprefix("transformers ")
+    return (row["scheme"] or "16 bits") + (f", {products}" if products else "") + ("" if impl == "lowbit" else f", {impl}")
+
+
+def shares(row: dict[str, Any]) -> dict[str, float]:
+    """Microseconds that kernels add to a step, by their kind; all 0 where a file says only how long each ran."""
+    found = dict.fromkeys((*KINDS, "other"), 0.0)
+    for name, (_, _, *added) in row.get("kernels", {}).items():
+        kind = next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "other")
+        found[kind] += sum(added)
+    return found
+
+
+def plot(document: dict[str, Any], path: Path) -> None:
+    """Tokens a second of each user against how many there are, a line for each scheme, a panel for each model and context;
+    below it where the time of a step goes, where the file says so. Raises ValueError when there is nothing to draw, and
+    without matplotlib."""
+    rows = [row for row in document["rows"] if row["ms_per_token"] is not None]
+    if not rows:
+        raise ValueError("the results hold no measured row to plot")
+    write_plots(path, E2E, lambda theme: _draw(document, rows, theme))
+
+
+def _draw(document: dict[str, Any], rows: list[dict[str, Any]], theme: Theme) -> Any:
+    panels = list(dict.fromkeys((row["model"], row["context"]) for row in rows))
+    timed = [row for row in rows if row.get("kernels") and sum(shares(row).values())]
+    figure = new_figure(max(5.2, 3.8 * len(panels)), 6.4 if timed else 3.6, theme)
+    grid = figure.subplots(2 if timed else 1, len(panels), squeeze=False)
+    for number, panel in enumerate(panels):
+        here = [row for row in rows if (row["model"], row["context"]) == panel]
+        _users(grid[0][number], here, f"{panel[0]}, context {panel[1]:,}", theme)
+        if timed:
+            _where(grid[1][number], [row for row in here if row in timed], theme)
+    if timed:
+        kinds = grid[1][0].get_legend_handles_labels()
+        figure.legend(*kinds, fontsize=6.5, frameon=False, labelcolor=theme.text, ncols=5, loc="outside lower left")
+    title = f"Tokens a second for each user, by batch: {document['machine']['gpu']}, {document['date']}"
+    figure.suptitle(title, color=theme.text, fontsize=10, x=0.01, ha="left")
+    return figure
+
+
+def _users(axis: Any, rows: list[dict[str, Any]], title: str, theme: Theme) -> None:
+    """A line for each scheme, 16 bits and rivals in grey, behind the figure where it begins; names where lines have fallen."""
+    plain(axis, theme, title)
+    text = {"fontsize": 7.5, "textcoords": "offset points", "va": "center", "ha": "right", "xytext": (-6, 0)}
+    lines = list(dict.fromkeys((row["scheme"], row["impl"]) for row in rows))
+    styles = ("-", "--", ":", "-.")
+    for number, (scheme, impl) in enumerate(sorted(lines, key=lambda line: _fastest(rows, line), reverse=True)):
+        here = sorted((r for r in rows if (r["scheme"], r["impl"]) == (scheme, impl)), key=lambda row: row["batch"])
+        own = scheme is not None and impl == "lowbit"
+        color, label = theme.own if own else theme.rival, (scheme or "16 bits") + ("" if impl == "lowbit" else f", {impl}")
+        users, each = [r["batch"] for r in here], [1e3 / r["ms_per_token"] for r in here]
+        line = {"marker": "o", "markersize": 3, "linewidth": 2 if own else 1.4}
+        axis.plot(users, each, styles[number % 4], color=color, label=label, **line)
+        axis.annotate(f"{each[0]:,.0f}", (users[0], each[0]), color=color, weight="bold", **text)
+    batches = sorted({row["batch"] for row in rows})
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(batches, [str(batch) for batch in batches])
+    axis.minorticks_off()
+    axis.set_xlim(left=batches[0] / 2)
+    axis.set_ylim(0, 1.12 * max(1e3 / row["ms_per_token"] for row in rows))
+    axis.set_xlabel("users at once")
+    axis.legend(fontsize=6.5, frameon=False, labelcolor=theme.text, loc="upper right", handlelength=3.5)
+
+
+def _fastest(rows: list[dict[str, Any]], line: tuple[str | None, str]) -> float:
+    return max(1e3 / row["ms_per_token"] for row in rows if (row["scheme"], row["impl"]) == line)
+
+
+def _where(axis: Any, rows: list[dict[str, Any]], theme: Theme) -> None:
+    """Bars of what kinds of kernels add to a step, stacked, a bar for each scheme and batch."""
+    plain(axis, theme, "where the time of a step goes, ms")
+    axis.grid(visible=False)
+    colors = (theme.own, theme.second, theme.rival, theme.text, theme.grid)
+    names = [f"{row['scheme'] or '16 bits'}, {row['batch']}" for row in rows]
+    start = [0.0] * len(rows)
+    for kind, color in zip((*KINDS, "other"), colors, strict=True):
+        ms = [shares(row)[kind] / 1e3 for row in rows]
+        axis.barh(range(len(rows)), ms, left=start, height=0.7, color=color, label=kind)
+        start = [a + b for a, b in zip(start, ms, strict=True)]
+    axis.set_yticks(range(len(rows)), names, fontsize=6)
+    axis.invert_yaxis()

@@ -1,0 +1,161 @@
+"""What the GPU's own counters say of products: bytes from and to memory, how busy memory and tensor cores were.
+
+Nsight Compute (`ncu`) runs this module as a program and writes a table of all its kernels; before each case the program lets a
+kernel spin, by which the table is cut. Clocks are left alone, and caches are emptied before each kernel, as ncu does.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.mechanisms.fused import CUBLAS_TOKENS, SCHEME, halves, two_kernels
+from benchmarks.mechanisms.products import K, N, Product
+from benchmarks.mechanisms.trial import Row, blank
+from lowbit.tune.timing import gaussian
+
+READ, WRITTEN, TIME = "dram__bytes_read.sum", "dram__bytes_write.sum", "gpu__time_duration.sum"
+MEMORY = "dram__throughput.avg.pct_of_peak_sustained_elapsed"
+TENSOR = ("sm__pipe_tensor_cycles_active", "sm__pipe_tensor_op_hmma_cycles_active", "sm__inst_executed_pipe_tensor")
+"""Names that versions of the profiler have for how busy tensor cores are; the first that is known is taken."""
+TENSOR_SUFFIX = ".avg.pct_of_peak_sustained_elapsed"
+MARK = "spin_kernel"
+LIMIT_S = 90
+FUSED_TOKENS = (1, 16, 128)
+
+CASES = (
+    *(("fp16", "cuBLAS", m) for m in CUBLAS_TOKENS),
+    *((SCHEME, way, m) for m in FUSED_TOKENS for way in ("one kernel", "two kernels")),
+)
+"""(case, way, m) of each product."""
+
+
+def call_of(way: str, m: int) -> Callable[[], object]:
+    """What runs the product."""
+    if way == "one kernel":
+        return Product(SCHEME, m, None)
+    x = gaussian(m, K, 2, torch.float16)
+    return (lambda: x @ halves().T) if way == "cuBLAS" else (lambda: two_kernels()(x))
+
+
+def rows() -> Iterator[Row]:
+    """A row for each case: us is the sum of its kernels' times under the profiler; one row with the error where it failed."""
+    try:
+        found = grouped(_profiled())
+        if len(found) != len(CASES):
+            raise RuntimeError(f"the profiler saw {len(found)} cases of {len(CASES)}")
+    except (OSError, RuntimeError, ValueError, KeyError, subprocess.SubprocessError) as error:
+        yield {**blank("counters", "all", "-"), "error": f"{type(error).__name__}: {error}"[:400]}
+        return
+    for (case, way, m), kernels in zip(CASES, found, strict=True):
+        yield {**blank("counters", case, way, m=m, n=N, k=K), **summed(kernels)}
+
+
+def summed(kernels: Sequence[dict[str, float]]) -> Row:
+    """Time and figures of a case's kernels: bytes are added, shares weighted by time."""
+    ns = sum(kernel[TIME] for kernel in kernels)
+    figures = {
+        "kernels": len(kernels),
+        "read_mb": sum(kernel[READ] for kernel in kernels) / 1e6,
+        "written_mb": sum(kernel[WRITTEN] for kernel in kernels) / 1e6,
+        "memory_percent": sum(kernel[MEMORY] * kernel[TIME] for kernel in kernels) / ns,
+    }
+    if all("tensor" in kernel for kernel in kernels):
+        figures["tensor_percent"] = sum(kernel["tensor"] * kernel[TIME] for kernel in kernels) / ns
+    return {"us": ns / 1e3, "figures": figures}
+
+
+def grouped(table: str) -> list[list[dict[str, float]]]:
+    """The metrics of the kernels behind each mark, of the profiler's table with a line for each kernel."""
+    lines = [line for line in table.splitlines() if line.startswith('"')]
+    found: list[list[dict[str, float]]] = []
+    for line in csv.DictReader(lines):
+        if not line.get("ID"):  # the line of units
+            continue
+        if MARK in line["Kernel Name"]:
+            found.append([])
+        elif found:
+            found[-1].append({_short(name): _number(text) for name, text in line.items() if _asked(name)})
+    return found
+
+
+def _asked(metric: str) -> bool:
+    """The table has more columns: facts of the GPU, some of them words."""
+    return metric in (READ, WRITTEN, TIME, MEMORY) or metric.startswith(TENSOR)
+
+
+def _short(metric: str) -> str:
+    return "tensor" if metric.startswith(TENSOR) else metric
+
+
+def _number(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+def _profiled() -> str:
+    """The table of the profiler over `main`. Raises RuntimeError where there is no profiler or it may not read counters."""
+    ncu = shutil.which("ncu")
+    if ncu is None:
+        raise RuntimeError("ncu is not installed")
+    asked = [READ, WRITTEN, TIME, MEMORY, *(name + TENSOR_SUFFIX for name in _known(ncu)[:1])]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "table.csv")
+        command = [ncu, "--clock-control", "none", "--profile-from-start", "off", "--csv", "--page", "raw"]
+        command += ["--print-units", "base", "--metrics", ",".join(asked), "--log-file", str(log)]
+        code, said = _ended([*command, sys.executable, "-m", __name__])
+        table = log.read_text() if log.exists() else ""
+    if code or '"ID"' not in table:
+        told = " | ".join(line for line in [*table.splitlines(), *said.splitlines()] if "==" in line or "rror" in line)
+        raise RuntimeError(f"ncu: {told or 'no table'}")
+    return table
+
+
+def _ended(command: list[str]) -> tuple[int, str]:
+    """Exit status of a program and what it wrote to its error output; whatever ends the wait ends the program and its own."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
+    )
+    try:
+        said = process.communicate(timeout=LIMIT_S)[1]
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
+    return process.returncode, said
+
+
+def _known(ncu: str) -> list[str]:
+    """Those of TENSOR that this profiler has for the GPU in hand."""
+    major, _ = torch.cuda.get_device_capability()
+    chip = {8: "ga100", 9: "gh100"}.get(major)
+    command = [ncu, "--query-metrics", *(["--chip", chip] if chip else [])]
+    names = set(re.findall(r"^(\w+)", subprocess.run(command, capture_output=True, text=True, timeout=60).stdout, re.MULTILINE))
+    return [name for name in TENSOR if name in names]
+
+
+def main() -> None:
+    """What is profiled: each case once, behind a mark, after it has run once without."""
+    calls = [call_of(way, m) for _, way, m in CASES]
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    for call in calls:
+        torch.cuda._sleep(1000)
+        call()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""The library's own kernels with one thing changed: the conversion or the order of codes, where scales are applied, the tile.
+
+A plan is made as ever, then its configuration gets another decoding; weights are packed as that wants them. All are compared
+with the float64 product and timed as benchmarks/protocol.py says.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.mechanisms.trial import Row, Trial, blank, timed
+from benchmarks.mechanisms.ways import OWN, Decoding, ScaledFirst, Stepping, Way, ways
+from lowbit.formats import QuantTensor, parse_scheme
+from lowbit.hardware.conversions import Conversion
+from lowbit.hardware.half import HalfType
+from lowbit.hardware.machine import machine_of
+from lowbit.kernels.choose.mixed_gemm import GemmShape, MmaTile, RingTile, Tile, WgmmaTile, choose
+from lowbit.kernels.parts.step import Step
+from lowbit.kernels.sm80.mixed_gemm import RingPlan
+from lowbit.ops.fragment_gemm import plan_for
+from lowbit.ops.workspace import workspace
+from lowbit.pack import FragmentWeight, InterleavedWeight, weight_form
+from lowbit.tune.timing import copies_needed, gaussian, l2_bytes, quantized
+
+N = K = 8192
+TORCH: dict[HalfType, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+CONVERTED: tuple[tuple[str, HalfType], ...] = (
+    ("w8a16", "fp16"), ("w8a16", "bf16"), ("w4a16_pc", "fp16"), ("w4a16_pc", "bf16"), ("w6e3m2a16", "fp16"),
+)  # fmt: skip
+"""Schemes with a scale for each channel: nothing but the conversion stands between a code and its product."""
+
+TOKENS = (1, 16, 64, 256)
+MMA = MmaTile(128, 2, 8, 1, 4, 1)
+"""Of the kernel that A100s and RTX cards run."""
+
+
+def decode_by(plan: Any, by: Conversion) -> None:
+    """Gives a plan another conversion of codes."""
+    if isinstance(plan, RingPlan):
+        step_by(plan, Stepping(**_fields(plan.config.ring.step), by=by))
+    else:
+        plan.config = replace(plan.config, decode=Decoding(**_fields(plan.config.decode), by=by))
+        plan.factor = plan.config.decode.epilogue_factor
+
+
+def step_by(plan: RingPlan, step: Step) -> None:
+    """Gives a plan of the ring kernel another step."""
+    plan.config = replace(plan.config, ring=replace(plan.config.ring, step=step))
+    plan.factor = step.factor
+
+
+def scale_first(plan: RingPlan) -> None:
+    """Has a plan of the ring kernel scale weights before the product."""
+    step_by(plan, ScaledFirst(**_fields(plan.config.ring.step)))
+
+
+def _fields(of: Any) -> dict[str, Any]:
+    return {name: getattr(of, name) for name in of.__dataclass_fields__}
+
+
+class Product:
+    """One product y [m, n] = x w^T by a plan, over copies of a weight that come from memory."""
+
+    def __init__(
+        self, scheme: str, m: int, tile: Tile | None, dtype: HalfType = "fp16", n: int = N, k: int = K, lines: bool = False
+    ) -> None:
+        self.machine = machine_of("cuda")
+        self.q = _quantized(scheme, n, k)
+        self.weight = _packed(scheme, n, k, lines)
+        self.shape = GemmShape(m, n, k, self.q.scheme.weight.bits)
+        self.tile = choose(self.shape, self.machine) if tile is None else tile
+        self.dtype = TORCH[dtype]
+        scale, channel = (None if t is None else t.dtype for t in (self.weight.scale, self.weight.channel_scale))
+        form = weight_form(self.q.scheme, scale, channel, interleaved=lines)
+        self.plan: Any = plan_for(self.tile, self.shape, form, self.dtype, False, self.machine)
+
+    @functools.cached_property
+    def x(self) -> Tensor:
+        return gaussian(self.shape.m, self.shape.k, seed=2, dtype=self.dtype)
+
+    def convert_by(self, way: Way) -> None:
+        """Another conversion of the same codes."""
+        if way.name != OWN:
+            self.weight = replace(self.weight, codes=_plane(self.q.scheme.name, *self.q.shape, way))
+            decode_by(self.plan, way.conversion)
+
+    def __call__(self, w: FragmentWeight | InterleavedWeight | None = None) -> Tensor:
+        w = w or self.weight
+        room = workspace(self.x.device, *self.plan.workspace)
+        return self.plan(self.x, w.codes, w.scale, w.channel_scale, None, *room)  # type: ignore[no-any-return]
+
+    def measure(self, **figures: float) -> Row:
+        """What a row says of it; its first 64 rows are compared with the float64 product."""
+        weights = [self.weight]
+        weights += [self.weight.clone() for _ in range(copies_needed(self.weight.nbytes, l2_bytes()) - 1)]
+        rows = self.x[:64].double()
+        reference = torch.cat([rows @ part.T for part in self.q.dequantize(torch.float64).split(2048)], dim=-1)
+        return timed([functools.partial(self, w) for w in weights], reference, **figures)
+
+
+@functools.lru_cache(maxsize=4)
+def _quantized(scheme: str, n: int, k: int) -> QuantTensor:
+    return quantized(parse_scheme(scheme), (n, k))
+
+
+@functools.lru_cache(maxsize=4)
+def _packed(scheme: str, n: int, k: int, lines: bool) -> FragmentWeight | InterleavedWeight:
+    return (InterleavedWeight if lines else FragmentWeight).pack(_quantized(scheme, n, k))
+
+
+@functools.lru_cache(maxsize=4)
+def _plane(scheme: str, n: int, k: int, way: Way) -> Tensor:
+    return way.plane(_quantized(scheme, n, k).codes)
+
+
+def trial_of(row: Row, make: Callable[[], Product], **figures: float) -> Trial:
+    """The trial of a product."""
+    return Trial(row, lambda: make()(), lambda: make().measure(**figures))
+
+
+def conversion_trials() -> Iterator[Trial]:
+    """Each conversion in the kernel that is chosen, and in that of mma.sync for many tokens."""
+    for scheme, dtype in CONVERTED:
+        number = parse_scheme(scheme).weight
+        for m, tile in (*((m, None) for m in TOKENS), (TOKENS[-1], MMA)):
+            kernel = kernel_of(tile or choose(GemmShape(m, N, K, number.bits), machine_of("cuda")))
+            for way in ways(number.name, dtype):
+                row = blank("products", f"{number.name}, {kernel}", way.name, dtype=dtype, m=m, n=N, k=K)
+                yield trial_of(row, functools.partial(_converted, way, scheme, m, tile, dtype))
+
+
+def _converted(way: Way, scheme: str, m: int, tile: Tile | None, dtype: HalfType) -> Product:
+    product = Product(scheme, m, tile, dtype)
+    product.convert_by(way)
+    return product
+
+
+def kernel_of(tile: Tile) -> str:
+    """The short name of a tile's kernel."""
+    return {RingTile: "ring", WgmmaTile: "wgmma", MmaTile: "mma.sync"}[type(tile)]
+
+
+def scale_trials() -> Iterator[Trial]:
+    """Scales of groups after and before the product, in the ring kernel."""
+    for group in (32, 128):
+        for m in (1, 8, 16):
+            for name in ("after", "before"):
+                row = blank("scales", f"group {group}, ring kernel", name, m=m, n=N, k=K)
+                yield trial_of(row, functools.partial(_scaled, f"w4a16_g{group}", m, name == "before"))
+
+
+def _scaled(scheme: str, m: int, first: bool) -> Product:
+    product = Product(scheme, m, None)
+    if first:
+        scale_first(product.plan)
+    return product
+
+
+def order_trials() -> Iterator[Trial]:
+    """Weights in fragment order and in TensorRT-LLM's lines: one kernel, one tile, the same registers of each instruction."""
+    for scheme in ("w4a16_g128", "w4a16_pc", "w8a16"):
+        for m, tile in ((64, MmaTile(64, 2, 8, 1, 4, 4)), (256, MMA), (1024, MMA), (4096, MMA)):
+            for lines in (False, True):
+                way = "TensorRT-LLM's lines" if lines else "fragment order"
+                row = blank("lines", scheme, way, m=m, n=N, k=K)
+                yield trial_of(row, functools.partial(Product, scheme, m, tile, lines=lines))
+
+
+def tile_trials() -> Iterator[Trial]:
+    """Tiles of the mma.sync kernel and others with one field changed at a time; int4 in groups of 128."""
+    for m in (1024, 4096):
+        for group in (1, 2, 4, 8):
+            yield _tile("swizzle", f"{group}", m, replace(MMA, token_group=group))
+        for group in (1, 2, 4, 8):
+            yield _tile("swizzle, wgmma", f"{group}", m, WgmmaTile(256, 2, 4, 1, group))
+    for stages in (2, 3, 4, 5, 6):
+        yield _tile("stages", f"{stages}", 4096, replace(MMA, stages=stages))
+        yield _tile("stages", f"{stages}", 64, MmaTile(64, 2, 8, 1, stages, 4), N // 2, K // 2)
+    for splits in (1, 2, 4, 8):
+        for in_turn in (False, True) if splits > 1 else (False,):
+            tile = MmaTile(64, 2, 8, 1, 6, splits, in_turn=in_turn)
+            yield _tile("split-K", f"{splits}{' in turn' if in_turn else ', last block'}", 64, tile, N // 2, K // 2)
+        if splits > 1:
+            yield _reduction(splits, 64, N // 2)
+    for warps_n, warps_k in ((8, 1), (4, 2), (2, 4), (1, 8), (1, 16)):
+        for m, tokens in ((1, 8), (16, 16)):
+            if warps_k < 16 or tokens == 8:
+                yield _tile("sliced-K", f"{warps_n} x {warps_k} warps", m, RingTile(tokens, 2, 2, warps_n, warps_k, 1))
+
+
+def _tile(case: str, way: str, m: int, tile: Tile, n: int = N, k: int = K) -> Trial:
+    row = blank("tiles", case, way, m=m, n=n, k=k)
+    return trial_of(row, functools.partial(Product, "w4a16_g128", m, tile, n=n, k=k))
+
+
+def _reduction(splits: int, m: int, n: int) -> Trial:
+    """What a kernel of its own needs for the sums of splits: reading them and writing y, as torch's sum does."""
+    row = blank("tiles", "split-K", f"{splits}, the sums alone, by a kernel", m=m, n=n)
+
+    def measure() -> Row:
+        sums = gaussian(splits * m, n, seed=1).view(splits, m, n)
+        return timed([lambda: sums.sum(0, dtype=torch.float32).half()], sums.double().sum(0))
+
+    return Trial(row, lambda: None, measure)

@@ -1,0 +1,44 @@
+"""One measurement: its row, what it compiles, how it is made."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from benchmarks.protocol import capture, relative_error
+from benchmarks.tiles import REPLAYS, TOLERANCE
+from lowbit.tune.timing import WrongResult
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """`row` says what is measured. `once` launches its kernels once, so that they are compiled; `measure` returns what else
+    stands in the row: us, figures, rel_err."""
+
+    row: Row
+    once: Callable[[], object]
+    measure: Callable[[], Row]
+
+
+def blank(part: str, case: str, way: str, **more: Any) -> Row:
+    """A row before it is measured. `figures` are numbers under names that the part explains."""
+    row = {"part": part, "case": case, "way": way, "dtype": "fp16", "m": None, "n": None, "k": None}
+    return {**row, "us": None, "figures": {}, "rel_err": None, "error": None, **more}
+
+
+def timed(calls: Sequence[Callable[[], Tensor]], reference: Tensor, **figures: float) -> Row:
+    """Microseconds of one of the calls, all of which make the product `reference`; the first rows of y are compared."""
+    graph = capture(calls)
+    us = statistics.median(graph.times_us(REPLAYS))
+    errors = [relative_error(y, reference) for y in graph.poisoned_outputs()[: len(calls)]]
+    error = max(errors, default=math.nan)
+    if not error <= TOLERANCE:
+        raise WrongResult(f"relative error {error:.3g}")
+    return {"us": us, "rel_err": error, "figures": figures}

@@ -1,0 +1,162 @@
+"""Tables generated from a result file: for the terminal, for Markdown, and for the block in README.md.
+
+Every row of this library stands beside cuBLAS in fp16 and the fastest correct peer of the same scheme in the same run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from benchmarks.table import narrow_table
+from lowbit.eval.report import replace_block
+
+MARK = "bench:gemm"
+OWN = "lowbit"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One scheme, shape and M: this library's time (us; None when it failed), its limit and its rivals."""
+
+    scheme: str
+    n: int
+    k: int
+    m: int
+    us: float | None
+    error: str | None
+    limit_us: float
+    cublas_us: float | None
+    peer: str | None
+    peer_us: float | None
+    rel_err: float | None
+
+    @property
+    def share(self) -> float | None:
+        """Part of the limit that was reached: 1 is as fast as the machine allows."""
+        return None if self.us is None else self.limit_us / self.us
+
+    @property
+    def times_cublas(self) -> float | None:
+        """How many times faster than cuBLAS in fp16."""
+        return None if self.us is None or self.cublas_us is None else self.cublas_us / self.us
+
+    @property
+    def times_peer(self) -> float | None:
+        """How many times faster than the best peer."""
+        return None if self.us is None or self.peer_us is None else self.peer_us / self.us
+
+
+def limit_of(row: dict[str, Any]) -> float:
+    """The larger of a row's two limits, in microseconds."""
+    return float(max(row["limit_us"], row["compute_us"]))
+
+
+def lines(document: dict[str, Any], rows: Sequence[int] | None = None) -> list[Line]:
+    """The lines of a result file in its order; only those with M in `rows` when it is given."""
+    best: dict[tuple[str, int, int, int], dict[str, Any]] = {}
+    for row in document["rows"]:
+        key = (row["scheme"], row["n"], row["k"], row["m"])
+        if row["impl"] not in (OWN, "cublas") and row["us"] is not None and (key not in best or row["us"] < best[key]["us"]):
+            best[key] = row
+    found = []
+    for row in document["rows"]:
+        if row["impl"] != OWN or (rows is not None and row["m"] not in rows):
+            continue
+        peer = best.get((row["scheme"], row["n"], row["k"], row["m"]), {})
+        found.append(
+            Line(
+                row["scheme"], row["n"], row["k"], row["m"], row["us"], row["error"], limit_of(row), row["cublas_fp16_us"],
+                peer.get("impl"), peer.get("us"), row["rel_err"],
+            )
+        )  # fmt: skip
+    return found
+
+
+def table(document: dict[str, Any]) -> Table:
+    """The lines of a result file for a terminal."""
+    columns = ("M", "us", "limit us", "of limit", "x cuBLAS", "best peer", "peer us", "x peer", "rel err")
+    made = narrow_table(("scheme", "N x K"), columns)
+    for line in lines(document):
+        made.add_row(
+            line.scheme, f"{line.n} x {line.k}", str(line.m), _us(line.us), _us(line.limit_us), _percent(line.share),
+            _times(line.times_cublas), line.peer or "-", _us(line.peer_us), _times(line.times_peer),
+            "-" if line.rel_err is None else f"{line.rel_err:.1e}",
+        )  # fmt: skip
+    return made
+
+
+def failed(document: dict[str, Any]) -> list[str]:
+    """One line for each reason for which rows have no time: how many rows, of which implementation and scheme, and why."""
+    counts: dict[tuple[str, str, str], int] = {}
+    for row in document["rows"]:
+        if row["error"] is not None:
+            key = (row["impl"], row["scheme"], row["error"])
+            counts[key] = counts.get(key, 0) + 1
+    return [f"{impl} {scheme}: {count} not measured: {error}" for (impl, scheme, error), count in counts.items()]
+
+
+def markdown(
+    document: dict[str, Any], rows: Sequence[int] | None = None, formats: Sequence[str] | None = None,
+    shapes: Sequence[tuple[int, int]] | None = None,
+) -> str:  # fmt: skip
+    """Markdown of a result file: where and with what it was measured, then one table per shape; only what is asked for."""
+    found = [line for line in lines(document, rows) if formats is None or line.scheme in formats]
+    found = [line for line in found if shapes is None or (line.n, line.k) in shapes]
+    if not found:
+        raise ValueError(
+            f"the results hold no row of lowbit{'' if rows is None else ' with M in ' + ', '.join(map(str, rows))}"
+        )
+    parts = [_where(document)]
+    for n, k in dict.fromkeys((line.n, line.k) for line in found):
+        parts += [f"**N = {n}, K = {k}**", _shape_table([line for line in found if (line.n, line.k) == (n, k)])]
+    return "\n\n".join(parts) + "\n"
+
+
+def _where(document: dict[str, Any]) -> str:
+    versions, ceilings = document["versions"], document["ceilings"]
+    known = ("lowbit", "python", "torch", "cuda")
+    with_what = ", ".join(f"{name} {version}" for name, version in versions.items() if version and name not in known)
+    bandwidth, rate = f"{ceilings['read_bytes_per_s'] / 1e12:.2f} TB/s", f"{ceilings['fp16_flops'] / 1e12:.0f} TFLOP/s"
+    return (
+        f"{document['machine']['gpu']}, {document['date']}, torch {versions.get('torch')}, {with_what}. Microseconds per call "
+        f"in one CUDA graph, weights from memory. The limit is the larger of the bytes at {bandwidth} and the operations at "
+        f"{rate}, both measured in the same run."
+        + ("" if document.get("complete") else " The run was interrupted: rows are missing.")
+    )
+
+
+def _shape_table(found: list[Line]) -> str:
+    head = ("format", "M", "lowbit", "limit", "of limit", "cuBLAS fp16", "x cuBLAS", "best peer", "x peer")
+    out = [f"| {' | '.join(head)} |", "|---|" + "---:|" * 6 + "---|---:|"]
+    for line in found:
+        cells = (
+            line.scheme, str(line.m), _us(line.us), _us(line.limit_us), _percent(line.share), _us(line.cublas_us),
+            _times(line.times_cublas), "-" if line.peer is None else f"{line.peer} {_us(line.peer_us)}",
+            _times(line.times_peer),
+        )  # fmt: skip
+        out.append(f"| {' | '.join(cells)} |")
+    return "\n".join(out)
+
+
+def rewrite_readme(path: Path, text: str) -> None:
+    """Replaces what stands between the two marks of README.md; raises ValueError unless each is there once, in order."""
+    replace_block(path, MARK, text)
+
+
+def _us(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.1f}" if value < 1000 else f"{value:.0f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.0f} %"
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"

@@ -1,0 +1,121 @@
+"""The result file: written whole after every row, so that a crash or Ctrl-C loses nothing, and checked when read."""
+
+from __future__ import annotations
+
+import datetime
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.limits import Ceilings, compute_us, memory_us
+from benchmarks.protocol import PROTOCOL
+from benchmarks.request import Request
+from lowbit.eval.results import read_json, require_keys, write_json
+from lowbit.formats import parse_scheme
+
+SCHEMA = 1
+GEMM = "lowbit bench gemm"
+ROW_KEYS = frozenset(
+    {
+        *("impl", "kernel", "scheme", "format", "granularity", "activation", "n", "k", "m", "us", "limit_us", "compute_us"),
+        *("cublas_fp16_us", "rel_err", "error"),
+    }
+)
+_QUERIED = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit")
+
+
+def default_path(gpu: str, today: datetime.date) -> Path:
+    """benchmarks/results/<gpu>/<date>-gemm.json below the current directory: "NVIDIA H200" is h200."""
+    plain = re.sub(r"\b(nvidia|geforce)\b", "", gpu.lower())
+    return Path("bench", "results", re.sub(r"[^a-z0-9]+", "-", plain).strip("-"), f"{today.isoformat()}-gemm.json")
+
+
+def machine() -> dict[str, Any]:
+    """The current GPU: name, driver, SMs, L2 and clocks now; what nvidia-smi does not tell is None."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    told = _nvidia_smi()
+    return {
+        "gpu": properties.name, "driver": told.get("driver_version"), "sm": 10 * properties.major + properties.minor,
+        "sm_count": properties.multi_processor_count, "l2_bytes": properties.L2_cache_size,
+        "memory_bytes": properties.total_memory, "sm_clock_mhz": told.get("clocks.sm"),
+        "memory_clock_mhz": told.get("clocks.mem"), "max_sm_clock_mhz": told.get("clocks.max.sm"),
+        "power_limit_w": told.get("power.limit"),
+    }  # fmt: skip
+
+
+def _nvidia_smi() -> dict[str, str]:
+    command = ["nvidia-smi", f"--query-gpu={','.join(_QUERIED)}", "--format=csv,noheader,nounits"]
+    command += ["-i", str(torch.cuda.current_device())]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    values = done.stdout.strip().split("\n")[0].split(", ")
+    return dict(zip(_QUERIED, values, strict=False))
+
+
+class Results:
+    """The document of one run and the file that mirrors it."""
+
+    def __init__(self, path: Path, request: Request, machine: dict[str, Any], versions: dict[str, str | None]) -> None:
+        self.path = path
+        self.ceilings: Ceilings | None = None
+        self.rows: list[dict[str, Any]] = []
+        self._cublas: dict[tuple[int, int, int], float] = {}
+        self.document: dict[str, Any] = {
+            "result": GEMM, "schema": SCHEMA, "date": datetime.date.today().isoformat(), "complete": False,
+            "request": request.as_json(), "machine": machine, "versions": versions, "skipped": [], "ceilings": None,
+            "protocol": PROTOCOL, "rows": self.rows,
+        }  # fmt: skip
+
+    def set_ceilings(self, ceilings: Ceilings, stored: dict[str, Any]) -> None:
+        """The ceilings that every later row's limits are computed from."""
+        self.ceilings = ceilings
+        self.document["ceilings"] = stored
+        self.write()
+
+    def skip(self, impl: str, why: str) -> None:
+        """A peer that was asked for and is not measured."""
+        self.document["skipped"].append({"impl": impl, "reason": why})
+        self.write()
+
+    def add(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The row with its limits and cuBLAS's time, as it was added and written."""
+        assert self.ceilings is not None, "ceilings come first"
+        n, k, m = row["n"], row["k"], row["m"]
+        if row["impl"] == "cublas" and row["us"] is not None:
+            self._cublas[n, k, m] = row["us"]
+        scheme = None if row["scheme"] == "fp16" else parse_scheme(row["scheme"])
+        row = {
+            **row,
+            "limit_us": memory_us(scheme, n, k, m, self.ceilings),
+            "compute_us": compute_us(n, k, m, self.ceilings, scheme),
+            "cublas_fp16_us": self._cublas.get((n, k, m)),
+        }
+        self.rows.append(row)
+        self.write()
+        return row
+
+    def finish(self) -> None:
+        """Marks the run as complete."""
+        self.document["complete"] = True
+        self.write()
+
+    def write(self) -> None:
+        """Replaces the file in one step."""
+        write_json(self.path, self.document)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The document of a result file; raises ValueError that says what is wrong with it."""
+    document = read_json(path, GEMM, SCHEMA)
+    require_keys(path, document, ("machine", "versions", "rows"), ROW_KEYS)
+    for number, row in enumerate(document["rows"]):
+        if (row["us"] is None) == (row["error"] is None):
+            raise ValueError(f"{path}: row {number} has {'neither' if row['us'] is None else 'both'} a time and an error")
+    if document["rows"] and not document.get("ceilings"):
+        raise ValueError(f"{path}: rows without ceilings")
+    return document

@@ -1,0 +1,218 @@
+"""The other process of `python -m benchmarks serve`: makes a model and its engine, measures that by itself, then serves it.
+
+What it says to the process that measures, and hears from it, are pairs of a word and a value over a pipe (`Said`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
+
+from benchmarks import results
+from benchmarks.language_model import random_model
+from benchmarks.request import DTYPES
+from benchmarks.serve_load import Answered, Mix, Prompts, staggered
+from lowbit.engine import Engine, Request
+from lowbit.engine.warm_up import Stage
+from lowbit.eval.results import machine
+from lowbit.pipeline import Pipeline, pipeline
+from lowbit.serve.limits import Limits
+from lowbit.serve.server import Server, bound, service_of
+from lowbit.tune.timing import failures, reason
+
+POSITIONS = 8192
+"""Tokens that a text may have in a model of a known shape: Llama-3-8B's own number."""
+
+NAME = "bench"
+QUEUE = 256
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a run measures: a model, how it is loaded with requests, and for how long."""
+
+    shape: str | None
+    folder: Path | None
+    scheme: str | None
+    head: str | None
+    dtype: str
+    layers: int | None
+    streams: int
+    mixes: tuple[Mix, ...]
+    parts: tuple[str, ...]
+    loads: tuple[int, ...]
+    seconds: float
+    each: float
+    seed: int
+
+
+def host(asked: Asked, pipe: Connection) -> None:
+    """What the process does; ends when it is told to, or when nobody is there any more who would."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that measures
+    logging.basicConfig(filename=os.devnull)
+    disable_progress_bar()
+    logging.getLogger("lowbit.serve").setLevel(logging.INFO)  # as `lowbit serve` does, a line for each request
+
+    def watch(text: str) -> None:
+        pipe.send(("watch", text))
+
+    try:
+        made = _pipeline(asked, watch)
+        engine = made.engine
+        _warm(engine, watch)
+        pipe.send(("about", _about(made)))
+        prompts = Prompts(engine.slots.sampling.counts.shape[1], asked.seed)
+        if "engine" in asked.parts:
+            watch(f"the engine alone, {asked.streams} texts at once")
+            pipe.send(("engine", engine_loop(engine, prompts, asked)))
+        _serve(made, asked, pipe)
+    except failures() as error:
+        pipe.send(("failed", reason(error)))
+    except EOFError:
+        pass  # nobody is there any more
+    gc.unfreeze()  # else what triton holds counts as lost when the process ends
+
+
+def _pipeline(asked: Asked, watch: Callable[[str], None]) -> Pipeline:
+    options: dict[str, Any] = {"max_concurrent": asked.streams}
+    if asked.folder is not None:
+        watch(f"loading {asked.folder}")
+        return pipeline(str(asked.folder), quantization_mode=asked.scheme, head=asked.head, **options)
+    assert asked.shape is not None
+    watch(f"making a model of the shape {asked.shape}")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = random_model(asked.shape, asked.scheme, asked.head, DTYPES[asked.dtype], device, asked.layers)
+    model.config.max_position_embeddings = POSITIONS
+    return Pipeline(model, random_tokenizer(model.config.vocab_size), **options)
+
+
+def random_tokenizer(vocab: int) -> PreTrainedTokenizerBase:
+    """A tokenizer whose tokens are the bytes and short words, all of them text by themselves, that decodes as those of today's
+    models do."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[:vocab]
+    tokens = [*letters, *(f"Ġ{number:x}" for number in range(vocab - len(letters)))]
+    inner = Tokenizer(models.BPE({token: number for number, token in enumerate(tokens)}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+def _warm(engine: Engine, watch: Callable[[str], None]) -> None:
+    said = 0.0
+    for stage in engine.warm_up():
+        if time.monotonic() - said > 2:
+            said = time.monotonic()
+            watch(f"warming up: {stage.what}, {stage.done} of {stage.total}")
+    engine.generate([Request([0], 2)])
+    gc.collect()
+    gc.freeze()  # as the server does
+
+
+def _about(made: Pipeline) -> dict[str, Any]:
+    on_gpu = made.engine.device.type == "cuda"
+    return {
+        "machine": (results.machine() if on_gpu else machine())
+        | {"device": torch.cuda.get_device_name() if on_gpu else "cpu"},
+        "engine": made.engine.report(), "max_length": made.engine.max_length,
+        "vocab": made.engine.slots.sampling.counts.shape[1],
+    }  # fmt: skip
+
+
+def engine_loop(engine: Engine, prompts: Prompts, asked: Asked) -> tuple[list[Answered], float, float]:
+    """The closed loop of `serve_load.closed_loop` without a server: answers, the end, and the share of a core that it took.
+    Nobody reads the texts."""
+    mix, rng = asked.mixes[0], random.Random(asked.seed)
+
+    def lengths() -> tuple[int, int]:
+        return mix.draw(rng, engine.max_length)
+
+    streams = [staggered(lengths, number, asked.streams) for number in range(asked.streams)]
+    answers: list[Answered] = []
+    live: list[tuple[Request, Answered]] = []
+
+    def ask(number: int) -> tuple[Request, Answered]:
+        prompt, output = next(streams[number])
+        answers.append(Answered(time.perf_counter(), output))
+        return engine.submit(Request(prompts(prompt), output)), answers[-1]
+
+    begun, cpu = time.perf_counter(), time.process_time()
+    end = begun + asked.each
+    live = [ask(number) for number in range(asked.streams)]
+    while (now := time.perf_counter()) < end:
+        engine.step()
+        now = time.perf_counter()
+        for number, (request, answer) in enumerate(live):
+            if len(request.drawn) > answer.tokens:
+                answer.first, answer.last, answer.tokens = answer.first or now, now, len(request.drawn)
+            if request.end is not None:
+                answer.error = request.error or None
+                live[number] = ask(number)
+    took = (time.process_time() - cpu) / (time.perf_counter() - begun)
+    for request, _ in live:
+        engine.cancel(request)
+    engine.generate([Request([0], 1)])
+    return answers, end, took
+
+
+def first_token_alone(engine: Engine, prompt: list[int], limit: int) -> float:
+    """Seconds from a request to its first token while nothing else runs, without a server."""
+    begun = time.perf_counter()
+    request = engine.submit(Request(prompt, limit))
+    while not request.drawn and request.end is None:
+        engine.step()
+    took = time.perf_counter() - begun
+    while request.end is None:
+        engine.step()
+    return took
+
+
+def _serve(made: Pipeline, asked: Asked, pipe: Connection) -> None:
+    limits = Limits(asked.streams, QUEUE, grace_seconds=1)
+    prompts = Prompts(made.engine.slots.sampling.counts.shape[1], asked.seed + 2)  # others than those that clients ask
+    with bound("127.0.0.1", 0) as sock:
+        server: Server | None = None
+
+        def warm(stage: Stage | None) -> None:
+            if stage is None:
+                loop = asyncio.get_running_loop()
+                assert server is not None
+                threading.Thread(target=_obey, args=(pipe, loop, server, prompts), daemon=True).start()
+                pipe.send(("address", sock.getsockname()[:2]))
+
+        server = Server(service_of(made, NAME, limits, key=None, local=True), warm)
+        server.run(sockets=[sock])
+
+
+def _obey(pipe: Connection, loop: asyncio.AbstractEventLoop, server: Server, prompts: Prompts) -> None:
+    """Answers what is asked until the server shall end, in a thread of its own."""
+    while True:
+        try:
+            word, value = pipe.recv()
+        except (EOFError, OSError):
+            loop.call_soon_threadsafe(server.drain)
+            return
+        if word == "cpu":
+            pipe.send(("cpu", time.process_time()))
+        else:
+            assert word == "alone", word
+            prompt, output = value
+            try:
+                pipe.send(("alone", first_token_alone(server.service.engine, prompts(prompt), output)))
+            except failures() as error:
+                pipe.send(("failed", reason(error)))

@@ -1,0 +1,377 @@
+"""The clients of `python -m benchmarks serve`: as many streams at once as it takes, in a process that is not the server's.
+
+They are written here, since 64 streams bring an event each every few milliseconds: a client that makes objects of every event,
+as httpx does and the load generators above it, is busy before the server is. Here an answer costs a parser in C (httptools), a
+look at the clock for each part that arrives, and JSON only at its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httptools
+
+LEAST_TOKENS = 4
+"""Of a prompt and of an answer of a mix."""
+
+MOST_TRIES = 10_000
+"""Draws of a length; a mix of which so few fit is none for this model."""
+
+AFTER_FAILURE_SECONDS = 0.1
+"""That a stream waits after a request that failed, so that a server that is gone is not asked a million times."""
+
+LAST_SECONDS = 60.0
+"""That arrivals get to come to an end after the last of them."""
+
+PATH = "/v1/completions"
+P90 = 1.2815515655446004
+"""Of the standard normal distribution."""
+
+
+@dataclass(frozen=True)
+class Mix:
+    """Lengths of prompts and answers in tokens: log-normal with these medians and 90th percentiles, or as they are."""
+
+    name: str
+    prompt: int
+    output: int
+    prompt_p90: int | None = None
+    output_p90: int | None = None
+
+    def draw(self, rng: random.Random, most: int) -> tuple[int, int]:
+        """Lengths of a request that together are at most `most` tokens: longer ones are drawn again. Raises ValueError where
+        they never are."""
+        for _ in range(MOST_TRIES):
+            lengths = _length(rng, self.prompt, self.prompt_p90), _length(rng, self.output, self.output_p90)
+            if sum(lengths) <= most:
+                return lengths
+        raise ValueError(f"requests of the mix {self.name} are longer than the {most:,} tokens that a text has here")
+
+
+def _length(rng: random.Random, median: int, p90: int | None) -> int:
+    if p90 is None:
+        return median
+    return max(LEAST_TOKENS, round(rng.lognormvariate(math.log(median), math.log(p90 / median) / P90)))
+
+
+def fixed(prompt: int, output: int) -> Mix:
+    """Every request alike."""
+    return Mix(f"{prompt}/{output}", prompt, output)
+
+
+SHAREGPT = Mix("ShareGPT-like", 3957, 416, 39366, 841)
+"""Prompts with their dialogue before them: of what is left when requests of more than 8,192 tokens are drawn again, medians and
+90th percentiles are those of openchat_sharegpt4 in Table 2 of Sarathi-Serve (Agrawal et al., OSDI 2024), which leaves out such
+requests too: prompts 1,730 and 5,696 tokens, answers 415 and 834. (Fitted; a third of what is drawn is too long.)"""
+
+
+class Prompts:
+    """Random tokens below `vocab`, the same for the same seed; no two prompts begin alike, so that none are shared."""
+
+    def __init__(self, vocab: int, seed: int) -> None:
+        self.vocab, self.made = vocab, 0
+        self._rng = random.Random(seed)
+        self._tokens = self._rng.choices(range(vocab), k=1 << 17)
+
+    def __call__(self, length: int) -> list[int]:
+        self.made += 1
+        begin = self._rng.randrange(len(self._tokens) - length)
+        own = [self.made % self.vocab, self.made // self.vocab % self.vocab]
+        return [*own, *self._tokens[begin + 2 : begin + length]][:length]
+
+
+@dataclass
+class Answered:
+    """What became of a request: seconds of `time.perf_counter` when it was due and when its first and last text came, tokens
+    that came, and why it failed. `cut`: the measurement was over before its answer was."""
+
+    due: float
+    asked: int = 0
+    first: float | None = None
+    last: float = 0.0
+    tokens: int = 0
+    error: str | None = None
+    cut: bool = False
+
+    @property
+    def first_s(self) -> float:
+        """Seconds to the first token."""
+        assert self.first is not None
+        return self.first - self.due
+
+    @property
+    def token_s(self) -> float | None:
+        """Mean seconds between tokens; None for a single one."""
+        return (self.last - self.first) / (self.tokens - 1) if self.first is not None and self.tokens > 1 else None
+
+    def tokens_between(self, begin: float, end: float) -> float:
+        """Tokens of the time between: the first when it came, the others spread evenly after it."""
+        if self.first is None or not self.tokens:
+            return 0.0
+        inside = float(begin <= self.first < end)
+        if self.tokens > 1 and self.last > self.first:
+            share = max(0.0, min(end, self.last) - max(begin, self.first)) / (self.last - self.first)
+            return inside + share * (self.tokens - 1)
+        return inside
+
+
+@dataclass(frozen=True)
+class Steady:
+    """The part of a closed loop in which all its streams run: from when each has had a first token."""
+
+    begin: float
+    end: float
+    tokens_per_s: float
+
+
+def steady(answers: Sequence[Answered], streams: int, end: float) -> Steady | None:
+    """Of answers in the order in which they were asked, the first `streams` of which began the streams; None where not all of
+    those came to a token before `end`."""
+    begun = [answer.first for answer in answers[:streams]]
+    if len(begun) < streams or None in begun:
+        return None
+    begin = max(first for first in begun if first is not None)
+    if begin >= end:
+        return None
+    return Steady(begin, end, sum(answer.tokens_between(begin, end) for answer in answers) / (end - begin))
+
+
+@dataclass
+class Asker:
+    """Requests to the model `name` at `host`:`port`, whose prompts are `prompts`."""
+
+    host: str
+    port: int
+    name: str
+    prompts: Prompts
+
+    def request(self, prompt: int, output: int) -> bytes:
+        """The bytes of a request, head and body."""
+        asked: dict[str, Any] = {
+            "model": self.name, "prompt": self.prompts(prompt), "max_tokens": output, "temperature": 0, "ignore_eos": True,
+            "stream": True, "stream_options": {"include_usage": True},
+        }  # fmt: skip
+        body = json.dumps(asked).encode()
+        head = f"POST {PATH} HTTP/1.1\r\nhost: {self.host}:{self.port}\r\ncontent-type: application/json\r\n"
+        return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+
+
+@dataclass(eq=False)
+class Client(asyncio.Protocol):
+    """A connection that asks one thing at a time and reads its events; once it is `over`, another one has to be made."""
+
+    over: bool = False
+    transport: asyncio.Transport | None = None
+    answer: Answered | None = None
+    done: asyncio.Future[None] | None = None
+    parts: list[bytes] = field(default_factory=list)
+
+    async def ask(self, asker: Asker, request: bytes, answer: Answered) -> None:
+        """Sends a request and waits for the end of its answer, which `answer` describes; connects at first."""
+        loop = asyncio.get_running_loop()
+        self.answer, self.done, self.parts = answer, loop.create_future(), []
+        self.parser = httptools.HttpResponseParser(self)
+        try:
+            if self.transport is None:
+                self.transport, _ = await loop.create_connection(lambda: self, asker.host, asker.port)
+            self.transport.write(request)
+            await self.done
+        except OSError as error:
+            answer.error = f"no connection: {type(error).__name__}"
+            self.close()
+        except asyncio.CancelledError:
+            answer.cut = True
+            answer.tokens = sum(part.count(b"data: ") for part in self.parts)
+            self.close()
+            raise
+        finally:
+            self.answer = self.done = None
+
+    def close(self) -> None:
+        """Leaves."""
+        self.over = True
+        if self.transport is not None:
+            self.transport.abort()
+
+    # ---- what asyncio calls
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Connected."""
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """Something of the answer."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._end(f"not HTTP: {error}")
+            self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """By the server, or by `close`."""
+        self.over = True
+        self._end("the connection was closed")
+
+    # ---- what the parser calls
+
+    def on_body(self, body: bytes) -> None:
+        """Events: the first that comes has text, the last ones the usage."""
+        if self.answer is not None:
+            now = time.perf_counter()
+            if self.answer.first is None:
+                self.answer.first = now
+            self.answer.last = now
+            self.parts.append(body)
+
+    def on_message_complete(self) -> None:
+        """The end of an answer."""
+        if self.answer is None:
+            return
+        if not self.parser.should_keep_alive():
+            self.close()
+        status = self.parser.get_status_code()
+        text = b"".join(self.parts)
+        if status != 200:
+            self.answer.first = None
+            self._end(f"status {status}")
+        elif not text.endswith(b"data: [DONE]\n\n"):
+            self._end("an error in the stream")
+        else:
+            self.answer.tokens = json.loads(text.split(b"\n\n")[-3].removeprefix(b"data: "))["usage"]["completion_tokens"]
+            wrong = self.answer.tokens != self.answer.asked
+            self._end(f"{self.answer.tokens} of {self.answer.asked} tokens" if wrong else None)
+
+    def _end(self, error: str | None) -> None:
+        if self.done is not None and not self.done.done():
+            assert self.answer is not None
+            self.answer.error = error
+            self.done.set_result(None)
+
+
+Draw = Callable[[], tuple[int, int]]
+"""Lengths of the next prompt and answer."""
+
+
+async def closed_loop(
+    asker: Asker, mixes: Sequence[Draw], streams: int, seconds: float, look: Callable[[list[list[Answered]]], None]
+) -> tuple[list[list[Answered]], float]:
+    """Answers of `streams` clients, each of which asks as soon as it is answered, for `seconds` by each mix, one after the
+    other without a pause; and when the time was over. What ran then is cut. Answers are listed by the mix that they were asked
+    in. The first ones are of different lengths, so that not all end at once. `look` is called once a second."""
+    answers: list[list[Answered]] = []
+    begin = time.perf_counter()
+    end = begin + seconds * len(mixes)
+
+    async def stream(number: int) -> None:
+        client = Client()
+        lengths = staggered(lambda: mixes[len(answers) - 1](), number, streams)
+        try:
+            while time.perf_counter() < end:
+                prompt, output = next(lengths)
+                request = asker.request(prompt, output)
+                client = Client() if client.over else client
+                answer = Answered(time.perf_counter(), output)
+                answers[-1].append(answer)
+                await client.ask(asker, request, answer)
+                if answer.error:
+                    await asyncio.sleep(AFTER_FAILURE_SECONDS)
+        finally:
+            client.close()
+
+    tasks = [asyncio.ensure_future(stream(number)) for number in range(streams)]
+    try:
+        for number in range(len(mixes)):
+            answers.append([])
+            while (left := begin + seconds * (number + 1) - time.perf_counter()) > 0:
+                await asyncio.wait(tasks, timeout=min(left, 1.0))
+                look(answers)
+    finally:
+        await _cancelled(tasks)
+    return answers, end
+
+
+def staggered(mix: Draw, number: int, streams: int) -> Iterator[tuple[int, int]]:
+    """Lengths of the requests of stream `number`, the first answer of which is a share of its length."""
+    prompt, output = mix()
+    yield prompt, max(1, output * (number + 1) // streams)
+    while True:
+        yield mix()
+
+
+Arrival = tuple[float, int, bytes]
+"""When a request is due, in seconds from the first one on; tokens of its answer; its bytes."""
+
+
+def arrivals(asker: Asker, mix: Draw, rate: float, seconds: float, rng: random.Random) -> list[Arrival]:
+    """Requests that arrive by chance (Poisson), `rate` a second on average."""
+    due, made = 0.0, []
+    while (due := due + rng.expovariate(rate)) < seconds:
+        prompt, output = mix()
+        made.append((due, output, asker.request(prompt, output)))
+    return made
+
+
+async def open_loop(asker: Asker, requests: Sequence[Arrival], seconds: float) -> asyncio.Task[list[Answered]]:
+    """Asks for `seconds`, each request when it is due, whatever became of earlier ones. The task that it returns then ends with
+    all answers once the last one has; those that have no end LAST_SECONDS later have failed."""
+    idle: list[Client] = []
+    answers: list[Answered] = []
+    tasks: list[asyncio.Future[None]] = []
+
+    async def one(request: bytes, answer: Answered) -> None:
+        client = idle.pop() if idle else Client()
+        client = Client() if client.over else client
+        await client.ask(asker, request, answer)
+        idle.append(client)
+
+    async def ended() -> list[Answered]:
+        if tasks:
+            await asyncio.wait(tasks, timeout=LAST_SECONDS)
+        await _cancelled(tasks)
+        for client in idle:
+            client.close()
+        for answer in answers:
+            if answer.cut:
+                answer.error = "no end in time"
+        return answers
+
+    begin = time.perf_counter()
+    for due, output, request in requests:
+        await asyncio.sleep(max(0.0, begin + due - time.perf_counter()))
+        answers.append(Answered(begin + due, output))
+        tasks.append(asyncio.ensure_future(one(request, answers[-1])))
+    await asyncio.sleep(max(0.0, begin + seconds - time.perf_counter()))
+    return asyncio.ensure_future(ended())
+
+
+async def one_by_one(
+    asker: Asker, prompt: int, output: int, most: int, seconds: float, between: Callable[[], None] = lambda: None
+) -> list[Answered]:
+    """Answers to up to `most` requests, each asked when the one before has ended and `between` has been called."""
+    answers: list[Answered] = []
+    end = time.perf_counter() + seconds
+    client = Client()
+    try:
+        while len(answers) < most and time.perf_counter() < end:
+            between()
+            request = asker.request(prompt, output)
+            client = Client() if client.over else client
+            answers.append(Answered(time.perf_counter(), output))
+            await client.ask(asker, request, answers[-1])
+    finally:
+        client.close()
+    return answers
+
+
+async def _cancelled(tasks: Sequence[asyncio.Future[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

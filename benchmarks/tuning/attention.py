@@ -1,0 +1,158 @@
+"""Attention of a decode step, tile by tile: `python -m benchmarks.tuning.attention`, on an NVIDIA GPU.
+
+Prints, for each batch and context, the fastest tiles with their share of the bandwidth that keys and values need, beside the
+one that kernels/choose/attention.py takes and what its model says. Timed as all kernels are (bench/protocol.py): copies of the
+cache that exceed the L2, in one CUDA graph, outputs poisoned and checked. Pages lie in random order; all rows have the same
+context.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from benchmarks.protocol import REPLAYS, capture, relative_error
+from lowbit.hardware.machine import Machine, machine_of
+from lowbit.kernels.choose.attention import PAGE, AttentionShape, DecodeTile, candidates_decode, choose_decode, modelled_us
+from lowbit.kernels.reference.attention import decode_reference
+from lowbit.tune.timing import TOLERANCE, WrongResult, copies_needed, failures, l2_bytes, reason, warm_up
+
+ROWS = (1, 4, 16, 64)
+CONTEXTS = (256, 1024, 8192, 32768)
+LLAMA = AttentionShape(32, 8, 128, 128**-0.5, 128)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A tile for `rows` rows of `context` tokens before the new one: us None carries an error instead."""
+
+    rows: int
+    context: int
+    tile: DecodeTile
+    chosen: bool
+    us: float | None
+    model_us: float
+    limit_us: float
+    error: str | None = None
+
+    def __str__(self) -> str:
+        found = self.error if self.us is None else f"{self.us:8.2f} us, {self.limit_us / self.us:.2f} of the bandwidth"
+        mark = "*" if self.chosen else " "
+        return f"B {self.rows:3} context {self.context:6} {mark} {found}, model {self.model_us:.2f} us: {self.tile}"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a step is called with, for several copies of the cache."""
+
+    qkv: Tensor
+    caches: tuple[tuple[Tensor, Tensor], ...]
+    tables: Tensor
+    positions: Tensor
+    rows: Tensor
+    cos_sin: Tensor
+
+
+def make_batch(rows: int, context: int, shape: AttentionShape, dtype: torch.dtype, copies: int, device: str) -> Batch:
+    """Rows at position `context`, their pages in random order."""
+    generator = torch.Generator(device).manual_seed(rows + context)
+    pages = context // PAGE + 1
+    order = torch.randperm(rows * pages, generator=generator, device=device).to(torch.int32)
+    size = (rows * pages, shape.kv_heads, PAGE, shape.head_dim)
+
+    def random(*size: int) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device).normal_(generator=generator)
+
+    turns = torch.arange(context + 1, device=device)[:, None] * 1e4 ** -torch.linspace(
+        0, 1, shape.rotary_dim // 2, device=device
+    )
+    return Batch(
+        random(rows, shape.features),
+        tuple((random(*size), random(*size)) for _ in range(copies)),
+        order.view(rows, pages),
+        torch.full((rows,), context, dtype=torch.int32, device=device),
+        torch.arange(rows, dtype=torch.int32, device=device),
+        torch.cat([turns.cos(), turns.sin()], dim=1),
+    )
+
+
+def tiles_to_time(rows: int, context: int, shape: AttentionShape, machine: Machine, count: int) -> list[DecodeTile]:
+    """The chosen tile of slots that hold no more than `context` tokens, the best by the model, the best of other warps, and the
+    best with blocks in shared memory."""
+    longest = (context // PAGE + 1) * PAGE
+    chosen = choose_decode(rows, shape, longest, machine)
+    able = [row.tile for row in candidates_decode(rows, shape, longest, machine) if not row.reasons]
+    able.sort(key=lambda tile: modelled_us(tile, rows, shape, context, context, machine))
+    # Parts that cut this context alike are alike but for programs without work: the fewest of them stand for all.
+    unlike: dict[tuple[int, int, int], DecodeTile] = {}
+    for tile in sorted(able, key=lambda tile: tile.splits):
+        unlike.setdefault((tile.active(context), tile.block, tile.warps), tile)
+    best = [tile for tile in able if tile in unlike.values()]
+    by_warps = [tile for warps in (1, 2, 4) for tile in [t for t in best if t.warps == warps][: max(1, count // 3)]]
+    staged = [replace(tile, stages=2) for tile in dict.fromkeys([*best[:2], *by_warps])]
+    return list(dict.fromkeys([chosen, *by_warps, *best[:count], *staged]))
+
+
+def time_tiles(
+    rows: int, context: int, shape: AttentionShape, dtype: torch.dtype, tiles: Sequence[DecodeTile], machine: Machine
+) -> Iterator[Timed]:
+    """Every tile timed and checked, the first of which is the chosen one."""
+    from lowbit.kernels.sm80.paged_attention import PagedAttentionPlan
+    from lowbit.ops.workspace import workspace
+
+    nbytes = rows * context * shape.token_bytes
+    batch = make_batch(rows, context, shape, dtype, copies_needed(nbytes, l2_bytes()), "cuda")
+    state = batch.tables, batch.positions, batch.rows, batch.cos_sin
+    expected = [decode_reference(batch.qkv, k, v, *state, shape).double() for k, v in batch.caches[:2]]
+    for tile in tiles:
+        plan = PagedAttentionPlan(rows, shape, tile, machine)
+
+        def call(k: Tensor, v: Tensor, plan: PagedAttentionPlan = plan) -> Tensor:
+            return plan(batch.qkv, k, v, *state, None, None, *workspace(batch.qkv.device, *plan.workspace))
+
+        us, error = None, None
+        try:
+            graph = capture([lambda k=k, v=v: call(k, v) for k, v in batch.caches])  # type: ignore[misc]
+            us = statistics.median(graph.times_us(REPLAYS))
+            outputs = graph.poisoned_outputs()
+            worst = max(relative_error(y, reference) for y, reference in zip(outputs, expected, strict=False))
+            if not worst <= TOLERANCE:
+                raise WrongResult(f"relative error {worst:.3g}")
+        except failures() as failure:
+            us, error = None, reason(failure)
+        model_us = modelled_us(tile, rows, shape, context, context, machine)
+        yield Timed(rows, context, tile, tile == tiles[0], us, model_us, 1e6 * nbytes / machine.read_bytes, error)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tuning.attention", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
+    parser.add_argument("--contexts", type=int, nargs="+", default=CONTEXTS)
+    parser.add_argument("--heads", type=int, nargs=3, default=(LLAMA.heads, LLAMA.kv_heads, LLAMA.head_dim), metavar="N",
+                        help="heads of q, of k and v, elements of a head")  # fmt: skip
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--tiles", type=int, default=6, help="how many of the model's best are timed")
+    given = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error(f"this times an NVIDIA GPU and torch {torch.__version__} sees none")
+    heads, kv_heads, head_dim = given.heads
+    shape = AttentionShape(heads, kv_heads, head_dim, head_dim**-0.5, head_dim)
+    machine, dtype = machine_of("cuda"), torch.bfloat16 if given.bf16 else torch.float16
+    warm_up()
+    for rows in given.rows:
+        for context in given.contexts:
+            tiles = tiles_to_time(rows, context, shape, machine, given.tiles)
+            found = time_tiles(rows, context, shape, dtype, tiles, machine)
+            for row in sorted(found, key=lambda row: row.us or float("inf")):
+                print(row, flush=True)
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

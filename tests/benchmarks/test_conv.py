@@ -1,0 +1,159 @@
+"""The convolution benchmark without a GPU: what the network must do, its limits, its tables."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import io
+import json
+import math
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from benchmarks.cli import app
+from benchmarks.conv_network import FUSIONS, labels, work_of
+from benchmarks.conv_report import layer_table, load, network_table, plot
+from benchmarks.resnet50 import STEM, ResNet50, blocks
+from lowbit.vision.bits import assign_bits, calibrate
+from lowbit.vision.fusion import fused, with_pooled_stems
+from lowbit.vision.graph import Conv
+from lowbit.vision.lower import lower
+from lowbit.vision.observe import observe
+from lowbit.vision.trace import FUSIONS as trace_fusions
+from lowbit.vision.trace import fuse, trace, unfused
+from tests.vision.nets import resnet
+
+
+@functools.cache
+def unfused_resnet50():
+    return unfused(ResNet50(), torch.zeros(1, 3, 224, 224))
+
+
+def test_the_network_is_resnet50():
+    """3.86 + 0.24 (v1.5) billion multiply-adds and 25.5 million weights: He et al., table 1."""
+    graph = unfused_resnet50()
+    convs = {name: node for name, node in graph.nodes.items() if isinstance(node, Conv)}
+    assert len(convs) == 54 and sum(node.weight.numel() for node in convs.values()) == 25_502_912
+    products = sum(node.weight.numel() * math.prod(graph.shapes[name][1:]) for name, node in convs.items())
+    assert products == pytest.approx(4.089e9, rel=1e-3)
+    assert [b.third.output_size for b in blocks()] == [56] * 3 + [28] * 4 + [14] * 6 + [7] * 3
+    listed = [layer for b in blocks() for layer in (b.first, b.second, b.third, b.shortcut) if layer is not None]
+    for layer in (STEM, *listed):
+        node = convs[layer.name]
+        assert tuple(node.weight.shape) == (layer.outputs, layer.channels, layer.kernel, layer.kernel)
+        assert node.stride == (layer.stride, layer.stride) and graph.shapes[layer.name][1] == layer.output_size
+    assert sum(b.shortcut is not None for b in blocks()) == 4
+
+
+@pytest.mark.parametrize(
+    ("fusion", "convs", "sums"),
+    [("none", 54, 49 + 16), ("relu", 54, 16), ("add", 54, 0), ("shortcut", 50, 0), ("blocks", 50, 0)],
+)
+def test_what_each_fusion_saves(fusion, convs, sums):
+    chosen = FUSIONS[1 : FUSIONS.index(fusion) + 1]
+    graph = fuse(unfused_resnet50(), [name for name in chosen if name in trace_fusions])
+    kinds = collections.Counter(type(node).__name__ for node in graph.nodes.values())
+    assert kinds == collections.Counter({"Input": 1, "Conv": convs, "Sum": sums, "MaxPool": 1, "AveragePool": 1})
+
+
+@functools.cache
+def program(*fusions):
+    model, images = resnet("bottleneck", sizes=(128, 256), depths=(2, 1), embedding=64), torch.randn(2, 3, 64, 32)
+    graph = fuse(unfused(model, images), fusions)
+    return lower(graph, calibrate(graph, observe(graph, [images]), assign_bits(graph, "w8a4")))
+
+
+def works(program, batch):
+    names = labels(program)
+    return {names[op.y]: work_of(op, program, batch) for op in program.operations}
+
+
+def test_work_by_hand():
+    found = works(program("relu", "add"), 2)
+    stem, block = "resnet.embedder.embedder.convolution", "resnet.encoder.stages.1.layers.0"
+    pixels = 2 * 32 * 16
+    assert found[stem] == (2 * 32 * (16 + 3) * 16 + 64 * 3 * 49 + pixels * 64 / 2, 2 * pixels * 64 * 3 * 49)
+    # Stride 2: of 16 x 8 pixels a quarter is read by a 1 x 1 window, and its output has 8 bits, as nothing follows it.
+    assert found[f"{block}.shortcut.convolution"] == (2 * 8 * 4 * (128 / 2 + 256) + 128 * 256, 2 * 2 * 8 * 4 * 128 * 256)
+    last = f"{block}.layer.2.convolution"
+    assert found[last] == (2 * 8 * 4 * (64 / 2 + 256 + 256 / 2) + 64 * 256, 2 * 2 * 8 * 4 * 64 * 256)
+    assert found["max-pool"] == (pixels * 64 / 2 * 1.25, 0.0)
+    folded = works(program("relu", "add", "shortcut"), 2)[last]
+    assert folded == (2 * 8 * 4 * (64 / 2 + 128 / 2 + 256 / 2) + (64 + 128) * 256, 2 * 2 * 8 * 4 * (64 + 128) * 256)
+    pooled = with_pooled_stems(program("relu", "add"), None)
+    moved, work = works(pooled, 2)[f"{stem} and max-pool"]
+    assert moved == found[stem][0] - pixels * 64 / 2 * 0.75 and work == found[stem][1]
+
+
+def test_work_of_blocks_by_hand():
+    model, images = resnet("bottleneck", sizes=(256, 512), depths=(1, 1), embedding=64), torch.randn(2, 3, 32, 48)
+    graph = trace(model, images)
+    whole = fused(lower(graph, calibrate(graph, observe(graph, [images]), assign_bits(graph, "w8a4"))), 2, None)
+    (name,) = [name for name in works(whole, 2) if " to " in name]
+    pixels, weights = 2 * 8 * 12, 64 * 64 * 9 + (64 + 64) * 256 + 256 * 128
+    assert name.endswith("stages.1.layers.0.layer.0.convolution")
+    # x, the shortcut's input, y and z; the second convolution's output stays where it is.
+    assert works(whole, 2)[name] == (pixels * (64 + 64 + 256 + 128) / 2 + weights, 2 * pixels * weights)
+
+
+def test_passes_on_codes_are_called_after_what_they_read():
+    found = works(program(), 1)
+    last = "resnet.encoder.stages.0.layers.1.layer.2.convolution"
+    size = 16 * 8 * 128
+    assert found[f"{last} sum"] == (size + size / 2 + size, 0.0)  # 8 bits before a ReLU
+    assert found[f"{last} sum ReLU"] == (size + size / 2, 0.0)
+
+
+def document():
+    row = {"impl": "lowbit", "model": "resnet50", "storage": "u4", "fusion": "add", "batch": 128, "error": None}
+    failed = row | {"ms": None, "images_s": None, "limit_ms": None, "error": "why"}
+    layer = {"storage": "u4", "fusion": "add", "batch": 128, "layer": "layer1.0.conv1", "us": 10.0, "limit_us": 5.0}
+    layer |= {"bound": "memory", "operations": 3.3e9, "bytes": 2.6e7}
+    return {
+        "result": "lowbit bench conv", "schema": 1, "date": "2026-11-21", "machine": {"gpu": "NVIDIA H200", "sm": 90},
+        "rows": [row | {"ms": 1.0, "images_s": 128000.0, "limit_ms": 0.5}, failed],
+        "layers": [layer, layer | {"layer": "average pool", "us": 6.0, "operations": 0.0}],
+    }  # fmt: skip
+
+
+def printed(table):
+    with io.StringIO() as text:
+        Console(width=160, file=text).print(table)
+        return text.getvalue()
+
+
+def test_tables():
+    text = printed(network_table(document()))
+    assert "128,000" in text and "50 %" in text and "why" in text
+    text = printed(layer_table(document(), "u4"))
+    assert "layer1.0.conv1" in text and "50 %" in text and "330" in text and "memory" in text
+
+
+def test_files_are_checked(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(document()))
+    assert load(path) == document()
+    path.write_text("{")
+    with pytest.raises(ValueError, match="not JSON"):
+        load(path)
+    path.write_text(json.dumps({"result": "lowbit bench gemm"}))
+    with pytest.raises(ValueError, match="not a result file of `python -m benchmarks conv`"):
+        load(path)
+    path.write_text(json.dumps({"result": "lowbit bench conv", "schema": 1}))
+    with pytest.raises(ValueError, match="holds no 'machine'"):
+        load(path)
+
+
+def test_unknown_storages_are_refused():
+    refused = CliRunner().invoke(app, ["conv", "--storages", "int4,fp4"])
+    assert refused.exit_code == 1 and "int4 and int8, got fp4" in refused.stderr
+
+
+def test_where_the_time_goes(tmp_path):
+    pytest.importorskip("matplotlib")
+    plot(document(), tmp_path / "layers.svg")
+    for name in ("layers.svg", "layers-dark.svg"):
+        assert (tmp_path / name).stat().st_size > 1000

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+
+import pytest
+
+from benchmarks.results import ROW_KEYS, default_path, load
+from lowbit.eval.results import versions
+
+
+def test_rows_are_flat_and_complete(document, result_file):
+    for row in document["rows"]:
+        assert set(row) == ROW_KEYS
+        assert all(value is None or isinstance(value, (str, int, float)) for value in row.values())
+    first, own, failed = (document["rows"][i] for i in (0, 2, 3))
+    assert (first["impl"], first["format"]) == ("cublas", "fp16") and first["limit_us"] > own["limit_us"]
+    # 1024 * 2048 / 2 of codes, 1024 * 16 * 2 of scales, 2 * (1024 + 2048) of x and y, at 4 TB/s
+    assert own["limit_us"] == pytest.approx((1_048_576 + 32_768 + 6_144) / 4e6)
+    assert own["compute_us"] == pytest.approx(2 * 1024 * 2048 / 8e8)
+    assert own["cublas_fp16_us"] == 8.0 and failed["us"] is None and "no kernel" in failed["error"]
+    assert document["rows"][4]["cublas_fp16_us"] is None
+    assert document["complete"] and document["skipped"][0]["impl"] == "gemlite" and "NaN" in document["protocol"]
+    assert [path.name for path in result_file.parent.iterdir()] == [result_file.name]
+
+
+def test_default_path():
+    day = datetime.date(2026, 11, 21)
+    assert default_path("NVIDIA H200", day) == Path("benchmarks/results/h200/2026-11-21-gemm.json")
+    assert default_path("NVIDIA GeForce RTX 4090", day).parent.name == "rtx-4090"
+
+
+def test_versions_of_what_is_absent():
+    found = versions(["surely-no-such-package"])
+    assert found["torch"] and found["lowbit"] and found["surely-no-such-package"] is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: d.update(schema=0), "not a result file of `python -m benchmarks gemm`"),
+        (lambda d: d.pop("machine"), "holds no 'machine'"),
+        (lambda d: d["rows"][1].pop("kernel"), "row 1 lacks kernel"),
+        (lambda d: d["rows"][2].update(error="x"), "row 2 has both a time and an error"),
+        (lambda d: d["rows"][2].update(us=None), "row 2 has neither a time and an error"),
+        (lambda d: d.update(ceilings=None), "rows without ceilings"),
+    ],
+)
+def test_damaged_files_are_refused(changed, change, message):
+    with pytest.raises(ValueError, match=message):
+        load(changed(change))
+
+
+def test_not_json(tmp_path):
+    (tmp_path / "x.json").write_text("{")
+    with pytest.raises(ValueError, match="not JSON"):
+        load(tmp_path / "x.json")
