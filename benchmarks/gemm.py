@@ -1,4 +1,4 @@
-"""`python -m benchmarks gemm`: compiles kernels; measures ceilings, cuBLAS, this library, then every peer in its own process."""
+"""`python -m benchmarks gemm`: compiles, then measures ceilings, cuBLAS, this library, then every peer in its own process."""
 
 from __future__ import annotations
 

@@ -24,26 +24,58 @@ ROW_KEYS = frozenset(
         *("cublas_fp16_us", "rel_err", "error"),
     }
 )
-_QUERIED = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit")
+_QUERIED = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit", "power.draw", "temperature.gpu")
+_LOAD_SIZE, _LOAD_PRODUCTS = 8192, 1000
+"""fp16 products in flight while the clock is read: about 1.5 s on an H100 or H200."""
+ROOT = Path(__file__).parent.parent
 
 
 def default_path(gpu: str, today: datetime.date) -> Path:
     """benchmarks/results/<gpu>/<date>-gemm.json below the current directory: "NVIDIA H200" is h200."""
     plain = re.sub(r"\b(nvidia|geforce)\b", "", gpu.lower())
-    return Path("bench", "results", re.sub(r"[^a-z0-9]+", "-", plain).strip("-"), f"{today.isoformat()}-gemm.json")
+    folder = re.sub(r"[^a-z0-9]+", "-", plain).strip("-")
+    return Path("benchmarks", "results", folder, f"{today.isoformat()}-gemm.json")
+
+
+def commit() -> str | None:
+    """Returns the commit of this checkout, with "-dirty" if tracked files differ from it.
+
+    A copy of a checkout without its .git states it in a file `.commit` at its root; None where neither is there.
+    """
+    try:
+        run = {"cwd": ROOT, "capture_output": True, "text": True, "check": True, "timeout": 20}
+        return subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], **run).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        file = ROOT / ".commit"
+        return file.read_text().strip() if file.is_file() else None
 
 
 def machine() -> dict[str, Any]:
-    """The current GPU: name, driver, SMs, L2 and clocks now; what nvidia-smi does not tell is None."""
+    """Returns the current GPU (name, driver, SMs, L2), its clocks and power under load, and the commit that is measured.
+
+    What nvidia-smi does not report is None. Clocks in MHz, power in W, temperature in degrees Celsius.
+    """
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    told = _nvidia_smi()
+    told = _under_load()
     return {
-        "gpu": properties.name, "driver": told.get("driver_version"), "sm": 10 * properties.major + properties.minor,
-        "sm_count": properties.multi_processor_count, "l2_bytes": properties.L2_cache_size,
-        "memory_bytes": properties.total_memory, "sm_clock_mhz": told.get("clocks.sm"),
-        "memory_clock_mhz": told.get("clocks.mem"), "max_sm_clock_mhz": told.get("clocks.max.sm"),
-        "power_limit_w": told.get("power.limit"),
+        "gpu": properties.name, "commit": commit(), "driver": told.get("driver_version"),
+        "sm": 10 * properties.major + properties.minor, "sm_count": properties.multi_processor_count,
+        "l2_bytes": properties.L2_cache_size, "memory_bytes": properties.total_memory, "clocks": "under load",
+        "sm_clock_mhz": told.get("clocks.sm"), "memory_clock_mhz": told.get("clocks.mem"),
+        "max_sm_clock_mhz": told.get("clocks.max.sm"), "power_limit_w": told.get("power.limit"),
+        "power_w": told.get("power.draw"), "temperature_c": told.get("temperature.gpu"),
     }  # fmt: skip
+
+
+def _under_load() -> dict[str, str]:
+    """Returns what nvidia-smi reports while the GPU multiplies matrices."""
+    x = torch.randn(_LOAD_SIZE, _LOAD_SIZE, device="cuda", dtype=torch.float16)
+    y = torch.empty_like(x)
+    for _ in range(_LOAD_PRODUCTS):
+        torch.matmul(x, x, out=y)
+    told = _nvidia_smi()
+    torch.cuda.synchronize()
+    return told
 
 
 def _nvidia_smi() -> dict[str, str]:

@@ -33,7 +33,7 @@ def test_every_scheme_between_two_unquantized_runs(tmp_path):
     assert [row["scheme"] for row in rows] == [None, "w4a16_g32", "w8a16", None]
     assert all(len(row["token_ms_runs"]) == 2 and row["first_token_ms"] > 0 for row in rows)
     assert rows[0]["times_unquantized"] == pytest.approx(1) and 0 < rows[1]["bytes"] < rows[0]["bytes"]
-    assert found["new_tokens"] == 3 and found["batch"] == 1 and "ms a token" in result.output
+    assert found["new_tokens"] == 3 and found["batch"] == 1 and "1 x 5 tokens, then 3 each" in result.output
 
 
 def test_an_unknown_scheme_is_one_line(tmp_path):

@@ -21,7 +21,7 @@ DATA = {
     *("lowbit/eval/data/one_text.json", "lowbit/eval/data/opticks.txt.bz2", "lowbit/eval/data/javascript/functions.jsonl"),
 }
 
-MOST_BYTES = 800_000
+MOST_BYTES = 950_000
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +65,3 @@ def test_the_readme_runs_from_the_wheel_alone(wheel, tmp_path):
     run = {"cwd": tmp_path / "work", "env": environment, "capture_output": True, "text": True}
     done = subprocess.run([sys.executable, "-c", code + start], **run)  # in one process: to import again takes four seconds
     assert done.returncode == 0 and "every tensor is as config.json says" in done.stdout, done.stderr
-    code = f"import sys; sys.argv = ['lowbit', 'bench', 'mechanisms']; from {module} import {function}; {function}()"
-    done = subprocess.run([sys.executable, "-c", code], **run)
-    assert done.returncode == 1 and "runs in the repository" in done.stderr, done.stderr

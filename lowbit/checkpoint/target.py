@@ -53,7 +53,7 @@ _RESULT = re.compile(
 
 
 def command_of(result: str) -> str:
-    """Returns the command that writes results named `result`: files keep the names that commands had when they were first read."""
+    """Returns the command that writes results named `result`; files keep the names of earlier commands."""
     words = result.split()
     if words[:2] == ["lowbit", "study"]:
         return "python -m study"

@@ -11,10 +11,8 @@ from benchmarks import choice, choice_report, grid
 from benchmarks.choice_report import beside_cublas, falls, load, regrets, summary
 from benchmarks.cli import app
 from lowbit.hardware.machine import machine_of, typical_machine
-from lowbit.kernels.choose.kept import read, written
-from lowbit.kernels.choose.mixed_gemm import GemmShape, MmaTile, RingTile, WgmmaTile, choose
-from lowbit.kernels.choose.scaled_gemm import ScaledTile
-from lowbit.tune.timing import WrongResult
+from lowbit.kernels.choose.kept import written
+from lowbit.tune import trials
 
 H200 = typical_machine(90)
 
@@ -62,76 +60,10 @@ def test_a_model_that_is_not_known_is_named():
         grid.weights(["Llama-9"])
 
 
-# ---- what is tried
-
-
-@pytest.mark.parametrize(
-    "tile",
-    [
-        RingTile(8, 3, 2, 1, 16, 1, 1), WgmmaTile(64, 2, 8, 4, 2), ScaledTile(True, 2, 256, 4, 2, 8, True),
-        MmaTile(128, 2, 8, 1, 4, 2, 2, True),
-    ],
-)  # fmt: skip
-def test_a_tile_is_read_as_it_was_written(tile):
-    again = read(written(tile, choice.TILES), choice.TILES)
-    assert again == tile and again.__class__ is tile.__class__
-
-
-def test_the_chosen_tile_is_tried_first_and_those_of_more_tokens_too():
-    of = choice.products_of("w6e3m2a16", H200)
-    for m in (1, 8, 16, 64, 512):
-        tiles = choice.tried(of, m, 5120, 13824, (1, 8, 16, 32, 64, 512))
-        assert tiles[0] == choose(GemmShape(m, 5120, 13824, 6), H200)
-        assert len(tiles) == len(set(tiles)) >= 2
-    assert choose(GemmShape(32, 5120, 13824, 6), H200) in choice.tried(of, 8, 5120, 13824, (8, 16, 32))
-
-
-def test_neighbours_are_within_what_the_kernels_take():
-    shape = GemmShape(16, 4096, 4096, 4)
-    assert choice.neighbours(RingTile(16, 4, 2, 1, 8, 2), shape, H200) == [RingTile(16, 4, 1, 1, 8, 2)]
-    assert choice.neighbours(WgmmaTile(16, 2, 8, 1, 2), shape, H200) == [WgmmaTile(16, 2, 8, 4, 2)]  # 32 tiles, 132 SMs
-    assert choice.neighbours(WgmmaTile(16, 2, 8, 1, 2), GemmShape(16, 28672, 4096, 4), H200) == []
-
-
 def test_products_too_large_to_have_a_choice_are_left_out():
     asked = choice.make_asked("Llama-3-8B", "w4a16_g128", "1,4096,8192")
     assert asked.tokens_of(4096, 4096) == [1, 4096, 8192] and asked.tokens_of(128256, 4096) == [1]
     assert asked.count == sum(len(asked.tokens_of(*shape)) for shape in asked.shapes)
-
-
-def test_kernels_of_a_run_do_not_depend_on_sizes():
-    """Without a GPU; two weights of the same tiles take one kernel each."""
-    asked = choice.Asked(((8192, 8192), (16384, 8192)), ("w8a16",), (4096,))
-    both = choice.kernels(asked, H200)
-    one = choice.kernels(choice.Asked(((8192, 8192),), ("w8a16",), (4096,)), H200)
-    assert one and {str(each) for each in one} <= {str(each) for each in both} and len(both) < 2 * len(one)
-
-
-def test_graphs_hold_a_round_of_weights_or_as_many_as_fit():
-    assert choice.launches(5.0, 18) == choice.MOST_LAUNCHES
-    assert choice.launches(50.0, 4) == 10
-    assert choice.launches(50.0, 40) == 40
-    assert choice.launches(500.0, 40) == 5
-    assert choice.launches(5000.0, 2) == 2
-
-
-def test_the_chosen_tile_is_always_timed_again():
-    tiles = [RingTile(8, strips, 1, 1, 8, 1) for strips in range(1, 7)]
-    times = dict(zip(tiles, (10.0, 9.0, 9.1, 9.2, 9.3, 12.0), strict=True))
-    assert choice.finalists(times, tiles[0]) == [tiles[1], tiles[2], tiles[3], tiles[0]]
-    assert choice.finalists({tiles[1]: 9.0}, tiles[0]) == [tiles[1]]  # the chosen one failed
-
-
-def test_a_wrong_row_is_found():
-    reference = torch.randn(64, 256, dtype=torch.float16)
-    choice.check(reference * 1.0005, reference)
-    wrong = reference.clone()
-    wrong[3] = 0
-    with pytest.raises(WrongResult, match="worst row 1"):
-        choice.check(wrong, reference)
-    wrong[3, 5] = float("nan")
-    with pytest.raises(WrongResult):
-        choice.check(wrong, reference)
 
 
 # ---- what the file says
@@ -212,11 +144,11 @@ def test_without_a_gpu_it_says_so():
 @pytest.mark.parametrize("scheme", ["w4a16_g128", "w6e3m2a16", "w8e4m3a8e4m3", "w8a8"])
 def test_a_small_run_on_a_gpu(scheme, tmp_path):
     """Every tile tried computes its product, and each row says what was chosen and what it took."""
-    asked = choice.Asked(((2048, 4096),), (scheme,), (1, 16, 256))
+    asked = trials.TrialGrid(((2048, 4096),), (scheme,), (1, 16, 256))
     path, document = choice.run(asked, tmp_path / "choice.json", print, lambda done, total, what: None)
     assert load(path)["complete"] and [found["m"] for found in document["rows"]] == [1, 16, 256]
     here = machine_of("cuda")
     for found in document["rows"]:
         assert not found["failed"]
-        assert found["chosen"] == written(choice.products_of(scheme, here).able(found["m"], 2048, 4096)[0].tile, choice.TILES)
+        assert found["chosen"] == written(trials.products_of(scheme, here).able(found["m"], 2048, 4096)[0].tile, trials.TILES)
         assert 0 < min(found["us"].values()) <= found["us"][found["chosen"]] < 1000 and found["cublas_us"] > 0

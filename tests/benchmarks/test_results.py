@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import datetime
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from benchmarks import results
 from benchmarks.results import ROW_KEYS, default_path, load
 from lowbit.eval.results import versions
 
@@ -55,3 +57,18 @@ def test_not_json(tmp_path):
     (tmp_path / "x.json").write_text("{")
     with pytest.raises(ValueError, match="not JSON"):
         load(tmp_path / "x.json")
+
+
+def test_the_commit_is_that_of_the_checkout_or_stated_in_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert results.commit() is None
+    (tmp_path / ".commit").write_text("0123abc\n")
+    assert results.commit() == "0123abc"
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@example.org"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
+        subprocess.run([*git, *command], check=True)
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    assert results.commit() == head
+    (tmp_path / ".commit").write_text("changed")
+    assert results.commit() == f"{head}-dirty"

@@ -283,9 +283,7 @@ def test_a_whole_run(folder, tmp_path, monkeypatch):
 def test_a_run_that_is_killed_keeps_what_it_had_and_leaves_no_server(folder, tmp_path):
     path = tmp_path / "serve.json"
     command = ["serve", "--model", str(folder), "--seconds", "600", "--no-sharegpt", *SHORT, "--out", str(path)]
-    process = subprocess.Popen(
-        [sys.executable, "-c", "from lowbit.cli import main; main()", *command], stderr=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([sys.executable, "-m", "benchmarks", *command], stderr=subprocess.PIPE, text=True)
     end = time.monotonic() + 90
     while not (path.exists() and len(json.loads(path.read_text())["rows"]) == 2):
         assert process.poll() is None and time.monotonic() < end

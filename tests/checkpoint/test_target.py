@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from benchmarks.e2e_report import E2E
 from lowbit.checkpoint import CheckpointError, CheckpointReader, CheckpointWriter
-from lowbit.checkpoint.target import check_file, discard, hidden, left_behind, replace_file, write_result
+from lowbit.checkpoint.target import check_file, command_of, discard, hidden, left_behind, replace_file, write_result
 from lowbit.eval.results import check_plot, write_json
 
 Usage = namedtuple("Usage", "total used free")
@@ -315,7 +315,7 @@ class TestResultFiles:
         for value in (1, 2):
             write_json(path, {"value": value, "result": name})
             assert json.loads(path.read_text())["value"] == value
-        with pytest.raises(ValueError, match=f"is a result of {name}, not of lowbit quantize"):
+        with pytest.raises(ValueError, match=f"is a result of {command_of(name)}, not of lowbit quantize"):
             check_file(path, "lowbit quantize")
 
     def test_pages_and_empty_files_are_replaced(self, tmp_path):
@@ -372,10 +372,10 @@ class TestResultFiles:
         for _ in range(2):
             write_plots(path, "lowbit study", lambda theme: figure)
         for written in (path, path.with_stem("p-dark")):
-            with pytest.raises(ValueError, match="is a result of lowbit study, not of python -m benchmarks gemm"):
+            with pytest.raises(ValueError, match="is a result of python -m study, not of python -m benchmarks gemm"):
                 check_plot(path, "lowbit bench gemm")
             figure.savefig(written)
-            with pytest.raises(ValueError, match=rf"{written.name}: exists and is no result of lowbit study"):
+            with pytest.raises(ValueError, match=rf"{written.name}: exists and is no result of python -m study"):
                 write_plots(path, "lowbit study", lambda theme: figure)
             written.unlink()
 

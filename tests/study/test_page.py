@@ -112,7 +112,7 @@ def test_files_that_are_none(tmp_path):
     with pytest.raises(ValueError, match="not JSON"):
         load(path)
     path.write_text(json.dumps({"schema": 1}))
-    with pytest.raises(ValueError, match="not a result file of `lowbit study`"):
+    with pytest.raises(ValueError, match="not a result file of `python -m study`"):
         load(path)
     path.write_text(json.dumps({**document(), "rows": [{"key": "a"}]}))
     with pytest.raises(ValueError, match="row 0 lacks bits_per_weight"):

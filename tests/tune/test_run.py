@@ -9,7 +9,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import tune
 from lowbit._version import __version__
 from lowbit.cli.commands import app
 from lowbit.folders import tuned_file
@@ -18,6 +17,7 @@ from lowbit.kernels.choose import kept
 from lowbit.kernels.choose.kept import Kept
 from lowbit.kernels.choose.mixed_gemm import KINDS, GemmShape, choose
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
+from lowbit.tune import run as tune
 from lowbit.tune.run import Tuned, fastest, keep, products_of_model, with_a_choice
 from tests.tiny import save_tiny
 
