@@ -16,8 +16,8 @@ from lowbit.hardware.conversions import Conversion, conversion
 from lowbit.hardware.half import HalfType
 from lowbit.hardware.machine import Machine, machine_of, typical_machine
 from lowbit.hardware.mma import MMA_M16N8K16_F16, MmaAtom, wgmma_f16
-from lowbit.kernels.choose.mixed_gemm import GemmShape, MmaTile, RingTile, WgmmaTile
-from lowbit.kernels.choose.mixed_gemm import choose as choose_tile
+from lowbit.kernels.choose.gemm import GemmShape, MmaTile, RingTile, WgmmaTile
+from lowbit.kernels.choose.gemm import choose as choose_tile
 from lowbit.models.complete import require_complete
 from lowbit.models.hf import plan_for
 from lowbit.models.names import Names
@@ -440,7 +440,7 @@ def _in_wgmma(weight: _Weight, tile: WgmmaTile) -> tuple[str, ...]:
         f"k tile {weight.column // TILE_K} is the {half} stage of turn {turn}: TMA brings its words (load), the warp waits for",
         "them (read_words), decodes them in registers (decode), makes these operand A (operand_a) and starts",
         f"wgmma.mma_async m64n{tile.tokens}k16 on them (start); x is operand B, from shared memory;",
-        "what other kernels do alike is in lowbit/kernels/parts/operand.py and lowbit/kernels/parts/decode.py",
+        "what other kernels do alike is in lowbit/kernels/parts/operand.py and lowbit/kernels/parts/dequantize.py",
     )
 
 

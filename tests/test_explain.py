@@ -165,8 +165,8 @@ def test_register_by_hand(quantized):
 def test_kernels_are_named_with_reasons(quantized):
     steps = explain(quantized("w4a16_g64")[0], LAYER, 17, 90)
     text = by_file(steps)["table.py"]
-    assert "on H200, M 1: ring_gemm (lowbit/kernels/sm80/mixed_gemm.py)" in text
-    assert "on H200, M 64: wgmma_gemm (lowbit/kernels/sm90/mixed_gemm.py)" in text
+    assert "on H200, M 1: ring_gemm (lowbit/kernels/sm80/small_m_gemm.py)" in text
+    assert "on H200, M 64: wgmma_gemm (lowbit/kernels/sm90/large_m_gemm.py)" in text
     assert "modelled" in text and "next best: " in text and "not ring_gemm: is not for M 64" in text
     older = by_file(explain(quantized("w4a16_g64")[0], LAYER, sm=80))["table.py"]
     assert "on A100-SXM4-80GB, M 64: ring_gemm" in older and "not mma_gemm: would take" in older
@@ -181,14 +181,14 @@ def test_kernels_are_named_with_reasons(quantized):
 def test_the_walk_ends_in_the_kernels(quantized, monkeypatch):
     """Row 17 is strip 1; column 90 is in the first step of 128 and in the second k tile of 64."""
     steps = explain(quantized("w4a16_g64")[0], LAYER, 17, 90)
-    ring, wgmma = (step for step in steps if step.file.endswith("mixed_gemm.py"))
-    assert ring.file == "lowbit/kernels/sm80/mixed_gemm.py" and wgmma.file == "lowbit/kernels/sm90/mixed_gemm.py"
+    ring, wgmma = (step for step in steps if step.file.endswith(("small_m_gemm.py", "large_m_gemm.py")))
+    assert ring.file == "lowbit/kernels/sm80/small_m_gemm.py" and wgmma.file == "lowbit/kernels/sm90/large_m_gemm.py"
     assert "step 0 of 128 k is number 0 of that warp: slice 0" in "\n".join(ring.lines)
     assert "row tile 0, row 17 of 128: warpgroup 0, warp 1" in "\n".join(wgmma.lines)
     assert "k tile 1 is the odd stage of turn 0" in "\n".join(wgmma.lines) and "wgmma.mma_async m64n" in wgmma.lines[-2]
     monkeypatch.setattr("lowbit.explain.TOKENS", (1 << 18,))  # of a layer so small
     steps = explain(quantized("w4a16_g64")[0], LAYER, 17, 90, sm=80)
-    (mma,) = (step for step in steps if step.file == "lowbit/kernels/sm80/wide_mixed_gemm.py")
+    (mma,) = (step for step in steps if step.file == "lowbit/kernels/sm80/large_m_gemm.py")
     assert re.search(r"row tile 0, strip 1 of 4: strip [01] of the warps of row [01]; K split 0", mma.lines[1])
     assert "k tile 1 is stage 1 of all" in mma.lines[2]
     for step in (ring, wgmma, mma):

@@ -95,8 +95,8 @@ def test_no_two_kernels_are_half_alike():
 def test_the_checks_find_what_they_look_for(tmp_path):
     wrong = tmp_path / "wrong.py"
     wrong.write_text(
-        "import lowbit.kernels.sm90.mixed_gemm\nfrom lowbit.kernels.sm90 import scaled_gemm\n"
+        "import lowbit.kernels.sm90.large_m_gemm\nfrom lowbit.kernels.sm90 import scaled_gemm\n"
         "@gluon.jit(do_not_specialize=['M'])\ndef load(read):\n    a, b, c, d, e, f, g = read\n"
     )
-    assert siblings(wrong) == ["lowbit.kernels.sm90.mixed_gemm", "lowbit.kernels.sm90.scaled_gemm"]
+    assert siblings(wrong) == ["lowbit.kernels.sm90.large_m_gemm", "lowbit.kernels.sm90.scaled_gemm"]
     assert long_tuples(wrong) == ["load: 7 values in line 5"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowbit.kernels.parts.decode import Decode
+from lowbit.kernels.parts.dequantize import Decode
 from lowbit.kernels.parts.gluon import asm, barrier, gl, gluon, run, source_digest
 from lowbit.kernels.parts.operand import HOLD, REGISTERS
 from lowbit.kernels.parts.step import Step

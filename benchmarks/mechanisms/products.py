@@ -20,9 +20,9 @@ from lowbit.formats import QuantTensor, parse_scheme
 from lowbit.hardware.conversions import Conversion
 from lowbit.hardware.half import HalfType
 from lowbit.hardware.machine import machine_of
-from lowbit.kernels.choose.mixed_gemm import GemmShape, MmaTile, RingTile, Tile, WgmmaTile, choose
+from lowbit.kernels.choose.gemm import GemmShape, MmaTile, RingTile, Tile, WgmmaTile, choose
 from lowbit.kernels.parts.step import Step
-from lowbit.kernels.sm80.mixed_gemm import RingPlan
+from lowbit.kernels.sm80.small_m_gemm import RingPlan
 from lowbit.ops.fragment_gemm import plan_for
 from lowbit.ops.workspace import workspace
 from lowbit.pack import FragmentWeight, InterleavedWeight, weight_form

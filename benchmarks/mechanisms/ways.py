@@ -28,7 +28,7 @@ from lowbit.hardware.fields import FieldOrder
 from lowbit.hardware.half import HalfType, half_pair
 from lowbit.hardware.mma import MMA_M16N8K16_F16
 from lowbit.hardware.ptx import Builder, Instruction, Program, Words, lut
-from lowbit.kernels.parts.decode import Decode
+from lowbit.kernels.parts.dequantize import Decode
 from lowbit.kernels.parts.step import K_STEPS, Step, mma, operands_of
 from lowbit.pack.fragment import FragmentOrder
 

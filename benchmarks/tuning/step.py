@@ -28,8 +28,8 @@ from lowbit.engine.product import Dense, Packed, Product
 from lowbit.engine.program import DecodeProgram
 from lowbit.engine.steps import Step, Steps
 from lowbit.hardware.machine import Machine, machine_of
-from lowbit.kernels.choose import attention, chained_gemm, mixed_gemm
-from lowbit.kernels.choose.mixed_gemm import DENSE_BITS, RING_TOKENS, GemmShape, RingTile
+from lowbit.kernels.choose import attention, fused_gemm, gemm
+from lowbit.kernels.choose.gemm import DENSE_BITS, RING_TOKENS, GemmShape, RingTile
 from lowbit.kernels.parts.compile import compiled
 from lowbit.kernels.parts.launch import recording
 from lowbit.pack import DenseWeight
@@ -53,7 +53,7 @@ class Part:
     """A kernel of a layer, or the head: its name, its role in a chain, its shape, the tiles to try, the chosen one first."""
 
     name: str
-    role: chained_gemm.Role | None
+    role: fused_gemm.Role | None
     shape: GemmShape | None
     tiles: tuple[Any, ...]
 
@@ -62,7 +62,7 @@ def parts_of(program: DecodeProgram, rows: int, reach: int, machine: Machine, co
     """The parts of a step of `rows` rows, those of the largest weights first, each with the model's `count` best tiles."""
     layer = program.layers[0]
     chained = isinstance(program.chain, Chain) and rows <= program.chain.most
-    roles: dict[str, chained_gemm.Role] = {
+    roles: dict[str, fused_gemm.Role] = {
         "gate_up": "gated", "down": "residual", "qkv": "norm", "o": "residual", "head": "norm",
     }  # fmt: skip
     products: dict[str, Product] = {
@@ -80,13 +80,13 @@ def parts_of(program: DecodeProgram, rows: int, reach: int, machine: Machine, co
 
 
 def _product_part(
-    name: str, role: chained_gemm.Role | None, weight: Any, rows: int, machine: Machine, count: int
+    name: str, role: fused_gemm.Role | None, weight: Any, rows: int, machine: Machine, count: int
 ) -> Part:  # fmt: skip
     n, k = weight.shape
     shape = GemmShape(rows, n, k, DENSE_BITS if isinstance(weight, DenseWeight) else weight.scheme.weight.bits)
     if role is None:
-        return Part(name, None, shape, tuple(r.tile for r in mixed_gemm.candidates(shape, machine) if not r.reasons)[:count])
-    able = [row.tile for row in chained_gemm.chain_candidates(role, shape, machine) if not row.reasons][:count]
+        return Part(name, None, shape, tuple(r.tile for r in gemm.candidates(shape, machine) if not r.reasons)[:count])
+    able = [row.tile for row in fused_gemm.chain_candidates(role, shape, machine) if not row.reasons][:count]
     rings = [tile for tile in able[: count // 2] if isinstance(tile, RingTile)]
     others = [replace(tile, blocks_per_sm=0 if tile.blocks_per_sm else 1) for tile in rings]
     return Part(name, role, shape, tuple(dict.fromkeys([*able, *others])))

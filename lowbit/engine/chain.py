@@ -1,4 +1,4 @@
-"""The step of up to 64 tokens in five launches a layer: norm, gate and residual at the ends of products (ops/chained_gemm.py).
+"""The step of up to 64 tokens in five launches a layer: norm, gate and residual at the ends of products (ops/fused_gemm.py).
 
     embed, squares | qkv {/ rms}  attention  o {h += y; h * gamma; squares} | gate-up {/ rms; gate}  down {as o} | ..
 
@@ -16,10 +16,10 @@ from torch import Tensor
 from lowbit.engine.family import Decoder
 from lowbit.engine.product import Dense, Packed, Product
 from lowbit.hardware.machine import features_of
-from lowbit.kernels.choose.chained_gemm import CHAIN_TOKENS
-from lowbit.kernels.choose.mixed_gemm import RING_TOKENS, SMALL_TOKENS
-from lowbit.ops.chained_gemm import Gated, chain_refusals, factor_of, norm_gemm, residual_gemm
-from lowbit.ops.decode import EmbeddingTable, add_norm, embed_norm_squares
+from lowbit.kernels.choose.fused_gemm import CHAIN_TOKENS
+from lowbit.kernels.choose.gemm import RING_TOKENS, SMALL_TOKENS
+from lowbit.ops.elementwise import EmbeddingTable, add_norm, embed_norm_squares
+from lowbit.ops.fused_gemm import Gated, chain_refusals, factor_of, norm_gemm, residual_gemm
 from lowbit.pack.fragment import STRIP
 
 

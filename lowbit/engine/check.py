@@ -14,7 +14,7 @@ from lowbit.engine.program import DecodeProgram
 from lowbit.engine.request import Request
 from lowbit.engine.slots import Slots, on_device
 from lowbit.kernels.choose.attention import attention_refusals
-from lowbit.ops.decode import MOST_COLUMNS
+from lowbit.ops.elementwise import MOST_COLUMNS
 from lowbit.ops.operands import triton_refusals
 
 LARGEST_DIFFERENCE = 0.2

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.kernels.choose.attention import AttentionShape
-from lowbit.kernels.reference.decode import GATES, Gate, gate_reference
+from lowbit.kernels.reference.elementwise import GATES, Gate, gate_reference
 from lowbit.nn import QuantLinear
 from lowbit.nn.embedding import QuantEmbedding
 from lowbit.nn.fused import AlternatingMLP, GatedMLP, QuantizingNorm
-from lowbit.ops.decode import EmbeddingTable
+from lowbit.ops.elementwise import EmbeddingTable
 
 
 @dataclass(frozen=True)

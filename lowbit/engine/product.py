@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from lowbit.formats import PerBlock, PerGroup
-from lowbit.kernels.reference.decode import Gate
+from lowbit.kernels.reference.elementwise import Gate
 from lowbit.nn import QuantLinear
 from lowbit.nn.fused import AlternatingMLP, quantize_alike
 from lowbit.nn.linear import QuantizedInput

@@ -29,7 +29,7 @@ from lowbit.nn import QuantLinear
 from lowbit.nn.linear import QuantizedInput
 from lowbit.ops import add_norm_quantize, silu_mul_quantize
 from lowbit.ops.attention import append_kv, decode_attention
-from lowbit.ops.decode import activate, add_norm, embed_norm, gate
+from lowbit.ops.elementwise import activate, add_norm, embed_norm, gate
 
 
 @dataclass(frozen=True)

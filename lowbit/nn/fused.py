@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lowbit.kernels.reference.decode import Gate
+from lowbit.kernels.reference.elementwise import Gate
 from lowbit.nn.linear import QuantizedInput, QuantLinear
 from lowbit.nn.packed import KERNEL_TENSORS, keeping_types
 from lowbit.ops import rms_norm_quantize, silu_mul_quantize

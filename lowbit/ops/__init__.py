@@ -1,10 +1,10 @@
 """How torch calls the kernels: the table of all of them, one product over it, and operators with schema, checks and fakes."""
 
 from lowbit.ops.byte_gemm import byte_gemm
-from lowbit.ops.chained_gemm import chain_refusals, norm_gemm, residual_gemm
+from lowbit.ops.dequantize_gemm import mixed_gemm
 from lowbit.ops.fragment_gemm import fragment_gemm
+from lowbit.ops.fused_gemm import chain_refusals, norm_gemm, residual_gemm
 from lowbit.ops.gemm import gemm, pack_for
-from lowbit.ops.mixed_gemm import mixed_gemm
 from lowbit.ops.quantize_activations import (
     Activations,
     add_norm_quantize,

@@ -26,8 +26,8 @@ from lowbit.pack.scaled import GROUP, ROW_BYTES
 if TYPE_CHECKING:
     from lowbit.kernels.parts.epilogue import XScale
     from lowbit.kernels.sm80.scaled_gemm import PlainPlan
-    from lowbit.kernels.sm90.narrow_scaled_gemm import NarrowPlan
     from lowbit.kernels.sm90.scaled_gemm import ScaledPlan
+    from lowbit.kernels.sm90.sub_byte_scaled_gemm import NarrowPlan
 
 torch.library.define(
     "lowbit::byte_gemm",
@@ -159,8 +159,8 @@ def plan_for_scaled(
     bias: bool, machine: Machine, function: str = "none",
 ) -> ScaledPlan | NarrowPlan:  # fmt: skip
     """The plan of a product with a given tile on a Hopper."""
-    from lowbit.kernels.sm90.narrow_scaled_gemm import NarrowPlan, narrow_config
     from lowbit.kernels.sm90.scaled_gemm import ScaledPlan, scaled_config
+    from lowbit.kernels.sm90.sub_byte_scaled_gemm import NarrowPlan, narrow_config
 
     made = shape, tile, scheme, dtype, x_scale, x_zero, bias, function
     if shape.bits == 8:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lowbit.formats import Scheme, parse_scheme
 from lowbit.hardware.machine import Machine, machine_of
-from lowbit.kernels.choose.mixed_gemm import GemmShape, MmaTile, RingTile, Tile, WgmmaTile, choose, choose_for_lines
+from lowbit.kernels.choose.gemm import GemmShape, MmaTile, RingTile, Tile, WgmmaTile, choose, choose_for_lines
 from lowbit.ops.channels import check_channels
 from lowbit.ops.operands import Described, described, on_meta
 from lowbit.ops.workspace import workspace
@@ -33,9 +33,9 @@ from lowbit.pack.fragment import LANES, k_tiles, strips
 if TYPE_CHECKING:
     from lowbit.kernels.elementwise.gather import GatherPlan
     from lowbit.kernels.parts.end import Gate
-    from lowbit.kernels.sm80.mixed_gemm import RingPlan
-    from lowbit.kernels.sm80.wide_mixed_gemm import MmaPlan
-    from lowbit.kernels.sm90.mixed_gemm import WgmmaPlan
+    from lowbit.kernels.sm80.large_m_gemm import MmaPlan
+    from lowbit.kernels.sm80.small_m_gemm import RingPlan
+    from lowbit.kernels.sm90.large_m_gemm import WgmmaPlan
 
 torch.library.define(
     "lowbit::fragment_gemm",
@@ -155,7 +155,7 @@ def plan_for(
     tile: Tile, shape: GemmShape, form: WeightForm, dtype: torch.dtype, bias: bool, machine: Machine
 ) -> RingPlan | MmaPlan | WgmmaPlan:
     """The plan of a product with a given tile on a machine."""
-    from lowbit.kernels.sm80.mixed_gemm import RingPlan
+    from lowbit.kernels.sm80.small_m_gemm import RingPlan
 
     if isinstance(tile, RingTile):
         return RingPlan(shape, tile, form, dtype, bias, machine.arch)
@@ -167,8 +167,8 @@ def wide_plan(
     gate: Gate = "none",
 ) -> MmaPlan | WgmmaPlan:  # fmt: skip
     """The same with a tile of the kernels for many tokens, gated or not."""
-    from lowbit.kernels.sm80.wide_mixed_gemm import MmaPlan
-    from lowbit.kernels.sm90.mixed_gemm import WgmmaPlan
+    from lowbit.kernels.sm80.large_m_gemm import MmaPlan
+    from lowbit.kernels.sm90.large_m_gemm import WgmmaPlan
 
     if isinstance(tile, MmaTile):
         return MmaPlan(shape, tile, form, dtype, bias, gate)

@@ -1,7 +1,7 @@
 """The torch operator `lowbit::gated_gemm`: gate and up of an MLP as one product, gated where it is made.
 
 Opaque to torch.compile, as `lowbit::fragment_gemm` is, whose checks and whose choice of tile it has. Small batches take a
-kernel for the product and one for the gate: it is in a chain that they do with one (ops/chained_gemm.py).
+kernel for the product and one for the gate: it is in a chain that they do with one (ops/fused_gemm.py).
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch import Tensor
 
 from lowbit.formats import parse_scheme
 from lowbit.hardware.machine import machine_of
-from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile, choose
-from lowbit.kernels.reference.decode import GATES, Gate
-from lowbit.ops.decode import gate
+from lowbit.kernels.choose.gemm import GemmShape, RingTile, choose
+from lowbit.kernels.reference.elementwise import GATES, Gate
+from lowbit.ops.elementwise import gate
 from lowbit.ops.fragment_gemm import aligned_rows, check_product, fragment_gemm, wide_plan
 from lowbit.ops.operands import Described, described, on_meta
 from lowbit.ops.workspace import workspace
 from lowbit.pack import FragmentWeight, weight_form
 
 if TYPE_CHECKING:
-    from lowbit.kernels.sm80.wide_mixed_gemm import MmaPlan
-    from lowbit.kernels.sm90.mixed_gemm import WgmmaPlan
+    from lowbit.kernels.sm80.large_m_gemm import MmaPlan
+    from lowbit.kernels.sm90.large_m_gemm import WgmmaPlan
 
 torch.library.define(
     "lowbit::gated_gemm",

@@ -8,8 +8,8 @@ from torch import Tensor
 from lowbit.formats import PerBlock, QuantTensor, Scheme
 from lowbit.ops.byte_gemm import byte_gemm
 from lowbit.ops.cpu_gemm import cpu_gemm, pack_for_cpu, scaled_cpu_gemm
+from lowbit.ops.dequantize_gemm import mixed_gemm
 from lowbit.ops.fragment_gemm import fragment_gemm
-from lowbit.ops.mixed_gemm import mixed_gemm
 from lowbit.ops.quantize_activations import Activations, quantize_activations
 from lowbit.ops.scaled_gemm import check_activations, scaled_gemm
 from lowbit.ops.table import Form, UnsupportedProblem, choose, problem_on

@@ -22,7 +22,7 @@ from lowbit.formats import PerBlock, PerGroup, Scheme, ZeroPoint, parse_scheme
 from lowbit.hardware.conversions import conversion
 from lowbit.hardware.machine import Machine, machine_of, machine_refusals
 from lowbit.kernels.choose.candidate import Candidate
-from lowbit.kernels.choose.mixed_gemm import GemmCandidate, GemmShape, MmaTile, RingTile, WgmmaTile, candidates, line_candidates
+from lowbit.kernels.choose.gemm import GemmCandidate, GemmShape, MmaTile, RingTile, WgmmaTile, candidates, line_candidates
 from lowbit.kernels.choose.scaled_gemm import ScaledShape, ScaledTile, candidates_scaled
 from lowbit.kernels.cpu import torch_int8
 from lowbit.kernels.cpu.scaled_blocked import X_BLOCK
@@ -398,18 +398,18 @@ def _scaled_blocked(p: Problem) -> tuple[str, ...]:
 
 
 KERNELS: tuple[Kernel, ...] = (
-    Kernel("wgmma_gemm", "kernels/sm90/mixed_gemm.py", "sm_90", False, "fragments", _wgmma, _tile_16),
-    Kernel("mma_gemm", "kernels/sm80/wide_mixed_gemm.py", "sm_80 and newer", False, "fragments", _mma, _tile_16),
-    Kernel("ring_gemm", "kernels/sm80/mixed_gemm.py", "sm_80 and newer", False, "fragments", _ring, _tile_16),
+    Kernel("wgmma_gemm", "kernels/sm90/large_m_gemm.py", "sm_90", False, "fragments", _wgmma, _tile_16),
+    Kernel("mma_gemm", "kernels/sm80/large_m_gemm.py", "sm_80 and newer", False, "fragments", _mma, _tile_16),
+    Kernel("ring_gemm", "kernels/sm80/small_m_gemm.py", "sm_80 and newer", False, "fragments", _ring, _tile_16),
     Kernel(
-        "interleaved_gemm", "kernels/sm80/wide_mixed_gemm.py", "sm_80 and newer", False, "interleaved", _interleaved,
+        "interleaved_gemm", "kernels/sm80/large_m_gemm.py", "sm_80 and newer", False, "interleaved", _interleaved,
         _tile_of_lines,
     ),
     Kernel(
         "scaled_gemm", "kernels/sm90/scaled_gemm.py", "sm_90", True, "operands", partial(_scaled_wgmma, narrow=False), _tile_8
     ),
     Kernel(
-        "narrow_scaled_gemm", "kernels/sm90/narrow_scaled_gemm.py", "sm_90", True, "operands",
+        "narrow_scaled_gemm", "kernels/sm90/sub_byte_scaled_gemm.py", "sm_90", True, "operands",
         partial(_scaled_wgmma, narrow=True), _tile_8,
     ),
     Kernel("plain_scaled_gemm", "kernels/sm80/scaled_gemm.py", "sm_80 and newer", True, "operands", _scaled_mma),

@@ -22,9 +22,9 @@ the largest weight. They stay of their type, and exact, but for such as are 2^-1
 
 Scales of groups of symmetric integers of b = 2 to 7 bits are divided so that the largest of each row is 2^-9 to 2^-8, and wait
 times 2^24. fp16 then multiplies a code as the subnormal number that a mask leaves, by one fma: code * 2^-24, times the scale as
-it waits, minus offset * scale; the sum is rounded once, to fp16 (parts/decode.py). The weights have the bits they would have
-otherwise where a scale is a 32nd of its row's largest or more, and are off by no more than others of their group where it is
-2^-(3 + b) of that. Where a row has smaller ones, other than 0, scales wait as said above. bf16 does the same with
+it waits, minus offset * scale; the sum is rounded once, to fp16 (parts/dequantize.py). The weights have the bits they would
+have otherwise where a scale is a 32nd of its row's largest or more, and are off by no more than others of their group where it
+is 2^-(3 + b) of that. Where a row has smaller ones, other than 0, scales wait as said above. bf16 does the same with
 code * 2^-133 where the scales are bf16: the first binade goes on where subnormal numbers end, so its lowest 8 bits count alike.
 
 The kernels know groups of 16, 32, 64 and 128, a whole number of which make a step of 128 k. Scales of other groups (48,

@@ -49,8 +49,8 @@ def scale_dtype(scheme: Scheme, weight: Tensor | None = None, stored: torch.dtyp
     fp16, or bf16 where one of them would not be a normal number of fp16. Of formats whose largest value is so big (fp8) that
     weight / max is ordinarily an fp16 subnormal, they are always bf16. So are those of weights that are stored in bf16, which
     will be multiplied as such: with fp16's three digits more, decoding takes half as many instructions again
-    (kernels/parts/decode.py), and they are worth at most 0.1 % of the rounding error of Gaussian weights up to 6 bits, 0.4 %
-    with 7 (8 bits: 1 %, kept in fp16).
+    (kernels/parts/dequantize.py), and they are worth at most 0.1 % of the rounding error of Gaussian weights up to 6 bits,
+    0.4 % with 7 (8 bits: 1 %, kept in fp16).
     """
     if not isinstance(scheme.granularity, (PerGroup, PerBlock)):
         return torch.float32

@@ -21,9 +21,9 @@ from torch import Tensor
 from lowbit.formats import PerTensor, Scheme, parse_scheme
 from lowbit.hardware.machine import Machine
 from lowbit.kernels.choose.candidate import Candidate
+from lowbit.kernels.choose.gemm import KINDS as MIXED
+from lowbit.kernels.choose.gemm import GemmShape, MmaTile, RingTile, WgmmaTile, candidates, ring_candidate
 from lowbit.kernels.choose.kept import written
-from lowbit.kernels.choose.mixed_gemm import KINDS as MIXED
-from lowbit.kernels.choose.mixed_gemm import GemmShape, MmaTile, RingTile, WgmmaTile, candidates, ring_candidate
 from lowbit.kernels.choose.scaled_gemm import KINDS as SCALED
 from lowbit.kernels.choose.scaled_gemm import ScaledTile, candidates_scaled
 from lowbit.kernels.reference.activations import quantize_activations_reference

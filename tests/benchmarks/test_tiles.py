@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 from benchmarks.cli import app
 from benchmarks.tiles import TileRow
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose.mixed_gemm import GemmShape, Measured, RingTile, WgmmaTile, candidates
+from lowbit.kernels.choose.gemm import GemmShape, Measured, RingTile, WgmmaTile, candidates
 
 
 def row(chosen_us, best_us):

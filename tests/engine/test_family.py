@@ -16,7 +16,7 @@ from lowbit.models.cpu import plan_on_cpu
 from lowbit.models.fuse import fuse_quantization, prepare_on_gpu
 from lowbit.nn.fused import GatedMLP, QuantizingNorm
 from lowbit.nn.row_linear import RowLinear
-from lowbit.ops.decode import EmbeddingTable
+from lowbit.ops.elementwise import EmbeddingTable
 
 SIZES = {
     "vocab_size": 97, "hidden_size": 36, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 6,

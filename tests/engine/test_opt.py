@@ -16,7 +16,7 @@ from lowbit.kernels.reference.gemm import mixed_gemm_reference
 from lowbit.models.head import quantize_head
 from lowbit.nn import convert
 from lowbit.nn.linear import QuantizedInput
-from lowbit.ops.decode import EmbeddingTable
+from lowbit.ops.elementwise import EmbeddingTable
 from tests.engine.test_chain import dequantized, packed, stepped, texts
 from tests.tiny import eager_opt
 

@@ -11,7 +11,7 @@ from lowbit.checkpoint import gptq
 from lowbit.formats import BLOCKS, LowRank, rotate_blocks
 from lowbit.formats.split import columns_of, columns_refusals, rows_of, stack_refusals
 from lowbit.ops import pack_for
-from lowbit.ops.decode import EmbeddingTable
+from lowbit.ops.elementwise import EmbeddingTable
 from lowbit.pack import FragmentWeight
 from lowbit.pack.gated import gated_refusals
 from lowbit.pack.gemm_weight import RowWeight

@@ -20,23 +20,22 @@ from lowbit.kernels.choose.conv import block_tile
 from lowbit.kernels.elementwise.append import Append
 from lowbit.kernels.elementwise.gather_kv import GatherKv
 from lowbit.kernels.parts.conv_tile import WgmmaConv
-from lowbit.kernels.parts.decode import Decode
+from lowbit.kernels.parts.dequantize import Decode
 from lowbit.kernels.parts.end import End
-from lowbit.kernels.parts.ring import Ring
-from lowbit.kernels.parts.row_ring import RowRing
+from lowbit.kernels.parts.ring import Ring, RowRing
 from lowbit.kernels.parts.step import Step
 from lowbit.kernels.sm80.conv import MmaConv, MmaProduct
-from lowbit.kernels.sm80.mixed_gemm import RingGemm
+from lowbit.kernels.sm80.large_m_gemm import MmaGemm
 from lowbit.kernels.sm80.paged_attention import PagedAttention
 from lowbit.kernels.sm80.scaled_gemm import PlainGemm
-from lowbit.kernels.sm80.wide_mixed_gemm import MmaGemm
+from lowbit.kernels.sm80.small_m_gemm import RingGemm
 from lowbit.kernels.sm90.conv_block import BlockConv
 from lowbit.kernels.sm90.conv_deep import DeepConv
 from lowbit.kernels.sm90.conv_strip import StripConv
-from lowbit.kernels.sm90.mixed_gemm import WgmmaGemm
-from lowbit.kernels.sm90.narrow_scaled_gemm import NarrowGemm
+from lowbit.kernels.sm90.large_m_gemm import WgmmaGemm
 from lowbit.kernels.sm90.scaled_gemm import ScaledGemm
 from lowbit.kernels.sm90.stem_pool import StemPool
+from lowbit.kernels.sm90.sub_byte_scaled_gemm import NarrowGemm
 
 HALF = torch.float16
 HEADS = AttentionShape(32, 8, 128, 0.1, 128)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowbit.kernels.reference.decode import gate_reference
+from lowbit.kernels.reference.elementwise import gate_reference
 from lowbit.kernels.reference.gemm import mixed_gemm_reference
 from lowbit.ops.gated_gemm import gated_gemm
 from lowbit.pack import FragmentWeight

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowbit.formats import QuantTensor, decode
-from lowbit.kernels.choose.mixed_gemm import MmaTile
+from lowbit.kernels.choose.gemm import MmaTile
 from lowbit.kernels.reference.gemm import mixed_gemm_reference
 from lowbit.ops import gemm, pack_for
 from lowbit.ops.fragment_gemm import aligned_rows, check_product, wide_plan
@@ -45,7 +45,7 @@ def product(kind, q, x, tile, bias):
     w = kind.pack(q)
     types = [None if t is None else t.dtype for t in (w.scale, w.channel_scale)]
     form = weight_form(q.scheme, *types, interleaved=kind is InterleavedWeight)
-    from lowbit.kernels.choose.mixed_gemm import GemmShape
+    from lowbit.kernels.choose.gemm import GemmShape
 
     plan = wide_plan(tile, GemmShape(len(x), *q.shape, q.scheme.weight.bits), form, x.dtype, True, A100)
     torch.full((len(x), plan.columns), float("nan"), dtype=x.dtype, device="cuda")

@@ -141,8 +141,8 @@ def _row_sums(q: QuantTensor):
 
 
 def multiplied(w: FragmentWeight, dtype: torch.dtype):
-    """The weights float64 that the kernels for many tokens multiply by (kernels/parts/decode.py): scales as halves of x's type
-    times halves of codes, rounded once, then the scale of the channel in float32."""
+    """The weights float64 that the kernels for many tokens multiply by (kernels/parts/dequantize.py): scales as halves of x's
+    type times halves of codes, rounded once, then the scale of the channel in float32."""
     fmt, (n, k) = w.scheme.weight, w.shape
     bf16_only = isinstance(fmt, FloatFormat) and dtype == torch.bfloat16
     shift = 2.0 ** (15 - fmt.bias) if isinstance(fmt, FloatFormat) and not bf16_only else 1.0

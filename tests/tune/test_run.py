@@ -14,8 +14,8 @@ from lowbit.cli.commands import app
 from lowbit.folders import tuned_file
 from lowbit.hardware.machine import machine_of, typical_machine
 from lowbit.kernels.choose import kept
+from lowbit.kernels.choose.gemm import KINDS, GemmShape, choose
 from lowbit.kernels.choose.kept import Kept
-from lowbit.kernels.choose.mixed_gemm import KINDS, GemmShape, choose
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
 from lowbit.tune import run as tune
 from lowbit.tune.run import Tuned, fastest, keep, products_of_model, with_a_choice

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lowbit.hardware.machine import typical_machine
+from lowbit.kernels.choose.gemm import GemmShape, MmaTile, RingTile, WgmmaTile, choose
 from lowbit.kernels.choose.kept import read, written
-from lowbit.kernels.choose.mixed_gemm import GemmShape, MmaTile, RingTile, WgmmaTile, choose
 from lowbit.kernels.choose.scaled_gemm import ScaledTile
 from lowbit.tune import trials
 from lowbit.tune.timing import WrongResult

@@ -1,6 +1,6 @@
 """Which tile multiplies 8-bit activations: candidates, why some cannot, what each would cost, the choice.
 
-Pure functions of a problem and a machine, as choose/mixed_gemm.py; costs only have to put the candidates in the right order.
+Pure functions of a problem and a machine, as choose/gemm.py; costs only have to put the candidates in the right order.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ int4 groups of 64 18 / 40 / 59 / 102, fp6_e3m2 35 / 34 / 76 / 198, int8 12 / 11 
 def mixed_gemm_blocked(
     x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, scheme: Scheme
 ) -> Tensor:
-    """y [.., N] in x's dtype. Shapes as in `lowbit.ops.mixed_gemm`, which checks them."""
+    """y [.., N] in x's dtype. Shapes as in `lowbit.ops.dequantize_gemm`, which checks them."""
     k, n = x.shape[-1], packed.shape[0]
     y = torch.empty((*x.shape[:-1], n), dtype=x.dtype, device=x.device)
     step = block_rows(scheme, k, x.device.type)

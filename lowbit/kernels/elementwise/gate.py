@@ -21,7 +21,7 @@ from triton.language.extra import cuda
 from lowbit.hardware.machine import Machine
 from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.parts.rows import row_of, sigmoid
-from lowbit.kernels.reference.decode import GATES
+from lowbit.kernels.reference.elementwise import GATES
 
 PIECE = 8
 """Elements in 16 bytes."""

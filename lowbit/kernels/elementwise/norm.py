@@ -27,7 +27,7 @@ from triton.language.extra import cuda
 from lowbit.hardware.machine import Machine
 from lowbit.kernels.parts.launch import Launcher
 from lowbit.kernels.parts.rows import add_and_store, floats, loaded, moments, row_of, squares_of
-from lowbit.kernels.reference.decode import ZERO_CODE
+from lowbit.kernels.reference.elementwise import ZERO_CODE
 
 PIECE = 8
 """16-bit elements in 16 bytes: what a thread reads at once."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowbit.kernels.parts.decode import INSTRUCTION, Decode
+from lowbit.kernels.parts.dequantize import INSTRUCTION, Decode
 from lowbit.kernels.parts.gluon import gl, gluon
 from lowbit.kernels.parts.operand import REGISTERS
 from lowbit.kernels.parts.tile_stage import PIECE, TileStage

@@ -2,8 +2,9 @@
 
 Each lane holds a row pair (g, g + 8) of its warp's strip of 16 rows; its 16 registers are those of four matrix instructions
 along K, in the order of hardware/mma.py: 64 k of halves, 128 k of bytes. The functions take the configuration C of a kernel,
-which has `decode` (parts/decode.py or parts/byte_decode.py), `rows`, `warps`, `threads`, `threads_layout`, `registers_layout`,
-`operand_layout`, and where words come from a pipeline, `stage_tiles`, `words_layout` and what parts/pipeline.py wants.
+which has `decode` (parts/dequantize.py or parts/byte_dequantize.py), `rows`, `warps`, `threads`, `threads_layout`,
+`registers_layout`, `operand_layout`, and where words come from a pipeline, `stage_tiles`, `words_layout` and what
+parts/pipeline.py wants.
 """
 
 from __future__ import annotations

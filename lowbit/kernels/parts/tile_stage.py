@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lowbit.hardware.fields import WORD_GROUPS
-from lowbit.kernels.parts.decode import TILE_K, Decode
+from lowbit.kernels.parts.dequantize import TILE_K, Decode
 from lowbit.kernels.parts.gluon import Tuple, aggregate, asm, gl, gluon, ptx, run
 
 PIECE = 16

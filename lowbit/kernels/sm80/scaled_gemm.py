@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lowbit.formats import Scheme
 from lowbit.kernels.choose.scaled_gemm import ScaledShape
-from lowbit.kernels.parts.byte_decode import TILES, ByteDecode, decode
+from lowbit.kernels.parts.byte_dequantize import TILES, ByteDecode, decode
 from lowbit.kernels.parts.epilogue import CODE_TYPES, OUTPUTS, TYPES, Applied, XScale, finished, of_channels, of_tokens
 from lowbit.kernels.parts.gluon import (
     Scalar,

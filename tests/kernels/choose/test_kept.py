@@ -12,8 +12,8 @@ from lowbit._version import __version__
 from lowbit.formats import parse_scheme
 from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.choose import kept
+from lowbit.kernels.choose.gemm import KINDS, GemmShape, MmaTile, RingTile, WgmmaTile, candidates, choose
 from lowbit.kernels.choose.kept import KEPT, SCHEMA, Kept, problem_of, read, written
-from lowbit.kernels.choose.mixed_gemm import KINDS, GemmShape, MmaTile, RingTile, WgmmaTile, candidates, choose
 from lowbit.kernels.choose.scaled_gemm import KINDS as SCALED
 from lowbit.kernels.choose.scaled_gemm import ScaledTile, candidates_scaled, choose_scaled
 from lowbit.ops.table import Problem, scaled_shape

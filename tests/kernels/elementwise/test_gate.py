@@ -7,8 +7,8 @@ import torch
 from torch.nn.functional import gelu, relu, silu
 
 from lowbit.hardware.machine import machine_of, typical_machine
-from lowbit.kernels.reference.decode import GATES
-from lowbit.ops.decode import activate, gate, gate2
+from lowbit.kernels.reference.elementwise import GATES
+from lowbit.ops.elementwise import activate, gate, gate2
 from tests.kernels.calls import meta
 from tests.kernels.interpreter import interpreted
 from tests.kernels.sass import compile_plan

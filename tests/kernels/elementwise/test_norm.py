@@ -9,8 +9,8 @@ import torch
 from torch.nn.functional import layer_norm
 
 from lowbit.hardware.machine import machine_of, typical_machine
-from lowbit.kernels.reference.decode import add_reference, embed_rows_reference, norm_reference, scaled_reference
-from lowbit.ops.decode import add_norm, add_norm_squares, embed_norm, embed_rows, quantize_embedding
+from lowbit.kernels.reference.elementwise import add_reference, embed_rows_reference, norm_reference, scaled_reference
+from lowbit.ops.elementwise import add_norm, add_norm_squares, embed_norm, embed_rows, quantize_embedding
 from tests.kernels.calls import meta
 from tests.kernels.interpreter import interpreted
 from tests.kernels.sass import TRITON, compile_plan

@@ -12,7 +12,7 @@ import torch
 
 from lowbit.formats import parse_scheme
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile
+from lowbit.kernels.choose.gemm import GemmShape, RingTile
 from lowbit.pack import weight_form
 
 pytest.importorskip("triton")
@@ -27,7 +27,7 @@ H200 = typical_machine(90)
 
 def ring(m=1, n=256, k=512, scheme="w8a16"):
     """A call of a plan of the ring kernel, its tensors on a CPU."""
-    from lowbit.kernels.sm80.mixed_gemm import RingPlan
+    from lowbit.kernels.sm80.small_m_gemm import RingPlan
 
     form = weight_form(parse_scheme(scheme), None, torch.float32)
     plan = RingPlan(GemmShape(m, n, k, 8), RingTile(8, 1, 2, 1, 4, 1), form, torch.float16, False, H200.arch)

@@ -12,7 +12,7 @@ pytest.importorskip("triton.experimental.gluon", reason="kernels are written in 
 from lowbit.formats import QuantTensor, decode, parse_scheme
 from lowbit.hardware.emulate import ldmatrix, mma
 from lowbit.hardware.mma import MMA_M16N8K16_F16
-from lowbit.kernels.parts.decode import Decode
+from lowbit.kernels.parts.dequantize import Decode
 from lowbit.kernels.parts.line_stage import LineDecode, LineStage, first_line_piece
 from lowbit.pack import InterleavedWeight
 from tests.kernels.parts import threads

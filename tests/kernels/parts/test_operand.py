@@ -11,7 +11,7 @@ pytest.importorskip("triton.experimental.gluon", reason="kernels are written in 
 
 from lowbit.formats import number_format
 from lowbit.hardware.mma import wgmma_f16, wgmma_s8
-from lowbit.kernels.parts.decode import Decode
+from lowbit.kernels.parts.dequantize import Decode
 from lowbit.kernels.parts.operand import REGISTERS, hold, join, operand_a, split_words, words_layout, words_of
 from lowbit.pack.fragment import word_places
 from tests.kernels.parts.plain import GL, Array, check_operands, plain

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose.chained_gemm import chain_candidates
-from lowbit.kernels.choose.mixed_gemm import DENSE_BITS, GemmShape, RingTile, ring_tiles
+from lowbit.kernels.choose.fused_gemm import chain_candidates
+from lowbit.kernels.choose.gemm import DENSE_BITS, GemmShape, RingTile, ring_tiles
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
@@ -21,7 +21,7 @@ from lowbit.kernels.parts import ring_end
 from lowbit.kernels.parts.end import End
 from lowbit.kernels.parts.ring import Ring
 from lowbit.kernels.parts.step import Step
-from lowbit.kernels.sm80.mixed_gemm import RingGemm
+from lowbit.kernels.sm80.small_m_gemm import RingGemm
 from tests.kernels.parts.blocks import Block, Memory, lanes
 from tests.kernels.parts.plain import check_operands
 

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
-from lowbit.kernels.parts.row_ring import RowRing
+from lowbit.kernels.parts.ring import RowRing
 from lowbit.kernels.parts.step import Step
 from tests.kernels.parts.plain import check_operands, operands
 from tests.kernels.parts.threads import run

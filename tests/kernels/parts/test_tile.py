@@ -11,8 +11,8 @@ from lowbit.formats import parse_scheme
 from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.choose.scaled_gemm import candidates_scaled
 from lowbit.kernels.parts.smem import UNIT
-from lowbit.kernels.sm90.narrow_scaled_gemm import narrow_config
 from lowbit.kernels.sm90.scaled_gemm import scaled_config
+from lowbit.kernels.sm90.sub_byte_scaled_gemm import narrow_config
 from lowbit.ops.byte_gemm import scaled_shape
 
 

@@ -10,7 +10,7 @@ pytest.importorskip("triton.experimental.gluon", reason="kernels are written in 
 
 from lowbit.formats import number_format
 from lowbit.hardware.mma import MMA_M16N8K16_F16
-from lowbit.kernels.parts.decode import Decode
+from lowbit.kernels.parts.dequantize import Decode
 from lowbit.kernels.parts.tile_stage import TileStage, x_at, x_piece
 from lowbit.pack.fragment import FragmentOrder, word_places
 from tests.kernels.parts.plain import check_operands, operands, plain

@@ -10,14 +10,14 @@ import torch
 from lowbit.formats import number_format
 from lowbit.hardware.arch import arch_for
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile, candidates
+from lowbit.kernels.choose.gemm import GemmShape, RingTile, candidates
 from lowbit.pack import WeightForm
 from tests.kernels.calls import mixed_call
 from tests.kernels.sass import batches, compile_plan
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
-from lowbit.kernels.sm80.mixed_gemm import RingPlan
+from lowbit.kernels.sm80.small_m_gemm import RingPlan
 
 FORMATS = ["int2", "int3", "int4", "int5", "int7", "int8", "fp6_e3m2", "fp4_e2m1", "fp8_e4m3"]
 

@@ -9,14 +9,14 @@ import torch
 
 from lowbit.formats import IntFormat, number_format
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose.mixed_gemm import GemmShape, WgmmaTile, choose
+from lowbit.kernels.choose.gemm import GemmShape, WgmmaTile, choose
 from lowbit.pack import WeightForm
 from tests.kernels.calls import mixed_call
 from tests.kernels.sass import batches, compile_plan
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
-from lowbit.kernels.sm90.mixed_gemm import WgmmaGemm, WgmmaPlan
+from lowbit.kernels.sm90.large_m_gemm import WgmmaGemm, WgmmaPlan
 
 PRODUCT = re.compile(r"[HIQ]GMMA\S* R\d+, R(\d+),")
 """A wgmma of fp16, int8 or fp8, and the first register of its operand A."""

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose.mixed_gemm import GemmShape, choose
+from lowbit.kernels.choose.gemm import GemmShape, choose
 from lowbit.pack import WeightForm
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
-from lowbit.kernels.sm90.mixed_gemm import WgmmaPlan
+from lowbit.kernels.sm90.large_m_gemm import WgmmaPlan
 
 
 def plan(m, n, k, bits=6, fmt="fp6_e3m2", group=0) -> WgmmaPlan:

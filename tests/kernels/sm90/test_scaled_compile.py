@@ -16,8 +16,8 @@ from tests.kernels.sass import TRITON, compile_plan
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
-from lowbit.kernels.sm90.narrow_scaled_gemm import narrow_config
 from lowbit.kernels.sm90.scaled_gemm import scaled_config
+from lowbit.kernels.sm90.sub_byte_scaled_gemm import narrow_config
 from tests.kernels.sm90.test_compile import check_barriers, check_operands_in_flight, main_loop
 
 

@@ -8,7 +8,7 @@ Sum     int8 in s32, exact; fp8 in the tensor core, about 14 bits. With groups (
         in fp32; of 256 tokens one half after the other. With splits > 1 the block that comes last adds the splits in order, or
         both blocks of a pair swap halves of the tile (parts/pair.py): same input, same bits
 Exact   every weight is decoded exactly (hardware/byte_conversions.py) and never rounded; one rounding at the store
-Source  wgmma fragments: PTX ISA; the pipeline is that of mixed_gemm.py
+Source  wgmma fragments: PTX ISA; the pipeline is that of large_m_gemm.py
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lowbit.formats import Scheme
 from lowbit.kernels.choose.scaled_gemm import ScaledShape, ScaledTile
-from lowbit.kernels.parts.byte_decode import TILES, ByteDecode, decode
+from lowbit.kernels.parts.byte_dequantize import TILES, ByteDecode, decode
 from lowbit.kernels.parts.epilogue import CODE_TYPES, Applied, Output, XScale, complete, prefetch
 from lowbit.kernels.parts.gluon import (
     Descriptor,

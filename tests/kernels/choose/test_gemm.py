@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from benchmarks.grid import weights
 from lowbit.hardware.machine import MACHINES, typical_machine
-from lowbit.kernels.choose import mixed_gemm as module
-from lowbit.kernels.choose.mixed_gemm import (
+from lowbit.kernels.choose import gemm as module
+from lowbit.kernels.choose.gemm import (
     LEAST_STAGES,
     MEASURED,
     GemmShape,

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
 from lowbit.kernels.parts.pipeline import StageBarriers
-from lowbit.kernels.parts.stem_rows import ACROSS, COLUMNS, GET, ROW_BYTES, StemRows, put
+from lowbit.kernels.sm90.stem_pool import ACROSS, COLUMNS, GET, ROW_BYTES, StemRows, put
 from lowbit.pack.stem import PIXEL_BYTES, StemImages
 from lowbit.pack.stem_fragment import STEP_BYTES
 from tests.kernels.parts.plain import check_operands, operands

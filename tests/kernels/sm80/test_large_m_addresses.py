@@ -14,11 +14,11 @@ pytest.importorskip("triton.experimental.gluon", reason="kernels are written in 
 
 from lowbit.formats import number_format
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose.mixed_gemm import GemmShape, MmaTile, mma_tiles
+from lowbit.kernels.choose.gemm import GemmShape, MmaTile, mma_tiles
 from lowbit.kernels.parts import tile_stage as stage
 from lowbit.kernels.parts.line_stage import first_line_piece
 from lowbit.kernels.parts.schedule import iterations_of, part_of, places, tile_at
-from lowbit.kernels.sm80.wide_mixed_gemm import MmaPlan, mma_gemm
+from lowbit.kernels.sm80.large_m_gemm import MmaPlan, mma_gemm
 from lowbit.pack.weight import WeightForm
 from tests.kernels.parts.plain import GL, Array, plain
 from tests.kernels.parts.threads import run

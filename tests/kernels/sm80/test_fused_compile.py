@@ -10,15 +10,15 @@ import torch
 from lowbit.formats import number_format
 from lowbit.hardware.arch import arch_for
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose.chained_gemm import chain_candidates
-from lowbit.kernels.choose.mixed_gemm import DENSE_BITS, GemmShape, RingTile
+from lowbit.kernels.choose.fused_gemm import chain_candidates
+from lowbit.kernels.choose.gemm import DENSE_BITS, GemmShape, RingTile
 from lowbit.pack import DENSE_FORM, WeightForm
 from tests.kernels.calls import meta, mixed_call
 from tests.kernels.sass import batches, compile_plan
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
-from lowbit.kernels.sm80.mixed_gemm import NormPlan, ResidualPlan
+from lowbit.kernels.sm80.small_m_gemm import NormPlan, ResidualPlan
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 

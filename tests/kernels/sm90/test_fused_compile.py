@@ -9,15 +9,15 @@ import torch
 
 from lowbit.formats import number_format
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose.chained_gemm import chain_candidates
-from lowbit.kernels.choose.mixed_gemm import GemmShape, WgmmaTile
+from lowbit.kernels.choose.fused_gemm import chain_candidates
+from lowbit.kernels.choose.gemm import GemmShape, WgmmaTile
 from lowbit.pack import WeightForm
 from tests.kernels.calls import meta, mixed_call
 from tests.kernels.sass import compile_plan
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
-from lowbit.kernels.sm90.mixed_gemm import WgmmaNormPlan, WgmmaPlan, WgmmaResidualPlan
+from lowbit.kernels.sm90.large_m_gemm import WgmmaNormPlan, WgmmaPlan, WgmmaResidualPlan
 from tests.kernels.sm90.test_compile import check_barriers, check_operands_in_flight, main_loop
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}

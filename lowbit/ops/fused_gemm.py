@@ -27,9 +27,9 @@ from torch import Tensor
 
 from lowbit.formats import QuantTensor, parse_scheme
 from lowbit.hardware.machine import machine_of
-from lowbit.kernels.choose.chained_gemm import CHAIN_TOKENS, MOST_PARTS, Role, choose_chain, parts_of
-from lowbit.kernels.choose.mixed_gemm import DENSE_BITS, RING_TOKENS, GemmShape, RingTile
-from lowbit.kernels.reference.chained import norm_gemm_reference, residual_gemm_reference
+from lowbit.kernels.choose.fused_gemm import CHAIN_TOKENS, MOST_PARTS, Role, choose_chain, parts_of
+from lowbit.kernels.choose.gemm import DENSE_BITS, RING_TOKENS, GemmShape, RingTile
+from lowbit.kernels.reference.fused_gemm import norm_gemm_reference, residual_gemm_reference
 from lowbit.ops.fragment_gemm import aligned_rows, check_product
 from lowbit.ops.operands import Described, described, on_meta
 from lowbit.ops.workspace import workspace
@@ -38,8 +38,8 @@ from lowbit.pack.gated import alternate
 from lowbit.pack.gemm_weight import GemmWeight
 
 if TYPE_CHECKING:
-    from lowbit.kernels.sm80.mixed_gemm import NormPlan, ResidualPlan
-    from lowbit.kernels.sm90.mixed_gemm import WgmmaNormPlan, WgmmaResidualPlan
+    from lowbit.kernels.sm80.small_m_gemm import NormPlan, ResidualPlan
+    from lowbit.kernels.sm90.large_m_gemm import WgmmaNormPlan, WgmmaResidualPlan
 
 Gated = Literal["none", "silu", "gelu_tanh"]
 
@@ -258,7 +258,7 @@ def _norm_plan(
     gated: Gated, batch_invariant: bool,
 ) -> NormPlan | WgmmaNormPlan:  # fmt: skip
     """The plan of a product with the norm at its end. Raises ValueError when the tensors do not fit."""
-    from lowbit.kernels.sm80.mixed_gemm import NormPlan
+    from lowbit.kernels.sm80.small_m_gemm import NormPlan
 
     codes, scale, channel_scale, squares, bias = (None if t is None else on_meta(t) for t in others)
     assert codes is not None and squares is not None
@@ -270,7 +270,7 @@ def _norm_plan(
     tile, parts = choose_chain(role, shape, machine, batch_invariant), squares.shape[0]
     if isinstance(tile, RingTile):
         return NormPlan(shape, tile, form, dtype, bias is not None, parts, gated, machine.arch)
-    from lowbit.kernels.sm90.mixed_gemm import WgmmaNormPlan
+    from lowbit.kernels.sm90.large_m_gemm import WgmmaNormPlan
 
     return WgmmaNormPlan(shape, tile, form, dtype, bias is not None, parts, gated, machine.sm_count)
 
@@ -281,7 +281,7 @@ def _residual_plan(
     batch_invariant: bool,
 ) -> ResidualPlan | WgmmaResidualPlan:  # fmt: skip
     """The plan of a product with the residual at its end. Raises ValueError when the tensors do not fit."""
-    from lowbit.kernels.sm80.mixed_gemm import ResidualPlan
+    from lowbit.kernels.sm80.small_m_gemm import ResidualPlan
 
     codes, scale, channel_scale, h, gamma, bias = (None if t is None else on_meta(t) for t in others)
     assert codes is not None and h is not None and gamma is not None
@@ -295,7 +295,7 @@ def _residual_plan(
         return ResidualPlan(shape, tile, form, dtype, bias is not None, machine.arch)
     if not described_h[3]:
         raise ValueError("residual_gemm: h must start at a multiple of 16 bytes; clone() it")
-    from lowbit.kernels.sm90.mixed_gemm import WgmmaResidualPlan
+    from lowbit.kernels.sm90.large_m_gemm import WgmmaResidualPlan
 
     return WgmmaResidualPlan(shape, tile, form, dtype, bias is not None, h.dtype, machine.sm_count)
 

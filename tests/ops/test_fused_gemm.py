@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lowbit.formats import QuantTensor
-from lowbit.kernels.choose.chained_gemm import CHAIN_TOKENS
-from lowbit.kernels.reference.chained import norm_gemm_reference, residual_gemm_reference
-from lowbit.ops.chained_gemm import chain_refusals, factor_of, norm_gemm, residual_gemm
+from lowbit.kernels.choose.fused_gemm import CHAIN_TOKENS
+from lowbit.kernels.reference.fused_gemm import norm_gemm_reference, residual_gemm_reference
+from lowbit.ops.fused_gemm import chain_refusals, factor_of, norm_gemm, residual_gemm
 from lowbit.pack import DENSE_FORM, DenseWeight, FragmentWeight, OperandWeight
 from lowbit.pack.gated import alternate, pack_gated
 from lowbit.quantize import rtn
@@ -353,10 +353,10 @@ def in_parts(*counts):
 def test_every_tile_on_a_gpu(ms, part):
     """All candidates, splits and two rows of warps among them, of shapes with a part of a strip and blocks that overlap."""
     from lowbit.hardware.machine import machine_of
-    from lowbit.kernels.choose.chained_gemm import chain_candidates
-    from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile
-    from lowbit.kernels.sm80.mixed_gemm import NormPlan, ResidualPlan
-    from lowbit.kernels.sm90.mixed_gemm import WgmmaNormPlan, WgmmaResidualPlan
+    from lowbit.kernels.choose.fused_gemm import chain_candidates
+    from lowbit.kernels.choose.gemm import GemmShape, RingTile
+    from lowbit.kernels.sm80.small_m_gemm import NormPlan, ResidualPlan
+    from lowbit.kernels.sm90.large_m_gemm import WgmmaNormPlan, WgmmaResidualPlan
     from lowbit.ops.workspace import workspace
     from lowbit.pack import weight_form
 
@@ -556,9 +556,9 @@ def test_weights_of_16_bits_on_a_gpu(n, k, dtype):
 def test_every_tile_of_16_bit_weights_on_a_gpu(ms, part):
     """All candidates of shapes with a part of a strip, a tail of K and blocks that overlap."""
     from lowbit.hardware.machine import machine_of
-    from lowbit.kernels.choose.chained_gemm import chain_candidates
-    from lowbit.kernels.choose.mixed_gemm import DENSE_BITS, GemmShape
-    from lowbit.kernels.sm80.mixed_gemm import NormPlan, ResidualPlan
+    from lowbit.kernels.choose.fused_gemm import chain_candidates
+    from lowbit.kernels.choose.gemm import DENSE_BITS, GemmShape
+    from lowbit.kernels.sm80.small_m_gemm import NormPlan, ResidualPlan
     from lowbit.ops.workspace import workspace
 
     machine, n, k = machine_of("cuda"), 1003, 2184

@@ -13,8 +13,8 @@ import torch
 from lowbit.hardware.arch import arch_for
 from lowbit.hardware.emulate import mma
 from lowbit.hardware.mma import MMA_M16N8K16_F16
-from lowbit.kernels.choose.mixed_gemm import DENSE_BITS, GemmShape, RingTile
-from lowbit.kernels.reference.chained import norm_gemm_reference, residual_gemm_reference
+from lowbit.kernels.choose.gemm import DENSE_BITS, GemmShape, RingTile
+from lowbit.kernels.reference.fused_gemm import norm_gemm_reference, residual_gemm_reference
 from lowbit.pack import DENSE_FORM, DenseWeight, FragmentWeight, weight_form
 from lowbit.pack.gated import alternate
 from lowbit.quantize import rtn
@@ -22,8 +22,8 @@ from lowbit.quantize import rtn
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
 from lowbit.kernels.parts import ring_end
-from lowbit.kernels.sm80 import mixed_gemm
-from lowbit.kernels.sm80.mixed_gemm import NormPlan, ResidualPlan, RingPlan
+from lowbit.kernels.sm80 import small_m_gemm
+from lowbit.kernels.sm80.small_m_gemm import NormPlan, ResidualPlan, RingPlan
 from tests.kernels.parts.blocks import Block, Memory, lanes
 
 TILES = [
@@ -64,7 +64,7 @@ def launch(plan, late, call):
     noted = []
     plan.launch = lambda *arguments: noted.append(arguments)
     made = plan(*call)
-    names = [param.name for param in mixed_gemm.ring_gemm.params]
+    names = [param.name for param in small_m_gemm.ring_gemm.params]
     given = dict(zip(names, noted[0], strict=True))
     for tensor in made if isinstance(made, tuple) else (made,):
         tensor.fill_(float("nan"))
@@ -94,7 +94,7 @@ def launch(plan, late, call):
                     everything[place] = values
 
             block = Block(
-                plan.config, plan.grid, (i, 0, split), ring_end, mixed_gemm, memory=everything, after_wait=after_wait,
+                plan.config, plan.grid, (i, 0, split), ring_end, small_m_gemm, memory=everything, after_wait=after_wait,
                 multiply=multiply,
             )  # fmt: skip
             block.device["ring_gemm"](*given.values())

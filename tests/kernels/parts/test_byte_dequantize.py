@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
-from lowbit.kernels.parts.byte_decode import TILES, ByteDecode
+from lowbit.kernels.parts.byte_dequantize import TILES, ByteDecode
 from lowbit.kernels.parts.operand import REGISTERS
 from tests.kernels.parts.plain import check_operands
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from lowbit.hardware.arch import arch_for
 from lowbit.hardware.machine import MACHINES, typical_machine
-from lowbit.kernels.choose.chained_gemm import CHAIN_TOKENS, MEASURED, MOST_PARTS, chain_candidates, choose_chain, parts_of
-from lowbit.kernels.choose.mixed_gemm import DENSE_BITS, LEAST_STAGES, RING_TOKENS, GemmShape, RingTile, WgmmaTile, shared_by
+from lowbit.kernels.choose.fused_gemm import CHAIN_TOKENS, MEASURED, MOST_PARTS, chain_candidates, choose_chain, parts_of
+from lowbit.kernels.choose.gemm import DENSE_BITS, LEAST_STAGES, RING_TOKENS, GemmShape, RingTile, WgmmaTile, shared_by
 
 H200 = typical_machine(90)
 ROLES = ["norm", "gated", "residual"]

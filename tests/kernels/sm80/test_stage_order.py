@@ -1,5 +1,5 @@
 """The order of a stage: all copies and all decoding have a place, before what waits for them. With the main loop around it:
-tests/kernels/sm80/test_wide_in_numpy.py."""
+tests/kernels/sm80/test_large_m_in_numpy.py."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
-from lowbit.kernels.parts.decode import Decode
-from lowbit.kernels.parts.stage_order import STEPS, StageOrder
+from lowbit.kernels.parts.dequantize import Decode
 from lowbit.kernels.parts.tile_stage import Copy, TileStage
+from lowbit.kernels.sm80.large_m_gemm import STEPS, StageOrder
 
 CASES = [(tokens, strips, count) for tokens in (8, 16, 32, 64, 128, 256) for strips in (1, 2, 4) for count in (1, 3, 7, 20)]
 

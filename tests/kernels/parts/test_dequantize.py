@@ -11,7 +11,7 @@ pytest.importorskip("triton.experimental.gluon", reason="kernels are written in 
 
 from lowbit.formats import number_format
 from lowbit.hardware.conversions import subnormal_codes
-from lowbit.kernels.parts.decode import Decode
+from lowbit.kernels.parts.dequantize import Decode
 from tests.kernels.parts.plain import check_operands, operands
 
 FORMATS = ["int2", "int3", "int4", "int5", "int6", "int7", "int8", "fp6_e3m2", "fp6_e2m3", "fp5_e2m2", "fp4_e2m1", "fp8_e4m3"]

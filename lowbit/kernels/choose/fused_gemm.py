@@ -13,7 +13,7 @@ from typing import Literal
 
 from lowbit.hardware.machine import Machine
 from lowbit.kernels.choose.candidate import Candidate, first_that_can, ordered
-from lowbit.kernels.choose.mixed_gemm import (
+from lowbit.kernels.choose.gemm import (
     DENSE_BITS,
     INVARIANT_WARPS,
     RING_TOKENS,

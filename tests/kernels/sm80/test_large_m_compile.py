@@ -9,14 +9,14 @@ import torch
 
 from lowbit.formats import IntFormat, number_format
 from lowbit.hardware.machine import MACHINES, typical_machine
-from lowbit.kernels.choose.mixed_gemm import GemmShape, MmaTile, choose, mma_tiles
+from lowbit.kernels.choose.gemm import GemmShape, MmaTile, choose, mma_tiles
 from lowbit.pack import WeightForm
 from tests.kernels.calls import mixed_call
 from tests.kernels.sass import TRITON, batches, compile_plan
 
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
-from lowbit.kernels.sm80.wide_mixed_gemm import MmaPlan
+from lowbit.kernels.sm80.large_m_gemm import MmaPlan
 
 HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 BF16 = ("int4", "int7", "int8", "fp6_e3m2")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowbit.hardware.machine import typical_machine
-from lowbit.kernels.choose.mixed_gemm import GemmShape, MmaTile
+from lowbit.kernels.choose.gemm import GemmShape, MmaTile
 from lowbit.kernels.reference.gemm import mixed_gemm_reference
 from lowbit.ops.fragment_gemm import aligned_rows, wide_plan
 from lowbit.ops.workspace import workspace

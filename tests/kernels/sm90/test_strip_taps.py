@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
 from lowbit.kernels.parts.pipeline import StageBarriers
-from lowbit.kernels.parts.strip_taps import ZERO_BYTES, StripTaps
+from lowbit.kernels.sm90.conv_block import ZERO_BYTES, StripTaps
 from tests.kernels.parts.plain import check_operands, operands
 from tests.kernels.parts.test_strip_ring import ROWS, START, fragments, memory
 from tests.kernels.parts.threads import run

@@ -23,8 +23,8 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lowbit.hardware.half import HalfType
-from lowbit.kernels.choose.mixed_gemm import GemmShape, WgmmaTile, share_refusals
-from lowbit.kernels.parts.decode import Decode, decode
+from lowbit.kernels.choose.gemm import GemmShape, WgmmaTile, share_refusals
+from lowbit.kernels.parts.dequantize import Decode, decode
 from lowbit.kernels.parts.end import End, Gate
 from lowbit.kernels.parts.epilogue import Output
 from lowbit.kernels.parts.gluon import (

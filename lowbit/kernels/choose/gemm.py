@@ -58,7 +58,7 @@ class GemmShape:
 
 @dataclass(frozen=True)
 class RingTile:
-    """Configuration of kernels/sm80/mixed_gemm.py; see there. `blocks_per_sm`: the most that share an SM; 0: as many as fit.
+    """Configuration of kernels/sm80/small_m_gemm.py; see there. `blocks_per_sm`: the most that share an SM; 0: as many as fit.
     `slots` of a warp's ring; 0: one for each of its strips and rounds."""
 
     tokens: int
@@ -100,8 +100,9 @@ def shared_by(tile: RingTile, arch: Arch) -> int:
 
 @dataclass(frozen=True)
 class WgmmaTile:
-    """Configuration of kernels/sm90/mixed_gemm.py; see there. With 0 splits all blocks have equal shares of the tiles that fill
-    no whole wave (stream-K). `sections`: a block sums so many parts of K one after the other, with the bits of as many splits.
+    """Configuration of kernels/sm90/large_m_gemm.py; see there. With 0 splits all blocks have equal shares of the tiles that
+    fill no whole wave (stream-K). `sections`: a block sums so many parts of K one after the other, with the bits of as many
+    splits.
     """
 
     tokens: int
@@ -123,7 +124,7 @@ class WgmmaTile:
 
 @dataclass(frozen=True)
 class MmaTile:
-    """Configuration of kernels/sm80/wide_mixed_gemm.py; see there. A warp has `strips` strips of 16 rows; `warps_k` of them
+    """Configuration of kernels/sm80/large_m_gemm.py; see there. A warp has `strips` strips of 16 rows; `warps_k` of them
     share K; splits meet all at once, or with `in_turn` one after the other."""
 
     tokens: int

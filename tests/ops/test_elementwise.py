@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.opt.modeling_opt import OPTLearnedPositionalEmbedding
 
 from lowbit.nn.embedding import QuantEmbedding
-from lowbit.ops.decode import (
+from lowbit.ops.elementwise import (
     EmbeddingTable,
     activate,
     add_norm,

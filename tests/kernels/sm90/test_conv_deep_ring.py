@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("triton.experimental.gluon", reason="kernels are written in Gluon, part of Triton")
 
 from lowbit.kernels.parts.pipeline import StageBarriers
-from lowbit.kernels.parts.weight_ring import WeightRing
+from lowbit.kernels.sm90.conv_deep import WeightRing
 from tests.kernels.parts.plain import operands
 
 

@@ -12,8 +12,8 @@ pytest.importorskip("triton.experimental.gluon", reason="kernels are written in 
 
 from lowbit.formats import number_format
 from lowbit.hardware.mma import MMA_M16N8K16_F16
-from lowbit.kernels.choose.mixed_gemm import GemmShape, MmaTile
-from lowbit.kernels.sm80.wide_mixed_gemm import MmaPlan, decode_ahead, join, operand_of, products
+from lowbit.kernels.choose.gemm import GemmShape, MmaTile
+from lowbit.kernels.sm80.large_m_gemm import MmaPlan, decode_ahead, join, operand_of, products
 from lowbit.pack.weight import WeightForm
 from tests.kernels.parts.plain import GL, Array, plain
 

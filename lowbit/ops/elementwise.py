@@ -1,6 +1,6 @@
 """The torch operators of a language model's step beside products and attention: embedding, norms with the residual, gates.
 
-One launch each on NVIDIA GPUs (kernels/elementwise/norm.py and gate.py), plain torch (kernels/reference/decode.py) on a CPU.
+One launch each on NVIDIA GPUs (kernels/elementwise/norm.py, gate.py), plain torch (kernels/reference/elementwise.py) on a CPU.
 They serve a captured step of a few rows and prompts of thousands alike, and a row's result depends on nothing but the row.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowbit.formats import QuantTensor
 from lowbit.hardware.machine import machine_of
-from lowbit.kernels.reference.decode import (
+from lowbit.kernels.reference.elementwise import (
     GATES,
     add_reference,
     embed_rows_reference,

@@ -1,7 +1,7 @@
 """y[M, N] = x[M, K] . dequant(w)[N, K]^T for few tokens, any code width, mma.sync and cp.async: sm_80 and newer.
 
 Reads   x fp16 or bf16, rows of 16-byte pieces; w in FragmentOrder, one stream per strip of 16 rows; scales in the same order;
-        or w of x's type as nn.Linear holds it, whose rows a gated product pairs by itself (parts/row_ring.py)
+        or w of x's type as nn.Linear holds it, whose rows a gated product pairs by itself (parts/ring.py)
 Grid    blocks of rows x blocks of tokens x splits of K; about one block of threads per SM, all in one wave
 Warps   warps_n x warps_k: rows of warps own `strips` strips each, columns of warps share the steps of 128 k in turn
 Ring    every warp fills and reads a ring of its own: no barrier in the main loop, all slots in flight (parts/ring.py)
@@ -23,11 +23,11 @@ from torch import Tensor
 
 from lowbit.hardware.arch import Arch
 from lowbit.hardware.half import HalfType
-from lowbit.kernels.choose.mixed_gemm import GemmShape, RingTile, shared_by
+from lowbit.kernels.choose.gemm import GemmShape, RingTile, shared_by
 from lowbit.kernels.parts.end import End, Gate
 from lowbit.kernels.parts.gluon import Scalar, Tuple, aggregate, gl, gluon, half_type, ptx, run, source_digest
 from lowbit.kernels.parts.launch import Launcher
-from lowbit.kernels.parts.ring import Ring
+from lowbit.kernels.parts.ring import Ring, RowRing
 from lowbit.kernels.parts.ring_end import (
     Applied,
     Place,
@@ -40,7 +40,6 @@ from lowbit.kernels.parts.ring_end import (
     rows_ahead,
     sum_of_slices,
 )
-from lowbit.kernels.parts.row_ring import RowRing
 from lowbit.kernels.parts.step import STEP_K, STEP_TILES, Step
 from lowbit.pack.weight import WeightForm
 
