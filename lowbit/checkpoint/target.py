@@ -13,10 +13,12 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from lowbit.checkpoint.lock import Lock
 from lowbit.checkpoint.reader import INDEX, SINGLE, read_json
 from lowbit.checkpoint.schema import METHOD, CheckpointError
 
@@ -143,6 +145,21 @@ def hidden_of(path: Path, kind: str) -> list[Path]:
     """What processes keep or have left beside `path` (`hidden`)."""
     name = re.compile(re.escape(f".{path.name}.{kind}-") + "[0-9a-f]{8}")
     return [found for found in sorted(path.parent.iterdir()) if name.fullmatch(found.name)]
+
+
+@contextmanager
+def locked_scratch(path: Path, say: Callable[[str], None]) -> Iterator[Path]:
+    """Waits for the lock of `path` (`say` gets a line on who holds it) and makes an empty folder beside it, for what becomes
+    `path` by a rename. The folder is removed on leaving, or by the next process after a kill."""
+    with Lock(path, say):
+        for left in hidden_of(path, "tmp"):
+            shutil.rmtree(left)
+        scratch = hidden(path, "tmp", secrets.token_hex(4))
+        scratch.mkdir()
+        try:
+            yield scratch
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def check_space(folder: Path, needed_bytes: int, what: str) -> None:
