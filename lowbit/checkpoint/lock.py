@@ -62,7 +62,7 @@ class Owner:
             owner = Owner(**json.loads(text))
         except (ValueError, TypeError, RecursionError):
             return None
-        kinds = {"process": int, "since": (int, float)}
+        kinds: dict[str, type | tuple[type, ...]] = {"process": int, "since": (int, float)}
         return owner if all(isinstance(v, kinds.get(k, str)) for k, v in asdict(owner).items()) else None
 
     def runs(self, silent_seconds: float) -> bool:
