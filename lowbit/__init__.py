@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 LAYERS = (
     "folders",
+    "extras",
     "formats",
     "checkpoint",
     "quantize",

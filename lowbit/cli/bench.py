@@ -437,9 +437,7 @@ def bench_mechanisms(
     try:
         from lowbit.bench.mechanisms import report
     except ModuleNotFoundError as error:
-        raise ValueError(
-            "bench mechanisms runs in the repository (git clone, then make): pip installs what users run"
-        ) from error
+        raise ValueError("bench mechanisms runs in the repository (make there): the wheel has what users run") from error
 
     wanted = tuple(report.PARTS) if parts is None else _names("--parts", parts, report.PARTS)
     if report_file is not None:

@@ -61,9 +61,9 @@ def evaluate(
     """Perplexity of models on real text, with the exact number of tokens and a standard error.
 
     With --suite, more: divergence from --reference (KL, same top-1), multiple choice ("question", "choices", "answer"),
-    summaries by ROUGE ("document", "summary"; needs lowbit\\[eval]) and programs by pass@k (HumanEval's file; JavaScript
+    summaries by ROUGE ("document", "summary"; needs the extra eval) and programs by pass@k (HumanEval's file; JavaScript
     needs node), whatever the folder has files for. OUT gets results.json, complete after every task, a page and a plot (needs
-    lowbit\\[plot]). docs/evaluate.md says how each is measured.
+    the extra plot). docs/evaluate.md says how each is measured.
 
     Example: lowbit eval SmolLM2-int4 --reference SmolLM2
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowbit.cli.terminal import AnyModel, err, say
+from lowbit.extras import install
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -20,7 +21,7 @@ MOST_ON_A_CPU = 8
 
 MOST_ON_A_GPU = 64
 
-EXTRA = "lowbit serve needs the serve extra: pip install 'lowbit[serve]'"
+EXTRA = f"lowbit serve needs the serve extra: {install('serve')}"
 
 
 def serve(

@@ -11,6 +11,7 @@ from tqdm import tqdm
 
 from lowbit.eval.figure import Figure, mean_of_items
 from lowbit.eval.records import read_records, text_field
+from lowbit.extras import install
 from lowbit.pipeline import Pipeline
 
 KINDS = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}
@@ -50,7 +51,7 @@ def scorer() -> Any:
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:
-        raise ValueError("ROUGE needs the package rouge-score: pip install 'lowbit[eval]'") from error
+        raise ValueError(f"ROUGE needs the package rouge-score: {install('eval')}") from error
     return RougeScorer(list(KINDS), use_stemmer=True)
 
 
