@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader
 from lowbit.checkpoint.detect import quantization_of
-from lowbit.checkpoint.reader import INDEX, SINGLE, read_json
+from lowbit.checkpoint.reader import pickle_refusal, read_json
 from lowbit.formats import parse_scheme
 from lowbit.models.complete import Shape, incomplete, is_finite, require_complete, require_finite, some
 from lowbit.models.cpu import cpu_dtype, plan_on_cpu, quantizing_dtype
@@ -86,7 +87,8 @@ def _load(
     device, folder = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")), Path(source)
     opened = open_checkpoint(folder) if is_foreign(folder) else None
     config = config_of(source) if opened is None else opened.config
-    model = build(config, folder / "config.json") if opened is None else opened.model
+    # Building a model changes its configuration, and the one that Transformers gets below is as config_of made it.
+    model = build(copy.deepcopy(config), folder / "config.json") if opened is None else opened.model
     if causal:
         require_causal(model, source, or_encoder_decoder=or_encoder_decoder)
     head = None if is_encoder_decoder(model) else head
@@ -104,11 +106,13 @@ def _load(
         return model
     if folder.is_dir():
         _check_headers(folder, model)
+        _check_adapter(folder)
     read = quantizing_dtype(config, wanted) if options else wanted
     try:
         model, info = type(model).from_pretrained(
-            source, dtype=read, device_map={"": device}, output_loading_info=True, **options
-        )
+            source, config=config, dtype=read, device_map={"": device}, output_loading_info=True, trust_remote_code=False,
+            use_safetensors=True, **options,
+        )  # fmt: skip
     except ImportError as error:  # of another tool, whose method config.json names
         why = f"Transformers cannot load it here ({' '.join(str(error).split())})"
         hub = (
@@ -117,6 +121,10 @@ def _load(
             else "; in a folder (hf download NAME --local-dir FOLDER) lowbit reads many tools' files itself"
         )
         raise CheckpointError(f"{source}: {why}{hub}") from error
+    except OSError as error:
+        if folder.is_dir() or "use_safetensors" not in str(error):
+            raise
+        raise CheckpointError(f"{source}: has no safetensors, but {pickle_refusal('pytorch_model.bin at most')}") from error
     _require_all(source, model, info)
     if getattr(getattr(model, "hf_quantizer", None), "quantization_config", None) is None or _foreign(model):
         require_finite(source, model)  # lowbit's quantizer has looked already
@@ -212,11 +220,16 @@ def _quantization(source: str | Path, held: str | None, scheme: str | None, head
 def _check_headers(folder: Path, model: PreTrainedModel) -> None:
     """Compares the headers of a folder's files with the model before anything is loaded; those of lowbit's own checkpoints are
     compared by its quantizer, those of other tools have the layout that Transformers' quantizer for them knows."""
-    if not any((folder / name).exists() for name in (SINGLE, INDEX)):
-        return
     with CheckpointReader(folder) as reader:
         if quantization_of(folder, reader.config) is None:
             require_complete(folder, model, _shapes(reader))
+
+
+def _check_adapter(folder: Path) -> None:
+    """Raises CheckpointError where Transformers would find an adapter of PEFT beside the model and unpickle it."""
+    names = "adapter_config.json", "adapter_model.bin"
+    if all((folder / name).exists() for name in names) and not (folder / "adapter_model.safetensors").exists():
+        raise CheckpointError(f"{folder}: holds {pickle_refusal(names[1])}")
 
 
 def _check_generation(folder: Path) -> None:

@@ -61,6 +61,7 @@ def load_foreign(
         model, info = type(opened.model).from_pretrained(
             None, config=opened.config, state_dict=loader.tensors(bar.update), quantization_config=loader.expected(),
             dtype=dtype, device_map={"": device}, output_loading_info=True, generation_config=_generation(where, opened),
+            trust_remote_code=False,
         )  # fmt: skip
     stated = LowbitConfig.from_dict(loader.manifest().to_dict())
     model.hf_quantizer.quantization_config = model.config.quantization_config = stated
