@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 LAYERS = (
     "folders",
     "extras",
+    "progress",
     "formats",
     "checkpoint",
     "quantize",

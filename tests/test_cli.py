@@ -142,7 +142,7 @@ def test_generate_shows_an_answer_as_it_comes(quantized, monkeypatch):
 def test_generate_shows_on_a_terminal_how_far_weights_are_read(quantized, monkeypatch):
     asked = "generate", quantized, "hi", "--max-new-tokens", "2"
     assert "weights" not in run(*asked).stderr.lower()
-    monkeypatch.setattr("lowbit.cli.commands.err", Console(file=io.StringIO(), force_terminal=True))
+    monkeypatch.setattr("lowbit.progress.on_terminal", lambda: True)
     assert "loading weights: 100%" in run(*asked).stderr.lower()
 
 

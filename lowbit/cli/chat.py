@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowbit.cli.serve import EXTRA
-from lowbit.cli.terminal import err, out, say
+from lowbit.cli.terminal import out, say
 
 if TYPE_CHECKING:
     from lowbit.serve.client import Dialogue
@@ -49,7 +49,7 @@ def chat(
         from lowbit.pipeline import pipeline
 
         path = model_path(Path(where))
-        dialogue = Local(pipeline(str(path), quantization_mode=scheme, progress=err.is_terminal, max_concurrent=1), path.name)
+        dialogue = Local(pipeline(str(path), quantization_mode=scheme, progress=True, max_concurrent=1), path.name)
     say(f"{dialogue.name}; {HELP}")
     _talk(dialogue, system, temperature, max_tokens)
 

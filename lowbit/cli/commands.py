@@ -22,7 +22,7 @@ from lowbit.cli.eval import evaluate
 from lowbit.cli.inspect import inspect
 from lowbit.cli.recommend import recommend
 from lowbit.cli.serve import serve
-from lowbit.cli.terminal import AnyModel, Json, Model, check_json, err, out, say, user_errors, write_result
+from lowbit.cli.terminal import AnyModel, Json, Model, check_json, out, say, user_errors, write_result
 from lowbit.cli.tune import tune
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ def quantize(
             model_folder(source), target, scheme, skip=skip, embeddings=embeddings, method=chosen,
             calibration=Calibration(samples, length, seed, calibration), mixed=_mixed(mix, bits), low_rank=low_rank,
             wide_inputs=a16 or (), rotation=seed if rotate else None, rotate_inputs=rotate_inputs or (), device=device,
-            overwrite=overwrite, progress=err.is_terminal, say=say,
+            overwrite=overwrite, progress=True, say=say,
         )  # fmt: skip
     except KeyboardInterrupt:
         if unfinished_folder(target).exists():
@@ -262,7 +262,7 @@ def convert(
     from lowbit.models.convert_checkpoint import convert_checkpoint
 
     check_json(json_file, "lowbit convert", target)
-    report = convert_checkpoint(source, target, to.value, overwrite=overwrite, progress=err.is_terminal, say=say)
+    report = convert_checkpoint(source, target, to.value, overwrite=overwrite, progress=True, say=say)
     _report([*report.lines(), f"wrote {target}"])
     write_result(json_file, "lowbit convert", asdict(report))
 
@@ -281,23 +281,20 @@ def generate(
 ) -> None:
     """Continue texts with a model, greedily unless --sample is given; on a terminal, one text as it comes.
 
-    Bars show there how far weights are read, and kernels compiled where a GPU needs them for the first time.
+    Bars show there how far weights are read, and kernels compiled where a GPU needs them for the first time; where stderr is a
+    file or a pipe, lines do, every ten seconds.
 
     GPTQ, AWQ, auto-round, compressed-tensors, FP8, torchao, ModelOpt and GGUF weights are loaded as they are, without a
     conversion first (docs/checkpoints.md).
 
     Example: lowbit generate Llama-3-8B-AWQ "The light of the sun"
     """
-    from transformers.utils import logging
-
     from lowbit.checkpoint.gguf import model_path
     from lowbit.pipeline import pipeline
 
     check_json(json_file, "lowbit generate")
     path = str(model_path(model))
-    if err.is_terminal:
-        logging.enable_progress_bar()  # Transformers' own, of weights that it reads
-    pipe = pipeline(path, quantization_mode=scheme, verify=verify, progress=err.is_terminal)
+    pipe = pipeline(path, quantization_mode=scheme, verify=verify, progress=True)
     options = {"max_new_tokens": max_new_tokens, "do_sample": sample, "seed": seed}
     if len(prompts) == 1 and out.is_terminal and str(json_file) != "-" and not pipe.refusals:
         responses = [_show_as_it_comes(pipe.stream(prompts[0], **options), prompts[0])]

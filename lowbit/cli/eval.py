@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Column, Table
 
-from lowbit.cli.terminal import err, out, say
+from lowbit.cli.terminal import out, say
 
 if TYPE_CHECKING:
     from lowbit.eval.results import Results
@@ -81,7 +81,7 @@ def evaluate(
     if json_file is not None and str(json_file) != "-":
         check_file(json_file, PERPLEXITY if suite is None else SUITE)
     for name in names if verify else ():
-        verify_checkpoint(name)
+        verify_checkpoint(name, progress=True)
     if suite is None:
         if (out_folder, limit, samples, k, run_generated_code) != (None, None, 1, "1", False):
             raise ValueError("--out, --limit, --samples, --k and --run-generated-code belong to --suite")
@@ -136,14 +136,13 @@ def _perplexities(
 
     expected = "--text takes UTF-8 text, Newton's Opticks is taken without it"
     content = sample_text() if text is None else read_text(text, expected)
-    progress = err.is_terminal
     rows = []
     table = Table(Column("model", overflow="fold"), "perplexity", "standard error", "tokens", "nats per token")
     for name in models if reference is None else [reference, *models]:
-        pipe = to_measure(name, progress)
+        pipe = to_measure(name, progress=True)
         require_causal(pipe.model, name)
         ids = token_ids(pipe, content, window, stride, windows)
-        result = perplexity(pipe.model, ids, window=window, stride=stride, progress=progress)
+        result = perplexity(pipe.model, ids, window=window, stride=stride, progress=True)
         pipe.destroy()
         rows.append({"model": name, **asdict(result)})
         error = "-" if result.standard_error is None else f"{result.standard_error:.4f}"
@@ -168,7 +167,7 @@ def _suite(
         raise ValueError(f"--suite {suite}: names a built-in suite and a folder here; for that one give {suite.resolve()}")
     tasks = read_tasks(WORDS.get(str(suite), suite), text, settings)
     try:
-        results = run_suite(models, reference, tasks, settings, folder, say, err.is_terminal)
+        results = run_suite(models, reference, tasks, settings, folder, say, True)
     except KeyboardInterrupt:
         unfinished = folder / UNFINISHED
         say(f"what was measured so far is in {unfinished if unfinished.exists() else folder / RESULTS}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Column, Table
 
-from lowbit.cli.terminal import AnyModel, Json, check_json, err, out, write_result
+from lowbit.cli.terminal import AnyModel, Json, check_json, out, write_result
 
 if TYPE_CHECKING:
     from lowbit.checkpoint import CheckpointReader
@@ -71,25 +71,25 @@ Inspected = tuple[list[dict[str, Any]], int, tuple[str, ...], list[str], str]
 
 def _contents(model: Path, check: bool) -> Inspected:
     from lowbit.checkpoint import CheckpointReader, expected_tensors
+    from lowbit.progress import Progress
 
     with CheckpointReader(model) as reader:
         checked = _checked(reader) if check else []
         manifest = reader.manifest
         layers = manifest.layers if manifest else {}
         rotated = [] if manifest is None or manifest.rotation is None else [f"rotated (--rotate --seed {manifest.rotation})"]
-        rows = [_layer_row(name, reader.layer(name)) for name in layers]
+        rows = [_layer_row(name, reader.layer(name)) for name in Progress(layers, desc="layers", unit="layers")]
         packed = {tensor for name, entry in layers.items() for tensor in expected_tensors(name, entry)}
         rest = sum(_tensor_bytes(reader, name) for name in reader.names() if name not in packed)
     return rows, rest, manifest.modules_to_not_convert if manifest else (), rotated + checked, "lowbit" if manifest else "none"
 
 
 def _foreign_contents(model: Path) -> Inspected:
-    from tqdm import tqdm
-
     from lowbit.models.source import Contents, open_checkpoint
+    from lowbit.progress import Progress
 
     contents = Contents(model, open_checkpoint(model))
-    bar = tqdm(contents.source.entries, desc="layers", unit="layer", disable=not err.is_terminal, leave=False)
+    bar = Progress(contents.source.entries, desc="layers", unit="layers")
     rows = [_layer_row(contents.module(name) or name, contents.layer(name)) for name in bar if contents.judge(name)]
     rest = sum(contents.plain(name).nbytes for name in contents.source.plain if not contents.left_out(name))
     refused = contents.refusals()
@@ -99,12 +99,10 @@ def _foreign_contents(model: Path) -> Inspected:
 
 def _checked(reader: CheckpointReader) -> list[str]:
     """Compares the files of a checkpoint with their checksums; what was found right, a line each."""
-    from tqdm import tqdm
+    from lowbit.models.load import verified_files
 
     total = sum(file.stat().st_size for file in {reader.info(name).file for name in reader.names()})
-    shown = err.is_terminal and reader.manifest is not None and bool(reader.manifest.files)
-    with tqdm(total=total, desc="checksums", unit="B", unit_scale=True, disable=not shown, leave=False) as bar:
-        verified = reader.verify_files(bar.update)
+    verified = verified_files(reader, progress=True)
     files = f"{len(verified)} file{'s' if len(verified) > 1 else ''}, {total:,} bytes: SHA-256 as config.json states"
     files += " (of weights and of its own quantization_config, not of the rest of it nor of the tokenizer)"
     none = "config.json states no checksums of its files: whether they are those that were written is not known"

@@ -36,8 +36,9 @@ def user_errors(command: Command) -> Command:
         from lowbit.demo import DemoError
         from lowbit.ops import UnsupportedProblem
 
-        logging.disable_progress_bar()  # the commands show their own bars, and only on a terminal
+        logging.disable_progress_bar()
         logging.set_verbosity_error()
+        before = logging.set_tqdm_hook(_shown)
         try:
             begin()
             return command(*args, **kwargs)
@@ -47,8 +48,18 @@ def user_errors(command: Command) -> Command:
         except KeyboardInterrupt:
             err.print("interrupted; nothing was left half-written")
             raise typer.Exit(130) from None
+        finally:
+            logging.set_tqdm_hook(before)
 
     return guarded  # type: ignore[return-value]
+
+
+def _shown(factory: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """What Transformers counts while it loads weights, shown as commands show progress."""
+    from lowbit.progress import Progress
+
+    known = {name: options[name] for name in ("total", "unit_scale") if name in options}
+    return Progress(*arguments[:1], desc=options.get("desc") or "loading", unit="tensors", **known)
 
 
 def _in_words(error: Exception) -> str:

@@ -23,6 +23,7 @@ from lowbit.models.source import Contents, is_foreign, open_checkpoint
 from lowbit.nn.embedding import QuantEmbedding
 from lowbit.nn.linear import make_batch_invariant
 from lowbit.nn.packed import PackedWeight
+from lowbit.progress import Progress
 
 
 def load(
@@ -42,8 +43,9 @@ def load(
     of the last are taken over one by one as `convert_checkpoint` does, with its checks, and nothing is written;
     `save_pretrained` makes a lowbit checkpoint. scheme: quantize 16-bit weights to it while loading. dtype of activations: the
     checkpoint's own on a GPU, that of `models.cpu.cpu_dtype` on a CPU. verify: compare the files of a lowbit checkpoint with
-    the checksums in its config.json first, which reads them once more. progress: show a bar while another tool's layers are
-    read. batch_invariant: quantized layers give a token the same bits in every batch, on a GPU (`nn.make_batch_invariant`).
+    the checksums in its config.json first, which reads them once more. progress: show how far checksums
+    and another tool's layers are. batch_invariant: quantized layers give a token the same bits in every batch, on a GPU
+    (`nn.make_batch_invariant`).
     Raises CheckpointError for parameters that the files lack, have too many of, or of another shape, for numbers that are not
     finite and for layers that cannot be taken over; it names them. Raises ValueError for a checkpoint that is quantized
     already, to something else than `scheme`.
@@ -95,7 +97,7 @@ def _load(
     held = opened.tool if opened is not None else _held(config)
     options = _quantization(source, held, scheme, head)
     if verify:
-        verify_checkpoint(source)
+        verify_checkpoint(source, progress=progress)
     if folder.is_dir():
         _check_generation(folder)
     own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float16
@@ -157,16 +159,24 @@ def _cast(model: PreTrainedModel, read: torch.dtype, wanted: torch.dtype) -> Non
         plan_on_cpu(model, again=True)  # which form a layer can have depends on the type of x
 
 
-def verify_checkpoint(source: str | Path) -> None:
+def verify_checkpoint(source: str | Path, *, progress: bool = False) -> None:
     """Reads the files of one of lowbit's own checkpoints; raises CheckpointError where one has another SHA-256 than config.json
     states, or none is stated, ValueError for what is no folder."""
     if not Path(source).is_dir():
         raise ValueError(f"{source}: checksums are verified in folders; give the path of the checkpoint on disk")
     with CheckpointReader(source) as reader:
-        if not reader.verify_files():
+        if not verified_files(reader, progress=progress):
             raise CheckpointError(
                 f"{source}: config.json states no checksums of its files; lowbit quantize and lowbit convert write them"
             )
+
+
+def verified_files(reader: CheckpointReader, *, progress: bool = False) -> tuple[str, ...]:
+    """The files whose checksums are those that config.json states, compared as `CheckpointReader.verify_files` does."""
+    total = sum(file.stat().st_size for file in {reader.info(name).file for name in reader.names()})
+    shown = progress and reader.manifest is not None and bool(reader.manifest.files)
+    with Progress(total=total, desc="checksums", unit="B", unit_scale=True, shown=shown) as bar:
+        return reader.verify_files(bar.update)
 
 
 def check_checkpoint(folder: str | Path) -> tuple[str, ...]:
