@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from lowbit.cli.serve import EXTRA, MOST_ON_A_CPU, MOST_ON_A_GPU
+from lowbit.cli.serve import MOST_ON_A_CPU, MOST_ON_A_GPU, extra_missing
 from lowbit.cli.terminal import Json, check_json, err, out, say, user_errors, write_result
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure kernels beside cuBLAS and the peers; make tables of the results.")
@@ -503,7 +503,7 @@ def bench_serve(
             from lowbit.bench.serve_host import Asked
             from lowbit.bench.serve_load import SHAREGPT, fixed
         except ImportError as error:
-            raise ValueError(f"{EXTRA} ({error})") from error
+            raise extra_missing("bench serve", error) from error
         if shape not in SHAPES:
             raise ValueError(f"--shape is {', '.join(SHAPES)}, got {shape!r}")
         if dtype not in DTYPES:

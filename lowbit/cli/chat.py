@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowbit.cli.serve import EXTRA
+from lowbit.cli.serve import extra_missing
 from lowbit.cli.terminal import out, say
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def chat(
     try:
         from lowbit.serve.client import Local, Remote
     except ImportError as error:
-        raise ValueError(f"{EXTRA.replace('serve', 'chat', 1)} ({error})") from error
+        raise extra_missing("chat", error) from error
     dialogue: Dialogue
     if where.startswith(("http://", "https://")):
         if scheme is not None:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="rich",
     help="Run neural networks with low-bit weights: quantize, measure, generate, look inside.",
 )
@@ -59,11 +59,12 @@ class MethodChoice(str, Enum):
 
 
 @app.callback(invoke_without_command=True)
-def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+def _root(version: Annotated[bool, typer.Option("-v", "--version", help="Print the versions and exit.")] = False) -> None:
     if version:
-        import torch
+        from importlib.metadata import version as installed
 
-        out.print(f"lowbit {__version__}, torch {torch.__version__}", highlight=False)
+        others = ", ".join(f"{name} {installed(name)}" for name in ("torch", "transformers"))
+        out.print(f"lowbit {__version__}, {others}", highlight=False)
         raise typer.Exit
 
 
@@ -76,10 +77,17 @@ app.command()(user_errors(tune))
 def quantize(
     source: Annotated[Path, typer.Argument(help="Folder of the 16-bit model.")],
     target: Annotated[Path, typer.Argument(help="Folder to write; complete or not there at all.")],
-    scheme: Annotated[str, typer.Option(help="Scheme, see below.")] = "w4a16_g64",
-    method: Annotated[MethodChoice, typer.Option(help="How codes are chosen, see below.")] = MethodChoice.rtn,
+    scheme: Annotated[str, typer.Option(help="Scheme, see above.")] = "w4a16_g64",
+    method: Annotated[
+        MethodChoice,
+        typer.Option(metavar="NAME", help="How codes are chosen: rtn, hqq, gptq, awq, smoothquant or learned, see above."),
+    ] = MethodChoice.rtn,
     search: Annotated[
-        SearchChoice | None, typer.Option(help="Scales from the largest weight (rtn, awq), of least squares, or loss (gptq).")
+        SearchChoice | None,
+        typer.Option(
+            metavar="NAME",
+            help="How scales are found: max, from the largest weight (rtn, awq), mse, of least squares, or loss (gptq).",
+        ),
     ] = None,
     calibration: Annotated[
         Path | None,
@@ -239,7 +247,14 @@ class TargetChoice(str, Enum):
 def convert(
     source: Annotated[Path, typer.Argument(help="Folder of a quantized model, or a GGUF file.")],
     target: Annotated[Path, typer.Argument(help="Folder to write; complete or not there at all.")],
-    to: Annotated[TargetChoice, typer.Option("--to", help="Whose files to write, see below.")] = TargetChoice.lowbit,
+    to: Annotated[
+        TargetChoice,
+        typer.Option(
+            "--to",
+            metavar="NAME",
+            help="Whose files to write: lowbit, gptq, awq, compressed-tensors, tensorrt-llm or dequantized, see above.",
+        ),
+    ] = TargetChoice.lowbit,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it is a checkpoint.")] = False,
     json_file: Json = None,
 ) -> None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowbit.cli.terminal import AnyModel, say
-from lowbit.extras import install
 
 if TYPE_CHECKING:
     from lowbit.engine.warm_up import Stage
@@ -20,7 +19,12 @@ MOST_ON_A_CPU = 8
 
 MOST_ON_A_GPU = 64
 
-EXTRA = f"lowbit serve needs the serve extra: {install('serve')}"
+
+def extra_missing(command: str, error: ImportError) -> ValueError:
+    """What a command raises where the packages of the serve extra are not installed."""
+    from lowbit.extras import install
+
+    return ValueError(f"lowbit {command} needs the serve extra ({error}): {install('serve')}")
 
 
 def serve(
@@ -59,7 +63,7 @@ def serve(
         from lowbit.serve.server import Server, address_of, bound, service_of
         from lowbit.serve.service import is_local
     except ImportError as error:
-        raise ValueError(f"{EXTRA} ({error})") from error
+        raise extra_missing("serve", error) from error
     import torch
 
     from lowbit.checkpoint.gguf import model_path

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +28,11 @@ Json = Annotated[Path | None, typer.Option("--json", help="Write the result as J
 
 
 def user_errors(command: Command) -> Command:
-    """Turns what a user can act on into one line on stderr and exit code 1; anything else is a bug and shows itself."""
+    """Turns what a user can act on into one line on stderr and exit code 1; anything else is a bug and shows itself.
+
+    The command's docstring is its help, with each paragraph in one line: typer would keep the line breaks of the source beside
+    those of the terminal.
+    """
 
     @functools.wraps(command)
     def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -51,7 +57,14 @@ def user_errors(command: Command) -> Command:
         finally:
             logging.set_tqdm_hook(before)
 
+    guarded.__doc__ = _paragraphs(command.__doc__ or "")
     return guarded  # type: ignore[return-value]
+
+
+def _paragraphs(docstring: str) -> str:
+    """A docstring with each paragraph in one line. A line that begins with "Example" begins a paragraph."""
+    text = re.sub(r"\n(?=Example)", "\n\n", inspect.cleandoc(docstring))
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in re.split(r"\n\n+", text))
 
 
 def _shown(factory: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
