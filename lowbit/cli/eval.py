@@ -76,10 +76,13 @@ def evaluate(
     from lowbit.eval.suite import Settings
     from lowbit.models.load import verify_checkpoint
 
-    names = [_model(name) for name in models]
-    reference = None if reference is None else _model(reference)
+    folder = Path("lowbit-eval") if out_folder is None else out_folder
     if json_file is not None and str(json_file) != "-":
         check_file(json_file, PERPLEXITY if suite is None else SUITE)
+        if suite is not None and json_file.resolve() in ((folder / name).resolve() for name in (PAGE, PLOT)):
+            raise ValueError(f"{json_file}: is the page or the plot of --suite; name another file with --json")
+    names = [_model(name) for name in models]
+    reference = None if reference is None else _model(reference)
     for name in names if verify else ():
         verify_checkpoint(name, progress=True)
     if suite is None:
@@ -88,7 +91,6 @@ def evaluate(
         document = _perplexities(names, reference, text, window, stride, windows, json_file)
     else:
         settings = Settings(window, stride, windows, limit, samples, _ks(k), temperature, seed, run_generated_code)
-        folder = Path("lowbit-eval") if out_folder is None else out_folder
         document = _suite(names, reference, text, suite, settings, folder, str(json_file) == "-")
     if json_file is not None:
         if str(json_file) == "-":
