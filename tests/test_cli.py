@@ -191,7 +191,7 @@ def test_eval(quantized, fp16, tmp_path):
 def test_inspect(quantized, fp16, tmp_path):
     result = run("inspect", quantized, "--check", "--json", tmp_path / "i.json")
     assert result.exit_code == 0
-    assert "model.layers.1.mlp.down_proj" in result.stdout and "every tensor is as config.json says" in result.stdout
+    assert "model.layers.0-1.mlp.down_proj" in result.stdout and "every tensor is as config.json says" in result.stdout
     rows = json.loads((tmp_path / "i.json").read_text())["layers"]
     assert len(rows) == 14 and rows[0]["bits_per_weight"] > 4
     assert "not a lowbit checkpoint" in run("inspect", fp16).stdout

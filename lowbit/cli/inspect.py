@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +16,9 @@ if TYPE_CHECKING:
     from lowbit.checkpoint import CheckpointReader
     from lowbit.formats import QuantTensor
 
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+"""The number of a layer or an expert in a name."""
+
 
 def inspect(
     model: AnyModel,
@@ -22,7 +27,8 @@ def inspect(
 ) -> None:
     """What a checkpoint holds: layers, schemes, bytes, bits per weight, what stayed in 16 bits, what would be slow on a GPU.
 
-    Of another tool's files, what generate, eval and lowbit.load make of each layer, and what they cannot take over.
+    Layers that differ only in their number are one row; the file of --json has each of them. Of another tool's files, what
+    generate, eval and lowbit.load make of each layer, and what they cannot take over.
     """
     from lowbit.checkpoint.gguf import model_path
     from lowbit.models.load import check_checkpoint
@@ -43,14 +49,14 @@ def inspect(
 
 
 def _print(rows: list[dict[str, Any]], rest: int, kept: tuple[str, ...], lines: list[str], tool: str) -> None:
-    table = Table(Column("layer", overflow="fold"), "scheme", "N x K", "bytes", "bits per weight")
-    for row in rows:
+    table = Table(Column("layer", overflow="fold"), "layers", "scheme", "N x K", "bytes each", "bits per weight")
+    for name, row, count in _equal_rows(rows):
         named = ("order", "pre_quant_scale", "activation_scale", "activation_zero")
         beside = "".join(f" + {name.replace('_', ' ')}" for name in named if row[name])
         beside += f" + rank {row['low_rank']}" if row["low_rank"] else ""
         beside += f" + x rotated by {row['hadamard']}" if row["hadamard"] else ""
         size, bits = f"{row['n']} x {row['k']}", f"{row['bits_per_weight']:.3f}"
-        table.add_row(row["layer"], row["scheme"] + beside, size, f"{row['bytes']:,}", bits)
+        table.add_row(name, str(count), row["scheme"] + beside, size, f"{row['bytes']:,}", bits)
     if rows:
         out.print(table)
         total, weights = sum(r["bytes"] for r in rows), sum(r["n"] * r["k"] for r in rows)
@@ -63,6 +69,32 @@ def _print(rows: list[dict[str, Any]], rest: int, kept: tuple[str, ...], lines: 
         out.print(f"not a lowbit checkpoint: {rest:,} bytes of plain tensors")
     for line in lines:
         out.print(line, highlight=False, soft_wrap=True)
+
+
+def _equal_rows(rows: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any], int]]:
+    """One entry for rows that differ only in the numbers of their names: the name with ranges (`layers.0-29.mlp.up_proj`), the
+    first of the rows, and their count, in the order of the first rows."""
+    groups: dict[tuple[object, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        pattern = _NUMBER.sub("#", row["layer"])
+        groups.setdefault((pattern, *(value for key, value in row.items() if key != "layer")), []).append(row)
+    summarised = []
+    for (pattern, *_), equal in groups.items():
+        numbers = zip(*(map(int, _NUMBER.findall(row["layer"])) for row in equal), strict=True)
+        name = str(pattern).replace("#", "{}").format(*map(_ranges, numbers))
+        summarised.append((name, equal[0], len(equal)))
+    return summarised
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Whole numbers in words: 0-3,5."""
+    parts: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1][1:] = [number]
+        else:
+            parts.append([number])
+    return ",".join("-".join(map(str, part)) for part in parts)
 
 
 Inspected = tuple[list[dict[str, Any]], int, tuple[str, ...], list[str], str]
