@@ -27,6 +27,7 @@ class Progress(tqdm):
     """
 
     monitor_interval = 0  # no thread that redraws: each update writes by itself
+    disable: bool
 
     def __init__(
         self, iterable: Iterable[Any] | None = None, *, desc: str, unit: str, total: float | None = None, shown: bool = True,
