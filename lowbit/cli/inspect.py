@@ -74,7 +74,7 @@ def _print(rows: list[dict[str, Any]], rest: int, kept: tuple[str, ...], lines: 
 def _equal_rows(rows: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any], int]]:
     """One entry for rows that differ only in the numbers of their names: the name with ranges (`layers.0-29.mlp.up_proj`), the
     first of the rows, and their count, in the order of the first rows."""
-    groups: dict[tuple[object, ...], list[dict[str, Any]]] = {}
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
         pattern = _NUMBER.sub("#", row["layer"])
         groups.setdefault((pattern, *(value for key, value in row.items() if key != "layer")), []).append(row)
