@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from tqdm import tqdm
@@ -11,7 +14,7 @@ from tqdm import tqdm
 INTERVAL_S = 10.0
 """Seconds between two lines, and before the first."""
 
-LINE = "{desc}: {n_fmt} of {total_fmt} {unit}, {elapsed} passed, {remaining} left"
+LINE = "{desc}: {n_fmt} of {total_fmt} {unit}, {elapsed} passed, {remaining} left{postfix}"
 
 
 def on_terminal() -> bool:
@@ -19,9 +22,29 @@ def on_terminal() -> bool:
     return sys.stderr.isatty()
 
 
+@contextmanager
+def through_long_steps() -> Iterator[None]:
+    """A block in which lines are written every INTERVAL_S also while a single step takes longer, by a thread."""
+    done = threading.Event()
+
+    def write() -> None:
+        while not done.wait(INTERVAL_S / 10 or 0.01):
+            for each in list(Progress._instances):
+                if isinstance(each, Progress):
+                    each.still()
+
+    thread = threading.Thread(target=write, name="progress", daemon=True)
+    if not on_terminal():
+        thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
 class Progress(tqdm):
     """tqdm's bar, removed at its end, where stderr is a terminal. Elsewhere lines of plain text: the first update that comes
-    INTERVAL_S after the line before it writes one, so that shorter work writes nothing.
+    INTERVAL_S after the line before it writes one, so that shorter work writes nothing; `through_long_steps` needs no update.
 
     unit: in the plural, such as "layers". shown: False writes nothing anywhere.
     """
@@ -44,6 +67,17 @@ class Progress(tqdm):
         self.total = total
         self.set_description_str(desc, refresh=False)
         self.update(done - self.n)
+
+    def set_postfix_str(self, s: str = "", refresh: bool = True) -> None:
+        """Adds words to the bar, or to the next line."""
+        super().set_postfix_str(s, refresh=refresh and not self.lines)
+
+    def still(self) -> None:
+        """Writes a line where INTERVAL_S passed since the one before, although nothing was done since."""
+        now = time.time()
+        if self.lines and not self.disable and now - self.last_print_t >= INTERVAL_S:
+            self.last_print_t = now
+            self.display()
 
     def display(self, msg: str | None = None, pos: int | None = None) -> Any:
         """Draws the bar, or writes the line."""

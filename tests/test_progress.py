@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,20 @@ def test_a_long_step_writes_its_line_at_its_end(clock, written):
         clock.now += 1
         bar.update()
     assert written() == "learned: 1 of 2 layers, 01:40 passed, 01:40 left\n"
+
+
+def test_a_step_that_takes_longer_than_ten_seconds(monkeypatch, capsys):
+    """Commands write lines during it, too."""
+    monkeypatch.setattr(progress, "INTERVAL_S", 0.05)
+    with progress.through_long_steps(), Progress(desc="learned", unit="layers", total=2) as bar:
+        bar.set_postfix_str("error 1")
+        time.sleep(0.5)
+    lines = capsys.readouterr().err.splitlines()
+    assert 2 <= len(lines) <= 10 and set(lines) == {"learned: 0 of 2 layers, 00:00 passed, ? left, error 1"}
+    for thread in threading.enumerate():
+        if thread.name == "progress":
+            thread.join(5)
+            assert not thread.is_alive()
 
 
 def test_one_within_another(clock, written):

@@ -41,13 +41,15 @@ def user_errors(command: Command) -> Command:
 
         from lowbit.demo import DemoError
         from lowbit.ops import UnsupportedProblem
+        from lowbit.progress import through_long_steps
 
         logging.disable_progress_bar()
         logging.set_verbosity_error()
         before = logging.set_tqdm_hook(_shown)
         try:
             begin()
-            return command(*args, **kwargs)
+            with through_long_steps():
+                return command(*args, **kwargs)
         except (ValueError, OSError, UnsupportedProblem, DemoError) as error:
             err.print(f"error: {_in_words(error)}", style="red", markup=False, highlight=False, soft_wrap=True)
             raise typer.Exit(1) from error
