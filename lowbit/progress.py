@@ -51,6 +51,7 @@ class Progress(tqdm):
 
     monitor_interval = 0  # no thread that redraws: each update writes by itself
     disable: bool
+    last_print_t: float
 
     def __init__(
         self, iterable: Iterable[Any] | None = None, *, desc: str, unit: str, total: float | None = None, shown: bool = True,
