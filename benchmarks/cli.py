@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from lowbit.cli.serve import EXTRA, MOST_ON_A_CPU, MOST_ON_A_GPU
+from lowbit.cli.serve import MOST_ON_A_CPU, MOST_ON_A_GPU, extra_missing
 from lowbit.cli.terminal import err, out, say, user_errors
 
 app = typer.Typer(
@@ -52,14 +51,10 @@ def gemm(
         check_plot(plot_file, GEMM)
     request = make_request(formats, shapes, m, dtype, quick)
     present, absent = choose_peers(peers)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        task = bar.add_task("starting")
+    from lowbit.progress import Progress
 
-        def watch(done: int, total: int, what: str) -> None:
-            bar.update(task, completed=done, total=total, description=what)
-
-        results = run(request, present, absent, out_file, say, watch)
+    with Progress(desc="starting", unit="products") as bar:
+        results = run(request, present, absent, out_file, say, bar.at)
     out.print(report.table(results.document))
     for line in report.failed(results.document):
         say(line)
@@ -141,14 +136,10 @@ def choice(
         out.print(f"Below: as they were chosen on {document['date']}.")
     else:
         asked = make_asked(models, schemes, tokens, half, seconds)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-            task = bar.add_task("starting")
+        from lowbit.progress import Progress
 
-            def watch(done: int, total: int, what: str) -> None:
-                bar.update(task, completed=done, total=total, description=what)
-
-            path, document = run(asked, out_file, say, watch)
+        with Progress(desc="starting", unit="products") as bar:
+            path, document = run(asked, out_file, say, bar.at)
         say(f"wrote {path}")
     out.print(*choice_report.tables(document), sep="\n\n")
     for line in choice_report.failed(document):
@@ -397,14 +388,10 @@ def load(
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     ends = None if head == "none" or where.type == "cpu" else parse_scheme(head).name  # as `lowbit.pipeline` does
     asked = Asked(model, wanted, chosen, ends, dtype, where, layers, repeats, folder)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        task = bar.add_task("starting")
+    from lowbit.progress import Progress
 
-        def watch(what: str, done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total, description=what)
-
-        path, document = run(asked, out_file, watch)
+    with Progress(desc="starting", unit="tensors") as bar:
+        path, document = run(asked, out_file, lambda what, done, total: bar.at(done, total, what))
     out.print(load_table(document))
     for line in failed(document):
         say(line)
@@ -459,11 +446,10 @@ def mechanisms(
                 "prints a result file without a GPU"
             )
         from benchmarks.mechanisms.run import run
+        from lowbit.progress import Progress
 
-        with Progress(TextColumn("{task.description}"), TimeElapsedColumn(), console=err, transient=True,
-                      disable=not err.is_terminal) as bar:  # fmt: skip
-            task = bar.add_task("starting")
-            path, document = run(wanted, out_file, lambda line: bar.update(task, description=line))
+        with Progress(desc="starting", unit="measurements") as bar:
+            path, document = run(wanted, out_file, lambda line: bar.at(bar.n + 1, None, line))
         say(f"wrote {path}")
     out.print(*report.tables(document, wanted), sep="\n\n")
     for line in report.failed(document):
@@ -526,7 +512,7 @@ def serve(
             from benchmarks.serve_host import Asked
             from benchmarks.serve_load import SHAREGPT, fixed
         except ImportError as error:
-            raise ValueError(f"{EXTRA} ({error})") from error
+            raise extra_missing("bench serve", error) from error
         if shape not in SHAPES:
             raise ValueError(f"--shape is {', '.join(SHAPES)}, got {shape!r}")
         if dtype not in DTYPES:

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 LAYERS = (
     "folders",
+    "extras",
+    "progress",
     "formats",
     "checkpoint",
     "quantize",

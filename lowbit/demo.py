@@ -24,6 +24,7 @@ from lowbit.checkpoint.schema import METHOD
 from lowbit.checkpoint.target import locked_scratch
 from lowbit.eval import perplexity, sample_text
 from lowbit.eval.suite import to_measure
+from lowbit.extras import install
 from lowbit.folders import cache_folder
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
 from lowbit.models.skeleton import tokenizer_of
@@ -113,11 +114,12 @@ def _gguf_to_fp16(gguf: Path, target: Path) -> None:
 
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
-        )
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+            gguf.parent, gguf_file=gguf.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True),
+            trust_remote_code=False,
+        )  # fmt: skip
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
     except ImportError as error:
-        raise DemoError(f"reading the demo's model needs the demo extra: pip install 'lowbit[demo]' ({error})") from error
+        raise DemoError(f"reading the demo's model needs the demo extra ({error}): {install('demo')}") from error
     model.to(torch.float16).save_pretrained(target)
     tokenizer.save_pretrained(target)
 

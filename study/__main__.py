@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from lowbit.checkpoint.reader import model_folder
-from lowbit.cli.terminal import err, say, user_errors
+from lowbit.cli.terminal import say, user_errors
 from lowbit.eval.results import check_plot
 from study.curves import TABLE, curves, write_curves
 from study.data import gather
@@ -73,7 +73,7 @@ def study(
         if not data.exists():
             gather(data, say)
         path = results / f"{name or model.resolve().name}.json"
-        run(model.resolve(), data, path, settings, only=only, device=device, say=say, progress=err.is_terminal)
+        run(model.resolve(), data, path, settings, only=only, device=device, say=say, progress=True)
         say(f"wrote {path}")
     found = sorted(results.glob("*.json"))
     if not found:

@@ -34,6 +34,8 @@ from lowbit.formats import QuantTensor, ZeroPoint, is_permutation
 MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 MAX_JSON_BYTES = 64_000_000
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+TEMPLATES = "additional_chat_templates"
+"""The one folder of a model's folder from which Transformers reads files by itself."""
 _SHARD = re.compile(r"(.*)-[0-9]{5}-of-([0-9]{5})\.safetensors")
 _DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -245,7 +247,8 @@ def read_text(path: Path, expected: str) -> str:
 
 
 def model_folder(path: Path) -> Path:
-    """`path`, if it is a folder in which no pipe or device would keep a reader waiting; raises CheckpointError if not."""
+    """`path`, if it is a folder without pipes and devices, which could block a reader, and without links to files elsewhere
+    (`linked_inside`); raises CheckpointError if not."""
     expected = "give the folder of a Transformers model (with config.json and *.safetensors)"
     if path.exists() and not path.is_dir():
         raise CheckpointError(f"{path}: is a file; {expected}")
@@ -253,10 +256,29 @@ def model_folder(path: Path) -> Path:
         displaced = sorted(path.absolute().parent.glob(f".{escape(path.name)}.old-*"))
         advice = f"{displaced[0]} is what was there when a killed run was replacing it; rename it" if displaced else expected
         raise CheckpointError(f"{path}: no such folder; {advice}")
-    for file in path.iterdir():
+    templates = path / TEMPLATES
+    for file in (*path.iterdir(), *(templates.iterdir() if templates.is_dir() and not templates.is_symlink() else ())):
         if not file.is_dir():
             regular_file(file)  # Transformers opens some of them by itself
+        linked_inside(file, path)
     return path
+
+
+def linked_inside(file: Path, folder: Path) -> Path:
+    """`file`, which stands in `folder`; raises CheckpointError for a link to a place outside the folder.
+
+    A link in a snapshot of the hub's cache (snapshots/REVISION/FILE) may also lead to the `blobs` folder beside `snapshots`,
+    where the cache keeps the files themselves.
+    """
+    if not file.is_symlink():
+        return file
+    home, target = Path(os.path.realpath(folder)), Path(os.path.realpath(file))
+    caches = [parent.parent / "blobs" for parent in home.parents if parent.name == "snapshots"]  # of real paths: never links
+    if not any(target.is_relative_to(place) for place in (home, *caches)):
+        raise CheckpointError(
+            f"{file}: a link to {target}, outside {home}; only files of the model's own folder are read: copy the file there"
+        )
+    return file
 
 
 def file_sha256(path: Path, progress: Callable[[int], object] = lambda nbytes: None) -> str:
@@ -343,22 +365,21 @@ def _inside(folder: Path, file: str, index: Path) -> Path:
         raise CheckpointError(f"{index}: names the file {file[:80]!r}; only plain file names inside the folder are allowed")
     if not path.is_file():
         raise CheckpointError(f"{path}: missing, {index.name} lists it")
-    if not path.is_symlink():
-        return path
-    # Model caches link files to a store beside them; following that is right, following a link out of a plain folder is not.
-    store = folder.resolve().parent.parent
-    if not path.resolve().is_relative_to(store):
-        raise CheckpointError(f"{path}: a link that leaves {store}")
-    return path
+    return linked_inside(path, folder)
+
+
+def pickle_refusal(name: str) -> str:
+    """Why a file of pickled weights is not read, and how to convert it."""
+    return (
+        f"{name}, a pickle, which can run code when read and is never opened here; convert it once with Transformers: "
+        "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) writes safetensors"
+    )
 
 
 def _no_weights(folder: Path) -> str:
     pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt"))
     if pickles:
-        return (
-            f"{folder}: holds {pickles[0]}, a pickle, which can run code when read and is never opened here; convert it once "
-            "with Transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) writes safetensors"
-        )
+        return f"{folder}: holds {pickle_refusal(pickles[0])}"
     ggufs = sorted(p.name for p in folder.glob("*.gguf"))
     if ggufs:
         return (

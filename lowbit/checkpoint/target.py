@@ -196,8 +196,8 @@ def _existing(path: Path) -> Path:
 
 
 def check_file(path: Path, result: str) -> Path:
-    """`path` with links followed, if `result` (the command, such as "lowbit eval") may be written there: to a new or empty
-    file, or in place of an earlier result of the same command. Raises ValueError for everything else."""
+    """`path` with links followed, if `result` (the command, such as "lowbit eval") may and can be written there: to a new or
+    empty file, or in place of an earlier result of the same command. Raises ValueError for everything else."""
     real = Path(os.path.realpath(path))
     if real.is_dir():
         raise ValueError(f"{path}: is a folder; name a file for the result of {command_of(result)}")
@@ -206,6 +206,7 @@ def check_file(path: Path, result: str) -> Path:
             raise ValueError(
                 f"{path}: {_existing(real)} is not a folder; name another file for the result of {command_of(result)}"
             )
+        _check_writable(path, real, result)
         return real
     if not real.is_file():
         raise ValueError(f"{path}: is no regular file, and a result replaces the whole file; name another file")
@@ -219,7 +220,20 @@ def check_file(path: Path, result: str) -> Path:
             else f"no result of {command_of(result)}"
         )
         raise ValueError(f"{path}: exists and is {what}; it is not replaced: name another file, or delete this one yourself")
+    _check_writable(path, real, result)
     return real
+
+
+def _check_writable(path: Path, real: Path, result: str) -> None:
+    """Makes an empty file where a result would be written, and removes it; raises ValueError where that fails."""
+    probe = _existing(real.parent) / hidden(real, "probe").name
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"{path}: cannot be written ({error.strerror}); name another file for the result of {result}"
+        ) from error
 
 
 def write_result(path: Path, result: str, write: Callable[[Path], object]) -> None:

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lowbit.checkpoint.lock import Lock
-from lowbit.checkpoint.reader import INDEX, SINGLE, file_sha256
+from lowbit.checkpoint.reader import INDEX, SINGLE, file_sha256, linked_inside
 from lowbit.checkpoint.schema import CheckpointError, Manifest
 from lowbit.checkpoint.target import (
     CHECKPOINT,
@@ -127,7 +127,8 @@ class CheckpointWriter:
         self._write_json("config.json", config if stated is None else {**config, "quantization_config": stated})
         for name in COMPANIONS:
             if copy_from is not None and (copy_from / name).is_file():
-                self._guard(name, partial(shutil.copyfile, copy_from / name, self._temporary / name))
+                companion = linked_inside(copy_from / name, copy_from)
+                self._guard(name, partial(shutil.copyfile, companion, self._temporary / name))
         sync(self._temporary)
         self._put_in_place()
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowbit.cli.serve import EXTRA
-from lowbit.cli.terminal import err, out, say
+from lowbit.cli.serve import extra_missing
+from lowbit.cli.terminal import out, say
 
 if TYPE_CHECKING:
     from lowbit.serve.client import Dialogue
@@ -38,7 +38,7 @@ def chat(
     try:
         from lowbit.serve.client import Local, Remote
     except ImportError as error:
-        raise ValueError(f"{EXTRA.replace('serve', 'chat', 1)} ({error})") from error
+        raise extra_missing("chat", error) from error
     dialogue: Dialogue
     if where.startswith(("http://", "https://")):
         if scheme is not None:
@@ -49,7 +49,7 @@ def chat(
         from lowbit.pipeline import pipeline
 
         path = model_path(Path(where))
-        dialogue = Local(pipeline(str(path), quantization_mode=scheme, progress=err.is_terminal, max_concurrent=1), path.name)
+        dialogue = Local(pipeline(str(path), quantization_mode=scheme, progress=True, max_concurrent=1), path.name)
     say(f"{dialogue.name}; {HELP}")
     _talk(dialogue, system, temperature, max_tokens)
 

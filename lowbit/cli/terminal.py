@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +28,11 @@ Json = Annotated[Path | None, typer.Option("--json", help="Write the result as J
 
 
 def user_errors(command: Command) -> Command:
-    """Turns what a user can act on into one line on stderr and exit code 1; anything else is a bug and shows itself."""
+    """Turns what a user can act on into one line on stderr and exit code 1; anything else is a bug and shows itself.
+
+    The command's docstring is its help, with each paragraph in one line: typer would keep the line breaks of the source beside
+    those of the terminal.
+    """
 
     @functools.wraps(command)
     def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -35,20 +41,40 @@ def user_errors(command: Command) -> Command:
 
         from lowbit.demo import DemoError
         from lowbit.ops import UnsupportedProblem
+        from lowbit.progress import through_long_steps
 
-        logging.disable_progress_bar()  # the commands show their own bars, and only on a terminal
+        logging.disable_progress_bar()
         logging.set_verbosity_error()
+        before = logging.set_tqdm_hook(_shown)
         try:
             begin()
-            return command(*args, **kwargs)
+            with through_long_steps():
+                return command(*args, **kwargs)
         except (ValueError, OSError, UnsupportedProblem, DemoError) as error:
             err.print(f"error: {_in_words(error)}", style="red", markup=False, highlight=False, soft_wrap=True)
             raise typer.Exit(1) from error
         except KeyboardInterrupt:
             err.print("interrupted; nothing was left half-written")
             raise typer.Exit(130) from None
+        finally:
+            logging.set_tqdm_hook(before)
 
+    guarded.__doc__ = _paragraphs(command.__doc__ or "")
     return guarded  # type: ignore[return-value]
+
+
+def _paragraphs(docstring: str) -> str:
+    """A docstring with each paragraph in one line. A line that begins with "Example" begins a paragraph."""
+    text = re.sub(r"\n(?=Example)", "\n\n", inspect.cleandoc(docstring))
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in re.split(r"\n\n+", text))
+
+
+def _shown(factory: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """What Transformers counts while it loads weights, shown as commands show progress."""
+    from lowbit.progress import Progress
+
+    known = {name: options[name] for name in ("total", "unit_scale") if name in options}
+    return Progress(*arguments[:1], desc=options.get("desc") or "loading", unit="tensors", **known)
 
 
 def _in_words(error: Exception) -> str:

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from lowbit.eval.figure import Figure, mean_of_items
 from lowbit.eval.records import read_records, text_field
 from lowbit.eval.sandbox import JAVASCRIPT, LANGUAGES, PYTHON, STANDARD, Limits, run_untrusted
 from lowbit.pipeline import Pipeline
+from lowbit.progress import Progress
 
 STOP = {PYTHON: ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint"), JAVASCRIPT: ("\n}",)}
 """Where a completion ends, by language: before the next thing at the margin (Chen et al. 2021, section 3.1); in JavaScript that
@@ -131,7 +130,7 @@ def solve(
         raise ValueError(f"at least one problem, and k from 1 to the {samples} samples; got {len(problems)} and k {list(ks)}")
     at_once = batch_size if samples == 1 else 1
     solved = []
-    with tqdm(total=len(problems), desc="programs", unit="problem", leave=False, disable=None if progress else True) as bar:
+    with Progress(total=len(problems), desc="programs", unit="problems", shown=progress) as bar:
         for number in range(0, len(problems), at_once):
             part = problems[number : number + at_once]
             room = min(max_new_tokens, *(_room(pipe, p, max_new_tokens) for p in part))

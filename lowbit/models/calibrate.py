@@ -21,7 +21,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from tqdm import tqdm
 
 from lowbit._version import __version__
 from lowbit.checkpoint import CheckpointError, CheckpointReader
@@ -32,6 +31,7 @@ from lowbit.models.decoder import Decoder
 from lowbit.models.hf import give_back_freed_memory
 from lowbit.models.quantize_layer import LayerQuantizer, LayerResult
 from lowbit.models.skeleton import tokenizer_of
+from lowbit.progress import Progress
 from lowbit.quantize.method import Learned, Method
 
 TOKENS_AT_ONCE = 8192
@@ -240,7 +240,7 @@ def calibrate_layers(
     exact = hidden if isinstance(method, Learned) else None  # as the float model has them
     quantizer = LayerQuantizer(decoder, method, low_rank)
     notes = []
-    bar = tqdm(range(len(decoder)), desc=type(method).__name__.lower(), unit="layer", disable=not progress, leave=False)
+    bar = Progress(range(len(decoder)), desc=type(method).__name__.lower(), unit="layers", shown=progress)
     for i in bar:
         prefix = f"{decoder.layer_name(i)}."
         own = {name.removeprefix(prefix): scheme for name, scheme in schemes.items() if name.startswith(prefix)}

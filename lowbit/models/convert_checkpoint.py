@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from lowbit.checkpoint import CheckpointError, CheckpointWriter, Manifest
 from lowbit.formats import ZeroPoint
 from lowbit.models.conversion_targets import TARGETS, rounding_error, rounding_errors, target_of
 from lowbit.models.source import Contents, Opened, open_checkpoint
 from lowbit.models.tensorrt_llm import WEIGHTS
+from lowbit.progress import Progress
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _ADVICE = "--to lowbit can hold every layer that is read, --to dequantized writes 16-bit weights"
@@ -127,7 +127,7 @@ class _Converter:
         """Converts everything; the quantization configuration for config.json, None for plain weights."""
         source = self.opened.source
         self.contents.require_complete()
-        for name in tqdm(source.entries, desc=f"to {self.report.target}", unit="layer", disable=not progress, leave=False):
+        for name in Progress(source.entries, desc=f"to {self.report.target}", unit="layers", shown=progress):
             self._layer(name)
         if self.contents.refused:
             advice = "" if self.report.target == "lowbit" else f"; {_ADVICE}"

@@ -64,7 +64,7 @@ class GgufSource:
     def config(self) -> PretrainedConfig:
         """The model's configuration, as Transformers makes it of the metadata."""
         try:
-            return AutoConfig.from_pretrained(self.path.parent, gguf_file=self.path.name)
+            return AutoConfig.from_pretrained(self.path.parent, gguf_file=self.path.name, trust_remote_code=False)
         except ImportError as error:
             raise CheckpointError(
                 f"{self.path}: Transformers needs the package gguf for GGUF files: pip install gguf"

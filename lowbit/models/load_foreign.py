@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
@@ -21,6 +20,7 @@ from lowbit.checkpoint import CheckpointError, LayerEntry, Manifest
 from lowbit.models.conversion_targets import NOTHING_QUANTIZED, manifest_of
 from lowbit.models.hf import LowbitConfig, Quantized
 from lowbit.models.source import Contents, Opened
+from lowbit.progress import Progress
 
 logger = logging.get_logger(__name__)
 
@@ -55,12 +55,12 @@ def load_foreign(
         advice = "lowbit convert --to dequantized may write 16-bit weights of it, or load it with the tool that made it"
         raise CheckpointError(f"{where}: {contents.refusals()}. {advice}")
     loader = _Loader(contents, device)
-    with tqdm(
-        total=len(opened.source.entries), desc=f"{opened.tool} weights", unit="layer", disable=not progress, leave=False
-    ) as bar:
+    layers = len(opened.source.entries)
+    with Progress(total=layers, desc=f"{opened.tool} weights", unit="layers", shown=progress) as bar:
         model, info = type(opened.model).from_pretrained(
             None, config=opened.config, state_dict=loader.tensors(bar.update), quantization_config=loader.expected(),
             dtype=dtype, device_map={"": device}, output_loading_info=True, generation_config=_generation(where, opened),
+            trust_remote_code=False,
         )  # fmt: skip
     stated = LowbitConfig.from_dict(loader.manifest().to_dict())
     model.hf_quantizer.quantization_config = model.config.quantization_config = stated

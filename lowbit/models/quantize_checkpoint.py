@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader, CheckpointWriter, LayerEntry, Manifest, layer_tensors
 from lowbit.checkpoint.detect import quantization_of
@@ -23,6 +22,7 @@ from lowbit.models.rotate import RotatedReader
 from lowbit.models.sensitivity import SCRATCH_FILES, measure_sensitivity
 from lowbit.models.skeleton import build, config_as_read
 from lowbit.nn.convert import Plan, matches, quantized
+from lowbit.progress import Progress
 from lowbit.quantize.hqq import hqq
 from lowbit.quantize.lorc import lorc
 from lowbit.quantize.method import DATA_FREE, Hqq, Learned, Method, Rtn, SmoothQuant
@@ -98,7 +98,7 @@ def quantize_checkpoint(
         if static or not isinstance(method, DATA_FREE):
             weights.calibrate(target, calibration or Calibration(), needed_bytes, say, progress)
         entries = {}
-        for tensor in tqdm(reader.names(), desc=f"{scheme}", unit="tensor", disable=not progress, leave=False):
+        for tensor in Progress(reader.names(), desc=f"{scheme}", unit="tensors", shown=progress):
             module = modules.get(tensor)
             if module in plan.shapes:
                 q = weights.quantized(tensor, module)

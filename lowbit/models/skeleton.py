@@ -5,6 +5,7 @@ All of Transformers' ways to fail on a damaged config.json or tokenizer end here
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,10 +22,15 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
+from transformers.utils import logging
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader
 from lowbit.checkpoint.gguf import gguf_file
-from lowbit.checkpoint.reader import read_json
+from lowbit.checkpoint.reader import INDEX, SINGLE, TEMPLATES, linked_inside, model_folder, read_json
+from lowbit.checkpoint.target import COMPANIONS
+from lowbit.models.complete import some
+
+logger = logging.get_logger(__name__)
 
 CONFIG_ERRORS = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, RuntimeError, TypeError,
@@ -32,6 +38,9 @@ CONFIG_ERRORS = (
 )  # fmt: skip
 """What Transformers 5 raises for files whose fields have other types or values than it expects: strict dataclasses check the
 declared fields of a configuration, everything else fails where a module is built from it."""
+ATTENTION = ("eager", "sdpa", "flex_attention")
+EXPERTS = ("eager", "batched_mm", "grouped_mm")
+"""What a config.json may ask for: kernels of PyTorch."""
 MAX_LAYERS = 1000
 """Of a model; building more modules than this from one damaged number would take minutes."""
 _LAYER_COUNT = re.compile(r"(^|_)(n_layers?|num_layers|num_\w*layers|layers|depth)$")
@@ -50,6 +59,8 @@ class damaged:
         # The tokenizers package raises bare Exceptions for files that it cannot read.
         if isinstance(error, CheckpointError) or kind is None or not (kind is Exception or issubclass(kind, CONFIG_ERRORS)):
             return
+        if isinstance(error, ValueError) and "trust_remote_code" in str(error):
+            raise CheckpointError(f"{self.where}: {_code_refusal(self.fields)}") from error
         text = " ".join(str(error).split())
         named = text if isinstance(error, (ValueError, OSError, StrictDataclassError)) else f"{kind.__name__}: {text}"
         fields = ", ".join(f"{key} is {value!r}" for key, value in _suspects(self.fields, error))
@@ -59,12 +70,15 @@ class damaged:
 def config_of(source: str | Path) -> PreTrainedConfig:
     """The configuration of the model in a folder or on a hub; raises CheckpointError for one that is damaged."""
     path = Path(source)
-    fields: Mapping[str, Any] = read_json(path / "config.json") if path.is_dir() else {}
+    fields: Mapping[str, Any] = read_json(model_folder(path) / "config.json") if path.is_dir() else {}
     stated = fields.get("quantization_config")
     if stated is not None and not isinstance(stated, Mapping):
         raise CheckpointError(f"{_file(source)}: quantization_config is a JSON object, got {type(stated).__name__}")
     with damaged(_file(source), "Transformers cannot read it", fields):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(source)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    _check_weights_file(config, source)
+    for part in _parts(config):
+        _drop_kernels(part, _file(source))
     return config
 
 
@@ -92,7 +106,9 @@ def build(config: PreTrainedConfig, where: Path | str, *, buffers: bool = False)
     name = "causal language model" if cls is None else cls.__name__
     place = init_empty_weights(include_buffers=False) if buffers else torch.device("meta")
     with damaged(where, f"Transformers cannot build a {name} from it", fields), place:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config) if cls is None else cls(config)
+        model: PreTrainedModel = (
+            AutoModelForCausalLM.from_config(config, trust_remote_code=False) if cls is None else cls(config)
+        )
         model.state_dict()  # a dimension that no tensor can have may show only here
     return model
 
@@ -143,13 +159,20 @@ def tokenizer_of(source: str | Path, model: nn.Module | None = None) -> Any:
     """The tokenizer of a folder, in a GGUF file or on a hub. Raises CheckpointError for a damaged one, and for one with more
     tokens (without those added later) than the embedding of `model` has rows."""
     path = Path(source)
-    for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):  # tokenizer.json is megabytes
-        if (path / name).is_file():
-            read_json(path / name)
     gguf = gguf_file(path)
-    with damaged(source, "its tokenizer (tokenizer.json) cannot be read" if gguf is None else "its tokenizer cannot be read"):
+    if path.is_dir():
+        model_folder(path)
+    elif gguf is not None:  # Transformers reads these from the folder of the file, which may hold anything else as well
+        for name in ("config.json", TEMPLATES, *COMPANIONS):
+            linked_inside(gguf.parent / name, gguf.parent)
+    stated: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "added_tokens.json", "tokenizer_config.json"):  # tokenizer.json is megabytes
+        if (path / name).is_file():
+            stated = read_json(path / name)
+    what = "its tokenizer (tokenizer.json) cannot be read" if gguf is None else "its tokenizer cannot be read"
+    with damaged(source, what, {"auto_map": stated.get("auto_map")}):
         at = (source, {}) if gguf is None else (gguf.parent, {"gguf_file": gguf.name})
-        tokenizer = AutoTokenizer.from_pretrained(at[0], **at[1])
+        tokenizer = AutoTokenizer.from_pretrained(at[0], trust_remote_code=False, **at[1])
     if model is not None:
         rows = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
         if tokenizer.vocab_size > rows:
@@ -176,6 +199,54 @@ def _architecture(config: PreTrainedConfig, where: Path | str) -> type[PreTraine
     if expected is not None and not isinstance(config, expected):
         raise CheckpointError(f"{where}: model_type {config.model_type!r} does not go with the architecture {stated[0]}")
     return cls
+
+
+def _code_refusal(fields: Mapping[str, Any]) -> str:
+    """Why a model that comes with its own code is not read, and what to do."""
+    stated = fields.get("auto_map")
+    lists = (value if isinstance(value, list) else [value] for _, value in _leaves(stated))
+    named = sorted({str(name) for names in lists for name in names if name})
+    model_type = f" of model_type {fields['model_type']!r}" if "model_type" in fields else ""
+    return (
+        f"auto_map names code that comes with the model{model_type}{f' ({some(named)})' if named else ''}; lowbit runs no code "
+        f"of a model's files and reads models that Transformers has itself, {transformers.__version__} here: a newer one may "
+        "have it (pip install --upgrade transformers)"
+    )
+
+
+def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    """A configuration and those inside it, as of a text and a vision model."""
+    yield config
+    for value in vars(config).values():
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, PreTrainedConfig):
+                yield from _parts(part)
+
+
+def _drop_kernels(config: PreTrainedConfig, where: Path | str) -> None:
+    """Takes back what config.json says of kernels unless PyTorch has them: Transformers downloads others from a hub and runs
+    them, also for flash_attention_2 where the package kernels is installed."""
+    for key, ours in (("attn_implementation", ATTENTION), ("experts_implementation", EXPERTS)):
+        stated = getattr(config, f"_{key}", None)
+        if stated is not None and stated not in ours:
+            _warn(f"{where}: {key} is {stated!r}, which is ignored: a file does not choose kernels; the default is used")
+            setattr(config, f"_{key}_internal", None)
+
+
+@functools.cache
+def _warn(line: str) -> None:
+    """Logs a warning, once in a process: a configuration is read several times on the way to a model."""
+    logger.warning(line)
+
+
+def _check_weights_file(config: PreTrainedConfig, source: str | Path) -> None:
+    """Raises CheckpointError where config.json sends Transformers to another file than those whose headers are checked."""
+    stated = getattr(config, "transformers_weights", None)
+    if stated is not None:
+        raise CheckpointError(
+            f"{_file(source)}: transformers_weights is {stated!r}, and only {SINGLE} or {INDEX} is read; rename the file and "
+            "remove the field"
+        )
 
 
 def _file(source: str | Path) -> Path | str:

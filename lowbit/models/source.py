@@ -19,7 +19,7 @@ from lowbit.checkpoint.detect import SCHEMAS, quantization_of
 from lowbit.checkpoint.foreign import ForeignEntry
 from lowbit.checkpoint.gguf import GgufReader, gguf_file
 from lowbit.checkpoint.gptq import Gptq
-from lowbit.checkpoint.reader import read_json
+from lowbit.checkpoint.reader import model_folder, read_json
 from lowbit.formats import ActivationRule, PerChannel, PerTensor, QuantTensor
 from lowbit.models.complete import Shape, require_complete, require_finite_tensor, some
 from lowbit.models.gguf import GgufSource
@@ -89,6 +89,8 @@ class Opened:
 def is_foreign(path: str | Path) -> bool:
     """Whether a quantized checkpoint is at `path` that another tool wrote and whose weights have schemes here."""
     path = Path(path)
+    if path.is_dir():
+        model_folder(path)
     if gguf_file(path) is not None:
         return True
     if not path.is_dir():
@@ -109,6 +111,8 @@ def open_checkpoint(path: Path) -> Opened:
         raise CheckpointError(
             f"{path}: {what}; give the folder of a quantized model (config.json and *.safetensors), or a GGUF file (*.gguf)"
         )
+    if path.is_dir():
+        model_folder(path)
     if file is not None:
         gguf = GgufSource(file)
         return _made("gguf", gguf, gguf.config(), file)

@@ -9,11 +9,10 @@ import inspect
 import threading
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 
 from lowbit.engine import Drawn, Engine, TextStream
@@ -25,6 +24,7 @@ from lowbit.nn.linear import make_batch_invariant
 from lowbit.pipeline.request import FinishReason, GenerateParams, Response, UnknownArgument
 from lowbit.pipeline.requests import config_refusals, requests_of
 from lowbit.pipeline.stream import Stream
+from lowbit.progress import Progress
 
 
 class Pipeline:
@@ -283,13 +283,13 @@ class Bar:
     """Shows how far something is that texts wait for, and is gone when that is done."""
 
     def __init__(self) -> None:
-        self._shown: tqdm[NoReturn] | None = None
+        self._shown: Progress | None = None
 
     def __call__(self, stage: Stage) -> None:
         """Shows a stage."""
         if self._shown is None:
-            self._shown = tqdm(total=stage.total, desc=stage.what, leave=False)
-        self._shown.update(stage.done - self._shown.n)
+            self._shown = Progress(total=stage.total, desc=stage.what, unit="done")
+        self._shown.at(stage.done, stage.total, stage.what)
         if stage.done == stage.total:
             self._shown.close()
             self._shown = None

@@ -9,5 +9,5 @@ errors.py      refusals in OpenAI's form                          metrics.py  wh
 limits.py      how much of everything                             connection.py  how long a connection may take
 client.py      the other side, for `lowbit chat`                  page.py     the page at /
 
-FastAPI, uvicorn and prometheus-client come with `pip install 'lowbit[serve]'`; modules here import them, the package does not.
+FastAPI, uvicorn and prometheus-client come with the extra `serve`; modules here import them, the package does not.
 """

@@ -260,7 +260,7 @@ def test_rouge_score_is_asked_for_before_any_work(models, data, tmp_path, monkey
     (data / "news.jsonl").write_text(json.dumps({"document": "d", "summary": "s"}))
     monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
     result = run("eval", models[1], "--suite", data, "--out", tmp_path / "o")
-    assert result.exit_code == 1 and "pip install 'lowbit[eval]'" in result.stderr and not (tmp_path / "o").exists()
+    assert result.exit_code == 1 and "pip install '.[eval]'" in result.stderr and not (tmp_path / "o").exists()
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_mistakes_are_one_line(folder, tmp_path):
 def test_without_the_extra(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "lowbit.serve.server", None)
     result = run("serve", folder)
-    assert result.exit_code == 1 and "pip install 'lowbit[serve]'" in result.stderr
+    assert result.exit_code == 1 and "pip install '.[serve]'" in result.stderr
 
 
 def test_chat_with_a_server_and_with_a_model(folder, monkeypatch):
