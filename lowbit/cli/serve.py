@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lowbit.cli.stderr import exit_now
 from lowbit.cli.terminal import AnyModel, err, say
 
 if TYPE_CHECKING:
+    import socket
+
     from rich.progress import Progress
 
     from lowbit.engine.warm_up import Stage
+    from lowbit.serve.server import Server
 
 MOST_ON_A_CPU = 8
 """Texts at once on a CPU unless the user says: it computes them one after the other, so that more make all of them slow."""
@@ -56,6 +60,7 @@ def serve(
     """
     try:
         from lowbit.serve.limits import Limits
+        from lowbit.serve.listener import raise_file_limit
         from lowbit.serve.server import Server, address_of, bound, service_of
         from lowbit.serve.service import is_local
     except ImportError as error:
@@ -74,6 +79,7 @@ def serve(
     if not local and api_key is None:
         say(f"warning: whoever reaches {host} can use this server; give it a key with --api-key or LOWBIT_API_KEY")
     _log()
+    raise_file_limit()
     with bound(host, port) as sock:
         say(f"loading {path}")
         pipe = pipeline(
@@ -85,18 +91,29 @@ def serve(
         for line in pipe.engine.report():
             say(line)
         where = address_of(sock)
-        with _progress() as progress:
-            shown = _Warming(
-                progress,
-                f"serving {service.name}{f' in {scheme}' if scheme else ''} at {where}/v1, a page to try it at {where}/",
-            )
-            running = Server(service, shown)
+        progress = _progress()
+        ready = f"serving {service.name}{f' in {scheme}' if scheme else ''} at {where}/v1, a page to try it at {where}/"
+        running = Server(service, _Warming(progress, ready))
+        status = _run(running, sock, progress)
+    if not service.worker.dead:
+        say("stopped")
+    if running.forced is not None or service.worker.running:
+        exit_now(status)  # the interpreter's own end aborts the process (SIGABRT) if the thread is in code of torch then
+    raise typer.Exit(status)
+
+
+def _run(running: Server, sock: socket.socket, progress: Progress) -> int:
+    """Serves until a signal comes or the engine dies; returns the exit status."""
+    try:
+        with progress:
             running.run(sockets=[sock])
-    if service.worker.dead:
-        raise typer.Exit(1)
-    say("stopped")
-    if running.told == signal.SIGINT:
-        raise typer.Exit(130)
+    except KeyboardInterrupt:  # before the server handles signals, or when it no longer does
+        return 128 + signal.SIGINT
+    if running.service.worker.dead:
+        return 1
+    if running.forced is not None:
+        return 128 + running.forced
+    return 128 + signal.SIGINT if running.told == signal.SIGINT else 0
 
 
 class _Warming:
