@@ -119,7 +119,7 @@ class Connection(HttpToolsProtocol):
         if self._complete():
             self._listener.set_busy(self)
 
-    def eof_received(self) -> bool:
+    def eof_received(self) -> bool:  # type: ignore[override]
         """Keeps the connection, and returns True, until requests that the client sent before it closed its side are answered.
 
         A client that has left looks the same until something is sent to it, so an interim response is sent, which HTTP/1.1

@@ -111,6 +111,7 @@ def test_the_newest_connection_is_answered(caplog):
 def test_one_connection_too_many(bounds, monkeypatch):
     """It gets status 503 as JSON, also where it sends its request late; a later one is answered."""
     monkeypatch.setattr(listener, "MOST_REFUSALS", 1)
+    monkeypatch.setattr(listener, "REFUSAL_SECONDS", PATIENCE)
     bounds = {"max_connections_per_address": 2, **bounds}
     with running(**bounds) as server, server.client() as client:
         with server.engine._lock, contextlib.ExitStack() as stack:
