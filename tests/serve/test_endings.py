@@ -18,7 +18,7 @@ from tests.tiny import eager_llama, tiny_tokenizer
 IMPORTED = ("lowbit.cli.commands", "lowbit.serve.server", "lowbit.pipeline", "lowbit.demo", "openai")
 
 SERVING = """
-import ctypes, http.client, json, os, select, signal, socket, sys, time
+import ctypes, fcntl, http.client, json, os, select, signal, socket, sys, time
 import torch
 from lowbit.cli import main
 from lowbit.engine import Engine
@@ -28,8 +28,10 @@ with socket.create_server(("127.0.0.1", 0)) as free:
     port = free.getsockname()[1]
 begun, beginning = os.pipe()
 nobody, unread = os.pipe()
+fcntl.fcntl(unread, fcntl.F_SETPIPE_SZ, 4096)  # full after a hundred lines of log
 server = os.fork()
 if not server:
+    signal.alarm(120)
     if what == "unread":
         os.dup2(unread, 2)
     elif what == "full":
@@ -57,6 +59,8 @@ if not server:
         main()
     except SystemExit as ended:
         status = ended.code
+    if what in ("unread", "full"):
+        os._exit(status)
     ctypes.pythonapi.Py_Exit(status)  # the end of an interpreter, which a fork of tests/forks.py does not have
 
 def ask(method, path, body=None):
@@ -74,7 +78,7 @@ while True:
     assert os.waitpid(server, os.WNOHANG) == (0, 0), "it has ended"
     time.sleep(0.05)
 if what in ("unread", "full"):
-    for _ in range(1500):
+    for _ in range(200):
         assert ask("GET", "/v1/models")[0] == 200
     os.kill(server, signal.SIGTERM)
 else:
@@ -107,7 +111,7 @@ def test_a_second_signal_ends_the_process_without_an_abort(signals, folder):
 
 @pytest.mark.parametrize("where", ["unread", "full"])
 def test_a_standard_error_that_takes_nothing_does_not_hold_the_server_up(where, folder):
-    """A pipe that nobody reads, after 1,500 lines of log, and a full disk from the beginning on."""
+    """A pipe that nobody reads, after 200 lines of log, and a full disk from the beginning on."""
     assert int(forked(SERVING, folder, where, imported=IMPORTED)) == 0
 
 
