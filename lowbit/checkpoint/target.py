@@ -226,13 +226,13 @@ def check_file(path: Path, result: str) -> Path:
 
 def _check_writable(path: Path, real: Path, result: str) -> None:
     """Makes an empty file where a result would be written, and removes it; raises ValueError where that fails."""
-    probe = _existing(real.parent) / hidden(real, "probe").name
+    probe = _existing(real.parent) / hidden(real, "probe", secrets.token_hex(4)).name
     try:
         probe.touch()
         probe.unlink()
     except OSError as error:
         raise ValueError(
-            f"{path}: cannot be written ({error.strerror}); name another file for the result of {result}"
+            f"{path}: cannot be written ({error.strerror}); name another file for the result of {command_of(result)}"
         ) from error
 
 

@@ -22,6 +22,7 @@ from lowbit.cli.eval import evaluate
 from lowbit.cli.inspect import inspect
 from lowbit.cli.recommend import recommend
 from lowbit.cli.serve import serve
+from lowbit.cli.stderr import queued_stderr
 from lowbit.cli.terminal import AnyModel, Json, Model, check_json, out, say, user_errors, write_result
 from lowbit.cli.tune import tune
 
@@ -338,7 +339,7 @@ def _show_as_it_comes(stream: Stream, prompt: str) -> Response:
     return stream.response
 
 
-app.command()(user_errors(serve))
+app.command()(queued_stderr()(user_errors(serve)))
 app.command()(user_errors(chat))
 app.command(name="eval")(user_errors(evaluate))
 app.command()(user_errors(inspect))

@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from lowbit.cli.stderr import exit_now
 from lowbit.cli.terminal import AnyModel, say
 
 if TYPE_CHECKING:
+    import socket
+
     from lowbit.engine.warm_up import Stage
     from lowbit.progress import Progress
+    from lowbit.serve.server import Server
 
 MOST_ON_A_CPU = 8
 """Texts at once on a CPU unless the user says: it computes them one after the other, so that more make all of them slow."""
@@ -60,6 +64,7 @@ def serve(
     """
     try:
         from lowbit.serve.limits import Limits
+        from lowbit.serve.listener import raise_file_limit
         from lowbit.serve.server import Server, address_of, bound, service_of
         from lowbit.serve.service import is_local
     except ImportError as error:
@@ -78,6 +83,7 @@ def serve(
     if not local and api_key is None:
         say(f"warning: whoever reaches {host} can use this server; give it a key with --api-key or LOWBIT_API_KEY")
     _log()
+    raise_file_limit()
     with bound(host, port) as sock:
         say(f"loading {path}")
         pipe = pipeline(
@@ -89,16 +95,27 @@ def serve(
         for line in pipe.engine.report():
             say(line)
         where = address_of(sock)
-        shown = _Warming(
-            f"serving {service.name}{f' in {scheme}' if scheme else ''} at {where}/v1, a page to try it at {where}/"
-        )
-        running = Server(service, shown)
+        ready = f"serving {service.name}{f' in {scheme}' if scheme else ''} at {where}/v1, a page to try it at {where}/"
+        running = Server(service, _Warming(ready))
+        status = _run(running, sock)
+    if not service.worker.dead:
+        say("stopped")
+    if running.forced is not None or service.worker.running:
+        exit_now(status)  # the interpreter's own end aborts the process (SIGABRT) if the thread is in code of torch then
+    raise typer.Exit(status)
+
+
+def _run(running: Server, sock: socket.socket) -> int:
+    """Serves until a signal comes or the engine dies; returns the exit status."""
+    try:
         running.run(sockets=[sock])
-    if service.worker.dead:
-        raise typer.Exit(1)
-    say("stopped")
-    if running.told == signal.SIGINT:
-        raise typer.Exit(130)
+    except KeyboardInterrupt:  # before the server handles signals, or when it no longer does
+        return 128 + signal.SIGINT
+    if running.service.worker.dead:
+        return 1
+    if running.forced is not None:
+        return 128 + running.forced
+    return 128 + signal.SIGINT if running.told == signal.SIGINT else 0
 
 
 class _Warming:
