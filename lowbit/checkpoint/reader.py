@@ -247,6 +247,7 @@ def read_text(path: Path, expected: str) -> str:
 def model_folder(path: Path) -> Path:
     """`path`, if it is a folder in which no pipe or device would keep a reader waiting; raises CheckpointError if not."""
     expected = "give the folder of a Transformers model (with config.json and *.safetensors)"
+    check_name(path)
     if path.exists() and not path.is_dir():
         raise CheckpointError(f"{path}: is a file; {expected}")
     if not path.exists():
@@ -257,6 +258,14 @@ def model_folder(path: Path) -> Path:
         if not file.is_dir():
             regular_file(file)  # Transformers opens some of them by itself
     return path
+
+
+def check_name(path: Path) -> None:
+    """Raises CheckpointError for a path that is not UTF-8, which safetensors neither reads nor writes."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise CheckpointError(f"{path}: its name is not UTF-8, which safetensors cannot open; rename it") from None
 
 
 def file_sha256(path: Path, progress: Callable[[int], object] = lambda nbytes: None) -> str:

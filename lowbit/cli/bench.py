@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 
 from lowbit.cli.serve import EXTRA, MOST_ON_A_CPU, MOST_ON_A_GPU
-from lowbit.cli.terminal import Json, check_json, err, out, say, user_errors, write_result
+from lowbit.cli.terminal import Description, Json, check_json, err, out, say, user_errors, write_result
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure kernels beside cuBLAS and the peers; make tables of the results.")
 
@@ -47,7 +47,7 @@ def bench_gemm(
         check_plot(plot_file, GEMM)
     request = make_request(formats, shapes, m, dtype, quick)
     present, absent = choose_peers(peers)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (Description(), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("starting")
 
@@ -134,7 +134,7 @@ def bench_choice(
         out.print(f"Below: as they were chosen on {document['date']}.")
     else:
         asked = make_asked(models, schemes, tokens, half, seconds)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        columns = (Description(), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
             task = bar.add_task("starting")
 
@@ -388,7 +388,7 @@ def bench_load(
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     ends = None if head == "none" or where.type == "cpu" else parse_scheme(head).name  # as `lowbit.pipeline` does
     asked = Asked(model, wanted, chosen, ends, dtype, where, layers, repeats, folder)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    columns = (Description(), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("starting")
 
@@ -454,7 +454,7 @@ def bench_mechanisms(
             )
         from lowbit.bench.mechanisms.run import run
 
-        with Progress(TextColumn("{task.description}"), TimeElapsedColumn(), console=err, transient=True,
+        with Progress(Description(), TimeElapsedColumn(), console=err, transient=True,
                       disable=not err.is_terminal) as bar:  # fmt: skip
             task = bar.add_task("starting")
             path, document = run(wanted, out_file, lambda line: bar.update(task, description=line))
@@ -538,7 +538,7 @@ def bench_serve(
     for line in failed(document):
         say(line)
     for line in verdicts(document):
-        out.print(line, highlight=False)
+        out.print(line)
     if plot_file is not None:
         plot(document, plot_file)
         say(f"wrote {plot_file}")

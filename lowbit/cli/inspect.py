@@ -62,7 +62,7 @@ def _print(rows: list[dict[str, Any]], rest: int, kept: tuple[str, ...], lines: 
     else:
         out.print(f"not a lowbit checkpoint: {rest:,} bytes of plain tensors")
     for line in lines:
-        out.print(line, highlight=False, soft_wrap=True)
+        out.print(line, soft_wrap=True)
 
 
 Inspected = tuple[list[dict[str, Any]], int, tuple[str, ...], list[str], str]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowbit.cli.terminal import AnyModel, err, say
+from lowbit.cli.terminal import AnyModel, Description, err, say
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -119,9 +119,9 @@ class _Warming:
 
 
 def _progress() -> Progress:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress
 
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    columns = Description(), BarColumn(), MofNCompleteColumn()
     return Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
 
 

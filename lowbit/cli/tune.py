@@ -6,10 +6,10 @@ import math
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
 from rich.table import Table
 
-from lowbit.cli.terminal import Model, err, out, say
+from lowbit.cli.terminal import Description, Model, err, out, say
 
 
 def tune(
@@ -38,7 +38,7 @@ def tune(
     named = None if scheme is None else parse_scheme(scheme).name
     rows = TOKENS if tokens is None else tuple(sorted(set(parse_rows(tokens))))
     products = products_of_model(model, named)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (Description(), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("starting")
 
