@@ -118,7 +118,7 @@ def _plausible(tile: Any, considered: list[Any]) -> bool:
     costs and the kernels take no others, except for K, which can be split into any number of parts."""
     alike = [each for each in considered if type(each) is type(tile)]
     numbers = {each.name: {getattr(other, each.name) for other in alike} for each in fields(tile)}
-    numbers["splits"] = set(range(1, 1 + max(MOST_SPLITS, *numbers["splits"]))) if alike else set()
+    numbers["splits"].update(range(1, 1 + MOST_SPLITS))
     return all(getattr(tile, name) in known for name, known in numbers.items())
 
 
