@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import stat
@@ -32,6 +33,7 @@ from lowbit.checkpoint.schema import (
 from lowbit.formats import QuantTensor, ZeroPoint, is_permutation
 
 MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
+MAX_DIMENSIONS = 64
 MAX_JSON_BYTES = 64_000_000
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SHARD = re.compile(r"(.*)-[0-9]{5}-of-([0-9]{5})\.safetensors")
@@ -415,9 +417,10 @@ def _tensor_info(path: Path, name: str, entry: Any, start: int, size: int) -> Te
         raise CheckpointError(f"{path}: {name}: dtype, shape or data_offsets missing or unknown ({error!r})") from error
     if not all(type(v) is int and v >= 0 for v in (*shape, begin, end)):
         raise CheckpointError(f"{path}: {name}: shape and data_offsets are lists of non-negative integers")
-    count = dtype.itemsize
-    for extent in shape:
-        count *= extent
+    # Strides are products of extents in 64 bits, also those of tensors without elements.
+    if len(shape) > MAX_DIMENSIONS or math.prod(max(1, extent) for extent in shape) * dtype.itemsize >= 1 << 63:
+        raise CheckpointError(f"{path}: {name}: no tensor can have the shape {str(shape)[:80]}; the file is damaged")
+    count = dtype.itemsize * math.prod(shape)
     if end - begin != count or start + end > size:
         raise CheckpointError(
             f"{path}: {name}: {dtype} {shape} takes {count:,} bytes, data_offsets give [{begin}, {end}) "

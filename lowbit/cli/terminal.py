@@ -72,6 +72,7 @@ def user_errors(command: Command) -> Command:
         from transformers.utils import logging
 
         from lowbit.demo import DemoError
+        from lowbit.engine import TextFailed
         from lowbit.ops import UnsupportedProblem
 
         logging.disable_progress_bar()  # the commands show their own bars, and only on a terminal
@@ -79,7 +80,7 @@ def user_errors(command: Command) -> Command:
         try:
             begin()
             return command(*args, **kwargs)
-        except (ValueError, OSError, UnsupportedProblem, DemoError) as error:
+        except (ValueError, OSError, UnsupportedProblem, DemoError, TextFailed) as error:
             err.print(f"error: {_in_words(error)}", style="red", soft_wrap=True)
             raise typer.Exit(1) from error
         except KeyboardInterrupt:

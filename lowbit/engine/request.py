@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from lowbit.engine.failure import TextFailed
 from lowbit.ops.sample import Sampling, is_whole
 
 MOST_LOGPROBS = 20
@@ -94,9 +95,9 @@ class Request:
             raise ValueError(f"the likeliest tokens can be had up to {MOST_LOGPROBS}, got {self.likeliest!r}")
 
     def check(self) -> None:
-        """Raises RuntimeError if it failed."""
+        """Raises TextFailed if it failed."""
         if self.end is End.FAILED:
-            raise RuntimeError(f"this text failed after {len(self.drawn):,} tokens: {self.error}")
+            raise TextFailed(f"this text failed after {len(self.drawn):,} tokens: {self.error}")
 
     @property
     def tokens(self) -> list[int]:

@@ -5,6 +5,7 @@ All of Transformers' ways to fail on a damaged config.json or tokenizer end here
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -34,6 +35,11 @@ CONFIG_ERRORS = (
 declared fields of a configuration, everything else fails where a module is built from it."""
 MAX_LAYERS = 1000
 """Of a model; building more modules than this from one damaged number would take minutes."""
+MAX_POSITIONS = 1 << 27
+"""Of a text; tables of more would take gigabytes before the first token."""
+_POSITIONS = re.compile(r"(^|[._])(max_position_embeddings|n_positions|max_sequence_length|max_seq_len|n_ctx)$")
+_EPSILON = re.compile(r"(^|[._])(\w+_)?(eps|epsilon)$")
+_SCALE = re.compile(r"(^|[._])(rope_theta|rotary_emb_base|\w*_theta|factor|\w*softcapping)$")
 _LAYER_COUNT = re.compile(r"(^|_)(n_layers?|num_layers|num_\w*layers|layers|depth)$")
 
 
@@ -88,6 +94,7 @@ def build(config: PreTrainedConfig, where: Path | str, *, buffers: bool = False)
     for key, value in _leaves(fields):
         if _LAYER_COUNT.search(key) and type(value) is int and value > MAX_LAYERS:
             raise CheckpointError(f"{where}: {key} is {value:,}; models of up to {MAX_LAYERS:,} layers are read")
+        _check_number(key, value, where)
     cls = _architecture(config, where)
     name = "causal language model" if cls is None else cls.__name__
     place = init_empty_weights(include_buffers=False) if buffers else torch.device("meta")
@@ -176,6 +183,23 @@ def _architecture(config: PreTrainedConfig, where: Path | str) -> type[PreTraine
     if expected is not None and not isinstance(config, expected):
         raise CheckpointError(f"{where}: model_type {config.model_type!r} does not go with the architecture {stated[0]}")
     return cls
+
+
+def _check_number(key: str, value: Any, where: Path | str) -> None:
+    """Raises CheckpointError for a number of a configuration with which a model computes nonsense."""
+    numbers = [each for each in (value if isinstance(value, (list, tuple)) else [value]) if type(each) in (int, float)]
+    for number in numbers:
+        wanted = ""
+        if math.isnan(number):
+            wanted = "a number"
+        elif _POSITIONS.search(key) and number > MAX_POSITIONS:
+            wanted = f"at most {MAX_POSITIONS:,} tokens"
+        elif _EPSILON.search(key) and not 0 <= number <= 1:
+            wanted = "from 0 to 1"
+        elif _SCALE.search(key) and not 0 < number < math.inf:
+            wanted = "a number above 0"
+        if wanted:
+            raise CheckpointError(f"{where}: {key} is {number!r}, it has to be {wanted}; take the file of the original model")
 
 
 def _file(source: str | Path) -> Path | str:
