@@ -33,6 +33,7 @@ from lowbit.formats import PerGroup, QuantTensor, Scheme, ZeroPoint, int_format,
 _MAX_COUNT = 1 << 20
 _MAX_STRING = 1 << 24
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_MAX_NAME = 256  # ggml's own limit is 64
 _WEIGHTS_AT_ONCE = 1 << 22  # which bounds what decoding takes beside the codes
 _STRING, _ARRAY = 8, 9
 _MAX_DEPTH = 4  # of arrays in arrays
@@ -250,7 +251,8 @@ class GgufReader:
             key = cursor.string()
             if key in self.metadata or key in self.arrays:
                 raise CheckpointError(
-                    f"{self.path}: its metadata has the key {key!r} twice, of which readers may take either; make the file again"
+                    f"{self.path}: its metadata has the key {key[:80]!r} twice, of which readers may take either; make the file "
+                    "again"
                 )
             kind = cursor.number("I")
             if kind == _ARRAY:
@@ -260,6 +262,10 @@ class GgufReader:
         rows = []
         for _ in range(tensors):
             name, extents = cursor.string(), cursor.number("I")
+            if len(name) > _MAX_NAME:
+                raise CheckpointError(
+                    f"{self.path}: {name[:80]!r}..: a tensor's name of {len(name):,} characters; at most {_MAX_NAME}"
+                )
             if extents > 4:
                 raise CheckpointError(f"{self.path}: {name}: {extents} dimensions; at most 4 are known")
             shape = tuple(reversed([cursor.number("Q") for _ in range(extents)]))
