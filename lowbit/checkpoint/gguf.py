@@ -251,8 +251,8 @@ class GgufReader:
             key = cursor.string()
             if key in self.metadata or key in self.arrays:
                 raise CheckpointError(
-                    f"{self.path}: its metadata has the key {key[:80]!r} twice, of which readers may take either; make the file "
-                    "again"
+                    f"{self.path}: its metadata has the key {key[:80]!r} twice, of which readers may take either; make "
+                    "the file again"
                 )
             kind = cursor.number("I")
             if kind == _ARRAY:
@@ -264,7 +264,7 @@ class GgufReader:
             name, extents = cursor.string(), cursor.number("I")
             if len(name) > _MAX_NAME:
                 raise CheckpointError(
-                    f"{self.path}: {name[:80]!r}..: a tensor's name of {len(name):,} characters; at most {_MAX_NAME}"
+                    f"{self.path}: {name[:80]!r}..: a tensor's name has {len(name):,} characters; at most {_MAX_NAME} are read"
                 )
             if extents > 4:
                 raise CheckpointError(f"{self.path}: {name}: {extents} dimensions; at most 4 are known")

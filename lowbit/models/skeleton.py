@@ -59,7 +59,7 @@ class damaged:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
-        # The tokenizers package raises bare Exceptions for files that it cannot read, and panics for some, which are no Exception.
+        # For files that it cannot read, the tokenizers package raises bare Exceptions, or panics, which are no Exception.
         if kind is None or issubclass(kind, CheckpointError):
             return
         if not (kind is Exception or kind.__name__ == PANIC or issubclass(kind, CONFIG_ERRORS)):

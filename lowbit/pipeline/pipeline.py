@@ -72,9 +72,7 @@ class Pipeline:
         encoded = [self.tokenizer(t).input_ids for t in texts]
         vocab = self.model.config.get_text_config().vocab_size
         if (last := max(map(max, filter(None, encoded)), default=0)) >= vocab:
-            raise ValueError(
-                f"tokens are from 0 to {vocab - 1}, these prompts have {last}; the tokenizer has more than the model"
-            )
+            raise ValueError(f"tokens are from 0 to {vocab - 1}, the prompts have {last}: the tokenizer is another model's")
         limits = [params.new_tokens(1 if self.encodes else len(ids)) for ids in encoded]
         if self._by_engine:
             generated = self._by_requests(encoded, params, limits)
