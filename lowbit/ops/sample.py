@@ -12,7 +12,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -43,9 +43,9 @@ def is_whole(value: object) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-def is_real(value: object) -> bool:
+def is_real(value: Any) -> bool:
     """Returns True for a number of Python or NumPy, other than a bool, that is finite in float32."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and bool(abs(value) <= _LARGEST)  # not NaN
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and -_LARGEST <= value <= _LARGEST  # not NaN
 
 
 @dataclass(frozen=True)
