@@ -45,7 +45,9 @@ def is_whole(value: object) -> bool:
 
 def is_real(value: Any) -> bool:
     """Returns True for a number of Python or NumPy, other than a bool, that is finite in float32."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and -_LARGEST <= value <= _LARGEST  # not NaN
+    if isinstance(value, bool) or not issubclass(type(value), numbers.Real):
+        return False
+    return bool(-_LARGEST <= value <= _LARGEST)  # not NaN
 
 
 @dataclass(frozen=True)
