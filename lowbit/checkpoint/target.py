@@ -19,7 +19,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from lowbit.checkpoint.lock import Lock
-from lowbit.checkpoint.reader import INDEX, SINGLE, read_json
+from lowbit.checkpoint.reader import INDEX, SINGLE, check_name, read_json
 from lowbit.checkpoint.schema import METHOD, CheckpointError
 
 COMPANIONS = (
@@ -68,8 +68,10 @@ def check_folder(folder: Path, *, overwrite: bool, sources: Iterable[Path] = ())
     """What would be replaced by writing the folder, in words; None where nothing is there, or an empty folder.
 
     folder: absolute, links followed. Raises CheckpointError when it is, holds or lies in one of `sources` (files or folders, or
-    what their links lead to), when it is not empty and `overwrite` is false, and when it is not a checkpoint.
+    what their links lead to), when it is not empty and `overwrite` is false, when it is not a checkpoint,
+    and when its name is not UTF-8.
     """
+    check_name(folder)
     for source in sources:
         _check_apart(folder, Path(source))
     if not os.path.lexists(folder):

@@ -60,7 +60,7 @@ def _talk(dialogue: Dialogue, system: str | None, temperature: float, max_tokens
     messages = list(first)
     while True:
         try:
-            said = out.input("> ", markup=False).strip()
+            said = out.input("> ").strip()
         except EOFError:
             out.print()
             return
@@ -83,7 +83,7 @@ def _show(dialogue: Dialogue, messages: list[dict[str, str]], temperature: float
     try:
         for piece in dialogue.answer(messages, temperature, max_tokens):
             pieces.append(piece)
-            out.print(piece, end="", markup=False, emoji=False, highlight=False, soft_wrap=True)
+            out.print(piece, end="", soft_wrap=True)
     except KeyboardInterrupt:
         say(" (ended)")
     except ValueError as error:

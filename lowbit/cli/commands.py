@@ -319,13 +319,13 @@ def generate(
         if str(json_file) != "-":
             for prompt, response in zip(prompts, responses, strict=True):
                 _show_prompt(prompt)
-                out.print(response.generated_text, markup=False, emoji=False, highlight=False)
+                out.print(response.generated_text)
     answers = [{"prompt": p, **asdict(r)} for p, r in zip(prompts, responses, strict=True)]
     write_result(json_file, "lowbit generate", {"responses": answers})
 
 
 def _show_prompt(prompt: str) -> None:
-    out.print(prompt, style="bold", markup=False, emoji=False, highlight=False, end="")
+    out.print(prompt, style="bold", end="")
 
 
 def _show_as_it_comes(stream: Stream, prompt: str) -> Response:
@@ -333,7 +333,7 @@ def _show_as_it_comes(stream: Stream, prompt: str) -> Response:
     _show_prompt(prompt)
     with stream:
         for piece in stream:
-            out.print(piece, markup=False, emoji=False, highlight=False, end="", soft_wrap=True)
+            out.print(piece, end="", soft_wrap=True)
     out.print()
     assert stream.response is not None
     return stream.response
@@ -361,7 +361,7 @@ def explain(
     from lowbit.explain import render
 
     steps = explain_weight(model_folder(model), layer, row, column, scheme=scheme, sm=sm)
-    out.print(render(steps), markup=False, highlight=False, soft_wrap=True)
+    out.print(render(steps), soft_wrap=True)
 
 
 @app.command()
@@ -372,10 +372,8 @@ def schemes() -> None:
 
     out.print(
         "w<bits>[e<X>m<Y>]a<16|8|8e4m3|8e5m2>[_g<size>|_b<n>x<k>|_t|_pc][_z|_fz][_az][_ct|_hf|_fb]",
-        markup=False,
-        highlight=False,
     )
-    out.print("_ct, _hf, _fb: activations quantized as the tool of a converted file does it", markup=False, highlight=False)
+    out.print("_ct, _hf, _fb: activations quantized as the tool of a converted file does it")
     table = Table("name", "means")
     for alias, meaning in ALIASES.items():
         table.add_row(alias, meaning)

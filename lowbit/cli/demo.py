@@ -53,11 +53,9 @@ def demo(
         out.print(table)
         for r in rows:
             for prompt, text in zip(demos.PROMPTS, r.texts, strict=True):
-                out.print(f"{r.scheme:14}{prompt}{text}".replace("\n", " "), markup=False, highlight=False, soft_wrap=True)
+                out.print(f"{r.scheme:14}{prompt}{text}".replace("\n", " "), soft_wrap=True)
         out.print(
             f"the 16-bit model: {source}\nthe checkpoints:  {out_folder.resolve()}",
-            markup=False,
-            highlight=False,
             soft_wrap=True,
         )
     write_result(json_file, "lowbit demo", demos.as_json(rows, source))
@@ -75,5 +73,5 @@ def _demo_vision(out_folder: Path, data: Path | None, json_file: Path | None) ->
     rows = vision_demo.run(folder, out_folder, say, device=device)
     if str(json_file) != "-":
         out.print(vision_demo.table(rows))
-        out.print(f"the networks: {out_folder.resolve()}", markup=False, highlight=False, soft_wrap=True)
+        out.print(f"the networks: {out_folder.resolve()}", soft_wrap=True)
     write_result(json_file, "lowbit demo --vision", vision_demo.as_json(rows))

@@ -68,7 +68,7 @@ def _print(rows: list[dict[str, Any]], rest: int, kept: tuple[str, ...], lines: 
     else:
         out.print(f"not a lowbit checkpoint: {rest:,} bytes of plain tensors")
     for line in lines:
-        out.print(line, highlight=False, soft_wrap=True)
+        out.print(line, soft_wrap=True)
 
 
 def _equal_rows(rows: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any], int]]:

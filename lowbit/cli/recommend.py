@@ -53,7 +53,7 @@ def _print(found: Recommendation) -> None:
     from lowbit.recommend import gigabytes
 
     def line(text: str) -> None:
-        out.print(text, markup=False, highlight=False, soft_wrap=True)
+        out.print(text, soft_wrap=True)
 
     line(
         f"{found.model}: {found.weights:,} weights, {found.linear_weights:,} of them in linear layers; "

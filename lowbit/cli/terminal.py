@@ -1,4 +1,4 @@
-"""What the commands share: two consoles, mistakes as one line on stderr, results as JSON."""
+"""What the commands share: two consoles that escape what they print, mistakes as one line on stderr, results as JSON."""
 
 from __future__ import annotations
 
@@ -12,11 +12,48 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
+from rich.progress import Task, TextColumn
+from rich.text import Text
 
 from lowbit.cli import begin
 
-out = Console()
-err = Console(stderr=True)
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Control characters other than tab and newline, bidirectional overrides, and surrogates, which no encoding can write."""
+
+
+def printable(text: str) -> str:
+    """`text` with every character escaped that a terminal would obey rather than show: ESC becomes \\x1b.
+
+    All text that commands print passes through here, since names of layers, folders and models come from files and servers.
+    Tabs and newlines stay.
+    """
+    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text.replace("\r\n", "\n"))
+
+
+class Terminal(Console):
+    """A console that shows text as it is: without markup, emoji codes and highlighting, control characters escaped."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"markup": False, "emoji": False, "highlight": False, **options})
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """`text`, escaped, as rich prints it: every string passes here, printed alone or as a cell of a table."""
+        return super().render_str(printable(text), **options)
+
+
+class Description(TextColumn):
+    """The column of a progress bar that shows the description of its task as it is."""
+
+    def __init__(self) -> None:
+        super().__init__("{task.description}", markup=False)
+
+    def render(self, task: Task) -> Text:
+        """One line of text."""
+        return Text(printable(task.description).replace("\n", " "))
+
+
+out = Terminal()
+err = Terminal(stderr=True)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Model = Annotated[Path, typer.Argument(help="Folder of a Transformers model, quantized or not.")]
@@ -40,6 +77,7 @@ def user_errors(command: Command) -> Command:
         from transformers.utils import logging
 
         from lowbit.demo import DemoError
+        from lowbit.engine import TextFailed
         from lowbit.ops import UnsupportedProblem
         from lowbit.progress import through_long_steps
 
@@ -50,8 +88,8 @@ def user_errors(command: Command) -> Command:
             begin()
             with through_long_steps():
                 return command(*args, **kwargs)
-        except (ValueError, OSError, UnsupportedProblem, DemoError) as error:
-            err.print(f"error: {_in_words(error)}", style="red", markup=False, highlight=False, soft_wrap=True)
+        except (ValueError, OSError, UnsupportedProblem, DemoError, TextFailed) as error:
+            err.print(f"error: {_in_words(error)}", style="red", soft_wrap=True)
             raise typer.Exit(1) from error
         except KeyboardInterrupt:
             err.print("interrupted; nothing was left half-written")
@@ -78,9 +116,10 @@ def _shown(factory: Any, arguments: tuple[Any, ...], options: dict[str, Any]) ->
 
 
 def _in_words(error: Exception) -> str:
-    """The message; of the system's errors "FILE: what", instead of a number."""
+    """The message in one line; of the system's errors "FILE: what", instead of a number."""
     named = isinstance(error, OSError) and error.filename is not None and error.strerror
-    return f"{error.filename}: {error.strerror}" if named else str(error)  # type: ignore[attr-defined]
+    text = f"{error.filename}: {error.strerror}" if named else str(error)  # type: ignore[attr-defined]
+    return re.sub(r"\s*\n\s*", " ", text)
 
 
 def check_json(target: Path | None, result: str, folder: Path | None = None) -> None:
@@ -109,5 +148,5 @@ def write_result(target: Path | None, result: str, value: dict[str, Any]) -> Non
 
 
 def say(line: str) -> None:
-    """Prints a line on stderr as it is, without markup and unbroken."""
-    err.print(line, markup=False, highlight=False, soft_wrap=True)
+    """Prints a line on stderr, unbroken."""
+    err.print(line, soft_wrap=True)

@@ -13,9 +13,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
-from lowbit.engine import Drawn, Engine, TextStream
+from lowbit.engine import Drawn, Engine, TextFailed, TextStream
 from lowbit.engine.warm_up import Stage
 from lowbit.models.head import SCHEME
 from lowbit.models.load import load_causal
@@ -53,7 +60,7 @@ class Pipeline:
     def __call__(self, prompts: str | list[str], **arguments: Any) -> list[Response]:
         """Responses to `prompts`, in order, each as if it had been asked alone; arguments are the fields of `GenerateParams`.
 
-        Raises UnknownArgument for others, ValueError for values out of range, no or empty prompts, RuntimeError if a text
+        Raises UnknownArgument for others, ValueError for values out of range, no or empty prompts, TextFailed if a text
         fails.
         """
         params = GenerateParams.from_arguments({**self._defaults, **arguments})
@@ -63,6 +70,9 @@ class Pipeline:
         if self.model is None:
             raise RuntimeError("this pipeline was destroyed")
         encoded = [self.tokenizer(t).input_ids for t in texts]
+        vocab = self.model.config.get_text_config().vocab_size
+        if (last := max(map(max, filter(None, encoded)), default=0)) >= vocab:
+            raise ValueError(f"tokens are from 0 to {vocab - 1}, the prompts have {last}: the tokenizer is another model's")
         limits = [params.new_tokens(1 if self.encodes else len(ids)) for ids in encoded]
         if self._by_engine:
             generated = self._by_requests(encoded, params, limits)
@@ -72,7 +82,7 @@ class Pipeline:
         return [self._response(text, ids, new[:limit], params) for text, ids, new, limit in rows]
 
     def stream(self, prompt: str, **arguments: Any) -> Stream:
-        """The answer to one prompt as it comes; arguments as in a call. The stream raises RuntimeError if the text fails.
+        """The answer to one prompt as it comes; arguments as in a call. The stream raises TextFailed if the text fails.
 
         On a CPU, texts that are drawn differ from a call's with the same seed: those come from torch's random numbers.
         """
@@ -164,6 +174,7 @@ class Pipeline:
             options |= {"do_sample": False, "top_p": None, "top_k": None, "temperature": None}
         if params.stop:
             options["stopping_criteria"] = StoppingCriteriaList([_StopStrings(self, encoded, before, params.stop)])
+        options["logits_processor"] = LogitsProcessorList([_Numbers()])
         options["eos_token_id"] = None if params.ignore_eos else (self.ends or None)
         # A seed belongs to this call: the caller's own random numbers go on as before.
         with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=params.seed is not None):
@@ -202,6 +213,15 @@ class Pipeline:
             return any(s in text for s in stop)
 
         return 1 + bisect.bisect_left(range(1, len(new)), True, key=has_stopped)
+
+
+class _Numbers(LogitsProcessor):
+    """Raises TextFailed where the logits of a row are no numbers, of which Transformers takes token 0 without a word."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if not bool(scores.amax(-1).isfinite().all()):  # NaN wins; -inf alone is a token that may not come
+            raise TextFailed("the model's logits are NaN or infinite; its weights or its config.json are damaged")
+        return scores
 
 
 class _StopStrings(StoppingCriteria):

@@ -6,7 +6,6 @@ trials.py says what is tried and how it is timed; kernels/choose/kept.py what is
 from __future__ import annotations
 
 import datetime
-import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -212,12 +211,9 @@ def keep(file: Path, rows: Iterable[Tuned], here: Machine, say: Callable[[str], 
     kept.forget()
 
 
-def _there(file: Path) -> dict[str, list[Kept]]:
-    """What this version has kept in the file before."""
+def _there(file: Path) -> dict[str, tuple[Kept, ...]]:
+    """What this version has kept in the file before; nothing where the file is damaged or of another version."""
     try:
-        document = json.loads(file.read_text())
-        if (document["schema"], document["lowbit"]) != (SCHEMA, __version__):
-            return {}
-        return {problem: [Kept(**row) for row in rows] for problem, rows in document["products"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return kept.kept_in(file)
+    except (OSError, ValueError):
         return {}

@@ -236,6 +236,18 @@ TAMPERINGS = {
         "model.safetensors",
     ),
     "empty file": (set_bytes("model.safetensors", b""), r"model.safetensors: not a safetensors file, or truncated"),
+    "shape of no tensor": (
+        edit_header(lambda h: h.update(x={"dtype": "F32", "shape": [0, 2**63], "data_offsets": [0, 0]})),
+        r"model\.safetensors: x: no tensor can have the shape \(0, 9223372036854775808\)",
+    ),
+    "strides of no tensor": (
+        edit_header(lambda h: h.update(x={"dtype": "F32", "shape": [0, 2**40, 2**40], "data_offsets": [0, 0]})),
+        r"model\.safetensors: x: no tensor can have the shape",
+    ),
+    "100 dimensions": (
+        edit_header(lambda h: h.update(x={"dtype": "F32", "shape": [0] * 100, "data_offsets": [0, 0]})),
+        r"model\.safetensors: x: no tensor can have the shape",
+    ),
     "huge header": (set_bytes("model.safetensors", struct.pack("<Q", 1 << 60) + b"{}"), r"model.safetensors: not a safe"),
     "header no JSON": (set_bytes("model.safetensors", struct.pack("<Q", 4) + b"nope"), r"model.safetensors: its header"),
     "header a list": (set_bytes("model.safetensors", struct.pack("<Q", 2) + b"[]"), r"model.safetensors: its header is a list"),
