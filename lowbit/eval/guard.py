@@ -69,7 +69,6 @@ def main() -> None:
         if os.getppid() != request["parent"]:
             sys.exit(1)
     os.chdir(request["folder"])
-    os.environ.pop("PWD", None)
     if "node" in request:
         _replace_stdin(request)
     null = os.open(os.devnull, os.O_RDWR)
