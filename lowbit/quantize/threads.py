@@ -2,8 +2,9 @@
 
 torch shares each operation on a CPU among its threads, which spin at its end until the last one is done. A method of
 quantization is thousands of short operations. Beside a busy core each of them takes until the scheduler runs the late thread:
-hqq of 2,048 x 2,048 weights took 1.24 s alone and 19.4 s beside a busy core, GPTQ 1.63 s and over 80 s; as it is here, 0.97 and
-1.47 s, 1.86 and 1.76 s (2 threads, two cores of a Xeon, torch 2.11, 2026-11-24).
+hqq of 2,048 x 2,048 weights took 1.24 s alone and 19.4 s beside a busy core, GPTQ 1.63 s and over 80 s. With a
+thread for each part hqq takes 0.97 and 1.47 s; GPTQ on one thread takes 1.86 and 1.76 s (two cores of a Xeon, torch 2.11, 2
+threads, 2026-11-24).
 """
 
 from __future__ import annotations
