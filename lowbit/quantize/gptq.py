@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lowbit.formats import QuantTensor, Scheme, ZeroPoint, parse_scheme, scale_shape
 from lowbit.quantize.rtn import CLIP_FACTORS, check_weight, fit_columns, nearest, scale_dtype, values
+from lowbit.quantize.threads import one_thread
 
 GptqSearch = Literal["max", "mse", "loss"]
 
@@ -128,11 +129,12 @@ class _Grid:
             for j in range(start, end):
                 if cost is not None and j % self.width == 0:
                     self.fit(numbers[j], w[j : j + self.width].T, cost[j : j + self.width])
-                scale, zero = self.scale[rows, numbers[j]], None if self.zero is None else self.zero[rows, numbers[j]]
-                codes[j] = nearest(w[j], scale, zero, self.scheme)
-                error = (w[j] - values(codes[j], scale, zero, self.scheme)) / factor[j, j]
-                w[j + 1 : end].addr_(factor[j, j + 1 : end], error, alpha=-1)
-                errors[j - start] = error
+                with one_thread():
+                    scale, zero = self.scale[rows, numbers[j]], None if self.zero is None else self.zero[rows, numbers[j]]
+                    codes[j] = nearest(w[j], scale, zero, self.scheme)
+                    error = (w[j] - values(codes[j], scale, zero, self.scheme)) / factor[j, j]
+                    w[j + 1 : end].addr_(factor[j, j + 1 : end], error, alpha=-1)
+                    errors[j - start] = error
             w[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
         return codes
 

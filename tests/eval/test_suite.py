@@ -18,6 +18,7 @@ from lowbit.cli.commands import app
 from lowbit.eval import report, suite
 from lowbit.eval.plot import plot
 from lowbit.eval.results import as_json
+from lowbit.eval.sandbox import ISOLATIONS
 from tests.tiny import save_tiny, tiny_tokenizer
 
 HAS_ROUGE = importlib.util.find_spec("rouge_score") is not None
@@ -66,7 +67,9 @@ def test_end_to_end(models, data, tmp_path):
     assert result.exit_code == 0, result.stderr
     document = json.loads((out / "results.json").read_text())
     assert document["complete"] and document["versions"]["torch"] and document["machine"]["threads"]
-    assert document["request"]["sandbox"]["python"]["time, memory, file size"] == "resource limits"
+    held = document["request"]["sandbox"]["python"]
+    assert held["time, memory, file size"] == "resource limits"
+    assert held["isolation"].split()[0] in ISOLATIONS and held["isolation"] in (out / "report.md").read_text()
     assert [t["items"] for t in document["request"]["tasks"]] == [None, 3, *[1] * HAS_ROUGE, 1]
     labels = [m["label"] for m in document["models"]]
     assert labels == ["fp16", "w4a16_g32", "w8a16"] and [m["reference"] for m in document["models"]] == [True, False, False]
@@ -248,6 +251,8 @@ def test_mistakes_in_suites(file, content, options, message, models, data, tmp_p
         (["{tmp}/nothing"], "no such folder; give the folder of a Transformers model"),
         (["{model}", "--limit", "3"], "belong to --suite"),
         (["{model}", "--run-generated-code"], "belong to --suite"),
+        (["{model}", "--unsafe"], "belong to --suite"),
+        (["{model}", "--suite", "text", "--unsafe"], "--unsafe belongs to --run-generated-code: give both"),
         (["{model}", "--reference", "{tmp}/nothing"], "nothing: no such folder"),
     ],
 )
