@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 
 LAYERS = (
     "folders",
+    "sources",
     "formats",
+    "methods",
     "checkpoint",
     "quantize",
     "hardware",

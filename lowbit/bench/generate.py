@@ -11,25 +11,29 @@ from typing import Any
 
 import torch
 
+from lowbit.hardware.machine import torch_device
 from lowbit.nn import PackedWeight
 from lowbit.pipeline import Pipeline, pipeline
 
 PROMPT = "The three laws of thermodynamics say that"
 
 
-def measure_generation(model: Path, schemes: Sequence[str], new_tokens: int, repeats: int) -> dict[str, Any]:
+def measure_generation(
+    model: str | Path, schemes: Sequence[str], new_tokens: int, repeats: int, device: str | None = None
+) -> dict[str, Any]:
     """A row unquantized, one for each scheme, and one unquantized again, with the machine: `new_tokens` greedily, batch 1."""
-    rows = [_measure(str(model), scheme, new_tokens, repeats) for scheme in (None, *schemes, None)]
+    rows = [_measure(str(model), scheme, new_tokens, repeats, device) for scheme in (None, *schemes, None)]
     base = rows[0]["tokens_per_second"]
     for row in rows:
         row["times_unquantized"] = row["tokens_per_second"] / base
-    where = torch.cuda.get_device_name() if torch.cuda.is_available() else f"a CPU, {torch.get_num_threads()} threads"
-    return {"model": model.name, "device": where, "torch": torch.__version__, "new_tokens": new_tokens, "rows": rows}
+    at = torch_device(device)
+    where = torch.cuda.get_device_name(at) if at.type == "cuda" else f"a CPU, {torch.get_num_threads()} threads"
+    return {"model": Path(model).name, "device": where, "torch": torch.__version__, "new_tokens": new_tokens, "rows": rows}
 
 
-def _measure(model: str, scheme: str | None, new_tokens: int, repeats: int) -> dict[str, Any]:
+def _measure(model: str, scheme: str | None, new_tokens: int, repeats: int, device: str | None) -> dict[str, Any]:
     """One row: tokens per second of each run and their median, the type of x, bytes of all weights as they are held then."""
-    pipe = pipeline(model, quantization_mode=scheme)
+    pipe = pipeline(model, scheme=scheme, device=device)
     _seconds(pipe, 4)
     runs = [new_tokens / _seconds(pipe, new_tokens) for _ in range(repeats)]
     row = {

@@ -6,11 +6,9 @@ import hashlib
 import json
 import os
 import re
-import stat
 import struct
 from collections.abc import Callable, Container
 from dataclasses import dataclass
-from glob import escape
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,6 +28,7 @@ from lowbit.checkpoint.schema import (
     unstated_tensors,
 )
 from lowbit.formats import QuantTensor, ZeroPoint, is_permutation
+from lowbit.sources import model_folder, regular_file
 
 MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 MAX_JSON_BYTES = 64_000_000
@@ -219,21 +218,6 @@ class CheckpointReader:
                 self._tensors[name], self._stored[name] = self._tensors.pop(stored), stored
 
 
-def regular_file(path: Path) -> Path:
-    """`path`, unless a pipe, socket, device or folder is there, links followed: reading one may never end. Raises
-    CheckpointError, naming what it is; a path at which nothing is passes, for whoever opens it to say what was expected."""
-    try:
-        mode = path.stat().st_mode
-    except OSError:
-        return path
-    if stat.S_ISREG(mode):
-        return path
-    if stat.S_ISDIR(mode):
-        raise CheckpointError(f"{path}: is a folder; name a file")
-    kind = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}.get(stat.S_IFMT(mode), "a device")
-    raise CheckpointError(f"{path}: is {kind}, and only regular files are read; copy it to one")
-
-
 def read_text(path: Path, expected: str) -> str:
     """The UTF-8 text of a regular file; raises ValueError where none is, telling what was `expected` if there is no file."""
     try:
@@ -242,21 +226,6 @@ def read_text(path: Path, expected: str) -> str:
         raise ValueError(f"{path}: no such file; {expected}") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 text ({error})") from error
-
-
-def model_folder(path: Path) -> Path:
-    """`path`, if it is a folder in which no pipe or device would keep a reader waiting; raises CheckpointError if not."""
-    expected = "give the folder of a Transformers model (with config.json and *.safetensors)"
-    if path.exists() and not path.is_dir():
-        raise CheckpointError(f"{path}: is a file; {expected}")
-    if not path.exists():
-        displaced = sorted(path.absolute().parent.glob(f".{escape(path.name)}.old-*"))
-        advice = f"{displaced[0]} is what was there when a killed run was replacing it; rename it" if displaced else expected
-        raise CheckpointError(f"{path}: no such folder; {advice}")
-    for file in path.iterdir():
-        if not file.is_dir():
-            regular_file(file)  # Transformers opens some of them by itself
-    return path
 
 
 def file_sha256(path: Path, progress: Callable[[int], object] = lambda nbytes: None) -> str:

@@ -13,7 +13,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from lowbit.cli.serve import EXTRA, MOST_ON_A_CPU, MOST_ON_A_GPU
-from lowbit.cli.terminal import Json, check_json, err, out, say, user_errors, write_result
+from lowbit.cli.terminal import (
+    Device,
+    Json,
+    check_device,
+    check_json,
+    check_schemes,
+    err,
+    load_layers,
+    out,
+    say,
+    user_errors,
+    write_result,
+)
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure kernels beside cuBLAS and the peers; make tables of the results.")
 
@@ -37,6 +49,8 @@ def bench_gemm(
 
     Example: lowbit bench gemm --formats w4a16_g128,w6e3m2a16 --shapes 8192x28672 --m 1,16,256 --peers none
     """
+    check_schemes(formats)
+    load_layers()
     from lowbit.bench import report
     from lowbit.bench.gemm import choose_peers, run
     from lowbit.bench.request import make_request
@@ -79,6 +93,8 @@ def bench_tiles(
 
     Example: lowbit bench tiles --formats w4a16_g128 --shapes 4096x4096 --m 16,64,256
     """
+    check_schemes(formats)
+    load_layers()
     import torch
 
     from lowbit.bench.protocol import warm_up
@@ -122,6 +138,8 @@ def bench_choice(
 
     Example: lowbit bench choice --models Llama-3-8B --schemes w4a16_g128 --tokens 1,16,64,256
     """
+    check_schemes(schemes)
+    load_layers()
     from lowbit.bench import choice_report
     from lowbit.bench.choice import as_chosen_now, make_asked, run
     from lowbit.hardware.machine import typical_machine
@@ -164,6 +182,7 @@ def bench_report(
 
     Example: lowbit bench report bench/results/h200/2026-11-21-gemm.json --readme README.md
     """
+    load_layers()
     from lowbit.bench import report
     from lowbit.bench.request import parse_rows, parse_shape
     from lowbit.bench.results import GEMM, load
@@ -202,6 +221,7 @@ def bench_activations(
 
     Example: lowbit bench activations --m 16,4096 --k 8192
     """
+    load_layers()
     import torch
 
     from lowbit.bench.activations import COLUMNS, ROWS, run
@@ -241,6 +261,7 @@ def bench_conv(
 
     Example: lowbit bench conv --storages int4 --batches 1,128 --plot layers.png
     """
+    load_layers()
     from lowbit.bench.conv_report import CONV, STORAGES, layer_table, load, network_table, plot
     from lowbit.eval.results import check_plot
 
@@ -302,6 +323,7 @@ def bench_e2e(
 
     Example: lowbit bench e2e --schemes w4a16_g128 --batches 1,16 --contexts 1024 --plot step.png
     """
+    load_layers()
     from lowbit.bench.e2e_report import E2E, failed, load, plot, tables
     from lowbit.eval.results import check_plot
 
@@ -352,7 +374,7 @@ def bench_load(
     dtype: Annotated[str, typer.Option(help="Weights and activations: float16 or bfloat16.")] = "bfloat16",
     layers: Annotated[int | None, typer.Option(min=1, help="Fewer layers than the model has: for trying.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Loads of each; the fastest counts.")] = 2,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; cuda where there is a GPU.")] = None,
+    device: Device = None,
     folder: Annotated[
         Path | None, typer.Option("--dir", help="Where the files are written meanwhile; the system's temporary folder.")
     ] = None,
@@ -367,25 +389,25 @@ def bench_load(
 
     Example: lowbit bench load --layers 2 --schemes none,w4a16_g128
     """
+    check_schemes(schemes)
+    check_device(device)
+    load_layers()
     from lowbit.bench.load_report import failed, load, load_table
 
     if report_file is not None:
         out.print(load_table(load(report_file)))
         return
-    import torch
-
     from lowbit.bench.load import DTYPES, KINDS, Asked, run
     from lowbit.formats import parse_scheme
+    from lowbit.hardware.machine import torch_device
 
     wanted = _names("--kinds", kinds, KINDS)
     if dtype not in DTYPES:
         raise ValueError(f"--dtype is {' or '.join(DTYPES)}, got {dtype!r}")
-    if device not in (None, "cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
-        raise ValueError(f"--device is cuda, where torch sees a GPU, or cpu, got {device!r}")
     if folder is not None and not folder.is_dir():
         raise ValueError(f"--dir is a folder, {folder} is none")
     chosen = tuple(None if part == "none" else parse_scheme(part).name for part in schemes.split(",") if part.strip())
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = torch_device(device)
     ends = None if head == "none" or where.type == "cpu" else parse_scheme(head).name  # as `lowbit.pipeline` does
     asked = Asked(model, wanted, chosen, ends, dtype, where, layers, repeats, folder)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -434,6 +456,7 @@ def bench_mechanisms(
     Example: lowbit bench mechanisms --parts conversions,scales
     Example, without a GPU: lowbit bench mechanisms --report bench/results/h200/2026-11-23-mechanisms.json
     """
+    load_layers()
     try:
         from lowbit.bench.mechanisms import report
     except ModuleNotFoundError as error:
@@ -500,6 +523,7 @@ def bench_serve(
     Example, on a GPU: lowbit bench serve --seconds 60 --each 15 --plot serve.png
     Example, on a CPU: lowbit bench serve --model SmolLM2-135M-Instruct --seconds 20 --prompt 64 --output 16 --no-sharegpt
     """
+    load_layers()
     from lowbit.bench.serve_report import SERVE, failed, load, plot, tables, verdicts
     from lowbit.eval.results import check_plot
 
@@ -547,10 +571,14 @@ def bench_serve(
 @bench_app.command(name="generate")
 @user_errors
 def bench_generate(
-    model: Annotated[Path, typer.Argument(help="Folder of a model in 16 bits.", exists=True, file_okay=False)],
+    model: Annotated[str, typer.Argument(help="Folder of a model in 16 bits, or its name on the hub: org/name.")],
     schemes: Annotated[str, typer.Option(help="Schemes to quantize to while loading, with commas.")] = "w4a16_g64,w8a16",
-    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate, greedily.")] = 64,
+    max_new_tokens: Annotated[
+        int,
+        typer.Option("--max-new-tokens", "--new-tokens", min=2, help="Tokens to generate, greedily; the prompt not counted."),
+    ] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each; the median counts.")] = 3,
+    device: Device = None,
     json_file: Json = None,
 ) -> None:
     """Time greedy generation of one text (batch 1) by `lowbit.pipeline`: unquantized, with each scheme, unquantized again.
@@ -560,12 +588,18 @@ def bench_generate(
 
     Example: lowbit bench generate ./model --schemes w4a16_g32,w4a16_g64,w8a16,w6e3m2a16
     """
+    from lowbit.sources import local_model
+
+    check_schemes(schemes)
+    check_device(device)
+    local_model(model)
+    load_layers()
     from lowbit.bench.generate import measure_generation
     from lowbit.formats import parse_scheme
 
     check_json(json_file, "lowbit bench generate")
     names = [parse_scheme(part).name for part in schemes.split(",") if part.strip()]
-    about = measure_generation(model, names, new_tokens, repeats)
+    about = measure_generation(model, names, max_new_tokens, repeats, device)
     title = f"{about['model']} on {about['device']}"
     table = Table("scheme", "x", "MB", "tokens/s", "least and most", "times unquantized", title=title)
     for row in about["rows"]:

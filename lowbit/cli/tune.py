@@ -9,7 +9,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from lowbit.cli.terminal import Model, err, out, say
+from lowbit.cli.terminal import Model, check_scheme, err, load_layers, out, say
 
 
 def tune(
@@ -31,6 +31,11 @@ def tune(
 
     Example: lowbit tune Llama-3-8B --scheme w8a8 --tokens 1,16,64,256
     """
+    from lowbit.sources import CONFIG, local_model
+
+    check_scheme(scheme)
+    local_model(model, CONFIG)
+    load_layers()
     from lowbit.bench.request import parse_rows
     from lowbit.bench.tune import TOKENS, Tuned, products_of_model, run
     from lowbit.formats import parse_scheme

@@ -12,9 +12,9 @@ from torch.nn.functional import pad
 
 from lowbit.formats import PerBlock, Scheme
 from lowbit.kernels.reference.activations import quantize_activations_reference
+from lowbit.methods import Learned
 from lowbit.models.decoder import Decoder
 from lowbit.quantize.learned import LearnedRounding
-from lowbit.quantize.method import Learned
 
 BETAS = (0.9, 0.98)
 """Adam's. With the first three layers of SmolLM2-135M in w4a16_g64, by 100 iterations of 8 pieces, the mean divergence on 4

@@ -7,7 +7,6 @@ the scale that the kernels will use.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,8 +22,7 @@ from lowbit.formats import (
     parse_scheme,
     scale_shape,
 )
-
-Search = Literal["max", "mse"]
+from lowbit.methods import Search
 
 WEIGHTS_AT_ONCE = 1 << 20
 """Weights quantized at once, which bounds the float32 temporaries to some 40 MB whatever the size of a layer."""
