@@ -117,10 +117,10 @@ def _downloaded(name: str, repo: str, revision: str | None, files: tuple[str, ..
         raise CheckpointError(
             f"{name}: downloading it failed ({why}); the same command goes on from what is downloaded"
         ) from error
-    path = model_folder(Path(folder))
+    path = Path(folder)  # not there where the hub has none of the files
     if not (path / "config.json").is_file() or ("*.safetensors" in files and not any(path.glob("*.safetensors"))):
         raise CheckpointError(
             f"{name}: the hub has no config.json and *.safetensors of it; of GGUF files download one (`hf download {repo} "
             "FILE.gguf --local-dir .`) and give its path"
         )
-    return path
+    return model_folder(path)
