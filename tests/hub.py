@@ -74,11 +74,14 @@ def served(models: dict[str, dict[str, Path]]) -> Iterator[Hub]:
             files = sorted(path for path in place[0].rglob("*") if path.is_file())
             if what == "tree":
                 rows = [
-                    {"type": "file", "path": str(p.relative_to(place[0])), "size": p.stat().st_size, "oid": _oid(p)} for p in files
+                    {"type": "file", "path": str(p.relative_to(place[0])), "size": p.stat().st_size, "oid": _oid(p)}
+                    for p in files
                 ]
                 return self._json(rows)
             siblings = [{"rfilename": str(path.relative_to(place[0]))} for path in files]
-            return self._json({"id": name, "modelId": name, "sha": place[1], "siblings": siblings, "private": False, "tags": []})
+            return self._json(
+                {"id": name, "modelId": name, "sha": place[1], "siblings": siblings, "private": False, "tags": []}
+            )
 
         def _file(self, name: str, revision: str, path: str, body: bool) -> None:
             place = hub.folder(name, revision)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from lowbit.models.calibrate import Calibration, Finished, Results, calibrate_la
 from lowbit.models.complete import require_complete, require_finite_tensor
 from lowbit.models.decoder import Decoder
 from lowbit.models.hf import give_back_freed_memory, plan_for
+from lowbit.models.learn import ENOUGH_TOKENS
 from lowbit.models.names import Names
 from lowbit.models.rotate import RotatedReader
 from lowbit.models.sensitivity import SCRATCH_FILES, measure_sensitivity
@@ -30,6 +32,10 @@ from lowbit.quantize.hqq import hqq
 from lowbit.quantize.lorc import lorc
 from lowbit.quantize.mixed import choose, stored_bits
 from lowbit.sources import local_model
+
+
+def _silent(line: str) -> None:
+    """Says nothing."""
 
 
 def quantize_checkpoint(
@@ -50,7 +56,7 @@ def quantize_checkpoint(
     device: str | torch.device | None = None,
     overwrite: bool = False,
     progress: bool = False,
-    say: Callable[[str], None] = lambda line: None,
+    say: Callable[[str], None] = _silent,
     **options: Any,
 ) -> Plan:
     """Writes the Transformers checkpoint `source` to the folder `target` with quantized weights.
@@ -66,7 +72,7 @@ def quantize_checkpoint(
     patterns `wide_inputs` have the scheme's weights with 16-bit activations. With `rotation`, a seed, the residual stream
     and heads are rotated first (`models.rotate`). Layers that fit one of the patterns `rotate_inputs` have their inputs rotated
     when the model runs, in blocks of channels (`formats.rotate_blocks`). `target` appears complete or not at all. `say` gets a
-    line for every choice made on the way. Returns the report of what was converted and what was not. Other arguments as for
+    line for every choice made on the way; warnings without it are Python's. Returns the report of what was converted and what was not. Other arguments as for
     `lowbit.LowbitConfig`. Raises CheckpointError for files that cannot be read or written and ValueError for schemes, weights,
     texts, patterns and devices that cannot be used, and where nothing can be quantized.
     """
@@ -188,6 +194,13 @@ class _Weights:
         beside = sum(kept) - finished_bytes(target)
         check_space(target, needed_bytes + beside, "the checkpoint, with its finished layers at a byte per weight,")
         finished = Finished(target, recipe_of(self.reader, self.schemes, self.method, self.low_rank, tokens, decoder))
+        if isinstance(self.method, Learned) and tokens.numel() < ENOUGH_TOKENS:
+            samples = -(-ENOUGH_TOKENS // tokens.shape[1])
+            _warn(
+                f"learned from {tokens.numel():,} tokens ({tokens.shape[0]} x {tokens.shape[1]}), weights are likely to be worse than "
+                f"rounded to nearest; take {samples} samples of {tokens.shape[1]} tokens or more (--samples {samples}), or --method rtn",
+                say,
+            )
         say(f"calibrating on {tokens.shape[0]} x {tokens.shape[1]} tokens; finished layers are kept in {finished.folder}")
         replaced = {f"{name}.weight": self._rounded(decoder.file_name(f"{name}.weight"), name) for name in self.plan.embeddings}
         dense = {name: q.dequantize() for name, q in replaced.items()}
@@ -238,6 +251,14 @@ class _Weights:
         if self.low_rank and module in self.plan.linears:
             q = dataclasses.replace(q, low_rank=lorc(weight, q, self.low_rank))
         return q.to("cpu")
+
+
+def _warn(line: str, say: Callable[[str], None]) -> None:
+    """A line of warning by `say`, or by Python's warnings where the caller takes no lines."""
+    if say is _silent:
+        warnings.warn(line, stacklevel=4)
+    else:
+        say(f"warning: {line}")
 
 
 def _opened(source: Path, rotation: int | None, say: Callable[[str], None]) -> CheckpointReader:
