@@ -42,6 +42,8 @@ def local_model(name: str | Path, files: tuple[str, ...] = FILES, *, quantized: 
     if quantized and not path.is_dir():
         what = "is a file" if path.exists() else "no such folder or file"
         raise CheckpointError(f"{path}: {what}; {_QUANTIZED}{'' if path.exists() else _OR_HUB}")
+    if path.suffix == ".gguf" and not path.exists():
+        raise CheckpointError(f"{path}: there is no such file; give the path of a GGUF file")
     folder = model_folder(path)
     if not (folder / "config.json").exists() and not any(folder.glob("*.gguf")):
         raise CheckpointError(f"{folder / 'config.json'}: missing; a checkpoint is a folder with config.json and *.safetensors")
@@ -112,7 +114,7 @@ def _downloaded(name: str, repo: str, revision: str | None, files: tuple[str, ..
             f"{name}: no such folder here, not in the hub's cache, and the hub cannot be reached; with a network: "
             f"`hf download {repo}{f' --revision {revision}' if revision else ''}`, or {_FOLDER}"
         ) from error
-    except (*HfHubHTTPError.__bases__, ValueError) as error:  # those of the HTTP library that this version of the client has
+    except (*HfHubHTTPError.__bases__, ValueError) as error:  # type: ignore[misc]  # of the client's HTTP library
         why = " ".join(str(error).split()) or type(error).__name__
         raise CheckpointError(
             f"{name}: downloading it failed ({why}); the same command goes on from what is downloaded"

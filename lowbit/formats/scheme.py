@@ -72,16 +72,10 @@ _NEAR_MISSES = {
 """Names that are no schemes, in letters and digits only, and the scheme to use."""
 _METHODS = ("rtn", "hqq", "gptq", "awq", "smoothquant", "learned")
 _EXAMPLES = (
-    "w4a16_g64",
-    "w4a16_g128",
-    "w4a16_pc",
-    "w6e3m2a16",
-    "w5e2m2a16",
-    "w4a16_g32_fz",
-    "w4a16_g128_z",
-    "w8a8_az",
-    "w4a8_g128",
-)
+    "w4a16_g64", "w4a16_g128", "w4a16_pc", "w4a16_g32_fz", "w4a16_g64_fz", "w4a16_g64_z", "w4a16_g128_z", "w6e3m2a16",
+    "w5e2m2a16", "w8a8_az", "w4a8_g128",
+)  # fmt: skip
+"""Names that a typing mistake may be near to, beside the aliases."""
 
 
 class ZeroPoint(Enum):

@@ -67,14 +67,15 @@ def quantize_checkpoint(
 
     Without calibration one tensor is read, quantized on `device` and written at a time, so peak memory is one shard of the
     output (2 GiB at most) plus one layer; with it, see `calibrate_layers`: layers outside the decoder are rounded to nearest,
-    and a run that was killed goes on when it is called again. `mixed` chooses a scheme for each unit of layers in the decoder. Unless `low_rank` is 0, each linear layer has
-    a correction of that rank (`quantize.lorc`), for its inputs where the method observes them. Layers that fit one of the
-    patterns `wide_inputs` have the scheme's weights with 16-bit activations. With `rotation`, a seed, the residual stream
-    and heads are rotated first (`models.rotate`). Layers that fit one of the patterns `rotate_inputs` have their inputs rotated
-    when the model runs, in blocks of channels (`formats.rotate_blocks`). `target` appears complete or not at all. `say` gets a
-    line for every choice made on the way; warnings without it are Python's. Returns the report of what was converted and what was not. Other arguments as for
-    `lowbit.LowbitConfig`. Raises CheckpointError for files that cannot be read or written and ValueError for schemes, weights,
-    texts, patterns and devices that cannot be used, and where nothing can be quantized.
+    and a run that was killed goes on when it is called again. `mixed` chooses a scheme for each unit of layers in the decoder.
+    Unless `low_rank` is 0, each linear layer has a correction of that rank (`quantize.lorc`), for its inputs where the method
+    observes them. Layers that fit one of the patterns `wide_inputs` have the scheme's weights with 16-bit activations. With
+    `rotation`, a seed, the residual stream and heads are rotated first (`models.rotate`). Layers that fit one of the patterns
+    `rotate_inputs` have their inputs rotated when the model runs, in blocks of channels (`formats.rotate_blocks`). `target`
+    appears complete or not at all. `say` gets a line for every choice made on the way; warnings without it are Python's.
+    Returns the report of what was converted and what was not. Other arguments as for `lowbit.LowbitConfig`. Raises
+    CheckpointError for files that cannot be read or written and ValueError for schemes, weights, texts, patterns and devices
+    that cannot be used, and where nothing can be quantized.
     """
     method = _chosen(method, search, options)
     source, target, device = local_model(source), Path(target), torch_device(device)
@@ -196,9 +197,10 @@ class _Weights:
         finished = Finished(target, recipe_of(self.reader, self.schemes, self.method, self.low_rank, tokens, decoder))
         if isinstance(self.method, Learned) and tokens.numel() < ENOUGH_TOKENS:
             samples = -(-ENOUGH_TOKENS // tokens.shape[1])
+            took = f"{tokens.shape[0]} x {tokens.shape[1]}"
             _warn(
-                f"learned from {tokens.numel():,} tokens ({tokens.shape[0]} x {tokens.shape[1]}), weights are likely to be worse than "
-                f"rounded to nearest; take {samples} samples of {tokens.shape[1]} tokens or more (--samples {samples}), or --method rtn",
+                f"learned from {tokens.numel():,} tokens ({took}), weights may be worse than rounded to nearest; take "
+                f"{samples} samples of {tokens.shape[1]} tokens or more (--samples {samples}), or --method rtn",
                 say,
             )
         say(f"calibrating on {tokens.shape[0]} x {tokens.shape[1]} tokens; finished layers are kept in {finished.folder}")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pty
 import re
 import select
 import signal
+import sys
 import time
 
 import pytest
@@ -106,8 +108,6 @@ def terminal(tmp_path, monkeypatch):
     def open_with(dialogue):
         def talk():
             """In the child, whose standard streams pytest has put in place of the terminal's."""
-            import sys
-
             for name, fd, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
                 stream = os.fdopen(fd, mode, buffering=1, closefd=False)
                 setattr(sys, name, stream)
@@ -188,7 +188,7 @@ def run(*arguments, **options):
 def test_commands_are_not_sent(monkeypatch):
     echo = Echo()
     asked = "hello\n/help\n/clear\n\n/nonsense\n/etc/passwd has what?\n/new\nbye\n/bye\nnever\n"
-    monkeypatch.setattr("sys.stdin", __import__("io").StringIO(asked))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(asked))
     chat._talk(echo, "be brief", 0.0, 10)
     assert echo.asked == [
         ["be brief", "hello"],

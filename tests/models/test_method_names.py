@@ -1,4 +1,4 @@
-"""Methods by their names in Python, with the options of the command line, and what is said when a method has too little data."""
+"""Methods by their names in Python, with the options of the command line, and the warning of one that has too little data."""
 
 from __future__ import annotations
 

@@ -211,4 +211,4 @@ def test_destroyed_pipelines_say_so(folder):
 
 
 def test_the_signature_is_that_of_the_function():
-    assert list(inspect.signature(lowbit.pipeline).parameters)[:2] == ["model_name_or_path", "quantization_mode"]
+    assert list(inspect.signature(lowbit.pipeline).parameters)[:2] == ["model_name_or_path", "scheme"]
