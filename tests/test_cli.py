@@ -314,7 +314,7 @@ def test_explain(quantized):
         (["quantize", "{fp16}", "{tmp}/q", "--method", "gptq", "--alpha", "0.7"], "--alpha belongs to --method smoothquant"),
         (["quantize", "{fp16}", "{tmp}/q", "--bits", "4"], "--mix and --bits go together"),
         (["quantize", "{fp16}", "{tmp}/q", "--skip", "down_pro"], "no module fits 'down_pro'"),
-        (["quantize", "{fp16}", "{tmp}/q", "--device", "gpu"], "not on 'gpu'"),
+        (["quantize", "{fp16}", "{tmp}/q", "--device", "gpu"], "computing is not done on 'gpu'"),
         (["quantize", "{fp16}", "{tmp}/q", "--device", "cuda:99"], "has no such device"),
         (["generate", "{quantized}", "x", "--scheme", "w8a16"], "is quantized already, to w4a16_g128_z"),
         (["eval", "{quantized}", "--text", "{tmp}/none.txt"], "none.txt: no such file; --text takes UTF-8 text"),

@@ -76,7 +76,7 @@ def load_layers() -> None:
 def check_device(name: str | None) -> None:
     """Raises ValueError for what names no device; whether it is here, torch says later."""
     if name is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-        raise ValueError(f"computing is done on cpu, or on cuda or one GPU such as cuda:1, not on {name!r}; change --device")
+        raise ValueError(f"--device is cuda, one GPU such as cuda:1, or cpu; computing is not done on {name!r}")
 
 
 def check_scheme(name: str | None) -> None:
