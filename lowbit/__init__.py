@@ -34,9 +34,11 @@ if TYPE_CHECKING:
 
 LAYERS = (
     "folders",
+    "sources",
     "extras",
     "progress",
     "formats",
+    "methods",
     "checkpoint",
     "quantize",
     "hardware",

@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from lowbit.checkpoint.reader import model_folder
 from lowbit.cli.terminal import say, user_errors
 from lowbit.eval.results import check_plot
+from lowbit.sources import model_folder
 from study.curves import TABLE, curves, write_curves
 from study.data import gather
 from study.page import write_pages

@@ -281,7 +281,10 @@ def test_explain(quantized):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["quantize", "{fp16}", "{tmp}/q", "--scheme", "int4"], "unknown scheme 'int4'; the grammar is"),
+        (
+            ["quantize", "{fp16}", "{tmp}/q", "--scheme", "int4"],
+            "unknown scheme 'int4'; did you mean 'w4a16_g128'? the grammar is",
+        ),
         (["quantize", "{fp16}", "{fp16}"], "is the source itself"),
         (["quantize", "{fp16}", "{quantized}"], "exists and is not empty"),
         (["quantize", "{tmp}/nothing", "{tmp}/q"], "no such folder"),
@@ -311,7 +314,7 @@ def test_explain(quantized):
         (["quantize", "{fp16}", "{tmp}/q", "--method", "gptq", "--alpha", "0.7"], "--alpha belongs to --method smoothquant"),
         (["quantize", "{fp16}", "{tmp}/q", "--bits", "4"], "--mix and --bits go together"),
         (["quantize", "{fp16}", "{tmp}/q", "--skip", "down_pro"], "no module fits 'down_pro'"),
-        (["quantize", "{fp16}", "{tmp}/q", "--device", "gpu"], "not on 'gpu'"),
+        (["quantize", "{fp16}", "{tmp}/q", "--device", "gpu"], "computing is not done on 'gpu'"),
         (["quantize", "{fp16}", "{tmp}/q", "--device", "cuda:99"], "has no such device"),
         (["generate", "{quantized}", "x", "--scheme", "w8a16"], "is quantized already, to w4a16_g128_z"),
         (["eval", "{quantized}", "--text", "{tmp}/none.txt"], "none.txt: no such file; --text takes UTF-8 text"),
@@ -430,6 +433,7 @@ lowbit.cli.main()
 @pytest.mark.parametrize("module", ["lowbit.cli.commands", "torch.nn", "lowbit.models.quantize_checkpoint"])
 def test_ctrl_c_while_importing(tmp_path, module):
     """In the first seconds, before any command has begun."""
+    (tmp_path / "config.json").write_text("{}")
     arguments = [sys.executable, "-c", CTRL_C.format(module=module), "quantize", str(tmp_path), str(tmp_path / "q")]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stderr) == (130, "interrupted; nothing was begun\n")

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from lowbit.checkpoint.foreign import ForeignEntry
-from lowbit.checkpoint.reader import model_folder, regular_file
 from lowbit.checkpoint.schema import MAX_DIMENSION, CheckpointError
 from lowbit.formats import PerGroup, QuantTensor, Scheme, ZeroPoint, int_format, uint_format
+from lowbit.sources import regular_file
 
 _MAX_COUNT = 1 << 20
 _MAX_STRING = 1 << 24
@@ -160,12 +160,6 @@ def gguf_file(path: Path) -> Path | None:
     if len(files) > 1:
         raise CheckpointError(f"{path}: holds {len(files)} GGUF files; name the one that is meant")
     return files[0] if files else None
-
-
-def model_path(path: Path) -> Path:
-    """`path`, if it is a GGUF file or a `model_folder`; raises CheckpointError if not."""
-    is_gguf = path.suffix == ".gguf" and not path.is_dir() and regular_file(path).exists()
-    return path if is_gguf else model_folder(path)
 
 
 class GgufReader:

@@ -7,11 +7,9 @@ import json
 import math
 import os
 import re
-import stat
 import struct
 from collections.abc import Callable, Container
 from dataclasses import dataclass
-from glob import escape
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,13 +29,12 @@ from lowbit.checkpoint.schema import (
     unstated_tensors,
 )
 from lowbit.formats import QuantTensor, ZeroPoint, is_permutation
+from lowbit.sources import linked_inside, model_folder, regular_file
 
 MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 MAX_DIMENSIONS = 64
 MAX_JSON_BYTES = 64_000_000
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-TEMPLATES = "additional_chat_templates"
-"""The one folder of a model's folder from which Transformers reads files by itself."""
 _SHARD = re.compile(r"(.*)-[0-9]{5}-of-([0-9]{5})\.safetensors")
 _DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -223,21 +220,6 @@ class CheckpointReader:
                 self._tensors[name], self._stored[name] = self._tensors.pop(stored), stored
 
 
-def regular_file(path: Path) -> Path:
-    """`path`, unless a pipe, socket, device or folder is there, links followed: reading one may never end. Raises
-    CheckpointError, naming what it is; a path at which nothing is passes, for whoever opens it to say what was expected."""
-    try:
-        mode = path.stat().st_mode
-    except OSError:
-        return path
-    if stat.S_ISREG(mode):
-        return path
-    if stat.S_ISDIR(mode):
-        raise CheckpointError(f"{path}: is a folder; name a file")
-    kind = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}.get(stat.S_IFMT(mode), "a device")
-    raise CheckpointError(f"{path}: is {kind}, and only regular files are read; copy it to one")
-
-
 def read_text(path: Path, expected: str) -> str:
     """The UTF-8 text of a regular file; raises ValueError where none is, telling what was `expected` if there is no file."""
     try:
@@ -246,50 +228,6 @@ def read_text(path: Path, expected: str) -> str:
         raise ValueError(f"{path}: no such file; {expected}") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 text ({error})") from error
-
-
-def model_folder(path: Path) -> Path:
-    """`path`, if it is a folder without pipes and devices, which could block a reader, and without links to files elsewhere
-    (`linked_inside`); raises CheckpointError if not."""
-    expected = "give the folder of a Transformers model (with config.json and *.safetensors)"
-    check_name(path)
-    if path.exists() and not path.is_dir():
-        raise CheckpointError(f"{path}: is a file; {expected}")
-    if not path.exists():
-        displaced = sorted(path.absolute().parent.glob(f".{escape(path.name)}.old-*"))
-        advice = f"{displaced[0]} is what was there when a killed run was replacing it; rename it" if displaced else expected
-        raise CheckpointError(f"{path}: no such folder; {advice}")
-    templates = path / TEMPLATES
-    for file in (*path.iterdir(), *(templates.iterdir() if templates.is_dir() and not templates.is_symlink() else ())):
-        if not file.is_dir():
-            regular_file(file)  # Transformers opens some of them by itself
-        linked_inside(file, path)
-    return path
-
-
-def linked_inside(file: Path, folder: Path) -> Path:
-    """`file`, which stands in `folder`; raises CheckpointError for a link to a place outside the folder.
-
-    A link in a snapshot of the hub's cache (snapshots/REVISION/FILE) may also lead to the `blobs` folder beside `snapshots`,
-    where the cache keeps the files themselves.
-    """
-    if not file.is_symlink():
-        return file
-    home, target = Path(os.path.realpath(folder)), Path(os.path.realpath(file))
-    caches = [parent.parent / "blobs" for parent in home.parents if parent.name == "snapshots"]  # of real paths: never links
-    if not any(target.is_relative_to(place) for place in (home, *caches)):
-        raise CheckpointError(
-            f"{file}: a link to {target}, outside {home}; only files of the model's own folder are read: copy the file there"
-        )
-    return file
-
-
-def check_name(path: Path) -> None:
-    """Raises CheckpointError for a path that is not UTF-8, which safetensors neither reads nor writes."""
-    try:
-        str(path).encode()
-    except UnicodeEncodeError:
-        raise CheckpointError(f"{path}: its name is not UTF-8, which safetensors cannot open; rename it") from None
 
 
 def file_sha256(path: Path, progress: Callable[[int], object] = lambda nbytes: None) -> str:

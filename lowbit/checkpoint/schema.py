@@ -25,6 +25,7 @@ from lowbit.formats import (
     scale_shape,
     unpack_words,
 )
+from lowbit.sources import CheckpointError as CheckpointError
 
 METHOD = "lowbit"
 FORMAT_VERSION = 1
@@ -42,13 +43,6 @@ _FACTORS = ("weight_up", "weight_down")
 """Tensors of a layer whose entry states a "low_rank"."""
 _ENTRY_KEYS = {"shape", "scheme", "low_rank", "hadamard", *_FLAGS}
 _KEYS = {"quant_method", "format_version", "scheme", "layers", "modules_to_not_convert", "tied", "rotation", "files", "sha256"}
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be read or written; the message names the file, the tensor, and what to do, in one line."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(" ".join(part.strip() for part in message.splitlines()))  # names of tensors may have line breaks
 
 
 @dataclass(frozen=True)

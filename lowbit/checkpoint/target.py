@@ -19,8 +19,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from lowbit.checkpoint.lock import Lock
-from lowbit.checkpoint.reader import INDEX, SINGLE, check_name, read_json
+from lowbit.checkpoint.reader import INDEX, SINGLE, read_json
 from lowbit.checkpoint.schema import METHOD, CheckpointError
+from lowbit.sources import check_name
 
 COMPANIONS = (
     "added_tokens.json",

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lowbit.checkpoint.lock import Lock
-from lowbit.checkpoint.reader import INDEX, SINGLE, file_sha256, linked_inside
+from lowbit.checkpoint.reader import INDEX, SINGLE, file_sha256
 from lowbit.checkpoint.schema import CheckpointError, Manifest
 from lowbit.checkpoint.target import (
     CHECKPOINT,
@@ -36,6 +36,7 @@ from lowbit.checkpoint.target import (
     mount_of,
     sync,
 )
+from lowbit.sources import linked_inside
 
 _UNFINISHED = (*CHECKPOINT, "shard-*", PARTIAL)
 

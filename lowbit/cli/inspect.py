@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Column, Table
 
-from lowbit.cli.terminal import AnyModel, Json, check_json, out, write_result
+from lowbit.cli.terminal import AnyModel, Json, check_json, load_layers, out, write_result
 
 if TYPE_CHECKING:
     from lowbit.checkpoint import CheckpointReader
@@ -30,17 +30,20 @@ def inspect(
     Layers that differ only in their number are one row; the file of --json has each of them. Of another tool's files, what
     generate, eval and lowbit.load make of each layer, and what they cannot take over.
     """
-    from lowbit.checkpoint.gguf import model_path
+    from lowbit.sources import local_model
+
+    path = local_model(model)
+    load_layers()
     from lowbit.models.load import check_checkpoint
     from lowbit.models.source import is_foreign
     from lowbit.nn.convert import slow_lines
 
     check_json(json_file, "lowbit inspect")
-    wrong = check_checkpoint(model_path(model)) if check else ()
+    wrong = check_checkpoint(path) if check else ()
     if wrong:
         raise ValueError(f"{model}: {'; '.join(wrong)}")
-    rows, rest, kept, lines, tool = _foreign_contents(model) if is_foreign(model) else _contents(model, check)
-    if check and is_foreign(model):
+    rows, rest, kept, lines, tool = _foreign_contents(path) if is_foreign(path) else _contents(path, check)
+    if check and is_foreign(path):
         lines.append("every tensor is as its tool writes it, and config.json's model takes all of them")
     lines += slow_lines((row["scheme"], row["n"], row["k"]) for row in rows)
     if str(json_file) != "-":

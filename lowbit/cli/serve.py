@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowbit.cli.stderr import exit_now
-from lowbit.cli.terminal import AnyModel, say
+from lowbit.cli.terminal import AnyModel, Device, Scheme, check_device, check_scheme, load_layers, say
 
 if TYPE_CHECKING:
     import socket
@@ -33,7 +33,7 @@ def extra_missing(command: str, error: ImportError) -> ValueError:
 
 def serve(
     model: AnyModel,
-    scheme: Annotated[str | None, typer.Option(help="Quantize a 16-bit model to this scheme while loading it.")] = None,
+    scheme: Scheme = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all, and then with a key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
     api_key: Annotated[
@@ -54,6 +54,7 @@ def serve(
     ] = False,
     grace: Annotated[float, typer.Option(min=0, max=86400, help="Seconds that texts get to finish after SIGTERM.")] = 30.0,
     verify: Annotated[bool, typer.Option("--verify", help="Compare the files with their checksums first.")] = False,
+    device: Device = None,
 ) -> None:
     """Serve a model over HTTP to clients of OpenAI's API, and a page to try it at /.
 
@@ -62,6 +63,14 @@ def serve(
 
     Example: lowbit serve Llama-3-8B --scheme w4a16_g128
     """
+    from lowbit.sources import is_on_hub, local_model
+
+    check_scheme(scheme)
+    check_device(device)
+    if api_key is not None and not (api_key and all("!" <= character <= "~" for character in api_key)):
+        raise ValueError("an API key is one or more ASCII characters without spaces; for none at all, unset LOWBIT_API_KEY")
+    path = local_model(model)
+    load_layers()
     try:
         from lowbit.serve.limits import Limits
         from lowbit.serve.listener import raise_file_limit
@@ -69,15 +78,11 @@ def serve(
         from lowbit.serve.service import is_local
     except ImportError as error:
         raise extra_missing("serve", error) from error
-    import torch
-
-    from lowbit.checkpoint.gguf import model_path
+    from lowbit.hardware.machine import torch_device
     from lowbit.pipeline import pipeline
 
-    path = model_path(model)
-    if api_key is not None and not (api_key and all("!" <= character <= "~" for character in api_key)):
-        raise ValueError("an API key is one or more ASCII characters without spaces; for none at all, unset LOWBIT_API_KEY")
-    concurrent = max_concurrent or (MOST_ON_A_GPU if torch.cuda.is_available() else MOST_ON_A_CPU)
+    where_to = torch_device(device)
+    concurrent = max_concurrent or (MOST_ON_A_CPU if where_to.type == "cpu" else MOST_ON_A_GPU)
     limits = Limits(concurrent, max_queue, max_prompt or 1 << 20, max_body, grace)
     local = is_local(host)
     if not local and api_key is None:
@@ -85,12 +90,12 @@ def serve(
     _log()
     raise_file_limit()
     with bound(host, port) as sock:
-        say(f"loading {path}")
+        say(f"loading {model}")
         pipe = pipeline(
-            str(path), quantization_mode=scheme, verify=verify, progress=True, batch_invariant=batch_invariant,
+            str(path), scheme=scheme, device=where_to, verify=verify, progress=True, batch_invariant=batch_invariant,
             max_concurrent=concurrent, cache_bytes=None if cache_gib is None else int(cache_gib * 2**30),
         )  # fmt: skip
-        called = path.resolve().stem if path.is_file() else path.resolve().name
+        called = model if is_on_hub(model) else path.resolve().stem if path.is_file() else path.resolve().name
         service = service_of(pipe, name or called, limits, key=api_key, local=local)
         for line in pipe.engine.report():
             say(line)

@@ -1,8 +1,12 @@
-"""What the commands share: two consoles that escape what they print, mistakes as one line on stderr, results as JSON."""
+"""What the commands share: two consoles that escape what they print, mistakes as one line on stderr, results as JSON.
+
+A command checks its arguments first, by modules that need no torch, and then calls `load_layers`, which takes seconds.
+"""
 
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import re
 import sys
@@ -56,11 +60,20 @@ out = Terminal()
 err = Terminal(stderr=True)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-Model = Annotated[Path, typer.Argument(help="Folder of a Transformers model, quantized or not.")]
-AnyModel = Annotated[
-    Path,
-    typer.Argument(metavar="MODEL", help="Folder of a model, quantized by lowbit, by another tool or not, or a GGUF file."),
+Model = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="Folder of a Transformers model, quantized or not, or its name on the hub: org/name."),
 ]
+AnyModel = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="Folder of a model, quantized by lowbit, by another tool or not, a GGUF file, or a name on the hub: org/name, or "
+        "org/name@revision.",
+    ),
+]
+Scheme = Annotated[str | None, typer.Option(help="Quantize a 16-bit model to this scheme while loading it.")]
+Device = Annotated[str | None, typer.Option(help="Where to compute: cpu, cuda, cuda:1; a GPU where there is one.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the result as JSON to this file; - for standard output.")]
 
 
@@ -73,29 +86,20 @@ def user_errors(command: Command) -> Command:
 
     @functools.wraps(command)
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        # These bring torch, Transformers and the layers: the seconds in which Ctrl-C ends the process at once.
-        from transformers.utils import logging
-
-        from lowbit.demo import DemoError
-        from lowbit.engine import TextFailed
-        from lowbit.ops import UnsupportedProblem
         from lowbit.progress import through_long_steps
 
-        logging.disable_progress_bar()
-        logging.set_verbosity_error()
-        before = logging.set_tqdm_hook(_shown)
         try:
-            begin()
             with through_long_steps():
                 return command(*args, **kwargs)
-        except (ValueError, OSError, UnsupportedProblem, DemoError, TextFailed) as error:
+        except _mistakes() as error:  # the layers that the command did not import raise nothing
             err.print(f"error: {_in_words(error)}", style="red", soft_wrap=True)
             raise typer.Exit(1) from error
         except KeyboardInterrupt:
             err.print("interrupted; nothing was left half-written")
             raise typer.Exit(130) from None
         finally:
-            logging.set_tqdm_hook(before)
+            if "transformers.utils.logging" in sys.modules:
+                sys.modules["transformers.utils.logging"].set_tqdm_hook(None)
 
     guarded.__doc__ = _paragraphs(command.__doc__ or "")
     return guarded  # type: ignore[return-value]
@@ -113,6 +117,50 @@ def _shown(factory: Any, arguments: tuple[Any, ...], options: dict[str, Any]) ->
 
     known = {name: options[name] for name in ("total", "unit_scale") if name in options}
     return Progress(*arguments[:1], desc=options.get("desc") or "loading", unit="tensors", **known)
+
+
+def _mistakes() -> tuple[type[Exception], ...]:
+    """What a user can act on, among it the errors of the layers that are imported."""
+    ours = (("lowbit.ops", "UnsupportedProblem"), ("lowbit.demo", "DemoError"), ("lowbit.engine", "TextFailed"))
+    return (ValueError, OSError, *(getattr(sys.modules[module], name) for module, name in ours if module in sys.modules))
+
+
+def load_layers() -> None:
+    """Imports torch, Transformers and the layers, once the arguments are checked. Meanwhile Ctrl-C ends the process at once,
+    afterwards it raises KeyboardInterrupt."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # commands show progress their own way
+    logging.set_verbosity_error()
+    logging.set_tqdm_hook(_shown)
+    importlib.import_module("lowbit.demo")  # it stands on all that commands use, but servers and measurements
+    begin()
+
+
+def check_device(name: str | None) -> None:
+    """Raises ValueError for what names no device; whether it is here, torch says later."""
+    if name is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise ValueError(f"--device is cuda, one GPU such as cuda:1, or cpu; computing is not done on {name!r}")
+
+
+def check_scheme(name: str | None) -> None:
+    """Raises ValueError for what is no scheme, before torch is imported."""
+    from lowbit.formats import parse_scheme
+
+    if name is not None:
+        parse_scheme(name)
+
+
+def check_schemes(names: str | None) -> None:
+    """`check_scheme` of a list with commas, in which "none" stands for 16 bits."""
+    for name in () if names is None else names.split(","):
+        check_scheme(None if name.strip() in ("", "none") else name)
+
+
+def check_there(file: Path | None, expected: str) -> None:
+    """Raises ValueError where no file or folder is, with what was expected."""
+    if file is not None and not file.exists():
+        raise ValueError(f"{file}: no such file; {expected}")
 
 
 def _in_words(error: Exception) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from lowbit.cli.terminal import Model, out, say
+from lowbit.cli.terminal import Model, check_scheme, load_layers, out, say
 
 
 def tune(
@@ -30,6 +30,11 @@ def tune(
 
     Example: lowbit tune Llama-3-8B --scheme w8a8 --tokens 1,16,64,256
     """
+    from lowbit.sources import CONFIG, local_model
+
+    check_scheme(scheme)
+    local_model(model, CONFIG)
+    load_layers()
     from lowbit.formats import parse_scheme
     from lowbit.progress import Progress
     from lowbit.tune.run import TOKENS, Tuned, products_of_model, run

@@ -10,7 +10,6 @@ from typing import Any, Protocol
 
 import torch
 
-from lowbit.checkpoint.reader import regular_file
 from lowbit.eval.choice import choose, read_questions
 from lowbit.eval.divergence import divergence
 from lowbit.eval.figure import Figure
@@ -24,6 +23,7 @@ from lowbit.eval.size import size_of
 from lowbit.eval.text import sample_text
 from lowbit.models.cpu import measuring_dtype
 from lowbit.pipeline import Pipeline, pipeline
+from lowbit.sources import regular_file
 
 BUILT_IN = "opticks"
 WORDS: dict[str, Path | None] = {"text": None, "javascript": Path(__file__).parent / "data" / "javascript"}
@@ -133,10 +133,10 @@ def _read_task(path: Path, settings: Settings) -> Task:
     return Task(name, kind, content, str(path), hashlib.sha256(path.read_bytes()).hexdigest())
 
 
-def to_measure(name: str, progress: bool = False) -> Pipeline:
+def to_measure(name: str, progress: bool = False, device: str | None = None) -> Pipeline:
     """A pipeline of a model as its files have it: the decode engine, which on a GPU rounds LM head and embedding of quantized
     models to 8 bits and takes most of the memory for its cache, is left out."""
-    return pipeline(name, dtype=measuring_dtype(), progress=progress, engine=False)
+    return pipeline(name, device=device, dtype=measuring_dtype(device), progress=progress, engine=False)
 
 
 def run_suite(
@@ -147,6 +147,7 @@ def run_suite(
     folder: Path,
     say: Callable[[str], None],
     progress: bool = False,
+    device: str | None = None,
 ) -> Results:
     """Measures the reference, then each model, on every task; the file of `Results` in `folder` is complete after every task.
 
@@ -164,7 +165,7 @@ def run_suite(
     names = [reference, *models] if reference is not None else list(models)
     held: Pipeline | None = None
     for name, label in zip(names, labels(names), strict=True):
-        pipe = to_measure(name, progress)
+        pipe = to_measure(name, progress, device)
         first = reference is not None and held is None
         dtype = str(pipe.model.dtype).removeprefix("torch.")
         results.add_model(name, label, first, size_of(name, pipe.model), dtype, str(pipe.model.device))

@@ -27,12 +27,12 @@ from lowbit.checkpoint import CheckpointError, CheckpointReader
 from lowbit.checkpoint.reader import file_sha256, read_text
 from lowbit.checkpoint.target import PARTIAL, discard, sync
 from lowbit.formats import LowRank, QuantTensor, Scheme
+from lowbit.methods import Learned, Method
 from lowbit.models.decoder import Decoder
 from lowbit.models.hf import give_back_freed_memory
 from lowbit.models.quantize_layer import LayerQuantizer, LayerResult
 from lowbit.models.skeleton import tokenizer_of
 from lowbit.progress import Progress
-from lowbit.quantize.method import Learned, Method
 
 TOKENS_AT_ONCE = 8192
 """Tokens that a GPU takes through a layer in one call, in whole texts: enough that it does not wait for Python. A CPU takes one

@@ -20,6 +20,7 @@ from lowbit.models.conversion_targets import TARGETS, rounding_error, rounding_e
 from lowbit.models.source import Contents, Opened, open_checkpoint
 from lowbit.models.tensorrt_llm import WEIGHTS
 from lowbit.progress import Progress
+from lowbit.sources import local_model
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _ADVICE = "--to lowbit can hold every layer that is read, --to dequantized writes 16-bit weights"
@@ -47,11 +48,11 @@ def convert_checkpoint(
 ) -> Conversion:  # fmt: skip
     """Writes the quantized checkpoint `source` to the folder `target` in the files of another tool.
 
-    source: a Transformers folder quantized by AutoAWQ, GPTQ tools, compressed-tensors, FP8 or bitsandbytes (4 bits), one of
-    lowbit's own, one of TensorRT-LLM, or a GGUF file (or a folder with one). to: "lowbit", "gptq", "awq", "compressed-tensors",
-    "tensorrt-llm" (one file, in memory as a whole), or "dequantized" for plain weights in the model's dtype, or the 16-bit one
-    that rounds least where the files state none. Codes, scales and
-    zero points are carried over as they are; only "dequantized" rounds.
+    source: a Transformers folder, or a name on the hub, quantized by AutoAWQ, GPTQ tools, compressed-tensors, FP8 or
+    bitsandbytes (4 bits), one of lowbit's own, one of TensorRT-LLM, or a GGUF file (or a folder with one). to: "lowbit",
+    "gptq", "awq", "compressed-tensors", "tensorrt-llm" (one file, in memory as a whole), or "dequantized" for plain weights in
+    the model's dtype, or the 16-bit one that rounds least where the files state none. Codes, scales and zero points are carried
+    over as they are; only "dequantized" rounds.
     Peak memory is one shard of the output (2 GiB at most) plus one layer. `target` appears complete or not at all; `say` gets a
     line on what it replaced.
 
@@ -60,7 +61,7 @@ def convert_checkpoint(
     """
     if to not in TARGETS:
         raise CheckpointError(f"checkpoints are converted to {', '.join(TARGETS)}, not to {to!r}")
-    source, target = Path(source), Path(target)
+    source, target = local_model(source, quantized=True), Path(target)
     single: dict[str, Any] = {"single": WEIGHTS, "shard_bytes": 1 << 62} if to == "tensorrt-llm" else {}
     with (
         CheckpointWriter(target, overwrite=overwrite, sources=[source], say=say, **single) as writer,

@@ -24,6 +24,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from lowbit.checkpoint import CheckpointError, CheckpointReader, LayerEntry, Manifest
 from lowbit.checkpoint.schema import OLD_NAMES, current_names
 from lowbit.formats import QuantTensor, Scheme, parse_scheme
+from lowbit.methods import Search
 from lowbit.models.attention import register_attention
 from lowbit.models.complete import require_complete, require_finite, some
 from lowbit.models.cpu import plan_on_cpu
@@ -33,7 +34,6 @@ from lowbit.models.parallel import parallel_refusals
 from lowbit.nn.convert import Plan, empty_like, plan_conversion, quantized, swap, tie
 from lowbit.nn.linear import make_batch_invariant
 from lowbit.nn.packed import PackedWeight
-from lowbit.quantize.rtn import Search
 
 METHOD = "lowbit"
 LOADING_OVERHEAD_BYTES = 100_000_000

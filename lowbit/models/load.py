@@ -13,6 +13,7 @@ from lowbit.checkpoint import CheckpointError, CheckpointReader
 from lowbit.checkpoint.detect import quantization_of
 from lowbit.checkpoint.reader import pickle_refusal, read_json
 from lowbit.formats import parse_scheme
+from lowbit.hardware.machine import torch_device
 from lowbit.models.complete import Shape, incomplete, is_finite, require_complete, require_finite, some
 from lowbit.models.cpu import cpu_dtype, plan_on_cpu, quantizing_dtype
 from lowbit.models.head import quantize_head
@@ -24,6 +25,7 @@ from lowbit.nn.embedding import QuantEmbedding
 from lowbit.nn.linear import make_batch_invariant
 from lowbit.nn.packed import PackedWeight
 from lowbit.progress import Progress
+from lowbit.sources import local_model
 
 
 def load(
@@ -36,8 +38,8 @@ def load(
     progress: bool = False,
     batch_invariant: bool = False,
 ) -> PreTrainedModel:
-    """The Transformers model in a folder, of that name on a hub, or in a GGUF file, of the class that config.json names, with
-    all its weights on `device` ("cuda" when torch sees a GPU, else "cpu").
+    """The Transformers model in a folder, of that name on the hub (`sources.local_model`), or in a GGUF file, of the class that
+    config.json names, with all its weights on `device` ("cuda" when torch sees a GPU, else "cpu").
 
     source: a lowbit checkpoint, a 16-bit model, or one that another tool quantized (docs/checkpoints.md lists them). The layers
     of the last are taken over one by one as `convert_checkpoint` does, with its checks, and nothing is written;
@@ -86,9 +88,9 @@ def _load(
     source: str | Path, scheme: str | None, device: str | torch.device | None, dtype: torch.dtype | None, *, verify: bool,
     progress: bool, causal: bool = False, head: str | None = None, or_encoder_decoder: bool = False,
 ) -> PreTrainedModel:  # fmt: skip
-    device, folder = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")), Path(source)
+    device, folder = torch_device(device), local_model(source)
     opened = open_checkpoint(folder) if is_foreign(folder) else None
-    config = config_of(source) if opened is None else opened.config
+    config = config_of(folder) if opened is None else opened.config
     # Building a model changes its configuration, and the one that Transformers gets below is as config_of made it.
     model = build(copy.deepcopy(config), folder / "config.json") if opened is None else opened.model
     if causal:
@@ -97,7 +99,7 @@ def _load(
     held = opened.tool if opened is not None else _held(config)
     options = _quantization(source, held, scheme, head)
     if verify:
-        verify_checkpoint(source, progress=progress)
+        verify_checkpoint(folder, progress=progress)
     if folder.is_dir():
         _check_generation(folder)
     own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float16
@@ -112,21 +114,12 @@ def _load(
     read = quantizing_dtype(config, wanted) if options else wanted
     try:
         model, info = type(model).from_pretrained(
-            source, config=config, dtype=read, device_map={"": device}, output_loading_info=True, trust_remote_code=False,
+            folder, config=config, dtype=read, device_map={"": device}, output_loading_info=True, trust_remote_code=False,
             use_safetensors=True, **options,
         )  # fmt: skip
     except ImportError as error:  # of another tool, whose method config.json names
         why = f"Transformers cannot load it here ({' '.join(str(error).split())})"
-        hub = (
-            ""
-            if folder.is_dir()
-            else "; in a folder (hf download NAME --local-dir FOLDER) lowbit reads many tools' files itself"
-        )
-        raise CheckpointError(f"{source}: {why}{hub}") from error
-    except OSError as error:
-        if folder.is_dir() or "use_safetensors" not in str(error):
-            raise
-        raise CheckpointError(f"{source}: has no safetensors, but {pickle_refusal('pytorch_model.bin at most')}") from error
+        raise CheckpointError(f"{source}: {why}") from error
     _require_all(source, model, info)
     if getattr(getattr(model, "hf_quantizer", None), "quantization_config", None) is None or _foreign(model):
         require_finite(source, model)  # lowbit's quantizer has looked already
@@ -162,7 +155,8 @@ def _cast(model: PreTrainedModel, read: torch.dtype, wanted: torch.dtype) -> Non
 def verify_checkpoint(source: str | Path, *, progress: bool = False) -> None:
     """Reads the files of one of lowbit's own checkpoints; raises CheckpointError where one has another SHA-256 than config.json
     states, or none is stated, ValueError for what is no folder."""
-    if not Path(source).is_dir():
+    source = local_model(source)
+    if not source.is_dir():
         raise ValueError(f"{source}: checksums are verified in folders; give the path of the checkpoint on disk")
     with CheckpointReader(source) as reader:
         if not verified_files(reader, progress=progress):
@@ -184,7 +178,7 @@ def check_checkpoint(folder: str | Path) -> tuple[str, ...]:
     every number finite; empty when nothing is. Of lowbit's own, codes, zeros and factors are looked into as well, of another
     tool's what its reader checks. Raises CheckpointError for files that cannot be read at all, and of another tool's for the
     first thing that is wrong."""
-    folder = Path(folder)
+    folder = local_model(folder)
     if is_foreign(folder):
         refused = Contents(folder, open_checkpoint(folder)).check()
         return (refused,) if refused else ()

@@ -31,9 +31,10 @@ from transformers.utils import logging
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader
 from lowbit.checkpoint.gguf import gguf_file
-from lowbit.checkpoint.reader import INDEX, SINGLE, TEMPLATES, linked_inside, model_folder, read_json
+from lowbit.checkpoint.reader import INDEX, SINGLE, read_json
 from lowbit.checkpoint.target import COMPANIONS
 from lowbit.models.complete import some
+from lowbit.sources import TEMPLATES, linked_inside, model_folder
 
 logger = logging.get_logger(__name__)
 

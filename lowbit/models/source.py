@@ -19,7 +19,7 @@ from lowbit.checkpoint.detect import SCHEMAS, quantization_of
 from lowbit.checkpoint.foreign import ForeignEntry
 from lowbit.checkpoint.gguf import GgufReader, gguf_file
 from lowbit.checkpoint.gptq import Gptq
-from lowbit.checkpoint.reader import model_folder, read_json
+from lowbit.checkpoint.reader import read_json
 from lowbit.formats import ActivationRule, PerChannel, PerTensor, QuantTensor
 from lowbit.models.complete import Shape, require_complete, require_finite_tensor, some
 from lowbit.models.gguf import GgufSource
@@ -27,6 +27,7 @@ from lowbit.models.names import Names
 from lowbit.models.skeleton import build, config_of
 from lowbit.models.tensorrt_llm import WEIGHTS, TensorrtLlmSource, is_tensorrt_llm
 from lowbit.ops.table import scheme_refusals
+from lowbit.sources import model_folder
 
 _CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale")
 _ONLY_DEQUANTIZED = "bitsandbytes"

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from lowbit.formats import PerBlock, PerTensor, QuantTensor, Scheme, parse_scheme
 from lowbit.hardware.machine import typical_machine
+from lowbit.methods import Search
 from lowbit.nn.decoding import allow_decoding
 from lowbit.nn.embedding import QuantEmbedding
 from lowbit.nn.linear import QuantLinear
 from lowbit.nn.packed import PackedWeight
 from lowbit.ops.table import Problem, instead, scheme_refusals, why_slow
-from lowbit.quantize.rtn import Search, rtn
+from lowbit.quantize.rtn import rtn
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import contextlib
 import functools
 import inspect
 import threading
+import warnings
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from transformers import (
 
 from lowbit.engine import Drawn, Engine, TextFailed, TextStream
 from lowbit.engine.warm_up import Stage
+from lowbit.hardware.machine import torch_device
 from lowbit.models.head import SCHEME
 from lowbit.models.load import load_causal
 from lowbit.models.skeleton import is_encoder_decoder, tokenizer_of
@@ -32,6 +34,7 @@ from lowbit.pipeline.request import FinishReason, GenerateParams, Response, Unkn
 from lowbit.pipeline.requests import config_refusals, requests_of
 from lowbit.pipeline.stream import Stream
 from lowbit.progress import Progress
+from lowbit.sources import local_model
 
 
 class Pipeline:
@@ -252,7 +255,7 @@ class _StopStrings(StoppingCriteria):
 def pipeline(
     model_name_or_path: str,
     *,
-    quantization_mode: str | None = None,
+    scheme: str | None = None,
     tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
@@ -264,35 +267,44 @@ def pipeline(
     head: str | None = SCHEME,
     max_concurrent: int = 64,
     cache_bytes: int | None = None,
+    quantization_mode: str | None = None,
     **unknown: Any,
 ) -> Pipeline:
     """A pipeline over the Transformers model at a path or hub name, or in a GGUF file, DeepSpeed-MII's `mii.pipeline`.
 
     The model continues its prompts, or, of an encoder-decoder such as BART or T5, answers them by Transformers' `generate`.
-    quantization_mode: a scheme to quantize 16-bit weights to while loading ("wf6af16", "w4a16_g64", ...); None takes the model
-    as it is, quantized by this library, by another tool (`lowbit.load`), or not. tokenizer: one, or its path, when it is not
-    the model's. device: "cuda" when torch sees a GPU, else "cpu". dtype of activations: the checkpoint's own on a GPU; on a CPU
-    bfloat16 for quantized models, which run several times slower in float32 (`models.cpu`), and float32 for others. max_length:
-    default of the calls, in tokens of prompt and answer. verify: compare the files of a lowbit checkpoint with their checksums
-    first. progress: show bars while another tool's layers are read and while kernels are compiled for the first texts.
-    batch_invariant: quantized layers give a token the same bits in every batch, on a GPU. engine: answer by the decode engine
-    (docs/generate.md), by default on a GPU; for it, head is the scheme to which LM head and embedding of a quantized model are
-    rounded on a GPU, None for 16 bits, max_concurrent how many texts are computed at once, and cache_bytes the memory of their
-    keys and values (default: most of what the GPU has free, `engine.Engine`). Raises UnknownArgument for other arguments,
-    CheckpointError for what `models.load.load_causal` refuses (a checkpoint that lacks parameters, say), and ValueError when it
-    is quantized to something else already.
+    scheme: quantize 16-bit weights to it while loading ("wf6af16", "w4a16_g64", ...), as `lowbit.load` and the command line do;
+    None takes the model as it is, quantized by this library, by another tool (`lowbit.load`), or not; quantization_mode is its
+    old name, DeepSpeed-MII's. tokenizer: one, or its path, when it is not the model's. device: "cuda" when torch sees a GPU,
+    else "cpu". dtype of activations: the checkpoint's own on a GPU; on a CPU bfloat16 for quantized models, which run several
+    times slower in float32 (`models.cpu`), and float32 for others. max_length: default of the calls, in tokens of prompt and
+    answer. verify: compare the files of a lowbit checkpoint with their checksums first. progress: show bars while another
+    tool's layers are read and while kernels are compiled for the first texts. batch_invariant: quantized layers give a token
+    the same bits in every batch, on a GPU. engine: answer by the decode engine (docs/generate.md), by default on a GPU; for it,
+    head is the scheme to which LM head and embedding of a quantized model are rounded on a GPU, None for 16 bits,
+    max_concurrent how many texts are computed at once, and cache_bytes the memory of their keys and values (default: most of
+    what the GPU has free, `engine.Engine`). Raises UnknownArgument for other arguments, CheckpointError for what
+    `models.load.load_causal` refuses (a checkpoint that lacks parameters, say), and ValueError when it is quantized to
+    something else already.
     """
     for name in unknown:
         raise UnknownArgument(name, set(inspect.signature(pipeline).parameters) - {"unknown"})
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if quantization_mode is not None:
+        if scheme is not None and scheme != quantization_mode:
+            raise ValueError(
+                f"quantization_mode is the old name of scheme; got {quantization_mode!r} and {scheme!r}: leave out the first"
+            )
+        warnings.warn("quantization_mode is the old name of scheme", DeprecationWarning, stacklevel=2)
+        scheme = quantization_mode
+    device, model_at = torch_device(device), local_model(model_name_or_path)
     model = load_causal(
-        model_name_or_path, scheme=quantization_mode, device=device, dtype=dtype, verify=verify, progress=progress,
+        model_at, scheme=scheme, device=device, dtype=dtype, verify=verify, progress=progress,
         head=head if engine in (True, None) and device.type == "cuda" else None, or_encoder_decoder=True,
     )  # fmt: skip
     if batch_invariant:
         make_batch_invariant(model, model.dtype)
     if tokenizer is None or isinstance(tokenizer, (str, Path)):
-        tokenizer = tokenizer_of(str(tokenizer or model_name_or_path), model)
+        tokenizer = tokenizer_of(tokenizer or model_at, model)
     return Pipeline(
         model, tokenizer, max_length=max_length, engine=engine, batch_invariant=batch_invariant,
         max_concurrent=max_concurrent, cache_bytes=cache_bytes, progress=Bar() if progress else None,

@@ -8,16 +8,14 @@ arXiv:2210.17323: the order of columns, the inverse Hessian's Cholesky factor, l
 from __future__ import annotations
 
 import importlib.util
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lowbit.formats import QuantTensor, Scheme, ZeroPoint, parse_scheme, scale_shape
+from lowbit.methods import GptqSearch
 from lowbit.quantize.rtn import CLIP_FACTORS, check_weight, fit_columns, nearest, scale_dtype, values
 from lowbit.quantize.threads import one_thread
-
-GptqSearch = Literal["max", "mse", "loss"]
 
 BLOCK = 128
 """Columns whose errors reach the columns beyond them in one matrix product; the paper's number."""

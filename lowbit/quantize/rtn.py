@@ -7,7 +7,6 @@ the scale that the kernels will use.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,9 +22,8 @@ from lowbit.formats import (
     parse_scheme,
     scale_shape,
 )
+from lowbit.methods import Search
 from lowbit.quantize.threads import MOST, map_rows
-
-Search = Literal["max", "mse"]
 
 WEIGHTS_AT_ONCE = 1 << 16
 """Weights quantized at once by one thread of a CPU. Their float32 temporaries, 2.5 MB, stay in a core's cache, and those of all

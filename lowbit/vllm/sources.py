@@ -14,8 +14,8 @@ from lowbit.checkpoint.detect import SCHEMAS
 from lowbit.checkpoint.foreign import ForeignSchema
 from lowbit.checkpoint.schema import FORMAT_VERSION, METHOD
 from lowbit.formats import PerBlock, PerTensor, Scheme, parse_scheme
+from lowbit.methods import Search
 from lowbit.nn.convert import matches
-from lowbit.quantize.rtn import Search
 from lowbit.vllm.matrices import ForeignMatrix, Matrix, PackedMatrix, PlainMatrix, RoundedMatrix
 
 WHERE = "config.json"
