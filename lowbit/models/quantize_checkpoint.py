@@ -25,7 +25,7 @@ from lowbit.models.skeleton import build, config_as_read
 from lowbit.nn.convert import Plan, matches, quantized
 from lowbit.quantize.hqq import hqq
 from lowbit.quantize.lorc import lorc
-from lowbit.quantize.method import DATA_FREE, Hqq, Learned, Method, Rtn, SmoothQuant
+from lowbit.quantize.method import DATA_FREE, Hqq, Learned, Method, Rtn, SmoothQuant, method_record
 from lowbit.quantize.mixed import Mixed, choose, stored_bits
 from lowbit.quantize.rtn import Search
 
@@ -92,7 +92,9 @@ def quantize_checkpoint(
             others = {name: chosen for name, chosen in weights.schemes.items() if chosen != plan.scheme}
             plan = weights.plan = dataclasses.replace(plan, others=others)
         static = any(scheme.static_activations for scheme in weights.schemes.values())
-        if static or not isinstance(method, DATA_FREE):
+        calibrated = static or not isinstance(method, DATA_FREE)
+        used = (calibration or Calibration()).record() if calibrated or mixed is not None else None
+        if calibrated:
             weights.calibrate(target, calibration or Calibration(), needed_bytes, say, progress)
         entries = {}
         with writer:
@@ -107,7 +109,9 @@ def quantize_checkpoint(
                     give_back_freed_memory()
                 elif module not in plan.tied:
                     writer.add(names.written(tensor, plan.shapes), weights.plain(tensor))
-            manifest = dataclasses.replace(manifest_of(plan, entries), rotation=rotation)
+            manifest = dataclasses.replace(
+                manifest_of(plan, entries), rotation=rotation, method=method_record(method), calibration=used
+            )
             writer.finish(reader.config, manifest, copy_from=source)
         weights.done()
     return plan

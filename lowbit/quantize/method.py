@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from lowbit.quantize.gptq import GptqSearch
 from lowbit.quantize.rtn import Search
@@ -66,3 +66,9 @@ class Learned:
 
 Method = Rtn | Hqq | Gptq | Awq | SmoothQuant | Learned
 DATA_FREE = (Rtn, Hqq)
+
+
+def method_record(method: Method) -> dict[str, Any]:
+    """The "name" of a method and its options, those that are None left out: what config.json records."""
+    options = {key: value for key, value in asdict(method).items() if value is not None}
+    return {"name": type(method).__name__.lower(), **options}
