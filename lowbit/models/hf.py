@@ -31,6 +31,7 @@ from lowbit.formats import QuantTensor, Scheme, parse_scheme
 from lowbit.models.attention import register_attention
 from lowbit.models.complete import require_complete, require_finite, some
 from lowbit.models.cpu import plan_on_cpu
+from lowbit.models.dequantize import dequantize_model, quantized_layers
 from lowbit.models.fuse import prepare_on_gpu
 from lowbit.models.names import Names
 from lowbit.models.parallel import parallel_refusals
@@ -201,6 +202,7 @@ class LowbitQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         where = getattr(model, "name_or_path", "") or "the model"
+        self._refuse_disk(getattr(model, "hf_device_map", None))  # which Transformers may have worked out by itself
         refuse(where, tuple(self.failures[:3]))
         left = [name for name in self.layers if not isinstance(model.get_submodule(name), PackedWeight)]
         if left:
@@ -239,9 +241,38 @@ class LowbitQuantizer(HfQuantizer):
     def is_serializable(self) -> bool:
         return True
 
+    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[None, dict[str, str]]:
+        """States the layers that the model has now, before config.json is written: some may have been quantized since it was
+        loaded, dequantized, or replaced by merged adapters. None and {}, since the state dict is the model's own."""
+        if not getattr(model, "_hf_peft_config_loaded", False):  # else adapters alone are saved
+            config = self.quantization_config
+            entries, tied = quantized_layers(model, config.tied)
+            config.layers = Manifest(parse_scheme(config.scheme), entries).to_dict()["layers"]
+            config.tied = tied or None
+            if not entries:
+                self.remove_quantization_config(model)
+        return None, {}
+
+    def update_device_map(self, device_map: Any) -> Any:
+        """The same; raises ValueError for a model that would be quantized while it is loaded, with layers on disk."""
+        self._refuse_disk(device_map)
+        return device_map
+
+    def _refuse_disk(self, device_map: Any) -> None:
+        if not self.pre_quantized and isinstance(device_map, Mapping) and "disk" in device_map.values():
+            raise ValueError(
+                "device_map: layers on disk have the weights of their files, which are not quantized; write a quantized folder "
+                "first (lowbit quantize) and load that with this device_map"
+            )
+
+    def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+        return dequantize_model(model, dtype, self.quantization_config.tied)
+
     @property
     def is_trainable(self) -> bool:
-        return False
+        """Whether adapters can be trained: with 16-bit activations. On a GPU no gradient passes through a norm or a gate that
+        quantizes the input of the next layer."""
+        return parse_scheme(self.quantization_config.scheme).activation is None
 
     @property
     def is_compileable(self) -> bool:
