@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lowbit.models.convert_checkpoint import convert_checkpoint
     from lowbit.models.hf import LowbitConfig
     from lowbit.models.load import load
+    from lowbit.models.lora import support_lora
     from lowbit.models.quantize_checkpoint import quantize_checkpoint
     from lowbit.nn import QuantLinear, convert
     from lowbit.ops import gemm, pack_for
@@ -81,6 +82,7 @@ __all__ = [
     "pipeline",
     "quantize_checkpoint",
     "rtn",
+    "support_lora",
     "vision",
 ]
 
@@ -99,6 +101,7 @@ _HOMES = {
     "parse_scheme": "lowbit.formats",
     "quantize_checkpoint": "lowbit.models.quantize_checkpoint",
     "rtn": "lowbit.quantize",
+    "support_lora": "lowbit.models.lora",
 }
 """Where the public names are defined; torch takes over a second to import and Transformers twice that."""
 

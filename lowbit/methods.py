@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Search = Literal["max", "mse"]
@@ -79,6 +79,14 @@ class Mixed:
 
 Method = Rtn | Hqq | Gptq | Awq | SmoothQuant | Learned
 DATA_FREE = (Rtn, Hqq)
+
+
+def method_record(method: Method) -> dict[str, Any]:
+    """Returns the "name" of a method and its options, those that are None left out: what config.json records."""
+    options = {key: value for key, value in asdict(method).items() if value is not None}
+    return {"name": type(method).__name__.lower(), **options}
+
+
 METHODS: dict[str, type[Method]] = {
     "rtn": Rtn, "hqq": Hqq, "gptq": Gptq, "awq": Awq, "smoothquant": SmoothQuant, "learned": Learned,
 }  # fmt: skip

@@ -11,8 +11,11 @@ import stat
 from glob import escape
 from pathlib import Path
 
-FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
-"""The files of a model on the hub that are downloaded: weights, configuration and tokenizer, never pickles or code."""
+FILES = (
+    *("*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"),
+    *("README.md", "LICENSE*"),  # whose licence a model card states
+)
+"""The files of a model on the hub that are downloaded: weights, configuration, tokenizer, card and licence, never pickles or code."""
 CONFIG = ("config.json",)
 """The files that say what a model's layers are."""
 TEMPLATES = "additional_chat_templates"

@@ -39,9 +39,13 @@ COMPANIONS = (
 )
 """Small files of a Transformers folder that belong to the model whatever its weights; never weights, never code."""
 
+CARD = "README.md"
+CARD_MARK = "<!-- written by lowbit"
+"""Name of a model card, and what is in those that lowbit wrote (card.py)."""
+
 _WEIGHTS = (SINGLE, "model-*-of-*.safetensors", "rank0.safetensors")
-CHECKPOINT = ("config.json", INDEX, *_WEIGHTS, "quantize_config.json", "quant_config.json", *COMPANIONS)
-"""Names of the files of a checkpoint; a folder with any other is not replaced."""
+CHECKPOINT = ("config.json", INDEX, *_WEIGHTS, "quantize_config.json", "quant_config.json", *COMPANIONS, CARD)
+"""Names of the files of a checkpoint; a folder with any other is not replaced, nor one with a model card of somebody else."""
 
 PARTIAL = ".tmp??????"
 """Names of the files that safetensors writes to before it renames them."""
@@ -113,7 +117,7 @@ def _holds(outer: Path, inner: Path) -> bool:
 def _checkpoint_in_words(folder: Path) -> str:
     """What a checkpoint is, for the report of having replaced it; raises CheckpointError, naming what else is there."""
     found = sorted(folder.iterdir())
-    strangers = [f"{p.name}/" if p.is_dir() else p.name for p in found if not _is_file(p) or not _fits(p.name, CHECKPOINT)]
+    strangers = [f"{p.name}/" if p.is_dir() else p.name for p in found if not _is_part(p)]
     if strangers:
         named = ", ".join(strangers[:5]) + (f" and {len(strangers) - 5} more" if len(strangers) > 5 else "")
         raise CheckpointError(
@@ -133,6 +137,17 @@ def _checkpoint_in_words(folder: Path) -> str:
     if method == METHOD and isinstance(layers, dict):
         return f"a lowbit checkpoint of {len(layers)} layers ({scheme}), {size}"
     return f"{'an unquantized' if method is None else f'a {method}'} checkpoint, {size}"
+
+
+def is_card(path: Path) -> bool:
+    """Whether lowbit wrote this model card."""
+    with path.open("rb") as file:
+        return CARD_MARK.encode() in file.read(_MAX_RESULT_BYTES)
+
+
+def _is_part(path: Path) -> bool:
+    """Whether a file is part of a checkpoint; a README.md is when lowbit wrote it."""
+    return _is_file(path) and _fits(path.name, CHECKPOINT) and (path.name != CARD or is_card(path))
 
 
 def discard(folder: Path, names: Iterable[str]) -> None:

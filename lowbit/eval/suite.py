@@ -10,8 +10,9 @@ from typing import Any, Protocol
 
 import torch
 
+from lowbit.checkpoint.card import record_divergence
 from lowbit.eval.choice import choose, read_questions
-from lowbit.eval.divergence import divergence
+from lowbit.eval.divergence import Divergence, divergence
 from lowbit.eval.figure import Figure
 from lowbit.eval.pass_at_k import read_problems, solve
 from lowbit.eval.perplexity import perplexity
@@ -151,9 +152,9 @@ def run_suite(
 ) -> Results:
     """Measures the reference, then each model, on every task; the file of `Results` in `folder` is complete after every task.
 
-    The reference stays in memory beside each model, for the divergence on every text. Programs are generated and run only with
-    `settings.run_generated_code`. Raises ValueError, before a model is loaded, where nothing isolates them and
-    `settings.unsafe` is not set.
+    The reference stays in memory beside each model, for the divergence on every text, which is written into the model card of
+    a lowbit checkpoint. Programs are generated and run only with `settings.run_generated_code`. Raises ValueError, before a
+    model is loaded, where nothing isolates them and `settings.unsafe` is not set.
     """
     request = {"settings": asdict(settings), "reference": reference, "tasks": [task.described() for task in tasks]}
     isolation: str | None = None
@@ -169,15 +170,28 @@ def run_suite(
         first = reference is not None and held is None
         dtype = str(pipe.model.dtype).removeprefix("torch.")
         results.add_model(name, label, first, size_of(name, pipe.model), dtype, str(pipe.model.device))
+        divergences = []
         for task in tasks:
             say(f"{label}: {task.name}")
-            _measure(pipe, held, task, settings, results, isolation, progress)
+            found = _measure(pipe, held, task, settings, results, isolation, progress)
+            if found is not None:
+                divergences.append(f"{found.mean:.4f} nats per token on {task.name} ({found.tokens:,} tokens)")
+        if divergences and Path(name).is_dir():
+            _complete_card(Path(name), f"{', '.join(divergences)}, from {Path(str(reference)).name}", say)
         if first:
             held = pipe
         else:
             pipe.destroy()
     results.finish()
     return results
+
+
+def _complete_card(folder: Path, measured: str, say: Callable[[str], None]) -> None:
+    try:
+        if record_divergence(folder, measured):
+            say(f"{folder}: the divergence is in the model card now")
+    except OSError as error:
+        say(f"the model card does not get the divergence: {error}")
 
 
 def labels(names: Sequence[str]) -> list[str]:
@@ -194,7 +208,9 @@ def _measure(
     results: Results,
     isolation: str | None,
     progress: bool,
-) -> None:
+) -> Divergence | None:
+    """Measures one task; returns the divergence, if that was measured."""
+
     def add(measured: Measured) -> None:
         results.add(task.name, measured.figures(), measured)
 
@@ -204,10 +220,14 @@ def _measure(
         ids = token_ids(pipe, task.content, settings.window, settings.stride, settings.windows)
         add(perplexity(pipe.model, ids, window=settings.window, stride=settings.stride, progress=progress))
         if reference is None or reference.encodes:
-            return
+            return None
         same = torch.equal(ids, token_ids(reference, task.content, settings.window, settings.stride, settings.windows))
         if same and reference.model.config.vocab_size == pipe.model.config.vocab_size:
-            add(divergence(pipe.model, reference.model, ids, window=settings.window, stride=settings.stride, progress=progress))
+            found = divergence(
+                pipe.model, reference.model, ids, window=settings.window, stride=settings.stride, progress=progress
+            )
+            add(found)
+            return found
         else:
             results.skip(task.name, "no divergence: the reference has another tokenizer or vocabulary")
     elif task.kind == "choice":
@@ -223,6 +243,7 @@ def _measure(
         )  # fmt: skip
     else:
         results.skip(task.name, "generated code is run only with --run-generated-code")
+    return None
 
 
 def token_ids(pipe: Pipeline, text: str, window: int, stride: int | None, windows: int) -> torch.Tensor:

@@ -52,6 +52,11 @@ class Calibration:
     seed: int = 0
     text: Path | None = None
 
+    def record(self) -> dict[str, Any]:
+        """The name of the text, not its path, and how pieces are drawn from it: what config.json records."""
+        text = "topics of Python's help" if self.text is None else self.text.name
+        return {"text": text, "samples": self.samples, "length": self.length, "seed": self.seed}
+
     def read(self) -> str:
         """The text."""
         if self.text is None:

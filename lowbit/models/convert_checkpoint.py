@@ -7,7 +7,7 @@ import math
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowbit.checkpoint import CheckpointError, CheckpointWriter, Manifest
 from lowbit.formats import ZeroPoint
-from lowbit.models.conversion_targets import TARGETS, rounding_error, rounding_errors, target_of
+from lowbit.models.conversion_targets import TARGETS, converted_record, rounding_error, rounding_errors, target_of
 from lowbit.models.source import Contents, Opened, open_checkpoint
 from lowbit.models.tensorrt_llm import WEIGHTS
 from lowbit.progress import Progress
@@ -80,6 +80,8 @@ def convert_checkpoint(
         if single and isinstance(written, dict):
             writer.finish(written, None, copy_from=companions)
         else:
+            if isinstance(written, Manifest):
+                written = replace(written, method=converted_record(opened.tool))
             writer.finish(opened.stated, written, copy_from=companions)
     return report
 

@@ -16,7 +16,7 @@ from lowbit.checkpoint.detect import quantization_of
 from lowbit.checkpoint.target import check_space, discard
 from lowbit.formats import QuantTensor, Scheme, parse_scheme, rotate_blocks
 from lowbit.hardware.machine import torch_device
-from lowbit.methods import DATA_FREE, Hqq, Learned, Method, Mixed, Rtn, Search, SmoothQuant, method_of
+from lowbit.methods import DATA_FREE, Hqq, Learned, Method, Mixed, Rtn, Search, SmoothQuant, method_of, method_record
 from lowbit.models.calibrate import Calibration, Finished, Results, calibrate_layers, finished_bytes, recipe_of
 from lowbit.models.complete import require_complete, require_finite_tensor
 from lowbit.models.decoder import Decoder
@@ -108,7 +108,9 @@ def quantize_checkpoint(
             others = {name: chosen for name, chosen in weights.schemes.items() if chosen != plan.scheme}
             plan = weights.plan = dataclasses.replace(plan, others=others)
         static = any(scheme.static_activations for scheme in weights.schemes.values())
-        if static or not isinstance(method, DATA_FREE):
+        calibrated = static or not isinstance(method, DATA_FREE)
+        used = (calibration or Calibration()).record() if calibrated or mixed is not None else None
+        if calibrated:
             weights.calibrate(target, calibration or Calibration(), needed_bytes, say, progress)
         entries = {}
         for tensor in Progress(reader.names(), desc=f"{scheme}", unit="tensors", shown=progress):
@@ -122,7 +124,9 @@ def quantize_checkpoint(
                 give_back_freed_memory()
             elif module not in plan.tied:
                 writer.add(names.written(tensor, plan.shapes), weights.plain(tensor))
-        manifest = dataclasses.replace(manifest_of(plan, entries), rotation=rotation)
+        manifest = dataclasses.replace(
+            manifest_of(plan, entries), rotation=rotation, method=method_record(method), calibration=used
+        )
         writer.finish(reader.config, manifest, copy_from=source)
         weights.done()
     return plan

@@ -210,6 +210,20 @@ def swap(model: nn.Module, name: str, q: QuantTensor) -> PackedWeight:
     return new
 
 
+def dequantized(module: PackedWeight, dtype: torch.dtype, shared: nn.Parameter | None = None) -> nn.Linear | nn.Embedding:
+    """A plain layer or embedding with the weights of a quantized one in `dtype`, on its device, with the same bias; with the
+    weights `shared` where they are given. Raises UnsupportedProblem for weights that are not here as a whole."""
+    weight = nn.Parameter(module.dequantized_weight(dtype)) if shared is None else shared
+    new: nn.Linear | nn.Embedding
+    if isinstance(module, QuantLinear):
+        new = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+        new.register_parameter("bias", module.bias)
+    else:
+        new = nn.Embedding(*module.shape, device="meta")
+    new.weight = weight
+    return new.train(module.training)
+
+
 def tie(model: nn.Module, name: str, owner: str) -> None:
     """Replaces the linear layer or embedding `name` by a quantized one that shares the parameters of `owner`."""
     module, source = model.get_submodule(name), model.get_submodule(owner)

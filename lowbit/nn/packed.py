@@ -24,7 +24,7 @@ from lowbit.formats import (
     unpack_words,
 )
 from lowbit.ops.cpu_gemm import pack_for_cpu
-from lowbit.ops.table import Problem, choose, problem_on, warn_slow, weight_refusals, why_slow
+from lowbit.ops.table import Problem, UnsupportedProblem, choose, problem_on, warn_slow, weight_refusals, why_slow
 from lowbit.ops.workspace import make_counters
 from lowbit.pack import FragmentWeight, OperandWeight
 from lowbit.pack.cpu import CpuWeight, unpack_cpu_codes
@@ -289,6 +289,20 @@ class PackedWeight(nn.Module):
         zero, order, factors, *static = (None if p is None else p.data for p in (self.weight_zero, *of_x))
         scale = self.weight_scale.data
         return QuantTensor(codes, scale, zero, self.scheme, order, factors, correction, static[0], static[1], self.hadamard)
+
+    def dequantize_refusals(self) -> tuple[str, ...]:
+        """Why the weights cannot be dequantized here; empty where they can."""
+        if self.is_split:
+            return ("tensor parallelism has split the weights, load the model without it to dequantize them",)
+        if self.weight_scale.is_meta:
+            return ("Accelerate has offloaded the weights, load the model without offloading (device_map) to dequantize them",)
+        return ()
+
+    def dequantized_weight(self, dtype: torch.dtype) -> Tensor:
+        """The weights [N, K] that multiply x as it comes, in `dtype`. Raises UnsupportedProblem with `dequantize_refusals`."""
+        if refusals := self.dequantize_refusals():
+            raise UnsupportedProblem("; ".join(refusals))
+        return self.quant_tensor().dequantize(dtype)
 
     @property
     def weight_nbytes(self) -> int:

@@ -6,6 +6,8 @@ import importlib.util
 import io
 import json
 import os
+import re
+import shutil
 import sys
 
 import pytest
@@ -119,6 +121,20 @@ def test_sizes_are_those_of_the_files(models, tmp_path):
         assert sizes[1]["bits_per_weight"] == pytest.approx(8 * sum(q.nbytes for q in layers) / linear)
         assert sizes[1]["bytes"] == sum(reader.get(name).nbytes for name in reader.names())
     assert sizes[0]["bytes"] > sizes[1]["bytes"]
+
+
+def test_the_model_card_gets_the_divergence(models, tmp_path):
+    fp16, q4, _ = models
+    q4 = shutil.copytree(q4, tmp_path / "q4")
+    for _ in range(2):
+        done = run(
+            "eval", q4, "--reference", fp16, "--suite", "text", "--out", tmp_path / "o", "--windows", "1", "--window", "16"
+        )
+        assert done.exit_code == 0, done.stderr
+    card = (q4 / "README.md").read_text()
+    found = re.findall(r"\| divergence from the source \| (.*) nats per token on opticks \(15 tokens\), from fp16 \|", card)
+    assert len(found) == 1 and float(found[0]) > 0
+    assert "This checkpoint needs lowbit" in card
 
 
 def test_what_stays_in_16_bits_counts(models, tmp_path):
