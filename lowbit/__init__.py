@@ -37,6 +37,7 @@ LAYERS = (
     "folders",
     "sources",
     "extras",
+    "printable",
     "progress",
     "formats",
     "methods",

@@ -11,6 +11,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from lowbit.printable import printable
+
 INTERVAL_S = 10.0
 """Seconds between two lines, and before the first."""
 
@@ -60,13 +62,20 @@ class Progress(tqdm):
         self.lines = shown and not on_terminal()
         slow = {"mininterval": INTERVAL_S, "miniters": 1, "delay": INTERVAL_S, "bar_format": LINE} if self.lines else {}
         super().__init__(
-            iterable, desc=desc, unit=unit, total=total, disable=not shown, unit_scale=unit_scale, leave=False, **slow
+            iterable,
+            desc=_one_line(desc),
+            unit=unit,
+            total=total,
+            disable=not shown,
+            unit_scale=unit_scale,
+            leave=False,
+            **slow,
         )
 
     def at(self, done: float, total: float | None, desc: str) -> None:
         """Sets how much of how much is done, and of what."""
         self.total = total
-        self.set_description_str(desc, refresh=False)
+        self.set_description_str(_one_line(desc), refresh=False)
         self.update(done - self.n)
 
     def set_postfix_str(self, s: str = "", refresh: bool = True) -> None:
@@ -100,3 +109,8 @@ class Progress(tqdm):
         elif not self.disable:
             self.disable = True
             self._decr_instances(self)
+
+
+def _one_line(desc: str) -> str:
+    """Names of layers and models come from files and servers."""
+    return printable(desc).replace("\n", " ")

@@ -15,7 +15,7 @@ FILES = (
     *("*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"),
     *("README.md", "LICENSE*"),  # whose licence a model card states
 )
-"""The files of a model on the hub that are downloaded: weights, configuration, tokenizer, card and licence, never pickles or code."""
+"""The files of a model on the hub that are downloaded: never pickles or code."""
 CONFIG = ("config.json",)
 """The files that say what a model's layers are."""
 TEMPLATES = "additional_chat_templates"

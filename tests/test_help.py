@@ -31,7 +31,7 @@ def help_of(command, width, option="--help"):
 
 
 def test_there_are_commands_to_look_at():
-    assert len(COMMANDS) > 20 and ["quantize"] in COMMANDS and ["bench", "gemm"] in COMMANDS
+    assert len(COMMANDS) >= 15 and ["quantize"] in COMMANDS and ["bench"] in COMMANDS
 
 
 @pytest.mark.parametrize("width", [80, 120])

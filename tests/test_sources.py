@@ -63,7 +63,9 @@ def run(*arguments):
 def test_only_what_is_needed_is_downloaded_and_only_once(hub, models):
     folder = local_model(NAME)
     assert {path.name for path in folder.iterdir()} == {
-        path.name for path in models[NAME]["main"].iterdir() if path.suffix in (".json", ".safetensors", ".jinja")
+        path.name
+        for path in models[NAME]["main"].iterdir()
+        if path.suffix in (".json", ".safetensors", ".jinja") or path.name == "README.md"
     } - {"consolidated.safetensors"}
     hub.asked.clear()
     assert local_model(NAME) == folder and not [line for line in hub.asked if line.startswith("GET /org")]
@@ -132,7 +134,7 @@ def test_every_command_and_python_take_the_name(hub, tmp_path, monkeypatch):
     assert run("explain", NAME, "--scheme", "w8a16").exit_code == 0
     said = run("eval", NAME, "--text", "text.txt", "--window", 8, "--windows", 1, "--json", "-")
     assert said.exit_code == 0 and json.loads(said.stdout)["rows"][0]["model"] == NAME
-    assert run("bench", "generate", NAME, "--schemes", "w8a16", "--max-new-tokens", 2, "--repeats", 1).exit_code == 0
+    assert run("bench", NAME, "--schemes", "w8a16", "--max-new-tokens", 2, "--repeats", 1).exit_code == 0
     assert type(lowbit.load(f"{NAME}@v2")).__name__ == "LlamaForCausalLM"
     assert lowbit.pipeline(NAME)("ab", max_new_tokens=2)[0].generated_length <= 2
     assert lowbit.quantize_checkpoint(NAME, tmp_path / "p", "w4a16_g32").shapes

@@ -101,7 +101,7 @@ def _source(source: str | Path) -> _Source:
     if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", str(source)):
         return _Source(str(source), str(source))
     real = Path(os.path.realpath(path))
-    stated = _metadata(path / CARD) if _lies_within(path / CARD, path) else {}
+    stated = _metadata(path / CARD) if (path / CARD).is_file() else {}
     copied = {key: value for key in _COPIED if isinstance(value := stated.get(key), str) and value.isprintable()}
     if stated.get("library_name") == "lowbit":  # quantized already: what that was made from
         base = stated.get("base_model")
@@ -116,14 +116,6 @@ def _hub_name(folder: Path) -> str | None:
     if folder.parent.name != "snapshots" or not repository.startswith("models--"):
         return None
     return repository.removeprefix("models--").replace("--", "/")
-
-
-def _lies_within(path: Path, folder: Path) -> bool:
-    """Whether a file is in the folder, or in the cache of a hub whose snapshot the folder is; links are followed."""
-    if not path.is_file():
-        return False
-    file, folder = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
-    return file.parent == folder or (_hub_name(folder) is not None and file.parent == folder.parent.parent / "blobs")
 
 
 def _metadata(path: Path) -> dict[str, Any]:

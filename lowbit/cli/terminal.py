@@ -16,22 +16,10 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
-from rich.progress import Task, TextColumn
 from rich.text import Text
 
 from lowbit.cli import begin
-
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters other than tab and newline, bidirectional overrides, and surrogates, which no encoding can write."""
-
-
-def printable(text: str) -> str:
-    """`text` with every character escaped that a terminal would obey rather than show: ESC becomes \\x1b.
-
-    All text that commands print passes through here, since names of layers, folders and models come from files and servers.
-    Tabs and newlines stay.
-    """
-    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text.replace("\r\n", "\n"))
+from lowbit.printable import printable
 
 
 class Terminal(Console):
@@ -43,17 +31,6 @@ class Terminal(Console):
     def render_str(self, text: str, **options: Any) -> Text:
         """`text`, escaped, as rich prints it: every string passes here, printed alone or as a cell of a table."""
         return super().render_str(printable(text), **options)
-
-
-class Description(TextColumn):
-    """The column of a progress bar that shows the description of its task as it is."""
-
-    def __init__(self) -> None:
-        super().__init__("{task.description}", markup=False)
-
-    def render(self, task: Task) -> Text:
-        """One line of text."""
-        return Text(printable(task.description).replace("\n", " "))
 
 
 out = Terminal()

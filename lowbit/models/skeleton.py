@@ -32,6 +32,7 @@ from transformers.utils import logging
 from lowbit.checkpoint import CheckpointError, CheckpointReader
 from lowbit.checkpoint.gguf import gguf_file
 from lowbit.checkpoint.reader import INDEX, SINGLE, read_json
+from lowbit.checkpoint.schema import GUARD
 from lowbit.checkpoint.target import COMPANIONS
 from lowbit.models.complete import some
 from lowbit.sources import TEMPLATES, linked_inside, model_folder
@@ -318,7 +319,7 @@ def _warn(line: str) -> None:
 def _check_weights_file(config: PreTrainedConfig, source: str | Path) -> None:
     """Raises CheckpointError where config.json sends Transformers to another file than those whose headers are checked."""
     stated = getattr(config, "transformers_weights", None)
-    if stated is not None:
+    if stated not in (None, GUARD):
         raise CheckpointError(
             f"{_file(source)}: transformers_weights is {stated!r}, and only {SINGLE} or {INDEX} is read; rename the file and "
             "remove the field"

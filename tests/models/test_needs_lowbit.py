@@ -182,12 +182,12 @@ def test_a_damaged_card_of_the_source_is_passed_over(card, tmp_path):
     assert "| source model | tiny-model |" in (tmp_path / "q" / "README.md").read_text()
 
 
-def test_a_card_that_is_a_link_to_elsewhere_is_not_read(tmp_path):
+def test_a_card_that_is_a_link_to_elsewhere_is_refused(tmp_path):
     folder = save_tiny(tmp_path / "tiny-model")
     (tmp_path / "elsewhere.md").write_text(CARD_OF_THE_SOURCE)
     (folder / "README.md").symlink_to(tmp_path / "elsewhere.md")
-    quantize_checkpoint(folder, tmp_path / "q", "w4a16_g32")
-    assert "license" not in metadata_load(tmp_path / "q" / "README.md")
+    with pytest.raises(CheckpointError, match=r"README\.md: a link to"):
+        quantize_checkpoint(folder, tmp_path / "q", "w4a16_g32")
 
 
 def test_the_card_does_not_block_overwriting(source, tmp_path):
