@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, modeling_flash_attention_utils, modeling_utils
+from transformers import modeling_flash_attention_utils, modeling_utils
 from transformers.integrations import hub_kernels
 from typer.testing import CliRunner
 
@@ -191,18 +191,6 @@ class TestPickles:
         result = run(command[0], model, *(tmp_path / word if word == "out" else word for word in command[1:]))
         assert result.exit_code == 1
         assert f"{name}, a pickle" in result.stderr and "safetensors" in result.stderr
-
-    def test_of_a_hub(self, monkeypatch, opened):
-        """As Transformers says of a name without safetensors files, which it then does not load."""
-
-        def from_pretrained(*arguments, use_safetensors, **options):
-            assert use_safetensors
-            raise OSError("owner/name cannot be loaded with `safetensors`. Please do not set `use_safetensors=True`.")
-
-        monkeypatch.setattr("lowbit.models.load.config_of", lambda source: tiny_llama().config)
-        monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", from_pretrained)
-        with pytest.raises(CheckpointError, match=r"owner/name: has no safetensors, but pytorch_model\.bin at most, a pickle"):
-            load("owner/name", device="cpu")
 
     def test_that_config_json_names(self, model, opened):
         torch.save(tiny_llama().state_dict(), model / "adapter_model.bin")
