@@ -12,6 +12,7 @@ from lowbit.formats.granularity import (
     spread,
 )
 from lowbit.formats.hadamard import BLOCKS, check_block, rotate_blocks
+from lowbit.formats.input_transform import IDENTITY, InputParts, InputTransform, is_permutation
 from lowbit.formats.number import (
     FloatFormat,
     IntFormat,
@@ -23,15 +24,18 @@ from lowbit.formats.number import (
     uint_format,
 )
 from lowbit.formats.scheme import ALIASES, ActivationRule, Scheme, ZeroPoint, parse_scheme
-from lowbit.formats.tensor import LowRank, QuantTensor, is_permutation
+from lowbit.formats.tensor import LowRank, QuantTensor
 from lowbit.formats.words import pack_words, packed_bytes, unpack_words
 
 __all__ = [
     "ALIASES",
     "BLOCKS",
+    "IDENTITY",
     "ActivationRule",
     "FloatFormat",
     "Granularity",
+    "InputParts",
+    "InputTransform",
     "IntFormat",
     "LowRank",
     "NumberFormat",

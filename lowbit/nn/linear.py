@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.formats import ActivationRule, PerBlock, QuantTensor, Scheme, pack_words
+from lowbit.formats import ActivationRule, InputParts, PerBlock, QuantTensor, Scheme, pack_words
 from lowbit.nn.packed import PackedWeight
 from lowbit.ops import fragment_gemm, mixed_gemm, quantize_activations, scaled_gemm
 from lowbit.ops.byte_gemm import byte_gemm
-from lowbit.ops.channels import channels_of_codes, rotate_channels
+from lowbit.ops.channels import gather_channels, rotate_channels
 from lowbit.ops.cpu_gemm import cpu_gemm, scaled_cpu_gemm
 from lowbit.ops.table import UnsupportedProblem, choose
 from lowbit.pack.cpu import CpuWeight
@@ -42,11 +42,10 @@ class QuantizedInput:
 class QuantLinear(PackedWeight):
     """y [.., out_features] = x [.., in_features] . dequant(w)^T + bias, with w packed (see `PackedWeight`).
 
-    x is fp16, bf16 or fp32 and y has its type; bias [out_features] is kept as it was in the original layer. At every call, x is
-    first rotated in blocks of channels with `hadamard`, and rounded to its type, and with an `order` or a `pre_quant_scale`
-    brought into the order of the codes and scaled. A scheme with 8-bit activations has x quantized next, by the
-    `activation_scale` (and `activation_zero`) or else token by token (by blocks of K where the weights have blocks), and is
-    rotated in the same pass where nothing is done in between. A low-rank correction costs two small products and two
+    x is fp16, bf16 or fp32 and y has its type; bias [out_features] is kept as it was in the original layer. At every call, the
+    input transform is applied to x first, rounded to its type after the rotation and after the scaling. A scheme with 8-bit
+    activations has x quantized next, by the scale of the transform or else token by token (by blocks of K where the weights have
+    blocks), and is rotated in the same pass where nothing is done in between. A low-rank correction costs two small products and two
     roundings to x's type: of x down^T, and of the quantized product before the correction is added. The first call brings the
     weights into the form of the device's kernels (`prepare`), but not one that torch.compile traces: call the layer before.
     """
@@ -64,17 +63,10 @@ class QuantLinear(PackedWeight):
         *,
         bias: nn.Parameter | None = None,
         device: torch.device | str | None = None,
-        order: bool = False,
-        pre_quant_scale: bool = False,
+        input_parts: InputParts = InputParts(),
         low_rank: int = 0,
-        activation_scale: bool = False,
-        activation_zero: bool = False,
-        hadamard: int = 0,
     ) -> None:
-        shape = (out_features, in_features)
-        beside = {"order": order, "pre_quant_scale": pre_quant_scale}
-        static = {"activation_scale": activation_scale, "activation_zero": activation_zero}
-        super().__init__(shape, scheme, device, **beside, low_rank=low_rank, **static, hadamard=hadamard)
+        super().__init__((out_features, in_features), scheme, device, input_parts=input_parts, low_rank=low_rank)
         self.activation_format = None if self.scheme.activation is None else self.scheme.activation.name
         # Blocks of weights go with groups of activations as long as a block.
         self.activation_group = self.scheme.granularity.k if isinstance(self.scheme.granularity, PerBlock) else 0
@@ -109,6 +101,8 @@ class QuantLinear(PackedWeight):
         return torch.addmm(y.reshape(-1, y.shape[-1]), inner.reshape(-1, len(down)), up.to(x.dtype).t()).view_as(y)
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self.has_channels:
+            x = gather_channels(x, self.weight_order, self.pre_quant_scale)
         if self.activation_format is not None:
             return self._scaled_product(self._quantized(x), bias)
         held = self.cpu_weight
@@ -118,8 +112,7 @@ class QuantLinear(PackedWeight):
             return cpu_gemm(x, held, bias)
         if self.kernel_codes is not None and x.dtype in self.kernel_dtypes:
             return fragment_gemm(x, self.kernel_weight(), bias, batch_invariant=self.batch_invariant)
-        channels = (self.weight_order, self.pre_quant_scale) if self.has_channels else ()
-        return mixed_gemm(x, self._rows(), self.weight_scale, self.weight_zero, bias, self.scheme_name, *channels)
+        return mixed_gemm(x, self._rows(), self.weight_scale, self.weight_zero, bias, self.scheme_name)
 
     def _prepared_on_cpu(self, dtype: torch.dtype) -> CpuWeight | None:
         """Prepares the layer where it is; its form on a CPU for x of `dtype`, if it has one then."""
@@ -165,9 +158,7 @@ class QuantLinear(PackedWeight):
         return QuantizedInput(made.codes, made.scale, made.zero, x.dtype)
 
     def _quantized(self, x: Tensor) -> QuantizedInput:
-        """x that is rotated already."""
-        if self.has_channels:
-            x = channels_of_codes(x, self.weight_order, self.pre_quant_scale)
+        """x that is rotated, scaled and in order already."""
         made = quantize_activations(x, **(self.quantization() | {"hadamard": 0}))
         return QuantizedInput(made.codes, made.scale, made.zero, x.dtype)
 

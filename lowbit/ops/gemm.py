@@ -27,20 +27,12 @@ def pack_for(
     "interleaved" is TensorRT-LLM's order for sm_80 (`InterleavedWeight`), which is never the first.
 
     Raises UnsupportedProblem, with every kernel's reasons, where there is none, and ValueError for what is no part of a
-    product: a low-rank correction, a rotation of x, and an order or factors of x under a scheme that quantizes x after them
-    (`nn.QuantLinear` has them).
+    product, an input transform or a low-rank correction, which `nn.QuantLinear` computes.
     """
     device = q.codes.device
     known = {"scale_dtype": q.scale.dtype, "batch_invariant": batch_invariant, "form": form}
     chosen = choose(problem_on(device, q.scheme, 1, q.shape, dtype, **known)).form  # type: ignore[arg-type]
-    if q.low_rank is not None:
-        raise ValueError(f"{q.scheme} {q.shape}: a low-rank correction is no part of a product; nn.QuantLinear adds it")
-    if q.hadamard:
-        raise ValueError(f"{q.scheme} {q.shape}: a rotation of x is no part of a product; nn.QuantLinear does it")
-    if q.scheme.activation is not None and (q.order is not None or q.pre_quant_scale is not None):
-        raise ValueError(f"{q.scheme} {q.shape}: an order and factors of x belong before it is quantized, in nn.QuantLinear")
-    if q.activation_scale is not None:
-        raise ValueError(f"{q.scheme} {q.shape}: its scale of x quantizes x before the product, in nn.QuantLinear")
+    q.require_product()
     match chosen:
         case "fragments":
             make_counters(device)  # a graph that captures the first product could not
@@ -91,7 +83,7 @@ def gemm(
                 raise ValueError(f"gemm: this weight of {w.scheme} takes x {wanted}, got {x.dtype} {tuple(x.shape)}")
             return cpu_gemm(x, w, bias)
         case RowWeight():
-            return mixed_gemm(x, w.codes, w.scale, w.zero, bias, w.scheme.name, w.order, w.pre_quant_scale)
+            return mixed_gemm(x, w.codes, w.scale, w.zero, bias, w.scheme.name)
         case OperandWeight():
             raise ValueError(f"gemm: {w.scheme} has no weights in the form of 8-bit operands")
 
