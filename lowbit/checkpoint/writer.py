@@ -7,6 +7,7 @@ import dataclasses
 import errno
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,22 +20,24 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lowbit.checkpoint.lock import Lock
 from lowbit.checkpoint.reader import INDEX, SINGLE, file_sha256
 from lowbit.checkpoint.schema import CheckpointError, Manifest
 from lowbit.checkpoint.target import (
     CHECKPOINT,
     COMPANIONS,
+    PARTIAL,
     check_folder,
     check_space,
     discard,
     free_bytes,
     hidden,
-    left_behind,
+    hidden_of,
     mount_of,
     sync,
 )
 
-_UNFINISHED = (*CHECKPOINT, "shard-*")
+_UNFINISHED = (*CHECKPOINT, "shard-*", PARTIAL)
 
 
 class CheckpointWriter:
@@ -43,9 +46,11 @@ class CheckpointWriter:
 
     `finish` renames it into place. Leaving the `with` block without it (an error, Ctrl-C) removes what was written, and the
     next writer for `folder` what a killed process left; what was at `folder` before stays, or is put back. `sources` are the
-    files and folders that are read: `folder` must lie apart from them. Raises CheckpointError when it does not, when it exists
-    and is not empty, unless `overwrite`, and with `overwrite` when it is not a checkpoint (`target.check_folder`); `say` gets a
-    line on what was replaced.
+    files and folders that are read: `folder` must lie apart from them. `say` gets a line on what was replaced.
+
+    Raises CheckpointError if `folder` does not lie apart from `sources`, if it exists and is not empty, unless `overwrite`, and
+    with `overwrite` if it is not a checkpoint (`target.check_folder`). Entering the `with` block takes the lock of `folder`; it
+    raises CheckpointError if another process is writing there.
     """
 
     def __init__(
@@ -55,9 +60,10 @@ class CheckpointWriter:
         self.folder = Path(os.path.realpath(folder))  # now: the process may change its folder
         self.overwrite = overwrite
         self._shard_bytes, self._single, self._sources, self._say = shard_bytes, single, tuple(sources), say
-        _put_back(self.folder)
         self._check()
-        self._temporary = hidden(self.folder, "tmp")
+        self._lock = Lock(self.folder)
+        self._token = secrets.token_hex(4)
+        self._temporary = hidden(self.folder, "tmp", self._token)
         self._shard: dict[str, Tensor] = {}
         self._pending = 0
         self._files: list[list[str]] = []
@@ -66,18 +72,24 @@ class CheckpointWriter:
         self._names: set[str] = set()
 
     def __enter__(self) -> CheckpointWriter:
-        for path in left_behind(self.folder, "tmp"):
-            discard(path, _UNFINISHED)
-        try:
-            self._temporary.mkdir(parents=True)
-        except OSError as error:
-            raise CheckpointError(f"{self._temporary}: cannot be made ({error})") from error
-        self._hashing = ThreadPoolExecutor(1, "checksum")
+        with contextlib.ExitStack() as held:
+            held.enter_context(self._lock)
+            _put_back(self.folder)
+            self._check()  # once more, for what was put back or written since
+            for path in hidden_of(self.folder, "tmp"):
+                discard(path, _UNFINISHED)
+            try:
+                self._temporary.mkdir()
+            except OSError as error:
+                raise CheckpointError(f"{self._temporary}: cannot be made ({error})") from error
+            held.callback(discard, self._temporary, _UNFINISHED)
+            self._hashing = ThreadPoolExecutor(1, "checksum")
+            held.callback(self._hashing.shutdown, cancel_futures=True)
+            self._held = held.pop_all()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._hashing.shutdown(cancel_futures=True)
-        discard(self._temporary, _UNFINISHED)
+        self._held.close()
 
     def reserve(self, needed_bytes: int) -> None:
         """Raises CheckpointError unless there is room for so many bytes; it says where, and how many are free."""
@@ -126,17 +138,17 @@ class CheckpointWriter:
         """Renames the finished folder. Between the two renames there is nothing at `folder`: a process that is killed there
         leaves the old folder and the new one under hidden names, and the next writer puts the old one back."""
         try:
+            self._lock.require()
             replaced = self._check()  # once more: the work may have taken hours
         except CheckpointError as error:
-            kept = self.folder.with_name(f"{self.folder.name}-{os.getpid()}")
+            kept = self.folder.with_name(f"{self.folder.name}-{self._token}")
             os.rename(self._temporary, kept)
             raise CheckpointError(f"{error}. It was not so when the work began; the finished checkpoint is {kept}") from error
         if replaced is None:
             os.replace(self._temporary, self.folder)
             return
-        old = hidden(self.folder, "old")
+        old = hidden(self.folder, "old", self._token)
         try:
-            os.utime(self.folder)  # so that other hosts see that somebody works on it
             os.rename(self.folder, old)
             os.rename(self._temporary, self.folder)
         except BaseException:
@@ -191,7 +203,7 @@ def _put_back(folder: Path) -> None:
     """Puts back the folder that a process was replacing when it was killed between its two renames, as the finished one under
     its hidden name shows; removes one that it had replaced. Without the finished one a folder that is gone was removed later by
     somebody else, and what is left of the one before it does not come in its place."""
-    for old in left_behind(folder, "old"):
+    for old in hidden_of(folder, "old"):
         finished = old.with_name(old.name.replace(f".{folder.name}.old-", f".{folder.name}.tmp-"))
         there = os.path.lexists(folder)
         if finished.exists() and not there:

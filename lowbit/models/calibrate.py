@@ -3,14 +3,15 @@
 Layer i is read, its inputs on the calibration texts are observed, it is quantized, and the quantized layer makes the inputs of
 layer i + 1; then its memory is given back. What a layer brought is on disk before the next one begins, so a run that was killed
 goes on where it was: its finished layers are read back and run once more on the texts (one pass; quantizing takes several),
-which gives the same inputs, and in the end the same files, as a run that was not.
+which gives the same inputs, and in the end the same files, as a run that was not. The name of a finished layer's file holds its
+SHA-256; a layer whose file does not match is quantized again.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -24,8 +25,8 @@ from tqdm import tqdm
 
 from lowbit._version import __version__
 from lowbit.checkpoint import CheckpointError, CheckpointReader
-from lowbit.checkpoint.reader import read_text
-from lowbit.checkpoint.target import discard
+from lowbit.checkpoint.reader import file_sha256, read_text
+from lowbit.checkpoint.target import PARTIAL, discard, sync
 from lowbit.formats import InputTransform, LowRank, QuantTensor, Scheme
 from lowbit.models.decoder import Decoder
 from lowbit.models.hf import give_back_freed_memory
@@ -86,28 +87,31 @@ def _text_of(line: str, where: str) -> str:
     return text
 
 
-_LAYERS = ("layer-*.safetensors", "*.tmp")
+_PARTS = ("*.tmp", PARTIAL)
+_LAYERS = ("layer-*.safetensors", *_PARTS)
 
 
 class Finished:
     """The finished layers of a run, in a hidden folder beside its target: kept when the run is killed, gone when it is done.
 
-    `recipe` says what the layers come from; raises CheckpointError when the folder holds those of another one.
+    `recipe` says what the layers come from; raises CheckpointError when the folder holds those of another one. `say` gets a
+    line for each layer whose file is damaged. The caller holds the lock of `target`.
     """
 
-    def __init__(self, target: Path, recipe: dict[str, Any]) -> None:
-        self.folder = unfinished_folder(target)
+    def __init__(self, target: Path, recipe: dict[str, Any], say: Callable[[str], None] = lambda line: None) -> None:
+        self.folder, self._say = unfinished_folder(target), say
         text = json.dumps(recipe, indent=2, sort_keys=True) + "\n"
         path = self.folder / "recipe.json"
-        if path.exists() and path.read_text(encoding="utf-8") != text:
+        known = path.exists()
+        if known and path.read_bytes() != text.encode():
             raise CheckpointError(
                 f"{self.folder}: holds the finished layers of another run for {target} (another method, scheme, model or "
                 "text); repeat that command to finish it, or delete the folder"
             )
+        # Layers without a recipe are those of a run that was killed while it removed them.
+        discard(self.folder, _PARTS if known else _LAYERS)
         self.folder.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            discard(self.folder, _LAYERS)  # of a run that was killed while it cleared up: nobody knows any more of which
-            self.folder.mkdir(parents=True, exist_ok=True)
+        if not known:
             _replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
     def write(self, i: int, result: LayerResult) -> None:
@@ -121,14 +125,15 @@ class Finished:
             tensors |= {f"quantized {n} up": correction.up, f"quantized {n} down": correction.down}
         plain = {name: t.cpu().contiguous() for name, t in tensors.items()}
         said = {"notes": json.dumps(result.notes), "error": json.dumps(result.error)}
-        _replace(self._path(i), lambda path: save_file(plain, str(path), said))
+        _replace(self.folder / f"layer-{i:05}.safetensors", lambda path: save_file(plain, str(path), said), checksum=True)
 
     def read(self, i: int, schemes: Mapping[str, Scheme]) -> LayerResult | None:
-        """What layer i brought; None when it is not finished."""
-        if not self._path(i).exists():
+        """What layer i brought; None when it is not finished, or its file was damaged: it is removed then."""
+        path = self._intact(i)
+        if path is None:
             return None
         fields: dict[str, dict[str, Tensor]] = {}
-        with safe_open(str(self._path(i)), framework="pt") as file:
+        with safe_open(str(path), framework="pt") as file:
             said = {key: json.loads(text) for key, text in file.metadata().items()}
             result = LayerResult(notes=said["notes"], error=said["error"])
             for key in file.keys():  # noqa: SIM118  (not a dict)
@@ -148,8 +153,18 @@ class Finished:
         discard(self.folder, _LAYERS)  # before the recipe, without which they would say nothing
         discard(self.folder, ("recipe.json",))
 
-    def _path(self, i: int) -> Path:
-        return self.folder / f"layer-{i:05}.safetensors"
+    def _intact(self, i: int) -> Path | None:
+        """The file of layer i, if it has the SHA-256 in its name; removes one that has not, and says so."""
+        for path in self.folder.glob(f"layer-{i:05}.*.safetensors"):
+            try:
+                if path.name.split(".")[1] == file_sha256(path):
+                    return path
+                why = "its SHA-256 is not the one in its name"
+            except CheckpointError as error:  # a part of the disk that cannot be read
+                why = str(error)
+            self._say(f"layer {i} is quantized again: {path.name.split('.')[0]} in {self.folder} is damaged ({why})")
+            path.unlink()
+        return None
 
 
 class Results:
@@ -180,7 +195,11 @@ class Results:
             prefix = f"{self._decoder.layer_name(int(number))}."
             own = {n.removeprefix(prefix): scheme for n, scheme in self._schemes.items() if n.startswith(prefix)}
             result = self.finished.read(int(number), own)
-            assert result is not None
+            if result is None:
+                raise CheckpointError(
+                    f"{self.finished.folder}: the file of layer {number} was damaged after it was written; the same command "
+                    "quantizes that layer again"
+                )
             self._at, self._result = int(number), result
         return rest
 
@@ -268,14 +287,14 @@ def recipe_of(
     }
 
 
-def _replace(path: Path, write: Any) -> None:
-    """Writes a file under another name, brings it to the disk and only then gives it its own."""
+def _replace(path: Path, write: Callable[[Path], object], *, checksum: bool = False) -> None:
+    """Writes a file under another name, brings it to the disk and then renames it, with `checksum` to STEM.SHA256.SUFFIX."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         write(temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        sync(temporary)
+        name = f"{path.stem}.{file_sha256(temporary)}{path.suffix}" if checksum else path.name
+        os.replace(temporary, path.with_name(name))
     except (OSError, SafetensorError) as error:
         temporary.unlink(missing_ok=True)
         raise CheckpointError(

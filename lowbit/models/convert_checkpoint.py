@@ -62,8 +62,10 @@ def convert_checkpoint(
         raise CheckpointError(f"checkpoints are converted to {', '.join(TARGETS)}, not to {to!r}")
     source, target = Path(source), Path(target)
     single: dict[str, Any] = {"single": WEIGHTS, "shard_bytes": 1 << 62} if to == "tensorrt-llm" else {}
-    writer = CheckpointWriter(target, overwrite=overwrite, sources=[source], say=say, **single)
-    with tempfile.TemporaryDirectory() as scratch:
+    with (
+        CheckpointWriter(target, overwrite=overwrite, sources=[source], say=say, **single) as writer,
+        tempfile.TemporaryDirectory() as scratch,
+    ):
         opened = open_checkpoint(source)
         report = Conversion(opened.tool, to)
         if opened.tool == to == "lowbit":
@@ -73,12 +75,11 @@ def convert_checkpoint(
         converter = _Converter(source, opened, to, writer, report)
         writer.reserve(converter.least_bytes())
         companions = opened.companions(source, Path(scratch))
-        with writer:
-            written = converter.run(progress)
-            if single and isinstance(written, dict):
-                writer.finish(written, None, copy_from=companions)
-            else:
-                writer.finish(opened.stated, written, copy_from=companions)
+        written = converter.run(progress)
+        if single and isinstance(written, dict):
+            writer.finish(written, None, copy_from=companions)
+        else:
+            writer.finish(opened.stated, written, copy_from=companions)
     return report
 
 

@@ -66,8 +66,11 @@ def quantize_checkpoint(
     """
     source, target = Path(source), Path(target)
     method, device = Rtn(search) if method is None else method, _computing(device)
-    writer = CheckpointWriter(target, overwrite=overwrite, sources=[source], say=say)
-    with _opened(source, rotation, say) as reader:
+    with (
+        CheckpointWriter(target, overwrite=overwrite, sources=[source], say=say) as writer,
+        _opened(source, rotation, say) as reader,
+    ):
+        discard(_scratch_folder(target), SCRATCH_FILES)  # left by a run that was killed
         model = build(config_as_read(reader), source / "config.json")
         names = Names(model)
         require_complete(source, model, {tensor: reader.info(tensor).shape for tensor in reader.names()}, names)
@@ -95,20 +98,19 @@ def quantize_checkpoint(
         if static or not isinstance(method, DATA_FREE):
             weights.calibrate(target, calibration or Calibration(), needed_bytes, say, progress)
         entries = {}
-        with writer:
-            for tensor in tqdm(reader.names(), desc=f"{scheme}", unit="tensor", disable=not progress, leave=False):
-                module = modules.get(tensor)
-                if module in plan.shapes:
-                    q = weights.quantized(tensor, module)
-                    entries[module] = LayerEntry.of(q)
-                    for suffix, value in layer_tensors(q).items():
-                        writer.add(f"{module}.{suffix}", value)
-                    del q, value
-                    give_back_freed_memory()
-                elif module not in plan.tied:
-                    writer.add(names.written(tensor, plan.shapes), weights.plain(tensor))
-            manifest = dataclasses.replace(manifest_of(plan, entries), rotation=rotation)
-            writer.finish(reader.config, manifest, copy_from=source)
+        for tensor in tqdm(reader.names(), desc=f"{scheme}", unit="tensor", disable=not progress, leave=False):
+            module = modules.get(tensor)
+            if module in plan.shapes:
+                q = weights.quantized(tensor, module)
+                entries[module] = LayerEntry.of(q)
+                for suffix, value in layer_tensors(q).items():
+                    writer.add(f"{module}.{suffix}", value)
+                del q, value
+                give_back_freed_memory()
+            elif module not in plan.tied:
+                writer.add(names.written(tensor, plan.shapes), weights.plain(tensor))
+        manifest = dataclasses.replace(manifest_of(plan, entries), rotation=rotation)
+        writer.finish(reader.config, manifest, copy_from=source)
         weights.done()
     return plan
 
@@ -151,8 +153,7 @@ class _Weights:
                 f"included, {mixed.bits} are allowed; allow more or offer smaller schemes"
             )
         tokens = calibration.tokens(self.reader.folder)
-        scratch = target.absolute().parent / f".{target.name}.sensitivity"
-        discard(scratch, SCRATCH_FILES)  # a killed run's
+        scratch = _scratch_folder(target)
         try:
             units = measure_sensitivity(
                 decoder, list(self.plan.linears), schemes, tokens, _existing(scratch), low_rank=self.low_rank, progress=progress
@@ -181,7 +182,8 @@ class _Weights:
         kept = [n * k for name, (n, k) in self.plan.linears.items() if name.startswith(f"{decoder.name}.")]
         beside = sum(kept) - finished_bytes(target)
         check_space(target, needed_bytes + beside, "the checkpoint, with its finished layers at a byte per weight,")
-        finished = Finished(target, recipe_of(self.reader, self.schemes, self.method, self.low_rank, tokens, decoder))
+        recipe = recipe_of(self.reader, self.schemes, self.method, self.low_rank, tokens, decoder)
+        finished = Finished(target, recipe, say)
         say(f"calibrating on {tokens.shape[0]} x {tokens.shape[1]} tokens; finished layers are kept in {finished.folder}")
         replaced = {f"{name}.weight": self._rounded(decoder.file_name(f"{name}.weight"), name) for name in self.plan.embeddings}
         dense = {name: q.dequantize() for name, q in replaced.items()}
@@ -313,6 +315,11 @@ def _announce(low_rank: int, plan: Plan, say: Callable[[str], None]) -> None:
     weights = sum(n * k for n, k in plan.linears.values())
     more = sum(16 * low_rank * (n + k) for n, k in plan.linears.values()) / weights
     say(f"corrections of rank {low_rank} in {len(plan.linears)} linear layers take {more:.3f} bits per weight more")
+
+
+def _scratch_folder(target: Path) -> Path:
+    """Where a run that mixes schemes for `target` keeps the inputs of layers until the schemes are chosen."""
+    return target.absolute().parent / f".{target.name}.sensitivity"
 
 
 def _existing(folder: Path) -> Path:

@@ -12,6 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lowbit.checkpoint import CheckpointError
+from lowbit.checkpoint.target import PARTIAL
 from lowbit.formats import Scheme
 from lowbit.models.decoder import Decoder
 from lowbit.quantize.mixed import Candidate, sensitivity
@@ -19,7 +20,7 @@ from lowbit.quantize.mixed import Candidate, sensitivity
 TOKENS = 4096
 """Of the calibration text, enough: docs/quantize.md has the figures."""
 
-SCRATCH_FILES = ("[0-9]*.safetensors",)
+SCRATCH_FILES = ("[0-9]*.safetensors", PARTIAL)
 """Names of the files of hidden states that `measure_sensitivity` leaves in its folder."""
 
 

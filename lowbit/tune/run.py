@@ -19,6 +19,7 @@ from torch import nn
 
 from lowbit._version import __version__
 from lowbit.checkpoint.detect import quantization_of
+from lowbit.checkpoint.lock import Lock
 from lowbit.checkpoint.reader import CheckpointReader, model_folder, read_json
 from lowbit.checkpoint.target import check_file
 from lowbit.eval.results import versions, write_json
@@ -135,7 +136,7 @@ def run(products: Products, tokens: Sequence[int], seconds: float, say: Callable
         return rows
     finally:
         if rows:
-            keep(file, rows, here)
+            keep(file, rows, here, say)
             say(f"wrote {file}")
 
 
@@ -191,22 +192,23 @@ def fastest(modelled: str, us: dict[str, float], m: int, date: str) -> Kept:
     return Kept(m, tile, us[tile], of_model if modelled in us else us[tile], date)
 
 
-def keep(file: Path, rows: Iterable[Tuned], here: Machine) -> None:
-    """Writes what was measured into the machine's file; of products that are there already the newer figures stay."""
-    products: dict[str, dict[int, Kept]] = {}
-    for problem, found in _there(file).items():
-        products[problem] = {row.m: row for row in found}
-    for row in rows:
-        shape = products_of(row.scheme, here).shape(row.kept.m, row.n, row.k)
-        products.setdefault(problem_of(shape), {})[row.kept.m] = row.kept
-    file.parent.mkdir(parents=True, exist_ok=True)
-    document: dict[str, Any] = {
-        "result": KEPT, "schema": SCHEMA, "lowbit": __version__, "gpu": here.product, "versions": versions(()),
-        "products": {
-            problem: [asdict(found[m]) for m in sorted(found)] for problem, found in sorted(products.items())
-        },
-    }  # fmt: skip
-    write_json(file, document)
+def keep(file: Path, rows: Iterable[Tuned], here: Machine, say: Callable[[str], None] = lambda line: None) -> None:
+    """Writes what was measured into the machine's file; of products that are there already the newer figures stay. Waits while
+    another process writes the file; `say` gets a line then."""
+    with Lock(file, say):
+        products: dict[str, dict[int, Kept]] = {}
+        for problem, found in _there(file).items():
+            products[problem] = {row.m: row for row in found}
+        for row in rows:
+            shape = products_of(row.scheme, here).shape(row.kept.m, row.n, row.k)
+            products.setdefault(problem_of(shape), {})[row.kept.m] = row.kept
+        document: dict[str, Any] = {
+            "result": KEPT, "schema": SCHEMA, "lowbit": __version__, "gpu": here.product, "versions": versions(()),
+            "products": {
+                problem: [asdict(found[m]) for m in sorted(found)] for problem, found in sorted(products.items())
+            },
+        }  # fmt: skip
+        write_json(file, document)
     kept.forget()
 
 

@@ -13,6 +13,8 @@ from rich.table import Table
 from torch import Tensor
 from transformers import ResNetForImageClassification
 
+from lowbit.checkpoint.lock import Lock
+from lowbit.checkpoint.target import locked_scratch
 from lowbit.formats.conv import CODES, weight_storage
 from lowbit.vision import fashion
 from lowbit.vision.finetune import FineTune
@@ -48,8 +50,13 @@ def run(
 ) -> list[Row]:
     """Trains the network unless `out` has it, quantizes and measures it; the first row is the network in fp32.
 
-    Networks go to folders below `out`.
+    Networks go to folders below `out`. Raises CheckpointError if another demo is writing there.
     """
+    with Lock(out / "demo"):
+        return _run(data, out, say, epochs, device)
+
+
+def _run(data: Path, out: Path, say: Callable[[str], None], epochs: int, device: torch.device | str) -> list[Row]:
     training, test = fashion.load(data)
     start = time.perf_counter()
     model = trained(out / "fashion-resnet", training.to(device), epochs, say).to(device).eval()
@@ -80,9 +87,9 @@ def trained(folder: Path, images: fashion.Images, epochs: int, say: Callable[[st
     torch.manual_seed(0)
     model = fashion.network().to(images.pixels.device)
     fashion.train(model, images, epochs, say)
-    scratch = folder.with_name(f".{folder.name}.unfinished")
-    model.save_pretrained(scratch)
-    scratch.replace(folder)
+    with locked_scratch(folder, say) as scratch:
+        model.save_pretrained(scratch)
+        scratch.replace(folder)
     return model
 
 

@@ -11,7 +11,6 @@ import hashlib
 import os
 import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import ResNetConfig, ResNetForImageClassification
+
+from lowbit.checkpoint.target import locked_scratch
 
 PACKAGE = "dataset-fashion-mnist"
 INSTALLED = Path("/usr/share/datasets/fashion-mnist")
@@ -75,10 +76,10 @@ def bring_data(cache: Path, say: Callable[[str], None], folder: Path | None = No
             return place
     if folder is not None:
         raise DataError(f"{folder}: should hold the four files of Fashion-MNIST: {', '.join(FILES)}")
-    say(f"downloading {PACKAGE} (31 MB) with apt-get")
-    cache.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache.parent) as scratch:
-        work = Path(scratch)
+    with locked_scratch(cache, say) as work:
+        if all((cache / name).is_file() for name in FILES):  # another demo has brought them in the meantime
+            return cache
+        say(f"downloading {PACKAGE} (31 MB) with apt-get")
         _command(["apt-get", "download", PACKAGE], work)
         packages = list(work.glob(f"{PACKAGE}_*.deb"))
         _command(["dpkg-deb", "--extract", str(packages[0]), str(work / "tree")], work)

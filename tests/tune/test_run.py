@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from dataclasses import replace
 
 import pytest
@@ -87,6 +89,25 @@ def test_files_add_up(cache):
     keep(file, [second], H200)  # the first goes with its version
     (left,) = json.loads(file.read_text())["products"]["GemmShape 4096 4096 4"]
     assert left["m"] == 128
+
+
+def test_two_that_write_at_once_lose_nothing(cache, monkeypatch):
+    """The second one comes when the first has read the file and not yet written it."""
+    file, write, threads, said = tuned_file("H200"), tune.write_json, [], []
+    rows = [Tuned("w4a16_g128", 4096, 4096, Kept(m, "wgmma 64 2 8 2 2", 9.0, 10.0, "2026-11-23")) for m in (64, 128)]
+
+    def first_comes_the_other(path, document):
+        if not threads:
+            threads.append(threading.Thread(target=keep, args=(file, rows[1:], H200, said.append)))
+            threads[0].start()
+            threads[0].join(0.5)
+        write(path, document)
+
+    monkeypatch.setattr(tune, "write_json", first_comes_the_other)
+    keep(file, rows[:1], H200)
+    threads[0].join()
+    assert [row["m"] for row in json.loads(file.read_text())["products"]["GemmShape 4096 4096 4"]] == [64, 128]
+    assert len(said) == 1 and f"process {os.getpid()} on host" in said[0] and "waiting until it ends" in said[0]
 
 
 @pytest.mark.parametrize("text", ['{"result": "lowbit tune", "schema": 1, "lowbit": "VERSION", "products": {"a": [{}]}}'])
