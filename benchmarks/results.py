@@ -43,8 +43,9 @@ def commit() -> str | None:
     A copy of a checkout without its .git states it in a file `.commit` at its root; None where neither is there.
     """
     try:
-        run = {"cwd": ROOT, "capture_output": True, "text": True, "check": True, "timeout": 20}
-        return subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"], **run).stdout.strip()
+        command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=20)
+        return done.stdout.strip()
     except (OSError, subprocess.SubprocessError):
         file = ROOT / ".commit"
         return file.read_text().strip() if file.is_file() else None

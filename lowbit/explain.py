@@ -258,7 +258,9 @@ def _meaning(weight: _Weight) -> Step:
         channel = int(of_x.order[weight.column])
         lines.append(f"order [{weight.column}] = {channel}: it multiplies channel {channel} of x")
     if of_x.pre_quant_scale is not None:
-        lines.append(f"channel {channel} of x is multiplied by its input scale {float(of_x.pre_quant_scale[channel]):.9g} first")
+        lines.append(
+            f"channel {channel} of x is multiplied by its input scale {float(of_x.pre_quant_scale[channel]):.9g} first"
+        )
     if q.low_rank is not None:
         added = float(q.low_rank.up[weight.row].double() @ q.low_rank.down[:, channel].double())
         lines.append(f"the layer adds {added:.9g} to it, its share of a correction of rank {q.low_rank.rank}")

@@ -41,7 +41,17 @@ from lowbit.checkpoint.foreign import (
     words_to_codes,
 )
 from lowbit.checkpoint.schema import CheckpointError
-from lowbit.formats import InputTransform, IntFormat, PerChannel, PerGroup, QuantTensor, Scheme, ZeroPoint, int_format, uint_format
+from lowbit.formats import (
+    InputTransform,
+    IntFormat,
+    PerChannel,
+    PerGroup,
+    QuantTensor,
+    Scheme,
+    ZeroPoint,
+    int_format,
+    uint_format,
+)
 
 BITS = (2, 3, 4, 8)
 STREAM_BITS = (2, 3, 4, 5, 6, 7, 8)

@@ -94,8 +94,8 @@ class Int4Awq(ForeignSchema):
         entry, stored = self.entry(layer), layer.tensor("weight")
         assert entry.scheme is not None
         signed = torch.stack((stored & 15, stored >> 4), dim=1).reshape(entry.shape)
-        factors = layer.scales("pre_quant_scale") if layer.has("pre_quant_scale") else None
-        return QuantTensor(signed ^ 8, layer.scales("weight_scale"), None, entry.scheme, InputTransform(pre_quant_scale=factors))
+        of_x = InputTransform(pre_quant_scale=layer.scales("pre_quant_scale") if layer.has("pre_quant_scale") else None)
+        return QuantTensor(signed ^ 8, layer.scales("weight_scale"), None, entry.scheme, of_x)
 
     def write(self, q: QuantTensor) -> dict[str, Tensor]:
         raise ValueError("ModelOpt's files are read, not written")

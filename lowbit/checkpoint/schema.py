@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats import (
+    NO_PARTS,
     InputParts,
     InputTransform,
     LowRank,
@@ -56,7 +57,7 @@ class LayerEntry:
 
     shape: tuple[int, int]
     scheme: Scheme
-    input_parts: InputParts = InputParts()
+    input_parts: InputParts = NO_PARTS
     low_rank: int = 0
 
     @classmethod

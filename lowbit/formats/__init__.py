@@ -12,7 +12,7 @@ from lowbit.formats.granularity import (
     spread,
 )
 from lowbit.formats.hadamard import BLOCKS, check_block, rotate_blocks
-from lowbit.formats.input_transform import IDENTITY, InputParts, InputTransform, is_permutation
+from lowbit.formats.input_transform import IDENTITY, NO_PARTS, InputParts, InputTransform, is_permutation
 from lowbit.formats.number import (
     FloatFormat,
     IntFormat,
@@ -31,6 +31,7 @@ __all__ = [
     "ALIASES",
     "BLOCKS",
     "IDENTITY",
+    "NO_PARTS",
     "ActivationRule",
     "FloatFormat",
     "Granularity",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,6 +60,9 @@ class InputParts:
             check_block(self.hadamard, k)
 
 
+NO_PARTS = InputParts()
+
+
 @dataclass(frozen=True, eq=False)
 class InputTransform:
     """Tensors and the block size of what is done to x [.., K] (see the module).
@@ -76,7 +80,7 @@ class InputTransform:
     @property
     def parts(self) -> InputParts:
         """Which parts there are."""
-        return InputParts(**{name: True for name in self.tensors()}, hadamard=self.hadamard)
+        return InputParts(**dict.fromkeys(self.tensors(), True), hadamard=self.hadamard)
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns the tensors that there are, by field name."""
@@ -90,7 +94,8 @@ class InputTransform:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> InputTransform:
         """Returns the transform with `change` applied to every tensor."""
-        return replace(self, **{name: change(t) for name, t in self.tensors().items()})
+        changed: dict[str, Any] = {name: change(t) for name, t in self.tensors().items()}
+        return replace(self, **changed)
 
     def select(self, channels: slice | Tensor) -> InputTransform:
         """Returns the transform of some channels of x, without an order."""
@@ -106,11 +111,14 @@ class InputTransform:
             raise ValueError(f"{scheme}: order is int32, got {self.order.dtype}")
         if self.pre_quant_scale is not None and not self.pre_quant_scale.is_floating_point():
             raise ValueError(f"{scheme}: pre_quant_scale is floating-point, got {self.pre_quant_scale.dtype}")
-        of_all = (("activation_scale", self.activation_scale, torch.float32), ("activation_zero", self.activation_zero, torch.int32))
+        of_all = (
+            ("activation_scale", self.activation_scale, torch.float32),
+            ("activation_zero", self.activation_zero, torch.int32),
+        )
         for name, value, dtype in of_all:
             if value is not None and (tuple(value.shape) != (1,) or value.dtype != dtype):
                 wanted = f"{str(dtype).removeprefix('torch.')} [1]"
-                raise ValueError(f"{scheme}: {name.replace('_', ' ')} is {wanted}, got {value.dtype} {tuple(value.shape)}")
+                raise ValueError(f"{scheme}: an {name.replace('_', ' ')} is {wanted}, got {value.dtype} {tuple(value.shape)}")
         self.parts.check(scheme, k)
 
     def check_values(self) -> None:
@@ -122,7 +130,7 @@ class InputTransform:
             raise ValueError("factors of x must be finite, some are not")
 
     def fold_channels(self, weight: Tensor) -> Tensor:
-        """Returns [N, K] weights for x before `pre_quant_scale` and `order`, of weights for x after them; may overwrite them."""
+        """Returns [N, K] weights for x before `pre_quant_scale` and `order`, of weights for x after; overwrites those."""
         if self.order is not None:
             weight = torch.empty_like(weight).index_copy_(1, self.order.long(), weight)
         if self.pre_quant_scale is not None:

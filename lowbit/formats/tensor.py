@@ -107,8 +107,8 @@ class QuantTensor:
         return 8 * self.nbytes / max(self.codes.numel(), 1)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weights [N, K] that multiply x as the layer gets it, `input_transform` and `low_rank` applied: computed in float32
-        (float64 when asked for it) and rounded once to `dtype`."""
+        """The weights [N, K] that multiply x as the layer gets it, `input_transform` and `low_rank` applied: computed in
+        float32 (float64 when asked for it) and rounded once to `dtype`."""
         compute = torch.float64 if dtype == torch.float64 else torch.float32
         weight = self.input_transform.fold_channels(self.dequantize_codes(compute))
         if self.low_rank is not None:
@@ -129,7 +129,7 @@ class QuantTensor:
         return (values * scale + zero).to(dtype)
 
     def with_input(self, **parts: Any) -> QuantTensor:
-        """Returns the same codes with some parts of the `input_transform` replaced; arguments are fields of `InputTransform`."""
+        """Returns the same codes with some fields of the `input_transform` replaced."""
         return replace(self, input_transform=replace(self.input_transform, **parts))
 
     def without_input(self) -> QuantTensor:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -37,6 +37,7 @@ from lowbit.quantize.method import Learned, Method
 TOKENS_AT_ONCE = 8192
 """Tokens that a GPU takes through a layer in one call, in whole texts: enough that it does not wait for Python. A CPU takes one
 text, which gives the same bytes whatever else is calibrated on."""
+
 
 @dataclass(frozen=True)
 class Calibration:
@@ -116,7 +117,7 @@ class Finished:
 
     def write(self, i: int, result: LayerResult) -> None:
         """Puts what layer i brought on disk, whole or not at all."""
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for n, q in result.quantized.items():
             held = {"codes": q.codes, "scale": q.scale, "zero": q.zero, **q.input_transform.tensors()}
             tensors |= {f"quantized {n} {key}": t for key, t in held.items() if t is not None}
@@ -145,7 +146,9 @@ class Finished:
         for name, parts in fields.items():
             correction = LowRank(parts.pop("up"), parts.pop("down")) if "up" in parts else None
             codes, scale, zero = parts.pop("codes"), parts.pop("scale"), parts.pop("zero", None)
-            result.quantized[name] = QuantTensor(codes, scale, zero, schemes[name], InputTransform(**parts), correction)
+            result.quantized[name] = QuantTensor(
+                codes, scale, zero, schemes[name], InputTransform(**cast(Any, parts)), correction
+            )
         return result
 
     def clear(self) -> None:

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from lowbit.formats import InputParts, PerBlock, PerTensor, QuantTensor, Scheme, parse_scheme
+from lowbit.formats import NO_PARTS, InputParts, PerBlock, PerTensor, QuantTensor, Scheme, parse_scheme
 from lowbit.hardware.machine import typical_machine
 from lowbit.nn.decoding import allow_decoding
 from lowbit.nn.embedding import QuantEmbedding, refuse_input
@@ -223,7 +223,7 @@ def empty_like(
     scheme: Scheme,
     device: torch.device | str | None = None,
     *,
-    input_parts: InputParts = InputParts(),
+    input_parts: InputParts = NO_PARTS,
     low_rank: int = 0,
 ) -> PackedWeight:
     """A quantized stand-in for a linear layer or embedding, its weights not set, with parts of an input transform and a

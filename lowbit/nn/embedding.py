@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lowbit.formats import InputParts, InputTransform, PerBlock, PerTensor, QuantTensor, Scheme, unpack_words
+from lowbit.formats import NO_PARTS, InputParts, InputTransform, PerBlock, PerTensor, QuantTensor, Scheme, unpack_words
 from lowbit.nn.packed import PackedWeight
 
 
@@ -42,7 +42,7 @@ class QuantEmbedding(PackedWeight):
         super()._set_input(transform)
 
     def _set_correction(self, up: nn.Parameter | None, down: nn.Parameter | None) -> None:
-        refuse_input(InputParts(), 0 if up is None else up.shape[1])
+        refuse_input(NO_PARTS, 0 if up is None else up.shape[1])
         super()._set_correction(up, down)
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.formats import ActivationRule, InputParts, PerBlock, QuantTensor, Scheme, pack_words
+from lowbit.formats import NO_PARTS, ActivationRule, InputParts, PerBlock, QuantTensor, Scheme, pack_words
 from lowbit.nn.packed import PackedWeight
 from lowbit.ops import fragment_gemm, mixed_gemm, quantize_activations, scaled_gemm
 from lowbit.ops.byte_gemm import byte_gemm
@@ -44,10 +44,11 @@ class QuantLinear(PackedWeight):
 
     x is fp16, bf16 or fp32 and y has its type; bias [out_features] is kept as it was in the original layer. At every call, the
     input transform is applied to x first, rounded to its type after the rotation and after the scaling. A scheme with 8-bit
-    activations has x quantized next, by the scale of the transform or else token by token (by blocks of K where the weights have
-    blocks), and is rotated in the same pass where nothing is done in between. A low-rank correction costs two small products and two
-    roundings to x's type: of x down^T, and of the quantized product before the correction is added. The first call brings the
-    weights into the form of the device's kernels (`prepare`), but not one that torch.compile traces: call the layer before.
+    activations has x quantized next, by the scale of the transform or else token by token (by blocks of K where the weights
+    have blocks), and is rotated in the same pass where nothing is done in between. A low-rank correction costs two small
+    products and two roundings to x's type: of x down^T, and of the quantized product before the correction is added. The first
+    call brings the weights into the form of the device's kernels (`prepare`), but not one that torch.compile traces: call the
+    layer before.
     """
 
     bias: nn.Parameter | None
@@ -63,7 +64,7 @@ class QuantLinear(PackedWeight):
         *,
         bias: nn.Parameter | None = None,
         device: torch.device | str | None = None,
-        input_parts: InputParts = InputParts(),
+        input_parts: InputParts = NO_PARTS,
         low_rank: int = 0,
     ) -> None:
         super().__init__((out_features, in_features), scheme, device, input_parts=input_parts, low_rank=low_rank)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.formats import (
+    NO_PARTS,
     InputParts,
     InputTransform,
     LowRank,
@@ -50,8 +51,9 @@ class PackedWeight(nn.Module):
 
     The parts of its input transform that `input_parts` names are parameters too: `weight_order` int32 [K] and, by the names of
     `InputTransform`, pre_quant_scale float [K] (float32 until loaded otherwise), activation_scale float32 [1], activation_zero
-    int32 [1]. With `low_rank` r there are `weight_up` [N, r] and `weight_down` [r, K], fp16. Parameters rather than buffers, because tensor parallelism shards parameters only; never one called `weight`, which a reader
-    without this library would take for floats.
+    int32 [1]. With `low_rank` r there are `weight_up` [N, r] and `weight_down` [r, K], fp16. Parameters rather than buffers,
+    because tensor parallelism shards parameters only; never one called `weight`, which a reader without this library would
+    take for floats.
     """
 
     weight_zero: nn.Parameter | None
@@ -72,7 +74,7 @@ class PackedWeight(nn.Module):
         scheme: str | Scheme,
         device: torch.device | str | None = None,
         *,
-        input_parts: InputParts = InputParts(),
+        input_parts: InputParts = NO_PARTS,
         low_rank: int = 0,
     ) -> None:
         super().__init__()

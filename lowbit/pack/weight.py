@@ -49,7 +49,6 @@ from lowbit.formats import (
     QuantTensor,
     Scheme,
     ZeroPoint,
-    is_permutation,
 )
 from lowbit.hardware.half import BIAS, HalfType
 from lowbit.hardware.mma import MMA_M16N8K16_F16

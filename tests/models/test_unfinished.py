@@ -99,9 +99,7 @@ def test_a_layer_that_is_damaged_after_it_was_read_is_not_written(tiny, tmp_path
         return notes
 
     monkeypatch.setattr("lowbit.models.quantize_checkpoint.calibrate_layers", then_damaged)
-    with pytest.raises(
-        CheckpointError, match="layer 1 was damaged after it was written; the same command quan"
-    ):
+    with pytest.raises(CheckpointError, match="layer 1 was damaged after it was written; the same command quan"):
         quantize(tiny, tmp_path / "q")
     monkeypatch.undo()
     assert not (tmp_path / "q").exists()
