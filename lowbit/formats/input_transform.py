@@ -19,7 +19,7 @@ from lowbit.formats.scheme import Scheme
 
 _WORDS = {
     "hadamard": "rotation of the input", "pre_quant_scale": "scale of the input's channels",
-    "order": "order of the input's channels (act-order)", "activation_scale": "activation scale",
+    "order": "channel order (act-order)", "activation_scale": "activation scale",
     "activation_zero": "activation zero",
 }  # fmt: skip
 

@@ -166,7 +166,7 @@ def test_parts_of_rotated_input_channels_add_up(name, block, ranks):
     if q.scheme.activation is None:
         close(total, expected)
     assert (total - expected).norm() < 0.02 * expected.norm()
-    assert (x @ dense(replace(q, hadamard=0)).T - expected).norm() > expected.norm(), "what it is without a rotation"
+    assert (x @ dense(q.with_input(hadamard=0)).T - expected).norm() > expected.norm(), "what it is without a rotation"
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
