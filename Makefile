@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo demo-vision study test tests test-vllm lint style types format clean help
+.PHONY: demo demo-vision study test tests test-vllm fuzz lint style types format clean help
 
 help:
 	@echo "make demo    quantize a real language model, measure it, hear it speak (a few minutes, no GPU needed)"
 	@echo "make demo-vision  train a small CNN, quantize it to INT8 and INT4, count its right answers (minutes, no GPU needed)"
 	@echo "make test    everything that needs no GPU: style, types, tests, documentation"
 	@echo "make test-vllm  the plug-in of vLLM in whole engines on a CPU (3.5 GB of packages, up to three quarters of an hour)"
+	@echo "make fuzz    damaged files, tokenizers, requests and schedules that no run has drawn before (SECONDS=60)"
 	@echo "make study   the study of docs/study.md again: a GPU (DEVICE=cuda, the default) or hours on a CPU (DEVICE=cpu)"
 	@echo "make lint    style and types only"
 	@echo "make format  let ruff lay out the code"
@@ -76,6 +77,11 @@ $(VLLM)/.ready: tests/vllm/requirements.py pyproject.toml constraints.txt
 	@touch $@
 test-vllm: $(VLLM)/.ready
 	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest -q tests/vllm tests/benchmarks/test_vllm.py
+
+# Of each of the four targets a quarter; what fails is kept in .hypothesis/fuzz and comes first the next time.
+SECONDS ?= 60
+fuzz: $(BIN)/.ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(SECONDS)
 
 format: $(BIN)/.ready
 	$(BIN)/ruff check --fix .

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from lowbit.cli.serve import EXTRA, MOST_ON_A_CPU, MOST_ON_A_GPU
-from lowbit.cli.terminal import err, out, say, user_errors
+from lowbit.cli.serve import MOST_ON_A_CPU, MOST_ON_A_GPU, extra_missing
+from lowbit.cli.terminal import Device, check_device, check_schemes, err, load_layers, out, say, user_errors
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -42,6 +41,8 @@ def gemm(
 
     Example: python -m benchmarks gemm --formats w4a16_g128,w6e3m2a16 --shapes 8192x28672 --m 1,16,256 --peers none
     """
+    check_schemes(formats)
+    load_layers()
     from benchmarks import report
     from benchmarks.gemm import choose_peers, run
     from benchmarks.request import make_request
@@ -52,14 +53,10 @@ def gemm(
         check_plot(plot_file, GEMM)
     request = make_request(formats, shapes, m, dtype, quick)
     present, absent = choose_peers(peers)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        task = bar.add_task("starting")
+    from lowbit.progress import Progress
 
-        def watch(done: int, total: int, what: str) -> None:
-            bar.update(task, completed=done, total=total, description=what)
-
-        results = run(request, present, absent, out_file, say, watch)
+    with Progress(desc="starting", unit="products") as bar:
+        results = run(request, present, absent, out_file, say, bar.at)
     out.print(report.table(results.document))
     for line in report.failed(results.document):
         say(line)
@@ -84,6 +81,8 @@ def tiles(
 
     Example: python -m benchmarks tiles --formats w4a16_g128 --shapes 4096x4096 --m 16,64,256
     """
+    check_schemes(formats)
+    load_layers()
     import torch
 
     from benchmarks.request import make_request
@@ -129,6 +128,8 @@ def choice(
 
     Example: python -m benchmarks choice --models Llama-3-8B --schemes w4a16_g128 --tokens 1,16,64,256
     """
+    check_schemes(schemes)
+    load_layers()
     from benchmarks import choice_report
     from benchmarks.choice import as_chosen_now, make_asked, run
     from lowbit.hardware.machine import typical_machine
@@ -141,14 +142,10 @@ def choice(
         out.print(f"Below: as they were chosen on {document['date']}.")
     else:
         asked = make_asked(models, schemes, tokens, half, seconds)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-            task = bar.add_task("starting")
+        from lowbit.progress import Progress
 
-            def watch(done: int, total: int, what: str) -> None:
-                bar.update(task, completed=done, total=total, description=what)
-
-            path, document = run(asked, out_file, say, watch)
+        with Progress(desc="starting", unit="products") as bar:
+            path, document = run(asked, out_file, say, bar.at)
         say(f"wrote {path}")
     out.print(*choice_report.tables(document), sep="\n\n")
     for line in choice_report.failed(document):
@@ -171,6 +168,7 @@ def report(
 
     Example: python -m benchmarks report benchmarks/results/h200/2026-11-21-gemm.json --readme README.md
     """
+    load_layers()
     from benchmarks import report
     from benchmarks.request import parse_shape
     from benchmarks.results import GEMM, load
@@ -210,6 +208,7 @@ def activations(
 
     Example: python -m benchmarks activations --m 16,4096 --k 8192
     """
+    load_layers()
     import torch
 
     from benchmarks.activations import COLUMNS, ROWS, run
@@ -250,6 +249,7 @@ def conv(
 
     Example: python -m benchmarks conv --storages int4 --batches 1,128 --plot layers.png
     """
+    load_layers()
     from benchmarks.conv_report import CONV, STORAGES, layer_table, load, network_table, plot
     from lowbit.eval.results import check_plot
 
@@ -311,6 +311,7 @@ def e2e(
 
     Example: python -m benchmarks e2e --schemes w4a16_g128 --batches 1,16 --contexts 1024 --plot step.png
     """
+    load_layers()
     from benchmarks.e2e_report import E2E, failed, load, plot, tables
     from lowbit.eval.results import check_plot
 
@@ -361,7 +362,7 @@ def load(
     dtype: Annotated[str, typer.Option(help="Weights and activations: float16 or bfloat16.")] = "bfloat16",
     layers: Annotated[int | None, typer.Option(min=1, help="Fewer layers than the model has: for trying.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Loads of each; the fastest counts.")] = 2,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; cuda where there is a GPU.")] = None,
+    device: Device = None,
     folder: Annotated[
         Path | None, typer.Option("--dir", help="Where the files are written meanwhile; the system's temporary folder.")
     ] = None,
@@ -376,35 +377,31 @@ def load(
 
     Example: python -m benchmarks load --layers 2 --schemes none,w4a16_g128
     """
+    check_schemes(schemes)
+    check_device(device)
+    load_layers()
     from benchmarks.load_report import failed, load, load_table
 
     if report_file is not None:
         out.print(load_table(load(report_file)))
         return
-    import torch
-
     from benchmarks.load import DTYPES, KINDS, Asked, run
     from lowbit.formats import parse_scheme
+    from lowbit.hardware.machine import torch_device
 
     wanted = _names("--kinds", kinds, KINDS)
     if dtype not in DTYPES:
         raise ValueError(f"--dtype is {' or '.join(DTYPES)}, got {dtype!r}")
-    if device not in (None, "cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
-        raise ValueError(f"--device is cuda, where torch sees a GPU, or cpu, got {device!r}")
     if folder is not None and not folder.is_dir():
         raise ValueError(f"--dir is a folder, {folder} is none")
     chosen = tuple(None if part == "none" else parse_scheme(part).name for part in schemes.split(",") if part.strip())
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = torch_device(device)
     ends = None if head == "none" or where.type == "cpu" else parse_scheme(head).name  # as `lowbit.pipeline` does
     asked = Asked(model, wanted, chosen, ends, dtype, where, layers, repeats, folder)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        task = bar.add_task("starting")
+    from lowbit.progress import Progress
 
-        def watch(what: str, done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total, description=what)
-
-        path, document = run(asked, out_file, watch)
+    with Progress(desc="starting", unit="tensors") as bar:
+        path, document = run(asked, out_file, lambda what, done, total: bar.at(done, total, what))
     out.print(load_table(document))
     for line in failed(document):
         say(line)
@@ -445,6 +442,7 @@ def mechanisms(
     Example: python -m benchmarks mechanisms --parts conversions,scales
     Example, without a GPU: python -m benchmarks mechanisms --report benchmarks/results/h200/2026-11-23-mechanisms.json
     """
+    load_layers()
     from benchmarks.mechanisms import report
 
     wanted = tuple(report.PARTS) if parts is None else _names("--parts", parts, report.PARTS)
@@ -459,11 +457,10 @@ def mechanisms(
                 "prints a result file without a GPU"
             )
         from benchmarks.mechanisms.run import run
+        from lowbit.progress import Progress
 
-        with Progress(TextColumn("{task.description}"), TimeElapsedColumn(), console=err, transient=True,
-                      disable=not err.is_terminal) as bar:  # fmt: skip
-            task = bar.add_task("starting")
-            path, document = run(wanted, out_file, lambda line: bar.update(task, description=line))
+        with Progress(desc="starting", unit="measurements") as bar:
+            path, document = run(wanted, out_file, lambda line: bar.at(bar.n + 1, None, line))
         say(f"wrote {path}")
     out.print(*report.tables(document, wanted), sep="\n\n")
     for line in report.failed(document):
@@ -506,6 +503,7 @@ def serve(
     Example, on a GPU: python -m benchmarks serve --seconds 60 --each 15 --plot serve.png
     Example, on a CPU: python -m benchmarks serve --model SmolLM2-135M --seconds 20 --prompt 64 --output 16 --no-sharegpt
     """
+    load_layers()
     from benchmarks.serve_report import SERVE, failed, load, plot, tables, verdicts
     from lowbit.eval.results import check_plot
 
@@ -526,7 +524,7 @@ def serve(
             from benchmarks.serve_host import Asked
             from benchmarks.serve_load import SHAREGPT, fixed
         except ImportError as error:
-            raise ValueError(f"{EXTRA} ({error})") from error
+            raise extra_missing("bench serve", error) from error
         if shape not in SHAPES:
             raise ValueError(f"--shape is {', '.join(SHAPES)}, got {shape!r}")
         if dtype not in DTYPES:

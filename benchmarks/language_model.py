@@ -53,7 +53,7 @@ def meta_model(shape: str, dtype: torch.dtype, layers: int | None = None) -> Pre
     if layers is not None:
         config.num_hidden_layers = layers
     with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False).eval()
     return model
 
 

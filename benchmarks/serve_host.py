@@ -93,7 +93,7 @@ def _pipeline(asked: Asked, watch: Callable[[str], None]) -> Pipeline:
     options: dict[str, Any] = {"max_concurrent": asked.streams}
     if asked.folder is not None:
         watch(f"loading {asked.folder}")
-        return pipeline(str(asked.folder), quantization_mode=asked.scheme, head=asked.head, **options)
+        return pipeline(str(asked.folder), scheme=asked.scheme, head=asked.head, **options)
     assert asked.shape is not None
     watch(f"making a model of the shape {asked.shape}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

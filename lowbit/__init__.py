@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lowbit.models.convert_checkpoint import convert_checkpoint
     from lowbit.models.hf import LowbitConfig
     from lowbit.models.load import load
+    from lowbit.models.lora import support_lora
     from lowbit.models.quantize_checkpoint import quantize_checkpoint
     from lowbit.nn import QuantLinear, convert
     from lowbit.ops import gemm, pack_for
@@ -34,7 +35,12 @@ if TYPE_CHECKING:
 
 LAYERS = (
     "folders",
+    "sources",
+    "extras",
+    "printable",
+    "progress",
     "formats",
+    "methods",
     "checkpoint",
     "quantize",
     "hardware",
@@ -77,6 +83,7 @@ __all__ = [
     "pipeline",
     "quantize_checkpoint",
     "rtn",
+    "support_lora",
     "vision",
 ]
 
@@ -95,6 +102,7 @@ _HOMES = {
     "parse_scheme": "lowbit.formats",
     "quantize_checkpoint": "lowbit.models.quantize_checkpoint",
     "rtn": "lowbit.quantize",
+    "support_lora": "lowbit.models.lora",
 }
 """Where the public names are defined; torch takes over a second to import and Transformers twice that."""
 

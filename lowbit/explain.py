@@ -26,6 +26,7 @@ from lowbit.ops import KERNELS, Problem, choose, problem_on
 from lowbit.pack import FragmentOrder, scaled_refusals
 from lowbit.pack.fragment import STRIP, TILE_K, word_places
 from lowbit.quantize import rtn
+from lowbit.sources import local_model
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def explain(
     atom = (
         wgmma_f16(64) if "wgmma" in typical_machine(sm).arch.features else MMA_M16N8K16_F16
     )  # also says whether `sm` is known
-    with CheckpointReader(checkpoint) as reader:
+    with CheckpointReader(local_model(checkpoint)) as reader:
         if scheme is None:
             weight, origin = _quantized(reader, layer, row, column)
         else:

@@ -1,6 +1,6 @@
 """How the library's pictures look: a palette for light pages, one for dark ones, plain axes, labels that do not overlap.
 
-A picture is drawn once for each theme (`eval.results.write_plots` writes both). Needs matplotlib, the extra `lowbit[plot]`.
+A picture is drawn once for each theme (`eval.results.write_plots` writes both). Needs matplotlib, the extra `plot`.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from lowbit.extras import install
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ def new_figure(width: float, height: float, theme: Theme) -> Any:
     try:
         from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
     except ImportError as error:
-        raise ValueError("plots need matplotlib: pip install 'lowbit[plot]'") from error
+        raise ValueError(f"plots need matplotlib: {install('plot')}") from error
     return Figure(figsize=(width, height), layout="constrained", facecolor=theme.paper, dpi=150)
 
 

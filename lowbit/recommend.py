@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from lowbit.checkpoint import CheckpointError
 from lowbit.checkpoint.detect import quantization_of
-from lowbit.checkpoint.reader import model_folder, read_json
+from lowbit.checkpoint.reader import read_json
 from lowbit.engine.cache import CacheSpec
 from lowbit.engine.pages import pages_for
 from lowbit.formats import PerGroup, Scheme, ZeroPoint, parse_scheme
@@ -31,6 +31,7 @@ from lowbit.models.skeleton import causal_skeleton
 from lowbit.nn.convert import Plan
 from lowbit.quantize.mixed import stored_bits
 from lowbit.quantize.rotate import hadamard_factors
+from lowbit.sources import CONFIG, local_model
 
 GROUPS = (128, 64, 32, 16)
 SIMILAR = 1.25
@@ -106,8 +107,8 @@ class Recommendation:
 def recommend(
     model: str | Path, *, budget_bytes: float | None = None, divergence: float | None = None, context: int = 0
 ) -> Recommendation:
-    """What to quantize the 16-bit model in the folder `model` with: the least divergence in `budget_bytes`, or the fewest bytes
-    with at most `divergence` nats a token, within the budget where both are given.
+    """What to quantize the 16-bit model `model`, a folder or a name on the hub, with: the least divergence in `budget_bytes`,
+    or the fewest bytes with at most `divergence` nats a token, within the budget where both are given.
 
     The budget is for all weights, embeddings and LM head in 16 bits, and for keys and values of `context` tokens. Among the
     divergences within a quarter of the least (`SIMILAR`), and negligible ones, less work decides, then fewer bytes. Reads
@@ -118,7 +119,7 @@ def recommend(
         raise ValueError(
             "say what is wanted: a budget of memory (--budget-gb 6) or a bound on the divergence (--divergence 0.05)"
         )
-    path = model_folder(Path(model))
+    path = local_model(model, CONFIG)
     found = quantization_of(path, read_json(path / "config.json"))
     if found is not None:
         raise CheckpointError(f"{path}: is quantized already ({found[0]}); give the 16-bit model it came from")

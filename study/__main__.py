@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from lowbit.checkpoint.reader import model_folder
-from lowbit.cli.terminal import err, say, user_errors
+from lowbit.cli.terminal import say, user_errors
 from lowbit.eval.results import check_plot
+from lowbit.sources import model_folder
 from study.curves import TABLE, curves, write_curves
 from study.data import gather
 from study.page import write_pages
@@ -48,7 +48,7 @@ def study(
     dtype: Annotated[str, typer.Option(help="What the models compute in: float32, bfloat16.")] = "float32",
     device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda.")] = "cpu",
     run_generated_code: Annotated[
-        bool, typer.Option("--run-generated-code", help="Run the programs the models write, in a sandbox.")
+        bool, typer.Option("--run-generated-code", help="Run the programs the models write, isolated by the kernel.")
     ] = False,
 ) -> None:
     """Methods x granularities x number formats on real models: measure them, and write the tables and the plot.
@@ -73,7 +73,7 @@ def study(
         if not data.exists():
             gather(data, say)
         path = results / f"{name or model.resolve().name}.json"
-        run(model.resolve(), data, path, settings, only=only, device=device, say=say, progress=err.is_terminal)
+        run(model.resolve(), data, path, settings, only=only, device=device, say=say, progress=True)
         say(f"wrote {path}")
     found = sorted(results.glob("*.json"))
     if not found:

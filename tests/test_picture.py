@@ -11,7 +11,7 @@ from lowbit.picture import DARK, LIGHT, label_points, new_figure, plain
 
 def test_without_matplotlib(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ValueError, match=r"pip install 'lowbit\[plot\]'"):
+    with pytest.raises(ValueError, match=r"pip install '\.\[plot\]'"):
         new_figure(1, 1, LIGHT)
 
 

@@ -17,7 +17,13 @@ from tests.tiny import save_tiny
 
 ROOT = Path(__file__).parent.parent
 DATA = {
-    *("lowbit/py.typed", "lowbit/serve/page.html", "lowbit/eval/guard.js", "lowbit/eval/data/divergence.json"),
+    *(
+        "lowbit/py.typed",
+        "lowbit/serve/page.html",
+        "lowbit/eval/guard.js",
+        "lowbit/eval/namespaces.py",
+        "lowbit/eval/data/divergence.json",
+    ),
     *("lowbit/eval/data/one_text.json", "lowbit/eval/data/opticks.txt.bz2", "lowbit/eval/data/javascript/functions.jsonl"),
 }
 

@@ -16,7 +16,8 @@ Files from before the first release have `input_scale` for pre_quant_scale, as t
 `quantization_config` in config.json lists every quantized layer with its shape, so that each file can be checked before
 anything is used:
 
-    {"quant_method": "lowbit", "format_version": 1, "scheme": "w6e3m2a16", "modules_to_not_convert": ["lm_head"],
+    {"quant_method": "lowbit", "format_version": 2, "scheme": "w6e3m2a16", "method": {"name": "rtn", "search": "max"},
+     "modules_to_not_convert": ["lm_head"],
      "layers": {"model.layers.0.self_attn.q_proj": {"shape": [576, 576]}, ...},
      "files": {"model.safetensors": {"sha256": "64 hexadecimal digits"}}, "sha256": "64 hexadecimal digits"}
 
@@ -25,7 +26,11 @@ block (`formats/hadamard.py`). `tied` maps modules to the layer whose tensors th
 that the weights took up before (`models/rotate.py`) and means nothing to a reader. `files` has the checksum of every file of
 tensors, and `sha256` that of this object without it (`schema.manifest_sha256`); both are absent where Transformers wrote the
 files. A reader refuses keys that it does not know, and a `format_version` other than its own with the advice to update: a
-release that adds a key raises the version and reads the older ones too. The first release writes 1.
+release that adds a key raises the version and reads the older ones too. Version 1 has neither `method` nor `calibration`, which
+record how the weights were quantized (`schema.Manifest`) and mean nothing to a reader.
+
+Beside `quantization_config`, config.json states `transformers_weights`: a sentence where Transformers expects the name of a
+file, so that it refuses the folder where lowbit is not imported (`schema.GUARD`). README.md is the model card (card.py).
 """
 
 from lowbit.checkpoint.detect import ForeignReader, detect

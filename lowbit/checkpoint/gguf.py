@@ -26,15 +26,17 @@ import torch
 from torch import Tensor
 
 from lowbit.checkpoint.foreign import ForeignEntry
-from lowbit.checkpoint.reader import model_folder, regular_file
 from lowbit.checkpoint.schema import MAX_DIMENSION, CheckpointError
 from lowbit.formats import PerGroup, QuantTensor, Scheme, ZeroPoint, int_format, uint_format
+from lowbit.sources import regular_file
 
 _MAX_COUNT = 1 << 20
 _MAX_STRING = 1 << 24
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_MAX_NAME = 256  # ggml's own limit is 64
 _WEIGHTS_AT_ONCE = 1 << 22  # which bounds what decoding takes beside the codes
 _STRING, _ARRAY = 8, 9
+_MAX_DEPTH = 4  # of arrays in arrays
 _PLAIN = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}
 _UNREAD = {9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 20: "IQ4_NL", 23: "IQ4_XS", 39: "MXFP4", 40: "NVFP4"}
 
@@ -160,21 +162,17 @@ def gguf_file(path: Path) -> Path | None:
     return files[0] if files else None
 
 
-def model_path(path: Path) -> Path:
-    """`path`, if it is a GGUF file or a `model_folder`; raises CheckpointError if not."""
-    is_gguf = path.suffix == ".gguf" and not path.is_dir() and regular_file(path).exists()
-    return path if is_gguf else model_folder(path)
-
-
 class GgufReader:
     """One GGUF file; opening it parses and checks the header and raises CheckpointError for anything amiss.
 
-    `metadata` has the scalars and strings (arrays, such as vocabularies, are skipped), `tensors` every tensor by its name.
+    `metadata` has the scalars and strings, `arrays` the lengths of the arrays, whose values are skipped (vocabularies, say),
+    `tensors` every tensor by its name.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.metadata: dict[str, Any] = {}
+        self.arrays: dict[str, int] = {}
         self.tensors: dict[str, GgufTensor] = {}
         try:
             self._size = regular_file(self.path).stat().st_size
@@ -245,12 +243,23 @@ class GgufReader:
         tensors, pairs = cursor.count("Q"), cursor.count("Q")
         for _ in range(pairs):
             key = cursor.string()
-            value = cursor.value(cursor.number("I"))
-            if value is not None:
-                self.metadata[key] = value
+            if key in self.metadata or key in self.arrays:
+                raise CheckpointError(
+                    f"{self.path}: its metadata has the key {key[:80]!r} twice, of which readers may take either; make "
+                    "the file again"
+                )
+            kind = cursor.number("I")
+            if kind == _ARRAY:
+                self.arrays[key] = cursor.skip_array()
+            else:
+                self.metadata[key] = cursor.value(kind)
         rows = []
         for _ in range(tensors):
             name, extents = cursor.string(), cursor.number("I")
+            if len(name) > _MAX_NAME:
+                raise CheckpointError(
+                    f"{self.path}: {name[:80]!r}..: a tensor's name has {len(name):,} characters; at most {_MAX_NAME} are read"
+                )
             if extents > 4:
                 raise CheckpointError(f"{self.path}: {name}: {extents} dimensions; at most 4 are known")
             shape = tuple(reversed([cursor.number("Q") for _ in range(extents)]))
@@ -260,9 +269,27 @@ class GgufReader:
             raise CheckpointError(f"{self.path}: general.alignment is {alignment!r}")
         start = -(-cursor.position // alignment) * alignment
         for name, shape, kind, offset in rows:
+            if offset % alignment:
+                raise CheckpointError(
+                    f"{self.path}: {name}: its offset {offset:,} is no multiple of general.alignment, {alignment}; the file is "
+                    "damaged"
+                )
             self.tensors[name] = self._placed(name, shape, kind, start + offset)
         if len(self.tensors) != tensors:
             raise CheckpointError(f"{self.path}: several tensors have one name")
+        self._check_apart()
+
+    def _check_apart(self) -> None:
+        """Raises CheckpointError where two tensors share bytes."""
+        before, end = "", 0
+        for name, tensor in sorted(self.tensors.items(), key=lambda item: item[1].begin):
+            if tensor.begin < end:
+                raise CheckpointError(
+                    f"{self.path}: {name}: begins at byte {tensor.begin:,}, but {before} ends at {end:,}; tensors overlap, the "
+                    "file is damaged"
+                )
+            if tensor.end > end:
+                before, end = name, tensor.end
 
     def _placed(self, name: str, shape: tuple[int, ...], kind: int, begin: int) -> GgufTensor:
         if not all(0 < extent < MAX_DIMENSION for extent in shape) or not shape:
@@ -318,21 +345,26 @@ class _Cursor:
             raise CheckpointError(f"{self._path}: its header has a text of {length:,} bytes, which is not plausible")
         return self.take(length).decode("utf-8", errors="replace")
 
-    def value(self, kind: int, depth: int = 0) -> Any:
-        """A scalar or a string; None for an array, which is skipped."""
+    def value(self, kind: int) -> Any:
+        """A scalar or a string."""
         if kind in _SCALARS:
             return self.number(_SCALARS[kind])
-        if kind == _STRING:
-            return self.string()
-        if kind != _ARRAY or depth > 4:
+        if kind != _STRING:
             raise CheckpointError(f"{self._path}: its metadata has a value of the unknown type {kind}")
-        inner, length = self.number("I"), self.number("Q")
-        if inner in _SCALARS:
-            self.skip(length * struct.calcsize(f"<{_SCALARS[inner]}"))
-            return None
+        return self.string()
+
+    def skip_array(self, depth: int = 0) -> int:
+        """The number of values of an array, which are skipped."""
+        kind: int = self.number("I")
+        length: int = self.number("Q")
+        if kind in _SCALARS:
+            self.skip(length * struct.calcsize(f"<{_SCALARS[kind]}"))
+            return length
+        if kind not in (_STRING, _ARRAY) or depth == _MAX_DEPTH:
+            raise CheckpointError(f"{self._path}: its metadata has an array of the unknown type {kind}")
         for _ in range(length):  # ends with the file at the latest
-            if inner == _STRING:
+            if kind == _STRING:
                 self.skip(self.number("Q"))
             else:
-                self.value(inner, depth + 1)
-        return None
+                self.skip_array(depth + 1)
+        return length

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
-import stat
 import struct
 from collections.abc import Callable, Container
 from dataclasses import dataclass
-from glob import escape
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,8 +29,10 @@ from lowbit.checkpoint.schema import (
     unstated_tensors,
 )
 from lowbit.formats import QuantTensor, ZeroPoint, is_permutation
+from lowbit.sources import linked_inside, model_folder, regular_file
 
 MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
+MAX_DIMENSIONS = 64
 MAX_JSON_BYTES = 64_000_000
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _CHECKED_PARTS = ("pre_quant_scale", "activation_scale", "activation_zero")
@@ -220,21 +221,6 @@ class CheckpointReader:
                 self._tensors[name], self._stored[name] = self._tensors.pop(stored), stored
 
 
-def regular_file(path: Path) -> Path:
-    """`path`, unless a pipe, socket, device or folder is there, links followed: reading one may never end. Raises
-    CheckpointError, naming what it is; a path at which nothing is passes, for whoever opens it to say what was expected."""
-    try:
-        mode = path.stat().st_mode
-    except OSError:
-        return path
-    if stat.S_ISREG(mode):
-        return path
-    if stat.S_ISDIR(mode):
-        raise CheckpointError(f"{path}: is a folder; name a file")
-    kind = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}.get(stat.S_IFMT(mode), "a device")
-    raise CheckpointError(f"{path}: is {kind}, and only regular files are read; copy it to one")
-
-
 def read_text(path: Path, expected: str) -> str:
     """The UTF-8 text of a regular file; raises ValueError where none is, telling what was `expected` if there is no file."""
     try:
@@ -243,21 +229,6 @@ def read_text(path: Path, expected: str) -> str:
         raise ValueError(f"{path}: no such file; {expected}") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 text ({error})") from error
-
-
-def model_folder(path: Path) -> Path:
-    """`path`, if it is a folder in which no pipe or device would keep a reader waiting; raises CheckpointError if not."""
-    expected = "give the folder of a Transformers model (with config.json and *.safetensors)"
-    if path.exists() and not path.is_dir():
-        raise CheckpointError(f"{path}: is a file; {expected}")
-    if not path.exists():
-        displaced = sorted(path.absolute().parent.glob(f".{escape(path.name)}.old-*"))
-        advice = f"{displaced[0]} is what was there when a killed run was replacing it; rename it" if displaced else expected
-        raise CheckpointError(f"{path}: no such folder; {advice}")
-    for file in path.iterdir():
-        if not file.is_dir():
-            regular_file(file)  # Transformers opens some of them by itself
-    return path
 
 
 def file_sha256(path: Path, progress: Callable[[int], object] = lambda nbytes: None) -> str:
@@ -344,22 +315,21 @@ def _inside(folder: Path, file: str, index: Path) -> Path:
         raise CheckpointError(f"{index}: names the file {file[:80]!r}; only plain file names inside the folder are allowed")
     if not path.is_file():
         raise CheckpointError(f"{path}: missing, {index.name} lists it")
-    if not path.is_symlink():
-        return path
-    # Model caches link files to a store beside them; following that is right, following a link out of a plain folder is not.
-    store = folder.resolve().parent.parent
-    if not path.resolve().is_relative_to(store):
-        raise CheckpointError(f"{path}: a link that leaves {store}")
-    return path
+    return linked_inside(path, folder)
+
+
+def pickle_refusal(name: str) -> str:
+    """Why a file of pickled weights is not read, and how to convert it."""
+    return (
+        f"{name}, a pickle, which can run code when read and is never opened here; convert it once with Transformers: "
+        "AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) writes safetensors"
+    )
 
 
 def _no_weights(folder: Path) -> str:
     pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt"))
     if pickles:
-        return (
-            f"{folder}: holds {pickles[0]}, a pickle, which can run code when read and is never opened here; convert it once "
-            "with Transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...) writes safetensors"
-        )
+        return f"{folder}: holds {pickle_refusal(pickles[0])}"
     ggufs = sorted(p.name for p in folder.glob("*.gguf"))
     if ggufs:
         return (
@@ -407,9 +377,10 @@ def _tensor_info(path: Path, name: str, entry: Any, start: int, size: int) -> Te
         raise CheckpointError(f"{path}: {name}: dtype, shape or data_offsets missing or unknown ({error!r})") from error
     if not all(type(v) is int and v >= 0 for v in (*shape, begin, end)):
         raise CheckpointError(f"{path}: {name}: shape and data_offsets are lists of non-negative integers")
-    count = dtype.itemsize
-    for extent in shape:
-        count *= extent
+    # Strides are products of extents in 64 bits, also those of tensors without elements.
+    if len(shape) > MAX_DIMENSIONS or math.prod(max(1, extent) for extent in shape) * dtype.itemsize >= 1 << 63:
+        raise CheckpointError(f"{path}: {name}: no tensor can have the shape {str(shape)[:80]}; the file is damaged")
+    count = dtype.itemsize * math.prod(shape)
     if end - begin != count or start + end > size:
         raise CheckpointError(
             f"{path}: {name}: {dtype} {shape} takes {count:,} bytes, data_offsets give [{begin}, {end}) "

@@ -27,9 +27,12 @@ from lowbit.formats import (
     scale_shape,
     unpack_words,
 )
+from lowbit.sources import CheckpointError as CheckpointError
 
 METHOD = "lowbit"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+READ_VERSIONS = (1, 2)
+"""Version 1 has neither `method` nor `calibration`."""
 MAX_DIMENSION = 1 << 31
 _SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _FLAGS = {
@@ -43,11 +46,15 @@ read; only the new ones are written."""
 _FACTORS = ("weight_up", "weight_down")
 """Tensors of a layer whose entry states a "low_rank"."""
 _ENTRY_KEYS = {"shape", "scheme", "low_rank", "hadamard", *_FLAGS}
-_KEYS = {"quant_method", "format_version", "scheme", "layers", "modules_to_not_convert", "tied", "rotation", "files", "sha256"}
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be read or written; the message names the file, the tensor, and what to do."""
+_KEYS = {
+    "quant_method", "format_version", "scheme", "method", "calibration", "layers", "modules_to_not_convert", "tied", "rotation",
+    "files", "sha256",
+}  # fmt: skip
+GUARD_KEY = "transformers_weights"
+GUARD = "this checkpoint needs lowbit: install lowbit and run 'import lowbit' before from_pretrained"
+"""What config.json of a lowbit checkpoint states beside `quantization_config`. Transformers without lowbit skips a method of
+quantization that it does not know, and would load random weights with a warning. It refuses a file of weights whose name does
+not end in .safetensors, before any file is read or downloaded, and prints that name: this text."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,9 @@ class Manifest:
     `tied` maps the name of a module without tensors of its own to the layer whose tensors it shares, `files` the name of each
     file of tensors to its SHA-256 (64 hexadecimal digits); it is empty where the files are not known to be those written here.
     With `files`, the manifest states its own SHA-256 too. `rotation` is the seed of the rotations that the weights took up
-    before they were quantized (`models.rotate`), None without: who runs the model need not know.
+    before they were quantized (`models.rotate`), None without: who runs the model need not know. `method` has the "name" of
+    the algorithm and its options, `calibration` the name of the "text" with "samples", "length" and "seed"; both are None
+    where they are not known, and nothing depends on them.
     """
 
     scheme: Scheme
@@ -88,6 +97,8 @@ class Manifest:
     tied: dict[str, str] = field(default_factory=dict)
     files: dict[str, str] = field(default_factory=dict)
     rotation: int | None = None
+    method: dict[str, Any] | None = None
+    calibration: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The value of `quantization_config`; a layer states its scheme only where it is not the default."""
@@ -101,6 +112,8 @@ class Manifest:
             "quant_method": METHOD,
             "format_version": FORMAT_VERSION,
             "scheme": self.scheme.name,
+            **({} if self.method is None else {"method": dict(self.method)}),
+            **({} if self.calibration is None else {"calibration": dict(self.calibration)}),
             "modules_to_not_convert": list(self.modules_to_not_convert),
             "layers": layers,
             **tied,
@@ -116,8 +129,9 @@ class Manifest:
         if data.get("quant_method") != METHOD:
             raise CheckpointError(f"{where}: quant_method is {data.get('quant_method')!r}, this reader takes {METHOD!r}")
         version = data.get("format_version")
-        if version != FORMAT_VERSION:
-            raise CheckpointError(f"{where}: format_version is {version!r}, this release reads {FORMAT_VERSION}; update lowbit")
+        if type(version) is not int or version not in READ_VERSIONS:
+            read = " and ".join(map(str, READ_VERSIONS))
+            raise CheckpointError(f"{where}: format_version is {version!r}, this release reads {read}; update lowbit")
         unknown = sorted(set(map(str, data)) - _KEYS)
         if unknown:
             raise CheckpointError(f"{where}: quantization_config has unknown keys {unknown}; known are {sorted(_KEYS)}")
@@ -153,7 +167,9 @@ class Manifest:
         files = {
             str(name): _digest(entry, where, name) for name, entry in _mapping(data.get("files", {}), where, "files").items()
         }
-        return cls(default, layers, tuple(kept), dict(tied), files, rotation)
+        method = _record(data.get("method"), "name", where, "method")
+        calibration = _record(data.get("calibration"), "text", where, "calibration")
+        return cls(default, layers, tuple(kept), dict(tied), files, rotation, method, calibration)
 
 
 def current_names(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,6 +247,14 @@ def _mapping(value: Any, where: Path | str, what: str) -> Mapping[Any, Any]:
     if not isinstance(value, Mapping):
         raise CheckpointError(f"{where}: {what} is a JSON object, got {type(value).__name__}")
     return value
+
+
+def _record(value: Any, key: str, where: Path | str, what: str) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping) or not isinstance(value.get(key), str):
+        raise CheckpointError(f"{where}: {what} is a JSON object with a string {key!r}, got {value!r}")
+    return dict(value)
 
 
 def _flag(value: Any, where: Path | str, what: str) -> bool:

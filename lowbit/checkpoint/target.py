@@ -21,6 +21,7 @@ from pathlib import Path
 from lowbit.checkpoint.lock import Lock
 from lowbit.checkpoint.reader import INDEX, SINGLE, read_json
 from lowbit.checkpoint.schema import METHOD, CheckpointError
+from lowbit.sources import check_name
 
 COMPANIONS = (
     "added_tokens.json",
@@ -38,9 +39,13 @@ COMPANIONS = (
 )
 """Small files of a Transformers folder that belong to the model whatever its weights; never weights, never code."""
 
+CARD = "README.md"
+CARD_MARK = "<!-- written by lowbit"
+"""Name of a model card, and what is in those that lowbit wrote (card.py)."""
+
 _WEIGHTS = (SINGLE, "model-*-of-*.safetensors", "rank0.safetensors")
-CHECKPOINT = ("config.json", INDEX, *_WEIGHTS, "quantize_config.json", "quant_config.json", *COMPANIONS)
-"""Names of the files of a checkpoint; a folder with any other is not replaced."""
+CHECKPOINT = ("config.json", INDEX, *_WEIGHTS, "quantize_config.json", "quant_config.json", *COMPANIONS, CARD)
+"""Names of the files of a checkpoint; a folder with any other is not replaced, nor one with a model card of somebody else."""
 
 PARTIAL = ".tmp??????"
 """Names of the files that safetensors writes to before it renames them."""
@@ -68,8 +73,10 @@ def check_folder(folder: Path, *, overwrite: bool, sources: Iterable[Path] = ())
     """What would be replaced by writing the folder, in words; None where nothing is there, or an empty folder.
 
     folder: absolute, links followed. Raises CheckpointError when it is, holds or lies in one of `sources` (files or folders, or
-    what their links lead to), when it is not empty and `overwrite` is false, and when it is not a checkpoint.
+    what their links lead to), when it is not empty and `overwrite` is false, when it is not a checkpoint,
+    and when its name is not UTF-8.
     """
+    check_name(folder)
     for source in sources:
         _check_apart(folder, Path(source))
     if not os.path.lexists(folder):
@@ -110,7 +117,7 @@ def _holds(outer: Path, inner: Path) -> bool:
 def _checkpoint_in_words(folder: Path) -> str:
     """What a checkpoint is, for the report of having replaced it; raises CheckpointError, naming what else is there."""
     found = sorted(folder.iterdir())
-    strangers = [f"{p.name}/" if p.is_dir() else p.name for p in found if not _is_file(p) or not _fits(p.name, CHECKPOINT)]
+    strangers = [f"{p.name}/" if p.is_dir() else p.name for p in found if not _is_part(p)]
     if strangers:
         named = ", ".join(strangers[:5]) + (f" and {len(strangers) - 5} more" if len(strangers) > 5 else "")
         raise CheckpointError(
@@ -130,6 +137,17 @@ def _checkpoint_in_words(folder: Path) -> str:
     if method == METHOD and isinstance(layers, dict):
         return f"a lowbit checkpoint of {len(layers)} layers ({scheme}), {size}"
     return f"{'an unquantized' if method is None else f'a {method}'} checkpoint, {size}"
+
+
+def is_card(path: Path) -> bool:
+    """Whether lowbit wrote this model card."""
+    with path.open("rb") as file:
+        return CARD_MARK.encode() in file.read(_MAX_RESULT_BYTES)
+
+
+def _is_part(path: Path) -> bool:
+    """Whether a file is part of a checkpoint; a README.md is when lowbit wrote it."""
+    return _is_file(path) and _fits(path.name, CHECKPOINT) and (path.name != CARD or is_card(path))
 
 
 def discard(folder: Path, names: Iterable[str]) -> None:
@@ -196,8 +214,8 @@ def _existing(path: Path) -> Path:
 
 
 def check_file(path: Path, result: str) -> Path:
-    """`path` with links followed, if `result` (the command, such as "lowbit eval") may be written there: to a new or empty
-    file, or in place of an earlier result of the same command. Raises ValueError for everything else."""
+    """`path` with links followed, if `result` (the command, such as "lowbit eval") may and can be written there: to a new or
+    empty file, or in place of an earlier result of the same command. Raises ValueError for everything else."""
     real = Path(os.path.realpath(path))
     if real.is_dir():
         raise ValueError(f"{path}: is a folder; name a file for the result of {command_of(result)}")
@@ -206,6 +224,7 @@ def check_file(path: Path, result: str) -> Path:
             raise ValueError(
                 f"{path}: {_existing(real)} is not a folder; name another file for the result of {command_of(result)}"
             )
+        _check_writable(path, real, result)
         return real
     if not real.is_file():
         raise ValueError(f"{path}: is no regular file, and a result replaces the whole file; name another file")
@@ -219,7 +238,20 @@ def check_file(path: Path, result: str) -> Path:
             else f"no result of {command_of(result)}"
         )
         raise ValueError(f"{path}: exists and is {what}; it is not replaced: name another file, or delete this one yourself")
+    _check_writable(path, real, result)
     return real
+
+
+def _check_writable(path: Path, real: Path, result: str) -> None:
+    """Makes an empty file where a result would be written, and removes it; raises ValueError where that fails."""
+    probe = _existing(real.parent) / hidden(real, "probe", secrets.token_hex(4)).name
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"{path}: cannot be written ({error.strerror}); name another file for the result of {command_of(result)}"
+        ) from error
 
 
 def write_result(path: Path, result: str, write: Callable[[Path], object]) -> None:

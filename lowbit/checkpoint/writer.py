@@ -20,10 +20,12 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lowbit.checkpoint.card import model_card
 from lowbit.checkpoint.lock import Lock
 from lowbit.checkpoint.reader import INDEX, SINGLE, file_sha256
-from lowbit.checkpoint.schema import CheckpointError, Manifest
+from lowbit.checkpoint.schema import GUARD, GUARD_KEY, CheckpointError, Manifest
 from lowbit.checkpoint.target import (
+    CARD,
     CHECKPOINT,
     COMPANIONS,
     PARTIAL,
@@ -36,6 +38,7 @@ from lowbit.checkpoint.target import (
     mount_of,
     sync,
 )
+from lowbit.sources import linked_inside
 
 _UNFINISHED = (*CHECKPOINT, "shard-*", PARTIAL)
 
@@ -113,7 +116,7 @@ class CheckpointWriter:
         """Writes config.json and the index, copies tokenizer files, and puts the folder in place.
 
         `quantization` goes into config.json: the manifest of a lowbit checkpoint, with the checksum of each file, what another
-        tool states, or None.
+        tool states, or None. A lowbit checkpoint gets a model card and what keeps Transformers without lowbit from loading it.
         """
         self._flush()
         sums = [found.result() for found in self._sums]  # before the files get other names
@@ -124,10 +127,16 @@ class CheckpointWriter:
         stated = quantization
         if isinstance(quantization, Manifest):
             stated = dataclasses.replace(quantization, files=dict(zip(names, sums, strict=True))).to_dict()
+        config = {key: value for key, value in config.items() if key != GUARD_KEY}  # the source's
+        if isinstance(quantization, Manifest):
+            config[GUARD_KEY] = GUARD
+            source = self._sources[0] if self._sources else copy_from
+            self._write(CARD, model_card(quantization, source))
         self._write_json("config.json", config if stated is None else {**config, "quantization_config": stated})
         for name in COMPANIONS:
             if copy_from is not None and (copy_from / name).is_file():
-                self._guard(name, partial(shutil.copyfile, copy_from / name, self._temporary / name))
+                companion = linked_inside(copy_from / name, copy_from)
+                self._guard(name, partial(shutil.copyfile, companion, self._temporary / name))
         sync(self._temporary)
         self._put_in_place()
 
@@ -179,8 +188,11 @@ class CheckpointWriter:
         return names
 
     def _write_json(self, name: str, value: object) -> None:
+        self._write(name, json.dumps(value, indent=2) + "\n")
+
+    def _write(self, name: str, text: str) -> None:
         path = self._temporary / name
-        self._guard(name, lambda: path.write_text(json.dumps(value, indent=2) + "\n"))
+        self._guard(name, lambda: path.write_text(text, encoding="utf-8"))
         self._guard(name, lambda: sync(path))
 
     def _guard(self, name: str, write: Callable[[], object]) -> None:

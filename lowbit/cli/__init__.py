@@ -2,6 +2,7 @@
 
 __init__.py   the entry point, and what Ctrl-C does before a command begins
 terminal.py   what commands share: consoles, mistakes as one line, results as JSON
+stderr.py     standard error that does not block, for `lowbit serve`
 commands.py   quantize, convert, generate, explain, schemes, demo, and the whole of `lowbit`
 recommend.py, eval.py, inspect.py, serve.py, chat.py, tune.py, bench.py
 

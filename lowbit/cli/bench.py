@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
-from lowbit.cli.terminal import Json, check_json, out, say, write_result
+from lowbit.cli.terminal import Device, Json, check_device, check_json, check_schemes, load_layers, out, say, write_result
 
 
 def bench(
-    model: Annotated[Path, typer.Argument(help="Folder of a model.", exists=True, file_okay=False)],
+    model: Annotated[str, typer.Argument(help="Folder of a model, or its name on the hub: org/name.")],
     schemes: Annotated[
         str, typer.Option(help="Schemes to quantize a 16-bit model to while loading, with commas; none times it as it is.")
     ] = "w4a16_g64,w8a16",
     batch: Annotated[int, typer.Option(min=1, help="Prompts at once.")] = 1,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 128,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens timed after the first, greedily.")] = 64,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", min=1, help="Tokens timed after the first, greedily.")
+    ] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Runs of each; the median counts.")] = 3,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; cuda where there is a GPU.")] = None,
+    device: Device = None,
     json_file: Json = None,
 ) -> None:
     """Time a model on this machine: milliseconds to the first token and for each further one, in 16 bits and in each scheme.
@@ -32,16 +33,20 @@ def bench(
 
     Example: lowbit bench Llama-3-8B-GPTQ --schemes none --batch 16 --prompt-tokens 1024
     """
-    import torch
+    from lowbit.sources import local_model
 
+    check_schemes(schemes)
+    check_device(device)
+    folder = local_model(model)
+    load_layers()
     from lowbit.bench import Load, measure
     from lowbit.formats import parse_scheme
+    from lowbit.hardware.machine import torch_device
 
     check_json(json_file, "lowbit bench")
     names = [] if schemes == "none" else [parse_scheme(part).name for part in schemes.split(",") if part.strip()]
-    on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    about = measure(model, names, Load(batch, prompt_tokens, new_tokens, repeats), on, say)
-    title = f"{about['model']} on {about['device']}: {batch} x {prompt_tokens} tokens, then {new_tokens} each"
+    about = measure(folder, names, Load(batch, prompt_tokens, max_new_tokens, repeats), torch_device(device), say)
+    title = f"{about['model']} on {about['device']}: {batch} x {prompt_tokens} tokens, then {max_new_tokens} each"
     table = Table(
         "scheme", "x", "MB", "first token ms", "ms a token", "least and most", "tokens/s", "times 16 bits", title=title
     )

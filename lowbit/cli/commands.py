@@ -22,17 +22,32 @@ from lowbit.cli.eval import evaluate
 from lowbit.cli.inspect import inspect
 from lowbit.cli.recommend import recommend
 from lowbit.cli.serve import serve
-from lowbit.cli.terminal import AnyModel, Json, Model, check_json, err, out, say, user_errors, write_result
+from lowbit.cli.stderr import queued_stderr
+from lowbit.cli.terminal import (
+    AnyModel,
+    Device,
+    Json,
+    Model,
+    Scheme,
+    check_device,
+    check_json,
+    check_scheme,
+    check_there,
+    load_layers,
+    out,
+    say,
+    user_errors,
+    write_result,
+)
 from lowbit.cli.tune import tune
 
 if TYPE_CHECKING:
     from lowbit.nn.convert import Plan
     from lowbit.pipeline import Response, Stream
-    from lowbit.quantize import Awq, Gptq, Hqq, Learned, Mixed, Rtn, SmoothQuant
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode="rich",
     help="Run neural networks with low-bit weights: quantize, measure, generate, look inside.",
 )
@@ -58,11 +73,12 @@ class MethodChoice(str, Enum):
 
 
 @app.callback(invoke_without_command=True)
-def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+def _root(version: Annotated[bool, typer.Option("-v", "--version", help="Print the versions and exit.")] = False) -> None:
     if version:
-        import torch
+        from importlib.metadata import version as installed
 
-        out.print(f"lowbit {__version__}, torch {torch.__version__}", highlight=False)
+        others = ", ".join(f"{name} {installed(name)}" for name in ("torch", "transformers"))
+        out.print(f"lowbit {__version__}, {others}", highlight=False)
         raise typer.Exit
 
 
@@ -74,12 +90,19 @@ app.command()(user_errors(bench))
 @app.command()
 @user_errors
 def quantize(
-    source: Annotated[Path, typer.Argument(help="Folder of the 16-bit model.")],
+    source: Annotated[str, typer.Argument(help="Folder of the 16-bit model, or its name on the hub: org/name.")],
     target: Annotated[Path, typer.Argument(help="Folder to write; complete or not there at all.")],
-    scheme: Annotated[str, typer.Option(help="Scheme, see below.")] = "w4a16_g64",
-    method: Annotated[MethodChoice, typer.Option(help="How codes are chosen, see below.")] = MethodChoice.rtn,
+    scheme: Annotated[str, typer.Option(help="Scheme, see above.")] = "w4a16_g64",
+    method: Annotated[
+        MethodChoice,
+        typer.Option(metavar="NAME", help="How codes are chosen: rtn, hqq, gptq, awq, smoothquant or learned, see above."),
+    ] = MethodChoice.rtn,
     search: Annotated[
-        SearchChoice | None, typer.Option(help="Scales from the largest weight (rtn, awq), of least squares, or loss (gptq).")
+        SearchChoice | None,
+        typer.Option(
+            metavar="NAME",
+            help="How scales are found: max, from the largest weight (rtn, awq), mse, of least squares, or loss (gptq).",
+        ),
     ] = None,
     calibration: Annotated[
         Path | None,
@@ -114,14 +137,15 @@ def quantize(
     ] = None,
     embeddings: Annotated[bool, typer.Option("--embeddings", help="Quantize the embedding and the LM head too.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it is a checkpoint.")] = False,
-    device: Annotated[str, typer.Option(help="Where to compute: cpu, cuda.")] = "cpu",
+    device: Device = None,
     json_file: Json = None,
 ) -> None:
     """Quantize a checkpoint, one tensor or one decoder layer at a time.
 
     A scheme is w<bits>\\[e<X>m<Y>]a16, then _g<size> for groups along K, then _z (integer zero points) or _fz
     (floating-point zeros): w8a16, w4a16_g64, w6e3m2a16, w4a16_g32_fz. With a8 or a8e4m3 instead of a16, activations are
-    quantized too: w8a8, w4a8_g128, w8a8_az (with zero points). Other tools' names: W4A16, wf6af16, fp8, fp8_block.
+    quantized too: w8a8, w4a8_g128, w8a8_az (with zero points). Without a granularity, a scale belongs to an output channel
+    (_pc). Other tools' names: W4A16 (w4a16 too: groups of 128; w4a16_pc for channels), wf6af16, fp8, fp8_block.
 
     Without data, in seconds: rtn rounds each weight; hqq moves the zeros of _fz schemes. With text to calibrate on,
     in minutes: gptq lets later columns make up for each rounding; awq scales channels that meet large inputs;
@@ -129,24 +153,41 @@ def quantize(
     learns which way each weight of a decoder layer is rounded and where scales clip. A run that was killed goes on
     where it was when the same command is given again. Measure on another text than was calibrated on.
 
-    Example: lowbit quantize SmolLM2-135M SmolLM2-135M-fp6 --scheme w6e3m2a16
+    Example: lowbit quantize HuggingFaceTB/SmolLM2-135M SmolLM2-135M-fp6 --scheme w6e3m2a16
 
     Example: lowbit quantize SmolLM2-135M SmolLM2-135M-int4 --scheme w4a16_g64 --method learned --samples 64
 
     Example: lowbit quantize SmolLM2-135M SmolLM2-135M-mix --mix w3a16_g64,w4a16_g64,w8a16 --bits 4.5
     """
-    from lowbit.checkpoint.reader import model_folder
+    from lowbit.formats import parse_scheme
+    from lowbit.methods import Mixed, method_of
+    from lowbit.sources import local_model
+
+    options = {
+        "search": None if search is None else search.value, "act_order": act_order, "static_groups": static_groups,
+        "smooth": smooth, "alpha": alpha, "iterations": iterations,
+    }  # fmt: skip
+    options |= {"seed": seed} if method is MethodChoice.learned else {}
+    chosen = method_of(method.value, options, lambda name: f"--{name.replace('_', '-')}")
+    if (mix is None) != (bits is None):
+        raise ValueError("--mix and --bits go together: schemes to choose from, and the bits per weight they may take")
+    mixed = None if mix is None or bits is None else Mixed(tuple(mix.split(",")), bits)
+    for name in (scheme, *(mixed.schemes if mixed else ())):
+        parse_scheme(name)
+    check_device(device)
+    check_there(calibration, 'calibration takes UTF-8 text, or .jsonl with a "text" a line')
+    folder = local_model(source)
+    load_layers()
     from lowbit.models.calibrate import Calibration, unfinished_folder
     from lowbit.models.quantize_checkpoint import quantize_checkpoint
 
     check_json(json_file, "lowbit quantize", target)
-    chosen = _method(method, search, act_order, static_groups, smooth, alpha, iterations, seed)
     try:
         plan = quantize_checkpoint(
-            model_folder(source), target, scheme, skip=skip, embeddings=embeddings, method=chosen,
-            calibration=Calibration(samples, length, seed, calibration), mixed=_mixed(mix, bits), low_rank=low_rank,
+            folder, target, scheme, skip=skip, embeddings=embeddings, method=chosen,
+            calibration=Calibration(samples, length, seed, calibration), mixed=mixed, low_rank=low_rank,
             wide_inputs=a16 or (), rotation=seed if rotate else None, rotate_inputs=rotate_inputs or (), device=device,
-            overwrite=overwrite, progress=err.is_terminal, say=say,
+            overwrite=overwrite, progress=True, say=say,
         )  # fmt: skip
     except KeyboardInterrupt:
         if unfinished_folder(target).exists():
@@ -172,57 +213,6 @@ def _stated(plan: Plan) -> dict[str, object]:
     }
 
 
-def _method(
-    name: MethodChoice, search: SearchChoice | None, act_order: bool, static_groups: bool, smooth: bool, alpha: str | None,
-    iterations: int | None, seed: int,
-) -> Rtn | Hqq | Gptq | Awq | SmoothQuant | Learned:  # fmt: skip
-    """The method with its options; an option that belongs to another method is an error."""
-    from lowbit.quantize import Awq, Gptq, Hqq, Learned, Rtn
-
-    if (act_order or static_groups) and name is not MethodChoice.gptq:
-        raise ValueError(f"--act-order and --static-groups belong to --method gptq, not to {name.value}")
-    if smooth and name not in (MethodChoice.gptq, MethodChoice.learned):
-        raise ValueError(f"--smooth belongs to --method gptq and learned, not to {name.value}")
-    if iterations is not None and name is not MethodChoice.learned:
-        raise ValueError(f"--iterations belongs to --method learned, not to {name.value}")
-    if alpha is not None and name is not MethodChoice.smoothquant and not smooth:
-        raise ValueError(f"--alpha belongs to --method smoothquant and to --smooth, not to {name.value}")
-    searches = {"rtn": ("max", "mse"), "gptq": ("max", "mse", "loss"), "awq": ("max", "loss")}.get(name.value, ())
-    if search is not None and search.value not in searches:
-        takes = " or ".join(searches) or "none"
-        raise ValueError(f"--search belongs to --method rtn, gptq and awq; {name.value} takes {takes}")
-    match name:
-        case MethodChoice.rtn:
-            return Rtn("mse" if search is SearchChoice.mse else "max")
-        case MethodChoice.gptq:
-            first = _smoothquant(alpha) if smooth else None
-            return Gptq(act_order, static_groups, search.value if search else "loss", smooth=first)
-        case MethodChoice.smoothquant:
-            return _smoothquant(alpha)
-        case MethodChoice.awq:
-            return Awq("loss" if search is SearchChoice.loss else "max")
-        case MethodChoice.learned:
-            return Learned(iterations or Learned.iterations, seed=seed, smooth=_smoothquant(alpha) if smooth else None)
-    return Hqq()
-
-
-def _smoothquant(alpha: str | None) -> SmoothQuant:
-    from lowbit.quantize import SmoothQuant
-
-    try:
-        return SmoothQuant() if alpha is None else SmoothQuant(None if alpha == "auto" else float(alpha))
-    except ValueError:
-        raise ValueError(f"--alpha is a number from 0 to 1 or auto, got {alpha!r}") from None
-
-
-def _mixed(mix: str | None, bits: float | None) -> Mixed | None:
-    from lowbit.quantize import Mixed
-
-    if (mix is None) != (bits is None):
-        raise ValueError("--mix and --bits go together: schemes to choose from, and the bits per weight they may take")
-    return None if mix is None or bits is None else Mixed(tuple(mix.split(",")), bits)
-
-
 class TargetChoice(str, Enum):
     """What a quantized checkpoint can be converted to."""
 
@@ -237,9 +227,16 @@ class TargetChoice(str, Enum):
 @app.command()
 @user_errors
 def convert(
-    source: Annotated[Path, typer.Argument(help="Folder of a quantized model, or a GGUF file.")],
+    source: Annotated[str, typer.Argument(help="Folder of a quantized model, a GGUF file, or a name on the hub: org/name.")],
     target: Annotated[Path, typer.Argument(help="Folder to write; complete or not there at all.")],
-    to: Annotated[TargetChoice, typer.Option("--to", help="Whose files to write, see below.")] = TargetChoice.lowbit,
+    to: Annotated[
+        TargetChoice,
+        typer.Option(
+            "--to",
+            metavar="NAME",
+            help="Whose files to write: lowbit, gptq, awq, compressed-tensors, tensorrt-llm or dequantized, see above.",
+        ),
+    ] = TargetChoice.lowbit,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace TARGET if it is a checkpoint.")] = False,
     json_file: Json = None,
 ) -> None:
@@ -259,10 +256,14 @@ def convert(
 
     Example: lowbit convert Llama-3-8B-AWQ Llama-3-8B-lowbit
     """
+    from lowbit.sources import local_model
+
+    folder = local_model(source, quantized=True)
+    load_layers()
     from lowbit.models.convert_checkpoint import convert_checkpoint
 
     check_json(json_file, "lowbit convert", target)
-    report = convert_checkpoint(source, target, to.value, overwrite=overwrite, progress=err.is_terminal, say=say)
+    report = convert_checkpoint(folder, target, to.value, overwrite=overwrite, progress=True, say=say)
     _report([*report.lines(), f"wrote {target}"])
     write_result(json_file, "lowbit convert", asdict(report))
 
@@ -272,32 +273,34 @@ def convert(
 def generate(
     model: AnyModel,
     prompts: Annotated[list[str], typer.Argument(help="One or more texts to continue.")],
-    scheme: Annotated[str | None, typer.Option(help="Quantize a 16-bit model to this scheme while loading it.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
+    scheme: Scheme = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most, its prompt not counted.")] = 64,
     sample: Annotated[bool, typer.Option("--sample", help="Sample (top-p 0.9) instead of taking the likeliest token.")] = False,
     seed: Annotated[int | None, typer.Option(help="Seed of --sample.")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Compare the files with their checksums first.")] = False,
+    device: Device = None,
     json_file: Json = None,
 ) -> None:
     """Continue texts with a model, greedily unless --sample is given; on a terminal, one text as it comes.
 
-    Bars show there how far weights are read, and kernels compiled where a GPU needs them for the first time.
+    Bars show there how far weights are read, and kernels compiled where a GPU needs them for the first time; where stderr is a
+    file or a pipe, lines do, every ten seconds.
 
     GPTQ, AWQ, auto-round, compressed-tensors, FP8, torchao, ModelOpt and GGUF weights are loaded as they are, without a
     conversion first (docs/checkpoints.md).
 
     Example: lowbit generate Llama-3-8B-AWQ "The light of the sun"
     """
-    from transformers.utils import logging
+    from lowbit.sources import local_model
 
-    from lowbit.checkpoint.gguf import model_path
+    check_scheme(scheme)
+    check_device(device)
+    path = str(local_model(model))
+    load_layers()
     from lowbit.pipeline import pipeline
 
     check_json(json_file, "lowbit generate")
-    path = str(model_path(model))
-    if err.is_terminal:
-        logging.enable_progress_bar()  # Transformers' own, of weights that it reads
-    pipe = pipeline(path, quantization_mode=scheme, verify=verify, progress=err.is_terminal)
+    pipe = pipeline(path, scheme=scheme, device=device, verify=verify, progress=True)
     options = {"max_new_tokens": max_new_tokens, "do_sample": sample, "seed": seed}
     if len(prompts) == 1 and out.is_terminal and str(json_file) != "-" and not pipe.refusals:
         responses = [_show_as_it_comes(pipe.stream(prompts[0], **options), prompts[0])]
@@ -306,13 +309,13 @@ def generate(
         if str(json_file) != "-":
             for prompt, response in zip(prompts, responses, strict=True):
                 _show_prompt(prompt)
-                out.print(response.generated_text, markup=False, emoji=False, highlight=False)
+                out.print(response.generated_text)
     answers = [{"prompt": p, **asdict(r)} for p, r in zip(prompts, responses, strict=True)]
     write_result(json_file, "lowbit generate", {"responses": answers})
 
 
 def _show_prompt(prompt: str) -> None:
-    out.print(prompt, style="bold", markup=False, emoji=False, highlight=False, end="")
+    out.print(prompt, style="bold", end="")
 
 
 def _show_as_it_comes(stream: Stream, prompt: str) -> Response:
@@ -320,14 +323,15 @@ def _show_as_it_comes(stream: Stream, prompt: str) -> Response:
     _show_prompt(prompt)
     with stream:
         for piece in stream:
-            out.print(piece, markup=False, emoji=False, highlight=False, end="", soft_wrap=True)
+            out.print(piece, end="", soft_wrap=True)
     out.print()
     assert stream.response is not None
     return stream.response
 
 
-app.command()(user_errors(serve))
-app.command()(user_errors(chat))
+app.command()(queued_stderr()(user_errors(serve)))
+app.command(name="run")(user_errors(chat))
+app.command(name="chat", help="The same as run.", short_help="The same as run.")(user_errors(chat))
 app.command(name="eval")(user_errors(evaluate))
 app.command()(user_errors(inspect))
 
@@ -343,26 +347,34 @@ def explain(
     sm: Annotated[int, typer.Option(help="SM version whose tensor cores to explain: 80, 86, 89, 90, 100, 120.")] = 90,
 ) -> None:
     """Follow one real weight, file by file, from the checkpoint to the tensor core, and say which kernel runs it."""
-    from lowbit.checkpoint.reader import model_folder
+    from lowbit.sources import local_model
+
+    check_scheme(scheme)
+    folder = local_model(model)
+    load_layers()
     from lowbit.explain import explain as explain_weight
     from lowbit.explain import render
 
-    steps = explain_weight(model_folder(model), layer, row, column, scheme=scheme, sm=sm)
-    out.print(render(steps), markup=False, highlight=False, soft_wrap=True)
+    steps = explain_weight(folder, layer, row, column, scheme=scheme, sm=sm)
+    out.print(render(steps), soft_wrap=True)
 
 
 @app.command()
 @user_errors
 def schemes() -> None:
     """List the scheme grammar by example, and the aliases."""
-    from lowbit.formats import ALIASES
+    from lowbit.formats import ALIASES, GRAMMAR
+    from lowbit.formats.scheme import PRESET
 
+    out.print(GRAMMAR, markup=False, highlight=False, soft_wrap=True)
     out.print(
-        "w<bits>[e<X>m<Y>]a<16|8|8e4m3|8e5m2>[_g<size>|_b<n>x<k>|_t|_pc][_z|_fz][_az][_ct|_hf|_fb]",
-        markup=False,
-        highlight=False,
+        f"one scale per output channel without _g, _b or _t (_pc says so); {PRESET}",
+        soft_wrap=True,
     )
-    out.print("_ct, _hf, _fb: activations quantized as the tool of a converted file does it", markup=False, highlight=False)
+    out.print(
+        "_ct, _hf, _fb: activations quantized as the tool of a converted file does it",
+        soft_wrap=True,
+    )
     table = Table("name", "means")
     for alias, meaning in ALIASES.items():
         table.add_row(alias, meaning)

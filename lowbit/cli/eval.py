@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Column, Table
 
-from lowbit.cli.terminal import err, out, say
+from lowbit.cli.terminal import Device, check_device, check_there, load_layers, out, say
 
 if TYPE_CHECKING:
     from lowbit.eval.results import Results
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 PERPLEXITY = "lowbit eval"
 PAGE, PLOT = "report.md", "quality.png"
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+TEXT = "--text takes UTF-8 text, Newton's Opticks is taken without it"
 
 
 def evaluate(
@@ -27,7 +26,7 @@ def evaluate(
         list[str],
         typer.Argument(
             metavar="MODEL...",
-            help="Folders of Transformers models, quantized here, by other tools or not, GGUF files, or names on a hub.",
+            help="Folders of models, quantized here, by other tools or not, GGUF files, or names on the hub: org/name.",
         ),
     ],
     text: Annotated[Path | None, typer.Option(help="UTF-8 text to measure on; Newton's Opticks when absent.")] = None,
@@ -51,9 +50,18 @@ def evaluate(
     temperature: Annotated[float, typer.Option(min=0.01, help="--suite: of programs, when there are several.")] = 0.8,
     seed: Annotated[int, typer.Option(min=0, help="--suite: of programs, when there are several.")] = 0,
     run_generated_code: Annotated[
-        bool, typer.Option("--run-generated-code", help="--suite: run the programs the models write, in a sandbox.")
+        bool, typer.Option("--run-generated-code", help="--suite: run the programs the models write, isolated by the kernel.")
+    ] = False,
+    unsafe: Annotated[
+        bool,
+        typer.Option(
+            "--unsafe",
+            help="--run-generated-code: also where the kernel cannot isolate programs; they can then read, change and delete "
+            "your files.",
+        ),
     ] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Compare the models' files with their checksums first.")] = False,
+    device: Device = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the result as JSON to this file; - for standard output.")
     ] = None,
@@ -61,9 +69,9 @@ def evaluate(
     """Perplexity of models on real text, with the exact number of tokens and a standard error.
 
     With --suite, more: divergence from --reference (KL, same top-1), multiple choice ("question", "choices", "answer"),
-    summaries by ROUGE ("document", "summary"; needs lowbit\\[eval]) and programs by pass@k (HumanEval's file; JavaScript
+    summaries by ROUGE ("document", "summary"; needs the extra eval) and programs by pass@k (HumanEval's file; JavaScript
     needs node), whatever the folder has files for. OUT gets results.json, complete after every task, a page and a plot (needs
-    lowbit\\[plot]). docs/evaluate.md says how each is measured.
+    the extra plot). docs/evaluate.md says how each is measured.
 
     Example: lowbit eval SmolLM2-int4 --reference SmolLM2
 
@@ -71,43 +79,37 @@ def evaluate(
 
     Example: lowbit eval Coder-int4 --reference Coder --suite javascript --run-generated-code
     """  # fmt: skip
+    from lowbit.sources import local_model
+
+    if suite is None and (out_folder, limit, samples, k, run_generated_code) != (None, None, 1, "1", False):
+        raise ValueError("--out, --limit, --samples, --k and --run-generated-code belong to --suite")
+    check_device(device)
+    check_there(text, TEXT)
+    for name in (*models, *([] if reference is None else [reference])):
+        local_model(name)
+    load_layers()
     from lowbit.checkpoint.target import check_file
     from lowbit.eval.results import SUITE, as_json, write_json
     from lowbit.eval.suite import Settings
     from lowbit.models.load import verify_checkpoint
 
-    names = [_model(name) for name in models]
-    reference = None if reference is None else _model(reference)
+    folder = Path("lowbit-eval") if out_folder is None else out_folder
     if json_file is not None and str(json_file) != "-":
         check_file(json_file, PERPLEXITY if suite is None else SUITE)
-    for name in names if verify else ():
-        verify_checkpoint(name)
+        if suite is not None and json_file.resolve() in ((folder / name).resolve() for name in (PAGE, PLOT)):
+            raise ValueError(f"{json_file}: is the page or the plot of --suite; name another file with --json")
+    for name in models if verify else ():
+        verify_checkpoint(name, progress=True)
     if suite is None:
-        if (out_folder, limit, samples, k, run_generated_code) != (None, None, 1, "1", False):
-            raise ValueError("--out, --limit, --samples, --k and --run-generated-code belong to --suite")
-        document = _perplexities(names, reference, text, window, stride, windows, json_file)
+        document = _perplexities(models, reference, text, window, stride, windows, json_file, device)
     else:
-        settings = Settings(window, stride, windows, limit, samples, _ks(k), temperature, seed, run_generated_code)
-        folder = Path("lowbit-eval") if out_folder is None else out_folder
-        document = _suite(names, reference, text, suite, settings, folder, str(json_file) == "-")
+        settings = Settings(window, stride, windows, limit, samples, _ks(k), temperature, seed, run_generated_code, unsafe)
+        document = _suite(models, reference, text, suite, settings, folder, str(json_file) == "-", device)
     if json_file is not None:
         if str(json_file) == "-":
             sys.stdout.write(as_json(document))
         else:
             write_json(json_file, document)
-
-
-def _model(name: str) -> str:
-    from lowbit.checkpoint import CheckpointError
-    from lowbit.checkpoint.gguf import model_path
-
-    if _HUB_NAME.fullmatch(name) and not Path(name).parent.exists():
-        return name
-    try:
-        model_path(Path(name))
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}, or a name on a hub such as owner/model") from None
-    return name
 
 
 def _ks(text: str) -> tuple[int, ...]:
@@ -128,22 +130,21 @@ def _perplexities(
     stride: int | None,
     windows: int,
     json_file: Path | None,
+    device: str | None,
 ) -> dict[str, Any]:
     from lowbit.checkpoint.reader import read_text
     from lowbit.eval import perplexity, sample_text
     from lowbit.eval.suite import to_measure, token_ids
     from lowbit.models.skeleton import require_causal
 
-    expected = "--text takes UTF-8 text, Newton's Opticks is taken without it"
-    content = sample_text() if text is None else read_text(text, expected)
-    progress = err.is_terminal
+    content = sample_text() if text is None else read_text(text, TEXT)
     rows = []
     table = Table(Column("model", overflow="fold"), "perplexity", "standard error", "tokens", "nats per token")
     for name in models if reference is None else [reference, *models]:
-        pipe = to_measure(name, progress)
+        pipe = to_measure(name, True, device)
         require_causal(pipe.model, name)
         ids = token_ids(pipe, content, window, stride, windows)
-        result = perplexity(pipe.model, ids, window=window, stride=stride, progress=progress)
+        result = perplexity(pipe.model, ids, window=window, stride=stride, progress=True)
         pipe.destroy()
         rows.append({"model": name, **asdict(result)})
         error = "-" if result.standard_error is None else f"{result.standard_error:.4f}"
@@ -154,7 +155,14 @@ def _perplexities(
 
 
 def _suite(
-    models: list[str], reference: str | None, text: Path | None, suite: Path, settings: Settings, folder: Path, quiet: bool
+    models: list[str],
+    reference: str | None,
+    text: Path | None,
+    suite: Path,
+    settings: Settings,
+    folder: Path,
+    quiet: bool,
+    device: str | None,
 ) -> dict[str, Any]:
     from lowbit.checkpoint.target import check_file
     from lowbit.eval import report
@@ -168,7 +176,7 @@ def _suite(
         raise ValueError(f"--suite {suite}: names a built-in suite and a folder here; for that one give {suite.resolve()}")
     tasks = read_tasks(WORDS.get(str(suite), suite), text, settings)
     try:
-        results = run_suite(models, reference, tasks, settings, folder, say, err.is_terminal)
+        results = run_suite(models, reference, tasks, settings, folder, say, True, device)
     except KeyboardInterrupt:
         unfinished = folder / UNFINISHED
         say(f"what was measured so far is in {unfinished if unfinished.exists() else folder / RESULTS}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,11 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Column, Table
 
-from lowbit.cli.terminal import AnyModel, Json, check_json, err, out, write_result
+from lowbit.cli.terminal import AnyModel, Json, check_json, load_layers, out, write_result
 
 if TYPE_CHECKING:
     from lowbit.checkpoint import CheckpointReader
     from lowbit.formats import QuantTensor
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+"""The number of a layer or an expert in a name."""
 
 
 def inspect(
@@ -23,19 +28,23 @@ def inspect(
 ) -> None:
     """What a checkpoint holds: layers, schemes, bytes, bits per weight, what stayed in 16 bits, what would be slow on a GPU.
 
-    Of another tool's files, what generate, eval and lowbit.load make of each layer, and what they cannot take over.
+    Layers that differ only in their number are one row; the file of --json has each of them. Of another tool's files, what
+    generate, eval and lowbit.load make of each layer, and what they cannot take over.
     """
-    from lowbit.checkpoint.gguf import model_path
+    from lowbit.sources import local_model
+
+    path = local_model(model)
+    load_layers()
     from lowbit.models.load import check_checkpoint
     from lowbit.models.source import is_foreign
     from lowbit.nn.convert import slow_lines
 
     check_json(json_file, "lowbit inspect")
-    wrong = check_checkpoint(model_path(model)) if check else ()
+    wrong = check_checkpoint(path) if check else ()
     if wrong:
         raise ValueError(f"{model}: {'; '.join(wrong)}")
-    rows, rest, kept, lines, tool = _foreign_contents(model) if is_foreign(model) else _contents(model, check)
-    if check and is_foreign(model):
+    rows, rest, kept, lines, tool = _foreign_contents(path) if is_foreign(path) else _contents(path, check)
+    if check and is_foreign(path):
         lines.append("every tensor is as its tool writes it, and config.json's model takes all of them")
     lines += slow_lines((row["scheme"], row["n"], row["k"]) for row in rows)
     if str(json_file) != "-":
@@ -46,14 +55,14 @@ def inspect(
 def _print(rows: list[dict[str, Any]], rest: int, kept: tuple[str, ...], lines: list[str], tool: str) -> None:
     from lowbit.formats import InputParts
 
-    table = Table(Column("layer", overflow="fold"), "scheme", "N x K", "bytes", "bits per weight")
-    for row in rows:
+    table = Table(Column("layer", overflow="fold"), "layers", "scheme", "N x K", "bytes each", "bits per weight")
+    for name, row, count in _equal_rows(rows):
         named = (field.name for field in fields(InputParts) if field.name != "hadamard" and row[field.name])
-        beside = "".join(f" + {name.replace('_', ' ')}" for name in named)
+        beside = "".join(f" + {part.replace('_', ' ')}" for part in named)
         beside += f" + rank {row['low_rank']}" if row["low_rank"] else ""
         beside += f" + x rotated by {row['hadamard']}" if row["hadamard"] else ""
         size, bits = f"{row['n']} x {row['k']}", f"{row['bits_per_weight']:.3f}"
-        table.add_row(row["layer"], row["scheme"] + beside, size, f"{row['bytes']:,}", bits)
+        table.add_row(name, str(count), row["scheme"] + beside, size, f"{row['bytes']:,}", bits)
     if rows:
         out.print(table)
         total, weights = sum(r["bytes"] for r in rows), sum(r["n"] * r["k"] for r in rows)
@@ -65,7 +74,33 @@ def _print(rows: list[dict[str, Any]], rest: int, kept: tuple[str, ...], lines: 
     else:
         out.print(f"not a lowbit checkpoint: {rest:,} bytes of plain tensors")
     for line in lines:
-        out.print(line, highlight=False, soft_wrap=True)
+        out.print(line, soft_wrap=True)
+
+
+def _equal_rows(rows: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any], int]]:
+    """One entry for rows that differ only in the numbers of their names: the name with ranges (`layers.0-29.mlp.up_proj`), the
+    first of the rows, and their count, in the order of the first rows."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        pattern = _NUMBER.sub("#", row["layer"])
+        groups.setdefault((pattern, *(value for key, value in row.items() if key != "layer")), []).append(row)
+    summarised = []
+    for (pattern, *_), equal in groups.items():
+        numbers = zip(*(map(int, _NUMBER.findall(row["layer"])) for row in equal), strict=True)
+        name = str(pattern).replace("#", "{}").format(*map(_ranges, numbers))
+        summarised.append((name, equal[0], len(equal)))
+    return summarised
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """Whole numbers in words: 0-3,5."""
+    parts: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1][1:] = [number]
+        else:
+            parts.append([number])
+    return ",".join("-".join(map(str, part)) for part in parts)
 
 
 Inspected = tuple[list[dict[str, Any]], int, tuple[str, ...], list[str], str]
@@ -74,25 +109,25 @@ Inspected = tuple[list[dict[str, Any]], int, tuple[str, ...], list[str], str]
 
 def _contents(model: Path, check: bool) -> Inspected:
     from lowbit.checkpoint import CheckpointReader, expected_tensors
+    from lowbit.progress import Progress
 
     with CheckpointReader(model) as reader:
         checked = _checked(reader) if check else []
         manifest = reader.manifest
         layers = manifest.layers if manifest else {}
         rotated = [] if manifest is None or manifest.rotation is None else [f"rotated (--rotate --seed {manifest.rotation})"]
-        rows = [_layer_row(name, reader.layer(name)) for name in layers]
+        rows = [_layer_row(name, reader.layer(name)) for name in Progress(layers, desc="layers", unit="layers")]
         packed = {tensor for name, entry in layers.items() for tensor in expected_tensors(name, entry)}
         rest = sum(_tensor_bytes(reader, name) for name in reader.names() if name not in packed)
     return rows, rest, manifest.modules_to_not_convert if manifest else (), rotated + checked, "lowbit" if manifest else "none"
 
 
 def _foreign_contents(model: Path) -> Inspected:
-    from tqdm import tqdm
-
     from lowbit.models.source import Contents, open_checkpoint
+    from lowbit.progress import Progress
 
     contents = Contents(model, open_checkpoint(model))
-    bar = tqdm(contents.source.entries, desc="layers", unit="layer", disable=not err.is_terminal, leave=False)
+    bar = Progress(contents.source.entries, desc="layers", unit="layers")
     rows = [_layer_row(contents.module(name) or name, contents.layer(name)) for name in bar if contents.judge(name)]
     rest = sum(contents.plain(name).nbytes for name in contents.source.plain if not contents.left_out(name))
     refused = contents.refusals()
@@ -102,12 +137,10 @@ def _foreign_contents(model: Path) -> Inspected:
 
 def _checked(reader: CheckpointReader) -> list[str]:
     """Compares the files of a checkpoint with their checksums; what was found right, a line each."""
-    from tqdm import tqdm
+    from lowbit.models.load import verified_files
 
     total = sum(file.stat().st_size for file in {reader.info(name).file for name in reader.names()})
-    shown = err.is_terminal and reader.manifest is not None and bool(reader.manifest.files)
-    with tqdm(total=total, desc="checksums", unit="B", unit_scale=True, disable=not shown, leave=False) as bar:
-        verified = reader.verify_files(bar.update)
+    verified = verified_files(reader, progress=True)
     files = f"{len(verified)} file{'s' if len(verified) > 1 else ''}, {total:,} bytes: SHA-256 as config.json states"
     files += " (of weights and of its own quantization_config, not of the rest of it nor of the tokenizer)"
     none = "config.json states no checksums of its files: whether they are those that were written is not known"

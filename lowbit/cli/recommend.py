@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Column, Table
 
-from lowbit.cli.terminal import Json, check_json, out, write_result
+from lowbit.cli.terminal import Json, check_json, load_layers, out, write_result
 
 if TYPE_CHECKING:
     from lowbit.recommend import Candidate, Recommendation
@@ -17,7 +16,9 @@ RESULT = "lowbit recommend"
 
 
 def recommend(
-    model: Annotated[Path, typer.Argument(help="Folder of the 16-bit model; only its config.json is read.")],
+    model: Annotated[
+        str, typer.Argument(help="Folder of the 16-bit model, or its name on the hub: org/name; only its config.json is read.")
+    ],
     budget_gb: Annotated[
         float | None, typer.Option("--budget-gb", help="Memory for all weights, and the context's, in GB of 10^9 bytes.")
     ] = None,
@@ -37,12 +38,16 @@ def recommend(
 
     Example: lowbit recommend Llama-3-8B --divergence 0.05
     """
-    from lowbit.recommend import recommend as find
+    from lowbit.sources import CONFIG, local_model
 
-    check_json(json_file, RESULT)
     for name, value in (("--budget-gb", budget_gb), ("--divergence", divergence)):
         if value is not None and not 0 < value < float("inf"):
             raise ValueError(f"{name} is a number above 0, got {value:g}")
+    local_model(model, CONFIG)
+    load_layers()
+    from lowbit.recommend import recommend as find
+
+    check_json(json_file, RESULT)
     found = find(model, budget_bytes=None if budget_gb is None else 1e9 * budget_gb, divergence=divergence, context=context)
     if str(json_file) != "-":
         _print(found)
@@ -53,7 +58,7 @@ def _print(found: Recommendation) -> None:
     from lowbit.recommend import gigabytes
 
     def line(text: str) -> None:
-        out.print(text, markup=False, highlight=False, soft_wrap=True)
+        out.print(text, soft_wrap=True)
 
     line(
         f"{found.model}: {found.weights:,} weights, {found.linear_weights:,} of them in linear layers; "

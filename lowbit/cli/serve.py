@@ -8,24 +8,32 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowbit.cli.terminal import AnyModel, err, say
+from lowbit.cli.stderr import exit_now
+from lowbit.cli.terminal import AnyModel, Device, Scheme, check_device, check_scheme, load_layers, say
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    import socket
 
     from lowbit.engine.warm_up import Stage
+    from lowbit.progress import Progress
+    from lowbit.serve.server import Server
 
 MOST_ON_A_CPU = 8
 """Texts at once on a CPU unless the user says: it computes them one after the other, so that more make all of them slow."""
 
 MOST_ON_A_GPU = 64
 
-EXTRA = "lowbit serve needs the serve extra: pip install 'lowbit[serve]'"
+
+def extra_missing(command: str, error: ImportError) -> ValueError:
+    """What a command raises where the packages of the serve extra are not installed."""
+    from lowbit.extras import install
+
+    return ValueError(f"lowbit {command} needs the serve extra ({error}): {install('serve')}")
 
 
 def serve(
     model: AnyModel,
-    scheme: Annotated[str | None, typer.Option(help="Quantize a 16-bit model to this scheme while loading it.")] = None,
+    scheme: Scheme = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all, and then with a key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
     api_key: Annotated[
@@ -46,6 +54,7 @@ def serve(
     ] = False,
     grace: Annotated[float, typer.Option(min=0, max=86400, help="Seconds that texts get to finish after SIGTERM.")] = 30.0,
     verify: Annotated[bool, typer.Option("--verify", help="Compare the files with their checksums first.")] = False,
+    device: Device = None,
 ) -> None:
     """Serve a model over HTTP to clients of OpenAI's API, and a page to try it at /.
 
@@ -54,75 +63,85 @@ def serve(
 
     Example: lowbit serve Llama-3-8B --scheme w4a16_g128
     """
+    from lowbit.sources import is_on_hub, local_model
+
+    check_scheme(scheme)
+    check_device(device)
+    if api_key is not None and not (api_key and all("!" <= character <= "~" for character in api_key)):
+        raise ValueError("an API key is one or more ASCII characters without spaces; for none at all, unset LOWBIT_API_KEY")
+    path = local_model(model)
+    load_layers()
     try:
         from lowbit.serve.limits import Limits
+        from lowbit.serve.listener import raise_file_limit
         from lowbit.serve.server import Server, address_of, bound, service_of
         from lowbit.serve.service import is_local
     except ImportError as error:
-        raise ValueError(f"{EXTRA} ({error})") from error
-    import torch
-
-    from lowbit.checkpoint.gguf import model_path
+        raise extra_missing("serve", error) from error
+    from lowbit.hardware.machine import torch_device
     from lowbit.pipeline import pipeline
 
-    path = model_path(model)
-    if api_key is not None and not (api_key and all("!" <= character <= "~" for character in api_key)):
-        raise ValueError("an API key is one or more ASCII characters without spaces; for none at all, unset LOWBIT_API_KEY")
-    concurrent = max_concurrent or (MOST_ON_A_GPU if torch.cuda.is_available() else MOST_ON_A_CPU)
+    where_to = torch_device(device)
+    concurrent = max_concurrent or (MOST_ON_A_CPU if where_to.type == "cpu" else MOST_ON_A_GPU)
     limits = Limits(concurrent, max_queue, max_prompt or 1 << 20, max_body, grace)
     local = is_local(host)
     if not local and api_key is None:
         say(f"warning: whoever reaches {host} can use this server; give it a key with --api-key or LOWBIT_API_KEY")
     _log()
+    raise_file_limit()
     with bound(host, port) as sock:
-        say(f"loading {path}")
+        say(f"loading {model}")
         pipe = pipeline(
-            str(path), quantization_mode=scheme, verify=verify, progress=err.is_terminal, batch_invariant=batch_invariant,
+            str(path), scheme=scheme, device=where_to, verify=verify, progress=True, batch_invariant=batch_invariant,
             max_concurrent=concurrent, cache_bytes=None if cache_gib is None else int(cache_gib * 2**30),
         )  # fmt: skip
-        called = path.resolve().stem if path.is_file() else path.resolve().name
+        called = model if is_on_hub(model) else path.resolve().stem if path.is_file() else path.resolve().name
         service = service_of(pipe, name or called, limits, key=api_key, local=local)
         for line in pipe.engine.report():
             say(line)
         where = address_of(sock)
-        with _progress() as progress:
-            shown = _Warming(
-                progress,
-                f"serving {service.name}{f' in {scheme}' if scheme else ''} at {where}/v1, a page to try it at {where}/",
-            )
-            running = Server(service, shown)
-            running.run(sockets=[sock])
-    if service.worker.dead:
-        raise typer.Exit(1)
-    say("stopped")
-    if running.told == signal.SIGINT:
-        raise typer.Exit(130)
+        ready = f"serving {service.name}{f' in {scheme}' if scheme else ''} at {where}/v1, a page to try it at {where}/"
+        running = Server(service, _Warming(ready))
+        status = _run(running, sock)
+    if not service.worker.dead:
+        say("stopped")
+    if running.forced is not None or service.worker.running:
+        exit_now(status)  # the interpreter's own end aborts the process (SIGABRT) if the thread is in code of torch then
+    raise typer.Exit(status)
+
+
+def _run(running: Server, sock: socket.socket) -> int:
+    """Serves until a signal comes or the engine dies; returns the exit status."""
+    try:
+        running.run(sockets=[sock])
+    except KeyboardInterrupt:  # before the server handles signals, or when it no longer does
+        return 128 + signal.SIGINT
+    if running.service.worker.dead:
+        return 1
+    if running.forced is not None:
+        return 128 + running.forced
+    return 128 + signal.SIGINT if running.told == signal.SIGINT else 0
 
 
 class _Warming:
-    """Shows how far a warm-up is: a bar on a terminal, a line for each kind of stage elsewhere; at its end one line."""
+    """Shows how far a warm-up is, as `lowbit.progress` does, and one line at its end."""
 
-    def __init__(self, progress: Progress, ready: str) -> None:
-        self.progress, self.ready = progress, ready
-        self.task = progress.add_task("warming up", total=None)
-        self._said = False
+    def __init__(self, ready: str) -> None:
+        self.ready = ready
+        self._progress: Progress | None = None
 
     def __call__(self, stage: Stage | None) -> None:
         if stage is None:
-            self.progress.stop()
+            if self._progress is not None:
+                self._progress.close()
             say(self.ready)
-        elif err.is_terminal:
-            self.progress.update(self.task, description=f"warming up: {stage.what}", completed=stage.done, total=stage.total)
-        elif not self._said:
-            self._said = True
+            return
+        if self._progress is None:
+            from lowbit.progress import Progress
+
             say("warming up: compiling kernels and capturing graphs, which takes minutes the first time")
-
-
-def _progress() -> Progress:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
-    return Progress(*columns, console=err, transient=True, disable=not err.is_terminal)
+            self._progress = Progress(desc="warming up", unit="done")
+        self._progress.at(stage.done, stage.total, f"warming up: {stage.what}")
 
 
 def _log() -> None:

@@ -6,10 +6,9 @@ import math
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from lowbit.cli.terminal import Model, err, out, say
+from lowbit.cli.terminal import Model, check_scheme, load_layers, out, say
 
 
 def tune(
@@ -31,21 +30,21 @@ def tune(
 
     Example: lowbit tune Llama-3-8B --scheme w8a8 --tokens 1,16,64,256
     """
+    from lowbit.sources import CONFIG, local_model
+
+    check_scheme(scheme)
+    local_model(model, CONFIG)
+    load_layers()
     from lowbit.formats import parse_scheme
+    from lowbit.progress import Progress
     from lowbit.tune.run import TOKENS, Tuned, products_of_model, run
     from lowbit.tune.trials import parse_rows
 
     named = None if scheme is None else parse_scheme(scheme).name
     rows = TOKENS if tokens is None else tuple(sorted(set(parse_rows(tokens))))
     products = products_of_model(model, named)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        task = bar.add_task("starting")
-
-        def watch(done: int, total: int, what: str) -> None:
-            bar.update(task, completed=done, total=total, description=what)
-
-        found = run(products, rows, math.inf if seconds is None else seconds, say, watch)
+    with Progress(desc="starting", unit="tiles") as bar:
+        found = run(products, rows, math.inf if seconds is None else seconds, say, bar.at)
     table = Table("scheme", "N x K", "products", "other tile", "gained there", "most at M")
     of_weights: dict[tuple[str, int, int], list[Tuned]] = {}
     for row in found:

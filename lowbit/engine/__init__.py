@@ -13,9 +13,9 @@ failure.py    one text that fails, or a round                       warm_up.py  
 """
 
 from lowbit.engine.engine import Engine
-from lowbit.engine.failure import RoundFailed
+from lowbit.engine.failure import RoundFailed, TextFailed
 from lowbit.engine.request import Drawn, End, Request
 from lowbit.engine.text import TextStream
 from lowbit.ops.sample import Sampling
 
-__all__ = ["Drawn", "End", "Engine", "Request", "RoundFailed", "Sampling", "TextStream"]
+__all__ = ["Drawn", "End", "Engine", "Request", "RoundFailed", "Sampling", "TextFailed", "TextStream"]

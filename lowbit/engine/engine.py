@@ -186,7 +186,7 @@ class Engine:
                 self._lock.release()
 
     def stream(self, request: Request) -> Generator[Drawn, None, None]:
-        """The tokens of a submitted request as they come; giving the iterator up cancels the request. Raises RuntimeError at
+        """The tokens of a submitted request as they come; giving the iterator up cancels the request. Raises TextFailed at
         the end of a text that failed."""
         read = 0
         try:
@@ -205,7 +205,7 @@ class Engine:
 
     def generate(self, requests: Iterable[Request]) -> list[Request]:
         """Submits requests and runs until all of them have ended; if something fails on the way, none of them stays behind.
-        Raises RuntimeError, once all have ended, if one of them failed."""
+        Raises TextFailed, once all have ended, if one of them failed."""
         submitted: list[Request] = []
         try:
             for request in requests:

@@ -8,6 +8,10 @@ from types import TracebackType
 logger = logging.getLogger(__name__)
 
 
+class TextFailed(RuntimeError):
+    """A text could not be computed; the message says why."""
+
+
 class RoundFailed(RuntimeError):
     """All requests of a round have ended as failed; the message says why, and everything else goes on."""
 

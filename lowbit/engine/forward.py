@@ -26,7 +26,9 @@ class ForwardProgram:
         self.model, self.reasons = model.eval(), reasons
         self.device, self.dtype = model.device, model.dtype
         self._caches: dict[int, DynamicCache] = {}  # of slots
-        takes_limit = "logits_to_keep" in inspect.signature(model.forward).parameters
+        parameters = inspect.signature(model.forward).parameters
+        takes_limit = "logits_to_keep" in parameters
+        self._cache_name = "cache" if "cache" in parameters else "past_key_values"  # its name before Transformers 5.24
         self._options: dict[str, Any] = {"use_cache": True} | ({"logits_to_keep": 1} if takes_limit else {})
 
     def step(self, rows: Tensor, slots: Slots, longest: int = 0) -> Tensor:
@@ -50,6 +52,6 @@ class ForwardProgram:
 
     def _forward(self, tokens: list[int], slot: int) -> Tensor:
         ids = torch.tensor([tokens], device=self.device)
-        out = self.model(input_ids=ids, past_key_values=self._caches[slot], **self._options)
+        out = self.model(input_ids=ids, **{self._cache_name: self._caches[slot]}, **self._options)
         logits: Tensor = out.logits[:, -1]
         return logits

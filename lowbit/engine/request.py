@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import numbers
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from lowbit.ops.sample import Sampling
+from lowbit.engine.failure import TextFailed
+from lowbit.ops.sample import Sampling, is_whole
 
 MOST_LOGPROBS = 20
 """Likeliest tokens that can be asked for beside each one drawn, OpenAI's limit."""
@@ -44,7 +46,8 @@ class Request:
 
     `ends`: tokens that end it, beside `limit`. `watch` is called with each token in order and ends the text by returning True.
     `likeliest`: how many of the likeliest tokens to report with each one. What follows is the engine's: `drawn` grows from
-    step to step, `end` is set when there will be no more, `error` before it if it failed.
+    step to step, `end` is set when there will be no more, `error` before it if it failed. Raises ValueError for a field of
+    another type or out of its range.
     """
 
     prompt: Sequence[int]
@@ -54,35 +57,47 @@ class Request:
     watch: Callable[[Drawn], bool] | None = None
     likeliest: int = 0
 
-    drawn: list[Drawn] = field(default_factory=list)
-    end: End | None = None
-    error: str = ""
-    shared: int = 0
+    drawn: list[Drawn] = field(default_factory=list, init=False)
+    end: End | None = field(default=None, init=False)
+    error: str = field(default="", init=False)
+    shared: int = field(default=0, init=False)
     """Tokens of the prompt that others' pages held already."""
 
-    submitted: bool = False
-    number: int = field(default_factory=lambda: next(_numbers))
-    slot: int | None = None
-    pages: list[int] = field(default_factory=list)
-    computed: int = 0
+    submitted: bool = field(default=False, init=False)
+    number: int = field(default_factory=lambda: next(_numbers), init=False)
+    slot: int | None = field(default=None, init=False)
+    pages: list[int] = field(default_factory=list, init=False)
+    computed: int = field(default=0, init=False)
     """Tokens whose keys and values are in the pages, or will be when what is launched has run."""
-    launched: int = 0
+    launched: int = field(default=0, init=False)
     """Tokens drawn, those on the GPU that nobody has read yet among them."""
-    drawing: bool = False
+    drawing: bool = field(default=False, init=False)
     """Whether all tokens known are computed, so that each step draws one more."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.prompt, (str, bytes)) or not isinstance(self.prompt, Sequence):
+            raise ValueError(f"a prompt is a list of token numbers, got a {type(self.prompt).__name__}: encode text first")
         if len(self.prompt) == 0:
             raise ValueError("a prompt has at least one token, got none")
+        _check_tokens("a prompt", self.prompt)
+        if not is_whole(self.limit):
+            raise ValueError(f"the limit of a request is a whole number of tokens, got {self.limit!r}")
         if self.limit < 1:
             raise ValueError(f"a request is for at least 1 token, got {self.limit}")
-        if not 0 <= self.likeliest <= MOST_LOGPROBS:
-            raise ValueError(f"the likeliest tokens can be had up to {MOST_LOGPROBS}, got {self.likeliest}")
+        if not isinstance(self.sampling, Sampling):
+            raise ValueError(f"sampling is a lowbit.engine.Sampling, got {self.sampling!r}")
+        if not isinstance(self.ends, (frozenset, set, list, tuple)):
+            raise ValueError(f"ends is a frozenset of token numbers, got {self.ends!r}")
+        _check_tokens("ends", self.ends)
+        if self.watch is not None and not callable(self.watch):
+            raise ValueError(f"watch is a function of each token, got {self.watch!r}")
+        if not is_whole(self.likeliest) or not 0 <= self.likeliest <= MOST_LOGPROBS:
+            raise ValueError(f"the likeliest tokens can be had up to {MOST_LOGPROBS}, got {self.likeliest!r}")
 
     def check(self) -> None:
-        """Raises RuntimeError if it failed."""
+        """Raises TextFailed if it failed."""
         if self.end is End.FAILED:
-            raise RuntimeError(f"this text failed after {len(self.drawn):,} tokens: {self.error}")
+            raise TextFailed(f"this text failed after {len(self.drawn):,} tokens: {self.error}")
 
     @property
     def tokens(self) -> list[int]:
@@ -104,3 +119,11 @@ class Request:
     def position(self) -> int:
         """Where the token stands that the next step computes: the last one drawn."""
         return len(self.prompt) + self.launched - 1
+
+
+def _check_tokens(what: str, tokens: Collection[int]) -> None:
+    """Raises ValueError for tokens that are not integers; which types there are is found without a loop of Python."""
+    kinds = set(map(type, tokens))
+    if any(kind is bool or not issubclass(kind, numbers.Integral) for kind in kinds):
+        wrong = next(token for token in tokens if not is_whole(token))
+        raise ValueError(f"{what} has token numbers, got {wrong!r}")

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lowbit.eval.figure import Figure, share
 from lowbit.eval.records import read_records, text_field
 from lowbit.eval.windows import evaluating
+from lowbit.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,9 @@ def choose(
             raise ValueError(f"question {number} takes {longest} tokens, the model has a context of {room}; leave it out")
     right = right_per_byte = 0
     with evaluating(model):
-        for question, candidates in zip(tqdm(questions, desc="choices", unit="question", leave=False,
-                                             disable=None if progress else True), encoded, strict=True):  # fmt: skip
+        for question, candidates in zip(
+            Progress(questions, desc="choices", unit="questions", shown=progress), encoded, strict=True
+        ):
             sums = _log_likelihoods(model, candidates)
             per_byte = [s / len(c.encode()) for s, c in zip(sums, question.choices, strict=True)]
             right += sums.index(max(sums)) == question.answer

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from lowbit.eval.figure import Figure, mean_of_windows
 from lowbit.eval.windows import evaluating, one_text, plan_windows
+from lowbit.progress import Progress
 
 # Logits turned to float64 at once: 32 MB for each of the half dozen temporaries.
 _LOGITS_AT_ONCE = 1 << 22
@@ -71,8 +71,7 @@ def divergence(
     kl: list[Tensor] = []
     same: list[float] = []
     worse: list[float] = []
-    with evaluating(model, reference), tqdm(batches, desc="divergence", unit="window", leave=False,
-                                            disable=None if progress else True) as bar:  # fmt: skip
+    with evaluating(model, reference), Progress(batches, desc="divergence", unit="windows", shown=progress) as bar:
         for (start,), length, count in bar:
             piece = ids[start : start + length]
             p, q = (_logits(m, piece, count).to(model.device) for m in (reference, model))

@@ -1,8 +1,8 @@
-// Runs one generated JavaScript program: what guard.py becomes, once it has set the limits that the kernel holds.
+// Runs one generated JavaScript program; guard.py becomes Node.js with this source once it has set the limits.
 //
-// Node's permission model refuses files, processes and threads here. The program finds the names of ECMAScript, those of KEPT and
-// a silent console, nothing else of Node's: no process, no fetch. `require` knows MODULES; any other name fails the program, even if
-// it catches the error. Passed is a program that ran to its end, promises and timers included.
+// The program finds the names of ECMAScript, those of KEPT and a silent console, nothing else of Node's: no process, no fetch.
+// `require` loads MODULES; any other name fails the program, even if it catches the error. A program that ran to its end, promises
+// and timers included, has passed. The isolation around this process protects the machine, not the names missing here.
 "use strict";
 
 (() => {
@@ -16,16 +16,29 @@
   const vm = require("node:vm");
   const process = globalThis.process;
   const modules = new Map(MODULES.map((name) => [name, require(`node:${name}`)]));
+  const TYPES = [
+    ...[Error, EvalError, RangeError, ReferenceError, SyntaxError, TypeError, URIError, AggregateError],
+    modules.get("assert").AssertionError,
+  ];
+  const names = new Map(TYPES.map((type) => [type.prototype, type.name]));
+  // The name of the error's type, or of the type in TYPES that it derives from: never the error's text.
+  const kind = (error) => {
+    let type = Object.getPrototypeOf(error);
+    while (!names.has(type)) {
+      type = Object.getPrototypeOf(type);
+    }
+    return names.get(type);
+  };
   const request = JSON.parse(fs.readFileSync(0, "utf8"));
   const attempts = [];
   let ended = false;
 
   const report = (passed, reason) => {
-    const said = reason.slice(0, 500).replace(/\s+/g, " ");
-    fs.writeSync(request.channel, `${request.token}\t${passed ? "passed" : "failed"}\t${request.landlock}\t${said}\n`);
+    const line = reason.slice(0, 80).replace(/\s/g, " ");
+    fs.writeSync(request.channel, `${request.token}\t${passed ? "passed" : "failed"}\t${line}\n`);
   };
   process.on("uncaughtException", (error) => {
-    report(false, attempts[0] ?? (error instanceof Error ? `${error.name}: ${error.message}` : `thrown: a ${typeof error}`));
+    report(false, attempts[0] ?? (error instanceof Error ? kind(error) : `thrown: a ${typeof error}`));
     process.exit(1);
   });
   process.on("exit", (status) => {

@@ -1,113 +1,132 @@
 """Runs one generated program inside limits; the child process of `lowbit.eval.sandbox`, never imported by anything else.
 
-It imports the standard library only and reads a JSON request on standard input. It gives up the rights to write outside the
-current folder, to start programs and to use TCP (Landlock, Linux 5.13 and newer; TCP from 6.7) and sets resource limits.
+It imports the standard library only and reads a JSON request on standard input. `sandbox.py` starts it inside an isolation,
+whose last step is done here: it mounts the program's folder, of bounded size, and gives up every right. Then it sets resource
+limits and a seccomp filter, so that the program can start no process, open no socket and enter no other namespace.
 
-A Python program is executed here, after an audit hook was installed, which cannot be removed. Only a program that ran to its
-end and tried nothing that the hook refuses is reported as passed, with a token that nobody writes by accident. It is no secret:
-program and guard share one interpreter, so a program that searches this module's memory finds it and can report what it likes.
+A Python program is executed here. Only a program that ran to its end is reported as passed, with a token that nobody writes by
+accident. It is no secret: program and guard share one interpreter, so a program that searches this module's memory finds it and
+can report what it likes.
 
-For a JavaScript program this process becomes Node.js (`request["node"]`), which runs `guard.js` and keeps limits and Landlock.
+For a JavaScript program this process becomes Node.js (`request["node"]`), which runs `guard.js` under the same limits.
 """
 
 from __future__ import annotations
 
+import builtins
 import ctypes
-import importlib
+import errno
 import json
 import os
 import resource
+import signal
 import struct
 import sys
 import types
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
-# Landlock: linux/landlock.h; the three calls have the same numbers on every architecture.
-_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
-_EXECUTE, _WRITE_FILE, _REFER, _TRUNCATE = 1 << 0, 1 << 1, 1 << 13, 1 << 14
-_MAKE_AND_REMOVE = sum(1 << bit for bit in range(4, 13))
-_BIND_TCP, _CONNECT_TCP = 1 << 0, 1 << 1
-_SET_NO_NEW_PRIVS = 38  # linux/prctl.h
-_PT_INTERP = 3  # elf.h
+# linux/mount.h, linux/prctl.h, linux/capability.h
+_NOSUID, _NODEV = 2, 4
+_MOUNT_SETATTR, _AT_FDCWD, _ATTR_RDONLY = 442, -100, 1
+_SET_PDEATHSIG, _SET_SECCOMP, _SET_NO_NEW_PRIVS = 1, 22, 38
+_CAPABILITY_VERSION = 0x20080522
 
-_REFUSED = (
-    *("socket.", "subprocess.", "os.exec", "os.fork", "os.forkpty", "os.kill", "os.posix_spawn", "os.spawn", "os.system"),
-    *("pty.", "ctypes.", "signal.pthread_kill", "resource.set", "resource.prlimit", "syslog."),
-)
-_CHANGES = (
-    *("os.chmod", "os.chown", "os.chflags", "os.link", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.symlink"),
-    *("os.truncate", "os.utime", "os.setxattr", "os.removexattr", "sqlite3.connect"),
-)
-"""Audit events (https://docs.python.org/3/library/audit_events.html) whose first arguments are paths that change."""
-_UNSEEN = {
-    "_posixsubprocess": ("fork_exec",),
-    "os": ("mkfifo", "mknod"),
-    "posix": ("mkfifo", "mknod"),
-    "_signal": ("pidfd_send_signal",),
-    "signal": ("pidfd_send_signal",),
+# linux/audit.h: the value that identifies the machine to a filter; asm/unistd.h: numbers of system calls.
+_AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_CLONE = {"x86_64": 56, "aarch64": 220}
+_CLONE3, _CLONE_THREAD = 435, 0x10000
+_REFUSED = {
+    "x86_64": {
+        **{"fork": 57, "vfork": 58, "ptrace": 101, "socket": 41, "io_uring_setup": 425, "unshare": 272, "setns": 308},
+        **{"shmget": 29, "msgget": 68, "semget": 64},
+    },
+    "aarch64": {
+        **{"ptrace": 117, "socket": 198, "io_uring_setup": 425, "unshare": 97, "setns": 268},
+        **{"shmget": 194, "msgget": 186, "semget": 190},
+    },
 }
-"""Functions by module that start programs, signal processes or make files without an audit event."""
-_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+"""Refused beside clone. `socket`: vsock does not belong to a network namespace; io_uring opens sockets past a filter.
+`unshare` and `setns`: a new user namespace gives the right to mount memory without a bound. System V memory, queues and
+semaphores: no resource limit counts them."""
+_X32 = 0x40000000  # numbers from here on are x86_64's 32-bit pointers interface, which has other numbers
+
+# linux/bpf_common.h, linux/seccomp.h
+_LOAD, _EQUAL, _AT_LEAST, _BITS, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
+_FILTER = 2
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
     """Executes the program of the request; see the module."""
     request = json.load(sys.stdin)
-    folder, channel, token = os.path.realpath(os.curdir), request["channel"], request["token"]
+    channel, token = request["channel"], request["token"]
+    if request["isolated"]:
+        _finish_isolation(request)
+    else:
+        _call("prctl", _SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != request["parent"]:
+            sys.exit(1)
+    os.chdir(request["folder"])
     if "node" in request:
-        _become_node(request, folder)
-    landlock = _restrict(folder)
-    _limit(request, resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))  # not for root, from whom the kernel lifts it
-    attempts: list[str] = []
+        _replace_stdin(request)
+    null = os.open(os.devnull, os.O_RDWR)
+    for stream in (1, 2) if "node" in request else (0, 1, 2):
+        os.dup2(null, stream)
+    os.closerange(3, channel)
+    os.closerange(channel + 1, 1 << 16)
+    _limit(request, resource.RLIMIT_DATA if "node" in request else resource.RLIMIT_AS)
+    _filter()
+    os.write(channel, f"{token}\tstarted\t\n".encode())
+    if "node" in request:
+        _become_node(request)
 
-    def report(passed: bool, reason: str, write: Any = os.write) -> None:
-        said = " ".join(reason[:500].split())
-        write(channel, f"{token}\t{'passed' if passed else 'failed'}\t{landlock}\t{said}\n".encode(errors="replace"))
+    def report(outcome: str, reason: str, write: Any = os.write) -> None:
+        write(channel, f"{token}\t{outcome}\t{reason}\n".encode(errors="replace"))
 
     def failed(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-        report(False, attempts[0] if attempts else f"{kind.__name__}: {error}")
+        report("failed", _named(kind, error))
 
     program = types.ModuleType("generated")
     sys.modules["generated"] = program
-    for name in ("ctypes", "_ctypes"):
-        sys.modules.pop(name, None)
     sys.excepthook = failed
     sys.setrecursionlimit(2000)
-    _replace_unseen(attempts)
-    sys.addaudithook(_hook(folder, attempts))
     exec(compile(request["program"], "<generated>", "exec"), program.__dict__)
-    report(not attempts, attempts[0] if attempts else "")
+    report("passed", "")
 
 
-def _become_node(request: dict[str, Any], folder: str) -> NoReturn:
-    """Node.js in the place of this process: it has `guard.js` on its command line and the request on standard input, so that no
-    file need be readable. It reserves far more address space than it uses: its limit is on memory that can be written."""
-    node = request["node"]
-    source = Path(__file__).with_name("guard.js").read_text(encoding="utf-8")
-    passed = {name: request[name] for name in ("program", "token", "channel")} | {
-        "landlock": _restrict(folder, _programs(node))
-    }
+def _named(kind: type[BaseException], error: BaseException) -> str:
+    """The exception's type, or the built-in type that it derives from, with the errno of an OSError: never its text."""
+    name = next(base.__name__ for base in kind.__mro__ if getattr(builtins, base.__name__, None) is base)
+    code = errno.errorcode.get(error.errno or 0) if isinstance(error, OSError) else None
+    return f"{name} {code}" if code else name
+
+
+def _finish_isolation(request: dict[str, Any]) -> None:
+    """Makes /dev/null read-only (its mode, not what is written to it), mounts the program's folder and gives up all rights."""
+    attributes = struct.pack("=QQQQ", _ATTR_RDONLY, 0, 0, 0)
+    _call("syscall", _MOUNT_SETATTR, _AT_FDCWD, os.devnull.encode(), 0, attributes, len(attributes))
+    options = f"size={request['disk_bytes']},nr_inodes={request['entries'] + 1},mode=700"  # the folder itself is one
+    _call("mount", b"tmpfs", request["folder"].encode(), b"tmpfs", _NOSUID | _NODEV, options.encode())
+    _call("capset", struct.pack("=Ii", _CAPABILITY_VERSION, 0), bytes(24))
+
+
+def _replace_stdin(request: dict[str, Any]) -> None:
+    """Puts what `guard.js` reads on standard input, so that it needs no file."""
+    passed = {name: request[name] for name in ("program", "token", "channel")}
     with open(os.memfd_create("request"), "w", encoding="utf-8") as memory:
         json.dump(passed, memory)
         memory.seek(0)
         os.dup2(memory.fileno(), 0)
-    _limit(request, resource.RLIMIT_DATA)
+
+
+def _become_node(request: dict[str, Any]) -> NoReturn:
+    """Replaces this process by Node.js. Node.js reserves far more address space than it uses, so its limit is RLIMIT_DATA."""
+    node = request["node"]
+    os.set_inheritable(request["channel"], True)
     heap = f"--max-old-space-size={request['memory_bytes'] // 2 >> 20}"
-    os.execve(node, [node, request["permission"], "--no-warnings", heap, "--eval", source], {})
-
-
-def _programs(path: str) -> list[str]:
-    """A program and, where it has one, the loader that its ELF header names (PT_INTERP): what executing it takes."""
-    with open(path, "rb") as file:
-        head = file.read(1 << 12)
-    start, size, count = *struct.unpack_from("<Q", head, 32), *struct.unpack_from("<HH", head, 54)
-    for kind, offset, length in (struct.unpack_from("<I4xQ16xQ", head, start + size * i) for i in range(count)):
-        if kind == _PT_INTERP:
-            return [path, head[offset : offset + length - 1].decode()]
-    return [path]
+    os.execve(node, [node, "--no-warnings", heap, "--eval", request["guard"]], {})
 
 
 def _limit(request: dict[str, Any], memory: int) -> None:
@@ -122,73 +141,33 @@ def _limit(request: dict[str, Any], memory: int) -> None:
         resource.setrlimit(what, (value, value))
 
 
-def _restrict(folder: str, programs: Sequence[str] = ()) -> str:
-    """Landlock: what it refuses from now on, "" when the kernel has none or has it switched off; `programs` may start."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    version = libc.syscall(_CREATE_RULESET, None, 0, 1)
-    if version < 1:
-        return ""
-    changing = _WRITE_FILE | _MAKE_AND_REMOVE | (_REFER if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0)
-    network = _BIND_TCP | _CONNECT_TCP if version >= 4 else 0
-    attribute = struct.pack("=QQ", changing | _EXECUTE, network) if network else struct.pack("=Q", changing | _EXECUTE)
-    rules = libc.syscall(_CREATE_RULESET, attribute, len(attribute), 0)
-    if rules < 0:
-        return ""
-    # Files under the program's folder may change, and it may throw output away.
-    allowed = ((folder, changing), (os.devnull, changing & (_WRITE_FILE | _TRUNCATE)), *((path, _EXECUTE) for path in programs))
-    for path, rights in allowed:
-        handle = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        if libc.syscall(_ADD_RULE, rules, 1, struct.pack("=Qi", rights, handle), 0):
-            return ""
-        os.close(handle)
-    if libc.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.syscall(_RESTRICT_SELF, rules, 0):
-        return ""
-    os.close(rules)
-    return "files, programs, TCP" if network else "files, programs"
+def _filter() -> None:
+    """Installs the seccomp filter: processes and the calls of `_REFUSED` fail with EPERM, threads are allowed."""
+    machine = os.uname().machine
+    refuse = (_RETURN, 0, 0, _ERROR | errno.EPERM)
+    steps = [
+        (_LOAD, 0, 0, 4), (_EQUAL, 1, 0, _AUDIT[machine]), (_RETURN, 0, 0, _KILL),
+        (_LOAD, 0, 0, 0), (_AT_LEAST, 0, 1, _X32), refuse,
+        (_EQUAL, 0, 1, _CLONE3), (_RETURN, 0, 0, _ERROR | errno.ENOSYS),  # the C library then calls clone
+    ]  # fmt: skip
+    for number in _REFUSED[machine].values():
+        steps += [(_EQUAL, 0, 1, number), refuse]
+    steps += [
+        (_EQUAL, 0, 3, _CLONE[machine]), (_LOAD, 0, 0, 16), (_BITS, 1, 0, _CLONE_THREAD), refuse,
+        (_RETURN, 0, 0, _ALLOW),
+    ]  # fmt: skip
+    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *step) for step in steps))
+    program = struct.pack("@HP", len(steps), ctypes.addressof(code))
+    _call("prctl", _SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    _call("prctl", _SET_SECCOMP, _FILTER, program, 0, 0)
 
 
-def _replace_unseen(attempts: list[str]) -> None:
-    """Puts functions that refuse in the place of `_UNSEEN`."""
-    for module, names in _UNSEEN.items():
-        for name in names:
-
-            def refused(*arguments: object, what: str = f"refused: {module}.{name}", **named: object) -> None:
-                attempts.append(what)
-                raise PermissionError(what)
-
-            setattr(importlib.import_module(module), name, refused)
-
-
-def _hook(folder: str, attempts: list[str]) -> Any:
-    """The audit hook: refuses what a solution to a programming problem never does, and notes it in `attempts`."""
-    # Held here, so that a program that replaces functions of these modules changes nothing.
-    real, join, decode, null = os.path.realpath, os.path.join, os.fsdecode, os.devnull
-    inside, start = folder + os.sep, str.startswith
-    permission, missing = PermissionError, ImportError
-
-    def outside(path: object) -> bool:
-        if not isinstance(path, (str, bytes, os.PathLike)):
-            return False  # a file that is open already
-        whole = real(join(folder, decode(path)))
-        return not (whole in (folder, null) or start(whole, inside))
-
-    def refuse(what: str) -> None:
-        attempts.append(what)
-        raise permission(what)
-
-    def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "import" and arguments[0] in ("ctypes", "_ctypes"):
-            raise missing("ctypes is not available to generated code")
-        if start(event, _REFUSED):
-            refuse(f"refused: {event}")
-        if event == "open" and isinstance(arguments[2], int) and arguments[2] & _WRITING and outside(arguments[0]):
-            refuse(f"refused: writing {arguments[0]!r}")
-        if event == "open" and isinstance(arguments[0], (str, bytes)) and start(real(decode(arguments[0])), "/proc/"):
-            refuse(f"refused: {arguments[0]!r}, which tells of processes")
-        if event in _CHANGES and any(outside(path) for path in arguments[:2]):
-            refuse(f"refused: {event} {arguments[0]!r}")
-
-    return hook
+def _call(function: str, *arguments: object) -> None:
+    """Raises OSError with the function's name when the C function fails."""
+    converted = (ctypes.c_long(a) if isinstance(a, int) else a for a in arguments)
+    if getattr(_libc, function)(*converted) < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{function}: {os.strerror(error)}")
 
 
 if __name__ == "__main__":

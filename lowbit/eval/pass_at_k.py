@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from lowbit.eval.figure import Figure, mean_of_items
 from lowbit.eval.records import read_records, text_field
-from lowbit.eval.sandbox import JAVASCRIPT, LANGUAGES, PYTHON, STANDARD, Limits, run_untrusted
+from lowbit.eval.sandbox import JAVASCRIPT, LANGUAGES, PYTHON, STANDARD, Limits, choose_isolation, run_untrusted
 from lowbit.pipeline import Pipeline
+from lowbit.progress import Progress
 
 STOP = {PYTHON: ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint"), JAVASCRIPT: ("\n}",)}
 """Where a completion ends, by language: before the next thing at the margin (Chen et al. 2021, section 3.1); in JavaScript that
@@ -114,6 +113,7 @@ def solve(
     limits: Limits = STANDARD,
     max_new_tokens: int = MAX_NEW_TOKENS,
     batch_size: int = 1,
+    isolation: str | None = None,
     progress: bool = False,
 ) -> PassAtK:
     """Lets the model complete every problem `samples` times and RUNS what it writes (`lowbit.eval.sandbox`).
@@ -121,17 +121,19 @@ def solve(
     The prompt is given as it is, without a chat template, and the completion ends before the next thing at the margin
     (`STOP`). One sample is the greedy completion, of `batch_size` problems at once; more are drawn with top-p 0.95 and
     `temperature`, and `seed` makes them repeatable on one machine. A completion has at most `max_new_tokens`, and no more than
-    fit into the model's context beside the longest prompt of its batch. Raises ValueError for no problems, for problems in
-    two languages, for k beyond the samples, and for a prompt that leaves no room in the context.
+    fit into the model's context beside the longest prompt of its batch. Programs run in `isolation`, by default in that of
+    `choose_isolation()`. Raises ValueError for no problems, for problems in two languages, for k beyond the samples, for a
+    prompt that leaves no room in the context, and on a machine without an isolation.
     """
     languages = {problem.language for problem in problems}
     if len(languages) > 1:
         raise ValueError(f"problems in one language are solved at once, got {' and '.join(sorted(languages))}")
     if not problems or not ks or not all(1 <= k <= samples for k in ks):
         raise ValueError(f"at least one problem, and k from 1 to the {samples} samples; got {len(problems)} and k {list(ks)}")
+    isolation = choose_isolation() if isolation is None else isolation
     at_once = batch_size if samples == 1 else 1
     solved = []
-    with tqdm(total=len(problems), desc="programs", unit="problem", leave=False, disable=None if progress else True) as bar:
+    with Progress(total=len(problems), desc="programs", unit="problems", shown=progress) as bar:
         for number in range(0, len(problems), at_once):
             part = problems[number : number + at_once]
             room = min(max_new_tokens, *(_room(pipe, p, max_new_tokens) for p in part))
@@ -143,7 +145,7 @@ def solve(
                 drawn = {**arguments, "do_sample": True, "temperature": temperature, "top_p": 0.95}
                 completions = [_draw(pipe, part[0].prompt, samples, seed + 1_000_003 * number, drawn)]
             for problem, written in zip(part, completions, strict=True):
-                outcomes = [run_untrusted(problem.program(c), limits, problem.language) for c in written]
+                outcomes = [run_untrusted(problem.program(c), limits, problem.language, isolation) for c in written]
                 reasons = [o.reason for o in outcomes if not o.passed]
                 solved.append(Solved(problem.name, samples, sum(o.passed for o in outcomes), reasons))
             bar.update(len(part))

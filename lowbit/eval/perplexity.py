@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from lowbit.eval.figure import Figure, mean_of_windows
 from lowbit.eval.windows import evaluating, one_text, plan_windows
+from lowbit.progress import Progress
 
 # Logits turned to float32 at once: 1024 tokens of a vocabulary of 50,000 are 200 MB, of 250,000 tokens 1 GB.
 _LOGITS_AT_ONCE = 1 << 25
@@ -52,15 +52,17 @@ def perplexity(
     token of the text has nothing before it and is not scored; with `stride` equal to `window` (the default) neither is
     the first one of every other window, so 8 full windows of 1024 score 8 x 1023 tokens. The last window may be shorter.
     `batch_size` windows run at once, their logits are held together. Log-probabilities are computed in float32 and summed
-    in float64. The progress bar shows on terminals only. Raises ValueError for fewer than 2 tokens, a window below 2, a
+    in float64. progress: show it, as `lowbit.progress` does. Raises ValueError for fewer than 2 tokens, a window below 2, a
     stride outside 1..window, a batch size below 1, or token ids that are not those of one text.
     """
     ids = one_text(input_ids, "perplexity")
     batches = plan_windows(len(ids), window, stride, batch_size)
     sums: list[float] = []
     counts: list[int] = []
-    with evaluating(model), tqdm(total=sum(len(starts) for starts, _, _ in batches), desc="perplexity", unit="window",
-                                 leave=False, disable=None if progress else True) as bar:  # fmt: skip
+    with (
+        evaluating(model),
+        Progress(total=sum(len(starts) for starts, _, _ in batches), desc="perplexity", unit="windows", shown=progress) as bar,
+    ):
         for starts, length, count in batches:
             sums += _nll(model, torch.stack([ids[start : start + length] for start in starts]), count)
             counts += [count] * len(starts)

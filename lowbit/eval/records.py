@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lowbit.checkpoint import CheckpointError
-from lowbit.checkpoint.reader import regular_file
+from lowbit.sources import regular_file
 
 
 def read_records(path: Path, limit: int | None = None) -> list[dict[str, Any]]:

@@ -16,11 +16,11 @@ import torch
 
 from lowbit._version import __version__
 from lowbit.checkpoint import CheckpointError
-from lowbit.checkpoint.reader import regular_file
 from lowbit.checkpoint.target import check_file, command_of, write_result
 from lowbit.eval.figure import Figure
 from lowbit.eval.size import Size
 from lowbit.picture import DARK, LIGHT, Theme
+from lowbit.sources import regular_file
 
 SCHEMA = 1
 SUITE = "lowbit eval --suite"

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from lowbit.eval.figure import Figure, mean_of_items
 from lowbit.eval.records import read_records, text_field
+from lowbit.extras import install
 from lowbit.pipeline import Pipeline
+from lowbit.progress import Progress
 
 KINDS = {"rouge1": "ROUGE-1", "rouge2": "ROUGE-2", "rougeL": "ROUGE-L"}
 PROMPT = "{document}\n\nTL;DR:"
@@ -50,7 +50,7 @@ def scorer() -> Any:
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:
-        raise ValueError("ROUGE needs the package rouge-score: pip install 'lowbit[eval]'") from error
+        raise ValueError(f"ROUGE needs the package rouge-score: {install('eval')}") from error
     return RougeScorer(list(KINDS), use_stemmer=True)
 
 
@@ -88,8 +88,7 @@ def summarize(
     question, room = _question(pipe, max_new_tokens)
     said: list[str] = []
     cut = 0
-    for start in tqdm(range(0, len(documents), batch_size), desc="summaries", unit="batch", leave=False,
-                      disable=None if progress else True):  # fmt: skip
+    for start in Progress(range(0, len(documents), batch_size), desc="summaries", unit="batches", shown=progress):
         prompts = []
         for item in documents[start : start + batch_size]:
             prompt, shortened = _fitting(pipe, question, item.document, room)

@@ -1,21 +1,22 @@
-"""Runs generated programs, Python and JavaScript, in processes of their own that can do little harm: mistakes, not attacks.
+"""Runs generated programs, Python and JavaScript, each in a process that the kernel isolates from the machine.
 
-What a language model writes is run here to be tested, so it must not be able to hang, to fill memory or disk, to reach the
-network or to change files by accident. Who must run code that is written to do harm needs a virtual machine around all
-of this; `docs/evaluate.md` says what is enforced, by what, and what is not.
+The isolation is bubblewrap's (`bwrap`) where it is installed, else that of `namespaces.py`. Both give the program namespaces of
+its own (user, mount, process, network), a read-only root folder with the interpreter's files, and one folder in memory. Inside,
+`guard.py` sets resource limits and a system-call filter. `docs/evaluate.md` says what is enforced, by what, and what is not.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import json
 import math
 import os
 import secrets
+import select
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
@@ -25,21 +26,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _GUARD = Path(__file__).with_name("guard.py")
-_NAMESPACES = ("--user", "--net", "--pid", "--ipc", "--fork", "--kill-child")
+_NAMESPACES = Path(__file__).with_name("namespaces.py")
 LANGUAGES = PYTHON, JAVASCRIPT = "python", "javascript"
+ISOLATIONS = BUBBLEWRAP, NAMESPACES = "bubblewrap", "namespaces"
+UNSAFE = "none"
+"""Stands in the place of an isolation where a program runs with resource limits and the system-call filter alone."""
 
-PAUSE_S = 0.005
-"""How often the folder of a program is looked through. Programs that wrote as fast as they could were ended with 76 to 85 MB
-where 64 MiB are the limit, and with 1,090 to 1,410 files and folders instead of 1,000 (2 cores of a Xeon, 2026-11-22)."""
+MACHINES = ("x86_64", "aarch64")
+"""Machines whose numbers of system calls `guard.py` has."""
 
-_DEEPEST = 32
+_FOLDER = "/lowbit-program"
+_SYSTEM = ("/usr", "/lib", "/lib64", "/nix/store", "/gnu/store", "/etc/ld.so.cache", "/etc/alternatives")
+"""Where programs' shared libraries are, beside the interpreter's own folders."""
+_PREFIX = "lowbit-generated-"
+_REASON_LENGTH = 80
+_OUTPUT_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class Limits:
     """What one program may take: wall time in seconds, address space, size of a file, open files; size and number of all its
-    files and folders together, which may be passed by what is made in a few milliseconds. CPU time has 1 to 2 s more than
-    wall time: the wall's limit ends a busy loop and says so, the CPU's is there for whoever escapes it."""
+    files and folders together (not without an isolation). CPU time has 1 to 2 s more than wall time."""
 
     seconds: float = 10.0
     memory_bytes: int = 1 << 30
@@ -50,53 +57,72 @@ class Limits:
 
 
 STANDARD = Limits()
+_PROBE = Limits(seconds=60.0)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Whether a program ran to its end; `reason` says why not, "" if it did."""
+    """Whether a program ran to its end; `reason` says why not, "" if it did: at most 80 printable ASCII characters, an
+    exception's type and never its text."""
 
     passed: bool
     reason: str
 
 
-def run_untrusted(program: str, limits: Limits = STANDARD, language: str = PYTHON) -> Outcome:
-    """Runs source in "python" or "javascript" in a locked-down process and says whether it ran to its end without an exception.
+def choose_isolation(unsafe: bool = False) -> str:
+    """Returns the first of `ISOLATIONS` that works on this machine, found out by running an empty program in it.
 
-    The process has an empty temporary folder as its current one, no variables from outside, no input, and its output goes
-    nowhere. `sys.exit`, a signal, a limit, or an attempt to reach the network, to start a process, or to write outside its
-    folder count as failed, even where the program catches the error; in JavaScript, which has no way to any of them, nor to
-    reading files, so does every `require` of more than the modules of `guard.js`. Raises OSError when the process cannot be
-    started, and ValueError on systems other than Linux and for JavaScript where there is no Node.js (`find_node`).
+    Without any: `UNSAFE` if `unsafe`, else raises ValueError with the reason of each.
     """
-    return _run(program, limits, language)[0]
+    _require_linux()
+    refusals = {name: _refusal(name) for name in ISOLATIONS}
+    for name, refusal in refusals.items():
+        if not refusal:
+            return name
+    if unsafe:
+        return UNSAFE
+    reasons = "; ".join(f"{name}: {refusal}" for name, refusal in refusals.items())
+    raise ValueError(
+        f"generated code runs only in an isolation that the kernel enforces, and none works here ({reasons}): install "
+        "bubblewrap (apt install bubblewrap), allow user namespaces, or run it unprotected with --unsafe"
+    )
 
 
-def enforcement(language: str = PYTHON) -> dict[str, str]:
-    """What contains a program on this machine, found out by running one: for reports, beside the results. Raises ValueError
-    when none can be run."""
-    outcome, landlock = _run("", STANDARD, language)
+def run_untrusted(program: str, limits: Limits = STANDARD, language: str = PYTHON, isolation: str | None = None) -> Outcome:
+    """Runs source in "python" or "javascript" in an isolated process and says whether it ran to its end without an exception.
+
+    The process has an empty folder as its current one, no variables from outside, no input, and its output goes nowhere. It
+    reads the interpreter's files and nothing else, and writes to its folder alone. `sys.exit`, a signal and a limit count as
+    failed; in JavaScript so does every `require` of more than the modules of `guard.js`. `isolation` is that of
+    `choose_isolation()` when None. Raises ValueError on other systems than Linux on x86-64 or ARM64, for JavaScript where there
+    is no Node.js (`find_node`) and as `choose_isolation` does; OSError when the process cannot be started.
+    """
+    _require_linux()
+    if language not in LANGUAGES:
+        raise ValueError(f"programs are written in {' or '.join(LANGUAGES)}, got {language!r}")
+    node = find_node() if language == JAVASCRIPT else None
+    return _run(program, limits, node, choose_isolation() if isolation is None else isolation)
+
+
+def enforcement(language: str = PYTHON, isolation: str | None = None) -> dict[str, str]:
+    """What contains a program on this machine, for reports, beside the results. Raises ValueError when none can be run."""
+    isolation = choose_isolation() if isolation is None else isolation
+    outcome = run_untrusted("", STANDARD, language, isolation)
     if not outcome.passed:
         raise ValueError(f"generated {language} code cannot be run on this machine: {outcome.reason}")
-    spaces = bool(_namespaces())
-    network, processes, files = ("audit hook",) * 3
-    if language == JAVASCRIPT:
-        network, processes, files = "no names for it", *("Node.js's permission model",) * 2
-    if landlock:
-        others = ", no other programs (Landlock)" if language == PYTHON else ""  # Node.js needs its loader, which starts any
-        processes, files = f"{processes}{others}", f"{files}, read-only (Landlock)"
+    isolated = isolation != UNSAFE
     return {
-        "network": "no interface (network namespace)" if spaces else network + ", no TCP (Landlock)" * ("TCP" in landlock),
-        "processes": processes + ", ended with the program (process namespace)" * spaces,
-        "files outside its folder": files,
+        "isolation": _version() if isolation == BUBBLEWRAP else isolation,
+        "network": "no interface (network namespace), " * isolated + "no sockets (system-call filter)",
+        "processes": "none visible (process namespace), " * isolated + "none started (system-call filter)",
+        "files outside its folder": "read-only, the interpreter's alone (mount namespace)" if isolated else "not protected",
         "time, memory, file size": "resource limits",
-        "all files together": f"looked through every {1000 * PAUSE_S:g} ms",
+        "all files together": "a file system in memory of bounded size" if isolated else "not limited",
     }
 
 
-def find_node() -> tuple[str, str]:
-    """The path of Node.js, by which JavaScript is run, and its option for the permission model. Raises ValueError when there is
-    none, or an older one than 20, which has no such model."""
+def find_node() -> str:
+    """The path of Node.js, by which JavaScript is run. Raises ValueError when there is none, or an older one than 20."""
     path = shutil.which("node")
     if path is None:
         raise ValueError(
@@ -107,8 +133,8 @@ def find_node() -> tuple[str, str]:
 
 
 @functools.cache
-def _node(path: str) -> tuple[str, str]:
-    """Of the command at `path`, which may be a script that starts it."""
+def _node(path: str) -> str:
+    """The program behind the command at `path`, which may be a script that starts it."""
     done = subprocess.run(
         [path, "-p", "process.versions.node + ' ' + process.execPath"], capture_output=True, text=True, check=False
     )
@@ -116,25 +142,48 @@ def _node(path: str) -> tuple[str, str]:
     if done.returncode or not version.split(".")[0].isdigit() or int(version.split(".")[0]) < 20:
         said = version or done.stderr.strip() or f"ended with status {done.returncode}"
         raise ValueError(f"generated JavaScript is run by Node.js, 20 or newer; {path} is {said}: install a newer one")
-    return real, "--permission" if int(version.split(".")[0]) >= 24 else "--experimental-permission"
+    return real
 
 
-def _run(program: str, limits: Limits, language: str) -> tuple[Outcome, str]:
-    """The outcome, and what Landlock refuses (see `guard.py`)."""
-    if sys.platform != "linux":
-        raise ValueError(f"generated code is run on Linux only, this is {sys.platform}")
-    if language not in LANGUAGES:
-        raise ValueError(f"programs are written in {' or '.join(LANGUAGES)}, got {language!r}")
-    runner = dict(zip(("node", "permission"), find_node(), strict=True)) if language == JAVASCRIPT else {}
+def _require_linux() -> None:
+    if sys.platform != "linux" or os.uname().machine not in MACHINES:
+        system = sys.platform if sys.platform != "linux" else os.uname().machine
+        raise ValueError(f"generated code is run on Linux only, on {' or '.join(MACHINES)}; this is {system}")
+
+
+@functools.cache
+def _refusal(isolation: str) -> str:
+    """Why an isolation does not work on this machine; "" if it does."""
+    if isolation == BUBBLEWRAP and shutil.which("bwrap") is None:
+        return "bwrap is not on the PATH"
+    try:
+        outcome = _run("", _PROBE, None, isolation)
+    except OSError as error:
+        return str(error)
+    return outcome.reason
+
+
+@functools.cache
+def _version() -> str:
+    """Name and version of bubblewrap."""
+    return subprocess.run(["bwrap", "--version"], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _run(program: str, limits: Limits, node: str | None, isolation: str) -> Outcome:
+    """Runs a program, in JavaScript by `node`. Raises OSError when the isolation cannot be set up."""
     token = secrets.token_hex(16)
     reading, writing = os.pipe()
     try:
-        with _folder() as folder:
+        with contextlib.nullcontext(_FOLDER) if isolation != UNSAFE else _folder() as folder:
             request = {
-                "program": program, "token": token, "channel": writing, "cpu_seconds": math.ceil(limits.seconds) + 1,
-                "memory_bytes": limits.memory_bytes, "file_bytes": limits.file_bytes, "open_files": limits.open_files, **runner,
+                "program": program, "token": token, "channel": writing, "folder": folder, "isolated": isolation != UNSAFE,
+                "parent": os.getpid(), "cpu_seconds": math.ceil(limits.seconds) + 1, "memory_bytes": limits.memory_bytes,
+                "file_bytes": limits.file_bytes, "open_files": limits.open_files, "disk_bytes": limits.disk_bytes,
+                "entries": limits.entries,
             }  # fmt: skip
-            ended = _execute(json.dumps(request), folder, writing, limits)
+            if node is not None:
+                request |= {"node": node, "guard": _GUARD.with_suffix(".js").read_text(encoding="utf-8")}
+            ended, output = _execute(_command(isolation, node), json.dumps(request), writing, limits.seconds)
         os.set_blocking(reading, False)
         try:
             told = os.read(reading, 1 << 16)
@@ -143,75 +192,102 @@ def _run(program: str, limits: Limits, language: str) -> tuple[Outcome, str]:
     finally:
         os.close(reading)
         os.close(writing)
-    if isinstance(ended, str):
-        return Outcome(False, ended), ""
-    return _outcome(ended, told, token)
+    reports = _reports(told, token)
+    if ended is None:
+        return Outcome(False, f"took longer than {limits.seconds:g} s")
+    if not reports:
+        said = output.decode(errors="replace").strip().splitlines()[-1:] or [f"ended with status {ended}"]
+        raise OSError(f"could not be set up: {said[0]}")
+    outcome, reason = reports[-1]
+    if outcome == "failed" or (outcome == "passed" and ended == 0):
+        return Outcome(outcome == "passed", _printable(reason))
+    # A signal comes back as 128 plus its number through what starts the isolation.
+    number = -ended if ended < 0 else ended - 128
+    if number in signal.valid_signals():
+        return Outcome(False, f"ended by {signal.Signals(number).name}")
+    return Outcome(False, f"left with status {ended} before its end")
 
 
-def _execute(request: str, folder: str, channel: int, limits: Limits) -> int | str:
-    """Return code of the guard, negative for a signal; the limit that was passed when it was ended for one."""
-    process = subprocess.Popen(
-        [*_namespaces(), sys.executable, "-I", "-B", "-X", "utf8", str(_GUARD)],
-        stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=folder, pass_fds=(channel,),
-        # One thread for NumPy's linear algebra, which may not start others.
-        env={"OPENBLAS_NUM_THREADS": "1"}, start_new_session=True, text=True,
-    )  # fmt: skip
-    end = time.monotonic() + limits.seconds
-    unsent: str | None = request
+def _command(isolation: str, node: str | None) -> list[str]:
+    """The command line that runs `guard.py` in an isolation."""
+    guard = [sys.executable, "-I", "-B", "-X", "utf8", str(_GUARD)]
+    mounts = _mounts((str(_GUARD), *([] if node is None else [node])))
+    if isolation == BUBBLEWRAP:
+        options = [
+            *(shutil.which("bwrap") or "bwrap", "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc"),
+            *("--unshare-uts", "--unshare-cgroup-try"),
+            *("--die-with-parent", "--new-session", "--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"),
+        ]
+        for source, target in mounts:
+            options += ["--dev-bind" if source == os.devnull else "--ro-bind", source, target]
+        return [*options, "--dir", _FOLDER, "--remount-ro", "/", "--", *guard]
+    if isolation == NAMESPACES:
+        request = json.dumps({"parent": os.getpid(), "mounts": mounts, "folder": _FOLDER})
+        return [sys.executable, "-I", "-S", "-B", str(_NAMESPACES), request, *guard]
+    return guard
+
+
+def _mounts(files: tuple[str, ...]) -> list[tuple[str, str]]:
+    """Pairs (path without symbolic links, path at which a program sees it) of what it may read: the system's programs and
+    libraries, the interpreter's folders, `files` and /dev/null."""
+    folders = (sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix)
+    paths = {*_SYSTEM, *folders, *files, os.path.realpath(sys.executable), os.devnull}
+    paths |= {os.path.realpath(path) for path in (*folders, *files)}
+    chosen: list[str] = []
+    for path in sorted(path for path in paths if os.path.exists(path) and path != "/"):
+        if not any(path.startswith(f"{other}/") for other in chosen):
+            chosen.append(path)
+    return [(os.path.realpath(path), path) for path in chosen]
+
+
+def _execute(command: list[str], request: str, channel: int, seconds: float) -> tuple[int | None, bytes]:
+    """Return code of a command, negative for a signal, None if it was ended for its time; and the beginning of its output."""
+    end = time.monotonic() + seconds
+    with open(os.memfd_create("request"), "wb+") as given:
+        given.write(request.encode())
+        given.seek(0)
+        process = subprocess.Popen(
+            command, stdin=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=(channel,), start_new_session=True,
+            cwd="/", env={"OPENBLAS_NUM_THREADS": "1"},
+        )  # fmt: skip
+    assert process.stdout is not None
+    output = b""
     try:
-        while (left := end - time.monotonic()) > 0:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.communicate(unsent, timeout=min(PAUSE_S, left))
-            unsent = None  # the process object holds what is left of it
-            if over := _over(folder, limits):
-                return over
-            if process.returncode is not None:
-                return process.returncode
-        return f"took longer than {limits.seconds:g} s"
+        with process.stdout:  # at its end once the guard and what started it have closed it
+            while (left := end - time.monotonic()) > 0:
+                if not select.select([process.stdout], [], [], left)[0]:
+                    break
+                block = os.read(process.stdout.fileno(), _OUTPUT_BYTES)
+                if not block:
+                    break
+                output = (output + block)[-_OUTPUT_BYTES:]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(max(end - time.monotonic(), 0)), output
+        return None, output
     finally:
         _end(process)
 
 
-def _over(folder: str, limits: Limits) -> str:
-    """The limit on files and folders that a program is over, "" if none; looks no further than to that."""
-    number = size = 0
-    try:
-        for bytes_of_one in _sizes(os.open(folder, os.O_RDONLY | os.O_DIRECTORY), _DEEPEST):
-            number, size = number + 1, size + bytes_of_one
-            if number > limits.entries:
-                return f"made more than {limits.entries:,} files and folders"
-            if size > limits.disk_bytes:
-                return f"wrote more than {limits.disk_bytes:,} bytes"
-    except RecursionError:
-        return f"made folders more than {_DEEPEST} deep"
-    except PermissionError:
-        return "made a folder that cannot be looked into"
-    return ""
-
-
-def _sizes(folder: int, depth: int) -> Iterator[int]:
-    """Bytes of each file and folder in an open folder, which is closed in the end; RecursionError below `depth` folders."""
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                try:  # anything may be removed or replaced while this looks
-                    found = entry.stat(follow_symlinks=False)
-                    yield found.st_size
-                    if stat.S_ISDIR(found.st_mode):
-                        if depth == 0:
-                            raise RecursionError
-                        inner = os.open(entry.name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
-                        yield from _sizes(inner, depth - 1)
-                except (FileNotFoundError, NotADirectoryError):
-                    continue
-    finally:
-        os.close(folder)
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kills whatever is left: also after Ctrl-C. What an isolation has started dies with the process that started it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 @contextlib.contextmanager
 def _folder() -> Iterator[str]:
-    """An empty folder for a program, inside one that it may not change; both are gone at the end."""
-    outer = tempfile.mkdtemp(prefix="lowbit-generated-")
+    """An empty folder for a program without an isolation, inside one that is locked as long as it is used; removed at the end.
+    Folders of runs that were killed are removed first."""
+    _sweep()
+    while True:
+        outer = tempfile.mkdtemp(prefix=_PREFIX)
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.open(outer, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.path.isdir(outer):  # else another run has removed it before it was locked
+                break
+            os.close(lock)
     try:
         inner = os.path.join(outer, "0")
         os.mkdir(inner)
@@ -219,11 +295,24 @@ def _folder() -> Iterator[str]:
     finally:
         with contextlib.suppress(OSError):  # something that could not be ended is still writing there
             _remove(outer)
+        os.close(lock)
+
+
+def _sweep() -> None:
+    """Removes the folders of this user that no run holds locked."""
+    for entry in os.scandir(tempfile.gettempdir()):
+        with contextlib.suppress(OSError):  # BlockingIOError: in use
+            if entry.name.startswith(_PREFIX) and entry.stat(follow_symlinks=False).st_uid == os.getuid():
+                lock = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    _remove(entry.path)
+                finally:
+                    os.close(lock)
 
 
 def _remove(outer: str) -> None:
-    """Removes a folder of folders, however deep they are: those inside one of them are moved beside it, so that no path becomes
-    too long."""
+    """Removes a folder of folders of any depth: inner ones are moved up beside the outer ones, so that no path is too long."""
     moved = 0
     while folders := os.listdir(outer):
         for folder in (os.path.join(outer, name) for name in folders):
@@ -239,36 +328,12 @@ def _remove(outer: str) -> None:
     os.rmdir(outer)
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    """Kills whatever is left of the process group: also after Ctrl-C, and children of a program that has ended."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def _reports(told: bytes, token: str) -> list[tuple[str, str]]:
+    """Pairs (outcome, reason) that the guard sent. Other lines in its pipe do not begin with the token; a program can write
+    such a line only if it searches the guard's memory for the token."""
+    lines = (line.decode(errors="replace").split("\t", 2) for line in told.splitlines())
+    return [(fields[1], fields[2]) for fields in lines if len(fields) == 3 and fields[0] == token]
 
 
-def _outcome(ended: int, told: bytes, token: str) -> tuple[Outcome, str]:
-    """What the guard says. What else is in its pipe does not begin with the token; only who searches the guard's memory for it
-    can write such a line."""
-    report: tuple[Outcome, str] | None = None
-    for line in told.splitlines():
-        fields = line.decode(errors="replace").split("\t", 3)
-        if len(fields) == 4 and fields[0] == token:
-            report = Outcome(fields[1] == "passed", fields[3]), fields[2]
-    if report is not None and (ended == 0 or not report[0].passed):
-        return report
-    # Through `unshare`, a signal comes back as 128 plus its number.
-    number = -ended if ended < 0 else ended - 128
-    if number in signal.valid_signals():
-        return Outcome(False, f"ended by {signal.Signals(number).name}"), ""
-    return Outcome(False, f"left with status {ended} before its end"), ""
-
-
-@functools.cache
-def _namespaces() -> tuple[str, ...]:
-    """The command that gives a program namespaces of its own; empty where there is no `unshare` or it is not allowed."""
-    unshare = shutil.which("unshare")
-    if unshare is None:
-        return ()
-    command = (unshare, *_NAMESPACES)
-    done = subprocess.run([*command, sys.executable, "-I", "-c", ""], capture_output=True, check=False)
-    return () if done.returncode else command
+def _printable(reason: str) -> str:
+    return "".join(c if " " <= c <= "~" else "?" for c in reason[:_REASON_LENGTH])

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.utils import cached_file
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader, expected_tensors
 from lowbit.models.source import is_foreign, stored_bytes
 from lowbit.nn.packed import PackedWeight
+from lowbit.sources import local_model
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Size:
 def size_of(name: str, model: PreTrainedModel) -> Size | None:
     """Size of the checkpoint in the folder or GGUF file `name`, or of the hub's model of that name, which `model` was loaded
     of; None if it holds no safetensors."""
-    if is_foreign(name):
-        return _foreign_size(Path(name), model)
-    folder = Path(name) if Path(name).is_dir() else Path(cached_file(name, "config.json")).parent  # type: ignore[arg-type]
+    folder = local_model(name)
+    if is_foreign(folder):
+        return _foreign_size(folder, model)
     try:
         with CheckpointReader(folder) as reader:
             return _size(reader, model)

@@ -10,20 +10,21 @@ from typing import Any, Protocol
 
 import torch
 
-from lowbit.checkpoint.reader import regular_file
+from lowbit.checkpoint.card import record_divergence
 from lowbit.eval.choice import choose, read_questions
-from lowbit.eval.divergence import divergence
+from lowbit.eval.divergence import Divergence, divergence
 from lowbit.eval.figure import Figure
 from lowbit.eval.pass_at_k import read_problems, solve
 from lowbit.eval.perplexity import perplexity
 from lowbit.eval.records import read_records
 from lowbit.eval.results import Results
 from lowbit.eval.rouge import read_documents, scorer, summarize
-from lowbit.eval.sandbox import enforcement
+from lowbit.eval.sandbox import choose_isolation, enforcement
 from lowbit.eval.size import size_of
 from lowbit.eval.text import sample_text
 from lowbit.models.cpu import measuring_dtype
 from lowbit.pipeline import Pipeline, pipeline
+from lowbit.sources import regular_file
 
 BUILT_IN = "opticks"
 WORDS: dict[str, Path | None] = {"text": None, "javascript": Path(__file__).parent / "data" / "javascript"}
@@ -45,7 +46,8 @@ class Measured(Protocol):
 
 @dataclass(frozen=True)
 class Settings:
-    """How a suite is run; `limit`: at most so many questions, documents and problems of a file."""
+    """How a suite is run; `limit`: at most so many questions, documents and problems of a file;
+    `unsafe`: generated code runs even where the kernel cannot isolate it."""
 
     window: int = 1024
     stride: int | None = None
@@ -56,6 +58,7 @@ class Settings:
     temperature: float = 0.8
     seed: int = 0
     run_generated_code: bool = False
+    unsafe: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,10 +134,10 @@ def _read_task(path: Path, settings: Settings) -> Task:
     return Task(name, kind, content, str(path), hashlib.sha256(path.read_bytes()).hexdigest())
 
 
-def to_measure(name: str, progress: bool = False) -> Pipeline:
+def to_measure(name: str, progress: bool = False, device: str | None = None) -> Pipeline:
     """A pipeline of a model as its files have it: the decode engine, which on a GPU rounds LM head and embedding of quantized
     models to 8 bits and takes most of the memory for its cache, is left out."""
-    return pipeline(name, dtype=measuring_dtype(), progress=progress, engine=False)
+    return pipeline(name, device=device, dtype=measuring_dtype(device), progress=progress, engine=False)
 
 
 def run_suite(
@@ -145,33 +148,50 @@ def run_suite(
     folder: Path,
     say: Callable[[str], None],
     progress: bool = False,
+    device: str | None = None,
 ) -> Results:
     """Measures the reference, then each model, on every task; the file of `Results` in `folder` is complete after every task.
 
-    The reference stays in memory beside each model, for the divergence on every text. Programs are generated and run only with
-    `settings.run_generated_code`.
+    The reference stays in memory beside each model, for the divergence on every text, which is written into the model card of
+    a lowbit checkpoint. Programs are generated and run only with `settings.run_generated_code`. Raises ValueError, before a
+    model is loaded, where nothing isolates them and `settings.unsafe` is not set.
     """
     request = {"settings": asdict(settings), "reference": reference, "tasks": [task.described() for task in tasks]}
+    isolation: str | None = None
     if settings.run_generated_code and (programs := [task for task in tasks if task.kind == "code"]):
         languages = sorted({task.content[0].language for task in programs})
-        request["sandbox"] = {language: enforcement(language) for language in languages}
+        isolation = choose_isolation(settings.unsafe)
+        request["sandbox"] = {language: enforcement(language, isolation) for language in languages}
     results = Results(folder, request)
     names = [reference, *models] if reference is not None else list(models)
     held: Pipeline | None = None
     for name, label in zip(names, labels(names), strict=True):
-        pipe = to_measure(name, progress)
+        pipe = to_measure(name, progress, device)
         first = reference is not None and held is None
         dtype = str(pipe.model.dtype).removeprefix("torch.")
         results.add_model(name, label, first, size_of(name, pipe.model), dtype, str(pipe.model.device))
+        divergences = []
         for task in tasks:
             say(f"{label}: {task.name}")
-            _measure(pipe, held, task, settings, results, progress)
+            found = _measure(pipe, held, task, settings, results, isolation, progress)
+            if found is not None:
+                divergences.append(f"{found.mean:.4f} nats per token on {task.name} ({found.tokens:,} tokens)")
+        if divergences and Path(name).is_dir():
+            _complete_card(Path(name), f"{', '.join(divergences)}, from {Path(str(reference)).name}", say)
         if first:
             held = pipe
         else:
             pipe.destroy()
     results.finish()
     return results
+
+
+def _complete_card(folder: Path, measured: str, say: Callable[[str], None]) -> None:
+    try:
+        if record_divergence(folder, measured):
+            say(f"{folder}: the divergence is in the model card now")
+    except OSError as error:
+        say(f"the model card does not get the divergence: {error}")
 
 
 def labels(names: Sequence[str]) -> list[str]:
@@ -181,8 +201,16 @@ def labels(names: Sequence[str]) -> list[str]:
 
 
 def _measure(
-    pipe: Pipeline, reference: Pipeline | None, task: Task, settings: Settings, results: Results, progress: bool
-) -> None:
+    pipe: Pipeline,
+    reference: Pipeline | None,
+    task: Task,
+    settings: Settings,
+    results: Results,
+    isolation: str | None,
+    progress: bool,
+) -> Divergence | None:
+    """Measures one task; returns the divergence, if that was measured."""
+
     def add(measured: Measured) -> None:
         results.add(task.name, measured.figures(), measured)
 
@@ -192,10 +220,14 @@ def _measure(
         ids = token_ids(pipe, task.content, settings.window, settings.stride, settings.windows)
         add(perplexity(pipe.model, ids, window=settings.window, stride=settings.stride, progress=progress))
         if reference is None or reference.encodes:
-            return
+            return None
         same = torch.equal(ids, token_ids(reference, task.content, settings.window, settings.stride, settings.windows))
         if same and reference.model.config.vocab_size == pipe.model.config.vocab_size:
-            add(divergence(pipe.model, reference.model, ids, window=settings.window, stride=settings.stride, progress=progress))
+            found = divergence(
+                pipe.model, reference.model, ids, window=settings.window, stride=settings.stride, progress=progress
+            )
+            add(found)
+            return found
         else:
             results.skip(task.name, "no divergence: the reference has another tokenizer or vocabulary")
     elif task.kind == "choice":
@@ -206,11 +238,12 @@ def _measure(
         add(
             solve(
                 pipe, task.content, samples=settings.samples, ks=settings.ks, temperature=settings.temperature,
-                seed=settings.seed, progress=progress,
+                seed=settings.seed, isolation=isolation, progress=progress,
             )
         )  # fmt: skip
     else:
         results.skip(task.name, "generated code is run only with --run-generated-code")
+    return None
 
 
 def token_ids(pipe: Pipeline, text: str, window: int, stride: int | None, windows: int) -> torch.Tensor:

@@ -13,10 +13,22 @@ Rounding and special values, the same for every format:
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
-from lowbit.formats.number import FloatFormat, IntFormat, NumberFormat, code_values
+from lowbit.formats.number import FloatFormat, IntFormat, NumberFormat
+
+
+@functools.cache
+def _values(fmt: NumberFormat) -> Tensor:
+    return torch.tensor([fmt.value_of(c) for c in range(1 << fmt.bits)], dtype=torch.float32, device="cpu")
+
+
+def code_values(fmt: NumberFormat) -> Tensor:
+    """Values of all codes, [2^bits] float32: the table that decodes the format. A fresh copy at each call."""
+    return _values(fmt).clone()
 
 
 def encode(x: Tensor, fmt: NumberFormat, *, saturate: bool = True) -> Tensor:

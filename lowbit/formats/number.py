@@ -11,9 +11,6 @@ import functools
 import re
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 
 @dataclass(frozen=True)
 class IntFormat:
@@ -126,16 +123,6 @@ class FloatFormat:
 
 
 NumberFormat = IntFormat | FloatFormat
-
-
-@functools.cache
-def _values(fmt: NumberFormat) -> Tensor:
-    return torch.tensor([fmt.value_of(c) for c in range(1 << fmt.bits)], dtype=torch.float32, device="cpu")
-
-
-def code_values(fmt: NumberFormat) -> Tensor:
-    """Values of all codes, [2^bits] float32: the table that decodes the format. A fresh copy at each call."""
-    return _values(fmt).clone()
 
 
 def int_format(bits: int) -> IntFormat:

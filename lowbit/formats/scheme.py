@@ -6,7 +6,8 @@ Grammar (lower case):
 
     format       <bits>            integers: w4, a8        (w16 and a16: left in fp16/bf16)
                  <bits>e<X>m<Y>    floats:   w6e3m2, a8e4m3
-    granularity  _g<size>          groups along K          (per output channel when absent)
+    granularity  _g<size>          groups along K          (per output channel when absent, but for w4a16, see below)
+                 _pc               per output channel, said outright
                  _b<n>x<k>         blocks
                  _t                one scale per tensor, of activations too if they are quantized (calibrated)
     zero         _z                integer zero points     w = (code - zero) * scale
@@ -15,10 +16,13 @@ Grammar (lower case):
     rule         _ct _hf _fb       activations quantized as another tool does it, for files that it made (`ActivationRule`)
 
 `w4a16_g128`, `w6e3m2a16`, `w4a16_g32_fz`, `w8a8`, `w8a8_az`, `w8a8_ct`. Names that other tools use are aliases, see `ALIASES`.
+`w4a16` is one of them, compressed-tensors' preset with groups of 128, everywhere and in either case; one scale per channel is
+`w4a16_pc`.
 """
 
 from __future__ import annotations
 
+import difflib
 import re
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -42,16 +46,36 @@ ALIASES: dict[str, str] = {
     "fp8_dynamic": "w8e4m3a8e4m3",
     "fp8_block": "w8e4m3a8e4m3_b128x128",
 }
-"""Names of other tools (lower case; matched without regard to case) and the scheme each means.
-
-A bare `w4a16` is the compressed-tensors preset, groups of 128; write `w4a16_pc` for one scale per channel."""
+"""Names of other tools (lower case; matched without regard to case) and the scheme each means."""
 
 _NAME = re.compile(
     r"w(?P<w>\d+(?:e\d+m\d+)?)a(?P<a>\d+(?:e\d+m\d+)?)"
     r"(?:_(?:g(?P<group>\d+)|b(?P<bn>\d+)x(?P<bk>\d+)|(?P<tensor>t)|(?P<channel>pc)))?"
     r"(?:_(?P<zero>z|fz))?(?:_(?P<az>az))?(?:_(?P<rule>ct|hf|fb))?"
 )
-_GRAMMAR = "w<bits>[e<X>m<Y>]a<bits>[e<X>m<Y>][_g<size>|_b<n>x<k>|_t|_pc][_z|_fz][_az][_ct|_hf|_fb]"
+GRAMMAR = "w<bits>[e<X>m<Y>]a<16|8|8e4m3|8e5m2>[_g<size>|_b<n>x<k>|_t|_pc][_z|_fz][_az][_ct|_hf|_fb]"
+PRESET = "w4a16 means groups of 128; w4a16_pc has one scale per channel"
+"""The one bare name that is no grammar's: other tools had it first."""
+
+_GGUF = {
+    "q2": "w2a16_g16_fz", "q3": "w3a16_g16", "q4": "w4a16_g32_fz", "q5": "w5a16_g32_fz", "q6": "w6a16_g16",
+    "q8": "w8a16_g32", "q4_0": "w4a16_g32", "q5_0": "w5a16_g32",
+}  # fmt: skip
+"""What comes closest to llama.cpp's types; files of them are read as they are."""
+_NEAR_MISSES = {
+    "int2": "w2a16_g64", "int3": "w3a16_g64", "int4": "w4a16_g128", "int5": "w5a16", "int6": "w6a16", "uint4": "w4a16_g128_z",
+    "i4": "w4a16_g128", "w4": "w4a16_g128", "4bit": "w4a16_g128", "8bit": "w8a16", "i8": "w8a8", "w8": "w8a16",
+    "fp4": "w4e2m1a16_g32", "mxfp4": "w4e2m1a16_g32", "nvfp4": "w4e2m1a16_g16", "nf4": "w4a16_g64", "fp5": "w5e2m2a16",
+    "fp6": "w6e3m2a16", "mxfp6": "w6e3m2a16_g32", "f8": "fp8", "float8": "fp8", "e4m3": "fp8", "mxfp8": "w8e4m3a16_g32",
+    "w4a8": "w4a8_g128",
+}  # fmt: skip
+"""Names that are no schemes, in letters and digits only, and the scheme to use."""
+_METHODS = ("rtn", "hqq", "gptq", "awq", "smoothquant", "learned")
+_EXAMPLES = (
+    "w4a16_g64", "w4a16_g128", "w4a16_pc", "w4a16_g32_fz", "w4a16_g64_fz", "w4a16_g64_z", "w4a16_g128_z", "w6e3m2a16",
+    "w5e2m2a16", "w8a8_az", "w4a8_g128",
+)  # fmt: skip
+"""Names that a typing mistake may be near to, beside the aliases."""
 
 
 class ZeroPoint(Enum):
@@ -139,16 +163,18 @@ class Scheme:
 def parse_scheme(name: str | Scheme) -> Scheme:
     """The scheme called `name`, in this library's grammar or by another tool's name; a Scheme is returned as it is.
 
-    Raises ValueError with the grammar and the nearest aliases when the name means nothing.
+    Raises ValueError with the grammar and the scheme that was probably meant when the name means nothing.
     """
     if isinstance(name, Scheme):
         return name
+    if not isinstance(name, str):
+        raise ValueError(f"a scheme is a name such as 'w4a16_g128', got {name!r}")
     lower = name.strip().lower()
     match = _NAME.fullmatch(ALIASES.get(lower, lower))
     if match is None:
         raise ValueError(
-            f"unknown scheme {name!r}; the grammar is {_GRAMMAR}, for example w4a16_g128, w6e3m2a16, w4a16_g32_fz; "
-            f"aliases: {', '.join(sorted(ALIASES))}"
+            f"unknown scheme {name!r}; {_meant(lower)}the grammar is {GRAMMAR}, for example w4a16_g128, w6e3m2a16, "
+            f"w4a16_g32_fz ({PRESET}); aliases: {', '.join(sorted(ALIASES))}"
         )
     if match["w"] == "16":
         raise ValueError(f"scheme {name!r} leaves the weights in 16 bits: nothing to quantize")
@@ -163,6 +189,25 @@ def parse_scheme(name: str | Scheme) -> Scheme:
     elif match["tensor"]:
         granularity = PerTensor()
     return Scheme(weight, activation, granularity, zero, match["az"] is not None, ActivationRule(match["rule"] or ""))
+
+
+def _meant(lower: str) -> str:
+    """The beginning of an error that names the scheme that was probably meant; empty where none is near."""
+    bare = re.sub(r"[^a-z0-9]", "", lower)
+    if bare in _METHODS:
+        return f"{lower} is a method: say it as method, and for the scheme for example w4a16_g128; "
+    if gguf := re.fullmatch(r"(q[234568])(?:_?([01]|k(?:_?(?:[sml]|xl))?))?", lower):
+        plain = f"{gguf[1]}_0" if gguf[2] == "0" else gguf[1]
+        return (
+            f"did you mean {_GGUF.get(plain, _GGUF[gguf[1]])!r}? (files of llama.cpp are run as they are, without a scheme); "
+        )
+    if bare in _NEAR_MISSES:
+        why = " (lowbit has no NF4)" if bare == "nf4" else ""
+        return f"did you mean {_NEAR_MISSES[bare]!r}{why}? "
+    if group := re.fullmatch(r"(?:w|int)?([2-8])(?:bit|a16)?g(\d+)", bare):
+        return f"did you mean 'w{group[1]}a16_g{group[2]}'? "
+    near = difflib.get_close_matches(lower, (*ALIASES, *_EXAMPLES), n=1, cutoff=0.7)
+    return f"did you mean {near[0]!r}? " if near else ""
 
 
 def _parse_format(text: str, unsigned: bool) -> NumberFormat:

@@ -132,3 +132,16 @@ def _tuned(product: str) -> str:
 def _sm(device: torch.device | str | int) -> int:
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+def torch_device(device: str | torch.device | None = None) -> torch.device:
+    """The named device; without a name "cuda" when torch sees a GPU, else "cpu". Raises ValueError for one that is not here."""
+    count = torch.cuda.device_count()
+    try:
+        found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise ValueError(f"computing is done on cpu, or on cuda or one GPU such as cuda:1, not on {str(device)!r}") from None
+    if found.type == "cuda" and (found.index or 0) >= count:
+        why = f"it finds {count} GPUs" if count or torch.version.cuda else "it was built without CUDA"
+        raise ValueError(f"{found}: torch {torch.__version__} has no such device, {why}; compute on cpu instead")
+    return found

@@ -21,18 +21,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from tqdm import tqdm
 
 from lowbit._version import __version__
 from lowbit.checkpoint import CheckpointError, CheckpointReader
 from lowbit.checkpoint.reader import file_sha256, read_text
 from lowbit.checkpoint.target import PARTIAL, discard, sync
 from lowbit.formats import InputTransform, LowRank, QuantTensor, Scheme
+from lowbit.methods import Learned, Method
 from lowbit.models.decoder import Decoder
 from lowbit.models.hf import give_back_freed_memory
 from lowbit.models.quantize_layer import LayerQuantizer, LayerResult
 from lowbit.models.skeleton import tokenizer_of
-from lowbit.quantize.method import Learned, Method
+from lowbit.progress import Progress
 
 TOKENS_AT_ONCE = 8192
 """Tokens that a GPU takes through a layer in one call, in whole texts: enough that it does not wait for Python. A CPU takes one
@@ -49,6 +49,11 @@ class Calibration:
     length: int = 512
     seed: int = 0
     text: Path | None = None
+
+    def record(self) -> dict[str, Any]:
+        """The name of the text, not its path, and how pieces are drawn from it: what config.json records."""
+        text = "topics of Python's help" if self.text is None else self.text.name
+        return {"text": text, "samples": self.samples, "length": self.length, "seed": self.seed}
 
     def read(self) -> str:
         """The text."""
@@ -241,7 +246,7 @@ def calibrate_layers(
     exact = hidden if isinstance(method, Learned) else None  # as the float model has them
     quantizer = LayerQuantizer(decoder, method, low_rank)
     notes = []
-    bar = tqdm(range(len(decoder)), desc=type(method).__name__.lower(), unit="layer", disable=not progress, leave=False)
+    bar = Progress(range(len(decoder)), desc=type(method).__name__.lower(), unit="layers", shown=progress)
     for i in bar:
         prefix = f"{decoder.layer_name(i)}."
         own = {name.removeprefix(prefix): scheme for name, scheme in schemes.items() if name.startswith(prefix)}

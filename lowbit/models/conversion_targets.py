@@ -216,6 +216,11 @@ def manifest_of(entries: dict[str, LayerEntry], kept: Iterable[str], tied: Mappi
     )
 
 
+def converted_record(tool: str) -> dict[str, Any]:
+    """What config.json records as the method of weights that `tool` quantized."""
+    return {"name": "converted", "from": tool}
+
+
 def rounding_error(weight: Tensor, dtype: torch.dtype) -> float:
     """The largest error of `weight` (float32) in `dtype`, as a part of its largest magnitude; infinity beyond its range."""
     if not weight.numel():

@@ -7,19 +7,20 @@ import math
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from lowbit.checkpoint import CheckpointError, CheckpointWriter, Manifest
 from lowbit.formats import ZeroPoint
-from lowbit.models.conversion_targets import TARGETS, rounding_error, rounding_errors, target_of
+from lowbit.models.conversion_targets import TARGETS, converted_record, rounding_error, rounding_errors, target_of
 from lowbit.models.source import Contents, Opened, open_checkpoint
 from lowbit.models.tensorrt_llm import WEIGHTS
+from lowbit.progress import Progress
+from lowbit.sources import local_model
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _ADVICE = "--to lowbit can hold every layer that is read, --to dequantized writes 16-bit weights"
@@ -47,11 +48,11 @@ def convert_checkpoint(
 ) -> Conversion:  # fmt: skip
     """Writes the quantized checkpoint `source` to the folder `target` in the files of another tool.
 
-    source: a Transformers folder quantized by AutoAWQ, GPTQ tools, compressed-tensors, FP8 or bitsandbytes (4 bits), one of
-    lowbit's own, one of TensorRT-LLM, or a GGUF file (or a folder with one). to: "lowbit", "gptq", "awq", "compressed-tensors",
-    "tensorrt-llm" (one file, in memory as a whole), or "dequantized" for plain weights in the model's dtype, or the 16-bit one
-    that rounds least where the files state none. Codes, scales and
-    zero points are carried over as they are; only "dequantized" rounds.
+    source: a Transformers folder, or a name on the hub, quantized by AutoAWQ, GPTQ tools, compressed-tensors, FP8 or
+    bitsandbytes (4 bits), one of lowbit's own, one of TensorRT-LLM, or a GGUF file (or a folder with one). to: "lowbit",
+    "gptq", "awq", "compressed-tensors", "tensorrt-llm" (one file, in memory as a whole), or "dequantized" for plain weights in
+    the model's dtype, or the 16-bit one that rounds least where the files state none. Codes, scales and zero points are carried
+    over as they are; only "dequantized" rounds.
     Peak memory is one shard of the output (2 GiB at most) plus one layer. `target` appears complete or not at all; `say` gets a
     line on what it replaced.
 
@@ -60,7 +61,7 @@ def convert_checkpoint(
     """
     if to not in TARGETS:
         raise CheckpointError(f"checkpoints are converted to {', '.join(TARGETS)}, not to {to!r}")
-    source, target = Path(source), Path(target)
+    source, target = local_model(source, quantized=True), Path(target)
     single: dict[str, Any] = {"single": WEIGHTS, "shard_bytes": 1 << 62} if to == "tensorrt-llm" else {}
     with (
         CheckpointWriter(target, overwrite=overwrite, sources=[source], say=say, **single) as writer,
@@ -79,6 +80,8 @@ def convert_checkpoint(
         if single and isinstance(written, dict):
             writer.finish(written, None, copy_from=companions)
         else:
+            if isinstance(written, Manifest):
+                written = replace(written, method=converted_record(opened.tool))
             writer.finish(opened.stated, written, copy_from=companions)
     return report
 
@@ -127,7 +130,7 @@ class _Converter:
         """Converts everything; the quantization configuration for config.json, None for plain weights."""
         source = self.opened.source
         self.contents.require_complete()
-        for name in tqdm(source.entries, desc=f"to {self.report.target}", unit="layer", disable=not progress, leave=False):
+        for name in Progress(source.entries, desc=f"to {self.report.target}", unit="layers", shown=progress):
             self._layer(name)
         if self.contents.refused:
             advice = "" if self.report.target == "lowbit" else f"; {_ADVICE}"

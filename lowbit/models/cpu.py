@@ -7,6 +7,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
+from lowbit.hardware.machine import torch_device
 from lowbit.nn.decoding import SLOW, allow_decoding
 from lowbit.nn.row_linear import RowLinear
 from lowbit.pack.cpu import VECTOR_CPUS
@@ -28,9 +29,9 @@ def quantizing_dtype(config: PretrainedConfig, wanted: torch.dtype) -> torch.dty
     return wanted if own == wanted or wanted == torch.float32 else own
 
 
-def measuring_dtype() -> torch.dtype | None:
+def measuring_dtype(device: str | torch.device | None = None) -> torch.dtype | None:
     """The type in which models are compared with each other: on a CPU float32 for all, else (None) each model's own."""
-    return None if torch.cuda.is_available() else torch.float32
+    return torch.float32 if torch_device(device).type == "cpu" else None
 
 
 def plan_on_cpu(model: PreTrainedModel, again: bool = False) -> None:

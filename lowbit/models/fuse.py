@@ -41,10 +41,14 @@ def _before_a_call(model: nn.Module, args: object) -> None:
     """Waits for the model to be on a GPU. A function of this module, not a closure: models are copied and pickled."""
     if torch.compiler.is_compiling() or not next(model.parameters()).is_cuda:
         return
+    _cancel(model)
+    prepare_on_gpu(model)
+
+
+def _cancel(model: nn.Module) -> None:
     hooks = model._forward_pre_hooks
     for number in [number for number, hook in hooks.items() if hook is _before_a_call]:
         del hooks[number]
-    prepare_on_gpu(model)
 
 
 @torch.no_grad()
@@ -67,9 +71,17 @@ def fuse_quantization(model: nn.Module) -> list[str]:
         if _is_a(attention, "Attention") and _plain(attention, *readers) and quantize_alike(readers):
             replaced += _fuse_norm(layer, name, "input_layernorm", readers[0])
         if _is_gated(mlp) and _plain(mlp, *inside) and quantize_alike(inside[:2]) and quantize_alike(inside[2:]):
-            layer.mlp = GatedMLP(*inside).train(mlp.training)  # type: ignore[arg-type]
+            layer.mlp = GatedMLP(*inside, mlp).train(mlp.training)  # type: ignore[arg-type,call-arg]
             replaced += [f"{name}.mlp", *_fuse_norm(layer, name, "post_attention_layernorm", inside[0])]
     return replaced
+
+
+def undo_fusion(model: nn.Module) -> None:
+    """Puts the modules that `fuse_quantization` replaced back in their places, and cancels a fusion at the first call."""
+    _cancel(model)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, (GatedMLP, QuantizingNorm)):
+            model.set_submodule(name, module.restored())
 
 
 def _is_a(module: nn.Module, kind: str) -> bool:

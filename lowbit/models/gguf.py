@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +17,9 @@ from transformers import AutoConfig, PretrainedConfig
 
 from lowbit.checkpoint import CheckpointError, GgufReader
 from lowbit.checkpoint.foreign import ForeignEntry
+from lowbit.checkpoint.schema import MAX_DIMENSION
 from lowbit.formats import QuantTensor
-from lowbit.models.skeleton import tokenizer_of
+from lowbit.models.skeleton import damaged, tokenizer_of
 
 _GLOBAL = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _BLOCK = {
@@ -35,6 +37,12 @@ _BLOCK = {
 }
 _PERMUTED = {"llama": ("attn_q", "attn_k"), "qwen2": (), "qwen3": ()}
 """Architecture -> tensors whose rows GGUF keeps in another order."""
+_SIZES = {
+    "block_count": True, "embedding_length": True, "feed_forward_length": True, "attention.head_count": True,
+    "attention.head_count_kv": False, "attention.key_length": False, "attention.value_length": False,
+    "context_length": False, "vocab_size": False, "rope.dimension_count": False,
+}  # fmt: skip
+"""Fields of the metadata that are whole numbers -> whether every file has them."""
 _BLOCK_NAME = re.compile(r"blk\.(\d{1,5})\.(\w+)\.(weight|bias)")
 
 
@@ -62,13 +70,37 @@ class GgufSource:
                 self.entries[new.removesuffix(".weight")] = entry
 
     def config(self) -> PretrainedConfig:
-        """The model's configuration, as Transformers makes it of the metadata."""
-        try:
-            return AutoConfig.from_pretrained(self.path.parent, gguf_file=self.path.name)
-        except ImportError as error:
+        """The model's configuration, as Transformers makes it of the metadata. Raises CheckpointError, naming the field, for
+        one that is missing, an array, or a number that no model has."""
+        for field, required in _SIZES.items():
+            value = self._field(field, required)
+            if value is not None and (type(value) is not int or not 0 < value < MAX_DIMENSION):
+                raise CheckpointError(f"{self.path}: {self.architecture}.{field} is a whole number from 1, got {value!r}")
+        for field, most in (("attention.layer_norm_rms_epsilon", 1.0), ("rope.freq_base", 1e30)):
+            value = self._field(field, False)
+            if value is not None and (type(value) not in (int, float) or not 0 < value <= most):
+                raise CheckpointError(
+                    f"{self.path}: {self.architecture}.{field} is a number above 0 and at most {most:g}, got {value!r}"
+                )
+        with damaged(self.path, "Transformers cannot read its metadata", self.file.metadata):
+            try:
+                return AutoConfig.from_pretrained(self.path.parent, gguf_file=self.path.name, trust_remote_code=False)
+            except ImportError as error:
+                raise CheckpointError(
+                    f"{self.path}: Transformers needs the package gguf for GGUF files: pip install gguf"
+                ) from error
+
+    def _field(self, name: str, required: bool) -> Any:
+        """A field of the architecture; None where the file lacks one that is not required."""
+        key = f"{self.architecture}.{name}"
+        if key in self.file.arrays:
             raise CheckpointError(
-                f"{self.path}: Transformers needs the package gguf for GGUF files: pip install gguf"
-            ) from error
+                f"{self.path}: {key} is an array of {self.file.arrays[key]:,} values, one for each layer perhaps; models with "
+                "one number for all layers are read"
+            )
+        if required and key not in self.file.metadata:
+            raise CheckpointError(f"{self.path}: {key} is missing; make the file again")
+        return self.file.metadata.get(key)
 
     def save_tokenizer(self, folder: Path) -> None:
         """Writes the tokenizer's files."""
@@ -99,10 +131,9 @@ class GgufSource:
         parts = name.split(".")
         if len(parts) != 4 or parts[2] not in _PERMUTED[self.architecture]:
             return None
-        key = "attention.head_count" + ("_kv" if parts[2] == "attn_k" else "")
-        heads = self.file.metadata.get(
-            f"{self.architecture}.{key}", self.file.metadata.get(f"{self.architecture}.attention.head_count")
-        )
+        heads = self._field("attention.head_count", True)
+        if parts[2] == "attn_k":
+            heads = self._field("attention.head_count_kv", False) or heads
         if type(heads) is not int or heads < 1 or n % (2 * heads):
             raise CheckpointError(f"{self.path}: {name}: {n} rows are no pairs of halves of {heads!r} heads")
         return torch.arange(n).reshape(heads, n // heads // 2, 2).transpose(1, 2).flatten()

@@ -10,30 +10,35 @@ import ctypes
 import dataclasses
 import functools
 import inspect
+import json
 from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 from transformers.core_model_loading import ConversionOps, WeightRenaming
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils import logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader, LayerEntry, Manifest
-from lowbit.checkpoint.schema import OLD_NAMES, current_names
+from lowbit.checkpoint.card import model_card
+from lowbit.checkpoint.schema import FORMAT_VERSION, GUARD, GUARD_KEY, OLD_NAMES, current_names
+from lowbit.checkpoint.target import CARD, is_card
 from lowbit.formats import QuantTensor, Scheme, parse_scheme
+from lowbit.methods import Rtn, Search, method_record
 from lowbit.models.attention import register_attention
 from lowbit.models.complete import require_complete, require_finite, some
 from lowbit.models.cpu import plan_on_cpu
+from lowbit.models.dequantize import dequantize_model, quantized_layers
 from lowbit.models.fuse import prepare_on_gpu
 from lowbit.models.names import Names
 from lowbit.models.parallel import parallel_refusals
 from lowbit.nn.convert import Plan, empty_like, plan_conversion, quantized, swap, tie
 from lowbit.nn.linear import make_batch_invariant
 from lowbit.nn.packed import PackedWeight
-from lowbit.quantize.rtn import Search
 
 METHOD = "lowbit"
 LOADING_OVERHEAD_BYTES = 100_000_000
@@ -73,15 +78,17 @@ class LowbitConfig(QuantizationConfigMixin):
         layers: dict[str, dict[str, Any]] | None = None,
         tied: dict[str, str] | None = None,
         rotation: int | None = None,
+        method: dict[str, Any] | None = None,
+        calibration: dict[str, Any] | None = None,
         files: dict[str, dict[str, str]] | None = None,
         sha256: str | None = None,
-        format_version: int = 1,
+        format_version: int = FORMAT_VERSION,
         quant_method: str = METHOD,
     ) -> None:
         if quant_method != METHOD:
             raise ValueError(f"LowbitConfig reads quant_method {METHOD!r}, got {quant_method!r}")
         self.quant_method = METHOD
-        self.format_version = format_version
+        self.format_version = FORMAT_VERSION  # what `save_pretrained` writes; other versions were converted when they were read
         if not isinstance(scheme, (str, Scheme)):
             raise ValueError(f"quantization_config: scheme is a scheme's name, such as w4a16_g64, got {scheme!r}")
         self.scheme = parse_scheme(scheme).name
@@ -93,6 +100,7 @@ class LowbitConfig(QuantizationConfigMixin):
         self.layers = None if layers is None else {name: current_names(entry) for name, entry in layers.items()}
         self.tied = tied
         self.rotation = rotation
+        self.method, self.calibration = method, calibration
 
     @classmethod
     def from_dict(cls, config_dict: Mapping[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
@@ -167,6 +175,16 @@ class LowbitQuantizer(HfQuantizer):
         self.layers = {**{name: name for name in self.plan.shapes}, **self.plan.tied}
         _leave_as_loaded(model, self.layers)
 
+    def update_attn_implementation(self, config: PreTrainedConfig) -> PreTrainedConfig:
+        """The configuration without the guard that stops Transformers where lowbit is not imported. Transformers calls this
+        before it looks for files."""
+        if self.pre_quantized and hasattr(config, GUARD_KEY):
+            delattr(config, GUARD_KEY)
+        return config
+
+    update_tp_plan = update_attn_implementation
+    """What Transformers 5.17 calls with the configuration, which has no `update_attn_implementation` yet."""
+
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
         module, _, parameter = param_name.rpartition(".")
         return not self.pre_quantized and parameter == "weight" and module in self.layers
@@ -183,6 +201,7 @@ class LowbitQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         where = getattr(model, "name_or_path", "") or "the model"
+        self._refuse_disk(getattr(model, "hf_device_map", None))  # which Transformers may have worked out by itself
         refuse(where, tuple(self.failures[:3]))
         left = [name for name in self.layers if not isinstance(model.get_submodule(name), PackedWeight)]
         if left:
@@ -190,6 +209,7 @@ class LowbitQuantizer(HfQuantizer):
         if self.plan is not None:
             self.quantization_config.layers = {name: _entry(self.plan, name) for name in self.plan.shapes}
             self.quantization_config.tied = dict(self.plan.tied) or None
+            self.quantization_config.method = method_record(Rtn(self.quantization_config.search))
             self.quantization_config.modules_to_not_convert = sorted({row.name for row in self.plan.kept})
             for line in self.plan.lines():
                 logger.info(line)
@@ -220,9 +240,38 @@ class LowbitQuantizer(HfQuantizer):
     def is_serializable(self) -> bool:
         return True
 
+    def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[None, dict[str, str]]:
+        """States the layers that the model has now, before config.json is written: some may have been quantized since it was
+        loaded, dequantized, or replaced by merged adapters. None and {}, since the state dict is the model's own."""
+        if not getattr(model, "_hf_peft_config_loaded", False):  # else adapters alone are saved
+            config = self.quantization_config
+            entries, tied = quantized_layers(model, config.tied)
+            config.layers = Manifest(parse_scheme(config.scheme), entries).to_dict()["layers"]
+            config.tied = tied or None
+            if not entries:
+                self.remove_quantization_config(model)
+        return None, {}
+
+    def update_device_map(self, device_map: Any) -> Any:
+        """The same; raises ValueError for a model that would be quantized while it is loaded, with layers on disk."""
+        self._refuse_disk(device_map)
+        return device_map
+
+    def _refuse_disk(self, device_map: Any) -> None:
+        if not self.pre_quantized and isinstance(device_map, Mapping) and "disk" in device_map.values():
+            raise ValueError(
+                "device_map: layers on disk have the weights of their files, which are not quantized; write a quantized folder "
+                "first (lowbit quantize) and load that with this device_map"
+            )
+
+    def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+        return dequantize_model(model, dtype, self.quantization_config.tied)
+
     @property
     def is_trainable(self) -> bool:
-        return False
+        """Whether adapters can be trained: with 16-bit activations. On a GPU no gradient passes through a norm or a gate that
+        quantizes the input of the next layer."""
+        return parse_scheme(self.quantization_config.scheme).activation is None
 
     @property
     def is_compileable(self) -> bool:
@@ -240,6 +289,32 @@ def _is_as_stated(model: nn.Module) -> bool:
     layers, Transformers says what the files lack and it makes anew."""
     stated: list[str] | None = getattr(model.config, "architectures", None)
     return not stated or type(model).__name__ in stated
+
+
+def _guarded(save: Callable[..., None]) -> Callable[..., None]:
+    """`PreTrainedConfig.save_pretrained` that makes a folder with a lowbit configuration complete: config.json states the
+    guard, and there is a model card unless somebody else's README.md is there. Transformers has no hook for either, drops the
+    guard's key from configurations that it saves, and uploads a folder right after the weights are saved."""
+
+    @functools.wraps(save)
+    def save_pretrained(self: PreTrainedConfig, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
+        save(self, save_directory, *args, **kwargs)
+        quantization = getattr(self, "quantization_config", None)
+        if not isinstance(quantization, LowbitConfig) or quantization.layers is None:
+            return
+        folder = Path(save_directory)
+        path, card = folder / "config.json", folder / CARD
+        stated = json.loads(path.read_text(encoding="utf-8")) | {GUARD_KEY: GUARD}
+        path.write_text(json.dumps(stated, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        if not card.exists() or is_card(card):
+            manifest = Manifest.from_dict(quantization.to_dict(), path)
+            text = model_card(manifest, self.name_or_path or None)
+            card.write_text(text, encoding="utf-8")
+
+    return save_pretrained
+
+
+PreTrainedConfig.save_pretrained = _guarded(PreTrainedConfig.save_pretrained)  # type: ignore[method-assign]
 
 
 class Quantized:

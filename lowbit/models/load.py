@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader
 from lowbit.checkpoint.detect import quantization_of
-from lowbit.checkpoint.reader import INDEX, SINGLE, read_json
+from lowbit.checkpoint.reader import pickle_refusal, read_json
 from lowbit.formats import parse_scheme
+from lowbit.hardware.machine import torch_device
 from lowbit.models.complete import Shape, incomplete, is_finite, require_complete, require_finite, some
 from lowbit.models.cpu import cpu_dtype, plan_on_cpu, quantizing_dtype
 from lowbit.models.head import quantize_head
@@ -22,6 +24,8 @@ from lowbit.models.source import Contents, is_foreign, open_checkpoint
 from lowbit.nn.embedding import QuantEmbedding
 from lowbit.nn.linear import make_batch_invariant
 from lowbit.nn.packed import PackedWeight
+from lowbit.progress import Progress
+from lowbit.sources import local_model
 
 
 def load(
@@ -34,15 +38,16 @@ def load(
     progress: bool = False,
     batch_invariant: bool = False,
 ) -> PreTrainedModel:
-    """The Transformers model in a folder, of that name on a hub, or in a GGUF file, of the class that config.json names, with
-    all its weights on `device` ("cuda" when torch sees a GPU, else "cpu").
+    """The Transformers model in a folder, of that name on the hub (`sources.local_model`), or in a GGUF file, of the class that
+    config.json names, with all its weights on `device` ("cuda" when torch sees a GPU, else "cpu").
 
     source: a lowbit checkpoint, a 16-bit model, or one that another tool quantized (docs/checkpoints.md lists them). The layers
     of the last are taken over one by one as `convert_checkpoint` does, with its checks, and nothing is written;
     `save_pretrained` makes a lowbit checkpoint. scheme: quantize 16-bit weights to it while loading. dtype of activations: the
     checkpoint's own on a GPU, that of `models.cpu.cpu_dtype` on a CPU. verify: compare the files of a lowbit checkpoint with
-    the checksums in its config.json first, which reads them once more. progress: show a bar while another tool's layers are
-    read. batch_invariant: quantized layers give a token the same bits in every batch, on a GPU (`nn.make_batch_invariant`).
+    the checksums in its config.json first, which reads them once more. progress: show how far checksums
+    and another tool's layers are. batch_invariant: quantized layers give a token the same bits in every batch, on a GPU
+    (`nn.make_batch_invariant`).
     Raises CheckpointError for parameters that the files lack, have too many of, or of another shape, for numbers that are not
     finite and for layers that cannot be taken over; it names them. Raises ValueError for a checkpoint that is quantized
     already, to something else than `scheme`.
@@ -83,17 +88,18 @@ def _load(
     source: str | Path, scheme: str | None, device: str | torch.device | None, dtype: torch.dtype | None, *, verify: bool,
     progress: bool, causal: bool = False, head: str | None = None, or_encoder_decoder: bool = False,
 ) -> PreTrainedModel:  # fmt: skip
-    device, folder = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")), Path(source)
+    device, folder = torch_device(device), local_model(source)
     opened = open_checkpoint(folder) if is_foreign(folder) else None
-    config = config_of(source) if opened is None else opened.config
-    model = build(config, folder / "config.json") if opened is None else opened.model
+    config = config_of(folder) if opened is None else opened.config
+    # Building a model changes its configuration, and the one that Transformers gets below is as config_of made it.
+    model = build(copy.deepcopy(config), folder / "config.json") if opened is None else opened.model
     if causal:
         require_causal(model, source, or_encoder_decoder=or_encoder_decoder)
     head = None if is_encoder_decoder(model) else head
     held = opened.tool if opened is not None else _held(config)
     options = _quantization(source, held, scheme, head)
     if verify:
-        verify_checkpoint(source)
+        verify_checkpoint(folder, progress=progress)
     if folder.is_dir():
         _check_generation(folder)
     own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float16
@@ -104,19 +110,16 @@ def _load(
         return model
     if folder.is_dir():
         _check_headers(folder, model)
+        _check_adapter(folder)
     read = quantizing_dtype(config, wanted) if options else wanted
     try:
         model, info = type(model).from_pretrained(
-            source, dtype=read, device_map={"": device}, output_loading_info=True, **options
-        )
+            folder, config=config, dtype=read, device_map={"": device}, output_loading_info=True, trust_remote_code=False,
+            use_safetensors=True, **options,
+        )  # fmt: skip
     except ImportError as error:  # of another tool, whose method config.json names
         why = f"Transformers cannot load it here ({' '.join(str(error).split())})"
-        hub = (
-            ""
-            if folder.is_dir()
-            else "; in a folder (hf download NAME --local-dir FOLDER) lowbit reads many tools' files itself"
-        )
-        raise CheckpointError(f"{source}: {why}{hub}") from error
+        raise CheckpointError(f"{source}: {why}") from error
     _require_all(source, model, info)
     if getattr(getattr(model, "hf_quantizer", None), "quantization_config", None) is None or _foreign(model):
         require_finite(source, model)  # lowbit's quantizer has looked already
@@ -149,16 +152,25 @@ def _cast(model: PreTrainedModel, read: torch.dtype, wanted: torch.dtype) -> Non
         plan_on_cpu(model, again=True)  # which form a layer can have depends on the type of x
 
 
-def verify_checkpoint(source: str | Path) -> None:
+def verify_checkpoint(source: str | Path, *, progress: bool = False) -> None:
     """Reads the files of one of lowbit's own checkpoints; raises CheckpointError where one has another SHA-256 than config.json
     states, or none is stated, ValueError for what is no folder."""
-    if not Path(source).is_dir():
+    source = local_model(source)
+    if not source.is_dir():
         raise ValueError(f"{source}: checksums are verified in folders; give the path of the checkpoint on disk")
     with CheckpointReader(source) as reader:
-        if not reader.verify_files():
+        if not verified_files(reader, progress=progress):
             raise CheckpointError(
                 f"{source}: config.json states no checksums of its files; lowbit quantize and lowbit convert write them"
             )
+
+
+def verified_files(reader: CheckpointReader, *, progress: bool = False) -> tuple[str, ...]:
+    """The files whose checksums are those that config.json states, compared as `CheckpointReader.verify_files` does."""
+    total = sum(file.stat().st_size for file in {reader.info(name).file for name in reader.names()})
+    shown = progress and reader.manifest is not None and bool(reader.manifest.files)
+    with Progress(total=total, desc="checksums", unit="B", unit_scale=True, shown=shown) as bar:
+        return reader.verify_files(bar.update)
 
 
 def check_checkpoint(folder: str | Path) -> tuple[str, ...]:
@@ -166,7 +178,7 @@ def check_checkpoint(folder: str | Path) -> tuple[str, ...]:
     every number finite; empty when nothing is. Of lowbit's own, codes, zeros and factors are looked into as well, of another
     tool's what its reader checks. Raises CheckpointError for files that cannot be read at all, and of another tool's for the
     first thing that is wrong."""
-    folder = Path(folder)
+    folder = local_model(folder)
     if is_foreign(folder):
         refused = Contents(folder, open_checkpoint(folder)).check()
         return (refused,) if refused else ()
@@ -212,11 +224,16 @@ def _quantization(source: str | Path, held: str | None, scheme: str | None, head
 def _check_headers(folder: Path, model: PreTrainedModel) -> None:
     """Compares the headers of a folder's files with the model before anything is loaded; those of lowbit's own checkpoints are
     compared by its quantizer, those of other tools have the layout that Transformers' quantizer for them knows."""
-    if not any((folder / name).exists() for name in (SINGLE, INDEX)):
-        return
     with CheckpointReader(folder) as reader:
         if quantization_of(folder, reader.config) is None:
             require_complete(folder, model, _shapes(reader))
+
+
+def _check_adapter(folder: Path) -> None:
+    """Raises CheckpointError where Transformers would find an adapter of PEFT beside the model and unpickle it."""
+    names = "adapter_config.json", "adapter_model.bin"
+    if all((folder / name).exists() for name in names) and not (folder / "adapter_model.safetensors").exists():
+        raise CheckpointError(f"{folder}: holds {pickle_refusal(names[1])}")
 
 
 def _check_generation(folder: Path) -> None:

@@ -7,20 +7,20 @@ as codes instead of 16-bit numbers. So devices, types, names, ties and buffers a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from lowbit.checkpoint import CheckpointError, LayerEntry, Manifest
-from lowbit.models.conversion_targets import NOTHING_QUANTIZED, manifest_of
+from lowbit.models.conversion_targets import NOTHING_QUANTIZED, converted_record, manifest_of
 from lowbit.models.hf import LowbitConfig, Quantized
 from lowbit.models.source import Contents, Opened
+from lowbit.progress import Progress
 
 logger = logging.get_logger(__name__)
 
@@ -54,13 +54,13 @@ def load_foreign(
     if contents.refused:
         advice = "lowbit convert --to dequantized may write 16-bit weights of it, or load it with the tool that made it"
         raise CheckpointError(f"{where}: {contents.refusals()}. {advice}")
-    loader = _Loader(contents, device)
-    with tqdm(
-        total=len(opened.source.entries), desc=f"{opened.tool} weights", unit="layer", disable=not progress, leave=False
-    ) as bar:
+    loader = _Loader(contents, opened.tool, device)
+    layers = len(opened.source.entries)
+    with Progress(total=layers, desc=f"{opened.tool} weights", unit="layers", shown=progress) as bar:
         model, info = type(opened.model).from_pretrained(
             None, config=opened.config, state_dict=loader.tensors(bar.update), quantization_config=loader.expected(),
             dtype=dtype, device_map={"": device}, output_loading_info=True, generation_config=_generation(where, opened),
+            trust_remote_code=False,
         )  # fmt: skip
     stated = LowbitConfig.from_dict(loader.manifest().to_dict())
     model.hf_quantizer.quantization_config = model.config.quantization_config = stated
@@ -74,8 +74,8 @@ def load_foreign(
 class _Loader:
     """Hands the layers and tensors of a checkpoint to Transformers and remembers what the layers are."""
 
-    def __init__(self, contents: Contents, device: torch.device) -> None:
-        self.contents, self.source, self.device = contents, contents.source, device
+    def __init__(self, contents: Contents, tool: str, device: torch.device) -> None:
+        self.contents, self.source, self.tool, self.device = contents, contents.source, tool, device
         self.modules = {name: contents.module(name) or name for name in self.source.entries}
         self.entries: dict[str, LayerEntry] = {}
 
@@ -103,7 +103,8 @@ class _Loader:
     def manifest(self) -> Manifest:
         """What config.json would state of the layers, once all are read."""
         entries = {module: self.entries[module] for module in self.modules.values()}
-        return manifest_of(entries, self.contents.kept(), self.contents.tied(entries))
+        stated = manifest_of(entries, self.contents.kept(), self.contents.tied(entries))
+        return replace(stated, method=converted_record(self.tool))
 
 
 def _generation(where: Path, opened: Opened) -> GenerationConfig:

@@ -3,31 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader, CheckpointWriter, LayerEntry, Manifest, layer_tensors
 from lowbit.checkpoint.detect import quantization_of
 from lowbit.checkpoint.target import check_space, discard
 from lowbit.formats import QuantTensor, Scheme, parse_scheme, rotate_blocks
+from lowbit.hardware.machine import torch_device
+from lowbit.methods import DATA_FREE, Hqq, Learned, Method, Mixed, Rtn, Search, SmoothQuant, method_of, method_record
 from lowbit.models.calibrate import Calibration, Finished, Results, calibrate_layers, finished_bytes, recipe_of
 from lowbit.models.complete import require_complete, require_finite_tensor
 from lowbit.models.decoder import Decoder
 from lowbit.models.hf import give_back_freed_memory, plan_for
+from lowbit.models.learn import ENOUGH_TOKENS
 from lowbit.models.names import Names
 from lowbit.models.rotate import RotatedReader
 from lowbit.models.sensitivity import SCRATCH_FILES, measure_sensitivity
 from lowbit.models.skeleton import build, config_as_read
 from lowbit.nn.convert import Plan, matches, quantized
+from lowbit.progress import Progress
 from lowbit.quantize.hqq import hqq
 from lowbit.quantize.lorc import lorc
-from lowbit.quantize.method import DATA_FREE, Hqq, Learned, Method, Rtn, SmoothQuant
-from lowbit.quantize.mixed import Mixed, choose, stored_bits
-from lowbit.quantize.rtn import Search
+from lowbit.quantize.mixed import choose, stored_bits
+from lowbit.sources import local_model
+
+
+def _silent(line: str) -> None:
+    """Says nothing."""
 
 
 def quantize_checkpoint(
@@ -37,35 +45,40 @@ def quantize_checkpoint(
     *,
     skip: Iterable[str] | None = None,
     embeddings: bool = False,
-    search: Search = "max",
-    method: Method | None = None,
+    search: Search | None = None,
+    method: str | Method | None = None,
     calibration: Calibration | None = None,
     mixed: Mixed | None = None,
     low_rank: int = 0,
     wide_inputs: Iterable[str] = (),
     rotation: int | None = None,
     rotate_inputs: Iterable[str] = (),
-    device: str | torch.device = "cpu",
+    device: str | torch.device | None = None,
     overwrite: bool = False,
     progress: bool = False,
-    say: Callable[[str], None] = lambda line: None,
+    say: Callable[[str], None] = _silent,
+    **options: Any,
 ) -> Plan:
     """Writes the Transformers checkpoint `source` to the folder `target` with quantized weights.
 
-    By round-to-nearest with scales by `search`, or by `method` (`quantize.method`). Without calibration one tensor is read,
-    quantized on `device` and written at a time, so peak memory is one shard of the output (2 GiB at most) plus one layer; with
-    it, see `calibrate_layers`: layers outside the decoder are rounded to nearest, and a run that was killed goes on when it is
-    called again. `mixed` chooses a scheme for each unit of layers in the decoder. Unless `low_rank` is 0, each linear layer has
-    a correction of that rank (`quantize.lorc`), for its inputs where the method observes them. Layers that fit one of the
-    patterns `wide_inputs` have the scheme's weights with 16-bit activations. With `rotation`, a seed, the residual stream
-    and heads are rotated first (`models.rotate`). Layers that fit one of the patterns `rotate_inputs` have their inputs rotated
-    when the model runs, in blocks of channels (`formats.rotate_blocks`). `target` appears complete or not at all. `say` gets a
-    line for every choice made on the way. Returns the report of what was converted and what was not. Other arguments as for
-    `lowbit.LowbitConfig`. Raises CheckpointError for files that cannot be read or written and ValueError for schemes, weights,
-    texts, patterns and devices that cannot be used, and where nothing can be quantized.
+    source: a folder, or a name on the hub. method: the name of one ("rtn", "gptq", ...), with `search` and `options` named as
+    on the command line (act_order=True, `methods.method_of`), or an object of `methods` that has its own; round-to-nearest when
+    absent. device: "cuda" when torch sees a GPU, else "cpu".
+
+    Without calibration one tensor is read, quantized on `device` and written at a time, so peak memory is one shard of the
+    output (2 GiB at most) plus one layer; with it, see `calibrate_layers`: layers outside the decoder are rounded to nearest,
+    and a run that was killed goes on when it is called again. `mixed` chooses a scheme for each unit of layers in the decoder.
+    Unless `low_rank` is 0, each linear layer has a correction of that rank (`quantize.lorc`), for its inputs where the method
+    observes them. Layers that fit one of the patterns `wide_inputs` have the scheme's weights with 16-bit activations. With
+    `rotation`, a seed, the residual stream and heads are rotated first (`models.rotate`). Layers that fit one of the patterns
+    `rotate_inputs` have their inputs rotated when the model runs, in blocks of channels (`formats.rotate_blocks`). `target`
+    appears complete or not at all. `say` gets a line for every choice made on the way; warnings without it are Python's.
+    Returns the report of what was converted and what was not. Other arguments as for `lowbit.LowbitConfig`. Raises
+    CheckpointError for files that cannot be read or written and ValueError for schemes, weights, texts, patterns and devices
+    that cannot be used, and where nothing can be quantized.
     """
-    source, target = Path(source), Path(target)
-    method, device = Rtn(search) if method is None else method, _computing(device)
+    method = _chosen(method, search, options)
+    source, target, device = local_model(source), Path(target), torch_device(device)
     with (
         CheckpointWriter(target, overwrite=overwrite, sources=[source], say=say) as writer,
         _opened(source, rotation, say) as reader,
@@ -95,10 +108,12 @@ def quantize_checkpoint(
             others = {name: chosen for name, chosen in weights.schemes.items() if chosen != plan.scheme}
             plan = weights.plan = dataclasses.replace(plan, others=others)
         static = any(scheme.static_activations for scheme in weights.schemes.values())
-        if static or not isinstance(method, DATA_FREE):
+        calibrated = static or not isinstance(method, DATA_FREE)
+        used = (calibration or Calibration()).record() if calibrated or mixed is not None else None
+        if calibrated:
             weights.calibrate(target, calibration or Calibration(), needed_bytes, say, progress)
         entries = {}
-        for tensor in tqdm(reader.names(), desc=f"{scheme}", unit="tensor", disable=not progress, leave=False):
+        for tensor in Progress(reader.names(), desc=f"{scheme}", unit="tensors", shown=progress):
             module = modules.get(tensor)
             if module in plan.shapes:
                 q = weights.quantized(tensor, module)
@@ -109,7 +124,9 @@ def quantize_checkpoint(
                 give_back_freed_memory()
             elif module not in plan.tied:
                 writer.add(names.written(tensor, plan.shapes), weights.plain(tensor))
-        manifest = dataclasses.replace(manifest_of(plan, entries), rotation=rotation)
+        manifest = dataclasses.replace(
+            manifest_of(plan, entries), rotation=rotation, method=method_record(method), calibration=used
+        )
         writer.finish(reader.config, manifest, copy_from=source)
         weights.done()
     return plan
@@ -184,6 +201,14 @@ class _Weights:
         check_space(target, needed_bytes + beside, "the checkpoint, with its finished layers at a byte per weight,")
         recipe = recipe_of(self.reader, self.schemes, self.method, self.low_rank, tokens, decoder)
         finished = Finished(target, recipe, say)
+        if isinstance(self.method, Learned) and tokens.numel() < ENOUGH_TOKENS:
+            samples = -(-ENOUGH_TOKENS // tokens.shape[1])
+            took = f"{tokens.shape[0]} x {tokens.shape[1]}"
+            _warn(
+                f"learned from {tokens.numel():,} tokens ({took}), weights may be worse than rounded to nearest; take "
+                f"{samples} samples of {tokens.shape[1]} tokens or more (--samples {samples}), or --method rtn",
+                say,
+            )
         say(f"calibrating on {tokens.shape[0]} x {tokens.shape[1]} tokens; finished layers are kept in {finished.folder}")
         replaced = {f"{name}.weight": self._rounded(decoder.file_name(f"{name}.weight"), name) for name in self.plan.embeddings}
         dense = {name: q.dequantize() for name, q in replaced.items()}
@@ -236,6 +261,14 @@ class _Weights:
         return q.to("cpu")
 
 
+def _warn(line: str, say: Callable[[str], None]) -> None:
+    """A line of warning by `say`, or by Python's warnings where the caller takes no lines."""
+    if say is _silent:
+        warnings.warn(line, stacklevel=4)
+    else:
+        say(f"warning: {line}")
+
+
 def _opened(source: Path, rotation: int | None, say: Callable[[str], None]) -> CheckpointReader:
     """The reader of a 16-bit checkpoint, rotated where a seed is given."""
     reader = CheckpointReader(source)
@@ -251,17 +284,14 @@ def _opened(source: Path, rotation: int | None, say: Callable[[str], None]) -> C
     return rotated
 
 
-def _computing(device: str | torch.device) -> torch.device:
-    """The device to compute on; raises ValueError when there is no such one here."""
-    try:
-        found = torch.device(device)
-    except RuntimeError:
-        raise ValueError(f"computing is done on cpu, or on cuda or one GPU such as cuda:1, not on {str(device)!r}") from None
-    count = torch.cuda.device_count()
-    if found.type == "cuda" and (found.index or 0) >= count:
-        why = f"it finds {count} GPUs" if count or torch.version.cuda else "it was built without CUDA"
-        raise ValueError(f"{found}: torch {torch.__version__} has no such device, {why}; compute on cpu instead")
-    return found
+def _chosen(method: str | Method | None, search: Search | None, options: dict[str, Any]) -> Method:
+    """The method of a call; raises TypeError for options beside a method that has its own, or that no method has."""
+    given = options if search is None else {"search": search, **options}
+    if method is None or isinstance(method, str):
+        return method_of(method or "rtn", given)
+    if given:
+        raise TypeError(f"{', '.join(given)}: options go with the name of a method, {type(method).__name__} has its own")
+    return method
 
 
 def _fitting(patterns: tuple[str, ...], model: nn.Module) -> tuple[str, ...]:

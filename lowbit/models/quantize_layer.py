@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.formats import QuantTensor, Scheme
+from lowbit.methods import Awq, Gptq, Learned, Method, Rtn, SmoothQuant
 from lowbit.models.decoder import Decoder, Input
 from lowbit.models.learn import learn
 from lowbit.quantize.activations import static_range
@@ -18,7 +19,6 @@ from lowbit.quantize.fold import Fold, divide_outputs, multiply_inputs
 from lowbit.quantize.gptq import gptq
 from lowbit.quantize.learned import LearnedRounding
 from lowbit.quantize.lorc import lorc
-from lowbit.quantize.method import Awq, Gptq, Learned, Method, Rtn, SmoothQuant
 from lowbit.quantize.rtn import rtn
 from lowbit.quantize.smoothquant import best_alpha, smoothing_scale
 from lowbit.quantize.statistics import InputStatistics

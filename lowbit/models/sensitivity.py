@@ -9,12 +9,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from tqdm import tqdm
 
 from lowbit.checkpoint import CheckpointError
 from lowbit.checkpoint.target import PARTIAL
 from lowbit.formats import Scheme
 from lowbit.models.decoder import Decoder
+from lowbit.progress import Progress
 from lowbit.quantize.mixed import Candidate, sensitivity
 
 TOKENS = 4096
@@ -45,7 +45,7 @@ def measure_sensitivity(
     texts = tokens[torch.linspace(0, len(tokens) - 1, count).round().long()]
     hidden = decoder.embed(texts)
     groups: list[list[tuple[str, ...]]] = []
-    bar = tqdm(total=2 * len(decoder), desc="sensitivity", unit="layer", disable=not progress, leave=False)
+    bar = Progress(total=2 * len(decoder), desc="sensitivity", unit="layers", shown=progress)
     for i in range(len(decoder)):
         _keep(scratch / f"{i}.safetensors", torch.cat(hidden))
         decoder.load(i)

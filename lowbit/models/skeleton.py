@@ -5,7 +5,13 @@ All of Transformers' ways to fail on a damaged config.json or tokenizer end here
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import math
+import os
 import re
+import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,19 +27,36 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
+from transformers.utils import logging
 
 from lowbit.checkpoint import CheckpointError, CheckpointReader
 from lowbit.checkpoint.gguf import gguf_file
-from lowbit.checkpoint.reader import read_json
+from lowbit.checkpoint.reader import INDEX, SINGLE, read_json
+from lowbit.checkpoint.schema import GUARD
+from lowbit.checkpoint.target import COMPANIONS
+from lowbit.models.complete import some
+from lowbit.sources import TEMPLATES, linked_inside, model_folder
+
+logger = logging.get_logger(__name__)
 
 CONFIG_ERRORS = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, RuntimeError, TypeError,
-    ValueError, StrictDataclassError,
+    ValueError, StrictDataclassError, re.error,
 )  # fmt: skip
 """What Transformers 5 raises for files whose fields have other types or values than it expects: strict dataclasses check the
 declared fields of a configuration, everything else fails where a module is built from it."""
+ATTENTION = ("eager", "sdpa", "flex_attention")
+EXPERTS = ("eager", "batched_mm", "grouped_mm")
+"""What a config.json may ask for: kernels of PyTorch."""
+PANIC = "PanicException"
+"""The name of the BaseException that a panic of a Rust library becomes; no module exports the class."""
 MAX_LAYERS = 1000
 """Of a model; building more modules than this from one damaged number would take minutes."""
+MAX_POSITIONS = 1 << 27
+"""Of a text; tables of more would take gigabytes before the first token."""
+_POSITIONS = re.compile(r"(^|[._])(max_position_embeddings|n_positions|max_sequence_length|max_seq_len|n_ctx)$")
+_EPSILON = re.compile(r"(^|[._])(\w+_)?(eps|epsilon)$")
+_SCALE = re.compile(r"(^|[._])(rope_theta|rotary_emb_base|\w*_theta|factor|\w*softcapping)$")
 _LAYER_COUNT = re.compile(r"(^|_)(n_layers?|num_layers|num_\w*layers|layers|depth)$")
 
 
@@ -47,9 +70,13 @@ class damaged:
     def __enter__(self) -> None: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *rest: object) -> None:
-        # The tokenizers package raises bare Exceptions for files that it cannot read.
-        if isinstance(error, CheckpointError) or kind is None or not (kind is Exception or issubclass(kind, CONFIG_ERRORS)):
+        # For files that it cannot read, the tokenizers package raises bare Exceptions, or panics, which are no Exception.
+        if kind is None or issubclass(kind, CheckpointError):
             return
+        if not (kind is Exception or kind.__name__ == PANIC or issubclass(kind, CONFIG_ERRORS)):
+            return
+        if isinstance(error, ValueError) and "trust_remote_code" in str(error):
+            raise CheckpointError(f"{self.where}: {_code_refusal(self.fields)}") from error
         text = " ".join(str(error).split())
         named = text if isinstance(error, (ValueError, OSError, StrictDataclassError)) else f"{kind.__name__}: {text}"
         fields = ", ".join(f"{key} is {value!r}" for key, value in _suspects(self.fields, error))
@@ -59,12 +86,15 @@ class damaged:
 def config_of(source: str | Path) -> PreTrainedConfig:
     """The configuration of the model in a folder or on a hub; raises CheckpointError for one that is damaged."""
     path = Path(source)
-    fields: Mapping[str, Any] = read_json(path / "config.json") if path.is_dir() else {}
+    fields: Mapping[str, Any] = read_json(model_folder(path) / "config.json") if path.is_dir() else {}
     stated = fields.get("quantization_config")
     if stated is not None and not isinstance(stated, Mapping):
         raise CheckpointError(f"{_file(source)}: quantization_config is a JSON object, got {type(stated).__name__}")
     with damaged(_file(source), "Transformers cannot read it", fields):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(source)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    _check_weights_file(config, source)
+    for part in _parts(config):
+        _drop_kernels(part, _file(source))
     return config
 
 
@@ -88,11 +118,14 @@ def build(config: PreTrainedConfig, where: Path | str, *, buffers: bool = False)
     for key, value in _leaves(fields):
         if _LAYER_COUNT.search(key) and type(value) is int and value > MAX_LAYERS:
             raise CheckpointError(f"{where}: {key} is {value:,}; models of up to {MAX_LAYERS:,} layers are read")
+        _check_number(key, value, where)
     cls = _architecture(config, where)
     name = "causal language model" if cls is None else cls.__name__
     place = init_empty_weights(include_buffers=False) if buffers else torch.device("meta")
     with damaged(where, f"Transformers cannot build a {name} from it", fields), place:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config) if cls is None else cls(config)
+        model: PreTrainedModel = (
+            AutoModelForCausalLM.from_config(config, trust_remote_code=False) if cls is None else cls(config)
+        )
         model.state_dict()  # a dimension that no tensor can have may show only here
     return model
 
@@ -143,21 +176,88 @@ def tokenizer_of(source: str | Path, model: nn.Module | None = None) -> Any:
     """The tokenizer of a folder, in a GGUF file or on a hub. Raises CheckpointError for a damaged one, and for one with more
     tokens (without those added later) than the embedding of `model` has rows."""
     path = Path(source)
-    for name in ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"):  # tokenizer.json is megabytes
-        if (path / name).is_file():
-            read_json(path / name)
     gguf = gguf_file(path)
-    with damaged(source, "its tokenizer (tokenizer.json) cannot be read" if gguf is None else "its tokenizer cannot be read"):
+    if path.is_dir():
+        model_folder(path)
+    elif gguf is not None:  # Transformers reads these from the folder of the file, which may hold anything else as well
+        for name in ("config.json", TEMPLATES, *COMPANIONS):
+            linked_inside(gguf.parent / name, gguf.parent)
+    stated: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "added_tokens.json", "tokenizer_config.json"):  # tokenizer.json is megabytes
+        if (path / name).is_file():
+            stated = read_json(path / name)
+            _check_length(path / name, stated)
+    what = "its tokenizer (tokenizer.json) cannot be read" if gguf is None else "its tokenizer cannot be read"
+    with damaged(source, what, {"auto_map": stated.get("auto_map")}), _without_panics():
         at = (source, {}) if gguf is None else (gguf.parent, {"gguf_file": gguf.name})
-        tokenizer = AutoTokenizer.from_pretrained(at[0], **at[1])
+        tokenizer = AutoTokenizer.from_pretrained(at[0], trust_remote_code=False, **at[1])
+        _try(tokenizer)
     if model is not None:
         rows = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
-        if tokenizer.vocab_size > rows:
+        tokens = max(tokenizer.vocab_size, 1 + _last_token(tokenizer))
+        if tokens > rows:
             raise CheckpointError(
-                f"{source}: its tokenizer has {tokenizer.vocab_size:,} tokens, the model's embedding {rows:,} rows (vocab_size "
+                f"{source}: its tokenizer has {tokens:,} tokens, the model's embedding {rows:,} rows (vocab_size "
                 "in config.json); the two belong to different models"
             )
     return tokenizer
+
+
+SAMPLE = "Hello, world! 1 + 1 = 2\n  naïve 世界 👍"
+"""What a tokenizer encodes and decodes once when it is loaded: many damaged files are read without an error."""
+
+
+def _try(tokenizer: Any) -> None:
+    """Raises an error where a tokenizer does not make numbers of a text and a text of numbers."""
+    ids = tokenizer(SAMPLE).input_ids
+    if not isinstance(ids, list) or not all(type(token) is int for token in ids):
+        raise ValueError(f"it makes {type(ids).__name__} of a text instead of token numbers")
+    for skip in (False, True):
+        if not isinstance(tokenizer.decode(ids, skip_special_tokens=skip), str):
+            raise ValueError("it makes no text of token numbers")
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id"):
+        token = getattr(tokenizer, name)
+        if token is not None and type(token) is not int:
+            raise ValueError(f"{name} is a token's number, got {token!r}")
+
+
+def _last_token(tokenizer: Any) -> int:
+    """The largest number of a token, without those added later; -1 if there is none."""
+    added = tokenizer.get_added_vocab()
+    return max((number for token, number in tokenizer.get_vocab().items() if token not in added), default=-1)
+
+
+def _check_length(path: Path, fields: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for a model_max_length that is no number, with which texts are compared."""
+    length = fields.get("model_max_length")
+    if length is not None and (type(length) not in (int, float) or math.isnan(length)):
+        raise CheckpointError(f"{path}: model_max_length is a number of tokens, got {length!r}; correct it or remove it")
+
+
+@contextlib.contextmanager
+def _without_panics() -> Iterator[None]:
+    """A block in which a panic of a Rust library, which prints its own lines on stderr, raises and prints nothing. What else is
+    written to stderr meanwhile, by the whole process, comes at the end of the block."""
+    try:
+        stderr = os.dup(2)
+    except OSError:  # it is closed
+        yield
+        return
+    with tempfile.TemporaryFile() as written:
+        os.dup2(written.fileno(), 2)
+        panicked = False
+        try:
+            yield
+        except BaseException as error:
+            panicked = type(error).__name__ == PANIC
+            raise
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            written.seek(0)
+            if not panicked and (text := written.read()):
+                sys.stderr.flush()
+                os.write(2, text)
 
 
 def _architecture(config: PreTrainedConfig, where: Path | str) -> type[PreTrainedModel] | None:
@@ -176,6 +276,71 @@ def _architecture(config: PreTrainedConfig, where: Path | str) -> type[PreTraine
     if expected is not None and not isinstance(config, expected):
         raise CheckpointError(f"{where}: model_type {config.model_type!r} does not go with the architecture {stated[0]}")
     return cls
+
+
+def _code_refusal(fields: Mapping[str, Any]) -> str:
+    """Why a model that comes with its own code is not read, and what to do."""
+    stated = fields.get("auto_map")
+    lists = (value if isinstance(value, list) else [value] for _, value in _leaves(stated))
+    named = sorted({str(name) for names in lists for name in names if name})
+    model_type = f" of model_type {fields['model_type']!r}" if "model_type" in fields else ""
+    return (
+        f"auto_map names code that comes with the model{model_type}{f' ({some(named)})' if named else ''}; lowbit runs no code "
+        f"of a model's files and reads models that Transformers has itself, {transformers.__version__} here: a newer one may "
+        "have it (pip install --upgrade transformers)"
+    )
+
+
+def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    """A configuration and those inside it, as of a text and a vision model."""
+    yield config
+    for value in vars(config).values():
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, PreTrainedConfig):
+                yield from _parts(part)
+
+
+def _drop_kernels(config: PreTrainedConfig, where: Path | str) -> None:
+    """Takes back what config.json says of kernels unless PyTorch has them: Transformers downloads others from a hub and runs
+    them, also for flash_attention_2 where the package kernels is installed."""
+    for key, ours in (("attn_implementation", ATTENTION), ("experts_implementation", EXPERTS)):
+        stated = getattr(config, f"_{key}", None)
+        if stated is not None and stated not in ours:
+            _warn(f"{where}: {key} is {stated!r}, which is ignored: a file does not choose kernels; the default is used")
+            setattr(config, f"_{key}_internal", None)
+
+
+@functools.cache
+def _warn(line: str) -> None:
+    """Logs a warning, once in a process: a configuration is read several times on the way to a model."""
+    logger.warning(line)
+
+
+def _check_weights_file(config: PreTrainedConfig, source: str | Path) -> None:
+    """Raises CheckpointError where config.json sends Transformers to another file than those whose headers are checked."""
+    stated = getattr(config, "transformers_weights", None)
+    if stated not in (None, GUARD):
+        raise CheckpointError(
+            f"{_file(source)}: transformers_weights is {stated!r}, and only {SINGLE} or {INDEX} is read; rename the file and "
+            "remove the field"
+        )
+
+
+def _check_number(key: str, value: Any, where: Path | str) -> None:
+    """Raises CheckpointError for a number of a configuration with which a model computes nonsense."""
+    numbers = [each for each in (value if isinstance(value, (list, tuple)) else [value]) if type(each) in (int, float)]
+    for number in numbers:
+        wanted = ""
+        if math.isnan(number):
+            wanted = "a number"
+        elif _POSITIONS.search(key) and number > MAX_POSITIONS:
+            wanted = f"at most {MAX_POSITIONS:,} tokens"
+        elif _EPSILON.search(key) and not 0 <= number <= 1:
+            wanted = "from 0 to 1"
+        elif _SCALE.search(key) and not 0 < number < math.inf:
+            wanted = "a number above 0"
+        if wanted:
+            raise CheckpointError(f"{where}: {key} is {number!r}, it has to be {wanted}; take the file of the original model")
 
 
 def _file(source: str | Path) -> Path | str:

@@ -27,6 +27,7 @@ from lowbit.models.names import Names
 from lowbit.models.skeleton import build, config_of
 from lowbit.models.tensorrt_llm import WEIGHTS, TensorrtLlmSource, is_tensorrt_llm
 from lowbit.ops.table import scheme_refusals
+from lowbit.sources import model_folder
 
 _CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".kv_scale")
 _ONLY_DEQUANTIZED = "bitsandbytes"
@@ -89,6 +90,8 @@ class Opened:
 def is_foreign(path: str | Path) -> bool:
     """Whether a quantized checkpoint is at `path` that another tool wrote and whose weights have schemes here."""
     path = Path(path)
+    if path.is_dir():
+        model_folder(path)
     if gguf_file(path) is not None:
         return True
     if not path.is_dir():
@@ -109,6 +112,8 @@ def open_checkpoint(path: Path) -> Opened:
         raise CheckpointError(
             f"{path}: {what}; give the folder of a quantized model (config.json and *.safetensors), or a GGUF file (*.gguf)"
         )
+    if path.is_dir():
+        model_folder(path)
     if file is not None:
         gguf = GgufSource(file)
         return _made("gguf", gguf, gguf.config(), file)

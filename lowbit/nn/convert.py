@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from lowbit.formats import NO_PARTS, InputParts, PerBlock, PerTensor, QuantTensor, Scheme, parse_scheme
 from lowbit.hardware.machine import typical_machine
+from lowbit.methods import Search
 from lowbit.nn.decoding import allow_decoding
 from lowbit.nn.embedding import QuantEmbedding, refuse_input
 from lowbit.nn.linear import QuantLinear
 from lowbit.nn.packed import PackedWeight
 from lowbit.ops.table import Problem, instead, scheme_refusals, why_slow
-from lowbit.quantize.rtn import Search, rtn
+from lowbit.quantize.rtn import rtn
 
 
 @dataclass(frozen=True)
@@ -207,6 +208,20 @@ def swap(model: nn.Module, name: str, q: QuantTensor) -> PackedWeight:
     new.train(module.training)
     model.set_submodule(name, new)
     return new
+
+
+def dequantized(module: PackedWeight, dtype: torch.dtype, shared: nn.Parameter | None = None) -> nn.Linear | nn.Embedding:
+    """A plain layer or embedding with the weights of a quantized one in `dtype`, on its device, with the same bias; with the
+    weights `shared` where they are given. Raises UnsupportedProblem for weights that are not here as a whole."""
+    weight = nn.Parameter(module.dequantized_weight(dtype)) if shared is None else shared
+    new: nn.Linear | nn.Embedding
+    if isinstance(module, QuantLinear):
+        new = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
+        new.register_parameter("bias", module.bias)
+    else:
+        new = nn.Embedding(*module.shape, device="meta")
+    new.weight = weight
+    return new.train(module.training)
 
 
 def tie(model: nn.Module, name: str, owner: str) -> None:

@@ -28,6 +28,12 @@ class QuantizingNorm(nn.Module):
         self.weight, self.eps = norm.weight, eps
         self._reader, self._norm = (reader,), (norm,)  # tuples, so that their parameters are not this module's too
 
+    def restored(self) -> nn.Module:
+        """The norm that was replaced, with the weight that this one has now."""
+        norm = self._norm[0]
+        norm.weight = self.weight
+        return norm.train(self.training)
+
     def forward(self, x: Tensor) -> QuantizedInput:
         reader = self._reader[0]
         if reader.quantizes_rounded_input:
@@ -42,11 +48,22 @@ class QuantizingNorm(nn.Module):
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)), x quantized once for gate and up, and silu, product and quantization for `down_proj` in one
     pass: in float32, as in `QuantizingNorm`; rounded to x's type in between by another tool's rule. x is a tensor [.., K] or a
-    `QuantizedInput`."""
+    `QuantizedInput`. `replaced` is the module with these three layers in whose place this is (`restored`)."""
 
-    def __init__(self, gate_proj: QuantLinear, up_proj: QuantLinear, down_proj: QuantLinear) -> None:
+    def __init__(
+        self, gate_proj: QuantLinear, up_proj: QuantLinear, down_proj: QuantLinear, replaced: nn.Module | None = None
+    ) -> None:
         super().__init__()
         self.gate_proj, self.up_proj, self.down_proj = gate_proj, up_proj, down_proj
+        self._mlp = (replaced,)  # a tuple, so that its parameters are not this module's too
+
+    def restored(self) -> nn.Module:
+        """The module that was replaced, with the layers that this one has now."""
+        mlp = self._mlp[0]
+        assert mlp is not None
+        for name, layer in self.named_children():
+            setattr(mlp, name, layer)
+        return mlp.train(self.training)
 
     def forward(self, x: Tensor | QuantizedInput) -> Tensor:
         if isinstance(x, Tensor):

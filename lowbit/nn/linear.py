@@ -49,6 +49,9 @@ class QuantLinear(PackedWeight):
     products and two roundings to x's type: of x down^T, and of the quantized product before the correction is added. The first
     call brings the weights into the form of the device's kernels (`prepare`), but not one that torch.compile traces: call the
     layer before.
+
+    Gradients reach x and the bias, never the weights: backward dequantizes the weight of one layer at a time, as QLoRA does.
+    The gradient of x does not see that x is rounded to 8 bits (straight-through).
     """
 
     bias: nn.Parameter | None
@@ -88,6 +91,16 @@ class QuantLinear(PackedWeight):
         """The layer's y with another `bias` [out_features], or none."""
         if isinstance(x, QuantizedInput):
             return self._scaled_product(x, bias)
+        if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
+            return self._differentiable(x, bias)
+        return self._multiply(x, bias)
+
+    @torch.compiler.disable(reason="gradients are not compiled; call under torch.no_grad()")
+    def _differentiable(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        y: Tensor = _Differentiable.apply(x, bias, self)
+        return y
+
+    def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.takes_quantized_input:
             return self._scaled_product(self.quantize_input(x), bias)
         if self.hadamard:
@@ -179,6 +192,25 @@ class QuantLinear(PackedWeight):
     def extra_repr(self) -> str:
         said = f"in_features={self.in_features}, out_features={self.out_features}, {self.scheme}, bias={self.bias is not None}"
         return said + (f", hadamard={self.hadamard}" if self.hadamard else "")
+
+
+class _Differentiable(torch.autograd.Function):
+    """The product of a layer, with gradients of x and of the bias; kernels have none of their own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: QuantLinear) -> Tensor:
+        ctx.layer, ctx.bias_dtype = layer, None if bias is None else bias.dtype
+        return layer._multiply(x, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        of_x = of_bias = None
+        if ctx.needs_input_grad[0]:
+            of_x = gradient @ ctx.layer.dequantized_weight(gradient.dtype)
+        if ctx.needs_input_grad[1]:
+            of_bias = gradient.flatten(0, -2).sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return of_x, of_bias, None
 
 
 def make_batch_invariant(model: nn.Module, dtype: torch.dtype) -> None:

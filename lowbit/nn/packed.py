@@ -25,7 +25,7 @@ from lowbit.formats import (
     unpack_words,
 )
 from lowbit.ops.cpu_gemm import pack_for_cpu
-from lowbit.ops.table import Problem, choose, problem_on, warn_slow, weight_refusals, why_slow
+from lowbit.ops.table import Problem, UnsupportedProblem, choose, problem_on, warn_slow, weight_refusals, why_slow
 from lowbit.ops.workspace import make_counters
 from lowbit.pack import FragmentWeight, OperandWeight
 from lowbit.pack.cpu import CpuWeight, unpack_cpu_codes
@@ -295,6 +295,20 @@ class PackedWeight(nn.Module):
         zero = None if self.weight_zero is None else self.weight_zero.data
         transform = self.input_transform.map(lambda t: t.data)
         return QuantTensor(codes, self.weight_scale.data, zero, self.scheme, transform, correction)
+
+    def dequantize_refusals(self) -> tuple[str, ...]:
+        """Why the weights cannot be dequantized here; empty where they can."""
+        if self.is_split:
+            return ("tensor parallelism has split the weights, load the model without it to dequantize them",)
+        if self.weight_scale.is_meta:
+            return ("Accelerate has offloaded the weights, load the model without offloading (device_map) to dequantize them",)
+        return ()
+
+    def dequantized_weight(self, dtype: torch.dtype) -> Tensor:
+        """The weights [N, K] that multiply x as it comes, in `dtype`. Raises UnsupportedProblem with `dequantize_refusals`."""
+        if refusals := self.dequantize_refusals():
+            raise UnsupportedProblem("; ".join(refusals))
+        return self.quant_tensor().dequantize(dtype)
 
     @property
     def weight_nbytes(self) -> int:

@@ -2,7 +2,7 @@
 
 These are calls of torch's operators, with nothing in between: a call of an operator written in Python takes as long as some of
 these products. What torch.compile traces of 16 bits calls `lowbit::cpu_gemm` instead, in which the choice between few rows and
-many is made when it runs, not when it is traced. In float32 there is no choice, and gradients of x are torch's.
+many is made when it runs, not when it is traced. In float32 there is no choice.
 """
 
 from __future__ import annotations

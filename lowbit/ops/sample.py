@@ -7,12 +7,12 @@ capture; plain torch (kernels/reference/sampling.py) on a CPU. Both draw the sam
 from __future__ import annotations
 
 import functools
-import math
+import numbers
 import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -33,6 +33,21 @@ torch.library.define(
 
 LEAST_TEMPERATURE = 1e-3
 """Below it, other than 0, a temperature is a mistake: float32 then holds the scaled logits no longer."""
+
+
+_LARGEST = torch.finfo(torch.float32).max
+
+
+def is_whole(value: object) -> bool:
+    """Returns True for an integer of Python or NumPy other than a bool."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def is_real(value: Any) -> bool:
+    """Returns True for a number of Python or NumPy, other than a bool, that is finite in float32."""
+    if isinstance(value, bool) or not issubclass(type(value), numbers.Real):
+        return False
+    return bool(-_LARGEST <= value <= _LARGEST)  # not NaN
 
 
 @dataclass(frozen=True)
@@ -59,22 +74,23 @@ class Sampling:
     min_new_tokens: int = 0
 
     def __post_init__(self) -> None:
-        t, penalty = self.temperature, self.repetition_penalty
+        def real(name: str, least: float, most: float) -> bool:
+            return is_real(value := getattr(self, name)) and least <= value <= most
+
+        def whole(name: str, least: int, most: int) -> bool:
+            return is_whole(value := getattr(self, name)) and least <= value < most
+
         ranges = (
-            ("temperature", "0 or 0.001 to 1000", t == 0 or LEAST_TEMPERATURE <= t <= 1000),
-            ("top_k", "0 (off) to 2^31 - 1", 0 <= self.top_k < 1 << 31),
-            ("top_p", "more than 0 and at most 1 (off)", 0 < self.top_p <= 1),
-            ("min_p", "0 (off) to 1", 0 <= self.min_p <= 1),
-            ("repetition_penalty", "0.001 to 1000, 1 being none", LEAST_TEMPERATURE <= penalty <= 1000),
-            ("presence_penalty", "finite", math.isfinite(self.presence_penalty)),
-            ("frequency_penalty", "finite", math.isfinite(self.frequency_penalty)),
-            ("seed", "a 64-bit number", -(1 << 63) <= self.seed < 1 << 64),
-            (
-                "logit_bias",
-                "token numbers from 0 on with finite numbers",
-                all(i >= 0 and math.isfinite(b) for i, b in self.bias),
-            ),
-            ("min_new_tokens", "0 to 2^31 - 1", 0 <= self.min_new_tokens < 1 << 31),
+            ("temperature", "0 or 0.001 to 1000", real("temperature", 0, 0) or real("temperature", LEAST_TEMPERATURE, 1000)),
+            ("top_k", "0 (off) to 2^31 - 1", whole("top_k", 0, 1 << 31)),
+            ("top_p", "more than 0 and at most 1 (off)", real("top_p", 0, 1) and self.top_p > 0),
+            ("min_p", "0 (off) to 1", real("min_p", 0, 1)),
+            ("repetition_penalty", "0.001 to 1000, 1 being none", real("repetition_penalty", LEAST_TEMPERATURE, 1000)),
+            ("presence_penalty", "finite", is_real(self.presence_penalty)),
+            ("frequency_penalty", "finite", is_real(self.frequency_penalty)),
+            ("seed", "a 64-bit number", whole("seed", -(1 << 63), 1 << 64)),
+            ("logit_bias", "token numbers from 0 on with finite numbers", _are_biases(self.logit_bias)),
+            ("min_new_tokens", "0 to 2^31 - 1", whole("min_new_tokens", 0, 1 << 31)),
         )
         for name, wanted, right in ranges:
             if not right:
@@ -103,6 +119,13 @@ class Sampling:
             (sampling.HELD, self.min_new_tokens > 0),
         )
         return sum(bit for bit, yes in used if yes)
+
+
+def _are_biases(given: object) -> bool:
+    pairs = list(given.items()) if isinstance(given, Mapping) else given
+    if not isinstance(pairs, (list, tuple)) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        return False
+    return all(is_whole(token) and token >= 0 and is_real(bias) for token, bias in pairs)
 
 
 def _word(name: int, dtype: torch.dtype) -> property:

@@ -1,6 +1,6 @@
 """Load, quantize if asked, generate: the call and response of DeepSpeed-MII's pipeline, and streams.
 
-pipe = lowbit.pipeline("path", quantization_mode="wf6af16")
+pipe = lowbit.pipeline("path", scheme="wf6af16")
 for response in pipe(["DeepSpeed is", "Seattle is"], max_new_tokens=128):
     print(response.generated_text, response.finish_reason)
 for piece in pipe.stream("Seattle is", max_new_tokens=128):

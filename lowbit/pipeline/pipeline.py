@@ -7,17 +7,25 @@ import contextlib
 import functools
 import inspect
 import threading
+import warnings
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
-from lowbit.engine import Drawn, Engine, TextStream
+from lowbit.engine import Drawn, Engine, TextFailed, TextStream
 from lowbit.engine.warm_up import Stage
+from lowbit.hardware.machine import torch_device
 from lowbit.models.head import SCHEME
 from lowbit.models.load import load_causal
 from lowbit.models.skeleton import is_encoder_decoder, tokenizer_of
@@ -25,6 +33,8 @@ from lowbit.nn.linear import make_batch_invariant
 from lowbit.pipeline.request import FinishReason, GenerateParams, Response, UnknownArgument
 from lowbit.pipeline.requests import config_refusals, requests_of
 from lowbit.pipeline.stream import Stream
+from lowbit.progress import Progress
+from lowbit.sources import local_model
 
 
 class Pipeline:
@@ -53,7 +63,7 @@ class Pipeline:
     def __call__(self, prompts: str | list[str], **arguments: Any) -> list[Response]:
         """Responses to `prompts`, in order, each as if it had been asked alone; arguments are the fields of `GenerateParams`.
 
-        Raises UnknownArgument for others, ValueError for values out of range, no or empty prompts, RuntimeError if a text
+        Raises UnknownArgument for others, ValueError for values out of range, no or empty prompts, TextFailed if a text
         fails.
         """
         params = GenerateParams.from_arguments({**self._defaults, **arguments})
@@ -63,6 +73,9 @@ class Pipeline:
         if self.model is None:
             raise RuntimeError("this pipeline was destroyed")
         encoded = [self.tokenizer(t).input_ids for t in texts]
+        vocab = self.model.config.get_text_config().vocab_size
+        if (last := max(map(max, filter(None, encoded)), default=0)) >= vocab:
+            raise ValueError(f"tokens are from 0 to {vocab - 1}, the prompts have {last}: the tokenizer is another model's")
         limits = [params.new_tokens(1 if self.encodes else len(ids)) for ids in encoded]
         if self._by_engine:
             generated = self._by_requests(encoded, params, limits)
@@ -72,7 +85,7 @@ class Pipeline:
         return [self._response(text, ids, new[:limit], params) for text, ids, new, limit in rows]
 
     def stream(self, prompt: str, **arguments: Any) -> Stream:
-        """The answer to one prompt as it comes; arguments as in a call. The stream raises RuntimeError if the text fails.
+        """The answer to one prompt as it comes; arguments as in a call. The stream raises TextFailed if the text fails.
 
         On a CPU, texts that are drawn differ from a call's with the same seed: those come from torch's random numbers.
         """
@@ -164,6 +177,7 @@ class Pipeline:
             options |= {"do_sample": False, "top_p": None, "top_k": None, "temperature": None}
         if params.stop:
             options["stopping_criteria"] = StoppingCriteriaList([_StopStrings(self, encoded, before, params.stop)])
+        options["logits_processor"] = LogitsProcessorList([_Numbers()])
         options["eos_token_id"] = None if params.ignore_eos else (self.ends or None)
         # A seed belongs to this call: the caller's own random numbers go on as before.
         with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=params.seed is not None):
@@ -204,6 +218,15 @@ class Pipeline:
         return 1 + bisect.bisect_left(range(1, len(new)), True, key=has_stopped)
 
 
+class _Numbers(LogitsProcessor):
+    """Raises TextFailed where the logits of a row are no numbers, of which Transformers takes token 0 without a word."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        if not bool(scores.amax(-1).isfinite().all()):  # NaN wins; -inf alone is a token that may not come
+            raise TextFailed("the model's logits are NaN or infinite; its weights or its config.json are damaged")
+        return scores
+
+
 class _StopStrings(StoppingCriteria):
     """Ends a row once what was generated, without the prompt, holds a stop string.
 
@@ -232,7 +255,7 @@ class _StopStrings(StoppingCriteria):
 def pipeline(
     model_name_or_path: str,
     *,
-    quantization_mode: str | None = None,
+    scheme: str | None = None,
     tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
@@ -244,35 +267,44 @@ def pipeline(
     head: str | None = SCHEME,
     max_concurrent: int = 64,
     cache_bytes: int | None = None,
+    quantization_mode: str | None = None,
     **unknown: Any,
 ) -> Pipeline:
     """A pipeline over the Transformers model at a path or hub name, or in a GGUF file, DeepSpeed-MII's `mii.pipeline`.
 
     The model continues its prompts, or, of an encoder-decoder such as BART or T5, answers them by Transformers' `generate`.
-    quantization_mode: a scheme to quantize 16-bit weights to while loading ("wf6af16", "w4a16_g64", ...); None takes the model
-    as it is, quantized by this library, by another tool (`lowbit.load`), or not. tokenizer: one, or its path, when it is not
-    the model's. device: "cuda" when torch sees a GPU, else "cpu". dtype of activations: the checkpoint's own on a GPU; on a CPU
-    bfloat16 for quantized models, which run several times slower in float32 (`models.cpu`), and float32 for others. max_length:
-    default of the calls, in tokens of prompt and answer. verify: compare the files of a lowbit checkpoint with their checksums
-    first. progress: show bars while another tool's layers are read and while kernels are compiled for the first texts.
-    batch_invariant: quantized layers give a token the same bits in every batch, on a GPU. engine: answer by the decode engine
-    (docs/generate.md), by default on a GPU; for it, head is the scheme to which LM head and embedding of a quantized model are
-    rounded on a GPU, None for 16 bits, max_concurrent how many texts are computed at once, and cache_bytes the memory of their
-    keys and values (default: most of what the GPU has free, `engine.Engine`). Raises UnknownArgument for other arguments,
-    CheckpointError for what `models.load.load_causal` refuses (a checkpoint that lacks parameters, say), and ValueError when it
-    is quantized to something else already.
+    scheme: quantize 16-bit weights to it while loading ("wf6af16", "w4a16_g64", ...), as `lowbit.load` and the command line do;
+    None takes the model as it is, quantized by this library, by another tool (`lowbit.load`), or not; quantization_mode is its
+    old name, DeepSpeed-MII's. tokenizer: one, or its path, when it is not the model's. device: "cuda" when torch sees a GPU,
+    else "cpu". dtype of activations: the checkpoint's own on a GPU; on a CPU bfloat16 for quantized models, which run several
+    times slower in float32 (`models.cpu`), and float32 for others. max_length: default of the calls, in tokens of prompt and
+    answer. verify: compare the files of a lowbit checkpoint with their checksums first. progress: show bars while another
+    tool's layers are read and while kernels are compiled for the first texts. batch_invariant: quantized layers give a token
+    the same bits in every batch, on a GPU. engine: answer by the decode engine (docs/generate.md), by default on a GPU; for it,
+    head is the scheme to which LM head and embedding of a quantized model are rounded on a GPU, None for 16 bits,
+    max_concurrent how many texts are computed at once, and cache_bytes the memory of their keys and values (default: most of
+    what the GPU has free, `engine.Engine`). Raises UnknownArgument for other arguments, CheckpointError for what
+    `models.load.load_causal` refuses (a checkpoint that lacks parameters, say), and ValueError when it is quantized to
+    something else already.
     """
     for name in unknown:
         raise UnknownArgument(name, set(inspect.signature(pipeline).parameters) - {"unknown"})
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if quantization_mode is not None:
+        if scheme is not None and scheme != quantization_mode:
+            raise ValueError(
+                f"quantization_mode is the old name of scheme; got {quantization_mode!r} and {scheme!r}: leave out the first"
+            )
+        warnings.warn("quantization_mode is the old name of scheme", DeprecationWarning, stacklevel=2)
+        scheme = quantization_mode
+    device, model_at = torch_device(device), local_model(model_name_or_path)
     model = load_causal(
-        model_name_or_path, scheme=quantization_mode, device=device, dtype=dtype, verify=verify, progress=progress,
+        model_at, scheme=scheme, device=device, dtype=dtype, verify=verify, progress=progress,
         head=head if engine in (True, None) and device.type == "cuda" else None, or_encoder_decoder=True,
     )  # fmt: skip
     if batch_invariant:
         make_batch_invariant(model, model.dtype)
     if tokenizer is None or isinstance(tokenizer, (str, Path)):
-        tokenizer = tokenizer_of(str(tokenizer or model_name_or_path), model)
+        tokenizer = tokenizer_of(tokenizer or model_at, model)
     return Pipeline(
         model, tokenizer, max_length=max_length, engine=engine, batch_invariant=batch_invariant,
         max_concurrent=max_concurrent, cache_bytes=cache_bytes, progress=Bar() if progress else None,
@@ -283,13 +315,13 @@ class Bar:
     """Shows how far something is that texts wait for, and is gone when that is done."""
 
     def __init__(self) -> None:
-        self._shown: tqdm[NoReturn] | None = None
+        self._shown: Progress | None = None
 
     def __call__(self, stage: Stage) -> None:
         """Shows a stage."""
         if self._shown is None:
-            self._shown = tqdm(total=stage.total, desc=stage.what, leave=False)
-        self._shown.update(stage.done - self._shown.n)
+            self._shown = Progress(total=stage.total, desc=stage.what, unit="done")
+        self._shown.at(stage.done, stage.total, stage.what)
         if stage.done == stage.total:
             self._shown.close()
             self._shown = None

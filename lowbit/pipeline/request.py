@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from lowbit.ops.sample import is_real, is_whole
+
 
 class UnknownArgument(TypeError):
     """An argument that does not exist; the message names the nearest one and lists all."""
@@ -43,6 +45,9 @@ class Response:
         return self.generated_text
 
 
+_MOST = 1 << 63
+
+
 @dataclass(frozen=True)
 class GenerateParams:
     """How to generate. `max_length` counts prompt and new tokens together and yields to `max_new_tokens`; `seed` makes
@@ -63,8 +68,16 @@ class GenerateParams:
     def __post_init__(self) -> None:
         for name in ("max_length", "max_new_tokens", "min_new_tokens", "top_k", "seed"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            if value is not None and not is_whole(value):
                 raise ValueError(f"{name} is a whole number, got {value!r}")
+            if value is not None and not -_MOST <= value < (2 * _MOST if name == "seed" else _MOST):
+                raise ValueError(f"{name} is a 64-bit number, got {value}")
+        for name in ("ignore_eos", "return_full_text", "do_sample"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is True or False, got {getattr(self, name)!r}")
+        for name in ("top_p", "temperature"):
+            if getattr(self, name) is not None and not is_real(getattr(self, name)):
+                raise ValueError(f"{name} is a finite number, got {getattr(self, name)!r}")
         if self.max_length < 1:
             raise ValueError(f"max_length is at least 1, got {self.max_length}")
         if self.max_new_tokens is not None and self.max_new_tokens < 1:
@@ -72,13 +85,13 @@ class GenerateParams:
         most = self.max_length if self.max_new_tokens is None else self.max_new_tokens
         if not 0 <= self.min_new_tokens <= most:
             raise ValueError(f"min_new_tokens is from 0 to the limit of {most} tokens, got {self.min_new_tokens}")
-        if not 0 < self.top_p <= 1:
+        if self.top_p is None or not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is above 0 and at most 1, got {self.top_p}")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k is at least 1, got {self.top_k}")
         if self.temperature is not None and self.temperature <= 0:
             raise ValueError(f"temperature is above 0, got {self.temperature}; do_sample=False takes the likeliest token")
-        if isinstance(self.stop, str) or not all(isinstance(s, str) and s for s in self.stop):
+        if not isinstance(self.stop, (list, tuple)) or not all(isinstance(s, str) and s for s in self.stop):
             raise ValueError(f"stop is a list of non-empty strings, got {self.stop!r}")
 
     @classmethod

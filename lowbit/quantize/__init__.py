@@ -5,11 +5,10 @@ inputs (`statistics`). `learned` has what `models.learn` moves in a whole decode
 layer before, `lorc` takes back part of the error by a low-rank matrix.
 """
 
+from lowbit.methods import Awq, Gptq, Hqq, Learned, Method, Mixed, Rtn, SmoothQuant
 from lowbit.quantize.gptq import gptq
 from lowbit.quantize.hqq import hqq
 from lowbit.quantize.lorc import lorc
-from lowbit.quantize.method import Awq, Gptq, Hqq, Learned, Method, Rtn, SmoothQuant
-from lowbit.quantize.mixed import Mixed
 from lowbit.quantize.rtn import rtn
 from lowbit.quantize.statistics import InputStatistics
 

@@ -17,6 +17,7 @@ from lowbit.formats import QuantTensor, Scheme, scale_shape
 from lowbit.quantize.fold import pooled
 from lowbit.quantize.rtn import CLIP_FACTORS, check_weight, fit_columns, nearest, rtn, scale_dtype
 from lowbit.quantize.statistics import InputStatistics, output_error
+from lowbit.quantize.threads import one_thread
 
 RATIOS = tuple(i / 10 for i in range(1, 11))
 _CLIPS = CLIP_FACTORS[:26:2]
@@ -54,10 +55,11 @@ def clipped(weight: Tensor, scheme: Scheme, hessian: Tensor, stored: torch.dtype
     codes = torch.empty(n, k, dtype=torch.uint8, device=weight.device)
     scales, zeros = [], []
     for start in range(0, k, width):
-        part = weight[:, start : start + width].float()
+        part = weight.detach()[:, start : start + width].float()
         own = hessian[start : start + width, start : start + width]
         scale, zero = fit_columns(part, scheme, dtype, _CLIPS, lambda d, own=own: output_error(d, own))  # type: ignore[misc]
-        codes[:, start : start + width] = nearest(part, scale[rows], None if zero is None else zero[rows], scheme)
+        with one_thread():
+            codes[:, start : start + width] = nearest(part, scale[rows], None if zero is None else zero[rows], scheme)
         scales.append(scale)
         zeros += [] if zero is None else [zero]
     assert len(scales) == scale_shape(scheme.granularity, (n, k))[1]

@@ -8,15 +8,14 @@ arXiv:2210.17323: the order of columns, the inverse Hessian's Cholesky factor, l
 from __future__ import annotations
 
 import importlib.util
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lowbit.formats import InputTransform, QuantTensor, Scheme, ZeroPoint, parse_scheme, scale_shape
+from lowbit.methods import GptqSearch
 from lowbit.quantize.rtn import CLIP_FACTORS, check_weight, fit_columns, nearest, scale_dtype, values
-
-GptqSearch = Literal["max", "mse", "loss"]
+from lowbit.quantize.threads import one_thread
 
 BLOCK = 128
 """Columns whose errors reach the columns beyond them in one matrix product; the paper's number."""
@@ -128,11 +127,12 @@ class _Grid:
             for j in range(start, end):
                 if cost is not None and j % self.width == 0:
                     self.fit(numbers[j], w[j : j + self.width].T, cost[j : j + self.width])
-                scale, zero = self.scale[rows, numbers[j]], None if self.zero is None else self.zero[rows, numbers[j]]
-                codes[j] = nearest(w[j], scale, zero, self.scheme)
-                error = (w[j] - values(codes[j], scale, zero, self.scheme)) / factor[j, j]
-                w[j + 1 : end].addr_(factor[j, j + 1 : end], error, alpha=-1)
-                errors[j - start] = error
+                with one_thread():
+                    scale, zero = self.scale[rows, numbers[j]], None if self.zero is None else self.zero[rows, numbers[j]]
+                    codes[j] = nearest(w[j], scale, zero, self.scheme)
+                    error = (w[j] - values(codes[j], scale, zero, self.scheme)) / factor[j, j]
+                    w[j + 1 : end].addr_(factor[j, j + 1 : end], error, alpha=-1)
+                    errors[j - start] = error
             w[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
         return codes
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lowbit.formats import QuantTensor, Scheme, ZeroPoint, parse_scheme, scale_shape
 from lowbit.quantize.rtn import check_weight, cover, fit, nearest, rows_at_once, scale_dtype, uncover, values
+from lowbit.quantize.threads import map_rows
 
 POWER, BETA, GROWTH, STEPS = 0.7, 10.0, 1.01, 20
 
@@ -29,7 +30,7 @@ def hqq(weight: Tensor, scheme: str | Scheme) -> QuantTensor:
     check_weight(weight, "hqq")
     step = rows_at_once(scheme, weight)
     dtype = scale_dtype(scheme, weight)
-    parts = [_quantize_rows(part.float(), scheme, dtype) for part in weight.detach().split(step)]
+    parts = map_rows(lambda part: _quantize_rows(part.float(), scheme, dtype), weight.detach(), step)
     codes, scales, zeros = (torch.cat(t) for t in zip(*parts, strict=True))
     return QuantTensor(codes, scales, zeros, scheme)
 

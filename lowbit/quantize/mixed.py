@@ -20,14 +20,6 @@ from lowbit.quantize.rtn import rtn, scale_dtype
 
 
 @dataclass(frozen=True)
-class Mixed:
-    """What a driver is told: the schemes to choose from and the bits per weight, scales included, to stay within on average."""
-
-    schemes: tuple[str, ...]
-    bits: float
-
-
-@dataclass(frozen=True)
 class Candidate:
     """One scheme for one unit: `error`, what it costs in nats per token (see `sensitivity`), and `bits`, all it stores."""
 

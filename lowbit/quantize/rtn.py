@@ -7,7 +7,6 @@ the scale that the kernels will use.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -23,14 +22,18 @@ from lowbit.formats import (
     parse_scheme,
     scale_shape,
 )
+from lowbit.methods import Search
+from lowbit.quantize.threads import MOST, map_rows
 
-Search = Literal["max", "mse"]
+WEIGHTS_AT_ONCE = 1 << 16
+"""Weights quantized at once by one thread of a CPU. Their float32 temporaries, 2.5 MB, stay in a core's cache, and those of all
+threads (`threads.MOST`) are some 40 MB whatever the size of a layer."""
 
-WEIGHTS_AT_ONCE = 1 << 20
-"""Weights quantized at once, which bounds the float32 temporaries to some 40 MB whatever the size of a layer."""
-
-TIMES_ON_GPU = 4
+TIMES_ON_GPU = 64
 """So many times as many at once on a GPU, where 40 kernels for a million weights take longer to launch than to run."""
+
+_WEIGHTS_OF_A_THREAD = 1 << 15
+"""Weights of a thread at least where columns are shared among threads; torch's own number."""
 
 # Clip factors tried by search="mse": 1 keeps the largest weight, 0.4 saturates everything above 40 % of it.
 CLIP_FACTORS = tuple(1.0 - 0.02 * i for i in range(31))
@@ -67,17 +70,19 @@ def _fp16_holds_scales(weight: Tensor, scheme: Scheme) -> bool:
     """Whether the scales, and zeros, of all groups of `weight` are normal numbers of fp16 or 0."""
     if weight.numel() == 0:
         return True
-    holds = torch.ones((), dtype=torch.bool, device=weight.device)
-    for part in weight.detach().split(rows_at_once(scheme, weight)):
+
+    def holds(part: Tensor) -> Tensor:
         covered = cover(part, scheme, (part.shape[0], part.shape[1]))
         low, high = (extreme.float() for extreme in (covered.amin(dim=1), covered.amax(dim=1)))
         sizes = [_span(low, high, scheme) / scheme.weight.max]
         if scheme.zero is ZeroPoint.FLOAT:
             # Beside a scale, a small zero may lose digits; alone, it is all that is stored.
             sizes += [low.abs() * (high == low), low.abs().clamp(min=1.0)]
-        for s in sizes:
-            holds &= ((s == 0) | ((s >= _FP16_NORMAL[0]) & (s <= _FP16_NORMAL[1]))).all()
-    return bool(holds)  # once: on a GPU each answer waits for all that is queued
+        s = torch.stack(sizes)
+        return ((s == 0) | ((s >= _FP16_NORMAL[0]) & (s <= _FP16_NORMAL[1]))).all()
+
+    # One answer for all parts: on a GPU each waits for all that is queued.
+    return bool(torch.stack(list(map_rows(holds, weight.detach(), rows_at_once(scheme, weight)))).all())
 
 
 def rtn(weight: Tensor, scheme: str | Scheme, *, search: Search = "max", stored: torch.dtype | None = None) -> QuantTensor:
@@ -97,8 +102,8 @@ def rtn(weight: Tensor, scheme: str | Scheme, *, search: Search = "max", stored:
     step, dtype = rows_at_once(scheme, weight), scale_dtype(scheme, weight, stored)
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     scales, zeros = [], []
-    for part, target in zip(weight.detach().split(step), codes.split(step), strict=True):
-        chosen, scale, zero = _quantize_rows(part, scheme, dtype, factors)
+    parts = map_rows(lambda part: _quantize_rows(part, scheme, dtype, factors), weight.detach(), step)
+    for target, (chosen, scale, zero) in zip(codes.split(step), parts, strict=True):
         target.copy_(chosen)
         scales.append(scale)
         if zero is not None:
@@ -107,7 +112,7 @@ def rtn(weight: Tensor, scheme: str | Scheme, *, search: Search = "max", stored:
 
 
 def rows_at_once(scheme: Scheme, weight: Tensor) -> int:
-    """Rows quantized together: about `_at_once` weights, and whole blocks of rows that share scales."""
+    """Rows of one part: about `_at_once` weights, and whole blocks of rows that share scales."""
     n = scheme.granularity.block((weight.shape[0], weight.shape[1]))[0]
     return max(1, _at_once(weight) // max(1, weight.shape[1] * n)) * n
 
@@ -141,7 +146,18 @@ def fit_columns(
     w: Tensor, scheme: Scheme, dtype: torch.dtype, factors: tuple[float, ...], metric: Metric | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """`fit` for the columns [N, k] float32 that one column of scales covers: scale and zero [ceil(N / n), 1], where n rows
-    share a scale. `metric` maps differences [N', k] of rows to errors [N']."""
+    share a scale. `metric` maps differences [N', k] of rows to errors [N']; it is called from several threads at once."""
+    n = scheme.granularity.block((w.shape[0], w.shape[1]))[0]
+    least = max(_WEIGHTS_OF_A_THREAD // max(1, w.shape[1]), -(-w.shape[0] // min(torch.get_num_threads(), MOST)))
+    step = -(-least // n) * n if w.device.type == "cpu" else max(1, w.shape[0])
+    parts = list(map_rows(lambda part: _fit_columns(part, scheme, dtype, factors, metric), w, step))
+    zeros = [zero for _, zero in parts if zero is not None]
+    return torch.cat([scale for scale, _ in parts]), torch.cat(zeros) if zeros else None
+
+
+def _fit_columns(
+    w: Tensor, scheme: Scheme, dtype: torch.dtype, factors: tuple[float, ...], metric: Metric | None
+) -> tuple[Tensor, Tensor | None]:
     n = scheme.granularity.block((w.shape[0], w.shape[1]))[0]
     rows = -(-w.shape[0] // n)
     pick = _edge_repeated(w.shape[0], n, rows, w.device)

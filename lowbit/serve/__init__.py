@@ -6,8 +6,9 @@ schema.py      what can be asked, field by field                  chat.py     pr
 job.py         a request as texts for the engine
 answer.py      answers and chunks in OpenAI's form                stream.py   sending them, and noticing who is gone
 errors.py      refusals in OpenAI's form                          metrics.py  what Prometheus reads
-limits.py      how much of everything                             connection.py  how long a connection may take
-client.py      the other side, for `lowbit chat`                  page.py     the page at /
+limits.py      how much of everything                             listener.py  accepting connections, a bounded number
+connection.py  how long a connection may take                     page.py     the page at /
+client.py      the other side, for `lowbit chat`
 
-FastAPI, uvicorn and prometheus-client come with `pip install 'lowbit[serve]'`; modules here import them, the package does not.
+FastAPI, uvicorn and prometheus-client come with the extra `serve`; modules here import them, the package does not.
 """

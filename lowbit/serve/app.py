@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 
@@ -11,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lowbit.serve.errors import ApiError, encoded, refused
+from lowbit.serve.errors import ApiError, encoded, fault, refused, unavailable
 from lowbit.serve.job import Job, make_job, texts_asked
 from lowbit.serve.limits import LARGE_BODY_BYTES
 from lowbit.serve.page import page
@@ -132,7 +133,7 @@ def _json(value: object, status: int = 200, headers: dict[str, str] | None = Non
 
 async def _refusal(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return _json(error.body(), error.status, error.headers)
+    return _failure(error)
 
 
 async def _http(request: Request, error: Exception) -> Response:
@@ -149,8 +150,11 @@ async def _gone(request: Request, error: Exception) -> Response:
 
 async def _fault(request: Request, error: Exception) -> Response:
     """A fault of this server: its log has the trace, which says nothing of bodies."""
-    failure = ApiError(500, "the server failed, which its log describes", code="fault")
-    return _json(failure.body(), 500, {"connection": "close"})  # which uvicorn does
+    return _failure(fault())
+
+
+def _failure(error: ApiError) -> Response:
+    return _json(error.body(), error.status, error.headers)
 
 
 class Watched:
@@ -180,6 +184,12 @@ class Watched:
                 await _json(ApiError(403, why, code="wrong_host").body(), 403)(scope, receive, watched)
             else:
                 await self.app(scope, receive, watched)
+        except BaseException as error:  # also what is no Exception, such as a panic of a tokenizer, written in Rust
+            if not status:
+                ending = isinstance(error, asyncio.CancelledError)  # by uvicorn, after the grace time
+                failure = unavailable("the server is shutting down") if ending else fault()
+                await _failure(failure)(scope, receive, watched)
+            raise  # uvicorn logs it and closes the connection
         finally:
             self.service.metrics.requests.labels(path, str(status or GONE)).inc()
             if path not in self.QUIET:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,6 +14,15 @@ from lowbit.engine import Request, Sampling, TextStream
 from lowbit.pipeline import Pipeline
 from lowbit.serve.chat import rendered
 from lowbit.serve.service import configured
+
+MOST_BODY = 1 << 24
+"""Bytes of a list of models or of a refusal; routers list hundreds of models in less than 1 MiB."""
+MOST_LINE = 1 << 20
+"""Bytes of one server-sent event."""
+MOST_OF_A_TOKEN = 1 << 12
+"""Bytes that a server may send for each token of an answer; an event of one token takes some 200."""
+MOST_NAME, MOST_NAMES, MOST_SHOWN = 256, 8, 500
+"""Characters of a model's name, names that an error lists, and characters that it cites of what the server says."""
 
 Messages = Sequence[Mapping[str, str]]
 
@@ -28,40 +38,53 @@ class Dialogue(Protocol):
 
 class Remote:
     """A model behind an OpenAI-compatible server at `url`, with or without its /v1; the first that the server has unless `name`
-    says which. Raises ValueError where nobody answers as such a server does."""
+    says which. Raises ValueError where nobody answers as such a server does.
+
+    The server is not trusted: what it sends is bounded, checked, and never followed elsewhere.
+    """
 
     def __init__(self, url: str, key: str | None = None, name: str | None = None) -> None:
         base = url.rstrip("/")
         self._base = base if base.endswith("/v1") else f"{base}/v1"
-        headers = {"authorization": f"Bearer {key}"} if key else {}
+        headers = {"accept-encoding": "identity"} | ({"authorization": f"Bearer {key}"} if key else {})
         self._client = httpx.Client(headers=headers, timeout=httpx.Timeout(10, read=600))
-        found = self._asked("GET", "/models").get("data")
-        names = [str(model.get("id")) for model in found if isinstance(model, dict)] if isinstance(found, list) else []
+        with self._asked("GET", "/models", read=30) as response:
+            found = _json(_body(response, MOST_BODY)).get("data")
+        models = [model.get("id") for model in found if isinstance(model, dict)] if isinstance(found, list) else []
+        names = [model for model in models if isinstance(model, str) and 0 < len(model) <= MOST_NAME]
         if not names or (name is not None and name not in names):
-            raise ValueError(f"{url}: there is no model {name or ''} here; it has {', '.join(names) or 'none'}")
+            more = f" and {len(names) - MOST_NAMES:,} more" if len(names) > MOST_NAMES else ""
+            raise ValueError(
+                f"{url}: there is no model {name or ''} here; it has {', '.join(names[:MOST_NAMES]) or 'none'}{more}"
+            )
         self.name = name or names[0]
 
     def answer(self, messages: Messages, temperature: float, max_tokens: int) -> Iterator[str]:
         """The next turn, as it comes."""
         asked = {"model": self.name, "messages": messages, "temperature": temperature, "max_tokens": max_tokens, "stream": True}
-        try:
-            with self._client.stream("POST", f"{self._base}/chat/completions", json=asked) as response:
-                if response.is_error:
-                    response.read()
-                    raise ValueError(_refusal(response))
-                for line in _lines(response.iter_text()):
-                    yield from _piece(line)
-        except httpx.HTTPError as error:
-            raise ValueError(f"{self._base}: {error or type(error).__name__}") from error
+        most = MOST_BODY + max_tokens * MOST_OF_A_TOKEN
+        with self._asked("POST", "/chat/completions", json=asked) as response:
+            for line in _lines(_bounded(response, most)):
+                if line == "data: [DONE]":
+                    return
+                yield from _piece(line)
 
-    def _asked(self, method: str, path: str) -> dict[str, Any]:
+    @contextlib.contextmanager
+    def _asked(self, method: str, path: str, read: float = 600, **body: Any) -> Iterator[httpx.Response]:
+        """The answer to a request, whose body is still to be read; raises ValueError, in words, for none and for a refusal."""
+        timeout = httpx.Timeout(10, read=read)
         try:
-            response = self._client.request(method, self._base + path)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            with self._client.stream(method, self._base + path, timeout=timeout, **body) as response:
+                if response.is_redirect:
+                    where = response.headers.get("location", "")[:MOST_NAME]
+                    raise ValueError(
+                        f"{self._base}: the server redirects to {where!r}; if you trust that address, give it instead"
+                    )
+                if response.is_error:
+                    raise ValueError(_refusal(response))
+                yield response
+        except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
             raise ValueError(f"{self._base}: {error or type(error).__name__}; is a server running there?") from error
-        if response.is_error:
-            raise ValueError(_refusal(response))
-        return _json(response.text)
 
 
 class Local:
@@ -88,44 +111,77 @@ class Local:
             for drawn in engine.stream(engine.submit(request)):
                 if piece := stream.push(drawn.token):
                     yield piece
-        except RuntimeError as error:
+        except RuntimeError as error:  # the text failed, or the engine
             raise ValueError(f"computing the answer failed: {error}") from error
         if rest := stream.finish():
             yield rest
 
 
-def _lines(texts: Iterable[str]) -> Iterator[str]:
-    """Lines of server-sent events, which end at no other characters than these."""
-    rest = ""
-    for text in texts:
-        *lines, rest = (rest + text).split("\n")
-        yield from (line.removesuffix("\r") for line in lines)
-    yield rest
+def _bounded(response: httpx.Response, most: int) -> Iterator[bytes]:
+    """The body as it comes; raises ValueError where it is longer than `most` bytes, or compressed, which nobody asked for: a
+    few bytes could become gigabytes."""
+    if (encoding := response.headers.get("content-encoding", "identity")) != "identity":
+        raise ValueError(f"the server sends its answer as {encoding[:MOST_NAME]!r}, which was not asked for")
+    total = 0
+    for data in response.iter_raw():
+        total += len(data)
+        if total > most:
+            raise ValueError(f"the server sends more than {most:,} bytes, which is no plausible answer")
+        yield data
+
+
+def _body(response: httpx.Response, most: int) -> str:
+    """The whole body as text."""
+    return b"".join(_bounded(response, most)).decode(errors="replace")
+
+
+def _lines(parts: Iterable[bytes]) -> Iterator[str]:
+    """Lines of server-sent events, which end at no other characters than these; raises ValueError for one that is too long."""
+    rest: list[bytes] = []  # of a line, joined once: adding to bytes copies them each time
+    length = 0
+    for part in parts:
+        *ended, last = part.split(b"\n")
+        for line in ended:
+            yield b"".join((*rest, line)).removesuffix(b"\r").decode(errors="replace")
+            rest, length = [], 0
+        rest.append(last)
+        length += len(last)
+        if length > MOST_LINE:
+            raise ValueError(f"the server sends a line of more than {MOST_LINE:,} bytes, which is no plausible answer")
+    yield b"".join(rest).decode(errors="replace")
 
 
 def _piece(line: str) -> Iterator[str]:
-    """The text in a line of server-sent events."""
-    if not line.startswith("data: ") or line == "data: [DONE]":
+    """The text in a line of server-sent events; raises ValueError for an event that is none of OpenAI's."""
+    if not line.startswith("data:") or not (data := line.removeprefix("data:").strip()):
         return
-    event = _json(line.removeprefix("data: "))
-    if isinstance(event.get("error"), dict):
-        raise ValueError(f"the server says: {event['error'].get('message')}")
-    for choice in event.get("choices") or []:
-        if piece := (choice.get("delta") or {}).get("content"):
+    event = _json(data)
+    if (error := event.get("error")) is not None:
+        message = error.get("message") if isinstance(error, dict) else error
+        raise ValueError(f"the server says: {str(message)[:MOST_SHOWN]}")
+    choices = event.get("choices")
+    if not isinstance(choices, list):
+        raise ValueError(f"the server sends what is no answer: {data[:MOST_NAME]!r}")
+    for choice in choices:
+        delta = choice.get("delta") if isinstance(choice, dict) else ()
+        piece = delta.get("content") if isinstance(delta, dict) else delta
+        if piece is not None and not isinstance(piece, str):
+            raise ValueError(f"the server sends what is no text: {data[:MOST_NAME]!r}")
+        if piece:
             yield piece
 
 
 def _refusal(response: httpx.Response) -> str:
     """What a server says instead of an answer."""
-    error = _json(response.text).get("error")
+    error = _json(_body(response, MOST_BODY)).get("error")
     message = error.get("message") if isinstance(error, dict) else None
-    return f"the server says {response.status_code}: {message or response.reason_phrase}"
+    return f"the server says {response.status_code}: {str(message or response.reason_phrase)[:MOST_SHOWN]}"
 
 
 def _json(text: str) -> dict[str, Any]:
     """The object in a text; empty if there is none."""
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

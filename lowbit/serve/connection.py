@@ -1,36 +1,59 @@
-"""How long a connection may take, and how much it may hold, on top of uvicorn's HTTP/1.1.
+"""One connection: bounds on its time and memory, and JSON for requests that are no HTTP, on top of uvicorn's HTTP/1.1.
 
-uvicorn leaves it to a proxy to end connections that never finish a request's head, or never read their answer.
+uvicorn leaves it to a proxy to close connections that never complete the head of a request or never read their answer.
 """
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import socket
+from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from lowbit.serve.errors import ApiError, as_http
 from lowbit.serve.limits import HEAD_SECONDS, MOST_HEAD_BYTES, MOST_PIPELINED, STALL_SECONDS
+
+if TYPE_CHECKING:
+    from lowbit.serve.listener import Listener
+
+RESET_SECONDS = 0.05
+"""Time between checks for a reset of a half-closed connection, which asyncio does not report."""
 
 
 class Connection(HttpToolsProtocol):
-    """A connection whose heads come within HEAD_SECONDS and MOST_HEAD_BYTES, and whose client reads within STALL_SECONDS."""
+    """A connection whose heads come within HEAD_SECONDS and MOST_HEAD_BYTES, and whose client reads within STALL_SECONDS.
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    `listener` accepted it, and closes it when it is idle and connections are short. Other arguments are uvicorn's.
+    """
+
+    def __init__(self, *args: Any, listener: Listener, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._listener = listener
+        self._aborted = False
         self._heading: asyncio.TimerHandle | None = None
         self._stalling: asyncio.TimerHandle | None = None
-        self._head_bytes: int | None = 0  # so far; None while there is a body to come
+        self._resetting: asyncio.TimerHandle | None = None
+        self._head_bytes: int | None = 0  # so far; None while a body is due
         self._cycles: list[RequestResponseCycle] = []
         self._framing = 0  # bytes since the last ones of a body: sizes of chunks, trailers
+        self._fault: str | None = None  # what is wrong with the head, where uvicorn has no words for it
+
+    def abort(self) -> None:
+        """Closes the connection without an answer, also before it is set up."""
+        self._aborted = True
+        if self.transport is not None:
+            self.transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A head is due."""
+        """Starts the time for a head."""
         super().connection_made(transport)  # type: ignore[arg-type]
+        if self._aborted:
+            self.transport.abort()
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
-        """More of a head, or of a body."""
+        """Parses more of a head or of a body."""
         if self._head_bytes is not None:
             self._head_bytes += len(data)
         else:
@@ -39,51 +62,85 @@ class Connection(HttpToolsProtocol):
             self._expect_head()
         super().data_received(data)
         if max(self._head_bytes or 0, self._framing) > MOST_HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response(f"The head of a request has at most {MOST_HEAD_BYTES} bytes.")
+            self._fault = f"the head of a request has at most {MOST_HEAD_BYTES:,} bytes"
+            self.send_400_response(self._fault)
 
     def on_message_begin(self) -> None:
-        """The first byte of a request."""
+        """Begins a request; the connection has now been idle for a shorter time than those without one."""
         super().on_message_begin()
         self._head_bytes = self._head_bytes or 0
+        if not self._complete():
+            self._listener.set_idle(self)
 
     def on_headers_complete(self) -> None:
-        """The head is whole; what httptools raises from here is answered with 400."""
+        """Checks a whole head; httptools turns what is raised from here into a parser error, which gets status 400."""
         if sum(len(name) + len(value) for name, value in self.headers) + len(self.url) > MOST_HEAD_BYTES:
-            raise ValueError("head too large")
+            self._fault = f"the head of a request has at most {MOST_HEAD_BYTES:,} bytes"
+            raise ValueError(self._fault)
+        hosts = sum(name == b"host" for name, _ in self.headers)
+        if hosts > 1 or (hosts == 0 and self.parser.get_http_version() == "1.1"):  # RFC 9112, section 3.2
+            self._fault = f"host: a request of HTTP/1.1 has exactly one Host header, this one has {hosts}"
+            raise ValueError(self._fault)
         self._head_bytes = None
         self._cancel_heading()
         super().on_headers_complete()
         self._cycles = [cycle for cycle in self._cycles if not cycle.response_complete] + [self.cycle]
         if len(self.pipeline) > MOST_PIPELINED:
             self.transport.abort()
-        elif self.pipeline:  # uvicorn stops reading here, and would not hear that the client leaves
+        elif self.pipeline:  # uvicorn stops reading here, and would not see that the client leaves
             self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
-        """A part of the body."""
+        """Takes a part of the body."""
         self._framing = 0
         super().on_body(body)
 
     def on_response_complete(self) -> None:
-        """What is left of an answer after which the connection ends has to be read in time too."""
+        """Limits the time to read the rest of an answer after which the connection is closed."""
         super().on_response_complete()
+        if not self._complete():
+            self._listener.set_idle(self)
         if self.transport.is_closing():
             self._expect_reading()
 
     def send_400_response(self, msg: str) -> None:
-        """And the end, also for a client that does not read what came before."""
-        super().send_400_response(msg)
+        """Sends status 400 for what is no HTTP, and closes; if complete requests came before, only their answers are sent."""
+        if self._answer_last():
+            return
+        why = self._fault or "this is no request of HTTP/1.1, or its body does not have the length that its head says"
+        self.transport.write(as_http(ApiError(400, why, code="invalid_http")))
+        self.transport.close()
         self._expect_reading()
 
     def on_message_complete(self) -> None:
-        """The body is whole: what follows is another head."""
+        """Ends a request: what follows is another head."""
         super().on_message_complete()
         self._head_bytes = self._framing = 0
+        if self._complete():
+            self._listener.set_busy(self)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keeps the connection, and returns True, until requests that the client sent before it closed its side are answered.
+
+        A client that has left looks the same until something is sent to it, so an interim response is sent, which HTTP/1.1
+        has every client ignore: the system of a client that has left resets the connection.
+        """
+        if not self._answer_last():
+            return False
+        if self._resetting is None:
+            first = self._complete()[0]
+            if not first.response_started and first.scope["http_version"] == "1.1":
+                self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            self._check_reset()
+        return True
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Every request of the connection hears of it, also one that others were sent behind."""
+        """Ends every request of the connection, also one with others behind it."""
+        self._listener.remove(self)
         self._cancel_heading()
         self._cancel_stalling()
+        if self._resetting is not None:
+            self._resetting.cancel()
         super().connection_lost(exc)
         for cycle in self._cycles:
             if not cycle.response_complete:
@@ -91,7 +148,7 @@ class Connection(HttpToolsProtocol):
                 cycle.message_event.set()
 
     def pause_writing(self) -> None:
-        """The client does not read."""
+        """Limits the time that a client may leave its answer unread."""
         super().pause_writing()
         self._expect_reading()
 
@@ -102,10 +159,27 @@ class Connection(HttpToolsProtocol):
             self._cancel_stalling()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Nothing came since the last answer."""
+        """Closes a connection on which nothing came since the last answer."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         super().timeout_keep_alive_handler()
+
+    def _complete(self) -> list[RequestResponseCycle]:
+        """Requests that have come completely and are not answered completely."""
+        return [cycle for cycle in self._cycles if not (cycle.response_complete or cycle.more_body)]
+
+    def _answer_last(self) -> bool:
+        """Has the connection closed after the answers to all complete requests; False if there are none."""
+        complete = self._complete()
+        if complete:
+            complete[-1].keep_alive = False
+        return bool(complete)
+
+    def _check_reset(self) -> None:
+        if self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+        else:
+            self._resetting = self.loop.call_later(RESET_SECONDS, self._check_reset)
 
     def _expect_head(self) -> None:
         self._heading = self._heading or self.loop.call_later(HEAD_SECONDS, self.transport.abort)

@@ -38,6 +38,12 @@ STALL_SECONDS = 30.0
 KEEP_ALIVE_SECONDS = 30
 """That an idle connection stays open."""
 
+SPARE_FILES = 256
+"""Open files that are left for everything but connections; a low `ulimit -n` lowers the number of connections."""
+
+LEAST_CONNECTIONS = 16
+"""Connections that are accepted however low `ulimit -n` is."""
+
 LARGE_BODY_BYTES = 16 << 10
 """Bodies above this are parsed beside the event loop."""
 
@@ -52,11 +58,16 @@ class Limits:
     max_prompt: int = 1 << 20
     max_body: int = 1 << 20
     grace_seconds: float = 30.0
+    max_connections: int | None = None
+    """Open connections, idle ones included; twice the seats, and 64, when None."""
+    max_connections_per_address: int | None = None
+    """Open connections of one IPv4 address or one /64 network of IPv6; half of all when None."""
 
     def __post_init__(self) -> None:
         least = {"max_concurrent": 1, "max_queue": 0, "max_prompt": 1, "max_body": 1024, "grace_seconds": 0}
+        least |= {"max_connections": 1, "max_connections_per_address": 1}
         for name, value in least.items():
-            if getattr(self, name) < value:
+            if (found := getattr(self, name)) is not None and found < value:
                 raise ValueError(f"{name} is at least {value}, got {getattr(self, name)}")
 
     @property
@@ -66,5 +77,10 @@ class Limits:
 
     @property
     def connections(self) -> int:
-        """Connections that are open at once, idle ones among them."""
-        return 2 * self.seats + 64
+        """Connections that are open at once, idle ones included."""
+        return self.max_connections or 2 * self.seats + 64
+
+    @property
+    def connections_per_address(self) -> int:
+        """Connections that one address has open at once."""
+        return self.max_connections_per_address or -(-self.connections // 2)

@@ -294,9 +294,22 @@ Body = TypeVar("Body", bound=Asked)
 def parse(kind: type[Body], body: bytes) -> Body:
     """A request's body; raises ApiError, which names the first field that is wrong."""
     try:
-        return kind.model_validate_json(body)
+        parsed = kind.model_validate_json(body)
     except ValidationError as error:
         raise _in_words(kind, error) from None
+    # pydantic takes the last of duplicate keys, other readers of the same body (a proxy, a filter) may take the first.
+    json.loads(body, object_pairs_hook=_without_duplicates, parse_int=str)
+    return parsed
+
+
+def _without_duplicates(pairs: list[tuple[str, object]]) -> None:
+    """Raises ApiError for an object that has a key twice; makes nothing of it."""
+    names = set()
+    for name, _ in pairs:
+        if name in names:
+            key = name[:_LONGEST_SHOWN]
+            raise refused(key, "this key is there twice in one object; send it once", "duplicate_key")
+        names.add(name)
 
 
 _LONGEST_SHOWN = 60

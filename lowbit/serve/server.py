@@ -18,6 +18,7 @@ from lowbit.serve.app import make_app
 from lowbit.serve.connection import Connection
 from lowbit.serve.errors import unavailable
 from lowbit.serve.limits import KEEP_ALIVE_SECONDS, Limits
+from lowbit.serve.listener import Listener
 from lowbit.serve.service import Service, State, configured
 
 logger = logging.getLogger("lowbit.serve")
@@ -61,13 +62,15 @@ class Server(uvicorn.Server):
         grace = int(service.limits.grace_seconds) + AFTER_GRACE_SECONDS
         config = uvicorn.Config(
             make_app(service), http=Connection, ws="none", lifespan="off", log_config=None, access_log=False,
-            server_header=False, timeout_keep_alive=KEEP_ALIVE_SECONDS, limit_concurrency=service.limits.connections,
-            timeout_graceful_shutdown=grace, loop="asyncio",  # whether uvloop, which ends otherwise, is installed or not
+            server_header=False, timeout_keep_alive=KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=grace,
+            loop="asyncio",  # whether uvloop, which ends otherwise, is installed or not
         )  # fmt: skip
         super().__init__(config)
         self.service, self._warm = service, warm
         self.told: int | None = None
         """The signal that ended the server."""
+        self.forced: int | None = None
+        """The second signal, which ended the server before its requests and its thread were done."""
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Listens and warms up, until a signal comes or the engine's thread dies; then ends what runs, in time."""
@@ -79,9 +82,16 @@ class Server(uvicorn.Server):
                 await self._end_thread()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listens first: a server that is warm can be reached."""
-        await super().startup(sockets)
+        """Accepts connections, in place of uvicorn's loop, before the warm-up begins: /health and /ready answer during it."""
+        assert sockets is not None
+        await self.lifespan.startup()
+        self.servers = [Listener(sock, self.service.limits, self._connect) for sock in sockets]  # type: ignore[misc]
+        self.started = True
         self.service.worker.start(asyncio.get_running_loop(), self._warmed, self._ended)
+
+    def _connect(self, listener: Listener) -> Connection:
+        state, loop = self.lifespan.state, asyncio.get_running_loop()
+        return Connection(self.config, self.server_state, state, loop, listener=listener)
 
     def drain(self) -> None:
         """Takes no more requests and ends when those that run are done, at most after the grace time; on the event loop."""
@@ -111,7 +121,7 @@ class Server(uvicorn.Server):
 
     def _told(self, number: int) -> None:
         if self.should_exit:
-            self.force_exit = True
+            self.force_exit, self.forced = True, number
         self.told = self.told or number
         logger.info(
             "%s: %s", signal.Signals(number).name, "ending at once" if self.force_exit else "no more requests are taken"

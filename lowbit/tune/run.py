@@ -6,7 +6,6 @@ trials.py says what is tried and how it is timed; kernels/choose/kept.py what is
 from __future__ import annotations
 
 import datetime
-import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,7 +19,7 @@ from torch import nn
 from lowbit._version import __version__
 from lowbit.checkpoint.detect import quantization_of
 from lowbit.checkpoint.lock import Lock
-from lowbit.checkpoint.reader import CheckpointReader, model_folder, read_json
+from lowbit.checkpoint.reader import CheckpointReader, read_json
 from lowbit.checkpoint.target import check_file
 from lowbit.eval.results import versions, write_json
 from lowbit.folders import tuned_file
@@ -32,6 +31,7 @@ from lowbit.models.hf import plan_for
 from lowbit.models.skeleton import causal_skeleton
 from lowbit.ops.table import weight_refusals
 from lowbit.pack import scaled_refusals
+from lowbit.sources import CONFIG, local_model
 from lowbit.tune.timing import gaussian, warm_up
 from lowbit.tune.trials import TrialGrid, Trials, Watch, kernels, products_of, tried
 
@@ -64,13 +64,14 @@ class Tuned:
 def products_of_model(source: str | Path, scheme: str | None) -> Products:
     """The products of the causal model in a folder, which is quantized by this library, or is to have `scheme`.
 
-    Layers that are computed as one count as one, and by themselves too. Reads config.json only. Raises ValueError for a folder
-    whose scheme nobody says.
+    Layers that are computed as one count as one, and by themselves too. Of a model in 16 bits config.json only is read. Raises
+    ValueError for a folder whose scheme nobody says.
     """
-    folder = model_folder(Path(source))
+    folder = local_model(source, CONFIG)
     found = quantization_of(folder, read_json(folder / "config.json"))
     layers: dict[str, tuple[str, tuple[int, int]]] = {}
     if found is not None and found[0] == "lowbit" and scheme is None:
+        folder = local_model(source)
         with CheckpointReader(folder) as reader:
             assert reader.manifest is not None
             manifest = reader.manifest
@@ -212,12 +213,9 @@ def keep(file: Path, rows: Iterable[Tuned], here: Machine, say: Callable[[str], 
     kept.forget()
 
 
-def _there(file: Path) -> dict[str, list[Kept]]:
-    """What this version has kept in the file before."""
+def _there(file: Path) -> dict[str, tuple[Kept, ...]]:
+    """What this version has kept in the file before; nothing where the file is damaged or of another version."""
     try:
-        document = json.loads(file.read_text())
-        if (document["schema"], document["lowbit"]) != (SCHEMA, __version__):
-            return {}
-        return {problem: [Kept(**row) for row in rows] for problem, rows in document["products"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return kept.kept_in(file)
+    except (OSError, ValueError):
         return {}

@@ -82,7 +82,9 @@ def trained(folder: Path, images: fashion.Images, epochs: int, say: Callable[[st
     """The network in `folder`, or a new one, trained on `images` and saved there."""
     if (folder / "config.json").is_file():
         say(f"taking the trained network in {folder}")
-        return ResNetForImageClassification.from_pretrained(folder, dtype=torch.float32)
+        return ResNetForImageClassification.from_pretrained(
+            folder, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+        )
     say(f"training a ResNet of 2.8 million weights on {len(images):,} images, {epochs} epochs")
     torch.manual_seed(0)
     model = fashion.network().to(images.pixels.device)

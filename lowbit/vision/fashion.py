@@ -88,16 +88,16 @@ def bring_data(cache: Path, say: Callable[[str], None], folder: Path | None = No
 
 
 def _command(command: list[str], work: Path) -> None:
-    help_text = (
-        f"install the Debian package {PACKAGE}, or pass --data with a folder that holds {', '.join(FILES)} (the files of "
-        "Fashion-MNIST as its authors publish them)"
+    by_hand = (
+        f"copy {', '.join(FILES)} to a folder (they are in data/fashion of github.com/zalandoresearch/fashion-mnist, and in "
+        "FashionMNIST/raw of torchvision's data) and run: lowbit demo --vision --data FOLDER"
     )
     if shutil.which(command[0]) is None:
-        raise DataError(f"{command[0]} is not here to bring the images: {help_text}")
+        raise DataError(f"the images come as Debian's package {PACKAGE}, and this machine has no {command[0]}: {by_hand}")
     done = subprocess.run(command, cwd=work, capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["no message"]
-        raise DataError(f"{' '.join(command[:2])} failed ({last[0]}): {help_text}")
+        raise DataError(f"{' '.join(command)} failed ({last[0]}): run apt-get update and try again, or {by_hand}")
 
 
 def load(folder: Path) -> tuple[Images, Images]:

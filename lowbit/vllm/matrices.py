@@ -13,8 +13,9 @@ from lowbit.checkpoint import CheckpointError, LayerEntry, expected_tensors
 from lowbit.checkpoint.foreign import ForeignLayer, ForeignSchema, checked_entry
 from lowbit.checkpoint.schema import quant_tensor, unstated_tensors
 from lowbit.formats import QuantTensor, Scheme
+from lowbit.methods import Search
 from lowbit.quantize import rtn
-from lowbit.quantize.rtn import Search, scale_dtype
+from lowbit.quantize.rtn import scale_dtype
 
 PLAIN = "weight"
 """The tensor of a matrix in 16 bits."""

@@ -12,10 +12,10 @@ import torch
 from lowbit.checkpoint import CheckpointError, Manifest
 from lowbit.checkpoint.detect import SCHEMAS
 from lowbit.checkpoint.foreign import ForeignSchema
-from lowbit.checkpoint.schema import FORMAT_VERSION, METHOD
+from lowbit.checkpoint.schema import FORMAT_VERSION, METHOD, READ_VERSIONS
 from lowbit.formats import PerBlock, PerTensor, Scheme, parse_scheme
+from lowbit.methods import Search
 from lowbit.nn.convert import matches
-from lowbit.quantize.rtn import Search
 from lowbit.vllm.matrices import ForeignMatrix, Matrix, PackedMatrix, PlainMatrix, RoundedMatrix
 
 WHERE = "config.json"
@@ -190,7 +190,7 @@ def _sixteen_bits(config: Mapping[str, Any]) -> SixteenBits:
     unknown = sorted(set(map(str, config)) - _ON_LOAD)
     if unknown:
         raise CheckpointError(f"{WHERE}: quantization_config has unknown keys {unknown}; known are {sorted(_ON_LOAD)}")
-    if config.get("format_version", FORMAT_VERSION) != FORMAT_VERSION or "scheme" not in config:
+    if config.get("format_version", FORMAT_VERSION) not in READ_VERSIONS or "scheme" not in config:
         raise CheckpointError(f"{WHERE}: quantization_config states no layers and no scheme, such as w4a16_g128")
     kept, search, head = config.get("modules_to_not_convert") or [], config.get("search", "max"), config.get("head")
     if not isinstance(kept, list) or not all(isinstance(each, str) for each in kept) or search not in ("max", "mse"):

@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-pytest.importorskip("fastapi", reason="needs the serve extra: pip install 'lowbit[serve]'")
+pytest.importorskip("fastapi", reason="needs the serve extra: pip install '.[serve]'")
 
 from benchmarks import language_model, serve_host, serve_load
 from benchmarks.cli import app

@@ -111,7 +111,7 @@ def test_order_and_pre_quant_scale_round_trip(tmp_path, shard_bytes):
                 assert ours is theirs is None or (ours.dtype == theirs.dtype and torch.equal(ours, theirs)), (name, kind)
             assert torch.equal(back.dequantize(), q.dequantize())
     quantization = json.loads((tmp_path / "c" / "config.json").read_text())["quantization_config"]
-    assert quantization["format_version"] == 1
+    assert quantization["format_version"] == 2
     assert quantization["layers"] == {
         "order": {"shape": [12, 75], "order": True},
         "scale": {"shape": [12, 75], "pre_quant_scale": True},
@@ -213,7 +213,7 @@ PACKED, SCALE, ZERO = (f"model.layer0.weight_{kind}" for kind in ("packed", "sca
 TAMPERINGS = {
     "unknown scheme": (edit_config(lambda c: c.update(scheme="w9a16")), r"config.json.*IntFormat|2 to 8 bits"),
     "scheme no text": (edit_config(lambda c: c.update(scheme=7)), r"config.json.*scheme's name"),
-    "newer version": (edit_config(lambda c: c.update(format_version=2)), r"config.json.*format_version is 2"),
+    "newer version": (edit_config(lambda c: c.update(format_version=3)), r"config.json.*format_version is 3, .* reads 1 and 2"),
     "unknown key": (edit_config(lambda c: c.update(code="import os")), r"config.json.*unknown keys \['code'\]"),
     "layers a list": (edit_config(lambda c: c.update(layers=[])), r"config.json.*layers is a JSON object"),
     "negative shape": (edit_config(lambda c: c["layers"]["model.layer0"].update(shape=[-1, 75])), r"model.layer0.*shape"),
@@ -237,6 +237,18 @@ TAMPERINGS = {
         "model.safetensors",
     ),
     "empty file": (set_bytes("model.safetensors", b""), r"model.safetensors: not a safetensors file, or truncated"),
+    "shape of no tensor": (
+        edit_header(lambda h: h.update(x={"dtype": "F32", "shape": [0, 2**63], "data_offsets": [0, 0]})),
+        r"model\.safetensors: x: no tensor can have the shape \(0, 9223372036854775808\)",
+    ),
+    "strides of no tensor": (
+        edit_header(lambda h: h.update(x={"dtype": "F32", "shape": [0, 2**40, 2**40], "data_offsets": [0, 0]})),
+        r"model\.safetensors: x: no tensor can have the shape",
+    ),
+    "100 dimensions": (
+        edit_header(lambda h: h.update(x={"dtype": "F32", "shape": [0] * 100, "data_offsets": [0, 0]})),
+        r"model\.safetensors: x: no tensor can have the shape",
+    ),
     "huge header": (set_bytes("model.safetensors", struct.pack("<Q", 1 << 60) + b"{}"), r"model.safetensors: not a safe"),
     "header no JSON": (set_bytes("model.safetensors", struct.pack("<Q", 4) + b"nope"), r"model.safetensors: its header"),
     "header a list": (set_bytes("model.safetensors", struct.pack("<Q", 2) + b"[]"), r"model.safetensors: its header is a list"),

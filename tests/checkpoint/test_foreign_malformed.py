@@ -343,6 +343,23 @@ GGUF_CASES = {
         gguf_bytes(tensors=0, pairs=1, rest=struct.pack("<Q1sIIQ", 1, b"k", 9, 8, 1 << 62)), "ends inside its header",
     ),
     "huge array": (gguf_bytes(tensors=0, pairs=1, rest=struct.pack("<Q1sIIQ", 1, b"k", 9, 4, 1 << 62)), "inside its header"),
+    "a key twice": (gguf_bytes(tensors=0, pairs=2, rest=struct.pack("<Q1sIB", 1, b"k", 0, 1) * 2), "has the key 'k' twice"),
+    "a key twice, an array": (
+        gguf_bytes(tensors=0, pairs=2, rest=struct.pack("<Q1sIIQ", 1, b"k", 9, 0, 0) + struct.pack("<Q1sIB", 1, b"k", 0, 1)),
+        "has the key 'k' twice",
+    ),
+    "unaligned": (gguf_bytes(rest=gguf_tensor(offset=8) + bytes(200)), r"a\.weight: its offset 8 is no multiple of .* 32"),
+    "overlapping": (
+        gguf_bytes(tensors=2, rest=gguf_tensor(offset=0) + gguf_tensor(b"b.weight") + bytes(200)),
+        r"b\.weight: begins at byte 128, but a\.weight ends at 162; tensors overlap",
+    ),
+    "overlapping, inside": (
+        gguf_bytes(tensors=2, rest=gguf_tensor(shape=(32, 4)) + gguf_tensor(b"b.weight", offset=32) + bytes(400)),
+        r"b\.weight: begins at byte 160, but a\.weight ends at 264; tensors overlap",
+    ),
+    "deep arrays": (
+        gguf_bytes(tensors=0, pairs=1, rest=struct.pack("<Q1sI", 1, b"k", 9) + struct.pack("<IQ", 9, 1) * 9), "unknown type 9",
+    ),
     "value of no type": (gguf_bytes(tensors=0, pairs=1, rest=struct.pack("<Q1sI", 1, b"k", 77)), "unknown type 77"),
 }  # fmt: skip
 

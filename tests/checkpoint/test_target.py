@@ -398,9 +398,10 @@ class TestRegularFiles:
         with pytest.raises(CheckpointError, match=r"model\.safetensors: is a device"):
             CheckpointReader(tmp_path / "c")
 
-    def test_links_to_files_are_read(self, tmp_path):
+    def test_links_to_files_are_read_inside_the_folder(self, tmp_path):
+        """tests/models/test_untrusted_files.py has the links that are not followed, and those of the hub's cache."""
         checkpoint(tmp_path / "c")
-        save_file({"z": torch.ones(1)}, tmp_path / "w")
+        save_file({"z": torch.ones(1)}, tmp_path / "c" / "w")
         (tmp_path / "c" / "model.safetensors").unlink()
-        (tmp_path / "c" / "model.safetensors").symlink_to(tmp_path / "w")
+        (tmp_path / "c" / "model.safetensors").symlink_to("w")
         assert CheckpointReader(tmp_path / "c").names() == ["z"]

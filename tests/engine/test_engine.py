@@ -384,6 +384,11 @@ def test_a_round_that_fails_ends_whoever_joined_in_it(model, monkeypatch):
     assert not engine.batch.running and engine.batch.pages.available == engine.batch.pages.count - 1
 
 
+def ended(request):
+    request.end = End.LENGTH
+    return request
+
+
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
@@ -394,7 +399,7 @@ def test_a_round_that_fails_ends_whoever_joined_in_it(model, monkeypatch):
         ),
         (Request([3, VOCAB], 5), "tokens are from 0 to 159, this prompt has 160"),
         (Request([3], 5, Sampling(logit_bias={VOCAB: 1.0})), "tokens are from 0 to 159, this logit_bias has 160"),
-        (Request([3], 5, end=End.LENGTH), "this request was submitted before: make another one"),
+        (ended(Request([3], 5)), "this request was submitted before: make another one"),
     ],
 )
 def test_what_can_never_run_is_refused(model, request_, message):

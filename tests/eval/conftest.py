@@ -1,4 +1,4 @@
-"""Machines on which generated programs are contained."""
+"""The isolations that this machine has for generated programs."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import pytest
 from lowbit.eval import sandbox
 
 
-@pytest.fixture(params=["namespaces", "no namespaces"])
-def spaces(request, monkeypatch):
-    """Both kinds of machine: with `unshare`, and without or where it is not allowed."""
-    if request.param == "no namespaces":
-        monkeypatch.setattr(sandbox, "_namespaces", lambda: ())
-    elif not sandbox._namespaces():
-        pytest.skip("no `unshare` here, or it is not allowed")
+@pytest.fixture(params=sandbox.ISOLATIONS)
+def isolation(request):
+    """Each isolation in turn."""
+    if refusal := sandbox._refusal(request.param):
+        pytest.skip(f"{request.param}: {refusal}")
+    return request.param

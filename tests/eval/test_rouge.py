@@ -48,7 +48,7 @@ def test_batches():
 
 def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
-    with pytest.raises(ValueError, match=r"pip install 'lowbit\[eval\]'"):
+    with pytest.raises(ValueError, match=r"pip install '\.\[eval\]'"):
         rouge(["a"], ["b"])
 
 

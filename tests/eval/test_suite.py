@@ -6,6 +6,8 @@ import importlib.util
 import io
 import json
 import os
+import re
+import shutil
 import sys
 
 import pytest
@@ -18,6 +20,7 @@ from lowbit.cli.commands import app
 from lowbit.eval import report, suite
 from lowbit.eval.plot import plot
 from lowbit.eval.results import as_json
+from lowbit.eval.sandbox import ISOLATIONS
 from tests.tiny import save_tiny, tiny_tokenizer
 
 HAS_ROUGE = importlib.util.find_spec("rouge_score") is not None
@@ -66,7 +69,9 @@ def test_end_to_end(models, data, tmp_path):
     assert result.exit_code == 0, result.stderr
     document = json.loads((out / "results.json").read_text())
     assert document["complete"] and document["versions"]["torch"] and document["machine"]["threads"]
-    assert document["request"]["sandbox"]["python"]["time, memory, file size"] == "resource limits"
+    held = document["request"]["sandbox"]["python"]
+    assert held["time, memory, file size"] == "resource limits"
+    assert held["isolation"].split()[0] in ISOLATIONS and held["isolation"] in (out / "report.md").read_text()
     assert [t["items"] for t in document["request"]["tasks"]] == [None, 3, *[1] * HAS_ROUGE, 1]
     labels = [m["label"] for m in document["models"]]
     assert labels == ["fp16", "w4a16_g32", "w8a16"] and [m["reference"] for m in document["models"]] == [True, False, False]
@@ -116,6 +121,20 @@ def test_sizes_are_those_of_the_files(models, tmp_path):
         assert sizes[1]["bits_per_weight"] == pytest.approx(8 * sum(q.nbytes for q in layers) / linear)
         assert sizes[1]["bytes"] == sum(reader.get(name).nbytes for name in reader.names())
     assert sizes[0]["bytes"] > sizes[1]["bytes"]
+
+
+def test_the_model_card_gets_the_divergence(models, tmp_path):
+    fp16, q4, _ = models
+    q4 = shutil.copytree(q4, tmp_path / "q4")
+    for _ in range(2):
+        done = run(
+            "eval", q4, "--reference", fp16, "--suite", "text", "--out", tmp_path / "o", "--windows", "1", "--window", "16"
+        )
+        assert done.exit_code == 0, done.stderr
+    card = (q4 / "README.md").read_text()
+    found = re.findall(r"\| divergence from the source \| (.*) nats per token on opticks \(15 tokens\), from fp16 \|", card)
+    assert len(found) == 1 and float(found[0]) > 0
+    assert "This checkpoint needs lowbit" in card
 
 
 def test_what_stays_in_16_bits_counts(models, tmp_path):
@@ -248,6 +267,8 @@ def test_mistakes_in_suites(file, content, options, message, models, data, tmp_p
         (["{tmp}/nothing"], "no such folder; give the folder of a Transformers model"),
         (["{model}", "--limit", "3"], "belong to --suite"),
         (["{model}", "--run-generated-code"], "belong to --suite"),
+        (["{model}", "--unsafe"], "belong to --suite"),
+        (["{model}", "--suite", "text", "--unsafe"], "--unsafe belongs to --run-generated-code: give both"),
         (["{model}", "--reference", "{tmp}/nothing"], "nothing: no such folder"),
     ],
 )
@@ -260,7 +281,7 @@ def test_rouge_score_is_asked_for_before_any_work(models, data, tmp_path, monkey
     (data / "news.jsonl").write_text(json.dumps({"document": "d", "summary": "s"}))
     monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
     result = run("eval", models[1], "--suite", data, "--out", tmp_path / "o")
-    assert result.exit_code == 1 and "pip install 'lowbit[eval]'" in result.stderr and not (tmp_path / "o").exists()
+    assert result.exit_code == 1 and "pip install '.[eval]'" in result.stderr and not (tmp_path / "o").exists()
 
 
 @pytest.mark.parametrize(

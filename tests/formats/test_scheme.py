@@ -82,7 +82,7 @@ def test_aliases_parse(alias):
     assert parse_scheme(alias.upper()) == parse_scheme(alias)
 
 
-GRAMMAR = r"unknown scheme '.*'; the grammar is w<bits>.*, for example w4a16_g128, .*; aliases: fp8, "
+GRAMMAR = r"unknown scheme '.*'; (did you mean .*|)the grammar is w<bits>.*, for example w4a16_g128, .*; aliases: fp8, "
 ACTIVATIONS = "zero points of activations .* go with integer activations of one scale per token or layer, such as w8a8_az"
 
 

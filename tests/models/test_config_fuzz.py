@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lowbit import convert_checkpoint, quantize_checkpoint
+from lowbit.checkpoint.schema import GUARD_KEY
 from lowbit.models.load import check_checkpoint, load_causal
 from tests.tiny import save_tiny
 
@@ -91,7 +92,7 @@ def test_a_changed_config_is_refused_or_means_what_it_says(folders, tmp_path):
             outcomes["refused"] += 1
             continue
         assert wrong == (), changes  # what is loaded was found whole
-        rest = {key: value for key, value in changed.items() if key != "quantization_config"}
+        rest = {key: value for key, value in changed.items() if key not in ("quantization_config", GUARD_KEY)}
         (dequantized / "config.json").write_text(json.dumps(rest))
         model = AutoModelForCausalLM.from_pretrained(dequantized, dtype=torch.float32)
         expected = logits(lambda model=model: model)

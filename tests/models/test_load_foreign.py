@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 import lowbit
 from lowbit.checkpoint import CheckpointError, CheckpointReader
-from lowbit.cli.commands import app, err, out
+from lowbit.cli.commands import app
+from lowbit.cli.terminal import err, out
 from lowbit.models.convert_checkpoint import convert_checkpoint
 from lowbit.models.hf import LOADING_OVERHEAD_BYTES
 from lowbit.models.load import check_checkpoint, load_causal
@@ -329,7 +330,8 @@ def test_on_a_gpu(name):
     assert same_tensors({n: t.cpu() for n, t in on_gpu.state_dict().items()}, on_cpu.state_dict())
 
 
-def test_progress(tmp_path, capfd):
+def test_progress(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("lowbit.progress.on_terminal", lambda: True)
     lowbit.load(DATA / "awq-auto-round", device="cpu", progress=True)
     assert "awq weights" in capfd.readouterr().err
     lowbit.load(DATA / "awq-auto-round", device="cpu")

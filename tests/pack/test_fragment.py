@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lowbit.formats import code_values, float_format, int_format
-from lowbit.formats.number import _values
+from lowbit.formats.codec import _values
 from lowbit.hardware.fields import WORD_GROUPS, field_order
 from lowbit.hardware.mma import MMA_M16N8K8_F16, MMA_M16N8K16_F16, MMA_M16N8K32_S8, MMA_M16N8K64_S4, wgmma_f16, wgmma_s8
 from lowbit.kernels.cpu.torch_int4 import _values_of_bytes

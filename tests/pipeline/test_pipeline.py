@@ -188,6 +188,21 @@ def test_quantization_mode(folder, tmp_path):
         lowbit.pipeline(str(tmp_path / "fp6"), quantization_mode="w8a16")
 
 
+def test_scheme_is_the_name_everywhere(folder):
+    """The pipeline's old name for it still works, and says that it is one; the two together must agree."""
+    tokens = dict(max_new_tokens=8, do_sample=False)
+    pipe = lowbit.pipeline(str(folder), scheme="wf6af16")
+    assert (
+        "quantization_config" in pipe.model.config.to_dict()
+        and pipe.model.hf_quantizer.quantization_config.scheme == "w6e3m2a16"
+    )
+    with pytest.warns(DeprecationWarning, match="quantization_mode is the old name of scheme"):
+        old = lowbit.pipeline(str(folder), quantization_mode="wf6af16")
+    assert old(PROMPTS, **tokens) == pipe(PROMPTS, **tokens)
+    with pytest.raises(ValueError, match="quantization_mode is the old name of scheme; got 'w8a16' and 'wf6af16'"):
+        lowbit.pipeline(str(folder), scheme="wf6af16", quantization_mode="w8a16")
+
+
 def test_destroyed_pipelines_say_so(folder):
     pipe = lowbit.pipeline(str(folder))
     pipe.destroy()
@@ -196,4 +211,4 @@ def test_destroyed_pipelines_say_so(folder):
 
 
 def test_the_signature_is_that_of_the_function():
-    assert list(inspect.signature(lowbit.pipeline).parameters)[:2] == ["model_name_or_path", "quantization_mode"]
+    assert list(inspect.signature(lowbit.pipeline).parameters)[:2] == ["model_name_or_path", "scheme"]

@@ -6,7 +6,7 @@ import pytest
 
 from lowbit import demo
 
-pytest.importorskip("fastapi", reason="needs the serve extra: pip install 'lowbit[serve]'")
+pytest.importorskip("fastapi", reason="needs the serve extra: pip install '.[serve]'")
 
 from tests.serve.running import running
 

@@ -105,23 +105,22 @@ def test_mistakes_are_one_line(folder, tmp_path):
 def test_without_the_extra(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "lowbit.serve.server", None)
     result = run("serve", folder)
-    assert result.exit_code == 1 and "pip install 'lowbit[serve]'" in result.stderr
+    assert result.exit_code == 1 and "pip install '.[serve]'" in result.stderr
 
 
-def test_chat_with_a_server_and_with_a_model(folder, monkeypatch):
+def test_chat_with_a_server_and_with_a_model(folder):
     """The same greedy answers, turn by turn; a refusal is said and the dialogue goes on."""
-    monkeypatch.setattr(out, "input", lambda *_, **__: lines.pop(0) if lines else (_ for _ in ()).throw(EOFError))
     asked = ["Hello", "And?", "/new", "Hello", "x" * 300, "/exit", "never"]
     with running(key="sesame") as server:
         first, _, _ = greedy(server, server.pipe.tokenizer("user: Hello\nassistant: ", add_special_tokens=False).input_ids, 20)
         told = []
         for where in ((server.url, "--api-key", "sesame"), (folder,)):
-            lines = list(asked)
-            result = run("chat", *where, "--temperature", 0, "--max-tokens", 20)
-            assert result.exit_code == 0 and lines == ["never"]
+            result = run("chat", *where, "--temperature", 0, "--max-tokens", 20, input="\n".join(asked))
+            assert result.exit_code == 0
             told.append(result.stdout)
             assert result.stderr.count("error: ") == 1 and "tokens" in result.stderr
         assert told[0] == told[1] and told[0].startswith(f"{first}\n") and told[0].count(f"{first}\n") == 2
+        assert told[0].count("\n") == 3  # what stands after /exit is not asked
         assert run("chat", server.url).stderr.startswith("error: the server says 401: this server asks for its API key")
         assert (
             "there is no model other here; it has tiny"

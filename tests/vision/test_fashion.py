@@ -7,7 +7,9 @@ import hashlib
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from lowbit.cli.commands import app
 from lowbit.vision import demo, fashion
 from lowbit.vision.saved import load as load_network
 
@@ -63,14 +65,6 @@ def test_where_the_data_is_looked_for(folder, tmp_path, monkeypatch):
         fashion.bring_data(folder, said.append, missing)
 
 
-def test_without_apt_the_message_says_what_to_do(tmp_path, monkeypatch):
-    monkeypatch.setattr(fashion, "INSTALLED", tmp_path / "nowhere")
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(fashion.DataError, match=r"apt-get is not here.*pass --data with a folder"):
-        fashion.bring_data(tmp_path / "cache" / "fashion", print)
-    assert not (tmp_path / "cache" / "fashion").exists()
-
-
 def test_the_demo_in_small(folder, tmp_path, monkeypatch):
     from transformers import ResNetConfig, ResNetForImageClassification
 
@@ -96,3 +90,20 @@ def test_the_demo_in_small(folder, tmp_path, monkeypatch):
     assert demo.top1(demo.answers(lambda x: again(x).logits, test, "cpu"), test) == rows[0].top1
     assert "taking the trained network" in said[-1]
     assert demo.as_json(rows)["rows"][3]["scheme"] == "w4a4"
+
+
+@pytest.mark.parametrize("apt", [None, "echo 'E: Unable to locate package dataset-fashion-mnist' >&2; exit 100"])
+def test_without_apt_one_line_says_what_to_do(tmp_path, monkeypatch, apt):
+    """On a machine that is not Debian's, and on one whose lists of packages are empty."""
+    monkeypatch.setattr(fashion, "INSTALLED", tmp_path / "none")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "bin").mkdir()
+    if apt is not None:
+        (tmp_path / "bin" / "apt-get").write_text(f"#!/bin/sh\n{apt}\n")
+        (tmp_path / "bin" / "apt-get").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    result = CliRunner().invoke(app, ["demo", "--vision", "--out", str(tmp_path / "out")])
+    assert result.exit_code == 1 and not (tmp_path / "out").exists()
+    line = result.stderr.splitlines()[-1]
+    assert line.endswith("and run: lowbit demo --vision --data FOLDER") and all(name in line for name in fashion.FILES)
+    assert ("this machine has no apt-get" if apt is None else "Unable to locate package") in line

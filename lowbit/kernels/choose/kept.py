@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -22,6 +23,9 @@ SCHEMA = 1
 NO_SLOWER = 1.05
 """How much more than the cheapest tile one may be modelled to take for fewer tokens than it was measured with."""
 
+MOST_SPLITS = 64
+"""Parts of K that a tile in the file may have, beside those that are considered."""
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -32,6 +36,18 @@ class Kept:
     us: float
     modelled_us: float
     date: str
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a field of another type, or a time that is not a positive number."""
+        if type(self.m) is not int or not 0 < self.m < 1 << 31:
+            raise ValueError(f"m is a number of tokens, got {self.m!r}")
+        for name in ("us", "modelled_us"):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 < value < math.inf:
+                raise ValueError(f"{name} is a time in microseconds, got {value!r}")
+        for name in ("tile", "date"):
+            if type(getattr(self, name)) is not str:
+                raise ValueError(f"{name} is a text, got {getattr(self, name)!r}")
 
     def __str__(self) -> str:
         gain = 100 * (1 - self.us / self.modelled_us)
@@ -59,7 +75,7 @@ def first(rows: list[Any], file: str, shape: Any, kinds: Mapping[str, type[Any]]
     for fewer only if the model does not have it slower than others there: it may be one that they hardly fill."""
     row = kept_for(file, shape)
     tile = None if row is None or row.us >= row.modelled_us else read(row.tile, kinds)
-    if row is None or tile is None:
+    if row is None or tile is None or not _plausible(tile, [each.tile for each in rows]):
         return None
     found = candidate(tile)
     least = min((each.cost_us for each in rows if not each.reasons), default=found.cost_us)
@@ -68,16 +84,49 @@ def first(rows: list[Any], file: str, shape: Any, kinds: Mapping[str, type[Any]]
     return [replace(found, measured=row), *(each for each in rows if each.tile != tile)]
 
 
+def kept_in(file: Path) -> dict[str, tuple[Kept, ...]]:
+    """The rows of a file by problem. Raises OSError for one that cannot be read, ValueError for one that is no file of this
+    version's `lowbit tune`, in one line that names the problem and the field."""
+    if not file.is_file():
+        raise ValueError("it is no file")
+    try:
+        document = json.loads(file.read_bytes())
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+    if not isinstance(document, dict) or (document.get("result"), document.get("schema")) != (KEPT, SCHEMA):
+        raise ValueError("it is no file of `lowbit tune`")
+    if document.get("lowbit") != __version__:
+        raise ValueError(f"lowbit {document.get('lowbit')} measured it, this is {__version__}")
+    products = document.get("products")
+    if not isinstance(products, dict) or not all(isinstance(rows, list) for rows in products.values()):
+        raise ValueError("its products are no object with a list of measurements for each")
+    return {problem: tuple(_row(problem, row) for row in rows) for problem, rows in products.items()}
+
+
+def _row(problem: str, row: Any) -> Kept:
+    names = {each.name for each in fields(Kept)}
+    if not isinstance(row, dict) or set(row) != names:
+        raise ValueError(f"{problem!r}: a measurement has the fields {', '.join(sorted(names))}, got {str(row)[:80]}")
+    try:
+        return Kept(**row)
+    except ValueError as error:
+        raise ValueError(f"{problem!r}: {error}") from error
+
+
+def _plausible(tile: Any, considered: list[Any]) -> bool:
+    """Returns True if every number of a tile is one that a considered tile of its kind has in the same field: the model of
+    costs and the kernels take no others, except for K, which can be split into any number of parts."""
+    alike = [each for each in considered if type(each) is type(tile)]
+    numbers = {each.name: {getattr(other, each.name) for other in alike} for each in fields(tile)}
+    numbers["splits"].update(range(1, 1 + MOST_SPLITS))
+    return all(getattr(tile, name) in known for name, known in numbers.items())
+
+
 @functools.lru_cache(maxsize=8)
 def _rows(file: str) -> dict[str, tuple[Kept, ...]]:
     try:
-        document = json.loads(Path(file).read_text())
-        if (document["result"], document["schema"]) != (KEPT, SCHEMA):
-            raise ValueError("it is no file of `lowbit tune`")
-        if document["lowbit"] != __version__:
-            raise ValueError(f"lowbit {document['lowbit']} measured it, this is {__version__}")
-        return {problem: tuple(Kept(**row) for row in rows) for problem, rows in document["products"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return kept_in(Path(file))
+    except (OSError, ValueError) as error:
         warnings.warn(
             f"{file}: {error}; tiles are chosen by the model of costs. `lowbit tune` measures them anew", stacklevel=2
         )
@@ -105,10 +154,12 @@ def written(tile: Any, kinds: Mapping[str, type[Any]]) -> str:
 
 def read(text: str, kinds: Mapping[str, type[Any]]) -> Any:
     """The tile that `written` wrote; None if it is of no kind among `kinds`, or of one that has other fields today."""
-    name, *numbers = text.split()
-    if name not in kinds:
+    name, *numbers = text.split() or [""]
+    if name not in kinds or not all(number.isascii() and number.isdigit() and len(number) < 6 for number in numbers):
         return None
     types = [each.type for each in fields(kinds[name])]
+    if len(numbers) > len(types):
+        return None
     try:
         return kinds[name](*(bool(int(n)) if kind == "bool" else int(n) for n, kind in zip(numbers, types, strict=False)))
     except (TypeError, ValueError):

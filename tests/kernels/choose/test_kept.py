@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, replace
 
 import pytest
@@ -101,14 +102,37 @@ def test_products_with_8_bits(file):
     assert str(tile) in told and "measured here by `lowbit tune`, 2026-11-23, M 64: 20 us, 20 % less than modelled" in told
 
 
+def stated(**products):
+    return json.dumps({"result": KEPT, "schema": SCHEMA, "lowbit": __version__, **products})
+
+
+def row(**changed):
+    return {"m": 64, "tile": "wgmma 64 2 8 7 2", "us": 1.0, "modelled_us": 2.0, "date": "2026-11-23", **changed}
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
         ("{", "Expecting property name"),
-        ("[]", "indices must be integers"),
+        ("[]", "no file of `lowbit tune`"),
         (json.dumps({"result": "another", "schema": SCHEMA}), "no file of `lowbit tune`"),
         (json.dumps({"result": KEPT, "schema": SCHEMA, "lowbit": "0.0.1"}), "lowbit 0.0.1 measured it"),
-        (json.dumps({"result": KEPT, "schema": SCHEMA, "lowbit": __version__, "products": {"a": [{}]}}), "missing 5 required"),
+        (
+            json.dumps({"result": KEPT, "schema": SCHEMA, "lowbit": __version__, "products": {"a": [{}]}}),
+            "a measurement has the fields",
+        ),
+        ("[" * 100_000, "recursion"),
+        ("\udcff".encode("utf-8", "surrogatepass").decode("latin-1"), "Expecting value"),
+        (stated(products=[]), "its products are no object"),
+        (stated(products={"a": 3}), "its products are no object"),
+        (stated(products={"a": ["x"]}), "'a': a measurement has the fields"),
+        (stated(products={"a": [row(m="64")]}), "'a': m is a number of tokens, got '64'"),
+        (stated(products={"a": [row(m=-1)]}), "'a': m is a number of tokens, got -1"),
+        (stated(products={"a": [row(us=math.nan)]}), "'a': us is a time in microseconds, got nan"),
+        (stated(products={"a": [row(us="1")]}), "'a': us is a time in microseconds, got '1'"),
+        (stated(products={"a": [row(modelled_us=0)]}), "'a': modelled_us is a time in microseconds, got 0"),
+        (stated(products={"a": [row(tile=None)]}), "'a': tile is a text, got None"),
+        (stated(products={"a": [row(date=3)]}), "'a': date is a text, got 3"),
     ],
 )
 def test_a_file_that_is_wrong_is_left_aside(file, text, why):
@@ -118,12 +142,20 @@ def test_a_file_that_is_wrong_is_left_aside(file, text, why):
         assert choose(SHAPE, here) == choose(SHAPE, H200)
 
 
-@pytest.mark.parametrize("text", ["wgmma 64", "wgmma 64 2 8 many 2", "another 1 2", "ring 8 3 2 1 8 1"])
+TILES = (
+    "", " ", "wgmma 64", "wgmma 64 2 8 many 2", "wgmma 64 2 8 -4 2", f"wgmma 64 2 8 {10**9} 2", "wgmma 0 0 0 0 0",
+    "wgmma 64 3 8 4 2", "wgmma 64 2 8 4 2 0 1 2 3 4 5 6", "ring 0 0 0 0 0 0 0", "ring 8 99999 2 1 8 1",
+    "another 1 2", "ring 8 3 2 1 8 1",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", TILES)
 def test_tiles_that_nobody_knows_are_left_aside(file, text):
-    """A ring of another number of fields is read as it was before they were added; others not at all."""
-    found = read(text, KINDS)
-    assert found == (RingTile(8, 3, 2, 1, 8, 1) if text.startswith("ring") else None)
-    if found is None:
+    """A ring of another number of fields is read as it was before they were added; others, and numbers that no tile has, not
+    at all."""
+    if text == "ring 8 3 2 1 8 1":
+        assert read(text, KINDS) == RingTile(8, 3, 2, 1, 8, 1)
+    else:
         here = replace(H200, tuned=write(file, {problem_of(SHAPE): [Kept(64, text, 1.0, 2.0, "2026-11-23")]}))
         assert choose(SHAPE, here) == choose(SHAPE, H200)
 

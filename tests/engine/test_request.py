@@ -1,0 +1,96 @@
+"""Every field of a request and of its sampling is checked where it is made: none of another type hangs or breaks a step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lowbit.engine import Request, Sampling
+from lowbit.pipeline.request import GenerateParams
+
+NAN, INF = float("nan"), float("inf")
+REQUESTS = [
+    ({"prompt": "text"}, "a prompt is a list of token numbers, got a str: encode text first"),
+    ({"prompt": b"12"}, "a prompt is a list of token numbers, got a bytes"),
+    ({"prompt": 3}, "a prompt is a list of token numbers, got a int"),
+    ({"prompt": {1}}, "a prompt is a list of token numbers, got a set"),
+    ({"prompt": [1, 2.0]}, "a prompt has token numbers, got 2.0"),
+    ({"prompt": [1, None]}, "a prompt has token numbers, got None"),
+    ({"prompt": [True]}, "a prompt has token numbers, got True"),
+    ({"prompt": []}, "a prompt has at least one token"),
+    ({"limit": 2.5}, "the limit of a request is a whole number of tokens, got 2.5"),
+    ({"limit": 2.0}, "the limit of a request is a whole number of tokens, got 2.0"),
+    ({"limit": NAN}, "the limit of a request is a whole number of tokens, got nan"),
+    ({"limit": INF}, "the limit of a request is a whole number of tokens, got inf"),
+    ({"limit": "3"}, "the limit of a request is a whole number of tokens, got '3'"),
+    ({"limit": None}, "the limit of a request is a whole number of tokens, got None"),
+    ({"limit": True}, "the limit of a request is a whole number of tokens, got True"),
+    ({"sampling": None}, "sampling is a lowbit.engine.Sampling, got None"),
+    ({"ends": 2}, "ends is a frozenset of token numbers, got 2"),
+    ({"ends": "2"}, "ends is a frozenset of token numbers, got '2'"),
+    ({"ends": frozenset({"2"})}, "ends has token numbers, got '2'"),
+    ({"watch": 3}, "watch is a function of each token, got 3"),
+    ({"likeliest": 2.5}, "up to 20, got 2.5"),
+    ({"likeliest": None}, "up to 20, got None"),
+    ({"likeliest": -1}, "up to 20, got -1"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), REQUESTS, ids=lambda value: str(value)[:40])
+def test_requests(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Request(**{"prompt": [1], "limit": 2, **fields})
+
+
+def test_what_is_the_engines_is_no_argument():
+    with pytest.raises(TypeError, match="end"):
+        Request([1], 2, end="stop")
+
+
+NUMBERS = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
+    "min_new_tokens",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF, "1", None, True, [1], 1j, -(10**400)], ids=lambda value: repr(value)[:9])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_of_sampling(name, value):
+    with pytest.raises(ValueError, match=f"sampling: {name} is "):
+        Sampling(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["top_k", "seed", "min_new_tokens"])
+def test_whole_numbers_of_sampling(name):
+    with pytest.raises(ValueError, match=f"sampling: {name} is .*, got 2.5"):
+        Sampling(**{name: 2.5})
+
+
+BIASES = (None, 3, "x", {"1": 1.0}, {1.5: 1.0}, {1: "x"}, {1: NAN}, {-1: 1.0}, [(1,)], [1], [(1, 2, 3)], {True: 1.0})
+
+
+@pytest.mark.parametrize("bias", BIASES, ids=repr)
+def test_biases(bias):
+    with pytest.raises(ValueError, match="sampling: logit_bias is token numbers from 0 on with finite numbers, got "):
+        Sampling(logit_bias=bias)
+
+
+def test_numbers_of_numpy_are_numbers():
+    sampling = Sampling(temperature=np.float32(0.5), top_k=np.int64(3), logit_bias={np.int64(1): np.float32(2)})
+    assert Request([np.int64(1), 2], np.int32(3), sampling, ends=frozenset({np.int64(0)})).limit == 3
+
+
+PARAMS = [
+    *({name: value} for name in ("top_p", "temperature") for value in (NAN, INF, "1", True, [1])),
+    *({name: value} for name in ("max_length", "max_new_tokens", "min_new_tokens", "top_k", "seed")
+      for value in (2.5, NAN, INF, "1", True, 10**30)),
+    *({name: "no"} for name in ("ignore_eos", "return_full_text", "do_sample")),
+    {"top_p": None}, {"stop": 5}, {"stop": None}, {"stop": "x"}, {"stop": [b"x"]}, {"stop": {"x"}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", PARAMS, ids=str)
+def test_arguments_of_pipelines(fields):
+    (name,) = fields
+    with pytest.raises(ValueError, match=f"^{name} is "):
+        GenerateParams(**fields)

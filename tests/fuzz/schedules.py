@@ -1,0 +1,151 @@
+"""Schedules of an engine on a CPU: submissions, cancellations, streams and steps in any order.
+
+Whatever the order, every request ends, a text that was not cancelled is the one that its request has alone, and no slot or page
+is held at the end.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from hypothesis import strategies as st
+
+from lowbit.engine import End, Engine, Request, Sampling
+from tests.tiny import eager_llama
+
+VOCAB = 160
+MOST_STEPS = 2000
+"""Of a schedule: one that takes more hangs."""
+
+OPTIONS = st.fixed_dictionaries({
+    "max_concurrent": st.integers(1, 4), "piece": st.sampled_from((128, 256)), "sharing": st.booleans(), "ahead": st.booleans(),
+    "cache_bytes": st.sampled_from((1 << 18, 1 << 19, 1 << 20)), "forward": st.just(False),
+})  # fmt: skip
+SAMPLINGS = st.one_of(
+    st.just(()),
+    st.tuples(st.sampled_from((0.5, 1.0, 1000.0)), st.integers(0, 5)),
+)
+REQUESTS = st.tuples(
+    st.just("submit"), st.integers(0, 3), st.sampled_from((1, 2, 63, 64, 65, 127, 128, 129, 200)), st.integers(1, 12),
+    SAMPLINGS,
+    st.sampled_from(("", "", "", "stop", "raise", "cancel self", "cancel other")),
+)  # fmt: skip
+"""A prompt's first token, its length, the limit, how tokens are drawn, and what its watch does at the second token."""
+ACTIONS = st.one_of(
+    REQUESTS,
+    REQUESTS,
+    st.tuples(st.just("step"), st.integers(1, 4)),
+    st.tuples(st.just("cancel"), st.integers(0, 20)),
+    st.tuples(st.just("stream"), st.integers(0, 20), st.integers(0, 3)),
+    st.tuples(st.just("resubmit"), st.integers(0, 20)),
+    st.tuples(st.just("invalid"), st.sampled_from(((), (VOCAB,), (-1,), (1,) * 4000))),
+)
+CASES = st.tuples(OPTIONS, st.lists(ACTIONS, max_size=14).map(tuple))
+
+
+@functools.cache
+def _model():
+    return eager_llama()
+
+
+def _request(action, watch=None):
+    _, first, length, limit, drawn, _ = action
+    prompt = [3 + (first + i * i) % 150 for i in range(length)]
+    sampling = Sampling(drawn[0], seed=drawn[1]) if drawn else Sampling()
+    return Request(prompt, limit, sampling, watch=watch)
+
+
+@functools.lru_cache(maxsize=4096)
+def alone(action):
+    """The tokens of a request that is computed alone, without a watch."""
+    engine = Engine(_model(), max_concurrent=1, max_length=256, cache_bytes=1 << 20)
+    (request,) = engine.generate([_request(action)])
+    return tuple(each.token for each in request.drawn)
+
+
+def check(case):
+    """Runs a schedule to its end."""
+    options, actions = case
+    engine = Engine(_model(), max_length=256, **options)
+    requests: list[tuple[tuple, Request]] = []
+    streams = []
+
+    def watch_of(action, index):
+        def watch(drawn):
+            if len(requests[index][1].drawn) < 2:
+                return False
+            if action[5] == "raise":
+                raise ValueError("a watch that fails")
+            if action[5].startswith("cancel"):
+                engine.cancel(requests[index if action[5] == "cancel self" else 0][1])
+            return action[5] == "stop"
+
+        return watch if action[5] else None
+
+    for action in actions:
+        match action[0]:
+            case "submit":
+                request = _request(action, watch_of(action, len(requests)))
+                requests.append((action, request))
+                engine.submit(request)
+            case "step":
+                for _ in range(action[1]):
+                    engine.step()
+            case "cancel" if requests:
+                engine.cancel(requests[action[1] % len(requests)][1])
+            case "stream" if requests:
+                stream = engine.stream(requests[action[1] % len(requests)][1])
+                streams.append(stream)
+                for _ in range(action[2]):
+                    if _next(stream) is None:
+                        break
+                if action[1] % 2:
+                    stream.close()
+            case "resubmit" if requests:
+                _refused(engine, requests[action[1] % len(requests)][1])
+            case "invalid":
+                if action[1]:
+                    _refused(engine, Request(list(action[1]), 3))
+    for _ in range(MOST_STEPS):
+        if all(request.end is not None for _, request in requests):
+            break
+        engine.step()
+    engine.step()
+    for stream in streams:
+        stream.close()
+    engine.step()
+    _check_ended(engine, requests)
+
+
+def _next(stream):
+    try:
+        return next(stream, None)
+    except RuntimeError:  # the text failed
+        return None
+
+
+def _refused(engine, request):
+    """Submits what the engine has to refuse."""
+    try:
+        engine.submit(request)
+    except ValueError as error:
+        assert "\n" not in str(error)
+        return
+    raise AssertionError(f"taken: {request.prompt[:3]}")
+
+
+def _check_ended(engine, requests):
+    batch = engine.batch
+    assert not batch.running and not batch.waiting
+    assert batch.pages.count - 1 == batch.pages.available, "pages are held"
+    assert len(batch._free_slots) == engine.slots.count - 1 or len(batch._free_slots) == len(set(batch._free_slots))
+    for action, request in requests:
+        assert request.end is not None, "a request never ends"
+        tokens, whole = tuple(each.token for each in request.drawn), alone(action)
+        assert tokens == whole[: len(tokens)], "the text depends on what is computed beside it"
+        if request.end is End.LENGTH:
+            assert len(tokens) == request.limit
+        elif request.end is End.FAILED:
+            assert action[5] == "raise" and "a watch that fails" in request.error
+        elif request.end is End.STOP:
+            assert action[5] == "stop" and len(tokens) == 2
