@@ -160,8 +160,8 @@ def _downloaded(name: str, repo: str, revision: str | None, files: tuple[str, ..
     path = Path(folder)  # not there where the hub has none of the files
     if not (path / "config.json").is_file() or ("*.safetensors" in files and not any(path.glob("*.safetensors"))):
         raise CheckpointError(
-            f"{name}: the hub has no config.json and *.safetensors of it, and pickles (pytorch_model.bin) are not opened; of GGUF "
-            f"files download one (`hf download {repo} "
+            f"{name}: the hub has no config.json and *.safetensors of it, and pickles (pytorch_model.bin) are not opened; of "
+            f"GGUF files download one (`hf download {repo} "
             "FILE.gguf --local-dir .`) and give its path"
         )
     return model_folder(path)

@@ -29,6 +29,7 @@ from lowbit.ops.table import Problem, UnsupportedProblem, choose, problem_on, wa
 from lowbit.ops.workspace import make_counters
 from lowbit.pack import FragmentWeight, OperandWeight
 from lowbit.pack.cpu import CpuWeight, unpack_cpu_codes
+from lowbit.pack.gemm_weight import GemmWeight, RowWeight
 from lowbit.pack.scaled import scaled_refusals
 from lowbit.quantize.rtn import scale_dtype
 
@@ -225,6 +226,35 @@ class PackedWeight(nn.Module):
     def _drop_form_on_disk(self) -> None:
         if not self._shared:
             self.weight_packed = _parameter(self.weight_packed.new_empty(0))
+
+    def weight_for(self, dtype: torch.dtype) -> GemmWeight:
+        """The weights in the form in which they are multiplied by x of `dtype`; the first call makes it (`prepare`).
+
+        Raises UnsupportedProblem for a `batch_invariant` layer that no kernel takes.
+        """
+        found = self._form_for(dtype)
+        if found is None and not torch.compiler.is_compiling():
+            self.prepare(dtype)
+            found = self._form_for(dtype)
+        return self._rows() if found is None else found
+
+    def _form_for(self, dtype: torch.dtype) -> GemmWeight | None:
+        """The form of the device's kernels, where it is held and multiplies x of `dtype`."""
+        scaled, held = self.scheme.activation is not None, self.cpu_weight
+        if held is not None:
+            return held if scaled or held.dtype == dtype else None
+        if self.kernel_codes is None or dtype not in self.kernel_dtypes:
+            return None
+        return self.scaled_weight() if scaled else self.kernel_weight()
+
+    def _rows(self) -> RowWeight:
+        """The form on disk, for a product that no kernel takes; made anew where only a form for others is held."""
+        if self.batch_invariant:
+            raise UnsupportedProblem(f"{self.scheme}: no kernel for x of this type, or here, has batch-invariant sums")
+        packed: Tensor = self.weight_packed
+        if not packed.numel() and self.is_prepared:
+            packed = pack_words(self._prepared_codes(), self.scheme.weight.bits)
+        return RowWeight(packed, self.weight_scale, self.weight_zero, self.scheme, self.shape)
 
     def kernel_weight(self) -> FragmentWeight:
         """The prepared weights of a scheme with 16-bit activations."""

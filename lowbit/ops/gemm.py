@@ -56,8 +56,8 @@ def gemm(
     """y [.., N] = x [.., K] . dequant(w)[N, K]^T + bias [N], in x's dtype.
 
     x is fp16, bf16 or fp32; under a scheme with 8-bit activations it is quantized first, token by token, or is quantized
-    already (`quantize_activations`): y is then of `dtype`, bfloat16 if not given, and `function` and `y_scale` are those of
-    `ops.scaled_gemm`. With `batch_invariant`, a row of y has the same bits in every batch. `fast_accum`, as that of
+    already (`quantize_activations`). `dtype` is another type of y, and `function` and `y_scale` are those of `ops.scaled_gemm`,
+    for 8-bit activations only. With `batch_invariant`, a row of y has the same bits in every batch. `fast_accum`, as that of
     `torch._scaled_mm`: sums of fp8 by fp8 stay in the tensor core, which has few bits for them, a little faster and 10 to 600
     times less exact, the longer K and the more of one sign (docs/numerics.md); for other 8-bit x it changes nothing. Raises
     ValueError for tensors that do not fit together, and UnsupportedProblem where no kernel for this form does what is asked.
@@ -67,8 +67,7 @@ def gemm(
         raise UnsupportedProblem(f"{problem}: weights in the form {type(w).__name__} have no product that is batch-invariant")
     if w.scheme.activation is not None:
         made = quantized(x, w.scheme) if isinstance(x, Tensor) else x
-        kind = dtype or (x.dtype if isinstance(x, Tensor) else torch.bfloat16)
-        return _scaled(made, w, bias, kind, batch_invariant, function, y_scale, fast_accum)
+        return _scaled(made, w, bias, dtype or made.dtype, batch_invariant, function, y_scale, fast_accum)
     if not isinstance(x, Tensor) or dtype is not None or function != "none" or y_scale is not None or fast_accum:
         wanted = "x in 16 or 32 bits, and y is of its type, with no function after the product and no fast_accum"
         raise ValueError(f"gemm: {w.scheme} takes {wanted}")

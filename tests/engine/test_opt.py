@@ -15,7 +15,7 @@ from lowbit.engine.slots import Slots, on_device
 from lowbit.kernels.reference.gemm import mixed_gemm_reference
 from lowbit.models.head import quantize_head
 from lowbit.nn import convert
-from lowbit.nn.linear import QuantizedInput
+from lowbit.ops import Activations
 from lowbit.ops.elementwise import EmbeddingTable
 from tests.engine.test_chain import dequantized, packed, stepped, texts
 from tests.tiny import eager_opt
@@ -95,7 +95,7 @@ def test_quantized_layers(scheme, monkeypatch):
     engine = Engine(model, max_concurrent=2, cache_bytes=1 << 24)
     assert isinstance(engine.program, DecodeProgram) and engine.difference < 1e-5
     assert isinstance(engine.program.layers[0].down, Scaled) == (scheme != "w8a16")
-    assert not any(isinstance(x, QuantizedInput) for x in inputs) and bool(inputs) == (scheme != "w8a16")
+    assert not any(isinstance(x, Activations) for x in inputs) and bool(inputs) == (scheme != "w8a16")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -32,7 +31,7 @@ def weight(n, seed=0, k=K):
 def packed(name, n, scheme, seed=0, k=K, channels=False, rotated=0):
     """`rotated`: channels of a block in which its input is rotated at run time."""
     w = weight(n, seed, k)
-    q = replace(rtn(rotate_blocks(w, rotated) if rotated else w, scheme), hadamard=rotated)
+    q = rtn(rotate_blocks(w, rotated) if rotated else w, scheme).with_input(hadamard=rotated)
     q = with_channels(q) if channels else q
     return PackedMatrix(name, LayerEntry.of(q)), q
 
