@@ -93,7 +93,7 @@ class LayerQuantizer:
                 with _naming(f"{self.decoder.layer_name(i)}.{name}"):
                     weight, search = _weight(self.decoder.layers[i], name), self.method.search
                     q = rtn(weight, schemes[name], search=search, stored=self._stored(i, name))
-                self._set(i, name, replace(q, **static_range(schemes[name], *seen[group.linears[0]])), result)
+                self._set(i, name, q.with_input(**static_range(schemes[name], *seen[group.linears[0]])), result)
 
     def _ranges(self, i: int, hidden: list[Tensor], inputs: list[Input]) -> dict[str, Tensor]:
         """The least and the largest number of each input, and 0, by the first linear layer that reads it."""
@@ -127,7 +127,7 @@ class LayerQuantizer:
                 ranges[name] = static_range(schemes[name], *seen[group.linears[0]]) if seen else {}
         result.error = learn(self.decoder, i, hidden, exact, roundings, ranges, self.method)
         for name, rounding in roundings.items():
-            self._set(i, name, replace(rounding.quantized(), **ranges[name]), result)
+            self._set(i, name, rounding.quantized().with_input(**ranges[name]), result)
 
     def _gptq(
         self, i: int, hidden: list[Tensor], schemes: Mapping[str, Scheme], inputs: list[Input], result: LayerResult
@@ -145,7 +145,7 @@ class LayerQuantizer:
                         static_groups=self.method.static_groups, search=self.method.search, damping=self.method.damping,
                         stored=self._stored(i, name),
                     )  # fmt: skip
-                q = replace(q, **static_range(schemes[name], statistics.low, statistics.high))
+                q = q.with_input(**static_range(schemes[name], statistics.low, statistics.high))
                 self._set(i, name, q, result, statistics.hessian)
 
     def _rescale(

@@ -66,9 +66,11 @@ class QuantLinear(PackedWeight):
     def multiply(self, x: Tensor | Activations, bias: Tensor | None) -> Tensor:
         """The layer's y with another `bias` [out_features], or none."""
         of_x = isinstance(x, Tensor) and x.requires_grad
-        if torch.is_grad_enabled() and (of_x or (bias is not None and bias.requires_grad)):
-            return self._differentiable(x, bias)
-        return self._multiply(x, bias)
+        if not torch.is_grad_enabled() or not (of_x or (bias is not None and bias.requires_grad)):
+            return self._multiply(x, bias)
+        if torch.compiler.is_compiling() and x.dtype == torch.float32 and x.device.type == "cpu":
+            return self._multiply(x, bias)  # torch's own operators, whose gradients are compiled too
+        return self._differentiable(x, bias)
 
     @torch.compiler.disable(reason="gradients are not compiled; call under torch.no_grad()")
     def _differentiable(self, x: Tensor | Activations, bias: Tensor | None) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -107,7 +109,7 @@ def test_weights_in_the_form_of_a_gpu(dtype, invariant, monkeypatch):
     def product_of(x, weight, bias, batch_invariant):
         return mixed_gemm_reference(x, weight.unpack(), bias).to(x.dtype)
 
-    monkeypatch.setattr("lowbit.engine.product.fragment_gemm", product_of)
+    monkeypatch.setattr(sys.modules["lowbit.ops.gemm"], "fragment_gemm", product_of)
     model = packed(eager_opt(dtype), "w4a16_g32")
     assert sorted(quantize_head(model)) == ["lm_head", "model.decoder.embed_tokens"]
     model.lm_head._pack_for_gpu()

@@ -49,7 +49,8 @@ def test_saving_casting_and_calling_leave_the_kernels_form_where_it_is(scheme):
         module = as_if_prepared(copy.deepcopy(plain))
         held = {name: getattr(module, name) for name in KERNEL_TENSORS}
         before = {name: None if t is None else t.clone() for name, t in held.items()}
-        assert module.is_prepared and module.weight_nbytes == module.kernel_weight().nbytes
+        beside = module.kernel_weight().nbytes + module.input_transform.nbytes
+        assert module.is_prepared and module.weight_nbytes == beside
         assert torch.equal(module.quant_tensor().codes, plain.quant_tensor().codes)
         use(module)
         assert all(getattr(module, name) is t for name, t in held.items())
