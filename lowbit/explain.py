@@ -252,13 +252,16 @@ def _meaning(weight: _Weight) -> Step:
         sum_ = f"scale {scale:.8g}, zero {zero:.8g}: weight = {value:g} x {scale:.8g} + {zero:.8g}"
     lines.append(f"{sum_} = {weight.dequantized:.9g}")
     channel = weight.column
-    if q.hadamard:
-        lines.append(f"x is rotated in blocks of {q.hadamard} channels first; what follows is of its channels then")
-    if q.order is not None:
-        channel = int(q.order[weight.column])
+    of_x = q.input_transform
+    if of_x.hadamard:
+        lines.append(f"x is rotated in blocks of {of_x.hadamard} channels first; what follows is of its channels then")
+    if of_x.order is not None:
+        channel = int(of_x.order[weight.column])
         lines.append(f"order [{weight.column}] = {channel}: it multiplies channel {channel} of x")
-    if q.pre_quant_scale is not None:
-        lines.append(f"channel {channel} of x is multiplied by its input scale {float(q.pre_quant_scale[channel]):.9g} first")
+    if of_x.pre_quant_scale is not None:
+        lines.append(
+            f"channel {channel} of x is multiplied by its input scale {float(of_x.pre_quant_scale[channel]):.9g} first"
+        )
     if q.low_rank is not None:
         added = float(q.low_rank.up[weight.row].double() @ q.low_rank.down[:, channel].double())
         lines.append(f"the layer adds {added:.9g} to it, its share of a correction of rank {q.low_rank.rank}")
@@ -475,9 +478,10 @@ def _input(q: QuantTensor) -> Step:
     assert fmt is not None
     rule = q.scheme.rule
     top = (fmt.max - fmt.min) / 2 if rule is ActivationRule.COMPRESSED_TENSORS else fmt.max
-    if q.activation_scale is not None:
-        how = f"by the scale {float(q.activation_scale):.9g} of this layer"
-        how += "" if q.activation_zero is None else f" and its zero {int(q.activation_zero)}"
+    static, shift = q.input_transform.activation_scale, q.input_transform.activation_zero
+    if static is not None:
+        how = f"by the scale {float(static):.9g} of this layer"
+        how += "" if shift is None else f" and its zero {int(shift)}"
         how += ", found by calibration"
     elif isinstance(q.scheme.granularity, PerBlock):
         how = f"by a scale for each token and {q.scheme.granularity.k} columns, the largest |x| / {top:g}"

@@ -219,12 +219,15 @@ def test_order_and_pre_quant_scale_are_named(fp16, tmp_path):
             writer.add(f"layer.{suffix}", tensor)
         writer.finish({}, Manifest(q.scheme, {"layer": LayerEntry.of(q)}))
     steps = explain(tmp_path / "c", "layer", 3, 5)
-    channel = int(q.order[5])
+    channel = int(q.input_transform.order[5])
     assert ": layer.weight_order int32 [64]" in by_file(steps)["reader.py"]
     assert ": layer.pre_quant_scale float32 [64]" in by_file(steps)["reader.py"]
     meaning = by_file(steps)["tensor.py"]
     assert f"order [5] = {channel}: it multiplies channel {channel} of x" in meaning
-    assert f"channel {channel} of x is multiplied by its input scale {float(q.pre_quant_scale[channel]):.9g} first" in meaning
+    assert (
+        f"channel {channel} of x is multiplied by its input scale {float(q.input_transform.pre_quant_scale[channel]):.9g} first"
+        in meaning
+    )
     assert weight_at_the_end(steps) == np.float32(q.dequantize_codes()[3, 5].item())
     shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "c"), "--json", "-"])
     (row,) = json.loads(shown.stdout)["layers"]
@@ -261,7 +264,7 @@ def test_a_calibrated_scale_is_named(fp16, tmp_path):
     with CheckpointReader(tmp_path / "q") as reader:
         q = reader.layer(LAYER)
     named = by_file(explain(tmp_path / "q", LAYER))
-    assert f"by the scale {q.activation_scale.item():.9g} of this layer" in named["quantize_rows.py"]
+    assert f"by the scale {q.input_transform.activation_scale.item():.9g} of this layer" in named["quantize_rows.py"]
     assert ".activation_scale float32 [1]" in named["reader.py"]
     shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "q"), "--check"])
     assert shown.exit_code == 0 and "activation" in shown.stdout

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
@@ -71,8 +69,7 @@ def with_channels(q: QuantTensor, order=True, pre_quant_scale: torch.dtype | Non
     k, device = q.shape[1], q.codes.device
     permutation = torch.randperm(k, generator=generator).to(device, torch.int32)
     factors = (0.5 + 1.5 * torch.rand(k, generator=generator)).to(device)
-    return replace(
-        q,
+    return q.with_input(
         order=permutation if order else None,
         pre_quant_scale=None if pre_quant_scale is None else factors.to(pre_quant_scale),
     )

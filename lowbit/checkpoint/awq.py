@@ -131,14 +131,9 @@ def refusals(q: QuantTensor) -> tuple[str, ...]:
         reasons.append(f"groups in AWQ files are full, {scheme.granularity.size} does not divide K {q.shape[1]}")
     if q.scale.dtype == torch.float32:
         reasons.append("scales in AWQ files have 16 bits, these have 32 (compressed-tensors files take them)")
-    if q.order is not None:
-        reasons.append("AWQ files have no channel order (act-order; GPTQ files have one)")
-    if q.pre_quant_scale is not None:
-        reasons.append("AWQ files have no scale of the input's channels")
+    reasons += [f"AWQ files have no {what}" for what in q.input_transform.parts.words()]
     if q.low_rank is not None:
         reasons.append("AWQ files have no low-rank correction")
-    if q.hadamard:
-        reasons.append("AWQ files have no rotation of the input")
     return tuple(reasons)
 
 

@@ -152,12 +152,12 @@ class CompressedTensors(ForeignSchema):
         scale = layer.scales("input_scale").float().reshape(1)
         if args.activation_zero:
             zero = layer.tensor("input_zero_point").to(torch.int32).reshape(1)
-            return dataclasses.replace(q, activation_scale=scale, activation_zero=zero)
+            return q.with_input(activation_scale=scale, activation_zero=zero)
         if layer.has("input_zero_point") and bool(layer.tensor("input_zero_point").float().any()):
             raise layer.error(
                 "input_zero_point", "config.json says that activations are symmetric, this zero point is not zero"
             )
-        return dataclasses.replace(q, activation_scale=scale)
+        return q.with_input(activation_scale=scale)
 
     def write(self, q: QuantTensor) -> dict[str, Tensor]:
         return write_layer(q, args_for(q))
@@ -192,7 +192,7 @@ def args_for(q: QuantTensor) -> WeightArgs:
     """The arguments under which `write_layer` writes `q`; ValueError with the reasons where there are none."""
     if reasons := refusals(q):
         raise ValueError("; ".join(reasons))
-    scheme, zero, static = q.scheme, q.zero is not None, q.activation_scale is not None
+    scheme, zero, static = q.scheme, q.zero is not None, q.input_transform.parts.activation_scale
     fmt = scheme.weight
     if isinstance(fmt, IntFormat):
         layout = PACKED if scheme.activation is None else INT
@@ -227,14 +227,10 @@ def refusals(q: QuantTensor) -> tuple[str, ...]:
         reasons.append(f"groups in compressed-tensors files are full, {scheme.granularity.size} does not divide K {q.shape[1]}")
     if isinstance(scheme.activation, FloatFormat) and scheme.activation != E4M3:
         reasons.append(f"activations in compressed-tensors files are integers or e4m3, not {scheme.activation.name}")
-    if q.order is not None:
-        reasons.append("compressed-tensors files have no channel order any more (act-order; GPTQ files have one)")
-    if q.pre_quant_scale is not None:
-        reasons.append("compressed-tensors files have no scale of the input's channels")
+    words = q.input_transform.parts.words("activation_scale", "activation_zero")
+    reasons += [f"compressed-tensors files as written here have no {what}" for what in words]
     if q.low_rank is not None:
         reasons.append("compressed-tensors files have no low-rank correction")
-    if q.hadamard:
-        reasons.append("compressed-tensors files as written here have no rotation of the input")
     return tuple(reasons)
 
 
@@ -268,12 +264,12 @@ def read_layer(layer: ForeignLayer, shape: tuple[int, int], args: WeightArgs) ->
 def write_layer(q: QuantTensor, args: WeightArgs) -> dict[str, Tensor]:
     """The tensors by suffix; the inverse of `CompressedTensors.read`. A static scale has the type of the weights' scales, as in
     that tool's files, where it fits."""
-    beside = {}
-    if q.activation_scale is not None:
-        narrow = q.activation_scale.to(q.scale.dtype)
-        beside["input_scale"] = narrow if torch.equal(narrow.float(), q.activation_scale) else q.activation_scale
-    if q.activation_zero is not None:
-        beside["input_zero_point"] = q.activation_zero.to(torch.int8)
+    beside, of_x = {}, q.input_transform
+    if of_x.activation_scale is not None:
+        narrow = of_x.activation_scale.to(q.scale.dtype)
+        beside["input_scale"] = narrow if torch.equal(narrow.float(), of_x.activation_scale) else of_x.activation_scale
+    if of_x.activation_zero is not None:
+        beside["input_zero_point"] = of_x.activation_zero.to(torch.int8)
     return _weight_tensors(q, args) | beside
 
 

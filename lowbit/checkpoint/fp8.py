@@ -36,6 +36,7 @@ from lowbit.checkpoint.schema import CheckpointError
 from lowbit.formats import (
     ActivationRule,
     Granularity,
+    InputTransform,
     PerBlock,
     PerChannel,
     PerTensor,
@@ -114,7 +115,7 @@ class Fp8(ForeignSchema):
         static = self._static_of(layer)
         return QuantTensor(
             read_fp8(layer, "weight"), scale.reshape(scale_shape(self.granularity, entry.shape)), None, entry.scheme,
-            activation_scale=None if static is None else layer.scales(static).float().reshape(1),
+            InputTransform(activation_scale=None if static is None else layer.scales(static).float().reshape(1)),
         )  # fmt: skip
 
     def write(self, q: QuantTensor) -> dict[str, Tensor]:
@@ -124,7 +125,8 @@ class Fp8(ForeignSchema):
             scale = scale.reshape(() if name == "weight_scale" else (1, 1))
         elif self.exponents:
             scale = write_e8m0(scale).view(torch.float8_e8m0fnu)
-        beside = {} if q.activation_scale is None else {"input_scale": q.activation_scale}
+        static = q.input_transform.activation_scale
+        beside = {} if static is None else {"input_scale": static}
         return {"weight": q.codes.contiguous().view(torch.float8_e4m3fn), name: scale, **beside}
 
     def fit(self, layer: ForeignLayer) -> Fp8:

@@ -41,7 +41,17 @@ from lowbit.checkpoint.foreign import (
     words_to_codes,
 )
 from lowbit.checkpoint.schema import CheckpointError
-from lowbit.formats import IntFormat, PerChannel, PerGroup, QuantTensor, Scheme, ZeroPoint, int_format, uint_format
+from lowbit.formats import (
+    InputTransform,
+    IntFormat,
+    PerChannel,
+    PerGroup,
+    QuantTensor,
+    Scheme,
+    ZeroPoint,
+    int_format,
+    uint_format,
+)
 
 BITS = (2, 3, 4, 8)
 STREAM_BITS = (2, 3, 4, 5, 6, 7, 8)
@@ -118,20 +128,20 @@ class Gptq(ForeignSchema):
             codes = codes[:, order.long()]
         middle = 1 << (bits - 1)
         if self.symmetric is not False and bool((zero == middle).all()):
-            return QuantTensor(codes, scale, None, _scheme(bits, group, ZeroPoint.NONE), order)
+            return QuantTensor(codes, scale, None, _scheme(bits, group, ZeroPoint.NONE), InputTransform(order))
         if self.symmetric:
             raise layer.error(
                 "qzeros", f"sym is true, but zero points from {int(zero.min())} to {int(zero.max())} are stored, not {middle}; "
                 "save the model as gptq_v2 with the tool that wrote it",
             )  # fmt: skip
-        return QuantTensor(codes, scale, zero, _scheme(bits, group, ZeroPoint.INTEGER), order)
+        return QuantTensor(codes, scale, zero, _scheme(bits, group, ZeroPoint.INTEGER), InputTransform(order))
 
     def write(self, q: QuantTensor) -> dict[str, Tensor]:
         k, bits = q.shape[1], q.scheme.weight.bits
         codes, size = q.codes, q.scheme.granularity.block(q.shape)[1]
         g_idx = (torch.arange(k, dtype=torch.int32, device=codes.device) // size).to(torch.int32)
-        if q.order is not None:
-            order = q.order.long()
+        if q.input_transform.order is not None:
+            order = q.input_transform.order.long()
             codes = torch.empty_like(codes).index_copy_(1, order, codes)
             g_idx = torch.empty_like(g_idx).index_copy_(0, order, g_idx)
         zero = q.zero if q.zero is not None else torch.full_like(q.scale, 1 << (bits - 1), dtype=torch.uint8)
@@ -201,12 +211,9 @@ def refusals(q: QuantTensor) -> tuple[str, ...]:
         reasons.append(f"N {n} and K {k} must fill whole 32-bit words of {scheme.weight.bits}-bit codes")
     if q.scale.dtype == torch.float32:
         reasons.append("scales in GPTQ files have 16 bits, these have 32 (compressed-tensors files take them)")
-    if q.pre_quant_scale is not None:
-        reasons.append("GPTQ files have no scale of the input's channels")
+    reasons += [f"GPTQ files have no {what}" for what in q.input_transform.parts.words("order")]
     if q.low_rank is not None:
         reasons.append("GPTQ files have no low-rank correction")
-    if q.hadamard:
-        reasons.append("GPTQ files have no rotation of the input")
     return tuple(reasons)
 
 

@@ -25,7 +25,7 @@ from lowbit.checkpoint.foreign import SCALE_DTYPES, ForeignEntry, ForeignLayer, 
 from lowbit.checkpoint.fp8 import Fp8
 from lowbit.checkpoint.nvfp4 import SCHEME, nvfp4_shape, read_nvfp4
 from lowbit.checkpoint.schema import CheckpointError
-from lowbit.formats import ActivationRule, PerGroup, QuantTensor, Scheme, int_format
+from lowbit.formats import ActivationRule, InputTransform, PerGroup, QuantTensor, Scheme, int_format
 
 _NVFP4, _AWQ = ("NVFP4", "W4A16_NVFP4"), "W4A16_AWQ"
 _TENSORS = ("weight", "weight_scale", "weight_scale_2")
@@ -94,8 +94,8 @@ class Int4Awq(ForeignSchema):
         entry, stored = self.entry(layer), layer.tensor("weight")
         assert entry.scheme is not None
         signed = torch.stack((stored & 15, stored >> 4), dim=1).reshape(entry.shape)
-        factors = layer.scales("pre_quant_scale") if layer.has("pre_quant_scale") else None
-        return QuantTensor(signed ^ 8, layer.scales("weight_scale"), None, entry.scheme, pre_quant_scale=factors)
+        of_x = InputTransform(pre_quant_scale=layer.scales("pre_quant_scale") if layer.has("pre_quant_scale") else None)
+        return QuantTensor(signed ^ 8, layer.scales("weight_scale"), None, entry.scheme, of_x)
 
     def write(self, q: QuantTensor) -> dict[str, Tensor]:
         raise ValueError("ModelOpt's files are read, not written")

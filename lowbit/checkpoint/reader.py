@@ -35,6 +35,7 @@ MAX_HEADER_BYTES = 100_000_000  # the safetensors format's own limit
 MAX_DIMENSIONS = 64
 MAX_JSON_BYTES = 64_000_000
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_CHECKED_PARTS = ("pre_quant_scale", "activation_scale", "activation_zero")
 _SHARD = re.compile(r"(.*)-[0-9]{5}-of-([0-9]{5})\.safetensors")
 _DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -127,17 +128,17 @@ class CheckpointReader:
                 raise CheckpointError(f"{file}: {name}.weight_scale: scales are finite, some here are not")
             if q.zero is not None and not bool(q.zero.isfinite().all()):
                 raise CheckpointError(f"{file}: {name}.weight_zero: some zeros are not finite")
-            if q.pre_quant_scale is not None and not bool(q.pre_quant_scale.isfinite().all()):
-                raise CheckpointError(
-                    f"{self.info(f'{name}.pre_quant_scale').file}: {name}.pre_quant_scale: some are not finite"
-                )
+            factors, static, shift = (getattr(q.input_transform, part) for part in _CHECKED_PARTS)
+            if factors is not None and not bool(factors.isfinite().all()):
+                where = self.info(f"{name}.{_CHECKED_PARTS[0]}").file
+                raise CheckpointError(f"{where}: {name}.{_CHECKED_PARTS[0]}: some are not finite")
             if q.low_rank is not None and not bool(q.low_rank.dense().isfinite().all()):
                 raise CheckpointError(f"{self.info(f'{name}.weight_up').file}: {name}: some of its correction are not finite")
-            if q.activation_scale is not None and not bool((q.activation_scale > 0) & q.activation_scale.isfinite()):
-                where, found = self.info(f"{name}.activation_scale").file, q.activation_scale.item()
+            if static is not None and not bool((static > 0) & static.isfinite()):
+                where, found = self.info(f"{name}.activation_scale").file, static.item()
                 raise CheckpointError(f"{where}: {name}.activation_scale: is a positive number, not {found}")
-            if q.activation_zero is not None and not -128 <= int(q.activation_zero) <= 127:
-                where, found = self.info(f"{name}.activation_zero").file, q.activation_zero.item()
+            if shift is not None and not -128 <= int(shift) <= 127:
+                where, found = self.info(f"{name}.activation_zero").file, shift.item()
                 raise CheckpointError(f"{where}: {name}.activation_zero: is from -128 to 127, not {found}")
             if entry.scheme.zero is ZeroPoint.INTEGER and q.zero is not None and int(q.zero.max()) > entry.scheme.weight.max:
                 raise CheckpointError(
@@ -198,7 +199,7 @@ class CheckpointReader:
                     )
             # Here rather than where a layer is read: whoever loads the tensors by other means indexes memory with them.
             order = f"{name}.weight_order"
-            if entry.order and not is_permutation(self.get(order)):
+            if entry.input_parts.order and not is_permutation(self.get(order)):
                 raise CheckpointError(
                     f"{self.info(order).file}: {order}: holds each of 0 to {entry.shape[1] - 1} once, this one does not"
                 )

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from lowbit.formats import (
+    NO_PARTS,
+    InputParts,
+    InputTransform,
     LowRank,
     QuantTensor,
     Scheme,
     ZeroPoint,
-    check_block,
     pack_words,
     packed_bytes,
     parse_scheme,
@@ -57,25 +59,24 @@ not end in .safetensors, before any file is read or downloaded, and prints that 
 
 @dataclass(frozen=True)
 class LayerEntry:
-    """One quantized matrix: its shape (N, K) and scheme, whether it has an order, an input scale, an activation scale and an
-    activation zero, the rank of its low-rank correction, 0 without one, and the channels of a block in which its input is
-    rotated, 0 if it is not (`QuantTensor`)."""
+    """One quantized matrix: its shape (N, K) and scheme, which parts its input transform has, and the rank of its low-rank
+    correction, 0 without one (`QuantTensor`)."""
 
     shape: tuple[int, int]
     scheme: Scheme
-    order: bool = False
-    pre_quant_scale: bool = False
+    input_parts: InputParts = NO_PARTS
     low_rank: int = 0
-    activation_scale: bool = False
-    activation_zero: bool = False
-    hadamard: int = 0
 
     @classmethod
     def of(cls, q: QuantTensor) -> LayerEntry:
         """The entry of a matrix."""
-        rank = 0 if q.low_rank is None else q.low_rank.rank
-        flags = {key: getattr(q, key) is not None for key in _FLAGS}
-        return cls(q.shape, q.scheme, low_rank=rank, hadamard=q.hadamard, **flags)
+        return cls(q.shape, q.scheme, q.input_transform.parts, 0 if q.low_rank is None else q.low_rank.rank)
+
+    def stated(self) -> dict[str, Any]:
+        """Returns what config.json states beside shape and scheme."""
+        named = {"low_rank": self.low_rank, "hadamard": self.input_parts.hadamard}
+        named = {**{key: getattr(self.input_parts, key) for key in _FLAGS}, **named}
+        return {key: value for key, value in named.items() if value}
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,7 @@ class Manifest:
         layers: dict[str, dict[str, Any]] = {}
         for name, entry in self.layers.items():
             layers[name] = {"shape": list(entry.shape)} | ({} if entry.scheme == self.scheme else {"scheme": entry.scheme.name})
-            layers[name] |= {key: True for key in _FLAGS if getattr(entry, key)}
-            layers[name] |= {key: value for key in ("low_rank", "hadamard") if (value := getattr(entry, key))}
+            layers[name] |= entry.stated()
         tied = {"tied": dict(self.tied)} if self.tied else {}
         files = {"files": {name: {"sha256": digest} for name, digest in self.files.items()}} if self.files else {}
         stated = {
@@ -144,19 +144,16 @@ class Manifest:
                 raise CheckpointError(f"{where}: layer {name!r} has unknown keys {unknown}; known are {sorted(_ENTRY_KEYS)}")
             scheme = _scheme(entry["scheme"], where, f"layer {name!r}") if "scheme" in entry else default
             flags = {key: _flag(entry.get(key, False), where, f"layer {name!r}: {key!r}") for key in _FLAGS}
-            if flags["activation_scale"] and scheme.activation is None:
-                raise CheckpointError(
-                    f"{where}: layer {name!r}: an activation scale goes with a scheme that quantizes activations, not {scheme}"
-                )
-            if flags["activation_zero"] != (flags["activation_scale"] and scheme.activation_zero):
-                raise CheckpointError(
-                    f"{where}: layer {name!r}: an activation zero goes with an activation scale and a scheme whose activations "
-                    f"have zero points (_az), not {scheme}"
-                )
             shape = _shape(entry.get("shape"), where, name)
-            rank = _rank(entry.get("low_rank", 0), shape, where, name)
-            block = _block(entry.get("hadamard", 0), shape, where, name)
-            layers[str(name)] = LayerEntry(shape, scheme, **flags, low_rank=rank, hadamard=block)
+            block = entry.get("hadamard", 0)
+            if type(block) is not int:
+                raise CheckpointError(f"{where}: layer {name!r}: hadamard is a number of channels, got {block!r}")
+            parts = InputParts(**flags, hadamard=block)
+            try:
+                parts.check(scheme, shape[1])
+            except ValueError as error:
+                raise CheckpointError(f"{where}: layer {name!r}: {error}") from error
+            layers[str(name)] = LayerEntry(shape, scheme, parts, _rank(entry.get("low_rank", 0), shape, where, name))
         kept = data.get("modules_to_not_convert", [])
         if not isinstance(kept, list) or not all(isinstance(k, str) for k in kept):
             raise CheckpointError(f"{where}: modules_to_not_convert is a list of names, got {kept!r}")
@@ -193,14 +190,7 @@ def layer_tensors(q: QuantTensor) -> dict[str, Tensor]:
     tensors = {"weight_packed": pack_words(q.codes, q.scheme.weight.bits), "weight_scale": q.scale.contiguous()}
     if q.zero is not None:
         tensors["weight_zero"] = q.zero.contiguous()
-    if q.order is not None:
-        tensors["weight_order"] = q.order.contiguous()
-    if q.pre_quant_scale is not None:
-        tensors["pre_quant_scale"] = q.pre_quant_scale.contiguous()
-    if q.activation_scale is not None:
-        tensors["activation_scale"] = q.activation_scale.contiguous()
-    if q.activation_zero is not None:
-        tensors["activation_zero"] = q.activation_zero.contiguous()
+    tensors |= {_FLAGS[name]: t.contiguous() for name, t in q.input_transform.tensors().items()}
     if q.low_rank is not None:
         tensors |= dict(zip(_FACTORS, (q.low_rank.up.contiguous(), q.low_rank.down.contiguous()), strict=True))
     return tensors
@@ -209,10 +199,10 @@ def layer_tensors(q: QuantTensor) -> dict[str, Tensor]:
 def quant_tensor(tensors: Mapping[str, Tensor], entry: LayerEntry) -> QuantTensor:
     """The inverse of `layer_tensors`."""
     codes = unpack_words(tensors["weight_packed"], entry.scheme.weight.bits, entry.shape[1])
-    beside: dict[str, Any] = {key: tensors.get(suffix) for key, suffix in _FLAGS.items()}
+    held = {key: tensors.get(suffix) for key, suffix in _FLAGS.items()}
+    transform = InputTransform(**held, hadamard=entry.input_parts.hadamard)
     correction = LowRank(*(tensors[suffix] for suffix in _FACTORS)) if entry.low_rank else None
-    beside |= {"low_rank": correction, "hadamard": entry.hadamard}
-    return QuantTensor(codes, tensors["weight_scale"], tensors.get("weight_zero"), entry.scheme, **beside)
+    return QuantTensor(codes, tensors["weight_scale"], tensors.get("weight_zero"), entry.scheme, transform, correction)
 
 
 def expected_tensors(name: str, entry: LayerEntry) -> dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]]:
@@ -227,14 +217,11 @@ def expected_tensors(name: str, entry: LayerEntry) -> dict[str, tuple[tuple[int,
         expected[f"{name}.weight_zero"] = (grid, (torch.uint8,))
     elif scheme.zero is ZeroPoint.FLOAT:
         expected[f"{name}.weight_zero"] = (grid, _SCALE_DTYPES)
-    if entry.order:
-        expected[f"{name}.weight_order"] = ((k,), (torch.int32,))
-    if entry.pre_quant_scale:
-        expected[f"{name}.pre_quant_scale"] = ((k,), _SCALE_DTYPES)
-    if entry.activation_scale:
-        expected[f"{name}.activation_scale"] = ((1,), (torch.float32,))
-    if entry.activation_zero:
-        expected[f"{name}.activation_zero"] = ((1,), (torch.int32,))
+    of_input: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {
+        "order": ((k,), (torch.int32,)), "pre_quant_scale": ((k,), _SCALE_DTYPES), "activation_scale": ((1,), (torch.float32,)),
+        "activation_zero": ((1,), (torch.int32,)),
+    }  # fmt: skip
+    expected |= {f"{name}.{_FLAGS[key]}": wanted for key, wanted in of_input.items() if getattr(entry.input_parts, key)}
     if entry.low_rank:
         shapes = ((n, entry.low_rank), (entry.low_rank, k))
         expected |= {f"{name}.{suffix}": (shape, (torch.float16,)) for suffix, shape in zip(_FACTORS, shapes, strict=True)}
@@ -243,7 +230,7 @@ def expected_tensors(name: str, entry: LayerEntry) -> dict[str, tuple[tuple[int,
 
 def unstated_tensors(name: str, entry: LayerEntry) -> dict[str, str]:
     """Full tensor name -> what the layer's entry in config.json would state if it had this tensor, and does not."""
-    unstated = {f"{name}.{suffix}": f'"{key}": true' for key, suffix in _FLAGS.items() if not getattr(entry, key)}
+    unstated = {f"{name}.{suffix}": f'"{key}": true' for key, suffix in _FLAGS.items() if not getattr(entry.input_parts, key)}
     return unstated | ({} if entry.low_rank else {f"{name}.{suffix}": '"low_rank": its rank' for suffix in _FACTORS})
 
 
@@ -286,17 +273,6 @@ def _digest(entry: Any, where: Path | str, name: Any) -> str:
 def _rank(value: Any, shape: tuple[int, int], where: Path | str, name: Any) -> int:
     if type(value) is not int or not 0 <= value <= min(shape):
         raise CheckpointError(f"{where}: layer {name!r}: the low_rank of {list(shape)} is 1 to {min(shape)}, got {value!r}")
-    return value
-
-
-def _block(value: Any, shape: tuple[int, int], where: Path | str, name: Any) -> int:
-    if type(value) is not int:
-        raise CheckpointError(f"{where}: layer {name!r}: hadamard is a number of channels, got {value!r}")
-    try:
-        if value:
-            check_block(value, shape[1])
-    except ValueError as error:
-        raise CheckpointError(f"{where}: layer {name!r}: {error}") from error
     return value
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -52,10 +53,12 @@ def inspect(
 
 
 def _print(rows: list[dict[str, Any]], rest: int, kept: tuple[str, ...], lines: list[str], tool: str) -> None:
+    from lowbit.formats import InputParts
+
     table = Table(Column("layer", overflow="fold"), "layers", "scheme", "N x K", "bytes each", "bits per weight")
     for name, row, count in _equal_rows(rows):
-        named = ("order", "pre_quant_scale", "activation_scale", "activation_zero")
-        beside = "".join(f" + {name.replace('_', ' ')}" for name in named if row[name])
+        named = (field.name for field in fields(InputParts) if field.name != "hadamard" and row[field.name])
+        beside = "".join(f" + {part.replace('_', ' ')}" for part in named)
         beside += f" + rank {row['low_rank']}" if row["low_rank"] else ""
         beside += f" + x rotated by {row['hadamard']}" if row["hadamard"] else ""
         size, bits = f"{row['n']} x {row['k']}", f"{row['bits_per_weight']:.3f}"
@@ -152,12 +155,8 @@ def _layer_row(name: str, q: QuantTensor) -> dict[str, Any]:
         "k": q.shape[1],
         "bytes": q.nbytes,
         "bits_per_weight": q.bits_per_weight,
-        "order": q.order is not None,
-        "pre_quant_scale": q.pre_quant_scale is not None,
-        "activation_scale": q.activation_scale is not None,
-        "activation_zero": q.activation_zero is not None,
+        **asdict(q.input_transform.parts),
         "low_rank": 0 if q.low_rank is None else q.low_rank.rank,
-        "hadamard": q.hadamard,
     }
 
 

@@ -19,9 +19,7 @@ from lowbit.formats import PerBlock, PerGroup
 from lowbit.kernels.reference.elementwise import Gate
 from lowbit.nn import QuantLinear
 from lowbit.nn.fused import AlternatingMLP, quantize_alike
-from lowbit.nn.linear import QuantizedInput
-from lowbit.ops import fragment_gemm
-from lowbit.ops.byte_gemm import byte_gemm
+from lowbit.ops import Activations, gemm
 from lowbit.ops.gated_gemm import gated_gemm
 from lowbit.pack import DenseWeight, FragmentWeight, OperandWeight
 from lowbit.pack.fragment import STRIP
@@ -43,7 +41,7 @@ class Packed:
     alternates: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        return fragment_gemm(x, self.weight, self.bias, batch_invariant=self.batch_invariant)
+        return gemm(x, self.weight, self.bias, batch_invariant=self.batch_invariant)
 
     def gated(self, x: Tensor, activation: str) -> Tensor:
         """f(gate) * up [M, N / 2], where rows alternate."""
@@ -84,15 +82,13 @@ class Scaled:
         """How x is quantized: arguments of `ops.quantize_activations`."""
         return self.layers[0].quantization()
 
-    def __call__(self, x: Tensor | QuantizedInput) -> Tensor:
+    def __call__(self, x: Tensor | Activations) -> Tensor:
         if isinstance(x, Tensor):
             x = self.layers[0].quantize_input(x)
         if self.weight is None:
             made = [layer(x) for layer in self.layers]
             return made[0] if len(made) == 1 else torch.cat(made, dim=-1)
-        return byte_gemm(
-            x.codes, x.scale, self.weight, self.bias, dtype=x.dtype, x_zero=x.zero, batch_invariant=self.batch_invariant
-        )
+        return gemm(x, self.weight, self.bias, batch_invariant=self.batch_invariant)
 
 
 def product(modules: Sequence[nn.Module], batch_invariant: bool) -> Product:

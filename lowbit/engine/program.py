@@ -26,7 +26,6 @@ from lowbit.engine.ragged import Ragged, sizes
 from lowbit.engine.slots import Slots
 from lowbit.kernels.choose.attention import AttentionShape
 from lowbit.nn import QuantLinear
-from lowbit.nn.linear import QuantizedInput
 from lowbit.ops import add_norm_quantize, silu_mul_quantize
 from lowbit.ops.attention import append_kv, decode_attention
 from lowbit.ops.elementwise import activate, add_norm, embed_norm, gate
@@ -165,8 +164,7 @@ class DecodeProgram:
         delta."""
         d = self.decoder
         if isinstance(reader, Scaled) and reader.is_fused and bias is None and after is None and d.norm_offset == 0:
-            made = add_norm_quantize(h, delta, gamma, d.eps, **reader.quantization())
-            return QuantizedInput(made.codes, made.scale, made.zero, h.dtype)
+            return add_norm_quantize(h, delta, gamma, d.eps, **reader.quantization())
         return add_norm(h, delta, gamma, d.eps, offset=d.norm_offset, post_gamma=after, bias=bias)
 
     def _gated(self, layer: Layer, x: Any) -> Any:
@@ -179,8 +177,7 @@ class DecodeProgram:
             return activate(gate_up, self.decoder.activation)
         if isinstance(layer.down, Scaled) and layer.down.is_fused and self.decoder.activation == "silu":
             first, second = gate_up.chunk(2, dim=-1)
-            made = silu_mul_quantize(first, second, **layer.down.quantization())
-            return QuantizedInput(made.codes, made.scale, made.zero, gate_up.dtype)
+            return silu_mul_quantize(first, second, **layer.down.quantization())
         return gate(gate_up, self.decoder.activation)
 
     def logits(self, h: Tensor, delta: Tensor) -> Tensor:

@@ -30,16 +30,21 @@ from lowbit.formats.scheme import ALIASES, GRAMMAR, ActivationRule, Scheme, Zero
 if TYPE_CHECKING:
     from lowbit.formats.codec import code_values, decode, encode
     from lowbit.formats.hadamard import BLOCKS, check_block, rotate_blocks
-    from lowbit.formats.tensor import LowRank, QuantTensor, is_permutation
+    from lowbit.formats.input_transform import IDENTITY, NO_PARTS, InputParts, InputTransform, is_permutation
+    from lowbit.formats.tensor import LowRank, QuantTensor
     from lowbit.formats.words import pack_words, packed_bytes, unpack_words
 
 __all__ = [
     "ALIASES",
     "BLOCKS",
     "GRAMMAR",
+    "IDENTITY",
+    "NO_PARTS",
     "ActivationRule",
     "FloatFormat",
     "Granularity",
+    "InputParts",
+    "InputTransform",
     "IntFormat",
     "LowRank",
     "NumberFormat",
@@ -72,7 +77,8 @@ __all__ = [
 _WITH_TORCH = {
     "codec": ("code_values", "decode", "encode"),
     "hadamard": ("BLOCKS", "check_block", "rotate_blocks"),
-    "tensor": ("LowRank", "QuantTensor", "is_permutation"),
+    "input_transform": ("IDENTITY", "NO_PARTS", "InputParts", "InputTransform", "is_permutation"),
+    "tensor": ("LowRank", "QuantTensor"),
     "words": ("pack_words", "packed_bytes", "unpack_words"),
 }
 _HOMES = {name: module for module, names in _WITH_TORCH.items() for name in names}

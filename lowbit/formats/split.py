@@ -72,9 +72,10 @@ def columns_refusals(q: QuantTensor, ranks: int) -> tuple[str, ...]:
     k = q.shape[1]
     if k % ranks:
         return (f"{k} input channels are no multiple of {ranks} ranks",)
-    if ranks > 1 and q.hadamard and (q.order is not None or k // ranks % q.hadamard):
-        return (f"inputs that are rotated in blocks of {q.hadamard} channels are split between blocks, and without an order",)
-    if ranks == 1 or q.order is None or not isinstance(q.scheme.granularity, (PerGroup, PerBlock)):
+    block, order = q.input_transform.hadamard, q.input_transform.order
+    if ranks > 1 and block and (order is not None or k // ranks % block):
+        return (f"inputs that are rotated in blocks of {block} channels are split between blocks, and without an order",)
+    if ranks == 1 or order is None or not isinstance(q.scheme.granularity, (PerGroup, PerBlock)):
         return ()
     reasons = []
     if isinstance(q.scheme.granularity, PerBlock):
@@ -101,14 +102,16 @@ def columns_of(q: QuantTensor, rank: int, ranks: int) -> tuple[QuantTensor, Tens
         raise ValueError("; ".join(reasons))
     if ranks == 1:
         return q, None
-    if q.order is not None and isinstance(q.scheme.granularity, (PerChannel, PerTensor)):
-        q = replace(q, codes=torch.empty_like(q.codes).index_copy_(1, q.order.long(), q.codes), order=None)
+    order = q.input_transform.order
+    if order is not None and isinstance(q.scheme.granularity, (PerChannel, PerTensor)):
+        q = replace(q.with_input(order=None), codes=torch.empty_like(q.codes).index_copy_(1, order.long(), q.codes))
+        order = None
     begin, end = part_range(q.shape[1], q.shape[1] // ranks, rank, ranks)
-    if q.order is None:
+    if order is None:
         return _neighbours(q, begin, end), None
-    meets = ((q.order >= begin) & (q.order < end)).nonzero()[:, 0]
+    meets = ((order >= begin) & (order < end)).nonzero()[:, 0]
     if int(meets[0]) == begin and int(meets[-1]) == end - 1:  # as many as there are between: no others among them
-        return replace(_neighbours(q, begin, end), order=q.order[begin:end] - begin), None
+        return _neighbours(q, begin, end).with_input(order=order[begin:end] - begin), None
     return _scattered(q, meets, begin, end)
 
 
@@ -124,15 +127,16 @@ def _neighbours(q: QuantTensor, begin: int, end: int) -> QuantTensor:
         scheme = replace(
             scheme, granularity=PerGroup(own) if isinstance(granularity, PerGroup) else replace(granularity, k=own)
         )
-    beside: dict[str, Any] = {"pre_quant_scale": None if q.pre_quant_scale is None else q.pre_quant_scale[begin:end]}
+    beside: dict[str, Any] = {"input_transform": q.input_transform.select(slice(begin, end))}
     if q.low_rank is not None:
         beside["low_rank"] = LowRank(q.low_rank.up, q.low_rank.down[:, begin:end])
-    return replace(q, codes=q.codes[:, begin:end], scale=scale, zero=zero, scheme=scheme, order=None, **beside)
+    return replace(q, codes=q.codes[:, begin:end], scale=scale, zero=zero, scheme=scheme, **beside)
 
 
 def _scattered(q: QuantTensor, meets: Tensor, begin: int, end: int) -> tuple[QuantTensor, Tensor]:
     """Columns `meets`, which meet channels `begin` to `end` of x, each group filled up with columns of weight 0."""
-    assert isinstance(q.scheme.granularity, PerGroup) and q.order is not None
+    order = q.input_transform.order
+    assert isinstance(q.scheme.granularity, PerGroup) and order is not None
     groups = meets // q.scheme.granularity.size
     counts = torch.bincount(groups, minlength=q.scale.shape[1])
     filled = -(-counts // ORDERED_GROUP) * ORDERED_GROUP
@@ -148,16 +152,14 @@ def _scattered(q: QuantTensor, meets: Tensor, begin: int, end: int) -> tuple[Qua
         codes = torch.full((n, columns), _code_of_zero(q), dtype=torch.uint8, device=q.codes.device)
     codes[:, place] = q.codes[:, meets]
     index = torch.zeros(columns, dtype=torch.int64, device=meets.device)
-    index[place] = q.order[meets].long() - begin
-    beside: dict[str, Any] = {}
-    if q.pre_quant_scale is not None:
-        beside["pre_quant_scale"] = q.pre_quant_scale[begin:end][index]
+    index[place] = order[meets].long() - begin
+    beside: dict[str, Any] = {"input_transform": q.input_transform.select(begin + index)}
     if q.low_rank is not None:
         down = torch.zeros((q.low_rank.rank, columns), dtype=q.low_rank.down.dtype, device=q.codes.device)
-        down[:, place] = q.low_rank.down[:, q.order[meets].long()]
+        down[:, place] = q.low_rank.down[:, order[meets].long()]
         beside["low_rank"] = LowRank(q.low_rank.up, down)
     scheme = replace(q.scheme, granularity=PerGroup(ORDERED_GROUP))
-    return replace(q, codes=codes, scale=scale, zero=zero, scheme=scheme, order=None, **beside), index
+    return replace(q, codes=codes, scale=scale, zero=zero, scheme=scheme, **beside), index
 
 
 def _code_of_zero(q: QuantTensor) -> int:
@@ -181,20 +183,12 @@ def stack_refusals(first: QuantTensor, second: QuantTensor) -> tuple[str, ...]:
     reasons = []
     if one.shape[1] != other.shape[1] or one.scale.dtype != other.scale.dtype:
         reasons.append("input channels or types of scales differ")
-    for name in ("order", "pre_quant_scale", "activation_scale", "activation_zero"):
-        if not _same(getattr(one, name), getattr(other, name)):
-            reasons.append(f"{name} differs")
-    if one.hadamard != other.hadamard:
-        reasons.append("rotations of the input differ")
+    reasons += one.input_transform.differences(other.input_transform)
     if one.low_rank is not None or other.low_rank is not None:
         reasons.append("low-rank corrections are of one matrix each")
     if isinstance(one.scheme.granularity, PerBlock) and one.shape[0] % one.scheme.granularity.n:
         reasons.append("the first ends within a block")
     return tuple(reasons)
-
-
-def _same(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
 def stacked(parts: Sequence[QuantTensor]) -> QuantTensor:

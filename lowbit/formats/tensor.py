@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lowbit.formats.codec import decode
 from lowbit.formats.granularity import scale_shape, spread
-from lowbit.formats.hadamard import check_block, rotate_blocks
+from lowbit.formats.input_transform import IDENTITY, InputTransform
 from lowbit.formats.scheme import Scheme, ZeroPoint
 
 
@@ -57,26 +57,17 @@ class LowRank:
 class QuantTensor:
     """codes uint8 [N, K], scale float [scale_shape], zero None or [scale_shape], and their scheme.
 
-    zero is uint8 for `ZeroPoint.INTEGER` and has the scale's dtype for `ZeroPoint.FLOAT`. Two more belong to the input x of
-    the layer: `order` int32 [K], a permutation, says that column i of codes multiplies channel order[i] of x (GPTQ's act-order
-    groups channels by importance); `pre_quant_scale` float [K] is what each channel of x is multiplied by first (AWQ's, where
-    it is not folded into the layer before). `low_rank` is a correction that is added to all this. `activation_scale` float32
-    [1] is the scale by which all of x is quantized under a scheme with activations; without one, every token has its own. With
-    it goes, where the scheme's activations have zero points, `activation_zero` int32 [1]. With `hadamard`, a number of
-    channels, x is rotated in blocks of so many before all else (`rotate_blocks`), and everything above is of the rotated x.
-    Raises ValueError when shapes or dtypes do not fit the scheme.
+    zero is uint8 for `ZeroPoint.INTEGER` and has the scale's dtype for `ZeroPoint.FLOAT`. `input_transform` is what is done to
+    the layer's input x before these codes multiply it. `low_rank` is a correction that is added; it multiplies x after its
+    rotation and before the rest of the transform. Raises ValueError when shapes or dtypes do not fit the scheme.
     """
 
     codes: Tensor
     scale: Tensor
     zero: Tensor | None
     scheme: Scheme
-    order: Tensor | None = None
-    pre_quant_scale: Tensor | None = None
+    input_transform: InputTransform = IDENTITY
     low_rank: LowRank | None = None
-    activation_scale: Tensor | None = None
-    activation_zero: Tensor | None = None
-    hadamard: int = 0
 
     def __post_init__(self) -> None:
         if self.codes.dim() != 2 or self.codes.dtype != torch.uint8:
@@ -93,31 +84,10 @@ class QuantTensor:
             dtype = torch.uint8 if self.scheme.zero is ZeroPoint.INTEGER else self.scale.dtype
             if tuple(self.zero.shape) != expected or self.zero.dtype != dtype:
                 raise ValueError(f"{self.scheme}: zeros are {dtype} {expected}, got {self.zero.dtype} {tuple(self.zero.shape)}")
-        for name, values in (("order", self.order), ("pre_quant_scale", self.pre_quant_scale)):
-            if values is not None and tuple(values.shape) != self.shape[1:]:
-                raise ValueError(f"{self.scheme} of {self.shape}: {name} is [{self.shape[1]}], got {tuple(values.shape)}")
-        if self.order is not None and self.order.dtype != torch.int32:
-            raise ValueError(f"{self.scheme}: order is int32, got {self.order.dtype}")
-        if self.pre_quant_scale is not None and not self.pre_quant_scale.is_floating_point():
-            raise ValueError(f"{self.scheme}: pre_quant_scale is floating-point, got {self.pre_quant_scale.dtype}")
-        if self.activation_scale is not None:
-            found = self.activation_scale
-            if self.scheme.activation is None or tuple(found.shape) != (1,) or found.dtype != torch.float32:
-                raise ValueError(
-                    f"{self.scheme}: an activation scale is float32 [1] and goes with a scheme that quantizes activations, got "
-                    f"{found.dtype} {tuple(found.shape)}"
-                )
-        if (self.activation_zero is not None) != (self.scheme.activation_zero and self.activation_scale is not None):
-            raise ValueError(f"{self.scheme}: an activation zero goes with an activation scale and a scheme with _az")
-        if self.activation_zero is not None:
-            found = self.activation_zero
-            if tuple(found.shape) != (1,) or found.dtype != torch.int32:
-                raise ValueError(f"{self.scheme}: an activation zero is int32 [1], got {found.dtype} {tuple(found.shape)}")
+        self.input_transform.check(self.scheme, self.shape[1])
         if self.low_rank is not None and (self.low_rank.up.shape[0], self.low_rank.down.shape[1]) != self.shape:
             shapes = f"{tuple(self.low_rank.up.shape)} and {tuple(self.low_rank.down.shape)}"
             raise ValueError(f"{self.scheme} of {self.shape}: a low-rank correction is [N, r] and [r, K], got {shapes}")
-        if self.hadamard:
-            check_block(self.hadamard, self.shape[1])
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -128,8 +98,7 @@ class QuantTensor:
     def nbytes(self) -> int:
         """Bytes of codes (dense) and everything beside them."""
         n, k = self.shape
-        of_x = (self.order, self.pre_quant_scale, self.activation_scale, self.activation_zero)
-        beside = (self.scale, self.zero, self.low_rank, *of_x)
+        beside = (self.scale, self.zero, self.low_rank, self.input_transform)
         return n * (-(-k * self.scheme.weight.bits // 8)) + sum(t.nbytes for t in beside if t is not None)
 
     @property
@@ -138,23 +107,17 @@ class QuantTensor:
         return 8 * self.nbytes / max(self.codes.numel(), 1)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weights [N, K] that multiply x as it comes, `order`, `pre_quant_scale`, `low_rank` and `hadamard` applied:
-        computed in float32 (float64 when asked for it) and rounded once to `dtype`."""
+        """The weights [N, K] that multiply x as the layer gets it, `input_transform` and `low_rank` applied: computed in
+        float32 (float64 when asked for it) and rounded once to `dtype`."""
         compute = torch.float64 if dtype == torch.float64 else torch.float32
-        weight = self.dequantize_codes(compute)
-        if self.order is not None:
-            weight = torch.empty_like(weight).index_copy_(1, self.order.long(), weight)
-        if self.pre_quant_scale is not None:
-            weight *= self.pre_quant_scale.to(compute)
+        weight = self.input_transform.fold_channels(self.dequantize_codes(compute))
         if self.low_rank is not None:
             weight += self.low_rank.dense(compute)
-        if self.hadamard:
-            weight = rotate_blocks(weight, self.hadamard)
-        return weight.to(dtype)
+        return self.input_transform.fold_rotation(weight).to(dtype)
 
     def dequantize_codes(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The weights [N, K] in the order of the codes, without `pre_quant_scale`, `low_rank` and `hadamard`: what the codes,
-        scales and zeros alone mean."""
+        """The weights [N, K] in the order of the codes, without `input_transform` and `low_rank`: what the codes, scales and
+        zeros alone mean."""
         compute = torch.float64 if dtype == torch.float64 else torch.float32
         values = decode(self.codes, self.scheme.weight, compute)
         scale = spread(self.scale.to(compute), self.scheme.granularity, self.shape)
@@ -165,14 +128,26 @@ class QuantTensor:
             return ((values - zero) * scale).to(dtype)
         return (values * scale + zero).to(dtype)
 
+    def with_input(self, **parts: Any) -> QuantTensor:
+        """Returns the same codes with some fields of the `input_transform` replaced."""
+        return replace(self, input_transform=replace(self.input_transform, **parts))
+
+    def without_input(self) -> QuantTensor:
+        """Returns what the product alone sees: codes, scale and zero, no `input_transform`, no `low_rank`."""
+        return replace(self, input_transform=IDENTITY, low_rank=None)
+
+    def require_product(self) -> None:
+        """Raises ValueError unless the codes multiply x as it comes: kernels' forms of a weight hold nothing else."""
+        beside = (*self.input_transform.parts.words(), *(() if self.low_rank is None else ("low-rank correction",)))
+        if beside:
+            raise ValueError(
+                f"{self.scheme} {self.shape}: {', '.join(beside)} is no part of the product; nn.QuantLinear computes it, "
+                "pack without_input() for the rest"
+            )
+
     def to(self, device: torch.device | str) -> QuantTensor:
         """The same tensor on `device`."""
-        names = ("codes", "scale", "zero", "order", "pre_quant_scale", "low_rank", "activation_scale", "activation_zero")
-        held = {name: getattr(self, name) for name in names}
-        moved: dict[str, Any] = {name: None if t is None else t.to(device) for name, t in held.items()}
-        return replace(self, **moved)
-
-
-def is_permutation(order: Tensor) -> bool:
-    """Whether `order`, integers [K], holds each of 0 to K - 1 once."""
-    return torch.equal(order.sort().values, torch.arange(order.numel(), dtype=order.dtype, device=order.device))
+        zero = None if self.zero is None else self.zero.to(device)
+        correction = None if self.low_rank is None else self.low_rank.to(device)
+        moved = self.input_transform.map(lambda t: t.to(device))
+        return QuantTensor(self.codes.to(device), self.scale.to(device), zero, self.scheme, moved, correction)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,7 +26,7 @@ from lowbit._version import __version__
 from lowbit.checkpoint import CheckpointError, CheckpointReader
 from lowbit.checkpoint.reader import file_sha256, read_text
 from lowbit.checkpoint.target import PARTIAL, discard, sync
-from lowbit.formats import LowRank, QuantTensor, Scheme
+from lowbit.formats import InputTransform, LowRank, QuantTensor, Scheme
 from lowbit.methods import Learned, Method
 from lowbit.models.decoder import Decoder
 from lowbit.models.hf import give_back_freed_memory
@@ -37,8 +37,6 @@ from lowbit.progress import Progress
 TOKENS_AT_ONCE = 8192
 """Tokens that a GPU takes through a layer in one call, in whole texts: enough that it does not wait for Python. A CPU takes one
 text, which gives the same bytes whatever else is calibrated on."""
-
-_FIELDS = ("codes", "scale", "zero", "order", "pre_quant_scale", "activation_scale", "activation_zero")
 
 
 @dataclass(frozen=True)
@@ -124,9 +122,10 @@ class Finished:
 
     def write(self, i: int, result: LayerResult) -> None:
         """Puts what layer i brought on disk, whole or not at all."""
-        tensors = {
-            f"quantized {n} {f}": t for n, q in result.quantized.items() for f in _FIELDS if (t := getattr(q, f)) is not None
-        }
+        tensors: dict[str, Tensor] = {}
+        for n, q in result.quantized.items():
+            held = {"codes": q.codes, "scale": q.scale, "zero": q.zero, **q.input_transform.tensors()}
+            tensors |= {f"quantized {n} {key}": t for key, t in held.items() if t is not None}
         tensors |= {f"changed {n}": t for n, t in result.changed.items()}
         for n, correction in ((n, q.low_rank) for n, q in result.quantized.items() if q.low_rank is not None):
             tensors |= {f"quantized {n} up": correction.up, f"quantized {n} down": correction.down}
@@ -150,9 +149,11 @@ class Finished:
                 else:
                     fields.setdefault(name, {})[rest[0]] = file.get_tensor(key)
         for name, parts in fields.items():
-            correction = LowRank(parts["up"], parts["down"]) if "up" in parts else None
-            held: dict[str, Any] = {f: parts.get(f) for f in _FIELDS}
-            result.quantized[name] = QuantTensor(scheme=schemes[name], low_rank=correction, **held)
+            correction = LowRank(parts.pop("up"), parts.pop("down")) if "up" in parts else None
+            codes, scale, zero = parts.pop("codes"), parts.pop("scale"), parts.pop("zero", None)
+            result.quantized[name] = QuantTensor(
+                codes, scale, zero, schemes[name], InputTransform(**cast(Any, parts)), correction
+            )
         return result
 
     def clear(self) -> None:

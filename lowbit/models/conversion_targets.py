@@ -18,7 +18,7 @@ from lowbit.checkpoint.awq import Awq
 from lowbit.checkpoint.compressed_groups import WeightArgs
 from lowbit.checkpoint.compressed_tensors import CompressedTensors, args_for, write_layer
 from lowbit.checkpoint.gptq import Gptq
-from lowbit.formats import PerGroup, QuantTensor, Scheme
+from lowbit.formats import InputTransform, PerGroup, QuantTensor, Scheme
 from lowbit.models import tensorrt_llm
 
 TARGETS = ("lowbit", "gptq", "awq", "compressed-tensors", "tensorrt-llm", "dequantized")
@@ -89,7 +89,7 @@ class _Gptq(_LayerByLayer):
     def write(self, name: str, q: QuantTensor) -> dict[str, Tensor]:
         bits, group = q.scheme.weight.bits, _group(q.scheme)
         self.layers[name] = (bits, group, q.zero is None)
-        self.ordered |= q.order is not None
+        self.ordered |= q.input_transform.parts.order
         return Gptq(bits, group, self.v2).write(q)
 
     def config(self, kept: list[str], tied: Mapping[str, str]) -> dict[str, Any]:
@@ -150,7 +150,7 @@ class _TensorrtLlm(Target):
     dtype: torch.dtype
     group: int | None = None
     waiting: dict[str, QuantTensor] = field(default_factory=dict)
-    factors: dict[str, Tensor | None] = field(default_factory=dict)
+    inputs: dict[str, InputTransform] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         reasons = tensorrt_llm.config_refusals(self.model)
@@ -165,8 +165,7 @@ class _TensorrtLlm(Target):
         self.group = group if self.group is None else self.group
         if group != self.group:
             return (f"TensorRT-LLM's checkpoints have groups of one size, here {group} and before {self.group}",)
-        first = self.factors.setdefault(fused, q.pre_quant_scale)
-        if (first is None) != (q.pre_quant_scale is None) or (first is not None and not torch.equal(first, q.pre_quant_scale)):  # type: ignore[arg-type]
+        if self.inputs.setdefault(fused, q.input_transform).differences(q.input_transform):
             return ("q, k and v are one layer in TensorRT-LLM, and have different scales of the input's channels here",)
         return ()
 

@@ -72,9 +72,5 @@ def _packed(model: nn.Module) -> dict[str, PackedWeight]:
 
 def _entry(module: PackedWeight) -> LayerEntry:
     """What config.json states of a layer."""
-    return LayerEntry(
-        module.shape, module.scheme, order=module.weight_order is not None, pre_quant_scale=module.pre_quant_scale is not None,
-        low_rank=0 if module.weight_down is None else module.weight_down.shape[0],
-        activation_scale=module.activation_scale is not None, activation_zero=module.activation_zero is not None,
-        hadamard=module.hadamard,
-    )  # fmt: skip
+    rank = 0 if module.weight_down is None else module.weight_down.shape[0]
+    return LayerEntry(module.shape, module.scheme, module.input_transform.parts, rank)

@@ -470,10 +470,7 @@ def place_empty_modules(
 
 def _place_empty_module(model: nn.Module, name: str, entry: LayerEntry, owner: str, types: Mapping[str, torch.dtype]) -> None:
     layer = _layer(model, name)
-    new = empty_like(
-        layer, entry.scheme, device="meta", order=entry.order, pre_quant_scale=entry.pre_quant_scale, low_rank=entry.low_rank,
-        activation_scale=entry.activation_scale, activation_zero=entry.activation_zero, hadamard=entry.hadamard,
-    )  # fmt: skip
+    new = empty_like(layer, entry.scheme, device="meta", input_parts=entry.input_parts, low_rank=entry.low_rank)
     # Transformers loads a tensor in the type of the parameter it finds: scales must be as wide as in the file, unlike biases.
     for suffix, parameter in list(new.named_parameters(recurse=False)):
         dtype = types.get(f"{owner}.{suffix}", parameter.dtype)

@@ -59,7 +59,7 @@ def _layer_refusals(style: str | None, entry: LayerEntry, ranks: int) -> Iterato
     if style not in (*_BY_OUTPUT, *_BY_INPUT):
         yield f"quantized layers are split by {', '.join((*_BY_OUTPUT, *_BY_INPUT))}, not by {style}"
         return
-    if entry.order or entry.pre_quant_scale or entry.activation_scale or entry.low_rank or entry.hadamard:
+    if entry.input_parts or entry.low_rank:
         yield "an order, factors of the input, its rotation, an activation scale and a low-rank correction are not split"
     if not isinstance(scheme.granularity, (PerChannel, PerGroup)):
         yield f"{scheme} has scales of blocks or of the whole tensor, which are not split over GPUs"

@@ -223,7 +223,7 @@ class _Weights:
         """The quantized weight of a module, whose tensor in the files is `tensor`."""
         found = None if self._results is None else self._results.quantized(module)
         found = self._rounded(tensor, module) if found is None else found
-        return dataclasses.replace(found, hadamard=self.hadamard.get(module, 0))
+        return found.with_input(hadamard=self.hadamard.get(module, 0))
 
     def plain(self, tensor: str) -> Tensor:
         """A tensor that is not quantized."""

@@ -93,7 +93,7 @@ class LayerQuantizer:
                 with _naming(f"{self.decoder.layer_name(i)}.{name}"):
                     weight, search = _weight(self.decoder.layers[i], name), self.method.search
                     q = rtn(weight, schemes[name], search=search, stored=self._stored(i, name))
-                self._set(i, name, replace(q, **static_range(schemes[name], *seen[group.linears[0]])), result)
+                self._set(i, name, q.with_input(**static_range(schemes[name], *seen[group.linears[0]])), result)
 
     def _ranges(self, i: int, hidden: list[Tensor], inputs: list[Input]) -> dict[str, Tensor]:
         """The least and the largest number of each input, and 0, by the first linear layer that reads it."""
@@ -127,7 +127,7 @@ class LayerQuantizer:
                 ranges[name] = static_range(schemes[name], *seen[group.linears[0]]) if seen else {}
         result.error = learn(self.decoder, i, hidden, exact, roundings, ranges, self.method)
         for name, rounding in roundings.items():
-            self._set(i, name, replace(rounding.quantized(), **ranges[name]), result)
+            self._set(i, name, rounding.quantized().with_input(**ranges[name]), result)
 
     def _gptq(
         self, i: int, hidden: list[Tensor], schemes: Mapping[str, Scheme], inputs: list[Input], result: LayerResult
@@ -145,7 +145,7 @@ class LayerQuantizer:
                         static_groups=self.method.static_groups, search=self.method.search, damping=self.method.damping,
                         stored=self._stored(i, name),
                     )  # fmt: skip
-                q = replace(q, **static_range(schemes[name], statistics.low, statistics.high))
+                q = q.with_input(**static_range(schemes[name], statistics.low, statistics.high))
                 self._set(i, name, q, result, statistics.hessian)
 
     def _rescale(
@@ -153,7 +153,7 @@ class LayerQuantizer:
     ) -> None:
         """AWQ and SmoothQuant: all inputs as the float layer makes them, factors folded, then every weight on its own."""
         assert isinstance(self.method, (Awq, SmoothQuant))
-        statistics, pre_quant_scales = self._move_factors(self.method, i, hidden, schemes, inputs, result)
+        statistics, factors = self._move_factors(self.method, i, hidden, schemes, inputs, result)
         for group, stats in zip(inputs, statistics, strict=True):
             for name in group.linears:
                 weight, scheme = _weight(self.decoder.layers[i], name), schemes[name]
@@ -161,7 +161,7 @@ class LayerQuantizer:
                     clip = isinstance(self.method, Awq) and self.method.search == "loss"
                     stored = self._stored(i, name)
                     q = clipped(weight, scheme, stats.hessian, stored) if clip else rtn(weight, scheme, stored=stored)
-                q = replace(q, pre_quant_scale=pre_quant_scales.get(name), **static_range(scheme, stats.low, stats.high))
+                q = q.with_input(pre_quant_scale=factors.get(name), **static_range(scheme, stats.low, stats.high))
                 self._set(i, name, q, result, stats.hessian)
 
     def _move_factors(
@@ -174,7 +174,7 @@ class LayerQuantizer:
         keep = SAMPLE if isinstance(method, SmoothQuant) and method.alpha is None else 0
         statistics = [self._statistics(i, group, keep) for group in inputs]
         self.decoder.observe(i, hidden, {g.linears[0]: s.add for g, s in zip(inputs, statistics, strict=True)})
-        pre_quant_scales: dict[str, Tensor] = {}
+        factors: dict[str, Tensor] = {}
         takes = [True] * len(inputs)
         if isinstance(method, SmoothQuant) and any(scheme.activation is not None for scheme in schemes.values()):
             # Inputs that stay in 16 bits among others that do not gain nothing.
@@ -192,10 +192,10 @@ class LayerQuantizer:
                 multiply_inputs(layer.get_submodule(name), scale)
             if fold is None:
                 for name in group.linears:
-                    pre_quant_scales[name] = 1 / scale  # a tensor each: files hold no tensor twice
+                    factors[name] = 1 / scale  # a tensor each: files hold no tensor twice
             else:
                 self._fold(i, fold, scale, schemes, result)
-        return statistics, pre_quant_scales
+        return statistics, factors
 
     def _fold(self, i: int, fold: Fold, scale: Tensor, schemes: Mapping[str, Scheme], result: LayerResult) -> None:
         """Divides the producer's outputs; what it stores in 16 bits is rounded as it will be stored."""
@@ -210,9 +210,10 @@ class LayerQuantizer:
         """Puts `q` in place of a weight, corrected for the inputs whose sum of x^T x is `hessian`, as the weight meets them."""
         weight = _weight(self.decoder.layers[i], name)
         if self.low_rank:
-            if q.pre_quant_scale is not None:  # the correction meets x before it is scaled
-                weight.mul_(q.pre_quant_scale)
-                hessian = None if hessian is None else hessian / q.pre_quant_scale / q.pre_quant_scale[:, None]
+            factors = q.input_transform.pre_quant_scale
+            if factors is not None:  # the correction multiplies x before it is scaled
+                weight.mul_(factors)
+                hessian = None if hessian is None else hessian / factors / factors[:, None]
             q = replace(q, low_rank=lorc(weight, q, self.low_rank, hessian))
         result.quantized[name] = q
         weight.copy_(q.dequantize())

@@ -216,13 +216,15 @@ class Contents:
         """The weights of a layer as they can be stated and run, on a device, which makes them: no order where scales do not
         depend on it, activations in 16 bits where the files have no word or this library no kernel for fewer."""
         q = self.source.layer(name, device)
-        if q.order is not None and isinstance(q.scheme.granularity, (PerChannel, PerTensor)):
-            codes = torch.empty_like(q.codes).index_copy_(1, q.order.long(), q.codes)
-            q = replace(q, codes=codes, order=None)
+        order = q.input_transform.order
+        if order is not None and isinstance(q.scheme.granularity, (PerChannel, PerTensor)):
+            codes = torch.empty_like(q.codes).index_copy_(1, order.long(), q.codes)
+            q = replace(q.with_input(order=None), codes=codes)
         stated = self.to == "compressed-tensors" or (self.to == "lowbit" and not scheme_refusals(q.scheme, *q.shape))
         if q.scheme.activation is not None and not stated:
             self.note(f"activations stay in 16 bits, the files asked for {q.scheme.activation.name}", name)
-            q = replace(q, scheme=q.scheme.weight_only, activation_scale=None, activation_zero=None)
+            transform = replace(q.input_transform, activation_scale=None, activation_zero=None)
+            q = replace(q, scheme=q.scheme.weight_only, input_transform=transform)
         theirs = ActivationRule.COMPRESSED_TENSORS
         if q.scheme.activation is not None and self.to == "compressed-tensors" and q.scheme.rule is not theirs:
             self.note("activations are quantized by compressed-tensors' rule from here on (docs/numerics.md)", name)

@@ -107,7 +107,7 @@ class TensorrtLlmSource:
         begin, end = self._rows_of(name, q.shape[0])
         zero = None if q.zero is None else q.zero[begin:end].contiguous()
         codes, scale = q.codes[begin:end].contiguous(), q.scale[begin:end].contiguous()
-        return QuantTensor(codes, scale, zero, q.scheme, pre_quant_scale=q.pre_quant_scale).to(device)
+        return QuantTensor(codes, scale, zero, q.scheme, q.input_transform).to(device)
 
     def dequantize(self, name: str, dtype: torch.dtype) -> Tensor:
         """One layer's weights [N, K]."""
@@ -240,19 +240,16 @@ def refusals(name: str, q: QuantTensor) -> tuple[str, ...]:
         reasons.append(f"groups there are full, {scheme.granularity.size} does not divide K {q.shape[1]}")
     if q.shape[0] % 2:
         reasons.append(f"bytes there hold two rows, N {q.shape[0]} is odd")
-    if q.order is not None:
-        reasons.append("TensorRT-LLM's checkpoints have no channel order (act-order)")
+    reasons += [f"TensorRT-LLM's checkpoints have no {what}" for what in q.input_transform.parts.words("pre_quant_scale")]
     if q.low_rank is not None:
         reasons.append("TensorRT-LLM's checkpoints have no low-rank correction")
-    if q.hadamard:
-        reasons.append("TensorRT-LLM's checkpoints have no rotation of the input")
     return tuple(reasons)
 
 
 def fused_layer(parts: list[QuantTensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """The tensors of one of TensorRT-LLM's layers by suffix, made of the layers below one another in it. Without factors of x,
     these are ones of `dtype`, the model's."""
-    codes, factor = torch.cat([q.codes for q in parts]), parts[0].pre_quant_scale
+    codes, factor = torch.cat([q.codes for q in parts]), parts[0].input_transform.pre_quant_scale
     factor = torch.ones(codes.shape[1], dtype=dtype) if factor is None else factor
     return {
         "weight": to_signed_row_major(codes, 4).t().contiguous(),

@@ -35,7 +35,17 @@ from torch import Tensor
 
 from lowbit.checkpoint import CheckpointError
 from lowbit.checkpoint.foreign import MAX_GROUP, SCALE_DTYPES, ForeignEntry, ForeignLayer, ForeignSchema
-from lowbit.formats import PerChannel, PerGroup, QuantTensor, Scheme, ZeroPoint, int_format, uint_format
+from lowbit.formats import (
+    IDENTITY,
+    InputTransform,
+    PerChannel,
+    PerGroup,
+    QuantTensor,
+    Scheme,
+    ZeroPoint,
+    int_format,
+    uint_format,
+)
 from lowbit.pack import ColumnMajorTileInterleave, Layout, PermutedColumnMajor, SignedColumnMajor
 from lowbit.pack.tensorrt_llm import from_signed_row_major
 
@@ -121,7 +131,7 @@ class PlainAwq(_Schema):
         entry, stored = self.entry(layer), layer.tensor("weight").t().contiguous()
         assert entry.scheme is not None
         codes = from_signed_row_major(stored, 4, 2 * stored.shape[1])
-        return QuantTensor(codes, layer.scales("weights_scaling_factor"), None, entry.scheme, pre_quant_scale=_factors(layer))
+        return QuantTensor(codes, layer.scales("weights_scaling_factor"), None, entry.scheme, _input_transform(layer))
 
 
 @dataclass(frozen=True)
@@ -185,7 +195,7 @@ class GroupedWeights(_Schema):
             scale = scale.float()
             zero = zero.t().float().contiguous() - scale * (1 << (self.bits - 1))
         codes = _codes(layer, self.bits, self.order, entry.shape)
-        return QuantTensor(codes, scale, zero, entry.scheme, pre_quant_scale=_factors(layer))
+        return QuantTensor(codes, scale, zero, entry.scheme, _input_transform(layer))
 
     def _added(self, layer: ForeignLayer) -> Tensor | None:
         if not self.zeros:
@@ -219,9 +229,9 @@ def _check_factors(layer: ForeignLayer, k: int) -> None:
         layer.expect("prequant_scaling_factor", SCALE_DTYPES, (k,), (1, k))
 
 
-def _factors(layer: ForeignLayer) -> Tensor | None:
-    """What x is multiplied by; None where that is 1 everywhere."""
+def _input_transform(layer: ForeignLayer) -> InputTransform:
+    """What x is multiplied by; nothing where that is 1 everywhere."""
     if not layer.has("prequant_scaling_factor"):
-        return None
+        return IDENTITY
     factor = layer.scales("prequant_scaling_factor").reshape(-1)
-    return None if bool((factor == 1).all()) else factor.clone()
+    return IDENTITY if bool((factor == 1).all()) else InputTransform(pre_quant_scale=factor.clone())

@@ -9,11 +9,11 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from lowbit.formats import PerBlock, PerTensor, QuantTensor, Scheme, parse_scheme
+from lowbit.formats import NO_PARTS, InputParts, PerBlock, PerTensor, QuantTensor, Scheme, parse_scheme
 from lowbit.hardware.machine import typical_machine
 from lowbit.methods import Search
 from lowbit.nn.decoding import allow_decoding
-from lowbit.nn.embedding import QuantEmbedding
+from lowbit.nn.embedding import QuantEmbedding, refuse_input
 from lowbit.nn.linear import QuantLinear
 from lowbit.nn.packed import PackedWeight
 from lowbit.ops.table import Problem, instead, scheme_refusals, why_slow
@@ -238,30 +238,17 @@ def empty_like(
     scheme: Scheme,
     device: torch.device | str | None = None,
     *,
-    order: bool = False,
-    pre_quant_scale: bool = False,
+    input_parts: InputParts = NO_PARTS,
     low_rank: int = 0,
-    activation_scale: bool = False,
-    activation_zero: bool = False,
-    hadamard: int = 0,
 ) -> PackedWeight:
-    """A quantized stand-in for a linear layer or embedding, its weights not set, with an order, an input scale, a correction
-    of a rank, an activation scale or zero, or a rotation of its input, if asked for.
+    """A quantized stand-in for a linear layer or embedding, its weights not set, with parts of an input transform and a
+    correction of a rank, if asked for.
 
     Raises ValueError for an embedding that should have one of these.
     """
     if isinstance(module, nn.Embedding):
-        if order or pre_quant_scale or low_rank or hadamard or activation_scale:
-            flags = {
-                "order": order, "input scale": pre_quant_scale, "low-rank correction": low_rank, "rotation": hadamard,
-                "activation scale": True,
-            }  # fmt: skip
-            what = next(name for name, has in flags.items() if has)
-            raise ValueError(f"an embedding has no input channels, so its weights have no {what}")
+        refuse_input(input_parts, low_rank)
         return QuantEmbedding(module.num_embeddings, module.embedding_dim, scheme, module.weight.dtype, device)
     assert isinstance(module, nn.Linear)
     features = (module.in_features, module.out_features)
-    return QuantLinear(
-        *features, scheme, bias=module.bias, device=device, order=order, pre_quant_scale=pre_quant_scale, low_rank=low_rank,
-        activation_scale=activation_scale, activation_zero=activation_zero, hadamard=hadamard,
-    )  # fmt: skip
+    return QuantLinear(*features, scheme, bias=module.bias, device=device, input_parts=input_parts, low_rank=low_rank)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lowbit.formats import PerBlock, PerTensor, QuantTensor, Scheme, unpack_words
+from lowbit.formats import NO_PARTS, InputParts, InputTransform, PerBlock, PerTensor, QuantTensor, Scheme, unpack_words
 from lowbit.nn.packed import PackedWeight
 
 
@@ -13,8 +13,8 @@ class QuantEmbedding(PackedWeight):
     """Rows [.., embedding_dim] of a packed matrix [num_embeddings, embedding_dim] for token ids [..].
 
     `dtype` is the type of the rows it returns. Only the rows asked for are decoded. Scales must belong to single rows:
-    schemes per tensor or per block raise ValueError, and so do weights with an order, an input scale or a low-rank correction,
-    since an embedding has no input channels that they could belong to.
+    schemes per tensor or per block raise ValueError, and so do weights with an input transform or a low-rank correction, since
+    an embedding multiplies no input.
     """
 
     def __init__(
@@ -37,23 +37,13 @@ class QuantEmbedding(PackedWeight):
         module.set_weight(q)
         return module
 
-    def _set_channels(self, order: nn.Parameter | None, pre_quant_scale: nn.Parameter | None) -> None:
-        if order is not None or pre_quant_scale is not None:
-            what = "order" if order is not None else "input scale"
-            raise ValueError(f"an embedding has no input channels, so its weights have no {what}; quantize it without")
-        super()._set_channels(order, pre_quant_scale)
+    def _set_input(self, transform: InputTransform) -> None:
+        refuse_input(transform.parts, 0)
+        super()._set_input(transform)
 
     def _set_correction(self, up: nn.Parameter | None, down: nn.Parameter | None) -> None:
-        if up is not None:
-            raise ValueError(
-                "an embedding multiplies no input, so its weights have no low-rank correction; quantize it without"
-            )
+        refuse_input(NO_PARTS, 0 if up is None else up.shape[1])
         super()._set_correction(up, down)
-
-    def _set_rotation(self, hadamard: int) -> None:
-        if hadamard:
-            raise ValueError("an embedding multiplies no input that could be rotated; quantize it without")
-        super()._set_rotation(hadamard)
 
     def forward(self, ids: Tensor) -> Tensor:
         rows = ids.reshape(-1)
@@ -68,3 +58,10 @@ class QuantEmbedding(PackedWeight):
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, {self.scheme}"
+
+
+def refuse_input(parts: InputParts, low_rank: int) -> None:
+    """Raises ValueError for an embedding with an input transform or a low-rank correction."""
+    words = (*parts.words(), *(("low-rank correction",) if low_rank else ()))
+    if words:
+        raise ValueError(f"an embedding multiplies no input, so its weights have no {', no '.join(words)}; quantize it without")

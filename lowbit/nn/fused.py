@@ -6,16 +6,16 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.kernels.reference.elementwise import Gate
-from lowbit.nn.linear import QuantizedInput, QuantLinear
+from lowbit.nn.linear import QuantLinear
 from lowbit.nn.packed import KERNEL_TENSORS, keeping_types
-from lowbit.ops import rms_norm_quantize, silu_mul_quantize
+from lowbit.ops import Activations, rms_norm_quantize, silu_mul_quantize
 from lowbit.ops.gated_gemm import gated_gemm
 from lowbit.pack import FragmentWeight
 from lowbit.pack.gated import HALF, alternate, pack_gated
 
 
 class QuantizingNorm(nn.Module):
-    """RMSNorm whose result is a `QuantizedInput` for layers that quantize like `reader`, one of them: one pass over memory.
+    """RMSNorm whose result is a `Activations` for layers that quantize like `reader`, one of them: one pass over memory.
 
     `norm` is the module that it replaces, with `weight` [K]. Computed in float32 and not rounded to x's type before it is
     quantized, or rotated and quantized, where a norm by itself rounds once or twice: codes next to a tie may differ by one. By
@@ -34,12 +34,11 @@ class QuantizingNorm(nn.Module):
         norm.weight = self.weight
         return norm.train(self.training)
 
-    def forward(self, x: Tensor) -> QuantizedInput:
+    def forward(self, x: Tensor) -> Activations:
         reader = self._reader[0]
         if reader.quantizes_rounded_input:
             return reader.quantize_input(self._norm[0](x))
-        made = rms_norm_quantize(x, self.weight, self.eps, **reader.quantization())
-        return QuantizedInput(made.codes, made.scale, made.zero, x.dtype)
+        return rms_norm_quantize(x, self.weight, self.eps, **reader.quantization())
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.eps}, to {self._reader[0].activation_format}"
@@ -48,7 +47,7 @@ class QuantizingNorm(nn.Module):
 class GatedMLP(nn.Module):
     """down(silu(gate(x)) * up(x)), x quantized once for gate and up, and silu, product and quantization for `down_proj` in one
     pass: in float32, as in `QuantizingNorm`; rounded to x's type in between by another tool's rule. x is a tensor [.., K] or a
-    `QuantizedInput`. `replaced` is the module with these three layers in whose place this is (`restored`)."""
+    `Activations`. `replaced` is the module with these three layers in whose place this is (`restored`)."""
 
     def __init__(
         self, gate_proj: QuantLinear, up_proj: QuantLinear, down_proj: QuantLinear, replaced: nn.Module | None = None
@@ -65,16 +64,15 @@ class GatedMLP(nn.Module):
             setattr(mlp, name, layer)
         return mlp.train(self.training)
 
-    def forward(self, x: Tensor | QuantizedInput) -> Tensor:
+    def forward(self, x: Tensor | Activations) -> Tensor:
         if isinstance(x, Tensor):
             x = self.gate_proj.quantize_input(x)
         gate, up = self.gate_proj(x), self.up_proj(x)
         if self.down_proj.quantizes_rounded_input:
             return self._down(self.down_proj.quantize_input(nn.functional.silu(gate) * up))
-        made = silu_mul_quantize(gate, up, **self.down_proj.quantization())
-        return self._down(QuantizedInput(made.codes, made.scale, made.zero, gate.dtype))
+        return self._down(silu_mul_quantize(gate, up, **self.down_proj.quantization()))
 
-    def _down(self, x: QuantizedInput) -> Tensor:
+    def _down(self, x: Activations) -> Tensor:
         y: Tensor = self.down_proj(x)
         return y
 

@@ -2,53 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lowbit.formats import ActivationRule, PerBlock, QuantTensor, Scheme, pack_words
+from lowbit.formats import NO_PARTS, ActivationRule, InputParts, PerBlock, QuantTensor, Scheme
 from lowbit.nn.packed import PackedWeight
-from lowbit.ops import fragment_gemm, mixed_gemm, quantize_activations, scaled_gemm
-from lowbit.ops.byte_gemm import byte_gemm
-from lowbit.ops.channels import channels_of_codes, rotate_channels
-from lowbit.ops.cpu_gemm import cpu_gemm, scaled_cpu_gemm
+from lowbit.ops import Activations, gemm, quantize_activations
+from lowbit.ops.channels import gather_channels, rotate_channels
 from lowbit.ops.table import UnsupportedProblem, choose
-from lowbit.pack.cpu import CpuWeight
-
-
-@dataclass(frozen=True, eq=False)
-class QuantizedInput:
-    """The input of layers with 8-bit activations, quantized already: x = (codes [.., K] - zero) * scale (`ops.Activations`), of
-    the type `dtype` before. It stands in for the tensor between a norm and the layers that read it."""
-
-    codes: Tensor
-    scale: Tensor
-    zero: Tensor | None
-    dtype: torch.dtype
-
-    @property
-    def shape(self) -> torch.Size:
-        """That of x."""
-        return self.codes.shape
-
-    @property
-    def device(self) -> torch.device:
-        """That of the codes."""
-        return self.codes.device
 
 
 class QuantLinear(PackedWeight):
     """y [.., out_features] = x [.., in_features] . dequant(w)^T + bias, with w packed (see `PackedWeight`).
 
-    x is fp16, bf16 or fp32 and y has its type; bias [out_features] is kept as it was in the original layer. At every call, x is
-    first rotated in blocks of channels with `hadamard`, and rounded to its type, and with an `order` or a `pre_quant_scale`
-    brought into the order of the codes and scaled. A scheme with 8-bit activations has x quantized next, by the
-    `activation_scale` (and `activation_zero`) or else token by token (by blocks of K where the weights have blocks), and is
-    rotated in the same pass where nothing is done in between. A low-rank correction costs two small products and two
-    roundings to x's type: of x down^T, and of the quantized product before the correction is added. The first call brings the
-    weights into the form of the device's kernels (`prepare`), but not one that torch.compile traces: call the layer before.
+    x is fp16, bf16 or fp32 and y has its type; bias [out_features] is kept as it was in the original layer. At every call, the
+    input transform is applied to x first, rounded to its type after the rotation and after the scaling. A scheme with 8-bit
+    activations has x quantized next, by the scale of the transform or else token by token (by blocks of K where the weights
+    have blocks), and is rotated in the same pass where nothing is done in between. A low-rank correction costs two small
+    products and two roundings to x's type: of x down^T, and of the quantized product before the correction is added. The first
+    call brings the weights into the form of the device's kernels (`prepare`), but not one that torch.compile traces: call the
+    layer before.
 
     Gradients reach x and the bias, never the weights: backward dequantizes the weight of one layer at a time, as QLoRA does.
     The gradient of x does not see that x is rounded to 8 bits (straight-through).
@@ -67,17 +43,10 @@ class QuantLinear(PackedWeight):
         *,
         bias: nn.Parameter | None = None,
         device: torch.device | str | None = None,
-        order: bool = False,
-        pre_quant_scale: bool = False,
+        input_parts: InputParts = NO_PARTS,
         low_rank: int = 0,
-        activation_scale: bool = False,
-        activation_zero: bool = False,
-        hadamard: int = 0,
     ) -> None:
-        shape = (out_features, in_features)
-        beside = {"order": order, "pre_quant_scale": pre_quant_scale}
-        static = {"activation_scale": activation_scale, "activation_zero": activation_zero}
-        super().__init__(shape, scheme, device, **beside, low_rank=low_rank, **static, hadamard=hadamard)
+        super().__init__((out_features, in_features), scheme, device, input_parts=input_parts, low_rank=low_rank)
         self.activation_format = None if self.scheme.activation is None else self.scheme.activation.name
         # Blocks of weights go with groups of activations as long as a block.
         self.activation_group = self.scheme.granularity.k if isinstance(self.scheme.granularity, PerBlock) else 0
@@ -91,28 +60,40 @@ class QuantLinear(PackedWeight):
         module.set_weight(q)
         return module
 
-    def forward(self, x: Tensor | QuantizedInput) -> Tensor:
+    def forward(self, x: Tensor | Activations) -> Tensor:
         return self.multiply(x, self.bias)
 
-    def multiply(self, x: Tensor | QuantizedInput, bias: Tensor | None) -> Tensor:
+    def multiply(self, x: Tensor | Activations, bias: Tensor | None) -> Tensor:
         """The layer's y with another `bias` [out_features], or none."""
-        if isinstance(x, QuantizedInput):
-            return self._scaled_product(x, bias)
-        if torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)):
-            return self._differentiable(x, bias)
-        return self._multiply(x, bias)
+        of_x = isinstance(x, Tensor) and x.requires_grad
+        if not torch.is_grad_enabled() or not (of_x or (bias is not None and bias.requires_grad)):
+            return self._multiply(x, bias)
+        if torch.compiler.is_compiling() and x.dtype == torch.float32 and x.device.type == "cpu":
+            return self._multiply(x, bias)  # torch's own operators, whose gradients are compiled too
+        return self._differentiable(x, bias)
 
     @torch.compiler.disable(reason="gradients are not compiled; call under torch.no_grad()")
-    def _differentiable(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def _differentiable(self, x: Tensor | Activations, bias: Tensor | None) -> Tensor:
         y: Tensor = _Differentiable.apply(x, bias, self)
         return y
 
-    def _multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if self.takes_quantized_input:
-            return self._scaled_product(self.quantize_input(x), bias)
-        if self.hadamard:
-            x = rotate_channels(x, self.hadamard)
-        return self._corrected(self._product(x, bias), x) if self.has_correction else self._product(x, bias)
+    def _multiply(self, x: Tensor | Activations, bias: Tensor | None) -> Tensor:
+        """Input transform, product, correction."""
+        rotated = x
+        if isinstance(x, Tensor) and self.hadamard and not self.takes_quantized_input:
+            rotated = rotate_channels(x, self.hadamard)
+        given = self._transformed(rotated) if isinstance(rotated, Tensor) else rotated
+        y = gemm(given, self.weight_for(x.dtype), bias, batch_invariant=self.batch_invariant)
+        return self._corrected(y, rotated) if self.has_correction else y  # type: ignore[arg-type]
+
+    def _transformed(self, x: Tensor) -> Tensor | Activations:
+        """x as the codes multiply it: scaled, in their order, quantized; rotated before, or with the quantization."""
+        if self.has_channels:
+            x = gather_channels(x, self.weight_order, self.pre_quant_scale)
+        if self.activation_format is None:
+            return x
+        how = self.quantization()
+        return quantize_activations(x, **(how if self.takes_quantized_input else how | {"hadamard": 0}))
 
     def _corrected(self, y: Tensor, x: Tensor) -> Tensor:
         """y + (x down^T) up^T in x's type, for 8-bit activations with x as it was in 16."""
@@ -120,33 +101,6 @@ class QuantLinear(PackedWeight):
         assert up is not None and down is not None
         inner = torch.nn.functional.linear(x, down.to(x.dtype))
         return torch.addmm(y.reshape(-1, y.shape[-1]), inner.reshape(-1, len(down)), up.to(x.dtype).t()).view_as(y)
-
-    def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if self.activation_format is not None:
-            return self._scaled_product(self._quantized(x), bias)
-        held = self.cpu_weight
-        if held is None or held.dtype != x.dtype:
-            held = self._prepared_on_cpu(x.dtype)
-        if held is not None:
-            return cpu_gemm(x, held, bias)
-        if self.kernel_codes is not None and x.dtype in self.kernel_dtypes:
-            return fragment_gemm(x, self.kernel_weight(), bias, batch_invariant=self.batch_invariant)
-        channels = (self.weight_order, self.pre_quant_scale) if self.has_channels else ()
-        return mixed_gemm(x, self._rows(), self.weight_scale, self.weight_zero, bias, self.scheme_name, *channels)
-
-    def _prepared_on_cpu(self, dtype: torch.dtype) -> CpuWeight | None:
-        """Prepares the layer where it is; its form on a CPU for x of `dtype`, if it has one then."""
-        if not torch.compiler.is_compiling() and (self.kernel_codes is None or dtype not in self.kernel_dtypes):
-            self.prepare(dtype)
-        held = self.cpu_weight
-        return held if held is not None and held.dtype == dtype else None
-
-    def _rows(self) -> Tensor:
-        """The codes as on disk, for a product that no kernel takes; made anew where only a form for others is held."""
-        if self.batch_invariant:
-            raise UnsupportedProblem(f"{self.scheme}: no kernel for x of this type, or here, has batch-invariant sums")
-        packed = self.weight_packed
-        return packed if packed.numel() or not self.is_prepared else pack_words(self._prepared_codes(), self.scheme.weight.bits)
 
     @property
     def takes_quantized_input(self) -> bool:
@@ -172,30 +126,9 @@ class QuantLinear(PackedWeight):
             "hadamard": self.hadamard,
         }
 
-    def quantize_input(self, x: Tensor) -> QuantizedInput:
+    def quantize_input(self, x: Tensor) -> Activations:
         """x as the product takes it, for a layer that `takes_quantized_input`."""
-        made = quantize_activations(x, **self.quantization())
-        return QuantizedInput(made.codes, made.scale, made.zero, x.dtype)
-
-    def _quantized(self, x: Tensor) -> QuantizedInput:
-        """x that is rotated already."""
-        if self.has_channels:
-            x = channels_of_codes(x, self.weight_order, self.pre_quant_scale)
-        made = quantize_activations(x, **(self.quantization() | {"hadamard": 0}))
-        return QuantizedInput(made.codes, made.scale, made.zero, x.dtype)
-
-    def _scaled_product(self, x: QuantizedInput, bias: Tensor | None) -> Tensor:
-        if not self.is_prepared and not torch.compiler.is_compiling():
-            self.prepare(x.dtype)
-        if self.cpu_weight is not None:
-            return scaled_cpu_gemm(x.codes, x.scale, self.cpu_weight, bias, x.dtype, x.zero)
-        if self.is_prepared and x.codes.is_cuda:
-            return byte_gemm(
-                x.codes, x.scale, self.scaled_weight(), bias, dtype=x.dtype, x_zero=x.zero,
-                batch_invariant=self.batch_invariant,
-            )  # fmt: skip
-        weight = (self._rows(), self.weight_scale, self.weight_zero)
-        return scaled_gemm(x.codes, x.scale, *weight, bias, self.scheme_name, x.dtype, x.zero)
+        return quantize_activations(x, **self.quantization())
 
     def extra_repr(self) -> str:
         said = f"in_features={self.in_features}, out_features={self.out_features}, {self.scheme}, bias={self.bias is not None}"
@@ -206,7 +139,7 @@ class _Differentiable(torch.autograd.Function):
     """The product of a layer, with gradients of x and of the bias; kernels have none of their own."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, layer: QuantLinear) -> Tensor:
+    def forward(ctx: Any, x: Tensor | Activations, bias: Tensor | None, layer: QuantLinear) -> Tensor:
         ctx.layer, ctx.bias_dtype = layer, None if bias is None else bias.dtype
         return layer._multiply(x, bias)
 

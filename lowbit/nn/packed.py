@@ -5,18 +5,19 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lowbit.formats import (
+    NO_PARTS,
+    InputParts,
+    InputTransform,
     LowRank,
     QuantTensor,
     Scheme,
     ZeroPoint,
-    check_block,
     pack_words,
     packed_bytes,
     parse_scheme,
@@ -28,12 +29,19 @@ from lowbit.ops.table import Problem, UnsupportedProblem, choose, problem_on, wa
 from lowbit.ops.workspace import make_counters
 from lowbit.pack import FragmentWeight, OperandWeight
 from lowbit.pack.cpu import CpuWeight, unpack_cpu_codes
+from lowbit.pack.gemm_weight import GemmWeight, RowWeight
 from lowbit.pack.scaled import scaled_refusals
 from lowbit.quantize.rtn import scale_dtype
 
 KERNEL_TENSORS = ("kernel_codes", "kernel_scale", "kernel_channel_scale", "kernel_sums")
 """Buffers of a weight in the form of a GPU's kernels. Buffers, because torch.compile copies other tensors into each CUDA graph
 at every replay."""
+
+INPUT_PARAMETERS = {
+    "order": "weight_order", "pre_quant_scale": "pre_quant_scale", "activation_scale": "activation_scale",
+    "activation_zero": "activation_zero",
+}  # fmt: skip
+"""Parameters that hold the tensors of an `InputTransform`, by its field; names of tensors in files too."""
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 """Types of scales."""
@@ -42,11 +50,11 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 class PackedWeight(nn.Module):
     """A matrix [N, K] as `weight_packed` uint8 [N, ceil(K * bits / 8)], `weight_scale` and, with zeros, `weight_zero`.
 
-    With `order`, there is `weight_order` int32 [K], with `pre_quant_scale` a parameter of this name, float [K] (float32 until
-    loaded otherwise), with `low_rank` r `weight_up` [N, r] and `weight_down` [r, K], fp16, with `activation_scale` a parameter
-    of this name, float32 [1], with `activation_zero` one int32 [1]; `QuantTensor` says what they mean, and `hadamard`.
-    Parameters rather than buffers, because tensor parallelism shards parameters only; never one called `weight`, which a reader
-    without this library would take for floats.
+    The parts of its input transform that `input_parts` names are parameters too: `weight_order` int32 [K] and, by the names of
+    `InputTransform`, pre_quant_scale float [K] (float32 until loaded otherwise), activation_scale float32 [1], activation_zero
+    int32 [1]. With `low_rank` r there are `weight_up` [N, r] and `weight_down` [r, K], fp16. Parameters rather than buffers,
+    because tensor parallelism shards parameters only; never one called `weight`, which a reader without this library would
+    take for floats.
     """
 
     weight_zero: nn.Parameter | None
@@ -67,12 +75,8 @@ class PackedWeight(nn.Module):
         scheme: str | Scheme,
         device: torch.device | str | None = None,
         *,
-        order: bool = False,
-        pre_quant_scale: bool = False,
+        input_parts: InputParts = NO_PARTS,
         low_rank: int = 0,
-        activation_scale: bool = False,
-        activation_zero: bool = False,
-        hadamard: int = 0,
     ) -> None:
         super().__init__()
         self.scheme = parse_scheme(scheme)
@@ -89,19 +93,22 @@ class PackedWeight(nn.Module):
             self.register_parameter("weight_zero", None)
         else:
             self.weight_zero = _parameter(torch.empty(grid, dtype=zero_dtype, device=device))
-        self._set_channels(
-            _parameter(torch.empty(k, dtype=torch.int32, device=device)) if order else None,
-            _parameter(torch.empty(k, dtype=torch.float32, device=device)) if pre_quant_scale else None,
+        sizes = {"order": k, "pre_quant_scale": k, "activation_scale": 1, "activation_zero": 1}
+        integers = ("order", "activation_zero")
+        self._set_input(
+            InputTransform(
+                **{
+                    part: torch.empty(size, dtype=torch.int32 if part in integers else torch.float32, device=device)
+                    for part, size in sizes.items()
+                    if getattr(input_parts, part)
+                },
+                hadamard=input_parts.hadamard,
+            )
         )
         self._set_correction(
             _parameter(torch.empty(n, low_rank, dtype=torch.float16, device=device)) if low_rank else None,
             _parameter(torch.empty(low_rank, k, dtype=torch.float16, device=device)) if low_rank else None,
         )
-        self._set_activation_range(
-            _parameter(torch.empty(1, dtype=torch.float32, device=device)) if activation_scale else None,
-            _parameter(torch.empty(1, dtype=torch.int32, device=device)) if activation_zero else None,
-        )
-        self._set_rotation(hadamard)
         for name in KERNEL_TENSORS:
             self.register_buffer(name, None, persistent=False)
         self.cpu_weight: CpuWeight | None = None
@@ -111,25 +118,27 @@ class PackedWeight(nn.Module):
         self._shared = False
         self._refused: dict[torch.dtype, tuple[str, ...]] = {}
 
-    def _set_channels(self, order: nn.Parameter | None, pre_quant_scale: nn.Parameter | None) -> None:
-        self.register_parameter("weight_order", order)
-        self.register_parameter("pre_quant_scale", pre_quant_scale)
-        # Asked at every call, where finding out that a parameter is None would take longer.
-        self.has_channels = order is not None or pre_quant_scale is not None
+    def _set_input(self, transform: InputTransform) -> None:
+        """Makes the tensors of a transform parameters of this module; those that are parameters already are shared."""
+        parts = transform.parts
+        parts.check(self.scheme, self.shape[1])
+        held = transform.tensors()
+        for part, name in INPUT_PARAMETERS.items():
+            t = held.get(part)
+            self.register_parameter(name, t if t is None or isinstance(t, nn.Parameter) else _parameter(t))
+        # Read at every call, where finding out that a parameter is None would take longer.
+        self.has_channels, self.hadamard = parts.has_channels, parts.hadamard
+
+    @property
+    def input_transform(self) -> InputTransform:
+        """What is done to x before the product; its tensors are this module's parameters."""
+        held = {part: getattr(self, name) for part, name in INPUT_PARAMETERS.items()}
+        return InputTransform(**held, hadamard=self.hadamard)
 
     def _set_correction(self, up: nn.Parameter | None, down: nn.Parameter | None) -> None:
         self.register_parameter("weight_up", up)
         self.register_parameter("weight_down", down)
         self.has_correction = up is not None
-
-    def _set_activation_range(self, scale: nn.Parameter | None, zero: nn.Parameter | None) -> None:
-        self.register_parameter("activation_scale", scale)
-        self.register_parameter("activation_zero", zero)
-
-    def _set_rotation(self, hadamard: int) -> None:
-        if hadamard:
-            check_block(hadamard, self.shape[1])
-        self.hadamard = hadamard
 
     @property
     def is_prepared(self) -> bool:
@@ -197,30 +206,61 @@ class PackedWeight(nn.Module):
             self._pack_for_gpu()
         else:
             assert form != "interleaved", "which is never chosen for weights on disk"
-            self.cpu_weight = pack_for_cpu(replace(self.quant_tensor(), low_rank=None, hadamard=0), form, dtype)
+            self.cpu_weight = pack_for_cpu(self._weight_alone(), form, dtype)
         if form != "decoded":
             self._drop_form_on_disk()
         return ()
 
     def _pack_for_gpu(self) -> None:
-        q = replace(self.quant_tensor(), low_rank=None, hadamard=0)
+        q = self._weight_alone()
         packed = FragmentWeight.pack(q) if self.scheme.activation is None else OperandWeight.pack(q)
         self.kernel_codes, self.kernel_scale = packed.codes, packed.scale
         self.kernel_channel_scale = packed.channel_scale
         self.kernel_sums = packed.sums if isinstance(packed, OperandWeight) else None
 
+    def _weight_alone(self) -> QuantTensor:
+        """The weights without what is done to x; raises ValueError if that would index memory wrongly."""
+        self.input_transform.check_values()
+        return self.quant_tensor().without_input()
+
     def _drop_form_on_disk(self) -> None:
         if not self._shared:
             self.weight_packed = _parameter(self.weight_packed.new_empty(0))
+
+    def weight_for(self, dtype: torch.dtype) -> GemmWeight:
+        """The weights in the form in which they are multiplied by x of `dtype`; the first call makes it (`prepare`).
+
+        Raises UnsupportedProblem for a `batch_invariant` layer that no kernel takes.
+        """
+        found = self._form_for(dtype)
+        if found is None and not torch.compiler.is_compiling():
+            self.prepare(dtype)
+            found = self._form_for(dtype)
+        return self._rows() if found is None else found
+
+    def _form_for(self, dtype: torch.dtype) -> GemmWeight | None:
+        """The form of the device's kernels, where it is held and multiplies x of `dtype`."""
+        scaled, held = self.scheme.activation is not None, self.cpu_weight
+        if held is not None:
+            return held if scaled or held.dtype == dtype else None
+        if self.kernel_codes is None or dtype not in self.kernel_dtypes:
+            return None
+        return self.scaled_weight() if scaled else self.kernel_weight()
+
+    def _rows(self) -> RowWeight:
+        """The form on disk, for a product that no kernel takes; made anew where only a form for others is held."""
+        if self.batch_invariant:
+            raise UnsupportedProblem(f"{self.scheme}: no kernel for x of this type, or here, has batch-invariant sums")
+        packed: Tensor = self.weight_packed
+        if not packed.numel() and self.is_prepared:
+            packed = pack_words(self._prepared_codes(), self.scheme.weight.bits)
+        return RowWeight(packed, self.weight_scale, self.weight_zero, self.scheme, self.shape)
 
     def kernel_weight(self) -> FragmentWeight:
         """The prepared weights of a scheme with 16-bit activations."""
         codes = self.kernel_codes
         assert codes is not None
-        weight = FragmentWeight(codes, self.kernel_scale, self.kernel_channel_scale, self.scheme, self.shape)
-        if self.has_channels:
-            return replace(weight, order=self.weight_order, pre_quant_scale=self.pre_quant_scale)
-        return weight
+        return FragmentWeight(codes, self.kernel_scale, self.kernel_channel_scale, self.scheme, self.shape)
 
     def scaled_weight(self) -> OperandWeight:
         """The prepared weights of a scheme with 8-bit activations."""
@@ -252,11 +292,9 @@ class PackedWeight(nn.Module):
         """Takes over what `q` holds, which must have this module's shape and scheme."""
         if q.shape != self.shape or q.scheme != self.scheme:
             raise ValueError(f"this module holds {self.scheme} {self.shape}, got {q.scheme} {q.shape}")
-        self._set_channels(*(None if t is None else _parameter(t) for t in (q.order, q.pre_quant_scale)))
+        self._set_input(q.input_transform)
         factors = (None, None) if q.low_rank is None else (q.low_rank.up, q.low_rank.down)
         self._set_correction(*(None if t is None else _parameter(t) for t in factors))
-        self._set_activation_range(*(None if t is None else _parameter(t) for t in (q.activation_scale, q.activation_zero)))
-        self._set_rotation(q.hadamard)
         self._forget_prepared()
         self.weight_packed = _parameter(pack_words(q.codes, q.scheme.weight.bits))
         self.weight_scale = _parameter(q.scale)
@@ -267,9 +305,8 @@ class PackedWeight(nn.Module):
         """Ties this module to `other`: both then hold the same parameters."""
         if other.shape != self.shape or other.scheme != self.scheme:
             raise ValueError(f"cannot tie {self.scheme} {self.shape} to {other.scheme} {other.shape}")
-        self._set_channels(other.weight_order, other.pre_quant_scale)
+        self._set_input(other.input_transform)
         self._set_correction(other.weight_up, other.weight_down)
-        self._set_rotation(other.hadamard)
         other.restore()
         self.restore()
         self._shared = other._shared = True
@@ -285,10 +322,9 @@ class PackedWeight(nn.Module):
             codes = unpack_words(self.weight_packed.data, self.scheme.weight.bits, self.shape[1])
         up, down = self.weight_up, self.weight_down
         correction = None if up is None or down is None else LowRank(up.data, down.data)
-        of_x = (self.weight_order, self.pre_quant_scale, self.activation_scale, self.activation_zero)
-        zero, order, factors, *static = (None if p is None else p.data for p in (self.weight_zero, *of_x))
-        scale = self.weight_scale.data
-        return QuantTensor(codes, scale, zero, self.scheme, order, factors, correction, static[0], static[1], self.hadamard)
+        zero = None if self.weight_zero is None else self.weight_zero.data
+        transform = self.input_transform.map(lambda t: t.data)
+        return QuantTensor(codes, self.weight_scale.data, zero, self.scheme, transform, correction)
 
     def dequantize_refusals(self) -> tuple[str, ...]:
         """Why the weights cannot be dequantized here; empty where they can."""
@@ -307,14 +343,11 @@ class PackedWeight(nn.Module):
     @property
     def weight_nbytes(self) -> int:
         """Bytes of the packed weights and everything beside them."""
-        more = (self.weight_up, self.weight_down, self.activation_scale, self.activation_zero)
-        beside = sum(p.nbytes for p in more if p is not None)
+        beside = sum(p.nbytes for p in (self.weight_up, self.weight_down, self.input_transform) if p is not None)
         if self.kernel_codes is not None:
             scaled = self.scheme.activation is not None
             return (self.scaled_weight().nbytes if scaled else self.kernel_weight().nbytes) + beside
         held = [self.weight_packed, self.weight_scale, self.weight_zero]
-        if self.cpu_weight is None or not self.cpu_weight.has_channels:  # which it counts itself
-            held += [self.weight_order, self.pre_quant_scale]
         form = 0 if self.cpu_weight is None else self.cpu_weight.nbytes
         return sum(p.nbytes for p in held if p is not None) + beside + form
 
@@ -345,7 +378,7 @@ class PackedWeight(nn.Module):
         before = {name: getattr(self, name) for name in KERNEL_TENSORS}
         with torch.inference_mode(False), torch.no_grad():
             self.restore()
-            for name in ("weight_scale", "weight_zero", "pre_quant_scale"):
+            for name in ("weight_scale", "weight_zero", INPUT_PARAMETERS["pre_quant_scale"]):
                 held, comes = getattr(self, name), state_dict.get(f"{prefix}{name}")
                 if held is not None and held.is_floating_point() and getattr(comes, "dtype", None) in _FLOATS:
                     held.data = held.data.to(comes.dtype)  # the same parameter, which a tied module holds too
@@ -372,7 +405,7 @@ class PackedWeight(nn.Module):
         if fn(torch.empty(0, dtype=torch.uint8, device=here)).device != here:
             self.restore()
         self._refused.clear()
-        names = ("weight_scale", "weight_zero", "pre_quant_scale", "activation_scale", "weight_up", "weight_down")
+        names = ("weight_scale", "weight_zero", *INPUT_PARAMETERS.values(), "weight_up", "weight_down")
         return super()._apply(keeping_types(fn, (getattr(self, name) for name in (*names, *KERNEL_TENSORS))), recurse)
 
 

@@ -1,4 +1,4 @@
-"""What a layer does to the channels of x before the product: rotates them, scales them, brings them into the codes' order."""
+"""What a layer does to the channels of x before the product: rotate, scale and reorder them (`formats.InputTransform`)."""
 
 from __future__ import annotations
 
@@ -10,34 +10,82 @@ from torch import Tensor
 
 from lowbit.formats import check_block, rotate_blocks
 from lowbit.hardware.machine import machine_of, machine_refusals
-from lowbit.ops.operands import Described, described, triton_refusals
+from lowbit.ops.operands import Described, described, on_meta, triton_refusals
 
 if TYPE_CHECKING:
+    from lowbit.kernels.elementwise.gather import GatherPlan
     from lowbit.kernels.elementwise.rotate import RotatePlan
 
 torch.library.define("lowbit::rotate_channels", "(Tensor x, int block) -> Tensor")
+torch.library.define("lowbit::gather_channels", "(Tensor x, Tensor? order, Tensor? factors) -> Tensor")
 
-PRE_QUANT_SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-def check_channels(operator: str, k: int, order: Tensor | None, pre_quant_scale: Tensor | None) -> None:
-    """Raises ValueError, naming the operator, unless both belong to K channels. What `order` holds is not looked at."""
-    if order is not None and (tuple(order.shape) != (k,) or order.dtype != torch.int32):
-        raise ValueError(f"{operator}: order is int32 [{k}], got {order.dtype} {tuple(order.shape)}")
-    if pre_quant_scale is not None and (
-        tuple(pre_quant_scale.shape) != (k,) or pre_quant_scale.dtype not in PRE_QUANT_SCALE_DTYPES
-    ):
-        raise ValueError(
-            f"{operator}: pre_quant_scale is fp16, bf16 or fp32 [{k}], "
-            f"got {pre_quant_scale.dtype} {tuple(pre_quant_scale.shape)}"
-        )
+FACTOR_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def channels_of_codes(x: Tensor, order: Tensor | None, pre_quant_scale: Tensor | None) -> Tensor:
-    """x [.., K] times `pre_quant_scale` in float32, rounded once to x's dtype, its channels in the order of the codes."""
-    if pre_quant_scale is not None:
-        x = (x.float() * pre_quant_scale.float()).to(x.dtype)
+def gather_channels(x: Tensor, order: Tensor | None, factors: Tensor | None) -> Tensor:
+    """Returns x [.., K] times `factors` float [K] in float32, rounded once to x's dtype, its channels in `order` int32 [K].
+
+    One kernel on NVIDIA GPUs for fp16 and bf16 (kernels/elementwise/gather.py), torch elsewhere. What `order` holds is not
+    checked (`InputTransform.check_values` does). Raises ValueError for tensors that do not fit x.
+    """
+    if x.is_cuda and x.dtype in (torch.float16, torch.bfloat16):
+        gathered: Tensor = torch.ops.lowbit.gather_channels(x, order, factors)
+        return gathered
+    _check_channels(x.shape[-1], order, factors)
+    return _gather_with_torch(x, order, factors)
+
+
+def _gather_with_torch(x: Tensor, order: Tensor | None, factors: Tensor | None) -> Tensor:
+    if factors is not None:
+        x = (x.float() * factors.float()).to(x.dtype)
     return x if order is None else x.index_select(-1, order)
+
+
+def _check_channels(k: int, order: Tensor | None, factors: Tensor | None) -> None:
+    """Raises ValueError unless both belong to K channels."""
+    if order is not None and (tuple(order.shape) != (k,) or order.dtype != torch.int32):
+        raise ValueError(f"gather_channels: order is int32 [{k}], got {order.dtype} {tuple(order.shape)}")
+    if factors is not None and (tuple(factors.shape) != (k,) or factors.dtype not in FACTOR_DTYPES):
+        raise ValueError(f"gather_channels: factors are fp16, bf16 or fp32 [{k}], got {factors.dtype} {tuple(factors.shape)}")
+
+
+@torch.library.impl("lowbit::gather_channels", "CUDA")
+def _gather_on_gpu(x: Tensor, order: Tensor | None, factors: Tensor | None) -> Tensor:
+    """Rows start at multiples of 16 bytes, with zeros behind K up to there, as the matrix kernels read them."""
+    if machine_refusals(x.device) or triton_refusals():
+        _check_channels(x.shape[-1], order, factors)
+        return _gather_with_torch(x, order, factors)
+    rows = x.reshape(-1, x.shape[-1])
+    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    order = None if order is None else order.contiguous()
+    factors = None if factors is None else factors.contiguous()
+    aligned = (rows.stride(0) % 8 == 0, rows.data_ptr() % 16 == 0)
+    plan = _gather_plan(*rows.shape, x.dtype, x.device, aligned, described(order), described(factors))
+    with torch.cuda.device(x.device):
+        return plan(rows, order, factors).view(x.shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def _gather_plan(
+    m: int, k: int, dtype: torch.dtype, on: torch.device, aligned: tuple[bool, bool], order: Described | None,
+    factors: Described | None,
+) -> GatherPlan:  # fmt: skip
+    """The plan of a call. Raises ValueError when the tensors do not fit."""
+    _check_channels(k, *(None if t is None else on_meta(t) for t in (order, factors)))
+    given = [t for t in (order, factors) if t is not None]
+    devices = {on, *(t[2] for t in given)}
+    if len(devices) > 1:
+        raise ValueError(f"gather_channels: all tensors must be on one device, got {sorted(map(str, devices))}")
+    from lowbit.kernels.elementwise.gather import GatherPlan
+
+    pieces = k % 8 == 0 and all(aligned) and all(t[3] for t in given)
+    return GatherPlan(m, k, order is not None, pieces, machine_of(on))
+
+
+@torch.library.register_fake("lowbit::gather_channels")
+def _gathered_fake(x: Tensor, order: Tensor | None, factors: Tensor | None) -> Tensor:
+    _check_channels(x.shape[-1], order, factors)
+    return x.new_empty((*x.shape[:-1], -(-x.shape[-1] // 8) * 8))[..., : x.shape[-1]]
 
 
 def rotate_channels(x: Tensor, block: int) -> Tensor:
@@ -71,7 +119,7 @@ def _plan(block: int, stride: bool, rows: Described) -> RotatePlan | None:
     `rotate_channels` does."""
     (m, k), dtype, on, aligned = rows
     check_block(block, k)
-    if machine_refusals(on) or triton_refusals() or dtype not in PRE_QUANT_SCALE_DTYPES:
+    if machine_refusals(on) or triton_refusals() or dtype not in FACTOR_DTYPES:
         return None
     from lowbit.kernels.elementwise.rotate import RotatePlan
 

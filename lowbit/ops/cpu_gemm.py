@@ -7,15 +7,12 @@ many is made when it runs, not when it is traced. In float32 there is no choice.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from lowbit.formats import QuantTensor, ZeroPoint, pack_words
 from lowbit.kernels.cpu import torch_int4, torch_int8
 from lowbit.kernels.cpu.blocked import block_rows, decode_rows
-from lowbit.ops.channels import channels_of_codes
 from lowbit.pack.cpu import CpuWeight, Form, pack_int4, pack_int8
 
 torch.library.define("lowbit::cpu_gemm", "(Tensor x, Tensor codes, Tensor? scale, str form, int group, bool zeros) -> Tensor")
@@ -32,9 +29,7 @@ def _fake_cpu_gemm(x: Tensor, codes: Tensor, scale: Tensor | None, form: str, gr
 
 
 def cpu_gemm(x: Tensor, w: CpuWeight, bias: Tensor | None = None) -> Tensor:
-    """y [.., N] = x [.., K] . w[N, K]^T + bias [N], in x's dtype, which is that of `w`; x is scaled and put in order first."""
-    if w.has_channels:
-        x = channels_of_codes(x, w.order, w.pre_quant_scale)
+    """y [.., N] = x [.., K] . w[N, K]^T + bias [N], in x's dtype, which is that of `w`."""
     of_weight = (w.codes, w.scale, w.form, w.group, w.scheme.zero is not ZeroPoint.NONE)
     opaque = torch.compiler.is_compiling() and x.dtype != torch.float32
     product = torch.ops.lowbit.cpu_gemm if opaque else _product
@@ -75,10 +70,10 @@ def scaled_cpu_gemm(
 
 
 def pack_for_cpu(q: QuantTensor, form: Form, dtype: torch.dtype) -> CpuWeight:
-    """`q`, which is on a CPU, in a form that ops/table.py chose for x of `dtype`; its correction is left out, and what x is
-    brought into before it is quantized."""
-    w = pack_int4(q) if form == "int4" else pack_int8(q) if form == "int8" else _decoded(q, dtype)
-    return w if q.scheme.activation is not None else replace(w, order=q.order, pre_quant_scale=q.pre_quant_scale)
+    """`q`, which is on a CPU, in a form that ops/table.py chose for x of `dtype`; raises ValueError for what is no part of the
+    product (`QuantTensor.require_product`)."""
+    q.require_product()
+    return pack_int4(q) if form == "int4" else pack_int8(q) if form == "int8" else _decoded(q, dtype)
 
 
 def _decoded(q: QuantTensor, dtype: torch.dtype) -> CpuWeight:

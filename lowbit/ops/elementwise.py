@@ -81,9 +81,9 @@ class EmbeddingTable:
 
     @classmethod
     def from_quant_tensor(cls, q: QuantTensor) -> EmbeddingTable:
-        """The table of a `w8a16` weight [V, H]; raises ValueError for any other scheme, or one with an order, an input scale, a
-        low-rank correction or a rotation."""
-        if str(q.scheme) != "w8a16" or q.hadamard or any(part is not None for part in (q.order, q.pre_quant_scale, q.low_rank)):
+        """The table of a `w8a16` weight [V, H]; raises ValueError for any other scheme, or one with an input transform or a
+        low-rank correction."""
+        if str(q.scheme) != "w8a16" or q.input_transform.parts or q.low_rank is not None:
             raise ValueError(f"an embedding table is made of a plain w8a16 weight, got {q.scheme}")
         return cls(q.codes.contiguous(), q.scale[:, 0].contiguous())
 

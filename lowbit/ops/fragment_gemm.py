@@ -15,7 +15,6 @@ from torch import Tensor
 from lowbit.formats import Scheme, parse_scheme
 from lowbit.hardware.machine import Machine, machine_of
 from lowbit.kernels.choose.gemm import GemmShape, MmaTile, RingTile, Tile, WgmmaTile, choose, choose_for_lines
-from lowbit.ops.channels import check_channels
 from lowbit.ops.operands import Described, described, on_meta
 from lowbit.ops.workspace import workspace
 from lowbit.pack import (
@@ -31,7 +30,6 @@ from lowbit.pack import (
 from lowbit.pack.fragment import LANES, k_tiles, strips
 
 if TYPE_CHECKING:
-    from lowbit.kernels.elementwise.gather import GatherPlan
     from lowbit.kernels.parts.end import Gate
     from lowbit.kernels.sm80.large_m_gemm import MmaPlan
     from lowbit.kernels.sm80.small_m_gemm import RingPlan
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
 torch.library.define(
     "lowbit::fragment_gemm",
     "(Tensor x, Tensor codes, Tensor? scale, Tensor? channel_scale, Tensor? bias, str scheme, SymInt n,"
-    " bool batch_invariant=False, Tensor? order=None, Tensor? pre_quant_scale=None, bool interleaved=False) -> Tensor",
+    " bool batch_invariant=False, bool interleaved=False) -> Tensor",
 )
 
 _scheme = functools.lru_cache(maxsize=None)(parse_scheme)
@@ -52,18 +50,12 @@ def fragment_gemm(
     """y [.., N] = x [.., K] . dequant(w)[N, K]^T + bias [N], in x's dtype, fp16 or bf16.
 
     With `batch_invariant`, a row of y has the same bits in every batch; else sums of small batches are formed in another
-    order than those of large ones. A weight with an `order` or a `pre_quant_scale` takes one more kernel, which brings x into
-    the order of the codes (kernels/elementwise/gather.py). Raises ValueError for tensors that do not fit together.
+    order than those of large ones. Raises ValueError for tensors that do not fit together.
     """
-    interleaved = isinstance(w, InterleavedWeight)
-    if w.order is None and w.pre_quant_scale is None and not interleaved:
-        return torch.ops.lowbit.fragment_gemm(
-            x, w.codes, w.scale, w.channel_scale, bias, w.scheme.name, w.shape[0], batch_invariant
-        )
-    return torch.ops.lowbit.fragment_gemm(
-        x, w.codes, w.scale, w.channel_scale, bias, w.scheme.name, w.shape[0], batch_invariant, w.order, w.pre_quant_scale,
-        interleaved,
-    )  # fmt: skip
+    of_weight = (w.codes, w.scale, w.channel_scale, bias, w.scheme.name, w.shape[0], batch_invariant)
+    if isinstance(w, InterleavedWeight):
+        return torch.ops.lowbit.fragment_gemm(x, *of_weight, True)
+    return torch.ops.lowbit.fragment_gemm(x, *of_weight)
 
 
 def check_product(
@@ -105,14 +97,9 @@ def check_product(
 @torch.library.impl("lowbit::fragment_gemm", "CUDA")
 def _fragment_gemm(
     x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None, scheme: str, n: int,
-    batch_invariant: bool = False, order: Tensor | None = None, pre_quant_scale: Tensor | None = None,
-    interleaved: bool = False,
+    batch_invariant: bool = False, interleaved: bool = False,
 ) -> Tensor:  # fmt: skip
-    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
-    if order is None and pre_quant_scale is None:
-        rows = aligned_rows(rows)
-    else:
-        rows = _gathered(rows, order, pre_quant_scale)
+    rows = aligned_rows(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
     others = (described(codes), described(scale), described(channel_scale), described(bias))
     plan = _plan(scheme, rows.shape[0], n, rows.shape[1], x.dtype, x.device, others, batch_invariant, interleaved)
     if plan is None:
@@ -178,11 +165,9 @@ def wide_plan(
 @torch.library.register_fake("lowbit::fragment_gemm")
 def _fake(
     x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None, scheme: str, n: int,
-    batch_invariant: bool = False, order: Tensor | None = None, pre_quant_scale: Tensor | None = None,
-    interleaved: bool = False,
+    batch_invariant: bool = False, interleaved: bool = False,
 ) -> Tensor:  # fmt: skip
     check_product("fragment_gemm", x, codes, scale, channel_scale, bias, _scheme(scheme), n, interleaved)
-    check_channels("fragment_gemm", x.shape[-1], order, pre_quant_scale)
     return x.new_empty((*x.shape[:-1], n))
 
 
@@ -194,35 +179,3 @@ def aligned_rows(x: Tensor) -> Tensor:
     padded = x.new_zeros((x.shape[0], -(-k // 8) * 8))
     padded[:, :k] = x
     return padded[:, :k]
-
-
-def _gathered(x: Tensor, order: Tensor | None, pre_quant_scale: Tensor | None) -> Tensor:
-    """x [M, K] as the codes want it, in rows like those of `aligned_rows`."""
-    x = x if x.stride(1) == 1 else x.contiguous()
-    order = None if order is None else order.contiguous()
-    pre_quant_scale = None if pre_quant_scale is None else pre_quant_scale.contiguous()
-    aligned = (x.stride(0) % 8 == 0, x.data_ptr() % 16 == 0)
-    plan = _gather_plan(x.shape[0], x.shape[1], x.dtype, x.device, aligned, described(order), described(pre_quant_scale))
-    if x.device.index != torch.cuda.current_device():
-        with torch.cuda.device(x.device):
-            return plan(x, order, pre_quant_scale)
-    return plan(x, order, pre_quant_scale)
-
-
-@functools.lru_cache(maxsize=4096)
-def _gather_plan(
-    m: int, k: int, dtype: torch.dtype, on: torch.device, aligned: tuple[bool, bool], order: Described | None,
-    pre_quant_scale: Described | None,
-) -> GatherPlan:  # fmt: skip
-    """The plan that brings x into the order of the codes. Raises ValueError when the tensors do not fit."""
-    if dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(f"fragment_gemm: x is fp16 or bf16 [.., K], got {dtype} {(m, k)}")
-    given = [t for t in (order, pre_quant_scale) if t is not None]
-    check_channels("fragment_gemm", k, *(None if t is None else on_meta(t) for t in (order, pre_quant_scale)))
-    devices = {on, *(t[2] for t in given)}
-    if len(devices) > 1:
-        raise ValueError(f"fragment_gemm: all tensors must be on one device, got {sorted(map(str, devices))}")
-    from lowbit.kernels.elementwise.gather import GatherPlan
-
-    pieces = k % 8 == 0 and all(aligned) and all(t[3] for t in given)
-    return GatherPlan(m, k, order is not None, pieces, machine_of(on))

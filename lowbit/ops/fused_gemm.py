@@ -75,9 +75,6 @@ def chain_refusals(w: GemmWeight | DenseWeight, m: int, dtype: torch.dtype) -> t
         reasons.append(f"takes x in fp16 or bf16, not {dtype}")
     if not 1 <= m <= CHAIN_TOKENS:
         reasons.append(f"takes 1 to {CHAIN_TOKENS} tokens, not {m}")
-    if isinstance(w, FragmentWeight):
-        given = [name for name in ("order", "pre_quant_scale") if getattr(w, name) is not None]
-        reasons += [f"takes x as it comes: the weight has {' and '.join(given)}"] if given else []
     return tuple(reasons)
 
 
@@ -152,8 +149,6 @@ def _check_weight(operator: str, w: Weight, x: Tensor) -> None:
     fits = x.dim() == 2 and 1 <= x.shape[0] <= CHAIN_TOKENS
     if isinstance(w, DenseWeight):
         fits = fits and not _dense_refusals(w, x.shape[0], x.dtype)
-    else:
-        fits = fits and w.order is None and w.pre_quant_scale is None
     if not fits:
         found = chain_refusals(w, x.shape[0], x.dtype) or (f"x is [M, K], got {tuple(x.shape)}",)
         raise ValueError(f"{operator} {'; '.join(found)}")

@@ -27,20 +27,12 @@ def pack_for(
     "interleaved" is TensorRT-LLM's order for sm_80 (`InterleavedWeight`), which is never the first.
 
     Raises UnsupportedProblem, with every kernel's reasons, where there is none, and ValueError for what is no part of a
-    product: a low-rank correction, a rotation of x, and an order or factors of x under a scheme that quantizes x after them
-    (`nn.QuantLinear` has them).
+    product, an input transform or a low-rank correction, which `nn.QuantLinear` computes.
     """
     device = q.codes.device
     known = {"scale_dtype": q.scale.dtype, "batch_invariant": batch_invariant, "form": form}
     chosen = choose(problem_on(device, q.scheme, 1, q.shape, dtype, **known)).form  # type: ignore[arg-type]
-    if q.low_rank is not None:
-        raise ValueError(f"{q.scheme} {q.shape}: a low-rank correction is no part of a product; nn.QuantLinear adds it")
-    if q.hadamard:
-        raise ValueError(f"{q.scheme} {q.shape}: a rotation of x is no part of a product; nn.QuantLinear does it")
-    if q.scheme.activation is not None and (q.order is not None or q.pre_quant_scale is not None):
-        raise ValueError(f"{q.scheme} {q.shape}: an order and factors of x belong before it is quantized, in nn.QuantLinear")
-    if q.activation_scale is not None:
-        raise ValueError(f"{q.scheme} {q.shape}: its scale of x quantizes x before the product, in nn.QuantLinear")
+    q.require_product()
     match chosen:
         case "fragments":
             make_counters(device)  # a graph that captures the first product could not
@@ -64,8 +56,8 @@ def gemm(
     """y [.., N] = x [.., K] . dequant(w)[N, K]^T + bias [N], in x's dtype.
 
     x is fp16, bf16 or fp32; under a scheme with 8-bit activations it is quantized first, token by token, or is quantized
-    already (`quantize_activations`): y is then of `dtype`, bfloat16 if not given, and `function` and `y_scale` are those of
-    `ops.scaled_gemm`. With `batch_invariant`, a row of y has the same bits in every batch. `fast_accum`, as that of
+    already (`quantize_activations`). `dtype` is another type of y, and `function` and `y_scale` are those of `ops.scaled_gemm`,
+    for 8-bit activations only. With `batch_invariant`, a row of y has the same bits in every batch. `fast_accum`, as that of
     `torch._scaled_mm`: sums of fp8 by fp8 stay in the tensor core, which has few bits for them, a little faster and 10 to 600
     times less exact, the longer K and the more of one sign (docs/numerics.md); for other 8-bit x it changes nothing. Raises
     ValueError for tensors that do not fit together, and UnsupportedProblem where no kernel for this form does what is asked.
@@ -75,8 +67,7 @@ def gemm(
         raise UnsupportedProblem(f"{problem}: weights in the form {type(w).__name__} have no product that is batch-invariant")
     if w.scheme.activation is not None:
         made = quantized(x, w.scheme) if isinstance(x, Tensor) else x
-        kind = dtype or (x.dtype if isinstance(x, Tensor) else torch.bfloat16)
-        return _scaled(made, w, bias, kind, batch_invariant, function, y_scale, fast_accum)
+        return _scaled(made, w, bias, dtype or made.dtype, batch_invariant, function, y_scale, fast_accum)
     if not isinstance(x, Tensor) or dtype is not None or function != "none" or y_scale is not None or fast_accum:
         wanted = "x in 16 or 32 bits, and y is of its type, with no function after the product and no fast_accum"
         raise ValueError(f"gemm: {w.scheme} takes {wanted}")
@@ -91,7 +82,7 @@ def gemm(
                 raise ValueError(f"gemm: this weight of {w.scheme} takes x {wanted}, got {x.dtype} {tuple(x.shape)}")
             return cpu_gemm(x, w, bias)
         case RowWeight():
-            return mixed_gemm(x, w.codes, w.scale, w.zero, bias, w.scheme.name, w.order, w.pre_quant_scale)
+            return mixed_gemm(x, w.codes, w.scale, w.zero, bias, w.scheme.name)
         case OperandWeight():
             raise ValueError(f"gemm: {w.scheme} has no weights in the form of 8-bit operands")
 

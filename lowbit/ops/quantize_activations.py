@@ -57,13 +57,28 @@ _format = functools.lru_cache(maxsize=None)(number_format)
 
 
 class Activations(NamedTuple):
-    """x = (codes - zero) * scale: codes int8, float8_e4m3fn or float8_e5m2 [.., K], scale float32 [.., 1], [.., groups] or the
-    given [1]; zero int32 [.., 1], the given [1] or None; `sum`, x + residual where one was added, else None."""
+    """x [.., K], quantized: x = (codes - zero) * scale.
+
+    codes: int8, float8_e4m3fn or float8_e5m2 [.., K]. scale: float32 [.., 1], [.., groups] or the given [1]. zero: int32 [..,
+    1], the given [1] or None. sum: x + residual where one was added, else None. dtype: the type that x had, and that y of a
+    product has. It stands in for x between what makes it, such as a norm, and the layers that read it.
+    """
 
     codes: Tensor
     scale: Tensor
     zero: Tensor | None = None
     sum: Tensor | None = None
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of x."""
+        return self.codes.shape
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the codes."""
+        return self.codes.device
 
 
 def quantize_activations(
@@ -110,7 +125,8 @@ def add_norm_quantize(
     codes, found, zeros = torch.ops.lowbit.add_norm_quantize(
         h, delta, weight, eps, name, group, scale, symmetric, zero, hadamard
     )
-    return Activations(codes, found if scale is None else scale, zeros if zeros.numel() and zero is None else zero)
+    zero = zeros if zeros.numel() and zero is None else zero
+    return Activations(codes, found if scale is None else scale, zero, dtype=h.dtype)
 
 
 def layer_norm_quantize(
@@ -159,7 +175,7 @@ def _quantize(
     total = made[-1] if before.endswith("norm") and beside is not None else None
     if scale is not None and rule == ActivationRule.COMPRESSED_TENSORS.value and x.dtype != torch.float32:
         scale = scale.to(x.dtype).float()  # as it is rounded before x is divided by it
-    return Activations(made[0], made[1] if scale is None else scale, zero, total)
+    return Activations(made[0], made[1] if scale is None else scale, zero, total, x.dtype)
 
 
 def _check(

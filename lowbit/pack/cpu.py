@@ -47,7 +47,7 @@ VECTOR_CPUS = ("AVX2", "AVX512")
 @dataclass(frozen=True, eq=False)
 class CpuWeight:
     """The tensors described in the module, for a matrix of `shape` (N, K); `group` is that of int4, else 0; `sums`
-    int32 [N], of rows of int8, are there for x that has zero points; `order` and `pre_quant_scale` are the `QuantTensor`'s."""
+    int32 [N], of rows of int8, are there for x that has zero points."""
 
     form: Form
     codes: Tensor
@@ -56,21 +56,16 @@ class CpuWeight:
     shape: tuple[int, int]
     group: int = 0
     sums: Tensor | None = None
-    order: Tensor | None = None
-    pre_quant_scale: Tensor | None = None
     dtype: torch.dtype = field(init=False)
     """The type of x that they are multiplied by, where x is not quantized; a field, since every call of a layer asks for it."""
-    has_channels: bool = field(init=False)
-    """Whether x is scaled or put in order first."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "has_channels", self.order is not None or self.pre_quant_scale is not None)
         object.__setattr__(self, "dtype", self.codes.dtype if self.form == "decoded" else torch.bfloat16)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(t.nbytes for t in (self.codes, self.scale, self.sums, self.order, self.pre_quant_scale) if t is not None)
+        return sum(t.nbytes for t in (self.codes, self.scale, self.sums) if t is not None)
 
 
 def int4_refusals(scheme: Scheme, shape: tuple[int, int]) -> tuple[str, ...]:

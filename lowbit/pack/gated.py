@@ -41,8 +41,7 @@ def gated_refusals(gate: QuantTensor, up: QuantTensor) -> tuple[str, ...]:
     for q in (gate, up):
         if q.low_rank is not None:
             reasons.append("a low-rank correction is no part of a product")
-        if q.order is not None or q.pre_quant_scale is not None or q.hadamard:
-            reasons.append("x is the norm's own output: no order, no pre_quant_scale, no rotation")
+        reasons += [f"x is the norm's own output: no {what}" for what in q.input_transform.parts.words()]
     return tuple(dict.fromkeys(reasons))
 
 

@@ -20,33 +20,28 @@ from lowbit.pack.weight import FragmentWeight, InterleavedWeight
 @dataclass(frozen=True, eq=False)
 class RowWeight:
     """A matrix of `shape` (N, K) as files hold it: dense codes uint8 [N, ceil(K * bits / 8)] (formats/words.py), scales and
-    zeros in the scheme's shape, and what belongs to x (`QuantTensor`)."""
+    zeros in the scheme's shape."""
 
     codes: Tensor
     scale: Tensor
     zero: Tensor | None
     scheme: Scheme
     shape: tuple[int, int]
-    order: Tensor | None = None
-    pre_quant_scale: Tensor | None = None
 
     @classmethod
     def pack(cls, q: QuantTensor) -> RowWeight:
-        """`q`, on its device; ValueError for a low-rank correction and a rotation of x, which `nn.QuantLinear` has."""
-        if q.low_rank is not None or q.hadamard:
-            what = "a rotation of x" if q.hadamard else "a low-rank correction"
-            raise ValueError(f"{q.scheme} {q.shape}: {what} is no part of a product; pack the weight without")
-        codes = pack_words(q.codes, q.scheme.weight.bits)
-        return cls(codes, q.scale, q.zero, q.scheme, q.shape, q.order, q.pre_quant_scale)
+        """`q`, on its device; raises ValueError for what is no part of the product (`QuantTensor.require_product`)."""
+        q.require_product()
+        return cls(pack_words(q.codes, q.scheme.weight.bits), q.scale, q.zero, q.scheme, q.shape)
 
     def unpack(self) -> QuantTensor:
         """The matrix that `pack` packed."""
         codes = unpack_words(self.codes, self.scheme.weight.bits, self.shape[1])
-        return QuantTensor(codes, self.scale, self.zero, self.scheme, self.order, self.pre_quant_scale)
+        return QuantTensor(codes, self.scale, self.zero, self.scheme)
 
     @property
     def _tensors(self) -> dict[str, Any]:
-        named = {name: getattr(self, name) for name in ("codes", "scale", "zero", "order", "pre_quant_scale")}
+        named = {name: getattr(self, name) for name in ("codes", "scale", "zero")}
         return {name: t for name, t in named.items() if t is not None}
 
     @property

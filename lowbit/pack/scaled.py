@@ -94,10 +94,12 @@ class OperandWeight:
 
     @classmethod
     def pack(cls, q: QuantTensor) -> OperandWeight:
-        """The kernels' form of `q`, on its device; its order and input scale belong to x and are left to the caller.
+        """The kernels' form of `q`, on its device.
 
-        Raises ValueError with every reason where there is no such form, and for scales that are not finite.
+        Raises ValueError with every reason where there is no such form, for scales that are not finite, and for what is no part
+        of the product (`QuantTensor.require_product`).
         """
+        q.require_product()
         reasons = scaled_refusals(q.scheme, q.scale.dtype)
         if reasons:
             raise ValueError(f"the kernel for 8-bit activations {'; '.join(reasons)}")

@@ -7,8 +7,6 @@
     channel_scale   float32 [N]                              one scale per output channel, applied at the end
                                                              (beside scales of groups: a power of two)
                     bf16 [N]                                 a power of two beside scales of groups that wait times 2^24
-    order           int32 [K]                                channel of x that each column of codes meets, where not the same
-    pre_quant_scale fp32, fp16 or bf16 [K]                   what each channel of x is multiplied by first, where there is one
 
 Zeros go with the codes, so they stand in groups even where scales do not: with integer zeros, a scale per channel or tensor
 stays `channel_scale` in float32, and the groups hold scales of 1 and the zeros, all exact.
@@ -51,7 +49,6 @@ from lowbit.formats import (
     QuantTensor,
     Scheme,
     ZeroPoint,
-    is_permutation,
 )
 from lowbit.hardware.half import BIAS, HalfType
 from lowbit.hardware.mma import MMA_M16N8K16_F16
@@ -144,8 +141,6 @@ class PlaneWeight:
     channel_scale: Tensor | None
     scheme: Scheme
     shape: tuple[int, int]
-    order: Tensor | None = None
-    pre_quant_scale: Tensor | None = None
 
     @classmethod
     @abstractmethod
@@ -157,18 +152,14 @@ class PlaneWeight:
         """The kernels' form of `q`, on its device. `plane`: its codes, if they are in the layout's order already; those of `q`
         are not looked at then and may be on the meta device.
 
-        Raises ValueError for groups that are no multiple of 16, scales that are not finite, an order that is no permutation,
-        and a low-rank correction or a rotation of x, which belong to the layer (`nn.QuantLinear`).
+        Raises ValueError for groups that are no multiple of 16, scales that are not finite, and what is no part of the product
+        (`QuantTensor.require_product`).
         """
-        if q.low_rank is not None or q.hadamard:
-            what = "a rotation of x" if q.hadamard else "a low-rank correction"
-            raise ValueError(f"{q.scheme} {q.shape}: {what} is no part of the kernels' form; pack the weight without")
+        q.require_product()
         group = kernel_group(q.scheme)
-        for name, values in (("scales", q.scale), ("zeros", q.zero), ("factors of x", q.pre_quant_scale)):
+        for name, values in (("scales", q.scale), ("zeros", q.zero)):
             if values is not None and values.is_floating_point() and not bool(torch.isfinite(values).all()):
                 raise ValueError(f"{q.scheme} {q.shape}: {name} must be finite, some are not")
-        if q.order is not None and not is_permutation(q.order):
-            raise ValueError(f"{q.scheme} {q.shape}: order is a permutation of 0 to {q.shape[1] - 1}, this one is not")
         if plane is None:
             (plane,) = cls.layout(q.scheme.weight).pack(q.codes, q.scheme.weight.bits)
         channel = scale = None
@@ -188,7 +179,7 @@ class PlaneWeight:
         if group:
             parts = [_by_group(values.to(scales.dtype), q, group) for values in (scales, zeros) if values is not None]
             scale = torch.cat(parts, dim=-1).contiguous()
-        return cls(plane.view(torch.int32), scale, channel, q.scheme, q.shape, q.order, q.pre_quant_scale)
+        return cls(plane.view(torch.int32), scale, channel, q.scheme, q.shape)
 
     def unpack(self) -> QuantTensor:
         """The matrix that `pack` packed; its inverse, but for scales that are float32 then: those per channel or tensor, and
@@ -208,11 +199,11 @@ class PlaneWeight:
         else:
             rows = 1 if isinstance(self.scheme.granularity, PerTensor) else self.shape[0]
             scale = self.channel_scale[:rows, None].clone()
-        return QuantTensor(codes, scale, zero, self.scheme, self.order, self.pre_quant_scale)
+        return QuantTensor(codes, scale, zero, self.scheme)
 
     @property
     def _tensors(self) -> dict[str, Any]:
-        named = {name: getattr(self, name) for name in ("codes", "scale", "channel_scale", "order", "pre_quant_scale")}
+        named = {name: getattr(self, name) for name in ("codes", "scale", "channel_scale")}
         return {name: t for name, t in named.items() if t is not None}
 
     @property

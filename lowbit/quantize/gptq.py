@@ -12,7 +12,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from lowbit.formats import QuantTensor, Scheme, ZeroPoint, parse_scheme, scale_shape
+from lowbit.formats import InputTransform, QuantTensor, Scheme, ZeroPoint, parse_scheme, scale_shape
 from lowbit.methods import GptqSearch
 from lowbit.quantize.rtn import CLIP_FACTORS, check_weight, fit_columns, nearest, scale_dtype, values
 from lowbit.quantize.threads import one_thread
@@ -68,7 +68,7 @@ def gptq(
         groups = torch.arange(k, device=weight.device) // grid.width
         codes = grid.round_columns(w[:, order].T.contiguous(), factor, groups, cost[order])
     if act_order and not static_groups and grid.width < k:
-        return QuantTensor(codes.T.contiguous(), grid.scale, grid.zero, scheme, order.to(torch.int32))
+        return QuantTensor(codes.T.contiguous(), grid.scale, grid.zero, scheme, InputTransform(order.to(torch.int32)))
     natural = torch.empty_like(codes).index_copy_(0, order, codes)
     return QuantTensor(natural.T.contiguous(), grid.scale, grid.zero, scheme)
 

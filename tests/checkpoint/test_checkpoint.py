@@ -106,7 +106,8 @@ def test_order_and_pre_quant_scale_round_trip(tmp_path, shard_bytes):
         for name, q in layers.items():
             back = reader.layer(name)
             for kind in ("codes", "scale", "zero", "order", "pre_quant_scale"):
-                ours, theirs = getattr(q, kind), getattr(back, kind)
+                of_x = kind in ("order", "pre_quant_scale")
+                ours, theirs = (getattr(each.input_transform if of_x else each, kind) for each in (q, back))
                 assert ours is theirs is None or (ours.dtype == theirs.dtype and torch.equal(ours, theirs)), (name, kind)
             assert torch.equal(back.dequantize(), q.dequantize())
     quantization = json.loads((tmp_path / "c" / "config.json").read_text())["quantization_config"]

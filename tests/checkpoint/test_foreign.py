@@ -95,7 +95,7 @@ def test_act_order_files_have_an_order():
     """The files hold a real permutation, or these tests would say little."""
     for name in ("gptq-gptqmodel-w3-act-order", "gptq-gptqmodel-w4-act-order-v2"):
         with ForeignReader(DATA / name) as reader:
-            orders = [reader.layer(layer).order for layer in reader.entries]
+            orders = [reader.layer(layer).input_transform.order for layer in reader.entries]
         assert all(order is not None and not torch.equal(order, torch.arange(len(order)).int()) for order in orders)
 
 

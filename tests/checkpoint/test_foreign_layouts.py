@@ -16,7 +16,17 @@ from lowbit.checkpoint.compressed_tensors import CompressedTensors, WeightArgs, 
 from lowbit.checkpoint.foreign import ForeignLayer
 from lowbit.checkpoint.fp8 import Fp8
 from lowbit.checkpoint.gptq import Gptq
-from lowbit.formats import PerBlock, PerChannel, PerGroup, PerTensor, QuantTensor, Scheme, parse_scheme, scale_shape
+from lowbit.formats import (
+    InputTransform,
+    PerBlock,
+    PerChannel,
+    PerGroup,
+    PerTensor,
+    QuantTensor,
+    Scheme,
+    parse_scheme,
+    scale_shape,
+)
 from lowbit.formats.number import FloatFormat
 from tests.checkpoint.foreign import same
 
@@ -38,14 +48,14 @@ def random_layer(scheme, n, k, seed, dtype=torch.float16, order=False):
     if order:  # within a group GPTQ files keep the channels ascending
         size = scheme.granularity.block((n, k))[1]
         permutation = torch.cat([part.sort().values for part in permutation.split(size)])
-    return QuantTensor(codes, torch.randn(grid, generator=g).to(dtype), zero, scheme, permutation)
+    return QuantTensor(codes, torch.randn(grid, generator=g).to(dtype), zero, scheme, InputTransform(permutation))
 
 
 def assert_equal(a, b):
-    assert a.scheme == b.scheme and (a.order is None) == (b.order is None)
+    assert a.scheme == b.scheme and (a.input_transform.order is None) == (b.input_transform.order is None)
     assert same(a.codes, b.codes) and same(a.scale, b.scale)
     assert (a.zero is None and b.zero is None) or same(a.zero, b.zero)
-    assert a.order is None or same(a.order, b.order)
+    assert a.input_transform.order is None or same(a.input_transform.order, b.input_transform.order)
 
 
 def bits_of(words):
@@ -75,7 +85,7 @@ def test_gptq_elements_lie_where_they_should(bits, v2):
     q = random_layer(f"w{bits}a16_g32_z", 32, 96, 1, order=True)
     zero = q.zero.clamp(min=1)  # no borrow: each field of version 1 is the zero less one
     tensors = Gptq(bits, 32, v2).write(dataclasses.replace(q, zero=zero))
-    weight = q.codes[:, torch.argsort(q.order.long())]
+    weight = q.codes[:, torch.argsort(q.input_transform.order.long())]
     mask = (1 << bits) - 1
     for n in (0, 7, 31):
         column = bits_of(tensors["qweight"][:, n].tolist())
@@ -83,7 +93,7 @@ def test_gptq_elements_lie_where_they_should(bits, v2):
     for g in range(3):
         row = bits_of(tensors["qzeros"][g].tolist())
         assert [((row >> (bits * n)) & mask) + (0 if v2 else 1) for n in range(32)] == zero[:, g].tolist()
-    assert tensors["g_idx"].tolist() == [q.order.tolist().index(k) // 32 for k in range(96)]
+    assert tensors["g_idx"].tolist() == [q.input_transform.order.tolist().index(k) // 32 for k in range(96)]
     assert same(tensors["scales"], q.scale.T)
 
 
@@ -266,7 +276,9 @@ def test_fp8_configurations(config, scale, scheme):
     ],
 )
 def test_what_files_cannot_hold_is_said(refusals, name, change, reason):
-    q = dataclasses.replace(random_layer(name, 32, 64, 0), **change)
+    q = random_layer(name, 32, 64, 0)
+    of_x = {"order", "pre_quant_scale", "hadamard"} & set(change)
+    q = q.with_input(**change) if of_x else dataclasses.replace(q, **change)
     assert any(reason in row for row in refusals(q)), refusals(q)
 
 

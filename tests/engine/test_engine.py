@@ -8,7 +8,6 @@ import random
 import sys
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 import torch
@@ -80,7 +79,7 @@ def test_quantized_models(scheme, hadamard):
     convert(quantized, scheme)
     for layer in filter(lambda module: hadamard and type(module) is QuantLinear, quantized.modules()):
         q = layer.quant_tensor()
-        layer.set_weight(replace(rtn(rotate_blocks(q.dequantize(), hadamard), scheme), hadamard=hadamard))
+        layer.set_weight(rtn(rotate_blocks(q.dequantize(), hadamard), scheme).with_input(hadamard=hadamard))
     engine = engine_of(quantized)
     assert isinstance(engine.program, DecodeProgram) and engine.difference < 1e-5
     assert isinstance(engine.program.layers[0].down, Scaled) == (scheme != "w8a16")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ from lowbit.engine.slots import Slots, on_device
 from lowbit.kernels.reference.gemm import mixed_gemm_reference
 from lowbit.models.head import quantize_head
 from lowbit.nn import convert
-from lowbit.nn.linear import QuantizedInput
+from lowbit.ops import Activations
 from lowbit.ops.elementwise import EmbeddingTable
 from tests.engine.test_chain import dequantized, packed, stepped, texts
 from tests.tiny import eager_opt
@@ -95,7 +97,7 @@ def test_quantized_layers(scheme, monkeypatch):
     engine = Engine(model, max_concurrent=2, cache_bytes=1 << 24)
     assert isinstance(engine.program, DecodeProgram) and engine.difference < 1e-5
     assert isinstance(engine.program.layers[0].down, Scaled) == (scheme != "w8a16")
-    assert not any(isinstance(x, QuantizedInput) for x in inputs) and bool(inputs) == (scheme != "w8a16")
+    assert not any(isinstance(x, Activations) for x in inputs) and bool(inputs) == (scheme != "w8a16")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
@@ -107,7 +109,7 @@ def test_weights_in_the_form_of_a_gpu(dtype, invariant, monkeypatch):
     def product_of(x, weight, bias, batch_invariant):
         return mixed_gemm_reference(x, weight.unpack(), bias).to(x.dtype)
 
-    monkeypatch.setattr("lowbit.engine.product.fragment_gemm", product_of)
+    monkeypatch.setattr(sys.modules["lowbit.ops.gemm"], "fragment_gemm", product_of)
     model = packed(eager_opt(dtype), "w4a16_g32")
     assert sorted(quantize_head(model)) == ["lm_head", "model.decoder.embed_tokens"]
     model.lm_head._pack_for_gpu()

@@ -51,7 +51,7 @@ def test_what_is_refused():
         with pytest.raises(ValueError, match=f"blocks of 16, 64, 256 that divide K, got {block} for K {k}"):
             rotate_blocks(torch.zeros(2, k), block)
     with pytest.raises(ValueError, match="that divide K, got 64 for K 96"):
-        replace(rtn(random(8, 96), "w8a16"), hadamard=64)
+        rtn(random(8, 96), "w8a16").with_input(hadamard=64)
 
 
 def test_a_matrix_made_in_inference_mode_takes_gradients():
@@ -64,34 +64,34 @@ def test_a_matrix_made_in_inference_mode_takes_gradients():
 
 def test_dequantized_weights_meet_x_as_it_comes():
     q = with_channels(rtn(random(24, 128), "w4a16_g32"))
-    q = replace(q, low_rank=LowRank(random(24, 4), random(4, 128)), hadamard=64)
+    q = replace(q.with_input(hadamard=64), low_rank=LowRank(random(24, 4), random(4, 128)))
     x = random(7, 128, seed=1).double()
-    y = rotate_blocks(x, 64) @ replace(q, hadamard=0).dequantize(torch.float64).T
+    y = rotate_blocks(x, 64) @ q.with_input(hadamard=0).dequantize(torch.float64).T
     torch.testing.assert_close(x @ q.dequantize(torch.float64).T, y, rtol=0, atol=1e-12)
-    assert torch.equal(q.dequantize_codes(), replace(q, hadamard=0).dequantize_codes())
-    assert q.to("cpu").hadamard == 64 and q.nbytes == replace(q, hadamard=0).nbytes
+    assert torch.equal(q.dequantize_codes(), q.with_input(hadamard=0).dequantize_codes())
+    assert q.to("cpu").input_transform.hadamard == 64 and q.nbytes == q.with_input(hadamard=0).nbytes
 
 
 def test_parts_of_ranks_add_up_to_the_whole():
-    q = replace(rtn(random(32, 256), "w4a16_g64"), hadamard=64)
+    q = rtn(random(32, 256), "w4a16_g64").with_input(hadamard=64)
     x, y = random(3, 256).double(), 0
     for rank in range(2):
         part, index = columns_of(q, rank, 2)
-        assert index is None and part.hadamard == 64
+        assert index is None and part.input_transform.hadamard == 64
         y = y + x[:, 128 * rank : 128 * rank + 128] @ part.dequantize(torch.float64).T
     torch.testing.assert_close(y, x @ q.dequantize(torch.float64).T, rtol=0, atol=1e-12)
     assert torch.equal(rows_of(q, [(8, 24)]).dequantize(), q.dequantize()[8:24])
     assert columns_refusals(q, 8)[0].startswith("inputs that are rotated in blocks of 64 channels are split between blocks")
     assert columns_refusals(with_channels(q, True, None), 2) and not columns_refusals(with_channels(q, True, None), 1)
-    assert stack_refusals(q, replace(q, hadamard=0)) == ("rotations of the input differ",) and not stack_refusals(q, q)
+    assert stack_refusals(q, q.with_input(hadamard=0)) == ("rotations of the input differ",) and not stack_refusals(q, q)
 
 
 def test_whoever_does_not_rotate_x_refuses():
-    q = replace(rtn(random(64, 128), "w4a16_g64"), hadamard=64)
+    q = rtn(random(64, 128), "w4a16_g64").with_input(hadamard=64)
     for pack in (pack_for, FragmentWeight.pack, RowWeight.pack):
-        with pytest.raises(ValueError, match="a rotation of x is no part of"):
+        with pytest.raises(ValueError, match="rotation of the input is no part of the product"):
             pack(q)
-    assert gated_refusals(q, q) == ("x is the norm's own output: no order, no pre_quant_scale, no rotation",)
+    assert gated_refusals(q, q) == ("x is the norm's own output: no rotation of the input",)
     assert gptq.refusals(q) == ("GPTQ files have no rotation of the input",)
     with pytest.raises(ValueError, match="plain w8a16"):
-        EmbeddingTable.from_quant_tensor(replace(rtn(random(64, 128), "w8a16"), hadamard=64))
+        EmbeddingTable.from_quant_tensor(rtn(random(64, 128), "w8a16").with_input(hadamard=64))

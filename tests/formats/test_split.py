@@ -38,12 +38,13 @@ def matrix(name, shape=(96, 768), *, order=False, factors=False, low_rank=0, sta
         held["order"] = torch.randperm(k, generator=torch.Generator().manual_seed(1)).int()
     if factors:
         held["pre_quant_scale"] = random(k, seed=2).abs() + 0.5
+    correction = None
     if low_rank:
-        held["low_rank"] = LowRank(random(n, low_rank, seed=3).half(), random(low_rank, k, seed=4).half())
+        correction = LowRank(random(n, low_rank, seed=3).half(), random(low_rank, k, seed=4).half())
     if static:
         held["activation_scale"] = torch.tensor([0.05])
         held |= {"activation_zero": torch.tensor([3], dtype=torch.int32)} if scheme.activation_zero else {}
-    return replace(q, **held)
+    return replace(q.with_input(**held), low_rank=correction)
 
 
 def weights(q: QuantTensor, index=None, channels=0):
@@ -96,7 +97,7 @@ def test_columns_in_another_order_meet_their_channels(name, ranks):
 
 def test_an_order_within_each_rank_needs_no_filling():
     q = matrix("w4a16_g64", (32, 512))
-    q = replace(q, order=torch.cat([random(128, seed=i).argsort() + 128 * i for i in range(4)]).int())
+    q = q.with_input(order=torch.cat([random(128, seed=i).argsort() + 128 * i for i in range(4)]).int())
     for rank in range(4):
         part, index = columns_of(q, rank, 4)
         assert index is None and part.scheme == q.scheme
@@ -186,7 +187,7 @@ def test_matrices_that_do_not_fit_stay_apart():
     assert stack_refusals(q, matrix("w4a16_g64", (32, 256), low_rank=2)) == ("low-rank corrections are of one matrix each",)
     assert stack_refusals(q, replace(q, scale=q.scale.float())) == ("input channels or types of scales differ",)
     one = matrix("w8a8_t", (32, 256), static=True)
-    assert stack_refusals(one, replace(one, activation_scale=torch.tensor([0.5]))) == ("activation_scale differs",)
+    assert stack_refusals(one, one.with_input(activation_scale=torch.tensor([0.5]))) == ("activation_scale differs",)
 
 
 @pytest.mark.parametrize("name", WEIGHTS_ONLY + QUANTIZED_X)

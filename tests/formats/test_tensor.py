@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lowbit.formats import (
+    InputTransform,
     PerBlock,
     PerChannel,
     PerGroup,
@@ -74,12 +75,12 @@ def test_order_and_pre_quant_scale_are_of_the_input():
     scale = torch.tensor([[0.5, 2.0], [1.0, 4.0]])
     order = torch.tensor([2, 0, 3, 1], dtype=torch.int32)
     pre_quant_scale = torch.tensor([1.0, 2.0, 0.5, 4.0])
-    q = QuantTensor(codes, scale, None, parse_scheme("w4a16_g2"), order, pre_quant_scale)
+    q = QuantTensor(codes, scale, None, parse_scheme("w4a16_g2"), InputTransform(order, pre_quant_scale))
     x = torch.tensor([[1.0, 3.0, -2.0, 0.5]])
     expected = (x * pre_quant_scale)[:, order.long()] @ q.dequantize_codes().T
     assert torch.equal(x @ q.dequantize().T, expected)
     assert q.nbytes == 2 * 2 + 4 * 4 + 4 * 4 + 4 * 4
     with pytest.raises(ValueError, match=r"order is \[4\], got \(3,\)"):
-        QuantTensor(codes, scale, None, parse_scheme("w4a16_g2"), order[:3])
+        QuantTensor(codes, scale, None, parse_scheme("w4a16_g2"), InputTransform(order[:3]))
     with pytest.raises(ValueError, match="order is int32"):
-        QuantTensor(codes, scale, None, parse_scheme("w4a16_g2"), order.long())
+        QuantTensor(codes, scale, None, parse_scheme("w4a16_g2"), InputTransform(order.long()))

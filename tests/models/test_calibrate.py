@@ -112,7 +112,9 @@ def test_gptq_is_truly_sequential(tiny, tmp_path):
                 for name, module in chosen.items():
                     q = gptq(module.weight.data, seen.hessian, "w3a16_g16", act_order=True)
                     got = reader.layer(name)
-                    assert torch.equal(got.codes, q.codes) and torch.equal(got.order, q.order), name
+                    assert torch.equal(got.codes, q.codes) and torch.equal(
+                        got.input_transform.order, q.input_transform.order
+                    ), name
                     module.weight.data = q.dequantize()
     torch.testing.assert_close(logits(load(tmp_path / "q")), logits(model), rtol=1e-4, atol=1e-4)
 
@@ -235,8 +237,12 @@ def test_without_a_fold_the_factor_stays_with_the_layer(tiny, tmp_path, monkeypa
     quantize_checkpoint(tiny, tmp_path / "q", "w3a16_g32", method=Awq(), calibration=CALIBRATION)
     with CheckpointReader(tmp_path / "q") as reader:
         layers = {name: reader.layer(name) for name in reader.manifest.layers}
-        assert all(q.pre_quant_scale is None for name, q in layers.items() if "o_proj" not in name and "down_proj" not in name)
-        assert any(q.pre_quant_scale is not None for q in layers.values())
+        assert all(
+            q.input_transform.pre_quant_scale is None
+            for name, q in layers.items()
+            if "o_proj" not in name and "down_proj" not in name
+        )
+        assert any(q.input_transform.pre_quant_scale is not None for q in layers.values())
     difference = logits(load(tmp_path / "q")) - logits(load(tiny))
     assert difference.norm() < 0.35 * logits(load(tiny)).norm()
 

@@ -41,8 +41,8 @@ def test_every_method_leaves_a_checkpoint_that_loads(method, scheme, tiny, tmp_p
         assert files(tmp_path / "a") == files(tmp_path / "b"), "the same seed gives the same files"
     with CheckpointReader(tmp_path / "a") as reader:
         reader.check()
-        scales = [reader.layer(name).activation_scale for name in reader.manifest.layers]
-        zeros = [reader.layer(name).activation_zero for name in reader.manifest.layers]
+        scales = [reader.layer(name).input_transform.activation_scale for name in reader.manifest.layers]
+        zeros = [reader.layer(name).input_transform.activation_zero for name in reader.manifest.layers]
     assert len(scales) == 14 and all((scale is not None) == (scheme in ("fp8", "w8a8_t_az")) for scale in scales)
     assert all((zero is not None) == (scheme == "w8a8_t_az") for zero in zeros)
     model = load(tmp_path / "a")
@@ -79,7 +79,7 @@ def test_static_scales_by_hand(tiny, tmp_path):  # noqa: F811
     for name, q in layers.items():
         # All inputs of a decoder layer are seen before any of its weights is rounded.
         expected = (float_model if ".0." in name else first_quantized)[name] / 448
-        assert q.activation_scale.item() == pytest.approx(expected, rel=1e-5), name
+        assert q.input_transform.activation_scale.item() == pytest.approx(expected, rel=1e-5), name
 
 
 def test_smoothing_before_gptq_by_hand(tiny, tmp_path):  # noqa: F811

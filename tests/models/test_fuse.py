@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
@@ -28,7 +27,7 @@ def converted(scheme, model=None, dtype=torch.float32):
         for module in model.modules():
             if isinstance(module, QuantLinear):
                 zero = torch.tensor([5], dtype=torch.int32) if scheme.endswith("_az") else None
-                q = replace(module.quant_tensor(), activation_scale=torch.tensor([0.03]), activation_zero=zero)
+                q = module.quant_tensor().with_input(activation_scale=torch.tensor([0.03]), activation_zero=zero)
                 module.set_weight(q)
     return model
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from lowbit import LowbitConfig
 from lowbit.checkpoint import CheckpointError, CheckpointReader, CheckpointWriter, LayerEntry, Manifest, layer_tensors
-from lowbit.formats import parse_scheme
+from lowbit.formats import InputParts, parse_scheme
 from lowbit.models.head import quantize_head
 from lowbit.models.hf import LOADING_OVERHEAD_BYTES, place_empty_modules
 from lowbit.models.load import load_causal
@@ -150,8 +150,8 @@ def test_orders_that_do_not_fit_are_refused_while_loading(folder, tmp_path):
 
 
 def test_an_embedding_with_an_order_is_refused_while_loading(folder):
-    entry = LayerEntry((160, 64), parse_scheme("w4a16_g32"), order=True)
-    with pytest.raises(ValueError, match=r"model\.embed_tokens: an embedding has no .* no order"):
+    entry = LayerEntry((160, 64), parse_scheme("w4a16_g32"), InputParts(order=True))
+    with pytest.raises(ValueError, match=r"model\.embed_tokens: an embedding multiplies no input, .* no channel order"):
         place_empty_modules(load(folder), Manifest(entry.scheme, {"model.embed_tokens": entry}), {})
 
 

@@ -86,7 +86,7 @@ def test_every_method_gains(method, scheme, fold, tiny, tmp_path, monkeypatch):
         quantize_checkpoint(tiny, tmp_path / "q", scheme, method=method, calibration=CALIBRATION, low_rank=rank, overwrite=True)
         errors.append((logits(tmp_path / "q") - logits(tiny)).norm())
     assert errors[1] < 0.8 * errors[0]
-    scaled = [q for q in layers(tmp_path / "q").values() if q.pre_quant_scale is not None]
+    scaled = [q for q in layers(tmp_path / "q").values() if q.input_transform.pre_quant_scale is not None]
     assert bool(scaled) == (not fold and isinstance(method, Awq)) and all(q.low_rank.rank == 16 for q in scaled)
     model = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32).eval()
     if isinstance(method, (Rtn, Hqq, Gptq)):  # the others change norms too

@@ -71,8 +71,10 @@ def test_files_of_the_old_name_are_read_by_every_path(folders, tmp_path):
         assert then.manifest.layers == now.manifest.layers and then.names() == now.names()
         for name in now.manifest.layers:
             a, b = now.layer(name), then.layer(name)
-            assert (a.pre_quant_scale is None) == (b.pre_quant_scale is None), name
-            assert a.pre_quant_scale is None or torch.equal(a.pre_quant_scale, b.pre_quant_scale), name
+            assert (a.input_transform.pre_quant_scale is None) == (b.input_transform.pre_quant_scale is None), name
+            assert a.input_transform.pre_quant_scale is None or torch.equal(
+                a.input_transform.pre_quant_scale, b.input_transform.pre_quant_scale
+            ), name
     assert check_checkpoint(old) == ()
     done = CliRunner().invoke(app, ["inspect", str(old), "--check"])
     assert done.exit_code == 0 and "pre quant" in done.output and "SHA-256 as config.json states" in done.output

@@ -18,7 +18,7 @@ from transformers.distributed import DistributedConfig
 
 from lowbit import quantize_checkpoint
 from lowbit.checkpoint import CheckpointReader, CheckpointWriter, LayerEntry, Manifest, layer_tensors
-from lowbit.formats import parse_scheme
+from lowbit.formats import InputParts, parse_scheme
 from lowbit.models.parallel import parallel_refusals
 from tests.tiny import tiny_llama, with_channels
 
@@ -135,7 +135,7 @@ def test_reasons_that_need_no_second_process():
     def reasons(scheme, shape=(64, 64), hadamard=0, **options):
         model.config.distributed_config = DistributedConfig(**{"tp_size": 2, **options})
         scheme = parse_scheme(scheme)
-        entry = LayerEntry(shape, scheme, hadamard=hadamard)
+        entry = LayerEntry(shape, scheme, InputParts(hadamard=hadamard))
         return parallel_refusals(model, Manifest(scheme, {"model.layers.0.self_attn.o_proj": entry}))
 
     assert reasons("w4a16_g16") == ()

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from lowbit import convert_checkpoint, quantize_checkpoint
 from lowbit.checkpoint import CheckpointError, CheckpointReader, LayerEntry
 from lowbit.checkpoint.schema import Manifest
-from lowbit.formats import parse_scheme, rotate_blocks
+from lowbit.formats import NO_PARTS, InputParts, parse_scheme, rotate_blocks
 from lowbit.models.calibrate import Calibration
 from lowbit.models.decoder import Decoder
 from lowbit.models.quantize_layer import LayerQuantizer
@@ -49,7 +49,7 @@ def test_by_hand(tiny, tmp_path):
     weights = load_file(tiny / "model.safetensors")
     for name, q in layers(tmp_path / "q").items():
         w = weights[f"{name}.weight"]
-        expected = rtn(rotate_blocks(w.float(), q.hadamard) if q.hadamard else w, "w4a16_g16")
+        expected = rtn(rotate_blocks(w.float(), q.input_transform.hadamard) if q.input_transform.hadamard else w, "w4a16_g16")
         assert torch.equal(q.codes, expected.codes) and torch.equal(q.scale, expected.scale)
         assert (q.dequantize() - w.float()).norm() < 0.12 * w.float().norm(), "what it means is the weight as it was"
     assert "x rotated by 16" in run("inspect", tmp_path / "q").output.replace("\n", "")
@@ -67,7 +67,7 @@ def test_every_method_leaves_the_model_what_it_is(method, scheme, rotation, tiny
     quantize_checkpoint(
         tiny, tmp_path / "q", scheme, method=method, calibration=CALIBRATION, rotate_inputs=["*"], rotation=rotation, low_rank=2
     )
-    assert {q.hadamard for q in layers(tmp_path / "q").values()} == {16, 64}
+    assert {q.input_transform.hadamard for q in layers(tmp_path / "q").values()} == {16, 64}
     exact = logits(tiny)
     assert (logits(tmp_path / "q") - exact).norm() < 0.03 * exact.norm()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "q", dtype=torch.float32)
@@ -125,7 +125,7 @@ def test_a_mix_takes_rotated_weights(tiny, tmp_path):
     mixed = Mixed(("w4a16_g16", "w8a16_g16"), 6.5)
     quantize_checkpoint(tiny, tmp_path / "q", "w4a16_g16", mixed=mixed, calibration=CALIBRATION, rotate_inputs=["down_proj"])
     found = layers(tmp_path / "q")
-    assert {q.hadamard for name, q in found.items() if name.endswith("down_proj")} == {16}
+    assert {q.input_transform.hadamard for name, q in found.items() if name.endswith("down_proj")} == {16}
     assert len({q.scheme for q in found.values()}) == 2
     exact = logits(tiny)
     assert (logits(tmp_path / "q") - exact).norm() < 0.2 * exact.norm()
@@ -167,11 +167,11 @@ def test_other_tools_files_do_not_rotate(target, tiny, tmp_path):
 def test_what_is_refused(tiny, tmp_path):
     with pytest.raises(ValueError, match="no linear layer that is quantized fits 'dwon_proj'"):
         quantize_checkpoint(tiny, tmp_path / "q", "w8a16", rotate_inputs=["dwon_proj"])
-    entry = LayerEntry((8, 64), parse_scheme("w8a16"), hadamard=64)
+    entry = LayerEntry((8, 64), parse_scheme("w8a16"), InputParts(hadamard=64))
     stated = Manifest(entry.scheme, {"a": entry}).to_dict()
     assert Manifest.from_dict(stated, "here").layers["a"] == entry
     for value, what in ((32, "blocks of 16, 64, 256"), (256, "got 256 for K 64"), (True, "a number"), ("64", "a number")):
         stated["layers"]["a"]["hadamard"] = value
         with pytest.raises(CheckpointError, match=f"here: layer 'a': .*{what}"):
             Manifest.from_dict(stated, "here")
-    assert "hadamard" not in Manifest(entry.scheme, {"a": replace(entry, hadamard=0)}).to_dict()["layers"]["a"]
+    assert "hadamard" not in Manifest(entry.scheme, {"a": replace(entry, input_parts=NO_PARTS)}).to_dict()["layers"]["a"]

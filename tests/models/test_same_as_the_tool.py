@@ -148,7 +148,7 @@ def checkpoint(folder, scheme, dtype):
                 given = {"activation_scale": torch.tensor([0.03 + 0.001 * (len(entries) % 5)]).to(dtype).float()}
                 if parsed.activation_zero:
                     given["activation_zero"] = torch.tensor([len(entries) - 7], dtype=torch.int32)
-                q = replace(q, **given)
+                q = q.with_input(**given)
             entries[layer] = LayerEntry.of(q)
             for suffix, part in layer_tensors(q).items():
                 writer.add(f"{layer}.{suffix}", part)

@@ -108,7 +108,11 @@ def test_written_layers_without_factors(tmp_path):
     with CheckpointReader(source) as before, CheckpointReader(tmp_path / "e") as after:
         for name in before.manifest.layers:
             a, b = before.layer(name), after.layer(name)
-            assert (a.pre_quant_scale is None) == (b.pre_quant_scale is None) == ("down" not in name)
+            assert (
+                (a.input_transform.pre_quant_scale is None)
+                == (b.input_transform.pre_quant_scale is None)
+                == ("down" not in name)
+            )
             assert torch.equal(a.codes, b.codes) and torch.equal(a.scale, b.scale)
 
 

@@ -240,7 +240,7 @@ def test_factors_of_x_are_read(tmp_path):
     convert_checkpoint(folder, tmp_path / "read")
     with CheckpointReader(tmp_path / "read") as reader:
         q = reader.layer("model.layers.0.mlp.down_proj")
-    assert q.pre_quant_scale.tolist() == [0.5] * 128
+    assert q.input_transform.pre_quant_scale.tolist() == [0.5] * 128
 
 
 QKV = f"{LAYER}.attention.qkv"

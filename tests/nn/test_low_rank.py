@@ -68,7 +68,7 @@ def test_it_counts_and_survives_saving():
 
 def test_where_nothing_would_add_it():
     _, q = corrected()
-    with pytest.raises(ValueError, match="no part of the kernels' form"):
+    with pytest.raises(ValueError, match="low-rank correction is no part of the product"):
         FragmentWeight.pack(q)
     with pytest.raises(ValueError, match="multiplies no input, so its weights have no low-rank correction"):
         QuantEmbedding.from_quant_tensor(q, torch.float32)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowbit.formats import parse_scheme
+from lowbit.formats import InputParts, parse_scheme
 from lowbit.nn import PackedWeight, QuantEmbedding, QuantLinear, convert, plan_conversion
 from lowbit.nn.convert import empty_like
 from lowbit.quantize import rtn
@@ -193,15 +193,18 @@ def test_order_and_pre_quant_scale(name, order, pre_quant_scale):
 
     state = layer.state_dict()
     assert ("weight_order" in state) == order and ("pre_quant_scale" in state) == (pre_quant_scale is not None)
-    other = QuantLinear(96, 48, name, order=order, pre_quant_scale=pre_quant_scale is not None)
+    other = QuantLinear(96, 48, name, input_parts=InputParts(order=order, pre_quant_scale=pre_quant_scale is not None))
     other.load_state_dict(state)
     assert torch.equal(other(x), layer(x))
     with pytest.raises(RuntimeError, match="weight_order" if order else "pre_quant_scale"):
         QuantLinear(96, 48, name).load_state_dict(state)
 
     layer.half()
-    assert layer.quant_tensor().order is None or layer.quant_tensor().order.dtype == torch.int32
-    assert layer.quant_tensor().pre_quant_scale is None or layer.quant_tensor().pre_quant_scale.dtype == pre_quant_scale
+    assert layer.quant_tensor().input_transform.order is None or layer.quant_tensor().input_transform.order.dtype == torch.int32
+    assert (
+        layer.quant_tensor().input_transform.pre_quant_scale is None
+        or layer.quant_tensor().input_transform.pre_quant_scale.dtype == pre_quant_scale
+    )
     follower = QuantLinear(96, 48, name)
     follower.share_weight(layer)
     assert torch.equal(follower(x.half()), layer(x.half())) and follower.weight_order is layer.weight_order
@@ -212,11 +215,13 @@ def test_order_and_pre_quant_scale(name, order, pre_quant_scale):
 
 def test_an_embedding_has_no_order():
     q = rtn(random(50, 96), "w4a16_g32")
-    with pytest.raises(ValueError, match="an embedding has no input channels, so its weights have no order"):
+    with pytest.raises(
+        ValueError, match="an embedding multiplies no input, so its weights have no scale of the input.*, no channel order"
+    ):
         QuantEmbedding.from_quant_tensor(with_channels(q), torch.float32)
     embedding = QuantEmbedding.from_quant_tensor(q, torch.float32)
-    with pytest.raises(ValueError, match="so its weights have no input scale"):
+    with pytest.raises(ValueError, match="so its weights have no scale of the input's channels"):
         embedding.share_weight(QuantLinear.from_quant_tensor(with_channels(q, order=False)))
     assert torch.equal(embedding(torch.arange(50)), q.dequantize()), "untouched"
-    with pytest.raises(ValueError, match="so its weights have no order"):
-        empty_like(nn.Embedding(50, 96), q.scheme, order=True)
+    with pytest.raises(ValueError, match="so its weights have no channel order"):
+        empty_like(nn.Embedding(50, 96), q.scheme, input_parts=InputParts(order=True))

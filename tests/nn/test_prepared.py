@@ -28,12 +28,12 @@ def layer(scheme, device="cpu") -> QuantLinear:
 
 
 def pack(module: QuantLinear) -> FragmentWeight:
-    return FragmentWeight.pack(module.quant_tensor())
+    return FragmentWeight.pack(module.quant_tensor().without_input())
 
 
 def as_if_prepared(module: QuantLinear) -> QuantLinear:
     """What `prepare` does on a GPU, by hand."""
-    packed = FragmentWeight.pack(module.quant_tensor())
+    packed = FragmentWeight.pack(module.quant_tensor().without_input())
     module.kernel_codes, module.kernel_scale = packed.codes, packed.scale
     module.kernel_channel_scale = packed.channel_scale
     module.weight_packed = nn.Parameter(module.weight_packed.new_empty(0), requires_grad=False)
@@ -49,7 +49,8 @@ def test_saving_casting_and_calling_leave_the_kernels_form_where_it_is(scheme):
         module = as_if_prepared(copy.deepcopy(plain))
         held = {name: getattr(module, name) for name in KERNEL_TENSORS}
         before = {name: None if t is None else t.clone() for name, t in held.items()}
-        assert module.is_prepared and module.weight_nbytes == module.kernel_weight().nbytes
+        beside = module.kernel_weight().nbytes + module.input_transform.nbytes
+        assert module.is_prepared and module.weight_nbytes == beside
         assert torch.equal(module.quant_tensor().codes, plain.quant_tensor().codes)
         use(module)
         assert all(getattr(module, name) is t for name, t in held.items())

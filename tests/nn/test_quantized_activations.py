@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
 
+from lowbit.formats import InputParts
 from lowbit.nn import QuantLinear, convert
 from lowbit.ops import quantize_activations
 from lowbit.quantize import rtn
@@ -44,21 +43,21 @@ def static_of(scheme, device="cpu"):
 
 def simulated(x, q):
     """The product of the rounded input and the decoded weight in float64."""
-    if q.pre_quant_scale is not None:
-        x = (x.float() * q.pre_quant_scale).to(x.dtype)
-    if q.order is not None:
-        x = x[..., q.order.long()]
+    if q.input_transform.pre_quant_scale is not None:
+        x = (x.float() * q.input_transform.pre_quant_scale).to(x.dtype)
+    if q.input_transform.order is not None:
+        x = x[..., q.input_transform.order.long()]
     group = 128 if "b128" in q.scheme.name else 0
-    static, az = q.activation_scale, q.scheme.activation_zero
+    static, az = q.input_transform.activation_scale, q.scheme.activation_zero
     codes, scale, zero, _ = quantize_activations(
         x,
         q.scheme.activation,
         group=0 if static is not None else group,
         scale=static,
         symmetric=not az,
-        zero=q.activation_zero,
+        zero=q.input_transform.activation_zero,
         rule=q.scheme.rule.value,
-    )
+    )[:4]
     spread = scale.repeat_interleave(128, -1)[..., : x.shape[-1]] if scale.numel() > 1 and group else scale
     return ((codes.double() - (0 if zero is None else zero)) * spread.double()) @ q.dequantize_codes(torch.float64).T
 
@@ -67,7 +66,7 @@ def simulated(x, q):
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_product_of_rounded_inputs(name, static, dtype):
-    q = replace(rtn(random(48, 200), name), **(static_of(name) if static else {}))
+    q = rtn(random(48, 200), name).with_input(**(static_of(name) if static else {}))
     layer = QuantLinear.from_quant_tensor(q, nn.Parameter(random(48, seed=1)))
     x = random(2, 3, 200, seed=2).to(dtype)
     expected = simulated(x, q) + layer.bias.double()
@@ -79,12 +78,12 @@ def test_the_product_of_rounded_inputs(name, static, dtype):
     assert ("activation_scale" in state) == static and layer.weight_nbytes == q.nbytes
     zero = static and "_az" in name
     assert ("activation_zero" in state) == zero
-    other = QuantLinear(200, 48, name, bias=layer.bias, activation_scale=static, activation_zero=zero)
+    other = QuantLinear(200, 48, name, bias=layer.bias, input_parts=InputParts(activation_scale=static, activation_zero=zero))
     other.load_state_dict(state)
     assert torch.equal(other(x), got)
     layer.half()
     assert layer.activation_scale is None or layer.activation_scale.dtype == torch.float32
-    assert (layer.quant_tensor().activation_scale is None) != static
+    assert (layer.quant_tensor().input_transform.activation_scale is None) != static
 
 
 def test_channels_are_ordered_and_scaled_before_rounding():
@@ -95,13 +94,13 @@ def test_channels_are_ordered_and_scaled_before_rounding():
 
 def test_a_scale_needs_a_scheme_with_activations():
     with pytest.raises(ValueError, match="goes with a scheme that quantizes activations"):
-        replace(rtn(random(8, 32), "w8a16"), activation_scale=torch.ones(1))
+        rtn(random(8, 32), "w8a16").with_input(activation_scale=torch.ones(1))
     with pytest.raises(ValueError, match=r"is float32 \[1\]"):
-        replace(rtn(random(8, 32), "w8a8"), activation_scale=torch.ones(8))
-    with pytest.raises(ValueError, match="an activation zero goes with an activation scale and a scheme with _az"):
-        replace(rtn(random(8, 32), "w8a8_az"), activation_scale=torch.ones(1))
+        rtn(random(8, 32), "w8a8").with_input(activation_scale=torch.ones(8))
+    with pytest.raises(ValueError, match="an activation zero goes with an activation scale and a scheme .*_az"):
+        rtn(random(8, 32), "w8a8_az").with_input(activation_scale=torch.ones(1))
     with pytest.raises(ValueError, match=r"an activation zero is int32 \[1\]"):
-        replace(rtn(random(8, 32), "w8a8_az"), activation_scale=torch.ones(1), activation_zero=torch.ones(1))
+        rtn(random(8, 32), "w8a8_az").with_input(activation_scale=torch.ones(1), activation_zero=torch.ones(1))
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -125,7 +124,7 @@ def test_a_model_is_converted_whole(name):
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("m", [1, 5, 300])
 def test_a_layer_on_a_gpu(name, static, m):
-    q = replace(rtn(random(96, 256).cuda(), name), **(static_of(name, "cuda") if static else {}))
+    q = rtn(random(96, 256).cuda(), name).with_input(**(static_of(name, "cuda") if static else {}))
     layer = QuantLinear.from_quant_tensor(q)
     x = random(m, 256, seed=2).cuda().half()
     expected = simulated(x, q)

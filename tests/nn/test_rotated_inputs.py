@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lowbit.engine.product import Scaled, product
-from lowbit.formats import LowRank, rotate_blocks
+from lowbit.formats import InputParts, LowRank, rotate_blocks
 from lowbit.kernels.reference.activations import rms_norm_reference, silu_mul_reference
 from lowbit.nn import QuantEmbedding, QuantLinear
 from lowbit.nn.convert import empty_like
@@ -33,7 +33,7 @@ def weight(name, kind="plain", block=64):
         q = with_channels(q)
     if kind == "low rank":
         q = replace(q, low_rank=LowRank(random(96, 4, seed=2).half(), random(4, 256, seed=3).half()))
-    return replace(q, hadamard=block)
+    return q.with_input(hadamard=block)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -44,13 +44,13 @@ def test_equals_the_layer_without_on_rotated_inputs(name, kind, device):
     for dtype in (torch.float32, torch.bfloat16):
         x = random(3, 5, 256, seed=1).to(device, dtype)
         own = torch.nn.Parameter(bias.detach().to(dtype))
-        layer, without = (QuantLinear.from_quant_tensor(w, own) for w in (q, replace(q, hadamard=0)))
+        layer, without = (QuantLinear.from_quant_tensor(w, own) for w in (q, q.with_input(hadamard=0)))
         with torch.inference_mode():
             assert torch.equal(layer(x), without(rotate_channels(x, 64)))
             exact = x.double() @ q.dequantize(torch.float64).T + own.double()
             assert (layer(x).double() - exact).norm() <= 0.05 * exact.norm(), "and is near the product with what it means"
         held = layer.quant_tensor()  # prepared by now
-        assert held.hadamard == 64 and torch.equal(held.codes, q.codes) and copy.deepcopy(layer).hadamard == 64
+        assert held.input_transform.hadamard == 64 and torch.equal(held.codes, q.codes) and copy.deepcopy(layer).hadamard == 64
 
 
 def test_outliers_in_single_channels_cost_less():
@@ -58,7 +58,7 @@ def test_outliers_in_single_channels_cost_less():
     x, w = random(16, 256), random(64, 256, seed=1)
     x[:, 5] *= 300
     errors = []
-    for q in (rtn(w, "w8a8"), replace(rtn(rotate_blocks(w, 64), "w8a8"), hadamard=64)):
+    for q in (rtn(w, "w8a8"), rtn(rotate_blocks(w, 64), "w8a8").with_input(hadamard=64)):
         y = QuantLinear.from_quant_tensor(q)(x)
         errors.append(float((y - x @ q.dequantize().T).norm()))
     assert errors[1] < 0.3 * errors[0]
@@ -73,7 +73,7 @@ def test_the_operator_for_compilers():
 def test_one_rotation_for_all_that_read_an_input():
     """Norms and gates rotate and quantize, once, what they compute in float32."""
     gate, up, down = (
-        QuantLinear.from_quant_tensor(replace(rtn(random(256, 256, seed=i), "w8a8"), hadamard=64)) for i in range(3)
+        QuantLinear.from_quant_tensor(rtn(random(256, 256, seed=i), "w8a8").with_input(hadamard=64)) for i in range(3)
     )
     plain = QuantLinear.from_quant_tensor(rtn(random(256, 256), "w8a8"))
     assert quantize_alike([gate, up]) and not quantize_alike([gate, plain])
@@ -94,11 +94,11 @@ def test_one_rotation_for_all_that_read_an_input():
 
 def test_what_is_refused():
     with pytest.raises(ValueError, match="blocks of 16, 64, 256 that divide K, got 64 for K 96"):
-        QuantLinear(96, 8, "w8a16", hadamard=64)
-    with pytest.raises(ValueError, match="no input that could be rotated"):
+        QuantLinear(96, 8, "w8a16", input_parts=InputParts(hadamard=64))
+    with pytest.raises(ValueError, match="so its weights have no rotation of the input"):
         QuantEmbedding.from_quant_tensor(weight("w8a16"), torch.float32)
     with pytest.raises(ValueError, match="its weights have no rotation"):
-        empty_like(torch.nn.Embedding(8, 64), "w8a16", hadamard=64)
+        empty_like(torch.nn.Embedding(8, 64), "w8a16", input_parts=InputParts(hadamard=64))
 
 
 @pytest.mark.gpu

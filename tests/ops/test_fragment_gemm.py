@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from lowbit.formats import QuantTensor, decode, parse_scheme
 from lowbit.kernels.reference.gemm import mixed_gemm_reference
 from lowbit.ops import fragment_gemm
+from lowbit.ops.channels import gather_channels
 from lowbit.ops.fragment_gemm import aligned_rows
 from lowbit.pack import FragmentWeight
 from lowbit.quantize import rtn
@@ -236,6 +237,11 @@ def test_x_that_ends_within_a_piece(m):
     assert torch.equal(fragment_gemm(wide[:, :1003], w), fragment_gemm(wide[:, :1003].contiguous(), w))
 
 
+def product(x, q, w):
+    """y of a weight with an order or factors: a gather of x, then the product."""
+    return fragment_gemm(gather_channels(x, q.input_transform.order, q.input_transform.pre_quant_scale), w)
+
+
 @gpu
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize(("order", "pre_quant_scale"), [(True, None), (False, torch.float32), (True, torch.float16)])
@@ -243,22 +249,26 @@ def test_x_that_ends_within_a_piece(m):
 @pytest.mark.parametrize("k", [200, 203, 576, 4096])
 def test_order_and_pre_quant_scale(scheme, order, pre_quant_scale, dtype, k):
     q = with_channels(quantized(scheme, 344, k), order, pre_quant_scale)
-    w = FragmentWeight.pack(q)
-    picked = slice(None) if q.order is None else q.order.long()
+    w = FragmentWeight.pack(q.without_input())
+    picked = slice(None) if q.input_transform.order is None else q.input_transform.order.long()
     for m in (1, 16, 100):
         x = torch.randn(m, k, device="cuda", dtype=dtype)
-        scaled = x if q.pre_quant_scale is None else (x.float() * q.pre_quant_scale.float()).to(dtype)
+        scaled = (
+            x
+            if q.input_transform.pre_quant_scale is None
+            else (x.float() * q.input_transform.pre_quant_scale.float()).to(dtype)
+        )
         plain = torch.nn.functional.linear(scaled[:, picked], q.dequantize_codes(dtype))
         reference = mixed_gemm_reference(x, q)
         torch.full((m, k + 8), float("nan"), dtype=dtype, device="cuda")  # what the allocator hands out next is poisoned
-        y = fragment_gemm(x, w)
+        y = product(x, q, w)
         assert relative_error(y, reference) <= 1.5 * relative_error(plain, reference) + 1e-5
-        assert torch.equal(y, fragment_gemm(x, w)), "same input, same bits"
+        assert torch.equal(y, product(x, q, w)), "same input, same bits"
         wide = torch.randn(m, k + 5, device="cuda", dtype=dtype)
         wide[:, 3 : 3 + k] = x
         for same in (wide[:, 3 : 3 + k], x.T.contiguous().T, x.view(m, 1, k)):
-            assert torch.equal(fragment_gemm(same, w).view(m, -1), y)
-    assert fragment_gemm(x[:0], w).shape == (0, 344)
+            assert torch.equal(product(same, q, w).view(m, -1), y)
+    assert product(x[:0], q, w).shape == (0, 344)
 
 
 @gpu
@@ -268,7 +278,9 @@ def test_one_hot_activations_find_their_column_through_an_order(dtype, m):
     q = with_channels(quantized("w4a16_g128", 200, 704), pre_quant_scale=None)
     channels = torch.randperm(704, device="cuda")[:m]
     x = torch.nn.functional.one_hot(channels, 704).to(dtype)
-    assert torch.equal(fragment_gemm(x, FragmentWeight.pack(q)), q.dequantize(torch.float32)[:, channels].T.to(dtype))
+    assert torch.equal(
+        product(x, q, FragmentWeight.pack(q.without_input())), q.dequantize(torch.float32)[:, channels].T.to(dtype)
+    )
 
 
 @gpu
@@ -276,41 +288,26 @@ def test_one_hot_activations_find_their_column_through_an_order(dtype, m):
 def test_order_in_graphs_behind_a_kernel_that_writes_x(m):
     """Gather and product start before the kernels before them have finished; they must wait for what those write."""
     q = with_channels(quantized("w4a16_g128", 1024, 1024), pre_quant_scale=torch.float32)
-    w = FragmentWeight.pack(q)
+    w = FragmentWeight.pack(q.without_input())
     x = torch.randn(m, 1024, device="cuda", dtype=torch.float16)
     expected = x
     for _ in range(8):
-        expected = fragment_gemm(expected * 0.5, w)
+        expected = product(expected * 0.5, q, w)
         torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        fragment_gemm(x, w)
+        product(x, q, w)
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             y = x
             for _ in range(8):
-                y = fragment_gemm(y * 0.5, w)
+                y = product(y * 0.5, q, w)
     for _ in range(3):
         y.fill_(float("nan"))
         graph.replay()
         torch.cuda.synchronize()
         assert torch.isfinite(y).all() and torch.equal(y, expected)
-
-
-@gpu
-def test_opcheck_with_an_order():
-    q = with_channels(quantized("w4a16_g128", 512, 1024))
-    w = FragmentWeight.pack(q)
-    x = torch.randn(2, 3, 1024, device="cuda", dtype=torch.float16)
-    arguments = (x, w.codes, w.scale, w.channel_scale, None, "w4a16_g128", 512, False, w.order, w.pre_quant_scale)
-    torch.library.opcheck(torch.ops.lowbit.fragment_gemm.default, arguments)
-    compiled = torch.compile(lambda x: fragment_gemm(x, w) * 2, fullgraph=True)
-    assert torch.equal(compiled(x), fragment_gemm(x, w) * 2)
-    with pytest.raises(ValueError, match=r"order is int32 \[1024\], got torch.int64"):
-        torch.ops.lowbit.fragment_gemm(*arguments[:8], w.order.long(), None)
-    with pytest.raises(ValueError, match="one device"):
-        torch.ops.lowbit.fragment_gemm(*arguments[:8], w.order.cpu(), None)
 
 
 @pytest.mark.parametrize("scheme", ["w4a16_g128", "w4a16_g128_z", "w4a16_g32_fz", "w8a16_g128", "w6e3m2a16_g128", "w4a16_pc"])

@@ -12,7 +12,6 @@ from lowbit.ops.fused_gemm import chain_refusals, factor_of, norm_gemm, residual
 from lowbit.pack import DENSE_FORM, DenseWeight, FragmentWeight, OperandWeight
 from lowbit.pack.gated import alternate, pack_gated
 from lowbit.quantize import rtn
-from tests.tiny import with_channels
 
 gpu = pytest.mark.gpu
 HALVES = [torch.float16, torch.bfloat16]
@@ -176,15 +175,11 @@ def test_refusals():
         "takes x in fp16 or bf16, not torch.float32",
         "takes 1 to 64 tokens, not 65",
     )
-    ordered = FragmentWeight.pack(with_channels(quantized("w4a16_g32", 64, 64)))
-    assert chain_refusals(ordered, 1, x.dtype) == ("takes x as it comes: the weight has order and pre_quant_scale",)
     eight = OperandWeight.pack(quantized("w8a8", 64, 64))
     assert chain_refusals(eight, 1, x.dtype) == (
         "takes weights in fragment order (FragmentWeight), not OperandWeight",
         "takes activations of 16 bits; w8a8 quantizes them to int8",
     )
-    with pytest.raises(ValueError, match="norm_gemm takes x as it comes"):
-        norm_gemm(x, ordered, torch.ones(1, 2), width=64, eps=0.0)
     with pytest.raises(ValueError, match="residual_gemm takes 1 to 64 tokens, not 65"):
         residual_gemm(torch.zeros(65, 64).half(), w, torch.zeros(65, 64).half(), torch.ones(64))
     with pytest.raises(

@@ -9,7 +9,7 @@ from lowbit.kernels.reference.elementwise import gate_reference
 from lowbit.kernels.reference.gemm import mixed_gemm_reference
 from lowbit.ops.gated_gemm import gated_gemm
 from lowbit.pack import FragmentWeight
-from tests.ops.test_chained_gemm import quantized, relative_error
+from tests.ops.test_fused_gemm import quantized, relative_error
 
 gpu = pytest.mark.gpu
 

@@ -13,7 +13,7 @@ from lowbit.ops.fragment_gemm import aligned_rows, check_product, wide_plan
 from lowbit.ops.workspace import workspace
 from lowbit.pack import FragmentWeight, InterleavedWeight, weight_form
 from tests.ops.test_fragment_gemm import quantized, relative_error
-from tests.ops.test_wide_gemm import A100, LARGE, SHARED, SMALL
+from tests.ops.test_large_m_gemm import A100, LARGE, SHARED, SMALL
 from tests.tiny import with_channels
 
 gpu = pytest.mark.gpu

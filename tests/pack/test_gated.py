@@ -59,5 +59,8 @@ def test_refusals():
     with pytest.raises(ValueError, match="cannot be packed as one matrix: gate and up have one scheme"):
         pack_gated(gate, up)
     gate, up = pair("w4a16_g32")
-    assert gated_refusals(with_channels(gate), up) == ("x is the norm's own output: no order, no pre_quant_scale, no rotation",)
+    assert gated_refusals(with_channels(gate), up) == (
+        "x is the norm's own output: no scale of the input's channels",
+        "x is the norm's own output: no channel order (act-order)",
+    )
     assert gated_refusals(gate, up) == ()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from lowbit.formats import QuantTensor, parse_scheme
+from lowbit.formats import NO_PARTS, QuantTensor, parse_scheme
 from lowbit.pack import FragmentWeight, has_channel_scale, unpack_scales, weight_form
 from lowbit.quantize import rtn
 from tests.tiny import with_channels
@@ -108,24 +106,22 @@ def test_a_scale_that_fp16_rounds_up_stays_finite():
     assert w.channel_scale.dtype == torch.bfloat16 and bool(w.scale.isfinite().all()) and bool((w.unpack().scale == 1).all())
 
 
-def test_order_and_pre_quant_scale_travel_with_the_weight():
-    q = with_channels(rtn(random(33, 200), "w4a16_g64"), pre_quant_scale=torch.bfloat16)
-    w = FragmentWeight.pack(q)
-    assert w.nbytes == FragmentWeight.pack(replace(q, order=None, pre_quant_scale=None)).nbytes + 4 * 200 + 2 * 200
-    for other in (w, w.clone()):
-        back = other.unpack()
-        assert torch.equal(back.order, q.order) and torch.equal(back.pre_quant_scale, q.pre_quant_scale)
-        assert torch.equal(back.dequantize(), q.dequantize())
-    assert w.clone().order.data_ptr() != w.order.data_ptr()
+def test_what_is_done_to_x_is_no_part_of_the_product():
+    q = with_channels(rtn(random(33, 200), "w4a16_g64"))
+    with pytest.raises(
+        ValueError, match=r"scale of the input's channels, channel order \(act-order\) is no part of the product"
+    ):
+        FragmentWeight.pack(q)
+    assert FragmentWeight.pack(q.without_input()).unpack().input_transform.parts == NO_PARTS
 
 
 @pytest.mark.parametrize("spoil", [lambda order: order.fill_(0), lambda order: order.sub_(1), lambda order: order.add_(1)])
 def test_an_order_that_is_no_permutation_is_refused(spoil):
     q = with_channels(rtn(random(16, 64), "w4a16_g64"))
-    spoil(q.order)
+    spoil(q.input_transform.order)
     with pytest.raises(ValueError, match="order is a permutation of 0 to 63, this one is not"):
-        FragmentWeight.pack(q)
+        q.input_transform.check_values()
     q = with_channels(rtn(random(16, 64), "w4a16_g64"))
-    q.pre_quant_scale[5] = float("inf")
+    q.input_transform.pre_quant_scale[5] = float("inf")
     with pytest.raises(ValueError, match="factors of x must be finite"):
-        FragmentWeight.pack(q)
+        q.input_transform.check_values()

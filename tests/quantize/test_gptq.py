@@ -114,11 +114,15 @@ def test_equals_the_textbook(name, act_order, static_groups, search, monkeypatch
     x, w = inputs(k), weights(n, k)
     q = gptq(w, x.T @ x, name, act_order=act_order, static_groups=static_groups, search=search)
     codes, values = textbook(w, x.T @ x, name, act_order, static_groups, search)
-    own = q.codes if q.order is None else torch.empty_like(q.codes).index_copy_(1, q.order.long(), q.codes)
+    own = (
+        q.codes
+        if q.input_transform.order is None
+        else torch.empty_like(q.codes).index_copy_(1, q.input_transform.order.long(), q.codes)
+    )
     assert torch.equal(own, codes)
     torch.testing.assert_close(q.dequantize(torch.float64), values, rtol=1e-6, atol=1e-6)
     one_scale = name in ("w4a16_pc", "w8a16", "w6e3m2a16", "w5e2m2a16")
-    assert (q.order is not None) == (act_order and not static_groups and not one_scale)
+    assert (q.input_transform.order is not None) == (act_order and not static_groups and not one_scale)
 
 
 def test_the_size_of_blocks_changes_nothing(monkeypatch):

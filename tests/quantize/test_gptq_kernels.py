@@ -151,7 +151,9 @@ def test_as_good_as_on_the_cpu(name, options):
     mine = mine.to("cpu")
     loss, wanted = (float(output_error(q.dequantize() - w, hessian).sum()) for q in (mine, cpu))
     assert abs(loss / wanted - 1) < 1e-3
-    assert mine.scheme == cpu.scheme and (mine.order is None or torch.equal(mine.order, cpu.order))
+    assert mine.scheme == cpu.scheme and (
+        mine.input_transform.order is None or torch.equal(mine.input_transform.order, cpu.input_transform.order)
+    )
     share = float((mine.codes != cpu.codes).float().mean())
     print(f"{name} {options}: {share:.2e} of the codes differ, loss {loss / wanted - 1:+.1e}")
     assert share < 1e-3

@@ -49,7 +49,7 @@ def test_with_a_hessian_the_error_of_the_outputs_is_least(shape):
 def test_corrects_weights_with_an_order():
     x, w = inputs(64), weights(24, 64)
     q = gptq(w, x.T @ x, "w3a16_g16", act_order=True)
-    assert q.order is not None
+    assert q.input_transform.order is not None
     assert (w - q.dequantize() - lorc(w, q, 8).dense()).square().sum() < (w - q.dequantize()).square().sum()
 
 

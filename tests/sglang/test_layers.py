@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from contextlib import ExitStack
-from dataclasses import replace
 
 import pytest
 import torch
@@ -121,7 +120,7 @@ def test_calibrated_scales_of_x(scheme, model, ranks):
     x, held = torch.randn(5, K, generator=generator), {}
     for name, scale in scales.items():
         q = rtn(torch.randn(192, K, generator=generator), scheme)
-        held[name] = replace(q, activation_scale=torch.tensor([scale]))
+        held[name] = q.with_input(activation_scale=torch.tensor([scale]))
     o, gate, up = (QuantLinear.from_quant_tensor(q)(x) for q in held.values())
     options = dict(bias=False, params_dtype=torch.float32, quant_config=method(held))
     total = torch.zeros(5, 192)
@@ -145,7 +144,7 @@ def test_a_tensor_that_config_json_does_not_state_is_named(matrices):
     with ranked(0, 1):
         layer = RowParallelLinear(K, 256, bias=False, quant_config=method(matrices), prefix="m.o_proj")
     with pytest.raises(CheckpointError, match='m.o_proj.weight_order: config.json does not state "order": true for m.o_proj'):
-        loaded(layer, {"o_proj": replace(q, order=torch.arange(K, dtype=torch.int32))}, {"o_proj": None})
+        loaded(layer, {"o_proj": q.with_input(order=torch.arange(K, dtype=torch.int32))}, {"o_proj": None})
 
 
 def test_what_is_plain_and_what_is_refused(matrices):

@@ -64,7 +64,7 @@ def packed(path: Path, schemes: dict[str, str], *, tied=False, order=(), factors
             if end in order or end in factors:
                 q = with_channels(q, end in order, torch.float32 if end in factors else None)
             if end in low_rank:
-                q = replace(q, low_rank=lorc(module.weight, replace(q, order=None, pre_quant_scale=None), 4))
+                q = replace(q, low_rank=lorc(module.weight, q.with_input(order=None, pre_quant_scale=None), 4))
             _add(name, q, layers, tensors)
         elif isinstance(module, nn.Embedding) and embedding is not None:
             _add(name, rtn(module.weight, embedding), layers, tensors)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -32,7 +31,7 @@ def weight(n, seed=0, k=K):
 def packed(name, n, scheme, seed=0, k=K, channels=False, rotated=0):
     """`rotated`: channels of a block in which its input is rotated at run time."""
     w = weight(n, seed, k)
-    q = replace(rtn(rotate_blocks(w, rotated) if rotated else w, scheme), hadamard=rotated)
+    q = rtn(rotate_blocks(w, rotated) if rotated else w, scheme).with_input(hadamard=rotated)
     q = with_channels(q) if channels else q
     return PackedMatrix(name, LayerEntry.of(q)), q
 
@@ -166,7 +165,7 @@ def test_parts_of_rotated_input_channels_add_up(name, block, ranks):
     if q.scheme.activation is None:
         close(total, expected)
     assert (total - expected).norm() < 0.02 * expected.norm()
-    assert (x @ dense(replace(q, hadamard=0)).T - expected).norm() > expected.norm(), "what it is without a rotation"
+    assert (x @ dense(q.with_input(hadamard=0)).T - expected).norm() > expected.norm(), "what it is without a rotation"
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

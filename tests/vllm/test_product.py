@@ -73,7 +73,7 @@ def test_numbers_of_tokens_stand_close_to_each_other():
     assert token_counts((), 5) == (1, 2, 3, 4, 5)
 
 
-@pytest.mark.parametrize("name", ["sm80.mixed_gemm:ring_gemm", "sm80.wide_mixed_gemm:mma_gemm", "sm90.mixed_gemm:wgmma_gemm"])
+@pytest.mark.parametrize("name", ["sm80.small_m_gemm:ring_gemm", "sm80.large_m_gemm:mma_gemm", "sm90.large_m_gemm:wgmma_gemm"])
 def test_no_kernel_is_compiled_for_what_a_number_of_tokens_is_a_multiple_of(name):
     module, function = name.split(":")
     parameters = getattr(importlib.import_module(f"lowbit.kernels.{module}"), function).params
