@@ -30,7 +30,7 @@ from lowbit.models.rotate import rotation_refusals
 from lowbit.models.skeleton import causal_skeleton
 from lowbit.nn.convert import Plan
 from lowbit.quantize.mixed import stored_bits
-from lowbit.quantize.rotate import hadamard_factors
+from lowbit.quantize.rotate import rotation_factors
 from lowbit.sources import CONFIG, local_model
 
 GROUPS = (128, 64, 32, 16)
@@ -263,7 +263,7 @@ def _rotatable(model: PreTrainedModel) -> bool:
     roles = {name.removeprefix(f"{model.base_model_prefix}.") for name in model.state_dict()}
     try:
         sizes = (text.hidden_size, getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-        return not rotation_refusals(roles) and all(hadamard_factors(size) for size in sizes)
+        return not rotation_refusals(roles) and all(rotation_factors(size) for size in sizes)
     except (AttributeError, ValueError):  # no such size, or no matrix of it
         return False
 

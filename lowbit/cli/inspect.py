@@ -57,10 +57,9 @@ def _print(rows: list[dict[str, Any]], rest: int, kept: tuple[str, ...], lines: 
 
     table = Table(Column("layer", overflow="fold"), "layers", "scheme", "N x K", "bytes each", "bits per weight")
     for name, row, count in _equal_rows(rows):
-        named = (field.name for field in fields(InputParts) if field.name != "hadamard" and row[field.name])
-        beside = "".join(f" + {part.replace('_', ' ')}" for part in named)
+        parts = InputParts(**{field.name: row[field.name] for field in fields(InputParts)})
+        beside = "".join(f" + {word}" for word in parts.words())
         beside += f" + rank {row['low_rank']}" if row["low_rank"] else ""
-        beside += f" + x rotated by {row['hadamard']}" if row["hadamard"] else ""
         size, bits = f"{row['n']} x {row['k']}", f"{row['bits_per_weight']:.3f}"
         table.add_row(name, str(count), row["scheme"] + beside, size, f"{row['bytes']:,}", bits)
     if rows:

@@ -125,7 +125,7 @@ def _in_one_form(layers: Sequence[QuantLinear]) -> bool:
     return not any(layer.out_features % STRIP for layer in layers[:-1]) and all(
         layer.kernel_codes is not None
         and layer.scheme.activation is None
-        and not (layer.has_channels or layer.has_correction or layer.hadamard)
+        and not (layer.input_transform.parts or layer.has_correction)
         and (layer.scheme_name, layer.in_features) == (first.scheme_name, first.in_features)
         and _scale_types(layer) == _scale_types(first)
         for layer in layers

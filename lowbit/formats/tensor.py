@@ -132,6 +132,10 @@ class QuantTensor:
         """Returns the same codes with some fields of the `input_transform` replaced."""
         return replace(self, input_transform=replace(self.input_transform, **parts))
 
+    def rotated_by(self, block: int) -> QuantTensor:
+        """Returns the same codes for x that is rotated in blocks of so many channels first, 0 for none."""
+        return self.with_input(hadamard=block)
+
     def without_input(self) -> QuantTensor:
         """Returns what the product alone sees: codes, scale and zero, no `input_transform`, no `low_rank`."""
         return replace(self, input_transform=IDENTITY, low_rank=None)

@@ -285,7 +285,7 @@ def recipe_of(
     files = sorted({reader.info(name).file for name in reader.names()})
     return {
         "lowbit": __version__,
-        "rotation": [reader.rotation, decoder.hadamard],
+        "rotation": [reader.rotation, decoder.rotated_inputs],
         "config": sha256(json.dumps(reader.config, sort_keys=True).encode()).hexdigest(),
         "source": [[str(f.resolve()), f.stat().st_size, f.stat().st_mtime_ns] for f in files],
         "schemes": {name: scheme.name for name, scheme in schemes.items()},

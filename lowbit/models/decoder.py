@@ -36,16 +36,20 @@ class Input:
 class Decoder:
     """The decoder of the checkpoint that `reader` has open: a skeleton on the meta device whose layers come and go.
 
-    Computes on `device` in `dtype`. The inputs of the linear layers in `hadamard` are rotated in blocks of so many channels
+    Computes on `device` in `dtype`. The inputs of the linear layers in `rotated_inputs` are rotated in blocks of so many channels
     (`formats.rotate_blocks`), and their weights as they are read: the model stays the same one. Raises CheckpointError for
     models that have no list of decoder layers or do not predict the next token, and for weights that Transformers splits or
     merges while loading.
     """
 
     def __init__(
-        self, reader: CheckpointReader, device: torch.device | str, dtype: torch.dtype, hadamard: Mapping[str, int] = _NONE
+        self,
+        reader: CheckpointReader,
+        device: torch.device | str,
+        dtype: torch.dtype,
+        rotated_inputs: Mapping[str, int] = _NONE,
     ) -> None:
-        self.reader, self.device, self.dtype, self.hadamard = reader, torch.device(device), dtype, dict(hadamard)
+        self.reader, self.device, self.dtype, self.rotated_inputs = reader, torch.device(device), dtype, dict(rotated_inputs)
         model = build(config_as_read(reader), reader.folder / "config.json", buffers=True)
         require_causal(model, reader.folder)
         self.model: nn.Module = model.eval()
@@ -56,7 +60,7 @@ class Decoder:
         self._files = {name: tensor for tensor, name in self._names.items()}
         self._contexts: dict[int, list[tuple[tuple[Any, ...], dict[str, Any]]]] = {}  # by how many texts a call has
         self._returns_tuples = False
-        for name, block in self.hadamard.items():
+        for name, block in self.rotated_inputs.items():
             self.model.get_submodule(name).register_forward_pre_hook(_rotating(block))
 
     def __len__(self) -> int:
@@ -159,7 +163,7 @@ class Decoder:
         made: list[tuple[Tensor, str]] = []
 
         def reads(name: str) -> Callable[..., None]:
-            block = self.hadamard.get(f"{self.layer_name(i)}.{name}", 0)
+            block = self.rotated_inputs.get(f"{self.layer_name(i)}.{name}", 0)
 
             def hook(module: nn.Module, args: tuple[Tensor, ...]) -> None:
                 for x, same, names in seen:
@@ -285,7 +289,7 @@ class Decoder:
                 "calibrate take files whose tensors are the model's own, not split or merged while loading. Use a method "
                 "without data (rtn, hqq)"
             )
-        value, block = self.reader.get(name), self.hadamard.get(parameter.removesuffix(".weight"))
+        value, block = self.reader.get(name), self.rotated_inputs.get(parameter.removesuffix(".weight"))
         require_finite_tensor(self.reader.info(name).file, name, value)
         return rotate_blocks(value.float(), block) if block and parameter.endswith(".weight") else value
 

@@ -97,10 +97,10 @@ def quantize_checkpoint(
         needed_bytes = _output_bytes(reader, modules, plan, mixed, low_rank)
         writer.reserve(needed_bytes)
         plan = dataclasses.replace(plan, others=_wide(plan, wide_inputs, mixed))
-        hadamard = _rotated(plan, rotate_inputs)
-        if hadamard and (isinstance(method, SmoothQuant) or getattr(method, "smooth", None) is not None):
-            say(f"the inputs of {len(hadamard)} layers are rotated, not smoothed: no factor passes through a rotation")
-        weights = _Weights(reader, plan, method, device, low_rank, hadamard)
+        rotated_inputs = _rotated(plan, rotate_inputs)
+        if rotated_inputs and (isinstance(method, SmoothQuant) or getattr(method, "smooth", None) is not None):
+            say(f"the inputs of {len(rotated_inputs)} layers are rotated, not smoothed: no factor passes through a rotation")
+        weights = _Weights(reader, plan, method, device, low_rank, rotated_inputs)
         if mixed is not None:
             for candidate in mixed.schemes:
                 _same_layers(plan_for(model, candidate, skip, embeddings), plan)
@@ -147,10 +147,10 @@ class _Weights:
 
     def __init__(
         self, reader: CheckpointReader, plan: Plan, method: Method, device: torch.device, low_rank: int,
-        hadamard: Mapping[str, int],
+        rotated_inputs: Mapping[str, int],
     ) -> None:  # fmt: skip
         self.reader, self.plan, self.method, self.device, self.low_rank = reader, plan, method, device, low_rank
-        self.hadamard = hadamard
+        self.rotated_inputs = rotated_inputs
         self.schemes: dict[str, Scheme] = dict.fromkeys(plan.shapes, plan.scheme) | plan.others
         self._results: Results | None = None
 
@@ -159,7 +159,7 @@ class _Weights:
     ) -> None:
         """Gives each unit of linear layers in the decoder a scheme, and says which."""
         # In float32, since gradients may be smaller than 16 bits can say.
-        decoder = Decoder(self.reader, self.device, torch.float32, self.hadamard)
+        decoder = Decoder(self.reader, self.device, torch.float32, self.rotated_inputs)
         schemes = [parse_scheme(name) for name in mixed.schemes]
         shapes = [shape for name, shape in self.plan.linears.items() if name.startswith(f"{decoder.name}.")]
         weights = sum(n * k for n, k in shapes)
@@ -223,7 +223,7 @@ class _Weights:
         """The quantized weight of a module, whose tensor in the files is `tensor`."""
         found = None if self._results is None else self._results.quantized(module)
         found = self._rounded(tensor, module) if found is None else found
-        return found.with_input(hadamard=self.hadamard.get(module, 0))
+        return found.rotated_by(self.rotated_inputs.get(module, 0))
 
     def plain(self, tensor: str) -> Tensor:
         """A tensor that is not quantized."""
@@ -244,13 +244,13 @@ class _Weights:
             sizes[info.dtype] = sizes.get(info.dtype, 0) + info.end - info.begin
         stored = max(sizes, key=lambda dtype: sizes[dtype])
         exact = self.device.type == "cpu" or isinstance(self.method, Learned)
-        return Decoder(self.reader, self.device, torch.float32 if exact else stored, self.hadamard)
+        return Decoder(self.reader, self.device, torch.float32 if exact else stored, self.rotated_inputs)
 
     def _rounded(self, tensor: str | None, module: str) -> QuantTensor:
         assert tensor is not None
         weight, scheme = self.reader.get(tensor).to(self.device), self.schemes[module]
-        if module in self.hadamard:
-            weight = rotate_blocks(weight.float(), self.hadamard[module])
+        if module in self.rotated_inputs:
+            weight = rotate_blocks(weight.float(), self.rotated_inputs[module])
         if isinstance(self.method, Hqq):
             q = hqq(weight, scheme)
         else:

@@ -231,7 +231,7 @@ class LayerQuantizer:
         same modules, shapes and rotations share the answer."""
         layer = self.decoder.layers[i]
         prefix = f"{self.decoder.layer_name(i)}."
-        rotated = tuple(name.removeprefix(prefix) for name in self.decoder.hadamard if name.startswith(prefix))
+        rotated = tuple(name.removeprefix(prefix) for name in self.decoder.rotated_inputs if name.startswith(prefix))
         signature = (type(layer), tuple((n, tuple(p.shape)) for n, p in layer.named_parameters()), tuple(inputs), rotated)
         if signature not in self._folds:
             self._folds[signature] = [

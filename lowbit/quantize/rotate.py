@@ -23,7 +23,7 @@ class Rotation:
     n is a power of two times 1, times q + 1 for a prime q of 4k + 3, or times 2 (q + 1) for a prime q of 4k + 1."""
 
     def __init__(self, n: int, seed: int) -> None:
-        self.factors = hadamard_factors(n)
+        self.factors = rotation_factors(n)
         bits = torch.randint(0, 2, (n,), generator=torch.Generator().manual_seed(seed))
         self.signs = (2 * bits - 1).double()
 
@@ -43,7 +43,7 @@ class Rotation:
         return y.reshape(rows.shape) / rows.shape[1] ** 0.5
 
 
-def hadamard_factors(n: int) -> list[Tensor]:
+def rotation_factors(n: int) -> list[Tensor]:
     """Matrices of ones and minus ones, float64, whose Kronecker product is a Hadamard matrix of order n: Paley's, the largest
     of at most `LARGEST` or else the smallest, and Sylvester's, none larger than 64. Raises ValueError where there is none."""
     size = n & -n  # the largest power of two in n

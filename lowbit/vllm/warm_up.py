@@ -77,7 +77,7 @@ def form_of(layer: QuantLinear) -> tuple[Any, ...]:
     """What the kernels of a prepared layer are compiled for; by the magnitudes of weights, layers of one scheme differ in the
     types of their scales (pack/weight.py)."""
     types = tuple(None if t is None else t.dtype for t in (layer.kernel_scale, layer.kernel_channel_scale))
-    of_x = (layer.has_channels, layer.hadamard, layer.activation_scale is None)
+    of_x = layer.input_transform.parts
     return (layer.scheme_name, layer.shape, types, of_x, layer.batch_invariant)
 
 

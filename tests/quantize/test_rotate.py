@@ -7,7 +7,7 @@ from functools import reduce
 import pytest
 import torch
 
-from lowbit.quantize.rotate import ROWS_AT_ONCE, Rotation, hadamard_factors
+from lowbit.quantize.rotate import ROWS_AT_ONCE, Rotation, rotation_factors
 
 HIDDEN = (
     64,
@@ -40,14 +40,14 @@ HIDDEN = (
 
 @pytest.mark.parametrize("n", [1, 2, 4, 8, 12, 20, 24, 28, 36, 40, 44, 60, 64, 76, 80, 128, 576, 896])
 def test_rows_are_orthogonal_signs(n):
-    h = reduce(torch.kron, hadamard_factors(n))
+    h = reduce(torch.kron, rotation_factors(n))
     assert h.shape == (n, n) and bool((h.abs() == 1).all())
     assert torch.equal(h @ h.T, n * torch.eye(n, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("n", HIDDEN)
 def test_channels_of_known_models_can_be_rotated(n):
-    factors = hadamard_factors(n)
+    factors = rotation_factors(n)
     assert torch.tensor([len(f) for f in factors]).prod() == n
     assert all(len(f) <= 256 for f in factors)  # a rotation takes the sum of these in products a number
     assert all(torch.equal(f @ f.T, len(f) * torch.eye(len(f), dtype=torch.float64)) for f in factors)
@@ -56,7 +56,7 @@ def test_channels_of_known_models_can_be_rotated(n):
 @pytest.mark.parametrize("n", [3, 7, 18, 92, 100])
 def test_orders_without_a_known_matrix(n):
     with pytest.raises(ValueError, match=f"no Hadamard matrix of order {n} is known"):
-        hadamard_factors(n)
+        rotation_factors(n)
 
 
 @pytest.mark.parametrize("n", [1, 2, 12, 28, 64, 96, 576])
