@@ -36,10 +36,10 @@ class Input:
 class Decoder:
     """The decoder of the checkpoint that `reader` has open: a skeleton on the meta device whose layers come and go.
 
-    Computes on `device` in `dtype`. The inputs of the linear layers in `rotated_inputs` are rotated in blocks of so many channels
-    (`formats.rotate_blocks`), and their weights as they are read: the model stays the same one. Raises CheckpointError for
-    models that have no list of decoder layers or do not predict the next token, and for weights that Transformers splits or
-    merges while loading.
+    Computes on `device` in `dtype`. The inputs of the linear layers in `rotated_inputs` are rotated in blocks of so many
+    channels (`formats.rotate_blocks`), and their weights as they are read: the model stays the same one. Raises
+    CheckpointError for models that have no list of decoder layers or do not predict the next token, and for weights that
+    Transformers splits or merges while loading.
     """
 
     def __init__(

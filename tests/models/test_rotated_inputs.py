@@ -52,7 +52,7 @@ def test_by_hand(tiny, tmp_path):
         expected = rtn(rotate_blocks(w.float(), q.input_transform.hadamard) if q.input_transform.hadamard else w, "w4a16_g16")
         assert torch.equal(q.codes, expected.codes) and torch.equal(q.scale, expected.scale)
         assert (q.dequantize() - w.float()).norm() < 0.12 * w.float().norm(), "what it means is the weight as it was"
-    assert "x rotated by 16" in run("inspect", tmp_path / "q").output.replace("\n", "")
+    assert "rotation of the input" in run("inspect", tmp_path / "q").output.replace("\n", "")
 
 
 METHODS = [
