@@ -9,7 +9,7 @@ said in kernels/reference/, which is also what runs on a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +86,14 @@ class DecodeProgram:
         """What a cache of this model holds."""
         shape = self.layers[0].shape
         return CacheSpec(len(self.layers), shape.kv_heads, shape.head_dim, self.dtype)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of keys and values of a page of tokens, in all layers."""
+        return self.cache_spec.page_bytes
+
+    def keep(self, slots: Set[int]) -> None:
+        """Does nothing: keys and values are in the pages of `cache`."""
 
     def step(self, rows: Tensor, slots: Slots, longest: int = 0) -> Tensor:
         """Logits [B, V] after the next token of each slot that `rows` int32 [B] names; kernels are chosen for contexts of up to

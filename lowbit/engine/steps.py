@@ -6,7 +6,7 @@ the weights, and the rows and results here. Sizes between two graphs are filled 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -46,6 +46,13 @@ class Program(Protocol):
 
     def prompt(self, pieces: Sequence[Piece], slots: Slots) -> Tensor | None:
         """Logits [B, V] after each last piece."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of keys and values of a page of tokens, in all layers."""
+
+    def keep(self, slots: Set[int]) -> None:
+        """Frees keys and values that the program itself holds for all other slots."""
 
 
 @dataclass(frozen=True)
