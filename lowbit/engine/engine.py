@@ -304,7 +304,7 @@ class Engine:
             raise
 
     def _launch(self, planned: Round) -> None:
-        self._free_caches()  # of requests that were preempted
+        self.program.keep(self.batch.running)  # not of requests that were preempted
         if self._rehearsal is not None and (parts := self._rehearsal.of_round(planned)):
             with Attempt("compiling kernels"):  # whatever it is, it shows itself again where a kernel is launched
                 self._compile(self._rehearsal.kernels(parts))
@@ -448,10 +448,7 @@ class Engine:
         """Takes back the slots and pages of requests that have ended."""
         while self._ended:
             self.batch.remove(self._ended.popleft())
-        self._free_caches()
-
-    def _free_caches(self) -> None:
-        self.program.keep({request.row for request in self.batch.running})
+        self.program.keep(self.batch.running)
 
 
 def _wait_for(device: torch.device) -> None:

@@ -6,7 +6,7 @@ Slower by far than a program on a GPU, and the truth that programs are checked a
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from lowbit.engine.batching import Piece
+from lowbit.engine.request import Request
 from lowbit.engine.slots import Slots
 from lowbit.kernels.choose.attention import PAGE
 from lowbit.models.hf import give_back_freed_memory
@@ -36,9 +37,9 @@ class ForwardProgram:
         self._freed_bytes = 0
         self.page_bytes = PAGE * self._token_bytes()
 
-    def keep(self, slots: Set[int]) -> None:
-        """Frees the caches of all other slots; a C library that keeps freed memory returns it to the system."""
-        for slot in self._caches.keys() - slots:
+    def keep(self, running: Sequence[Request]) -> None:
+        """Frees the caches of other requests; a C library that keeps freed memory returns it to the system."""
+        for slot in self._caches.keys() - {request.slot for request in running}:
             self._freed_bytes += _bytes(self._caches.pop(slot))
         if self.device.type == "cpu" and self._freed_bytes >= TRIM_BYTES:
             self._freed_bytes = 0

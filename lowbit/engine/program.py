@@ -9,7 +9,7 @@ said in kernels/reference/, which is also what runs on a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from lowbit.engine.family import Decoder, LayerParts
 from lowbit.engine.product import Packed, Product, Scaled, gated_product, product
 from lowbit.engine.prompt_attention import PromptAttention, RaggedAttention
 from lowbit.engine.ragged import Ragged, sizes
+from lowbit.engine.request import Request
 from lowbit.engine.slots import Slots
 from lowbit.kernels.choose.attention import AttentionShape
 from lowbit.nn import QuantLinear
@@ -92,7 +93,7 @@ class DecodeProgram:
         """Bytes of keys and values of a page of tokens, in all layers."""
         return self.cache_spec.page_bytes
 
-    def keep(self, slots: Set[int]) -> None:
+    def keep(self, running: Sequence[Request]) -> None:
         """Does nothing: keys and values are in the pages of `cache`."""
 
     def step(self, rows: Tensor, slots: Slots, longest: int = 0) -> Tensor:

@@ -6,7 +6,7 @@ the weights, and the rows and results here. Sizes between two graphs are filled 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -51,8 +51,8 @@ class Program(Protocol):
     def page_bytes(self) -> int:
         """Bytes of keys and values of a page of tokens, in all layers."""
 
-    def keep(self, slots: Set[int]) -> None:
-        """Frees keys and values that the program itself holds for all other slots."""
+    def keep(self, running: Sequence[Request]) -> None:
+        """Frees keys and values that the program itself holds for other requests."""
 
 
 @dataclass(frozen=True)

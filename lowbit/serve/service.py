@@ -14,6 +14,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lowbit.engine import Engine
+from lowbit.models.generation import sampling_settings
 from lowbit.serve.chat import Prompts, TokenTexts
 from lowbit.serve.errors import ApiError, unavailable
 from lowbit.serve.limits import Limits
@@ -22,10 +23,12 @@ from lowbit.serve.worker import MOST_FAILURES, Worker
 
 
 def configured(model: PreTrainedModel) -> dict[str, Any]:
-    """How a model's generation config says that tokens are drawn: settings for requests that do not say themselves."""
-    said = model.generation_config.to_diff_dict()
-    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    return {name: said[name] for name in names if said.get(name) is not None}
+    """Sampling settings of the model's generation config, for requests that state none; raises ValueError for values that
+    nothing can be sampled with."""
+    try:
+        return sampling_settings(model.generation_config.to_diff_dict())
+    except ValueError as error:
+        raise ValueError(f"generation_config.json of {model.name_or_path}: {error}") from None
 
 
 def is_local(host: str) -> bool:

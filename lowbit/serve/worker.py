@@ -159,6 +159,14 @@ class Worker:
             self._open.pop(text, None)
         self._orders.put(lambda: self._cancel(texts))
 
+    def count_failures(self, texts: int) -> None:
+        """Counts texts that failed before they were submitted."""
+
+        def count() -> None:
+            self.failures += texts
+
+        self._orders.put(count)
+
     def end_all(self, error: ApiError) -> None:
         """Ends all texts that there are or come, with an error for those who wait for them."""
         self._orders.put(lambda: self._end_all(error))
