@@ -114,7 +114,7 @@ async def _job(service: Service, asked: Asked) -> Job:
     service.seats.take(texts)
     made = False
     try:
-        job = await service.prompts.beside(lambda: make_job(service, asked))
+        job = await service.prompts.encoding(lambda: make_job(service, asked))
         made = True
         return job
     except ApiError:

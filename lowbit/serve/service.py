@@ -15,10 +15,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lowbit.engine import Engine
 from lowbit.models.generation import sampling_settings
-from lowbit.serve.chat import Prompts, TokenTexts
+from lowbit.serve.chat import TokenTexts
 from lowbit.serve.errors import ApiError, unavailable
 from lowbit.serve.limits import Limits
 from lowbit.serve.metrics import Metrics
+from lowbit.serve.prompts import Prompts
 from lowbit.serve.worker import MOST_FAILURES, Worker
 
 
@@ -87,11 +88,11 @@ class Service:
     def __post_init__(self) -> None:
         engine = self.engine
         self.metrics = Metrics(engine)
-        self.worker = Worker(engine, self.metrics)
         self.seats = Seats(self.limits.seats)
         most = min(self.limits.max_prompt, engine.max_length - 1)
         self.vocab = engine.slots.sampling.counts.shape[1]
-        self.prompts = Prompts(self.tokenizer, most, self.vocab)
+        self.prompts = Prompts(self.tokenizer, most, self.vocab, self.limits)
+        self.worker = Worker(engine, self.metrics, self.prompts)
         self.token_texts = TokenTexts(self.tokenizer)
 
     def check_key(self, authorization: str | None) -> None:
