@@ -75,9 +75,8 @@ class Prompts:
 
     def of_prompts(self, prompts: Sequence[str | Sequence[int]]) -> list[list[int]]:
         """Tokens of each prompt, with the tokenizer's own at its beginning; raises ApiError if one cannot be computed."""
-        encoded = iter(())
-        if texts := [prompt for prompt in prompts if isinstance(prompt, str)]:
-            encoded = iter(self._encoded({"texts": texts}, "prompt", "tokenizer"))
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        encoded = iter(self._encoded({"texts": texts}, "prompt", "tokenizer") if texts else [])
         return [next(encoded) if isinstance(prompt, str) else self._of_tokens(prompt) for prompt in prompts]
 
     def of_dialogue(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
