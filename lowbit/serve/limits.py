@@ -72,7 +72,7 @@ class Limits:
     """Open connections of one IPv4 address or one /64 network of IPv6; half of all when None."""
 
     def __post_init__(self) -> None:
-        least = {"max_concurrent": 1, "max_queue": 0, "max_prompt": 1, "max_body": 1024, "grace_seconds": 0}
+        least: dict[str, float] = {"max_concurrent": 1, "max_queue": 0, "max_prompt": 1, "max_body": 1024, "grace_seconds": 0}
         least |= {"prompt_seconds": 0.1, "max_connections": 1, "max_connections_per_address": 1}
         for name, value in least.items():
             if (found := getattr(self, name)) is not None and found < value:
