@@ -78,7 +78,7 @@ class ForwardProgram:
         whose state does not grow, have none."""
         cache = DynamicCache(config=self.model.config)
         ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
-        self.model(input_ids=ids, past_key_values=cache, **self._options)
+        self.model(input_ids=ids, **{self._cache_name: cache}, **self._options)
         return _bytes(cache)
 
 

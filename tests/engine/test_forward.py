@@ -99,6 +99,7 @@ class PastModel(CacheModel):
 def test_the_cache_is_passed_by_the_name_that_the_model_has_for_it(kind):
     model, cache = kind(), object()
     program = ForwardProgram(model, ())
+    model.seen = None
     program._caches[0] = cache
     program._forward([1, 2], 0)
     assert model.seen is cache

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from hypothesis import strategies as st
-from lowbit.kernels.choose.mixed_gemm import KINDS, GemmShape, candidates
+from lowbit.kernels.choose.gemm import KINDS, GemmShape, candidates
 from transformers import LlamaForCausalLM
 
 import lowbit

@@ -16,9 +16,9 @@ import time
 import pytest
 
 from lowbit.serve import listener
-from lowbit.serve.prompts import Prompts
 from lowbit.serve.limits import Limits
 from lowbit.serve.listener import Listener, network_of, raise_file_limit
+from lowbit.serve.prompts import Prompts
 from tests.serve.hostile import status_of
 from tests.serve.running import NAME, PATIENCE, raw, running
 
