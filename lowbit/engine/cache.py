@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lowbit.engine.pages import pages_for
+from lowbit.engine.block_pool import pages_for
 from lowbit.kernels.choose.attention import PAGE
 
 SHARE = 0.9
@@ -56,14 +56,14 @@ class Cache:
 
 
 @dataclass(frozen=True)
-class Room:
+class CacheBudget:
     """Memory for keys and values, and where that number comes from."""
 
     bytes_: int
     source: str
 
     @classmethod
-    def on(cls, device: torch.device, given: int | None, *, allocated: bool = True) -> Room:
+    def for_device(cls, device: torch.device, given: int | None, *, allocated: bool = True) -> CacheBudget:
         """`given` (cache_bytes), or a share of what is free. `allocated`: the cache is allocated as a whole, at the start."""
         if given is not None:
             return cls(given, "cache_bytes")

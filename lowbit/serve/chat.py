@@ -46,7 +46,7 @@ class Encoder:
         self._check_characters(prompt, "prompt")
         return checked(self.tokenizer(prompt).input_ids, self.most, "prompt")
 
-    def of_dialogue(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
+    def of_conversation(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
         """Tokens of a conversation up to where the answer begins; raises ApiError where the template does not take it."""
         self._check_characters("".join(message["content"] for message in messages), "messages")
         try:

@@ -79,7 +79,7 @@ class Prompts:
         encoded = iter(self._encoded({"texts": texts}, "prompt", "tokenizer") if texts else [])
         return [next(encoded) if isinstance(prompt, str) else self._of_tokens(prompt) for prompt in prompts]
 
-    def of_dialogue(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
+    def of_conversation(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
         """Tokens of a conversation up to where the answer begins; raises ApiError where the template does not take it."""
         if not self.has_template:
             raise refused("messages", "this model has no chat template; POST /v1/completions takes a prompt as it is")

@@ -49,22 +49,22 @@ class State(str, Enum):
 
 
 @dataclass
-class Seats:
-    """Places for texts, those that wait among them; taken by a request and given back at its end."""
+class SequenceQuota:
+    """Places for sequences, those that wait among them; taken by a request and given back at its end."""
 
     count: int
     taken: int = 0
 
-    def take(self, texts: int) -> None:
+    def take(self, sequences: int) -> None:
         """Raises ApiError if there are not so many."""
-        if self.taken + texts > self.count:
-            why = f"{self.taken:,} of {self.count:,} texts are being computed or wait, {texts:,} more do not fit; try again"
+        if self.taken + sequences > self.count:
+            why = f"{self.taken:,} of {self.count:,} sequences are being computed or wait, {sequences:,} more do not fit; try again"
             raise ApiError(429, why, code="queue_full", headers={"retry-after": "1"})
-        self.taken += texts
+        self.taken += sequences
 
-    def give_back(self, texts: int) -> None:
-        """The texts of one request, at its end."""
-        self.taken -= texts
+    def give_back(self, sequences: int) -> None:
+        """The sequences of one request, at its end."""
+        self.taken -= sequences
 
 
 @dataclass
@@ -88,7 +88,7 @@ class Service:
     def __post_init__(self) -> None:
         engine = self.engine
         self.metrics = Metrics(engine)
-        self.seats = Seats(self.limits.seats)
+        self.quota = SequenceQuota(self.limits.max_sequences)
         most = min(self.limits.max_prompt, engine.max_length - 1)
         self.vocab = engine.slots.sampling.counts.shape[1]
         self.prompts = Prompts(self.tokenizer, most, self.vocab, self.limits)
@@ -117,5 +117,5 @@ class Service:
 
     @property
     def healthy(self) -> bool:
-        """Whether texts come out."""
+        """Whether sequences come out."""
         return not self.worker.dead and self.worker.failures < MOST_FAILURES

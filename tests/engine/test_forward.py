@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowbit.engine import End, Engine, Request
+from lowbit.engine import Engine, FinishReason, Request
 from lowbit.engine.forward import ForwardProgram
 from tests.tiny import eager_llama
 
@@ -34,7 +34,7 @@ def test_the_cache_of_a_sequence_is_freed_when_it_ends(model):
     short.limit = 2
     engine.submit(long)
     engine.submit(short)
-    while short.end is None:
+    while short.finish_reason is None:
         engine.step()
     assert 0 < held_bytes(engine) <= PAGE_BYTES
     engine.cancel(long)
@@ -47,11 +47,11 @@ def test_cache_bytes_bounds_what_sequences_hold_together(model):
     engine = Engine(model, forward=True, max_concurrent=3, max_length=256, cache_bytes=5 * PAGE_BYTES)
     assert engine.program.page_bytes == PAGE_BYTES
     tight, most = [engine.submit(request) for request in requests(3)], 0
-    while any(request.end is None for request in tight):
+    while any(request.finish_reason is None for request in tight):
         engine.step()
         most = max(most, held_bytes(engine))
     assert 2 * PAGE_BYTES < most <= 4 * PAGE_BYTES and held_bytes(engine) == 0
-    assert [[d.token for d in r.drawn] for r in tight] == [[d.token for d in r.drawn] for r in roomy]
+    assert [[d.token for d in r.sampled] for r in tight] == [[d.token for d in r.sampled] for r in roomy]
 
 
 def test_a_sequence_that_cache_bytes_cannot_hold_is_refused(model):
@@ -60,7 +60,7 @@ def test_a_sequence_that_cache_bytes_cannot_hold_is_refused(model):
     said = rf"at most 128 tokens here, this request has 120 tokens and asks for 9 more; .*\(cache_bytes={3 * PAGE_BYTES}\)"
     with pytest.raises(ValueError, match=said):
         engine.submit(Request([1] * 120, 9))
-    assert engine.generate([Request([1] * 120, 8)])[0].end is End.LENGTH
+    assert engine.generate([Request([1] * 120, 8)])[0].finish_reason is FinishReason.LENGTH
     with pytest.raises(ValueError, match=rf"\(cache_bytes={2 * PAGE_BYTES}, --cache-gib of lowbit serve\)"):
         Engine(model, forward=True, cache_bytes=PAGE_BYTES)
 

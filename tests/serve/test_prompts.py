@@ -81,7 +81,7 @@ def test_the_end_of_the_grace_time_ends_a_template_that_loops():
         process = server.service.prompts._workers._process
         asking = threading.Thread(target=lambda: found.append(chat(server.client(), "loop")))
         asking.start()
-        server.wait_until(lambda: server.service.seats.taken)
+        server.wait_until(lambda: server.service.quota.taken)
         time.sleep(0.1)
         begin = time.monotonic()
         server.service.worker._loop.call_soon_threadsafe(server.server.drain)

@@ -67,7 +67,7 @@ class StopMatcher:
         return found
 
 
-class TextStream:
+class Detokenizer:
     """The text after a prompt, token by token.
 
     What could be the beginning of a stop string is held back until it is known to be none. When a stop string is complete,
