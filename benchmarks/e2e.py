@@ -23,12 +23,12 @@ from benchmarks.language_model import random_model, weight_bytes
 from benchmarks.results import default_path, machine
 from lowbit.checkpoint.target import check_file
 from lowbit.engine import Engine, Request
-from lowbit.engine.batching import Piece
+from lowbit.engine.block_pool import pages_for
 from lowbit.engine.chain import Chain
+from lowbit.engine.decode_runner import DecodeRunner, DecodeStep
 from lowbit.engine.graphs import Graphs
-from lowbit.engine.pages import pages_for
 from lowbit.engine.program import DecodeProgram
-from lowbit.engine.steps import Step, Steps
+from lowbit.engine.scheduler import PrefillChunk
 from lowbit.eval.results import versions, write_json
 from lowbit.formats import parse_scheme
 from lowbit.kernels.choose.attention import PAGE
@@ -146,7 +146,7 @@ def engine_for(model: PreTrainedModel, cases: Sequence[tuple[int, int]]) -> Engi
     """An engine whose cache holds every case, as far as memory goes."""
     longest = max(context for _, context in cases) + 4 * REPLAYS
     engine = Engine(
-        model, max_concurrent=max(batch for batch, _ in cases), max_length=max(longest, PROMPT + OUTPUT), sharing=False
+        model, max_concurrent=max(batch for batch, _ in cases), max_length=max(longest, PROMPT + OUTPUT), prefix_caching=False
     )
     program = engine.program
     if not isinstance(program, DecodeProgram) or program.cache is None:
@@ -159,7 +159,7 @@ def engine_for(model: PreTrainedModel, cases: Sequence[tuple[int, int]]) -> Engi
 
 def place(engine: Engine, batch: int, context: int, tokens: int) -> None:
     """Gives the first slots pages in random order for `tokens` more than `context`; ValueError where there are too few."""
-    each, count = pages_for(context + tokens), engine.batch.pages.count - 1
+    each, count = pages_for(context + tokens), engine.scheduler.pages.count - 1
     if batch * each > count:
         raise ValueError(f"keys and values of {batch} x {context} tokens take {batch * each:,} pages, {count:,} fit")
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))[: batch * each] + 1
@@ -176,7 +176,7 @@ def _better(engine: Engine, batch: int, context: int, held: int, bandwidth: floa
         found["ring"] = _decode(engine, batch, context, held, bandwidth)
     program.chain = ("products by cuBLAS are timed",)
     try:
-        steps = Steps(program, engine.slots, batch, graphs=Graphs(engine.device))
+        steps = DecodeRunner(program, engine.slots, batch, graphs=Graphs(engine.device))
         found["cuBLAS"] = _decode(engine, batch, context, held, bandwidth, steps)
     finally:
         program.chain = chain
@@ -185,14 +185,14 @@ def _better(engine: Engine, batch: int, context: int, held: int, bandwidth: floa
 
 
 def _decode(
-    engine: Engine, batch: int, context: int, held: int, bandwidth: float, steps: Steps | None = None
+    engine: Engine, batch: int, context: int, held: int, bandwidth: float, steps: DecodeRunner | None = None
 ) -> dict[str, Any]:
     """The step of a batch at a context, of the engine's or of other `steps`: time, limit, kernels."""
     program = engine.program
     assert isinstance(program, DecodeProgram)
     place(engine, batch, context, 4 * REPLAYS)
     torch.cuda.reset_peak_memory_stats()
-    step = (steps or engine.steps).launch(range(batch), False, context + 4 * REPLAYS)
+    step = (steps or engine.decode_runner).launch(range(batch), False, context + 4 * REPLAYS)
     us = times_us(step)
     engine.slots.positions[:batch] = context
     assert step.graph is not None
@@ -208,7 +208,7 @@ def _decode(
     }  # fmt: skip
 
 
-def times_us(step: Step) -> list[float]:
+def times_us(step: DecodeStep) -> list[float]:
     """Microseconds of each replay; all are queued at once, so that the GPU never waits for Python."""
     assert step.graph is not None
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(REPLAYS)]
@@ -269,12 +269,12 @@ def _prefill(engine: Engine) -> tuple[float, float]:
     place(engine, 1, PROMPT, 0)
     request = Request(ids, 1)
     request.slot = 0
-    size = engine.batch.piece
+    size = engine.scheduler.chunk_tokens
 
     def prompt() -> None:
         for begin in range(0, PROMPT, size):
             tokens = tuple(ids[begin : begin + size])
-            engine.prompts.launch([Piece(request, begin, tokens, begin + size >= PROMPT)])
+            engine.prefill_runner.launch([PrefillChunk(request, begin, tokens, begin + size >= PROMPT)])
 
     seconds = []
     for _ in range(4):
@@ -297,11 +297,11 @@ def _request(engine: Engine, batch: int) -> dict[str, Any]:
         prompts = [torch.randint(vocab, (128,), generator=generator).tolist() for _ in range(batch)]
         requests = [engine.submit(Request(ids, OUTPUT)) for ids in prompts]
         start = time.perf_counter()
-        while not all(request.drawn for request in requests):
+        while not all(request.sampled for request in requests):
             engine.step()
         begun = time.perf_counter()
-        drawn = min(len(request.drawn) for request in requests)
-        while any(request.end is None for request in requests):
+        drawn = min(len(request.sampled) for request in requests)
+        while any(request.finish_reason is None for request in requests):
             engine.step()
         end = time.perf_counter()
         taken = {"request_s": end - start, "step_wall_ms": 1e3 * (end - begun) / (OUTPUT - drawn)}

@@ -158,9 +158,9 @@ def engine_loop(engine: Engine, prompts: Prompts, asked: Asked) -> tuple[list[An
         engine.step()
         now = time.perf_counter()
         for number, (request, answer) in enumerate(live):
-            if len(request.drawn) > answer.tokens:
-                answer.first, answer.last, answer.tokens = answer.first or now, now, len(request.drawn)
-            if request.end is not None:
+            if len(request.sampled) > answer.tokens:
+                answer.first, answer.last, answer.tokens = answer.first or now, now, len(request.sampled)
+            if request.finish_reason is not None:
                 answer.error = request.error or None
                 live[number] = ask(number)
     took = (time.process_time() - cpu) / (time.perf_counter() - begun)
@@ -174,10 +174,10 @@ def first_token_alone(engine: Engine, prompt: list[int], limit: int) -> float:
     """Seconds from a request to its first token while nothing else runs, without a server."""
     begun = time.perf_counter()
     request = engine.submit(Request(prompt, limit))
-    while not request.drawn and request.end is None:
+    while not request.sampled and request.finish_reason is None:
         engine.step()
     took = time.perf_counter() - begun
-    while request.end is None:
+    while request.finish_reason is None:
         engine.step()
     return took
 

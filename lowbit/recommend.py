@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 from lowbit.checkpoint import CheckpointError
 from lowbit.checkpoint.detect import quantization_of
 from lowbit.checkpoint.reader import read_json
+from lowbit.engine.block_pool import pages_for
 from lowbit.engine.cache import CacheSpec
-from lowbit.engine.pages import pages_for
 from lowbit.formats import PerGroup, Scheme, ZeroPoint, parse_scheme
 from lowbit.models.hf import plan_for
 from lowbit.models.rotate import rotation_refusals

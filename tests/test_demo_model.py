@@ -96,4 +96,4 @@ def test_the_engine_draws_the_tokens_of_transformers(smollm2):
         out = model.generate(
             torch.tensor([request.prompt]), max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0
         )
-        assert [drawn.token for drawn in request.drawn] == out[0, len(request.prompt) :].tolist()
+        assert [drawn.token for drawn in request.sampled] == out[0, len(request.prompt) :].tolist()

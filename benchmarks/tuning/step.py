@@ -23,10 +23,10 @@ from benchmarks.e2e import DTYPES, PROMPT, engine_for, one_layer, place, timelin
 from benchmarks.language_model import SHAPES, random_model
 from lowbit.engine import Engine
 from lowbit.engine.chain import Chain
+from lowbit.engine.decode_runner import DecodeRunner, DecodeStep
 from lowbit.engine.graphs import Graphs
 from lowbit.engine.product import Dense, Packed, Product
 from lowbit.engine.program import DecodeProgram
-from lowbit.engine.steps import Step, Steps
 from lowbit.hardware.machine import Machine, machine_of
 from lowbit.kernels.choose import attention, fused_gemm, gemm
 from lowbit.kernels.choose.gemm import DENSE_BITS, RING_TOKENS, GemmShape, RingTile
@@ -121,7 +121,7 @@ class Trial:
 
     def __init__(self, engine: Engine, rows: int, context: int) -> None:
         self.engine, self.rows, self.context = engine, rows, context
-        self.reach = next(reach for reach in engine.steps.reaches if reach > context)
+        self.reach = next(reach for reach in engine.decode_runner.reaches if reach > context)
         place(engine, rows, context, 256)
 
     def run(self) -> Tensor:
@@ -153,9 +153,9 @@ class Trial:
         assert graph is not None
         return ", ".join(f"{name} {added:.1f}" for name, added in one_layer(timeline(graph.replay)))
 
-    def capture(self) -> Step:
+    def capture(self) -> DecodeStep:
         """The step, captured anew."""
-        steps = Steps(self.engine.program, self.engine.slots, self.rows, graphs=Graphs(self.engine.device))
+        steps = DecodeRunner(self.engine.program, self.engine.slots, self.rows, graphs=Graphs(self.engine.device))
         return steps.launch(range(self.rows), False, self.context + 1)
 
     @torch.inference_mode()

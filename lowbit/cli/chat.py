@@ -18,7 +18,7 @@ from lowbit.cli.serve import extra_missing
 from lowbit.cli.terminal import Device, Scheme, check_device, check_scheme, load_layers, out, say
 
 if TYPE_CHECKING:
-    from lowbit.serve.client import Dialogue
+    from lowbit.serve.client import ChatBackend
 
 COMMANDS = {
     "/help": "show this list",
@@ -71,17 +71,17 @@ def chat(
     path = None if remote else _local_model(where)
     load_layers()
     try:
-        from lowbit.serve.client import Local, Remote
+        from lowbit.serve.client import LocalChat, RemoteChat
     except ImportError as error:
         raise extra_missing("chat", error) from error
-    dialogue: Dialogue
+    dialogue: ChatBackend
     if path is None:
-        dialogue = Remote(where, api_key, name)
+        dialogue = RemoteChat(where, api_key, name)
     else:
         from lowbit.pipeline import pipeline
 
         pipe = pipeline(str(path), scheme=scheme, device=device, progress=True, max_concurrent=1)
-        dialogue = Local(pipe, where.rstrip("/").rpartition("/")[2])
+        dialogue = LocalChat(pipe, where.rstrip("/").rpartition("/")[2])
     say(f"{dialogue.name}; {HELP}")
     _talk(dialogue, system, temperature, max_new_tokens)
 
@@ -92,7 +92,7 @@ def _local_model(name: str) -> Path:
     return local_model(name)
 
 
-def _talk(dialogue: Dialogue, system: str | None, temperature: float, max_new_tokens: int) -> None:
+def _talk(dialogue: ChatBackend, system: str | None, temperature: float, max_new_tokens: int) -> None:
     """Questions and answers until the input ends or /quit."""
     first = [{"role": "system", "content": system}] if system else []
     messages = list(first)
@@ -186,13 +186,13 @@ class _Interrupts:
             raise KeyboardInterrupt
 
 
-def _show(dialogue: Dialogue, messages: list[dict[str, str]], temperature: float, max_new_tokens: int) -> str | None:
+def _show(dialogue: ChatBackend, messages: list[dict[str, str]], temperature: float, max_new_tokens: int) -> str | None:
     """Prints an answer as it comes, until Ctrl-C; returns it, None if there is none. Raises KeyboardInterrupt for a second
     Ctrl-C."""
-    from lowbit.serve.client import Local
+    from lowbit.serve.client import LocalChat
 
     pieces: list[str] = []
-    with _Interrupts(at_once=not isinstance(dialogue, Local)) as interrupts:
+    with _Interrupts(at_once=not isinstance(dialogue, LocalChat)) as interrupts:
         try:
             with contextlib.closing(dialogue.answer(messages, temperature, max_new_tokens)) as answer:  # type: ignore[type-var]
                 for piece in answer:

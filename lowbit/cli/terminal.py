@@ -98,7 +98,7 @@ def _shown(factory: Any, arguments: tuple[Any, ...], options: dict[str, Any]) ->
 
 def _mistakes() -> tuple[type[Exception], ...]:
     """What a user can act on, among it the errors of the layers that are imported."""
-    ours = (("lowbit.ops", "UnsupportedProblem"), ("lowbit.demo", "DemoError"), ("lowbit.engine", "TextFailed"))
+    ours = (("lowbit.ops", "UnsupportedProblem"), ("lowbit.demo", "DemoError"), ("lowbit.engine", "RequestFailed"))
     return (ValueError, OSError, *(getattr(sys.modules[module], name) for module, name in ours if module in sys.modules))
 
 

@@ -12,10 +12,10 @@ prompt_attention.py  attention of all prompts of a round            graphs.py   
 failure.py    one text that fails, or a round                       warm_up.py   what will be launched, before it is
 """
 
+from lowbit.engine.detokenizer import Detokenizer
 from lowbit.engine.engine import Engine
-from lowbit.engine.failure import RoundFailed, TextFailed
-from lowbit.engine.request import Drawn, End, Request
-from lowbit.engine.text import TextStream
+from lowbit.engine.failure import RequestFailed, StepFailed
+from lowbit.engine.request import FinishReason, Request, SampledToken
 from lowbit.ops.sample import Sampling
 
-__all__ = ["Drawn", "End", "Engine", "Request", "RoundFailed", "Sampling", "TextFailed", "TextStream"]
+__all__ = ["Detokenizer", "Engine", "FinishReason", "Request", "RequestFailed", "SampledToken", "Sampling", "StepFailed"]

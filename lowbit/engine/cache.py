@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowbit.engine.pages import pages_for
+from lowbit.engine.block_pool import pages_for
 from lowbit.kernels.choose.attention import PAGE
 
 SHARE = 0.9
@@ -55,14 +55,14 @@ class Cache:
 
 
 @dataclass(frozen=True)
-class Room:
+class CacheBudget:
     """Memory for keys and values, and where that number comes from."""
 
     bytes_: int
     source: str
 
     @classmethod
-    def on(cls, device: torch.device, given: int | None) -> Room:
+    def for_device(cls, device: torch.device, given: int | None) -> CacheBudget:
         """What the caller gives (cache_bytes), or a share of what is free on a GPU."""
         if given is not None:
             return cls(given, "cache_bytes")

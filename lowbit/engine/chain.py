@@ -37,7 +37,7 @@ class Gamma:
 
 
 @dataclass(frozen=True)
-class Link:
+class ChainLayer:
     """The products of a layer, and the norms before attention and before the MLP."""
 
     qkv: Packed | Dense
@@ -51,7 +51,7 @@ class Link:
 class Chain:
     """A decoder's step of up to `most` tokens."""
 
-    def __init__(self, decoder: Decoder, links: Sequence[Link], head: Product, dtype: torch.dtype) -> None:
+    def __init__(self, decoder: Decoder, links: Sequence[ChainLayer], head: Product, dtype: torch.dtype) -> None:
         self.decoder, self.links, self.head, self.dtype = decoder, links, head, dtype
         self.most = most_tokens(links)
         assert decoder.activation != "relu"
@@ -85,7 +85,7 @@ class Chain:
         return residual_gemm(x, w.weight, h, gamma.values, w.bias, factor=gamma.factor)
 
 
-def most_tokens(links: Sequence[Link]) -> int:
+def most_tokens(links: Sequence[ChainLayer]) -> int:
     """Rows of a step that a chain computes on its device: those of a tile of the wgmma kernel, or of the ring kernel where
     there are weights of 16 bits (faster than eight launches by cuBLAS at all of them: 720 and 797 us at one, 824 and 892 at 16,
     four layers of Llama-3-8B's shape with its head, H200, 2026-11-23). Without wgmma those of one mma.sync: with 16 the ring
@@ -134,5 +134,5 @@ def chain_of(
             )
         else:
             before, mlp = (Gamma.of(gamma, decoder.norm_offset, dtype) for gamma in (parts.input_gamma, parts.mlp_gamma))
-            links.append(Link(packed[0], packed[1], packed[2], packed[3], before, mlp))
+            links.append(ChainLayer(packed[0], packed[1], packed[2], packed[3], before, mlp))
     return tuple(dict.fromkeys(reasons)) or Chain(decoder, links, head, dtype)

@@ -7,11 +7,11 @@ from collections.abc import Callable
 import torch
 from transformers import PreTrainedModel
 
-from lowbit.engine.batching import Piece
 from lowbit.engine.cache import Cache
 from lowbit.engine.family import Decoder
 from lowbit.engine.program import DecodeProgram
 from lowbit.engine.request import Request
+from lowbit.engine.scheduler import PrefillChunk
 from lowbit.engine.slots import Slots, on_device
 from lowbit.kernels.choose.attention import attention_refusals
 from lowbit.ops.elementwise import MOST_COLUMNS
@@ -51,7 +51,7 @@ def difference_to(model: PreTrainedModel, make: Callable[[], DecodeProgram]) -> 
     request.slot = 0
     slots.update([(0, 0, 1)], [(0, TOKENS)])
     slots.tokens[0] = int(ids[-1])
-    prompt = program.prompt([Piece(request, 0, tuple(ids[:-1].tolist()), True)], slots)
+    prompt = program.prompt([PrefillChunk(request, 0, tuple(ids[:-1].tolist()), True)], slots)
     step = program.step(on_device([0], program.device), slots)
     program.cache = None
     assert prompt is not None

@@ -1,10 +1,10 @@
-"""Many texts at once from one model: requests come and go at every step, and the host is a step ahead of the GPU.
+"""Many sequences at once from one model: requests come and go at every step, and the host is a step ahead of the GPU.
 
     engine = Engine(model)
     request = engine.submit(Request(prompt, limit=100))
-    for drawn in engine.stream(request): ...
+    for sampled in engine.stream(request): ...
 
-A round (`Engine.step`) plans, launches what is planned, and only then reads what the round before has drawn: the GPU never
+A round (`Engine.step`) plans, launches what is planned, and only then reads what the round before has sampled: the GPU never
 waits for Python. So a text that ends is computed one token further, which nobody reads. Whoever waits for a text does the
 rounds for all of them; several threads may wait. What is submitted or cancelled meanwhile waits for no round: it is noted, and
 the next round begins with it.
@@ -25,21 +25,21 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lowbit.engine.batching import Batch, Piece, Round
-from lowbit.engine.cache import Cache, Room
+from lowbit.engine.block_pool import BlockPool, pages_for
+from lowbit.engine.cache import Cache, CacheBudget
 from lowbit.engine.chain import Chain
 from lowbit.engine.check import LARGEST_DIFFERENCE, TOKENS, difference_to, kernel_refusals
-from lowbit.engine.failure import Attempt, RoundFailed, in_words
+from lowbit.engine.decode_runner import DecodeRunner, DecodeStep, ModelProgram, filters, sample_tokens
+from lowbit.engine.failure import Attempt, StepFailed, in_words
 from lowbit.engine.family import recognise
 from lowbit.engine.forward import ForwardProgram
 from lowbit.engine.graphs import Graphs
-from lowbit.engine.pages import Pages, pages_for
+from lowbit.engine.prefill_runner import PrefillRunner
 from lowbit.engine.program import DecodeProgram
-from lowbit.engine.prompts import Prompts
-from lowbit.engine.request import Drawn, End, Request
+from lowbit.engine.request import FinishReason, Request, SampledToken
+from lowbit.engine.scheduler import PrefillChunk, Scheduler, SchedulerOutput
 from lowbit.engine.slots import Slots, on_device
-from lowbit.engine.steps import Program, Step, Steps, draw, filters
-from lowbit.engine.warm_up import Rehearsal, Stage
+from lowbit.engine.warm_up import Stage, WarmUpRun
 from lowbit.hardware.machine import machine_of
 from lowbit.ops.sample import top_logprobs
 
@@ -48,32 +48,32 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PIECE = 1024
+CHUNK_TOKENS = 1024
 """Tokens of prompts between two steps: enough for the tensor cores, and tens of milliseconds at most for those who wait."""
 
 
 @dataclass
-class Launched:
+class InFlightStep:
     """What was launched: whose tokens, in the order of rows, where they will be, and how many rows were read."""
 
     requests: list[Request]
     tokens: Tensor
     logprobs: Tensor
-    likeliest: tuple[Tensor, Tensor] | None
+    top_logprobs: tuple[Tensor, Tensor] | None
     done: torch.cuda.Event | None
     read: int = 0
 
 
 class Engine:
-    """Generates texts with a causal language model of Transformers.
+    """Generates sequences with a causal language model of Transformers.
 
     `max_concurrent` requests are computed at once, others wait; a request has at most `max_length` tokens (default: as many as
     the model has positions, as far as the cache holds them). `cache_bytes`: memory for keys and values (default: most of what a
     GPU has free). `batch_invariant`: a text has the same bits whoever is computed beside it, for models whose quantized layers
-    were made so (`nn.linear.make_batch_invariant`). `sharing`: prompts that begin alike share what is computed. The decode
+    were made so (`nn.linear.make_batch_invariant`). `prefix_caching`: prompts that begin alike share what is computed. The decode
     program takes the model's weights over into forms of its own, without a second copy. Raises ValueError where not even one
     request fits into the cache. `forward`: computes by the model's own forward, one text at a time, as models do that no decode
-    program knows. `ahead`: reads what was drawn a round later, which a GPU does not wait for. `ends`: tokens that
+    program knows. `async_scheduling`: reads what was sampled a round later, which a GPU does not wait for. `stop_token_ids`: tokens that
     `Sampling.min_new_tokens` holds back (default: the end-of-text tokens of the model's generation config). `progress` is told
     how far kernels are compiled that a round waits for, and at the end that all are.
     """
@@ -85,12 +85,12 @@ class Engine:
         max_concurrent: int = 64,
         max_length: int | None = None,
         cache_bytes: int | None = None,
-        piece: int = PIECE,
+        chunk_tokens: int = CHUNK_TOKENS,
         batch_invariant: bool = False,
-        sharing: bool = True,
+        prefix_caching: bool = True,
         forward: bool = False,
-        ahead: bool = True,
-        ends: Sequence[int] | None = None,
+        async_scheduling: bool = True,
+        stop_token_ids: Sequence[int] | None = None,
         progress: Callable[[Stage], object] | None = None,
     ) -> None:
         if max_concurrent < 1:
@@ -104,29 +104,40 @@ class Engine:
         # Whatever the caller's mode is: the weights that a program joins stay the model's, which may be trained.
         with torch.inference_mode(next(model.parameters()).is_inference()):
             self.program, self.difference = _program(model, self.max_length, batch_invariant, forward)
-        self._positions, self._room = positions, Room.on(self.device, cache_bytes)  # what the program leaves
+        self._positions, self._cache_budget = (
+            positions,
+            CacheBudget.for_device(self.device, cache_bytes),
+        )  # what the program leaves
         pages = 1 + max_concurrent * pages_for(self.max_length)
         if isinstance(self.program, DecodeProgram):
             spec = self.program.cache_spec
             if max_length is None:
-                self.max_length = min(self.max_length, self._room.longest(spec))
-            pages = self._room.pages(spec, max_concurrent, self.max_length)
+                self.max_length = min(self.max_length, self._cache_budget.longest(spec))
+            pages = self._cache_budget.pages(spec, max_concurrent, self.max_length)
             self.program.cache = Cache(spec, pages, self.device)
-        shares = sharing and isinstance(self.program, DecodeProgram)
-        self.batch = Batch(max_concurrent, Pages(pages), piece, sharing=shares, invariant=batch_invariant)
+        caches = prefix_caching and isinstance(self.program, DecodeProgram)
+        self.scheduler = Scheduler(
+            max_concurrent, BlockPool(pages), chunk_tokens, prefix_caching=caches, invariant=batch_invariant
+        )
         vocab = model.config.get_text_config().vocab_size
-        self.ends = [end for end in (_ends(model) if ends is None else ends) if 0 <= end < vocab]  # no other is ever drawn
-        self.slots = Slots(max_concurrent, self.max_length, vocab, self.ends, self.device)
+        self.stop_token_ids = [
+            token for token in (_eos_tokens(model) if stop_token_ids is None else stop_token_ids) if 0 <= token < vocab
+        ]  # no other is ever sampled
+        self.slots = Slots(max_concurrent, self.max_length, vocab, self.stop_token_ids, self.device)
         captures = on_gpu and isinstance(self.program, DecodeProgram)
         graphs = Graphs(self.device) if captures else None
-        self.steps = Steps(self.program, self.slots, max_concurrent, graphs=graphs, invariant=batch_invariant)
-        self.prompts = Prompts(self.program, self.slots, min(piece, max_concurrent * self.max_length), graphs=graphs)
-        self._rehearsal: Rehearsal | None = None
+        self.decode_runner = DecodeRunner(self.program, self.slots, max_concurrent, graphs=graphs, invariant=batch_invariant)
+        self.prefill_runner = PrefillRunner(
+            self.program, self.slots, min(chunk_tokens, max_concurrent * self.max_length), graphs=graphs
+        )
+        self._warm_up_run: WarmUpRun | None = None
         if captures and isinstance(self.program, DecodeProgram):
-            self._rehearsal = Rehearsal(self.program, self.steps, self.prompts, max_concurrent, self.max_length)
+            self._warm_up_run = WarmUpRun(
+                self.program, self.decode_runner, self.prefill_runner, max_concurrent, self.max_length
+            )
         self._progress = progress or (lambda stage: None)
-        self._ahead = ahead
-        self._flying: deque[Launched] = deque()
+        self._async_scheduling = async_scheduling
+        self._in_flight: deque[InFlightStep] = deque()
         self._lock = threading.Lock()
         """Of rounds, and of all that they plan with."""
         self._doing: int | None = None
@@ -146,7 +157,7 @@ class Engine:
         if self._broken:
             raise RuntimeError(f"the GPU of this engine failed, start another process: {self._broken}")
         most = len(request.prompt) + request.limit
-        reasons = self.batch.refusals(request)
+        reasons = self.scheduler.refusals(request)
         if most > self.max_length:
             asked = f"this request has {len(request.prompt):,} tokens and asks for {request.limit:,} more"
             raise ValueError(f"a text has at most {self.max_length:,} tokens here, {asked}; {self._limit(most)}")
@@ -160,44 +171,44 @@ class Engine:
         with self._noting:
             if self._broken:  # meanwhile
                 raise RuntimeError(f"the GPU of this engine failed, start another process: {self._broken}")
-            if request.submitted or request.end is not None:
+            if request.submitted or request.finish_reason is not None:
                 raise ValueError("this request was submitted before: make another one")
             request.submitted = True
-            self.batch.add(request)
+            self.scheduler.add(request)
         return request
 
     def _limit(self, tokens: int) -> str:
         """Why a text cannot have so many tokens, and what to do."""
         if tokens > self._positions:
             return f"the model has {self._positions:,} positions: shorten the prompt or ask for fewer new tokens"
-        if isinstance(self.program, DecodeProgram) and tokens > self._room.longest(self.program.cache_spec):
-            return self._room.refusal(self.program.cache_spec, tokens)
+        if isinstance(self.program, DecodeProgram) and tokens > self._cache_budget.longest(self.program.cache_spec):
+            return self._cache_budget.refusal(self.program.cache_spec, tokens)
         return "so says max_length of the engine: make one with more, or ask for fewer tokens"
 
     def cancel(self, request: Request) -> None:
         """Ends a request where it is, at once, whoever is doing a round; one that has ended stays as it is."""
-        self._end(request, End.CANCELLED)
+        self._end(request, FinishReason.CANCELLED)
         # Else the round that is being done lets go of it, or the next. It may be this thread's: in the middle of one the
         # collector ends streams that were given up.
         if self._lock.acquire(blocking=False):
             try:
-                self._let_go()
+                self._free_finished()
             finally:
                 self._lock.release()
 
-    def stream(self, request: Request) -> Generator[Drawn, None, None]:
-        """The tokens of a submitted request as they come; giving the iterator up cancels the request. Raises TextFailed at
+    def stream(self, request: Request) -> Generator[SampledToken, None, None]:
+        """The tokens of a submitted request as they come; giving the iterator up cancels the request. Raises RequestFailed at
         the end of a text that failed."""
         read = 0
         try:
             while True:
-                ended = request.end is not None  # asked first: another thread may read the last tokens now
-                while read < len(request.drawn):
-                    yield request.drawn[read]
+                ended = request.finish_reason is not None  # asked first: another thread may read the last tokens now
+                while read < len(request.sampled):
+                    yield request.sampled[read]
                     read += 1
                 if ended:
                     break
-                with contextlib.suppress(RoundFailed):  # others' perhaps
+                with contextlib.suppress(StepFailed):  # others' perhaps
                     self.step()
         finally:
             self.cancel(request)
@@ -205,13 +216,13 @@ class Engine:
 
     def generate(self, requests: Iterable[Request]) -> list[Request]:
         """Submits requests and runs until all of them have ended; if something fails on the way, none of them stays behind.
-        Raises TextFailed, once all have ended, if one of them failed."""
+        Raises RequestFailed, once all have ended, if one of them failed."""
         submitted: list[Request] = []
         try:
             for request in requests:
                 submitted.append(self.submit(request))
-            while any(request.end is None for request in submitted):
-                with contextlib.suppress(RoundFailed):  # others' perhaps
+            while any(request.finish_reason is None for request in submitted):
+                with contextlib.suppress(StepFailed):  # others' perhaps
                     self.step()
         finally:
             for request in submitted:
@@ -222,10 +233,10 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """One round: launches what is due, then reads what the round before has drawn.
+        """One round: launches what is due, then reads what the round before has sampled.
 
         A request that fails by itself ends as failed, `Request.error` says why, and nobody else notices: one whose prompt or
-        `watch` raises an error, or whose logits are no numbers. Raises RoundFailed where that cannot be told apart, and all
+        `on_token` raises an error, or whose logits are no numbers. Raises StepFailed where that cannot be told apart, and all
         requests of the round have ended so; then `submit` says whether the GPU still computes.
         """
         if self._doing == threading.get_ident():
@@ -233,46 +244,46 @@ class Engine:
         with self._lock:
             self._doing = threading.get_ident()
             try:
-                self._round()
+                self._step()
             finally:
                 self._doing = None
 
-    def _round(self) -> None:
-        self._let_go()
-        earlier = len(self._flying)
+    def _step(self) -> None:
+        self._free_finished()
+        earlier = len(self._in_flight)
         planned = self._launch_next()
-        if not (planned and self._ahead):
-            earlier = len(self._flying)
-        for _ in range(min(earlier, len(self._flying))):
-            self._read(self._flying[0])
-            self._flying.popleft()
-        self._let_go()
+        if not (planned and self._async_scheduling):
+            earlier = len(self._in_flight)
+        for _ in range(min(earlier, len(self._in_flight))):
+            self._read(self._in_flight[0])
+            self._in_flight.popleft()
+        self._free_finished()
 
     def compile(self) -> Iterator[Stage]:
         """Compiles every kernel, by several processes where Triton's cache does not have it; says how far it is before each."""
-        if self._rehearsal is None:
+        if self._warm_up_run is None:
             return
         with self._lock:
-            wanted = self._rehearsal.kernels(self._rehearsal.everything())
+            wanted = self._warm_up_run.kernels(self._warm_up_run.everything())
         yield from self._compiled(wanted)
 
     def warm_up(self) -> Iterator[Stage]:
         """Compiles every kernel and captures every graph, so that no request waits for either; says what comes before each."""
         yield from self.compile()
-        variants = self.steps.variants() if self.steps.graphs else []
-        total = len(variants) + len(self.prompts.forms)
+        variants = self.decode_runner.variants() if self.decode_runner.graphs else []
+        total = len(variants) + len(self.prefill_runner.graph_shapes)
         for done, variant in enumerate(variants):
             size, filtered, reach = variant
             yield Stage(f"step of {size}{' with filters' if filtered else ''}, up to {reach:,} tokens", done, total)
             with self._lock, torch.inference_mode():
-                self.steps.captured(variant)
-        for done, form in enumerate(self.prompts.forms, len(variants)):
-            yield Stage(f"prompts of {form.tokens:,} tokens that see {form.keys:,}", done, total)
+                self.decode_runner.captured(variant)
+        for done, shape in enumerate(self.prefill_runner.graph_shapes, len(variants)):
+            yield Stage(f"prompts of {shape.tokens:,} tokens that see {shape.keys:,}", done, total)
             with self._lock, torch.inference_mode():
-                self.prompts.captured(form)
+                self.prefill_runner.captured(shape)
 
     def report(self) -> list[str]:
-        """How texts are computed, a line each."""
+        """How sequences are computed, a line each."""
         if self.program.reasons:
             return [f"through Transformers' forward, one text at a time: {'; '.join(self.program.reasons)}"]
         assert isinstance(self.program, DecodeProgram) and self.program.cache is not None
@@ -292,36 +303,36 @@ class Engine:
 
     # ---- a round
 
-    def _launch_next(self) -> Round:
+    def _launch_next(self) -> SchedulerOutput:
         """Plans and launches a round; if that fails, all that it was for ends and everything else goes on."""
         planned = None
         try:
-            planned = self.batch.plan()
+            planned = self.scheduler.schedule()
             if planned:
                 self._launch(planned)
             return planned
         except BaseException as error:
-            self._fail_round(self.batch.give_up(planned), error)
+            self._fail_step(self.scheduler.abort_step(planned), error)
             raise
 
-    def _launch(self, planned: Round) -> None:
-        if self._rehearsal is not None and (parts := self._rehearsal.of_round(planned)):
+    def _launch(self, planned: SchedulerOutput) -> None:
+        if self._warm_up_run is not None and (parts := self._warm_up_run.parts_of(planned)):
             with Attempt("compiling kernels"):  # whatever it is, it shows itself again where a kernel is launched
-                self._compile(self._rehearsal.kernels(parts))
-        for request in planned.joined:
-            drawn = [each.token for each in request.drawn]
-            self.slots.sampling.set(request.row, request.sampling, request.prompt, drawn)
-        last = [piece for piece in planned.pieces if piece.last]
-        ends = [(piece.request.row, piece.end - 1) for piece in last]
-        self.slots.update(planned.grown, ends)
-        if planned.steps:
-            rows = [request.row for request in planned.steps]
-            longest = max(request.computed for request in planned.steps)
-            self._fly(planned.steps, self.steps.launch(rows, filters(planned.steps), longest))
-        if planned.pieces and self.program.computes_together:
-            self._launch_pieces(planned.pieces, planned)
-        elif planned.pieces:
-            self._launch_one_by_one(planned.pieces, planned)
+                self._compile(self._warm_up_run.kernels(parts))
+        for request in planned.admitted:
+            sampled = [each.token for each in request.sampled]
+            self.slots.sampling.set(request.row, request.sampling, request.prompt, sampled)
+        last = [chunk for chunk in planned.chunks if chunk.last]
+        ends = [(chunk.request.row, chunk.end - 1) for chunk in last]
+        self.slots.update(planned.new_pages, ends)
+        if planned.decoding:
+            rows = [request.row for request in planned.decoding]
+            longest = max(request.computed for request in planned.decoding)
+            self._copy_results(planned.decoding, self.decode_runner.launch(rows, filters(planned.decoding), longest))
+        if planned.chunks and self.program.computes_together:
+            self._launch_chunks(planned.chunks, planned)
+        elif planned.chunks:
+            self._launch_one_by_one(planned.chunks, planned)
 
     def _compiled(self, wanted: Sequence[Wanted]) -> Iterator[Stage]:
         if wanted:
@@ -337,117 +348,117 @@ class Engine:
         if wanted:
             self._progress(Stage("kernels", len(wanted), len(wanted)))
 
-    def _launch_pieces(self, pieces: Sequence[Piece], planned: Round) -> None:
-        """Computes pieces of prompts together; if that raises an error, one by one, so that those fail that do so alone."""
+    def _launch_chunks(self, chunks: Sequence[PrefillChunk], planned: SchedulerOutput) -> None:
+        """Computes chunks of prompts together; if that raises an error, one by one, so that those fail that do so alone."""
         with Attempt("computing a prompt") as tried:
-            logits = self.prompts.launch(pieces)
+            logits = self.prefill_runner.launch(chunks)
         if not tried.error:
-            requests = [piece.request for piece in pieces if piece.last]
+            requests = [chunk.request for chunk in chunks if chunk.last]
             if logits is not None:
                 rows = on_device([request.row for request in requests], self.device)
-                self._fly(requests, draw(logits, rows, self.slots, filters(requests)))
-        elif len(pieces) > 1:
-            self._launch_one_by_one(pieces, planned)
+                self._copy_results(requests, sample_tokens(logits, rows, self.slots, filters(requests)))
+        elif len(chunks) > 1:
+            self._launch_one_by_one(chunks, planned)
         else:
-            self.batch.drop(pieces[0], planned)
-            self._fail([pieces[0].request], tried.error)
+            self.scheduler.drop(chunks[0], planned)
+            self._fail([chunks[0].request], tried.error)
 
-    def _launch_one_by_one(self, pieces: Sequence[Piece], planned: Round) -> None:
-        for piece in pieces:
-            if piece.request.slot is not None:  # else it waits again, for pages that one before should have filled
-                self._launch_pieces([piece], planned)
+    def _launch_one_by_one(self, chunks: Sequence[PrefillChunk], planned: SchedulerOutput) -> None:
+        for chunk in chunks:
+            if chunk.request.slot is not None:  # else it waits again, for pages that one before should have filled
+                self._launch_chunks([chunk], planned)
 
     def _fail(self, requests: Sequence[Request], error: str) -> None:
         """Ends requests as failed, and all there are where the GPU does not compute any more."""
         for request in requests:
-            self._end(request, End.FAILED, error)
+            self._end(request, FinishReason.FAILED, error)
         with Attempt("waiting for the GPU") as tried:
             _wait_for(self.device)
         if tried.error:  # a CUDA error stays: nothing is ever computed after it in this process
             with self._noting:  # who submits is told, or is among them
                 self._broken = tried.error
-                everybody = (*self.batch.running, *self.batch.waiting)
+                everybody = (*self.scheduler.running, *self.scheduler.waiting)
             for request in everybody:
-                self._end(request, End.FAILED, tried.error)
-            self._flying.clear()
+                self._end(request, FinishReason.FAILED, tried.error)
+            self._in_flight.clear()
 
-    def _fail_round(self, requests: Sequence[Request], error: BaseException) -> None:
-        """The same for those of a round; raises RoundFailed, so that others than these can go on."""
+    def _fail_step(self, requests: Sequence[Request], error: BaseException) -> None:
+        """The same for those of a round; raises StepFailed, so that others than these can go on."""
         self._fail(requests, in_words(error))
         if requests and isinstance(error, Exception):
             logger.warning("a round failed", exc_info=error)
             count = f"{len(requests)} request{'s' if len(requests) > 1 else ''}"
-            raise RoundFailed(f"a round of {count} failed: {in_words(error)}") from error
+            raise StepFailed(f"a round of {count} failed: {in_words(error)}") from error
 
-    def _fly(self, requests: Sequence[Request], step: Step) -> None:
+    def _copy_results(self, requests: Sequence[Request], step: DecodeStep) -> None:
         """Sends what a step draws on its way to the host."""
-        most = max(request.likeliest for request in requests)
-        likeliest = None
+        most = max(request.top_logprobs for request in requests)
+        top = None
         if most:
             values, ids = top_logprobs(step.logits[: len(requests)], most)
-            likeliest = _to_host(values), _to_host(ids)
+            top = _to_host(values), _to_host(ids)
         tokens, logprobs = _to_host(step.tokens), _to_host(step.logprobs)
         done = None
         if self.device.type == "cuda":
             done = torch.cuda.Event()
             done.record(torch.cuda.current_stream(self.device))
-        self._flying.append(Launched(list(requests), tokens, logprobs, likeliest, done))
+        self._in_flight.append(InFlightStep(list(requests), tokens, logprobs, top, done))
 
-    def _read(self, launched: Launched) -> None:
+    def _read(self, launched: InFlightStep) -> None:
         try:
             if launched.done is not None:
                 launched.done.synchronize()
         except RuntimeError as error:
-            self._flying.clear()
-            self._fail_round(self.batch.give_up(None), error)
+            self._in_flight.clear()
+            self._fail_step(self.scheduler.abort_step(None), error)
             raise
         tokens, logprobs = launched.tokens.tolist(), launched.logprobs.tolist()
-        beside = None if launched.likeliest is None else [part.tolist() for part in launched.likeliest]
+        beside = None if launched.top_logprobs is None else [part.tolist() for part in launched.top_logprobs]
         while launched.read < len(launched.requests):
             row, request = launched.read, launched.requests[launched.read]
             launched.read += 1  # first: an interrupt must not repeat a token
-            if request.end is not None:
+            if request.finish_reason is not None:
                 continue  # it ended, or was given up, while this was computed
             if math.isnan(logprobs[row]):
-                self._end(request, End.FAILED, "the model's logits are NaN or infinite")
+                self._end(request, FinishReason.FAILED, "the model's logits are NaN or infinite")
                 continue
-            likeliest: tuple[tuple[int, float], ...] = ()
-            if beside is not None and request.likeliest:
-                values, ids = (part[row][: request.likeliest] for part in beside)
-                likeliest = tuple(zip(ids, values, strict=True))
-            self._take(request, Drawn(tokens[row], logprobs[row], likeliest))
+            top: tuple[tuple[int, float], ...] = ()
+            if beside is not None and request.top_logprobs:
+                values, ids = (part[row][: request.top_logprobs] for part in beside)
+                top = tuple(zip(ids, values, strict=True))
+            self._take(request, SampledToken(tokens[row], logprobs[row], top))
 
-    def _take(self, request: Request, drawn: Drawn) -> None:
-        request.drawn.append(drawn)
+    def _take(self, request: Request, sampled: SampledToken) -> None:
+        request.sampled.append(sampled)
         stopped = False
-        if request.watch is not None:
+        if request.on_token is not None:
             try:
                 with Attempt("a caller's watch") as tried:
-                    stopped = request.watch(drawn)
+                    stopped = request.on_token(sampled)
             except BaseException as error:  # an interrupt
-                self._end(request, End.FAILED, in_words(error))
+                self._end(request, FinishReason.FAILED, in_words(error))
                 raise
             if tried.error:
-                self._end(request, End.FAILED, tried.error)
-        if drawn.token in request.ends or stopped:
-            self._end(request, End.STOP)
-        elif len(request.drawn) == request.limit:
-            self._end(request, End.LENGTH)
+                self._end(request, FinishReason.FAILED, tried.error)
+        if sampled.token in request.stop_token_ids or stopped:
+            self._end(request, FinishReason.STOP)
+        elif len(request.sampled) == request.limit:
+            self._end(request, FinishReason.LENGTH)
 
-    def _end(self, request: Request, end: End, error: str = "") -> None:
+    def _end(self, request: Request, end: FinishReason, error: str = "") -> None:
         """Ends a request if nobody has; what it holds is let go of by the thread that does the rounds."""
         with self._noting:
-            if request.end is not None:
+            if request.finish_reason is not None:
                 return
-            request.error, request.end = error, end
-        if end is End.FAILED:
+            request.error, request.finish_reason = error, end
+        if end is FinishReason.FAILED:
             logger.warning(f"a text failed: {error}")
         self._ended.append(request)
 
-    def _let_go(self) -> None:
+    def _free_finished(self) -> None:
         """Takes back the slots and pages of requests that have ended."""
         while self._ended:
-            self.batch.remove(self._ended.popleft())
+            self.scheduler.remove(self._ended.popleft())
 
 
 def _wait_for(device: torch.device) -> None:
@@ -463,7 +474,7 @@ def _to_host(values: Tensor) -> Tensor:
     return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
 
 
-def _program(model: PreTrainedModel, positions: int, batch_invariant: bool, forward: bool) -> tuple[Program, float]:
+def _program(model: PreTrainedModel, positions: int, batch_invariant: bool, forward: bool) -> tuple[ModelProgram, float]:
     """The decode program of a model and how far its logits are from the model's own; its forward where there is none."""
     if forward:
         on_cpu = model.device.type == "cpu"
@@ -490,7 +501,7 @@ def _positions(model: PreTrainedModel) -> int:
     return int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 20)
 
 
-def _ends(model: PreTrainedModel) -> list[int]:
+def _eos_tokens(model: PreTrainedModel) -> list[int]:
     """The model's end-of-text tokens."""
     config = model.generation_config
     given = config.eos_token_id if config is not None else None

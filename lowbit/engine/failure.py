@@ -8,11 +8,11 @@ from types import TracebackType
 logger = logging.getLogger(__name__)
 
 
-class TextFailed(RuntimeError):
+class RequestFailed(RuntimeError):
     """A text could not be computed; the message says why."""
 
 
-class RoundFailed(RuntimeError):
+class StepFailed(RuntimeError):
     """All requests of a round have ended as failed; the message says why, and everything else goes on."""
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from lowbit.engine.batching import Piece
+from lowbit.engine.scheduler import PrefillChunk
 from lowbit.engine.slots import Slots
 
 
@@ -38,15 +38,15 @@ class ForwardProgram:
         nothing = torch.zeros_like(next(iter(made.values())))
         return torch.cat([made.get(slot, nothing) for slot in rows.tolist()])
 
-    def prompt(self, pieces: Sequence[Piece], slots: Slots) -> Tensor | None:
-        """Logits [B, V] after the last piece of each text that has one among `pieces`; None if there is none."""
+    def prompt(self, chunks: Sequence[PrefillChunk], slots: Slots) -> Tensor | None:
+        """Logits [B, V] after the last chunk of each text that has one among `chunks`; None if there is none."""
         ended = []
-        for piece in pieces:
-            slot = piece.request.row
-            if piece.begin == 0:
+        for chunk in chunks:
+            slot = chunk.request.row
+            if chunk.begin == 0:
                 self._caches[slot] = DynamicCache(config=self.model.config)
-            logits = self._forward(list(piece.tokens), slot)
-            if piece.last:
+            logits = self._forward(list(chunk.tokens), slot)
+            if chunk.last:
                 ended.append(logits)
         return torch.cat(ended) if ended else None
 

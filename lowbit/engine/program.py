@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.engine.batching import Piece
 from lowbit.engine.cache import Cache, CacheSpec
 from lowbit.engine.chain import Chain, chain_of
 from lowbit.engine.family import Decoder, LayerParts
 from lowbit.engine.product import Packed, Product, Scaled, gated_product, product
 from lowbit.engine.prompt_attention import PromptAttention, RaggedAttention
 from lowbit.engine.ragged import Ragged, sizes
+from lowbit.engine.scheduler import PrefillChunk
 from lowbit.engine.slots import Slots
 from lowbit.kernels.choose.attention import AttentionShape
 from lowbit.nn import QuantLinear
@@ -102,25 +102,25 @@ class DecodeProgram:
             return self._capped(self.chain.step(slots.tokens, rows, self.table, attend))
         return self.logits(*self._layers(slots.tokens, rows, slots.positions, attend))
 
-    def prompt(self, pieces: Sequence[Piece], slots: Slots) -> Tensor | None:
-        """Logits [B, V] after the last piece of each text that has one among `pieces`; None if there is none."""
-        count = sum(len(piece.tokens) for piece in pieces)
+    def prompt(self, chunks: Sequence[PrefillChunk], slots: Slots) -> Tensor | None:
+        """Logits [B, V] after the last chunk of each text that has one among `chunks`; None if there is none."""
+        count = sum(len(chunk.tokens) for chunk in chunks)
         on_gpu = self.device.type == "cuda"
         # As many tokens as a kernel is compiled for: none for every length.
-        ragged = Ragged.of(pieces, slots, sizes(count)[-1] if on_gpu else count)
-        by_pieces = None if on_gpu and not self.softcaps else PromptAttention(pieces, slots, invariant=self.batch_invariant)
-        h, delta = self.texts(ragged, slots, by_pieces)
-        last = ragged.last[: sum(piece.last for piece in pieces)]
+        ragged = Ragged.of(chunks, slots, sizes(count)[-1] if on_gpu else count)
+        by_pieces = None if on_gpu and not self.softcaps else PromptAttention(chunks, slots, invariant=self.batch_invariant)
+        h, delta = self.prefill(ragged, slots, by_pieces)
+        last = ragged.last[: sum(chunk.last for chunk in chunks)]
         return self.logits(h[last], delta[last]) if len(last) else None
 
     @property
     def softcaps(self) -> bool:
-        """Whether scores of attention are capped, which no attention of all texts in one call does."""
+        """Whether scores of attention are capped, which no attention of all sequences in one call does."""
         return any(layer.shape.softcap for layer in self.layers)
 
-    def texts(self, ragged: Ragged, slots: Slots, attention: PromptAttention | None = None) -> tuple[Tensor, Tensor]:
+    def prefill(self, ragged: Ragged, slots: Slots, attention: PromptAttention | None = None) -> tuple[Tensor, Tensor]:
         """The residual stream after the tokens of prompts, and what the last layer has yet to add to it; without another
-        `attention` that of all texts in one call."""
+        `attention` that of all sequences in one call."""
         attention_of = attention or RaggedAttention(ragged, self.layers[0].shape.kv_heads)
 
         def attend(i: int, qkv: Tensor) -> Tensor:

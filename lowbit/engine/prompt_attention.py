@@ -1,4 +1,4 @@
-"""Attention of the pieces of prompts of a round: on a GPU of all in one call, else of short ones together."""
+"""Attention of the chunks of prompts of a round: on a GPU of all in one call, else of short ones together."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from lowbit.engine.batching import Piece
 from lowbit.engine.ragged import Ragged
+from lowbit.engine.scheduler import PrefillChunk
 from lowbit.engine.slots import Slots, on_device
 from lowbit.kernels.choose.attention import PAGE, AttentionShape
 from lowbit.ops.attention import causal_attention, prompt_attention
@@ -20,7 +20,7 @@ from lowbit.ops.ragged_attention import gather_kv, ragged_attention
 
 LEAST = 16
 """Pieces of up to so many tokens are filled up to it, longer ones to the next power of two: half of what is computed may be
-padding, whose cost is small beside that of a call for each piece and layer."""
+padding, whose cost is small beside that of a call for each chunk and layer."""
 
 MOST_KEYS = 1 << 15
 """Tokens whose keys and values one call brings together: 128 MiB with 8 heads of 128 in 16 bits."""
@@ -38,31 +38,31 @@ class Group:
 
 
 class RaggedAttention:
-    """Attention of all texts of a `Ragged` in one call; a text's bits do not depend on others. Not for a soft cap."""
+    """Attention of all sequences of a `Ragged` in one call; a text's bits do not depend on others. Not for a soft cap."""
 
     def __init__(self, ragged: Ragged, kv_heads: int) -> None:
         self.ragged, self.where = ragged, ragged.keys(kv_heads)
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> Tensor:
-        """[T, heads * head_dim] of q [T, heads, head_dim], with the keys and values of a layer, into which those of all pieces
+        """[T, heads * head_dim] of q [T, heads, head_dim], with the keys and values of a layer, into which those of all chunks
         are written; rows of nobody's tokens hold whatever memory did."""
         k, v = gather_kv(keys, values, self.where, self.ragged.k_begins[-1:])
         return ragged_attention(q, k, v, self.ragged.q_begins, self.ragged.k_begins, shape)
 
 
 class PromptAttention:
-    """How the attention of some pieces is computed, planned once for all layers.
+    """How the attention of some chunks is computed, planned once for all layers.
 
     Pieces of about one length that begin at the same position, 0 or behind a prompt that they share, are one call, each filled
-    up at its end, where a causal mask hides it. `invariant`: each piece is a call of its own, which cannot depend on others.
+    up at its end, where a causal mask hides it. `invariant`: each chunk is a call of its own, which cannot depend on others.
     """
 
-    def __init__(self, pieces: Sequence[Piece], slots: Slots, *, invariant: bool) -> None:
-        self.pieces, self.tables = pieces, slots.tables
-        self.begins = [0, *itertools.accumulate(len(piece.tokens) for piece in pieces)]
+    def __init__(self, chunks: Sequence[PrefillChunk], slots: Slots, *, invariant: bool) -> None:
+        self.chunks, self.tables = chunks, slots.tables
+        self.begins = [0, *itertools.accumulate(len(chunk.tokens) for chunk in chunks)]
         alike: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
-        for number, piece in enumerate(() if invariant else pieces):
-            alike[piece.begin, max(LEAST, 1 << (len(piece.tokens) - 1).bit_length())].append(number)
+        for number, chunk in enumerate(() if invariant else chunks):
+            alike[chunk.begin, max(LEAST, 1 << (len(chunk.tokens) - 1).bit_length())].append(number)
         self.groups: list[Group] = []
         for (begin, length), numbers in sorted(alike.items()):
             most = max(1, MOST_KEYS // (begin + length))  # 1: each alone
@@ -70,15 +70,15 @@ class PromptAttention:
                 if len(part := numbers[at : at + most]) > 1:
                     self.groups.append(self._group(begin, length, part))
         grouped = {number for group in self.groups for number in group.numbers}
-        self.alone = [number for number in range(len(pieces)) if number not in grouped]
-        self.longest = max((pieces[number].end for number in grouped), default=0)
+        self.alone = [number for number in range(len(chunks)) if number not in grouped]
+        self.longest = max((chunks[number].end for number in grouped), default=0)
         if self.groups:
             self._order()
 
     def _group(self, begin: int, length: int, numbers: list[int]) -> Group:
-        pieces, device = [self.pieces[number] for number in numbers], self.tables.device
-        slot, end = on_device([[piece.request.row for piece in pieces], [piece.end for piece in pieces]], device).long()
-        position = torch.arange(begin + length, device=device).expand(len(pieces), -1)
+        chunks, device = [self.chunks[number] for number in numbers], self.tables.device
+        slot, end = on_device([[chunk.request.row for chunk in chunks], [chunk.end for chunk in chunks]], device).long()
+        position = torch.arange(begin + length, device=device).expand(len(chunks), -1)
         position = torch.where(position < end[:, None], position, 0)
         return Group(length, numbers, self.tables[slot[:, None], position // PAGE].long(), position % PAGE)
 
@@ -98,14 +98,14 @@ class PromptAttention:
         self.taken, self.order = both[: len(taken)], both[len(taken) :]
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> Tensor:
-        """[T, heads * head_dim] of q [T, heads, head_dim], with the keys and values of a layer, into which those of all pieces
+        """[T, heads * head_dim] of q [T, heads, head_dim], with the keys and values of a layer, into which those of all chunks
         are written; zeros for tokens that only fill q up."""
-        out = self._of_pieces(q, keys, values, shape)
+        out = self._of_chunks(q, keys, values, shape)
         return out if len(out) == len(q) else pad(out, (0, 0, 0, len(q) - len(out)))
 
-    def _of_pieces(self, q: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> Tensor:
+    def _of_chunks(self, q: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> Tensor:
         if not self.groups or shape.softcap or 0 < shape.window < self.longest:
-            return _joined([self._alone(number, q, keys, values, shape) for number in range(len(self.pieces))])
+            return _joined([self._alone(number, q, keys, values, shape) for number in range(len(self.chunks))])
         out = []
         of_groups = q[self.taken].split([group.length * len(group.numbers) for group in self.groups])
         for group, own in zip(self.groups, of_groups, strict=True):
@@ -115,9 +115,9 @@ class PromptAttention:
         return _joined(out)[self.order]
 
     def _alone(self, number: int, q: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> Tensor:
-        piece = self.pieces[number]
+        chunk = self.chunks[number]
         part = q[self.begins[number] : self.begins[number + 1]]
-        return prompt_attention(part, keys, values, self.tables[piece.request.row], piece.begin, shape)
+        return prompt_attention(part, keys, values, self.tables[chunk.request.row], chunk.begin, shape)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

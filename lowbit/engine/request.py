@@ -9,32 +9,32 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from lowbit.engine.failure import TextFailed
+from lowbit.engine.failure import RequestFailed
 from lowbit.ops.sample import Sampling, is_whole
 
 MOST_LOGPROBS = 20
-"""Likeliest tokens that can be asked for beside each one drawn, OpenAI's limit."""
+"""Likeliest tokens that can be asked for beside each one sampled, OpenAI's limit."""
 
 
-class End(str, Enum):
+class FinishReason(str, Enum):
     """Why a text ended."""
 
     STOP = "stop"
-    """An end-of-text token, or `watch` said so."""
+    """An end-of-text token, or `on_token` said so."""
     LENGTH = "length"
     """The limit of tokens."""
     CANCELLED = "cancelled"
     """The caller gave it up."""
     FAILED = "failed"
-    """Computing it, or its `watch`, raised an error, or its logits are no numbers: `Request.error` says which."""
+    """Computing it, or its `on_token`, raised an error, or its logits are no numbers: `Request.error` says which."""
 
 
-class Drawn(NamedTuple):
-    """A token, the logarithm of the probability that the model itself gave it, the likeliest (token, logarithm) beside it."""
+class SampledToken(NamedTuple):
+    """A token, the logarithm of the probability that the model itself gave it, the most likely (token, logarithm) beside it."""
 
     token: int
     logprob: float
-    likeliest: tuple[tuple[int, float], ...] = ()
+    top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
 _numbers = itertools.count()
@@ -44,23 +44,23 @@ _numbers = itertools.count()
 class Request:
     """A text that an engine generates after `prompt`, at most `limit` tokens.
 
-    `ends`: tokens that end it, beside `limit`. `watch` is called with each token in order and ends the text by returning True.
-    `likeliest`: how many of the likeliest tokens to report with each one. What follows is the engine's: `drawn` grows from
-    step to step, `end` is set when there will be no more, `error` before it if it failed. Raises ValueError for a field of
+    `stop_token_ids`: tokens that end it, beside `limit`. `on_token` is called with each token in order and ends the text by returning True.
+    `top_logprobs`: how many of the most likely tokens to report with each one. What follows is the engine's: `sampled` grows from
+    step to step, `finish_reason` is set when there will be no more, `error` before it if it failed. Raises ValueError for a field of
     another type or out of its range.
     """
 
     prompt: Sequence[int]
     limit: int
     sampling: Sampling = field(default_factory=Sampling)
-    ends: frozenset[int] = frozenset()
-    watch: Callable[[Drawn], bool] | None = None
-    likeliest: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+    on_token: Callable[[SampledToken], bool] | None = None
+    top_logprobs: int = 0
 
-    drawn: list[Drawn] = field(default_factory=list, init=False)
-    end: End | None = field(default=None, init=False)
+    sampled: list[SampledToken] = field(default_factory=list, init=False)
+    finish_reason: FinishReason | None = field(default=None, init=False)
     error: str = field(default="", init=False)
-    shared: int = field(default=0, init=False)
+    cached_tokens: int = field(default=0, init=False)
     """Tokens of the prompt that others' pages held already."""
 
     submitted: bool = field(default=False, init=False)
@@ -70,8 +70,8 @@ class Request:
     computed: int = field(default=0, init=False)
     """Tokens whose keys and values are in the pages, or will be when what is launched has run."""
     launched: int = field(default=0, init=False)
-    """Tokens drawn, those on the GPU that nobody has read yet among them."""
-    drawing: bool = field(default=False, init=False)
+    """Tokens sampled, those on the GPU that nobody has read yet among them."""
+    prefilled: bool = field(default=False, init=False)
     """Whether all tokens known are computed, so that each step draws one more."""
 
     def __post_init__(self) -> None:
@@ -86,28 +86,28 @@ class Request:
             raise ValueError(f"a request is for at least 1 token, got {self.limit}")
         if not isinstance(self.sampling, Sampling):
             raise ValueError(f"sampling is a lowbit.engine.Sampling, got {self.sampling!r}")
-        if not isinstance(self.ends, (frozenset, set, list, tuple)):
-            raise ValueError(f"ends is a frozenset of token numbers, got {self.ends!r}")
-        _check_tokens("ends", self.ends)
-        if self.watch is not None and not callable(self.watch):
-            raise ValueError(f"watch is a function of each token, got {self.watch!r}")
-        if not is_whole(self.likeliest) or not 0 <= self.likeliest <= MOST_LOGPROBS:
-            raise ValueError(f"the likeliest tokens can be had up to {MOST_LOGPROBS}, got {self.likeliest!r}")
+        if not isinstance(self.stop_token_ids, (frozenset, set, list, tuple)):
+            raise ValueError(f"stop_token_ids is a frozenset of token numbers, got {self.stop_token_ids!r}")
+        _check_tokens("stop_token_ids", self.stop_token_ids)
+        if self.on_token is not None and not callable(self.on_token):
+            raise ValueError(f"on_token is a function of each token, got {self.on_token!r}")
+        if not is_whole(self.top_logprobs) or not 0 <= self.top_logprobs <= MOST_LOGPROBS:
+            raise ValueError(f"the most likely tokens can be had up to {MOST_LOGPROBS}, got {self.top_logprobs!r}")
 
     def check(self) -> None:
-        """Raises TextFailed if it failed."""
-        if self.end is End.FAILED:
-            raise TextFailed(f"this text failed after {len(self.drawn):,} tokens: {self.error}")
+        """Raises RequestFailed if it failed."""
+        if self.finish_reason is FinishReason.FAILED:
+            raise RequestFailed(f"this text failed after {len(self.sampled):,} tokens: {self.error}")
 
     @property
     def tokens(self) -> list[int]:
         """The prompt and all tokens that were read."""
-        return [*self.prompt, *(drawn.token for drawn in self.drawn)]
+        return [*self.prompt, *(sampled.token for sampled in self.sampled)]
 
     @property
-    def unread(self) -> int:
+    def in_flight(self) -> int:
         """Tokens that are still on their way."""
-        return self.launched - len(self.drawn)
+        return self.launched - len(self.sampled)
 
     @property
     def row(self) -> int:
@@ -117,7 +117,7 @@ class Request:
 
     @property
     def position(self) -> int:
-        """Where the token stands that the next step computes: the last one drawn."""
+        """Where the token stands that the next step computes: the last one sampled."""
         return len(self.prompt) + self.launched - 1
 
 

@@ -1,4 +1,4 @@
-"""The places that requests of an engine have on its device: the next token, its position, its pages, how tokens are drawn.
+"""The places that requests of an engine have on its device: the next token, its position, its pages, how tokens are sampled.
 
 All of it stays where it is for the engine's life: CUDA graphs hold the addresses. Rows of a step name slots; the last slot is
 nobody's, and rows that fill a step up to a size for which there is a graph name it.
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from lowbit.engine.pages import NOBODYS, pages_for
+from lowbit.engine.block_pool import DUMMY_PAGE, pages_for
 from lowbit.ops.sample import SamplingState
 
 ALIGNED = 32
@@ -21,26 +21,26 @@ ALIGNED = 32
 class Slots:
     """`count` slots for requests of at most `most_tokens` tokens, and one that is nobody's."""
 
-    def __init__(self, count: int, most_tokens: int, vocab: int, ends: Sequence[int], device: torch.device) -> None:
+    def __init__(self, count: int, most_tokens: int, vocab: int, stop_token_ids: Sequence[int], device: torch.device) -> None:
         self.count, self.device = count, device
-        self.places = pages_for(most_tokens)
-        # One piece of memory, so that all that changes between two steps is one copy; each part starts at a line of the cache.
+        self.pages_per_slot = pages_for(most_tokens)
+        # One chunk of memory, so that all that changes between two steps is one copy; each part starts at a line of the cache.
         self._apart = -(-(count + 1) // ALIGNED) * ALIGNED
-        self._all = torch.zeros(2 * self._apart + (count + 1) * self.places, dtype=torch.int32, device=device)
+        self._all = torch.zeros(2 * self._apart + (count + 1) * self.pages_per_slot, dtype=torch.int32, device=device)
         self.tokens = self._all[: count + 1]
         self.positions = self._all[self._apart : self._apart + count + 1]
-        self.tables = self._all[2 * self._apart :].view(count + 1, self.places)
-        self.tables[count] = NOBODYS
-        self.sampling = SamplingState.make(count + 1, vocab, ends, device)
+        self.tables = self._all[2 * self._apart :].view(count + 1, self.pages_per_slot)
+        self.tables[count] = DUMMY_PAGE
+        self.sampling = SamplingState.make(count + 1, vocab, stop_token_ids, device)
 
     @property
-    def nobodys(self) -> int:
+    def dummy_slot(self) -> int:
         """The slot of rows that only fill a step up."""
         return self.count
 
     def update(self, pages: Iterable[tuple[int, int, int]], positions: Iterable[tuple[int, int]]) -> None:
         """Enters pages, each as (slot, place in its table, page), and positions of slots."""
-        changes = [(2 * self._apart + slot * self.places + place, page) for slot, place, page in pages]
+        changes = [(2 * self._apart + slot * self.pages_per_slot + place, page) for slot, place, page in pages]
         changes += [(self._apart + slot, position) for slot, position in positions]
         if changes:
             where, values = on_device(list(zip(*changes, strict=True)), self.device)

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lowbit.engine.batching import Round
+from lowbit.engine.decode_runner import DecodeRunner, filters, sample_tokens
+from lowbit.engine.prefill_runner import PrefillRunner
 from lowbit.engine.program import DecodeProgram
-from lowbit.engine.prompts import Prompts
+from lowbit.engine.scheduler import SchedulerOutput
 from lowbit.engine.slots import on_device
-from lowbit.engine.steps import Steps, draw, filters
 
 if TYPE_CHECKING:
     from lowbit.kernels.parts.launch import Wanted
@@ -29,17 +29,25 @@ class Stage:
 
 Part = tuple[str, int, bool, int]
 """A part of what an engine launches: "step" of some rows, with filters or without, for contexts of up to so many tokens;
-"prompt" of so many tokens; "draw" behind so many prompts, with filters or without."""
+"prompt" of so many tokens; "sample" behind so many prompts, with filters or without."""
 
 
-class Rehearsal:
+class WarmUpRun:
     """Goes through parts of what an engine launches without launching anything, each once, to find the kernels of it.
 
     `concurrent` requests of up to `longest` tokens. What kernels would read and write is nobody's.
     """
 
-    def __init__(self, program: DecodeProgram, steps: Steps, prompts: Prompts, concurrent: int, longest: int) -> None:
-        self.program, self.steps, self.prompts, self.concurrent, self.longest = program, steps, prompts, concurrent, longest
+    def __init__(
+        self, program: DecodeProgram, steps: DecodeRunner, prompts: PrefillRunner, concurrent: int, longest: int
+    ) -> None:
+        self.program, self.decode_runner, self.prefill_runner, self.concurrent, self.longest = (
+            program,
+            steps,
+            prompts,
+            concurrent,
+            longest,
+        )
         self.count = 0
         """Rehearsals so far: it stands still once an engine is warm."""
         self._known: set[Part] = set()
@@ -47,24 +55,24 @@ class Rehearsal:
     def everything(self) -> list[Part]:
         """All parts that an engine can ever launch."""
         return [
-            *(("step", *variant) for variant in self.steps.variants()),
-            *(("prompt", size, False, 0) for size in self.prompts.sizes),
-            *(("draw", count, filters, 0) for count in range(1, self.concurrent + 1) for filters in (False, True)),
+            *(("step", *variant) for variant in self.decode_runner.variants()),
+            *(("prompt", size, False, 0) for size in self.prefill_runner.sizes),
+            *(("sample", count, filters, 0) for count in range(1, self.concurrent + 1) for filters in (False, True)),
         ]
 
-    def of_round(self, planned: Round) -> list[Part]:
+    def parts_of(self, planned: SchedulerOutput) -> list[Part]:
         """The parts of a round, and of the step after it, as far as they are new."""
         parts: list[Part] = []
-        last = [piece.request for piece in planned.pieces if piece.last]
-        for requests in (planned.steps, [*planned.steps, *last] if last else []):
+        last = [chunk.request for chunk in planned.chunks if chunk.last]
+        for requests in (planned.decoding, [*planned.decoding, *last] if last else []):
             if requests:
                 computed = max(request.computed for request in requests)
-                parts.append(("step", *self.steps.variant(len(requests), filters(requests), computed)))
-        for pieces in self.prompts.parts(planned.pieces) if planned.pieces else ():
-            tokens = sum(len(piece.tokens) for piece in pieces)
-            parts.append(("prompt", self.prompts.size(tokens), False, 0))
+                parts.append(("step", *self.decode_runner.variant(len(requests), filters(requests), computed)))
+        for chunks in self.prefill_runner.parts(planned.chunks) if planned.chunks else ():
+            tokens = sum(len(chunk.tokens) for chunk in chunks)
+            parts.append(("prompt", self.prefill_runner.size(tokens), False, 0))
         if last:
-            parts.append(("draw", len(last), filters(last), 0))
+            parts.append(("sample", len(last), filters(last), 0))
         return [part for part in dict.fromkeys(parts) if part not in self._known]
 
     @torch.inference_mode()
@@ -80,13 +88,13 @@ class Rehearsal:
         return wanted
 
     def _run(self, what: str, count: int, any_filter: bool, reach: int) -> None:
-        slots = self.steps.slots
+        slots = self.decode_runner.slots
         if what == "prompt":
-            self.prompts.rehearse(count, self.longest)
+            self.prefill_runner.dry_run(count, self.longest)
             return
-        rows = on_device([slots.nobodys] * count, slots.device)
+        rows = on_device([slots.dummy_slot] * count, slots.device)
         if what == "step":
-            self.steps.run(rows, any_filter, reach)
+            self.decode_runner.run(rows, any_filter, reach)
         else:
             h = torch.zeros(count, self.program.decoder.hidden, dtype=self.program.dtype, device=self.program.device)
-            draw(self.program.logits(h, h), rows, slots, any_filter)
+            sample_tokens(self.program.logits(h, h), rows, slots, any_filter)

@@ -11,8 +11,8 @@ import inspect
 import sys
 from types import ModuleType
 
+from lowbit.pipeline.params import FinishReason, GenerateParams, Response, UnknownArgument
 from lowbit.pipeline.pipeline import Pipeline, pipeline
-from lowbit.pipeline.request import FinishReason, GenerateParams, Response, UnknownArgument
 from lowbit.pipeline.stream import Stream
 
 __all__ = ["FinishReason", "GenerateParams", "Pipeline", "Response", "Stream", "UnknownArgument", "pipeline"]

@@ -23,14 +23,14 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from lowbit.engine import Drawn, Engine, TextFailed, TextStream
+from lowbit.engine import Detokenizer, Engine, RequestFailed, SampledToken
 from lowbit.engine.warm_up import Stage
 from lowbit.hardware.machine import torch_device
 from lowbit.models.head import SCHEME
 from lowbit.models.load import load_causal
 from lowbit.models.skeleton import is_encoder_decoder, tokenizer_of
 from lowbit.nn.linear import make_batch_invariant
-from lowbit.pipeline.request import FinishReason, GenerateParams, Response, UnknownArgument
+from lowbit.pipeline.params import FinishReason, GenerateParams, Response, UnknownArgument
 from lowbit.pipeline.requests import config_refusals, requests_of
 from lowbit.pipeline.stream import Stream
 from lowbit.progress import Progress
@@ -38,7 +38,7 @@ from lowbit.sources import local_model
 
 
 class Pipeline:
-    """A model and its tokenizer, called with one prompt or several; `ends` are the tokens that end a text, in order, `encodes`
+    """A model and its tokenizer, called with one prompt or several; `stop_token_ids` are the tokens that end a text, in order, `encodes`
     says whether the model is an encoder-decoder, which answers a prompt rather than continuing it."""
 
     def __init__(
@@ -57,13 +57,13 @@ class Pipeline:
         self._defaults: dict[str, object] = {} if max_length is None else {"max_length": max_length}
         GenerateParams.from_arguments(self._defaults)  # a bad default is refused here, not at the first call
         # Chat models name further tokens that end a turn in their generation config.
-        self.ends = sorted({*_ids(model.generation_config.eos_token_id), *_ids(tokenizer.eos_token_id)})
+        self.stop_token_ids = sorted({*_ids(model.generation_config.eos_token_id), *_ids(tokenizer.eos_token_id)})
         self.encodes = is_encoder_decoder(model)
 
     def __call__(self, prompts: str | list[str], **arguments: Any) -> list[Response]:
         """Responses to `prompts`, in order, each as if it had been asked alone; arguments are the fields of `GenerateParams`.
 
-        Raises UnknownArgument for others, ValueError for values out of range, no or empty prompts, TextFailed if a text
+        Raises UnknownArgument for others, ValueError for values out of range, no or empty prompts, RequestFailed if a text
         fails.
         """
         params = GenerateParams.from_arguments({**self._defaults, **arguments})
@@ -85,9 +85,9 @@ class Pipeline:
         return [self._response(text, ids, new[:limit], params) for text, ids, new, limit in rows]
 
     def stream(self, prompt: str, **arguments: Any) -> Stream:
-        """The answer to one prompt as it comes; arguments as in a call. The stream raises TextFailed if the text fails.
+        """The answer to one prompt as it comes; arguments as in a call. The stream raises RequestFailed if the text fails.
 
-        On a CPU, texts that are drawn differ from a call's with the same seed: those come from torch's random numbers.
+        On a CPU, texts that are sampled differ from a call's with the same seed: those come from torch's random numbers.
         """
         params = GenerateParams.from_arguments({**self._defaults, **arguments})
         if not isinstance(prompt, str) or not prompt:
@@ -98,14 +98,14 @@ class Pipeline:
         return Stream(self._pieces(prompt, ids, params, params.new_tokens(len(ids))))
 
     def _pieces(self, prompt: str, ids: list[int], params: GenerateParams, limit: int) -> Generator[str, None, Response]:
-        text = TextStream(self.tokenizer, ids, params.stop)
+        text = Detokenizer(self.tokenizer, ids, params.stop)
         shown: list[str] = [prompt] if params.return_full_text else []
 
-        def watch(drawn: Drawn) -> bool:
-            shown.append(text.push(drawn.token))
+        def on_token(sampled: SampledToken) -> bool:
+            shown.append(text.push(sampled.token))
             return text.stopped
 
-        (request,) = requests_of([ids], [limit], params, self.model.generation_config, self.ends, [watch])
+        (request,) = requests_of([ids], [limit], params, self.model.generation_config, self.stop_token_ids, [on_token])
         with contextlib.closing(self.engine.stream(self.engine.submit(request))) as tokens:
             for _ in tokens:
                 piece = "".join(shown)
@@ -114,7 +114,7 @@ class Pipeline:
                     yield piece
         if rest := text.finish():
             yield rest
-        return self._response(prompt, ids, [drawn.token for drawn in request.drawn], params)
+        return self._response(prompt, ids, [sampled.token for sampled in request.sampled], params)
 
     @property
     def engine(self) -> Engine:
@@ -125,7 +125,9 @@ class Pipeline:
             raise ValueError(f"the engine cannot draw tokens as this model asks: {'; '.join(self.refusals)}")
         with self._making:  # two threads must not make two
             if self._engine is None:
-                self._engine = Engine(self.model, forward=not self._wants_engine, ends=self.ends, **self._options)
+                self._engine = Engine(
+                    self.model, forward=not self._wants_engine, stop_token_ids=self.stop_token_ids, **self._options
+                )
             return self._engine
 
     @property
@@ -148,15 +150,15 @@ class Pipeline:
 
     def _by_requests(self, encoded: list[list[int]], params: GenerateParams, limits: list[int]) -> list[list[int]]:
         """New tokens of each prompt, from the engine."""
-        texts = [TextStream(self.tokenizer, ids, params.stop) if params.stop else None for ids in encoded]
-        watches = [None if text is None else functools.partial(_stops, text) for text in texts]
-        requests = requests_of(encoded, limits, params, self.model.generation_config, self.ends, watches)
-        return [[drawn.token for drawn in request.drawn] for request in self.engine.generate(requests)]
+        texts = [Detokenizer(self.tokenizer, ids, params.stop) if params.stop else None for ids in encoded]
+        callbacks = [None if text is None else functools.partial(_stops, text) for text in texts]
+        requests = requests_of(encoded, limits, params, self.model.generation_config, self.stop_token_ids, callbacks)
+        return [[sampled.token for sampled in request.sampled] for request in self.engine.generate(requests)]
 
     @torch.inference_mode()
     def _generate(self, encoded: list[list[int]], params: GenerateParams, limit: int) -> list[list[int]]:
         longest = max(len(ids) for ids in encoded)
-        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else (self.ends or [0])[0]
+        pad = self.tokenizer.pad_token_id if self.tokenizer.pad_token_id is not None else (self.stop_token_ids or [0])[0]
         device = self.model.device
 
         def padded(ids: list[int], value: int) -> list[int]:
@@ -178,7 +180,7 @@ class Pipeline:
         if params.stop:
             options["stopping_criteria"] = StoppingCriteriaList([_StopStrings(self, encoded, before, params.stop)])
         options["logits_processor"] = LogitsProcessorList([_Numbers()])
-        options["eos_token_id"] = None if params.ignore_eos else (self.ends or None)
+        options["eos_token_id"] = None if params.ignore_eos else (self.stop_token_ids or None)
         # A seed belongs to this call: the caller's own random numbers go on as before.
         with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=params.seed is not None):
             if params.seed is not None:
@@ -191,7 +193,7 @@ class Pipeline:
         reason = FinishReason.LENGTH
         if not params.ignore_eos:
             for i, token in enumerate(new):
-                if token in self.ends:
+                if token in self.stop_token_ids:
                     new, reason = new[: i + 1], FinishReason.STOP
                     break
         text = self._text(ids, new)
@@ -219,11 +221,11 @@ class Pipeline:
 
 
 class _Numbers(LogitsProcessor):
-    """Raises TextFailed where the logits of a row are no numbers, of which Transformers takes token 0 without a word."""
+    """Raises RequestFailed where the logits of a row are no numbers, of which Transformers takes token 0 without a word."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if not bool(scores.amax(-1).isfinite().all()):  # NaN wins; -inf alone is a token that may not come
-            raise TextFailed("the model's logits are NaN or infinite; its weights or its config.json are damaged")
+            raise RequestFailed("the model's logits are NaN or infinite; its weights or its config.json are damaged")
         return scores
 
 
@@ -327,9 +329,9 @@ class Bar:
             self._shown = None
 
 
-def _stops(text: TextStream, drawn: Drawn) -> bool:
+def _stops(text: Detokenizer, sampled: SampledToken) -> bool:
     """Whether a text has come to a stop string."""
-    text.push(drawn.token)
+    text.push(sampled.token)
     return text.stopped
 
 

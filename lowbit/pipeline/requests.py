@@ -1,4 +1,4 @@
-"""What a call of a pipeline means to the engine: one request for each prompt, drawn as Transformers' `generate` draws."""
+"""What a call of a pipeline means to the engine: one request for each prompt, sampled as Transformers' `generate` draws."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from transformers import GenerationConfig
 
-from lowbit.engine import Drawn, Request, Sampling
-from lowbit.pipeline.request import GenerateParams
+from lowbit.engine import Request, SampledToken, Sampling
+from lowbit.pipeline.params import GenerateParams
 
 _USED = {"temperature", "min_p", "repetition_penalty"}
 """Fields of a model's generation config that a call takes over where it says nothing itself, as `generate` does."""
@@ -38,15 +38,15 @@ def requests_of(
     limits: Sequence[int],
     params: GenerateParams,
     config: GenerationConfig,
-    ends: Sequence[int],
-    watches: Sequence[Callable[[Drawn], bool] | None],
+    stop_token_ids: Sequence[int],
+    callbacks: Sequence[Callable[[SampledToken], bool] | None],
 ) -> list[Request]:
     """A request for each prompt. Each has a random sequence of its own, the first that of the seed."""
     seed = secrets.randbits(63) if params.seed is None else params.seed
-    ended_by = frozenset() if params.ignore_eos else frozenset(ends)
+    ended_by = frozenset() if params.ignore_eos else frozenset(stop_token_ids)
     return [
-        Request(ids, limit, _sampling(params, config, seed + i * _NEXT_SEED), ended_by, watch)
-        for i, (ids, limit, watch) in enumerate(zip(encoded, limits, watches, strict=True))
+        Request(ids, limit, _sampling(params, config, seed + i * _NEXT_SEED), ended_by, on_token)
+        for i, (ids, limit, on_token) in enumerate(zip(encoded, limits, callbacks, strict=True))
     ]
 
 

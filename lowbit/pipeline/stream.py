@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 
-from lowbit.pipeline.request import Response
+from lowbit.pipeline.params import Response
 
 
 class Stream(Iterator[str]):

@@ -1,4 +1,4 @@
-"""The routes: OpenAI's for texts and models, /health, /ready, /metrics, and the page at /."""
+"""The routes: OpenAI's for sequences and models, /health, /ready, /metrics, and the page at /."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lowbit.serve.errors import ApiError, encoded, fault, refused, unavailable
-from lowbit.serve.job import Job, make_job, texts_asked
+from lowbit.serve.job import GenerationJob, make_job, sequence_count
 from lowbit.serve.limits import LARGE_BODY_BYTES
 from lowbit.serve.page import page
-from lowbit.serve.schema import Asked, ChatAsked, CompletionAsked, parse
+from lowbit.serve.schema import ChatCompletionRequest, CompletionRequest, GenerationBody, parse
 from lowbit.serve.service import Service, State, is_local
 from lowbit.serve.stream import EventStream, read_body, unless_gone
 
@@ -37,11 +37,11 @@ def make_app(service: Service) -> ASGIApp:
 
     @app.post("/v1/chat/completions", dependencies=keyed)
     async def chat(request: Request) -> Response:
-        return await _answer(service, request, ChatAsked)
+        return await _answer(service, request, ChatCompletionRequest)
 
     @app.post("/v1/completions", dependencies=keyed)
     async def completions(request: Request) -> Response:
-        return await _answer(service, request, CompletionAsked)
+        return await _answer(service, request, CompletionRequest)
 
     @app.get("/v1/models", dependencies=keyed)
     async def models() -> Response:
@@ -73,10 +73,10 @@ def make_app(service: Service) -> ASGIApp:
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(ClientDisconnect, _gone)
     app.add_exception_handler(Exception, _fault)
-    return Watched(app, service)
+    return AccessLog(app, service)
 
 
-async def _answer(service: Service, request: Request, kind: type[Asked]) -> Response:
+async def _answer(service: Service, request: Request, kind: type[GenerationBody]) -> Response:
     """Texts for a request, whole or as events."""
     service.check_ready()
     if "upgrade" in request.headers.get("connection", "").lower() and "upgrade" in request.headers:
@@ -89,38 +89,38 @@ async def _answer(service: Service, request: Request, kind: type[Asked]) -> Resp
         raise ApiError(415, why, code="unsupported_media_type", headers={"connection": "close"})
     body = await read_body(request, service.limits.max_body)
     if len(body) <= LARGE_BODY_BYTES:
-        asked = parse(kind, body)
+        params = parse(kind, body)
     else:
-        asked = await service.prompts.beside(lambda: parse(kind, body))
-    service.check_model(asked.model)
-    job = await _job(service, asked)
+        params = await service.prompts.beside(lambda: parse(kind, body))
+    service.check_model(params.model)
+    job = await _job(service, params)
     kept = False
     try:
         job.start()
-        if not asked.stream:
+        if not params.stream:
             return Response(await unless_gone(request.receive, job.whole()), media_type="application/json")
-        pieces = await unless_gone(request.receive, job.pieces())  # what fails before its first token has a status
+        outputs = await unless_gone(request.receive, job.outputs())  # what fails before its first token has a status
         kept = True
-        return EventStream(job.events(pieces), job.close)
+        return EventStream(job.events(outputs), job.close)
     finally:
         if not kept:
             job.close()
 
 
-async def _job(service: Service, asked: Asked) -> Job:
-    """A request's texts, on seats that are theirs until the job is closed."""
-    texts = texts_asked(asked)
-    if texts > service.seats.count:
-        raise refused("n", f"a request here is for at most {service.seats.count:,} texts, this one is for {texts:,}")
-    service.seats.take(texts)
+async def _job(service: Service, params: GenerationBody) -> GenerationJob:
+    """A request's sequences, on seats that are theirs until the job is closed."""
+    sequences = sequence_count(params)
+    if sequences > service.quota.count:
+        raise refused("n", f"a request here is for at most {service.quota.count:,} sequences, this one is for {sequences:,}")
+    service.quota.take(sequences)
     made = False
     try:
-        job = await service.prompts.beside(lambda: make_job(service, asked))
+        job = await service.prompts.beside(lambda: make_job(service, params))
         made = True
         return job
     finally:
         if not made:
-            service.seats.give_back(texts)
+            service.quota.give_back(sequences)
 
 
 def _model(service: Service) -> dict[str, object]:
@@ -157,7 +157,7 @@ def _failure(error: ApiError) -> Response:
     return _json(error.body(), error.status, error.headers)
 
 
-class Watched:
+class AccessLog:
     """The application; counts and logs each request by path and status, and takes local ones from this machine's pages only."""
 
     PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/metrics", "/health", "/ready", "/")

@@ -62,7 +62,7 @@ class Prompts:
         self._check_characters(prompt, "prompt")
         return self._checked(self.tokenizer(prompt).input_ids, "prompt")
 
-    def of_dialogue(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
+    def of_conversation(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
         """Tokens of a dialogue up to where the answer begins; raises ApiError where the model has no template for it."""
         if not self.has_template:
             raise refused("messages", "this model has no chat template; POST /v1/completions takes a prompt as it is")

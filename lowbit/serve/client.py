@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import httpx
 
-from lowbit.engine import Request, Sampling, TextStream
+from lowbit.engine import Detokenizer, Request, Sampling
 from lowbit.pipeline import Pipeline
 from lowbit.serve.chat import rendered
 from lowbit.serve.service import configured
@@ -27,7 +27,7 @@ MOST_NAME, MOST_NAMES, MOST_SHOWN = 256, 8, 500
 Messages = Sequence[Mapping[str, str]]
 
 
-class Dialogue(Protocol):
+class ChatBackend(Protocol):
     """Whoever answers; `name` is the model's."""
 
     name: str
@@ -36,7 +36,7 @@ class Dialogue(Protocol):
         """The next turn, piece by piece; raises ValueError where there is none, in words."""
 
 
-class Remote:
+class RemoteChat:
     """A model behind an OpenAI-compatible server at `url`, with or without its /v1; the first that the server has unless `name`
     says which. Raises ValueError where nobody answers as such a server does.
 
@@ -87,7 +87,7 @@ class Remote:
             raise ValueError(f"{self._base}: {error or type(error).__name__}; is a server running there?") from error
 
 
-class Local:
+class LocalChat:
     """A model of this process."""
 
     def __init__(self, pipe: Pipeline, name: str) -> None:
@@ -104,12 +104,12 @@ class Local:
         room = engine.max_length - len(ids)
         if room < 1:
             raise ValueError(f"the dialogue has {len(ids):,} tokens, a text here at most {engine.max_length:,}")
-        stream = TextStream(tokenizer, ids)
+        stream = Detokenizer(tokenizer, ids)
         sampling = Sampling(**{**self._configured, "temperature": temperature, "seed": secrets.randbits(63)})
-        request = Request(ids, min(room, max_tokens), sampling, frozenset(engine.ends))
+        request = Request(ids, min(room, max_tokens), sampling, frozenset(engine.stop_token_ids))
         try:
-            for drawn in engine.stream(engine.submit(request)):
-                if piece := stream.push(drawn.token):
+            for sampled in engine.stream(engine.submit(request)):
+                if piece := stream.push(sampled.token):
                     yield piece
         except RuntimeError as error:  # the text failed, or the engine
             raise ValueError(f"computing the answer failed: {error}") from error

@@ -71,14 +71,14 @@ class Limits:
                 raise ValueError(f"{name} is at least {value}, got {getattr(self, name)}")
 
     @property
-    def seats(self) -> int:
+    def max_sequences(self) -> int:
         """Texts that the server holds at once."""
         return self.max_concurrent + self.max_queue
 
     @property
     def connections(self) -> int:
         """Connections that are open at once, idle ones included."""
-        return self.max_connections or 2 * self.seats + 64
+        return self.max_connections or 2 * self.max_sequences + 64
 
     @property
     def connections_per_address(self) -> int:

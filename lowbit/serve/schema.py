@@ -30,25 +30,25 @@ StopString = Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)
 Name = Annotated[str, Field(max_length=256)]
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     """Exactly the fields that are declared, of exactly their types."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictModel):
     """What a stream says beside its text."""
 
     include_usage: bool | None = None
 
 
-class PlainText(Strict):
+class TextResponseFormat(StrictModel):
     """The only form of answers."""
 
     type: Literal["text"]
 
 
-class Asked(Strict):
+class GenerationBody(StrictModel):
     """What both endpoints take; None is what a client did not say."""
 
     model: Name
@@ -69,7 +69,7 @@ class Asked(Strict):
     repetition_penalty: Annotated[float, Field(ge=LEAST_TEMPERATURE, le=100)] | None = None
     logit_bias: Annotated[dict[str, float], Field(max_length=MOST_BIASES)] | None = None
     user: Name | None = None
-    response_format: PlainText | None = None
+    response_format: TextResponseFormat | None = None
 
     @field_validator("stop")
     @classmethod
@@ -93,11 +93,11 @@ class Asked(Strict):
     @classmethod
     def _temperature(cls, temperature: float | None) -> float | None:
         if temperature is not None and 0 < temperature < LEAST_TEMPERATURE:
-            raise ValueError(f"0 for the likeliest token, or {LEAST_TEMPERATURE} and more")
+            raise ValueError(f"0 for the most likely token, or {LEAST_TEMPERATURE} and more")
         return temperature
 
     @model_validator(mode="after")
-    def _goes_together(self) -> Asked:
+    def _goes_together(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: belongs to stream=true")
         return self
@@ -128,12 +128,12 @@ class Asked(Strict):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
-    def likeliest(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         """Likeliest tokens to report with each one; None for no log-probabilities at all."""
         raise NotImplementedError
 
 
-class CompletionAsked(Asked):
+class CompletionRequest(GenerationBody):
     """The body of POST /v1/completions."""
 
     prompt: (
@@ -150,13 +150,13 @@ class CompletionAsked(Asked):
     suffix: None = None
 
     @model_validator(mode="after")
-    def _echoes(self) -> CompletionAsked:
+    def _echoes(self) -> CompletionRequest:
         if self.echo and self.logprobs is not None:
             raise ValueError("echo: of a prompt no log-probabilities are computed, ask without logprobs")
         return self
 
     @property
-    def likeliest(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         """As `logprobs` says."""
         return self.logprobs
 
@@ -170,33 +170,33 @@ class CompletionAsked(Asked):
         return list(self.prompt)  # type: ignore[arg-type]
 
 
-class TextPart(Strict):
+class TextContentPart(StrictModel):
     """A piece of a message; there are no others."""
 
     type: Literal["text"]
     text: str
 
 
-class CalledFunction(Strict):
+class FunctionCall(StrictModel):
     """What a tool was called with, `arguments` as JSON."""
 
     name: Name
     arguments: str
 
 
-class ToolCall(Strict):
+class ToolCall(StrictModel):
     """A call in an earlier answer."""
 
     id: Name | None = None
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: FunctionCall
 
 
-class Message(Strict):
+class ChatMessage(StrictModel):
     """One turn of a dialogue; what its template makes of it is the model's."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True, max_length=MOST_MESSAGES)] | None = None
+    content: str | Annotated[list[TextContentPart], Field(fail_fast=True, max_length=MOST_MESSAGES)] | None = None
     name: Name | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS)] | None = None
     tool_call_id: Name | None = None
@@ -207,7 +207,7 @@ class Message(Strict):
     refusal: None = None
 
     @model_validator(mode="after")
-    def _says_something(self) -> Message:
+    def _says_something(self) -> ChatMessage:
         if self.content is None and not self.tool_calls:
             raise ValueError("content is a text, or a list of parts of type text")
         if self.tool_calls and self.role != "assistant":
@@ -226,7 +226,7 @@ class Message(Strict):
         return made
 
 
-class Function(Strict):
+class FunctionDefinition(StrictModel):
     """A function that a model may call; its parameters are a JSON schema, which goes to the template as it is."""
 
     name: Name
@@ -235,17 +235,17 @@ class Function(Strict):
     strict: Literal[False] | None = None
 
 
-class Tool(Strict):
+class Tool(StrictModel):
     """A function, for the template."""
 
     type: Literal["function"]
-    function: Function
+    function: FunctionDefinition
 
 
-class ChatAsked(Asked):
+class ChatCompletionRequest(GenerationBody):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
@@ -265,7 +265,7 @@ class ChatAsked(Asked):
     web_search_options: None = None
 
     @model_validator(mode="after")
-    def _agrees(self) -> ChatAsked:
+    def _agrees(self) -> ChatCompletionRequest:
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_completion_tokens: differs from max_tokens, which means the same")
         if self.top_logprobs is not None and not self.logprobs:
@@ -283,12 +283,12 @@ class ChatAsked(Asked):
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
-    def likeliest(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         """As `logprobs` and `top_logprobs` say."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-Body = TypeVar("Body", bound=Asked)
+Body = TypeVar("Body", bound=GenerationBody)
 
 
 def parse(kind: type[Body], body: bytes) -> Body:
@@ -315,13 +315,13 @@ def _without_duplicates(pairs: list[tuple[str, object]]) -> None:
 _LONGEST_SHOWN = 60
 
 
-def _in_words(kind: type[Asked], error: ValidationError) -> ApiError:
+def _in_words(kind: type[GenerationBody], error: ValidationError) -> ApiError:
     # Of the forms that a field may have, the one that fits furthest is the one that was meant.
     first = max(error.errors(include_url=False, include_context=False), key=lambda each: len(each["loc"]))
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is one JSON object: {first['msg']}", code="invalid_json")
-    names = {name for each in (kind, Message, Tool, Function, ToolCall, CalledFunction, TextPart, StreamOptions, PlainText)
-             for name in each.model_fields}  # fmt: skip
+    names = {name for each in (kind, ChatMessage, Tool, FunctionDefinition, ToolCall, FunctionCall, TextContentPart,
+                               StreamOptions, TextResponseFormat) for name in each.model_fields}  # fmt: skip
     extra = first["type"] == "extra_forbidden"
     path = [str(part) for part in first["loc"] if isinstance(part, int) or part in names]
     if extra:

@@ -22,7 +22,7 @@ from lowbit.serve.worker import MOST_FAILURES, Worker
 
 
 def configured(model: PreTrainedModel) -> dict[str, Any]:
-    """How a model's generation config says that tokens are drawn: settings for requests that do not say themselves."""
+    """How a model's generation config says that tokens are sampled: settings for requests that do not say themselves."""
     said = model.generation_config.to_diff_dict()
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
     return {name: said[name] for name in names if said.get(name) is not None}
@@ -45,22 +45,22 @@ class State(str, Enum):
 
 
 @dataclass
-class Seats:
-    """Places for texts, those that wait among them; taken by a request and given back at its end."""
+class SequenceQuota:
+    """Places for sequences, those that wait among them; taken by a request and given back at its end."""
 
     count: int
     taken: int = 0
 
-    def take(self, texts: int) -> None:
+    def take(self, sequences: int) -> None:
         """Raises ApiError if there are not so many."""
-        if self.taken + texts > self.count:
-            why = f"{self.taken:,} of {self.count:,} texts are being computed or wait, {texts:,} more do not fit; try again"
+        if self.taken + sequences > self.count:
+            why = f"{self.taken:,} of {self.count:,} sequences are running or waiting, {sequences:,} more do not fit; try again"
             raise ApiError(429, why, code="queue_full", headers={"retry-after": "1"})
-        self.taken += texts
+        self.taken += sequences
 
-    def give_back(self, texts: int) -> None:
-        """The texts of one request, at its end."""
-        self.taken -= texts
+    def give_back(self, sequences: int) -> None:
+        """The sequences of one request, at its end."""
+        self.taken -= sequences
 
 
 @dataclass
@@ -85,7 +85,7 @@ class Service:
         engine = self.engine
         self.metrics = Metrics(engine)
         self.worker = Worker(engine, self.metrics)
-        self.seats = Seats(self.limits.seats)
+        self.quota = SequenceQuota(self.limits.max_sequences)
         most = min(self.limits.max_prompt, engine.max_length - 1)
         self.vocab = engine.slots.sampling.counts.shape[1]
         self.prompts = Prompts(self.tokenizer, most, self.vocab)
@@ -113,5 +113,5 @@ class Service:
 
     @property
     def healthy(self) -> bool:
-        """Whether texts come out."""
+        """Whether sequences come out."""
         return not self.worker.dead and self.worker.failures < MOST_FAILURES

@@ -1,8 +1,8 @@
 """The thread that owns the engine: takes orders from the event loop, does the rounds, and brings what they draw back.
 
-    event loop --orders (a queue)--> thread: engine.step() --pieces of all texts of a round, one wake-up--> mailboxes
+    event loop --orders (a queue)--> thread: engine.step() --outputs of all sequences of a round, one wake-up--> collectors
 
-The event loop never waits for the engine, nor the engine for a client: what a client has not fetched yet lies in its mailbox,
+The event loop never waits for the engine, nor the engine for a client: what a client has not fetched yet lies in its collector,
 at most the text that was asked for.
 """
 
@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from lowbit.engine import Drawn, End, Engine, Request, TextStream
+from lowbit.engine import Detokenizer, Engine, FinishReason, Request, SampledToken
 from lowbit.engine.warm_up import Stage
 from lowbit.ops import UnsupportedProblem
 from lowbit.serve.errors import ApiError, failed, refused
@@ -32,93 +32,97 @@ ROUND_ERRORS = (
     UnsupportedProblem,
 )  # fmt: skip
 """What a round raises: errors of torch and Triton among RuntimeError, those of tokenizers that meet odd tokens. They end the
-texts of that round; anything else ends the thread, and with it the server."""
+sequences of that round; anything else ends the thread, and with it the server."""
 
 MOST_FAILURES = 5
 """Texts that fail with none between them that does not before the server calls itself ill: a GPU that has failed stays so."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """What came of the text `index` of a mailbox: characters, tokens, and at its end why, with the error if it failed.
-    `places`: where in the text each token begins, in characters."""
+class SequenceOutput:
+    """What came of the text `index` of a collector: characters, tokens, and at its end why, with the error if it failed.
+    text_offsets: where in the text each token begins, in characters."""
 
     index: int
     text: str
-    drawn: tuple[Drawn, ...]
-    end: End | None = None
+    sampled: tuple[SampledToken, ...]
+    finish_reason: FinishReason | None = None
     error: ApiError | None = None
-    places: tuple[int, ...] = ()
+    text_offsets: tuple[int, ...] = ()
 
-    def followed_by(self, later: Piece) -> Piece:
+    def followed_by(self, later: SequenceOutput) -> SequenceOutput:
         """Both as one."""
-        text, drawn, places = self.text + later.text, self.drawn + later.drawn, self.places + later.places
-        return Piece(self.index, text, drawn, later.end, later.error, places)
+        text, sampled, text_offsets = (
+            self.text + later.text,
+            self.sampled + later.sampled,
+            self.text_offsets + later.text_offsets,
+        )
+        return SequenceOutput(self.index, text, sampled, later.finish_reason, later.error, text_offsets)
 
 
-class Mailbox:
-    """Pieces of the texts of one HTTP request, for one reader on the event loop."""
+class OutputCollector:
+    """Pieces of the sequences of one HTTP request, for one reader on the event loop."""
 
     def __init__(self) -> None:
-        self._pieces: list[Piece] = []
+        self._outputs: list[SequenceOutput] = []
         self._came = asyncio.Event()
 
-    def put(self, piece: Piece) -> None:
+    def put(self, output: SequenceOutput) -> None:
         """Called on the event loop."""
-        self._pieces.append(piece)
+        self._outputs.append(output)
         self._came.set()
 
-    async def fetch(self) -> list[Piece]:
-        """All that has come since, at least one piece; of each text at most one, in the order in which they came."""
+    async def fetch(self) -> list[SequenceOutput]:
+        """All that has come since, at least one output; of each text at most one, in the order in which they came."""
         await self._came.wait()
         self._came.clear()
-        joined: dict[int, Piece] = {}
-        for piece in self._pieces:
-            before = joined.get(piece.index)
-            joined[piece.index] = piece if before is None else before.followed_by(piece)
-        self._pieces = []
+        joined: dict[int, SequenceOutput] = {}
+        for output in self._outputs:
+            before = joined.get(output.index)
+            joined[output.index] = output if before is None else before.followed_by(output)
+        self._outputs = []
         return list(joined.values())
 
 
 @dataclass(eq=False)
-class Text:
-    """A text that is being generated, the text `index` of its mailbox."""
+class SequenceState:
+    """A text that is being generated, the text `index` of its collector."""
 
     request: Request
-    stream: TextStream
-    mailbox: Mailbox
+    stream: Detokenizer
+    collector: OutputCollector
     index: int
     submitted: float = field(default_factory=time.monotonic)
     first: float | None = None
     shown: str = ""
-    fresh: list[Drawn] = field(default_factory=list)
-    places: list[int] = field(default_factory=list)
+    fresh: list[SampledToken] = field(default_factory=list)
+    text_offsets: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.request.watch = self._watch
+        self.request.on_token = self._on_token
 
-    def _watch(self, drawn: Drawn) -> bool:
+    def _on_token(self, sampled: SampledToken) -> bool:
         """Takes a token, in the engine's thread; whether it completes a stop string."""
-        self.fresh.append(drawn)
-        self.places.append(len(self.stream.text))  # a token within a character has the place of that
-        if drawn.token not in self.request.ends:
-            self.shown += self.stream.push(drawn.token)
+        self.fresh.append(sampled)
+        self.text_offsets.append(len(self.stream.text))  # a token within a character has the place of that
+        if sampled.token not in self.request.stop_token_ids:
+            self.shown += self.stream.push(sampled.token)
         return self.stream.stopped
 
-    def take(self, error: ApiError | None = None) -> Piece | None:
+    def take(self, error: ApiError | None = None) -> SequenceOutput | None:
         """What is new since the last call, None if nothing is."""
-        end = self.request.end
-        if end in (End.STOP, End.LENGTH):
+        end = self.request.finish_reason
+        if end in (FinishReason.STOP, FinishReason.LENGTH):
             self.shown += self.stream.finish()
-            end = End.STOP if self.stream.stopped else end  # what was held back may complete a stop string
+            end = FinishReason.STOP if self.stream.stopped else end  # what was held back may complete a stop string
         if not (self.fresh or end or error):
             return None
-        piece = Piece(self.index, self.shown, tuple(self.fresh), end, error, tuple(self.places))
-        self.shown, self.fresh, self.places = "", [], []
-        return piece
+        output = SequenceOutput(self.index, self.shown, tuple(self.fresh), end, error, tuple(self.text_offsets))
+        self.shown, self.fresh, self.text_offsets = "", [], []
+        return output
 
 
-Order = Callable[[], None]
+Command = Callable[[], None]
 
 
 class Worker:
@@ -130,43 +134,43 @@ class Worker:
         """Texts that have failed one after the other."""
         self.dead = False
         """Whether the thread has ended before it was told to."""
-        self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
-        self._live: dict[Text, None] = {}
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._live: dict[SequenceState, None] = {}
         """Texts that the engine has; of the thread alone."""
-        self._open: dict[Text, None] = {}
+        self._open: dict[SequenceState, None] = {}
         """Texts for which somebody waits; of the event loop alone."""
         self._refusing: ApiError | None = None
-        """What texts that come after `end_all` are told; of the thread alone."""
+        """What sequences that come after `end_all` are told; of the thread alone."""
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="lowbit-engine", daemon=True)
 
     def start(self, loop: asyncio.AbstractEventLoop, warm: Callable[[Stage | None], None], ended: Callable[[], None]) -> None:
-        """Warms up, then waits for texts. On the loop, `warm` is called before each stage and with None at the end, `ended`
+        """Warms up, then waits for sequences. On the loop, `warm` is called before each stage and with None at the end, `ended`
         when the thread is over."""
         self._loop, self._warm, self._ended = loop, warm, ended
         self._thread.start()
 
-    def submit(self, texts: Sequence[Text]) -> None:
-        """Generates texts; whatever comes of them, the last piece of each has an end or an error."""
-        self._open.update(dict.fromkeys(texts))
+    def submit(self, sequences: Sequence[SequenceState]) -> None:
+        """Generates sequences; whatever comes of them, the last output of each has an end or an error."""
+        self._open.update(dict.fromkeys(sequences))
         if self.dead:
             self._forsake()
-        self._orders.put(lambda: self._submit(texts))
+        self._commands.put(lambda: self._submit(sequences))
 
-    def cancel(self, texts: Sequence[Text]) -> None:
-        """Ends texts before the next step; those that have ended stay as they are."""
-        for text in texts:
+    def cancel(self, sequences: Sequence[SequenceState]) -> None:
+        """Ends sequences before the next step; those that have ended stay as they are."""
+        for text in sequences:
             self._open.pop(text, None)
-        self._orders.put(lambda: self._cancel(texts))
+        self._commands.put(lambda: self._cancel(sequences))
 
     def end_all(self, error: ApiError) -> None:
-        """Ends all texts that there are or come, with an error for those who wait for them."""
-        self._orders.put(lambda: self._end_all(error))
+        """Ends all sequences that there are or come, with an error for those who wait for them."""
+        self._commands.put(lambda: self._end_all(error))
 
     def stop(self) -> None:
         """Tells the thread to end after the round that it does."""
         self._stopping = True
-        self._orders.put(lambda: None)
+        self._commands.put(lambda: None)
 
     @property
     def running(self) -> bool:
@@ -179,15 +183,15 @@ class Worker:
         try:
             if self._warm_up():
                 while not self._stopping:
-                    self._obey()
+                    self._run_commands()
                     if self._live:
-                        self._round()
+                        self._step()
         finally:
             gc.unfreeze()  # else what Triton holds counts as lost when the process ends
             self._call(self._over)
 
     def _warm_up(self) -> bool:
-        """Whether texts can be computed now."""
+        """Whether sequences can be computed now."""
         try:
             for stage in self.engine.warm_up():
                 self._call(functools.partial(self._warm, stage))
@@ -198,26 +202,26 @@ class Worker:
             logger.error("warming up failed: %s: %s", type(error).__name__, error)
             return False
         gc.collect()
-        gc.freeze()  # what is there now stays: no collection walks through models and kernels while texts wait
+        gc.freeze()  # what is there now stays: no collection walks through models and kernels while sequences wait
         self._call(functools.partial(self._warm, None))
         return True
 
-    def _obey(self) -> None:
+    def _run_commands(self) -> None:
         """Follows all orders that are there; waits for one if there is nothing else to do."""
         if not self._live:
-            self._orders.get()()
+            self._commands.get()()
         while True:
             try:
-                order = self._orders.get_nowait()
+                order = self._commands.get_nowait()
             except queue.Empty:
                 return
             order()
 
-    def _submit(self, texts: Sequence[Text]) -> None:
+    def _submit(self, sequences: Sequence[SequenceState]) -> None:
         if self._refusing is not None:
-            self._abandon(texts, self._refusing)
+            self._abandon(sequences, self._refusing)
             return
-        for text in texts:
+        for text in sequences:
             try:
                 self.engine.submit(text.request)
             except ValueError as error:
@@ -229,8 +233,8 @@ class Worker:
             else:
                 self._live[text] = None
 
-    def _cancel(self, texts: Sequence[Text], end: End = End.CANCELLED) -> None:
-        for text in texts:
+    def _cancel(self, sequences: Sequence[SequenceState], end: FinishReason = FinishReason.CANCELLED) -> None:
+        for text in sequences:
             if text in self._live:
                 del self._live[text]
                 self.engine.cancel(text.request)
@@ -238,16 +242,16 @@ class Worker:
 
     def _end_all(self, error: ApiError) -> None:
         self._refusing = error
-        texts = list(self._live)
-        self._cancel(texts)
-        self._abandon(texts, error)
+        sequences = list(self._live)
+        self._cancel(sequences)
+        self._abandon(sequences, error)
 
-    def _abandon(self, texts: Sequence[Text], error: ApiError | None = None) -> None:
+    def _abandon(self, sequences: Sequence[SequenceState], error: ApiError | None = None) -> None:
         """Tells those who wait that nothing more comes."""
         said = error or failed()
-        self._bring([(text, Piece(text.index, "", (), End.FAILED, said)) for text in texts])
+        self._bring([(text, SequenceOutput(text.index, "", (), FinishReason.FAILED, said)) for text in sequences])
 
-    def _round(self) -> None:
+    def _step(self) -> None:
         begun = time.monotonic()
         error: BaseException | None = None
         try:
@@ -255,57 +259,57 @@ class Worker:
         except ROUND_ERRORS as raised:
             error = raised
             logger.error("a round of the engine failed: %s: %s", type(raised).__name__, str(raised)[:500])
-        pieces = self._pieces()
-        if error is not None and not any(piece.end for _, piece in pieces):
+        outputs = self._outputs()
+        if error is not None and not any(output.finish_reason for _, output in outputs):
             # The engine did not say whose fault it was: nobody may wait for ever.
             lost = list(self._live)
             self.failures += len(lost)
-            self._cancel(lost, End.FAILED)
-            pieces += [(text, Piece(text.index, "", (), End.FAILED, failed())) for text in lost]
+            self._cancel(lost, FinishReason.FAILED)
+            outputs += [(text, SequenceOutput(text.index, "", (), FinishReason.FAILED, failed())) for text in lost]
         self.metrics.rounds.observe(time.monotonic() - begun)
-        self._bring(pieces)
+        self._bring(outputs)
 
-    def _pieces(self) -> list[tuple[Text, Piece]]:
+    def _outputs(self) -> list[tuple[SequenceState, SequenceOutput]]:
         """What the round has brought, in the order of submission."""
-        pieces, now = [], time.monotonic()
+        outputs, now = [], time.monotonic()
         for text in list(self._live):
-            error = failed() if text.request.end is End.FAILED else None
+            error = failed() if text.request.finish_reason is FinishReason.FAILED else None
             try:
-                piece = text.take(error)
+                output = text.take(error)
             except ROUND_ERRORS as raised:  # its last tokens are no text
                 logger.error("a text could not be ended: %s: %s", type(raised).__name__, str(raised)[:500])
-                piece = Piece(text.index, "", (), End.FAILED, failed())
-            if piece is None:
+                output = SequenceOutput(text.index, "", (), FinishReason.FAILED, failed())
+            if output is None:
                 continue
-            if text.first is None and piece.drawn:
+            if text.first is None and output.sampled:
                 text.first = now
                 self.metrics.first_token.observe(now - text.submitted)
-            if piece.end:
-                self.failures = self.failures + 1 if piece.end is End.FAILED else 0
+            if output.finish_reason:
+                self.failures = self.failures + 1 if output.finish_reason is FinishReason.FAILED else 0
                 del self._live[text]
-                self._count(text, piece.end)
-            pieces.append((text, piece))
-        return pieces
+                self._count(text, output.finish_reason)
+            outputs.append((text, output))
+        return outputs
 
-    def _count(self, text: Text, end: End) -> None:
+    def _count(self, text: SequenceState, end: FinishReason) -> None:
         self.metrics.ended(text.request, end, text.first)
 
     # ---- back to the event loop
 
-    def _bring(self, pieces: Sequence[tuple[Text, Piece]]) -> None:
-        if pieces:
-            self._call(lambda: self._put(pieces))
+    def _bring(self, outputs: Sequence[tuple[SequenceState, SequenceOutput]]) -> None:
+        if outputs:
+            self._call(lambda: self._put(outputs))
 
     def _call(self, function: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: a second signal ended the server at once
             self._loop.call_soon_threadsafe(function)
 
-    def _put(self, pieces: Sequence[tuple[Text, Piece]]) -> None:
+    def _put(self, outputs: Sequence[tuple[SequenceState, SequenceOutput]]) -> None:
         """On the event loop."""
-        for text, piece in pieces:
-            if piece.end:
+        for text, output in outputs:
+            if output.finish_reason:
                 self._open.pop(text, None)
-            text.mailbox.put(piece)
+            text.collector.put(output)
 
     def _over(self) -> None:
         """On the event loop, when the thread has ended."""
@@ -315,4 +319,4 @@ class Worker:
 
     def _forsake(self) -> None:
         """On the event loop: nobody waits for what never comes."""
-        self._put([(text, Piece(text.index, "", (), End.FAILED, failed())) for text in list(self._open)])
+        self._put([(text, SequenceOutput(text.index, "", (), FinishReason.FAILED, failed())) for text in list(self._open)])

@@ -48,7 +48,7 @@ def test_a_random_model_computes_and_counts_its_bytes(small):
     plain = random_model(small, None, None, torch.float16, torch.device("cpu"))
     assert not any(isinstance(module, PackedWeight) for module in plain.modules())
     (request,) = Engine(plain.float(), max_concurrent=1, max_length=128).generate([Request([1, 2, 3], 8)])
-    assert len(request.drawn) == 8
+    assert len(request.sampled) == 8
 
 
 def test_unknown_models_are_refused():

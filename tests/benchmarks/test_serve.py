@@ -38,7 +38,7 @@ from benchmarks.serve_load import (
     steady,
 )
 from benchmarks.serve_report import failed, load, plot, tables, verdicts
-from lowbit.engine import TextStream
+from lowbit.engine import Detokenizer
 from lowbit.eval.results import write_json
 from tests.serve.running import NAME, running, tiny_pipeline
 from tests.tiny import eager_llama, tiny_tokenizer
@@ -104,13 +104,13 @@ def test_a_shape_is_served_with_random_weights(monkeypatch):
     ended = [answer for answer in answers if answer.tokens == answer.asked]
     assert len(ended) > 6 and cpu > 0 and not any(answer.error for answer in answers)
     assert steady(answers, 3, end).tokens_per_s > 0 and [answer.asked for answer in answers[:4]] == [2, 4, 6, 6]
-    assert not made.engine.batch.running and not made.engine.batch.waiting
+    assert not made.engine.scheduler.running and not made.engine.scheduler.waiting
     assert serve_host.first_token_alone(made.engine, Prompts(320, 1)(20), 3) > 0
-    assert not made.engine.batch.running and not made.engine._flying
+    assert not made.engine.scheduler.running and not made.engine._in_flight
 
 
 def test_every_token_of_the_tokenizer_for_random_weights_is_text():
-    stream = TextStream(random_tokenizer(1000), [300, 301])
+    stream = Detokenizer(random_tokenizer(1000), [300, 301])
     assert [stream.push(token) for token in (999, 400, 256)] == [" 2e7", " 90", " 0"]
 
 
@@ -161,7 +161,14 @@ def test_one_after_the_other_meets_an_engine_that_does_nothing(server, asker, mo
 
     def watched(pieces, slots):
         found.append(
-            (len(pieces), pieces[0].begin, pieces[0].last, len(engine.batch.running), len(engine._flying), len(engine._ended))
+            (
+                len(pieces),
+                pieces[0].begin,
+                pieces[0].last,
+                len(engine.scheduler.running),
+                len(engine._in_flight),
+                len(engine._ended),
+            )
         )
         return prompt(pieces, slots)
 

@@ -230,9 +230,9 @@ def test_the_second_ctrl_c_leaves(folder):
 def test_ctrl_c_in_this_process_is_no_error(folder, monkeypatch):
     """In the middle of a step: the answer ends after it and the model answers the next question."""
     from lowbit.pipeline import pipeline
-    from lowbit.serve.client import Local
+    from lowbit.serve.client import LocalChat
 
-    local = Local(pipeline(str(folder), device="cpu"), "tiny")
+    local = LocalChat(pipeline(str(folder), device="cpu"), "tiny")
     step, steps = local.pipe.engine.step, []
 
     def interrupted():

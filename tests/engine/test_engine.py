@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lowbit.engine import End, Engine, Request, Sampling
+from lowbit.engine import Engine, FinishReason, Request, Sampling
+from lowbit.engine.decode_runner import DecodeStep
 from lowbit.engine.product import Scaled
 from lowbit.engine.program import DecodeProgram
-from lowbit.engine.steps import Step
 from lowbit.formats import rotate_blocks
 from lowbit.nn import QuantLinear, convert
 from lowbit.ops import attention
@@ -34,7 +34,7 @@ def model():
 
 
 def engine_of(model, **options):
-    return Engine(model, **{"max_concurrent": 4, "piece": 128, "cache_bytes": 1 << 24} | options)
+    return Engine(model, **{"max_concurrent": 4, "chunk_tokens": 128, "cache_bytes": 1 << 24} | options)
 
 
 def prompt(length, seed=0):
@@ -52,7 +52,7 @@ def expected(model, ids, count):
 
 
 def tokens(request):
-    return [drawn.token for drawn in request.drawn]
+    return [drawn.token for drawn in request.sampled]
 
 
 LENGTHS = (1, 2, 77, 127, 128, 129, 200)
@@ -60,20 +60,22 @@ LENGTHS = (1, 2, 77, 127, 128, 129, 200)
 
 @pytest.mark.parametrize("ahead", [True, False])
 def test_greedy_tokens_are_transformers(model, ahead):
-    """Prompts of one token, at the borders of pages, and longer than a piece, more of them than there are slots."""
-    engine = engine_of(model, ahead=ahead)
+    """Prompts of one token, at the borders of pages, and longer than a chunk, more of them than there are slots."""
+    engine = engine_of(model, async_scheduling=ahead)
     requests = engine.generate([Request(prompt(length), 20) for length in LENGTHS])
     assert isinstance(engine.program, DecodeProgram) and engine.difference < 1e-5
     for request in requests:
         assert tokens(request) == expected(model, request.prompt, 20), len(request.prompt)
-        assert request.end is End.LENGTH and len(set(tokens(request))) > 8, "a model that repeats itself would hide errors"
-    assert engine.batch.pages.available == engine.batch.pages.count - 1
+        assert request.finish_reason is FinishReason.LENGTH and len(set(tokens(request))) > 8, (
+            "a model that repeats itself would hide errors"
+        )
+    assert engine.scheduler.pages.available == engine.scheduler.pages.count - 1
 
 
 @pytest.mark.parametrize(("scheme", "hadamard"), [("w8a16", 0), ("w8a8", 0), ("w4a8_g64", 0), ("fp8_dynamic", 0), ("w8a8", 16)])
 def test_quantized_models(scheme, hadamard):
     """In float32, where the norm or gate that makes x quantizes it to the codes of the layers themselves, but for one in
-    thousands that is next to a tie: every token is one that the model, given the same text, finds likeliest or nearly so, or as
+    thousands that is next to a tie: every token is one that the model, given the same text, finds most likely or nearly so, or as
     near as its logits move when its embeddings move by a last bit, which one tie of e4m3 can make a tenth of them."""
     quantized = eager_llama()
     convert(quantized, scheme)
@@ -98,8 +100,8 @@ def test_quantized_models(scheme, hadamard):
 def test_out_of_pages_nothing_is_lost(model):
     """A cache of 4 pages for 3 texts of 2: the newest waits, and its text is the same."""
     page = DecodeProgram.cache_spec.fget(engine_of(model).program).page_bytes
-    engine = engine_of(model, cache_bytes=5 * page, max_length=256, sharing=False)
-    assert engine.batch.pages.count == 5
+    engine = engine_of(model, cache_bytes=5 * page, max_length=256, prefix_caching=False)
+    assert engine.scheduler.pages.count == 5
     requests = engine.generate([Request(prompt(100, seed), 60) for seed in range(3)])
     assert [tokens(r) for r in requests] == [expected(model, r.prompt, 60) for r in requests]
 
@@ -109,7 +111,7 @@ def test_shared_prompts(model):
     common = prompt(200)
     first, second = Request([*common, 5], 4), Request([*common, 6, 7], 4)
     engine.generate([first, second])
-    assert second.shared == 128, "the first one's pages are known as soon as they are launched"
+    assert second.cached_tokens == 128, "the first one's pages are known as soon as they are launched"
     for request in (first, second):
         assert tokens(request) == expected(model, request.prompt, 4)
 
@@ -129,7 +131,7 @@ def test_drawing_goes_on_where_it_was_after_giving_way(model):
     page = engine_of(model).program.cache_spec.page_bytes
     asked = [dict(prompt=prompt(100, i), limit=60, sampling=Sampling(1.0, seed=i, presence_penalty=1.0)) for i in range(3)]
     roomy = engine_of(model).generate([Request(**each) for each in asked])
-    tight_engine = engine_of(model, cache_bytes=5 * page, max_length=256, sharing=False)
+    tight_engine = engine_of(model, cache_bytes=5 * page, max_length=256, prefix_caching=False)
     tight = tight_engine.generate([Request(**each) for each in asked])
     assert [tokens(r) for r in tight] == [tokens(r) for r in roomy]
 
@@ -137,7 +139,7 @@ def test_drawing_goes_on_where_it_was_after_giving_way(model):
 @pytest.mark.parametrize("invariant", [False, True])
 def test_a_step_is_chosen_for_the_longest_text_in_it(model, monkeypatch, invariant):
     """And, where a text must not depend on others, always for the longest that there can be."""
-    monkeypatch.setattr("lowbit.engine.steps.REACHES", (64, 192))
+    monkeypatch.setattr("lowbit.engine.decode_runner.REACHES", (64, 192))
     engine = engine_of(model, max_length=256, batch_invariant=invariant)
     chosen, step = [], engine.program.step
     monkeypatch.setattr(engine.program, "step", lambda rows, slots, longest: (chosen.append(longest), step(rows, slots))[1])
@@ -156,20 +158,20 @@ def test_a_watch_and_an_end_token_stop(model):
         return len(seen) == 5
 
     engine = engine_of(model)
-    watched, ended = engine.generate([Request(ids, 12, watch=watch), Request(ids, 12, ends=frozenset({drawn[3]}))])
-    assert tokens(watched) == seen == drawn[:5] and watched.end is End.STOP
-    assert tokens(ended) == drawn[: drawn.index(drawn[3]) + 1] and ended.end is End.STOP
+    watched, ended = engine.generate([Request(ids, 12, on_token=watch), Request(ids, 12, stop_token_ids=frozenset({drawn[3]}))])
+    assert tokens(watched) == seen == drawn[:5] and watched.finish_reason is FinishReason.STOP
+    assert tokens(ended) == drawn[: drawn.index(drawn[3]) + 1] and ended.finish_reason is FinishReason.STOP
 
 
 def test_logprobs(model):
     ids = prompt(20)
-    (request,) = engine_of(model).generate([Request(ids, 3, likeliest=4)])
+    (request,) = engine_of(model).generate([Request(ids, 3, top_logprobs=4)])
     with torch.no_grad():
         logits = model(torch.tensor([[*ids, *tokens(request)]])).logits[0, len(ids) - 1 : -1]
-    for drawn, of_token in zip(request.drawn, logits.log_softmax(-1), strict=True):
+    for drawn, of_token in zip(request.sampled, logits.log_softmax(-1), strict=True):
         values, best = of_token.topk(4)
-        assert [token for token, _ in drawn.likeliest] == best.tolist()
-        torch.testing.assert_close(torch.tensor([v for _, v in drawn.likeliest]), values, rtol=1e-4, atol=1e-4)
+        assert [token for token, _ in drawn.top_logprobs] == best.tolist()
+        torch.testing.assert_close(torch.tensor([v for _, v in drawn.top_logprobs]), values, rtol=1e-4, atol=1e-4)
         assert drawn.logprob == pytest.approx(of_token[drawn.token].item(), abs=1e-4)
 
 
@@ -182,9 +184,9 @@ def test_a_stream_and_giving_it_up(model):
     stream = engine.stream(engine.submit(given_up))
     assert [next(stream).token for _ in range(3)] == expected(model, ids, 3)
     stream.close()
-    assert given_up.end is End.CANCELLED and not engine.batch.running
+    assert given_up.finish_reason is FinishReason.CANCELLED and not engine.scheduler.running
     engine.cancel(request)
-    assert request.end is End.LENGTH, "a text that has ended stays as it is"
+    assert request.finish_reason is FinishReason.LENGTH, "a text that has ended stays as it is"
 
 
 def test_several_threads_wait_for_their_own_texts(model):
@@ -205,7 +207,7 @@ def test_submitting_does_not_wait_for_a_round(model):
         thread = threading.Thread(target=engine.submit, args=(Request(prompt(5), 2),), daemon=True)
         thread.start()
         thread.join(10)
-        assert not thread.is_alive() and len(engine.batch.waiting) == 1
+        assert not thread.is_alive() and len(engine.scheduler.waiting) == 1
 
 
 def test_cancelling_does_not_wait_for_a_round(model):
@@ -219,11 +221,14 @@ def test_cancelling_does_not_wait_for_a_round(model):
             thread.start()
         for thread in threads:
             thread.join(10)
-        assert not any(thread.is_alive() for thread in threads) and request.end is waiting.end is End.CANCELLED
-        assert engine.batch.running
+        assert (
+            not any(thread.is_alive() for thread in threads)
+            and request.finish_reason is waiting.finish_reason is FinishReason.CANCELLED
+        )
+        assert engine.scheduler.running
     engine.step()
-    assert not engine.batch.running and not engine.batch.waiting
-    assert engine.batch.pages.available == engine.batch.pages.count - 1
+    assert not engine.scheduler.running and not engine.scheduler.waiting
+    assert engine.scheduler.pages.available == engine.scheduler.pages.count - 1
 
 
 def test_a_stream_that_the_collector_ends_in_the_middle_of_a_round(model, monkeypatch):
@@ -231,7 +236,7 @@ def test_a_stream_that_the_collector_ends_in_the_middle_of_a_round(model, monkey
     engine = engine_of(model)
     request, other = (engine.submit(Request(prompt(5 + i), 20)) for i in range(2))
     engine.step()
-    plan = engine.batch.plan
+    plan = engine.scheduler.schedule
 
     def planned():
         found = plan()
@@ -239,30 +244,30 @@ def test_a_stream_that_the_collector_ends_in_the_middle_of_a_round(model, monkey
         return found
 
     with monkeypatch.context() as patched:
-        patched.setattr(engine.batch, "plan", planned)
+        patched.setattr(engine.scheduler, "schedule", planned)
         engine.step()
-    while other.end is None:
+    while other.finish_reason is None:
         engine.step()
-    assert request.end is End.CANCELLED and other.end is End.LENGTH, other.error
+    assert request.finish_reason is FinishReason.CANCELLED and other.finish_reason is FinishReason.LENGTH, other.error
     alone = engine_of(model).generate([Request(prompt(6), 20)])[0]
-    assert [drawn.token for drawn in other.drawn] == [drawn.token for drawn in alone.drawn]
-    assert engine.batch.pages.available == engine.batch.pages.count - 1
+    assert [drawn.token for drawn in other.sampled] == [drawn.token for drawn in alone.sampled]
+    assert engine.scheduler.pages.available == engine.scheduler.pages.count - 1
 
 
 def test_a_watch_cannot_do_a_round(model):
     engine = engine_of(model)
-    other = engine.submit(Request(prompt(5), 4, watch=lambda drawn: engine.step()))
-    while other.end is None:
+    other = engine.submit(Request(prompt(5), 4, on_token=lambda drawn: engine.step()))
+    while other.finish_reason is None:
         engine.step()
-    assert other.end is End.FAILED and "this thread is doing a round" in other.error
+    assert other.finish_reason is FinishReason.FAILED and "this thread is doing a round" in other.error
 
 
 @pytest.mark.parametrize("ahead", [True, False])
 def test_threads_that_submit_and_cancel_while_one_does_the_rounds(model, ahead):
     """As a server does: each text is the one that its request draws alone, up to where it was given up."""
-    engine = engine_of(model, max_concurrent=3, cache_bytes=1 << 19, max_length=256, ahead=ahead)
+    engine = engine_of(model, max_concurrent=3, cache_bytes=1 << 19, max_length=256, async_scheduling=ahead)
     asked = [(prompt(1 + 37 * i % 190, i % 3), 1 + 7 * i % 24, Sampling(0.9 * (i % 2), seed=i)) for i in range(12)]
-    fresh = engine_of(model, max_concurrent=1, max_length=256, sharing=False)
+    fresh = engine_of(model, max_concurrent=1, max_length=256, prefix_caching=False)
     alone = [tokens(fresh.generate([Request(*each)])[0]) for each in asked]
     stop, made, errors = threading.Event(), [[] for _ in range(4)], []
 
@@ -279,10 +284,10 @@ def test_threads_that_submit_and_cancel_while_one_does_the_rounds(model, ahead):
                 made[number].append((request, which))
                 until = time.monotonic() + 60
                 give_up = chance.choice([None, None, 0, 1, 5])
-                while request.end is None and time.monotonic() < until:
-                    if give_up is not None and len(request.drawn) >= give_up:
+                while request.finish_reason is None and time.monotonic() < until:
+                    if give_up is not None and len(request.sampled) >= give_up:
                         engine.cancel(request)
-                        assert request.end is not None
+                        assert request.finish_reason is not None
                     time.sleep(0.0005)
         except BaseException as error:
             errors.append(error)
@@ -298,13 +303,13 @@ def test_threads_that_submit_and_cancel_while_one_does_the_rounds(model, ahead):
     worker.join(60)
     assert not errors and not any(thread.is_alive() for thread in (worker, *clients))
     ended = [each for of_client in made for each in of_client]
-    assert len(ended) == 48 and {request.end for request, _ in ended} == {End.LENGTH, End.CANCELLED}
+    assert len(ended) == 48 and {request.finish_reason for request, _ in ended} == {FinishReason.LENGTH, FinishReason.CANCELLED}
     for request, which in ended:
         drawn = tokens(request)
-        assert drawn == (alone[which] if request.end is End.LENGTH else alone[which][: len(drawn)])
+        assert drawn == (alone[which] if request.finish_reason is FinishReason.LENGTH else alone[which][: len(drawn)])
     engine.step()
-    assert not engine.batch.running and not engine.batch.waiting and not engine._flying
-    assert engine.batch.pages.available == engine.batch.pages.count - 1
+    assert not engine.scheduler.running and not engine.scheduler.waiting and not engine._in_flight
+    assert engine.scheduler.pages.available == engine.scheduler.pages.count - 1
 
 
 def fail(*args):
@@ -320,7 +325,7 @@ def test_a_round_that_fails_ends_what_it_should_have_computed(model, monkeypatch
         patch.setattr(engine.program, "step", fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             engine.step()
-    assert request.end is End.FAILED and not engine.batch.running
+    assert request.finish_reason is FinishReason.FAILED and not engine.scheduler.running
     (after,) = engine.generate([Request(prompt(9), 10)])
     assert tokens(after) == expected(model, after.prompt, 10)
 
@@ -335,13 +340,13 @@ def test_nobody_shares_pages_of_a_round_that_failed(model, monkeypatch):
         with pytest.raises(RuntimeError, match="out of memory"):
             engine.generate([Request(common, 5)])
     (after,) = engine.generate([Request(common, 5)])
-    assert after.shared == 0 and tokens(after) == expected(model, common, 5)
+    assert after.cached_tokens == 0 and tokens(after) == expected(model, common, 5)
     (again,) = engine.generate([Request(common, 5)])
-    assert again.shared == 128 and tokens(again) == tokens(after)
-    assert engine.batch.pages.available == engine.batch.pages.count - 1
+    assert again.cached_tokens == 128 and tokens(again) == tokens(after)
+    assert engine.scheduler.pages.available == engine.scheduler.pages.count - 1
 
 
-@pytest.mark.parametrize("where", ["_pieces_of_running", "_add_piece"])
+@pytest.mark.parametrize("where", ["_add_chunks_of_running", "_add_chunk"])
 def test_an_interrupt_while_a_round_is_planned(model, monkeypatch, where):
     """Whoever runs is told, no page that nobody wrote is shared, and the next texts are as ever."""
     engine = engine_of(model)
@@ -350,24 +355,24 @@ def test_an_interrupt_while_a_round_is_planned(model, monkeypatch, where):
     for _ in range(3):
         engine.step()
     engine.submit(second)
-    inner = getattr(engine.batch, where)
+    inner = getattr(engine.scheduler, where)
 
     def interrupted(*args):
         inner(*args)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.batch, where, interrupted)
+        patch.setattr(engine.scheduler, where, interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.step()
-    assert first.end is End.FAILED and not engine.batch.running
+    assert first.finish_reason is FinishReason.FAILED and not engine.scheduler.running
     for request in engine.generate([Request(prompt(200, seed), 20) for seed in range(2)]):
         assert tokens(request) == expected(model, request.prompt, 20)
-    while second.end is None:
+    while second.finish_reason is None:
         engine.step()
-    assert second.end is End.FAILED or tokens(second) == expected(model, second.prompt, 20)
+    assert second.finish_reason is FinishReason.FAILED or tokens(second) == expected(model, second.prompt, 20)
     engine.step()
-    assert engine.batch.pages.available == engine.batch.pages.count - 1
+    assert engine.scheduler.pages.available == engine.scheduler.pages.count - 1
 
 
 def test_a_round_that_fails_ends_whoever_joined_in_it(model, monkeypatch):
@@ -379,12 +384,12 @@ def test_a_round_that_fails_ends_whoever_joined_in_it(model, monkeypatch):
         patch.setattr(engine.slots, "update", fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             engine.step()
-    assert [request.end for request in requests] == [End.FAILED, End.FAILED]
-    assert not engine.batch.running and engine.batch.pages.available == engine.batch.pages.count - 1
+    assert [request.finish_reason for request in requests] == [FinishReason.FAILED, FinishReason.FAILED]
+    assert not engine.scheduler.running and engine.scheduler.pages.available == engine.scheduler.pages.count - 1
 
 
 def ended(request):
-    request.end = End.LENGTH
+    request.finish_reason = FinishReason.LENGTH
     return request
 
 
@@ -414,7 +419,7 @@ def test_a_text_too_long_is_told_what_limits_it(model):
     )
     with pytest.raises(ValueError, match=said + rf"are .* MiB \(cache_bytes\): .*\(cache_bytes={3 * page}\).*engine=False"):
         engine_of(model, cache_bytes=2 * page).submit(Request(prompt(120), 9))
-    assert engine_of(model, cache_bytes=3 * page).generate([Request(prompt(120), 9)])[0].end is End.LENGTH
+    assert engine_of(model, cache_bytes=3 * page).generate([Request(prompt(120), 9)])[0].finish_reason is FinishReason.LENGTH
     with pytest.raises(ValueError, match="at most 128 tokens here, .*; the model has 256 positions: shorten the prompt"):
         engine_of(model, cache_bytes=2 * page).submit(Request(prompt(120), 157))
     with pytest.raises(ValueError, match="at most 100 tokens here, .*; so says max_length of the engine: make one with more"):
@@ -430,7 +435,7 @@ def test_a_request_is_submitted_once(model):
         with pytest.raises(ValueError, match="was submitted before"):
             engine.submit(request)
         engine.step()
-    assert request.end is End.LENGTH and not engine.batch.running and not engine.batch.waiting
+    assert request.finish_reason is FinishReason.LENGTH and not engine.scheduler.running and not engine.scheduler.waiting
 
 
 def test_a_stream_has_the_tokens_that_another_thread_reads_last(model):
@@ -444,12 +449,12 @@ def test_a_stream_has_the_tokens_that_another_thread_reads_last(model):
             self.asked += 1
             if self.asked == 3:  # for the third one
                 self.append("last")
-                request.end = End.LENGTH
+                request.finish_reason = FinishReason.LENGTH
             return count
 
     engine = engine_of(model)
     request = engine.submit(Request([5, 6], 3))
-    request.drawn = Late(["first", "second"])
+    request.sampled = Late(["first", "second"])
     assert list(engine.stream(request)) == ["first", "second", "last"]
 
 
@@ -481,11 +486,11 @@ def test_all_that_attention_is_given_starts_where_its_kernels_can_read(model, mo
 
 def test_what_a_step_of_many_costs_the_host(model, monkeypatch):
     """Calls of Python functions, which say the same on every machine: fifteen for each text, and some tens for the round."""
-    engine = engine_of(model, max_concurrent=64, piece=1024)
-    drawn = Step(torch.empty(0), torch.full((64,), 5, dtype=torch.int32), torch.full((64,), -1.0), torch.randn(64, VOCAB))
-    monkeypatch.setattr(engine.steps, "launch", lambda rows, filters, longest: drawn)
+    engine = engine_of(model, max_concurrent=64, chunk_tokens=1024)
+    drawn = DecodeStep(torch.empty(0), torch.full((64,), 5, dtype=torch.int32), torch.full((64,), -1.0), torch.randn(64, VOCAB))
+    monkeypatch.setattr(engine.decode_runner, "launch", lambda rows, filters, longest: drawn)
     for _ in range(64):
-        engine.submit(Request(prompt(3), 100, likeliest=2))
+        engine.submit(Request(prompt(3), 100, top_logprobs=2))
     for _ in range(4):
         engine.step()
     calls = collections.Counter()
@@ -495,7 +500,7 @@ def test_what_a_step_of_many_costs_the_host(model, monkeypatch):
             engine.step()
     finally:
         sys.setprofile(None)
-    assert all(len(request.drawn) == 13 for request in engine.batch.running) and len(engine.batch.running) == 64
+    assert all(len(request.sampled) == 13 for request in engine.scheduler.running) and len(engine.scheduler.running) == 64
     assert calls["call"] < 10 * (64 * 15 + 50), calls
 
 
@@ -530,7 +535,7 @@ def test_wrong_requests_and_engines(model):
     with pytest.raises(ValueError, match="at least 1 token, got 0"):
         Request([1], 0)
     with pytest.raises(ValueError, match="up to 20, got 21"):
-        Request([1], 1, likeliest=21)
+        Request([1], 1, top_logprobs=21)
     with pytest.raises(ValueError, match="at least 1 request at once, got max_concurrent=0"):
         Engine(model, max_concurrent=0)
     with pytest.raises(ValueError, match=r"a request of 256 tokens takes .* ask for fewer tokens \(max_length\) or give more"):
@@ -558,7 +563,7 @@ ARRIVALS = st.lists(
 @given(ARRIVALS, st.integers(1, 3), st.booleans())
 def test_any_order_of_arrivals(model, arrivals, slots, ahead):
     """Against each request generated by itself; some are given up on the way."""
-    engine = engine_of(model, max_concurrent=slots, max_length=256, ahead=ahead)
+    engine = engine_of(model, max_concurrent=slots, max_length=256, async_scheduling=ahead)
     coming = [
         (wait, cancel, Request(prompt(length, length % 2), limit, Sampling(0.9 * drawn, seed=length)))
         for wait, length, limit, drawn, cancel in arrivals
@@ -571,12 +576,12 @@ def test_any_order_of_arrivals(model, arrivals, slots, ahead):
                 engine.cancel(request)
         engine.step()
     requests = [request for _, _, request in coming]
-    while any(request.end is None for request in requests):
+    while any(request.finish_reason is None for request in requests):
         engine.step()
-    fresh = engine_of(model, max_concurrent=1, max_length=256, sharing=False)
+    fresh = engine_of(model, max_concurrent=1, max_length=256, prefix_caching=False)
     for request in requests:
         (alone,) = fresh.generate([Request(request.prompt, request.limit, request.sampling)])
-        assert tokens(request) == tokens(alone)[: len(request.drawn)]
-        assert request.end is End.CANCELLED or len(request.drawn) == request.limit
+        assert tokens(request) == tokens(alone)[: len(request.sampled)]
+        assert request.finish_reason is FinishReason.CANCELLED or len(request.sampled) == request.limit
     engine.step()
-    assert engine.batch.pages.available == engine.batch.pages.count - 1
+    assert engine.scheduler.pages.available == engine.scheduler.pages.count - 1

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lowbit.engine import End, Engine, Request, RoundFailed, Sampling
+from lowbit.engine import Engine, FinishReason, Request, Sampling, StepFailed
 from lowbit.engine.failure import Attempt, logger
 from tests.tiny import eager_llama
 
@@ -24,7 +24,9 @@ def model():
 
 
 def engine_of(model, **options):
-    return Engine(model, **{"max_concurrent": 4, "piece": 128, "cache_bytes": 1 << 24, "batch_invariant": True} | options)
+    return Engine(
+        model, **{"max_concurrent": 4, "chunk_tokens": 128, "cache_bytes": 1 << 24, "batch_invariant": True} | options
+    )
 
 
 def prompt(length, seed=0):
@@ -33,7 +35,7 @@ def prompt(length, seed=0):
 
 
 def bits(request):
-    return [(drawn.token, drawn.logprob) for drawn in request.drawn]
+    return [(drawn.token, drawn.logprob) for drawn in request.sampled]
 
 
 def others(count=3):
@@ -47,12 +49,12 @@ def alone(model, requests):
 
 def run(engine, requests):
     for _ in range(200):
-        if all(request.end is not None for request in requests):
+        if all(request.finish_reason is not None for request in requests):
             break
         engine.step()
     engine.step()
-    assert not engine.batch.running and not engine.batch.waiting
-    assert engine.batch.pages.available == engine.batch.pages.count - 1
+    assert not engine.scheduler.running and not engine.scheduler.waiting
+    assert engine.scheduler.pages.available == engine.scheduler.pages.count - 1
 
 
 def test_a_watch_that_raises(model):
@@ -62,15 +64,15 @@ def test_a_watch_that_raises(model):
         raise KeyError("not today")
 
     engine, well = engine_of(model), others()
-    bad = Request(prompt(9), 10, watch=watch)
+    bad = Request(prompt(9), 10, on_token=watch)
     for request in (well[0], bad, *well[1:]):
         engine.submit(request)
     run(engine, [*well, bad])
-    assert bad.end is End.FAILED and len(bad.drawn) == 1 and bad.error == "KeyError: 'not today'"
+    assert bad.finish_reason is FinishReason.FAILED and len(bad.sampled) == 1 and bad.error == "KeyError: 'not today'"
     assert [bits(r) for r in well] == alone(model, well)
     with pytest.raises(RuntimeError, match="this text failed after 1 tokens: KeyError: 'not today'"):
         list(engine.stream(bad))
-    worse = Request(prompt(9), 10, watch=watch)
+    worse = Request(prompt(9), 10, on_token=watch)
     with pytest.raises(RuntimeError, match="this text failed after 1 tokens: KeyError: 'not today'"):
         engine.generate([*(more := others()), worse])
     assert [bits(r) for r in more] == alone(model, more), "once all have ended"
@@ -81,21 +83,21 @@ def test_a_watch_that_is_interrupted(model):
         raise KeyboardInterrupt
 
     engine = engine_of(model)
-    bad = engine.submit(Request(prompt(9), 10, watch=watch))
+    bad = engine.submit(Request(prompt(9), 10, on_token=watch))
     with pytest.raises(KeyboardInterrupt):
         run(engine, [bad])
-    assert bad.end is End.FAILED and bad.error == "KeyboardInterrupt"
+    assert bad.finish_reason is FinishReason.FAILED and bad.error == "KeyboardInterrupt"
 
 
 def failing_prompts(engine, monkeypatch, *bad):
     """Pieces of these requests cannot be computed, nor any that are computed with one of them."""
     inner, seen = engine.program.prompt, []
 
-    def prompt_(pieces, slots):
-        seen.append([piece.request for piece in pieces])
-        if any(piece.request in bad for piece in pieces):
+    def prompt_(chunks, slots):
+        seen.append([chunk.request for chunk in chunks])
+        if any(chunk.request in bad for chunk in chunks):
             raise ValueError("this prompt is not for me")
-        return inner(pieces, slots)
+        return inner(chunks, slots)
 
     monkeypatch.setattr(engine.program, "prompt", prompt_)
     return seen
@@ -113,28 +115,28 @@ def test_a_prompt_that_raises(model, monkeypatch):
     for request in (well[0], bad, *well[1:]):
         engine.submit(request)
     run(engine, [first, *well, bad])
-    assert any(len(pieces) > 1 and bad in pieces for pieces in seen), "they were to be computed together"
-    assert bad.end is End.FAILED and bad.error == "ValueError: this prompt is not for me" and not bad.drawn
+    assert any(len(chunks) > 1 and bad in chunks for chunks in seen), "they were to be computed together"
+    assert bad.finish_reason is FinishReason.FAILED and bad.error == "ValueError: this prompt is not for me" and not bad.sampled
     assert [bits(r) for r in (first, *well)] == alone(model, [first, *well])
 
 
 @pytest.mark.parametrize(("length", "together"), [(130, 4), (200, 1)])
 def test_a_prompt_whose_pages_others_were_to_share(model, monkeypatch, length, together):
     """They compute them themselves, also those for whose prompt the round has no room."""
-    engine = engine_of(model, piece=256, batch_invariant=False)
+    engine = engine_of(model, chunk_tokens=256, batch_invariant=False)
     common = prompt(length)
     bad, *well = Request([*common, 3], 5), *(Request([*common, 4 + i], 8) for i in range(3))
     seen = failing_prompts(engine, monkeypatch, bad)
     for request in (bad, *well):
         engine.submit(request)
     engine.step()
-    assert len(seen[0]) == together and not engine.batch.running and list(engine.batch.waiting) == well
+    assert len(seen[0]) == together and not engine.scheduler.running and list(engine.scheduler.waiting) == well
     run(engine, [bad, *well])
-    assert bad.end is End.FAILED and {r.end for r in well} == {End.LENGTH}
-    assert [r.shared for r in well] == [0, 128, 128]
+    assert bad.finish_reason is FinishReason.FAILED and {r.finish_reason for r in well} == {FinishReason.LENGTH}
+    assert [r.cached_tokens for r in well] == [0, 128, 128]
     for request in well:
-        (expected,) = engine_of(model, sharing=False).generate([Request(request.prompt, request.limit)])
-        assert [d.token for d in request.drawn] == [d.token for d in expected.drawn]
+        (expected,) = engine_of(model, prefix_caching=False).generate([Request(request.prompt, request.limit)])
+        assert [d.token for d in request.sampled] == [d.token for d in expected.sampled]
 
 
 def test_a_prompt_that_raises_in_a_model_that_no_program_knows(monkeypatch):
@@ -147,7 +149,7 @@ def test_a_prompt_that_raises_in_a_model_that_no_program_knows(monkeypatch):
     for request in (well[0], bad, *well[1:]):
         engine.submit(request)
     run(engine, [*well, bad])
-    assert bad.end is End.FAILED and [bits(r) for r in well] == alone(model, well)
+    assert bad.finish_reason is FinishReason.FAILED and [bits(r) for r in well] == alone(model, well)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -165,23 +167,27 @@ def test_logits_that_are_no_numbers(model, monkeypatch, caplog, value, when):
         return logits
 
     def steps(rows, slots, longest):
-        of = {request.slot: request for request in engine.batch.running}
+        of = {request.slot: request for request in engine.scheduler.running}
         return spoilt(step(rows, slots, longest), [of[row] for row in rows.tolist()])
 
-    def prompts(pieces, slots):
-        logits = prompt_(pieces, slots)
-        return None if logits is None else spoilt(logits, [piece.request for piece in pieces if piece.last])
+    def prompts(chunks, slots):
+        logits = prompt_(chunks, slots)
+        return None if logits is None else spoilt(logits, [chunk.request for chunk in chunks if chunk.last])
 
     monkeypatch.setattr(engine.program, "step", steps)
     monkeypatch.setattr(engine.program, "prompt", prompts)
     for request in (well[0], bad, *well[1:]):
         engine.submit(request)
     run(engine, [*well, bad])
-    assert bad.end is End.FAILED and bad.error == "the model's logits are NaN or infinite" and len(bad.drawn) == when
+    assert (
+        bad.finish_reason is FinishReason.FAILED
+        and bad.error == "the model's logits are NaN or infinite"
+        and len(bad.sampled) == when
+    )
     assert [bits(r) for r in well] == alone(model, well)
     assert "a text failed: the model's logits are NaN or infinite" in caplog.text
     (again,) = engine.generate([Request(bad.prompt, 3)])
-    assert again.shared == 0
+    assert again.cached_tokens == 0
 
 
 def fail(*args):
@@ -201,11 +207,11 @@ def test_a_round_that_fails_is_the_affair_of_its_requests_alone(model, monkeypat
 
     monkeypatch.setattr(engine.program, "step", once)
     (other,) = engine.generate(others(1))
-    assert running.end is End.FAILED and running.error == "RuntimeError: out of memory"
+    assert running.finish_reason is FinishReason.FAILED and running.error == "RuntimeError: out of memory"
     assert bits(other) == alone(model, [other])[0]
     engine.submit(Request(prompt(9), 10))
     monkeypatch.setattr(engine.program, "step", fail)
-    with pytest.raises(RoundFailed, match="a round of 1 request failed: RuntimeError: out of memory"):
+    with pytest.raises(StepFailed, match="a round of 1 request failed: RuntimeError: out of memory"):
         for _ in range(3):
             engine.step()
 
@@ -218,9 +224,11 @@ def test_a_round_that_fails_after_a_prompt_of_it_did(model, monkeypatch):
         engine.submit(request)
     with monkeypatch.context() as patch:
         patch.setattr("lowbit.engine.engine.draw", fail)
-        with pytest.raises(RoundFailed, match="a round of 2 requests failed: RuntimeError: out of memory"):
+        with pytest.raises(StepFailed, match="a round of 2 requests failed: RuntimeError: out of memory"):
             engine.step()
-    assert {r.end for r in (bad, *well)} == {End.FAILED} and bad.error == "ValueError: this prompt is not for me"
+    assert {r.finish_reason for r in (bad, *well)} == {
+        FinishReason.FAILED
+    } and bad.error == "ValueError: this prompt is not for me"
     run(engine, [])
     assert [bits(r) for r in engine.generate(others(2))] == alone(model, others(2))
 
@@ -240,9 +248,11 @@ ARRIVALS = st.lists(
 
 @settings(max_examples=60)
 @given(ARRIVALS, st.integers(1, 4), st.booleans(), st.booleans(), st.sampled_from([128, 256]))
-def test_any_order_of_failures(model, arrivals, slots, ahead, invariant, piece):
+def test_any_order_of_failures(model, arrivals, slots, ahead, invariant, chunk):
     """Whoever does not fail has the text that it has alone."""
-    engine = engine_of(model, max_concurrent=slots, ahead=ahead, batch_invariant=invariant, piece=piece, cache_bytes=1 << 20)
+    engine = engine_of(
+        model, max_concurrent=slots, async_scheduling=ahead, batch_invariant=invariant, chunk_tokens=chunk, cache_bytes=1 << 20
+    )
     step, prompt_, how = engine.program.step, engine.program.prompt, {}
 
     def watch(token):
@@ -255,21 +265,21 @@ def test_any_order_of_failures(model, arrivals, slots, ahead, invariant, piece):
         return logits
 
     def steps(rows, slots, longest):
-        of = {request.slot: request for request in engine.batch.running}
+        of = {request.slot: request for request in engine.scheduler.running}
         return spoilt(step(rows, slots, longest), [of[row] for row in rows.tolist()])
 
-    def prompts(pieces, slots):
-        if any(how[piece.request] == "prompt" and piece.end > 60 for piece in pieces):
+    def prompts(chunks, slots):
+        if any(how[chunk.request] == "prompt" and chunk.end > 60 for chunk in chunks):
             raise ValueError("this prompt is not for me")
-        logits = prompt_(pieces, slots)
-        return None if logits is None else spoilt(logits, [piece.request for piece in pieces if piece.last])
+        logits = prompt_(chunks, slots)
+        return None if logits is None else spoilt(logits, [chunk.request for chunk in chunks if chunk.last])
 
     engine.program.step, engine.program.prompt = steps, prompts
     requests = []
     for now in range(7):
         for wait, length, seed, limit, kind in arrivals:
             if wait == now:
-                requests.append(Request(prompt(length, seed), limit, watch=watch if kind == "watch" else None))
+                requests.append(Request(prompt(length, seed), limit, on_token=watch if kind == "watch" else None))
                 how[requests[-1]] = kind
                 engine.submit(requests[-1])
         engine.step()
@@ -277,12 +287,15 @@ def test_any_order_of_failures(model, arrivals, slots, ahead, invariant, piece):
             if how[request] == "cancelled":
                 engine.cancel(request)
     run(engine, requests)
-    fresh = engine_of(model, max_concurrent=1, sharing=False, batch_invariant=invariant)
+    fresh = engine_of(model, max_concurrent=1, prefix_caching=False, batch_invariant=invariant)
     for request in requests:
         (expected,) = fresh.generate([Request(request.prompt, request.limit)])
-        drawn = [d.token for d in request.drawn]
-        assert drawn == [d.token for d in expected.drawn][: len(drawn)]
-        assert (request.end is End.LENGTH) == (len(drawn) == request.limit and how[request] != "watch"), (request, how[request])
+        drawn = [d.token for d in request.sampled]
+        assert drawn == [d.token for d in expected.sampled][: len(drawn)]
+        assert (request.finish_reason is FinishReason.LENGTH) == (len(drawn) == request.limit and how[request] != "watch"), (
+            request,
+            how[request],
+        )
 
 
 def test_a_gpu_that_computes_nothing_any_more(model, monkeypatch):
@@ -296,11 +309,11 @@ def test_a_gpu_that_computes_nothing_any_more(model, monkeypatch):
 
     monkeypatch.setattr(engine.program, "step", fail)
     monkeypatch.setattr("lowbit.engine.engine._wait_for", dead)
-    with pytest.raises(RoundFailed, match="out of memory"):
+    with pytest.raises(StepFailed, match="out of memory"):
         engine.step()
-    assert running.end is waiting.end is End.FAILED and "illegal memory" in waiting.error
+    assert running.finish_reason is waiting.finish_reason is FinishReason.FAILED and "illegal memory" in waiting.error
     engine.step()
-    assert not engine.batch.running and not engine.batch.waiting
+    assert not engine.scheduler.running and not engine.scheduler.waiting
     with pytest.raises(RuntimeError, match="the GPU of this engine failed, start another process: RuntimeError: CUDA error"):
         engine.submit(Request(prompt(9), 10))
 

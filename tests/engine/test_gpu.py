@@ -17,7 +17,7 @@ from transformers import (
 )
 from triton import knobs
 
-from lowbit.engine import End, Engine, Request, Sampling
+from lowbit.engine import Engine, FinishReason, Request, Sampling
 from lowbit.engine.chain import Chain
 from lowbit.engine.family import recognise
 from lowbit.engine.program import DecodeProgram
@@ -67,7 +67,7 @@ def prompt(length, seed=0):
 
 
 def tokens(request):
-    return [drawn.token for drawn in request.drawn]
+    return [drawn.token for drawn in request.sampled]
 
 
 @torch.inference_mode()
@@ -82,8 +82,8 @@ def logits_and_nudged(model, ids):
 def compared(model, request):
     """Of each token drawn: whether Transformers' forward, given the same text, finds it less likely than another by more than
     rounding, which is twice what its own logits move with a last bit of its embeddings (8-bit activations magnify that) and
-    never more than 0.7 of what the likeliest is above the mean; that rounding as a share of the latter; and whether it is
-    another token than the likeliest."""
+    never more than 0.7 of what the most likely is above the mean; that rounding as a share of the latter; and whether it is
+    another token than the most likely."""
     ids = torch.tensor([[*request.prompt, *tokens(request)]], device="cuda")
     logits, others = (each[0, len(request.prompt) - 1 : -1] for each in logits_and_nudged(model, ids))
     drawn = torch.tensor(tokens(request), device="cuda")
@@ -94,7 +94,7 @@ def compared(model, request):
 
 
 def check_greedy(model, requests, why=()):
-    """Each token of each text is the likeliest or as near as rounding, and any token would not do."""
+    """Each token of each text is the most likely or as near as rounding, and any token would not do."""
     found = [compared(model, request) for request in requests]
     assert torch.cat([near for _, near, _ in found]).median() < 0.7, "any token would pass"
     assert [int(wrong.sum()) for wrong, _, _ in found] == [0] * len(found), ([len(r.prompt) for r in requests], why)
@@ -107,12 +107,12 @@ def test_greedy_tokens(family, scheme, dtype):
     """Alone (five launches a layer where there is a chain), and many at once, in order and out of it."""
     model = model_of(family, dtype, scheme, ends=scheme is not None)
     requests = [Request(prompt(length, length), 40) for length in LENGTHS]
-    engine = Engine(model, max_concurrent=16, max_length=1024, piece=256)
+    engine = Engine(model, max_concurrent=16, max_length=1024, chunk_tokens=256)
     assert isinstance(engine.program, DecodeProgram), engine.report()
     if scheme in ("w4a16_g128", "w6e3m2a16", "w8a16"):
         assert isinstance(engine.program.chain, Chain) == (family != "OPT"), engine.report()
     answered = [*engine.generate(requests), *engine.generate([Request(prompt(33), 40)])]
-    assert all(request.end is End.LENGTH and len(set(tokens(request))) > 15 for request in answered)
+    assert all(request.finish_reason is FinishReason.LENGTH and len(set(tokens(request))) > 15 for request in answered)
     check_greedy(model, answered, engine.report())
 
 
@@ -127,14 +127,17 @@ def test_after_warm_up_nothing_is_captured_compiled_or_allocated(family):
     asked = [Sampling(), Sampling(temperature=0.8, top_p=0.9, top_k=50, presence_penalty=0.5, seed=1)]
 
     def texts(seed):
-        return [Request(prompt(50 + 9 * i, seed + i), 30, asked[i % 2], likeliest=i % 3) for i in range(20)]
+        return [Request(prompt(50 + 9 * i, seed + i), 30, asked[i % 2], top_logprobs=i % 3) for i in range(20)]
 
     engine.generate(texts(0))
-    captures, segments = (engine.steps.captures, engine.prompts.captures), torch.cuda.memory_stats()["num_device_alloc"]
+    captures, segments = (
+        (engine.decode_runner.captures, engine.prefill_runner.captures),
+        torch.cuda.memory_stats()["num_device_alloc"],
+    )
     for request in engine.generate(texts(100)):
-        assert request.end is End.LENGTH
-    assert (engine.steps.captures, engine.prompts.captures) == captures
-    assert captures == (len(engine.steps.variants()), len(engine.prompts.forms))
+        assert request.finish_reason is FinishReason.LENGTH
+    assert (engine.decode_runner.captures, engine.prefill_runner.captures) == captures
+    assert captures == (len(engine.decode_runner.variants()), len(engine.prefill_runner.graph_shapes))
     assert torch.cuda.memory_stats()["num_device_alloc"] == segments
     knobs.compilation.listener = None
     assert not compiled, "nor found in Triton's cache only now"
@@ -143,19 +146,19 @@ def test_after_warm_up_nothing_is_captured_compiled_or_allocated(family):
 @torch.inference_mode()
 def test_graphs_of_prompts_have_the_memory_of_the_largest():
     engine = Engine(model_of(), max_concurrent=8, max_length=1024, cache_bytes=1 << 28)
-    largest, *others = engine.prompts.forms
-    engine.prompts.captured(largest)
+    largest, *others = engine.prefill_runner.graph_shapes
+    engine.prefill_runner.captured(largest)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved()
     for form in others:
-        engine.prompts.captured(form)
+        engine.prefill_runner.captured(form)
     torch.cuda.empty_cache()
     assert len(others) > 30 and torch.cuda.memory_reserved() - before < 1 << 26
 
 
 @pytest.mark.parametrize("invariant", [False, True])
 def test_prompts_in_graphs_are_those_without(invariant, monkeypatch):
-    """In pieces, behind what they share, several at once, more at once than a graph has texts."""
+    """In chunks, behind what they share, several at once, more at once than a graph has texts."""
     shared = prompt(300, 9)
     ids = [prompt(1 + 37 * i % 200, i) for i in range(20)] + [[*shared, *prompt(1 + 30 * i, i)] for i in range(4)]
     ids += [prompt(700, 5), *(prompt(3 + i, i) for i in range(20))]
@@ -164,14 +167,16 @@ def test_prompts_in_graphs_are_those_without(invariant, monkeypatch):
         model = model_of()
         if invariant:
             make_batch_invariant(model, model.dtype)
-        engine = Engine(model, max_concurrent=32, max_length=1024, piece=256, cache_bytes=1 << 28, batch_invariant=invariant)
+        engine = Engine(
+            model, max_concurrent=32, max_length=1024, chunk_tokens=256, cache_bytes=1 << 28, batch_invariant=invariant
+        )
         return engine, [tokens(request) for request in engine.generate([Request(each, 8) for each in ids])]
 
     engine, found = generated()
-    assert engine.prompts.captures > 3 and {form.keys for form in engine.prompts._captured} >= {256, 8192}
-    monkeypatch.setattr("lowbit.engine.prompts.Prompts._form", lambda self, pieces: None)
+    assert engine.prefill_runner.captures > 3 and {form.keys for form in engine.prefill_runner._captured} >= {256, 8192}
+    monkeypatch.setattr("lowbit.engine.prefill_runner.PrefillRunner._shape", lambda self, chunks: None)
     engine, expected = generated()
-    assert not engine.prompts.captures
+    assert not engine.prefill_runner.captures
     same = sum(a == b for a, b in zip(found, expected, strict=True))
     assert same == len(ids) if invariant else same > len(ids) - 3  # two logits may be nearer than rounding
 
@@ -179,62 +184,66 @@ def test_prompts_in_graphs_are_those_without(invariant, monkeypatch):
 def test_the_first_texts_compile_what_they_need_and_later_ones_nothing():
     """Without a warm-up: parts of a round are gone through before they are launched, each once."""
     told = []
-    engine = Engine(model_of(), max_concurrent=4, max_length=512, cache_bytes=1 << 26, sharing=False, progress=told.append)
+    engine = Engine(
+        model_of(), max_concurrent=4, max_length=512, cache_bytes=1 << 26, prefix_caching=False, progress=told.append
+    )
     texts = [(prompt(30, 1), 20), (prompt(100, 2), 10)]
     first = [tokens(r) for r in engine.generate([Request(*each) for each in texts])]
-    assert told and told[-1].done == told[-1].total and engine._rehearsal is not None
-    count, so_far = engine._rehearsal.count, len(told)
+    assert told and told[-1].done == told[-1].total and engine._warm_up_run is not None
+    count, so_far = engine._warm_up_run.count, len(told)
     assert [tokens(r) for r in engine.generate([Request(*each) for each in texts])] == first
-    assert engine._rehearsal.count == count and len(told) == so_far
+    assert engine._warm_up_run.count == count and len(told) == so_far
 
 
 @pytest.mark.parametrize("drawn", [0.0, 0.8], ids=["greedy", "drawn"])
 def test_a_text_whose_logits_are_no_numbers_ends_alone(drawn):
     """A token whose embedding is NaN, in the prompt or drawn: in a step's graph too nobody else notices."""
     model = model_of(scheme=None)
-    engine = Engine(model, max_concurrent=16, max_length=512, cache_bytes=1 << 26, batch_invariant=True, sharing=False)
+    engine = Engine(model, max_concurrent=16, max_length=512, cache_bytes=1 << 26, batch_invariant=True, prefix_caching=False)
     asked = [dict(prompt=prompt(20 + 30 * i, i), limit=40, sampling=Sampling(drawn, seed=i)) for i in range(12)]
     expected = engine.generate([Request(**each) for each in asked])
     bad = tokens(expected[3])[20]
     with torch.no_grad():
         model.get_input_embeddings().weight[bad] = torch.nan
     found = [engine.submit(Request(**each)) for each in asked]
-    while any(request.end is None for request in found):
+    while any(request.finish_reason is None for request in found):
         engine.step()
     for one, other in zip(found, expected, strict=True):
         drawn_before = tokens(other)[:-1]  # the last one is never embedded
         until = 0 if bad in one.prompt else drawn_before.index(bad) + 1 if bad in drawn_before else 40
-        assert one.end is (End.FAILED if until < 40 else End.LENGTH)
+        assert one.finish_reason is (FinishReason.FAILED if until < 40 else FinishReason.LENGTH)
         assert one.error == ("the model's logits are NaN or infinite" if until < 40 else "")
-        assert [(d.token, d.logprob) for d in one.drawn] == [(d.token, d.logprob) for d in other.drawn][:until]
-    assert found[3].end is End.FAILED and any(request.end is End.LENGTH for request in found)
+        assert [(d.token, d.logprob) for d in one.sampled] == [(d.token, d.logprob) for d in other.sampled][:until]
+    assert found[3].finish_reason is FinishReason.FAILED and any(
+        request.finish_reason is FinishReason.LENGTH for request in found
+    )
 
 
 @pytest.mark.parametrize("scheme", ["w4a16_g128", "w8a8"])
 def test_batch_invariant_texts_have_the_same_bits(scheme):
     model = model_of(scheme=scheme)
     make_batch_invariant(model, model.dtype)
-    engine = Engine(model, max_concurrent=32, max_length=1024, piece=256, batch_invariant=True)
+    engine = Engine(model, max_concurrent=32, max_length=1024, chunk_tokens=256, batch_invariant=True)
     asked = dict(prompt=prompt(300, 7), limit=60, sampling=Sampling(temperature=0.9, top_p=0.95, seed=5))
     (alone,) = engine.generate([Request(**asked)])
     among = Request(**asked)
     others = [Request(prompt(20 + 31 * i, i), 80, Sampling(1.0, seed=i)) for i in range(24)]
     engine.generate([*others[:11], among, *others[11:]])
-    assert [(d.token, d.logprob) for d in among.drawn] == [(d.token, d.logprob) for d in alone.drawn]
+    assert [(d.token, d.logprob) for d in among.sampled] == [(d.token, d.logprob) for d in alone.sampled]
 
 
 def test_the_same_bits_every_run():
-    engine = Engine(model_of(), max_concurrent=8, max_length=1024, sharing=False)
+    engine = Engine(model_of(), max_concurrent=8, max_length=1024, prefix_caching=False)
     runs = []
     for _ in range(2):
         requests = [Request(prompt(40 + 50 * i, i), 50, Sampling(0.7 * (i % 2), seed=i)) for i in range(8)]
-        runs.append([[(d.token, d.logprob) for d in r.drawn] for r in engine.generate(requests)])
+        runs.append([[(d.token, d.logprob) for d in r.sampled] for r in engine.generate(requests)])
     assert runs[0] == runs[1]
 
 
 def test_poisoned_pages_reach_nobody():
     """NaN in every page that is not written yet, and in nobody's, where rows that fill a step up write."""
-    engine = Engine(model_of(), max_concurrent=5, max_length=512, sharing=False)
+    engine = Engine(model_of(), max_concurrent=5, max_length=512, prefix_caching=False)
     assert isinstance(engine.program, DecodeProgram) and engine.program.cache is not None
     cache = engine.program.cache
     cache.keys.fill_(torch.nan), cache.values.fill_(torch.nan)
@@ -247,10 +256,10 @@ def test_poisoned_pages_reach_nobody():
 def test_out_of_pages_nothing_is_lost():
     model = model_of()
     page = Engine(model, max_concurrent=1, max_length=128).program.cache_spec.page_bytes
-    engine = Engine(model_of(), max_concurrent=8, max_length=512, cache_bytes=12 * page, sharing=False)
+    engine = Engine(model_of(), max_concurrent=8, max_length=512, cache_bytes=12 * page, prefix_caching=False)
     requests = engine.generate([Request(prompt(100, seed), 200) for seed in range(8)])
-    assert all(r.end is End.LENGTH and len(r.drawn) == 200 for r in requests)
-    assert engine.batch.pages.available == engine.batch.pages.count - 1
+    assert all(r.finish_reason is FinishReason.LENGTH and len(r.sampled) == 200 for r in requests)
+    assert engine.scheduler.pages.available == engine.scheduler.pages.count - 1
 
 
 def test_the_model_computes_as_before():
@@ -301,7 +310,7 @@ def test_steps_with_and_without_the_chain_agree():
     few = engine.generate([Request(i, 2) for i in ids[:8]])
     many = engine.generate([Request(i, 2) for i in ids])[:8]
     alike = [
-        (one.drawn[1].logprob, other.drawn[1].logprob)
+        (one.sampled[1].logprob, other.sampled[1].logprob)
         for one, other in zip(few, many, strict=True)
         if tokens(one) == tokens(other)
     ]

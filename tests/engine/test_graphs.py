@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from lowbit.engine import Engine
+from lowbit.engine.decode_runner import DecodeRunner
 from lowbit.engine.graphs import Graphs
-from lowbit.engine.prompts import Prompts
-from lowbit.engine.steps import Steps
+from lowbit.engine.prefill_runner import PrefillRunner
 from tests.tiny import eager_llama
 
 
@@ -37,16 +37,16 @@ def captures(monkeypatch):
 
 def test_steps_and_prompts_are_captured_in_one_pool_on_one_stream(captures):
     """Torch's allocator lets no stream have what another one has let go of, in a pool neither."""
-    engine = Engine(eager_llama(), max_concurrent=4, piece=128, cache_bytes=1 << 24)
+    engine = Engine(eager_llama(), max_concurrent=4, chunk_tokens=128, cache_bytes=1 << 24)
     graphs = Graphs(torch.device("cpu"))
-    steps = Steps(engine.program, engine.slots, 4, graphs=graphs)
-    prompts = Prompts(engine.program, engine.slots, 128, graphs=graphs)
+    steps = DecodeRunner(engine.program, engine.slots, 4, graphs=graphs)
+    prompts = PrefillRunner(engine.program, engine.slots, 128, graphs=graphs)
     with torch.inference_mode():
         for variant in steps.variants():
             steps.captured(variant)
-        for form in prompts.forms:
+        for form in prompts.graph_shapes:
             prompts.captured(form)
-    assert len(captures) == len(steps.variants()) + len(prompts.forms) > 10
+    assert len(captures) == len(steps.variants()) + len(prompts.graph_shapes) > 10
     assert len({id(part) for pair in captures for part in pair}) == 2
 
 

@@ -9,7 +9,7 @@ import weakref
 
 import torch
 
-from lowbit.engine import End, Engine, Request, Sampling, TextStream, failure
+from lowbit.engine import Detokenizer, Engine, FinishReason, Request, Sampling, failure
 from lowbit.engine import engine as engine_module
 from tests.tiny import eager_llama, tiny_tokenizer
 
@@ -25,7 +25,7 @@ def some_texts(engine, tokenizer, count, seed):
         for i in range(begin, begin + 32):
             length = int(torch.randint(1, 140, (), generator=generator))
             ids = torch.randint(3, VOCAB, (length,), generator=generator).tolist()
-            text = TextStream(tokenizer, ids, ["zz"])
+            text = Detokenizer(tokenizer, ids, ["zz"])
 
             def watch(drawn, text=text, i=i):
                 if i % 16 == 5:
@@ -34,14 +34,14 @@ def some_texts(engine, tokenizer, count, seed):
                 return text.stopped
 
             asked = Sampling(0.7 * (i % 3), top_p=0.9, seed=i, presence_penalty=0.1 * (i % 4), logit_bias={i % VOCAB: 1.0})
-            requests.append(engine.submit(Request(ids, 1 + i % 4, asked, watch=watch, likeliest=i % 3)))
+            requests.append(engine.submit(Request(ids, 1 + i % 4, asked, on_token=watch, top_logprobs=i % 3)))
         engine.step()
         for request in requests[7::16]:
             engine.cancel(request)
         next(engine.stream(requests[0]))
-        while any(request.end is None for request in requests):
+        while any(request.finish_reason is None for request in requests):
             engine.step()
-        ends.update(request.end for request in requests)
+        ends.update(request.finish_reason for request in requests)
     engine.step()
     return ends
 
@@ -54,7 +54,7 @@ def test_thousands_of_texts_leave_nothing_behind(monkeypatch):
     """No objects, though none of them is left to the collector of cycles, and no bytes."""
     for module in (failure, engine_module):
         monkeypatch.setattr(module.logger, "disabled", True)  # pytest keeps what is logged
-    engine = Engine(eager_llama(), max_concurrent=8, piece=128, cache_bytes=1 << 20, max_length=256)
+    engine = Engine(eager_llama(), max_concurrent=8, chunk_tokens=128, cache_bytes=1 << 20, max_length=256)
     tokenizer = tiny_tokenizer()
     some_texts(engine, tokenizer, 256, 0)
     gc.collect()
@@ -65,7 +65,7 @@ def test_thousands_of_texts_leave_nothing_behind(monkeypatch):
         more = objects() - before
     finally:
         gc.enable()
-    assert sum(ends.values()) == 512 and {End.LENGTH, End.CANCELLED, End.FAILED} <= set(ends)
+    assert sum(ends.values()) == 512 and {FinishReason.LENGTH, FinishReason.CANCELLED, FinishReason.FAILED} <= set(ends)
     assert sum(more.values()) < 25, more.most_common(8)
     tracemalloc.start()
     try:
@@ -77,7 +77,7 @@ def test_thousands_of_texts_leave_nothing_behind(monkeypatch):
         tracemalloc.stop()
     held = weakref.ref(request := engine.submit(Request([5, 6], 2)))
     engine.generate([])
-    while request.end is None:
+    while request.finish_reason is None:
         engine.step()
     engine.step()
     del request

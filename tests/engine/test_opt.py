@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from lowbit.engine import Engine, Request
-from lowbit.engine.batching import Piece
 from lowbit.engine.cache import Cache
 from lowbit.engine.family import Decoder, recognise
 from lowbit.engine.product import Packed, Scaled
 from lowbit.engine.program import DecodeProgram
+from lowbit.engine.scheduler import PrefillChunk
 from lowbit.engine.slots import Slots, on_device
 from lowbit.kernels.reference.gemm import mixed_gemm_reference
 from lowbit.models.head import quantize_head
@@ -43,7 +43,7 @@ def logits_of(model, ids):
 @pytest.mark.parametrize("options", [{}, {"tie_word_embeddings": False, "enable_bias": False}], ids=["tied", "untied"])
 @torch.inference_mode()
 def test_logits_of_pieces_and_steps(options):
-    """Two texts: prompts in pieces of their own, then tokens one by one over the borders of pages, rows in another order than
+    """Two texts: prompts in chunks of their own, then tokens one by one over the borders of pages, rows in another order than
     slots, whose positions differ."""
     model = eager_opt(**options)
     ids = [prompt(300), prompt(260, 1)]
@@ -56,20 +56,20 @@ def test_logits_of_pieces_and_steps(options):
     for slot, request in enumerate(requests):
         request.slot = slot
 
-    def piece(slot, begin, end):
-        return Piece(requests[slot], begin, tuple(ids[slot][begin:end]), True)
+    def chunk(slot, begin, end):
+        return PrefillChunk(requests[slot], begin, tuple(ids[slot][begin:end]), True)
 
     expected = [logits_of(model, text) for text in ids]
     tolerance = 1e-5 * float(expected[0].abs().max())
-    for pieces in ([piece(0, 0, 128)], [piece(1, 0, 126), piece(0, 128, 255)]):
-        found = program.prompt(pieces, slots)
-        for row, each in zip(found, pieces, strict=True):
+    for chunks in ([chunk(0, 0, 128)], [chunk(1, 0, 126), chunk(0, 128, 255)]):
+        found = program.prompt(chunks, slots)
+        for row, each in zip(found, chunks, strict=True):
             torch.testing.assert_close(row, expected[each.request.row][each.end - 1], rtol=0, atol=tolerance)
     places = [255, 126]
     while places[0] < 300:
         slots.update([], list(enumerate(places)))
         slots.tokens[:2] = torch.tensor([text[at] for text, at in zip(ids, places, strict=True)], dtype=torch.int32)
-        found = program.step(on_device([1, slots.nobodys, 0], program.device), slots)
+        found = program.step(on_device([1, slots.dummy_slot, 0], program.device), slots)
         for row, slot in ((0, 1), (2, 0)):
             torch.testing.assert_close(found[row], expected[slot][places[slot]], rtol=0, atol=tolerance)
         places = [at + 1 for at in places]
@@ -77,11 +77,11 @@ def test_logits_of_pieces_and_steps(options):
 
 def test_greedy_tokens_are_transformers():
     model = eager_opt(tie_word_embeddings=False)
-    engine = Engine(model, max_concurrent=4, piece=128, cache_bytes=1 << 24)
+    engine = Engine(model, max_concurrent=4, chunk_tokens=128, cache_bytes=1 << 24)
     requests = engine.generate([Request(prompt(length, length), 20) for length in (1, 2, 77, 127, 128, 129, 200)])
     assert isinstance(engine.program, DecodeProgram) and engine.difference < 1e-5
     for request in requests:
-        drawn = [each.token for each in request.drawn]
+        drawn = [each.token for each in request.sampled]
         chosen = logits_of(model, [*request.prompt, *drawn])[len(request.prompt) - 1 : -1].argmax(-1).tolist()
         assert drawn == chosen and len(set(drawn)) > 5, "a model that repeats itself would hide errors"
 
@@ -142,5 +142,5 @@ def test_what_is_no_such_model_runs_through_its_forward(options, reason):
     engine = Engine(model, max_concurrent=2, cache_bytes=1 << 24)
     assert reason in engine.report()[0]
     (request,) = engine.generate([Request(prompt(9), 5)])
-    ids = [*request.prompt, *(each.token for each in request.drawn)]
+    ids = [*request.prompt, *(each.token for each in request.sampled)]
     assert ids[9:] == logits_of(model, ids)[8:-1].argmax(-1).tolist()

@@ -7,8 +7,8 @@ import torch
 
 from lowbit.engine import Engine, Request
 from lowbit.engine import prompt_attention as module
-from lowbit.engine.batching import Piece
 from lowbit.engine.prompt_attention import PromptAttention
+from lowbit.engine.scheduler import PrefillChunk
 from lowbit.engine.slots import Slots
 from lowbit.kernels.choose.attention import PAGE, AttentionShape
 from tests.tiny import eager_llama
@@ -37,17 +37,17 @@ def case(lengths, begins):
     slots = Slots(len(lengths), 3 * PAGE, VOCAB, (), torch.device("cpu"))
     order = iter((torch.randperm(3 * len(lengths), generator=generator) + 1).tolist())
     slots.update([(slot, place, next(order)) for slot in range(len(lengths)) for place in range(3)], [])
-    pieces = []
+    chunks = []
     keys, values = (torch.full((3 * len(lengths) + 1, 2, PAGE, 16), torch.nan) for _ in range(2))
     for slot, (length, begin) in enumerate(zip(lengths, begins, strict=True)):
         request = Request([0], 1)
         request.slot = slot
-        pieces.append(Piece(request, begin, (0,) * length, True))
+        chunks.append(PrefillChunk(request, begin, (0,) * length, True))
         for position in range(begin + length):
             for part in (keys, values):
                 part[slots.tables[slot, position // PAGE], :, position % PAGE] = torch.randn(2, 16, generator=generator)
     q = torch.randn(sum(lengths), 4, 16, generator=generator)
-    return pieces, slots, q, keys, values
+    return chunks, slots, q, keys, values
 
 
 @pytest.mark.parametrize(
@@ -64,16 +64,16 @@ def case(lengths, begins):
 )
 @pytest.mark.parametrize("more", [{}, {"window": 320}, {"window": 9}, {"softcap": 20.0}], ids=str)
 def test_together_as_alone(calls, lengths, begins, expected, more):
-    pieces, slots, q, keys, values = case(lengths, begins)
+    chunks, slots, q, keys, values = case(lengths, begins)
     shape = AttentionShape(**SHAPE, **more)
-    found = PromptAttention(pieces, slots, invariant=False)(q, keys, values, shape)
+    found = PromptAttention(chunks, slots, invariant=False)(q, keys, values, shape)
     count = tuple(calls.count(name) for name in ("prompt_attention", "causal_attention"))
     # In one case no more than 5 tokens are together, which a window of 9 does not cut.
     one_by_one = "softcap" in more or (more.get("window") == 9 and expected != (4, 1))
-    assert count == ((len(pieces), 0) if one_by_one else expected)
+    assert count == ((len(chunks), 0) if one_by_one else expected)
     calls.clear()
-    alone = PromptAttention(pieces, slots, invariant=True)(q, keys, values, shape)
-    assert calls == ["prompt_attention"] * len(pieces)
+    alone = PromptAttention(chunks, slots, invariant=True)(q, keys, values, shape)
+    assert calls == ["prompt_attention"] * len(chunks)
     assert not found.isnan().any()
     torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-5)
 
@@ -81,18 +81,18 @@ def test_together_as_alone(calls, lengths, begins, expected, more):
 def test_memory_of_a_call_is_bounded(calls, monkeypatch):
     """By the keys that it brings together; what does not fit with another is alone."""
     monkeypatch.setattr(module, "MOST_KEYS", 3 * (128 + 16))
-    pieces, slots, q, keys, values = case([5, 7, 3, 2, 9, 4, 1, 20, 21], [128] * 7 + [256] * 2)
-    attention = PromptAttention(pieces, slots, invariant=False)
+    chunks, slots, q, keys, values = case([5, 7, 3, 2, 9, 4, 1, 20, 21], [128] * 7 + [256] * 2)
+    attention = PromptAttention(chunks, slots, invariant=False)
     assert [group.numbers for group in attention.groups] == [[0, 1, 2], [3, 4, 5]] and attention.alone == [6, 7, 8]
     found = attention(q, keys, values, AttentionShape(**SHAPE))
-    alone = PromptAttention(pieces, slots, invariant=True)(q, keys, values, AttentionShape(**SHAPE))
+    alone = PromptAttention(chunks, slots, invariant=True)(q, keys, values, AttentionShape(**SHAPE))
     torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-5)
 
 
 def test_a_piece_behind_more_keys_than_a_call_brings_together(monkeypatch):
     monkeypatch.setattr(module, "MOST_KEYS", 128)
-    pieces, slots, *_ = case([5, 7], [256, 256])
-    attention = PromptAttention(pieces, slots, invariant=False)
+    chunks, slots, *_ = case([5, 7], [256, 256])
+    attention = PromptAttention(chunks, slots, invariant=False)
     assert not attention.groups and attention.alone == [0, 1]
 
 
@@ -101,32 +101,32 @@ def test_calls_of_a_round(calls, invariant):
     """A few for each layer, however many prompts there are, unless their bits must not depend on each other; and greedy tokens
     are those of Transformers."""
     model = eager_llama()
-    engine = Engine(model, max_concurrent=24, cache_bytes=1 << 24, sharing=False, batch_invariant=invariant)
+    engine = Engine(model, max_concurrent=24, cache_bytes=1 << 24, prefix_caching=False, batch_invariant=invariant)
     generator = torch.Generator().manual_seed(0)
     asked = [torch.randint(3, VOCAB, (1 + 3 * i % 40,), generator=generator).tolist() for i in range(24)]
     calls.clear()
     for request in (requests := [engine.submit(Request(ids, 6)) for ids in asked]):
-        assert request.end is None
+        assert request.finish_reason is None
     engine.step()
     layers = len(engine.program.layers)
     assert len(calls) == (24 if invariant else 3) * layers
-    while any(request.end is None for request in requests):
+    while any(request.finish_reason is None for request in requests):
         engine.step()
     for request in requests:
         with torch.no_grad():
-            logits = model(torch.tensor([[*request.prompt, *(d.token for d in request.drawn)]])).logits[0]
-        assert logits[len(request.prompt) - 1 : -1].argmax(1).tolist() == [d.token for d in request.drawn]
+            logits = model(torch.tensor([[*request.prompt, *(d.token for d in request.sampled)]])).logits[0]
+        assert logits[len(request.prompt) - 1 : -1].argmax(1).tolist() == [d.token for d in request.sampled]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_together_as_alone_on_a_gpu(dtype):
     """By flash attention, within rounding, and the same bits every time."""
-    pieces, slots, q, keys, values = case([5, 17, 1, 30, 200, 140, 25, 3], [0, 0, 0, 128, 0, 0, 128, 256])
+    chunks, slots, q, keys, values = case([5, 17, 1, 30, 200, 140, 25, 3], [0, 0, 0, 128, 0, 0, 128, 256])
     for name in ("_all", "tables"):
         setattr(slots, name, getattr(slots, name).cuda())
     given = q.cuda().to(dtype), keys.cuda().to(dtype), values.cuda().to(dtype), AttentionShape(**SHAPE)
-    together, alone = (PromptAttention(pieces, slots, invariant=invariant) for invariant in (False, True))
+    together, alone = (PromptAttention(chunks, slots, invariant=invariant) for invariant in (False, True))
     found = together(*given)
     assert torch.equal(found, together(*given)) and len(together.groups) == 3
     torch.testing.assert_close(found.float(), alone(*given).float(), rtol=2e-2, atol=2e-2)

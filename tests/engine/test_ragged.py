@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowbit.engine.prompt_attention import PromptAttention, RaggedAttention
-from lowbit.engine.ragged import Form, Ragged, sizes
+from lowbit.engine.ragged import Ragged, RaggedShape, sizes
 from lowbit.engine.slots import on_device
 from lowbit.kernels.choose.attention import PAGE, AttentionShape
 from tests.engine.test_prompt_attention import SHAPE, case
@@ -30,45 +30,45 @@ def test_sizes(most):
         assert size - tokens < (8 if tokens <= 8 else 32 if tokens <= 96 else 64 if tokens <= 1024 else 256)
 
 
-@pytest.mark.parametrize("form", [None, Form(400, 15, 900)], ids=str)
+@pytest.mark.parametrize("form", [None, RaggedShape(400, 15, 900)], ids=str)
 @pytest.mark.parametrize(("lengths", "begins"), CASES, ids=str)
 def test_tokens_and_keys_are_where_their_texts_have_them(lengths, begins, form):
-    pieces, slots, *_ = case(lengths, begins)
+    chunks, slots, *_ = case(lengths, begins)
     if form is None:
-        ragged = Ragged.of(pieces, slots, sum(lengths))
+        ragged = Ragged.of(chunks, slots, sum(lengths))
     else:
-        ragged = Ragged(form, on_device(form.numbers(pieces, slots.nobodys), slots.device), slots)
+        ragged = Ragged(form, on_device(form.numbers(chunks, slots.dummy_slot), slots.device), slots)
     total, keys = sum(lengths), sum(lengths) + sum(begins)
     slot_of = [slot for slot, length in enumerate(lengths) for _ in range(length)]
     positions = [begin + i for begin, length in zip(begins, lengths, strict=True) for i in range(length)]
-    assert ragged.slot_of.tolist() == slot_of + [slots.nobodys] * (len(ragged.ids) - total)
+    assert ragged.slot_of.tolist() == slot_of + [slots.dummy_slot] * (len(ragged.ids) - total)
     assert ragged.position_of.tolist() == positions + [0] * (len(ragged.ids) - total)
     assert ragged.slot_of.dtype == ragged.position_of.dtype == ragged.ids.dtype == ragged.q_begins.dtype == torch.int32
-    seen = [(slot, place) for slot, piece in enumerate(pieces) for place in range(piece.end)]
-    seen += [(slots.nobodys, 0)] * (ragged.form.keys - keys)
+    seen = [(slot, place) for slot, chunk in enumerate(chunks) for place in range(chunk.end)]
+    seen += [(slots.dummy_slot, 0)] * (ragged.shape.keys - keys)
     where = [int(slots.tables[slot, position // PAGE]) * 2 * PAGE + position % PAGE for slot, position in seen]
     assert ragged.keys(2).tolist() == where
     ends = torch.tensor(lengths).cumsum(0) - 1
-    assert ragged.last.tolist() == [*ends.tolist(), *[0] * (ragged.form.texts - len(lengths))]
+    assert ragged.last.tolist() == [*ends.tolist(), *[0] * (ragged.shape.sequences - len(lengths))]
 
 
 def test_only_last_pieces_have_an_end():
-    pieces, slots, *_ = case([5, 7, 2], [0, 0, 0])
-    pieces[1] = type(pieces[1])(pieces[1].request, 0, (1, 2, 3, 4, 5, 6, 7), False)
-    ragged = Ragged.of(pieces, slots, 14)
+    chunks, slots, *_ = case([5, 7, 2], [0, 0, 0])
+    chunks[1] = type(chunks[1])(chunks[1].request, 0, (1, 2, 3, 4, 5, 6, 7), False)
+    ragged = Ragged.of(chunks, slots, 14)
     assert ragged.last.tolist() == [4, 13, 0] and ragged.ids.tolist() == [0] * 5 + [1, 2, 3, 4, 5, 6, 7] + [0] * 2
 
 
 @pytest.mark.parametrize("more", [{}, {"window": 320}, {"window": 9}], ids=str)
 @pytest.mark.parametrize(("lengths", "begins"), CASES, ids=str)
 def test_attention_of_all_texts_is_that_of_each(lengths, begins, more):
-    pieces, slots, q, keys, values = case(lengths, begins)
+    chunks, slots, q, keys, values = case(lengths, begins)
     shape = AttentionShape(**SHAPE, **more)
-    form = Form(400, 15, 900)
-    ragged = Ragged(form, on_device(form.numbers(pieces, slots.nobodys), slots.device), slots)
+    form = RaggedShape(400, 15, 900)
+    ragged = Ragged(form, on_device(form.numbers(chunks, slots.dummy_slot), slots.device), slots)
     filled = torch.cat([q, torch.full((400 - len(q), 4, 16), torch.nan)])
     found = RaggedAttention(ragged, 2)(filled, keys, values, shape)
-    expected = PromptAttention(pieces, slots, invariant=True)(q, keys, values, shape)
+    expected = PromptAttention(chunks, slots, invariant=True)(q, keys, values, shape)
     assert found.shape == (400, 64) and torch.equal(found[: len(q)], expected)
 
 
@@ -78,24 +78,24 @@ def test_attention_of_all_texts_is_that_of_each(lengths, begins, more):
 @pytest.mark.parametrize(("lengths", "begins"), CASES, ids=str)
 def test_on_a_gpu(lengths, begins, dtype, more):
     """By flash attention, within rounding; a text has the same bits alone, in a larger form and behind others."""
-    pieces, slots, q, keys, values = case(lengths, begins)
+    chunks, slots, q, keys, values = case(lengths, begins)
     shape = AttentionShape(**SHAPE, **more)
-    expected = PromptAttention(pieces, slots, invariant=True)(q, keys, values, shape)
+    expected = PromptAttention(chunks, slots, invariant=True)(q, keys, values, shape)
     for name in ("_all", "tables"):
         setattr(slots, name, getattr(slots, name).cuda())
     slots.device = slots.tables.device
     q, keys, values = (x.cuda().to(dtype) for x in (q, keys, values))
 
     def computed(some, q, form):
-        ragged = Ragged(form, on_device(form.numbers(some, slots.nobodys), slots.device), slots)
+        ragged = Ragged(form, on_device(form.numbers(some, slots.dummy_slot), slots.device), slots)
         filled = torch.cat([q, torch.full((form.tokens - len(q), 4, 16), torch.nan, dtype=dtype, device="cuda")])
         return RaggedAttention(ragged, 2)(filled, keys, values, shape)[: len(q)]
 
-    found = computed(pieces, q, Form(400, 15, 900))
+    found = computed(chunks, q, RaggedShape(400, 15, 900))
     torch.testing.assert_close(found.float().cpu(), expected, rtol=2e-2, atol=2e-2)
     begin = 0
-    for piece in pieces:
-        end = begin + len(piece.tokens)
-        alone = computed([piece], q[begin:end], Form(len(piece.tokens), 1, piece.end))
+    for chunk in chunks:
+        end = begin + len(chunk.tokens)
+        alone = computed([chunk], q[begin:end], RaggedShape(len(chunk.tokens), 1, chunk.end))
         assert torch.equal(alone, found[begin:end])
         begin = end

@@ -24,7 +24,7 @@ PROMPTS = (
     "The difference between a stack and a queue is",
 )
 OTHERS = {None: 10, "w8a16": 20, "w6e3m2a16": 30, "w4a16_g64": 60}
-"""Of 2,000 tokens, how many may be others than the likeliest: their logits are as near as rounding."""
+"""Of 2,000 tokens, how many may be others than the top_logprobs: their logits are as near as rounding."""
 
 
 @pytest.mark.parametrize("scheme", list(OTHERS))
@@ -34,6 +34,6 @@ def test_greedy_texts(scheme, smollm2):
     requests = pipe.engine.generate([Request(pipe.tokenizer(text).input_ids, 200) for text in PROMPTS])
     check_greedy(pipe.model, requests, pipe.engine.report())
     others = sum(int(other.sum()) for _, _, other in (compared(pipe.model, request) for request in requests))
-    print(f"{scheme or '16 bits'}: {others} of {sum(len(r.drawn) for r in requests)} tokens are not the likeliest")
+    print(f"{scheme or '16 bits'}: {others} of {sum(len(r.sampled) for r in requests)} tokens are not the most likely")
     assert others <= OTHERS[scheme]
     pipe.destroy()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lowbit.engine import Request, Sampling
-from lowbit.pipeline.request import GenerateParams
+from lowbit.pipeline.params import GenerateParams
 
 NAN, INF = float("nan"), float("inf")
 REQUESTS = [
@@ -26,13 +26,13 @@ REQUESTS = [
     ({"limit": None}, "the limit of a request is a whole number of tokens, got None"),
     ({"limit": True}, "the limit of a request is a whole number of tokens, got True"),
     ({"sampling": None}, "sampling is a lowbit.engine.Sampling, got None"),
-    ({"ends": 2}, "ends is a frozenset of token numbers, got 2"),
-    ({"ends": "2"}, "ends is a frozenset of token numbers, got '2'"),
-    ({"ends": frozenset({"2"})}, "ends has token numbers, got '2'"),
-    ({"watch": 3}, "watch is a function of each token, got 3"),
-    ({"likeliest": 2.5}, "up to 20, got 2.5"),
-    ({"likeliest": None}, "up to 20, got None"),
-    ({"likeliest": -1}, "up to 20, got -1"),
+    ({"stop_token_ids": 2}, "stop_token_ids is a frozenset of token numbers, got 2"),
+    ({"stop_token_ids": "2"}, "stop_token_ids is a frozenset of token numbers, got '2'"),
+    ({"stop_token_ids": frozenset({"2"})}, "stop_token_ids has token numbers, got '2'"),
+    ({"on_token": 3}, "on_token is a function of each token, got 3"),
+    ({"top_logprobs": 2.5}, "up to 20, got 2.5"),
+    ({"top_logprobs": None}, "up to 20, got None"),
+    ({"top_logprobs": -1}, "up to 20, got -1"),
 ]
 
 
@@ -77,7 +77,7 @@ def test_biases(bias):
 
 def test_numbers_of_numpy_are_numbers():
     sampling = Sampling(temperature=np.float32(0.5), top_k=np.int64(3), logit_bias={np.int64(1): np.float32(2)})
-    assert Request([np.int64(1), 2], np.int32(3), sampling, ends=frozenset({np.int64(0)})).limit == 3
+    assert Request([np.int64(1), 2], np.int32(3), sampling, stop_token_ids=frozenset({np.int64(0)})).limit == 3
 
 
 PARAMS = [

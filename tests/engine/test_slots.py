@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowbit.engine.pages import NOBODYS
+from lowbit.engine.block_pool import DUMMY_PAGE
 from lowbit.engine.slots import Slots
 
 CPU = torch.device("cpu")
@@ -23,6 +23,6 @@ def test_changes_reach_their_places_and_no_others():
     slots = Slots(3, 300, 50, (), CPU)
     slots.tokens.copy_(torch.arange(4))
     slots.update([(0, 2, 7), (2, 0, 9)], [(1, 44), (2, 5)])
-    assert slots.tables.tolist() == [[0, 0, 7], [0, 0, 0], [9, 0, 0], [NOBODYS] * 3]
+    assert slots.tables.tolist() == [[0, 0, 7], [0, 0, 0], [9, 0, 0], [DUMMY_PAGE] * 3]
     assert slots.positions.tolist() == [0, 44, 5, 0] and slots.tokens.tolist() == [0, 1, 2, 3]
     slots.update([], [])

@@ -12,10 +12,10 @@ pytest.importorskip("triton")
 
 from triton import knobs
 
-from lowbit.engine import End, Engine, Request, Sampling
-from lowbit.engine.batching import Piece, Round
-from lowbit.engine.prompts import Prompts
-from lowbit.engine.warm_up import Rehearsal, Stage
+from lowbit.engine import Engine, FinishReason, Request, Sampling
+from lowbit.engine.prefill_runner import PrefillRunner
+from lowbit.engine.scheduler import PrefillChunk, SchedulerOutput
+from lowbit.engine.warm_up import Stage, WarmUpRun
 from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.parts import compile as compiling
 from lowbit.kernels.parts.launch import Launcher, Wanted, _thread
@@ -63,13 +63,13 @@ def noted(model, monkeypatch):
             events.append(("compiled", each.name))
 
     monkeypatch.setattr("lowbit.kernels.parts.compile.compiled", compiles)
-    engine = Engine(model, max_concurrent=4, piece=256, cache_bytes=1 << 24, sharing=False, progress=told.append)
-    engine._rehearsal = Rehearsal(engine.program, engine.steps, engine.prompts, 4, engine.max_length)
+    engine = Engine(model, max_concurrent=4, chunk_tokens=256, cache_bytes=1 << 24, prefix_caching=False, progress=told.append)
+    engine._warm_up_run = WarmUpRun(engine.program, engine.decode_runner, engine.prefill_runner, 4, engine.max_length)
     program = engine.program
     step, prompts, logits = program.step, program.prompt, program.logits
 
     def stepping(rows, slots, longest):
-        Kernel(f"step {engine.steps.variant(len(rows), False, longest)[::2]}", events)()
+        Kernel(f"step {engine.decode_runner.variant(len(rows), False, longest)[::2]}", events)()
         stepping.inside = True  # its head is its own: a graph of it has as many rows as the part
         made = step(rows, slots, longest)
         stepping.inside = False
@@ -77,10 +77,10 @@ def noted(model, monkeypatch):
 
     stepping.inside = False
 
-    def prompting(pieces, slots):
-        total = sum(len(piece.tokens) for piece in pieces)
-        Kernel(f"prompt {engine.prompts.size(total)}", events)()
-        return prompts(pieces, slots)
+    def prompting(chunks, slots):
+        total = sum(len(chunk.tokens) for chunk in chunks)
+        Kernel(f"prompt {engine.prefill_runner.size(total)}", events)()
+        return prompts(chunks, slots)
 
     def heading(h, delta):
         if not stepping.inside:
@@ -103,17 +103,17 @@ def test_the_first_texts_compile_what_they_need_before_it_is_launched(noted):
     first = engine.generate([Request(prompt(9), 5)])[0]
     names = [name for what, name in events if what == "compiled"]
     assert names == ["step (1, 256)", "prompt 16", "head of 1"] and events.index(("launched", "prompt 16")) == 3
-    assert engine._rehearsal.count == 1
+    assert engine._warm_up_run.count == 1
     assert told == [Stage("kernels", done, 3) for done in range(4)]
     engine.generate(texts())
     seen = set()
     for what, name in events:
         assert what == "compiled" or name in seen, (name, "was compiled when it was launched")
         seen.add(name)
-    count = engine._rehearsal.count
+    count = engine._warm_up_run.count
     engine.generate(texts())
     (again,) = engine.generate([Request(prompt(9), 5)])
-    assert engine._rehearsal.count == count and [d.token for d in again.drawn] == [d.token for d in first.drawn]
+    assert engine._warm_up_run.count == count and [d.token for d in again.sampled] == [d.token for d in first.sampled]
 
 
 def test_after_warm_up_nothing_is_rehearsed(noted):
@@ -122,15 +122,15 @@ def test_after_warm_up_nothing_is_rehearsed(noted):
     assert stages == [Stage("kernels", number, len(events)) for number in range(len(events))]
     assert {name for _, name in events} >= {"step (4, 256)", "prompt 8", "prompt 256", "head of 3"}
     engine.generate(texts())
-    assert engine._rehearsal.count == 1 and not told
+    assert engine._warm_up_run.count == 1 and not told
     assert not [event for event in events[len(stages) :] if event[0] == "compiled"]
 
 
 def test_rounds_of_more_prompts_than_one_text_has_tokens(noted):
     """Kernels are chosen for all tokens of a round, which may be more than a text can have."""
     engine = noted[0]
-    prompts = engine.prompts = Prompts(engine.program, engine.slots, 4 * 100)
-    rehearsal = Rehearsal(engine.program, engine.steps, prompts, 4, 100)
+    prompts = engine.prefill_runner = PrefillRunner(engine.program, engine.slots, 4 * 100)
+    rehearsal = WarmUpRun(engine.program, engine.decode_runner, prompts, 4, 100)
     assert prompts.sizes[-2:] == (384, 448)
     names = {each.name for each in rehearsal.kernels([part for part in rehearsal.everything() if part[0] == "prompt"])}
     assert len(names) == len(prompts.sizes)
@@ -138,11 +138,13 @@ def test_rounds_of_more_prompts_than_one_text_has_tokens(noted):
 
 def test_rounds_of_more_texts_than_a_graph_has_are_rehearsed_as_they_are_launched(model):
     """In parts, each of its own number of tokens: kernels of all at once are never launched."""
-    engine = Engine(model, max_concurrent=40, piece=256, cache_bytes=1 << 24)
-    pieces = [Piece(Request([3] * 6, 1), 0, (3,) * 6, False) for _ in range(40)]
+    engine = Engine(model, max_concurrent=40, chunk_tokens=256, cache_bytes=1 << 24)
+    chunks = [PrefillChunk(Request([3] * 6, 1), 0, (3,) * 6, False) for _ in range(40)]
     for graphs, expected in ((object(), [192, 64]), (None, [256])):
-        prompts = Prompts(engine.program, engine.slots, 256, graphs=graphs)
-        parts = Rehearsal(engine.program, engine.steps, prompts, 40, engine.max_length).of_round(Round(pieces=pieces))
+        prompts = PrefillRunner(engine.program, engine.slots, 256, graphs=graphs)
+        parts = WarmUpRun(engine.program, engine.decode_runner, prompts, 40, engine.max_length).parts_of(
+            SchedulerOutput(chunks=chunks)
+        )
         assert parts == [("prompt", size, False, 0) for size in expected]
 
 
@@ -157,7 +159,7 @@ def test_a_kernel_that_cannot_be_compiled_fails_where_it_is_launched(noted, monk
         yield
 
     monkeypatch.setattr("lowbit.kernels.parts.compile.compiled", fails)
-    assert {request.end for request in engine.generate(texts())} == {End.LENGTH} and asked
+    assert {request.finish_reason for request in engine.generate(texts())} == {FinishReason.LENGTH} and asked
 
 
 @pytest.mark.parametrize(("count", "missing", "processes"), [(3, True, False), (4, True, True), (9, False, False)])

@@ -22,7 +22,7 @@ from transformers import LlamaForCausalLM
 import lowbit
 from lowbit import quantize_checkpoint
 from lowbit._version import __version__
-from lowbit.engine import TextFailed
+from lowbit.engine import RequestFailed
 from lowbit.hardware.machine import typical_machine
 from lowbit.kernels.choose import kept
 from lowbit.models.load import check_checkpoint, load_causal
@@ -138,7 +138,7 @@ def _generate(folder, model):
         else:
             loaded = lowbit.load(model, device="cpu", dtype=torch.float32)
         said = Pipeline(loaded, tiny_tokenizer(), engine=False)("ab", max_new_tokens=2, do_sample=False)
-    except (ValueError, OSError, TextFailed) as error:
+    except (ValueError, OSError, RequestFailed) as error:
         assert "\n" not in str(error).strip(), error
         return
     assert said[0].generated_length >= 1

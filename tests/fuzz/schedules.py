@@ -10,7 +10,7 @@ import functools
 
 from hypothesis import strategies as st
 
-from lowbit.engine import End, Engine, Request, Sampling
+from lowbit.engine import Engine, FinishReason, Request, Sampling
 from tests.tiny import eager_llama
 
 VOCAB = 160
@@ -52,7 +52,7 @@ def _request(action, watch=None):
     _, first, length, limit, drawn, _ = action
     prompt = [3 + (first + i * i) % 150 for i in range(length)]
     sampling = Sampling(drawn[0], seed=drawn[1]) if drawn else Sampling()
-    return Request(prompt, limit, sampling, watch=watch)
+    return Request(prompt, limit, sampling, on_token=watch)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -60,7 +60,7 @@ def alone(action):
     """The tokens of a request that is computed alone, without a watch."""
     engine = Engine(_model(), max_concurrent=1, max_length=256, cache_bytes=1 << 20)
     (request,) = engine.generate([_request(action)])
-    return tuple(each.token for each in request.drawn)
+    return tuple(each.token for each in request.sampled)
 
 
 def check(case):
@@ -72,7 +72,7 @@ def check(case):
 
     def watch_of(action, index):
         def watch(drawn):
-            if len(requests[index][1].drawn) < 2:
+            if len(requests[index][1].sampled) < 2:
                 return False
             if action[5] == "raise":
                 raise ValueError("a watch that fails")
@@ -107,7 +107,7 @@ def check(case):
                 if action[1]:
                     _refused(engine, Request(list(action[1]), 3))
     for _ in range(MOST_STEPS):
-        if all(request.end is not None for _, request in requests):
+        if all(request.finish_reason is not None for _, request in requests):
             break
         engine.step()
     engine.step()
@@ -135,17 +135,17 @@ def _refused(engine, request):
 
 
 def _check_ended(engine, requests):
-    batch = engine.batch
-    assert not batch.running and not batch.waiting
-    assert batch.pages.count - 1 == batch.pages.available, "pages are held"
-    assert len(batch._free_slots) == engine.slots.count - 1 or len(batch._free_slots) == len(set(batch._free_slots))
+    scheduler = engine.scheduler
+    assert not scheduler.running and not scheduler.waiting
+    assert scheduler.pages.count - 1 == scheduler.pages.available, "pages are held"
+    assert len(scheduler._free_slots) == engine.slots.count - 1 or len(scheduler._free_slots) == len(set(scheduler._free_slots))
     for action, request in requests:
-        assert request.end is not None, "a request never ends"
-        tokens, whole = tuple(each.token for each in request.drawn), alone(action)
+        assert request.finish_reason is not None, "a request never ends"
+        tokens, whole = tuple(each.token for each in request.sampled), alone(action)
         assert tokens == whole[: len(tokens)], "the text depends on what is computed beside it"
-        if request.end is End.LENGTH:
+        if request.finish_reason is FinishReason.LENGTH:
             assert len(tokens) == request.limit
-        elif request.end is End.FAILED:
+        elif request.finish_reason is FinishReason.FAILED:
             assert action[5] == "raise" and "a watch that fails" in request.error
-        elif request.end is End.STOP:
+        elif request.finish_reason is FinishReason.STOP:
             assert action[5] == "stop" and len(tokens) == 2

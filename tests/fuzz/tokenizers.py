@@ -13,7 +13,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from lowbit.checkpoint import CheckpointError
-from lowbit.engine import TextStream
+from lowbit.engine import Detokenizer
 from lowbit.models.skeleton import tokenizer_of
 from tests.fuzz.changes import VALUES, changed, changes_of
 from tests.tiny import tiny_tokenizer
@@ -111,7 +111,7 @@ def check(case):
             ids = tokenizer(text).input_ids
             assert isinstance(ids, list) and all(type(token) is int for token in ids), ids
             assert isinstance(tokenizer.decode(ids), str)
-            stream = TextStream(tokenizer, ids)
+            stream = Detokenizer(tokenizer, ids)
             shown = "".join(map(stream.push, ids)) + stream.finish()
             assert shown == stream.text
         assert all(type(name) is str for name in tokenizer.get_vocab())

@@ -14,7 +14,7 @@ from transformers import LlamaForCausalLM
 
 import lowbit
 from lowbit.checkpoint import CheckpointError
-from lowbit.engine import TextFailed
+from lowbit.engine import RequestFailed
 from lowbit.pipeline import Pipeline
 from tests.models.test_bad_configs import assert_one_line
 from tests.models.test_convert_checkpoint import GGUF_CONFIG, write_gguf
@@ -58,9 +58,9 @@ def test_logits_that_are_no_numbers(value):
         model.lm_head.weight[:, :] = value
     pipe = Pipeline(model, tiny_tokenizer())
     for sample in (False, True):
-        with pytest.raises(TextFailed, match="logits are NaN or infinite"):
+        with pytest.raises(RequestFailed, match="logits are NaN or infinite"):
             pipe("a", max_new_tokens=3, do_sample=sample)
-    with pytest.raises(TextFailed, match="logits are NaN or infinite"):
+    with pytest.raises(RequestFailed, match="logits are NaN or infinite"):
         list(pipe.stream("a", max_new_tokens=3, do_sample=False))
 
 

@@ -173,7 +173,7 @@ def test_a_stream_can_be_given_up(by_engine):
     stream = by_engine.stream(PROMPTS[0], max_new_tokens=100, ignore_eos=True)
     next(stream)
     stream.close()
-    assert not by_engine.engine.batch.running
+    assert not by_engine.engine.scheduler.running
 
 
 def test_streams_refuse_what_calls_refuse(by_engine):
@@ -231,5 +231,5 @@ def test_on_a_cpu_the_report_says_why_there_is_no_decode_program():
 def test_tokens_that_end_a_text_are_known():
     """Those of the tokenizer and of the generation config, which the engine has too."""
     pipe = Pipeline(eager_llama(), tiny_tokenizer(), engine=True, cache_bytes=1 << 22)
-    assert pipe.ends == sorted({pipe.tokenizer.eos_token_id, pipe.model.generation_config.eos_token_id})
-    assert pipe.ends == pipe.engine.ends
+    assert pipe.stop_token_ids == sorted({pipe.tokenizer.eos_token_id, pipe.model.generation_config.eos_token_id})
+    assert pipe.stop_token_ids == pipe.engine.stop_token_ids

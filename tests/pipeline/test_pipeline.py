@@ -150,7 +150,7 @@ def test_sampling_is_repeatable_with_a_seed(pipe):
         (dict(top_p=0.0), "top_p is above 0"),
         (dict(top_p=1.5), "top_p is above 0"),
         (dict(top_k=0), "top_k"),
-        (dict(temperature=0.0), "do_sample=False takes the likeliest"),
+        (dict(temperature=0.0), "do_sample=False takes the most likely"),
         (dict(stop="x"), "stop is a list"),
     ],
 )

@@ -72,15 +72,15 @@ class Running:
 
     def free(self):
         """Whether no text, seat or page is held."""
-        batch = self.engine.batch
-        pages = batch.pages.count - 1 - batch.pages.available
-        return not (batch.running or batch.waiting or pages or self.service.seats.taken or self.service.worker._live)
+        scheduler = self.engine.scheduler
+        pages = scheduler.pages.count - 1 - scheduler.pages.available
+        return not (scheduler.running or scheduler.waiting or pages or self.service.quota.taken or self.service.worker._live)
 
     def wait_until_free(self, seconds=PATIENCE):
         """Waits until nothing is held; says what is, if that takes too long."""
         end = time.monotonic() + seconds
         while not self.free():
-            held = (self.engine.batch.running, self.engine.batch.waiting, self.service.seats, self.service.worker._live)
+            held = (self.engine.scheduler.running, self.engine.scheduler.waiting, self.service.quota, self.service.worker._live)
             assert time.monotonic() < end, held
             time.sleep(FREE)
 
@@ -118,17 +118,21 @@ def raw(server, data, *, seconds=10.0, end=False):
 
 def greedy(server, prompt, limit, **sampling):
     """The text and tokens that the engine gives alone, and why it ended: what a server must say too."""
-    from lowbit.engine import Engine, Request, Sampling, TextStream
+    from lowbit.engine import Detokenizer, Engine, Request, Sampling
 
     pipe = server.pipe
     alone = Engine(
-        pipe.model, forward=bool(server.engine.program.reasons), ends=pipe.ends, max_concurrent=1, cache_bytes=1 << 26
+        pipe.model,
+        forward=bool(server.engine.program.reasons),
+        stop_token_ids=pipe.stop_token_ids,
+        max_concurrent=1,
+        cache_bytes=1 << 26,
     )
     ids = prompt if isinstance(prompt, list) else pipe.tokenizer(prompt).input_ids
-    (request,) = alone.generate([Request(ids, limit, Sampling(**sampling), frozenset(pipe.ends))])
-    stream = TextStream(pipe.tokenizer, ids)
-    text = "".join(stream.push(drawn.token) for drawn in request.drawn) + stream.finish()
-    return text, [drawn.token for drawn in request.drawn], request.end.value
+    (request,) = alone.generate([Request(ids, limit, Sampling(**sampling), frozenset(pipe.stop_token_ids))])
+    stream = Detokenizer(pipe.tokenizer, ids)
+    text = "".join(stream.push(drawn.token) for drawn in request.sampled) + stream.finish()
+    return text, [drawn.token for drawn in request.sampled], request.finish_reason.value
 
 
 class Command:

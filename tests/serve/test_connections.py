@@ -90,7 +90,7 @@ def test_the_newest_connection_is_answered(caplog):
         stack.enter_context(server.engine._lock)
         with socket.create_connection(server.address, timeout=PATIENCE) as busy:
             busy.sendall(post({**ASKED, "max_tokens": 2}))
-            server.wait_until(lambda: server.service.seats.taken)
+            server.wait_until(lambda: server.service.quota.taken)
             with idle(server, 40, b"GET /") as connections:
                 assert status_of(raw(server, HEALTH + b"connection: close\r\n\r\n")) == 200
                 with contextlib.suppress(ConnectionResetError):
@@ -118,7 +118,7 @@ def test_one_connection_too_many(bounds, monkeypatch):
             for _ in range(2):
                 busy = stack.enter_context(socket.create_connection(server.address, timeout=PATIENCE))
                 busy.sendall(post({**ASKED, "max_tokens": 2}))
-            server.wait_until(lambda: server.service.seats.taken == 2)
+            server.wait_until(lambda: server.service.quota.taken == 2)
             with socket.create_connection(server.address, timeout=PATIENCE) as late, server.client() as another:
                 time.sleep(0.1)
                 assert another.get("/health").status_code == 503  # the answer of one beyond MOST_REFUSALS

@@ -40,7 +40,7 @@ if not server:
         step, matrix = Engine.step, torch.ones(1000, 1000)
 
         def endless(self):  # in code of torch nearly all the time, as an engine under load is
-            if self.batch.running or self.batch.waiting:
+            if self.scheduler.running or self.scheduler.waiting:
                 os.write(beginning, b"x")
                 while True:
                     torch.mm(matrix, matrix)

@@ -13,11 +13,11 @@ import time
 import openai
 import pytest
 
-from lowbit.engine import TextStream
-from lowbit.serve.answer import CompletionAnswer
+from lowbit.engine import Detokenizer
 from lowbit.serve.limits import Limits
+from lowbit.serve.responses import CompletionResponses
 from lowbit.serve.service import State
-from lowbit.serve.worker import MOST_FAILURES, Mailbox
+from lowbit.serve.worker import MOST_FAILURES, OutputCollector
 from tests.serve.running import NAME, PATIENCE, Running, running, tiny_pipeline
 
 ASKED = {"model": NAME, "prompt": "ab", "max_tokens": 12, "temperature": 0}
@@ -48,7 +48,7 @@ def failing():
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_text_that_cannot_be_decoded(stream, failing, monkeypatch):
     """An error in what is done with the tokens of one text, in the middle of it."""
-    push = TextStream.push
+    push = Detokenizer.push
 
     def broken(self, token):
         if self.stop == ("broken",) and len(self.text) > 3:
@@ -56,7 +56,7 @@ def test_a_text_that_cannot_be_decoded(stream, failing, monkeypatch):
         return push(self, token)
 
     alone = ask(failing, ASKED)[0]
-    monkeypatch.setattr(TextStream, "push", broken)
+    monkeypatch.setattr(Detokenizer, "push", broken)
     found = ask(failing, ASKED, {**ASKED, "stop": "broken", "stream": stream}, {**ASKED, "stream": True}, ASKED)
     error = found.pop(1)
     assert found == [alone] * 3
@@ -69,7 +69,7 @@ def test_a_text_that_cannot_be_decoded(stream, failing, monkeypatch):
 
 def test_a_text_that_cannot_be_ended(failing, monkeypatch):
     """An error behind the last token of one text, which comes after the engine's round."""
-    finish = TextStream.finish
+    finish = Detokenizer.finish
 
     def broken(self):
         if self.stop == ("broken",):
@@ -77,7 +77,7 @@ def test_a_text_that_cannot_be_ended(failing, monkeypatch):
         return finish(self)
 
     alone = ask(failing, ASKED)[0]
-    monkeypatch.setattr(TextStream, "finish", broken)
+    monkeypatch.setattr(Detokenizer, "finish", broken)
     found = ask(failing, {**ASKED, "stop": "broken"}, ASKED, {**ASKED, "stream": True})
     assert isinstance(found[0], openai.InternalServerError) and found[1:] == [alone] * 2
 
@@ -121,7 +121,7 @@ def test_texts_that_go_on_failing(failing, monkeypatch):
 def test_more_texts_than_pages():
     """Texts that grow beyond the cache give way to each other, and are what they are alone."""
     with running(tiny_pipeline(max_concurrent=6, cache_bytes=9 << 16), max_concurrent=6) as server:
-        pages, page = server.engine.batch.pages.count - 1, 128
+        pages, page = server.engine.scheduler.pages.count - 1, 128
         bodies = [
             {**ASKED, "prompt": letter, "max_tokens": 250, "stream": letter < "d", "extra_body": {"ignore_eos": True}}
             for letter in "abcdef"
@@ -149,7 +149,7 @@ def test_an_engine_that_dies_takes_the_server_with_it(monkeypatch):
         errors = ask(server, ASKED, {**ASKED, "stream": True})
         assert all(isinstance(error, openai.APIError) for error in errors), errors
         server.thread.join(PATIENCE)
-        assert not server.thread.is_alive() and server.service.worker.dead and server.service.seats.taken == 0
+        assert not server.thread.is_alive() and server.service.worker.dead and server.service.quota.taken == 0
     finally:
         server.stop()
 
@@ -179,7 +179,7 @@ def test_a_round_that_does_not_return(signals, monkeypatch, caplog):
             data = json.dumps(ASKED).encode()
             head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
             waiting.sendall(head + b"content-length: %d\r\n\r\n" % len(data) + data)
-            server.wait_until(lambda: server.engine.batch.running)
+            server.wait_until(lambda: server.engine.scheduler.running)
             server.service.worker._loop.call_soon_threadsafe(server.server._told, signal.SIGTERM)
         if signals == 2:
             time.sleep(0.5)
@@ -203,7 +203,9 @@ def test_texts_that_come_after_the_grace_time():
 def test_a_stop_string_that_ends_with_the_last_character(failing, monkeypatch):
     """A character whose last byte does not come is text only at the end, and may be a stop string."""
     decode = failing.pipe.tokenizer.decode
-    monkeypatch.setattr(TextStream, "_decode", lambda self, tokens: decode(tokens)[: len(tokens) - 1] + "\ufffd" * bool(tokens))
+    monkeypatch.setattr(
+        Detokenizer, "_decode", lambda self, tokens: decode(tokens)[: len(tokens) - 1] + "\ufffd" * bool(tokens)
+    )
     with failing.client() as client:
         (choice,) = client.post("/v1/completions", json={**ASKED, "max_tokens": 3, "stop": "\ufffd"}).json()["choices"]
     assert choice["finish_reason"] == "stop" and "\ufffd" not in choice["text"]
@@ -220,20 +222,20 @@ def test_a_fault_ends_its_connection(failing, monkeypatch):
 
 def test_log_probabilities_are_written_beside_the_event_loop(failing, monkeypatch):
     """Those of a long text take a second, in which nobody else would be heard."""
-    part, threads = CompletionAnswer._part, []
+    part, threads = CompletionResponses._part, []
 
     def watched(self, *arguments):
         threads.append(threading.current_thread())
         return part(self, *arguments)
 
-    fetch = Mailbox.fetch
+    fetch = OutputCollector.fetch
 
     async def late(self):
         await asyncio.sleep(0.5)  # as for a client that reads slowly: many tokens come as one piece
         return await fetch(self)
 
-    monkeypatch.setattr(CompletionAnswer, "_part", watched)
-    monkeypatch.setattr(Mailbox, "fetch", late)
+    monkeypatch.setattr(CompletionResponses, "_part", watched)
+    monkeypatch.setattr(OutputCollector, "fetch", late)
     with failing.client() as client:
         for stream in (False, True):
             for more in ({}, {"logprobs": 2}):

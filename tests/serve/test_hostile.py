@@ -47,7 +47,7 @@ def test_who_leaves_with_requests_behind_the_first(streams, at_once, slow):
     with socket.create_connection(slow.address) as connected:
         first, behind = post({**ASKED, "stream": streams}), post(ASKED)
         connected.sendall(first + behind if at_once else first)
-        slow.wait_until(lambda: slow.engine.batch.running)
+        slow.wait_until(lambda: slow.engine.scheduler.running)
         if not at_once:
             connected.sendall(behind)
             time.sleep(0.05)
@@ -161,7 +161,7 @@ def test_who_leaves_is_not_computed_further(streams, slow):
     """Texts have 200 tokens; how many are computed before the server hears of it depends on what else the machine does."""
     with socket.create_connection(slow.address) as connected:
         connected.sendall(post({**ASKED, "stream": streams, "n": 3}))
-        slow.wait_until(lambda: slow.engine.batch.running)
+        slow.wait_until(lambda: slow.engine.scheduler.running)
         if streams:
             assert connected.recv(20)
     drawn = slow.steps
@@ -171,13 +171,13 @@ def test_who_leaves_is_not_computed_further(streams, slow):
 
 def test_who_leaves_frees_the_pages_within_a_step(slow, monkeypatch):
     """From when the server hears of it: the round that runs is the last."""
-    worker, pages = slow.service.worker, slow.engine.batch.pages
-    cancel, release, told, released = worker.cancel, pages.release, [], []
+    worker, pages = slow.service.worker, slow.engine.scheduler.pages
+    cancel, release, told, released = worker.cancel, pages.free, [], []
     monkeypatch.setattr(worker, "cancel", lambda texts: (told.append(slow.steps), cancel(texts)))
-    monkeypatch.setattr(pages, "release", lambda held: (released.append(slow.steps) if held else None, release(held)))
+    monkeypatch.setattr(pages, "free", lambda held: (released.append(slow.steps) if held else None, release(held)))
     with socket.create_connection(slow.address) as connected:
         connected.sendall(post({**ASKED, "stream": True}))
-        slow.wait_until(lambda: slow.engine.batch.running)
+        slow.wait_until(lambda: slow.engine.scheduler.running)
         assert connected.recv(20)
     slow.wait_until(lambda: told and slow.free())
     assert len(told) == len(released) == 1 and 0 < told[0] <= released[0] <= told[0] + 1
@@ -189,12 +189,12 @@ def test_who_leaves_while_waiting_gives_the_place_up(slow):
         others = [threading.Thread(target=lambda: done.append(client.post("/v1/completions", json=ASKED))) for _ in range(4)]
         for thread in others:
             thread.start()
-        slow.wait_until(lambda: len(slow.engine.batch.running) == 4)
+        slow.wait_until(lambda: len(slow.engine.scheduler.running) == 4)
         with socket.create_connection(slow.address) as connected:
             connected.sendall(post(ASKED))
-            slow.wait_until(lambda: slow.engine.batch.waiting)
-        slow.wait_until(lambda: not slow.engine.batch.waiting)
-        assert len(slow.engine.batch.running) == 4
+            slow.wait_until(lambda: slow.engine.scheduler.waiting)
+        slow.wait_until(lambda: not slow.engine.scheduler.waiting)
+        assert len(slow.engine.scheduler.running) == 4
         for thread in others:
             thread.join()
     assert [answer.status_code for answer in done] == [200] * 4

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from lowbit.cli.commands import app
 from lowbit.serve import client
-from lowbit.serve.client import Remote
+from lowbit.serve.client import RemoteChat
 
 OK = b"HTTP/1.1 200 OK\r\nconnection: close\r\n"
 MODELS = OK + b"\r\n" + json.dumps({"data": [{"id": "m"}]}).encode()
@@ -176,4 +176,4 @@ def _headed(part):
 def test_a_redirect_of_an_answer_sends_no_key():
     moved = b"HTTP/1.1 307 x\r\nlocation: http://127.0.0.1:1/v1\r\ncontent-length: 0\r\n\r\n"
     with serving(MODELS, [moved]) as (url, _), pytest.raises(ValueError, match="redirects to 'http://127"):
-        list(Remote(url, "secret").answer([{"role": "user", "content": "hi"}], 0.7, 8))
+        list(RemoteChat(url, "secret").answer([{"role": "user", "content": "hi"}], 0.7, 8))

@@ -11,13 +11,13 @@ import tracemalloc
 import openai
 import pytest
 
-from lowbit.engine import TextStream
+from lowbit.engine import Detokenizer
 from lowbit.serve.errors import ApiError
-from lowbit.serve.job import Job
+from lowbit.serve.job import GenerationJob
 from lowbit.serve.limits import Limits
-from lowbit.serve.schema import ChatAsked, CompletionAsked, parse
+from lowbit.serve.schema import ChatCompletionRequest, CompletionRequest, parse
 from lowbit.serve.service import State
-from lowbit.serve.worker import Mailbox, Text
+from lowbit.serve.worker import OutputCollector, SequenceState
 from tests.serve.running import NAME, TEMPLATE, raw, running, tiny_pipeline
 
 ASKED = {"model": NAME, "prompt": "ab", "max_tokens": 4, "temperature": 0}
@@ -91,7 +91,7 @@ def test_a_large_body_is_refused_at_its_first_fault(field):
     tracemalloc.start()
     try:
         with pytest.raises(ApiError) as refusal:
-            parse(CompletionAsked, body)
+            parse(CompletionRequest, body)
         assert refusal.value.status == 400 and tracemalloc.get_traced_memory()[1] < 100 << 20
     finally:
         tracemalloc.stop()
@@ -137,12 +137,14 @@ def test_bodies(free):
 
 def test_refusals_know_their_field():
     """Without a server: what the schema takes is what is said of it."""
-    asked = parse(CompletionAsked, json.dumps({**ASKED, "stop": ["a", "b"], "logit_bias": {"5": -3}, "n": 2}).encode())
-    assert (asked.stops, asked.choices, asked.limit, asked.likeliest) == (("a", "b"), 2, 4, None)
-    chat = parse(ChatAsked, json.dumps({**CHAT, "logprobs": True, "max_completion_tokens": 4}).encode())
-    assert (chat.likeliest, chat.limit, chat.messages[0].for_template()["content"]) == (0, 4, "ab")
+    asked = parse(CompletionRequest, json.dumps({**ASKED, "stop": ["a", "b"], "logit_bias": {"5": -3}, "n": 2}).encode())
+    assert (asked.stops, asked.choices, asked.limit, asked.num_logprobs) == (("a", "b"), 2, 4, None)
+    chat = parse(ChatCompletionRequest, json.dumps({**CHAT, "logprobs": True, "max_completion_tokens": 4}).encode())
+    assert (chat.num_logprobs, chat.limit, chat.messages[0].for_template()["content"]) == (0, 4, "ab")
     call = {"id": "1", "function": {"name": "f", "arguments": '{"x": 1}'}}
-    said = parse(ChatAsked, json.dumps({**CHAT, "messages": [{"role": "assistant", "tool_calls": [call]}]}).encode())
+    said = parse(
+        ChatCompletionRequest, json.dumps({**CHAT, "messages": [{"role": "assistant", "tool_calls": [call]}]}).encode()
+    )
     assert said.messages[0].for_template()["tool_calls"][0]["function"]["arguments"] == {"x": 1}
 
 
@@ -194,11 +196,11 @@ def test_a_full_server_says_when_to_come_back():
             ]
             for thread in threads:
                 thread.start()
-            server.wait_until(lambda: server.service.seats.taken == 2)
+            server.wait_until(lambda: server.service.quota.taken == 2)
             refused = client.post("/v1/completions", json=ASKED)
             assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
             assert refused.json()["error"]["type"] == "rate_limit_error"
-            assert "2 of 2 texts" in refused.json()["error"]["message"]
+            assert "2 of 2 sequences" in refused.json()["error"]["message"]
             assert client.get("/health").status_code == 200 and client.get("/ready").status_code == 200
         for thread in threads:
             thread.join(30)
@@ -258,7 +260,9 @@ def test_what_is_counted(free):
 def test_a_text_that_stops_with_its_last_token_is_counted_as_its_client_is_told(free, monkeypatch):
     """Where what was held back completes a stop string, the engine has ended the text for its length."""
     decode = free.pipe.tokenizer.decode
-    monkeypatch.setattr(TextStream, "_decode", lambda self, tokens: decode(tokens)[: len(tokens) - 1] + "\ufffd" * bool(tokens))
+    monkeypatch.setattr(
+        Detokenizer, "_decode", lambda self, tokens: decode(tokens)[: len(tokens) - 1] + "\ufffd" * bool(tokens)
+    )
     with free.client() as client:
 
         def counted():
@@ -293,7 +297,7 @@ def test_nothing_is_kept(tiny):
 
     def left():
         gc.collect()
-        return sum(type(each) in (Job, Text, Mailbox) for each in gc.get_objects())
+        return sum(type(each) in (GenerationJob, SequenceState, OutputCollector) for each in gc.get_objects())
 
     before = left()
     with tiny.client() as client:

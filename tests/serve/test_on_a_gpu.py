@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.serve_host import random_tokenizer
-from lowbit.engine import End, Engine, Request, TextStream
+from lowbit.engine import Detokenizer, Engine, FinishReason, Request
 from lowbit.nn.linear import make_batch_invariant
 from lowbit.pipeline import Pipeline
 from tests.engine.test_gpu import VOCAB, model_of, prompt
@@ -64,9 +64,9 @@ def alone(model, prompts):
     tokenizer, found = random_tokenizer(VOCAB), []
     for ids in prompts:
         (request,) = engine.generate([Request(ids, TOKENS)])
-        stream = TextStream(tokenizer, ids)
-        found.append("".join(stream.push(drawn.token) for drawn in request.drawn) + stream.finish())
-        assert request.end is End.LENGTH
+        stream = Detokenizer(tokenizer, ids)
+        found.append("".join(stream.push(drawn.token) for drawn in request.sampled) + stream.finish())
+        assert request.finish_reason is FinishReason.LENGTH
     return found
 
 
@@ -94,7 +94,7 @@ def test_streams_at_once_have_the_texts_of_an_engine_alone(server, model):
 
 
 def test_no_request_waits_for_a_compiler_a_capture_or_memory(server):
-    steps, prompts, rehearsal = server.engine.steps, server.engine.prompts, server.engine._rehearsal
+    steps, prompts, rehearsal = server.engine.decode_runner, server.engine.prefill_runner, server.engine._warm_up_run
     assert (steps.captures, prompts.captures) == (len(steps.variants()), len(prompts.forms))
     for _ in range(2):  # the allocator of torch has seen a busy server
         gather(server, text, PROMPTS)
@@ -114,7 +114,7 @@ def test_a_seed_gives_the_same_text_alone_and_in_company(drawn, server):
 
 def test_clients_that_leave_free_their_pages_and_change_nobodys_text(server):
     """Every third client leaves after some tokens of a text that would be long."""
-    pages = server.engine.batch.pages
+    pages = server.engine.scheduler.pages
     expected = gather(server, text, PROMPTS)
 
     async def one(client, i, ids):

@@ -53,12 +53,12 @@ def test_a_dialogue_in_the_browser(browser):
         assert browser.run("document.querySelectorAll('main b, .error').length") == 0
         with server.engine._lock:  # nothing is computed meanwhile
             say(browser, "More")
-            server.wait_until(lambda: server.service.seats.taken == 1)
+            server.wait_until(lambda: server.service.quota.taken == 1)
             browser.run("at('stop').click()")
-            server.wait_until(lambda: server.service.seats.taken == 0)
+            server.wait_until(lambda: server.service.quota.taken == 0)
             browser.wait_for("!at('send').disabled && messages.length >= 5")
             say(browser, "And more")
-            server.wait_until(lambda: server.service.seats.taken == 1)
+            server.wait_until(lambda: server.service.quota.taken == 1)
             browser.run("at('clear').click()")
         browser.wait_for("!at('send').disabled")
         assert browser.run("messages.length") == 0 and turns(browser) == []

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from lowbit.cli.commands import app
 from lowbit.cli.terminal import err, out
-from lowbit.serve.client import Local, Remote
+from lowbit.serve.client import LocalChat, RemoteChat
 from lowbit.serve.errors import encoded
 from lowbit.serve.server import bound
 from tests.serve.running import NAME, TEMPLATE, command, greedy, running, tiny_pipeline
@@ -131,13 +131,13 @@ def test_chat_with_a_server_and_with_a_model(folder):
 def test_a_dialogue_that_is_left():
     """An answer that is not read to its end is not computed to its end."""
     with running() as server:
-        answer = Remote(server.url).answer([{"role": "user", "content": "Hello"}], 0, 150)
+        answer = RemoteChat(server.url).answer([{"role": "user", "content": "Hello"}], 0, 150)
         assert next(answer)
         answer.close()
         server.wait_until_free()
-        local = Local(server.pipe, NAME)
+        local = LocalChat(server.pipe, NAME)
         assert "".join(local.answer([{"role": "user", "content": "Hello"}], 0, 10)) == "".join(
-            Remote(f"{server.url}/v1/").answer([{"role": "user", "content": "Hello"}], 0, 10)
+            RemoteChat(f"{server.url}/v1/").answer([{"role": "user", "content": "Hello"}], 0, 10)
         )
         with pytest.raises(ValueError, match="the dialogue has 318 tokens, a text here at most 256"):
             next(local.answer([{"role": "user", "content": "a" * 300}], 0, 10))
@@ -146,7 +146,7 @@ def test_a_dialogue_that_is_left():
 def test_what_a_model_of_this_process_does_not_do(monkeypatch):
     """Is said in words, as a server says it."""
     pipe = tiny_pipeline()
-    local = Local(pipe, NAME)
+    local = LocalChat(pipe, NAME)
     with pytest.raises(ValueError, match="the model's chat template does not take them .no tools here."):
         next(local.answer([{"role": "tool", "content": "a"}], 0, 10))
     monkeypatch.setattr(pipe.engine.program, "prompt", lambda *_: [][0])
@@ -161,7 +161,7 @@ def test_characters_that_end_lines_elsewhere(monkeypatch):
     sent = f'data: {{"choices": [{{"delta": {{"content": "{odd}"}}}}]}}\r\n\r\ndata: [DONE]\n\n'.replace("\x0b", "").encode()
     handler = httpx.MockTransport(lambda request: httpx.Response(200, stream=httpx.ByteStream(sent)))
     with running() as server:
-        remote = Remote(server.url)
+        remote = RemoteChat(server.url)
         remote._client = httpx.Client(transport=handler)
         assert [*remote.answer([{"role": "user", "content": "a"}], 0, 10)] == [odd.replace("\x0b", "")]
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 from lowbit.cli.serve import MOST_ON_A_CPU, MOST_ON_A_GPU
 from lowbit.serve import limits
-from lowbit.serve.schema import ChatAsked, CompletionAsked
+from lowbit.serve.schema import ChatCompletionRequest, CompletionRequest
 
 TEXT = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
 NAMES = set(re.findall(r"`([\w./-]+)`", TEXT))
 
 
 def test_every_field_is_there():
-    fields = {*ChatAsked.model_fields, *CompletionAsked.model_fields}
+    fields = {*ChatCompletionRequest.model_fields, *CompletionRequest.model_fields}
     assert fields <= NAMES, fields - NAMES
 
 

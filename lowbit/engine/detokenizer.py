@@ -19,7 +19,7 @@ UNFINISHED = "�"
 """What decoders write for bytes that are no whole character yet."""
 
 
-class TextStream:
+class Detokenizer:
     """The text after a prompt, token by token.
 
     What could be the beginning of a stop string is held back until it is known to be none. When a stop string is complete,

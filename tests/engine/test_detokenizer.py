@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lowbit.engine.text import TextStream
+from lowbit.engine.detokenizer import Detokenizer
 from tests.tiny import tiny_tokenizer
 
 
@@ -42,7 +42,7 @@ BYTES, WORDS, LETTERS = byte_tokenizer(), words_tokenizer(), tiny_tokenizer()
 
 def pushed(tokenizer, prompt, tokens, stop=()):
     """What each token lets out, and at the end the rest."""
-    stream = TextStream(tokenizer, prompt, stop)
+    stream = Detokenizer(tokenizer, prompt, stop)
     return [*(stream.push(token) for token in tokens), stream.finish()], stream
 
 
@@ -60,10 +60,10 @@ def of_characters(characters):
     return [token for c in characters for token in words.get(c, [4 + byte for byte in c.encode()])]
 
 
-TEXTS = st.text("ab é€😀", max_size=12)
+MAX_SEQUENCES = st.text("ab é€😀", max_size=12)
 
 
-@given(TEXTS.filter(len), TEXTS)
+@given(MAX_SEQUENCES.filter(len), MAX_SEQUENCES)
 def test_characters_of_several_bytes_follow_each_other(prompt, text):
     tokens = of_characters(text)
     shown, stream = pushed(FALLBACK, of_characters(prompt), tokens)
@@ -73,10 +73,10 @@ def test_characters_of_several_bytes_follow_each_other(prompt, text):
 
 
 def test_bytes_without_end_that_are_no_text_are_not_held_for_ever():
-    stream = TextStream(FALLBACK, [1])
+    stream = Detokenizer(FALLBACK, [1])
     shown = [stream.push(4 + 0x80) for _ in range(1000)]
     assert len("".join(shown)) > 960 and len(stream._window) < 100
-    stream = TextStream(FALLBACK, [1])
+    stream = Detokenizer(FALLBACK, [1])
     shown = [stream.push(0) for _ in range(1000)]  # special tokens, if the end of text is ignored
     assert "".join(shown) == "" and len(stream._window) < 100
 

@@ -13,18 +13,18 @@ from collections.abc import Sequence
 
 from lowbit.kernels.choose.attention import PAGE
 
-NOBODYS = 0
+DUMMY_PAGE = 0
 """The page of rows that pad a step: never handed out."""
 
 
-class Pages:
-    """`count` pages, numbered from 0; page `NOBODYS` is never handed out."""
+class BlockPool:
+    """`count` pages, numbered from 0; page `DUMMY_PAGE` is never handed out."""
 
     def __init__(self, count: int) -> None:
         if count < 2:
             raise ValueError(f"a cache has at least 2 pages of {PAGE} tokens, got {count}")
         self.count = count
-        self._free = list(range(count - 1, NOBODYS, -1))
+        self._free = list(range(count - 1, DUMMY_PAGE, -1))
         self._holders = [0] * count
         self._names: dict[int, tuple[int, tuple[int, ...]]] = {}  # of published pages: the one before, and the tokens
         self._published: dict[tuple[int, tuple[int, ...]], int] = {}
@@ -37,7 +37,7 @@ class Pages:
         """Pages that can be taken now."""
         return len(self._free) + len(self._kept)
 
-    def take(self) -> int | None:
+    def allocate(self) -> int | None:
         """A page for the caller alone; None when all are held."""
         if self._free:
             page = self._free.pop()
@@ -49,7 +49,7 @@ class Pages:
         self._holders[page] = 1
         return page
 
-    def match(self, tokens: Sequence[int], most: int) -> list[int]:
+    def match_prefix(self, tokens: Sequence[int], most: int) -> list[int]:
         """Published pages, at most `most`, that hold the beginning of `tokens`; the caller holds them too now."""
         pages: list[int] = []
         number = 0
@@ -64,7 +64,7 @@ class Pages:
             self._kept.pop(page, None)
         return pages
 
-    def publish(self, pages: Sequence[int], tokens: Sequence[int]) -> None:
+    def cache_prefix(self, pages: Sequence[int], tokens: Sequence[int]) -> None:
         """Lets others share `pages`, which hold `tokens` from the first on, as far as pages are full; those published already
         stay so. The caller holds them and writes no more to those that are full."""
         number = 0
@@ -80,13 +80,13 @@ class Pages:
                 other = page
             number = self._numbers[other]
 
-    def withdraw(self, pages: Sequence[int]) -> None:
+    def uncache(self, pages: Sequence[int]) -> None:
         """Takes back that `pages` were published, which the caller holds: what they were to hold was not written."""
         for page in pages:
             if page in self._names:
                 del self._published[self._names.pop(page)]
 
-    def release(self, pages: Sequence[int]) -> None:
+    def free(self, pages: Sequence[int]) -> None:
         """Gives up the pages of a request, given from the first on; the last ones are the first to be reused."""
         for page in reversed(pages):
             self._holders[page] -= 1

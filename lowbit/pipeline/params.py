@@ -90,7 +90,7 @@ class GenerateParams:
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k is at least 1, got {self.top_k}")
         if self.temperature is not None and self.temperature <= 0:
-            raise ValueError(f"temperature is above 0, got {self.temperature}; do_sample=False takes the likeliest token")
+            raise ValueError(f"temperature is above 0, got {self.temperature}; do_sample=False takes the most likely token")
         if not isinstance(self.stop, (list, tuple)) or not all(isinstance(s, str) and s for s in self.stop):
             raise ValueError(f"stop is a list of non-empty strings, got {self.stop!r}")
 

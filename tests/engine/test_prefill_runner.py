@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from lowbit.engine import Engine, Request, Sampling
-from lowbit.engine import prompts as module
+from lowbit.engine import prefill_runner as module
+from lowbit.engine.prefill_runner import PrefillRunner
 from lowbit.engine.program import DecodeProgram
-from lowbit.engine.prompts import Prompts
-from lowbit.engine.ragged import Form
+from lowbit.engine.ragged import RaggedShape
 from tests.tiny import eager_llama
 
 VOCAB = 160
@@ -26,13 +26,13 @@ class Played:
 def played(monkeypatch):
     """Prompts of engines made here are in graphs; the forms that were replayed."""
     forms = []
-    made = Prompts.__init__
+    made = PrefillRunner.__init__
 
     def init(self, program, slots, most, *, graphs=None):
         made(self, program, slots, most, graphs=object())
 
     def capture(self, form):
-        numbers = torch.tensor(form.numbers((), self.slots.nobodys), dtype=torch.int32)
+        numbers = torch.tensor(form.numbers((), self.slots.dummy_slot), dtype=torch.int32)
         if self._logits is None:
             self._logits = torch.empty_like(self.run(form, numbers))
 
@@ -42,8 +42,8 @@ def played(monkeypatch):
 
         return Played(replay), numbers
 
-    monkeypatch.setattr(Prompts, "__init__", init)
-    monkeypatch.setattr(Prompts, "_capture", capture)
+    monkeypatch.setattr(PrefillRunner, "__init__", init)
+    monkeypatch.setattr(PrefillRunner, "_capture", capture)
     return forms
 
 
@@ -57,32 +57,32 @@ def prompt(length, seed=0):
 
 
 def asked():
-    """Texts that begin alike and that do not, in several pieces, with several drawn at once."""
+    """Texts that begin alike and that do not, in several chunks, with several drawn at once."""
     shared = prompt(140, 9)
     ids = [prompt(1 + 11 * i, i) for i in range(5)] + [[*shared, *prompt(1 + 30 * i, i)] for i in range(4)] + [prompt(200, 7)]
     return [Request(each, 5, Sampling(0.7 * (i % 2), seed=i)) for i, each in enumerate(ids)]
 
 
 def generated(model, **options):
-    engine = Engine(model, max_concurrent=6, piece=128, cache_bytes=1 << 24, **options)
-    return [[drawn.token for drawn in request.drawn] for request in engine.generate(asked())], engine
+    engine = Engine(model, max_concurrent=6, chunk_tokens=128, cache_bytes=1 << 24, **options)
+    return [[drawn.token for drawn in request.sampled] for request in engine.generate(asked())], engine
 
 
 @pytest.mark.parametrize("invariant", [False, True])
 def test_texts_are_those_without_graphs(model, played, monkeypatch, invariant):
     found, engine = generated(model, batch_invariant=invariant)
-    assert engine.prompts.captures == len({*played}) > 3
+    assert engine.prefill_runner.captures == len({*played}) > 3
     assert {form.keys > form.tokens for form in played} == {True, False}  # behind what is shared, and from the beginning
-    assert {form.tokens for form in played} <= {*engine.prompts.sizes} and engine.prompts.sizes[-1] == 128
+    assert {form.tokens for form in played} <= {*engine.prefill_runner.sizes} and engine.prefill_runner.sizes[-1] == 128
     monkeypatch.undo()
     expected, engine = generated(model, batch_invariant=invariant)
-    assert found == expected and not engine.prompts.captures
+    assert found == expected and not engine.prefill_runner.captures
 
 
 def test_more_texts_than_a_graph_has_are_several(model, played, monkeypatch):
-    monkeypatch.setattr(module, "TEXTS", 2)
+    monkeypatch.setattr(module, "MAX_SEQUENCES", 2)
     found, _ = generated(model)
-    assert {form.texts for form in played} == {2}
+    assert {form.sequences for form in played} == {2}
     monkeypatch.undo()
     assert generated(model)[0] == found
 
@@ -93,21 +93,26 @@ def test_texts_with_more_before_them_than_a_graph_sees_are_computed_without(mode
     inner = DecodeProgram.prompt
     monkeypatch.setattr(DecodeProgram, "prompt", lambda *args: (calls.append(args[1]), inner(*args))[1])
     found, _ = generated(model)
-    calls = [pieces for pieces in calls if pieces[0].request.limit > 1]  # but for the check of the program
+    calls = [chunks for chunks in calls if chunks[0].request.limit > 1]  # but for the check of the program
     assert calls and played
-    for pieces in calls:
-        assert any(piece.begin for piece in pieces)
+    for chunks in calls:
+        assert any(chunk.begin for chunk in chunks)
     monkeypatch.undo()
     assert generated(model)[0] == found
 
 
 def test_every_form_is_captured_once(model, played):
-    engine = Engine(model, max_concurrent=2, piece=256, cache_bytes=1 << 24)
+    engine = Engine(model, max_concurrent=2, chunk_tokens=256, cache_bytes=1 << 24)
     stages = list(engine.warm_up())
-    assert [stage.what.split()[0] for stage in stages] == ["prompts"] * len(engine.prompts.forms)
+    assert [stage.what.split()[0] for stage in stages] == ["prompts"] * len(engine.prefill_runner.graph_shapes)
     assert [stage.done for stage in stages] == list(range(len(stages))) and {stage.total for stage in stages} == {len(stages)}
-    count = engine.prompts.captures
-    assert count == len(engine.prompts.forms) == len(set(engine.prompts.forms)) == 2 * len(engine.prompts.sizes)
-    assert engine.prompts.forms[0] == Form(256, 2, 2 * 256), "no more than there can be"
+    count = engine.prefill_runner.captures
+    assert (
+        count
+        == len(engine.prefill_runner.graph_shapes)
+        == len(set(engine.prefill_runner.graph_shapes))
+        == 2 * len(engine.prefill_runner.sizes)
+    )
+    assert engine.prefill_runner.graph_shapes[0] == RaggedShape(256, 2, 2 * 256), "no more than there can be"
     engine.generate([Request(prompt(100), 3), Request(prompt(250), 3)])
-    assert engine.prompts.captures == count
+    assert engine.prefill_runner.captures == count

@@ -1,0 +1,147 @@
+"""Answers in OpenAI's form, whole or in chunks, of chats and of completions."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lowbit.engine import Request, SampledToken
+from lowbit.serve.chat import TokenTexts
+from lowbit.serve.worker import SequenceOutput
+
+LEAST_LOGPROB = -9999.0
+"""What stands for minus infinity, which JSON has not."""
+
+BROKEN = "\ufffd"
+
+
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else LEAST_LOGPROB
+
+
+@dataclass
+class Responses:
+    """The answer to one HTTP request: texts 0, 1, .. of `requests`, `each` of them for each prompt."""
+
+    model: str
+    requests: Sequence[Request]
+    each: int
+    names: TokenTexts
+    logprobs: bool
+    fronts: Sequence[str] = ()
+    """What stands in front of the text of each prompt: itself, if it is echoed."""
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    prefix = whole = chunk = ""
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens of prompts, each once, and of all texts as far as they are."""
+        prompt = sum(len(request.prompt) for request in self.requests[:: self.each])
+        sampled = sum(len(request.sampled) for request in self.requests)
+        shared = sum(request.cached_tokens for request in self.requests[:: self.each])
+        return {
+            "prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled,
+            "prompt_tokens_details": {"cached_tokens": shared},
+        }  # fmt: skip
+
+    def complete(self, outputs: dict[int, SequenceOutput]) -> dict[str, Any]:
+        """The whole answer, from a whole output of each text."""
+        choices = [self._choice(outputs[index]) for index in sorted(outputs)]
+        return {**self._head(self.whole), "choices": choices, "usage": self.usage()}
+
+    def chunks(self, output: SequenceOutput, first: bool, usage: bool) -> list[dict[str, Any]]:
+        """What a stream says of one more output; `usage`: whether the stream ends with its usage, which earlier chunks lack."""
+        nothing = {"usage": None} if usage else {}
+        head = self._head(self.chunk)
+        return [{**head, "choices": [delta], **nothing} for delta in self._deltas(output, first)]
+
+    def last_chunk(self) -> dict[str, Any]:
+        """The chunk of the usage."""
+        return {**self._head(self.chunk), "choices": [], "usage": self.usage()}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": f"{self.prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
+
+    def _reason(self, output: SequenceOutput) -> str | None:
+        return None if output.finish_reason is None else output.finish_reason.value
+
+    def _choice(self, output: SequenceOutput) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _deltas(self, output: SequenceOutput, first: bool) -> list[dict[str, Any]]:
+        raise NotImplementedError
+
+
+@dataclass
+class ChatResponses(Responses):
+    """Of /v1/chat/completions."""
+
+    prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def _choice(self, output: SequenceOutput) -> dict[str, Any]:
+        message = {"role": "assistant", "content": output.text, "refusal": None}
+        logprobs = self._logprobs(output.sampled) if self.logprobs else None
+        return {"index": output.index, "message": message, "logprobs": logprobs, "finish_reason": self._reason(output)}
+
+    def _deltas(self, output: SequenceOutput, first: bool) -> list[dict[str, Any]]:
+        made = []
+        if first:
+            made.append(self._delta(output, {"role": "assistant", "content": ""}))
+        if output.text or (self.logprobs and output.sampled):
+            logprobs = self._logprobs(output.sampled) if self.logprobs else None
+            made.append(self._delta(output, {"content": output.text}, logprobs))
+        if output.finish_reason is not None:
+            made.append({**self._delta(output, {}), "finish_reason": self._reason(output)})
+        return made
+
+    def _delta(self, output: SequenceOutput, delta: dict[str, Any], logprobs: object = None) -> dict[str, Any]:
+        return {"index": output.index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+
+    def _logprobs(self, sampled: Sequence[SampledToken]) -> dict[str, Any]:
+        content = [
+            {**self._entry(each.token, each.logprob), "top_logprobs": [self._entry(*pair) for pair in each.top_logprobs]}
+            for each in sampled
+        ]
+        return {"content": content, "refusal": None}
+
+    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self.names[token]
+        bytes_ = None if BROKEN in text else list(text.encode())  # a part of a character has no text of its own
+        return {"token": text, "logprob": _finite(logprob), "bytes": bytes_}
+
+
+@dataclass
+class CompletionResponses(Responses):
+    """Of /v1/completions."""
+
+    prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
+
+    def _choice(self, output: SequenceOutput) -> dict[str, Any]:
+        return self._part(output, self._front(output) + output.text)
+
+    def _deltas(self, output: SequenceOutput, first: bool) -> list[dict[str, Any]]:
+        text = (self._front(output) if first else "") + output.text
+        said = text or output.finish_reason is not None or (self.logprobs and output.sampled)
+        return [self._part(output, text)] if said else []
+
+    def _front(self, output: SequenceOutput) -> str:
+        return self.fronts[output.index // self.each] if self.fronts else ""
+
+    def _part(self, output: SequenceOutput, text: str) -> dict[str, Any]:
+        logprobs = self._logprobs(output) if self.logprobs else None
+        return {"index": output.index, "text": text, "logprobs": logprobs, "finish_reason": self._reason(output)}
+
+    def _logprobs(self, output: SequenceOutput) -> dict[str, Any]:
+        return {
+            "tokens": [self.names[each.token] for each in output.sampled],
+            "token_logprobs": [_finite(each.logprob) for each in output.sampled],
+            "top_logprobs": [
+                {self.names[token]: _finite(logprob) for token, logprob in each.top_logprobs} for each in output.sampled
+            ],
+            "text_offset": list(output.text_offsets),
+        }  # fmt: skip
