@@ -1,4 +1,4 @@
-"""The memory of keys and values: pages of 128 tokens for every layer, and how many of them fit."""
+"""The KV cache: pages of 128 tokens in every layer, and how many of them fit into memory."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from lowbit.engine.block_pool import pages_for
 from lowbit.kernels.choose.attention import PAGE
 
 SHARE = 0.9
-"""Of a GPU's free memory that pages take: what torch's allocator holds for the step and the prompts comes out of the rest."""
+"""Share of a GPU's free memory for pages; activations of decode steps and prompts take the rest."""
 
 CPU_BYTES = 1 << 30
-"""What pages take on a CPU unless the caller says: the memory of a laptop belongs to others too."""
+"""Default memory for pages on a CPU, which other programs share."""
 
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """What the cache holds of a token: keys and values of `kv_heads` heads in each layer."""
+    """Layout of the cache: keys and values of `kv_heads` heads of `head_dim` elements in each of `layers` layers."""
 
     layers: int
     kv_heads: int
@@ -32,12 +32,12 @@ class CacheSpec:
         return 2 * self.layers * self.kv_heads * PAGE * self.head_dim * self.dtype.itemsize
 
     def pages_in(self, bytes_: int) -> int:
-        """Pages in so many bytes."""
+        """Number of pages in `bytes_` bytes."""
         return bytes_ // self.page_bytes
 
 
 class Cache:
-    """Keys and values [layers, pages, kv_heads, 128, head_dim]: allocated once, at addresses that do not change."""
+    """Keys and values [layers, pages, kv_heads, 128, head_dim], allocated once: CUDA graphs store their addresses."""
 
     def __init__(self, spec: CacheSpec, pages: int, device: torch.device) -> None:
         self.spec, self.pages = spec, pages
@@ -56,14 +56,14 @@ class Cache:
 
 @dataclass(frozen=True)
 class CacheBudget:
-    """Memory for keys and values, and where that number comes from."""
+    """Memory for keys and values; `source`: where the number comes from, for messages."""
 
     bytes_: int
     source: str
 
     @classmethod
     def for_device(cls, device: torch.device, given: int | None) -> CacheBudget:
-        """What the caller gives (cache_bytes), or a share of what is free on a GPU."""
+        """`given` (cache_bytes), else a share of a GPU's free memory, else `CPU_BYTES`."""
         if given is not None:
             return cls(given, "cache_bytes")
         if device.type != "cuda":
@@ -71,25 +71,25 @@ class CacheBudget:
         return cls(int(SHARE * torch.cuda.mem_get_info(device)[0]), f"{SHARE} of what the GPU had free")
 
     def longest(self, spec: CacheSpec) -> int:
-        """Tokens of the longest text that it holds, a page at least."""
+        """Tokens of the longest sequence that fits, at least a page."""
         return max(spec.pages_in(self.bytes_) - 1, 1) * PAGE
 
     def pages(self, spec: CacheSpec, requests: int, most_tokens: int) -> int:
-        """Pages for `requests` requests of up to `most_tokens` tokens, as far as memory goes; raises ValueError where not even
-        one request fits."""
-        wanted = 1 + requests * pages_for(most_tokens)  # one is nobody's
-        found = min(wanted, spec.pages_in(self.bytes_))
-        if found < 1 + pages_for(most_tokens):
+        """Pages for `requests` requests of up to `most_tokens` tokens, or as many as fit; raises ValueError if not even one
+        request fits."""
+        needed = 1 + requests * pages_for(most_tokens)  # with the dummy page
+        pages = min(needed, spec.pages_in(self.bytes_))
+        if pages < 1 + pages_for(most_tokens):
             need = (1 + pages_for(most_tokens)) * spec.page_bytes
             raise ValueError(
                 f"a request of {most_tokens:,} tokens takes {_size(need)} of keys and values, there are {_size(self.bytes_)} "
                 f"({self.source}): ask for fewer tokens (max_length) or give more (cache_bytes={need}), or do without an "
                 "engine (engine=False of a pipeline)"
             )
-        return found
+        return pages
 
     def refusal(self, spec: CacheSpec, tokens: int) -> str:
-        """Why a text of so many tokens does not fit, and what to do."""
+        """Why a sequence of `tokens` tokens does not fit, and what to do."""
         need = (1 + pages_for(tokens)) * spec.page_bytes
         return (
             f"it takes {_size(need)} of keys and values, there are {_size(self.bytes_)} ({self.source}): shorten it, give more "

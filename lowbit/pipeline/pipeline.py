@@ -38,8 +38,8 @@ from lowbit.sources import local_model
 
 
 class Pipeline:
-    """A model and its tokenizer, called with one prompt or several; `stop_token_ids` are the tokens that end a text, in order, `encodes`
-    says whether the model is an encoder-decoder, which answers a prompt rather than continuing it."""
+    """A model and its tokenizer, called with one prompt or several; `stop_token_ids` are the tokens that end a text, in order,
+    `encodes` says whether the model is an encoder-decoder, which answers a prompt rather than continuing it."""
 
     def __init__(
         self,

@@ -98,7 +98,7 @@ def test_a_failure_that_another_thread_saw_is_no_answer(model, monkeypatch):
         patch.setattr(own.engine.program, "step", fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             own.engine.step()
-    with pytest.raises(RuntimeError, match=r"this text failed after \d tokens: RuntimeError: out of memory"):
+    with pytest.raises(RuntimeError, match=r"this request failed after \d tokens: RuntimeError: out of memory"):
         list(stream)
     assert stream.response is None
 
