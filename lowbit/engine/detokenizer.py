@@ -1,4 +1,4 @@
-"""Text of tokens as they come: whole characters only, and nothing of a stop string."""
+"""Incremental detokenization: whole characters only, without stop strings."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 CONTEXT = 6
-"""Tokens of a prompt that are decoded with the first new ones: some tokenizers drop the space in front of the first word."""
+"""Prompt tokens that are decoded with the first new ones: some tokenizers drop the space before a text's first word."""
 
 MOST_OF_A_CHARACTER = 4
-"""Tokens that a character may take: its bytes."""
+"""Upper limit of the tokens of a character, one for each byte."""
 
 MOST_UNFINISHED = 32
-"""After so many tokens without a whole character at their end, they are bytes that are no text."""
+"""Tokens after which an incomplete character is treated as invalid bytes."""
 
 UNFINISHED = "�"
-"""What decoders write for bytes that are no whole character yet."""
+"""The replacement character, which tokenizers decode incomplete characters to."""
 
 
 class Detokenizer:

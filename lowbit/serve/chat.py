@@ -1,4 +1,4 @@
-"""Prompts as tokens: plain text, dialogues by the model's own template, and how tokens read one by one."""
+"""Prompts as tokens: plain text, conversations by the model's chat template; and the text of single tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 TEMPLATE_ERRORS = (
     ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, TemplateError,
 )  # fmt: skip
-"""What templates raise for dialogues that they were not written for."""
+"""Errors that templates raise for conversations that they do not support."""
 
 THREADS = 2
 """That encode prompts: tokenizers compute outside Python's lock."""
@@ -110,7 +110,7 @@ class Prompts:
 
 
 class TokenTexts:
-    """How each token reads alone, for log-probabilities."""
+    """The text of single tokens, for log-probabilities."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer

@@ -40,7 +40,7 @@ class Responses:
     prefix = whole = chunk = ""
 
     def usage(self) -> dict[str, Any]:
-        """Tokens of prompts, each once, and of all texts as far as they are."""
+        """Tokens of the prompts, each counted once, and of all sequences so far."""
         prompt = sum(len(request.prompt) for request in self.requests[:: self.each])
         sampled = sum(len(request.sampled) for request in self.requests)
         shared = sum(request.cached_tokens for request in self.requests[:: self.each])

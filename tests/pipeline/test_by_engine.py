@@ -146,7 +146,7 @@ def test_what_the_engine_cannot_draw_goes_to_generate(model):
     config.no_repeat_ngram_size = 2
     try:
         assert config_refusals(config) == ("its generation config sets no_repeat_ngram_size=2",)
-        with pytest.raises(ValueError, match="the engine cannot draw tokens as this model asks: its generation config sets"):
+        with pytest.raises(ValueError, match="the engine cannot sample tokens as this model asks: its generation config sets"):
             next(Pipeline(model, tiny_tokenizer()).stream("x", do_sample=False))
     finally:
         config.no_repeat_ngram_size = None
@@ -198,8 +198,9 @@ def test_texts_too_long_are_told_what_to_do(model):
     assert own(PROMPTS[0], max_new_tokens=5, ignore_eos=True)[0].generated_length == 5
 
 
-def test_bars_of_what_texts_wait_for(tmp_path, capfd):
+def test_bars_of_what_texts_wait_for(tmp_path, capfd, monkeypatch):
     """They come when kernels are compiled, and go when that is done; without progress there are none."""
+    monkeypatch.setattr("lowbit.progress.on_terminal", lambda: True)
     save_tiny(tmp_path)
     for progress in (False, True):
         pipe = lowbit.pipeline(str(tmp_path), engine=True, device="cpu", progress=progress)
