@@ -20,10 +20,10 @@ UNFINISHED = "�"
 
 
 class Detokenizer:
-    """The text after a prompt, token by token.
+    """Decodes the text after a prompt, token by token.
 
-    What could be the beginning of a stop string is held back until it is known to be none. When a stop string is complete,
-    `stopped` is True and `text` ends before it.
+    Text that may be the beginning of a stop string is held back. When a stop string is complete, `stopped` is True and `text`
+    ends before it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
@@ -35,7 +35,7 @@ class Detokenizer:
         self._out = 0  # characters of `text` that `push` has returned
 
     def push(self, token: int) -> str:
-        """The text that may be shown after one more token, often "" within a character or a possible stop string."""
+        """Adds a token, and returns the new text; "" within a character or a possible stop string."""
         if self.stopped:
             return ""
         self._window.append(token)
@@ -45,7 +45,7 @@ class Detokenizer:
         return self._add(found)
 
     def finish(self) -> str:
-        """The text that was held back and is not going to become anything else: after the last token."""
+        """The text that was held back, after the last token."""
         if self.stopped:
             return ""
         shown = self._add(self._decode(self._window))

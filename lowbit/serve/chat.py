@@ -28,7 +28,7 @@ NAMES_KEPT = 8192
 
 
 def rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
-    """A dialogue as text, by the model's template; raises ValueError, in words, where that does not take it."""
+    """A conversation as text, by the model's chat template; raises ValueError if that does not support it."""
     try:
         text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)  # type: ignore[arg-type]
     except TEMPLATE_ERRORS as error:
@@ -90,7 +90,7 @@ class Prompts:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _uses_tools(self, messages: list[dict[str, Any]], text: str) -> bool:
-        """Whether the text of a dialogue with tools is another without them."""
+        """True if the template uses the tools: the text without them differs."""
         try:
             return text != rendered(self.tokenizer, messages, None)
         except ValueError:
