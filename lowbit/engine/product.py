@@ -1,8 +1,8 @@
 """Products of a decode program: modules that read the same x become one product where their weights permit it.
 
 Weights of one format are concatenated into one tensor, and the modules' own weights become views of it: nothing is stored
-twice, and the model still works. Rows of gate and up alternate if both are packed for a GPU (pack/gated.py); the model's MLP then
-computes with that weight too. Modules that cannot be joined run as they are.
+twice, and the model still works. Rows of gate and up alternate if both are packed for a GPU (pack/gated.py); the model's MLP
+then computes with that weight too. Modules that cannot be joined run as they are.
 """
 
 from __future__ import annotations
