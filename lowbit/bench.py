@@ -54,7 +54,7 @@ def measure(
 def _row(model: str, scheme: str | None, load: Load, device: torch.device) -> dict[str, Any]:
     """One row: each run times one new token, then `new_tokens` more; the difference is decoding alone."""
     pipe = pipeline(model, scheme=scheme, device=device)
-    if pipe.encodes:
+    if pipe.is_encoder_decoder:
         raise ValueError(f"{model}: is an encoder-decoder; lowbit bench times models that continue a text")
     prompts = _prompts(pipe, load)
     _seconds(pipe, next(prompts), 4)  # compiles and captures; not timed

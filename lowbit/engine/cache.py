@@ -1,4 +1,4 @@
-"""The memory of keys and values: pages of 128 tokens for every layer, and how many of them fit."""
+"""The KV cache: pages of 128 tokens in every layer, and how many of them fit into memory."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from lowbit.engine.block_pool import pages_for
 from lowbit.kernels.choose.attention import PAGE
 
 SHARE = 0.9
-"""Of a GPU's free memory that pages take: what torch's allocator holds for the step and the prompts comes out of the rest."""
+"""Share of a GPU's free memory for pages; activations of decode steps and prompts take the rest."""
 
 CPU_BYTES = 1 << 30
-"""What pages take on a CPU unless the caller says: the memory of a laptop belongs to others too."""
+"""Default memory for pages on a CPU, which other programs share."""
 
 CPU_SHARE = 0.5
 """Of a CPU's available memory, what keys and values may grow to where each sequence allocates its own."""
@@ -24,7 +24,7 @@ CPU_SHARE = 0.5
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """What the cache holds of a token: keys and values of `kv_heads` heads in each layer."""
+    """Layout of the cache: keys and values of `kv_heads` heads of `head_dim` elements in each of `layers` layers."""
 
     layers: int
     kv_heads: int
@@ -38,7 +38,7 @@ class CacheSpec:
 
 
 class Cache:
-    """Keys and values [layers, pages, kv_heads, 128, head_dim]: allocated once, at addresses that do not change."""
+    """Keys and values [layers, pages, kv_heads, 128, head_dim], allocated once: CUDA graphs store their addresses."""
 
     def __init__(self, spec: CacheSpec, pages: int, device: torch.device) -> None:
         self.spec, self.pages = spec, pages
@@ -57,14 +57,14 @@ class Cache:
 
 @dataclass(frozen=True)
 class CacheBudget:
-    """Memory for keys and values, and where that number comes from."""
+    """Memory for keys and values; `source`: where the number comes from, for messages."""
 
     bytes_: int
     source: str
 
     @classmethod
     def for_device(cls, device: torch.device, given: int | None, *, allocated: bool = True) -> CacheBudget:
-        """`given` (cache_bytes), or a share of what is free. `allocated`: the cache is allocated as a whole, at the start."""
+        """`given` (cache_bytes), else a share of free memory. `allocated`: the cache is allocated as a whole, at the start."""
         if given is not None:
             return cls(given, "cache_bytes")
         if device.type == "cuda":
@@ -80,16 +80,16 @@ class CacheBudget:
     def pages(self, page_bytes: int, requests: int, most_tokens: int) -> int:
         """Pages for `requests` requests of up to `most_tokens` tokens, as far as memory goes; raises ValueError where not even
         one request fits."""
-        wanted = 1 + requests * pages_for(most_tokens)  # one is nobody's
-        found = min(wanted, self._fitting(page_bytes))
-        if found < 1 + pages_for(most_tokens):
+        needed = 1 + requests * pages_for(most_tokens)  # with the dummy page
+        pages = min(needed, self._fitting(page_bytes))
+        if pages < 1 + pages_for(most_tokens):
             need = (1 + pages_for(most_tokens)) * page_bytes
             raise ValueError(
                 f"a request of {most_tokens:,} tokens takes {_size(need)} of keys and values, there are {_size(self.bytes_)} "
                 f"({self.source}): ask for fewer tokens (max_length) or give more (cache_bytes={need}, --cache-gib of lowbit "
                 "serve), or do without an engine (engine=False of a pipeline)"
             )
-        return found
+        return pages
 
     def refusal(self, page_bytes: int, tokens: int) -> str:
         """Why a sequence of so many tokens does not fit, and what to do."""

@@ -1,8 +1,9 @@
-"""The step of up to 64 tokens in five launches a layer: norm, gate and residual at the ends of products (ops/fused_gemm.py).
+"""The decode step of up to 64 tokens in five launches a layer: norm, gate and residual are epilogues of products
+(ops/fused_gemm.py).
 
     embed, squares | qkv {/ rms}  attention  o {h += y; h * gamma; squares} | gate-up {/ rms; gate}  down {as o} | ..
 
-x is not normalised between two products: the sum of a row's squares goes with it, and the next product divides by its rms.
+x is not normalised between two products: the sum of squares of each row is passed on, and the next product divides by its rms.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from lowbit.pack.fragment import STRIP
 
 @dataclass(frozen=True)
 class Gamma:
-    """What follows a norm: gamma [H] with its offset, and the power of two that keeps h * gamma in the range of x's type."""
+    """The weight of a norm: gamma [H] with its offset, and the power of two that keeps h * gamma in the range of x's dtype."""
 
     values: Tensor
     factor: float
@@ -38,7 +39,7 @@ class Gamma:
 
 @dataclass(frozen=True)
 class ChainLayer:
-    """The products of a layer, and the norms before attention and before the MLP."""
+    """The products of a layer, and the weights of the norms before attention and before the MLP."""
 
     qkv: Packed | Dense
     o: Packed | Dense
@@ -49,7 +50,7 @@ class ChainLayer:
 
 
 class Chain:
-    """A decoder's step of up to `most` tokens."""
+    """The decode step of up to `most` tokens."""
 
     def __init__(self, decoder: Decoder, links: Sequence[ChainLayer], head: Product, dtype: torch.dtype) -> None:
         self.decoder, self.links, self.head, self.dtype = decoder, links, head, dtype
@@ -57,13 +58,13 @@ class Chain:
         assert decoder.activation != "relu"
         self.gated: Gated = decoder.activation
         final = Gamma.of(decoder.final_gamma, decoder.norm_offset, dtype)
-        # The norm that follows each layer's MLP: that before the next one's attention, or the last.
+        # The norm after each layer's MLP: the next layer's first one, or the final norm.
         self.after = [*(link.before_attention for link in links[1:]), final]
 
     def step(
         self, tokens: Tensor, rows: Tensor, table: Tensor | EmbeddingTable, attend: Callable[[int, Tensor], Tensor]
     ) -> Tensor:
-        """Logits [B, V] after the tokens of `rows`, before a soft cap; attend(i, qkv) is the attention of layer i."""
+        """Logits [B, V] after the tokens of `rows`, without a soft cap; attend(i, qkv) computes the attention of layer i."""
         d, first = self.decoder, self.links[0].before_attention
         h, x, squares = embed_norm_squares(
             tokens, rows, table, first.values, self.dtype, scale=d.embedding_scale, factor=first.factor
@@ -86,11 +87,14 @@ class Chain:
 
 
 def most_tokens(links: Sequence[ChainLayer]) -> int:
-    """Rows of a step that a chain computes on its device: those of a tile of the wgmma kernel, or of the ring kernel where
-    there are weights of 16 bits (faster than eight launches by cuBLAS at all of them: 720 and 797 us at one, 824 and 892 at 16,
-    four layers of Llama-3-8B's shape with its head, H200, 2026-11-23). Without wgmma those of one mma.sync: with 16 the ring
-    kernel takes so many registers that nothing of the next kernel's start overlaps, and eight launches are faster (2765 us
-    against 2902, Llama-3-8B's shape in w4a16_g128, H200, 2026-11-22)."""
+    """Upper limit of the tokens of a chain on its device.
+
+    With wgmma it is a tile of the large-M kernel, or of the small-M kernel for weights of 16 bits. Those are faster than eight
+    launches by cuBLAS: 720 against 797 us at one token, 824 against 892 at 16 (four layers of Llama-3-8B's shape with its head,
+    H200, 2026-11-23). Without wgmma it is one mma.sync. With 16 tokens the small-M kernel needs so many registers that the next
+    kernel's start does not overlap, and eight launches are faster (2765 against 2902 us, Llama-3-8B's shape in w4a16_g128,
+    H200, 2026-11-22).
+    """
     products = [product for link in links for product in (link.qkv, link.o, link.gate_up, link.down)]
     device = links[0].before_mlp.values.device
     if device.type != "cuda" or "wgmma" not in features_of(device):
@@ -99,21 +103,21 @@ def most_tokens(links: Sequence[ChainLayer]) -> int:
 
 
 def _refusals(product: Packed | Dense, m: int, dtype: torch.dtype) -> tuple[str, ...]:
-    """Why a product is no part of a step of m tokens."""
+    """Reasons why a product cannot be in a chain of m tokens; empty if it can."""
     if isinstance(product, Dense) and product.weight.values.device.type != "cuda":
         return ("weights of 16 bits are torch's to multiply on a CPU",)
     return chain_refusals(product.weight, m, dtype)
 
 
 def _pairs(gate_up: Packed | Dense) -> bool:
-    """Whether a product can multiply gate by up at its end."""
+    """True if the product's epilogue can multiply gate by up."""
     return gate_up.weight.shape[0] % STRIP == 0 if isinstance(gate_up, Dense) else gate_up.alternates
 
 
 def chain_of(
     decoder: Decoder, products: Sequence[Sequence[Product]], head: Product, dtype: torch.dtype
 ) -> Chain | tuple[str, ...]:
-    """The chain of a decoder whose layers have the products (qkv, o, gate-up, down); else the reasons why there is none."""
+    """The chain of a decoder whose layers have the products (qkv, o, gate-up, down), or the reasons why there is none."""
     links, reasons = [], list[str]()
     if decoder.final_bias is not None:
         reasons.append("its norms are LayerNorms, whose means no product subtracts at its end")

@@ -1,4 +1,4 @@
-"""Whether a decode program can compute a model, and computes what it does: both on the same random tokens."""
+"""Checks that a decode program computes what its model does, on the same random tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 from transformers import PreTrainedModel
 
-from lowbit.engine.cache import Cache
 from lowbit.engine.family import Decoder
 from lowbit.engine.program import DecodeProgram
 from lowbit.engine.request import Request
@@ -18,16 +17,16 @@ from lowbit.ops.elementwise import MOST_COLUMNS
 from lowbit.ops.operands import triton_refusals
 
 LARGEST_DIFFERENCE = 0.2
-"""Of logits, in the norm, over theirs. In a model of random weights that magnifies differences, rounding made 1e-6 in float32
-and 0.14 in bf16 with fp8 activations, where a last bit turns codes; wrong formulas (GELU for SiLU, another scale of attention,
-no window) 0.26 to 1.8. tests/engine/test_family.py proves a family's formulas; this finds models that are not of them."""
+"""Upper limit of ||program - model|| / ||model|| of the logits. Random weights magnify rounding: 1e-6 in float32, 0.14 in bf16
+with fp8 activations. Wrong formulas (GELU for SiLU, another attention scale, no window) differ by 0.26 to 1.8.
+tests/engine/test_family.py proves the formulas of a family; this check finds models that deviate from them."""
 
 TOKENS = 33
-"""Of the prompt; one more is a step."""
+"""Tokens of the prompt; a decode step computes one more."""
 
 
 def kernel_refusals(decoder: Decoder, dtype: torch.dtype) -> tuple[str, ...]:
-    """Why the kernels of a step cannot compute a decoder on a GPU in `dtype`; empty if they can."""
+    """Reasons why the kernels of a decode step cannot compute a decoder in `dtype`; empty if they can."""
     reasons = [*attention_refusals(decoder.attention), *triton_refusals()]
     if dtype not in (torch.float16, torch.bfloat16):
         reasons.append(f"its kernels compute in fp16 and bf16, the model is in {str(dtype).removeprefix('torch.')}")
@@ -36,16 +35,16 @@ def kernel_refusals(decoder: Decoder, dtype: torch.dtype) -> tuple[str, ...]:
     return tuple(reasons)
 
 
-@torch.no_grad()  # and not inference_mode: what it makes are the model's weights too, which may be trained later
+@torch.no_grad()  # not inference_mode: the weights stay the model's, and may be trained later
 def difference_to(model: PreTrainedModel, make: Callable[[], DecodeProgram]) -> tuple[DecodeProgram, float]:
-    """A program that `make` makes of a model, and the norm of the difference of their logits over theirs: after a prompt of
-    random tokens, and after one token more. The model computes first: a program may take its weights over."""
+    """Calls `make`, and returns its program and the relative difference of their logits, ||program - model|| / ||model||, after
+    a random prompt and after one decode step. The model runs first, since a program may take its weights over."""
     vocab = model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocab, (TOKENS + 1,), generator=generator)
     expected = model(input_ids=ids[None].to(model.device), use_cache=False).logits[0, -2:].float()
     program = make()
-    program.cache = Cache(program.cache_spec, 2, program.device)
+    program.allocate_cache(2)
     slots = Slots(1, TOKENS + 1, vocab, (), program.device)
     request = Request(ids[:-1].tolist(), 1)
     request.slot = 0
@@ -55,5 +54,5 @@ def difference_to(model: PreTrainedModel, make: Callable[[], DecodeProgram]) -> 
     step = program.step(on_device([0], program.device), slots)
     program.cache = None
     assert prompt is not None
-    found = torch.cat([prompt, step]).float()
-    return program, float((found - expected).norm() / expected.norm())
+    logits = torch.cat([prompt, step]).float()
+    return program, float((logits - expected).norm() / expected.norm())

@@ -1,7 +1,7 @@
-"""Launches a step of any number of requests: on a GPU as one CUDA graph for each size, with drawing and feedback inside.
+"""Launches decode steps of any number of requests: on a GPU as one CUDA graph for each size, sampling included.
 
-A graph holds addresses, so all that a step reads and writes is where it was when the graph was captured: the slots, the cache,
-the weights, and the rows and results here. Sizes between two graphs are filled up with rows that are nobody's.
+A graph stores addresses. All tensors that a step reads or writes therefore stay where they were at the capture: slots, cache,
+weights, and the rows and results here. A step whose size has no graph is padded with rows of the dummy slot.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lowbit.engine.cache import CacheSpec
 from lowbit.engine.graphs import Graphs
+from lowbit.engine.ragged import Ragged
 from lowbit.engine.request import Request
 from lowbit.engine.scheduler import PrefillChunk
 from lowbit.engine.slots import Slots, on_device
@@ -21,31 +23,56 @@ from lowbit.kernels.choose.attention import PAGE
 from lowbit.ops.sample import sample
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-"""Numbers of rows for which there are graphs, up to the first that holds all requests of an engine."""
+"""Rows of the captured steps, up to the first size that fits all requests of an engine."""
 
 REACHES = (2048, 8192)
-"""Longest contexts for which there are graphs, beside that of all tables: attention is launched in as many blocks as its
-longest context may keep busy, and those without work cost 16 us a layer at 64 rows of 1,024 tokens where 131,072 are possible
-(modelled, kernels/choose/attention.py)."""
+"""Context lengths of the captured steps, beside that of a whole page table. Attention is launched with as many blocks as its
+longest context needs; idle blocks cost 16 us a layer at 64 rows of 1,024 tokens where 131,072 are possible (modelled,
+kernels/choose/attention.py)."""
 
 Variant = tuple[int, bool, int]
-"""Rows, whether some request asks for more than its most likely token, and the longest context."""
+"""Rows, whether some request samples (not greedy), and the longest context."""
 
 
 class ModelProgram(Protocol):
-    """What computes logits: `DecodeProgram`, or a model's own forward."""
+    """What computes logits: `DecodeProgram`, or `ForwardProgram` around a model's own forward."""
 
     reasons: tuple[str, ...]
-    computes_together: bool
-    """Whether chunks of several sequences are computed at once, and may be computed again."""
+    """Why a model has no decode program; empty for a decode program."""
+    is_paged: bool
+    """True if keys and values are in pages that `allocate_cache` makes. Chunks of several sequences are then one batch, chunks
+    can be computed again, and prefixes cached."""
     device: torch.device
     dtype: torch.dtype
 
+    @property
+    def cache_spec(self) -> CacheSpec | None:
+        """Layout of the pages; None if the program stores keys and values itself."""
+
+    def allocate_cache(self, pages: int) -> None:
+        """Allocates the pages of a paged program."""
+
+    def graphs(self) -> Graphs | None:
+        """Where steps and prompts are captured as CUDA graphs; None if they are launched one by one."""
+
     def step(self, rows: Tensor, slots: Slots, longest: int = 0) -> Tensor:
-        """Logits [B, V] after the next token of each slot of `rows`, chosen for contexts of up to `longest` tokens (0: any)."""
+        """Logits [B, V] after the next token of the slots `rows`; `longest`: upper limit of their contexts, 0 for any."""
 
     def prompt(self, chunks: Sequence[PrefillChunk], slots: Slots) -> Tensor | None:
-        """Logits [B, V] after each last chunk."""
+        """Logits [B, V] after those chunks that are the last of their prompt; None if none is."""
+
+    @property
+    def captures_prompts(self) -> bool:
+        """True if `ragged_logits` computes prompts, so that they can be captured."""
+
+    def ragged_logits(self, ragged: Ragged, slots: Slots) -> Tensor:
+        """Logits [sequences, V] after the last tokens of a ragged batch."""
+
+    def blank_logits(self, count: int) -> Tensor:
+        """Logits [count, V] of zeros through final norm and head, for a warm-up run."""
+
+    def report(self, difference: float) -> list[str]:
+        """How sequences are computed, as lines of text; `difference` of logits from the model's own forward."""
 
     @property
     def page_bytes(self) -> int:
@@ -57,10 +84,7 @@ class ModelProgram(Protocol):
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """A step of some size: which rows, what they drew, with what logarithm of probability, and from which logits.
-
-    `graph` launches it again; None where it runs as it was written.
-    """
+    """Rows of a step with their sampled tokens, log-probabilities and logits; `graph` replays it, None without graphs."""
 
     rows: Tensor
     tokens: Tensor
@@ -70,8 +94,11 @@ class DecodeStep:
 
 
 class DecodeRunner:
-    """The steps of an engine of at most `most` requests; `graphs`: where they are captured, None without them; `invariant`: a
-    step does not depend on how long others' sequences are."""
+    """Runs the decode steps of an engine of at most `most` requests.
+
+    graphs: where steps are captured, None to launch them one by one. invariant: a step has one context length for all requests,
+    so that its results do not depend on the lengths of other sequences.
+    """
 
     def __init__(
         self, program: ModelProgram, slots: Slots, most: int, *, graphs: Graphs | None = None, invariant: bool = False
@@ -82,12 +109,11 @@ class DecodeRunner:
         longest = PAGE * slots.pages_per_slot
         self.reaches = (longest,) if invariant else (*(reach for reach in REACHES if reach < longest), longest)
         self.captures = 0
-        """Graphs captured so far: it stands still once an engine is warm."""
+        """Number of captured graphs; constant after the warm-up."""
         self._captured: dict[Variant, DecodeStep] = {}
 
     def variants(self) -> list[Variant]:
-        """Every size, with and without what only some requests ask of drawing, for every reach; the largest first, whose memory
-        serves all."""
+        """All variants, the largest first: later captures reuse its memory."""
         return [
             (size, filters, reach)
             for size in reversed(self.sizes)
@@ -96,30 +122,29 @@ class DecodeRunner:
         ]
 
     def variant(self, count: int, filters: bool, longest: int) -> Variant:
-        """That of a step of `count` rows."""
+        """The variant of a step of `count` rows."""
         size = next(size for size in self.sizes if size >= count)
         return size, filters, next(reach for reach in self.reaches if reach >= longest)
 
     def launch(self, rows: Sequence[int], filters: bool, longest: int) -> DecodeStep:
-        """One step of the slots `rows`, whose contexts have up to `longest` tokens; `filters`: some request asks for more than
-        its most likely token."""
+        """Launches a step of the slots `rows`. filters: some request samples. longest: upper limit of their contexts."""
         size, _, reach = variant = self.variant(len(rows), filters, longest)
         if not self.graphs:
             return self.run(on_device(list(rows), self.slots.device), filters, reach)
         step = self.captured(variant)
         assert step.graph is not None
-        filled = [*rows, *[self.slots.dummy_slot] * (size - len(rows))]
-        step.rows.copy_(on_device(filled, self.slots.device))
+        padded = [*rows, *[self.slots.dummy_slot] * (size - len(rows))]
+        step.rows.copy_(on_device(padded, self.slots.device))
         step.graph.replay()
         return step
 
     def captured(self, variant: Variant) -> DecodeStep:
-        """The graph of a variant, captured at the first call."""
-        found = self._captured.get(variant)
-        if found is None:
-            found = self._captured[variant] = self._capture(*variant)
+        """The captured step of a variant; captures it at the first call."""
+        step = self._captured.get(variant)
+        if step is None:
+            step = self._captured[variant] = self._capture(*variant)
             self.captures += 1
-        return found
+        return step
 
     def _capture(self, size: int, filters: bool, reach: int) -> DecodeStep:
         assert self.graphs is not None
@@ -128,18 +153,18 @@ class DecodeRunner:
         return DecodeStep(rows, step.tokens, step.logprobs, step.logits, graph)
 
     def run(self, rows: Tensor, filters: bool, reach: int) -> DecodeStep:
-        """The step of the slots `rows` int32 [B] as it is written, launch by launch."""
+        """Runs the step of the slots `rows` int32 [B] without a graph."""
         logits = self.program.step(rows, self.slots, reach)
         return sample_tokens(logits, rows, self.slots, filters)
 
 
 def filters(requests: Iterable[Request]) -> bool:
-    """Whether some request asks for more than its most likely token."""
+    """True if some request samples, that is, does not take its most likely token."""
     return not all(request.sampling.greedy for request in requests)
 
 
 def sample_tokens(logits: Tensor, rows: Tensor, slots: Slots, filters: bool) -> DecodeStep:
-    """Draws a token for each row, which becomes the next one of its slot, one position on."""
+    """Samples a token for each row, and stores it as the next input of its slot, one position on."""
     tokens = torch.empty(len(rows), dtype=torch.int32, device=logits.device)
     logprobs = torch.empty(len(rows), dtype=torch.float32, device=logits.device)
     sample(logits, rows, slots.sampling, slots.tokens, slots.positions, tokens, logprobs, any_filter=filters)

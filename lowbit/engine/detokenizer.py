@@ -1,4 +1,4 @@
-"""Text of tokens as they come: whole characters only, and nothing of a stop string."""
+"""Incremental detokenization: whole characters only, without stop strings."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 CONTEXT = 6
-"""Tokens of a prompt that are decoded with the first new ones: some tokenizers drop the space in front of the first word."""
+"""Prompt tokens that are decoded with the first new ones: some tokenizers drop the space before a text's first word."""
 
 MOST_OF_A_CHARACTER = 4
-"""Tokens that a character may take: its bytes."""
+"""Upper limit of the tokens of a character, one for each byte."""
 
 MOST_UNFINISHED = 32
-"""After so many tokens without a whole character at their end, they are bytes that are no text."""
+"""Tokens after which an incomplete character is treated as invalid bytes."""
 
 UNFINISHED = "�"
-"""What decoders write for bytes that are no whole character yet."""
+"""The replacement character, which tokenizers decode incomplete characters to."""
 
 
 @functools.lru_cache(256)
@@ -68,10 +68,10 @@ class StopMatcher:
 
 
 class Detokenizer:
-    """The text after a prompt, token by token.
+    """Decodes the text after a prompt, token by token.
 
-    What could be the beginning of a stop string is held back until it is known to be none. When a stop string is complete,
-    `stopped` is True and `text` ends before it.
+    Text that may be the beginning of a stop string is held back. When a stop string is complete, `stopped` is True and `text`
+    ends before it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
@@ -84,7 +84,7 @@ class Detokenizer:
         self._out = 0  # characters of `text` that `push` has returned
 
     def push(self, token: int) -> str:
-        """The text that may be shown after one more token, often "" within a character or a possible stop string."""
+        """Adds a token, and returns the new text; "" within a character or a possible stop string."""
         if self.stopped:
             return ""
         self._window.append(token)
@@ -94,7 +94,7 @@ class Detokenizer:
         return self._add(found)
 
     def finish(self) -> str:
-        """The text that was held back and is not going to become anything else: after the last token."""
+        """The text that was held back, after the last token."""
         if self.stopped:
             return ""
         shown = self._add(self._decode(self._window))

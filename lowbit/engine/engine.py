@@ -1,13 +1,12 @@
-"""Many sequences at once from one model: requests come and go at every step, and the host is a step ahead of the GPU.
+"""The engine: continuous batching of requests over one model. The host schedules one step ahead of the GPU.
 
     engine = Engine(model)
     request = engine.submit(Request(prompt, limit=100))
     for sampled in engine.stream(request): ...
 
-A round (`Engine.step`) plans, launches what is planned, and only then reads what the round before has sampled: the GPU never
-waits for Python. So a text that ends is computed one token further, which nobody reads. Whoever waits for a text does the
-rounds for all of them; several threads may wait. What is submitted or cancelled meanwhile waits for no round: it is noted, and
-the next round begins with it.
+`Engine.step` schedules and launches a step, and only then reads the tokens of the step before, so that the GPU is busy while
+Python runs. A finished sequence therefore runs one extra step; its token is discarded. Any thread that waits for a request runs
+steps for all requests. `submit` and `cancel` do not block on a running step: the next step takes their effects.
 """
 
 from __future__ import annotations
@@ -26,14 +25,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lowbit.engine.block_pool import BlockPool
-from lowbit.engine.cache import Cache, CacheBudget
-from lowbit.engine.chain import Chain
+from lowbit.engine.cache import CacheBudget
 from lowbit.engine.check import LARGEST_DIFFERENCE, TOKENS, difference_to, kernel_refusals
 from lowbit.engine.decode_runner import DecodeRunner, DecodeStep, ModelProgram, filters, sample_tokens
-from lowbit.engine.failure import Attempt, StepFailed, in_words
+from lowbit.engine.failure import StepFailed, log_failure, one_line
 from lowbit.engine.family import recognise
 from lowbit.engine.forward import ForwardProgram
-from lowbit.engine.graphs import Graphs
 from lowbit.engine.prefill_runner import PrefillRunner
 from lowbit.engine.program import DecodeProgram
 from lowbit.engine.request import FinishReason, Request, SampledToken
@@ -49,12 +46,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CHUNK_TOKENS = 1024
-"""Tokens of prompts between two steps: enough for the tensor cores, and tens of milliseconds at most for those who wait."""
+"""Prompt tokens in a step: enough to fill the tensor cores, and at most tens of milliseconds between two tokens of others."""
 
 
 @dataclass
 class InFlightStep:
-    """What was launched: whose tokens, in the order of rows, where they will be, and how many rows were read."""
+    """A launched step: the request of each row, host copies of its results, and how many rows were read."""
 
     requests: list[Request]
     tokens: Tensor
@@ -67,15 +64,22 @@ class InFlightStep:
 class Engine:
     """Generates sequences with a causal language model of Transformers.
 
-    `max_concurrent` requests are computed at once, others wait; a request has at most `max_length` tokens (default: as many as
-    the model has positions, as far as the cache holds them). `cache_bytes`: memory for keys and values (default: most of what a
-    GPU has free). `batch_invariant`: a text has the same bits whoever is computed beside it, for models whose quantized layers
-    were made so (`nn.linear.make_batch_invariant`). `prefix_caching`: prompts that begin alike share what is computed. The decode
-    program takes the model's weights over into forms of its own, without a second copy. Raises ValueError where not even one
-    request fits into the cache. `forward`: computes by the model's own forward, one text at a time, as models do that no decode
-    program knows. `async_scheduling`: reads what was sampled a round later, which a GPU does not wait for. `stop_token_ids`: tokens that
-    `Sampling.min_new_tokens` holds back (default: the end-of-text tokens of the model's generation config). `progress` is told
-    how far kernels are compiled that a round waits for, and at the end that all are.
+    The decode program takes the model's weights over into its own layout, without a second copy.
+
+    Args:
+        max_concurrent: requests computed at once; others wait in a queue.
+        max_length: tokens of a request, prompt included (default: the model's positions, as far as the cache holds them).
+        cache_bytes: memory for keys and values (default: most of a GPU's free memory).
+        chunk_tokens: prompt tokens in a step, a multiple of the page of 128 tokens.
+        batch_invariant: results do not depend on the other requests of a step; for models whose quantized layers were made so
+            (`nn.linear.make_batch_invariant`).
+        prefix_caching: prompts with a common prefix share its keys and values.
+        forward: computes by the model's own forward, one sequence at a time, as for models without a decode program.
+        async_scheduling: reads the tokens of a step after the next one is launched.
+        stop_token_ids: tokens that `Sampling.min_new_tokens` suppresses (default: the model's end-of-text tokens).
+        progress: called with the progress of kernels that a step compiles, and once all are compiled.
+
+    Raises ValueError if the cache holds not even one request.
     """
 
     def __init__(
@@ -96,42 +100,38 @@ class Engine:
         if max_concurrent < 1:
             raise ValueError(f"an engine computes at least 1 request at once, got max_concurrent={max_concurrent}")
         if max_length is not None and max_length < 2:
-            raise ValueError(f"a text has at least 2 tokens, a prompt's and one more, got max_length={max_length}")
+            raise ValueError(f"a sequence has at least 2 tokens, one of them the prompt's, got max_length={max_length}")
         self.device = model.device
-        on_gpu = self.device.type == "cuda"
         positions = _positions(model)
         self.max_length = min(max_length or positions, positions)
-        # Whatever the caller's mode is: the weights that a program joins stay the model's, which may be trained.
+        # In the caller's mode: the weights that a program joins stay the model's, and may be trained.
         with torch.inference_mode(next(model.parameters()).is_inference()):
             self.program, self.difference = _program(model, self.max_length, batch_invariant, forward)
-        allocated = isinstance(self.program, DecodeProgram)
         self._positions = positions
-        self._cache_budget = CacheBudget.for_device(self.device, cache_bytes, allocated=allocated)  # what the program leaves
+        paged = self.program.is_paged
+        self._cache_budget = CacheBudget.for_device(self.device, cache_bytes, allocated=paged)  # of what the program leaves
         if max_length is None:
             self.max_length = min(self.max_length, self._cache_budget.longest(self.program.page_bytes))
         pages = self._cache_budget.pages(self.program.page_bytes, max_concurrent, self.max_length)
-        if isinstance(self.program, DecodeProgram):
-            self.program.cache = Cache(self.program.cache_spec, pages, self.device)
+        self.program.allocate_cache(pages)
         self.scheduler = Scheduler(
             max_concurrent,
             BlockPool(pages),
             chunk_tokens,
-            prefix_caching=prefix_caching and allocated,
+            prefix_caching=prefix_caching and paged,
             invariant=batch_invariant,
         )
         vocab = model.config.get_text_config().vocab_size
-        self.stop_token_ids = [
-            token for token in (_eos_tokens(model) if stop_token_ids is None else stop_token_ids) if 0 <= token < vocab
-        ]  # no other is ever sampled
+        stops = _eos_tokens(model) if stop_token_ids is None else stop_token_ids
+        self.stop_token_ids = [token for token in stops if 0 <= token < vocab]  # no other can be sampled
         self.slots = Slots(max_concurrent, self.max_length, vocab, self.stop_token_ids, self.device)
-        captures = on_gpu and isinstance(self.program, DecodeProgram)
-        graphs = Graphs(self.device) if captures else None
+        graphs = self.program.graphs()
         self.decode_runner = DecodeRunner(self.program, self.slots, max_concurrent, graphs=graphs, invariant=batch_invariant)
         self.prefill_runner = PrefillRunner(
             self.program, self.slots, min(chunk_tokens, max_concurrent * self.max_length), graphs=graphs
         )
         self._warm_up_run: WarmUpRun | None = None
-        if captures and isinstance(self.program, DecodeProgram):
+        if graphs is not None:
             self._warm_up_run = WarmUpRun(
                 self.program, self.decode_runner, self.prefill_runner, max_concurrent, self.max_length
             )
@@ -139,28 +139,27 @@ class Engine:
         self._async_scheduling = async_scheduling
         self._in_flight: deque[InFlightStep] = deque()
         self._lock = threading.Lock()
-        """Of rounds, and of all that they plan with."""
-        self._doing: int | None = None
-        """The thread that does a round."""
-        self._noting = threading.RLock()
-        """Of what other threads note of a request meanwhile: never held for longer than that takes. The collector may end a
-        stream that was given up while this thread holds it."""
-        self._ended: deque[Request] = deque()
-        """Requests that have ended, and may still hold slots and pages."""
-        self._broken = ""
+        """Held during a step; it guards the scheduler, the slots and the runners."""
+        self._stepping_thread: int | None = None
+        self._state_lock = threading.RLock()
+        """Guards the state of requests that other threads change during a step. Held only briefly. Reentrant: the garbage
+        collector may close an abandoned stream, which cancels its request, while this thread holds the lock."""
+        self._finished: deque[Request] = deque()
+        """Finished requests that may still have slots and pages."""
+        self._gpu_error = ""
 
-    # ---- what callers do
+    # ---- public methods
 
     def submit(self, request: Request) -> Request:
-        """Queues a request, at once, whoever is doing a round; raises ValueError for one that can never run here, RuntimeError
-        when the GPU computes nothing any more."""
-        if self._broken:
-            raise RuntimeError(f"the GPU of this engine failed, start another process: {self._broken}")
+        """Queues a request without waiting for a running step. Raises ValueError for a request that can never run here, and
+        RuntimeError after a GPU error."""
+        if self._gpu_error:
+            raise RuntimeError(f"the GPU of this engine failed, start another process: {self._gpu_error}")
         most = len(request.prompt) + request.limit
         reasons = self.scheduler.refusals(request)
         if most > self.max_length:
-            asked = f"this request has {len(request.prompt):,} tokens and asks for {request.limit:,} more"
-            raise ValueError(f"a text has at most {self.max_length:,} tokens here, {asked}; {self._limit(most)}")
+            wanted = f"this request has {len(request.prompt):,} tokens and asks for {request.limit:,} more"
+            raise ValueError(f"a sequence has at most {self.max_length:,} tokens here, {wanted}; {self._limit(most)}")
         if reasons:
             raise ValueError(f"this request {'; '.join(reasons)}")
         vocab = self.slots.sampling.counts.shape[1]
@@ -168,17 +167,17 @@ class Engine:
             if tokens and not 0 <= min(tokens) <= max(tokens) < vocab:
                 wrong = next(token for token in tokens if not 0 <= token < vocab)
                 raise ValueError(f"tokens are from 0 to {vocab - 1}, this {what} has {wrong}")
-        with self._noting:
-            if self._broken:  # meanwhile
-                raise RuntimeError(f"the GPU of this engine failed, start another process: {self._broken}")
+        with self._state_lock:
+            if self._gpu_error:  # set by a step since the check above
+                raise RuntimeError(f"the GPU of this engine failed, start another process: {self._gpu_error}")
             if request.submitted or request.finish_reason is not None:
-                raise ValueError("this request was submitted before: make another one")
+                raise ValueError("this request was submitted before: create another one")
             request.submitted = True
             self.scheduler.add(request)
         return request
 
     def _limit(self, tokens: int) -> str:
-        """Why a text cannot have so many tokens, and what to do."""
+        """Why a sequence cannot have so many tokens, and what to do."""
         if tokens > self._positions:
             return f"the model has {self._positions:,} positions: shorten the prompt or ask for fewer new tokens"
         if tokens > self._cache_budget.longest(self.program.page_bytes):
@@ -186,10 +185,10 @@ class Engine:
         return "so says max_length of the engine: make one with more, or ask for fewer tokens"
 
     def cancel(self, request: Request) -> None:
-        """Ends a request where it is, at once, whoever is doing a round; one that has ended stays as it is."""
-        self._end(request, FinishReason.CANCELLED)
-        # Else the round that is being done lets go of it, or the next. It may be this thread's: in the middle of one the
-        # collector ends streams that were given up.
+        """Finishes a request without waiting for a running step; does nothing if the request has finished."""
+        self._finish(request, FinishReason.CANCELLED)
+        # Otherwise the running step frees it, or the next. The running step may be this thread's: during a step the garbage
+        # collector may close an abandoned stream.
         if self._lock.acquire(blocking=False):
             try:
                 self._free_finished()
@@ -197,32 +196,32 @@ class Engine:
                 self._lock.release()
 
     def stream(self, request: Request) -> Generator[SampledToken, None, None]:
-        """The tokens of a submitted request as they come; giving the iterator up cancels the request. Raises RequestFailed at
-        the end of a text that failed."""
+        """Yields the tokens of a submitted request; closing the generator cancels the request. Raises RequestFailed at the end
+        if the request failed."""
         read = 0
         try:
             while True:
-                ended = request.finish_reason is not None  # asked first: another thread may read the last tokens now
+                ended = request.finish_reason is not None  # read first: another thread may append the last tokens now
                 while read < len(request.sampled):
                     yield request.sampled[read]
                     read += 1
                 if ended:
                     break
-                with contextlib.suppress(StepFailed):  # others' perhaps
+                with contextlib.suppress(StepFailed):  # `check` raises if this request failed
                     self.step()
         finally:
             self.cancel(request)
         request.check()
 
     def generate(self, requests: Iterable[Request]) -> list[Request]:
-        """Submits requests and runs until all of them have ended; if something fails on the way, none of them stays behind.
-        Raises RequestFailed, once all have ended, if one of them failed."""
+        """Submits requests and returns them when all have finished; an error cancels those that have not. Raises RequestFailed,
+        once all have finished, if one of them failed."""
         submitted: list[Request] = []
         try:
             for request in requests:
                 submitted.append(self.submit(request))
             while any(request.finish_reason is None for request in submitted):
-                with contextlib.suppress(StepFailed):  # others' perhaps
+                with contextlib.suppress(StepFailed):  # `check` raises if this request failed
                     self.step()
         finally:
             for request in submitted:
@@ -233,20 +232,20 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """One round: launches what is due, then reads what the round before has sampled.
+        """Runs one step: launches the scheduled work, then reads the tokens of the step before.
 
-        A request that fails by itself ends as failed, `Request.error` says why, and nobody else notices: one whose prompt or
-        `on_token` raises an error, or whose logits are no numbers. Raises StepFailed where that cannot be told apart, and all
-        requests of the round have ended so; then `submit` says whether the GPU still computes.
+        A request fails alone if its prompt or its `on_token` raises an error or its logits are NaN or infinite;
+        `Request.error` says why. Raises StepFailed for other errors, after all requests of the step have failed. If the GPU
+        itself failed, `submit` raises from then on.
         """
-        if self._doing == threading.get_ident():
-            raise RuntimeError("this thread is doing a round: what a round calls, a watch or progress, cannot do another")
+        if self._stepping_thread == threading.get_ident():
+            raise RuntimeError("this thread is running a step: on_token and progress cannot run another one")
         with self._lock:
-            self._doing = threading.get_ident()
+            self._stepping_thread = threading.get_ident()
             try:
                 self._step()
             finally:
-                self._doing = None
+                self._stepping_thread = None
 
     def _step(self) -> None:
         self._free_finished()
@@ -260,15 +259,15 @@ class Engine:
         self._free_finished()
 
     def compile(self) -> Iterator[Stage]:
-        """Compiles every kernel, by several processes where Triton's cache does not have it; says how far it is before each."""
+        """Compiles every kernel that Triton's cache lacks, in several processes; yields the progress before each."""
         if self._warm_up_run is None:
             return
         with self._lock:
-            wanted = self._warm_up_run.kernels(self._warm_up_run.everything())
-        yield from self._compiled(wanted)
+            kernels = self._warm_up_run.kernels(self._warm_up_run.all_parts())
+        yield from self._compiled(kernels)
 
     def warm_up(self) -> Iterator[Stage]:
-        """Compiles every kernel and captures every graph, so that no request waits for either; says what comes before each."""
+        """Compiles every kernel and captures every graph before the first request; yields the progress before each."""
         yield from self.compile()
         variants = self.decode_runner.variants() if self.decode_runner.graphs else []
         total = len(variants) + len(self.prefill_runner.graph_shapes)
@@ -283,28 +282,13 @@ class Engine:
                 self.prefill_runner.captured(shape)
 
     def report(self) -> list[str]:
-        """How sequences are computed, a line each."""
-        if self.program.reasons:
-            return [f"through Transformers' forward, one text at a time: {'; '.join(self.program.reasons)}"]
-        assert isinstance(self.program, DecodeProgram) and self.program.cache is not None
-        decoder = self.program.decoder
-        return [
-            f"decode program of {decoder.family}, {len(decoder.layers)} layers; logits differ from Transformers' forward by "
-            f"{self.difference:.1e}, relatively",
-            f"cache: {self.program.cache}",
-            *self._launches(),
-        ]
+        """How sequences are computed, as lines of text."""
+        return self.program.report(self.difference)
 
-    def _launches(self) -> list[str]:
-        assert isinstance(self.program, DecodeProgram)
-        if isinstance(self.program.chain, Chain):
-            return [f"steps of up to {self.program.chain.most} tokens: 5 launches a layer"]
-        return [f"small steps take as many launches a layer as larger ones: {'; '.join(self.program.chain)}"]
-
-    # ---- a round
+    # ---- a step
 
     def _launch_next(self) -> SchedulerOutput:
-        """Plans and launches a round; if that fails, all that it was for ends and everything else goes on."""
+        """Schedules and launches a step; if that raises an error, its requests fail and others continue."""
         planned = None
         try:
             planned = self.scheduler.schedule()
@@ -318,81 +302,86 @@ class Engine:
     def _launch(self, planned: SchedulerOutput) -> None:
         self.program.keep(self.scheduler.running)  # not of requests that were preempted
         if self._warm_up_run is not None and (parts := self._warm_up_run.parts_of(planned)):
-            with Attempt("compiling kernels"):  # whatever it is, it shows itself again where a kernel is launched
+            try:
                 self._compile(self._warm_up_run.kernels(parts))
+            except Exception as error:  # noqa: BLE001 - the launch below raises it again, where it can be handled
+                log_failure("compiling kernels", error)
         for request in planned.admitted:
-            sampled = [each.token for each in request.sampled]
-            self.slots.sampling.set(request.row, request.sampling, request.prompt, sampled)
+            tokens = [sampled.token for sampled in request.sampled]
+            self.slots.sampling.set(request.row, request.sampling, request.prompt, tokens)
         last = [chunk for chunk in planned.chunks if chunk.last]
-        ends = [(chunk.request.row, chunk.end - 1) for chunk in last]
-        self.slots.update(planned.new_pages, ends)
+        self.slots.update(planned.new_pages, [(chunk.request.row, chunk.end - 1) for chunk in last])
         if planned.decoding:
             rows = [request.row for request in planned.decoding]
             longest = max(request.computed for request in planned.decoding)
             self._copy_results(planned.decoding, self.decode_runner.launch(rows, filters(planned.decoding), longest))
-        if planned.chunks and self.program.computes_together:
+        if planned.chunks and self.program.is_paged:
             self._launch_chunks(planned.chunks, planned)
         elif planned.chunks:
             self._launch_one_by_one(planned.chunks, planned)
 
-    def _compiled(self, wanted: Sequence[Wanted]) -> Iterator[Stage]:
-        if wanted:
+    def _compiled(self, kernels: Sequence[Wanted]) -> Iterator[Stage]:
+        if kernels:
             from lowbit.kernels.parts.compile import compiled
 
-            for done in compiled(wanted, machine_of(self.device).arch.sm):
-                yield Stage("kernels", done, len(wanted))
+            for done in compiled(kernels, machine_of(self.device).arch.sm):
+                yield Stage("kernels", done, len(kernels))
 
-    def _compile(self, wanted: Sequence[Wanted]) -> None:
-        """Compiles the kernels of a round before it launches them, where one after the other would be."""
-        for stage in self._compiled(wanted):
+    def _compile(self, kernels: Sequence[Wanted]) -> None:
+        """Compiles the kernels of a step in parallel; its launches would compile them one after the other."""
+        for stage in self._compiled(kernels):
             self._progress(stage)
-        if wanted:
-            self._progress(Stage("kernels", len(wanted), len(wanted)))
+        if kernels:
+            self._progress(Stage("kernels", len(kernels), len(kernels)))
 
     def _launch_chunks(self, chunks: Sequence[PrefillChunk], planned: SchedulerOutput) -> None:
-        """Computes chunks of prompts together; if that raises an error, one by one, so that those fail that do so alone."""
-        with Attempt("computing a prompt") as tried:
+        """Computes prefill chunks in one batch; if that raises an error, one by one, so that only those at fault fail."""
+        try:
             logits = self.prefill_runner.launch(chunks)
-        if not tried.error:
-            requests = [chunk.request for chunk in chunks if chunk.last]
+        except Exception as error:  # noqa: BLE001 - a prompt may raise anything, and other requests must continue
+            line = log_failure("computing a prompt", error)
+        else:
             if logits is not None:
+                requests = [chunk.request for chunk in chunks if chunk.last]
                 rows = on_device([request.row for request in requests], self.device)
                 self._copy_results(requests, sample_tokens(logits, rows, self.slots, filters(requests)))
-        elif len(chunks) > 1:
+            return
+        if len(chunks) > 1:
             self._launch_one_by_one(chunks, planned)
         else:
             self.scheduler.drop(chunks[0], planned)
-            self._fail([chunks[0].request], tried.error)
+            self._fail([chunks[0].request], line)
 
     def _launch_one_by_one(self, chunks: Sequence[PrefillChunk], planned: SchedulerOutput) -> None:
         for chunk in chunks:
-            if chunk.request.slot is not None:  # else it waits again, for pages that one before should have filled
+            if chunk.request.slot is not None:  # None: requeued, since an earlier chunk did not fill the pages that it shares
                 self._launch_chunks([chunk], planned)
 
     def _fail(self, requests: Sequence[Request], error: str) -> None:
-        """Ends requests as failed, and all there are where the GPU does not compute any more."""
+        """Marks requests as failed; all requests after a GPU error."""
         for request in requests:
-            self._end(request, FinishReason.FAILED, error)
-        with Attempt("waiting for the GPU") as tried:
+            self._finish(request, FinishReason.FAILED, error)
+        try:
             _wait_for(self.device)
-        if tried.error:  # a CUDA error stays: nothing is ever computed after it in this process
-            with self._noting:  # who submits is told, or is among them
-                self._broken = tried.error
+        except Exception as raised:  # noqa: BLE001 - a CUDA error is permanent: nothing runs after it in this process
+            line = log_failure("waiting for the GPU", raised)
+            with self._state_lock:  # `submit` raises from now on; requests queued before are in `everybody`
+                self._gpu_error = line
                 everybody = (*self.scheduler.running, *self.scheduler.waiting)
             for request in everybody:
-                self._end(request, FinishReason.FAILED, tried.error)
+                self._finish(request, FinishReason.FAILED, line)
             self._in_flight.clear()
 
     def _fail_step(self, requests: Sequence[Request], error: BaseException) -> None:
-        """The same for those of a round; raises StepFailed, so that others than these can go on."""
-        self._fail(requests, in_words(error))
+        """Marks the requests of a step as failed; raises StepFailed if there are any and the error is no interrupt."""
+        self._fail(requests, one_line(error))
         if requests and isinstance(error, Exception):
-            logger.warning("a round failed", exc_info=error)
+            logger.warning("a step failed", exc_info=error)
             count = f"{len(requests)} request{'s' if len(requests) > 1 else ''}"
-            raise StepFailed(f"a round of {count} failed: {in_words(error)}") from error
+            raise StepFailed(f"a step of {count} failed: {one_line(error)}") from error
 
     def _copy_results(self, requests: Sequence[Request], step: DecodeStep) -> None:
-        """Sends what a step draws on its way to the host."""
+        """Starts the copies of a step's results to the host."""
         most = max(request.top_logprobs for request in requests)
         top = None
         if most:
@@ -406,6 +395,7 @@ class Engine:
         self._in_flight.append(InFlightStep(list(requests), tokens, logprobs, top, done))
 
     def _read(self, launched: InFlightStep) -> None:
+        """Waits for the results of a step, and appends its tokens to their requests."""
         try:
             if launched.done is not None:
                 launched.done.synchronize()
@@ -414,70 +404,71 @@ class Engine:
             self._fail_step(self.scheduler.abort_step(None), error)
             raise
         tokens, logprobs = launched.tokens.tolist(), launched.logprobs.tolist()
-        beside = None if launched.top_logprobs is None else [part.tolist() for part in launched.top_logprobs]
+        top_of_rows = None if launched.top_logprobs is None else [part.tolist() for part in launched.top_logprobs]
         while launched.read < len(launched.requests):
             row, request = launched.read, launched.requests[launched.read]
             launched.read += 1  # first: an interrupt must not repeat a token
             if request.finish_reason is not None:
-                continue  # it ended, or was given up, while this was computed
+                continue  # finished or cancelled while this step ran
             if math.isnan(logprobs[row]):
-                self._end(request, FinishReason.FAILED, "the model's logits are NaN or infinite")
+                self._finish(request, FinishReason.FAILED, "the model's logits are NaN or infinite")
                 continue
             top: tuple[tuple[int, float], ...] = ()
-            if beside is not None and request.top_logprobs:
-                values, ids = (part[row][: request.top_logprobs] for part in beside)
+            if top_of_rows is not None and request.top_logprobs:
+                values, ids = (part[row][: request.top_logprobs] for part in top_of_rows)
                 top = tuple(zip(ids, values, strict=True))
-            self._take(request, SampledToken(tokens[row], logprobs[row], top))
+            self._append(request, SampledToken(tokens[row], logprobs[row], top))
 
-    def _take(self, request: Request, sampled: SampledToken) -> None:
+    def _append(self, request: Request, sampled: SampledToken) -> None:
+        """Appends a token to its request, and finishes the request if it was the last one."""
         request.sampled.append(sampled)
         stopped = False
         if request.on_token is not None:
             try:
-                with Attempt("a caller's watch") as tried:
-                    stopped = request.on_token(sampled)
+                stopped = request.on_token(sampled)
+            except Exception as error:  # noqa: BLE001 - the caller's code may raise anything, and other requests must continue
+                self._finish(request, FinishReason.FAILED, log_failure("a caller's on_token", error))
             except BaseException as error:  # an interrupt
-                self._end(request, FinishReason.FAILED, in_words(error))
+                self._finish(request, FinishReason.FAILED, one_line(error))
                 raise
-            if tried.error:
-                self._end(request, FinishReason.FAILED, tried.error)
         if sampled.token in request.stop_token_ids or stopped:
-            self._end(request, FinishReason.STOP)
+            self._finish(request, FinishReason.STOP)
         elif len(request.sampled) == request.limit:
-            self._end(request, FinishReason.LENGTH)
+            self._finish(request, FinishReason.LENGTH)
 
-    def _end(self, request: Request, end: FinishReason, error: str = "") -> None:
-        """Ends a request if nobody has; what it holds is let go of by the thread that does the rounds."""
-        with self._noting:
+    def _finish(self, request: Request, reason: FinishReason, error: str = "") -> None:
+        """Finishes a request that has not finished; the thread that runs steps frees its slot and pages."""
+        with self._state_lock:
             if request.finish_reason is not None:
                 return
-            request.error, request.finish_reason = error, end
-        if end is FinishReason.FAILED:
-            logger.warning(f"a text failed: {error}")
-        self._ended.append(request)
+            request.error, request.finish_reason = error, reason
+        if reason is FinishReason.FAILED:
+            logger.warning(f"a request failed: {error}")
+        self._finished.append(request)
 
     def _free_finished(self) -> None:
-        """Takes back the slots and pages of requests that have ended."""
-        while self._ended:
-            self.scheduler.remove(self._ended.popleft())
+        """Frees the slots and pages of finished requests, and what the program holds for them."""
+        while self._finished:
+            self.scheduler.remove(self._finished.popleft())
         self.program.keep(self.scheduler.running)
 
 
 def _wait_for(device: torch.device) -> None:
-    """Waits until a GPU has done all it was given; raises RuntimeError if it fails."""
+    """Synchronizes with a GPU; raises RuntimeError after a CUDA error."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _to_host(values: Tensor) -> Tensor:
-    """A copy in the host's memory, on its way."""
+    """A copy in host memory, complete once the stream has run so far."""
     if values.device.type != "cuda":
         return values.clone()
     return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
 
 
 def _program(model: PreTrainedModel, positions: int, batch_invariant: bool, forward: bool) -> tuple[ModelProgram, float]:
-    """The decode program of a model and how far its logits are from the model's own; its forward where there is none."""
+    """The decode program of a model, and the relative difference of its logits from the model's; a `ForwardProgram` and 0 if
+    the model has none."""
     if forward:
         on_cpu = model.device.type == "cpu"
         reason = "on a CPU that is faster for one user" if on_cpu else "the engine was made so, with forward=True"
@@ -493,13 +484,13 @@ def _program(model: PreTrainedModel, positions: int, batch_invariant: bool, forw
         return DecodeProgram(decoder, model.dtype, model.device, batch_invariant=batch_invariant)
 
     program, difference = difference_to(model, make)
-    if not difference <= LARGEST_DIFFERENCE:  # nor if it is no number
+    if not difference <= LARGEST_DIFFERENCE:  # or NaN
         return ForwardProgram(model, (f"the decode program of {decoder.family} differs from it by {difference:.2g}",)), 0.0
     return program, difference
 
 
 def _positions(model: PreTrainedModel) -> int:
-    """How many tokens a text may have."""
+    """Tokens that a sequence of the model may have."""
     return int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 1 << 20)
 
 

@@ -1,43 +1,30 @@
-"""What fails: one text, of which whoever waits for it is told, or a round, of which all its sequences are and whoever did it."""
+"""Errors of one request, which its caller gets, and of a whole step, which the thread that ran the step gets."""
 
 from __future__ import annotations
 
 import logging
-from types import TracebackType
 
 logger = logging.getLogger(__name__)
 
 
 class RequestFailed(RuntimeError):
-    """A text could not be computed; the message says why."""
+    """A request could not be computed; the message says why."""
 
 
 class StepFailed(RuntimeError):
-    """All requests of a round have ended as failed; the message says why, and everything else goes on."""
+    """All requests of a step have failed; the message says why. Other requests continue."""
 
 
-class Attempt:
-    """A block whose error is logged, and becomes words in `error` instead of being raised, for those who have to go on and tell
-    somebody else. Interrupts, which are no errors, are raised.
+def log_failure(what: str, error: Exception) -> str:
+    """Logs an error with its traceback, and returns it in one line.
 
-    Words alone: an exception would keep alive all that was under way when it was raised.
+    Callers store the line and not the error: an exception keeps all local variables of its traceback alive.
     """
-
-    def __init__(self, what: str) -> None:
-        self.what, self.error = what, ""
-
-    def __enter__(self) -> Attempt:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
-        if not isinstance(error, Exception):
-            return False
-        logger.warning(f"{self.what} failed", exc_info=error)
-        self.error = in_words(error)
-        return True
+    logger.warning(f"{what} failed", exc_info=error)
+    return one_line(error)
 
 
-def in_words(error: BaseException) -> str:
-    """An error in one line."""
+def one_line(error: BaseException) -> str:
+    """Type and message of an error, in one line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

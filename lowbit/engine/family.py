@@ -1,8 +1,8 @@
-"""Which decoders of Transformers are known, as data: what a loaded model is made of, or why no program can be made of it.
+"""Known decoders of Transformers, as data: the parts of a loaded model, or the reasons why it has no decode program.
 
-A family is a row of FAMILIES. What one of its models is, is read from the model's own modules: they say heads, scales, windows
-and norms, and their rotary embeddings make the tables of angles, so that every scaling of positions that stays the same is
-inherited. Written against transformers 5.17 to 5.23, models/<family>/modeling_<family>.py.
+A family is a row of FAMILIES. Heads, scales, windows and norms are read from the model's modules. Tables of rotary angles are
+computed by the model's own rotary embedding, so that every static scaling of positions is supported. Written against
+transformers 5.17 to 5.23, models/<family>/modeling_<family>.py.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from lowbit.ops.elementwise import EmbeddingTable
 
 @dataclass(frozen=True)
 class Names:
-    """Where the modules of a family are: in the model, in its decoder, in a layer."""
+    """Paths of a family's modules in the model, its decoder and its layers."""
 
     decoder: str = "model"
     final_norm: str = "norm"
     positions: str = ""
-    """The embedding of positions; "" where q and k turn instead."""
+    """The position embedding; "" for rotary embeddings."""
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     o: str = "self_attn.o_proj"
     mlp: str = "mlp"
-    """The module with `down`, the activation and what is before it; "" for the layer itself."""
+    """The module of the MLP; "" if its parts are modules of the layer."""
     up: str = ""
     """The product before the activation of an MLP without a gate."""
     down: str = "down_proj"
@@ -41,11 +41,13 @@ class Names:
 
 @dataclass(frozen=True)
 class Family:
-    """What the models of a family do that their modules do not say: `norm_offset` is added to the weights of norms,
-    `scales_embedding` multiplies embeddings by sqrt(hidden), `normalises_deltas` has a norm after attention and after the MLP,
-    `window_of_model` says that every layer has the config's window, `ropes_by_type` that layers of each type turn by angles of
-    their own. Norms are the family's own RMSNorm, or torch's LayerNorm (`layer_norms`). `fixed` are options of the config with
-    the only value that is known, and what any other means."""
+    """Properties of a family's models that their modules do not show.
+
+    norm_offset: added to the weights of norms. scales_embedding: embeddings are multiplied by sqrt(hidden). normalises_deltas:
+    norms follow attention and MLP. window_of_model: all layers have the config's window. ropes_by_type: rotary angles depend on
+    the type of the layer. layer_norms: norms are torch's LayerNorm, else the family's RMSNorm. fixed: (option of the config,
+    its only supported value, meaning of any other value).
+    """
 
     name: str
     names: Names = Names()
@@ -91,21 +93,21 @@ FAMILIES = {
         ),
     )
 }
-"""By the name that the classes of a family begin with: LlamaForCausalLM, LlamaDecoderLayer, .."""
+"""Families by the prefix of their class names: LlamaForCausalLM, LlamaDecoderLayer, .."""
 
 STATIC_ROPES = ("default", "linear", "llama3", "yarn")
-"""Scalings of positions whose angles do not depend on how long a text has become."""
+"""Scalings of positions whose angles do not depend on the length of the sequence."""
 
 
 @dataclass(frozen=True, eq=False)
 class LayerParts:
-    """The modules and weights of a decoder layer, which is `block`.
+    """The modules and weights of a decoder layer, `block`.
 
-    qkv and gate_up are the modules whose outputs side by side are q, k, v and gate, up: one where a checkpoint has them fused,
-    no gate_up where an engine has made an `AlternatingMLP` of it before, up alone in an MLP without a gate.
-    The gammas are weights of norms [H], `input_gamma` before attention, `mlp_gamma` before the MLP, each with a bias if it is a
-    LayerNorm, the other two of what attention and MLP add, if that is normalised; q_gamma and k_gamma [head_dim] of each head.
-    `window`: a token sees so many, itself included; 0: all. `rope` is an index into `Decoder.ropes`.
+    qkv and gate_up: the modules whose outputs are concatenated to q, k, v and to gate, up; one module if the checkpoint has
+    them fused. gate_up is empty after an engine replaced it by an `AlternatingMLP`, and up alone in an MLP without a gate.
+    Gammas [H] are weights of norms, with a bias for LayerNorm: `input_gamma` before attention, `mlp_gamma` before the MLP, and
+    those after attention and MLP, if any. q_gamma and k_gamma [head_dim] are of each head. window: tokens that a token attends
+    to, itself included; 0 for all. rope: index into `Decoder.ropes`.
     """
 
     block: nn.Module
@@ -132,13 +134,14 @@ class LayerParts:
 
 @dataclass(frozen=True, eq=False)
 class Decoder:
-    """All that a decoder computes, as data; weights stay where the model has them.
+    """The computation of a decoder, as data; weights stay in the model.
 
-    Embedding, times `embedding_scale` rounded to the model's type, plus the row of its position if there is a `position_table`
-    [positions, hidden]; per layer h += attention(norm(h)), h += mlp(norm(h)), each normalised first where the layer says so;
-    the final norm and the head. Norms are `ops.decode.add_norm` with `eps` and `norm_offset`. The MLP is
-    down(activation(gate) * up), or down(activation(up)) unless it is `gated`. `ropes` are float32 [positions, rotary_dim],
-    cosines of half as many angles, then their sines. Logits x become final_softcap * tanh(x / final_softcap), unless that is 0.
+    The embedding is multiplied by `embedding_scale` (in the model's dtype), and the row of its position in `position_table`
+    [positions, hidden] is added, if there is one. Each layer computes h += attention(norm(h)), h += mlp(norm(h)), with norms of
+    both outputs where the layer has them. Final norm and head follow. Norms are `ops.elementwise.add_norm` with `eps` and
+    `norm_offset`. The MLP is down(activation(gate) * up), or down(activation(up)) unless `gated`. `ropes`: float32
+    [positions, rotary_dim], cosines of half as many angles, then their sines. Logits x become
+    final_softcap * tanh(x / final_softcap), unless final_softcap is 0.
     """
 
     family: str
@@ -163,8 +166,8 @@ class Decoder:
 
     @property
     def table(self) -> Tensor | EmbeddingTable:
-        """The embedding as `ops.decode.embed_rows` takes it: in 16 or 32 bits, or as the 8 bits that it has. An embedding of
-        other bits is decoded, anew at each call."""
+        """The embedding as `ops.elementwise.embed_norm` takes it: in 16 or 32 bits, or in 8 bits as stored. Embeddings of other
+        bits are dequantized, at each call."""
         module = self.embedding
         if not isinstance(module, QuantEmbedding):
             assert isinstance(module.weight, Tensor)
@@ -175,14 +178,14 @@ class Decoder:
         return torch.cat([module(part) for part in ids.split(4096)])
 
     def attention_shape(self, layer: LayerParts) -> AttentionShape:
-        """What attention computes in a layer: that of all layers, with the layer's window."""
+        """The attention of a layer: that of the model, with the layer's window."""
         return AttentionShape(**{**vars(self.attention), "window": layer.window})
 
 
 def recognise(model: nn.Module, positions: int | None = None) -> Decoder | tuple[str, ...]:
-    """The decoder of a causal language model of Transformers, or the reasons why it is none that is known.
+    """The decoder of a causal language model of Transformers, or the reasons why it is not supported.
 
-    `positions`: how many a text may have; without, as many as the config has (max_position_embeddings).
+    positions: tokens of a sequence (default: max_position_embeddings of the config).
     """
     family = _family_of(model)
     if family is None:
@@ -195,7 +198,7 @@ def recognise(model: nn.Module, positions: int | None = None) -> Decoder | tuple
 
 
 def _family_of(model: nn.Module) -> Family | None:
-    """Its family, if the model's class is Transformers' own: code that a checkpoint brings may do anything."""
+    """The family of a model whose class is Transformers' own; None for others, such as code of a checkpoint."""
     name = type(model).__name__
     family = FAMILIES.get(name.removesuffix("ForCausalLM"))
     own = type(model).__module__.startswith("transformers.models.")
@@ -203,7 +206,7 @@ def _family_of(model: nn.Module) -> Family | None:
 
 
 def _other_models(model: Any, family: Family) -> Iterator[str]:
-    """Whether the family's name stands for another model here, which may lack the modules of the known one."""
+    """Reasons why a model differs from its family; such a model may lack the family's modules."""
     for option, known, otherwise in family.fixed:
         if getattr(model.config, option) != known:
             yield f"{otherwise} ({option} is {getattr(model.config, option)})"
@@ -214,7 +217,7 @@ def _other_models(model: Any, family: Family) -> Iterator[str]:
 
 
 def _reasons(model: Any, family: Family, positions: int) -> Iterator[str]:
-    """Why a program cannot be made of a model of a known family."""
+    """Reasons why a model of a known family has no decode program."""
     config = model.config
     if getattr(config, "use_bidirectional_attention", False):
         yield "tokens see those after them (use_bidirectional_attention)"
@@ -242,11 +245,11 @@ def _reasons(model: Any, family: Family, positions: int) -> Iterator[str]:
 
 
 _OWN_HOOKS = ("transformers.", "lowbit.")
-"""Whose hooks do nothing when no hidden states are asked for, or prepare a model on a GPU."""
+"""Modules whose hooks a decode program may skip: they record hidden states, or prepare a model on a GPU."""
 
 
 def _misplaced(model: nn.Module) -> Iterator[str]:
-    """Modules that others watch, weights elsewhere or in parts."""
+    """Reasons about hooks on modules, and about weights that are not whole on one device."""
     for module in model.modules():
         hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
         if not all(str(getattr(hook, "__module__", "")).startswith(_OWN_HOOKS) for hook in hooks):
@@ -262,7 +265,7 @@ def _misplaced(model: nn.Module) -> Iterator[str]:
 
 
 def _unknown_positions(model: Any, family: Family, positions: int) -> Iterator[str]:
-    """Positions by other formulas than those known, or more than an embedding has."""
+    """Reasons about positions: unknown scalings, or more positions than an embedding has."""
     if family.names.positions:
         yield from _wrong(
             "the embedding of positions", _positions_of(model, family), f"{family.name}LearnedPositionalEmbedding"
@@ -288,7 +291,7 @@ def _embedding_types(family: Family) -> tuple[type | str, ...]:
 
 
 def _wrong(what: str, module: nn.Module, *kinds: type | str) -> Iterator[str]:
-    """Whether a module is of another class than those, given as classes or as names of Transformers' own."""
+    """A reason if a module is of none of the classes `kinds`, given as classes or as names of Transformers' classes."""
     kind = type(module)
     own = kind.__module__.startswith("transformers.models.") and kind.__name__ in kinds
     if not own and kind not in kinds:
@@ -309,7 +312,7 @@ def _wrong_parts(layer: Any, family: Family) -> Iterator[str]:
 
 
 def _wrong_norm(what: str, norm: Any, family: Family, *others: type) -> Iterator[str]:
-    """Whether a norm is none of the family's; `others` stand for RMSNorms."""
+    """A reason if a norm is not the family's; `others`: classes that replace RMSNorms."""
     if not family.layer_norms:
         yield from _wrong(what, norm, f"{family.name}RMSNorm", *others)
         return
@@ -335,7 +338,7 @@ def _mlp(layer: Any, family: Family) -> Any:
 
 
 def _layer_type(config: Any, i: int) -> str:
-    """What a layer sees, where a family has layers of several types."""
+    """The attention type of a layer, full_attention unless the config has layer_types."""
     types = getattr(config, "layer_types", None)
     return "full_attention" if types is None else str(types[i])
 
@@ -367,7 +370,7 @@ def _eps(norm: Any) -> float:
 
 
 def _activation(model: Any, family: Family) -> Gate | None:
-    """The function of the MLPs, by what it computes; they share the config's."""
+    """The activation of the MLPs, identified by its values; all MLPs share the config's."""
     mlps = (_mlp(layer, family) for layer in _layers(model, family))
     mlp = next((mlp for mlp in mlps if not isinstance(mlp, GatedMLP)), None)
     if mlp is None:
@@ -429,7 +432,7 @@ def _norm_bias(norm: Any) -> Tensor | None:
 
 
 def _position_table(model: Any, family: Family) -> Tensor | None:
-    """The embedding's rows of positions 0, 1, ..; before them are rows of padding."""
+    """The embedding's rows of positions 0, 1, ..; its first rows are padding."""
     if not family.names.positions:
         return None
     module = _positions_of(model, family)
@@ -463,18 +466,18 @@ def _parts(model: Any, family: Family, i: int, rope: int) -> LayerParts:
 
 
 NOPE = "none"
-"""The angles of a layer that does not turn (SmolLM3): all 0, whose cosines are 1 and sines 0."""
+"""Kind of a layer without rotary embedding (SmolLM3): all angles are 0, with cosines 1 and sines 0."""
 
 
 def _rope_kind(model: Any, family: Family, i: int) -> str:
-    """Which angles a layer turns by."""
+    """The kind of rotary angles of a layer."""
     if family.names.positions or not getattr(_layers(model, family)[i].self_attn, "use_rope", True):
         return NOPE
     return _layer_type(model.config, i) if family.ropes_by_type else "default"
 
 
 def _ropes(model: Any, family: Family, positions: int) -> tuple[list[str], tuple[Tensor, ...]]:
-    """The kinds of angles that layers turn by, and a table of each."""
+    """The kinds of rotary angles of all layers, and a table of each."""
     kinds = list(dict.fromkeys(_rope_kind(model, family, i) for i in range(len(_layers(model, family)))))
     device = next(model.parameters()).device
     if family.names.positions:
@@ -482,7 +485,7 @@ def _ropes(model: Any, family: Family, positions: int) -> tuple[list[str], tuple
     rotary = model.model.rotary_emb
     like, ids = torch.empty(0, device=device), torch.arange(positions, device=device)[None]
     tables = []
-    for kind in sorted(kinds, key=lambda kind: kind == NOPE):  # the first says how many elements turn
+    for kind in sorted(kinds, key=lambda kind: kind == NOPE):  # the first table gives rotary_dim
         made: Iterable[Tensor] = rotary(like, ids, kind) if family.ropes_by_type else rotary(like, ids)
         cos, sin = (values[0].float().chunk(2, dim=-1)[0] for values in made)
         if kind == NOPE:

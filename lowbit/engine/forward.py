@@ -1,6 +1,6 @@
-"""A model as Transformers computes it, one text at a time: for families that no decode program knows.
+"""A model by its own forward, one sequence at a time: for families without a decode program.
 
-Slower by far than a program on a GPU, and the truth that programs are checked against.
+It is much slower than a decode program on a GPU. Decode programs are checked against it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from lowbit.engine.cache import CacheSpec
+from lowbit.engine.graphs import Graphs
+from lowbit.engine.ragged import Ragged
 from lowbit.engine.request import Request
 from lowbit.engine.scheduler import PrefillChunk
 from lowbit.engine.slots import Slots
@@ -24,9 +27,11 @@ TRIM_BYTES = 32 << 20
 
 
 class ForwardProgram:
-    """The model's own forward with a cache for each text; `reasons` says why there is no decode program."""
+    """The model's own forward, with a cache for each slot; `reasons`: why the model has no decode program."""
 
-    computes_together = False
+    is_paged = False
+    captures_prompts = False
+    cache_spec: CacheSpec | None = None
 
     def __init__(self, model: PreTrainedModel, reasons: tuple[str, ...]) -> None:
         self.model, self.reasons = model.eval(), reasons
@@ -34,7 +39,7 @@ class ForwardProgram:
         self._caches: dict[int, DynamicCache] = {}  # of slots
         parameters = inspect.signature(model.forward).parameters
         takes_limit = "logits_to_keep" in parameters
-        self._cache_name = "cache" if "cache" in parameters else "past_key_values"  # its name before Transformers 5.24
+        self._cache_name = "cache" if "cache" in parameters else "past_key_values"  # the name before Transformers 5.24
         self._options: dict[str, Any] = {"use_cache": True} | ({"logits_to_keep": 1} if takes_limit else {})
         self._freed_bytes = 0
         self.page_bytes = PAGE * self._token_bytes()
@@ -47,24 +52,43 @@ class ForwardProgram:
             self._freed_bytes = 0
             give_back_freed_memory()
 
+    def allocate_cache(self, pages: int) -> None:
+        """Does nothing: Transformers allocates the caches."""
+
+    def graphs(self) -> Graphs | None:
+        """None: a model's forward is not captured."""
+        return None
+
+    def report(self, difference: float) -> list[str]:
+        """Why there is no decode program."""
+        return [f"through Transformers' forward, one text at a time: {'; '.join(self.reasons)}"]
+
+    def ragged_logits(self, ragged: Ragged, slots: Slots) -> Tensor:
+        """Not implemented: prompts are computed one by one."""
+        raise NotImplementedError
+
+    def blank_logits(self, count: int) -> Tensor:
+        """Not implemented: without graphs there is no warm-up run."""
+        raise NotImplementedError
+
     def step(self, rows: Tensor, slots: Slots, longest: int = 0) -> Tensor:
-        """Logits [B, V] after the next token of each slot that `rows` names; nobody's rows get zeros."""
+        """Logits [B, V] after the next token of each slot in `rows`; zeros for slots without a cache."""
         tokens = slots.tokens.tolist()
-        made = {slot: self._forward([tokens[slot]], slot) for slot in set(rows.tolist()) if slot in self._caches}
-        nothing = torch.zeros_like(next(iter(made.values())))
-        return torch.cat([made.get(slot, nothing) for slot in rows.tolist()])
+        logits = {slot: self._forward([tokens[slot]], slot) for slot in set(rows.tolist()) if slot in self._caches}
+        zeros = torch.zeros_like(next(iter(logits.values())))
+        return torch.cat([logits.get(slot, zeros) for slot in rows.tolist()])
 
     def prompt(self, chunks: Sequence[PrefillChunk], slots: Slots) -> Tensor | None:
-        """Logits [B, V] after the last chunk of each text that has one among `chunks`; None if there is none."""
-        ended = []
+        """Logits [B, V] after those chunks that are the last of their prompt; None if none is."""
+        last = []
         for chunk in chunks:
             slot = chunk.request.row
             if chunk.begin == 0:
                 self._caches[slot] = DynamicCache(config=self.model.config)
             logits = self._forward(list(chunk.tokens), slot)
             if chunk.last:
-                ended.append(logits)
-        return torch.cat(ended) if ended else None
+                last.append(logits)
+        return torch.cat(last) if last else None
 
     def _forward(self, tokens: list[int], slot: int) -> Tensor:
         ids = torch.tensor([tokens], device=self.device)

@@ -1,7 +1,7 @@
-"""Launches the prompts of a round: on a GPU as one CUDA graph for each number of tokens, filled up with nobody's.
+"""Launches the prefill chunks of a step: on a GPU as one CUDA graph for each number of tokens, padded.
 
-Without graphs 300 launches of Python take 15 to 20 ms for any prompt (Llama-3-8B's shape, H200, 2026-11-23), more than 512
-tokens need on the GPU. Tokens are sampled behind the graph, since how is for each request to say.
+Without graphs, 300 launches from Python take 15 to 20 ms for any prompt (Llama-3-8B's shape, H200, 2026-11-23), more than 512
+tokens need on the GPU. Sampling follows the graph, since its settings differ between requests.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from lowbit.engine.graphs import Graphs
-from lowbit.engine.program import DecodeProgram
 from lowbit.engine.ragged import Ragged, RaggedShape, sizes
 from lowbit.engine.request import Request
 from lowbit.engine.scheduler import PrefillChunk
@@ -24,45 +23,48 @@ if TYPE_CHECKING:
     from lowbit.engine.decode_runner import ModelProgram
 
 MAX_SEQUENCES = 31
-"""Texts of a graph at most, more come one graph after the other. Blocks of attention without a text cost 0.5 ms in all for
-1,024 tokens beside those of one text (of 25; Llama-3-8B's shape, H200, 2026-11-23)."""
+"""Sequences in a graph; more are split over several launches. Attention blocks without a sequence cost 0.5 ms in all for 1,024
+tokens (of 25 ms; Llama-3-8B's shape, H200, 2026-11-23)."""
 
 KEYS = 8192
-"""Tokens up to their own that the sequences of a graph may see; there is another for sequences that all begin in this round."""
+"""Keys that the sequences of a graph may attend to, all together. A second graph of each size is for prompts that begin
+here."""
 
 
 class PrefillRunner:
-    """The prompts of an engine whose rounds have up to `most` tokens of them; `graphs`: where they are captured, or None."""
+    """Computes prefill chunks, up to `most` tokens in a step; `graphs`: where they are captured, None to launch them one by
+    one."""
 
     def __init__(self, program: ModelProgram, slots: Slots, most: int, *, graphs: Graphs | None = None) -> None:
         self.program, self.slots, self.sizes, self._graphs = program, slots, sizes(most), graphs
         self.sequences = min(MAX_SEQUENCES, slots.count)
-        """Texts of a graph."""
+        """Sequences in a graph."""
         self.graph_shapes: tuple[RaggedShape, ...] = ()
-        """All for which there are graphs, the largest first, whose memory serves all."""
-        if graphs is not None and isinstance(program, DecodeProgram) and not program.softcaps:
-            most_keys = min(KEYS, slots.count * slots.pages_per_slot * PAGE)  # of all sequences there may be
+        """Shapes of all graphs, the largest first: later captures reuse its memory."""
+        if graphs is not None and program.captures_prompts:
+            most_keys = min(KEYS, slots.count * slots.pages_per_slot * PAGE)  # of all sequences
             each = ((size, keys) for size in reversed(self.sizes) for keys in (max(most_keys, size), size))
             self.graph_shapes = tuple(RaggedShape(size, self.sequences, keys) for size, keys in dict.fromkeys(each))
         self.captures = 0
-        """Graphs captured so far: it stands still once an engine is warm."""
+        """Number of captured graphs; constant after the warm-up."""
         self._captured: dict[RaggedShape, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._logits: Tensor | None = None
 
     def size(self, tokens: int) -> int:
-        """How many tokens are computed for so many."""
+        """The padded number of tokens that is computed for `tokens` tokens."""
         return next(size for size in self.sizes if size >= tokens)
 
     def launch(self, chunks: Sequence[PrefillChunk]) -> Tensor | None:
-        """Logits [B, V] after each last chunk of a text, until the next launch; None if there is none."""
+        """Logits [B, V] after the chunks that are the last of their prompt, valid until the next launch; None if none is."""
         first, *others = self.parts(chunks)
         if not others:
             return self._launch(first)
-        made = [logits.clone() for part in (first, *others) if (logits := self._launch(part)) is not None]  # before the next
-        return torch.cat(made) if made else None
+        # Cloned: the next launch overwrites them.
+        parts = [logits.clone() for part in (first, *others) if (logits := self._launch(part)) is not None]
+        return torch.cat(parts) if parts else None
 
     def parts(self, chunks: Sequence[PrefillChunk]) -> list[Sequence[PrefillChunk]]:
-        """What of some chunks is computed at once: as many as a graph has sequences."""
+        """Splits chunks into launches of at most as many as a graph has sequences."""
         most = self.sequences if self.graph_shapes else len(chunks)
         return [chunks[at : at + most] for at in range(0, len(chunks), most)]
 
@@ -78,7 +80,7 @@ class PrefillRunner:
         return self._logits[:count] if count else None
 
     def _shape(self, chunks: Sequence[PrefillChunk]) -> RaggedShape | None:
-        """The smallest of those with graphs that some chunks fit into; None if they fit into none."""
+        """The smallest captured shape that fits some chunks; None if none does."""
         tokens, keys = sum(len(chunk.tokens) for chunk in chunks), sum(chunk.end for chunk in chunks)
         fit = [
             shape
@@ -88,35 +90,32 @@ class PrefillRunner:
         return min(fit, key=lambda shape: (shape.tokens, shape.keys), default=None)
 
     def captured(self, shape: RaggedShape) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """The graph of a shape and the numbers that it reads, captured at the first call."""
-        found = self._captured.get(shape)
-        if found is None:
-            found = self._captured[shape] = self._capture(shape)
+        """The graph of a shape and its input, captured at the first call."""
+        captured = self._captured.get(shape)
+        if captured is None:
+            captured = self._captured[shape] = self._capture(shape)
             self.captures += 1
-        return found
+        return captured
 
     def _capture(self, shape: RaggedShape) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         numbers = on_device(shape.numbers((), self.slots.dummy_slot), self.slots.device)
 
         def into_logits() -> None:
-            made = self.run(shape, numbers)
-            if self._logits is None:  # at the first run, which is not captured: no memory of graphs
-                self._logits = torch.empty_like(made)
-            self._logits.copy_(made)
+            logits = self.run(shape, numbers)
+            if self._logits is None:  # allocated in the run before the capture, outside the pool of the graphs
+                self._logits = torch.empty_like(logits)
+            self._logits.copy_(logits)
 
         assert self._graphs is not None
         graph, _ = self._graphs.capture(into_logits)
         return graph, numbers
 
     def run(self, shape: RaggedShape, numbers: Tensor) -> Tensor:
-        """Logits [sequences, V] after the last tokens of the sequences that some numbers describe, launch by launch."""
-        assert isinstance(self.program, DecodeProgram)
-        ragged = Ragged(shape, numbers, self.slots)
-        h, delta = self.program.prefill(ragged, self.slots)
-        return self.program.logits(h[ragged.last], delta[ragged.last])
+        """Logits [sequences, V] after the last tokens of the sequences that `numbers` describes, without a graph."""
+        return self.program.ragged_logits(Ragged(shape, numbers, self.slots), self.slots)
 
     def dry_run(self, size: int, longest: int) -> None:
-        """Goes through a prompt of so many tokens in sequences of up to `longest`, which are nobody's."""
+        """Runs a prompt of `size` tokens, in sequences of up to `longest`, in the dummy slot."""
         if self.graph_shapes:
             shape = RaggedShape(size, self.sequences, size)
             self.run(shape, on_device(shape.numbers((), self.slots.dummy_slot), self.slots.device))

@@ -1,8 +1,8 @@
-"""Products of a decode program: modules that read the same x become one, where their weights allow it.
+"""Products of a decode program: modules that read the same x become one product where their weights permit it.
 
-Weights of one format lie side by side in one tensor, of which the modules' own become parts: no byte is held twice, and the
-model that the program was made from still computes. Rows of gate and up alternate where both are packed for a GPU
-(pack/gated.py), and the model's MLP then computes with that weight too. Whatever cannot be joined runs as its module does.
+Weights of one format are concatenated into one tensor, and the modules' own weights become views of it: nothing is stored
+twice, and the model still works. Rows of gate and up alternate if both are packed for a GPU (pack/gated.py); the model's MLP
+then computes with that weight too. Modules that cannot be joined run as they are.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from lowbit.pack import DenseWeight, FragmentWeight, OperandWeight
 from lowbit.pack.fragment import STRIP
 
 BLOCK = 64
-"""Rows of a product of 16-bit weights under `batch_invariant`."""
+"""Rows of x in each product of 16-bit weights under `batch_invariant`."""
 
 Product = Callable[[Tensor], Tensor]
-"""y [M, N] of x [M, K]; a `Scaled` one takes x quantized too."""
+"""Computes y [M, N] of x [M, K]; a `Scaled` product also takes quantized x."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class Packed:
         return gemm(x, self.weight, self.bias, batch_invariant=self.batch_invariant)
 
     def gated(self, x: Tensor, activation: str) -> Tensor:
-        """f(gate) * up [M, N / 2], where rows alternate."""
+        """f(gate) * up [M, N / 2], for alternating rows."""
         return gated_gemm(x, self.weight, self.bias, activation, batch_invariant=self.batch_invariant)
 
 
@@ -75,24 +75,24 @@ class Scaled:
 
     @property
     def is_fused(self) -> bool:
-        """Whether what makes x may quantize it in float32: not where another tool's rule holds."""
+        """True if the operator before may quantize x in float32; False if another tool's rounding rule applies."""
         return not self.layers[0].quantizes_rounded_input
 
     def quantization(self) -> dict[str, Any]:
-        """How x is quantized: arguments of `ops.quantize_activations`."""
+        """Arguments of `ops.quantize_activations` for x."""
         return self.layers[0].quantization()
 
     def __call__(self, x: Tensor | Activations) -> Tensor:
         if isinstance(x, Tensor):
             x = self.layers[0].quantize_input(x)
         if self.weight is None:
-            made = [layer(x) for layer in self.layers]
-            return made[0] if len(made) == 1 else torch.cat(made, dim=-1)
+            outputs = [layer(x) for layer in self.layers]
+            return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
         return gemm(x, self.weight, self.bias, batch_invariant=self.batch_invariant)
 
 
 def product(modules: Sequence[nn.Module], batch_invariant: bool) -> Product:
-    """One function of x whose result has the outputs of all `modules` side by side; they keep computing as before."""
+    """One product with the concatenated outputs of `modules`, which still work on their own."""
     layers = [module for module in modules if isinstance(module, QuantLinear)]
     if len(layers) == len(modules):
         if _in_one_form(layers):
@@ -110,17 +110,17 @@ def product(modules: Sequence[nn.Module], batch_invariant: bool) -> Product:
 def gated_product(
     modules: Sequence[nn.Module], block: nn.Module, down: nn.Module, activation: Gate, batch_invariant: bool
 ) -> Product:
-    """The product of gate and up, whose rows alternate where they can: `block.mlp` then computes with that weight."""
+    """The product of gate and up, with alternating rows if possible; `block.mlp` then computes with that weight."""
     layers = [module for module in modules if isinstance(module, QuantLinear)]
     if len(layers) == 2 and _in_one_form(layers) and not AlternatingMLP.refusals(*layers):
         block.mlp = AlternatingMLP(layers[0], layers[1], down, activation)
-    if isinstance(block.mlp, AlternatingMLP):  # made now, or by an engine before
+    if isinstance(block.mlp, AlternatingMLP):  # made above, or by an earlier engine
         return Packed(block.mlp.weight(), block.mlp.bias, batch_invariant, alternates=True)
     return product(modules, batch_invariant)
 
 
 def _in_one_form(layers: Sequence[QuantLinear]) -> bool:
-    """Whether the weights of some layers are all in the same form for a GPU and made of whole strips."""
+    """True if the weights of all layers have the same GPU layout, in whole m16 row blocks."""
     first = layers[0]
     return not any(layer.out_features % STRIP for layer in layers[:-1]) and all(
         layer.kernel_codes is not None
@@ -133,7 +133,7 @@ def _in_one_form(layers: Sequence[QuantLinear]) -> bool:
 
 
 def _scale_types(layer: QuantLinear) -> tuple[torch.dtype | None, ...]:
-    """Of scales of groups and of channels: side by side, tensors of two types would be float32, which kernels do not take."""
+    """Dtypes of group and channel scales; concatenating two dtypes would give float32, which kernels do not support."""
     return tuple(None if t is None else t.dtype for t in (layer.kernel_scale, layer.kernel_channel_scale))
 
 
@@ -185,7 +185,7 @@ def _join(layers: Sequence[QuantLinear], name: str) -> Tensor | None:
 
 
 def _bias(layers: Sequence[QuantLinear | nn.Linear]) -> Tensor | None:
-    """The biases of some layers side by side, zeros where one has none; None where none has."""
+    """The concatenated biases of some layers, zeros for a layer without one; None if no layer has one."""
     if all(layer.bias is None for layer in layers):
         return None
     like = next(layer.bias for layer in layers if layer.bias is not None)
@@ -193,7 +193,7 @@ def _bias(layers: Sequence[QuantLinear | nn.Linear]) -> Tensor | None:
 
 
 def _in_blocks(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`linear` of so many rows at once as always, whoever chooses its kernel by their number."""
+    """`linear` in blocks of 64 rows: cuBLAS chooses its kernel, and thereby its rounding, by the number of rows."""
     blocks = pad(x, (0, 0, 0, -len(x) % BLOCK)).split(BLOCK)
     return torch.cat([linear(block, weight, bias) for block in blocks])[: len(x)]
 

@@ -1,10 +1,9 @@
-"""The step of a language model as a list of operators: products of packed weights and what stands between them.
+"""The decode step of a language model as a list of operators: products of packed weights, and what lies between them.
 
     embed | norm  qkv  attention  o | norm  gate-up  gate  down | ... | norm  head
 
-Eight launches a layer on a GPU, five up to 64 tokens (chain.py). Prompts take the same products over all their tokens at once,
-with attention by torch, and on a GPU as many tokens as ragged.py names, some of them nobody's. What each operator computes is
-said in kernels/reference/, which is also what runs on a CPU.
+Eight launches a layer on a GPU, five for up to 64 tokens (chain.py). Prompts take the same products over all their tokens at
+once; on a GPU they are padded to the sizes of ragged.py. kernels/reference/ defines each operator, and runs on a CPU.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from torch import Tensor
 from lowbit.engine.cache import Cache, CacheSpec
 from lowbit.engine.chain import Chain, chain_of
 from lowbit.engine.family import Decoder, LayerParts
+from lowbit.engine.graphs import Graphs
 from lowbit.engine.product import Packed, Product, Scaled, gated_product, product
 from lowbit.engine.prompt_attention import PromptAttention, RaggedAttention
 from lowbit.engine.ragged import Ragged, sizes
@@ -34,7 +34,7 @@ from lowbit.ops.elementwise import activate, add_norm, embed_norm, gate
 
 @dataclass(frozen=True)
 class Layer:
-    """The products of a decoder layer and what it needs beside them; `gate_up` is up alone in an MLP without a gate."""
+    """The products of a decoder layer, its modules and its attention; `gate_up` is up alone in an MLP without a gate."""
 
     parts: LayerParts
     qkv: Product
@@ -45,15 +45,15 @@ class Layer:
 
     @property
     def alternates(self) -> bool:
-        """Whether columns of gate and up alternate."""
+        """True if columns of gate and up alternate."""
         return isinstance(self.gate_up, Packed) and self.gate_up.alternates
 
 
 class DecodeProgram:
-    """The program of a decoder; `cache` holds what it remembers of each text."""
+    """The program of a decoder; `cache`: keys and values of all sequences."""
 
     reasons: tuple[str, ...] = ()
-    computes_together = True
+    is_paged = True
 
     def __init__(self, decoder: Decoder, dtype: torch.dtype, device: torch.device, *, batch_invariant: bool) -> None:
         self.decoder, self.dtype, self.device, self.batch_invariant = decoder, dtype, device, batch_invariant
@@ -83,7 +83,7 @@ class DecodeProgram:
 
     @property
     def cache_spec(self) -> CacheSpec:
-        """What a cache of this model holds."""
+        """Layout of the pages of this model's cache."""
         shape = self.layers[0].shape
         return CacheSpec(len(self.layers), shape.kv_heads, shape.head_dim, self.dtype)
 
@@ -95,9 +95,45 @@ class DecodeProgram:
     def keep(self, running: Sequence[Request]) -> None:
         """Does nothing: keys and values are in the pages of `cache`."""
 
+    def allocate_cache(self, pages: int) -> None:
+        """Allocates `pages` pages for keys and values."""
+        self.cache = Cache(self.cache_spec, pages, self.device)
+
+    def graphs(self) -> Graphs | None:
+        """Where steps and prompts are captured; None on a CPU."""
+        return Graphs(self.device) if self.device.type == "cuda" else None
+
+    def report(self, difference: float) -> list[str]:
+        """Decoder, cache and launches a layer."""
+        if isinstance(self.chain, Chain):
+            launches = f"steps of up to {self.chain.most} tokens: 5 launches a layer"
+        else:
+            launches = f"small steps take as many launches a layer as larger ones: {'; '.join(self.chain)}"
+        return [
+            f"decode program of {self.decoder.family}, {len(self.decoder.layers)} layers; logits differ from Transformers' "
+            f"forward by {difference:.1e}, relatively",
+            f"cache: {self.cache}",
+            launches,
+        ]
+
+    @property
+    def captures_prompts(self) -> bool:
+        """True unless attention scores have a soft cap."""
+        return not self.softcaps
+
+    def ragged_logits(self, ragged: Ragged, slots: Slots) -> Tensor:
+        """Logits [sequences, V] after the last tokens of a ragged batch."""
+        h, delta = self.prefill(ragged, slots)
+        return self.logits(h[ragged.last], delta[ragged.last])
+
+    def blank_logits(self, count: int) -> Tensor:
+        """Logits [count, V] of a residual stream of zeros."""
+        h = torch.zeros(count, self.decoder.hidden, dtype=self.dtype, device=self.device)
+        return self.logits(h, h)
+
     def step(self, rows: Tensor, slots: Slots, longest: int = 0) -> Tensor:
-        """Logits [B, V] after the next token of each slot that `rows` int32 [B] names; kernels are chosen for contexts of up to
-        `longest` tokens (0: as many as a slot can have)."""
+        """Logits [B, V] after the next token of the slots `rows` int32 [B]; kernels are chosen for contexts of up to `longest`
+        tokens (0: a whole page table)."""
 
         def attend(i: int, qkv: Tensor) -> Tensor:
             layer, (keys, values) = self.layers[i], self._cache.layer(i)
@@ -112,24 +148,24 @@ class DecodeProgram:
         return self.logits(*self._layers(slots.tokens, rows, slots.positions, attend))
 
     def prompt(self, chunks: Sequence[PrefillChunk], slots: Slots) -> Tensor | None:
-        """Logits [B, V] after the last chunk of each text that has one among `chunks`; None if there is none."""
+        """Logits [B, V] after those chunks that are the last of their prompt; None if none is."""
         count = sum(len(chunk.tokens) for chunk in chunks)
         on_gpu = self.device.type == "cuda"
-        # As many tokens as a kernel is compiled for: none for every length.
+        # Padded on a GPU: kernels are not compiled for each length.
         ragged = Ragged.of(chunks, slots, sizes(count)[-1] if on_gpu else count)
-        by_pieces = None if on_gpu and not self.softcaps else PromptAttention(chunks, slots, invariant=self.batch_invariant)
-        h, delta = self.prefill(ragged, slots, by_pieces)
+        by_chunks = None if on_gpu and not self.softcaps else PromptAttention(chunks, slots, invariant=self.batch_invariant)
+        h, delta = self.prefill(ragged, slots, by_chunks)
         last = ragged.last[: sum(chunk.last for chunk in chunks)]
         return self.logits(h[last], delta[last]) if len(last) else None
 
     @property
     def softcaps(self) -> bool:
-        """Whether scores of attention are capped, which no attention of all sequences in one call does."""
+        """True if attention scores have a soft cap, which `RaggedAttention` does not support."""
         return any(layer.shape.softcap for layer in self.layers)
 
     def prefill(self, ragged: Ragged, slots: Slots, attention: PromptAttention | None = None) -> tuple[Tensor, Tensor]:
-        """The residual stream after the tokens of prompts, and what the last layer has yet to add to it; without another
-        `attention` that of all sequences in one call."""
+        """The residual stream after the tokens of prompts, and the last layer's output that is not added to it yet;
+        `attention`: instead of `RaggedAttention`."""
         attention_of = attention or RaggedAttention(ragged, self.layers[0].shape.kv_heads)
 
         def attend(i: int, qkv: Tensor) -> Tensor:
@@ -150,8 +186,8 @@ class DecodeProgram:
     def _layers(
         self, tokens: Tensor, rows: Tensor | None, positions: Tensor, attend: Callable[[int, Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """The residual stream after all layers, and what the last one has yet to add to it. Tokens and positions are those of
-        slots that `rows` names, or one for each row without it."""
+        """The residual stream after all layers, and the last layer's output that is not added to it yet. Tokens and positions
+        are indexed by `rows`, or have one element a row without it."""
         d = self.decoder
         parts = self.layers[0].parts
         h, x = embed_norm(
@@ -169,15 +205,15 @@ class DecodeProgram:
         return h, delta
 
     def _norm(self, reader: Product, h: Tensor, delta: Tensor, gamma: Tensor, bias: Tensor | None, after: Tensor | None) -> Any:
-        """x of the product `reader`, quantized already where it takes 8-bit activations and the norm is Llama's, after h +=
-        delta."""
+        """h += delta, then the norm of h: x of the product `reader`, quantized if it takes 8-bit activations and the norm is a
+        plain RMSNorm."""
         d = self.decoder
         if isinstance(reader, Scaled) and reader.is_fused and bias is None and after is None and d.norm_offset == 0:
             return add_norm_quantize(h, delta, gamma, d.eps, **reader.quantization())
         return add_norm(h, delta, gamma, d.eps, offset=d.norm_offset, post_gamma=after, bias=bias)
 
     def _gated(self, layer: Layer, x: Any) -> Any:
-        """x of the product `down`, quantized already where it takes 8-bit activations and the gate is SiLU."""
+        """x of the product `down`, quantized if it takes 8-bit activations and the gate is SiLU."""
         if layer.alternates:
             assert isinstance(layer.gate_up, Packed)
             return layer.gate_up.gated(x, self.decoder.activation)
@@ -190,7 +226,7 @@ class DecodeProgram:
         return gate(gate_up, self.decoder.activation)
 
     def logits(self, h: Tensor, delta: Tensor) -> Tensor:
-        """Logits [B, V] of the residual stream h [B, hidden] after all layers, with what the last one has yet to add."""
+        """Logits [B, V] of h + delta: the residual stream [B, hidden] and the last layer's output."""
         d = self.decoder
         after = self.layers[-1].parts.after_mlp_gamma
         x = add_norm(h, delta, d.final_gamma, d.eps, offset=d.norm_offset, post_gamma=after, bias=d.final_bias)

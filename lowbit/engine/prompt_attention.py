@@ -1,4 +1,4 @@
-"""Attention of the chunks of prompts of a round: on a GPU of all in one call, else of short ones together."""
+"""Attention of the prefill chunks of a step: one call for all on a GPU, batched calls for short ones elsewhere."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from lowbit.ops.attention import causal_attention, prompt_attention
 from lowbit.ops.ragged_attention import gather_kv, ragged_attention
 
 LEAST = 16
-"""Pieces of up to so many tokens are filled up to it, longer ones to the next power of two: half of what is computed may be
-padding, whose cost is small beside that of a call for each chunk and layer."""
+"""Chunks are padded to this length, longer ones to the next power of two. Up to half of the work may be padding, which is cheap
+beside a call for each chunk and layer."""
 
 MOST_KEYS = 1 << 15
-"""Tokens whose keys and values one call brings together: 128 MiB with 8 heads of 128 in 16 bits."""
+"""Tokens whose keys and values one call gathers: 128 MiB with 8 heads of 128 in 16 bits."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Pieces, by number, that begin at the same position and are filled up to `length` tokens; page and place [B, begin +
-    length] say where the keys of each lie. What only fills up is the first key."""
+    """Chunks, by index, that begin at the same position and are padded to `length` tokens. page and place [B, begin + length]:
+    page of each key, and its index in the page; padding repeats the first key."""
 
     length: int
     numbers: list[int]
@@ -38,23 +38,25 @@ class Group:
 
 
 class RaggedAttention:
-    """Attention of all sequences of a `Ragged` in one call; a text's bits do not depend on others. Not for a soft cap."""
+    """Attention of all sequences of a `Ragged` in one call, without a soft cap. Results of a sequence do not depend on
+    others."""
 
     def __init__(self, ragged: Ragged, kv_heads: int) -> None:
         self.ragged, self.where = ragged, ragged.keys(kv_heads)
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> Tensor:
-        """[T, heads * head_dim] of q [T, heads, head_dim], with the keys and values of a layer, into which those of all chunks
-        are written; rows of nobody's tokens hold whatever memory did."""
+        """Attention output [T, heads * head_dim] of q [T, heads, head_dim] over a layer's cache, which holds the keys and
+        values of all chunks; rows of padding are undefined."""
         k, v = gather_kv(keys, values, self.where, self.ragged.k_begins[-1:])
         return ragged_attention(q, k, v, self.ragged.q_begins, self.ragged.k_begins, shape)
 
 
 class PromptAttention:
-    """How the attention of some chunks is computed, planned once for all layers.
+    """Attention of some chunks, planned once for all layers.
 
-    Pieces of about one length that begin at the same position, 0 or behind a prompt that they share, are one call, each filled
-    up at its end, where a causal mask hides it. `invariant`: each chunk is a call of its own, which cannot depend on others.
+    Chunks of similar length that begin at the same position, 0 or behind a common prefix, are one call. They are padded at
+    their end, where the causal mask hides the padding. `invariant`: one call for each chunk, so that results do not depend on
+    others.
     """
 
     def __init__(self, chunks: Sequence[PrefillChunk], slots: Slots, *, invariant: bool) -> None:
@@ -83,7 +85,7 @@ class PromptAttention:
         return Group(length, numbers, self.tables[slot[:, None], position // PAGE].long(), position % PAGE)
 
     def _order(self) -> None:
-        """Which rows of q are those of groups, filled up, and where all tokens are in what is computed."""
+        """Computes the padded rows of q of all groups, and the place of each token in the output."""
         taken, order, at = list[int](), [0] * self.begins[-1], 0
         for length, number in (
             *((group.length, n) for group in self.groups for n in group.numbers),
@@ -98,8 +100,8 @@ class PromptAttention:
         self.taken, self.order = both[: len(taken)], both[len(taken) :]
 
     def __call__(self, q: Tensor, keys: Tensor, values: Tensor, shape: AttentionShape) -> Tensor:
-        """[T, heads * head_dim] of q [T, heads, head_dim], with the keys and values of a layer, into which those of all chunks
-        are written; zeros for tokens that only fill q up."""
+        """Attention output [T, heads * head_dim] of q [T, heads, head_dim] over a layer's cache, which holds the keys and
+        values of all chunks; rows of padding are 0."""
         out = self._of_chunks(q, keys, values, shape)
         return out if len(out) == len(q) else pad(out, (0, 0, 0, len(q) - len(out)))
 

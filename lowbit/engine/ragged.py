@@ -1,6 +1,6 @@
-"""The chunks of prompts of a round as tensors, one after the other, filled up to one of a few sizes.
+"""The prefill chunks of a step, concatenated into tensors that are padded to one of a few sizes.
 
-What only fills up belongs to nobody's slot, so that tensors of one shape, which a CUDA graph wants, hold any chunks that fit.
+Padding tokens map to the dummy slot. Tensors of one shape therefore fit any chunks up to that size, as a CUDA graph requires.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from lowbit.engine.slots import ALIGNED, Slots, on_device
 from lowbit.kernels.choose.attention import PAGE
 
 SMALL = (8, 16, 32, 48, 64, 96)
-"""Numbers of tokens up to the first multiple of 64 that are computed at once; from 128 on they are multiples of 64, and from
-1,024 of 256: products of many tokens take whole tiles of 64 to 256 anyway."""
+"""Sizes below 128 tokens. From 128 on, sizes are multiples of 64, and from 1,024 on of 256: large-M products compute whole
+tiles of 64 to 256 tokens anyway."""
 
 
 def sizes(most: int) -> tuple[int, ...]:
-    """Numbers of tokens that are computed at once, of up to `most` tokens of prompts: the last holds them all."""
+    """Padded numbers of tokens for up to `most` prompt tokens; the last is at least `most`."""
     all_sizes = [*SMALL, *range(128, 1024, 64), *range(1024, most + 256, 256)]
     return tuple(all_sizes[: bisect.bisect_left(all_sizes, most) + 1])
 
 
 @dataclass(frozen=True)
 class RaggedShape:
-    """How many tokens, sequences and keys of sequences some tensors have room for."""
+    """Sizes of a ragged batch: numbers of tokens, of sequences, and of keys of all sequences."""
 
     tokens: int
     sequences: int
@@ -37,12 +37,12 @@ class RaggedShape:
 
     @property
     def columns(self) -> int:
-        """int32 of each row of numbers of sequences, and of one more that is nobody's."""
+        """int32 in a row of per-sequence numbers, the dummy sequence included."""
         return -(-(self.sequences + 1) // ALIGNED) * ALIGNED
 
     def numbers(self, chunks: Sequence[PrefillChunk], dummy_slot: int) -> list[int]:
-        """What a `Ragged` is made of: of each text its slot and the position where it begins, where its tokens and its keys
-        begin among those of all, and its last token if one is sampled after it, these first; then the tokens."""
+        """The input of a `Ragged`, padded: for each sequence its slot, its first position, the offsets of its tokens and of its
+        keys, and its last token if a token is sampled after it (these first); then all tokens."""
         q_begins, k_begins = [0], [0]
         for chunk in chunks:
             q_begins.append(q_begins[-1] + len(chunk.tokens))
@@ -56,18 +56,18 @@ class RaggedShape:
             (k_begins, k_begins[-1]),
             (ends, 0),
         )
-        made = [number for row, filler in rows for number in (*row, *[filler] * (self.columns - len(row)))]
+        numbers = [number for row, filler in rows for number in (*row, *[filler] * (self.columns - len(row)))]
         for chunk in chunks:
-            made += chunk.tokens
-        return [*made, *[0] * (self.tokens - q_begins[-1])]
+            numbers += chunk.tokens
+        return [*numbers, *[0] * (self.tokens - q_begins[-1])]
 
 
 class Ragged:
-    """Pieces of prompts in a shape, from their `numbers` on the device: nothing here depends on them but what tensors hold.
+    """Prefill chunks as tensors of one shape, made on the device from their `numbers`.
 
-    `ids`, `slot_of` and `position_of` int32 [tokens] are of each token; `q_begins` and `k_begins` int32 [sequences + 1] say where
-    the tokens of each text and their keys, all up to their own, begin among those of all; `last` int64 [sequences] names the tokens
-    after which one is sampled, these first.
+    `ids`, `slot_of` and `position_of` int32 [tokens] describe the tokens. `q_begins` and `k_begins` int32 [sequences + 1] are
+    the offsets of each sequence's tokens and keys; its keys include those of earlier chunks. `last` int64 [sequences] are the
+    tokens after which a token is sampled, these first.
     """
 
     def __init__(self, shape: RaggedShape, numbers: Tensor, slots: Slots) -> None:
@@ -81,18 +81,18 @@ class Ragged:
 
     @classmethod
     def of(cls, chunks: Sequence[PrefillChunk], slots: Slots, tokens: int) -> Ragged:
-        """Some chunks, filled up to so many tokens."""
+        """Some chunks, padded to `tokens` tokens."""
         shape = RaggedShape(tokens, len(chunks), sum(chunk.end for chunk in chunks))
         return cls(shape, on_device(shape.numbers(chunks, slots.dummy_slot), slots.device), slots)
 
     def _sequences(self, begins: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Of each of `count` tokens or keys its text, and how many of its text are before it: none of what only fills up."""
+        """For each of `count` tokens or keys: its sequence, and its index in it; 0 for padding."""
         each = torch.arange(count, dtype=torch.int32, device=begins.device)
         text = torch.searchsorted(begins[1:], each, right=True)
         return text, torch.where(text < self.shape.sequences, each - begins[text], 0)
 
     def keys(self, kv_heads: int) -> Tensor:
-        """Where the first heads of all keys lie among the rows of a layer's pages, int64 [keys]."""
+        """Row of the first head of each key among the rows of a layer's pages, int64 [keys]."""
         text, position = self._sequences(self.k_begins, self.shape.keys)
         page = self.tables[self._slot[text].long(), position // PAGE].long()
         return page * (kv_heads * PAGE) + position % PAGE

@@ -1,4 +1,4 @@
-"""Which kernels an engine is going to launch, found by going through steps and prompts without launching any."""
+"""Finds the kernels that an engine will launch, by a run of its steps and prompts that launches none."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lowbit.engine.decode_runner import DecodeRunner, filters, sample_tokens
+from lowbit.engine.decode_runner import DecodeRunner, ModelProgram, filters, sample_tokens
 from lowbit.engine.prefill_runner import PrefillRunner
-from lowbit.engine.program import DecodeProgram
 from lowbit.engine.scheduler import SchedulerOutput
 from lowbit.engine.slots import on_device
 
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stage:
-    """What a warm-up does next, and how far it is with all that is of this kind."""
+    """Progress of a warm-up: what comes next, and `done` of `total` of its kind."""
 
     what: str
     done: int
@@ -28,18 +27,18 @@ class Stage:
 
 
 Part = tuple[str, int, bool, int]
-"""A part of what an engine launches: "step" of some rows, with filters or without, for contexts of up to so many tokens;
-"prompt" of so many tokens; "sample" behind so many prompts, with filters or without."""
+"""A part of a step, as (kind, count, filters, reach): "step" of `count` rows, for contexts of up to `reach` tokens; "prompt" of
+`count` tokens; "sample" of `count` rows after prompts. filters: some request samples."""
 
 
 class WarmUpRun:
-    """Goes through parts of what an engine launches without launching anything, each once, to find the kernels of it.
+    """Records the kernels of each part of a step by running it, once, without launching a kernel.
 
-    `concurrent` requests of up to `longest` tokens. What kernels would read and write is nobody's.
+    For `concurrent` requests of up to `longest` tokens. All rows are of the dummy slot.
     """
 
     def __init__(
-        self, program: DecodeProgram, steps: DecodeRunner, prompts: PrefillRunner, concurrent: int, longest: int
+        self, program: ModelProgram, steps: DecodeRunner, prompts: PrefillRunner, concurrent: int, longest: int
     ) -> None:
         self.program, self.decode_runner, self.prefill_runner, self.concurrent, self.longest = (
             program,
@@ -49,11 +48,11 @@ class WarmUpRun:
             longest,
         )
         self.count = 0
-        """Rehearsals so far: it stands still once an engine is warm."""
+        """Number of runs; constant after the warm-up."""
         self._known: set[Part] = set()
 
-    def everything(self) -> list[Part]:
-        """All parts that an engine can ever launch."""
+    def all_parts(self) -> list[Part]:
+        """All parts that an engine can launch."""
         return [
             *(("step", *variant) for variant in self.decode_runner.variants()),
             *(("prompt", size, False, 0) for size in self.prefill_runner.sizes),
@@ -61,7 +60,7 @@ class WarmUpRun:
         ]
 
     def parts_of(self, planned: SchedulerOutput) -> list[Part]:
-        """The parts of a round, and of the step after it, as far as they are new."""
+        """New parts of a step, and of the decode step after it."""
         parts: list[Part] = []
         last = [chunk.request for chunk in planned.chunks if chunk.last]
         for requests in (planned.decoding, [*planned.decoding, *last] if last else []):
@@ -77,11 +76,11 @@ class WarmUpRun:
 
     @torch.inference_mode()
     def kernels(self, parts: Sequence[Part]) -> list[Wanted]:
-        """The kernels of some parts, but for those that are compiled already."""
+        """The kernels of some parts that are not compiled yet."""
         from lowbit.kernels.parts.launch import recording
 
         self.count += 1
-        self._known.update(parts)  # one that fails is not tried again
+        self._known.update(parts)  # also if one fails: it is not tried again
         with torch.cuda.device(self.program.device), recording() as wanted:
             for part in parts:
                 self._run(*part)
@@ -96,5 +95,4 @@ class WarmUpRun:
         if what == "step":
             self.decode_runner.run(rows, any_filter, reach)
         else:
-            h = torch.zeros(count, self.program.decoder.hidden, dtype=self.program.dtype, device=self.program.device)
-            sample_tokens(self.program.logits(h, h), rows, slots, any_filter)
+            sample_tokens(self.program.blank_logits(count), rows, slots, any_filter)

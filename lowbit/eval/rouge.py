@@ -102,7 +102,7 @@ def _question(pipe: Pipeline, max_new_tokens: int) -> tuple[str, int | None]:
     """The prompt with {document} in it, and how many tokens it may have; None for any number."""
     config = pipe.model.config
     room: int | None = getattr(config, "max_position_embeddings", None)
-    if not pipe.encodes:
+    if not pipe.is_encoder_decoder:
         return PROMPT, None if room is None else room - max_new_tokens
     stated: dict[str, Any] = getattr(config, "task_specific_params", None) or {}
     return stated.get("summarization", {}).get("prefix", "") + "{document}", room

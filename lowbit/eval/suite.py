@@ -214,12 +214,12 @@ def _measure(
     def add(measured: Measured) -> None:
         results.add(task.name, measured.figures(), measured)
 
-    if pipe.encodes and task.kind != "summary":
+    if pipe.is_encoder_decoder and task.kind != "summary":
         results.skip(task.name, "an encoder-decoder does not continue a text; it is measured on summaries")
     elif task.kind == "text":
         ids = token_ids(pipe, task.content, settings.window, settings.stride, settings.windows)
         add(perplexity(pipe.model, ids, window=settings.window, stride=settings.stride, progress=progress))
-        if reference is None or reference.encodes:
+        if reference is None or reference.is_encoder_decoder:
             return None
         same = torch.equal(ids, token_ids(reference, task.content, settings.window, settings.stride, settings.windows))
         if same and reference.model.config.vocab_size == pipe.model.config.vocab_size:

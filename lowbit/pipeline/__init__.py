@@ -1,4 +1,4 @@
-"""Load, quantize if asked, generate: the call and response of DeepSpeed-MII's pipeline, and streams.
+"""Loads a model, quantizes it if a scheme is given, and generates: DeepSpeed-MII's pipeline, and streams.
 
 pipe = lowbit.pipeline("path", scheme="wf6af16")
 for response in pipe(["DeepSpeed is", "Seattle is"], max_new_tokens=128):
@@ -11,7 +11,8 @@ import inspect
 import sys
 from types import ModuleType
 
-from lowbit.pipeline.params import FinishReason, GenerateParams, Response, UnknownArgument
+from lowbit.engine.request import FinishReason
+from lowbit.pipeline.params import GenerateParams, Response, UnknownArgument
 from lowbit.pipeline.pipeline import Pipeline, pipeline
 from lowbit.pipeline.stream import Stream
 
@@ -19,7 +20,7 @@ __all__ = ["FinishReason", "GenerateParams", "Pipeline", "Response", "Stream", "
 
 
 class _Callable(ModuleType):
-    """`lowbit.pipeline(..)` and `lowbit.pipeline.Response` both mean what they say, whichever was imported first."""
+    """A callable module: `lowbit.pipeline(..)` and `lowbit.pipeline.Response` both work, whichever was imported first."""
 
     __call__ = staticmethod(pipeline)
     __signature__ = inspect.signature(pipeline)

@@ -1,4 +1,4 @@
-"""What a caller asks of a pipeline and what it answers, with DeepSpeed-MII's names and defaults."""
+"""Arguments and responses of a pipeline, with DeepSpeed-MII's names and defaults."""
 
 from __future__ import annotations
 
@@ -6,30 +6,19 @@ import dataclasses
 import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
+from lowbit.engine.request import FinishReason
 from lowbit.ops.sample import is_real, is_whole
 
 
 class UnknownArgument(TypeError):
-    """An argument that does not exist; the message names the nearest one and lists all."""
+    """An unknown argument; the message names the nearest one and lists all."""
 
     def __init__(self, name: str, known: Iterable[str]) -> None:
         names = sorted(known)
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "."
         super().__init__(f"unknown argument {name!r}{hint} Known: {', '.join(names)}")
-
-
-class FinishReason(str, Enum):
-    """Why a text ended."""
-
-    STOP = "stop"
-    """The model's end-of-text token, or one of the caller's stop strings."""
-    LENGTH = "length"
-    """The limit of tokens."""
-    NONE = "none"
-    """Not ended yet; of DeepSpeed-MII's streams, never in a finished response."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +39,8 @@ _MOST = 1 << 63
 
 @dataclass(frozen=True)
 class GenerateParams:
-    """How to generate. `max_length` counts prompt and new tokens together and yields to `max_new_tokens`; `seed` makes
-    sampling repeatable. Raises ValueError for values outside their range."""
+    """Arguments of a call. `max_length` counts prompt and new tokens together; `max_new_tokens` overrides it. `seed` makes
+    sampling repeatable. Raises ValueError for values out of range."""
 
     max_length: int = 1024
     max_new_tokens: int | None = None
@@ -96,7 +85,7 @@ class GenerateParams:
 
     @classmethod
     def from_arguments(cls, arguments: dict[str, object]) -> GenerateParams:
-        """The parameters of a call; raises UnknownArgument for a name that is none of them."""
+        """The parameters of a call; raises UnknownArgument for an unknown name."""
         known = {field.name for field in dataclasses.fields(cls)}
         for name in arguments:
             if name not in known:
@@ -104,7 +93,7 @@ class GenerateParams:
         return cls(**arguments)  # type: ignore[arg-type]
 
     def new_tokens(self, prompt_length: int) -> int:
-        """Limit of new tokens after a prompt of so many; ValueError when there is no room."""
+        """Limit of new tokens after a prompt; raises ValueError if the prompt fills `max_length`."""
         if self.max_new_tokens is not None:
             return self.max_new_tokens
         if prompt_length >= self.max_length:

@@ -1,4 +1,4 @@
-"""Generation with a Transformers model: by the decode engine on a GPU, else by its own `generate`; streams by the engine."""
+"""Generation with a Transformers model: calls by the engine on a GPU, else by its `generate`; streams by the engine."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from lowbit.engine import Detokenizer, Engine, RequestFailed, SampledToken
+from lowbit.engine import Detokenizer, Engine, FinishReason, RequestFailed, SampledToken
 from lowbit.engine.warm_up import Stage
 from lowbit.hardware.machine import torch_device
 from lowbit.models.head import SCHEME
 from lowbit.models.load import load_causal
 from lowbit.models.skeleton import is_encoder_decoder, tokenizer_of
 from lowbit.nn.linear import make_batch_invariant
-from lowbit.pipeline.params import FinishReason, GenerateParams, Response, UnknownArgument
+from lowbit.pipeline.params import GenerateParams, Response, UnknownArgument
 from lowbit.pipeline.requests import config_refusals, requests_of
 from lowbit.pipeline.stream import Stream
 from lowbit.progress import Progress
@@ -38,8 +38,11 @@ from lowbit.sources import local_model
 
 
 class Pipeline:
-    """A model and its tokenizer, called with one prompt or several; `stop_token_ids` are the tokens that end a text, in order, `encodes`
-    says whether the model is an encoder-decoder, which answers a prompt rather than continuing it."""
+    """A model and its tokenizer, called with one prompt or several.
+
+    `stop_token_ids`: tokens after which a text ends, sorted. `is_encoder_decoder`: the model answers a prompt and does not
+    continue it.
+    """
 
     def __init__(
         self,
@@ -52,16 +55,16 @@ class Pipeline:
     ) -> None:
         self.model, self.tokenizer = model.eval(), tokenizer
         self._engine: Engine | None = None
-        self._making = threading.Lock()
+        self._engine_lock = threading.Lock()
         self._wants_engine, self._options = model.device.type == "cuda" if engine is None else engine, options
         self._defaults: dict[str, object] = {} if max_length is None else {"max_length": max_length}
-        GenerateParams.from_arguments(self._defaults)  # a bad default is refused here, not at the first call
-        # Chat models name further tokens that end a turn in their generation config.
+        GenerateParams.from_arguments(self._defaults)  # raises for a bad default here, not at the first call
+        # The generation config of chat models adds tokens that end a turn.
         self.stop_token_ids = sorted({*_ids(model.generation_config.eos_token_id), *_ids(tokenizer.eos_token_id)})
-        self.encodes = is_encoder_decoder(model)
+        self.is_encoder_decoder = is_encoder_decoder(model)
 
     def __call__(self, prompts: str | list[str], **arguments: Any) -> list[Response]:
-        """Responses to `prompts`, in order, each as if it had been asked alone; arguments are the fields of `GenerateParams`.
+        """Responses to `prompts`, in order, each as if it were alone; arguments are the fields of `GenerateParams`.
 
         Raises UnknownArgument for others, ValueError for values out of range, no or empty prompts, RequestFailed if a text
         fails.
@@ -76,18 +79,18 @@ class Pipeline:
         vocab = self.model.config.get_text_config().vocab_size
         if (last := max(map(max, filter(None, encoded)), default=0)) >= vocab:
             raise ValueError(f"tokens are from 0 to {vocab - 1}, the prompts have {last}: the tokenizer is another model's")
-        limits = [params.new_tokens(1 if self.encodes else len(ids)) for ids in encoded]
-        if self._by_engine:
-            generated = self._by_requests(encoded, params, limits)
+        limits = [params.new_tokens(1 if self.is_encoder_decoder else len(ids)) for ids in encoded]
+        if self._uses_engine:
+            generated = self._generate_by_engine(encoded, params, limits)
         else:
             generated = self._generate(encoded, params, max(limits))
         rows = zip(texts, encoded, generated, limits, strict=True)
         return [self._response(text, ids, new[:limit], params) for text, ids, new, limit in rows]
 
     def stream(self, prompt: str, **arguments: Any) -> Stream:
-        """The answer to one prompt as it comes; arguments as in a call. The stream raises RequestFailed if the text fails.
+        """Streams the response to one prompt; arguments as in a call. The stream raises RequestFailed if the request fails.
 
-        On a CPU, texts that are sampled differ from a call's with the same seed: those come from torch's random numbers.
+        On a CPU, sampled texts differ from a call's with the same seed, which uses torch's random numbers.
         """
         params = GenerateParams.from_arguments({**self._defaults, **arguments})
         if not isinstance(prompt, str) or not prompt:
@@ -118,12 +121,12 @@ class Pipeline:
 
     @property
     def engine(self) -> Engine:
-        """The engine that texts come from, made when first asked for; its `report()` says how they are computed."""
+        """The engine, created at the first use; its `report()` describes how sequences are computed."""
         if self.model is None:
             raise RuntimeError("this pipeline was destroyed")
         if self.refusals:
-            raise ValueError(f"the engine cannot draw tokens as this model asks: {'; '.join(self.refusals)}")
-        with self._making:  # two threads must not make two
+            raise ValueError(f"the engine cannot sample tokens as this model asks: {'; '.join(self.refusals)}")
+        with self._engine_lock:  # one engine, also for concurrent first uses
             if self._engine is None:
                 self._engine = Engine(
                     self.model, forward=not self._wants_engine, stop_token_ids=self.stop_token_ids, **self._options
@@ -132,26 +135,39 @@ class Pipeline:
 
     @property
     def refusals(self) -> tuple[str, ...]:
-        """What the model asks for that only Transformers' `generate` does, so that it has calls but no streams; else empty."""
-        encoder = ("it is an encoder-decoder",) if self.encodes else ()
+        """Reasons why only Transformers' `generate` supports the model: it has calls but no streams. Empty for others."""
+        encoder = ("it is an encoder-decoder",) if self.is_encoder_decoder else ()
         return (*encoder, *config_refusals(self.model.generation_config))
 
     @property
-    def _by_engine(self) -> bool:
-        """Whether calls are answered by the engine: not where it has no decode program; `generate` computes texts at once."""
+    def _uses_engine(self) -> bool:
+        """True if calls go to the engine. Without a decode program they do not: `generate` computes all prompts in one
+        batch."""
         return self._wants_engine and not self.refusals and not self.engine.program.reasons
 
+    @property
+    def ends(self) -> list[int]:
+        """Deprecated name of `stop_token_ids`."""
+        warnings.warn("Pipeline.ends is now Pipeline.stop_token_ids", DeprecationWarning, stacklevel=2)
+        return self.stop_token_ids
+
+    @property
+    def encodes(self) -> bool:
+        """Deprecated name of `is_encoder_decoder`."""
+        warnings.warn("Pipeline.encodes is now Pipeline.is_encoder_decoder", DeprecationWarning, stacklevel=2)
+        return self.is_encoder_decoder
+
     def destroy(self) -> None:
-        """Lets go of the model and its memory; the pipeline cannot be called afterwards."""
+        """Frees the model and its memory; the pipeline cannot be called afterwards."""
         self.model = None  # type: ignore[assignment]
         self._engine = None
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _by_requests(self, encoded: list[list[int]], params: GenerateParams, limits: list[int]) -> list[list[int]]:
-        """New tokens of each prompt, from the engine."""
+    def _generate_by_engine(self, encoded: list[list[int]], params: GenerateParams, limits: list[int]) -> list[list[int]]:
+        """New tokens of each prompt, by the engine."""
         texts = [Detokenizer(self.tokenizer, ids, params.stop) if params.stop else None for ids in encoded]
-        callbacks = [None if text is None else functools.partial(_stops, text) for text in texts]
+        callbacks = [None if text is None else functools.partial(_completes_stop_string, text) for text in texts]
         requests = requests_of(encoded, limits, params, self.model.generation_config, self.stop_token_ids, callbacks)
         return [[sampled.token for sampled in request.sampled] for request in self.engine.generate(requests)]
 
@@ -162,15 +178,15 @@ class Pipeline:
         device = self.model.device
 
         def padded(ids: list[int], value: int) -> list[int]:
-            # What is continued ends where the new tokens begin; an encoder numbers its tokens from the first, padding included.
+            # A decoder is padded on the left, so that new tokens follow the prompt; an encoder on the right.
             padding = [value] * (longest - len(ids))
-            return [*ids, *padding] if self.encodes else [*padding, *ids]
+            return [*ids, *padding] if self.is_encoder_decoder else [*padding, *ids]
 
         tokens = torch.tensor([padded(ids, pad) for ids in encoded], device=device)
         mask = torch.tensor([padded([1] * len(ids), 0) for ids in encoded], device=device)
-        before = 1 if self.encodes else longest  # tokens that come back before new ones: a decoder starts from one
+        before = 1 if self.is_encoder_decoder else longest  # a decoder's start token, or the prompt
         options: dict[str, Any] = {"max_new_tokens": limit, "pad_token_id": pad}
-        # Even 0 would stand in the place of a min_length of the model's own.
+        # Not set for 0, which would override the model's own min_length.
         options |= {"min_new_tokens": params.min_new_tokens} if params.min_new_tokens else {}
         if params.do_sample:
             options |= {"do_sample": True, "top_p": params.top_p, "top_k": params.top_k or 0}
@@ -179,9 +195,9 @@ class Pipeline:
             options |= {"do_sample": False, "top_p": None, "top_k": None, "temperature": None}
         if params.stop:
             options["stopping_criteria"] = StoppingCriteriaList([_StopStrings(self, encoded, before, params.stop)])
-        options["logits_processor"] = LogitsProcessorList([_Numbers()])
+        options["logits_processor"] = LogitsProcessorList([_FiniteLogits()])
         options["eos_token_id"] = None if params.ignore_eos else (self.stop_token_ids or None)
-        # A seed belongs to this call: the caller's own random numbers go on as before.
+        # The caller's random state is not changed.
         with torch.random.fork_rng([device] if device.type == "cuda" else [], enabled=params.seed is not None):
             if params.seed is not None:
                 torch.manual_seed(params.seed)
@@ -189,7 +205,7 @@ class Pipeline:
         return [row.tolist() for row in out[:, before:]]
 
     def _response(self, prompt: str, ids: list[int], new: list[int], params: GenerateParams) -> Response:
-        """Cuts one row of the batch where it ended: at the end-of-text token, then at the first stop string."""
+        """Truncates a row of the batch after its first stop token, then before its first stop string."""
         reason = FinishReason.LENGTH
         if not params.ignore_eos:
             for i, token in enumerate(new):
@@ -205,13 +221,13 @@ class Pipeline:
         return Response(prompt + text if params.return_full_text else text, len(ids), len(new), reason)
 
     def _text(self, ids: list[int], new: list[int]) -> str:
-        """Text of `new` after the prompt `ids`; decoded alone, some tokenizers drop the space in front of the first word."""
-        ids = [] if self.encodes else ids
+        """Text of `new` after the prompt `ids`, decoded with it: some tokenizers drop the space before a text's first word."""
+        ids = [] if self.is_encoder_decoder else ids
         prompt, whole = (self.tokenizer.decode(part, skip_special_tokens=True) for part in (ids, [*ids, *new]))
         return whole[len(prompt) :] if whole.startswith(prompt) else self.tokenizer.decode(new, skip_special_tokens=True)
 
     def _tokens_until(self, ids: list[int], new: list[int], stop: Sequence[str]) -> int:
-        """How many tokens there were when a stop string was complete; others of the batch may have run on."""
+        """Number of new tokens up to the end of the first stop string; other rows of the batch may have continued."""
 
         def has_stopped(count: int) -> bool:
             text = self._text(ids, new[:count])
@@ -220,8 +236,8 @@ class Pipeline:
         return 1 + bisect.bisect_left(range(1, len(new)), True, key=has_stopped)
 
 
-class _Numbers(LogitsProcessor):
-    """Raises RequestFailed where the logits of a row are no numbers, of which Transformers takes token 0 without a word."""
+class _FiniteLogits(LogitsProcessor):
+    """Raises RequestFailed for NaN or infinite logits, for which Transformers silently takes token 0."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if not bool(scores.amax(-1).isfinite().all()):  # NaN wins; -inf alone is a token that may not come
@@ -230,10 +246,10 @@ class _Numbers(LogitsProcessor):
 
 
 class _StopStrings(StoppingCriteria):
-    """Ends a row once what was generated, without the prompt, holds a stop string.
+    """Stops a row once its generated text, without the prompt, contains a stop string.
 
-    Transformers' own criterion looks at the prompt too, and ends a text whose first token completes a stop string that
-    the prompt's last one began.
+    Transformers' own criterion also searches the prompt: it stops a row whose first token completes a stop string that began in
+    the prompt.
     """
 
     def __init__(self, pipe: Pipeline, encoded: list[list[int]], before: int, stop: Sequence[str]) -> None:
@@ -246,7 +262,7 @@ class _StopStrings(StoppingCriteria):
         return torch.tensor(ended, device=input_ids.device)
 
     def _ended(self, ids: list[int], row: list[int]) -> bool:
-        # The cheap look at the last tokens may see the prompt; only the generated text decides.
+        # A quick search of the last tokens, which may include the prompt; the generated text decides.
         tail = self.pipe.tokenizer.decode(row[-self.tail :], skip_special_tokens=True)
         if not any(s in tail for s in self.stop):
             return False
@@ -314,7 +330,7 @@ def pipeline(
 
 
 class Bar:
-    """Shows how far something is that texts wait for, and is gone when that is done."""
+    """A progress bar, removed when its work is done."""
 
     def __init__(self) -> None:
         self._shown: Progress | None = None
@@ -329,8 +345,8 @@ class Bar:
             self._shown = None
 
 
-def _stops(text: Detokenizer, sampled: SampledToken) -> bool:
-    """Whether a text has come to a stop string."""
+def _completes_stop_string(text: Detokenizer, sampled: SampledToken) -> bool:
+    """Adds a token; returns True if it completes a stop string."""
     text.push(sampled.token)
     return text.stopped
 

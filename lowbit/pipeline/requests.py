@@ -1,4 +1,4 @@
-"""What a call of a pipeline means to the engine: one request for each prompt, sampled as Transformers' `generate` draws."""
+"""Engine requests of a pipeline call, one for each prompt, sampled as by Transformers' `generate`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lowbit.models.generation import sampling_settings
 from lowbit.pipeline.params import GenerateParams
 
 _USED = {"temperature", "min_p", "repetition_penalty"}
-"""Fields of a model's generation config that a call takes over where it says nothing itself, as `generate` does."""
+"""Fields of a model's generation config that are defaults of a call, as in `generate`."""
 
 _SAID = {
     "do_sample", "top_k", "top_p", "max_length", "max_new_tokens", "min_length", "min_new_tokens", "eos_token_id",
@@ -21,16 +21,16 @@ _SAID = {
     "cache_implementation", "cache_config", "return_dict_in_generate", "output_attentions", "output_hidden_states",
     "output_scores", "output_logits",
 }  # fmt: skip
-"""Fields that a call or the pipeline says itself, or that say nothing of the tokens."""
+"""Fields that calls and the pipeline set themselves, or that do not change the tokens."""
 
 _NEXT_SEED = 0x9E3779B97F4A7C15
-"""Between the seeds of a call's prompts: 2^64 over the golden ratio, so that calls with neighbouring seeds share none."""
+"""Difference of the seeds of a call's prompts, 2^64 over the golden ratio: calls with neighbouring seeds share no seed."""
 
 
 def config_refusals(config: GenerationConfig) -> tuple[str, ...]:
-    """Why an engine cannot draw as a model's generation config asks; empty if it can."""
-    asked = {name for name, value in config.to_diff_dict().items() if value is not None}
-    unknown = sorted(asked - _USED - _SAID)
+    """Reasons why an engine cannot sample as a model's generation config states; empty if it can."""
+    fields = {name for name, value in config.to_diff_dict().items() if value is not None}
+    unknown = sorted(fields - _USED - _SAID)
     return tuple(f"its generation config sets {name}={getattr(config, name, None)!r}" for name in unknown)
 
 
@@ -42,11 +42,11 @@ def requests_of(
     stop_token_ids: Sequence[int],
     callbacks: Sequence[Callable[[SampledToken], bool] | None],
 ) -> list[Request]:
-    """A request for each prompt. Each has a random sequence of its own, the first that of the seed."""
+    """A request for each prompt, with seeds of their own; the first has `params.seed`."""
     seed = secrets.randbits(63) if params.seed is None else params.seed
-    ended_by = frozenset() if params.ignore_eos else frozenset(stop_token_ids)
+    stops = frozenset() if params.ignore_eos else frozenset(stop_token_ids)
     return [
-        Request(ids, limit, _sampling(params, config, seed + i * _NEXT_SEED), ended_by, on_token)
+        Request(ids, limit, _sampling(params, config, seed + i * _NEXT_SEED), stops, on_token)
         for i, (ids, limit, on_token) in enumerate(zip(encoded, limits, callbacks, strict=True))
     ]
 

@@ -1,4 +1,4 @@
-"""The answer to one prompt as it comes."""
+"""The response to one prompt, streamed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from lowbit.pipeline.params import Response
 
 
 class Stream(Iterator[str]):
-    """Pieces of an answer, whole characters each; `response` is the whole one as soon as there are no more, None before.
+    """Yields the text of a response in parts of whole characters, without stop strings.
 
-    Nothing of a stop string is in the pieces. `close`, or the end of a `with` block, gives up what has not come.
+    `response` is None until the iteration ends, then the whole response. `close`, or the end of a `with` block, cancels the
+    request.
     """
 
     def __init__(self, pieces: Generator[str, None, Response]) -> None:
@@ -25,7 +26,7 @@ class Stream(Iterator[str]):
             raise StopIteration from None
 
     def close(self) -> None:
-        """Ends the request where it is."""
+        """Cancels the request."""
         self._pieces.close()
 
     def __enter__(self) -> Stream:

@@ -23,7 +23,7 @@ from lowbit.serve.stream import EventStream, read_body, unless_gone
 logger = logging.getLogger("lowbit.serve")
 
 GONE = 499
-"""The status, for log and metrics, of an answer that nobody waits for any more; nginx's number."""
+"""Status in log and metrics of a request whose client disconnected, as in nginx."""
 
 
 def make_app(service: Service) -> ASGIApp:
@@ -142,7 +142,7 @@ async def _refusal(request: Request, error: Exception) -> Response:
 
 
 async def _http(request: Request, error: Exception) -> Response:
-    """What FastAPI itself refuses: paths and methods."""
+    """Errors of FastAPI itself: unknown paths and methods."""
     assert isinstance(error, HTTPException)
     why = {404: f"no such path: {request.url.path[:100]!r}", 405: f"{request.method[:20]} is not for this path"}
     refusal = ApiError(error.status_code, why.get(error.status_code, str(error.detail)))
@@ -201,7 +201,7 @@ class AccessLog:
                 logger.info("%s %s %d %.3f s", scope["method"], path, status or GONE, time.monotonic() - begun)
 
     def _stranger(self, scope: Scope) -> bool:
-        """Whether a page of another site may have sent a request, under a name of its own that leads here."""
+        """True if a page of another site may have sent the request, by a host name that resolves to this machine."""
         if not self.service.local or self.service.key is not None:
             return False
         host = next((value for name, value in scope["headers"] if name == b"host"), b"localhost").decode("latin-1")

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 TEMPLATE_ERRORS = (
     ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, TemplateError,
 )  # fmt: skip
-"""What templates raise for dialogues that they were not written for."""
+"""Errors that templates raise for conversations that they do not support."""
 
 NAMES_KEPT = 8192
 """Texts of tokens that are not decoded again: all 128,000 of a vocabulary, which a server comes to see in days, take 25 MB."""
 
 
 def rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
-    """A dialogue as text, by the model's template; raises ValueError, in words, where that does not take it."""
+    """A conversation as text, by the model's chat template; raises ValueError if that does not support it."""
     try:
         text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True)  # type: ignore[arg-type]
     except TEMPLATE_ERRORS as error:
@@ -61,7 +61,7 @@ class Encoder:
         return checked(self.tokenizer(text, add_special_tokens=False).input_ids, self.most, "messages")
 
     def _uses_tools(self, messages: list[dict[str, Any]], text: str) -> bool:
-        """Whether the text of a conversation with tools differs from the text without them."""
+        """True if the template uses the tools: the text without them differs."""
         try:
             return text != rendered(self.tokenizer, messages, None)
         except ValueError:
@@ -83,7 +83,7 @@ def checked(ids: list[int], most: int, param: str) -> list[int]:
 
 
 class TokenTexts:
-    """How each token reads alone, for log-probabilities."""
+    """The text of single tokens, for log-probabilities."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer

@@ -1,4 +1,4 @@
-"""The other side of the API, for `lowbit chat`: a dialogue with a server, or with a model in this process."""
+"""The client side of the API, for `lowbit chat`: a conversation with a server, or with a model in this process."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ MOST_BODY = 1 << 24
 MOST_LINE = 1 << 20
 """Bytes of one server-sent event."""
 MOST_OF_A_TOKEN = 1 << 12
-"""Bytes that a server may send for each token of an answer; an event of one token takes some 200."""
+"""Upper limit of bytes for each token of an answer; an event of one token has about 200."""
 MOST_NAME, MOST_NAMES, MOST_SHOWN = 256, 8, 500
-"""Characters of a model's name, names that an error lists, and characters that it cites of what the server says."""
+"""Characters of a model's name, names in an error message, and characters cited from the server."""
 
 Messages = Sequence[Mapping[str, str]]
 
 
 class ChatBackend(Protocol):
-    """Whoever answers; `name` is the model's."""
+    """A model that answers, locally or behind a server; `name` is the model's."""
 
     name: str
 
     def answer(self, messages: Messages, temperature: float, max_tokens: int) -> Iterator[str]:
-        """The next turn, piece by piece; raises ValueError where there is none, in words."""
+        """Yields the text of the next turn in parts; raises ValueError if that fails."""
 
 
 class RemoteChat:
-    """A model behind an OpenAI-compatible server at `url`, with or without its /v1; the first that the server has unless `name`
-    says which. Raises ValueError where nobody answers as such a server does.
+    """A model behind an OpenAI-compatible server at `url`, with or without its /v1; `name`: the server's first model by
+    default. Raises ValueError if no such server answers.
 
-    The server is not trusted: what it sends is bounded, checked, and never followed elsewhere.
+    The server is not trusted: its responses are bounded and checked, and redirects are not followed.
     """
 
     def __init__(self, url: str, key: str | None = None, name: str | None = None) -> None:
@@ -48,7 +48,7 @@ class RemoteChat:
         self._base = base if base.endswith("/v1") else f"{base}/v1"
         headers = {"accept-encoding": "identity"} | ({"authorization": f"Bearer {key}"} if key else {})
         self._client = httpx.Client(headers=headers, timeout=httpx.Timeout(10, read=600))
-        with self._asked("GET", "/models", read=30) as response:
+        with self._request("GET", "/models", read=30) as response:
             found = _json(_body(response, MOST_BODY)).get("data")
         models = [model.get("id") for model in found if isinstance(model, dict)] if isinstance(found, list) else []
         names = [model for model in models if isinstance(model, str) and 0 < len(model) <= MOST_NAME]
@@ -60,18 +60,18 @@ class RemoteChat:
         self.name = name or names[0]
 
     def answer(self, messages: Messages, temperature: float, max_tokens: int) -> Iterator[str]:
-        """The next turn, as it comes."""
-        asked = {"model": self.name, "messages": messages, "temperature": temperature, "max_tokens": max_tokens, "stream": True}
+        """Yields the text of the next turn in parts."""
+        body = {"model": self.name, "messages": messages, "temperature": temperature, "max_tokens": max_tokens, "stream": True}
         most = MOST_BODY + max_tokens * MOST_OF_A_TOKEN
-        with self._asked("POST", "/chat/completions", json=asked) as response:
+        with self._request("POST", "/chat/completions", json=body) as response:
             for line in _lines(_bounded(response, most)):
                 if line == "data: [DONE]":
                     return
-                yield from _piece(line)
+                yield from _event_text(line)
 
     @contextlib.contextmanager
-    def _asked(self, method: str, path: str, read: float = 600, **body: Any) -> Iterator[httpx.Response]:
-        """The answer to a request, whose body is still to be read; raises ValueError, in words, for none and for a refusal."""
+    def _request(self, method: str, path: str, read: float = 600, **body: Any) -> Iterator[httpx.Response]:
+        """The response to a request, its body not read yet; raises ValueError for connection errors and error statuses."""
         timeout = httpx.Timeout(10, read=read)
         try:
             with self._client.stream(method, self._base + path, timeout=timeout, **body) as response:
@@ -88,7 +88,7 @@ class RemoteChat:
 
 
 class LocalChat:
-    """A model of this process."""
+    """A model in this process."""
 
     def __init__(self, pipe: Pipeline, name: str) -> None:
         if pipe.tokenizer.chat_template is None:
@@ -97,29 +97,29 @@ class LocalChat:
         self._configured = configured(pipe.model)
 
     def answer(self, messages: Messages, temperature: float, max_tokens: int) -> Iterator[str]:
-        """The next turn, as it comes."""
+        """Yields the text of the next turn in parts."""
         tokenizer, engine = self.pipe.tokenizer, self.pipe.engine
         text = rendered(tokenizer, [dict(message) for message in messages], None)
         ids = tokenizer(text, add_special_tokens=False).input_ids
-        room = engine.max_length - len(ids)
-        if room < 1:
-            raise ValueError(f"the dialogue has {len(ids):,} tokens, a text here at most {engine.max_length:,}")
+        left = engine.max_length - len(ids)
+        if left < 1:
+            raise ValueError(f"the conversation has {len(ids):,} tokens, a sequence here at most {engine.max_length:,}")
         stream = Detokenizer(tokenizer, ids)
         sampling = Sampling(**{**self._configured, "temperature": temperature, "seed": secrets.randbits(63)})
-        request = Request(ids, min(room, max_tokens), sampling, frozenset(engine.stop_token_ids))
+        request = Request(ids, min(left, max_tokens), sampling, frozenset(engine.stop_token_ids))
         try:
             for sampled in engine.stream(engine.submit(request)):
                 if piece := stream.push(sampled.token):
                     yield piece
-        except RuntimeError as error:  # the text failed, or the engine
+        except RuntimeError as error:  # the request failed, or the engine
             raise ValueError(f"computing the answer failed: {error}") from error
         if rest := stream.finish():
             yield rest
 
 
 def _bounded(response: httpx.Response, most: int) -> Iterator[bytes]:
-    """The body as it comes; raises ValueError where it is longer than `most` bytes, or compressed, which nobody asked for: a
-    few bytes could become gigabytes."""
+    """Yields the body in parts. Raises ValueError if it is longer than `most` bytes or compressed: compressed bytes could
+    expand to gigabytes."""
     if (encoding := response.headers.get("content-encoding", "identity")) != "identity":
         raise ValueError(f"the server sends its answer as {encoding[:MOST_NAME]!r}, which was not asked for")
     total = 0
@@ -131,13 +131,13 @@ def _bounded(response: httpx.Response, most: int) -> Iterator[bytes]:
 
 
 def _body(response: httpx.Response, most: int) -> str:
-    """The whole body as text."""
+    """The whole body as text, at most `most` bytes."""
     return b"".join(_bounded(response, most)).decode(errors="replace")
 
 
 def _lines(parts: Iterable[bytes]) -> Iterator[str]:
-    """Lines of server-sent events, which end at no other characters than these; raises ValueError for one that is too long."""
-    rest: list[bytes] = []  # of a line, joined once: adding to bytes copies them each time
+    """Yields the lines of server-sent events, which end at line feeds only; raises ValueError for one that is too long."""
+    rest: list[bytes] = []  # of a line, joined once: each concatenation would copy
     length = 0
     for part in parts:
         *ended, last = part.split(b"\n")
@@ -151,8 +151,8 @@ def _lines(parts: Iterable[bytes]) -> Iterator[str]:
     yield b"".join(rest).decode(errors="replace")
 
 
-def _piece(line: str) -> Iterator[str]:
-    """The text in a line of server-sent events; raises ValueError for an event that is none of OpenAI's."""
+def _event_text(line: str) -> Iterator[str]:
+    """Yields the text in a line of server-sent events; raises ValueError for an event that is not in OpenAI's form."""
     if not line.startswith("data:") or not (data := line.removeprefix("data:").strip()):
         return
     event = _json(data)
@@ -172,14 +172,14 @@ def _piece(line: str) -> Iterator[str]:
 
 
 def _refusal(response: httpx.Response) -> str:
-    """What a server says instead of an answer."""
+    """The error message of an error response."""
     error = _json(_body(response, MOST_BODY)).get("error")
     message = error.get("message") if isinstance(error, dict) else None
     return f"the server says {response.status_code}: {str(message or response.reason_phrase)[:MOST_SHOWN]}"
 
 
 def _json(text: str) -> dict[str, Any]:
-    """The object in a text; empty if there is none."""
+    """The JSON object in a text; an empty one if there is none."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):

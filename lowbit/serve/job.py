@@ -1,4 +1,4 @@
-"""One HTTP request as sequences for the engine: what was asked becomes settings, limits and seeds of each."""
+"""One HTTP request as sequences of the engine, each with its sampling settings, limit and seed."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from lowbit.serve.stream import Push
 from lowbit.serve.worker import OutputCollector, SequenceOutput, SequenceState
 
 COMPLETION_TOKENS = 16
-"""Of a completion that does not say how many; OpenAI's number. A chat may be as long as a text can."""
+"""Default limit of a completion, as in OpenAI's API. A chat has no limit but the context length."""
 
 FEW_LOGPROBS = 8
-"""Tokens whose log-probabilities are written on the event loop, in up to 0.2 ms. More, those of a long text, whole or for a
-client that reads slowly, take up to a second; but every token in another thread costs 16 streams a tenth of their tokens a
-second (a tiny model on two cores, 2026-11-23)."""
+"""Tokens whose log-probabilities are encoded on the event loop, in up to 0.2 ms. More, as in a whole long response, take up to
+a second and go to a thread. Using the thread for every token costs 16 streams 10 % of their tokens/s (a tiny model on two
+cores, 2026-11-23)."""
 
 NEXT_SEED = 0x9E3779B97F4A7C15
-"""Between the seeds of a request's sequences, of which the first has the seed itself: 2^64 over the golden ratio."""
+"""Difference of the seeds of a request's sequences, 2^64 over the golden ratio; the first sequence has the seed itself."""
 
 
 @dataclass(eq=False)
 class GenerationJob:
-    """The sequences of a request, where they arrive, and the form of their answer."""
+    """The sequences of a request, the collector of their outputs, and the form of the response."""
 
     service: Service
     params: GenerationBody
@@ -40,35 +40,35 @@ class GenerationJob:
     closed: bool = False
 
     def start(self) -> None:
-        """Hands the sequences to the engine."""
+        """Submits the sequences to the engine."""
         self.service.worker.submit(self.sequences)
 
     def close(self) -> None:
-        """Ends what has not ended, and gives the seats back."""
+        """Cancels unfinished sequences, and returns their quota."""
         if not self.closed:
             self.closed = True
             self.service.worker.cancel(self.sequences)
             self.service.quota.give_back(len(self.sequences))
 
     async def whole(self) -> bytes:
-        """The whole answer as JSON; raises ApiError if one of its sequences fails."""
-        found: dict[int, SequenceOutput] = {}
+        """The whole response as JSON; raises ApiError if one of its sequences fails."""
+        joined: dict[int, SequenceOutput] = {}
         ended = 0
         while ended < len(self.sequences):
             for output in await self.outputs():
-                before = found.get(output.index)
-                found[output.index] = output if before is None else before.followed_by(output)
+                before = joined.get(output.index)
+                joined[output.index] = output if before is None else before.followed_by(output)
                 ended += output.finish_reason is not None
 
-        return await self._made(lambda: encoded(self.answer.complete(found)), found.values())
+        return await self._encode(lambda: encoded(self.answer.complete(joined)), joined.values())
 
-    async def _made(self, make: Callable[[], bytes], outputs: Iterable[SequenceOutput]) -> bytes:
-        """What `make` makes of some outputs, beside the event loop if they have the log-probabilities of many tokens."""
+    async def _encode(self, encode: Callable[[], bytes], outputs: Iterable[SequenceOutput]) -> bytes:
+        """The result of `encode`, from a thread if the outputs have the log-probabilities of many tokens."""
         tokens = 0 if self.params.num_logprobs is None else sum(len(output.sampled) for output in outputs)
-        return make() if tokens <= FEW_LOGPROBS else await self.service.prompts.beside(make)
+        return encode() if tokens <= FEW_LOGPROBS else await self.service.prompts.beside(encode)
 
     async def outputs(self) -> list[SequenceOutput]:
-        """Some more outputs; raises ApiError if one of them says that its text failed."""
+        """Waits for outputs and returns them; raises ApiError if a sequence failed."""
         outputs = await self.collector.fetch()
         for output in outputs:
             if output.error is not None:
@@ -76,7 +76,7 @@ class GenerationJob:
         return outputs
 
     def events(self, outputs: list[SequenceOutput]) -> Any:
-        """A function that pushes the answer as server-sent events, from its first outputs on."""
+        """A function that pushes the response as server-sent events, beginning with `outputs`."""
 
         def write(push: Push) -> Coroutine[Any, Any, None]:
             return self._write(push, outputs)
@@ -92,7 +92,7 @@ class GenerationJob:
                 if output.error is not None:
                     await push(_event(output.error.body()))
                     return
-            data = await self._made(functools.partial(self._chunks, outputs, begun), outputs)
+            data = await self._encode(functools.partial(self._chunks, outputs, begun), outputs)
             ended += sum(output.finish_reason is not None for output in outputs)
             if data:
                 await push(data)
@@ -102,7 +102,7 @@ class GenerationJob:
         await push((_event(self.answer.last_chunk()) if usage else b"") + b"data: [DONE]\n\n")
 
     def _chunks(self, outputs: Sequence[SequenceOutput], begun: set[int]) -> bytes:
-        """The events of some more outputs; `begun`: the sequences that have had one, which those of `outputs` join."""
+        """The events of some outputs. `begun`: sequences that have had events; those of `outputs` are added."""
         chunks: list[dict[str, Any]] = []
         for output in outputs:
             chunks += self.answer.chunks(output, output.index not in begun, self.params.includes_usage)
@@ -115,12 +115,12 @@ def _event(value: dict[str, Any]) -> bytes:
 
 
 def sequence_count(params: GenerationBody) -> int:
-    """How many sequences a request is for."""
+    """Number of sequences of a request."""
     return params.choices * (len(params.prompts) if isinstance(params, CompletionRequest) else 1)
 
 
 def make_job(service: Service, params: GenerationBody) -> GenerationJob:
-    """The sequences of a request, whose prompts are encoded here; raises ApiError for what can never be computed."""
+    """Encodes the prompts of a request, and makes its sequences; raises ApiError if they can never run."""
     fronts: list[str] = []
     if isinstance(params, ChatCompletionRequest):
         tools = [tool.model_dump(exclude_none=True) for tool in params.tools or ()] if params.tool_choice != "none" else None
@@ -138,29 +138,30 @@ def make_job(service: Service, params: GenerationBody) -> GenerationJob:
             sampling = _sampling(service, params, (seed + index * NEXT_SEED) % (1 << 64))
             request = _request(service, params, ids, sampling)
             sequences.append(SequenceState(request, Detokenizer(service.tokenizer, ids, params.stops), collector, index))
-    made = (
-        service.name, [text.request for text in sequences], params.choices, service.token_texts, params.num_logprobs is not None, fronts,
+    arguments = (
+        service.name, [sequence.request for sequence in sequences], params.choices, service.token_texts,
+        params.num_logprobs is not None, fronts,
     )  # fmt: skip
-    answer = ChatResponses(*made) if isinstance(params, ChatCompletionRequest) else CompletionResponses(*made)
+    answer = ChatResponses(*arguments) if isinstance(params, ChatCompletionRequest) else CompletionResponses(*arguments)
     return GenerationJob(service, params, sequences, collector, answer)
 
 
 def _request(service: Service, params: GenerationBody, ids: list[int], sampling: Sampling) -> Request:
-    """One text for the engine; raises ApiError if it can never run."""
+    """The engine's request for one sequence; raises ApiError if it can never run."""
     most = service.engine.max_length
-    room = most - len(ids)
+    left = most - len(ids)
     param = "messages" if isinstance(params, ChatCompletionRequest) else "prompt"
-    if room < 1:
-        raise too_long(param, f"a prompt of {len(ids):,} tokens", f"a text here has at most {most:,}, its answer included")
-    limit = params.limit or (room if isinstance(params, ChatCompletionRequest) else min(room, COMPLETION_TOKENS))
-    if limit > room:
+    if left < 1:
+        raise too_long(param, f"a prompt of {len(ids):,} tokens", f"a sequence here has at most {most:,}, its answer included")
+    limit = params.limit or (left if isinstance(params, ChatCompletionRequest) else min(left, COMPLETION_TOKENS))
+    if limit > left:
         raise too_long(
-            params.limit_name, f"{limit:,} after a prompt of {len(ids):,}", f"a text here has at most {most:,} tokens"
+            params.limit_name, f"{limit:,} after a prompt of {len(ids):,}", f"a sequence here has at most {most:,} tokens"
         )
     if sampling.min_new_tokens > limit:
-        raise refused("min_tokens", f"{sampling.min_new_tokens:,} are more than the {limit:,} that the text may have")
-    ends = frozenset() if params.ignore_eos else frozenset(service.engine.stop_token_ids)
-    request = Request(ids, limit, sampling, ends, top_logprobs=params.num_logprobs or 0)
+        raise refused("min_tokens", f"{sampling.min_new_tokens:,} are more than the {limit:,} that the sequence may have")
+    stops = frozenset() if params.ignore_eos else frozenset(service.engine.stop_token_ids)
+    request = Request(ids, limit, sampling, stops, top_logprobs=params.num_logprobs or 0)
     reasons = service.engine.scheduler.refusals(request)
     if reasons:
         raise too_long(param, "; ".join(reasons), "ask for fewer tokens (max_tokens)")
@@ -168,19 +169,19 @@ def _request(service: Service, params: GenerationBody, ids: list[int], sampling:
 
 
 def _sampling(service: Service, params: GenerationBody, seed: int) -> Sampling:
-    """How the tokens of a text are sampled, the model's own settings where the request does not say."""
+    """Sampling settings of a sequence; the model's own where the request has none."""
 
-    def said(name: str, otherwise: float) -> Any:
+    def setting(name: str, default: float) -> Any:
         value = getattr(params, name)
-        return service.defaults.get(name, otherwise) if value is None else value
+        return service.defaults.get(name, default) if value is None else value
 
     bias = {int(token): value for token, value in (params.logit_bias or {}).items()}
     for token in bias:
         if token >= service.vocab:
             raise refused("logit_bias", f"tokens are from 0 to {service.vocab - 1:,}, got {token:,}")
     return Sampling(
-        temperature=said("temperature", 1.0), top_k=max(0, said("top_k", 0)), top_p=said("top_p", 1.0),
-        min_p=said("min_p", 0.0), repetition_penalty=said("repetition_penalty", 1.0),
+        temperature=setting("temperature", 1.0), top_k=max(0, setting("top_k", 0)), top_p=setting("top_p", 1.0),
+        min_p=setting("min_p", 0.0), repetition_penalty=setting("repetition_penalty", 1.0),
         presence_penalty=params.presence_penalty or 0.0, frequency_penalty=params.frequency_penalty or 0.0, seed=seed,
         logit_bias=tuple(bias.items()), min_new_tokens=0 if params.ignore_eos else params.min_tokens or 0,
     )  # fmt: skip

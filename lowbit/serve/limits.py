@@ -1,18 +1,18 @@
-"""How much a server takes: of requests at once, of one request, and of a client's patience."""
+"""Upper limits of a server: requests at once, sizes of a request, times of a connection."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 MOST_CHOICES = 16
-"""`n` of a request."""
+"""Upper limit of `n`."""
 
 MOST_PROMPTS = 64
 """Prompts in a request to /v1/completions."""
 
 MOST_STOPS = 16
 MOST_STOP_CHARACTERS = 256
-"""Of a stop string: as many characters at the end of a text may be held back."""
+"""Characters of a stop string; as many at the end of a text may be held back."""
 
 MOST_BIASES = 1024
 """Entries of logit_bias."""
@@ -21,31 +21,31 @@ MOST_MESSAGES = 2048
 MOST_TOOLS = 128
 
 MOST_HEAD_BYTES = 32 << 10
-"""Request line and headers; of a chunked body what is no body, trailers among it."""
+"""Bytes of request line and headers; also of chunk sizes and trailers of a chunked body."""
 
 MOST_PIPELINED = 8
-"""Requests that a connection sends behind one that is being answered; more end it."""
+"""Pipelined requests of a connection; more close it."""
 
 HEAD_SECONDS = 10.0
-"""Until the head of a request is there, from the connection or the head's first byte on."""
+"""Time to receive the head of a request, from the connection or its first byte on."""
 
 BODY_SECONDS = 30.0
-"""Until the body is there."""
+"""Time to receive a body."""
 
 STALL_SECONDS = 30.0
-"""That a client may leave what is sent unread before its texts are given up."""
+"""Time that a client may leave data unread before its requests are cancelled."""
 
 KEEP_ALIVE_SECONDS = 30
-"""That an idle connection stays open."""
+"""Time that an idle connection stays open."""
 
 SPARE_FILES = 256
-"""Open files that are left for everything but connections; a low `ulimit -n` lowers the number of connections."""
+"""Open files reserved for everything but connections; a low `ulimit -n` lowers the number of connections."""
 
 LEAST_CONNECTIONS = 16
-"""Connections that are accepted however low `ulimit -n` is."""
+"""Least number of connections, however low `ulimit -n` is."""
 
 LARGE_BODY_BYTES = 16 << 10
-"""Bodies above this are parsed beside the event loop."""
+"""Larger bodies are parsed in a thread."""
 
 PROMPT_BYTES = 512 << 20
 PROMPT_BYTES_PER_BODY_BYTE = 512
@@ -67,7 +67,7 @@ class Limits:
     prompt_seconds: float = 10.0
     """Seconds of computing that the chat template and the tokenizer may take for a request."""
     max_connections: int | None = None
-    """Open connections, idle ones included; twice the seats, and 64, when None."""
+    """Open connections, idle ones included; None: twice `max_sequences`, and 64."""
     max_connections_per_address: int | None = None
     """Open connections of one IPv4 address or one /64 network of IPv6; half of all when None."""
 
@@ -75,12 +75,12 @@ class Limits:
         least: dict[str, float] = {"max_concurrent": 1, "max_queue": 0, "max_prompt": 1, "max_body": 1024, "grace_seconds": 0}
         least |= {"prompt_seconds": 0.1, "max_connections": 1, "max_connections_per_address": 1}
         for name, value in least.items():
-            if (found := getattr(self, name)) is not None and found < value:
-                raise ValueError(f"{name} is at least {value}, got {getattr(self, name)}")
+            if (number := getattr(self, name)) is not None and number < value:
+                raise ValueError(f"{name} is at least {value}, got {number}")
 
     @property
     def max_sequences(self) -> int:
-        """Texts that the server holds at once."""
+        """Running and waiting sequences."""
         return self.max_concurrent + self.max_queue
 
     @property
@@ -90,10 +90,10 @@ class Limits:
 
     @property
     def connections(self) -> int:
-        """Connections that are open at once, idle ones included."""
+        """Upper limit of open connections, idle ones included."""
         return self.max_connections or 2 * self.max_sequences + 64
 
     @property
     def connections_per_address(self) -> int:
-        """Connections that one address has open at once."""
+        """Upper limit of open connections of one address."""
         return self.max_connections_per_address or -(-self.connections // 2)

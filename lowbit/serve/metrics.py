@@ -1,4 +1,4 @@
-"""What Prometheus reads at /metrics: requests, tokens, queue, time to first token, time per token, pages of the cache."""
+"""Prometheus metrics at /metrics: requests, tokens, queue, time to first token, time per token, pages of the cache."""
 
 from __future__ import annotations
 
@@ -14,41 +14,41 @@ TOKEN_SECONDS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.
 
 
 class Metrics:
-    """Counters of one server; nothing in them is a part of a request's text."""
+    """Metrics of one server; they contain no text of requests."""
 
     def __init__(self, engine: Engine) -> None:
         self.registry = CollectorRegistry()
-        kept: dict[str, Any] = {"registry": self.registry}
-        self.requests = Counter("lowbit_requests", "HTTP requests by endpoint and status.", ("endpoint", "status"), **kept)
-        self.texts = Counter("lowbit_texts", "Texts by why they ended.", ("end",), **kept)
-        self.prompt_tokens = Counter("lowbit_prompt_tokens", "Tokens of prompts.", **kept)
-        self.shared_tokens = Counter("lowbit_prompt_tokens_shared", "Those that were in the cache already.", **kept)
-        self.tokens = Counter("lowbit_generated_tokens", "Tokens of texts.", **kept)
+        registry: dict[str, Any] = {"registry": self.registry}
+        self.requests = Counter("lowbit_requests", "HTTP requests by endpoint and status.", ("endpoint", "status"), **registry)
+        self.texts = Counter("lowbit_texts", "Sequences by finish reason.", ("end",), **registry)
+        self.prompt_tokens = Counter("lowbit_prompt_tokens", "Prompt tokens.", **registry)
+        self.shared_tokens = Counter("lowbit_prompt_tokens_shared", "Prompt tokens found in the prefix cache.", **registry)
+        self.tokens = Counter("lowbit_generated_tokens", "Sampled tokens.", **registry)
         self.first_token = Histogram(
             "lowbit_time_to_first_token_seconds",
             "From an encoded prompt to its first token.",
             buckets=SECONDS,
-            **kept,
+            **registry,
         )
         self.token = Histogram(
-            "lowbit_time_per_token_seconds", "Mean time between the tokens of a text.", buckets=TOKEN_SECONDS, **kept
+            "lowbit_time_per_token_seconds", "Mean time between the tokens of a sequence.", buckets=TOKEN_SECONDS, **registry
         )
-        self.rounds = Histogram("lowbit_round_seconds", "Rounds of the engine.", buckets=TOKEN_SECONDS, **kept)
+        self.rounds = Histogram("lowbit_round_seconds", "Duration of the engine's steps.", buckets=TOKEN_SECONDS, **registry)
         scheduler = engine.scheduler
         gauges = (
-            ("lowbit_texts_running", "Texts being computed.", lambda: len(scheduler.running)),
-            ("lowbit_texts_waiting", "Texts that wait for a place.", lambda: len(scheduler.waiting)),
-            ("lowbit_kv_pages_used", "Pages of keys and values that a text holds.",
+            ("lowbit_texts_running", "Running sequences.", lambda: len(scheduler.running)),
+            ("lowbit_texts_waiting", "Waiting sequences.", lambda: len(scheduler.waiting)),
+            ("lowbit_kv_pages_used", "Pages of the KV cache in use.",
              lambda: scheduler.pages.count - 1 - scheduler.pages.available),
-            ("lowbit_kv_pages", "Pages of keys and values.", lambda: scheduler.pages.count - 1),
+            ("lowbit_kv_pages", "Pages of the KV cache.", lambda: scheduler.pages.count - 1),
         )  # fmt: skip
         for name, meaning, value in gauges:
-            Gauge(name, meaning, **kept).set_function(value)
+            Gauge(name, meaning, **registry).set_function(value)
 
-    def ended(self, request: Request, end: FinishReason, first: float | None) -> None:
-        """Counts a text that has ended, with the end that its client is told: what the engine held back may complete a stop
+    def ended(self, request: Request, reason: FinishReason, first: float | None) -> None:
+        """Counts a finished sequence, with the reason that its client gets: text that the engine held back may complete a stop
         string later. `first`: when its first token came, by `time.monotonic`."""
-        self.texts.labels(end.value).inc()
+        self.texts.labels(reason.value).inc()
         self.prompt_tokens.inc(len(request.prompt))
         self.shared_tokens.inc(request.cached_tokens)
         self.tokens.inc(len(request.sampled))
@@ -56,5 +56,5 @@ class Metrics:
             self.token.observe((time.monotonic() - first) / (len(request.sampled) - 1))
 
     def page(self) -> bytes:
-        """All of it in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self.registry)

@@ -1,4 +1,4 @@
-"""The page at /: one file without outside resources, whose script alone may run."""
+"""The page at /: one file that loads nothing; its Content-Security-Policy permits only its own script and style."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from importlib.resources import files
 
 @functools.cache
 def page() -> tuple[bytes, dict[str, str]]:
-    """The page and its headers: nothing is loaded from anywhere, and nothing but its own script and style is obeyed."""
+    """The page and its headers, which permit only its own script and style."""
     content = files("lowbit.serve").joinpath("page.html").read_bytes()
     hashes = {
-        tag: base64.b64encode(hashlib.sha256(found[1]).digest()).decode()
+        tag: base64.b64encode(hashlib.sha256(match[1]).digest()).decode()
         for tag in ("script", "style")
-        if (found := re.search(rb"<%s>(.*?)</%s>" % (tag.encode(), tag.encode()), content, re.DOTALL))
+        if (match := re.search(rb"<%s>(.*?)</%s>" % (tag.encode(), tag.encode()), content, re.DOTALL))
     }
     policy = (
         f"default-src 'none'; script-src 'sha256-{hashes['script']}'; style-src 'sha256-{hashes['style']}'; "

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's form, whole or in chunks, of chats and of completions."""
+"""Responses in OpenAI's form, whole or as chunks, for chats and for completions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lowbit.serve.chat import TokenTexts
 from lowbit.serve.worker import SequenceOutput
 
 LEAST_LOGPROB = -9999.0
-"""What stands for minus infinity, which JSON has not."""
+"""Stands for minus infinity, which JSON lacks."""
 
 BROKEN = "\ufffd"
 
@@ -25,7 +25,7 @@ def _finite(logprob: float) -> float:
 
 @dataclass
 class Responses:
-    """The answer to one HTTP request: texts 0, 1, .. of `requests`, `each` of them for each prompt."""
+    """The response to one HTTP request: sequences 0, 1, .. of `requests`, `each` of them for each prompt."""
 
     model: str
     requests: Sequence[Request]
@@ -33,14 +33,14 @@ class Responses:
     names: TokenTexts
     logprobs: bool
     fronts: Sequence[str] = ()
-    """What stands in front of the text of each prompt: itself, if it is echoed."""
+    """Text in front of each prompt's output: the prompt itself if it is echoed."""
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
     prefix = whole = chunk = ""
 
     def usage(self) -> dict[str, Any]:
-        """Tokens of prompts, each once, and of all texts as far as they are."""
+        """Tokens of the prompts, each counted once, and of all sequences so far."""
         prompt = sum(len(request.prompt) for request in self.requests[:: self.each])
         sampled = sum(len(request.sampled) for request in self.requests)
         shared = sum(request.cached_tokens for request in self.requests[:: self.each])
@@ -50,18 +50,19 @@ class Responses:
         }  # fmt: skip
 
     def complete(self, outputs: dict[int, SequenceOutput]) -> dict[str, Any]:
-        """The whole answer, from a whole output of each text."""
+        """The whole response, from the joined output of each sequence."""
         choices = [self._choice(outputs[index]) for index in sorted(outputs)]
         return {**self._head(self.whole), "choices": choices, "usage": self.usage()}
 
     def chunks(self, output: SequenceOutput, first: bool, usage: bool) -> list[dict[str, Any]]:
-        """What a stream says of one more output; `usage`: whether the stream ends with its usage, which earlier chunks lack."""
-        nothing = {"usage": None} if usage else {}
+        """The chunks of an output in a stream; `usage`: True if the stream ends with its usage, so that other chunks have
+        null."""
+        blank = {"usage": None} if usage else {}
         head = self._head(self.chunk)
-        return [{**head, "choices": [delta], **nothing} for delta in self._deltas(output, first)]
+        return [{**head, "choices": [delta], **blank} for delta in self._deltas(output, first)]
 
     def last_chunk(self) -> dict[str, Any]:
-        """The chunk of the usage."""
+        """The chunk with the usage."""
         return {**self._head(self.chunk), "choices": [], "usage": self.usage()}
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -79,7 +80,7 @@ class Responses:
 
 @dataclass
 class ChatResponses(Responses):
-    """Of /v1/chat/completions."""
+    """Responses of /v1/chat/completions."""
 
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -89,15 +90,15 @@ class ChatResponses(Responses):
         return {"index": output.index, "message": message, "logprobs": logprobs, "finish_reason": self._reason(output)}
 
     def _deltas(self, output: SequenceOutput, first: bool) -> list[dict[str, Any]]:
-        made = []
+        deltas = []
         if first:
-            made.append(self._delta(output, {"role": "assistant", "content": ""}))
+            deltas.append(self._delta(output, {"role": "assistant", "content": ""}))
         if output.text or (self.logprobs and output.sampled):
             logprobs = self._logprobs(output.sampled) if self.logprobs else None
-            made.append(self._delta(output, {"content": output.text}, logprobs))
+            deltas.append(self._delta(output, {"content": output.text}, logprobs))
         if output.finish_reason is not None:
-            made.append({**self._delta(output, {}), "finish_reason": self._reason(output)})
-        return made
+            deltas.append({**self._delta(output, {}), "finish_reason": self._reason(output)})
+        return deltas
 
     def _delta(self, output: SequenceOutput, delta: dict[str, Any], logprobs: object = None) -> dict[str, Any]:
         return {"index": output.index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
@@ -111,13 +112,13 @@ class ChatResponses(Responses):
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text = self.names[token]
-        bytes_ = None if BROKEN in text else list(text.encode())  # a part of a character has no text of its own
+        bytes_ = None if BROKEN in text else list(text.encode())  # a token within a character has no text of its own
         return {"token": text, "logprob": _finite(logprob), "bytes": bytes_}
 
 
 @dataclass
 class CompletionResponses(Responses):
-    """Of /v1/completions."""
+    """Responses of /v1/completions."""
 
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
 
@@ -126,8 +127,8 @@ class CompletionResponses(Responses):
 
     def _deltas(self, output: SequenceOutput, first: bool) -> list[dict[str, Any]]:
         text = (self._front(output) if first else "") + output.text
-        said = text or output.finish_reason is not None or (self.logprobs and output.sampled)
-        return [self._part(output, text)] if said else []
+        is_new = text or output.finish_reason is not None or (self.logprobs and output.sampled)
+        return [self._part(output, text)] if is_new else []
 
     def _front(self, output: SequenceOutput) -> str:
         return self.fronts[output.index // self.each] if self.fronts else ""

@@ -1,6 +1,6 @@
-"""What can be asked, field by field, with OpenAI's names; a field that is not here, or a value that has no effect, is refused.
+"""Bodies of requests, field by field, with OpenAI's names. Unknown fields, and values without effect, are errors.
 
-Fields of OpenAI's that this server cannot do are declared with the values that ask for nothing.
+Unsupported fields of OpenAI's API accept only the values that request nothing.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ Name = Annotated[str, Field(max_length=256)]
 
 
 class StrictModel(BaseModel):
-    """Exactly the fields that are declared, of exactly their types."""
+    """A model of exactly the declared fields and types."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
 class StreamOptions(StrictModel):
-    """What a stream says beside its text."""
+    """Options of a stream."""
 
     include_usage: bool | None = None
 
 
 class TextResponseFormat(StrictModel):
-    """The only form of answers."""
+    """The only supported response format."""
 
     type: Literal["text"]
 
 
 class GenerationBody(StrictModel):
-    """What both endpoints take; None is what a client did not say."""
+    """Fields of both endpoints; None if the client omits a field."""
 
     model: Name
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
@@ -104,17 +104,17 @@ class GenerationBody(StrictModel):
 
     @property
     def choices(self) -> int:
-        """Texts for each prompt."""
+        """Sequences for each prompt."""
         return self.n or 1
 
     @property
     def limit(self) -> int | None:
-        """Tokens of a text at most, if the client says so."""
+        """Upper limit of new tokens; None if omitted."""
         return self.max_tokens
 
     @property
     def limit_name(self) -> str:
-        """The field that says it."""
+        """Name of the field of `limit`."""
         return "max_tokens"
 
     @property
@@ -124,12 +124,12 @@ class GenerationBody(StrictModel):
 
     @property
     def includes_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
+        """True if the stream ends with its usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def num_logprobs(self) -> int | None:
-        """Likeliest tokens to report with each one; None for no log-probabilities at all."""
+        """Number of most likely tokens to report with each token; None for no log-probabilities."""
         raise NotImplementedError
 
 
@@ -157,7 +157,7 @@ class CompletionRequest(GenerationBody):
 
     @property
     def num_logprobs(self) -> int | None:
-        """As `logprobs` says."""
+        """The value of `logprobs`."""
         return self.logprobs
 
     @property
@@ -171,21 +171,21 @@ class CompletionRequest(GenerationBody):
 
 
 class TextContentPart(StrictModel):
-    """A piece of a message; there are no others."""
+    """A text part of a message's content, the only supported type."""
 
     type: Literal["text"]
     text: str
 
 
 class FunctionCall(StrictModel):
-    """What a tool was called with, `arguments` as JSON."""
+    """Name and arguments of a tool call; `arguments` is JSON."""
 
     name: Name
     arguments: str
 
 
 class ToolCall(StrictModel):
-    """A call in an earlier answer."""
+    """A tool call of an earlier assistant message."""
 
     id: Name | None = None
     type: Literal["function"] = "function"
@@ -193,21 +193,21 @@ class ToolCall(StrictModel):
 
 
 class ChatMessage(StrictModel):
-    """One turn of a dialogue; what its template makes of it is the model's."""
+    """A message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[TextContentPart], Field(fail_fast=True, max_length=MOST_MESSAGES)] | None = None
     name: Name | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS)] | None = None
     tool_call_id: Name | None = None
-    # What an answer's message has in the official client, which may come back as it is.
+    # Fields of response messages in the official client, which may be sent back unchanged.
     annotations: None = None
     audio: None = None
     function_call: None = None
     refusal: None = None
 
     @model_validator(mode="after")
-    def _says_something(self) -> ChatMessage:
+    def _has_content(self) -> ChatMessage:
         if self.content is None and not self.tool_calls:
             raise ValueError("content is a text, or a list of parts of type text")
         if self.tool_calls and self.role != "assistant":
@@ -215,19 +215,19 @@ class ChatMessage(StrictModel):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates read it: content as one string, arguments of calls as objects."""
+        """The message for a chat template: content as one string, arguments of calls as objects."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
-        made: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
-        made |= {name: value for name in ("name", "tool_call_id") if (value := getattr(self, name)) is not None}
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": content}
+        message |= {name: value for name in ("name", "tool_call_id") if (value := getattr(self, name)) is not None}
         if self.tool_calls:
-            made["tool_calls"] = [call.model_dump() for call in self.tool_calls]
-            for call in made["tool_calls"]:
+            message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
+            for call in message["tool_calls"]:
                 call["function"]["arguments"] = _object_in(call["function"]["arguments"])
-        return made
+        return message
 
 
 class FunctionDefinition(StrictModel):
-    """A function that a model may call; its parameters are a JSON schema, which goes to the template as it is."""
+    """A function that a model may call; `parameters`: a JSON schema, passed to the template unchanged."""
 
     name: Name
     description: str | None = None
@@ -236,7 +236,7 @@ class FunctionDefinition(StrictModel):
 
 
 class Tool(StrictModel):
-    """A function, for the template."""
+    """A tool; functions are the only supported type."""
 
     type: Literal["function"]
     function: FunctionDefinition
@@ -274,17 +274,17 @@ class ChatCompletionRequest(GenerationBody):
 
     @property
     def limit(self) -> int | None:
-        """Whichever name was used."""
+        """max_completion_tokens, or else max_tokens."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def limit_name(self) -> str:
-        """The one that was used."""
+        """Name of the field of `limit`."""
         return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     @property
     def num_logprobs(self) -> int | None:
-        """As `logprobs` and `top_logprobs` say."""
+        """`top_logprobs` if `logprobs` is true."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
@@ -292,18 +292,18 @@ Body = TypeVar("Body", bound=GenerationBody)
 
 
 def parse(kind: type[Body], body: bytes) -> Body:
-    """A request's body; raises ApiError, which names the first field that is wrong."""
+    """Parses a body; raises ApiError, which names the first wrong field."""
     try:
         parsed = kind.model_validate_json(body)
     except ValidationError as error:
         raise _in_words(kind, error) from None
-    # pydantic takes the last of duplicate keys, other readers of the same body (a proxy, a filter) may take the first.
+    # pydantic takes the last of duplicate keys; a proxy or filter may take the first.
     json.loads(body, object_pairs_hook=_without_duplicates, parse_int=str)
     return parsed
 
 
 def _without_duplicates(pairs: list[tuple[str, object]]) -> None:
-    """Raises ApiError for an object that has a key twice; makes nothing of it."""
+    """Raises ApiError for an object with duplicate keys; returns nothing."""
     names = set()
     for name, _ in pairs:
         if name in names:
@@ -316,19 +316,19 @@ _LONGEST_SHOWN = 60
 
 
 def _in_words(kind: type[GenerationBody], error: ValidationError) -> ApiError:
-    # Of the forms that a field may have, the one that fits furthest is the one that was meant.
+    # For a field of several types, the error with the longest path is of the type that the client meant.
     first = max(error.errors(include_url=False, include_context=False), key=lambda each: len(each["loc"]))
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is one JSON object: {first['msg']}", code="invalid_json")
-    names = {name for each in (kind, ChatMessage, Tool, FunctionDefinition, ToolCall, FunctionCall, TextContentPart, StreamOptions, TextResponseFormat)
-             for name in each.model_fields}  # fmt: skip
+    parts = (ChatMessage, Tool, FunctionDefinition, ToolCall, FunctionCall, TextContentPart, StreamOptions, TextResponseFormat)
+    names = {name for each in (kind, *parts) for name in each.model_fields}
     extra = first["type"] == "extra_forbidden"
     path = [str(part) for part in first["loc"] if isinstance(part, int) or part in names]
     if extra:
         path.append(str(first["loc"][-1])[:_LONGEST_SHOWN])
         return refused(".".join(path), "this field is not known here; docs/serve.md lists those that are", "unknown_field")
     message = first["msg"].removeprefix("Value error, ")
-    if not path:  # of fields that do not go together
+    if not path:  # an error of a combination of fields
         name, _, why = message.partition(": ")
         return refused(name, why) if why else ApiError(400, message)
     given = "" if first["type"] == "missing" else f", got {_shown(first['input'])}"
@@ -336,7 +336,7 @@ def _in_words(kind: type[GenerationBody], error: ValidationError) -> ApiError:
 
 
 def _shown(value: object) -> str:
-    """A value in few characters."""
+    """A value in at most 60 characters."""
     if isinstance(value, (dict, list, str)) and len(value) > _LONGEST_SHOWN:
         return f"{type(value).__name__} of length {len(value):,}"
     text = repr(value)
@@ -346,7 +346,7 @@ def _shown(value: object) -> str:
 def _object_in(text: str) -> object:
     """The JSON object in a string, or the string."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return text
-    return found if isinstance(found, dict) else text
+    return value if isinstance(value, dict) else text

@@ -1,4 +1,4 @@
-"""The process: a socket, the engine's thread, warm-up, and the end on a signal."""
+"""The server process: socket, engine thread, warm-up, shutdown on a signal."""
 
 from __future__ import annotations
 
@@ -24,56 +24,55 @@ from lowbit.serve.service import Service, State, configured
 logger = logging.getLogger("lowbit.serve")
 
 AFTER_GRACE_SECONDS = 5
-"""For the answers that say that a text was given up, and again for the round that runs."""
+"""Time to send the errors of cancelled requests, and again for the running step to end."""
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket that listens, though nobody is heard before a server runs, so that a taken port is known before a model is
-    loaded, also one that another server has taken and is still loading for; port 0 is any free one.
+    """A listening socket; port 0 is any free port. Bound before the model is loaded, so that a used port fails early.
 
     Raises OSError, naming host and port.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        made = socket.socket(family, kind, protocol)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.bind(address)
-        made.listen()  # a port that is only bound can be bound again
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen()  # a port that is only bound can be bound again
     except OSError as error:
         raise OSError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
-    return made
+    return sock
 
 
 def address_of(sock: socket.socket) -> str:
-    """Where a bound socket is found."""
+    """The URL of a bound socket."""
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def service_of(pipe: Pipeline, name: str, limits: Limits, *, key: str | None, local: bool) -> Service:
-    """What is served of a pipeline, whose engine is made here; raises ValueError where that cannot draw as the model asks."""
+    """Makes the service of a pipeline and its engine; raises ValueError if that cannot sample as the model asks."""
     return Service(name, pipe.engine, pipe.tokenizer, limits, key, local, configured(pipe.model))
 
 
 class Server(uvicorn.Server):
-    """A service on a socket; `run` returns when a signal, or `drain`, has ended it."""
+    """A service on a socket; `run` returns after a signal or `drain`."""
 
     def __init__(self, service: Service, warm: Callable[[Stage | None], None] = lambda stage: None) -> None:
         grace = int(service.limits.grace_seconds) + AFTER_GRACE_SECONDS
         config = uvicorn.Config(
             make_app(service), http=Connection, ws="none", lifespan="off", log_config=None, access_log=False,
             server_header=False, timeout_keep_alive=KEEP_ALIVE_SECONDS, timeout_graceful_shutdown=grace,
-            loop="asyncio",  # whether uvloop, which ends otherwise, is installed or not
+            loop="asyncio",  # not uvloop, whose shutdown differs
         )  # fmt: skip
         super().__init__(config)
         self.service, self._warm = service, warm
         self.told: int | None = None
-        """The signal that ended the server."""
+        """The first signal, which began the shutdown."""
         self.forced: int | None = None
-        """The second signal, which ended the server before its requests and its thread were done."""
+        """The second signal, which ended the server at once."""
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listens and warms up, until a signal comes or the engine's thread dies; then ends what runs, in time."""
+        """Listens and warms up, until a signal arrives or the engine thread ends; then shuts down."""
         with self._signals():
             try:
                 await super().serve(sockets)
@@ -82,7 +81,7 @@ class Server(uvicorn.Server):
                 await self._end_thread()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accepts connections, in place of uvicorn's loop, before the warm-up begins: /health and /ready answer during it."""
+        """Accepts connections before the warm-up, so that /health and /ready answer during it; replaces uvicorn's."""
         assert sockets is not None
         await self.lifespan.startup()
         self.servers = [Listener(sock, self.service.limits, self._connect) for sock in sockets]  # type: ignore[misc]
@@ -94,7 +93,7 @@ class Server(uvicorn.Server):
         return Connection(self.config, self.server_state, state, loop, listener=listener)
 
     def drain(self) -> None:
-        """Takes no more requests and ends when those that run are done, at most after the grace time; on the event loop."""
+        """Accepts no more requests, and ends when the running ones are done or the grace time is over; on the event loop."""
         if self.should_exit:
             return
         self.service.state, self.should_exit = State.DRAINING, True
@@ -102,15 +101,15 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Not uvicorn's way, which ends by the signal and not with 0, and hears none while the engine's thread ends."""
+        """Does nothing: `_signals` handles signals. uvicorn would exit by the signal."""
         yield
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGTERM and SIGINT drain; a second one ends at once."""
+        """Handles SIGTERM and SIGINT: the first drains, a second one ends at once."""
         loop = asyncio.get_running_loop()
         handled = (signal.SIGTERM, signal.SIGINT)
-        with contextlib.suppress(RuntimeError, ValueError):  # in a thread, which no signal reaches
+        with contextlib.suppress(RuntimeError, ValueError):  # not in the main thread: signals cannot be handled
             for number in handled:
                 loop.add_signal_handler(number, self._told, number)
         try:
@@ -132,13 +131,13 @@ class Server(uvicorn.Server):
                 connection.transport.abort()
 
     async def _end_thread(self) -> None:
-        """Waits for the engine's thread, but not for a round that does not return: the thread ends with the process then."""
+        """Waits for the engine thread, for a limited time: it is a daemon, and ends with the process."""
         worker = self.service.worker
         worker.stop()
         end = time.monotonic() + AFTER_GRACE_SECONDS
         while worker.running and not self.force_exit:
             if time.monotonic() > end:
-                logger.error("the engine's round does not return; the server ends without it")
+                logger.error("the engine's step does not return; the server ends without it")
                 return
             await asyncio.sleep(0.02)
 

@@ -1,4 +1,4 @@
-"""What the routes share: the model, the engine's thread, how much of both is taken, and whether requests are welcome."""
+"""State shared by the routes: model, engine thread, quota of sequences, readiness."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def configured(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def is_local(host: str) -> bool:
-    """Whether only this machine reaches a host."""
+    """True for a loopback address, which only this machine can reach."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -41,7 +41,7 @@ def is_local(host: str) -> bool:
 
 
 class State(str, Enum):
-    """What a server does with requests."""
+    """State of a server; it accepts requests when READY."""
 
     WARMING = "warming up"
     READY = "ready"
@@ -50,29 +50,30 @@ class State(str, Enum):
 
 @dataclass
 class SequenceQuota:
-    """Places for sequences, those that wait among them; taken by a request and given back at its end."""
+    """Upper limit of running and waiting sequences; a request takes its share, and gives it back at its end."""
 
     count: int
     taken: int = 0
 
     def take(self, sequences: int) -> None:
-        """Raises ApiError if there are not so many."""
+        """Takes quota for a request's sequences; raises ApiError 429 if it is exhausted."""
         if self.taken + sequences > self.count:
-            why = f"{self.taken:,} of {self.count:,} sequences are being computed or wait, {sequences:,} more do not fit; try again"
+            taken = f"{self.taken:,} of {self.count:,} sequences are being computed or wait"
+            why = f"{taken}, {sequences:,} more do not fit; try again"
             raise ApiError(429, why, code="queue_full", headers={"retry-after": "1"})
         self.taken += sequences
 
     def give_back(self, sequences: int) -> None:
-        """The sequences of one request, at its end."""
+        """Gives back the quota of one request."""
         self.taken -= sequences
 
 
 @dataclass
 class Service:
-    """One model as it is served under the name `name`; `key` is what clients have to know, None for nothing.
+    """One model, served as `name`.
 
-    `local`: whether only this machine can connect. `defaults`: settings for requests that do not say
-    (`configured`). `worker` is started by the server.
+    key: API key of clients, None for no key. local: only this machine can connect. defaults: sampling settings of requests that
+    state none (`configured`). The server starts `worker`.
     """
 
     name: str
@@ -96,26 +97,26 @@ class Service:
         self.token_texts = TokenTexts(self.tokenizer)
 
     def check_key(self, authorization: str | None) -> None:
-        """Raises ApiError unless the header holds the key; the time it takes says nothing of the key."""
+        """Raises ApiError unless the header has the key; compares in constant time."""
         if self.key is None:
             return
         scheme, _, given = (authorization or "").partition(" ")
-        wanted, found = (hashlib.sha256(value.encode()).digest() for value in (self.key, given.strip()))
-        if not hmac.compare_digest(wanted, found) or scheme.lower() != "bearer":
+        expected, actual = (hashlib.sha256(value.encode()).digest() for value in (self.key, given.strip()))
+        if not hmac.compare_digest(expected, actual) or scheme.lower() != "bearer":
             why = "this server asks for its API key, as `Authorization: Bearer KEY`"
             raise ApiError(401, why, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
 
     def check_ready(self) -> None:
-        """Raises ApiError while no text can begin."""
+        """Raises ApiError unless the server is ready."""
         if self.state is not State.READY:
             raise unavailable(f"the server is {self.state.value}", 5)
 
     def check_model(self, name: str) -> None:
-        """Raises ApiError for another model than the one that there is."""
+        """Raises ApiError for a name that is not the model's."""
         if name != self.name:
             raise ApiError(404, f"model: there is only {self.name!r} here, got {name!r}", "model", "model_not_found")
 
     @property
     def healthy(self) -> bool:
-        """Whether sequences come out."""
+        """True unless the engine thread is dead or the last sequences all failed."""
         return not self.worker.dead and self.worker.failures < MOST_FAILURES

@@ -1,4 +1,4 @@
-"""Waiting and sending while the client may leave at any moment."""
+"""Reading bodies and sending responses, with detection of clients that disconnect."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Push = Callable[[bytes], Awaitable[None]]
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """A request's body of at most `most` bytes; raises ApiError for a larger one, before reading more of it, and for one that
-    does not come, ClientDisconnect for a client that leaves."""
+    """Reads a body of at most `most` bytes. Raises ApiError for a larger one, before it reads further, and for one that does
+    not arrive in time; ClientDisconnect if the client disconnects."""
     larger = ApiError(413, f"a body here has at most {most:,} bytes", code="body_too_large", headers={"connection": "close"})
     stated = request.headers.get("content-length", "0")
     if len(stated) > 15 or (stated.isascii() and stated.isdigit() and int(stated) > most):
@@ -41,7 +41,7 @@ async def read_body(request: Request, most: int) -> bytes:
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`; if the client leaves first, `work` is cancelled and ClientDisconnect raised."""
+    """The result of `work`; if the client disconnects first, cancels `work` and raises ClientDisconnect."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -60,7 +60,7 @@ async def _gone(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events that `write` pushes; `done` is called at the end, however it comes."""
+    """Server-sent events that `write` pushes; `done` is always called at the end."""
 
     media_type = "text/event-stream"
 
@@ -70,7 +70,7 @@ class EventStream(Response):
         self._write, self._done = write, done
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends until there is no more, or nobody who reads it."""
+        """Sends events until `write` returns or the client disconnects."""
 
         async def push(data: bytes) -> None:
             await send({"type": "http.response.body", "body": data, "more_body": True})

@@ -1,9 +1,8 @@
-"""The thread that owns the engine: takes orders from the event loop, does the rounds, and brings what they draw back.
+"""The thread that owns the engine. It runs commands of the event loop, steps the engine, and delivers the outputs.
 
-    event loop --orders (a queue)--> thread: engine.step() --outputs of all sequences of a round, one wake-up--> collectors
+    event loop --commands (a queue)--> thread: engine.step() --outputs of all sequences of a step, one wake-up--> collectors
 
-The event loop never waits for the engine, nor the engine for a client: what a client has not fetched yet lies in its collector,
-at most the text that was asked for.
+Neither side blocks on the other. Outputs that a client has not fetched stay in its collector.
 """
 
 from __future__ import annotations
@@ -21,28 +20,20 @@ from dataclasses import dataclass, field
 
 from lowbit.engine import Detokenizer, Engine, FinishReason, Request, SampledToken
 from lowbit.engine.warm_up import Stage
-from lowbit.ops import UnsupportedProblem
 from lowbit.serve.errors import ApiError, failed, refused
 from lowbit.serve.metrics import Metrics
 from lowbit.serve.prompts import Prompts
 
 logger = logging.getLogger("lowbit.serve")
 
-ROUND_ERRORS = (
-    ArithmeticError, AssertionError, AttributeError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError,
-    UnsupportedProblem,
-)  # fmt: skip
-"""What a round raises: errors of torch and Triton among RuntimeError, those of tokenizers that meet odd tokens. They end the
-sequences of that round; anything else ends the thread, and with it the server."""
-
 MOST_FAILURES = 5
-"""Texts that fail with none between them that does not before the server calls itself ill: a GPU that has failed stays so."""
+"""Consecutive failures of sequences after which /health reports failure: a failed GPU does not recover."""
 
 
 @dataclass(frozen=True)
 class SequenceOutput:
-    """What came of the text `index` of a collector: characters, tokens, and at its end why, with the error if it failed.
-    text_offsets: where in the text each token begins, in characters."""
+    """New output of sequence `index` of a request: text, tokens, and at its end the finish reason, with the error if it failed.
+    `text_offsets`: where each token begins in the text, in characters."""
 
     index: int
     text: str
@@ -52,7 +43,7 @@ class SequenceOutput:
     text_offsets: tuple[int, ...] = ()
 
     def followed_by(self, later: SequenceOutput) -> SequenceOutput:
-        """Both as one."""
+        """This output and a later one of the same sequence, joined."""
         text, sampled, text_offsets = (
             self.text + later.text,
             self.sampled + later.sampled,
@@ -62,21 +53,21 @@ class SequenceOutput:
 
 
 class OutputCollector:
-    """Pieces of the sequences of one HTTP request, for one reader on the event loop."""
+    """Collects the outputs of the sequences of one HTTP request, for one reader on the event loop."""
 
     def __init__(self) -> None:
         self._outputs: list[SequenceOutput] = []
-        self._came = asyncio.Event()
+        self._ready = asyncio.Event()
 
     def put(self, output: SequenceOutput) -> None:
-        """Called on the event loop."""
+        """Adds an output; for the event loop."""
         self._outputs.append(output)
-        self._came.set()
+        self._ready.set()
 
     async def fetch(self) -> list[SequenceOutput]:
-        """All that has come since, at least one output; of each text at most one, in the order in which they came."""
-        await self._came.wait()
-        self._came.clear()
+        """Waits for outputs and returns them, joined to one for each sequence."""
+        await self._ready.wait()
+        self._ready.clear()
         joined: dict[int, SequenceOutput] = {}
         for output in self._outputs:
             before = joined.get(output.index)
@@ -87,7 +78,7 @@ class OutputCollector:
 
 @dataclass(eq=False)
 class SequenceState:
-    """A text that is being generated, the text `index` of its collector."""
+    """The state of a sequence: its engine request, its detokenizer, and output that is not delivered yet."""
 
     request: Request
     stream: Detokenizer
@@ -103,19 +94,19 @@ class SequenceState:
         self.request.on_token = self._on_token
 
     def _on_token(self, sampled: SampledToken) -> bool:
-        """Takes a token, in the engine's thread; whether it completes a stop string."""
+        """Adds a token, in the engine's thread; returns True if it completes a stop string."""
         self.fresh.append(sampled)
-        self.text_offsets.append(len(self.stream.text))  # a token within a character has the place of that
+        self.text_offsets.append(len(self.stream.text))  # a token within a character has the offset of that character
         if sampled.token not in self.request.stop_token_ids:
             self.shown += self.stream.push(sampled.token)
         return self.stream.stopped
 
     def take(self, error: ApiError | None = None) -> SequenceOutput | None:
-        """What is new since the last call, None if nothing is."""
+        """The output since the last call; None if there is none."""
         end = self.request.finish_reason
         if end in (FinishReason.STOP, FinishReason.LENGTH):
             self.shown += self.stream.finish()
-            end = FinishReason.STOP if self.stream.stopped else end  # what was held back may complete a stop string
+            end = FinishReason.STOP if self.stream.stopped else end  # text held back may complete a stop string
         if not (self.fresh or end or error):
             return None
         output = SequenceOutput(self.index, self.shown, tuple(self.fresh), end, error, tuple(self.text_offsets))
@@ -127,41 +118,41 @@ Command = Callable[[], None]
 
 
 class Worker:
-    """Does an engine's rounds in a thread of its own, from `start` to `stop`; methods are for the event loop."""
+    """Steps an engine in a thread of its own, from `start` to `stop`; methods are for the event loop."""
 
     def __init__(self, engine: Engine, metrics: Metrics, prompts: Prompts) -> None:
         self.engine, self.metrics, self._prompts = engine, metrics, prompts
         self.failures = 0
-        """Texts that have failed one after the other."""
+        """Number of sequences that failed since the last one that did not."""
         self.dead = False
-        """Whether the thread has ended before it was told to."""
+        """True if the thread ended before `stop`."""
         self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._live: dict[SequenceState, None] = {}
-        """Texts that the engine has; of the thread alone."""
+        """Sequences in the engine; used by the thread alone."""
         self._open: dict[SequenceState, None] = {}
-        """Texts for which somebody waits; of the event loop alone."""
+        """Sequences whose output is not complete; used by the event loop alone."""
         self._refusing: ApiError | None = None
-        """What sequences that come after `end_all` are told; of the thread alone."""
+        """Error of sequences submitted after `end_all`; used by the thread alone."""
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="lowbit-engine", daemon=True)
 
     def start(self, loop: asyncio.AbstractEventLoop, warm: Callable[[Stage | None], None], ended: Callable[[], None]) -> None:
-        """Warms up, then waits for sequences. On the loop, `warm` is called before each stage and with None at the end, `ended`
-        when the thread is over."""
+        """Starts the thread, which warms up first. On the event loop, `warm` is called before each stage and with None at the
+        end, `ended` when the thread has ended."""
         self._loop, self._warm, self._ended = loop, warm, ended
         self._thread.start()
 
     def submit(self, sequences: Sequence[SequenceState]) -> None:
-        """Generates sequences; whatever comes of them, the last output of each has an end or an error."""
+        """Generates sequences; the last output of each has a finish reason."""
         self._open.update(dict.fromkeys(sequences))
         if self.dead:
-            self._forsake()
+            self._fail_open()
         self._commands.put(lambda: self._submit(sequences))
 
     def cancel(self, sequences: Sequence[SequenceState]) -> None:
-        """Ends sequences before the next step; those that have ended stay as they are."""
-        for text in sequences:
-            self._open.pop(text, None)
+        """Cancels sequences before the next step; does nothing for finished ones."""
+        for sequence in sequences:
+            self._open.pop(sequence, None)
         self._commands.put(lambda: self._cancel(sequences))
 
     def count_failures(self, sequences: int) -> None:
@@ -173,17 +164,17 @@ class Worker:
         self._commands.put(count)
 
     def end_all(self, error: ApiError) -> None:
-        """Ends all sequences that there are or come, with an error for those who wait for them."""
+        """Ends all sequences with an error, also those submitted later."""
         self._commands.put(lambda: self._end_all(error))
 
     def stop(self) -> None:
-        """Tells the thread to end after the round that it does."""
+        """Ends the thread after its current step."""
         self._stopping = True
         self._commands.put(lambda: None)
 
     @property
     def running(self) -> bool:
-        """Whether the thread is there."""
+        """True while the thread runs."""
         return self._thread.is_alive()
 
     # ---- in the thread
@@ -196,11 +187,11 @@ class Worker:
                     if self._live:
                         self._step()
         finally:
-            gc.unfreeze()  # else what Triton holds counts as lost when the process ends
+            gc.unfreeze()  # otherwise Triton reports leaked objects when the process ends
             self._call(self._over)
 
     def _warm_up(self) -> bool:
-        """Whether sequences can be computed now."""
+        """Warms up; returns False if that failed or the thread is to end."""
         try:
             self._prompts.start()  # its process imports and loads while kernels are compiled
             for stage in self.engine.warm_up():
@@ -211,125 +202,129 @@ class Worker:
             self._prompts.check()
         except ApiError:  # the server was told to end meanwhile
             return False
-        except ROUND_ERRORS as error:
-            logger.error("warming up failed: %s: %s", type(error).__name__, error)
+        except Exception:  # the thread's boundary: the server must end in order, whatever the engine raises
+            logger.exception("warming up failed")
             return False
         gc.collect()
-        gc.freeze()  # what is there now stays: no collection walks through models and kernels while sequences wait
+        gc.freeze()  # no later collection scans models and kernels
         self._call(functools.partial(self._warm, None))
         return True
 
     def _run_commands(self) -> None:
-        """Follows all orders that are there; waits for one if there is nothing else to do."""
+        """Runs all queued commands; waits for one if no sequence is live."""
         if not self._live:
             self._commands.get()()
         while True:
             try:
-                order = self._commands.get_nowait()
+                command = self._commands.get_nowait()
             except queue.Empty:
                 return
-            order()
+            command()
 
     def _submit(self, sequences: Sequence[SequenceState]) -> None:
         if self._refusing is not None:
-            self._abandon(sequences, self._refusing)
+            self._fail(sequences, self._refusing)
             return
-        for text in sequences:
+        for sequence in sequences:
             try:
-                self.engine.submit(text.request)
+                self.engine.submit(sequence.request)
             except ValueError as error:
-                self._abandon([text], refused("request", str(error)))
-            except RuntimeError as error:  # of an engine that computes nothing any more
-                logger.error("a text was not taken: %s", error)
+                self._fail([sequence], refused("request", str(error)))
+            except RuntimeError as error:  # after a GPU error
+                logger.error("a sequence was not submitted: %s", error)
                 self.failures += 1
-                self._abandon([text])
+                self._fail([sequence])
             else:
-                self._live[text] = None
+                self._live[sequence] = None
 
-    def _cancel(self, sequences: Sequence[SequenceState], end: FinishReason = FinishReason.CANCELLED) -> None:
-        for text in sequences:
-            if text in self._live:
-                del self._live[text]
-                self.engine.cancel(text.request)
-                self._count(text, end)
+    def _cancel(self, sequences: Sequence[SequenceState], reason: FinishReason = FinishReason.CANCELLED) -> None:
+        for sequence in sequences:
+            if sequence in self._live:
+                del self._live[sequence]
+                self.engine.cancel(sequence.request)
+                self._count(sequence, reason)
 
     def _end_all(self, error: ApiError) -> None:
         self._refusing = error
         sequences = list(self._live)
         self._cancel(sequences)
-        self._abandon(sequences, error)
+        self._fail(sequences, error)
 
-    def _abandon(self, sequences: Sequence[SequenceState], error: ApiError | None = None) -> None:
-        """Tells those who wait that nothing more comes."""
-        said = error or failed()
-        self._bring([(text, SequenceOutput(text.index, "", (), FinishReason.FAILED, said)) for text in sequences])
+    def _fail(self, sequences: Sequence[SequenceState], error: ApiError | None = None) -> None:
+        """Delivers an error as the last output of sequences."""
+        self._deliver([(sequence, _failure(sequence, error)) for sequence in sequences])
 
     def _step(self) -> None:
         begun = time.monotonic()
-        error: BaseException | None = None
+        failed_step = False
         try:
             self.engine.step()
-        except ROUND_ERRORS as raised:
-            error = raised
-            logger.error("a round of the engine failed: %s: %s", type(raised).__name__, str(raised)[:500])
+        except Exception:  # the thread's boundary: a step may raise anything, and other sequences must continue
+            failed_step = True
+            logger.exception("a step of the engine failed")
         outputs = self._outputs()
-        if error is not None and not any(output.finish_reason for _, output in outputs):
-            # The engine did not say whose fault it was: nobody may wait for ever.
+        if failed_step and not any(output.finish_reason for _, output in outputs):
+            # The engine did not fail any sequence for it, so all of them fail: none may wait for ever.
             lost = list(self._live)
             self.failures += len(lost)
             self._cancel(lost, FinishReason.FAILED)
-            outputs += [(text, SequenceOutput(text.index, "", (), FinishReason.FAILED, failed())) for text in lost]
+            outputs += [(sequence, _failure(sequence)) for sequence in lost]
         self.metrics.rounds.observe(time.monotonic() - begun)
-        self._bring(outputs)
+        self._deliver(outputs)
 
     def _outputs(self) -> list[tuple[SequenceState, SequenceOutput]]:
-        """What the round has brought, in the order of submission."""
+        """The outputs of a step, in the order of submission."""
         outputs, now = [], time.monotonic()
-        for text in list(self._live):
-            error = failed() if text.request.finish_reason is FinishReason.FAILED else None
+        for sequence in list(self._live):
+            error = failed() if sequence.request.finish_reason is FinishReason.FAILED else None
             try:
-                output = text.take(error)
-            except ROUND_ERRORS as raised:  # its last tokens are no text
-                logger.error("a text could not be ended: %s: %s", type(raised).__name__, str(raised)[:500])
-                output = SequenceOutput(text.index, "", (), FinishReason.FAILED, failed())
+                output = sequence.take(error)
+            except Exception:  # a tokenizer may raise anything on odd tokens, and other sequences must continue
+                logger.exception("the last tokens of a sequence could not be decoded")
+                output = _failure(sequence)
             if output is None:
                 continue
-            if text.first is None and output.sampled:
-                text.first = now
-                self.metrics.first_token.observe(now - text.submitted)
+            if sequence.first is None and output.sampled:
+                sequence.first = now
+                self.metrics.first_token.observe(now - sequence.submitted)
             if output.finish_reason:
                 self.failures = self.failures + 1 if output.finish_reason is FinishReason.FAILED else 0
-                del self._live[text]
-                self._count(text, output.finish_reason)
-            outputs.append((text, output))
+                del self._live[sequence]
+                self._count(sequence, output.finish_reason)
+            outputs.append((sequence, output))
         return outputs
 
-    def _count(self, text: SequenceState, end: FinishReason) -> None:
-        self.metrics.ended(text.request, end, text.first)
+    def _count(self, sequence: SequenceState, reason: FinishReason) -> None:
+        self.metrics.ended(sequence.request, reason, sequence.first)
 
     # ---- back to the event loop
 
-    def _bring(self, outputs: Sequence[tuple[SequenceState, SequenceOutput]]) -> None:
+    def _deliver(self, outputs: Sequence[tuple[SequenceState, SequenceOutput]]) -> None:
         if outputs:
             self._call(lambda: self._put(outputs))
 
     def _call(self, function: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: a second signal ended the server at once
+        with contextlib.suppress(RuntimeError):  # the loop is closed after a second signal
             self._loop.call_soon_threadsafe(function)
 
     def _put(self, outputs: Sequence[tuple[SequenceState, SequenceOutput]]) -> None:
-        """On the event loop."""
-        for text, output in outputs:
+        """Stores outputs in their collectors; on the event loop."""
+        for sequence, output in outputs:
             if output.finish_reason:
-                self._open.pop(text, None)
-            text.collector.put(output)
+                self._open.pop(sequence, None)
+            sequence.collector.put(output)
 
     def _over(self) -> None:
-        """On the event loop, when the thread has ended."""
+        """Called on the event loop when the thread has ended."""
         self.dead = not self._stopping
-        self._forsake()
+        self._fail_open()
         self._ended()
 
-    def _forsake(self) -> None:
-        """On the event loop: nobody waits for what never comes."""
-        self._put([(text, SequenceOutput(text.index, "", (), FinishReason.FAILED, failed())) for text in list(self._open)])
+    def _fail_open(self) -> None:
+        """Fails all open sequences; on the event loop."""
+        self._put([(sequence, _failure(sequence)) for sequence in list(self._open)])
+
+
+def _failure(sequence: SequenceState, error: ApiError | None = None) -> SequenceOutput:
+    """The last output of a sequence that failed."""
+    return SequenceOutput(sequence.index, "", (), FinishReason.FAILED, error or failed())

@@ -167,7 +167,7 @@ def test_one_after_the_other_meets_an_engine_that_does_nothing(server, asker, mo
                 pieces[0].last,
                 len(engine.scheduler.running),
                 len(engine._in_flight),
-                len(engine._ended),
+                len(engine._finished),
             )
         )
         return prompt(pieces, slots)

@@ -75,8 +75,8 @@ def test_greedy_tokens_are_transformers(model, ahead):
 @pytest.mark.parametrize(("scheme", "hadamard"), [("w8a16", 0), ("w8a8", 0), ("w4a8_g64", 0), ("fp8_dynamic", 0), ("w8a8", 16)])
 def test_quantized_models(scheme, hadamard):
     """In float32, where the norm or gate that makes x quantizes it to the codes of the layers themselves, but for one in
-    thousands that is next to a tie: every token is one that the model, given the same text, finds most likely or nearly so, or as
-    near as its logits move when its embeddings move by a last bit, which one tie of e4m3 can make a tenth of them."""
+    thousands that is next to a tie: every token is one that the model, given the same text, finds most likely or nearly so, or
+    as near as its logits move when its embeddings move by a last bit, which one tie of e4m3 can make a tenth of them."""
     quantized = eager_llama()
     convert(quantized, scheme)
     for layer in filter(lambda module: hadamard and type(module) is QuantLinear, quantized.modules()):
@@ -259,7 +259,7 @@ def test_a_watch_cannot_do_a_round(model):
     other = engine.submit(Request(prompt(5), 4, on_token=lambda drawn: engine.step()))
     while other.finish_reason is None:
         engine.step()
-    assert other.finish_reason is FinishReason.FAILED and "this thread is doing a round" in other.error
+    assert other.finish_reason is FinishReason.FAILED and "this thread is running a step" in other.error
 
 
 @pytest.mark.parametrize("ahead", [True, False])
@@ -403,7 +403,7 @@ def ended(request):
         ),
         (Request([3, VOCAB], 5), "tokens are from 0 to 159, this prompt has 160"),
         (Request([3], 5, Sampling(logit_bias={VOCAB: 1.0})), "tokens are from 0 to 159, this logit_bias has 160"),
-        (ended(Request([3], 5)), "this request was submitted before: make another one"),
+        (ended(Request([3], 5)), "this request was submitted before: create another one"),
     ],
 )
 def test_what_can_never_run_is_refused(model, request_, message):
@@ -529,7 +529,7 @@ def test_the_model_can_be_trained_saved_and_used_again(tmp_path):
 
 
 def test_wrong_requests_and_engines(model):
-    with pytest.raises(ValueError, match="at least 2 tokens, a prompt's and one more, got max_length=0"):
+    with pytest.raises(ValueError, match="at least 2 tokens, one of them the prompt's, got max_length=0"):
         Engine(model, max_length=0)
     with pytest.raises(ValueError, match="at least one token, got none"):
         Request([], 5)

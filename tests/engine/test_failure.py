@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from lowbit.engine import Engine, FinishReason, Request, Sampling, StepFailed
-from lowbit.engine.failure import Attempt, logger
+from lowbit.engine.failure import log_failure, logger
 from tests.tiny import eager_llama
 
 VOCAB = 160
@@ -70,10 +70,10 @@ def test_a_watch_that_raises(model):
     run(engine, [*well, bad])
     assert bad.finish_reason is FinishReason.FAILED and len(bad.sampled) == 1 and bad.error == "KeyError: 'not today'"
     assert [bits(r) for r in well] == alone(model, well)
-    with pytest.raises(RuntimeError, match="this text failed after 1 tokens: KeyError: 'not today'"):
+    with pytest.raises(RuntimeError, match="this request failed after 1 tokens: KeyError: 'not today'"):
         list(engine.stream(bad))
     worse = Request(prompt(9), 10, on_token=watch)
-    with pytest.raises(RuntimeError, match="this text failed after 1 tokens: KeyError: 'not today'"):
+    with pytest.raises(RuntimeError, match="this request failed after 1 tokens: KeyError: 'not today'"):
         engine.generate([*(more := others()), worse])
     assert [bits(r) for r in more] == alone(model, more), "once all have ended"
 
@@ -185,7 +185,7 @@ def test_logits_that_are_no_numbers(model, monkeypatch, caplog, value, when):
         and len(bad.sampled) == when
     )
     assert [bits(r) for r in well] == alone(model, well)
-    assert "a text failed: the model's logits are NaN or infinite" in caplog.text
+    assert "a request failed: the model's logits are NaN or infinite" in caplog.text
     (again,) = engine.generate([Request(bad.prompt, 3)])
     assert again.cached_tokens == 0
 
@@ -211,7 +211,7 @@ def test_a_round_that_fails_is_the_affair_of_its_requests_alone(model, monkeypat
     assert bits(other) == alone(model, [other])[0]
     engine.submit(Request(prompt(9), 10))
     monkeypatch.setattr(engine.program, "step", fail)
-    with pytest.raises(StepFailed, match="a round of 1 request failed: RuntimeError: out of memory"):
+    with pytest.raises(StepFailed, match="a step of 1 request failed: RuntimeError: out of memory"):
         for _ in range(3):
             engine.step()
 
@@ -224,7 +224,7 @@ def test_a_round_that_fails_after_a_prompt_of_it_did(model, monkeypatch):
         engine.submit(request)
     with monkeypatch.context() as patch:
         patch.setattr("lowbit.engine.engine.sample_tokens", fail)
-        with pytest.raises(StepFailed, match="a round of 2 requests failed: RuntimeError: out of memory"):
+        with pytest.raises(StepFailed, match="a step of 2 requests failed: RuntimeError: out of memory"):
             engine.step()
     assert {r.finish_reason for r in (bad, *well)} == {
         FinishReason.FAILED
@@ -319,12 +319,11 @@ def test_a_gpu_that_computes_nothing_any_more(model, monkeypatch):
 
 
 def test_an_error_is_logged_with_its_lines(caplog):
-    with Attempt("a computation") as tried:
+    try:
         fail()
-    assert tried.error == "RuntimeError: out of memory"
+    except RuntimeError as error:
+        assert log_failure("a computation", error) == "RuntimeError: out of memory"
     assert "a computation failed" in caplog.text and "in fail" in caplog.text
-    with pytest.raises(KeyboardInterrupt), Attempt("nothing"):
-        raise KeyboardInterrupt
 
 
 def test_an_error_that_was_noted_holds_no_memory(monkeypatch):
@@ -338,6 +337,9 @@ def test_an_error_that_was_noted_holds_no_memory(monkeypatch):
 
     monkeypatch.setattr(logger, "disabled", True)  # pytest keeps what is logged
     seen = []
-    with Attempt("a computation") as tried:
+    line = ""
+    try:
         compute()
-    assert tried.error and seen[0]() is None
+    except ValueError as error:
+        line = log_failure("a computation", error)
+    assert line and seen[0]() is None

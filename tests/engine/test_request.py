@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from lowbit import engine
 from lowbit.engine import Request, Sampling
 from lowbit.pipeline.params import GenerateParams
 
@@ -94,3 +95,21 @@ def test_arguments_of_pipelines(fields):
     (name,) = fields
     with pytest.raises(ValueError, match=f"^{name} is "):
         GenerateParams(**fields)
+
+
+def test_names_until_2026_11():
+    """They still work, with a warning."""
+    with pytest.warns(DeprecationWarning, match="Request.ends is now Request.stop_token_ids"):
+        request = Request([1], 2, ends=frozenset({3}))
+    assert request.stop_token_ids == frozenset({3})
+    request.sampled.append(engine.SampledToken(7, -1.0, ((7, -1.0),)))
+    for old, new in (("ends", "stop_token_ids"), ("drawn", "sampled"), ("end", "finish_reason"), ("shared", "cached_tokens")):
+        with pytest.warns(DeprecationWarning, match=f"Request.{old} is now"):
+            assert getattr(request, old) is getattr(request, new)
+    with pytest.warns(DeprecationWarning, match="Request.watch is now Request.on_token"):
+        request.watch = print
+    assert request.on_token is print
+    with pytest.warns(DeprecationWarning, match="SampledToken.likeliest is now"):
+        assert request.sampled[0].likeliest == ((7, -1.0),)
+    with pytest.warns(DeprecationWarning, match="lowbit.engine.TextFailed is now lowbit.engine.RequestFailed"):
+        assert engine.TextFailed is engine.RequestFailed

@@ -132,7 +132,7 @@ def test_rounds_of_more_prompts_than_one_text_has_tokens(noted):
     prompts = engine.prefill_runner = PrefillRunner(engine.program, engine.slots, 4 * 100)
     rehearsal = WarmUpRun(engine.program, engine.decode_runner, prompts, 4, 100)
     assert prompts.sizes[-2:] == (384, 448)
-    names = {each.name for each in rehearsal.kernels([part for part in rehearsal.everything() if part[0] == "prompt"])}
+    names = {each.name for each in rehearsal.kernels([part for part in rehearsal.all_parts() if part[0] == "prompt"])}
     assert len(names) == len(prompts.sizes)
 
 

@@ -28,7 +28,7 @@ class ScriptedPipeline:
 
     def __init__(self, answers, context=None):
         self.answers, self.asked = iter(answers), []
-        self.tokenizer, self.encodes = tiny_tokenizer(), False
+        self.tokenizer, self.is_encoder_decoder = tiny_tokenizer(), False
         self.model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=context))
 
     def __call__(self, prompts, **arguments):

@@ -132,7 +132,7 @@ def test_a_pipeline_answers_each_as_if_alone(source, quantized):
     (stopped,) = pipe(PROMPTS[0], stop=[whole[3:5]], **options)
     assert whole[3:5] and stopped.generated_text == whole[: whole.index(whole[3:5])]
     assert run("generate", quantized, PROMPTS[0], "--max-new-tokens", "3", "--json", "-").exit_code == 0
-    with pytest.raises(ValueError, match="the engine cannot draw tokens as this model asks: it is an encoder-decoder"):
+    with pytest.raises(ValueError, match="the engine cannot sample tokens as this model asks: it is an encoder-decoder"):
         list(pipe.stream("a"))
 
 

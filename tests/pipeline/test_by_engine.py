@@ -98,7 +98,7 @@ def test_a_failure_that_another_thread_saw_is_no_answer(model, monkeypatch):
         patch.setattr(own.engine.program, "step", fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             own.engine.step()
-    with pytest.raises(RuntimeError, match=r"this text failed after \d tokens: RuntimeError: out of memory"):
+    with pytest.raises(RuntimeError, match=r"this request failed after \d tokens: RuntimeError: out of memory"):
         list(stream)
     assert stream.response is None
 
@@ -146,7 +146,7 @@ def test_what_the_engine_cannot_draw_goes_to_generate(model):
     config.no_repeat_ngram_size = 2
     try:
         assert config_refusals(config) == ("its generation config sets no_repeat_ngram_size=2",)
-        with pytest.raises(ValueError, match="the engine cannot draw tokens as this model asks: its generation config sets"):
+        with pytest.raises(ValueError, match="the engine cannot sample tokens as this model asks: its generation config sets"):
             next(Pipeline(model, tiny_tokenizer()).stream("x", do_sample=False))
     finally:
         config.no_repeat_ngram_size = None
@@ -200,6 +200,7 @@ def test_texts_too_long_are_told_what_to_do(model):
 
 def test_bars_of_what_texts_wait_for(tmp_path, capfd, monkeypatch):
     """They come when kernels are compiled, and go when that is done; without progress there are none."""
+    monkeypatch.setattr("lowbit.progress.on_terminal", lambda: True)
     save_tiny(tmp_path)
     monkeypatch.setattr("lowbit.progress.on_terminal", lambda: True)
     for progress in (False, True):

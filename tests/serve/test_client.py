@@ -276,7 +276,7 @@ def test_length_of_a_text(client, free):
     for wrong, message in (
         (dict(prompt="a" * most), f"a prompt of {most:,} tokens, here it has at most {most - 1:,}"),
         (dict(prompt="a" * 10_000), "a text of 10,000 characters|a prompt of 10,000 tokens"),
-        (dict(prompt=PROMPT, max_tokens=most), f"a text here has at most {most:,} tokens"),
+        (dict(prompt=PROMPT, max_tokens=most), f"a sequence here has at most {most:,} tokens"),
         (dict(prompt=[5, 160]), "tokens are from 0 to 159, got 160"),
         (dict(prompt=""), "it has no token"),
     ):

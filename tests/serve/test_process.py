@@ -139,7 +139,7 @@ def test_a_dialogue_that_is_left():
         assert "".join(local.answer([{"role": "user", "content": "Hello"}], 0, 10)) == "".join(
             RemoteChat(f"{server.url}/v1/").answer([{"role": "user", "content": "Hello"}], 0, 10)
         )
-        with pytest.raises(ValueError, match="the dialogue has 318 tokens, a text here at most 256"):
+        with pytest.raises(ValueError, match="the conversation has 318 tokens, a sequence here at most 256"):
             next(local.answer([{"role": "user", "content": "a" * 300}], 0, 10))
 
 
