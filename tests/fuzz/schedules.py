@@ -18,7 +18,8 @@ MOST_STEPS = 2000
 """Of a schedule: one that takes more hangs."""
 
 OPTIONS = st.fixed_dictionaries({
-    "max_concurrent": st.integers(1, 4), "piece": st.sampled_from((128, 256)), "sharing": st.booleans(), "ahead": st.booleans(),
+    "max_concurrent": st.integers(1, 4), "chunk_tokens": st.sampled_from((128, 256)),
+    "prefix_caching": st.booleans(), "async_scheduling": st.booleans(),
     "cache_bytes": st.sampled_from((1 << 18, 1 << 19, 1 << 20)), "forward": st.just(False),
 })  # fmt: skip
 SAMPLINGS = st.one_of(
