@@ -89,3 +89,9 @@ format: $(BIN)/.ready
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build *.egg-info
+
+.PHONY: docs
+# The pages of docs/ and the API reference as a site, in site/.
+docs: $(BIN)/.ready
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	$(BIN)/mkdocs build --strict

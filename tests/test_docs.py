@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import lowbit
 from benchmarks import report
 from lowbit.formats import FloatFormat, IntFormat, code_values, number_format
 
@@ -182,6 +183,14 @@ def test_pages_for_users_are_short(page):
     """At most about 1,500 words; details belong to docs/internals/."""
     words = len(page.read_text().split())
     assert words <= 1_600, f"{page.name} has {words} words"
+
+
+def test_the_reference_has_every_public_name_and_the_site_every_page():
+    reference = (ROOT / "docs" / "api.md").read_text()
+    listed = {name.rpartition(".")[2] for name in re.findall(r"^::: (lowbit\.[\w.]+)$", reference, re.MULTILINE)}
+    assert set(lowbit.__all__) - {"LAYERS", "__version__"} <= listed
+    pages = set(re.findall(r"^ *- ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert pages == {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
 
 
 def test_the_table_of_formats_is_computed():
