@@ -11,7 +11,7 @@ help:
 	@echo "make test    everything that needs no GPU: style, types, tests, documentation"
 	@echo "make test-vllm  the plug-in of vLLM in whole engines on a CPU (3.5 GB of packages, up to three quarters of an hour)"
 	@echo "make fuzz    damaged files, tokenizers, requests and schedules that no run has drawn before (SECONDS=60)"
-	@echo "make study   the study of docs/study.md again: a GPU (DEVICE=cuda, the default) or hours on a CPU (DEVICE=cpu)"
+	@echo "make study   the study of docs/internals/study.md again: a GPU (DEVICE=cuda, the default) or hours on a CPU (DEVICE=cpu)"
 	@echo "make lint    style and types only"
 	@echo "make format  let ruff lay out the code"
 	@echo "make clean   remove the virtual environment and caches"
@@ -89,3 +89,9 @@ format: $(BIN)/.ready
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build *.egg-info
+
+.PHONY: docs
+# The pages of docs/ and the API reference as a site, in site/.
+docs: $(BIN)/.ready
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	$(BIN)/mkdocs build --strict

@@ -10,5 +10,5 @@ gemm.py       the run: ceilings, cuBLAS, this library, then every peer in a proc
 peers.py      one short adapter per peer
 results.py    the file: machine, versions, ceilings, rows
 report.py, plot.py
-mechanisms/   conversions, scales, tiles, each with and without (docs/mechanisms.md)
+mechanisms/   conversions, scales, tiles, each with and without (docs/internals/mechanisms.md)
 """

@@ -436,7 +436,7 @@ def mechanisms(
     Conversions of codes by cast and by logic, with and without the shift of exponents, FP6 in segments of 4 + 2 bits; scales
     before or after the product; order of tiles, stages, split-K, sliced-K; TensorRT-LLM's order of weights; one kernel or two;
     fp8 sums that stay in the tensor core; what the GPU's counters say (needs ncu); channels of convolutions.
-    docs/mechanisms.md explains the rows. Some three minutes on an H100 or H200.
+    docs/internals/mechanisms.md explains the rows. Some three minutes on an H100 or H200.
     The file is complete after every row, so Ctrl-C keeps what was measured.
 
     Example: python -m benchmarks mechanisms --parts conversions,scales

@@ -41,7 +41,7 @@ class Gptq:
 @dataclass(frozen=True)
 class Awq:
     """Channels scaled by their activations, see `quantize.awq`. `search` "max" takes scales from the largest weight, "loss"
-    clips them as the paper does, which docs/quantize.md shows to lose on texts unlike those calibrated on."""
+    clips them as the paper does, which docs/internals/quantization.md shows to lose on texts unlike those calibrated on."""
 
     search: Literal["max", "loss"] = "max"
 

@@ -1,7 +1,8 @@
 """Which scheme and method to quantize a model with, for a memory budget or a bound on the divergence from its 16-bit self.
 
-What each costs in quality was measured, on small models (docs/study.md; the table comes with the package); how many bytes it
-takes follows from the shapes in config.json, without reading a weight. Whatever a row is not measured on is said beside it.
+What each costs in quality was measured, on small models (docs/internals/study.md; the table comes with the package); how many
+bytes it takes follows from the shapes in config.json, without reading a weight. Whatever a row is not measured
+on is said beside it.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ from lowbit.sources import CONFIG, local_model
 
 GROUPS = (128, 64, 32, 16)
 SIMILAR = 1.25
-"""Divergences this close are one: draws of the calibration text differ by as much (docs/study.md), so fewer bytes or less work
-decide."""
+"""Divergences this close are one: draws of the calibration text differ by as much (docs/internals/study.md), so fewer bytes or
+less work decide."""
 NEGLIGIBLE = 0.002
 """Divergences up to here are one as well: a fifth of a percent of perplexity."""
 BROKEN = 0.5
-"""From here on text breaks down: at 0.49 SmolLM2's summaries had the ROUGE-1 of 16 bits, at 0.78 an eighth (docs/study.md)."""
+"""From here on text breaks down: at 0.49 SmolLM2's summaries had the ROUGE-1 of 16 bits, at 0.78 an eighth
+(docs/internals/study.md)."""
 NEIGHBOURS = 3
 """Rows shown on either side of what is taken."""
 

@@ -17,7 +17,7 @@ from study.plot import plot, plot_choice
 from study.results import STUDY, load
 from study.run import Settings, run
 
-PAGES = ("study.md", "quantize.md", "choose.md")
+PAGES = ("internals/study.md", "internals/quantization.md", "choose.md")
 PLOT, CHOICE = "quality.png", "choice.png"
 
 
@@ -36,7 +36,7 @@ def study(
     ),
     name: Annotated[str | None, typer.Option(help="Name of the result file, for one model; the folder's when absent.")] = None,
     page: Annotated[
-        list[Path] | None, typer.Option(help="Page to rewrite; repeatable. docs/study.md, quantize.md, choose.md when absent.")
+        list[Path] | None, typer.Option(help="Page to rewrite; repeatable. By default the three pages of the study.")
     ] = None,
     table: Annotated[Path, typer.Option(help="What `lowbit recommend` reads.")] = TABLE,
     only: Annotated[str | None, typer.Option(help="Only cases like this: 'w4a16_g64 *', '* rtn'.")] = None,

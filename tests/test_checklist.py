@@ -1,4 +1,4 @@
-"""docs/checklist.md is what docs/checklist.toml says, and everything it names exists."""
+"""docs/internals/checklist.md is what docs/internals/checklist.toml says, and everything it names exists."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.test_docs import anchors
 pytest.importorskip("tomllib", reason="the page is made with Python 3.11 and newer")
 
 ROOT = Path(__file__).parent.parent
-specification = importlib.util.spec_from_file_location("checklist", ROOT / "docs" / "checklist.py")
+specification = importlib.util.spec_from_file_location("checklist", ROOT / "docs" / "internals" / "checklist.py")
 checklist = importlib.util.module_from_spec(specification)
 specification.loader.exec_module(checklist)
 ROWS = {name: row for part in checklist.read().values() for name, row in checklist.rows(part).items()}
@@ -46,7 +46,7 @@ def test_what_a_row_names_exists(name):
 
 
 def test_the_page_is_what_the_file_says():
-    """Else run `python docs/checklist.py`."""
+    """Else run `python docs/internals/checklist.py`."""
     assert checklist.PAGE.read_text() == checklist.page()
 
 
@@ -58,6 +58,6 @@ def test_rows_are_complete_and_in_order():
 def test_the_check_finds_what_it_looks_for():
     assert faults({"what": "x", "by": "docs/none.md"}) == ["docs/none.md does not exist"]
     assert faults({"what": "x", "by": "tests/test_checklist.py::test_none"}) == ["tests/test_checklist.py has no test_none"]
-    assert faults({"what": "x", "by": "docs/log.md#none"}) == ["docs/log.md has no #none"]
+    assert faults({"what": "x", "by": "docs/log/cnn.md#none"}) == ["docs/log/cnn.md has no #none"]
     assert faults({"what": "x"}) == ["nothing shows it"] and faults({"what": "x", "state": "no"}) != []
     assert faults({"what": "a | b", "state": "background"}) != [] and faults({"what": "x", "state": "odd"}) != []

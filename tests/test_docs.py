@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 
+import lowbit
+from benchmarks import report
 from lowbit.formats import FloatFormat, IntFormat, code_values, number_format
 
 ROOT = Path(__file__).parent.parent
-PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def name_of(page: Path) -> str:
+    """A page's path from the root."""
+    return page.relative_to(ROOT).as_posix()
+
+
 FENCE = re.compile(r"^ *```+ *(.*?) *$")
 NOT_RUN = ("python no-run: needs a GPU", "python no-run: needs the real model")
 """The only reasons for which a block of Python may go unexecuted."""
+MODEL_PAGES = ("README.md", "docs/quickstart.md", "docs/generate.md", "docs/finetune.md", "docs/internals/engine.md")
+"""Pages whose programs use SmolLM2-135M-Instruct; they run on a tiny model of that name."""
 
 
 def blocks(text):
@@ -47,13 +60,13 @@ def python_blocks(text):
     return out
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if "```py" in p.read_text().lower()], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [p for p in PAGES if "```py" in p.read_text().lower()], ids=name_of)
 def test_code_blocks_run(page, tmp_path, monkeypatch):
-    if page.name in ("README.md", "generate.md", "finetune.md"):
+    if name_of(page) in MODEL_PAGES:
         from tests.tiny import save_tiny
 
         save_tiny(tmp_path / "SmolLM2-135M-Instruct")  # their model, in small
-    if page.name == "checkpoints.md":
+    if page.name in ("checkpoints.md", "foreign-checkpoints.md"):
         from tests.checkpoint.foreign import DATA
         from tests.tiny import tiny_tokenizer
 
@@ -63,7 +76,7 @@ def test_code_blocks_run(page, tmp_path, monkeypatch):
     namespace: dict[str, object] = {}
     with contextlib.ExitStack() as stack:
         here = "127.0.0.1:8000"
-        if page.name == "serve.md":
+        if page.name in ("serve.md", "server.md"):
             from tests.serve.running import running
 
             server = stack.enter_context(running(name="SmolLM2-135M-Instruct"))
@@ -88,7 +101,7 @@ def anchors(text):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page):
     for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?(?: [^)]*)?\)", page.read_text()):
         if "://" in target or target.startswith("mailto:"):
@@ -99,7 +112,7 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(file.read_text()), f"{page.name} links to {target}#{anchor}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_files_and_tests_named_in_prose_exist(page):
     """`lowbit/a/b.py`, or `a/b.py` inside lowbit, or `tests/a/test_b.py::test_c`."""
     for name, test in re.findall(r"`([\w/.]+/[\w.]+\.(?:py|md))(?:::(\w+))?`", page.read_text()):
@@ -119,16 +132,69 @@ def test_files_named_in_docstrings_exist():
 
 
 def test_the_log_lists_its_entries():
-    text = (ROOT / "docs" / "log.md").read_text()
-    contents, first, rest = text.partition("\n## ")
-    listed = re.findall(r"^- (\d{4}-\d\d-\d\d) \[.*?\]\(#([^)]*)\): \S", contents, re.MULTILINE)
-    entries = re.findall(r"^### ((\d{4}-\d\d-\d\d): .*)$", first + rest, re.MULTILINE)
-    assert [anchor for _, anchor in listed] == [next(iter(anchors(f"### {entry}"))) for entry, _ in entries]
-    assert [day for day, _ in listed] == [day for _, day in entries]
+    """docs/log/index.md has one line per entry of every file beside it, with a question, an answer and the link."""
+    folder = ROOT / "docs" / "log"
+    text = (folder / "index.md").read_text()
+    listed = re.findall(r"^\| \S[^|]*\? \| \S[^|]* \| \[(\d{4}-\d\d-\d\d)\]\(([\w-]+\.md)#([^)]*)\) \|$", text, re.MULTILINE)
+    entries = []
+    for file in re.findall(r"^## \[.*?\]\(([\w-]+\.md)\)$", text, re.MULTILINE):
+        headings = re.findall(r"^## ((\d{4}-\d\d-\d\d): .*)$", (folder / file).read_text(), re.MULTILINE)
+        entries += [(day, file, next(iter(anchors(f"## {heading}")))) for heading, day in headings]
+    assert listed == entries and len(listed) == text.count("\n| ") - text.count("\n| Question ")
+    assert {file for _, file, _ in entries} == {path.name for path in folder.glob("*.md")} - {"index.md"}
+
+
+def block(page: str, mark: str) -> str:
+    """The generated block of a page."""
+    return (ROOT / page).read_text().partition(f"<!-- {mark} -->")[2].partition(f"<!-- /{mark} -->")[0]
+
+
+def test_the_generated_tables_are_current():
+    """Else run `python docs/tables.py`."""
+    specification = importlib.util.spec_from_file_location("tables", ROOT / "docs" / "tables.py")
+    tables = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(tables)
+    for (page, mark), make in tables.BLOCKS.items():
+        assert block(page, mark).strip() == make().strip(), f"{page}: {mark}"
+
+
+def test_the_products_of_the_readme_are_those_of_the_result_file():
+    """Else run `python -m benchmarks report FILE --m 1,64 --formats .. --shapes 8192x28672 --readme README.md`."""
+    document = json.loads((ROOT / "benchmarks" / "results" / "h200" / "2026-11-23-gemm.json").read_text())
+    formats = ("w4a16_g128", "w6e3m2a16", "w8a16")
+    assert block("README.md", "bench:gemm").strip() == report.markdown(document, (1, 64), formats, [(8192, 28672)]).strip()
+
+
+@pytest.mark.model
+def test_the_first_program_of_the_readme_prints_what_it_shows(smollm2, capsys):
+    """With the model of `make demo`, greedily."""
+    found = blocks((ROOT / "README.md").read_text())
+    code = next(content for info, _, content in found if info == "python")
+    exec(code.replace('"SmolLM2-135M-Instruct"', repr(str(smollm2))), {})
+    shown = next(content for info, _, content in found if not info)
+    assert capsys.readouterr().out.rstrip("\n") == shown
+
+
+USER_PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+@pytest.mark.parametrize("page", USER_PAGES, ids=name_of)
+def test_pages_for_users_are_short(page):
+    """At most about 1,500 words; details belong to docs/internals/."""
+    words = len(page.read_text().split())
+    assert words <= 1_600, f"{page.name} has {words} words"
+
+
+def test_the_reference_has_every_public_name_and_the_site_every_page():
+    reference = (ROOT / "docs" / "api.md").read_text()
+    listed = {name.rpartition(".")[2] for name in re.findall(r"^::: (lowbit\.[\w.]+)$", reference, re.MULTILINE)}
+    assert set(lowbit.__all__) - {"LAYERS", "__version__"} <= listed
+    pages = set(re.findall(r"^ *- ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    assert pages == {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
 
 
 def test_the_table_of_formats_is_computed():
-    text = (ROOT / "docs" / "numerics.md").read_text()
+    text = (ROOT / "docs" / "internals" / "numerics.md").read_text()
     rows = re.findall(r"^\| (fp\w+|int\d) \| (\S+) \| (\S+) \| (\S+) \| (\S+) \| (.*?) \|$", text, re.MULTILINE)
     wanted = {f"int{bits}" for bits in range(2, 9)} | {
         *("fp4_e2m1", "fp5_e2m2", "fp6_e3m2", "fp6_e2m3", "fp7_e3m3", "fp8_e4m3", "fp8_e5m2", "fp8_e3m4")

@@ -71,7 +71,7 @@ def evaluate(
     With --suite, more: divergence from --reference (KL, same top-1), multiple choice ("question", "choices", "answer"),
     summaries by ROUGE ("document", "summary"; needs the extra eval) and programs by pass@k (HumanEval's file; JavaScript
     needs node), whatever the folder has files for. OUT gets results.json, complete after every task, a page and a plot (needs
-    the extra plot). docs/evaluate.md says how each is measured.
+    the extra plot). docs/internals/evaluate.md says how each is measured.
 
     Example: lowbit eval SmolLM2-int4 --reference SmolLM2
 

@@ -31,8 +31,8 @@ def recommend(
 ) -> None:
     """Which scheme and method to quantize a model with, for a memory budget or a bound on what it may lose.
 
-    Divergences are those that the study measured on small models (docs/study.md); what is carried over to this one is said.
-    Bytes are worked out from config.json, embeddings and LM head in 16 bits included; no weight is read.
+    Divergences are those that the study measured on small models (docs/internals/study.md); what is carried over to this one
+    is said. Bytes are worked out from config.json, embeddings and LM head in 16 bits included; no weight is read.
 
     Example: lowbit recommend Llama-3-8B --budget-gb 6 --context 8192
 

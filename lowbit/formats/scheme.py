@@ -90,7 +90,8 @@ class ZeroPoint(Enum):
 
 class ActivationRule(Enum):
     """How numbers of x become codes: in which type, by which scale, what is rounded. Tools differ in this, and a file that one
-    of them made means what that tool computes. kernels/reference/ has the arithmetic, docs/numerics.md where it is from."""
+    of them made means what that tool computes. kernels/reference/ has the arithmetic, docs/internals/numerics.md where it is
+    from."""
 
     OWN = ""
     """In float32: scale = max|x| / largest code (int8: 127), code = x * (1 / scale)."""

@@ -12,7 +12,7 @@ int3 hold 15 registers and, one bit in each, the sixteenth; 3 words of fp6 hold 
 more. Those bits are first gathered into a word of the same form, then treated as any other.
 
 The words of one lane and tile are stored in groups of 4, 2 and 1 (6 = 4 + 2, 5 = 4 + 1, 3 = 2 + 1), each aligned; that is
-`WORD_GROUPS`. Source: the idea of rebuilding every fourth FP6 code from spare bits is this library's (docs/log.md);
+`WORD_GROUPS`. Source: the idea of rebuilding every fourth FP6 code from spare bits is this library's (docs/log);
 storing 6 bits as 4 + 2 is FP6-LLM's, arXiv:2401.14112.
 """
 

@@ -62,7 +62,7 @@ MACHINES: tuple[Machine, ...] = (
     Machine("A10", arch_for(86), 72, 6 * _MIB, 600e9, 125e12, None, 250e12, 500e12),
     Machine("Orin", arch_for(87), 16, 4 * _MIB, 204.8e9, 42.5e12, None, 85e12, 170e12),
     Machine("L40S", arch_for(89), 142, 96 * _MIB, 864e9, 362e12, 733e12, 733e12, None),
-    # Read bandwidth measured 2026-11-21 by a pure read kernel, one run: docs/log.md.
+    # Read bandwidth measured 2026-11-21 by a pure read kernel, one run: docs/log.
     Machine("H200", arch_for(90), 132, 50 * _MIB, 4.8e12, 989e12, 1979e12, 1979e12, None, 4.58e12),
     Machine("B200", arch_for(100), 148, 126 * _MIB, 8e12, 2250e12, 4500e12, 4500e12, None),
     Machine("B300 SXM6 AC", arch_for(103), 148, 126 * _MIB, 8e12, 2250e12, 4500e12, 125e12, None),

@@ -21,7 +21,7 @@ ENOUGH_TOKENS = 4096
 inputs do not decide them. SmolLM2-135M-Instruct in w4a16_g64, 50 iterations, pieces of 64 tokens, perplexity on 4 windows of
 512 tokens of Opticks: 30.7 rounded to nearest, 35.1 learned from 256 tokens, 33.3 from 512, 29.9 from 1,024 (one core of a
 Xeon, 2026-11-24). Four times that, since more iterations fit few tokens more closely; from 32,768 it is far better
-(docs/quantize.md)."""
+(docs/internals/quantization.md)."""
 
 BETAS = (0.9, 0.98)
 """Adam's. With the first three layers of SmolLM2-135M in w4a16_g64, by 100 iterations of 8 pieces, the mean divergence on 4

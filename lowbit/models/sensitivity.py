@@ -18,7 +18,7 @@ from lowbit.progress import Progress
 from lowbit.quantize.mixed import Candidate, sensitivity
 
 TOKENS = 4096
-"""Of the calibration text, enough: docs/quantize.md has the figures."""
+"""Of the calibration text, enough: docs/internals/quantization.md has the figures."""
 
 SCRATCH_FILES = ("[0-9]*.safetensors", PARTIAL)
 """Names of the files of hidden states that `measure_sensitivity` leaves in its folder."""

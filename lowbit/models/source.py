@@ -227,7 +227,7 @@ class Contents:
             q = replace(q, scheme=q.scheme.weight_only, input_transform=transform)
         theirs = ActivationRule.COMPRESSED_TENSORS
         if q.scheme.activation is not None and self.to == "compressed-tensors" and q.scheme.rule is not theirs:
-            self.note("activations are quantized by compressed-tensors' rule from here on (docs/numerics.md)", name)
+            self.note("activations are quantized by compressed-tensors' rule from here on (docs/internals/numerics.md)", name)
         return q
 
     def plain(self, name: str) -> Tensor:

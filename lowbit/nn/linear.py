@@ -158,7 +158,7 @@ def make_batch_invariant(model: nn.Module, dtype: torch.dtype) -> None:
     """Has the quantized linear layers of a model give a row of y the same bits in every batch, for x of `dtype`.
 
     What else the model computes (attention, layers in 16 bits) is its own affair. Costs up to 3.8 times the time of small
-    products (docs/log.md). Raises UnsupportedProblem, naming the layer, where no kernel does this on its device.
+    products (docs/log). Raises UnsupportedProblem, naming the layer, where no kernel does this on its device.
     """
     layers = {name: module for name, module in model.named_modules() if isinstance(module, QuantLinear)}
     for name, layer in layers.items():

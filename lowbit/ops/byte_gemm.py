@@ -49,7 +49,7 @@ def byte_gemm(
     Everything but w is as in `scaled_gemm`; scales of x in blocks of 128 go with 8-bit weights only. What follows the sums is
     in float32, with one rounding to `dtype`. With `batch_invariant`, a row of y has the same bits in every batch. With
     `fast_accum`, sums of fp8 by fp8 whose scales do not change along K stay in the tensor core of an sm_90, as those of
-    `torch._scaled_mm(use_fast_accum=True)` do, at 10 to 600 times the error (docs/numerics.md); elsewhere it changes
+    `torch._scaled_mm(use_fast_accum=True)` do, at 10 to 600 times the error (docs/internals/numerics.md); elsewhere it changes
     nothing. Raises ValueError for tensors that do not fit together, and for both at once.
     """
     return torch.ops.lowbit.byte_gemm(

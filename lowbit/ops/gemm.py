@@ -59,8 +59,9 @@ def gemm(
     already (`quantize_activations`). `dtype` is another type of y, and `function` and `y_scale` are those of `ops.scaled_gemm`,
     for 8-bit activations only. With `batch_invariant`, a row of y has the same bits in every batch. `fast_accum`, as that of
     `torch._scaled_mm`: sums of fp8 by fp8 stay in the tensor core, which has few bits for them, a little faster and 10 to 600
-    times less exact, the longer K and the more of one sign (docs/numerics.md); for other 8-bit x it changes nothing. Raises
-    ValueError for tensors that do not fit together, and UnsupportedProblem where no kernel for this form does what is asked.
+    times less exact, the longer K and the more of one sign (docs/internals/numerics.md); for other 8-bit x it changes nothing.
+    Raises ValueError for tensors that do not fit together, and UnsupportedProblem where no kernel for this form does what is
+    asked.
     """
     if batch_invariant and isinstance(w, (RowWeight, CpuWeight)):
         problem = problem_on(w.codes.device, w.scheme, 1, w.shape, torch.bfloat16, batch_invariant=True)

@@ -12,7 +12,7 @@ came from; they stand beside the form on disk. The order of int4 is asked of tor
 or saved.
 
 Torch's products of bf16 x want scales in bf16: rounded by at most 2^-8 of themselves, the error that each weight has where
-weights are rounded to bf16 (docs/numerics.md).
+weights are rounded to bf16 (docs/internals/numerics.md).
 """
 
 from __future__ import annotations

@@ -39,10 +39,10 @@ def gptq(
     each column by what it costs in the outputs once the columns after it have made up for it, which is the loss of the paper.
     `act_order` takes the columns with the largest inputs first. Groups then hold columns of like size and the result has an
     `order`, unless `static_groups` leaves them as they are, or one scale spans the row. `damping` times the mean of the
-    Hessian's diagonal is added to it; docs/quantize.md says how 0.05 was chosen. Channels that were zero in all inputs are
-    rounded to nearest. Columns are corrected in float32, the Hessian is factorized in float64; on a GPU the columns are walked
-    by kernels (`gptq_kernels`), whose sums come in another order. `stored` is as for `rtn`. Raises ValueError for weights that
-    are no matrix of finite numbers and a Hessian that does not fit them or cannot be factorized.
+    Hessian's diagonal is added to it; docs/internals/quantization.md says how 0.05 was chosen. Channels that were zero in all
+    inputs are rounded to nearest. Columns are corrected in float32, the Hessian is factorized in float64; on a GPU the columns
+    are walked by kernels (`gptq_kernels`), whose sums come in another order. `stored` is as for `rtn`. Raises ValueError for
+    weights that are no matrix of finite numbers and a Hessian that does not fit them or cannot be factorized.
     """
     scheme = parse_scheme(scheme)
     if search not in ("max", "mse", "loss"):

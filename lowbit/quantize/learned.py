@@ -18,7 +18,7 @@ from lowbit.formats import IntFormat, NumberFormat, QuantTensor, Scheme, ZeroPoi
 from lowbit.quantize.rtn import check_weight, cover, scale_dtype, uncover
 
 FACTORS = (0.1, 1.0)
-"""What a factor on the range of a scale may become. Up to 1.2 was tried and is no better (docs/quantize.md)."""
+"""What a factor on the range of a scale may become. Up to 1.2 was tried and is no better (docs/internals/quantization.md)."""
 
 
 class LearnedRounding:

@@ -203,7 +203,8 @@ def test_weights_are_held_once_and_the_model_still_has_them():
 
 
 def test_layers_whose_scales_are_of_two_types_stay_apart():
-    """Weights below 5e-4 have bf16 scales on disk (docs/numerics.md): beside fp16 ones they would be one float32 tensor."""
+    """Weights below 5e-4 have bf16 scales on disk (docs/internals/numerics.md): beside fp16 ones they would be one float32
+    tensor."""
     layers = [QuantLinear.from_quant_tensor(rtn(size * torch.randn(32, 128), "w4a16_g64")) for size in (1.0, 1e-4)]
     for layer in layers:
         layer._pack_for_gpu()

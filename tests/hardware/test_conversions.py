@@ -103,7 +103,7 @@ BUDGET = {
 
 @pytest.mark.parametrize("name", BUDGET)
 def test_integer_instructions_per_weight(name):
-    """At full memory speed an H200 takes in 158 bits of codes per clock and has 64 integer lanes (docs/log.md): stay below.
+    """At full memory speed an H200 takes in 158 bits of codes per clock and has 64 integer lanes (docs/log): stay below.
 
     Floats to bf16 do not (their exponents have to move, the sign must not); left shifts are multiplications on another
     pipe, which makes up for most of it.

@@ -24,7 +24,7 @@ EIGHT = ["w8a8", "w8a8_t", "fp8", "fp8_dynamic", "fp8_block", "w8e4m3a8e5m2"]
 NARROW = ["w4a8", "w4a8_g128", "w4a8_g256", "w6a8", "w3a8_g128", "w4a8e4m3", "w4a8e4m3_g128", "w6e3m2a8e4m3", "w6e2m3a8e4m3"]
 EPS = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12, torch.float32: 1e-6}
 ERROR = {"int8": 0.0, "fp8": 4e-4, "positive": 1e-3}
-"""What the sums add to the rounding of y, for fp8 of both signs and of one; docs/numerics.md."""
+"""What the sums add to the rounding of y, for fp8 of both signs and of one; docs/internals/numerics.md."""
 
 
 def problem(scheme, m, n, k, kind="token", zero=False, seed=0):
@@ -226,7 +226,7 @@ def test_codes_of_y_are_those_of_the_float_result(scheme, m):
 @pytest.mark.parametrize("k", [4096, 28672])
 @pytest.mark.parametrize("positive", [False, True])
 def test_sums_of_fp8_stay_close(k, positive):
-    """The error that docs/numerics.md states, of random and of positive numbers, whose sums grow along K."""
+    """The error that docs/internals/numerics.md states, of random and of positive numbers, whose sums grow along K."""
     q, x, x_scale, _, _ = problem("fp8_dynamic", 64, 512, k)
     if positive:
         q = type(q)(q.codes & 127, q.scale, None, q.scheme)

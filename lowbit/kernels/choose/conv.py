@@ -1,7 +1,7 @@
 """Which kernel and which tile convolve a layer: candidates, why some cannot, what each would cost, the choice.
 
 Pure functions of a spec, a size and a machine, without Triton: a laptop can say what a server would do and why. Where several
-kernels can, the order in which they were measured decides (H200, 2026-11-21, ResNet-50; docs/log.md); of one kernel's tiles the
+kernels can, the order in which they were measured decides (H200, 2026-11-21, ResNet-50; docs/log); of one kernel's tiles the
 cheapest. Costs are turns: 64 pixels x 128 outputs that the busiest SM multiplies one after another.
 """
 

@@ -3,7 +3,7 @@
 Pure functions of a problem and a machine: no GPU is asked, so a laptop can say what a server would do and why. Costs are
 modelled microseconds, which only have to put the candidates in the right order; their constants were fitted to the tuned
 halves of benchmarks/results/h200/2026-11-23-choice.json, 2026-11-23-choice-middle.json and 2026-11-24-choice.json (H200, Triton
-3.6, torch 2.11; docs/log.md), those of 16 tokens in the ring kernel to products of 2026-11-21. Tiles of more tokens than a
+3.6, torch 2.11; docs/log), those of 16 tokens in the ring kernel to products of 2026-11-21. Tiles of more tokens than a
 product has are candidates too, since tokens can be filled up.
 """
 
@@ -504,7 +504,7 @@ int4, 4096 x 4096, 256 tokens: two waves of 128 rows x 64 tokens take 18.59 us i
 
 _MMA_SHARES = {
     # (tokens, strips, warps_n, warps_m): of the rate of mma.sync, what a tile reaches while it multiplies: int4, groups of 128
-    # and fp16, on an H200, 2026-11-23 (docs/log.md). Codes of more bits and zero points took up to a tenth longer.
+    # and fp16, on an H200, 2026-11-23 (docs/log). Codes of more bits and zero points took up to a tenth longer.
     (128, 2, 8, 1): 0.714,
     (64, 2, 8, 1): 0.711,
     (128, 2, 4, 2): 0.672,

@@ -20,7 +20,7 @@ class ScaledShape:
 
     `integer`: int8, else fp8. `grouped`: w has scales of groups of 128; `blocks`, `x_blocks`: w, x have scales of blocks.
     `fast_accum`: sums of fp8 by fp8 stay in the tensor core to the end. Never those of narrower codes, which are small e4m3
-    numbers: they lose 5e-3 and 1e-2 within 1104 k (docs/numerics.md).
+    numbers: they lose 5e-3 and 1e-2 within 1104 k (docs/internals/numerics.md).
     """
 
     m: int
@@ -162,7 +162,7 @@ L2_BYTES_PER_CYCLE = 50
 _FEW_BUSY = 1.18
 """How much more it takes in at most where other SMs have no block: N 2048, K 2048, M 128 takes 4.2 us by 64 blocks of 64 x 64,
 where steps as fast as those of 128 blocks would come to 5.8. This and other constants here were fitted to products of `lowbit
-bench choice` and weights of middle size (H200, 2026-11-23; docs/log.md)."""
+bench choice` and weights of middle size (H200, 2026-11-23; docs/log)."""
 _LEAST_CYCLES = 215
 """Of a step of 8-bit weights, whatever its size."""
 

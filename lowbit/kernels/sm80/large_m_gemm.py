@@ -13,7 +13,7 @@ Sum     in fp32, K in order; with splits > 1 the block that comes last adds the 
         before has left: same input, same bits
 End     y with scales and bias, gated or not, transposed through shared memory, stored in pieces of 16 bytes
 Exact   every weight is decoded exactly and rounded once after scaling, as a dequantized model's would be
-Source  mma.m16n8k16 and ldmatrix: PTX ISA; the order of copies, barrier and products: CUTLASS 2.x; measurements: docs/log.md
+Source  mma.m16n8k16 and ldmatrix: PTX ISA; the order of copies, barrier and products: CUTLASS 2.x; measurements: docs/log
 """
 
 from __future__ import annotations

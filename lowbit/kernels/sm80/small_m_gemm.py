@@ -10,7 +10,7 @@ Sum     the slices of K meet once, in shared memory, in a fixed order: same inpu
         comes last adds the sums of all splits, again in order
 End     y with scales and bias; for up to 16 tokens of a decode step also norm, gate and residual (parts/ring_end.py)
 Exact   decoding is exact; sums in fp32; one rounding at the store. Tested: tests/ops/test_fragment_gemm.py
-Source  fragments: PTX ISA; the private ring and measurements: docs/log.md
+Source  fragments: PTX ISA; the private ring and measurements: docs/log
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Roles   none: 4 warps for each 64 pixels copy ahead, decode, multiply and store;
 Ring    `stages` of x and w (parts/window_ring.py) that runs on from tile to tile
 Grid    persistent; neighbouring blocks have the same pixels and neighbouring outputs
 Exact   sums in int32; requantized as formats/conv.py says, bit for bit
-Source  wgmma fragments: PTX ISA; what was measured: docs/log.md
+Source  wgmma fragments: PTX ISA; what was measured: docs/log
 """
 
 from __future__ import annotations

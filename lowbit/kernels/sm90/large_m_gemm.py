@@ -10,7 +10,7 @@ Grid    persistent, one block per SM; tiles in groups of tokens so that a wave s
 Sum     in fp32, K in order; parts that several blocks have of a tile are added by one of them in order: same input, same bits
 End     y with scales and bias; for up to 64 tokens of a decode step also norm, gate and residual (parts/tile_end.py)
 Exact   every weight is decoded exactly and rounded once after scaling, as a dequantized model's would be
-Source  wgmma fragments: PTX ISA; the shape of the pipeline and what was measured: docs/log.md
+Source  wgmma fragments: PTX ISA; the shape of the pipeline and what was measured: docs/log
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ Sum     int8 in s32, exact. fp8 in the tensor core, whose sums of fp8 products k
         halves of the tile (parts/pair.py): same input, same bits
 Scales  per token and per channel at the end, in fp32, then bias and function; blocks of 128 x 128 on the sum of each 128 k. One
         rounding, or codes of y (parts/epilogue.py)
-Source  wgmma: PTX ISA; what was measured: docs/log.md
+Source  wgmma: PTX ISA; what was measured: docs/log
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tables of docs/mechanisms.md are figures of the kept result files."""
+"""The tables of docs/internals/mechanisms.md are figures of the kept result files."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def unknown(cells, values):
 def test_tables_are_the_figures_of_the_runs():
     rows = rows_of_runs()
     sizes = {row["m"] for row in rows} | {1, 2, 3, 4, 5, 6, 8, 56, 112}
-    for heading, found in tables((ROOT / "docs" / "mechanisms.md").read_text()).items():
+    for heading, found in tables((ROOT / "docs" / "internals" / "mechanisms.md").read_text()).items():
         if heading not in ("What came out", "FP6 beside INT4"):
             for head, *lines in found:
                 for line in lines:
@@ -82,7 +82,7 @@ def test_tables_are_the_figures_of_the_runs():
 def test_fp6_beside_int4_is_computed():
     timed = json.loads((RESULTS / "2026-11-23-gemm.json").read_text())["rows"]
     us = {(row["scheme"], row["k"], row["m"]): row["us"] for row in timed if row["impl"] == "lowbit"}
-    (table,) = tables((ROOT / "docs" / "mechanisms.md").read_text())["FP6 beside INT4"]
+    (table,) = tables((ROOT / "docs" / "internals" / "mechanisms.md").read_text())["FP6 beside INT4"]
     tokens = [int(cell.removeprefix("M ")) for cell in table[0][1:]]
     for line in table[1:]:
         scheme, k = "w4a16_g128" if "groups" in line[0] else "w4a16_pc", int(re.search(r"x (\d+)", line[0])[1])

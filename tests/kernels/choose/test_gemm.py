@@ -108,7 +108,7 @@ def test_without_room_the_reasons_say_so():
 @pytest.mark.parametrize(
     ("m", "n", "k", "expected"),
     [
-        # best of the candidates measured on an H200, 2026-11-21, int4 groups of 128 (docs/log.md)
+        # best of the candidates measured on an H200, 2026-11-21, int4 groups of 128 (docs/log)
         (1, 8192, 8192, "ring 64 rows x 8 tokens"),
         (1, 8192, 28672, "ring 64 rows x 8 tokens"),
         (16, 8192, 28672, "ring 128 rows x 16 tokens, 1 x 8 warps of 8 strips, ring of 8, K split 2"),
@@ -123,7 +123,7 @@ def test_measured_choices(m, n, k, expected):
 @pytest.mark.parametrize(
     ("n", "k", "m", "shared"),
     [
-        # where shares of the last wave were the fastest tile measured on an H200, 2026-11-23 (docs/log.md), and where not
+        # where shares of the last wave were the fastest tile measured on an H200, 2026-11-23 (docs/log), and where not
         (5120, 13824, 256, True), (5120, 13824, 1024, True), (6144, 4096, 256, False), (6144, 4096, 1024, False),
         (4096, 14336, 256, False), (4096, 14336, 1024, False),
     ],

@@ -1,4 +1,4 @@
-"""docs/walkthrough.md's last steps, in machine code: from the word of a lane in shared memory to operand A of wgmma."""
+"""The last steps of docs/internals/walkthrough.md in machine code: a lane's word of shared memory, operand A of wgmma."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Writes docs/checklist.md from docs/checklist.toml: `python docs/checklist.py`, from anywhere. Needs Python 3.11."""
+"""Writes checklist.md from checklist.toml: `python docs/internals/checklist.py`, from any folder. Needs Python 3.11."""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def proofs(row: dict[str, str]) -> list[tuple[str, str, str]]:
 
 def link(file: str, test: str, anchor: str) -> str:
     """One proof as a link of the page."""
-    target = file.removeprefix("docs/") if file.startswith("docs/") else f"../{file}"
+    target = Path(os.path.relpath(file, "docs/internals")).as_posix()
     name = f"{Path(file).stem}::{test}" if test else Path(file).name if not anchor else f"{Path(file).name}, {anchor}"
     return f"[{name}]({target}{'#' + anchor if anchor else ''})"
 
