@@ -11,13 +11,11 @@ from torch import Tensor
 from lowbit.formats import check_block, rotate_blocks
 from lowbit.hardware.machine import machine_of, machine_refusals
 from lowbit.ops.operands import Described, described, on_meta, triton_refusals
+from lowbit.ops.register import register
 
 if TYPE_CHECKING:
     from lowbit.kernels.elementwise.gather import GatherPlan
     from lowbit.kernels.elementwise.rotate import RotatePlan
-
-torch.library.define("lowbit::rotate_channels", "(Tensor x, int block) -> Tensor")
-torch.library.define("lowbit::gather_channels", "(Tensor x, Tensor? order, Tensor? factors) -> Tensor")
 
 FACTOR_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -49,7 +47,6 @@ def _check_channels(k: int, order: Tensor | None, factors: Tensor | None) -> Non
         raise ValueError(f"gather_channels: factors are fp16, bf16 or fp32 [{k}], got {factors.dtype} {tuple(factors.shape)}")
 
 
-@torch.library.impl("lowbit::gather_channels", "CUDA")
 def _gather_on_gpu(x: Tensor, order: Tensor | None, factors: Tensor | None) -> Tensor:
     """Rows start at multiples of 16 bytes, with zeros behind K up to there, as the matrix kernels read them."""
     if machine_refusals(x.device) or triton_refusals():
@@ -61,8 +58,7 @@ def _gather_on_gpu(x: Tensor, order: Tensor | None, factors: Tensor | None) -> T
     factors = None if factors is None else factors.contiguous()
     aligned = (rows.stride(0) % 8 == 0, rows.data_ptr() % 16 == 0)
     plan = _gather_plan(*rows.shape, x.dtype, x.device, aligned, described(order), described(factors))
-    with torch.cuda.device(x.device):
-        return plan(rows, order, factors).view(x.shape)
+    return plan(rows, order, factors).view(x.shape)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -82,10 +78,12 @@ def _gather_plan(
     return GatherPlan(m, k, order is not None, pieces, machine_of(on))
 
 
-@torch.library.register_fake("lowbit::gather_channels")
 def _gathered_fake(x: Tensor, order: Tensor | None, factors: Tensor | None) -> Tensor:
     _check_channels(x.shape[-1], order, factors)
     return x.new_empty((*x.shape[:-1], -(-x.shape[-1] // 8) * 8))[..., : x.shape[-1]]
+
+
+register("gather_channels(Tensor x, Tensor? order, Tensor? factors) -> Tensor", cuda=_gather_on_gpu, fake=_gathered_fake)
 
 
 def rotate_channels(x: Tensor, block: int) -> Tensor:
@@ -96,12 +94,6 @@ def rotate_channels(x: Tensor, block: int) -> Tensor:
     return rotated
 
 
-@torch.library.impl("lowbit::rotate_channels", "CPU")
-def _on_cpu(x: Tensor, block: int) -> Tensor:
-    return rotate_blocks(x, block)
-
-
-@torch.library.impl("lowbit::rotate_channels", "CUDA")
 def _on_gpu(x: Tensor, block: int) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     if rows.stride(1) != 1:
@@ -109,8 +101,7 @@ def _on_gpu(x: Tensor, block: int) -> Tensor:
     plan = _plan(block, rows.stride(0) % 8 == 0, described(rows))
     if plan is None:
         return rotate_blocks(x, block)
-    with torch.cuda.device(x.device):
-        return plan(rows).view(x.shape)
+    return plan(rows).view(x.shape)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -126,7 +117,9 @@ def _plan(block: int, stride: bool, rows: Described) -> RotatePlan | None:
     return RotatePlan(m, k, block, aligned and stride, machine_of(on))
 
 
-@torch.library.register_fake("lowbit::rotate_channels")
 def _rotated_fake(x: Tensor, block: int) -> Tensor:
     check_block(block, x.shape[-1])
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+register("rotate_channels(Tensor x, int block) -> Tensor", cuda=_on_gpu, cpu=rotate_blocks, fake=_rotated_fake)

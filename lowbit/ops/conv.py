@@ -21,6 +21,7 @@ from lowbit.kernels.reference.conv import (
     max_pool_reference,
     quantize_reference,
 )
+from lowbit.ops.register import on_device_of_first
 from lowbit.pack.conv_layout import PackedConv
 from lowbit.pack.nhwc64 import Nhwc64, pixel_elements
 from lowbit.pack.stem import StemImages
@@ -66,7 +67,7 @@ class Conv:
         self.outputs = layer.weight.shape[0]
         machine = machine_of(device) if device.type == "cuda" else None
         self.choice = choose_conv(layer.spec, size, machine, images, pooled)
-        self._kernel = None if machine is None else OnGpu(layer, self.choice, machine, images)
+        self._kernel = None if machine is None else on_device_of_first(OnGpu(layer, self.choice, machine, images))
 
     def output_shape(self, size: tuple[int, ...]) -> tuple[int, int, int, int]:
         """Shape of the output [N, Ho, Wo, bytes or channels] for an input of packed shape `size`."""
@@ -85,8 +86,7 @@ class Conv:
         """
         self._check(x, residual, second, out)
         if self._kernel is not None:
-            with torch.cuda.device(self.device):
-                return self._kernel(x, residual, second, out)
+            return self._kernel(x, residual, second, out)
         y = self._on_cpu(x, residual, second)
         return y if out is None else out.copy_(y)
 

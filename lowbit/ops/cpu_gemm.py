@@ -13,17 +13,10 @@ from torch import Tensor
 from lowbit.formats import QuantTensor, ZeroPoint, pack_words
 from lowbit.kernels.cpu import torch_int4, torch_int8
 from lowbit.kernels.cpu.blocked import block_rows, decode_rows
+from lowbit.ops.register import register
 from lowbit.pack.cpu import CpuWeight, Form, pack_int4, pack_int8
 
-torch.library.define("lowbit::cpu_gemm", "(Tensor x, Tensor codes, Tensor? scale, str form, int group, bool zeros) -> Tensor")
 
-
-@torch.library.impl("lowbit::cpu_gemm", "CPU")
-def _cpu_gemm(x: Tensor, codes: Tensor, scale: Tensor | None, form: str, group: int, zeros: bool) -> Tensor:
-    return _product(x, codes, scale, form, group, zeros)
-
-
-@torch.library.register_fake("lowbit::cpu_gemm")
 def _fake_cpu_gemm(x: Tensor, codes: Tensor, scale: Tensor | None, form: str, group: int, zeros: bool) -> Tensor:
     return x.new_empty((x.shape[0], codes.shape[0]))
 
@@ -55,6 +48,13 @@ def _product(x: Tensor, codes: Tensor, scale: Tensor | None, form: str, group: i
         return torch.nn.functional.linear(x, codes)
     # Torch's product of 16-bit matrices reorders all of w at each call, which costs as much as one token's product.
     return torch.mv(codes, x[0])[None] if m == 1 else torch_int4.product_by_rows(x, codes)
+
+
+register(
+    "cpu_gemm(Tensor x, Tensor codes, Tensor? scale, str form, int group, bool zeros) -> Tensor",
+    cpu=_product,
+    fake=_fake_cpu_gemm,
+)
 
 
 def scaled_cpu_gemm(

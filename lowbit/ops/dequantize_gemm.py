@@ -14,11 +14,7 @@ from torch import Tensor
 from lowbit.formats import Scheme, parse_scheme
 from lowbit.kernels.cpu.blocked import mixed_gemm_blocked
 from lowbit.ops.operands import check_one_device, check_weight
-
-torch.library.define(
-    "lowbit::mixed_gemm",
-    "(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor? bias, str scheme) -> Tensor",
-)
+from lowbit.ops.register import register
 
 _scheme = functools.lru_cache(maxsize=None)(parse_scheme)
 
@@ -44,7 +40,6 @@ def _check(
     check_one_device("mixed_gemm", x, packed, scale, zero, bias)
 
 
-@torch.library.impl("lowbit::mixed_gemm", ("CPU", "CUDA"))
 def _mixed_gemm(
     x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, scheme: str,
 ) -> Tensor:  # fmt: skip
@@ -55,9 +50,16 @@ def _mixed_gemm(
     return mixed_gemm_blocked(x, packed, scale, zero, bias, parsed)
 
 
-@torch.library.register_fake("lowbit::mixed_gemm")
 def _fake(
     x: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, scheme: str,
 ) -> Tensor:  # fmt: skip
     _check(x, packed, scale, zero, bias, _scheme(scheme))
     return x.new_empty((*x.shape[:-1], packed.shape[0]))
+
+
+register(
+    "mixed_gemm(Tensor x, Tensor packed, Tensor scale, Tensor? zero, Tensor? bias, str scheme) -> Tensor",
+    cuda=_mixed_gemm,
+    cpu=_mixed_gemm,
+    fake=_fake,
+)

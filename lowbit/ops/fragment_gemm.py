@@ -16,6 +16,7 @@ from lowbit.formats import Scheme, parse_scheme
 from lowbit.hardware.machine import Machine, machine_of
 from lowbit.kernels.choose.gemm import GemmShape, MmaTile, RingTile, Tile, WgmmaTile, choose, choose_for_lines
 from lowbit.ops.operands import Described, described, on_meta
+from lowbit.ops.register import register
 from lowbit.ops.workspace import workspace
 from lowbit.pack import (
     FragmentWeight,
@@ -34,12 +35,6 @@ if TYPE_CHECKING:
     from lowbit.kernels.sm80.large_m_gemm import MmaPlan
     from lowbit.kernels.sm80.small_m_gemm import RingPlan
     from lowbit.kernels.sm90.large_m_gemm import WgmmaPlan
-
-torch.library.define(
-    "lowbit::fragment_gemm",
-    "(Tensor x, Tensor codes, Tensor? scale, Tensor? channel_scale, Tensor? bias, str scheme, SymInt n,"
-    " bool batch_invariant=False, bool interleaved=False) -> Tensor",
-)
 
 _scheme = functools.lru_cache(maxsize=None)(parse_scheme)
 
@@ -94,7 +89,6 @@ def check_product(
         raise ValueError(f"{operator}: bias is [{n}], got {tuple(bias.shape)}")
 
 
-@torch.library.impl("lowbit::fragment_gemm", "CUDA")
 def _fragment_gemm(
     x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None, scheme: str, n: int,
     batch_invariant: bool = False, interleaved: bool = False,
@@ -104,11 +98,7 @@ def _fragment_gemm(
     plan = _plan(scheme, rows.shape[0], n, rows.shape[1], x.dtype, x.device, others, batch_invariant, interleaved)
     if plan is None:
         return x.new_empty((*x.shape[:-1], n))
-    if x.device.index != torch.cuda.current_device():
-        with torch.cuda.device(x.device):
-            y = plan(rows, codes, scale, channel_scale, bias, *workspace(x.device, *plan.workspace))
-    else:
-        y = plan(rows, codes, scale, channel_scale, bias, *workspace(x.device, *plan.workspace))
+    y = plan(rows, codes, scale, channel_scale, bias, *workspace(x.device, *plan.workspace))
     return y if x.dim() == 2 else y.reshape(*x.shape[:-1], n)
 
 
@@ -162,13 +152,20 @@ def wide_plan(
     return WgmmaPlan(shape, tile, form, dtype, bias, machine.sm_count, gate)
 
 
-@torch.library.register_fake("lowbit::fragment_gemm")
 def _fake(
     x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None, scheme: str, n: int,
     batch_invariant: bool = False, interleaved: bool = False,
 ) -> Tensor:  # fmt: skip
     check_product("fragment_gemm", x, codes, scale, channel_scale, bias, _scheme(scheme), n, interleaved)
     return x.new_empty((*x.shape[:-1], n))
+
+
+register(
+    "fragment_gemm(Tensor x, Tensor codes, Tensor? scale, Tensor? channel_scale, Tensor? bias, str scheme, SymInt n,"
+    " bool batch_invariant=False, bool interleaved=False) -> Tensor",
+    cuda=_fragment_gemm,
+    fake=_fake,
+)
 
 
 def aligned_rows(x: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from lowbit.kernels.choose.gemm import DENSE_BITS, RING_TOKENS, GemmShape, RingT
 from lowbit.kernels.reference.fused_gemm import norm_gemm_reference, residual_gemm_reference
 from lowbit.ops.fragment_gemm import aligned_rows, check_product
 from lowbit.ops.operands import Described, described, on_meta
+from lowbit.ops.register import register
 from lowbit.ops.workspace import workspace
 from lowbit.pack import DENSE_FORM, DenseWeight, FragmentWeight, WeightForm, weight_form
 from lowbit.pack.gated import alternate
@@ -42,17 +43,6 @@ if TYPE_CHECKING:
     from lowbit.kernels.sm90.large_m_gemm import WgmmaNormPlan, WgmmaResidualPlan
 
 Gated = Literal["none", "silu", "gelu_tanh"]
-
-torch.library.define(
-    "lowbit::norm_gemm",
-    "(Tensor x, Tensor codes, Tensor? scale, Tensor? channel_scale, Tensor squares, Tensor? bias, str scheme, SymInt n,"
-    " int width, float eps, float factor, str gated, bool batch_invariant=False) -> Tensor",
-)
-torch.library.define(
-    "lowbit::residual_gemm",
-    "(Tensor x, Tensor codes, Tensor? scale, Tensor? channel_scale, Tensor(a!) h, Tensor gamma, Tensor? bias, str scheme,"
-    " float factor, bool batch_invariant=False) -> (Tensor, Tensor)",
-)
 
 _scheme = functools.lru_cache(maxsize=None)(parse_scheme)
 
@@ -182,32 +172,72 @@ def _form(scheme: str, scale: Tensor | None, channel_scale: Tensor | None) -> We
     return weight_form(_scheme(scheme), *types)
 
 
-def _check_norm(
-    x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, squares: Tensor, bias: Tensor | None,
-    scheme: str, n: int, gated: str,
-) -> None:  # fmt: skip
-    """Raises ValueError unless the tensors are of one product with the norm at its end."""
-    _check_product("norm_gemm", x, codes, scale, channel_scale, bias, scheme, n)
-    m = x.shape[0]
+class NormArguments(NamedTuple):
+    """The arguments of `lowbit::norm_gemm`."""
+
+    x: Tensor
+    codes: Tensor
+    scale: Tensor | None
+    channel_scale: Tensor | None
+    squares: Tensor
+    bias: Tensor | None
+    scheme: str
+    n: int
+    width: int
+    eps: float
+    factor: float
+    gated: Gated
+    batch_invariant: bool = False
+
+    @property
+    def weight(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Codes, scales of groups and scales of channels."""
+        return self.codes, self.scale, self.channel_scale
+
+
+class ResidualArguments(NamedTuple):
+    """The arguments of `lowbit::residual_gemm`."""
+
+    x: Tensor
+    codes: Tensor
+    scale: Tensor | None
+    channel_scale: Tensor | None
+    h: Tensor
+    gamma: Tensor
+    bias: Tensor | None
+    scheme: str
+    factor: float
+    batch_invariant: bool = False
+
+    @property
+    def weight(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Codes, scales of groups and scales of channels."""
+        return self.codes, self.scale, self.channel_scale
+
+
+def _check_norm(a: NormArguments) -> None:
+    """Raises ValueError unless the tensors are of one product with the norm in its epilogue."""
+    _check_product("norm_gemm", a.x, *a.weight, a.bias, a.scheme, a.n)
+    m, squares, gated = a.x.shape[0], a.squares, a.gated
     if squares.dim() != 2 or squares.shape[1] != m or squares.dtype != torch.float32 or not 1 <= squares.shape[0] <= MOST_PARTS:
         raise ValueError(
             f"norm_gemm: squares are float32 [parts, {m}], 1 to {MOST_PARTS} parts, got {squares.dtype} {tuple(squares.shape)}"
         )
-    if gated not in ("none", "silu", "gelu_tanh") or (gated != "none" and n % 16):
-        raise ValueError(f"norm_gemm: gated is none, or silu or gelu_tanh with strips of 8 gates and 8 ups; got {gated}, N {n}")
+    if gated not in ("none", "silu", "gelu_tanh") or (gated != "none" and a.n % 16):
+        raise ValueError(
+            f"norm_gemm: gated is none, or silu or gelu_tanh with strips of 8 gates and 8 ups; got {gated}, N {a.n}"
+        )
 
 
-def _check_residual(
-    x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, h: Tensor, gamma: Tensor,
-    bias: Tensor | None, scheme: str,
-) -> None:  # fmt: skip
-    """Raises ValueError unless the tensors are of one product with the residual at its end."""
+def _check_residual(a: ResidualArguments) -> None:
+    """Raises ValueError unless the tensors are of one product with the residual in its epilogue."""
+    x, h, gamma = a.x, a.h, a.gamma
     if h.dim() != 2 or h.shape[0] != x.shape[0] or h.dtype not in (torch.float16, torch.bfloat16) or not h.is_contiguous():
         raise ValueError(
             f"residual_gemm: h is fp16 or bf16 [{x.shape[0]}, N], contiguous; got {h.dtype} {tuple(h.shape)}, "
             f"strides {tuple(h.stride())}"
         )
-    _check_product("residual_gemm", x, codes, scale, channel_scale, bias, scheme, h.shape[1])
+    _check_product("residual_gemm", x, *a.weight, a.bias, a.scheme, h.shape[1])
     if tuple(gamma.shape) != (h.shape[1],) or not gamma.is_floating_point():
         raise ValueError(f"residual_gemm: gamma is floating-point [{h.shape[1]}], got {gamma.dtype} {tuple(gamma.shape)}")
 
@@ -215,36 +245,20 @@ def _check_residual(
 # ---- on a GPU
 
 
-@torch.library.impl("lowbit::norm_gemm", "CUDA")
-def _norm_gemm(
-    x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, squares: Tensor, bias: Tensor | None,
-    scheme: str, n: int, width: int, eps: float, factor: float, gated: Gated, batch_invariant: bool = False,
-) -> Tensor:  # fmt: skip
-    x, squares = aligned_rows(x), squares.contiguous()
-    others = (described(codes), described(scale), described(channel_scale), described(squares), described(bias))
-    plan = _norm_plan(scheme, x.shape[0], n, x.shape[1], x.dtype, x.device, others, gated, batch_invariant)
-    weight = codes, scale, channel_scale
-    if x.device.index != torch.cuda.current_device():
-        with torch.cuda.device(x.device):
-            return plan(x, weight, squares, bias, width, eps, factor, *workspace(x.device, *plan.workspace))
-    return plan(x, weight, squares, bias, width, eps, factor, *workspace(x.device, *plan.workspace))
+def _norm_gemm(a: NormArguments) -> Tensor:
+    x, squares = aligned_rows(a.x), a.squares.contiguous()
+    others = tuple(described(t) for t in (*a.weight, squares, a.bias))
+    plan = _norm_plan(a.scheme, x.shape[0], a.n, x.shape[1], x.dtype, x.device, others, a.gated, a.batch_invariant)
+    return plan(x, a.weight, squares, a.bias, a.width, a.eps, a.factor, *workspace(x.device, *plan.workspace))
 
 
-@torch.library.impl("lowbit::residual_gemm", "CUDA")
-def _residual_gemm(
-    x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, h: Tensor, gamma: Tensor,
-    bias: Tensor | None, scheme: str, factor: float, batch_invariant: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    x, gamma = aligned_rows(x), gamma.contiguous()
-    others = (described(codes), described(scale), described(channel_scale), described(h), described(gamma), described(bias))
-    if not h.is_contiguous():
-        _check_residual(x, codes, scale, channel_scale, h, gamma, bias, scheme)
-    plan = _residual_plan(scheme, x.shape[0], x.shape[1], x.dtype, x.device, others, batch_invariant)
-    weight = codes, scale, channel_scale
-    if x.device.index != torch.cuda.current_device():
-        with torch.cuda.device(x.device):
-            return plan(x, weight, h, gamma, bias, factor, *workspace(x.device, *plan.workspace))
-    return plan(x, weight, h, gamma, bias, factor, *workspace(x.device, *plan.workspace))
+def _residual_gemm(a: ResidualArguments) -> tuple[Tensor, Tensor]:
+    x, gamma = aligned_rows(a.x), a.gamma.contiguous()
+    others = tuple(described(t) for t in (*a.weight, a.h, gamma, a.bias))
+    if not a.h.is_contiguous():
+        _check_residual(a)
+    plan = _residual_plan(a.scheme, x.shape[0], x.shape[1], x.dtype, x.device, others, a.batch_invariant)
+    return plan(x, a.weight, a.h, gamma, a.bias, a.factor, *workspace(x.device, *plan.workspace))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -258,7 +272,8 @@ def _norm_plan(
     codes, scale, channel_scale, squares, bias = (None if t is None else on_meta(t) for t in others)
     assert codes is not None and squares is not None
     x = torch.empty((m, k), dtype=dtype, device="meta")
-    _check_norm(x, codes, scale, channel_scale, squares, bias, scheme, n, gated)
+    weight = codes, scale, channel_scale
+    _check_norm(NormArguments(x, *weight, squares, bias, scheme, n, k, 0.0, 1.0, gated))
     _check_places("norm_gemm", on, others)
     machine, shape, form = machine_of(on), _shape(scheme, m, n, k), _form(scheme, scale, channel_scale)
     role: Role = "norm" if gated == "none" else "gated"
@@ -282,7 +297,8 @@ def _residual_plan(
     assert codes is not None and h is not None and gamma is not None
     described_h = others[3]
     assert described_h is not None
-    _check_residual(torch.empty((m, k), dtype=dtype, device="meta"), codes, scale, channel_scale, h, gamma, bias, scheme)
+    x, weight = torch.empty((m, k), dtype=dtype, device="meta"), (codes, scale, channel_scale)
+    _check_residual(ResidualArguments(x, *weight, h, gamma, bias, scheme, 1.0))
     _check_places("residual_gemm", on, others)
     machine, shape, form = machine_of(on), _shape(scheme, m, h.shape[1], k), _form(scheme, scale, channel_scale)
     tile = choose_chain("residual", shape, machine, batch_invariant)
@@ -315,50 +331,52 @@ def _unpacked(
     return FragmentWeight(codes, scale, channel_scale, _scheme(scheme), shape).unpack()
 
 
-@torch.library.impl("lowbit::norm_gemm", "CPU")
-def _norm_gemm_cpu(
-    x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, squares: Tensor, bias: Tensor | None,
-    scheme: str, n: int, width: int, eps: float, factor: float, gated: Gated, batch_invariant: bool = False,
-) -> Tensor:  # fmt: skip
-    _check_norm(x, codes, scale, channel_scale, squares, bias, scheme, n, gated)
-    w = _unpacked(codes, scale, channel_scale, scheme, (n, x.shape[1]))
-    if isinstance(w, DenseWeight) and gated != "none":
-        w, bias = DenseWeight(alternate(*codes.chunk(2))), None if bias is None else alternate(*bias.chunk(2))
-    y = norm_gemm_reference(x, w, squares, bias, width=width, eps=eps, gated=gated, x_factor=factor)
-    return y.to(x.dtype)
+def _norm_gemm_cpu(a: NormArguments) -> Tensor:
+    _check_norm(a)
+    w, bias = _unpacked(*a.weight, a.scheme, (a.n, a.x.shape[1])), a.bias
+    if isinstance(w, DenseWeight) and a.gated != "none":
+        w, bias = DenseWeight(alternate(*a.codes.chunk(2))), None if bias is None else alternate(*bias.chunk(2))
+    y = norm_gemm_reference(a.x, w, a.squares, bias, width=a.width, eps=a.eps, gated=a.gated, x_factor=a.factor)
+    return y.to(a.x.dtype)
 
 
-@torch.library.impl("lowbit::residual_gemm", "CPU")
-def _residual_gemm_cpu(
-    x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, h: Tensor, gamma: Tensor,
-    bias: Tensor | None, scheme: str, factor: float, batch_invariant: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    _check_residual(x, codes, scale, channel_scale, h, gamma, bias, scheme)
-    w = _unpacked(codes, scale, channel_scale, scheme, (h.shape[1], x.shape[1]))
-    added, following, squares = residual_gemm_reference(x, w, h, gamma, bias, x_factor=factor)
-    h.copy_(added)
+def _residual_gemm_cpu(a: ResidualArguments) -> tuple[Tensor, Tensor]:
+    _check_residual(a)
+    w = _unpacked(*a.weight, a.scheme, (a.h.shape[1], a.x.shape[1]))
+    added, following, squares = residual_gemm_reference(a.x, w, a.h, a.gamma, a.bias, x_factor=a.factor)
+    a.h.copy_(added)
     return following, squares
 
 
-@torch.library.register_fake("lowbit::norm_gemm")
-def _norm_fake(
-    x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, squares: Tensor, bias: Tensor | None,
-    scheme: str, n: int, width: int, eps: float, factor: float, gated: Gated, batch_invariant: bool = False,
-) -> Tensor:  # fmt: skip
-    _check_norm(x, codes, scale, channel_scale, squares, bias, scheme, n, gated)
-    return x.new_empty((x.shape[0], n if gated == "none" else n // 2))
+def _norm_fake(a: NormArguments) -> Tensor:
+    _check_norm(a)
+    return a.x.new_empty((a.x.shape[0], a.n if a.gated == "none" else a.n // 2))
 
 
-@torch.library.register_fake("lowbit::residual_gemm")
-def _residual_fake(
-    x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, h: Tensor, gamma: Tensor,
-    bias: Tensor | None, scheme: str, factor: float, batch_invariant: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    _check_residual(x, codes, scale, channel_scale, h, gamma, bias, scheme)
+def _residual_fake(a: ResidualArguments) -> tuple[Tensor, Tensor]:
+    _check_residual(a)
     parts = 1
-    if x.device.type == "cuda":
-        m, n, k = int(x.shape[0]), int(h.shape[1]), int(x.shape[1])  # a tile is chosen for numbers, also in a dynamic trace
-        shape = _shape(scheme, m, n, k)
-        tile = choose_chain("residual", shape, machine_of(x.device), batch_invariant)
+    if a.x.device.type == "cuda":
+        m, n, k = int(a.x.shape[0]), int(a.h.shape[1]), int(a.x.shape[1])  # the choice of a tile takes numbers, no symbols
+        shape = _shape(a.scheme, m, n, k)
+        tile = choose_chain("residual", shape, machine_of(a.x.device), a.batch_invariant)
         parts = parts_of(tile, shape)
-    return torch.empty_like(h, dtype=x.dtype), x.new_empty((parts, x.shape[0]), dtype=torch.float32)
+    return torch.empty_like(a.h, dtype=a.x.dtype), a.x.new_empty((parts, a.x.shape[0]), dtype=torch.float32)
+
+
+register(
+    "norm_gemm(Tensor x, Tensor codes, Tensor? scale, Tensor? channel_scale, Tensor squares, Tensor? bias, str scheme,"
+    " SymInt n, int width, float eps, float factor, str gated, bool batch_invariant=False) -> Tensor",
+    cuda=_norm_gemm,
+    cpu=_norm_gemm_cpu,
+    fake=_norm_fake,
+    arguments=NormArguments,
+)
+register(
+    "residual_gemm(Tensor x, Tensor codes, Tensor? scale, Tensor? channel_scale, Tensor(a!) h, Tensor gamma, Tensor? bias,"
+    " str scheme, float factor, bool batch_invariant=False) -> (Tensor, Tensor)",
+    cuda=_residual_gemm,
+    cpu=_residual_gemm_cpu,
+    fake=_residual_fake,
+    arguments=ResidualArguments,
+)

@@ -19,18 +19,13 @@ from lowbit.kernels.reference.elementwise import GATES, Gate
 from lowbit.ops.elementwise import gate
 from lowbit.ops.fragment_gemm import aligned_rows, check_product, fragment_gemm, wide_plan
 from lowbit.ops.operands import Described, described, on_meta
+from lowbit.ops.register import register
 from lowbit.ops.workspace import workspace
 from lowbit.pack import FragmentWeight, weight_form
 
 if TYPE_CHECKING:
     from lowbit.kernels.sm80.large_m_gemm import MmaPlan
     from lowbit.kernels.sm90.large_m_gemm import WgmmaPlan
-
-torch.library.define(
-    "lowbit::gated_gemm",
-    "(Tensor x, Tensor codes, Tensor? scale, Tensor? channel_scale, Tensor? bias, str scheme, SymInt n, str gated,"
-    " bool batch_invariant=False) -> Tensor",
-)
 
 _scheme = functools.lru_cache(maxsize=None)(parse_scheme)
 
@@ -64,7 +59,6 @@ def _check(
         )
 
 
-@torch.library.impl("lowbit::gated_gemm", "CUDA")
 def _gated_gemm(
     x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None, scheme: str, n: int,
     gated: Gate, batch_invariant: bool = False,
@@ -74,11 +68,7 @@ def _gated_gemm(
     if plan is None:
         w = FragmentWeight(codes, scale, channel_scale, _scheme(scheme), (n, x.shape[1]))
         return gate(fragment_gemm(x, w, bias, batch_invariant=batch_invariant), gated, alternate=True)
-    rows = aligned_rows(x)
-    if x.device.index != torch.cuda.current_device():
-        with torch.cuda.device(x.device):
-            return plan(rows, codes, scale, channel_scale, bias, *workspace(x.device, *plan.workspace))
-    return plan(rows, codes, scale, channel_scale, bias, *workspace(x.device, *plan.workspace))
+    return plan(aligned_rows(x), codes, scale, channel_scale, bias, *workspace(x.device, *plan.workspace))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -103,10 +93,17 @@ def _plan(
     return wide_plan(tile, shape, form, dtype, bias is not None, machine, gated)
 
 
-@torch.library.register_fake("lowbit::gated_gemm")
 def _fake(
     x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None, scheme: str, n: int,
     gated: str, batch_invariant: bool = False,
 ) -> Tensor:  # fmt: skip
     _check(x, codes, scale, channel_scale, bias, scheme, n, gated)
     return x.new_empty((x.shape[0], n // 2))
+
+
+register(
+    "gated_gemm(Tensor x, Tensor codes, Tensor? scale, Tensor? channel_scale, Tensor? bias, str scheme, SymInt n, str gated,"
+    " bool batch_invariant=False) -> Tensor",
+    cuda=_gated_gemm,
+    fake=_fake,
+)

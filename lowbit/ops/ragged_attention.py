@@ -16,11 +16,10 @@ from lowbit.hardware.machine import machine_of
 from lowbit.kernels.choose.attention import PAGE, AttentionShape, shape_refusals
 from lowbit.kernels.reference.attention import gather_reference, ragged_reference
 from lowbit.ops.operands import Described, described, on_meta, triton_refusals
+from lowbit.ops.register import register
 
 if TYPE_CHECKING:
     from lowbit.kernels.elementwise.gather_kv import GatherKvPlan
-
-torch.library.define("lowbit::gather_kv", "(Tensor k, Tensor v, Tensor where, Tensor count) -> (Tensor, Tensor)")
 
 
 def gather_kv(k: Tensor, v: Tensor, where: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,16 +72,11 @@ def _check(k: Tensor, v: Tensor, where: Tensor, count: Tensor) -> None:
         raise ValueError(f"gather_kv: where is int64 [T] and count int32 [1], got {found}")
 
 
-@torch.library.impl("lowbit::gather_kv", "CUDA")
 def _gather(k: Tensor, v: Tensor, where: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     plan = _plan(*(described(t) for t in (k, v, where)), count.device)
     if not (k.is_contiguous() and v.is_contiguous()):
         raise ValueError(f"gather_kv: pages are contiguous, got strides {k.stride()} and {v.stride()}")
-    given = (k, v, where.contiguous(), count)
-    if k.device.index != torch.cuda.current_device():
-        with torch.cuda.device(k.device):
-            return plan(*given)
-    return plan(*given)
+    return plan(k, v, where.contiguous(), count)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -104,13 +98,19 @@ def _plan(k: Described, v: Described, where: Described, counted: torch.device) -
     return GatherKvPlan(len(meta_where), meta_k.shape[1], meta_k.shape[3], machine_of(k[2]))
 
 
-@torch.library.impl("lowbit::gather_kv", "CPU")
 def _gather_on_cpu(k: Tensor, v: Tensor, where: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     _check(k, v, where, count)
     return gather_reference(k, where, count), gather_reference(v, where, count)
 
 
-@torch.library.register_fake("lowbit::gather_kv")
 def _fake(k: Tensor, v: Tensor, where: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
     size = (where.shape[0], k.shape[1], k.shape[3])
     return k.new_empty(size), v.new_empty(size)
+
+
+register(
+    "gather_kv(Tensor k, Tensor v, Tensor where, Tensor count) -> (Tensor, Tensor)",
+    cuda=_gather,
+    cpu=_gather_on_cpu,
+    fake=_fake,
+)

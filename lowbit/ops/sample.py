@@ -12,7 +12,7 @@ import struct
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,16 +20,11 @@ from torch import Tensor
 from lowbit.hardware.machine import machine_of
 from lowbit.kernels.reference import sampling
 from lowbit.ops.operands import check_one_device
+from lowbit.ops.register import register
 from lowbit.ops.workspace import workspace
 
 if TYPE_CHECKING:
     from lowbit.kernels.elementwise.sample import SamplePlan
-
-torch.library.define(
-    "lowbit::sample",
-    "(Tensor logits, Tensor rows, Tensor(a!) settings, Tensor(b!) counts, Tensor bias, Tensor ends, Tensor(c!) tokens,"
-    " Tensor(d!) positions, Tensor(e!) out_tokens, Tensor(f!) out_logprobs, bool any_filter=True) -> ()",
-)
 
 LEAST_TEMPERATURE = 1e-3
 """Below it, other than 0, a temperature is a mistake: float32 then holds the scaled logits no longer."""
@@ -249,22 +244,36 @@ def top_logprobs(logits: Tensor, n: int) -> tuple[Tensor, Tensor]:
     return values.float() - logits.float().logsumexp(-1, keepdim=True), ids.int()
 
 
-def _check(
-    logits: Tensor, rows: Tensor, settings: Tensor, counts: Tensor, bias: Tensor, ends: Tensor, tokens: Tensor,
-    positions: Tensor, out_tokens: Tensor, out_logprobs: Tensor,
-) -> None:  # fmt: skip
+class SampleArguments(NamedTuple):
+    """The arguments of `lowbit::sample`."""
+
+    logits: Tensor
+    rows: Tensor
+    settings: Tensor
+    counts: Tensor
+    bias: Tensor
+    ends: Tensor
+    tokens: Tensor
+    positions: Tensor
+    out_tokens: Tensor
+    out_logprobs: Tensor
+    any_filter: bool = True
+
+
+def _check(a: SampleArguments) -> None:
     """Raises ValueError unless the tensors are of one call."""
+    logits = a.logits
     if logits.dim() != 2 or logits.dtype not in (torch.float16, torch.bfloat16, torch.float32) or logits.stride(1) != 1:
         raise ValueError(
             f"sample: logits are fp16, bf16 or fp32 [B, V] without gaps in a row, got {logits.dtype} {tuple(logits.shape)}"
         )
-    (b, vocab), slots = logits.shape, settings.shape[0]
+    (b, vocab), slots = logits.shape, a.settings.shape[0]
     wanted = (
-        ("rows", rows, (b,), torch.int32), ("settings", settings, (slots, sampling.WORDS), torch.int32),
-        ("counts", counts, (slots, vocab), torch.int32), ("bias", bias, (slots, vocab), torch.float32),
-        ("ends", ends, (ends.numel(),), torch.int32), ("tokens", tokens, (slots,), torch.int32),
-        ("positions", positions, (slots,), torch.int32), ("out_tokens", out_tokens, (b,), torch.int32),
-        ("out_logprobs", out_logprobs, (b,), torch.float32),
+        ("rows", a.rows, (b,), torch.int32), ("settings", a.settings, (slots, sampling.WORDS), torch.int32),
+        ("counts", a.counts, (slots, vocab), torch.int32), ("bias", a.bias, (slots, vocab), torch.float32),
+        ("ends", a.ends, (a.ends.numel(),), torch.int32), ("tokens", a.tokens, (slots,), torch.int32),
+        ("positions", a.positions, (slots,), torch.int32), ("out_tokens", a.out_tokens, (b,), torch.int32),
+        ("out_logprobs", a.out_logprobs, (b,), torch.float32),
     )  # fmt: skip
     for name, t, shape, dtype in wanted:
         if tuple(t.shape) != shape or t.dtype != dtype or not t.is_contiguous():
@@ -275,31 +284,21 @@ def _check(
     check_one_device("sample", logits, *(t for _, t, _, _ in wanted))
 
 
-@torch.library.impl("lowbit::sample", "CPU")
-def _on_cpu(
-    logits: Tensor, rows: Tensor, settings: Tensor, counts: Tensor, bias: Tensor, ends: Tensor, tokens: Tensor,
-    positions: Tensor, out_tokens: Tensor, out_logprobs: Tensor, any_filter: bool = True,
-) -> None:  # fmt: skip
-    given = (logits, rows, settings, counts, bias, ends, tokens, positions, out_tokens, out_logprobs)
-    _check(*given)
-    sampling.sample_reference(*given)
+def _on_cpu(a: SampleArguments) -> None:
+    _check(a)
+    sampling.sample_reference(*a[:-1])
 
 
-@torch.library.impl("lowbit::sample", "CUDA")
-def _on_gpu(
-    logits: Tensor, rows: Tensor, settings: Tensor, counts: Tensor, bias: Tensor, ends: Tensor, tokens: Tensor,
-    positions: Tensor, out_tokens: Tensor, out_logprobs: Tensor, any_filter: bool = True,
-) -> None:  # fmt: skip
-    given = (logits, rows, settings, counts, bias, ends, tokens, positions, out_tokens, out_logprobs)
-    _check(*given)
-    if not len(rows):
+def _on_gpu(a: SampleArguments) -> None:
+    _check(a)
+    if not len(a.rows):
         return
     from lowbit.kernels.elementwise.sample import Given
 
-    aligned = logits.data_ptr() % 16 == 0
-    plan = _plan(logits.shape, logits.stride(0), logits.dtype, aligned, len(settings), len(ends), any_filter, logits.device)
-    with torch.cuda.device(logits.device):
-        plan(Given(*given), *workspace(logits.device, *plan.workspace))
+    logits, aligned = a.logits, a.logits.data_ptr() % 16 == 0
+    sizes = len(a.settings), len(a.ends)
+    plan = _plan(logits.shape, logits.stride(0), logits.dtype, aligned, *sizes, a.any_filter, logits.device)
+    plan(Given(*a[:-1]), *workspace(logits.device, *plan.workspace))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -311,9 +310,11 @@ def _plan(
     return SamplePlan(shape[0], shape[1], stride, slots, ends, filters, machine_of(on).arch.sm >= 90)
 
 
-@torch.library.register_fake("lowbit::sample")
-def _fake(
-    logits: Tensor, rows: Tensor, settings: Tensor, counts: Tensor, bias: Tensor, ends: Tensor, tokens: Tensor,
-    positions: Tensor, out_tokens: Tensor, out_logprobs: Tensor, any_filter: bool = True,
-) -> None:  # fmt: skip
-    _check(logits, rows, settings, counts, bias, ends, tokens, positions, out_tokens, out_logprobs)
+register(
+    "sample(Tensor logits, Tensor rows, Tensor(a!) settings, Tensor(b!) counts, Tensor bias, Tensor ends, Tensor(c!) tokens,"
+    " Tensor(d!) positions, Tensor(e!) out_tokens, Tensor(f!) out_logprobs, bool any_filter=True) -> ()",
+    cuda=_on_gpu,
+    cpu=_on_cpu,
+    fake=_check,
+    arguments=SampleArguments,
+)

@@ -7,6 +7,7 @@ weights in a form of their own (ops/byte_gemm.py), are compared with, and what r
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,12 +16,7 @@ from lowbit.formats import IntFormat, NumberFormat, Scheme, parse_scheme
 from lowbit.kernels.cpu.scaled_blocked import X_BLOCK, scaled_gemm_blocked
 from lowbit.kernels.reference.gemm import FUNCTIONS
 from lowbit.ops.operands import check_one_device, check_weight
-
-torch.library.define(
-    "lowbit::scaled_gemm",
-    "(Tensor x, Tensor x_scale, Tensor packed, Tensor scale, Tensor? zero, Tensor? bias, str scheme, ScalarType dtype,"
-    " Tensor? x_zero=None, str function='none', Tensor? y_scale=None) -> Tensor",
-)
+from lowbit.ops.register import register
 
 OUTPUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -94,31 +90,46 @@ def check_output(operator: str, dtype: torch.dtype, function: str, y_scale: Tens
         )
 
 
-def _check(
-    x: Tensor, x_scale: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, scheme: Scheme,
-    dtype: torch.dtype, x_zero: Tensor | None, function: str, y_scale: Tensor | None,
-) -> None:  # fmt: skip
-    """Raises ValueError unless the tensors are of one product under `scheme`."""
-    check_activations("scaled_gemm", x, x_scale, x_zero, scheme)
-    check_output("scaled_gemm", dtype, function, y_scale)
-    check_weight("scaled_gemm", x.shape[-1], packed, scale, zero, bias, scheme)
-    check_one_device("scaled_gemm", x, x_scale, packed, scale, zero, bias, x_zero, y_scale)
+class ScaledOperands(NamedTuple):
+    """The arguments of `lowbit::scaled_gemm`."""
+
+    x: Tensor
+    x_scale: Tensor
+    packed: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    bias: Tensor | None
+    scheme: str
+    dtype: torch.dtype
+    x_zero: Tensor | None = None
+    function: str = "none"
+    y_scale: Tensor | None = None
 
 
-@torch.library.impl("lowbit::scaled_gemm", ("CPU", "CUDA"))
-def _scaled_gemm(
-    x: Tensor, x_scale: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, scheme: str,
-    dtype: torch.dtype, x_zero: Tensor | None = None, function: str = "none", y_scale: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    parsed = _scheme(scheme)
-    _check(x, x_scale, packed, scale, zero, bias, parsed, dtype, x_zero, function, y_scale)
-    return scaled_gemm_blocked(x, x_scale, packed, scale, zero, bias, parsed, dtype, x_zero, function, y_scale)
+def _check(a: ScaledOperands) -> Scheme:
+    """Returns the scheme. Raises ValueError unless the tensors are of one product under it."""
+    scheme = _scheme(a.scheme)
+    check_activations("scaled_gemm", a.x, a.x_scale, a.x_zero, scheme)
+    check_output("scaled_gemm", a.dtype, a.function, a.y_scale)
+    check_weight("scaled_gemm", a.x.shape[-1], a.packed, a.scale, a.zero, a.bias, scheme)
+    check_one_device("scaled_gemm", a.x, a.x_scale, a.packed, a.scale, a.zero, a.bias, a.x_zero, a.y_scale)
+    return scheme
 
 
-@torch.library.register_fake("lowbit::scaled_gemm")
-def _fake(
-    x: Tensor, x_scale: Tensor, packed: Tensor, scale: Tensor, zero: Tensor | None, bias: Tensor | None, scheme: str,
-    dtype: torch.dtype, x_zero: Tensor | None = None, function: str = "none", y_scale: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    _check(x, x_scale, packed, scale, zero, bias, _scheme(scheme), dtype, x_zero, function, y_scale)
-    return x.new_empty((*x.shape[:-1], packed.shape[0]), dtype=dtype)
+def _scaled_gemm(a: ScaledOperands) -> Tensor:
+    return scaled_gemm_blocked(*a._replace(scheme=_check(a)))  # type: ignore[arg-type]
+
+
+def _fake(a: ScaledOperands) -> Tensor:
+    _check(a)
+    return a.x.new_empty((*a.x.shape[:-1], a.packed.shape[0]), dtype=a.dtype)
+
+
+register(
+    "scaled_gemm(Tensor x, Tensor x_scale, Tensor packed, Tensor scale, Tensor? zero, Tensor? bias, str scheme,"
+    " ScalarType dtype, Tensor? x_zero=None, str function='none', Tensor? y_scale=None) -> Tensor",
+    cuda=_scaled_gemm,
+    cpu=_scaled_gemm,
+    fake=_fake,
+    arguments=ScaledOperands,
+)
