@@ -205,7 +205,6 @@ class PackedWeight(nn.Module):
             make_counters(self.weight_packed.device)  # a graph that captures the first product could not
             self._pack_for_gpu()
         else:
-            assert form != "interleaved", "which is never chosen for weights on disk"
             self.cpu_weight = pack_for_cpu(self._weight_alone(), form, dtype)
         if form != "decoded":
             self._drop_form_on_disk()

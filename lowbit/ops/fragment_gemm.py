@@ -14,16 +14,14 @@ from torch import Tensor
 
 from lowbit.formats import Scheme, parse_scheme
 from lowbit.hardware.machine import Machine, machine_of
-from lowbit.kernels.choose.gemm import GemmShape, MmaTile, RingTile, Tile, WgmmaTile, choose, choose_for_lines
+from lowbit.kernels.choose.gemm import GemmShape, MmaTile, RingTile, Tile, WgmmaTile, choose
 from lowbit.ops.operands import Described, described, on_meta
 from lowbit.ops.register import register
 from lowbit.ops.workspace import workspace
 from lowbit.pack import (
     FragmentWeight,
-    InterleavedWeight,
     WeightForm,
     has_channel_scale,
-    interleaved_refusals,
     kernel_group,
     may_be_subnormal,
     weight_form,
@@ -39,37 +37,29 @@ if TYPE_CHECKING:
 _scheme = functools.lru_cache(maxsize=None)(parse_scheme)
 
 
-def fragment_gemm(
-    x: Tensor, w: FragmentWeight | InterleavedWeight, bias: Tensor | None = None, *, batch_invariant: bool = False
-) -> Tensor:
+def fragment_gemm(x: Tensor, w: FragmentWeight, bias: Tensor | None = None, *, batch_invariant: bool = False) -> Tensor:
     """y [.., N] = x [.., K] . dequant(w)[N, K]^T + bias [N], in x's dtype, fp16 or bf16.
 
     With `batch_invariant`, a row of y has the same bits in every batch; else sums of small batches are formed in another
     order than those of large ones. Raises ValueError for tensors that do not fit together.
     """
-    of_weight = (w.codes, w.scale, w.channel_scale, bias, w.scheme.name, w.shape[0], batch_invariant)
-    if isinstance(w, InterleavedWeight):
-        return torch.ops.lowbit.fragment_gemm(x, *of_weight, True)
-    return torch.ops.lowbit.fragment_gemm(x, *of_weight)
+    return torch.ops.lowbit.fragment_gemm(
+        x, w.codes, w.scale, w.channel_scale, bias, w.scheme.name, w.shape[0], batch_invariant
+    )
 
 
 def check_product(
     operator: str, x: Tensor, codes: Tensor, scale: Tensor | None, channel: Tensor | None, bias: Tensor | None,
-    s: Scheme, n: int, interleaved: bool = False,
+    s: Scheme, n: int,
 ) -> None:  # fmt: skip
     """Raises ValueError, which names `operator`, unless the tensors are of one product under the scheme."""
     if x.dtype not in (torch.float16, torch.bfloat16) or x.dim() < 1:
         raise ValueError(f"{operator}: x is fp16 or bf16 [.., K], got {x.dtype} {tuple(x.shape)}")
     k = x.shape[-1]
-    expected: tuple[int, ...] = (strips(n), k_tiles(k), LANES * s.weight.bits)
-    maker = "FragmentWeight"
-    if interleaved:
-        if reasons := interleaved_refusals(s, (n, k)):
-            raise ValueError(f"{operator}: {s} with N {n} and K {k}: {'; '.join(reasons)}")
-        expected, maker = (n * s.weight.bits // 16, k // 2), "InterleavedWeight"
+    expected = (strips(n), k_tiles(k), LANES * s.weight.bits)
     if tuple(codes.shape) != expected or codes.dtype != torch.int32:
         raise ValueError(
-            f"{operator}: {s} with N {n} and K {k} takes codes int32 {expected} ({maker}.pack makes them), "
+            f"{operator}: {s} with N {n} and K {k} takes codes int32 {expected} (FragmentWeight.pack makes them), "
             f"got {codes.dtype} {tuple(codes.shape)}: another K, another scheme, or packed for another kernel"
         )
     group, of_channels = kernel_group(s), has_channel_scale(s)
@@ -91,11 +81,11 @@ def check_product(
 
 def _fragment_gemm(
     x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None, scheme: str, n: int,
-    batch_invariant: bool = False, interleaved: bool = False,
+    batch_invariant: bool = False,
 ) -> Tensor:  # fmt: skip
     rows = aligned_rows(x if x.dim() == 2 else x.reshape(-1, x.shape[-1]))
     others = (described(codes), described(scale), described(channel_scale), described(bias))
-    plan = _plan(scheme, rows.shape[0], n, rows.shape[1], x.dtype, x.device, others, batch_invariant, interleaved)
+    plan = _plan(scheme, rows.shape[0], n, rows.shape[1], x.dtype, x.device, others, batch_invariant)
     if plan is None:
         return x.new_empty((*x.shape[:-1], n))
     y = plan(rows, codes, scale, channel_scale, bias, *workspace(x.device, *plan.workspace))
@@ -105,7 +95,7 @@ def _fragment_gemm(
 @functools.lru_cache(maxsize=4096)
 def _plan(
     scheme: str, m: int, n: int, k: int, dtype: torch.dtype, on: torch.device, others: tuple[Described | None, ...],
-    batch_invariant: bool, interleaved: bool,
+    batch_invariant: bool,
 ) -> RingPlan | MmaPlan | WgmmaPlan | None:  # fmt: skip
     """The plan of a product; None where there is nothing to compute. Raises ValueError when the tensors do not fit."""
     parsed = _scheme(scheme)
@@ -113,7 +103,7 @@ def _plan(
     assert codes is not None
     scale, channel_scale, bias = optional
     x = torch.empty((m, k), dtype=dtype, device="meta")
-    check_product("fragment_gemm", x, codes, scale, channel_scale, bias, parsed, n, interleaved)
+    check_product("fragment_gemm", x, codes, scale, channel_scale, bias, parsed, n)
     devices = {on, *(t[2] for t in others if t is not None)}
     if len(devices) > 1:
         raise ValueError(f"fragment_gemm: all tensors must be on one device, got {sorted(map(str, devices))}")
@@ -123,9 +113,8 @@ def _plan(
         return None
     machine = machine_of(on)
     shape = GemmShape(m, n, k, parsed.weight.bits)
-    types = (None if t is None else t[1] for t in others[1:3])
-    form, pick = weight_form(parsed, *types, interleaved=interleaved), choose_for_lines if interleaved else choose
-    return plan_for(pick(shape, machine, batch_invariant), shape, form, dtype, others[3] is not None, machine)
+    form = weight_form(parsed, *(None if t is None else t[1] for t in others[1:3]))
+    return plan_for(choose(shape, machine, batch_invariant), shape, form, dtype, others[3] is not None, machine)
 
 
 def plan_for(
@@ -154,15 +143,15 @@ def wide_plan(
 
 def _fake(
     x: Tensor, codes: Tensor, scale: Tensor | None, channel_scale: Tensor | None, bias: Tensor | None, scheme: str, n: int,
-    batch_invariant: bool = False, interleaved: bool = False,
+    batch_invariant: bool = False,
 ) -> Tensor:  # fmt: skip
-    check_product("fragment_gemm", x, codes, scale, channel_scale, bias, _scheme(scheme), n, interleaved)
+    check_product("fragment_gemm", x, codes, scale, channel_scale, bias, _scheme(scheme), n)
     return x.new_empty((*x.shape[:-1], n))
 
 
 register(
     "fragment_gemm(Tensor x, Tensor codes, Tensor? scale, Tensor? channel_scale, Tensor? bias, str scheme, SymInt n,"
-    " bool batch_invariant=False, bool interleaved=False) -> Tensor",
+    " bool batch_invariant=False) -> Tensor",
     cuda=_fragment_gemm,
     fake=_fake,
 )

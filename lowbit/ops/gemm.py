@@ -17,14 +17,13 @@ from lowbit.ops.workspace import make_counters
 from lowbit.pack.cpu import CpuWeight
 from lowbit.pack.gemm_weight import GemmWeight, RowWeight
 from lowbit.pack.scaled import OperandWeight
-from lowbit.pack.weight import FragmentWeight, InterleavedWeight
+from lowbit.pack.weight import FragmentWeight
 
 
 def pack_for(
     q: QuantTensor, dtype: torch.dtype = torch.bfloat16, *, batch_invariant: bool = False, form: Form | None = None
 ) -> GemmWeight:
-    """`q` in the form that the first kernel of ops/table.py reads that takes it on its device, for x of `dtype`, or in `form`:
-    "interleaved" is TensorRT-LLM's order for sm_80 (`InterleavedWeight`), which is never the first.
+    """`q` in the form that the first kernel of ops/table.py reads that takes it on its device, for x of `dtype`, or in `form`.
 
     Raises UnsupportedProblem, with every kernel's reasons, where there is none, and ValueError for what is no part of a
     product, an input transform or a low-rank correction, which `nn.QuantLinear` computes.
@@ -37,9 +36,6 @@ def pack_for(
         case "fragments":
             make_counters(device)  # a graph that captures the first product could not
             return FragmentWeight.pack(q)
-        case "interleaved":
-            make_counters(device)
-            return InterleavedWeight.pack(q)
         case "operands":
             make_counters(device)
             return OperandWeight.pack(q)
@@ -72,9 +68,7 @@ def gemm(
         wanted = "x in 16 or 32 bits, and y is of its type, with no function after the product and no fast_accum"
         raise ValueError(f"gemm: {w.scheme} takes {wanted}")
     match w:
-        case FragmentWeight() | InterleavedWeight():
-            if isinstance(w, InterleavedWeight):  # which a GPU has to be asked about: no choice brought w into this form
-                choose(problem_on(w.codes.device, w.scheme, 1, w.shape, x.dtype, form="interleaved"))
+        case FragmentWeight():
             return fragment_gemm(x, w, bias, batch_invariant=batch_invariant)
         case CpuWeight():
             if x.dtype != w.dtype or not x.dim() or x.shape[-1] != w.shape[1]:

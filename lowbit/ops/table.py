@@ -22,16 +22,16 @@ from lowbit.formats import PerBlock, PerGroup, Scheme, ZeroPoint, parse_scheme
 from lowbit.hardware.conversions import conversion
 from lowbit.hardware.machine import Machine, machine_of, machine_refusals
 from lowbit.kernels.choose.candidate import Candidate
-from lowbit.kernels.choose.gemm import GemmCandidate, GemmShape, MmaTile, RingTile, WgmmaTile, candidates, line_candidates
+from lowbit.kernels.choose.gemm import GemmCandidate, GemmShape, MmaTile, RingTile, WgmmaTile, candidates
 from lowbit.kernels.choose.scaled_gemm import ScaledShape, ScaledTile, candidates_scaled
 from lowbit.kernels.cpu import torch_int8
 from lowbit.kernels.cpu.scaled_blocked import X_BLOCK
 from lowbit.kernels.reference.activations import CODE_DTYPES
 from lowbit.ops.operands import triton_refusals
-from lowbit.pack import interleaved_refusals, kernel_group, scaled_refusals
+from lowbit.pack import kernel_group, scaled_refusals
 from lowbit.pack.cpu import int4_refusals, int8_refusals
 
-Form = Literal["fragments", "interleaved", "operands", "int4", "int8", "decoded", "rows"]
+Form = Literal["fragments", "operands", "int4", "int8", "decoded", "rows"]
 """In which of its forms a weight is multiplied: pack/gemm_weight.py."""
 
 
@@ -124,12 +124,12 @@ class Kernel:
     @property
     def on_gpu(self) -> bool:
         """Whether it needs a GPU."""
-        return self.form in ("fragments", "interleaved", "operands")
+        return self.form in ("fragments", "operands")
 
     def concerns(self, p: Problem) -> bool:
         """Whether it is made for the device, the x and the form of weight of a problem."""
-        form = self.form == p.form if p.form else self.form != "interleaved"
-        return form and (self.is_slow or self.on_gpu == p.on_gpu) and self.scaled == (p.scheme.activation is not None)
+        device = self.is_slow or self.on_gpu == p.on_gpu
+        return p.form in (None, self.form) and device and self.scaled == (p.scheme.activation is not None)
 
     def refusals(self, p: Problem) -> tuple[str, ...]:
         """Why it does not take a problem; empty if it does."""
@@ -285,26 +285,6 @@ def _ring(p: Problem) -> tuple[str, ...]:
     return _of_16_bits(p) or _better_tile(p, RingTile)
 
 
-def _interleaved(p: Problem) -> tuple[str, ...]:
-    if p.form is None:
-        return ("is for weights that wait in TensorRT-LLM's order, these are brought into fragments",)
-    reasons = (*_of_16_bits(p), *interleaved_refusals(p.scheme, (p.n, p.k)))
-    return reasons or (() if _tiles_of_lines(p) else (f"has no tile for {p.scheme} with M {p.m}, N {p.n} and K {p.k}",))
-
-
-@functools.lru_cache(maxsize=4096)
-def _tiles_of_lines(p: Problem) -> tuple[GemmCandidate, ...]:
-    assert p.machine is not None
-    shape = GemmShape(p.m, p.n, p.k, p.scheme.weight.bits)
-    found = line_candidates(shape, p.machine, batch_invariant=p.batch_invariant)
-    return tuple(row for row in found if not row.reasons)
-
-
-def _tile_of_lines(p: Problem) -> tuple[str, ...]:
-    chosen, *next_best = _in_words(*_tiles_of_lines(p))
-    return f"{chosen} as if in fragment order", *next_best
-
-
 def _tile_16(p: Problem) -> tuple[str, ...]:
     return _in_words(*_tiles_16(p))
 
@@ -401,10 +381,6 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("wgmma_gemm", "kernels/sm90/large_m_gemm.py", "sm_90", False, "fragments", _wgmma, _tile_16),
     Kernel("mma_gemm", "kernels/sm80/large_m_gemm.py", "sm_80 and newer", False, "fragments", _mma, _tile_16),
     Kernel("ring_gemm", "kernels/sm80/small_m_gemm.py", "sm_80 and newer", False, "fragments", _ring, _tile_16),
-    Kernel(
-        "interleaved_gemm", "kernels/sm80/large_m_gemm.py", "sm_80 and newer", False, "interleaved", _interleaved,
-        _tile_of_lines,
-    ),
     Kernel(
         "scaled_gemm", "kernels/sm90/scaled_gemm.py", "sm_90", True, "operands", partial(_scaled_wgmma, narrow=False), _tile_8
     ),

@@ -14,7 +14,7 @@ from torch import Tensor
 from lowbit.formats import QuantTensor, Scheme, pack_words, unpack_words
 from lowbit.pack.cpu import CpuWeight
 from lowbit.pack.scaled import OperandWeight
-from lowbit.pack.weight import FragmentWeight, InterleavedWeight
+from lowbit.pack.weight import FragmentWeight
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,5 +54,5 @@ class RowWeight:
         return replace(self, **{name: t.clone() for name, t in self._tensors.items()})
 
 
-GemmWeight = RowWeight | FragmentWeight | InterleavedWeight | OperandWeight | CpuWeight
+GemmWeight = RowWeight | FragmentWeight | OperandWeight | CpuWeight
 """A weight in one of its forms."""

@@ -1,7 +1,6 @@
 """A quantized matrix as the tensor-core kernels read it: codes in fragment order, scales beside them.
 
-    codes           int32 [N/16, K/64, 32 * bits]            pack.fragment (`FragmentWeight`)
-                    int32 [N/c, K * c * bits / 32]           pack.tensorrt_llm, c = 16 / bits channels (`InterleavedWeight`)
+    codes           int32 [N/16, K/64, 32 * bits]            pack.fragment
     scale           fp16 or bf16 [N/16, G, 8, 2]             groups along K: scales of rows g and g + 8 for lane group g
                     fp16 or bf16 [N/16, G, 8, 4]             with zeros: those scales, then the zeros of both rows
     channel_scale   float32 [N]                              one scale per output channel, applied at the end
@@ -31,7 +30,6 @@ The kernels know groups of 16, 32, 64 and 128, a whole number of which make a st
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -55,12 +53,9 @@ from lowbit.hardware.mma import MMA_M16N8K16_F16
 from lowbit.pack.fragment import FragmentOrder
 from lowbit.pack.layout import Layout
 from lowbit.pack.scales import pack_scales, unpack_scales
-from lowbit.pack.tensorrt_llm import ColumnMajorTileInterleave
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-_STRIP = 16
 
 STEP_K = 128
 """K of a step of the kernels; a step has a whole number of groups."""
@@ -107,8 +102,6 @@ class WeightForm:
     """Whether scales per channel follow those of the groups; without groups they are the only ones."""
     subnormal: bool = False
     """Whether scales of groups wait times 2^24, for codes as subnormal numbers."""
-    interleaved: bool = False
-    """Whether codes lie in TensorRT-LLM's interleaved lines, not in fragment order."""
 
     @property
     def channel_scale(self) -> bool:
@@ -120,20 +113,18 @@ DENSE_FORM = WeightForm("dense", 0, "none", "fp16")
 """Of weights that are halves, in the type of x (pack/dense.py): no scales."""
 
 
-def weight_form(
-    scheme: Scheme, scale_dtype: torch.dtype | None, channel_dtype: torch.dtype | None, *, interleaved: bool = False
-) -> WeightForm:
+def weight_form(scheme: Scheme, scale_dtype: torch.dtype | None, channel_dtype: torch.dtype | None) -> WeightForm:
     """The form of weights of a scheme; the types are those of their scales of groups and of channels, None without."""
     zeros: dict[ZeroPoint, Literal["none", "integer", "float"]]
     zeros = {ZeroPoint.NONE: "none", ZeroPoint.INTEGER: "integer", ZeroPoint.FLOAT: "float"}
     half: HalfType = "bf16" if scale_dtype == torch.bfloat16 else "fp16"
     group = kernel_group(scheme)
     twice, subnormal = group > 0 and channel_dtype is not None, channel_dtype == torch.bfloat16
-    return WeightForm(scheme.weight.name, group, zeros[scheme.zero], half, twice, subnormal, interleaved)
+    return WeightForm(scheme.weight.name, group, zeros[scheme.zero], half, twice, subnormal)
 
 
 @dataclass(frozen=True, eq=False)
-class PlaneWeight:
+class FragmentWeight:
     """The tensors described in the module, for a matrix of `shape` (N, K) under `scheme`; codes in the order of `layout`."""
 
     codes: Tensor
@@ -142,10 +133,10 @@ class PlaneWeight:
     scheme: Scheme
     shape: tuple[int, int]
 
-    @classmethod
-    @abstractmethod
-    def layout(cls, fmt: NumberFormat) -> Layout:
-        """The order of codes of a format, in one plane."""
+    @staticmethod
+    def layout(fmt: NumberFormat) -> Layout:
+        """The fragment order of codes of a format, in one plane."""
+        return FragmentOrder(MMA_M16N8K16_F16, fmt)
 
     @classmethod
     def pack(cls, q: QuantTensor, plane: Tensor | None = None) -> Self:
@@ -216,40 +207,6 @@ class PlaneWeight:
         return replace(self, **{name: t.clone() for name, t in self._tensors.items()})
 
 
-class FragmentWeight(PlaneWeight):
-    """Codes in fragment order, which all kernels for 16-bit x read."""
-
-    @classmethod
-    def layout(cls, fmt: NumberFormat) -> Layout:
-        return FragmentOrder(MMA_M16N8K16_F16, fmt)
-
-
-class InterleavedWeight(PlaneWeight):
-    """Codes in TensorRT-LLM's interleaved lines (pack/tensorrt_llm.py), int32 [N / c, K * c * bits / 32], as its checkpoints
-    have them for sm_80; `interleaved_refusals` says what they cannot be."""
-
-    @classmethod
-    def layout(cls, fmt: NumberFormat) -> Layout:
-        return ColumnMajorTileInterleave()
-
-    @classmethod
-    def pack(cls, q: QuantTensor, plane: Tensor | None = None) -> Self:
-        """As `FragmentWeight.pack`; ValueError, too, for what the lines do not hold."""
-        if reasons := interleaved_refusals(q.scheme, q.shape):
-            raise ValueError(f"{q.scheme} {q.shape}: {'; '.join(reasons)}")
-        return super().pack(q, plane)
-
-
-def interleaved_refusals(scheme: Scheme, shape: tuple[int, int]) -> tuple[str, ...]:
-    """Why no weight of a scheme and shape (N, K) waits in TensorRT-LLM's lines for a kernel; empty if it does."""
-    if not isinstance(scheme.weight, IntFormat) or scheme.weight.bits not in (4, 8):
-        return (f"TensorRT-LLM's lines hold integers of 4 and 8 bits, not {scheme.weight.name}",)
-    reasons = [f"TensorRT-LLM's lines: {why}" for why in ColumnMajorTileInterleave().refusals(scheme.weight.bits, shape)]
-    if shape[0] % _STRIP:
-        reasons.append(f"warps take {_STRIP} channels of TensorRT-LLM's lines at a time, N {shape[0]} is no multiple")
-    return tuple(reasons)
-
-
 def _normal_in_fp16(q: QuantTensor) -> bool:
     """Whether scales of groups, what they make of the codes, and floating-point zeros are 0 or in fp16's normal range, half of
     the largest number apart, which is left to sums with zeros."""
@@ -298,7 +255,7 @@ def _by_group(values: Tensor, q: QuantTensor, group: int) -> Tensor:
     return pack_scales(padded).unflatten(-1, (8, 2))
 
 
-def _from_groups(part: Tensor, w: PlaneWeight) -> Tensor:
+def _from_groups(part: Tensor, w: FragmentWeight) -> Tensor:
     n, k = w.shape
     size = w.scheme.granularity.block((n, k))
     values = unpack_scales(part.flatten(-2), n)

@@ -128,27 +128,6 @@ def test_a_slow_layer_is_told_in_the_report_and_warned_of_once():
     assert len(seen) == 1 and "several times slower" in str(seen[0].message)
 
 
-@pytest.mark.parametrize("machine", MACHINES, ids=lambda m: m.product)
-@pytest.mark.parametrize("scheme", ["w4a16_g128", "w4a16_pc", "w8a16", "w8a16_g64", "w4a16_g64_fz"])
-def test_weights_in_tensorrt_llms_order_have_one_kernel(scheme, machine):
-    """Which takes nothing else, and is never chosen for weights that can be brought into another form."""
-    for m in MS:
-        problem = replace(on_h200(scheme, m), machine=machine, form="interleaved")
-        assert [kernel.name for kernel, reasons in rows(problem) if not reasons] == ["interleaved_gemm"]
-        assert describe(problem).startswith("interleaved_gemm, mma ") and not why_slow(problem)
-        said = {kernel.name: reasons for kernel, reasons in rows(replace(problem, form=None))}
-        assert said["interleaved_gemm"] == (
-            "is for weights that wait in TensorRT-LLM's order, these are brought into fragments",
-        )
-    said = {kernel.name: reasons for kernel, reasons in rows(replace(problem, scheme=parse_scheme("w6e3m2a16")))}
-    assert "integers of 4 and 8 bits, not fp6_e3m2" in said["interleaved_gemm"][0]
-    assert said["ring_gemm"] == ("reads weights in the form fragments, this one waits in the form interleaved",)
-    with pytest.raises(
-        UnsupportedProblem, match=r"K must be a multiple of 64; warps take 16 channels .* N 4100 is no multiple"
-    ):
-        choose(replace(problem, n=4100, k=4000))
-
-
 def test_nothing_for_it_lists_everybody():
     with pytest.raises(
         UnsupportedProblem, match=r"(?s)no kernel for w8a8 M 1 .* on a CPU, batch-invariant:.*scaled_torch_int8: sums"
